@@ -12,8 +12,8 @@ from service.telemetry.whole import Mode
 
 LABELS = ("model", "version")
 AnyFamily = Counter | Gauge | Histogram | WeightedHistogram
-# How to combine the gauges of ProcessCollector and its like. All others are sums: a server's memory is the sum over its
-# processes.
+# How to combine those gauges of prometheus_client's own collectors that are not summed. All others are: a server's
+# memory, for example, is the sum over its processes.
 _PROCESS_MODES: Mapping[str, Mode] = {
     "process_start_time_seconds": "min",
     "process_max_fds": "min",

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from bf16kit.errors import Cancelled, DeadlineExceeded, Unavailable
 from service.transport.calling import Calling
 
-# Kept of the call's remaining time (seconds, share) for its client to read the outcome.
+# Part of the call's remaining time, in seconds and as a share, that is left for its client to read the outcome.
 _LAST_WORDS_S, _LAST_PART = 0.25, 0.1
 
 

@@ -19,7 +19,7 @@ from service.wire.repository import check_repository, check_unload, load_config
 
 _NOTHING = Needs(None, None)
 
-# Begins like Triton's.
+# Begins like Triton's message.
 _NOT_EXPLICIT = "explicit model load / unload is not allowed; start with --model-control explicit"
 _NO_MEMORY = "shared memory is off; start with shared_memory: true, or send tensors in raw_input_contents"
 #: For RPCs that this server may not answer: the reason, and the alternative.

@@ -96,7 +96,7 @@ class Transport:
         self._services.drain(until)
         if not self._services.empty(0.0):
             catch_up(until)
-        # GRPC cancels only after the check below.
+        # gRPC cancels only after the check below.
         self._server.stop(max(0.0, until - time.monotonic()) + LAST_WORDS_SECONDS)
         answered = self._services.empty(until)
         self._server.stop(0)

@@ -1,1 +1,1 @@
-"""Several processes that serve together, and what they share."""
+"""Several worker processes that serve together under a supervisor, and the state they share."""

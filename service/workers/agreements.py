@@ -1,4 +1,4 @@
-"""Which profile of each model all workers serve: the choice of the first that has measured."""
+"""Agreement of all workers on each model's profile: the choice of the first worker that has measured."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from service.peers.channel import Body
 from service.peers.peer import Message
 
 KIND = "agree"
-_MOST = 4096  # remembered: plans come and go
+_MOST = 4096  # remembered choices; old plans are forgotten
 _SECONDS = 10.0  # for the supervisor to answer
 
 
 class Agreements:
-    """The supervisor's side: remembers what was chosen, also for workers that are started again."""
+    """The supervisor's side: remembers the choices, so that restarted workers get them too."""
 
     def __init__(self) -> None:
         self._chosen: dict[str, str] = {}
         self._lock = threading.Lock()
 
     def answer(self, worker: str, message: Message) -> Body:
-        """To a plan's key, and the profile that a worker would have; "" asks what is known."""
+        """Return the profile chosen for a plan's key. The worker's own ``profile`` is chosen if there is none yet; ""
+        only asks."""
         plan, profile = str(message.body["plan"]), str(message.body["profile"])
         with self._lock:
             chosen = self._chosen.get(plan, "")
@@ -37,7 +38,7 @@ class Agreements:
 
 
 class AskedAgreement:
-    """See :class:`service.models.agreement.Agreement`. ``ask`` reaches the supervisor."""
+    """A worker's :class:`service.models.agreement.Agreement`. ``ask`` sends a request to the supervisor."""
 
     def __init__(self, plan: Plan, ask: Callable[[str, Mapping[str, Any]], Future[Body]]) -> None:
         self._plan = plan.key()

@@ -1,4 +1,4 @@
-"""What a worker is asked that concerns all of them: handed to the supervisor, which answers for the whole server."""
+"""Requests to one worker that concern all of them: forwarded to the supervisor, which answers for the whole server."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from service.peers.channel import Body
 from service.workers.statistics import from_json
 
 Ask = Callable[[str, Mapping[str, Any]], Future[Body]]
-_PATIENCE_SECONDS = 30.0  # what is asked here takes no time; the supervisor gives up on a worker before
+_PATIENCE_SECONDS = 30.0  # these requests are quick; the supervisor gives up on a silent worker earlier
 
 
 class AskedModels(RegistryModels):
-    """See :class:`service.operations.Models`: which are there is known here, what they did is everybody's."""
+    """A worker's :class:`service.operations.Models`: models are this worker's own, statistics the whole server's."""
 
     def __init__(self, registry: Registry, ask: Ask) -> None:
         super().__init__(registry)
@@ -34,7 +34,7 @@ class AskedModels(RegistryModels):
 
 
 class AskedControl:
-    """See :class:`service.operations.ModelControl`."""
+    """A worker's :class:`service.operations.ModelControl`."""
 
     def __init__(self, ask: Ask) -> None:
         self._ask = ask
@@ -47,7 +47,7 @@ class AskedControl:
 
 
 class AskedSettings:
-    """See :class:`service.operations.Settings`. ``what``: which of them."""
+    """A worker's :class:`service.operations.Settings`. ``what`` is "logs" or "traces"."""
 
     def __init__(self, own: Settings, what: str, ask: Ask) -> None:
         self._own = own
@@ -63,7 +63,7 @@ class AskedSettings:
 
 
 def settings_from_json(told: Mapping[str, Sequence[Setting]]) -> dict[str, tuple[Setting, ...]]:
-    """Settings that came as JSON."""
+    """Convert settings that came as JSON."""
     return {name: tuple(values) for name, values in told.items()}
 
 
@@ -75,7 +75,7 @@ def _answer(told: Future[Body]) -> Body:
 
 
 def _nothing(told: Future[Body]) -> Future[None]:
-    """The same, without an answer."""
+    """Return a future with the same end but without a result."""
     done: Future[None] = Future()
 
     def finish(over: Future[Body]) -> None:

@@ -1,7 +1,7 @@
-"""What operators change while several workers serve: told to all of them, or to none.
+"""Operators' changes while several workers serve: applied to all workers or to none.
 
-Models are changed one after another, as one process would. The first worker to try a change is the only one to fail
-where it cannot be made; the others serve what they served. Where another cannot follow, all go back.
+Models are changed one after another, as in a single process. One worker tries a change first. If it cannot be made,
+only that worker fails, and the others go on serving what they served. If another cannot follow, all of them go back.
 """
 
 from __future__ import annotations
@@ -19,25 +19,29 @@ from service.workers.fleet import Fleet
 
 _log = logging.getLogger(__name__)
 Changed = Callable[[str, Collection[int]], None]
-_AT_ONCE_SECONDS = 20.0  # for what takes a worker no time: one that does not answer is killed before
+_AT_ONCE_SECONDS = 20.0  # for quick requests: a worker that does not answer is killed earlier
 
 
 class ModelChanges:
-    """:meth:`want` and :meth:`desire` are the reconciler's, for all workers. ``changed`` is told the name of a model
-    and which of its versions all of them have loaded anew, or unloaded."""
+    """Applies wishes to all workers. :meth:`want` and :meth:`desire` are called by the reconciler.
+
+    ``changed`` is called with a model's name and those of its versions that all workers have reloaded or unloaded.
+    """
 
     def __init__(self, fleet: Fleet, changed: Changed = lambda model, versions: None) -> None:
         self._fleet = fleet
         self._told_changed = changed
-        self._failed: dict[str, Wish] = {}  # what one worker has tried and could not, whose slots say why
+        self._failed: dict[str, Wish] = {}  # wishes that a worker failed to fulfil; its slots hold the reason
         self._thread = ThreadPoolExecutor(1, "changes")
 
     def want(self, wish: Wish) -> Future[None]:
-        """Ends when every worker serves ``wish``; one that dies meanwhile is told when it is started again."""
+        """Return a future that ends when every worker serves ``wish``. A worker that dies meanwhile gets the wish at
+        its restart."""
         return self._thread.submit(self._fulfil, wish)
 
     def desire(self, wishes: Iterable[Wish]) -> None:
-        """Want these models and no others. Before any worker runs, they are what all of them start with."""
+        """Serve these models and no others. Before any worker runs, this sets the models that all of them start
+        with."""
         wanted, before = {wish.name: wish for wish in wishes}, self._fleet.wishes
         if not self._fleet.running:
             self._fleet.change(wanted)
@@ -48,7 +52,7 @@ class ModelChanges:
                 self.want(wish).add_done_callback(_note)
 
     def close(self) -> None:
-        """What is being done goes on; nothing more is begun."""
+        """Start no further change. A change in progress continues."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     # --- the thread ---------------------------------------------------------------------------------------------------
@@ -65,7 +69,7 @@ class ModelChanges:
         else:
             first = ""
         self._failed.pop(wish.name, None)
-        self._fleet.change(after)  # who is started from now on begins with it
+        self._fleet.change(after)  # workers that start from now on begin with it
         others = [name for name in self._fleet.running if name != first]
         failed = self._all(others, wish)
         if failed is not None and wish.plans:
@@ -76,7 +80,8 @@ class ModelChanges:
             self._told_changed(wish.name, versions)
 
     def _try(self, wish: Wish, before: Wish | None) -> str:
-        """Have one worker load it, whose name is returned. Raises what it met, and has it serve what it did."""
+        """Have one worker load ``wish``, and return the worker's name. If that fails, restore what it served and raise
+        its error."""
         first = next(iter(self._fleet.running), None)
         if first is None:
             raise Unavailable("no worker of this server is running; try again")
@@ -90,7 +95,8 @@ class ModelChanges:
         return first
 
     def _all(self, names: Iterable[str], wish: Wish) -> Bf16kitError | None:
-        """What one of these met that goes on running; one that has died will be told anyway."""
+        """Have these workers serve ``wish``. Return the first error of one that still runs: a dead one gets the wish
+        anyway."""
         asked = {name: self._fleet.ask_one(name, "want", {"wish": wish.to_json()}) for name in names}
         wait(asked.values())
         for name, told in asked.items():
@@ -102,17 +108,17 @@ class ModelChanges:
 
 
 class SettingsOfAll:
-    """The ``logs`` and ``traces`` of all workers, and of those to come."""
+    """The ``logs`` and ``traces`` settings of all workers, including those started later."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._lock = threading.Lock()  # all hear of changes in their order
-        # What was asked, not what came of it: what a model has none of its own for stays the server's.
+        self._lock = threading.Lock()  # every worker gets the changes in the same order
+        # The requested changes, not the resulting settings: a setting that a model lacks must remain the server's.
         self._changed: dict[str, dict[str, Any]] = {}
 
     def update(self, what: str, changes: Mapping[str, Any], model: str) -> Mapping[str, Any]:
-        """Change them, and return what they are then. Raises what a worker says of a change that is wrong, which the
-        others say as well."""
+        """Change settings, and return the resulting ones. Raises the worker's error for an invalid change, which all
+        workers report alike."""
         with self._lock:
             asked = self._fleet.ask("settings", {"what": what, "changes": changes, "model": model})
             done, late = wait(asked.values(), _AT_ONCE_SECONDS)
@@ -129,28 +135,26 @@ class SettingsOfAll:
             body = {"what": what, "changes": dict(changed), "model": model}
             self._fleet.remember("settings", name, body)
             for worker, told in asked.items():
-                if (
-                    told.exception() is not None
-                ):  # another may have been started in its place before this was remembered
+                if told.exception() is not None:  # a replacement may have started before this was remembered
                     self._fleet.ask_one(worker, "settings", body)
             return now
 
 
 def _serves_as_before(wish: Wish, before: Wish) -> bool:
-    """Whether a worker that could not fulfil ``wish`` serves what it did: it has nothing new, and all that it had."""
+    """Whether a worker that could not fulfil ``wish`` still serves what it did: nothing new, and everything it had."""
     new = [plan for plan in wish.plans if plan not in before.plans]
     return len(new) == 1 and (len(wish.plans) == 1 or all(plan in wish.plans for plan in before.plans))
 
 
 def _changed(before: Wish, after: Wish) -> list[int]:
-    """The versions that are served otherwise now, or no more."""
+    """Return the versions that are now served differently, or not at all."""
     return sorted(
         {plan.version for plan in (*before.plans, *after.plans) if plan not in before.plans or plan not in after.plans}
     )
 
 
 def died(error: BaseException) -> bool:
-    """Whether it says that a worker ended before it answered, or had not begun."""
+    """Whether ``error`` says that a worker ended before it answered, or had not started."""
     return isinstance(error, Unavailable) and error.reason == ENDED
 
 

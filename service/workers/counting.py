@@ -1,4 +1,4 @@
-"""What all processes of a server have counted, together: for ``/metrics``, the status page and ModelStatistics."""
+"""The counts of all processes of a server together: for ``/metrics``, the status page and ModelStatistics."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from service.telemetry.whole import Family, Series, Whole
 from service.workers.statistics import Told, WholeStatistics, from_json
 from service.workers.view import Key
 
-_PATIENCE_SECONDS = 2.0  # for processes to tell once more when somebody asks; of those that do not, the last counts
-Ask = Callable[[], Mapping[str, Future[Body]]]  # every process that runs, by its name
+_PATIENCE_SECONDS = 2.0  # wait for the processes' current counts; of those that are late, the last report counts
+Ask = Callable[[], Mapping[str, Future[Body]]]  # returns every running process' answer, by its name
 
 
 class Counting:
-    """``own`` is this process' part of it; ``ask`` has all others tell what they have counted, see :meth:`hear`."""
+    """Sums the counts of all processes. ``own`` are this process' metrics. ``ask`` requests the counts of the others,
+    which :meth:`hear` receives."""
 
     def __init__(self, own: Metrics, ask: Ask, wanted: Callable[[], Iterable[Key]]) -> None:
         self._own = own
@@ -27,47 +28,47 @@ class Counting:
         self._statistics = WholeStatistics()
 
     def hear(self, process: str, told: Mapping[str, Any]) -> None:
-        """What ``process`` has counted until now, in the order in which it told."""
+        """Take over what ``process`` has counted so far. Reports must come in the order they were sent."""
         self._metrics.update(process, map(Family.from_json, told["metrics"]))
         self._statistics.update(process, from_json(told["statistics"]))
 
     def lost(self, process: str) -> None:
-        """It has died."""
+        """Note that the process died."""
         self._metrics.lost(process)
         self._statistics.lost(process)
 
     def forget(self, model: str, versions: Collection[int]) -> None:
-        """They were loaded anew everywhere, or unloaded."""
+        """Forget the counts of versions that all workers have reloaded or unloaded."""
         self._metrics.forget(model, versions)
         self._statistics.forget(model, versions)
 
     def expose(self, accept: str = "") -> tuple[bytes, str]:
-        """See :meth:`Metrics.expose`; of this moment."""
+        """See :meth:`Metrics.expose`; asks for current counts first."""
         self.refresh()
         return expose(self._metrics.families(), accept)
 
     def samples(self, names: Iterable[str]) -> Iterator[Series]:
-        """See :meth:`Metrics.samples`; of the last second."""
+        """See :meth:`Metrics.samples`. The samples are up to a second old."""
         self._metrics.update("", self._own.snapshot())
         return self._metrics.samples(names)
 
     def statistics(self) -> Told:
-        """Of this moment."""
+        """Return current statistics."""
         self.refresh()
         return self._statistics.sum()
 
     def statistics_of(self, name: str, version: int) -> StatisticsSnapshot:
-        """Of the last second."""
+        """Return a version's statistics, up to a second old."""
         return self._statistics.of(name, version)
 
     def refresh(self) -> None:
-        """Have every process tell once more."""
+        """Request every process' current counts, and wait for them."""
         heard = [self._hearing(process, told) for process, told in self._ask().items()]
         self._metrics.update("", self._own.snapshot())
         wait(heard, _PATIENCE_SECONDS)
 
     def _hearing(self, process: str, told: Future[Body]) -> Future[None]:
-        """Ends once what ``process`` has told is counted."""
+        """Return a future that ends once ``process``' answer is counted."""
         heard: Future[None] = Future()
 
         def hear(done: Future[Body]) -> None:

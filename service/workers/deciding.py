@@ -1,4 +1,4 @@
-"""What the owner of the fallback has before it where several workers serve: it decides for all of them together."""
+"""The workers as the owner of the fallback sees them: it decides for all of them together."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from service.workers.changes import died
 from service.workers.fleet import Fleet
 
 _log = logging.getLogger(__name__)
-_TOLD = "precision"  # a worker that is started hears of it; one that runs is asked to switch
+_TOLD = "precision"  # sent to a worker at its start; a running one is sent "switch" instead
 
 
 class Workers:
-    """See :class:`service.drift.owner.Servers`."""
+    """A :class:`service.drift.owner.Servers` of several workers."""
 
     def __init__(self, fleet: Fleet, clock: Callable[[], float] = time.time) -> None:
         self._fleet = fleet
@@ -30,8 +30,8 @@ class Workers:
         self._lock = threading.Lock()
 
     def changed(self, model: str, versions: Collection[int]) -> None:
-        """All workers have loaded these versions anew, or unloaded them: what was ordered of them is over. Others
-        answer on as they did."""
+        """Drop the orders for these versions, because all workers have reloaded or unloaded them. Other versions keep
+        theirs."""
         now = self._clock()
         with self._lock:
             self._since |= {(model, version): now for version in versions}
@@ -48,7 +48,8 @@ class Workers:
         return Answers(plan.digest, since, plan.serving.fallback)
 
     def order(self, order: Order) -> Future[None]:
-        """Ends when all have answered; it fails where none of them could do it."""
+        """Return a future that ends when all workers have answered, and fails if none of them could carry the order
+        out."""
         body = order.to_json()
         self._fleet.remember(_TOLD, f"{order.model}/{order.version}", body)
         return _any_of(self._fleet.ask("switch", body), order.precision)
@@ -64,7 +65,7 @@ def _any_of(asked: Mapping[str, Future[Body]], precision: Precision) -> Future[N
 
     def hear(worker: str, done: Future[Body]) -> None:
         error = done.exception()
-        # bf16 can be refused by a worker alone that has not loaded it yet, and will begin with bf16.
+        # Only a worker that has not loaded the model yet can reject bf16, and it will begin with bf16 anyway.
         if error is not None and not died(error) and precision == "fp32":
             _log.error("%s cannot answer as it was ordered to: %s", worker, brief(error))
         with lock:

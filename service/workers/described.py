@@ -1,4 +1,4 @@
-"""A worker's model as the supervisor knows it: everything there is to look at, and nothing that runs."""
+"""A worker's model as seen by the supervisor: it has all of the description, and cannot run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from service.request import Observation, Request
 
 
 def describe(model: Model) -> dict[str, Any]:
-    """What :class:`Described` is made of, as JSON."""
+    """Return the JSON from which :class:`Described` is built."""
     return {
         "inputs": [asdict(spec) for spec in model.inputs],
         "outputs": [asdict(spec) for spec in model.outputs],
@@ -22,7 +22,7 @@ def describe(model: Model) -> dict[str, Any]:
         "max_batch_size": model.max_batch_size,
         "max_queue_delay_s": model.max_queue_delay_s,
         "instances": model.instances,
-        "formats": dict(model.meaning.formats),  # labels are for answers, and many
+        "formats": dict(model.meaning.formats),  # labels are only needed for responses, and there are many
         "bounds": {"dims": dict(model.bounds.dims), "response_bytes": model.bounds.response_bytes},
         "info": asdict(model.info),
         "scheduling": asdict(model.scheduling),
@@ -35,13 +35,13 @@ def describe(model: Model) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class SummedStatistics:
-    """See :class:`service.contract.Statistics`."""
+    """A :class:`service.contract.Statistics` of all workers."""
 
     snapshot: Callable[[], StatisticsSnapshot]
 
 
 class Described:
-    """See :class:`service.contract.Model`."""
+    """A :class:`service.contract.Model` that cannot run."""
 
     def __init__(self, name: str, version: int, told: Mapping[str, Any], statistics: SummedStatistics) -> None:
         self.name = name
@@ -65,10 +65,10 @@ class Described:
         raise Unavailable("models run in the workers, not here")
 
     def claim(self, nbytes: int) -> None:
-        """There is nothing to run here."""
+        """Return None: nothing runs here."""
 
     def observe(self, seen: Observation) -> None:
-        """Nothing: the workers count."""
+        """Do nothing: the workers count."""
 
 
 def _specs(told: list[dict[str, Any]]) -> tuple[TensorSpec, ...]:

@@ -1,4 +1,4 @@
-"""The workers of one server: kept running, told together, and looked at as one."""
+"""The workers of one server: keeps them running, sends them messages, and combines their reports."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ from service.workers.weightowner import WeightOwner
 
 _log = logging.getLogger(__name__)
 WORKER = "service.workers.worker"
-_LATE_SECONDS = 3.0  # for a worker to tell how its drain ended, once its time is over
+_LATE_SECONDS = 3.0  # for a worker to report the result of its drain, after its time is up
 
 
 class Fleet:
-    """:meth:`tend` keeps the workers running, called again and again by one thread; everything else is for any thread.
+    """Runs the workers. One thread calls :meth:`tend` at intervals, which keeps them running; the rest is for any
+    thread.
 
-    ``handlers`` answer what a worker, whose name they are given, tells or asks beside its reports; ``lost`` is told the
-    name of one that died.
+    ``handlers`` answer workers' messages other than reports, given the worker's name. ``lost`` is called with the name
+    of a worker that died.
     """
 
     def __init__(
@@ -65,16 +66,16 @@ class Fleet:
         self.workers = [self._worker(index, available, silent_seconds) for index in range(config.workers)]
 
     def subscribe(self, callback: Callable[[], None]) -> None:
-        """``callback`` runs, on any thread, after every change of the view; it must not block."""
+        """Have ``callback`` called, on any thread, after every change of the view. It must not block."""
         self._callbacks.append(callback)
 
     @property
     def wishes(self) -> Mapping[str, Wish]:
-        """What every worker is to serve, by model; one that is started again is told so."""
+        """What every worker is to serve, by model. A restarted worker gets them."""
         return dict(self._wishes)
 
     def change(self, wishes: Mapping[str, Wish], trying: Wish | None = None) -> None:
-        """``wishes`` are what is wanted from now on, of which ``trying`` is being tried; nobody is told."""
+        """Set the wishes, and ``trying``, the one being tried. Sends nothing to running workers."""
         with self._lock:
             self._wishes, self._trying = dict(wishes), trying
             changed = self._look()
@@ -82,28 +83,28 @@ class Fleet:
             self._changed()
 
     def remember(self, kind: str, name: str, body: Mapping[str, Any]) -> None:
-        """Have every worker that is started be told this, too."""
+        """Send this message to every worker that starts from now on as well."""
         with self._lock:
             self._state[kind, name] = body
 
     def forget(self, kind: str, name: str) -> None:
-        """Tell no worker any more what of this kind was remembered by this name."""
+        """Stop sending the remembered message of this kind and name."""
         with self._lock:
             self._state.pop((kind, name), None)
 
     def wants(self, model: str, version: int, wish: str) -> bool:
-        """Whether ``wish``, in JSON, is what this version is to be served by, or is being tried with."""
+        """Whether ``wish`` (JSON) is the one this version is to be served by, or is being tried with."""
         with self._lock:
             wishes = [each for each in (self._wishes.get(model), self._trying) if each is not None]
         plans = [plan for each in wishes if each.name == model for plan in each.plans if plan.version == version]
         return any(Wish(model, (plan,)).to_json() == wish for plan in plans)
 
     def ask(self, kind: str, body: Mapping[str, Any] | None = None) -> dict[str, Future[Body]]:
-        """Every worker that runs, by its name, those first that serve."""
+        """Ask every running worker, by name. Those that already serve come first."""
         return {name: self.ask_one(name, kind, body) for name in self.running}
 
     def ask_one(self, name: str, kind: str, body: Mapping[str, Any] | None = None) -> Future[Body]:
-        """The worker of this name. Unavailable where it does not run."""
+        """Ask the worker of this name. The future fails with Unavailable if it does not run."""
         peer = next((worker.peer for worker in self.workers if worker.name == name), None)
         if peer is None:
             told: Future[Body] = Future()
@@ -113,7 +114,7 @@ class Fleet:
 
     @property
     def running(self) -> list[str]:
-        """The names of the workers that run, those first that serve."""
+        """The names of the running workers. Those that already serve come first."""
         order = sorted((report is None or not report.listening, index) for index, report in enumerate(self._reports))
         return [self.workers[index].name for _, index in order if self.workers[index].peer is not None]
 
@@ -122,12 +123,12 @@ class Fleet:
             worker.tend()
 
     def tell(self, kind: str, body: Mapping[str, Any] | None = None) -> None:
-        """Every worker that runs."""
+        """Send a message to every running worker."""
         for peer in self._peers():
             peer.tell(kind, body)
 
     def retire(self) -> None:
-        """From now on not ready, so that load balancers send no more; whoever still comes is answered."""
+        """Report not ready, so that load balancers stop sending requests. Requests that still come are answered."""
         with self._lock:
             self._retired = True
             self._look()
@@ -135,7 +136,7 @@ class Fleet:
         self._changed()
 
     def drain(self, seconds: float) -> Ending:
-        """Have all workers answer what they have and refuse what is new, for ``seconds`` at most; then they end."""
+        """Have all workers finish requests in flight and reject new ones, within ``seconds``; then end them."""
         self.retire()
         until = time.monotonic() + seconds + _LATE_SECONDS
         for worker in self.workers:
@@ -147,7 +148,7 @@ class Fleet:
         endings = [told.result() for told in asked if told.done() and told.exception() is None]
         for worker in self.workers:
             if (peer := worker.peer) is not None:
-                peer.close()  # it has said its last word, and ends
+                peer.close()  # it has sent its last message, and ends
             worker.wait(_LATE_SECONDS)
         answered = len(endings) == len(asked) and all(ending["answered"] for ending in endings)
         return Ending(answered, answered)
@@ -187,7 +188,7 @@ class Fleet:
         )
 
     def _begin(self, index: int, peer: Peer) -> None:
-        """What a worker is told first: it has nothing of its own to remember."""
+        """Send a starting worker its configuration and all remembered state. It has no state of its own."""
         config = self._config.model_copy(update={"grpc_port": self._port}).model_dump(mode="json")
         regions = self._regions
         with self._lock, nullcontext() if regions is None else regions.lock:
@@ -226,8 +227,10 @@ class Fleet:
         return View.of(self._reports, self._wanted(), retired=self._retired)
 
     def _look(self) -> bool:
-        """Make the view anew, and tell all workers; whether it is another. Called with the lock held, which keeps what
-        they are told in order."""
+        """Rebuild the view and send it to all workers. Return whether it changed.
+
+        The caller holds the lock, which keeps the views in order.
+        """
         before, self.view = self.view, self._whole()
         if self.view == before:
             return False

@@ -1,4 +1,4 @@
-"""The supervisor's registry: the whole server, to look at."""
+"""The supervisor's registry: describes the whole server and runs no model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Summed = Callable[[str, int], StatisticsSnapshot]
 
 @dataclass(frozen=True, slots=True)
 class OverviewSlot:
-    """See :class:`service.contract.Slot`."""
+    """A :class:`service.contract.Slot` of the whole server."""
 
     name: str
     version: int
@@ -28,11 +28,11 @@ class OverviewSlot:
     model: Model | None
 
     def observe(self, seen: Observation) -> None:
-        """Nothing: the workers count."""
+        """Do nothing: the workers count."""
 
 
 class Overview:
-    """See :class:`service.contract.Registry`. Nothing runs here: there is no model to acquire."""
+    """A :class:`service.contract.Registry` of the whole server. No model can be acquired: none runs here."""
 
     def __init__(self, fleet: Fleet, summed: Summed = lambda name, version: StatisticsSnapshot()) -> None:
         self._fleet = fleet

@@ -1,4 +1,4 @@
-"""Where each of several workers runs: its share of the processors, and its own GPU where there are several."""
+"""Places the workers: each gets its share of the processors, and its own GPU if there are several."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ _DEVICE = re.compile(r"nvidia\d+")
 
 
 def threads_of(asked: int | None, workers: int, cpus: int | None = None) -> int:
-    """The threads of one run in each of ``workers``: as ``asked``, or an equal part of the processors."""
+    """Return the threads of one run in each of ``workers``: ``asked``, or an equal share of the processors."""
     return asked or max(1, (cpus or available_cpus()) // workers)
 
 
 def gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> list[str]:
-    """The GPUs that this process may use, as CUDA names them. A container has the files of its own only."""
+    """Return the GPUs that this process may use, as CUDA names them. A container has only its own GPUs' device
+    files."""
     chosen = environment.get(VISIBLE)
     if chosen is not None:
         return [each.strip() for each in chosen.split(",") if each.strip() not in ("", "-1")]
@@ -26,9 +27,11 @@ def gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> list[s
 
 
 def gpu_for(worker: int, device: str, available: list[str]) -> str | None:
-    """The one GPU that ``worker`` (from 0) shall see, so that all are used; None where it sees what the server does.
+    """Return the one GPU that ``worker`` (from 0) shall see, so that all are used; None if it sees what the server
+    sees.
 
-    A worker that sees one GPU knows it as cuda:0. ``cuda:N`` names one for all of them, and the CPU needs none.
+    A worker that sees one GPU addresses it as cuda:0. ``cuda:N`` selects the same GPU for all workers. The CPU needs
+    none.
     """
     if device not in ("auto", "cuda") or len(available) < 2:
         return None

@@ -1,7 +1,7 @@
-"""Shared memory that clients register with one worker, and use with every one.
+"""Shared memory that clients register with one worker and use with all of them.
 
-The supervisor's table is the one that counts. It opens their files, and hands them down to all workers; one that is
-started anew is told all of them.
+The supervisor's table is authoritative. It opens the clients' files and sends them to all workers. A worker that
+restarts gets all of them.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ _PATIENCE_SECONDS = 10.0  # for all workers to answer: each opens a file
 
 
 class FleetRegions:
-    """The supervisor's side. ``peers`` gives the workers that run."""
+    """The supervisor's side. ``peers`` returns the running workers."""
 
     def __init__(self, table: RegionTable, peers: Callable[[], Sequence[Peer]]) -> None:
-        self.lock = threading.Lock()  # held over a change and telling it: each worker hears of changes in their order
+        self.lock = threading.Lock()  # held during a change and its messages: each worker gets the changes in order
         self._table = table
         self._peers = peers
 
     @property
     def handlers(self) -> Mapping[str, Handler]:
-        """What workers ask."""
+        """The handlers of workers' requests."""
         return {"register": self._register, "unregister": self._unregister}
 
     def tell_all(self, peer: Peer) -> None:
-        """To a worker that has just been started. Called with the lock held since it was."""
+        """Send all regions to a worker that has just started. The caller has held the lock since the start."""
         for region in self._table.status(""):
             peer.tell("adopt", asdict(region), [self._table.descriptor(region.name)])
 
@@ -57,7 +57,7 @@ class FleetRegions:
 
 
 class WorkerRegions:
-    """A worker's side: see :class:`service.operations.Regions`. ``ask`` asks the supervisor."""
+    """A worker's :class:`service.operations.Regions`. ``ask`` sends a request to the supervisor."""
 
     def __init__(self, table: RegionTable, ask: Callable[[str, Mapping[str, Any]], Future[Body]]) -> None:
         self._table = table
@@ -76,11 +76,11 @@ class WorkerRegions:
         return self._table.lease(name, offset, byte_size)
 
     def adopt(self, message: Message) -> None:
-        """The supervisor has this region, and here is its file."""
+        """Add a region that the supervisor registered, with the file in its message."""
         self._table.adopt(Region(**message.body), message.files[0])
 
     def forget(self, message: Message) -> None:
-        """The supervisor has it no more."""
+        """Remove a region that the supervisor unregistered."""
         self._table.unregister(message.body["name"])
 
     def _wait(self, kind: str, body: Mapping[str, Any]) -> None:
@@ -91,8 +91,10 @@ class WorkerRegions:
 
 
 def _gathered(asked: Sequence[Future[Body]], undo: Callable[[], object] = lambda: None) -> Future[Body]:
-    """Done when all are, with the first error of any, after ``undo``. Workers that have ended have no say: the next
-    ones are told everything."""
+    """Return a future that ends when all of ``asked`` have, with the first error, after ``undo``.
+
+    Errors of workers that ended do not count: their successors get the whole state.
+    """
     done: Future[Body] = Future()
     lock, left = threading.Lock(), len(asked)
 

@@ -1,4 +1,4 @@
-"""A worker's registry: it answers from its own models, and tells of the whole server."""
+"""A worker's registry: runs its own models, and reports the readiness of the whole server."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from service.workers.view import View
 
 
 class Sight:
-    """The newest view of the whole server, as the supervisor has told it: asking for it costs no message."""
+    """The newest view of the whole server, as the supervisor sent it, so that reading it costs no message."""
 
     def __init__(self) -> None:
         self.now = View()
@@ -31,7 +31,7 @@ class Sight:
 
 @dataclass(frozen=True, slots=True)
 class _WholeSlot:
-    """A slot of this worker, in the state that all of them together are in."""
+    """A slot of this worker with the combined state of all workers."""
 
     own: Slot
     state: State
@@ -54,8 +54,11 @@ class _WholeSlot:
 
 
 class WholeRegistry:
-    """See :class:`service.contract.Registry`. A request is answered by what this worker has, ready elsewhere or not;
-    whoever asks what is ready is told of all workers, for his next connection may come to any of them."""
+    """A :class:`service.contract.Registry` of a worker.
+
+    A request is answered by this worker's model, even if other workers are not ready. Readiness is that of all workers,
+    because the client's next connection may reach any of them.
+    """
 
     def __init__(self, own: Registry, sight: Sight) -> None:
         self._own = own

@@ -1,4 +1,4 @@
-"""What models have done in all workers together."""
+"""The statistics of models over all workers."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _PHASES = ("compute_input", "compute_infer", "compute_output")
 
 
 def as_json(seen: Told) -> list[list[Any]]:
-    """A line for each version."""
+    """Return one entry per version, for JSON."""
     return [[name, version, asdict(each)] for (name, version), each in seen.items()]
 
 
 def from_json(told: Iterable[Any]) -> Told:
-    """What :func:`as_json` wrote."""
+    """Parse :func:`as_json`'s output."""
     return {(name, version): _snapshot(each) for name, version, each in told}
 
 
 def add(a: StatisticsSnapshot, b: StatisticsSnapshot) -> StatisticsSnapshot:
-    """What both have done. They have the same weights."""
+    """Return the sum of two workers' statistics of a version. Weights are shared, so their size is not added."""
     batches = {each.batch_size: each for each in a.batches}
     for each in b.batches:
         known = batches.get(each.batch_size)
@@ -42,7 +42,7 @@ def add(a: StatisticsSnapshot, b: StatisticsSnapshot) -> StatisticsSnapshot:
 
 
 class WholeStatistics:
-    """Of workers that live the newest that each told, of those that died the last."""
+    """Sums workers' statistics: the newest report of each live worker, and the last report of each dead one."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -50,24 +50,24 @@ class WholeStatistics:
         self._kept: dict[Key, StatisticsSnapshot] = {}
 
     def update(self, process: str, seen: Told) -> None:
-        """What ``process`` has done until now."""
+        """Take over the statistics of ``process``."""
         with self._lock:
             self._latest[process] = seen
 
     def lost(self, process: str) -> None:
-        """It has died: what it did stays done."""
+        """Note that the process died. Its statistics are kept."""
         with self._lock:
             for key, seen in self._latest.pop(process, {}).items():
                 self._kept[key] = add(self._kept.get(key, StatisticsSnapshot()), seen)
 
     def forget(self, model: str, versions: Collection[int]) -> None:
-        """They were loaded anew, and begin anew."""
+        """Drop kept statistics of versions that were reloaded, which start anew."""
         with self._lock:
             for version in versions:
                 self._kept.pop((model, version), None)
 
     def sum(self) -> Told:
-        """Every version that a worker has."""
+        """Return the sum for every version that a worker has."""
         with self._lock:
             total: dict[Key, StatisticsSnapshot] = {}
             for seen in self._latest.values():

@@ -1,4 +1,4 @@
-"""The supervisor: it owns what is wanted, the HTTP port and the workers, and runs no model and no gRPC."""
+"""The supervisor: owns the wanted state, the HTTP port and the workers. It runs no model and no gRPC."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ from service.workers.view import UNLOADING
 
 _log = logging.getLogger(__name__)
 _TEND_SECONDS = 0.1
-_ANSWERING = 8  # threads for what workers ask; loading a model holds none of them
+_ANSWERING = 8  # threads for workers' requests; loading a model occupies none of them
 
 
 def supervise(config: ServerConfig, stop: Stop, started: Started) -> Ending:
     """Serve with ``config.workers`` processes until ``stop`` is set, then drain them all.
 
-    Raises ConfigError for a port in use. The thread that calls this must live as long as the workers shall.
+    Raises ConfigError if a port is in use. The calling thread must live as long as the workers.
     """
     with ReservedPort(config.host, config.grpc_port) as port:
         supervisor = Supervisor(config, port.port)
@@ -80,7 +80,7 @@ def supervise(config: ServerConfig, stop: Stop, started: Started) -> Ending:
 
 
 class Supervisor:
-    """What workers ask it is answered for all of them."""
+    """Answers the workers' requests on behalf of all of them."""
 
     def __init__(self, config: ServerConfig, port: int) -> None:
         self.metrics = Metrics()  # of this process
@@ -128,7 +128,7 @@ class Supervisor:
             self._poll.start()
 
     def stop(self) -> None:
-        """Change nothing any more."""
+        """Start no further changes."""
         if self._poll is not None:
             self._poll.stop()
         self._models.close()
@@ -170,7 +170,8 @@ class Supervisor:
         return {"settings": now}
 
     def _later(self, work: Callable[[Body], Any]) -> Callable[[str, Message], Answer]:
-        """An answer that takes a thread to find; where it is a future, no longer than until that is there."""
+        """Return a handler that runs ``work`` on a thread. If ``work`` returns a future, the thread is free until it
+        ends."""
 
         def answer(worker: str, message: Message) -> Future[Body]:
             told: Future[Body] = Future()
@@ -204,7 +205,8 @@ def _pass_on(done: Future[Any], told: Future[Body]) -> None:
 
 
 def _drain(config: ServerConfig, fleet: Fleet) -> Ending:
-    """Not ready, then no new work, then what is at work finishes; the HTTP port answers to the last."""
+    """Stop the server: report not ready, reject new requests, finish those in flight. The HTTP port answers
+    throughout."""
     if config.lame_duck_seconds:
         _log.info("stopping: not ready, and at work for another %g s", config.lame_duck_seconds)
         fleet.retire()

@@ -1,4 +1,4 @@
-"""What each worker reports of itself, and what that makes of the whole server: values that travel as JSON."""
+"""The workers' reports and the view of the whole server that follows from them: values sent as JSON."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any, NamedTuple, Self
 from service.contract import GATE_FAILED, State
 
 _RANK: dict[State, int] = {"ready": 0, "loading": 1, "unavailable": 2}
-UNLOADING = "unloading"  # the reason of what nobody wants any more
+UNLOADING = "unloading"  # the reason of a version that is not wanted any more
 Key = tuple[str, int]  # a model's name and version
 
 
 class SlotState(NamedTuple):
-    """What is in the place of one version of one model. ``model`` describes what answers there, for people."""
+    """The state of one version of one model. ``model`` describes the loaded model."""
 
     name: str
     version: int
@@ -29,8 +29,11 @@ class SlotState(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What one worker says of itself. ``listening``: clients' connections may reach it. ``ready`` is as where it alone
-    serves: what is added later need not be."""
+    """One worker's report on itself.
+
+    ``listening``: clients' connections may reach it. ``ready`` means the same as for a server of one process, so models
+    added later need not be ready.
+    """
 
     listening: bool
     ready: bool
@@ -46,7 +49,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The whole server at one moment: ready when every worker is, and so is a version."""
+    """The whole server at one moment. The server, or a version, is ready once it is in every worker."""
 
     ready: bool = False
     slots: Mapping[Key, SlotState] = field(default_factory=dict)  # by name and version, ascending
@@ -66,7 +69,8 @@ class View:
         *,
         retired: bool = False,
     ) -> Self:
-        """``reports`` by worker, None of one that is being started; ``wanted`` is what all of them are to serve."""
+        """Build the view. ``reports`` are by worker, None for one that is starting. ``wanted`` is what all are to
+        serve."""
         wanted = set(wanted)
         held = [{} if report is None else {slot.key: slot for slot in report.slots} for report in reports]
         keys = sorted(wanted.union(*held))
@@ -76,12 +80,12 @@ class View:
 
 
 def _badness(slot: SlotState) -> tuple[int, bool]:
-    """Of two that are ready, one that could not be replaced has something to tell."""
+    """Return a sort key. Of two ready slots, one with a reason is worse: it could not be replaced."""
     return _RANK[slot.state], bool(slot.reason)
 
 
 def _whole(key: Key, reports: Sequence[Report | None], held: Sequence[SlotState | None], *, wanted: bool) -> SlotState:
-    """The worst of what the workers have in one place: whoever asks may come to any of them."""
+    """Return the worst of the workers' states of a version, because a client may reach any of them."""
     name, version = key
     worst: SlotState | None = None
     for number, (report, slot) in enumerate(zip(reports, held, strict=True), 1):
@@ -96,7 +100,7 @@ def _whole(key: Key, reports: Sequence[Report | None], held: Sequence[SlotState 
         if worst is None or _badness(slot) > _badness(worst):
             worst = slot
     models = [slot.model for slot in held if slot is not None and slot.model is not None]
-    # Of models that are alike, the one to worry about: its golden gate was not passed.
+    # Of equal models, describe one whose golden gate did not pass.
     failed = (model for model in models if model.get("golden", "").startswith(GATE_FAILED))
     described = next(failed, next(iter(models), None))
     assert worst is not None  # noqa: S101 -- there is always a worker

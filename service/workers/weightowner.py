@@ -1,11 +1,11 @@
-"""Keeps the weights of models for the processes of one server: each copy once, as long as one of them uses it.
+"""Keeps the weights of models for the processes of one server: one copy each, as long as a process uses it.
 
-A client (:class:`service.workers.weights.SharedWeights`) asks for a copy by key and size, with a socket of its own for
-this one use. Its answer is the copy, sealed memory whose descriptor goes with the message, or the word to fill it;
-others who ask meanwhile wait. Where the one that fills fails or dies, the next in turn is told to. The use ends with
-its socket, so a process that dies gives back all that it used; with the last use the copy goes.
+A client (:class:`service.workers.weights.SharedWeights`) asks for a copy by key and size, with a separate socket for
+this use. The response is either the copy, as a descriptor of sealed memory, or the word to fill it. Other clients wait
+meanwhile. If the filling client fails or dies, the next in line is told to fill it. A use ends with its socket, so a
+process that dies releases all its uses. The copy is freed with its last use.
 
-No weights are read here, and nothing is unpickled. What a client hands in is looked at before another one gets it.
+No weights are read here, and nothing is unpickled. Memory from a client is checked before another client gets it.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from queue import SimpleQueue
 from bf16kit.sealedmemory import UnfitMemory, check
 
 _log = logging.getLogger(__name__)
-REQUEST = struct.Struct("!Q32s")  # size in bytes, sha256 of the key: with it, the socket of the use
-FILL, HERE, REFUSED, FILLED = b"fill", b"here", b"refused", b"filled"  # with HERE and FILLED: the memory
-MOST_BYTES = 64  # of a message that is not a request
-MOST_DESCRIPTORS = 4  # that are taken from a message; a proper one has one at most
-MOST_USES = 512  # at once, of all clients: each holds a descriptor or two here, and 1,024 are what most systems allow
-_SEQUENCED = socket.SOCK_SEQPACKET  # messages stay whole, and the end of the other side shows
+REQUEST = struct.Struct("!Q32s")  # size in bytes, sha256 of the key; sent with the socket of the use
+FILL, HERE, REFUSED, FILLED = b"fill", b"here", b"refused", b"filled"  # HERE and FILLED carry the memory
+MOST_BYTES = 64  # longest message that is not a request
+MOST_DESCRIPTORS = 4  # most descriptors read from a message; a valid one has at most one
+MOST_USES = 512  # of all clients together: each holds one or two descriptors here, and most systems allow 1,024
+_SEQUENCED = socket.SOCK_SEQPACKET  # keeps messages whole, and reports when the other side closes
 
 
 @dataclass(eq=False)
@@ -42,7 +42,7 @@ class _Use:
 
 @dataclass(eq=False)
 class _Copy:
-    """One copy of weights: being filled (``filler``), or there (``memory``, a descriptor)."""
+    """One copy of weights: being filled (``filler``), or complete (``memory``, a descriptor)."""
 
     key: tuple[int, bytes]
     memory: int | None = None
@@ -52,7 +52,7 @@ class _Copy:
 
 
 class WeightOwner:
-    """Answers the clients that :meth:`connect` makes, on a thread of its own, from :meth:`start` to :meth:`close`."""
+    """Answers the clients that :meth:`connect` creates, on its own thread, from :meth:`start` to :meth:`close`."""
 
     def __init__(self, *, most_uses: int = MOST_USES) -> None:
         self._most_uses = most_uses
@@ -68,23 +68,23 @@ class WeightOwner:
         self._thread.start()
 
     def connect(self) -> socket.socket:
-        """The end for one client, which is to be handed to its process and then closed in this one."""
+        """Return the socket for one client. The caller hands it to the client's process and then closes it here."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, _SEQUENCED)
         self._tell(ours)
         return theirs
 
     @property
     def copies(self) -> int:
-        """How many copies there are, or are being filled."""
+        """The number of copies, including those being filled."""
         return len(self._copies)
 
     @property
     def uses(self) -> int:
-        """How many uses there are, those that wait included."""
+        """The number of uses, including those that wait."""
         return len(self._uses)
 
     def close(self) -> None:
-        """Let go of everything. Clients keep what they have mapped, and copy for themselves what they ask for now."""
+        """Release everything. Clients keep what they have mapped, and make private copies from now on."""
         if self._closed:
             return
         self._closed = True
@@ -129,7 +129,7 @@ class WeightOwner:
         self._selector.register(watched, selectors.EVENT_READ, act)
 
     def _request(self, client: socket.socket) -> None:
-        """Take what a client asks for. One that asks for nothing that can be is not listened to any more."""
+        """Handle a client's request. A client that sends an invalid one is disconnected."""
         message, descriptors = _received(client, REQUEST.size)
         if len(message) != REQUEST.size or len(descriptors) != 1:
             _close_all(descriptors)
@@ -155,7 +155,8 @@ class WeightOwner:
         self._serve(copy)
 
     def _serve(self, copy: _Copy) -> None:
-        """Answer who waits for ``copy``: all of them once it is there, the first of them where nobody fills it."""
+        """Answer clients that wait for ``copy``: all of them once it is complete, the first of them if nobody fills
+        it."""
         while copy.waiting and (copy.memory is not None or copy.filler is None):
             use = copy.waiting.popleft()
             if copy.memory is None:
@@ -168,7 +169,7 @@ class WeightOwner:
                 self._end(use)
 
     def _heard(self, use: _Use) -> None:
-        """A use has ended, or its copy is filled."""
+        """Handle a message on a use's socket: the use has ended, or its copy is filled."""
         message, descriptors = _received(use.socket, MOST_BYTES)
         copy = use.copy
         if message != FILLED or copy.filler is not use or len(descriptors) != 1:
@@ -207,7 +208,7 @@ class WeightOwner:
 
 
 def _received(source: socket.socket, most: int) -> tuple[bytes, list[int]]:
-    """A message and the descriptors that came with it; nothing when the other side is gone."""
+    """Return a message and its descriptors; nothing if the other side is gone."""
     try:
         message, descriptors, flags, _ = socket.recv_fds(source, most, MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
     except OSError:
@@ -219,7 +220,7 @@ def _received(source: socket.socket, most: int) -> tuple[bytes, list[int]]:
 
 
 def _send(to: socket.socket, message: bytes, descriptor: int | None = None) -> bool:
-    """Whether it could be sent at once: nothing is waited for, and a socket that is full has a peer that is lost."""
+    """Send without waiting. Return whether it was possible: a full socket means that its peer is lost."""
     try:
         if descriptor is None:
             to.send(message)

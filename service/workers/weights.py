@@ -1,4 +1,4 @@
-"""A worker's side of the weights that all processes of a server share: see :mod:`service.workers.weightowner`."""
+"""A worker's side of the weights that a server's processes share: see :mod:`service.workers.weightowner`."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from bf16kit.sealedmemory import UnfitMemory, check
 from service.workers.weightowner import FILL, FILLED, HERE, MOST_BYTES, MOST_DESCRIPTORS, REFUSED, REQUEST
 
 _log = logging.getLogger(__name__)
-LEAST = 256 << 10  # bytes: fewer are not worth two descriptors in each process
-PATIENCE_S = 600.0  # that another process may take to fill what this one needs, too
+LEAST = 256 << 10  # bytes; fewer are not worth two descriptors in each process
+PATIENCE_S = 600.0  # for another process to fill a copy that this one needs too
 
 
 class SharedWeights:
-    """A :class:`~bf16kit.runtime.weightstore.WeightStore` whose copies are one for all clients of an owner.
+    """A :class:`~bf16kit.runtime.weightstore.WeightStore` whose copies are shared by all clients of an owner.
 
-    ``owner`` is a socket of :meth:`WeightOwner.connect`. What cannot be shared, because the owner is gone or
-    refuses, or hands out what may not be used, or the system has no memory that can be shared, is copied for this
-    process alone, and so are fewer than ``LEAST`` bytes.
+    ``owner`` is a socket from :meth:`WeightOwner.connect`. Weights are copied for this process alone if the owner is
+    gone or refuses, if its memory fails the check, if the system has no memory to share, or if they are below ``LEAST``
+    bytes.
     """
 
     def __init__(self, owner: socket.socket, *, patience_s: float = PATIENCE_S, own: WeightStore = OWN) -> None:
@@ -50,13 +50,13 @@ class SharedWeights:
             raise
         finally:
             os.close(descriptor)
-        # Whoever unloads a model need not say so, and may be ended: the use is over when nobody reads the memory. The
-        # collector may come to that anywhere, so it only closes a socket.
+        # The use ends when nothing refers to the memory any more: a process need not report an unload, and may be
+        # killed. The garbage collector may run anywhere, so the finalizer only closes a socket.
         weakref.finalize(mapping, use.close).atexit = False
         return memory
 
     def _shared(self, key: str, size: int, fill: Fill) -> tuple[int, socket.socket]:
-        """The descriptor of the memory, and the socket that stands for its use."""
+        """Return the descriptor of the memory, and the socket that represents its use."""
         use, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             use.settimeout(self._patience_s)
@@ -92,7 +92,7 @@ class SharedWeights:
 
 
 class _NotShared(Exception):
-    """Why this process must have a copy of its own."""
+    """The reason why this process needs its own copy."""
 
 
 def _answer(use: socket.socket) -> tuple[bytes, list[int]]:

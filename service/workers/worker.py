@@ -1,4 +1,4 @@
-"""A worker: the gRPC port and the models, as one process has them, led by a supervisor. ``python -m`` starts it."""
+"""A worker: the gRPC port and the models, led by a supervisor. Started with ``python -m``."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from service.telemetry.tracing import Tracing
 
 _log = logging.getLogger(__name__)
-_LAST_WORDS_SECONDS = 5.0  # for the supervisor to take the last answer
+_LAST_WORDS_SECONDS = 5.0  # for the supervisor to receive the last answer
 _LAST_TRACES_SECONDS = 1.0
 _LOOK_SECONDS = 0.1
 _EXIT_WRONG = 2
@@ -57,7 +57,7 @@ _EXIT_WRONG = 2
 @dataclass(frozen=True, slots=True)
 class _Start:
     config: ServerConfig
-    patient: bool  # to listen when everything is loaded: others serve meanwhile
+    patient: bool  # listen only once everything is loaded, because other workers serve meanwhile
     metrics: Metrics
     repository: Repository
     registry: WholeRegistry
@@ -72,14 +72,14 @@ class _Drain:
 
 
 class Worker:
-    """Hears what the supervisor says on one thread and does it on the main one: :meth:`run`."""
+    """Receives the supervisor's messages on one thread, and acts on them on the main one: :meth:`run`."""
 
     def __init__(self, end: socket.socket) -> None:
         self._starts: queue.SimpleQueue[_Start] = queue.SimpleQueue()
         self._drains: queue.SimpleQueue[_Drain] = queue.SimpleQueue()
         self._sight = Sight()
         self._repository: Repository | None = None
-        self._regions: WorkerRegions | None = None  # from the start on, where shared memory is on
+        self._regions: WorkerRegions | None = None  # set at the start if shared memory is on
         self._metrics: Metrics | None = None
         self._settings: dict[str, Settings] = {}
         self._listening = False
@@ -103,7 +103,7 @@ class Worker:
                 "adopt": self._adopt,
                 "forget": self._forget,
             },
-            lambda: os._exit(1),  # nobody leads, and nobody may have the port: whoever comes next wants it
+            lambda: os._exit(1),  # without a supervisor this must not keep the port: the next server needs it
         )
 
     def run(self) -> None:
@@ -130,7 +130,7 @@ class Worker:
         repository.start()
         self._report()
         while start.patient and not self._settled.wait(_LOOK_SECONDS) and self._drains.empty():
-            pass  # a connection that came here would be told that models are loading
+            pass  # a connection to this worker would only learn that models are loading
         transport.start()
         self._listening = True
         self._report()
@@ -151,11 +151,12 @@ class Worker:
     def _end(self, order: _Drain, ending: Ending) -> None:
         order.done.set_result({"answered": ending.answered, "freed": ending.freed})
         logging.shutdown()
-        time.sleep(_LAST_WORDS_SECONDS)  # the supervisor closes the channel when it has the answer, which ends this
+        # The supervisor closes the channel when it has the answer, which ends this process.
+        time.sleep(_LAST_WORDS_SECONDS)
         os._exit(0)
 
     def _report(self) -> None:
-        """Tell the supervisor what is here. Called on any thread; the last one tells the latest."""
+        """Report this worker's state to the supervisor. For any thread; the last report has the newest state."""
         repository = self._repository
         if repository is None:
             return
@@ -222,7 +223,7 @@ class Worker:
         return {"settings": {name: list(values) for name, values in now.items()}}
 
     def _remember(self, message: Message) -> None:
-        """It is carried out when what it is for is loaded, which is not here yet."""
+        """Store an order, which is carried out once its model is loaded."""
         self._served.order(Order.from_json(message.body))
 
     def _switch(self, message: Message) -> Any:
@@ -246,14 +247,14 @@ class Worker:
     @property
     def _served(self) -> Repository:
         if self._repository is None:
-            raise Unavailable("this worker is being started; try again", ENDED)  # it will be told what is wanted
+            raise Unavailable("this worker is being started; try again", ENDED)  # it will be sent what is wanted
         return self._repository
 
     def _look(self, message: Message) -> None:
         self._sight.change(View.from_json(message.body))
 
     def _adopt(self, message: Message) -> None:
-        if self._regions is not None:  # if not, it is told again after the start
+        if self._regions is not None:  # otherwise it is sent again after the start
             self._regions.adopt(message)
 
     def _forget(self, message: Message) -> None:
@@ -271,7 +272,7 @@ class Worker:
 
 
 def main() -> None:
-    """``python -m service.workers.worker DESCRIPTOR PARENT``."""
+    """Entry point: ``python -m service.workers.worker DESCRIPTOR PARENT``."""
     leave_signals_to_the_parent()
     end_with(int(sys.argv[2]))
     bound_heap()
