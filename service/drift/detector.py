@@ -39,7 +39,7 @@ _HEAVY = ((0.9, 1.0), (0.1, 3.0))  # shares and spreads of Tukey's contaminated 
 _NORMAL = np.linspace(-9, 9, 721)
 _DENSITY = np.exp(-np.square(_NORMAL) / 2)
 _DENSITY /= _DENSITY.sum()
-_MARGIN = 2.0  # standard errors by which the centre may have been estimated too low
+_MARGIN = 2.0  # standard errors added to the centre, in case the estimate is too low
 
 Change = Literal["", "risen", "ended"]  # of the alarm
 
@@ -62,7 +62,7 @@ class Expected:
 
     @classmethod
     def of(cls, relative_l2: Sequence[float], outputs: int = 1) -> Self | None:
-        """Estimate the expected log drift from the drift of each measured row.
+        """Estimate the expected log drift from the measured relative_l2 of each row.
 
         Returns None if fewer than :data:`FEWEST` rows are finite, or if more than a tenth are not finite.
         """

@@ -31,7 +31,7 @@ _PACKAGES = ("numpy", "onnxruntime", "onnxruntime-gpu", "torch")
 
 
 class Comparing(Protocol):
-    """See :class:`service.drift.comparison.Comparison`."""
+    """The interface of :class:`service.drift.comparison.Comparison`."""
 
     def observe(self, expected: Mapping[str, Array], sample: Sample, observer: DriftObserver) -> None: ...
     def verdict(self) -> DriftVerdict: ...

@@ -36,7 +36,7 @@ class Fallback:
         self._policy = policy
         self._since = now  # when this phase began
         self._over_at = now  # when a verdict "over" last came while fp32 answered
-        self._falls = 0  # in a row
+        self._falls = 0  # falls to fp32 in a row
         self._retry_at = now
 
     @property

@@ -98,7 +98,7 @@ class FallbackOwner:
         self._restart = restart
         self._clock = clock
         self._states: dict[_Key, _State] = {}
-        self._lock = threading.RLock()  # an order may be carried out at once, on this very thread
+        self._lock = threading.RLock()  # reentrant: an order may be carried out at once, on this thread
 
     def hear(self, verdict: DriftVerdict) -> None:
         """Act on a verdict. Verdicts on another plan, or measured before the current version was loaded, are ignored.

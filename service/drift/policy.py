@@ -57,10 +57,10 @@ def is_host(text: str) -> bool:
 
 
 class ShadowPolicy(BaseModel):
-    """Which live requests are run again on the fp32 reference.
+    """The policy that selects the live requests to run again on the fp32 reference.
 
-    The defaults cost little on a busy model (one request in a hundred, one a second at most) and still give an idle one
-    a sample now and then. ``rate`` 0 turns the shadow off, and the reference is then never loaded.
+    The defaults cost little on a busy model (one request in a hundred, at most one a second), and still sample an idle
+    one now and then. ``rate`` 0 turns the shadow off; the reference is then never loaded.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

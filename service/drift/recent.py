@@ -39,7 +39,7 @@ _BAD = {
     "max_abs": 1,
     "sqnr_db": -1,
     "nonfinite": 1,
-}  # the sign of a worse value
+}  # 1: larger is worse; -1: smaller is worse
 _ANYTHING = (-math.inf, math.inf)
 
 
@@ -70,7 +70,7 @@ class Window:
 
 
 class Recent:
-    """The recent rows of one output, in ring buffers: the rows of the newest requests are contiguous, modulo the
+    """The recent rows of one output, in ring buffers. The rows of the newest requests are contiguous, modulo the
     size."""
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class Recent:
         self._next += len(kept)
 
     def keep(self, requests: int) -> None:
-        """Forget all but the newest ``requests``: a change has ended the validity of older ones."""
+        """Forget all but the newest ``requests``, because older ones are from before a change."""
         self._since = self._request - requests + 1
 
     def window(self) -> Window:
@@ -176,7 +176,7 @@ def _mean(window: Window, metric: str) -> Interval:
 
 
 def _quantile(window: Window, metric: str, share: float) -> Interval:
-    sign = -1.0 if metric == "sqnr_db" else 1.0  # quantiles lie on the bad side
+    sign = -1.0 if metric == "sqnr_db" else 1.0  # the quantile is taken on the bad side
     found = weighted.quantile(sign * window[metric], window.weights, share, max(window.size, 1.0))
     if window.size < LEAST:
         found = Interval(found.estimate, *_ANYTHING)

@@ -98,7 +98,7 @@ class Chooser:
     def choose(self, request: Request, reply: Reply, hold: Callable[[int], bool]) -> Sample | None:
         """Return the request's sample if it is chosen and there is room, else None.
 
-        ``hold`` reserves so many bytes, and returns whether there was room for them.
+        ``hold`` reserves a number of bytes, and returns whether there was room for them.
         """
         rows = request.rows
         if rows == 0:

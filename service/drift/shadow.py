@@ -162,7 +162,7 @@ class Shadow:
         begun = time.monotonic()
         try:
             reference = self._load()
-        except Exception as error:  # noqa: BLE001 - without a reference the model still serves, and says so
+        except Exception as error:  # noqa: BLE001 - the model serves without a reference too, and the error is logged
             reason = str(error) if isinstance(error, Bf16kitError) else repr(error)
             _log.error("%s: no live drift: the fp32 reference cannot be loaded: %s", self._name, reason)
             return None

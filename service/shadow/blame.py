@@ -33,7 +33,7 @@ class Blame:
         self._clock = clock
         self._began = 0.0
         self._board: Board | None = None  # what the current process works on
-        self._deaths: dict[Key, int] = {}  # consecutive deaths, of those at work in the last one
+        self._deaths: dict[Key, int] = {}  # per reference at work at the last death: its consecutive deaths
 
     @property
     def one_by_one(self) -> bool:

@@ -99,7 +99,7 @@ class References:
             )
         return model.witness.evidence(model.files).dumps()
 
-    # --- what it is told ----------------------------------------------------------------------------------------------
+    # --- messages from the server -------------------------------------------------------------------------------------
 
     def _start(self, message: Message) -> None:
         configure(message.body["log_level"], message.body["log_format"])

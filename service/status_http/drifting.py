@@ -119,7 +119,7 @@ def _budget(running: Running) -> str:
     return f"The budget: {escape(listed)}." if listed else "There is no budget."
 
 
-# --- why, and what was done about it ----------------------------------------------------------------------------------
+# --- causes and actions -----------------------------------------------------------------------------------------------
 
 
 def _facts(recent: Recent, running: Running, now: float, off: str) -> str:

@@ -108,7 +108,7 @@ def _time(at: str) -> str:
     return f'<time datetime="{escape(at)}">{escape(at.partition("T")[2][:8])} UTC</time>'
 
 
-# --- whether it is well -----------------------------------------------------------------------------------------------
+# --- health -----------------------------------------------------------------------------------------------------------
 
 
 def _verdict(server: ServerView, anchors: dict[int, str]) -> str:
@@ -156,7 +156,7 @@ def _state(model: ModelView) -> str:
 _NO = '<span class="mark no" aria-hidden="true">✗</span>'
 
 
-# --- all of it in numbers ---------------------------------------------------------------------------------------------
+# --- totals -----------------------------------------------------------------------------------------------------------
 
 
 def _figures(server: ServerView) -> str:

@@ -49,7 +49,7 @@ Routes = Mapping[str, Route]
 
 
 class Scraped(Protocol):
-    """See :class:`service.telemetry.metrics.Metrics`."""
+    """The part of :class:`service.telemetry.metrics.Metrics` that the port reads."""
 
     def expose(self, accept: str = "") -> tuple[bytes, str]: ...
 

@@ -42,7 +42,7 @@ def model_section(model: ModelView, anchor: str, now: float) -> str:
     return "\n".join([*parts, "</section>"])
 
 
-# --- how it does ------------------------------------------------------------------------------------------------------
+# --- load -------------------------------------------------------------------------------------------------------------
 
 
 def _trends(model: ModelView, recent: Recent) -> str:
@@ -114,7 +114,7 @@ def _window(recent: Recent) -> str:
     return f"last {amounts.duration(min(recent.seconds, WINDOW_SECONDS))}"
 
 
-# --- how it runs ------------------------------------------------------------------------------------------------------
+# --- configuration ----------------------------------------------------------------------------------------------------
 
 
 def _how(running: Running, *more: str) -> str:
@@ -144,7 +144,7 @@ def _batching(running: Running) -> str:
     return f"up to {running.max_batch_size} rows, {delay}; {at_once}"
 
 
-# --- folded -----------------------------------------------------------------------------------------------------------
+# --- folded details ---------------------------------------------------------------------------------------------------
 
 
 def _outcomes(recent: Recent) -> str:

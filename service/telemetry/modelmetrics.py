@@ -195,7 +195,7 @@ class ModelMetrics:
         """Set whether the fp32 reference answers. Never called if none is configured."""
         self._late(self._families.reference_up, 1 if up else 0)
 
-    # --- what is done about it ----------------------------------------------------------------------------------------
+    # --- fallback and golden gate -------------------------------------------------------------------------------------
 
     def answered(self, precision: words.Precision) -> None:
         """Count a request answered in this precision."""

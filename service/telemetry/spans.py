@@ -96,7 +96,7 @@ class Recorder:
             self._batches.popitem(last=False)
         return {"attributes": {"bf16kit.batch.rows": timings.rows} if timings.rows else {}, "links": links}
 
-    # --- OpenTelemetry's interface of what is told of spans -----------------------------------------------------------
+    # --- OpenTelemetry's interface of span processors -----------------------------------------------------------------
 
     def on_start(self, span: Any, parent_context: Any = None) -> None: ...
     def _on_ending(self, span: Any) -> None: ...

@@ -30,7 +30,7 @@ class _Choice:
 
 
 class TraceSettings:
-    """See :class:`service.operations.Settings`. Always off without an exporter.
+    """The :class:`service.operations.Settings` of tracing. Tracing is always off without an exporter.
 
     A setting that a model lacks is the server's; one that the server lacks is the one it was started with, one trace
     per ``rate`` requests. ``find`` raises NotFound for an unknown model. A request that already belongs to a trace was

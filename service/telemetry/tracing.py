@@ -88,7 +88,7 @@ class Otlp:
 
 
 class Trace:
-    """See :class:`service.request.Trace`."""
+    """A :class:`service.request.Trace`, which is handed over for export when its request ends."""
 
     __slots__ = ("_hand_over", "context", "id", "number")
 
@@ -109,9 +109,9 @@ class Trace:
 
 
 class Tracing:
-    """See :class:`service.request.Tracer`. :meth:`start` begins exporting; :meth:`close` sends what still waits.
+    """A :class:`service.request.Tracer`. :meth:`start` begins exporting; :meth:`close` sends what still waits.
 
-    ``counted`` receives outcomes and how many traced requests had them.
+    ``counted`` is called with an outcome and the number of traced requests that had it.
     """
 
     def __init__(

@@ -128,7 +128,7 @@ class ControlServicer:
     @property
     def _control(self) -> ModelControl:
         if self._operations.control is None:
-            raise Unsupported("models cannot be loaded over the network")  # never: answers() has said so
+            raise Unsupported("models cannot be loaded over the network")  # unreachable: see answers()
         return self._operations.control
 
     def TraceSetting(self, message: pb.TraceSettingRequest, call: Calling) -> pb.TraceSettingResponse:
@@ -142,7 +142,7 @@ class ControlServicer:
         self, found: Settings | None, call: Calling, changes: settings.Settings, model: str = ""
     ) -> settings.Settings:
         if found is None:
-            raise Unsupported("there are no such settings")  # never: answers() has said so
+            raise Unsupported("there are no such settings")  # unreachable: see answers()
         if changes:
             self._manage.check(call.metadata)
         return found.update(changes, model)

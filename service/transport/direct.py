@@ -70,7 +70,7 @@ class DirectCall:
         if self._held is not None:
             self._held.hold_more(nbytes)
 
-    # --- for who brings it --------------------------------------------------------------------------------------------
+    # --- for the caller -----------------------------------------------------------------------------------------------
 
     def enter(self, client: str, deadline: float | None) -> Status | None:
         """Take a place for ``client``, first of all. Return the status that rejects the call if there is none.
@@ -169,7 +169,7 @@ def too_large(nbytes: int, most: int) -> Status:
 
 
 class _DirectLane:
-    """See :class:`service.transport.handlers.Entrance`."""
+    """A :class:`service.transport.handlers.Entrance` without gRPC."""
 
     def __init__(self, door: Door, services: Services, refused: Callable[[str], None], max_bytes: int) -> None:
         self._door = door

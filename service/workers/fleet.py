@@ -54,7 +54,7 @@ class Fleet:
         self._regions = None if table is None else FleetRegions(table, self._peers)
         self._wishes: dict[str, Wish] = {}
         self._trying: Wish | None = None
-        self._state: dict[tuple[str, str], Mapping[str, Any]] = {}  # by kind and name
+        self._state: dict[tuple[str, str], Mapping[str, Any]] = {}  # remembered messages, by kind and name
         self._handlers = dict(handlers or {})
         self._lost = lost
         self._lock = threading.Lock()
