@@ -26,8 +26,10 @@ class Calibration:
 
     @classmethod
     def of(cls, manifest: Manifest, measurements: Measurements | None) -> Calibration:
-        """Return the calibration of an artifact. ``measurements`` is None for an artifact older than measurements
-        are."""
+        """Return the calibration of an artifact.
+
+        ``measurements`` is None for an artifact older than measurements are.
+        """
         if measurements is None:
             return cls()
         told = {profile for profile, entry in manifest.drift.items() if not drawn_at_random(entry.source)}

@@ -1,5 +1,4 @@
-"""Compares live outputs with those of the fp32 reference: the drift of each sample, and the verdict on recent
-samples."""
+"""Compares live outputs with the fp32 reference's: the drift of each sample, and the verdict on recent samples."""
 
 from __future__ import annotations
 
@@ -110,8 +109,10 @@ class Comparison:
         return self._verdict
 
     def restart(self) -> None:
-        """Forget recent drift and the detectors' sums, because another precision answers now. The expected drift is
-        kept."""
+        """Forget recent drift and the detectors' sums, because another precision answers now.
+
+        The expected drift is kept.
+        """
         for output in self._outputs.values():
             output.restart()
         self._samples = 0
@@ -193,8 +194,10 @@ class Comparison:
         return all(math.isfinite(row.relative_l2) and row.relative_l2 <= most for row in rows)
 
     def _share(self, weight: float) -> float:
-        """Return the weight of a request in the detector, at most 1. A request of a kind that is sampled more often
-        than a common one counts less, in proportion."""
+        """Return the weight of a request in the detector, at most 1.
+
+        A request of a kind that is sampled more often than a common one counts less, in proportion.
+        """
         return min(1.0, weight / self._common.high)
 
     def _judged(self) -> DriftVerdict:

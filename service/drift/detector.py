@@ -110,8 +110,7 @@ class Detector:
         self._sum, self.since, self.below, self.alarm = 0.0, 0, 0, False
 
     def add(self, relative_l2: Sequence[float], weight: float = 1.0, *, clean: bool = True) -> Change:
-        """Add one request's rows. Return "risen" if they give the alarm, "ended" if they end it (the sum is 0 again),
-        else "".
+        """Add one request's rows. Return "risen" if they give the alarm, "ended" if the sum is 0 again, else "".
 
         ``weight``, in (0, 1], is the request's weight. A request that is not ``clean`` is not learnt from.
         """
@@ -140,8 +139,8 @@ class Detector:
 
 
 def _root(values: NDArray[np.float64], density: NDArray[np.float64], most: float) -> float:
-    """Return θ in (0, ``most``] with E[exp(θ (clip(value) - ALLOWANCE))] = 1, or ``most`` if the expectation is not
-    above 1 there."""
+    """Return θ in (0, ``most``] with E[exp(θ (clip(value) - ALLOWANCE))] = 1; ``most`` if the expectation stays at or
+    below 1."""
     steps = np.clip(values, -CLIP, CLIP) - ALLOWANCE
 
     def exceeds(root: float) -> bool:

@@ -1,5 +1,4 @@
-"""The golden gate: compares a runtime's outputs for the artifact's golden samples with the budget, and schedules
-that."""
+"""The golden gate: compares a runtime's outputs for the golden samples with the budget, and schedules these runs."""
 
 from __future__ import annotations
 
@@ -64,8 +63,10 @@ def over(model: str, version: int, breaches: Sequence[Breach], budget: Budget, r
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """This process's number among the server's processes: ``number``, from 0, of ``count``. Each has its own part of
-    the time."""
+    """This process' number among the server's processes: ``number``, from 0, of ``count``.
+
+    Each has its own part of the time.
+    """
 
     number: int = 0
     count: int = 1

@@ -1,5 +1,4 @@
-"""A work queue with one thread, which starts with the first item: for measuring beside the threads that answer
-requests."""
+"""A work queue with one thread, which starts with the first item: for work beside the threads that answer requests."""
 
 from __future__ import annotations
 

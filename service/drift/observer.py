@@ -19,15 +19,16 @@ class DriftObserver(Protocol):
         """Recent drift ÷ budget of one bound, and its 95 % interval."""
 
     def recent(self, output: str, effective_samples: float, change_score: float | None) -> None:
-        """The effective sample size of recent drift, and the detector's sum ÷ threshold (None before it is
-        calibrated)."""
+        """The effective sample size of recent drift, and the detector's sum ÷ threshold (None: not calibrated yet)."""
 
     def changed(self, output: str) -> None:
         """The change detector has given the alarm."""
 
     def out_of_range(self, name: str, rows: int) -> None:
-        """``rows`` measured rows of an input lie outside its calibrated range. Called with 0 as well, for an input with
-        a range."""
+        """``rows`` measured rows of an input lie outside its calibrated range.
+
+        Called with 0 too, for an input with a range.
+        """
 
     def judged(self, over: bool, cause: str) -> None:
         """Whether recent drift is over budget with confidence, and the diagnosed cause."""

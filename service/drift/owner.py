@@ -23,10 +23,9 @@ _Key = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """The precision that is to answer for the version loaded by ``plan`` (:attr:`service.models.plan.Plan.digest`), and
-    why.
+    """The precision that is to answer for the version loaded by ``plan`` (a :attr:`service.models.plan.Plan.digest`).
 
-    It does not apply to a version that was loaded by another plan.
+    ``reason`` says why. The order does not apply to a version that was loaded by another plan.
     """
 
     model: str

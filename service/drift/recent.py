@@ -55,7 +55,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Recent rows, the oldest first: a column per metric, the rows' weights, and the requests they belong to, from
+    """Recent rows, the oldest first: a column per metric, the rows' weights, and each row's request, numbered from
     0."""
 
     columns: NDArray[np.float64]  # [metrics, rows]
@@ -70,8 +70,10 @@ class Window:
 
 
 class Recent:
-    """The recent rows of one output, in ring buffers. The rows of the newest requests are contiguous, modulo the
-    size."""
+    """The recent rows of one output, in ring buffers.
+
+    The rows of the newest requests are contiguous, modulo the size.
+    """
 
     def __init__(self) -> None:
         self._columns = np.zeros((len(_COLUMNS), _ROWS))
@@ -119,8 +121,7 @@ class Recent:
 
 
 def _kept(values: NDArray[np.float64]) -> tuple[NDArray[np.int64], Values]:
-    """Return the indices of the rows of ``values`` [metrics, rows] to keep, and how many rows each of them stands
-    for."""
+    """Return the indices of the rows of ``values`` [metrics, rows] to keep, and how many rows each stands for."""
     rows = values.shape[1]
     if rows <= PER_REQUEST:
         return np.arange(rows), np.ones(rows)
@@ -159,8 +160,10 @@ def _measured(window: Window, bound: str) -> Interval | None:
 
 
 def _mean(window: Window, metric: str) -> Interval:
-    """Return the mean as :class:`bf16kit.drift.DriftSummary` defines it: infinite if the worst value is, and without
-    the rows of +inf dB, which are exact."""
+    """Return the mean as :class:`bf16kit.drift.DriftSummary` defines it.
+
+    It is infinite if the worst value is. Rows of +inf dB, which are exact, are left out.
+    """
     values, weights, clusters, size = window[metric], window.weights, window.clusters, window.size
     floor = metric == "sqnr_db"
     worst = float(values.min() if floor else values.max())
@@ -184,8 +187,10 @@ def _quantile(window: Window, metric: str, share: float) -> Interval:
 
 
 def _agreement(window: Window) -> Interval | None:
-    """Return the share of rows with the same top-1. Its size is the effective samples, because rows of one request are
-    not independent."""
+    """Return the share of rows with the same top-1.
+
+    The interval counts effective samples: rows of a request are dependent.
+    """
     rows = float(np.dot(window.weights, window["top1_rows"]))
     if not rows:
         return None

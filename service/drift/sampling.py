@@ -214,7 +214,7 @@ class _Held:
 
 
 def some_of(rows: int, count: int, draw: Callable[[], float]) -> list[int]:
-    """Return ``count`` distinct ones of ``rows``, each equally likely, sorted (the first steps of the Fisher-Yates
+    """Return ``count`` distinct ones of ``rows``, equally likely, sorted (the first steps of the Fisher-Yates
     shuffle)."""
     moved: dict[int, int] = {}
     found = []

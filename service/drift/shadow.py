@@ -58,8 +58,7 @@ class Reference(Protocol):
 
 
 class Shadow:
-    """Measures one model's samples. :meth:`start` loads the reference in the background, once; :meth:`close` ends the
-    thread.
+    """Measures one model's samples. :meth:`start` loads the reference in the background; :meth:`close` ends the thread.
 
     ``measured`` is called on that thread after each measured sample.
     """
@@ -202,6 +201,5 @@ class Shadow:
 
 
 def lower_priority() -> None:
-    """Lower the priority of the calling thread (on Linux, of it alone) below everything else that needs the
-    processor."""
+    """Lower the calling thread's priority (on Linux, of it alone) below everything else that needs the processor."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)

@@ -57,13 +57,18 @@ class Stratum:
 
     def pace(self, seconds: float, surge: float) -> float:
         """Return the current rate, ``seconds`` into the window, while all requests together come ``surge`` times as
-        often as expected. It is the known rate, unless this window shows more than twice as much."""
+        often as expected.
+
+        It is the known rate, unless this window shows more than twice as much.
+        """
         known, recent = self.rate * surge, self.came / max(seconds, _SHORTEST_S)
         return recent if self.came >= _TELLING and recent > 2 * known else known
 
     def roll(self, seconds: float, surge: float) -> None:
-        """End the window after ``seconds``. A rate of half or twice the expected one replaces it at once; smaller
-        differences are noise and are averaged."""
+        """End the window after ``seconds``.
+
+        A rate of half or twice the expected one replaces it at once; smaller differences are noise and are averaged.
+        """
         expected = self.rate * surge * seconds
         if tells(self.came, expected):
             self._seconds, self._seen = seconds, max(1.0, self.came)
@@ -94,8 +99,7 @@ class _Sizes:
         self.strata = (Stratum(), Stratum(), Stratum())
 
     def place(self, seconds: float) -> Stratum:
-        """Return the stratum of a request of this latency, by the quantiles of earlier ones, and update the
-        quantiles."""
+        """Return the stratum of a request of this latency, by earlier ones' quantiles, and update the quantiles."""
         low, high = self.low, self.high
         fast, slow = seconds < low, seconds > high
         self.low = low * (_DOWN_LOW if fast else _UP_LOW)
@@ -126,8 +130,10 @@ class Strata:
         self._crowded = False
 
     def probability(self, feeds: Mapping[str, Array], arrived: float) -> float:
-        """Return the probability, in (0, 1], for a request that is answered now and arrived at ``arrived``, in the
-        clock's seconds."""
+        """Return the probability, in (0, 1], for a request that is answered now.
+
+        ``arrived`` is when it arrived, in the clock's seconds.
+        """
         now = self._clock()
         key = tuple([feeds[name].shape[axis].bit_length() for name, axis in self._dims])
         sizes = self._sizes.get(key)
@@ -151,8 +157,10 @@ class Strata:
             return self._sizes.setdefault(key, _Sizes(seconds))
 
     def _plan(self, now: float) -> None:
-        """Compute new probabilities, and end the window if it is over. One thread at a time; others skip it instead of
-        waiting."""
+        """Compute new probabilities, and end the window if it is over.
+
+        One thread at a time; others skip it instead of waiting.
+        """
         if not self._lock.acquire(blocking=False):
             return
         try:

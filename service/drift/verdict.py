@@ -59,8 +59,10 @@ class DriftVerdict:
         return self.state, self.cause, self.changed
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields by name. Numbers that are not finite become strings such as ``inf``, since JSON cannot hold
-        them."""
+        """Return the fields by name.
+
+        Numbers that are not finite become strings such as ``inf``, since JSON cannot hold them.
+        """
         return {
             name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in asdict(self).items()
@@ -68,8 +70,10 @@ class DriftVerdict:
 
     @classmethod
     def from_json(cls, told: Mapping[str, Any]) -> Self:
-        """Parse :meth:`to_json`'s output. Raises ValueError for an unknown state or cause, and KeyError for a missing
-        field."""
+        """Parse :meth:`to_json`'s output.
+
+        Raises ValueError for an unknown state or cause, and KeyError for a missing field.
+        """
         if told["state"] not in STATES or told["cause"] not in CAUSES:
             raise ValueError(f"a verdict of state {told['state']!r} and cause {told['cause']!r}")
         return cls(

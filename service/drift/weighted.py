@@ -102,8 +102,8 @@ def quantile(values: Values, weights: Values, share: float, size: float) -> Inte
 
 @lru_cache(maxsize=2048)
 def ranks(n: int, share: float) -> tuple[int, int]:
-    """Return the ranks, from 1, of the two order statistics of ``n`` draws that enclose the quantile of ``share`` with
-    95 %.
+    """Return the ranks, from 1, of the two order statistics of ``n`` draws that enclose the ``share`` quantile with 95
+    %.
 
     An end that the draws do not bound is 0 or ``n`` + 1.
     """
@@ -124,8 +124,10 @@ def _log_binomial(n: int, k: int, share: float) -> float:
 
 
 def wilson(share: float, size: float) -> Interval:
-    """Return a share counted in ``size`` independent samples, with its score interval (E. B. Wilson, J. Am. Stat.
-    Assoc. 22, 1927). An end is exactly 0 or 1 if the share is."""
+    """Return a share counted in ``size`` independent samples, with its score interval.
+
+    E. B. Wilson, J. Am. Stat. Assoc. 22, 1927. An end is exactly 0 or 1 if the share is.
+    """
     squared = Z * Z / size
     spread = Z * math.sqrt(share * (1 - share) / size + squared / (4 * size))
     centre = share + squared / 2

@@ -1,2 +1,1 @@
-"""The process with the fp32 references: what it does, how samples reach it, and the side of the server that leads
-it."""
+"""The process with the fp32 references: what it does, how samples reach it, and the side that leads it."""

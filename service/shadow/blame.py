@@ -51,8 +51,10 @@ class Blame:
         return file
 
     def died(self, known: Collection[Key]) -> Culprit | None:
-        """Note that the process died. Return the culprit, if there is one. ``known`` are all models that it was to
-        measure."""
+        """Note that the process died.
+
+        Return the culprit, if there is one. ``known`` are all models that it was to measure.
+        """
         board, self._board = self._board, None
         if board is None:
             return None

@@ -79,8 +79,10 @@ def label_of(key: Key) -> str:
 
 
 def new_board() -> int:
-    """Create memory for a board that two processes share. Return its descriptor, which the caller closes. Raises
-    OSError."""
+    """Create memory for a board that two processes share.
+
+    Return its descriptor, which the caller closes. Raises OSError.
+    """
     file = os.memfd_create("bf16kit-board", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(file, _BYTES)

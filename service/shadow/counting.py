@@ -52,8 +52,10 @@ class CountingBoth:
         return expose(added(self._own.snapshot(), measured), accept) if measured else self._own.expose(accept)
 
     def samples(self, names: Iterable[str]) -> Iterator[Sample]:
-        """See :meth:`Metrics.samples`. The shadow's samples are up to a second old. A series may appear twice if both
-        count it; its value is the sum."""
+        """See :meth:`Metrics.samples`.
+
+        The shadow's samples are up to a second old. A series may appear twice if both count it; its value is the sum.
+        """
         names = list(names)
         return chain(self._own.samples(names), self._shadow.samples(names))
 

@@ -47,8 +47,8 @@ def resident() -> int:
 
 
 def _virtual() -> int:
-    """Return the bytes of private memory that this process has requested, resident or not: the limit applies to
-    these."""
+    """Return the bytes of private memory that this process has requested, resident or not, to which the limit
+    applies."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next((int(line.split()[1]) << 10 for line in lines if line.startswith("VmData:")), 0)
 
@@ -87,8 +87,10 @@ class Memory:
         self._begun = 0  # how many such operations have begun
 
     def load(self, name: str, bound: int, load: Callable[[], Runtime]) -> BoundedReference:
-        """Load a reference that may take ``bound`` bytes. Raises ConfigError if it takes more, and whatever ``load``
-        raises."""
+        """Load a reference that may take ``bound`` bytes.
+
+        Raises ConfigError if it takes more, and whatever ``load`` raises.
+        """
         with self._loading, self.working():  # memory taken by another meanwhile would be counted as this one's
             give_back()
             before = self.held()
@@ -114,8 +116,10 @@ class Memory:
 
     @contextmanager
     def working(self) -> Iterator[Callable[[], bool]]:
-        """Mark that a reference allocates or frees memory. Yields a function that tells whether no other has since the
-        start."""
+        """Mark that a reference allocates or frees memory.
+
+        Yields a function that tells whether no other has since the start.
+        """
         with self._lock:
             alone = not self._at_work
             self._at_work += 1
@@ -128,8 +132,7 @@ class Memory:
                 self._at_work -= 1
 
     def is_over(self, reference: BoundedReference) -> bool:
-        """Whether the reference exceeds its bound, both by its own runs and by the process' memory less that of all
-        others."""
+        """Whether a reference exceeds its bound, both by its own runs and by the process' memory less all others'."""
         with self._lock:
             others = sum(each.taken for each in self._bounded if each is not reference)
         return reference.taken > reference.bound < self.held() - self._base - others

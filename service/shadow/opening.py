@@ -1,5 +1,4 @@
-"""Opens the fp32 reference that a model's serving.yaml names: a runtime in this process, or a model of another
-server."""
+"""Opens the fp32 reference that a model's serving.yaml names: in this process, or at another server."""
 
 from __future__ import annotations
 

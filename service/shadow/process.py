@@ -99,8 +99,7 @@ class ShadowProcess:
         return self._child.peer
 
     def ask_counts(self) -> Future[Body] | None:
-        """Ask for its current counts. Return None if it does not run, has not answered yet, or has not answered the
-        last request."""
+        """Ask for its current counts; None if it does not run or has not answered yet, also since the last request."""
         if (peer := self.peer) is None or not self._talks or not self._asked.done():
             return None
         told: Future[Body] = Future()
@@ -128,8 +127,7 @@ class ShadowProcess:
             each.told.set_exception(Unavailable(f"{NAME} of this server has ended", ENDED))
 
     def give(self, message: Message) -> Future[Body]:
-        """Hand samples on. The future gives each sample's outcome, or fails with Unavailable if the process dies with
-        them.
+        """Hand samples on. The future gives their outcomes, or fails with Unavailable if the process dies with them.
 
         Raises OSError, or fails with it, if no file descriptor is left.
         """
@@ -289,8 +287,7 @@ class ShadowProcess:
             self._tell_left()
 
     def _tell_left(self) -> None:
-        """Report what outlives it, for the models that it is to measure, unless it reports itself. The caller holds the
-        lock."""
+        """Report what outlives it for its models, unless it reports itself. The caller holds the lock."""
         if not self._talks:
             self._counts(Message({"metrics": self._gauges.left(self._known()), "statistics": []}))
 

@@ -46,8 +46,10 @@ MEASURED = "bf16kit_drift_"  # prefix of the metrics counted here; serving proce
 
 
 class References:
-    """Handles the leading process' messages on the peer's thread and opens artifacts on another. Each model is measured
-    on a thread of its own."""
+    """Measures samples for the leading process: handles its messages on the peer's thread, opens artifacts on another.
+
+    Each model is measured on a thread of its own.
+    """
 
     def __init__(self, end: socket.socket) -> None:
         self._metrics = Metrics()
@@ -221,8 +223,10 @@ class References:
         )
 
     def _judge(self, model: Measured, verdict: Callable[[], DriftVerdict]) -> None:
-        """Update the verdict after each sample. Changes are reported at once, everything else together with the
-        counts."""
+        """Update the verdict after each sample.
+
+        Changes are reported at once, everything else together with the counts.
+        """
         model.verdict = verdict().of(model.digest)
         if model.told is None or model.verdict.told != model.told.told:
             self._tell_verdict(model)

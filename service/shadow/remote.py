@@ -140,8 +140,10 @@ class RemoteReference:
         )
 
     def _away(self, why: str) -> None:
-        """Mark the server as unreachable and schedule the next attempt, later each time. Each failed attempt is logged
-        once."""
+        """Mark the server as unreachable and schedule the next attempt, later each time.
+
+        Each failed attempt is logged once.
+        """
         self.up = False
         self._pause = min(_LONGEST_PAUSE_S, max(_FIRST_PAUSE_S, 2 * self._pause))
         self._due = self._clock() + self._pause

@@ -155,8 +155,7 @@ class Conversation:
         return True
 
     async def _send(self, page: Page, last: bool, with_body: bool) -> None:
-        """Send the page in pieces, each once the client has received the one before: a slow reader holds one piece in
-        memory."""
+        """Send the page in pieces, each once the client has the one before: a slow reader holds one piece in memory."""
         _, writer = self._connected
         writer.write(self._head(page, last))
         for start in range(0, len(page.body) if with_body else 0, _CHUNK):
@@ -167,8 +166,7 @@ class Conversation:
         await writer.drain()
 
     async def _part(self) -> None:
-        """Close an answered connection so that the client gets the response: closing with unread bytes would reset
-        it."""
+        """Close an answered connection gently, so that the client gets the response: unread bytes would reset it."""
         reader, writer = self._connected
         self._progress()
         async with asyncio.timeout(_LINGER_SECONDS):
@@ -192,8 +190,10 @@ class Conversation:
         return self._http.send(h11.Response(status_code=page.status, reason=page.status.phrase, headers=headers)) or b""
 
     def _read_to_its_end(self) -> bool:
-        """Whether the request ends with its headers. A request with a body is answered too, but its body is not
-        read."""
+        """Whether the request ends with its headers.
+
+        A request with a body is answered too, but its body is not read.
+        """
         try:
             return isinstance(self._http.next_event(), h11.EndOfMessage)
         except h11.RemoteProtocolError:
@@ -229,8 +229,10 @@ _TOO_SLOW = text(HTTPStatus.REQUEST_TIMEOUT, "the request took too long to come"
 
 
 def _malformed(error: h11.RemoteProtocolError) -> Page:
-    """Return the page for a request that h11 cannot parse: 400; 431 for too large headers; 501 for an unknown transfer
-    coding."""
+    """Return the page for a request that h11 cannot parse.
+
+    Its status is 400; 431 for headers that are too large; 501 for an unknown transfer coding.
+    """
     status = HTTPStatus(error.error_status_hint)
     return text(status, f"{status.phrase.lower()}: this is no request that can be read", refused="http_malformed")
 

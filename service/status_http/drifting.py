@@ -42,8 +42,10 @@ def troubles(model: ModelView) -> list[str]:
 
 
 def drift_part(recent: Recent, running: Running, now: float, off: str = "") -> str:
-    """Return the heading, the table and the facts as HTML. ``now`` is in Unix seconds; ``off`` is why the reference
-    stays off."""
+    """Return the heading, the table and the facts as HTML.
+
+    ``now`` is in Unix seconds. ``off`` is why the reference stays off.
+    """
     return (
         f'<h3>Drift <span class="state {_KINDS[_state(recent)]}">{_state(recent)}</span></h3>\n'
         f'<div class="pair left">\n<div>\n{_table(recent, running)}\n</div>\n'

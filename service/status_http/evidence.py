@@ -1,5 +1,4 @@
-"""``/evidence?model=NAME&version=N``: the evidence of a breach, for clients with the scope manage: it holds client
-data.
+"""``/evidence?model=NAME&version=N``: the evidence of a breach, for the scope manage, because it holds client data.
 
 It is only served if the server was started with ``--evidence``. Each download is logged.
 """

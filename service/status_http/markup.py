@@ -1,5 +1,7 @@
-"""Builds pieces of HTML. Text arguments are escaped; arguments that already are HTML are called ``cell``, ``body`` or
-such."""
+"""Builds pieces of HTML.
+
+Text arguments are escaped; arguments that already are HTML are called ``cell``, ``body`` or such.
+"""
 
 from __future__ import annotations
 

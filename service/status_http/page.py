@@ -64,8 +64,7 @@ def status_page(server: ServerView, *, refreshing: bool = False) -> str:
 
 
 def _detailed(models: tuple[ModelView, ...]) -> list[ModelView]:
-    """Return the models with a section of their own: all of them, or the :data:`MOST_SECTIONS` that need attention
-    most."""
+    """Return the models with a section of their own: all, or the :data:`MOST_SECTIONS` that need attention most."""
     if len(models) <= MOST_SECTIONS:
         return list(models)
 

@@ -58,7 +58,10 @@ def routes(
     registry: Registry, metrics: Scraped, look: Callable[[], ServerView], evidence: Route | None = None
 ) -> Routes:
     """Return the routes: ``/metrics``, ``/livez`` and ``/readyz``; the status page at ``/`` and ``/watch``, and as JSON
-    at ``/status.json``; and ``evidence``, if given. ``look`` returns what the status page shows."""
+    at ``/status.json``; and ``evidence``, if given.
+
+    ``look`` returns what the status page shows.
+    """
 
     def scrape(accept: str) -> Page:
         body, content_type = metrics.expose(accept)

@@ -37,8 +37,7 @@ _SAY_AGAIN_SECONDS = 60.0
 
 
 class HttpServer:
-    """The HTTP server. The constructor binds, so that a port in use is known before anything is loaded; :meth:`start`
-    serves.
+    """The HTTP server. The constructor binds, so that a port in use shows before any load; :meth:`start` serves.
 
     ``refused`` is called with the reason of each rejection, on the server's thread. Raises :class:`ConfigError` if the
     address cannot be bound.
@@ -152,8 +151,10 @@ class HttpServer:
             _log.warning("HTTP port: %s: those that have been silent longest are closed", why)
 
     async def _answer(self, asked: Asked) -> Page:
-        """Answer a request. A new connection's first probe goes ahead of busy clients, so that hundreds of them cannot
-        delay it."""
+        """Answer a request.
+
+        A new connection's first probe goes ahead of busy clients, so that hundreds of them cannot delay it.
+        """
         route = self._pages.get(asked.path)
         if route is None or not (route.probe and asked.first):
             async with self._turns:

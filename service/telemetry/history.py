@@ -168,8 +168,8 @@ class History:
             self._models = tracks
 
     def read(self) -> tuple[dict[Key, Recent], Door]:
-        """Return the recent activity of every model, by name and version, and the requests rejected before they reached
-        one."""
+        """Return the recent activity of every model, by name and version, and the rejections before a model was
+        reached."""
         with self._lock:
             read, since = Reading(self._source()), self._clock() - self._at
             models = {key: self._recent(key, totals, read, since) for key, totals in read.totals.items()}

@@ -143,8 +143,10 @@ class _Added(Collector):
 
 
 def _encoder(accept: str) -> tuple[Callable[[Collector], bytes], str]:
-    """Return prometheus_client's encoder and content type. It echoes the requested version, and fails if that is no
-    number."""
+    """Return prometheus_client's encoder and content type.
+
+    It echoes the requested version, and fails if that is no number.
+    """
     try:
         encode, content_type = choose_encoder(accept)
     except (ValueError, AttributeError, TypeError, IndexError):

@@ -97,8 +97,10 @@ class ModelMetrics:
             self._of(f.changes, spec.name)
 
     def loaded(self, info: RuntimeInfo, baseline: Mapping[str, Mapping[str, float]]) -> None:
-        """Set what is known once the runtime is loaded. ``baseline`` is the manifest's drift, by output and then
-        metric."""
+        """Set what is known once the runtime is loaded.
+
+        ``baseline`` is the manifest's drift, by output and then metric.
+        """
         labels = (info.backend, info.device, info.profile, info.precision, info.accumulation)
         self._of(self._families.info, *labels).set(1)
         for output, metrics in baseline.items():
@@ -113,8 +115,10 @@ class ModelMetrics:
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def request(self, seen: Observation) -> None:
-        """Count a request that is over. The wait of failed requests counts too; otherwise waits would look shorter than
-        they are."""
+        """Count a request that is over.
+
+        The wait of failed requests counts too; otherwise waits would look shorter than they are.
+        """
         series = self._requests.get(seen.code)
         if series is None and self.exposed:  # see _late
             series = self._requests[seen.code] = self._of(self._families.requests, seen.code)
@@ -175,14 +179,18 @@ class ModelMetrics:
             self._of(self._families.changes, output).inc()
 
     def out_of_range(self, name: str, rows: int) -> None:
-        """Count measured rows of an input outside its calibrated range. A call with 0 creates the series of an input
-        with a range."""
+        """Count measured rows of an input outside its calibrated range.
+
+        A call with 0 creates the series of an input with a range.
+        """
         if self.exposed:
             self._of(self._families.out_of_range, name).inc(rows)
 
     def judged(self, over: bool, cause: str) -> None:
-        """Set whether drift is over budget, and its cause: one of :data:`~service.telemetry.vocabulary.CAUSES`, or
-        none."""
+        """Set whether drift is over budget, and its cause.
+
+        ``cause`` is one of :data:`~service.telemetry.vocabulary.CAUSES`, or "none".
+        """
         self._over_budget.set(1 if over else 0)
         for name, series in self._causes.items():
             series.set(1 if name == cause else 0)

@@ -27,8 +27,10 @@ class Durations:
 
 
 def durations(bounds: Sequence[float], cumulative: Counts, total: float) -> Durations:
-    """Summarise a histogram. ``cumulative`` counts observations up to each bound, then all; ``total`` is their sum in
-    seconds."""
+    """Summarise a histogram.
+
+    ``cumulative`` counts observations up to each bound, then all; ``total`` is their sum in seconds.
+    """
     count = int(cumulative[-1])
     if not count:
         return Durations()

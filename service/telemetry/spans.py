@@ -85,8 +85,10 @@ class Recorder:
         server.end(ended.ended_ns)
 
     def _of_batch(self, seen: Observation, timings: Timings, server: Any) -> dict[str, Any]:
-        """Return what the span of a run says of its batch: its rows, unless it failed, and links to spans of requests
-        in the same batch that were made before."""
+        """Return the attributes and links of a run's span.
+
+        They are the batch's rows, unless it failed, and links to earlier spans of requests in the same batch.
+        """
         key = (seen.model, seen.version, timings.begun)
         shared = self._batches.setdefault(key, [])
         links = [api.Link(context) for context in shared]

@@ -69,8 +69,10 @@ class TraceSettings:
         }
 
     def sampled(self, model: str, asked: bool | None) -> bool:
-        """Whether this request of ``model`` is traced. ``asked`` is the sampled flag of the request's trace; None
-        without one."""
+        """Whether this request of ``model`` is traced.
+
+        ``asked`` is the sampled flag of the request's trace; None without one.
+        """
         with self._lock:
             scope = model if model in self._holds else ""
             now = self._holds[scope]
@@ -89,8 +91,7 @@ class TraceSettings:
         self.on = any(choice.level for choice in self._holds.values())
 
     def _effective(self, model: str) -> _Choice:
-        """Return the settings in effect for ``model``: each from the first that sets it of the model, the server and
-        the start."""
+        """Return the settings in effect for ``model``: its own, else the server's, else those of the start."""
         found = self._start
         for choice in (self._chosen[""], self._chosen.get(model, _Choice())):
             said = {field.name: getattr(choice, field.name) for field in fields(choice)}

@@ -1,5 +1,4 @@
-"""Combines several processes' metrics into one server's: counters and histograms are summed, gauges combine by their
-mode.
+"""Combines several processes' metrics into one server's: counters and histograms are summed, gauges use their mode.
 
 A process reports everything it counts, repeatedly; its newest report counts. When a process dies, its gauges disappear
 but its counters stay: otherwise the server's counters would fall at a restart. Independent of prometheus_client.

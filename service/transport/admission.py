@@ -58,8 +58,10 @@ class Shares:
 
 
 class ByteBudget:
-    """The bytes of requests and responses that all calls hold together: at most ``limit``, except that one call may
-    exceed it alone."""
+    """The bytes of requests and responses that all calls hold together, at most ``limit``.
+
+    A call alone may exceed it.
+    """
 
     def __init__(self, limit: int = 1 << 62) -> None:
         self.lock = threading.Lock()
@@ -181,8 +183,10 @@ class Door:
         return 2 * self._shares.taken >= self.limit or self.budget.crowded
 
     def enter(self, client: str) -> Place:
-        """Return a place for a call of ``client``. Raises :class:`Overloaded` if it gets none, or :meth:`close`'s
-        error."""
+        """Return a place for a call of ``client``.
+
+        Raises :class:`Overloaded` if it gets none, or :meth:`close`'s error.
+        """
         with self._lock:
             if self._closed is not None:
                 raise self._closed()

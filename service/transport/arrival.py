@@ -76,8 +76,7 @@ class Arrival:
 
 
 def find_arrival(arguments: tuple[Any, ...]) -> tuple[Any, Arrival] | None:
-    """Return the behavior among the arguments with which grpcio submits a call to an executor, and the call's
-    arrival."""
+    """Return the behavior in the arguments with which grpcio submits a call to an executor, and the call's arrival."""
     if not _KNOWN or len(arguments) != 7:
         return None
     _, event, state, behavior, *_ = arguments

@@ -113,17 +113,13 @@ class Call:
         self.context.abort(status.code, status.details)
 
     def hold_more(self, nbytes: int) -> None:
-        """Count ``nbytes`` in addition to the message until the call ends: for its response, or for data in shared
-        memory.
-
-        Raises Overloaded if there is no room.
-        """
+        """Count ``nbytes`` of a response or of shared memory until the call ends. Raises Overloaded if there is no
+        room."""
         if self._held is not None:
             self._held.hold_more(nbytes)
 
     def admit(self, client: str) -> bool:
-        """Take a place for ``client``. Return False if the call is rejected; :meth:`_check_admitted` then raises the
-        error."""
+        """Take a place for ``client``. False: the call is rejected, and :meth:`_check_admitted` raises the error."""
         try:
             self._place = self._lane.door.enter(client)
         except RequestError as error:
@@ -131,18 +127,13 @@ class Call:
         return self._refused is None
 
     def start(self, arrival: Arrival, submit: Callable[[], object], run: Callable[[], object]) -> None:
-        """Start the call, which has its place. ``submit`` hands it to a thread; ``run`` runs it on this one, gRPC's
-        own."""
+        """Start an admitted call: ``submit`` hands it to a thread, ``run`` runs it on this one, gRPC's own."""
         self._arrival = arrival
         arrival.when_ended(self._ended)
         self._hand_over(arrival, submit)
 
     def _hand_over(self, arrival: Arrival, submit: Callable[[], object]) -> None:
-        """Submit the call to a thread. Cancel it if there is none, because the server has stopped or the system has no
-        more.
-
-        An exception would end gRPC's own thread.
-        """
+        """Submit the call to a thread; cancel it if none is left: an exception would end gRPC's own thread."""
         try:
             submit()
         except RuntimeError:
@@ -154,8 +145,10 @@ class Call:
         arrival.cancel()
 
     def _check_admitted(self, context: grpc.ServicerContext) -> Place:
-        """Return the call's place, first of all on its own thread. Raises the error that rejects the call, or
-        Cancelled."""
+        """Return the call's place, on the call's own thread.
+
+        Raises the error that rejects the call, or Cancelled or DeadlineExceeded if it is over.
+        """
         self.context = context
         if self._refused is None and self._place is None:  # the client was unknown until now
             self.admit(context.peer())
@@ -184,8 +177,7 @@ class Call:
             self._place.leave()
 
     def _waits(self, patience: Patience, end: Callable[[], None]) -> None:
-        """Start this client's timeout. If the call has already ended, :meth:`_ended` has run, so the timeout is stopped
-        here."""
+        """Start this client's timeout; end it at once if the call is over, because :meth:`_ended` has run already."""
         patience.begin(self, end)
         if self._over:
             patience.done(self)
@@ -196,8 +188,7 @@ class Call:
         (self._arrival or self.context).cancel()
 
     def _parsed(self, data: bytes, held: Held) -> Message:
-        """Parse the message and count its bytes. Large messages are parsed one at a time, so the client may leave
-        meanwhile."""
+        """Parse a message and count its bytes. Large ones wait their turn, and the client may leave meanwhile."""
 
         def hold(nbytes: int) -> None:
             self._check_wanted()
@@ -207,8 +198,7 @@ class Call:
 
 
 class OneRequest(Call):
-    """A call that reads one request: before it has a thread, if :mod:`service.transport.arrival` supports this
-    grpcio."""
+    """A call with one request, received before it has a thread where this grpcio allows it."""
 
     def __init__(self, rpc: Rpc, lane: Lane) -> None:
         super().__init__(rpc, lane)
@@ -223,8 +213,7 @@ class OneRequest(Call):
         return arrival.read(self.received, lambda: self._answer(arrival, submit, run))
 
     def _answer(self, arrival: Arrival, submit: Callable[[], object], run: Callable[[], object]) -> None:
-        """Answer the request, which is there. An idle and quick model runs on this thread: another would only add
-        delay."""
+        """Answer the request, on this thread if its model is idle and quick: another thread would only add delay."""
         if self._rpc.claim is not None and self._data is not None and len(self._data) <= _SMALL:
             self.claimed = self._rpc.claim(self._data)
         if self.claimed is None:

@@ -10,8 +10,10 @@ from service.transport.credentials import Metadata
 
 
 class Calling(Protocol):
-    """One call. ``started`` and ``deadline`` are :func:`time.monotonic` seconds; ``nbytes`` is the size of its only
-    request."""
+    """One call, as an RPC sees it.
+
+    ``started`` and ``deadline`` are :func:`time.monotonic` seconds; ``nbytes`` is the size of its only request.
+    """
 
     started: float
     cancellation: Cancellation
@@ -36,9 +38,6 @@ class Calling(Protocol):
     def metadatum(self, key: str) -> str | bytes | None: ...
 
     def hold_more(self, nbytes: int) -> None:
-        """Count ``nbytes`` in addition to the message until the call ends: for its response, or for data in shared
-        memory.
-
-        Raises Overloaded if there is no room.
-        """
+        """Count ``nbytes`` of a response or of shared memory until the call ends. Raises Overloaded if there is no
+        room."""
         ...

@@ -26,8 +26,10 @@ class Changes:
             woken.set()
 
     def wait(self, change: Future[None], call: Calling, doing: str) -> None:
-        """Return when ``change`` is done, or raise its error. The deadline, a client that leaves and a server that
-        stops end the wait, but not the change."""
+        """Return when ``change`` is done, or raise its error.
+
+        The deadline, a client that leaves and a server that stops end the wait, but not the change.
+        """
         woken = threading.Event()
         self._waiting.add(woken)
         change.add_done_callback(lambda _: woken.set())

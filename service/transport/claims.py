@@ -9,8 +9,7 @@ from service.request import Claim
 
 
 class Claimed:
-    """A ``claim`` of a model, and the lease that keeps the model: this model answers even if another replaces it
-    meanwhile.
+    """A ``claim`` of a model, and the lease that keeps it: this model answers even if it is replaced meanwhile.
 
     A second look-up in the registry could return a busy model, and the request would wait for it. As a context manager
     it yields the model. Only :meth:`give_back` releases what it holds.

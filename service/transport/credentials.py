@@ -1,5 +1,4 @@
-"""Authentication and authorisation: TLS for the port, and a token's scope for each RPC, checked before a request is
-read."""
+"""Authentication and authorisation: TLS for the port, and a token's scope per RPC, checked before a request is read."""
 
 from __future__ import annotations
 
@@ -17,8 +16,7 @@ Metadata = Sequence[tuple[str, str | bytes]] | None
 
 
 def server_credentials(files: CertificateFiles) -> grpc.ServerCredentials:
-    """Return credentials for TLS 1.2 or later. Each new connection gets the certificate that is in the files at that
-    moment.
+    """Return credentials for TLS 1.2 or later. Each new connection gets the files' current certificate.
 
     With a CA for clients, a connection requires a client certificate of that CA.
     """
@@ -43,8 +41,10 @@ def _configuration(certificates: Certificates) -> grpc.ServerCertificateConfigur
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Which calls need a token. ``open_to_all`` names the groups that need none, out of ``health`` and
-    ``reflection``."""
+    """The tokens, and the calls that need one.
+
+    ``open_to_all`` names the groups that need none, out of ``health`` and ``reflection``.
+    """
 
     tokens: TokenFile | None = None
     open_to_all: frozenset[str] = frozenset({"health"})

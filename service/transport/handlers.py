@@ -100,8 +100,10 @@ class Table(Generic[H]):
     def openers(
         self, servicer: InferenceServicer, control: ControlServicer, health: HealthServicer
     ) -> dict[str, Opener[H]]:
-        """Return the function that opens a call of each RPC, by path. RPCs of the inference service that are not served
-        are rejected with the reason."""
+        """Return the function that opens a call of each RPC, by path.
+
+        RPCs of the inference service that this server does not offer are rejected with the reason.
+        """
         paths: dict[str, Opener[H]] = {}
         for method in pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods:
             paths[f"/{SERVICE}/{method.name}"] = self._inference(method, servicer, control)

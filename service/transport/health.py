@@ -46,8 +46,10 @@ class _Watcher:
         self._told: int | None = None
 
     def start(self) -> bool:
-        """Return whether the caller is to send the news. False if another thread is sending, which will see them
-        too."""
+        """Return whether the caller is to send the news.
+
+        False if another thread is sending, which will see them too.
+        """
         with self._lock:
             if self._sending or self._ended:
                 return False

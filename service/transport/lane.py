@@ -62,8 +62,10 @@ class _Admitting(ThreadPoolExecutor):
     """A lane's threads, for calls that are admitted and have work to do."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Admit and start a call. Runs on gRPC's own thread: an exception would end that thread, and with it the
-        server."""
+        """Admit and start a call.
+
+        Runs on gRPC's own thread: an exception would end that thread, and with it the server.
+        """
         submit = super().submit
         found = find_arrival(args)
         if found is None or not isinstance(found[0], Call):
@@ -129,8 +131,10 @@ class Lane:
         return grpc.stream_unary_rpc_method_handler(call, call.received, rpc.serialize)
 
     def refuse(self, error: RequestError, needs: Needs, metadata: Metadata) -> Handler:
-        """Return the handler of a call that is always rejected. A caller without the required token gets that error
-        instead."""
+        """Return the handler of a call that is always rejected.
+
+        A caller without the required token gets that error instead.
+        """
         try:
             needs.check(metadata)
         except RequestError as forbidden:

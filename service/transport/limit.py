@@ -20,10 +20,9 @@ _MODELS = 1024  # models remembered
 
 
 class AdaptiveLimit:
-    """The limit :attr:`now`, between ``least`` and ``most``. It must be told of rejections and responses, on any
-    thread.
+    """The limit :attr:`now`, between ``least`` and ``most``, adapted to reported rejections and responses.
 
-    It takes no lock, because a lost count now and then changes nothing.
+    Any thread may report. It takes no lock, because a lost count now and then changes nothing.
     """
 
     def __init__(self, most: int, least: int = 16, clock: Callable[[], float] = time.monotonic) -> None:

@@ -150,8 +150,7 @@ class Transport:
 
 
 def catch_up(until: float) -> None:
-    """Wait until gRPC's one thread has delivered the calls that have arrived: a stop cancels those it has not
-    delivered.
+    """Wait until gRPC's one thread has delivered the calls that have arrived: a stop cancels undelivered ones.
 
     Delivered calls are rejected by now. A client may safely repeat a rejected call, but does not know the outcome of a
     cancelled one. While a hundred other threads compete for the processor, that thread is late, and so is this one.

@@ -215,8 +215,10 @@ class InferenceServicer:
         code: grpc.StatusCode,
         seconds: float,
     ) -> None:
-        """Report the request to the metrics, the log and the trace. Only the name of an existing model becomes a
-        label."""
+        """Report the request to the metrics, the log and the trace.
+
+        Only the name of an existing model becomes a label.
+        """
         served: Model | Slot | None = model or self._find(message)
         name, version = _asked(message, served)
         timings, rows = (None, 0) if request is None else (request.timings, request.rows)

@@ -93,8 +93,7 @@ class Services:
         return door.limit + _SPARE_THREADS
 
     def drain(self, until: float) -> None:
-        """Reject new work, report NOT_SERVING to watchers, and end the streams and waits that would outlast any
-        timeout."""
+        """Reject new work, report NOT_SERVING to watchers, and end streams and waits that would outlast any timeout."""
         for door in (self.inference, self.streams):
             door.close(lambda: Unavailable("the server is shutting down; try another", "draining"))
         self.health.shut_down(min(max(0.0, until - time.monotonic()), LAST_WORDS_SECONDS))

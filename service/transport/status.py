@@ -72,8 +72,10 @@ class StatusTable:
 
 
 def _incident(error: Exception, about: Mapping[str, object]) -> Status:
-    """Return the status for a failure that the client did not cause. The client gets an incident id; the log gets the
-    id and the error's text."""
+    """Return the status for a failure that the client did not cause.
+
+    The client gets an incident id; the log gets the id and the error's text.
+    """
     incident = secrets.token_hex(6)
     kind = "failure" if isinstance(error, Bf16kitError) else "bug"
     _log.error(

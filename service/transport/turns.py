@@ -41,8 +41,10 @@ class Turns:
         return self._take(model, client, set())
 
     def give(self, model: str, client: str) -> None:
-        """Give a place back, to the first waiting request that may have it. So no later request overtakes one that
-        could run."""
+        """Give a place back, to the first waiting request that may have it.
+
+        Thus no later request overtakes one that could run.
+        """
         self._models.give(model)
         self._clients.give(client)
         if self._waiting:
@@ -65,8 +67,10 @@ class Turns:
         return True
 
     def _take(self, model: str, client: str, full: set[str]) -> bool:
-        """Take a place of both the client and the model, or of neither. A model that has its share is added to
-        ``full``."""
+        """Take a place of both the client and the model, or of neither.
+
+        A model that has its share is added to ``full``.
+        """
         if not self._clients.take(client):
             return False
         if not self._models.take(model):

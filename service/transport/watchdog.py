@@ -1,5 +1,4 @@
-"""Ends calls that keep the server waiting for too long: for a request, for a stream's next message, or for a client to
-read its response.
+"""Ends calls that keep the server waiting for too long: for a message, or for a client to read its response.
 
 A thread that waits inside gRPC cannot be interrupted, but its call can be cancelled. gRPC then wakes the thread, and
 the client sees CANCELLED.
@@ -20,10 +19,10 @@ _log = logging.getLogger(__name__)
 
 
 class Patience:
-    """The calls that keep the server waiting for one kind of event, and their timeout: ``seconds``, or ``hurried``
-    seconds while ``crowded`` returns True.
+    """The calls that keep the server waiting for one kind of event, and their timeout.
 
-    At most ``slow`` calls may take longer than ``hurried`` at any time.
+    It is ``seconds``, or ``hurried`` seconds while ``crowded`` returns True. At most ``slow`` calls may take longer
+    than ``hurried`` at any time.
     """
 
     def __init__(

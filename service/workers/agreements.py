@@ -25,8 +25,10 @@ class Agreements:
         self._lock = threading.Lock()
 
     def answer(self, worker: str, message: Message) -> Body:
-        """Return the profile chosen for a plan's key. The worker's own ``profile`` is chosen if there is none yet; ""
-        only asks."""
+        """Return the profile chosen for a plan's key.
+
+        The worker's own ``profile`` is chosen if there is none yet; "" only asks.
+        """
         plan, profile = str(message.body["plan"]), str(message.body["profile"])
         with self._lock:
             chosen = self._chosen.get(plan, "")

@@ -35,13 +35,17 @@ class ModelChanges:
         self._thread = ThreadPoolExecutor(1, "changes")
 
     def want(self, wish: Wish) -> Future[None]:
-        """Return a future that ends when every worker serves ``wish``. A worker that dies meanwhile gets the wish at
-        its restart."""
+        """Return a future that ends when every worker serves ``wish``.
+
+        A worker that dies meanwhile gets the wish at its restart.
+        """
         return self._thread.submit(self._fulfil, wish)
 
     def desire(self, wishes: Iterable[Wish]) -> None:
-        """Serve these models and no others. Before any worker runs, this sets the models that all of them start
-        with."""
+        """Serve these models and no others.
+
+        Before any worker runs, this sets the models that all of them start with.
+        """
         wanted, before = {wish.name: wish for wish in wishes}, self._fleet.wishes
         if not self._fleet.running:
             self._fleet.change(wanted)
@@ -80,8 +84,10 @@ class ModelChanges:
             self._told_changed(wish.name, versions)
 
     def _try(self, wish: Wish, before: Wish | None) -> str:
-        """Have one worker load ``wish``, and return the worker's name. If that fails, restore what it served and raise
-        its error."""
+        """Have one worker load ``wish``, and return the worker's name.
+
+        If that fails, restore what it served and raise its error.
+        """
         first = next(iter(self._fleet.running), None)
         if first is None:
             raise Unavailable("no worker of this server is running; try again")
@@ -95,8 +101,10 @@ class ModelChanges:
         return first
 
     def _all(self, names: Iterable[str], wish: Wish) -> Bf16kitError | None:
-        """Have these workers serve ``wish``. Return the first error of one that still runs: a dead one gets the wish
-        anyway."""
+        """Have these workers serve ``wish``.
+
+        Return the first error of one that still runs: a dead one gets the wish anyway.
+        """
         asked = {name: self._fleet.ask_one(name, "want", {"wish": wish.to_json()}) for name in names}
         wait(asked.values())
         for name, told in asked.items():
@@ -117,8 +125,10 @@ class SettingsOfAll:
         self._changed: dict[str, dict[str, Any]] = {}
 
     def update(self, what: str, changes: Mapping[str, Any], model: str) -> Mapping[str, Any]:
-        """Change settings, and return the resulting ones. Raises the worker's error for an invalid change, which all
-        workers report alike."""
+        """Change settings, and return the resulting ones.
+
+        Raises the worker's error for an invalid change, which all workers report alike.
+        """
         with self._lock:
             asked = self._fleet.ask("settings", {"what": what, "changes": changes, "model": model})
             done, late = wait(asked.values(), _AT_ONCE_SECONDS)

@@ -18,8 +18,10 @@ Ask = Callable[[], Mapping[str, Future[Body]]]  # returns every running process'
 
 
 class Counting:
-    """Sums the counts of all processes. ``own`` are this process' metrics. ``ask`` requests the counts of the others,
-    which :meth:`hear` receives."""
+    """Sums the counts of all processes.
+
+    ``own`` are this process' metrics. ``ask`` requests the counts of the others, which :meth:`hear` receives.
+    """
 
     def __init__(self, own: Metrics, ask: Ask, wanted: Callable[[], Iterable[Key]]) -> None:
         self._own = own

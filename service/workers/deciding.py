@@ -30,8 +30,10 @@ class Workers:
         self._lock = threading.Lock()
 
     def changed(self, model: str, versions: Collection[int]) -> None:
-        """Drop the orders for these versions, because all workers have reloaded or unloaded them. Other versions keep
-        theirs."""
+        """Drop the orders for these versions, because all workers have reloaded or unloaded them.
+
+        Other versions keep theirs.
+        """
         now = self._clock()
         with self._lock:
             self._since |= {(model, version): now for version in versions}
@@ -48,8 +50,7 @@ class Workers:
         return Answers(plan.digest, since, plan.serving.fallback)
 
     def order(self, order: Order) -> Future[None]:
-        """Return a future that ends when all workers have answered, and fails if none of them could carry the order
-        out."""
+        """Return a future that ends when all workers have answered. It fails if none can carry the order out."""
         body = order.to_json()
         self._fleet.remember(_TOLD, f"{order.model}/{order.version}", body)
         return _any_of(self._fleet.ask("switch", body), order.precision)

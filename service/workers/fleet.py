@@ -30,8 +30,7 @@ _LATE_SECONDS = 3.0  # for a worker to report the result of its drain, after its
 
 
 class Fleet:
-    """Runs the workers. One thread calls :meth:`tend` at intervals, which keeps them running; the rest is for any
-    thread.
+    """Runs the workers. One thread calls :meth:`tend` at intervals to keep them alive; the rest is for any thread.
 
     ``handlers`` answer workers' messages other than reports, given the worker's name. ``lost`` is called with the name
     of a worker that died.

@@ -18,8 +18,10 @@ def threads_of(asked: int | None, workers: int, cpus: int | None = None) -> int:
 
 
 def gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> list[str]:
-    """Return the GPUs that this process may use, as CUDA names them. A container has only its own GPUs' device
-    files."""
+    """Return the GPUs that this process may use, as CUDA names them.
+
+    A container has only its own GPUs' device files.
+    """
     chosen = environment.get(VISIBLE)
     if chosen is not None:
         return [each.strip() for each in chosen.split(",") if each.strip() not in ("", "-1")]
@@ -27,8 +29,7 @@ def gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> list[s
 
 
 def gpu_for(worker: int, device: str, available: list[str]) -> str | None:
-    """Return the one GPU that ``worker`` (from 0) shall see, so that all are used; None if it sees what the server
-    sees.
+    """Return the one GPU that ``worker`` (from 0) shall see, so that all are used; None if it sees all of the server's.
 
     A worker that sees one GPU addresses it as cuda:0. ``cuda:N`` selects the same GPU for all workers. The CPU needs
     none.

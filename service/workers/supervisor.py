@@ -170,8 +170,10 @@ class Supervisor:
         return {"settings": now}
 
     def _later(self, work: Callable[[Body], Any]) -> Callable[[str, Message], Answer]:
-        """Return a handler that runs ``work`` on a thread. If ``work`` returns a future, the thread is free until it
-        ends."""
+        """Return a handler that runs ``work`` on a thread.
+
+        If ``work`` returns a future, the thread is free until it ends.
+        """
 
         def answer(worker: str, message: Message) -> Future[Body]:
             told: Future[Body] = Future()
@@ -205,8 +207,10 @@ def _pass_on(done: Future[Any], told: Future[Body]) -> None:
 
 
 def _drain(config: ServerConfig, fleet: Fleet) -> Ending:
-    """Stop the server: report not ready, reject new requests, finish those in flight. The HTTP port answers
-    throughout."""
+    """Stop the server: report not ready, reject new requests, finish those in flight.
+
+    The HTTP port answers throughout.
+    """
     if config.lame_duck_seconds:
         _log.info("stopping: not ready, and at work for another %g s", config.lame_duck_seconds)
         fleet.retire()

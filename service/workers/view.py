@@ -69,8 +69,10 @@ class View:
         *,
         retired: bool = False,
     ) -> Self:
-        """Build the view. ``reports`` are by worker, None for one that is starting. ``wanted`` is what all are to
-        serve."""
+        """Build the view.
+
+        ``reports`` are by worker, None for one that is starting. ``wanted`` is what all are to serve.
+        """
         wanted = set(wanted)
         held = [{} if report is None else {slot.key: slot for slot in report.slots} for report in reports]
         keys = sorted(wanted.union(*held))

@@ -155,8 +155,7 @@ class WeightOwner:
         self._serve(copy)
 
     def _serve(self, copy: _Copy) -> None:
-        """Answer clients that wait for ``copy``: all of them once it is complete, the first of them if nobody fills
-        it."""
+        """Answer clients that wait for ``copy``: all once it is complete, or the first if nobody fills it."""
         while copy.waiting and (copy.memory is not None or copy.filler is None):
             use = copy.waiting.popleft()
             if copy.memory is None:
