@@ -133,7 +133,7 @@ class FallbackOwner:
     def _state(self, key: _Key, answers: Answers | None, now: float) -> _State | None:
         """Return the state of the current version.
 
-        Another generation starts with a new state and is ordered to answer in bf16: an order for an earlier version of
+        Another generation starts with a new state and is ordered to answer in bf16. An order for an earlier version of
         the same plan may still be remembered, and would have it answer in fp32.
         """
         state = self._states.get(key)

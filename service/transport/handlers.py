@@ -64,8 +64,8 @@ class Handlers(grpc.ServerInterceptor):
     """The interceptor that gives gRPC a handler when the headers of a call have arrived.
 
     It is an interceptor because of two constraints. :meth:`register` makes gRPC queue the calls of each RPC separately
-    until its one thread reaches them: a health check then waits only behind other health checks, and not behind a
-    thousand inferences. But a registered handler alone would serve every call of its RPC without access to the headers.
+    until its one thread reaches them. A health check then waits only behind other health checks, not behind a thousand
+    inferences. But a registered handler alone would serve every call of its RPC without access to the headers.
     """
 
     def __init__(self, open_by_path: Mapping[str, Opener[Handler]]) -> None:

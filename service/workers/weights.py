@@ -24,9 +24,9 @@ PATIENCE_S = 600.0  # for another process to fill a copy that this one needs too
 class SharedWeights:
     """A :class:`~bf16kit.runtime.weightstore.WeightStore` whose copies are shared by all clients of an owner.
 
-    ``owner`` is a socket from :meth:`WeightOwner.connect`. Weights are copied for this process alone if the owner is
-    gone or refuses, if its memory fails the check, if the system has no memory to share, or if they are below ``LEAST``
-    bytes.
+    ``owner`` is a socket from :meth:`WeightOwner.connect`. Weights below ``LEAST`` bytes are copied for this process
+    alone. So are weights that cannot be shared: the owner is gone or refuses, its memory fails the check, or the system
+    has no memory to share.
     """
 
     def __init__(self, owner: socket.socket, *, patience_s: float = PATIENCE_S, own: WeightStore = OWN) -> None:
