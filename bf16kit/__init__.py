@@ -1,3 +1,3 @@
-"""What the converter and the server agree on: errors, numerics, tensors, drift, manifest, artifact, runtime."""
+"""The library shared by converter and server: errors, numerics, tensors, drift, manifest, artifact and runtimes."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""Opening an artifact: every file checked before use, tensors mapped from disk, the fp32 checkpoint restored."""
+"""Opens an artifact: checks every file before use, maps tensors from disk and restores the fp32 checkpoint."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from bf16kit.residual import Decoder, Scale
 from bf16kit.tensors import BY_NAME
 from bf16kit.tensors import Array as Array
 
-_BLOCK = 4 << 20  # bytes of bf16 that are put together from panels at a time
+_BLOCK = 4 << 20  # bytes of bf16 that are unpacked from panels at a time
 
 
 @dataclass(frozen=True, slots=True)
 class Golden:
-    """A few inputs, and what the reference answered to them."""
+    """Golden samples: a few inputs, and the reference's outputs for them."""
 
     inputs: dict[str, Array]
     outputs: dict[str, Array]
@@ -40,8 +40,8 @@ class Golden:
 class Artifact:
     """One converted model version, opened read-only. Its tensors are views of memory-mapped files.
 
-    With ``copies`` nothing maps its files: they are read. Whoever maps a file that is cut short in place dies of
-    SIGBUS, and of one that is written to in place sees the new bytes.
+    With ``copies``, files are read into memory instead of mapped. A process that maps a file dies of SIGBUS when the
+    file is truncated in place, and sees the new bytes when it is overwritten in place.
     """
 
     path: Path
@@ -52,13 +52,13 @@ class Artifact:
 
     @classmethod
     def open(cls, path: str | Path, *, verify: bool = True, copies: bool = False) -> Artifact:
-        """The artifact in directory ``path``; files that its manifest does not list are ignored.
+        """Open the artifact in directory ``path``; files that its manifest does not list are ignored.
 
-        Names, links and sizes are always checked, the sha256 of every file unless ``verify`` is false. For ``copies``
-        see the class.
+        Names, links and sizes are always checked; the sha256 of every file is checked unless ``verify`` is false. For
+        ``copies`` see the class.
 
-        Raises :class:`ArtifactError` when this is no artifact, :class:`ManifestVersionError` when it is newer than this
-        program, :class:`ArtifactDamaged`, naming the file, when a file is missing or changed.
+        Raises :class:`ArtifactError` when the directory is no artifact, :class:`ManifestVersionError` when the artifact
+        is newer than this program, and :class:`ArtifactDamaged`, naming the file, when a file is missing or changed.
         """
         path = Path(path)
         manifest = read_manifest(path)
@@ -71,10 +71,10 @@ class Artifact:
         return artifact
 
     def verify(self) -> None:
-        """Hash every file, in parallel; ArtifactDamaged names the first whose sha256 is not the manifest's.
+        """Hash every file, in parallel; raise ArtifactDamaged for the first whose sha256 differs from the manifest's.
 
-        Called again it reads only what has changed since: so whoever has read the files can make sure that what they
-        read is what was verified.
+        A later call reads only the files that changed since. So a caller that has read the files in between can call it
+        again to make sure that it read what was verified.
         """
         files = sorted(self.manifest.files.items(), key=lambda item: -item[1].bytes)
         with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
@@ -86,15 +86,15 @@ class Artifact:
                     )
 
     def file(self, name: str) -> Path:
-        """The path of a file that the manifest lists; ArtifactError for any other name."""
+        """Return the path of a file that the manifest lists; ArtifactError for any other name."""
         if name not in self.manifest.files:
             raise ArtifactError(f"{self.path}: no file {name!r} in this artifact")
         return self.path / name
 
     def tensor(self, name: str) -> Array:
-        """The tensor at its stored dtype (bfloat16, float32, ...): a read-only view of the mapped file.
+        """Return the tensor at its stored dtype (bfloat16, float32, ...): a read-only view of the mapped file.
 
-        One that is stored as panels is put together in memory, in C order like any other.
+        A tensor stored as panels is unpacked into memory, in C order.
         """
         entry = self._entry(name)
         data = self._bytes(entry.file, Segment(offset=entry.offset, bytes=entry.bytes))
@@ -110,12 +110,14 @@ class Artifact:
         return tuple(self._entry(name).shape)
 
     def restore(self, name: str, out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
-        """The tensor in fp32, bit for bit as it was before rounding; a tensor stored as fp32 is returned as stored.
+        """Return the tensor in fp32, bit for bit as it was before rounding; a tensor stored as fp32 is returned as
+        stored.
 
-        It is written to ``out``, of its shape and C-contiguous, where that is given. It takes little memory beyond that
-        of the result.
+        The result is written to ``out`` when given: same shape, C-contiguous. Little memory is needed beyond the
+        result.
 
-        Raises ArtifactError when the artifact was converted without its residual.
+        Raises ArtifactError when the artifact was converted without its residual, or when the tensor is neither fp32
+        nor bf16.
         """
         entry = self._entry(name)
         if entry.dtype == "float32":
@@ -134,7 +136,9 @@ class Artifact:
         return restored
 
     def _blocks(self, entry: TensorEntry) -> Iterator[tuple[slice | EllipsisType, Array]]:
-        """A bf16 tensor: whole where it is mapped in C order, some rows at a time where it lies in panels."""
+        """Yield ``(rows, values)`` of a bf16 tensor: all of it when it is mapped in C order, some rows at a time from
+        panels.
+        """
         if entry.panels is None:
             yield ..., self.tensor(entry.name)
             return
@@ -146,19 +150,23 @@ class Artifact:
             yield slice(start, stop), panels.rows(flat, entry.shape, entry.panels, start, stop)
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, Array]]:
-        """Every tensor of the source checkpoint, bit for bit, C-contiguous, one at a time in the manifest's order."""
+        """Yield every tensor of the source checkpoint, bit for bit, C-contiguous, one at a time in the manifest's
+        order.
+        """
         for entry in self.manifest.checkpoint:
             yield entry.name, self._checkpoint_tensor(entry)
 
     def golden(self, profile: str | None = None) -> Golden:
-        """The golden samples, of ``profile`` where it has its own; ArtifactError when the artifact has none."""
+        """Return the golden samples, those of ``profile`` if it has its own; ArtifactError when the artifact has
+        none.
+        """
         name = self.manifest.golden_of(profile)
         if name is None:
             raise ArtifactError(f"{self.path}: this artifact has no golden samples")
         return self.golden_in(name)
 
     def golden_in(self, name: str) -> Golden:
-        """The golden samples in the file ``name``."""
+        """Return the golden samples in the file ``name``."""
         from safetensors import SafetensorError
         from safetensors.numpy import load
 
@@ -172,7 +180,7 @@ class Artifact:
         return Golden(_with_prefix(arrays, "input:"), _with_prefix(arrays, "output:"))
 
     def measurements(self) -> Measurements | None:
-        """What the conversion measured, in rows; None where it kept none. ArtifactError for a file that holds none."""
+        """Return what the conversion measured, in rows, or None if it kept none; ArtifactError for an invalid file."""
         if self.manifest.measurements is None:
             return None
         path = self.file(self.manifest.measurements)
@@ -230,7 +238,9 @@ def _into(out: NDArray[np.float32] | None, array: Array) -> NDArray[np.float32]:
 
 
 def _as_it_was(restored: NDArray[np.float32], dtype: str) -> Array:
-    """Undo the widening from ``dtype``: of an fp32 number that was bf16, the upper half, NaNs and all."""
+    """Narrow restored fp32 values to ``dtype``, the exact inverse of widening. For bfloat16 keep the upper 16 bits, NaN
+    payloads included.
+    """
     if dtype == "bfloat16":
         upper = (np.ascontiguousarray(restored).view(np.uint32) >> np.uint32(16)).astype(np.uint16)
         return upper.view(BY_NAME["bfloat16"].numpy)

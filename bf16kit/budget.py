@@ -1,4 +1,4 @@
-"""The budget: the largest drift an owner accepts, and whether what was measured keeps to it."""
+"""The budget: the largest drift an owner accepts, and the check of measured drift against it."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from typing import Protocol
 from bf16kit.errors import UsageError
 
 METRICS = ("relative_l2", "cosine_distance", "max_abs", "sqnr_db", "top1_agreement", "nonfinite")
-QUANTILES = ("p50", "p99", "worst")  # that a bound may name: relative_l2.p99
+QUANTILES = ("p50", "p99", "worst")  # that a bound may name, for example relative_l2.p99
 _FLOORS = ("sqnr_db", "top1_agreement")  # larger is better
 _NO_QUANTILES = ("top1_agreement", "nonfinite")  # one number for all samples
 _DEFAULT = MappingProxyType({"relative_l2": 1.5e-2, "cosine_distance": 5e-4, "top1_agreement": 0.99, "nonfinite": 0.0})
 
 
 class Measured(Protocol):
-    """What a budget judges: a :class:`bf16kit.drift.DriftSummary`."""
+    """The drift summary that a budget judges: :class:`bf16kit.drift.DriftSummary`."""
 
     def judged(self, bound: str) -> float | None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Breach:
-    """One output over budget in one metric, or in a quantile of one: ``metric`` is the bound's name."""
+    """One output over budget in one metric, or in one quantile of a metric; ``metric`` is the bound's name."""
 
     output: str
     metric: str
@@ -34,7 +34,7 @@ class Breach:
 
     def __str__(self) -> str:
         relation = "at least" if _is_floor(self.metric) else "at most"
-        # The agreement that a budget bounds is not the one that was counted: see bf16kit.drift.
+        # The budget bounds the upper limit of the agreement, not the counted share: see bf16kit.drift.
         counted = " at best, its sampling error granted" if self.metric == "top1_agreement" else ""
         return (
             f"output {self.output!r}: {self.metric} is {self.measured:.3g}{counted},"
@@ -44,12 +44,12 @@ class Breach:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Bounds on drift by name; a metric that has none is unbounded. The defaults are the project's.
+    """Bounds on drift by name; a metric without a bound is unbounded. The defaults are the project's.
 
-    A name is a metric, whose bound is on what :meth:`bf16kit.drift.DriftSummary.judged` says of every output, or a
-    metric and one of :data:`QUANTILES`: ``relative_l2.p99``. ``relative_l2``, ``cosine_distance``, ``max_abs`` and
-    ``nonfinite`` are bounded from above, ``top1_agreement`` and ``sqnr_db`` from below. ``stated`` are the names that
-    an owner gave a bound, rather than the project.
+    A name is a metric, or a metric and one of :data:`QUANTILES`: ``relative_l2.p99``. A bound applies to the number
+    that :meth:`bf16kit.drift.DriftSummary.judged` returns for each output. ``relative_l2``, ``cosine_distance``,
+    ``max_abs`` and ``nonfinite`` have upper bounds; ``top1_agreement`` and ``sqnr_db`` have lower bounds. ``stated``
+    holds the names whose bounds an owner set, rather than the project.
     """
 
     bounds: Mapping[str, float] = field(default_factory=lambda: _DEFAULT)
@@ -57,7 +57,10 @@ class Budget:
 
     @classmethod
     def parse(cls, texts: Iterable[str], base: Budget | None = None) -> Budget:
-        """``base`` (the default budget) changed by texts like ``relative_l2=1e-2`` or ``max_abs=none``; UsageError."""
+        """Return ``base`` (or the default budget) changed by texts like ``relative_l2=1e-2`` or ``max_abs=none``.
+
+        Raises UsageError for a text that is no such bound.
+        """
         changes: dict[str, float | None] = {}
         for text in texts:
             name, equals, value = (part.strip() for part in text.partition("="))
@@ -68,19 +71,19 @@ class Budget:
 
     @classmethod
     def from_dict(cls, bounds: Mapping[str, float]) -> Budget:
-        """The budget that :meth:`as_dict` wrote: a metric that is not there is unbounded."""
+        """Return the budget that :meth:`as_dict` wrote; a metric that is absent is unbounded."""
         return cls({}).override(bounds)
 
     def as_dict(self) -> dict[str, float]:
-        """The bounds there are, by name, in the order of the metrics."""
+        """Return the bounds by name, in the order of the metrics."""
         return {name: float(self.bounds[name]) for name in sorted(self.bounds, key=_rank)}
 
     def bound(self, name: str) -> float | None:
-        """The bound called ``name``, None where there is none."""
+        """Return the bound called ``name``, or None if there is none."""
         return self.bounds.get(name)
 
     def override(self, bounds: Mapping[str, float | None]) -> Budget:
-        """This budget with some bounds changed; UsageError for an unknown name or a bound that bounds nothing."""
+        """Return this budget with some bounds changed; UsageError for an unknown name or a bound out of range."""
         changed = dict(self.bounds)
         for name, bound in bounds.items():
             _check_name(name)
@@ -93,11 +96,15 @@ class Budget:
         return Budget(MappingProxyType(changed), stated)
 
     def tightened(self, share: float) -> Budget:
-        """This budget with ``share`` of the drift that it allows, by :meth:`ratio`."""
+        """Return this budget with every bound scaled so that it allows ``share`` of the drift, as :meth:`ratio` counts
+        it.
+        """
         return Budget(MappingProxyType({name: _tighter(name, bound, share) for name, bound in self.bounds.items()}))
 
     def breaches(self, output: str, summary: Measured) -> list[Breach]:
-        """Where ``summary`` of ``output`` is over this budget, in the order of the metrics; empty when within it."""
+        """Return every bound that ``summary`` of ``output`` breaks, in the order of the metrics; empty when within
+        budget.
+        """
         found = []
         for name, bound in self.as_dict().items():
             measured = summary.judged(name)
@@ -106,9 +113,10 @@ class Budget:
         return found
 
     def ratio(self, name: str, measured: float) -> float:
-        """Drift ÷ budget: over 1 is a breach, 0 when ``name`` is unbounded.
+        """Return drift ÷ budget: over 1 is a breach, 0 when ``name`` is unbounded.
 
-        For ``top1_agreement`` of the disagreements, for ``sqnr_db`` of the noise amplitudes (20 dB are a factor of 10).
+        For ``top1_agreement`` it is the ratio of the disagreements (1 − agreement), for ``sqnr_db`` that of the noise
+        amplitudes (20 dB are a factor of 10).
         """
         bound = self.bound(name)
         if bound is None:
@@ -122,7 +130,7 @@ class Budget:
         return measured / bound
 
     def measured(self, name: str, ratio: float) -> float | None:
-        """What was measured to give this :meth:`ratio`; None where that does not tell."""
+        """Return the measured value that gives this :meth:`ratio`, or None when the ratio does not determine it."""
         bound = self.bound(name)
         if bound is None or not math.isfinite(ratio) or (ratio == 0 and _metric(name) == "sqnr_db"):
             return None

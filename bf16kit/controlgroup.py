@@ -1,7 +1,8 @@
-"""What the control group of this process allows it: a container's limits, which the machine's own figures do not show.
+"""Memory and CPU limits of this process' control group: a container's limits, which the machine's own figures do not
+show.
 
-Linux' control groups of version 2, and of version 1. A group's limits bind all groups within it, so the least on the
-way to the root counts. Where there are no groups, or none that limits anything, nothing is limited.
+Reads Linux control groups of versions 1 and 2. A group's limits bind every group within it, so the smallest limit on
+the path to the root applies. Without groups or limits, nothing is limited.
 """
 
 from __future__ import annotations
@@ -12,19 +13,20 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 _ROOT, _MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-_NO_LIMIT = 1 << 60  # version 1 writes a number beyond any memory where there is no limit
-# What the system takes back by itself before anybody is refused memory. Memory files are not in it: nobody takes those.
+_NO_LIMIT = 1 << 60  # version 1 writes a number beyond any memory when there is no limit
+# Page cache that the kernel reclaims before it refuses memory. Files in shared memory do not count: they cannot be
+# reclaimed.
 _FILE_CACHE = ("active_file", "inactive_file")
-# Bytes that are never filled with weights: for runs, for what a library takes to load them, and for the processes that
-# measure drift and check health. A server of MiniLM that was left with less was ended: docs/decisions/0078.
+# Bytes that are never filled with weights. They are left for runs, for what a library needs while it loads weights, and
+# for the processes that measure drift and check health. A server of MiniLM with less was killed: docs/decisions/0078.
 RESERVE = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """In bytes: what all processes of the group may take together, and what of it nobody has taken.
+    """The memory of a control group, in bytes: the limit for all its processes together, and what is left of it.
 
-    ``ended`` is how many of them the system has ended so far because there was no more.
+    ``ended`` is how many of its processes the kernel has killed so far for lack of memory.
     """
 
     limit: int
@@ -32,7 +34,7 @@ class Memory:
     ended: int = 0
 
     def has_room(self, size: int) -> bool:
-        """Whether ``size`` bytes of weights may be added, and something be left to run them with."""
+        """Return whether ``size`` bytes of weights fit and leave :data:`RESERVE` bytes to run them with."""
         return size + RESERVE <= self.left
 
     def __str__(self) -> str:
@@ -40,7 +42,7 @@ class Memory:
 
 
 def memory(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> Memory | None:
-    """The memory of this process' group now; None where it is not limited."""
+    """Return the memory of this process' group now, or None if it is not limited."""
     found = [memory for each in _groups("memory", root, membership) if (memory := _memory_of(each)) is not None]
     if not found:
         return None
@@ -48,22 +50,22 @@ def memory(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> Memory | None:
 
 
 def cpus(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> float | None:
-    """The processors that the group may keep busy, not always a whole number; None where that is not limited."""
+    """Return how many CPUs the group may use, not always a whole number, or None if that is not limited."""
     found = [quota for each in _groups("cpu", root, membership) if (quota := _quota_of(each)) is not None]
     return min(found, default=None)
 
 
 def end_first(process: int | str = "self") -> None:
-    """Should memory run out, in the container or on the machine, have the system end this process before others.
+    """Have the kernel kill this process before others when memory runs out, in the container or on the machine.
 
-    Nothing where it cannot be told.
+    Does nothing on systems other than Linux, or when the process has ended.
     """
     with contextlib.suppress(OSError):  # not Linux, or the process has ended
         Path(f"/proc/{process}/oom_score_adj").write_text("1000")
 
 
 def _groups(controller: str, root: Path, membership: Path) -> Iterator[Path]:
-    """The directories of this process' group and of those that it is in, the innermost first.
+    """Yield the directories of this process' group and of the groups around it, innermost first.
 
     A container mostly sees its own group as the root, whatever its path is called outside.
     """
@@ -81,7 +83,7 @@ def _groups(controller: str, root: Path, membership: Path) -> Iterator[Path]:
         else:
             continue
         parts = PurePosixPath(path).parts[1:]
-        parts = () if ".." in parts else parts  # a group outside of what is seen here
+        parts = () if ".." in parts else parts  # a group outside what is visible here
         for length in range(len(parts), -1, -1):
             directory = top.joinpath(*parts[:length])
             if directory.is_dir():
@@ -116,7 +118,7 @@ def _quota_of(group: Path) -> float | None:
 
 
 def _number(file: Path) -> int | None:
-    """None where there is no such file, or it holds no number: "max"."""
+    """Return the number in ``file``, or None if the file is missing or holds no number, such as "max"."""
     text = _text(file)
     return int(text) if text.isdecimal() else None
 
@@ -129,6 +131,6 @@ def _text(file: Path) -> str:
 
 
 def _table(file: Path) -> Mapping[str, int]:
-    """Lines of a name and a number."""
+    """Return the pairs of name and number in ``file``, one pair per line."""
     pairs = (line.split() for line in _text(file).splitlines())
     return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdecimal()}

@@ -1,4 +1,4 @@
-"""Digests of the files in one directory, each file read once for as long as it does not change."""
+"""Digests of the files in one directory; a file is read again only when it changes."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from bf16kit.manifest import FileEntry
 
 _Stamp = tuple[int, int, int, int]  # inode, size, modification and change time
 
-# File systems stamp with the kernel's coarse clock, which moves every 1 to 10 ms: two writes in one tick look alike.
+# File systems take timestamps from the kernel's coarse clock, which ticks every 1 to 10 ms: two writes within one tick
+# get the same timestamp.
 _TICK_NS = 20_000_000
 
 
 @dataclass(slots=True)
 class Digests:
-    """What is known of files, by path; a file whose inode, size or times are others than they were is read again."""
+    """Cached digests by path; a file is read again when its inode, size or times change."""
 
     _known: dict[Path, tuple[_Stamp, FileEntry]] = field(default_factory=dict)
 
     def entry(self, path: Path) -> FileEntry:
-        """Digest and size of ``path``, read when it is new or has changed."""
-        stamp = _stamp(path)  # from before reading: what changes meanwhile is read again
+        """Return digest and size of ``path``; the file is read when it is new or has changed."""
+        stamp = _stamp(path)  # taken before reading: a file that changes meanwhile is read again
         known = self._known.get(path)
         if known is not None and known[0] == stamp:
             return known[1]
@@ -39,7 +40,7 @@ def _stamp(path: Path) -> _Stamp:
 
 
 def _outwait(stamp: _Stamp) -> None:
-    """Sleep until a later change would get another stamp; not at all for files that are older than a tick."""
+    """Sleep until a later change would get another stamp; return at once for files older than a tick."""
     age = time.time_ns() - stamp[3]
     if 0 <= age < _TICK_NS:
         time.sleep((_TICK_NS - age) / 1e9)

@@ -1,4 +1,4 @@
-"""Figures as JSON: for programs, with the same names as in the code."""
+"""Figures as JSON for programs, with the same names as in the code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from pydantic import BaseModel
 
 
 def plain(value: Any) -> Any:
-    """``value`` in JSON's own types; floats that are not finite become the strings ``"inf"``, ``"-inf"``, ``"nan"``."""
+    """Return ``value`` in JSON's own types; floats that are not finite become the strings ``"inf"``, ``"-inf"``,
+    ``"nan"``.
+    """
     if isinstance(value, BaseModel):
         return plain(value.model_dump(mode="json"))
     if is_dataclass(value) and not isinstance(value, type):
@@ -30,5 +32,8 @@ def plain(value: Any) -> Any:
 
 
 def dumps(value: Any) -> str:
-    """``value`` as JSON text: keys sorted, indented by one space, ASCII, so that no name is obeyed by a terminal."""
+    """Return ``value`` as JSON text: keys sorted, indented by one space.
+
+    The text is ASCII, so that a terminal does not execute control characters in a name.
+    """
     return json.dumps(plain(value), sort_keys=True, indent=1, allow_nan=False)

@@ -6,17 +6,17 @@ All in float64, r = reference, c = candidate, both flattened, over the elements 
 ``cosine_distance``  1 − c·r / (‖c‖‖r‖), computed as ½‖r/‖r‖ − c/‖c‖‖², which keeps its digits when the two nearly agree
 ``max_abs``          max |c−r|
 ``sqnr_db``          20·log10(‖r‖ / ‖c−r‖)
-``top1_agreement``   share of rows (along the last axis) of a ``logits`` output whose largest element is the same one,
-                     or one that the reference itself cannot tell from its largest (:data:`TIE`)
-``nonfinite``        elements not finite where the reference is
+``top1_agreement``   share of rows (along the last axis) of a ``logits`` output where both have their largest element at
+                     the same index, or at one whose element ties with the reference's largest (:data:`TIE`)
+``nonfinite``        number of elements that are not finite where the reference is
 
-A zero reference and a zero candidate have drift 0 (``sqnr_db`` +inf). A zero reference and another candidate have
+A zero reference and a zero candidate have drift 0 (``sqnr_db`` +inf). A zero reference and a nonzero candidate have
 ``relative_l2`` inf and ``cosine_distance`` 1. A candidate that is not finite where the reference is, or has another
 shape, is infinitely far: ``relative_l2`` and ``max_abs`` inf, ``cosine_distance`` 1, ``sqnr_db`` -inf. No value is NaN.
 
-A few samples do not tell an agreement of 0.99 from one of 0.98. What a budget bounds is therefore the largest agreement
-that what was counted still speaks for: Wilson's upper limit at 99 %, one-sided (E. B. Wilson, J. Am. Stat. Assoc. 22,
-1927). Rows of one sample, such as the tokens of a sentence, are not independent of each other: the samples are counted.
+A few samples cannot tell an agreement of 0.99 from one of 0.98. So a budget bounds the upper confidence limit of the
+agreement: Wilson's, one-sided, at 99 % (E. B. Wilson, J. Am. Stat. Assoc. 22, 1927). Rows of one sample, such as the
+tokens of a sentence, are not independent, so the limit counts samples.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ __all__ = ["DISTRIBUTIONS", "METRICS", "Breach", "Budget", "DriftSummary", "Samp
 
 DISTRIBUTIONS = ("relative_l2", "cosine_distance", "max_abs", "sqnr_db")  # those with a value per sample
 
-# An element whose distance from the row's largest is at most this share of either is tied with it: sixty-four times the
-# unit roundoff of fp32, which is how far fp32 programs that sum in another order commonly part.
+# An element is tied with the row's largest when their distance is at most this share of either. It is 64 times fp32's
+# unit roundoff, a usual difference between fp32 programs that sum in another order.
 TIE = 2.0**-18
-_Z = 2.3263478740408408  # of a normal distribution, 99 % lie below
+_Z = 2.3263478740408408  # quantile of the normal distribution: 99 % lie below it
 
-_BLOCK = 1 << 20  # elements of float64 at a time, or one sample where a sample is larger
+_BLOCK = 1 << 20  # elements of float64 at a time, or one sample if a sample is larger
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +60,11 @@ class SampleDrift:
 def measure(
     reference: NDArray[Any], candidate: NDArray[Any], spec: TensorSpec, batch_axis: int | None
 ) -> list[SampleDrift]:
-    """One :class:`SampleDrift` for each row of ``batch_axis``; one in all for ``None`` or an output without that axis.
+    """Measure each sample: one :class:`SampleDrift` per index of ``batch_axis``; one for ``None`` or if the axis is
+    missing.
 
-    Integers and booleans are compared as float64. Of strings, r is all ones and c is 1 where the string is the same.
+    Integers and booleans are compared as float64. For strings, r is all ones, and c is 1 where the strings are equal,
+    else 0.
     """
     if reference.dtype == np.object_:
         same = reference == candidate if reference.shape == candidate.shape else np.zeros(())
@@ -80,7 +82,7 @@ _INFINITELY_FAR = SampleDrift(math.inf, 1.0, math.inf, -math.inf, 0, 0, 0)
 
 
 def _samples_first(array: NDArray[Any], axis: int | None) -> NDArray[Any]:
-    """``[samples, elements]``, with the last axis of the array still last."""
+    """Reshape to ``[samples, elements]``; the last axis of the array stays last."""
     if axis is None:
         return array.reshape(1, -1)
     return np.moveaxis(array, axis, 0).reshape(array.shape[axis], math.prod(array.shape) // max(1, array.shape[axis]))
@@ -101,7 +103,7 @@ def _measure(reference: NDArray[Any], candidate: NDArray[Any], classes: int | No
     far = nonfinite > 0
     r[~judged] = 0.0
     c[~judged] = 0.0
-    c[far] = r[far]  # their distances are known to be infinite; this keeps infinities out of the sums
+    c[far] = r[far]  # their distances are infinite anyway; this keeps infinities out of the sums
     relative, cosine, largest = _distances(r, c)
     for i in range(r.shape[0]):
         if far[i]:
@@ -133,15 +135,19 @@ def _distances(
 
 
 def _unit(x: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Divide each row by its largest magnitude, in place, so that squares neither overflow nor vanish; that
-    magnitude, which is never -0 (as the negative of a smallest value of 0 is)."""
+    """Divide each row by its largest magnitude, in place, so that squares neither overflow nor underflow.
+
+    Returns these magnitudes, never -0, which negating a smallest value of 0 would give.
+    """
     peak: NDArray[np.float64] = np.maximum(np.max(x, axis=1, initial=0.0), 0.0 - np.min(x, axis=1, initial=0.0))
     x /= np.where(peak == 0, 1.0, peak)[:, None]
     return peak
 
 
 def _norm(x: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The norm of each row; leaves squares in ``x``: one sample of a large vocabulary is 51 MB."""
+    """Return the norm of each row; ``x`` is overwritten with squares, because one sample of a large vocabulary is 51
+    MB.
+    """
     return np.asarray(np.sqrt(np.add.reduce(np.square(x, out=x), axis=1)))
 
 
@@ -152,14 +158,14 @@ def _decibels(relative_l2: float) -> float:
 
 
 def _top1(r: NDArray[np.float64], c: NDArray[np.float64], classes: int | None) -> tuple[NDArray[np.int64], int]:
-    """How many rows of ``classes`` elements agree in each sample, and how many rows a sample has."""
+    """Return how many rows of ``classes`` elements agree in each sample, and how many rows a sample has."""
     if classes is None:
         return np.zeros(r.shape[0], np.int64), 0
     rows = r.shape[1] // classes
     r, c = r.reshape(-1, classes), c.reshape(-1, classes)
     chosen = np.take_along_axis(r, c.argmax(axis=1)[:, None], axis=1)
     largest = np.take_along_axis(r, r.argmax(axis=1)[:, None], axis=1)
-    with np.errstate(invalid="ignore"):  # infinite logits: two of the same sign are equal, and their distance is NaN
+    with np.errstate(invalid="ignore"):  # infinite logits: two of the same sign are equal, but their difference is NaN
         tied = (chosen == largest) | (largest - chosen <= TIE * np.minimum(np.abs(largest), np.abs(chosen)))
     tied |= r.argmax(axis=1)[:, None] == c.argmax(axis=1)[:, None]
     return np.count_nonzero(tied.reshape(-1, rows), axis=1).astype(np.int64), rows
@@ -169,10 +175,9 @@ def _top1(r: NDArray[np.float64], c: NDArray[np.float64], classes: int | None) -
 class DriftSummary:
     """The drift of many samples of one output.
 
-    ``stats[metric][stat]``: ``mean``, ``p50``, ``p99`` and ``worst`` of the metrics with a value per sample, where
-    ``p99`` and ``worst`` lie on the bad side (low for ``sqnr_db``); ``top1_agreement`` has ``mean`` and ``upper``, what
-    was counted and the most that it speaks for, and is absent when the output is not logits; ``nonfinite`` has
-    ``total``.
+    ``stats[metric][stat]``: metrics with a value per sample have ``mean``, ``p50``, ``p99`` and ``worst``, where
+    ``p99`` and ``worst`` lie on the bad side (low for ``sqnr_db``). ``top1_agreement`` has ``mean``, the counted share,
+    and ``upper``, its upper confidence limit; it is absent when the output is not logits. ``nonfinite`` has ``total``.
     """
 
     samples: int
@@ -193,10 +198,11 @@ class DriftSummary:
         return cls(len(drifts), stats)
 
     def judged(self, bound: str) -> float | None:
-        """The number that the budget's ``bound`` bounds; ``None`` when this output has no such metric.
+        """Return the number that the budget's ``bound`` applies to; ``None`` when this output has no such metric.
 
-        For a metric the mean of ``relative_l2``, ``cosine_distance`` and ``sqnr_db``, the worst ``max_abs``, the upper
-        limit of ``top1_agreement``, the total of ``nonfinite``; for a quantile, as ``relative_l2.p99``, that quantile.
+        For a metric that is the mean of ``relative_l2``, ``cosine_distance`` and ``sqnr_db``, the worst ``max_abs``,
+        the upper limit of ``top1_agreement``, and the total of ``nonfinite``. For a quantile, such as
+        ``relative_l2.p99``, it is that quantile.
         """
         metric, _, quantile = bound.partition(".")
         stats = self.stats.get(metric, {})
@@ -205,15 +211,17 @@ class DriftSummary:
         return stats.get("upper", stats.get("mean")) if metric == "top1_agreement" else stats.get(_JUDGED[metric])
 
     def measured(self, bound: str) -> float | None:
-        """What was measured: as judged, but ``top1_agreement`` as it was counted."""
+        """Return the measured number: as :meth:`judged`, but the counted share of ``top1_agreement``, not its upper
+        limit.
+        """
         return self.stats.get(bound, {}).get("mean") if bound == "top1_agreement" else self.judged(bound)
 
     def worst(self, bound: str) -> float | None:
-        """The worst sample's value, or for ``top1_agreement`` and ``nonfinite`` the measured one."""
+        """Return the worst sample's value; for ``top1_agreement`` and ``nonfinite`` the measured one."""
         return self.stats.get(bound.partition(".")[0], {}).get("worst", self.measured(bound))
 
     def as_dict(self) -> dict[str, dict[str, float]]:
-        """``stats``, as the manifest keeps them."""
+        """Return ``stats`` as nested dictionaries, as the manifest keeps them."""
         return {metric: dict(stats) for metric, stats in self.stats.items()}
 
 
@@ -227,9 +235,9 @@ _JUDGED = {
 
 
 def upper_limit(share: float, count: int) -> float:
-    """Wilson's one-sided upper limit, at 99 %, of a share that was counted in ``count`` independent samples.
+    """Return Wilson's one-sided upper confidence limit, at 99 %, of a share counted over ``count`` independent samples.
 
-    It is 1 only where the share is: no count speaks for full agreement once one sample disagrees.
+    It is 1 only if ``share`` is 1: once one sample disagrees, no count supports full agreement.
     """
     squared = _Z * _Z / count
     spread = _Z * math.sqrt(share * (1 - share) / count + squared / (4 * count))
@@ -237,7 +245,10 @@ def upper_limit(share: float, count: int) -> float:
 
 
 def _mean(ordered: list[float]) -> float:
-    """The mean, infinite when the worst is; +inf dB of an exact sample is left out, lest it hide the others."""
+    """Return the mean, or infinity when the worst is infinite.
+
+    An exact sample's +inf dB is left out, because it would hide the others.
+    """
     finite = [value for value in ordered if math.isfinite(value)]
     return ordered[-1] if math.isinf(ordered[-1]) else float(np.mean(finite))
 

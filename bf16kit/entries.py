@@ -1,5 +1,6 @@
-"""What a manifest says of one stored tensor, of one tensor of the checkpoint that it restores, of an export, and of a
-file that was given beside the checkpoint."""
+"""Manifest entries: a stored tensor, a checkpoint tensor that it restores, an export, and a file given beside the
+checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from bf16kit.tensors import BY_NAME
 
 
 def plain_name(name: str) -> str:
-    """``name`` when it is a plain file name; ValueError for a path, ``.``, ``..``, or control characters in it."""
+    """Return ``name`` if it is a plain file name; ValueError for a path, ``.``, ``..``, or control characters."""
     if name in ("", ".", "..") or any(c in "/\\" or ord(c) < 32 for c in name):
         raise ValueError(f"{name!r} is not a plain file name")
     return name
@@ -34,7 +35,7 @@ def _known_dtype(dtype: str) -> str:
 
 FileName = Annotated[str, AfterValidator(plain_name)]
 DTypeName = Annotated[str, AfterValidator(_known_dtype)]
-# What is stored at another dtype than the checkpoint's: rounded to bf16, or widened to fp32, which is exact.
+# Checkpoint dtype: the other dtypes it may be stored at. Rounded to bf16, or widened to fp32, which is exact.
 _RESTORES = {
     "float32": ("bfloat16",),
     "float16": ("bfloat16", "float32"),
@@ -42,7 +43,7 @@ _RESTORES = {
 }
 Size = Annotated[int, Field(ge=0)]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-# What a manifest holds: frozen, and of no keys but those declared.
+# Manifest models are frozen and reject undeclared keys.
 STRICT = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
 
@@ -62,8 +63,8 @@ class TensorEntry(_Entry):
 
     A bfloat16 tensor has a ``residual`` segment in residual.bin unless the residual was left out. ``scale`` names the
     1-D float32 tensor (one value per index of ``scale_axis``) that was folded into this one before rounding. A bfloat16
-    matrix may be stored as ``panels`` instead (:mod:`bf16kit.panels`): along this axis, which holds the columns of the
-    product it is for. Its residual and its scale speak of the matrix all the same.
+    matrix may be stored as ``panels`` instead (:mod:`bf16kit.panels`): the value is the axis, 0 or 1, that holds the
+    columns of its matrix product. Its residual and its scale still refer to the matrix in C order.
     """
 
     name: str
@@ -79,7 +80,7 @@ class TensorEntry(_Entry):
 
     @model_serializer(mode="wrap")
     def _written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Without ``panels`` where there are none: the bytes that version 1 knows."""
+        """Omit ``panels`` when there are none, so that the bytes are those of schema version 1."""
         fields: dict[str, Any] = handler(self)
         if self.panels is None:
             del fields["panels"]
@@ -103,7 +104,9 @@ class TensorEntry(_Entry):
 
 
 class GivenEntry(_Entry):
-    """A file besides the checkpoint that shaped the model: its ``name`` without directories, given by ``option``."""
+    """A file besides the checkpoint that shaped the model: ``name`` has no directories, ``option`` is how it was
+    given.
+    """
 
     option: Literal["--map", "--model"]
     name: FileName
@@ -112,10 +115,10 @@ class GivenEntry(_Entry):
 
 
 class ExportEntry(_Entry):
-    """The same weights as plain ``files`` that another program reads, and that nothing here serves.
+    """The same weights as plain ``files`` for other programs; this project does not serve them.
 
-    Its drift is that of its tensors, widened, in the fp32 reference's own arithmetic. ``verified``: ``host`` when that
-    was run, ``no`` before.
+    Drift is measured by running the widened tensors in the fp32 reference. ``verified`` is ``host`` after that run and
+    ``no`` before.
     """
 
     files: Annotated[list[FileName], Field(min_length=1)]
@@ -127,7 +130,7 @@ class ExportEntry(_Entry):
 class CheckpointEntry(_Entry):
     """One tensor of the source checkpoint: stored tensor ``tensor``, restored, its axes permuted by ``permutation``.
 
-    Restoring gives fp32; a ``dtype`` of float16 or bfloat16 says that this was widened from it, exactly.
+    Restoring gives fp32. A ``dtype`` of float16 or bfloat16 means that the fp32 values were widened from it, exactly.
     """
 
     name: str
@@ -138,7 +141,9 @@ class CheckpointEntry(_Entry):
 
 
 def check_scale(tensor: TensorEntry, tensors: dict[str, TensorEntry]) -> None:
-    """ValueError when the scale of ``tensor`` is not among ``tensors``, or is not one value per index of its axis."""
+    """Raise ValueError if the scale of ``tensor`` is not among ``tensors``, or is not one value per index of its
+    axis.
+    """
     if tensor.scale is None or tensor.scale_axis is None:
         return
     scale = tensors.get(tensor.scale)
@@ -150,7 +155,7 @@ def check_scale(tensor: TensorEntry, tensors: dict[str, TensorEntry]) -> None:
 
 
 def check_source(entry: CheckpointEntry, tensors: dict[str, TensorEntry]) -> None:
-    """ValueError when ``entry`` cannot be restored from what ``tensors`` holds."""
+    """Raise ValueError if ``entry`` cannot be restored from ``tensors``."""
     tensor = tensors.get(entry.tensor)
     if tensor is None:
         raise ValueError(f"checkpoint tensor {entry.name!r}: no stored tensor {entry.tensor!r}")

@@ -1,7 +1,7 @@
 """The errors bf16kit expects, in one small tree.
 
-Everything derived from :class:`Bf16kitError` is *expected*: its text names the value, the bound and the remedy, and is
-safe to show to whoever caused it. Anything else that escapes is a bug: it goes to the log with its traceback, and
+Everything derived from :class:`Bf16kitError` is *expected*. Its text names the value, the bound and the remedy, and is
+safe to show to the caller or operator who caused it. Any other exception is a bug: the log gets its traceback, and
 callers are told only that something failed. Exit codes live in ``converter.cli``, gRPC codes in
 ``service.transport.status``: one table each.
 """
@@ -13,7 +13,7 @@ class Bf16kitError(Exception):
     """Base of every expected error."""
 
 
-# --- what an operator or a user of the command line did -------------------------------------------------------------
+# --- caused by an operator or a user of the command line -------------------------------------------------------------
 
 
 class UsageError(Bf16kitError):
@@ -29,7 +29,7 @@ class SourceError(UsageError):
 
 
 class NoCheckpoint(SourceError):
-    """What lies there is no checkpoint of any format, nor a damaged one."""
+    """The path holds no checkpoint of any format, not even a damaged one."""
 
 
 class SamplesError(UsageError):
@@ -37,7 +37,7 @@ class SamplesError(UsageError):
 
 
 class ArtifactExists(UsageError):
-    """The target of a conversion is already there."""
+    """The target of a conversion already exists."""
 
 
 # --- artifacts ------------------------------------------------------------------------------------------------------
@@ -78,9 +78,9 @@ class RuntimeFailure(Bf16kitError):
 
 
 class InputRefused(RuntimeFailure):
-    """A runtime says that it failed because of what an input holds: an index out of range, a size that does not fit.
+    """A runtime failed because of an input's values: an index out of range, or a size that does not fit.
 
-    ``reason`` is what the runtime says of it, without names of files or nodes: it may be told to the caller.
+    ``reason`` is the runtime's explanation without names of files or nodes, so it may be sent to the caller.
     """
 
     def __init__(self, text: str, reason: str) -> None:
@@ -89,14 +89,14 @@ class InputRefused(RuntimeFailure):
 
 
 class DeviceUnavailable(RuntimeFailure):
-    """The device asked for, or the library that drives it, is not there."""
+    """The requested device, or the library that drives it, is missing."""
 
 
 # --- requests -------------------------------------------------------------------------------------------------------
 
 
 class RequestError(Bf16kitError):
-    """A request that is refused; the text is for the caller."""
+    """A rejected request; the text is for the caller."""
 
 
 class InvalidRequest(RequestError):
@@ -108,11 +108,11 @@ class NotFound(RequestError):
 
 
 class AlreadyExists(RequestError):
-    """What was to be made has a name that is taken."""
+    """The name of what the request would create is already taken."""
 
 
 class Unavailable(RequestError):
-    """The model is loading or unloading, or the server is draining: then ``reason`` is the metrics' word for it."""
+    """The model is loading or unloading, or the server is draining; ``reason`` is the label that the metrics use."""
 
     def __init__(self, text: str, reason: str = "") -> None:
         super().__init__(text)
@@ -120,7 +120,9 @@ class Unavailable(RequestError):
 
 
 class Overloaded(RequestError):
-    """No room. The text says which bound, and how much; ``reason`` is the metrics' word for it, e.g. ``queue_full``."""
+    """No capacity left. The text names the bound and its value; ``reason`` is the metrics' label, e.g.
+    ``queue_full``.
+    """
 
     def __init__(self, text: str, reason: str = "queue_full") -> None:
         super().__init__(text)
@@ -132,16 +134,16 @@ class DeadlineExceeded(RequestError):
 
 
 class Cancelled(RequestError):
-    """The caller left before the request ran."""
+    """The caller cancelled before the request ran."""
 
 
 class Unauthenticated(RequestError):
-    """The caller did not say who it is, or not believably."""
+    """The caller sent no credentials, or credentials that are not valid."""
 
 
 class Forbidden(RequestError):
-    """The caller is known, and may not do this."""
+    """The caller is authenticated but not authorized to do this."""
 
 
 class Unsupported(RequestError):
-    """A part of the protocol that this server does not offer."""
+    """A part of the protocol that this server does not implement."""

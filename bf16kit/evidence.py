@@ -1,9 +1,9 @@
-"""Evidence of a breach: one live sample that a model answered over its budget, and everything needed to look into it.
+"""Evidence of a breach: one live sample whose drift was over budget, and everything needed to reproduce it.
 
-A file of it is a safetensors file: tensors ``input:NAME`` (what was asked), ``served:NAME`` (what was answered) and
-``reference:NAME`` (what the fp32 reference answered), and in its metadata, under :data:`KEY`, a :class:`Header` as
-JSON. Nothing in it is executed when it is read. safetensors knows neither bf16 in numpy nor strings: bf16 is kept as
-its uint16 bits, strings as a JSON list in uint8. It holds what a client sent: keep it as the model's inputs are kept.
+An evidence file is a safetensors file. Its tensors are ``input:NAME`` (the request), ``served:NAME`` (the model's
+response) and ``reference:NAME`` (the fp32 reference's response). Its metadata holds a :class:`Header` as JSON under
+:data:`KEY`. Reading it executes nothing. safetensors has neither bf16 in numpy nor strings: bf16 is kept as its uint16
+bits, strings as a JSON list in uint8. The file holds a client's data, so protect it as you protect the model's inputs.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ class _Kept(BaseModel):
 
 
 class TensorNote(_Kept):
-    """A tensor as it was: ``dtype`` is a key of :data:`bf16kit.tensors.BY_NAME`."""
+    """A tensor's original dtype and shape: ``dtype`` is a key of :data:`bf16kit.tensors.BY_NAME`."""
 
     dtype: str
     shape: tuple[Annotated[int, Field(ge=0, le=MOST_BYTES)], ...]
 
 
 class Header(_Kept):
-    """What the tensors are of. ``drift`` is this sample's own, by output and metric; ``verdict`` what was known of all
-    recent ones (:class:`service.drift.verdict.DriftVerdict`); numbers that are not finite are the strings inf and nan.
+    """The context of the tensors. Numbers that are not finite are the strings inf, -inf and nan.
 
-    ``files`` are the artifact's, with their sha256; ``profile`` is what answered, ``precision`` how. ``at`` is the
-    moment, UTC.
+    ``drift`` is this sample's own, by output and metric. ``verdict`` is the one over all recent samples
+    (:class:`service.drift.verdict.DriftVerdict`). ``files`` are the artifact's, with their sha256. ``profile`` and
+    ``precision`` are those of the served response. ``at`` is the time in UTC.
     """
 
     format: int = FORMAT
@@ -57,7 +57,7 @@ class Header(_Kept):
     profile: str
     precision: str
     rows: int = Field(ge=0)
-    of_rows: int = Field(ge=0)  # the request's, of which those were taken that show the breach
+    of_rows: int = Field(ge=0)  # rows of the request; only those that show the breach were kept
     batch_axis: int | None
     budget: dict[str, float]
     drift: dict[str, dict[str, float | str]]
@@ -82,7 +82,7 @@ class Evidence:
     reference: dict[str, Array]
 
     def dumps(self) -> bytes:
-        """The file."""
+        """Return the bytes of the file."""
         from safetensors.numpy import save
 
         parts = {"input": self.feeds, "served": self.served, "reference": self.reference}
@@ -93,7 +93,9 @@ class Evidence:
 
     @classmethod
     def loads(cls, data: bytes, where: str) -> Evidence:
-        """What :meth:`dumps` wrote. UsageError in one line for anything else; ``where`` is what it calls it."""
+        """Parse what :meth:`dumps` wrote; a one-line UsageError for anything else, in which ``where`` names the
+        file.
+        """
         found = _parse(data, where)
         if KEY not in found.metadata:
             raise UsageError(f"{where}: a safetensors file, but no evidence: only `bf16-serve evidence` writes that")
@@ -119,7 +121,7 @@ class Evidence:
 
     @classmethod
     def read(cls, path: Path) -> Evidence:
-        """The evidence in the file ``path``. UsageError in one line where it cannot be read, or is none."""
+        """Read the evidence in the file ``path``; a one-line UsageError if it cannot be read or is no evidence."""
         return cls.loads(read_bounded(path, MOST_BYTES, UsageError, "which no evidence has"), str(path))
 
 
@@ -150,7 +152,7 @@ def _header(text: str, where: str) -> Header:
 
 
 def finite(values: Mapping[str, float]) -> dict[str, float | str]:
-    """``values`` for a header: JSON has no word for what is not finite."""
+    """Return ``values`` for a header, with numbers that are not finite as strings, because JSON cannot express them."""
     return {name: value if math.isfinite(value) else str(value) for name, value in values.items()}
 
 
@@ -163,7 +165,7 @@ def _kind(array: Array) -> str:
 
 
 def _stored(array: Array) -> Array:
-    """What safetensors takes for ``array``, C-contiguous."""
+    """Return ``array`` in a dtype that safetensors supports, C-contiguous."""
     if array.dtype == np.object_:
         return np.frombuffer(json.dumps(list(_texts(array))).encode() or b"", np.uint8)
     whole = np.asarray(array, order="C")
@@ -194,5 +196,5 @@ def _strings(stored: Array, note: TensorNote, where: str) -> Array:
         array = np.empty(len(texts), np.object_)
         array[:] = texts
         return array.reshape(note.shape)
-    except (ValueError, TypeError, RecursionError):  # ValueError: also another number of them, or too many dimensions
+    except (ValueError, TypeError, RecursionError):  # ValueError: also a wrong number of strings or too many dimensions
         raise UsageError(f"{where} is no list of {math.prod(note.shape)} strings: fetch it again") from None

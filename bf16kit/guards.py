@@ -1,4 +1,4 @@
-"""What is checked of an artifact before any of its files is used: names, links, kinds, sizes, and where tensors lie."""
+"""Checks of an artifact before any of its files is used: names, links, kinds, sizes, and the tensors' positions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ _MAX_MANIFEST = 256 << 20  # bytes; a manifest of a very large model is a few MB
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of the artifact in ``path``; :class:`ArtifactError` or its kin where there is none that is sound."""
+    """Read the manifest of the artifact in ``path``; :class:`ArtifactError` or a subclass if it is missing or not
+    valid.
+    """
     where = path / MANIFEST
     with readable(where):
         if not path.is_dir():
@@ -31,7 +33,9 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def check_file(path: Path, name: str, entry: FileEntry) -> None:
-    """Guards before a file is read: a plain name, there, not a link out, a regular file, of the size said."""
+    """Check a file before it is read: plain name, present, no link out of the artifact, a regular file, the listed
+    size.
+    """
     with readable(path / name):
         _check_inside(path, name)
         found = (path / name).stat()
@@ -44,7 +48,10 @@ def check_file(path: Path, name: str, entry: FileEntry) -> None:
 
 
 def _check_inside(path: Path, name: str) -> None:
-    """A link may point to another name in the same directory (as a Kubernetes volume's do), never out of it."""
+    """Raise ArtifactError if ``name`` is not plain, or links out of the directory.
+
+    A link to another name in the same directory is allowed: a Kubernetes volume has such links.
+    """
     try:
         plain_name(name)
     except ValueError as error:
@@ -54,7 +61,7 @@ def _check_inside(path: Path, name: str) -> None:
 
 
 def check_references(manifest: Manifest, path: Path) -> None:
-    """Every file that the manifest speaks of is listed in it, and every tensor lies within its file."""
+    """Check that the manifest lists every file that it refers to, and that every tensor lies within its file."""
     names = [p.graph for p in manifest.profiles.values()]
     names += [name for export in manifest.exports.values() for name in export.files]
     own = (p.golden for p in manifest.profiles.values())

@@ -1,4 +1,4 @@
-"""The C library's free memory, which it keeps for later unless it is told to give it back."""
+"""Returning the C library's free memory to the system; it keeps that memory for later unless told otherwise."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from collections.abc import Callable
 
 
 def trimmer() -> Callable[[], object] | None:
-    """What has the C library return its free pages to the system; None where it has no such function (musl, macOS)."""
+    """Return a function that has the C library return its free pages; None if it has no such function (musl, macOS)."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     return None if trim is None else lambda: trim(0)
 
 
 def give_back() -> None:
-    """Return the free pages now. It takes a millisecond or two, and whoever allocates next takes pages anew."""
+    """Return the free pages now. It takes a millisecond or two, and later allocations must get pages from the system
+    again.
+    """
     trim = trimmer()
     if trim is not None:
         trim()

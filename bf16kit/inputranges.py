@@ -1,4 +1,6 @@
-"""The ranges of a model's inputs over the samples that its drift was measured on: what a budget was checked for."""
+"""The ranges of a model's inputs over the samples of a drift measurement: the inputs that the budget was checked
+for.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +13,17 @@ from pydantic import BaseModel, Field
 
 from bf16kit.entries import STRICT
 
-# A few samples do not hold the largest value there is: what lies beyond theirs by less than half of the range from 0 is
-# of the same kind. An overflow is off by more.
+# A few samples do not contain the largest possible value. So a value counts as inside when it exceeds theirs by less
+# than half of the range (0 included). An overflow is farther off.
 SLACK = 0.5
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class InputRange(BaseModel):
-    """The least and the largest finite value of one input; ``nonfinite``: there were others, too.
+    """The smallest and the largest finite value of one input; ``nonfinite`` if it had other values, too.
 
-    Both are 0 where there was no finite one.
+    Both are 0 when there was no finite value.
     """
 
     model_config = STRICT
@@ -32,7 +34,7 @@ class InputRange(BaseModel):
 
     @classmethod
     def of(cls, array: NDArray[Any]) -> Self | None:
-        """That of one array; None of what has no range: strings, booleans, nothing at all."""
+        """Return the range of one array; None if it has no range: strings, booleans, or an empty array."""
         if (array.dtype.kind not in "iuf" and array.dtype.name != "bfloat16") or array.size == 0:
             return None
         finite = array if array.dtype.kind in "iu" else array[np.isfinite(array)]
@@ -41,20 +43,20 @@ class InputRange(BaseModel):
         return cls(low=float(finite.min()), high=float(finite.max()), nonfinite=finite.size < array.size)
 
     def joined(self, other: InputRange) -> InputRange:
-        """The range of both."""
+        """Return the range that covers both."""
         return InputRange(
             low=min(self.low, other.low), high=max(self.high, other.high), nonfinite=self.nonfinite or other.nonfinite
         )
 
     @property
     def reach(self) -> tuple[float, float]:
-        """Beyond which a value is outside: 0 is always within, and so is what the :data:`SLACK` covers."""
+        """The interval beyond which a value is outside: it contains 0 and the :data:`SLACK` on either side."""
         low, high = min(self.low, 0.0), max(self.high, 0.0)
         slack = SLACK * (high - low)
         return low - slack, high + slack
 
     def outside(self, array: NDArray[Any]) -> NDArray[np.bool_]:
-        """Which of the elements lie outside."""
+        """Return a mask of the elements that are outside, of the shape of ``array``."""
         low, high = self.reach
         out = (array < low) | (array > high)
         if array.dtype.kind in "iu":
@@ -67,7 +69,7 @@ class InputRange(BaseModel):
 
 
 def input_ranges(feeds: Iterable[Mapping[str, NDArray[Any]]]) -> dict[str, InputRange]:
-    """The range of each input over all ``feeds``."""
+    """Return the range of each input over all ``feeds``."""
     found: dict[str, InputRange] = {}
     for feed in feeds:
         for name, array in feed.items():

@@ -1,9 +1,9 @@
-"""The manifest of an artifact: what it holds, how it was made, what it measured, and the digest of every file.
+"""The manifest of an artifact: its contents, how it was made, what was measured, and the digest of every file.
 
 ``manifest.json`` is canonical JSON: keys sorted, indented by one space, UTF-8, a newline at the end, no clock time, so
 the same conversion writes the same bytes. A float that is not finite is written as the string ``"inf"``, ``"-inf"`` or
-``"nan"``, because JSON has no word for it. The file carries its own ``digest`` (see :mod:`bf16kit.seal`), so that a
-flipped bit in the manifest is seen like one in any other file.
+``"nan"``, because JSON cannot express it. The file carries its own ``digest`` (see :mod:`bf16kit.seal`), so that a
+flipped bit in the manifest is detected, as in any other file.
 """
 
 from __future__ import annotations
@@ -97,11 +97,11 @@ class SpecEntry(_Entry):
 
 
 class ProfileEntry(_Entry):
-    """One way to run the artifact, and where that was verified.
+    """One way to run the artifact, and where it was verified.
 
-    ``verified``: ``device`` on the device it is for; ``host`` on the CPU; ``emulated`` by a CPU model of its rounding.
-    ``requires`` names the least version of each package that runs it, as far as it is known. ``golden`` names golden
-    samples of its own; None: the manifest's are its own, too.
+    ``verified``: ``device`` on its target device; ``host`` on the CPU; ``emulated`` by a CPU model of its rounding;
+    ``no`` nowhere. ``requires`` gives the oldest version of each package that can run it, as far as known. ``golden``
+    names the profile's own golden samples; None means the manifest's.
     """
 
     format: Literal["onnx", "torchscript", "pt2"]
@@ -118,9 +118,10 @@ class ProfileEntry(_Entry):
 
 
 class PlanEntry(_Entry):
-    """What became of one tensor or node, and why. ``op`` is the node's operator, or the tensor's consumers'.
+    """The precision of one tensor or node, and why. ``op`` is the node's operator, or the tensor's consumers'.
 
-    ``reason`` is for people; ``code`` says the same in one word for programs, "" in artifacts older than schema 3.
+    ``reason`` is a sentence for users; ``code`` is the same in one word for programs, "" in artifacts older than schema
+    3.
     """
 
     name: str
@@ -149,7 +150,7 @@ class FileEntry(_Entry):
 
 
 class Source(_Entry):
-    """Where the weights came from: ``bytes`` counts the checkpoint's tensors at their own dtypes."""
+    """The origin of the weights; ``bytes`` counts the checkpoint's tensors at their own dtypes."""
 
     format: str
     sha256: str
@@ -163,7 +164,7 @@ def _check_known(what: str, names: Iterable[str], known: Sequence[str]) -> None:
 
 
 def _without_empty(fields: dict[str, Any], *names: str) -> dict[str, Any]:
-    """``fields`` without those of ``names`` that say nothing: the bytes that older versions know."""
+    """Drop those of ``names`` that are empty in ``fields``, so that the bytes are those of older schema versions."""
     return {name: value for name, value in fields.items() if value or name not in names}
 
 
@@ -191,7 +192,7 @@ class Manifest(_Entry):
     tools: dict[str, str] = {}
     seed: int = 0
     options: dict[str, JsonValue] = {}
-    schema_version: int = Field(default_factory=needed)  # last: it follows from what stands before it
+    schema_version: int = Field(default_factory=needed)  # last: it is computed from the fields above
 
     @model_serializer(mode="wrap")
     def _written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -214,22 +215,24 @@ class Manifest(_Entry):
         return self
 
     def amended(self, **changes: object) -> Manifest:
-        """A copy with ``changes``, which are not checked, of the lowest schema version that can say what it says."""
+        """Return a copy with ``changes``, which are not validated, at the lowest schema version that can express it."""
         changed = self.model_copy(update=changes)
         return changed.model_copy(update={"schema_version": needed(dict(changed))})
 
     def golden_of(self, profile: str | None) -> str | None:
-        """The file of the golden samples by which ``profile`` is judged; for None, those of all but a few."""
+        """Return the file of the golden samples for ``profile``: its own if it has them, else the manifest's, as for
+        None.
+        """
         entry = None if profile is None else self.profiles.get(profile)
         return self.golden if entry is None or entry.golden is None else entry.golden
 
     def dumps(self) -> bytes:
-        """The canonical bytes of ``manifest.json``."""
+        """Return the canonical bytes of ``manifest.json``."""
         return seal.dump(self.model_dump(mode="json"))
 
     @classmethod
     def loads(cls, data: bytes, where: str | Path) -> Manifest:
-        """The manifest in ``data``, read from ``where`` (for messages).
+        """Parse the manifest in ``data``; ``where`` names its origin in messages.
 
         Raises :class:`ManifestVersionError` when it is newer than this program, :class:`ArtifactDamaged` when its bytes
         changed after they were written, :class:`ArtifactError` when it is not a manifest.

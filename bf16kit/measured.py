@@ -1,6 +1,7 @@
-"""What a manifest says was measured: drift by profile, and how far the reference is from the source's own answers.
+"""Manifest entries for measurements: drift by profile, and the reference's distance from the source framework's
+outputs.
 
-A float that is not finite is written as the string ``"inf"``, ``"-inf"`` or ``"nan"``, because JSON has no word for it.
+A float that is not finite is written as the string ``"inf"``, ``"-inf"`` or ``"nan"``, because JSON cannot express it.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ Number = Annotated[float, BeforeValidator(_read_number), PlainSerializer(_write_
 
 
 def drawn_at_random(source: str) -> bool:
-    """Whether the samples that a :class:`DriftEntry` names were drawn at random, for want of any: they are called so.
+    """Return whether the samples of a :class:`DriftEntry`, whose ``source`` this is, were drawn at random.
 
-    Live inputs are not like them, so that nothing that is compared with live ones may come of them.
+    They are drawn when none were given, and ``source`` says so. They differ from live inputs, so do not derive anything
+    from them that is compared with live ones.
     """
     return source.startswith("random ")
 
@@ -46,7 +48,9 @@ class DriftEntry(_Entry):
 
 
 class OracleFigure(_Entry):
-    """How far the fp32 reference is from the source's own answer in one output, and the most that was allowed."""
+    """The fp32 reference's distance from the source framework's output in one output, and the bound on
+    ``relative_l2``.
+    """
 
     relative_l2: Number
     max_abs: Number
@@ -54,9 +58,10 @@ class OracleFigure(_Entry):
 
 
 class OracleEntry(_Entry):
-    """Whether the fp32 reference was checked against the source's own answers, before anything was done to it.
+    """Whether the fp32 reference was checked against the source framework's own outputs, before any rounding.
 
-    ``how`` says who answered, or why nobody could; ``feeds`` how many samples were compared.
+    ``how`` names the program that computed them, or the reason why none could; ``feeds`` is how many samples were
+    compared.
     """
 
     checked: bool

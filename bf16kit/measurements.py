@@ -1,9 +1,9 @@
-"""``measurements.json``: everything a conversion measured, in rows; the manifest has what is judged of it.
+"""``measurements.json``: everything a conversion measured, in rows; the manifest has the figures that are judged.
 
-Per profile the drift of each sample, the SQNR of each layer and what the search for fp32 islands found; per tensor what
-rounding met; per input the range of its samples. Canonical JSON like the manifest's (:mod:`bf16kit.measured` says how a
-float that is not finite is written), and bounded: where there is more than the maxima below allow, rows are left out
-and ``measured`` says of how many.
+Per profile: the drift of each sample, the SQNR of each layer and the result of the search for fp32 islands. Per tensor:
+the range events of rounding. Per input: the range of its samples. Canonical JSON like the manifest's
+(:mod:`bf16kit.measured` says how a float that is not finite is written), and bounded: beyond the maxima below rows are
+left out, and ``measured`` says how many there were.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ MOST_SAMPLES = 10_000  # rows of samples over all profiles and outputs
 MOST_LAYERS = 10_000  # of all profiles
 MOST_TENSORS = 10_000
 MOST_DB = 200.0  # an SQNR of ±this stands for exact and for infinitely far
-# dB below the expected line by which a value has left it: MiniLM stays within 1.5, cancellation of one bit costs 6
-# (docs/decisions has the numbers of more models).
+# How far below the expected line, in dB, an SQNR must lie to have left it. MiniLM stays within 1.5; cancellation of one
+# bit costs 6 (docs/decisions has the numbers of more models).
 MARGIN_DB = 6.0
-MAX_BYTES = 64 << 20  # of the file; the maxima above stay below a tenth of it but for very long names
+MAX_BYTES = 64 << 20  # of the file; with the maxima above it stays below a tenth of this, unless names are very long
 
 T = TypeVar("T")
 Distance = Annotated[Number, Field(ge=0)]
@@ -60,7 +60,7 @@ class SampleColumns(_Entry):
 
     @classmethod
     def of(cls, drifts: Sequence[SampleDrift], most: int) -> SampleColumns:
-        """At most ``most`` of ``drifts``, evenly spaced."""
+        """Return at most ``most`` of ``drifts``, evenly spaced, as columns."""
         rows = thin(drifts, most)
         logits = any(row.top1_rows for row in rows)
         return cls(
@@ -86,11 +86,12 @@ class SampleColumns(_Entry):
 
 
 class LayerEntry(_Entry):
-    """How much of a node's result rounding left, over all samples that were run.
+    """The SQNR of one node's result after rounding, over all samples that were run.
 
     ``name`` is the node's in the source's graph, ``weight`` that of the first weight it reads ("" for none). ``depth``
-    counts the products on the longest way to it. ``sqnr_db`` is 10·log10(Σr² / Σ(c−r)²), r the fp32 reference's values
-    and c the profile's; ``expected_db`` is what rounding alone should have left. Both are within ±:data:`MOST_DB`.
+    counts the matrix products on the longest path to it. ``sqnr_db`` is 10·log10(Σr² / Σ(c−r)²), r the fp32 reference's
+    values and c the profile's; ``expected_db`` is the value if there were only rounding noise. Both are within
+    ±:data:`MOST_DB`.
     """
 
     name: str
@@ -102,9 +103,10 @@ class LayerEntry(_Entry):
 
 
 class RemedyEntry(_Entry):
-    """Nodes that, kept in fp32, brought the SQNR of ``output`` from ``before_db`` to ``after_db`` when it was tried.
+    """Nodes that raised the SQNR of ``output`` from ``before_db`` to ``after_db`` when they were kept in fp32 in a
+    trial.
 
-    ``keep_fp32`` is the regular expression that names them.
+    ``keep_fp32`` is the regular expression that matches them.
     """
 
     keep_fp32: str
@@ -115,11 +117,11 @@ class RemedyEntry(_Entry):
 
 
 class DiagnosisEntry(_Entry):
-    """What the layers of a profile say of its outputs.
+    """The diagnosis of a profile's outputs from its layers.
 
-    ``ails``: one of them is :data:`MARGIN_DB` below the expected line, or over the budget. ``leaves`` is the layer at
-    which its noise left the line, None where it did nowhere. ``remedy`` would mend that; None where nothing that was
-    tried does, and where nothing was ``tried``.
+    ``ails``: an output is :data:`MARGIN_DB` below the expected line, or over the budget. ``leaves`` is the layer at
+    which its noise left the line, None if it never did. ``tried`` says whether remedies were tried; ``remedy`` is the
+    one that helped, None if none did.
     """
 
     ails: bool
@@ -129,7 +131,7 @@ class DiagnosisEntry(_Entry):
 
 
 class Layers(_Entry):
-    """Layers down the graph, at most :data:`MOST_LAYERS` of those ``measured``, evenly spaced, and what they say."""
+    """Layers in graph order, at most :data:`MOST_LAYERS` of those ``measured``, evenly spaced, and their diagnosis."""
 
     measured: Size
     rows: list[LayerEntry]
@@ -137,7 +139,7 @@ class Layers(_Entry):
 
 
 class CensusEntry(_Entry):
-    """What rounding one tensor met, in elements: see :class:`bf16kit.numerics.Census`."""
+    """Range events of rounding one tensor, counted in elements: see :class:`bf16kit.numerics.Census`."""
 
     count: Size
     nan: Size
@@ -157,21 +159,23 @@ class CensusEntry(_Entry):
 
     @property
     def severity(self) -> tuple[float, ...]:
-        """Sorts tensors from worst to best: by the shares lost at the top, to zero and to subnormals, then by room."""
+        """Sort key from worst to best: the shares lost to non-finite values, to zero and to subnormals, then the
+        room.
+        """
         count = max(1, self.count)
         lost = (self.nan + self.inf + self.overflow, self.flushed_to_zero, self.subnormal)
         return (*(-elements / count for elements in lost), self.room)
 
 
 class Ranges(_Entry):
-    """The census of the bf16 tensors by name, at most :data:`MOST_TENSORS` of those ``measured``, the worst of them."""
+    """The census of the bf16 tensors by name: the worst, at most :data:`MOST_TENSORS` of those ``measured``."""
 
     measured: Size
     tensors: dict[str, CensusEntry]
 
 
 class IslandEntry(_Entry):
-    """A node that the search keeps in fp32. ``worth``: drift ÷ budget with it in bf16 and all else as found."""
+    """A node that the search keeps in fp32. ``worth`` is drift ÷ budget when only this island is put back to bf16."""
 
     name: str
     op: str
@@ -180,10 +184,11 @@ class IslandEntry(_Entry):
 
 
 class SearchEntry(_Entry):
-    """What the search for fp32 islands found.
+    """The result of the search for fp32 islands.
 
-    ``before`` and ``after`` are the largest drift ÷ budget; shares are of the bytes of weights and of the arithmetic
-    that bf16 has. ``blame`` says which weight keeps the profile over budget when no set of islands meets it.
+    ``before`` and ``after`` are the largest drift ÷ budget. ``bf16_bytes`` and ``bf16_flops`` are the shares of the
+    weights' bytes and of the arithmetic that are in bf16. ``blame`` names the weight that keeps the profile over budget
+    when no set of islands meets it.
     """
 
     candidates: Size
@@ -196,7 +201,7 @@ class SearchEntry(_Entry):
 
 
 class ProfileMeasurements(_Entry):
-    """What was measured of one profile; ``outputs`` by name."""
+    """The measurements of one profile; ``outputs`` is by output name."""
 
     outputs: dict[str, SampleColumns] = {}
     layers: Layers | None = None
@@ -204,12 +209,12 @@ class ProfileMeasurements(_Entry):
 
 
 class Measurements(_Entry):
-    """What ``measurements.json`` holds."""
+    """The contents of ``measurements.json``."""
 
     profiles: dict[str, ProfileMeasurements] = {}
     ranges: Ranges = Ranges(measured=0, tensors={})
-    inputs: dict[str, InputRange] = {}  # by name; empty where an older bf16kit measured
-    recovery: RecoveryEntry | None = None  # of an artifact whose weights were trained for bf16
+    inputs: dict[str, InputRange] = {}  # by name; empty if an older bf16kit measured
+    recovery: RecoveryEntry | None = None  # only for an artifact whose weights were trained for bf16
     version: int = VERSION
 
     @model_validator(mode="after")
@@ -226,16 +231,19 @@ class Measurements(_Entry):
         return self
 
     def dumps(self) -> bytes:
-        """The canonical bytes of the file."""
+        """Return the canonical bytes of the file."""
         fields = self.model_dump(mode="json")
-        if not self.inputs:  # the bytes that older versions know
+        if not self.inputs:  # older versions do not know this key
             del fields["inputs"]
         if self.recovery is None:
             del fields["recovery"]
         return (json.dumps(fields, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
     def fitted(self) -> Measurements:
-        """This; without layers, search and tensors where names without end would make the file too large to be read."""
+        """Return measurements that fit :data:`MAX_BYTES`.
+
+        When very long names make the file too large, layers, search and tensors are left out.
+        """
         if len(self.dumps()) <= MAX_BYTES:
             return self
         profiles = {name: ProfileMeasurements(outputs=entry.outputs) for name, entry in self.profiles.items()}
@@ -244,7 +252,9 @@ class Measurements(_Entry):
 
     @classmethod
     def loads(cls, data: bytes, where: str | Path) -> Measurements:
-        """The measurements in ``data``, read from ``where`` (for messages); ArtifactError when it holds none."""
+        """Parse the measurements in ``data``; ``where`` names their origin in messages. ArtifactError if they are not
+        valid.
+        """
         if len(data) > MAX_BYTES:
             raise ArtifactError(f"{where}: larger than {MAX_BYTES >> 20} MiB, not measurements")
         try:
@@ -264,7 +274,7 @@ class Measurements(_Entry):
 def sample_columns(
     drifts: Mapping[str, Mapping[str, Sequence[SampleDrift]]],
 ) -> dict[str, dict[str, SampleColumns]]:
-    """Columns by profile and output, every one of them with its share of :data:`MOST_SAMPLES` rows."""
+    """Return columns by profile and output, each with an equal share of :data:`MOST_SAMPLES` rows."""
     most = MOST_SAMPLES // max(1, sum(len(outputs) for outputs in drifts.values()))
     return {
         profile: {output: SampleColumns.of(rows, most) for output, rows in outputs.items()}
@@ -273,13 +283,13 @@ def sample_columns(
 
 
 def ranges(census: Mapping[str, Census]) -> Ranges:
-    """The census of the tensors that rounding changed most in range, by name."""
+    """Return the census of the tensors with the worst range events, by name."""
     entries = {name: CensusEntry.model_validate(asdict(counts)) for name, counts in census.items()}
     worst = sorted(entries.items(), key=lambda item: (item[1].severity, item[0]))[:MOST_TENSORS]
     return Ranges(measured=len(entries), tensors=dict(worst))
 
 
 def thin(rows: Sequence[T], most: int) -> Sequence[T]:
-    """At most ``most`` of ``rows``, evenly spaced, the first among them."""
+    """Return at most ``most`` of ``rows``, evenly spaced, including the first."""
     kept = min(len(rows), most)
     return [rows[i * len(rows) // kept] for i in range(kept)]

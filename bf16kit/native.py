@@ -1,7 +1,7 @@
-"""Loops over every weight, compiled with the CPU kernel (``kernels/rounding/``): as fast as memory can be read.
+"""Loops over every weight, compiled with the CPU kernel (``kernels/rounding/``) to run at memory bandwidth.
 
-Bit for bit what numpy computes in :mod:`bf16kit.numerics` and :mod:`bf16kit.residual`, which do without where the
-library was not built. Arrays are C-contiguous, native-endian, and of the same length.
+They compute bit for bit what numpy computes in :mod:`bf16kit.numerics` and :mod:`bf16kit.residual`, which are used when
+the library was not built. Arrays are C-contiguous, native-endian, and of the same length.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Halves = NDArray[np.uint16]
 
 
 class CensusCounts(ctypes.Structure):
-    """``Census`` of ``rounding.cpp``; ``largest`` and ``smallest`` are patterns of finite magnitudes."""
+    """``Census`` of ``rounding.cpp``; ``largest`` and ``smallest`` are bit patterns of finite magnitudes."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("nan", "inf", "overflow", "subnormal", "flushed")),
@@ -33,7 +33,7 @@ class CensusCounts(ctypes.Structure):
 
 
 class Loops:
-    """The functions of the library. They let go of the interpreter, so that threads can share a tensor."""
+    """The functions of the library. They release the GIL, so that threads can share a tensor."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         pointer, count = ctypes.c_void_p, ctypes.c_int64
@@ -43,22 +43,25 @@ class Loops:
         self._census = _function(library.bf16kit_census, None, pointer, count, pointer)
 
     def round(self, words: Words, out: Halves) -> None:
-        """fp32 patterns to bf16 patterns: to nearest, ties to even, NaN quiet."""
+        """Round fp32 bit patterns to bf16: to nearest, ties to even, NaN made quiet."""
         self._round(words.ctypes.data, out.ctypes.data, words.size)
 
     def part(self, words: Words, stored: Halves) -> tuple[Halves, NDArray[np.int64]]:
-        """The low halves of the residual of ``words`` stored as ``stored``, and the indices of those they do not
-        restore, ascending."""
+        """Return the low halves of the residual of ``words`` stored as ``stored``, and the indices that they do not
+        restore.
+
+        The indices are ascending.
+        """
         low, odd = np.empty(words.size, np.uint16), np.empty(words.size, np.int64)
         found = self._part(words.ctypes.data, stored.ctypes.data, low.ctypes.data, odd.ctypes.data, words.size)
         return low, odd[:found].copy()
 
     def join(self, stored: Halves, low: Halves, out: Words) -> None:
-        """The fp32 patterns of all elements that are not odd."""
+        """Write the fp32 bit patterns to ``out``; they are right for all elements but the odd ones."""
         self._join(stored.ctypes.data, low.ctypes.data, out.ctypes.data, out.size)
 
     def census(self, words: Words) -> CensusCounts:
-        """What rounding ``words`` would meet."""
+        """Count the range events that rounding ``words`` would cause."""
         counts = CensusCounts(smallest=NONE)
         self._census(words.ctypes.data, words.size, ctypes.byref(counts))
         return counts
@@ -66,7 +69,7 @@ class Loops:
 
 @cache
 def loops() -> Loops | None:
-    """The compiled loops; None where the library is not there, is an older one, or the machine is big-endian."""
+    """Return the compiled loops; None if the library is missing or outdated, or the machine is big-endian."""
     if sys.byteorder != "little":
         return None
     try:

@@ -1,9 +1,9 @@
-"""Rounding fp32 to bfloat16 and back, distances in ulps, and what a tensor would lose.
+"""Rounding fp32 to bfloat16 and back, distances in ulps, and a census of what a tensor would lose.
 
 bfloat16 is fp32 cut after 16 bits: 1 sign bit, 8 exponent bits, 7 stored fraction bits. Rounding is to nearest, ties to
 even; a magnitude of at least fp32 ``0x7F7F8000`` (3.396e38) becomes infinite; NaN stays NaN and keeps its sign. The
-rounding itself is compiled with the CPU kernel (:mod:`bf16kit.native`), or ml_dtypes', which agrees with it and with
-ONNX Runtime's Cast bit for bit.
+rounding itself is compiled with the CPU kernel (:mod:`bf16kit.native`), or else that of ml_dtypes. Both agree with ONNX
+Runtime's Cast bit for bit.
 """
 
 from __future__ import annotations
@@ -33,15 +33,16 @@ _MAGNITUDE = 0x7FFF
 _INF = 0x7F80
 _LARGEST_BITS = 0x7F7F
 _SMALLEST_NORMAL_BITS = 0x0080
-_CHUNK = 1 << 18  # elements: temporaries stay in the cache, and small beside any checkpoint
+_CHUNK = 1 << 18  # elements: temporaries fit the cache and are small beside any checkpoint
 
 
 def to_bf16(
     x: NDArray[np.float32], *, subnormals: Subnormals = "keep", saturate: bool = False, out: Bf16Array | None = None
 ) -> Bf16Array:
-    """``x`` rounded to bfloat16, C-contiguous, of the same shape; needs little memory beyond the result.
+    """Round ``x`` to bfloat16: C-contiguous, same shape; needs little memory beyond the result.
 
-    The result is ``out`` where that is given: bfloat16, C-contiguous, of the shape of ``x``, else ValueError.
+    The result is written to ``out`` when given: bfloat16, C-contiguous, of the shape of ``x``, else ValueError.
+    TypeError if ``x`` is not float32.
 
     ``subnormals="flush"`` turns subnormal *results* into zeros of the same sign, as Cloud TPUs do. ``saturate`` turns
     infinite results, from overflow or from an infinite ``x``, into the largest finite value of that sign.
@@ -70,13 +71,13 @@ def _rounded(x: NDArray[np.float32], out: Bf16Array) -> Bf16Array:
     if compiled is not None and x.flags.c_contiguous and x.flags.aligned:
         compiled.round(x.reshape(-1).view(np.uint32), out.reshape(-1).view(np.uint16))
         return out
-    with np.errstate(over="ignore", invalid="ignore"):  # census() counts what overflows; NaN is no surprise
+    with np.errstate(over="ignore", invalid="ignore"):  # census() counts overflows, and NaN is allowed
         out[...] = x.astype(BF16)
     return out
 
 
 def to_fp32(x: Bf16Array) -> NDArray[np.float32]:
-    """The same values in fp32, exactly: 16 zero bits appended, NaN payloads included; C-contiguous."""
+    """Widen to fp32, exactly: 16 zero bits are appended, NaN payloads included. C-contiguous."""
     if x.dtype != BF16:
         raise TypeError(f"to_fp32 takes bfloat16, got {x.dtype.name}")
     bits = np.ascontiguousarray(x).reshape(-1).view(np.uint16).astype(np.uint32)
@@ -85,7 +86,8 @@ def to_fp32(x: Bf16Array) -> NDArray[np.float32]:
 
 
 def ulp_distance(a: NDArray[Any], b: NDArray[Any]) -> NDArray[np.int64]:
-    """How many representable values lie between ``a`` and ``b``: both bfloat16 or both float32, broadcast together.
+    """Return the distance of ``a`` and ``b`` in representable values; both bfloat16 or both float32, broadcast
+    together.
 
     The two zeros are one value, so the smallest positive and the smallest negative are 2 apart. Infinity follows the
     largest finite value. Two NaNs are 0 apart; a NaN and a number are ``iinfo(int64).max`` apart.
@@ -101,7 +103,7 @@ def ulp_distance(a: NDArray[Any], b: NDArray[Any]) -> NDArray[np.int64]:
 
 @dataclass(frozen=True, slots=True)
 class Census:
-    """What rounding a tensor to bfloat16 meets, in elements; ``nan`` and ``inf`` are those of the fp32 tensor.
+    """Range events of rounding a tensor to bfloat16, counted in elements; ``nan`` and ``inf`` are in the fp32 tensor.
 
     ``overflow``: finite, but infinite after rounding. ``subnormal``: subnormal after rounding. ``flushed_to_zero``: not
     zero, but zero after rounding even with subnormals kept. ``max_abs`` and ``min_abs_nonzero`` are over the finite
@@ -132,7 +134,7 @@ class Census:
 
 
 def census(x: NDArray[np.float32]) -> Census:
-    """Count what :func:`to_bf16` would meet in ``x`` (float32, any shape), without rounding it."""
+    """Count the range events that :func:`to_bf16` would cause in ``x`` (float32, any shape), without rounding it."""
     if x.dtype != np.float32:
         raise TypeError(f"census takes float32, got {x.dtype.name}")
     compiled = loops()
@@ -182,7 +184,7 @@ def _chunks(flat: NDArray[Any]) -> Iterator[NDArray[Any]]:
 
 
 def _ordered(x: NDArray[Any]) -> NDArray[np.int64]:
-    """Bit patterns as integers that grow with the value: the sign-magnitude of the float made two's complement."""
+    """Map bit patterns to integers that increase with the value: sign-magnitude to two's complement."""
     width = x.dtype.itemsize * 8
     bits = np.ascontiguousarray(x).view(f"u{x.dtype.itemsize}").astype(np.int64).reshape(x.shape)
     magnitude = bits & ((1 << (width - 1)) - 1)

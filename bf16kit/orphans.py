@@ -1,4 +1,4 @@
-"""A process that must not outlive the one that started it."""
+"""Ends a process when the one that started it dies."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with(parent: int) -> None:
-    """Have the system kill this process when ``parent``, which started it, has died; end at once where it has already.
+    """Have the kernel kill this process when ``parent``, which started it, dies; exit at once if it already has.
 
-    Whoever reads from the parent sees the end of the channel as well, wherever the system cannot do this.
+    Only Linux can do this. Elsewhere a process that reads from its parent notices the end of the channel.
     """
     if sys.platform == "linux":
         prctl = getattr(ctypes.CDLL(None), "prctl", None)

@@ -1,10 +1,10 @@
-"""Panels: the columns of a product's weight 32 at a time, each panel read from its first byte to its last.
+"""Panels: a weight matrix stored 32 columns at a time, so that each panel is read from its first byte to its last.
 
-A product ``x·M`` with ``M`` of ``[K, N]`` reads, for one row of ``x``, every column of a panel in one pass down ``K``.
+For one row of ``x``, a product ``x·M`` with ``M`` of ``[K, N]`` reads every column of a panel in one pass down ``K``.
 In C order each step of that pass jumps ``2·N`` bytes; in panels none does. Measured for one row, bf16 weights: 41 GB/s
 of the 42 that the machine can read, against 27 in C order.
 
-``ceil(N / 32)`` panels lie one after the other, each ``[K, 32]`` in C order, the last ``[K, N mod 32]`` where 32 does
+``ceil(N / 32)`` panels lie one after the other, each ``[K, 32]`` in C order, the last ``[K, N mod 32]`` when 32 does
 not divide ``N``. So nothing is padded, and ``M[k, n]`` is element ``32·K·p + k·w + n − 32·p`` with ``p = n div 32`` and
 ``w = min(32, N − 32·p)``. ``M`` is the matrix itself for axis 1 and its transpose for axis 0: the axis is the one that
 holds the columns of the product.
@@ -20,11 +20,11 @@ from bf16kit.tensors import Array as Array
 
 WIDTH = 32  # columns: two registers of 16 fp32, and 64 bytes of bf16, a cache line, per step down K
 
-_STRIP = 4 << 20  # bytes of panels that are put together at a time
+_STRIP = 4 << 20  # bytes of panels that are packed at a time
 
 
 def pack(matrix: Array, axis: int) -> Array:
-    """The elements of the 2-D ``matrix``, any dtype, as panels along ``axis``: a new 1-D array of the same size.
+    """Pack the elements of the 2-D ``matrix``, any dtype, as panels along ``axis``: a new 1-D array of the same size.
 
     ValueError when it is not 2-D or has no such axis.
     """
@@ -36,7 +36,8 @@ def pack(matrix: Array, axis: int) -> Array:
 
 
 def strips(array: Array, axis: int | None) -> Iterator[memoryview]:
-    """The bytes of ``array``, C-contiguous: as :func:`pack` has them, a few panels at a time, or as it is for ``None``.
+    """Yield the bytes of the C-contiguous ``array``: packed as by :func:`pack`, a few panels at a time; as is for
+    ``None``.
 
     ValueError as :func:`pack`.
     """
@@ -54,7 +55,7 @@ def strips(array: Array, axis: int | None) -> Iterator[memoryview]:
 
 
 def unpack(flat: Array, shape: Sequence[int], axis: int) -> Array:
-    """The matrix of ``shape`` that :func:`pack` made ``flat`` of: a new C-contiguous array.
+    """Return the matrix of ``shape`` from ``flat``, which :func:`pack` made: a new C-contiguous array.
 
     ValueError when ``shape`` is not 2-D, has no such axis, or does not have as many elements as ``flat``.
     """
@@ -68,7 +69,7 @@ def unpack(flat: Array, shape: Sequence[int], axis: int) -> Array:
 
 
 def rows(flat: Array, shape: Sequence[int], axis: int, start: int, stop: int) -> Array:
-    """Rows ``start`` to ``stop`` of what :func:`unpack` gives, without the others."""
+    """Return rows ``start`` to ``stop`` of what :func:`unpack` gives, without unpacking the others."""
     height, width = shape
     block = np.empty((stop - start, width), flat.dtype)
     if axis == 1:
@@ -86,14 +87,14 @@ def rows(flat: Array, shape: Sequence[int], axis: int, start: int, stop: int) ->
 
 
 def _columns(matrix: Array, axis: int) -> Array:
-    """``matrix`` as ``[K, N]``: a view, so that what is assigned to it is in ``matrix``."""
+    """Return ``matrix`` as a ``[K, N]`` view, so that assigning to it changes ``matrix``."""
     if matrix.ndim != 2 or axis not in (0, 1):
         raise ValueError(f"panels lie along axis 0 or 1 of a matrix, not along axis {axis} of {list(matrix.shape)}")
     return matrix if axis == 1 else matrix.T
 
 
 def _panels(flat: Array, columns: Array) -> Iterator[tuple[Array, Array]]:
-    """Each panel's place in ``flat`` and its columns, both ``[K, w]`` views."""
+    """Yield each panel's place in ``flat`` and its columns, both ``[K, w]`` views."""
     height, width = columns.shape
     for first in range(0, width, WIDTH):
         panel = columns[:, first : first + WIDTH]

@@ -1,8 +1,8 @@
-"""Publishing an artifact: written beside its target, synced to disk, renamed into place whole or not at all.
+"""Publishing an artifact: written beside its target, synced to disk, and renamed into place as a whole or not at all.
 
-The staging directory ``.VERSION.tmp-PID-XXXX`` stands beside the target, on the same file system, and is locked while
-its process lives: the kernel drops the lock when the process dies, however it dies and in whatever container, and the
-next conversion to the same target removes what it left.
+The staging directory ``.VERSION.tmp-PID-XXXX`` is beside the target, on the same file system, and is locked while its
+process lives. The kernel releases the lock when the process dies, in whatever way and container. The next conversion to
+the same target then removes the directory.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from bf16kit.wording import refused
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
-_NEARLY_FULL = 1 << 20  # bytes free, below which a failure of a library that hides errno is put down to the disk
+_NEARLY_FULL = 1 << 20  # bytes free; below this, a failure of a library that hides errno is blamed on a full disk
 
 
 @contextlib.contextmanager
 def staging(target: str | Path, *, force: bool = False) -> Iterator[StagingArtifact]:
-    """A directory to write an artifact into; unless the body calls ``publish``, it is removed and nothing is published.
+    """Create a directory to write an artifact into; it is removed at the end unless the body calls ``publish``.
 
-    ``force`` replaces an artifact (or an empty directory) at ``target``, nothing else. Raises
-    :class:`ArtifactExists` when the target is in the way, :class:`UsageError` when it cannot be written to or when the
-    disk is full, whatever the body was doing then.
+    ``force`` replaces an artifact (or an empty directory) at ``target``, nothing else. Raises :class:`ArtifactExists`
+    when the target is in the way, and :class:`UsageError` when it cannot be written or the disk is full, whatever the
+    body was doing then.
     """
     target = Path(target).absolute()
     check_target(target, force)
-    # explained twice: creating the directory may fail, and inside it the disk must be looked at before it is removed
+    # explained twice: creating the directory may fail, and a full disk must be detected before the directory is removed
     with _parents(target) as made, _explained(target), _locked_directory(target) as path, _explained(target):
         staged = StagingArtifact(target, path, force, made)
         try:
@@ -49,7 +49,7 @@ def staging(target: str | Path, *, force: bool = False) -> Iterator[StagingArtif
 
 
 class StagingArtifact:
-    """An artifact being written. ``path`` is a directory that any file of a plain name may be put in."""
+    """An artifact being written. ``path`` is a directory that takes any file with a plain name."""
 
     def __init__(self, target: Path, path: Path, force: bool, made: Sequence[Path] = ()) -> None:
         self.target = target
@@ -60,13 +60,13 @@ class StagingArtifact:
         self._digests = Digests()
 
     def writer(self, name: str) -> WeightWriter:
-        """A new file of tensors, closed here at the latest when it is published."""
+        """Open a new file of tensors; it is closed when the artifact is published, if not before."""
         writer = WeightWriter(self.path / plain_name(name))
         self._writers[name] = writer
         return writer
 
     def draft(self, manifest: Manifest) -> Artifact:
-        """The artifact as it stands, to be loaded and run before it is published. Closes the writers."""
+        """Return the artifact as written so far, to be loaded and run before it is published. Closes the writers."""
         sealed = manifest.model_copy(update={"files": self._files()})
         (self.path / MANIFEST).write_bytes(sealed.dumps())
         return Artifact.open(self.path, verify=False)
@@ -74,22 +74,25 @@ class StagingArtifact:
     def publish(self, manifest: Manifest) -> Artifact:
         """Fill in the digest of every file, write the manifest, sync to disk, and rename onto the target.
 
-        Returns the artifact at its target. ``manifest.files`` is ignored; sub-directories are refused.
+        Returns the artifact at its target. ``manifest.files`` is ignored; sub-directories raise ValueError.
         """
         self.draft(manifest)
         for path in self.path.iterdir():
             _sync(path)
         _sync(self.path)
         self._rename()
-        # A directory's name is in its parent: without this a crash may lose the artifact together with its new parents.
+        # A directory's name is stored in its parent: without this sync a crash may lose the artifact and its new
+        # parents.
         _sync(self.target.parent)
         for directory in self._made:
-            with contextlib.suppress(PermissionError):  # may be entered and not read: published it is all the same
+            with contextlib.suppress(PermissionError):  # may be unreadable; the artifact is published anyway
                 _sync(directory.parent)
         return Artifact.open(self.target, verify=False)
 
     def close(self) -> None:
-        """Close what is still open after a failure; what cannot be flushed any more is lost with the directory."""
+        """Close the writers that are still open after a failure; data that cannot be flushed is lost with the
+        directory.
+        """
         for writer in self._writers.values():
             with contextlib.suppress(OSError):
                 writer.close()
@@ -98,7 +101,7 @@ class StagingArtifact:
         return {path.name: self._entry(path) for path in sorted(self.path.iterdir()) if path.name != MANIFEST}
 
     def _entry(self, path: Path) -> FileEntry:
-        """Digest and size of a file as it lies on the disk, read once unless it changes."""
+        """Return digest and size of a file as it is on disk; it is read once unless it changes."""
         if path.is_symlink() or not path.is_file():
             raise ValueError(f"{path}: an artifact holds regular files only")
         writer = self._writers.pop(path.name, None)
@@ -119,7 +122,9 @@ class StagingArtifact:
 
 
 def check_target(target: Path, force: bool) -> None:
-    """:class:`ArtifactExists` when ``target`` is there and not to be replaced, or cannot be."""
+    """Raise :class:`ArtifactExists` when ``target`` exists and ``force`` is false, or when it is nothing that may be
+    replaced.
+    """
     if not os.path.lexists(target):
         return
     if not force:
@@ -132,8 +137,10 @@ def check_target(target: Path, force: bool) -> None:
 
 @contextlib.contextmanager
 def _parents(target: Path) -> Iterator[tuple[Path, ...]]:
-    """Make the directories above the target, and unmake them when nothing was published in them. Gives those made, the
-    innermost first."""
+    """Create the directories above the target, and remove them if nothing was published in them.
+
+    Yields the created ones, innermost first.
+    """
     made = tuple(parent for parent in target.parents if not parent.exists())
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -149,7 +156,7 @@ def _parents(target: Path) -> Iterator[tuple[Path, ...]]:
 
 @contextlib.contextmanager
 def _explained(target: Path) -> Iterator[None]:
-    """Raise UsageError where a disk that is full or not writable is what failed."""
+    """Raise UsageError when the cause of a failure is a disk that is full or not writable."""
     try:
         yield
     except Bf16kitError:
@@ -174,7 +181,7 @@ def _below(error: Exception, directory: Path) -> bool:
 
 @contextlib.contextmanager
 def _locked_directory(target: Path) -> Iterator[Path]:
-    """A new directory beside the target, locked; removed at the end if it is still there under its own name."""
+    """Create and lock a new directory beside the target; at the end it is removed if it still has its own name."""
     _remove_stale(target)
     path, lock = _make_locked(target)
     try:
@@ -191,18 +198,18 @@ def _make_locked(target: Path) -> tuple[Path, int]:
         lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         if _try_lock(lock) and path.exists():
             return path, lock
-        os.close(lock)  # another conversion took it for a stale one before it was locked, and is removing it
+        os.close(lock)  # another conversion found it before it was locked, took it for stale, and is removing it
 
 
 def _remove_stale(target: Path) -> None:
-    """Remove what dead conversions to this target left; one that lives holds its lock."""
+    """Remove the directories of dead conversions to this target; a live conversion holds its lock."""
     for path in target.parent.iterdir():
         if not path.name.startswith(f".{target.name}.tmp-"):
             continue
         try:
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         except OSError:
-            continue  # gone meanwhile, or not a directory
+            continue  # removed meanwhile, or not a directory
         if _try_lock(lock):
             shutil.rmtree(path, ignore_errors=True)
         os.close(lock)

@@ -1,4 +1,4 @@
-"""Whether anybody answers at the address of a Ray cluster: Ray itself asks for minutes where nobody does."""
+"""Checks that something listens at the address of a Ray cluster; Ray itself waits for minutes when nothing does."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ _LAST_PORT = 65_535
 
 
 def knock(address: str) -> None:
-    """Raises OSError where ``address`` is HOST:PORT and nobody listens there. Nothing for what is none, such as "auto"
-    or ray://HOST:PORT, which Ray gives up by itself."""
+    """Raise OSError if ``address`` is HOST:PORT and nothing listens there.
+
+    Other addresses are not checked, such as "auto" or ray://HOST:PORT: Ray gives up on those by itself.
+    """
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not port.isdecimal():
         return

@@ -1,4 +1,4 @@
-"""Reading files that may be gone, cut short, unreadable or far too large: those of an artifact, and a user's."""
+"""Reading files that may be missing, truncated, unreadable or far too large: an artifact's files, and a user's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bf16kit.wording import refused
 
 @contextlib.contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Whoever reads ``path`` within finds a damaged artifact where it is gone or may not be read."""
+    """Turn an OSError within the block into ArtifactDamaged: ``path`` is missing or may not be read."""
     try:
         yield
     except OSError as error:
@@ -24,7 +24,7 @@ def readable(path: Path) -> Iterator[None]:
 
 
 def read_segment(path: Path, segment: Segment, out: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
-    """The bytes of ``segment``, in ``out`` where that is given. ArtifactDamaged for a file that ends before them."""
+    """Read the bytes of ``segment``, into ``out`` when given. ArtifactDamaged if the file ends before them."""
     found = np.empty(segment.bytes, np.uint8) if out is None else out
     done = 0
     with readable(path), path.open("rb", buffering=0) as file:
@@ -37,10 +37,10 @@ def read_segment(path: Path, segment: Segment, out: NDArray[np.uint8] | None = N
 
 
 def read_bounded(path: Path, most: int, error: type[Bf16kitError], why: str, *, where: str = "") -> bytes:
-    """All bytes of the file at ``path``, of which there may be ``most``: no more are read, whatever it claims to be.
+    """Read the whole file at ``path``, of at most ``most`` bytes; never more, whatever size it claims.
 
-    Raises ``error``, which begins with ``where`` (by default the path), when it cannot be read, and with ``why`` when
-    it is larger.
+    Raises ``error``, which begins with ``where`` (by default the path), when the file cannot be read, and with ``why``
+    when it is larger.
     """
     where = where or str(path)
     try:

@@ -1,4 +1,4 @@
-"""What a recovery measured: kept in ``measurements.json`` of an artifact whose weights were trained for bf16."""
+"""The measurements of a recovery, kept in ``measurements.json`` of an artifact whose weights were trained for bf16."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class _Entry(BaseModel):
 
 
 class GradientEntry(_Entry):
-    """What becomes of the gradients of one step, computed in fp32, when ``format`` is to hold them times ``scale``.
+    """Losses of one step's fp32 gradients when they are multiplied by ``scale`` and stored in ``format``.
 
-    ``values`` counts those that are not zero, ``of`` all trained weights or all ``activations`` between layers. Of them
-    ``vanished`` become zero, ``subnormal`` keep fewer bits than the format has, ``overflowed`` become infinite.
+    ``values`` counts the nonzero ones, ``of`` all trained weights or all ``activations`` between layers. Of these,
+    ``vanished`` become zero, ``subnormal`` keep fewer bits than the format has, and ``overflowed`` become infinite.
     """
 
     step: Size
@@ -36,7 +36,7 @@ class GradientEntry(_Entry):
 
 
 class LookEntry(_Entry):
-    """The loss after ``step`` on the batches that the best weights are chosen by."""
+    """The loss after ``step`` on the batches that are used to choose the best weights."""
 
     step: Size
     loss: Number
@@ -45,15 +45,15 @@ class LookEntry(_Entry):
 class TrainingEntry(_Entry):
     """How the weights were trained.
 
-    ``steps`` were made, of which ``skipped`` changed nothing because a gradient was not finite. ``computed`` is the
-    dtype that products were seen to give, whatever was asked for. Losses are those of the first and the last step's
-    batch. ``updates_lost``: where weights have no fp32 copy, the share of those with a
-    gradient that a step left exactly as they were; else None.
+    Of ``steps`` training steps, ``skipped`` changed nothing because a gradient was not finite. ``computed`` is the
+    dtype that products were observed to have, whatever ``precision`` was asked for. ``loss_first`` and ``loss_last``
+    are those of the first and the last step's batch. ``updates_lost`` is the share of the weights with a gradient that
+    a step left unchanged; None if weights have an fp32 copy.
 
-    The best weights were chosen on ``yardstick`` batches of the training data, by their loss at ``looks``: those after
-    step ``kept``, where 0 is before any step. ``loss_before`` is that of the weights as they were, from which
-    ``biases_corrected`` biases differ at step 0. ``rate_share`` is what became of the learning rate: it halves
-    whenever a look finds nothing better. Artifacts of earlier versions have none of these.
+    The best weights were chosen by their loss on ``yardstick`` batches of the training data at ``looks``. They are
+    those after step ``kept``; step 0 is before training. ``loss_before`` is the loss of the original weights, from
+    which ``biases_corrected`` biases differ at step 0. ``rate_share`` is the last learning rate as a share of the
+    first: it halves whenever a look finds nothing better. Artifacts of earlier versions have none of these.
     """
 
     steps: Size
@@ -79,11 +79,11 @@ class TrainingEntry(_Entry):
 
 
 class RecoveredDrift(_Entry):
-    """One metric of one output in one profile, as the budget judges it, and the ``bound`` it has (None: none).
+    """One metric of one output in one profile, as the budget judges it, and its ``bound`` (None: unbounded).
 
-    ``before``: of the bf16 artifact of the weights as they were, from their fp32 answers; None where that has no such
-    profile. ``after``: of the recovered bf16 artifact from the *same* answers. ``own``: of that artifact from the fp32
-    answers of the recovered weights.
+    ``before``: drift of the bf16 artifact with the original weights from their fp32 outputs; None if it lacks the
+    profile. ``after``: drift of the recovered bf16 artifact from the *same* outputs. ``own``: drift of that artifact
+    from the fp32 outputs of the recovered weights.
     """
 
     profile: str
@@ -96,7 +96,7 @@ class RecoveredDrift(_Entry):
 
 
 class AccuracyEntry(_Entry):
-    """How many of ``rows`` labelled rows one model answers with the label."""
+    """How many of ``rows`` labelled rows one model classifies correctly."""
 
     model: str
     correct: Size
@@ -108,7 +108,7 @@ class AccuracyEntry(_Entry):
 
 
 class RecoveryEntry(_Entry):
-    """A recovery: ``recovered_from`` is the sha256 of the source it began with, ``judged_on`` says what answered."""
+    """A recovery: ``recovered_from`` is the sha256 of its source, ``judged_on`` says what the drift was measured on."""
 
     recovered_from: str
     judged_on: str

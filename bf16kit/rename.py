@@ -1,4 +1,4 @@
-"""Renaming a directory into place in one step, so that a reader sees the old one or the new one and nothing between."""
+"""Renaming a directory into place atomically: a reader sees the old directory or the new one, and nothing between."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NOT_OFFERED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)  # old kernels; file 
 
 
 def rename_new(source: Path, target: Path) -> None:
-    """Rename ``source`` to ``target``; FileExistsError when something is there, an empty directory included."""
+    """Rename ``source`` to ``target``; FileExistsError when the target exists, even as an empty directory."""
     if _renameat2(source, target, _NOREPLACE):
         return
     if os.path.lexists(target):  # without renameat2, rename would quietly replace an empty directory
@@ -23,10 +23,10 @@ def rename_new(source: Path, target: Path) -> None:
 
 
 def exchange(source: Path, target: Path, aside: Path) -> Path:
-    """Put the directory ``source`` in place of directory ``target``; returns where the old one now is.
+    """Replace the directory ``target`` with the directory ``source``; return the new path of the old one.
 
-    That is ``source`` or, where the system cannot exchange two names, ``aside``: then the old one is renamed first, and
-    brought back when the second step fails, and for a moment ``target`` is not there.
+    That path is ``source``, or ``aside`` on systems that cannot exchange two names. There the old directory is renamed
+    first, ``target`` is missing for a moment, and the old one is renamed back when the second step fails.
     """
     if _renameat2(source, target, _EXCHANGE):
         return source
@@ -40,7 +40,7 @@ def exchange(source: Path, target: Path, aside: Path) -> Path:
 
 
 def _renameat2(source: Path, target: Path, flags: int) -> bool:
-    """Linux's renameat2; False where it is not offered."""
+    """Call Linux's renameat2; return False where it is not available."""
     call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if call is None:
         return False

@@ -5,15 +5,15 @@ For each element, from its fp32 bit pattern ``W`` and the pattern ``P`` predicte
     low = (W - P) mod 2**16                    2 bytes; without a scale exactly the low half of W
     W   = P + signed(low)  [-+ 65536]          signed(low) in -32767 .. 32768
 
-``P`` is the stored value in fp32 or, where a scale was folded into the stored tensor, that value divided by the scale
-in float64 and rounded to fp32 once. ``signed(low)`` is right unless W was a tie that rounded up, or the scale stretched
-the distance to 17 bits: those elements are *crossed*, and take 65536 more or less, whichever is on the other side of P.
-Whatever is farther away still (flushed subnormals, some NaNs) is kept *verbatim*, index and bits.
+``P`` is the stored value in fp32. If a scale was folded into the stored tensor, ``P`` is that value divided by the
+scale in float64 and rounded to fp32 once. ``signed(low)`` is right unless W was a tie that rounded up, or the scale
+stretched the distance to 17 bits. Those elements are *crossed*: 65536 is added or subtracted, whichever gives the other
+side of P. Elements farther away still (flushed subnormals, some NaNs) are kept *verbatim*, as index and bits.
 
-A segment, little-endian: the low halves, of which tensors widened from fp16 or bf16 keep the bits that can be other
-than zero (:mod:`bf16kit.lowbits`); the crossed elements, as indices or as a compressed bitmap, whichever is
-smaller; the verbatim indices, then their bits; a footer (:mod:`bf16kit.residualparts`). All of it streams: encoding and
-decoding need little memory beyond their result.
+A segment, little-endian, has these parts: the low halves (for tensors widened from fp16 or bf16 only the bits that can
+be nonzero, :mod:`bf16kit.lowbits`); the crossed elements, as indices or as a compressed bitmap, whichever is smaller;
+the verbatim indices, then their bits; a footer (:mod:`bf16kit.residualparts`). Encoding and decoding stream, and need
+little memory beyond their result.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from bf16kit.native import loops
 from bf16kit.numerics import BF16, Bf16Array
 from bf16kit.residualparts import BITMAP, FOOTER, INDICES, MAGIC, MAGIC_PACKED, WHOLE, Parts, index_dtype
 
-_CHUNK = 1 << 18  # elements: what is computed of them stays in the cache
+_CHUNK = 1 << 18  # elements: few enough that temporaries stay in the cache
 _NAN = 0x7FC00000
 
 Piece = bytes | memoryview
@@ -39,7 +39,7 @@ Piece = bytes | memoryview
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scale:
-    """What was folded into a stored tensor: ``stored = round(fp32 * values)``, one value per index of ``axis``.
+    """The scale folded into a stored tensor: ``stored = round(fp32 * values)``, one value per index of ``axis``.
 
     ``values`` is 1-D float32, each finite and not zero; ValueError otherwise.
     """
@@ -55,12 +55,14 @@ class Scale:
 
 
 def encode(fp32: NDArray[np.float32], bf16: Bf16Array, scale: Scale | None = None) -> bytes:
-    """The segment that, with ``bf16`` and ``scale``, restores ``fp32`` (same shape) bit for bit."""
+    """Return the segment that, with ``bf16`` and ``scale``, restores ``fp32`` (same shape) bit for bit."""
     return b"".join(encode_chunks(fp32, bf16, scale))
 
 
 def encode_chunks(fp32: NDArray[np.float32], bf16: Bf16Array, scale: Scale | None = None) -> Iterator[Piece]:
-    """:func:`encode`, piece by piece, for writing straight to a file. ValueError when shapes or dtypes do not fit."""
+    """Yield the pieces of :func:`encode`, for writing straight to a file. ValueError when shapes or dtypes do not
+    fit.
+    """
     if fp32.shape != bf16.shape or fp32.dtype != np.float32 or bf16.dtype != BF16:
         raise ValueError(f"cannot encode {fp32.dtype.name}{fp32.shape} against {bf16.dtype.name}{bf16.shape}")
     encoder = Encoder(fp32.shape, scale)
@@ -69,10 +71,11 @@ def encode_chunks(fp32: NDArray[np.float32], bf16: Bf16Array, scale: Scale | Non
 
 
 class Encoder:
-    """A segment made as its tensor, of ``shape``, comes by: the pieces of all :meth:`rows`, then of :meth:`finish`.
+    """Encodes a tensor of ``shape`` as its rows arrive: the segment is all pieces of :meth:`rows`, then of
+    :meth:`finish`.
 
-    ``low_bits`` is how many upper bits of a low half may be other than zero, fewer than 16 only without a scale.
-    ValueError when ``scale`` does not fit ``shape``, and from :meth:`rows` when more bits than that are set.
+    ``low_bits`` is how many upper bits of a low half may be nonzero; fewer than 16 only without a scale. ValueError
+    when ``scale`` does not fit ``shape``, and from :meth:`rows` when more bits than that are set.
     """
 
     def __init__(self, shape: tuple[int, ...], scale: Scale | None = None, low_bits: int = WHOLE) -> None:
@@ -81,12 +84,12 @@ class Encoder:
         self._low_bits = low_bits
         self._rest = np.empty(0, np.uint16)  # low halves that do not fill a group yet
         self._count = 0
-        self._crossed: list[tuple[int, NDArray[np.uint32]]] = []  # where a block starts, and which of its elements
+        self._crossed: list[tuple[int, NDArray[np.uint32]]] = []  # start of a block, and indices within it
         self._verbatim: list[NDArray[np.int64]] = []
         self._bits: list[NDArray[np.uint32]] = []
 
     def rows(self, fp32: NDArray[np.float32], bf16: Bf16Array) -> Iterator[Piece]:
-        """The low halves of the next rows, C-contiguous."""
+        """Yield the low halves of the next rows, C-contiguous."""
         words = np.require(fp32, requirements=["C", "A"]).reshape(-1).view(np.uint32)
         stored = bf16.reshape(-1).view(np.uint16)
         for start in range(0, words.size, _CHUNK):
@@ -124,7 +127,7 @@ class Encoder:
         return _unscaled(stored.view(BF16), self._scale, self._count, self._shape)
 
     def finish(self) -> Iterator[bytes]:
-        """The rest of the segment."""
+        """Yield the rest of the segment."""
         yield lowbits.pack(self._rest, self._low_bits)
         form, crossing = _smaller(self._crossed, self._count)
         yield crossing
@@ -136,9 +139,10 @@ class Encoder:
 
 
 def decode(segment: bytes | memoryview, bf16: Bf16Array, scale: Scale | None = None) -> NDArray[np.float32]:
-    """The fp32 tensor, of the shape of ``bf16``, that ``segment`` was encoded from.
+    """Return the fp32 tensor, of the shape of ``bf16``, that ``segment`` was encoded from.
 
-    Raises :class:`~bf16kit.errors.ArtifactDamaged` when the segment is malformed or does not fit ``bf16``.
+    Raises :class:`~bf16kit.errors.ArtifactDamaged` when the segment is malformed or does not fit ``bf16``, ValueError
+    when ``bf16`` is not bfloat16 or ``scale`` does not fit it.
     """
     if bf16.dtype != BF16:
         raise ValueError(f"a residual restores from bfloat16, got {bf16.dtype.name}")
@@ -149,7 +153,7 @@ def decode(segment: bytes | memoryview, bf16: Bf16Array, scale: Scale | None = N
 
 
 class Decoder:
-    """A tensor of ``shape`` restored from ``segment`` a block of rows at a time, in order.
+    """Restores a tensor of ``shape`` from ``segment``, a block of rows at a time, in order.
 
     Raises :class:`~bf16kit.errors.ArtifactDamaged` when the segment is malformed or does not fit ``shape``, ValueError
     when ``scale`` does not.
@@ -197,10 +201,10 @@ def _widened(stored: NDArray[np.uint16]) -> NDArray[np.uint32]:
 def _unscaled(chunk: Bf16Array, scale: Scale, start: int, shape: tuple[int, ...]) -> NDArray[np.uint32]:
     inner = int(np.prod(shape[scale.axis + 1 :], dtype=np.int64))
     channel = (np.arange(start, start + chunk.size) // inner) % scale.values.size
-    with np.errstate(all="ignore"):  # overflow and NaN are predictions like any other
+    with np.errstate(all="ignore"):  # overflow and NaN are valid predictions
         quotient = (chunk.astype(np.float64) / scale.values.astype(np.float64)[channel]).astype(np.float32)
     bits = quotient.view(np.uint32)
-    bits[np.isnan(quotient)] = _NAN  # which NaN a division gives depends on the machine
+    bits[np.isnan(quotient)] = _NAN  # the NaN that a division gives depends on the machine
     return bits
 
 
@@ -213,15 +217,15 @@ def _near(predicted: NDArray[np.uint32], low: NDArray[np.uint16]) -> NDArray[np.
 
 
 def _crossed(near: NDArray[np.uint32], low: NDArray[np.uint16]) -> NDArray[np.uint32]:
-    """65536 more where ``signed(low)`` is negative, 65536 less elsewhere, modulo 2**32."""
+    """Add 65536 where ``signed(low)`` is negative and subtract it elsewhere, modulo 2**32."""
     return near + np.where(low > 0x8000, np.uint32(0x10000), np.uint32(0xFFFF0000))
 
 
 def _smaller(crossed: list[tuple[int, NDArray[np.uint32]]], count: int) -> tuple[int, bytes]:
-    """The crossed elements, of which each block gives its own, in the form that takes fewer bytes."""
+    """Return form and bytes of the crossed elements, listed per block, in the form that takes fewer bytes."""
     width = index_dtype(count)
     listed = sum(indices.size for _, indices in crossed) * width.itemsize
-    if listed > count // 64:  # a bitmap of fewer ones does not compress below its indices
+    if listed > count // 64:  # a bitmap with fewer ones does not compress below the size of their indices
         flags = np.zeros(count, np.bool_)
         for start, indices in crossed:
             flags[start + indices.astype(np.int64)] = True

@@ -1,4 +1,4 @@
-"""A segment of the residual taken apart (:mod:`bf16kit.residual` says what its parts are), and found whole."""
+"""Splits a segment of the residual into its parts and checks them (:mod:`bf16kit.residual` describes the parts)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ INDICES, BITMAP = 0, 1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Parts:
-    """A segment taken apart and found whole."""
+    """The parts of a segment; ``read`` raises ArtifactDamaged if they do not fit together."""
 
     low: NDArray[np.uint16]
     form: int
@@ -69,7 +69,7 @@ class Parts:
 def _inflate(compressed: memoryview, count: int) -> NDArray[np.uint8]:
     size = (count + 7) // 8
     try:
-        bitmap = zlib.decompressobj().decompress(compressed, size + 1)  # never more than it may be
+        bitmap = zlib.decompressobj().decompress(compressed, size + 1)  # bounds the output, whatever the data claims
     except zlib.error:
         raise ArtifactDamaged("residual: a bitmap cannot be decompressed") from None
     if len(bitmap) != size:
@@ -83,5 +83,5 @@ def _check_indices(indices: NDArray[Any], count: int) -> None:
 
 
 def index_dtype(count: int) -> np.dtype[Any]:
-    """The dtype of indices into ``count`` elements."""
+    """Return the dtype of indices into ``count`` elements."""
     return np.dtype("<u4" if count <= 1 << 32 else "<u8")

@@ -1,4 +1,4 @@
-"""The versions of the manifest's schema: what came with each, and the oldest that can say what a manifest says."""
+"""The versions of the manifest's schema: what each added, and the oldest that can express a manifest."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ SINCE_6 = ("given",)
 
 
 def needed(fields: dict[str, Any]) -> int:
-    """The oldest schema version that can say what ``fields`` say: old readers refuse only what they would misread."""
+    """Return the oldest schema version that can express ``fields``, so that old readers reject only what they would
+    misread.
+    """
     plan: Plan | None = fields.get("plan")
     plans = () if plan is None else (plan.tensors, *plan.nodes.values())
     coded = any(entry.code for entries in plans for entry in entries)
@@ -43,5 +45,5 @@ def needed(fields: dict[str, Any]) -> int:
 
 
 def _is_packed(tensor: TensorEntry) -> bool:
-    """Whether the residual of ``tensor`` has less than whole low halves."""
+    """Return whether the residual of ``tensor`` has packed low halves."""
     return tensor.residual is not None and tensor.residual.bytes < tensor.bytes

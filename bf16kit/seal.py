@@ -1,6 +1,6 @@
-"""Sealing a JSON file: it carries the sha256 of its own bytes, so that a flipped bit in it is seen.
+"""Seals a JSON file: it carries the sha256 of its own bytes, so that a flipped bit is detected.
 
-The digest is taken with its own 64 digits written as zeros. It stands at the top level, under ``"digest"``.
+The digest is computed with its own 64 digits as zeros. It is stored at the top level, under ``"digest"``.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ _ZEROS = b"0" * 64
 
 
 def dump(fields: dict[str, Any]) -> bytes:
-    """``fields`` as canonical JSON (sorted keys, one space, UTF-8, a newline at the end) with its digest."""
+    """Return ``fields`` as canonical JSON (sorted keys, one space, UTF-8, a newline at the end) with its digest."""
     unsealed = fields | {FIELD: _ZEROS.decode()}
     data = (json.dumps(unsealed, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
     return _with_digest(data, hashlib.sha256(data).hexdigest().encode())
 
 
 def is_intact(data: bytes) -> bool:
-    """Whether ``data`` carries a digest and is, to the bit, what was sealed."""
+    """Return whether ``data`` carries a digest and is exactly what was sealed."""
     found = _LINE.search(data)
     return found is not None and hashlib.sha256(_with_digest(data, _ZEROS)).hexdigest().encode() == found[1]
 

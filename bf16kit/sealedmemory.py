@@ -1,6 +1,6 @@
-"""Memory that several processes map, and that none of them can change or cut short once it is sealed (Linux: memfd).
+"""Memory that several processes map, and that none of them can change or truncate once it is sealed (Linux: memfd).
 
-Whoever hands such memory on hands on its descriptor; whoever gets one calls :func:`check` before use.
+Processes share it by passing its descriptor. The receiver calls :func:`check` before use.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from bf16kit import controlgroup
 
 _NAME = "bf16kit-weights"  # in /proc/PID/maps
-_MFD_NOEXEC_SEAL = 0x8  # Linux 6.3; a system may refuse memory that could become a program (vm.memfd_noexec)
+_MFD_NOEXEC_SEAL = 0x8  # Linux 6.3; a system may refuse memory that could be made executable (vm.memfd_noexec)
 _FULL = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG)
-# What bears these stays as long as it is, and what is in it; the last one forbids to add seals, which nobody needs.
-# F_SEAL_WRITE is refused while anybody maps the memory for writing.
+# With these seals neither size nor content can change; the last one forbids further seals, which are not needed. The
+# kernel refuses F_SEAL_WRITE while the memory is mapped for writing.
 _SEALS = {
     "F_SEAL_SHRINK": fcntl.F_SEAL_SHRINK,
     "F_SEAL_GROW": fcntl.F_SEAL_GROW,
@@ -28,25 +28,27 @@ _SEALS = {
 
 
 class UnfitMemory(Exception):
-    """A descriptor is not of sealed memory of the size expected; the message says what it lacks."""
+    """A descriptor is not sealed memory of the expected size; the message says what is wrong."""
 
 
 def check_room(size: int) -> None:
-    """Raises :class:`MemoryError` where the container may not take ``size`` bytes of weights more: the system would let
-    it try, and end it."""
+    """Raise :class:`MemoryError` if the container has no room for ``size`` more bytes of weights.
+
+    Without this check the kernel would allow the attempt, and then kill the process.
+    """
     memory = controlgroup.memory()
     if memory is not None and not memory.has_room(size):
         raise MemoryError(f"no room for {size / 1e6:.0f} MB of weights: {memory}")
 
 
 def create(size: int) -> int:
-    """The descriptor of new memory of ``size`` bytes, zeros, whose room is yet to be taken: :func:`reserve`.
+    """Return the descriptor of new zeroed memory of ``size`` bytes, to be allocated by :func:`reserve`.
 
-    Raises :class:`MemoryError` where there is no room, :class:`OSError` where the system has no such memory.
+    Raises :class:`MemoryError` when there is no room, :class:`OSError` when the system has no such memory.
     """
     check_room(size)
     try:
-        # What is plainly more than the machine has is refused here; later the system would try, and end processes.
+        # Refuses a size that plainly exceeds the machine's memory; later the kernel would try, and kill processes.
         mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
     except OSError as error:
         raise no_room(size, error) from error
@@ -61,7 +63,7 @@ def create(size: int) -> int:
 
 
 def reserve(descriptor: int, size: int) -> None:
-    """Take the room of all ``size`` bytes now: nobody who touches them finds none. Raises as :func:`create` does."""
+    """Allocate all ``size`` bytes now, so that touching them cannot fail. Raises as :func:`create` does."""
     with _room(size):
         os.posix_fallocate(descriptor, 0, size)
 
@@ -77,13 +79,15 @@ def _room(size: int) -> Iterator[None]:
 
 
 def no_room(size: int, error: OSError) -> MemoryError:
-    """What to raise where ``error`` says that there is no room for ``size`` bytes."""
+    """Return the error to raise when ``error`` says that there is no room for ``size`` bytes."""
     return MemoryError(f"no room for {size / 1e6:.0f} MB of weights: {error.strerror}")
 
 
 def seal(descriptor: int) -> None:
-    """Forbid everybody, for good, to write to the memory or to change its size. OSError while it is mapped for
-    writing."""
+    """Forbid all processes, permanently, to write to the memory or change its size.
+
+    OSError while it is mapped for writing.
+    """
     seals = 0
     for each in _SEALS.values():
         seals |= each
@@ -91,7 +95,7 @@ def seal(descriptor: int) -> None:
 
 
 def check(descriptor: int, size: int) -> None:
-    """Raises :class:`UnfitMemory` unless ``descriptor`` is of memory of ``size`` bytes that is sealed."""
+    """Raise :class:`UnfitMemory` unless ``descriptor`` is sealed memory of ``size`` bytes."""
     try:
         seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
         found = os.fstat(descriptor).st_size
@@ -105,6 +109,6 @@ def check(descriptor: int, size: int) -> None:
 
 
 def _memfd() -> int:
-    with contextlib.suppress(OSError):  # an older system does not know the flag
+    with contextlib.suppress(OSError):  # older kernels do not know the flag
         return os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | _MFD_NOEXEC_SEAL)
     return os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

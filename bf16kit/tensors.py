@@ -1,4 +1,4 @@
-"""Names, dtypes and shapes of a model's inputs and outputs, and the checks a tensor passes before it is run."""
+"""Names, dtypes and shapes of a model's inputs and outputs, and the checks of a tensor before it is run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from bf16kit.errors import InvalidRequest
 
-Array = NDArray[Any]  # of any dtype and shape: every module's, from here
+Array = NDArray[Any]  # of any dtype and shape; all modules import it from here
 Kind = Literal["logits", "embedding", "regression", "other"]
 
 
@@ -49,7 +49,8 @@ BY_ONNX: Mapping[int, DType] = {d.onnx: d for d in _TABLE}
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """An input or output: ``dtype`` is a key of :data:`BY_NAME`; a dimension is a size, or the name of a free one.
+    """An input or output: ``dtype`` is a key of :data:`BY_NAME`; a dimension is a size, or the name of a free
+    dimension.
 
     Dimensions of the same name must have the same size within one request. ``kind`` says what an output means.
     """
@@ -61,9 +62,9 @@ class TensorSpec:
 
 
 def check_feeds(specs: Sequence[TensorSpec], feeds: Mapping[str, NDArray[Any]]) -> dict[str, int]:
-    """Check names, dtypes and shapes of ``feeds`` against ``specs``; returns the size of every named dimension.
+    """Check names, dtypes and shapes of ``feeds`` against ``specs``; return the size of every named dimension.
 
-    Raises :class:`InvalidRequest` naming the input, what came and what was expected.
+    Raises :class:`InvalidRequest` naming the input, the received value and the expected one.
     """
     unknown = sorted(feeds.keys() - {s.name for s in specs})
     if unknown:
@@ -95,7 +96,7 @@ def _check_shape(spec: TensorSpec, shape: tuple[int, ...], sizes: dict[str, int]
 
 
 def describe(shape: Sequence[int | str]) -> str:
-    """A shape as people write it: ``[batch,seq,384]``."""
+    """Return a shape as text: ``[batch,seq,384]``."""
     return "[" + ",".join(str(d) for d in shape) + "]"
 
 

@@ -1,4 +1,4 @@
-"""Text for people: tables that fit the width of a terminal, and names as they stand in sentences."""
+"""Text for users: tables that fit the width of a terminal, and lists of names in sentences."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import math
 import shutil
 from collections.abc import Iterable, Sequence
 
-_NARROWEST = 120  # columns; a line that wraps in a narrow window is easier to read than cells cut into pieces
+_NARROWEST = 120  # columns; below this, wrapped lines are easier to read than cells cut into pieces
 _UNITS = ("kB", "MB", "GB", "TB")
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A table under ``title``; floats are shown with three digits, None as a dash."""
+    """Return a table under ``title``; floats are shown with three digits, None as a dash."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -27,21 +27,21 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
     width = max(_NARROWEST, shutil.get_terminal_size().columns)
     Console(file=stream, no_color=True, width=width).print(drawn)
     lines = stream.getvalue().rstrip().splitlines()
-    return "\n".join([title, *(line.rstrip() for line in lines)])  # a title of rich's own wraps at the table's width
+    return "\n".join([title, *(line.rstrip() for line in lines)])  # rich would wrap its own title at the table's width
 
 
 def listed(names: Sequence[str]) -> str:
-    """One name or more as words of a sentence: ``a, b and c``."""
+    """Join one or more names for a sentence: ``a, b and c``."""
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def printable(text: str, keep: str = "\n") -> str:
-    """``text`` with every control character not in ``keep`` written out: names that strangers chose stay text."""
+    """Escape every control character in ``text`` that is not in ``keep``, because the names in it may be hostile."""
     return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
 
 
 def size(count: float) -> str:
-    """A number of bytes for people: ``90.9 MB``."""
+    """Format a number of bytes for users: ``90.9 MB``."""
     if count < 1000:
         return f"{count:.0f} bytes"
     power = min(int(math.log10(count) // 3), len(_UNITS))

@@ -1,4 +1,4 @@
-"""Drift against its budget: of each output, of each sample, and the verdict on each profile."""
+"""Drift compared with its budget, by output and by sample, and the verdict on each profile."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from bf16kit.measurements import Measurements
 class DriftRow:
     """One bound, or one metric without a bound, of one output in one profile.
 
-    ``metric`` is a metric's name, or a quantile's as ``relative_l2.p99``. ``judged`` is held against ``bound``, which
-    is None where the budget has none; it is ``measured`` but for top1_agreement, whose sampling error is granted.
-    ``used`` is drift ÷ budget: over 1 is over budget.
+    ``metric`` is a metric's name, or a quantile's such as ``relative_l2.p99``. ``judged`` is compared with ``bound``,
+    which is None if the budget has none. It equals ``measured`` except for top1_agreement, where it is the upper
+    confidence limit. ``used`` is drift ÷ budget: over 1 is over budget.
     """
 
     profile: str
@@ -35,7 +35,7 @@ class DriftRow:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether one profile keeps to the budget, in one sentence; ``tightest`` is the bound it comes nearest to."""
+    """Whether one profile is within budget, as a sentence; ``tightest`` is the row that uses most of its bound."""
 
     profile: str
     within: bool
@@ -48,7 +48,9 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class SampleSeries:
-    """The relative_l2 of each sample of one output, of ``measured`` in all; ``bounds`` are the budget's by name."""
+    """The relative_l2 of samples of one output, of which ``measured`` were measured; ``bounds`` are the budget's by
+    name.
+    """
 
     profile: str
     output: str
@@ -58,12 +60,14 @@ class SampleSeries:
     bounds: tuple[tuple[str, float], ...]
 
     def index(self, row: int) -> int:
-        """Which sample is in ``row`` of ``values``."""
+        """Return the index of the sample in ``row`` of ``values``."""
         return row * self.measured // len(self.values)
 
 
 def drift_rows(manifest: Manifest) -> Iterator[DriftRow]:
-    """Every metric measured at conversion and every quantile bounded, in the order of profiles, outputs and metrics."""
+    """Yield every metric measured at conversion and every bounded quantile, in the order of profiles, outputs and
+    metrics.
+    """
     budget = Budget.from_dict(manifest.budget)
     for profile, entry in sorted(manifest.drift.items()):
         for output, metrics in sorted(entry.outputs.items()):
@@ -71,7 +75,7 @@ def drift_rows(manifest: Manifest) -> Iterator[DriftRow]:
 
 
 def rows_of(profile: str, output: str, summary: DriftSummary, budget: Budget, emulated: bool) -> Iterator[DriftRow]:
-    """The rows of one output, in the order of the metrics."""
+    """Yield the rows of one output, in the order of the metrics."""
     over = {breach.metric for breach in budget.breaches(output, summary)}
     names = {*METRICS, *budget.as_dict()}
     for name in sorted(names, key=lambda name: (METRICS.index(name.partition(".")[0]), name)):
@@ -85,7 +89,7 @@ def rows_of(profile: str, output: str, summary: DriftSummary, budget: Budget, em
 
 
 def verdicts(manifest: Manifest, rows: Sequence[DriftRow]) -> Iterator[Verdict]:
-    """The verdict on each profile that was measured."""
+    """Yield the verdict on each measured profile."""
     for profile, entry in sorted(manifest.drift.items()):
         own = [row for row in rows if row.profile == profile]
         within, tightest = all(row.within for row in own), tightest_of(own)
@@ -98,12 +102,12 @@ def verdicts(manifest: Manifest, rows: Sequence[DriftRow]) -> Iterator[Verdict]:
 
 
 def tightest_of(rows: Iterable[DriftRow]) -> DriftRow | None:
-    """The row that uses most of its bound, one over budget before all others; None when nothing is bounded."""
+    """Return the row that uses most of its bound, rows over budget first; None when nothing is bounded."""
     return max((row for row in rows if row.used is not None), key=lambda r: (not r.within, r.used or 0.0), default=None)
 
 
 def share(used: float) -> str:
-    """Drift ÷ budget for people."""
+    """Format drift ÷ budget for users."""
     if not math.isfinite(used):
         return "∞ ×"
     if 0 < used < 0.005:
@@ -114,13 +118,13 @@ def share(used: float) -> str:
 
 
 def share_of_budget(used: float) -> str:
-    """The same in words: a percentage *of* the budget, or so many times the budget."""
+    """Format drift ÷ budget in words: a percentage *of* the budget, or a multiple of the budget."""
     said = share(used)
     return f"{said} {'of ' if said.endswith('%') else ''}the budget"
 
 
 def sample_series(manifest: Manifest, measured: Measurements) -> Iterator[SampleSeries]:
-    """Drift by sample, in the order of profiles and outputs."""
+    """Yield drift by sample, in the order of profiles and outputs."""
     bounds = tuple((name, bound) for name, bound in manifest.budget.items() if name.partition(".")[0] == "relative_l2")
     for profile, entry in sorted(measured.profiles.items()):
         drift = manifest.drift.get(profile)

@@ -1,4 +1,4 @@
-"""Versions of packages, compared."""
+"""Comparison of package versions."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import re
 
 
 def order(version: str) -> tuple[int, ...]:
-    """``1.31.1`` as (1, 31, 1); what a pre-release adds to its number counts for nothing."""
+    """Return ``1.31.1`` as (1, 31, 1); the suffix of a pre-release is ignored."""
     return tuple(int(digits[0]) if (digits := re.match(r"\d+", part)) else 0 for part in version.split("."))
 
 
 def is_older(version: str, other: str) -> bool:
-    """Whether ``version`` came before ``other``; 1.24 before 1.24.1."""
+    """Return whether ``version`` is older than ``other``; 1.24 is older than 1.24.1."""
     return order(version) < order(other)

@@ -24,11 +24,11 @@ class WeightWriter:
         self._position = 0
 
     def append(self, array: NDArray[Any]) -> Segment:
-        """Write ``array`` in C order, little-endian, and say where it went. A contiguous one is not copied."""
+        """Write ``array`` in C order, little-endian; return its segment. A contiguous array is not copied."""
         return self.append_chunks([raw(array)])
 
     def append_chunks(self, chunks: Iterable[bytes | memoryview]) -> Segment:
-        """Write pieces one after the other as one segment: what never was in memory whole."""
+        """Write pieces one after the other as one segment, which need not fit in memory."""
         self._write(bytes(-self._position % ALIGNMENT))
         start = self._position
         for chunk in chunks:
@@ -52,6 +52,6 @@ class WeightWriter:
 
 
 def raw(array: NDArray[Any]) -> memoryview:
-    """The bytes of ``array`` in C order, little-endian. Of a contiguous one a view."""
+    """Return the bytes of ``array`` in C order, little-endian; a view if the array is contiguous."""
     little = np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<"), copy=False)
     return little.reshape(-1).view(np.uint8).data

@@ -1,7 +1,7 @@
-"""The contract between a model and whoever runs it: the smallest file, importing neither onnxruntime nor torch.
+"""The contract between a loaded model and its callers: the smallest file, importing neither onnxruntime nor torch.
 
 A :class:`Runtime` is one loaded graph on one device. The server runs requests through it and the converter verifies
-through it: what is certified is what serves.
+through it, so the code that was verified is the code that serves.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ Accumulation = Literal["fp32", "bf16", "unknown"]
 
 @dataclass(frozen=True, slots=True)
 class RuntimeInfo:
-    """How a model really runs, as found at load rather than as configured.
+    """How a model actually runs, as found at load rather than as configured.
 
-    ``precision`` is the arithmetic done: ``bf16`` or ``fp32`` multiplication, of weights stored as bf16 or fp32.
+    ``precision`` is the arithmetic used: ``bf16`` or ``fp32`` multiplication, with weights stored as bf16 or fp32.
     ``accumulation`` is what the accumulation probe measured on this device.
     """
 
@@ -31,10 +31,10 @@ class RuntimeInfo:
     profile: str  # "cpu" | "cpu-bf16" | "cuda" | "torchscript" | "pt2" | "reference"
     precision: str  # "bf16" | "bf16-weights" | "fp32"
     accumulation: Accumulation
-    note: str = ""  # one sentence for people, e.g. why bf16 was widened
-    kernel: str = ""  # the path of the CPU kernel that runs: one of kernel.PATHS; "" = it has no part
-    advice: str = ""  # what the note costs and its remedy, where there is one: worth saying once, not for every model
-    choice: str = ""  # why this profile answers, where there were others to choose from
+    note: str = ""  # one sentence for users, e.g. why bf16 was widened
+    kernel: str = ""  # the path of the CPU kernel in use: one of kernel.PATHS; "" = the kernel is not used
+    advice: str = ""  # the cost of what the note says, and the remedy if any: logged once, not for every model
+    choice: str = ""  # why this profile was chosen, if there were others
 
 
 class Runtime(Protocol):
@@ -52,11 +52,11 @@ class Runtime(Protocol):
     def run(
         self, feeds: Mapping[str, Array], outputs: Sequence[str] | None = None, *, seconds: float | None = None
     ) -> dict[str, Array]:
-        """Outputs by name, in the order asked for (all of them for ``None``).
+        """Return the outputs by name, in the order of ``outputs`` (all of them for ``None``).
 
         ``feeds`` holds one C-contiguous array per input, of the input's dtype; the caller has checked it against
-        ``inputs``. A run that takes longer than ``seconds`` is ended and fails, where the backend can be told to:
-        torch cannot. Raises :class:`~bf16kit.errors.RuntimeFailure` when the backend fails.
+        ``inputs``. A run that takes longer than ``seconds`` is aborted and fails, if the backend supports that: torch
+        does not. Raises :class:`~bf16kit.errors.RuntimeFailure` when the backend fails.
         """
         ...
 
@@ -64,8 +64,8 @@ class Runtime(Protocol):
 
 
 def contiguous(feeds: Mapping[str, Array]) -> dict[str, Array]:
-    """The same feeds, C-contiguous; arrays that already are stay the same object.
+    """Return the feeds as C-contiguous arrays; those that already are stay the same objects.
 
-    A scalar stays one: ``np.ascontiguousarray`` would make a vector of it.
+    A scalar stays a scalar: ``np.ascontiguousarray`` would make it a vector.
     """
     return {name: np.asarray(array, order="C") for name, array in feeds.items()}

@@ -1,7 +1,7 @@
-"""The weights of a profile, copied where nobody but this process reaches them: what serves is what was verified.
+"""A private copy of a profile's weights, so that the weights that serve are those that were verified.
 
-A session maps its weights. Who cuts an artifact's file short in place (``cp`` over it does) would end every process
-that maps it, by SIGBUS, and who writes to it would change answers that nobody looks at again.
+A session maps its weights. If an artifact's file were truncated in place (``cp`` over it does that), SIGBUS would kill
+every process that maps it. If it were overwritten, outputs would change without another check.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def copied(
     given: Collection[str] = (),
     store: WeightStore = OWN,
 ) -> Iterator[Weights]:
-    """The weights of ``graph``, one of the artifact's, for a session that is opened within the block.
+    """Yield the weights of ``graph``, one of the artifact's, for a session that is opened within the block.
 
-    Those whose names are ``given``, which nothing may read otherwise than as they lie, are in the memory of ``store``.
-    The others are in a temporary file in ``scratch`` (None: the system's directory), on a disk or in memory, that has
-    no name afterwards; where there is no room for one, ONNX Runtime takes all from memory, twice as much of it
-    meanwhile.
+    Weights whose names are in ``given`` are in the memory of ``store``; they may only be read in the layout in which
+    they are stored. The others are in a temporary file in ``scratch`` (None: the system's directory), on disk or in
+    memory, which has no name afterwards. Without room for such a file, ONNX Runtime reads all weights from memory, and
+    needs twice their size meanwhile.
     """
     tensors = CopiedTensors(graph, given)
     if not tensors.file.size and not tensors.memory.size:
@@ -64,7 +64,7 @@ def _values(artifact: Artifact, tensors: CopiedTensors, store: WeightStore) -> d
 
     def fill(memory: NDArray[np.uint8]) -> None:
         _fill(memory, artifact, tensors.memory)
-        artifact.verify()  # what was read is still what it was, before anybody else gets it
+        artifact.verify()  # checks that the files did not change while they were read, before the copy is shared
 
     memory = store.get(_key(artifact, tensors.memory), tensors.memory.size, fill)
     found: dict[str, Array] = {}
@@ -75,7 +75,7 @@ def _values(artifact: Artifact, tensors: CopiedTensors, store: WeightStore) -> d
 
 
 def _key(artifact: Artifact, regions: Regions) -> str:
-    """Equal for equal bytes, whatever the artifact is called: what is where, by the digests of the files."""
+    """Return a key that is equal for equal bytes, whatever the artifact's name: the files' digests and the regions."""
     files = artifact.manifest.files
     parts = (f"{files[r.location].sha256} {r.offset} {r.nbytes} {start}" for r, start in regions)
     return "\n".join(parts)

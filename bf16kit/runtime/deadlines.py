@@ -1,4 +1,4 @@
-"""Deadlines of runs, all kept by one thread: one for each run would cost more than a small run takes."""
+"""Deadlines of runs, all watched by one thread: a thread per run would cost more than a small run takes."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-_LINGER_S = 10.0  # that the thread stays when nothing has a deadline: runs come one after another
+_LINGER_S = 10.0  # how long the thread stays without deadlines, because runs come one after another
 
 
 class _Deadline:
-    """Of one run; told apart from others by its identity."""
+    """The deadline of one run, compared by identity."""
 
     __slots__ = ("at", "over")
 
@@ -22,25 +22,27 @@ class _Deadline:
 
 
 class Deadlines:
-    """Any thread may use it. Its own is there from the first deadline on, and ends when there was none for a while.
+    """Watches deadlines; thread-safe. Its thread starts with the first deadline and ends after a while without any.
 
-    Runs at work are few, and most end long before their deadline: so the earliest is looked for when the thread wakes,
-    and a run that comes or ends wakes nobody unless its deadline is earlier than what the thread waits for.
+    Few runs are active at a time, and most end long before their deadline. So the thread looks for the earliest when it
+    wakes, and a run that starts or ends wakes it only when its deadline is earlier than the one it waits for.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, *, linger_s: float = _LINGER_S) -> None:
-        """``clock`` is in seconds."""
+        """``clock`` returns seconds."""
         self._clock = clock
         self._linger_s = linger_s
         self._wake = threading.Condition()
         self._waiting: set[_Deadline] = set()
-        self._wakes_at = -math.inf  # of the thread; none runs
+        self._wakes_at = -math.inf  # when the thread wakes; -inf without a thread
         self._running = False
 
     @contextlib.contextmanager
     def after(self, seconds: float, over: Callable[[], None]) -> Iterator[None]:
-        """``over`` is called, on the thread, unless the block ends within ``seconds``; it must neither block nor raise.
-        It may still be called while the block ends. Raises RuntimeError where the system has no thread left."""
+        """Call ``over``, on the thread, unless the block ends within ``seconds``; it must neither block nor raise.
+
+        It may still be called while the block ends. Raises RuntimeError when the system cannot start another thread.
+        """
         deadline = _Deadline(self._clock() + seconds, over)
         with self._wake:
             if not self._running:
@@ -74,5 +76,5 @@ class Deadlines:
                 each.over()
 
 
-#: Of this process. The one that a run's options are for is of no interest to any other.
+# : One per process: a caller never has to see the deadlines of others.
 DEADLINES = Deadlines()

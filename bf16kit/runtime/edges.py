@@ -1,4 +1,4 @@
-"""What every runtime says of itself, kept once: its inputs and outputs, and how it runs."""
+"""Properties that all runtimes share: inputs, outputs, and how the model runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from bf16kit.tensors import TensorSpec
 
 
 class Edges:
-    """The properties of :class:`bf16kit.runtime.Runtime`, from what whoever inherits has set."""
+    """The properties of :class:`bf16kit.runtime.Runtime`, read from attributes that the subclass sets."""
 
     _inputs: tuple[TensorSpec, ...]
     _outputs: tuple[TensorSpec, ...]

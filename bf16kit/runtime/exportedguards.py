@@ -1,8 +1,8 @@
-"""What stands before operators of ATen that trust their arguments, which here are a file's choice.
+"""Checks before ATen operators that trust their arguments, because here a file chooses the arguments.
 
-Most of ATen's operators check sizes before they touch memory. Those whose names begin with an underscore or "native",
-and kernels that one library or another supplies, rely on a public operator that was called before them and checked.
-Where a program may call such a one itself, its checks stand here. Memory that nobody filled is given as zeros.
+Most of ATen's operators check sizes before they touch memory. Operators whose names begin with an underscore or
+"native", and kernels of some libraries, rely on the checks of the public operator that normally calls them. For those
+that a program may call directly, the checks are here. Uninitialized memory is replaced with zeros.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from bf16kit.runtime.exported.values import SYMBOLIC_LARGEST
 Function = Callable[..., Any]
 Given = Mapping[str, Any]
 
-_SMALLEST_SCALE, _LARGEST_SCALE = 1e-6, 1e6  # of resizing: a source's place must stay a 64-bit integer
-_MOST_REPEATED = 2**53  # a sum of doubles is exact up to there
-_LARGEST_SETTING = 2**31  # of windows
+_SMALLEST_SCALE, _LARGEST_SCALE = 1e-6, 1e6  # of resizing: a source position must fit a 64-bit integer
+_MOST_REPEATED = 2**53  # sums of doubles are exact up to here
+_LARGEST_SETTING = 2**31  # of a window's settings
 _GATES = {"lstm": 4, "gru": 3, "rnn_relu": 1, "rnn_tanh": 1}
 _QUOTIENTS = ("div", "div_", "floor_divide", "floor_divide_", "fmod", "remainder", "remainder_")
 
 
 def guarded(name: str, operator: torch._ops.OpOverload, function: Function) -> Function:
-    """``function``, which calls ATen's ``operator`` called ``name``, behind the checks that it needs.
+    """Wrap ``function``, which calls ATen's ``operator`` called ``name``, in the checks that it needs.
 
-    What comes back raises :class:`RuntimeFailure` for arguments that do not fit together.
+    The wrapped function raises :class:`RuntimeFailure` for arguments that do not fit together.
     """
     check = _CHECKS.get(name)
     if check is None and name.startswith(("upsample_", "_upsample_")):
         check = _smoothed if name.endswith("_aa") else _scales
     changed = _CHANGED.get(name)
-    if operator._overloadname.startswith("prim_"):  # TorchScript's own, which takes dtypes as numbers
+    if operator._overloadname.startswith("prim_"):  # TorchScript's own overloads, which take dtypes as numbers
         raise RuntimeFailure(f"uses the operator {str(operator)!r}, which torch.export does not write")
     arguments = operator._schema.arguments
     words = [(place, each.name) for place, each in enumerate(arguments) if _is_word(each)]
@@ -44,14 +44,14 @@ def guarded(name: str, operator: torch._ops.OpOverload, function: Function) -> F
     names = [argument.name for argument in arguments]
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        for place, word in words:  # torch takes any number for one, and does not look whether it has such a dtype
+        for place, word in words:  # torch accepts any number for these and does not check that it names a dtype
             if isinstance(args[place] if place < len(args) else kwargs.get(word), int | float | torch.SymInt):
                 raise RuntimeFailure(f"the arguments of {name} do not fit together")
         if check is not None:
             try:
                 fits = check({**dict(zip(names, args, strict=False)), **kwargs}, name)
             except (AttributeError, IndexError, KeyError, TypeError, ValueError, ZeroDivisionError):
-                fits = False  # an argument is missing, or of another kind
+                fits = False  # an argument is missing, or has another type
             if not fits:
                 raise RuntimeFailure(f"the arguments of {name} do not fit together")
         return function(*args, **kwargs) if changed is None else changed(function, *args, **kwargs)
@@ -85,7 +85,7 @@ def _group_norm(given: Given, _name: str) -> bool:
 def _weight_norm(given: Given, name: str) -> bool:
     direction, length, dim = given["v"], given["g"], given.get("dim", 0)
     if dim not in (0, direction.dim() - 1):
-        return name == "_weight_norm"  # written in terms of others
+        return name == "_weight_norm"  # implemented with other operators, which check
     return bool(
         length.dtype is direction.dtype
         and direction.dim() == length.dim() > 0
@@ -99,7 +99,7 @@ def _attention(given: Given, name: str) -> bool:
     if name.endswith("for_cpu"):
         fits = fits and query.dim() == key.dim() == value.dim() == 4 and value.shape[-1] == query.shape[-1]
         fits = fits and query.shape[:2] == key.shape[:2] == value.shape[:2]
-        fits = fits and min(query.shape[1], query.shape[2], key.shape[2]) > 0  # it divides by their numbers
+        fits = fits and min(query.shape[1], query.shape[2], key.shape[2]) > 0  # the kernel divides by these sizes
         fits = fits and (mask is None or mask.dim() in (2, 4))
     if mask is not None:
         wanted = (*query.shape[:-1], key.shape[-2])
@@ -110,7 +110,7 @@ def _attention(given: Given, name: str) -> bool:
 
 
 def _recurrent(given: Given, name: str) -> bool:
-    """Sizes of weights and states, which the kernel for the CPU takes for granted."""
+    """Check the sizes of weights and states, which the CPU kernel does not check."""
     packed = "data" in given
     of, states = given["data" if packed else "input"], given["hx"]
     states = list(states) if isinstance(states, list | tuple) else [states]
@@ -138,7 +138,9 @@ def _recurrent(given: Given, name: str) -> bool:
 
 
 def _packed(sizes: torch.Tensor, of: torch.Tensor, batch: int) -> bool:
-    """Of each step's sequences, which get fewer, and all of them are rows of ``of``."""
+    """Check ``sizes``, the number of sequences at each step: positive, not increasing, and their sum is the rows of
+    ``of``.
+    """
     if not _holds_numbers(sizes):
         return True
     if sizes.dim() != 1 or sizes.numel() == 0 or sizes.dtype is not torch.int64:
@@ -158,16 +160,18 @@ def _scales(given: Given, _name: str) -> bool:
 
 
 def _smoothed(given: Given, name: str) -> bool:
-    """Scales by which the size is as asked for, or larger: smaller ones lead beyond the source."""
+    """Check that the output is no larger than the scales allow: smaller scales would read beyond the source."""
     if not _scales(given, name) or "scale_factors" in given or not _holds_numbers(given["self"]):
-        return _scales(given, name)  # without a size beside them they are the size's own
+        return _scales(given, name)  # a scale without a size determines the size itself
     scales = (given.get("scales_h"), given.get("scales_w"))
     sizes = zip(given["self"].shape[2:], given["output_size"], scales, strict=True)
     return all(scale is None or size <= source * scale + 1 for source, size, scale in sizes)
 
 
 def _repeats(given: Given, _name: str) -> bool:
-    """With a size told beforehand, torch writes as it counts, and then sees one below zero or a sum beyond 64 bits."""
+    """Check the repeats: with a size given, torch writes while it counts, and only then notices a negative or too large
+    sum.
+    """
     repeats = given["repeats"]
     if not _holds_numbers(repeats):
         return True
@@ -175,7 +179,7 @@ def _repeats(given: Given, _name: str) -> bool:
 
 
 def _windows(given: Given, _name: str) -> bool:
-    """As many as 64 bits count: torch multiplies their numbers itself."""
+    """Check that the windows' elements can be counted in 64 bits: torch multiplies these sizes itself."""
     of, kernel = given["self"], given["kernel_size"]
     if not _holds_numbers(of):
         return True
@@ -192,7 +196,7 @@ def _windows(given: Given, _name: str) -> bool:
 
 
 def _quotient(given: Given, _name: str) -> bool:
-    """The least whole number divided by -1 ends the process."""
+    """Reject the smallest integer divided by -1, which kills the process."""
     over, under = given["self"], given["other"]
     if not _holds_numbers(over) or over.is_floating_point():
         return True
@@ -207,7 +211,7 @@ def _quotient(given: Given, _name: str) -> bool:
 
 
 def _holds_numbers(value: Any) -> bool:
-    """Not so of a stand-in without numbers, while a module is exported."""
+    """Return whether ``value`` is a real tensor; a stand-in used during export has no numbers."""
     return type(value) in (torch.Tensor, torch.nn.Parameter)
 
 
@@ -227,7 +231,7 @@ def _zeros(function: Function, *args: Any, **kwargs: Any) -> Any:
 
 
 def _strided(_function: Function, size: Any, stride: Any, **kwargs: Any) -> Any:
-    """Zeros between what the strides reach as well."""
+    """Return zeros for everything that the strides reach, gaps included."""
     if len(size) != len(stride) or min((*size, *stride), default=0) < 0:
         raise RuntimeFailure("the arguments of empty_strided do not fit together")
     reached = 1 + sum((each - 1) * step for each, step in zip(size, stride, strict=True)) if math.prod(size) else 0
@@ -235,11 +239,11 @@ def _strided(_function: Function, size: Any, stride: Any, **kwargs: Any) -> Any:
 
 
 def _copied(function: Function, into: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    return function(into.contiguous(), *args, **kwargs)  # what lies between its elements is not copied
+    return function(into.contiguous(), *args, **kwargs)  # do not copy the memory between its elements
 
 
 def _first(function: Function, *args: Any, **kwargs: Any) -> Any:
-    """The other results of a bag are not filled in all of its modes; a program that reads them fails."""
+    """Return only the first result: the others are not filled in in every mode, so a program that reads them fails."""
     return function(*args, **kwargs)[0], None, None, None
 
 

@@ -1,4 +1,6 @@
-"""Where an ONNX graph keeps its tensors, the refusal of any place that its artifact does not hold, and moving them."""
+"""The external data of an ONNX graph: finds its tensors, rejects places that the artifact does not hold, and moves
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,13 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
     from onnx import ModelProto, TensorProto
 
-# The external data file that reference.onnx names and nobody writes: those weights are rebuilt from bf16 and residual.
+# The external data file that reference.onnx names but that does not exist: its weights are rebuilt from bf16 and
+# residual.
 REBUILT = "residual.rebuilt"
 
 
 def initializers(path: Path, location: str) -> list[str]:
-    """Names of the main graph's initializers in ``path`` whose external data is in the file ``location``.
+    """Return the names of the main graph's initializers in ``path`` whose external data is in the file ``location``.
 
     Raises :class:`RuntimeFailure` when ``path`` is not an ONNX file.
     """
@@ -32,7 +35,7 @@ def initializers(path: Path, location: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Extent:
-    """Bytes of the file ``location``."""
+    """A range of bytes in the file ``location``."""
 
     location: str
     offset: int
@@ -44,9 +47,10 @@ class Extent:
 
 
 class Regions:
-    """What ``extents`` cover, each byte once: one region after the other, ``size`` bytes in all with what aligns them.
+    """The bytes that ``extents`` cover, each byte once: regions laid out one after the other, ``size`` bytes with
+    alignment.
 
-    However many tensors a graph says are in a file: what is taken is the size of the files.
+    However many tensors a graph claims to be in a file, no more than the file's size is allocated.
     """
 
     def __init__(self, extents: Iterable[Extent]) -> None:
@@ -63,11 +67,11 @@ class Regions:
             self.size = start + region.nbytes + -region.nbytes % ALIGNMENT
 
     def __iter__(self) -> Iterator[tuple[Extent, int]]:
-        """Each region, and where it begins among all."""
+        """Yield each region and its offset in the layout."""
         return iter(self._regions)
 
     def target(self, extent: Extent) -> int:
-        """Where ``extent`` begins among all regions."""
+        """Return the offset of ``extent`` in the layout."""
         index = bisect.bisect_right(self._regions, (extent.location, extent.offset), key=_beginning) - 1
         region, start = self._regions[index]
         return start + extent.offset - region.offset
@@ -79,7 +83,7 @@ def _beginning(region: tuple[Extent, int]) -> tuple[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A tensor's ``nbytes``: where they are, and where in one file for all they shall be."""
+    """The bytes of one tensor: where they are now, and their offset ``target`` in the file that gathers all tensors."""
 
     name: str
     location: str
@@ -89,10 +93,10 @@ class Move:
 
 
 class GatheredTensors:
-    """The graph in ``path``, whose external tensors are to be gathered: by ``moves`` in one file of ``size`` bytes, but
-    those named in ``given`` by ``given_moves`` in memory of ``given_size``.
+    """The graph in ``path``, whose external tensors are to be gathered in one file of ``size`` bytes, as ``moves`` say.
 
-    Its locations have passed :func:`check_locations`. Raises :class:`RuntimeFailure` when it is not an ONNX file.
+    Those named in ``given`` go to memory of ``given_size`` bytes instead, as ``given_moves`` say. The graph's locations
+    have passed :func:`check_locations`. Raises :class:`RuntimeFailure` when ``path`` is not an ONNX file.
     """
 
     def __init__(self, path: Path, given: Collection[str] = ()) -> None:
@@ -103,13 +107,15 @@ class GatheredTensors:
         self.given_moves, self.given_size = _moves(path, [tensor for tensor in tensors if tensor.name in own])
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of those that are given, by name."""
+        """Return the shapes of the tensors that go to memory, by name."""
         given = {move.name for move in self.given_moves}
         return {tensor.name: tuple(tensor.dims) for tensor in self._model.graph.initializer if tensor.name in given}
 
     def graph_at(self, location: str) -> bytes:
-        """The graph when its external tensors are in the file ``location`` beside it. ONNX Runtime wants that to be
-        named for those that are given, too, and reads nothing of them."""
+        """Return the graph with its external tensors in the file ``location`` beside it.
+
+        ONNX Runtime requires a location for the tensors in memory, too, but does not read it.
+        """
         files = iter(self.moves)
         given = {move.name: move.nbytes for move in self.given_moves}
         for tensor in _external(self._model):
@@ -123,10 +129,11 @@ class GatheredTensors:
 
 
 class CopiedTensors:
-    """The graph in ``path``, whose external tensors are to be copied: those named in ``given`` to memory, where each
-    byte that several share is once, the others to one file of ``size`` bytes, likewise.
+    """The graph in ``path``, whose external tensors are to be copied to one file, laid out as the regions ``file``.
 
-    Their locations have passed :func:`check_locations`. Raises :class:`RuntimeFailure` when it is not an ONNX file.
+    Those named in ``given`` go to memory instead, laid out as ``memory``. Bytes that several tensors share are copied
+    once. The graph's locations have passed :func:`check_locations`. Raises :class:`RuntimeFailure` when ``path`` is not
+    an ONNX file.
     """
 
     def __init__(self, path: Path, given: Collection[str] = ()) -> None:
@@ -137,14 +144,16 @@ class CopiedTensors:
         self.memory = Regions(extent for tensor, extent in self._extents if tensor.name in self._given)
 
     def given(self) -> Iterator[tuple[TensorProto, int]]:
-        """Those that are given, and where in memory each begins."""
+        """Yield the tensors that go to memory, each with its offset there."""
         for tensor, extent in self._extents:
             if tensor.name in self._given:
                 yield tensor, self.memory.target(extent)
 
     def graph_at(self, location: str) -> bytes:
-        """The graph when the others are in the file ``location`` beside it. ONNX Runtime wants it to exist for those
-        that are given, too, and reads nothing of them."""
+        """Return the graph with its other tensors in the file ``location`` beside it.
+
+        ONNX Runtime requires this file to exist for the tensors in memory, too, but does not read them from it.
+        """
         for tensor, extent in self._extents:
             start = 0 if tensor.name in self._given else self.file.target(extent)
             _place(tensor, location, start, extent.nbytes)
@@ -152,14 +161,14 @@ class CopiedTensors:
 
 
 def _given(model: ModelProto, external: Iterable[TensorProto], given: Collection[str]) -> set[str]:
-    """Those of ``given`` that are one tensor each: a name may stand for another in a body or a function."""
+    """Return the names in ``given`` that belong to one tensor only; a subgraph or function may reuse a name."""
     times = Counter(tensor.name for tensor in external)
     names = {tensor.name for tensor in model.graph.initializer}
     return {name for name in names.intersection(given) if times[name] == 1}
 
 
 def _moves(path: Path, tensors: Iterable[TensorProto]) -> tuple[list[Move], int]:
-    """Each tensor behind the one before, aligned; and the size of all."""
+    """Lay the tensors out one after the other, aligned; return the moves and the total size."""
     moves, size = [], 0
     for tensor in tensors:
         extent = _extent(path, tensor)
@@ -175,12 +184,12 @@ def _place(tensor: TensorProto, location: str, offset: int, nbytes: int) -> None
 
 
 def check_locations(path: Path, allowed: Collection[str]) -> None:
-    """Refuse a graph whose tensors are not where an artifact keeps them.
+    """Raise ArtifactError if one of the graph's tensors is not stored as an artifact stores it.
 
-    That is a file beside it among the ``allowed``, from a multiple of 64 bytes on, as whoever maps it relies on, as
-    many bytes as its shape and dtype need, and whole within the file. A file that is not there, as the reference's
-    never is, has no end to check. The digests prove that a graph is the one that was written, not that whoever wrote it
-    meant well, or knew how long the weights are.
+    A tensor must be in one of the ``allowed`` files beside the graph, at a multiple of 64 bytes, because mapping relies
+    on that. It must have as many bytes as its shape and dtype need, and lie within the file. A missing file, such as
+    the reference's, has no end to check. The digests prove only that the graph is the one that was written. They do not
+    prove that its author was honest, or knew how long the weights are.
 
     Raises :class:`ArtifactError` naming the tensor and the file, :class:`RuntimeFailure` when ``path`` is not an ONNX
     file.
@@ -200,8 +209,11 @@ def check_locations(path: Path, allowed: Collection[str]) -> None:
 
 
 def _check_extent(path: Path, tensor: TensorProto, location: str, size: int | None) -> None:
-    """Refuse a ``tensor`` that does not start where tensors do, is not as long as its shape and dtype say, or ends
-    beyond the ``size`` bytes of ``location``."""
+    """Raise ArtifactError if ``tensor`` is not aligned, has not the bytes that its shape and dtype need, or ends too
+    late.
+
+    ``size`` is the size of the file ``location`` in bytes, None if it does not exist.
+    """
     place = f"{path}: tensor {tensor.name!r} in {location!r}"
     offset = _number(place, tensor, "offset", 0)
     needed = _nbytes(place, tensor)
@@ -231,7 +243,7 @@ def _extent(path: Path, tensor: TensorProto) -> Extent:
 
 
 def _number(place: str, tensor: TensorProto, key: str, default: int) -> int:
-    """The value of ``key`` in bytes, given once or not at all."""
+    """Return the value of ``key`` in bytes, or ``default`` if it is absent; ArtifactError if it is given twice."""
     values = [entry.value for entry in tensor.external_data if entry.key == key]
     if len(values) > 1:
         raise ArtifactError(f"{place} has {len(values)} values of {key}, and may have one")
@@ -243,7 +255,7 @@ def _number(place: str, tensor: TensorProto, key: str, default: int) -> int:
 
 
 def _nbytes(place: str, tensor: TensorProto) -> int | None:
-    """The bytes of its elements, None where their type is unknown: ONNX Runtime will say so."""
+    """Return the size of the elements in bytes; None if their type is unknown, which ONNX Runtime will report."""
     if any(dim < 0 for dim in tensor.dims):
         raise ArtifactError(f"{place} has the shape {list(tensor.dims)}; no dimension may be negative")
     known = BY_ONNX.get(tensor.data_type)
@@ -261,8 +273,10 @@ def _model(path: Path) -> ModelProto:
 
 
 def _tensors(message: Message) -> Iterator[TensorProto]:
-    """Every tensor inside ``message``, wherever ONNX lets one be: initializers, dense and sparse, attributes, the
-    bodies of If and Loop, and functions."""
+    """Yield every tensor in ``message``, at any depth.
+
+    They may be initializers, dense or sparse, attributes, the subgraphs of If and Loop, and functions.
+    """
     if message.DESCRIPTOR.name == "TensorProto":
         yield cast("TensorProto", message)
         return
@@ -277,5 +291,5 @@ def _external(model: ModelProto) -> list[TensorProto]:
 
 
 def _locations(tensor: TensorProto) -> list[str]:
-    """The files it names: one, where whoever wrote it kept to the format."""
+    """Return the files that ``tensor`` names; exactly one if it follows the format."""
     return [entry.value for entry in tensor.external_data if entry.key == "location"]

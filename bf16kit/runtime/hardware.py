@@ -1,4 +1,4 @@
-"""What this machine offers: bf16 instructions, and processors that may really be used."""
+"""Features of this machine: bf16 instructions, and the number of CPUs that may be used."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 
 from bf16kit import controlgroup
 
-# x86 dot products (AVX512_BF16), x86 tiles (AMX), and the Arm extension, as the kernel spells them.
+# x86 dot products (AVX512_BF16), x86 tiles (AMX), and the Arm extension, as the Linux kernel names them.
 _BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 _FLAG_LINES = frozenset({"flags", "Features"})
 
 
 def cpu_has_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether the CPU multiplies bf16 in hardware; False where the kernel does not say.
+    """Return whether the CPU multiplies bf16 in hardware; False if the system does not say.
 
     Without such instructions a bf16 matrix product on the CPU is emulated, 8 to 10 times slower than fp32.
     """
@@ -30,9 +30,9 @@ def cpu_has_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 
 def available_cpus(quota: Callable[[], float | None] = controlgroup.cpus) -> int:
-    """Processors this process may use: its affinity, or the control group's ``quota`` where that is smaller.
+    """Return how many CPUs this process may use: its affinity, or the control group's ``quota`` if that is smaller.
 
-    A container limited to two CPUs on a machine of 64 sees 64; a thread for each would only wait for the others.
+    A container limited to two CPUs on a machine of 64 sees 64. Threads beyond two would only wait for each other.
     """
     cpus = len(os.sched_getaffinity(0))
     allowed = quota()

@@ -1,4 +1,4 @@
-"""Which weights of an fp32 graph ONNX Runtime can read where they lie, so that several sessions share one copy."""
+"""Finds the weights of an fp32 graph that ONNX Runtime can read in place, so that several sessions share one copy."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from bf16kit.tensors import BY_NAME
 if TYPE_CHECKING:
     from onnx import GraphProto
 
-#: By operator, the position of an input that its kernel multiplies by or looks up in, and makes no other tensor of.
-#: Not Conv's: ONNX Runtime lays those out anew when it opens a session.
+# : The operators, each with the position of an input, whose kernels read that input in place and do not copy it. Conv
+# is not among them: ONNX Runtime rearranges its weights when it opens a session.
 _READ_AS_THEY_LIE = {("MatMul", 1), ("Gemm", 1), ("Gather", 0)}
 _OTHERWISE = ("", -1)
 
 
 def read_in_place(path: Path) -> frozenset[str]:
-    """The fp32 initializers of the graph in ``path`` that nothing reads but such operators of the main graph."""
+    """Return the fp32 initializers of the graph in ``path`` that only such operators of the main graph read."""
     import onnx
 
     model = onnx.load(path, format="protobuf", load_external_data=False)
@@ -31,7 +31,10 @@ def read_in_place(path: Path) -> frozenset[str]:
 
 
 def _uses(graph: GraphProto, *, main: bool) -> Iterator[tuple[str, str, int]]:
-    """Each name that is read in ``graph``, by which operator and at which position; bodies read otherwise."""
+    """Yield each name that ``graph`` reads, with operator and input position.
+
+    Reads in subgraphs or by other domains, and graph outputs, are yielded as :data:`_OTHERWISE`.
+    """
     for output in graph.output:
         yield output.name, *_OTHERWISE
     for node in graph.node:

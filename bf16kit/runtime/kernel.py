@@ -1,12 +1,12 @@
-"""The CPU kernel, as Python sees it: a library beside this file, which path of it runs, and why it may not be used.
+"""The CPU kernel as Python sees it: a library beside this file, the path that it runs, and why it may not be used.
 
-The library holds operators of the domain ``bf16kit``: products of fp32 activations by weights that stay bf16 in memory,
-summed in fp32 (``MatMul_…``; ``MatMul2_…`` and ``MatMul3_…`` for several weights at once; the generic ``MatMul`` is for
-graphs made by hand), the same with activations rounded to bf16 (``MatMulBf16_…``), attention (``Attention_…``, and
-``AttentionBf16_…``, which rounds what it multiplies), normalisation (``AddLayerNorm…``, ``…RmsNorm…``), and
-``Gather_…``, which looks rows up in such a weight. A graph that has such nodes defines them as functions of standard
-operators. ONNX Runtime falls back to those where the library is not registered: the same results within fp32 rounding,
-from weights widened at load.
+The library holds operators of the domain ``bf16kit``. There are products of fp32 activations and weights that stay bf16
+in memory, summed in fp32: ``MatMul_…``, ``MatMul2_…`` and ``MatMul3_…`` for several weights at once, and the generic
+``MatMul`` for graphs made by hand. ``MatMulBf16_…`` are the same products with activations rounded to bf16. Others are
+attention (``Attention_…``, and ``AttentionBf16_…``, which rounds its operands), normalisation (``AddLayerNorm…``,
+``…RmsNorm…``), and ``Gather_…``, which looks up rows in a bf16 weight. A graph with such nodes also defines them as
+functions of standard operators. ONNX Runtime falls back to those functions if the library is not registered: the same
+results within fp32 rounding, from weights widened at load.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 DOMAIN = "bf16kit"
 LIBRARY = Path(__file__).with_name("_bf16kernel.so")
 VARIABLE = "BF16KIT_KERNEL_PATH"
-PATHS = ("avx512_bf16", "avx512f", "avx2", "portable")  # as kernels/gemm/choose.cpp names them, the fastest first
-OPT_IN = ("amx",)  # never chosen unless named: it has not run on a processor that has it
+PATHS = ("avx512_bf16", "avx512f", "avx2", "portable")  # as kernels/gemm/choose.cpp names them, fastest first
+OPT_IN = ("amx",)  # used only when named: not yet run on a processor that has it
 BF16 = "Bf16"  # in the names of operators that round their activations to bf16
 OFF = "off"
 
@@ -43,15 +43,15 @@ _REINSTALL = "install a C++17 compiler (on Debian: apt-get install g++) and inst
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """Which path of the kernel runs a graph; for one that runs without, why, and what to do about it."""
+    """The kernel path that runs a graph; without one, the reason and the remedy."""
 
-    path: str = ""  # one of PATHS, "" = the library is not to be registered
-    note: str = ""  # one sentence: why not
-    advice: str = ""  # what that costs, and the remedy
+    path: str = ""  # one of PATHS, "" = do not register the library
+    note: str = ""  # one sentence: why the kernel is not used
+    advice: str = ""  # the cost of that, and the remedy
 
     @property
     def library(self) -> Path | None:
-        """What a session must register."""
+        """The library that a session must register, if any."""
         return LIBRARY if self.path else None
 
 
@@ -59,7 +59,7 @@ NOT_NEEDED = Kernel()
 
 
 def kernel_for(model: Path | bytes) -> Kernel:
-    """The kernel for the ONNX graph ``model`` on the CPU: :data:`NOT_NEEDED` where it has no node of ours.
+    """Return the kernel for the ONNX graph ``model`` on the CPU: :data:`NOT_NEEDED` if it has no node of our domain.
 
     Raises :class:`ConfigError` as :func:`available` does.
     """
@@ -70,9 +70,11 @@ def kernel_for(model: Path | bytes) -> Kernel:
 
 
 def read_as_stored(model: Path | bytes, *, kernel: bool) -> frozenset[str]:
-    """The initializers of the ONNX graph ``model`` that are read where they lie, and never folded, widened or packed
-    into something else: bfloat16 ones of the library's operators, where the ``kernel`` runs them, and bfloat16 and
-    float32 tables in which a ``Gather`` looks rows up that are not the same at each run."""
+    """Return the initializers of the ONNX graph ``model`` that are read in place: never folded, widened or packed.
+
+    These are bfloat16 weights of the library's operators if the ``kernel`` runs them, and bfloat16 and float32 tables
+    of a ``Gather`` whose indices are not constant.
+    """
     graph = _parsed(model).graph
     constant = _constant(graph)
     ours, tables, others = set[str](), set[str](), {output.name for output in graph.output}
@@ -89,7 +91,7 @@ def read_as_stored(model: Path | bytes, *, kernel: bool) -> frozenset[str]:
 
 
 def _constant(graph: GraphProto) -> set[str]:
-    """Names of what is the same at each run: ONNX Runtime may compute it when it opens a session."""
+    """Return the names of values that are constant: ONNX Runtime may compute them when it opens a session."""
     found = {tensor.name for tensor in graph.initializer} - {edge.name for edge in graph.input}
     for node in graph.node:
         if found.issuperset(filter(None, node.input)):
@@ -98,7 +100,7 @@ def _constant(graph: GraphProto) -> set[str]:
 
 
 def available(*, rounds: bool = False) -> Kernel:
-    """The kernel on this machine, as the environment stands now. Raises :class:`ConfigError` as :func:`chosen` does."""
+    """Return the kernel on this machine, from the environment as it is now; :class:`ConfigError` as :func:`chosen`."""
     kernel = chosen(rounds=rounds)
     refusal = _refusal() if kernel.path else ""
     if refusal:
@@ -107,20 +109,22 @@ def available(*, rounds: bool = False) -> Kernel:
 
 
 def multiplies_bf16() -> bool:
-    """Whether products that round their activations have a path of their own here, with instructions for bf16; others
-    emulate them, and take as long as products in fp32, or longer."""
+    """Return whether this machine has a path of its own, with bf16 instructions, for products that round activations.
+
+    Other paths emulate such products, which then take as long as fp32 products, or longer.
+    """
     path = available(rounds=True).path
     return bool(path) and path != available().path
 
 
 def chosen(*, rounds: bool = False) -> Kernel:
-    """What :func:`available` gives unless ONNX Runtime refuses it, which is not imported to ask.
+    """Return what :func:`available` returns unless ONNX Runtime refuses the library; does not import ONNX Runtime.
 
-    ``rounds``: the path for products that round their activations to bf16; ``avx512_bf16`` is for those alone, and
-    names ``avx512f`` for others.
+    ``rounds``: the path for products that round their activations to bf16. ``avx512_bf16`` is only for those; for
+    others it means ``avx512f``.
 
-    Raises :class:`ConfigError` when ``BF16KIT_KERNEL_PATH`` names no path, or one this processor cannot run: who named
-    it wants that path, and not another one in silence.
+    Raises :class:`ConfigError` when ``BF16KIT_KERNEL_PATH`` names an unknown path, or one that this processor cannot
+    run. A user who names a path does not want another one silently.
     """
     wanted = os.environ.get(VARIABLE, "")
     if wanted and wanted not in (*PATHS, *OPT_IN, OFF):
@@ -141,7 +145,7 @@ def chosen(*, rounds: bool = False) -> Kernel:
     try:
         library = ctypes.CDLL(str(LIBRARY))
         ask = library.bf16kit_kernel_path_bf16 if rounds else library.bf16kit_kernel_path
-    except (OSError, AttributeError) as error:  # built for another machine, damaged, or not ours
+    except (OSError, AttributeError) as error:  # built for another machine, damaged, or another library
         return _without(f"its library cannot be loaded ({error})", _REINSTALL)
     ask.restype, ask.argtypes = ctypes.c_char_p, ()
     path: bytes | None = ask()
@@ -154,8 +158,10 @@ def chosen(*, rounds: bool = False) -> Kernel:
 
 
 def _installed() -> Path | None:
-    """The library of an installed bf16kit that is not the one imported: ``python -m`` in a directory of sources takes
-    those before it."""
+    """Return the library of an installed bf16kit that is not the imported one.
+
+    ``python -m`` in a directory of sources imports those instead of the installed package.
+    """
     for found in metadata.distributions(name="bf16kit"):
         library = Path(str(found.locate_file(Path(*LIBRARY.parts[-3:]))))
         if library != LIBRARY and library.is_file():
@@ -168,8 +174,10 @@ def _without(why: str, remedy: str) -> Kernel:
 
 
 def _refusal() -> str:
-    """Why ONNX Runtime cannot register the library, "" when it can: the library checks the runtime's version and what
-    a first call to it answers."""
+    """Return why ONNX Runtime cannot register the library, "" when it can.
+
+    The library checks the runtime's version and the result of a first call to it.
+    """
     from bf16kit.runtime.quietort import ort
 
     try:
@@ -180,7 +188,9 @@ def _refusal() -> str:
 
 
 def _parsed(model: Path | bytes) -> ModelProto:
-    """The graph without its external data; an empty one for what is no graph, of which ONNX Runtime tells more."""
+    """Parse the graph without its external data; an empty graph if it cannot be parsed: ONNX Runtime reports that
+    better.
+    """
     import onnx
     from google.protobuf.message import DecodeError
 
@@ -193,12 +203,12 @@ def _parsed(model: Path | bytes) -> ModelProto:
 
 
 def _ours(nodes: Iterable[NodeProto]) -> Iterator[str]:
-    """The names of the library's operators among ``nodes`` and in their bodies."""
+    """Yield the library's operators among ``nodes`` and in their subgraphs."""
     return (node.op_type for node in _all(nodes) if node.domain == DOMAIN)
 
 
 def _all(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
-    """``nodes`` and those in their bodies."""
+    """Yield ``nodes`` and the nodes of their subgraphs."""
     for node in nodes:
         yield node
         for attribute in node.attribute:

@@ -1,6 +1,6 @@
-"""From an artifact to a loaded runtime: the profiles, the fp32 reference, and which profile suits a device.
+"""Loads a runtime from an artifact: a profile or the fp32 reference; and chooses a profile for a device.
 
-Nothing heavy is imported before it is needed: a server of ONNX artifacts never imports torch.
+Heavy packages are imported only when needed: a server of ONNX artifacts never imports torch.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from bf16kit.runtime.weightstore import OWN, WeightStore
 from bf16kit.tensors import TensorSpec
 
 AUTO = "auto"
-CPU_PROFILES = ("cpu", "cpu-bf16")  # that ONNX Runtime runs, the more accurate first
-TORCH_PROFILES = ("torchscript", "pt2")  # that torch runs, on any device
+CPU_PROFILES = ("cpu", "cpu-bf16")  # run by ONNX Runtime, the more accurate first
+TORCH_PROFILES = ("torchscript", "pt2")  # run by torch, on any device
 REFERENCE = "reference"
 
 
@@ -32,15 +32,16 @@ def load(
     scratch: Path | None = None,
     weights: WeightStore = OWN,
 ) -> Runtime:
-    """The artifact's ``profile`` (cpu, cpu-bf16, cuda, torchscript, pt2) on ``device``, its accumulation probed.
+    """Load the artifact's ``profile`` (cpu, cpu-bf16, cuda, torchscript, pt2) on ``device`` and probe its accumulation.
 
-    ``threads`` is the number that works on one run on the CPU; None is one per available processor. A session maps its
-    weights from the artifact's files, or, of one opened with ``copies``, has them in ``weights`` and in a temporary
-    file in ``scratch`` (None: the system's directory): what becomes of the artifact afterwards is then nothing to it.
+    ``threads`` is how many threads work on one run on the CPU; None is one per available CPU. A session maps its
+    weights from the artifact's files. If the artifact was opened with ``copies``, they are in ``weights`` and in a
+    temporary file in ``scratch`` (None: the system's directory) instead, so that later changes to the artifact do not
+    affect the session.
 
-    Raises :class:`ArtifactError` when the artifact has no such profile, :class:`ConfigError` for a device the profile
-    is not for, :class:`DeviceUnavailable` or :class:`RuntimeFailure` when it cannot be loaded there, for one by an ONNX
-    Runtime that is older than the profile needs.
+    Raises :class:`ArtifactError` when the artifact has no such profile, :class:`ConfigError` for a device that the
+    profile does not support, :class:`DeviceUnavailable` or :class:`RuntimeFailure` when it cannot be loaded there, for
+    example because ONNX Runtime is older than the profile requires.
     """
     entry = _profile(artifact, profile)
     device = canonical(device)
@@ -89,7 +90,7 @@ def load(
             f"profile {profile} is to accumulate in fp32 what it rounds to bf16, and the accumulation probe found"
             f" {runtime.info.accumulation} here; use profile cpu"
         )
-    give_back()  # what reading the graph and the probe took: 3 MB
+    give_back()  # memory of reading the graph and of the probe: 3 MB
     return runtime
 
 
@@ -101,13 +102,13 @@ def load_reference(
     scratch: Path | None = None,
     weights: WeightStore | None = None,
 ) -> Runtime:
-    """The model in fp32 on the CPU, its weights rebuilt from the bf16 ones and the residual.
+    """Load the model in fp32 on the CPU, its weights rebuilt from the bf16 ones and the residual.
 
-    They lie in a temporary file without a name in ``scratch`` (None: the system's directory), mapped, or in memory
-    where that cannot hold them: when it is read-only, full or a tmpfs. The runtime's note says which. With
-    ``low_priority`` a run uses the calling thread only, unless ``threads`` says otherwise: a thread of low priority
-    then takes nothing from the live requests. With ``weights`` the large ones are in that store's memory, where several
-    processes may share them, and products read them there: ONNX Runtime makes no copy in an order of its own.
+    The weights are in a temporary file without a name in ``scratch`` (None: the system's directory), mapped. They are
+    in memory if the directory is read-only, full or a tmpfs; the runtime's note says which. With ``low_priority`` a run
+    uses only the calling thread, unless ``threads`` says otherwise, so that it does not slow live requests down. With
+    ``weights`` the large ones are in that store's memory, which several processes may share; products read them there,
+    and ONNX Runtime makes no rearranged copy.
 
     Raises :class:`ArtifactError` when the artifact has no reference, or no residual to rebuild it from.
     """
@@ -125,7 +126,7 @@ def load_reference(
     inputs, outputs = _edges(artifact)
     with rebuilt(artifact, graph, scratch, weights) as found:
         if artifact.copies:
-            artifact.verify()  # what was read is still what it was
+            artifact.verify()  # checks that the files did not change while they were read
         return OnnxRuntime(
             found.model,
             inputs,
@@ -145,8 +146,10 @@ def load_reference(
 
 
 def choose_profiles(artifact: Artifact, profile: str, device: str) -> tuple[tuple[str, ...], str]:
-    """The profiles of ``artifact`` that may serve on ``device`` (auto, cpu or cuda:N), the one to prefer first, and the
-    device they run on. For a ``profile`` that is not auto, that one alone.
+    """Return the profiles of ``artifact`` that may serve on ``device`` (auto, cpu or cuda:N), best first, and the
+    device.
+
+    If ``profile`` is not auto, it is the only one.
 
     Raises :class:`ArtifactError` when the artifact has no such profile, or none for the device.
     """
@@ -160,17 +163,16 @@ def choose_profiles(artifact: Artifact, profile: str, device: str) -> tuple[tupl
 
 
 def _device_for(profile: str) -> str:
-    """The device that a profile which was named runs on where none was."""
+    """Return the device for a profile that was named without a device."""
     on_cuda = profile == "cuda" or (profile in TORCH_PROFILES and _torch_cuda_works())
     return "cuda:0" if on_cuda else CPU
 
 
 def choose_profile(artifact: Artifact, device: str) -> tuple[str, str]:
-    """The best profile for ``device`` (auto, cpu or cuda:N) and the device it runs on; of those that the CPU runs, the
-    most accurate.
+    """Return the best profile for ``device`` (auto, cpu or cuda:N) and its device; on the CPU the most accurate one.
 
-    ``auto`` takes CUDA where the artifact has a profile for it and a device really works, else the CPU.
-    Raises :class:`ArtifactError` when the artifact has no profile for the device.
+    ``auto`` takes CUDA if the artifact has a profile for it and a device actually works, else the CPU. Raises
+    :class:`ArtifactError` when the artifact has no profile for the device.
     """
     if device != AUTO:
         device = canonical(device)
@@ -204,7 +206,9 @@ def _profile(artifact: Artifact, profile: str) -> ProfileEntry:
 
 
 def _check_served(artifact: Artifact) -> None:
-    """ArtifactError where an artifact is for other programs alone: what they load is not what a server runs."""
+    """Raise ArtifactError if the artifact has only exports, which other programs load and this project does not
+    serve.
+    """
     exports = artifact.manifest.exports
     if exports and not artifact.manifest.profiles:
         raise ArtifactError(

@@ -21,10 +21,10 @@ from bf16kit.wording import brief
 class OnnxRuntime(Edges):
     """One ONNX graph, loaded: a :class:`bf16kit.runtime.Runtime`.
 
-    ``profile`` and ``precision`` are what :class:`RuntimeInfo` says; the accumulation is probed on ``device``, with the
-    CPU kernel where the graph runs on it. ``name`` is what messages call a graph given as bytes. See
-    :func:`bf16kit.runtime.session.open_session` for the rest, and for the errors;
-    :class:`~bf16kit.errors.ConfigError` when the environment asks for a kernel that cannot be.
+    ``profile`` and ``precision`` are reported in :class:`RuntimeInfo`; the accumulation is probed on ``device``, with
+    the CPU kernel if the graph uses it. ``name`` is the name of a graph given as bytes in messages. For the other
+    arguments and the errors see :func:`bf16kit.runtime.session.open_session`. Also raises
+    :class:`~bf16kit.errors.ConfigError` when the environment asks for a kernel path that cannot be used.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class OnnxRuntime(Edges):
     ) -> None:
         device = canonical(device)
         name = name or (model.name if isinstance(model, Path) else f"a graph of {len(model)} bytes")
-        # Only for a graph that asks for it: the reference must run on nothing but ONNX Runtime.
+        # Only if the graph has nodes of the kernel: the reference must run on ONNX Runtime alone.
         kernel = kernel_for(model) if device == CPU else NOT_NEEDED
         session = open_session(
             model,
@@ -86,7 +86,7 @@ class OnnxRuntime(Edges):
     def run(
         self, feeds: Mapping[str, Array], outputs: Sequence[str] | None = None, *, seconds: float | None = None
     ) -> dict[str, Array]:
-        """See :meth:`bf16kit.runtime.Runtime.run`. ONNX Runtime reads the arrays in place and lets go of the GIL."""
+        """See :meth:`bf16kit.runtime.Runtime.run`. ONNX Runtime reads the arrays in place and releases the GIL."""
         session = self._session
         if session is None:
             raise RuntimeFailure("the model is closed")
@@ -113,15 +113,15 @@ class OnnxRuntime(Edges):
         return dict(zip(names, values, strict=True))
 
     def close(self) -> None:
-        """Free the weights once the runs under way have ended. ``run`` fails from now on."""
+        """Drop the session; its weights are freed when the active runs have ended. Later calls of ``run`` fail."""
         self._session = None
 
 
-# What ONNX Runtime says when what is in an input, or its size, does not fit the graph. Its own class for that
-# (InvalidArgument) is not enough: sizes that cannot be broadcast together end as a RuntimeException.
+# ONNX Runtime's messages when an input's values or sizes do not fit the graph. Its own class for that (InvalidArgument)
+# is not enough: sizes that cannot be broadcast together raise RuntimeException.
 _BLAMES_INPUT = re.compile(r"out of (data )?bounds|out of range|broadcast|reshape|dimension", re.IGNORECASE)
 _STATUS = "Status Message: "
-_ONNX_TYPES = {"float32": "float", "float64": "double"}  # ONNX Runtime's names where they are not ours
+_ONNX_TYPES = {"float32": "float", "float64": "double"}  # ONNX Runtime's names that differ from ours
 
 
 def _failure(error: Exception) -> RuntimeFailure:
@@ -133,8 +133,10 @@ def _failure(error: Exception) -> RuntimeFailure:
 
 
 def _check_edges(graph: str, session: Session, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> None:
-    """Hold names and dtypes that are declared against the graph. Shapes show in every run: what a graph says of them
-    itself may be wrong, and not every caller declares them."""
+    """Compare the declared names and dtypes with the graph's.
+
+    Shapes are not compared: every run checks them, the graph's own may be wrong, and not every caller declares them.
+    """
     for what, specs, found in (("input", inputs, session.get_inputs()), ("output", outputs, session.get_outputs())):
         declared, real = sorted(s.name for s in specs), sorted(f.name for f in found)
         if declared != real:

@@ -1,6 +1,6 @@
-"""Memory for weights: anonymous, in pages of 2 MiB where the system has them.
+"""Anonymous memory for weights, in pages of 2 MiB if the system has them.
 
-A product of a few rows takes as long as its weights take to arrive, which is a fifth to a third longer from pages of
+A product of a few rows takes as long as reading its weights, and reading takes a fifth to a third longer from pages of
 4 KiB (docs/decisions/0039-weights-in-large-pages.md).
 """
 
@@ -15,17 +15,17 @@ from numpy.typing import NDArray
 from bf16kit.sealedmemory import check_room, no_room
 
 LARGE_PAGE = 2 << 20  # bytes, on x86-64 and on most of arm64
-_ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux alone
+_ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)  # only on Linux
 
 
 def own_memory(size: int) -> NDArray[np.uint8]:
-    """``size`` bytes of zeros that begin a large page. The last, part of a page, takes no more memory than it needs.
+    """Allocate ``size`` zero bytes that start at a large page. The rest beyond whole large pages takes small pages.
 
-    Raises :class:`MemoryError` where there is no room in the address space, or in the container.
+    Raises :class:`MemoryError` when there is no room in the address space, or in the container.
     """
     check_room(size)
     try:
-        # Python's default is memory that is shared, which has large pages only where the administrator says so.
+        # Python's default is shared memory, which has large pages only if the administrator allows it.
         mapping = mmap.mmap(-1, size + LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise no_room(size, error) from error
@@ -33,6 +33,6 @@ def own_memory(size: int) -> NDArray[np.uint8]:
     start = -whole.ctypes.data % LARGE_PAGE
     large = size // LARGE_PAGE * LARGE_PAGE
     if large and _ADVICE is not None:
-        with contextlib.suppress(OSError):  # a kernel that was built without them
+        with contextlib.suppress(OSError):  # a kernel built without large pages
             mapping.madvise(_ADVICE, start, large)
     return whole[start : start + size]

@@ -1,12 +1,12 @@
 """The accumulation probe: proves on the real device that products of bf16 values are summed in fp32.
 
-Dot products of 4,096 integers, each exact in bf16, whose sums are exact in fp32 in any order. Two are needed. Summing
-4,096 ones gives 4096 in fp32, and 256 when a bf16 accumulator takes them one by one (256 + 1 rounds to 256). But 16
-lanes, or slices of K, of ones each stay small enough to be exact in bf16; so a second vector starts with large terms
-and takes them away at the end: every lane loses its ones in between, and every partial sum is off.
+It computes dot products of 4,096 integers, each exact in bf16, whose sums are exact in fp32 in any order. Two vectors
+are needed. 4,096 ones sum to 4096 in fp32, but to 256 in one bf16 accumulator (256 + 1 rounds to 256). However, 16
+lanes, or slices of K, of ones each stay small enough to be exact in bf16. So the second vector starts with large terms
+and subtracts them at the end: every lane loses its ones in between, and every partial sum is off.
 
-Where the CPU kernel is to round its activations, the same sums are asked for of activations that bf16 does not have:
-they must be those of what rounding to nearest, ties to even, makes of them, and no others.
+If the CPU kernel is to round its activations, the probe repeats this with activations that bf16 cannot represent. The
+sums must be exactly those of the activations rounded to nearest, ties to even.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from onnx import FunctionProto, NodeProto, OperatorSetIdProto
 
 TERMS = 4096
-ROWS = (1, 64)  # a matrix-vector product and a matrix product are different kernels
-_COLUMNS = 48  # for the CPU kernel a whole panel and a narrower one, which it reads in different ways
-_SINGLE_FILE_SUM = 256  # where one bf16 accumulator of ones comes to a halt
+ROWS = (1, 64)  # matrix-vector and matrix products use different kernels
+_COLUMNS = 48  # one whole panel and a narrower one, which the CPU kernel reads differently
+_SINGLE_FILE_SUM = 256  # where a single bf16 accumulator of ones stops growing
 
-# What is multiplied by a product that rounds, and what it is to be taken for: a tie, and what lies above the middle.
+# Activations for a product that rounds, each with its rounded value: a tie, and a value above the midpoint.
 _ROUNDED = ((1 + 2.0**-8, 1.0), (1 + 3 * 2.0**-9, 1 + 2.0**-7))
 
 Product = Callable[[NDArray[np.float32]], NDArray[Any]]
@@ -46,9 +46,9 @@ def weights() -> NDArray[np.float32]:
 
 
 def classify(product: Product) -> Accumulation:
-    """How ``product`` accumulates; it maps x, fp32 [rows, 4096], to x @ :func:`weights`, [rows, 48].
+    """Return how ``product`` accumulates; it maps x, fp32 [rows, 4096], to x @ :func:`weights`, [rows, 48].
 
-    ``fp32`` when every sum is exact, ``bf16`` when sums are off as lower precision makes them, ``unknown`` when they
+    ``fp32`` when every sum is exact, ``bf16`` when sums are off in the way of lower precision, ``unknown`` when they
     are not sums at all.
     """
     exact = weights().sum(axis=0)
@@ -67,7 +67,9 @@ def classify(product: Product) -> Accumulation:
 
 
 def classify_rounding(product: Product) -> Accumulation:
-    """As :func:`classify`, of a product that rounds x to bf16; ``unknown`` as well when it rounds otherwise, or not."""
+    """Classify a product that rounds x to bf16, as :func:`classify`; also ``unknown`` if it rounds differently or not
+    at all.
+    """
     found = classify(product)
     for given, meant in _ROUNDED if found == "fp32" else ():
         for rows in ROWS:
@@ -80,9 +82,9 @@ def classify_rounding(product: Product) -> Accumulation:
 def probe_onnx(device: str, precision: str, library: Path | None = None) -> Accumulation:
     """Probe ONNX Runtime on ``device`` with the arithmetic of ``precision`` (see :class:`RuntimeInfo`).
 
-    ``bf16`` multiplies bf16 by bf16, or on the CPU fp32 rounded to bf16 by bf16; ``bf16-weights`` and ``fp32`` multiply
-    fp32 activations by widened bf16 weights: with the CPU kernel in ``library``, or without it as ONNX Runtime does.
-    Raises :class:`~bf16kit.errors.RuntimeFailure` when the device cannot do that.
+    ``bf16`` multiplies bf16 by bf16; on the CPU it multiplies fp32 rounded to bf16 by bf16. ``bf16-weights`` and
+    ``fp32`` multiply fp32 activations by widened bf16 weights, by the CPU kernel in ``library`` or without it by ONNX
+    Runtime. Raises :class:`~bf16kit.errors.RuntimeFailure` when the device cannot do that.
     """
     from bf16kit.runtime.session import failing_as, open_session
 
@@ -124,14 +126,14 @@ def _graph(precision: str, rounds: bool) -> bytes:
         [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["rows", _COLUMNS])],
         [helper.make_tensor("w", TensorProto.BFLOAT16, stored.shape, stored.tobytes(), raw=True)],
     )
-    # Opset and IR are pinned: the onnx package's newest are ahead of what ONNX Runtime reads.
+    # Opset and IR are pinned: the onnx package's newest may be too new for ONNX Runtime.
     opsets = [_opset(), _opset(DOMAIN)] if functions else [_opset()]
     model = helper.make_model(graph, functions=functions, opset_imports=opsets, ir_version=10)
     return bytes(model.SerializeToString())
 
 
 def _operator(rounds: bool) -> str:
-    """The kernel's; the one that rounds has names by layout alone."""
+    """Return the kernel's operator; names of rounding operators include the layout."""
     return "MatMulBf16_panels_tail" if rounds else "MatMul"
 
 
@@ -145,7 +147,7 @@ def _kernel_node(rounds: bool) -> NodeProto:
 
 
 def _kernel_function(rounds: bool) -> FunctionProto:
-    """What :func:`_kernel_node` is without the kernel: whole panels and the narrower one to [K, N], widened."""
+    """Define :func:`_kernel_node` in standard operators: unpack the panels to [K, N], widen, multiply."""
     from onnx import TensorProto, helper
 
     panels, tail = divmod(_COLUMNS, WIDTH)

@@ -1,7 +1,7 @@
-"""ONNX Runtime, imported in this one place, where its telemetry is turned off first.
+"""Imports ONNX Runtime, for the whole project, after turning its telemetry off.
 
-Builds from 1.31 on write a device id and a database of events under ``~/.cache`` as soon as they are imported, unless
-the environment says not to. Someone who wants that sets ``ORT_DISABLE_TELEMETRY=0``.
+Builds from 1.31 on write a device id and a database of events under ``~/.cache`` on import, unless the environment
+forbids it. To allow it, set ``ORT_DISABLE_TELEMETRY=0``.
 """
 
 from __future__ import annotations

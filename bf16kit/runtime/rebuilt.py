@@ -1,4 +1,4 @@
-"""The fp32 weights of the reference, rebuilt where ONNX Runtime reads them: in a temporary file, or in memory."""
+"""Rebuilds the reference's fp32 weights for ONNX Runtime: in a temporary file, or in memory."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ VIRTUAL_FILE = "weights"  # the name of a file that does not exist
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """What a session is opened with, and in a few words where its weights are."""
+    """The arguments for opening a session, and a short text that says where the weights are."""
 
     model: Path | bytes
     where: str
     base_dir: Path | None = None
     external: Mapping[str, Array] = field(default_factory=dict)  # initializers by name
-    files: Mapping[str, Array] = field(default_factory=dict)  # the bytes of files that do not exist, by name
-    values: Mapping[str, Array] = field(default_factory=dict)  # initializers by name, read where they are
+    files: Mapping[str, Array] = field(default_factory=dict)  # bytes of virtual files, by file name
+    values: Mapping[str, Array] = field(default_factory=dict)  # initializers by name, read in place
 
 
 @contextmanager
 def rebuilt(
     artifact: Artifact, graph: Path, scratch: Path | None = None, store: WeightStore | None = None
 ) -> Iterator[Weights]:
-    """The weights of ``graph``, the artifact's reference, for a session that is opened within the block.
+    """Yield the weights of ``graph``, the artifact's reference, for a session that is opened within the block.
 
-    They are written to a temporary file in ``scratch`` (None: the system's directory) and mapped from there, or, where
-    that is not possible, kept in memory, which takes twice as much of it while the session is opened. With a ``store``
-    those that products and look-ups read as they lie are in its memory.
+    They are written to a temporary file in ``scratch`` (None: the system's directory) and mapped from there. If that is
+    impossible they are kept in memory, which needs twice their size while the session is opened. With a ``store``,
+    weights that products and look-ups read in place are in its memory.
     """
     gathered = GatheredTensors(graph, () if store is None else read_in_place(graph))
     try:
@@ -55,7 +55,7 @@ def rebuilt(
             yield Weights(gathered.graph_at(path.name), where, base_dir=path.parent, values=values)
     except NoScratch as reason:
         gathered = GatheredTensors(graph)
-        if artifact.copies:  # a session that is given the graph's own path maps what else the graph names
+        if artifact.copies:  # a session that opens the graph by its path also maps the other files that the graph names
             buffer = np.empty(gathered.size, np.uint8)
             _write(gathered.moves, artifact, buffer)
             where = f"in memory, because {reason}"
@@ -67,15 +67,15 @@ def rebuilt(
 
 
 def _values(artifact: Artifact, gathered: GatheredTensors, store: WeightStore) -> dict[str, Array]:
-    """What is given, as views of the store's memory."""
+    """Return the initializers in the store's memory, as views."""
     if not gathered.given_size:
         return {}
 
     def fill(memory: NDArray[np.uint8]) -> None:
         _write(gathered.given_moves, artifact, memory)
-        artifact.verify()  # what was read is still what it was, before anybody else gets it
+        artifact.verify()  # checks that the files did not change while they were read, before the copy is shared
 
-    # What is where, and what of it is the same in no other artifact, follows from the manifest.
+    # The manifest determines the layout and the bytes, and its digest is unique to the artifact.
     key = f"the fp32 reference of {hashlib.sha256(artifact.manifest.dumps()).hexdigest()}"
     memory = store.get(key, gathered.given_size, fill)
     shapes = gathered.shapes()
@@ -98,5 +98,5 @@ def _write(moves: Iterable[Move], artifact: Artifact, mapped: Array) -> None:
 
 
 def _reader(artifact: Artifact) -> Artifact:
-    """The artifact opened once more: what it maps to rebuild the weights is unmapped with it."""
+    """Open the artifact again, so that the mappings used to rebuild the weights are dropped with it."""
     return Artifact(artifact.path, artifact.manifest, artifact.copies)

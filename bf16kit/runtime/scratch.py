@@ -1,4 +1,4 @@
-"""A temporary file that ONNX Runtime maps: its pages are the system's to take back, where arrays in memory are not."""
+"""A temporary file that ONNX Runtime maps: unlike arrays in memory, the system can reclaim its pages."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ class NoScratch(Exception):
 def scratch_file(
     size: int, directory: Path | None = None, *, in_memory: bool = False
 ) -> Iterator[tuple[Path, NDArray[np.uint8]]]:
-    """A file of ``size`` bytes in ``directory`` (None: the system's), mapped for writing; it has no name afterwards.
+    """Create a file of ``size`` bytes in ``directory`` (None: the system's), mapped for writing; later it has no name.
 
-    Whoever opened or mapped it within the block keeps it. Its process holds a lock on it: one that a killed process
-    left is removed by the next that comes here. Raises :class:`NoScratch` when the directory cannot be written, lacks
-    the room, which is taken at once, or lies in memory itself and ``in_memory`` does not allow that.
+    A descriptor or mapping that was opened within the block stays valid. The process locks the file while it has a
+    name, so that the next call can remove a file that a killed process left. Raises :class:`NoScratch` when the
+    directory cannot be written, lacks the room, which is reserved at once, or is in memory and ``in_memory`` is false.
     """
     directory = _usable(directory, in_memory)
     _remove_stale(directory)
     with contextlib.ExitStack() as stack:
-        yield _mapped_file(stack, directory, size)  # not in a variable: the caller may let go of the mapping
+        yield _mapped_file(stack, directory, size)  # not stored in a variable, so that the caller can drop the mapping
 
 
 def _mapped_file(stack: contextlib.ExitStack, directory: Path, size: int) -> tuple[Path, NDArray[np.uint8]]:
-    """A new file, closed and without its name when ``stack`` is left, and its mapping."""
+    """Create and map a file; leaving ``stack`` closes it and removes its name."""
     try:
         descriptor, name = _locked_file(directory)
         stack.callback(os.close, descriptor)
         stack.callback(Path(name).unlink, missing_ok=True)
-        os.posix_fallocate(descriptor, 0, size)  # a page that finds no room when it is written kills the process
+        os.posix_fallocate(descriptor, 0, size)  # otherwise a page without room kills the process when it is written
         return Path(name), np.memmap(name, np.uint8, mode="r+", shape=(size,)).view(np.ndarray)
     except OSError as error:
         room = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -53,7 +53,7 @@ def _mapped_file(stack: contextlib.ExitStack, directory: Path, size: int) -> tup
 
 
 def _locked_file(directory: Path) -> tuple[int, str]:
-    """A new file, and the lock on it; again where another process took it for a stale one before it was locked."""
+    """Create and lock a file; try again if another process took it for stale before it was locked."""
     while True:
         descriptor, name = tempfile.mkstemp(prefix=_PREFIX, dir=directory)
         try:
@@ -68,9 +68,9 @@ def _locked_file(directory: Path) -> tuple[int, str]:
 
 
 def on_disk(directory: Path | None = None) -> Path:
-    """Where temporary files go that memory is to be spared: ``directory``, unless it lies in memory itself.
+    """Return the directory for temporary files that must not use memory: ``directory`` if it is on a disk.
 
-    Then, and for None, the system's directory; where that lies in memory, too, ``directory`` all the same.
+    Otherwise, and for None, the system's directory; but ``directory`` if the system's is in memory, too.
     """
     if directory is not None and not _in_memory(directory):
         return directory
@@ -90,7 +90,7 @@ def _in_memory(directory: Path) -> bool:
 def _usable(directory: Path | None, in_memory: bool) -> Path:
     try:
         found = (directory or Path(tempfile.gettempdir())).resolve()
-    except FileNotFoundError:  # nothing that tempfile knows of can be written
+    except FileNotFoundError:  # tempfile found no directory that it can write
         raise NoScratch("no directory for temporary files can be written") from None
     if not in_memory and _in_memory(found):
         raise NoScratch(f"{found} lies in memory")
@@ -98,19 +98,19 @@ def _usable(directory: Path | None, in_memory: bool) -> Path:
 
 
 def _file_system(directory: Path) -> str:
-    """The type of the file system that ``directory`` is on, "" where the system does not tell."""
+    """Return the type of the file system that ``directory`` is on, "" if the system does not say."""
     best, found = -1, ""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/mountinfo").read_text().splitlines():
             mount, _, source = line.partition(" - ")
             point = Path(mount.split()[4].encode().decode("unicode_escape"))
-            if directory.is_relative_to(point) and len(point.parts) >= best:  # the last of several at one point
+            if directory.is_relative_to(point) and len(point.parts) >= best:  # the last mount at a point counts
                 best, found = len(point.parts), source.split()[0]
     return found
 
 
 def _remove_stale(directory: Path) -> None:
-    """Remove what killed processes left; a living one holds its lock, another user's cannot be opened."""
+    """Remove the files of killed processes; a live process holds its lock, and other users' files cannot be opened."""
     for path in directory.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
             descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)

@@ -1,8 +1,8 @@
-"""Rewriting the inlined graph of a loaded TorchScript module, before its first run: bf16 to fp32, and its device.
+"""Rewrites the inlined graph of a loaded TorchScript module before its first run: bf16 to fp32, and its device.
 
-Tracing bakes dtypes and devices into the graph as constants. An integer constant is shared by whoever needs that
-number: 15 is bfloat16 to ``aten::to`` and a length to ``aten::arange``. So dtypes are replaced where an operator's
-schema calls the argument a dtype, and nowhere else.
+Tracing stores dtypes and devices in the graph as constants. One integer constant may serve several operators: 15 is
+bfloat16 for ``aten::to`` and a length for ``aten::arange``. So a dtype is replaced only where an operator's schema
+calls the argument a dtype.
 
 This file handles torch's graph objects without importing torch, which only torchscript.py does; hence ``Any``.
 """
@@ -23,13 +23,13 @@ FLOAT32 = 6
 
 
 def tensors(module: Module, graph: Graph) -> Iterator[Tensor]:
-    """Every tensor the graph reads: parameters, buffers and other attributes of ``module``, and constants."""
+    """Yield every tensor the graph reads: parameters, buffers and other attributes of ``module``, and constants."""
     for node in nodes(graph):
         yield from tensors_of(module, node)
 
 
 def tensors_of(module: Module, node: Node) -> Iterator[Tensor]:
-    """The tensor that ``node`` gives, where it is a constant or an attribute of ``module``."""
+    """Yield the tensor of ``node`` if that is a constant or an attribute of ``module``."""
     if _is_tensor_constant(node):
         yield node.t("value")
     elif _is_tensor_attribute(node):
@@ -37,7 +37,7 @@ def tensors_of(module: Module, node: Node) -> Iterator[Tensor]:
 
 
 def convert_tensors(module: Module, graph: Graph, convert: Callable[[Tensor], Tensor]) -> None:
-    """Replace every tensor the graph reads by ``convert`` of it; called once for a tensor that is read many times."""
+    """Replace every tensor the graph reads with its conversion by ``convert``, called once per distinct tensor."""
     converted: dict[tuple[Any, ...], Tensor] = {}
 
     def once(tensor: Tensor) -> Tensor:
@@ -65,14 +65,14 @@ def replace_dtypes(graph: Graph, old: int, new: int) -> None:
 
 
 def replace_devices(graph: Graph, device: str) -> None:
-    """Make every device constant ``device``, e.g. ``cuda:0``: a module traced on the CPU names the CPU."""
+    """Set every device constant to ``device``, e.g. ``cuda:0``: a module traced on the CPU names the CPU."""
     for node in nodes(graph):
         if node.kind() == "prim::Constant" and node.output().type().kind() == "DeviceObjType":
             node.s_("value", device)
 
 
 def nodes(block: Any) -> Iterator[Node]:
-    """Every node of a graph or block, and of the blocks inside its nodes."""
+    """Yield every node of a graph or block, and of the blocks inside its nodes."""
     for node in block.nodes():
         yield node
         for inner in node.blocks():
@@ -88,7 +88,7 @@ def _is_tensor_attribute(node: Node) -> bool:
 
 
 def path_of(node: Node) -> tuple[str, ...]:
-    """Names from the module to the attribute: ``("encoder", "linear", "weight")``."""
+    """Return the names from the module to the attribute: ``("encoder", "linear", "weight")``."""
     names = [node.s("name")]
     owner = node.input().node()
     while owner.kind() == "prim::GetAttr":
@@ -98,8 +98,8 @@ def path_of(node: Node) -> tuple[str, ...]:
 
 
 def owner_of(module: Module, node: Node) -> Any:
-    """The C++ object whose attribute ``node`` reads."""
-    owner = module._c  # the C++ module; attributes that are neither parameters nor buffers are reached only there
+    """Return the C++ object whose attribute ``node`` reads."""
+    owner = module._c  # the C++ module: the only way to attributes that are neither parameters nor buffers
     for name in path_of(node)[:-1]:
         owner = owner.getattr(name)
     return owner
@@ -114,7 +114,7 @@ def _dtype_arguments(node: Node) -> list[int]:
 
 
 def argument_names(schema: str) -> list[str]:
-    """Names of the arguments in an operator's schema, in order: ``aten::to.dtype(Tensor(a) self, …) -> …``.
+    """Return the argument names in an operator's schema, in order: ``aten::to.dtype(Tensor(a) self, …) -> …``.
 
     Empty for an operator without a schema.
     """
@@ -138,7 +138,7 @@ def argument_names(schema: str) -> list[str]:
 
 
 def _name(argument: str) -> str:
-    """``memory_format`` of ``MemoryFormat? memory_format=None``."""
+    """Return the name of an argument: ``memory_format`` for ``MemoryFormat? memory_format=None``."""
     return argument.partition("=")[0].split()[-1]
 
 

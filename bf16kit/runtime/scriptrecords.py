@@ -1,7 +1,7 @@
-"""Whether the records of a TorchScript file hold as many bytes as its pickles take from them.
+"""Checks that a TorchScript file's records are as long as its pickles claim.
 
-torch reads a record and gives a tensor over it as many elements as the pickle says, and looks at no bytes in between:
-one that says more reads memory of somebody else, or ends the process.
+torch reads a record and builds a tensor with as many elements as the pickle says, without comparing the sizes. A pickle
+that claims too many makes torch read foreign memory, or crash.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Self
 from bf16kit.errors import RuntimeFailure
 from bf16kit.runtime import torchzip
 
-_DEEPEST = 200  # modules in modules, lists in lists
+_DEEPEST = 200  # nesting of modules and lists
 _LARGEST = 256 << 20  # bytes of a pickle, which may be compressed
 _READ = ("/data.pkl", "/constants.pkl")  # traced_inputs.pkl, whose records are empty, is not
 _ITEM_BYTES = {
@@ -25,19 +25,21 @@ _ITEM_BYTES = {
 
 
 def check(path: Path) -> None:
-    """:class:`RuntimeFailure` for a file whose records are shorter than what its pickles take from them, or that
-    cannot be read so far."""
+    """Raise :class:`RuntimeFailure` if a record is shorter than the tensors that the pickles place in it.
+
+    Also raised for a file that cannot be read far enough to check.
+    """
     try:
         with zipfile.ZipFile(path) as archive:
             records = torchzip.records(archive)
             sizes = {info.filename.lower(): info.file_size for info in records}
             for info in records:
-                name = info.filename.lower()  # as torch looks for it
+                name = info.filename.lower()  # torch ignores case here
                 if name.endswith("/model.json"):
                     raise RuntimeFailure("it is of a format that torch left in 2019; save it again")
                 if name.endswith(_READ) and info.file_size > _LARGEST:
                     raise RuntimeFailure(f"{name} has {info.file_size} bytes, of which a module has a few thousand")
-                if name.endswith(_READ):  # it takes from data/0, data/1 …, constants/0 …
+                if name.endswith(_READ):  # its tensors are in data/0, data/1 …, constants/0 …
                     _check_pickle(name, archive.read(info), sizes)
     except RuntimeFailure as error:
         raise RuntimeFailure(f"TorchScript cannot load {path.name}: {error}") from None
@@ -60,7 +62,7 @@ def _check_pickle(name: str, data: bytes, sizes: dict[str, int]) -> None:
 
 
 def _check_depth(name: str, root: Any) -> None:
-    """Things within things within things: torch takes them apart by calling itself, until the process ends."""
+    """Limit the nesting: torch unpacks nested objects by recursion and would overflow its stack."""
     deepest: dict[int, int] = {}
     waiting = [(root, 0)]
     while waiting:
@@ -76,9 +78,9 @@ def _check_depth(name: str, root: Any) -> None:
 
 
 class _Storages(pickle._Unpickler):
-    """The storages that a pickle names: type, record and elements. Nothing it says is imported, called or made.
+    """The storages that a pickle names: type, record and elements. Nothing it names is imported, called or created.
 
-    The unpickler in Python: the one in C takes as much memory as a pickle that lies asks for.
+    Uses the unpickler written in Python: the one in C allocates as much memory as a malicious pickle asks for.
     """
 
     def __init__(self, data: bytes) -> None:
@@ -98,7 +100,7 @@ class _Storages(pickle._Unpickler):
 
 
 class _Anything:
-    """Takes whatever a pickle does to an object, and does nothing but keep what it was given."""
+    """Accepts anything that a pickle does to an object, and only stores the arguments."""
 
     parts: list[Any]
 

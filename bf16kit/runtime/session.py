@@ -1,7 +1,7 @@
-"""Opening an ONNX Runtime session: its options, its device, and its errors in our words.
+"""Opening an ONNX Runtime session: its options, its device, and its errors as ours.
 
-Everything here is fixed for all models, so that what the converter verifies is what the server runs: TF32 never, no
-reduced accumulation, no text on the terminal (errors are exceptions, and the log is ours).
+All settings are the same for all models, so that the server runs what the converter verified: no TF32, no reduced
+accumulation, no text on the terminal (errors are exceptions, and the log is ours).
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _CPU_PROVIDER = "CPUExecutionProvider"
 _FATAL = 4
 
 _CUDA_OPTIONS = {
-    "use_tf32": "0",  # on by default: fp32 islands would be multiplied with 10 bits of fraction
-    "enable_skip_layer_norm_strict_mode": "1",  # or its sums are kept in the activations' type
-    "cudnn_conv_algo_search": "HEURISTIC",  # exhaustive search runs again for every new batch size
-    "arena_extend_strategy": "kSameAsRequested",  # doubling takes memory from the other models on the device
+    "use_tf32": "0",  # on by default: would multiply fp32 islands with 10 bits of fraction
+    "enable_skip_layer_norm_strict_mode": "1",  # otherwise its sums have the activations' type
+    "cudnn_conv_algo_search": "HEURISTIC",  # exhaustive search would run again for every new batch size
+    "arena_extend_strategy": "kSameAsRequested",  # doubling would take memory from other models on the device
 }
 
 
 def check_version(profile: str, requires: Mapping[str, str]) -> None:
-    """:class:`RuntimeFailure` when the installed ONNX Runtime is older than what ``profile`` ``requires``."""
+    """Raise :class:`RuntimeFailure` when the installed ONNX Runtime is older than ``profile`` ``requires``."""
     least = requires.get("onnxruntime")
     if least is not None and is_older(ort.__version__, least):
         raise RuntimeFailure(
@@ -64,27 +64,26 @@ def open_session(
     arena: bool = False,
     name: str = "",
 ) -> Session:
-    """A session for ``model`` on the canonical ``device``.
+    """Open a session for ``model`` on the canonical ``device``.
 
-    ``threads`` is the number that works on one run, the caller's included; None is one per available processor.
-    ``spin`` lets them wait busily between operators. ``external`` holds arrays for initializers whose external data
-    file does not exist, ``files`` the bytes of whole files that do not, for a model given as bytes; ONNX Runtime copies
-    both, so nothing refers to them afterwards. ``values`` are initializers that the session reads where they are, and
-    keeps; the file that the graph names for them must exist, and is not read: only what reads them as they lie may use
-    them, and ONNX Runtime folds none of them.
-    ``base_dir`` is where a model given as bytes finds its external data. ``library`` holds custom operators
-    (:mod:`bf16kit.runtime.kernel`). Without ``optimise`` every operator runs as the graph says, none fused, folded or
-    dropped. Without ``pack`` products read their weights where they lie: otherwise each is copied once, in the order
-    that is fastest. ``arena`` keeps the memory of a run on the CPU for the next: for many runs of the same shapes by a
-    session that is closed after them. ``name`` is what errors call the graph.
+    ``threads`` is how many threads work on one run, including the caller's; None is one per available CPU. ``spin``
+    makes them busy-wait between operators. ``external`` holds arrays for initializers whose external data file does not
+    exist. ``files`` holds the bytes of external data files that do not exist, for a model given as bytes. ONNX Runtime
+    copies both, so they may be freed afterwards. ``values`` are initializers that the session reads in place and keeps
+    alive. The file that the graph names for them must exist but is not read. Only operators that read an input in place
+    may use them, and ONNX Runtime folds none of them. ``base_dir`` is the directory of the external data of a model
+    given as bytes. ``library`` holds custom operators (:mod:`bf16kit.runtime.kernel`). Without ``optimise`` every
+    operator runs as the graph says: none is fused, folded or dropped. Without ``pack`` products read their weights in
+    place; with it each weight is copied once, into the fastest layout. ``arena`` keeps a CPU run's memory for the next
+    run: for many runs of equal shapes by a session that is closed soon. ``name`` is the graph's name in errors.
 
     Raises :class:`DeviceUnavailable` when the device cannot be used, :class:`RuntimeFailure` for a graph that cannot.
     """
     options = _options(threads, spin, optimise, pack)
     if device == CPU:
-        # An arena never shrinks: one unusual request would hold its memory for good. And a pattern, which lays a run's
-        # tensors into one block, is kept for each shape ever seen. malloc gives back, and costs nothing that matters
-        # (docs/decisions/0028-memory-of-runs.md).
+        # An arena never shrinks: one unusual request would hold its memory forever. A memory pattern, which puts a
+        # run's tensors into one block, is kept for each shape ever seen. malloc returns memory, and its cost is
+        # negligible (docs/decisions/0028-memory-of-runs.md).
         options.enable_cpu_mem_arena = arena
         options.enable_mem_pattern = False
     if base_dir is not None:
@@ -105,7 +104,7 @@ def open_session(
             options.register_custom_ops_library(str(library))
         # Without enable_fallback=0 a provider that fails is replaced by another one, with a message to the terminal.
         session = ort.InferenceSession(model, options, providers=providers, enable_fallback=0)
-    session.bf16kit_values = shared  # as long as somebody runs it, their memory is read
+    session.bf16kit_values = shared  # keeps their memory alive as long as the session
     if device != CPU and session.get_providers()[0] != _CUDA_PROVIDER:
         raise DeviceUnavailable(
             f"{device} could not be used by ONNX Runtime {ort.__version__}; check that nvidia-smi lists it and that the"
@@ -115,13 +114,15 @@ def open_session(
 
 
 def has_cuda() -> bool:
-    """Whether the installed ONNX Runtime was built with CUDA, which does not mean that a device works."""
+    """Return whether the installed ONNX Runtime was built with CUDA; that does not mean that a device works."""
     return _CUDA_PROVIDER in ort.get_available_providers()
 
 
 @contextlib.contextmanager
 def ending_after(seconds: float) -> Iterator[Any]:
-    """Options of a run that ONNX Runtime ends, between two nodes, when ``seconds`` are over; ``terminate`` says so."""
+    """Yield run options that make ONNX Runtime abort the run, between two nodes, after ``seconds``; sets
+    ``terminate``.
+    """
     options = ort.RunOptions()
     options.log_severity_level = _FATAL
     with DEADLINES.after(seconds, lambda: setattr(options, "terminate", True)):
@@ -130,7 +131,7 @@ def ending_after(seconds: float) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def failing_as(what: str) -> Iterator[None]:
-    """Turn whatever ONNX Runtime raises into :class:`RuntimeFailure`: its exceptions share no base but Exception."""
+    """Turn any exception of ONNX Runtime into :class:`RuntimeFailure`: they share no base but Exception."""
     try:
         yield
     except Exception as error:
@@ -142,16 +143,16 @@ def _options(threads: int | None, spin: bool, optimise: bool, pack: bool) -> Any
     options.log_severity_level = _FATAL
     if not optimise:
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-        options.enable_mem_reuse = False  # it believes the file's names of dimensions, which may be wrong
+        options.enable_mem_reuse = False  # it trusts the file's names of dimensions, which may be wrong
     if not pack:
         options.add_session_config_entry("session.disable_prepacking", "1")
     options.intra_op_num_threads = available_cpus() if threads is None else threads
     options.inter_op_num_threads = 1
-    # Busy waiting is faster for one client alone, and takes the processor from everybody else: from a second session,
-    # and from the server's own threads. session.force_spinning_stop, which ends it with the run, changes nothing of
-    # that (docs/decisions/0037-threads-sleep-between-operators.md).
+    # Busy-waiting is faster for a single client, but takes the CPU from all others: from a second session, and from the
+    # server's own threads. session.force_spinning_stop, which stops it at the end of a run, does not help with that
+    # (docs/decisions/0037-threads-sleep-between-operators.md).
     options.add_session_config_entry("session.intra_op.allow_spinning", "1" if spin else "0")
-    # Arm: would multiply fp32 in bf16.
+    # Arm: by default fp32 would be multiplied in bf16.
     options.add_session_config_entry("mlas.enable_gemm_fastmath_arm64_bfloat16", "0")
     return options
 
@@ -165,7 +166,7 @@ def _providers(device: str) -> list[Any]:
             f"{device} was asked for, but the installed ONNX Runtime {ort.__version__} has no CUDA provider; install"
             " bf16kit[gpu] in place of bf16kit[cpu], or run on the CPU"
         )
-    # Finds CUDA's libraries in the nvidia-* wheels. It prints what it cannot find; loading the session tells, too.
+    # Finds CUDA's libraries in the nvidia-* wheels. It prints what is missing; loading the session reports that, too.
     with contextlib.redirect_stdout(io.StringIO()):
         ort.preload_dlls()
     return [(_CUDA_PROVIDER, {"device_id": str(index), **_CUDA_OPTIONS}), _CPU_PROVIDER]

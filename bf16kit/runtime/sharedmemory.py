@@ -1,7 +1,7 @@
-"""Sealed memory, mapped where weights are read: from a multiple of 2 MiB on, in pages of that size where it can be.
+"""Sealed memory for weights, mapped at a multiple of 2 MiB and in pages of that size if possible.
 
-A system may keep large pages of shared memory to itself (``shmem_enabled`` is ``never`` on most); asked for at once and
-by name, for memory that is there (``MADV_COLLAPSE``, Linux 6.1), it gives them all the same.
+Most systems do not use large pages for shared memory (``shmem_enabled`` is ``never``). They still provide them on an
+explicit request for memory that is already allocated (``MADV_COLLAPSE``, Linux 6.1).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _MADV_COLLAPSE = 25
 
 
 def filled(size: int, fill: Fill) -> int:
-    """The descriptor of new sealed memory of ``size`` bytes that ``fill`` wrote.
+    """Return the descriptor of new sealed memory of ``size`` bytes that ``fill`` wrote.
 
-    Raises as :func:`bf16kit.sealedmemory.create` does, and what ``fill`` raises.
+    Raises the errors of :func:`bf16kit.sealedmemory.create` and of ``fill``.
     """
     descriptor = create(size)
     try:
@@ -34,7 +34,7 @@ def filled(size: int, fill: Fill) -> int:
         reserve(descriptor, size)
         fill(memory)
         del memory
-        mapping.close()  # BufferError where somebody kept a view
+        mapping.close()  # BufferError if a view still exists
         seal(descriptor)
     except BaseException:
         os.close(descriptor)
@@ -43,15 +43,19 @@ def filled(size: int, fill: Fill) -> int:
 
 
 def mapped(descriptor: int, size: int) -> tuple[mmap.mmap, NDArray[np.uint8]]:
-    """The ``size`` bytes of sealed memory, read-only, and the mapping that lives as long as they or a view of them."""
+    """Map ``size`` bytes of sealed memory read-only; return the mapping and the array. A view keeps the mapping
+    alive.
+    """
     return _mapped(descriptor, size, mmap.PROT_READ)
 
 
 def _mapped(descriptor: int, size: int, protection: int) -> tuple[mmap.mmap, NDArray[np.uint8]]:
-    """Python's ``mmap`` takes no address, and only memory that begins a large page can be in large pages. So it
-    reserves a little more than is needed, of which the mapping proper takes a part; both end together.
+    """Map ``size`` bytes at the start of a large page; return the mapping and the array.
 
-    Raises :class:`MemoryError` where there is no room in the address space.
+    Only memory that starts at a large page can be in large pages, and Python's ``mmap`` takes no address. So this
+    reserves a little more and maps the file over a part of it; both are unmapped together.
+
+    Raises :class:`MemoryError` when there is no room in the address space.
     """
     try:
         reserved = mmap.mmap(-1, size + LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=protection)
@@ -68,15 +72,15 @@ def _mapped(descriptor: int, size: int, protection: int) -> tuple[mmap.mmap, NDA
 
 
 def _enlarge(descriptor: int, memory: NDArray[np.uint8]) -> None:
-    """Have ``memory`` lie in large pages, all of it but the last part of one; pages stay small where that cannot be.
+    """Move ``memory`` into large pages, except for the last partial one; pages stay small if that is impossible.
 
-    The system makes a large page of those small ones that are there, and of zeros. One of each is enough, and six
-    times as fast as if all were there, or more.
+    The kernel makes a large page from the small pages that exist, and from zeros. One existing page each is enough, and
+    at least six times as fast as writing them all.
     """
     large = memory.nbytes // LARGE_PAGE * LARGE_PAGE
     if not large:
         return
-    with contextlib.suppress(OSError):  # no room: whoever reserves it says so
+    with contextlib.suppress(OSError):  # no room: reserve() reports that
         for start in range(0, large, LARGE_PAGE):
             os.pwrite(descriptor, b"\0", start)
         _system().madvise(memory.ctypes.data, large, _MADV_COLLAPSE)

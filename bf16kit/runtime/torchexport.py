@@ -1,8 +1,8 @@
-"""Running a torch.export program (.pt2) with PyTorch, operator by operator, without torch's own loader.
+"""Runs a torch.export program (.pt2) with PyTorch, operator by operator, without torch's own loader.
 
-``torch.export.load`` is for trusted files (see :mod:`bf16kit.runtime.exported.archive`), and what it makes is Python
-code that calls ATen's operators one after the other. That is done here from a checked value, so that device and
-precision are words that are replaced when the program is bound: no file is written for one device.
+``torch.export.load`` is for trusted files (see :mod:`bf16kit.runtime.exported.archive`), and turns the program into
+Python code that calls ATen's operators one after the other. Here a checked value is run the same way. Device and
+precision are replaced when the program is bound, so one file works for all devices.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ HALVES = ("bfloat16", "float16")
 class TorchExportRuntime(TorchRuntime):
     """One torch.export program, loaded: a :class:`bf16kit.runtime.Runtime`.
 
-    The arguments are those of :class:`~bf16kit.runtime.torchscript.TorchScriptRuntime`, and so are device, threads and
-    what becomes of bf16 on a CPU without instructions for it. The file is read, not mapped.
+    The arguments are those of :class:`~bf16kit.runtime.torchscript.TorchScriptRuntime`. Device, threads and bf16 on a
+    CPU without bf16 instructions are handled as there. The file is read, not mapped.
 
-    Raises :class:`DeviceUnavailable` when the device cannot be used, :class:`RuntimeFailure` for a file that is refused
-    (:mod:`bf16kit.runtime.exported`) or does not take and give what the specs say.
+    Raises :class:`DeviceUnavailable` when the device cannot be used, :class:`RuntimeFailure` for a file that is
+    rejected (:mod:`bf16kit.runtime.exported`) or whose inputs and outputs differ from the specs.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class TorchExportRuntime(TorchRuntime):
             archive = read_file(path)
             program = parse_program(archive.program, archive.tensors)
             arrays = {name: archive.tensor(name) for name in sorted(set(program.tensors.values()))}
-            tensors = {id(array): to_tensor(array) for array in arrays.values()}  # one for all names of an array
+            tensors = {id(array): to_tensor(array) for array in arrays.values()}  # one tensor for all names of an array
             is_bf16 = any(tensor.dtype is torch.bfloat16 for tensor in tensors.values())
             native = self._computes_in_bf16(is_bf16, native_bf16)
             halves = ("bfloat16",) if is_bf16 and not native else ()
@@ -87,7 +87,7 @@ class TorchExportRuntime(TorchRuntime):
         use_threads(self._threads)
         try:
             with torch.inference_mode():
-                # Copies, each in memory of its own: a program may look at the whole memory that its inputs lie in.
+                # Copies, each in memory of its own: a program can access all the memory that its inputs are in.
                 given = [to_tensor(np.array(feeds[spec.name], order="C")).to(self._device) for spec in self._inputs]
                 results = bound.flat(values | dict(zip(bound.inputs, given, strict=True)))
                 found = {spec.name: tensor for spec, tensor in zip(self._outputs, results, strict=True)}
@@ -97,13 +97,13 @@ class TorchExportRuntime(TorchRuntime):
             raise RuntimeFailure(f"torch.export's program failed: {last_line(error)}") from error
 
     def close(self) -> None:
-        """Free the weights once the runs under way have ended. ``run`` fails from now on."""
+        """Drop the weights; they are freed when the active runs have ended. Later calls of ``run`` fail."""
         self._bound = None
         self._values = {}
 
 
 def _check_edges(path: Path, program: Program, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> None:
-    """A program's inputs and outputs are those of the specs in their order, whatever it calls them."""
+    """Check that the program's inputs and outputs match the specs in order; their names may differ."""
     if len(program.inputs) != len(inputs) or len(program.outputs) != len(outputs) or not all(program.outputs):
         raise RuntimeFailure(
             f"{path.name}: takes {len(program.inputs)} tensors and gives {len(program.outputs)}, expected"
@@ -118,7 +118,7 @@ def _check_edges(path: Path, program: Program, inputs: Sequence[TensorSpec], out
 
 
 def read_file(path: Path) -> Archive:
-    """The archive at ``path``, in memory that belongs to nobody else."""
+    """Read the archive at ``path`` into private memory."""
     try:
         size = path.stat().st_size
         data = bytearray(size)
@@ -131,8 +131,8 @@ def read_file(path: Path) -> Archive:
 
 
 def bind(program: Program, device: torch.device, *, widened: Collection[str] = (), wrap: Wrap | None = None) -> Bound:
-    """``program`` for ``device``; dtypes among ``widened`` become float32. ``wrap`` may replace an operator of ATen,
-    which it is given by name.
+    """Bind ``program`` to ``device``; dtypes in ``widened`` become float32. ``wrap`` may replace an ATen operator, by
+    name.
 
     Raises :class:`RuntimeFailure` for an operator that this torch does not have.
     """
@@ -182,7 +182,9 @@ class _Binder:
         return guarded(name, found, found if self._wrap is None else self._wrap(name, found)), node.args
 
     def _inner(self, node: Node) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """A graph that is called with a mode of torch switched: its arguments are the mode's, the graph, its inputs."""
+        """Bind a graph that runs in a torch mode; the node's arguments are the mode's settings, the graph, and its
+        inputs.
+        """
         place = next((i for i, value in enumerate(node.args) if isinstance(value, Graph)), None)
         if place is None or node.kwargs or len(node.args) - place - 1 != len(node.args[place].inputs):
             raise RuntimeFailure(f"operator {node.target!r} is not given a graph and its inputs")
@@ -220,15 +222,18 @@ class _Binder:
 
 
 def _writes(operator: torch._ops.OpOverload) -> bool:
-    """Whether ``operator`` declares that it does: sort.values is among those that are not called out."""
+    """Return whether ``operator`` declares that it writes into an argument, as sort.values does among others."""
     return any(
         argument.alias_info is not None and argument.alias_info.is_write for argument in operator._schema.arguments
     )
 
 
 def _of_numbers(target: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` for sizes alone: tensors would pass by their operators' guards and by who may be written into, and
-    the product of a long number, a text or a list may be of any length."""
+    """Wrap ``function`` so that it accepts and returns sizes only.
+
+    Tensors would bypass the operators' guards and the check of writes. The product of a large integer, a string or a
+    list could be arbitrarily long.
+    """
 
     def run(*args: Any, **kwargs: Any) -> Any:
         found = function(*args, **kwargs) if not any(map(_is_no_size, (*args, *kwargs.values()))) else None

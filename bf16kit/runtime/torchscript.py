@@ -1,7 +1,7 @@
-"""Running a TorchScript module with PyTorch, and what is common to both runtimes that import torch.
+"""Runs a TorchScript module with PyTorch; also holds what both torch runtimes share.
 
-The modules here hold bf16 weights and compute in bf16 between fp32 edges. A CPU without bf16 instructions emulates that
-8 to 10 times slower than fp32, so there the module is widened once, at load: same weights, fp32 arithmetic.
+The modules hold bf16 weights and compute in bf16, with fp32 inputs and outputs. A CPU without bf16 instructions
+emulates that 8 to 10 times slower than fp32. There the module is widened once, at load: same weights, fp32 arithmetic.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from bf16kit.tensors import TensorSpec
 
 _BF16 = np.dtype(ml_dtypes.bfloat16)
 WIDENED = "this CPU has no bf16 instructions: the bf16 module was widened to fp32 once, at load"
-_LOADING = threading.Lock()  # the warning filters are the process'
+_LOADING = threading.Lock()  # the warning filters are global to the process
 
 
 class TorchRuntime(Edges):
-    """What both runtimes have in common: edges, device, threads, and what they say of themselves in ``_info``.
+    """The base of both torch runtimes: edges, device, threads, and the description in ``_info``.
 
     ``name`` is the format's, for messages. Raises :class:`DeviceUnavailable` when the device cannot be used.
     """
@@ -47,7 +47,7 @@ class TorchRuntime(Edges):
         self._threads = available_cpus() if threads is None else threads
 
     def _computes_in_bf16(self, is_bf16: bool, native_bf16: bool | None) -> bool:
-        """Whether a model with bf16 weights, or none, computes in bf16; ``native_bf16`` as runtimes are given it."""
+        """Return whether the model computes in bf16; ``native_bf16`` is the runtime's argument."""
         return is_bf16 and (native_bf16 if native_bf16 is not None else self._name != CPU or cpu_has_bf16())
 
     def _described(self, backend: str, profile: str, is_bf16: bool, native: bool) -> RuntimeInfo:
@@ -64,12 +64,11 @@ class TorchRuntime(Edges):
 class TorchScriptRuntime(TorchRuntime):
     """One TorchScript module, loaded: a :class:`bf16kit.runtime.Runtime`.
 
-    ``threads`` is the number that works on one run on the CPU; None is one per available processor.
-    ``native_bf16`` says whether the device computes in bf16; None asks the CPU, and is True on CUDA.
+    ``threads`` is how many threads work on one run on the CPU; None is one per available CPU. ``native_bf16`` says
+    whether the device computes in bf16; None detects it on the CPU, and is True on CUDA.
 
-    On CUDA the process' torch is set to fp32 accumulation in full and to no TF32: these are torch's own global
-    switches. Raises :class:`DeviceUnavailable` when the device cannot be used, :class:`RuntimeFailure` for a file that
-    cannot be loaded.
+    On CUDA this sets torch's global switches for the process: full fp32 accumulation, and no TF32. Raises
+    :class:`DeviceUnavailable` when the device cannot be used, :class:`RuntimeFailure` for a file that cannot be loaded.
     """
 
     def __init__(
@@ -111,7 +110,7 @@ class TorchScriptRuntime(TorchRuntime):
             raise RuntimeFailure(f"TorchScript failed: {last_line(error)}") from error
 
     def close(self) -> None:
-        """Free the weights once the runs under way have ended. ``run`` fails from now on."""
+        """Drop the module; its weights are freed when the active runs have ended. Later calls of ``run`` fail."""
         self._module = None
 
     def _named(self, value: Any) -> dict[str, torch.Tensor]:
@@ -128,21 +127,21 @@ class TorchScriptRuntime(TorchRuntime):
 
 
 def use_threads(threads: int) -> None:
-    """Let ``threads`` work on what the calling thread runs next.
+    """Let ``threads`` threads work on what the calling thread runs next.
 
-    torch keeps one number for the process and one for each thread that has run; this is a read when they agree.
+    torch keeps one number per process and one per thread that has run; if they already agree this is only a read.
     """
     if torch.get_num_threads() != threads:
         torch.set_num_threads(threads)
 
 
 def cuda_works() -> bool:
-    """Whether the installed torch can use a CUDA device."""
+    """Return whether the installed torch can use a CUDA device."""
     return torch.cuda.is_available()
 
 
 def probe_torch(device: torch.device, dtype: torch.dtype) -> Accumulation:
-    """The accumulation probe with torch's matrix product of ``dtype`` on ``device``."""
+    """Run the accumulation probe with torch's matrix product of ``dtype`` on ``device``."""
     right = torch.from_numpy(weights()).to(device, dtype)
 
     def product(x: NDArray[np.float32]) -> NDArray[Any]:
@@ -154,14 +153,18 @@ def probe_torch(device: torch.device, dtype: torch.dtype) -> Accumulation:
 
 
 def precision(is_bf16: bool, native: bool) -> str:
-    """The arithmetic of a program with bf16 weights or without, on a device that computes in it or does not."""
+    """Return the arithmetic of a program with or without bf16 weights, on a device that computes in bf16 or does
+    not.
+    """
     if not is_bf16:
         return "fp32"
     return "bf16" if native else "bf16-weights"
 
 
 def open_device(device: str) -> torch.device:
-    """The canonical ``device``, torch set to accumulate in full; :class:`DeviceUnavailable` where it is not there."""
+    """Open the canonical ``device`` and set torch to accumulate in full; :class:`DeviceUnavailable` if it is
+    missing.
+    """
     if device == CPU:
         return torch.device(CPU)
     if not torch.cuda.is_available():
@@ -183,13 +186,13 @@ def _load(path: Path, device: torch.device) -> Any:
     scriptrecords.check(path)
     try:
         with _LOADING, warnings.catch_warnings():
-            # torch calls TorchScript deprecated. It is the format that was asked for, and not the user's to change.
+            # torch calls TorchScript deprecated. The user asked for this format and cannot change torch.
             warnings.filterwarnings("ignore", r".*torch\.jit\.\w+` is deprecated", DeprecationWarning)
             module = torch.jit.load(str(path), map_location=device)
     except Exception as error:  # torch raises RuntimeError, ValueError, pickle's errors and zip's
         raise RuntimeFailure(f"TorchScript cannot load {path.name}: {error}") from error
     module.eval()
-    # Graphs of submodules and functions become part of one graph, as the executor would do at the first run.
+    # Inline submodules and functions into one graph, as the executor would do at the first run.
     torch._C._jit_pass_inline(module.graph)
     if device.type != CPU:
         scriptgraph.replace_devices(module.graph, str(device))
@@ -197,34 +200,36 @@ def _load(path: Path, device: torch.device) -> Any:
 
 
 def _widen(module: Any) -> None:
-    """Make a bf16 module an fp32 one: the same weights, exactly, and fp32 arithmetic."""
+    """Widen a bf16 module to fp32: exactly the same weights, and fp32 arithmetic."""
     scriptgraph.replace_dtypes(module.graph, scriptgraph.BFLOAT16, scriptgraph.FLOAT32)
     with torch.inference_mode():
         scriptgraph.convert_tensors(module, module.graph, lambda t: t.float() if t.dtype == torch.bfloat16 else t)
 
 
 def check_dtypes(specs: Sequence[TensorSpec], backend: str) -> None:
-    """:class:`RuntimeFailure` for a spec of strings, which ``backend`` does not have."""
+    """Raise :class:`RuntimeFailure` for a spec of strings, which ``backend`` does not support."""
     for spec in specs:
         if spec.dtype == "string":
             raise RuntimeFailure(f"{spec.name!r} is a string tensor, which {backend} does not have")
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """torch's dtype of numpy's name."""
+    """Return torch's dtype for numpy's name."""
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)  # noqa: S101 - for the type checker; numpy's and torch's names agree
     return dtype
 
 
 def last_line(error: Exception) -> str:
-    """What went wrong; the lines before it are the way there through the module's code."""
+    """Return the error's last line; the lines before it trace the module's code."""
     lines = str(error).strip().splitlines()
     return lines[-1] if lines else type(error).__name__
 
 
 def to_tensor(array: Array) -> torch.Tensor:
-    """``array`` as a tensor over the same memory, or a copy when it is read-only, which torch does not know."""
+    """Return ``array`` as a tensor over the same memory; a read-only array is copied, because torch has no such
+    tensors.
+    """
     writable = array if array.flags.writeable else array.copy()
     if array.dtype == _BF16:
         return torch.from_numpy(writable.view(np.int16)).view(torch.bfloat16)
@@ -232,7 +237,7 @@ def to_tensor(array: Array) -> torch.Tensor:
 
 
 def to_array(tensor: torch.Tensor, dtype: torch.dtype) -> Array:
-    """``tensor`` on the CPU, in ``dtype``."""
+    """Return ``tensor`` as an array on the CPU, in ``dtype``."""
     found = tensor.to(CPU, dtype).contiguous()
     if dtype == torch.bfloat16:
         return np.asarray(found.view(torch.int16).numpy()).view(_BF16)

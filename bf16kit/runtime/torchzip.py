@@ -1,7 +1,7 @@
-"""Whether torch finds the records in a zip file that Python finds there: else what is checked is not what is loaded.
+"""Checks that torch finds the same records in a zip file as Python, so that what is loaded is what was checked.
 
-torch reads zip files by miniz, which takes a record under any case of its name, and the directory from where the end of
-the file says that it is; Python takes it from right before that end, and of names what stands before a zero byte.
+torch reads zip files with miniz. miniz ignores the case of names, and looks for the directory where the file's end says
+it is. Python expects the directory right before that end, and cuts names at a zero byte.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import IO
 
 from bf16kit.errors import RuntimeFailure
 
-_END = struct.Struct("<4s8xIIH")  # a signature, the directory's bytes and offset, the length of a comment
-_LOCATOR = struct.Struct("<4s4xQ4x")  # a signature, and where the end of a directory with 64 bits is
-_END64 = struct.Struct("<4s36xQQ")  # as of _END
+_END = struct.Struct("<4s8xIIH")  # signature, size and offset of the directory, length of a comment
+_LOCATOR = struct.Struct("<4s4xQ4x")  # signature, and the offset of the 64-bit end record
+_END64 = struct.Struct("<4s36xQQ")  # fields as in _END
 
 
 def records(archive: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
-    """The records of ``archive``, which is open: no two of them are one to torch.
+    """Return the records of the open ``archive``; no two of them have the same name to torch.
 
-    Raises :class:`RuntimeFailure` where torch would find others.
+    Raises :class:`RuntimeFailure` if torch would find other records.
     """
     assert archive.fp is not None  # noqa: S101 - for the type checker: it is open
     _check_end(archive.fp)

@@ -1,7 +1,7 @@
-"""Where copied weights lie: in memory of this process, or in memory that several processes share.
+"""Stores for copied weights: in memory of this process, or in memory that several processes share.
 
-Whoever copies weights asks a :class:`WeightStore` for the place. The default is :data:`OWN`; one that shares is handed
-down by whoever starts several processes.
+Code that copies weights asks a :class:`WeightStore` for memory. The default is :data:`OWN`; a program that starts
+several processes passes a store that shares.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from numpy.typing import NDArray
 
 from bf16kit.runtime.ownmemory import own_memory
 
-#: Writes all of the bytes it is given, and keeps no reference to them. It raises where they cannot be what they must.
+# : Writes all of the bytes it is given, and keeps no reference to them. It raises if the bytes cannot be right.
 Fill = Callable[[NDArray[np.uint8]], None]
 
 
 class WeightStore(Protocol):
-    """Keeps bytes by key. Whoever holds an array that :meth:`get` returned, or a view of it, keeps what is in it."""
+    """Keeps bytes by key, as long as an array that :meth:`get` returned, or a view of it, exists."""
 
     def get(self, key: str, size: int, fill: Fill) -> NDArray[np.uint8]:
-        """``size`` bytes, one at least, as ``fill`` writes them, from a multiple of 2 MiB on and not to be written to.
+        """Return ``size`` bytes (at least one) as ``fill`` writes them: aligned to 2 MiB, read-only.
 
-        ``key`` says what they are: whoever asks with the same key and size would fill them with the same bytes.
-        ``fill`` is not called where they are there already.
+        ``key`` identifies the content: callers with the same key and size would fill the memory with the same bytes.
+        ``fill`` is not called if the bytes exist already.
 
-        Raises what ``fill`` raises, and :class:`MemoryError` where there is no room.
+        Raises what ``fill`` raises, and :class:`MemoryError` when there is no room.
         """
         ...
 
 
 class OwnMemory:
-    """A :class:`WeightStore` that shares nothing: each time new memory, in large pages where the system has them."""
+    """A :class:`WeightStore` that shares nothing: new memory for each call, in large pages if the system has them."""
 
     def get(self, key: str, size: int, fill: Fill) -> NDArray[np.uint8]:
         """See :class:`WeightStore`."""
@@ -47,8 +47,10 @@ OWN = OwnMemory()
 
 
 class Remembering:
-    """A :class:`WeightStore` that asks another one, and for the same key and size once: for sessions of one model that
-    are loaded together. It is to be forgotten when they are: what it gave stays with those who hold it."""
+    """A :class:`WeightStore` that asks another one only once per key and size.
+
+    It is for sessions of one model that are loaded together. Drop it after loading: the arrays stay with the sessions.
+    """
 
     def __init__(self, store: WeightStore) -> None:
         self._store = store

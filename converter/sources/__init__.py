@@ -1,4 +1,4 @@
-"""Reading a source: recognised by content, made runnable, its tensors kept as they were stored."""
+"""Reads a source: recognises its format by content, makes it runnable, and keeps its tensors as they were stored."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from converter.sources.readers.common import Advance
 
 Reader = Callable[[Options, Kind, Advance], Source]
 
-# The module of `converter.sources.readers` whose `read` makes a recognised source a Source, imported when it is needed.
+# The module of `converter.sources.readers` for each format; it is imported when needed, and its `read` makes the
+# Source.
 READERS: Mapping[Kind, str] = {
     Kind.ONNX: "onnx",
     Kind.HUGGING_FACE: "huggingface",
@@ -33,15 +34,15 @@ READERS: Mapping[Kind, str] = {
 }
 
 
-# Where the bytes are of what is a directory.
+# The weight files of a source that is a directory.
 _WEIGHTS = ("*.safetensors", "*.bin", "saved_model.pb", "variables/variables.*")
 
 
 def read(options: Options, advance: Advance) -> Source:
-    """The source of a conversion. ``advance`` is told of the bytes read.
+    """Read the source of a conversion. ``advance`` is called with the number of bytes read.
 
     Raises :class:`SourceError` when it cannot be read or does not fit its model, :class:`UsageError` when an option it
-    needs is missing, :class:`~bf16kit.errors.ConversionError` when it cannot be made a graph.
+    needs is missing, :class:`~bf16kit.errors.ConversionError` when no graph can be made of it.
     """
     kind = recognise(options.source)
     _check_options(options, kind)
@@ -55,7 +56,7 @@ _MAPPED = (Kind.SAFETENSORS, Kind.SHARDED, Kind.TORCH_ZIP, Kind.PICKLE, Kind.ORB
 
 
 def _check_options(options: Options, kind: Kind) -> None:
-    """:class:`UsageError` for an option that means nothing to sources of ``kind``."""
+    """Raise :class:`UsageError` for an option that does not apply to sources of ``kind``."""
     if options.with_past and kind is not Kind.HUGGING_FACE:
         raise UsageError(f"--with-past: is for Hugging Face directories, and {options.source} is {kind.value}")
     if options.signature is not None and READERS[kind] != "tensorflow":
@@ -78,12 +79,14 @@ def _check_options(options: Options, kind: Kind) -> None:
 
 
 def reader(kind: Kind) -> Reader:
-    """What reads sources of ``kind``."""
+    """Return the reader for sources of ``kind``."""
     return cast("Reader", importlib.import_module(f"converter.sources.readers.{READERS[kind]}").read)
 
 
 def nbytes(path: Path) -> int | None:
-    """Bytes of the files at ``path``, for a progress bar; None when nothing is there, which `read` explains better."""
+    """Return the size of the files at ``path``, for a progress bar; None if there are none, which `read` reports
+    better.
+    """
     if path.is_file():
         return path.stat().st_size
     weights = [file for pattern in _WEIGHTS for file in path.glob(pattern)]

@@ -1,4 +1,4 @@
-"""What a source is, judged by its content and never by its name."""
+"""Recognises a source's format by its content, never by its name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from converter.sources.safetensors_file import HEADER_LIMIT
 
 
 class Kind(Enum):
-    """The formats that are recognised; the value is how people call them."""
+    """The recognised formats; the value is the name that messages use."""
 
     SAFETENSORS = "safetensors"
     SHARDED = "sharded safetensors"
@@ -35,15 +35,15 @@ _LIGHTNINGS_KEY = b"pytorch-lightning_version"
 
 
 def recognise(path: Path) -> Kind:
-    """The kind of source at ``path``.
+    """Return the kind of source at ``path``.
 
-    Raises :class:`SourceError` when nothing is there, when it is damaged beyond recognition, or when it is a format
-    that is known and not converted.
+    Raises :class:`SourceError` when the path does not exist, when the source is damaged beyond recognition, or when its
+    format is known but not converted.
     """
     if not path.exists():
         foreign.refuse_missing(path)
         raise SourceError(f"{path}: no such file or directory")
-    if not path.is_dir() and not path.is_file():  # reading a pipe may never end
+    if not path.is_dir() and not path.is_file():  # reading a pipe may block forever
         raise SourceError(f"{path}: neither a file nor a directory")
     try:
         return _of_directory(path) if path.is_dir() else _of_file(path)
@@ -104,7 +104,7 @@ def _of_zip(path: Path) -> Kind:
     try:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
-    except (zipfile.BadZipFile, NotImplementedError, ValueError, EOFError):  # versions and names that no zip has
+    except (zipfile.BadZipFile, NotImplementedError, ValueError, EOFError):  # also versions and names unknown to zip
         raise SourceError(f"{path}: is a truncated or damaged zip archive (of torch or Keras?)") from None
     inner = {name.partition("/")[2] for name in names} | set(names)
     foreign.refuse_zip(path, inner)
@@ -120,7 +120,7 @@ def _of_zip(path: Path) -> Kind:
 
 
 def _speaks_of_lightning(path: Path) -> bool:
-    """Whether the pickle has the key that every Lightning checkpoint has. Its reader looks where it stands."""
+    """Return whether the pickle contains the key of Lightning checkpoints; the reader checks where it is."""
     with zipfile.ZipFile(path) as archive:
         for info in archive.infolist():
             stored = info.compress_type == zipfile.ZIP_STORED and info.file_size == info.compress_size
@@ -128,14 +128,14 @@ def _speaks_of_lightning(path: Path) -> bool:
                 try:
                     return _LIGHTNINGS_KEY in archive.read(info)
                 except (zipfile.BadZipFile, NotImplementedError, ValueError, EOFError, RuntimeError):
-                    return False  # damaged: torch's reader says how
+                    return False  # damaged: torch's reader explains it
     return False
 
 
 def _of_json(path: Path) -> Kind:
     try:
         fields = json.loads(path.read_bytes())
-    except (ValueError, RecursionError):  # not JSON, or lists in lists by the thousand
+    except (ValueError, RecursionError):  # not JSON, or nested too deeply
         raise NoCheckpoint(f"{path}: is a text file, not a checkpoint") from None
     if isinstance(fields, dict) and isinstance(fields.get("weight_map"), dict):
         return Kind.SHARDED
@@ -144,7 +144,7 @@ def _of_json(path: Path) -> Kind:
 
 
 def _looks_like(head: bytes) -> str:
-    text = head.decode(errors="replace").removesuffix("\ufffd")  # the last character may be cut in two
+    text = head.decode(errors="replace").removesuffix("\ufffd")  # the last character may be incomplete
     if "\ufffd" not in text and all(character.isprintable() or character.isspace() for character in text):
         return "is a text file, not a checkpoint"
     return f"is not a checkpoint format this program knows (first bytes {head[:8].hex(' ')})"

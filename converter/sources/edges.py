@@ -1,4 +1,6 @@
-"""A graph's edges as :class:`~bf16kit.tensors.TensorSpec`: names, dtypes, named dimensions, kinds of output."""
+"""A graph's inputs and outputs as :class:`~bf16kit.tensors.TensorSpec`: names, dtypes, named dimensions, output
+kinds.
+"""
 
 from __future__ import annotations
 
@@ -13,25 +15,25 @@ from converter.graph.dimensions import UNKNOWN, name_all
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-_LARGEST = 2**47  # elements of one tensor: more than any machine maps
+_LARGEST = 2**47  # elements of one tensor: more than any machine can map
 
 
 def input_specs(model: ir.Model) -> tuple[TensorSpec, ...]:
-    """The graph's inputs; free dimensions that nobody named are called after input and axis.
+    """Return the graph's inputs; unnamed free dimensions are named after input and axis.
 
     Raises :class:`ConversionError` for sequences, optionals, unknown ranks, dtypes that bf16kit does not serve, and
-    sizes that no memory holds.
+    sizes that do not fit any memory.
     """
     return name_all([_spec(value, "other") for value in model.graph.inputs])
 
 
 def output_specs(model: ir.Model) -> tuple[TensorSpec, ...]:
-    """The graph's outputs, likewise, each with the kind its name suggests."""
+    """Return the graph's outputs as :func:`input_specs` does, each with the kind that its name suggests."""
     return name_all([_spec(value, kind_of(value.name or "")) for value in model.graph.outputs], input_specs(model))
 
 
 def kind_of(name: str) -> Kind:
-    """What an output means, judged by its name."""
+    """Return an output's kind, guessed from its name."""
     lowered = name.lower()
     if "logits" in lowered or "scores" in lowered:
         return "logits"

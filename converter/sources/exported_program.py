@@ -1,4 +1,4 @@
-"""Reading a torch.export program (.pt2) as a source: tensors as they are stored, inputs, and what it computes."""
+"""Reads a torch.export program (.pt2) as a source: its tensors as stored, its inputs, and its graph."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from converter.graph.equality import OTHER_FLOATS
 from converter.model import Array
 
 _BATCH = "batch"
-_UNBOUNDED = 2**31  # a bound that nobody set
+_UNBOUNDED = 2**31  # an upper bound from here on means that none was set
 
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What a file holds. ``parameters`` are the names of the tensors that its module called so."""
+    """The contents of a file. ``parameters`` are the names of the tensors that its module declared as parameters."""
 
     program: Program
     tensors: Mapping[str, Array]
@@ -33,12 +33,15 @@ class Exported:
 
     @property
     def halves(self) -> frozenset[str]:
-        """The precisions of parameters that are not fp32: the module is made to compute in fp32 instead of these."""
+        """The parameters' dtypes other than fp32: the module is made to compute in fp32 instead."""
         return frozenset(self.tensors[name].dtype.name for name in self.parameters) & frozenset(OTHER_FLOATS)
 
     def inputs(self) -> tuple[TensorSpec, ...]:
-        """The program's inputs, in its order. A free dimension is called ``batch`` where it is the first one's first,
-        else after the input and axis where it comes first."""
+        """Return the program's inputs, in its order.
+
+        A free dimension is named after the input and axis where it occurs first, but ``batch`` if that is axis 0 of the
+        first input with a free dimension.
+        """
         names: dict[int | str, str] = {}
         specs = []
         for edge in self.program.inputs:
@@ -55,9 +58,9 @@ class Exported:
 
 
 def read_file(path: Path, *, trust_pickle: bool) -> Exported:
-    """The program at ``path``; its tensors are views of the mapped file, which nothing writes to.
+    """Read the program at ``path``; its tensors are views of the mapped file, which is never written.
 
-    Raises :class:`SourceError` for what :mod:`bf16kit.runtime.exported` refuses.
+    Raises :class:`SourceError` for what :mod:`bf16kit.runtime.exported` rejects.
     """
     try:
         with path.open("rb") as file:
@@ -74,7 +77,7 @@ def read_file(path: Path, *, trust_pickle: bool) -> Exported:
 
 
 def _tensors(archive: Archive) -> dict[str, Array]:
-    """Contiguous arrays by name, one for all names of the same elements."""
+    """Return contiguous arrays by name, one array for all names of the same elements."""
     found: dict[object, Array] = {}
     for name, stored in archive.tensors.items():
         key = name if stored.pickled else stored.place
@@ -91,7 +94,7 @@ def _tensor(archive: Archive, stored: Stored) -> Array:
 
 
 def _unpickled(archive: Archive, stored: Stored) -> Array:
-    """A tensor that is a pickle, in an archive whose author is trusted: plain memory, whatever class it had."""
+    """Load a pickled tensor from an archive whose author is trusted, as a plain tensor whatever its class was."""
     import io
 
     import ml_dtypes
@@ -105,12 +108,12 @@ def _unpickled(archive: Archive, stored: Stored) -> Array:
         if tensor.dtype is torch.bfloat16:
             return np.asarray(tensor.view(torch.int16).numpy()).view(ml_dtypes.bfloat16)
         return np.asarray(tensor.numpy())
-    except Exception as error:  # noqa: BLE001 - a pickle may raise anything, and be anything
+    except Exception as error:  # noqa: BLE001 - a pickle may raise anything
         raise RuntimeFailure(f"tensor {stored.name!r} is a pickle of no plain tensor: {first_line(error)}") from None
 
 
 def _notes(program: Program, json: Mapping[str, Any]) -> tuple[str, ...]:
-    """A sentence where the program was exported for some sizes of its free dimensions only."""
+    """Return a sentence for each free dimension that was exported with an upper bound."""
     ranges = json.get("range_constraints")
     found = []
     for edge in program.inputs:

@@ -1,9 +1,9 @@
-"""Flax's own files, msgpack as ``flax.serialization.to_bytes`` writes it, without flax and without its library.
+"""Reads Flax's own files, msgpack as ``flax.serialization.to_bytes`` writes it, without flax and the msgpack library.
 
-A map of maps whose leaves are arrays: extension 1, or 3 for a numpy scalar, holds the msgpack of ``[shape, dtype's
-name, bytes in C order]``; extension 2 a complex number. Arrays of more than 2**30 bytes are parted into a map with the
-key ``__msgpack_chunked_array__``. The msgpack library would copy every array twice; here each is a view of the mapped
-file until its bytes are put where they are aligned.
+The file is a map of maps whose leaves are arrays. Extension 1, or 3 for a numpy scalar, holds the msgpack of ``[shape,
+dtype's name, bytes in C order]``; extension 2 is a complex number. Arrays of more than 2**30 bytes are split into a map
+with the key ``__msgpack_chunked_array__``. The msgpack library would copy every array twice. Here each is a view of the
+mapped file until its bytes are copied to aligned memory.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from converter.sources.shelf import Form, shelf
 
 _DEEPEST = 64
 _MOST_RANK = 32
-_LARGEST = 2**47  # elements of one array: more than any machine maps
-_MOST_VALUES = 1 << 18  # of one file, maps, keys and arrays: an array takes two
-_LONGEST_NAME, _LONGEST_NAMES = 4096, 64 << 20  # characters of one name, and of all together
+_LARGEST = 2**47  # elements of one array: more than any machine can map
+_MOST_VALUES = 1 << 18  # maps, keys and arrays in one file: an array counts twice
+_LONGEST_NAME, _LONGEST_NAMES = 4096, 64 << 20  # characters of one name, and of all names together
 _ARRAY, _COMPLEX, _SCALAR = 1, 2, 3
 _CHUNKED = "__msgpack_chunked_array__"
 _NUMBERS = {
@@ -48,7 +48,7 @@ _FIXED_EXTENSIONS = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}
 
 @dataclass(frozen=True, slots=True)
 class _Leaf:
-    """An array: its form, and its bytes in the file, in one piece or several."""
+    """An array: its dtype and shape, and its bytes in the file, in one piece or several."""
 
     form: Form
     pieces: tuple[memoryview, ...]
@@ -59,7 +59,7 @@ class _Damaged(Exception):
 
 
 def opens(head: bytes) -> bool:
-    """Whether a file that begins with ``head`` may be one: a map that is not empty, whose first key is text."""
+    """Return whether a file that begins with ``head`` may be Flax's: a nonempty map whose first key is text."""
     if not head:
         return False
     skip = {0xDE: 3, 0xDF: 5}.get(head[0], 1 if 0x81 <= head[0] <= 0x8F else None)
@@ -69,12 +69,12 @@ def opens(head: bytes) -> bool:
 
 
 def read_file(path: Path, wanted: Callable[[str], bool], directory: Path) -> tuple[dict[str, Array], tuple[str, ...]]:
-    """The arrays of ``path`` that are ``wanted``, by their keys joined with dots, and the names of the others.
+    """Return the ``wanted`` arrays of ``path``, by their keys joined with dots, and the names of the others.
 
-    They come in the file's order and lie in a temporary file of ``directory``.
+    The arrays are in the file's order, in a temporary file in ``directory``.
 
-    Numbers are arrays without dimensions, as Orbax has them; texts and None are left out. Raises :class:`SourceError`
-    for what is damaged, truncated or claims other sizes than its bytes have.
+    Numbers become arrays without dimensions, as in Orbax; strings and None are left out. Raises :class:`SourceError`
+    for a file that is damaged or truncated, or whose sizes do not match its bytes.
     """
     try:
         with path.open("rb") as file:
@@ -107,7 +107,7 @@ def _leaves(data: memoryview) -> dict[str, _Leaf]:
     for name, leaf in _walk("", tree):
         if name in found:
             raise _Damaged(f"two arrays are called {quoted(name)}")
-        characters += len(name)  # every name repeats the keys above it
+        characters += len(name)  # every name includes the keys above it
         if characters > _LONGEST_NAMES:
             raise _Damaged(f"the names of its arrays have more than {_LONGEST_NAMES} characters together")
         found[name] = leaf
@@ -129,7 +129,7 @@ def _walk(prefix: str, value: Any) -> Iterator[tuple[str, _Leaf]]:
 
 
 def _number(value: Any) -> _Leaf | None:
-    """A Python number as an array without dimensions."""
+    """Return a Python number as an array without dimensions."""
     if isinstance(value, bool):
         return _Leaf(Form("bool", ()), (memoryview(bytes([value])),))
     if isinstance(value, int) and -(2**63) <= value < 2**63:
@@ -140,7 +140,9 @@ def _number(value: Any) -> _Leaf | None:
 
 
 class _Reader:
-    """msgpack from a position on; every length is held against what is left before anything is made of it."""
+    """Parses msgpack from a position; every length is checked against the rest of the data before memory is
+    allocated.
+    """
 
     def __init__(self, data: memoryview, most: int = _MOST_VALUES) -> None:
         self._data = data
@@ -148,11 +150,11 @@ class _Reader:
         self.position = 0
 
     def value(self, depth: int) -> Any:
-        """The next value: a map, list, text, number, None, bytes or :class:`_Leaf`."""
+        """Parse the next value: a map, list, text, number, None, bytes or :class:`_Leaf`."""
         if depth > _DEEPEST:
             raise _Damaged(f"maps in maps, deeper than {_DEEPEST}, at byte {self.position}")
         self._left -= 1
-        if self._left < 0:  # an empty map takes one byte there, and 64 here
+        if self._left < 0:  # an empty map takes one byte in the file, and 64 in memory
             raise _Damaged(f"more than {self._most} values before byte {self.position}")
         tag = self._unsigned(1)
         if tag <= 0x7F or tag >= 0xE0:
@@ -164,7 +166,7 @@ class _Reader:
         return self._sized(tag, depth)
 
     def _sized(self, tag: int, depth: int) -> Any:
-        """What says how long it is."""
+        """Parse a value that states its length."""
         if 0x80 <= tag <= 0x8F or tag in (0xDE, 0xDF):
             return self._map(tag & 0x0F if tag <= 0x8F else self._unsigned(2 if tag == 0xDE else 4), depth)
         if 0x90 <= tag <= 0x9F or tag in (0xDC, 0xDD):
@@ -197,14 +199,14 @@ class _Reader:
             return None
         if kind not in (_ARRAY, _SCALAR):
             raise _Damaged(f"extension {kind} before byte {end} is none of Flax's")
-        inner = _Reader(data, most=_MOST_RANK + 4)  # the list, its shape with its sizes, dtype and bytes
+        inner = _Reader(data, most=_MOST_RANK + 4)  # the list, its shape and sizes, dtype and bytes
         described = inner.value(_DEEPEST - 2)
         if inner.position != len(data) or not isinstance(described, list) or len(described) != 3:
             raise _Damaged(f"the array before byte {end} is not [shape, dtype, bytes]")
         return _leaf(described, end)
 
     def _count(self, count: int, least: int) -> int:
-        """``count`` values of at least ``least`` bytes each."""
+        """Return ``count`` if that many values of at least ``least`` bytes each fit the rest of the data."""
         if count * least > len(self._data) - self.position:
             raise _Damaged(
                 f"{count} values at byte {self.position}, where {len(self._data) - self.position} bytes are left"
@@ -243,7 +245,7 @@ def _leaf(described: list[Any], end: int) -> _Leaf:
 
 
 def _joined(parts: Mapping[str, Any]) -> _Leaf:
-    """An array that was parted: ``shape`` and ``chunks`` are maps from ``0``, ``1``, … on."""
+    """Join an array that was split: ``shape`` and ``chunks`` are maps with the keys ``0``, ``1``, …"""
     shape, chunks = _in_order(parts.get("shape")), _in_order(parts.get("chunks"))
     if not chunks or not _are_sizes(shape) or not all(isinstance(chunk, _Leaf) for chunk in chunks):
         raise _Damaged("a parted array has no shape or no chunks")
@@ -264,4 +266,4 @@ def _in_order(given: Any) -> list[Any]:
 
 def _are_sizes(shape: list[Any]) -> bool:
     plain = len(shape) <= _MOST_RANK and all(type(size) is int and size >= 0 for size in shape)
-    return plain and math.prod(filter(None, shape)) < _LARGEST  # numpy counts the strides of an empty array, too
+    return plain and math.prod(filter(None, shape)) < _LARGEST  # numpy computes the strides of an empty array, too

@@ -1,4 +1,4 @@
-"""A Lightning checkpoint's hyper-parameters as defaults of ``--model-args``: those that the factory takes."""
+"""A Lightning checkpoint's hyper-parameters as defaults of ``--model-args``, if the factory accepts them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ _NOT_NAMED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONL
 def arguments(
     factory: Callable[..., Any], explicit: Mapping[str, Any], found: Mapping[str, Any], argument: str = ""
 ) -> tuple[dict[str, Any], list[str]]:
-    """Keyword arguments for ``factory``, and notes which of them came from the file and what was left out.
+    """Return keyword arguments for ``factory``, and notes on which came from the file and which were left out.
 
-    ``explicit`` wins over ``found``. As in Lightning's ``load_from_checkpoint``, ``found`` is given as one mapping
-    where the factory has a parameter called ``argument``, and what its signature does not take is left out.
+    ``explicit`` overrides ``found``. As in Lightning's ``load_from_checkpoint``, ``found`` is passed as one mapping if
+    the factory has a parameter called ``argument``. Otherwise the names that its signature does not accept are left
+    out.
     """
     taken, any_name = _parameters(factory)
     if argument in taken and found:
@@ -45,10 +46,10 @@ def arguments(
 
 
 def _parameters(factory: Callable[..., Any]) -> tuple[set[str], bool]:
-    """Names that may be given by keyword, and whether any other may be, too."""
+    """Return the names that can be passed by keyword, and whether any other name can be, too."""
     try:
         parameters = inspect.signature(factory).parameters.values()
-    except (TypeError, ValueError):  # one written in C tells nothing: it is given what was asked for explicitly
+    except (TypeError, ValueError):  # a factory written in C may have no signature: it gets only explicit arguments
         return set(), False
     named = {one.name for one in parameters if one.kind not in (*_NOT_NAMED, inspect.Parameter.VAR_KEYWORD)}
     return named, any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters)

@@ -1,4 +1,4 @@
-"""What a Lightning checkpoint holds: weights, averaged ones beside them, hyper-parameters, and how it was trained."""
+"""Reads a Lightning checkpoint: weights, averaged weights, hyper-parameters, and how it was trained."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from converter.sources.detect import Kind
 
 VERSION, WEIGHTS = "pytorch-lightning_version", "state_dict"
 _HYPER_PARAMETERS = ("hparams", "module_arguments", "hyper_parameters")  # the last since Lightning 0.8; it wins
-_OF_LIGHTNINGS_CLI = ("_instantiator", "_class_path")  # not arguments: how LightningCLI builds the class
-# Where callbacks keep averaged weights: Lightning's StochasticWeightAveraging, and those that people write themselves.
+_OF_LIGHTNINGS_CLI = ("_instantiator", "_class_path")  # not arguments: they tell LightningCLI how to build the class
+# Keys of averaged weights: of Lightning's StochasticWeightAveraging, and of users' own callbacks.
 _AVERAGED = ("ema_state_dict", "ema_state", "ema_weights", "ema", "model_ema", "average_model_state")
 
 
@@ -24,9 +24,9 @@ _AVERAGED = ("ema_state_dict", "ema_state", "ema_weights", "ema", "model_ema", "
 class LightningFile:
     """A Lightning checkpoint; ``weights`` are those of its ``state_dict``, which Lightning itself would load.
 
-    ``trained`` are the weights as training left them and ``averaged`` a moving average of them (EMA, SWA), each None
-    where the file has no such. ``argument`` is the parameter that was given all hyper-parameters as one mapping.
-    ``trust_pickle`` aside, ``hyper_parameters`` hold nothing but tensors, numbers, texts and containers of them.
+    ``trained`` are the weights as training left them and ``averaged`` a moving average of them (EMA, SWA); either is
+    None if the file does not have it. ``argument`` is the parameter that received all hyper-parameters as one mapping.
+    Without ``trust_pickle``, ``hyper_parameters`` hold only tensors, numbers, strings and containers of them.
     """
 
     path: Path
@@ -40,10 +40,10 @@ class LightningFile:
     notes: tuple[str, ...] = ()
 
     def choose(self, weights: str | None) -> tuple[Mapping[str, Array], list[str]]:
-        """The weights asked for by ``--weights``, and a note where the file holds others.
+        """Return the weights that ``--weights`` asks for, and a note if the file holds others.
 
-        ``ema`` are the averaged ones, with what an average leaves out (buffers, as a rule) from the trained ones;
-        ``model`` the trained ones; anything else is a prefix, which is looked for in the ``state_dict``.
+        ``ema`` means the averaged weights, completed with trained tensors that are not averaged (usually buffers).
+        ``model`` means the trained weights. Anything else is a prefix, looked up in the ``state_dict``.
         """
         if weights == "ema" and self.averaged is not None:
             return self._completed(self.averaged)
@@ -63,7 +63,7 @@ class LightningFile:
     def _completed(self, averaged: Mapping[str, Array]) -> tuple[Mapping[str, Array], list[str]]:
         bare = {name.removeprefix("module."): array for name, array in averaged.items()}
         ours = averaged if averaged.keys() & self.weights.keys() else bare
-        if not ours.keys() & self.weights.keys():  # names of its own: what is missing will be said of them
+        if not ours.keys() & self.weights.keys():  # other names: fitting them to the model will report this
             return averaged, []
         missing = {name: array for name, array in self.weights.items() if name not in ours}
         unknown = sorted(ours.keys() - self.weights.keys())
@@ -77,10 +77,10 @@ class LightningFile:
 
 
 def read_file(path: Path, *, trust_pickle: bool) -> LightningFile | None:
-    """The checkpoint at ``path``; None for a torch file that only mentions Lightning.
+    """Read the checkpoint at ``path``; None for a torch file that only mentions Lightning.
 
-    Raises :class:`SourceError` where it is damaged, where its pickle asks for more than ``weights_only`` gives, or
-    where it holds no weights.
+    Raises :class:`SourceError` when it is damaged, when its pickle needs more than ``weights_only`` allows, or when it
+    holds no weights.
     """
     loaded = torch_file.load(path, Kind.LIGHTNING, trust_pickle=trust_pickle)
     if not isinstance(loaded, Mapping) or VERSION not in loaded or not isinstance(loaded.get(WEIGHTS), Mapping):
@@ -111,9 +111,9 @@ def _tensors(path: Path, state: Mapping[Any, Any], trust_pickle: bool) -> dict[s
 def _averages(
     path: Path, loaded: Mapping[Any, Any], weights: Mapping[str, Array], trust_pickle: bool
 ) -> tuple[Mapping[str, Array] | None, Mapping[str, Array] | None, str]:
-    """The trained and the averaged weights, and under which key the latter are."""
+    """Return the trained and the averaged weights, and the key of the latter."""
     current = loaded.get("current_model_state")
-    if _holds_tensors(current):  # Lightning's WeightAveraging, which puts the average in the state_dict's place
+    if _holds_tensors(current):  # Lightning's WeightAveraging stores the average as the state_dict
         return _tensors(path, current, trust_pickle), weights, WEIGHTS
     for where, holder in _holders(loaded):
         for key in _AVERAGED:
@@ -148,7 +148,7 @@ def _hyper_parameters(loaded: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def _training(loaded: Mapping[Any, Any], weights: Mapping[str, Array]) -> Iterator[str]:
-    """What the file tells of its training: by whom, how far, and in which precision."""
+    """Yield what the file says about its training: Lightning's version, the progress, and the precision."""
     named = (("epoch", "epoch"), ("global step", "global_step"))
     far = [f"{word} {_text(loaded[key])}" for word, key in named if type(loaded.get(key)) is int]
     about = ", ".join([f"Lightning {_text(loaded[VERSION])}", *far])

@@ -1,4 +1,4 @@
-"""An fp32 ONNX file: its weights, in initializers, Constant nodes and bodies, and its graph as it is."""
+"""Reads an fp32 ONNX file: its graph as it is, and its weights in initializers, Constant nodes and subgraphs."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 def read_graph(path: Path) -> tuple[ir.Model, list[Path]]:
-    """The model, its external data memory-mapped, and the files it is made of.
+    """Return the model, its external data memory-mapped, and the files it consists of.
 
     Raises :class:`SourceError` when it is damaged, or when external data is missing or outside the model's directory,
-    and :class:`ConversionError` when it takes or gives maps, or holds sparse constants.
+    and :class:`ConversionError` when an input or output is a map, or a constant is sparse.
     """
     try:
         with quiet():
@@ -35,7 +35,7 @@ def read_graph(path: Path) -> tuple[ir.Model, list[Path]]:
         raise SourceError(f"{path}: truncated or damaged: not an ONNX model ({reason(error)})") from error
     if not list(model.graph.outputs):
         raise SourceError(f"{path}: truncated or damaged: its graph has no outputs")
-    # Up to IR version 3 weights had to be listed among the inputs; nobody feeds them.
+    # Up to IR version 3 weights had to be listed among the inputs, but callers do not feed them.
     for value in [value for value in model.graph.inputs if value.name in model.graph.initializers]:
         model.graph.inputs.remove(value)
     _settle_initializers(model)
@@ -44,7 +44,7 @@ def read_graph(path: Path) -> tuple[ir.Model, list[Path]]:
 
 
 def _load(path: Path) -> ir.Model:
-    """The model as onnx_ir reads it, its external data beside it, once its tensors were found to be what they claim."""
+    """Check the file's tensors, then return the model as onnx_ir reads it, its external data beside it."""
     import onnx
     import onnx_ir as ir
 
@@ -60,19 +60,19 @@ def _load(path: Path) -> ir.Model:
 
 
 def _check_readable(path: Path) -> None:
-    """:class:`ConversionError` for what onnx_ir cannot read in a sound file: maps and sparse constants."""
+    """Raise :class:`ConversionError` for what onnx_ir cannot read in a sound file: maps and sparse constants."""
     import onnx
 
     try:
         graph = onnx.load(path, load_external_data=False).graph
-    except Exception:  # noqa: BLE001 - damaged, which the caller says
+    except Exception:  # noqa: BLE001 - damaged, which the caller reports
         return
     made = {name: node.op_type for node in graph.node for name in node.output}
     for edge in (*graph.input, *graph.output):
         kind = edge.type.WhichOneof("value")
         if kind == "map_type" or (kind == "sequence_type" and edge.type.sequence_type.elem_type.HasField("map_type")):
             what = "a map" if kind == "map_type" else "a sequence of maps"
-            # every scikit-learn classifier ends in one unless told not to
+            # every scikit-learn classifier ends with one by default
             remedy = "; export it without ZipMap (skl2onnx: options={'zipmap': False})"
             raise ConversionError(
                 f"{path}: {edge.name!r} is {what}, and bf16kit serves tensors only"
@@ -84,10 +84,10 @@ def _check_readable(path: Path) -> None:
 
 
 def _settle_initializers(model: ir.Model) -> None:
-    """Let each initializer be of its tensor's type and shape: what is declared of it as well may be of any other.
+    """Set each initializer's type and shape to those of its tensor, because a separate declaration may differ.
 
-    Files of IR version 3 declare weights as inputs, with free dimensions if they like; ONNX Runtime does not look at
-    what is declared of one that is an output.
+    Files of IR version 3 declare weights as inputs, possibly with free dimensions. ONNX Runtime ignores the declaration
+    of an initializer that is also an output.
     """
     import onnx_ir as ir
 
@@ -98,10 +98,10 @@ def _settle_initializers(model: ir.Model) -> None:
 
 
 def _forget_names(model: ir.Model) -> None:
-    """Leave a free dimension its name at the edges alone, and there only one that tells dimensions apart.
+    """Drop the names of free dimensions inside the graph, and of inputs and outputs whose names distinguish nothing.
 
-    What the file says of values inside the graph is another program's guess. ONNX Runtime believes it, and gives two
-    values of the same names the same memory, or fails. What follows from the inputs' names is inferred again.
+    Names inside the graph are another program's guesses. ONNX Runtime trusts them, and gives values with equal names
+    the same memory, or fails. What follows from the inputs' names is inferred again.
     """
     import onnx_ir as ir
 
@@ -129,7 +129,7 @@ def _external_files(path: Path, model: ir.Model) -> list[Path]:
         location = path.parent / tensor.location
         try:
             inside = location.resolve().is_relative_to(path.parent.resolve())
-            location.stat()  # names longer than any file's, files in files, links without end
+            location.stat()  # raises for names that are too long, files used as directories, and cyclic links
         except FileNotFoundError:
             pass
         except (OSError, RuntimeError) as error:
@@ -144,7 +144,7 @@ def _external_files(path: Path, model: ir.Model) -> list[Path]:
 
 
 def _tensors(model: ir.Model) -> Iterator[ir.TensorProtocol | None]:
-    """Every tensor the file holds: initializers and attributes, of the graph, its bodies and its functions."""
+    """Yield every tensor of the file: initializers and attributes of the graph, its subgraphs and its functions."""
     import onnx_ir as ir
 
     for graph in _graphs(model):
@@ -158,7 +158,7 @@ def _tensors(model: ir.Model) -> Iterator[ir.TensorProtocol | None]:
 
 
 def _graphs(model: ir.Model) -> Iterator[ir.Graph]:
-    """The main graph and every body, those of functions included."""
+    """Yield the main graph and every subgraph, including those of functions."""
     yield from model.graphs()
     for function in model.functions.values():
         yield from function.subgraphs()
@@ -172,9 +172,9 @@ def _check_size(path: Path, location: Path, end: int) -> None:
 
 
 def settle_edges(model: ir.Model, given: Sequence[TensorSpec]) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
-    """The graph's inputs, with the dimension names of ``--input``, and its outputs.
+    """Return the graph's inputs, with the dimension names of ``--input``, and its outputs.
 
-    Raises :class:`UsageError` when a name or dtype given is not the graph's own.
+    Raises :class:`UsageError` when a given name or dtype differs from the graph's.
     """
     import onnx_ir as ir
 
@@ -188,7 +188,7 @@ def settle_edges(model: ir.Model, given: Sequence[TensorSpec]) -> tuple[tuple[Te
 
 
 def settle_inputs(own: Sequence[TensorSpec], given: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
-    """A model's ``own`` inputs, with the dimension names and sizes of ``--input``; errors as `settle_edges`."""
+    """Return a model's ``own`` inputs, with the dimension names and sizes of ``--input``; errors as `settle_edges`."""
     inputs = tuple(_chosen(spec, given) for spec in own)
     unknown = sorted({spec.name for spec in given} - {spec.name for spec in inputs})
     if unknown:
@@ -197,7 +197,7 @@ def settle_inputs(own: Sequence[TensorSpec], given: Sequence[TensorSpec]) -> tup
 
 
 def name_inputs(model: ir.Model, inputs: Sequence[TensorSpec]) -> None:
-    """Let the graph's inputs have the dimensions of ``inputs``, which are in their order."""
+    """Set the dimensions of the graph's inputs to those of ``inputs``, which are in the same order."""
     import onnx_ir as ir
 
     for value, spec in zip(model.graph.inputs, inputs, strict=True):
@@ -205,7 +205,7 @@ def name_inputs(model: ir.Model, inputs: Sequence[TensorSpec]) -> None:
 
 
 def _chosen(own: TensorSpec, given: Sequence[TensorSpec]) -> TensorSpec:
-    """``own``, or the spec given for it."""
+    """Return the given spec for ``own``, or ``own`` if there is none."""
     chosen = next((spec for spec in given if spec.name == own.name), own)
     if chosen.dtype != own.dtype or not _fits(chosen, own):
         raise UsageError(f"--input {own.name}: the model's own input is {own.dtype}{list(own.shape)}")
@@ -213,7 +213,7 @@ def _chosen(own: TensorSpec, given: Sequence[TensorSpec]) -> TensorSpec:
 
 
 def _fits(spec: TensorSpec, own: TensorSpec) -> bool:
-    """Free dimensions may be renamed or fixed; fixed ones stay as they are."""
+    """Return whether ``spec`` only renames or fixes free dimensions; fixed ones must stay."""
     if len(spec.shape) != len(own.shape):
         return False
     return all(a == b or isinstance(b, str) for a, b in zip(spec.shape, own.shape, strict=True))

@@ -1,7 +1,6 @@
-"""A source's own answers: the torch module as it was loaded, the ONNX file as it lies on disk.
+"""A source's own outputs, as oracles: from the torch module as loaded, or the ONNX file as it is on disk.
 
-Nothing of a conversion stands between a feed and these answers, so they show what reading, exporting and cleaning up a
-model did to it.
+They involve no step of the conversion, so they show what reading, exporting and cleaning up did to a model.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ if TYPE_CHECKING:
     import onnx_ir as ir
     import torch
 
-# Storage is not arithmetic: what these read in half precision is widened, or moved, exactly.
+# Operators that move or convert data but do not compute: what they read in half precision is widened or moved exactly.
 _EXACT = frozenset({"Cast", "CastLike", "Constant", "Identity", "Reshape", "Transpose"})
 _ROUNDOFF = {"FLOAT16": 2.0**-11, "BFLOAT16": 2.0**-8}
 
 
 def of_module(model: TorchModel) -> Oracle:
-    """``model``'s module, on the CPU, without gradients, its matrix products in full fp32.
+    """Return the oracle of ``model``'s module, on the CPU, without gradients, with matrix products in full fp32.
 
-    Raises nothing here. The module must be as it was loaded whenever the oracle is asked: see :class:`Untouched`.
+    Raises nothing here. The module must be unchanged since loading when the oracle runs: see :class:`Untouched`.
     """
 
     def answers(feeds: Sequence[Feeds]) -> Iterator[Feeds]:
@@ -37,7 +36,7 @@ def of_module(model: TorchModel) -> Oracle:
 
         precision = (
             torch.get_float32_matmul_precision()
-        )  # the user's code may have allowed TF32 or bf16 in its products
+        )  # the user's code may have allowed TF32 or bf16 in matrix products
         torch.set_float32_matmul_precision("highest")
         try:
             for feed in feeds:
@@ -51,7 +50,7 @@ def of_module(model: TorchModel) -> Oracle:
 def _run(model: TorchModel, feed: Feeds) -> Feeds:
     import torch
 
-    # copies: torch has no read-only tensors, and a module may change what it is given
+    # copies: torch has no read-only tensors, and a module may modify its inputs
     tensors = [torch.from_numpy(np.array(feed[spec.name], order="C")) for spec in model.inputs]
     try:
         with quiet(), torch.no_grad():
@@ -69,10 +68,9 @@ def _to_numpy(tensor: torch.Tensor) -> Array:
 
 
 class Untouched:
-    """Watches a module's parameters and buffers: none may change between its loading and the oracle's answers.
+    """Checks that a module's parameters and buffers do not change between its loading and the oracle's run.
 
-    torch counts the changes of each tensor, and a tensor put in another's place lies elsewhere, so that nothing need be
-    copied or hashed.
+    torch counts the changes of each tensor, and a replaced tensor has another address, so nothing is copied or hashed.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -80,7 +78,7 @@ class Untouched:
         self._before = _stamps(module)
 
     def check(self, what: str) -> None:
-        """:class:`ConversionError` naming the first tensor that ``what`` changed, added or took away."""
+        """Raise :class:`ConversionError` naming the first tensor that ``what`` changed, added or removed."""
         after = _stamps(self._module)
         for name in sorted(self._before.keys() | after.keys()):
             if self._before.get(name) != after.get(name):
@@ -98,7 +96,7 @@ def _stamps(module: torch.nn.Module) -> dict[str, tuple[int, int, bool]]:
 
 
 def of_onnx(path: Path, model: ir.Model) -> Oracle:
-    """The file at ``path`` in ONNX Runtime with every optimisation off; ``model`` is what was read from it."""
+    """Return the oracle of the file at ``path`` in ONNX Runtime without optimisations; ``model`` is the parsed file."""
 
     def answers(feeds: Sequence[Feeds]) -> Iterator[Feeds]:
         from bf16kit.runtime.session import open_session
@@ -115,7 +113,7 @@ def of_onnx(path: Path, model: ir.Model) -> Oracle:
 
 
 def _run_onnx(session: Any, feed: Feeds, dtypes: Mapping[str, np.dtype[Any]]) -> Feeds:
-    """The answers to ``feed``, its arrays given in the file's own dtypes."""
+    """Return the outputs for ``feed``, whose arrays are converted to the file's dtypes."""
     from bf16kit.runtime import ortvalue
     from bf16kit.runtime.session import failing_as
 
@@ -128,13 +126,13 @@ def _run_onnx(session: Any, feed: Feeds, dtypes: Mapping[str, np.dtype[Any]]) ->
 
 
 def _dtype(text: str) -> np.dtype[Any]:
-    """numpy's dtype for ONNX Runtime's ``tensor(float16)``."""
+    """Return numpy's dtype for ONNX Runtime's ``tensor(float16)``."""
     name = text.removeprefix("tensor(").removesuffix(")")
     return BY_NAME[{"float": "float32", "double": "float64"}.get(name, name)].numpy
 
 
 def roundoff(model: ir.Model) -> float:
-    """The unit roundoff of the least precise type that an operator which computes is given."""
+    """Return the unit roundoff of the least precise type among the inputs of operators that compute."""
     found = {FP32_ROUNDOFF}
     for node in model.graph.all_nodes():
         if node.op_type not in _EXACT:
@@ -143,7 +141,7 @@ def roundoff(model: ir.Model) -> float:
 
 
 def _given(value: ir.Value | None) -> str:
-    """The type of an operator's input where the file says it: of a weight, of an input, of a Cast's result."""
+    """Return the type of an operator's input if the file states it: of a weight, an input, or a Cast's result."""
     if value is None:
         return ""
     if value.dtype is not None:

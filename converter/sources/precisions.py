@@ -1,4 +1,4 @@
-"""Checkpoints that are not fp32: what becomes of their tensors on the way through fp32, in words."""
+"""Notes and checks for checkpoints that are not fp32: what their tensors lose by the conversion to fp32."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ROWS_BYTES = 1 << 24
 
 
 def notes(tensors: Mapping[str, Array], *, residual: bool) -> tuple[str, ...]:
-    """A sentence for each precision among ``tensors`` that loses something; bf16 passes through as it is."""
+    """Return a sentence for each precision among ``tensors`` that loses something; bf16 loses nothing."""
     halves, doubles = _count(tensors, "float16"), _count(tensors, "float64")
     found = []
     if halves:
@@ -38,7 +38,7 @@ def _count(tensors: Mapping[str, Array], dtype: str) -> int:
 
 
 def check_range(path: Path, tensors: Mapping[str, Array]) -> None:
-    """:class:`SourceError` naming the first fp64 tensor with a number that fp32 cannot hold."""
+    """Raise :class:`SourceError` naming the first fp64 tensor with a number that fp32 cannot hold."""
     for name, tensor in tensors.items():
         if tensor.dtype == np.float64 and not _fits(tensor.reshape(-1)):
             raise SourceError(

@@ -1,6 +1,6 @@
-"""Which of a checkpoint's tensors are the model's: those behind one prefix, where others lie beside them.
+"""Selects the model's tensors from a checkpoint by the prefix of their names.
 
-A LightningModule keeps the network that is wanted beside losses, metrics, teachers and averages of itself.
+A LightningModule holds the wanted network beside losses, metrics, teachers and averages of itself.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from converter.sources.statedict import fit, mismatch_message, mismatches
 if TYPE_CHECKING:
     import torch
 
-_COMPILED = "_orig_mod."  # what torch.compile puts before the names of what it wraps, wherever that stands
+_COMPILED = "_orig_mod."  # torch.compile's prefix for the names of what it wraps, at any position
 _AVERAGED = re.compile(r"(^|[._])(ema|swa|avg|averaged?|shadow)([._]|$)", re.IGNORECASE)
 _NAMED = 5
 
 
 def fit_behind_prefix(module: torch.nn.Module, tensors: Mapping[str, Array], weights: str | None = None) -> list[str]:
-    """Copy into ``module`` what :func:`select` chooses of ``tensors``; returns its notes, raises what it raises."""
+    """Copy the tensors that :func:`select` chooses into ``module``; return its notes, raise its errors."""
     chosen, notes = select(module.state_dict(), tensors, weights)
     fit(module, chosen)
     return notes
@@ -33,13 +33,13 @@ def fit_behind_prefix(module: torch.nn.Module, tensors: Mapping[str, Array], wei
 def select(
     state: Mapping[str, torch.Tensor], tensors: Mapping[str, Array], weights: str | None = None
 ) -> tuple[dict[str, Array], list[str]]:
-    """Those of ``tensors`` that stand behind one prefix and fill ``state``, by its names, and notes which they are.
+    """Return the ``tensors`` with one prefix that fill ``state``, by its names, and notes on the choice.
 
-    ``weights`` chooses where several do: ``ema`` a prefix that speaks of an average, ``model`` another one, anything
-    else is the prefix. Without it the trained weights go before averaged ones.
+    ``weights`` chooses between several prefixes: ``ema`` one that names an average, ``model`` another one, any other
+    value is the prefix itself. Without it, trained weights are preferred to averaged ones.
 
-    Raises :class:`UsageError` where the choice is the user's or names nothing, :class:`SourceError` where nothing fits,
-    naming what is missing or of another shape.
+    Raises :class:`UsageError` when the user must choose or chose an unknown prefix, and :class:`SourceError` when
+    nothing fits, naming what is missing or has another shape.
     """
     bare = _without_compiled(tensors, state)
     ranked = _prefixes(bare, state)
@@ -60,7 +60,7 @@ def _without_compiled(tensors: Mapping[str, Array], state: Mapping[str, torch.Te
 
 
 def _prefixes(tensors: Mapping[str, Array], state: Mapping[str, torch.Tensor]) -> list[str]:
-    """Every prefix behind which names of the model stand, those with the most of them first, shorter ones before."""
+    """Return every prefix of the model's names, those with most names first, then shorter ones."""
     found: Counter[str] = Counter()
     depth = max((name.count(".") for name in state), default=0)
     for name in tensors:

@@ -1,4 +1,4 @@
-"""Tensors of safetensors files, single or sharded, as views of the mapped file."""
+"""Reads the tensors of safetensors files, single or sharded, as views of the mapped file."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from bf16kit.tensors import BY_NAME
 from converter.formats.safetensors import DTYPES
 from converter.model import Array
 
-HEADER_LIMIT = 100_000_000  # bytes: the safetensors library's own bound
+HEADER_LIMIT = 100_000_000  # bytes: the safetensors library's own limit
 _LONGEST_NAME = 200  # characters of a shard's file name
 _DTYPES = {theirs: BY_NAME[ours].numpy for ours, theirs in DTYPES.items()}
 
 
 def read_file(path: Path) -> dict[str, Array]:
-    """Every tensor of one file by name, in the file's order; nothing is read until it is used.
+    """Return every tensor of one file by name, in the file's order; nothing is read until it is used.
 
-    The format's rules are checked by the safetensors library; the dtypes here first, because the library's message for
-    one that it does not know names no tensor.
+    The safetensors library checks the format's rules. The dtypes are checked here first, because the library's message
+    for an unknown one does not name the tensor.
     """
     try:
         _check_dtypes(path)
         _check_rules(path)
         with path.open("rb") as file:
-            # Copy-on-write: torch takes only writable arrays without warning, and the file must never change.
+            # Copy-on-write: torch warns about read-only arrays, and the file must never change.
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     except OSError as error:
         raise SourceError(f"{path}: cannot be read: {error.strerror or error}") from None
@@ -39,7 +39,7 @@ def read_file(path: Path) -> dict[str, Array]:
 
 
 def read_sharded(index: Path) -> tuple[dict[str, Array], list[Path]]:
-    """Every tensor of the shards that ``index`` names, and the files read: the index first, then the shards."""
+    """Return every tensor of the shards that ``index`` names, and the files read: the index first, then the shards."""
     try:
         weight_map = json.loads(index.read_bytes())["weight_map"]
         assigned = {str(name): str(shard) for name, shard in weight_map.items()}
@@ -56,7 +56,7 @@ def read_sharded(index: Path) -> tuple[dict[str, Array], list[Path]]:
 
 
 def shards(index: Path) -> tuple[tuple[str, ...], ...]:
-    """The names of the tensors in each shard of an ``index`` that :func:`read_sharded` has read."""
+    """Return the names of the tensors in each shard of an ``index`` that :func:`read_sharded` has read."""
     weight_map = json.loads(index.read_bytes())["weight_map"]
     names: dict[str, list[str]] = {shard: [] for shard in sorted(set(weight_map.values()))}
     for name, shard in weight_map.items():
@@ -65,7 +65,7 @@ def shards(index: Path) -> tuple[tuple[str, ...], ...]:
 
 
 def index_of(path: Path) -> Path | None:
-    """The index beside ``path`` that names it as one of several shards."""
+    """Return the index beside ``path`` that names it as one of several shards, or None."""
     for index in sorted(path.parent.glob("*.safetensors.index.json")):
         try:
             named = set(json.loads(index.read_bytes())["weight_map"].values())
@@ -89,14 +89,14 @@ def _header(path: Path) -> dict[str, Any]:
     there = path.stat().st_size - 8
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
-        if size > max(there, 0):  # a length that lies must not be believed, however little of it is read
+        if size > max(there, 0):  # a false length must be rejected even if only little would be read
             raise SourceError(f"{path}: truncated: its header says {size} bytes, of which {max(there, 0)} are there")
         if size > HEADER_LIMIT:
             raise SourceError(f"{path}: damaged: its header says {size} bytes; safetensors allows {HEADER_LIMIT}")
         text = file.read(size)
     try:
         header = json.loads(text)
-    except (ValueError, RecursionError):  # not JSON, or lists in lists by the thousand
+    except (ValueError, RecursionError):  # not JSON, or nested too deeply
         raise SourceError(f"{path}: damaged: its safetensors header is not JSON") from None
     if not isinstance(header, dict):
         raise SourceError(f"{path}: damaged: its safetensors header is not an object")

@@ -1,7 +1,8 @@
-"""TorchScript files: what they may be is looked at before torch loads them, what they may do before they are run.
+"""Reads TorchScript files: checks their contents before torch loads them, and their operators before they run.
 
 Loading compiles the file's code and runs parts of it: ``__setstate__`` of its classes, default values of arguments,
-values of class constants. That code can do what torch's operators can, and two of them write and read files by name.
+values of class constants. That code can do whatever torch's operators can, and two of them write and read files by
+name.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from converter.process.quiet import first_line, quiet
 if TYPE_CHECKING:
     import torch
 
-CONSTANT = "constants."  # what the names of tensors begin with that are constants of the code
-_CODE_BYTES = 64 << 20  # of code and what belongs to it, unpacked; the code of a large traced transformer is 2 MB
-_CODE = re.compile(r"[^/]*/code/.*\.py", re.IGNORECASE | re.DOTALL)  # torch looks for them in any case of letters
-_PACKED = re.compile(r"[^/]+/(code/.*|[^/]*debug_pkl|attributes\.pkl)")  # what torch itself compresses
-# Words of the code that a model of plain tensors does without, each with what it would do. As words, wherever they
-# stand: what the code computes is not known before it is compiled, and defaults are run by then.
+CONSTANT = "constants."  # prefix of the names of tensors that are constants of the code
+_CODE_BYTES = 64 << 20  # unpacked size of code and its metadata; the code of a large traced transformer is 2 MB
+_CODE = re.compile(r"[^/]*/code/.*\.py", re.IGNORECASE | re.DOTALL)  # torch ignores the case of these names
+_PACKED = re.compile(r"[^/]+/(code/.*|[^/]*debug_pkl|attributes\.pkl)")  # records that torch itself compresses
+# Words that a model of plain tensors does not need in its code, each with its effect. They are rejected anywhere in the
+# text: what the code computes is unknown before it is compiled, and by then defaults have run.
 _WORDS = {
     "save": "writes files",
     "from_file": "reads files",
@@ -44,10 +45,10 @@ _FORBIDDEN = ("aten::save", "aten::from_file", "prim::rpc", "aten::dist_", "aten
 
 
 def load(path: Path) -> Any:
-    """The module at ``path`` in evaluation mode on the CPU, its graph of one piece; a ``torch.jit.ScriptModule``.
+    """Load the module at ``path`` in evaluation mode on the CPU, its graph inlined; a ``torch.jit.ScriptModule``.
 
-    Raises :class:`SourceError` for a file that is damaged, that holds more than :func:`check` allows, or whose
-    operators do more than compute.
+    Raises :class:`SourceError` for a file that is damaged, that :func:`check` rejects, or whose operators do more than
+    compute.
     """
     check(path)
     import torch
@@ -58,7 +59,7 @@ def load(path: Path) -> Any:
             module.eval()
             graph = module.graph
             torch._C._jit_pass_inline(graph)
-    except Exception as error:  # torch raises nearly anything, and a module may have no forward
+    except Exception as error:  # torch raises errors of any kind, and a module may have no forward
         raise SourceError(f"{path}: torch cannot load it: {first_line(error)}") from error
     for kind in _operators(module):
         if not kind.startswith(_NAMESPACES) or kind.startswith(_FORBIDDEN):
@@ -68,8 +69,11 @@ def load(path: Path) -> Any:
 
 
 def check(path: Path) -> None:
-    """:class:`SourceError` unless the records of ``path`` are as torch writes them and hold what its pickles take from
-    them, and its code asks for nothing but tensors, as far as that can be said without compiling it."""
+    """Raise :class:`SourceError` unless the file's records and code are safe to load.
+
+    The records must be as torch writes them and as long as the pickles claim. The code must ask for nothing but
+    tensors, as far as its text shows before it is compiled.
+    """
     try:
         scriptrecords.check(path)
         with zipfile.ZipFile(path) as archive:
@@ -111,7 +115,7 @@ def _check_code(path: Path, record: str, code: str) -> None:
 
 
 def _operators(module: Any) -> Iterator[str]:
-    """The operators of every method of ``module`` and of the modules in it."""
+    """Yield the operators of every method of ``module`` and its submodules."""
     for part in module.modules():
         for name in part._c._method_names():
             method = part._c._get_method(name)
@@ -120,8 +124,11 @@ def _operators(module: Any) -> Iterator[str]:
 
 
 def tensors(module: Any) -> dict[str, torch.Tensor]:
-    """Every tensor that ``module`` was saved with, by name: parameters, buffers, other attributes, and constants of its
-    code, which a frozen module has in their place. A tensor under two names is there twice, as in a ``state_dict``."""
+    """Return every tensor that ``module`` was saved with, by name.
+
+    They are parameters, buffers, other attributes, and constants of the code, which a frozen module has instead. A
+    tensor with two names occurs twice, as in a ``state_dict``.
+    """
     import torch
 
     found = dict(module.state_dict())
@@ -152,7 +159,9 @@ def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def arrays(path: Path, found: dict[str, torch.Tensor]) -> dict[str, Array]:
-    """``found`` as numpy arrays over the same memory; :class:`SourceError` for a dtype that numpy has not."""
+    """Return ``found`` as numpy arrays over the same memory; :class:`SourceError` for a dtype that numpy does not
+    have.
+    """
     from converter.sources import torch_file
 
     return torch_file.to_numpy(path, found)
@@ -167,16 +176,16 @@ _ASKING = frozenset(
 
 
 def decides_by_numbers(module: Any) -> bool:
-    """Whether ``module`` does one thing or another by the numbers in a tensor that is not made of sizes alone.
+    """Return whether ``module`` branches on the values of a tensor that is not computed from sizes alone.
 
-    Of a module that does, one row may change what is computed of another.
+    In such a module one row may affect another row's result.
     """
     graph = module.graph
     return any(node.kind() in _ASKING and not _of_sizes(node.inputsAt(0)) for node in scriptgraph.nodes(graph))
 
 
 def _of_sizes(value: Any) -> bool:
-    """Whether a tensor is made of sizes, as a trace has them, and of constants."""
+    """Return whether a tensor is computed only from sizes, as in a trace, and from constants."""
     waiting, seen = [value], set()
     while waiting:
         value = waiting.pop()

@@ -1,4 +1,4 @@
-"""Arrays side by side in one temporary file: where a checkpoint's go that cannot be mapped as they lie."""
+"""Arrays side by side in one temporary file, for checkpoints whose arrays cannot be mapped in place."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ALIGNMENT = 64  # bytes
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What an array is before there is memory for it: ``dtype`` is a key of :data:`~bf16kit.tensors.BY_NAME`."""
+    """An array before memory is allocated: ``dtype`` is a key of :data:`~bf16kit.tensors.BY_NAME`."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -30,7 +30,7 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class Shelf:
-    """The file, which has its name only while it is filled, and each array's place in it and view of it."""
+    """The file, which has its name only while it is filled, and each array's offset in it and view of it."""
 
     path: Path
     offsets: Mapping[str, int]
@@ -39,10 +39,10 @@ class Shelf:
 
 @contextmanager
 def shelf(forms: Mapping[str, Form], directory: Path, source: Path) -> Iterator[Shelf]:
-    """Room for an array of each of ``forms`` in a file of ``directory``, or of the system's where that is in memory.
+    """Allocate an array for each of ``forms`` in a file in ``directory``, or in memory if there is no room on disk.
 
-    The arrays are writable, aligned, and stay when the block is left. Raises :class:`SourceError` naming ``source``
-    where there is no room.
+    The arrays are writable and aligned, and stay valid after the block. Raises :class:`SourceError` naming ``source``
+    when there is no room.
     """
     offsets, end = {}, 0
     for name, form in forms.items():
@@ -64,6 +64,6 @@ def _file(size: int, directory: Path) -> Iterator[tuple[Path, Array]]:
     with ExitStack() as stack:
         try:
             found = stack.enter_context(scratch_file(size, directory))
-        except NoScratch:  # a container whose disk is its memory: there the arrays would lie in any case
+        except NoScratch:  # a container whose disk is in memory: the arrays would be in memory in any case
             found = stack.enter_context(scratch_file(size, in_memory=True))
         yield found

@@ -1,4 +1,4 @@
-"""A bare state dict made runnable: the architecture comes from ``--model``, the weights are fitted into it by name."""
+"""Makes a bare state dict runnable: ``--model`` builds the architecture, and the weights are fitted into it by name."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from converter.process.quiet import first_line, quiet
 if TYPE_CHECKING:
     import torch
 
-# What wrappers put before every name: DistributedDataParallel, Lightning modules by habit, torch.compile.
+# Prefixes that wrappers put before every name: DistributedDataParallel, Lightning modules by habit, torch.compile.
 _PREFIXES = ("module.", "model.", "_orig_mod.")
 _NAMED = 5
 
 
 def build(options: Options) -> torch.nn.Module:
-    """What ``--model pkg.mod:factory`` returns for ``--model-args``, in fp32, its large tensors in temporary files."""
+    """Return the module that ``--model pkg.mod:factory`` makes with ``--model-args``, in fp32.
+
+    Its large tensors are in temporary files. UsageError if the factory fails or returns something else.
+    """
     import torch
 
     from converter.process.tensorfiles import TensorFiles
@@ -39,9 +42,9 @@ def build(options: Options) -> torch.nn.Module:
 
 
 def outline(options: Options) -> dict[str, torch.Tensor] | None:
-    """The state of what :func:`build` would build, in shapes alone; None where it cannot be built without memory.
+    """Return the state dict that :func:`build` would have, on the meta device; None if that is impossible.
 
-    The arguments may come from a file, and a file may say any size.
+    It needs no memory. The arguments may come from a file, and a file may claim any size.
     """
     import torch
 
@@ -49,13 +52,13 @@ def outline(options: Options) -> dict[str, torch.Tensor] | None:
     try:
         with quiet(), torch.device("meta"):
             module = factory(**options.model_args)
-    except Exception:  # noqa: BLE001 - the user's code may need numbers, which the meta device has none of
+    except Exception:  # noqa: BLE001 - the user's code may need values, which the meta device does not have
         return None
     return module.state_dict() if isinstance(module, torch.nn.Module) else None
 
 
 def factory_of(options: Options) -> Callable[..., Any]:
-    """What ``--model`` names; :class:`UsageError` where it names nothing, or nothing that can be called."""
+    """Return the callable that ``--model`` names; :class:`UsageError` if it is missing or cannot be called."""
     if options.model is None:
         raise UsageError(
             f"{options.source}: holds weights but no architecture; name it with --model pkg.mod:factory"
@@ -65,7 +68,7 @@ def factory_of(options: Options) -> Callable[..., Any]:
 
 
 def in_fp32(module: torch.nn.Module) -> torch.nn.Module:
-    """``module``, its parameters brought to fp32, in place, where any is of another floating precision."""
+    """Convert the parameters of ``module`` to fp32, in place, if any has another floating precision; return it."""
     import torch
 
     others = (torch.float16, torch.bfloat16, torch.float64)
@@ -73,7 +76,7 @@ def in_fp32(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def fit(module: torch.nn.Module, tensors: Mapping[str, Array], *, kept: Container[str] = ()) -> None:
-    """Copy ``tensors`` into ``module``, in its own dtypes; those ``kept`` may be missing.
+    """Copy ``tensors`` into ``module``, in the module's dtypes; those in ``kept`` may be missing.
 
     Raises :class:`SourceError` naming the first five tensors that are missing, unexpected or of another shape.
     """
@@ -87,7 +90,7 @@ def fit(module: torch.nn.Module, tensors: Mapping[str, Array], *, kept: Containe
 
 
 def _without_prefix(tensors: Mapping[str, Array], state: Mapping[str, torch.Tensor]) -> dict[str, Array]:
-    """``tensors`` without what wrappers put before their names, however many stood around each other."""
+    """Return ``tensors`` without wrappers' prefixes, even nested ones."""
     for prefix in _PREFIXES:
         if not tensors or any(name.startswith(prefix) for name in state):
             continue
@@ -99,9 +102,11 @@ def _without_prefix(tensors: Mapping[str, Array], state: Mapping[str, torch.Tens
 def mismatches(
     tensors: Mapping[str, Array], state: Mapping[str, torch.Tensor], kept: Container[str] = ()
 ) -> Iterator[str]:
-    """What of ``state`` is missing in ``tensors`` or of another shape there, and what is there and not in ``state``;
-    those ``kept`` may be missing."""
-    # Tied weights are saved once by some writers: a name whose memory another present name fills is not missing.
+    """Yield what of ``state`` is missing or has another shape in ``tensors``, and what is only in ``tensors``.
+
+    Names in ``kept`` may be missing.
+    """
+    # Some writers save tied weights once: a name is not missing if another present name fills its memory.
     filled = {_place(state[name]) for name in tensors if name in state}
     for name, parameter in state.items():
         shape = list(parameter.shape)
@@ -116,18 +121,18 @@ def mismatches(
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Where the memory of ``tensor`` begins, were it on the meta device, where all of it begins at 0."""
+    """Return where the memory of ``tensor`` begins; works on the meta device, too, where every address is 0."""
     return int(tensor.untyped_storage()._cdata), int(tensor.storage_offset())
 
 
 def mismatch_message(what: str, problems: Sequence[str]) -> str:
-    """``what``, then the first five of ``problems``, one a line, and how many more there are."""
+    """Return ``what``, then the first five of ``problems``, one per line, and how many more there are."""
     more = f"\n  and {len(problems) - _NAMED} more" if len(problems) > _NAMED else ""
     return f"{what}:" + "".join(f"\n  {problem}" for problem in problems[:_NAMED]) + more
 
 
 def to_torch(array: Array) -> torch.Tensor:
-    """A tensor over the memory of ``array``."""
+    """Return a tensor over the memory of ``array``."""
     import torch
 
     if array.dtype.name == "bfloat16":

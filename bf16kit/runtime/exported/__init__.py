@@ -1,1 +1,1 @@
-"""A torch.export program (.pt2) as data: read by whitelist from its archive, and run call by call."""
+"""A torch.export program (.pt2) as data: read from its archive by whitelist, and run call by call."""

@@ -1,8 +1,9 @@
-"""Which values of a program may be written into: those that it made itself, in memory of their own.
+"""Checks which values a program may write into: only those that it made itself, in memory of their own.
 
-A program that writes into an input, a weight, or a view of one changes what its next run computes, or what its caller
-holds. Whether a value is a part of another is followed through the program: an operator that is not known to give
-fresh memory (:data:`bf16kit.runtime.exported.operators.FRESH`) gives parts of what it is given.
+A program that writes into an input, a weight, or a view of one changes its next run's result, or its caller's data. So
+the check follows through the program whether a value shares memory with another. The result of an operator that is not
+known to return fresh memory (:data:`bf16kit.runtime.exported.operators.FRESH`) counts as sharing memory with its
+arguments.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ if TYPE_CHECKING:
 
 _OWN = operators.FRESH | operators.IN_PLACE
 _ATEN = "torch.ops.aten."
-_MEAN, _VARIANCE, _TRAINING = 3, 4, 5  # places of a batch norm's arguments
+_MEAN, _VARIANCE, _TRAINING = 3, 4, 5  # positions of a batch norm's arguments
 
 
 def check_writes(graph: Graph) -> None:
-    """:class:`RuntimeFailure` where ``graph`` may write into an input, a weight or a part of one."""
+    """Raise :class:`RuntimeFailure` if ``graph`` may write into an input, a weight or a part of one."""
     _own(graph, frozenset())
 
 
 def _own(graph: Graph, own: Iterable[str]) -> set[str]:
-    """The values of ``graph`` that lie in memory which the program took; ``own`` are those it is given.
+    """Return the values of ``graph`` whose memory the program allocated; ``own`` are those among its inputs.
 
-    A name may be given twice, as in running: what counts is who had it last.
+    A name may be assigned twice, as at run time: the last assignment counts.
     """
     found = set(own)
     for node in graph.nodes:
@@ -42,10 +43,10 @@ def _own(graph: Graph, own: Iterable[str]) -> set[str]:
 
 
 def _given(node: Node, own: set[str]) -> list[tuple[str, bool]]:
-    """The names of what ``node`` gives, and whether each lies in memory of the program's own."""
+    """Return the names of the outputs of ``node``, each with whether its memory is the program's own."""
     place = next((i for i, value in enumerate(node.args) if hasattr(value, "nodes")), None)
     if place is None:
-        # What was written into in place was found to be the program's own.
+        # _check has already shown that what is written in place is the program's own.
         fresh = _name(node) in _OWN or not node.target.startswith(_ATEN)
         is_own = fresh or read_by((*node.args, *node.kwargs.values())) <= own
         return [(name, is_own) for name in made_by(node.outputs) if name]

@@ -1,8 +1,8 @@
 """A torch.export archive (.pt2) read as data: its zip records, its tensors, and the JSON of its one program.
 
-``torch.export.load`` unpickles what the archive's tables tell it to, evaluates shape expressions and guards, and takes
-any function of torch for an operator: it is for files of people one trusts. Here nothing of the file is handed to it.
-Records that are not needed, sample inputs among them, are not read at all.
+``torch.export.load`` unpickles what the archive's tables name, evaluates shape expressions and guards, and accepts any
+function of torch as an operator: it is for trusted files only. Here no part of the file is passed to it. Records that
+are not needed, such as sample inputs, are not read at all.
 """
 
 from __future__ import annotations
@@ -26,21 +26,23 @@ from bf16kit.tensors import BY_NAME, Array
 MODELS = "models/"
 WEIGHTS = "data/weights/"
 CONSTANTS = "data/constants/"
-LARGEST_JSON = 256 << 20  # bytes; MiniLM's program has 2 MB, most of it where its Python stood
+LARGEST_JSON = 256 << 20  # bytes; MiniLM's program has 2 MB, mostly the stack traces of its Python code
 _CONFIGS = ((WEIGHTS, "_weights_config.json", "weight"), (CONSTANTS, "_constants_config.json", "constant"))
 _TENSOR_FILE = re.compile(r"(weight|tensor)_[0-9]{1,9}")
 _FQN = re.compile(r"[A-Za-z0-9_\-]+(\.[A-Za-z0-9_\-]+)*")
 _LONGEST = 1000  # characters of a name
 _MOST_AXES = 64  # of numpy's arrays
-_STRIDED = 7  # torch's number for a tensor that is neither sparse nor of a backend's own layout
-_MOST_VIEWS = 4  # times the bytes of the file: torch writes a record for each storage, of which tensors are parts
+_STRIDED = 7  # torch's number for a plain strided tensor: neither sparse nor in a backend's own layout
+_MOST_VIEWS = 4  # times the file's bytes, for all tensors: torch writes a record per storage, and tensors may share it
 
 Place = tuple[Record, str, tuple[int, ...], tuple[int, ...], int]
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One tensor: ``strides`` and ``offset`` are in elements of its record; of a ``pickled`` one nothing is known."""
+    """One tensor: ``strides`` and ``offset`` are in elements of its record; all of this is unknown for a ``pickled``
+    one.
+    """
 
     name: str
     is_parameter: bool
@@ -53,20 +55,21 @@ class Stored:
 
     @property
     def place(self) -> Place:
-        """The same for names that mean the same elements of one record."""
+        """Equal for names that refer to the same elements of one record."""
         return self.record, self.dtype, self.shape, self.strides, self.offset
 
     @property
     def nbytes(self) -> int:
-        """What its elements take once they are copied."""
+        """Size of its elements once they are copied."""
         return 0 if self.pickled else math.prod(self.shape) * BY_NAME[self.dtype].numpy.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class Archive:
-    """What an archive holds: the program's JSON, and its weights and constants by name. ``data`` is the whole file.
+    """The contents of an archive: the program's JSON, and its weights and constants by name. ``data`` is the whole
+    file.
 
-    Names that mean the same elements of one record get one array: whoever copies it need do so once.
+    Names that refer to the same elements of one record get the same array, so that a caller copies it only once.
     """
 
     program: Mapping[str, Any]
@@ -75,11 +78,14 @@ class Archive:
     _views: dict[Place, Array] = made(default_factory=dict, repr=False)
 
     def record(self, record: Record) -> memoryview:
-        """The bytes of ``record``."""
+        """Return the bytes of ``record``."""
         return self.data[record.offset : record.offset + record.nbytes]
 
     def tensor(self, name: str) -> Array:
-        """A view of the archive's memory, writable where that is; not always contiguous."""
+        """Return a view of the archive's memory, writable if that is; not always contiguous.
+
+        A record at an unaligned offset is copied.
+        """
         stored = self.tensors[name]
         if stored.place not in self._views:
             self._views[stored.place] = self._view(stored)
@@ -94,19 +100,19 @@ class Archive:
         if stored.record.offset % dtype.itemsize:  # torch aligns records to 64 bytes
             single = np.frombuffer(found, np.uint8)[stored.offset * dtype.itemsize :]
             each = np.lib.stride_tricks.as_strided(single, (*stored.shape, dtype.itemsize), (*strides, 1))
-            return each.copy().view(dtype).reshape(stored.shape)  # its elements alone, not what lies between them
+            return each.copy().view(dtype).reshape(stored.shape)  # only its elements, not what lies between them
         flat = np.frombuffer(found, dtype, stored.record.nbytes // dtype.itemsize)[stored.offset :]
         return np.lib.stride_tricks.as_strided(flat, stored.shape, strides)
 
 
 def read_archive(data: memoryview, *, trust_pickle: bool = False, check_crc: bool = False) -> Archive:
-    """The archive in ``data``, the bytes of a file.
+    """Read the archive in ``data``, the bytes of a file.
 
-    With ``trust_pickle`` a tensor that is a pickle is not refused but marked as one: nothing is unpickled here.
+    With ``trust_pickle`` a pickled tensor is accepted and marked as one: nothing is unpickled here.
 
-    Raises :class:`RuntimeFailure` for what is damaged, compressed, of an older or newer format, holds native code or
-    objects, several programs, tensors that are longer than their records, and, with ``check_crc``, for bytes that
-    changed.
+    Raises :class:`RuntimeFailure` for an archive that is damaged, compressed, of an older or newer format, that holds
+    native code, objects or several programs, or whose tensors are longer than their records. With ``check_crc`` also
+    for bytes that changed.
     """
     try:
         records = read_records(data)
@@ -211,11 +217,14 @@ def _strided(name: str, entry: dict[str, Any], record: Record, what: str, file: 
 
 
 def _needed(shape: tuple[int, ...], strides: tuple[int, ...], offset: int, itemsize: int, what: str) -> int:
-    """The bytes that a tensor's record must have: up to where it reaches, and as many as it has once it is copied,
-    which strides of 0 would multiply."""
+    """Return the bytes that a tensor's record must have.
+
+    The record must hold the last element, and as many elements as the tensor has once it is copied: strides of 0 would
+    multiply them.
+    """
     if len(shape) > _MOST_AXES:
         raise RuntimeFailure(f"{what} has {len(shape)} dimensions, the most is {_MOST_AXES}")
-    # Also of one without elements: numpy multiplies its other sizes.
+    # Also checked without elements: numpy multiplies the other sizes.
     if math.prod(filter(None, shape)) > SYMBOLIC_LARGEST:
         raise RuntimeFailure(f"{what} has sizes whose product is beyond {SYMBOLIC_LARGEST}")
     elements = math.prod(shape)
@@ -236,8 +245,11 @@ def _sizes(values: Any, what: str) -> tuple[int, ...]:
 
 
 def _check_views(archive: Archive) -> None:
-    """Each way to look at a record is copied where it is not contiguous, or widened: the same bytes as often as there
-    are ways, or records that lie over each other."""
+    """Limit the total size of distinct views of the records.
+
+    A view that is not contiguous, or is widened, is copied. Many views of the same bytes, or records that overlap,
+    would multiply the memory.
+    """
     total = sum({stored.place: stored.nbytes for stored in archive.tensors.values()}.values())
     if total > _MOST_VIEWS * len(archive.data):
         raise RuntimeFailure(

@@ -30,11 +30,12 @@ _MOST = 1_000_000  # values in a list
 
 
 def read(value: Any, what: str, graph: Callable[[Any], Any]) -> Any:
-    """An argument: a plain value, a :class:`Ref`, a word of :mod:`bf16kit.runtime.exported.values`, or a list of them.
+    """Read an argument: a plain value, a :class:`Ref`, an option of :mod:`bf16kit.runtime.exported.values`, or a list
+    of them.
 
-    ``graph`` reads one that is a graph.
+    ``graph`` reads an argument that is itself a graph.
 
-    Raises :class:`RuntimeFailure`, which begins with ``what``, for what bf16kit does not know.
+    Raises :class:`RuntimeFailure`, which begins with ``what``, for kinds that bf16kit does not know.
     """
     tag, found = union(value, what)
     if tag in _PLAIN:
@@ -65,7 +66,7 @@ def _optional(value: Any, what: str) -> Ref | None:
 
 
 def _symbolic(value: Any, what: str) -> Any:
-    """A size that is computed, or one that is known."""
+    """Read a size: a :class:`Ref` if it is computed, else the number."""
     tag, found = union(value, what)
     if tag == "as_name":
         return Ref(name(found, what))

@@ -1,8 +1,8 @@
-"""A torch.export program as a value: its inputs, the operators that run, what goes in and comes out of each.
+"""A torch.export program as a value: its inputs, and its operators with their arguments and outputs.
 
-Read from the JSON of an archive by whitelist: an operator, argument or kind of output that is not known here is refused
-by its name. What else the JSON holds (guards, shape expressions, stack traces, the trees of inputs) is not looked at,
-but for the names in the tree of outputs.
+It is read from the archive's JSON by whitelist: an unknown operator, argument or kind of output is rejected by name.
+The rest of the JSON (guards, shape expressions, stack traces, the tree of inputs) is ignored, except for the names in
+the tree of outputs.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from bf16kit.runtime.exported.values import (
     union,
 )
 
-SCHEMA = 8  # the major version of torch's own schema that this reads
-_DEEPEST = 8  # graphs in graphs
+SCHEMA = 8  # the major version of torch's schema that this module reads
+_DEEPEST = 8  # depth of nested graphs
 _MOST = 1_000_000  # nodes
 _ATEN = re.compile(r"torch\.ops\.aten\.([A-Za-z0-9_]{1,80})\.([A-Za-z0-9_]{1,80})")
 _SYMBOL = re.compile(r"Symbol\('([A-Za-z_][A-Za-z0-9_]{0,99})'(, [a-z]+=(True|False))*\)")
@@ -37,7 +37,9 @@ _POSITIONAL = 1
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """An input or output: a free dimension is the program's own symbol for it, or "?" for an expression of several."""
+    """An input or output. A free dimension is the program's symbol for it, or "?" for an expression of several
+    symbols.
+    """
 
     name: str
     dtype: str
@@ -46,9 +48,9 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One call. ``outputs`` are names for what it gives: None where nobody reads it, a tuple for a list of tensors.
+    """One call. ``outputs`` names its results: None for one that is never read, a tuple of names for a list of tensors.
 
-    Of one that gives a single value, ``single``, that value has the only name; of others each item has one.
+    If ``single``, the call returns one value, which gets the only name; otherwise each item of the result has its own.
     """
 
     target: str
@@ -60,7 +62,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """Nodes in order; ``results`` are what it gives, :class:`Ref` or plain values."""
+    """Nodes in order; ``results`` are the graph's outputs, :class:`Ref` or plain values."""
 
     inputs: tuple[str, ...]
     nodes: tuple[Node, ...]
@@ -69,7 +71,7 @@ class Graph:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A whole program: ``tensors`` says which stored tensor a value of the graph is.
+    """A whole program: ``tensors`` maps a value of the graph to the stored tensor that it stands for.
 
     ``outputs`` are names for ``graph.results``, "" for those that are no tensors.
     """
@@ -81,10 +83,10 @@ class Program:
 
 
 def parse_program(program: Mapping[str, Any], stored: Mapping[str, object]) -> Program:
-    """The program in the JSON of an archive whose tensors are ``stored``.
+    """Parse the program in the JSON of an archive whose tensors are ``stored``.
 
-    Raises :class:`RuntimeFailure` for another schema, for what the module says, and for a program that keeps a state,
-    that takes or gives what is no tensor, or that reads a tensor which the archive does not hold.
+    Raises :class:`RuntimeFailure` for another schema, for anything not on the whitelist, and for a program that keeps
+    state, has inputs or outputs that are no tensors, or reads a tensor that the archive does not hold.
     """
     version = mapping(field(program, "schema_version"), "schema_version")
     major = integer(field(version, "major"), "schema_version")
@@ -108,7 +110,7 @@ def _inputs(signature: Mapping[str, Any], metas: Mapping[str, Any]) -> tuple[tup
     tensors: dict[str, str] = {}
     for spec in listed(field(signature, "input_specs"), "input_specs"):
         kind, value = union(spec, "input_specs")
-        if kind == "constant_input":  # None, or a number that the graph was made for
+        if kind == "constant_input":  # None, or a number that was fixed at export
             continue
         if kind == "user_input":
             tag, argument = union(field(mapping(value, kind), "arg"), kind)
@@ -210,7 +212,7 @@ def _node(node: Mapping[str, Any], depth: int) -> Node | None:
     outputs = [union(value, what) for value in listed(field(node, "outputs"), what)]
     single = len(outputs) == 1 and outputs[0][0] in ("as_tensor", "as_sym_int", "as_sym_bool", "as_sym_float")
     if not operator and target in (operators.GRAD_MODE, operators.AUTOCAST):
-        single = False  # a graph gives as many values as it has results, one among them
+        single = False  # a wrapped graph returns a list of results, even if it has only one
     if len(outputs) == 1 and outputs[0][0] == "as_tensors":
         names = _names(outputs[0][1], what)
         return Node(target, tuple(args), kwargs, names, single=False)
@@ -218,7 +220,9 @@ def _node(node: Mapping[str, Any], depth: int) -> Node | None:
 
 
 def _operator(target: str) -> str:
-    """The name of an operator of ATen, "" for one that is not; :class:`RuntimeFailure` for one that may not run."""
+    """Return the name of an ATen operator, "" for other known functions; :class:`RuntimeFailure` for one not
+    allowed.
+    """
     found = _ATEN.fullmatch(target)
     if found is not None and "out" not in found[2].split("_"):
         if found[1] in operators.ATEN or found[1] in operators.IN_PLACE or found[1] in operators.CHECKS:

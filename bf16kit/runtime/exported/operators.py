@@ -1,8 +1,8 @@
 """The operators that a torch.export program may use: ATen's, by name, that compute tensors from tensors and numbers.
 
-A list of what may run, not of what may not: ATen has operators that open files (``from_file``), and torch's own loader
-looks for whatever a program names in torch's modules, of which ``torch.os.system`` is one. An operator that is missing
-here is refused by its name.
+This is a list of what is allowed, not of what is forbidden: ATen has operators that open files (``from_file``), and
+torch's own loader resolves any name in torch's modules, such as ``torch.os.system``. An operator that is missing here
+is rejected by name.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ ATEN = frozenset(
     """.split()  # noqa: SIM905 - words are read more easily than a list of quoted ones
 )
 
-# Those of them that give memory of its own, or a number, always. What is missing here counts as giving a part of what
-# it is given: views, those that give their argument back where there is nothing to do (to, dropout), and whatever
-# nobody looked at.
+# Operators whose result is always a number or in memory of its own. Operators missing here count as returning a part of
+# their arguments: views, those that may return their argument unchanged (to, dropout), and those that were not
+# examined.
 FRESH = frozenset(
     """
     __and__ __or__ __xor__ _adaptive_avg_pool2d _adaptive_avg_pool3d _cdist_forward _convolution _local_scalar_dense
@@ -85,7 +85,7 @@ FRESH = frozenset(
     """.split()  # noqa: SIM905 - words are read more easily than a list of quoted ones
 )
 
-# Norms that write into their running statistics where this argument of theirs is true.
+# Norms that write into their running statistics when the named argument is true.
 RUNNING = {
     "batch_norm": "training",
     "native_batch_norm": "training",
@@ -93,7 +93,7 @@ RUNNING = {
     "instance_norm": "use_input_stats",
 }
 
-# They compute in place; what they write into must be the program's own: see aliases.py.
+# In-place operators; the tensor that they write into must be the program's own: see aliases.py.
 IN_PLACE = frozenset(
     """
     abs_ add_ addcdiv_ addcmul_ addmm_ baddbmm_ bitwise_and_ bitwise_not_ bitwise_or_ ceil_ celu_ clamp_ clamp_max_
@@ -105,8 +105,8 @@ IN_PLACE = frozenset(
     """.split()  # noqa: SIM905 - words are read more easily than a list of quoted ones
 )
 
-# Arithmetic on sizes, a function of that module of Python's or torch's. Not pow and shifts, whose results may be of any
-# length.
+# Arithmetic on sizes: functions of Python's or torch's module. Without pow and shifts, whose integers may grow without
+# bound.
 _OPERATOR = (
     "add",
     "and_",
@@ -130,7 +130,7 @@ SYMBOLIC = frozenset(
     (*(f"_operator.{name}" for name in _OPERATOR), *(f"torch.{name}" for name in _TORCH), "math.trunc")
 )
 
-# They compute nothing: checks that the program's author or torch put there, which hold for what was exported.
+# Checks that the author or torch put into the program. They compute nothing and held at export, so they are skipped.
 CHECKS = frozenset(
     (
         "_assert_async",

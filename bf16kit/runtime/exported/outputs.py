@@ -1,4 +1,4 @@
-"""What the outputs of a torch.export program are called: the keys of what its module returned."""
+"""Names of a torch.export program's outputs: the keys of its module's return value."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _DEEPEST = 8
 
 
 def output_names(module: Mapping[str, Any], results: Sequence[Any], inputs: Sequence[str]) -> tuple[str, ...]:
-    """A name for each of ``results``, "" for one that is no tensor.
+    """Return a name for each of ``results``, "" for one that is no tensor.
 
-    A mapping's keys; ``output`` for one tensor, ``output_0`` … for several; the parts of a nested one after a dot. One
-    that is called as one of the ``inputs`` is called ``…_out``. Where the JSON does not say, or says it of another
-    number of outputs, they are numbered.
+    A mapping's keys are the names. Otherwise a single tensor is ``output`` and several are ``output_0`` …; nested parts
+    are joined by dots. An output with the name of one of the ``inputs`` gets the suffix ``_out``. When the JSON gives
+    no names, or another number of them, the outputs are numbered.
     """
     tensors = [isinstance(result, Ref) for result in results]
     names = list(_leaves(_tree(module), "", 0))
@@ -30,7 +30,7 @@ def output_names(module: Mapping[str, Any], results: Sequence[Any], inputs: Sequ
 
 
 def _tree(module: Mapping[str, Any]) -> Any:
-    """The tree of outputs, which is JSON in JSON; None where there is none."""
+    """Return the tree of outputs, which is JSON within JSON; None if there is none."""
     try:
         calls = module["module_call_graph"]
         return json.loads(calls[0]["signature"]["out_spec"])[1]
@@ -39,7 +39,7 @@ def _tree(module: Mapping[str, Any]) -> Any:
 
 
 def _leaves(tree: Any, prefix: str, depth: int) -> Iterator[str]:
-    """The leaves' names; none at all for what is no tree."""
+    """Yield the leaves' names; nothing if ``tree`` is not a tree."""
     if not isinstance(tree, Mapping) or depth > _DEEPEST:
         return
     children = tree.get("children_spec")
@@ -55,7 +55,7 @@ def _leaves(tree: Any, prefix: str, depth: int) -> Iterator[str]:
 
 
 def _keys(context: Any, count: int) -> list[str] | None:
-    """The keys of a mapping, of which ``count`` are expected; None for a sequence."""
+    """Return the ``count`` keys of a mapping; None for a sequence, or if the keys cannot be names."""
     try:
         found = json.loads(context) if isinstance(context, str) else context
     except (ValueError, RecursionError):

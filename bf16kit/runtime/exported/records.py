@@ -1,4 +1,4 @@
-"""The records of a torch.export archive: where each lies in the file, once that is known to be as torch puts it."""
+"""The zip records of a torch.export archive: where each lies in the file, checked to be as torch writes it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ONE_FILE = "serialized_exported_program.json"
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Where a record's bytes lie in the archive, and their CRC-32."""
+    """Position of a record's bytes in the archive, and their CRC-32."""
 
     offset: int
     nbytes: int
@@ -23,9 +23,9 @@ class Record:
 
 
 def read_records(data: memoryview) -> dict[str, Record]:
-    """The archive's records by the name that torch gives them, without the folder that holds them all.
+    """Return the archive's records by torch's name for them, without the folder that contains them all.
 
-    Raises :class:`RuntimeFailure` for what torch would not write, and what the zip library does for damage.
+    Raises :class:`RuntimeFailure` for what torch would not write, and the zip library's errors for damage.
     """
     found: dict[str, Record] = {}
     with zipfile.ZipFile(io.BufferedReader(_View(data))) as archive:
@@ -51,7 +51,7 @@ def read_records(data: memoryview) -> dict[str, Record]:
 
 
 class _View(io.RawIOBase):
-    """A file over memory, which `io.BytesIO` would copy."""
+    """A read-only file over memory; `io.BytesIO` would copy it."""
 
     def __init__(self, data: memoryview) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class _View(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._data)}[whence]
         if start + offset < 0:
-            raise OSError("a position before the beginning")  # as a file does, which zipfile expects
+            raise OSError("a position before the beginning")  # like a real file, as zipfile expects
         self._at = start + offset
         return self._at
 
@@ -78,7 +78,7 @@ class _View(io.RawIOBase):
 
 
 def located(info: zipfile.ZipInfo, data: memoryview) -> Record:
-    """Where the record ``info`` lies in ``data``, the whole file; :class:`RuntimeFailure` where that is not so."""
+    """Return where the record ``info`` lies in ``data``, the whole file; :class:`RuntimeFailure` if it does not."""
     header = data[info.header_offset : info.header_offset + _LOCAL_HEADER]
     if bytes(header[:4]) != b"PK\x03\x04":
         raise RuntimeFailure(f"record {info.filename!r} does not begin where the archive says")

@@ -1,4 +1,4 @@
-"""Running a torch.export program whose operators were looked up: one call after the other. It imports no torch."""
+"""Runs a torch.export program whose operators were resolved, one call after the other. It imports no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Values = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One call, ready to make: ``spent`` are values that nobody reads after it."""
+    """One call, ready to run: ``spent`` are values that no later call reads."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -25,7 +25,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A program whose operators were looked up, and whose dtypes and devices were chosen."""
+    """A program whose operators were resolved, and whose dtypes and devices were chosen."""
 
     inputs: tuple[str, ...]
     steps: tuple[Step, ...]
@@ -33,12 +33,14 @@ class Bound:
     outputs: tuple[str, ...] = ()
 
     def run(self, values: Values) -> dict[str, Any]:
-        """The outputs by name. ``values`` are the inputs and tensors by the graph's names for them; it is changed."""
+        """Return the outputs by name. ``values`` has the inputs and tensors by their names in the graph; it is
+        modified.
+        """
         found = self.flat(values)
         return {name: value for name, value in zip(self.outputs, found, strict=True) if name}
 
     def flat(self, values: Values) -> list[Any]:
-        """What the graph gives, in its order."""
+        """Return the graph's results, in their order."""
         for step in self.steps:
             result = step.function(
                 *[_filled(value, values) for value in step.args],
@@ -63,7 +65,7 @@ def _filled(value: Any, values: Values) -> Any:
 
 
 def _spread(names: tuple[Any, ...], result: Any, values: Values) -> None:
-    """Give each item of ``result`` its name; an item that is a list has a tuple of them."""
+    """Assign each item of ``result`` to its name; an item that is a list has a tuple of names."""
     if not names or names == (None,):
         return
     for name, item in zip(names, result, strict=True):
@@ -74,7 +76,7 @@ def _spread(names: tuple[Any, ...], result: Any, values: Values) -> None:
 
 
 def read_by(values: Any) -> set[str]:
-    """The names that ``values`` refer to."""
+    """Return the names that ``values`` refer to."""
     found: set[str] = set()
     for value in values:
         if isinstance(value, Ref):
@@ -85,7 +87,7 @@ def read_by(values: Any) -> set[str]:
 
 
 def made_by(outputs: Any) -> set[str]:
-    """The names of an operator's ``outputs``."""
+    """Return the names of an operator's ``outputs``."""
     found: set[str] = set()
     for output in outputs:
         found |= made_by(output) if isinstance(output, tuple) else {output}

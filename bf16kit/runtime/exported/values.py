@@ -1,4 +1,4 @@
-"""Reading the JSON of a torch.export program: the checks that each value passes, and the words it is made of.
+"""Reads the JSON of a torch.export program: type checks for each value, and the classes of arguments.
 
 The numbers are those of torch's ``torch/_export/serde/schema.py``, schema version 8.
 """
@@ -24,7 +24,7 @@ MEMORY_FORMATS: Mapping[int, str] = {
     4: "preserve_format",
 }
 STRIDED = 7
-SYMBOLIC_LARGEST = 2**47  # elements of one tensor: more than any machine maps
+SYMBOLIC_LARGEST = 2**47  # elements of one tensor: more than any machine can map
 _LARGEST_INTEGER = 2**63
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,999}")
 _WORD = re.compile(r"[\w\-, .>()]{0,200}", re.ASCII)
@@ -54,7 +54,7 @@ class MemoryFormat:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A device as an argument: whichever the program runs on."""
+    """A device as an argument: always the one that the program runs on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ def text(value: Any, what: str) -> str:
 
 
 def integer(value: Any, what: str) -> int:
-    """``value`` as an integer of 64 bits; true and false are none."""
+    """Return ``value`` as a 64-bit integer; :class:`RuntimeFailure` for true and false."""
     if type(value) is not int or not -_LARGEST_INTEGER <= value < _LARGEST_INTEGER:
         raise RuntimeFailure(f"{what}: expected an integer of 64 bits, got {_brief(value)}")
     return value
@@ -98,7 +98,7 @@ def truth(value: Any, what: str) -> bool:
 
 
 def number(value: Any, what: str) -> float:
-    """``value`` as a float; those that JSON has no word for are texts."""
+    """Return ``value`` as a float; infinities and NaN, which JSON cannot express, are strings."""
     if value in _FLOATS:
         return float(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -110,7 +110,7 @@ def number(value: Any, what: str) -> float:
 
 
 def name(value: Any, what: str) -> str:
-    """``value`` as the name of a graph's value: letters, digits and underscores."""
+    """Return ``value`` as the name of a graph's value: letters, digits and underscores."""
     found = text(value, what)
     if not _NAME.fullmatch(found):
         raise RuntimeFailure(f"{what}: {_brief(found)} is not a name that torch gives to values")
@@ -118,7 +118,7 @@ def name(value: Any, what: str) -> str:
 
 
 def word(value: Any, what: str) -> str:
-    """``value`` as an option of an operator, such as ``tanh`` or an equation of einsum."""
+    """Return ``value`` as an option of an operator, such as ``tanh`` or an equation of einsum."""
     found = text(value, what)
     if not _WORD.fullmatch(found):
         raise RuntimeFailure(f"{what}: {_brief(found)} is not an option that an operator takes")
@@ -126,14 +126,14 @@ def word(value: Any, what: str) -> str:
 
 
 def field(value: Mapping[str, Any], key: str) -> Any:
-    """``value[key]``; :class:`RuntimeFailure` where it is missing."""
+    """Return ``value[key]``; :class:`RuntimeFailure` if it is missing."""
     if key not in value:
         raise RuntimeFailure(f"a field {key!r} is missing")
     return value[key]
 
 
 def union(value: Any, what: str) -> tuple[str, Any]:
-    """The one key of a tagged value, and what it has."""
+    """Return the single key of a tagged value, and its content."""
     found = mapping(value, what)
     if len(found) != 1:
         raise RuntimeFailure(f"{what}: expected a value with one tag, got {len(found)}")

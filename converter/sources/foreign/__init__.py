@@ -1,7 +1,7 @@
-"""Formats that people try and that are not converted: each is told by its content, and refused by name with what to do.
+"""Formats that users try but that are not converted: recognised by content and rejected by name, with a remedy.
 
-``TABLE`` has them; ``files``, ``archives`` and ``directories`` recognise them. Nothing here runs or unpickles anything,
-and of a file no more is read than its first bytes, its last ones, or the lengths that lead from field to field.
+``TABLE`` lists them; ``files``, ``archives`` and ``directories`` recognise them. Nothing here runs or unpickles
+anything. Of a file, only the first and last bytes and the lengths that lead from field to field are read.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ __all__ = ["TABLE", "refuse_directory", "refuse_file", "refuse_json", "refuse_mi
 
 
 def refuse_file(path: Path, head: bytes) -> None:
-    """:class:`SourceError` when the file at ``path``, whose first bytes are ``head``, is of a foreign format."""
+    """Raise :class:`SourceError` if the file at ``path``, whose first bytes are ``head``, has a foreign format."""
     _refuse(path, files.of_file(path, head))
 
 
 def refuse_zip(path: Path, names: set[str]) -> None:
-    """:class:`SourceError` when a zip archive whose records are called ``names`` is of a foreign format."""
+    """Raise :class:`SourceError` if a zip archive with records called ``names`` has a foreign format."""
     _refuse(path, archives.of_zip(names))
 
 
 def refuse_json(path: Path, fields: object) -> None:
-    """:class:`SourceError` when a JSON document is a foreign format's."""
+    """Raise :class:`SourceError` if a JSON document has a foreign format."""
     _refuse(path, archives.of_json(fields))
 
 
 def refuse_directory(path: Path) -> None:
-    """:class:`SourceError` when the directory ``path`` is of a foreign format."""
+    """Raise :class:`SourceError` if the directory ``path`` has a foreign format."""
     found = directories.of_directory(path)
     if found is not None:
         name, detail = found
@@ -39,7 +39,7 @@ def refuse_directory(path: Path) -> None:
 
 
 def refuse_missing(path: Path) -> None:
-    """:class:`SourceError` for a path that is the beginning of file names, as TensorFlow 1 names its checkpoints."""
+    """Raise :class:`SourceError` if ``path`` is the prefix of a TensorFlow 1 checkpoint's file names."""
     if path.with_name(f"{path.name}.index").is_file():
         _refuse(path, "tensorflow checkpoint")
 

@@ -1,4 +1,4 @@
-"""Foreign zip archives and JSON documents, told by what they hold."""
+"""Recognises foreign zip archives and JSON documents by their contents."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Collection
 
 
 def of_zip(names: Collection[str]) -> str | None:
-    """The foreign format of an archive whose records are called ``names``, with and without their first directory."""
+    """Return the foreign format of an archive with records ``names``, given with and without their first directory."""
     records = [name for name in names if name]
     if records and all(name.endswith(".npy") for name in records):
         return "npz"
-    if "bytecode.pkl" in names:  # beside the records that TorchScript has, too
+    if "bytecode.pkl" in names:  # in addition to TorchScript's records
         return "mobile"
     return None
 
 
 def of_json(fields: object) -> str | None:
-    """The foreign format of a JSON document."""
+    """Return the foreign format of a JSON document, or None."""
     if not isinstance(fields, dict):
         return None
     if "weightsManifest" in fields or "modelTopology" in fields:

@@ -1,4 +1,4 @@
-"""Foreign directories, told by the files that their writers always put there, and by what config.json says."""
+"""Recognises foreign directories by the files that their writers always create, and by config.json."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-_CONFIG_LIMIT = 16 << 20  # bytes; those of real models have some kilobytes
-_NAME_LIMIT = 80  # characters of what a file says of itself, in a message
+_CONFIG_LIMIT = 16 << 20  # bytes; real models' have some kilobytes
+_NAME_LIMIT = 80  # characters of a quoted name in a message
 
-Found = tuple[str, str]  # the name in the table, and what follows what it is
+Found = tuple[str, str]  # the name in the table, and a text to append to its description
 
 
 def of_directory(path: Path) -> Found | None:
-    """The foreign format of the directory ``path``; with words that say more of it than the table does."""
+    """Return the foreign format of the directory ``path``, with details that the table does not have; or None."""
     config = _json(path / "config.json")
     for name, is_one in _MARKS if config else (*_MARKS, *_WEAK_MARKS):
         if is_one(path):
@@ -36,7 +36,7 @@ def _holds(pattern: str) -> Callable[[Path], bool]:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    """TensorFlow's variables without the graph that a SavedModel has above them."""
+    """Return whether the directory has TensorFlow variables without the graph that a SavedModel has."""
     return _holds("*.data-00000-of-*")(path) and _holds("*.index")(path)
 
 
@@ -46,7 +46,7 @@ _MARKS: tuple[tuple[str, Callable[[Path], bool]], ...] = (
     ("diffusers", _has("model_index.json")),
     ("trtllm", _has("rank0.engine")),
 )
-# These may lie beside a whole Hugging Face model, as a trainer leaves them.
+# These may also be beside a complete Hugging Face model, where a trainer left them.
 _WEAK_MARKS: tuple[tuple[str, Callable[[Path], bool]], ...] = (
     ("lightning shards", _has("meta.pt", ".metadata")),
     ("distributed", _holds("*.distcp")),
@@ -59,9 +59,9 @@ _WEAK_MARKS: tuple[tuple[str, Callable[[Path], bool]], ...] = (
 
 
 def _quantised(path: Path, config: dict[str, Any]) -> str:
-    """How the weights of a Hugging Face directory are quantised, in words; "" when they are not."""
+    """Describe how the weights of a Hugging Face directory are quantised; "" when they are not."""
     said = config.get("quantization_config")
-    for name in ("quantize_config.json", "quant_config.json"):  # GPTQ's and AWQ's first tools wrote them beside it
+    for name in ("quantize_config.json", "quant_config.json"):  # written by the first tools of GPTQ and AWQ
         said = said or _json(path / name)
     said = said or (config.get("quantization") if isinstance(config.get("quantization"), dict) else None)  # MLX
     if not isinstance(said, dict) or not said:
@@ -76,7 +76,7 @@ def _named(value: object) -> str:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """A JSON object in a file of ordinary size; {} for anything else, of which the reader has more to say."""
+    """Return the JSON object in a file of ordinary size; {} for anything else, which the reader reports better."""
     try:
         if not path.is_file() or path.stat().st_size > _CONFIG_LIMIT:
             return {}

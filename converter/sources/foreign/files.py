@@ -1,4 +1,4 @@
-"""Foreign files, told by their first bytes, or where those are ONNX's own by the fields that follow."""
+"""Recognises foreign files by their first bytes or, if those could be ONNX, by the fields that follow."""
 
 from __future__ import annotations
 
@@ -22,16 +22,18 @@ _MAGIC: tuple[tuple[bytes, str], ...] = (
     (b"7z\xbc\xaf\x27\x1c", "archive"),
     (b"Rar!\x1a\x07", "archive"),
 )
-# What a FlatBuffer says of itself, from its fifth byte on.
+# FlatBuffer file identifiers, at byte 4.
 _FLATBUFFERS = {b"TFL3": "tflite", b"ORTM": "ort", b"PTMF": "mobile", b"ET12": "executorch"}
-_TABLE_END = (0xDB4775248B80FB57).to_bytes(8, "little")  # of TensorFlow's .index files, which are LevelDB's tables
-_METADATA = 1 << 20  # bytes of JSON that Ultralytics puts before an engine
-_FIELDS = 4096  # of a protobuf message that are looked at
+_TABLE_END = (0xDB4775248B80FB57).to_bytes(8, "little")  # end of TensorFlow's .index files, which are LevelDB tables
+_METADATA = 1 << 20  # bytes of JSON that Ultralytics writes before an engine
+_FIELDS = 4096  # of a protobuf message that are read
 _COREML = 200  # the fields that hold a Core ML model begin here; no field of ONNX's ModelProto has such a number
 
 
 def of_file(path: Path, head: bytes) -> str | None:
-    """The foreign format of the file at ``path``, as :data:`~converter.sources.foreign.table.TABLE` calls it."""
+    """Return the foreign format of the file at ``path``, a key of :data:`~converter.sources.foreign.table.TABLE`; or
+    None.
+    """
     for magic, name in _MAGIC:
         if head.startswith(magic):
             return name
@@ -59,9 +61,10 @@ def _is_openvino(head: bytes) -> bool:
 
 
 def _is_saved_model(head: bytes) -> bool:
-    """Whether ``head`` begins as saved_model.pb does: schema version 1, then a graph whose first field is a message.
+    """Return whether ``head`` begins like saved_model.pb: schema version 1, then a graph whose first field is a
+    message.
 
-    In ONNX the second field is the producer's name, which begins with no line end.
+    In ONNX the second field is the producer's name, which does not begin with a newline.
     """
     if not head.startswith(b"\x08\x01\x12"):
         return False
@@ -86,9 +89,9 @@ def _is_table(file: BinaryIO) -> bool:
 
 
 def _is_coreml(file: BinaryIO) -> bool:
-    """Whether the protobuf message in ``file`` has a field that only a Core ML model has.
+    """Return whether the protobuf message in ``file`` has a field that only a Core ML model has.
 
-    Both begin with a version, so that the first bytes do not tell them apart. Only keys and lengths are read.
+    Both begin with a version, so the first bytes do not distinguish them. Only keys and lengths are read.
     """
     size = file.seek(0, 2)
     file.seek(0)
@@ -112,7 +115,7 @@ def _is_coreml(file: BinaryIO) -> bool:
 
 
 def _varint(file: BinaryIO) -> int | None:
-    """The next number of a protobuf message; None at the end, or where there is none."""
+    """Read the next number of a protobuf message; None at the end, or if there is none."""
     value = 0
     for shift in range(0, 70, 7):
         byte = file.read(1)
@@ -125,7 +128,9 @@ def _varint(file: BinaryIO) -> int | None:
 
 
 def _is_graph(head: bytes) -> bool:
-    """Whether ``head`` begins with a NodeDef that has a name and an operator, as GraphDef does: 0a … 0a NAME 12 OP."""
+    """Return whether ``head`` begins with a NodeDef with a name and an operator, as GraphDef does: 0a … 0a NAME 12
+    OP.
+    """
     if head[0] != 0x0A:
         return False
     at = 1
@@ -136,7 +141,7 @@ def _is_graph(head: bytes) -> bool:
 
 
 def _text(head: bytes, at: int, key: int) -> int | None:
-    """Where the text of fewer than 128 bytes ends that follows ``key`` at ``at``; None where there is none."""
+    """Return the end of the text (under 128 bytes) that follows ``key`` at ``at``; None if there is none."""
     if len(head) < at + 2 or head[at] != key or not 0 < head[at + 1] < 0x80:
         return None
     end = at + 2 + head[at + 1]

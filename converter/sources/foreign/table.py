@@ -1,4 +1,4 @@
-"""What each foreign format is, for people, and what to do about it."""
+"""A description of each foreign format for users, and the remedy."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Foreign:
-    """A format that is recognised and refused. ``what`` follows "is", ``remedy`` follows a semicolon.
+    """A format that is recognised and rejected. ``what`` follows "is", ``remedy`` follows a semicolon.
 
-    ``data``: it may be a model's weights, and beside models it is mostly something else.
+    ``data``: it may hold a model's weights, but a file of this format beside models is mostly something else.
     """
 
     what: str

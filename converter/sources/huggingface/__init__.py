@@ -1,6 +1,6 @@
 """A Hugging Face model directory: the architecture from config.json, the weights from its own files.
 
-What the model is given and what it answers follow from its own class, its configs and its preprocessor's files.
+The model's inputs and outputs follow from its class, its configs and its preprocessor's files.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Loaded:
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Array], list[Path]]:
-    """Every tensor of the directory's checkpoint, and the files it is made of (config.json first).
+    """Return every tensor of the directory's checkpoint, and the files it was read from (config.json first).
 
-    Tensors of the modules behind a sentence-transformers' transformer have their module's directory before their name.
+    Tensors of sentence-transformers modules after the transformer are prefixed with their module's directory.
     """
     directory = Directory.open(path)
     tensors, files = weights(directory.path)
@@ -48,12 +48,12 @@ def read_tensors(path: Path) -> tuple[dict[str, Array], list[Path]]:
 
 
 def is_sentence(path: Path) -> bool:
-    """Whether sentence-transformers puts modules behind the transformer of the directory at ``path``."""
+    """Return whether the directory at ``path`` has sentence-transformers modules after the transformer."""
     return Directory.open(path).parts is not None
 
 
 def load(options: Options, tensors: Mapping[str, Array]) -> Loaded:
-    """The model of the directory over the memory of ``tensors``."""
+    """Build the directory's model over the memory of ``tensors``."""
     from converter.sources.huggingface.module import load_module
     from converter.sources.huggingface.unserved import Plain
 
@@ -70,14 +70,14 @@ def load(options: Options, tensors: Mapping[str, Array]) -> Loaded:
 
 
 def output_kind(options: Options, spec: TensorSpec) -> TensorSpec:
-    """``spec`` with the kind that the config gives it: a head that regresses also calls its output logits."""
+    """Return ``spec`` with the kind that the config implies: a regression head also calls its output logits."""
     config = Directory.open(options.source).config
     regresses = config.get("problem_type") == "regression" or len(config.get("id2label", {}) or {}) == 1
     return replace(spec, kind="regression") if spec.kind == "logits" and regresses else spec
 
 
 def _whole(options: Options, directory: Directory, module: Any, tensors: Mapping[str, Array]) -> Loaded:
-    """One forward pass with every input that the model declares, or those of ``--input``."""
+    """Load the model for one forward pass, with every input that it declares or those of ``--input``."""
     notes: list[str] = []
     if options.inputs:
         edges.check_given(module, options.inputs)
@@ -122,7 +122,10 @@ def _with_past(options: Options, directory: Directory, module: Any) -> Loaded:
 
 
 def _left_out(options: Options, directory: Directory, model: TorchModel, plain: Plain) -> list[str]:
-    """A note on what ``plain`` answers and ``model`` does not serve. Nobody asks a sentence's model for its cache."""
+    """Return a note on outputs of ``plain`` that ``model`` does not serve.
+
+    The cache of a sentence model is not mentioned, because it has no use.
+    """
     from converter.sources.huggingface.caches import is_causal
     from converter.sources.huggingface.unserved import CACHE
 

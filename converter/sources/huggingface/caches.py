@@ -1,4 +1,4 @@
-"""A causal language model with its cache as tensors: keys and values come in and go out, layer by layer.
+"""A causal language model with its cache as tensors: keys and values are inputs and outputs, layer by layer.
 
 Names are those of the Optimum exporter: ``past_key_values.0.key`` in, ``present.0.key`` out.
 """
@@ -24,21 +24,22 @@ from converter.sources.torch.positional import named_tensors
 
 PAST, TOTAL = "past", "total"
 _PARTS = ("key", "value")
-_ROWS, _SEQ_RANGE, _PAST_RANGE = 2, (1, 17), (4, 33)  # seconds not included
+_ROWS, _SEQ_RANGE, _PAST_RANGE = 2, (1, 17), (4, 33)  # the upper ends are excluded
 
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """The cache of a model: per layer and part, the tensor's spec and the spread of its values."""
+    """The cache of a model: per layer and part, the tensor's spec and the standard deviation of its values."""
 
     specs: tuple[TensorSpec, ...]
     spreads: tuple[float, ...]
 
     @classmethod
     def of(cls, module: Any) -> Cache:
-        """What ``module`` caches, learned by running it on three tokens.
+        """Return the cache of ``module``, found by running it on three tokens.
 
-        Raises :class:`UsageError` for a model that keeps no keys and values, or whose decoder also looks at an encoder.
+        Raises :class:`UsageError` for a model that is not a causal language model, or whose cache is not just keys and
+        values.
         """
         name = type(module).__name__
         if not is_causal(module):
@@ -57,12 +58,12 @@ class Cache:
         return cls(tuple(specs), tuple(float(tensor.std()) for tensor in tensors))
 
     def inputs(self) -> tuple[TensorSpec, ...]:
-        """The whole model's: new tokens, the mask over past and new ones, the cache."""
+        """Return all inputs of the model: new tokens, the mask over past and new tokens, the cache."""
         tokens = (TensorSpec("input_ids", "int64", (BATCH, SEQ)), TensorSpec("attention_mask", "int64", (BATCH, TOTAL)))
         return (*tokens, *self.specs)
 
     def call(self, module: Any, feeds: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """``module`` on the new tokens; a token's position is the number of unmasked ones before it."""
+        """Run ``module`` on the new tokens; a token's position is the number of unmasked tokens before it."""
         from transformers import DynamicCache
 
         ids, mask = feeds["input_ids"], feeds["attention_mask"]
@@ -70,7 +71,7 @@ class Cache:
         extra = {}
         if "position_ids" in inspect.signature(module.forward).parameters:
             extra["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-        # without the config: a layer that looks back a window only is masked so, and keeps the whole past all the same
+        # Without the config, a layer with a sliding window is only masked, and still keeps the whole past.
         cache = DynamicCache(list(zip(given[::2], given[1::2], strict=True)))
         output = module(
             input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, return_dict=True, **extra
@@ -82,7 +83,7 @@ class Cache:
         return answer
 
     def sampler(self, directory: Directory, inputs: Sequence[TensorSpec]) -> Sampler:
-        """Feeds in the middle of a text, the second row begun later than the first and padded at the left."""
+        """Return a sampler of feeds in the middle of a text; the second row starts later and is padded at the left."""
 
         def sample(seed: int, count: int) -> Iterator[Feeds]:
             random = np.random.default_rng(seed)
@@ -109,7 +110,7 @@ class Cache:
 
 
 def is_causal(module: Any) -> bool:
-    """Whether ``module`` takes a cache, and looks at no encoder."""
+    """Return whether ``module`` takes a cache and has no encoder."""
     takes = "past_key_values" in inspect.signature(module.forward).parameters
     return takes and not getattr(module.config, "is_encoder_decoder", False)
 

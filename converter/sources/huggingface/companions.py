@@ -1,7 +1,7 @@
-"""What a Hugging Face directory holds beside its weights and is needed to use them: config.json and the preprocessors'.
+"""Files of a Hugging Face directory that are needed to use its weights: config.json and the preprocessors' files.
 
-Copied by name, never executed: Python files, and whatever else lies there, stay behind. What a model may need of it is
-told.
+They are copied by name, never executed. Python files and all others are not copied; a note names those that a model may
+need.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from bf16kit.text import listed
 from bf16kit.wording import quoted
 from converter.sources.huggingface.directory import Directory
 
-LARGEST = 64 << 20  # bytes of one file; the largest tokenizers of today have 35 MB
+LARGEST = 64 << 20  # bytes of one file; the largest tokenizers today have 35 MB
 _NAMES = (
     "generation_config.json",
     # tokenizers
@@ -53,13 +53,13 @@ _NAMES = (
     "image_processor_config.json",
     "video_preprocessor_config.json",
     "feature_extractor_config.json",
-    # what the owner of the weights asks for
+    # required by the license of the weights
     "LICENSE",
     "LICENSE.txt",
     "LICENSE.md",
     "NOTICE",
 )
-# Weights, which are exported, in this framework's form or another's; where they lie; and what nobody loads.
+# Weights in any framework's format, which are exported; their indexes; and files that no program loads.
 _NOT_NEEDED = re.compile(
     r".*\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|onnx|onnx_data|ot|tflite|gguf|index\.json|md|png|jpe?g|gif|svg|pdf)"
     r"|(README|LICENSE|NOTICE|USE_POLICY)(\..*)?|(training_args|optimizer|scheduler)\..*|trainer_state\.json|modules\.json"
@@ -69,7 +69,7 @@ _DTYPES = ("dtype", "torch_dtype")
 
 
 def companions(path: Path) -> dict[str, bytes]:
-    """The files to put beside exported weights of the directory at ``path``, by name; config.json says bfloat16.
+    """Return the files to put beside exported weights of the directory at ``path``, by name; config.json says bfloat16.
 
     Raises :class:`SourceError` for a file that is larger than :data:`LARGEST`, or a link out of the directory.
     """
@@ -80,7 +80,9 @@ def companions(path: Path) -> dict[str, bytes]:
 
 
 def left_behind(path: Path) -> tuple[str, ...]:
-    """A note that names what :func:`companions` does not copy and a model may need: code, and files of other names."""
+    """Return a note on files that :func:`companions` does not copy but a model may need: code, and files of other
+    names.
+    """
     root = Directory.open(path).path
     names = sorted(
         entry.name
@@ -95,9 +97,9 @@ def left_behind(path: Path) -> tuple[str, ...]:
 
 
 def in_bf16(config: dict[str, Any]) -> dict[str, Any]:
-    """``config`` with bfloat16 as the dtype to load the model in; where its parts have one of their own, theirs, too.
+    """Return ``config`` with bfloat16 as the dtype to load the model in; also in its parts that state a dtype.
 
-    transformers 5 reads ``dtype`` first and older releases know ``torch_dtype`` alone, so both are written.
+    transformers 5 reads ``dtype`` first and older releases know only ``torch_dtype``, so both are written.
     """
     return _stated(config) | dict.fromkeys(_DTYPES, "bfloat16")
 
@@ -116,7 +118,9 @@ def _content(root: Path, name: str) -> bytes:
 
 
 def _places(root: Path) -> Iterator[Path]:
-    """Where files of the directory may lie: in it or, of a snapshot in the Hub's cache, among that model's blobs."""
+    """Yield where files of the directory may be: inside it or, for a snapshot in the Hub's cache, among the model's
+    blobs.
+    """
     real = Path(os.path.realpath(root))
     yield real
     if real.parent.name == "snapshots":

@@ -1,4 +1,4 @@
-"""What a Hugging Face directory says of itself, in its JSON files; its weights are only found here, not read."""
+"""The JSON files of a Hugging Face directory; its weights are only located here, not read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PARTS = ("text_config", "vision_config", "audio_config", "encoder", "decoder") 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One module that sentence-transformers puts behind the transformer, as ``modules.json`` lists them."""
+    """One sentence-transformers module after the transformer, as listed in ``modules.json``."""
 
     kind: str  # Pooling, Normalize, Dense
     path: Path
@@ -26,7 +26,7 @@ class Part:
 
     @property
     def prefix(self) -> str:
-        """What the names of its tensors begin with, beside the transformer's."""
+        """The prefix of its tensors' names beside the transformer's."""
         return f"{self.path.name}."
 
 
@@ -34,7 +34,7 @@ class Part:
 class Directory:
     """A model directory: ``path`` holds the transformer, ``files`` is every JSON file that shapes the model.
 
-    ``parts`` is None for a directory that is not sentence-transformers'.
+    ``parts`` is None if the directory is not a sentence-transformers one.
     """
 
     path: Path
@@ -46,7 +46,7 @@ class Directory:
 
     @classmethod
     def open(cls, path: Path) -> Directory:
-        """The directory at ``path``; :class:`SourceError` names the file that is missing or makes no sense."""
+        """Open the directory at ``path``; :class:`SourceError` names a file that is missing or not valid."""
         listing = path / "modules.json"
         files = [listing] if listing.is_file() else []
         root, parts = (path, None) if not files else _parts(path, listing)
@@ -61,7 +61,7 @@ class Directory:
         return cls(root, config, preprocessor, tokenizer, parts, (root / "config.json", *files))
 
     def setting(self, name: str) -> Any:
-        """``name`` in config.json, or in the part of it that describes the text, image or audio model; else None."""
+        """Return ``name`` from config.json, or from its part for the text, image or audio model; else None."""
         for config in (self.config, *(self.config.get(part) for part in _PARTS)):
             if isinstance(config, Mapping) and config.get(name) is not None:
                 return config[name]
@@ -69,7 +69,7 @@ class Directory:
 
 
 def weights(path: Path) -> tuple[dict[str, Array], list[Path]]:
-    """Every tensor of the checkpoint in the directory ``path``, and the files that hold them."""
+    """Return every tensor of the checkpoint in the directory ``path``, and the files that hold them."""
     single, index = path / "model.safetensors", path / "model.safetensors.index.json"
     if single.is_file():
         return safetensors_file.read_file(single), [single]
@@ -82,7 +82,7 @@ def weights(path: Path) -> tuple[dict[str, Array], list[Path]]:
 
 
 def _parts(path: Path, listing: Path) -> tuple[Path, tuple[Part, ...]]:
-    """Where the transformer is, and what comes behind it."""
+    """Return the transformer's directory and the modules after it."""
     entries = _load(listing)
     if not isinstance(entries, list) or not all(_is_entry(entry) for entry in entries):
         raise SourceError(f"{listing}: is not a list of modules, each with a type and a path")

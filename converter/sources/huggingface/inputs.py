@@ -1,7 +1,7 @@
-"""What a model is given, told by its own class: the parameters of ``forward``, and its config and preprocessor files.
+"""A model's inputs, found from its own class: the parameters of ``forward``, and its config and preprocessor files.
 
-No list of families: an input is known by the name of its parameter, and its size by the setting that the model itself
-takes it from.
+There is no list of model families. An input is recognised by its parameter's name, and its size comes from the setting
+that the model itself uses.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from bf16kit.tensors import TensorSpec
 from converter.sources.huggingface.directory import Directory
 
 BATCH, SEQ, DECODER_SEQ, SAMPLES, FRAMES = "batch", "seq", "decoder_seq", "samples", "frames"
-IMAGES = "images"  # a batch of images that is not the batch of texts
+IMAGES = "images"  # the batch of images if it differs from the batch of texts
 BATCHES = (BATCH, IMAGES)
-_IMAGE = 224  # pixels; what most vision models were trained on, for directories that do not say
-# What a modality that the class declares comes in as.
+_IMAGE = 224  # pixels, if the directory does not say: the size that most vision models were trained on
+# The parameters that may carry each modality that a class declares.
 _MODALITIES = {"text": ("input_ids",), "image": ("pixel_values",), "audio": ("input_features", "input_values")}
 
 
 def check_given(module: Any, given: tuple[TensorSpec, ...]) -> None:
-    """:class:`UsageError` for an ``--input`` that is no parameter of the model's ``forward``."""
+    """Raise :class:`UsageError` for an ``--input`` that is no parameter of the model's ``forward``."""
     parameters = inspect.signature(module.forward).parameters
     for spec in given:
         if spec.name not in parameters:
@@ -33,9 +33,9 @@ def check_given(module: Any, given: tuple[TensorSpec, ...]) -> None:
 
 
 def declared(module: Any, directory: Directory) -> tuple[tuple[TensorSpec, ...], list[str]]:
-    """The inputs that ``module`` needs, and notes on what had to be assumed.
+    """Return the inputs that ``module`` needs, and notes on what was assumed.
 
-    Raises :class:`UsageError` naming the input that the directory does not describe.
+    Raises :class:`UsageError` naming an input that the directory does not describe.
     """
     parameters = inspect.signature(module.forward).parameters
     notes: list[str] = []
@@ -51,10 +51,11 @@ def declared(module: Any, directory: Directory) -> tuple[tuple[TensorSpec, ...],
 
 
 def batches(inputs: tuple[TensorSpec, ...]) -> list[tuple[TensorSpec, ...]]:
-    """``inputs``, and before them, when texts and images come together, ``inputs`` with a batch each.
+    """Return the variants of ``inputs`` to try: with separate batches for texts and images, if it has both, then as
+    given.
 
-    A model that compares texts with images takes any number of both, one that reads them together as many of each:
-    which it is, is seen by running it.
+    A model that compares texts with images takes any number of each. A model that reads them together takes equally
+    many. Only a run shows which one it is.
     """
     if not {"input_ids", "pixel_values"} <= {spec.name for spec in inputs}:
         return [inputs]
@@ -63,7 +64,7 @@ def batches(inputs: tuple[TensorSpec, ...]) -> list[tuple[TensorSpec, ...]]:
 
 
 def _main_inputs(module: Any, parameters: Mapping[str, Any]) -> list[str]:
-    """The input of each modality that the class declares, its main one first."""
+    """Return the input of each modality that the class declares, its main input first."""
     main = module.main_input_name
     modalities = getattr(module, "input_modalities", None) or ()
     modalities = (modalities,) if isinstance(modalities, str) else tuple(modalities)
@@ -72,7 +73,7 @@ def _main_inputs(module: Any, parameters: Mapping[str, Any]) -> list[str]:
 
 
 def _companions(names: list[str], module: Any, directory: Directory, parameters: Mapping[str, Any]) -> list[str]:
-    """Masks, segments and the decoder's own inputs, where the model has a use for them."""
+    """Return masks, segments and the decoder's inputs, if the model uses them."""
     found = []
     if "attention_mask" in parameters and ("input_ids" in names or _masks_audio(names, directory)):
         found.append("attention_mask")
@@ -104,7 +105,7 @@ def _companion(name: str, specs: list[TensorSpec]) -> TensorSpec:
 
 
 def _described(name: str, module: Any, directory: Directory, notes: list[str]) -> TensorSpec:
-    """The input called ``name`` with its dtype and shape."""
+    """Return the input called ``name`` with its dtype and shape."""
     if name == "input_ids":
         return TensorSpec(name, "int64", (BATCH, SEQ))
     if name == "pixel_values":
@@ -119,7 +120,7 @@ def _described(name: str, module: Any, directory: Directory, notes: list[str]) -
 
 
 def _image_size(directory: Directory, notes: list[str]) -> tuple[int, int]:
-    """Height and width: what the preprocessor makes of an image, else what the config says."""
+    """Return height and width: the preprocessor's output size, else the config's."""
     stated = directory.preprocessor
     cropped = stated.get("do_center_crop", True) and stated.get("crop_size")
     for size in (cropped, stated.get("size"), directory.setting("image_size")):
@@ -134,7 +135,7 @@ def _image_size(directory: Directory, notes: list[str]) -> tuple[int, int]:
 
 
 def _pixels(size: Any) -> tuple[int, int] | None:
-    """``size`` as transformers writes it: a number, a pair, or one of two kinds of mapping."""
+    """Parse ``size`` as transformers writes it: a number, a pair, or one of two kinds of mapping."""
     if isinstance(size, Mapping):
         edge = size.get("shortest_edge")
         size = (size.get("height", edge), size.get("width", edge))
@@ -146,7 +147,7 @@ def _pixels(size: Any) -> tuple[int, int] | None:
 
 
 def _features(module: Any, directory: Directory) -> tuple[int | str, int | str]:
-    """Spectrograms: mel bands by a fixed number of frames, or frames by features."""
+    """Return the shape of spectrograms: mel bands by a fixed number of frames, or frames by features."""
     mels, positions = directory.setting("num_mel_bins"), directory.setting("max_source_positions")
     if isinstance(mels, int) and isinstance(positions, int):
         return mels, 2 * positions  # two frames to a position: a convolution halves them
@@ -157,7 +158,7 @@ def _features(module: Any, directory: Directory) -> tuple[int | str, int | str]:
 
 
 def _values(directory: Directory) -> tuple[int | str, ...]:
-    """A waveform; for models of whole spectrograms, frames by mel bands."""
+    """Return the shape of a waveform; for models of whole spectrograms, frames by mel bands."""
     frames, mels = directory.setting("max_length"), directory.setting("num_mel_bins")
     if isinstance(frames, int) and isinstance(mels, int):
         return frames, mels

@@ -15,9 +15,9 @@ from converter.sources.statedict import mismatch_message, to_torch
 
 
 def load_module(directory: Directory, tensors: Mapping[str, Array], scratch: Path) -> tuple[Any, list[str]]:
-    """The fp32 module with eager attention, whose graph is plain MatMul and Softmax, and notes for its owner.
+    """Return the fp32 module with eager attention, whose graph is plain MatMul and Softmax, and notes for its owner.
 
-    Its fp32 weights are those of ``tensors``; what is widened lies in temporary files in ``scratch``.
+    Its fp32 weights share the memory of ``tensors``; widened ones are in temporary files in ``scratch``.
     """
     try:
         import transformers
@@ -36,12 +36,12 @@ def load_module(directory: Directory, tensors: Mapping[str, Array], scratch: Pat
                 state_dict=_in_fp32(tensors, scratch),
                 dtype=torch.float32,
                 attn_implementation="eager",
-                ignore_mismatched_sizes=True,  # `_check_fit` names them
+                ignore_mismatched_sizes=True,  # `_check_fit` reports them
                 output_loading_info=True,
             )
     except SourceError:
         raise
-    except Exception as error:  # transformers lets errors of any kind through
+    except Exception as error:  # transformers raises errors of any kind
         raise SourceError(f"{path}: transformers cannot load it: {first_line(error)}") from error
     _check_fit(path, info)
     notes = [*_unused(info, module), *_without_pooler(directory, info, module)]
@@ -49,7 +49,7 @@ def load_module(directory: Directory, tensors: Mapping[str, Array], scratch: Pat
 
 
 def _in_fp32(tensors: Mapping[str, Array], scratch: Path) -> dict[str, Any]:
-    """torch tensors over the memory of ``tensors``, or over files: transformers would widen them in memory."""
+    """Return torch tensors over the memory of ``tensors``, or over files: transformers would widen them in memory."""
     from converter.process.tensorfiles import TensorFiles
 
     with TensorFiles(scratch):
@@ -58,7 +58,9 @@ def _in_fp32(tensors: Mapping[str, Array], scratch: Path) -> dict[str, Any]:
 
 
 def _class(directory: Directory, parsed: Any) -> Any:
-    """The class that config.json names; the family's bare model for sentence-transformers and where it names none."""
+    """Return the class that config.json names; the family's base model for sentence-transformers or if none is
+    named.
+    """
     import transformers
 
     found: Any
@@ -68,7 +70,7 @@ def _class(directory: Directory, parsed: Any) -> Any:
     else:
         found = transformers.MODEL_MAPPING.get(type(parsed), None)
         found = found[0] if isinstance(found, tuple | list) else found
-        if getattr(parsed, "is_encoder_decoder", False) and directory.parts is not None:  # its encoder alone embeds
+        if getattr(parsed, "is_encoder_decoder", False) and directory.parts is not None:  # only its encoder embeds
             name = getattr(found, "__name__", "").removesuffix("Model")
             found = getattr(transformers, f"{name}EncoderModel", found)
     if not isinstance(found, type) or not issubclass(found, transformers.PreTrainedModel):
@@ -78,7 +80,9 @@ def _class(directory: Directory, parsed: Any) -> Any:
 
 
 def _check_fit(path: Path, info: Mapping[str, Any]) -> None:
-    """transformers fills what it does not find with random numbers and warns; here that is an error."""
+    """Raise SourceError for missing or mismatched weights; transformers would fill them with random numbers and
+    warn.
+    """
     problems = [f"missing: {name}" for name in sorted(info["missing_keys"]) if not name.startswith("pooler.")]
     problems += [f"shape: {found[0]} is {list(found[1])}, not {list(found[2])}" for found in info["mismatched_keys"]]
     if problems:
@@ -96,7 +100,7 @@ def _unused(info: Mapping[str, Any], module: Any) -> list[str]:
 
 
 def _without_pooler(directory: Directory, info: Mapping[str, Any], module: Any) -> list[str]:
-    """Leave out a pooler that has no weights, or that sentence-transformers goes around."""
+    """Remove a pooler that has no weights, or that sentence-transformers does not use."""
     missing = any(name.startswith("pooler.") for name in info["missing_keys"])
     if getattr(module, "pooler", None) is None or (directory.parts is None and not missing):
         return []

@@ -1,4 +1,4 @@
-"""Plausible inputs for a model: token ids of its vocabulary, smooth images, waveforms, spectrograms, padded rows."""
+"""Plausible inputs for a model: token ids from its vocabulary, smooth images, waveforms, spectrograms, padded rows."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from converter.sources.huggingface.inputs import BATCHES, FRAMES, SAMPLES
 _ROWS = 2
 _SEQ_RANGE = (4, 64)  # tokens per sample
 _FRAMES_RANGE = (32, 128)
-_WINDOWS = (12, 48)  # a waveform's length, in steps of the model's own convolutions
+_WINDOWS = (12, 48)  # a waveform's length, in steps of the model's convolutions
 
 
 def sampler(directory: Directory, inputs: Sequence[TensorSpec]) -> Sampler:
-    """A sampler of feeds for ``inputs``; dimensions of the same name have the same size within one feed."""
+    """Return a sampler of feeds for ``inputs``; dimensions of the same name have the same size within one feed."""
 
     def sample(seed: int, count: int) -> Iterator[Feeds]:
         random = np.random.default_rng(seed)
@@ -30,17 +30,17 @@ def sampler(directory: Directory, inputs: Sequence[TensorSpec]) -> Sampler:
 
 
 def vocabulary(directory: Directory) -> int:
-    """How many ids there are; 2 where the config does not say."""
+    """Return the number of token ids; 2 if the config does not say."""
     return _number(directory, "vocab_size", 2)
 
 
 def understands(inputs: Sequence[TensorSpec]) -> bool:
-    """Whether plausible values are known for all of ``inputs``."""
+    """Return whether this module can make values for all of ``inputs``."""
     return all(spec.name.removeprefix("decoder_") in _MAKERS for spec in inputs)
 
 
 class _Feed:
-    """One feed in the making: the sizes of its dimensions, drawn once, and the length of each row."""
+    """One feed: the sizes of its dimensions, drawn once, and the length of each row."""
 
     def __init__(self, directory: Directory, inputs: Sequence[TensorSpec], random: np.random.Generator) -> None:
         self.directory, self.inputs, self.random = directory, inputs, random
@@ -64,7 +64,9 @@ class _Feed:
         return self.sizes[dim]
 
     def valid(self, spec: TensorSpec, shape: tuple[int, ...]) -> Array:
-        """bool [rows, steps]: where a row is not padding. The first row of each feed is full."""
+        """Return a mask, bool [rows, steps], that is true where a row is not padding. The first row of each feed is
+        full.
+        """
         dim = spec.shape[1] if spec.name != "input_features" else spec.shape[-1]
         rows, steps = shape[0], shape[1]
         if dim not in self.lengths:
@@ -74,7 +76,7 @@ class _Feed:
         return mask
 
     def tokens(self, spec: TensorSpec, shape: tuple[int, ...]) -> Array:
-        """Ids of the vocabulary, ended as a tokenizer ends them, padded at the right."""
+        """Return ids from the vocabulary, ended as a tokenizer ends them, padded at the right."""
         size = vocabulary(self.directory)
         pad, end = _number(self.directory, "pad_token_id", 0), _number(self.directory, "eos_token_id", -1)
         mask = self.valid(spec, shape)
@@ -93,14 +95,14 @@ class _Feed:
         return np.zeros(shape)
 
     def image(self, _spec: TensorSpec, shape: tuple[int, ...]) -> Array:
-        """Blobs of colour with a little noise, about as bright as a normalised photograph."""
+        """Return blobs of colour with a little noise, about as bright as a normalised photograph."""
         *outer, height, width = shape
         coarse = self.random.standard_normal((*outer, math.ceil(height / 8), math.ceil(width / 8)))
         smooth = np.repeat(np.repeat(coarse, 8, axis=-2), 8, axis=-1)[..., :height, :width]
         return np.asarray(smooth + 0.25 * self.random.standard_normal(shape))
 
     def wave(self, spec: TensorSpec, shape: tuple[int, ...]) -> Array:
-        """A few tones in noise, of variance one as feature extractors leave it, silent where a row is padding."""
+        """Return a few tones with noise, variance one as from a feature extractor, silent where a row is padding."""
         if len(shape) > 2:
             return self.random.standard_normal(shape)
         time = np.arange(shape[1])
@@ -125,7 +127,7 @@ _MAKERS = {
 
 
 def _range(dim: str, directory: Directory) -> tuple[int, int]:
-    """The lengths to draw from, the second not included."""
+    """Return the range of lengths to draw from, its end excluded."""
     if dim == FRAMES:
         return _FRAMES_RANGE
     if dim == SAMPLES:
@@ -136,7 +138,7 @@ def _range(dim: str, directory: Directory) -> tuple[int, int]:
 
 
 def _positions(directory: Directory) -> int:
-    """How many tokens have a position: less than the table has rows where positions begin behind the padding id."""
+    """Return how many tokens have a position; fewer than the table's rows if positions start after the padding id."""
     found = [_number(directory, name, 0) for name in ("max_position_embeddings", "n_positions", "max_target_positions")]
     rows = min((number for number in found if number > 0), default=_SEQ_RANGE[1] * 2)
     return max(1, rows - _number(directory, "pad_token_id", -1) - 1)

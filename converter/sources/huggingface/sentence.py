@@ -1,4 +1,4 @@
-"""What sentence-transformers puts behind a transformer, read from its own files: pooling, projection, normalisation."""
+"""The sentence-transformers modules after a transformer, read from its files: pooling, projection, normalisation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from converter.sources.huggingface.directory import Directory, Part
 from converter.sources.statedict import mismatch_message, to_torch
 
 Feeds = dict[str, torch.Tensor]
-# The older files' switches, each for one way of pooling.
+# The switches of older files, one per pooling mode.
 _SWITCHES = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -22,12 +22,12 @@ _SWITCHES = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-_TINY = 1e-9  # sentence-transformers' own floor under the number of tokens
-_NORM_TINY = 1e-12  # torch's own floor under a norm
+_TINY = 1e-9  # sentence-transformers' lower bound for the number of tokens
+_NORM_TINY = 1e-12  # torch's lower bound for a norm
 
 
 class Sentence(torch.nn.Module):
-    """``transformer``, then the steps that make one embedding of its tokens; called with the feeds as one mapping."""
+    """``transformer``, then the modules that make one embedding of its tokens; called with one mapping of feeds."""
 
     def __init__(self, transformer: torch.nn.Module, steps: list[torch.nn.Module]) -> None:
         super().__init__()
@@ -44,9 +44,9 @@ class Sentence(torch.nn.Module):
 
 
 def sentence(directory: Directory, transformer: torch.nn.Module, tensors: Mapping[str, Array]) -> Sentence:
-    """The whole of a sentence-transformers directory.
+    """Return the whole model of a sentence-transformers directory.
 
-    Raises :class:`SourceError` naming a module that is not understood, or whose weights do not fit.
+    Raises :class:`SourceError` naming a module that is not supported, or whose weights do not fit.
     """
     return Sentence(transformer, [step for part in directory.parts or () for step in _steps(part, tensors)])
 
@@ -67,7 +67,7 @@ def _steps(part: Part, tensors: Mapping[str, Array]) -> list[torch.nn.Module]:
 
 
 class _Pooling(torch.nn.Module):
-    """One vector [batch, modes * width] of the tokens [batch, seq, width] where the mask [batch, seq] is not zero."""
+    """Pools tokens [batch, seq, width] where the mask [batch, seq] is nonzero to a vector [batch, modes * width]."""
 
     def __init__(self, modes: tuple[str, ...]) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ def _mean_by_root(tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def _weighted_mean(tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Later tokens weigh more: the n-th that is not padding n times."""
+    """Return a mean in which later tokens weigh more: the n-th token that is not padding has weight n."""
     weights = (mask.cumsum(dim=1) * mask).unsqueeze(-1).to(tokens.dtype)
     return (tokens * weights).sum(dim=1) / weights.sum(dim=1).clamp(min=_TINY)
 
@@ -98,7 +98,7 @@ def _max(tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def _first(tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The first token that is not padding, which may stand at the left."""
+    """Return the first token that is not padding; padding may be at the left."""
     return _at(tokens, mask.to(torch.int32).argmax(dim=1))
 
 

@@ -1,4 +1,4 @@
-"""What a model answers as its config stands and an artifact does not serve: caches, lists with an entry per layer."""
+"""Outputs that a model returns by its config but that an artifact does not serve: caches, and lists of every layer."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _SWITCHES = ("use_cache", "output_hidden_states", "output_attentions")
 
 @dataclass(frozen=True)
 class Plain:
-    """A transformers module that answers with no cache and no list of every layer's states, whatever its config says.
+    """A transformers module that returns neither a cache nor a list of every layer's states, whatever its config says.
 
-    ``switched`` are the configs of the module and its parts, each with what was on in it.
+    ``switched`` are the settings that were switched off: the config of the module or a part, and the setting's name.
     """
 
     module: torch.nn.Module
@@ -27,7 +27,7 @@ class Plain:
 
     @classmethod
     def of(cls, module: Any) -> Plain:
-        """``module``, changed in place."""
+        """Switch these settings off in ``module``, in place."""
         switched = []
         for part in module.modules():
             config = getattr(part, "config", None)
@@ -39,7 +39,9 @@ class Plain:
         return cls(module, tuple(switched))
 
     def left_out(self, model: TorchModel) -> tuple[str, ...]:
-        """What the module answers to the example of ``model`` as its config stood, and ``model`` does not serve."""
+        """Return the outputs for the example of ``model`` that the original config gives and ``model`` does not
+        serve.
+        """
         if not self.switched:
             return model.left_out
         answers: list[Any] = []
@@ -48,7 +50,7 @@ class Plain:
             self._switch(on=True)
             with quiet(), torch.no_grad():
                 model.module(*model.example)
-        except Exception:  # noqa: BLE001 - of any kind; with this off it did answer, and that is what is served
+        except Exception:  # noqa: BLE001 - of any kind; with the settings off it works, and that is what is served
             return (*model.left_out, *sorted({f"what {name} in its config adds" for _, name in self.switched}))
         finally:
             hook.remove()

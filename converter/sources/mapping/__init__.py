@@ -1,5 +1,5 @@
-"""Which tensor of a model each leaf of a checkpoint fills, and how it is turned: rules that are given, or proposed.
+"""Maps a checkpoint's leaves to a model's tensors, and reorders their axes, by rules that are given or proposed.
 
-Frameworks call weights differently and lay them out differently: Flax has a Dense kernel as [in, out] and a Conv's as
-[height, width, in, out], torch as [out, in] and [out, in, height, width].
+Frameworks name weights and order their axes differently. Flax has a Dense kernel as [in, out] and a Conv kernel as
+[height, width, in, out]; torch has [out, in] and [out, in, height, width].
 """

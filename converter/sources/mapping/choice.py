@@ -1,4 +1,4 @@
-"""Which map is used: the one that was given, or one that is proposed, and then not before it was confirmed."""
+"""Chooses the map: the given one, or a proposed one that must be confirmed before it is used."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NEXT = (
 
 
 class UnconfirmedMap(UsageError):
-    """A map was proposed, and nobody has said that it is right; ``rules`` is the file for ``--map``."""
+    """A map was proposed but not confirmed; ``rules`` is the text of a file for ``--map``."""
 
     def __init__(self, message: str, rules: str) -> None:
         super().__init__(message)
@@ -30,7 +30,7 @@ class UnconfirmedMap(UsageError):
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """The map, sentences on it, and the rules that samples are still to confirm, if any."""
+    """The map, notes on it, and the rules that samples must still confirm, if any."""
 
     mapped: Mapped
     notes: tuple[str, ...] = ()
@@ -38,10 +38,10 @@ class Chosen:
 
 
 def choose(options: Options, leaves: Mapping[str, Array], slots: Slots) -> Chosen:
-    """The map from ``leaves`` to ``slots``.
+    """Return the map from ``leaves`` to ``slots``.
 
-    Raises :class:`UnconfirmedMap` where there is none but a proposal, which is incomplete, or which neither
-    ``--accept-map`` nor samples can confirm, and :class:`~bf16kit.errors.SourceError` when a map given does not fit.
+    Raises :class:`UnconfirmedMap` if there is only a proposal, and it is incomplete or neither ``--accept-map`` nor
+    samples can confirm it. Raises :class:`~bf16kit.errors.SourceError` when a given map does not fit.
     """
     if options.map is not None:
         return Chosen(rules.apply(rules.read(options.map), leaves, slots))
@@ -68,5 +68,5 @@ def _unconfirmed(options: Options, found: Proposal, what: str) -> UnconfirmedMap
 
 
 def refuted(source: str, why: str, rules: str) -> UnconfirmedMap:
-    """For a proposal that samples do not confirm, and why."""
+    """Return the error for a proposal that samples do not confirm, and why."""
     return UnconfirmedMap(f"{source}: the map that was proposed is not confirmed: {why}; {_NEXT}", rules)

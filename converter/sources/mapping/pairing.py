@@ -1,6 +1,6 @@
-"""Pairing two sets of names whose shapes allow it: by what only fits one way, by words, by the order of numbers.
+"""Pairs two sets of names whose shapes allow it: by a unique fit, by words, by the order of numbers.
 
-What remains is a guess, and said to be one.
+The remaining pairs are guesses, and marked as such.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Fits = Callable[[str, str], bool]
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A name on the left, one on the right, and why; ``guessed`` when neither shape nor name says so."""
+    """A name on the left, one on the right, and the reason; ``guessed`` when neither shape nor name decides."""
 
     left: str
     right: str
@@ -25,7 +25,7 @@ class Pair:
 
 
 def pair(lefts: Sequence[str], rights: Sequence[str], fits: Fits) -> list[Pair]:
-    """Pairs for as many of ``lefts`` as have a counterpart among ``rights``, both in an order that guesses follow."""
+    """Pair as many of ``lefts`` as have a counterpart among ``rights``; guesses follow the order of both."""
     found: list[Pair] = []
     for some, others in _apart(lefts, rights, fits):
         found += _resolve(some, others, fits)
@@ -33,7 +33,7 @@ def pair(lefts: Sequence[str], rights: Sequence[str], fits: Fits) -> list[Pair]:
 
 
 def _apart(lefts: Sequence[str], rights: Sequence[str], fits: Fits) -> Iterator[tuple[list[str], list[str]]]:
-    """Sets that nothing fits into from outside."""
+    """Split the names into groups; no name of one group fits a name of another."""
     left_todo = list(lefts)
     near = {left: [right for right in rights if fits(left, right)] for left in lefts}
     owners: dict[str, list[str]] = defaultdict(list)
@@ -70,7 +70,7 @@ def _resolve(lefts: list[str], rights: list[str], fits: Fits) -> Iterator[Pair]:
 
 
 def _series(names: Sequence[str]) -> dict[tuple[str, ...], list[str]]:
-    """Names that differ in their numbers only, in the order of those."""
+    """Group names that differ only in their numbers, in the order of the numbers."""
     found: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for name in names:
         found[words_of(name)].append(name)
@@ -80,7 +80,10 @@ def _series(names: Sequence[str]) -> dict[tuple[str, ...], list[str]]:
 def _best(
     left: dict[tuple[str, ...], list[str]], right: dict[tuple[str, ...], list[str]], fits: Fits
 ) -> tuple[tuple[tuple[str, ...], tuple[str, ...]], str] | None:
-    """The two series that are most alike, if neither is as much like another; or the only two there are."""
+    """Return the two most similar series and the reason; None if one is as similar to another series.
+
+    The last two series are returned even if they are not similar.
+    """
     scores = {
         (a, b): likeness(a, b)
         for a, some in left.items()
@@ -97,7 +100,7 @@ def _best(
 
 
 def _go_together(some: Sequence[str], others: Sequence[str], fits: Fits) -> bool:
-    """Whether two series are as long, each told apart by its numbers, and fit one by one."""
+    """Return whether two series have equal lengths, unique numbers, and elements that fit one by one."""
     if len(some) != len(others) or not all(map(fits, some, others)):
         return False
     return all(len({numbers_of(name) for name in names}) == len(names) for names in (some, others))
@@ -109,7 +112,7 @@ def _counted(some: Sequence[str], others: Sequence[str], why: str) -> Iterator[P
 
 
 def _guesses(lefts: Sequence[str], rights: list[str], fits: Fits) -> Iterator[Pair]:
-    """One after another, in the order given."""
+    """Pair names one after another, in the order given."""
     for left in lefts:
         chosen = next((name for name in rights if fits(left, name)), None)
         if chosen is not None:

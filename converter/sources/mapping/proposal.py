@@ -1,4 +1,4 @@
-"""A map proposed from shapes and names, printed as a file of rules, and used when it was confirmed."""
+"""Proposes a map from shapes and names; it is printed as a file of rules, and used only after confirmation."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from converter.sources.mapping.rules import Rule, Rules
 from converter.sources.mapping.slots import Slot, Slots
 from converter.sources.mapping.turns import Turn
 
-# Flax's and Haiku's names of what torch calls weight, bias, running_mean and running_var.
+# Flax's and Haiku's names for torch's weight, bias, running_mean and running_var.
 _ROLES = {
     "kernel": "weight", "w": "weight", "embedding": "weight", "embeddings": "weight", "scale": "weight",
     "weight": "weight", "bias": "bias", "b": "bias", "offset": "bias", "mean": "mean", "var": "var",
 }  # fmt: skip
 _KERNELS = ("kernel", "w")
-_WRAPPING = ("value", "raw_value")  # what an NNX state has below each variable
-# What stands before the names of a model's own weights, and what stands beside them.
+_WRAPPING = ("value", "raw_value")  # keys that an NNX state has below each variable
+# Prefixes of a model's own weights, and names of other collections.
 _COLLECTIONS = ("params", "batch_stats", "state", "model", "variables", "target")
 _MAIN = ("params", "batch_stats")
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A leaf, the tensor that it is to fill (None: dropped), how it is turned, and why."""
+    """A leaf, the tensor that it fills (None: dropped), its turns, and the reason."""
 
     leaf: str
     to: str | None
@@ -41,8 +41,11 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """A map, as far as one was found. ``ambiguous`` leaves were paired by guessing, ``unmatched`` ones not at all, and
-    nothing fills the ``missing`` tensors of the model; ``keep`` are tensors that no checkpoint has."""
+    """A map, as far as one was found.
+
+    ``ambiguous`` leaves were paired by guessing, ``unmatched`` leaves were not paired, and nothing fills the
+    ``missing`` tensors of the model. ``keep`` are tensors that no checkpoint contains.
+    """
 
     entries: tuple[Entry, ...]
     keep: tuple[str, ...]
@@ -52,28 +55,28 @@ class Proposal:
 
     @property
     def complete(self) -> bool:
-        """Whether every leaf and every tensor has its place."""
+        """Whether every leaf and every tensor is paired."""
         return not self.unmatched and not self.missing
 
     @property
     def certain(self) -> bool:
-        """Whether no leaf was placed by guessing."""
+        """Whether the map is complete without guesses."""
         return self.complete and not self.ambiguous
 
     def rules(self) -> Rules:
-        """The map as rules."""
+        """Return the map as rules."""
         made = (Rule(re.compile(re.escape(e.leaf)), e.to and e.to.replace("\\", r"\\"), e.turns) for e in self.entries)
         return Rules(tuple(made), tuple(re.compile(re.escape(name)) for name in self.keep))
 
     def text(self) -> str:
-        """The map as a file for ``--map``, with what is uncertain of it at its head."""
+        """Return the map as a file for ``--map``, with its uncertainties at the top."""
         head = ["# Proposed by bf16-convert from shapes and names. Look at it before you use it with --map."]
         head += [f"# {line}" for line in self.remarks()]
         entries = [(entry.leaf, entry.to, entry.turns, entry.why) for entry in self.entries]
         return "\n".join([*head, *rules.lines(entries, self.keep)])
 
     def remarks(self) -> Iterator[str]:
-        """What is uncertain or missing, a sentence each."""
+        """Yield a sentence for each thing that is uncertain or missing."""
         if self.ambiguous:
             yield f"ambiguous, for they have one shape and no name decides: {_some(self.ambiguous)}"
         if self.unmatched:
@@ -83,7 +86,7 @@ class Proposal:
 
 
 def propose(leaves: Mapping[str, Array], slots: Slots) -> Proposal:
-    """The map from ``leaves`` to ``slots``: whole layers first, then what is left of either by itself."""
+    """Propose a map from ``leaves`` to ``slots``: whole layers first, then the remaining ones individually."""
     collections = {name.partition(".")[0] for name in leaves}
     beside = collections.difference(_MAIN) if "params" in collections else set()
     used = {name: array for name, array in leaves.items() if _is_weight(name, array, beside)}
@@ -117,12 +120,14 @@ def _entry(name: str, array: Array, found: Pair | None, slots: Slots) -> Entry:
 
 
 def _is_weight(name: str, array: Array, beside: Set[str]) -> bool:
-    """Whether a leaf belongs to the model: not a counter or a random key, nor of a collection ``beside`` its own."""
+    """Return whether a leaf belongs to the model: no counter, no random key, not in one of the other collections
+    ``beside``.
+    """
     return array.dtype.kind not in "iub" and name.rpartition(".")[2] != "step" and name.partition(".")[0] not in beside
 
 
 def _keys(leaf: str) -> list[str]:
-    """The keys of a leaf without what says where the model's weights are, and without what NNX has below them."""
+    """Return the keys of a leaf without the prefixes of collections and without NNX's last key."""
     keys = leaf.split(".")
     while len(keys) > 1 and keys[0] in _COLLECTIONS:
         keys = keys[1:]
@@ -130,7 +135,9 @@ def _keys(leaf: str) -> list[str]:
 
 
 def _by_layers(leaves: Mapping[str, Array], slots: Mapping[str, Slot]) -> Iterator[Pair]:
-    """Pairs of leaves and slots that together are a layer: a kernel and its bias say more than either does."""
+    """Yield pairs of leaves and slots that form a layer: a kernel and its bias together are more specific than each
+    alone.
+    """
     left: dict[str, dict[str, str]] = defaultdict(dict)
     for name in leaves:
         keys = _keys(name)
@@ -154,7 +161,7 @@ def _by_layers(leaves: Mapping[str, Array], slots: Mapping[str, Slot]) -> Iterat
 
 
 def _turns(leaf: str, shape: Sequence[int], slot: Slot) -> tuple[Turn, ...] | None:
-    """How a leaf is turned to fill ``slot``; None when it does not fit."""
+    """Return the turns that make a leaf fill ``slot``; None when it does not fit."""
     last = _keys(leaf)[-1]
     role = _ROLES.get(last, "")
     if role and slot.role and role != slot.role:
@@ -175,7 +182,7 @@ def _turns(leaf: str, shape: Sequence[int], slot: Slot) -> tuple[Turn, ...] | No
 
 
 def _to_linear(shape: tuple[int, ...], wanted: tuple[int, ...]) -> tuple[Turn, ...] | None:
-    """[in, out] to [out, in], where either may be several axes, as heads are."""
+    """Turn [in, out] into [out, in]; either may be several axes, such as heads."""
     if len(shape) < 2 or len(wanted) != 2:
         return None
     flat = _flattened(shape, (wanted[1], wanted[0]))
@@ -183,7 +190,7 @@ def _to_linear(shape: tuple[int, ...], wanted: tuple[int, ...]) -> tuple[Turn, .
 
 
 def _flattened(shape: tuple[int, ...], wanted: tuple[int, ...]) -> tuple[Turn, ...] | None:
-    """Neighbouring axes made one: the first ones, the last ones, or all."""
+    """Merge neighbouring axes: the first ones, the last ones, or all."""
     if shape == wanted:
         return ()
     if len(shape) <= len(wanted) or len(wanted) not in (1, 2) or math.prod(shape) != math.prod(wanted):

@@ -1,12 +1,12 @@
-"""``rules.yaml``: which tensor of the model each leaf fills, by regular expressions.
+"""``rules.yaml``: maps each leaf to a tensor of the model, by regular expressions.
 
 ::
 
-    rules:                     # the first whose `match` is the whole name of a leaf counts
+    rules:                     # the first rule whose `match` matches a leaf's whole name applies
     - {match: 'params\\.Dense_(\\d+)\\.kernel', to: 'layers.\\1.weight', steps: [{transpose: [1, 0]}]}
     - {match: 'params\\.(.*)\\.bias', to: '\\1.bias'}
     - {match: 'step', drop: true}
-    keep: ['.*position_ids']   # tensors of the model that stay as it was built
+    keep: ['.*position_ids']   # tensors of the model that stay as they were built
 """
 
 from __future__ import annotations
@@ -27,13 +27,15 @@ from converter.sources.mapping.slots import Slots
 from converter.sources.mapping.turns import Turn
 from converter.sources.statedict import mismatch_message
 
-_MOST = 4 << 20  # bytes of a file of rules
+_MOST = 4 << 20  # bytes of a rules file
 _KEYS = {"match", "to", "steps", "drop"}
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Leaves whose whole name fits ``match`` fill the tensor ``to``, after ``steps``; None drops them."""
+    """Leaves whose whole name matches ``match`` fill the tensor ``to``, after ``steps``; they are dropped if ``to`` is
+    None.
+    """
 
     match: re.Pattern[str]
     to: str | None
@@ -42,7 +44,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Rules in order, and the tensors of the model that keep what it was built with."""
+    """Rules in order, and the tensors of the model that keep their initial values."""
 
     rules: tuple[Rule, ...]
     keep: tuple[re.Pattern[str], ...] = ()
@@ -50,7 +52,7 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Mapped:
-    """The model's tensors as views of the leaves, the orders of axes that these were given, and what is kept."""
+    """The model's tensors as views of the leaves, the axis orders of transposed leaves, and the kept tensors' names."""
 
     tensors: Mapping[str, Array]
     orders: Mapping[str, tuple[int, ...]]
@@ -58,7 +60,7 @@ class Mapped:
 
 
 def read(path: Path) -> Rules:
-    """The rules in ``path``; :class:`UsageError` naming the first that is not one."""
+    """Read the rules in ``path``; :class:`UsageError` naming the first that is not valid."""
     import yaml
 
     text = read_bounded(path, _MOST, UsageError, "more than any map takes", where=f"--map {path}")
@@ -107,10 +109,10 @@ def _pattern(given: Any, where: str) -> re.Pattern[str]:
 
 
 def apply(rules: Rules, leaves: Mapping[str, Array], slots: Slots) -> Mapped:
-    """The tensors of ``slots`` made of ``leaves``.
+    """Make the tensors of ``slots`` from ``leaves``.
 
-    Raises :class:`SourceError` naming the first five leaves that no rule matches, that two rules send to one tensor, or
-    that do not fit theirs, and the tensors that nothing fills.
+    Raises :class:`SourceError` naming the first five problems: leaves that match no rule, that two rules send to one
+    tensor, or that do not fit their tensor, and tensors that nothing fills.
     """
     wanted = slots.shapes
     tensors: dict[str, Array] = {}
@@ -143,7 +145,7 @@ def _first(rules: Sequence[Rule], name: str) -> tuple[Rule | None, str | None]:
 def _expanded(found: re.Match[str], to: str) -> str:
     try:
         return found.expand(to)
-    except (re.error, IndexError) as error:  # a group that the pattern has not
+    except (re.error, IndexError) as error:  # a group that the pattern does not have
         raise UsageError(f"--map: to {quoted(to)} does not go with match {quoted(found.re.pattern)}: {error}") from None
 
 
@@ -160,7 +162,7 @@ def _fill(
     to: str,
     wanted: Mapping[str, tuple[int, ...]],
 ) -> str | None:
-    """Put a leaf where its rule says; what is wrong with that, or None."""
+    """Fill the tensor of a leaf's rule; return the problem, or None."""
     if to not in wanted:
         return f"unexpected: {name} is sent to {to}, which the model has not"
     if to in tensors:
@@ -179,7 +181,9 @@ def _fill(
 
 
 def lines(entries: Sequence[tuple[str, str | None, Sequence[Turn], str]], keep: Sequence[str]) -> Iterator[str]:
-    """A file of rules: each entry is a leaf's name, its tensor (None: dropped), its steps, and why."""
+    """Yield the lines of a rules file; each entry is a leaf's name, its tensor (None: dropped), its steps, and the
+    reason.
+    """
     yield "rules:"
     for name, to, steps, why in entries:
         does = f"to: {_scalar(_template(to))}" if to is not None else "drop: true"
@@ -195,5 +199,5 @@ def _template(name: str) -> str:
 
 
 def _scalar(text: str) -> str:
-    """``text`` as YAML in single quotes; what cannot stand there in double ones, escaped as JSON."""
+    """Return ``text`` as YAML in single quotes, or as JSON if it has unprintable characters."""
     return "'" + text.replace("'", "''") + "'" if text.isprintable() else json.dumps(text)

@@ -1,4 +1,4 @@
-"""The tensors of a model that weights are to fill: of a torch module, or of an ONNX graph."""
+"""The tensors of a model that a checkpoint's leaves must fill: of a torch module, or of an ONNX graph."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     import onnx_ir as ir
     import torch
 
-# How a weight is used, which says how it lies: a Linear's as [out, in], a MatMul's as [in, out], a Conv's as
-# [out, in, …], a table's as [rows, width]. A deconv's kernel is mirrored between frameworks, and never proposed.
+# How a weight is used, which determines its axes: a Linear's are [out, in], a MatMul's [in, out], a Conv's [out, in,
+# …], an embedding table's [rows, width]. A deconv's kernel is mirrored between frameworks, so it is never proposed.
 Use = Literal["linear", "matmul", "conv", "deconv", "table", "plain"]
 
 _ROLES = {"weight": "weight", "bias": "bias", "running_mean": "mean", "running_var": "var"}
@@ -30,7 +30,7 @@ _ONNX_ROLES = {
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One tensor of a model. ``role``: weight, bias, mean, var, or "" where nothing says it."""
+    """One tensor of a model. ``role``: weight, bias, mean, var, or "" if unknown."""
 
     name: str
     shape: tuple[int, ...]
@@ -41,7 +41,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """The tensors of a model by name; ``twins`` are names of a tensor that has another name as well, and which."""
+    """The tensors of a model by name; ``twins`` maps a further name of a tensor to its first name."""
 
     by_name: Mapping[str, Slot]
     twins: Mapping[str, str]
@@ -52,7 +52,7 @@ class Slots:
 
 
 def of_module(module: torch.nn.Module) -> Slots:
-    """The parameters and buffers of ``module`` that its state dict has."""
+    """Return the parameters and buffers in the state dict of ``module``."""
     found: dict[str, Slot] = {}
     first: dict[tuple[int, tuple[int, ...]], str] = {}
     twins: dict[str, str] = {}
@@ -81,7 +81,7 @@ def _use_in(owner: torch.nn.Module) -> Use:
 
 
 def of_graph(model: ir.Model) -> Slots:
-    """The floating-point initializers of ``model``'s main graph, but for numbers: those are the graph's own."""
+    """Return the floating-point initializers of ``model``'s main graph, except scalars, which belong to the graph."""
     found = {}
     for name, value in model.graph.initializers.items():
         tensor = value.const_value
@@ -95,7 +95,7 @@ def of_graph(model: ir.Model) -> Slots:
 
 
 def _uses(value: ir.Value) -> Iterator[tuple[Use, str]]:
-    """How each node that says so uses a weight, and as what; transposes on the way there are gone along."""
+    """Yield how each node uses a weight, and in which role; follows transposes."""
     for node, index in value.uses():
         roles = _ONNX_ROLES.get(node.op_type, ())
         role = roles[index] if index < len(roles) else ""

@@ -1,4 +1,4 @@
-"""How a leaf is laid out anew, by steps of reshaping and transposing that copy nothing where numpy can help it."""
+"""Steps that reshape or transpose a leaf, without copying where numpy can avoid it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Turn:
 
 
 def shape_after(shape: Sequence[int], turns: Sequence[Turn]) -> tuple[int, ...]:
-    """The shape that ``turns`` make of ``shape``; :class:`UsageError` for one that does not fit."""
+    """Return the shape after applying ``turns`` to ``shape``; :class:`UsageError` for one that does not fit."""
     found = tuple(shape)
     for turn in turns:
         found = _reshaped(found, turn.numbers) if turn.kind == "reshape" else _transposed(found, turn.numbers)
@@ -31,14 +31,14 @@ def shape_after(shape: Sequence[int], turns: Sequence[Turn]) -> tuple[int, ...]:
 
 
 def turned(array: Array, turns: Sequence[Turn]) -> Array:
-    """``array`` after ``turns``."""
+    """Return ``array`` after ``turns``."""
     for turn in turns:
         array = array.reshape(turn.numbers) if turn.kind == "reshape" else array.transpose(turn.numbers)
     return array
 
 
 def order(rank: int, turns: Sequence[Turn]) -> tuple[int, ...] | None:
-    """The order of axes that ``turns`` give an array of ``rank``; None where they also reshape it."""
+    """Return the axis order that ``turns`` give an array of ``rank``; None if they also reshape it."""
     if any(turn.kind == "reshape" for turn in turns):
         return None
     found = tuple(range(rank))
@@ -48,7 +48,9 @@ def order(rank: int, turns: Sequence[Turn]) -> tuple[int, ...] | None:
 
 
 def parse(given: Any, where: str) -> tuple[Turn, ...]:
-    """The ``steps`` of a rule, a list of ``{reshape: […]}`` and ``{transpose: […]}``; UsageError naming ``where``."""
+    """Parse the ``steps`` of a rule, a list of ``{reshape: […]}`` and ``{transpose: […]}``; UsageError naming
+    ``where``.
+    """
     if given is None:
         return ()
     if not isinstance(given, list):

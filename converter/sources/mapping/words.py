@@ -1,4 +1,4 @@
-"""What names say: the words in them, as other frameworks say them, and the numbers that count layers."""
+"""Splits names into words, with synonyms of other frameworks, and numbers, which count layers."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ _ONE = {other: word for word, others in _SAME.items() for other in others}
 
 
 def words_of(name: str) -> tuple[str, ...]:
-    """The words of ``name`` in order, in lower case and the singular, synonyms made one."""
+    """Return the words of ``name`` in order, in lower case and the singular, synonyms unified."""
     found = (part.lower() for part in _PARTS.findall(name) if not part.isdigit())
     return tuple(_ONE.get(word, word) for word in map(_singular, found))
 
 
 def numbers_of(name: str) -> tuple[int, ...]:
-    """The numbers of ``name`` in order."""
+    """Return the numbers of ``name`` in order."""
     return tuple(int(part) for part in _PARTS.findall(name) if part.isdigit() and len(part) < 10)
 
 
 def likeness(a: tuple[str, ...], b: tuple[str, ...]) -> float:
-    """The share of words that two names have in common, from 0 to 1."""
+    """Return the share of words that two names have in common, from 0 to 1."""
     common = len(set(a) & set(b))
     return 2 * common / (len(set(a)) + len(set(b))) if common else 0.0
 

@@ -1,8 +1,7 @@
-"""Whether an ONNX file holds what it says it holds: every tensor as long as its shape, every value given once, every
-node as its operator is made.
+"""Checks that an ONNX file is consistent: tensors as long as their shapes, values defined once, nodes as specified.
 
-Libraries below read tensors when they are first used and trust what the file says of them, so that a lie would come out
-late, as an error about something else, or not at all.
+Libraries read tensors on first use and trust the file's declarations. An inconsistency would show late, as another
+error, or never.
 """
 
 from __future__ import annotations
@@ -20,8 +19,11 @@ from converter.sources.onnx_soundness.walk import Schemas, graphs, nodes
 
 
 def check(path: Path, model: ModelProto) -> None:
-    """Raise :class:`~bf16kit.errors.SourceError` naming the tensor, value, node or attribute that is not as ``model``
-    says, and :class:`~bf16kit.errors.ConversionError` for a Loop that never ends."""
+    """Raise :class:`~bf16kit.errors.SourceError` naming a tensor, value, node or attribute that is inconsistent.
+
+    Raises :class:`~bf16kit.errors.ConversionError` for a Loop, Range or tensor that is unreasonably large, and for a
+    subgraph that returns a value of an outer graph.
+    """
     check_texts(path, model)
     check_functions(path, model)
     for graph in graphs(model):

@@ -1,4 +1,4 @@
-"""Whether what constants make a Loop turn, or a Range count, comes to an end while somebody waits."""
+"""Checks that Loops and Ranges with constant bounds end in a reasonable time."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from onnx import GraphProto, NodeProto, TensorProto
 from bf16kit.errors import ConversionError
 from converter.sources.onnx_soundness.walk import bodies, quoted
 
-_ENDLESS = 10**9  # turns of a Loop, from which on nobody waits for its end
-_MOST = 2**36  # elements of a value of constant shape
-_SHAPES = {"ConstantOfShape": 0, "Expand": 1}  # which input says the shape of the result
-_MADE = ("RandomNormal", "RandomUniform")  # an attribute says the shape of the result
-_LONGEST_RANGE = 2**24  # numbers of a constant Range: shape inference counts through all of them
+_ENDLESS = 10**9  # iterations of a Loop that take unreasonably long
+_MOST = 2**36  # elements of a value with a constant shape
+_SHAPES = {"ConstantOfShape": 0, "Expand": 1}  # the input that gives the shape of the result
+_MADE = ("RandomNormal", "RandomUniform")  # an attribute gives the shape of the result
+_LONGEST_RANGE = 2**24  # numbers of a constant Range: shape inference computes all of them
 
 
 def check_ends(path: Path, graph: GraphProto) -> None:
-    """:class:`ConversionError` for a Loop, a Range or a tensor of ``graph`` beyond what anybody waits for."""
+    """Raise :class:`ConversionError` for a Loop, a Range or a tensor of ``graph`` that is unreasonably large."""
     constants = _constants(graph)
     for node in graph.node:
         _check_end(path, node, constants)
 
 
 def _constants(graph: GraphProto) -> Mapping[str, TensorProto]:
-    """The initializers and Constant nodes of one graph, by the name of the value that they give."""
+    """Return the initializers and Constant nodes of one graph, by the name of their value."""
     constants = {tensor.name: tensor for tensor in graph.initializer}
     for node in graph.node:
         if node.op_type == "Constant" and node.output and node.attribute and node.attribute[0].name == "value":
@@ -36,7 +36,7 @@ def _constants(graph: GraphProto) -> Mapping[str, TensorProto]:
 
 
 def _check_end(path: Path, node: NodeProto, constants: Mapping[str, TensorProto]) -> None:
-    """:class:`ConversionError` for a Loop or Range that constants make turn, or count, longer than anybody waits."""
+    """Raise :class:`ConversionError` if constants make the node run, or its result grow, beyond the limits."""
     if node.domain not in ("", "ai.onnx") or node.op_type not in ("Range", "Loop", *_SHAPES, *_MADE):
         return
     numbers = [_number(constants.get(name)) for name in node.input[:3]]
@@ -56,7 +56,7 @@ def _check_end(path: Path, node: NodeProto, constants: Mapping[str, TensorProto]
 
 
 def _made(node: NodeProto, constants: Mapping[str, TensorProto]) -> list[int]:
-    """The shape that constants, or an attribute, say the result of ``node`` has; [] where they do not."""
+    """Return the shape of the result of ``node`` if constants or an attribute give it; else []."""
     place = _SHAPES.get(node.op_type)
     if place is not None and place < len(node.input):
         return _shape_of(constants.get(node.input[place]))
@@ -65,14 +65,14 @@ def _made(node: NodeProto, constants: Mapping[str, TensorProto]) -> list[int]:
 
 
 def _shape_of(tensor: TensorProto | None) -> list[int]:
-    """The shape that a constant says; [] where it is none."""
+    """Return the shape that a constant holds; [] if ``tensor`` is None or not such a constant."""
     if tensor is None or tensor.data_location == TensorProto.EXTERNAL or tensor.data_type != TensorProto.INT64:
         return []
     return [int(size) for size in onnx.numpy_helper.to_array(tensor).reshape(-1)]
 
 
 def _number(tensor: TensorProto | None) -> float | None:
-    """The value of a finite constant of one element that lies in the graph, a whole one as an int."""
+    """Return a finite constant of one element that is stored in the graph, an integer as int; else None."""
     if tensor is None or tensor.data_location == TensorProto.EXTERNAL or math.prod(tensor.dims) != 1:
         return None
     value = onnx.numpy_helper.to_array(tensor).reshape(-1)[0]
@@ -82,7 +82,7 @@ def _number(tensor: TensorProto | None) -> float | None:
 
 
 def _keeps_going(node: NodeProto) -> bool:
-    """Whether the body of a Loop hands its condition on as it was."""
+    """Return whether the body of a Loop returns its condition unchanged."""
     for body in bodies(node):
         if not body.output or len(body.input) < 2:
             return False

@@ -1,4 +1,4 @@
-"""Whether a node is made as its operator is: as many inputs and outputs, the attributes it needs, each of its type."""
+"""Checks that a node fits its operator: number of inputs and outputs, required attributes, attribute types."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _VALUES = {
     AttributeProto.GRAPH: "g",
     AttributeProto.SPARSE_TENSOR: "sparse_tensor",
 }
-_ANY = 1000  # ONNX writes 2³¹ − 1 for as many as one likes
+_ANY = 1000  # ONNX writes 2³¹ − 1 for "any number"
 _SINGLE = OpSchema.FormalParameterOption.Single
 
 
 def check_node(path: Path, node: NodeProto, schema: OpSchema | None) -> None:
-    """:class:`SourceError` where ``node`` is not as ``schema`` has it; None is an operator that is not ONNX's."""
+    """Raise :class:`SourceError` if ``node`` does not fit ``schema``; None means that the operator is not ONNX's."""
     names = [attribute.name for attribute in node.attribute]
     if len(set(names)) < len(names):
         raise SourceError(f"{path}: damaged: node {quoted(node.name)} has two attributes of one name")
@@ -38,7 +38,7 @@ def check_node(path: Path, node: NodeProto, schema: OpSchema | None) -> None:
 
 
 def _what(path: Path, node: NodeProto) -> str:
-    """A node by its name, or by the value it gives: many exporters name no nodes."""
+    """Name a node by its name or, because many exporters set none, by its output."""
     name = node.name or next(iter(node.output), "") or next(iter(node.input), "")
     return f"{path}: damaged: node {quoted(name)}"
 
@@ -64,7 +64,7 @@ def _check_attribute(path: Path, node: NodeProto, attribute: AttributeProto, sch
 def _check_edges(
     path: Path, node: NodeProto, kind: str, declared: Sequence[OpSchema.FormalParameter], bounds: tuple[int, int]
 ) -> None:
-    """As many as the operator takes or gives; an empty name stands for one that is left out."""
+    """Check the number of inputs or outputs; an empty name stands for an omitted one."""
     edges: Sequence[str] = getattr(node, kind)
     least, most = bounds
     if not least <= len(edges) <= most:

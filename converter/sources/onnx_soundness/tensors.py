@@ -1,4 +1,4 @@
-"""Whether a tensor of an ONNX file has as much data as its shape asks for, in one place."""
+"""Checks that a tensor of an ONNX file has as much data as its shape needs, in one field."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from onnx import TensorProto, helper
 from bf16kit.errors import SourceError
 from converter.sources.onnx_soundness.walk import quoted
 
-_LARGEST = 2**47  # bytes of one tensor: more than any machine maps
+_LARGEST = 2**47  # bytes of one tensor: more than any machine can map
 
-# Elements that share a byte, by dtype; those of 6 bits are packed in more ways than one, and not counted.
+# How many elements share a byte, by dtype. Elements of 6 bits are packed in several ways, so they are not counted.
 _PER_BYTE = {
     TensorProto.UINT4: 2,
     TensorProto.INT4: 2,
@@ -20,13 +20,13 @@ _PER_BYTE = {
     **{number: 4 for name, number in TensorProto.DataType.items() if name in ("UINT2", "INT2")},
 }
 _UNCOUNTED = {number for name, number in TensorProto.DataType.items() if name.startswith("FLOAT6")}
-# Two entries of their field each.
+# These take two entries of their field per element.
 _COMPLEX = (TensorProto.COMPLEX64, TensorProto.COMPLEX128)
 _FIELDS = ("float_data", "int32_data", "string_data", "int64_data", "double_data", "uint64_data")
 
 
 def check_tensor(path: Path, tensor: TensorProto) -> None:
-    """:class:`SourceError` where the data of ``tensor`` is not that of its dtype and shape."""
+    """Raise :class:`SourceError` if the data of ``tensor`` does not match its dtype and shape."""
     known = tensor.data_type in helper.get_all_tensor_dtypes()
     if not known or tensor.data_type == TensorProto.UNDEFINED:
         raise SourceError(f"{path}: damaged: tensor {quoted(tensor.name)} has the unknown dtype {tensor.data_type}")
@@ -50,13 +50,13 @@ def check_tensor(path: Path, tensor: TensorProto) -> None:
 
 
 def shape_of(tensor: TensorProto) -> str:
-    """The shape for a message, six dimensions of it."""
+    """Return the shape for a message, at most six dimensions of it."""
     shown = ", ".join(str(dim) for dim in tensor.dims[:6])
     return f"[{shown}{', …' if len(tensor.dims) > 6 else ''}]"
 
 
 def _entries(tensor: TensorProto, count: int) -> int:
-    """How many entries of its typed field ``count`` elements take."""
+    """Return how many entries of its typed field ``count`` elements take."""
     if tensor.data_type in _COMPLEX:
         return 2 * count
     return -(-count // _PER_BYTE.get(tensor.data_type, 1))
@@ -78,7 +78,7 @@ def _check_count(path: Path, tensor: TensorProto, expected: int, found: int, wha
 
 
 def _check_unused(path: Path, tensor: TensorProto, used: str) -> None:
-    """Which of two fields a reader believes is its own affair, so data is in the one for the dtype alone."""
+    """Raise SourceError if a second field has data: readers differ in the field that they read."""
     for field in _FIELDS:
         if field != used and len(getattr(tensor, field)):
             dtype = TensorProto.DataType.Name(tensor.data_type)
@@ -86,7 +86,7 @@ def _check_unused(path: Path, tensor: TensorProto, used: str) -> None:
 
 
 def _check_external(path: Path, tensor: TensorProto, nbytes: int) -> None:
-    """Where its bytes are said to be: what lies there is checked where files are looked at."""
+    """Check the entries that locate the external data; the file itself is checked elsewhere."""
     entries = {entry.key: entry.value for entry in tensor.external_data}
     if not entries.get("location") or "\0" in entries["location"]:
         raise SourceError(f"{path}: damaged: tensor {quoted(tensor.name)} is in another file, and not said in which")

@@ -1,4 +1,4 @@
-"""Whether what an ONNX file calls things is text."""
+"""Checks that the strings of an ONNX file are valid text."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from onnx import ModelProto, TensorProto
 
 from bf16kit.errors import SourceError
 
-_UNREAD = ("doc_string", "metadata_props")  # dropped, whatever they say
-_SHOWN = 40  # bytes of what is no text
+_UNREAD = ("doc_string", "metadata_props")  # dropped, so not checked
+_SHOWN = 40  # bytes of an invalid string
 
 
 def check_texts(path: Path, model: ModelProto) -> None:
-    """:class:`SourceError` for a string that is not UTF-8, which protobuf hands on as bytes."""
+    """Raise :class:`SourceError` for a string that is not UTF-8, which protobuf returns as bytes."""
     for place, text in _strings(model):
         if isinstance(text, bytes):
             raise SourceError(f"{path}: damaged: {place} {text[:_SHOWN]!r} is not UTF-8")
 
 
 def _strings(model: ModelProto) -> Iterator[tuple[str, str | bytes]]:
-    """Every string of ``model`` but the data of tensors, and the message and field it is in."""
+    """Yield every string of ``model`` except tensor data, with its message and field."""
     todo: list[Message] = [model]
     while todo:
         message = todo.pop()
-        if isinstance(message, TensorProto):  # its fields are not listed, as that copies its data
+        if isinstance(message, TensorProto):  # listing its fields would copy its data
             yield "TensorProto.name", message.name
             todo += message.external_data
             continue

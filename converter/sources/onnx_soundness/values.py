@@ -1,4 +1,4 @@
-"""Whether every value of a graph is given once, from where it can be seen, and is what it is declared to be."""
+"""Checks that every value of a graph is defined once, is visible where it is used, and matches its declaration."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from converter.sources.onnx_soundness.walk import bodies, quoted
 
 
 def check_names(path: Path, graph: GraphProto) -> None:
-    """Each value is given once, by an input, an initializer or a node; up to IR version 3 inputs name initializers."""
+    """Check that one input, initializer or node defines each value; up to IR version 3 inputs also list
+    initializers.
+    """
     initializers = [tensor.name for tensor in graph.initializer]
     inputs = [value.name for value in graph.input]
     made = [name for node in graph.node for name in node.output if name]
@@ -29,7 +31,7 @@ def check_names(path: Path, graph: GraphProto) -> None:
 
 
 def check_functions(path: Path, model: ModelProto) -> None:
-    """Each function is defined once: of two, readers take one or the other."""
+    """Check that each function is defined once: of two, readers would take one or the other."""
     seen = set()
     for function in model.functions:
         known_by = (function.domain, function.name, function.overload)
@@ -39,7 +41,7 @@ def check_functions(path: Path, model: ModelProto) -> None:
 
 
 def check_declared(path: Path, graph: GraphProto) -> None:
-    """An initializer that is an input too is what the input is declared to be."""
+    """Check that an initializer that is also an input matches the input's declaration."""
     initializers = {tensor.name: tensor for tensor in graph.initializer}
     for value in graph.input:
         tensor = initializers.get(value.name)
@@ -59,13 +61,16 @@ def _fits(value: ValueInfoProto, tensor: TensorProto) -> bool:
         return False
     if not kind.HasField("shape"):
         return True
-    dims = [dim.dim_value if dim.HasField("dim_value") else -1 for dim in kind.shape.dim]  # −1 is written, too
+    dims = [dim.dim_value if dim.HasField("dim_value") else -1 for dim in kind.shape.dim]  # −1 occurs in files, too
     return len(dims) == len(tensor.dims) and all(a in (-1, b) for a, b in zip(dims, tensor.dims, strict=True))
 
 
 def check_outputs(path: Path, model: ModelProto) -> None:
-    """Each output is given by its graph itself. A body that hands on a value of a graph around it is not damaged, and
-    neither ONNX Runtime nor onnx_ir has a place for it: :class:`ConversionError`."""
+    """Check that each graph defines its own outputs.
+
+    A subgraph that returns a value of an outer graph is valid, but neither ONNX Runtime nor onnx_ir supports it:
+    :class:`ConversionError`.
+    """
     _check_graph(path, model.graph, ())
     for function in model.functions:
         _check_bodies(path, function.node, set(function.input))
@@ -82,9 +87,9 @@ def _check_graph(path: Path, graph: GraphProto, outer: Collection[str]) -> None:
 
 
 def _check_bodies(path: Path, nodes: Iterable[NodeProto], before: set[str]) -> None:
-    """``before`` is what the body of the first node sees, and is added to: each node sees what those before it give.
+    """Check the subgraphs of ``nodes``; ``before`` holds the visible values, and each node's outputs are added to it.
 
-    Recursion goes no deeper than protobuf reads bodies in bodies, which is less than a hundred.
+    The recursion is no deeper than the nesting that protobuf reads, which is less than a hundred.
     """
     for node in nodes:
         for body in bodies(node):

@@ -1,4 +1,4 @@
-"""Every graph and node of an ONNX file, and what ONNX says of a node's operator."""
+"""Iterates over the graphs and nodes of an ONNX file, and looks up operator schemas."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from onnx.defs import OpSchema
 
 Opsets = Mapping[str, int]  # the version of each domain
 
-_NEWEST = onnx.defs.onnx_opset_version()  # beyond it an operator may take more than is known here
-_SHOWN = 60  # characters of a name that a stranger chose
+_NEWEST = onnx.defs.onnx_opset_version()  # in a newer opset an operator may accept more than this schema says
+_SHOWN = 60  # characters of a name, which may be hostile
 
 
 def graphs(model: ModelProto) -> Iterator[GraphProto]:
-    """The main graph, and every body in it and in functions."""
+    """Yield the main graph, and every subgraph in it and in functions."""
     yield from _with_bodies([model.graph])
     for function in model.functions:
         yield from _with_bodies([graph for node in function.node for graph in bodies(node)])
 
 
 def bodies(node: NodeProto) -> Iterator[GraphProto]:
-    """The graphs that ``node`` has as attributes."""
+    """Yield the graphs that ``node`` has as attributes."""
     for attribute in node.attribute:
         if attribute.type == AttributeProto.GRAPH:
             yield attribute.g
@@ -30,7 +30,7 @@ def bodies(node: NodeProto) -> Iterator[GraphProto]:
 
 
 def nodes(model: ModelProto) -> Iterator[tuple[NodeProto, Opsets]]:
-    """Every node, those of bodies and functions included, and the opsets that hold for it."""
+    """Yield every node, including those of subgraphs and functions, with the opsets that apply to it."""
     opsets = _versions(model.opset_import)
     for graph in _with_bodies([model.graph]):
         yield from ((node, opsets) for node in graph.node)
@@ -42,25 +42,25 @@ def nodes(model: ModelProto) -> Iterator[tuple[NodeProto, Opsets]]:
 
 
 class Schemas:
-    """What ONNX says of the operators of one model."""
+    """ONNX's schemas for the operators of one model."""
 
     def __init__(self, model: ModelProto) -> None:
         self._functions = {(_domain(function.domain), function.name) for function in model.functions}
 
     def of(self, node: NodeProto, opsets: Opsets) -> OpSchema | None:
-        """The schema of ``node``; None where the operator is not ONNX's, or of an opset without it or not yet known."""
+        """Return the schema of ``node``; None if the operator is not ONNX's, or its opset lacks it or is too new."""
         domain = _domain(node.domain)
         if (domain, node.op_type) in self._functions or (not domain and opsets.get("", 0) > _NEWEST):
             return None
         try:
             schema = onnx.defs.get_schema(node.op_type, opsets.get(domain, 0), domain)
-        except (onnx.defs.SchemaError, TypeError):  # not ONNX's; an opset beyond 32 bits
+        except (onnx.defs.SchemaError, TypeError):  # not ONNX's; or an opset beyond 32 bits
             return None
         return None if schema.deprecated else schema
 
 
 def quoted(name: str) -> str:
-    """``name`` for a message: a stranger chose it, and how long it is."""
+    """Return ``name`` for a message, cut, because a hostile file chooses its length."""
     return repr(name if len(name) <= _SHOWN else f"{name[:_SHOWN]}…")
 
 

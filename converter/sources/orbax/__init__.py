@@ -1,1 +1,1 @@
-"""Orbax checkpoints, JAX's own: where their arrays lie, and the process that reads them with tensorstore."""
+"""Orbax checkpoints, JAX's own format: their layout, and the process that reads their arrays with tensorstore."""

@@ -1,4 +1,4 @@
-"""The leaves of an Orbax checkpoint, read by a process of their own (:mod:`converter.sources.orbax.child`)."""
+"""Reads the leaves of an Orbax checkpoint, in a separate process (:mod:`converter.sources.orbax.child`)."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from converter.sources.shelf import Form, shelf
 
 _CHILD = "converter.sources.orbax.child"
 _MOST_METADATA = 64 << 20  # bytes; a model of 10,000 arrays has 4 MB
-# Compressed files claim more than they hold: zeros, which zstd makes 10,000 times smaller, are most of some optimizers'
-# states. Weights are not.
+# Limit of claimed over stored bytes. Compressed files may claim far more than they hold: zstd makes zeros 10,000 times
+# smaller, and some optimizers' states are mostly zeros. Weights are not.
 _CLAIM, _ALLOWANCE = 64, 1 << 30
 _NOT_ARRAYS = ("string", "None", "Dict", "List", "Tuple", "NamedTuple")
 
@@ -32,10 +32,10 @@ Chosen = Callable[[str], bool]
 
 
 def read_item(item: Path, wanted: Chosen, directory: Path) -> tuple[dict[str, Array], tuple[str, ...], list[Path]]:
-    """The arrays in ``item`` that are ``wanted``, by their keys joined with dots; the names of the others; its files.
+    """Return the ``wanted`` arrays in ``item``, by their keys joined with dots; the names of the others; and its files.
 
-    What is read lies in a temporary file of ``directory``. Raises :class:`SourceError` for what is damaged, incomplete
-    or leads out of ``item``, and :class:`UsageError` when tensorstore is not installed.
+    The arrays are in a temporary file in ``directory``. Raises :class:`SourceError` when ``item`` is damaged,
+    incomplete or links to places outside it, and :class:`UsageError` when tensorstore is not installed.
     """
     if importlib.util.find_spec("tensorstore") is None:
         raise UsageError(f"{item}: an Orbax checkpoint is read with tensorstore: pip install 'bf16kit[orbax]'")
@@ -56,9 +56,10 @@ def read_item(item: Path, wanted: Chosen, directory: Path) -> tuple[dict[str, Ar
 
 
 def _listed(item: Path, files: Mapping[str, int]) -> tuple[list[str] | None, bool]:
-    """The arrays that ``_METADATA`` lists, None where there is no such file, and whether every chunk must be there.
+    """Return the arrays that ``_METADATA`` lists, None if there is no such file, and whether every chunk must exist.
 
-    Orbax writes chunks of zeros, too, since it says so in this file; before, what is missing was zeros.
+    Newer versions of Orbax state in this file that they also write chunks of zeros. In older checkpoints a missing
+    chunk means zeros.
     """
     if layout.METADATA not in files:
         return None, False
@@ -80,7 +81,7 @@ def _listed(item: Path, files: Mapping[str, int]) -> tuple[list[str] | None, boo
 
 
 def _array_name(leaf: Any) -> str | None:
-    """Where a leaf lies in the store: its keys joined with dots; None for what is no array."""
+    """Return a leaf's path in the store, its keys joined with dots; None if it is no array."""
     about = leaf["value_metadata"]
     if about.get("skip_deserialize") or about["value_type"] in _NOT_ARRAYS:
         return None
@@ -96,7 +97,7 @@ def _check_claim(item: Path, forms: Mapping[str, Form], stored: int) -> None:
 
 
 class _Child:
-    """The reading process: lines of JSON in both directions."""
+    """The reading process; both sides send lines of JSON."""
 
     def __init__(self, item: Path, process: subprocess.Popen[str]) -> None:
         self._item, self._process = item, process
@@ -107,7 +108,7 @@ class _Child:
             _pipe(self._process.stdin).flush()
 
     def answer(self, expected: str) -> Any:
-        """What the process says under the key ``expected``; :class:`SourceError` for anything else."""
+        """Return the child's message under the key ``expected``; :class:`SourceError` for anything else."""
         line = _pipe(self._process.stdout).readline()
         try:
             said = json.loads(line)
@@ -130,7 +131,7 @@ class _Child:
 
 @contextmanager
 def _child(item: Path) -> Iterator[_Child]:
-    """The process, ended with the block."""
+    """Start the process, and kill it at the end of the block."""
     process = subprocess.Popen(
         children.command(_CHILD),
         stdin=subprocess.PIPE,
@@ -143,13 +144,13 @@ def _child(item: Path) -> Iterator[_Child]:
         yield _Child(item, process)
     finally:
         process.kill()
-        with process:  # closes its pipes and waits for it
+        with process:  # closes the pipes and waits for the process
             pass
 
 
 @contextmanager
 def _unbroken() -> Iterator[None]:
-    """A process that is gone is noticed by what it answers."""
+    """Ignore a broken pipe: that the process has ended shows when its answer is read."""
     try:
         yield
     except BrokenPipeError:
@@ -157,5 +158,5 @@ def _unbroken() -> Iterator[None]:
 
 
 def _pipe(pipe: IO[str] | None) -> IO[str]:
-    assert pipe is not None  # noqa: S101 - the process was started with it
+    assert pipe is not None  # noqa: S101 - the process was started with pipes
     return pipe

@@ -1,11 +1,11 @@
 """The process that reads a checkpoint's arrays with tensorstore; :mod:`converter.sources.orbax.arrays` runs it.
 
-tensorstore is C++ that reads bytes of strangers: B-trees, compressed chunks. Here it may take the memory that the
-arrays explain and no more, and what it dies of is one sentence of its parent's. It is given one directory, opens no
-other store, and writes into one file.
+tensorstore is C++ code that parses untrusted data: B-trees, compressed chunks. Here it may allocate no more memory than
+the arrays justify, and its parent reports a crash as one sentence. It is given one directory, opens no other store, and
+writes into one file.
 
-Spoken with its parent in lines of JSON: what to open; every array there is; which to write where; bytes as they are
-written; the end.
+It exchanges lines of JSON with its parent. They are: what to open; the arrays found; which array to write where; the
+bytes written; the end.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from typing import Any
 
 from converter.sources.orbax.zarrays import READERS, Described, Refused
 
-_BASE = 1 << 30  # bytes beside the arrays: code, threads' stacks, nodes of the B-tree
-_AT_ONCE = min(8, len(os.sched_getaffinity(0)))  # chunks that are decoded at the same time
-_MOST_ABSENT = 1 << 20  # chunks, where those that are missing are zeros
-_LONGEST_NAMES = 64 << 20  # characters; the B-tree says once what keys have in common, and here each has it
-_NODES = 64 << 20  # bytes of B-tree nodes that are kept
+_BASE = 1 << 30  # bytes besides the arrays: code, thread stacks, nodes of the B-tree
+_AT_ONCE = min(8, len(os.sched_getaffinity(0)))  # chunks that are decoded at a time
+_MOST_ABSENT = 1 << 20  # chunks of an array whose missing chunks mean zeros
+_LONGEST_NAMES = 64 << 20  # characters; the B-tree stores common prefixes once, but here each name has its own
+_NODES = 64 << 20  # bytes of B-tree nodes that are cached
 
 
 def main() -> None:
-    """Answer one parent."""
+    """Serve one parent."""
     asked = _hear()
     _limit(_BASE)
     store = _Store(Path(asked["root"]), ocdbt=asked["ocdbt"], missing_is_zero=asked["missing_is_zero"])
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 class _Store:
-    """The one key-value store: keys are paths, of files or within the B-tree."""
+    """The key-value store; keys are paths, of files or within the B-tree."""
 
     def __init__(self, root: Path, *, ocdbt: bool, missing_is_zero: bool) -> None:
         import tensorstore
@@ -66,7 +66,7 @@ class _Store:
         self._keys: Any = tensorstore.KvStore.open(self._spec, context=self._context).result()
 
     def arrays(self, names: list[str] | None) -> dict[str, Described]:
-        """Every array by the path it lies under, or those of ``names``, which must be there, whole."""
+        """Return every array by its path, or those of ``names``, which must exist with all their chunks."""
         counts: dict[str, int] = {}
         kinds: dict[str, str] = {}
         keys = [key.decode("utf-8", "surrogateescape") for key in self._keys.list().result()]
@@ -98,7 +98,7 @@ class _Store:
         return array
 
     def write(self, name: str, array: Described, file: Path, offset: int) -> None:
-        """Write the values of an array to ``file`` from ``offset`` on, little-endian, in C order."""
+        """Write the values of an array to ``file``, starting at ``offset``, little-endian, in C order."""
         import numpy as np
 
         path = f"{self._spec['path']}{name}/" if "path" in self._spec else f"{name}/"
@@ -126,7 +126,7 @@ class _Store:
 
 
 def _owner(key: str, kinds: dict[str, str]) -> str | None:
-    """The array that a key is a chunk of: ``w/0.1``, ``w/0/1`` or ``w/c/0/1``."""
+    """Return the array that a key is a chunk of: ``w/0.1``, ``w/0/1`` or ``w/c/0/1``."""
     name, _, last = key.rpartition("/")
     if last.startswith(".z") or last == "zarr.json":
         return None
@@ -138,24 +138,24 @@ def _owner(key: str, kinds: dict[str, str]) -> str | None:
 
 
 def _plain(error: Exception) -> str:
-    """What tensorstore says, without the spec and the places in its sources behind it, nor digests as numbers."""
+    """Return tensorstore's message without its spec, source locations and hexadecimal digests."""
     text = str(error).split(" [tensorstore_spec=")[0].split(" [source locations=")[0]
     return re.sub(r"0x[0-9a-f]{6,}", "…", " ".join(text.split()))[:240]
 
 
 def _limit(more: int) -> None:
-    """Let this process have ``more`` bytes of data beside what it has."""
+    """Limit this process to ``more`` bytes of data beyond what it has now."""
     used = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData"))
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     wanted = (int(used.split()[1]) << 10) + more
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # it may die of this, and nobody looks at its remains
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # it may be killed for this, and a core dump is of no use
     resource.setrlimit(resource.RLIMIT_DATA, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
 
 
 def _hear() -> Any:
     line = sys.stdin.readline()
     if not line:
-        sys.exit(0)  # the parent is gone
+        sys.exit(0)  # the parent has ended
     return json.loads(line)
 
 
@@ -171,5 +171,5 @@ if __name__ == "__main__":
         _say({"refused": str(refused)})
     except MemoryError:
         _say({"refused": "asks for more memory than its arrays have"})
-    except Exception as error:  # noqa: BLE001 - whatever tensorstore raises, its parent says what became of it
+    except Exception as error:  # noqa: BLE001 - whatever tensorstore raises, the parent reports it
         _say({"refused": f"cannot be read: {_plain(error)}"})

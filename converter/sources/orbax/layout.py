@@ -1,4 +1,4 @@
-"""Where in a directory an Orbax checkpoint's arrays lie: steps, items, and the files, none of which may lead out."""
+"""The directory layout of Orbax checkpoints: steps, items, and their files, none of which may link outside."""
 
 from __future__ import annotations
 
@@ -13,34 +13,35 @@ from bf16kit.wording import quoted
 
 METADATA = "_METADATA"
 MANIFEST = "manifest.ocdbt"
-ARRAYS = (".zarray", "zarr.json")  # what lies beside the chunks of an array, in zarr 2 and 3
-_CHECKPOINT = "_CHECKPOINT_METADATA"  # of a step, or of a directory that the v1 API wrote
-_UNFINISHED = ".orbax-checkpoint-tmp"  # in the name of what is being written, or was when its writer died
-_COMMITTED = "commit_success.txt"  # on storage that cannot rename a directory at once
+ARRAYS = (".zarray", "zarr.json")  # metadata files beside an array's chunks, in zarr 2 and 3
+_CHECKPOINT = "_CHECKPOINT_METADATA"  # in a step, or in a directory that the v1 API wrote
+_UNFINISHED = ".orbax-checkpoint-tmp"  # in the name of a directory that is being written, or whose writer died
+_COMMITTED = "commit_success.txt"  # on storage that cannot rename a directory atomically
 _STEP = re.compile(r"(|.*[^0-9])([0-9]{1,18})")
 _MOST_FILES = 1_000_000
 _MOST_NAMED = 5
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether Orbax wrote the directory ``path``: an item, a step with items, or a directory of steps."""
+    """Return whether Orbax wrote the directory ``path``: an item, a step with items, or a directory of steps."""
     if _is_item(path) or (path / _CHECKPOINT).exists() or _steps(path):
         return True
-    return path.name.isdecimal() and _holds_items(path)  # of a step that says nothing beside its items, as older ones
+    return path.name.isdecimal() and _holds_items(path)  # older versions write a step without metadata of its own
 
 
 def trees(path: Path) -> list[Path]:
-    """The directories in ``path`` because of which it is taken for a checkpoint: steps, items or arrays."""
+    """Return the directories in ``path`` that make it a checkpoint: steps, items or arrays."""
     return [
         child for child in _directories(path) if _holds_items(child) or any((child / name).is_file() for name in ARRAYS)
     ]
 
 
 def locate(path: Path, step: int | None, item: str | None) -> Path:
-    """The directory in ``path`` that holds one tree of arrays: of step ``step``, by default the newest, item ``item``.
+    """Return the directory in ``path`` that holds one tree of arrays: of step ``step`` (default: newest), item
+    ``item``.
 
-    Raises :class:`UsageError` naming what is there when ``step`` or ``item`` is not, or when there are several items
-    and none was chosen.
+    Raises :class:`UsageError` naming what exists when ``step`` or ``item`` does not, or when there are several items
+    and none was chosen. Raises :class:`SourceError` when there are no arrays.
     """
     if _is_item(path):
         _refuse(path, step, item)
@@ -81,10 +82,10 @@ def _of_step(path: Path, step: int | None) -> Path:
 
 
 def _steps(path: Path) -> dict[int, Path]:
-    """Finished steps by number: ``<step>`` or ``<prefix>_<step>``, with leading zeros or without.
+    """Return finished steps by number: ``<step>`` or ``<prefix>_<step>``, with or without leading zeros.
 
-    Steps have one prefix; directories of several are several models. Raises :class:`SourceError` where two directories
-    are one step.
+    All steps have one prefix; directories with several prefixes are several models, and give no steps. Raises
+    :class:`SourceError` when two directories have the same number.
     """
     numbered = _numbered(path)
     if len({prefix for prefix, _, _ in numbered}) > 1:
@@ -102,7 +103,9 @@ def _steps(path: Path) -> dict[int, Path]:
 
 
 def refuse_several(path: Path) -> None:
-    """Raise :class:`NoCheckpoint` where ``path`` holds checkpoints called as steps are, and of several names."""
+    """Raise :class:`NoCheckpoint` if ``path`` holds checkpoints that are named like steps, but with several
+    prefixes.
+    """
     children: dict[str, str] = {}
     for prefix, _, child in _numbered(path):
         children.setdefault(prefix, child.name)
@@ -117,7 +120,7 @@ def refuse_several(path: Path) -> None:
 
 
 def _numbered(path: Path) -> list[tuple[str, int, Path]]:
-    """Directories that hold checkpoints and are called as steps are: what is before the number, and the number."""
+    """Return directories that hold checkpoints and are named like steps, each with its prefix and number."""
     found = []
     for child in _directories(path):
         match = _STEP.fullmatch(child.name)
@@ -131,14 +134,14 @@ def _holds_items(path: Path) -> bool:
 
 
 def _is_item(path: Path) -> bool:
-    """Whether a tree of arrays lies in ``path`` itself."""
+    """Return whether ``path`` directly contains a tree of arrays."""
     if (path / MANIFEST).is_file() or (path / METADATA).is_file():
         return True
     return any((child / name).is_file() for child in _directories(path) for name in ARRAYS)
 
 
 def _directories(path: Path) -> Iterator[Path]:
-    """Directories in ``path``, in order; links are none."""
+    """Yield the directories in ``path``, sorted, without links."""
     try:
         with os.scandir(path) as entries:
             names = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
@@ -152,9 +155,9 @@ def _listed(items: dict[str, Path]) -> str:
 
 
 def files_of(item: Path) -> dict[str, int]:
-    """Bytes of every file below ``item``, by its path from there.
+    """Return the size of every file below ``item``, by relative path.
 
-    Raises :class:`SourceError` for a link, and for what is neither file nor directory: a checkpoint that was given
+    Raises :class:`SourceError` for a link, and for anything that is neither file nor directory: reading a checkpoint
     must not read anything else.
     """
     found: dict[str, int] = {}

@@ -1,6 +1,6 @@
-"""What a zarr array says of itself, checked before tensorstore, or any memory, is asked for on its word.
+"""Checks the metadata of a zarr array before tensorstore opens it or memory is allocated for it.
 
-For :mod:`converter.sources.orbax.child`.
+Used by :mod:`converter.sources.orbax.child`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-LARGEST = 2**47  # elements of one array: more than any machine maps
+LARGEST = 2**47  # elements of one array: more than any machine can map
 _MOST_RANK = 32
 _OVERHANG, _SMALL = 2, 64 << 20  # a chunk's bytes: twice its array's, as where one sticks out, or this many
 _MOST_TEXT = 1 << 20  # bytes of an array's metadata
@@ -28,12 +28,12 @@ _CODECS = frozenset({"bytes", "transpose", "crc32c", "zstd", "gzip", "blosc", "s
 
 
 class Refused(Exception):
-    """An array that is not read; the message names what is wrong with it, and not the array."""
+    """An array that is rejected; the message says what is wrong with it, without its name."""
 
 
 @dataclass(frozen=True)
 class Described:
-    """One array: numpy's name of its dtype, its shape, that of its chunks, and how it is stored."""
+    """One array: numpy's name for its dtype, its shape, its chunks' shape, and tensorstore's driver."""
 
     driver: str
     dtype: str
@@ -50,12 +50,12 @@ class Described:
 
     @property
     def count(self) -> int:
-        """Of chunks, each a value of the store: along an axis the last one may stick out."""
+        """The number of chunks, each a value of the store; the last along an axis may overhang."""
         return math.prod(-(-size // chunk) for size, chunk in zip(self.shape, self.chunks, strict=True))
 
 
 def zarr2(text: bytes) -> Described:
-    """What a ``.zarray`` says. Raises :class:`Refused`."""
+    """Parse a ``.zarray``. Raises :class:`Refused`."""
     fields = _fields(text)
     compressor = fields.get("compressor")
     if compressor is not None and _name(compressor, "id") not in _COMPRESSORS:
@@ -67,7 +67,7 @@ def zarr2(text: bytes) -> Described:
 
 
 def zarr3(text: bytes) -> Described:
-    """What a ``zarr.json`` says. Raises :class:`Refused`."""
+    """Parse a ``zarr.json``. Raises :class:`Refused`."""
     fields = _fields(text)
     if fields.get("node_type") != "array":
         raise Refused(f"is {_shown(fields.get('node_type'))}, not an array")
@@ -133,13 +133,13 @@ def _sizes(given: Any, what: str, *, least: int) -> tuple[int, ...]:
         raise Refused(f"has {what} {_shown(given)}, which is no list of at most {_MOST_RANK} sizes")
     if not all(type(size) is int and least <= size <= LARGEST for size in given):
         raise Refused(f"has {what} {_shown(given)}, of which not all are sizes")
-    if math.prod(filter(None, given)) > LARGEST:  # of an array without elements, too: numpy counts its strides
+    if math.prod(filter(None, given)) > LARGEST:  # also without elements, because numpy computes strides
         raise Refused(f"has {what} {_shown(given)}, which no memory holds")
     return tuple(given)
 
 
 def _zarr2_dtype(said: Any) -> str | None:
-    """numpy's name for ``<f4``; tensorstore writes ``bfloat16`` as that, little-endian."""
+    """Return numpy's name for a dtype such as ``<f4``; tensorstore writes ``bfloat16`` by name, little-endian."""
     if said == "bfloat16":
         return "bfloat16"
     if not isinstance(said, str) or said[:1] not in ("<", "|"):

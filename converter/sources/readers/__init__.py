@@ -1,1 +1,3 @@
-"""How a recognised source becomes a :class:`~converter.model.Source`: one module a family, each with ``read``."""
+"""Readers, which turn a recognised source into a :class:`~converter.model.Source`: one module per family, with
+``read``.
+"""

@@ -1,4 +1,4 @@
-"""What the readers share: inputs that must be given, and a module turned into a source."""
+"""Shared by the readers: required inputs, and turning a module into a source."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from converter.options import Options
 if TYPE_CHECKING:
     from converter.model import TorchModel
 
-Advance = Callable[[int], None]  # told of the bytes read
+Advance = Callable[[int], None]  # called with the number of bytes read
 
 
 def inputs_of(options: Options) -> tuple[TensorSpec, ...]:
-    """What ``--input`` says of the model; :class:`UsageError` where it says nothing."""
+    """Return the inputs of ``--input``; :class:`UsageError` if there are none."""
     if not options.inputs:
         raise UsageError(
             f"{options.source}: a checkpoint does not say what its model's inputs are; name each with"
@@ -34,10 +34,10 @@ def exported(
     *,
     bound: Mapping[str, Array] | None = None,
 ) -> Source:
-    """``model`` exported; its oracle answers until the module is dropped, and asks that exporting left it alone.
+    """Export ``model`` and return it as a source; its oracle works until the module is dropped.
 
-    ``bound`` are the checkpoint's tensors as the model has them, where that has other names or layouts. What ONNX
-    cannot say is a source without a graph.
+    Checks that the export left the module unchanged. ``bound`` are the checkpoint's tensors by the model's names and
+    layouts, if these differ. A model that ONNX cannot express becomes a source without a graph.
     """
     from converter.sources import oracles
     from converter.sources.edges import output_specs
@@ -65,7 +65,7 @@ def exported(
 def ungraphed(
     checkpoint: Checkpoint, model: TorchModel, sampler: Sampler | None, tools: tuple[str, ...] = (), *, why: str
 ) -> Source:
-    """``model`` without a graph, for formats that torch itself runs; ``why`` says what stopped ONNX."""
+    """Return ``model`` as a source without a graph, for formats that torch runs; ``why`` says why ONNX failed."""
     from converter.sources import oracles
     from converter.sources.torch.shown import output_specs
 

@@ -1,4 +1,4 @@
-"""A torch.export program (.pt2): its own operators, and its own weights."""
+"""Reads a torch.export program (.pt2) as a source, with its own operators and weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from converter.sources.readers.common import Advance, exported
 
 
 def read(options: Options, _kind: Kind, advance: Advance) -> Source:
-    """The file as a source: a module that calls the program's operators, exported like any other."""
+    """Return the file as a source: a module that calls the program's operators, exported like any other module."""
     from converter.sources import exported_program, onnx_file, precisions, statedict
     from converter.sources.oracles import Untouched
     from converter.sources.torch.onnx_export import adapt
@@ -29,7 +29,7 @@ def read(options: Options, _kind: Kind, advance: Advance) -> Source:
     inputs = onnx_file.settle_inputs(found.inputs(), options.inputs)
     checkpoint = Checkpoint("torch-export", digest_files([options.source], advance), found.tensors)
     widened = statedict.in_fp32(module).eval()
-    untouched = Untouched(widened)  # its tensors are the checkpoint's own memory
+    untouched = Untouched(widened)  # its tensors share the checkpoint's memory
     model = adapt(widened, inputs)
     untouched.check("running the program")
     notes = (*found.notes, *precisions.notes(found.tensors, residual=options.residual))

@@ -1,4 +1,4 @@
-"""A Hugging Face directory: transformers builds the module that config.json names."""
+"""Reads a Hugging Face directory as a source; transformers builds the module that config.json names."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SENTENCE = (
 
 
 def read(options: Options, _kind: Kind, advance: Advance) -> Source:
-    """The directory as a source; :class:`UsageError` for a ``--model`` that it does not need."""
+    """Return the directory as a source; :class:`UsageError` for a ``--model``, which it does not need."""
     from converter.sources import huggingface, precisions, safetensors_file
     from converter.sources.huggingface.companions import companions, left_behind
 

@@ -1,4 +1,4 @@
-"""Checkpoints of JAX: Orbax's directories and Flax's msgpack files, whose leaves fill a model by a map."""
+"""Reads JAX checkpoints, Orbax directories and Flax msgpack files; a map fills the model with their leaves."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from converter.sources.detect import Kind
 from converter.sources.readers import mapped
 from converter.sources.readers.common import Advance
 
-# Keys at the top of a training state that hold what the optimizer needs, two or three times the weights.
+# Top-level keys of a training state for the optimizer's data, which is two or three times as large as the weights.
 _TRAINING = ("opt_state", "optimizer", "optimizer_state")
 
 
 def read(options: Options, kind: Kind, advance: Advance) -> Source:
-    """The checkpoint as a source; :class:`UsageError` where ``--model`` is missing."""
+    """Return the checkpoint as a source; :class:`UsageError` if ``--model`` is missing."""
     from converter.sources import precisions
 
     if options.model is None:
@@ -39,7 +39,9 @@ def read(options: Options, kind: Kind, advance: Advance) -> Source:
 
 
 def _leaves(options: Options, kind: Kind) -> tuple[dict[str, Array], tuple[str, ...], list[Path], list[str]]:
-    """The arrays of the model by name, the names of the others, the files they are in, and which item was chosen."""
+    """Return the model's arrays by name, the other arrays' names, the files they are in, and a note on the chosen
+    item.
+    """
     from converter.sources import flax_file
     from converter.sources.orbax import arrays, layout
 
@@ -51,7 +53,7 @@ def _leaves(options: Options, kind: Kind) -> tuple[dict[str, Array], tuple[str, 
 
 
 def _chosen(options: Options, item: Path) -> list[str]:
-    """A note on which item was read, where the source is a directory of steps or of items."""
+    """Return a note on which item was read, if the source is a directory of steps or items."""
     if item == options.source:
         return []
     where = quoted(str(item.relative_to(options.source)))

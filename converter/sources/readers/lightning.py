@@ -1,4 +1,4 @@
-"""A Lightning checkpoint: its hyper-parameters build the architecture that ``--model`` names, its weights fill it."""
+"""Reads a Lightning checkpoint as a source: ``--model`` with its hyper-parameters builds the module that it fills."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from converter.sources.readers.common import Advance, exported, inputs_of
 
 
 def read(options: Options, _kind: Kind, advance: Advance) -> Source:
-    """The checkpoint as a source; a torch file that only mentions Lightning is read as any other."""
+    """Return the checkpoint as a source; a torch file that only mentions Lightning is read like any torch file."""
     from converter.sources import hyperparameters, lightning_file, precisions, prefixes, statedict
     from converter.sources.torch.onnx_export import adapt, not_served
 
@@ -30,7 +30,7 @@ def read(options: Options, _kind: Kind, advance: Advance) -> Source:
     told = replace(options, model_args=arguments)
     prefix = None if options.weights == "ema" and found.averaged is not None else options.weights
     outline = statedict.outline(told) if found.hyper_parameters else None
-    if outline is not None:  # before memory is taken for what the file says
+    if outline is not None:  # check this before allocating the memory that the file's arguments imply
         prefixes.select(outline, tensors, prefix)
     module = statedict.build(told)
     of_names = prefixes.fit_behind_prefix(module, tensors, prefix)

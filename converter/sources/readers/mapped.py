@@ -1,4 +1,6 @@
-"""Weights of any framework put into a model by a map: a torch module that ``--model`` builds, or the graph it names."""
+"""Puts weights of any framework into a model by a map: a torch module that ``--model`` builds, or the ONNX graph it
+names.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,12 @@ if TYPE_CHECKING:
 
 
 def is_graph(options: Options) -> bool:
-    """Whether ``--model`` names a file, and so an ONNX graph, rather than a function."""
+    """Return whether ``--model`` names a file, that is an ONNX graph, rather than a function."""
     return options.model is not None and not is_import_spec(options.model) and Path(options.model).is_file()
 
 
 def read(options: Options, checkpoint: Checkpoint, notes: Sequence[str]) -> Source:
-    """The tensors of ``checkpoint`` in the model that ``--model`` names, as a source."""
+    """Return the model that ``--model`` names, filled with the tensors of ``checkpoint``, as a source."""
     source = (_into_graph if is_graph(options) else _into_module)(options, checkpoint, notes)
     rules = () if options.map is None else (given_file("--map", options.map),)
     return replace(source, given=(*source.given, *rules))
@@ -73,14 +75,14 @@ def _into_graph(options: Options, checkpoint: Checkpoint, notes: Sequence[str]) 
 
 
 def _fill(graph: ir.Model, name: str, array: Array) -> None:
-    """Let an initializer hold ``array``, which has its shape, in its own dtype."""
+    """Set an initializer to ``array``, which has its shape, in the initializer's dtype."""
     import onnx_ir as ir
 
     from converter.graph.initializers import Computed, rows_of
 
     value = graph.graph.initializers[name]
     like = value.const_value
-    assert like is not None  # noqa: S101 - slots are made of those that have one
+    assert like is not None  # noqa: S101 - slots are made only of initializers with a value
     if like.dtype is not ir.DataType.FLOAT:
         value.const_value = ir.Tensor(array.astype(like.dtype.numpy()), name=name)
     elif array.dtype.name in OTHER_FLOATS:
@@ -91,7 +93,7 @@ def _fill(graph: ir.Model, name: str, array: Array) -> None:
 
 
 def _oracle(graph: ir.Model, name: str, directory: Path) -> Oracle:
-    """The graph as it is now, written out while it is asked."""
+    """Return the oracle of the filled graph, which is written to a temporary directory while the oracle runs."""
     import tempfile
 
     def answers(feeds: Sequence[Feeds]) -> Iterator[Feeds]:

@@ -1,4 +1,4 @@
-"""An ONNX file: its own graph, and its own oracle."""
+"""Reads an ONNX file as a source, with its own graph and oracle."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from converter.sources.readers.common import Advance
 
 
 def read(options: Options, _kind: Kind, advance: Advance) -> Source:
-    """The file as a source; :class:`ConversionError` where it holds no fp32 weights."""
+    """Return the file as a source; :class:`ConversionError` if it holds no fp32 weights."""
     from converter.passes.constants import floating_tensors
     from converter.sources import onnx_file, oracles
 

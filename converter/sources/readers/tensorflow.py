@@ -1,4 +1,6 @@
-"""A TensorFlow SavedModel or a Keras model: TensorFlow itself, in a process of its own, translates it and answers."""
+"""Reads a TensorFlow SavedModel or a Keras model as a source; TensorFlow translates and runs it in a separate
+process.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,12 @@ if TYPE_CHECKING:
     from converter.sources.tensorflow.savedmodel import Chosen
 
 _OPSET = 18  # the newest that tf2onnx writes
-_DAMAGED = ("DataLossError", "hecksum")  # what TensorFlow says of variables that are not those that were written
+_DAMAGED = ("DataLossError", "hecksum")  # in TensorFlow's errors for variables whose bytes changed
 
 
 @dataclass(frozen=True, slots=True)
 class _Model:
-    """A SavedModel that was looked at, and what it was made of."""
+    """A checked SavedModel, and the source it was made from."""
 
     source: Path
     format: str
@@ -40,9 +42,10 @@ class _Model:
 
 
 def read(options: Options, kind: Kind, advance: Advance) -> Source:
-    """The model as a source. What the files hold is looked at first, then TensorFlow is started.
+    """Return the model as a source. The files are checked first, then TensorFlow is started.
 
-    Raises :class:`UsageError` where TensorFlow is missing, :class:`ConversionError` for what cannot be translated.
+    Raises :class:`UsageError` when TensorFlow is missing, :class:`ConversionError` for a model that cannot be
+    translated.
     """
     from converter.sources.tensorflow import environment, kerasfile
 
@@ -150,11 +153,11 @@ def _translated(model: _Model, child: Child) -> ir.Model:
 
 
 def _tensors(model: _Model, graph: ir.Model) -> tuple[dict[str, Array], list[str]]:
-    """The variables as they are stored; of a model that has none, the constants that its weights are."""
+    """Return the stored variables; for a model without fp32 variables, the graph's constants, which are its weights."""
     from converter.passes.constants import floating_tensors
 
     stored = model.stored.tensors
-    if model.format == "keras":  # made up anew whenever Keras loads the file
+    if model.format == "keras":  # created anew whenever Keras loads the file
         stored = {name: array for name, array in stored.items() if not name.endswith("/seed_generator_state")}
     if _any_fp32(stored):
         return stored, []

@@ -1,4 +1,4 @@
-"""A TorchScript file: its own graph, followed operator by operator, and its own oracle."""
+"""Reads a TorchScript file as a source: its graph is followed operator by operator, and the file is its own oracle."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from converter.sources.readers.common import Advance, exported, inputs_of, ungra
 if TYPE_CHECKING:
     import torch
 
-# Where a graph asks for the numbers in a tensor, and does one thing or another.
+# Operators that read a tensor's values and branch on them.
 _DECIDING = ("prim::If", "prim::Loop", "aten::Bool", "aten::Float", "aten::Int", "aten::item", "prim::tolist")
 
 
 def read(options: Options, _kind: Kind, advance: Advance) -> Source:
-    """The file as a source, without a graph where that cannot be followed; :class:`ConversionError` where it holds no
-    fp32 weights, or does not run."""
+    """Return the file as a source, without a graph if that cannot be followed.
+
+    Raises :class:`ConversionError` if it holds no fp32 weights, or does not run.
+    """
     from converter.sources import oracles, precisions, script_file
     from converter.sources.torch.interpreted import input_names
     from converter.sources.torch.onnx_export import adapt
@@ -46,7 +48,7 @@ def read(options: Options, _kind: Kind, advance: Advance) -> Source:
 
 
 def _followed(itself: TorchModel, found: Mapping[str, torch.Tensor], checkpoint: Checkpoint) -> Source:
-    """``itself`` as a source, with a graph where its operators can be followed into one."""
+    """Return ``itself`` as a source, with a graph if its operators can be followed into one."""
     from converter.sources.torch.interpreted import Interpreted
     from converter.sources.torch.onnx_export import adapt
 
@@ -64,7 +66,7 @@ def _followed(itself: TorchModel, found: Mapping[str, torch.Tensor], checkpoint:
 
 
 def _why(operator: str, reason: str) -> str:
-    """What stopped ONNX, by the name of the file's own operator where one is known."""
+    """Return the reason why ONNX failed, with the name of the file's operator if that is known."""
     if operator in _DECIDING:
         return f"{operator} decides by the numbers in a tensor (a branch, a loop, a size), and no ONNX graph here does"
     return f"{operator}: {reason}" if operator and operator not in reason else reason
@@ -75,7 +77,7 @@ def _positional(module: torch.nn.Module, feeds: Mapping[str, torch.Tensor]) -> A
 
 
 def _in_order(inputs: tuple[TensorSpec, ...], names: list[str]) -> tuple[TensorSpec, ...]:
-    """``inputs`` in the order in which the module takes them, where they are called as its arguments; else as given."""
+    """Return ``inputs`` in the order of the module's arguments if the names match; else as given."""
     if len(inputs) > len(names):
         raise UsageError(f"--input: {len(inputs)} are given, and the module takes {len(names)}: {', '.join(names)}")
     by_name = {spec.name: spec for spec in inputs}

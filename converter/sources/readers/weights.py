@@ -1,4 +1,4 @@
-"""Weights without a graph: an architecture is built by ``--model``, or was saved with them."""
+"""Reads weights without a graph as a source: ``--model`` builds the architecture, or it was saved with them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FORMATS: Mapping[Kind, str] = {
 
 
 def read(options: Options, kind: Kind, advance: Advance) -> Source:
-    """Weights without a graph: an architecture is built, or was saved with them."""
+    """Return the weights as a source, in the module that ``--model`` builds or that was saved with them."""
     from converter.sources import precisions, safetensors_file, statedict
     from converter.sources.torch.onnx_export import adapt, not_served
 

@@ -1,1 +1,1 @@
-"""TensorFlow models: looked at without TensorFlow, which then translates and answers in a process of its own."""
+"""TensorFlow models: checked without TensorFlow, which then translates and runs them in a separate process."""

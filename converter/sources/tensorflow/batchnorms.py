@@ -1,7 +1,7 @@
-"""BatchNorm as Keras 3 writes it, a product and a sum for each channel, as the one operator that it was.
+"""Turns BatchNorm as Keras 3 writes it, a product and a sum per channel, back into one operator.
 
-The converter folds that operator into the convolution before it, and knows how to undo this when weights are restored.
-With a mean of 0, a variance of 1 and no epsilon it computes what the two did, bit for bit.
+The converter folds that operator into the convolution before it, and can undo this when weights are restored. With a
+mean of 0, a variance of 1 and no epsilon it computes exactly what the two operators did.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ _RANK = 4
 
 
 def gather(model: ir.Model) -> int:
-    """Rewrite each Conv, Mul by [1, C, 1, 1], Add of [1, C, 1, 1] of fp32 in the main graph; returns how many."""
+    """Rewrite each fp32 Conv, Mul by [1, C, 1, 1], Add of [1, C, 1, 1] in the main graph; return how many there
+    were.
+    """
     from converter.graph.initializers import const_dims
 
     made = _Made(model.graph, FreshNames(all_value_names(model)))
@@ -39,7 +41,7 @@ def gather(model: ir.Model) -> int:
 
 
 def _only_reader(node: ir.Node, op_type: str) -> ir.Node | None:
-    """What alone reads the output of ``node``, if that is an ``op_type``."""
+    """Return the only reader of the output of ``node`` if it is an ``op_type``."""
     (value, *others), readers = node.outputs, [use.node for use in node.outputs[0].uses()]
     if others or value.is_graph_output() or len(readers) != 1:
         return None
@@ -48,7 +50,7 @@ def _only_reader(node: ir.Node, op_type: str) -> ir.Node | None:
 
 
 def _channels(node: ir.Node, given: ir.Value) -> Array | None:
-    """The constant beside ``given``, if it is one fp32 number for each channel."""
+    """Return the constant beside ``given`` if it is one fp32 number per channel."""
     from converter.graph.initializers import const, dims
 
     tensor = const(next((value for value in node.inputs if value is not given), None))
@@ -60,14 +62,14 @@ def _channels(node: ir.Node, given: ir.Value) -> Array | None:
 
 @dataclass
 class _Made:
-    """What was put into ``graph``: a mean and a variance for each number of channels, which all of them share."""
+    """The initializers that were added to ``graph``; a mean and a variance are shared by number of channels."""
 
     graph: ir.Graph
     fresh: FreshNames
     constants: dict[tuple[str, int], ir.Value] = field(default_factory=dict)
 
     def constant(self, part: str, array: Array) -> ir.Value:
-        """The initializer of ``array``, of which there is one for each part and size."""
+        """Return the initializer of ``array``; there is one for each part and size."""
         key = part, array.size
         if key not in self.constants:
             self.constants[key] = self.initializer(f"batchnorm_{part}_{array.size}", array)
@@ -103,6 +105,6 @@ def _replace(made: _Made, nodes: tuple[ir.Node, ir.Node, ir.Node], affine: tuple
     kept, output.name = output.name, None
     node.outputs[0].name = kept
     made.graph.remove((shifted, scaled), safe=True)
-    for value in spent:  # or the artifact would keep both forms
+    for value in spent:  # otherwise the artifact would contain both forms
         if value is not None and not value.uses() and value.is_initializer():
             made.graph.initializers.pop(value.name or "", None)

@@ -1,6 +1,6 @@
-"""The variables of a SavedModel as they are stored, read without TensorFlow: views of the mapped files.
+"""Reads the stored variables of a SavedModel without TensorFlow, as views of the mapped files.
 
-``variables.index`` names each tensor with its dtype, shape and place; ``variables.data-00000-of-00001`` and its like
+``variables.index`` gives each tensor's name, dtype, shape and position; ``variables.data-00000-of-00001`` and so on
 hold the bytes.
 """
 
@@ -41,12 +41,12 @@ _DTYPES: dict[int, np.dtype[Any]] = {
 }
 _MOST_SHARDS = 10_000
 _MOST_DIMENSIONS = 32
-_MOST_ELEMENTS = 2**47  # more than any machine maps
+_MOST_ELEMENTS = 2**47  # more than any machine can map
 
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """Tensors by name, in order, the files they are in, and the names of strings, which are left out."""
+    """Tensors by name, in order; the files they are in; and the names of string variables, which are left out."""
 
     tensors: dict[str, Array]
     files: tuple[Path, ...]
@@ -54,9 +54,9 @@ class Bundle:
 
 
 def read(prefix: Path) -> Bundle:
-    """The tensors of the checkpoint ``prefix`` (``…/variables/variables``); of one without an index, none.
+    """Return the tensors of the checkpoint ``prefix`` (``…/variables/variables``); none if it has no index.
 
-    Names are those of :mod:`.variablenames`. Raises :class:`SourceError` when a file is damaged, missing, cut short or
+    Names are those of :mod:`.variablenames`. Raises :class:`SourceError` when a file is damaged, missing, truncated or
     outside its directory, and for tensors that no artifact can hold.
     """
     index = prefix.with_name(f"{prefix.name}.index")
@@ -65,7 +65,7 @@ def read(prefix: Path) -> Bundle:
         if left:
             raise SourceError(f"{index}: is missing, and {left[0].name} is there: copy the whole directory")
         return Bundle({}, (), ())
-    if not index.is_file():  # reading a pipe may never end
+    if not index.is_file():  # reading a pipe may block forever
         raise SourceError(f"{index}: is not a file")
     try:
         return _read(prefix, index)
@@ -95,7 +95,7 @@ def _read(prefix: Path, index: Path) -> Bundle:
 
 
 def _entries(index: Path) -> Iterator[tuple[str, Any]]:
-    """The header, under the empty name, and each entry of a tensor."""
+    """Yield the header, under the empty name, and each tensor's entry."""
     from google.protobuf.message import DecodeError
 
     for key, value in sstable.entries(index.read_bytes()):
@@ -109,7 +109,7 @@ def _entries(index: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _shards(prefix: Path, index: Path, found: list[tuple[str, Any]]) -> list[tuple[Path, mmap.mmap | None]]:
-    """Every data file, mapped; None for an empty one."""
+    """Return every data file, mapped; None for an empty one."""
     header = next((entry for key, entry in found if not key), None)
     if header is None or not 1 <= header.num_shards <= _MOST_SHARDS:
         raise SourceError(f"{index}: truncated or damaged: it does not say in how many files its data is")
@@ -127,12 +127,14 @@ def _mapped(path: Path) -> mmap.mmap | None:
         raise SourceError(f"{path}: is missing; copy the whole directory")
     _check_inside(path)
     with path.open("rb") as file:
-        # Copy-on-write, as for safetensors: whoever gets an array may find it writable, and the file never changes.
+        # Copy-on-write, as for safetensors: arrays are writable, but the file never changes.
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if path.stat().st_size else None
 
 
 def _check_inside(path: Path) -> None:
-    """Links that stay within the model, as a cache of models makes them, are followed; no others are."""
+    """Raise SourceError for a link out of the model's directory; links within it, as model caches make them, are
+    allowed.
+    """
     root = path.parent.parent.resolve()
     if not path.resolve().is_relative_to(root):
         raise SourceError(f"{path}: is a link out of the model's directory; put the file itself there")
@@ -160,7 +162,7 @@ def _tensor(index: Path, name: str, entry: Any, shards: list[tuple[Path, mmap.mm
 
 
 def _bytes(index: Path, name: str, entry: Any, shards: list[tuple[Path, mmap.mmap | None]]) -> memoryview:
-    """What is stored under ``name``."""
+    """Return the bytes stored under ``name``."""
     if not 0 <= entry.shard < len(shards) or min(entry.offset, entry.size) < 0:
         raise SourceError(f"{index}: truncated or damaged: the place of {quoted(name)} is none")
     path, data = shards[entry.shard]
@@ -171,13 +173,17 @@ def _bytes(index: Path, name: str, entry: Any, shards: list[tuple[Path, mmap.mma
 
 
 def _sound(shape: tuple[int, ...]) -> bool:
-    """Whether numpy counts the elements of ``shape``: those of one with a 0 in it may still be too many."""
+    """Return whether numpy can count the elements of ``shape``; even with a size of 0 the other sizes may be too
+    large.
+    """
     sizes = [size for size in shape if size]
     return len(shape) <= _MOST_DIMENSIONS and min(sizes, default=1) > 0 and math.prod(sizes) < _MOST_ELEMENTS
 
 
 def _check_overlaps(index: Path, found: list[tuple[str, Any]], shards: list[tuple[Path, mmap.mmap | None]]) -> None:
-    """A small index may name the same bytes a million times, and what is restored would be as large."""
+    """Limit the total size: a small index may refer to the same bytes a million times, which restoring would
+    multiply.
+    """
     said = sum(max(0, entry.size) for key, entry in found if key and not entry.slices)
     there = sum(len(data) for _, data in shards if data is not None)
     if said > there:

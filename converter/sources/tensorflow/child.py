@@ -1,8 +1,8 @@
-"""The program that runs in the Python that has TensorFlow, apart from the converter (:mod:`.process` starts it).
+"""The program that runs in the Python with TensorFlow, separate from the converter (:mod:`.process` starts it).
 
-It imports nothing of bf16kit: what it needs is Python 3.9, numpy, TensorFlow and tf2onnx. Requests arrive on the
-standard input, a JSON object a line, and each gets one in answer on what was the standard output; whatever TensorFlow
-prints goes to the standard error. It ends with its input, and dies with whoever started it.
+It imports nothing of bf16kit: it needs only Python 3.9, numpy, TensorFlow and tf2onnx. Requests arrive on standard
+input, one JSON object per line, and each gets one line as its response on what was standard output. TensorFlow's own
+output goes to standard error. The program ends when its input does, and is killed when its parent dies.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LONGEST = 4000  # characters of an error
 _OUTPUT = "bf16kit_output_"
 _WEIGHTS = "model.weights.h5"  # in a .keras file
 _LONGEST_NAME = 100  # characters of a name in a message
-_GROWTH, _SMALL = 50, 1 << 20  # as of the archive (.kerasfile): times, and bytes that anything may grow to
+_GROWTH, _SMALL = 50, 1 << 20  # limits of the archive (.kerasfile): a growth factor, and bytes that are always allowed
 
 
 class Opened:
@@ -43,7 +43,7 @@ _opened: Opened | None = None
 
 
 def start(request: Request) -> Reply:
-    """Bound this process, and say what it is."""
+    """Limit this process' memory, and return its versions."""
     if request.get("memory"):
         resource.setrlimit(resource.RLIMIT_DATA, (request["memory"], request["memory"]))
     import numpy
@@ -55,7 +55,7 @@ def start(request: Request) -> Reply:
 
 
 def export(request: Request) -> Reply:
-    """Write the Keras model in the file ``model``, called ``*.keras``, as a SavedModel to the directory ``to``."""
+    """Export the Keras model in the file ``model``, called ``*.keras``, as a SavedModel to the directory ``to``."""
     import keras
 
     _check_weights(Path(request["model"]))
@@ -65,7 +65,7 @@ def export(request: Request) -> Reply:
 
 
 def _check_weights(model: Path) -> None:
-    """Refuse weights that lie in other files, or grow: Keras opens its HDF5 file as it is."""
+    """Reject weights that are stored in other files, or that expand too much: Keras does not check its HDF5 file."""
     import h5py
 
     file = model.with_name("weights-to-check.h5")
@@ -82,7 +82,7 @@ def _check_weights(model: Path) -> None:
                         raise ValueError(f"{_WEIGHTS} has a link at {what!r}, which Keras does not write")
                     found = group[name]
                     place = h5py.h5o.get_info(found.id).addr
-                    if isinstance(found, h5py.Group) and place not in seen:  # a group may hold itself
+                    if isinstance(found, h5py.Group) and place not in seen:  # a group may contain itself
                         waiting.append(found)
                     elif isinstance(found, h5py.Dataset):
                         _check_dataset(found, what)
@@ -100,7 +100,7 @@ def _check_dataset(found: Any, what: str) -> None:
 
 
 def load(request: Request) -> Reply:
-    """Open the MetaGraphDef in the file ``graph``, and put the checkpoint ``variables`` (null: none) into it.
+    """Open the MetaGraphDef in the file ``graph``, and restore the checkpoint ``variables`` (null: none).
 
     ``inputs`` and ``outputs`` are its signature: tensors by the names that clients use. No initialiser is run.
     """
@@ -119,7 +119,7 @@ def load(request: Request) -> Reply:
         outputs = {}
         for index, (name, tensor) in enumerate(request["outputs"].items()):
             found = graph.as_graph_element(tensor, allow_tensor=True, allow_operation=False)
-            # one of its own: a tensor may be two outputs, or an input as well
+            # a separate tensor, because one may be two outputs, or an input as well
             outputs[name] = tf.identity(found, name=f"{_OUTPUT}{index}").name
         for tensor in request["inputs"].values():
             graph.as_graph_element(tensor, allow_tensor=True, allow_operation=False)
@@ -128,7 +128,7 @@ def load(request: Request) -> Reply:
 
 
 def translate(request: Request) -> Reply:
-    """Write the opened graph, its variables made constants, to the file ``to`` as ONNX of the opset ``opset``."""
+    """Write the opened graph, with variables as constants, to the file ``to`` as ONNX of the opset ``opset``."""
     import onnx
     import tensorflow as tf
 
@@ -144,7 +144,7 @@ def translate(request: Request) -> Reply:
 
 
 def answer(request: Request) -> Reply:
-    """Run the signature on the arrays in the files ``feeds``, and write what it gives to the files ``answers``."""
+    """Run the signature on the arrays in the files ``feeds``, and write its outputs to the files ``answers``."""
     import numpy
 
     opened = _opened
@@ -158,7 +158,9 @@ def answer(request: Request) -> Reply:
 
 
 def _beside(name: str) -> Any:
-    """The module ``name`` in this file's directory, by its path: nothing else there is to be found by a name."""
+    """Import the module ``name`` from this file's directory by its path, so that no other module there can be
+    imported.
+    """
     spec = importlib.util.spec_from_file_location(f"bf16kit_{name}", Path(__file__).with_name(f"{name}.py"))
     assert spec is not None  # noqa: S101 - the file is there
     assert spec.loader is not None  # noqa: S101
@@ -177,9 +179,9 @@ _ACTIONS: dict[str, Callable[[Request], Reply]] = {
 
 
 def main() -> None:
-    """Answer requests until there are none."""
+    """Serve requests until the input ends."""
     if sys.path and Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
-        del sys.path[0]  # before Python 3.11; nothing here is to be taken for a package of that name
+        del sys.path[0]  # before Python 3.11; no file here may shadow a package of the same name
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -188,7 +190,7 @@ def main() -> None:
         request = json.loads(line)
         try:
             reply = _ACTIONS[request["do"]](request)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the converter tells it
+        except Exception as error:  # noqa: BLE001 - the converter reports every error
             reply = {"error": _said(error)}
         replies.write(json.dumps(reply) + "\n")
         replies.flush()

@@ -1,4 +1,4 @@
-"""The Python that has TensorFlow: this one, or one of its own that the environment names."""
+"""Finds the Python that has TensorFlow: this one, or the one that an environment variable names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PREPARE = (
 )
 _SECONDS = 60
 _TENSORFLOWS = ("tensorflow", "tensorflow-cpu", "tensorflow-intel", "tensorflow-aarch64", "tf-nightly")
-# Asked of the other Python, which may be of any version from 3.8 on; nothing is imported but what Python brings.
+# Run by the other Python, of any version from 3.8 on; imports only Python's own modules.
 _ASK = f"""
 import json, sys
 from importlib.metadata import PackageNotFoundError, version
@@ -37,7 +37,7 @@ print(json.dumps({{"python": sys.version.split()[0], "tensorflow": of{_TENSORFLO
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """A Python, and the versions of what it has by package; None: not installed. ``named``: by the environment."""
+    """A Python, and the versions of its packages (None: not installed). ``named``: by the environment variable."""
 
     python: Path
     versions: dict[str, str | None]
@@ -45,14 +45,14 @@ class Environment:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """What it lacks."""
+        """The packages that it lacks."""
         return tuple(name for name in ("tensorflow", "tf2onnx") if self.versions.get(name) is None)
 
 
 def find() -> Environment:
-    """The Python to use; what it lacks is told by ``missing``. Nothing of TensorFlow is imported.
+    """Return the Python to use; ``missing`` lists what it lacks. Does not import TensorFlow.
 
-    Raises :class:`UsageError` when the one that :data:`VARIABLE` names is not there or does not answer.
+    Raises :class:`UsageError` when the one that :data:`VARIABLE` names does not exist or does not run.
     """
     named = os.environ.get(VARIABLE)
     python = Path(named) if named else Path(sys.executable)
@@ -62,7 +62,7 @@ def find() -> Environment:
 
 
 def require() -> Environment:
-    """:func:`find`, and :class:`UsageError` with the commands that prepare one where it lacks something."""
+    """Return :func:`find`'s result; :class:`UsageError` with the commands that prepare one if something is missing."""
     found = find()
     if found.missing:
         raise UsageError(
@@ -75,7 +75,7 @@ def require() -> Environment:
 def _versions(python: Path) -> dict[str, str | None]:
     try:
         done = subprocess.run(
-            [str(python), "-I", "-c", _ASK],  # before 3.11 -I alone keeps the working directory off its path
+            [str(python), "-I", "-c", _ASK],  # before 3.11 only -I keeps the working directory off the path
             capture_output=True,
             text=True,
             timeout=_SECONDS,
@@ -93,9 +93,11 @@ def _versions(python: Path) -> dict[str, str | None]:
 
 
 def variables() -> dict[str, str]:
-    """The environment of a program of that Python: what it imports is what it holds, neither this program's path nor
-    the working directory nor the user's own packages; and sets are in the same order on every run, which tf2onnx's
-    names depend on."""
+    """Return the environment variables for a program of that Python.
+
+    It imports only its own packages: not from this program's path, the working directory or the user's site. A fixed
+    hash seed makes sets iterate in the same order on every run, which tf2onnx's names depend on.
+    """
     own = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     said = ("PYTHONSAFEPATH", "PYTHONNOUSERSITE", "PYTHONDONTWRITEBYTECODE")
     return {**own, **dict.fromkeys(said, "1"), "PYTHONHASHSEED": "0"}

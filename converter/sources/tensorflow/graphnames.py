@@ -1,4 +1,4 @@
-"""Order and names of a translated graph, the same on every run: tf2onnx's depend on where its objects lie in memory."""
+"""Makes order and names of a translated graph reproducible: tf2onnx derives them from its objects' addresses."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from converter.graph.names import FreshNames, values_of
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-_NUMBERS = re.compile(r"__\d+|(?<=einsum)\d+")  # what tf2onnx appends, and where its objects lay
-_CALLS = re.compile(r"^((Stateful)?PartitionedCall(_\d+)?/)+")  # where a function was that is no more
+_NUMBERS = re.compile(r"__\d+|(?<=einsum)\d+")  # numbers that tf2onnx appends, and addresses of its objects
+_CALLS = re.compile(r"^((Stateful)?PartitionedCall(_\d+)?/)+")  # prefixes of functions that were inlined
 _CONSTANT = "constant"
 
 Key = tuple[str, ...]
 
 
 def settle(model: ir.Model) -> None:
-    """Order nodes by what they need and what TensorFlow called them, and name them and their values by that.
+    """Order nodes by dependency and TensorFlow's name, and rename them and their values accordingly.
 
-    What clients see, inputs and outputs, keeps its name. Constants, which have the name of any that was equal to them,
-    are numbered.
+    Inputs and outputs, which clients see, keep their names. Constants are numbered, because tf2onnx gives them the name
+    of any equal constant.
     """
     keys: dict[ir.Value, str] = {value: f"input {value.name}" for value in model.graph.inputs}
-    for graph in list(model.graphs()):  # the main one first, whose values those inside it read
+    for graph in list(model.graphs()):  # the main graph first, because subgraphs read its values
         _order(graph, keys)
     edges = {*model.graph.inputs, *model.graph.outputs}
     nodes = list(model.graph.all_nodes())
@@ -34,7 +34,7 @@ def settle(model: ir.Model) -> None:
     declared = [value for graph in model.graphs() for value in values_of(graph)]
     ordered = [value for value in dict.fromkeys((*used, *declared)) if value not in edges and value.name]
     wanted = [_CONSTANT if value.is_initializer() else plain(value.name or "") for value in ordered]
-    for number, value in enumerate(ordered):  # first out of each other's way
+    for number, value in enumerate(ordered):  # temporary names, so that no two collide
         value.name = f"\0{number}"
     fresh = FreshNames(edge.name for edge in edges if edge.name)
     for value, name in zip(ordered, wanted, strict=True):
@@ -48,14 +48,14 @@ def settle(model: ir.Model) -> None:
 
 
 def plain(name: str) -> str:
-    """``name`` without what tells nobody anything."""
+    """Return ``name`` without parts that carry no information."""
     return _CALLS.sub("", _NUMBERS.sub("", name)) or "value"
 
 
 def _order(graph: ir.Graph, keys: dict[ir.Value, str]) -> None:
-    """Sort the nodes of ``graph``: of those that may come next, the first by name, then by what they read.
+    """Sort the nodes of ``graph`` topologically; among those that are ready, by name, then by what they read.
 
-    ``keys`` tells values apart that were met already; constants are known by their content.
+    ``keys`` identifies values that were seen already; constants are identified by their content.
     """
     for value in graph.inputs:
         keys.setdefault(value, f"input {value.name}")
@@ -81,7 +81,7 @@ def _order(graph: ir.Graph, keys: dict[ir.Value, str]) -> None:
             if not waits[reader]:
                 heapq.heappush(ready, (_key(reader, keys), position[reader], reader))
     if len(ordered) < len(position):
-        return  # a circle, which who checks the graph tells
+        return  # a cycle, which the check of the graph reports
     graph.remove(ordered)
     graph.extend(ordered)
 
@@ -104,7 +104,7 @@ def _content(value: ir.Value) -> str:
 
 
 def _read(node: ir.Node) -> Iterator[ir.Value]:
-    """What ``node`` reads, and what its bodies read or give."""
+    """Yield the values that ``node`` reads, and that its subgraphs read or return."""
     yield from (value for value in node.inputs if value is not None)
     for attribute in node.attributes.values():
         if attribute.type.name == "GRAPH":

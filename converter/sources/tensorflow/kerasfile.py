@@ -1,4 +1,4 @@
-"""A ``.keras`` file (Keras 3), looked at before Keras is: it may name code, and so may the layers in it."""
+"""Checks a ``.keras`` file (Keras 3) before Keras loads it: the file and its layers may name code to run."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from bf16kit.wording import quoted
 from converter.sources.tensorflow.environment import Environment
 
 _LARGEST_CONFIG = 64 << 20  # bytes
-_GROWTH = 50  # times: Keras stores without compressing; weights hardly compress
-_SMALL = 1 << 20  # bytes that anything may grow to
+_GROWTH = 50  # factor: Keras stores without compression, and weights hardly compress
+_SMALL = 1 << 20  # bytes that any record may expand to
 _REMEDY = "load it with the code that made it, and convert the directory that model.export(directory) writes"
 _PARTS = "layers|models|initializers|activations|regularizers|constraints|optimizers|losses|metrics|dtype_policies|ops"
 _MODULE = re.compile(rf"keras|keras(\.src)?\.({_PARTS})(\.\w+)*")
-_FUNCTIONS = re.compile(r"keras(\.src)?\.(activations|initializers|losses|metrics|ops)(\.\w+)*")  # where Keras has them
+_FUNCTIONS = re.compile(r"keras(\.src)?\.(activations|initializers|losses|metrics|ops)(\.\w+)*")  # Keras' own functions
 _MEMBERS = frozenset({"metadata.json", "config.json", "model.weights.h5"})
-_UNICODE_PATH = b"up"  # an extra field: what Python 3.12 and newer take for a record's name, where 3.11 takes its own
-_OLDEST = (3, 13, 2)  # before, `safe_mode` let code through in ways that were found one by one (docs/converting.md)
+_UNICODE_PATH = b"up"  # an extra field that Python 3.12 and newer read as a record's name, but 3.11 does not
+_OLDEST = (3, 13, 2)  # older `safe_mode`s let code through in several ways (docs/converting.md)
 _VERSION = re.compile(r"(\d+)\.(\d+)(?:\.(\d+))?")
 _CODE = "is code, which is not run"
 _REFUSED = {
@@ -42,7 +42,7 @@ _REFUSED = {
 
 
 def check_version(environment: Environment) -> None:
-    """:class:`UsageError` where the Keras of ``environment`` is missing, or older than what may be given a file."""
+    """Raise :class:`UsageError` if the Keras of ``environment`` is missing, or too old to load untrusted files."""
     said = environment.versions.get("keras")
     found = _VERSION.match(said or "")
     if found is None or tuple(int(part or 0) for part in found.groups()) < _OLDEST:
@@ -54,10 +54,10 @@ def check_version(environment: Environment) -> None:
 
 
 def check(path: Path) -> None:
-    """Refuse what Keras could be made to run or to open.
+    """Reject what Keras could be made to run or to open.
 
-    Raises :class:`SourceError` for a damaged file, :class:`ConversionError` naming the layer for code, for layers that
-    are not Keras' own, and for those that no ONNX graph holds.
+    Raises :class:`SourceError` for a damaged file, and :class:`ConversionError` naming the layer for code, for layers
+    that are not Keras' own, and for layers that ONNX cannot express.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -72,7 +72,9 @@ def check(path: Path) -> None:
 
 
 def _check_records(path: Path, entries: list[zipfile.ZipInfo]) -> None:
-    """Nothing but Keras' own, each once, from the first byte on: what is before it may be a file of another format."""
+    """Allow only Keras' own records, each once, starting at byte 0: bytes before them may be a file of another
+    format.
+    """
     first = min((entry.header_offset for entry in entries), default=0)
     if first:
         raise SourceError(f"{path}: has {first} bytes before its first record, and a file that Keras wrote has none")
@@ -98,7 +100,7 @@ def _check_size(path: Path, entry: zipfile.ZipInfo) -> None:
 
 
 def _check_objects(path: Path, config: Any) -> None:
-    """Every object that the config has Keras make, at any depth."""
+    """Check every object that the config makes Keras create, at any depth."""
     waiting = [config]
     while waiting:
         found = waiting.pop()
@@ -120,7 +122,7 @@ def _check_object(path: Path, found: dict[str, Any]) -> None:
     if name in _REFUSED:
         raise ConversionError(f"{what} {_REFUSED[name]}; {_REMEDY}")
     if name.startswith("__") and module is None:
-        return  # a tuple, an array, bytes: values that Keras writes down in this form
+        return  # a tuple, an array or bytes, which Keras writes in this form
     if name == "function":
         _check_function(path, module, inner, registered)
         return
@@ -131,7 +133,9 @@ def _check_object(path: Path, found: dict[str, Any]) -> None:
 
 
 def _check_function(path: Path, module: Any, called: Any, registered: Any) -> None:
-    """A function is named by ``config``, below its module: ``utils.get_file`` of the module ``keras`` opens files."""
+    """Check a function, which ``config`` names below its module: ``utils.get_file`` of the module ``keras`` opens
+    files.
+    """
     own = isinstance(module, str) and _FUNCTIONS.fullmatch(module)
     if not own or not isinstance(called, str) or not called.isidentifier() or registered not in (None, called):
         raise ConversionError(

@@ -1,8 +1,8 @@
-"""The part of TensorFlow's protocol buffers that is looked at; what is not declared here is kept as it is.
+"""The part of TensorFlow's protocol buffers that is read; undeclared fields are preserved.
 
 The numbers are those of tensorflow/core/protobuf (saved_model, meta_graph, saver, tensor_bundle,
 trackable_object_graph) and tensorflow/core/framework (graph, node_def, function, attr_value, tensor_shape). Maps are
-declared as the entries that they are on the wire; enums as integers.
+declared as entries, as they are on the wire; enums as integers.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ _SCALARS = {
 
 
 def message(name: str) -> type[Any]:
-    """The class of the message ``name``, which parses and serialises."""
+    """Return the class of the message ``name``, which parses and serialises."""
     return _classes()[name]
 
 
