@@ -1,4 +1,4 @@
-"""``python -m conformance``: the command line. Exit codes: 0 conforms, 1 does not, 2 could not be tried."""
+"""``python -m conformance``: the command line. Exit codes: 0 conforms, 1 does not, 2 could not be checked."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from conformance.target import Target, connect
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the suite against a server."""
+    """Run the suite against a server; return the exit code."""
     asked = _parser().parse_args(arguments)
     if asked.list:
         sys.stdout.write("".join(f"{c.id}  [{c.level.value}]  {c.rule} ({c.source})\n" for c in CHECKS))

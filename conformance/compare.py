@@ -1,6 +1,7 @@
-"""Several servers beside each other: ``python -m conformance.compare NAME=FILE.json[,FILE.json] …`` prints tables.
+"""Compares several servers: ``python -m conformance.compare NAME=FILE.json[,FILE.json] …`` prints tables.
 
-Of several files for one server, from runs between which it was started again, the later count where they tried more.
+Several files for one server are from runs between restarts. A later result replaces an earlier one unless it was
+skipped.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-Run = Mapping[str, Mapping[str, Any]]  # a check's id → what ``--json`` says of it
+Run = Mapping[str, Mapping[str, Any]]  # check id → the check's entry in the output of ``--json``
 _MARKS = {"pass": "✓", "FAIL": "**✗**", "told": "told", "skip": "–"}
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the tables."""
+    """Print the tables; return the exit code."""
     runs = {name: _read(files) for name, _, files in (argument.partition("=") for argument in arguments)}
     if not runs or not all(runs.values()):
         sys.stderr.write("conformance.compare: expected NAME=FILE.json[,FILE.json] …, each from --json\n")
@@ -46,7 +47,7 @@ def _counts(runs: Mapping[str, Run]) -> list[str]:
 
 
 def _broken(runs: Mapping[str, Run]) -> list[str]:
-    """What broke a written rule, in the server's own words."""
+    """Return a table of broken written rules, with what was expected and what came."""
     lines = ["| written rule broken | by | what came |", "|---|---|---|"]
     for name, run in runs.items():
         for id, check in run.items():
@@ -57,7 +58,7 @@ def _broken(runs: Mapping[str, Run]) -> list[str]:
 
 
 def _all(runs: Mapping[str, Run]) -> list[str]:
-    """A row for each rule; the status and the text of a refusal stand beside it."""
+    """Return a table with a row per rule; problems of a rejection's status and text are in the same cell."""
     lines = ["| rule | level | " + " | ".join(runs) + " |", "|---|---|" + "---|" * len(runs)]
     first = next(iter(runs.values()))
     for id, check in first.items():

@@ -1,4 +1,4 @@
-"""Whether an answer to an inference is well formed, by the protocol and by what the model's metadata promised."""
+"""Checks that an inference response is well formed, by the protocol and by the model's metadata."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from conformance.wire import Array, Malformed, decode, read_contents
 
 
 def outputs(model: Model, request: pb.ModelInferRequest, response: pb.ModelInferResponse) -> dict[str, Array]:
-    """The answer's outputs by name. Raises :class:`Failed`."""
+    """Return the response's outputs by name. Raises :class:`Failed`."""
     must(response.model_name == model.name, f"model_name {model.name!r}", repr(response.model_name), request)
     promised = {spec.name: spec for spec in model.outputs}
     raw = response.raw_output_contents
@@ -31,10 +31,10 @@ def outputs(model: Model, request: pb.ModelInferRequest, response: pb.ModelInfer
 
 
 def read(output: pb.ModelInferResponse.InferOutputTensor, raw: bytes | None, request: object) -> Array:
-    """One output, from the raw or the typed contents and never both."""
+    """Read one output, from raw or typed contents; Failed if it has both."""
     shape = list(output.shape)
     must(min(shape, default=0) >= 0, f"a shape of {output.name!r} without negative sizes", shape, request)
-    filled = bool(output.contents.ListFields())  # an empty message beside raw contents says nothing
+    filled = bool(output.contents.ListFields())  # an empty message beside raw contents is allowed
     must(
         not (filled and raw is not None), "no contents beside raw_output_contents", f"both for {output.name!r}", request
     )
@@ -47,6 +47,6 @@ def read(output: pb.ModelInferResponse.InferOutputTensor, raw: bytes | None, req
 
 
 def fits(shape: Iterable[int], promised: Iterable[int]) -> bool:
-    """Whether a shape is one of those that the metadata allows: −1 stands for any size."""
+    """Return whether the metadata allows a shape: −1 stands for any size."""
     have, allowed = list(shape), list(promised)
     return len(have) == len(allowed) and all(a in (-1, h) for h, a in zip(have, allowed, strict=True))

@@ -1,4 +1,4 @@
-"""The models of the server under test, as its metadata and configuration describe them, and inputs that fit them."""
+"""The models of the server under test, from its metadata and configuration, and inputs that fit them."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from conformance.protocol import inference_pb2 as pb
 from conformance.target import Target
 from conformance.wire import DATATYPES, Tensor, filled
 
-_ANY = 4  # elements along a dimension that may have any size
+_ANY = 4  # size of a dimension that may have any
 
 
 class Usage(Exception):
-    """What the user asked for cannot be done."""
+    """The user's request cannot be carried out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What the user said of an input: its shape, batch dimension included, and the values to repeat."""
+    """The user's settings for an input: its shape, batch dimension included, and the values to repeat."""
 
     shape: tuple[int, ...]
     values: tuple[float, ...] = ()
 
 
 def given(text: str) -> tuple[str, Given]:
-    """``NAME=2,16``, ``NAME=2,16/101,2023,102`` or ``NAME=2,16/0..30000`` as a name and what is said of it."""
+    """Parse ``NAME=2,16``, ``NAME=2,16/101,2023,102`` or ``NAME=2,16/0..30000``; :class:`Usage` for anything else."""
     name, equals, rest = text.partition("=")
     shape, _, values = rest.partition("/")
     try:
@@ -45,7 +45,7 @@ def given(text: str) -> tuple[str, Given]:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """One model, its newest version. ``max_batch_size`` 0: its shapes have no batch dimension of Triton's kind."""
+    """One model, its newest version. With ``max_batch_size`` 0 its shapes have no batch dimension in Triton's sense."""
 
     name: str
     metadata: pb.ModelMetadataResponse
@@ -58,7 +58,9 @@ class Model:
 
     @property
     def raw_only(self) -> bool:
-        """Whether it has an FP16 or BF16 input: its requests have no typed form, as raw and typed are never mixed."""
+        """Whether it has an FP16 or BF16 input. Its requests then have no typed form, as raw and typed are never
+        mixed.
+        """
         return any(DATATYPES[spec.datatype].field is None for spec in self.inputs)
 
     @property
@@ -75,7 +77,7 @@ class Model:
         return self.metadata.outputs
 
     def shape(self, name: str, rows: int = 1) -> tuple[int, ...]:
-        """A shape for an input: ``rows`` of it where the model batches."""
+        """Return a shape for an input, with ``rows`` rows if the model batches."""
         spec = next(tensor for tensor in self.inputs if tensor.name == name)
         said = self.known.get(name)
         open_sizes = (self._size(axis) if size < 0 else size for axis, size in enumerate(spec.shape))
@@ -83,7 +85,9 @@ class Model:
         return (rows, *sizes[1:]) if self.max_batch_size > 0 and sizes else tuple(sizes)
 
     def _size(self, axis: int) -> int:
-        """What to take where any size will do: what the user gave another input there, as the two often go together."""
+        """Return a size for a dimension that may have any: the one that the user gave another input, as they often
+        agree.
+        """
         for spec in self.inputs:
             said = self.known.get(spec.name)
             if said and axis < len(said.shape) and axis < len(spec.shape) and spec.shape[axis] < 0:
@@ -91,18 +95,18 @@ class Model:
         return _ANY
 
     def feed(self, name: str, rows: int = 1) -> Tensor:
-        """A value for one input."""
+        """Return a value for one input."""
         spec = next(tensor for tensor in self.inputs if tensor.name == name)
         said = self.known.get(name)
         return filled(spec.datatype, self.shape(name, rows), said.values if said else None)
 
     def feeds(self, rows: int = 1) -> dict[str, Tensor]:
-        """A value for every input."""
+        """Return a value for every input."""
         return {spec.name: self.feed(spec.name, rows) for spec in self.inputs}
 
 
 def discover(target: Target, names: Sequence[str], inputs: Mapping[str, Given]) -> list[Model]:
-    """The models called ``names``, or else those in the repository's index. Raises :class:`Usage`."""
+    """Return the models called ``names``, or else those in the repository's index. Raises :class:`Usage`."""
     if not names:
         index = target.call("RepositoryIndex", pb.RepositoryIndexRequest(ready=True))
         if not index.ok:
@@ -127,6 +131,6 @@ def _describe(target: Target, name: str, inputs: Mapping[str, Given]) -> Model |
 
 
 def preference(model: Model) -> tuple[bool, bool, int, str]:
-    """Sorts models by how much of the protocol they can show: those that batch, with floats, with few inputs."""
+    """Sort key of models by how much of the protocol they can show: batching ones, with floats, with few inputs."""
     floats = any(spec.datatype == "FP32" for spec in model.inputs)
     return model.max_batch_size <= 1, not floats, len(model.inputs), model.name

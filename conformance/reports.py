@@ -1,4 +1,4 @@
-"""What came of a run: as a table in Markdown, as JUnit's XML, as JSON, and as lines to read."""
+"""Reports of a run: a table in Markdown, JUnit's XML, JSON, and text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from conformance.suite import Check, Level
 
 
 class Outcome(enum.Enum):
-    """How a check went. ``TOLD``: a rule of level SHOULD was broken."""
+    """The outcome of a check. ``TOLD``: a rule of level SHOULD was broken."""
 
     PASSED = "pass"
     FAILED = "FAIL"
@@ -23,7 +23,7 @@ class Outcome(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A check, how it went, and the words to it. ``seconds``: how long it took."""
+    """A check, its outcome, and the details. ``seconds`` is how long it took."""
 
     check: Check
     outcome: Outcome
@@ -35,17 +35,17 @@ class Result:
 
     @property
     def words(self) -> str:
-        """Why it was skipped, or what was broken."""
+        """Why it was skipped, or what was expected and came."""
         return self.why or (f"expected {self.expected}; came {self.came}" if self.expected else "")
 
 
 def failed(results: Sequence[Result]) -> bool:
-    """Whether the server broke a rule that counts."""
+    """Return whether the server broke a rule of level MUST or TRITON."""
     return any(result.outcome is Outcome.FAILED for result in results)
 
 
 def summary(results: Sequence[Result]) -> str:
-    """The counts in one line."""
+    """Return the counts in one line."""
     seen = Counter(result.outcome for result in results)
     levels = Counter(result.check.level for result in results if result.outcome is Outcome.FAILED)
     which = f" ({levels[Level.MUST]} MUST, {levels[Level.TRITON]} TRITON)" if seen[Outcome.FAILED] else ""
@@ -57,7 +57,7 @@ def summary(results: Sequence[Result]) -> str:
 
 
 def lines(results: Sequence[Result], *, all_of_them: bool = False) -> str:
-    """The broken rules, each with what was sent, expected and came; and the summary."""
+    """Return the broken rules, each with what was sent, expected and received, and the summary."""
     parts = []
     for result in results:
         head = f"{result.outcome.value}  {result.check.id}  [{result.check.level.value}]"
@@ -72,7 +72,7 @@ def lines(results: Sequence[Result], *, all_of_them: bool = False) -> str:
 
 
 def table(results: Sequence[Result], server: str) -> str:
-    """A table in Markdown: a row for each check."""
+    """Return a table in Markdown with a row for each check."""
     rows = [
         f"# Conformance of {server}\n\n{summary(results)}\n",
         "| check | level | result | rule | what came |\n|---|---|---|---|---|",
@@ -90,7 +90,7 @@ def table(results: Sequence[Result], server: str) -> str:
 
 
 def as_json(results: Sequence[Result], server: str) -> str:
-    """Everything, for programs: the server, and each check with its level, rule and outcome."""
+    """Return everything as JSON for programs: the server, and each check with its level, rule and outcome."""
     checks = [
         {
             "id": result.check.id,
@@ -110,7 +110,7 @@ def as_json(results: Sequence[Result], server: str) -> str:
 
 
 def junit(results: Sequence[Result], server: str) -> bytes:
-    """JUnit's XML: a case for each check, SHOULD's among the system output."""
+    """Return JUnit's XML: a case for each check; broken SHOULD rules are in the system output."""
     counts = Counter(result.outcome for result in results)
     suite = ElementTree.Element(
         "testsuite",

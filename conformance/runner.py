@@ -1,4 +1,4 @@
-"""Makes checks one after the other and says how each went."""
+"""Runs checks one after the other and returns their results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from conformance.suite import Check, Failed, Level, Skipped
 
 
 def chosen(checks: Iterable[Check], only: Sequence[str], without: Sequence[str]) -> list[Check]:
-    """Those whose id is one of ``only``, all where there is none; less those of ``without``. Both may have ``*``."""
+    """Return the checks whose id is in ``only`` (all if empty) and not in ``without``. Both may contain ``*``."""
 
     def listed(check: Check, patterns: Sequence[str]) -> bool:
         return any(fnmatchcase(check.id, pattern) or fnmatchcase(check.id, f"{pattern}/*") for pattern in patterns)
@@ -24,7 +24,10 @@ def chosen(checks: Iterable[Check], only: Sequence[str], without: Sequence[str])
 def run(
     session: Session, checks: Iterable[Check], told: Callable[[Result], None] = lambda result: None
 ) -> list[Result]:
-    """Make every check; one that needs an extension that the server does not declare is skipped."""
+    """Run every check and return its result; ``told`` gets each one.
+
+    A check of an extension that the server does not declare is skipped.
+    """
     results = []
     for check in checks:
         result = _made(session, check)
@@ -52,6 +55,6 @@ def _made(session: Session, check: Check) -> Result:
 
 
 def described(session: Session) -> str:
-    """The server's name and version, as it says them itself."""
+    """Return the server's own name and version."""
     answer = session.target.call("ServerMetadata", pb.ServerMetadataRequest())
     return f"{answer.message.name} {answer.message.version}" if answer.ok else "a server without metadata"

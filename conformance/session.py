@@ -1,4 +1,4 @@
-"""What every check works with: the server, its models, requests that fit them, and answers read and judged."""
+"""The context of all checks: the server, its models, requests that fit them, and validated responses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from conformance.suite import Code, Failed, Question, Skipped
 from conformance.target import Answer, Target
 from conformance.wire import Array, Tensor, encode, fill_contents
 
-#: For each extension with RPCs of its own, one that asks and changes nothing; given the name of a model.
+# : For each extension with RPCs of its own, a call that changes nothing, for a model's name.
 PROBES: Mapping[str, Callable[[str], tuple[str, Message]]] = {
     "model_configuration": lambda name: ("ModelConfig", pb.ModelConfigRequest(name=name)),
     "statistics": lambda name: ("ModelStatistics", pb.ModelStatisticsRequest(name=name)),
@@ -29,18 +29,18 @@ _LOCKED = (Code.UNAUTHENTICATED, Code.PERMISSION_DENIED)
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the user allows. ``control``: a model that may be unloaded and loaded again."""
+    """The user's permissions. ``control``: a model that may be unloaded and loaded again."""
 
     control: str = ""
-    same_host: bool = False  # the server can open what lies in this machine's /dev/shm
-    dangerous: bool = False  # what has ended servers may be tried
-    patience: float = 10.0  # seconds until a model that was unloaded is gone, and what was answered is counted
-    region_prefix: str = "conformance_"  # of the keys of shared memory that the suite makes
+    same_host: bool = False  # the server can open files in this machine's /dev/shm
+    dangerous: bool = False  # checks that have crashed servers may run
+    patience: float = 10.0  # seconds to wait until an unloaded model is gone, or until responses are counted
+    region_prefix: str = "conformance_"  # of the keys of the suite's shared memory
 
 
 @dataclass(slots=True)
 class Session:
-    """One run against one server. ``model`` is the one that rules of no particular model are tried on."""
+    """One run against one server. ``model`` is used for rules that concern no particular model."""
 
     target: Target
     model: Model
@@ -51,7 +51,7 @@ class Session:
     _asked: dict[str, tuple[Question, Answer]] = field(default_factory=dict)
 
     def asked(self, name: str, ask: Callable[[Session], Question]) -> tuple[Question, Answer]:
-        """The answer to a question, which is asked once, however many checks look at it."""
+        """Return the question and its answer; it is asked only once, however many checks use it."""
         if name not in self._asked:
             question = ask(self)
             self._asked[name] = question, self.target.call(question.rpc, question.message)
@@ -70,7 +70,7 @@ class Session:
         request_id: str = "",
         version: str = "",
     ) -> pb.ModelInferRequest:
-        """A request that the model must answer; ``typed``: with typed contents where its datatypes have them."""
+        """Return a valid request for the model; with ``typed`` its data is in typed contents."""
         model = model or self.model
         message = pb.ModelInferRequest(model_name=model.name, model_version=version, id=request_id)
         for name, tensor in (feeds if feeds is not None else model.feeds(rows)).items():
@@ -84,7 +84,7 @@ class Session:
         return message
 
     def infer(self, request: pb.ModelInferRequest) -> pb.ModelInferResponse:
-        """The answer to a request that must be answered."""
+        """Send a request that must succeed, and return the response; :class:`Failed` if it does not."""
         answer = self.target.call("ModelInfer", request)
         if not answer.ok:
             raise Failed("an answer", answer, request)
@@ -92,21 +92,23 @@ class Session:
         return response
 
     def outputs(self, request: pb.ModelInferRequest, model: Model | None = None) -> dict[str, Array]:
-        """The outputs that a request is answered with, each judged by the protocol and the model's metadata."""
+        """Send a request that must succeed, and return its outputs, checked against the protocol and the metadata."""
         response = self.infer(request)
         return judging.outputs(model or self.model, request, response)
 
     def alive(self) -> None:
-        """Fails where the server does not answer any more."""
+        """Raise :class:`Failed` if the server no longer responds."""
         answer = self.target.call("ServerLive", pb.ServerLiveRequest())
         if not answer.ok or not answer.message.live:
             raise Failed("the server to live on", answer, "ServerLive after what came before")
         self.infer(self.request())
 
-    # --- what the server has ----------------------------------------------------------------------------------------
+    # --- models of the server ---------------------------------------------------------------------------------------
 
     def with_input(self, datatype: str, *, typed: bool = False) -> tuple[Model, str]:
-        """A model and an input of it with this datatype; ``typed``: all of its inputs have typed contents."""
+        """Return a model and its input of this datatype; with ``typed``, all inputs of the model have typed
+        contents.
+        """
         for model in (self.model, *self.models):
             for spec in model.inputs:
                 if spec.datatype == datatype and not (typed and model.raw_only):
@@ -114,7 +116,7 @@ class Session:
         raise Skipped(f"no model here takes {datatype}{' without FP16 or BF16 beside it' if typed else ''}")
 
     def with_output(self, *datatypes: str) -> tuple[Model, str]:
-        """A model and an output of it with one of these datatypes."""
+        """Return a model and its output of one of these datatypes."""
         for model in (self.model, *self.models):
             for spec in model.outputs:
                 if spec.datatype in datatypes:
@@ -122,7 +124,7 @@ class Session:
         raise Skipped(f"no model here answers with {' or '.join(datatypes)}")
 
     def several_inputs(self) -> tuple[Model, list[str]]:
-        """A model that needs more than one input, and their names."""
+        """Return a model that needs more than one input, and their names."""
         for model in (self.model, *self.models):
             needed = [spec.name for spec in model.inputs if spec.name not in model.optional]
             if len(needed) > 1:
@@ -130,7 +132,7 @@ class Session:
         raise Skipped("no model here needs more than one input")
 
     def batching(self, rows: int = 2) -> Model:
-        """A model that takes ``rows`` at once."""
+        """Return a model that takes ``rows`` rows in one request."""
         for model in (self.model, *self.models):
             if model.max_batch_size >= rows:
                 return model
@@ -138,7 +140,7 @@ class Session:
 
 
 def locked(target: Target, model: str, extensions: Iterable[str]) -> dict[str, str]:
-    """Those of ``extensions`` that the server keeps to clients with credentials, and what it says to others."""
+    """Return those of ``extensions`` that need credentials, each with the server's rejection."""
     refused = {}
     for extension in extensions:
         if extension in PROBES:

@@ -1,4 +1,4 @@
-"""What a check is, and how it says that a server broke a rule."""
+"""The parts of a check, and how it reports that a server broke a rule."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ Code = grpc.StatusCode
 
 
 class Level(enum.Enum):
-    """How binding a rule is. A server fails by MUST and TRITON alone."""
+    """How binding a rule is. Only MUST and TRITON count as failures."""
 
-    MUST = "MUST"  # written in the protocol, in the document of an extension that the server declares, or in gRPC's
-    TRITON = "TRITON"  # nowhere written, but what Triton is seen to do, so that its clients rely on it
-    SHOULD = "SHOULD"  # what makes a server pleasant; told, not counted
+    MUST = "MUST"  # written in the protocol, in a declared extension's document, or in gRPC's documents
+    TRITON = "TRITON"  # not written, but observed in Triton, so that its clients rely on it
+    SHOULD = "SHOULD"  # makes a server pleasant to use; reported, not counted
 
 
 class Failed(Exception):
-    """A rule was broken: what was sent, what was expected, what came."""
+    """A rule was broken: what was sent, what was expected, what was received."""
 
     def __init__(self, expected: str, came: object, sent: object = "") -> None:
         super().__init__(f"expected {expected}; came {came}")
@@ -36,12 +36,12 @@ class Failed(Exception):
 
 
 class Skipped(Exception):
-    """The check does not apply to this server, or cannot be made with its models; the text says why."""
+    """The check does not apply to this server or its models; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One rule. ``needs`` is the extension it belongs to; ``source`` says where the rule is from."""
+    """One rule. ``needs`` is the extension that it belongs to; ``source`` says where it is written."""
 
     id: str
     level: Level
@@ -54,7 +54,7 @@ class Check:
 def check(
     name: str, level: Level, source: str, rule: str, needs: str = ""
 ) -> Callable[[Callable[[Session], None]], Check]:
-    """Makes a check of a function, which raises :class:`Failed` or :class:`Skipped` or returns."""
+    """Make a check of a function that returns, or raises :class:`Failed` or :class:`Skipped`."""
     return lambda run: Check(name, level, source, rule, run, needs)
 
 
@@ -66,7 +66,7 @@ def must(condition: object, expected: str, came: object, sent: object = "") -> N
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A message for an RPC, and the words of which a good refusal of it says at least one."""
+    """A message for an RPC, and words of which a good rejection contains at least one."""
 
     message: Message
     words: Sequence[str] = ()
@@ -82,9 +82,9 @@ def refusal(
     ask: Callable[[Session], Question],
     needs: str = "",
 ) -> tuple[Check, ...]:
-    """What must be refused, as three checks of one call: that it is; by which status; naming what was wrong.
+    """Return three checks of one call that must be rejected: that it is, with which status, and naming what was wrong.
 
-    The protocol says only that a status other than OK tells of an error; which it is, is Triton's.
+    The protocol only says that a status other than OK means an error; the particular status is Triton's.
     """
     allowed = tuple(codes)
 
@@ -114,7 +114,7 @@ def refusal(
 
 
 def collect(*modules: ModuleType) -> tuple[Check, ...]:
-    """Every check that is a module's own, in the order in which they are written."""
+    """Return every check that the modules define, in the order in which they are written."""
     found: list[Check] = []
     for module in modules:
         for value in vars(module).values():

@@ -1,4 +1,4 @@
-"""The server under test: one channel, and every answer of it as a value, refusals included."""
+"""The server under test: one channel, and all responses as values, including rejections."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from conformance.protocol import inference_pb2 as pb
 
 SERVICE = "inference.GRPCInferenceService"
 _RPCS = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods_by_name
-_LARGEST = 64 << 20  # bytes of an answer
+_LARGEST = 64 << 20  # bytes of a response
 
 Metadata = Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came of a call: a message, or a status and its text."""
+    """The result of a call: a message, or a status and its text."""
 
     message: Any
     code: grpc.StatusCode
@@ -37,7 +37,7 @@ class Answer:
 
 @dataclass(slots=True)
 class Conversation:
-    """What came of a stream: its messages in their order, and the status it ended with."""
+    """The result of a stream: its messages in order, and its final status."""
 
     messages: list[Any] = field(default_factory=list)
     code: grpc.StatusCode = grpc.StatusCode.OK
@@ -49,7 +49,7 @@ class Conversation:
 
 
 class Target:
-    """Calls RPCs by the names of the protocol. ``timeout``: seconds for each call."""
+    """Calls RPCs by their names in the protocol. ``timeout``: seconds for each call."""
 
     def __init__(self, channel: grpc.Channel, timeout: float = 10.0, metadata: Metadata = ()) -> None:
         self._channel = channel
@@ -57,7 +57,7 @@ class Target:
         self._metadata = tuple(metadata)
 
     def wait(self, patience: float) -> bool:
-        """Whether a connection comes about within ``patience`` seconds."""
+        """Return whether a connection is established within ``patience`` seconds."""
         ready = grpc.channel_ready_future(self._channel)
         try:
             ready.result(timeout=patience)
@@ -67,7 +67,7 @@ class Target:
         return True
 
     def call(self, rpc: str, message: Message, *, timeout: float | None = None, gzip: bool = False) -> Answer:
-        """The answer to one call of the inference service."""
+        """Make one call of the inference service and return its result."""
         send = self._channel.unary_unary(
             f"/{SERVICE}/{rpc}",
             request_serializer=type(message).SerializeToString,
@@ -83,7 +83,7 @@ class Target:
         )
 
     def start(self, rpc: str, message: Message) -> grpc.Future[Any]:
-        """A call that runs while something else is done."""
+        """Start a call without waiting for its result."""
         send = self._channel.unary_unary(
             f"/{SERVICE}/{rpc}",
             request_serializer=type(message).SerializeToString,
@@ -93,16 +93,16 @@ class Target:
         return future
 
     def finish(self, future: grpc.Future[Any]) -> Answer:
-        """What came of a call that was started."""
+        """Return the result of a call that was started."""
         return self._outcome(future.result)
 
     def raw(self, path: str, data: bytes) -> Answer:
-        """The answer to bytes sent to any path; its message is bytes."""
+        """Send bytes to any path and return the result; its message is bytes."""
         send = self._channel.unary_unary(path, request_serializer=bytes, response_deserializer=bytes)
         return self._outcome(lambda: send(data, timeout=self._timeout, metadata=self._metadata))
 
     def stream(self, requests: Iterable[pb.ModelInferRequest], metadata: Metadata = ()) -> Conversation:
-        """All that ``ModelStreamInfer`` says to ``requests``."""
+        """Send ``requests`` to ``ModelStreamInfer`` and return all responses."""
         return self.converse(
             f"/{SERVICE}/ModelStreamInfer",
             requests,
@@ -120,7 +120,7 @@ class Target:
         metadata: Metadata = (),
         most: int = 1000,
     ) -> Conversation:
-        """All that any stream says, ``most`` messages of it."""
+        """Send ``requests`` to any stream and return at most ``most`` responses."""
         seen = Conversation()
         send = self._channel.stream_stream(path, request_serializer=serialize, response_deserializer=parse)
         answers = send(iter(requests), timeout=self._timeout, metadata=(*self._metadata, *metadata))
@@ -144,9 +144,9 @@ class Target:
 
 
 def connect(address: str, authority: bytes | None = None) -> grpc.Channel:
-    """A channel of its own connection, which takes large answers and no proxy.
+    """Return a channel with its own connection, which accepts large responses and uses no proxy.
 
-    ``authority``: over TLS, with the certificates (PEM) of who may sign the server's; empty: those of the machine.
+    ``authority``: use TLS with these CA certificates (PEM); empty: with the machine's.
     """
     options = [
         ("grpc.max_receive_message_length", _LARGEST),
@@ -159,7 +159,7 @@ def connect(address: str, authority: bytes | None = None) -> grpc.Channel:
 
 
 def brief(message: object, most: int = 600) -> str:
-    """A message in one line, cut short."""
+    """Return a message in one line, cut short."""
     text = " ".join(str(message).split()) or "(empty)"
     return text if len(text) <= most else f"{text[:most]}… ({len(text)} characters)"
 

@@ -1,4 +1,4 @@
-"""Tensors on the wire: the datatypes of the protocol, raw bytes and typed contents. numpy and protobuf alone.
+"""Tensors on the wire: the protocol's datatypes, as raw bytes and typed contents. Uses only numpy and protobuf.
 
 FP16 is held as ``numpy.float16``, BF16 as the bits of its values in ``numpy.uint16``, BYTES as objects of bytes.
 """
@@ -19,12 +19,12 @@ Array: TypeAlias = NDArray[Any]
 
 
 class Malformed(Exception):
-    """Bytes that are not a tensor of the datatype and shape they came with."""
+    """Bytes that are not a tensor of the stated datatype and shape."""
 
 
 @dataclass(frozen=True, slots=True)
 class Datatype:
-    """A datatype of the protocol; ``field`` of ``InferTensorContents`` carries it, None: it travels raw only."""
+    """A datatype of the protocol; ``field`` of ``InferTensorContents`` carries it, or None if it is always raw."""
 
     name: str
     numpy: np.dtype[Any]
@@ -32,7 +32,7 @@ class Datatype:
 
     @property
     def framed(self) -> bool:
-        """Whether each element has its own length."""
+        """Whether each element is preceded by its length."""
         return self.name == "BYTES"
 
 
@@ -59,14 +59,16 @@ DATATYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A value with the name of its datatype on the wire."""
+    """A value with its datatype's name on the wire."""
 
     datatype: str
     array: Array
 
 
 def filled(datatype: str, shape: Sequence[int], values: Sequence[float] | None = None) -> Tensor:
-    """A tensor whose elements repeat ``values``; without them, ones (true, ``b"a"``), and for floats a ramp below 1."""
+    """Return a tensor whose elements repeat ``values``; by default ones (true, ``b"a"``), and for floats a ramp up to
+    1.
+    """
     kind, count = DATATYPES[datatype], int(np.prod(shape, dtype=np.int64))
     if kind.framed:
         made: Array = np.array([str(int(v)).encode() for v in values] if values else [b"a"], np.object_)
@@ -84,14 +86,16 @@ def filled(datatype: str, shape: Sequence[int], values: Sequence[float] | None =
 
 
 def encode(tensor: Tensor) -> bytes:
-    """The bytes of ``raw_input_contents``: little-endian, row-major; BYTES with a length before each element."""
+    """Return the bytes for ``raw_input_contents``: little-endian, row-major; BYTES with a length before each
+    element.
+    """
     if DATATYPES[tensor.datatype].framed:
         return b"".join(struct.pack("<I", len(element)) + element for element in tensor.array.ravel())
     return np.ascontiguousarray(tensor.array).tobytes()
 
 
 def decode(datatype: str, shape: Sequence[int], raw: bytes) -> Array:
-    """The tensor in ``raw``. Raises :class:`Malformed` where the bytes do not fill it exactly."""
+    """Parse the tensor in ``raw``. Raises :class:`Malformed` if the bytes do not fill it exactly."""
     kind = DATATYPES.get(datatype)
     if kind is None:
         raise Malformed(f"datatype {datatype!r} is none of the protocol's")
@@ -104,7 +108,7 @@ def decode(datatype: str, shape: Sequence[int], raw: bytes) -> Array:
 
 
 def fill_contents(tensor: Tensor, contents: pb.InferTensorContents) -> None:
-    """Put the values of ``tensor`` in the one field of ``contents`` for their datatype."""
+    """Add the values of ``tensor`` to the field of ``contents`` for their datatype."""
     field = DATATYPES[tensor.datatype].field
     if field is None:
         raise Malformed(f"{tensor.datatype} has no typed contents")
@@ -112,7 +116,7 @@ def fill_contents(tensor: Tensor, contents: pb.InferTensorContents) -> None:
 
 
 def read_contents(datatype: str, shape: Sequence[int], contents: pb.InferTensorContents) -> Array:
-    """The tensor in typed ``contents``. Raises :class:`Malformed`."""
+    """Parse the tensor in typed ``contents``. Raises :class:`Malformed`."""
     kind = DATATYPES.get(datatype)
     if kind is None or kind.field is None:
         raise Malformed(f"{datatype or 'no datatype'!r} has no typed contents")
@@ -141,7 +145,7 @@ def _frames(raw: bytes, count: int) -> list[bytes]:
 
 
 def same(one: Array, other: Array) -> bool:
-    """Whether two answers to the same values are the same, but for the last bits of floats."""
+    """Return whether two responses are equal, except for the last bits of floats."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     if one.dtype.kind == "f":

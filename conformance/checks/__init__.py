@@ -1,4 +1,4 @@
-"""Every check, in the order in which they are made: what does least harm first, what may kill a server last."""
+"""All checks, in the order in which they run: the least harmful first, those that may kill a server last."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls that end early, and messages meant to hurt; after each of them the server must serve as before."""
+"""Checks of calls that end early, and of malicious messages; after each the server must serve as before."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def truncated(session: Session) -> None:
     for size in (1, len(whole) // 2, len(whole) - 1):
         data = whole[:size]
         if _parses(data):
-            continue  # it ends between two fields
+            continue  # the cut is between two fields
         answer = session.target.raw(f"/{SERVICE}/ModelInfer", data)
         must(not answer.ok, "a refusal", answer, f"the first {size} of {len(whole)} bytes of a request")
     session.alive()

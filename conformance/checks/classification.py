@@ -1,4 +1,6 @@
-"""The classification extension: an output as its highest values, each "value:index" or "value:index:label"."""
+"""Checks of the classification extension: an output as its highest values, each "value:index" or
+"value:index:label".
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ _NUMBERS = ("FP32", "FP64", "INT8", "INT16", "INT32", "INT64", "UINT8", "UINT16"
 
 
 def _output(session: Session) -> tuple[Model, str, Array]:
-    """A model's output of numbers, and the values that it is answered with."""
+    """Return a model's numeric output, and its values."""
     model, name = session.with_output(*_NUMBERS)
     array = session.outputs(session.request(model), model)[name]
     if array.ndim < 1 or not array.size or (model.max_batch_size > 0 and array.ndim < 2):

@@ -1,6 +1,6 @@
-"""The repository: its index, and models that are loaded and unloaded while the server runs.
+"""Checks of the repository: its index, and models that are loaded and unloaded while the server runs.
 
-Loading and unloading is tried on the one model that the user names with ``--control``; it is loaded again at the end.
+Only the model that the user names with ``--control`` is loaded and unloaded; it is loaded again at the end.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _ready(session: Session, name: str) -> bool:
 
 
 def _controlled(session: Session) -> Model:
-    """The model that may be unloaded. Skips where the user named none."""
+    """Return the model that may be unloaded. Skips if the user named none."""
     name = session.options.control
     if not name:
         raise Skipped("no model to unload and load again was named with --control")

@@ -1,4 +1,4 @@
-"""What has ended servers: tried last, and only where the user says so (``--dangerous``)."""
+"""Checks that have crashed servers: they run last, and only with ``--dangerous``."""
 
 from __future__ import annotations
 

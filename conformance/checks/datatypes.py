@@ -1,4 +1,4 @@
-"""Each datatype of the protocol, raw and in its typed field, on whichever model takes it; and how BYTES are framed."""
+"""Checks of each datatype, raw and in its typed field, on any model that takes it; and of the framing of BYTES."""
 
 from __future__ import annotations
 

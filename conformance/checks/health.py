@@ -1,4 +1,4 @@
-"""gRPC's own services beside inference: health checking and reflection, for servers that have them."""
+"""Checks of gRPC's own services, health checking and reflection, on servers that have them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inference that must succeed: what comes back, of which version, in which form, for one row and for many."""
+"""Checks of inference that must succeed: outputs, versions, encodings, for one row and for many."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""System shared memory: regions registered, told of and forgotten; and those of CUDA, where there are none."""
+"""Checks of system shared memory: registering, listing and unregistering regions; and of CUDA's, if there are none."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def unregister_unknown(session: Session) -> None:
         must(answer.ok, "an empty answer", answer, memory.name)
 
 
-# Triton says INTERNAL to what it cannot map; saying whose fault it is, is better
+# Triton responds INTERNAL for memory that it cannot map; a code that says whose fault it is, is better
 _UNMAPPABLE = [Code.INTERNAL, Code.INVALID_ARGUMENT, Code.NOT_FOUND, Code.PERMISSION_DENIED, Code.OUT_OF_RANGE]
 STATUS_UNKNOWN = at_region("status-unknown", Level.MUST, SOURCE, "Status of a region that is not registered is an error.", [Code.NOT_FOUND], lambda m: m.status(f"{m.name}-not"))  # fmt: skip
 TWICE = at_region("register-twice", Level.TRITON, SEEN, "A name that is registered is not registered again.", [Code.ALREADY_EXISTS], lambda m: m.register())  # fmt: skip

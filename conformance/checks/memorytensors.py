@@ -1,4 +1,4 @@
-"""Tensors in shared memory: read and written where the parameters say, and never outside their region."""
+"""Checks of tensors in shared memory: read and written where the parameters say, and never outside their region."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def read_anew(session: Session) -> None:
 def _at_input(
     name: str, level: Level, source: str, rule: str, codes: list[Code], place: Callable[[Memory, int], Placed]
 ) -> tuple[Check, ...]:
-    """A place of an input that must be refused. ``place`` is given the region and the input's true size."""
+    """Return checks that a wrong place of an input is rejected; ``place`` gets the region and the input's true size."""
 
     def call(memory: Memory) -> Answer:
         session = memory.session

@@ -1,4 +1,4 @@
-"""What the server says of its models: readiness, metadata, versions and configuration, each agreeing with the others."""
+"""Checks of readiness, metadata, versions and configuration of models, which must agree with each other."""
 
 from __future__ import annotations
 

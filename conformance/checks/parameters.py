@@ -1,4 +1,4 @@
-"""Parameters of a request: the reserved ones, those of the server's own, and those that nobody knows."""
+"""Checks of a request's parameters: reserved ones, a server's own, and unknown ones."""
 
 from __future__ import annotations
 

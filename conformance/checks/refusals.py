@@ -1,4 +1,4 @@
-"""Requests that must be refused: models and versions that are not there, inputs and outputs that do not fit."""
+"""Checks of requests that must be rejected: unknown models and versions, inputs and outputs that do not fit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ _MATCH = "For each tensor, the size of the content must match what is expected b
 def _bad(
     name: str, level: Level, source: str, rule: str, edit: Edit, codes: list[Code] = _INVALID
 ) -> tuple[Check, ...]:
-    """A request that would be answered, but for what ``edit`` does to it; it returns the words to be named."""
+    """Return checks of a request that is valid except for ``edit``, which returns the words that a rejection should
+    name.
+    """
 
     def ask(session: Session) -> Question:
         request = session.request()
@@ -105,7 +107,7 @@ def _no_datatype(name: str) -> Edit:
 
 
 def _reshaped(change: Callable[[list[int], list[int]], list[int] | None]) -> Edit:
-    """Another shape, with as many bytes as it wants. ``change`` is given the shape and what the metadata promised."""
+    """Return an edit to another shape with matching bytes; ``change`` gets the tensor's shape and the metadata's."""
 
     def edit(session: Session, request: pb.ModelInferRequest) -> list[str]:
         for at, tensor in enumerate(request.inputs):

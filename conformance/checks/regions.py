@@ -1,6 +1,6 @@
-"""Regions of shared memory that the checks make: real ones, in this machine's /dev/shm.
+"""Regions of shared memory for the checks: real ones, in this machine's /dev/shm.
 
-So they are made of servers on the same machine alone.
+So these checks run only against servers on the same machine.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from conformance.target import Answer
 
 NEEDS = "system_shared_memory"
 SOURCE = extension(NEEDS)
-SIZE = 1 << 16  # bytes of each
+SIZE = 1 << 16  # bytes of each region
 _DIRECTORY = Path("/dev/shm")  # noqa: S108 -- where POSIX shared memory lives on Linux
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """A region of :data:`SIZE` bytes that exists, by its ``key``; registered or not under ``name``."""
+    """An existing region of :data:`SIZE` bytes with key ``key``; it may be registered as ``name``."""
 
     session: Session
     key: str
@@ -62,7 +62,7 @@ class Memory:
 
 @contextmanager
 def region(session: Session, *, registered: bool = True) -> Iterator[Memory]:
-    """A region, gone afterwards from the server and from the machine."""
+    """Create a region; at the end remove it from the server and from the machine."""
     if not session.options.same_host or not _DIRECTORY.is_dir():
         raise Skipped("the server is not on this machine (or say --same-host)")
     memory = Memory(session, f"/{session.options.region_prefix}{uuid4().hex[:12]}")
@@ -79,7 +79,7 @@ def region(session: Session, *, registered: bool = True) -> Iterator[Memory]:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A tensor's place in a region, as the parameters say it."""
+    """A tensor's place in a region, as its parameters state it."""
 
     region: str
     byte_size: int | None
@@ -96,9 +96,9 @@ class Placed:
 
 
 def input_in(memory: Memory, place: Placed | None = None, offset: int = 0) -> pb.ModelInferRequest:
-    """A request whose inputs lie one after the other in the region; ``place`` is said of the first in place of its own.
+    """Return a request whose inputs lie one after the other in the region; ``place`` replaces the first input's place.
 
-    Where any input lies in a region, the others do here too: none is raw.
+    If any input is in a region, all are: none is raw.
     """
     session, at = memory.session, offset
     request = session.request()
@@ -115,7 +115,7 @@ def input_in(memory: Memory, place: Placed | None = None, offset: int = 0) -> pb
 
 
 def numbers_out(session: Session) -> tuple[Model, str, int]:
-    """An output of fixed element size of the model, and how many bytes one row of it has."""
+    """Return an output of the model with elements of fixed size, and the size of one row of it in bytes."""
     outputs = session.outputs(session.request())
     for name, array in outputs.items():
         if array.dtype != np.object_ and 0 < array.nbytes <= SIZE // 4:
@@ -126,7 +126,7 @@ def numbers_out(session: Session) -> tuple[Model, str, int]:
 def at_region(
     name: str, level: Level, source: str, rule: str, codes: list[Code], call: Callable[[Memory], Answer]
 ) -> tuple[Check, ...]:
-    """Something of a region that must be refused, and by which status."""
+    """Return checks that a call about a region is rejected, and with one of the status ``codes``."""
 
     def run(session: Session) -> None:
         with region(session) as memory:

@@ -1,4 +1,4 @@
-"""The server itself: liveness, readiness, what it says of itself, and RPCs that nobody has."""
+"""Checks of the server itself: liveness, readiness, metadata, and unknown RPCs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The trace and logging extensions: settings are told, changed one by one, and refused where they make no sense.
+"""Checks of the trace and logging extensions: settings are returned, changed one by one, and rejected if invalid.
 
-What is changed is put back as it was.
+Changed settings are restored.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def trace_of_model(session: Session) -> None:
 
 
 def _changeable(session: Session, rpc: str) -> None:
-    """Skips where the operator keeps clients from changing settings: the change to what is there already is refused."""
+    """Skip if the operator does not let clients change settings; tries to set the current value again."""
     trace, log = pb.TraceSettingRequest(), pb.LogSettingsRequest()
     if rpc == "TraceSetting":
         trace.settings["trace_rate"].value.extend(_trace(session).get("trace_rate", []))

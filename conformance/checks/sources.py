@@ -1,4 +1,4 @@
-"""Where rules are from."""
+"""The sources of rules."""
 
 OIP = "Open Inference Protocol, gRPC"
 SEEN = "Triton 2.51, as observed"
@@ -7,5 +7,5 @@ HEALTH = "gRPC health checking protocol"
 
 
 def extension(name: str) -> str:
-    """The document of one of Triton's extensions."""
+    """Return the source for a rule of one of Triton's extensions."""
     return f"Triton's extension {name}"

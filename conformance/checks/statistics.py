@@ -1,4 +1,4 @@
-"""ModelStatistics: what is counted moves by exactly what was asked, and adds up."""
+"""Checks of ModelStatistics: counts grow by exactly what was sent, and add up."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SOURCE = extension(_NEEDS)
 
 
 def _of(session: Session, model: Model, version: str = "") -> pb.ModelStatistics:
-    """Of one version; of no version named, the sum over all that is needed here."""
+    """Return the statistics of one version; without a version, the sums of the fields that the checks need."""
     request = pb.ModelStatisticsRequest(name=model.name, version=version)
     answer = session.target.call("ModelStatistics", request)
     must(answer.ok and answer.message.model_stats, "statistics", answer, request)
@@ -34,7 +34,7 @@ def _of(session: Session, model: Model, version: str = "") -> pb.ModelStatistics
 
 
 def _after(session: Session, model: Model, success: int) -> pb.ModelStatistics:
-    """The statistics as soon as they count ``success`` requests; they may be a moment behind the answers."""
+    """Return the statistics once they count ``success`` requests; they may lag behind the responses."""
     ends = time.monotonic() + session.options.patience
     while True:
         seen = _of(session, model)
@@ -154,6 +154,6 @@ def all_models(session: Session) -> None:
 
 UNKNOWN = refusal(
     "statistics.unknown-model", Level.MUST, _SOURCE, "Statistics of an unknown model are an error.",
-    [Code.INVALID_ARGUMENT, Code.NOT_FOUND],  # Triton: the first; the second is what it says to every other RPC
+    [Code.INVALID_ARGUMENT, Code.NOT_FOUND],  # Triton returns the first; for every other RPC it returns the second
     lambda session: Question(pb.ModelStatisticsRequest(name=NOBODY), [NOBODY], "ModelStatistics"), _NEEDS,
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""ModelStreamInfer: an answer for each request, in order, and errors that leave the stream open."""
+"""Checks of ModelStreamInfer: a response per request, in order, and errors that leave the stream open."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MLServer with models that answer with what they are sent: ``python mlserver_models.py DIRECTORY PORT``."""
+"""Runs MLServer with models that return their inputs: ``python mlserver_models.py DIRECTORY PORT``."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MODELS = {"identity": ("FP32",), "typed": TYPED, "half": ("FP16",)}
 
 
 def main(directory: str, port: str) -> None:
-    """Write the models and become MLServer."""
+    """Write the models and replace this process by MLServer."""
     root = Path(directory)
     for name, datatypes in MODELS.items():
         (root / name).mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""PyTriton with models that answer with what they are sent: ``python pytriton_server.py PORT``."""
+"""Runs PyTriton with models that return their inputs: ``python pytriton_server.py PORT``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KINDS = {**TYPED, "fp16": np.float16}
 
 
 def echo(**inputs: Any) -> dict[str, Any]:
-    """Every input under the name of an output."""
+    """Return every input under the name of an output."""
     return {name.replace("in_", "out_"): array for name, array in inputs.items()}
 
 

@@ -1,4 +1,4 @@
-"""The Triton that PyTriton's wheel ships, with models of its Python backend: ``python triton.py DIRECTORY PORT``."""
+"""Runs the Triton in PyTriton's wheel, with models of its Python backend: ``python triton.py DIRECTORY PORT``."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ MODELS = {
 
 
 def write(repository: Path) -> None:
-    """The models above."""
+    """Write the models above to ``repository``."""
     for name, (datatypes, batch, more, optional) in MODELS.items():
         for version in ("1", "3") if name == "identity" else ("1",):
             (repository / name / version).mkdir(parents=True, exist_ok=True)
@@ -56,14 +56,14 @@ def write(repository: Path) -> None:
 
 
 def main(directory: str, port: str) -> None:
-    """Write the models and become Triton."""
+    """Write the models and replace this process by Triton."""
     repository = Path(directory)
     write(repository)
     package = Path(pytriton.__file__).parent
     server = package / "tritonserver"
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     stub = server / "backends" / "python" / "triton_python_backend_stub"
-    if not stub.exists():  # PyTriton copies it at its own start, too
+    if not stub.exists():  # PyTriton also copies it when it starts
         shutil.copy(server / "python_backend_stubs" / python / stub.name, stub)
     libraries = [package.parent / "nvidia_pytriton.libs", Path(sys.base_prefix) / "lib"]
     os.environ["LD_LIBRARY_PATH"] = ":".join([*map(str, libraries), os.environ.get("LD_LIBRARY_PATH", "")])

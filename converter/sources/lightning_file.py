@@ -14,7 +14,7 @@ from converter.sources import torch_file
 from converter.sources.detect import Kind
 
 VERSION, WEIGHTS = "pytorch-lightning_version", "state_dict"
-_HYPER_PARAMETERS = ("hparams", "module_arguments", "hyper_parameters")  # the last since Lightning 0.8; it wins
+_HYPER_PARAMETERS = ("hparams", "module_arguments", "hyper_parameters")  # the last one, since Lightning 0.8, wins
 _OF_LIGHTNINGS_CLI = ("_instantiator", "_class_path")  # not arguments: they tell LightningCLI how to build the class
 # Keys of averaged weights: of Lightning's StochasticWeightAveraging, and of users' own callbacks.
 _AVERAGED = ("ema_state_dict", "ema_state", "ema_weights", "ema", "model_ema", "average_model_state")

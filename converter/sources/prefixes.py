@@ -65,7 +65,8 @@ def _prefixes(tensors: Mapping[str, Array], state: Mapping[str, torch.Tensor]) -
     depth = max((name.count(".") for name in state), default=0)
     for name in tensors:
         start = len(name) + 1
-        for _ in range(depth + 1):  # no more than the model's own names have: a hostile name may be a million dots
+        # No deeper than the model's own names, because a hostile name may contain a million dots.
+        for _ in range(depth + 1):
             start = name.rfind(".", 0, max(start - 1, 0)) + 1
             if name[start:] in state:
                 found[name[:start]] += 1

@@ -1,4 +1,4 @@
-"""Tensors of torch's own files, state dicts and checkpoints of training loops, without running their pickles."""
+"""Reads the tensors of torch's own files, state dicts and training checkpoints, without running their pickles."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _WITHOUT = (
     "mostly it is a hyper-parameter: train with save_hyperparameters(ignore=[...]) for what is no number or text, or"
     " save the file again without its 'hyper_parameters' where you trust it"
 )
-_NESTED = ("state_dict", "model_state_dict", "model")  # the names that training scripts use
+_NESTED = ("state_dict", "model_state_dict", "model")  # keys that training scripts use
 
 
 def read_file(path: Path, kind: Kind, *, trust_pickle: bool) -> tuple[dict[str, Array], torch.nn.Module | None]:
-    """The tensors of ``path`` by name, memory-mapped, and the module itself when a whole one was saved.
+    """Return the tensors of ``path`` by name, memory-mapped, and the module itself when a whole one was saved.
 
     Pickles run code when they are loaded. So torch's zip files are loaded with ``weights_only``, which builds nothing
-    but tensors and plain containers, and bare pickles not at all, unless ``trust_pickle``.
+    but tensors and plain containers. Bare pickles are loaded only with ``trust_pickle``.
     """
     loaded = load(path, kind, trust_pickle=trust_pickle)
     import torch
@@ -43,7 +43,7 @@ def read_file(path: Path, kind: Kind, *, trust_pickle: bool) -> tuple[dict[str, 
 
 
 def load(path: Path, kind: Kind, *, trust_pickle: bool) -> Any:
-    """What ``path`` holds, its tensors mapped; :class:`SourceError` for what :func:`read_file` refuses."""
+    """Return the contents of ``path``, tensors mapped; :class:`SourceError` for what :func:`read_file` rejects."""
     if kind is Kind.PICKLE and not trust_pickle:
         raise SourceError(
             f"{path}: is a bare pickle (torch before 1.6, or not torch at all), and loading it could run any code;"
@@ -56,14 +56,14 @@ def load(path: Path, kind: Kind, *, trust_pickle: bool) -> Any:
 
 
 def arrays(path: Path, kind: Kind, state: Mapping[Any, Any], *, trust_pickle: bool) -> dict[str, Array]:
-    """The tensors of ``state``, which was loaded from ``path``, as numpy views of the mapped file."""
-    if kind in _ZIPS and not trust_pickle:  # what a trusted pickle builds need not lie in the file
+    """Return the tensors of ``state``, which was loaded from ``path``, as numpy views of the mapped file."""
+    if kind in _ZIPS and not trust_pickle:  # a trusted pickle may create tensors that are not in the file
         torch_records.check(path, _storages(state))
     return to_numpy(path, state)
 
 
 def _storages(state: Mapping[Any, Any]) -> set[tuple[int, int]]:
-    """Address and size of the memory behind every tensor of ``state`` that has any."""
+    """Return address and size of the memory behind every nonempty tensor of ``state``."""
     import torch
 
     dense = (t for t in state.values() if isinstance(t, torch.Tensor) and t.layout is torch.strided)
@@ -92,12 +92,12 @@ def _load(path: Path, kind: Kind, *, trust_pickle: bool) -> Any:
 
 
 def _culprits(path: Path) -> str:
-    """The classes and functions that a checkpoint's pickle asks for beside tensors; nothing where it cannot be read."""
+    """Name the classes and functions that a checkpoint's pickle asks for beside tensors; "" if it cannot be read."""
     import torch
 
     try:
         names = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
-    except Exception:  # noqa: BLE001 - a damaged pickle raises nearly anything; torch's first complaint is told then
+    except Exception:  # noqa: BLE001 - a damaged pickle raises nearly anything; then torch's first error is reported
         return ""
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return f" ({brief(', '.join(names[:_NAMED]))}{more})" if names else ""
@@ -123,14 +123,14 @@ def _has_tensors(loaded: Mapping[Any, Any]) -> bool:
 
 
 def to_numpy(path: Path, state: Mapping[Any, Any]) -> dict[str, Array]:
-    """The tensors of ``state`` as numpy views of their memory; :class:`SourceError` for a dtype that numpy has not."""
+    """Return the tensors of ``state`` as numpy views; :class:`SourceError` for a dtype that numpy does not have."""
     import torch
 
     return {str(name): _array(path, name, t) for name, t in state.items() if isinstance(t, torch.Tensor)}
 
 
 def _array(path: Path, name: str, tensor: torch.Tensor) -> Array:
-    """``tensor`` as a numpy view of the same memory; bfloat16, which numpy lacks, through its 16-bit pattern."""
+    """Return ``tensor`` as a numpy view of the same memory; bfloat16, which numpy lacks, through its 16-bit pattern."""
     import ml_dtypes
     import torch
 

@@ -1,7 +1,7 @@
-"""Whether a torch zip file is what torch takes it for without a look: its records, and the names in its pickle.
+"""Checks a torch zip file where torch does not: its records, and the names in its pickle.
 
-torch maps the file and takes from each record as many bytes as the pickle asks for, looking neither at how many it has
-nor at whether they are compressed: what a lie leads to are the bytes of other records, and no error.
+torch maps the file and takes as many bytes from each record as the pickle asks for. It checks neither the record's size
+nor whether it is compressed, so a false claim reads other records' bytes without an error.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _NO_ARCHIVE = (
     zipfile.BadZipFile,
     ValueError,
     NotImplementedError,
-)  # what zipfile raises for one that it cannot read
+)  # zipfile's errors for an archive that it cannot read
 
 
 def check_stored(path: Path) -> None:
-    """:class:`SourceError` where a record is compressed: torch never does that, and unpacks what gigabytes it is told;
-    where a record that is not has two sizes; and where torch would find other records than are looked at here.
+    """Raise :class:`SourceError` for records that torch does not write or would read differently.
 
-    An archive that cannot be read is left to torch to complain of.
+    They are: a compressed record, which torch would unpack to any size it claims; an uncompressed record with two
+    sizes; and records that torch would find elsewhere. An archive that cannot be read is left to torch to report.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -46,10 +46,10 @@ def check_stored(path: Path) -> None:
 
 
 def check_names(path: Path) -> None:
-    """:class:`SourceError` where a pickle names a class of more than a thousand characters.
+    """Raise :class:`SourceError` if a pickle names a class of more than a thousand characters.
 
-    torch searches its own error message by a regular expression that takes the square of such a name: minutes for
-    100 KB. What is no pickle is left to torch to complain of.
+    torch searches its own error message with a regular expression whose time grows with the square of the name: minutes
+    for 100 KB. A file that is no pickle is left to torch to report.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -66,7 +66,7 @@ def check_names(path: Path) -> None:
 
 
 def _globals(data: bytes) -> Iterator[str]:
-    """The module and name of each class or function that a pickle asks for, as far as it can be read."""
+    """Yield module and name of each class or function that a pickle asks for, as far as it can be read."""
     try:
         for opcode, argument, _ in pickletools.genops(data):
             if opcode.name in ("GLOBAL", "INST"):
@@ -76,9 +76,9 @@ def _globals(data: bytes) -> Iterator[str]:
 
 
 def check(path: Path, storages: Collection[tuple[int, int]]) -> None:
-    """``storages`` are the address and the size of each storage that torch mapped from ``path``.
+    """Check ``storages``, the address and size of each storage that torch mapped from ``path``.
 
-    Raises :class:`SourceError` unless each is a whole record, of its size and at its distance from the others.
+    Raises :class:`SourceError` unless each is exactly one record: its size, and its distance from the others.
     """
     if not storages:
         return
@@ -94,7 +94,7 @@ def check(path: Path, storages: Collection[tuple[int, int]]) -> None:
 
 
 def _records(path: Path) -> set[tuple[int, int]]:
-    """Offset and size of every record's bytes."""
+    """Return offset and size of every record's bytes."""
     found = set()
     with zipfile.ZipFile(path) as archive, path.open("rb") as file:
         for info in archive.infolist():

@@ -1,8 +1,8 @@
-"""What a server does when a model is not what it was: the end of ``make demo``, on a copy that is damaged on purpose.
+"""The end of ``make demo``: shows on a copy that is damaged on purpose what a server does about a breach.
 
-The query weights of two layers trade places in the copy's graph, as a faulty deployment script might have it. All
-digests are made to fit and the golden samples are left out, or the server would refuse to load it: only live traffic
-can tell.
+The query weights of two layers are swapped in the copy's graph, as a faulty deployment script might do. All digests are
+updated and the golden samples are left out, because otherwise the server would refuse to load it. So only live traffic
+shows the damage.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SENTENCE = "A man is eating a piece of bread."
 
 
 def show(artifact: Path, repository: Path) -> None:
-    """Damage a copy of ``artifact`` in ``repository``, serve it, and tell until fp32 answers in its place."""
+    """Damage a copy of ``artifact`` in ``repository``, serve it, and report until fp32 replaces bf16."""
     print(f"\n== a copy damaged on purpose, in {shown(repository)}: {' and '.join(SWAPPED)} trade places", flush=True)
     damage(artifact, repository)
     with served(repository) as (grpc_address, http_address), Client(grpc_address) as client:
@@ -62,7 +62,7 @@ def _reason(http_address: str) -> str:
 
 
 def damage(artifact: Path, repository: Path) -> None:
-    """A copy of ``artifact`` with wrong weights, right digests and no golden samples."""
+    """Copy ``artifact`` with wrong weights, right digests and no golden samples."""
     target = repository / MODEL / "1"
     shutil.rmtree(repository, ignore_errors=True)
     shutil.copytree(artifact, target)

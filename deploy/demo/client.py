@@ -1,4 +1,4 @@
-"""What an application that embeds sentences would write: plain tritonclient, which knows nothing of bf16kit."""
+"""A client as an application for sentence embeddings would write it: plain tritonclient, without bf16kit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OUTPUT = "last_hidden_state"
 
 
 class Client:
-    """Sentence embeddings; ``precision`` says what the last answer was computed in."""
+    """Returns sentence embeddings; ``precision`` is that of the last response."""
 
     def __init__(self, address: str) -> None:
         self._server = triton.InferenceServerClient(address)
@@ -23,7 +23,7 @@ class Client:
         self.precision = ""
 
     def embed(self, sentence: str) -> NDArray[np.float64]:
-        """The unit-length embedding [384] of a sentence."""
+        """Return the unit-length embedding [384] of a sentence."""
         feeds = minilm.tokenize(self._tokenizer, [sentence])
         reply = self._server.infer(MODEL, [_tensor(name, feeds[name]) for name in self._inputs])
         self.precision = reply.get_response().parameters["precision"].string_param

@@ -1,6 +1,6 @@
-"""``make conformance``: serve the demo's model and hold the server to the protocol; arguments go to the suite.
+"""``make conformance``: serve the demo's model and check the server against the protocol; arguments go to the suite.
 
-Exit codes are the suite's: 0 conforms, 1 does not, 2 could not be tried.
+Exit codes are the suite's: 0 conforms, 1 does not, 2 could not be checked.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from publish import MODEL
 from running import DemoFailed, served
 
 ROOT = Path(__file__).parents[2]
-# Everything that is off by default: what a client can ask of a server is what is tried.
+# Enables everything that is off by default, so that the suite checks all that a client can ask for.
 OPEN = {
     "BF16KIT_SHARED_MEMORY": "true",
     "BF16KIT_CHANGE_SETTINGS": "true",
     "BF16KIT_MODEL_CONTROL": "explicit",
     "BF16KIT_LOAD_MODEL": '["*"]',
 }
-# Real tokens, beside ones for whatever else the model takes. Streams belong to the extension "sequence", of which
-# the server has nothing else, so it does not declare it.
+# Real tokens for this input; the suite makes ones for the model's other inputs. Streams belong to the extension
+# "sequence", of which the server implements nothing else, so the server does not declare it.
 ASKED = (
     "--input", "input_ids=1,8/101,7592,1010,2088,999,102", "--control", MODEL, "--region-prefix", "bf16kit_",
     "--assume", "sequence",

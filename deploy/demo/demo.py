@@ -1,9 +1,9 @@
-"""``make demo``: convert all-MiniLM-L6-v2, serve it, ask it real sentences, and print what bf16 cost.
+"""``make demo``: convert all-MiniLM-L6-v2, serve it, embed real sentences, and print the cost of bf16.
 
-At the end it serves a copy that was damaged on purpose, and shows how that is noticed and what is done about it.
+At the end it serves a copy that was damaged on purpose, and shows how the server detects that and what it does.
 
-Everything runs as a user would run it: the two programs as processes, and a plain tritonclient that knows nothing of
-bf16kit. Running it again converts again and replaces the artifact. Exit code 0 when every step worked.
+Everything runs as a user would run it: the two programs as processes, and a plain tritonclient without bf16kit. A
+second run converts again and replaces the artifact. Exit code 0 when every step worked.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def main() -> int:
 
 
 def convert() -> Path:
-    """Convert the checkpoint into the demo's repository; the artifact's directory."""
+    """Convert the checkpoint into the demo's repository; return the artifact's directory."""
     print(f"== converting all-MiniLM-L6-v2 (fp32) into {shown(REPOSITORY)}", flush=True)
     return publish(REPOSITORY)
 
@@ -71,9 +71,9 @@ def _timed(client: Client, sentence: str) -> float:
 
 
 def ask_until_measured(client: Client, http_address: str, wanted: int = 100) -> LiveDrift:
-    """The live drift once ``wanted`` requests were measured; asks for more sentences until then.
+    """Return the live drift once ``wanted`` requests were measured; sends more sentences until then.
 
-    The shadow never delays an answer: while the fp32 reference is loading or busy it drops samples, and counts them.
+    The shadow never delays a response: while the fp32 reference is loading or busy it drops samples, and counts them.
     """
     more = cycle(sentences(200))
 
@@ -85,11 +85,12 @@ def ask_until_measured(client: Client, http_address: str, wanted: int = 100) -> 
     return wait(f"the shadow to measure {wanted} requests", measured, seconds=120)
 
 
-# --- what came of it --------------------------------------------------------------------------------------------------
+# --- results
+# -----------------------------------------------------------------------------------------------------------
 
 
 def print_similarity(embeddings: NDArray[np.float64]) -> None:
-    """The cosine similarity of every pair; each sentence must be nearest to the one that means the same."""
+    """Print the cosine similarity of every pair; DemoFailed unless each sentence is nearest to its paraphrase."""
     similarity = embeddings @ embeddings.T
     print("\n== similarity (cosine of mean-pooled embeddings, computed from bf16 weights)")
     for row, sentence in zip(similarity, EVERYDAY, strict=True):
@@ -100,14 +101,14 @@ def print_similarity(embeddings: NDArray[np.float64]) -> None:
 
 
 def print_latency(latencies: list[float]) -> None:
-    """Percentiles over single-sentence requests, one in flight, as the client saw them."""
+    """Print percentiles over single-sentence requests, one in flight, as measured by the client."""
     p50, p99 = np.percentile(latencies, [50, 99]) * 1e3
     print(f"\n== latency of {len(latencies)} real sentences, one in flight, the fp32 shadow at work beside them")
     print(f"   p50 {p50:.1f} ms   p99 {p99:.1f} ms")
 
 
 def print_drift(drift: LiveDrift) -> None:
-    """Live drift beside what the converter measured; a demo whose drift is over budget has failed."""
+    """Print live drift beside the converter's measurement; DemoFailed if it is over budget."""
     outcomes = ", ".join(f"{count:.0f} {outcome}" for outcome, count in drift.outcomes.items())
     print(f"\n== live drift from fp32, read from /metrics ({outcomes})")
     for row in drift.rows:
@@ -118,7 +119,7 @@ def print_drift(drift: LiveDrift) -> None:
 
 
 def print_sizes(artifact: Path) -> None:
-    """Bytes on disk of each file, and of what is served, against the fp32 checkpoint."""
+    """Print the size of each file on disk, and of the served files, against the fp32 checkpoint."""
     source = (minilm.checkpoint() / "model.safetensors").stat().st_size
     files = {file.name: file.stat().st_size for file in sorted(artifact.iterdir())}
     print(f"\n== sizes (the fp32 checkpoint has {source / MB:.1f} MB)")

@@ -1,4 +1,4 @@
-"""The drift that a running server measures, read from its ``/metrics`` as Prometheus would read it."""
+"""Reads the drift that a running server measures, from its ``/metrics`` as Prometheus would."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class Row:
 
 @dataclass(frozen=True)
 class LiveDrift:
-    """``outcomes`` counts shadowed requests by what became of them: measured, dropped, failed."""
+    """Live drift; ``outcomes`` counts shadowed requests by outcome: measured, dropped, failed."""
 
     outcomes: dict[str, float]
     rows: list[Row]
 
 
 def read(address: str) -> LiveDrift:
-    """The drift series of the only model that the server at ``address`` (host:port) serves."""
+    """Return the drift series of the only model that the server at ``address`` (host:port) serves."""
     with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as reply:
         families = text_string_to_metric_families(reply.read().decode())
         samples = [sample for family in families for sample in family.samples]
@@ -56,6 +56,6 @@ def _named(samples: list[Sample], name: str) -> list[Sample]:
 
 
 def _value(samples: list[Sample], name: str, **labels: str) -> float:
-    """The value of the one series with these labels; 0 where there is none."""
+    """Return the value of the one series with these labels; 0 if there is none."""
     found = (s.value for s in _named(samples, name) if labels.items() <= s.labels.items())
     return next(found, 0.0)

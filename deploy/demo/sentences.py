@@ -1,9 +1,8 @@
 """Real English sentences without a download: the prose of Python's own language reference and standard library.
 
-Every Python installation carries about half a megabyte of edited technical English, in ``pydoc_data.topics`` and in the
-docstrings of its modules. It was written by many people over thirty years, about numbers, files, mail, colours, clocks
-and turtles: varied enough to calibrate a sentence encoder, and on every machine. The sentences are those of the running
-Python version, always in the same order.
+Every Python installation contains about half a megabyte of edited technical English, in ``pydoc_data.topics`` and in
+the docstrings of its modules. Many people wrote it over thirty years, about many subjects, so it is varied enough to
+calibrate a sentence encoder. The sentences are those of the running Python version, always in the same order.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _FUNCTION_WORDS = {"the", "a", "an", "of", "to", "is", "are", "and", "in", "that
 
 
 def sentences(count: int) -> list[str]:
-    """The first ``count`` distinct sentences, drawn in turn from each text so that the subjects mix.
+    """Return the first ``count`` distinct sentences, taken in turn from each text so that the subjects mix.
 
     Raises :class:`ValueError` when this Python installation holds fewer (some distributions strip docstrings).
     """
@@ -35,7 +34,7 @@ def sentences(count: int) -> list[str]:
 
 
 def _texts() -> Iterator[str]:
-    """The topics of the language reference, then the docstring of every top-level module, by name."""
+    """Yield the topics of the language reference, then the docstring of every top-level module, by name."""
     yield from (topics[name] for name in sorted(topics))
     for file in sorted(Path(sysconfig.get_path("stdlib")).glob("[a-z]*.py")):
         docstring = ast.get_docstring(ast.parse(file.read_text("utf-8")))
@@ -44,7 +43,7 @@ def _texts() -> Iterator[str]:
 
 
 def _split(text: str) -> Iterator[str]:
-    """The sentences of a text that are prose; headings, tables and code fall through."""
+    """Yield the sentences of a text that are prose, without headings, tables and code."""
     for paragraph in re.split(r"\n\s*\n", text):
         if not paragraph.lstrip()[:1].isalpha():
             continue

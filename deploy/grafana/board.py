@@ -1,6 +1,8 @@
-"""Writes the Grafana dashboard beside this file: ``python deploy/grafana/board.py``, after a change to ``panels.py``.
+"""Writes the Grafana dashboard beside this file. Run ``python deploy/grafana/board.py`` after a change to
+``panels.py``.
 
-The builders are typed from Grafana's own schema, so what they write is a dashboard: tests/deploy/test_dashboard.py.
+The builders are generated from Grafana's own schema, so the result is a valid dashboard:
+tests/deploy/test_dashboard.py.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ _HEIGHTS = {"stat": 4, "table": 7}
 
 
 def board() -> str:
-    """The dashboard as JSON."""
+    """Return the dashboard as JSON."""
     made = (
         dashboard.Dashboard("bf16kit")
         .uid("bf16kit")

@@ -1,4 +1,4 @@
-"""What the dashboard shows: each panel's question, its queries and its unit. How Grafana writes that: ``board.py``."""
+"""The panels of the dashboard: title, queries and unit of each. ``board.py`` writes them in Grafana's format."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HOW = "instance, model, version, backend, device, profile, precision, accumulati
 
 @dataclass(frozen=True)
 class Query:
-    """A PromQL expression, and how its series are called."""
+    """A PromQL expression, and the legend of its series."""
 
     expression: str
     legend: str = ""
@@ -22,7 +22,9 @@ class Query:
 
 @dataclass(frozen=True)
 class Panel:
-    """``bound`` is drawn as a line, or beyond it a number is red; ``width`` is of 24 columns."""
+    """One panel. ``bound`` is drawn as a line, and in a ``stat`` a value above it is red; ``width`` is of 24
+    columns.
+    """
 
     kind: Literal["stat", "lines", "heat", "states", "table"]
     title: str

@@ -1,8 +1,8 @@
-"""Writes what an image holds as a CycloneDX document: ``python bill.py IMAGE VERSION FILE``, in a build stage.
+"""Writes an image's contents as a CycloneDX document: ``python bill.py IMAGE VERSION FILE``, in a build stage.
 
-The stage has the image's environment in its place, and the same base: so the Python packages are those that
-cyclonedx-py finds in /opt/bf16kit, the Debian ones those that dpkg knows here. What is written passes CycloneDX's own
-schema, or the build fails. The same image gives the same bytes: no serial number, no clock time.
+The stage has the image's base, and its environment at the same path. So cyclonedx-py lists the Python packages in
+/opt/bf16kit, and dpkg the Debian ones. The document must pass CycloneDX's schema, or the build fails. The same image
+gives the same bytes: no serial number, no clock time.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Component = dict[str, Any]
 
 
 def debian(listing: str, release: str) -> list[Component]:
-    """The packages of ``listing``, lines of name, version, architecture and status, that are installed.
+    """Return the installed packages of ``listing``, whose lines are name, version, architecture and status.
 
-    ``release`` is as /etc/os-release has it: debian-12.
+    ``release`` is ID and version from /etc/os-release: debian-12.
     """
     found = []
     for line in listing.splitlines():
@@ -41,13 +41,13 @@ def debian(listing: str, release: str) -> list[Component]:
 
 
 def interpreter(version: str) -> Component:
-    """Python itself, which is no package in the official images."""
+    """Return Python itself, which is not a Debian package in the official images."""
     purl = f"pkg:generic/python@{version}"
     return {"type": "application", "name": "python", "version": version, "bom-ref": purl, "purl": purl}
 
 
 def bill(found: Component, others: Iterable[Component], image: str, version: str) -> Component:
-    """``found``, a document of the Python packages, as one of ``image`` that has the ``others`` as well."""
+    """Return ``found``, a document of the Python packages, as one of ``image`` that also contains the ``others``."""
     components = sorted([*found["components"], *others], key=lambda component: str(component["bom-ref"]))
     named = {"type": "container", "name": image, "version": version, "bom-ref": f"{image}@{version}"}
     held = {"ref": named["bom-ref"], "dependsOn": [component["bom-ref"] for component in components]}
@@ -82,7 +82,7 @@ def _check(text: str) -> None:
 
 
 def main(image: str, version: str, target: Path) -> None:
-    """See above."""
+    """Write the bill of materials of ``image`` to ``target``."""
     listing = subprocess.run(_DPKG, check=True, stdout=subprocess.PIPE, text=True).stdout
     others = [*debian(listing, _release()), interpreter(platform.python_version())]
     text = json.dumps(bill(_python_packages(), others, image, version), indent=1, sort_keys=True) + "\n"

@@ -1,11 +1,13 @@
-"""Makes an installed environment fit to be a layer of an image: small, quick to start, and the same bytes each time.
+"""Prepares an installed environment as a layer of an image: small, quick to start, and reproducible.
 
-``python finish.py ENVIRONMENT [--under ROOT]``, in the Dockerfile's build stages. ENVIRONMENT is its path in the image;
-it lies under ROOT now. What a server never reads is removed, everything else compiled, and every time stamp set.
+The Dockerfile's build stages run ``python finish.py ENVIRONMENT [--under ROOT]``. ENVIRONMENT is its path in the image;
+during the build it is below ROOT. Files that a server never reads are removed, the other modules are compiled, and
+every time stamp is set.
 
-Compiled files lie in ``ENVIRONMENT/bytecode`` (``PYTHONPYCACHEPREFIX`` has the image look there), those of Python's
-standard library, too: the official images come without, and would compile what they import at every start. Whose
-source is in a layer of ours is not compared with it; the base's may be replaced by an update, and is, by its hash.
+Compiled files are in ``ENVIRONMENT/bytecode`` (in the image ``PYTHONPYCACHEPREFIX`` points there), also those of the
+standard library: the official images contain none, and would compile every imported module at each start. Bytecode of
+sources in our layer is not checked against them. Bytecode of the base's sources is checked by their hash, because an
+update may replace them.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 BYTECODE = "bytecode"
-# Directories and files of packages that are for who builds or tests them. Licences, in *.dist-info, stay.
-_TESTED = ("google", "mpmath", "numpy", "onnx", "sympy")  # of which the directories called `tests` go
+# Directories and files that only the packages' builders and testers need. Licences, in *.dist-info, stay.
+_TESTED = ("google", "mpmath", "numpy", "onnx", "sympy")  # packages whose directories called `tests` are removed
 _DIRECTORIES = (
     "onnx/backend/test",
     "onnx/test",
@@ -34,14 +36,16 @@ _DIRECTORIES = (
     "torch/share",
 )
 _SUFFIXES = frozenset({".a", ".c", ".cc", ".cpp", ".h", ".hpp", ".pxd", ".pyx"})
-# Of the standard library: what no server imports, and what is not meant to be compiled.
+# Of the standard library: modules that no server imports, or that are not meant to be compiled.
 _LEFT_OUT = frozenset(
     {"dist-packages", "ensurepip", "idlelib", "lib2to3", "site-packages", "test", "tests", "tkinter", "turtledemo"}
 )
 
 
 def prune(packages: Path) -> int:
-    """Remove what only tests and compilers read from ``packages``, a site-packages; how many bytes that was."""
+    """Remove what only tests and compilers read from ``packages``, a site-packages; return the number of bytes
+    removed.
+    """
     doomed = [packages / name for name in _DIRECTORIES]
     doomed += [found for name in _TESTED for found in sorted((packages / name).rglob("tests"))]
     doomed += [found for found in sorted(packages.rglob("*")) if found.suffix in _SUFFIXES and found.is_file()]
@@ -51,16 +55,17 @@ def prune(packages: Path) -> int:
         if path.is_dir():
             removed += sum(file.lstat().st_size for file in path.rglob("*") if not file.is_dir())
             shutil.rmtree(path)
-        elif path.exists():  # not gone with its directory
+        elif path.exists():  # not yet removed with its directory
             removed += path.lstat().st_size
             path.unlink()
     return removed
 
 
 def compile_tree(sources: Iterator[Path], root: Path, bytecode: Path, mode: py_compile.PycInvalidationMode) -> int:
-    """Compile ``sources``, files under ``root``, which are under / in the image, to where the image looks for them.
+    """Compile ``sources``, files under ``root`` (/ in the image), to where the image looks for bytecode.
 
-    How many. One that is no Python of this version, as templates are, is passed over: it is not imported either.
+    Returns how many were compiled. A file that is not valid Python of this version, such as a template, is skipped,
+    because it is not imported either.
     """
     count = 0
     for source in sorted(sources):
@@ -76,7 +81,7 @@ def compile_tree(sources: Iterator[Path], root: Path, bytecode: Path, mode: py_c
 
 
 def settle(tree: Path, epoch: int) -> None:
-    """Set every time stamp in ``tree``, itself included, to ``epoch``, seconds since 1970."""
+    """Set every time stamp in ``tree``, including its own, to ``epoch``, seconds since 1970."""
     for directory, _, files in os.walk(tree, topdown=False):
         for name in (*files, ""):
             os.utime(Path(directory, name), (epoch, epoch), follow_symlinks=False)
@@ -95,7 +100,7 @@ def _standard_library() -> Iterator[Path]:
 
 
 def main() -> None:
-    """See above."""
+    """Prepare the environment that the arguments name."""
     parser = argparse.ArgumentParser(description="Makes an installed environment fit to be a layer of an image.")
     parser.add_argument("environment", type=Path)
     parser.add_argument("--under", type=Path, default=Path("/"), metavar="ROOT")

@@ -1,6 +1,7 @@
 """Writes the alert rules of deploy/prometheus for Kubernetes and for Helm: ``python deploy/kubernetes/rules.py``.
 
-Prometheus' Operator takes rules as an object of the cluster; Helm would take the braces in them for its own.
+The Prometheus Operator needs rules as a cluster object. Helm gets them as a file, because it would interpret the braces
+in a template.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ _HEAD = "# Written by deploy/kubernetes/rules.py from deploy/prometheus/rules: c
 
 
 class _Dumper(yaml.SafeDumper):
-    """Long texts stay legible, and nothing is said by reference."""
+    """Writes long texts as blocks, and never uses aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -29,13 +30,13 @@ _Dumper.add_representer(str, _text)
 
 
 def groups() -> dict[str, Any]:
-    """The groups of every file of rules, as one file would have them."""
+    """Return the groups of all rules files, as one file would contain them."""
     files = sorted((_DEPLOY / "prometheus" / "rules").glob("*.yml"))
     return {"groups": [group for file in files for group in yaml.safe_load(file.read_text("utf-8"))["groups"]]}
 
 
 def written() -> dict[Path, str]:
-    """Each file that is made of the rules, and what it holds."""
+    """Return the contents of each file that is generated from the rules, by path."""
     rule = {
         "apiVersion": "monitoring.coreos.com/v1",
         "kind": "PrometheusRule",

@@ -1,4 +1,4 @@
-"""``python -m deploy.ray``: serve a repository on a Ray cluster. Options as of `bf16-serve`, and Ray's own."""
+"""``python -m deploy.ray``: serve a repository on a Ray cluster. Takes options of `bf16-serve`, and Ray's own."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _run(file: Path | None, given: dict[str, Any]) -> None:
     if ignored := unread(os.environ):
         log.warning("%s", ignored)
     cluster.join(own["address"], config)
-    stop.on_signals()  # after Ray, which has handlers of its own
+    stop.on_signals()  # after ray.init, which installs handlers of its own
     deployed = cluster.Deployed(config, scaling)
     try:
         cluster.open_ports(config, own["proxies"])

@@ -1,4 +1,4 @@
-"""An actor's side of a call: Ray's event loop on one hand, servicers that block on the other."""
+"""An actor's side of a call: connects Ray's event loop to servicers that block."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from service.transport.status import Status
 
 
 class Answering:
-    """A method for each RPC, named as Ray calls it. Whoever derives from this sets :attr:`direct`.
+    """Has a method for each RPC, with the name that Ray calls. Subclasses set :attr:`direct`.
 
-    None of them raises: what an exception says would reach the client through Ray.
+    None of them raises, because Ray would send the text of an exception to the client.
     """
 
     direct: Direct
@@ -29,7 +29,7 @@ class Answering:
         )
 
     async def answer_one(self, rpc: Rpc, data: bytes, context: Any) -> Frame:
-        """The answer to ``data``. A client that leaves cancels this, and with it the request in its queue."""
+        """Return the response to ``data``. If the client cancels, this is cancelled, and so is the queued request."""
         call = self._open(rpc, context)
         if isinstance(call, Status):
             return Frame.of(call)
@@ -40,7 +40,7 @@ class Answering:
             call.end()
 
     async def answer_stream(self, rpc: Rpc, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[Frame]:
-        """The answers to ``requests``, in their order."""
+        """Yield the responses to ``requests``, in their order."""
         call = self._open(rpc, context)
         if isinstance(call, Status):
             yield Frame.of(call)
@@ -58,7 +58,7 @@ class Answering:
             feeding.cancel()
 
     async def answer_watch(self, rpc: Rpc, data: bytes, context: Any) -> AsyncIterator[Frame]:
-        """What there is to say, when there is something to say."""
+        """Yield responses as they become available."""
         call = self._open(rpc, context)
         if isinstance(call, Status):
             yield Frame.of(call)
@@ -79,7 +79,7 @@ class Answering:
 
 
 class _Feed:
-    """Requests that come on an event loop, for a thread that waits for each. One at most lies here."""
+    """Passes requests from an event loop to a thread that waits for each; buffers at most one."""
 
     def __init__(self) -> None:
         self._come: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
@@ -105,7 +105,7 @@ class _Feed:
 
 
 def _method(rpc: Rpc) -> Callable[..., Any]:
-    """Ray looks at the names of a method's parameters: ``grpc_context`` is what it gives the call's context by."""
+    """Return the method for ``rpc``. Ray finds the call's context by the parameter name ``grpc_context``."""
     if rpc.kind == "unary":
 
         async def unary(self: Answering, request: bytes, grpc_context: Any) -> Frame:

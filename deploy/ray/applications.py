@@ -1,4 +1,4 @@
-"""The applications that Ray is to run: the front, and one for each model, with what each of its replicas takes.
+"""The applications that Ray runs: the front, and one for each model, with the resources of each replica.
 
 ``serve run deploy.ray.applications:front`` and ``…:model`` build them too, from the arguments in Ray's own
 configuration file: `python -m deploy.ray --print-config` writes one.
@@ -25,15 +25,15 @@ from service.process.config import ServerConfig, explain
 from service.process.memory import PART
 
 _FRONT_MEMORY = 256 << 20
-_FRONT_CALLS = 4096  # health watches stay for as long as their clients
-_PER_REPLICA = 4  # times the target: what one replica is given at most
-_SURGE_PERCENT = 25  # of the replicas, rounded up: new ones are ready before as many old ones go
-_TRIES = 3  # to start a replica: an artifact that is damaged does not mend
+_FRONT_CALLS = 4096  # health watches last as long as their clients
+_PER_REPLICA = 4  # times the target: requests that one replica gets at most
+_SURGE_PERCENT = 25  # of the replicas, rounded up: that many new ones are ready before as many old ones are stopped
+_TRIES = 3  # to start a replica: a damaged artifact stays damaged
 _ENVIRONMENT = {"ORT_DISABLE_TELEMETRY": "1"}
 
 
 def front(arguments: Mapping[str, Any]) -> Any:
-    """``config``: a server's, as JSON; ``models``: versions by name."""
+    """Return the front. ``config``: a server's, as JSON; ``models``: versions by name."""
     options = {"num_cpus": 0, "memory": _FRONT_MEMORY, "runtime_env": {"env_vars": _ENVIRONMENT}}
     deployed = serve.deployment(
         Front,
@@ -46,21 +46,24 @@ def front(arguments: Mapping[str, Any]) -> Any:
         health_check_timeout_s=10,
         graceful_shutdown_timeout_s=2,
     )
-    config = _config(arguments)  # requests for models that are not there come here, whatever they hold
+    config = _config(arguments)  # the front gets requests for models that do not exist, of any size
     config = config.model_copy(update={"max_request_bytes": min(config.max_request_bytes, _FRONT_MEMORY // PART)})
     return deployed.bind(described(config, 1.0), dict(arguments.get("models", {})))
 
 
 def model(arguments: Mapping[str, Any]) -> Any:
-    """``config``: a server's, as JSON; ``scaling``: see :class:`Scaling`; and ``wish``, what is served, or ``model``,
-    which of the repository's."""
+    """Return the application of one model.
+
+    ``config``: a server's, as JSON; ``scaling``: see :class:`Scaling`; and either ``wish``, the versions to serve, or
+    ``model``, a name in the repository.
+    """
     config, scaling = _config(arguments), Scaling.from_json(dict(arguments.get("scaling", {})))
     placed = place(_wish(arguments, config), config)
     return deployment(placed, scaling).bind(described(placed.config, scaling.cpus), placed.wish.to_json())
 
 
 def deployment(placed: Place, scaling: Scaling) -> Any:
-    """Replicas of one model: where they fit, and how many as the requests in flight ask for."""
+    """Return the deployment of one model: where replicas fit, and how many, by the number of requests in flight."""
     options: dict[str, Any] = {
         "num_cpus": scaling.cpus,
         "memory": placed.memory,
@@ -78,7 +81,7 @@ def deployment(placed: Place, scaling: Scaling) -> Any:
                 "target_ongoing_requests": scaling.target,
             }
         }
-    if scaling.per_node:  # then there may be no node for one more than there are
+    if scaling.per_node:  # then there may be no node for an additional replica during an update
         number["max_replicas_per_node"] = scaling.per_node
     return serve.deployment(
         Replica,
@@ -97,7 +100,7 @@ def deployment(placed: Place, scaling: Scaling) -> Any:
 
 
 def described(config: ServerConfig, cpus: float) -> dict[str, Any]:
-    """A server's configuration as it travels. Of a replica's threads there are as many as it has processors."""
+    """Return a server's configuration as JSON. A replica has as many threads as CPUs."""
     told: dict[str, Any] = config.model_dump(mode="json")
     told["repository"] = str(Path(config.repository).absolute())
     told["threads"] = config.threads or max(1, int(cpus))
@@ -105,7 +108,7 @@ def described(config: ServerConfig, cpus: float) -> dict[str, Any]:
 
 
 def _config(arguments: Mapping[str, Any]) -> ServerConfig:
-    """The configuration in ``arguments``, whole: what is left out has its default. Raises ConfigError."""
+    """Return the configuration in ``arguments``, completed by defaults. Raises ConfigError."""
     try:
         return check(ServerConfig(**arguments.get("config", {})))
     except ValidationError as error:
@@ -119,7 +122,7 @@ def _wish(arguments: Mapping[str, Any], config: ServerConfig) -> Wish:
 
 
 def all_of(config: ServerConfig, scaling: Scaling, wishes: Mapping[str, Wish]) -> dict[str, dict[str, Any]]:
-    """The arguments of every application, by its name: the front's first."""
+    """Return the arguments of every application, by its name, the front's first."""
     models = {name: sorted(wish.versions) for name, wish in wishes.items()}
     found: dict[str, dict[str, Any]] = {FRONT: {"config": described(config, scaling.cpus), "models": models}}
     for name, wish in wishes.items():
@@ -133,5 +136,7 @@ def all_of(config: ServerConfig, scaling: Scaling, wishes: Mapping[str, Wish]) -
 
 
 def route(name: str) -> str:
-    """The HTTP path of an application. Ray's gRPC proxy knows those alone that have one; a model has no pages there."""
+    """Return the HTTP path of an application. Ray's gRPC proxy knows only applications that have one; a model has no
+    pages.
+    """
     return f"/-/{name}"

@@ -1,4 +1,4 @@
-"""The RPCs that are served, by their paths, and what of a call a replica is told beside its bytes."""
+"""The served RPCs by path, and the metadata that a replica gets besides a request's bytes."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from service.transport.handlers import SERVICE
 Kind = Literal["unary", "watch", "stream"]
 Metadata = tuple[tuple[str, str | bytes], ...]
 
-FRONT = "bf16kit"  # the application of all that concerns no single model
-APPLICATION = "application"  # Ray's own metadatum, by which its proxy chooses one
-SECONDS_LEFT = "bf16kit-seconds-left"  # of the client's deadline: gRPC tells a server of it beside the metadata
-# Settings that Ray's proxies are told by the environment, for nothing else of ours reaches them.
+FRONT = "bf16kit"  # the application for everything that concerns no single model
+APPLICATION = "application"  # Ray's metadata key, by which its proxy chooses an application
+SECONDS_LEFT = "bf16kit-seconds-left"  # until the client's deadline, which gRPC does not pass on as metadata
+# Settings that Ray's proxies read from the environment, the only way to pass them.
 IN_PROXIES = ("max_message_bytes", "stream_idle_seconds", "overload_status")
-# Ray's own metadata: what a client says of them is not for Ray.
+# Ray's own metadata: values from a client must not reach Ray.
 _STEERING = (APPLICATION, SECONDS_LEFT, "request_id", "multiplexed_model_id", "session_id")
 
 
 class Rpc(NamedTuple):
-    """``method`` is the replica's, by Ray's rule the last part of the path."""
+    """One RPC. ``method`` is the replica's method; by Ray's rule it is the last part of the path."""
 
     path: str
     method: str
@@ -50,19 +50,19 @@ STREAM = f"/{SERVICE}/ModelStreamInfer"
 
 
 def application(model: str) -> str:
-    """The application that serves ``model``."""
+    """Return the name of the application that serves ``model``."""
     return f"{FRONT}.{model}"
 
 
 def steered(metadata: Iterable[tuple[str, str | bytes]], app: str, seconds_left: float | None) -> Metadata:
-    """A client's metadata, and what Ray's proxy and the replica are to know."""
+    """Return a client's metadata plus what Ray's proxy and the replica need."""
     kept = tuple((name, value) for name, value in metadata if name not in _STEERING)
     left = () if seconds_left is None else ((SECONDS_LEFT, f"{max(0.0, seconds_left):.6f}"),)
     return (*kept, (APPLICATION, app), *left)
 
 
 def unsteered(metadata: Iterable[tuple[str, str | bytes]]) -> tuple[Metadata, float | None]:
-    """The client's own, and the seconds that it still waits; None: for good."""
+    """Return the client's own metadata, and the seconds until its deadline; None: no deadline."""
     found = tuple((name, value) for name, value in metadata)
     left = next((float(value) for name, value in found if name == SECONDS_LEFT), None)
     return tuple(pair for pair in found if pair[0] not in _STEERING), left

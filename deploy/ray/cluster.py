@@ -1,4 +1,4 @@
-"""Telling Ray what is to run, now and as the repository changes."""
+"""Deploys the applications on Ray, now and whenever the repository changes."""
 
 from __future__ import annotations
 
@@ -32,26 +32,27 @@ from service.process.stop import Stop
 from service.workers.view import SlotState
 
 _log = logging.getLogger(__name__)
-_ADDRESS = "RAY_ADDRESS"  # Ray's variable
-_OWN = "local"  # Ray's word for a new cluster
+_ADDRESS = "RAY_ADDRESS"  # Ray's own variable
+_OWN = "local"  # Ray's name for a new cluster
 INGRESS = "deploy.ray.ingress.add_inference"
 _LOG = {"log_level": "WARNING", "enable_access_log": False}
 _ROOT = Path(__file__).parents[2]
 _LOOK_SECONDS = 1.0
 _REMOVED_LOOK_SECONDS = 0.2
-_REMOVE_SECONDS = 15.0  # beyond the time that requests have to end, for Ray to end what is left
-# Ray starts what it has not given up again by itself.
+_REMOVE_SECONDS = 15.0  # beyond the time that requests have to end, for Ray to stop the rest
+# Ray restarts by itself what it has not given up; that counts as loading.
 _STATES: Mapping[str, State] = {"RUNNING": "ready", "DEPLOY_FAILED": "unavailable"}
-#: What Ray raises where the cluster does not do what it is told.
+# : Ray's errors when the cluster does not do what it is asked.
 FAILURES = (RayError, RayServeException, TimeoutError, ConnectionError)
 
 
 def join(address: str | None, config: ServerConfig) -> None:
-    """Be part of the cluster at ``address``, or else at RAY_ADDRESS, or start one on this machine, without its
-    dashboard and without what it tells its makers: not given, Ray would join whichever it finds. Raises ConfigError
-    where there is none.
+    """Join the cluster at ``address``, else the one at RAY_ADDRESS, else start one on this machine.
 
-    Ray's own processes read the environment when they start: what is set here is for those of a cluster that begins.
+    Without an address Ray would join any cluster it finds. A new cluster has no dashboard and no usage statistics.
+    Raises ConfigError if there is no such cluster.
+
+    Ray's processes read the environment when they start, so the variables set here affect only a new cluster.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_SERVE_GRPC_MAX_MESSAGE_SIZE", str(config.max_message_bytes))
@@ -70,8 +71,11 @@ def join(address: str | None, config: ServerConfig) -> None:
 
 
 def open_ports(config: ServerConfig, location: str) -> None:
-    """Start Ray's proxies, unless they run: their ports stay what they were then. Raises ConfigError for a port of this
-    machine that is taken: Ray would try it for minutes, or share it with another cluster's proxies."""
+    """Start Ray's proxies, unless they run: then their ports stay as they are.
+
+    Raises ConfigError for a port of this machine that is taken. Ray would retry it for minutes, or share it with
+    another cluster's proxies.
+    """
     if serve.status().proxies:
         _log.warning("Ray Serve runs in this cluster already: its ports are those that it was started with")
     elif _listens_here(location):
@@ -94,7 +98,7 @@ def _run(targets: list[RunTarget]) -> None:
 
 
 def _fits(takes: Mapping[str, float]) -> bool:
-    """Whether a node has all of that, in use or not."""
+    """Return whether some node has all these resources, in use or not."""
     return any(
         node["Alive"] and all(node["Resources"].get(of, 0.0) >= amount for of, amount in takes.items())
         for node in ray.nodes()
@@ -102,7 +106,7 @@ def _fits(takes: Mapping[str, float]) -> bool:
 
 
 def _listens_here(location: str) -> bool:
-    """Whether this machine is of the cluster, and has a proxy."""
+    """Return whether this machine belongs to the cluster and runs a proxy."""
     if ray.util.client.ray.is_connected():
         return False
     own = ray.get_runtime_context().get_node_id()
@@ -112,7 +116,7 @@ def _listens_here(location: str) -> bool:
 
 
 class Deployed:
-    """The applications of one repository. :meth:`follow` deploys what has changed in it since, and nothing else."""
+    """The applications of one repository. :meth:`follow` deploys only what has changed since the last call."""
 
     def __init__(self, config: ServerConfig, scaling: Scaling) -> None:
         self._config = config
@@ -125,11 +129,13 @@ class Deployed:
 
     @property
     def names(self) -> list[str]:
-        """Of the applications."""
+        """The names of the applications."""
         return [FRONT, *map(application, self._wishes or ())]
 
     def follow(self) -> None:
-        """Does not wait: models load side by side, and one that cannot be served holds up no other.
+        """Deploy and remove models as the repository changes; does not wait.
+
+        Models load in parallel, and one that cannot be served does not delay the others.
 
         Raises ConfigError when the repository cannot be listed.
         """
@@ -149,7 +155,7 @@ class Deployed:
         for name in sorted((before or {}).keys() - seen.wishes.keys()):
             _log.info("model %r: removed", name)
             serve.delete(application(name), _blocking=False)
-        self._wishes = seen.wishes  # now: what could not be told is told again
+        self._wishes = seen.wishes  # only now: after an error, the next call deploys it again
 
     def _deploy(self, wishes: Sequence[Wish]) -> None:
         arguments = applications.all_of(self._config, self._scaling, {wish.name: wish for wish in wishes})
@@ -168,8 +174,10 @@ class Deployed:
         _run(targets)
 
     def retry(self, states: Mapping[str, str]) -> None:
-        """Deploy again what Ray has given up, ever more rarely: why may have passed, and nothing tells of it.
-        ``states``: as of :meth:`states`."""
+        """Deploy again what Ray has given up, at increasing intervals, because the cause may have passed.
+
+        ``states`` are those of :meth:`states`.
+        """
         self._places = [
             SlotState(name, version, _STATES.get(states[application(name)], "loading"))
             for name, wish in (self._wishes or {}).items()
@@ -178,19 +186,22 @@ class Deployed:
         self._deploy(self._retries.due(self._wishes or {}))
 
     def remind(self) -> None:
-        """Tell the front what there is to be: one that was started anew knows what there was."""
+        """Tell the front which models there are; a restarted front knows only those of its start."""
         models = {name: sorted(wish.versions) for name, wish in (self._wishes or {}).items()}
         serve.get_app_handle(FRONT).want.remote(models)
 
     def states(self) -> dict[str, str]:
-        """What Ray says of each application, by its name: RUNNING, DEPLOYING, UNHEALTHY and so on."""
+        """Return Ray's state of each application, by its name: RUNNING, DEPLOYING, UNHEALTHY and so on."""
         found = serve.status().applications
         return {name: str(found[name].status.value) if name in found else "NOT_STARTED" for name in self.names}
 
     def remove(self) -> None:
-        """All of them, and nothing that others run: not ready for ``lame_duck_seconds``, and then all models side by
-        side, once their requests are answered."""
-        with contextlib.suppress(*FAILURES):  # it may be gone
+        """Remove these applications, and no others.
+
+        They are not ready for ``lame_duck_seconds``; then all models are removed in parallel, once their requests have
+        ended.
+        """
+        with contextlib.suppress(*FAILURES):  # it may be gone already
             serve.get_app_handle(FRONT).retire.remote()
         time.sleep(self._config.lame_duck_seconds)  # a second signal ends the program at once
         front, *models = self.names
@@ -209,7 +220,7 @@ class Deployed:
 
 
 def follow(deployed: Deployed, config: ServerConfig, stop: Stop) -> None:
-    """Until ``stop``: say how applications come and go and, with ``model_control: poll``, look at the repository."""
+    """Log the applications' states until ``stop`` and, with ``model_control: poll``, follow the repository."""
     told: dict[str, str] = {}
     until_poll = config.poll_seconds
     while not stop.wait(_LOOK_SECONDS):
@@ -231,7 +242,9 @@ def follow(deployed: Deployed, config: ServerConfig, stop: Stop) -> None:
 
 
 def as_config(config: ServerConfig, scaling: Scaling, wishes: dict[str, Wish], location: str) -> dict[str, Any]:
-    """Ray Serve's own configuration of all that: for ``serve deploy``, or a RayService's ``serveConfigV2``."""
+    """Return Ray Serve's own configuration of all applications: for ``serve deploy``, or a RayService's
+    ``serveConfigV2``.
+    """
     listed = []
     for name, arguments in applications.all_of(config, scaling, wishes).items():
         function, route = ("front", "/") if name == FRONT else ("model", applications.route(name))

@@ -1,7 +1,7 @@
-"""What travels between a replica and Ray's proxy: an answer or a status, in bytes.
+"""Frames between a replica and Ray's proxy: a response or a status, as bytes.
 
-Ray would carry a status only as an exception, with its traceback, or as the state of an object of its own: an answer
-that says what it is depends on neither. A frame is one byte and what it is said to be.
+Ray can pass on a status only as an exception with its traceback, or in an object of its own. A frame needs neither. Its
+first byte says what the rest is.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _CODES = {int(code.value[0]): code for code in StatusCode}
 
 
 class Frame:
-    """Bytes, as Ray wants them of a gRPC replica: something with a ``SerializeToString``."""
+    """Bytes as Ray expects them from a gRPC replica: an object with ``SerializeToString``."""
 
     __slots__ = ("_data",)
 
@@ -34,7 +34,7 @@ class Frame:
 
 
 def opened(data: bytes) -> bytes | Status:
-    """What :meth:`Frame.of` was given. ValueError for bytes that are no frame."""
+    """Return what :meth:`Frame.of` was given; ValueError for bytes that are no frame."""
     if data[:1] == _ANSWER:
         return data[1:]
     if data[:1] == _STATUS and len(data) > 1 and data[1] in _CODES:

@@ -1,6 +1,7 @@
-"""The front: what is asked of all models together, or of none; and where replicas say what they are.
+"""The front: answers requests for all models together or for none, and receives the replicas' reports.
 
-It runs no model. Its pages, behind Ray's HTTP proxy, are a server's, and ``/targets``: where Prometheus finds replicas.
+It runs no model. Behind Ray's HTTP proxy it serves a server's pages, and ``/targets``, where Prometheus discovers
+replicas.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _CHANGES = ("RepositoryModelLoad", "RepositoryModelUnload")
 
 
 class Front(Answering):
-    """One of them. ``models`` are to be served, versions by name; :meth:`want` says so anew."""
+    """The front, of which there is one. ``models`` are those to serve, versions by name; :meth:`want` replaces them."""
 
     def __init__(self, config: Mapping[str, Any], models: Wanted) -> None:
         self._config = ServerConfig(**{**config, "model_control": "none"})
@@ -64,29 +65,29 @@ class Front(Answering):
         self._stopped = threading.Event()
 
     async def want(self, models: Wanted) -> None:
-        """These are to be served from now on."""
+        """Set the models to serve from now on."""
         self._reports.want(models)
 
     async def retire(self) -> None:
-        """Not ready from now on; whoever still comes is answered."""
+        """Be not ready from now on; requests that still arrive are answered."""
         self._reports.retire()
 
     async def answer_one(self, rpc: Rpc, data: bytes, context: Any) -> Frame:
         return Frame.of(_NOT_HERE) if rpc.method in _CHANGES else await super().answer_one(rpc, data, context)
 
     async def report(self, told: Mapping[str, Any]) -> float:
-        """A replica's, which is answered the seconds until its next one."""
+        """Take a replica's report; return the seconds until its next one."""
         if told.get("gone"):
             self._reports.forget(told["replica"])
             return 0.0
         return self._reports.hear(Report.from_json(told))
 
     async def targets(self) -> list[str]:
-        """Where replicas are scraped, ``host:port``."""
+        """Return the addresses at which replicas are scraped, ``host:port``."""
         return sorted(report.target for report in self._reports.reports() if report.target)
 
     async def __call__(self, request: Request) -> Response:
-        """A page, as the HTTP port of a server has it."""
+        """Answer a request for a page, as a server's HTTP port does."""
         path = request.url.path
         route = self._pages.get(path)
         if not (route is not None and route.probe) and not self._may_read(request.headers.get("authorization")):

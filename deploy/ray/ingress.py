@@ -1,8 +1,8 @@
-"""What Ray's gRPC proxies import (``deploy.ray.ingress.add_inference``): which replicas a call goes to, and its end.
+"""Handlers in Ray's gRPC proxies (``deploy.ray.ingress.add_inference``): choose the replicas and the status of a call.
 
-Around each of Ray's own handlers: a request goes to its model's application; the client's deadline travels along, of
-which Ray's proxy says nothing to a replica; what a replica answered is opened; and where Ray failed instead, clients
-are told so in a status that is theirs, and the text stays in the proxy's log.
+They wrap Ray's own handlers. A request goes to its model's application, with the client's deadline, which Ray's proxy
+does not pass on. The replica's frame is opened. When Ray fails, clients get a status of ours, and the details stay in
+the proxy's log.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from service.transport.services import REFLECTION_SECONDS
 from service.transport.status import Status
 from service.wire.skim import named_model
 
-_log = logging.getLogger("ray.serve")  # Ray's own, which the proxy's file has
-_NEVER = 1e9  # seconds: gRPC gives a call without a deadline a time remaining beyond any clock
+_log = logging.getLogger("ray.serve")  # Ray's logger, which writes to the proxy's file
+_NEVER = 1e9  # seconds: for a call without a deadline gRPC reports a larger time remaining
 _GONE = Status(grpc.StatusCode.UNAVAILABLE, "the replica that had this request is gone; send it again")
 _LATE = Status(grpc.StatusCode.DEADLINE_EXCEEDED, "the time of the call is over")
 _FULL = Status(grpc.StatusCode.RESOURCE_EXHAUSTED, "as many requests wait for the replicas as may; try again later")
@@ -35,7 +35,7 @@ _LEFT = Status(grpc.StatusCode.CANCELLED, "the client has left")
 
 
 def add_inference(servicer: Any, server: Any) -> None:
-    """Every RPC, for Ray's proxy to put its own handlers behind."""
+    """Add every RPC to the server of Ray's proxy, which then adds its own handlers."""
     server.add_generic_rpc_handlers((Ingress(),))
 
 
@@ -43,7 +43,7 @@ def _unary(request: bytes, context: Any) -> None: ...
 
 
 class Ingress(grpc.GenericRpcHandler):
-    """``_method_handlers`` is where Ray looks for what there is, and puts what it answers it with."""
+    """Handles every RPC. Ray reads ``_method_handlers`` and replaces the values with its own handlers."""
 
     def __init__(self) -> None:
         self._method_handlers: dict[str, Any] = {rpc.path: _handler(rpc) for rpc in RPCS.values()}
@@ -53,7 +53,7 @@ class Ingress(grpc.GenericRpcHandler):
     def service(self, handler_call_details: Any) -> Any:
         rpc = RPCS.get(handler_call_details.method)
         if rpc is None:
-            return None  # gRPC answers UNIMPLEMENTED
+            return None  # gRPC responds UNIMPLEMENTED
         rays = self._method_handlers[rpc.path]
         if rpc.kind == "unary":
             return rays._replace(unary_unary=self._answers_one(rpc, rays.unary_unary))
@@ -66,7 +66,7 @@ class Ingress(grpc.GenericRpcHandler):
             if len(data) > self._max_bytes:
                 return _tell(context, too_large(len(data), self._max_bytes))
             told = await _ask(rays, data, context, _application(rpc, data))
-            if told is None:  # no such application: the front knows why
+            if told is None:  # no such application: the front knows the reason
                 told = await _ask(rays, data, context, FRONT)
             return _tell(context, self._worded(_UNKNOWN if told is None else told))
 
@@ -80,7 +80,7 @@ class Ingress(grpc.GenericRpcHandler):
                 app = _application(rpc, await requests.first() or b"")
             ended: Status | None = (requests.ending if requests is not None else None) or _UNKNOWN
             for name in dict.fromkeys((app, FRONT)):
-                if ended is _UNKNOWN:  # of an application that is not there the front knows why
+                if ended is _UNKNOWN:  # no such application: the front knows the reason
                     ended = None
                     async for told in _each(rays, request if requests is None else requests.all(), context, name):
                         if isinstance(told, Status):
@@ -96,18 +96,18 @@ class Ingress(grpc.GenericRpcHandler):
         return answers
 
     def _worded(self, told: bytes | Status) -> bytes | Status:
-        """What the client is told, where Ray knows nobody to ask or may let no more wait."""
+        """Return the status for the client when Ray has no replica or its queue is full; else ``told``."""
         if told is _UNKNOWN:
             return _STARTING
         return self._full if told is _FULL else told
 
     def _patience(self, rpc: Rpc) -> float:
-        """Seconds that a stream waits for its next request."""
+        """Return how many seconds a stream waits for its next request."""
         return self._idle_seconds if rpc.path == STREAM else REFLECTION_SECONDS
 
 
 def _setting(key: str) -> Any:
-    """As this process was told by its environment, and in its type."""
+    """Return a setting from this process' environment, or its default, in its type."""
     default = ServerConfig.model_fields[key].default
     return type(default)(os.environ.get(f"{ENV_PREFIX}{key.upper()}") or default)
 
@@ -121,12 +121,12 @@ def _handler(rpc: Rpc) -> Any:
     return make(_unary)  # Ray replaces it
 
 
-# Ray's proxy knows no such application, or that none of its replicas could be started: it has asked nobody.
+# Ray's proxy does not know the application, or could not start any replica; no replica has seen the request.
 _UNKNOWN = Status(grpc.StatusCode.NOT_FOUND, "")
 
 
 async def _ask(rays: Callable[..., Any], data: bytes, context: Any, app: str) -> bytes | Status | None:
-    """What the replicas of ``app`` answered; None where there are none to ask."""
+    """Return the response of a replica of ``app``; None if there is none."""
     asked = _Asked(context, app)
     try:
         answer = await rays(data, asked)
@@ -154,7 +154,7 @@ def _application(rpc: Rpc, data: bytes) -> str:
 
 
 async def _each(rays: Callable[..., Any], request: Any, context: Any, app: str) -> AsyncIterator[bytes | Status]:
-    """What the replica of ``app`` answers, one after the other; a status is the last."""
+    """Yield the responses of the replica of ``app``; a status is the last."""
     asked = _Asked(context, app)
     try:
         async for data in rays(request, asked):
@@ -172,7 +172,7 @@ async def _each(rays: Callable[..., Any], request: Any, context: Any, app: str) 
 
 
 class _Asked:
-    """The context of a call as Ray's handler sees it. What Ray would tell the client stays here."""
+    """The context of a call for Ray's handler. It keeps Ray's own status and details from the client."""
 
     def __init__(self, context: Any, app: str) -> None:
         left = context.time_remaining()
@@ -209,7 +209,7 @@ class _Asked:
     def set_compression(self, compression: Any) -> None: ...
 
     def failure(self) -> Status | None:
-        """Where Ray itself did not bring the answer of a replica: what the client is told of it."""
+        """Return the status for the client if Ray failed to bring a replica's response; else None."""
         code = self._code
         if code in (None, 0, grpc.StatusCode.OK):
             return None
@@ -221,7 +221,7 @@ class _Asked:
             return _LATE
         if code is grpc.StatusCode.CANCELLED:
             return _LEFT
-        # A replica raises nothing while it lives: it or its node has died, or Ray has a bug.
+        # A live replica never raises: it or its node has died, or Ray has a bug.
         incident = secrets.token_hex(6)
         _log.error("incident %s: %s %s", incident, code, " | ".join(self._details.splitlines())[:2000])
         return Status(_GONE.code, f"{_GONE.details} (incident {incident})")

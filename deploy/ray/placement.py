@@ -1,7 +1,7 @@
-"""What a replica of a model takes of a node, by its artifacts' own sizes: Ray places it where there is as much.
+"""The memory of a model's replica, from the sizes of its artifacts: Ray places it on a node that has as much.
 
-What is reserved is all that a replica has, as a container's limit is all that a server has: what its requests may hold
-and what its references may take follow from it, and what the operator says of either is reserved.
+The reservation is all that a replica has, as a container's limit is for a server. The limits of its requests and its
+references follow from it. Limits that the operator sets are reserved in full.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from service.process.config import ServerConfig
 from service.process.memory import PART
 from service.shadow.memory import fp32_bytes
 
-# A replica without a model, and its second process, which has the fp32 references: what their imports take, measured by
-# tests/ray/test_placement.py, with room to spare.
+# Memory of a replica without a model, and of its second process, which runs the fp32 references: what their imports
+# take, measured by tests/ray/test_placement.py, plus a margin.
 PROCESS_BYTES = 320 << 20
 REFERENCE_PROCESS_BYTES = 160 << 20
-_AT_LOAD = 1.5  # times its weights: a copy is made, packed for the kernel, and the golden samples run
-_FP32_LOADED = 1.4  # times its fp32 weights: a loaded reference was seen to take up to 1.33 (service/shadow/memory.py)
+_AT_LOAD = 1.5  # times its weights: they are copied and packed for the kernel, and the golden samples run
+_FP32_LOADED = 1.4  # times its fp32 weights: loading a reference took up to 1.33 (service/shadow/memory.py)
 _REFERENCE_RUN_BYTES = 128 << 20  # eight rows at most, unless shadow.max_rows says otherwise
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One replica's. ``refused`` says why one of the versions cannot be served; "" where all may be.
+    """The place of one replica. ``refused`` says why one of the versions cannot be served; "" if all may be.
 
-    ``config`` and ``wish`` are what it is started with: as given, and bounded by ``memory``.
+    ``config`` and ``wish`` are what it is started with: the given ones, with limits that fit ``memory``.
     """
 
     model: str
@@ -41,8 +41,11 @@ class Place:
 
 
 def place(wish: Wish, config: ServerConfig) -> Place:
-    """Of one model, served as ``config`` says. One whose artifacts cannot be opened has a place all the same: its
-    replica says why it is not served. What was placed is placed alike when it is placed again."""
+    """Return the place of one model's replica, served as ``config`` says.
+
+    A model whose artifacts cannot be opened has a place, too: its replica reports why it is not served. Placing the
+    result again gives the same place.
+    """
     base, measured, refused, plans = PROCESS_BYTES, False, "", []
     for plan in wish.plans:
         try:
@@ -56,10 +59,10 @@ def place(wish: Wish, config: ServerConfig) -> Place:
         measured = measured or plan.serving.shadow.remote is not None or _has_reference(plan, manifest)
     if measured:
         base += REFERENCE_PROCESS_BYTES
-    share = base // (PART - 1)  # then it is one part of the whole
+    share = base // (PART - 1)  # so that it is one part of the total
     requests, message = _at_most(config, "max_request_bytes", share), _at_most(config, "max_message_bytes", share)
     bounded = config.model_copy(update={"max_request_bytes": requests, "max_message_bytes": message})
-    # One request alone is let in however large it is.
+    # A single request is accepted up to these sizes, whatever else is in use.
     return Place(wish.name, base + max(requests, message), bounded, Wish(wish.name, tuple(plans)), refused)
 
 
@@ -69,13 +72,13 @@ def _at_most(config: ServerConfig, key: str, share: int) -> int:
 
 
 def _has_reference(plan: Plan, manifest: Manifest) -> bool:
-    """Whether a process beside the replica runs this version's reference."""
+    """Return whether a process beside the replica runs this version's reference."""
     shadow = plan.serving.shadow
     return shadow.on and shadow.remote is None and manifest.reference is not None
 
 
 def _bounded(plan: Plan, manifest: Manifest) -> Plan:
-    """``plan`` with a bound on what its reference takes, where it has one and none was given."""
+    """Return ``plan`` with a memory limit for its reference, if it has a reference and no limit was given."""
     shadow = plan.serving.shadow
     if not _has_reference(plan, manifest) or shadow.reference_memory_bytes is not None:
         return plan
@@ -85,7 +88,7 @@ def _bounded(plan: Plan, manifest: Manifest) -> Plan:
 
 
 def _memory(plan: Plan, manifest: Manifest) -> int:
-    """Bytes that one version takes beyond the processes: its weights, those of its references, a batch's answers."""
+    """Return the bytes that one version takes beyond the processes: its weights, its references, a batch's outputs."""
     serving, files = plan.serving, manifest.files
     weights = sum(entry.bytes for name, entry in files.items() if name.startswith("weights."))
     scripted = max((entry.bytes for name, entry in files.items() if name.endswith((".pt", ".pt2"))), default=0)

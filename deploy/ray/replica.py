@@ -1,4 +1,4 @@
-"""A replica: one model, served as a process of `bf16-serve` serves it, with Ray's proxy in place of its gRPC port."""
+"""A replica: one model, served as by a `bf16-serve` process, with Ray's proxy in place of its gRPC port."""
 
 from __future__ import annotations
 
@@ -30,21 +30,22 @@ from service.workers.view import SlotState
 _log = logging.getLogger(__name__)
 _TEND_SECONDS = 0.1
 _LOOK_SECONDS = 0.05
-_REPORT_SECONDS = 5.0  # that a report may take; the next one says more
-_LAST_WORDS_SECONDS = 2 * _REPORT_SECONDS  # a report, and that it was the last
+_REPORT_SECONDS = 5.0  # for one report; the next one repeats everything
+_LAST_WORDS_SECONDS = 2 * _REPORT_SECONDS  # for a report, and for the one that says it was the last
 _RETRY_SECONDS = 1.0
 
 
 class Replica(Answering):
-    """``wish`` says what is served, as JSON: a replica that is started later serves the same as the others.
+    """``wish`` is what to serve, as JSON: a replica that is started later serves the same as the others.
 
-    Ray sends it requests once this has returned: then the model has passed every gate, its golden samples too. Raises
-    RuntimeError with the reason where it has not; Ray tries again.
+    Ray sends it requests once the constructor returns. By then the model has passed every gate, including its golden
+    samples. Otherwise it raises RuntimeError with the reason, and Ray tries again.
     """
 
     def __init__(self, config: Mapping[str, Any], wish: str) -> None:
         bound_heap()
-        # Whoever removes it has told load balancers before: once Ray ends it no request comes any more.
+        # No lame duck here: whoever removes it has told load balancers before, so no request arrives by the time Ray
+        # stops it.
         self._config = ServerConfig(**{**config, "http_port": 0, "model_control": "none", "lame_duck_seconds": 0})
         configure(self._config.log_level, self._config.log_format)
         _announce(self._config)
@@ -79,17 +80,19 @@ class Replica(Answering):
         raise RuntimeError(f"the model cannot be served: {said}")
 
     def check_health(self) -> None:
-        """Ray asks now and then, and replaces a replica that raises."""
+        """Raise RuntimeError if no version is ready. Ray calls this periodically, and replaces a replica that
+        raises.
+        """
         if not any(slot.state == "ready" for slot in self._served.repository.models()):
             raise RuntimeError("no version of the model is ready any more")
 
     async def __call__(self, request: Request) -> Response:
-        """Ray's HTTP proxy asks: a model has no pages but its replicas' own, on their ports."""
+        """Respond 404 to Ray's HTTP proxy: a model's pages are on its replicas' own ports."""
         return Response("models answer gRPC; /targets has the addresses of their metrics\n", 404)
 
     def __del__(self) -> None:
-        """Ray calls it when no request is at work any more, or the time for that is over."""
-        with contextlib.suppress(AttributeError):  # it was not built to the end
+        """Stop. Ray calls this when no request is active any more, or the time for that is over."""
+        with contextlib.suppress(AttributeError):  # the constructor did not finish
             if not self._ended.is_set():
                 self._end()
 
@@ -100,7 +103,7 @@ class Replica(Answering):
         self._served.drain(self.direct)
         self._served.close()
 
-    # --- on threads of their own --------------------------------------------------------------------------------------
+    # --- on threads of its own ----------------------------------------------------------------------------------------
 
     def _tend(self) -> None:
         while not self._ended.wait(_TEND_SECONDS):
@@ -110,12 +113,12 @@ class Replica(Answering):
         seconds = 0.0
         while not self._ended.wait(seconds):
             seconds = self._tell_front()
-        # Here, and not where it is ended: that may be on Ray's event loop, which lets nobody wait for an answer.
+        # Here, not in _end(): that may run on Ray's event loop, where waiting for a response is impossible.
         self._tell_front()
         self._say({"replica": self._name, "gone": True})
 
     def _tell_front(self) -> float:
-        """Returns the seconds until the next time."""
+        """Send a report to the front; return the seconds until the next one."""
         slots = []
         counted = {}
         for slot in self._served.repository.models():
@@ -128,7 +131,7 @@ class Replica(Answering):
         return self._say(told) or _RETRY_SECONDS
 
     def _say(self, told: Mapping[str, Any]) -> float | None:
-        """None where the front does not answer now: it will be told of everything when it does."""
+        """Return the front's answer, or None if it does not respond now; a later report repeats everything."""
         try:
             front = serve.get_app_handle(FRONT)
             return float(front.report.remote(dict(told)).result(timeout_s=_REPORT_SECONDS))
@@ -145,7 +148,7 @@ class Replica(Answering):
 
 
 def _announce(config: ServerConfig) -> None:
-    """What of its node is this replica's, what follows from it, and whether the node has as much."""
+    """Log the replica's memory reservation and limits, and warn if its node has less."""
     reserved = int(ray.get_runtime_context().get_assigned_resources().get("memory", 0))
     _log.info(
         "memory: %.0f MB of the node are reserved for this replica; requests may hold %d bytes of it, one message %d",

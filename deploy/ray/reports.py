@@ -1,4 +1,4 @@
-"""What replicas say of themselves, and what the front makes of it: which models are there, and what they have done."""
+"""Collects the replicas' reports, and derives from them the models' states and statistics."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from service.workers.statistics import add, from_json
 from service.workers.view import Key, SlotState
 
 _RANK: dict[State, int] = {"ready": 0, "loading": 1, "unavailable": 2}
-_PER_SECOND = 100  # reports that the front is to be given, whatever the number of replicas
-_SILENT = 3.5  # intervals without a report, after which a replica is taken for gone
+_PER_SECOND = 100  # reports per second that the front gets, whatever the number of replicas
+_SILENT = 3.5  # intervals without a report after which a replica counts as gone
 _SLACK_SECONDS = 3.0
 Wanted = Mapping[str, Sequence[int]]  # versions by model
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """One replica's. ``target`` is where it is scraped, empty where it is not."""
+    """One replica's report. ``target`` is the address at which it is scraped, empty if it is not."""
 
     replica: str
     target: str
@@ -41,9 +41,9 @@ class Report:
 
 
 class Reports:
-    """The newest of each replica that lives, and what those that are gone had done.
+    """The newest report of each live replica, and the totals of those that are gone.
 
-    A version is as its best replica has it: one that starts or ends takes nothing from the others. ``clock`` is in
+    A version has the state of its best replica, so one that starts or ends does not affect it. ``clock`` returns
     seconds.
     """
 
@@ -52,7 +52,7 @@ class Reports:
         self._news = threading.Condition()
         self._heard: dict[str, tuple[float, Report]] = {}
         self._past: dict[Key, StatisticsSnapshot] = {}
-        self._failed: dict[Key, SlotState] = {}  # what replicas that could not be started have said
+        self._failed: dict[Key, SlotState] = {}  # reports of replicas that could not be started
         self._retired = False
         self._wanted: Wanted = {}
         self._callbacks: list[Callable[[], None]] = []
@@ -70,19 +70,19 @@ class Reports:
         return self._retired
 
     def retire(self) -> None:
-        """All of it ends soon: load balancers are to send no more."""
+        """Be not ready from now on, so that load balancers send no more requests."""
         self._retired = True
         self._tell()
 
     def want(self, wanted: Wanted) -> None:
-        """What is to be served, whether or not a replica has said anything of it."""
+        """Set what is to be served, whether or not a replica has reported it."""
         with self._news:
             self._wanted = dict(wanted)
             self._failed = {key: slot for key, slot in self._failed.items() if key[1] in wanted.get(key[0], ())}
         self._tell()
 
     def hear(self, report: Report) -> float:
-        """Returns the seconds until the next is wanted."""
+        """Store a report; return the seconds until the next one is due."""
         with self._news:
             self._heard[report.replica] = (self._clock(), report)
             for slot in report.slots:
@@ -95,7 +95,7 @@ class Reports:
         return self.interval
 
     def forget(self, replica: str) -> None:
-        """It has ended: what it did stays done."""
+        """Remove a replica that has ended, and add its counts to the totals."""
         with self._news:
             _, report = self._heard.pop(replica, (0.0, None))
             for key, counted in ({} if report is None else report.counted).items():
@@ -104,7 +104,7 @@ class Reports:
         self._tell()
 
     def tend(self) -> None:
-        """Forget those that say nothing any more."""
+        """Forget replicas that no longer report."""
         late = self._clock() - _SILENT * self.interval - _SLACK_SECONDS
         for replica in [name for name, (heard, _) in list(self._heard.items()) if heard < late]:
             self.forget(replica)
@@ -114,7 +114,7 @@ class Reports:
             return [report for _, report in self._heard.values()]
 
     def slots(self) -> dict[Key, SlotState]:
-        """By name and version, ascending."""
+        """Return the state of each wanted version by name and version, ascending."""
         found: dict[Key, SlotState] = {
             (name, version): SlotState(name, version, "loading", "no replica of it has said anything yet")
             for name, versions in self._wanted.items()
@@ -129,7 +129,7 @@ class Reports:
         return dict(sorted({**found, **told}.items()))
 
     def counted(self, keys: Iterable[Key]) -> dict[Key, StatisticsSnapshot]:
-        """What all replicas have done with these, as each has said after this was called, or is gone."""
+        """Return the totals of ``keys`` over all replicas, after each has reported since this call, or has gone."""
         wanted, asked = set(keys), self._clock()
         involved = {report.replica for report in self.reports() if wanted & {slot.key for slot in report.slots}}
 
@@ -150,14 +150,14 @@ class Reports:
 
 
 def _better(slot: SlotState, than: SlotState) -> bool:
-    """Of two that are alike, one whose golden gate was not passed is the one to tell of."""
+    """Return whether ``slot`` is to be shown rather than ``than``; of equals, one whose golden gate failed."""
     if _RANK[slot.state] != _RANK[than.state]:
         return _RANK[slot.state] < _RANK[than.state]
     return slot.model is not None and slot.model.get("golden", "").startswith(GATE_FAILED)
 
 
 class FrontRegistry:
-    """See :class:`service.contract.Registry`. Nothing runs here: a request that comes here has no replica."""
+    """Implements :class:`service.contract.Registry`. Nothing runs here: a request that arrives here has no replica."""
 
     def __init__(self, reports: Reports) -> None:
         self._reports = reports
@@ -219,7 +219,7 @@ class FrontRegistry:
 
 
 def _not_ready(slot: Slot, version: str) -> NotFound:
-    """As a server of one process says it: the reason is for who may see the index, and for the log."""
+    """Return the same error as a single server. The reason is only in the index and in the log."""
     which = f"version {slot.version}" if version else "no version"
     return NotFound(f"{which} of model {slot.name!r} is {'not ' if version else ''}ready; its replicas' log says why")
 
@@ -232,7 +232,7 @@ def _slot(slot: SlotState) -> OverviewSlot:
 
 
 class FrontModels(RegistryModels):
-    """See :class:`service.operations.Models`: statistics are those of all replicas together."""
+    """Implements :class:`service.operations.Models`: statistics are sums over all replicas."""
 
     def __init__(self, registry: FrontRegistry, reports: Reports) -> None:
         super().__init__(registry)

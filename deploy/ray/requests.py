@@ -1,4 +1,4 @@
-"""The requests of a stream as Ray's proxy hands them on, and how long it waits for the next."""
+"""The requests of a stream as Ray's proxy passes them on, with a timeout for the next one."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ from service.transport.status import Status
 
 
 class Requests:
-    """Of one client, which is to answer for each of them. One that waits for no answer and sends nothing for
-    ``seconds`` is silent: then there are no more of its requests."""
+    """The requests of one client's stream.
+
+    A client that sends nothing for ``seconds`` while no response is outstanding is silent: its stream then ends.
+    """
 
     def __init__(self, requests: AsyncIterator[bytes], seconds: float) -> None:
         self._requests = requests
         self._seconds = seconds
-        self._read: list[bytes] = []  # that was looked at, and is to be handed on
+        self._read: list[bytes] = []  # looked at by first(), and still to be passed on
         self._unanswered = 0
         self.silent = False
 
     @property
     def ending(self) -> Status | None:
-        """What a silent client is told: by the code that `bf16-serve` ends its stream with."""
+        """The status for a silent client: the code with which `bf16-serve` ends its stream."""
         if not self.silent:
             return None
         return Status(
@@ -32,11 +34,11 @@ class Requests:
         )
 
     def answered(self) -> None:
-        """The client has taken the answer to one of them."""
+        """Count a response that the client has received."""
         self._unanswered -= 1
 
     async def first(self) -> bytes | None:
-        """Which is handed on all the same; None: there is none."""
+        """Return the first request, which :meth:`all` still yields; None if there is none."""
         first = await self._next()
         if first is not None:
             self._read.append(first)

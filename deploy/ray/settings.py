@@ -1,4 +1,4 @@
-"""What is asked of Ray beside what `bf16-serve` is asked: values that travel as JSON."""
+"""Settings for Ray beside those of `bf16-serve`: values that are passed as JSON."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from service.process.config import ServerConfig
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """Of each model. ``target`` is the number of requests in flight that one replica is to have, ``queued`` how many
-    may wait in each proxy for a replica to take them."""
+    """The scaling of each model.
+
+    ``target`` is how many requests in flight one replica should have, ``queued`` how many may wait in each proxy for a
+    replica.
+    """
 
     min_replicas: int = 1
     max_replicas: int = 1
@@ -21,7 +24,7 @@ class Scaling:
     queued: int = 256
     cpus: float = 1.0
     gpus: float = 0.0
-    per_node: int = 0  # replicas of one model on one node; 0: as many as there is room for
+    per_node: int = 0  # most replicas of one model on one node; 0: as many as fit
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_replicas <= self.max_replicas:
@@ -38,7 +41,7 @@ class Scaling:
                 raise ConfigError(f"{name} is {value}; give {least} or more")
 
     def takes(self, memory: int) -> dict[str, float]:
-        """What of a node one replica of ``memory`` bytes takes, by Ray's names."""
+        """Return the resources of a node that one replica of ``memory`` bytes needs, by Ray's names."""
         return {"CPU": self.cpus, "memory": memory, **({"GPU": self.gpus} if self.gpus else {})}
 
     def as_json(self) -> dict[str, Any]:
@@ -51,11 +54,11 @@ class Scaling:
             raise ConfigError(f"scaling: unknown key {unknown[0]!r}")
         try:
             return cls(**told)
-        except TypeError as error:  # text in place of a number
+        except TypeError as error:  # text instead of a number
             raise ConfigError(f"scaling: {error}") from None
 
 
-# What one process may be asked, and many cannot do: why, for people.
+# Settings of one process that many replicas cannot have, each with the reason for users.
 _NOT_HERE = {
     "workers": "replicas are what there is more of here: --min-replicas and --max-replicas",
     "grpc_socket": "Ray's proxy listens on a port",
@@ -78,7 +81,7 @@ _NOT_HERE = {
 
 
 def check(config: ServerConfig) -> ServerConfig:
-    """``config``, which replicas on many machines can be served with. Raises :class:`ConfigError`."""
+    """Return ``config`` if replicas on many machines can be served with it. Raises :class:`ConfigError` otherwise."""
     for name, why in _NOT_HERE.items():
         value = getattr(config, name)
         if value != ServerConfig.model_fields[name].default:

@@ -13,7 +13,7 @@ from typing import Any
 
 LARGEST = 2**47  # elements of one array: more than any machine can map
 _MOST_RANK = 32
-_OVERHANG, _SMALL = 2, 64 << 20  # a chunk's bytes: twice its array's, as where one sticks out, or this many
+_OVERHANG, _SMALL = 2, 64 << 20  # a chunk has at most twice its array's bytes (it may overhang), or this many
 _MOST_TEXT = 1 << 20  # bytes of an array's metadata
 _ITEMSIZES = {
     "bool": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8, "uint8": 1, "uint16": 2, "uint32": 4, "uint64": 8,

@@ -62,4 +62,4 @@ def _chosen(options: Options, item: Path) -> list[str]:
 
 def _of_the_model(name: str) -> bool:
     keys = name.split(".")
-    return keys[0] not in _TRAINING or "target" in keys[1:2]  # flax.optim kept the weights in its optimizer
+    return keys[0] not in _TRAINING or "target" in keys[1:2]  # flax.optim stored the weights in its optimizer

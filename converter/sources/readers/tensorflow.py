@@ -57,7 +57,8 @@ def read(options: Options, kind: Kind, advance: Advance) -> Source:
         kerasfile.check_version(python)
         child = _started(options.source, python)
         exported, model_file = child.directory / "exported", child.directory / "model.keras"
-        model_file.symlink_to(options.source.resolve())  # Keras chooses a loader by the name, and only one is safe
+        # Keras chooses its loader by the file name, and only this loader is safe.
+        model_file.symlink_to(options.source.resolve())
         _ask(options.source, child, "export", model=str(model_file), to=str(exported))
         return _source(options, _looked_at(options, exported, "keras", (options.source,)), child, advance)
     model = _looked_at(options, options.source, "saved-model", ())

@@ -84,7 +84,7 @@ def _classes() -> dict[str, type[Any]]:
         declared = file.message_type.add(name=name)
         for field, number, kind in fields:
             declared.field.append(_declared(field, number, kind))
-    pool = descriptor_pool.DescriptorPool()  # its own: TensorFlow's in the same process are others of other names
+    pool = descriptor_pool.DescriptorPool()  # a separate pool: TensorFlow's messages have other names
     pool.Add(file)
     return {name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{_PACKAGE}.{name}")) for name in _SCHEMA}
 

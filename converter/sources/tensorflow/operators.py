@@ -1,7 +1,7 @@
-"""Which of TensorFlow's operators a model may make it run, and why others are refused.
+"""The TensorFlow operators that a model may run, and the reasons for rejecting others.
 
-TensorFlow has operators that open files, run Python and reach other machines, some 1,500 in all and more with each
-release. So these are lists of what is allowed. docs/decisions/0066-tensorflow-apart.md has the reasons.
+TensorFlow has some 1,500 operators, and more with each release. Some open files, run Python or reach other machines. So
+these are lists of what is allowed. docs/decisions/0066-tensorflow-apart.md has the reasons.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Needed to put stored variables into a graph: nothing but variables and tables in memory is written.
+# Needed to restore stored variables into a graph; writes nothing but variables and tables in memory.
 RESTORING = _words(
     """
     Assign AssignVariableOp Cast Const HashTableV2 Identity IdentityN LookupTableImportV2 MutableHashTableV2 NoOp Pack
@@ -20,8 +20,8 @@ RESTORING = _words(
     """
 )
 
-# What computes numbers from numbers and does nothing else, and what carries values, variables and calls around it: all
-# of that kind that tf2onnx 1.17 translates, and some that it names itself where it does not.
+# Operators that only compute numbers from numbers, and those that carry values, variables and calls around them. They
+# are all that tf2onnx 1.17 translates, and some that it recognises but does not translate.
 COMPUTING = _words(
     """
     Abs Acos Acosh Add AddN AddV2 AdjustContrastv2 AdjustHue AdjustSaturation All Any ArgMax ArgMin Asin Asinh Assert
@@ -82,5 +82,5 @@ _WORDS = (
 
 
 def refusal(op: str) -> tuple[str, str]:
-    """Why ``op`` is refused, and what to do about it."""
+    """Return why ``op`` is rejected, and the remedy."""
     return next((words for parts, words in _WORDS if any(part in op for part in parts)), _UNKNOWN)

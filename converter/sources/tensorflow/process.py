@@ -1,4 +1,4 @@
-"""TensorFlow in a process of its own: what it is asked, how long and how much it may take, and how its end is told."""
+"""Runs TensorFlow in a separate process: its requests, limits of time and memory, and reports of its failures."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ from converter.model import Array, Feeds
 from converter.sources.tensorflow.environment import Environment, variables
 
 SECONDS = "BF16KIT_TENSORFLOW_SECONDS"
-_SECONDS = 3600.0  # for one request: a large model takes minutes to be translated
+_SECONDS = 3600.0  # for one request: translating a large model takes minutes
 _SCRIPT = Path(__file__).with_name("child.py")
 _PREFIX, _LOCK = "bf16kit-tensorflow-", "lock"
 _LONGEST_REPLY = 1 << 20  # bytes
-_TAIL = 8 << 10  # bytes of what it said before it died
+_TAIL = 8 << 10  # bytes of its last output to search for a message
 _QUIET = {
     "TF_CPP_MIN_LOG_LEVEL": "2",
-    "CUDA_VISIBLE_DEVICES": "-1",  # the answers that count are those of a CPU
+    "CUDA_VISIBLE_DEVICES": "-1",  # the reference outputs are those of a CPU
     "KERAS_BACKEND": "tensorflow",
 }
 
 
 class Failed(Exception):
-    """TensorFlow refused a request, died or did not answer; the message says which, for people."""
+    """TensorFlow rejected a request, died or did not respond; the message says which, for users."""
 
 
 class Child:
-    """The process, in a directory of its own for files that are handed over; both go with this object.
+    """The process, and a directory of its own for exchanging files; both end with this object.
 
-    Raises :class:`Failed` when it cannot be started. ``seconds`` bound each request, ``memory`` (bytes) its data.
+    Raises :class:`Failed` when it cannot be started. ``seconds`` limits each request, ``memory`` (bytes) its data.
     """
 
     def __init__(self, environment: Environment, seconds: float | None = None, memory: int | None = None) -> None:
@@ -62,7 +62,7 @@ class Child:
                     stderr=said,
                     cwd=self.directory,
                     env={**variables(), **_QUIET, "KERAS_HOME": str(self.directory), "TMPDIR": str(self.directory)},
-                    start_new_session=True,  # what it starts ends with it
+                    start_new_session=True,  # so that processes it starts are killed with it
                     bufsize=0,
                 )
         except OSError as error:
@@ -73,7 +73,7 @@ class Child:
         self.versions: dict[str, str] = _texts(reply.get("versions"))
 
     def ask(self, do: str, **what: Any) -> dict[str, Any]:
-        """The reply to one request; :class:`Failed` where there is none, or where it says that it failed."""
+        """Send one request and return the reply; :class:`Failed` if there is none, or if it reports an error."""
         sent = json.dumps({"do": do, **what}).encode() + b"\n"
         assert self._process.stdin is not None  # noqa: S101 - a pipe
         try:
@@ -92,7 +92,7 @@ class Child:
         return reply
 
     def answers(self, feeds: Sequence[Feeds], outputs: Sequence[str]) -> Iterator[Feeds]:
-        """What the opened signature gives for each of ``feeds``. Raises :class:`RuntimeFailure`."""
+        """Yield the opened signature's outputs for each of ``feeds``. Raises :class:`RuntimeFailure`."""
         for feed in feeds:
             given = {name: self.directory / f"feed-{index}.npy" for index, name in enumerate(feed)}
             for name, file in given.items():
@@ -110,7 +110,7 @@ class Child:
         with selectors.DefaultSelector() as selector:
             selector.register(self._process.stdout, selectors.EVENT_READ)
             while not line.endswith(b"\n"):
-                left = deadline - time.monotonic()  # of a line that comes byte by byte, too
+                left = deadline - time.monotonic()  # limits the whole line, even one that arrives byte by byte
                 if left <= 0 or not selector.select(left):
                     raise self._broken(
                         f"did not answer within {self._seconds:g} s; {SECONDS} in the environment is the bound"
@@ -124,13 +124,13 @@ class Child:
         return bytes(line)
 
     def _broken(self, what: str) -> Failed:
-        """What ends the process: nothing that it says is believed any more."""
+        """End the process, because its output can no longer be trusted, and return the error."""
         self.close()
         return Failed(f"TensorFlow's process {what}")
 
     def _death(self) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(5)  # its output is closed: it is about to end
+            self._process.wait(5)  # its output is closed, so it is about to end
         code, said = self._process.poll(), _tail(self._said)
         self.close()
         how = "closed its output" if code is None else f"ended with exit code {code}"
@@ -150,7 +150,7 @@ def _strings(files: Mapping[str, Path]) -> dict[str, str]:
 
 
 def _loaded(file: Path) -> Array:
-    """An array that the process wrote: mapped first, so that a header that lies takes no memory."""
+    """Load an array that the process wrote; mapped first, so that a false header allocates no memory."""
     try:
         array = np.array(np.load(file, mmap_mode="r", allow_pickle=False))
         file.unlink()
@@ -171,8 +171,10 @@ def _bound() -> float:
 
 
 def _memory() -> int:
-    """Bytes of memory that the machine, or the container, has: what asks for more is refused it, before the system
-    kills something."""
+    """Return the memory of the machine, or of the container, in bytes.
+
+    Beyond it an allocation fails, before the system kills a process.
+    """
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     container = controlgroup.memory()
     return machine if container is None else min(machine, container.limit)
@@ -196,7 +198,7 @@ def _signal(number: int) -> str:
 
 
 def _directory() -> tuple[Path, IO[bytes]]:
-    """A new directory and the lock that says it is in use; those of killed processes are removed."""
+    """Create a directory and a lock that shows that it is in use; remove directories of killed processes."""
     parent = on_disk()
     for left in parent.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
@@ -206,7 +208,7 @@ def _directory() -> tuple[Path, IO[bytes]]:
         directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
         held = (directory / _LOCK).open("xb")
         fcntl.flock(held, fcntl.LOCK_EX)
-        if os.fstat(held.fileno()).st_nlink:  # nobody took it for a stale one before it was locked
+        if os.fstat(held.fileno()).st_nlink:  # no other process took it for stale before it was locked
             return directory, held
         held.close()
 

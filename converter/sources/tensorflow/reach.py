@@ -1,4 +1,4 @@
-"""What TensorFlow would run for some of a graph's tensors: the nodes before them, and the functions that these call."""
+"""Finds what TensorFlow would run to compute some of a graph's tensors: nodes, and the functions that these call."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 
 def reached(graph: Any, roots: Iterable[str]) -> Iterator[tuple[Any, str]]:
-    """Each node that ``roots`` (names of tensors or nodes) need, with the function that it is in ("" for the graph).
+    """Yield each node that ``roots`` (names of tensors or nodes) need, with its function ("" for the graph).
 
-    A function that is called counts whole. Names that are not there are left to TensorFlow, which refuses them.
+    A called function counts as a whole. Unknown names are left to TensorFlow, which rejects them.
     """
     functions = {function.signature.name: function for function in graph.library.function}
     called: list[str] = []
@@ -28,13 +28,13 @@ def reached(graph: Any, roots: Iterable[str]) -> Iterator[tuple[Any, str]]:
 
 
 def node_of(tensor: str) -> str:
-    """The node of ``name:0``, ``^name`` or ``name``."""
+    """Return the node of ``name:0``, ``^name`` or ``name``."""
     return tensor.removeprefix("^").partition(":")[0]
 
 
 def _before(graph: Any, roots: Iterable[str]) -> Iterator[Any]:
     nodes: dict[str, list[Any]] = {}
-    for node in graph.node:  # a name given twice, which TensorFlow refuses, hides nothing here
+    for node in graph.node:  # a duplicate name, which TensorFlow rejects, must not hide a node here
         nodes.setdefault(node.name, []).append(node)
     waiting, seen = [node_of(root) for root in roots], set[str]()
     while waiting:
@@ -47,7 +47,7 @@ def _before(graph: Any, roots: Iterable[str]) -> Iterator[Any]:
 
 
 def _calls(node: Any, functions: dict[str, Any]) -> Iterator[str]:
-    """The functions that ``node`` may call: by an attribute, at any depth, or by its own name."""
+    """Yield the functions that ``node`` may call: by an attribute, at any depth, or by its own operator name."""
     if node.op in functions:
         yield node.op
     waiting = [entry.value for entry in node.attr]

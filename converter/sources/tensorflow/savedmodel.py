@@ -1,4 +1,4 @@
-"""``saved_model.pb``, looked at before TensorFlow is: its signatures, and what it would make TensorFlow run."""
+"""Checks ``saved_model.pb`` before TensorFlow loads it: its signatures, and what TensorFlow would run."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _LARGEST = (1 << 31) - 1  # bytes of a protocol buffer
 _MOST_NAMED = 5
 _MOST_LISTED, _SHOWN = 20, 100  # signatures in a message, and characters of a name
 _STRING, _BFLOAT16, _REF = 7, 14, 100
-_OWN = "__saved_model_"  # how the signatures begin that TensorFlow adds for itself
+_OWN = "__saved_model_"  # prefix of signatures that TensorFlow adds for its own use
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """One signature of a SavedModel: its tensors by the names that clients use, and the graph to give TensorFlow.
+    """One signature of a SavedModel: its tensors by the names that clients use, and the graph for TensorFlow.
 
     ``graph`` is a MetaGraphDef without what is not needed: collections, assets and Python's objects.
     """
@@ -39,10 +39,10 @@ class Chosen:
 
 
 def choose(directory: Path, signature: str | None) -> Chosen:
-    """The signature that ``--signature`` names, or the default one, once its operators were found to be allowed.
+    """Return the signature that ``--signature`` names, or the default one, after checking its operators.
 
-    Raises :class:`SourceError` for a file that is damaged, :class:`UsageError` naming the signatures where the one
-    asked for is not there, and :class:`ConversionError` for strings and operators that cannot be converted.
+    Raises :class:`SourceError` for a damaged file, :class:`UsageError` naming the signatures if the requested one does
+    not exist, and :class:`ConversionError` for strings and operators that cannot be converted.
     """
     path = directory / FILE
     graph = _serving(path, _parsed(path))
@@ -69,7 +69,9 @@ def choose(directory: Path, signature: str | None) -> Chosen:
 
 
 def _apart(inputs: Mapping[str, str], outputs: Mapping[str, str]) -> dict[str, str]:
-    """What each output is called: its name, unless an input has it, as TensorFlow allows and ONNX does not."""
+    """Return a name for each output: its own unless an input has the same one, which TensorFlow allows but ONNX does
+    not.
+    """
     fresh = FreshNames((*inputs, *outputs))
     return {name: fresh.make(f"{name}_output") if name in inputs else name for name in outputs}
 
@@ -96,7 +98,7 @@ def _parsed(path: Path) -> Any:
 
 
 def _serving(path: Path, model: Any) -> Any:
-    """The graph for serving, or the only one."""
+    """Return the graph for serving, or the only one."""
     graphs = [graph for graph in model.meta_graphs if list(graph.info.tags) == ["serve"]]
     graphs = graphs or list(model.meta_graphs)
     if len(graphs) > 1:
@@ -194,12 +196,12 @@ def _check_restoring(path: Path, graph: Any) -> None:
 
 
 def _functions(graph: Any) -> set[str]:
-    """The functions of the graph, which nodes call by name; TensorFlow refuses one that is called like an operator."""
+    """Return the names of the graph's functions; TensorFlow rejects a function with an operator's name."""
     return {function.signature.name for function in graph.library.function}
 
 
 def _types(node: Any) -> set[int]:
-    """Every dtype that an attribute of ``node`` names, references counted as what they refer to."""
+    """Return every dtype that an attribute of ``node`` names; a reference counts as the type it refers to."""
     return {dtype % _REF for entry in node.attr for dtype in (entry.value.type, *entry.value.list.type) if dtype > 0}
 
 
@@ -209,5 +211,5 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _shown(text: str) -> str:
-    """What a file calls something, where it stands without quotes: its start, control characters spelt."""
+    """Return a name from a file for a message without quotes: cut, control characters escaped."""
     return printable(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…", keep="")

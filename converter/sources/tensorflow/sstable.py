@@ -1,7 +1,7 @@
-"""Tables of sorted strings as LevelDB wrote them and TensorFlow writes the index of a checkpoint.
+"""Reads tables of sorted strings, LevelDB's format, in which TensorFlow writes the index of a checkpoint.
 
-The format is that of leveldb/doc/table_format.md: blocks of prefixed keys, each with a checksum behind it, an index of
-the blocks, and a footer of 48 bytes.
+The format is that of leveldb/doc/table_format.md: blocks of prefixed keys, each followed by a checksum, an index of the
+blocks, and a footer of 48 bytes.
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ from collections.abc import Iterator
 from functools import cache
 from itertools import islice
 
-LARGEST = 64 << 20  # bytes: the names and places of some hundred thousand variables
+LARGEST = 64 << 20  # bytes: enough for some hundred thousand variables
 _FOOTER = 48
 _MAGIC = 0xDB4775248B80FB57
-_TRAILER = 5  # a block's compression, and its checksum
+_TRAILER = 5  # a block's compression type, and its checksum
 _CASTAGNOLI = 0x82F63B78
 _LONGEST = 4096  # bytes of a key
-# Of all keys: what they have in common is there once, and each has it here.
+# Limits for all keys: the file stores common prefixes once, but here each key is complete.
 _MOST_ENTRIES, _MOST_KEYS = 1 << 18, 64 << 20  # entries, bytes
 
 
 class Damaged(Exception):
-    """The table is not one; the message says in which way."""
+    """The table is not valid; the message says why."""
 
 
 def entries(table: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """Each key of ``table`` with its value, in order. Raises :class:`Damaged`."""
+    """Yield each key of ``table`` with its value, in order. Raises :class:`Damaged`."""
     if len(table) < _FOOTER or int.from_bytes(table[-8:], "little") != _MAGIC:
         raise Damaged("its end is not that of an index")
     _, position = _handle(table, len(table) - _FOOTER)
@@ -33,7 +33,7 @@ def entries(table: bytes) -> Iterator[tuple[bytes, bytes]]:
     blocks = [_handle(value, 0)[0] for _, value in islice(_entries(_block(table, *index)), _MOST_ENTRIES + 1)]
     if len(blocks) > _MOST_ENTRIES:
         raise Damaged(f"it has more than {_MOST_ENTRIES} blocks")
-    if sum(size for _, size in blocks) > len(table):  # one block named again and again
+    if sum(size for _, size in blocks) > len(table):  # one block listed many times
         raise Damaged("its blocks are larger than the file")
     last, count, total = None, 0, 0
     for block in blocks:
@@ -86,7 +86,7 @@ def _entries(block: bytes) -> Iterator[tuple[bytes, bytes]]:
 
 
 def varint(data: bytes, position: int) -> tuple[int, int]:
-    """A number of 7 bits a byte at ``position``, and where it ends."""
+    """Return the number at ``position``, encoded with 7 bits per byte, and the position after it."""
     value = 0
     for shift in range(0, 64, 7):
         if position >= len(data):
@@ -100,7 +100,7 @@ def varint(data: bytes, position: int) -> tuple[int, int]:
 
 
 def _masked(crc: int) -> int:
-    """LevelDB's: the checksum of what holds checksums."""
+    """Mask a checksum as LevelDB does, because the checksummed data may itself contain checksums."""
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 

@@ -1,6 +1,6 @@
-"""A frozen graph of TensorFlow's as ONNX, its weights left as they are: a part of :mod:`.child`, run where that is.
+"""Translates a frozen TensorFlow graph to ONNX with unchanged weights: part of :mod:`.child`, and run in its process.
 
-Like it, this imports nothing of bf16kit.
+Like :mod:`.child`, this imports nothing of bf16kit.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-_UNNAMED = re.compile(r"unk__\d+")  # what tf2onnx calls a dimension that nobody named
+_UNNAMED = re.compile(r"unk__\d+")  # tf2onnx's name for an unnamed dimension
 
 
 def translated(frozen: Any, inputs: Mapping[str, str], outputs: Mapping[str, str], opset: int) -> Any:
-    """The GraphDef ``frozen``, whose variables are constants, as an ONNX model of ``opset``.
+    """Return the GraphDef ``frozen``, whose variables are constants, as an ONNX model of ``opset``.
 
-    ``inputs`` and ``outputs`` are tensors of it by the names that they get. ValueError: operators that ONNX has not.
+    ``inputs`` and ``outputs`` map the names they will have to its tensors. ValueError for operators that ONNX does not
+    have.
     """
     import tensorflow as tf
     from tf2onnx import optimizer, tfonnx
@@ -32,7 +33,7 @@ def translated(frozen: Any, inputs: Mapping[str, str], outputs: Mapping[str, str
             tensors_to_rename=names,
             custom_op_handlers={"Erfc": (_erfc, []), "Expm1": (_expm1, []), "Log1p": (_log1p, [])},
         )
-    # Of two equal nodes it would keep any: the converter shares what is equal itself.
+    # Without merging duplicates: tf2onnx may keep either of two equal nodes, and the converter merges them itself.
     steps = {name: step for name, step in optimizer._get_optimizers().items() if name != "merge_duplication"}
     model = optimizer.optimize_graph(found, optimizers=steps).make_model("model")
     _check_translated(model)
@@ -41,8 +42,10 @@ def translated(frozen: Any, inputs: Mapping[str, str], outputs: Mapping[str, str
 
 
 def _leave_weights_alone() -> None:
-    """Have tf2onnx not multiply what follows a convolution into its weights: the converter does it itself, and knows
-    how to undo it when they are restored."""
+    """Stop tf2onnx from folding what follows a convolution into its weights.
+
+    The converter does that itself, and can undo it when weights are restored.
+    """
     from tf2onnx.optimizer import back_to_back_optimizer, transpose_optimizer
 
     back_to_back_optimizer._func_map.pop(("Conv", "BatchNormalization"), None)
@@ -60,9 +63,9 @@ def _leave_weights_alone() -> None:
 
 
 def _inlined(graph: Any, tensors: list[str]) -> Any:
-    """``graph`` without calls. tf2onnx leaves those whose function once read variables, which are constants by now.
+    """Inline the calls in ``graph``. tf2onnx keeps calls of functions that read variables, which are constants by now.
 
-    Branches and loops stay functions, as ONNX has them.
+    Branches and loops remain functions, as in ONNX.
     """
 
     for node in (*graph.node, *(node for function in graph.library.function for node in function.node_def)):
@@ -72,8 +75,11 @@ def _inlined(graph: Any, tensors: list[str]) -> Any:
 
 
 def _simplified(graph: Any, tensors: list[str]) -> Any:
-    """``graph`` with what is constant computed, but for weights: TensorFlow would multiply what follows into them, and
-    they would no longer be those that are restored. So it takes them for inputs meanwhile."""
+    """Fold the constants in ``graph``, except the weights.
+
+    TensorFlow would multiply what follows into the weights, and they could no longer be restored. So they are
+    placeholders during the folding.
+    """
     import tensorflow as tf
 
     floats = (tf.float16.as_datatype_enum, tf.float32.as_datatype_enum, tf.float64.as_datatype_enum)
@@ -94,7 +100,7 @@ def _simplified(graph: Any, tensors: list[str]) -> Any:
 
 
 def _rewritten(graph: Any, tensors: list[str], steps: list[str]) -> Any:
-    """``graph`` after Grappler's ``steps``; ``tensors`` are its inputs and outputs."""
+    """Return ``graph`` after Grappler's ``steps``; ``tensors`` are its inputs and outputs."""
     import tensorflow as tf
     from tensorflow.core.protobuf import rewriter_config_pb2
     from tensorflow.python.grappler import tf_optimizer
@@ -103,7 +109,7 @@ def _rewritten(graph: Any, tensors: list[str], steps: list[str]) -> Any:
     options = config.graph_options.rewrite_options
     options.optimizers.extend(steps)
     options.function_optimization = rewriter_config_pb2.RewriterConfig.AGGRESSIVE
-    options.min_graph_nodes = -1  # or a small graph is left as it is
+    options.min_graph_nodes = -1  # otherwise a small graph is not changed
     options.experimental_disable_folding_quantization_emulation = True
     with tf.Graph().as_default():
         tf.import_graph_def(graph, name="")
@@ -111,12 +117,12 @@ def _rewritten(graph: Any, tensors: list[str], steps: list[str]) -> Any:
     meta.collection_def["train_op"].node_list.value.extend(tensors)
     found = tf_optimizer.OptimizeGraph(config, meta)
     for node in found.node:
-        node.attr.pop("_class", None)  # beside which node it is to be placed, which may be gone by now
+        node.attr.pop("_class", None)  # placement beside another node, which may no longer exist
     return found
 
 
 def _check_translated(model: Any) -> None:
-    """tf2onnx leaves an operator that it does not know where it stands."""
+    """Raise ValueError for operators that tf2onnx did not translate: it leaves them in the graph."""
     import onnx
 
     unknown: set[str] = set()
@@ -131,7 +137,7 @@ def _check_translated(model: Any) -> None:
 
 
 def _erfc(context: Any, node: Any, _name: str, _arguments: Any) -> None:
-    """erfc(x) = 1 − erf(x): what Keras 3's gelu is made of, and tf2onnx does not know."""
+    """Translate erfc(x) = 1 − erf(x): Keras 3's gelu uses it, and tf2onnx does not know it."""
     node.type = "Erf"
     found = node.output[0]
     context.insert_new_node_on_output("Sub", found, inputs=[_one(context, node), found])
@@ -149,7 +155,7 @@ def _log1p(context: Any, node: Any, _name: str, _arguments: Any) -> None:
 
 
 def _one(context: Any, node: Any) -> str:
-    """A constant 1 of the type of the node's input."""
+    """Return a constant 1 of the node's input type."""
     import numpy
     from tf2onnx import utils
 
@@ -158,7 +164,7 @@ def _one(context: Any, node: Any) -> str:
 
 
 def _forget_invented_names(model: Any) -> None:
-    """tf2onnx names each free dimension by a number of its own: that tells nobody anything."""
+    """Drop tf2onnx's names for free dimensions: they are only numbers."""
     for value in (*model.graph.input, *model.graph.output):
         for dim in value.type.tensor_type.shape.dim:
             if _UNNAMED.fullmatch(dim.dim_param):

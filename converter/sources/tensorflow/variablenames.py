@@ -1,7 +1,7 @@
-"""What variables are called: the names that their layers gave them, where a checkpoint tells these.
+"""Names of variables: those that their layers gave them, if a checkpoint records them.
 
-A checkpoint of TensorFlow 2 has a key for each way in which a program holds a variable (``variables/3``,
-``_all_variables/14``), the same bytes under each, and an entry that says what the variable is called
+A TensorFlow 2 checkpoint has a key for each way in which a program refers to a variable (``variables/3``,
+``_all_variables/14``), with the same bytes under each, and an entry that records the variable's name
 (``batch_normalization/gamma``).
 """
 
@@ -16,13 +16,13 @@ from converter.sources.tensorflow import sstable
 from converter.sources.tensorflow.messages import message
 
 OBJECTS = "_CHECKPOINTABLE_OBJECT_GRAPH"
-SUFFIX = "/.ATTRIBUTES/VARIABLE_VALUE"  # of the key of every variable that TensorFlow 2 saves
+SUFFIX = "/.ATTRIBUTES/VARIABLE_VALUE"  # ends the key of every variable that TensorFlow 2 saves
 
 
 def full_names(stored: bytes) -> dict[str, str]:
-    """The names by key that the entry :data:`OBJECTS` tells, which ``stored`` are the bytes of.
+    """Return the names by key from ``stored``, the bytes of the entry :data:`OBJECTS`.
 
-    A string lies there as its length, a checksum of that, and itself. Raises :class:`sstable.Damaged`.
+    A string is stored as its length, a checksum of the length, and the text. Raises :class:`sstable.Damaged`.
     """
     from google.protobuf.message import DecodeError
 
@@ -39,9 +39,9 @@ def full_names(stored: bytes) -> dict[str, str]:
 
 
 def named(tensors: Mapping[str, Array], full: Mapping[str, str]) -> dict[str, Array]:
-    """``tensors``, which are by key, by name: those of one full name and the same bits become one.
+    """Return ``tensors``, which are by key, by name; tensors with the same full name and the same bits become one.
 
-    Where two differ that are called alike, or a name is another's key, the key is the name, without :data:`SUFFIX`.
+    If two tensors with one name differ, or a name is another tensor's key, the key without :data:`SUFFIX` is the name.
     """
     groups: dict[str, list[str]] = {}
     for key in tensors:
@@ -53,10 +53,10 @@ def named(tensors: Mapping[str, Array], full: Mapping[str, str]) -> dict[str, Ar
             names[name] = tensors[group[0]]
         else:
             names.update({short(key, tensors): tensors[key] for key in group})
-    return dict(sorted(names.items()))  # the order of keys changes from one export of a model to the next
+    return dict(sorted(names.items()))  # the order of keys changes between exports of the same model
 
 
 def short(key: str, keys: Mapping[str, object]) -> str:
-    """``key`` without :data:`SUFFIX`, unless that is another key."""
+    """Return ``key`` without :data:`SUFFIX`, unless that is another key."""
     name = key.removesuffix(SUFFIX)
     return name if name and name not in keys else key

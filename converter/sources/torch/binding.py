@@ -1,4 +1,4 @@
-"""Giving an exported graph the checkpoint's own memory and names, so that the module it came from can be freed."""
+"""Replaces an exported graph's weights by the checkpoint's memory and names, so that the module can be freed."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from converter.model import Array
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-_SMALL = 1024  # bytes; what is smaller is copied rather than looked up
-_WRAPPER = "module."  # what `Positional` puts before the names of parameters
+_SMALL = 1024  # bytes; smaller tensors are copied without a lookup
+_WRAPPER = "module."  # prefix that `Positional` adds to the names of parameters
 
 
 def bind(model: ir.Model, tensors: Mapping[str, Array]) -> None:
-    """Make every initializer a view of the checkpoint tensor it equals, transposed or not, or a copy if there is none.
+    """Make every initializer a view of the checkpoint tensor it equals, transposed or not; a copy if there is none.
 
-    One that equals an fp16, bf16 or fp64 tensor in fp32 is made of it whenever it is read.
+    An initializer that equals an fp16, bf16 or fp64 tensor in fp32 is computed from that tensor whenever it is read.
 
-    In place. Afterwards nothing in the graph refers to the module's parameters, which may change or go.
+    In place. Afterwards nothing in the graph refers to the module's parameters, which may change or be freed.
     """
     known: dict[Fingerprint, list[str]] = defaultdict(list)
     for name, tensor in tensors.items():
@@ -38,7 +38,7 @@ def bind(model: ir.Model, tensors: Mapping[str, Array]) -> None:
         found, view = _lookup(array, tensors, known)
         wanted = found or _own_name(value.name or "", tensors)
         if wanted != value.name and wanted not in model.graph.initializers:
-            value.name = names.make(wanted)  # an input or a node's output may be called like a parameter
+            value.name = names.make(wanted)  # an input or a node's output may already have this name
         value.const_value = _tensor(array.copy() if view is None else view, value.const_value, value.name)
 
 
@@ -70,7 +70,7 @@ def _tensor(array: Array, like: ir.TensorProtocol, name: str | None) -> ir.Tenso
 
 
 def _own_name(name: str, tensors: Mapping[str, Array]) -> str:
-    """A parameter's name without what the modules wrapped around the checkpoint's own put before it."""
+    """Return a parameter's name without the prefixes of modules that wrap the checkpoint's module."""
     bare = name.removeprefix(_WRAPPER)
     inner = bare
     while inner not in tensors and "." in inner:

@@ -1,7 +1,7 @@
-"""A TorchScript graph as a torch module that exporters can look into: its operators are called one by one, in Python.
+"""Runs a TorchScript graph as a torch module that exporters can trace: its operators are called one by one in Python.
 
-torch.export traces no ScriptModule. Here every branch and loop is decided while it traces, by shapes and constants;
-what depends on the numbers in a tensor cannot be followed.
+torch.export cannot trace a ScriptModule. Here every branch and loop is decided during tracing, by shapes and constants.
+Branches on the values of a tensor cannot be traced.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ _OF_LISTS = ("aten::append", "aten::extend", "aten::_set_item")
 
 
 class _Ref:
-    """A tensor of the module's, by its name: while torch.export traces, another one stands in its place."""
+    """A reference to one of the module's tensors by name: torch.export replaces the tensor while it traces."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
 
 class _Place:
-    """Where a run failed; an object of its own, because exporters put a module's attributes back."""
+    """Where a run failed; a separate object, because exporters restore a module's attributes."""
 
     stopped = ""
 
 
 class Interpreted(torch.nn.Module):
-    """Computes what the graph of ``script`` computes, with ``tensors`` of it by name as its parameters and buffers."""
+    """Computes what the graph of ``script`` computes; its ``tensors``, by name, are the parameters and buffers."""
 
     def __init__(self, script: Any, tensors: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Interpreted(torch.nn.Module):
 
     @property
     def stopped(self) -> str:
-        """The innermost operator that could not be followed: exporters wrap the reason in pages of context."""
+        """The innermost operator that could not be traced; exporters bury the reason in pages of context."""
         return self._place.stopped
 
     def forward(self, *inputs: torch.Tensor) -> Any:
@@ -97,7 +97,7 @@ class Interpreted(torch.nn.Module):
         return _as_list(node, _call(node, kind, given))
 
     def _loop(self, node: Any, given: list[Any], values: dict[str, Any]) -> list[Any]:
-        """A body is given its turn's number and what it carries on, and says whether there is another turn."""
+        """Run a loop: its body takes the iteration's number and the carried values, and returns whether to continue."""
         most, goes_on, *carried = given
         (body,) = node.blocks()
         names = [value.debugName() for value in body.inputs()]
@@ -127,7 +127,7 @@ def _call(node: Any, kind: str, given: list[Any]) -> Any:
         return always(*given)
     plain = scriptvalues.PLAIN.get(kind)
     if plain is not None and not (given and isinstance(given[0], torch.Tensor)):
-        if kind not in _OF_LISTS:  # a trace has numbers as tensors of no dimension
+        if kind not in _OF_LISTS:  # a trace holds numbers as tensors without dimensions
             given = [one.item() if isinstance(one, torch.Tensor) and one.ndim == 0 else one for one in given]
         return plain(*given)
     schema = node.schema()
@@ -177,6 +177,6 @@ def _register(holder: torch.nn.Module, path: list[str], tensor: torch.Tensor) ->
 
 
 def input_names(script: Any) -> Iterator[str]:
-    """The names of what ``forward`` takes, in its order."""
+    """Yield the names of the parameters of ``forward``, in order."""
     for argument in script.forward.schema.arguments[1:]:
         yield argument.name

@@ -1,4 +1,4 @@
-"""From a torch module to a fp32 ONNX graph whose weights are views of the checkpoint."""
+"""Exports a torch module to an fp32 ONNX graph whose weights are views of the checkpoint."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
 
     from converter.sources.torch.positional import Call
 
-OPSET = 22  # the first in which Conv may be bf16; ONNX Runtime accepts up to 26
-_BATCH, _STEP = 2, 5  # sizes of free dimensions in the example: different from each other, and never 0 or 1
+OPSET = 22  # the first opset with bf16 Conv; ONNX Runtime accepts up to 26
+_BATCH, _STEP = 2, 5  # sizes of free dimensions in the example: all different, and never 0 or 1
 
 
 class Untranslatable(ConversionError):
-    """ONNX cannot say what a module computes. Other formats may."""
+    """ONNX cannot express what a module computes; other formats may be able to."""
 
 
 def adapt(
     module: torch.nn.Module, inputs: Sequence[TensorSpec], *, call: Call | None = None, example: Feeds | None = None
 ) -> TorchModel:
-    """``module`` in evaluation mode behind positional inputs, run once to learn its outputs' names.
+    """Wrap ``module``, in evaluation mode, to take positional inputs, and run it once to find its outputs' names.
 
-    ``call`` says how it is called when not with the inputs alone; ``example`` holds what it is run on when not on ones
-    and zeros of small sizes.
+    ``call`` says how to call it if not with the inputs alone. ``example`` holds the inputs of that run; the default is
+    ones and zeros of small sizes. ConversionError if the run fails.
     """
     import torch
 
@@ -51,7 +51,7 @@ def adapt(
 
 
 def not_served(outputs: Sequence[str], left_out: Sequence[str], remedy: str = "") -> list[str]:
-    """A note that names what a model answers beside its ``outputs``; ``remedy`` says how to have it."""
+    """Return a note that names a model's outputs beside ``outputs``; ``remedy`` says how to get them."""
     if not left_out:
         return []
     note = f"served: {', '.join(outputs)}; not served, though the model computes it: {', '.join(left_out)}"
@@ -59,10 +59,10 @@ def not_served(outputs: Sequence[str], left_out: Sequence[str], remedy: str = ""
 
 
 def to_onnx(model: TorchModel, tensors: Mapping[str, Array]) -> ir.Model:
-    """The module as an fp32 graph at opset 22.
+    """Return the module as an fp32 graph at opset 22.
 
-    An initializer that holds the bytes of one of ``tensors``, or of a transposed one, becomes a view of it and takes
-    its name, so that the module's own memory can be freed. Raises :class:`Untranslatable` where torch's exporter does.
+    An initializer with the bytes of one of ``tensors``, or of its transpose, becomes a view of it and takes its name,
+    so that the module's own memory can be freed. Raises :class:`Untranslatable` when torch's exporter fails.
     """
     import torch
 
@@ -77,10 +77,10 @@ def to_onnx(model: TorchModel, tensors: Mapping[str, Array]) -> ir.Model:
                 input_names=[spec.name for spec in model.inputs],
                 output_names=list(model.outputs),
                 dynamic_shapes=(shapes,) if any(shapes) else None,
-                optimize=False,  # `simplify` instead, which leaves the weights alone
+                optimize=False,  # `simplify` instead, which does not change weights
                 verbose=False,
             )
-    except Exception as error:  # the exporter lets errors of any kind through
+    except Exception as error:  # the exporter raises errors of any kind
         raise Untranslatable(f"torch.onnx.export cannot translate the model: {reason(error)}") from error
     if program is None:
         raise ConversionError("torch.onnx.export returned no program")
@@ -89,11 +89,11 @@ def to_onnx(model: TorchModel, tensors: Mapping[str, Array]) -> ir.Model:
         simplify(graph)
     _name_inputs(graph, model.inputs)
     bind(graph, tensors)
-    return graph.clone()  # without what the steps above removed, which the exporter's values still refer to
+    return graph.clone()  # drops what the steps above removed, which the exporter's values still refer to
 
 
 def _sizes(inputs: Sequence[TensorSpec]) -> dict[str, int]:
-    """A size for every named dimension, all different: equal ones could be taken for the same dimension."""
+    """Return a size for every named dimension, all different: equal ones could be taken for the same dimension."""
     names = list(dict.fromkeys(dim for spec in inputs for dim in spec.shape if isinstance(dim, str)))
     return {name: _BATCH + index * _STEP for index, name in enumerate(names)}
 
@@ -101,7 +101,7 @@ def _sizes(inputs: Sequence[TensorSpec]) -> dict[str, int]:
 def _examples(inputs: Sequence[TensorSpec]) -> tuple[torch.Tensor, ...]:
     try:
         return tuple(_example(spec, _sizes(inputs)) for spec in inputs)
-    except RuntimeError as error:  # torch's word for "out of memory"
+    except RuntimeError as error:  # torch's error for "out of memory"
         shapes = ", ".join(f"{spec.name}{describe(spec.shape)}" for spec in inputs)
         raise ConversionError(f"an example input cannot be made ({shapes}): {first_line(error)}") from error
 
@@ -113,7 +113,7 @@ def _given(inputs: Sequence[TensorSpec], example: Feeds) -> tuple[torch.Tensor, 
 
 
 def _example(spec: TensorSpec, sizes: Mapping[str, int]) -> torch.Tensor:
-    """Ones for masks and floats, zeros for integers: 0 is an index into every table."""
+    """Return ones for masks and floats, zeros for integers: 0 is a valid index into every table."""
     import torch
 
     shape = [sizes[dim] if isinstance(dim, str) else dim for dim in spec.shape]
@@ -124,7 +124,7 @@ def _example(spec: TensorSpec, sizes: Mapping[str, int]) -> torch.Tensor:
 
 
 def _dynamic(spec: TensorSpec) -> dict[int, str]:
-    """The free dimensions by name: the exporter works out how they hang together, and refuses one that is not free."""
+    """Return the free dimensions by name; the exporter finds their relations, and rejects one that is not free."""
     return {axis: dim for axis, dim in enumerate(spec.shape) if isinstance(dim, str)}
 
 

@@ -1,4 +1,6 @@
-"""A module behind positional tensors and a flat tuple: the one calling convention that every exporter understands."""
+"""Wraps a module to take positional tensors and return a flat tuple: the one convention that every exporter
+supports.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,9 @@ Call = Callable[[torch.nn.Module, dict[str, torch.Tensor]], Any]
 
 
 class Positional(torch.nn.Module):
-    """Calls ``module`` by keyword when its ``forward`` has parameters of all the ``names``, else by position.
+    """Calls ``module`` by keyword if its ``forward`` has parameters with all the ``names``, else by position.
 
-    ``call`` replaces that: it is given the module and its inputs by name.
+    ``call`` replaces that: it gets the module and its inputs by name.
     """
 
     def __init__(self, module: torch.nn.Module, names: Sequence[str], call: Call | None = None) -> None:
@@ -27,13 +29,14 @@ class Positional(torch.nn.Module):
         self._call = call or (_by_keyword if _takes(module, names) else _by_position)
 
     def call(self, *tensors: torch.Tensor) -> Any:
-        """Whatever ``module`` returns."""
+        """Return whatever ``module`` returns."""
         return self._call(self.module, dict(zip(self.names, tensors, strict=True)))
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         given: list[torch.Tensor] = list(tensors)
         for _, tensor in named_tensors(self.call(*tensors)):
-            # A graph has one value for one tensor: under its second name, or an input's, it would vanish.
+            # A graph has one value per tensor: a second name for an output, or an input's tensor as output, would be
+            # lost.
             given.append(tensor.clone() if any(tensor is other for other in given) else tensor)
         return tuple(given[len(tensors) :])
 
@@ -51,12 +54,12 @@ def _by_position(module: torch.nn.Module, feeds: dict[str, torch.Tensor]) -> Any
 
 
 def output_names(result: Any, inputs: Sequence[str] = ()) -> tuple[str, ...]:
-    """Names for the tensors in what a module returned, in its order.
+    """Return names for the tensors in a module's result, in its order.
 
-    A mapping's keys and a named tuple's fields; ``output`` for one tensor, ``output_0`` … for several; the parts of a
-    nested one after a dot: ``hidden.0``, ``scores.logits``. One that is called as one of the ``inputs`` is called
-    ``…_out``, since no two values of a graph have the same name. Raises :class:`ConversionError` for what is neither a
-    tensor nor made of tensors, and for two outputs of the same name.
+    They are a mapping's keys or a named tuple's fields. Otherwise a single tensor is ``output`` and several are
+    ``output_0`` …; nested parts are joined by dots: ``hidden.0``, ``scores.logits``. An output with the name of one of
+    the ``inputs`` gets the suffix ``_out``, because names in a graph are unique. Raises :class:`ConversionError` for a
+    result without tensors, and for two outputs of the same name.
     """
     names = [f"{name}_out" if name in inputs else name for name, _ in named_tensors(result)]
     if not names:
@@ -68,12 +71,12 @@ def output_names(result: Any, inputs: Sequence[str] = ()) -> tuple[str, ...]:
 
 
 def left_out(result: Any) -> tuple[str, ...]:
-    """What of a transformers output is not served: caches, lists with an entry per layer, tensors served already."""
+    """Return what of a transformers output is not served: caches, lists with an entry per layer, duplicates."""
     return tuple(_model_output(result)[1]) if _is_model_output(result) else ()
 
 
 def named_tensors(result: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor in ``result`` with its name."""
+    """Yield every tensor in ``result`` with its name."""
     if isinstance(result, torch.Tensor):
         yield "output", result
         return
@@ -94,9 +97,9 @@ def named_tensors(result: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _model_output(result: Any) -> tuple[list[tuple[str, torch.Tensor]], list[str]]:
-    """The tensors of a transformers output and of the outputs inside it, by name, and the names of what is left out.
+    """Return the tensors of a transformers output and its nested outputs, by name, and the names of what is left out.
 
-    The output of a part often holds what the whole answers, too: that is one output, under the whole's name.
+    A nested output often repeats a tensor of the outer one; that is one output, with the outer name.
     """
     kept: list[tuple[str, torch.Tensor]] = []
     missing = []
@@ -135,7 +138,7 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _parts(value: Any) -> Mapping[Any, Any] | list[Any] | None:
-    """What ``value`` is made of, without what is None; None itself when it is no container."""
+    """Return the parts of ``value``, without those that are None; None if it is no container."""
     if hasattr(value, "_asdict"):  # a named tuple
         value = value._asdict()
     elif dataclasses.is_dataclass(value) and not isinstance(value, Mapping | type):

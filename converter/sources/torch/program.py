@@ -1,6 +1,6 @@
 """A torch.export program as a torch module: its operators called one by one, its tensors as parameters and buffers.
 
-It is what the other steps know how to ask, export and trace. Nothing of torch's loader for such files takes part: see
+A module is what the other steps can run, export and trace. torch's own loader for such files is not used: see
 :mod:`bf16kit.runtime.exported.archive`.
 """
 
@@ -18,7 +18,7 @@ from bf16kit.runtime.torchexport import bind
 from converter.model import Array
 from converter.sources.statedict import to_torch
 
-# Their kernels want input and parameters of one dtype on some devices, and lose by computing in bf16 on all of them.
+# On some devices these kernels need input and parameters of one dtype, and on all devices they lose precision in bf16.
 _IN_FP32 = frozenset(
     """
     _native_batch_norm_legit _native_batch_norm_legit_no_training batch_norm group_norm gru gru_cell instance_norm
@@ -29,9 +29,9 @@ _TABLES = frozenset({"embedding", "embedding_bag"})
 
 
 class ProgramModule(torch.nn.Module):
-    """Takes the program's inputs by position, and gives its outputs by name.
+    """Takes the program's inputs by position, and returns its outputs by name.
 
-    ``tensors`` are those of the archive by name, ``parameters`` which of them are parameters; dtypes among ``widened``
+    ``tensors`` are the archive's by name, and ``parameters`` names those that are parameters. Dtypes in ``widened``
     become float32, in the program's arguments, too.
     """
 
@@ -45,7 +45,7 @@ class ProgramModule(torch.nn.Module):
         super().__init__()
         self.held = torch.nn.Module()
         self._paths = {value: fqn.split(".") for value, fqn in program.tensors.items()}
-        made: dict[tuple[int, bool], torch.Tensor] = {}  # one for all names of an array
+        made: dict[tuple[int, bool], torch.Tensor] = {}  # one tensor for all names of an array
         for fqn, array in tensors.items():
             key = id(array), fqn in parameters and array.dtype.kind not in "biu"
             if key not in made:
@@ -69,7 +69,7 @@ def _made(array: Array, *, is_parameter: bool, widen: bool) -> torch.Tensor:
 
 
 def _register(root: torch.nn.Module, fqn: str, tensor: torch.Tensor) -> None:
-    """Put ``tensor`` under ``fqn``, in modules made on the way; :class:`SourceError` where that is no tensor's name."""
+    """Register ``tensor`` as ``fqn``, creating the modules on its path; :class:`SourceError` for an invalid name."""
     *path, name = fqn.split(".")
     module = root
     try:
@@ -86,8 +86,10 @@ def _register(root: torch.nn.Module, fqn: str, tensor: torch.Tensor) -> None:
 
 
 def _careful(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """An operator of ATen for use under autocast, which does for norms and tables what
-    :func:`converter.formats.autocast.narrowed` does for modules that are such: nothing in fp32."""
+    """Wrap an ATen operator for use under autocast: norms compute in fp32, and tables return fp32.
+
+    :func:`converter.formats.autocast.narrowed` does the same for modules.
+    """
     if name in _TABLES:
         return lambda *args, **kwargs: _wide(function(*args, **kwargs))
     if name not in _IN_FP32:

@@ -1,6 +1,6 @@
-"""What TorchScript's operators on numbers, texts and lists do, and what its numbers for dtypes and layouts mean.
+"""TorchScript's operators on numbers, strings and lists, and the meaning of its numbers for dtypes and layouts.
 
-Sizes are numbers here, so that what torch.export makes of them, symbols, passes through.
+Sizes are treated as numbers, so that the symbols that torch.export uses for them pass through.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FORMATS = {0: torch.contiguous_format, 1: torch.preserve_format, 2: torch.chann
 
 
 def argument(name: str, value: Any) -> Any:
-    """``value`` as torch's Python functions want it for an argument called ``name``; everything is on the CPU."""
+    """Convert ``value`` for torch's Python functions, as an argument called ``name``; every device becomes the CPU."""
     if name == "device" and value is not None:
         return torch.device("cpu")
     table: Mapping[int, Any] = {}
@@ -36,14 +36,14 @@ def argument(name: str, value: Any) -> Any:
 
 
 def whole(value: Any) -> Any:
-    """``value`` as an integer, a symbol where it is one."""
+    """Return ``value`` as an integer; a symbol stays a symbol."""
     if isinstance(value, torch.Tensor):
         return value.item()
     return value if isinstance(value, int | torch.SymInt) else int(value)
 
 
 def real(value: Any) -> Any:
-    """``value`` as a floating-point number, a symbol where it is one."""
+    """Return ``value`` as a floating-point number; a symbol stays a symbol."""
     if isinstance(value, torch.Tensor):
         return value.item()
     return value if isinstance(value, float | torch.SymFloat | torch.SymInt) else float(value)
@@ -74,7 +74,7 @@ def _divided(left: Any, right: Any, rounding: str | None = None) -> Any:
 
 
 def _size(tensor: torch.Tensor, *axis: int) -> Any:
-    """Not torch.ops' ``size``, which would make a plain number of a symbol."""
+    """Return sizes by Python's method; torch.ops' ``size`` would turn a symbol into a plain number."""
     return tensor.size(*axis) if axis else list(tensor.size())
 
 
@@ -129,7 +129,7 @@ PLAIN: Mapping[str, Callable[..., Any]] = {
     "prim::min": min,
 }
 
-# Of what is asked of tensors: answers that make a module take the way which every exporter can follow.
+# Operators on tensors, with results that make a module take the branch that every exporter can trace.
 ALWAYS: Mapping[str, Callable[..., Any]] = {
     "aten::Bool": lambda value: value.item() if isinstance(value, torch.Tensor) else bool(value),
     "aten::Float": real,
@@ -140,10 +140,10 @@ ALWAYS: Mapping[str, Callable[..., Any]] = {
     "aten::__is__": operator.is_,
     "aten::__isnot__": operator.is_not,
     "aten::_unwrap_optional": lambda value: value,
-    "aten::_convolution": lambda *given: torch.ops.aten.convolution(*given[:9]),  # the others choose a kernel
+    "aten::_convolution": lambda *given: torch.ops.aten.convolution(*given[:9]),  # the other arguments choose a kernel
     "aten::dim": lambda tensor: tensor.dim(),
     "aten::is_autocast_enabled": lambda *_: False,
-    "aten::is_grad_enabled": lambda: True,  # or transformers take a fused operator that ONNX has not
+    "aten::is_grad_enabled": lambda: True,  # otherwise transformers use a fused operator that ONNX does not have
     "aten::is_scripting": lambda: True,
     "aten::numel": lambda tensor: tensor.numel(),
     "aten::size": _size,
@@ -162,7 +162,7 @@ ALWAYS: Mapping[str, Callable[..., Any]] = {
     "prim::is_quantized": lambda tensor: False,
     "prim::is_sparse": lambda tensor: False,
     "prim::layout": lambda tensor: 0,
-    "prim::requires_grad": lambda tensor: True,  # as above
+    "prim::requires_grad": lambda tensor: True,  # as is_grad_enabled
     "prim::tolist": lambda tensor, *_: tensor.tolist(),
     "prim::type": lambda device: device.type,
     "prim::unchecked_cast": lambda value: value,

@@ -1,4 +1,4 @@
-"""What a torch module shows of itself by running, where no graph says it: the shapes of its outputs."""
+"""Finds the shapes of a torch module's outputs by running it, if there is no graph."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ if TYPE_CHECKING:
 
     from converter.model import TorchModel
 
-_MORE = 3  # what every free dimension is larger by, the second time
+_MORE = 3  # by how much every free dimension grows in the second run
 
 
 def output_specs(model: TorchModel) -> tuple[TensorSpec, ...]:
-    """The outputs of ``model`` by running it twice, its free dimensions of other sizes the second time.
+    """Return the outputs of ``model``, found by running it twice with different sizes of the free dimensions.
 
-    A dimension that has the size of a free one of the inputs both times has its name; one that changes otherwise is
-    free, and called after its output; any other is fixed. Raises :class:`ConversionError` for a dtype that is not
-    served, and for outputs that are of another rank the second time.
+    A dimension that equals a free input dimension in both runs gets its name. One that changes otherwise is free, and
+    named after its output. Any other is fixed. Raises :class:`ConversionError` for a dtype that is not served, and for
+    outputs whose rank changes.
     """
     first = _run(model, model.example)
     larger = tuple(_larger(spec, tensor) for spec, tensor in zip(model.inputs, model.example, strict=True))
     try:
         second = _run(model, larger)
-    except ConversionError:  # a size that looks free and is not: what the samples show is believed later
+    except ConversionError:  # a dimension looks free but is fixed; the samples will show the sizes
         second, larger = first, model.example
     sizes = _named_sizes(model.inputs, model.example, larger)
     found = []
@@ -55,7 +55,7 @@ def _run(model: TorchModel, example: tuple[torch.Tensor, ...]) -> tuple[torch.Te
 
 
 def _larger(spec: TensorSpec, tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``, one of ones or zeros, with its free dimensions longer."""
+    """Return ``tensor``, all ones or zeros, with longer free dimensions."""
     for axis, dim in enumerate(spec.shape):
         if isinstance(dim, str):
             shape = list(tensor.shape)
@@ -67,7 +67,7 @@ def _larger(spec: TensorSpec, tensor: torch.Tensor) -> torch.Tensor:
 def _named_sizes(
     inputs: tuple[TensorSpec, ...], first: tuple[torch.Tensor, ...], second: tuple[torch.Tensor, ...]
 ) -> Mapping[tuple[int, int], str]:
-    """The name of a free dimension by its sizes in both runs; the first where two have the same."""
+    """Map the sizes of free dimensions in both runs to their names; the first name if two have the same sizes."""
     found: dict[tuple[int, int], str] = {}
     for spec, one, other in zip(inputs, first, second, strict=True):
         for dim, sizes in zip(spec.shape, zip(one.shape, other.shape, strict=True), strict=True):

@@ -1,7 +1,7 @@
-"""Cleaning up what torch's exporter writes, without computing on weights.
+"""Simplifies the graph that torch's exporter writes, without computing on weights.
 
-The exporter's own optimiser would also fold BatchNorm into weights; here that is a step of the conversion, because the
-scale has to be kept for ``restore``. So only rules that move or drop data are applied.
+The exporter's own optimiser would also fold BatchNorm into weights. Here the conversion does that, because it must keep
+the scale for ``restore``. So only rules that move or drop data are applied.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ _RULES = (
     "two_reshapes_matmul_reshape_rule",
     "unsqueeze_unsqueeze_rule",
 )
-_ROUNDS = 2  # a folded constant enables a rule, a rule frees a constant
+_ROUNDS = 2  # a folded constant enables a rule, and a rule creates a constant
 
 
 def simplify(model: ir.Model) -> None:
-    """Fold shape arithmetic and transposes of weights, drop what does nothing; in place."""
+    """Fold shape arithmetic and transposes of weights, and drop operators without effect; in place."""
     from onnx_ir.passes import common
     from onnxscript import optimizer, rewriter
     from onnxscript.rewriter.rules import common as rules
 
-    # Copies: a rule keeps the last graph it looked at, and these are the library's own, which live as long as it does.
+    # Copies: a rule keeps the last graph it saw, and the library's own rules live as long as the library.
     applied = copy.deepcopy([_rule(rules, name) for name in _RULES])
     common.InlinePass()(model)
     for _ in range(_ROUNDS):
@@ -66,7 +66,9 @@ def simplify(model: ir.Model) -> None:
 
 
 def _rule(rules: Any, name: str) -> Any:
-    """The rule called ``name``: without one of them models would convert, and worse, with nobody the wiser."""
+    """Return the rule called ``name``; ConversionError if it is missing, because conversions would silently get
+    worse.
+    """
     try:
         return getattr(rules, name)
     except AttributeError:
