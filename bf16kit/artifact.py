@@ -110,11 +110,10 @@ class Artifact:
         return tuple(self._entry(name).shape)
 
     def restore(self, name: str, out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
-        """Return the tensor in fp32, bit for bit as it was before rounding; a tensor stored as fp32 is returned as
-        stored.
+        """Return the tensor in fp32, bit for bit as it was before rounding.
 
-        The result is written to ``out`` when given: same shape, C-contiguous. Little memory is needed beyond the
-        result.
+        A tensor stored as fp32 is returned as stored. The result is written to ``out`` when given: same shape,
+        C-contiguous. Little memory is needed beyond the result.
 
         Raises ArtifactError when the artifact was converted without its residual, or when the tensor is neither fp32
         nor bf16.
@@ -136,9 +135,7 @@ class Artifact:
         return restored
 
     def _blocks(self, entry: TensorEntry) -> Iterator[tuple[slice | EllipsisType, Array]]:
-        """Yield ``(rows, values)`` of a bf16 tensor: all of it when it is mapped in C order, some rows at a time from
-        panels.
-        """
+        """Yield ``(rows, values)`` of a bf16 tensor: whole if mapped in C order, some rows at a time from panels."""
         if entry.panels is None:
             yield ..., self.tensor(entry.name)
             return
@@ -150,15 +147,14 @@ class Artifact:
             yield slice(start, stop), panels.rows(flat, entry.shape, entry.panels, start, stop)
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, Array]]:
-        """Yield every tensor of the source checkpoint, bit for bit, C-contiguous, one at a time in the manifest's
-        order.
-        """
+        """Yield every tensor of the source checkpoint, bit for bit, C-contiguous, in the manifest's order."""
         for entry in self.manifest.checkpoint:
             yield entry.name, self._checkpoint_tensor(entry)
 
     def golden(self, profile: str | None = None) -> Golden:
-        """Return the golden samples, those of ``profile`` if it has its own; ArtifactError when the artifact has
-        none.
+        """Return the golden samples, those of ``profile`` if it has its own.
+
+        Raises ArtifactError when the artifact has none.
         """
         name = self.manifest.golden_of(profile)
         if name is None:
@@ -238,8 +234,9 @@ def _into(out: NDArray[np.float32] | None, array: Array) -> NDArray[np.float32]:
 
 
 def _as_it_was(restored: NDArray[np.float32], dtype: str) -> Array:
-    """Narrow restored fp32 values to ``dtype``, the exact inverse of widening. For bfloat16 keep the upper 16 bits, NaN
-    payloads included.
+    """Narrow restored fp32 values to ``dtype``, the exact inverse of widening.
+
+    For bfloat16 keep the upper 16 bits, NaN payloads included.
     """
     if dtype == "bfloat16":
         upper = (np.ascontiguousarray(restored).view(np.uint32) >> np.uint32(16)).astype(np.uint16)

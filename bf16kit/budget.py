@@ -96,15 +96,11 @@ class Budget:
         return Budget(MappingProxyType(changed), stated)
 
     def tightened(self, share: float) -> Budget:
-        """Return this budget with every bound scaled so that it allows ``share`` of the drift, as :meth:`ratio` counts
-        it.
-        """
+        """Return this budget with every bound scaled to allow ``share`` of the drift, as :meth:`ratio` counts it."""
         return Budget(MappingProxyType({name: _tighter(name, bound, share) for name, bound in self.bounds.items()}))
 
     def breaches(self, output: str, summary: Measured) -> list[Breach]:
-        """Return every bound that ``summary`` of ``output`` breaks, in the order of the metrics; empty when within
-        budget.
-        """
+        """Return the bounds that ``summary`` of ``output`` breaks, in the order of the metrics; empty within budget."""
         found = []
         for name, bound in self.as_dict().items():
             measured = summary.judged(name)

@@ -1,8 +1,7 @@
-"""Memory and CPU limits of this process' control group: a container's limits, which the machine's own figures do not
-show.
+"""Memory and CPU limits of this process' control group, which the machine's own figures do not show.
 
-Reads Linux control groups of versions 1 and 2. A group's limits bind every group within it, so the smallest limit on
-the path to the root applies. Without groups or limits, nothing is limited.
+Reads Linux control groups of versions 1 and 2, a container's limits for example. A group's limits bind every group
+within it, so the smallest limit on the path to the root applies. Without groups or limits, nothing is limited.
 """
 
 from __future__ import annotations

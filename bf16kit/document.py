@@ -13,8 +13,9 @@ from pydantic import BaseModel
 
 
 def plain(value: Any) -> Any:
-    """Return ``value`` in JSON's own types; floats that are not finite become the strings ``"inf"``, ``"-inf"``,
-    ``"nan"``.
+    """Return ``value`` in JSON's own types.
+
+    Floats that are not finite become the strings ``"inf"``, ``"-inf"``, ``"nan"``.
     """
     if isinstance(value, BaseModel):
         return plain(value.model_dump(mode="json"))

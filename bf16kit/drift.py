@@ -60,11 +60,10 @@ class SampleDrift:
 def measure(
     reference: NDArray[Any], candidate: NDArray[Any], spec: TensorSpec, batch_axis: int | None
 ) -> list[SampleDrift]:
-    """Measure each sample: one :class:`SampleDrift` per index of ``batch_axis``; one for ``None`` or if the axis is
-    missing.
+    """Measure the drift of each sample: one :class:`SampleDrift` per index of ``batch_axis``.
 
-    Integers and booleans are compared as float64. For strings, r is all ones, and c is 1 where the strings are equal,
-    else 0.
+    There is only one for ``None``, or if the output does not have that axis. Integers and booleans are compared as
+    float64. For strings, r is all ones, and c is 1 where the strings are equal, else 0.
     """
     if reference.dtype == np.object_:
         same = reference == candidate if reference.shape == candidate.shape else np.zeros(())
@@ -145,8 +144,9 @@ def _unit(x: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _norm(x: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the norm of each row; ``x`` is overwritten with squares, because one sample of a large vocabulary is 51
-    MB.
+    """Return the norm of each row.
+
+    ``x`` is overwritten with squares, because one sample of a large vocabulary is 51 MB.
     """
     return np.asarray(np.sqrt(np.add.reduce(np.square(x, out=x), axis=1)))
 
@@ -211,9 +211,7 @@ class DriftSummary:
         return stats.get("upper", stats.get("mean")) if metric == "top1_agreement" else stats.get(_JUDGED[metric])
 
     def measured(self, bound: str) -> float | None:
-        """Return the measured number: as :meth:`judged`, but the counted share of ``top1_agreement``, not its upper
-        limit.
-        """
+        """Return the measured number: as :meth:`judged`, but the counted share of ``top1_agreement``, not its limit."""
         return self.stats.get(bound, {}).get("mean") if bound == "top1_agreement" else self.judged(bound)
 
     def worst(self, bound: str) -> float | None:

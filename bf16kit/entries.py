@@ -1,6 +1,4 @@
-"""Manifest entries: a stored tensor, a checkpoint tensor that it restores, an export, and a file given beside the
-checkpoint.
-"""
+"""Manifest entries: stored tensors, the checkpoint tensors that they restore, exports, and other given files."""
 
 from __future__ import annotations
 
@@ -104,8 +102,9 @@ class TensorEntry(_Entry):
 
 
 class GivenEntry(_Entry):
-    """A file besides the checkpoint that shaped the model: ``name`` has no directories, ``option`` is how it was
-    given.
+    """A file besides the checkpoint that shaped the model.
+
+    ``name`` has no directories; ``option`` is the option that named the file.
     """
 
     option: Literal["--map", "--model"]
@@ -141,9 +140,7 @@ class CheckpointEntry(_Entry):
 
 
 def check_scale(tensor: TensorEntry, tensors: dict[str, TensorEntry]) -> None:
-    """Raise ValueError if the scale of ``tensor`` is not among ``tensors``, or is not one value per index of its
-    axis.
-    """
+    """Raise ValueError if the scale of ``tensor`` is missing, or does not have one value per index of its axis."""
     if tensor.scale is None or tensor.scale_axis is None:
         return
     scale = tensors.get(tensor.scale)

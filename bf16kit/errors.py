@@ -120,8 +120,9 @@ class Unavailable(RequestError):
 
 
 class Overloaded(RequestError):
-    """No capacity left. The text names the bound and its value; ``reason`` is the metrics' label, e.g.
-    ``queue_full``.
+    """No capacity left. The text names the bound and its value.
+
+    ``reason`` is the label that the metrics use, such as ``queue_full``.
     """
 
     def __init__(self, text: str, reason: str = "queue_full") -> None:

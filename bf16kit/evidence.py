@@ -93,8 +93,9 @@ class Evidence:
 
     @classmethod
     def loads(cls, data: bytes, where: str) -> Evidence:
-        """Parse what :meth:`dumps` wrote; a one-line UsageError for anything else, in which ``where`` names the
-        file.
+        """Parse what :meth:`dumps` wrote; ``where`` names the file in messages.
+
+        Raises UsageError, with one line, for anything else.
         """
         found = _parse(data, where)
         if KEY not in found.metadata:

@@ -14,8 +14,9 @@ _MAX_MANIFEST = 256 << 20  # bytes; a manifest of a very large model is a few MB
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Read the manifest of the artifact in ``path``; :class:`ArtifactError` or a subclass if it is missing or not
-    valid.
+    """Read the manifest of the artifact in ``path``.
+
+    Raises :class:`ArtifactError` or a subclass if it is missing or not valid.
     """
     where = path / MANIFEST
     with readable(where):
@@ -33,9 +34,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def check_file(path: Path, name: str, entry: FileEntry) -> None:
-    """Check a file before it is read: plain name, present, no link out of the artifact, a regular file, the listed
-    size.
-    """
+    """Check a file before it is read: plain name, present, no link out of the artifact, regular, of the listed size."""
     with readable(path / name):
         _check_inside(path, name)
         found = (path / name).stat()

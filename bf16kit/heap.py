@@ -13,8 +13,9 @@ def trimmer() -> Callable[[], object] | None:
 
 
 def give_back() -> None:
-    """Return the free pages now. It takes a millisecond or two, and later allocations must get pages from the system
-    again.
+    """Return the free pages now, which takes a millisecond or two.
+
+    Later allocations must get pages from the system again.
     """
     trim = trimmer()
     if trim is not None:

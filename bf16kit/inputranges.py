@@ -1,5 +1,6 @@
-"""The ranges of a model's inputs over the samples of a drift measurement: the inputs that the budget was checked
-for.
+"""The ranges of a model's inputs over the samples of its drift measurement.
+
+The budget was checked only for inputs in these ranges.
 """
 
 from __future__ import annotations

@@ -220,9 +220,7 @@ class Manifest(_Entry):
         return changed.model_copy(update={"schema_version": needed(dict(changed))})
 
     def golden_of(self, profile: str | None) -> str | None:
-        """Return the file of the golden samples for ``profile``: its own if it has them, else the manifest's, as for
-        None.
-        """
+        """Return the file of the golden samples for ``profile``: its own if it has them, else the manifest's."""
         entry = None if profile is None else self.profiles.get(profile)
         return self.golden if entry is None or entry.golden is None else entry.golden
 

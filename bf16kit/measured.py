@@ -1,5 +1,4 @@
-"""Manifest entries for measurements: drift by profile, and the reference's distance from the source framework's
-outputs.
+"""Manifest entries for measurements: drift by profile, and the reference's distance from the source's outputs.
 
 A float that is not finite is written as the string ``"inf"``, ``"-inf"`` or ``"nan"``, because JSON cannot express it.
 """
@@ -48,9 +47,7 @@ class DriftEntry(_Entry):
 
 
 class OracleFigure(_Entry):
-    """The fp32 reference's distance from the source framework's output in one output, and the bound on
-    ``relative_l2``.
-    """
+    """The fp32 reference's distance from the source framework in one output, and the bound on ``relative_l2``."""
 
     relative_l2: Number
     max_abs: Number

@@ -103,8 +103,7 @@ class LayerEntry(_Entry):
 
 
 class RemedyEntry(_Entry):
-    """Nodes that raised the SQNR of ``output`` from ``before_db`` to ``after_db`` when they were kept in fp32 in a
-    trial.
+    """Nodes that, kept in fp32 in a trial, raised the SQNR of ``output`` from ``before_db`` to ``after_db``.
 
     ``keep_fp32`` is the regular expression that matches them.
     """
@@ -159,9 +158,7 @@ class CensusEntry(_Entry):
 
     @property
     def severity(self) -> tuple[float, ...]:
-        """Sort key from worst to best: the shares lost to non-finite values, to zero and to subnormals, then the
-        room.
-        """
+        """Sort key from worst to best: shares that become non-finite, zero and subnormal, then the room."""
         count = max(1, self.count)
         lost = (self.nan + self.inf + self.overflow, self.flushed_to_zero, self.subnormal)
         return (*(-elements / count for elements in lost), self.room)
@@ -252,8 +249,9 @@ class Measurements(_Entry):
 
     @classmethod
     def loads(cls, data: bytes, where: str | Path) -> Measurements:
-        """Parse the measurements in ``data``; ``where`` names their origin in messages. ArtifactError if they are not
-        valid.
+        """Parse the measurements in ``data``; ``where`` names their origin in messages.
+
+        Raises ArtifactError if they are not valid.
         """
         if len(data) > MAX_BYTES:
             raise ArtifactError(f"{where}: larger than {MAX_BYTES >> 20} MiB, not measurements")

@@ -47,10 +47,9 @@ class Loops:
         self._round(words.ctypes.data, out.ctypes.data, words.size)
 
     def part(self, words: Words, stored: Halves) -> tuple[Halves, NDArray[np.int64]]:
-        """Return the low halves of the residual of ``words`` stored as ``stored``, and the indices that they do not
-        restore.
+        """Return the low halves of the residual of ``words`` stored as ``stored``, and the indices of odd elements.
 
-        The indices are ascending.
+        The low halves do not restore the odd elements. Their indices are ascending.
         """
         low, odd = np.empty(words.size, np.uint16), np.empty(words.size, np.int64)
         found = self._part(words.ctypes.data, stored.ctypes.data, low.ctypes.data, odd.ctypes.data, words.size)

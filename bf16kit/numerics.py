@@ -86,11 +86,11 @@ def to_fp32(x: Bf16Array) -> NDArray[np.float32]:
 
 
 def ulp_distance(a: NDArray[Any], b: NDArray[Any]) -> NDArray[np.int64]:
-    """Return the distance of ``a`` and ``b`` in representable values; both bfloat16 or both float32, broadcast
-    together.
+    """Return the distance of ``a`` and ``b`` in representable values.
 
-    The two zeros are one value, so the smallest positive and the smallest negative are 2 apart. Infinity follows the
-    largest finite value. Two NaNs are 0 apart; a NaN and a number are ``iinfo(int64).max`` apart.
+    Both are bfloat16 or both float32, and they are broadcast together; TypeError otherwise. The two zeros are one
+    value, so the smallest positive and the smallest negative are 2 apart. Infinity follows the largest finite value.
+    Two NaNs are 0 apart; a NaN and a number are ``iinfo(int64).max`` apart.
     """
     if a.dtype != b.dtype or a.dtype not in (BF16, np.dtype(np.float32)):
         raise TypeError(f"ulp_distance takes two bfloat16 or two float32 arrays, got {a.dtype.name} and {b.dtype.name}")

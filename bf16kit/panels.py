@@ -36,10 +36,9 @@ def pack(matrix: Array, axis: int) -> Array:
 
 
 def strips(array: Array, axis: int | None) -> Iterator[memoryview]:
-    """Yield the bytes of the C-contiguous ``array``: packed as by :func:`pack`, a few panels at a time; as is for
-    ``None``.
+    """Yield the bytes of the C-contiguous ``array``, packed as by :func:`pack`, a few panels at a time.
 
-    ValueError as :func:`pack`.
+    For ``None`` yield its bytes as they are. ValueError as :func:`pack`.
     """
     if axis is None:
         yield array.reshape(-1).view(np.uint8).data

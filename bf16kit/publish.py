@@ -90,8 +90,9 @@ class StagingArtifact:
         return Artifact.open(self.target, verify=False)
 
     def close(self) -> None:
-        """Close the writers that are still open after a failure; data that cannot be flushed is lost with the
-        directory.
+        """Close the writers that are still open after a failure.
+
+        Data that cannot be flushed is lost with the directory.
         """
         for writer in self._writers.values():
             with contextlib.suppress(OSError):
@@ -122,9 +123,7 @@ class StagingArtifact:
 
 
 def check_target(target: Path, force: bool) -> None:
-    """Raise :class:`ArtifactExists` when ``target`` exists and ``force`` is false, or when it is nothing that may be
-    replaced.
-    """
+    """Raise :class:`ArtifactExists` if ``target`` exists, unless ``force`` is true and it may be replaced."""
     if not os.path.lexists(target):
         return
     if not force:

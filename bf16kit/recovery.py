@@ -15,8 +15,9 @@ class _Entry(BaseModel):
 class GradientEntry(_Entry):
     """Losses of one step's fp32 gradients when they are multiplied by ``scale`` and stored in ``format``.
 
-    ``values`` counts the nonzero ones, ``of`` all trained weights or all ``activations`` between layers. Of these,
-    ``vanished`` become zero, ``subnormal`` keep fewer bits than the format has, and ``overflowed`` become infinite.
+    ``values`` counts the nonzero ones; ``of`` says of what: of all trained weights, or of all ``activations`` between
+    layers. Of these, ``vanished`` become zero, ``subnormal`` keep fewer bits than the format has, and ``overflowed``
+    become infinite.
     """
 
     step: Size
@@ -108,7 +109,7 @@ class AccuracyEntry(_Entry):
 
 
 class RecoveryEntry(_Entry):
-    """A recovery: ``recovered_from`` is the sha256 of its source, ``judged_on`` says what the drift was measured on."""
+    """A recovery: ``recovered_from`` is the sha256 of its source, ``judged_on`` the origin of the judged samples."""
 
     recovered_from: str
     judged_on: str

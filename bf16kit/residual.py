@@ -60,8 +60,9 @@ def encode(fp32: NDArray[np.float32], bf16: Bf16Array, scale: Scale | None = Non
 
 
 def encode_chunks(fp32: NDArray[np.float32], bf16: Bf16Array, scale: Scale | None = None) -> Iterator[Piece]:
-    """Yield the pieces of :func:`encode`, for writing straight to a file. ValueError when shapes or dtypes do not
-    fit.
+    """Yield the pieces of :func:`encode`, for writing straight to a file.
+
+    Raises ValueError when shapes or dtypes do not fit.
     """
     if fp32.shape != bf16.shape or fp32.dtype != np.float32 or bf16.dtype != BF16:
         raise ValueError(f"cannot encode {fp32.dtype.name}{fp32.shape} against {bf16.dtype.name}{bf16.shape}")
@@ -71,8 +72,7 @@ def encode_chunks(fp32: NDArray[np.float32], bf16: Bf16Array, scale: Scale | Non
 
 
 class Encoder:
-    """Encodes a tensor of ``shape`` as its rows arrive: the segment is all pieces of :meth:`rows`, then of
-    :meth:`finish`.
+    """Encodes a tensor of ``shape`` as its rows arrive: all pieces of :meth:`rows`, then those of :meth:`finish`.
 
     ``low_bits`` is how many upper bits of a low half may be nonzero; fewer than 16 only without a scale. ValueError
     when ``scale`` does not fit ``shape``, and from :meth:`rows` when more bits than that are set.

@@ -23,9 +23,7 @@ SINCE_6 = ("given",)
 
 
 def needed(fields: dict[str, Any]) -> int:
-    """Return the oldest schema version that can express ``fields``, so that old readers reject only what they would
-    misread.
-    """
+    """Return the oldest schema version that can express ``fields``, so that old readers reject no more than needed."""
     plan: Plan | None = fields.get("plan")
     plans = () if plan is None else (plan.tensors, *plan.nodes.values())
     coded = any(entry.code for entries in plans for entry in entries)

@@ -49,10 +49,10 @@ BY_ONNX: Mapping[int, DType] = {d.onnx: d for d in _TABLE}
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """An input or output: ``dtype`` is a key of :data:`BY_NAME`; a dimension is a size, or the name of a free
-    dimension.
+    """An input or output; ``dtype`` is a key of :data:`BY_NAME`.
 
-    Dimensions of the same name must have the same size within one request. ``kind`` says what an output means.
+    A dimension is a size, or the name of a free dimension. Dimensions of the same name must have the same size within
+    one request. ``kind`` says what an output means.
     """
 
     name: str

@@ -48,8 +48,9 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class SampleSeries:
-    """The relative_l2 of samples of one output, of which ``measured`` were measured; ``bounds`` are the budget's by
-    name.
+    """The relative_l2 of samples of one output, and the budget's ``bounds`` on it by name.
+
+    ``measured`` samples were measured; ``values`` may hold fewer, evenly spaced.
     """
 
     profile: str
@@ -65,9 +66,7 @@ class SampleSeries:
 
 
 def drift_rows(manifest: Manifest) -> Iterator[DriftRow]:
-    """Yield every metric measured at conversion and every bounded quantile, in the order of profiles, outputs and
-    metrics.
-    """
+    """Yield every measured metric and every bounded quantile, in the order of profiles, outputs and metrics."""
     budget = Budget.from_dict(manifest.budget)
     for profile, entry in sorted(manifest.drift.items()):
         for output, metrics in sorted(entry.outputs.items()):

@@ -29,9 +29,7 @@ _ADDRESS = re.compile(r"\b0x[0-9a-f]{8,}\b")
 
 
 def brief(reason: object, longest: int = LONGEST) -> str:
-    """Return ``reason`` without places in a library's sources, in at most ``longest`` characters, very long words
-    cut.
-    """
+    """Return ``reason`` without source locations and very long words, in at most ``longest`` characters."""
     # Cut first: on a word of 70,000 characters the search for places takes 6 s and holds the GIL.
     text = _FRAMES.sub("", without_long_words(str(reason)[:_READ]))
     text = _LOADED.sub("", _CODE.sub(r"\1: ", text))
@@ -58,8 +56,9 @@ def _without_addresses(text: str) -> str:
 
 
 def refused(error: OSError) -> str:
-    """Return the system's message; for a PermissionError also the user id, because a container's user seldom owns the
-    files.
+    """Return the system's message for ``error``.
+
+    A PermissionError's includes the user id, because a container's user seldom owns the files.
     """
     said = error.strerror or str(error)
     return f"{said} to user {os.geteuid()}" if isinstance(error, PermissionError) else said

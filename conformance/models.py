@@ -58,8 +58,9 @@ class Model:
 
     @property
     def raw_only(self) -> bool:
-        """Whether it has an FP16 or BF16 input. Its requests then have no typed form, as raw and typed are never
-        mixed.
+        """Whether it has an FP16 or BF16 input.
+
+        If so its requests have no typed form, because raw and typed are never mixed.
         """
         return any(DATATYPES[spec.datatype].field is None for spec in self.inputs)
 
@@ -85,8 +86,9 @@ class Model:
         return (rows, *sizes[1:]) if self.max_batch_size > 0 and sizes else tuple(sizes)
 
     def _size(self, axis: int) -> int:
-        """Return a size for a dimension that may have any: the one that the user gave another input, as they often
-        agree.
+        """Return a size for a dimension that may have any.
+
+        It is the size that the user gave another input there, because the two often agree.
         """
         for spec in self.inputs:
             said = self.known.get(spec.name)

@@ -14,7 +14,7 @@ from conformance.suite import Code, Failed, Question, Skipped
 from conformance.target import Answer, Target
 from conformance.wire import Array, Tensor, encode, fill_contents
 
-# : For each extension with RPCs of its own, a call that changes nothing, for a model's name.
+#: For each extension with RPCs of its own, a call that changes nothing, for a model's name.
 PROBES: Mapping[str, Callable[[str], tuple[str, Message]]] = {
     "model_configuration": lambda name: ("ModelConfig", pb.ModelConfigRequest(name=name)),
     "statistics": lambda name: ("ModelStatistics", pb.ModelStatisticsRequest(name=name)),
@@ -47,7 +47,8 @@ class Session:
     models: Sequence[Model]
     extensions: frozenset[str]
     options: Options = field(default_factory=Options)
-    closed: Mapping[str, str] = field(default_factory=dict)  # extensions whose RPCs want credentials, and the refusal
+    # extensions whose RPCs need credentials, each with the rejection
+    closed: Mapping[str, str] = field(default_factory=dict)
     _asked: dict[str, tuple[Question, Answer]] = field(default_factory=dict)
 
     def asked(self, name: str, ask: Callable[[Session], Question]) -> tuple[Question, Answer]:
@@ -106,8 +107,9 @@ class Session:
     # --- models of the server ---------------------------------------------------------------------------------------
 
     def with_input(self, datatype: str, *, typed: bool = False) -> tuple[Model, str]:
-        """Return a model and its input of this datatype; with ``typed``, all inputs of the model have typed
-        contents.
+        """Return a model and its input of this datatype.
+
+        With ``typed``, all inputs of the model have typed contents.
         """
         for model in (self.model, *self.models):
             for spec in model.inputs:

@@ -66,8 +66,9 @@ class Tensor:
 
 
 def filled(datatype: str, shape: Sequence[int], values: Sequence[float] | None = None) -> Tensor:
-    """Return a tensor whose elements repeat ``values``; by default ones (true, ``b"a"``), and for floats a ramp up to
-    1.
+    """Return a tensor whose elements repeat ``values``.
+
+    The default is ones (true, ``b"a"``), and for floats a ramp up to 1.
     """
     kind, count = DATATYPES[datatype], int(np.prod(shape, dtype=np.int64))
     if kind.framed:
@@ -86,8 +87,9 @@ def filled(datatype: str, shape: Sequence[int], values: Sequence[float] | None =
 
 
 def encode(tensor: Tensor) -> bytes:
-    """Return the bytes for ``raw_input_contents``: little-endian, row-major; BYTES with a length before each
-    element.
+    """Return the bytes for ``raw_input_contents``: little-endian, row-major.
+
+    Each element of BYTES is preceded by its length.
     """
     if DATATYPES[tensor.datatype].framed:
         return b"".join(struct.pack("<I", len(element)) + element for element in tensor.array.ravel())
@@ -145,7 +147,7 @@ def _frames(raw: bytes, count: int) -> list[bytes]:
 
 
 def same(one: Array, other: Array) -> bool:
-    """Return whether two responses are equal, except for the last bits of floats."""
+    """Return whether two tensors are equal, except for the last bits of floats."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     if one.dtype.kind == "f":

@@ -76,5 +76,5 @@ class Deadlines:
                 each.over()
 
 
-# : One per process: a caller never has to see the deadlines of others.
+#: One per process: a caller never has to see the deadlines of others.
 DEADLINES = Deadlines()

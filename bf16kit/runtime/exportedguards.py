@@ -138,9 +138,7 @@ def _recurrent(given: Given, name: str) -> bool:
 
 
 def _packed(sizes: torch.Tensor, of: torch.Tensor, batch: int) -> bool:
-    """Check ``sizes``, the number of sequences at each step: positive, not increasing, and their sum is the rows of
-    ``of``.
-    """
+    """Check ``sizes``, the sequences at each step: positive, not increasing, adding up to the rows of ``of``."""
     if not _holds_numbers(sizes):
         return True
     if sizes.dim() != 1 or sizes.numel() == 0 or sizes.dtype is not torch.int64:
@@ -169,9 +167,7 @@ def _smoothed(given: Given, name: str) -> bool:
 
 
 def _repeats(given: Given, _name: str) -> bool:
-    """Check the repeats: with a size given, torch writes while it counts, and only then notices a negative or too large
-    sum.
-    """
+    """Check that repeats are not negative and their sum is not too large; torch notices that only while it writes."""
     repeats = given["repeats"]
     if not _holds_numbers(repeats):
         return True

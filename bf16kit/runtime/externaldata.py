@@ -1,6 +1,4 @@
-"""The external data of an ONNX graph: finds its tensors, rejects places that the artifact does not hold, and moves
-tensors.
-"""
+"""The external data of an ONNX graph: finds its tensors, checks their places, and moves them."""
 
 from __future__ import annotations
 
@@ -47,10 +45,10 @@ class Extent:
 
 
 class Regions:
-    """The bytes that ``extents`` cover, each byte once: regions laid out one after the other, ``size`` bytes with
-    alignment.
+    """The bytes that ``extents`` cover, each byte once, laid out as regions one after the other.
 
-    However many tensors a graph claims to be in a file, no more than the file's size is allocated.
+    ``size`` is the total in bytes, with alignment. However many tensors a graph claims to be in a file, no more than
+    the file's size is allocated.
     """
 
     def __init__(self, extents: Iterable[Extent]) -> None:
@@ -209,8 +207,7 @@ def check_locations(path: Path, allowed: Collection[str]) -> None:
 
 
 def _check_extent(path: Path, tensor: TensorProto, location: str, size: int | None) -> None:
-    """Raise ArtifactError if ``tensor`` is not aligned, has not the bytes that its shape and dtype need, or ends too
-    late.
+    """Raise ArtifactError if ``tensor`` is not aligned, has the wrong length, or ends beyond its file.
 
     ``size`` is the size of the file ``location`` in bytes, None if it does not exist.
     """

@@ -12,14 +12,14 @@ from bf16kit.tensors import BY_NAME
 if TYPE_CHECKING:
     from onnx import GraphProto
 
-# : The operators, each with the position of an input, whose kernels read that input in place and do not copy it. Conv
-# is not among them: ONNX Runtime rearranges its weights when it opens a session.
+#: The inputs, by operator and position, that the operator's kernel reads in place, without copying them.
+#: Conv is not among them: ONNX Runtime rearranges its weights when it opens a session.
 _READ_AS_THEY_LIE = {("MatMul", 1), ("Gemm", 1), ("Gather", 0)}
 _OTHERWISE = ("", -1)
 
 
 def read_in_place(path: Path) -> frozenset[str]:
-    """Return the fp32 initializers of the graph in ``path`` that only such operators of the main graph read."""
+    """Return the fp32 initializers of the graph in ``path`` that are read only as :data:`_READ_AS_THEY_LIE` allows."""
     import onnx
 
     model = onnx.load(path, format="protobuf", load_external_data=False)

@@ -188,8 +188,9 @@ def _refusal() -> str:
 
 
 def _parsed(model: Path | bytes) -> ModelProto:
-    """Parse the graph without its external data; an empty graph if it cannot be parsed: ONNX Runtime reports that
-    better.
+    """Parse the graph without its external data.
+
+    If it cannot be parsed the result is an empty graph: ONNX Runtime reports the error better.
     """
     import onnx
     from google.protobuf.message import DecodeError

@@ -146,10 +146,9 @@ def load_reference(
 
 
 def choose_profiles(artifact: Artifact, profile: str, device: str) -> tuple[tuple[str, ...], str]:
-    """Return the profiles of ``artifact`` that may serve on ``device`` (auto, cpu or cuda:N), best first, and the
-    device.
+    """Return the profiles of ``artifact`` that may serve on a device, best first, and that device.
 
-    If ``profile`` is not auto, it is the only one.
+    ``device`` is auto, cpu or cuda:N. If ``profile`` is not auto, it is the only one.
 
     Raises :class:`ArtifactError` when the artifact has no such profile, or none for the device.
     """
@@ -206,9 +205,7 @@ def _profile(artifact: Artifact, profile: str) -> ProfileEntry:
 
 
 def _check_served(artifact: Artifact) -> None:
-    """Raise ArtifactError if the artifact has only exports, which other programs load and this project does not
-    serve.
-    """
+    """Raise ArtifactError if the artifact has only exports, which are for other programs."""
     exports = artifact.manifest.exports
     if exports and not artifact.manifest.profiles:
         raise ArtifactError(

@@ -48,7 +48,7 @@ def weights() -> NDArray[np.float32]:
 def classify(product: Product) -> Accumulation:
     """Return how ``product`` accumulates; it maps x, fp32 [rows, 4096], to x @ :func:`weights`, [rows, 48].
 
-    ``fp32`` when every sum is exact, ``bf16`` when sums are off in the way of lower precision, ``unknown`` when they
+    ``fp32`` when every sum is exact, ``bf16`` when sums are off as lower precision makes them, ``unknown`` when they
     are not sums at all.
     """
     exact = weights().sum(axis=0)
@@ -67,8 +67,9 @@ def classify(product: Product) -> Accumulation:
 
 
 def classify_rounding(product: Product) -> Accumulation:
-    """Classify a product that rounds x to bf16, as :func:`classify`; also ``unknown`` if it rounds differently or not
-    at all.
+    """Classify a product that rounds x to bf16, as :func:`classify` does.
+
+    The result is ``unknown``, too, if it rounds differently or not at all.
     """
     found = classify(product)
     for given, meant in _ROUNDED if found == "fp32" else ():

@@ -26,7 +26,8 @@ class NoScratch(Exception):
 def scratch_file(
     size: int, directory: Path | None = None, *, in_memory: bool = False
 ) -> Iterator[tuple[Path, NDArray[np.uint8]]]:
-    """Create a file of ``size`` bytes in ``directory`` (None: the system's), mapped for writing; later it has no name.
+    """Create a file of ``size`` bytes in ``directory`` (None: the system's), mapped for writing; the end removes its
+    name.
 
     A descriptor or mapping that was opened within the block stays valid. The process locks the file while it has a
     name, so that the next call can remove a file that a killed process left. Raises :class:`NoScratch` when the

@@ -66,16 +66,18 @@ def open_session(
 ) -> Session:
     """Open a session for ``model`` on the canonical ``device``.
 
-    ``threads`` is how many threads work on one run, including the caller's; None is one per available CPU. ``spin``
-    makes them busy-wait between operators. ``external`` holds arrays for initializers whose external data file does not
-    exist. ``files`` holds the bytes of external data files that do not exist, for a model given as bytes. ONNX Runtime
-    copies both, so they may be freed afterwards. ``values`` are initializers that the session reads in place and keeps
-    alive. The file that the graph names for them must exist but is not read. Only operators that read an input in place
-    may use them, and ONNX Runtime folds none of them. ``base_dir`` is the directory of the external data of a model
-    given as bytes. ``library`` holds custom operators (:mod:`bf16kit.runtime.kernel`). Without ``optimise`` every
-    operator runs as the graph says: none is fused, folded or dropped. Without ``pack`` products read their weights in
-    place; with it each weight is copied once, into the fastest layout. ``arena`` keeps a CPU run's memory for the next
-    run: for many runs of equal shapes by a session that is closed soon. ``name`` is the graph's name in errors.
+    * ``threads``: how many threads work on one run, including the caller's; None is one per available CPU.
+    * ``spin``: these threads busy-wait between operators.
+    * ``external``: arrays for initializers whose external data file does not exist. ONNX Runtime copies them.
+    * ``files``: the bytes of external data files that do not exist, for a model given as bytes. It copies them, too.
+    * ``values``: initializers that the session reads in place and keeps alive. The file that the graph names for them
+      must exist but is not read. Only operators that read an input in place may use them. None of them is folded.
+    * ``base_dir``: the directory of the external data of a model given as bytes.
+    * ``library``: custom operators (:mod:`bf16kit.runtime.kernel`).
+    * ``optimise``: if false, every operator runs as the graph says; none is fused, folded or dropped.
+    * ``pack``: if false, products read their weights in place; else each is copied once, into the fastest layout.
+    * ``arena``: keep a CPU run's memory for the next, for many runs of equal shapes by a session that is closed soon.
+    * ``name``: the graph's name in errors.
 
     Raises :class:`DeviceUnavailable` when the device cannot be used, :class:`RuntimeFailure` for a graph that cannot.
     """
@@ -120,8 +122,9 @@ def has_cuda() -> bool:
 
 @contextlib.contextmanager
 def ending_after(seconds: float) -> Iterator[Any]:
-    """Yield run options that make ONNX Runtime abort the run, between two nodes, after ``seconds``; sets
-    ``terminate``.
+    """Yield run options that make ONNX Runtime abort the run, between two nodes, after ``seconds``.
+
+    Their ``terminate`` is then true.
     """
     options = ort.RunOptions()
     options.log_severity_level = _FATAL

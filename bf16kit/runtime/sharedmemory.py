@@ -43,8 +43,9 @@ def filled(size: int, fill: Fill) -> int:
 
 
 def mapped(descriptor: int, size: int) -> tuple[mmap.mmap, NDArray[np.uint8]]:
-    """Map ``size`` bytes of sealed memory read-only; return the mapping and the array. A view keeps the mapping
-    alive.
+    """Map ``size`` bytes of sealed memory read-only; return the mapping and the array.
+
+    A view keeps the mapping alive.
     """
     return _mapped(descriptor, size, mmap.PROT_READ)
 

@@ -131,8 +131,9 @@ def read_file(path: Path) -> Archive:
 
 
 def bind(program: Program, device: torch.device, *, widened: Collection[str] = (), wrap: Wrap | None = None) -> Bound:
-    """Bind ``program`` to ``device``; dtypes in ``widened`` become float32. ``wrap`` may replace an ATen operator, by
-    name.
+    """Bind ``program`` to ``device``; dtypes in ``widened`` become float32.
+
+    ``wrap`` may replace an ATen operator, by name.
 
     Raises :class:`RuntimeFailure` for an operator that this torch does not have.
     """
@@ -182,8 +183,9 @@ class _Binder:
         return guarded(name, found, found if self._wrap is None else self._wrap(name, found)), node.args
 
     def _inner(self, node: Node) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """Bind a graph that runs in a torch mode; the node's arguments are the mode's settings, the graph, and its
-        inputs.
+        """Bind a graph that runs in a torch mode.
+
+        The node's arguments are the mode's settings, the graph, and its inputs.
         """
         place = next((i for i, value in enumerate(node.args) if isinstance(value, Graph)), None)
         if place is None or node.kwargs or len(node.args) - place - 1 != len(node.args[place].inputs):

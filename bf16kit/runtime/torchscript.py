@@ -153,17 +153,16 @@ def probe_torch(device: torch.device, dtype: torch.dtype) -> Accumulation:
 
 
 def precision(is_bf16: bool, native: bool) -> str:
-    """Return the arithmetic of a program with or without bf16 weights, on a device that computes in bf16 or does
-    not.
-    """
+    """Return the arithmetic of a program, by whether it has bf16 weights and the device computes in bf16."""
     if not is_bf16:
         return "fp32"
     return "bf16" if native else "bf16-weights"
 
 
 def open_device(device: str) -> torch.device:
-    """Open the canonical ``device`` and set torch to accumulate in full; :class:`DeviceUnavailable` if it is
-    missing.
+    """Open the canonical ``device`` and set torch to accumulate in full.
+
+    Raises :class:`DeviceUnavailable` if it is missing.
     """
     if device == CPU:
         return torch.device(CPU)
@@ -227,8 +226,9 @@ def last_line(error: Exception) -> str:
 
 
 def to_tensor(array: Array) -> torch.Tensor:
-    """Return ``array`` as a tensor over the same memory; a read-only array is copied, because torch has no such
-    tensors.
+    """Return ``array`` as a tensor over the same memory.
+
+    A read-only array is copied, because torch has no such tensors.
     """
     writable = array if array.flags.writeable else array.copy()
     if array.dtype == _BF16:

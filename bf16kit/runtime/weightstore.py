@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from bf16kit.runtime.ownmemory import own_memory
 
-# : Writes all of the bytes it is given, and keeps no reference to them. It raises if the bytes cannot be right.
+#: Writes all of the bytes it is given, and keeps no reference to them. It raises if the bytes cannot be right.
 Fill = Callable[[NDArray[np.uint8]], None]
 
 

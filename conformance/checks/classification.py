@@ -1,6 +1,4 @@
-"""Checks of the classification extension: an output as its highest values, each "value:index" or
-"value:index:label".
-"""
+"""Checks of the classification extension: an output as its highest values, "value:index" or with a label."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of system shared memory: registering, listing and unregistering regions; and of CUDA's, if there are none."""
+"""Checks of system shared memory: registering, listing and unregistering regions; and of the RPCs of CUDA regions."""
 
 from __future__ import annotations
 

@@ -21,9 +21,7 @@ _MATCH = "For each tensor, the size of the content must match what is expected b
 def _bad(
     name: str, level: Level, source: str, rule: str, edit: Edit, codes: list[Code] = _INVALID
 ) -> tuple[Check, ...]:
-    """Return checks of a request that is valid except for ``edit``, which returns the words that a rejection should
-    name.
-    """
+    """Return checks of a request that is valid except for ``edit``; it returns words that a rejection should name."""
 
     def ask(session: Session) -> Question:
         request = session.request()

@@ -84,8 +84,9 @@ def reader(kind: Kind) -> Reader:
 
 
 def nbytes(path: Path) -> int | None:
-    """Return the size of the files at ``path``, for a progress bar; None if there are none, which `read` reports
-    better.
+    """Return the size of the files at ``path``, for a progress bar.
+
+    The result is None if there are none, which `read` reports better.
     """
     if path.is_file():
         return path.stat().st_size

@@ -1,6 +1,4 @@
-"""A graph's inputs and outputs as :class:`~bf16kit.tensors.TensorSpec`: names, dtypes, named dimensions, output
-kinds.
-"""
+"""A graph's inputs and outputs as :class:`~bf16kit.tensors.TensorSpec`: names, dtypes, dimensions, kinds."""
 
 from __future__ import annotations
 

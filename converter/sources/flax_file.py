@@ -140,8 +140,9 @@ def _number(value: Any) -> _Leaf | None:
 
 
 class _Reader:
-    """Parses msgpack from a position; every length is checked against the rest of the data before memory is
-    allocated.
+    """Parses msgpack from a position.
+
+    Every length is checked against the rest of the data before memory is allocated.
     """
 
     def __init__(self, data: memoryview, most: int = _MOST_VALUES) -> None:

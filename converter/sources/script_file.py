@@ -159,8 +159,9 @@ def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def arrays(path: Path, found: dict[str, torch.Tensor]) -> dict[str, Array]:
-    """Return ``found`` as numpy arrays over the same memory; :class:`SourceError` for a dtype that numpy does not
-    have.
+    """Return ``found`` as numpy arrays over the same memory.
+
+    Raises :class:`SourceError` for a dtype that numpy does not have.
     """
     from converter.sources import torch_file
 

@@ -39,10 +39,10 @@ class Shelf:
 
 @contextmanager
 def shelf(forms: Mapping[str, Form], directory: Path, source: Path) -> Iterator[Shelf]:
-    """Allocate an array for each of ``forms`` in a file in ``directory``, or in memory if there is no room on disk.
+    """Allocate an array for each of ``forms`` in a temporary file in ``directory``.
 
-    The arrays are writable and aligned, and stay valid after the block. Raises :class:`SourceError` naming ``source``
-    when there is no room.
+    If that has no room, the file is in the system's directory, even if that is in memory. The arrays are writable and
+    aligned, and stay valid after the block. Raises :class:`SourceError` naming ``source`` when there is no room.
     """
     offsets, end = {}, 0
     for name, form in forms.items():

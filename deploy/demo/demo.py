@@ -85,8 +85,7 @@ def ask_until_measured(client: Client, http_address: str, wanted: int = 100) -> 
     return wait(f"the shadow to measure {wanted} requests", measured, seconds=120)
 
 
-# --- results
-# -----------------------------------------------------------------------------------------------------------
+# --- results ----------------------------------------------------------------------------------------------------------
 
 
 def print_similarity(embeddings: NDArray[np.float64]) -> None:

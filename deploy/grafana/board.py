@@ -1,8 +1,6 @@
-"""Writes the Grafana dashboard beside this file. Run ``python deploy/grafana/board.py`` after a change to
-``panels.py``.
+"""Writes the Grafana dashboard beside this file; run ``python deploy/grafana/board.py`` after changing ``panels.py``.
 
-The builders are generated from Grafana's own schema, so the result is a valid dashboard:
-tests/deploy/test_dashboard.py.
+The builders are typed by Grafana's own schema, so the result is a valid dashboard: tests/deploy/test_dashboard.py.
 """
 
 from __future__ import annotations

@@ -22,8 +22,9 @@ class Query:
 
 @dataclass(frozen=True)
 class Panel:
-    """One panel. ``bound`` is drawn as a line, and in a ``stat`` a value above it is red; ``width`` is of 24
-    columns.
+    """One panel; ``width`` is of 24 columns.
+
+    ``bound`` is drawn as a line, and in a ``stat`` a value above it is red.
     """
 
     kind: Literal["stat", "lines", "heat", "states", "table"]

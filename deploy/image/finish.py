@@ -43,8 +43,9 @@ _LEFT_OUT = frozenset(
 
 
 def prune(packages: Path) -> int:
-    """Remove what only tests and compilers read from ``packages``, a site-packages; return the number of bytes
-    removed.
+    """Remove what only tests and compilers read from ``packages``, a site-packages.
+
+    Returns the number of bytes removed.
     """
     doomed = [packages / name for name in _DIRECTORIES]
     doomed += [found for name in _TESTED for found in sorted((packages / name).rglob("tests"))]

@@ -136,7 +136,8 @@ def all_of(config: ServerConfig, scaling: Scaling, wishes: Mapping[str, Wish]) -
 
 
 def route(name: str) -> str:
-    """Return the HTTP path of an application. Ray's gRPC proxy knows only applications that have one; a model has no
-    pages.
+    """Return the HTTP path of an application; a model has no pages there.
+
+    Ray's gRPC proxy knows only applications that have such a path.
     """
     return f"/-/{name}"

@@ -42,7 +42,7 @@ _REMOVED_LOOK_SECONDS = 0.2
 _REMOVE_SECONDS = 15.0  # beyond the time that requests have to end, for Ray to stop the rest
 # Ray restarts by itself what it has not given up; that counts as loading.
 _STATES: Mapping[str, State] = {"RUNNING": "ready", "DEPLOY_FAILED": "unavailable"}
-# : Ray's errors when the cluster does not do what it is asked.
+#: Ray's errors when the cluster does not do what it is asked.
 FAILURES = (RayError, RayServeException, TimeoutError, ConnectionError)
 
 
@@ -242,8 +242,9 @@ def follow(deployed: Deployed, config: ServerConfig, stop: Stop) -> None:
 
 
 def as_config(config: ServerConfig, scaling: Scaling, wishes: dict[str, Wish], location: str) -> dict[str, Any]:
-    """Return Ray Serve's own configuration of all applications: for ``serve deploy``, or a RayService's
-    ``serveConfigV2``.
+    """Return Ray Serve's own configuration of all applications, as for ``serve deploy``.
+
+    It is also the ``serveConfigV2`` of a RayService.
     """
     listed = []
     for name, arguments in applications.all_of(config, scaling, wishes).items():

@@ -59,7 +59,7 @@ def place(wish: Wish, config: ServerConfig) -> Place:
         measured = measured or plan.serving.shadow.remote is not None or _has_reference(plan, manifest)
     if measured:
         base += REFERENCE_PROCESS_BYTES
-    share = base // (PART - 1)  # so that it is one part of the total
+    share = base // (PART - 1)  # so that it is 1/PART of the total
     requests, message = _at_most(config, "max_request_bytes", share), _at_most(config, "max_message_bytes", share)
     bounded = config.model_copy(update={"max_request_bytes": requests, "max_message_bytes": message})
     # A single request is accepted up to these sizes, whatever else is in use.

@@ -80,8 +80,9 @@ class Replica(Answering):
         raise RuntimeError(f"the model cannot be served: {said}")
 
     def check_health(self) -> None:
-        """Raise RuntimeError if no version is ready. Ray calls this periodically, and replaces a replica that
-        raises.
+        """Raise RuntimeError if no version is ready.
+
+        Ray calls this periodically, and replaces a replica that raises.
         """
         if not any(slot.state == "ready" for slot in self._served.repository.models()):
             raise RuntimeError("no version of the model is ready any more")

@@ -40,8 +40,9 @@ Place = tuple[Record, str, tuple[int, ...], tuple[int, ...], int]
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One tensor: ``strides`` and ``offset`` are in elements of its record; all of this is unknown for a ``pickled``
-    one.
+    """One tensor: ``strides`` and ``offset`` are in elements of its record.
+
+    For a ``pickled`` one, dtype, shape and strides are unknown.
     """
 
     name: str
@@ -66,8 +67,9 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Archive:
-    """The contents of an archive: the program's JSON, and its weights and constants by name. ``data`` is the whole
-    file.
+    """The contents of an archive: the program's JSON, and its weights and constants by name.
+
+    ``data`` is the whole file.
 
     Names that refer to the same elements of one record get the same array, so that a caller copies it only once.
     """

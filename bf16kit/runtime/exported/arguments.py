@@ -30,10 +30,9 @@ _MOST = 1_000_000  # values in a list
 
 
 def read(value: Any, what: str, graph: Callable[[Any], Any]) -> Any:
-    """Read an argument: a plain value, a :class:`Ref`, an option of :mod:`bf16kit.runtime.exported.values`, or a list
-    of them.
+    """Read an argument: a plain value, a :class:`Ref`, an option, or a list of them.
 
-    ``graph`` reads an argument that is itself a graph.
+    Options are classes of :mod:`bf16kit.runtime.exported.values`. ``graph`` reads an argument that is itself a graph.
 
     Raises :class:`RuntimeFailure`, which begins with ``what``, for kinds that bf16kit does not know.
     """

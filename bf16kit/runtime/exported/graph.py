@@ -37,8 +37,9 @@ _POSITIONAL = 1
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """An input or output. A free dimension is the program's symbol for it, or "?" for an expression of several
-    symbols.
+    """An input or output.
+
+    A free dimension is the program's symbol for it, or "?" for an expression of several symbols.
     """
 
     name: str
@@ -220,8 +221,9 @@ def _node(node: Mapping[str, Any], depth: int) -> Node | None:
 
 
 def _operator(target: str) -> str:
-    """Return the name of an ATen operator, "" for other known functions; :class:`RuntimeFailure` for one not
-    allowed.
+    """Return the name of an ATen operator, or "" for another known function.
+
+    Raises :class:`RuntimeFailure` for one that is not allowed.
     """
     found = _ATEN.fullmatch(target)
     if found is not None and "out" not in found[2].split("_"):

@@ -33,8 +33,9 @@ class Bound:
     outputs: tuple[str, ...] = ()
 
     def run(self, values: Values) -> dict[str, Any]:
-        """Return the outputs by name. ``values`` has the inputs and tensors by their names in the graph; it is
-        modified.
+        """Return the outputs by name.
+
+        ``values`` has the inputs and tensors by their names in the graph. It is modified.
         """
         found = self.flat(values)
         return {name: value for name, value in zip(self.outputs, found, strict=True) if name}

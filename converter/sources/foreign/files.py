@@ -31,8 +31,9 @@ _COREML = 200  # the fields that hold a Core ML model begin here; no field of ON
 
 
 def of_file(path: Path, head: bytes) -> str | None:
-    """Return the foreign format of the file at ``path``, a key of :data:`~converter.sources.foreign.table.TABLE`; or
-    None.
+    """Return the foreign format of the file at ``path``, or None.
+
+    The format is a key of :data:`~converter.sources.foreign.table.TABLE`.
     """
     for magic, name in _MAGIC:
         if head.startswith(magic):
@@ -61,8 +62,7 @@ def _is_openvino(head: bytes) -> bool:
 
 
 def _is_saved_model(head: bytes) -> bool:
-    """Return whether ``head`` begins like saved_model.pb: schema version 1, then a graph whose first field is a
-    message.
+    """Return whether ``head`` begins like saved_model.pb: schema version 1, a graph whose first field is a message.
 
     In ONNX the second field is the producer's name, which does not begin with a newline.
     """
@@ -128,9 +128,7 @@ def _varint(file: BinaryIO) -> int | None:
 
 
 def _is_graph(head: bytes) -> bool:
-    """Return whether ``head`` begins with a NodeDef with a name and an operator, as GraphDef does: 0a … 0a NAME 12
-    OP.
-    """
+    """Return whether ``head`` begins like a GraphDef, with a NodeDef of a name and an operator: 0a … 0a NAME 12 OP."""
     if head[0] != 0x0A:
         return False
     at = 1

@@ -80,9 +80,7 @@ def companions(path: Path) -> dict[str, bytes]:
 
 
 def left_behind(path: Path) -> tuple[str, ...]:
-    """Return a note on files that :func:`companions` does not copy but a model may need: code, and files of other
-    names.
-    """
+    """Return a note on files that :func:`companions` does not copy but a model may need, such as code."""
     root = Directory.open(path).path
     names = sorted(
         entry.name
@@ -118,9 +116,7 @@ def _content(root: Path, name: str) -> bytes:
 
 
 def _places(root: Path) -> Iterator[Path]:
-    """Yield where files of the directory may be: inside it or, for a snapshot in the Hub's cache, among the model's
-    blobs.
-    """
+    """Yield where files of the directory may be: inside it or, in the Hub's cache, among the model's blobs."""
     real = Path(os.path.realpath(root))
     yield real
     if real.parent.name == "snapshots":

@@ -51,8 +51,7 @@ def declared(module: Any, directory: Directory) -> tuple[tuple[TensorSpec, ...],
 
 
 def batches(inputs: tuple[TensorSpec, ...]) -> list[tuple[TensorSpec, ...]]:
-    """Return the variants of ``inputs`` to try: with separate batches for texts and images, if it has both, then as
-    given.
+    """Return the variants of ``inputs`` to try: texts and images in separate batches if it has both, then as given.
 
     A model that compares texts with images takes any number of each. A model that reads them together takes equally
     many. Only a run shows which one it is.

@@ -58,8 +58,9 @@ def _in_fp32(tensors: Mapping[str, Array], scratch: Path) -> dict[str, Any]:
 
 
 def _class(directory: Directory, parsed: Any) -> Any:
-    """Return the class that config.json names; the family's base model for sentence-transformers or if none is
-    named.
+    """Return the class that config.json names.
+
+    For sentence-transformers, or if none is named, return the family's base model.
     """
     import transformers
 
@@ -80,8 +81,9 @@ def _class(directory: Directory, parsed: Any) -> Any:
 
 
 def _check_fit(path: Path, info: Mapping[str, Any]) -> None:
-    """Raise SourceError for missing or mismatched weights; transformers would fill them with random numbers and
-    warn.
+    """Raise SourceError for missing or mismatched weights.
+
+    ``transformers`` would only warn, and fill them with random numbers.
     """
     problems = [f"missing: {name}" for name in sorted(info["missing_keys"]) if not name.startswith("pooler.")]
     problems += [f"shape: {found[0]} is {list(found[1])}, not {list(found[2])}" for found in info["mismatched_keys"]]

@@ -64,8 +64,9 @@ class _Feed:
         return self.sizes[dim]
 
     def valid(self, spec: TensorSpec, shape: tuple[int, ...]) -> Array:
-        """Return a mask, bool [rows, steps], that is true where a row is not padding. The first row of each feed is
-        full.
+        """Return a mask, bool [rows, steps], that is true where a row is not padding.
+
+        The first row of each feed is full.
         """
         dim = spec.shape[1] if spec.name != "input_features" else spec.shape[-1]
         rows, steps = shape[0], shape[1]

@@ -27,7 +27,7 @@ class Plain:
 
     @classmethod
     def of(cls, module: Any) -> Plain:
-        """Switch these settings off in ``module``, in place."""
+        """Return ``module``, in which these settings are switched off in place."""
         switched = []
         for part in module.modules():
             config = getattr(part, "config", None)
@@ -39,9 +39,7 @@ class Plain:
         return cls(module, tuple(switched))
 
     def left_out(self, model: TorchModel) -> tuple[str, ...]:
-        """Return the outputs for the example of ``model`` that the original config gives and ``model`` does not
-        serve.
-        """
+        """Return the outputs by the original config that ``model`` does not serve, from a run on its example."""
         if not self.switched:
             return model.left_out
         answers: list[Any] = []

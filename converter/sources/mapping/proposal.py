@@ -120,9 +120,7 @@ def _entry(name: str, array: Array, found: Pair | None, slots: Slots) -> Entry:
 
 
 def _is_weight(name: str, array: Array, beside: Set[str]) -> bool:
-    """Return whether a leaf belongs to the model: no counter, no random key, not in one of the other collections
-    ``beside``.
-    """
+    """Return whether a leaf is a weight of the model: no counter or random key, not in a collection ``beside``."""
     return array.dtype.kind not in "iub" and name.rpartition(".")[2] != "step" and name.partition(".")[0] not in beside
 
 
@@ -135,9 +133,7 @@ def _keys(leaf: str) -> list[str]:
 
 
 def _by_layers(leaves: Mapping[str, Array], slots: Mapping[str, Slot]) -> Iterator[Pair]:
-    """Yield pairs of leaves and slots that form a layer: a kernel and its bias together are more specific than each
-    alone.
-    """
+    """Yield pairs of leaves and slots that form a layer, because a kernel and its bias together fit fewer places."""
     left: dict[str, dict[str, str]] = defaultdict(dict)
     for name in leaves:
         keys = _keys(name)

@@ -33,8 +33,9 @@ _KEYS = {"match", "to", "steps", "drop"}
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Leaves whose whole name matches ``match`` fill the tensor ``to``, after ``steps``; they are dropped if ``to`` is
-    None.
+    """Leaves whose whole name matches ``match`` fill the tensor ``to``, after ``steps``.
+
+    They are dropped if ``to`` is None.
     """
 
     match: re.Pattern[str]
@@ -181,8 +182,9 @@ def _fill(
 
 
 def lines(entries: Sequence[tuple[str, str | None, Sequence[Turn], str]], keep: Sequence[str]) -> Iterator[str]:
-    """Yield the lines of a rules file; each entry is a leaf's name, its tensor (None: dropped), its steps, and the
-    reason.
+    """Yield the lines of a rules file.
+
+    Each entry is a leaf's name, its tensor (None: dropped), its steps, and the reason.
     """
     yield "rules:"
     for name, to, steps, why in entries:

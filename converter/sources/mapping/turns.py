@@ -48,8 +48,9 @@ def order(rank: int, turns: Sequence[Turn]) -> tuple[int, ...] | None:
 
 
 def parse(given: Any, where: str) -> tuple[Turn, ...]:
-    """Parse the ``steps`` of a rule, a list of ``{reshape: […]}`` and ``{transpose: […]}``; UsageError naming
-    ``where``.
+    """Parse the ``steps`` of a rule, a list of ``{reshape: […]}`` and ``{transpose: […]}``.
+
+    Raises UsageError naming ``where``.
     """
     if given is None:
         return ()

@@ -13,8 +13,9 @@ from converter.sources.onnx_soundness.walk import bodies, quoted
 
 
 def check_names(path: Path, graph: GraphProto) -> None:
-    """Check that one input, initializer or node defines each value; up to IR version 3 inputs also list
-    initializers.
+    """Check that one input, initializer or node defines each value.
+
+    Up to IR version 3 inputs also list initializers.
     """
     initializers = [tensor.name for tensor in graph.initializer]
     inputs = [value.name for value in graph.input]

@@ -37,8 +37,7 @@ def trees(path: Path) -> list[Path]:
 
 
 def locate(path: Path, step: int | None, item: str | None) -> Path:
-    """Return the directory in ``path`` that holds one tree of arrays: of step ``step`` (default: newest), item
-    ``item``.
+    """Return the directory in ``path`` with one tree of arrays: of ``step`` (default: the newest) and ``item``.
 
     Raises :class:`UsageError` naming what exists when ``step`` or ``item`` does not, or when there are several items
     and none was chosen. Raises :class:`SourceError` when there are no arrays.
@@ -103,9 +102,7 @@ def _steps(path: Path) -> dict[int, Path]:
 
 
 def refuse_several(path: Path) -> None:
-    """Raise :class:`NoCheckpoint` if ``path`` holds checkpoints that are named like steps, but with several
-    prefixes.
-    """
+    """Raise :class:`NoCheckpoint` if ``path`` holds checkpoints named like steps, but with several prefixes."""
     children: dict[str, str] = {}
     for prefix, _, child in _numbered(path):
         children.setdefault(prefix, child.name)

@@ -1,3 +1,1 @@
-"""Readers, which turn a recognised source into a :class:`~converter.model.Source`: one module per family, with
-``read``.
-"""
+"""Readers, one module per family, whose ``read`` turns a source into a :class:`~converter.model.Source`."""

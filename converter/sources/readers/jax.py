@@ -39,9 +39,7 @@ def read(options: Options, kind: Kind, advance: Advance) -> Source:
 
 
 def _leaves(options: Options, kind: Kind) -> tuple[dict[str, Array], tuple[str, ...], list[Path], list[str]]:
-    """Return the model's arrays by name, the other arrays' names, the files they are in, and a note on the chosen
-    item.
-    """
+    """Return the model's arrays by name, the other arrays' names, their files, and a note on the chosen item."""
     from converter.sources import flax_file
     from converter.sources.orbax import arrays, layout
 

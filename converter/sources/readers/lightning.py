@@ -1,4 +1,7 @@
-"""Reads a Lightning checkpoint as a source: ``--model`` with its hyper-parameters builds the module that it fills."""
+"""Reads a Lightning checkpoint as a source.
+
+``--model`` builds a module from the file's hyper-parameters, and the file's weights fill it.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Puts weights of any framework into a model by a map: a torch module that ``--model`` builds, or the ONNX graph it
-names.
-"""
+"""Puts weights of any framework into the model that ``--model`` names, a torch module or an ONNX graph, by a map."""
 
 from __future__ import annotations
 

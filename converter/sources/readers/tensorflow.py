@@ -1,5 +1,6 @@
-"""Reads a TensorFlow SavedModel or a Keras model as a source; TensorFlow translates and runs it in a separate
-process.
+"""Reads a TensorFlow SavedModel or a Keras model as a source.
+
+TensorFlow translates and runs it in a separate process.
 """
 
 from __future__ import annotations

@@ -20,8 +20,9 @@ _RANK = 4
 
 
 def gather(model: ir.Model) -> int:
-    """Rewrite each fp32 Conv, Mul by [1, C, 1, 1], Add of [1, C, 1, 1] in the main graph; return how many there
-    were.
+    """Rewrite each fp32 Conv, Mul by [1, C, 1, 1], Add of [1, C, 1, 1] in the main graph as Conv, BatchNormalization.
+
+    Returns how many were rewritten.
     """
     from converter.graph.initializers import const_dims
 

@@ -132,8 +132,9 @@ def _mapped(path: Path) -> mmap.mmap | None:
 
 
 def _check_inside(path: Path) -> None:
-    """Raise SourceError for a link out of the model's directory; links within it, as model caches make them, are
-    allowed.
+    """Raise SourceError for a link out of the model's directory.
+
+    Links within it, as model caches make them, are allowed.
     """
     root = path.parent.parent.resolve()
     if not path.resolve().is_relative_to(root):
@@ -173,17 +174,16 @@ def _bytes(index: Path, name: str, entry: Any, shards: list[tuple[Path, mmap.mma
 
 
 def _sound(shape: tuple[int, ...]) -> bool:
-    """Return whether numpy can count the elements of ``shape``; even with a size of 0 the other sizes may be too
-    large.
+    """Return whether numpy can count the elements of ``shape``.
+
+    The other sizes may be too large even if one is 0.
     """
     sizes = [size for size in shape if size]
     return len(shape) <= _MOST_DIMENSIONS and min(sizes, default=1) > 0 and math.prod(sizes) < _MOST_ELEMENTS
 
 
 def _check_overlaps(index: Path, found: list[tuple[str, Any]], shards: list[tuple[Path, mmap.mmap | None]]) -> None:
-    """Limit the total size: a small index may refer to the same bytes a million times, which restoring would
-    multiply.
-    """
+    """Limit the tensors' total size to that of the files, because a small index may list the same bytes many times."""
     said = sum(max(0, entry.size) for key, entry in found if key and not entry.slices)
     there = sum(len(data) for _, data in shards if data is not None)
     if said > there:

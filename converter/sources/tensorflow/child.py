@@ -158,9 +158,7 @@ def answer(request: Request) -> Reply:
 
 
 def _beside(name: str) -> Any:
-    """Import the module ``name`` from this file's directory by its path, so that no other module there can be
-    imported.
-    """
+    """Import the module ``name`` from this file's directory by path, so that no other file there is importable."""
     spec = importlib.util.spec_from_file_location(f"bf16kit_{name}", Path(__file__).with_name(f"{name}.py"))
     assert spec is not None  # noqa: S101 - the file is there
     assert spec.loader is not None  # noqa: S101

@@ -72,8 +72,9 @@ def check(path: Path) -> None:
 
 
 def _check_records(path: Path, entries: list[zipfile.ZipInfo]) -> None:
-    """Allow only Keras' own records, each once, starting at byte 0: bytes before them may be a file of another
-    format.
+    """Allow only Keras' own records, each once, starting at byte 0.
+
+    Bytes before them may be a file of another format.
     """
     first = min((entry.header_offset for entry in entries), default=0)
     if first:
@@ -133,8 +134,9 @@ def _check_object(path: Path, found: dict[str, Any]) -> None:
 
 
 def _check_function(path: Path, module: Any, called: Any, registered: Any) -> None:
-    """Check a function, which ``config`` names below its module: ``utils.get_file`` of the module ``keras`` opens
-    files.
+    """Check a function, which ``config`` names, by its module.
+
+    A name alone is not safe: ``utils.get_file`` of the module ``keras`` opens files.
     """
     own = isinstance(module, str) and _FUNCTIONS.fullmatch(module)
     if not own or not isinstance(called, str) or not called.isidentifier() or registered not in (None, called):

@@ -173,7 +173,7 @@ def _bound() -> float:
 def _memory() -> int:
     """Return the memory of the machine, or of the container, in bytes.
 
-    Beyond it an allocation fails, before the system kills a process.
+    It becomes the process' limit, so that a larger allocation fails before the system kills something.
     """
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     container = controlgroup.memory()

@@ -69,9 +69,7 @@ def choose(directory: Path, signature: str | None) -> Chosen:
 
 
 def _apart(inputs: Mapping[str, str], outputs: Mapping[str, str]) -> dict[str, str]:
-    """Return a name for each output: its own unless an input has the same one, which TensorFlow allows but ONNX does
-    not.
-    """
+    """Return a name for each output: its own, unless an input has it, which TensorFlow allows but ONNX does not."""
     fresh = FreshNames((*inputs, *outputs))
     return {name: fresh.make(f"{name}_output") if name in inputs else name for name in outputs}
 

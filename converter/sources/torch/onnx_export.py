@@ -51,7 +51,7 @@ def adapt(
 
 
 def not_served(outputs: Sequence[str], left_out: Sequence[str], remedy: str = "") -> list[str]:
-    """Return a note that names a model's outputs beside ``outputs``; ``remedy`` says how to get them."""
+    """Return a note on what a model computes besides its ``outputs``; ``remedy`` says how to get it."""
     if not left_out:
         return []
     note = f"served: {', '.join(outputs)}; not served, though the model computes it: {', '.join(left_out)}"

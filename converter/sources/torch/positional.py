@@ -1,6 +1,4 @@
-"""Wraps a module to take positional tensors and return a flat tuple: the one convention that every exporter
-supports.
-"""
+"""Wraps a module to take positional tensors and return a flat tuple, a convention that every exporter supports."""
 
 from __future__ import annotations
 

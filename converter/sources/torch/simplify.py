@@ -41,7 +41,7 @@ _RULES = (
     "two_reshapes_matmul_reshape_rule",
     "unsqueeze_unsqueeze_rule",
 )
-_ROUNDS = 2  # a folded constant enables a rule, and a rule creates a constant
+_ROUNDS = 2  # folding a constant enables a rule, and a rule enables folding
 
 
 def simplify(model: ir.Model) -> None:
@@ -66,8 +66,9 @@ def simplify(model: ir.Model) -> None:
 
 
 def _rule(rules: Any, name: str) -> Any:
-    """Return the rule called ``name``; ConversionError if it is missing, because conversions would silently get
-    worse.
+    """Return the rule called ``name``.
+
+    Raises ConversionError if it is missing, because conversions would silently get worse.
     """
     try:
         return getattr(rules, name)
