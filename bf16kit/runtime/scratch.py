@@ -26,12 +26,13 @@ class NoScratch(Exception):
 def scratch_file(
     size: int, directory: Path | None = None, *, in_memory: bool = False
 ) -> Iterator[tuple[Path, NDArray[np.uint8]]]:
-    """Create a file of ``size`` bytes in ``directory`` (None: the system's), mapped for writing; the end removes its
-    name.
+    """Create a file of ``size`` bytes in ``directory``, mapped for writing; its name is removed at the end of the
+    block.
 
-    A descriptor or mapping that was opened within the block stays valid. The process locks the file while it has a
-    name, so that the next call can remove a file that a killed process left. Raises :class:`NoScratch` when the
-    directory cannot be written, lacks the room, which is reserved at once, or is in memory and ``in_memory`` is false.
+    ``directory`` None is the system's. A descriptor or mapping that was opened within the block stays valid. The
+    process locks the file while it has a name, so that the next call can remove a file that a killed process left.
+    Raises :class:`NoScratch` when the directory cannot be written, lacks the room, which is reserved at once, or is in
+    memory and ``in_memory`` is false.
     """
     directory = _usable(directory, in_memory)
     _remove_stale(directory)
