@@ -1,7 +1,7 @@
 """Converts a source without an ONNX graph: only what torch runs is written, and it is compared with the source itself.
 
-Without an ONNX graph the artifact has no plan, no fp32 islands and no reference. The rest is proved as in every
-artifact: the served file is run on the samples, and its outputs are compared with those of the source in fp32.
+Without an ONNX graph the artifact has no plan, no fp32 islands and no reference. The rest is proved as
+usual: the served file is run on the samples and its outputs are compared with the source's, in fp32.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from converter.proof.samples import Samples
 def check_wanted(options: Options, source: Source) -> str:
     """Return a note on what is left out of the artifact because ``source`` has no ONNX graph.
 
-    Raises :class:`ConversionError` with the reason if an option needs the graph, and :class:`UsageError` if an option
-    sets how weights are rounded, because torch supports only one way.
+    Raises :class:`ConversionError` with the reason if an option needs the graph. Raises :class:`UsageError` if an
+    option sets how weights are rounded, because torch supports only one way.
     """
     why = source.ungraphed
     if "onnx" in options.formats:

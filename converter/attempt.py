@@ -40,8 +40,7 @@ _EXPORTED = "model*.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """Everything needed to write an artifact, any number of times. ``traced`` are the profiles that are written
-    already."""
+    """Everything needed to write an artifact, any number of times. ``traced`` are profiles written already."""
 
     options: Options
     source: Source
@@ -80,8 +79,7 @@ class Attempt:
 
 
 def _of_use(planned: Planned, options: Options) -> Planned:
-    """Return ``planned`` without the profiles in which no product rounds its activations: they would equal another
-    profile.
+    """Return ``planned`` without profiles in which no product rounds its activations: they would equal another one.
 
     Raises :class:`UsageError` if such a profile was asked for.
     """

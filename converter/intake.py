@@ -34,8 +34,7 @@ _DECLARING = ("onnx", "saved-model", "keras")  # these sources declare their own
 def read(
     options: Options, progress: Progress, reader: Callable[[Callable[[int], None]], Source] | None = None
 ) -> Source:
-    """Return the source, read from ``options`` or by ``reader``, with notes and with the output kinds from
-    ``--output``.
+    """Return the source, read from ``options`` or by ``reader``, with notes and the output kinds of ``--output``.
 
     Raises what reading raises, and :class:`~bf16kit.errors.UsageError` for a bound that no output can be judged by.
     """

@@ -48,8 +48,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class TorchModel:
-    """A module that takes positional tensors in the order of ``inputs`` and returns a tuple in the order of
-    ``outputs``.
+    """A module that takes positional tensors in the order of ``inputs`` and returns a tuple in that of ``outputs``.
 
     ``left_out`` names outputs that the module computes and that are not served. ``script`` is the source's
     ScriptModule, if the source is one.

@@ -93,8 +93,7 @@ class Options:
 
     @property
     def export(self) -> Export | None:
-        """The format of the export for other programs, or None. ``hf`` comes first: it contains a safetensors
-        checkpoint."""
+        """The format of the export for other programs, or None. ``hf`` contains a safetensors checkpoint."""
         return "hf" if "hf" in self.formats else "safetensors" if "safetensors" in self.formats else None
 
     @property
@@ -107,8 +106,7 @@ class Options:
         return name in self.formats
 
     def recorded(self) -> dict[str, Any]:
-        """Return the options that shaped the artifact's bytes, for the manifest; without paths, so that it does not
-        depend on them."""
+        """Return the options that shaped the artifact's bytes, for the manifest; without paths."""
         return {
             "profiles": list(self.profiles),
             "optional_profiles": list(self.optional),

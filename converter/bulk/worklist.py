@@ -55,8 +55,7 @@ class Item:
     named: tuple[Path, ...] = ()
 
     def digest(self) -> str:
-        """Return the sha256 of its arguments, and of the names and bytes of its files and of those that its arguments
-        name.
+        """Return the sha256 of its arguments, and of names and bytes of its files and of those its arguments name.
 
         Of code that an argument names, only the name is included, because one file does not determine what a function
         does.
@@ -71,8 +70,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Worklist:
-    """The items to convert, by name, and the other files of the directory, each with the reason why it is no
-    checkpoint."""
+    """The items to convert, by name; ``passed_over`` are other files, each with the reason why it is no checkpoint."""
 
     items: tuple[Item, ...]
     passed_over: tuple[str, ...]
@@ -148,8 +146,7 @@ def _files(path: Path, kind: Kind | str, beside: tuple[Path, ...]) -> tuple[Path
 
 
 def _shards(index: Path) -> list[Path]:
-    """Return the files that the index of a sharded checkpoint names; raise :class:`SourceError` if it is no such
-    index."""
+    """Return the files that the index of a sharded checkpoint names; raise :class:`SourceError` for another file."""
     if index.is_dir():
         return []
     try:
@@ -166,8 +163,7 @@ def _may_hold_weights(path: Path) -> bool:
 
 
 def _named_files(path: Path) -> list[Path]:
-    """Return the files read if an option names ``path``: itself, an ONNX graph's weights beside it, or samples in
-    it."""
+    """Return the files that are read for ``path``: itself, an ONNX graph's weights beside it, or samples in it."""
     if path.is_dir():
         return sorted(file for file in path.iterdir() if file.suffix in SUFFIXES and file.is_file())
     if not path.is_file() or not _is_graph(path):

@@ -1,2 +1,1 @@
-"""Finds the work of bf16kit's CPU kernel in a graph, replaces it by the kernel's operators, and defines those in
-ONNX."""
+"""Finds the work of bf16kit's CPU kernel in a graph, replaces it by the kernel's operators, and defines those."""

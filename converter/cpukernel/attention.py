@@ -26,7 +26,7 @@ _LONGEST = 8  # nodes between a product and its Softmax, at most
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A mask that selects: where ``condition`` equals ``hides``, a score is replaced by ``number`` and so has no
+    """A mask that selects: where ``condition`` equals ``hides``, ``number`` replaces a score, which then has no
     weight."""
 
     condition: ir.Value
@@ -39,8 +39,7 @@ Mask = ir.Value | Choice
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Attention as ``nodes``, in order, from the product of queries and keys to the Reshape that merges the heads into
-    rows.
+    """Attention as ``nodes``, in order, from the product of queries and keys to the Reshape that merges the heads.
 
     If that Reshape stays, the nodes end at the Transpose before it. The sum of ``masks`` is added to the scaled scores.
     The Softmax is among the nodes; ``values`` is the product with the values.

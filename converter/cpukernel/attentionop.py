@@ -50,8 +50,8 @@ class AttentionVariant:
 
 
 def attributes(attention: Attention) -> dict[str, int | float | list[int]]:
-    """Return a node's attributes; the lists are shapes that a function cannot compute, and the key head of each
-    head."""
+    """Return a node's attributes. The lists are shapes that a function cannot compute, and the key head that each
+    query head reads."""
     heads, kv_heads = attention.q.heads, attention.k.heads
     sizes = {
         f"heads_of_{name}": [0, 0, operand.heads, operand.columns]

@@ -44,8 +44,7 @@ class Variant:
 
     @property
     def op_type(self) -> str:
-        """The operator's name, such as ``MatMul_panels_tail_bias_relu``; kernels/ort/operators.cpp registers them
-        all."""
+        """The operator's name, as ``MatMul_panels_tail_bias_relu``; kernels/ort/operators.cpp registers them all."""
         words: list[str] = [stem(1, self.rounds), form(self.lists) if self.layout == "panels" else self.layout]
         if self.bias:
             words.append("bias")
@@ -65,8 +64,7 @@ def rounds_activations(op_type: str) -> bool:
 
 
 def lists(layout: Layout, k: int, n: int) -> dict[str, list[int]]:
-    """Return the attributes that are integer lists. Only the function reads them, because functions cannot compute
-    sizes."""
+    """Return the attributes that are integer lists. Only the function reads them: functions cannot compute sizes."""
     return cuts(k, n) if layout == "panels" else {}
 
 

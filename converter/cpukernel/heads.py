@@ -30,8 +30,8 @@ class Operand:
 
     @classmethod
     def of(cls, value: ir.Value | None, *, scaled: bool = True) -> Operand | None:
-        """Trace ``value`` [batch, heads, rows, columns] back through moves and, if ``scaled``, factors; None for other
-        shapes."""
+        """Trace ``value`` [batch, heads, rows, columns] back through moves and, if ``scaled``, factors; or return
+        None."""
         value, scale = _unscaled(value) if scaled else (value, 1.0)
         shape = known_shape(value)
         if value is None or shape is None or len(shape) != 4:
@@ -44,8 +44,8 @@ class Operand:
         return found if view is None else found.in_rows_of(view, scaled=scaled) or found
 
     def in_rows_of(self, view: ir.Value, *, scaled: bool = True) -> Operand | None:
-        """Return this operand as read from the rows that ``view`` [batch, rows, heads, columns] splits into heads, or
-        None."""
+        """Return this operand, read from the rows that ``view`` [batch, rows, heads, columns] splits into heads;
+        or None."""
         producer = view.producer()
         if producer is None or producer.op_type != "Reshape" or not plain(producer):
             return None
@@ -58,8 +58,8 @@ class Operand:
         return replace(self, value=rows, in_rows=True, scale=self.scale * scale)
 
     def ungrouped(self, *, scaled: bool = True) -> Operand:
-        """Return this operand without the nodes that repeat each head for a group: Unsqueeze or Reshape, Expand,
-        Reshape."""
+        """Return this operand without the Unsqueeze or Reshape, Expand and Reshape that repeat each head for a
+        group."""
         merged = _made_by(self.value, "Reshape")
         repeated = None if merged is None else _made_by(merged.inputs[0], "Expand")
         parted = None if repeated is None else repeated.inputs[0]

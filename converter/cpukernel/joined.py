@@ -56,8 +56,8 @@ def attributes(k: int, columns: Sequence[int]) -> dict[str, int | list[int]]:
 def function(joined: Joined, opset: int) -> ir.Function:
     """Return the function of ``joined`` in the operators of ``opset``, 13 or newer.
 
-    X [..., k], W1, W2 … (k·n1, k·n2 … in whole panels), and the biases B1 [n1], B2 [n2] … if they have one → Y1 [...,
-    n1], Y2 [..., n2] …
+    X [..., k], W1, W2 … (k·n1, k·n2 … in whole panels), and the biases B1 [n1], B2 [n2] … if they have one
+    → Y1 [..., n1], Y2 [..., n2] …
     """
     positions = range(1, joined.count + 1)
     x = ir.Value(name="X")

@@ -13,8 +13,7 @@ from converter.passes.rewriting import replace_output
 
 
 class Normalise(Step):
-    """Replace the normalisations of ``work`` by ``bf16kit::AddLayerNorm…`` and ``…RmsNorm…``; define each as a
-    function.
+    """Replace normalisations of ``work`` by ``bf16kit::AddLayerNorm…`` and ``…RmsNorm…``, defined as functions.
 
     The node takes the name of the last node that it replaces, and the place of the first. Values keep their names.
 
@@ -63,8 +62,8 @@ def _replace(graph: ir.Graph, norm: Norm, variant: NormVariant) -> None:
 def function(variant: NormVariant, opset: int) -> ir.Function:
     """Return the function of ``variant`` in the operators of ``opset``, 13 or newer, 17 for LayerNormalization.
 
-    X [..., width], S of the same shape if it adds one, W [width], and the bias B [width] if it has one → Y [...,
-    width], and T, the sum, if wanted.
+    X [..., width], S of the same shape if it adds one, W [width], and the bias B [width] if it has one
+    → Y [..., width], and T, the sum, if wanted.
     """
     names = ["X", *(["S"] if variant.adds else []), "W", *(["B"] if variant.has_bias else [])]
     inputs = [ir.Value(name=name) for name in names]

@@ -21,8 +21,7 @@ _EPSILON = 1e-5  # the operators' default
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """A normalisation of ``x`` over its last dimension by ``nodes``, in order, with one row of ``scale`` and ``bias``
-    each.
+    """A normalisation of ``x`` over its last dimension by ``nodes``, in order, with a row of ``scale`` and ``bias``.
 
     ``scale`` and ``bias`` are initializers. With ``rms`` it divides by the root of the mean square, otherwise it works
     as LayerNormalization. If ``add`` is given, it computes x as the sum of two values of x's shape.

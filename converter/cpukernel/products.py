@@ -24,11 +24,10 @@ _SWAPPED = [1, 0]
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A MatMul, Gemm or Conv of the main graph that computes x·W, or x·W plus a bias; ``weight`` is the initializer of
-    W.
+    """A MatMul, Gemm or Conv of the main graph that computes x·W or x·W plus a bias; the initializer ``weight`` is W.
 
-    ``axis`` is the axis of ``weight`` that holds the columns of the product: 1 for [K, N], 0 for [N, K] and for the [N,
-    K, 1, …] of a Conv, whose x is [batch, K, 1, …].
+    ``axis`` is the axis of ``weight`` that holds the columns of the product: 1 for [K, N], 0 for [N, K] and for the
+    [N, K, 1, …] of a Conv, whose x is [batch, K, 1, …].
     """
 
     node: ir.Node

@@ -65,8 +65,7 @@ def _of_rows(mean: ir.Node, rank: int) -> bool:
 
 
 def _divided(x: ir.Value, shifted: ir.Value, rank: int) -> tuple[ir.Node, ...] | None:
-    """Return the nodes, in order, that divide ``x`` by the root of ``shifted``, or multiply it by the root's
-    reciprocal."""
+    """Return the nodes, in order, that divide ``x`` by the root of ``shifted`` or multiply it by the reciprocal."""
     root = only_reader(shifted)
     if root is None:
         return None

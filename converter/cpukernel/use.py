@@ -137,8 +137,8 @@ class _Rewriting:
         return self._fresh.make(f"{self._product.node.name}/{word}")
 
     def _replace(self, result: ir.Value) -> None:
-        """Make ``result`` replace the product's output and, if a Reshape stays, the Reshape's output the
-        activation's."""
+        """Make ``result`` replace the product's output. If a Reshape stays, its output replaces that of the
+        activation."""
         new = {self._given: result}
         if self._old.reshape is not None:
             new[self._old.result] = self._old.reshape.outputs[0]

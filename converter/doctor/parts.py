@@ -30,8 +30,7 @@ def parts() -> dict[str, Part]:
 
 
 def _package(*names: str, extra: str) -> Callable[[str], Part]:
-    """Return a check for a package of this Python, or for one of several alternatives; bf16kit's ``extra``
-    installs it."""
+    """Return a check for one of the packages ``names`` in this Python; bf16kit's ``extra`` installs it."""
 
     def look(name: str) -> Part:
         from converter.process import versions

@@ -53,8 +53,7 @@ def _faults(model: ir.Model, precision: Mapping[str, str]) -> Iterator[str]:
 
 
 def _rounding(product: ir.Node, planned: str) -> Iterator[str]:
-    """Yield a fault if a product of the CPU kernel rounds its activations and the plan says that it does not, or vice
-    versa.
+    """Yield a fault if a product of the CPU kernel rounds its activations otherwise than the plan says.
 
     An attention node has the name of its product with the values.
     """

@@ -38,8 +38,7 @@ _ROWS_BYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The tensors of a checkpoint that an export rounds, and those among them that saturate (masks, clamped in
-    graphs)."""
+    """The tensors of a checkpoint that an export rounds; those in ``masks`` saturate, as the graphs clamp them."""
 
     rounded: frozenset[str]
     masks: frozenset[str]

@@ -1,4 +1,4 @@
-"""Writes an artifact whose weights are those of its export: only what the reference alone needs is stored besides.
+"""Writes an artifact whose weights are those of its export: only tensors of the reference alone are added.
 
 This is used only if no ONNX profile is written. Those need panels, 64-byte alignment, and weights with BatchNorm folded
 in.

@@ -191,7 +191,7 @@ def _blocks(
 
 
 def _misrounded(source: Array, stored: Array, scale: Array | None, rounding: Rounding) -> NDArray[np.bool_]:
-    """Return where a bf16 value is none that ``source``, fp32 and multiplied by ``scale``, may be rounded to."""
+    """Return where ``stored`` is no bf16 value that ``source``, fp32 and multiplied by ``scale``, may be rounded to."""
     found = stored.view(np.uint16).astype(np.uint32)
     if scale is None:
         bits, slack = source.view(np.uint32), 0
@@ -214,8 +214,7 @@ def _misrounded(source: Array, stored: Array, scale: Array | None, rounding: Rou
 
 
 def _rounded(magnitude: NDArray[np.uint32], rounding: Rounding) -> NDArray[np.uint32]:
-    """Round fp32 magnitudes, given as bits, to nearest, ties to even: add half of the last place, and a tie's odd
-    bit."""
+    """Round the bits of fp32 magnitudes to nearest, ties to even: add half of the last place, and a tie's odd bit."""
     odd = (magnitude >> np.uint32(16)) & np.uint32(1)
     result = (np.minimum(magnitude, _INFINITY) + np.uint32(0x7FFF) + odd) >> np.uint32(16)
     if rounding.saturate:

@@ -80,8 +80,7 @@ def build(prepared: Prepared, planned: Planned, profile: Profile) -> ir.Model:
 
 
 def _write_profile(model: ir.Model, stored: StoredWeights, path: Path, source: ir.Model) -> None:
-    """Write the graph from :func:`build`, reading panels as their file holds them, and check it against its base
-    graph."""
+    """Write the graph from :func:`build`, reading panels as stored, and check it against its base graph ``source``."""
     unpanel = Unpanel(stored.tensors)
     run([unpanel], model)
     _write(model, path, lambda name, shape: _stored(stored, stored.aliases.get(name, name), shape), unpanel.declared)

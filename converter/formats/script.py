@@ -146,8 +146,7 @@ class _Narrowing:
         return self._weights[key]
 
     def _cast(self, value: Any, dtype: int, before: Any) -> Any:
-        """Return a node that casts ``value``, not inserted yet; its constants are inserted before the node
-        ``before``."""
+        """Return a node that casts ``value``, not inserted yet; its constants are inserted before ``before``."""
         self._graph.setInsertPoint(before)
         constants = [self._graph.insertConstant(one) for one in (dtype, False, False, None)]
         return self._graph.create("aten::to", [value, *constants], 1)

@@ -52,8 +52,7 @@ class StoredWeights:
 
 
 def write_total(prepared: Prepared, checkpoint: Mapping[str, NDArray[Any]]) -> int:
-    """Return about the number of bytes that ``progress`` will have been called with when :func:`write_weights`
-    returns."""
+    """Return about the number of bytes that :func:`write_weights` reports to ``progress`` in all."""
     graph = sum(t.nbytes for t in stored_tensors(prepared.folded).values())
     return graph + sum(array.nbytes for name, array in checkpoint.items() if name not in prepared.matches)
 
@@ -228,8 +227,7 @@ class Passengers:
         self._known: dict[Fingerprint, list[tuple[NDArray[Any], str]]] = {}
 
     def take(self, name: str, array: NDArray[Any]) -> tuple[str, bool]:
-        """Return the name under which ``array``, called ``name`` in the checkpoint, is stored, and whether it is
-        new."""
+        """Return the name under which ``array``, the checkpoint's ``name``, is stored, and whether that is new."""
         twins = self._known.setdefault(fingerprint(array), [])
         stored = next((other for twin, other in twins if same_bits(twin, array)), None)
         if stored is not None:

@@ -13,8 +13,7 @@ _TRANSPARENT = frozenset(
 
 
 def index_bound(value: ir.Value) -> int | None:
-    """Return the size of the smallest table that ``value`` indexes, directly or after it was moved; None if there is
-    none."""
+    """Return the size of the smallest table that ``value`` indexes, directly or after it was moved, or None."""
     bounds: list[int | None] = []
     for node, position in value.uses():
         if node.domain != "":

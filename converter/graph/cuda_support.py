@@ -87,8 +87,7 @@ class KernelTable:
         return op in _PLANNED.get(domain, ()) and any(kernel.of(since) for kernel in self.kernels.get((domain, op), ()))
 
     def takes(self, domain: str, op: str, since: int, dtypes: Mapping[str, str]) -> bool:
-        """Whether a kernel runs version ``since`` on ``dtypes``, by type constraint; those it does not name may
-        be any."""
+        """Whether a kernel runs version ``since`` on ``dtypes``, by type constraint; others may be any."""
         return any(
             kernel.of(since) and all(dtype in kernel.types.get(name, {dtype}) for name, dtype in dtypes.items())
             for kernel in self.kernels.get((domain, op), ())

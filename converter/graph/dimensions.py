@@ -47,8 +47,7 @@ def loosened(specs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
 
 
 def reconciled(specs: Sequence[TensorSpec], seen: Iterable[Mapping[str, Shape]]) -> tuple[TensorSpec, ...]:
-    """Return ``specs`` without the equalities that ``seen`` contradicts; each of ``seen`` has one run's shapes by
-    tensor.
+    """Return ``specs`` without the equalities that ``seen`` contradicts: the shapes of each run, by tensor.
 
     Dimensions of one name that had the same size in every run still share a name. The first group keeps the name; each
     other group is named after its first dimension.

@@ -51,8 +51,7 @@ def rows_of(array: NDArray[Any], rows: slice) -> NDArray[Any]:
 
 
 def reader(tensor: ir.TensorProtocol) -> Callable[[slice], NDArray[Any]]:
-    """Return a function that reads some rows of ``tensor``, or a scalar itself; a computed tensor computes only those
-    rows."""
+    """Return a function that reads rows of ``tensor``, or a scalar itself; a computed tensor computes only those."""
     if isinstance(tensor, Computed):
         return tensor.rows
     array = tensor.numpy()

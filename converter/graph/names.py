@@ -66,8 +66,7 @@ class FreshNames:
 
 
 def values_of(graph: ir.Graph) -> list[ir.Value]:
-    """Return the values a graph defines itself: inputs, initializers and node outputs, without those of its
-    subgraphs."""
+    """Return the values a graph defines itself: inputs, initializers, node outputs; not those of its subgraphs."""
     inputs = [value for value in graph.inputs if not value.is_initializer()]
     return [*inputs, *graph.initializers.values(), *(o for node in graph for o in node.outputs)]
 

@@ -35,8 +35,7 @@ class ConstantsToInitializers(Step):
 
 
 def floating_tensors(model: ir.Model) -> dict[str, NDArray[Any]]:
-    """Return every tensor that an ONNX model holds, by name: initializers and Constant nodes, also of subgraphs and
-    functions.
+    """Return every tensor that an ONNX model holds, by name: initializers and Constant nodes, in functions too.
 
     For a conversion, they are the checkpoint of an ONNX file. If a name occurs again in another graph, a number is
     appended. Arrays of external data are memory-mapped. Shape constants (integers of at most 1 KiB) are no weights and

@@ -12,8 +12,7 @@ from converter.graph.step import Step
 
 
 class HoistInitializers(Step):
-    """Move every initializer of a body to the main graph, and insert an Identity where an initializer is a graph
-    output.
+    """Move every initializer of a body to the main graph; insert an Identity where one is a graph output.
 
     Both branches of an If often call their weight ``weight``, so a name that occurs twice is made unique. ONNX
     Runtime's ``add_external_initializers``, which feeds the reference, knows only initializers of the main graph.

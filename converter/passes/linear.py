@@ -120,8 +120,7 @@ def _weight(node: ir.Node) -> tuple[ir.Value, ir.TensorProtocol] | None:
 
 
 def _bias(value: ir.Value | None, channels: int) -> NDArray[np.float64] | None:
-    """Return a constant bias as one float64 per channel; None if it is computed or varies over anything but
-    channels."""
+    """Return a constant bias as one float64 per channel; None if it is computed or varies along another axis."""
     if value is None:
         return np.zeros(channels)
     tensor = const(value)

@@ -94,8 +94,7 @@ def _views(array: Array, order: tuple[int, ...] | None) -> Iterator[tuple[Array,
 
 
 def _rename(graph: ir.Graph, found: Mapping[str, ir.Value]) -> None:
-    """Name each matched initializer after the first checkpoint tensor it holds, unless it already has one of their
-    names."""
+    """Name each matched initializer after the first checkpoint tensor it holds, unless it has one of their names."""
     names: dict[ir.Value, list[str]] = defaultdict(list)
     for name, value in found.items():
         names[value].append(name)

@@ -1,5 +1,4 @@
-"""Rewrites GlobalAveragePool, which has no bf16 kernel on CUDA, as ReduceMean, which has one and accumulates in
-fp32."""
+"""Rewrites GlobalAveragePool, without a bf16 kernel on CUDA, as ReduceMean, which accumulates in fp32."""
 
 from __future__ import annotations
 

@@ -46,8 +46,7 @@ class ShareEqualWeights(Step):
 
 
 def _weights(graph: ir.Graph) -> list[tuple[ir.Value, ir.TensorProtocol]]:
-    """Return the weights in graph order, but tables first: rows are looked up as stored, and a product is as fast after
-    a Transpose."""
+    """Return the weights, tables first: rows are looked up as stored, and a product is as fast by a Transpose."""
     found = [
         (value, tensor)
         for value in graph.initializers.values()

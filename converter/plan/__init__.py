@@ -72,8 +72,7 @@ def is_matrix(shape: Sequence[int]) -> bool:
 
 
 def _stored(prepared: Prepared) -> list[ir.Value]:
-    """Return the fp32 tensors for the weights files: those of the profiles' graphs, then those only the reference
-    reads."""
+    """Return the fp32 tensors for the weights files: those that profiles read, then those only the reference reads."""
     profiles = prepared.folded.graph.initializers
     extra = [v for name, v in prepared.reference.graph.initializers.items() if name not in profiles]
     values = [*(profiles[name] for name in sorted(profiles)), *sorted(extra, key=lambda v: v.name or "")]

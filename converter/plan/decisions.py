@@ -36,8 +36,7 @@ Code = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The precision that a node computes in, or a tensor is stored in, with a code for programs and a reason for
-    users."""
+    """The precision of a node or a stored tensor, with a code for programs and a reason for users."""
 
     precision: Literal["bf16", "fp32"]
     code: Code

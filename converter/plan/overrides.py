@@ -33,8 +33,7 @@ class Overrides:
         return _kept(self.keeps(name), self.islands.nodes.get(name))
 
     def kept_tensor(self, name: str, readers: Iterable[str]) -> Decision | None:
-        """Return why the tensor ``name``, read by the nodes ``readers``, stays fp32, if the user or the search
-        says so."""
+        """Return why the tensor ``name``, read by ``readers``, stays fp32, if the user or the search says so."""
         pattern = next((p for each in (name, *readers) if (p := self.keeps(each)) is not None), None)
         return _kept(pattern, self.islands.tensors.get(name))
 

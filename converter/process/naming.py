@@ -11,8 +11,7 @@ from bf16kit.errors import ConversionError, RuntimeFailure, SourceError
 
 @contextlib.contextmanager
 def naming(source: Path) -> Iterator[None]:
-    """Put the path in front of errors that do not name ``source``; make running out of memory or stack an error
-    of it."""
+    """Put the path before errors that do not name ``source``; report memory or recursion limits as errors of it."""
     try:
         yield
     except (ConversionError, RuntimeFailure, SourceError) as error:

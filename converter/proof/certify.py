@@ -180,8 +180,7 @@ def _certify_export(
     options: Options,
     source: Reference | None,
 ) -> None:
-    """Measure the drift of the export's files, as the reference computes with them; another program may compute
-    otherwise."""
+    """Measure the drift of the export's files in the reference's arithmetic; other programs may compute otherwise."""
     manifest = certified.manifest
     run = run_export(stage.draft(manifest), export, samples.feeds, expected, source, stage.path)
     entry = manifest.exports[export].model_copy(update={"verified": "host", "note": run.note})

@@ -20,8 +20,7 @@ _MASKED = 1e3  # a lowest value this many times below the output's scale stands 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Distance:
-    """``relative_l2``: norm of the difference ÷ the larger of the two norms; ``max_abs``: the largest absolute
-    difference.
+    """``relative_l2``: norm of the difference ÷ the larger norm; ``max_abs``: the largest absolute difference.
 
     Both are infinite if the shapes differ, or if an element is finite in one array only.
     """

@@ -47,7 +47,7 @@ class Rounded:
 
 
 def expected(graph: ir.Graph, rounded: Rounded, mean: Callable[[ir.Value], float]) -> dict[ir.Value, float]:
-    """Return the noise ÷ signal that each value of ``graph`` should have; ``mean`` gives a value's mean square (NaN:
+    """Return the noise ÷ signal that each value of ``graph`` should have; ``mean`` gives mean squares (NaN:
     unknown)."""
     found: dict[ir.Value, float] = {
         value: ROUNDING if name in rounded.tensors else 0.0 for name, value in graph.initializers.items()
@@ -61,8 +61,7 @@ def expected(graph: ir.Graph, rounded: Rounded, mean: Callable[[ir.Value], float
 
 
 def operands(node: ir.Node) -> Iterator[ir.Value]:
-    """Yield the floating point inputs of ``node``; for an operator that moves elements, only the input that it
-    moves."""
+    """Yield the floating point inputs of ``node``; for an operator that moves elements, only the moved one."""
     inputs = [value for value in node.inputs if value is not None]
     if node.op_type in EXACT and node.op_type not in _SUMS:
         inputs = inputs[:1]

@@ -80,8 +80,7 @@ def layer(traced: Trace, node: ir.Node, depths: Mapping[ir.Value, int] | None = 
 
 @contextmanager
 def reference(artifact: Artifact, scratch: Path | None = None) -> Iterator[Graph]:
-    """Open the fp32 graph of ``artifact``, with its weights rebuilt while the block runs; ArtifactError if it has
-    none."""
+    """Open the fp32 graph of ``artifact``, its weights rebuilt while the block runs; ArtifactError without one."""
     name = artifact.manifest.reference
     if name is None and artifact.manifest.checkpoint:
         raise ArtifactError(

@@ -111,7 +111,6 @@ def _given(source: Reference) -> _Graph:
 
 
 def _in_place(array: Array, order: Sequence[int] | None, tensor: ir.TensorProtocol) -> Array:
-    """Return an exported tensor as the graph holds it: axes in the graph's order, widened if the graph computes in
-    fp32."""
+    """Return an exported tensor as the graph holds it: in its order of axes, and in fp32 if it computes in fp32."""
     placed = array if order is None else array.transpose(np.argsort(order))
     return np.ascontiguousarray(in_fp32(placed) if tensor.dtype == ir.DataType.FLOAT else placed)

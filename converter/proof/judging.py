@@ -1,5 +1,4 @@
-"""Compares measurements with the budget: which bounds can be judged, and what happens to a profile that exceeds
-them."""
+"""Compares measurements with the budget: which bounds apply, and what happens to a profile over them."""
 
 from __future__ import annotations
 

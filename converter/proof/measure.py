@@ -55,8 +55,7 @@ def _check_answer(array: Array, sample: str, output: str) -> None:
 def drifts(
     reference: Sequence[Feeds], candidate: Iterable[Feeds], outputs: Sequence[TensorSpec], batch_axis: int | None
 ) -> list[Drifts]:
-    """Return the drift of ``candidate``'s outputs from ``reference``'s, one entry per sample; each output is released
-    once measured."""
+    """Return the drift of ``candidate``'s outputs, each released once measured, from ``reference``'s, by sample."""
     found: list[Drifts] = []
     for answer in candidate:  # zip would hold its last pair while the next outputs are computed
         expected = reference[len(found)]
@@ -102,8 +101,7 @@ def batch_axis(
 
 
 def _pair(feeds: Sequence[Feeds]) -> Feeds | None:
-    """Return two different samples in one feed: the first two rows of one feed, or one row each of two feeds of one
-    shape."""
+    """Return two different samples in one feed: two rows of one feed, or one row each of two of the same shape."""
     for feed in feeds:
         if all(len(array) > 1 for array in feed.values()):
             return {name: np.ascontiguousarray(array[:2]) for name, array in feed.items()}

@@ -43,8 +43,7 @@ class Graph:
 
 @dataclass(slots=True)
 class Power:
-    """Sums over all elements of one value: the squared reference, the squared difference, and the ``count`` of
-    elements."""
+    """Sums over all elements of one value: the squared reference, the squared difference, and the ``count``."""
 
     signal: float = 0.0
     noise: float = 0.0
@@ -91,8 +90,7 @@ def compare(
     only: Container[str] | None = None,
     chunk: int = CHUNK,
 ) -> dict[str, Power]:
-    """Measure the difference between ``candidate`` and ``reference`` at every fp32 value that both have, by name, over
-    all ``feeds``.
+    """Compare every fp32 value that ``reference`` and ``candidate`` both have, over all ``feeds``; by name.
 
     ``only`` limits the values compared. Both graphs run once per feed and chunk of values, so that about ``chunk``
     bytes of values of each are in memory at a time. Raises :class:`~bf16kit.errors.RuntimeFailure` if a graph does not

@@ -35,8 +35,7 @@ Runs = Callable[[Sequence[Feeds]], object]
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """The sizes of free dimensions in one attempt: the first one, the later ones, and the height and width of
-    images."""
+    """The sizes of free dimensions in one attempt: the first one, the later ones, and the size of images."""
 
     rows: int = ROWS
     lengths: tuple[int, int] = (4, 32)
@@ -57,8 +56,7 @@ _ATTEMPTS = (
 def generate(
     inputs: Sequence[TensorSpec], graph: ir.Model | None, sampler: Sampler | None, seed: int, runs: Runs | None = None
 ) -> Samples:
-    """Return :data:`COUNT` feeds: from ``sampler`` if the source has one, else random within the bounds found in
-    ``graph``.
+    """Return :data:`COUNT` feeds: from ``sampler`` if given, else random within the bounds found in ``graph``.
 
     ``runs`` runs the source on feeds; it is None if the source cannot run. If the source runs on none of the sizes, the
     first sizes are used. The next step that runs the model then reports what is wrong.

@@ -196,8 +196,7 @@ def _levels(trace: Trace, nodes: Sequence[ir.Node], known: Collection[str]) -> I
 
 
 def _rounding_before(trace: Trace, node: ir.Node, seen: dict[ir.Node, None]) -> Iterator[ir.Node]:
-    """Yield the nearest nodes upstream of ``node`` that add noise; every node passed on the way is added to
-    ``seen``."""
+    """Yield the nearest nodes upstream of ``node`` that add noise; nodes passed on the way are added to ``seen``."""
     waiting = [node]
     while waiting:
         for value in operands(waiting.pop()):

@@ -111,8 +111,7 @@ def open_source(
 
 
 def placed(model: ir.Model, place: Callable[[str, ir.TensorProtocol], tuple[str, int, int]]) -> ir.Model:
-    """Return a copy of ``model`` whose weights are external data: ``place`` returns each one's file, offset and
-    bytes."""
+    """Return a copy of ``model`` with weights as external data: ``place`` gives each one's file, offset and bytes."""
     slim = model.clone()
     for name, value in slim.graph.initializers.items():
         tensor = value.const_value

@@ -40,8 +40,7 @@ class Run:
 
 
 def run_as_served(artifact: Artifact, profile: str, feeds: Sequence[Feeds], expected: Sequence[Feeds]) -> Run:
-    """Run as :func:`run_profile` does; for a torch module, in the worse of the two arithmetics that a server may
-    use."""
+    """Run as :func:`run_profile` does; a torch module in the worse of the two arithmetics that a server may use."""
     if profile in TRACED and (worse := _worse_arithmetic(artifact, profile, feeds, expected)) is not None:
         return worse
     return run_profile(artifact, profile, feeds, expected)
@@ -70,8 +69,7 @@ def run_export(
     source: Reference | None = None,
     scratch: Path | None = None,
 ) -> Run:
-    """Run the reference on ``feeds`` with the tensors of ``export``; ``source`` replaces a reference that is not
-    kept."""
+    """Run the reference on ``feeds`` with the tensors of ``export``; ``source`` replaces a missing reference."""
     runtime, note = open_export(artifact, export, source, scratch)
     try:
         outputs, axis = edges(artifact.manifest)[1], artifact.manifest.batch_axis

@@ -37,8 +37,7 @@ class Batch:
 
 
 def check_labels(batch: Batch, output: str, shape: Sequence[int]) -> None:
-    """Check that labels match logits of ``shape`` [..., classes]; raise :class:`UsageError` that names the wrong
-    one."""
+    """Check that labels match logits of ``shape`` [..., classes]; raise :class:`UsageError` if they do not."""
     labels, classes = batch.labels, shape[-1]
     if labels is None:
         return

@@ -1,7 +1,7 @@
 """Corrects biases before training: subtracts the mean of what rounding adds to each layer's outputs.
 
-If the mean of a layer's inputs is far from 0, rounding its weights costs almost only one constant per channel: (Q −
-W)·E[x]. Biases stay fp32 and can hold it exactly. The constant is measured, not computed from weights, so that it
+If the mean of a layer's inputs is far from 0, rounding its weights costs almost only one constant per channel,
+(Q − W)·E[x]. Biases stay fp32 and can hold it exactly. The constant is measured, not computed from weights, so that it
 includes what earlier layers and the arithmetic add (M. Nagel et al., "Data-Free Quantization Through Weight
 Equalization and Bias Correction", ICCV 2019, section 4.2 and appendix D).
 """
@@ -34,8 +34,7 @@ _See = Callable[[str, torch.Tensor, int], torch.Tensor | None]
 
 
 def corrected(yardstick: Yardstick, state: State) -> tuple[dict[str, torch.Tensor], int]:
-    """Return ``state`` with biases for which each layer's rounded outputs have fp32's mean, and how many were
-    corrected.
+    """Return ``state`` with biases that give each layer's rounded outputs fp32's mean, and how many were corrected.
 
     Layers are corrected in the order in which they run, each after those before it. This takes one pass over the
     yardstick's lessons; a bias moves by the mean of the lessons' corrections. Only biases of one dimension that stay
@@ -95,7 +94,7 @@ def _mean(output: torch.Tensor, axis: int) -> torch.Tensor:
 
 
 class _Layers(TorchFunctionMode):
-    """While active, passes ``see`` the output of every operation that adds one of ``biases``; ``see`` may replace
+    """While active, passes the output of each operation that adds one of ``biases`` to ``see``, which may replace
     it."""
 
     def __init__(self, biases: Mapping[str, torch.Tensor], see: _See) -> None:

@@ -1,7 +1,7 @@
 """Counts how many gradients of a step would be lost in fp16 and bf16, with and without loss scaling.
 
 The gradients are computed in fp32. fp16 ends at 2^-24 below and 65,504 above. In most networks, gradients of
-activations lie below that, which is why the loss is scaled (P. Micikevicius et al., "Mixed Precision Training", ICLR
+activations lie below 2^-24, which is why the loss is scaled (P. Micikevicius et al., "Mixed Precision Training", ICLR
 2018, section 3.2). bf16 has the exponents of fp32 and ends at 2^-133. torch rounds each gradient to the format for the
 count.
 """
@@ -68,8 +68,7 @@ class Survey:
 def survey(
     step: int, scale: float, module: torch.nn.Module, weights: Sequence[torch.Tensor], loss: Callable[[], torch.Tensor]
 ) -> list[GradientEntry]:
-    """Survey the gradients of ``loss()``, a forward pass of ``module`` in fp32, for ``weights`` and every layer's
-    output.
+    """Survey the gradients of ``loss()``, a pass of ``module`` in fp32, for ``weights`` and each layer's output.
 
     They are counted without a scale and with ``scale``. The stored gradients of ``weights`` do not change.
     """

@@ -23,8 +23,7 @@ from converter.recovery.training import Taught
 
 @dataclass(frozen=True, slots=True)
 class Judging:
-    """The batches that judge the recovered artifact, their name for messages, and whether they were held out of
-    training."""
+    """The batches that judge a recovered artifact, their name, and whether they were held out of training."""
 
     batches: Sequence[Batch]
     origin: str
@@ -80,8 +79,7 @@ class Judge:
     def _kept(
         self, stage: StagingArtifact, manifest: Manifest, over: dict[str, list[str]]
     ) -> tuple[Manifest, list[str]]:
-        """Return ``manifest`` without optional profiles over the budget; raise :class:`BudgetExceeded` for any
-        other."""
+        """Return ``manifest`` without optional profiles over the budget; raise :class:`BudgetExceeded` for others."""
         unasked = [profile for profile in over if profile in self.options.optional_profiles]
         notes = [f"no profile {profile}: {words}" for profile in unasked for words in over[profile]]
         if unasked:

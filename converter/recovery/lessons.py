@@ -71,8 +71,7 @@ class Teacher:
 
 
 def _check_answers(batch: Batch, reference: Mapping[str, torch.Tensor]) -> None:
-    """Reject outputs with NaN or without any finite value. Some infinite values may be intended, as in masked
-    logits."""
+    """Reject outputs with NaN or without a finite value. Some infinite values may be intended: masked logits."""
     for name, answer in reference.items():
         if not answer.is_floating_point():
             continue

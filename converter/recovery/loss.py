@@ -13,8 +13,7 @@ _SMALLEST = 1e-12  # of a squared norm: an output of zeros has no relative dista
 
 
 def distillation(answers: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor], rows: int) -> torch.Tensor:
-    """Return the mean over outputs and samples of ‖c − r‖² ÷ ‖r‖², in fp32; c is from ``answers``, r from
-    ``reference``.
+    """Return the mean over outputs and samples of ‖c − r‖² ÷ ‖r‖², in fp32; c of ``answers``, r of ``reference``.
 
     This is the square of the drift budget's ``relative_l2``. A sample is a row of the first axis if every output has
     ``rows`` of them, else a whole output. Elements that are infinite in r, such as masked logits, are left out. Integer
@@ -36,13 +35,11 @@ def distillation(answers: Mapping[str, torch.Tensor], reference: Mapping[str, to
 
 
 def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return the mean cross-entropy, in fp32, of ``labels`` [...] and ``logits`` [..., classes]; label −100 is
-    ignored."""
+    """Return the mean cross-entropy, in fp32, of ``labels`` [...] and ``logits`` [..., classes]; −100 is ignored."""
     return torch.nn.functional.cross_entropy(logits.float().reshape(-1, logits.shape[-1]), labels.reshape(-1))
 
 
 def logits_of(outputs: Sequence[TensorSpec]) -> str | None:
-    """Return the name of the output that labels belong to, the only one of kind logits; None if there is not exactly
-    one."""
+    """Return the name of the only output of kind logits, to which labels belong; None if there is not exactly one."""
     found = [spec.name for spec in outputs if spec.kind == "logits"]
     return found[0] if len(found) == 1 else None

@@ -22,8 +22,7 @@ ORIGINAL = "original"
 
 
 class Place:
-    """A locked directory with the last checkpoint, the artifact of the original weights, and the options of the
-    recovery."""
+    """A locked directory with the last checkpoint, the artifact of the original weights, and the options."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -149,7 +148,7 @@ class _Watched:
             raise
 
     def flush(self) -> None:
-        """Do nothing: whoever opened the file flushes it, so that only writing can fail here."""
+        """Do nothing: the code that opened the file flushes it, so that only writing can fail here."""
 
 
 def _sync(directory: Path) -> None:

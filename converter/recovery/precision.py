@@ -51,7 +51,7 @@ def device(given: str) -> torch.device:
 
 
 def scaler(scaling: Scaling, where: torch.device) -> torch.amp.GradScaler:
-    """Return the scaler of the loss, which also skips steps with gradients that are not finite; with ``none``, it does
+    """Return the scaler of the loss, which also skips steps with gradients that are not finite; ``none`` does
     neither."""
     if scaling.kind == "none":
         return torch.amp.GradScaler(where.type, enabled=False)

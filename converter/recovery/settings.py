@@ -28,8 +28,7 @@ _LARGEST_SCALE = 2.0**127
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """The scale by which the loss is multiplied before gradients are computed; the gradients are divided by it
-    afterwards.
+    """The scale that multiplies the loss before gradients are computed, and divides them afterwards.
 
     ``factor`` is the scale of ``static``, the first scale of ``dynamic``, and 1 for ``none``. ``interval`` is the
     number of steps without an overflow after which a dynamic scale doubles.

@@ -100,8 +100,7 @@ class Trainee(lightning.LightningModule):  # type: ignore[misc,unused-ignore]  #
                 master.copy_(state[entry.names[0]])
 
     def loss(self, lesson: Lesson, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return the loss of the model as the artifact would hold it; float inputs are cast to ``dtype`` (None:
-        unchanged)."""
+        """Return the loss of the model as the artifact would hold it; float inputs are cast to ``dtype``, if given."""
         found = {
             name: straight_through(master, None if entry.scale is None else entry.scale.to(master.device))
             for entry, master in self.masters()

@@ -219,8 +219,7 @@ def _fit(
 
 
 def _keeper(settings: Settings, place: Place, progress: Progress) -> Any:
-    """Return a callback that stores a checkpoint every ``settings.every`` steps and at the last, and reports
-    progress."""
+    """Return a callback that stores a checkpoint every ``settings.every`` steps and at the end; reports progress."""
     import lightning
 
     class Keeper(lightning.Callback):  # type: ignore[misc,unused-ignore]  # lightning may not be installed

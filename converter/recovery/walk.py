@@ -159,8 +159,7 @@ def _asked(options: Options, settings: Settings, checkpoint: Checkpoint, where: 
 
 
 def _as_it_is(options: Options, source: Source, place: Place, samples: Samples, progress: Progress) -> Artifact:
-    """Return the artifact of the original weights: it tells what is rounded, and the bf16 and fp32 outputs before
-    training."""
+    """Return the artifact of the original weights, which tells what is rounded and what bf16 and fp32 gave before."""
     target = Target(place.path / ORIGINAL, options.target.model, options.target.version)
     if not target.path.exists():
         plain = replace(

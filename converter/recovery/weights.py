@@ -117,8 +117,7 @@ def _numpy(parameter: torch.Tensor) -> Array:
 
 
 def _holders(names: Sequence[str], candidates: Sequence[str]) -> list[str]:
-    """Return, for each of a parameter's ``names``, the most similarly named tensor among the ``candidates`` of its
-    values.
+    """Return, for each of a parameter's ``names``, the most similarly named of the ``candidates`` with its values.
 
     Tensors of equal values, such as two biases of zeros, are told apart by the longest common end of their names, part
     by part. If two are equally similar, neither is taken.
@@ -173,8 +172,7 @@ def rounded(weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
 def recovered(
     checkpoint: Mapping[str, Array], trained: Sequence[Trained], state: Mapping[str, torch.Tensor]
 ) -> dict[str, Array]:
-    """Return ``checkpoint`` with the trained values from ``state`` (by the module's names), in its own dtypes and
-    order.
+    """Return ``checkpoint`` with the trained values of ``state`` (by the module's names), in its dtypes and order.
 
     Values that the artifact rounds are rounded here. Its fp32 checkpoint then holds exactly the trained numbers, and
     bf16 loses nothing.

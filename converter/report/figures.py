@@ -58,8 +58,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """The distance of the fp32 reference from the source's own outputs: the worst output's relative_l2, and its
-    bound."""
+    """The distance of the fp32 reference from the source's outputs: the worst relative_l2, and its bound."""
 
     checked: bool
     relative_l2: float | None

@@ -89,8 +89,7 @@ def _told(profile: str, found: SearchEntry) -> str:
 
 @dataclass(frozen=True, slots=True)
 class IslandGroup:
-    """The islands of one profile with one reason; ``searched`` is true for islands that a search kept for the
-    budget."""
+    """The islands of one profile with one reason; ``searched``: a search kept them for the budget."""
 
     profile: str
     reason: str

@@ -35,8 +35,7 @@ class Scale:
 
 @dataclass(slots=True)
 class Picture:
-    """A picture being drawn, ``height`` units high. ``key`` is unique on the page: it identifies title and
-    description."""
+    """A picture being drawn, ``height`` units high; ``key`` is unique on the page, for title and description."""
 
     key: str
     title: str

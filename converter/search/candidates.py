@@ -1,5 +1,4 @@
-"""The candidates for islands: the nodes that compute in bf16 and the weights stored in it, in the order of the
-graph."""
+"""The candidates for islands: nodes that compute in bf16 and weights stored in it, in the graph's order."""
 
 from __future__ import annotations
 

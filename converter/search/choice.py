@@ -13,8 +13,7 @@ Units = frozenset[Unit]
 
 
 class Choice:
-    """Finds a set of islands. ``suffices`` tells whether a set meets the budget; ``sufficing`` are the sets known
-    to."""
+    """Finds a set of islands. ``suffices`` tells whether one meets the budget; ``sufficing`` are those that do."""
 
     def __init__(self, suffices: Callable[[Units], bool]) -> None:
         self._suffices = suffices
@@ -38,8 +37,7 @@ class Choice:
         return self._prune(_in_order(steps[:high]))
 
     def _prune(self, order: list[Unit]) -> Units:
-        """Remove the units that are not needed, the least rewarding first: by halves, by quarters, … and last one by
-        one."""
+        """Remove the units that are not needed, the least rewarding first: by halves, by quarters, … and one by one."""
         left = list(reversed(order))
         size = max(1, len(left) // 2)
         while True:

@@ -31,8 +31,7 @@ class Judged:
         return self._of(units)[0]
 
     def worth(self, found: Units, unit: Unit) -> tuple[Breach, float]:
-        """Return the first breach if ``unit`` of ``found`` were bf16 after all, and the same figure with ``found``
-        complete."""
+        """Return the first breach if ``unit`` of ``found`` were bf16 after all, and the same figure with all of it."""
         breach = self.breaches(found - {unit})[0]
         judged = self._of(found)[1][breach.output].judged(breach.metric)
         return breach, math.nan if judged is None else judged

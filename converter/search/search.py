@@ -119,8 +119,7 @@ class _Search:
         return self._choose(typical(before), tolerance)
 
     def _choose(self, samples: Sequence[int], tolerance: float) -> SearchResult:
-        """Choose on a few ``samples``; if all samples together do not confirm the set, choose again with less of the
-        budget."""
+        """Choose on a few ``samples``; if all of them do not confirm the set, choose again with less of the budget."""
         for share in _SHARES if len(samples) < len(self._task.feeds) else (1.0,):
             judged = Judged(self._task.budget.tightened(share), lambda units: self._drifts(units, samples))
             self._choices.append(Choice(judged.suffices))
@@ -135,8 +134,7 @@ class _Search:
         return self.best_known()
 
     def best_known(self) -> SearchResult:
-        """Return the best known set that all samples confirm, which takes a few more runs; an error if there is
-        none."""
+        """Return the best known set that all samples confirm, after a few more runs; an error if there is none."""
         self._ranked = False
         self._trials.keep_to(Deadline(math.inf))
         known = sorted({units for choice in self._choices for units in choice.sufficing}, key=_by_cost)
@@ -183,8 +181,7 @@ class _Search:
         return self._trials.error(bf16_alone(alone), where)
 
     def _with(self, units: Units) -> Bf16:
-        """Return what is bf16 with ``units`` as islands, according to the plan, so that it equals what will be
-        written."""
+        """Return what is bf16 with ``units`` as islands, by the plan, so that it equals what will be written."""
         alone = bf16_alone(units)
         islands = Islands(
             {**self._task.islands.nodes, **dict.fromkeys(sorted(alone.nodes), "")},

@@ -228,8 +228,7 @@ def _switch_of(value: ir.Value, fresh: FreshNames) -> ir.Value:
 
 
 def _part(graph: ir.Graph, switches: ir.Value, each: Sequence[ir.Value], fresh: FreshNames) -> None:
-    """Make each value of ``each`` one element of ``switches``, in order. One Split does it: a Gather for each took as
-    long as Conv."""
+    """Make each value of ``each`` one element of ``switches``, in order, by one Split: Gathers took as long as Conv."""
     if each:
         sizes = _constant(graph, "switches/sizes", np.ones(len(each), np.int64), fresh)
         node = ir.Node("", "Split", [switches, sizes], outputs=each, name=fresh.make("switches/split"))

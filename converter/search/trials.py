@@ -110,8 +110,7 @@ class Trials:
             self._expected.append(answer)
 
     def drifts(self, bf16: Bf16, samples: Sequence[int] | None = None) -> list[Drifts]:
-        """Return the drift of each sample, of all or of those numbered, from the fp32 outputs if ``bf16`` is
-        rounded."""
+        """Return the drift of each sample, of all or of those numbered, from fp32 outputs if ``bf16`` is rounded."""
         chosen = range(len(self._feeds)) if samples is None else samples
         return self._measured(chosen, self._positions(bf16), self._edges.outputs)
 
@@ -155,8 +154,7 @@ class Trials:
 
 
 def typical(drifts: Sequence[Drifts]) -> tuple[int, ...]:
-    """Return the numbers of at most :data:`MOST` samples, evenly spaced in rank from the smallest drift to the
-    largest."""
+    """Return the numbers of at most :data:`MOST` samples, evenly spaced from the smallest drift to the largest."""
     if len(drifts) <= MOST:
         return tuple(range(len(drifts)))
     far = [max(_relative(DriftSummary.of(rows)) for rows in one.values()) for one in drifts]
