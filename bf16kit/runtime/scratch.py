@@ -26,8 +26,7 @@ class NoScratch(Exception):
 def scratch_file(
     size: int, directory: Path | None = None, *, in_memory: bool = False
 ) -> Iterator[tuple[Path, NDArray[np.uint8]]]:
-    """Create a file of ``size`` bytes in ``directory``, mapped for writing; its name is removed at the end of the
-    block.
+    """Create a file of ``size`` bytes in ``directory``, mapped for writing; leaving removes its name.
 
     ``directory`` None is the system's. A descriptor or mapping that was opened within the block stays valid. The
     process locks the file while it has a name, so that the next call can remove a file that a killed process left.
