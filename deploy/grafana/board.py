@@ -50,7 +50,7 @@ def board() -> str:
         dashboard.Dashboard("bf16kit")
         .uid("bf16kit")
         .description(
-            "Models served by bf16-serve: what bf16 costs, live, and how they answer. docs/drift.md explains it."
+            "Models served by bf16-serve: their live drift from fp32 and how they serve. docs/drift.md explains it."
         )
         .tags(["bf16kit"])
         .time("now-1h", "now")

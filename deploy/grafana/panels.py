@@ -58,14 +58,14 @@ def _quantile(share: float, metric: str) -> str:
 
 NOW = (
     _stat(
-        "Alerts firing", "Of the rules in deploy/prometheus/rules.",
+        "Alerts firing", "Alerts of the rules in deploy/prometheus/rules.",
         f'count(ALERTS{{alertstate="firing", alertname=~"Bf16.+", {OF}}}) or vector(0)',
     ),
     _stat("Versions not ready", "", f"count(bf16kit_model_ready{{{MODEL}}} == 0) or vector(0)"),
-    _stat("Over budget", "With 95 % confidence.", f"sum(bf16kit_drift_over_budget{{{MODEL}}})"),
-    _stat("Answering in fp32", "Fallback is active.", f"sum(bf16kit_fallback_active{{{MODEL}}})"),
+    _stat("Over budget", "Drift is over budget with 95 % confidence.", f"sum(bf16kit_drift_over_budget{{{MODEL}}})"),
+    _stat("Answering in fp32", "The fp32 fallback is active.", f"sum(bf16kit_fallback_active{{{MODEL}}})"),
     _stat(
-        "References down", "Shadows that are on and measure nothing.",
+        "References down", "Versions whose shadow is on, but whose fp32 reference is not ready: no drift is measured.",
         f"count(bf16kit_drift_reference_up{{{MODEL}}} == 0) or vector(0)",
     ),
     _stat("Golden gates failed", "", f"count(bf16kit_golden_gate_passed{{{MODEL}}} == 0) or vector(0)"),
@@ -74,7 +74,7 @@ NOW = (
 DRIFT = (
     Panel(
         "lines", "Drift ÷ budget, with its 95 % interval",
-        "Of each model the bound that comes nearest to a breach. A breach is when the whole band lies above the line.",
+        "For each model the bound that is nearest to a breach. It is a breach if the whole interval is above 100 %.",
         (
             Query(f"max by ({KEYS}) (bf16kit_drift_budget_ratio{{{MODEL}}})", f"{NAME} on {{{{instance}}}}"),
             Query(f"max by ({KEYS}) (bf16kit_drift_budget_ratio_low{{{MODEL}}})", f"{NAME} on {{{{instance}}}}, low"),
@@ -83,16 +83,16 @@ DRIFT = (
         "percentunit", bound=1.0, width=16,
     ),
     Panel(
-        "states", "Cause", "What ails a model: rounding, broken, out_of_range. Nothing shown: nothing ails it.",
+        "states", "Cause", "The cause of drift: rounding, broken or out_of_range. Empty if no problem was found.",
         (Query(f"bf16kit_drift_cause{{{MODEL}}} == 1", f"{NAME} {{{{cause}}}}"),),
     ),
     _lines(
-        "Change detector", "Its sum ÷ its threshold; 1 is an alarm.",
+        "Change detector", "The detector's sum ÷ its threshold; 1 is an alarm.",
         Query(f"bf16kit_drift_change_score{{{MODEL}}}", f"{NAME} {{{{output}}}}"), bound=1.0,
     ),
     _lines(
-        "Live drift ÷ what was certified",
-        "Mean relative_l2 of live rows ÷ the manifest's. About 1 on traffic like the samples of the conversion.",
+        "Live drift ÷ certified drift",
+        "Mean relative_l2 of live rows ÷ that in the manifest. About 1 if requests are like the conversion's samples.",
         Query(
             f"{_mean('bf16kit_drift_relative_l2', KEYS + ', output')}"
             f' / on ({KEYS}, output) sum by ({KEYS}, output) (bf16kit_drift_baseline{{metric="relative_l2", {MODEL}}})',
@@ -100,7 +100,7 @@ DRIFT = (
         ),
     ),
     _lines(
-        "Top-1 agreement with fp32", "Of outputs that are logits.",
+        "Top-1 agreement with fp32", "For outputs that are logits.",
         Query(
             f"sum by (model, version, output) ({_rate('bf16kit_drift_top1_matches_total')})"
             f" / sum by (model, version, output) ({_rate('bf16kit_drift_top1_rows_total')})",
@@ -109,47 +109,47 @@ DRIFT = (
         unit="percentunit",
     ),
     Panel(
-        "heat", "relative_l2 of live rows", "Weighted: an estimate of all rows, not of those that were sampled.",
+        "heat", "relative_l2 of live rows", "Weighted: estimates the distribution over all rows, not just samples.",
         (Query(f"sum by (le) (increase(bf16kit_drift_relative_l2_bucket{{{MODEL}}}[$__rate_interval]))", "{{le}}"),),
     ),
     _lines(
-        "Effective samples", "How many samples of one weight recent drift is worth.",
+        "Effective samples", "The number of equally weighted samples that would carry as much information.",
         Query(f"bf16kit_drift_effective_samples{{{MODEL}}}", f"{NAME} {{{{output}}}}"),
     ),
     _lines(
-        "Samples, by what became of them", "Rows per second.",
+        "Samples, by outcome", "Rows per second.",
         Query(f"sum by (outcome) ({_rate('bf16kit_drift_samples_total')})", "{{outcome}}"), unit="rowsps",
     ),
     _lines(
-        "Since the last sample", "",
+        "Time since the last sample", "",
         Query(f"time() - bf16kit_drift_last_sample_timestamp_seconds{{{MODEL}}}", NAME), unit="s",
     ),
     _lines(
-        "Rows outside the calibrated range", "Of those measured, by input.",
+        "Rows outside the calibrated range", "Measured rows only, by input.",
         Query(f"sum by (model, version, input) ({_rate('bf16kit_drift_out_of_range_total')})", f"{NAME} {{{{input}}}}"),
         unit="rowsps",
     ),
     _lines(
-        "Elements that are not finite", "Where the reference's are.",
+        "Elements that are not finite", "Elements of bf16 outputs that are not finite where the reference's are.",
         Query(f"sum by (model, version, output) ({_rate('bf16kit_drift_nonfinite_total')})", f"{NAME} {{{{output}}}}"),
     ),
 )  # fmt: skip
 
 ACTIONS = (
     _lines(
-        "Answers, by the precision that answered", "",
+        "Answers, by precision", "",
         Query(f"sum by (model, version, precision) ({_rate('bf16kit_answers_total')})", f"{NAME} {{{{precision}}}}"),
         unit="reqps",
     ),
     _lines(
-        "Changes of precision", "In an hour; more than two falls in six hours are flapping.",
+        "Changes of precision", "Per hour; more than two fallbacks to fp32 in six hours are flapping.",
         Query(
             f"sum by (model, version, to) (increase(bf16kit_fallback_transitions_total{{{MODEL}}}[1h]))",
             f"{NAME} to {{{{to}}}}",
         ),
     ),
     _lines(
-        "Since the golden gate last ran", "By the worker that ran it longest ago.",
+        "Time since the last golden gate", "Of the worker whose last run is oldest.",
         Query(f"time() - bf16kit_golden_gate_timestamp_seconds{{{MODEL}}}", NAME), unit="s",
     ),
 )  # fmt: skip
@@ -160,7 +160,7 @@ SERVING = (
         Query(f"sum by (model, code) ({_rate('bf16kit_requests_total')}) > 0", "{{model}} {{code}}"), unit="reqps",
     ),
     _lines(
-        "Latency", "From arrival to encoded answer.",
+        "Latency", "From the request's arrival to its encoded response.",
         Query(_quantile(0.5, "bf16kit_request_duration_seconds"), f"{NAME} p50"),
         Query(_quantile(0.99, "bf16kit_request_duration_seconds"), f"{NAME} p99"),
         unit="s",
@@ -170,9 +170,9 @@ SERVING = (
         Query('bf16kit:requests_slow:ratio_rate5m{job=~"$job", model=~"$model"}', NAME), unit="percentunit", bound=0.01,
     ),
     _lines(
-        "Waiting and running", "Means of requests, and of batches.",
-        Query(_mean("bf16kit_queue_duration_seconds", "model, version"), f"{NAME} waits"),
-        Query(_mean("bf16kit_compute_duration_seconds", "model, version"), f"{NAME} runs"), unit="s",
+        "Queue time and compute time", "Mean queue time of requests, and mean compute time of batches.",
+        Query(_mean("bf16kit_queue_duration_seconds", "model, version"), f"{NAME} queue"),
+        Query(_mean("bf16kit_compute_duration_seconds", "model, version"), f"{NAME} compute"), unit="s",
     ),
     _lines(
         "Queue", "",
@@ -188,18 +188,19 @@ SERVING = (
         ),
     ),
     _lines(
-        "Rejected before they ran", "By the model's queue, and at the door.",
+        "Rejected requests", "Rejected by a model's queue, or by the server before they reached a model.",
         Query(f"sum by (model, reason) ({_rate('bf16kit_rejected_total')}) > 0", "{{model}} {{reason}}"),
-        Query(f"sum by (reason) ({_rate('bf16kit_refused_total', OF)}) > 0", "door: {{reason}}"), unit="reqps",
+        Query(f"sum by (reason) ({_rate('bf16kit_refused_total', OF)}) > 0", "server: {{reason}}"), unit="reqps",
     ),
     _lines(
-        "Memory", "Resident, of all processes of a server.",
+        "Memory", "Resident memory of all processes of a server.",
         Query(f"process_resident_memory_bytes{{{OF}}}", "{{instance}}"), unit="bytes",
     ),
-    _lines("Processors", "", Query(_rate("process_cpu_seconds_total", OF), "{{instance}}")),
+    _lines("CPU cores used", "", Query(_rate("process_cpu_seconds_total", OF), "{{instance}}")),
     Panel(
-        "table", "How models run", "", (Query(f"max by ({HOW}) (bf16kit_model_info{{{MODEL}}})"),), width=24,
+        "table", "Models: backend, device, profile and precision", "",
+        (Query(f"max by ({HOW}) (bf16kit_model_info{{{MODEL}}})"),), width=24,
     ),
 )  # fmt: skip
 
-ROWS = {"Now": NOW, "Drift": DRIFT, "What was done about it": ACTIONS, "Serving": SERVING}
+ROWS = {"Now": NOW, "Drift": DRIFT, "Fallback and golden gate": ACTIONS, "Serving": SERVING}

@@ -102,11 +102,11 @@ def _standard_library() -> Iterator[Path]:
 
 def main() -> None:
     """Prepare the environment that the arguments name."""
-    parser = argparse.ArgumentParser(description="Makes an installed environment fit to be a layer of an image.")
+    parser = argparse.ArgumentParser(description="Prepares an installed environment as a layer of an image.")
     parser.add_argument("environment", type=Path)
     parser.add_argument("--under", type=Path, default=Path("/"), metavar="ROOT")
     parser.add_argument("--standard-library", action="store_true", help="compile Python's own modules, too")
-    parser.add_argument("--uncompiled", action="append", default=[], metavar="PACKAGE", help="which nobody imports")
+    parser.add_argument("--uncompiled", action="append", default=[], metavar="PACKAGE", help="a package never imported")
     chosen = parser.parse_args()
     tree = chosen.under / chosen.environment.relative_to("/")
     epoch, begun = int(os.environ["SOURCE_DATE_EPOCH"]), time.monotonic()

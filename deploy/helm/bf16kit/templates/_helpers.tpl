@@ -1,4 +1,4 @@
-{{- /* The name of every object. A Service's is a label of DNS: no dots, no digit in front, and 63 characters with the longest suffix. */ -}}
+{{- /* The name of every object. A Service's name is a DNS label: no dots, no leading digit, at most 63 characters with the suffix. */ -}}
 {{- define "bf16kit.fullname" -}}
 {{- $name := .Release.Name | replace "." "-" -}}
 {{- if not (contains "bf16kit" $name) -}}
@@ -10,7 +10,7 @@
 {{- regexReplaceAll "-+$" (trunc 50 $name) "" -}}
 {{- end -}}
 
-{{- /* Selectors cannot be changed once they are there: nothing in them may depend on a version or on values. */ -}}
+{{- /* A Deployment's selector is immutable, so nothing in it may depend on a version or on values. */ -}}
 {{- define "bf16kit.selector" -}}
 app.kubernetes.io/name: bf16kit
 app.kubernetes.io/instance: {{ .Release.Name | quote }}
@@ -33,8 +33,8 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | 
 {{- end -}}
 {{- end -}}
 
-{{- /* What kubelet asks: the health service by name over gRPC, for which it has neither TLS nor a token. Where one is needed, the HTTP
-port, whose probes are open to everybody. */ -}}
+{{- /* A probe: a health check over gRPC. The kubelet can use neither TLS nor a token there; if the gRPC port requires one, the probe
+goes to the HTTP port, whose health pages need no token. */ -}}
 {{- define "bf16kit.probe" -}}
 {{- $config := .root.Values.config -}}
 {{- if or $config.tls_certificate (and $config.token_file (hasKey $config "token_free") (not (has "health" $config.token_free))) -}}
