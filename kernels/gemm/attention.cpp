@@ -9,25 +9,25 @@
 namespace bf16kit {
 namespace {
 
-// The least that is worth a part, in nanoseconds.
+// The least work that is worth a separate part, in nanoseconds.
 constexpr double kShortest = 16000;
-// What one core does in a nanosecond, about: multiplications, and elements of keys and values that it copies.
+// The approximate work of one core in a nanosecond: multiplications, and copied elements of keys and values.
 constexpr double kMultipliesPerNs = 40, kCopiesPerNs = 4;
-// The exponential of a score takes as long as so many multiplications.
+// The exponential of a score takes as long as this number of multiplications.
 constexpr double kSoftening = 32;
 
-// Rows of a part are a multiple of what every path's tiles are made for, but in the last.
+// The rows of a part are a multiple of this, which suits the tiles of every path. Only the last part may differ.
 constexpr int64_t kTileRows = 12;
 
 struct Parted {
   const Attention& attention;
   const Path& path;
-  int64_t rows;    // of a part
-  int64_t chunks;  // parts of one head's rows
+  int64_t rows;    // the rows of a part
+  int64_t chunks;  // the parts that one head's rows are divided into
   std::atomic<bool> failed{false};
 };
 
-// How long one core takes for one row, in nanoseconds; and to copy the keys and values of a head.
+// Return how long one core takes, in nanoseconds, for one row, and to copy the keys and values of a head.
 double duration(const Attention& a) {
   return static_cast<double>(a.keys) * (static_cast<double>(a.depth + a.width) + kSoftening) / kMultipliesPerNs;
 }
@@ -35,7 +35,8 @@ double copying(const Attention& a) {
   return static_cast<double>(a.keys) * static_cast<double>(a.depth + a.width) / kCopiesPerNs;
 }
 
-// Rows of a part: a head's, unless they take so long that they are worth copying its keys and values several times.
+// Returns the rows of a part: all rows of a head, unless they take so long that dividing them is worth copying the head's
+// keys and values several times.
 int64_t rows_of_a_part(const Attention& a) {
   const double least = std::max(kShortest, 4 * copying(a));
   const auto rows = static_cast<int64_t>(std::min(least / duration(a), 1e9)) + 1;
@@ -59,7 +60,7 @@ bool attend(Attention& attention, const Path& path, RunParts run, void* threads)
   static std::atomic<uint64_t> ids{0};
   const int64_t rows = attention.batch * attention.heads * attention.queries;
   if (rows == 0) return true;
-  if (attention.keys == 0) {  // sums of nothing
+  if (attention.keys == 0) {  // empty sums
     std::memset(attention.y, 0, sizeof(float) * static_cast<size_t>(rows * attention.width));
     return true;
   }

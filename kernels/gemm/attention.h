@@ -11,35 +11,36 @@ namespace bf16kit {
 struct Path;
 enum class Arithmetic;
 
-// A tensor of four dimensions as it lies in memory: what its elements' addresses are apart. 0 repeats one element.
+// A tensor of four dimensions in memory, with its strides in elements. A stride of 0 repeats one element.
 struct Strided {
   const float* data;
   int64_t batch, head, row, column;
 };
 
-// Queries of `heads` heads; heads / kv_heads neighbouring ones share the keys and values of one.
+// The operands of one attention. heads / kv_heads neighbouring heads of q share one head of k and v.
 struct Attention {
   int64_t batch, heads, kv_heads;
   int64_t queries, keys;  // rows of q, and of k and v
   int64_t depth, width;   // columns of q and k, and of v
   float scale;
   Arithmetic arithmetic;
-  Strided q, k, v;  // their columns are neighbours in memory
+  Strided q, k, v;  // their columns are contiguous
   Strided mask;     // [batch, heads, queries, keys], added to the scaled scores; its data may be null
   float* y;         // [batch, queries, heads * width]
-  uint64_t id;      // of these keys and values: threads keep what they copied of them from one part to the next
+  uint64_t id;      // identifies these keys and values: a thread reuses its copies of them in the next part
 
   int64_t shared() const { return heads / kv_heads; }
-  int64_t rows() const { return shared() * queries; }  // of q that read the same keys
+  int64_t rows() const { return shared() * queries; }  // the rows of q that read the same keys
 };
 
-// What one thread computes: some rows of those that read the keys of one head, in order of head and query.
+// The part of an attention that one thread computes: some of the rows of q that read the keys of one head. These rows are
+// ordered by head, then by query.
 struct AttentionPart {
   int64_t batch, kv_head;
   int64_t first_row, rows;
 };
 
-// Computes y (id is filled in here) with `run(threads, …)`. False when there was no memory.
+// Computes y with `run(threads, …)` and sets `id`. Returns false if there was no memory.
 bool attend(Attention& attention, const Path& path, RunParts run, void* threads);
 
 }  // namespace bf16kit

@@ -7,15 +7,15 @@
 namespace bf16kit {
 namespace {
 
-// What a part takes at least, in nanoseconds.
+// The shortest part, in nanoseconds.
 constexpr double kShortest = 16000;
-// What one core does in a nanosecond, about, of elements that other cores have just written.
+// The approximate number of elements that one core processes in a nanosecond, if other cores have just written them.
 constexpr double kElementsPerNs = 5;
 
 struct Parted {
   const Norm& norm;
   const Path& path;
-  int64_t rows;  // of a part
+  int64_t rows;  // the rows of a part
 };
 
 void run_part(void* context, size_t i) {
@@ -29,7 +29,7 @@ void run_part(void* context, size_t i) {
 void normalise(const Norm& norm, const Path& path, RunParts run, void* threads) {
   if (norm.rows == 0) return;
   const double row = static_cast<double>(norm.width) / kElementsPerNs;
-  // Rows of no elements take no time at all.
+  // For a width of 0 the quotient is infinite, hence the minimum.
   const auto each = static_cast<int64_t>(std::min(kShortest / row, static_cast<double>(norm.rows))) + 1;
   Parted parted = {norm, path, each};
   const double whole = row * static_cast<double>(norm.rows);

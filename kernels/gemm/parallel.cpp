@@ -7,16 +7,16 @@
 namespace bf16kit {
 namespace {
 
-// A part shorter than this, in nanoseconds, is not worth waking a thread for; one that is longer makes the others wait
-// at the end. In between, longer ones are better: a thread then stays with its rows.
+// Duration of a part in nanoseconds. A shorter part is not worth waking a thread for; a longer one makes the other threads
+// wait at the end. In between, longer parts are better, because a thread then keeps working on its rows.
 constexpr double kShortest = 8000, kLongest = 64000;
-// What one core does in a nanosecond, about: the estimate only decides how work is parted, never what comes out.
+// The approximate work of one core in a nanosecond. The estimate only decides how the work is divided, never the result.
 constexpr double kMultipliesPerNs = 40, kBytesPerNs = 20;
-// A product that takes less than so many of the longest parts is cut into about so many: what suffices for a few cores,
-// and what a core of many needs to be done when the others are.
+// A product that is shorter than this number of longest parts is divided into about this number: kEnoughParts for few
+// cores; with many, kPartsOfACore for each, so that all cores finish at about the same time.
 constexpr double kEnoughParts = 64, kPartsOfACore = 4;
 
-// Rows of a block are a multiple of what every path's tiles are made for, but in the last.
+// The rows of a block are a multiple of this, which suits the tiles of every path. Only the last block may differ.
 constexpr int64_t kTileRows = 12;
 
 struct Parted {
@@ -24,19 +24,19 @@ struct Parted {
   size_t count;
   const Path& path;
   int64_t block_rows;
-  int64_t chunks[kMostProducts];  // of each product's panels
+  int64_t chunks[kMostProducts];  // the number of chunks that each product's panels are divided into
   int64_t all_chunks;
   std::atomic<bool> failed{false};
 };
 
-// How long one core takes for some rows and one panel of `product`, in nanoseconds.
+// Returns how long one core takes for some rows and one panel of `product`, in nanoseconds.
 double duration(const Product& product, int64_t rows) {
   const double values = static_cast<double>(product.weight.k) * kPanel;
   const double multiplies = product.arithmetic == Arithmetic::kBf16 ? 2 * kMultipliesPerNs : kMultipliesPerNs;
   return std::max(values * rows / multiplies, 2 * values / kBytesPerNs);
 }
 
-// Panels of a part of `block` rows, where all of it takes `whole` nanoseconds.
+// Returns the number of panels of a part with `block` rows, if all of the work takes one core `whole` nanoseconds.
 int64_t panels_of_a_chunk(const Product& product, int64_t block, double whole, unsigned cores) {
   const double wanted = std::min(kLongest, std::max(kShortest, whole / std::max(kEnoughParts, kPartsOfACore * cores)));
   return static_cast<int64_t>(wanted / duration(product, block)) + 1;
@@ -48,7 +48,7 @@ int64_t bound(int64_t total, int64_t parts, int64_t i) { return total * i / part
 void run_part(void* context, size_t i) {
   auto& parted = *static_cast<Parted*>(context);
   const auto index = static_cast<int64_t>(i);
-  // Neighbours have the same rows, which the thread has copied already.
+  // Consecutive parts have the same rows, so that a thread reuses its copy of them.
   const int64_t row = index / parted.all_chunks * parted.block_rows;
   int64_t chunk = index % parted.all_chunks;
   size_t which = 0;
@@ -72,7 +72,7 @@ bool multiply(Product* products, size_t count, const Path& path, RunParts run, v
   static std::atomic<uint64_t> ids{0};
   const int64_t rows = products[0].rows;
   if (rows == 0) return true;
-  // As few blocks as possible, about equal: the weight is read once for each.
+  // As few blocks of rows as possible, of about equal size, because the whole weight is read once for each block.
   const int64_t fewest = divide_up(rows, kRowBlock);
   Parted parted = {products, count, path, divide_up(divide_up(rows, fewest), kTileRows) * kTileRows, {}, 0};
   int64_t all = 0;
@@ -81,7 +81,7 @@ bool multiply(Product* products, size_t count, const Path& path, RunParts run, v
   const int64_t each = panels_of_a_chunk(products[0], std::min(rows, parted.block_rows), whole, cores);
   const uint64_t id = ++ids;
   for (size_t i = 0; i < count; ++i) {
-    products[i].id = id;  // one for all: it stands for x
+    products[i].id = id;  // the same for all, because they have the same x
     parted.chunks[i] = divide_up(products[i].weight.panels(), each);
     parted.all_chunks += parted.chunks[i];
   }

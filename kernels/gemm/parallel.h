@@ -1,4 +1,4 @@
-// A product, parted among threads.
+// A product, divided among threads.
 #pragma once
 
 #include <cstddef>
@@ -10,11 +10,11 @@ namespace bf16kit {
 
 constexpr size_t kMostProducts = 3;
 
-// Cores that this process may use; 0 where that is not known.
+// The number of cores that this process may use; 0 if unknown.
 unsigned available_cores();
 
-// Computes `count` products of the same x at once (their id is filled in here) with `run(threads, …)`, in parts
-// that are short enough for `cores` to share. False when there was no memory.
+// Computes `count` products of the same x together with `run(threads, …)`, and sets their `id`. The parts are short enough
+// to occupy `cores` cores. Returns false if there was no memory.
 bool multiply(Product* products, size_t count, const Path& path, RunParts run, void* threads,
               unsigned cores = available_cores());
 

@@ -1,4 +1,4 @@
-// Work that is cut into parts for the threads of a session.
+// Work that is divided into parts for the threads of a session.
 #pragma once
 
 #include <cstddef>
@@ -9,13 +9,13 @@ namespace bf16kit {
 // Runs part(context, i) for every i in [0, parts), in any order, on any threads, and returns when all are done.
 using RunParts = void (*)(void* threads, void (*part)(void* context, size_t i), size_t parts, void* context);
 
-// Less than this in all, in nanoseconds, is done before another thread is awake.
+// Total work in nanoseconds below which one thread is done before another one has woken up.
 constexpr double kAlone = 32000;
 
 inline int64_t divide_up(int64_t total, int64_t each) { return (total + each - 1) / each; }
 
-// Runs all parts, which take one core `whole` nanoseconds: with `run(threads, …)`, or here where no other thread is worth
-// waking.
+// Runs all parts, which take one core `whole` nanoseconds together: with `run(threads, …)`, or in this thread if it is not
+// worth waking another one.
 inline void do_parts(double whole, RunParts run, void* threads, void (*part)(void* context, size_t i), size_t parts,
                      void* context) {
   if (parts > 1 && whole >= kAlone) return run(threads, part, parts, context);

@@ -11,7 +11,7 @@ namespace bf16kit {
 
 enum class Activation { kNone, kRelu, kGelu, kGeluTanh, kSilu };
 
-// How a product is computed. The graph says so, by the operator's name; the processor never decides it.
+// How a product is computed. The operator's name in the graph decides it, never the processor.
 enum class Arithmetic {
   kFp32,  // x as it is
   kBf16,  // x rounded to bf16, to nearest, ties to even; products and sums in fp32
@@ -26,7 +26,7 @@ struct Product {
   Activation activation;
   Arithmetic arithmetic;
   float* y;  // [rows, weight.n]
-  uint64_t id;  // of this x: threads keep what they copied of it from one part to the next
+  uint64_t id;  // identifies this x: a thread reuses its copy of x's rows in the next part
 };
 
 // The part of a product that one thread computes: at most kRowBlock rows.
@@ -37,21 +37,21 @@ struct Part {
   int64_t panels;
 };
 
-// Rows of a part, at most (BLIS: MC): their sums and a block of the weight fit into the first-level cache together.
+// The most rows of a part (BLIS: MC). Their sums and a block of the weight fit into the first-level cache together.
 constexpr int64_t kRowBlock = 48;
 
-// False when there is no memory for its copies.
+// Computes one part. Returns false if there is no memory for copies.
 using Compute = bool (*)(const Product&, const Part&);
 using Attend = bool (*)(const Attention&, const AttentionPart&);
 
 struct Path {
   const char* name;
-  bool (*supported)();  // by the processor this runs on
-  Compute fp32;         // null where the path is for the other arithmetic alone
-  Compute bf16;
-  Attend attend;  // in fp32; null and false as those above
+  bool (*supported)();  // whether this processor can run the path
+  Compute fp32;         // null if the path has no fp32; then attend and normalise are null as well
+  Compute bf16;         // null if the path has no bf16; then attend_bf16 is null as well
+  Attend attend;        // in fp32
   Attend attend_bf16;
-  void (*normalise)(const Norm&, int64_t first_row, int64_t rows);  // null as fp32 is
+  void (*normalise)(const Norm&, int64_t first_row, int64_t rows);  // in fp32
 
   Compute compute(Arithmetic arithmetic) const { return arithmetic == Arithmetic::kFp32 ? fp32 : bf16; }
 };
@@ -61,12 +61,12 @@ extern const Path kPortable;
 extern const Path kAvx2;
 extern const Path kAvx512;
 extern const Path kAvx512Bf16;
-extern const Path kAmx;  // only where it is named: never run on a processor that has it
+extern const Path kAmx;  // only used if BF16KIT_KERNEL_PATH names it: it has never run on a real processor with AMX
 #endif
 
-// The fastest path for `arithmetic` that this processor supports, or the one that the environment variable
-// BF16KIT_KERNEL_PATH names; where that one is for the other arithmetic alone, the next one. Null when the variable names
-// none, or one this processor cannot run.
+// Returns the path that the environment variable BF16KIT_KERNEL_PATH names, else the fastest one for `arithmetic` that this
+// processor supports. If the named path has only the other arithmetic, returns the next one. Returns null if the variable
+// names no path, or one that this processor cannot run.
 const Path* choose_path(Arithmetic arithmetic);
 
 }  // namespace bf16kit

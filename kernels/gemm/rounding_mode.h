@@ -1,4 +1,4 @@
-// The rounding mode and the treatment of subnormals of the thread that computes a part: the same on every thread.
+// Sets the rounding mode and the treatment of subnormals of a thread that computes a part, so that all threads agree.
 #pragma once
 
 #include "gemm/path.h"
@@ -9,9 +9,9 @@
 
 namespace bf16kit {
 
-// Sets them for as long as it lives and restores what was there: another library may have left flush-to-zero on in one
-// thread and not in the other, and rows would have other bits by the thread that computes them. Processors other than
-// x86-64 keep theirs.
+// Sets both for its lifetime, then restores the previous modes. Another library may have left flush-to-zero on in some
+// threads only; the bits of a row would then depend on the thread that computes it. Does nothing on processors other than
+// x86-64.
 class RoundingMode {
  public:
 #if defined(__x86_64__)
@@ -19,12 +19,12 @@ class RoundingMode {
     const unsigned wanted = arithmetic == Arithmetic::kBf16 ? kDefault | kFlushToZero | kSubnormalsAreZero : kDefault;
     if (before_ != wanted) _mm_setcsr(wanted);
   }
-  // With it go the flags that say what happened, which nobody may see of the arithmetic done here.
+  // Also restores the exception flags, so that the arithmetic done here sets none for the caller.
   ~RoundingMode() { _mm_setcsr(before_); }
 
  private:
-  static constexpr unsigned kDefault = 0x1f80;  // to nearest, no exception
-  // What vdpbf16ps does whatever MXCSR says.
+  static constexpr unsigned kDefault = 0x1f80;  // round to nearest, all exceptions masked
+  // vdpbf16ps always does this, whatever MXCSR says.
   static constexpr unsigned kFlushToZero = 0x8000, kSubnormalsAreZero = 0x0040;
   unsigned before_;
 #else

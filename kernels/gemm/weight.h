@@ -1,4 +1,4 @@
-// A bf16 weight as it lies in memory, and its parts as the tiles read them.
+// A bf16 weight, its layout in memory, and the sizes of the blocks that the tiles read.
 #pragma once
 
 #include <cstdint>
@@ -10,10 +10,10 @@ constexpr int64_t kChain = 128;  // rows of a weight summed in one chain of fuse
 
 // How a weight [k, n] is stored.
 enum class Layout {
-  // Panels of 32 columns, one after the other, each [k, 32] in C order; the last may be narrower. What the converter
-  // writes: few rows of activations then read the weight from front to back.
+  // Panels of 32 columns, one after the other, each [k, 32] in C order; the last may be narrower. The converter's default:
+  // a product of few rows reads the weight from front to back.
   kPanels,
-  // [n, k] in C order: what something besides the kernel reads as well, and convolutions over a single pixel.
+  // [n, k] in C order: for weights that other operators read as well, and for 1x1 convolutions.
   kTransposed,
 };
 
@@ -24,7 +24,7 @@ struct Weight {
   Layout layout;
 
   int64_t panels() const { return (n + kPanel - 1) / kPanel; }
-  // Columns of a panel that exist.
+  // The number of columns of a panel: fewer than kPanel in a narrower last one.
   int64_t width(int64_t panel) const { return panel + 1 < panels() || n % kPanel == 0 ? kPanel : n % kPanel; }
 };
 

@@ -1,5 +1,5 @@
-// AMX: products in fp32 by tiles of bf16, as amx.inl says. Only where BF16KIT_KERNEL_PATH names it: it has never run on a
-// processor that has it, only in a model of the published instructions (tests/amx_test.cpp).
+// AMX: fp32 products with bf16 tiles (amx.inl). Used only if BF16KIT_KERNEL_PATH names it: it has never run on a processor with
+// AMX, only in a model of the published instructions (tests/amx_test.cpp).
 #if defined(__x86_64__)
 #include "gemm/path.h"
 #include "gemm/rounding_mode.h"
@@ -29,8 +29,8 @@ namespace {
 
 struct TileConfig;
 
-// The instructions. Their tiles are part of the encoding, hence numbers known when this is compiled. The compiler knows no
-// tiles: `volatile` and "memory" keep the order.
+// The tile instructions. Tile numbers are part of their encoding, so they are template parameters. The compiler does not know
+// tiles: `volatile` and "memory" keep the instructions in order.
 struct Tile {
   static inline TileConfig current();
   static inline void configure(const TileConfig& config);
@@ -61,20 +61,20 @@ TileConfig Tile::current() {
   return config;
 }
 
-// One that says palette 0 empties and releases the tiles.
+// A configuration with palette 0 clears and releases the tiles.
 void Tile::configure(const TileConfig& config) { asm volatile("ldtilecfg %0" ::"m"(config) : "memory"); }
 
 }  // namespace
 }  // namespace amx
 
-// What follows runs on any processor.
+// The code below must run on any processor.
 #if defined(__clang__)
 #pragma clang attribute pop
 #else
 #pragma GCC pop_options
 #endif
 
-// A processor with tiles has AVX-512, by which attention goes.
+// Attention and normalisation use the AVX-512 path, which each processor with AMX supports.
 const Path kAmx = {"amx", [] { return amx::tiles_offered(amx::this_processor()); }, amx::compute_in_tiles, nullptr,
                    [](const Attention& a, const AttentionPart& part) { return kAvx512.attend(a, part); }, nullptr,
                    [](const Norm& norm, int64_t first, int64_t rows) { kAvx512.normalise(norm, first, rows); }};

@@ -1,25 +1,24 @@
-// Products in fp32 by tiles of bf16 (AMX), for processors whose tiles multiply bf16 only. Included after a struct Simd,
-// activation.inl and a struct Tile: isa/amx.cpp has the instructions, tests/amx_model.h what they are published to do.
+// fp32 products with AMX, whose tiles can only multiply bf16. Included after a struct Simd, activation.inl and a struct Tile.
+// isa/amx.cpp has a Tile of the real instructions, tests/amx_model.h one that models them as published.
 //
-// x is parted into three bf16 whose sum it is: 3 * 8 bits of the 24. Each is multiplied by the weight, which is bf16, and
-// all are added up in fp32, so the error is that of fp32 and not that of x rounded to bf16. The order of summation is not
-// tile.inl's: TDPBF16PS adds the even and the odd of 32 products in two chains from zero, adds these, then adds that to
-// what it had. So this path has bits of its own, the same for a row in any batch and with any number of threads:
+// x is split into three bf16 parts whose sum is x: 3 * 8 bits of its 24. Each part is multiplied by the bf16 weight, and all
+// products are added in fp32. So the error is that of fp32, not that of rounding x to bf16. The order of summation differs from
+// tile.inl's: TDPBF16PS adds the even and the odd of 32 products in two chains from zero, adds the two, then adds the result to
+// the accumulator. So this path's bits differ from the others', but are the same for a row in any batch and for any threads:
 //     total = 0;  for each 128 rows of the weight:
 //                   sum = 0;  for each 32 of them, for x's low, middle and high part:  sum += (even chain + odd chain);
 //                   total += sum
-// It differs from the others where tiles take subnormals for zero, and where a weight is infinite: 0 * inf is NaN, and two
-// parts of most x are 0.
+// It also differs because tiles treat subnormals as zero, and if a weight is infinite: parts of x may be 0, and 0 * inf is NaN.
 //
-// Tile has: configure(const TileConfig&), before it what was there in a TileConfig from current(); zero<t>(), load<t>(from,
-// stride), store<t>(to, stride), dot<c, a, b>(): tile c += tile a · tile b.
+// Tile has: current(), which returns the TileConfig in effect; configure(const TileConfig&); zero<t>(), load<t>(from, stride),
+// store<t>(to, stride), dot<c, a, b>(): tile c += tile a · tile b.
 
 constexpr int kTileRows = 16, kTileDepth = 32, kTileColumns = 16;
 constexpr int kSplit = 3;
-constexpr int kTileA = 6, kTileB = 7;  // 0 to 5 have the sums: three times 16 rows, two halves of a panel
-constexpr int kTileBytes = 64;         // of a row, in every tile
+constexpr int kTileA = 6, kTileB = 7;  // tiles 0 to 5 hold the sums: three times 16 rows, two halves of a panel
+constexpr int kTileBytes = 64;         // bytes in a row of each tile
 
-// As LDTILECFG reads it.
+// The configuration in the format of LDTILECFG.
 struct alignas(64) TileConfig {
   uint8_t palette = 1;
   uint8_t start_row = 0;
@@ -29,8 +28,8 @@ struct alignas(64) TileConfig {
 };
 static_assert(sizeof(TileConfig) == 64, "what LDTILECFG reads");
 
-// How the rows of a part lie in tiles: as few tiles as possible, all of one height. The last begins early where they do not
-// divide, and computes some rows a second time.
+// Assigns the rows of a part to tiles: as few tiles as possible, all of the same height. If the height does not divide the rows,
+// the last tile begins earlier and computes some rows a second time.
 struct TileRows {
   int tiles, height;
   int64_t rows;
@@ -55,8 +54,8 @@ struct TileRows {
   }
 };
 
-// The tiles of this thread, set up for a part as long as it lives. Afterwards they are as they were, empty: another library
-// may have set them up for its own products and count on it.
+// Configures this thread's tiles for a part during its lifetime. Then it restores the previous configuration, with empty tiles,
+// because another library may have configured them and rely on that.
 class Configured {
  public:
   explicit Configured(int64_t rows) : before_(Tile::current()) { Tile::configure(TileRows(rows).config()); }
@@ -67,7 +66,7 @@ class Configured {
   TileConfig before_;
 };
 
-// The upper 16 bits: the number rounded toward zero, which never overflows.
+// Returns the upper 16 bits: the number rounded toward zero to bf16, which never overflows.
 inline uint16_t upper(float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, sizeof bits);
@@ -81,12 +80,13 @@ inline float widened(uint16_t stored) {
   return value;
 }
 
-// x = parts[0] + parts[1] + parts[2], exactly, unless the last is subnormal. Of what is not finite there is one part only.
+// Splits x so that x = parts[0] + parts[1] + parts[2], exactly unless the last is subnormal. If x is not finite, only the first
+// part is not zero.
 inline void split(float x, uint16_t (&parts)[kSplit]) {
   parts[0] = upper(x);
   parts[1] = parts[2] = 0;
   if ((parts[0] & 0x7f80) == 0x7f80) {
-    if (x != x) parts[0] |= 0x40;  // a NaN whose bits are all lower ones
+    if (x != x) parts[0] |= 0x40;  // keep a NaN whose payload is only in the lower bits
     return;
   }
   const float rest = x - widened(parts[0]);
@@ -94,7 +94,7 @@ inline void split(float x, uint16_t (&parts)[kSplit]) {
   parts[2] = upper(rest - widened(parts[1]));
 }
 
-// Pairs of rows of a block [length, 32] as tiles read them: [steps * 16, 32] pairs along K, zeros below.
+// Interleaves pairs of rows of a block [length, 32] for the tiles: [steps * 16, 32] pairs along K, padded with zeros.
 inline void pair_rows(const uint16_t* w, int length, int steps, uint32_t* pairs) {
   for (int row = 0; row < steps * kTileDepth; row += 2, pairs += kPanel) {
     const uint16_t* even = w + row * kPanel;
@@ -106,12 +106,12 @@ inline void pair_rows(const uint16_t* w, int length, int steps, uint32_t* pairs)
   }
 }
 
-// What one chain's tiles multiply.
+// The operands of one chain's tiles.
 struct TileOperands {
   const uint16_t* a;  // [rows, kSplit, kChain], rows `stride` bytes apart
   int64_t stride;
   const uint32_t* pairs;
-  int steps;  // of 32 rows of the weight
+  int steps;  // each of 32 rows of the weight
 };
 
 template <int kRowTile, int kHalf>
@@ -120,12 +120,12 @@ void multiply_tile(const TileOperands& operands, const TileRows& rows, const uin
   Tile::template dot<2 * kRowTile + kHalf, kTileA, kTileB>();
 }
 
-// One half of a panel, all rows: each tile of the weight is loaded once.
+// Multiplies one half of a panel with all rows, so that each tile of the weight is loaded once.
 template <int kTiles, int kHalf>
 void multiply_half(const TileOperands& operands, const TileRows& rows, int step) {
   constexpr int64_t kStride = kPanel * sizeof(uint32_t);
   Tile::template load<kTileB>(operands.pairs + step * kTileDepth / 2 * kPanel + kHalf * kTileColumns, kStride);
-  for (int part = kSplit - 1; part >= 0; --part) {  // the small ones first
+  for (int part = kSplit - 1; part >= 0; --part) {  // the smallest part first
     const uint16_t* a = operands.a + part * kChain + step * kTileDepth;
     multiply_tile<0, kHalf>(operands, rows, a);
     if constexpr (kTiles > 1) multiply_tile<1, kHalf>(operands, rows, a);
@@ -164,15 +164,15 @@ void multiply_chain(const TileOperands& operands, const TileRows& rows, float* s
 template <Arithmetic kArithmetic>
 struct Tiles;
 
-// The tiles multiply bf16, although the product is one in fp32.
+// Specialised for kBf16 because the tiles multiply bf16, although the product is in fp32.
 template <>
 struct Tiles<Arithmetic::kBf16> {
-  // Room for the three parts of a value; the parts of a row's chain lie one after the other.
+  // Room for the three parts of a value. In memory come the first parts of a whole chain, then the second, then the third.
   struct Element {
     uint16_t room[kSplit];
   };
   static constexpr int kValues = 1;
-  static constexpr int kRows = kRowBlock;  // all of a part: the weight's pairs are made once
+  static constexpr int kRows = kRowBlock;  // all rows of a part, so that the weight's pairs are interleaved only once
   static constexpr int kTwoPanelRows = 0;
 
   static void copy(const float* from, int64_t length, Element* to) {

@@ -13,7 +13,7 @@ namespace {
 
 constexpr bool has(uint64_t bits, int bit) { return (bits >> bit & 1) != 0; }
 
-// Leaf 1 says whether XGETBV may be asked, leaf 7 what instructions there are, leaf 0x1d how large tiles of palette 1 are.
+// CPUID leaf 1 tells whether XGETBV may be used, leaf 7 the instructions, leaf 0x1d the size of the tiles of palette 1.
 bool processor_has_tiles(const Machine& machine) {
   constexpr int kOsXsave = 27, kAvx512f = 16, kAvx512bw = 30, kAmxBf16 = 22, kAmxTile = 24;
   if (machine.cpuid(0, 0).a < 0x1d || !has(machine.cpuid(1, 0).c, kOsXsave)) return false;
@@ -44,7 +44,7 @@ uint64_t enabled() {
   return static_cast<uint64_t>(high) << 32 | low;
 }
 
-// Linux lends tiles to a process that asks for them, and then to all of its threads.
+// Linux lets a process use tiles only on request. The permission then holds for all of its threads.
 bool permitted() {
 #if defined(__linux__)
   constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA

@@ -1,36 +1,36 @@
-// Attention, for any instruction set. Included by each isa/*.cpp inside its own namespace, after tile.inl, part.inl and
-// heads.inl, or what replaces them.
+// Attention, for any instruction set. Each isa/*.cpp includes this file in its own namespace, after tile.inl, part.inl and
+// heads.inl, or their replacements.
 //
 // The order of every sum is part of the interface, as in tile.inl. For one row of q and one head:
 //     s[j] = sum over the columns d of q[d] * k[j][d]
-//     x[j] = fma(s[j], scale, mask[j]), the mask being 0 where there is none
+//     x[j] = fma(s[j], scale, mask[j]), with mask = 0 if there is none
 //     p[j] = e^(x[j] - max of x)
 //     y[c] = fma(sum over the keys j of p[j] * v[j][c], 1 / sum of p, 0)
-// where the first and the last sum are made of chains of 128 fused multiply-adds, each from zero, added to a total one
-// after the other, and the sum of p of 32 sums, of every 32nd element each, added up as a tree. So the bits do not
-// depend on the rows around, the number of threads, or the path. Keys whose p is zero, as those are that a mask hides,
-// change nothing behind the others: the same bits with and without them, where v is finite. Whole panels of them before or
-// behind all that a tile of rows sees are not computed (seen.inl): that changes no bit either.
+// The sums of s and y consist of chains of 128 fused multiply-adds. Each chain starts at zero; the chains are added to a total
+// one after the other. The sum of p consists of 32 sums, each of every 32nd element, which are added up as a tree. So the bits
+// do not depend on other rows, the number of threads, or the path. Keys after the others whose p is zero, such as masked ones,
+// change no bit if v is finite. Whole panels of such keys, before or after all keys that a tile of rows sees, are not computed
+// (seen.inl); this changes no bit either.
 //
-// Rows in which every x is -inf, or any NaN or +inf, are NaN, as ONNX's Softmax defines.
+// A row is NaN if every x is -inf, or if any x is NaN or +inf, as ONNX's Softmax defines.
 //
-// In bf16, q, k, p and v are rounded first, and a chain takes its terms in pairs, the odd one first, as in tile.inl: pairs
-// of columns of q and k, pairs of keys of p and v. Subnormals are zero: a sum may be -0, which would be 0 with one more
-// chain of zeros, and adding 0 to y makes them the same. The sum of p is that of the rounded ones, so that
-// weights add up to 1: of 16 sums, of every 16th pair each, the odd one first, added up as a tree. Everything else is fp32.
+// In bf16, q, k, p and v are rounded first. A chain adds its terms in pairs, the odd one first, as in tile.inl: pairs of columns
+// of q and k, pairs of keys of p and v. Subnormals are zero. A sum may therefore be -0, but 0 with one more chain of zeros;
+// adding 0 to y makes both 0. The sum of p is that of the rounded p, so that the weights add up to 1. It consists of 16 sums,
+// each of every 16th pair, the odd one first, which are added up as a tree. Everything else is fp32.
 
 #include "wide.inl"
 
 inline int64_t whole_lines(int64_t elements) { return (elements + 15) / 16 * 16; }
 
-// Where a thread keeps a part's memory; grows, and is freed when the thread ends. It holds the keys and values of one
-// head for the parts that follow.
+// A thread's memory for a part. It grows as needed, and is freed when the thread ends. It keeps the keys and values of one head
+// for the thread's next parts.
 struct HeadMemory {
   float* data = nullptr;
   int64_t size = 0;  // floats
-  uint64_t attention = 0;  // whose head is in it, and which
+  uint64_t attention = 0;  // the attention whose head it holds, and which head
   int64_t head = 0;
-  float largest_key = -1;  // of this head, where it has been looked for: infinity where values are not finite
+  float largest_key = -1;  // the largest magnitude of its keys, once computed; infinity if its values are not finite
 
   HeadMemory() = default;
   HeadMemory(const HeadMemory&) = delete;
@@ -48,15 +48,15 @@ struct HeadMemory {
   }
 };
 
-// The memory of a part, and what lies where in it. Elements are as large as floats.
+// The arrays in a part's memory. Elements are as large as floats.
 template <typename H>
 struct Workspace {
   Element<H>* keys;     // [panels, elements of depth, 32]
   Element<H>* values;   // [columns / 32, elements of keys, 32]
   Element<H>* queries;  // [kRows, elements of depth]
-  float* scores;        // [kRows, stride]; p takes their place, as elements
+  float* scores;        // [kRows, stride]; overwritten by p, as elements
   float* totals;        // [kRows, 32]
-  int64_t stride;       // no power of two, which would put all rows in one cache set
+  int64_t stride;       // no power of two, which would put all rows into one cache set
 
   bool get(const Attention& a, HeadMemory& memory) {
     static_assert(sizeof(Element<H>) == sizeof(float));
@@ -79,12 +79,12 @@ struct Workspace {
   const Element<H>* weights() const { return reinterpret_cast<const Element<H>*>(scores); }
 };
 
-// Where some matrix's row lies.
+// Returns the address of a row.
 inline const float* row_of(const Strided& from, int64_t batch, int64_t head, int64_t row) {
   return from.data + batch * from.batch + head * from.head + row * from.row;
 }
 
-// Of row `index` of those that read the same keys: the head and the query.
+// The head and the query of row `index` among the rows that read the same keys.
 struct Row {
   int64_t head, query;
   Row(const Attention& a, const AttentionPart& part, int64_t index)
@@ -93,7 +93,7 @@ struct Row {
 
 #include "seen.inl"
 
-// Whether values are read where they are.
+// Returns whether v is read in place, without a copy.
 template <typename H>
 bool values_in_place(const Attention& a) {
   return H::kValuesInPlace && a.rows() <= Simd::kRows && a.width % kPanel == 0;
@@ -113,19 +113,19 @@ void pack_head(const Attention& a, int64_t batch, int64_t head, const Workspace<
   }
 }
 
-// Asks for a row of `columns` floats. Rows of one head lie far apart, and no processor guesses where the next one is.
-// Always inlined: GCC takes a function that does nothing else for one that does nothing.
+// Prefetches a row of `columns` floats. The rows of one head are too far apart for the processor's own prefetcher.
+// Always inlined: GCC treats a function that only prefetches as one without effect.
 __attribute__((always_inline)) inline void ask_for(const float* row, int64_t columns) {
   for (int64_t i = 0; i < columns; i += 16) __builtin_prefetch(row + i);
   __builtin_prefetch(row + columns - 1);
 }
 
-// Where row `row` of y begins for its head.
+// Returns the address of row `row` of y, for the row's head.
 inline float* result_of(const Attention& a, const AttentionPart& part, const Row& row) {
   return a.y + ((part.batch * a.queries + row.query) * a.heads + row.head) * a.width;
 }
 
-// Asks for what tile [first, first + rows) writes, and for the queries of the tile after it.
+// Prefetches the results of the tile [first, first + rows), and the queries of the next tile.
 __attribute__((always_inline)) inline void ask_for_rows(const Attention& a, const AttentionPart& part, int64_t first, int64_t rows) {
   const int64_t end = part.first_row + part.rows;
   for (int64_t m = first; m < first + rows; ++m) {
@@ -136,7 +136,7 @@ __attribute__((always_inline)) inline void ask_for_rows(const Attention& a, cons
   }
 }
 
-// What rows [first, first + rows) see. A few rows see a key too seldom for it to be worth looking.
+// Returns the keys that rows [first, first + rows) see. With few rows, each key is used too seldom for the search to pay off.
 inline Seen seen_keys(const Attention& a, const AttentionPart& part, int64_t first, int64_t rows, HeadMemory& memory) {
   const Seen all = {0, a.keys};
   if (a.mask.data == nullptr || a.mask.column == 0 || a.keys <= kPanel || a.rows() <= Simd::kRows) return all;
@@ -156,8 +156,8 @@ inline Seen seen_keys(const Attention& a, const AttentionPart& part, int64_t fir
   return seen_by(a, part, first, rows, query * memory.largest_key * static_cast<float>(a.depth) * std::fabs(a.scale));
 }
 
-// Scores of the keys that rows [first, first + rows) see, then their p, the first at the place of its score; sums[m] is
-// what each row's p add up to.
+// Computes the scores of the keys that rows [first, first + rows) see, then replaces them by p; the first p is where its score
+// was. sums[m] becomes the sum of row m's p.
 template <typename H>
 void soften_rows(const Attention& a, const AttentionPart& part, int64_t first, int64_t rows, Seen seen,
                  const Workspace<H>& space, float* sums) {
@@ -180,13 +180,13 @@ void soften_rows(const Attention& a, const AttentionPart& part, int64_t first, i
     const float* mask = masked ? row_of(a.mask, part.batch, row.head, row.query) + seen.begin * step : &kNone;
     highest[m] = add_masks(space.scores + m * space.stride + seen.begin, keys, a.scale, mask, step);
   }
-  // After all of them: the processor then need not wait for the one that it has just looked for.
+  // In a second loop, so that no row has to wait for its own maximum.
   for (int64_t m = 0; m < rows; ++m) {
     sums[m] = H::soften(space.scores + m * space.stride + seen.begin, keys, highest[m]);
   }
 }
 
-// y of rows [first, first + rows), whose p and sums are there.
+// Computes y of rows [first, first + rows) from their p and sums.
 template <typename H>
 void add_values(const Attention& a, const AttentionPart& part, int64_t first, int64_t rows, Seen seen,
                 const Workspace<H>& space, const float* sums) {
@@ -212,7 +212,7 @@ void add_values(const Attention& a, const AttentionPart& part, int64_t first, in
   }
 }
 
-// Not inlined: nothing of it may move out of the rounding mode that attend() sets.
+// Not inlined, so that the compiler cannot move arithmetic out of the rounding mode that attend() sets.
 template <typename H>
 __attribute__((noinline)) bool attend_part(const Attention& a, const AttentionPart& part) {
   static thread_local HeadMemory memory;

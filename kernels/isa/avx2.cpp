@@ -66,7 +66,7 @@ struct Simd {
 }  // namespace
 }  // namespace avx2
 
-// What follows runs on any processor.
+// The code below must run on any processor.
 #if defined(__clang__)
 #pragma clang attribute pop
 #else

@@ -1,4 +1,4 @@
-// AVX-512F.
+// The AVX-512F path.
 #if defined(__x86_64__)
 #include "gemm/path.h"
 #include "gemm/rounding_mode.h"
@@ -31,7 +31,7 @@ namespace {
 }  // namespace
 }  // namespace avx512
 
-// What follows runs on any processor.
+// The code below must run on any processor.
 #if defined(__clang__)
 #pragma clang attribute pop
 #else

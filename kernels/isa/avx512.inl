@@ -1,5 +1,5 @@
-// AVX-512F: 16 lanes and 32 registers; a tile is 12 rows of a whole panel. Included by the paths that have it, inside their
-// own namespaces.
+// AVX-512F: 16 lanes and 32 registers; a tile is 12 rows of a whole panel. Included by all paths with AVX-512F, each in its own
+// namespace.
 struct Simd {
   using reg = __m512;
   static constexpr int kLanes = 16;

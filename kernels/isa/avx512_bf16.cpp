@@ -1,4 +1,4 @@
-// AVX512_BF16: products and attention in bf16 by vdpbf16ps. Those in fp32 are the AVX-512F path's.
+// AVX512_BF16: products and attention in bf16 with vdpbf16ps. For fp32 the AVX-512F path is used.
 #if defined(__x86_64__)
 #include "gemm/path.h"
 #include "gemm/rounding_mode.h"
@@ -32,7 +32,7 @@ namespace {
 }  // namespace
 }  // namespace avx512_bf16
 
-// What follows runs on any processor.
+// The code below must run on any processor.
 #if defined(__clang__)
 #pragma clang attribute pop
 #else

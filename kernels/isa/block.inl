@@ -1,20 +1,20 @@
-// Blocks of a weight as the tiles read them: [length, 32] bf16. Included by tile.inl, so compiled for each path.
+// Blocks of a weight in the format of the tiles: [length, 32] bf16. Included by part.inl, so compiled for each path.
 
 typedef uint32_t Pairs __attribute__((vector_size(32)));  // eight elements of two bf16
-// Where they are stored. Not memcpy: GCC makes two moves of it, and a load that spans two stores waits for both.
+// Pairs in memory, for loads and stores. Not memcpy: GCC splits it into two moves, and a load that spans two stores stalls.
 typedef Pairs StoredPairs __attribute__((aligned(2), may_alias));
 
 inline Pairs load_pairs(const uint16_t* from) { return *reinterpret_cast<const StoredPairs*>(from); }
 inline void store_pairs(uint16_t* to, Pairs pairs) { *reinterpret_cast<StoredPairs*>(to) = pairs; }
 
-// The elements of a (0 to 7) and b (8 to 15) in the order given. GCC has the other builtin only since version 12.
+// Shuffles the elements of a (0 to 7) and b (8 to 15) into the given order. GCC has __builtin_shufflevector only since 12.
 #if defined(__clang__)
 #define BF16KIT_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
 #define BF16KIT_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, Pairs{__VA_ARGS__})
 #endif
 
-// Transposes 8 x 8 elements of 32 bits: three rounds, each of which pairs what is twice as far apart.
+// Transposes 8 x 8 elements of 32 bits in three rounds. Each round joins rows that are twice as far apart as in the one before.
 inline void transpose_pairs(Pairs (&rows)[8]) {
   Pairs once[8], twice[8];
   for (int i = 0; i < 8; i += 2) {
@@ -34,8 +34,8 @@ inline void transpose_pairs(Pairs (&rows)[8]) {
 }
 #undef BF16KIT_SHUFFLE
 
-// Transposes 16 columns, 16 rows each: from[c * stride + r] becomes to[r * 32 + c]. Pairs of rows travel as one
-// element; the even columns and the odd ones are transposed apart and meet in the halves of an element at the end.
+// Transposes 16 columns of 16 rows: from[c * stride + r] becomes to[r * 32 + c]. An element holds a pair of rows. Even and odd
+// columns are transposed separately; at the end they become the halves of an element.
 inline void transpose_tile(const uint16_t* from, int64_t stride, uint16_t* to) {
   Pairs even[8], odd[8];
   for (int i = 0; i < 8; ++i) {
@@ -50,18 +50,18 @@ inline void transpose_tile(const uint16_t* from, int64_t stride, uint16_t* to) {
   }
 }
 
-// Copies `width` rows of [n, k], `stride` apart, to the columns of [length, 32], with zeros to the right.
+// Copies `width` rows of [n, k], `stride` apart, to the columns of [length, 32], padded with zeros on the right.
 inline void transpose(const uint16_t* from, int64_t stride, int64_t length, int64_t width, uint16_t* to) {
   constexpr int64_t kLine = 32;  // elements of a cache line
-  // A panel's columns are one stretch of memory, so the same place in the next one comes at its turn; unless that is
-  // too far for the second-level cache.
+  // The prefetch distance. A panel's columns are contiguous, so the same place in the next panel is read one panel later. If
+  // that is too far ahead for the second-level cache, prefetch the next chain.
   const int64_t ahead = stride <= 4096 ? kPanel * stride : kChain;
   if (width < kPanel) std::memset(to, 0, sizeof(uint16_t) * length * kPanel);
   const int64_t whole_columns = width / 16 * 16, whole_rows = length / kLine * kLine;
   for (int64_t column = 0; column < whole_columns; column += 16) {
     for (int64_t row = 0; row < whole_rows; row += kLine) {
-      // Each line is read whole, once: with a power of two for a stride, the lines of more than eight columns cannot be
-      // in the first-level cache together. What comes next is asked for meanwhile.
+      // Reads each cache line once, as a whole: if the stride is a power of two, the lines of more than eight columns do not fit
+      // into the first-level cache together. Prefetches the next lines at the same time.
       alignas(64) uint16_t lines[16 * kLine];
       for (int c = 0; c < 16; ++c) {
         const uint16_t* line = from + (column + c) * stride + row;
@@ -79,7 +79,7 @@ inline void transpose(const uint16_t* from, int64_t stride, int64_t length, int6
   }
 }
 
-// Copies [length, width] to [length, 32], with zeros to the right.
+// Copies [length, width] to [length, 32], padded with zeros on the right.
 inline void widen(const uint16_t* from, int64_t length, int64_t width, uint16_t* to) {
   std::memset(to, 0, sizeof(uint16_t) * length * kPanel);
   for (int64_t row = 0; row < length; ++row) {
@@ -87,8 +87,8 @@ inline void widen(const uint16_t* from, int64_t length, int64_t width, uint16_t*
   }
 }
 
-// Rows [first, first + length) of `panel` as [length, 32], the columns that do not exist zero. A whole panel is read
-// where it is stored; anything else is copied to `scratch`, kChain * kPanel elements.
+// Returns rows [first, first + length) of `panel` as [length, 32], with missing columns as zeros. A full panel is returned in
+// place. Otherwise the rows are copied to `scratch`, kChain * kPanel elements.
 inline const uint16_t* block(const Weight& weight, int64_t panel, int64_t first, int64_t length, uint16_t* scratch) {
   const int64_t width = weight.width(panel);
   const uint16_t* start = weight.data + panel * kPanel * weight.k;

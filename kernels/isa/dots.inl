@@ -1,9 +1,9 @@
-// A tile in bf16, for processors that have dot products of bf16 pairs. Included by isa/avx512_bf16.cpp in the place of
-// tile.inl, which says in which order is summed.
+// A tile in bf16, for processors with dot products of bf16 pairs. isa/avx512_bf16.cpp includes it instead of tile.inl, which
+// states the order of summation.
 //
-// A pair of neighbouring rows of a panel is read as two vectors of pairs along K: two shuffles for up to 24 dot products,
-// which leaves columns in another order until the tile is finished. Panels whose rows lie in pairs would need none, and
-// were no faster (docs/decisions/0033).
+// A pair of neighbouring rows of a panel is read as two vectors of pairs along K. That takes two shuffles for up to 24 dot
+// products, and leaves the columns in another order until the tile is finished. Panels stored as pairs of rows would need no
+// shuffles, but were no faster (docs/decisions/0033).
 
 using Pairs16 = uint32_t;  // two values of x as bf16, the even one in the low half
 
@@ -11,8 +11,8 @@ inline Simd::reg dot(Pairs16 const* x, __m512i w, Simd::reg sum) {
   return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_set1_epi32(static_cast<int>(*x)), (__m512bh)w);
 }
 
-// total[q, kRows, 32] += a[kRows, length] · w for kPanels panels q, a in pairs and rows of it `lda` pairs apart; columns
-// are left as the shuffles part them.
+// total[q, kRows, 32] += a[kRows, length] · w for kPanels panels q. a holds pairs, its rows are `lda` pairs apart. The columns
+// of total stay in the order of the shuffles.
 template <int kRows, int kPanels>
 void chain(const Pairs16* a, int64_t lda, const Block& block, float* total, const Ahead& ahead) {
   Simd::reg sums[kRows][kPanels][2];
@@ -84,7 +84,7 @@ struct Tiles<Arithmetic::kBf16> {
   static constexpr int kRows = 12;
   static constexpr int kTwoPanelRows = 3;
 
-  // As vcvtneps2bf16 rounds: to nearest, ties to even, a subnormal being zero.
+  // Rounds like vcvtneps2bf16: to nearest, ties to even; a subnormal becomes zero.
   static void copy(const float* from, int64_t length, Pairs16* to) {
     int64_t i = 0;
     for (; i + 16 <= length; i += 16) {
@@ -108,7 +108,7 @@ struct Tiles<Arithmetic::kBf16> {
   }
 
   static void in_order(const float* totals, float* row) {
-    // The shuffles work on quarters: their low halves are in one vector, their high halves in the other.
+    // The shuffles worked on quarters of a vector: one sum has their low halves, the other their high halves.
     const __m512i low = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
     const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
     const Simd::reg a = Simd::load(totals), b = Simd::load(totals + Simd::kLanes);

@@ -1,8 +1,8 @@
-// What attention multiplies, as the tiles of a path read it. Included by each isa/*.cpp inside its own namespace, after
-// part.inl and before attention.inl. A path that has instructions of its own for bf16 brings heads_dots.inl in its place.
+// The operands of attention in the format of a path's tiles. Each isa/*.cpp includes this file in its own namespace, after
+// part.inl and before attention.inl. A path with bf16 instructions includes heads_dots.inl instead.
 //
-// Heads has: Element, of which one holds kValues of a row; Vector, of such elements along a panel; load and dot, of one
-// step of a sum; kOddFirst, where a step takes a pair in two; copy_row, pack_keys and pack_values; soften.
+// Heads has: Element, which holds kValues values of a row; Vector, of such elements along a panel; load and dot, for one step of
+// a sum; kOddFirst, if a pair takes two steps, the odd one first; copy_row, pack_keys and pack_values; soften.
 
 #include "softmax.inl"
 
@@ -16,7 +16,7 @@ struct Heads {
   using Vector = typename Simd::reg;
   static constexpr int kValues = 1;
   static constexpr bool kRounds = kArithmetic == Arithmetic::kBf16, kOddFirst = kRounds;
-  // A few rows see each value once, and read it where it is.
+  // With few rows, each value is used once, so a copy would not pay off.
   static constexpr bool kValuesInPlace = !kRounds;
 
   static Vector load(const float* p) { return Simd::load(p); }
@@ -29,7 +29,7 @@ struct Heads {
     if (kRounds) round_all(to, length);
   }
 
-  // Copies `count` rows of k, at most 32, to the columns of [depth, 32], with zeros to the right.
+  // Copies `count` rows of k, at most 32, to the columns of [depth, 32], padded with zeros on the right.
   static void pack_keys(const float* from, int64_t stride, int64_t count, int64_t depth, float* to) {
     if (count < kPanel) std::memset(to, 0, sizeof(float) * depth * kPanel);
     const int64_t whole_keys = count / 8 * 8, whole_depth = depth / 8 * 8;
@@ -49,13 +49,13 @@ struct Heads {
     if (kRounds) round_all(to, depth * kPanel);
   }
 
-  // Copies 32 columns of v, or as many as there are, to [keys, 32], with zeros to the right.
+  // Copies up to 32 columns of v to [keys, 32], padded with zeros on the right.
   static void pack_values(const float* from, int64_t stride, int64_t keys, int64_t columns, float* to) {
     if (columns < kPanel) std::memset(to, 0, sizeof(float) * keys * kPanel);
     for (int64_t key = 0; key < keys; ++key) copy_row(from + key * stride, columns, to + key * kPanel);
   }
 
-  // A row's x, up to where its panels end, become p in the order of keys; what they add up to.
+  // Replaces a row's x by p in the order of keys, up to the end of the last panel. Returns the sum of p.
   static float soften(float* row, int64_t keys, float highest) {
     if constexpr (!kRounds) {
       return soften_exactly(row, keys, highest);

@@ -1,8 +1,8 @@
-// What attention multiplies in bf16, for processors that have dot products of bf16 pairs. Included by isa/avx512_bf16.cpp
-// in the place of heads.inl, which says what Heads has.
+// The operands of attention in bf16, for processors with dot products of bf16 pairs. isa/avx512_bf16.cpp includes it instead of
+// heads.inl, which describes Heads.
 //
-// Pairs lie along the depth of q and k, and along the keys of p and v: what was packed is half as large as in fp32, and no
-// product needs a shuffle.
+// Pairs are formed along the depth of q and k, and along the keys of p and v. So packed operands are half as large as in fp32,
+// and no product needs a shuffle.
 
 #include "softmax.inl"
 
@@ -23,7 +23,7 @@ struct Heads<Arithmetic::kBf16> {
     Tiles<Arithmetic::kBf16>::copy(from, length, to);
   }
 
-  // Copies `count` rows of k, at most 32, to the columns of [pairs of depth, 32], with zeros to the right.
+  // Copies `count` rows of k, at most 32, to the columns of [pairs of depth, 32], padded with zeros on the right.
   static void pack_keys(const float* from, int64_t stride, int64_t count, int64_t depth, Pairs16* to) {
     constexpr int64_t kValuesAtOnce = 16, kPairsAtOnce = 8;
     if (count < kPanel) std::memset(to, 0, sizeof(Pairs16) * ((depth + 1) / 2) * kPanel);
@@ -48,7 +48,7 @@ struct Heads<Arithmetic::kBf16> {
     }
   }
 
-  // Copies 32 columns of v, or as many as there are, to [pairs of keys, 32], with zeros to the right.
+  // Copies up to 32 columns of v to [pairs of keys, 32], padded with zeros on the right.
   static void pack_values(const float* from, int64_t stride, int64_t keys, int64_t columns, Pairs16* to) {
     const __mmask32 there = static_cast<__mmask32>((uint64_t{1} << columns) - 1);
     const __mmask16 left = static_cast<__mmask16>(there), right = static_cast<__mmask16>(there >> 16);
@@ -59,7 +59,7 @@ struct Heads<Arithmetic::kBf16> {
     }
   }
 
-  // A row's x, up to where its panels end, become pairs of p in the order of keys; what they add up to.
+  // Replaces a row's x by pairs of p in the order of keys, up to the end of the last panel. Returns the sum of p.
   static float soften(float* row, int64_t keys, float highest) {
     const Simd::reg most = Simd::set(highest);
     const auto ones = (__m512bh)_mm512_set1_epi16(0x3f80);
@@ -77,7 +77,8 @@ struct Heads<Arithmetic::kBf16> {
   }
 
  private:
-  // 16 columns of one row of v and of the next, those that `first` and `second` name.
+  // Packs 16 columns of two successive rows of v as pairs. The masks `first` and `second` select the columns to read of each row;
+  // the others become zero.
   static void pack_pair(const float* from, int64_t stride, __mmask16 first, __mmask16 second, Pairs16* to) {
     const __m512i apart = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
                                            5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);

@@ -1,21 +1,20 @@
-// A residual sum and its normalisation, for any instruction set. Included by each isa/*.cpp inside its own namespace,
-// after attention.inl.
+// A residual sum and its normalisation, for any instruction set. Each isa/*.cpp includes this file in its own namespace, after
+// attention.inl.
 //
-// Sums over a row are made of 32 sums, of every 32nd element each, added up as a tree: the same bits on every path (the
-// portable one may lack fma). With s = x + skip:
+// The sum of a row consists of 32 sums, each of every 32nd element, which are added up as a tree. So all paths give the same
+// bits (except the portable one, which may lack fma). With s = x + skip:
 //     mean = sum of s / width;  variance = sum of (s - mean)^2 / width;  r = 1 / sqrt(variance + epsilon)
 //     y = fma((s - mean) * r, scale, bias)
-// The root of the mean square is the same with a mean of 0, which takes nothing off. No bias is one of -0, which leaves
-// even the sign of a zero.
+// RMS norm is the same with a mean of 0. Without a bias, -0 is added, which does not change even the sign of a zero.
 
-// Elements [at, at + 32) of a row, where `width` of them exist and the others are `other`.
+// Returns 32 elements of a row of which `width` are left: in place, or copied to `scratch` and padded with `other`.
 inline const float* block_of(const float* from, int64_t width, float other, float (&scratch)[kPanel]) {
   if (width >= kPanel) return from;
   for (int i = 0; i < kPanel; ++i) scratch[i] = i < width ? from[i] : other;
   return scratch;
 }
 
-// s of one row, and the sum of it.
+// Computes s of one row and returns its sum.
 inline float add_rows(const float* x, const float* skip, int64_t width, float* s) {
   alignas(64) float left[kPanel], right[kPanel], last[kPanel];
   Simd::reg sums[kVectors];
@@ -35,7 +34,7 @@ inline float add_rows(const float* x, const float* skip, int64_t width, float* s
   return fold(sums, Sum());
 }
 
-// The sum of (s - mean)^2.
+// Returns the sum of (s - mean)^2.
 inline float squares(const float* s, int64_t width, float mean) {
   alignas(64) float last[kPanel];
   const Simd::reg middle = Simd::set(mean);
@@ -72,7 +71,7 @@ inline void scale_row(const Norm& norm, const float* s, float mean, float factor
   }
 }
 
-// Not inlined: nothing of it may move out of the rounding mode that normalise() sets.
+// Not inlined, so that the compiler cannot move arithmetic out of the rounding mode that normalise() sets.
 __attribute__((noinline)) void normalise_rows(const Norm& norm, int64_t first, int64_t rows) {
   const auto width = static_cast<float>(norm.width);
   for (int64_t row = first; row < first + rows; ++row) {

@@ -1,14 +1,14 @@
-// What the tiles of every path are given.
+// The operands of the tiles of every path.
 
-// What a chain multiplies and where its sums go.
+// A block of the weight: one chain's rows of one panel, or of two.
 struct Block {
   const uint16_t* w;    // [length, 2 * kPairs * kLanes], rows kPanel apart
-  int64_t next_panel;   // elements from a panel to the next, where a tile spans two
-  int length;           // rows of the weight
-  bool first;           // of its column: the sums start here
+  int64_t next_panel;   // elements from one panel to the next, if a tile spans two
+  int length;           // rows of the weight in this block
+  bool first;           // whether this is the first block of its columns: the totals start at zero
 };
 
-// What is wanted next: `stride` bytes of it are asked for with every row.
+// The memory to prefetch: `stride` bytes of it with every row.
 struct Ahead {
   const char* from;
   int stride;

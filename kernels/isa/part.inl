@@ -1,14 +1,14 @@
-// A part of a product: its tiles, chain by chain and panel by panel. Included by each isa/*.cpp inside its own namespace,
-// after tile.inl or what replaces it. BLIS's words: a panel is NR columns (kPanel), a chain KC (kChain), a part's rows MC
-// (kRowBlock), a tile's rows MR (Tiles::kRows).
+// Computes a part of a product: its tiles, chain by chain and panel by panel. Each isa/*.cpp includes this file in its own
+// namespace, after tile.inl or its replacement. In BLIS's terms, a panel has NR columns (kPanel), a chain has KC rows of the
+// weight (kChain), a part has MC rows (kRowBlock), and a tile has MR rows (Tiles::kRows).
 
 #include "block.inl"
 
-// Where a thread keeps the rows of x that it has copied; grows, and is freed when the thread ends.
+// A thread's buffer for copied rows of x. It grows as needed, and is freed when the thread ends.
 struct PackedRows {
   void* data = nullptr;
   int64_t size = 0;  // bytes
-  uint64_t product = 0;  // whose rows are in it, and which
+  uint64_t product = 0;  // the product whose rows it holds, and which rows
   int64_t first_row = 0, rows = 0;
 
   PackedRows() = default;
@@ -19,7 +19,7 @@ struct PackedRows {
     return product == wanted.id && first_row == part.first_row && rows == part.rows;
   }
 
-  // Room for the rows of `part`, whose they then are; null when there is no memory.
+  // Returns room for the rows of `part`, and marks the buffer as holding them. Returns null if there is no memory.
   void* get(int64_t wanted, const Product& whose, const Part& part) {
     if (wanted > size) {
       std::free(data);
@@ -34,7 +34,7 @@ struct PackedRows {
   }
 };
 
-// Bias and activation, from totals[rows, 32] to y[rows, width] of stride n.
+// Adds the bias and applies the activation, from totals[rows, 32] to y[rows, width], whose stride is n.
 template <typename T, Activation kActivation>
 void finish(const Product& product, const float* totals, int64_t rows, int64_t column, int64_t width, float* y) {
   alignas(64) float bias[kPanel] = {};
@@ -66,24 +66,25 @@ Finish finish_as(Activation activation) {
   return finish<T, Activation::kNone>;
 }
 
-// The rows of x that a part needs, where they are or copied to [chains, rows, kStride].
+// The rows of x that a part needs: in place, or copied to [chains, rows, kStride].
 template <Arithmetic kArithmetic>
 struct Rows {
   using T = Tiles<kArithmetic>;
   using Element = typename T::Element;
-  // Between copied rows: a power of two would put them all in one cache set.
+  // The stride of copied rows. It is no power of two, which would put all rows into one cache set.
   static constexpr int64_t kStride = kChain / T::kValues + 16;
 
   const Element* start;
   int64_t stride;
-  int64_t chain;  // elements from a chain to the next
+  int64_t chain;  // elements from one chain to the next
 
-  // Whether x is read where it is. Rows a multiple of 4 KiB apart would fall into the same sets of the first-level cache.
+  // Returns whether x is read in place. Not if its rows are a multiple of 4 KiB apart: they would fall into the same sets of
+  // the first-level cache.
   static bool in_place(const Part& part, int64_t k) {
     return kArithmetic == Arithmetic::kFp32 && (part.rows == 1 || k % 1024 != 0);
   }
 
-  // False when there is no memory.
+  // Copies the rows if necessary. Returns false if there is no memory.
   bool gather(const Product& product, const Part& part, PackedRows& packed) {
     const int64_t k = product.weight.k;
     const float* x = product.x + part.first_row * k;
@@ -98,7 +99,7 @@ struct Rows {
     auto* to = static_cast<Element*>(packed.get(chains * chain * sizeof(Element), product, part));
     start = to;
     if (to == nullptr) return false;
-    // Row by row, as x lies in memory: chain by chain it is read in pieces of 512 bytes, which no prefetcher follows.
+    // Row by row, in the order of memory. Chain by chain would read pieces of 512 bytes, which no prefetcher follows.
     for (int64_t m = 0; m < part.rows; ++m) {
       for (int64_t first = 0; first < k; first += kChain) {
         const int64_t length = k - first < kChain ? k - first : kChain;
@@ -109,7 +110,7 @@ struct Rows {
   }
 };
 
-// Asks for the memory of y where sums will go.
+// Prefetches the memory of y that the results will be written to.
 inline void expect(float* y, int64_t rows, int64_t n, int64_t width) {
   for (int64_t m = 0; m < rows; ++m) {
     __builtin_prefetch(y + m * n, 1);
@@ -117,7 +118,7 @@ inline void expect(float* y, int64_t rows, int64_t n, int64_t width) {
   }
 }
 
-// All chains of `panels` neighbouring panels, two of them only where all rows are one tile.
+// Computes all chains of `panels` neighbouring panels: one, or two if all rows fit into one tile.
 template <Arithmetic kArithmetic>
 void compute_panels(const Product& product, const Part& part, const Rows<kArithmetic>& x, int64_t panel, int panels,
                     Finish finish) {
@@ -127,14 +128,15 @@ void compute_panels(const Product& product, const Part& part, const Rows<kArithm
   const Weight& weight = product.weight;
   const int tiles = static_cast<int>((part.rows + T::kRows - 1) / T::kRows);
   constexpr int kBlockBytes = kChain * kPanel * sizeof(uint16_t);
-  // Every tile asks for its share of the next block, so that memory works while the tiles compute.
+  // Each tile prefetches its share of the next block, so that memory is read while the tiles compute.
   const int share = kBlockBytes / tiles;
   const int64_t column = panel * kPanel, width = weight.width(panel);
   float* y = product.y + part.first_row * weight.n + column;
   for (int64_t first = 0; first < weight.k; first += kChain) {
     const int length = static_cast<int>(weight.k - first < kChain ? weight.k - first : kChain);
     const Block now = {block(weight, panel, first, length, scratch), weight.k * kPanel, length, first == 0};
-    // What was copied has asked for what comes after it already; asking for itself costs nothing.
+    // A block that was copied to scratch has already prefetched what follows it. Its tiles prefetch the block itself, which
+    // costs nothing.
     const bool stored = now.w != scratch;
     const char* next = reinterpret_cast<const char*>(stored ? now.w + length * kPanel : now.w);
     const auto* a = x.start + first / kChain * x.chain;
@@ -143,7 +145,7 @@ void compute_panels(const Product& product, const Part& part, const Rows<kArithm
       if (first == 0) expect(y + begin * weight.n, end - begin, weight.n, width);
       const Ahead ahead = {next + (stored ? t * share : 0), stored ? share / static_cast<int>(kChain) : 0};
       T::add(static_cast<int>(end - begin), panels, a + begin * x.stride, x.stride, now, totals + begin * kPanel, ahead);
-      // While the processor still adds up the next tile's sums, if it can look that far ahead.
+      // Out-of-order execution may overlap this with the next tile's sums.
       if (first + kChain < weight.k) continue;
       for (int q = 0; q < panels; ++q) {
         finish(product, totals + (q * part.rows + begin) * kPanel, end - begin, column + q * kPanel,
@@ -153,7 +155,7 @@ void compute_panels(const Product& product, const Part& part, const Rows<kArithm
   }
 }
 
-// Not inlined: nothing of it may move out of the rounding mode that compute() sets.
+// Not inlined, so that the compiler cannot move arithmetic out of the rounding mode that compute() sets.
 template <Arithmetic kArithmetic>
 __attribute__((noinline)) bool compute_part(const Product& product, const Part& part) {
   static thread_local PackedRows packed;

@@ -1,5 +1,5 @@
-// Plain C++, for processors without AVX2. The compiler vectorises it for whatever the build is for; where that has
-// fused multiply-add (as 64-bit Arm does) it gives the bits of the other paths, elsewhere it rounds the product as well.
+// Plain C++, for processors without AVX2. The compiler vectorises it for the target of the build. If the target has fused
+// multiply-add (as 64-bit Arm has), it gives the same bits as the other paths; otherwise products are rounded as well.
 #include "gemm/path.h"
 #include "gemm/rounding_mode.h"
 
@@ -50,7 +50,7 @@ struct Simd {
 #ifdef FP_FAST_FMAF
     return each([&](int i) { return std::fma(a.lane[i], b.lane[i], -c.lane[i]); });
 #else
-    // The product of two floats is exact in double.
+    // In double, the product of two floats is exact.
     return each([&](int i) { return static_cast<float>(static_cast<double>(a.lane[i]) * b.lane[i] - c.lane[i]); });
 #endif
   }

@@ -1,20 +1,21 @@
-// Which keys a tile of rows sees: those that a mask hides from all of them are not computed. Included by attention.inl.
+// Finds the keys that a tile of rows sees: keys that the mask hides from all of its rows are not computed. Included by
+// attention.inl.
 //
-// A key is taken for hidden from a row where its p is 0 whatever its score is: no score is larger than `bound`, and x is
-// so far below the highest one that the exponential is 0. So bits are those of computing it, and a mask may hide by any
-// number. Where something is not finite, or may become so, nothing is taken for hidden: 0 times infinity is NaN.
+// A key counts as hidden from a row if its p is 0 whatever its score is: no scaled score is larger than `bound`, and so x is
+// so far below the row's highest that the exponential is 0. Skipping the key changes no bit, and the mask may hide with any
+// number. If a value is or may become infinite or NaN, no key counts as hidden, because 0 times infinity is NaN.
 
-// Keys [begin, end), begin a multiple of 32.
+// The keys [begin, end); begin is a multiple of 32.
 struct Seen {
   int64_t begin, end;
 };
 
-constexpr float kVanishes = 128;  // e^-128 is 0 in either arithmetic, with room for roundings
+constexpr float kVanishes = 128;  // e^-128 is 0 in both arithmetics, with a margin for rounding errors
 constexpr float kTooLarge = 3e38f;  // bf16 may round it to infinity
 
-// The largest magnitude of [rows, columns]; infinity where one is too large, infinite or NaN.
+// Returns the largest magnitude in [rows, columns], or infinity if one is infinite, NaN or at least kTooLarge.
 inline float largest(const float* from, int64_t stride, int64_t rows, int64_t columns) {
-  Simd::reg most = Simd::zero(), spoilt = Simd::zero();  // NaN where something is not finite: max forgets NaN
+  Simd::reg most = Simd::zero(), spoilt = Simd::zero();  // spoilt: NaN if a value is not finite, because max ignores NaN
   alignas(64) float rest[Simd::kLanes] = {};
   for (int64_t row = 0; row < rows; ++row, from += stride) {
     for (int64_t i = 0; i < columns; i += Simd::kLanes) {
@@ -36,7 +37,8 @@ inline float largest(const float* from, int64_t stride, int64_t rows, int64_t co
   return found;
 }
 
-// The highest of a row of the mask. Less than that, or NaN, where one is NaN: then less is hidden.
+// Returns the highest value of a row of the mask. If the row contains NaN, it may return less, or NaN: fewer keys are then
+// hidden.
 inline float highest_of(const float* mask, int64_t keys) {
   Simd::reg highest[kVectors];
   for (Simd::reg& each : highest) each = Simd::set(-kInfinity);
@@ -50,7 +52,7 @@ inline float highest_of(const float* mask, int64_t keys) {
   return most;
 }
 
-// Whether one of the keys of a panel may count, which none below `limit` does.
+// Returns whether a key of a panel may be seen. A key whose mask is below `limit` is hidden.
 inline bool any_counts(const float* mask, int64_t count, float limit) {
   int counting = 0;
   if (count >= kPanel) {
@@ -61,7 +63,7 @@ inline bool any_counts(const float* mask, int64_t count, float limit) {
   return counting != 0;
 }
 
-// What rows [first, first + rows) see, in whole panels, where no scaled score is larger than `bound`.
+// Returns the keys that rows [first, first + rows) see, in whole panels, if no scaled score is larger than `bound`.
 inline Seen seen_by(const Attention& a, const AttentionPart& part, int64_t first, int64_t rows, float bound) {
   int64_t begin = a.keys, end = 0;
   const float* before = nullptr;

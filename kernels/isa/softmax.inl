@@ -1,18 +1,17 @@
-// A row's scores become numbers that add up to what they are to be divided by. Included by heads.inl;
-// attention.inl says in what order.
+// Softmax of a row of scores, without the final division. Included by heads.inl; attention.inl states the order of sums.
 
 constexpr int kVectors = kPanel / Simd::kLanes;  // vectors in a row of a panel
 constexpr float kInfinity = __builtin_inff();
 
-// A few numbers, for which the library's memcpy takes longer to begin than to copy.
+// Copies a few numbers: for so few, a call of the library's memcpy takes longer than the copy itself.
 inline void copy(const float* from, int64_t count, float* to) {
   int64_t i = 0;
   for (; i + Simd::kLanes <= count; i += Simd::kLanes) Simd::store(to + i, Simd::load(from + i));
   for (; i < count; ++i) to[i] = from[i];
 }
 
-// What is done with 32 numbers until one is left: the first half with the second, and so on. In the end the halves are
-// those of a small vector, which the compiler adds up in registers.
+// Reduces 32 numbers to one: joins the first half with the second, and so on. The last halves are those of a small vector,
+// which the compiler reduces in registers.
 template <typename Join>
 float fold(Simd::reg (&vectors)[kVectors], Join join) {
 #pragma GCC unroll 8
@@ -40,7 +39,7 @@ struct Sum {
   float operator()(float a, float b) const { return a + b; }
 };
 
-// 32 of a row's x: fma(score, scale, mask), and the highest of them and those before.
+// Computes 32 of a row's x = fma(score, scale, mask), and updates the highest ones so far.
 inline void add_mask(const float* scores, Simd::reg scale, const float* mask, float* x,
                      Simd::reg (&highest)[kVectors]) {
 #pragma GCC unroll 8
@@ -52,8 +51,8 @@ inline void add_mask(const float* scores, Simd::reg scale, const float* mask, fl
   }
 }
 
-// A row's scores become x, and -inf up to where its panels end; the highest x. `step` is 0 where `mask` is one number
-// for all keys.
+// Replaces a row's scores by x, and by -inf from the last key to the end of its panel. Returns the highest x. `step` is 0 if
+// `mask` is one number for all keys.
 inline float add_masks(float* row, int64_t keys, float factor, const float* mask, int64_t step) {
   const Simd::reg scale = Simd::set(factor);
   alignas(64) float other[kPanel], scores[kPanel] = {};
@@ -74,7 +73,7 @@ inline float add_masks(float* row, int64_t keys, float factor, const float* mask
   return fold(highest, Highest());
 }
 
-// e^t for t <= 0; zero from where that is what it rounds to.
+// e^t for t <= 0; it becomes zero where e^t rounds to zero.
 inline Simd::reg exponential(Simd::reg t) {
   t = Simd::max(Simd::set(-110.0f), t);
   // log2(e), in two parts
@@ -86,12 +85,12 @@ inline Simd::reg exponential(Simd::reg t) {
 // below the smallest normal number; the thread takes subnormals for zero.
 inline Simd::reg rough_exponential(Simd::reg t) {
   t = Simd::max(Simd::set(-88.0f), t);
-  // As in exp2_raised: the biased exponent of 2^n, which is 0 from where 2^n is subnormal.
+  // As in exp2_raised: the biased exponent of 2^n; it is 0 if 2^n is subnormal.
   const Simd::reg magic = Simd::set(12582912.0f + 127), factor = Simd::set(1.44269502f);
   const Simd::reg biased = Simd::fma(t, factor, magic);
   const Simd::reg f = Simd::fms(t, factor, Simd::sub(biased, magic));
-  // Minimax in relative error for |f| <= 0.5, the first coefficient fixed at 1, the others rounded to fp32 one after the
-  // other and the rest fitted again (linear programming).
+  // Minimax in relative error for |f| <= 0.5 (linear programming). The first coefficient is fixed at 1. The others were
+  // rounded to fp32 one after the other, and the rest fitted again each time.
   Simd::reg p = Simd::set(0x1.c2a246p-5f);
   p = Simd::fma(p, f, Simd::set(0x1.f00c4ap-3f));
   p = Simd::fma(p, f, Simd::set(0x1.62f5fap-1f));
@@ -99,7 +98,7 @@ inline Simd::reg rough_exponential(Simd::reg t) {
   return Simd::mul(p, Simd::to_exponent(biased));
 }
 
-// Numbers added up as a tree: the first half with the second, and so on.
+// Sums the numbers as a tree: adds the second half to the first, and so on.
 template <int kCount>
 float tree(float (&numbers)[kCount]) {
 #pragma GCC unroll 8
@@ -110,7 +109,7 @@ float tree(float (&numbers)[kCount]) {
   return numbers[0];
 }
 
-// A row's x become p, as many as panels hold; their sum.
+// Replaces a row's x by p, up to the end of its last panel. Returns the sum of p.
 inline float soften_exactly(float* row, int64_t keys, float highest) {
   const Simd::reg most = Simd::set(highest);
   Simd::reg sums[kVectors];

@@ -1,19 +1,19 @@
-// A tile: some rows of x times one chain's rows of a panel. Included by each isa/*.cpp inside its own namespace, after
-// the struct Simd of that set; what is here is therefore compiled once per path, with that path's instructions.
+// A tile: some rows of x times one chain's rows of a panel. Each isa/*.cpp includes this file in its own namespace, after its
+// struct Simd. So it is compiled once for each path, with that path's instructions.
 //
 // The order of summation is part of the interface. In fp32 every element of y is
 //     total = 0;  for each 128 rows of the weight:  chain = 0;  for each row k:  chain = fma(x[k], w[k], chain);
 //                                                   total += chain
 //     y = activation(total + bias)
-// whatever the number of rows, the batch they came in, the number of threads, and the path (the portable one may lack
-// fma). In bf16, x is rounded first and the rows of a chain come in pairs, the odd one first, as vdpbf16ps takes them:
+// whatever the number of rows, their batch, the number of threads, and the path (except the portable one, which may lack
+// fma). In bf16, x is rounded first. The rows of a chain are added in pairs, the odd one first, as vdpbf16ps does:
 //     for k = 0, 2, 4, ...:  chain = fma(x[k + 1], w[k + 1], chain);  chain = fma(x[k], w[k], chain)
-// where there is a row k + 1. Subnormals are zero there, of operands and of results.
-// Chains of 128 bound the error by (128 + K/128) unit roundoffs of sum |x||w|, where one chain of K has K.
+// (the first only if row k + 1 exists). In bf16, subnormal operands and results are zero.
+// Chains of 128 bound the error by (128 + K/128) unit roundoffs of sum |x||w|; for one chain of length K it would be K.
 //
-// Simd has: reg, kLanes, kRows, kWideRows, kTwoPanelRows, zero, broadcast, load, store, add, fma, unpack. unpack reads
-// 2 * kLanes bf16 of one row as two vectors, the even columns and the odd ones: a shift and a mask, where columns in
-// order would need a shuffle for each load. interleave puts sums back in order, once for each tile.
+// Simd has: reg, kLanes, kRows, kWideRows, kTwoPanelRows, zero, broadcast, load, store, add, fma, unpack, interleave. unpack
+// reads 2 * kLanes bf16 of one row as two vectors, the even and the odd columns. That takes a shift and a mask; columns in
+// order would need a shuffle for each load. interleave puts the sums back in order, once for each tile.
 
 #include "operands.inl"
 
@@ -22,8 +22,8 @@ constexpr int kWide = kPanel / (2 * Simd::kLanes);  // pairs of vectors in a row
 template <int kRows, int kPairs>
 using Sums = typename Simd::reg[kRows][kPairs][2];
 
-// total[q, kRows, 32] += a[kRows, length] · w for the panels q that the tile spans, rows of a being `lda` apart; columns
-// are left as unpack parts them.
+// total[q, kRows, 32] += a[kRows, length] · w for the panels q that the tile spans. The rows of a are `lda` apart. The columns
+// of total stay in the order of unpack.
 template <Arithmetic kArithmetic, int kRows, int kPairs>
 void chain(const float* a, int64_t lda, const Block& block, float* total, const Ahead& ahead) {
   constexpr int kPanels = kPairs > kWide ? kPairs / kWide : 1;
@@ -33,7 +33,7 @@ void chain(const float* a, int64_t lda, const Block& block, float* total, const 
 #pragma GCC unroll 8
     for (int p = 0; p < kPairs; ++p) sums[m][p][0] = sums[m][p][1] = Simd::zero();
   }
-  // Three rows for each pointer: as many as one register of stride can address.
+  // One pointer for three rows: x86 can address no more with one stride register.
   const float* from[(kRows + 2) / 3];
   for (int i = 0; i < (kRows + 2) / 3; ++i) from[i] = a + 3 * i * lda;
   const uint16_t* const w = block.w;
@@ -84,24 +84,23 @@ void chain(const float* a, int64_t lda, const Block& block, float* total, const 
 template <Arithmetic kArithmetic>
 using Chain = void (*)(const float*, int64_t, const Block&, float*, const Ahead&);
 
-// As many rows in a tile as leave no register unused and none spilled.
+// Returns the function for a tile of `rows` rows. Each number of rows has its own, so that no register is unused or spilled.
 template <Arithmetic kArithmetic, int kPairs, int... kRows>
 Chain<kArithmetic> chain_of(int rows, std::integer_sequence<int, kRows...>) {
   static constexpr Chain<kArithmetic> kTable[] = {chain<kArithmetic, kRows + 1, kPairs>...};
   return kTable[rows - 1];
 }
 
-// What a path computes of a part; part.inl is written against this. One that has instructions of its own for bf16
-// brings its own for that.
+// The operations of a path that part.inl uses. A path with bf16 instructions has its own specialisation for bf16.
 template <Arithmetic kArithmetic>
 struct Tiles {
-  using Element = float;               // of the rows of x, as they are copied
-  static constexpr int kValues = 1;    // of x in an element
+  using Element = float;               // the type of x's rows when copied
+  static constexpr int kValues = 1;    // values of x in an element
   static constexpr int kRows = Simd::kRows;
-  // Rows whose sums are too few to hide how long an addition takes: such tiles span two panels.
+  // Up to this number of rows, one panel has too few sums to hide the latency of an addition, so tiles span two panels.
   static constexpr int kTwoPanelRows = Simd::kTwoPanelRows;
 
-  // Copies `length` values of x.
+  // Copies `length` values of x; in bf16 they are rounded.
   static void copy(const float* from, int64_t length, float* to) {
     if constexpr (kArithmetic == Arithmetic::kFp32) {
       std::memcpy(to, from, sizeof(float) * length);
@@ -133,7 +132,7 @@ struct Tiles {
     }
   }
 
-  // The columns of a row of `totals` in their order.
+  // Copies a row of `totals` to `row`, with its columns in order.
   static void in_order(const float* totals, float* row) {
     for (int p = 0; p < kWide; ++p) {
       const int at = p * 2 * Simd::kLanes;
@@ -144,7 +143,7 @@ struct Tiles {
     }
   }
 
-  // `value` as bf16: to nearest, ties to even; a subnormal is zero, NaN a quiet NaN.
+  // Rounds `value` to bf16: to nearest, ties to even. A subnormal becomes zero, a NaN a quiet NaN.
   static float rounded(float value) {
     uint32_t bits;
     std::memcpy(&bits, &value, sizeof bits);

@@ -1,13 +1,13 @@
-// Products of attention: some rows times 32 columns, chain by chain. Included by attention.inl, which says in what order is
-// summed.
+// The products of attention: some rows times 32 columns, chain by chain. Included by attention.inl, which states the order of
+// summation.
 
 template <typename H>
 using Element = typename H::Element;
 
 constexpr int kSpan = 2 * Simd::kLanes;  // columns of a tile
 
-// c[kRows, 2 vectors] = (first ? 0 : c) + a[kRows, length] · b[length, 2 vectors]; rows lie lda, ldb and ldc apart, and
-// length counts elements.
+// c[kRows, 2 vectors] = (first ? 0 : c) + a[kRows, length] · b[length, 2 vectors]. The rows are lda, ldb and ldc apart; length
+// counts elements.
 template <typename H, int kRows>
 void wide_chain(const Element<H>* a, int64_t lda, const Element<H>* b, int64_t ldb, int64_t length, float* c,
                 int64_t ldc, bool first) {
@@ -54,14 +54,14 @@ WideChain<H> wide_chain_of(int64_t rows, std::integer_sequence<int, kRows...>) {
   return kTable[rows - 1];
 }
 
-// How many elements hold so many values.
+// Returns the number of elements that hold `values` values.
 template <typename H>
 int64_t elements(int64_t values) {
   return (values + H::kValues - 1) / H::kValues;
 }
 
-// c[rows, 32] = a[rows, length] · b[length, 32], of which a and b hold elements(length). `skipped` terms before them are
-// zero: chains begin where they would with those.
+// c[rows, 32] = a[rows, length] · b[length, 32]; a and b hold elements(length). `skipped` zero terms before them are left out:
+// the chains begin where they would with these terms.
 template <typename H>
 void multiply_wide(int64_t rows, const Element<H>* a, int64_t lda, const Element<H>* b, int64_t ldb, int64_t length,
                    float* c, int64_t ldc, int64_t skipped = 0) {

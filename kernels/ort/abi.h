@@ -1,9 +1,9 @@
 // The part of ONNX Runtime's C ABI that a custom operator needs, declared here because its wheels ship no headers.
 //
-// ONNX Runtime promises that the ABI only ever grows: the table of version 21 keeps its entries, in their order, in
-// every later release. `Index` are positions in that table. What is declared here is checked when the library is
-// registered: the runtime's version (register.cpp), and calls whose answers are known (fits.cpp).
-// `make test-kernel-versions` runs the operators' tests in every release from 1.21 on.
+// ONNX Runtime promises that the ABI only grows: every later release keeps the entries of version 21's table, in their order.
+// `Index` are positions in that table. When the library is registered, it checks these declarations: by the runtime's version
+// (register.cpp), and by calls with known results (fits.cpp).
+// `make test-kernel-versions` runs the operators' tests in every minor release from 1.21 on.
 #pragma once
 
 #include <cstddef>
@@ -11,9 +11,9 @@
 
 namespace bf16kit::abi {
 
-constexpr uint32_t kVersion = 21;  // ONNX Runtime 1.21; later ones give this table when asked for it
+constexpr uint32_t kVersion = 21;  // ONNX Runtime 1.21; later releases return this table on request
 
-// Opaque to us.
+// Opaque types of ONNX Runtime.
 struct Status;
 struct Api;  // an array of function pointers
 struct KernelInfo;
@@ -63,8 +63,8 @@ enum Index : size_t {
   kKernelContextParallelFor = 274,
 };
 
-// An operator, as ONNX Runtime reads it: 26 slots of eight bytes. It is C that calls these, and an exception must not pass
-// through it: noexcept is part of their types, so that a function without it does not compile.
+// An operator in the format of ONNX Runtime: 26 slots of eight bytes. C code calls these functions, and no exception may pass
+// through C. So noexcept is part of their types: a function without it does not compile.
 struct CustomOp {
   uint32_t version;
   void*(*CreateKernel)(const CustomOp*, const Api*, const KernelInfo*) noexcept;

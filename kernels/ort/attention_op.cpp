@@ -14,12 +14,12 @@ namespace {
 
 using namespace abi;
 
-constexpr size_t kOperands = 3, kMask = 3;  // inputs q, k and v; the one after them
+constexpr size_t kOperands = 3, kMask = 3;  // the number of inputs q, k and v; the input after them
 constexpr size_t kQ = 0, kK = 1, kV = 2;
 constexpr const char* kNames[] = {"q", "k", "v", "the mask"};
 
 struct Operator {
-  CustomOp op;  // first: ONNX Runtime hands back its address
+  CustomOp op;  // the first member, because ONNX Runtime passes its address back
   char name[32];
   bool in_heads[kOperands];
   bool has_mask;
@@ -58,7 +58,7 @@ Status* create(const CustomOp* op, const Api* api, const KernelInfo* info, void*
 
 void destroy(void* created) noexcept { delete static_cast<Node*>(created); }
 
-// One of q, k and v: its sizes, and what lies how far apart.
+// One of q, k and v: its sizes and strides.
 struct Operand {
   int64_t batch, heads, rows, columns;
   Strided strided;
@@ -102,7 +102,7 @@ Status* check_operands(const Node& node, const Operand& q, const Operand& k, con
   return nullptr;
 }
 
-// The mask of up to four dimensions, those in front that it has not being 1.
+// The mask, of up to four dimensions; missing leading dimensions are 1.
 Status* read_mask(const Node& node, const KernelContext* context, const Attention& a, Strided& mask) {
   const Api* api = node.api;
   Shape shape;
@@ -158,7 +158,7 @@ CustomOp describe() {
   return op;
 }
 
-// The names are converter/cpukernel/attentionop.py's.
+// The names must be those in converter/cpukernel/attentionop.py.
 struct Operators {
   Operator all[kAttentionOperators];
 

@@ -1,4 +1,4 @@
-// What all operators of this library tell ONNX Runtime in the same way.
+// The properties that are the same for all operators of this library.
 #pragma once
 
 #include <climits>
@@ -7,13 +7,13 @@
 
 namespace bf16kit {
 
-// An operator of the CPU, of any version, without variadic inputs or outputs, in memory of the usual kind. Its name, inputs,
-// outputs, and what creates, runs and destroys a kernel are the caller's.
+// Returns an operator for the CPU, of any version, without variadic inputs or outputs, in default memory. The caller sets its
+// name, its inputs and outputs, and the functions that create, run and destroy a kernel.
 inline abi::CustomOp custom_op() {
   using abi::CustomOp;
   CustomOp op = {};
   op.version = abi::kVersion;
-  op.GetExecutionProviderType = [](const CustomOp*) noexcept -> const char* { return nullptr; };  // the CPU's
+  op.GetExecutionProviderType = [](const CustomOp*) noexcept -> const char* { return nullptr; };  // the CPU
   op.GetInputMemoryType = [](const CustomOp*, size_t) noexcept { return 0; };
   op.GetOutputCharacteristic = [](const CustomOp*, size_t) noexcept -> int { return abi::kRequired; };
   op.GetVariadicInputMinArity = [](const CustomOp*) noexcept { return 1; };
@@ -25,7 +25,7 @@ inline abi::CustomOp custom_op() {
   return op;
 }
 
-// One of fp32 alone, none of whose inputs may be left out. `Operator` begins with the CustomOp and has a name.
+// Returns an operator with fp32 inputs and outputs, all of them required. `Operator` begins with the CustomOp and has a name.
 template <typename Operator>
 abi::CustomOp custom_op_of_floats(size_t (*inputs)(const abi::CustomOp*) noexcept,
                                   size_t (*outputs)(const abi::CustomOp*) noexcept) {

@@ -12,7 +12,8 @@ using namespace abi;
 
 namespace {
 
-// Two runtimes have tables at two addresses, and each knows what the other made as little as its layout.
+// A runtime, known by the address of its table, and its domain. A runtime cannot use a domain that another one made: the layouts
+// may differ.
 struct Known {
   const Api* api;
   Domain* domain;

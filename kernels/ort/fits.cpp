@@ -45,7 +45,7 @@ bool all_there(const Api* api) {
   return true;
 }
 
-// An error reads back as it was made.
+// Checks that an error reads back as it was created.
 bool errors_fit(const Api* api) {
   static const char kProbe[] = "bf16kit kernel: a probe";
   Status* status = call<Status*>(api, kCreateStatus, static_cast<int>(kInvalidGraph), static_cast<const char*>(kProbe));
@@ -57,13 +57,13 @@ bool errors_fit(const Api* api) {
   return same;
 }
 
-// Whether a call succeeded. By now errors can be released.
+// Returns whether a call succeeded. Releases its error, which errors_fit() has shown to work.
 bool done(const Api* api, Status* status) {
   if (status != nullptr) call<void>(api, kReleaseStatus, status);
   return status == nullptr;
 }
 
-// A tensor over memory of ours tells where it lies, its type, and its shape.
+// Checks that a tensor over our memory returns its address, type and shape.
 bool tells(const Api* api, Value* value, const void* data, const int64_t (&dims)[2]) {
   void* found = nullptr;
   TensorInfo* info = nullptr;
@@ -98,7 +98,7 @@ bool tensors_fit(const Api* api) {
   return same;
 }
 
-// A domain can be made, and be given up.
+// Checks that a domain can be created and released.
 bool domains_fit(const Api* api) {
   Domain* domain = nullptr;
   if (!done(api, call<Status*>(api, kCreateCustomOpDomain, static_cast<const char*>("bf16kit.probe"), &domain))) {

@@ -17,18 +17,18 @@ struct Node {
   Weight table;
 };
 
-// Elements that are worth a part of their own, and as many as are found before another thread is awake.
+// The elements of a part: about as many as one thread looks up before another one has woken up.
 constexpr int64_t kPart = 16384;
 
 struct Lookup {
   const Weight& table;
   const int64_t* indices;
   int64_t count;
-  int64_t each;  // rows of a part
+  int64_t each;  // the rows of a part
   float* rows;
 };
 
-// Row i: one element of each row of a panel, which is a line of memory for each, one after the other.
+// Looks up row i. Its elements are in one column of a panel: each is in a cache line of its own, in successive lines.
 void look_up(const Lookup& lookup, int64_t i) {
   const Weight& table = lookup.table;
   const int64_t index = lookup.indices[i] < 0 ? lookup.indices[i] + table.n : lookup.indices[i];

@@ -1,4 +1,4 @@
-// The operators bf16kit::Gather_panels…: rows of a table that lies in panels, because it is multiplied with as well.
+// The operators bf16kit::Gather_panels…: look up rows of a table. It is stored in panels because it is also a product's weight.
 //
 //   inputs      indices [...] int64, from -n to n - 1; the table bf16, a constant of k * n elements in panels
 //   output      rows [..., k] fp32

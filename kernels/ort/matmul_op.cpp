@@ -16,7 +16,7 @@ namespace {
 struct Node {
   const Api* api;
   const Path* path;
-  size_t count;  // of weights
+  size_t count;  // the number of weights
   Weight weights[kMostProducts];
   Activation activation;
   Arithmetic arithmetic;
@@ -34,7 +34,7 @@ Status* check_bias(const Api* api, const Value* bias, int64_t n) {
                shape.count, static_cast<long long>(shape.elements(0, shape.count)), static_cast<long long>(n));
 }
 
-// A bias that is known is refused at load; one that is computed, when it comes.
+// Checks a constant bias at load, so that a wrong one fails there. A computed bias is checked at run time.
 Status* check_constant_bias(const Api* api, const KernelInfo* info, size_t input, int64_t n) {
   int is_constant = 0;
   const Value* bias = nullptr;

@@ -10,10 +10,10 @@ using namespace abi;
 
 namespace {
 
-// Far beyond any weight, and no product of two of these overflows.
+// Larger than any dimension of a weight; a product of two such numbers does not overflow int64.
 constexpr int64_t kLargest = INT32_MAX;
 
-// What ONNX Runtime says of an attribute that is missing or of another type does not name it.
+// Replaces ONNX Runtime's error for an attribute that is missing or of another type, which does not name the attribute.
 Status* wrong_attribute(const Api* api, Status* status, const char* name, const char* type) {
   call<void>(api, kReleaseStatus, status);
   return error(api, kInvalidGraph, "attribute %s is missing or of another type; it must be %s", name, type);
@@ -25,7 +25,7 @@ Status* read_shape(const Api* api, const Value* value, Shape& shape) {
   TensorInfo* info = nullptr;
   BF16KIT_RETURN_IF_ERROR(call<Status*>(api, kGetTensorTypeAndShape, value, &info));
   Status* status = call<Status*>(api, kGetDimensionsCount, static_cast<const TensorInfo*>(info), &shape.count);
-  if (status == nullptr && shape.count >= kMostDims) {  // one more may be added to the output
+  if (status == nullptr && shape.count >= kMostDims) {  // the output may have one dimension more
     status = error(api, kInvalidArgument, "a tensor has %zu dimensions; fewer than %zu are supported", shape.count,
                    kMostDims);
   }
@@ -133,8 +133,8 @@ void run_one(void* parts, size_t i) noexcept { static_cast<Parts*>(parts)->run(s
 void run_parts(void* threads, void (*part)(void*, size_t), size_t parts, void* context) {
   auto& session = *static_cast<Threads*>(threads);
   Parts all = {part, context};
-  void (*const one)(void*, size_t) noexcept = run_one;  // called by C, as what is in a CustomOp
-  // As many batches as parts: the session's threads then take one after the other, and a slow one takes fewer.
+  void (*const one)(void*, size_t) noexcept = run_one;  // noexcept because C code calls it, like the functions of CustomOp
+  // As many batches as parts, so that each thread takes one part after the other, and a slow thread takes fewer.
   session.status = call<Status*>(session.api, kKernelContextParallelFor,
                                  static_cast<const KernelContext*>(session.context), one, parts, parts,
                                  static_cast<void*>(&all));

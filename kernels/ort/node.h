@@ -1,4 +1,4 @@
-// What the operators of this library have in common: reading shapes, data, attributes and weights from ONNX Runtime.
+// Common functions of all operators: they read shapes, data, attributes and weights from ONNX Runtime, and run parts.
 #pragma once
 
 #include <cstddef>
@@ -29,17 +29,17 @@ abi::Status* read_input(const abi::Api* api, const abi::KernelContext* context, 
 abi::Status* make_output(const abi::Api* api, abi::KernelContext* context, size_t index, const Shape& shape,
                          float** data);
 
-// An integer attribute from 1 to INT32_MAX.
+// Reads an integer attribute, which must be from 1 to INT32_MAX.
 abi::Status* read_size(const abi::Api* api, const abi::KernelInfo* info, const char* name, int64_t& size);
 
-// A string attribute that is one of `names`: its position among them.
+// Reads a string attribute, which must be one of `names`, as its index in them.
 abi::Status* read_choice(const abi::Api* api, const abi::KernelInfo* info, const char* name, const char* const* names,
                          size_t count, size_t& choice);
 
-// The constant behind input `index`, of weight.k * weight.n elements.
+// Reads input `index`, which must be a constant of weight.k * weight.n elements.
 abi::Status* read_weight(const abi::Api* api, const abi::KernelInfo* info, size_t index, Weight& weight);
 
-// Runs parts on the threads of the session that is running the node: a gemm/parts.h RunParts.
+// Runs parts on the threads of the session that runs the node; a RunParts of gemm/parts.h.
 struct Threads {
   const abi::Api* api;
   abi::KernelContext* context;

@@ -22,7 +22,7 @@ struct Form {
 };
 
 struct Operator {
-  CustomOp op;  // first: ONNX Runtime hands back its address
+  CustomOp op;  // the first member, because ONNX Runtime passes its address back
   char name[32];
   Form form;
 
@@ -125,7 +125,7 @@ constexpr Form kForms[kNormOperators] = {
     {NormKind::kRms, true, false, true},
 };
 
-// The names are converter/cpukernel/norms.py's.
+// The names must be those in converter/cpukernel/norms.py.
 struct Operators {
   Operator all[kNormOperators];
 

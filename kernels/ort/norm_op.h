@@ -2,8 +2,8 @@
 // bf16kit::AddRmsNorm… and RmsNorm: y = RMSNormalization(x + skip) and RMSNormalization(x).
 //
 //   inputs      x and skip [..., width], of the same shape; scale [width]; bias [width] in those with _bias
-//   outputs     y [..., width]; x + skip as well in those with _sum
-//   attributes  epsilon  float, from 0 on
+//   outputs     y [..., width]; in those with _sum also x + skip
+//   attributes  epsilon  float, not negative
 #pragma once
 
 #include <cstddef>
@@ -14,7 +14,7 @@ namespace bf16kit {
 
 constexpr size_t kNormOperators = 7;
 
-// Operator `index`, which lives as long as the program.
+// Returns operator `index`, which lives as long as the program.
 const abi::CustomOp* norm_operator_at(size_t index);
 
 }  // namespace bf16kit

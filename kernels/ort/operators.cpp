@@ -15,7 +15,7 @@ using namespace abi;
 enum class Kind { kProduct, kLookup };
 
 struct Operator {
-  CustomOp op;  // first: ONNX Runtime hands back its address
+  CustomOp op;  // the first member, because ONNX Runtime passes its address back
   char name[64];
   Kind kind;
   size_t weights;
@@ -34,7 +34,7 @@ int input_type(const CustomOp* op, size_t i) noexcept {
   return of(op).kind == Kind::kLookup ? kInt64 : kFloat;
 }
 int output_type(const CustomOp*, size_t) noexcept { return kFloat; }
-// Only the bias of a single product may be left out.
+// Only the bias of a single product is optional.
 int input_characteristic(const CustomOp* op, size_t i) noexcept {
   return of(op).weights == 1 && i == 2 ? kOptional : kRequired;
 }
@@ -58,7 +58,7 @@ CustomOp describe(Kind kind) {
   return op;
 }
 
-// The names are converter/cpukernel/functions.py's, converter/cpukernel/joined.py's and converter/cpukernel/lookup.py's.
+// The names must be those in functions.py, joined.py and lookup.py of converter/cpukernel.
 struct Operators {
   Operator all[kProductsAndLookups];
   size_t count = 0;

@@ -1,4 +1,4 @@
-// The operators of this library, as ONNX Runtime reads them: matmul_op.h, lookup_op.h and attention_op.h say what each computes.
+// The operators of this library in ONNX Runtime's format. matmul_op.h, lookup_op.h, attention_op.h and norm_op.h describe them.
 #pragma once
 
 #include <cstddef>
@@ -9,19 +9,19 @@
 
 namespace bf16kit {
 
-// A graph defines each operator that it uses in ONNX's own, for who runs it without this library, and a definition goes
-// by its name: so whatever needs a definition of its own has a name of its own.
+// A graph defines each operator that it uses as a function of ONNX's own operators, so that it also runs without this library.
+// The definition is found by the operator's name. So each variant with its own definition has its own name.
 //   MatMul                                      any of the following, for graphs made by hand
 //   MatMul_LAYOUT[_bias][_ACTIVATION]           4 layouts, 5 activations
 //   MatMul2_panels[_bias], MatMul3_panels[_bias]
-//   MatMulBf16…, MatMul2Bf16…, MatMul3Bf16…     all of these once more, x being rounded to bf16
+//   MatMulBf16…, MatMul2Bf16…, MatMul3Bf16…     all of these again, with x rounded to bf16
 //   Gather_LAYOUT                               3 layouts
 //   Attention[Bf16]_FORM[_grouped][_mask]       attention_op.h
 //   AddLayerNorm[_bias][_sum], RmsNorm, AddRmsNorm[_sum]    norm_op.h
 constexpr size_t kProductsAndLookups = 2 * (1 + 4 * 2 * 5 + 4) + 3;
 constexpr size_t kOperators = kProductsAndLookups + kAttentionOperators + kNormOperators;
 
-// Operator `index`, which lives as long as the program.
+// Returns operator `index`, which lives as long as the program.
 const abi::CustomOp* operator_at(size_t index);
 
 }  // namespace bf16kit

@@ -1,4 +1,4 @@
-// What the library exports: ONNX Runtime's entry point for custom operators, and the name of the path that will run.
+// The exports of the library: ONNX Runtime's entry point for custom operators, and the names of the code paths.
 #include <cstdio>
 
 #include "gemm/path.h"
@@ -15,8 +15,8 @@ namespace {
 using namespace abi;
 
 Status* refuse(const ApiBase* base, const char* version, const char* why) {
-  // CreateStatus is the first entry of every version's table, and every release has that of version 1. One that had not
-  // could not be told anything: its session then runs the definitions in the graph.
+  // CreateStatus is the first entry of every version's table, and every release has the table of version 1. Without it no error
+  // can be returned; the session then runs the definitions in the graph.
   const Api* oldest = base->GetApi(1);
   if (oldest == nullptr) return nullptr;
   return error(oldest, kFail, "ONNX Runtime %s %s", version == nullptr ? "of unknown version" : version, why);
@@ -48,8 +48,8 @@ BF16KIT_EXPORT bf16kit::abi::Status* RegisterCustomOps(bf16kit::abi::SessionOpti
   return bf16kit::register_operators(options, base);
 }
 
-// The names of the code paths that kernels created from now on use, for products in fp32 and in bf16; null when
-// BF16KIT_KERNEL_PATH names none, or one this processor cannot run.
+// Return the names of the code paths that new kernels will use, for products in fp32 and in bf16; null if BF16KIT_KERNEL_PATH
+// names no path, or one that this processor cannot run.
 BF16KIT_EXPORT const char* bf16kit_kernel_path() noexcept {
   const bf16kit::Path* path = bf16kit::choose_path(bf16kit::Arithmetic::kFp32);
   return path == nullptr ? nullptr : path->name;

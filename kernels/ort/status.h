@@ -1,4 +1,4 @@
-// Errors, as ONNX Runtime takes them: a status, which becomes an exception in Python. None is thrown across the ABI.
+// Errors in ONNX Runtime's format: a status, which becomes an exception in Python. No exception crosses the ABI.
 #pragma once
 
 #include <cstdarg>
@@ -8,7 +8,7 @@
 
 namespace bf16kit {
 
-// An error with a formatted message, after "bf16kit kernel: ". The runtime copies the text.
+// Returns an error with a formatted message, prefixed by "bf16kit kernel: ". The runtime copies the text.
 __attribute__((format(printf, 3, 4))) inline abi::Status* error(const abi::Api* api, abi::Code code,
                                                                 const char* format, ...) {
   char text[512];
@@ -22,7 +22,7 @@ __attribute__((format(printf, 3, 4))) inline abi::Status* error(const abi::Api* 
 
 }  // namespace bf16kit
 
-// Returns from the function with the status that `expression` gives, unless it is success.
+// Returns from the function with the status of `expression`, unless that is success (null).
 #define BF16KIT_RETURN_IF_ERROR(expression)                         \
   do {                                                              \
     if (::bf16kit::abi::Status* status = (expression)) return status; \

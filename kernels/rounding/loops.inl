@@ -1,5 +1,5 @@
-// What the converter does to every weight, as loops that a compiler vectorises. Included once per instruction set.
-// Patterns are fp32's and bf16's bits as integers; the definitions are those of bf16kit/numerics.py and residual.py.
+// The converter's operations on every weight, as loops that a compiler vectorises. Included once for each instruction set.
+// A pattern is the bits of an fp32 or bf16 number as an integer. bf16kit/numerics.py and residual.py have the definitions.
 
 inline uint16_t rounded(uint32_t bits) {
   const uint32_t nearest = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;  // ties to even
@@ -41,15 +41,15 @@ void join_all(const uint16_t* stored, const uint16_t* low, uint32_t* to, int64_t
   for (int64_t i = 0; i < count; ++i) to[i] = near_to(static_cast<uint32_t>(stored[i]) << 16, low[i]);
 }
 
-// As vector comparisons give it: all ones, which is −1.
+// The result of a vector comparison: all ones, −1, if true.
 inline int32_t mask(bool condition) { return -static_cast<int32_t>(condition); }
 
 void census_all(const uint32_t* from, int64_t count, Census* census) {
   constexpr int64_t kBlock = 1 << 12;  // a block stays in the first-level cache from one loop to the next
   for (int64_t start = 0; start < count; start += kBlock) {
     const int64_t stop = start + kBlock < count ? start + kBlock : count;
-    // signed: AVX2 compares no unsigned numbers, and magnitudes have 31 bits; three loops, because GCC 12
-    // makes vectors of each of them and not of all in one
+    // Signed, because AVX2 cannot compare unsigned numbers; magnitudes have 31 bits. Three loops, because GCC 12 vectorises
+    // each of them, but not one loop with all.
     int32_t nan = 0, beyond = 0, overflow = 0, below = 0, flushed = 0, zero = 0, largest = 0;
     for (int64_t i = start; i < stop; ++i) {
       const int32_t magnitude = static_cast<int32_t>(from[i] & 0x7fffffffu);
@@ -65,7 +65,7 @@ void census_all(const uint32_t* from, int64_t count, Census* census) {
       const int32_t finite = magnitude > 0x7f7fffff ? 0 : magnitude;
       largest = finite > largest ? finite : largest;
     }
-    uint32_t least = 0xffffffffu;  // less 1, so that zero comes last
+    uint32_t least = 0xffffffffu;  // minus 1, so that zero wraps around and counts as the largest
     for (int64_t i = start; i < stop; ++i) {
       const uint32_t shifted = (from[i] & 0x7fffffffu) - 1u;
       least = shifted < least ? shifted : least;

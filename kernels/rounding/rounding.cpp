@@ -1,5 +1,5 @@
-// Rounding weights, and what rounding removes: called by Python (bf16kit/native.py), not by ONNX Runtime. All paths give
-// the same bits, so BF16KIT_KERNEL_PATH does not matter here.
+// Rounds weights, and computes what rounding removes. Python calls these functions (bf16kit/native.py), not ONNX Runtime. All
+// paths give the same bits, so BF16KIT_KERNEL_PATH has no effect here.
 #include <cstdint>
 
 namespace bf16kit {
@@ -7,7 +7,7 @@ namespace {
 
 struct Census {
   int64_t nan, inf, overflow, subnormal, flushed;
-  int32_t largest, smallest;  // patterns of finite magnitudes, the smallest of those not zero; from 0 and INT32_MAX on
+  int32_t largest, smallest;  // patterns of the largest and the smallest nonzero finite magnitude; they start at 0 and INT32_MAX
 };
 
 struct Loops {
@@ -52,25 +52,26 @@ const Loops& loops() {
 
 extern "C" {
 
-// fp32 patterns to bf16 patterns, to nearest, ties to even; NaN to the quiet NaN of its sign.
+// Rounds fp32 patterns to bf16 patterns: to nearest, ties to even; NaN becomes the quiet NaN of its sign.
 __attribute__((visibility("default"))) void bf16kit_round(const uint32_t* from, uint16_t* to, int64_t count) {
   bf16kit::loops().round(from, to, count);
 }
 
-// The low halves of what `stored` lacks of `from`; the indices of elements that they do not restore go to `odd`, which
-// has room for `count`. Returns how many those are.
+// Computes the low halves that restore `from` from `stored`. Writes the indices of elements that cannot be restored to `odd`,
+// which has room for `count`. Returns the number of these elements.
 __attribute__((visibility("default"))) int64_t bf16kit_part(const uint32_t* from, const uint16_t* stored, uint16_t* low,
                                                             int64_t* odd, int64_t count) {
   return bf16kit::loops().part(from, stored, low, odd, count);
 }
 
-// The opposite, for all elements that are not odd.
+// Restores the fp32 patterns from both halves, for all elements that are not in `odd`.
 __attribute__((visibility("default"))) void bf16kit_join(const uint16_t* stored, const uint16_t* low, uint32_t* to,
                                                          int64_t count) {
   bf16kit::loops().join(stored, low, to, count);
 }
 
-// Adds to `census` what rounding `from` would meet.
+// Adds to `census` how rounding would change `from`: the numbers of NaN, infinite, overflowing, subnormal and flushed elements,
+// and the largest and smallest magnitudes.
 __attribute__((visibility("default"))) void bf16kit_census(const uint32_t* from, int64_t count, void* census) {
   bf16kit::loops().census(from, count, static_cast<bf16kit::Census*>(census));
 }

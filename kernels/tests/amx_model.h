@@ -1,9 +1,9 @@
-// The tile instructions that isa/amx.inl uses, as Intel's manual publishes them, one number after the other. Included in
-// the place of the struct Tile of isa/amx.cpp.
+// A model of the tile instructions that isa/amx.inl uses, as published in Intel's manual, one number at a time. Included instead
+// of the struct Tile of isa/amx.cpp.
 
 struct TileConfig;
 
-// Of one thread. The configuration is kept as the 64 bytes that LDTILECFG reads.
+// The tile state of one thread. The configuration is kept as the 64 bytes that LDTILECFG reads.
 struct TileState {
   uint8_t config[64] = {};
   float values[8][16][16] = {};  // tiles of 16 rows of 64 bytes
@@ -17,7 +17,7 @@ inline TileState& tile_state() {
   return state;
 }
 
-// What raises an exception on a processor.
+// Reports a failure where a processor would raise an exception.
 inline void wants(bool condition, const char* what) {
   if (!condition) fail("tiles", what);
 }
@@ -57,7 +57,7 @@ struct Tile {
     }
   }
 
-  // TDPBF16PS: two chains from zero, of the even and of the odd products, then their sum, then that and what was there.
+  // TDPBF16PS: two chains from zero, one of the even products and one of the odd; then their sum; then that plus the accumulator.
   template <int kSum, int kA, int kB>
   static void dot() {
     TileState& state = tile_state();

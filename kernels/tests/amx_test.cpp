@@ -1,5 +1,5 @@
-// The AMX path without a processor that has it: its products through a model of the published instructions, against
-// float64 and against the order of sums that isa/amx.inl states; and when it is offered.
+// Tests the AMX path without a processor that has AMX. A model of the published instructions computes its products, which are
+// compared with float64 and with the order of sums that isa/amx.inl states. Also tests the detection of AMX.
 //
 //   amx_test [--cases 10000] [--seed 1] [--only INDEX]
 #include <functional>
@@ -40,7 +40,7 @@ void Tile::configure(const TileConfig& config) {
   std::memset(tile_state().values, 0, sizeof tile_state().values);
 }
 
-// A sum before bias and activation in the order that amx.inl states, with the first `parts` of each x.
+// Returns a sum before bias and activation in the order that amx.inl states, with the first `parts` parts of each x.
 float sum_in_tiles(const Case& c, int64_t row, int64_t column, int parts) {
   float total = 0;
   for (int64_t first = 0; first < c.k; first += kChain) {
@@ -77,8 +77,8 @@ using namespace amx_model;
 
 const Path kModel = {"amx (model)", [] { return true; }, compute_in_tiles, nullptr, nullptr, nullptr};
 
-// fp32's bound for as many additions as one product goes through here, and what is lost of subnormals: one smallest normal
-// number for each operation, and times the other operand for each operand.
+// fp32's error bound for the number of additions that one product passes through here, plus the loss from subnormals: one
+// smallest normal number for each operation, and for each operand one times the other operand.
 void widen_tolerance(const Case& c, Expected& expected) {
   const double own = std::min<int64_t>(c.k, 16) + 1 + 3.0 * std::min<int64_t>((c.k + 31) / 32, 4) + (c.k + 127) / 128;
   const double usual = std::min<int64_t>(c.k, 128) + (c.k + 127) / 128;
@@ -92,7 +92,7 @@ void widen_tolerance(const Case& c, Expected& expected) {
   }
 }
 
-// As drawn for the other paths, but smaller, and without what amx.inl says is another matter.
+// Draws cases as for the other paths, but smaller, and without the values for which amx.inl says that the path differs.
 Case draw_small(Random& random) {
   constexpr int64_t kMost = 60000;  // multiplications
   Case c = draw(random);
@@ -125,8 +125,7 @@ void check_product(const Case& c, Random& random, const std::string& name) {
   }
 }
 
-// Floats of all bits: the parts add up to what was parted, but for what is below the smallest normal number, and what is
-// not finite stays what it is.
+// Floats with random bits: the parts add up to the float, up to the smallest normal number; infinities and NaN stay as they are.
 void check_split(Random& random) {
   for (int i = 0; i < 200000; ++i) {
     const auto bits = static_cast<uint32_t>(random.between(0, UINT32_MAX));
@@ -140,8 +139,8 @@ void check_split(Random& random) {
   }
 }
 
-// The largest error of sums of 2048 ordinary products, in units of 2^-24 sum |x||w|, however many parts x has, and of
-// tile.inl's order. Three parts are as good as fp32; two are not.
+// The largest error of sums of 2048 ordinary products, in units of 2^-24 sum |x||w|, for each number of parts of x and for
+// tile.inl's order. Three parts are as exact as fp32; two are not.
 void check_class_of_error(Random& random) {
   Case c;
   c.rows = 64, c.k = 2048, c.n = 1;
@@ -164,7 +163,7 @@ void check_class_of_error(Random& random) {
   if (worst[3] > 2 * worst[0] || worst[2] < 4 * worst[0] || worst[1] < 16 * worst[2]) fail("parts of x", "another order");
 }
 
-// What amx.inl says differs: an infinite weight, and what a thread's tiles are afterwards.
+// The cases in which the AMX path differs, as amx.inl says: an infinite weight; and the state of a thread's tiles afterwards.
 void check_particulars_of_tiles() {
   Case c;
   c.rows = 2, c.k = 1, c.n = 1;
@@ -183,7 +182,7 @@ void check_particulars_of_tiles() {
   Tile::configure(TileConfig());
 }
 
-// --- when it is offered ---------------------------------------------------------------------------------------------
+// --- detection of AMX -----------------------------------------------------------------------------------------------
 
 struct Fake {
   amx::Registers leaf1, leaf7, palette;
@@ -233,7 +232,7 @@ void check_offer() {
   if (offered([](Fake& f) { f.permitted = false; })) fail("offer", "without the system's permission");
 }
 
-// Off by default, and for products in bf16 the path that would run without it.
+// AMX is off by default. For products in bf16, the path is the one that would be used without AMX.
 void check_choice_of_tiles() {
   for (const Arithmetic arithmetic : {Arithmetic::kFp32, Arithmetic::kBf16}) {
     unsetenv("BF16KIT_KERNEL_PATH");

@@ -1,4 +1,4 @@
-// One random attention: its shape, its numbers, and the same in float64 and in the order that attention.inl promises.
+// One random attention: its shape, its numbers, and its result in float64 and in the order of sums that attention.inl states.
 #pragma once
 
 #include <algorithm>
@@ -9,15 +9,15 @@
 
 namespace bf16kit {
 
-constexpr float kNever = -3.38953139e38f;  // what exporters write for minus infinity: the lowest of bf16
+constexpr float kNever = -3.38953139e38f;  // the lowest bf16 number, which exporters write for minus infinity
 constexpr double kRoundoff = 0x1p-24;
-constexpr double kRoundedTo8Bits = 0x1p-9 + 0x1p-13;  // of p, and what its exponential is off by
+constexpr double kRoundedTo8Bits = 0x1p-9 + 0x1p-13;  // relative error of p in bf16: rounding, rough_exponential
 
 struct AttentionCase {
   int64_t batch = 1, kv_heads = 1, shared = 1, queries = 1, keys = 1, depth = 1, width = 1;
   bool in_heads[3] = {};     // q, k, v: [batch, heads, rows, columns], or else [batch, rows, heads, columns]
-  bool masked = false, along[4] = {};  // the mask's dimensions that are not 1
-  bool finite = true;        // that q, k and v are
+  bool masked = false, along[4] = {};  // along: whether each dimension of the mask is not 1
+  bool finite = true;        // whether q, k and v are finite
   Arithmetic arithmetic = Arithmetic::kFp32;
   Exact<float> q, k, v, mask;
 
@@ -50,8 +50,8 @@ struct AttentionCase {
   }
 };
 
-// Some of the mask is what hides a key: the lowest number, infinity, or one that a score may make up for; some rows are
-// hidden whole. Or a row sees no more than a number of keys before itself.
+// Some of the mask's numbers hide a key: the lowest number, minus infinity, or one that a high score may compensate. Some rows
+// are hidden completely. In other cases, each row only sees a fixed number of keys before it.
 inline void draw_mask(AttentionCase& c, Random& random) {
   c.masked = true;
   int64_t size = 1;
@@ -95,7 +95,7 @@ inline AttentionCase draw_attention(Random& random) {
   };
   fill(c.q, c.batch * c.heads() * c.queries * c.depth, size);
   fill(c.k, c.batch * c.kv_heads * c.keys * c.depth, size);
-  fill(c.v, c.batch * c.kv_heads * c.keys * c.width, random.chance(0.1) ? 1e-38f : 1);  // results that are subnormal
+  fill(c.v, c.batch * c.kv_heads * c.keys * c.width, random.chance(0.1) ? 1e-38f : 1);  // 1e-38: subnormal results
   if (random.chance(0.7)) draw_mask(c, random);
   if (random.chance(0.1)) {
     c.finite = false;
@@ -104,7 +104,7 @@ inline AttentionCase draw_attention(Random& random) {
   return c;
 }
 
-// One row of the result: [width], with what each element may be off by.
+// One row of the result, [width], with the error bound of each element.
 struct ExpectedRow {
   std::vector<double> y, tolerance;
 };
@@ -113,8 +113,8 @@ inline const float* element(const Strided& from, int64_t batch, int64_t head, in
   return from.data + batch * from.batch + head * from.head + row * from.row;
 }
 
-// First-order bounds of every rounding, twice what they add up to; in bf16, those of p besides, and what is flushed to zero
-// comes to one smallest normal number for each operation at most.
+// The error bound is twice the sum of the first-order bounds of all roundings. In bf16, that of p is added, and at most one
+// smallest normal number for each operation that flushes to zero.
 inline ExpectedRow expect_row(const AttentionCase& c, const Attention& a, int64_t batch, int64_t head, int64_t query) {
   const bool rounds = c.arithmetic == Arithmetic::kBf16;
   const int64_t kv = head / c.shared;
@@ -132,7 +132,7 @@ inline ExpectedRow expect_row(const AttentionCase& c, const Attention& a, int64_
     const double added = c.masked ? element(a.mask, batch, head, query)[j * a.mask.column] : 0;
     x[j] = score * a.scale + added;
     error[j] = kRoundoff * (a.scale * size * (std::min<int64_t>(c.depth, 128) + 2) + std::fabs(x[j]));
-    if (added == kNever && std::isfinite(score)) x[j] = kNever, error[j] = 0;  // the score is lost in it
+    if (added == kNever && std::isfinite(score)) x[j] = kNever, error[j] = 0;  // the sum rounds to the mask, whatever the score
     broken |= std::isnan(x[j]) || x[j] == std::numeric_limits<double>::infinity();
     most = std::max(most, x[j]);
   }
@@ -159,7 +159,7 @@ inline ExpectedRow expect_row(const AttentionCase& c, const Attention& a, int64_
   return row;
 }
 
-// e^t in the operations of softmax.inl, for t <= 0.
+// Returns e^t by the operations of softmax.inl, for t <= 0.
 inline float exponential_in_order(float t) {
   t = std::max(-110.0f, t);
   const float high = 1.44269502f, low = 1.92596303e-08f, magic = 12582912.0f + 127 + 64;
@@ -172,7 +172,7 @@ inline float exponential_in_order(float t) {
   return std::ldexp(p * std::ldexp(1.0f, static_cast<int>(biased - magic) + 64), -64);
 }
 
-// The same for bf16's arithmetic, as it is rounded then.
+// Returns e^t by softmax.inl's operations for bf16, rounded to bf16.
 inline float rough_exponential_in_order(float t) {
   t = std::max(-88.0f, t);
   const float factor = 1.44269502f, magic = 12582912.0f + 127;
@@ -210,7 +210,7 @@ inline float tree_of(float* lanes, int count) {
   return lanes[0];
 }
 
-// A row's x become p; their sum.
+// Replaces a row's x by p. Returns the sum of p.
 inline float soften_in_order(std::vector<float>& x, Arithmetic arithmetic) {
   const float most = *std::max_element(x.begin(), x.end());
   float lanes[32] = {};
@@ -227,7 +227,7 @@ inline float soften_in_order(std::vector<float>& x, Arithmetic arithmetic) {
   return tree_of(lanes, 16);
 }
 
-// Not inlined: nothing of it may move out of the rounding mode.
+// Not inlined, so that the compiler cannot move arithmetic out of the rounding mode.
 __attribute__((noinline)) inline float attend_in_mode(const AttentionCase& c, const Attention& a, int64_t batch,
                                                       int64_t head, int64_t query, int64_t column) {
   const int64_t kv = head / c.shared;
@@ -243,7 +243,7 @@ __attribute__((noinline)) inline float attend_in_mode(const AttentionCase& c, co
   return std::fma(total, 1 / sum, 0.0f);
 }
 
-// One element of y in the order that attention.inl promises. Requires: nothing is NaN.
+// Returns one element of y in the order of sums that attention.inl states. No operand may be NaN.
 inline float attend_in_order(const AttentionCase& c, const Attention& a, int64_t batch, int64_t head, int64_t query,
                              int64_t column) {
   const RoundingMode mode(c.arithmetic);

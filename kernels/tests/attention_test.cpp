@@ -1,8 +1,8 @@
-// Attention against float64 in random cases, on every path that the processor supports.
+// Compares attention with float64 in random cases, on every path that the processor supports.
 //
 //   attention_test [--cases 10000] [--seed 1] [--only INDEX]
 //
-// Exit status 1 when anything failed, with a line for each failure that says how to run that case alone.
+// Exits with status 1 if a case failed, and prints for each failure how to run that case alone.
 #include <cstdio>
 #if defined(__x86_64__)
 #include <xmmintrin.h>
@@ -21,7 +21,7 @@ Exact<float> compute(const AttentionCase& c, const Path& path, int64_t threads) 
   return y;
 }
 
-// Where the thread takes subnormals for zero, as some libraries leave it.
+// Computes y in a thread that treats subnormals as zero, as some libraries leave it.
 Exact<float> compute_without_subnormals(const AttentionCase& c, const Path& path) {
 #if defined(__x86_64__)
   const unsigned before = _mm_getcsr();
@@ -34,7 +34,7 @@ Exact<float> compute_without_subnormals(const AttentionCase& c, const Path& path
 #endif
 }
 
-// The rows that read the same keys cut into parts at random, computed in any order.
+// Divides the rows that read the same keys into random parts, and computes them in random order.
 Exact<float> compute_in_parts(const AttentionCase& c, const Path& path, Random& random) {
   static uint64_t id = uint64_t{1} << 40;
   Exact<float> y(c.outputs(), 2);
@@ -60,7 +60,7 @@ void check_close(const AttentionCase& c, const Exact<float>& y, const std::strin
     const ExpectedRow expected = expect_row(c, a, row / c.queries, head, row % c.queries);
     for (int64_t column = 0; column < c.width; ++column) {
       const double wanted = expected.y[column], got = y[i + column];
-      // Infinity times a p that rounds to zero, or nearly: one of them is NaN.
+      // Infinity times a p that rounds to zero, or nearly so: one of the two results may be NaN.
       if (std::isfinite(wanted) ? std::fabs(got - wanted) <= expected.tolerance[column] : !std::isfinite(got)) continue;
       return fail(where, number(got) + " is not " + number(wanted) + " at element " + std::to_string(i + column));
     }
@@ -76,7 +76,7 @@ void check_same(const Exact<float>& whole, const Exact<float>& part, int64_t fir
   }
 }
 
-// One query of one batch row alone, in all heads.
+// Computes one query of one batch row alone, in all heads.
 void check_alone(const AttentionCase& c, const Path& path, const Exact<float>& whole, Random& random,
                  const std::string& where) {
   const int64_t batch = random.between(0, c.batch - 1), query = random.between(0, c.queries - 1);
@@ -93,7 +93,7 @@ void check_alone(const AttentionCase& c, const Path& path, const Exact<float>& w
   check_same(whole, y, (batch * c.queries + query) * width, where, "alone");
 }
 
-// The same attention with more keys behind the others, which the mask hides.
+// Returns the same attention with more keys after the others, hidden by the mask.
 AttentionCase padded(const AttentionCase& c, Random& random) {
   AttentionCase longer;
   longer.batch = c.batch, longer.kv_heads = c.kv_heads, longer.shared = c.shared, longer.queries = c.queries;
@@ -135,7 +135,7 @@ void check_padded(const AttentionCase& c, const Path& path, const Exact<float>& 
   check_same(whole, y, 0, where, "with keys behind that are hidden");
 }
 
-// That attention.inl's order is kept, in a few elements.
+// Checks the order of sums that attention.inl states, in a few elements.
 void check_order(const AttentionCase& c, const Exact<float>& y, Random& random, const std::string& where) {
   const Attention a = c.attention(nullptr);
   for (int i = 0; i < 4; ++i) {
@@ -148,7 +148,7 @@ void check_order(const AttentionCase& c, const Exact<float>& y, Random& random, 
 }
 
 void check(const AttentionCase& c, Random& random, const std::string& name) {
-  Exact<float> first;  // of the fused paths
+  Exact<float> first;  // the result of the first path with fused multiply-add
   const std::vector<const Path*> paths = supported_paths(c.arithmetic);
   for (const Path* path : paths) {
     if (path == &kPortable && paths.size() > 1 && random.chance(0.7)) continue;
@@ -167,7 +167,7 @@ void check(const AttentionCase& c, Random& random, const std::string& name) {
   }
 }
 
-// Large enough for a head's rows to be parted, and for sums of several chains.
+// Large enough that a head's rows are divided into parts, and that sums have several chains.
 void check_large(Random& random) {
   AttentionCase c;
   c.queries = 700, c.keys = 700, c.depth = 200, c.width = 40;
@@ -182,7 +182,7 @@ void check_large(Random& random) {
   }
 }
 
-// Each row sees 150 keys before itself: what is left out begins and ends at any panel, within chains of 128.
+// Each row sees the 150 keys before it, so that the skipped keys begin and end at any panel, within chains of 128.
 void check_window(Arithmetic arithmetic, float hidden, Random& random) {
   AttentionCase c;
   c.queries = c.keys = 400, c.depth = 20, c.width = 33;
@@ -203,7 +203,7 @@ void check_window(Arithmetic arithmetic, float hidden, Random& random) {
     const Exact<float> whole = compute(c, *path, 1);
     for (int i = 0; i < 50; ++i) check_order(c, whole, random, std::string("window path=") + path->name);
   }
-  // A hidden value that is not finite: 0 times infinity is NaN, whether or not other keys are left out.
+  // A hidden value that is not finite: 0 times infinity is NaN, whether or not other keys are skipped.
   c.v[(c.keys - 1) * c.width] = std::numeric_limits<float>::infinity();
   for (const Path* path : supported_paths(arithmetic)) {
     const Exact<float> y = compute(c, *path, 1);
@@ -214,7 +214,7 @@ void check_window(Arithmetic arithmetic, float hidden, Random& random) {
   }
 }
 
-// No keys: sums of nothing. No queries: nothing.
+// Without keys, the sums are empty, so y is 0. Without queries, there is no result.
 void check_empty(Arithmetic arithmetic) {
   for (const Path* path : supported_paths(arithmetic)) {
     AttentionCase c;

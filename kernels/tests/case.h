@@ -31,14 +31,14 @@ class Random {
   std::normal_distribution<float> normal_;
 };
 
-// An array that ends where its memory ends, so that AddressSanitizer sees the first element read beyond it. It begins a
-// few elements late: nothing may count on more than the alignment of one element.
+// An array that ends exactly where its memory ends, so that AddressSanitizer detects a read of the first element beyond it. It
+// begins a few elements after an aligned address: code may rely on the alignment of one element only.
 template <typename T>
 class Exact {
  public:
   Exact() = default;
   Exact(int64_t size, int64_t late) : size_(size), late_(late), memory_(static_cast<T*>(std::malloc(bytes()))) {
-    std::memset(static_cast<void*>(memory_), 0xff, bytes());  // NaN, where nothing is written
+    std::memset(static_cast<void*>(memory_), 0xff, bytes());  // NaN, so that elements never written are noticed
   }
   Exact(const Exact&) = delete;
   Exact(Exact&& other) noexcept { *this = std::move(other); }
@@ -75,7 +75,7 @@ inline uint16_t narrow(float value) {  // to the nearest, ties to even; not for 
   return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-// As the bf16 arithmetic takes an operand: rounded, a subnormal being zero.
+// Converts an operand as the bf16 arithmetic does: rounded, a subnormal becomes zero.
 inline float taken(float value, Arithmetic arithmetic) {
   if (arithmetic == Arithmetic::kFp32 || std::isnan(value)) return value;
   if (std::fabs(value) < std::numeric_limits<float>::min()) return std::copysign(0.0f, value);
@@ -106,7 +106,7 @@ struct Case {
   }
 };
 
-// Stores case.w as case.layout says.
+// Stores case.w in the layout case.layout.
 inline void store_weight(Case& c, int64_t late) {
   c.stored = Exact<uint16_t>(c.k * c.n, late);
   for (int64_t i = 0; i < c.k; ++i) {
@@ -118,7 +118,7 @@ inline void store_weight(Case& c, int64_t late) {
   }
 }
 
-// Mostly small: every tail of a panel and of a chain, more often than long sums.
+// Mostly small sizes: incomplete panels and chains of every length are more frequent than long sums.
 inline void draw_shape(Case& c, Random& random) {
   constexpr int64_t kMost = 2000000;  // multiplications
   const auto length = [&] {
@@ -151,7 +151,7 @@ inline Case draw(Random& random) {
   const Scales ordinary = {1, random.chance(0.5) ? 1 : 0.05f};
   const Scales rare = random.one_of<Scales>({{1e-20f, 1e-20f}, {1e-40f, 100}, {100, 1e-39f}, {1e4f, 1e4f}});
   const Scales scales = random.chance(0.6) ? ordinary : rare;
-  const bool constant = random.chance(0.03);  // roundings that all go the same way
+  const bool constant = random.chance(0.03);  // rounding errors that all have the same sign
   c.x = Exact<float>(c.rows * c.k, random.between(0, 3));
   for (int64_t i = 0; i < c.x.size(); ++i) c.x[i] = constant ? 0.1f : random.normal() * scales.x;
   c.w.resize(c.k * c.n);

@@ -1,4 +1,5 @@
-// Ways to compute the rows of a case, on every path that the processor supports, and what must hold whichever it was.
+// Different ways to compute the rows of a case, on every path that the processor supports, and the properties that must hold for
+// all of them.
 #pragma once
 
 #include <algorithm>
@@ -32,7 +33,7 @@ inline std::vector<const Path*> supported_paths(Arithmetic arithmetic) {
   return paths;
 }
 
-// Paths with fused multiply-add give the same bits.
+// Returns whether the path has fused multiply-add: all such paths give the same bits.
 inline bool fused([[maybe_unused]] const Path& path) {
 #ifdef FP_FAST_FMAF
   return true;
@@ -44,11 +45,11 @@ inline bool fused([[maybe_unused]] const Path& path) {
 // --- ways to compute the same rows ----------------------------------------------------------------------------------
 
 inline uint64_t next_id() {
-  static uint64_t id = uint64_t{1} << 40;  // far from those that multiply() gives
+  static uint64_t id = uint64_t{1} << 40;  // far from the ids of multiply()
   return ++id;
 }
 
-// Rows [first, first + rows) alone, as a product of their own, in whole blocks.
+// Computes rows [first, first + rows) as a separate product, in whole blocks.
 inline Exact<float> compute(const Case& c, const Path& path, int64_t first, int64_t rows) {
   Exact<float> y(rows * c.n, 1);
   Product product = c.product(y.data());
@@ -61,7 +62,7 @@ inline Exact<float> compute(const Case& c, const Path& path, int64_t first, int6
   return y;
 }
 
-// All rows, cut into parts at random, which are computed in any order.
+// Computes all rows in random parts and in random order.
 inline Exact<float> compute_in_parts(const Case& c, const Path& path, Random& random) {
   Exact<float> y(c.rows * c.n, 2);
   Product product = c.product(y.data());
@@ -79,7 +80,7 @@ inline Exact<float> compute_in_parts(const Case& c, const Path& path, Random& ra
   return y;
 }
 
-// `threads` threads, each of which takes the next part that is left.
+// Runs the parts on `threads` threads. Each takes the next remaining part.
 inline void run_on_threads(void* threads, void (*part)(void*, size_t), size_t parts, void* context) {
   std::atomic<size_t> next{0};
   const auto work = [&] {
@@ -91,7 +92,7 @@ inline void run_on_threads(void* threads, void (*part)(void*, size_t), size_t pa
   for (std::thread& other : others) other.join();
 }
 
-// As ONNX Runtime calls it, for up to three products of the same x; here of the same weight as well.
+// Computes the product as ONNX Runtime does, up to three times with the same x; here the weight is the same as well.
 inline std::vector<Exact<float>> compute_on_threads(const Case& c, const Path& path, int64_t threads, size_t count) {
   std::vector<Exact<float>> results;
   Product products[kMostProducts] = {};
@@ -123,7 +124,7 @@ inline void check_close(const Exact<float>& y, const Expected& expected, int64_t
   }
 }
 
-// `part` holds rows of `whole`, from row `first` on.
+// Checks that `part` equals the rows of `whole` from row `first` on.
 inline void check_same(const Exact<float>& whole, const Exact<float>& part, int64_t first, int64_t n,
                        const std::string& where, const std::string& what) {
   for (int64_t i = 0; i < part.size(); ++i) {
@@ -133,7 +134,7 @@ inline void check_same(const Exact<float>& whole, const Exact<float>& part, int6
   }
 }
 
-// That tile.inl's order of summation is kept, in a few elements.
+// Checks the order of summation that tile.inl states, in a few elements.
 inline void check_order(const Case& c, const Exact<float>& y, Random& random, const std::string& where) {
   if (c.activation != Activation::kNone) return;
   for (int i = 0; i < 4; ++i) {
@@ -148,10 +149,11 @@ inline void check_order(const Case& c, const Exact<float>& y, Random& random, co
   }
 }
 
-// The portable path takes longer than all the others together, and may rest now and then.
+// Checks all properties of a case. `portable_rests` is the probability that the portable path is skipped: it takes longer than
+// all others together.
 inline void check(const Case& c, Random& random, const std::string& name, double portable_rests = 0) {
   const Expected expected = expect(c);
-  Exact<float> first;  // of the fused paths
+  Exact<float> first;  // the result of the first path with fused multiply-add
   const std::vector<const Path*> paths = supported_paths(c.arithmetic);
   for (const Path* path : paths) {
     if (path == &kPortable && paths.size() > 1 && random.chance(portable_rests)) continue;
@@ -175,8 +177,8 @@ inline void check(const Case& c, Random& random, const std::string& name, double
   }
 }
 
-// Checks cases 1 to `cases`, or the only one, until enough have failed, and says how it went: `what` were checked, and what
-// there is to `add`. Returns the exit status.
+// Checks cases 1 to `cases`, or the case `only`, until enough have failed. Prints a summary: `what` was checked, and `add` at the
+// end. Returns the exit status.
 template <typename Check>
 int run_cases(int64_t cases, int64_t only, const char* what, const std::string& add, Check check_case) {
   constexpr int64_t kEnough = 20;
@@ -186,7 +188,7 @@ int run_cases(int64_t cases, int64_t only, const char* what, const std::string& 
   return g_failures == 0 ? 0 : 1;
 }
 
-// What main() of each test does: `run` gets the number of cases, or that of the only one, and returns the exit status.
+// The common main() of the tests. `run` gets the number of cases, or the index of the only one, and returns the exit status.
 inline int run_as_told(int count, char** arguments, int (*run)(int64_t cases, int64_t only)) {
   int64_t cases = 10000, only = -1;
   for (int i = 1; i < count; i += 2) {

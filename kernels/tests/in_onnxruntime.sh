@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Builds the whole library under AddressSanitizer and UndefinedBehaviorSanitizer into build/kernel-test/library/ and runs
-# the tests that load it into ONNX Runtime. PYTHON: the interpreter, with the project and pytest. CXX: GCC, g++ unless set.
+# Builds the whole library with AddressSanitizer and UndefinedBehaviorSanitizer into build/kernel-test/library/, and runs the
+# tests that load it into ONNX Runtime. PYTHON: an interpreter that has the project and pytest. CXX: GCC; the default is g++.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -18,7 +18,8 @@ done
 for job in "${jobs[@]}"; do wait "$job"; done
 "${compiler[@]}" -shared -fsanitize=address,undefined "${objects[@]}" -o "$out/_bf16kernel.so"
 
-# The interpreter is not built with the sanitizers, so they come first. It and ONNX Runtime leak on their own account.
+# The interpreter is not built with the sanitizers, so they must be preloaded. Leaks are not checked, because the interpreter and
+# ONNX Runtime leak themselves.
 preload=""
 for library in libasan.so libubsan.so libstdc++.so.6; do preload+=" $("${compiler[@]}" -print-file-name="$library")"; done
 LD_PRELOAD="$preload" ASAN_OPTIONS=detect_leaks=0 BF16KIT_TEST_KERNEL="$PWD/$out/_bf16kernel.so" \

@@ -1,4 +1,4 @@
-// Products on a machine with many more cores than this one: parts for all of them, and the bits that one thread gives.
+// Products as on a machine with many more cores: there must be parts for all of them, and the bits must be those of one thread.
 #pragma once
 
 #include "checks.h"
@@ -7,7 +7,7 @@ namespace bf16kit {
 
 struct Workers {
   int64_t threads;
-  size_t parts;  // that were asked for
+  size_t parts;  // the number of parts that were requested
 };
 
 inline void run_on_workers(void* context, void (*part)(void*, size_t), size_t parts, void* work) {
@@ -16,7 +16,7 @@ inline void run_on_workers(void* context, void (*part)(void*, size_t), size_t pa
   run_on_threads(&workers.threads, part, parts, work);
 }
 
-// About a millisecond for one core: enough for a hundred of them, and less than 64 of the longest parts.
+// About a millisecond of work for one core: enough for a hundred cores, but less than 64 of the longest parts.
 inline void check_many_threads(Random& random) {
   constexpr unsigned kCores = 96;
   Case c;

@@ -1,8 +1,8 @@
-// Residual sums and their normalisation against float64 in random cases, on every path that the processor supports.
+// Compares residual sums and their normalisation with float64 in random cases, on every path that the processor supports.
 //
 //   norm_test [--cases 10000] [--seed 1] [--only INDEX]
 //
-// Exit status 1 when anything failed, with a line for each failure that says how to run that case alone.
+// Exits with status 1 if a case failed, and prints for each failure how to run that case alone.
 #include <cstdio>
 
 #include "checks.h"
@@ -18,7 +18,7 @@ void fail(int64_t index, const Path& path, const Norm& norm, const char* what) {
               static_cast<long long>(norm.width), what);
 }
 
-// Parts in the other order: nothing may depend on it.
+// Runs the parts in reverse order: nothing may depend on the order.
 void run_backwards(void*, void (*part)(void*, size_t), size_t parts, void* context) {
   for (size_t i = parts; i > 0; --i) part(context, i - 1);
 }
@@ -29,8 +29,8 @@ Exact<float> draw(Random& random, int64_t size, float scale, float offset) {
   return values;
 }
 
-// Whether row `row` is what float64 makes of the same s, within the roundings of the mean, r and the rest. The sign of a
-// zero is that of s times scale where there is no bias.
+// Checks row `row` against float64 from the same s, within the bounds of all roundings. Without a bias, the sign of a zero must
+// be that of s times scale.
 bool close(const Norm& norm, const float* s, int64_t row) {
   double sum = 0, squares = 0, most = 0;
   for (int64_t i = 0; i < norm.width; ++i) sum += s[i], most = std::max(most, std::fabs(static_cast<double>(s[i])));

@@ -1,11 +1,11 @@
-// Cases that are not drawn at random: the choice of a path, sums and operands of one kind, what a thread keeps.
+// Fixed cases, not drawn at random: the choice of a path, special sums and operands, the buffers that a thread keeps.
 #pragma once
 
 #include "checks.h"
 
 namespace bf16kit {
 
-// Sums of K equal terms, whose roundings all go the same way.
+// Sums of K equal terms, whose rounding errors all have the same sign.
 inline void check_constants(Layout layout, Activation activation, Arithmetic arithmetic) {
   Case c;
   c.rows = 3, c.k = 16384, c.n = 33;
@@ -18,7 +18,7 @@ inline void check_constants(Layout layout, Activation activation, Arithmetic ari
   check(c, random, "constants");
 }
 
-// Sums of zero, so that the bias alone reaches the activation: floats of all magnitudes, and those that are special.
+// Sums of zero, so that the activation gets the bias alone: floats of all magnitudes, and special values.
 inline void check_activation(Activation activation, Arithmetic arithmetic, Random& random) {
   const float infinity = std::numeric_limits<float>::infinity();
   const std::vector<float> special = {0, -0.0f, infinity, -infinity, std::nanf(""), -std::nanf(""), 1e-45f, -1e-45f,
@@ -56,7 +56,7 @@ inline void check_choice(Arithmetic arithmetic) {
   if (choose_path(arithmetic) != nullptr) fail("choose_path", "a path that does not exist");
 }
 
-// A sum that is less than nothing by so little that it rounds to zero: 0 + -0 = 0, on every path.
+// A negative sum so small that it rounds to zero: 0 + -0 = 0, on every path.
 inline void check_signed_zero(Arithmetic arithmetic) {
   Case c;
   c.rows = 1, c.k = 1, c.n = 64;
@@ -72,7 +72,7 @@ inline void check_signed_zero(Arithmetic arithmetic) {
 }
 
 #if defined(__x86_64__)
-// What another library has left in a thread's control register changes no bits, and is there again afterwards.
+// The modes that another library left in a thread's control register change no bits, and are restored afterwards.
 inline void check_rounding_mode(Random& random) {
   for (const unsigned left : {0x9fc0u, 0x1fc0u, 0x7f80u, 0x1f80u}) {  // both flushed; operands; toward zero; default
     Case c = draw(random);
@@ -92,7 +92,7 @@ inline void check_rounding_mode(Random& random) {
 }
 #endif
 
-// Parts of one product that begin at the same row and have not as many: what is kept of x is not taken for the other's.
+// Parts of one product that begin at the same row, but have different numbers of rows: a kept copy of x must not be reused.
 inline void check_kept_rows(Random& random) {
   Case c;
   c.rows = 9, c.k = 1024, c.n = 32;

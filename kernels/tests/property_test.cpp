@@ -1,8 +1,8 @@
-// The kernel against float64 in random cases, on every path that the processor supports.
+// Compares the kernel's products with float64 in random cases, on every path that the processor supports.
 //
 //   property_test [--cases 10000] [--seed 1] [--only INDEX]
 //
-// Exit status 1 when anything failed, with a line for each failure that says how to run that case alone.
+// Exits with status 1 if a case failed, and prints for each failure how to run that case alone.
 #include <cstdio>
 #include <cstring>
 

@@ -1,4 +1,4 @@
-// What a product should be, in float64, and how far from it fp32 may be.
+// The product in float64, and the error bounds for fp32.
 #pragma once
 
 #include <cmath>
@@ -15,7 +15,7 @@ constexpr double kSmallest = 0x1p-149;  // fp32's smallest subnormal
 // x * sigmoid(v)
 inline double gated(double x, double v) { return x / (1 + std::exp(-v)); }
 
-// The smooth ones are -inf * 0 at -inf.
+// At -inf, the smooth activations are -inf * 0.
 inline double activate(Activation activation, double x) {
   switch (activation) {
     case Activation::kRelu: return x < 0 ? 0 : x;
@@ -27,7 +27,7 @@ inline double activate(Activation activation, double x) {
   return x;
 }
 
-// The activation's own error: 6 units in the last place of a normal result; elsewhere 2^-24 |x| and a subnormal.
+// The activation's own error: 6 units in the last place of a normal result; otherwise 2^-24 |x| plus a subnormal.
 inline double tolerance(Activation activation, double x) {
   if (activation == Activation::kNone || activation == Activation::kRelu) return 0;
   const double magnitude = std::fabs(activate(activation, x));
@@ -40,9 +40,9 @@ struct Expected {
   std::vector<double> y, tolerance;  // [rows, n]
 };
 
-// |error| <= (min(K, 128) + ceil(K / 128)) 2^-24 sum |x||w| to first order: as many additions as one product can go
-// through. Then the bias's own rounding and the activation's slope (< 1.13). What is flushed to zero comes to one smallest
-// normal number for each operation at most.
+// |error| <= (min(K, 128) + ceil(K / 128)) 2^-24 sum |x||w| to first order; the factor is the most additions that one product
+// passes through. To this come the bias's own rounding and the activation's slope (< 1.13). Flushing to zero adds at most one
+// smallest normal number for each operation.
 inline Expected expect(const Case& c) {
   const bool flushed = c.arithmetic == Arithmetic::kBf16;
   const double smallest = flushed ? static_cast<double>(std::numeric_limits<float>::min()) : kSmallest;
@@ -72,7 +72,7 @@ inline Expected expect(const Case& c) {
   return expected;
 }
 
-// The sum of one element before bias and activation, in the order that tile.inl promises.
+// Returns the sum of one element before bias and activation, in the order that tile.inl states.
 inline float sum_in_order(const Case& c, int64_t row, int64_t column) {
   const RoundingMode mode(c.arithmetic);
   const auto step = [&](int64_t i, volatile float chain) -> float {
@@ -102,7 +102,7 @@ inline bool close(double got, double wanted, double tolerance) {
   return std::fabs(got - wanted) <= tolerance;
 }
 
-// The same bits, any NaN being as good as another.
+// Returns whether both have the same bits; all NaN count as equal.
 inline bool same(float a, float b) { return (std::isnan(a) && std::isnan(b)) || std::memcmp(&a, &b, sizeof a) == 0; }
 
 }  // namespace bf16kit

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Builds the kernel's property tests, of products, attention, normalisation and the AMX path in a model, into
-# build/kernel-test/ and runs them.
+# Builds the kernel's property tests into build/kernel-test/ and runs them. They test products, attention, normalisation, and
+# the AMX path in a model.
 #
 #   kernels/tests/run.sh [--sanitize] [--cases 10000] [--seed 1] [--only INDEX]
 #
-# --sanitize: under AddressSanitizer and UndefinedBehaviorSanitizer. CXX: the compiler, g++ unless set.
+# --sanitize: with AddressSanitizer and UndefinedBehaviorSanitizer. CXX: the compiler; the default is g++.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -28,7 +28,7 @@ for source in kernels/isa/*.cpp kernels/gemm/*.cpp "${tests[@]/#/kernels/tests/}
 done
 for job in "${jobs[@]}"; do wait "$job"; done
 for test in "${tests[@]}"; do "${compiler[@]}" "${flags[@]}" "$out/$test.o" "${objects[@]}" -o "$out/$test"; done
-# All at once, as they take minutes under sanitizers; what each says comes in this order.
+# All tests run at the same time, because they take minutes with sanitizers. Their outputs are printed in this order.
 runs=() status=0
 for test in "${tests[@]}"; do
   "$out/$test" "$@" >"$out/$test.log" 2>&1 &

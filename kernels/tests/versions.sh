@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# Runs the operators' tests in every minor release of ONNX Runtime that the kernel's library says it knows, from the one
-# whose table it asks for (kVersion in kernels/ort/abi.h) to the one of constraints.txt, and says for each how it went.
+# Runs the operators' tests in every minor release of ONNX Runtime that the kernel supports, from the version of its table
+# (kVersion in kernels/ort/abi.h) to the version in constraints.txt. Prints the result for each.
 #
 #   kernels/tests/versions.sh [VERSION…]
 #
-# PYTHON: the interpreter, with the project built, pytest and pip. Each release is installed into
-# build/kernel-test/onnxruntime/ (60 MB each) and nothing of the interpreter's own is changed.
+# PYTHON: an interpreter that has the built project, pytest and pip. Each release is installed into
+# build/kernel-test/onnxruntime/ (60 MB each); the interpreter's own packages are not changed.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 python=${PYTHON:-python3}
 versions=("$@")
-# The last of each minor release. tests/kit/runtime/test_kernel_versions.py holds this to the two ends.
+# The last patch of each minor release. tests/kit/runtime/test_kernel_versions.py checks the first and the last of them.
 ((${#versions[@]})) || versions=(1.21.1 1.22.1 1.23.2 1.24.4 1.25.1 1.26.0 1.27.0 1.28.0 1.29.0 1.30.0 1.31.1)
 tests=(tests/kit/runtime/test_kernel_graphs.py tests/kit/runtime/test_kernel_refusals.py)
 tests+=(tests/kit/runtime/test_kernel_refusals_joined.py tests/converter/cpukernel/test_lookup.py)
