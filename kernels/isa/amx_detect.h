@@ -10,7 +10,7 @@ struct Registers {
   uint32_t a, b, c, d;
 };
 
-// What is asked of a processor and its system; another one in tests.
+// The queries to a processor and its operating system, which tests replace.
 struct Machine {
   Registers (*cpuid)(uint32_t leaf, uint32_t subleaf);
   uint64_t (*enabled)();  // XCR0: the registers that the system saves

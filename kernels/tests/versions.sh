@@ -27,7 +27,7 @@ for version in "${versions[@]}"; do
   fi
   export PYTHONPATH=$PWD/$site:$PWD
   found=$("$python" -c 'import onnxruntime; print(onnxruntime.__version__)')
-  [[ $found == "$version" ]] || { echo "versions: onnxruntime $version is installed in $site, and $found was imported" >&2; exit 1; }
+  [[ $found == "$version" ]] || { echo "versions: onnxruntime $version is installed in $site, but $found was imported" >&2; exit 1; }
   log=build/kernel-test/onnxruntime/$version.log
   if "$python" -m pytest -q -p no:cacheprovider "${tests[@]}" >"$log" 2>&1; then
     echo "onnxruntime $version: $(tail -1 "$log")"
