@@ -122,7 +122,7 @@ class Artifact:
         if entry.dtype == "float32":
             return _into(out, self.tensor(name))
         if entry.dtype != "bfloat16":
-            raise ArtifactError(f"{self.path}: tensor {name!r} is {entry.dtype}, which was never rounded")
+            raise ArtifactError(f"{self.path}: tensor {name!r} is {entry.dtype}, which was not rounded")
         if entry.residual is None:
             raise ArtifactError(
                 f"{self.path}: no residual of tensor {name!r}, fp32 cannot be restored; convert without --no-residual"

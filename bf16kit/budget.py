@@ -35,7 +35,7 @@ class Breach:
     def __str__(self) -> str:
         relation = "at least" if _is_floor(self.metric) else "at most"
         # The budget bounds the upper limit of the agreement, not the counted share: see bf16kit.drift.
-        counted = " at best, its sampling error granted" if self.metric == "top1_agreement" else ""
+        counted = " at best (with its sampling error)" if self.metric == "top1_agreement" else ""
         return (
             f"output {self.output!r}: {self.metric} is {self.measured:.3g}{counted},"
             f" the budget allows {relation} {self.bound:.3g}"

@@ -99,15 +99,17 @@ class Evidence:
         """
         found = _parse(data, where)
         if KEY not in found.metadata:
-            raise UsageError(f"{where}: a safetensors file, but no evidence: only `bf16-serve evidence` writes that")
+            raise UsageError(f"{where}: a safetensors file, but not evidence; fetch that with `bf16-serve evidence`")
         header = _header(found.metadata[KEY], where)
         parts: dict[str, dict[str, Array]] = {"input": {}, "served": {}, "reference": {}}
         if found.tensors.keys() != header.tensors.keys():
-            raise UsageError(f"{where}: its tensors are not those that its header speaks of: fetch it again")
+            raise UsageError(f"{where}: its tensors are not those that its header lists: fetch it again")
         for key, note in header.tensors.items():
             part, _, name = key.partition(":")
             if part not in parts or note.dtype not in BY_NAME:
-                raise UsageError(f"{where}: holds {quoted(key)} of dtype {quoted(note.dtype)}, which no evidence does")
+                raise UsageError(
+                    f"{where}: holds {quoted(key)} of dtype {quoted(note.dtype)}, which evidence never has"
+                )
             parts[part][name] = _restored(found.tensors[key], note, f"{where}: {quoted(key)}")
         if parts["served"].keys() != parts["reference"].keys() or not parts["served"]:
             raise UsageError(f"{where}: its answers and the reference's are not of the same outputs: fetch it again")
@@ -123,7 +125,7 @@ class Evidence:
     @classmethod
     def read(cls, path: Path) -> Evidence:
         """Read the evidence in the file ``path``; a one-line UsageError if it cannot be read or is no evidence."""
-        return cls.loads(read_bounded(path, MOST_BYTES, UsageError, "which no evidence has"), str(path))
+        return cls.loads(read_bounded(path, MOST_BYTES, UsageError, "the limit for evidence"), str(path))
 
 
 def _parse(data: bytes, where: str) -> _Found:
@@ -135,7 +137,7 @@ def _parse(data: bytes, where: str) -> _Found:
         size = int.from_bytes(data[:8], "little")
         metadata = json.loads(data[8 : 8 + size]).get("__metadata__") or {}
     except (SafetensorError, ValueError, KeyError, AttributeError) as error:
-        raise UsageError(f"{where}: is no evidence, but something else or damaged ({brief(error)})") from None
+        raise UsageError(f"{where}: is not evidence, or is damaged ({brief(error)})") from None
     return _Found(metadata, tensors)
 
 
@@ -198,4 +200,4 @@ def _strings(stored: Array, note: TensorNote, where: str) -> Array:
         array[:] = texts
         return array.reshape(note.shape)
     except (ValueError, TypeError, RecursionError):  # ValueError: also a wrong number of strings or too many dimensions
-        raise UsageError(f"{where} is no list of {math.prod(note.shape)} strings: fetch it again") from None
+        raise UsageError(f"{where} is not a list of {math.prod(note.shape)} strings: fetch it again") from None

@@ -77,9 +77,9 @@ class SampleColumns(_Entry):
     def _consistent(self) -> SampleColumns:
         rows = len(self.relative_l2)
         if {len(self.cosine_distance), len(self.max_abs), len(self.nonfinite)} != {rows}:
-            raise ValueError("columns of different lengths")
+            raise ValueError("columns have different lengths")
         if not len(self.top1_matches) == len(self.top1_rows) in (0, rows):
-            raise ValueError("top1 columns of another length than the others")
+            raise ValueError("top1 columns are not as long as the others")
         if rows > self.measured:
             raise ValueError(f"{rows} rows of {self.measured} samples")
         return self

@@ -119,7 +119,7 @@ class StagingArtifact:
             else:
                 rename_new(self.path, self.target)
         except FileExistsError:
-            raise ArtifactExists(f"{self.target}: another conversion was published there meanwhile") from None
+            raise ArtifactExists(f"{self.target}: another conversion was published there in the meantime") from None
 
 
 def check_target(target: Path, force: bool) -> None:

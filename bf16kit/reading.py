@@ -32,7 +32,7 @@ def read_segment(path: Path, segment: Segment, out: NDArray[np.uint8] | None = N
         while done < segment.bytes and (count := file.readinto(found[done:].data)):
             done += count
     if done < segment.bytes:
-        raise ArtifactDamaged(f"{path}: cut short to {segment.offset + done} bytes while it was read")
+        raise ArtifactDamaged(f"{path}: truncated to {segment.offset + done} bytes while it was read")
     return found
 
 

@@ -32,7 +32,7 @@ class GradientEntry(_Entry):
     @model_validator(mode="after")
     def _parts(self) -> GradientEntry:
         if self.vanished + self.subnormal + self.overflowed > self.values:
-            raise ValueError("more gradients are lost than there are")
+            raise ValueError("more lost gradients than gradients")
         return self
 
 

@@ -105,7 +105,7 @@ def check(descriptor: int, size: int) -> None:
     if missing:
         raise UnfitMemory(f"it is not sealed: {', '.join(missing)} missing")
     if found != size:
-        raise UnfitMemory(f"it has {found} bytes, and {size} were to be expected")
+        raise UnfitMemory(f"it has {found} bytes, expected {size}")
 
 
 def _memfd() -> int:

@@ -36,7 +36,7 @@ def guarded(name: str, operator: torch._ops.OpOverload, function: Function) -> F
         check = _smoothed if name.endswith("_aa") else _scales
     changed = _CHANGED.get(name)
     if operator._overloadname.startswith("prim_"):  # TorchScript's own overloads, which take dtypes as numbers
-        raise RuntimeFailure(f"uses the operator {str(operator)!r}, which torch.export does not write")
+        raise RuntimeFailure(f"uses the operator {str(operator)!r}, which torch.export never writes")
     arguments = operator._schema.arguments
     words = [(place, each.name) for place, each in enumerate(arguments) if _is_word(each)]
     if check is None and changed is None and not words:

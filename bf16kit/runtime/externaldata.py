@@ -226,8 +226,8 @@ def _check_extent(path: Path, tensor: TensorProto, location: str, size: int | No
         )
     if size is not None and offset + length > size:
         raise ArtifactError(
-            f"{place} ends at byte {offset + length}, beyond the {size} bytes of the file; the graph is not this file's"
-            " or the file was cut short: copy the artifact again, or convert the checkpoint again"
+            f"{place} ends at byte {offset + length}, beyond the {size} bytes of the file; the graph belongs to"
+            " another file, or this file is truncated: copy the artifact again, or convert the checkpoint again"
         )
 
 
@@ -243,7 +243,7 @@ def _number(place: str, tensor: TensorProto, key: str, default: int) -> int:
     """Return the value of ``key`` in bytes, or ``default`` if it is absent; ArtifactError if it is given twice."""
     values = [entry.value for entry in tensor.external_data if entry.key == key]
     if len(values) > 1:
-        raise ArtifactError(f"{place} has {len(values)} values of {key}, and may have one")
+        raise ArtifactError(f"{place} has {len(values)} values of {key}, expected one")
     if not values:
         return default
     if not (values[0].isascii() and values[0].isdecimal() and len(values[0]) < 20):

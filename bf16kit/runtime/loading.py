@@ -87,7 +87,7 @@ def load(
     if profile == "cpu-bf16" and runtime.info.accumulation != "fp32":
         runtime.close()
         raise RuntimeFailure(
-            f"profile {profile} is to accumulate in fp32 what it rounds to bf16, and the accumulation probe found"
+            f"profile {profile} needs fp32 accumulation, but the accumulation probe found"
             f" {runtime.info.accumulation} here; use profile cpu"
         )
     give_back()  # memory of reading the graph and of the probe: 3 MB

@@ -36,9 +36,9 @@ def check(path: Path) -> None:
             for info in records:
                 name = info.filename.lower()  # torch ignores case here
                 if name.endswith("/model.json"):
-                    raise RuntimeFailure("it is of a format that torch left in 2019; save it again")
+                    raise RuntimeFailure("torch abandoned its format in 2019; save it again with a newer torch")
                 if name.endswith(_READ) and info.file_size > _LARGEST:
-                    raise RuntimeFailure(f"{name} has {info.file_size} bytes, of which a module has a few thousand")
+                    raise RuntimeFailure(f"{name} has {info.file_size} bytes, but a module's has a few thousand")
                 if name.endswith(_READ):  # its tensors are in data/0, data/1 …, constants/0 …
                     _check_pickle(name, archive.read(info), sizes)
     except RuntimeFailure as error:
@@ -68,7 +68,7 @@ def _check_depth(name: str, root: Any) -> None:
     while waiting:
         value, depth = waiting.pop()
         if depth > _DEEPEST:
-            raise RuntimeFailure(f"{name} has things within each other, more than {_DEEPEST} of them")
+            raise RuntimeFailure(f"{name} nests values more than {_DEEPEST} deep")
         parts = value.parts if isinstance(value, _Anything) else value
         if isinstance(parts, dict):
             parts = [*parts.keys(), *parts.values()]
@@ -94,7 +94,7 @@ class _Storages(pickle._Unpickler):
     def persistent_load(self, pid: Any) -> _Anything:
         word, kind, key, _, count = pid
         if word != "storage" or not isinstance(count, int):
-            raise pickle.UnpicklingError("a reference to something that is no storage")
+            raise pickle.UnpicklingError("a reference to something that is not a storage")
         self.found.append((getattr(kind, "__name__", ""), str(key), count))
         return _Anything()
 

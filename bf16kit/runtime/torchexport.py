@@ -124,7 +124,7 @@ def read_file(path: Path) -> Archive:
         data = bytearray(size)
         with path.open("rb") as file:
             if file.readinto(data) != size:
-                raise RuntimeFailure("was cut short while it was read")
+                raise RuntimeFailure("was truncated while it was read")
     except OSError as error:
         raise RuntimeFailure(f"cannot be read: {error.strerror or error}") from None
     return read_archive(memoryview(data))
@@ -179,7 +179,7 @@ class _Binder:
         if not isinstance(found, torch._ops.OpOverload):
             raise RuntimeFailure(f"uses the operator {node.target!r}, which torch {torch.__version__} does not have")
         if name not in operators.IN_PLACE and name not in operators.RUNNING and _writes(found):
-            raise RuntimeFailure(f"uses the operator {node.target!r}, which writes into what it is given")
+            raise RuntimeFailure(f"uses the operator {node.target!r}, which writes into its inputs")
         return guarded(name, found, found if self._wrap is None else self._wrap(name, found)), node.args
 
     def _inner(self, node: Node) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -189,7 +189,7 @@ class _Binder:
         """
         place = next((i for i, value in enumerate(node.args) if isinstance(value, Graph)), None)
         if place is None or node.kwargs or len(node.args) - place - 1 != len(node.args[place].inputs):
-            raise RuntimeFailure(f"operator {node.target!r} is not given a graph and its inputs")
+            raise RuntimeFailure(f"operator {node.target!r} does not get a graph and that graph's inputs")
         graph = node.args[place]
         steps, results = self.graph(graph, frozenset(graph.inputs))
         bound = Bound(graph.inputs, steps, results)
@@ -219,7 +219,7 @@ class _Binder:
         if isinstance(value, Layout):
             return torch.strided
         if isinstance(value, Graph):
-            raise RuntimeFailure("an operator is given a graph that takes none")
+            raise RuntimeFailure("an operator that takes no graph is given one")
         return value
 
 
@@ -240,7 +240,7 @@ def _of_numbers(target: str, function: Callable[..., Any]) -> Callable[..., Any]
     def run(*args: Any, **kwargs: Any) -> Any:
         found = function(*args, **kwargs) if not any(map(_is_no_size, (*args, *kwargs.values()))) else None
         if found is None or (type(found) is int and not -_LARGEST <= found < _LARGEST):
-            raise RuntimeFailure(f"operator {target!r} is given what is no size")
+            raise RuntimeFailure(f"operator {target!r} is given a value that is not a size")
         return found
 
     return run

@@ -29,9 +29,9 @@ def records(archive: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
     seen: dict[str, str] = {}
     for info in found:
         if info.filename != info.orig_filename:
-            raise RuntimeFailure(f"record {info.filename!r} has another name besides")
+            raise RuntimeFailure(f"record {info.filename!r} has a second name in the archive")
         if (twin := seen.get(info.filename.lower())) is not None:
-            raise RuntimeFailure(f"torch takes its records {twin!r} and {info.filename!r} for one")
+            raise RuntimeFailure(f"torch reads its records {twin!r} and {info.filename!r} as the same one")
         seen[info.filename.lower()] = info.filename
     return found
 
@@ -42,15 +42,15 @@ def _check_end(file: IO[bytes]) -> None:
     tail = file.read()
     signature, nbytes, offset, comment = _END.unpack(tail[-_END.size :])
     if signature != b"PK\x05\x06" or comment:
-        raise RuntimeFailure("it does not end as an archive of torch's does: something was written behind it")
+        raise RuntimeFailure("it does not end like a torch archive: it has extra bytes at its end")
     end, tail = length - _END.size, tail[: -_END.size]
     if tail[-_LOCATOR.size :].startswith(b"PK\x06\x07"):
         _, at = _LOCATOR.unpack(tail[-_LOCATOR.size :])
         end -= _LOCATOR.size + _END64.size
         signature, nbytes, offset = _END64.unpack(tail[: -_LOCATOR.size])
         if signature != b"PK\x06\x06" or at != end:
-            raise RuntimeFailure("it has its directory's end elsewhere than torch writes it")
+            raise RuntimeFailure("the end record of its zip directory is not where torch writes it")
     if offset + nbytes != end:
         raise RuntimeFailure(
-            f"it says that its directory is at byte {offset}, and what ends there is at {end - nbytes}"
+            f"it states that its zip directory begins at byte {offset}, but it begins at byte {end - nbytes}"
         )

@@ -93,7 +93,7 @@ class TestReading:
             small_artifact.tensor("nope")
         with pytest.raises(ArtifactError, match="no file 'nope'"):
             small_artifact.file("nope")
-        with pytest.raises(ArtifactError, match="int64, which was never rounded"):
+        with pytest.raises(ArtifactError, match="int64, which was not rounded"):
             small_artifact.restore("steps")
 
     def test_files_that_the_manifest_does_not_list_are_ignored(self, small_artifact: Artifact) -> None:
@@ -279,7 +279,7 @@ def test_an_artifact_of_copies_maps_nothing(tmp_path: Path) -> None:
     for name, array in opened.checkpoint_tensors():
         np.testing.assert_array_equal(array, CHECKPOINT[name])
     os.truncate(opened.path / "weights.bf16", 8)
-    with pytest.raises(ArtifactDamaged, match=r"weights\.bf16: cut short to 8 bytes while it was read"):
+    with pytest.raises(ArtifactDamaged, match=r"weights\.bf16: truncated to 8 bytes while it was read"):
         opened.tensor("w")
 
 

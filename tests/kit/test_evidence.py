@@ -80,17 +80,17 @@ DEEP = "[" * 100_000 + "]" * 100_000  # deeper than Python's parser goes
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (b"", "is no evidence, but something else or damaged"),
-        (b"PK\x03\x04 a zip file of some length", "is no evidence"),
-        (evidence().dumps()[:-1], "is no evidence"),
-        (save({"x": np.zeros(1, np.float32)}), "a safetensors file, but no evidence"),
+        (b"", "is not evidence, or is damaged"),
+        (b"PK\x03\x04 a zip file of some length", "is not evidence, or is damaged"),
+        (evidence().dumps()[:-1], "is not evidence, or is damaged"),
+        (save({"x": np.zeros(1, np.float32)}), "a safetensors file, but not evidence"),
         (save({"x": np.zeros(1, np.float32)}, {KEY: "not JSON"}), "has a header that cannot be read"),
         (save({"x": np.zeros(1, np.float32)}, {KEY: "[]"}), "has a header that cannot be read"),
         (save({"x": np.zeros(1, np.float32)}, {KEY: DEEP}), "has a header that cannot be read"),
-        (len(NULL).to_bytes(8, "little") + NULL, "a safetensors file, but no evidence"),
+        (len(NULL).to_bytes(8, "little") + NULL, "a safetensors file, but not evidence"),
         (other(evidence().dumps(), {"format": 2}), "is of format 2, written by a newer bf16kit; this one knows 1"),
         (other(evidence().dumps(), {"surprise": 1}), "has a header that cannot be read"),
-        (other(evidence().dumps(), {"tensors": {}}), "its tensors are not those that its header speaks of"),
+        (other(evidence().dumps(), {"tensors": {}}), "its tensors are not those that its header lists"),
     ],
 )
 def test_what_is_no_evidence_is_told_in_one_line(tmp_path: Path, data: bytes, words: str) -> None:
@@ -109,11 +109,11 @@ def test_tensors_that_are_not_as_the_header_says_are_refused() -> None:
     for key, changed, words in (
         ("input:x", {"dtype": "float64", "shape": [1, 3]}, "'input:x' is of dtype float32, its header says float64"),
         ("input:x", {"dtype": "float32", "shape": [3, 1]}, "'input:x' has shape [1, 3], its header says [3, 1]"),
-        ("input:x", {"dtype": "complex", "shape": [1, 3]}, "of dtype 'complex', which no evidence does"),
-        ("input:words", {"dtype": "string", "shape": [1, 3]}, "'input:words' is no list of 3 strings"),
+        ("input:x", {"dtype": "complex", "shape": [1, 3]}, "of dtype 'complex', which evidence never has"),
+        ("input:words", {"dtype": "string", "shape": [1, 3]}, "'input:words' is not a list of 3 strings"),
         ("input:words", {"dtype": "string", "shape": [-1, -2]}, "greater than or equal to 0"),
         ("input:words", {"dtype": "string", "shape": [10**400, 2]}, "less than or equal to"),
-        ("input:words", {"dtype": "string", "shape": [1] * 100 + [2]}, "'input:words' is no list of 2 strings"),
+        ("input:words", {"dtype": "string", "shape": [1] * 100 + [2]}, "'input:words' is not a list of 2 strings"),
     ):
         with pytest.raises(UsageError) as told:
             Evidence.loads(other(whole, {"tensors": notes | {key: changed}}), "e")
@@ -128,7 +128,7 @@ def test_strings_that_are_none_are_told_without_what_is_there(stored: bytes) -> 
     data = save(load(whole) | {"input:words": np.frombuffer(stored, np.uint8)}, metadata)
     with pytest.raises(UsageError) as told:
         Evidence.loads(data, "e")
-    assert str(told.value) == "e: 'input:words' is no list of 2 strings: fetch it again"
+    assert str(told.value) == "e: 'input:words' is not a list of 2 strings: fetch it again"
 
 
 @pytest.mark.parametrize(
@@ -161,5 +161,5 @@ def test_a_file_that_is_not_there_or_far_too_large_is_told(tmp_path: Path, monke
         Evidence.read(tmp_path / "none")
     monkeypatch.setattr("bf16kit.evidence.MOST_BYTES", 100)
     save_file({"x": np.zeros(100, np.float32)}, tmp_path / "large")
-    with pytest.raises(UsageError, match="which no evidence has"):
+    with pytest.raises(UsageError, match="the limit for evidence"):
         Evidence.read(tmp_path / "large")

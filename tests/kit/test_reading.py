@@ -22,7 +22,7 @@ def test_a_segment_is_read_where_it_is_wanted(tmp_path: Path) -> None:
 def test_a_file_that_ends_before_it_or_is_gone_is_damaged(tmp_path: Path) -> None:
     file = tmp_path / "weights.bf16"
     file.write_bytes(bytes(100))
-    with pytest.raises(ArtifactDamaged, match=r"weights\.bf16: cut short to 100 bytes while it was read"):
+    with pytest.raises(ArtifactDamaged, match=r"weights\.bf16: truncated to 100 bytes while it was read"):
         read_segment(file, Segment(offset=90, bytes=11))
     with pytest.raises(ArtifactDamaged, match=r"gone: missing or unreadable \(No such file"):
         read_segment(tmp_path / "gone", Segment(offset=0, bytes=1))

@@ -71,7 +71,7 @@ def test_memory_without_one_of_the_seals_is_refused(memory: int, missing: str) -
 @pytest.mark.parametrize("size", [SIZE - 1, SIZE + 1])
 def test_memory_of_another_size_is_refused(memory: int, size: int) -> None:
     sealedmemory.seal(memory)
-    with pytest.raises(UnfitMemory, match=f"it has {SIZE} bytes, and {size} were to be expected"):
+    with pytest.raises(UnfitMemory, match=f"it has {SIZE} bytes, expected {size}"):
         sealedmemory.check(memory, size)
 
 

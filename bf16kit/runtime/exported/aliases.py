@@ -71,8 +71,8 @@ def _check(node: Node, own: set[str]) -> None:
         if not isinstance(written, Ref) or written.name not in own:
             target = written.name if isinstance(written, Ref) else written
             raise RuntimeFailure(
-                f"operator {node.target!r} writes into {target!r}, an input or weight or perhaps a part of one; write"
-                " into a clone() of it, or save ep.run_decompositions(), in which nothing is written in place"
+                f"operator {node.target!r} writes into {target!r}, which may share memory with an input or"
+                " weight; write into a clone() of it, or save ep.run_decompositions(), which writes nothing in place"
             )
     elif name in operators.RUNNING and not node.target.endswith(".no_stats"):
         stats = [_argument(node, _MEAN, "running_mean"), _argument(node, _VARIANCE, "running_var")]

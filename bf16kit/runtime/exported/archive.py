@@ -154,7 +154,7 @@ def _json(records: Mapping[str, Record], name: str, data: memoryview) -> dict[st
         raise RuntimeFailure(f"has no record {name!r}")
     record = records[name]
     if record.nbytes > LARGEST_JSON:
-        raise RuntimeFailure(f"record {name!r} has {record.nbytes} bytes, the most is {LARGEST_JSON}")
+        raise RuntimeFailure(f"record {name!r} has {record.nbytes} bytes, over the limit of {LARGEST_JSON}")
     try:
         found = json.loads(bytes(data[record.offset : record.offset + record.nbytes]))
     except (ValueError, RecursionError):
@@ -183,9 +183,9 @@ def _stored(
     file = text(field(entry, "path_name"), what)
     pickled = field(entry, "use_pickle")
     if file.startswith(("custom_obj_", "opaque_obj_")):
-        raise RuntimeFailure(f"{what} is an object and no tensor ({file}), which cannot be converted")
+        raise RuntimeFailure(f"{what} is an object, not a tensor ({file}), which cannot be converted")
     if not _TENSOR_FILE.fullmatch(file) or f"{folder}{file}" not in records:
-        raise RuntimeFailure(f"{what} lies in {file[:_LONGEST]!r}, which is no record of tensors in this archive")
+        raise RuntimeFailure(f"{what} lies in {file[:_LONGEST]!r}, which is not a tensor record of this archive")
     record = records[f"{folder}{file}"]
     if pickled is not False:
         if not trust_pickle:
@@ -200,7 +200,7 @@ def _strided(name: str, entry: dict[str, Any], record: Record, what: str, file: 
     meta = mapping(field(entry, "tensor_meta"), what)
     number = integer(field(meta, "dtype"), what)
     if number not in DTYPES:
-        raise RuntimeFailure(f"{what} has torch's scalar type {number}, of which bf16kit has none")
+        raise RuntimeFailure(f"{what} has torch's scalar type {number}, which bf16kit does not support")
     if field(meta, "layout") != _STRIDED:
         raise RuntimeFailure(f"{what} is not a plain strided tensor")
     shape, strides = (_sizes(field(meta, key), what) for key in ("sizes", "strides"))
@@ -225,7 +225,7 @@ def _needed(shape: tuple[int, ...], strides: tuple[int, ...], offset: int, items
     multiply them.
     """
     if len(shape) > _MOST_AXES:
-        raise RuntimeFailure(f"{what} has {len(shape)} dimensions, the most is {_MOST_AXES}")
+        raise RuntimeFailure(f"{what} has {len(shape)} dimensions, over the limit of {_MOST_AXES}")
     # Also checked without elements: numpy multiplies the other sizes.
     if math.prod(filter(None, shape)) > SYMBOLIC_LARGEST:
         raise RuntimeFailure(f"{what} has sizes whose product is beyond {SYMBOLIC_LARGEST}")

@@ -44,7 +44,7 @@ def read(value: Any, what: str, graph: Callable[[Any], Any]) -> Any:
     if tag in _LISTS:
         items = listed(found, what)
         if len(items) > _MOST:
-            raise RuntimeFailure(f"{what} has a list of {len(items)} values, the most is {_MOST}")
+            raise RuntimeFailure(f"{what} has a list of {len(items)} values, over the limit of {_MOST}")
         return [_LISTS[tag](item, what) for item in items]
     if tag == "as_graph":
         return graph(field(mapping(found, what), "graph"))
@@ -60,7 +60,7 @@ def _optional(value: Any, what: str) -> Ref | None:
     if tag == "as_none":
         return None
     if tag != "as_tensor":
-        raise RuntimeFailure(f"{what} is given a value of kind {tag[:80]!r} where a tensor may stand")
+        raise RuntimeFailure(f"{what} is given a value of kind {tag[:80]!r} where a tensor is expected")
     return _tensor(found, what)
 
 
@@ -78,7 +78,7 @@ def _symbolic(value: Any, what: str) -> Any:
 def _dtype(value: Any, what: str) -> DType:
     code = integer(value, what)
     if code not in DTYPES:
-        raise RuntimeFailure(f"{what} is given torch's scalar type {code}, of which bf16kit has none")
+        raise RuntimeFailure(f"{what} is given torch's scalar type {code}, which bf16kit does not support")
     return DType(DTYPES[code])
 
 

@@ -138,7 +138,7 @@ def _edge(given: str, metas: Mapping[str, Any]) -> Edge:
     meta = mapping(field(metas, given), what)
     code = integer(field(meta, "dtype"), what)
     if code not in DTYPES:
-        raise RuntimeFailure(f"{what} has torch's scalar type {code}, of which bf16kit has none")
+        raise RuntimeFailure(f"{what} has torch's scalar type {code}, which bf16kit does not support")
     return Edge(given, DTYPES[code], tuple(_dim(size, what) for size in listed(field(meta, "sizes"), what)))
 
 
@@ -163,11 +163,11 @@ def _check_outputs(signature: Mapping[str, Any]) -> None:
 
 def _graph(found: Mapping[str, Any], depth: int) -> Graph:
     if depth > _DEEPEST:
-        raise RuntimeFailure(f"has graphs in graphs, more than {_DEEPEST} deep")
+        raise RuntimeFailure(f"nests graphs more than {_DEEPEST} deep")
     inputs = tuple(filter(None, (_given(value) for value in listed(field(found, "inputs"), "inputs"))))
     nodes = listed(field(found, "nodes"), "nodes")
     if len(nodes) > _MOST:
-        raise RuntimeFailure(f"has {len(nodes)} nodes, the most is {_MOST}")
+        raise RuntimeFailure(f"has {len(nodes)} nodes, over the limit of {_MOST}")
     return Graph(
         inputs,
         tuple(node for each in nodes if (node := _node(mapping(each, "nodes"), depth)) is not None),
@@ -232,8 +232,8 @@ def _operator(target: str) -> str:
     elif target in operators.SYMBOLIC or target in (operators.GRAD_MODE, operators.AUTOCAST):
         return ""
     raise RuntimeFailure(
-        f"uses the operator {target[:200]!r}, which is not among those that bf16kit runs; where it is one of torch's"
-        " that computes on tensors alone, ep.run_decompositions() may express it in others"
+        f"uses the operator {target[:200]!r}, which bf16kit does not run; if it is torch's own and computes on"
+        " tensors only, ep.run_decompositions() may express it in other operators"
     )
 
 

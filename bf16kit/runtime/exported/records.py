@@ -32,12 +32,12 @@ def read_records(data: memoryview) -> dict[str, Record]:
         infos = archive.infolist()
     if any(info.filename.rpartition("/")[2] == _ONE_FILE for info in infos):
         raise RuntimeFailure(
-            "is of the format that torch.export.save wrote before torch 2.8: load it with a torch that can, and save it"
-            " again with torch 2.8 or newer"
+            "is of the format that torch.export.save wrote before torch 2.8: load it with the torch that wrote it,"
+            " and save it again with torch 2.8 or newer"
         )
     roots = {info.filename.partition("/")[0] for info in infos}
     if len(roots) != 1:
-        raise RuntimeFailure(f"has {len(roots)} folders at its top, and torch writes one")
+        raise RuntimeFailure(f"has {len(roots)} folders at its top, expected one")
     for info in infos:
         name = info.filename.partition("/")[2]
         if name in found:
@@ -45,7 +45,7 @@ def read_records(data: memoryview) -> dict[str, Record]:
         if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
             raise RuntimeFailure(f"record {name!r} is compressed or encrypted, which torch never does")
         if info.compress_size != info.file_size:
-            raise RuntimeFailure(f"record {name!r} has {info.file_size} bytes, and {info.compress_size} as stored")
+            raise RuntimeFailure(f"record {name!r} has {info.file_size} bytes, but {info.compress_size} are stored")
         found[name] = located(info, data)
     return found
 
@@ -85,8 +85,8 @@ def located(info: zipfile.ZipInfo, data: memoryview) -> Record:
     named, extra = (int.from_bytes(header[at : at + 2], "little") for at in (_NAME_LENGTH, _EXTRA_LENGTH))
     name = bytes(data[info.header_offset + _LOCAL_HEADER :][:named])
     if name not in (info.orig_filename.encode(), info.orig_filename.encode("cp437", "replace")):
-        raise RuntimeFailure(f"record {info.filename!r} has another name where it lies")
+        raise RuntimeFailure(f"record {info.filename!r} has another name in its own header")
     offset = info.header_offset + _LOCAL_HEADER + named + extra
     if offset + info.file_size > len(data):
-        raise RuntimeFailure(f"record {info.filename!r} ends behind the end of the file")
+        raise RuntimeFailure(f"record {info.filename!r} ends beyond the end of the file")
     return Record(offset, info.file_size, info.CRC)

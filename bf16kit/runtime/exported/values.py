@@ -79,14 +79,14 @@ def listed(value: Any, what: str) -> list[Any]:
 def text(value: Any, what: str) -> str:
     """``value`` as a string."""
     if not isinstance(value, str):
-        raise RuntimeFailure(f"{what}: expected a text, got {_brief(value)}")
+        raise RuntimeFailure(f"{what}: expected a string, got {_brief(value)}")
     return value
 
 
 def integer(value: Any, what: str) -> int:
     """Return ``value`` as a 64-bit integer; :class:`RuntimeFailure` for true and false."""
     if type(value) is not int or not -_LARGEST_INTEGER <= value < _LARGEST_INTEGER:
-        raise RuntimeFailure(f"{what}: expected an integer of 64 bits, got {_brief(value)}")
+        raise RuntimeFailure(f"{what}: expected a 64-bit integer, got {_brief(value)}")
     return value
 
 

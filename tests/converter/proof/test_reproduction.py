@@ -135,7 +135,7 @@ def test_bad_input_is_told_in_one_line(cli: Cli, ailing: Artifact, small: Artifa
     unlike = replace(found, served={"y": texts}, reference={"y": texts})
     for arguments, words in (
         ((good,), "is a file; for evidence of a breach give --artifact DIRECTORY"),
-        ((tmp_path / "text", "--artifact", ailing.path), "is no evidence"),
+        ((tmp_path / "text", "--artifact", ailing.path), "is not evidence"),
         ((tmp_path / "none", "--artifact", ailing.path), "cannot be read: No such file"),
         ((good, "--artifact", small.path), "is evidence about another artifact"),
         ((good, "--artifact", tmp_path), "not an artifact"),

@@ -134,7 +134,7 @@ def operator(archive: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (opaque, "constant 'extra' is an object and no tensor (opaque_obj_0)"),
+        (opaque, "constant 'extra' is an object, not a tensor (opaque_obj_0)"),
         (lambda archive: pickled(archive, Canary()), "weight 'up.weight' is a pickle, which can run any code"),
         (operator, "uses the operator 'torch.os.system'"),
         (lambda archive: archive.replace(b"PK\x03\x04", b"PK\x03\x05"), "is not a checkpoint format"),

@@ -112,7 +112,7 @@ def test_a_reference_of_files_that_were_cut_short_or_changed_is_damaged(product:
     with pytest.raises(ArtifactDamaged, match=r"weights\.bf16: its sha256 is"):
         load_reference(product, scratch=tmp_path)
     os.truncate(product.path / "residual.bin", 100)
-    with pytest.raises(ArtifactDamaged, match=r"residual\.bin: cut short to 100 bytes"):
+    with pytest.raises(ArtifactDamaged, match=r"residual\.bin: truncated to 100 bytes"):
         load_reference(product, scratch=tmp_path)
 
 

@@ -135,7 +135,7 @@ def test_memory_that_nobody_filled_is_zeros() -> None:
 
 
 def test_an_overload_of_torchscripts_own_is_refused() -> None:
-    with pytest.raises(RuntimeFailure, match=r"'aten\.to\.prim_dtype', which torch\.export does not write"):
+    with pytest.raises(RuntimeFailure, match=r"'aten\.to\.prim_dtype', which torch\.export never writes"):
         call("to.prim_dtype", FULL, 2**20)
 
 

@@ -156,7 +156,7 @@ def test_a_second_offset_hides_behind_no_first(tmp_path: Path) -> None:
     model = onnx.load(path, load_external_data=False)
     model.graph.initializer[0].external_data.add(key="offset", value="1")
     path.write_bytes(model.SerializeToString())
-    with pytest.raises(ArtifactError, match="has 2 values of offset, and may have one"):
+    with pytest.raises(ArtifactError, match="has 2 values of offset, expected one"):
         check_locations(path, {"weights.fp32"})
 
 

@@ -157,9 +157,9 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "one record twice": (twice, "two records called 'models/model.json'"),
     "two folders": (two_roots, "has 2 folders at its top"),
     "a header elsewhere": (moved_header, "does not begin where the archive says"),
-    "two sizes": (lambda archive: in_table(archive, 20, 7), "bytes, and 7 as stored"),
-    "an end behind the end": (lambda archive: in_table(archive, 20, 2**30, 2**30), "ends behind the end of the file"),
-    "a name elsewhere": (renamed, "has another name where it lies"),
+    "two sizes": (lambda archive: in_table(archive, 20, 7), "bytes, but 7 are stored"),
+    "an end behind the end": (lambda archive: in_table(archive, 20, 2**30, 2**30), "ends beyond the end of the file"),
+    "a name elsewhere": (renamed, "has another name in its own header"),
     "the format of old": (added("serialized_exported_program.json", b"{}"), "save it again with torch 2.8 or newer"),
     "native code": (added("data/aotinductor/model/x.so", b"\x7fELF"), "holds compiled code"),
     "two programs": (added("models/other.json", b"{}"), r"holds 2 programs \(model, other\)"),
@@ -172,11 +172,11 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "a table that is a list": (added(files.WEIGHTS, b"[]"), "expected an object"),
     "a pickled weight": (weights(lambda entry: entry.update(use_pickle=True)), "is a pickle, which can run any code"),
     "pickled, said otherwise": (weights(lambda entry: entry.update(use_pickle=1)), "is a pickle, which can run any"),
-    "an object": (constant(path_name="opaque_obj_0", use_pickle=True), "is an object and no tensor"),
-    "an object of C++": (constant(path_name="custom_obj_0", use_pickle=False), "is an object and no tensor"),
-    "a name that leads away": (weights(lambda entry: entry.update(path_name="../../x")), "which is no record of"),
-    "a record that is missing": (weights(lambda entry: entry.update(path_name="weight_99")), "which is no record of"),
-    "an unknown dtype": (meta(dtype=10), "scalar type 10, of which bf16kit has none"),
+    "an object": (constant(path_name="opaque_obj_0", use_pickle=True), "is an object, not a tensor"),
+    "an object of C++": (constant(path_name="custom_obj_0", use_pickle=False), "is an object, not a tensor"),
+    "a name that leads away": (weights(lambda entry: entry.update(path_name="../../x")), "is not a tensor record"),
+    "a record that is missing": (weights(lambda entry: entry.update(path_name="weight_99")), "is not a tensor record"),
+    "an unknown dtype": (meta(dtype=10), "scalar type 10, which bf16kit does not support"),
     "a sparse tensor": (meta(layout=1), "is not a plain strided tensor"),
     "more than there is": (meta(sizes=[{"as_int": 65}, {"as_int": 16}]), "takes 4160 bytes from record 'weight_0'"),
     "a stride beyond": (meta(strides=[{"as_int": 17}, {"as_int": 1}]), "takes 4348 bytes from record"),
@@ -192,8 +192,8 @@ REFUSED: dict[str, tuple[Change, str]] = {
         "has sizes whose product is beyond",
     ),
     "too many dimensions": (meta(sizes=[{"as_int": 1}] * 65, strides=[{"as_int": 1}] * 65), "has 65 dimensions"),
-    "a symbolic size": (meta(sizes=[{"as_expr": {"expr_str": "exit()"}}, {"as_int": 16}]), "expected an integer"),
-    "a size that is true": (meta(sizes=[{"as_int": True}, {"as_int": 16}]), "expected an integer of 64 bits, got True"),
+    "a symbolic size": (meta(sizes=[{"as_expr": {"expr_str": "exit()"}}, {"as_int": 16}]), "expected a 64-bit integer"),
+    "a size that is true": (meta(sizes=[{"as_int": True}, {"as_int": 16}]), "expected a 64-bit integer, got True"),
     "fewer strides": (meta(strides=[{"as_int": 1}]), "has 2 sizes and 1 strides"),
     "a name with quotes": (
         lambda archive: files.changed(
@@ -237,7 +237,7 @@ def test_bytes_that_changed_are_seen_where_that_is_asked_for(mlp_archive: bytes)
 
 def test_a_program_of_any_length_is_not_parsed(mlp_archive: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bf16kit.runtime.exported.archive.LARGEST_JSON", 1000)
-    with pytest.raises(RuntimeFailure, match=r"'models/model\.json' has \d+ bytes, the most is 1000"):
+    with pytest.raises(RuntimeFailure, match=r"'models/model\.json' has \d+ bytes, over the limit of 1000"):
         read(mlp_archive)
     assert LARGEST_JSON == 256 << 20
 

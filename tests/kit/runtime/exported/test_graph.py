@@ -109,17 +109,17 @@ REFUSED: dict[str, tuple[Edit, str]] = {
     "a complex number": (argument({"as_complex": {"real": 0, "imag": 1}}), "as_complex"),
     "two tags": (argument({"as_int": 1, "as_none": True}), "expected a value with one tag, got 2"),
     "a name that is code": (argument({"as_tensor": {"name": "x); exit("}}), "is not a name that torch gives"),
-    "a whole number that is none": (argument({"as_int": 1.5}), "expected an integer of 64 bits, got 1.5"),
-    "a number beyond": (argument({"as_int": 2**64}), "expected an integer of 64 bits"),
+    "a whole number that is none": (argument({"as_int": 1.5}), "expected a 64-bit integer, got 1.5"),
+    "a number beyond": (argument({"as_int": 2**64}), "expected a 64-bit integer"),
     "an unknown dtype": (argument({"as_scalar_type": 99}), "scalar type 99"),
     "an unknown memory format": (argument({"as_memory_format": 9}), "memory format 9"),
     "a sparse layout": (argument({"as_layout": 1}), "a layout other than"),
     "a text that is no option": (argument({"as_string": "a\nb"}), "is not an option that an operator takes"),
-    "a size that is a text": (argument({"as_sym_ints": [{"as_int": "exit()"}]}), "expected an integer"),
+    "a size that is a text": (argument({"as_sym_ints": [{"as_int": "exit()"}]}), "expected a 64-bit integer"),
     "a size of another kind": (argument({"as_sym_int": {"as_expr": "exit()"}}), "a size of kind 'as_expr'"),
     "a result that is an object": (result(as_custom_obj={"name": "x"}), "gives a value of kind 'as_custom_obj'"),
     "a result with a name that is code": (result(as_tensor={"name": "x = 1; y"}), "is not a name that torch gives"),
-    "a target that is a number": (first_node(target=5), "expected a text, got 5"),
+    "a target that is a number": (first_node(target=5), "expected a string, got 5"),
     "a flag that is a number": (argument({"as_bool": 1}), "expected true or false, got 1"),
     "an input of an unknown dtype": (
         lambda program: graph(program)["tensor_values"]["x"].update(dtype=10),
@@ -148,8 +148,8 @@ REFUSED: dict[str, tuple[Edit, str]] = {
         ),
         r"keeps a state \(buffer mutation count\)",
     ),
-    "a weight that is written to": (in_place("p_up_weight"), "writes into 'p_up_weight', an input or weight"),
-    "an input that is written to": (in_place("x"), "writes into 'x', an input or weight"),
+    "a weight that is written to": (in_place("p_up_weight"), "writes into 'p_up_weight', which may share memory with"),
+    "an input that is written to": (in_place("x"), "writes into 'x', which may share memory with"),
 }  # fmt: skip
 
 
@@ -162,7 +162,7 @@ def test_what_is_refused(mlp_archive: bytes, kind: str) -> None:
 
 def test_nodes_are_counted(mlp_archive: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bf16kit.runtime.exported.graph._MOST", 2)
-    with pytest.raises(RuntimeFailure, match="has 3 nodes, the most is 2"):
+    with pytest.raises(RuntimeFailure, match="has 3 nodes, over the limit of 2"):
         parse(mlp_archive)
 
 
