@@ -69,7 +69,7 @@ def main(repository: Path) -> int:
     """Publish unless the repository already holds the model, so that starting again is quick."""
     try:
         if (repository / MODEL / "serving.yaml").exists():  # written last
-            print(f"{repository / MODEL} is there already; remove the volume to convert again")
+            print(f"{repository / MODEL} already exists; remove the volume to convert again")
             return 0
         publish(repository)
     except PermissionError as failure:

@@ -19,48 +19,48 @@ _EXIT_USAGE = 2
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.option("--repository", metavar="DIRECTORY", help="Directory of <model>/<version>/ artifacts, on every node.")
-@click.option("--host", help="Where metrics and pages are answered; gRPC is on all addresses.  [default: 127.0.0.1]")
+@click.option("--host", help="Address of metrics and pages; gRPC listens on all addresses.  [default: 127.0.0.1]")
 @click.option("--grpc-port", type=int, help="Port of the inference protocol, Ray's gRPC proxy.  [default: 8001]")
 @click.option("--http-port", type=int, help="Port of /targets, /readyz and the status page.  [default: 8002]")
 @click.option("--device", help="auto, cpu, or cuda:N.  [default: auto]")
 @click.option(
-    "--model-control", type=click.Choice(["none", "poll"]), help="Models as at the start, or as the repository changes."
+    "--model-control", type=click.Choice(["none", "poll"]), help="none: load at start only; poll: follow repository."
 )
 @click.option("--token-file", metavar="FILE", help="Lines of 'token scope[,scope]', on every node.")
-@click.option("--log-format", type=click.Choice(["text", "json"]), help="One line, or one JSON object, per event.")
+@click.option("--log-format", type=click.Choice(["text", "json"]), help="One line (text) or one JSON object per event.")
 @click.option(
-    "--config", "file", type=click.Path(path_type=Path), envvar="BF16KIT_CONFIG", help="server.yaml, as of bf16-serve."
+    "--config", "file", type=click.Path(path_type=Path), envvar="BF16KIT_CONFIG", help="server.yaml, as for bf16-serve."
 )
 @click.option(
     "--address",
-    help="Of a Ray cluster: auto, HOST:PORT or ray://…  [default: RAY_ADDRESS, or one of its own on this machine]",
+    help="Ray cluster: auto, HOST:PORT or ray://…  [default: RAY_ADDRESS, or a new cluster on this machine]",
 )
-@click.option("--min-replicas", type=int, default=1, show_default=True, help="Of each model.")
-@click.option("--max-replicas", type=int, help="Of each model; more than the least: autoscaled.  [default: the least]")
+@click.option("--min-replicas", type=int, default=1, show_default=True, help="Replicas of each model.")
+@click.option("--max-replicas", type=int, help="More than --min-replicas: autoscaled.  [default: --min-replicas]")
 @click.option(
-    "--target", type=float, default=16.0, show_default=True, help="Requests in flight that a replica is to have."
+    "--target", type=float, default=16.0, show_default=True, help="Requests in flight per replica to scale for."
 )
 @click.option(
-    "--queued", type=int, default=256, show_default=True, help="Requests that may wait in a proxy; more are refused."
+    "--queued", type=int, default=256, show_default=True, help="Requests that may wait in a proxy; more are rejected."
 )
-@click.option("--cpus", type=float, default=1.0, show_default=True, help="Processors of a replica, and its threads.")
+@click.option("--cpus", type=float, default=1.0, show_default=True, help="Processors and threads of a replica.")
 @click.option("--gpus", type=float, default=0.0, show_default=True, help="GPUs of a replica.")
 @click.option(
-    "--per-node", type=int, default=0, help="Replicas of a model on one node at most.  [default: as many as fit]"
+    "--per-node", type=int, default=0, help="Most replicas of a model on one node.  [default: as many as fit]"
 )
 @click.option(
     "--proxies",
     type=click.Choice(["HeadOnly", "EveryNode"]),
     default="EveryNode",
     show_default=True,
-    help="On which nodes Ray's proxies listen.",
+    help="The nodes on which Ray's proxies listen.",
 )
-@click.option("--detach", is_flag=True, help="End once it is deployed, and leave it running.")
-@click.option("--print-config", is_flag=True, help="Print Ray Serve's configuration of it (serveConfigV2), and end.")
+@click.option("--detach", is_flag=True, help="Exit once deployed, and leave the deployment running.")
+@click.option("--print-config", is_flag=True, help="Print Ray Serve's configuration (serveConfigV2), and exit.")
 def main(file: Path | None, **given: Any) -> None:
     """Serve bf16 artifacts on a Ray cluster: each model in replicas of its own, where there is memory for it.
 
-    SIGTERM removes what this has deployed, once the requests at work are answered. See docs/scaling.md.
+    SIGTERM removes what this has deployed, once the requests in flight are answered. See docs/scaling.md.
     """
     try:
         _run(file, given)
@@ -102,18 +102,18 @@ def _run(file: Path | None, given: dict[str, Any]) -> None:
         cluster.open_ports(config, own["proxies"])
         deployed.follow()
     except cluster.FAILURES as error:
-        raise ConfigError(f"the cluster does not deploy this: {first_line(error)}") from None
+        raise ConfigError(f"the cluster rejected the deployment: {first_line(error)}") from None
     log.info(
         "gRPC on port %d; /targets and status page on http://%s:%d/", config.grpc_port, config.host, config.http_port
     )
     if own["detach"]:
         return
     cluster.follow(deployed, config, stop)
-    log.info("stopping: what was deployed is removed")
+    log.info("stopping: removing the deployment")
     try:
         deployed.remove()
     except cluster.FAILURES as error:
-        log.error("what was deployed cannot be removed: %s", first_line(error))
+        log.error("the deployment cannot be removed: %s", first_line(error))
         sys.exit(_EXIT_UNCLEAN)
 
 

@@ -77,7 +77,7 @@ def open_ports(config: ServerConfig, location: str) -> None:
     another cluster's proxies.
     """
     if serve.status().proxies:
-        _log.warning("Ray Serve runs in this cluster already: its ports are those that it was started with")
+        _log.warning("Ray Serve runs in this cluster already: its ports stay those that it was started with")
     elif _listens_here(location):
         for host, port, flag in (
             ("0.0.0.0", config.grpc_port, "--grpc-port"),  # noqa: S104 -- where Ray listens, whatever it is told
@@ -167,7 +167,7 @@ class Deployed:
             takes = self._scaling.takes(place(wish, self._config).memory)
             if not _fits(takes):
                 _log.warning(
-                    "model %r: no node of the cluster has what a replica takes, %s; it waits for one that has",
+                    "model %r: no node of the cluster has the resources of a replica, %s; waiting for one that has",
                     wish.name,
                     ", ".join(f"{amount:,.10g} {of}" for of, amount in takes.items()),
                 )
@@ -214,7 +214,7 @@ class Deployed:
         until = time.monotonic() + self._config.drain_seconds + _REMOVE_SECONDS
         while left := sorted(serve.status().applications.keys() & set(names)):
             if time.monotonic() > until:
-                _log.warning("not removed in time: %s; Ray goes on with it", ", ".join(left))
+                _log.warning("not removed in time: %s; Ray continues to remove it", ", ".join(left))
                 return
             time.sleep(_REMOVED_LOOK_SECONDS)
 
@@ -233,7 +233,7 @@ def follow(deployed: Deployed, config: ServerConfig, stop: Stop) -> None:
             now = deployed.states()
             deployed.retry(now)
         except Exception as error:  # noqa: BLE001 -- of the cluster or a file system; what serves goes on serving
-            _log.warning("looking at the cluster and the repository failed; it goes on: %s", first_line(error))
+            _log.warning("looking at the cluster and the repository failed; it will run again: %s", first_line(error))
             continue
         for name, state in now.items():
             if told.get(name) != state:

@@ -39,4 +39,4 @@ def opened(data: bytes) -> bytes | Status:
         return data[1:]
     if data[:1] == _STATUS and len(data) > 1 and data[1] in _CODES:
         return Status(_CODES[data[1]], data[2:].decode("utf-8", "replace"))
-    raise ValueError(f"{data[:8]!r} begins no frame")
+    raise ValueError(f"{data[:8]!r} is not the start of a frame")

@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 _TEND_SECONDS = 1.0
 _NOT_HERE = Status(
     StatusCode.UNIMPLEMENTED,
-    "models are not loaded and unloaded over the network here: put them into the repository, or take them out",
+    "models are not loaded and unloaded over the network here: add them to the repository, or remove them from it",
 )
 _CHANGES = ("RepositoryModelLoad", "RepositoryModelUnload")
 

@@ -28,9 +28,9 @@ from service.wire.skim import named_model
 _log = logging.getLogger("ray.serve")  # Ray's logger, which writes to the proxy's file
 _NEVER = 1e9  # seconds: for a call without a deadline gRPC reports a larger time remaining
 _GONE = Status(grpc.StatusCode.UNAVAILABLE, "the replica that had this request is gone; send it again")
-_LATE = Status(grpc.StatusCode.DEADLINE_EXCEEDED, "the time of the call is over")
-_FULL = Status(grpc.StatusCode.RESOURCE_EXHAUSTED, "as many requests wait for the replicas as may; try again later")
-_STARTING = Status(grpc.StatusCode.UNAVAILABLE, "no replica answers now; try again later")
+_LATE = Status(grpc.StatusCode.DEADLINE_EXCEEDED, "the call's deadline passed")
+_FULL = Status(grpc.StatusCode.RESOURCE_EXHAUSTED, "the queue for the replicas is full; try again later")
+_STARTING = Status(grpc.StatusCode.UNAVAILABLE, "no replica is available; try again later")
 _LEFT = Status(grpc.StatusCode.CANCELLED, "the client has left")
 
 

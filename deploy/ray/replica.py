@@ -85,7 +85,7 @@ class Replica(Answering):
         Ray calls this periodically, and replaces a replica that raises.
         """
         if not any(slot.state == "ready" for slot in self._served.repository.models()):
-            raise RuntimeError("no version of the model is ready any more")
+            raise RuntimeError("no version of the model is ready now")
 
     async def __call__(self, request: Request) -> Response:
         """Respond 404 to Ray's HTTP proxy: a model's pages are on its replicas' own ports."""
@@ -138,7 +138,7 @@ class Replica(Answering):
             return float(front.report.remote(dict(told)).result(timeout_s=_REPORT_SECONDS))
         except Exception as error:  # noqa: BLE001 -- Ray's, of many kinds; this thread must live on
             if not self._ended.is_set():
-                _log.info("the front cannot be told of this replica now: %s", type(error).__name__)
+                _log.info("this replica could not report to the front: %s", type(error).__name__)
             return None
 
     def _target(self) -> str:
@@ -152,7 +152,8 @@ def _announce(config: ServerConfig) -> None:
     """Log the replica's memory reservation and limits, and warn if its node has less."""
     reserved = int(ray.get_runtime_context().get_assigned_resources().get("memory", 0))
     _log.info(
-        "memory: %.0f MB of the node are reserved for this replica; requests may hold %d bytes of it, one message %d",
+        "memory: %.0f MB of the node are reserved for this replica; requests may use %d bytes of it,"
+        " one message at most %d",
         reserved / 1e6,
         config.max_request_bytes,
         config.max_message_bytes,

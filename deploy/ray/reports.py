@@ -116,7 +116,7 @@ class Reports:
     def slots(self) -> dict[Key, SlotState]:
         """Return the state of each wanted version by name and version, ascending."""
         found: dict[Key, SlotState] = {
-            (name, version): SlotState(name, version, "loading", "no replica of it has said anything yet")
+            (name, version): SlotState(name, version, "loading", "no replica of it has reported yet")
             for name, versions in self._wanted.items()
             for version in versions
         }

@@ -30,7 +30,7 @@ class Requests:
             return None
         return Status(
             StatusCode.CANCELLED,
-            f"no request has come in this stream for {self._seconds:g} s; open it again when there is one",
+            f"no request arrived on this stream for {self._seconds:g} s; open a new stream for the next one",
         )
 
     def answered(self) -> None:

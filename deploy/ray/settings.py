@@ -60,7 +60,7 @@ class Scaling:
 
 # Settings of one process that many replicas cannot have, each with the reason for users.
 _NOT_HERE = {
-    "workers": "replicas are what there is more of here: --min-replicas and --max-replicas",
+    "workers": "Ray scales by replicas: set --min-replicas and --max-replicas",
     "grpc_socket": "Ray's proxy listens on a port",
     "tls_certificate": "Ray's gRPC proxy speaks no TLS: put a proxy that does in front",
     "shared_memory": "a replica may be on another machine than the client",
@@ -85,7 +85,7 @@ def check(config: ServerConfig) -> ServerConfig:
     for name, why in _NOT_HERE.items():
         value = getattr(config, name)
         if value != ServerConfig.model_fields[name].default:
-            raise ConfigError(f"{name} is {value!r}, which does not go with Ray: {why}")
+            raise ConfigError(f"{name} is {value!r}, which is not supported with Ray: {why}")
     if not config.grpc_port or not config.http_port or config.grpc_port == config.http_port:
         raise ConfigError(
             f"grpc_port is {config.grpc_port} and http_port {config.http_port}; give two that differ, and not 0: Ray's"
@@ -93,7 +93,7 @@ def check(config: ServerConfig) -> ServerConfig:
         )
     if config.model_control == "explicit":
         raise ConfigError(
-            "model_control is 'explicit', which does not go with Ray: a client would reach one replica of"
+            "model_control is 'explicit', which is not supported with Ray: a client would reach one replica of"
             " many; give 'poll', and models are deployed and removed as the repository changes"
         )
     return config

@@ -35,7 +35,7 @@ class TestFrames:
 
     @pytest.mark.parametrize("data", [b"", b"\x02", b"\x01", b"\x01\xff"])
     def test_bytes_that_are_none(self, data: bytes) -> None:
-        with pytest.raises(ValueError, match="begins no frame"):
+        with pytest.raises(ValueError, match="is not the start of a frame"):
             opened(data)
 
 
@@ -161,10 +161,10 @@ class TestSettings:
     @pytest.mark.parametrize(
         ("settings", "said"),
         [
-            ({"workers": 2}, "workers is 2, which does not go with Ray: replicas"),
+            ({"workers": 2}, "workers is 2, which is not supported with Ray: Ray scales by replicas"),
             ({"shared_memory": True}, "another machine"),
             ({"model_control": "explicit"}, "one replica of many"),
-            ({"max_connections": 9}, "max_connections is 9, which does not go with Ray: connections are those of"),
+            ({"max_connections": 9}, "max_connections is 9, which is not supported with Ray: connections are those of"),
             ({"grpc_port": 0}, "grpc_port is 0 and http_port 8002; give two that differ, and not 0"),
             ({"grpc_port": 8002}, "grpc_port is 8002 and http_port 8002"),
         ],
@@ -282,7 +282,7 @@ class TestIngress:
         monkeypatch.setenv("BF16KIT_OVERLOAD_STATUS", "UNAVAILABLE")
         _, context, _ = self._ask(rays)
         assert context.told[0] is StatusCode.UNAVAILABLE
-        assert "as many requests wait" in context.told[1]
+        assert "the queue for the replicas is full" in context.told[1]
 
     def test_an_exception_of_rays_is_told_by_its_number(self) -> None:
         async def rays(seen: Any) -> bytes:

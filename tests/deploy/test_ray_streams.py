@@ -117,7 +117,7 @@ def _refused(call: Any) -> str:
 
 def test_a_client_that_opens_a_stream_and_says_nothing_is_told_and_asks_nobody(proxy: Proxy) -> None:
     with _calling(proxy, STREAM) as (call, _, _):
-        assert _refused(call) == "no request has come in this stream for 0.5 s; open it again when there is one"
+        assert _refused(call) == "no request arrived on this stream for 0.5 s; open a new stream for the next one"
     assert not proxy.asked
 
 

@@ -178,7 +178,7 @@ class TestStreams:
                 list(call(requests(), timeout=50))
             silent.set()
             assert ended.value.code() is StatusCode.CANCELLED
-            assert "no request has come in this stream for 6 s" in str(ended.value.details())
+            assert "no request arrived on this stream for 6 s" in str(ended.value.details())
 
     def test_one_that_its_client_leaves_gives_its_place_back(self, served: Served) -> None:
         call: Any = served.channel.stream_stream(f"/{SERVICE}/ModelStreamInfer")
