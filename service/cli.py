@@ -38,18 +38,18 @@ EXIT_USAGE = 2
 @click.option("--grpc-port", type=int, help="Port of the inference protocol; 0 = any.  [default: 8001]")
 @click.option("--http-port", type=int, help="Port of /metrics, /livez, /readyz and the status page.  [default: 8002]")
 @click.option("--device", help="auto, cpu, or cuda:N.  [default: auto]")
-@click.option("--workers", type=int, help="Processes that share the gRPC port.  [default: 1]")
+@click.option("--workers", type=int, help="Worker processes that share the gRPC port.  [default: 1]")
 @click.option(
     "--model-control",
     type=click.Choice(["none", "poll", "explicit"]),
-    help="Models as at the start, as the repository changes, or as clients load and unload.  [default: none]",
+    help="none: load at start only; poll: follow the repository; explicit: clients load and unload.  [default: none]",
 )
-@click.option("--load-model", multiple=True, metavar="NAME", help="With explicit control, load at the start; * = all.")
-@click.option("--tls-certificate", metavar="FILE", help="PEM certificate (chain) of both ports; with --tls-key.")
-@click.option("--tls-key", metavar="FILE", help="Its key.")
-@click.option("--tls-client-ca", metavar="FILE", help="Clients must show a certificate of this authority.")
-@click.option("--token-file", metavar="FILE", help="Lines of 'token scope[,scope]': infer, read, manage.")
-@click.option("--log-format", type=click.Choice(["text", "json"]), help="One line, or one JSON object, per event.")
+@click.option("--load-model", multiple=True, metavar="NAME", help="Load at start, if control is explicit; * = all.")
+@click.option("--tls-certificate", metavar="FILE", help="PEM certificate (chain) of both ports; needs --tls-key.")
+@click.option("--tls-key", metavar="FILE", help="PEM private key of --tls-certificate.")
+@click.option("--tls-client-ca", metavar="FILE", help="Require client certificates signed by this authority.")
+@click.option("--token-file", metavar="FILE", help="Lines of 'token scope[,scope]'; scopes: infer, read, manage.")
+@click.option("--log-format", type=click.Choice(["text", "json"]), help="One line (text) or one JSON object per event.")
 @click.option(
     "--evidence",
     is_flag=True,
@@ -59,7 +59,7 @@ EXIT_USAGE = 2
 @click.option(
     "--lame-duck-seconds",
     type=float,
-    help="At SIGTERM, how long to work on while telling load balancers not to send more.  [default: 0]",
+    help="After SIGTERM, keep serving this long but report not ready.  [default: 0]",
 )
 @click.option(
     "--config",
@@ -100,7 +100,7 @@ def _refuse_misplaced(context: click.Context) -> None:
     for parameter in main.params:
         if parameter.name and context.get_parameter_source(parameter.name) is click.core.ParameterSource.COMMANDLINE:
             raise click.UsageError(
-                f"{parameter.opts[0]} stands before the command; give it after {context.invoked_subcommand}"
+                f"{parameter.opts[0]} is given before the command; put it after {context.invoked_subcommand}"
             )
 
 

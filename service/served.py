@@ -122,7 +122,7 @@ class Served:
             self._poll.stop()
         config = self.config
         if config.lame_duck_seconds:
-            _log.info("stopping: not ready, and at work for another %g s", config.lame_duck_seconds)
+            _log.info("stopping: not ready, but still serving for another %g s", config.lame_duck_seconds)
             self.repository.retire()
             time.sleep(config.lame_duck_seconds)  # a second signal ends the process at once
         begun = time.monotonic()
@@ -133,7 +133,7 @@ class Served:
             self.tracing.close(min(_LAST_TRACES_SECONDS, max(1.0, left)))
         self.http.close()
         if not ending.answered:
-            _log.warning("requests were cut off: they were still at work after %g s", config.drain_seconds)
+            _log.warning("requests were cut off: still in flight after %g s", config.drain_seconds)
         _log.info("stopped after %.2f s", time.monotonic() - begun)
         return ending
 

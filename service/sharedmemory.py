@@ -22,7 +22,9 @@ def open_regions(config: ServerConfig) -> RegionTable | None:
     prefix = config.shared_memory_prefix
     _log.info("shared memory is on: clients may register files of /dev/shm whose names begin with %r", prefix)
     if not prefix:
-        _log.warning("shared_memory_prefix is empty: clients may register all that this user may read and write there")
+        _log.warning(
+            "shared_memory_prefix is empty: clients may register every file there that this user may read and write"
+        )
     return new_table(config)
 
 

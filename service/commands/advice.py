@@ -49,7 +49,8 @@ def advise(candidates: Sequence[Candidate], target: float | None) -> Advice:
     reached = [(each, best) for each in candidates if (best := each.best(target)) is not None]
     if not reached:
         nearest, at = min(((each, min(each.seen, key=_p99)) for each in candidates), key=lambda pair: pair[1].p99)
-        why = f"nothing keeps to {_ms(target or 0)}: the nearest is {_told(nearest)}, p99 {_ms(at.p99)} at {_at(at)}"
+        nearest_told = f"{_told(nearest)}, p99 {_ms(at.p99)} at {_at(at)}"
+        why = f"no layout keeps p99 within {_ms(target or 0)}: the nearest is {nearest_told}"
         return Advice(nearest.layout, nearest.max_rows, at, why)
     most = max(best.rate for _, best in reached)
     chosen, at = min((pair for pair in reached if pair[1].rate * WORTH >= most), key=lambda pair: pair[0].layout)

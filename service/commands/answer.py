@@ -14,14 +14,14 @@ FAILED = 1
 USAGE = 2
 INTERRUPTED = 130  # 128 + SIGINT, as shells say it
 
-as_json = click.option("--json", "as_json", is_flag=True, help="Write JSON for programs: docs/json.md says what.")
+as_json = click.option("--json", "as_json", is_flag=True, help="Write JSON for programs, described in docs/json.md.")
 repository = click.option("--repository", metavar="DIRECTORY", help="Directory of <model>/<version>/ artifacts.")
 config_file = click.option(
     "--config",
     "file",
     type=click.Path(path_type=Path),
     envvar="BF16KIT_CONFIG",
-    help="server.yaml, for what is not given as a flag.",
+    help="server.yaml, for settings that are not given as flags.",
 )
 
 

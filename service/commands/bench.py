@@ -11,18 +11,18 @@ from service.commands import answer
 
 @click.command()
 @click.argument("model")
-@click.option("--version", type=click.IntRange(min=1), metavar="N", help="Which.  [default: the newest to be served]")
+@click.option("--version", type=click.IntRange(min=1), metavar="N", help="Which version.  [default: the newest served]")
 @answer.repository
 @answer.config_file
-@click.option("--device", help="auto, cpu, or cuda:N.  [default: as the server's]")
+@click.option("--device", help="auto, cpu, or cuda:N.  [default: the server's]")
 @click.option(
     "--seconds",
     type=click.FloatRange(min=1, max=3600),
     default=30.0,
     show_default=True,
-    help="About how long to measure; longer where single runs are.",
+    help="About how long to measure; longer if single runs take longer.",
 )
-@click.option("--rows", metavar="N,N,…", help="Batch sizes to look at.  [default: 1, 2, 4, … max_batch_size]")
+@click.option("--rows", metavar="N,N,…", help="Batch sizes to measure.  [default: 1, 2, 4, … max_batch_size]")
 @click.option(
     "--request-rows", type=click.IntRange(min=1), default=1, show_default=True, help="Rows of one client's request."
 )
@@ -36,7 +36,7 @@ from service.commands import answer
     help="Inputs, .npz or .safetensors.  [default: the golden samples, or zeros]",
 )
 @click.option(
-    "--target-ms", type=click.FloatRange(min=0, min_open=True), help="The p99 latency that the suggestion keeps to."
+    "--target-ms", type=click.FloatRange(min=0, min_open=True), help="Limit of the suggestion's p99 latency, in ms."
 )
 @click.option(
     "--write", is_flag=True, help="Write the suggestion into the model's serving.yaml, and show what changed."
@@ -49,7 +49,7 @@ def bench(
 
     Three tables: the runtime alone, by profile and batch size; the runtime alone, in as many batches at once as a
     layout (instances × threads) has; and 1, 2, 4, … 64 clients that wait for each answer, through the server's own
-    batcher. What is compared takes turns. Ctrl-C ends it, and nothing is written. Exit codes: 0; 1 the model cannot be
+    batcher. Compared settings run in turn. Ctrl-C ends it, and nothing is written. Exit codes: 0; 1 the model cannot be
     served; 2 wrong usage.
     """
     from bf16kit.runtime import kernel
@@ -72,4 +72,4 @@ def bench(
     if as_json:
         answer.say_json(found.record())
     elif options.write:
-        answer.say(difference or f"{found.file} says so already")
+        answer.say(difference or f"{found.file} has these values already")

@@ -79,7 +79,7 @@ def _measure_alone(measured: Measured, load: Callable[[str, int | None], Runtime
         native = kernel.multiplies_bf16()
         why = choosing.passed_over(opened.artifact.manifest, name, opened.budget, native=native) if number else ""
         if why:
-            measured.passed.append(f"profile {name} is passed over: {why}")
+            measured.passed.append(f"profile {name} is skipped: {why}")
             continue
         runtime = measured.loaded.runtime if name == measured.loaded.info.profile else load(name, threads)
         for rows, fed in feeds.items():

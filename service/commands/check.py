@@ -13,13 +13,13 @@ from service.commands import answer
 @click.command()
 @click.argument("models", nargs=-1, metavar="[MODEL]...")
 @click.option("--load/--no-load", default=True, help="Load each model, and run its golden samples, as a server does.")
-@click.option("--ports/--no-ports", default=True, help="See whether the ports are free: not so where a server runs.")
+@click.option("--ports/--no-ports", default=True, help="Check that the ports are free (not beside a running server).")
 @answer.as_json
 def check(models: tuple[str, ...], load: bool, ports: bool, as_json: bool, file: Path | None, **flags: object) -> None:
-    """Check configuration, TLS and token files, ports, and every model (or MODEL alone), with the code that serves.
+    """Check configuration, TLS and token files, ports, and every model (or only MODEL), with the server's own code.
 
-    Every option of the server is taken, as are its environment and server.yaml. One model is loaded at a time and freed
-    again. Exit codes: 0 all is well; 1 something is not, and the line says what; 2 wrong usage.
+    Takes all options of the server, its environment and server.yaml. One model is loaded at a time and freed
+    again. Exit codes: 0 all checks passed; 1 a check failed, and its line says why; 2 wrong usage.
     """
     from service.commands.checking import Checks
     from service.process.heap import bound_heap

@@ -65,8 +65,8 @@ class Checks:
 
     def summary(self) -> str:
         if not self.failed:
-            return "all is well"
-        return f"{len(self.failed)} of {len(self.findings)} failed: a server started like this would not serve it all"
+            return "all checks passed"
+        return f"{len(self.failed)} of {len(self.findings)} checks failed: this server would not serve everything"
 
     def _all(self, flags: Mapping[str, Any], file: Path | None) -> Iterator[Finding]:
         try:
@@ -122,7 +122,7 @@ class Checks:
             return f"every digest matches; {len(opened.artifact.manifest.files)} files, not loaded"
         loaded = loading.load(plan.path, plan.serving, device=config.device, threads=config.threads)
         loaded.close()
-        probe = "" if loaded.info.accumulation == "fp32" else "; its sums are not known to be fp32"
+        probe = "" if loaded.info.accumulation == "fp32" else "; it is not known to accumulate in fp32"
         return f"{loaded.summary}{probe}"
 
 
@@ -159,11 +159,11 @@ def _tls(config: ServerConfig) -> str:
 
 def _reference(config: ServerConfig) -> str:
     reference_ca_of(config)
-    return f"a server that gives fp32 answers (grpcs://) is checked by {config.reference_ca}"
+    return f"remote fp32 references (grpcs://) are verified with {config.reference_ca}"
 
 
 def _tokens(config: ServerConfig) -> str:
-    return "none are asked for" if tokens_of(config) is None else f"{config.token_file}, of {', '.join(SCOPES)}"
+    return "no token is required" if tokens_of(config) is None else f"{config.token_file}, of {', '.join(SCOPES)}"
 
 
 def _shared_memory(config: ServerConfig) -> str:

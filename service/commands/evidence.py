@@ -13,30 +13,30 @@ _FILE = click.Path(path_type=Path)
 
 @click.command()
 @click.argument("model")
-@click.option("--version", type=click.IntRange(min=1), metavar="N", help="Which.  [default: the newest]")
+@click.option("--version", type=click.IntRange(min=1), metavar="N", help="Version of MODEL.  [default: the newest]")
 @click.option(
     "--server",
     default="127.0.0.1:8002",
     show_default=True,
     metavar="HOST:PORT",
-    help="The server's HTTP port; https://HOST:PORT for one that speaks TLS.",
+    help="The server's HTTP port; https://HOST:PORT if it uses TLS.",
 )
-@click.option("--out", required=True, type=_FILE, metavar="FILE", help="To write; for its owner alone.")
-@click.option("--force", is_flag=True, help="Replace a file that is there already.")
+@click.option("--out", required=True, type=_FILE, metavar="FILE", help="File to write; only its owner can read it.")
+@click.option("--force", is_flag=True, help="Replace an existing file.")
 @click.option(
     "--token-file",
     type=_FILE,
     metavar="FILE",
-    help="As the server's: the first token in it with the scope manage is shown.  [default: BF16KIT_TOKEN, or none]",
+    help="The server's token file; its first token with the scope manage is sent.  [default: BF16KIT_TOKEN, or none]",
 )
-@click.option("--ca", type=_FILE, metavar="FILE", help="PEM, of the authority that the server's certificate is of.")
-@click.option("--certificate", type=_FILE, metavar="FILE", help="PEM, to show to the server; with --key.")
-@click.option("--key", type=_FILE, metavar="FILE", help="Its key.")
+@click.option("--ca", type=_FILE, metavar="FILE", help="PEM certificate of the authority that signed the server's.")
+@click.option("--certificate", type=_FILE, metavar="FILE", help="PEM client certificate; needs --key.")
+@click.option("--key", type=_FILE, metavar="FILE", help="PEM key of --certificate.")
 def evidence(model: str, version: int | None, out: Path, force: bool, **given: object) -> None:
-    """Fetch what the last breach of MODEL is shown by: one live row, what was answered, what the reference answers.
+    """Fetch the evidence for MODEL's newest drift breach: one live row, its response and the reference's response.
 
-    The server must have been started with --evidence. The file holds what a client sent; `bf16-convert explain FILE
-    --artifact DIRECTORY` tells which layer left the line on it. Exit codes: 0; 1 there is none, or it is not given;
+    The server must have been started with --evidence. The file holds a client's data; `bf16-convert explain FILE
+    --artifact DIRECTORY` names the layer that diverged on it. Exit codes: 0; 1 no evidence, or access denied;
     2 wrong usage.
     """
     from service.commands.fetching import Door, check_free, fetch, write

@@ -43,14 +43,14 @@ class Door:
         """Return the door for the command's options. Raises UsageError for options that cannot be used."""
         scheme, host, port = _parted(server)
         if (certificate is None) != (key is None):
-            raise UsageError("--certificate and --key are given together")
+            raise UsageError("give --certificate and --key together")
         secure = scheme == "https" or ca is not None or certificate is not None
         context = _context(ca, certificate, key) if secure else None
         token = _token(token_file)
         if token and not (secure or scheme or _loopback(host)):
             raise UsageError(
-                f"--server {server!r}: would send the token and get the evidence unencrypted; write https://, or"
-                " http:// if that is meant"
+                f"--server {server!r}: would send the token and get the evidence unencrypted; give https://, or"
+                " http:// to allow that"
             )
         return cls(host, port, token, context)
 
@@ -88,7 +88,7 @@ def fetch(door: Door, model: str, version: int | None) -> Fetched:
     try:
         query = f"?model={quote(model, safe='')}"
     except UnicodeEncodeError:
-        raise UsageError(f"MODEL {quoted(model)}: is no text, and no model's name") from None
+        raise UsageError(f"MODEL {quoted(model)}: is not valid UTF-8, so it cannot be a model's name") from None
     query += "" if version is None else f"&version={version}"
     headers = {"Authorization": f"Bearer {door.token}"} if door.token else {}
     where = f"{door.host}:{door.port}"
@@ -117,7 +117,7 @@ def check_free(out: Path, *, force: bool) -> None:
         if not out.name or out.is_dir():
             raise UsageError(f"--out {out}: is a directory; name a file")
         if out.exists() and not force:
-            raise UsageError(f"{out}: is there already; give another --out, or --force")
+            raise UsageError(f"{out}: already exists; give another --out, or --force")
     except OSError as error:
         raise UsageError(f"{out}: cannot be written: {error.strerror}") from None
 
@@ -169,12 +169,12 @@ def _token(file: Path | None) -> str:
     if file is None:
         token = os.environ.get(TOKEN, "").strip()  # a value read from a file may end with a newline
         if token and not is_token(token):
-            raise UsageError(f"{TOKEN} is no bearer token: one has letters, digits and . _ ~ + / - only, and = last")
+            raise UsageError(f"{TOKEN} is not a bearer token: use letters, digits and . _ ~ + / - only, then = signs")
         return token
     for token, scopes in read_tokens(file):
         if "manage" in scopes:
             return token
-    raise UsageError(f"--token-file {file}: has no token of the scope manage")
+    raise UsageError(f"--token-file {file}: has no token with the scope manage")
 
 
 def _context(ca: Path | None, certificate: Path | None, key: Path | None) -> ssl.SSLContext:

@@ -16,28 +16,28 @@ _FILE = click.Path(path_type=Path)
 @click.command()
 @click.argument("model", default="")
 @click.option("--timeout", "seconds", type=click.FloatRange(0.05, 3600), default=2.0, show_default=True, metavar="S")
-@click.option("--host", help="As the server's.  [default: 127.0.0.1]")
-@click.option("--grpc-port", type=int, help="As the server's.  [default: 8001]")
-@click.option("--tls-certificate", type=_FILE, metavar="FILE", help="As the server's: it is what is trusted.")
-@click.option("--tls-key", type=_FILE, metavar="FILE", help="As the server's.")
-@click.option("--tls-client-ca", type=_FILE, metavar="FILE", help="As the server's.")
-@click.option("--token-file", type=_FILE, metavar="FILE", help="As the server's.")
+@click.option("--host", help="The server's host.  [default: 127.0.0.1]")
+@click.option("--grpc-port", type=int, help="The server's gRPC port.  [default: 8001]")
+@click.option("--tls-certificate", type=_FILE, metavar="FILE", help="The server's certificate, which is trusted.")
+@click.option("--tls-key", type=_FILE, metavar="FILE", help="The server's key.")
+@click.option("--tls-client-ca", type=_FILE, metavar="FILE", help="The server's authority for client certificates.")
+@click.option("--token-file", type=_FILE, metavar="FILE", help="The server's token file.")
 @click.option(
     "--certificate",
     type=_FILE,
     envvar="BF16KIT_HEALTH_CERTIFICATE",
     metavar="FILE",
-    help="PEM, to show where the server asks clients for one; with --key.  [default: the server's own]",
+    help="PEM client certificate, if the server asks for one; needs --key.  [default: the server's own]",
 )
-@click.option("--key", type=_FILE, envvar="BF16KIT_HEALTH_KEY", metavar="FILE", help="Its key.")
+@click.option("--key", type=_FILE, envvar="BF16KIT_HEALTH_KEY", metavar="FILE", help="PEM key of --certificate.")
 @answer.config_file
 def health(
     model: str, seconds: float, certificate: Path | None, key: Path | None, file: Path | None, **flags: object
 ) -> None:
-    """Ask this machine's server by grpc.health.v1 whether it is ready; with MODEL, whether that model is.
+    """Ask this machine's server over grpc.health.v1 whether it is ready; with MODEL, whether that model is ready.
 
-    The server is found by what it was started with itself: the environment (BF16KIT_GRPC_PORT and so on), server.yaml,
-    or the same flags. Exit codes: 0 it serves; 1 it does not, or does not answer, and the line says why.
+    Give the settings that the server was started with: the environment (BF16KIT_GRPC_PORT and so on), server.yaml,
+    or the same flags. Exit codes: 0 ready; 1 not ready, or no answer: one line says why.
     """
     controlgroup.end_first()  # it takes tens of MB: if memory runs out, the kernel must kill it, not the server
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # the one line of output has gRPC's reason
@@ -47,7 +47,7 @@ def health(
 
     try:
         if (certificate is None) != (key is None):
-            raise Bf16kitError("--certificate and --key are given together")
+            raise Bf16kitError("give --certificate and --key together")
         status = check(Nearby(flags, file).door(certificate, key), model, seconds)
     except Bf16kitError as error:
         answer.end("health", str(error), answer.FAILED)

@@ -64,7 +64,7 @@ def inputs_of(opened: Opened, samples: Path | None, shapes: Sequence[str]) -> In
         raise UsageError(f"{origin}{' and --input' if shapes else ''}: {error}") from None
     axis = opened.batch_axis
     if axis is not None and not all(array.shape[axis] for array in arrays.values()):
-        raise UsageError(f"{origin}: not even one row")
+        raise UsageError(f"{origin}: no row; give at least one")
     return Inputs(arrays, axis, f"{origin}{', shaped by --input' if shapes else ''}")
 
 

@@ -158,7 +158,7 @@ def text(measured: Measured) -> str:
                 _served(measured),
             ),
             "",
-            f"rates are medians of {ROUNDS} turns, and the slowest and the fastest of them; today: {now}",
+            f"rates are medians of {ROUNDS} turns, with the slowest and the fastest turn; current setting: {now}",
             f"suggested: {', '.join(f'{key}: {value}' for key, value in measured.changes().items())}",
             f"because {advice.reason}",
             *([] if measured.steady else [_UNSTEADY]),
@@ -167,7 +167,7 @@ def text(measured: Measured) -> str:
 
 
 _LAYOUT = "Instances × threads"
-_UNSTEADY = "the turns differ much: something else used the machine; measure again when it is quiet"
+_UNSTEADY = "the turns differ widely: something else used the machine; measure again when it is idle"
 _CELL = ("p50 ms", "p99 ms", "rows/s", "turns")
 
 

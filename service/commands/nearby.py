@@ -87,7 +87,7 @@ class Nearby:
 
         token = os.environ.get(_TOKEN, "").strip()
         if token and not is_token(token):
-            raise ConfigError(f"{_TOKEN} is no bearer token")
+            raise ConfigError(f"{_TOKEN} is not a bearer token")
         file = self._path("token_file")
         if token or file is None:
             return token

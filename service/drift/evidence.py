@@ -128,8 +128,8 @@ class Witness:
         label = f"model {name.model!r} version {name.version}"
         if breach is None and self._too_large:
             raise NotFound(
-                f"{label}: the rows of its last breach have {self._too_large} bytes each, and {self._most_bytes} are"
-                " kept at most"
+                f"{label}: the rows of its last breach have {self._too_large} bytes each;"
+                f" at most {self._most_bytes} are kept"
             )
         if breach is None:
             raise NotFound(f"{label} has not been over its budget since its fp32 reference was loaded")

@@ -41,7 +41,7 @@ class FallbackPolicy(BaseModel):
         if value == "none":
             raise ValueError("'none' is called 'off' now; the policies are off, alert and fp32")
         if value is True:
-            raise ValueError("'on' says not what to do; the policies are off, alert and fp32")
+            raise ValueError("'on' is not a policy; use off, alert or fp32")
         return value
 
     @model_validator(mode="after")

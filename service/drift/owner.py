@@ -149,9 +149,7 @@ class FallbackOwner:
         """Log the new phase or reason, and order what follows from it."""
         label, fallback = f"model {key[0]!r} version {key[1]}", state.fallback
         if fallback.phase == "warming":
-            _log.error(
-                "%s is over its drift budget: %s; the fp32 reference is loaded to answer", label, fallback.reason
-            )
+            _log.error("%s is over its drift budget: %s; loading the fp32 reference to answer", label, fallback.reason)
             state.asked = self._clock()
             self._order(key, state, "fp32").add_done_callback(lambda done: self._warmed(key, state, done))
             return
@@ -177,9 +175,7 @@ class FallbackOwner:
             # A runtime's error text belongs in the log; remote clients must not see it.
             public = isinstance(error, Bf16kitError) and not isinstance(error, RuntimeFailure)
             retry = state.answers.policy.retry_seconds
-            _log.error(
-                "%s: fp32 cannot answer, and is tried again in %g s at the earliest: %s", label, retry, brief(error)
-            )
+            _log.error("%s: fp32 cannot answer; trying again in %g s or later: %s", label, retry, brief(error))
             state.fallback.failed(brief(error) if public else "the server's log says why", self._clock())
             self._order(key, state, "bf16")
 

@@ -22,7 +22,7 @@ def new_comparison(model: str, version: int, opened: Opened) -> Comparison:
     try:
         measurements = opened.artifact.measurements()
     except (ArtifactError, OSError) as error:
-        _log.warning("model %r version %d: what was measured cannot be read: %s", model, version, brief(error))
+        _log.warning("model %r version %d: the measurements cannot be read: %s", model, version, brief(error))
         measurements = None
     return Comparison(
         opened.outputs,

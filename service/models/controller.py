@@ -107,7 +107,7 @@ class Controller:
             if wishes != self._wishes:
                 self._tell(wishes)
             for wish in [] if self._retries is None else self._retries.due(wishes):
-                _log.info("model %r could not be loaded and is tried again", wish.name)
+                _log.info("model %r could not be loaded; trying again", wish.name)
                 self._want(wish)
 
     def index(self, served: Iterable[Indexed]) -> list[Indexed]:

@@ -55,10 +55,10 @@ class Described(NamedTuple):
 
 
 def _check(field: str, tensor: Tensor, entry: SpecEntry | None, batch_axis: int | None) -> None:
-    what = f"load parameter 'config': {field} {quoted(tensor.name)}"
+    given = f"{field} {quoted(tensor.name)}"
     if entry is None:
-        raise InvalidRequest(f"{what} is none of the model's")
-    oip = BY_NAME[entry.dtype].oip
+        raise InvalidRequest(f"load parameter 'config': the model has no {given}")
+    what, oip = f"load parameter 'config': {given}", BY_NAME[entry.dtype].oip
     kind = "TYPE_STRING" if oip == "BYTES" else f"TYPE_{oip}"
     if tensor.data_type not in ("", kind):
         raise InvalidRequest(f"{what} has data_type {quoted(tensor.data_type)}, the model's is {kind}")

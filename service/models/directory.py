@@ -106,7 +106,7 @@ def versions_in(directory: Path) -> list[int]:
     try:
         return _versions_in(directory)
     except OSError as error:
-        raise ConfigError(f"{directory} is passed over: it cannot be listed: {refused(error)}") from None
+        raise ConfigError(f"{directory} is skipped: it cannot be listed: {refused(error)}") from None
 
 
 def wish_of(directory: Path, change: Change | None = None) -> Wish:
@@ -130,8 +130,8 @@ def _finished(directory: Path, before: Wish) -> Wish:
         closed = [version for version in versions if not _may_be_read(directory / str(version))]
         if closed:
             whom = f"user {os.geteuid()} may not read {directory / str(closed[-1])}"
-            raise ConfigError(f"{directory} is passed over: {whom}")
-        raise ConfigError(f"{directory} is passed over: none of its versions has a {MANIFEST} yet")
+            raise ConfigError(f"{directory} is skipped: {whom}")
+        raise ConfigError(f"{directory} is skipped: none of its versions has a {MANIFEST} yet")
     wish = _wish(directory, there)
     plans = (plan if plan.finished else wanted.get(plan.version, plan) for plan in wish.plans)
     return Wish(wish.name, tuple(plans))
@@ -139,16 +139,16 @@ def _finished(directory: Path, before: Wish) -> Wish:
 
 def _check(directory: Path, versions: list[int]) -> list[int]:
     if not _MODEL_NAME.fullmatch(directory.name):
-        raise ConfigError(f"{directory} is passed over: a model's name has letters, digits and . _ + - only")
+        raise ConfigError(f"{directory} is skipped: a model's name may contain only letters, digits and . _ + -")
     if versions:
         return versions
     if not _holds_manifest(directory):
-        raise ConfigError(f"{directory} is passed over: it has no version directory (a positive integer)")
+        raise ConfigError(f"{directory} is skipped: it has no version directory (a positive integer)")
     if _VERSION_NAME.fullmatch(directory.name):
-        whose = f"{directory.parent} is a model: the repository is the directory in which that lies"
-        raise ConfigError(f"{directory} is passed over: it is a version, and {whose}")
+        whose = f"{directory.parent} is a model: give the directory above that as the repository"
+        raise ConfigError(f"{directory} is skipped: it is a version, and {whose}")
     raise ConfigError(
-        f"{directory} is passed over: it is an artifact; put it into a version's directory, {directory / '1'}"
+        f"{directory} is skipped: it is an artifact; put it into a version's directory, {directory / '1'}"
     )
 
 

@@ -31,7 +31,7 @@ _MOMENT_S = 0.2  # the least time for idle threads to end, even after the deadli
 
 
 def _none() -> Runtime:
-    raise Unsupported("nothing loads an fp32 reference here")
+    raise Unsupported("no fp32 reference can be loaded here")
 
 
 class Generation:
@@ -150,7 +150,7 @@ class Generation:
             self._shadow.close()
         self._engine.close()
         if left:
-            _log.warning("%s: unloaded with %s still at work", self.label, " and ".join(left))
+            _log.warning("%s: unloaded before these had ended: %s", self.label, " and ".join(left))
         return not left
 
     # --- observing the batcher ----------------------------------------------------------------------------------------

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _LOOK_SECONDS = 1.0  # how often the schedule is checked
 _REMEDY = (
-    "what it computes is no longer what it was loaded with; load it anew (restart the server, or unload and load the"
-    " model), and where that comes again look at the machine's memory and the device"
+    "its results changed since it was loaded; load it again (restart the server, or unload and load the"
+    " model); if it happens again, check the machine's memory and the device"
 )
 
 Hear = Callable[[DriftVerdict], None]
@@ -192,4 +192,4 @@ class GoldenSchedule:
             try:
                 self.look()
             except Exception:  # noqa: BLE001 -- this thread must live on
-                _log.exception("the golden gate's schedule failed; it goes on")
+                _log.exception("the golden gate's schedule failed; it will run again")

@@ -170,9 +170,9 @@ def _try(ready: dict[str, _Ready], opened: Opened, serving: Serving, profile: st
         except BudgetExceeded as error:
             why = str(error)
         except Bf16kitError as error:  # a runtime's text is for the log, never for clients
-            _log.warning("%s: profile %s was passed over: %s", opened.artifact.path, profile, brief(error))
+            _log.warning("%s: profile %s was skipped: %s", opened.artifact.path, profile, brief(error))
             why = "it does not run here (the log says why)"
-    return f"auto: {profile} was passed over, {why}" if why else ""
+    return f"auto: {profile} was skipped, {why}" if why else ""
 
 
 def _choose(ready: Mapping[str, _Ready], opened: Opened, clock: Clock) -> tuple[str, str]:
@@ -255,7 +255,7 @@ def golden_of(artifact: Artifact, profile: str | None = None) -> Golden | None:
     axis = manifest.batch_axis
     for name, array in golden.inputs.items():
         if axis is not None and axis < array.ndim and not array.shape[axis]:
-            raise ArtifactError(f"{where}: input {name!r} has shape {list(array.shape)}, which is not even one sample")
+            raise ArtifactError(f"{where}: input {name!r} has shape {list(array.shape)}, which is less than one sample")
     return golden
 
 

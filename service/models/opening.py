@@ -96,8 +96,8 @@ def _check_dims(serving: Serving, inputs: Sequence[TensorSpec]) -> None:
     free = dict.fromkeys(dim for spec in inputs for dim in spec.shape if isinstance(dim, str))
     for name in serving.max_dims:
         if name not in free:
-            known = f"those of its inputs are {', '.join(free)}" if free else "its inputs have none"
-            raise ConfigError(f"serving.yaml bounds dimension {name!r} (max_dims), which is no free one: {known}")
+            known = f"the free dimensions are {', '.join(free)}" if free else "its inputs have no free dimension"
+            raise ConfigError(f"serving.yaml sets max_dims for {name!r}, which is not a free dimension: {known}")
 
 
 def _check_meaning(serving: Serving, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> None:
@@ -105,7 +105,7 @@ def _check_meaning(serving: Serving, inputs: Sequence[TensorSpec], outputs: Sequ
         known = [spec.name for spec in specs]
         for name in named:
             if name not in known:
-                raise ConfigError(f"serving.yaml has {key} for {name!r}; the model has {', '.join(known)}")
+                raise ConfigError(f"serving.yaml has {key} for unknown {name!r}; the model has {', '.join(known)}")
 
 
 def _max_batch_size(serving: Serving, axis: int | None) -> int:

@@ -193,7 +193,7 @@ class Override:
         """Check that the resulting wish can be served, and has the inputs and outputs that the client described."""
         for plan in wish.plans:
             if plan.broken:
-                raise InvalidRequest(f"model {wish.name!r} cannot be served so: {plan.broken}")
+                raise InvalidRequest(f"model {wish.name!r} cannot be served with this configuration: {plan.broken}")
             self._described.check(plan.path)
 
 
@@ -201,12 +201,12 @@ def _parse(model: str, config: str) -> _ModelConfig:
     try:
         written = json.loads(config)
     except (ValueError, RecursionError):
-        raise InvalidRequest(f"{_WHERE}: is not JSON: give a ModelConfig, as the RPC of that name shows it") from None
+        raise InvalidRequest(f"{_WHERE}: is not JSON: give a ModelConfig, as the RPC of that name returns it") from None
     if not isinstance(written, dict):
         raise InvalidRequest(f"{_WHERE}: expected an object, a ModelConfig")
     unknown = [key for key, value in written.items() if key not in _KNOWN and value not in _UNSET]
     if unknown:
-        raise InvalidRequest(f"{_WHERE}: {quoted(unknown[0])} is not supported; what can be changed is {_CHANGEABLE}")
+        raise InvalidRequest(f"{_WHERE}: {quoted(unknown[0])} is not supported; the fields are {_CHANGEABLE}")
     try:
         parsed = _ModelConfig.model_validate({key: value for key, value in written.items() if key in _KNOWN})
     except ValidationError as error:
@@ -215,7 +215,7 @@ def _parse(model: str, config: str) -> _ModelConfig:
         raise InvalidRequest(f"{_WHERE}: its name is {quoted(parsed.name)}, the model's is {quoted(model)}")
     for key in parsed.parameters:
         if key != "profile" and key not in _TOLD:
-            raise InvalidRequest(f"{_WHERE}: parameter {quoted(key)} is not supported; there is 'profile'")
+            raise InvalidRequest(f"{_WHERE}: parameter {quoted(key)} is not supported; the only one is 'profile'")
     return parsed
 
 

@@ -64,7 +64,7 @@ class VersionPolicy(_Part):
         if self.specific is not None:
             missing = sorted(set(self.specific) - set(existing))
             if missing:
-                raise ConfigError(f"version_policy asks for version {missing[0]}; there are {existing}")
+                raise ConfigError(f"version_policy asks for version {missing[0]}; the versions are {existing}")
             return sorted(set(self.specific))
         return existing[-self.latest :] if self.latest is not None else existing
 
@@ -131,7 +131,9 @@ class Serving(_Part):
     def _fallback_is_measured(self) -> Serving:
         off = "rate is 0" if self.shadow.rate == 0 else "reference is off" if self.shadow.reference == OFF else ""
         if self.fallback.policy == "fp32" and off:
-            raise ValueError(f"fallback is fp32, and shadow.{off}: drift that is not measured is never over its budget")
+            raise ValueError(
+                f"fallback: fp32 needs live drift measurement, but shadow.{off}; turn shadow on, or set fallback: alert"
+            )
         return self
 
     def levels(self) -> tuple[LevelPolicy, ...]:
@@ -177,7 +179,7 @@ def _read_labels(serving: Path, output: str, name: object) -> tuple[str, ...]:
     """Return the lines of the file ``name`` beside ``serving.yaml``, without empty lines at its end."""
     key = f"{serving}: 'labels.{output}'"
     if not isinstance(name, str) or Path(name).name != name:
-        raise ConfigError(f"{key} is {name!r}: give the name of a file in the model's directory, of a label per line")
+        raise ConfigError(f"{key} is {name!r}: name a file in the model's directory, with one label per line")
     file = serving.with_name(name)
     try:
         _check_plain(file, f"{key}: {name}", _LARGEST_LABELS)
@@ -197,4 +199,4 @@ def _check_plain(file: Path, what: str, largest: int) -> None:
     if not stat.S_ISREG(found.st_mode):
         raise ConfigError(f"{what} is not a plain file")
     if found.st_size > largest:
-        raise ConfigError(f"{what} has more than {largest} bytes, the most that it may have")
+        raise ConfigError(f"{what} has more than {largest} bytes, the limit")

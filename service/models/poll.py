@@ -33,4 +33,4 @@ class Poll:
             try:
                 self._controller.poll(lambda: self._stopped.wait(self._settle_seconds))
             except Exception:  # noqa: BLE001 - this thread must live on
-                _log.exception("looking at the repository failed; it goes on")
+                _log.exception("looking at the repository failed; it will run again")

@@ -119,7 +119,7 @@ class Reconciler:
             overtaken = [] if same else earlier.told
             self._table.add(wish, awaited=self._thread.ident is None or not self.ready)
             self._wake.notify()
-        tell(overtaken, Unavailable(f"model {wish.name!r} is to be {'loaded' if wish.plans else 'unloaded'} instead"))
+        tell(overtaken, Unavailable(f"model {wish.name!r} is being {'loaded' if wish.plans else 'unloaded'} instead"))
         self._changed()
         return told
 
@@ -162,7 +162,7 @@ class Reconciler:
         if self._thread.ident is not None:
             self._thread.join(None if deadline == math.inf else max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
-            _log.warning("a model is still being loaded or unloaded; it is left behind")
+            _log.warning("a model is still being loaded or unloaded; stopping without waiting for it")
         for slot in slots:
             self._metrics.remove(slot.series)
         return clean and not self._thread.is_alive()

@@ -28,7 +28,7 @@ def check_room(opened: Opened, profile: str) -> None:
         return
     if not memory.has_room(least):
         raise ConfigError(
-            f"it takes {(least + RESERVE) / 1e6:.0f} MB of memory at least, and {memory}; raise the container's limit"
+            f"it needs {(least + RESERVE) / 1e6:.0f} MB of memory at least, and {memory}; raise the container's limit"
             " (docker run --memory, resources.limits.memory), or serve fewer models in it"
         )
     _log.info("%s: %.0f MB of weights are loaded now; %s", opened.artifact.path, least / 1e6, memory)

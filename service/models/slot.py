@@ -90,8 +90,9 @@ class Slot:
         reason = brief(reason, LONGEST_REASON)
         public = public or reason
         if self._now.model is not None:
-            _log.error("%s goes on answering as it was loaded before: what should replace it: %s", self.label, reason)
-            self._now = replace(self._now, reason=f"answers as it was loaded before: what should replace it: {public}")
+            _log.error("%s: the previously loaded version still serves; its replacement failed: %s", self.label, reason)
+            told = f"the previously loaded version still serves; its replacement failed: {public}"
+            self._now = replace(self._now, reason=told)
             return public
         _log.error("%s is unavailable: %s", self.label, reason)
         self.series.ready(False)

@@ -54,17 +54,17 @@ class Channel:
                 return None
             length, count = _HEAD.unpack(head)
             if length > LONGEST or count > MOST_FILES:
-                raise ConnectionError(f"a message of {length} bytes and {count} files is none of ours")
+                raise ConnectionError(f"a message of {length} bytes and {count} files is not from this server")
             text = self._exactly(length, files)
             if text is None:
                 return None
             body = json.loads(text)
             if not isinstance(body, dict) or len(files) != count:
-                raise ConnectionError(f"a message with {len(files)} of {count} files is none of ours")
+                raise ConnectionError(f"a message with {len(files)} of {count} files is not from this server")
         except BaseException as error:
             close_all(files)
             if isinstance(error, (ValueError, OSError)) and not isinstance(error, ConnectionError):
-                raise ConnectionError(f"what came is no message: {error}") from None
+                raise ConnectionError(f"not a message: {error}") from None
             raise
         return body, files
 

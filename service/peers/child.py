@@ -99,7 +99,7 @@ class Child:
         if self._over:
             self._bury(now)
         elif now - self._heard > self._silent_seconds and not self._is_busy(now - self._heard):
-            _log.error("%s (pid %d) has not answered for %.0f s, and is killed", self.name, self.pid, now - self._heard)
+            _log.error("%s (pid %d) has not answered for %.0f s; killing it", self.name, self.pid, now - self._heard)
             self.kill()
         elif now - self._pinged >= PING_SECONDS and self.peer is not None:
             self._pinged = now
@@ -185,7 +185,7 @@ class Child:
         pause = self._pause(now, 0 if settled else self._failures + 1)
         if self._wanted:
             why = _why(code) + self._for_memory(code)
-            _log.error("%s (pid %d) has ended: %s; it is started again in %.2g s", self.name, pid, why, pause)
+            _log.error("%s (pid %d) has ended: %s; restarting it in %.2g s", self.name, pid, why, pause)
         self._lost()
 
     def _for_memory(self, code: int) -> str:
@@ -196,12 +196,12 @@ class Child:
         memory = self._memory()
         if code != -signal.SIGKILL or memory is None or memory.ended <= self._ended_for_memory:
             return ""
-        return f" for want of memory, of which this container may take {memory.limit / 1e6:.0f} MB"
+        return f" because memory ran out, of which this container may take {memory.limit / 1e6:.0f} MB"
 
     def _give_up(self, now: float, error: Exception) -> None:
         """Log that the process could not be started, and schedule another attempt. The server goes on without it."""
         pause = self._pause(now, self._failures + 1)
-        _log.error("%s cannot be started: %s; it is tried again in %.2g s", self.name, error, pause)
+        _log.error("%s cannot be started: %s; trying again in %.2g s", self.name, error, pause)
 
     def _pause(self, now: float, failures: int) -> float:
         """Schedule the next start after ``failures`` consecutive failures; return the pause in seconds."""

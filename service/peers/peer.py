@@ -120,7 +120,7 @@ class Peer:
         try:
             text = written(message, files)
         except ValueError:
-            _log.exception("%s cannot be told %r", self.name, message.get("kind"))
+            _log.exception("%s: the message %r cannot be written", self.name, message.get("kind"))
             self.close()
             return
         with self._lock:
@@ -130,7 +130,7 @@ class Peer:
                 self._outgoing.put_nowait((text, _duplicated(files)))
                 self._waiting += len(text)
                 return
-        _log.error("%s reads nothing of what it is sent, and is given up", self.name)
+        _log.error("%s does not read its messages; closing the connection", self.name)
         self.close()
 
     # --- the threads --------------------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ class Peer:
         except ConnectionError as error:
             _log.debug("%s: %s", self.name, error)
         except Exception:  # noqa: BLE001 -- whoever waits for the other side must be told that nothing comes any more
-            _log.exception("%s cannot be heard any more", self.name)
+            _log.exception("%s: reading its messages failed", self.name)
         finally:
             self.close()
             self._release()
@@ -183,7 +183,7 @@ class Peer:
             return
         try:
             if kind not in self._handlers:
-                raise Unavailable(f"nothing answers {kind!r} here")
+                raise Unavailable(f"no handler for {kind!r} here")
             answer = self._handlers[kind](Message(message["body"], files))
         except Exception as error:  # noqa: BLE001 -- one message that fails must not end the conversation
             self._reply(number, kind, error=error)

@@ -27,7 +27,7 @@ Port = Annotated[int, Field(ge=0, le=65535)]  # 0 = any free port; the log says 
 Seconds = Annotated[float, Field(gt=0, le=2_000_000)]  # 23 days: what fits gRPC's milliseconds
 
 
-_REPOSITORY = f"--repository DIRECTORY, or {ENV_PREFIX}REPOSITORY: nothing else has no default"
+_REPOSITORY = f"--repository DIRECTORY, or {ENV_PREFIX}REPOSITORY: the only setting without a default"
 
 
 class ServerConfig(BaseSettings):
@@ -156,7 +156,7 @@ class ServerConfig(BaseSettings):
         if self.load_model and self.model_control != "explicit":
             raise ValueError(f"load_model is given with model_control {self.model_control}; it needs explicit")
         if "*" in self.load_model and len(self.load_model) > 1:
-            raise ValueError("load_model has * beside other names; * alone loads all")
+            raise ValueError("load_model has * beside other names; give * alone to load all models")
         return self
 
     @model_validator(mode="after")

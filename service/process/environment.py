@@ -35,7 +35,7 @@ def unread(environment: Mapping[str, str]) -> str:
     if not unknown:
         return ""
     told = first_few([_with_what_is_meant(name, known) for name in unknown])
-    return f"nothing reads {told}, which the environment has: docs/operations.md names every setting"
+    return f"unknown environment variables are ignored: {told}; docs/operations.md names every setting"
 
 
 def _with_what_is_meant(name: str, known: list[str]) -> str:

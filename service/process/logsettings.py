@@ -42,12 +42,12 @@ class LogSettings:
     def update(self, changes: Mapping[str, Sequence[_Value]], model: str = "") -> Mapping[str, Sequence[_Value]]:
         """See :meth:`service.operations.Settings.update`. Models have no log settings of their own."""
         if model:
-            raise InvalidRequest("the log's settings are the server's; leave the model's name out")
+            raise InvalidRequest("log settings apply to the whole server; leave the model's name out")
         with self._lock:
             wanted = self._values | {name: self._checked(name, values) for name, values in changes.items()}
             if wanted != self._values:
                 told = ", ".join(f"{name}={wanted[name]}" for name in wanted if wanted[name] != self._values[name])
-                _log.warning("the log's settings are changed: %s", told)  # first: the change may switch warnings off
+                _log.warning("log settings changed: %s", told)  # first: the change may switch warnings off
                 self._values = wanted
                 adjust(_levels(wanted), _FORMATS[str(wanted["log_format"])])
             return {name: (value,) for name, value in wanted.items()}
@@ -56,13 +56,13 @@ class LogSettings:
         """Return the new value of ``name``. Raises InvalidRequest for an unknown name or a wrong value."""
         default = self._defaults.get(name)
         if default is None:
-            raise InvalidRequest(f"unknown log setting {quoted(name)}; there are {', '.join(self._defaults)}")
+            raise InvalidRequest(f"unknown log setting {quoted(name)}; the settings are {', '.join(self._defaults)}")
         if len(values) > 1:
             raise InvalidRequest(f"{name} has {len(values)} values; give one, or none for its default, {default!r}")
         value = values[0] if values else default
         if name == "log_file":
             if value != default:
-                raise InvalidRequest("log_file cannot be changed over the network; send standard error to a file")
+                raise InvalidRequest("log_file cannot be changed over the network; redirect standard error to a file")
         elif name == "log_format":
             return _format(value, str(default))
         elif isinstance(default, bool):

@@ -39,7 +39,7 @@ def announce(config: ServerConfig, memory: Memory | None) -> None:
     if memory is not None:
         each = " in each worker" if config.workers > 1 else ""
         _log.info(
-            "memory: %s; requests may hold %d bytes of it%s, one message %d",
+            "memory: %s; requests may use %d bytes of it%s, one message at most %d",
             memory,
             config.max_request_bytes,
             each,

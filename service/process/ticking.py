@@ -32,4 +32,4 @@ class Ticking:
             try:
                 self._tick()
             except Exception:  # noqa: BLE001 -- this thread must live on
-                _log.exception("%s failed; it goes on", self._thread.name)
+                _log.exception("%s failed; it will run again", self._thread.name)

@@ -74,7 +74,7 @@ class TokenFile:
             _log.warning("token_file %s can be read by every user (mode %o); chmod o-r it", self._path, mode)
         table = _parse(content, str(self._path))
         if not table:
-            _log.warning("token_file %s holds no token: every request that needs one is refused", self._path)
+            _log.warning("token_file %s holds no token: every request that needs a token is rejected", self._path)
         return table
 
     def _keep(self, error: Exception) -> None:
@@ -121,7 +121,7 @@ def _entry(words: list[str], where: str) -> tuple[bytes, Scopes]:
         raise ConfigError(f"{where}: expected 'token scope[,scope]', found {len(words)} words")
     token, listed = words
     if not is_token(token):
-        raise ConfigError(f"{where}: a token has letters, digits and . _ ~ + / - = only")
+        raise ConfigError(f"{where}: a token may contain only letters, digits and . _ ~ + / - =")
     if len(token) < SHORTEST:
         raise ConfigError(f"{where}: the token has {len(token)} characters; give {SHORTEST} or more")
     scopes = frozenset(scope for scope in SCOPES if scope in listed.split(","))

@@ -30,7 +30,7 @@ def name_of(certificates: Certificates) -> str:
     names = [name for kind, name in shown.get("subjectAltName", ()) if kind in ("DNS", "IP Address")]
     common = [value for part in shown.get("subject", ()) for key, value in part if key == "commonName"]
     if not names and not common:
-        raise ConfigError("tls_certificate: is for no name, and no client would take it; replace it")
+        raise ConfigError("tls_certificate: names no host, so no client would accept it; replace it")
     return str((names or common)[0]).replace("*", "any", 1)
 
 
@@ -49,10 +49,10 @@ def _shown(certificates: Certificates) -> Mapping[str, Any]:
                 break
     except ssl.SSLError as error:
         reason = getattr(error, "verify_message", None) or error.reason or "the handshake failed"
-        raise ConfigError(f"tls_certificate: no client would take it: {reason}; replace it") from None
+        raise ConfigError(f"tls_certificate: no client would accept it: {reason}; replace it") from None
     shown = client.getpeercert()
     if not shown or "notAfter" not in shown:
-        raise ConfigError("tls_certificate: a handshake with it does not come to an end; replace it")
+        raise ConfigError("tls_certificate: a TLS handshake with it never ends; replace it")
     return shown
 
 

@@ -62,7 +62,7 @@ def open_plain(path: Path) -> int:
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
         os.close(descriptor)
-        raise OSError(errno.EPERM, "not a plain file with one name")
+        raise OSError(errno.EPERM, "not a regular file with one name")
     return descriptor
 
 

@@ -116,7 +116,9 @@ class RegionTable:
                 f" {region.byte_size} bytes"
             )
         if byte_size > MOST_AT_ONCE:
-            raise InvalidRequest(f"{byte_size} bytes of shared memory are too many for one tensor, of {MOST_AT_ONCE}")
+            raise InvalidRequest(
+                f"{byte_size} bytes of shared memory are too many for one tensor; the limit is {MOST_AT_ONCE}"
+            )
         return RegionSlice(name, file, offset, byte_size)
 
     def _find(self, name: str) -> _Registered:

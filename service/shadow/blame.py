@@ -72,5 +72,5 @@ class Blame:
         return Culprit(
             key,
             f"the process that measures died {DEATHS} times in a row while the fp32 reference of this model was"
-            f" {_WORDS[work]}, so it stays off until the model is loaded anew; other models are measured on",
+            f" {_WORDS[work]}, so it stays off until the model is loaded again; other models are still measured",
         )

@@ -33,7 +33,7 @@ _DEFAULT_FACTOR, _DEFAULT_BESIDE = 2, 1 << 30
 _HEADROOM = 512 << 20
 _REFUSED = re.compile(r"alloc", re.IGNORECASE)  # std::bad_alloc, "Failed to allocate memory", "bad allocation"
 _REMEDY = (
-    "drift of this model is not measured until it is loaded anew: raise shadow.reference_memory_bytes in its"
+    "drift of this model is not measured until the model is loaded again: raise shadow.reference_memory_bytes in its"
     " serving.yaml, lower shadow.max_rows, or have another server run the reference (shadow.reference: grpc://…)"
 )
 
@@ -106,7 +106,7 @@ class Memory:
                 del runtime
                 give_back()
                 raise ConfigError(
-                    f"it takes {taken} bytes of memory, over shadow.reference_memory_bytes {bound}, and was given back;"
+                    f"it uses {taken} bytes of memory, over shadow.reference_memory_bytes {bound}, and was unloaded;"
                     f" {_REMEDY}"
                 )
             reference = BoundedReference(name, bound, runtime, taken, self)
@@ -172,17 +172,15 @@ class BoundedReference:
     def run(self, feeds: Mapping[str, Array], outputs: Sequence[str], *, seconds: float) -> dict[str, Array]:
         """See :meth:`service.drift.shadow.Reference.run`."""
         if self._runtime is None:
-            raise Unavailable("the fp32 reference was given back")
+            raise Unavailable("the fp32 reference was unloaded")
         with self._memory.working() as alone:
             before = self._memory.held()
             try:
                 return self._runtime.run(feeds, outputs, seconds=seconds)
             except (MemoryError, RuntimeFailure) as error:
                 if isinstance(error, MemoryError) or _REFUSED.search(str(error)):
-                    self._give_up(
-                        "a run was refused more memory, of a bound for all references together, by its own of"
-                    )
-                    raise Unavailable("the fp32 reference was given back") from None
+                    self._give_up("a run exceeded the memory limit shared by all references; its own bound is")
+                    raise Unavailable("the fp32 reference was unloaded") from None
                 raise
             finally:
                 more = self._memory.held() - before
@@ -193,7 +191,7 @@ class BoundedReference:
         """Count the memory that a run took; negative if it freed what an earlier run had taken."""
         self.taken = max(self._loaded, self.taken + more)
         if self._memory.is_over(self):
-            self._give_up(f"it takes {self.taken} bytes of memory, over")
+            self._give_up(f"it uses {self.taken} bytes of memory, over")
 
     def close(self) -> None:
         if self._runtime is not None:
@@ -204,7 +202,7 @@ class BoundedReference:
 
     def _give_up(self, why: str) -> None:
         _log.error(
-            "%s: the fp32 reference is given back: %s shadow.reference_memory_bytes %d; %s",
+            "%s: the fp32 reference is unloaded: %s shadow.reference_memory_bytes %d; %s",
             self._name,
             why,
             self.bound,

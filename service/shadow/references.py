@@ -204,7 +204,7 @@ class References:
 
     def _opened(self, model: Measured) -> Opened:
         if stamp_of(model.plan.path) != model.plan.stamp:
-            raise ArtifactError("its files are others than those that were loaded")
+            raise ArtifactError("its files have changed since it was loaded")
         return open_artifact(model.plan.path, model.plan.serving)
 
     def _new_shadow(self, key: Key, model: Measured, opened: Opened) -> Shadow:

@@ -94,7 +94,7 @@ class RemoteReference:
         except grpc.RpcError as error:
             code = error.code()  # its message may quote the inputs, which must not be logged
             if code in _REFUSALS:
-                raise RuntimeFailure(f"{self._remote} refuses a sample with {code.name}") from None
+                raise RuntimeFailure(f"{self._remote} rejected a sample with {code.name}") from None
             self._away(code.name)
             raise Unavailable(f"{self._remote} does not answer") from None
         return self._answer(told, feeds, outputs)
@@ -148,7 +148,7 @@ class RemoteReference:
         self._pause = min(_LONGEST_PAUSE_S, max(_FIRST_PAUSE_S, 2 * self._pause))
         self._due = self._clock() + self._pause
         _log.warning(
-            "%s: no live drift: %s does not serve as the fp32 reference: %s; it is asked again in %.0f s or later",
+            "%s: no live drift: %s cannot serve as the fp32 reference: %s; trying again in %.0f s or later",
             self._name,
             self._remote,
             why,
@@ -171,7 +171,7 @@ class RemoteReference:
                 if not _fits(spec.shape, other.shape):
                     return f"its {side} {spec.name!r} has shape {list(other.shape)}, not {describe(spec.shape)}"
         more = sorted({each.name for each in told.inputs} - {spec.name for spec in self._inputs})
-        return f"it has an input {more[0]!r}, which this model has not" if more else ""
+        return f"it has an input {more[0]!r}, which this model does not have" if more else ""
 
     def _request(self, feeds: Mapping[str, Array], outputs: Sequence[str]) -> pb.ModelInferRequest:
         request = pb.ModelInferRequest(model_name=self._remote.model, model_version=self._remote.version)
@@ -193,15 +193,15 @@ class RemoteReference:
                     continue
                 dtype, shape = BY_NAME[self._outputs[tensor.name].dtype], tuple(tensor.shape)
                 if tensor.datatype != dtype.oip:
-                    raise RuntimeFailure(f"{self._remote} answers {tensor.name!r} not as {dtype.oip}")
+                    raise RuntimeFailure(f"{self._remote} returned {tensor.name!r} not as {dtype.oip}")
                 if told.raw_output_contents:
                     found[tensor.name] = decode_raw(tensor.name, dtype, shape, told.raw_output_contents[number])
                 else:
                     found[tensor.name] = decode_contents(tensor.name, dtype, shape, tensor.contents)
         except (InvalidRequest, IndexError):
-            raise RuntimeFailure(f"{self._remote} answers what is no tensor of its datatype and shape") from None
+            raise RuntimeFailure(f"{self._remote} returned bytes that do not fit their datatype and shape") from None
         if missing := [name for name in outputs if name not in found]:
-            raise RuntimeFailure(f"{self._remote} answers without output {missing[0]!r}")
+            raise RuntimeFailure(f"{self._remote} did not return output {missing[0]!r}")
         return found
 
 

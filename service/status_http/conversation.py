@@ -225,7 +225,7 @@ class Conversation:
         )
 
 
-_TOO_SLOW = text(HTTPStatus.REQUEST_TIMEOUT, "the request took too long to come", refused="http_timeout")
+_TOO_SLOW = text(HTTPStatus.REQUEST_TIMEOUT, "the request took too long to arrive", refused="http_timeout")
 
 
 def _malformed(error: h11.RemoteProtocolError) -> Page:
@@ -234,7 +234,7 @@ def _malformed(error: h11.RemoteProtocolError) -> Page:
     Its status is 400; 431 for headers that are too large; 501 for an unknown transfer coding.
     """
     status = HTTPStatus(error.error_status_hint)
-    return text(status, f"{status.phrase.lower()}: this is no request that can be read", refused="http_malformed")
+    return text(status, f"{status.phrase.lower()}: the request cannot be parsed", refused="http_malformed")
 
 
 def _parted(target: bytes) -> tuple[str, str]:

@@ -15,9 +15,9 @@ from service.telemetry.livedrift import LiveDrift
 
 MOST_OUTPUTS = 20  # rows of the table of drift, and names of tensors
 _CAUSES = {
-    "rounding": "rounding: more of what bf16 does anyway",
-    "broken": "broken: more than rounding explains. Weights, memory, kernel or artifact are damaged or wrong",
-    "out_of_range": "out of range: inputs that the calibration never saw",
+    "rounding": "rounding: drift of a size that bf16 rounding explains",
+    "broken": "broken: more drift than rounding explains. Weights, memory, kernel or artifact are damaged or wrong",
+    "out_of_range": "out of range: inputs outside the calibrated range",
 }
 
 
@@ -27,17 +27,17 @@ def troubles(model: ModelView) -> list[str]:
         return []
     drift, found = model.recent.drift, []
     if drift.over:
-        found.append(f"drifts: {amounts.share(model.drift_ratio)} of its budget")
+        found.append(f"drift is {amounts.share(model.drift_ratio)} of its budget")
     if drift.cause == "broken":
         found.append("is broken: it differs from fp32 by more than rounding explains")
     if drift.gate_passed is False:
-        found.append("answers its golden samples over budget")
+        found.append("failed its last golden gate")
     if drift.fallback:
         found.append("answers in fp32, because bf16 went over its budget")
     if model.reference_off:
-        found.append(f"is not measured: {model.reference_off}")
+        found.append(f"drift is not measured: {model.reference_off}")
     elif drift.reference_up is False:
-        found.append("is not measured: its fp32 reference loads or is dead")
+        found.append("drift is not measured: its fp32 reference is loading or has died")
     return found
 
 
@@ -171,9 +171,9 @@ def _gate(drift: LiveDrift, running: Running, now: float) -> str:
 
 def _reference(drift: LiveDrift, now: float, off: str) -> str:
     words = {
-        None: "not loaded: nothing was sampled yet, or it is off",
+        None: "not loaded: no sample was taken yet, or shadow is off",
         True: "up",
-        False: _marked(off or "loading or dead: nothing is measured", bad=True),
+        False: _marked(off or "loading, or has died: drift is not measured", bad=True),
     }
     last = "" if drift.last_sample is None else f"; last sample {_moment(drift.last_sample, now)}"
     return words[drift.reference_up] + last

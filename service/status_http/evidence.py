@@ -16,7 +16,7 @@ from service.contract import Registry
 from service.status_http.pages import Page, Route, text
 
 _log = logging.getLogger(__name__)
-OFF = "evidence is off: start the server with --evidence, and it will keep that of the next breach"
+OFF = "evidence is off: start the server with --evidence to keep that of the next breach"
 CONTENT_TYPE = "application/octet-stream"
 #: Returns the evidence file of a model's name and version. Raises RequestError.
 Fetch = Callable[[str, int], bytes]
@@ -41,7 +41,7 @@ def evidence_route(registry: Registry, fetch: Fetch | None) -> Route:
         except RequestError as error:
             return text(_STATUSES.get(type(error), HTTPStatus.SERVICE_UNAVAILABLE), str(error))
         _log.warning(
-            "model %r version %d: the evidence of its last breach, %d bytes, is given to a client of the HTTP port",
+            "model %r version %d: sending the evidence of its last breach, %d bytes, to a client of the HTTP port",
             slot.name, slot.version, len(data),
         )  # fmt: skip
         return Page(HTTPStatus.OK, CONTENT_TYPE, data)
@@ -57,6 +57,6 @@ def _asked(query: str) -> tuple[str, str]:
         found = {}
     unknown = sorted(found.keys() - {"model", "version"})
     if unknown or len(found.get("model", ())) != 1 or len(found.get("version", ("",))) != 1:
-        word = f"; {quoted(unknown[0])} is not known" if unknown else ""
-        raise InvalidRequest(f"ask for /evidence?model=NAME, and &version=N where it is not the newest{word}")
+        word = f"; {quoted(unknown[0])} is not a parameter of this page" if unknown else ""
+        raise InvalidRequest(f"request /evidence?model=NAME, with &version=N for one that is not the newest{word}")
     return found["model"][0], found.get("version", [""])[0]

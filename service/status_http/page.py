@@ -43,7 +43,7 @@ def status_page(server: ServerView, *, refreshing: bool = False) -> str:
     sections = [model_section(model, anchors[id(model)], server.at_seconds) for model in detailed]
     left = len(server.models) - len(detailed)
     if left:
-        sections.append(f"<p>{left:,} more models, in order, are in the table above and in /status.json.</p>")
+        sections.append(f"<p>{left:,} more models are in the table above and in /status.json.</p>")
     overview = _models(server, anchors) if len(server.models) > 1 else ""
     body = [_verdict(server, anchors), _figures(server), overview, *(sections or [_EMPTY]), _door(server)]
     words = "ready" if server.ready else "not ready"
@@ -130,13 +130,13 @@ def _headline(server: ServerView, ill: list[ModelView]) -> str:
     models = amounts.plural(len(server.models), "model")
     if server.ready:
         over = sum(model.over_budget for model in ill)
-        what = f"{amounts.plural(over, 'model')} over the drift budget" if over else f"{len(ill):,} to look at"
+        what = f"{amounts.plural(over, 'model')} over the drift budget" if over else f"{len(ill):,} with problems"
         return f"Ready: {models} {'answers' if len(server.models) == 1 else 'answer'}{f', and {what}' if ill else ''}"
     if not server.models:
         return "Not ready: there are no models"
     waits = len(server.waits_for)
     if not waits:
-        return "Not ready: every model is, and the server starts or stops"
+        return "Not ready: every model is ready, but the server is starting or stopping"
     return f"Not ready: {waits:,} of {models} {'does' if waits == 1 else 'do'} not answer"
 
 
@@ -189,15 +189,15 @@ def _door(server: ServerView) -> str:
         return ""
     rows = [(code(reason), f"{recent.get(reason, 0):,}", f"{count:,}") for reason, count in total.items()]
     columns = ("reason", f"last {amounts.duration(WINDOW_SECONDS)}", "since the start")
-    body = table("Before a model was asked", columns, rows)
-    return f"<section>\n{details(f'Refused at the door: {sum(total.values()):,}', body)}\n</section>"
+    body = table("Requests rejected before they reached a model", columns, rows)
+    return f"<section>\n{details(f'Rejected before reaching a model: {sum(total.values()):,}', body)}\n</section>"
 
 
 def _models(server: ServerView, anchors: dict[int, str]) -> str:
     columns = ("model", "version", "state", "drift", "p99", "answered/s", "queue", "profile")
     rows = [_model(model, anchors.get(id(model))) for model in server.models]
     body = table(
-        f"Of the last {amounts.duration(WINDOW_SECONDS)}; drift as a share of its budget",
+        f"Last {amounts.duration(WINDOW_SECONDS)}; drift as a share of its budget",
         columns,
         rows,
         words=3,
@@ -226,9 +226,9 @@ def _model(model: ModelView, anchor: str | None) -> tuple[str, ...]:
 
 def _footer(server: ServerView) -> str:
     return (
-        "<footer>\n<p>Counts and percentiles are of the last"
-        f" {amounts.duration(WINDOW_SECONDS)}, pictures of the last {amounts.duration(SPAN_SECONDS)}. A percentile"
-        " is read from a histogram’s buckets and at most a factor of 2.5 off; means are exact.</p>\n"
+        "<footer>\n<p>Counts and percentiles cover the last"
+        f" {amounts.duration(WINDOW_SECONDS)}, graphs the last {amounts.duration(SPAN_SECONDS)}. A percentile"
+        " is estimated from histogram buckets, at most a factor of 2.5 off; means are exact.</p>\n"
         '<p>Probes: <a href="/livez">/livez</a>, <a href="/readyz">/readyz</a> on port'
         f" {server.http_port}.</p>\n</footer>"
     )

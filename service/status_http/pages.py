@@ -122,7 +122,7 @@ class Access:
             return text(HTTPStatus.FORBIDDEN, words, refused="unauthenticated")
         if self.tokens is None:
             if scope == "manage" and not self.client_certificate and not self._is_here(host):
-                words = "without tokens this page is for who asks for this machine: by localhost or 127.0.0.1"
+                words = "without tokens this page is served only for requests to localhost or 127.0.0.1"
                 return text(HTTPStatus.FORBIDDEN, words, refused="forbidden")
             return None
         scopes = self.tokens.scopes(authorization)
@@ -151,4 +151,4 @@ class Access:
 def _probe(good: bool, word: str) -> Page:
     if good:
         return text(HTTPStatus.OK, word)
-    return text(HTTPStatus.SERVICE_UNAVAILABLE, f"not {word}; / says why")
+    return text(HTTPStatus.SERVICE_UNAVAILABLE, f"not {word}; see / for the reason")

@@ -16,7 +16,7 @@ _LONGEST_PAUSE_SECONDS = 0.2
 _WAITING = 32  # distinct pages; a scraper requests one
 _FAILED = text(HTTPStatus.INTERNAL_SERVER_ERROR, "internal error; the server's log has the details")
 _BUSY = text(
-    HTTPStatus.SERVICE_UNAVAILABLE, "too many pages are asked for; try again", ("Retry-After", "1"), refused="http_busy"
+    HTTPStatus.SERVICE_UNAVAILABLE, "too many pages are requested; try again", ("Retry-After", "1"), refused="http_busy"
 )
 
 

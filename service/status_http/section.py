@@ -56,7 +56,7 @@ def _trends(model: ModelView, recent: Recent) -> str:
             figure(
                 "Answered/s",
                 amounts.number(recent.per_second(counts.answered)),
-                rows + (f"; {amounts.number(failed)} refused or failed per second" if failed else ""),
+                rows + (f"; {amounts.number(failed)} rejected or failed per second" if failed else ""),
                 picture=sparkline(
                     "Requests per second", _SPAN, trend.requests_per_second, amounts.number, length=TICKS
                 ),
@@ -96,7 +96,8 @@ def _drift_figure(ratio: float | None, recent: Recent) -> str:
 def _latency(recent: Recent) -> str:
     phases = (("request", recent.request), ("queue", recent.queue), ("compute", recent.compute))
     columns = ("phase", "mean", "p50", "p90", "p99")
-    phased = table(f"Of the {_window(recent)}; compute is of a batch", columns, [_phase(*phase) for phase in phases])
+    caption = f"{_window(recent).capitalize()}; compute time is per batch"
+    phased = table(caption, columns, [_phase(*phase) for phase in phases])
     return f"<div>\n<h3>Latency</h3>\n{phased}\n</div>"
 
 
@@ -140,7 +141,7 @@ def _batching(running: Running) -> str:
     if not running.max_batch_size:
         return f"off, {at_once}"
     wait = running.max_queue_delay_seconds
-    delay = f"waiting up to {amounts.seconds(wait)} for more" if wait else "of what is there, waiting for no more"
+    delay = f"waiting up to {amounts.seconds(wait)} for more" if wait else "from waiting requests, without delay"
     return f"up to {running.max_batch_size} rows, {delay}; {at_once}"
 
 

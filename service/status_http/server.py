@@ -114,7 +114,7 @@ class HttpServer:
             except ConnectionAbortedError:
                 continue  # the client left before it was accepted
             except OSError as error:  # most likely no file descriptor is left
-                self._make_room(f"no connection can be accepted: {error.strerror}")
+                self._make_room(f"connections cannot be accepted: {error.strerror}")
                 await asyncio.sleep(_PAUSE_SECONDS)
                 continue
             if len(self._open) >= self._limits.connections:
@@ -148,7 +148,7 @@ class HttpServer:
         now = time.monotonic()
         if now - self._said >= _SAY_AGAIN_SECONDS:
             self._said = now
-            _log.warning("HTTP port: %s: those that have been silent longest are closed", why)
+            _log.warning("HTTP port: %s: closing the connections that have been idle longest", why)
 
     async def _answer(self, asked: Asked) -> Page:
         """Answer a request.
@@ -165,7 +165,7 @@ class HttpServer:
             if refusal is not None:
                 return refusal
         if route is None:
-            return text(HTTPStatus.NOT_FOUND, f"not found; there are {', '.join(self._pages)}")
+            return text(HTTPStatus.NOT_FOUND, f"not found; the pages are {', '.join(self._pages)}")
         return await self._rendering.page(asked.path, asked.query if route.asks else asked.accept)
 
 

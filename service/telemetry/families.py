@@ -57,38 +57,38 @@ class Families:
         self.requests = counter("requests_total", "Requests answered, by gRPC status code.", "code")
         self.rows = counter("rows_total", "Rows run: the sum of all batch sizes.")
         self.executions = counter("executions_total", "Batches run.")
-        self.rejected = counter("rejected_total", "Requests refused or dropped before they ran.", "reason")
-        self.request_seconds = histogram("request_duration_seconds", "From arrival to encoded answer.", words.SECONDS)
-        self.queue_seconds = histogram("queue_duration_seconds", "What a request waited for its batch.", words.SECONDS)
-        self.compute_seconds = histogram("compute_duration_seconds", "What one batch took to run.", words.SECONDS)
+        self.rejected = counter("rejected_total", "Requests rejected or dropped before they ran.", "reason")
+        self.request_seconds = histogram("request_duration_seconds", "Time from arrival to response.", words.SECONDS)
+        self.queue_seconds = histogram("queue_duration_seconds", "Time a request waited for its batch.", words.SECONDS)
+        self.compute_seconds = histogram("compute_duration_seconds", "Time one batch took to run.", words.SECONDS)
         self.batch_rows = histogram("batch_rows", "Rows in one batch.", words.ROWS)
         self.queue_depth = gauge("queue_depth", "Requests waiting for a batch.", mode="sum")
         self.in_flight = gauge("requests_in_flight", "Requests waiting or running.", mode="sum")
 
     def _of_models(self, make: Maker) -> None:
         gauge = make.gauge
-        self.ready = gauge("model_ready", "1 when the model answers, else 0.", mode="min")
-        self.load_seconds = gauge("model_load_seconds", "From opening the artifact to ready.", mode="max")
-        self.weight_bytes = gauge("model_weight_bytes", "Stored weights that the model maps.", mode="max")
+        self.ready = gauge("model_ready", "1 while the model is ready, else 0.", mode="min")
+        self.load_seconds = gauge("model_load_seconds", "Time from opening the artifact to ready.", mode="max")
+        self.weight_bytes = gauge("model_weight_bytes", "Bytes of stored weights that the model maps.", mode="max")
         self.info = gauge(
-            "model_info", "1; how the model really runs, in the labels.",
+            "model_info", "Always 1; the labels say how the model runs.",
             "backend", "device", "profile", "precision", "accumulation", mode="max",
         )  # fmt: skip
 
     def _of_drift(self, make: Maker) -> None:
         counter, gauge, weighted = make.counter, make.gauge, make.weighted
-        self.relative_l2 = weighted("drift_relative_l2", "Live drift of a row.", words.RELATIVE_L2, "output")
-        self.cosine = weighted("drift_cosine_distance", "Live drift of a row.", words.COSINE, "output")
-        self.max_abs = weighted("drift_max_abs", "Live drift of a row.", words.MAX_ABS, "output")
-        self.top1_matches = counter("drift_top1_matches_total", "Rows of logits with the reference's top.", "output")
+        self.relative_l2 = weighted("drift_relative_l2", "Relative L2 error of live rows.", words.RELATIVE_L2, "output")
+        self.cosine = weighted("drift_cosine_distance", "Cosine distance of live rows.", words.COSINE, "output")
+        self.max_abs = weighted("drift_max_abs", "Largest difference of live rows.", words.MAX_ABS, "output")
+        self.top1_matches = counter("drift_top1_matches_total", "Rows of logits with fp32's top class.", "output")
         self.top1_rows = counter("drift_top1_rows_total", "Rows of logits compared.", "output")
-        self.nonfinite = counter("drift_nonfinite_total", "Elements not finite where the reference's are.", "output")
+        self.nonfinite = counter("drift_nonfinite_total", "Elements not finite where fp32's are finite.", "output")
         self.samples = counter("drift_samples_total", "Samples taken from live requests, by outcome.", "outcome")
         self.out_of_range = counter(
             "drift_out_of_range_total", "Measured rows with values outside the calibrated range.", "input"
         )
         self.last_sample = gauge(
-            "drift_last_sample_timestamp_seconds", "When drift was last measured, Unix time.", mode="max"
+            "drift_last_sample_timestamp_seconds", "Unix time of the last drift measurement.", mode="max"
         )
         self.reference_up = gauge(
             "drift_reference_up", "1 while the fp32 reference is loaded and answers, else 0.", mode="max"
@@ -102,16 +102,16 @@ class Families:
             "output", "metric", mode="max",
         )  # fmt: skip
         self.budget_ratio_low = gauge(
-            "drift_budget_ratio_low", "The lower end of its 95 % interval.", "output", "metric", mode="max"
+            "drift_budget_ratio_low", "Lower end of the ratio's 95 % interval.", "output", "metric", mode="max"
         )
         self.budget_ratio_high = gauge(
-            "drift_budget_ratio_high", "The upper end of its 95 % interval.", "output", "metric", mode="max"
+            "drift_budget_ratio_high", "Upper end of the ratio's 95 % interval.", "output", "metric", mode="max"
         )
         self.effective_samples = gauge(
-            "drift_effective_samples", "Samples of one weight that recent drift is worth.", "output", mode="max"
+            "drift_effective_samples", "Effective sample size of recent drift.", "output", mode="max"
         )
-        self.over_budget = gauge("drift_over_budget", "1 while over budget with 95 % confidence.", mode="max")
-        self.cause = gauge("drift_cause", "1 for what ails the model, 0 for all else.", "cause", mode="max")
+        self.over_budget = gauge("drift_over_budget", "1 while drift is over budget with 95 % confidence.", mode="max")
+        self.cause = gauge("drift_cause", "1 for the diagnosed cause, 0 for the others.", "cause", mode="max")
         self.change_score = gauge(
             "drift_change_score", "The change detector's sum as a share of its threshold; 1 is an alarm.",
             "output", mode="max",
@@ -122,11 +122,11 @@ class Families:
         counter, gauge = make.counter, make.gauge
         self.answers = counter("answers_total", "Requests answered, by the precision that answered.", "precision")
         self.fallback_active = gauge("fallback_active", "1 while fp32 answers instead of bf16.", mode="max")
-        self.fallback_transitions = counter("fallback_transitions_total", "Changes of precision.", "to")
+        self.fallback_transitions = counter("fallback_transitions_total", "Switches between bf16 and fp32.", "to")
         self.fallback_failures = counter("fallback_failures_total", "Times that fp32 could not be loaded to answer.")
-        self.gate_passed = gauge("golden_gate_passed", "1 when the last golden gate was passed, else 0.", mode="min")
+        self.gate_passed = gauge("golden_gate_passed", "1 if the last golden gate passed, else 0.", mode="min")
         self.gate_runs = counter("golden_gate_runs_total", "Runs of the golden gate.", "outcome")
-        self.gate_at = gauge("golden_gate_timestamp_seconds", "When the golden gate last ran, Unix time.", mode="min")
+        self.gate_at = gauge("golden_gate_timestamp_seconds", "Unix time of the last golden gate run.", mode="min")
 
     def all(self) -> Iterable[AnyFamily]:
         families: dict[str, AnyFamily] = vars(self)

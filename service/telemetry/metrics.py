@@ -41,13 +41,13 @@ class Metrics:
         self._models: dict[tuple[str, int], ModelMetrics] = {}
         refused = Counter(
             "bf16kit_refused_total",
-            "Refused at the door, before a model was known.",
+            "Requests rejected before they reached a model.",
             ["reason"],
             registry=self._registry,
         )
         self._refused = {reason: refused.labels(reason) for reason in REFUSALS}
         traced = Counter(
-            "bf16kit_traces_total", "Requests that were traced, by outcome.", ["outcome"], registry=self._registry
+            "bf16kit_traces_total", "Traced requests, by outcome of the export.", ["outcome"], registry=self._registry
         )
         self._traced = {outcome: traced.labels(outcome) for outcome in words.TRACE_OUTCOMES}
         for collector in (ProcessCollector, PlatformCollector, GCCollector):

@@ -113,7 +113,7 @@ class TraceSettings:
         if name == "trace_count":
             return replace(choice, count=_number(name, values, _UNLIMITED))
         if name not in _FIXED:
-            raise InvalidRequest(f"unknown trace setting {quoted(name)}; there are {', '.join(_NAMES)}")
+            raise InvalidRequest(f"unknown trace setting {quoted(name)}; the settings are {', '.join(_NAMES)}")
         fixed, why = _FIXED[name]
         if values not in ((), (fixed,)):
             raise InvalidRequest(f"{name} cannot be changed: {why}")
@@ -121,7 +121,7 @@ class TraceSettings:
 
     def _level(self, values: tuple[str, ...]) -> bool | None:
         if values == ("TIMESTAMPS",) and not self._exports:
-            raise InvalidRequest("traces have nowhere to go; start with trace_exporter: otlp")
+            raise InvalidRequest("no trace exporter is configured; start with trace_exporter: otlp")
         if values not in ((), ("OFF",), ("TIMESTAMPS",)):
             raise InvalidRequest(
                 f"trace_level is {quoted(','.join(values))}; give OFF or TIMESTAMPS: tensors are never part of a trace"

@@ -66,7 +66,7 @@ class Otlp:
     def __init__(self, endpoint: str) -> None:
         for name in ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
             if os.environ.get(name, "grpc") != "grpc":
-                raise ConfigError(f"{name} is {os.environ[name]!r}: traces are exported over gRPC alone; unset it")
+                raise ConfigError(f"{name} is {os.environ[name]!r}: traces are exported over gRPC only; unset it")
         try:
             self._exporter: Any = OTLPSpanExporter(endpoint=endpoint or None)
         except Exception as error:  # noqa: BLE001 -- of a kind of its own for each variable
@@ -80,7 +80,7 @@ class Otlp:
         """See :meth:`Exporter.export`."""
         if self._exporter.export(spans).name == "SUCCESS":
             return ""
-        return self._heard.last or "the collector gave no answer in time"
+        return self._heard.last or "the collector did not answer in time"
 
     def close(self) -> None:
         """See :meth:`Exporter.close`."""
@@ -152,7 +152,7 @@ class Tracing:
         self._thread.join(_GIVE_UP_S)
         if self._ended:
             self._counted("dropped", len(self._ended))
-            _log.warning("%d traces are lost: they could not be delivered before the end", len(self._ended))
+            _log.warning("%d traces are lost: they could not be delivered before the server ended", len(self._ended))
 
     def _take_over(self, ended: Ended) -> None:
         waiting = len(self._ended)
@@ -186,6 +186,6 @@ class Tracing:
         if bool(why) is not self._failing:  # logged when failures begin and end, not for every batch
             self._failing = bool(why)
             if why:
-                _log.warning("traces are lost, and requests go on being served: %s", why)
+                _log.warning("traces are being lost; requests are still served: %s", why)
             else:
                 _log.info("traces are delivered again")

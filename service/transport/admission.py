@@ -76,7 +76,7 @@ class ByteBudget:
         """Take bytes for a call that already holds ``own``. Raises :class:`Overloaded`. The caller holds the lock."""
         if self._taken > own and self._taken + nbytes > self._limit:
             raise Overloaded(
-                f"requests and answers of {self._taken} bytes are held, the limit is {self._limit}; try again later",
+                f"requests and responses hold {self._taken} bytes, the limit is {self._limit}; try again later",
                 "bytes",
             )
         self._taken += nbytes

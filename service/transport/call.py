@@ -154,7 +154,7 @@ class Call:
             self.admit(context.peer())
         if self._refused is not None or self._place is None:
             # Also with a place taken just now: this may be gRPC's own thread, which must not wait for a request.
-            raise self._refused or Unavailable("the call was not let in")
+            raise self._refused or Unavailable("the call was not admitted")
         if self._arrival is None and not context.add_callback(self._ended):  # it ended before it got this thread
             self._ended()
         self._check_wanted()

@@ -42,8 +42,8 @@ class Changes:
             if self._draining:
                 raise Unavailable("the server is shutting down; try another", "draining")
             if call.cancellation.cancelled:
-                raise Cancelled(f"the client left before {doing} was over; it goes on")
-            raise DeadlineExceeded(f"{doing} takes longer than the call's deadline; it goes on: see RepositoryIndex")
+                raise Cancelled(f"the client left before {doing} was done; it continues")
+            raise DeadlineExceeded(f"{doing} takes longer than the call's deadline; it continues: see RepositoryIndex")
         finally:
             call.cancellation.unsubscribe(woken.set)
             self._waiting.discard(woken)

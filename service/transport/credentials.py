@@ -67,6 +67,6 @@ class Needs:
         given = next((value for name, value in metadata or () if name == "authorization"), None)
         scopes = self.tokens.scopes(given) if isinstance(given, str) else None
         if scopes is None:
-            raise Unauthenticated("this call needs a token that is known: metadata 'authorization: Bearer …'")
+            raise Unauthenticated("this call needs a valid token: send metadata 'authorization: Bearer …'")
         if self.scope not in scopes:
-            raise Forbidden(f"the token is not for this: the scope {self.scope!r} is needed")
+            raise Forbidden(f"the token lacks the scope {self.scope!r}, which this call needs")

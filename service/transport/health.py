@@ -98,7 +98,7 @@ class HealthServicer:
     def check(self, request: health_pb2.HealthCheckRequest, call: object) -> health_pb2.HealthCheckResponse:
         status = self._now.get(request.service)
         if status is None:
-            raise NotFound(f"unknown service {quoted(request.service)}; models go by their names")
+            raise NotFound(f"unknown service {quoted(request.service)}; for a model, give its name")
         return _response(status)
 
     def watch(

@@ -72,7 +72,7 @@ class _Admitting(ThreadPoolExecutor):
             try:
                 return submit(fn, *args, **kwargs)
             except RuntimeError as error:
-                _log.warning("a call has no thread and is not answered: %s", error)
+                _log.warning("no thread can be started for a call, which is not answered: %s", error)
                 return _done()
         call, arrival = found
         try:
@@ -80,7 +80,7 @@ class _Admitting(ThreadPoolExecutor):
                 return _INLINE.submit(fn, *args, **kwargs)
             call.start(arrival, lambda: submit(fn, *args, **kwargs), lambda: fn(*args, **kwargs))
         except Exception:  # noqa: BLE001 -- see above
-            _log.exception("a call cannot be started and is cancelled")
+            _log.exception("a call cannot be started; cancelling it")
             call.give_up(arrival)
         return _done()
 

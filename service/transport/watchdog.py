@@ -96,4 +96,4 @@ class Watchdog(Ticking):
             try:
                 patience.end_overdue()
             except Exception:  # noqa: BLE001 -- the other patiences are looked after all the same
-                _log.exception("a call that is overdue cannot be ended")
+                _log.exception("an overdue call cannot be ended")

@@ -50,7 +50,7 @@ class BoundsCheck:
         bound = self._bounds.response_bytes
         if nbytes > bound:
             raise InvalidRequest(
-                f"the answer has {nbytes} bytes or more, expected at most {bound} (max_response_bytes of the model's"
+                f"the response has {nbytes} bytes or more, expected at most {bound} (max_response_bytes of the model's"
                 " serving.yaml); ask for fewer rows, shorter inputs or fewer outputs"
             )
 

@@ -47,7 +47,7 @@ class Inflater:
         if len(inflated) > self._max_bytes:
             raise InvalidRequest(f"the request has more than {self._max_bytes} bytes once it is decompressed")
         if not inflate.eof or inflate.unused_data:
-            raise InvalidRequest("the request cannot be decompressed: it is broken off, or goes on behind its end")
+            raise InvalidRequest("the request cannot be decompressed: it is truncated, or has extra bytes at its end")
         hold(len(inflated))
         return inflated
 

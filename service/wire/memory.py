@@ -25,7 +25,7 @@ class SharedMemory:
         Raises InvalidRequest or NotFound; Unsupported if shared memory is off.
         """
         if self.regions is None:
-            raise Unsupported(f"{what} lies in shared memory, which is off; send it in the request")
+            raise Unsupported(f"{what} is in shared memory, which is off; send it in the request")
         return self.regions.lease(*place)
 
     def read(self, what: str, place: RegionPlace, hold: Hold | None) -> bytes:

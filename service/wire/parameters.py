@@ -69,8 +69,8 @@ def check_request(parameters: Parameters) -> RequestParameters:
             raise InvalidRequest(f"parameter {name!r} came as {choice}, expected {' or '.join(allowed)}")
         if name in _SEQUENCE and getattr(value, choice):
             raise InvalidRequest(
-                f"parameter {name!r}: models of this server keep no state between requests; send requests that do not"
-                " need one another, without sequence parameters"
+                f"parameter {name!r}: models of this server keep no state between requests; send independent"
+                " requests, without sequence parameters"
             )
     return RequestParameters(_natural("timeout", parameters) / 1e6 or None, _natural("priority", parameters))
 
@@ -110,7 +110,7 @@ def output_datatype(name: str, native: str, parameters: Parameters) -> str:
     if asked == native or (asked in ("BF16", "FP16") and native == "FP32"):
         return asked
     also = ", BF16 or FP16" if native == "FP32" else ""
-    raise InvalidRequest(f"output {name!r} was asked for as {quoted(asked)}, but can be had as {native}{also}")
+    raise InvalidRequest(f"output {name!r} was requested as {quoted(asked)}, but is available as {native}{also}")
 
 
 def class_count(name: str, parameters: Parameters) -> int:
@@ -123,10 +123,10 @@ def class_count(name: str, parameters: Parameters) -> int:
     what = f"output {name!r}"
     count = _integer(_expected(what, _CLASSES, parameters, *_INTEGER))
     if count <= 0:
-        raise InvalidRequest(f"{what} was asked for with {count} classes, expected 1 or more")
+        raise InvalidRequest(f"{what} was requested with {count} classes, expected 1 or more")
     for key in (_REGION, "datatype"):
         if key in parameters:
-            raise InvalidRequest(f"{what} was asked for with {key!r} beside {_CLASSES!r}; leave one of them out")
+            raise InvalidRequest(f"{what} was requested with {key!r} beside {_CLASSES!r}; leave one of them out")
     return count
 
 

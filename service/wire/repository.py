@@ -23,11 +23,11 @@ def load_config(parameters: Parameters) -> str | None:
     for name, parameter in parameters.items():
         if name.startswith(_FILE):
             raise InvalidRequest(
-                f"load parameter {quoted(name)}: files are not taken over the network; put the artifact into the"
+                f"load parameter {quoted(name)}: files are not accepted over the network; put the artifact into the"
                 " repository, and load it from there"
             )
         if name != "config":
-            raise InvalidRequest(f"load parameter {quoted(name)} is not known; there is 'config'")
+            raise InvalidRequest(f"load parameter {quoted(name)} is not known; the only one is 'config'")
         _check_kind(f"load parameter {name!r}", parameter, "string_param")
     return parameters["config"].string_param if "config" in parameters else None
 
@@ -39,7 +39,7 @@ def check_unload(parameters: Parameters) -> None:
     """
     for name, parameter in parameters.items():
         if name != "unload_dependents":
-            raise InvalidRequest(f"unload parameter {quoted(name)} is not known; there is 'unload_dependents'")
+            raise InvalidRequest(f"unload parameter {quoted(name)} is not known; the only one is 'unload_dependents'")
         _check_kind(f"unload parameter {name!r}", parameter, "bool_param")
 
 

@@ -109,7 +109,7 @@ class InferenceCodec:
         for tensor in inputs:
             name = tensor.name
             if name in feeds:
-                raise InvalidRequest(f"input {name!r} came twice")
+                raise InvalidRequest(f"input {name!r} was sent twice")
             if tensor.parameters and (place := region_place(f"input {quoted(name)}", tensor.parameters)) is not None:
                 shared += place.byte_size
                 self._memory.check_size(shared)
@@ -174,7 +174,7 @@ class InferenceCodec:
                     f"unknown output {quoted(name)}; the model's outputs are {', '.join(self._outputs)}"
                 )
             if name in dtypes:
-                raise InvalidRequest(f"output {name!r} was asked for twice")
+                raise InvalidRequest(f"output {name!r} was requested twice")
             dtypes[name] = native
             if output.parameters:
                 dtypes[name] = BY_OIP[output_datatype(name, native.oip, output.parameters)]
@@ -193,9 +193,7 @@ class InferenceCodec:
         count = class_count(name, parameters)
         if count:
             if dtypes[name].oip in ("BYTES", "BOOL"):
-                raise InvalidRequest(
-                    f"output {name!r} is {dtypes[name].oip}, which has no classes: they are of numbers"
-                )
+                raise InvalidRequest(f"output {name!r} is {dtypes[name].oip}; only outputs of numbers have classes")
             classes[name], dtypes[name] = count, BY_OIP["BYTES"]
         place = region_place(f"output {name!r}", parameters)
         if place is not None:

@@ -96,7 +96,7 @@ def decode_contents(name: str, dtype: DType, shape: tuple[int, ...], contents: p
     """Return the tensor in the typed ``contents``, of which only the field of its datatype may be filled."""
     field = CONTENTS_FIELD.get(dtype.oip)
     if field is None:
-        raise InvalidRequest(f"input {name!r} is {dtype.oip}, which travels in raw_input_contents only")
+        raise InvalidRequest(f"input {name!r} is {dtype.oip}, which is accepted in raw_input_contents only")
     others = [f.name for f, _ in contents.ListFields() if f.name != field]
     if others:
         raise InvalidRequest(f"input {name!r} is {dtype.oip}, expected in {field}, but {others[0]} is filled")

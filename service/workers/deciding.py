@@ -68,7 +68,7 @@ def _any_of(asked: Mapping[str, Future[Body]], precision: Precision) -> Future[N
         error = done.exception()
         # Only a worker that has not loaded the model yet can reject bf16, and it will begin with bf16 anyway.
         if error is not None and not died(error) and precision == "fp32":
-            _log.error("%s cannot answer as it was ordered to: %s", worker, brief(error))
+            _log.error("%s cannot switch to fp32: %s", worker, brief(error))
         with lock:
             left.discard(worker)
             if left:

@@ -87,7 +87,7 @@ class WorkerRegions:
         try:
             self._ask(kind, body).result(_PATIENCE_SECONDS)
         except TimeoutError:
-            raise Unavailable("not all processes of this server answer; try again") from None
+            raise Unavailable("some processes of this server do not answer; try again") from None
 
 
 def _gathered(asked: Sequence[Future[Body]], undo: Callable[[], object] = lambda: None) -> Future[Body]:

@@ -212,7 +212,7 @@ def _drain(config: ServerConfig, fleet: Fleet) -> Ending:
     The HTTP port answers throughout.
     """
     if config.lame_duck_seconds:
-        _log.info("stopping: not ready, and at work for another %g s", config.lame_duck_seconds)
+        _log.info("stopping: not ready, but still serving for another %g s", config.lame_duck_seconds)
         fleet.retire()
         until = time.monotonic() + config.lame_duck_seconds
         while time.monotonic() < until:  # a second signal ends the process at once, and the workers with it
@@ -222,6 +222,6 @@ def _drain(config: ServerConfig, fleet: Fleet) -> Ending:
     _log.info("draining for up to %g s", config.drain_seconds)
     ending = fleet.drain(config.drain_seconds)
     if not ending.answered:
-        _log.warning("requests were cut off: they were still at work after %g s", config.drain_seconds)
+        _log.warning("requests were cut off: still in flight after %g s", config.drain_seconds)
     _log.info("stopped after %.2f s", time.monotonic() - begun)
     return ending

@@ -68,7 +68,7 @@ class SharedWeights:
             if answer == HERE and len(descriptors) == 1:
                 return _checked(descriptors[0], size), use
             _close_all(descriptors)
-            raise _NotShared("the owner has as many uses as it takes" if answer == REFUSED else "the owner is gone")
+            raise _NotShared("the owner serves as many uses as it may" if answer == REFUSED else "the owner is gone")
         except BaseException:
             use.close()
             raise

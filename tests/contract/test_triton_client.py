@@ -194,7 +194,7 @@ def test_a_model_that_cannot_be_had_is_refused(client: Any, model: str, version:
     [
         (types_inputs()[:3], "input 'flag' is missing"),
         ([*types_inputs(), tensor("more", X, "FP32")], "unknown input 'more'"),
-        ([*types_inputs(), types_inputs()[0]], "input 'x' came twice"),
+        ([*types_inputs(), types_inputs()[0]], "input 'x' was sent twice"),
         (types_inputs(tensor("x", X.astype(np.float64), "FP64")), "input 'x' has datatype 'FP64', expected FP32"),
         (types_inputs(tensor("x", X[:, :3], "FP32")), "input 'x' has shape [1, 3], expected [batch,4]"),
     ],

@@ -85,7 +85,7 @@ def test_damage_is_told_from_drift_of_the_model_by_what_was_answered(
     evidence = Evidence.read(out)
     assert (evidence.header.rows, evidence.header.of_rows, evidence.header.profile) == (1, 2, "cpu")
     assert evidence.feeds["x"][0, 0] == np.float32(SECRET)
-    assert "is given to a client of the HTTP port" in server.log
+    assert "sending the evidence of its last breach" in server.log
     assert str(SECRET) not in server.log + asked.stdout, "what clients send is in no log"
 
     told = program("bf16-convert", "explain", out, "--artifact", repository / "m" / "1")

@@ -69,7 +69,7 @@ def test_damage_in_memory_is_found_on_schedule_and_told_everywhere(
     assert properties(server).startswith("FAILED 20")
     assert "output 'y': relative_l2 is" in properties(server)
     assert "golden gate failed on schedule" in server.log
-    assert "load it anew" in server.log
+    assert "load it again (restart the server" in server.log
     assert "FAILED 20" in server.get("/")[1]
     assert server.get("/readyz")[0] == 200, "it goes on serving: who calls is told by metrics, log and page"
     assert not np.array_equal(answer(server), before), "for the weights that answer were damaged"

@@ -90,7 +90,7 @@ def test_killed_or_standing_still_it_is_another_within_seconds_and_what_is_lost_
     assert server.metric(count) == 6, "what it had counted stays"
     assert metric(server, "last_sample_timestamp_seconds") == last
     until(lambda: pids(server, SHADOW) not in ([], [first]), "another in its place")
-    assert re.search(r"it is started again in 0(\.25)? s", server.log)
+    assert re.search(r"restarting it in 0(\.25)? s", server.log)
     until(lambda: metric(server, "reference_up") == 1, "a reference, without another sample")
     ask_until(server, "measured", ROWS)
     until(lambda: server.metric(count) == samples(server, "measured") > 6, "it measures")
@@ -188,7 +188,7 @@ def test_a_reference_that_is_off_or_over_its_memory_is_not_there_and_the_others_
     assert "model 'large' version 1: no live drift: the fp32 reference cannot be loaded: its weights are 2048" in (
         several.log
     )
-    assert "over shadow.reference_memory_bytes 3000, and was given back; drift of this model is not" in several.log
+    assert "over shadow.reference_memory_bytes 3000, and was unloaded; drift of this model is not" in several.log
     assert [samples(several, outcome, "off") for outcome in ("measured", "dropped", "failed")] == [0, 0, 0]
     assert metric(several, "reference_up", "off") == -1
     assert metric(several, "reference_up") == 1
@@ -247,4 +247,4 @@ def test_another_server_may_run_the_reference_slowly_or_not_at_all(tmp_path: Pat
             return metric(server, "reference_up") == 1
 
         until(back, "asked again, and up")
-    assert "does not serve as the fp32 reference: NOT_FOUND" in server.log
+    assert "cannot serve as the fp32 reference: NOT_FOUND" in server.log

@@ -160,7 +160,7 @@ def test_one_that_the_processor_would_emulate_is_not_even_loaded(
     found = loaded(converted)
     assert (found.info.profile, found.info.choice) == (
         "cpu",
-        "auto: cpu-bf16 was passed over, this processor emulates it",
+        "auto: cpu-bf16 was skipped, this processor emulates it",
     )
     assert len(opened) == 1
 
@@ -171,10 +171,10 @@ def test_what_the_environment_says_of_the_kernel_s_path_decides_whether_that_is_
     """No clock is turned and nothing is replaced: the real thing, whatever this processor is."""
     found = loaded(converted)
     assert found.info.profile in BOTH
-    assert ("was passed over, this processor emulates it" in found.info.choice) == (not kernel.multiplies_bf16())
+    assert ("was skipped, this processor emulates it" in found.info.choice) == (not kernel.multiplies_bf16())
     assert ("medians of" in found.info.choice) == kernel.multiplies_bf16()
     monkeypatch.setenv(kernel.VARIABLE, "portable")
-    assert loaded(converted).info.choice == "auto: cpu-bf16 was passed over, this processor emulates it"
+    assert loaded(converted).info.choice == "auto: cpu-bf16 was skipped, this processor emulates it"
     monkeypatch.setenv(kernel.VARIABLE, "off")
     assert loaded(converted).info.profile == "cpu"
 
@@ -185,7 +185,7 @@ def test_a_budget_that_serving_yaml_tightens_passes_it_over(converted: Path, nat
     between = np.mean([drift[profile].outputs["y"]["relative_l2"]["mean"] for profile in BOTH])
     found = loaded(converted, turned(2e-3, 1e-3), budget={"relative_l2": float(between)})
     assert found.info.profile == "cpu"
-    assert found.info.choice.startswith("auto: cpu-bf16 was passed over, its drift is over budget: output 'y'")
+    assert found.info.choice.startswith("auto: cpu-bf16 was skipped, its drift is over budget: output 'y'")
     assert len(opened) == 1
 
 
@@ -216,7 +216,7 @@ def test_one_that_does_not_pass_the_gate_costs_the_model_nothing(
     monkeypatch.setattr(loading, "check_golden", judged)
     with caplog.at_level(logging.WARNING):
         found = loaded(converted, turned(2e-3, 1e-3))
-    assert (found.info.profile, found.info.choice) == ("cpu", f"auto: cpu-bf16 was passed over, {said}")
+    assert (found.info.profile, found.info.choice) == ("cpu", f"auto: cpu-bf16 was skipped, {said}")
     assert ("secret" in caplog.text) == isinstance(error, RuntimeFailure)
     assert still_open(opened) == ["cpu"]
 

@@ -169,7 +169,7 @@ def test_requests_that_outlast_the_drain_are_cut_off_and_the_exit_code_says_so(t
         with pytest.raises(triton.InferenceServerException):
             working.result(60)
     assert server.exit_code() == 1
-    assert "requests were cut off: they were still at work after 0.5 s" in server.log
+    assert "requests were cut off: still in flight after 0.5 s" in server.log
 
 
 @pytest.mark.long

@@ -237,7 +237,7 @@ def test_requests_that_outlast_the_drain_are_cut_off_and_the_exit_code_says_so(r
         server.terminate()
         assert server.exit_code() == 1, server.log
         assert call.code() is not grpc.StatusCode.OK
-    assert "requests were cut off: they were still at work after 0.5 s" in server.log
+    assert "requests were cut off: still in flight after 0.5 s" in server.log
 
 
 @pytest.mark.long

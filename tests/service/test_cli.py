@@ -60,9 +60,9 @@ def test_a_misspelt_variable_is_a_warning_of_the_servers_log(tmp_path: Path) -> 
             env={**os.environ, "BF16KIT_HTTP_PROT": "9000"},
         )
     assert done.returncode == 2
-    (line,) = [line for line in done.stderr.splitlines() if "nothing reads" in line]
+    (line,) = [line for line in done.stderr.splitlines() if "unknown environment variables" in line]
     assert (
-        " WARNING service.cli: nothing reads 'BF16KIT_HTTP_PROT' (BF16KIT_HTTP_PORT?), which the environment has"
+        " WARNING service.cli: unknown environment variables are ignored: 'BF16KIT_HTTP_PROT' (BF16KIT_HTTP_PORT?);"
         in line
     )
 

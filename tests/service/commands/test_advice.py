@@ -36,7 +36,7 @@ def test_a_target_leaves_out_what_is_slower() -> None:
 def test_a_target_that_nothing_keeps_to_is_said() -> None:
     found = advise([candidate(ONE, (1, 100, 0.01)), candidate(TWO, (1, 80, 0.02))], 0.001)
     assert found.layout == ONE
-    assert found.reason.startswith("nothing keeps to 1 ms: the nearest is 1 instance of 2 threads")
+    assert found.reason.startswith("no layout keeps p99 within 1 ms: the nearest is 1 instance of 2 threads")
 
 
 def test_no_batching_is_told_without_batches() -> None:

@@ -96,7 +96,7 @@ def test_a_file_that_is_there_is_replaced_only_when_told_to(serve: Open, run: Ru
     out, server = tmp_path / "breach", serve(kept)
     out.write_text("mine")
     out.chmod(0o644)
-    check(run("evidence", "m", "--server", server, "--out", out), 2, "is there already")
+    check(run("evidence", "m", "--server", server, "--out", out), 2, "already exists")
     assert out.read_text() == "mine"
     assert run("evidence", "m", "--server", server, "--out", out, "--force").exit_code == 0
     assert stat.S_IMODE(out.stat().st_mode) == 0o600
@@ -127,7 +127,7 @@ def test_tokens_come_from_a_file_like_the_servers_or_the_environment(
     check(
         run("evidence", "m", "--server", server, "--out", out, "--token-file", reader),
         2,
-        "no token of the scope manage",
+        "no token with the scope manage",
     )
     check(run("evidence", "m", "--server", server, "--out", out, "--token-file", tmp_path / "no"), 2, "cannot be read")
     monkeypatch.setenv("BF16KIT_TOKEN", READ)
@@ -154,7 +154,7 @@ def test_what_is_no_token_is_not_sent_and_not_shown(
 ) -> None:
     monkeypatch.setenv("BF16KIT_TOKEN", token)
     result = run("evidence", "m", "--server", serve(none), "--out", tmp_path / "breach")
-    check(result, 2, "BF16KIT_TOKEN is no bearer token")
+    check(result, 2, "BF16KIT_TOKEN is not a bearer token")
     assert token not in result.stderr
     assert "wört" not in result.stderr
 
@@ -191,9 +191,9 @@ def test_what_cannot_be_asked_or_written_is_told_before_anything_is_fetched(
     for out in (".", "..", "/", tmp_path):
         check(run("evidence", "m", "--server", server, "--out", out), 2, f"--out {out}: is a directory; name a file")
         check(run("evidence", "m", "--server", server, "--out", out, "--force"), 2, "is a directory")
-    check(run("evidence", "m", "--server", server, "--out", "mine"), 2, "is there already")
+    check(run("evidence", "m", "--server", server, "--out", "mine"), 2, "already exists")
     check(run("evidence", "m", "--server", server, "--out", "n" * 300), 2, "cannot be written")
-    check(run("evidence", "m\udcff", "--server", server, "--out", "breach"), 2, "MODEL 'm\\udcff': is no text")
+    check(run("evidence", "m\udcff", "--server", server, "--out", "breach"), 2, "MODEL 'm\\udcff': is not valid UTF-8")
     assert asked == []
 
 
@@ -212,7 +212,7 @@ def test_wrong_usage_is_one_line(run: Run, tmp_path: Path) -> None:
     out = tmp_path / "breach"
     for server in ("nowhere", "host:port", "ftp://host:1", "http://host:1/evidence", "host:99999", "[::1", "[x]:1"):
         check(run("evidence", "m", "--server", server, "--out", out), 2, "expected HOST:PORT")
-    check(run("evidence", "m", "--key", out, "--out", out), 2, "--certificate and --key are given together")
+    check(run("evidence", "m", "--key", out, "--out", out), 2, "give --certificate and --key together")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -221,7 +221,7 @@ def test_wrong_usage_is_one_line(run: Run, tmp_path: Path) -> None:
 
 def test_an_answer_that_is_no_evidence_is_not_written(serve: Open, run: Run, tmp_path: Path) -> None:
     server = serve(lambda model, version: b"something else")
-    check(run("evidence", "m", "--server", server, "--out", tmp_path / "breach"), 2, "is no evidence")
+    check(run("evidence", "m", "--server", server, "--out", tmp_path / "breach"), 2, "is not evidence")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -113,7 +113,7 @@ def test_a_server_that_asks_clients_for_certificates_is_shown_one(run: Run, auth
         flags += ["--tls-client-ca", authority.certificate]
         assert run("health", *flags).exit_code == 0  # its own, which is of that authority
         assert run("health", *flags, "--certificate", client.certificate, "--key", client.key).exit_code == 0
-        unwell(run("health", *flags, "--certificate", client.certificate), "given together")
+        unwell(run("health", *flags, "--certificate", client.certificate), "give --certificate and --key together")
 
 
 def test_a_token_is_shown_only_where_health_needs_one(

@@ -234,7 +234,7 @@ def test_a_row_over_the_bound_is_not_kept_and_that_is_told() -> None:
     witness = Witness(told, 0, BUDGET, most_bytes=71)
     told.say("over")
     put(witness, 0.5)
-    with pytest.raises(NotFound, match="have 72 bytes each, and 71 are kept at most"):
+    with pytest.raises(NotFound, match="have 72 bytes each; at most 71 are kept"):
         kept(witness)
 
 
@@ -263,7 +263,7 @@ def test_a_breach_whose_rows_are_too_large_does_not_leave_the_one_before_as_the_
         told.say(state)
         put(witness, *drifts)
         if shown is None:
-            with pytest.raises(NotFound, match="the rows of its last breach have 144 bytes each, and 100 are kept"):
+            with pytest.raises(NotFound, match="the rows of its last breach have 144 bytes each; at most 100 are kept"):
                 kept(witness)
         else:
             assert relative_l2(kept(witness)) == pytest.approx(shown)

@@ -261,7 +261,7 @@ def test_a_reference_that_is_away_fails_samples_quietly_and_whoever_watches_is_t
 ) -> None:
     def away(*_: object, **more: object) -> dict[str, Array]:
         reference.up = False
-        raise Unavailable("the fp32 reference was given back")
+        raise Unavailable("the fp32 reference was unloaded")
 
     run = reference.run
     monkeypatch.setattr(reference, "run", away)

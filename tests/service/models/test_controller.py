@@ -124,7 +124,7 @@ def test_a_version_of_another_user_is_not_taken_for_one_on_its_way(
         version = shutil.copytree(artifact, place / "mlp" / "1")
         with closed(version) as user:
             Controller(place, told.want, told.desire, "poll", ()).poll(lambda: None)
-        assert caplog.messages == [f"{place / 'mlp'} is passed over: user {user} may not read {version}"]
+        assert caplog.messages == [f"{place / 'mlp'} is skipped: user {user} may not read {version}"]
 
 
 def test_an_artifact_at_the_wrong_depth_is_told_with_where_it_belongs(
@@ -134,8 +134,8 @@ def test_an_artifact_at_the_wrong_depth_is_told_with_where_it_belongs(
     shutil.copytree(artifact, tmp_path / "1")
     control("none").begin()
     assert caplog.messages == [
-        f"{tmp_path / '1'} is passed over: it is a version, and {tmp_path} is a model: the repository is the"
-        " directory in which that lies",
+        f"{tmp_path / '1'} is skipped: it is a version, and {tmp_path} is a model: give the directory"
+        " above that as the repository",
         f"repository {tmp_path} holds no model: serving, but not ready; put artifacts under <model>/<version>/"
         " and restart",
     ]
@@ -271,7 +271,7 @@ def test_a_directory_that_is_passed_over_is_told_of_once(
     poll.begin()
     for _ in range(3):
         poll.poll(still)
-    assert [line.partition(" is passed over: ")[0].rpartition("/")[2] for line in caplog.messages] == [
+    assert [line.partition(" is skipped: ")[0].rpartition("/")[2] for line in caplog.messages] == [
         "coming",
         "spaced name",
     ]

@@ -99,7 +99,7 @@ def test_weights_damaged_in_memory_fail_the_gate_and_everybody_is_told(
     assert "model 'm' version 1: golden gate failed on schedule" in line
     assert "output 'y': relative_l2 is" in line
     assert "the budget allows at most 0.015" in line
-    assert "load it anew" in line
+    assert "load it again (restart the server" in line
     (verdict,) = made.heard
     assert (verdict.model, verdict.version, verdict.state, verdict.cause) == ("m", 1, "over", "broken")
     assert verdict.low > 1

@@ -69,5 +69,5 @@ def test_true_is_no_number() -> None:
     "field", ["optimization", "sequence_batching", "ensemble_scheduling", "model_warmup", "response_cache", "weights"]
 )
 def test_what_has_no_counterpart_is_refused_by_name(field: str) -> None:
-    with pytest.raises(InvalidRequest, match=f"'{field}' is not supported; what can be changed is version_policy"):
+    with pytest.raises(InvalidRequest, match=f"'{field}' is not supported; the fields are version_policy"):
         Override("m", json.dumps({field: {"enable": True}}))

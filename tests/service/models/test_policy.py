@@ -56,15 +56,21 @@ def test_a_breach_is_said_and_no_more_unless_somebody_asks_for_it(tmp_path: Path
     ("text", "message"),
     [
         ("fallback: none", "'fallback.policy' is 'none': 'none' is called 'off' now"),
-        ("fallback: on", "'on' says not what to do; the policies are off, alert and fp32"),
+        ("fallback: on", "'on' is not a policy; use off, alert or fp32"),
         ("fallback: fp16", "'fallback.policy' is 'fp16'"),
         ("fallback: {policy: fp32, margin: 1}", r"'fallback\.margin' is 1"),
         ("fallback: {policy: fp32, clean_samples: 0}", r"'fallback\.clean_samples' is 0"),
         ("fallback: {policy: fp32, clean_samples: 1001}", r"'fallback\.clean_samples' is 1001"),
         ("fallback: {policy: fp32, stay: 1}", r"unknown key 'fallback\.stay'"),
         ("fallback: {min_stay_seconds: 9, longest_stay_seconds: 8}", "longest_stay_seconds is 8, less than min_stay"),
-        ("fallback: fp32\nshadow: {rate: 0}", r"fallback is fp32, and shadow\.rate is 0"),
-        ("fallback: fp32\nshadow: {reference: off}", r"fallback is fp32, and shadow\.reference is off"),
+        (
+            "fallback: fp32\nshadow: {rate: 0}",
+            r"needs live drift measurement, but shadow\.rate is 0; turn shadow on, or set",
+        ),
+        (
+            "fallback: fp32\nshadow: {reference: off}",
+            r"live drift measurement, but shadow\.reference is off; turn shadow on",
+        ),
         ("max_batch: 3", "unknown key 'max_batch'; known keys are .*max_batch_size"),
         ("shadow: {rat: 1}", r"unknown key 'shadow\.rat'; known keys are max_bytes, max_per_second, max_rows, rate"),
         ("shadow: {rate: 2}", r"'shadow\.rate' is 2"),
@@ -96,9 +102,9 @@ def test_labels_are_the_lines_of_a_file_beside_it(tmp_path: Path) -> None:
     ("name", "message"),
     [
         ("none.txt", r"serving\.yaml: 'labels\.y': none\.txt cannot be read"),
-        ("../classes.txt", r"'labels\.y' is '\.\./classes\.txt': give the name of a file in the model's directory"),
-        ("/etc/passwd", "give the name of a file in the model's directory"),
-        ("5", r"'labels\.y' is 5: give the name of a file"),
+        ("../classes.txt", r"'labels\.y' is '\.\./classes\.txt': name a file in the model's directory"),
+        ("/etc/passwd", "name a file in the model's directory"),
+        ("5", r"'labels\.y' is 5: name a file"),
         ("latin.txt", r"'labels\.y': latin\.txt is not UTF-8"),
         ("large.txt", r"'labels\.y': large\.txt has more than 16777216 bytes"),
     ],
@@ -146,7 +152,7 @@ def test_the_version_policy_chooses_among_what_is_there() -> None:
 
 
 def test_a_specific_version_that_is_not_there_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"asks for version 9; there are \[1, 5\]"):
+    with pytest.raises(ConfigError, match=r"asks for version 9; the versions are \[1, 5\]"):
         VersionPolicy(specific=(9,)).choose([1, 5])
 
 

@@ -229,11 +229,11 @@ def test_what_cannot_be_loaded_never_replaces_what_answers(
     assert isinstance(repository.load("m").exception(60), Unavailable)
     assert repository.get("m", "") is model
     assert (repository.find("m", "").state, repository.ready) == ("ready", True)
-    assert "what should replace it: " in repository.find("m", "").reason
+    assert "the previously loaded version still serves; its replacement failed: " in repository.find("m", "").reason
     assert "unknown key 'max_batch'" in repository.find("m", "").reason
     assert rows_run(metrics) == 1
     assert b'bf16kit_model_ready{model="m",version="1"} 1.0' in metrics.expose()[0]
-    assert caplog.text.count("goes on answering as it was loaded before") == 2
+    assert caplog.text.count("the previously loaded version still serves") == 2
 
 
 @pytest.mark.long
@@ -390,7 +390,7 @@ def test_a_request_that_takes_longer_than_an_unloading_waits_is_left_behind_and_
         repository.unload("m").result(60)
         with pytest.raises(Unavailable):
             model.infer(ONE)
-    assert "unloaded with requests still at work" in caplog.text
+    assert "unloaded before these had ended: requests" in caplog.text
     assert repository.close()
 
 
@@ -451,7 +451,7 @@ def test_closing_waits_for_a_model_being_loaded_until_the_deadline_and_says_so(
     a, b = repository.load("a"), repository.load("b")
     until(lambda: loads.begun)
     assert not repository.close(0.1)
-    assert "a model is still being loaded or unloaded; it is left behind" in caplog.text
+    assert "a model is still being loaded or unloaded; stopping without waiting for it" in caplog.text
     assert isinstance(b.exception(60), Unavailable)
     loads.go.set()
     assert isinstance(a.exception(60), Unavailable)

@@ -311,7 +311,7 @@ def test_what_is_no_model_is_passed_over_and_said(tmp_path: Path, scan: Open, ca
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "file.txt").write_text("")
     assert [(m.name, m.version) for m in scan().models()] == [("mlp", 1)]
-    assert "spaced name is passed over" in caplog.text
+    assert "spaced name is skipped" in caplog.text
     assert "hidden" not in caplog.text
 
 

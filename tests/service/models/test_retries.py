@@ -152,4 +152,4 @@ def test_a_polled_model_serves_once_what_kept_it_from_being_loaded_has_passed(
     with caplog.at_level("INFO"):
         control.poll(lambda: None)
     until(lambda: repository.find("m", "").state == "ready")
-    assert "model 'm' could not be loaded and is tried again" in caplog.text
+    assert "model 'm' could not be loaded; trying again" in caplog.text

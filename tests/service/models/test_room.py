@@ -34,7 +34,7 @@ def test_a_model_that_does_not_fit_is_refused_with_what_it_takes_what_there_is_a
     opened = open_artifact(artifact, Serving())
     let(monkeypatch, RESERVE + opened.weight_bytes - 1)
     expected = (
-        r"^it takes 67 MB of memory at least, and 67 MB are left of the 100 MB that this container may take; raise"
+        r"^it needs 67 MB of memory at least, and 67 MB are left of the 100 MB that this container may take; raise"
     )
     with pytest.raises(ConfigError, match=expected):
         loading.load(artifact, Serving(), device="cpu", threads=1)

@@ -85,12 +85,12 @@ def test_a_message_cut_short_is_the_end(raw: Pair) -> None:
 @pytest.mark.parametrize(
     ("sent", "why"),
     [
-        (struct.pack("!II", LONGEST + 1, 0), "none of ours"),
-        (struct.pack("!II", 2, MOST_FILES + 1), "none of ours"),
-        (struct.pack("!II", 2, 0) + b"[]", "none of ours"),
+        (struct.pack("!II", LONGEST + 1, 0), "is not from this server"),
+        (struct.pack("!II", 2, MOST_FILES + 1), "is not from this server"),
+        (struct.pack("!II", 2, 0) + b"[]", "is not from this server"),
         (struct.pack("!II", 2, 1) + b"{}", "0 of 1 files"),
-        (struct.pack("!II", 3, 0) + b"{]}", "no message"),
-        (struct.pack("!II", 1, 0) + b"\xff", "no message"),
+        (struct.pack("!II", 3, 0) + b"{]}", "not a message"),
+        (struct.pack("!II", 1, 0) + b"\xff", "not a message"),
     ],
 )
 def test_what_is_no_message_is_refused_before_room_is_made_for_it(raw: Pair, sent: bytes, why: str) -> None:

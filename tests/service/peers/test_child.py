@@ -134,7 +134,7 @@ def test_one_that_cannot_be_started_is_tried_again_later_each_time(
         clock.now += 0.02
         last = caplog.records[-1].getMessage()
         assert last.startswith("the child cannot be started: [Errno 24] Too many open files")
-        assert last.endswith(f"; it is tried again in {pause:g} s")
+        assert last.endswith(f"; trying again in {pause:g} s")
     assert open_files() == opened, "nothing is left open"
     child.tend()
     assert child.pid is not None
@@ -264,9 +264,9 @@ def test_one_that_is_not_wanted_any_more_is_not_started_again(keep: Keep, clock:
         (
             "os.kill(os.getpid(), signal.SIGKILL)",
             1,
-            "killed by SIGKILL for want of memory, of which this container may",
+            "killed by SIGKILL because memory ran out, of which this container may",
         ),
-        ("os.kill(os.getpid(), signal.SIGKILL)", 0, "killed by SIGKILL; it is started again"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 0, "killed by SIGKILL; restarting it"),
     ],
 )
 def test_one_that_the_system_ended_for_want_of_memory_is_said_to_be(

@@ -89,14 +89,14 @@ def test_what_is_returned_makes_another_process_the_same() -> None:
 
 def test_a_change_is_in_the_log_that_it_changes(stream: io.StringIO) -> None:
     LogSettings("info", "text").update({"log_warning": (False,)})
-    assert "the log's settings are changed: log_warning=False" in stream.getvalue()
+    assert "log settings changed: log_warning=False" in stream.getvalue()
 
 
 @pytest.mark.parametrize(
     ("wrong", "why"),
     [
         ({"log_file": ("/tmp/anywhere",)}, "log_file cannot be changed over the network"),
-        ({"log_inof": (True,)}, "unknown log setting 'log_inof'; there are log_file, log_info"),
+        ({"log_inof": (True,)}, "unknown log setting 'log_inof'; the settings are log_file, log_info"),
         ({"log_info": (1,)}, "log_info is '1'; give true or false"),
         ({"log_error": ("no",)}, "log_error is 'no'"),
         ({"log_verbose_level": (-1,)}, "log_verbose_level is '-1'; give 0"),

@@ -52,8 +52,8 @@ def test_the_log_says_what_the_limit_is_and_what_follows(tmp_path: Path, caplog:
     small = Memory(limit=512 * MIB, left=500 * MIB)
     announce(bounded(config(tmp_path), small), small)
     assert caplog.messages == [
-        "memory: 524 MB are left of the 537 MB that this container may take; requests may hold 134217728 bytes of it,"
-        " one message 67108864"
+        "memory: 524 MB are left of the 537 MB that this container may take; requests may use 134217728 bytes of it,"
+        " one message at most 67108864"
     ]
     announce(config(tmp_path), None)
     assert len(caplog.messages) == 1

@@ -36,5 +36,5 @@ def test_a_name_that_a_client_may_ask_for(tmp_path: Path, subject: str, names: s
 
 
 def test_a_certificate_for_nobody_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is for no name"):
+    with pytest.raises(ConfigError, match="names no host"):
         name_of(signed(tmp_path, "/O=nobody", ""))

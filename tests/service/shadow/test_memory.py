@@ -97,7 +97,7 @@ def run(reference: BoundedReference) -> dict[str, Array]:
 
 def test_one_that_takes_too_much_by_being_loaded_is_given_back(process: Process, load: Load) -> None:
     assert load(100, taken=100).up
-    with pytest.raises(ConfigError, match=r"takes 101 bytes .* over shadow.reference_memory_bytes 100, .* raise"):
+    with pytest.raises(ConfigError, match=r"uses 101 bytes .* over shadow.reference_memory_bytes 100, .* raise"):
         load(100, taken=101)
     assert process.held == 1100
 
@@ -115,7 +115,7 @@ def test_one_that_grows_over_its_bound_is_given_back_after_that_run_and_the_log_
     for _ in range(2):
         with pytest.raises(Unavailable):
             run(reference)
-    assert caplog.text.count("m: the fp32 reference is given back: it takes 120 bytes of memory, over") == 1
+    assert caplog.text.count("m: the fp32 reference is unloaded: it uses 120 bytes of memory, over") == 1
     assert "shadow.reference_memory_bytes 100; drift of this model is not measured" in caplog.text
 
 
@@ -200,7 +200,7 @@ def test_one_that_is_refused_memory_by_the_system_is_given_back(
     with pytest.raises(Unavailable):
         run(reference)
     assert not reference.up
-    assert "a run was refused more memory" in caplog.text
+    assert "a run exceeded the memory limit shared by all references" in caplog.text
 
 
 def test_one_that_fails_otherwise_stays(load: Load) -> None:

@@ -140,9 +140,9 @@ def test_a_server_may_answer_in_typed_contents(connect: Connect) -> None:
     ("datatype", "shape", "raw", "says"),
     [
         ("FP16", [2, 3], 12, "not as FP32"),
-        ("FP32", [2, 3], 20, "no tensor of its datatype and shape"),
-        ("FP32", [2, 3], 0, "no tensor of its datatype and shape"),
-        ("", [], 0, "without output 'y'"),
+        ("FP32", [2, 3], 20, "bytes that do not fit their datatype and shape"),
+        ("FP32", [2, 3], 0, "bytes that do not fit their datatype and shape"),
+        ("", [], 0, "did not return output 'y'"),
     ],
 )
 def test_an_answer_that_is_none_is_a_failure_of_the_sample(
@@ -170,7 +170,7 @@ def test_an_answer_that_is_none_is_a_failure_of_the_sample(
         ((TensorSpec("x", "float64", ("batch", 3)),), (Y,), "its input 'x' is FP32, not FP64"),
         ((X,), (TensorSpec("y", "float32", ("batch", 4)),), r"its output 'y' has shape \[-1, 3\]"),
         ((X,), (TensorSpec("y", "float32", ("batch", 3, 1)),), r"its output 'y' has shape \[-1, 3\]"),
-        ((), (Y,), "it has an input 'x', which this model has not"),
+        ((), (Y,), "it has an input 'x', which this model does not have"),
     ],
 )
 def test_another_model_is_no_reference_and_the_log_says_why(
@@ -202,7 +202,7 @@ def test_while_it_is_away_samples_fail_at_once_and_it_is_asked_again_less_often_
                 clock.now += at
                 with pytest.raises(Unavailable):
                     run(reference)
-            assert f"it is asked again in {pause:.0f} s" in caplog.records[-1].getMessage()
+            assert f"trying again in {pause:.0f} s" in caplog.records[-1].getMessage()
             clock.now += 0.02
             with pytest.raises(Unavailable):
                 run(reference)
@@ -221,7 +221,7 @@ def test_a_sample_that_the_other_server_refuses_says_nothing_of_what_was_in_it(c
         reference = connect(served.address)
         with pytest.raises(RuntimeFailure) as failed:
             run(reference)
-        assert str(failed.value) == f"grpc://{served.address}/echo refuses a sample with INVALID_ARGUMENT"
+        assert str(failed.value) == f"grpc://{served.address}/echo rejected a sample with INVALID_ARGUMENT"
         assert reference.up
 
 
@@ -237,7 +237,7 @@ def test_what_the_other_server_says_of_a_sample_that_fails_is_not_logged(
         with pytest.raises(Unavailable) as failed:
             run(reference)
         assert not reference.up
-    assert f"does not serve as the fp32 reference: {code.name}; it is asked again" in caplog.text
+    assert f"cannot serve as the fp32 reference: {code.name}; trying again in" in caplog.text
     assert "4711" not in caplog.text + str(failed.value)
 
 
@@ -308,7 +308,7 @@ class TestTls:
                 with pytest.raises(Unavailable):
                     run(reference)
             assert echo.calls == 0
-        assert caplog.text.count("does not serve as the fp32 reference: UNAVAILABLE") == 4
+        assert caplog.text.count("cannot serve as the fp32 reference: UNAVAILABLE") == 4
 
     def test_a_server_that_speaks_tls_is_not_asked_in_plain_text(
         self, connect: Connect, proving: CertificateFiles

@@ -184,7 +184,7 @@ def test_without_tokens_what_is_to_be_managed_is_for_who_asks_for_this_machine(
     code, _, body = get(server, "/evidence", Host=host)
     assert code == answered
     if code == 403:
-        assert body == "without tokens this page is for who asks for this machine: by localhost or 127.0.0.1\n"
+        assert body == "without tokens this page is served only for requests to localhost or 127.0.0.1\n"
         assert heard == ["forbidden"]
     assert get(server, "/metrics", Host=host)[0] == 200, "which holds nothing that a client sent"
 

@@ -70,8 +70,8 @@ def test_an_output_says_what_its_samples_are_worth_and_whether_it_changed() -> N
     ("changes", "words"),
     [
         ({}, "<dt>Cause</dt><dd>none</dd>"),
-        ({"cause": "rounding"}, "<dd>rounding: more of what bf16 does anyway</dd>"),
-        ({"cause": "broken"}, '<span class="over">broken: more than rounding explains.'),
+        ({"cause": "rounding"}, "<dd>rounding: drift of a size that bf16 rounding explains</dd>"),
+        ({"cause": "broken"}, '<span class="over">broken: more drift than rounding explains.'),
         ({"cause": "out_of_range", "out_of_range": {"x<": 1}}, "<code>x&lt;</code>: 1 measured row<"),
         ({"changes": 0}, "<dt>Changes</dt><dd>none since it was loaded</dd>"),
         ({"changes": 3}, "<dt>Changes</dt><dd>3 since it was loaded</dd>"),
@@ -79,9 +79,9 @@ def test_an_output_says_what_its_samples_are_worth_and_whether_it_changed() -> N
         ({}, "<dt>Reference</dt><dd>up; last sample "),
         (
             {"reference_up": None, "last_sample": None},
-            "<dt>Reference</dt><dd>not loaded: nothing was sampled yet, or it is off</dd>",
+            "<dt>Reference</dt><dd>not loaded: no sample was taken yet, or shadow is off</dd>",
         ),
-        ({"reference_up": False}, '<span class="over">loading or dead: nothing is measured</span>; last sample'),
+        ({"reference_up": False}, '<span class="over">loading, or has died: drift is not measured</span>; last sample'),
         ({}, '<dd>passed at <time datetime="2026-01-02T02:39:05+00:00">02:39:05 UTC</time> (25\u00a0min ago)<br>'),
         ({"gate_passed": False}, '<dd><span class="over">failed</span> at <time'),
         ({"gate_passed": None, "gate_at": None}, "<dt>Golden gate</dt><dd><span>golden samples within budget"),
@@ -108,19 +108,19 @@ def test_troubles_are_told_first_and_a_ratio_alone_is_none() -> None:
     assert told() == []
     assert told(gate_passed=None, reference_up=None) == [], "what has not happened yet is no trouble"
     assert told(ratio=1.2, over=False, cause="", fallback=False) == []
-    assert told(ratio=1.31, fallback=False, cause="") == ["drifts: 131\u00a0% of its budget"]
-    assert [words[:9] for words in told(ratio=1.31, gate_passed=False, reference_up=False)] == [
-        "drifts: 1", "is broken", "answers i", "answers i", "is not me",
+    assert told(ratio=1.31, fallback=False, cause="") == ["drift is 131\u00a0% of its budget"]
+    assert [words[:10] for words in told(ratio=1.31, gate_passed=False, reference_up=False)] == [
+        "drift is 1", "is broken:", "failed its", "answers in", "drift is n",
     ]  # fmt: skip
     assert troubles(ModelView("m", 1, "ready", "")) == []
     off = ModelView("m", 1, "ready", "", running(), recent(reference_up=False), "it died twice")
-    assert troubles(off) == ["is not measured: it died twice"]
+    assert troubles(off) == ["drift is not measured: it died twice"]
 
 
 def test_a_model_that_fell_back_is_looked_at_though_it_is_within_its_budget() -> None:
     seen = recent(fallback=True, fallback_since=AT - 10)
     page = status_page(server([ModelView("m", 1, "ready", "", running(), seen)]))
-    assert "Ready: 1 model answers, and 1 to look at" in page
+    assert "Ready: 1 model answers, and 1 with problems" in page
     assert "answers in fp32, because bf16 went over its budget" in page
     assert 'class="verdict bad"' in page
 

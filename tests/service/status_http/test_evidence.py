@@ -65,7 +65,7 @@ def test_it_is_given_to_whoever_may_manage_and_the_log_says_so(serve: Open, capl
     assert get(server, "/evidence?model=m") == (200, b"the payload")
     assert asked == [("m", 1), ("m", 3)], "without a version the newest"
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert said[0].startswith("model 'm' version 1: the evidence of its last breach, 11 bytes, is given")
+    assert said[0].startswith("model 'm' version 1: sending the evidence of its last breach, 11 bytes")
     assert "payload" not in caplog.text
 
 
@@ -90,22 +90,22 @@ def test_where_it_is_off_that_is_what_is_told(serve: Open) -> None:
     status, body = get(serve(None), "/evidence?model=m")
     assert (status, body.decode()) == (
         404,
-        "evidence is off: start the server with --evidence, and it will keep that of the next breach\n",
+        "evidence is off: start the server with --evidence to keep that of the next breach\n",
     )
 
 
 @pytest.mark.parametrize(
     ("query", "status", "words"),
     [
-        ("", 400, "ask for /evidence?model=NAME"),
-        ("?", 400, "ask for /evidence?model=NAME"),
-        ("?version=1", 400, "ask for /evidence?model=NAME"),
-        ("?model=m&model=n", 400, "ask for /evidence?model=NAME"),
-        ("?model=m&rows=1", 400, "'rows' is not known"),
+        ("", 400, "request /evidence?model=NAME"),
+        ("?", 400, "request /evidence?model=NAME"),
+        ("?version=1", 400, "request /evidence?model=NAME"),
+        ("?model=m&model=n", 400, "request /evidence?model=NAME"),
+        ("?model=m&rows=1", 400, "'rows' is not a parameter of this page"),
         ("?model=m&version=one", 400, "version"),
         ("?model=nobody", 404, "model 'nobody' is not known"),
         ("?model=m&version=2", 404, "is not known"),
-        ("?" + "&".join(f"a{i}=1" for i in range(20)), 400, "ask for /evidence?model=NAME"),
+        ("?" + "&".join(f"a{i}=1" for i in range(20)), 400, "request /evidence?model=NAME"),
     ],
 )
 def test_what_cannot_be_is_told_in_one_line(serve: Open, query: str, status: int, words: str) -> None:

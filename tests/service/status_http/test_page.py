@@ -121,7 +121,7 @@ def test_what_keeps_a_server_from_being_ready_comes_first_with_its_reason() -> N
     verdict = page[page.index("<section") : page.index("</section>")]
     assert '<a href="#m4">vision ·\u00a0version\u00a02</a>: unavailable: golden samples are over' in verdict
     assert '<a href="#m3">vision ·\u00a0version\u00a01</a>: loading' in verdict
-    assert '<a href="#m1">minilm ·\u00a0version\u00a02</a>: drifts: 131\u00a0% of its budget' in verdict
+    assert '<a href="#m1">minilm ·\u00a0version\u00a02</a>: drift is 131\u00a0% of its budget' in verdict
     assert 'id="m4"' in page
 
 
@@ -144,20 +144,20 @@ def test_a_server_that_stops_says_so_while_its_models_answer() -> None:
     registry = LoopbackRegistry([LoopbackModel("echo")])
     registry.draining = True
     page = status_page(Status(registry, History(lambda: Metrics().samples([]))).look())
-    assert "Not ready: every model is, and the server starts or stops" in page
+    assert "Not ready: every model is ready, but the server is starting or stopping" in page
 
 
 def test_numbers_are_those_of_the_view() -> None:
     page = status_page(server([ModelView("m", 1, "ready", "", running(), recent())]))
     for words in (
-        "134 rows/s, mean batch 4.22; 0.103 refused or failed per second",
+        "134 rows/s, mean batch 4.22; 0.103 rejected or failed per second",
         "p50 9\u00a0ms, p90 21.7\u00a0ms",
         "5 in flight; wait p99 15.6\u00a0ms",
         "2,600 samples measured",
         '<td class="number">12,900</td><td class="number">88,000</td>',
         "<code>queue_full</code>",
         "up for 1\u00a0d 2\u00a0h, seen at",
-        "Refused at the door: 13",
+        "Rejected before reaching a model: 13",
     ):
         assert words in page, words
 
@@ -198,7 +198,7 @@ def test_models_that_need_looking_at_have_their_section_among_many() -> None:
     page = status_page(server([*calm, broken, drifting]))
     assert "it is broken</p>" in page
     assert ">x ·\u00a0version\u00a01</a>: unavailable" in page
-    assert ">y ·\u00a0version\u00a01</a>: drifts" in page
+    assert ">y ·\u00a0version\u00a01</a>: drift is" in page
     assert "52 more models" in page
 
 

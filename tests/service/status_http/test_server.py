@@ -91,7 +91,7 @@ def test_a_head_request_has_the_headers_and_no_body(server: HttpServer) -> None:
 @pytest.mark.parametrize("path", ["/nope", "/metrics/", "/../etc/passwd", "/%2e%2e/"])
 def test_anything_else_is_404_and_names_what_there_is(server: HttpServer, path: str) -> None:
     status, _, body = get(server, path)
-    assert (status, body) == (404, "not found; there are /metrics, /livez, /readyz, /status.json, /watch, /\n")
+    assert (status, body) == (404, "not found; the pages are /metrics, /livez, /readyz, /status.json, /watch, /\n")
 
 
 def test_other_methods_are_refused(server: HttpServer) -> None:

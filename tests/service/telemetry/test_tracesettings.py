@@ -124,7 +124,7 @@ def test_without_an_exporter_nothing_is_traced_and_nothing_can_be() -> None:
         ({"trace_rate": ("²",)}, "trace_rate is"),
         ({"trace_count": ("-2",)}, "trace_count is '-2'; give one integer from -1"),
         ({"trace_count": ("9" * 5000,)}, "trace_count is"),
-        ({"trace_rat": ("2",)}, "unknown trace setting 'trace_rat'; there are trace_level, trace_rate"),
+        ({"trace_rat": ("2",)}, "unknown trace setting 'trace_rat'; the settings are trace_level, trace_rate"),
     ],
 )
 def test_one_wrong_setting_leaves_all_as_they_were(wrong: _Changes, why: str) -> None:

@@ -299,9 +299,9 @@ def test_a_collector_that_is_down_costs_traces_and_is_told_of_once_each_time(
     tracer.close(20)
     told = [record.message for record in caplog.records if record.name == "service.telemetry.tracing"]
     assert told == [
-        "traces are lost, and requests go on being served: no route",
+        "traces are being lost; requests are still served: no route",
         "traces are delivered again",
-        "traces are lost, and requests go on being served: ValueError: a bug of an exporter",
+        "traces are being lost; requests are still served: ValueError: a bug of an exporter",
     ]
 
 
@@ -315,7 +315,7 @@ def test_a_closed_port_is_no_exception_and_the_reason_is_told(
     ):
         ask(served, infer_request(x=X))
         until(lambda: outcomes["failed"] == 1)
-    (told,) = [record.message for record in caplog.records if "traces are lost" in record.message]
+    (told,) = [record.message for record in caplog.records if "traces are being lost" in record.message]
     assert "127.0.0.1:1, error code: StatusCode.UNAVAILABLE" in told
     assert not any(record.name.startswith("opentelemetry") for record in caplog.records)
 

@@ -123,7 +123,7 @@ class TestBytes:
     def test_they_are_bounded_but_for_a_call_alone(self, door: Door) -> None:
         first, second = door.enter("a"), door.enter("a")
         Held(first).hold(150)
-        with pytest.raises(Overloaded, match="requests and answers of 150 bytes are held, the limit is 100") as refused:
+        with pytest.raises(Overloaded, match="requests and responses hold 150 bytes, the limit is 100") as refused:
             Held(second).hold(1)
         assert refused.value.reason == "bytes"
         first.leave()
@@ -133,7 +133,7 @@ class TestBytes:
         other = Door(10, "streams", budget=budget)
         Held(door.enter("a")).hold(60)
         assert other.crowded
-        with pytest.raises(Overloaded, match="of 60 bytes are held"):
+        with pytest.raises(Overloaded, match="hold 60 bytes"):
             Held(other.enter("a")).hold(41)
 
     def test_what_left_gives_back_what_it_held_once_and_holds_nothing_more(self, door: Door) -> None:
@@ -146,7 +146,7 @@ class TestBytes:
         held.hold_more(90)
         held.release()
         Held(door.enter("a")).hold(100)
-        with pytest.raises(Overloaded, match="of 100 bytes are held"):
+        with pytest.raises(Overloaded, match="hold 100 bytes"):
             Held(door.enter("a")).hold(1)
 
     def test_of_what_a_request_is_said_to_take_the_largest_counts(self, door: Door) -> None:
@@ -154,7 +154,7 @@ class TestBytes:
         for nbytes in (10, 60, 30):
             held.hold(nbytes)
         other.hold(40)
-        with pytest.raises(Overloaded, match="of 100 bytes are held"):
+        with pytest.raises(Overloaded, match="hold 100 bytes"):
             Held(door.enter("a")).hold(1)
 
     def test_an_answer_counts_beside_its_request(self, door: Door) -> None:
@@ -162,7 +162,7 @@ class TestBytes:
         held.hold(10)
         held.hold_more(150)  # alone, it may
         crowded = [door.crowded]
-        with pytest.raises(Overloaded, match="of 160 bytes"):
+        with pytest.raises(Overloaded, match="hold 160 bytes"):
             other.hold_more(1)
         held.release()
         crowded.append(door.crowded)
@@ -176,13 +176,13 @@ class TestBytes:
         second.hold(30)
         second.hold_more(20)
         assert stream.nbytes == 80
-        with pytest.raises(Overloaded, match="of 80 bytes"):
+        with pytest.raises(Overloaded, match="hold 80 bytes"):
             other.hold(21)
         first.release()
         first.release()
         assert stream.nbytes == 50
         other.hold(50)
-        with pytest.raises(Overloaded, match="of 100 bytes"):
+        with pytest.raises(Overloaded, match="hold 100 bytes"):
             second.hold_more(1)
         stream.leave()
         other.hold_more(50)

@@ -293,7 +293,7 @@ def test_an_answer_that_is_not_taken_counts_and_the_next_is_refused() -> None:
         for answers in (1, 2, 3):  # of 1 MiB each
             deaf.call(INFER, MESSAGE)
             until(lambda answers=answers: budget._taken > answers << 20)  # type: ignore[misc]
-        with pytest.raises(grpc.RpcError, match="requests and answers of 31") as refused:
+        with pytest.raises(grpc.RpcError, match="requests and responses hold 31") as refused:
             served.call("ModelInfer", infer_request(x=X))
         assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert wide.calls == 4
@@ -322,7 +322,7 @@ def test_an_answer_in_a_stream_counts_and_one_without_room_is_refused_in_its_pla
         deaf.call(INFER, MESSAGE)
         until(lambda: served.transport._services.inference.budget._taken > 1 << 20)
         (answer,) = served.stub("ModelStreamInfer")(iter([infer_request(x=X)]), timeout=30)
-        assert "requests and answers of" in answer.error_message
+        assert "requests and responses hold" in answer.error_message
 
 
 def test_a_stream_that_waits_for_room_ends_with_its_client() -> None:

@@ -121,7 +121,7 @@ class TestTokens:
                     else:
                         code, details = refusal(channel, method, message, token)
                         assert code is grpc.StatusCode.PERMISSION_DENIED
-                        assert f"{scope!r} is needed" in details
+                        assert f"lacks the scope {scope!r}" in details
                         assert token not in details
             assert log.refusals == ["forbidden", "forbidden"]
 
@@ -151,7 +151,7 @@ class TestTokens:
             call(there, "RepositoryIndex", pb.RepositoryIndexRequest(), "scraper-0123456789")
             for rpc, message in (("RepositoryModelLoad", load), ("RepositoryModelUnload", unload)):
                 code, details = refusal(there, rpc, message, "scraper-0123456789")
-                assert (code, "'manage' is needed" in details) == (grpc.StatusCode.PERMISSION_DENIED, True)
+                assert (code, "lacks the scope 'manage'" in details) == (grpc.StatusCode.PERMISSION_DENIED, True)
                 call(there, rpc, message, "operator-012345678")
 
     def test_shared_memory_is_the_operators_to_register(self, access: Access, tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ class TestTokens:
             for rpc, message in rpcs.items():
                 for token in ("application-0123456", "scraper-0123456789"):
                     code, details = refusal(there, rpc, message, token)
-                    assert (code, "'manage' is needed" in details) == (grpc.StatusCode.PERMISSION_DENIED, True)
+                    assert (code, "lacks the scope 'manage'" in details) == (grpc.StatusCode.PERMISSION_DENIED, True)
                 call(there, rpc, message, "operator-012345678")
 
     def test_settings_are_read_with_one_scope_and_changed_with_another(self, access: Access) -> None:
@@ -178,7 +178,7 @@ class TestTokens:
             assert code is grpc.StatusCode.PERMISSION_DENIED
             seen = call(there, "LogSettings", pb.LogSettingsRequest(), "scraper-0123456789")
             code, details = refusal(there, "LogSettings", quiet, "scraper-0123456789")
-            assert (code, "'manage' is needed" in details) == (grpc.StatusCode.PERMISSION_DENIED, True)
+            assert (code, "lacks the scope 'manage'" in details) == (grpc.StatusCode.PERMISSION_DENIED, True)
             assert call(there, "LogSettings", pb.LogSettingsRequest(), "scraper-0123456789") == seen
             assert log.refusals == ["forbidden", "forbidden"]
             with restored_log():

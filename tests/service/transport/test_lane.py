@@ -112,7 +112,7 @@ def test_requests_of_more_bytes_than_may_be_held(gate: Gated) -> None:
         assert gate.started.wait(30)
         code, details = served.refusal("ModelInfer", rows)
         assert code is StatusCode.RESOURCE_EXHAUSTED
-        assert "bytes are held" in details
+        assert "requests and responses hold" in details
         assert (served.log.refusals, served.log.seen) == (["bytes"], [])
         assert refused(lambda: served.stub("ModelStreamInfer")(iter([rows]), timeout=30)) is code
         assert (served.log.refusals, served.log.seen) == (["bytes"] * 2, [])
@@ -128,7 +128,7 @@ def test_answers_of_more_bytes_than_may_be_held() -> None:
         assert served.refusal("ModelInfer", infer_request(x=X))[0] is StatusCode.RESOURCE_EXHAUSTED
         assert served.log.refusals == ["bytes"]
         (answer,) = served.stub("ModelStreamInfer")(iter([infer_request(x=X)]), timeout=30)
-        assert "requests and answers of" in answer.error_message
+        assert "requests and responses hold" in answer.error_message
         assert served.log.refusals == ["bytes"] * 2
         assert [code for *_, code in served.log.seen] == ["OK"] + ["RESOURCE_EXHAUSTED"] * 2
 

@@ -68,7 +68,7 @@ def broken_requests() -> dict[str, tuple[pb.ModelInferRequest, str]]:
         "version": (changed(infer_request(x=X), model_version="newest"), "'newest'"),
         "missing": (pb.ModelInferRequest(model_name="echo"), "input 'x' is missing"),
         "extra": (infer_request(x=X, z=X), "unknown input 'z'"),
-        "twice": (twice, "input 'x' came twice"),
+        "twice": (twice, "input 'x' was sent twice"),
         "dtype": (infer_request(x=X.astype(np.float64)), "input 'x' has datatype 'FP64', expected FP32"),
         "shape": (infer_request(x=X[:, :2]), "input 'x' has shape [2, 2], expected [batch,3]"),
         "rank": (infer_request(x=X[0]), "of rank 1, expected [batch,3]"),
@@ -115,7 +115,7 @@ def test_an_answer_over_its_bound_is_refused_with_the_bound() -> None:
     with serving(grows) as served:
         code, details = served.refusal("ModelInfer", infer_request(x=X[:1]))
         assert code is StatusCode.INVALID_ARGUMENT
-        assert "the answer has 4000 bytes or more, expected at most 3999 (max_response_bytes" in details
+        assert "the response has 4000 bytes or more, expected at most 3999 (max_response_bytes" in details
         assert grows.calls == 1
 
 

@@ -92,7 +92,7 @@ def test_what_a_request_has_in_shared_memory_counts_among_the_bytes_that_are_hel
         assert gate.started.wait(60)
         code, details = served.refusal("ModelInfer", request())
         assert code is StatusCode.RESOURCE_EXHAUSTED
-        assert "bytes are held" in details
+        assert "requests and responses hold" in details
         gate.go.set()
         np.testing.assert_array_equal(np.frombuffer(first.result().raw_output_contents[0], np.float32), X.ravel())
         np.testing.assert_array_equal(

@@ -72,7 +72,8 @@ def test_an_answer_whose_size_is_known_is_refused_before_it_is_computed() -> Non
     with pytest.raises(InvalidRequest) as refused:
         decode(bounded, ids(2, 101))
     assert str(refused.value) == (
-        "the answer has 310272 bytes or more, expected at most 307200 (max_response_bytes of the model's serving.yaml);"
+        "the response has 310272 bytes or more, expected at most 307200 (max_response_bytes of the model's"
+        " serving.yaml);"
         " ask for fewer rows, shorter inputs or fewer outputs"
     )
 

@@ -121,7 +121,7 @@ def test_one_request_has_no_more_in_shared_memory_than_a_message_may_hold(region
 
 
 def test_an_unknown_region_is_not_found_and_none_is_known_where_it_is_off(regions: RegionTable) -> None:
-    with pytest.raises(Unsupported, match="input 'a' lies in shared memory, which is off"):
+    with pytest.raises(Unsupported, match="input 'a' is in shared memory, which is off"):
         decode(request("a", "b", "c"), SharedMemory())
     regions.unregister("")
     with pytest.raises(NotFound, match="'r'"):
@@ -165,5 +165,5 @@ def test_an_output_that_holds_no_numbers_has_no_classes(dtype: str) -> None:
     model = LoopbackModel(outputs=[TensorSpec("y", dtype, ("batch", 2))])
     message = infer_request(x=np.zeros((1, 3), np.float32))
     message.outputs.add(name="y").parameters["classification"].int64_param = 1
-    with pytest.raises(InvalidRequest, match="which has no classes: they are of numbers"):
+    with pytest.raises(InvalidRequest, match="only outputs of numbers have classes"):
         InferenceCodec(model).decode(message, 0, None, Cancellation())

@@ -85,7 +85,7 @@ def test_an_fp32_output_can_be_had_as_bf16_fp16_or_as_itself() -> None:
 
 @pytest.mark.parametrize(("native", "value"), [("INT64", TEXT), ("FP32", pb.InferParameter(string_param="FP64"))])
 def test_another_output_datatype_is_refused(native: str, value: pb.InferParameter) -> None:
-    with pytest.raises(InvalidRequest, match="output 'y' was asked for as"):
+    with pytest.raises(InvalidRequest, match="output 'y' was requested as"):
         output_datatype("y", native, parameters(datatype=value))
 
 

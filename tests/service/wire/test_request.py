@@ -57,7 +57,7 @@ def test_a_missing_an_extra_and_a_repeated_input_are_refused() -> None:
     twice = infer_request(ids=IDS, mask=MASK)
     twice.inputs.append(twice.inputs[0])
     twice.raw_input_contents.append(twice.raw_input_contents[0])
-    assert refusal(twice) == "input 'ids' came twice"
+    assert refusal(twice) == "input 'ids' was sent twice"
 
 
 def test_dimensions_of_one_name_must_agree() -> None:
@@ -107,7 +107,7 @@ def test_an_unknown_and_a_repeated_output_are_refused() -> None:
     assert "unknown output 'c'; the model's outputs are a, b" in refusal(message)
     message.outputs[0].name = "a"
     message.outputs.add(name="a")
-    assert "output 'a' was asked for twice" in refusal(message)
+    assert "output 'a' was requested twice" in refusal(message)
 
 
 def test_the_answer_bears_id_version_and_raw_contents_in_order() -> None:

@@ -73,7 +73,7 @@ def test_one_that_can_is_enough_and_one_that_cannot_is_named(
         assert not told.done(), "the other may need longer"
         fleet.asked["worker 1"].set_result({})
     assert told.result(0) is None
-    assert "worker 2 cannot answer as it was ordered to: no residual" in caplog.text
+    assert "worker 2 cannot switch to fp32: no residual" in caplog.text
 
 
 def test_one_that_has_not_loaded_it_yet_is_no_error_where_bf16_is_ordered(

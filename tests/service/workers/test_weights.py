@@ -411,7 +411,7 @@ def test_the_number_of_uses_has_a_bound_beyond_which_each_copies_for_itself(capl
         store = SharedWeights(socket_)
         kept = [store.get("key", SIZE, fill), store.get("key", SIZE, never)]
         np.testing.assert_array_equal(store.get("key", SIZE, fill), RIGHT)
-        assert "the owner has as many uses as it takes" in caplog.text
+        assert "the owner serves as many uses as it may" in caplog.text
         with raw(owner) as (_, use):
             assert use.recv(64) == REFUSED
         del kept[1]
