@@ -145,7 +145,7 @@ def test_any_release_that_helm_takes_has_names_that_kubernetes_takes(release: st
         ("env[0].name=BF16KIT_TLS_CERTIFICATE", "BF16KIT_TLS_CERTIFICATE, which would override"),
         ("env[0].name=BF16KIT_THREADS,config.threads=1", "BF16KIT_THREADS, which would override"),
         ("env[0].nam=A", "nam"),
-        ("existingSecret=mine", "no key of config names a file in it"),
+        ("existingSecret=mine", "no key of config names a file of it"),
         ("config.token_file=/etc/bf16kit-secret/tokens", "token_file is a file of the Secret that existingSecret"),
     ],
 )
