@@ -36,7 +36,7 @@ def test_a_second_up_converts_nothing_and_restarts_nothing(stack: Stack) -> None
     stack.up(*SERVICES)
     assert began(stack) == before
     assert stack.python(_FILES) == files
-    assert "is there already" in stack.log("convert").splitlines()[-1]
+    assert "already exists; remove the volume" in stack.log("convert").splitlines()[-1]
 
 
 def test_a_restart_under_load_loses_no_request_that_was_accepted(stack: Stack) -> None:

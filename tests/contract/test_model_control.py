@@ -334,7 +334,7 @@ def test_a_deadline_ends_the_wait_and_not_the_load(tmp_path: Path, client: Infer
     loads.go.clear()
     code, text = refusal(lambda: client.load_model("mlp", client_timeout=1.0))
     assert code == "DEADLINE_EXCEEDED"
-    assert "loading model 'mlp' takes longer than the call's deadline; it goes on" in text
+    assert "loading model 'mlp' takes longer than the call's deadline; it continues: see RepositoryIndex" in text
     assert index(client) == [("mlp", "1", "LOADING")]
     assert client.is_server_ready()
     loads.go.set()

@@ -219,7 +219,7 @@ def test_a_collector_that_is_gone_harms_nobody_and_is_told_of_once(
         server.terminate()
         assert server.exit_code() == 0
         assert time.monotonic() - begun < 15
-    assert server.log.count("traces are lost, and requests go on being served") == 1
+    assert server.log.count("traces are being lost; requests are still served") == 1
     assert "opentelemetry" not in server.log
     assert "Traceback" not in server.log
 

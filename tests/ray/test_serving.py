@@ -67,7 +67,7 @@ def test_every_rpc_answers_as_a_plain_server_does(served: Served, plain: Any, me
 def test_models_are_not_loaded_over_the_network(served: Served, method: str) -> None:
     code, words = served.ask(method, pb.RepositoryModelLoadRequest(model_name="mlp").SerializeToString())
     assert code is StatusCode.UNIMPLEMENTED
-    assert "put them into the repository" in str(words)
+    assert "add them to the repository" in str(words)
 
 
 @pytest.mark.parametrize(

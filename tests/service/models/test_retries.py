@@ -64,7 +64,7 @@ def test_the_pauses_double_and_are_an_hour_at_most(world: World) -> None:
 
 
 def test_what_answers_as_before_because_it_could_not_be_replaced_is_tried_again(world: World) -> None:
-    world.put("ready", "answers as it was loaded before")
+    world.put("ready", "the previously loaded version still serves")
     assert not world.due()
     assert world.due(after=FIRST_SECONDS)
 

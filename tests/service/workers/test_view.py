@@ -38,9 +38,9 @@ def test_a_version_is_what_the_worst_worker_has_of_it(
 
 
 def test_what_any_worker_could_not_replace_is_told_of_the_version() -> None:
-    broken = Report(True, True, (SlotState("m", 1, "ready", "answers as it was loaded before"),))
+    broken = Report(True, True, (SlotState("m", 1, "ready", "the previously loaded version still serves"),))
     for reports in ([report("ready"), broken], [broken, report("ready")]):
-        assert "answers as it was loaded before" in View.of(reports, [M1]).slots[M1].reason
+        assert "the previously loaded version still serves" in View.of(reports, [M1]).slots[M1].reason
 
 
 def test_of_workers_that_have_the_same_the_one_is_shown_whose_golden_gate_failed() -> None:
