@@ -50,15 +50,23 @@ def run(arguments: list[str]) -> int:
     except click.ClickException as error:
         error.show()
         return error.exit_code
-    except (click.Abort, KeyboardInterrupt):
+    except (click.Abort, KeyboardInterrupt) as stop:
+        if isinstance(
+            stop.__cause__, EOFError
+        ):  # click takes one for the end of the standard input, which nobody reads
+            return _failed(stop.__cause__, debug=debug)
         click.echo("bf16-convert: interrupted; nothing was published", err=True)
         return INTERRUPTED
     except Exception as error:  # noqa: BLE001 - the outermost: whatever it is becomes a message and an exit code
-        if debug:
-            traceback.print_exc()
-        click.echo(f"bf16-convert: error: {printable(without_long_words(_message(error)))}", err=True)
-        return exit_code(error)
+        return _failed(error, debug=debug)
     return code if isinstance(code, int) else DONE  # for several checkpoints, the worst code
+
+
+def _failed(error: Exception, *, debug: bool) -> int:
+    if debug:
+        traceback.print_exception(error)
+    click.echo(f"bf16-convert: error: {printable(without_long_words(_message(error)))}", err=True)
+    return exit_code(error)
 
 
 def exit_code(error: BaseException) -> int:

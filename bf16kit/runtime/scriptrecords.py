@@ -1,4 +1,4 @@
-"""Checks that a TorchScript file's records are as long as its pickles claim.
+"""Checks that a TorchScript file's records are as long as its pickles claim, and how deep pickles and code are nested.
 
 torch reads a record and builds a tensor with as many elements as the pickle says, without comparing the sizes. A pickle
 that claims too many makes torch read foreign memory, or crash.
@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any, Self
 
 from bf16kit.errors import RuntimeFailure
-from bf16kit.runtime import torchzip
+from bf16kit.runtime import scriptcode, torchzip
 
 _DEEPEST = 200  # nesting of modules and lists
 _LARGEST = 256 << 20  # bytes of a pickle, which may be compressed
+_LARGEST_CODE = 64 << 20  # bytes of all code, unpacked; the code of a large traced transformer is 2 MB
 _READ = ("/data.pkl", "/constants.pkl")  # traced_inputs.pkl, whose records are empty, is not
 _ITEM_BYTES = {
     "Double": 8, "Float": 4, "Half": 2, "BFloat16": 2, "Long": 8, "Int": 4, "Short": 2, "Char": 1, "Byte": 1, "Bool": 1,
@@ -41,10 +42,17 @@ def check(path: Path) -> None:
                     raise RuntimeFailure(f"{name} has {info.file_size} bytes, but a module's has a few thousand")
                 if name.endswith(_READ):  # its tensors are in data/0, data/1 …, constants/0 …
                     _check_pickle(name, archive.read(info), sizes)
+            _check_code(archive, [info for info in records if scriptcode.is_code(info.filename)])
     except RuntimeFailure as error:
         raise RuntimeFailure(f"TorchScript cannot load {path.name}: {error}") from None
     except Exception as error:  # damaged archives and pickles raise nearly anything
         raise RuntimeFailure(f"TorchScript cannot load {path.name}: {str(error) or type(error).__name__}") from error
+
+
+def _check_code(archive: zipfile.ZipFile, records: list[zipfile.ZipInfo]) -> None:
+    if (size := sum(info.file_size for info in records)) > _LARGEST_CODE:
+        raise RuntimeFailure(f"it has {size} bytes of code, expected at most {_LARGEST_CODE}")
+    scriptcode.check({info.filename: archive.read(info).decode("utf-8") for info in records})
 
 
 def _check_pickle(name: str, data: bytes, sizes: dict[str, int]) -> None:

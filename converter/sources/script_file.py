@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bf16kit.errors import RuntimeFailure, SourceError
-from bf16kit.runtime import scriptgraph, scriptrecords, torchzip
+from bf16kit.runtime import scriptcode, scriptgraph, scriptrecords, torchzip
 from converter.model import Array
 from converter.process.quiet import first_line, quiet
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 CONSTANT = "constants."  # prefix of the names of tensors that are constants of the code
 _CODE_BYTES = 64 << 20  # unpacked size of code and its metadata; the code of a large traced transformer is 2 MB
-_CODE = re.compile(r"[^/]*/code/.*\.py", re.IGNORECASE | re.DOTALL)  # torch ignores the case of these names
 _PACKED = re.compile(r"[^/]+/(code/.*|[^/]*debug_pkl|attributes\.pkl)")  # records that torch itself compresses
 # Words that a model of plain tensors does not need in its code, each with its effect. They are rejected anywhere in the
 # text: what the code computes is unknown before it is compiled, and by then defaults have run.
@@ -80,7 +79,7 @@ def check(path: Path) -> None:
             records = torchzip.records(archive)
             _check_sizes(path, records)
             for info in records:
-                if _CODE.fullmatch(info.filename):
+                if scriptcode.is_code(info.filename):
                     _check_code(path, info.filename, archive.read(info).decode("utf-8"))
     except RuntimeFailure as error:
         raise SourceError(f"{path}: {str(error).partition(f'cannot load {path.name}: ')[2] or error}") from None
@@ -100,7 +99,7 @@ def _check_sizes(path: Path, records: list[zipfile.ZipInfo]) -> None:
             raise SourceError(f"{path}: damaged: record {info.filename!r} is said to have {sizes}")
         packed += info.file_size if _PACKED.fullmatch(info.filename) else 0
     if packed > _CODE_BYTES:
-        raise SourceError(f"{path}: has {packed} bytes of code, of which a model has a few thousand")
+        raise SourceError(f"{path}: has {packed} bytes of code, expected at most {_CODE_BYTES}")
 
 
 def _check_code(path: Path, record: str, code: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pickletools
 import zipfile
+import zlib
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
@@ -19,6 +20,9 @@ _LONGEST_NAME = 1000
 _NO_ARCHIVE = (
     OSError,
     zipfile.BadZipFile,
+    zlib.error,
+    EOFError,
+    RuntimeError,  # an encrypted record
     ValueError,
     NotImplementedError,
 )  # zipfile's errors for an archive that it cannot read

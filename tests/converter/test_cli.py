@@ -121,6 +121,19 @@ def test_a_traceback_is_shown_for_debug_alone(cli: Cli, tmp_path: Path, target: 
     assert "Traceback" in done.err
 
 
+def test_the_end_of_a_file_is_no_interruption(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """click turns an EOFError into its Abort, as it does Control-C."""
+
+    def ended(*_: object, **__: object) -> None:
+        raise EOFError("the file ended")
+
+    monkeypatch.setattr("converter.restore.restore", ended)
+    done = cli("restore", tmp_path / "m", "--out", tmp_path / "back.safetensors")
+    assert done.code == 3
+    assert "interrupted" not in done.err
+    assert "unexpected EOFError: the file ended; this is a bug" in done.err
+
+
 @pytest.mark.long
 def test_control_c_says_that_nothing_was_published(tmp_path: Path, mlp_file: Path) -> None:
     code = """import signal

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -42,6 +43,19 @@ STATE = {"a": torch.arange(4.0), "b": torch.arange(100.0), "none": torch.zeros(0
 def test_what_another_zip_writer_wrote_without_compressing_is_read(tmp_path: Path) -> None:
     path = _rewritten(_saved(tmp_path / "m.pt", STATE), lambda name, content: content)
     assert _read(path) == {name: tensor.tolist() for name, tensor in STATE.items()}
+
+
+@pytest.mark.parametrize("record", ["/data.pkl", "/data/0"])
+def test_a_record_that_goes_on_behind_the_end_of_the_file_is_damage(tmp_path: Path, record: str) -> None:
+    """zipfile raises EOFError for it, which click would take for an interruption."""
+    path = _saved(tmp_path / "m.pt", STATE)
+    data = bytearray(path.read_bytes())
+    at = data.rindex(record.encode())  # its name in the directory, at whose end are 46 bytes of fields before it
+    start = data.rindex(b"PK\x01\x02", 0, at)
+    data[start + 20 : start + 28] = struct.pack("<II", 1 << 20, 1 << 20)
+    path.write_bytes(data)
+    with pytest.raises(SourceError, match=r"m\.pt: "):
+        _read(path)
 
 
 def test_views_of_one_storage_are_read(tmp_path: Path) -> None:

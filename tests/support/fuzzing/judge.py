@@ -189,11 +189,13 @@ def _of_export(source: Path) -> Iterator[Bits]:
 
 
 def _of_torchscript(source: Path) -> Iterator[Bits]:
-    """The parameters and buffers; of a module without any, the constants, each once."""
+    """The parameters, buffers and other attributes; of a module without any, the constants, each once."""
     import torch
 
     module: Any = torch.jit.load(str(source))  # type: ignore[no-untyped-call]  # torch's own
-    state = list(module.state_dict().values())
+    found = {tensor.data_ptr(): tensor for part in module.modules() for tensor in _read_by(part) if tensor.ndim}
+    named = module.state_dict().values()
+    state = [*named, *(found[at] for at in found.keys() - {tensor.data_ptr() for tensor in named})]
     if not state:
         torch._C._jit_pass_inline(module.graph)
         constants = [node.t("value") for node in module.graph.findAllNodes("prim::Constant") if _is_tensor(node)]
@@ -201,6 +203,17 @@ def _of_torchscript(source: Path) -> Iterator[Bits]:
     for tensor in state:
         array = tensor.detach().contiguous().numpy()
         yield array.dtype.name, array.shape, array.tobytes()
+
+
+def _read_by(part: Any) -> Iterator[Any]:
+    """The tensors that a module's own methods read from it, declared as parameters or not."""
+    import torch
+
+    for method in part._c._method_names():
+        for node in part._c._get_method(method).graph.findAllNodes("prim::GetAttr"):
+            value = getattr(part, node.s("name"), None)
+            if isinstance(value, torch.Tensor):
+                yield value
 
 
 def _is_tensor(node: Any) -> bool:
