@@ -142,5 +142,5 @@ def _closest(row: DriftRow | None) -> str:
     if row is None or row.used is None or row.bound is None:
         return "nothing is bounded"
     floor = row.metric.partition(".")[0] in ("top1_agreement", "sqnr_db")
-    allowed = f"at least {row.bound:.3g} is asked for" if floor else f"at most {row.bound:.3g} is allowed"
+    allowed = f"at least {row.bound:.3g} is required" if floor else f"at most {row.bound:.3g} is allowed"
     return f"{row.metric} of {row.output} is {row.measured:.3g}, {allowed} ({share_of_budget(row.used)})"

@@ -217,7 +217,7 @@ def _check_extent(path: Path, tensor: TensorProto, location: str, size: int | No
     length = _number(place, tensor, "length", needed or 0)
     if offset % ALIGNMENT:
         raise ArtifactError(
-            f"{place} starts at byte {offset}, which is no multiple of {ALIGNMENT}; convert the checkpoint again"
+            f"{place} starts at byte {offset}, which is not a multiple of {ALIGNMENT}; convert the checkpoint again"
         )
     if needed is not None and length != needed:
         raise ArtifactError(

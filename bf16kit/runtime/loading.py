@@ -46,7 +46,7 @@ def load(
     entry = _profile(artifact, profile)
     device = canonical(device)
     if profile == "cuda" and device == CPU:
-        raise DeviceUnavailable("profile cuda needs a CUDA device, and the device is cpu; use profile cpu")
+        raise DeviceUnavailable("profile cuda needs a CUDA device, but the device is cpu; use profile cpu")
     if profile in CPU_PROFILES and device != CPU:
         raise ConfigError(f"profile {profile} runs on the CPU, not on {device}; use profile cuda, torchscript or pt2")
     inputs, outputs = _edges(artifact)
@@ -192,7 +192,7 @@ def _profile_for(artifact: Artifact, device: str) -> str:
     _check_served(artifact)
     raise ArtifactError(
         f"{artifact.path} has no profile for {device}: it needs {' or '.join(preferred)},"
-        f" and has {_names(artifact)}; convert the checkpoint again with the profile wanted"
+        f" but has {_names(artifact)}; convert the checkpoint again with the profile wanted"
     )
 
 

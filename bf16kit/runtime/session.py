@@ -43,7 +43,7 @@ def check_version(profile: str, requires: Mapping[str, str]) -> None:
     least = requires.get("onnxruntime")
     if least is not None and is_older(ort.__version__, least):
         raise RuntimeFailure(
-            f"profile {profile} needs ONNX Runtime {least} or later, and {ort.__version__} is installed; upgrade it, or"
+            f"profile {profile} needs ONNX Runtime {least} or later, but {ort.__version__} is installed; upgrade it, or"
             " convert the checkpoint again where it is installed"
         )
 

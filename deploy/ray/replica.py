@@ -162,7 +162,7 @@ def _announce(config: ServerConfig) -> None:
     if room is not None and room.left < reserved:
         _log.warning(
             "%s, less than the %.0f MB that are reserved for this replica: something else takes memory there, or Ray"
-            " was told of more than there is (`ray start --memory`)",
+            " was told of more than the node has (`ray start --memory`)",
             room,
             reserved / 1e6,
         )

@@ -214,5 +214,5 @@ def _sizes(text: str) -> tuple[int, ...]:
     except ValueError:
         sizes = ()
     if not sizes or sizes[0] < 1 or sizes[-1] > _MOST_ROWS:
-        raise UsageError(f"--rows {quoted(text)}: expected sizes of 1 to {_MOST_ROWS} with commas between, as 1,8,32")
+        raise UsageError(f"--rows {quoted(text)}: expected sizes of 1 to {_MOST_ROWS} separated by commas, as 1,8,32")
     return sizes

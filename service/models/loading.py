@@ -148,9 +148,7 @@ def _ready(opened: Opened, serving: Serving, profile: str, place: _Place) -> _Re
             opened.artifact, profile, device=place.device, threads=place.threads, weights=place.weights
         )
     except MemoryError as error:
-        raise RuntimeFailure(
-            f"profile {profile} cannot be loaded: {str(error) or 'there is no more memory'}"
-        ) from error
+        raise RuntimeFailure(f"profile {profile} cannot be loaded: {str(error) or 'out of memory'}") from error
     try:
         golden = golden_of(opened.artifact, profile)
         warm_up(runtime, opened, serving.warmup, golden)

@@ -203,7 +203,7 @@ def _parse(model: str, config: str) -> _ModelConfig:
     except (ValueError, RecursionError):
         raise InvalidRequest(f"{_WHERE}: is not JSON: give a ModelConfig, as the RPC of that name returns it") from None
     if not isinstance(written, dict):
-        raise InvalidRequest(f"{_WHERE}: expected an object, a ModelConfig")
+        raise InvalidRequest(f"{_WHERE}: expected a JSON object, a ModelConfig")
     unknown = [key for key, value in written.items() if key not in _KNOWN and value not in _UNSET]
     if unknown:
         raise InvalidRequest(f"{_WHERE}: {quoted(unknown[0])} is not supported; the fields are {_CHANGEABLE}")

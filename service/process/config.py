@@ -146,8 +146,8 @@ class ServerConfig(BaseSettings):
     def _evidence_is_not_for_everybody(self) -> Self:
         if self.evidence and self.token_file is None and self.host not in LOOPBACK:
             raise ValueError(
-                f"evidence is given with host {self.host} and no token_file: whoever reaches the HTTP port could fetch"
-                " what a client has sent; give token_file, with the scope manage for those who may"
+                f"evidence is given with host {self.host} and no token_file: anyone who reaches the HTTP port could"
+                " fetch clients' data; give token_file, with the scope manage for those who may fetch it"
             )
         return self
 

@@ -47,8 +47,8 @@ def announce(config: ServerConfig, memory: Memory | None) -> None:
         )
         if memory.limit < _LEAST_CONTAINER:
             _log.warning(
-                "memory: %.0f MB are too little for a server, even without a model: the system may end it at any time;"
-                " give the container %.0f MB and what its models take (docker run --memory, resources.limits.memory)",
+                "memory: %.0f MB are too little for a server, even without a model: the system may kill it at any time;"
+                " give the container %.0f MB plus what its models take (docker run --memory, resources.limits.memory)",
                 memory.limit / 1e6,
                 _LEAST_CONTAINER / 1e6,
             )

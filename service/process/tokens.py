@@ -69,7 +69,7 @@ class TokenFile:
         except OSError as error:
             raise ConfigError(f"token_file {self._path}: cannot be read: {refused(error)}") from None
         if len(content) > LARGEST_FILE:
-            raise ConfigError(f"token_file {self._path} is over {LARGEST_FILE} bytes; remove what is not needed")
+            raise ConfigError(f"token_file {self._path} is over {LARGEST_FILE} bytes; remove unneeded tokens")
         if mode & stat.S_IROTH:
             _log.warning("token_file %s can be read by every user (mode %o); chmod o-r it", self._path, mode)
         table = _parse(content, str(self._path))
@@ -126,7 +126,7 @@ def _entry(words: list[str], where: str) -> tuple[bytes, Scopes]:
         raise ConfigError(f"{where}: the token has {len(token)} characters; give {SHORTEST} or more")
     scopes = frozenset(scope for scope in SCOPES if scope in listed.split(","))
     if len(scopes) != len(listed.split(",")):
-        raise ConfigError(f"{where}: the scopes are not all of {', '.join(SCOPES)}, each once, with commas between")
+        raise ConfigError(f"{where}: give scopes out of {', '.join(SCOPES)}, each once, separated by commas")
     return _digest(token), scopes
 
 

@@ -133,7 +133,7 @@ class RegionTable:
         if region.byte_size <= 0 or region.offset < 0:
             raise InvalidRequest(
                 f"shared memory region {quoted(region.name)} has {region.byte_size} bytes from offset {region.offset},"
-                " expected one or more from 0 or more"
+                " expected at least 1 byte, from offset 0 or more"
             )
         file = region.key.removeprefix("/")  # as shm_open takes it
         if not file.startswith(self._limits.prefix) or file in ("", ".", "..") or "/" in file or "\0" in file:

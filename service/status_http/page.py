@@ -23,8 +23,8 @@ _LONGEST_REASON = 300  # characters of a reason in the list of models
 _EMPTY = (
     "<section>\n<h2>No models</h2>\n<p>Nothing is served. Put artifacts under"
     " <code>&lt;model&gt;/&lt;version&gt;/</code> (<code>bf16-convert checkpoint</code> writes them there) and restart"
-    " the server; with <code>--model-control poll</code> it looks again by itself, and with <code>explicit</code>"
-    " clients load what lies there.</p>\n</section>"
+    " the server; with <code>--model-control poll</code> the server finds them by itself, and with"
+    " <code>explicit</code> clients load them.</p>\n</section>"
 )
 _ICON = (
     "data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 16 16'%3E"

@@ -173,7 +173,7 @@ class _Skim:
     def _count_value(self, at: int, end: int, known: _Known | Literal["text", "packed"]) -> None:
         if known == "text":
             if end - at > _TEXT:
-                raise InvalidRequest(f"the request has a text of {end - at} bytes, expected at most {_TEXT}")
+                raise InvalidRequest(f"the request has a string of {end - at} bytes, expected at most {_TEXT}")
             return
         if known != "packed":
             self.count(at, end, known)

@@ -111,7 +111,7 @@ def _checked(descriptor: int, size: int) -> int:
         check(descriptor, size)
     except UnfitMemory as error:
         os.close(descriptor)
-        raise _NotShared(f"what is shared may not be used: {error}") from error
+        raise _NotShared(f"the shared memory cannot be used: {error}") from error
     return descriptor
 
 

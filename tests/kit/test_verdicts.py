@@ -39,7 +39,7 @@ def test_a_floor_is_said_as_one() -> None:
     headline, cpu = _figures(manifest)
     assert headline == "cpu is over the drift budget."
     assert cpu == (
-        "cpu is over budget: top1_agreement of y is 0.5, at least 0.99 is asked for (40 × the budget);"
+        "cpu is over budget: top1_agreement of y is 0.5, at least 0.99 is required (40 × the budget);"
         " measured on 1 sample of s"
     )
 

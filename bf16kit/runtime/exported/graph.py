@@ -92,7 +92,7 @@ def parse_program(program: Mapping[str, Any], stored: Mapping[str, object]) -> P
     version = mapping(field(program, "schema_version"), "schema_version")
     major = integer(field(version, "major"), "schema_version")
     if major != SCHEMA:
-        raise RuntimeFailure(f"has schema version {major} of torch.export, and bf16kit reads {SCHEMA}; save it again")
+        raise RuntimeFailure(f"has schema version {major} of torch.export, but bf16kit reads {SCHEMA}; save it again")
     module = mapping(field(program, "graph_module"), "graph_module")
     signature = mapping(field(module, "signature"), "signature")
     values = mapping(field(module, "graph"), "graph")
@@ -118,13 +118,13 @@ def _inputs(signature: Mapping[str, Any], metas: Mapping[str, Any]) -> tuple[tup
             if tag == "as_none":
                 continue
             if tag != "as_tensor":
-                raise RuntimeFailure(f"has an input that is no tensor ({tag.removeprefix('as_')}); export it without")
+                raise RuntimeFailure(f"has a non-tensor input ({tag.removeprefix('as_')}); export it without")
             given = name(field(mapping(argument, kind), "name"), kind)
             edges.append(_edge(given, metas))
             continue
         target = {"parameter": "parameter_name", "buffer": "buffer_name", "tensor_constant": "tensor_constant_name"}
         if kind not in target:
-            raise RuntimeFailure(f"has an input of kind {kind[:80]!r}, which is no tensor")
+            raise RuntimeFailure(f"has an input of kind {kind[:80]!r}, which is not a tensor")
         known = mapping(value, kind)
         taken = name(field(mapping(field(known, "arg"), kind), "name"), kind)
         tensors[taken] = text(field(known, target[kind]), kind)
@@ -187,7 +187,7 @@ def _given(value: Any) -> str | None:
         return name(field(mapping(argument, "inputs"), "as_name"), "inputs")
     if tag in ("as_none", "as_int", "as_float", "as_bool", "as_string"):
         return None
-    raise RuntimeFailure(f"has an input of kind {tag[:80]!r}, which is no tensor")
+    raise RuntimeFailure(f"has an input of kind {tag[:80]!r}, which is not a tensor")
 
 
 def _node(node: Mapping[str, Any], depth: int) -> Node | None:

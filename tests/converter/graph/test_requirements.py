@@ -98,6 +98,6 @@ def test_an_older_release_is_refused_before_it_loads_anything(
     load(small, "cpu").close()
     monkeypatch.setattr(ort, "__version__", "1.23.2")
     monkeypatch.setattr(session, "open_session", None)
-    with pytest.raises(RuntimeFailure, match=r"profile cpu needs ONNX Runtime 1\.24 or later, and 1\.23\.2 is"):
+    with pytest.raises(RuntimeFailure, match=r"profile cpu needs ONNX Runtime 1\.24 or later, but 1\.23\.2 is"):
         load(small, "cpu")
     cli("verify", small.path, "--profile", "cpu").refused(3, "profile cpu needs ONNX Runtime 1.24 or later", "upgrade")

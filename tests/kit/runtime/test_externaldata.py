@@ -139,7 +139,7 @@ def test_a_negative_dimension_is_refused(dims: list[int], tmp_path: Path) -> Non
 @pytest.mark.parametrize("offset", [1, 32, 65])
 def test_a_tensor_that_starts_between_two_cache_lines_is_refused(offset: int, tmp_path: Path) -> None:
     path = placed(tmp_path, size=4096, offset=offset, length=2048)
-    with pytest.raises(ArtifactError, match=rf"tensor 'w0' .* starts at byte {offset}, which is no multiple of 64"):
+    with pytest.raises(ArtifactError, match=rf"tensor 'w0' .* starts at byte {offset}, which is not a multiple of 64"):
         check_locations(path, {"weights.fp32"})
 
 

@@ -188,7 +188,7 @@ def test_auto_is_the_cpu_where_no_cuda_device_works(mlp: Artifact, profiles: tup
 
 
 def test_an_artifact_without_a_profile_for_the_device_is_refused(mlp: Artifact) -> None:
-    with pytest.raises(ArtifactError, match="no profile for cuda:0: it needs cuda or torchscript or pt2, and has cpu"):
+    with pytest.raises(ArtifactError, match="no profile for cuda:0: it needs cuda or torchscript or pt2, but has cpu"):
         choose_profile(mlp, "cuda:0")
     with pytest.raises(ConfigError, match="unknown device 'tpu'"):
         choose_profile(mlp, "tpu")

@@ -64,6 +64,6 @@ def test_a_container_too_small_for_any_server_is_warned_of(tmp_path: Path, caplo
     assert caplog.messages == []
     announce(config(tmp_path), Memory(limit=64 * MIB, left=30 * MIB))
     assert caplog.messages == [
-        "memory: 67 MB are too little for a server, even without a model: the system may end it at any time; give the"
-        " container 101 MB and what its models take (docker run --memory, resources.limits.memory)"
+        "memory: 67 MB are too little for a server, even without a model: the system may kill it at any time; give the"
+        " container 101 MB plus what its models take (docker run --memory, resources.limits.memory)"
     ]

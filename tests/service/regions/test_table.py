@@ -150,7 +150,7 @@ def test_a_region_beyond_the_end_of_its_file_is_refused(make: Make, offset: int,
 
 @pytest.mark.parametrize(("offset", "byte_size"), [(0, 0), (16, 0), (-1, 4), (0, -4)])
 def test_a_region_without_bytes_is_refused(make: Make, offset: int, byte_size: int) -> None:
-    with pytest.raises(InvalidRequest, match="expected one or more from 0 or more"):
+    with pytest.raises(InvalidRequest, match="expected at least 1 byte, from offset 0 or more"):
         table().register(region(make("none"), offset=offset, byte_size=byte_size))
 
 

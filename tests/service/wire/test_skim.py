@@ -32,7 +32,7 @@ def parse(data: bytes, held: list[int] | None = None) -> pb.ModelInferRequest:
 @pytest.mark.parametrize("what", [name for name in SWELLING if name not in ("shape", "int64_contents", "strings")])
 def test_what_swells_is_refused(what: str) -> None:
     data = SWELLING[what](LARGE)
-    said = r"more than 65536 fields|a text of \d+ bytes, expected at most 1048576|Error parsing"
+    said = r"more than 65536 fields|a string of \d+ bytes, expected at most 1048576|Error parsing"
     with pytest.raises((InvalidRequest, DecodeError), match=said):
         parse(data)
 

@@ -132,7 +132,7 @@ REFUSED: dict[str, tuple[Edit, str]] = {
     "an input that is an object": (edit_input("custom_obj", {}), "has an input of kind 'custom_obj'"),
     "an input that is a number": (
         edit_input("user_input", {"arg": {"as_sym_int": {"as_name": "k"}}}),
-        r"has an input that is no tensor \(sym_int\)",
+        r"has a non-tensor input \(sym_int\)",
     ),
     "no input": (
         lambda program: signature(program).update(input_specs=signature(program)["input_specs"][:-1]),
