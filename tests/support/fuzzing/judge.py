@@ -192,7 +192,7 @@ def _of_torchscript(source: Path) -> Iterator[Bits]:
     """The parameters, buffers and other attributes; of a module without any, the constants, each once."""
     import torch
 
-    module: Any = torch.jit.load(str(source))  # type: ignore[no-untyped-call]  # torch's own
+    module: Any = torch.jit.load(str(source), map_location="cpu")  # type: ignore[no-untyped-call]  # torch's own
     found = {tensor.data_ptr(): tensor for part in module.modules() for tensor in _read_by(part) if tensor.ndim}
     named = module.state_dict().values()
     state = [*named, *(found[at] for at in found.keys() - {tensor.data_ptr() for tensor in named})]
