@@ -28,7 +28,7 @@ pytestmark = [
     ),
 ]
 MEASURED = 'bf16kit_drift_samples_total{model="mlp",outcome="measured",version="1"}'
-EMPTY = {"Cause", "Rejected before they ran"}  # of a model that is well
+EMPTY = {"Cause", "Rejected requests"}  # of a model that is well
 
 SLOW = "bf16kit:requests_slow:ratio_rate5m"
 

@@ -132,7 +132,7 @@ def test_a_repository_without_a_model_is_told_of(
     [
         ({}, "config: 'repository' is missing"),
         ({"repository": ".", "grpc_prot": 1}, "unknown key 'grpc_prot'"),
-        ({"repository": ".", "workers": 2}, "workers is 2, which does not go with Ray"),
+        ({"repository": ".", "workers": 2}, "workers is 2, which is not supported with Ray"),
     ],
 )
 def test_a_configuration_file_that_was_changed_by_hand_is_read_as_closely(config: dict[str, Any], said: str) -> None:
