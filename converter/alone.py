@@ -39,19 +39,19 @@ def check_wanted(options: Options, source: Source) -> str:
         raise ConversionError(f"{options.source}: no ONNX graph can be made of it: {why}; {_REMEDY}")
     if options.export is not None:
         raise ConversionError(
-            f"{options.source}: --format {options.export}: an export is proved in an ONNX graph, and none can be made:"
-            f" {why}; {_REMEDY}"
+            f"{options.source}: --format {options.export}: an export is checked by running it as an ONNX graph, and"
+            f" no ONNX graph can be made: {why}; {_REMEDY}"
         )
     for flag, given in (("--subnormals flush", options.subnormals == "flush"), ("--saturate", options.saturate)):
         if given:
             raise UsageError(f"{flag}: is for ONNX, and no ONNX graph can be made of {options.source}: {why}")
     return (
-        f"no ONNX: {why}; the artifact has what torch runs alone, without fp32 islands, and without a reference for"
+        f"no ONNX: {why}; the artifact holds only what torch runs. It has no fp32 islands, and no fp32 reference for"
         " live drift and fallback"
     )
 
 
-_REMEDY = "leave --format out, or give --format torchscript, for what torch runs alone"
+_REMEDY = "leave out --format or pass --format torchscript to write only what torch runs"
 
 
 def prove(
@@ -71,7 +71,7 @@ def prove(
     oracle = source.oracle
     if oracle is None or not asked.answers:
         raise ConversionError(
-            f"{options.source}: {source.ungraphed}; and what torch runs cannot be proved: {asked.how}"
+            f"{options.source}: {source.ungraphed}; and the format that torch runs cannot be checked: {asked.how}"
         )
     stored = _write(options, source, _held_in(traced, stage), stage, progress)
     manifest = describe(options, source, Plan(), stored, traced)

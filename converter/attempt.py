@@ -88,7 +88,10 @@ def _of_use(planned: Planned, options: Options) -> Planned:
     ]
     for name in idle:
         if name in options.onnx_profiles:
-            raise UsageError(f"--profile {name}: no product of this model has a bf16 weight; leave it out")
+            raise UsageError(
+                f"--profile {name}: no matrix product or convolution of this model has a bf16 weight; leave out"
+                f" --profile {name}"
+            )
     nodes = {name: entries for name, entries in planned.plan.nodes.items() if name not in idle}
     return replace(planned, plan=planned.plan.model_copy(update={"nodes": nodes}))
 

@@ -27,7 +27,7 @@ from converter.proof.samples import Samples
 from converter.sources.mapping.choice import refuted
 from converter.sources.onnx_file import name_inputs
 
-_NO_MODULE = "it is made from a torch module, and this source is read as an ONNX graph"
+_NO_MODULE = "this format is made from a torch module, and the source is read as an ONNX graph"
 _DECLARING = ("onnx", "saved-model", "keras")  # these sources declare their own dimensions
 
 
@@ -90,18 +90,18 @@ def check_answers(
     if source.proposed is None and not calibration.expected:
         return
     if not calibration.expected:
-        raise refuted(f"{options.source}", f"{calibration.origin} holds inputs, and no outputs", source.proposed or "")
+        raise refuted(f"{options.source}", f"{calibration.origin} holds inputs but no outputs", source.proposed or "")
     with progress.step("comparing with the expected outputs"):
         wrong = answered.check(source, calibration, asked, stage.path)
     if wrong is not None and source.proposed is not None:
         raise refuted(f"{options.source}", wrong, source.proposed)
     if wrong is not None:
         raise ConversionError(
-            f"{options.source}: the model does not answer as {calibration.origin} expects: {wrong}; the architecture or"
-            " the weights are others, or the outputs were not computed in fp32"
+            f"{options.source}: the model does not give the outputs in {calibration.origin}: {wrong}; either the"
+            " architecture or the weights differ, or those outputs were not computed in fp32"
         )
-    how = "the map that was proposed is confirmed" if source.proposed is not None else "the model answers as expected"
-    yield f"{how}: the outputs in {calibration.origin} are the model's own, within fp32 noise"
+    how = "the proposed map is confirmed" if source.proposed is not None else "the expected outputs are confirmed"
+    yield f"{how}: the model's outputs equal those in {calibration.origin} within fp32 noise"
 
 
 def trace(
@@ -130,7 +130,7 @@ def trace(
         written[name] = ProfileEntry(format=traced.format, graph=traced.file, precision="bf16", verified="no")
         if options.keep_fp32 or options.bf16:
             notes.append(
-                f"--keep-fp32 and --bf16 speak of ONNX nodes; the {traced.title} follows torch.autocast's rules"
+                f"--keep-fp32 and --bf16 apply to ONNX nodes only; the {traced.title} follows torch.autocast's rules"
             )
     return written
 
@@ -140,8 +140,8 @@ def unknown(options: Options, prepared: Prepared) -> Iterator[str]:
     nodes, all_nodes = untyped(prepared.folded), sum(1 for _ in prepared.folded.graph.all_nodes())
     if nodes:
         yield (
-            f"the types of what {len(nodes)} of {all_nodes} nodes give could not"
-            f" be inferred, first of {nodes[0].name!r} ({nodes[0].op_type}): they, and what reads them, stay in fp32"
+            f"the output types of {len(nodes)} of {all_nodes} nodes could not be inferred, the first"
+            f" {nodes[0].name!r} ({nodes[0].op_type}); these nodes, and those that read their outputs, stay in fp32"
         )
     sentence = stand_in() if "cuda" in options.onnx_profiles else None
     if sentence is not None:

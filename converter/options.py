@@ -131,7 +131,9 @@ def parse_target(path: Path) -> Target:
     absolute = path.absolute()
     version, model = absolute.name, absolute.parent.name
     if not re.fullmatch(r"[1-9][0-9]*", version):
-        raise UsageError(f"--out {path}: must end in MODEL/VERSION, the version 1 or more; it ends in {version!r}")
+        raise UsageError(
+            f"--out {path}: must end in MODEL/VERSION, with a version of 1 or more, and ends in {version!r}"
+        )
     return Target(absolute, parse_model_name(f"--out {path}", model), int(version))
 
 

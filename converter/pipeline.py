@@ -81,7 +81,7 @@ def convert(options: Options, progress: Progress | None = None, given: Given | N
         own = None if given is None else given.samples
         calibration = own or intake.draw_samples(options, source, progress)
         if not (options.samples or own):
-            notes.append(f"drift was measured on {calibration.origin}, for want of --samples")
+            notes.append(f"drift was measured on {calibration.origin}, because --samples was not given")
         asked = intake.ask_source(source, calibration, stage, progress)
         notes += intake.check_answers(options, source, calibration, asked, stage, progress)
         profiles = intake.trace(options, source, stage, progress, notes)
@@ -159,6 +159,6 @@ def _prove(
 def _remarks(options: Options, manifest: Manifest) -> Iterator[str]:
     """Yield notes on properties of the artifact that its owner may not expect."""
     if not any(entry.dtype == "bfloat16" for entry in manifest.tensors):
-        yield "no weight became bf16: all are small, one-dimensional or kept in fp32, so no memory is saved"
+        yield "no weight became bf16, so no memory is saved: all are small, one-dimensional or kept in fp32"
     if not options.residual:
-        yield "--no-residual: the checkpoint cannot be restored; how its weights were rounded was checked"
+        yield "--no-residual: the rounded weights were checked, but the checkpoint cannot be restored"

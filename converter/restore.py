@@ -51,9 +51,9 @@ def restore(artifact: Path, out: Path, *, force: bool, progress: Progress) -> st
 
 def _check_target(out: Path, force: bool) -> None:
     if out.is_dir():
-        raise ArtifactExists(f"{out}: is a directory; --out names the file to write, as fp32.safetensors")
+        raise ArtifactExists(f"{out}: is a directory; --out must be the file to write, such as fp32.safetensors")
     if os.path.lexists(out) and not force:
-        raise ArtifactExists(f"{out}: already exists; choose another name, or replace it with --force")
+        raise ArtifactExists(f"{out}: already exists; choose another name, or pass --force to replace it")
     if not out.parent.is_dir():
         raise UsageError(f"{out.parent}: no such directory")
 

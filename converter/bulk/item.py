@@ -103,13 +103,13 @@ def _outcome(item: Item, repository: Path, version: int, code: int, log: Path, s
     over = code == _OVER_BUDGET and told
     status: Status = "over budget" if over else "failed"
     if code == _OVER_BUDGET and not over:
-        detail = f"ended without a message, exit code 1; {log} has what it said"
+        detail = f"ended without a message, exit code 1; see {log}"
         code = _CANNOT
     if code < 0:
         killed = f"killed by {signal.Signals(-code).name}"
-        detail = f"{killed} (out of memory?)" if code == -signal.SIGKILL else f"{killed}; {log} has what it said"
+        detail = f"{killed} (out of memory?)" if code == -signal.SIGKILL else f"{killed}; see {log}"
         code = _CANNOT
-    return Outcome(item.model, name, status, code, None, detail or f"exit code {code}; {log} has what it said", seconds)
+    return Outcome(item.model, name, status, code, None, detail or f"exit code {code}; see {log}", seconds)
 
 
 def _said(log: Path) -> tuple[str, bool]:

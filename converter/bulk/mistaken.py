@@ -31,8 +31,8 @@ def taken_for(directory: Path) -> str:
         return f"{directory} {what}"
     names = listed([*found[:_SHOWN], *([f"{len(found) - _SHOWN} more"] if len(found) > _SHOWN else [])])
     return (
-        f"{directory} {what}; that is because of {names} in it: if the others beside are what you want, move"
-        f" {'it' if len(found) == 1 else 'them'} to a directory of {'its' if len(found) == 1 else 'their'} own"
+        f"{directory} {what}, because it contains {names}; to convert the checkpoints beside"
+        f" {'it' if len(found) == 1 else 'them'}, move {'it' if len(found) == 1 else 'them'} to another directory"
     )
 
 

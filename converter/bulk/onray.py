@@ -54,10 +54,10 @@ class OnRay:
         _join(address)
         nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
         if not nodes:
-            raise UsageError(f"--ray {address}: the cluster has no node with a processor")
+            raise UsageError(f"--ray {address}: no node of the cluster has a CPU")
         nodes = _answering(nodes, source, repository, say)
         if not nodes:
-            raise UsageError(f"--ray {address}: none of the cluster's nodes answers; look at `ray status`")
+            raise UsageError(f"--ray {address}: no node of the cluster answers; check `ray status`")
         self.jobs = jobs or len(nodes)
         self.stopped = False
         processors = sum(node["Resources"]["CPU"] for node in nodes)
@@ -116,8 +116,8 @@ class _Task:
                 if self._cancelled:
                     return _INTERRUPTED
                 again = attempt < _ATTEMPTS
-                then = f"it is begun again, {attempt + 1} of {_ATTEMPTS}" if again else "it is given up"
-                self._say(f"{self._model}: where it was converted has died ({type(error).__name__}); {then}")
+                then = f"it is started again, attempt {attempt + 1} of {_ATTEMPTS}" if again else "no attempt is left"
+                self._say(f"{self._model}: the node that converted it died ({type(error).__name__}); {then}")
                 if again:
                     self._reference = self._begin()
         return _CANNOT
@@ -146,7 +146,7 @@ def _join(address: str) -> None:
         knock(address)
         ray.init(address=address, log_to_driver=False, logging_level="ERROR", ignore_reinit_error=True)
     except (OSError, ValueError, RuntimeError) as error:
-        raise UsageError(f"--ray {address}: no Ray cluster is reached: {first_line(error)}") from None
+        raise UsageError(f"--ray {address}: cannot connect to a Ray cluster: {first_line(error)}") from None
 
 
 def _answering(nodes: list[dict[str, Any]], source: Path, repository: Path, say: Say) -> list[dict[str, Any]]:
@@ -170,19 +170,20 @@ def _answering(nodes: list[dict[str, Any]], source: Path, repository: Path, say:
             try:
                 found = ray.get(asked[node["NodeID"]])
             except (NodeDiedError, TaskUnschedulableError, WorkerCrashedError):
-                say(f"node {node['NodeManagerAddress']} does not answer: nothing is converted there")
+                say(f"node {node['NodeManagerAddress']} does not answer, so nothing is converted there")
                 continue
             answering.append(node)
             for what, path in zip(("token", "source", "directory"), (str(repository), *seen[1:]), strict=True):
                 if found[what] != here[what]:
                     raise UsageError(
-                        f"--ray: node {node['NodeManagerAddress']} does not see {path} as this machine does; put the"
-                        " checkpoints, the repository and the working directory on a file system that all nodes share"
+                        f"--ray: node {node['NodeManagerAddress']} does not see the same {path} as this machine; put"
+                        " the checkpoints, the repository and the working directory on a file system that all nodes"
+                        " share"
                     )
             if found["version"] != here["version"]:
                 raise UsageError(
                     f"--ray: node {node['NodeManagerAddress']} has bf16kit {found['version']}, and this machine"
-                    f" {here['version']}; install the same on all"
+                    f" {here['version']}; install the same version on all nodes"
                 )
         return answering
     finally:

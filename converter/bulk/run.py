@@ -58,7 +58,7 @@ def line(outcome: Outcome) -> str:
 
 def summary(outcomes: Sequence[Outcome], worklist: Worklist) -> str:
     """Return a table of all results, and what was passed over."""
-    columns = ("model", "version", "source", "result", "drift ÷ budget, or why not", "seconds")
+    columns = ("model", "version", "source", "result", "drift ÷ budget, or error", "seconds")
     rows = [
         (
             each.model,
@@ -72,14 +72,14 @@ def summary(outcomes: Sequence[Outcome], worklist: Worklist) -> str:
     ]
     told = [table(_title(outcomes), columns, rows)]
     more = len(worklist.passed_over) - _SHOWN
-    told += [f"passed over: {each}" for each in worklist.passed_over[:_SHOWN]]
-    told += [f"passed over: {more} more"] if more > 0 else []
+    told += [f"skipped: {each}" for each in worklist.passed_over[:_SHOWN]]
+    told += [f"skipped: {more} more"] if more > 0 else []
     return "\n".join(told)
 
 
 def _title(outcomes: Sequence[Outcome]) -> str:
     done = sum(outcome.code == 0 for outcome in outcomes)
-    return f"{done} of {len(outcomes)} checkpoints are converted"
+    return f"{done} of {len(outcomes)} checkpoints converted"
 
 
 def worst(outcomes: Sequence[Outcome], *, interrupted: bool) -> int:

@@ -204,8 +204,8 @@ def _check_names(items: Sequence[Item]) -> None:
         if counts[item.model] > 1:
             twins = ", ".join(other.source.name for other in items if other.model == item.model)
             raise UsageError(
-                f"{item.source.parent}: {twins} would all become model {item.model!r}; rename them, or name them in"
-                " --per-model DIRECTORY, with a FILE.yaml for each that says `name: …`"
+                f"{item.source.parent}: {twins} would all become model {item.model!r}; rename them, or pass"
+                " --per-model DIRECTORY with a FILE.yaml for each that sets `name: …`"
             )
 
 

@@ -31,7 +31,7 @@ def inspect(artifact: Path, as_json: bool, debug: bool) -> None:
     "profiles",
     multiple=True,
     type=click.Choice(["cpu", "cpu-bf16", "cuda", "torchscript", "pt2", "safetensors", "hf"]),
-    help="Profiles and exports to run; may be given more than once.  [default: all in the artifact]",
+    help="A profile or export to run; may be given more than once.  [default: all in the artifact]",
 )
 @json_option
 @debug_option
@@ -55,19 +55,21 @@ def verify(artifact: Path, samples: str | None, profiles: tuple[str, ...], as_js
     "profiles",
     multiple=True,
     type=click.Choice(["cpu", "cpu-bf16", "cuda"]),
-    help="Profiles to look into; may be given more than once.  [default: all in the artifact]",
+    help="A profile to explain; may be given more than once.  [default: all in the artifact]",
 )
-@click.option("--artifact", "of", type=PATH, metavar="ARTIFACT", help="That was served, where evidence is looked into.")
-@click.option("--json", "as_json", is_flag=True, help="Every layer, as JSON.")
+@click.option(
+    "--artifact", "of", type=PATH, metavar="ARTIFACT", help="The served artifact, if the argument is an evidence file."
+)
+@click.option("--json", "as_json", is_flag=True, help="Write JSON for programs, with every layer.")
 @debug_option
 def explain(
     artifact: Path, samples: str | None, profiles: tuple[str, ...], of: Path | None, as_json: bool, debug: bool
 ) -> None:
-    """Show where the drift of ARTIFACT comes from, layer by layer, and what --keep-fp32 would mend it.
+    """Show which layers of ARTIFACT cause its drift, and which --keep-fp32 would bring it within budget.
 
-    In place of ARTIFACT, a file that `bf16-serve evidence` has written, with --artifact: whether the artifact gives
-    what was served over budget, and which layer left the expected line on exactly that input. The cuda profile is
-    emulated on the CPU.
+    ARTIFACT may also be a file that `bf16-serve evidence` wrote, together with --artifact. It then shows whether the
+    artifact gives the response that was over budget, and which layer's error exceeds that of rounding on this input.
+    The cuda profile is emulated on the CPU.
     """
     from bf16kit.runtime import kernel
     from converter.proof.explanation import explain as explain_artifact
@@ -77,24 +79,25 @@ def explain(
     if of is None:
         if artifact.is_file():
             raise errors.UsageError(
-                f"{artifact}: is a file; for evidence of a breach give --artifact DIRECTORY as well"
+                f"{artifact}: is a file, expected an artifact's directory; if it is an evidence file, pass"
+                " --artifact DIRECTORY as well"
             )
         say(explain_artifact(artifact, samples, profiles, as_json=as_json))
         return
     if samples is not None or profiles:
-        raise errors.UsageError("evidence names its sample and its profile: leave --samples and --profile out")
+        raise errors.UsageError("an evidence file holds its own sample and profile; leave out --samples and --profile")
     say(explain_evidence(artifact, of, as_json=as_json))
 
 
 @click.command()
 @click.argument("artifact", type=PATH)
 @click.option("--out", required=True, type=PATH, metavar="FP32.SAFETENSORS", help="The file to write.")
-@click.option("--force", is_flag=True, help="Replace a file that is there already.")
+@click.option("--force", is_flag=True, help="Replace an existing file.")
 @debug_option
 def restore(artifact: Path, out: Path, force: bool, debug: bool) -> None:
-    """Give back the checkpoint that ARTIFACT was made from, as one safetensors file.
+    """Write the checkpoint that ARTIFACT was made from, as one safetensors file.
 
-    Bit for bit where it was fp32, bf16 or fp16; of fp64 tensors that the model uses, what fp32 holds of them.
+    fp32, bf16 and fp16 tensors are restored bit for bit. fp64 tensors that the model uses are rounded to fp32.
     """
     from converter.process import progress
     from converter.restore import restore as restore_artifact

@@ -25,41 +25,53 @@ _VERSION = re.compile("[1-9][0-9]*")
     required=True,
     type=PATH,
     metavar="REPOSITORY/MODEL/VERSION",
-    help="Where the artifact goes; for a directory of checkpoints, REPOSITORY.",
+    help="Directory of the new artifact; for a directory of checkpoints, only REPOSITORY.",
 )
-@click.option("--force", is_flag=True, help="Replace an artifact that is there already.")
+@click.option("--force", is_flag=True, help="Replace an existing artifact.")
 @click.option(
     "--per-model",
     type=PATH,
     metavar="DIRECTORY",
-    help="Options of single checkpoints of many: NAME.yaml for each, keys as here without the dashes.",
+    help="Options for single checkpoints of a directory: NAME.yaml each; keys are option names without dashes.",
 )
 @click.option(
     "--jobs",
     type=click.IntRange(min=1),
-    help="Of many checkpoints, how many at a time.  [default: 1; with --ray one for each node]",
+    help="How many checkpoints of a directory to convert at a time.  [default: 1; with --ray, one per node]",
 )
 @click.option(
     "--ray",
     metavar="ADDRESS",
-    help="Convert many on the nodes of a Ray cluster (auto, HOST:PORT), which share this file system.",
+    help="Convert a directory on the nodes of a Ray cluster (auto, HOST:PORT); all nodes must share this file system.",
 )
-@click.option("--model", metavar="PKG.MOD:FACTORY", help="What builds the module, for bare weights; or an ONNX graph.")
+@click.option(
+    "--model",
+    metavar="PKG.MOD:FACTORY",
+    help="Function or class that builds the torch module, if SOURCE has only weights; or an ONNX graph.",
+)
 @click.option(
     "--map",
     type=PATH,
     metavar="RULES.YAML",
-    help="Which of the model's tensors each of the checkpoint's fills, and how it is turned.",
+    help="Rules that map checkpoint tensors to model tensors, with their transposes.",
 )
-@click.option("--accept-map", is_flag=True, help="Use the map that is proposed for a JAX checkpoint, unconfirmed.")
-@click.option("--step", type=click.IntRange(min=0), help="Of a directory of Orbax steps.  [default: the newest]")
-@click.option("--item", metavar="NAME", help="Of an Orbax step that holds several.")
-@click.option("--model-args", metavar="JSON", help="Keyword arguments of the factory; they win over a file's own.")
+@click.option("--accept-map", is_flag=True, help="Use the proposed map of a JAX checkpoint without confirmation.")
+@click.option(
+    "--step",
+    type=click.IntRange(min=0),
+    help="The step to convert, of a directory of Orbax steps.  [default: the newest]",
+)
+@click.option("--item", metavar="NAME", help="The item to convert, of an Orbax step with several items.")
+@click.option(
+    "--model-args",
+    metavar="JSON",
+    help="Keyword arguments of the factory; they override the hyper-parameters in the checkpoint.",
+)
 @click.option(
     "--weights",
     metavar="ema|model|PREFIX",
-    help="Of a Lightning checkpoint: averaged weights, trained ones, or those behind a prefix.  [default: what"
-    " Lightning would load]",
+    help="Weights to take from a Lightning checkpoint: averaged (ema), last trained (model), or those whose names"
+    " start with PREFIX.  [default: what Lightning would load]",
 )
 @click.option(
     "--input",
@@ -73,51 +85,65 @@ _VERSION = re.compile("[1-9][0-9]*")
     "outputs",
     multiple=True,
     metavar="NAME:KIND",
-    help="What an output is: logits, embedding, regression or other.  [default: judged by its name]",
+    help="The kind of an output: logits, embedding, regression or other.  [default: guessed from its name]",
 )
 @click.option(
     "--samples",
     metavar="FILE|DIR|PKG.MOD:FN",
-    help="Calibration inputs: a .npz or .safetensors file is one feed, a directory many, a function yields them."
-    "  [default: seeded random ones]",
+    help="Calibration inputs: a .npz or .safetensors file with one sample, a directory of such files, or a function"
+    " that yields samples.  [default: random, from --seed]",
 )
 @click.option(
     "--format",
     "formats",
     multiple=True,
     type=click.Choice(["onnx", "torchscript", "pt2", "safetensors", "hf"]),
-    help="May be given more than once: onnx, torchscript and pt2 (torch.export) are served; safetensors, a bf16"
-    " checkpoint, and hf, a Hugging Face directory of it, are for other programs.  [default: onnx, and torchscript"
-    " where the source allows]",
+    help="A format to write; may be given more than once. bf16-serve runs onnx, torchscript and pt2 (torch.export)."
+    " Other programs load safetensors (a bf16 checkpoint) and hf (a Hugging Face directory).  [default: onnx,"
+    " and torchscript if the source allows it]",
 )
 @click.option(
     "--profile",
     "profiles",
     multiple=True,
     type=click.Choice(["cpu", "cpu-bf16", "cuda"]),
-    help="ONNX profiles to write; may be given more than once.  [default: cpu and cuda, and cpu-bf16 where it keeps to"
-    " the budget]",
+    help="An ONNX profile to write; may be given more than once.  [default: cpu and cuda, and cpu-bf16 if it is"
+    " within budget]",
 )
-@click.option("--signature", metavar="NAME", help="The signature of a TensorFlow model.  [default: serving_default]")
-@click.option("--with-past", is_flag=True, help="A causal language model's cache becomes inputs and outputs.")
-@click.option("--keep-fp32", multiple=True, metavar="REGEX", help="Nodes or tensors that stay fp32.")
-@click.option("--bf16", multiple=True, metavar="REGEX", help="Nodes or tensors that become bf16.")
+@click.option(
+    "--signature", metavar="NAME", help="The signature of a TensorFlow model to convert.  [default: serving_default]"
+)
+@click.option("--with-past", is_flag=True, help="Make the cache of a causal language model inputs and outputs.")
+@click.option(
+    "--keep-fp32",
+    multiple=True,
+    metavar="REGEX",
+    help="Keep nodes and tensors with matching names in fp32; may be given more than once.",
+)
+@click.option(
+    "--bf16",
+    multiple=True,
+    metavar="REGEX",
+    help="Make nodes and tensors with matching names bf16; may be given more than once.",
+)
 @click.option(
     "--budget",
     multiple=True,
     metavar="METRIC=NUMBER",
     help="A bound on drift, e.g. relative_l2=1e-2, or on a quantile: relative_l2.p99=2e-2.",
 )
-@click.option("--allow-over-budget", is_flag=True, help="Publish all the same when drift is over budget.")
+@click.option("--allow-over-budget", is_flag=True, help="Publish even if drift is over budget.")
 @click.option(
-    "--search/--no-search", default=True, help="Over budget, search for the fewest fp32 islands that meet it."
+    "--search/--no-search",
+    default=True,
+    help="If drift is over budget, search for the fewest nodes and weights to keep in fp32 (islands).",
 )
 @click.option(
     "--search-minutes",
     type=click.FloatRange(min=0, min_open=True),
     default=5.0,
     show_default=True,
-    help="The longest the search may take.",
+    help="Time limit of the search.",
 )
 @click.option("--drop-failing-profiles", is_flag=True, help="Publish without the profiles that are over budget.")
 @click.option(
@@ -125,13 +151,21 @@ _VERSION = re.compile("[1-9][0-9]*")
     type=click.Choice(["keep", "flush"]),
     default="keep",
     show_default=True,
-    help="What becomes of weights below the smallest normal number.",
+    help="Keep weights below the smallest normal number, or set them to zero.",
 )
-@click.option("--saturate", is_flag=True, help="Weights that overflow become the largest bf16 number.")
-@click.option("--residual/--no-residual", default=True, help="Keep the low 16 bits, which restore fp32.")
+@click.option("--saturate", is_flag=True, help="Replace weights that overflow bf16 with the largest bf16 number.")
+@click.option(
+    "--residual/--no-residual",
+    default=True,
+    help="Store the low 16 bits of each weight, so that `restore` can give back the fp32 checkpoint.",
+)
 @click.option("--report/--no-report", default=True, help="Write report.html.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the random samples.")
-@click.option("--trust-pickle", is_flag=True, help="Load pickles, which can run any code, of people you trust.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the random samples.")
+@click.option(
+    "--trust-pickle",
+    is_flag=True,
+    help="Load a pickle; it can run any code, so pass this only for files from people you trust.",
+)
 @debug_option
 @click.pass_context
 def checkpoint(
@@ -139,7 +173,8 @@ def checkpoint(
 ) -> None:
     """Convert SOURCE: a Hugging Face directory, safetensors, torch, Lightning, JAX, TensorFlow, Keras or ONNX.
 
-    With a directory of them and --out REPOSITORY, convert each that is not converted yet; the exit code is the worst.
+    If SOURCE is a directory of checkpoints and --out a REPOSITORY, convert those that are not converted yet. The exit
+    code is then the largest of all conversions.
     """
     source, out = given["source"], given["out"]
     assert isinstance(source, Path)  # noqa: S101 - click's `type=PATH`
@@ -151,7 +186,8 @@ def checkpoint(
     _refuse_one_without_version(source, out)
     if (per_model, jobs, ray) != (None, None, None):
         raise click.UsageError(
-            f"--per-model, --jobs and --ray are for a directory of checkpoints, and {source} is none"
+            f"--per-model, --jobs and --ray are only for a directory of checkpoints, and {source} is not one;"
+            " leave them out"
         )
 
     from bf16kit.runtime import kernel
@@ -191,8 +227,8 @@ def _refuse_one_without_version(source: Path, out: Path) -> None:
     from converter.bulk.mistaken import taken_for
 
     raise UsageError(
-        f"--out {out}: must end in MODEL/VERSION, the version 1 or more; it ends in {out.absolute().name!r}, which"
-        f" would do for a directory of many checkpoints, and {taken_for(source)}"
+        f"--out {out}: must end in MODEL/VERSION, with a version of 1 or more, and ends in {out.absolute().name!r}."
+        f" A path without a version is allowed only for a directory of checkpoints, and {taken_for(source)}"
     )
 
 
@@ -219,7 +255,9 @@ def options_of(**given: object) -> Options:
     out, model_args, profiles = given.pop("out"), given.pop("model_args"), many("profiles")
     formats = many("formats")
     if profiles and formats and set(formats) <= {"safetensors", "hf"}:
-        raise UsageError(f"--profile {profiles[0]}: is an ONNX graph; give --format onnx as well, or leave it out")
+        raise UsageError(
+            f"--profile {profiles[0]}: profiles are only for ONNX; pass --format onnx as well, or leave out --profile"
+        )
     assert isinstance(out, Path)  # noqa: S101 - click's `type=PATH`
     return parse.Options(
         target=parse.parse_target(out),

@@ -53,7 +53,9 @@ def convert_all(context: click.Context, source: Path, repository: Path, check: C
     worklist = collect(source, configure, repository)
     unused = sorted(own.keys() - used)
     if unused:
-        raise UsageError(f"{per_model}/{unused[0]}.yaml: {source} has no checkpoint of that name")
+        raise UsageError(
+            f"{per_model}/{unused[0]}.yaml: {source} has no checkpoint of that name; rename or remove the file"
+        )
     for item in worklist.items:
         target = repository / item.model / "1"
         parse_target(target)
@@ -148,13 +150,13 @@ def _read(path: Path) -> Mapping[str, Any]:
 
     from bf16kit.reading import read_bounded
 
-    data = read_bounded(path, _LARGEST, UsageError, "more than any options take")
+    data = read_bounded(path, _LARGEST, UsageError, "the limit for a file of options")
     try:
         fields = yaml.safe_load(data)
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise UsageError(f"{path}: not YAML: {' '.join(str(error).split())[:200]}") from None
     if not isinstance(fields, dict):
-        raise UsageError(f"{path}: expected options such as `model: pkg.mod:factory`, a line each")
+        raise UsageError(f"{path}: expected one option per line, such as `model: pkg.mod:factory`")
     return fields
 
 

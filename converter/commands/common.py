@@ -11,10 +11,12 @@ from bf16kit.text import printable
 PATH = click.Path(path_type=Path)
 
 samples_option = click.option(
-    "--samples", metavar="FILE|DIR|PKG.MOD:FN", help="Inputs to run.  [default: the golden samples]"
+    "--samples", metavar="FILE|DIR|PKG.MOD:FN", help="Inputs to run the model on.  [default: the golden samples]"
 )
 debug_option = click.option("--debug", is_flag=True, help="Show the traceback of an error.")
-json_option = click.option("--json", "as_json", is_flag=True, help="Write JSON for programs: docs/json.md says what.")
+json_option = click.option(
+    "--json", "as_json", is_flag=True, help="Write JSON for programs (docs/json.md describes it)."
+)
 
 
 def say(text: str) -> None:

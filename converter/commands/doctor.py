@@ -11,7 +11,7 @@ from converter.commands.common import debug_option, json_option, say
 @json_option
 @debug_option
 def doctor(as_json: bool, debug: bool) -> None:
-    """Tell what is installed, which sources and formats can be converted now, and what brings the rest."""
+    """Show what is installed, what can be converted now, and the commands that install what is missing."""
     from bf16kit import document
     from converter.doctor.findings import describe, record
 

@@ -32,42 +32,44 @@ _OWN = (
     "--data",
     required=True,
     metavar="PKG.MOD:LOADER",
-    help="Yields batches: a mapping of an array per input, or (inputs, labels). Called again for each pass.",
+    help="Function that yields batches: a mapping with an array per input, or (inputs, labels). It is called once per"
+    " pass.",
 )
 @click.option(
     "--eval",
     "evaluation",
     metavar="PKG.MOD:LOADER",
-    help="Yields the batches that recovery is judged on.  [default: those of --data]",
+    help="Function that yields the batches on which the result is judged.  [default: those of --data]",
 )
-@click.option("--steps", type=int, required=True, help="Batches to train on.")
+@click.option("--steps", type=int, required=True, help="Number of batches to train on.")
 @click.option(
     "--precision",
     type=click.Choice(PRECISIONS),
     default="bf16-mixed",
     show_default=True,
-    help="What products compute in while training; with -mixed, weights keep an fp32 copy.",
+    help="Precision of products in training; with -mixed, weights keep an fp32 copy.",
 )
 @click.option(
     "--loss-scaling",
     metavar="none|static=K|dynamic",
-    help="What the loss of 16-mixed is multiplied by; bf16 needs none.  [default: dynamic for 16-mixed, else none]",
+    help="Factor for the loss of 16-mixed, so that gradients do not underflow.  [default: dynamic for 16-mixed, else"
+    " none]",
 )
 @click.option(
     "--loss",
     type=click.Choice(LOSSES),
     default="distillation",
     show_default=True,
-    help="The distance from the fp32 answers, or from the labels that --data gives.",
+    help="Train towards the outputs of the fp32 model (distillation), or the labels from --data (cross-entropy).",
 )
 @click.option(
     "--learning-rate",
     type=float,
     default=1e-3,
     show_default=True,
-    help="The largest step, as a share of each tensor's root mean square.",
+    help="Largest step, as a share of each tensor's root mean square.",
 )
-@click.option("--device", metavar="auto|cpu|cuda:N", default="auto", show_default=True, help="What trains.")
+@click.option("--device", metavar="auto|cpu|cuda:N", default="auto", show_default=True, help="Device to train on.")
 @click.option(
     "--checkpoint-every",
     "every",
@@ -75,13 +77,13 @@ _OWN = (
     metavar="STEPS",
     help="Steps from one checkpoint to the next.  [default: a tenth of --steps]",
 )
-@click.option("--resume", is_flag=True, help="Go on from the last checkpoint of a recovery that was interrupted.")
+@click.option("--resume", is_flag=True, help="Continue an interrupted recovery from its last checkpoint.")
 def recover(debug: bool, **given: Any) -> None:
-    """Train the weights of SOURCE until bf16 answers as fp32 did, and convert them.
+    """Train the weights of SOURCE briefly so that bf16 is within budget, and convert them.
 
-    A short fine-tune with weights rounded as the artifact rounds them. Without labels it learns the answers of the fp32
-    model itself. Nothing is published unless the bf16 artifact keeps to the budget, from what the ORIGINAL weights
-    answer in fp32. Needs Lightning: pip install 'bf16kit[lightning]'. docs/recovering.md says what each number means.
+    Training rounds the weights as the artifact does. Without labels, its target is the outputs of the fp32 model. The
+    result is published only if the bf16 artifact is within budget of the fp32 outputs of the ORIGINAL weights. Needs
+    Lightning: pip install 'bf16kit[lightning]'. docs/recovering.md explains the numbers.
     """
     from bf16kit.runtime import kernel
     from converter.process import memory, progress

@@ -30,7 +30,7 @@ def describe() -> str:
         table("Installed", ("part", "found"), [(part.name, part.found or "missing") for part in found.values()]),
         table("Sources that can be converted now", ("source", "now"), _rows(sources)),
         table("Formats that can be written now", ("format", "now"), _rows(formats)),
-        table("What else can be done now", ("what", "now"), _rows(others)),
+        table("Other things that can be done now", ("what", "now"), _rows(others)),
         *_remedies(found.values()),
     ]
     return "\n\n".join(sections)
@@ -41,7 +41,7 @@ def _entry(ability: Ability) -> dict[str, Any]:
 
 
 def _rows(found: Sequence[Ability]) -> list[tuple[str, str]]:
-    return [(one.name, "yes" if one.possible else f"no: without {', '.join(one.missing)}") for one in found]
+    return [(one.name, "yes" if one.possible else f"no: needs {', '.join(one.missing)}") for one in found]
 
 
 def _remedies(found: Any) -> Iterator[str]:
@@ -49,7 +49,7 @@ def _remedies(found: Any) -> Iterator[str]:
     if not missing:
         yield "Nothing is missing."
         return
-    lines = ["What brings the missing parts"]
+    lines = ["To install the missing parts"]
     for part in missing:
         lines += [f"  {part.name}:", *(f"    {line}" for line in part.remedy.splitlines())]
     yield "\n".join(lines)

@@ -31,8 +31,8 @@ def check_graph(path: Path, planned: Sequence[PlanEntry]) -> None:
     fault = next(_faults(model, precision), None)
     if fault is not None:
         raise ConversionError(
-            f"{path.name}: {fault}; the graph is not what the plan says, and nothing was published. This is a fault of"
-            " bf16-convert: please report it"
+            f"{path.name}: {fault}; the graph does not follow the plan, and nothing was published. This is a bug in"
+            " bf16-convert; please report it"
         )
 
 
@@ -58,8 +58,8 @@ def _rounding(product: ir.Node, planned: str) -> Iterator[str]:
     An attention node has the name of its product with the values.
     """
     if rounds_activations(product.op_type) != (planned == "bf16"):
-        what = "not to round its activations" if planned == "fp32" else "to round its activations"
-        yield f"product {product.name!r} is {what}, and is {label(product)}"
+        what = "not round its activations" if planned == "fp32" else "round its activations"
+        yield f"product {product.name!r} should {what}, and is {label(product)}"
 
 
 def _wide(node: ir.Node, opset: int) -> Iterator[str]:

@@ -25,7 +25,7 @@ from converter.passes import Match, Prepared
 from converter.plan import narrowed
 from converter.plan.overrides import Overrides
 
-_REARRANGED = "the checkpoint's own tensors hold it, in another order: the reference alone reads it"
+_REARRANGED = "only the fp32 reference reads it; the checkpoint's own tensors hold its values in another order"
 
 
 def unfolded(prepared: Prepared, checkpoint: Mapping[str, Array]) -> Prepared:

@@ -100,20 +100,22 @@ def check_export(directory: Path, done: Exported, checkpoint: Mapping[str, Array
     except ArtifactDamaged as error:
         raise ConversionError(f"the export cannot be read back: {error}; nothing was published") from error
     if found.keys() != checkpoint.keys():
-        raise _fault(min(found.keys() ^ checkpoint.keys()), "is not both in the checkpoint and in its export")
+        raise _fault(min(found.keys() ^ checkpoint.keys()), "is missing from either the checkpoint or its export")
     for name, array in checkpoint.items():
         if name not in done.selection.rounded:
-            _check_same(name, array, found[name], "is not exported as it came")
+            _check_same(name, array, found[name], "is not exported unchanged")
             continue
         if found[name].dtype != BF16 or found[name].shape != array.shape:
-            raise _fault(name, f"is exported otherwise ({_difference(array, found[name])})")
+            raise _fault(name, f"is exported with other values ({_difference(array, found[name])})")
         allowed = replace(rounding, saturate=rounding.saturate or name in done.selection.masks)
         wrong = sum(
             int(np.count_nonzero(_misrounded(in_fp32(block), stored, None, allowed)))
             for block, stored, _ in _blocks(array, found[name], None, None)
         )
         if wrong:
-            raise _fault(name, f"has {wrong} of {array.size} exported values that are not the source's, rounded")
+            raise _fault(
+                name, f"has {wrong} of {array.size} exported values that differ from the source's rounded values"
+            )
 
 
 def _check_restored(artifact: Artifact, checkpoint: Mapping[str, Array], advance: Advance) -> None:
@@ -122,11 +124,11 @@ def _check_restored(artifact: Artifact, checkpoint: Mapping[str, Array], advance
         missing = sorted(checkpoint.keys() - {entry.name for entry in entries})
         lost = next((name for name in missing if checkpoint[name].dtype != np.float64), None)
         if lost is not None:
-            raise _fault(lost, "was written nowhere, and could not be restored")
+            raise _fault(lost, "was not written, so it could not be restored")
     for name, array in artifact.checkpoint_tensors():
         source = checkpoint.get(name)
         if source is None:
-            raise _fault(name, "would be restored, but is not in the checkpoint")
+            raise _fault(name, "was written, but is not in the checkpoint")
         if source.dtype == np.float64 and array.dtype == np.float32:
             source = in_fp32(source)  # narrowed when it was read, with a note; fp32 is what is restored
         _check_same(name, source, array, "is not restored bit for bit")
@@ -142,7 +144,7 @@ def _check_stored(artifact: Artifact, entry: TensorEntry, origin: Array, roundin
     """Compare one stored tensor with the graph's weight that it was made from."""
     array = artifact.tensor(entry.name)
     if entry.dtype != "bfloat16" or origin.dtype != np.float32:
-        _check_same(entry.name, origin, array, "is not stored as it came")
+        _check_same(entry.name, origin, array, "is not stored unchanged")
         return
     scale = None if entry.scale is None else artifact.tensor(entry.scale)
     wrong = sum(
@@ -150,7 +152,9 @@ def _check_stored(artifact: Artifact, entry: TensorEntry, origin: Array, roundin
         for weight, found, factor in _blocks(origin, array, scale, entry.scale_axis)
     )
     if wrong:
-        raise _fault(entry.name, f"has {wrong} of {array.size} bf16 values that are not the source's, rounded")
+        raise _fault(
+            entry.name, f"has {wrong} of {array.size} bf16 values that differ from the source's rounded values"
+        )
 
 
 def _origins(artifact: Artifact, prepared: Prepared, stored: StoredWeights) -> Iterator[tuple[TensorEntry, Array]]:
@@ -235,6 +239,6 @@ def _difference(source: Array, found: Array) -> str:
 
 def _fault(name: str, what: str) -> ConversionError:
     return ConversionError(
-        f"tensor {name!r} {what}; nothing was published. The files are not what was to be written: a fault of"
-        " bf16-convert or of this machine's memory or disk. Run it again, and report it if it stays"
+        f"tensor {name!r} {what}; nothing was published. The written files are wrong: either a bug in bf16-convert,"
+        " or a fault of this machine's memory or disk. Run it again, and report it if it happens again"
     )

@@ -145,10 +145,10 @@ def _check(path: Path, source: ir.Model) -> None:
     try:
         onnx.checker.check_model(str(path), full_check=False)
     except onnx.checker.ValidationError as error:
-        raise ConversionError(f"{path.name}: ONNX's checker refuses the graph: {brief(error)}") from error
+        raise ConversionError(f"{path.name}: ONNX's checker rejects the graph: {brief(error)}") from error
     fault = _type_fault(onnx.load(path, load_external_data=False))
     if fault is not None and _type_fault(_skeleton(source)) is None:
-        raise ConversionError(f"{path.name}: types do not fit together: {fault}")
+        raise ConversionError(f"{path.name}: types do not match: {fault}")
 
 
 def _type_fault(proto: onnx.ModelProto) -> str | None:

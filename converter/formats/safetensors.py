@@ -56,7 +56,7 @@ def header(places: Iterable[Place], *, metadata: Mapping[str, str] | None = None
     fields: dict[str, object] = {} if metadata is None else {_METADATA: dict(metadata)}
     for place in places:
         if place.name == _METADATA:
-            raise UsageError(f"a tensor is called {_METADATA!r}, a name that safetensors keeps for itself")
+            raise UsageError(f"a tensor is named {_METADATA!r}, which safetensors reserves; rename the tensor")
         dtype = DTYPES.get(place.dtype)
         if dtype is None:
             raise UsageError(f"tensor {place.name!r} is {place.dtype}, which safetensors cannot hold")

@@ -56,14 +56,14 @@ def narrow_script(script: Any, path: Path) -> int:
             frozen = torch.jit.freeze(script, optimize_numerics=False)
             graph = frozen.graph
             if any(node.kind() == "prim::SetAttr" for node in scriptgraph.nodes(graph)):
-                raise ConversionError("it changes attributes of its own")
+                raise ConversionError("it changes its own attributes")
             count = _Narrowing(frozen, graph).rewrite()
             torch._C._jit_pass_dce(graph)
             graph.lint()
             torch.jit.save(frozen, str(raw))
     except Exception as error:  # torch may raise nearly anything for graphs that it does not support
         raw.unlink(missing_ok=True)
-        raise ConversionError(f"torch cannot narrow the TorchScript module: {first_line(error)}") from error
+        raise ConversionError(f"torch cannot convert the TorchScript module to bf16: {first_line(error)}") from error
     try:
         if not count:
             raise ConversionError("no product of the TorchScript module has an fp32 weight that could become bf16")

@@ -75,8 +75,8 @@ def _warned(strictly: bool) -> Iterator[None]:
     said = next((one.message for one in found if issubclass(one.category, TracerWarning)), None)
     if strictly and said is not None:
         raise ConversionError(
-            "a trace would keep what its example decided (a branch, a size); script the module instead, with"
-            f" torch.jit.script(module).save('model.pt'), and convert that file: {brief(said)}"
+            "a trace would fix choices that depend on the example input (a branch, a size); script the module"
+            f" instead, with torch.jit.script(module).save('model.pt'), and convert that file: {brief(said)}"
         )
 
 

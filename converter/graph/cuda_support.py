@@ -79,7 +79,9 @@ class KernelTable:
             within = [each for each in known if installed is None or not is_older(installed, each)]
             version = within[-1] if within else known[0]
         if version not in known:
-            raise UsageError(f"no CUDA kernel table for ONNX Runtime {version}; there are {', '.join(known)}")
+            raise UsageError(
+                f"no CUDA kernel table for ONNX Runtime {version}; there are tables for {', '.join(known)}"
+            )
         return _table(version)
 
     def has(self, domain: str, op: str, since: int) -> bool:
@@ -127,6 +129,6 @@ def stand_in() -> str | None:
     if installed in (None, table):
         return None
     return (
-        f"which bf16 kernels CUDA has was read for ONNX Runtime {table}, and {installed} is installed, for which there"
-        " is no table"
+        f"the cuda profile was planned with the bf16 kernels of ONNX Runtime {table}, because there is no kernel"
+        f" table for the installed version {installed}"
     )

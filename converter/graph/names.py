@@ -24,8 +24,8 @@ class NameEverything(Step):
             for value in node.inputs:
                 if value is not None and not (value.producer() or value.is_graph_input() or value.is_initializer()):
                     raise ConversionError(
-                        f"node {node.name or node.op_type!r} reads {value.name!r}, which nothing gives;"
-                        " an initializer that is sparse has to be made dense"
+                        f"node {node.name or node.op_type!r} reads {value.name!r}, which no node, input or"
+                        " initializer gives; if it is a sparse initializer, make it dense"
                     )
 
     def apply(self, model: ir.Model) -> bool:
@@ -47,7 +47,7 @@ class NameEverything(Step):
     def ensures(self, model: ir.Model) -> None:
         names = [node.name for node in model.graph.all_nodes()]
         if not all(names) or len(set(names)) != len(names):
-            raise ConversionError("nodes without a name of their own")
+            raise ConversionError("nodes without a unique name")
 
 
 class FreshNames:

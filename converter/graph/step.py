@@ -47,6 +47,6 @@ def _failure(step: Step, before: Sequence[Step], error: Exception) -> str:
     if isinstance(error, ir.passes.PreconditionError):
         when = " cannot start"
     elif isinstance(error, ir.passes.PostconditionError):
-        when = " did not do its work"
+        when = " left its work undone"
     after = f" (after {', '.join(s.name for s in before)})" if before else ""
     return f"step '{step.name}'{when}{after}: {text}"

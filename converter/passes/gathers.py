@@ -25,7 +25,7 @@ class GatherAllToUnsqueeze(Step):
     Requires: types and shapes are known.
     """
 
-    name = "rewrite look-ups of everything as Unsqueeze"
+    name = "rewrite look-ups of all rows as Unsqueeze"
 
     def apply(self, model: ir.Model) -> bool:
         if model.opset_imports[""] < _AXES_ARE_AN_INPUT:

@@ -43,6 +43,6 @@ def _check_inputs(model: ir.Model) -> None:
         lacking = missing_input(node, model.opset_imports.get("", 0))
         if lacking is not None:
             raise ConversionError(
-                f"{label(node)} {node.name or node.outputs[0].name!r} lacks its input {lacking!r}, which the node that"
-                " calls its function leaves out"
+                f"{label(node)} {node.name or node.outputs[0].name!r} lacks its input {lacking!r}, because the node"
+                " that calls its function does not pass it"
             )

@@ -39,7 +39,9 @@ class SupportedOpset(Step):
             model.opset_imports[""] = model.opset_imports.pop("ai.onnx")
         opset = model.opset_imports.get("")
         if opset is None:
-            raise ConversionError("the model imports no ONNX opset; it holds only custom operators")
+            raise ConversionError(
+                "the model imports no ONNX opset, so all its operators are custom; export it with ONNX operators"
+            )
         if opset > self._kernels.accepted_opset:
             raise ConversionError(
                 f"opset {opset} is newer than {self._kernels.accepted_opset}, the newest that ONNX Runtime"

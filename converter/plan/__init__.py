@@ -19,7 +19,7 @@ from converter.plan.overrides import Overrides
 from converter.plan.profiles import PROFILES
 
 SMALLEST = 256  # elements below which narrowing a matrix is not worth it
-_REFERENCE_ONLY = "read by the reference alone: folded into weights"
+_REFERENCE_ONLY = "read only by the fp32 reference; folded into other weights"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +104,17 @@ def _storage(value: ir.Value, readers: list[str], overrides: Overrides) -> Decis
         return kept
     forced = overrides.forces(name)
     if forced is not None:
-        return Decision("bf16", "asked_for", f"asked for by --bf16 {forced}")
+        return Decision("bf16", "asked_for", f"requested by --bf16 {forced}")
     shape = () if value.const_value is None else dims(value.const_value)
     size = math.prod(shape)
     if is_matrix(shape):
         return Decision("bf16", "matrix", f"matrix of {size} values")
     if sum(dim > 1 for dim in shape) < 2:
-        return Decision("fp32", "vector", "one-dimensional: 0.3 % of the bytes of a transformer, half of its drift")
+        return Decision(
+            "fp32",
+            "vector",
+            "one-dimensional: such tensors are 0.3 % of a transformer's bytes, and half of its drift if rounded",
+        )
     return Decision("fp32", "small", f"small: {size} values")
 
 

@@ -51,14 +51,14 @@ class Overrides:
             for pattern in patterns:
                 if not any(pattern.search(name) for name in names):
                     raise UsageError(
-                        f"{flag} {pattern.pattern}: matches no node or tensor of the model; convert without it, and"
-                        " `bf16-convert inspect` lists their names"
+                        f"{flag} {pattern.pattern}: matches no node or tensor of the model; to see the names,"
+                        " convert without it and run `bf16-convert inspect`"
                     )
 
 
 def _kept(pattern: str | None, island: str | None) -> Decision | None:
     if pattern is not None:
-        return Decision("fp32", "kept", f"kept by --keep-fp32 {pattern}")
+        return Decision("fp32", "kept", f"kept in fp32 by --keep-fp32 {pattern}")
     return None if island is None else Decision("fp32", "budget", island)
 
 

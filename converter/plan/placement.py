@@ -58,12 +58,14 @@ def place_cpu(model: ir.Model, narrow: Collection[str], work: Work) -> dict[str,
         multiplied = Decision("fp32", "profile", "bf16 weight, fp32 activations and accumulation in the CPU kernel")
         decisions[_name(fused.product.node)] = multiplied
         for node in fused.epilogue.nodes:
-            decisions[_name(node)] = Decision("fp32", "profile", "done by the CPU kernel with the product before it")
+            decisions[_name(node)] = Decision(
+                "fp32", "profile", "computed by the CPU kernel together with the product before it"
+            )
     elsewhere = {node: "attention" for attention in work.attentions for node in attention.nodes}
     elsewhere |= {node: "normalisation" for norm in work.norms for node in norm.nodes}
     elsewhere |= {norm.add: "normalisation" for norm in work.norms if norm.add is not None}
     for node, what in elsewhere.items():
-        decisions[_name(node)] = Decision("fp32", "profile", f"done by the CPU kernel's {what}")
+        decisions[_name(node)] = Decision("fp32", "profile", f"computed by the CPU kernel's {what}")
     return decisions
 
 
@@ -82,9 +84,7 @@ def place_cpu_bf16(model: ir.Model, narrow: Collection[str], overrides: Override
     for attention in work.attentions:
         names = [_name(node) for node in (attention.product, attention.softmax, attention.values)]
         kept = {name: decision for name in names if (decision := overrides.kept_node(name)) is not None}
-        rounds = Decision(
-            "bf16", "rounds", "what it reads is rounded to bf16, fp32 accumulation, in the CPU kernel's attention"
-        )
+        rounds = Decision("bf16", "rounds", "inputs rounded to bf16, fp32 accumulation, in the CPU kernel's attention")
         decisions |= kept or dict.fromkeys((names[0], names[-1]), rounds)
     return decisions
 
@@ -123,7 +123,7 @@ def _island(node: ir.Node, opset: int, kernels: KernelTable, overrides: Override
     if kept is not None:
         return kept
     if node.op_type in NORMALISATIONS and overrides.forces(_name(node)) is None:
-        return _fp32("normalises", "normalises: in fp32 with fp32 scale and bias, as torch.autocast does")
+        return _fp32("normalises", "normalisation computes in fp32 with fp32 scale and bias, as in torch.autocast")
     return _without_kernel(node, opset, kernels)
 
 
@@ -131,7 +131,7 @@ def _without_kernel(node: ir.Node, opset: int, kernels: KernelTable) -> Decision
     """Return why no kernel runs ``node`` in bf16; None if one does."""
     since = since_version(node, opset)
     if since is None:
-        return _fp32("unknown", f"{label(node)} is no operator of opset {opset}: nothing is known of its types")
+        return _fp32("unknown", f"{label(node)} is not an operator of opset {opset}, so its types are unknown")
     if not kernels.has(node.domain, node.op_type, since):
         reason = f"no bf16 kernel for {label(node)}-{since} on CUDA in ONNX Runtime {kernels.onnxruntime}"
         return _fp32("no_kernel", reason)
@@ -152,14 +152,14 @@ def _pointless(node: ir.Node, varying: Collection[ir.Value], overrides: Override
     if overrides.forces(_name(node)) is not None or any(v in varying for v in node.inputs if v is not None):
         return None
     return _fp32(
-        "not_varying", "computed from integers and constants alone (positions, masks): exact in fp32, and small"
+        "not_varying", "computed only from integers and constants (positions, masks): exact in fp32, and small"
     )
 
 
 def _accept(node: ir.Node, overrides: Overrides) -> Decision:
     pattern = overrides.forces(_name(node))
     if pattern is not None:
-        return Decision("bf16", "asked_for", f"asked for by --bf16 {pattern}")
+        return Decision("bf16", "asked_for", f"requested by --bf16 {pattern}")
     if node.op_type in PRODUCTS:
         return Decision("bf16", "product", "bf16 multiplication with fp32 accumulation")
     if node.op_type in MOVEMENT:
@@ -181,7 +181,7 @@ def _withdraw(
         if not useful:
             for node in group:
                 decisions[_name(node)] = Decision(
-                    "fp32", "alone", "nothing near it multiplies in bf16: casts would cost more"
+                    "fp32", "alone", "no bf16 product is near it, so casts would cost more than bf16 saves"
                 )
 
 

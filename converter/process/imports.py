@@ -13,7 +13,9 @@ from typing import Any
 from bf16kit.errors import UsageError
 from converter.process.blame import place
 
-_LIGHTNING = "a LightningModule needs it: pip install 'bf16kit[lightning]', or name a factory of the plain torch module"
+_LIGHTNING = (
+    "a LightningModule needs Lightning: pip install 'bf16kit[lightning]', or name a factory of the plain torch module"
+)
 _EXTRAS = {"lightning": _LIGHTNING, "pytorch_lightning": _LIGHTNING}
 _SPEC = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
@@ -45,7 +47,7 @@ def import_callable(flag: str, text: str) -> Callable[..., Any]:
             raise UsageError(f"{flag} {text}: module {module_name} has no {attribute}")
         found = getattr(found, part)
     if not callable(found):
-        raise UsageError(f"{flag} {text}: is {type(found).__name__}, not something that can be called")
+        raise UsageError(f"{flag} {text}: is {type(found).__name__}, expected a function or class")
     return found  # type: ignore[no-any-return]
 
 

@@ -19,6 +19,6 @@ def naming(source: Path) -> Iterator[None]:
             raise
         raise type(error)(f"{source}: {error}") from error
     except MemoryError as error:
-        raise ConversionError(f"{source}: out of memory; it asks for more than this machine has free") from error
+        raise ConversionError(f"{source}: out of memory; it needs more than this machine has free") from error
     except RecursionError as error:
         raise ConversionError(f"{source}: nested too deeply to be converted") from error

@@ -27,12 +27,12 @@ def check(source: Source, samples: Samples, asked: Asked, scratch: Path) -> str 
     ``asked`` holds the source's outputs; ``samples`` holds the expected outputs that came with them.
     """
     if not asked.answers:
-        return f"the model could not be asked: {asked.how}"
+        return f"the model could not be run: {asked.how}"
     count = len(asked.answers)
     expected = list(samples.expected[:count])
     names = [name for name in asked.answers[0] if all(name in feed for feed in expected)]
     if not names:
-        return "the samples hold no output for every input"
+        return "the samples do not hold outputs for every input"
     own = [{name: np.asarray(answer[name]) for name in names} for answer in asked.answers]
 
     graph = source.graph

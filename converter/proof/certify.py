@@ -37,10 +37,9 @@ from converter.proof.seen import as_seen, edges, with_axis
 from converter.proof.spool import Spool
 
 _QUOTED = 160  # characters of ONNX Runtime's reason; the rest of the message is as long again
-_NOT_SEEN = "no batch axis: two samples run together were not seen to give what they give apart"
+_NOT_SEEN = "no batch axis: it was not confirmed that two samples run together give the same outputs as run apart"
 _BY_NUMBERS = (
-    "no batch axis: the model decides by the numbers it is given, so that one sample may change what is computed of"
-    " another"
+    "no batch axis: the model branches on values in its inputs, so one sample may change how another is computed"
 )
 
 
@@ -136,8 +135,8 @@ def _expected(reference: Runtime, samples: Samples, stage: StagingArtifact) -> S
         return measure.spool(reference, samples, stage.path)
     except RuntimeFailure as error:
         raise RuntimeFailure(
-            f"the fp32 reference does not run on {samples.origin}: {brief(error, _QUOTED)}\nIf those are not what the"
-            f" model is made for, give others with {how_to_give(reference.inputs)}"
+            f"the fp32 reference does not run on {samples.origin}: {brief(error, _QUOTED)}\nIf these samples do not"
+            f" fit the model, pass others with {how_to_give(reference.inputs)}"
         ) from error
 
 
@@ -154,7 +153,7 @@ def _certify_profile(
         run = run_as_served(stage.draft(manifest), profile, samples.feeds, expected)
     except RuntimeFailure as error:
         if profile in options.optional_profiles:
-            note = f"no profile {profile}: what was written does not run on the samples: {error}"
+            note = f"no profile {profile}: the written graph does not run on the samples: {error}"
         elif profile in TRACED and not options.insists_on(profile):
             note = f"no {TRACED[profile].title}: the traced module does not run on the samples: {error}"
         else:
@@ -230,8 +229,8 @@ def _keep_golden(
     number = golden.choose(budget, [drifts for p, drifts in answered.items() if p not in options.optional_profiles])
     if number:
         certified.notes.append(
-            f"the golden samples, by which a server judges each start, are sample {number}: the first that every"
-            " profile answers within budget by itself"
+            f"the golden samples, on which a server checks each start, are sample {number}: the first on which every"
+            " profile is within budget"
         )
     kept, profiles = {golden.NAME: number}, dict(manifest.profiles)
     for profile, drifts in answered.items():

@@ -84,7 +84,7 @@ def reference(artifact: Artifact, scratch: Path | None = None) -> Iterator[Graph
     name = artifact.manifest.reference
     if name is None and artifact.manifest.checkpoint:
         raise ArtifactError(
-            f"{artifact.path}: no ONNX graph could be made of its source, so no layer can be looked into"
+            f"{artifact.path}: no ONNX graph could be made of its source, so its layers cannot be explained"
         )
     if name is None:
         raise ArtifactError(
@@ -108,7 +108,7 @@ def trace(reference: Graph, artifact: Artifact, feeds: Sequence[Feeds], profile:
     if entry is None or entry.format != "onnx":
         found = artifact.manifest.profiles.items()
         known = ", ".join(sorted(name for name, each in found if each.format == "onnx")) or "none"
-        raise ArtifactError(f"{artifact.path}: has no ONNX profile {profile!r} to look into; it has {known}")
+        raise ArtifactError(f"{artifact.path}: has no ONNX profile {profile!r} to explain; it has {known}")
     powers = compare(reference, Graph(_profile_graph(artifact, profile), artifact.path, {}), feeds)
     nodes = frozenset(each.name for each in plan.nodes.get(profile, []) if each.precision == "bf16")
     reading = frozenset(each.name for each in plan.nodes.get(profile, []) if each.code == "rounds")

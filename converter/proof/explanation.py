@@ -51,7 +51,7 @@ def explain(path: Path, given: str | None, profiles: Sequence[str], *, as_json: 
     onnx = sorted(name for name, entry in artifact.manifest.profiles.items() if entry.format == "onnx")
     if not onnx and artifact.manifest.exports:
         raise UsageError(
-            f"{path}: is an export and has no ONNX profile, whose layers could be looked into; convert the checkpoint"
+            f"{path}: is an export without ONNX profiles, so it has no layers to explain; convert the checkpoint"
             " again with --format onnx"
         )
     feeds, origin = _feeds(artifact, given)
@@ -150,8 +150,8 @@ def text(explanation: Explanation, origin: str, unsought: str = "") -> str:
         for each in shown
     ]
     title = (
-        f"Profile {explanation.profile}: SQNR of {len(rows)} of {len(explanation.layers)} layers on {origin}, beside"
-        " what rounding alone should leave"
+        f"Profile {explanation.profile}: SQNR of {len(rows)} of {len(explanation.layers)} layers on {origin}, and"
+        " the SQNR expected of rounding alone"
     )
     columns = ("depth", "node", "op", "weight", "SQNR dB", "expected", "")
     told = series(explanation.profile, explanation.entry(len(explanation.layers)), unsought=unsought)

@@ -25,8 +25,8 @@ from converter.passes import Match
 from converter.plan import is_matrix
 from converter.proof.running import open_source
 
-NOTE = "when verified: its tensors, widened, in the fp32 reference"
-REARRANGED = NOTE + "; that holds weights in another order, which were rounded as well"
+NOTE = "when verified: its tensors, converted to fp32, in the fp32 reference"
+REARRANGED = NOTE + "; weights that the reference holds in another order were rounded as well"
 _SUFFIX = ".safetensors"
 
 _Own = Callable[[str, ir.TensorProtocol], Array]
@@ -94,7 +94,7 @@ def tensors_of(artifact: Artifact, name: str) -> dict[str, Array]:
 def _kept(artifact: Artifact) -> _Graph:
     manifest = artifact.manifest
     if manifest.reference is None:
-        raise ArtifactError(f"{artifact.path}: keeps no fp32 reference to run its export in")
+        raise ArtifactError(f"{artifact.path}: keeps no fp32 reference, so its export cannot be run")
     reader = Artifact(artifact.path, manifest, artifact.copies)
 
     def own(value: str, tensor: ir.TensorProtocol) -> Array:

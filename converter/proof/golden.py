@@ -55,6 +55,6 @@ def check(artifact: Artifact, name: str, feeds: Feeds, outputs: Feeds) -> None:
         wrong += [n for n in meant if n in found and not same_bits(np.asarray(meant[n]), found[n])]
         if wrong:
             raise ConversionError(
-                f"{name}: {what} {min(wrong)!r} is not what the reference was run with; nothing was published. Run the"
-                " conversion again, and report it if it stays"
+                f"{name}: {what} {min(wrong)!r} differs from the reference's; nothing was published. Run the"
+                " conversion again, and report it if it happens again"
             )

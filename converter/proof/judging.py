@@ -42,11 +42,11 @@ def check_budget(budget: Budget, outputs: Sequence[TensorSpec]) -> list[str]:
         return []
     kinds = first_few([f"{quoted(spec.name)} is of kind {spec.kind}" for spec in outputs])
     unknown = [spec.name for spec in outputs if spec.kind == "other"]
-    remedy = f"say so with --output {unknown[0] if len(unknown) == 1 else 'NAME'}:logits"
+    remedy = f"pass --output {unknown[0] if len(unknown) == 1 else 'NAME'}:logits"
     if _LOGITS_ONLY in budget.stated:
         raise UsageError(
-            f"--budget {_LOGITS_ONLY}={budget.bound(_LOGITS_ONLY):g}: nothing to judge ({kinds}); if one holds logits,"
-            f" {remedy}"
+            f"--budget {_LOGITS_ONLY}={budget.bound(_LOGITS_ONLY):g}: no output is known to hold logits ({kinds});"
+            f" if one does, {remedy}"
         )
     if any(spec.kind == "other" for spec in outputs):
         return [f"{_LOGITS_ONLY} was not judged: no output is known to hold logits ({kinds}); if one does, {remedy}"]
@@ -73,7 +73,7 @@ def check_judged(budget: Budget, manifest: Manifest) -> None:
     summaries = [DriftSummary(e.samples, stats) for e in manifest.drift.values() for stats in e.outputs.values()]
     for name in sorted(budget.stated):
         if summaries and all(summary.judged(name) is None for summary in summaries):
-            raise UsageError(f"--budget {name}={budget.bound(name):g}: no output has anything that it could judge")
+            raise UsageError(f"--budget {name}={budget.bound(name):g}: the bound applies to no output")
 
 
 def judge(
@@ -99,8 +99,8 @@ def _without_optional(
 ) -> tuple[Manifest, list[str]]:
     dropped = [profile for profile in options.optional_profiles if profile in over]
     notes = [
-        f"no profile {profile}, which is faster on some processors: drift over budget; ask for it with --profile"
-        f" {profile}, and keep the nodes that cause it in fp32 (--keep-fp32 REGEX)"
+        f"no profile {profile}, which is faster on some processors: drift over budget; to write it, pass --profile"
+        f" {profile} and keep the nodes that cause it in fp32 (--keep-fp32 REGEX)"
         + "".join(f"\n  {breach}" for breach in over[profile])
         for profile in dropped
     ]
@@ -113,7 +113,7 @@ def _judged(
     """Do as :func:`judge` for profiles that are over budget and were asked for."""
     listed = "".join(f"\n  {breach}" for profile in sorted(over) for breach in over[profile])
     if options.allow_over_budget:
-        return manifest, [f"drift over budget, published because that was allowed:{listed}"]
+        return manifest, [f"drift over budget, published because of --allow-over-budget:{listed}"]
     droppable = over.keys() <= manifest.profiles.keys()  # an export was asked for, and may hold the weights
     if options.drop_failing_profiles and droppable and manifest.profiles.keys() - over.keys():
         dropped = f"left out, drift over budget: {', '.join(sorted(over))}{listed}"
@@ -126,21 +126,21 @@ def _remedies(failing: Collection[str], manifest: Manifest, options: Options) ->
     others = "raise the --budget, or pass --allow-over-budget"
     exports = [name for name in failing if name in manifest.exports]
     if exports:
-        leave = "leave profiles out (--profile)" if len(exports) < len(failing) else ""
+        leave = "leave out profiles (--profile)" if len(exports) < len(failing) else ""
         return ", ".join(filter(None, [f"{_KEEP_WEIGHTS}", leave, others]))
     if options.drop_failing_profiles:  # otherwise at least one profile would be left
-        return f"Every profile is over budget, so that none could be dropped. {_KEEP}, {others}"
+        return f"Every profile is over budget, so none could be dropped. {_KEEP}, {others}"
     scripts = sorted(name for name in failing if name in TRACED)
     if len(scripts) < len(failing):
-        leave = "leave profiles out (--profile, --format, or --drop-failing-profiles for all that fail)"
+        leave = "leave out profiles (--profile, --format, or --drop-failing-profiles for all that fail)"
         return f"{_KEEP}, {leave}, {others}"
     titles = " or ".join(TRACED[name].title for name in scripts)
     leave = "leave it out with --format onnx or --drop-failing-profiles"
     if not manifest.plan.tensors:  # then no graph was made either
-        return f"No search mends {titles}, and no ONNX graph, which one could, was made: {others}"
+        return f"The search cannot mend {titles}, and there is no ONNX graph that it could mend: {others}"
     if manifest.profiles.keys() == set(failing):
-        leave = "convert to ONNX instead (--format onnx), whose fp32 islands are searched for"
-    return f"No search mends {titles}, which rounds where torch.autocast does: {leave}, {others}"
+        leave = "convert to ONNX instead (--format onnx), where the search can find fp32 islands"
+    return f"The search cannot mend {titles}, because torch.autocast decides where it rounds: {leave}, {others}"
 
 
 def without(stage: StagingArtifact, manifest: Manifest, profiles: Collection[str]) -> Manifest:

@@ -47,8 +47,8 @@ def _check_answer(array: Array, sample: str, output: str) -> None:
     count = int(np.isnan(array).sum()) if array.dtype.kind == "f" else 0
     if count:
         raise SamplesError(
-            f"the fp32 reference answers {sample} with NaN (output {output!r}, {count} of {array.size} values), and"
-            " drift from NaN is nothing; give --samples that the model is made for"
+            f"the fp32 reference gives NaN for {sample} (output {output!r}, {count} of {array.size} values), and"
+            " drift from NaN cannot be measured; pass --samples with valid inputs of the model"
         )
 
 

@@ -63,7 +63,7 @@ def ask(source: Source, feeds: Sequence[Feeds], scratch: Path) -> Asked:
     except RuntimeFailure as error:
         return Asked((), f"{oracle.how}: {error}")
     if unstable:
-        return Asked((), f"{oracle.how} answers the same input differently each time (output {unstable[0]!r})")
+        return Asked((), f"{oracle.how} gives different outputs for the same input (output {unstable[0]!r})")
     return Asked(kept, oracle.how, oracle.roundoff)
 
 
@@ -122,7 +122,9 @@ def measure(
 
 def _worst(answers: Sequence[Feeds], expected: Sequence[Feeds], name: str) -> Distance:
     if name not in answers[0]:
-        raise ConversionError(f"the fp32 reference has an output {name!r}, and the source has {', '.join(answers[0])}")
+        raise ConversionError(
+            f"the fp32 reference has an output {name!r}, which the source lacks; the source has {', '.join(answers[0])}"
+        )
     return max(between(own[name], reference[name]) for own, reference in zip(answers, expected, strict=False))
 
 
@@ -190,9 +192,9 @@ def _judge(entry: OracleEntry, what: str) -> None:
         for name, figure in over
     )
     raise ConversionError(
-        f"{what} does not answer as the source itself does ({entry.how}), nothing published:{listed}\n"
-        "Reading, exporting or preparing the model changed what it computes. Export it to ONNX by other means and"
-        " convert that, or with other versions of torch and onnxscript, and please report it"
+        f"{what} does not give the outputs of the source itself ({entry.how}), nothing published:{listed}\nReading,"
+        " exporting or preparing the model changed what it computes. Export it to ONNX by other means and convert"
+        " that, or use other versions of torch and onnxscript; please report it"
     )
 
 

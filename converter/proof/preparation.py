@@ -53,7 +53,7 @@ def check_prepared(
     def nudged(random: np.random.Generator) -> OnnxRuntime:
         return open_source(model, *edges, scratch, lambda _name, tensor: nudge(tensor.numpy(), random, asked.roundoff))
 
-    certify(asked, feeds, found, nudged, scratch, what="the prepared graph, before anything is rounded,")
+    certify(asked, feeds, found, nudged, scratch, what="the prepared graph, before rounding,")
 
 
 def _changed(prepared: Prepared, model: ir.Model) -> bool:

@@ -83,9 +83,9 @@ def explain_evidence(path: Path, where: Path, *, as_json: bool = False) -> str:
         return document.dumps({"evidence": told, "again": rows, "profiles": profiles})
     parts = [_heading(evidence), _table(evidence, again), _told(again)]
     if layers is None:
-        parts.append("A module that torch runs keeps no layers to look into.")
+        parts.append("The layers of a module that torch runs cannot be explained.")
     else:
-        why = "" if _mends(again) else "No remedy was looked for: the artifact does not give what was served."
+        why = "" if _mends(again) else "No remedy was looked for, because the artifact does not give what was served."
         parts.append(explanation.text(layers, str(path), why))
     return "\n\n".join(parts)
 
@@ -97,13 +97,13 @@ def _check(evidence: Evidence, artifact: Artifact, path: Path) -> str:
         raise UsageError(f"{artifact.path}: keeps no fp32 reference, so no server has measured its drift")
     entry = manifest.profiles.get(header.profile)
     if entry is None:
-        raise UsageError(f"{path}: was answered by profile {header.profile!r}, which {artifact.path} does not have")
+        raise UsageError(f"{path}: was served by profile {header.profile!r}, which {artifact.path} does not have")
     for name in _deciding(manifest, entry.graph):
         there, here = header.files.get(name), manifest.files[name].sha256
         if there != here:
             raise UsageError(
-                f"{path}: is evidence about another artifact than {artifact.path}: {name} has the digest"
-                f" {(there or 'none')[:12]} there and {here[:12]} here; give the artifact that was served"
+                f"{path}: is evidence of another artifact than {artifact.path}: {name} has the digest"
+                f" {(there or 'none')[:12]} there and {here[:12]} here; pass the artifact that was served"
             )
     try:
         check_feeds([each.spec() for each in manifest.inputs], evidence.feeds)
@@ -178,10 +178,10 @@ def _heading(evidence: Evidence) -> str:
     rows = f"{header.rows} of the {header.of_rows} rows of a request" if header.batch_axis is not None else "a request"
     versions = ", ".join(f"{name} {version}" for name, version in header.versions.items())
     return (
-        f"Evidence of model {header.model!r} version {header.version}, profile {header.profile} ({header.precision}):"
-        f" {rows}, measured {header.at}.\nThe server's verdict: {verdict.get('state')}, cause {verdict.get('cause')},"
-        f" {verdict.get('metric')} of output {verdict.get('output')!r} at {_number(verdict.get('ratio'))} × its"
-        f" budget.\nThere: {versions}."
+        f"Evidence of model {header.model!r} version {header.version}, profile {header.profile}"
+        f" ({header.precision}): {rows}, measured {header.at}.\nThe server's verdict: {verdict.get('state')}, cause"
+        f" {verdict.get('cause')}, {verdict.get('metric')} of output {verdict.get('output')!r} at"
+        f" {_number(verdict.get('ratio'))} × its budget.\nVersions there: {versions}."
     )
 
 
@@ -196,7 +196,7 @@ def _table(evidence: Evidence, again: list[Again]) -> str:
     bound = Budget.from_dict(evidence.header.budget).bounds.get("relative_l2")
     rows = [(each.output, each.served, bound, each.left, each.reference) for each in again]
     columns = ("output", "served – reference", "budget", "served – the artifact here", "reference here – there")
-    return table("Distances on this input, relative to the reference's answer", columns, rows)
+    return table("Distances on this input, relative to the reference's output", columns, rows)
 
 
 def _told(again: list[Again]) -> str:
@@ -204,14 +204,15 @@ def _told(again: list[Again]) -> str:
     if not all(each.same_reference for each in again):
         each = max(again, key=lambda each: each.reference)
         return (
-            f"The fp32 reference gives another {each.output!r} here than it gave there ({each.reference:.3g}): the"
-            " process that measures was damaged, or computes otherwise. What follows is this machine's view."
+            f"The fp32 reference gives a different output {each.output!r} here than there ({each.reference:.3g}):"
+            " the process that measured drift was damaged, or computes differently. What follows was measured on"
+            " this machine."
         )
     if all(each.reproduced for each in again):
-        return "The artifact gives here what was served: the drift is the model's own on this input."
+        return "The artifact gives here what was served: the model itself has this drift on this input."
     return (
         f"The artifact does not give what was served: output {worst.output!r} is {worst.left:.3g} away from it here,"
-        f" and was {worst.served:.3g} away from the reference there. What answered was not what this artifact holds:"
-        " damaged memory or a device, or another program. Load the model anew, and where it comes again look at the"
-        " machine. The layers below are the artifact's own on this input."
+        f" and was {worst.served:.3g} away from the reference there. The server did not compute what this artifact"
+        " contains: damaged memory, a faulty device, or another program. Load the model again, and check the machine"
+        " if it happens again. The layers below are those of this artifact on this input."
     )

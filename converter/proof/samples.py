@@ -79,7 +79,7 @@ def how_to_give(inputs: Sequence[TensorSpec]) -> str:
     described = ", ".join(f"{spec.name} {spec.dtype}{describe(spec.shape)}" for spec in inputs)
     return (
         f"--samples FILE, made by numpy.savez('sample.npz', {keys}), or a directory of such files; the model takes"
-        f" {described}, where dimensions of one name are one size"
+        f" {described}; dimensions with the same name have the same size"
     )
 
 
@@ -97,7 +97,7 @@ def _load(given: str, inputs: Sequence[TensorSpec], outputs: Collection[str]) ->
         return _of([(path, _read_file(path))], inputs, outputs, f"the file {path.name}")
     if is_import_spec(given):
         return _of(_yielded(given), inputs, outputs, given)
-    raise SamplesError(f"--samples {given}: no such file or directory, nor a function as pkg.mod:name")
+    raise SamplesError(f"--samples {given}: no such file or directory, and not a function such as pkg.mod:name")
 
 
 def _of(
@@ -140,7 +140,7 @@ def _array(where: str, name: object, value: Any) -> Array:
     try:
         return np.asarray(value)
     except (ValueError, TypeError, RuntimeError) as error:  # ragged lists; tensors that require a gradient
-        raise SamplesError(f"--samples {where}: input {str(name)!r} is no array: {first_line(error)}") from None
+        raise SamplesError(f"--samples {where}: input {str(name)!r} is not an array: {first_line(error)}") from None
 
 
 def _read_file(path: Path) -> Feeds:
@@ -164,7 +164,7 @@ def _read_npz(path: Path) -> Feeds:
     with path.open("rb") as file:  # opened here, because numpy leaves a damaged archive open
         loaded = np.load(file, allow_pickle=False)
         if not isinstance(loaded, np.lib.npyio.NpzFile):
-            raise ValueError("one array, not an archive of an array per input")
+            raise ValueError("one array, expected an archive with an array per input")
         with loaded:
             return {name: loaded[name] for name in loaded.files}
 
@@ -176,5 +176,5 @@ def _checked(where: object, feeds: Feeds, inputs: Sequence[TensorSpec]) -> Feeds
         raise SamplesError(f"--samples {where}: {error}") from None
     if any(array.size == 0 for array in feeds.values()):
         shapes = ", ".join(f"{name}{describe(array.shape)}" for name, array in feeds.items())
-        raise SamplesError(f"--samples {where}: a sample without elements measures nothing ({shapes})")
+        raise SamplesError(f"--samples {where}: a sample without elements cannot be measured ({shapes}); leave it out")
     return {spec.name: np.asarray(feeds[spec.name], order="C") for spec in inputs}

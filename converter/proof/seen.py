@@ -31,8 +31,8 @@ def as_seen(manifest: Manifest, feeds: Sequence[Feeds], answers: Sequence[Feeds]
     given = [as_given(spec, _of_one_rank(spec.name, [run[spec.name] for run in runs])) for spec in declared]
     outputs = reconciled([*inputs, *name_all(given, known=inputs)], runs)[len(inputs) :]
     notes = [
-        f"output {was.name!r} is declared as {describe(was.shape)}, and the model gives"
-        f" {describe(runs[0][was.name])}: the artifact says {describe(now.shape)}"
+        f"output {was.name!r} is declared as {describe(was.shape)}, but the model gives"
+        f" {describe(runs[0][was.name])}; the artifact declares {describe(now.shape)}"
         for was, found, now in zip(declared, given, outputs, strict=True)
         if found != was
     ]
@@ -43,8 +43,8 @@ def _of_one_rank(output: str, shapes: Sequence[tuple[int, ...]]) -> Sequence[tup
     for shape in shapes:
         if len(shape) != len(shapes[0]):
             raise ConversionError(
-                f"output {output!r} is {describe(shapes[0])} for one sample and {describe(shape)} for another; export"
-                " the model with as many dimensions for all of them"
+                f"output {output!r} is {describe(shapes[0])} for one sample and {describe(shape)} for another;"
+                " export the model with the same number of dimensions for all samples"
             )
     return shapes
 

@@ -80,7 +80,10 @@ def verify(path: Path, given: str | None, profiles: Sequence[str]) -> Verified:
     budget = Budget.from_dict(artifact.manifest.budget)
     for profile in chosen:
         if profile in exports and artifact.manifest.reference is None:
-            ran.append(f"{profile}: every digest matches; without a residual there is no reference to run it in")
+            ran.append(
+                f"{profile}: every digest matches; its drift cannot be measured, because without a residual there is"
+                " no fp32 reference"
+            )
             continue
         feeds, expected, origin = answered or _golden(artifact, profile)
         run = (run_export if profile in exports else run_profile)(artifact, profile, feeds, expected)

@@ -43,14 +43,14 @@ def check_labels(batch: Batch, output: str, shape: Sequence[int]) -> None:
         return
     if labels.shape != tuple(shape[:-1]):
         raise UsageError(
-            f"{batch.where}: labels have the shape {list(labels.shape)}, and output {output!r} the shape {list(shape)}:"
-            f" expected {list(shape[:-1])}"
+            f"{batch.where}: labels have shape {list(labels.shape)}, expected {list(shape[:-1])} for output"
+            f" {output!r} of shape {list(shape)}"
         )
     strange = labels[(labels != IGNORED) & ((labels < 0) | (labels >= classes))]
     if strange.size:
         raise UsageError(
-            f"{batch.where}: label {strange[0]} is none of the {classes} classes of output {output!r}, 0 to"
-            f" {classes - 1}; {IGNORED} marks a row that does not count"
+            f"{batch.where}: label {strange[0]} is not one of the {classes} classes of output {output!r}, expected 0"
+            f" to {classes - 1}, or {IGNORED} for a row to ignore"
         )
 
 
@@ -95,8 +95,8 @@ class Loader:
         if number == 0:
             return f"{self._name}: yielded nothing; it must give batches of {_inputs(self._inputs)}"
         return (
-            f"{self._name}: yielded nothing in pass {number + 1}; let it give a new iterable each time it is called, or"
-            " lower --steps to the batches of one pass"
+            f"{self._name}: yielded nothing in pass {number + 1}; let it return a new iterable each time it is"
+            " called, or lower --steps to the number of batches of one pass"
         )
 
     def _pass(self, number: int) -> Iterator[Batch]:
@@ -233,7 +233,7 @@ def _array(where: str, name: str, value: Any) -> Array:
     try:
         return np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)
     except (ValueError, TypeError, RuntimeError) as error:  # ragged lists, tensors of another kind
-        raise UsageError(f"{where}: input {name!r} is no array: {first_line(error)}") from None
+        raise UsageError(f"{where}: input {name!r} is not an array: {first_line(error)}") from None
 
 
 def _check_numbers(where: str, name: str, array: Array) -> None:
@@ -245,14 +245,14 @@ def _check_numbers(where: str, name: str, array: Array) -> None:
         first = [int(index) for index in np.argwhere(lost)[0]]
         raise UsageError(
             f"{where}: input {name!r} holds NaN in {np.count_nonzero(lost)} of {array.size} elements, the first at"
-            f" {first}; leave such samples out, or fill them in"
+            f" {first}; leave out such samples, or replace the NaN"
         )
 
 
 def _labels(where: str, value: Any) -> Array:
     labels = _array(where, LABELS, value)
     if labels.dtype.kind not in "iu":
-        raise UsageError(f"{where}: labels are {labels.dtype.name}; expected the numbers of classes, as int64")
+        raise UsageError(f"{where}: labels are {labels.dtype.name}; expected class numbers as int64")
     return labels.astype(np.int64)
 
 

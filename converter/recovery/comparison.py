@@ -56,10 +56,10 @@ class Comparison:
             pairs = [(self.accuracy_of(bf16_before(name)), self.accuracy_of(bf16_after(name))) for name in self.over]
             counted = [(was.share, now.share) for was, now in pairs if was is not None and now is not None]
             was, now = (min((pair[side] for pair in counted), default=0.0) for side in (0, 1))
-            return f"{now:.4f} of the labelled rows right, and {was:.4f} before" if now < was else None
+            return f"{now:.4f} of the labelled rows are right, {was:.4f} before" if now < was else None
         rows = [(row.before, row.after) for row in self.drift if row.metric == "relative_l2" and row.before is not None]
         was, now = (max((pair[side] for pair in rows), default=0.0) for side in (0, 1))
-        return f"relative_l2 {now:.3g}, and {was:.3g} before" if now > was else None
+        return f"relative_l2 {now:.3g}, {was:.3g} before" if now > was else None
 
 
 def bf16_before(profile: str) -> str:
@@ -115,7 +115,7 @@ def worse_answers(found: Comparison, budget: Budget) -> dict[str, list[str]]:
         now = found.accuracy_of(bf16_after(profile))
         if now is not None and now.share < reference.share - (1 - bound):
             words.append(
-                f"profile {profile}: answers {now.share:.4f} of {now.rows} rows with their label, fp32 did"
+                f"profile {profile}: accuracy {now.share:.4f} on {now.rows} labelled rows, fp32 had"
                 f" {reference.share:.4f}, and the budget allows {1 - bound:.3g} less (top1_agreement={bound:g})"
             )
     return over

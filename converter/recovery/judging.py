@@ -88,40 +88,42 @@ class Judge:
         if not failed:
             return manifest, notes
         if self.options.allow_over_budget:
-            return manifest, [*notes, f"not recovered, published because that was allowed:{failed}"]
+            return manifest, [*notes, f"not recovered, published because of --allow-over-budget:{failed}"]
         raise BudgetExceeded(
-            f"not recovered, nothing published; from the original's fp32 answers, on {self.judging.origin}:"
-            f"{failed}\nTry more --steps or another --learning-rate (remove {self.place} first), keep the nodes"
-            " that cause it in fp32 (--keep-fp32 REGEX), raise the --budget, or publish this with --resume"
-            " --allow-over-budget"
+            "not recovered, nothing published; drift from the fp32 outputs of the original weights, on"
+            f" {self.judging.origin}:{failed}\nTry more --steps or another --learning-rate (remove {self.place}"
+            " first), keep the nodes that cause it in fp32 (--keep-fp32 REGEX), raise the --budget, or publish this"
+            " with --resume --allow-over-budget"
         )
 
     def _remarks(self, found: Comparison) -> list[str]:
         notes = []
         if not self.judging.held_out:
-            notes.append("recovery was judged on the data it was trained on; --eval PKG.MOD:LOADER judges it on other")
+            notes.append(
+                "recovery was judged on its training data; pass --eval PKG.MOD:LOADER to judge it on other data"
+            )
         bound = self.options.budget.bound("relative_l2")
         judged = [row for row in found.drift if row.metric == "relative_l2" and row.before is not None]
         if bound is not None and judged and all((row.before or 0.0) <= bound for row in judged):
             notes.append(
-                "bf16 kept to the budget before recovery, so none was needed: bf16-convert checkpoint gives that"
-                " artifact, with its weights as they were"
+                "bf16 was within budget before recovery, so none was needed; bf16-convert checkpoint gives an"
+                " artifact of the original weights"
             )
         if self.instead_of is not None:
             notes.append(
-                f"published are the weights as they were, rounded: on {self.judging.origin}, those that training left"
-                f" did worse: {self.instead_of}"
+                "the original weights were published, rounded, because the trained weights did worse on"
+                f" {self.judging.origin}: {self.instead_of}"
             )
         elif self.taught.unchanged:
             notes.append(
-                "published are the weights as they were, rounded: at no look did training have a lower loss than they"
-                f" have ({self.taught.training.loss_before:.3g}); try a lower --learning-rate"
+                "the original weights were published, rounded, because training never reached a lower loss than"
+                f" theirs ({self.taught.training.loss_before:.3g}); try a lower --learning-rate"
                 f" ({self.settings.learning_rate:g}), or more --steps"
             )
         worse = [row for row in judged if row.before is not None and row.after > row.before]
         notes += [
-            f"profile {row.profile}, output {row.output!r}: recovery made bf16 worse: relative_l2 from the original's"
-            f" fp32 answers was {row.before:.3g}, and is {row.after:.3g}"
+            f"profile {row.profile}, output {row.output!r}: recovery made bf16 worse: relative_l2 from the fp32"
+            f" outputs of the original weights rose from {row.before:.3g} to {row.after:.3g}"
             for row in worse
         ]
         return notes

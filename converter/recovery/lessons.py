@@ -78,11 +78,11 @@ def _check_answers(batch: Batch, reference: Mapping[str, torch.Tensor]) -> None:
         lost = int(torch.isnan(answer).sum())
         if lost:
             raise UsageError(
-                f"{batch.where}: the fp32 model itself answers NaN, in {lost} of {answer.numel()} elements of output"
-                f" {name!r}: nothing can be learnt from that; leave the batch out, or look at its values"
+                f"{batch.where}: the fp32 model gives NaN in {lost} of {answer.numel()} elements of output {name!r},"
+                " so there is nothing to learn; leave out the batch, or check its values"
             )
         if not bool(torch.isfinite(answer).any()):
             raise UsageError(
-                f"{batch.where}: the fp32 model itself answers nothing finite in output {name!r}; leave the batch out,"
-                " or look at its values"
+                f"{batch.where}: the fp32 model gives no finite value in output {name!r}; leave out the batch, or"
+                " check its values"
             )

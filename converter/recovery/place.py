@@ -67,10 +67,10 @@ class Place:
         why = f"disk full ({free} MiB free)" if full else f"cannot be written ({error.strerror or error})"
         remedy = "free some space" if full else "mend that"
         if self.last is None:
-            return f"{self.checkpoint}: {why}, no checkpoint was kept; {remedy}, or choose an --out on another disk"
+            return f"{self.checkpoint}: {why}, so no checkpoint was kept; {remedy}, or choose an --out on another disk"
         return (
-            f"{self.checkpoint}: {why}; the checkpoint before it is whole: {remedy}, and go on with --resume (a"
-            " larger --checkpoint-every writes fewer of them, each in place of the last)"
+            f"{self.checkpoint}: {why}; the checkpoint before it is intact: {remedy}, and continue with --resume (a"
+            " larger --checkpoint-every writes fewer checkpoints; each replaces the last)"
         )
 
     def agree(self, asked: Mapping[str, Any]) -> None:
@@ -88,12 +88,12 @@ class Place:
         try:
             before = json.loads(file.read_text("utf-8"))
         except ValueError:
-            raise UsageError(f"{file}: damaged; remove {self.path} to begin again") from None
+            raise UsageError(f"{file}: damaged; remove {self.path} to start again") from None
         for name in sorted(now.keys() | before.keys()):
             if now.get(name) != before.get(name):
                 raise UsageError(
-                    f"--resume: {name} is {now.get(name)!r} now, and was {before.get(name)!r} when this recovery began;"
-                    f" give the same options, or remove {self.path} to begin again"
+                    f"--resume: {name} is {now.get(name)!r} now, and was {before.get(name)!r} when this recovery"
+                    f" began; pass the same options, or remove {self.path} to start again"
                 )
 
 
@@ -118,8 +118,8 @@ def workplace(target: Target, *, resume: bool) -> Iterator[Place]:
         found = Place(path)
         if found.last is not None and not resume:
             raise UsageError(
-                f"{path}: holds a recovery that did not end; continue it with --resume, or remove that directory to"
-                " begin again"
+                f"{path}: holds an unfinished recovery; continue it with --resume, or remove that directory to start"
+                " again"
             )
         try:
             yield found

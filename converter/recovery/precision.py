@@ -79,16 +79,16 @@ def notes(precision: Precision, scaling: Scaling, where: torch.device) -> list[s
     found = []
     if precision == "16-mixed" and where.type == "cpu":
         found.append(
-            "--precision 16-mixed on a CPU: Lightning's own trainer would compute in bf16 without saying so; this"
-            " recovery computed its products in fp16"
+            "--precision 16-mixed on a CPU: this recovery computed its products in fp16; Lightning's own trainer"
+            " would have used bf16 without notice"
         )
     if precision == "16-mixed" and scaling.kind == "none":
         found.append("--loss-scaling none with fp16: gradients that underflow are lost; the report says how many")
     if precision in ("bf16-mixed", "bf16-true"):
         found.append(
-            f"--precision {precision}: no loss scaling, for bf16 has the exponents of fp32; the report has the shares"
-            " of gradients that underflow in fp16 and in bf16"
+            f"--precision {precision}: no loss scaling, because bf16 has the exponents of fp32; the report has the"
+            " shares of gradients that underflow in fp16 and in bf16"
         )
     if precision == "bf16-true":
-        found.append("--precision bf16-true: weights have no fp32 copy, so that small updates are rounded away")
+        found.append("--precision bf16-true: weights have no fp32 copy, so small updates are rounded away")
     return found

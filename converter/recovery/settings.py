@@ -81,8 +81,8 @@ def parse_settings(given: Mapping[str, Any]) -> Settings:
     rate: float = given["learning_rate"]
     if not (math.isfinite(rate) and 0 < rate < 1):
         raise UsageError(
-            f"--learning-rate {rate:g}: is the share of a weight's size that a step may move it by, more than 0 and"
-            " less than 1; the default is 0.001"
+            f"--learning-rate {rate:g}: expected more than 0 and less than 1, the share of a weight's size by which"
+            " a step may move it; the default is 0.001"
         )
     precision: Precision = given["precision"]
     return Settings(
@@ -111,9 +111,9 @@ def parse_scaling(text: str | None, precision: Precision) -> Scaling:
     scaling = _scaling(text, kind, value)
     if scaling.kind != "none" and precision != "16-mixed":
         raise UsageError(
-            f"--loss-scaling {text}: --precision {precision} needs none: bf16 has the exponents of fp32, and what"
-            " underflows in it underflows in fp32, too (the report has the shares that were measured); leave"
-            " --loss-scaling out, or train with --precision 16-mixed"
+            f"--loss-scaling {text}: --precision {precision} needs none, because bf16 has the exponents of fp32:"
+            " gradients that underflow in bf16 underflow in fp32, too (the report has the measured shares); leave"
+            " out --loss-scaling, or train with --precision 16-mixed"
         )
     return scaling
 
@@ -134,14 +134,15 @@ def _number(text: str, value: str) -> float:
     except ValueError:
         raise UsageError(f"--loss-scaling {text}: {value!r} is not a number; for example static=1024") from None
     if not 1 <= number <= _LARGEST_SCALE:  # rejects NaN too
-        raise UsageError(f"--loss-scaling {text}: a scale is 1 or more, and at most 2**127; for example static=1024")
+        raise UsageError(f"--loss-scaling {text}: expected a scale from 1 to 2**127; for example static=1024")
     return number
 
 
 def _count(text: str, value: str) -> int:
     if not (value.isascii() and value.isdecimal() and 1 <= int(value) < 2**31):
         raise UsageError(
-            f"--loss-scaling {text}: {value!r} is not a number of steps, 1 or more, after which the scale doubles"
+            f"--loss-scaling {text}: {value!r} is not a number of steps; expected 1 or more, the steps after"
+            " which the scale doubles"
         )
     return int(value)
 

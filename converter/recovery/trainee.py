@@ -247,7 +247,7 @@ class _Computed:
 def _not_finite(step: int, what: str, settings: Settings) -> str:
     remedies = [f"lower --learning-rate ({settings.learning_rate:g})"]
     if settings.precision == "16-mixed":
-        remedies.insert(0, "train with --precision bf16-mixed, whose largest number is fp32's (fp16 ends at 65,504)")
+        remedies.insert(0, "train with --precision bf16-mixed, whose largest number is that of fp32 (fp16's is 65,504)")
         if settings.scaling.kind == "none" and "gradient" in what:
-            remedies.insert(0, "let --loss-scaling dynamic leave such steps out")
+            remedies.insert(0, "use --loss-scaling dynamic, which skips such steps")
     return f"recovery stopped at step {step + 1} of {settings.steps}: {what}; {', or '.join(remedies)}"

@@ -107,8 +107,9 @@ def train(
     facts, kept = trainee.facts, trainee.kept
     if facts.skipped >= settings.steps:
         raise ConversionError(
-            f"recovery: all {settings.steps} steps were left out, for their gradients were not finite in fp16 times the"
-            f" scale {settings.scaling}; use a smaller --loss-scaling static=K, dynamic, or --precision bf16-mixed"
+            f"recovery: all {settings.steps} steps were skipped, because their gradients were not finite in fp16"
+            f" times the scale {settings.scaling}; use a smaller --loss-scaling static=K, dynamic, or --precision"
+            " bf16-mixed"
         )
     entry = TrainingEntry(
         steps=settings.steps,
@@ -263,10 +264,12 @@ def _begun(last: Path, settings: Settings) -> int:
     try:
         found = torch.load(last, weights_only=True, map_location="cpu")["global_step"]
     except Exception as error:
-        message = f"{last}: cannot be read: {first_line(error)}; remove {last.parent} to begin again"
+        message = f"{last}: cannot be read: {first_line(error)}; remove {last.parent} to start again"
         raise UsageError(message) from error
     if type(found) is not int or not 0 < found <= settings.steps:
-        raise UsageError(f"{last}: is of step {found!r}, expected 1 to {settings.steps}; remove {last.parent}")
+        raise UsageError(
+            f"{last}: is of step {found!r}, expected 1 to {settings.steps}; remove {last.parent} to start again"
+        )
     return found
 
 

@@ -53,7 +53,7 @@ def recover(options: Options, settings: Settings, progress: Progress) -> Result:
             )
         if source.graph is None:
             raise ConversionError(
-                f"{options.source}: cannot be recovered, for want of an ONNX graph: {source.ungraphed}"
+                f"{options.source}: cannot be recovered, because it has no ONNX graph: {source.ungraphed}"
             )
         loader = Loader("--data", settings.data, model.inputs, options.seed)
         judging = _judging(settings, loader, model, options)
@@ -88,7 +88,7 @@ def recover(options: Options, settings: Settings, progress: Progress) -> Result:
 def _resuming(settings: Settings, place: Place) -> list[str]:
     """Return a note if --resume found no checkpoint. That is no error: jobs that may be killed always pass --resume."""
     if settings.resume and place.last is None:
-        return [f"--resume: {place.path} held no checkpoint, so that this recovery began at step 1"]
+        return [f"--resume: {place.path} held no checkpoint, so this recovery began at step 1"]
     return []
 
 
@@ -101,7 +101,7 @@ def check_target(options: Options) -> None:
 
 def _judging(settings: Settings, loader: Loader, model: TorchModel, options: Options) -> Judging:
     if settings.evaluation is None:
-        return Judging(loader.first(JUDGED), f"{settings.data}, on which it was trained", held_out=False)
+        return Judging(loader.first(JUDGED), f"{settings.data}, the training data", held_out=False)
     evaluation = Loader("--eval", settings.evaluation, model.inputs, options.seed)
     return Judging(evaluation.first(JUDGED), settings.evaluation, held_out=True)
 

@@ -114,7 +114,7 @@ class Figures:
         """The verdict on all profiles, in one sentence."""
         over = [verdict.profile for verdict in self.verdicts if not verdict.within]
         if not self.verdicts:
-            return "Nothing was measured."
+            return "No drift was measured."
         if over:
             return f"{listed(over)} {'is' if len(over) == 1 else 'are'} over the drift budget."
         names = listed([verdict.profile for verdict in self.verdicts])
@@ -191,7 +191,9 @@ def layout(manifest: Manifest) -> str:
 def reference(oracle: OracleEntry | None) -> Reference:
     """Return the oracle's result for the fp32 reference."""
     if oracle is None:
-        return Reference(False, None, None, "not checked against the source: the artifact is older than that check")
+        return Reference(
+            False, None, None, "not checked against the source, because the artifact is older than that check"
+        )
     worst = max(oracle.outputs.values(), key=lambda figure: figure.relative_l2, default=None)
     if not oracle.checked or worst is None:
         return Reference(False, None, None, f"not checked against the source: {oracle.how}")

@@ -39,10 +39,10 @@ class PlanGroup:
     def told(self) -> str:
         """The reasons in one line."""
         if self.code == SEARCHED:
-            return "kept in fp32 to meet the budget: the islands have why"
+            return "kept in fp32 to meet the budget; the table of islands has the reasons"
         alone = len(self.reasons) == 1
         said = "; ".join(each.reason if alone else f"{each.reason} ({each.count:,})" for each in self.reasons)
-        return f"{said}; and {self.more:,} wordings more" if self.more else said
+        return f"{said}; and {self.more:,} more reasons" if self.more else said
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +81,9 @@ def searches(measured: Measurements) -> Iterator[Searched]:
 def _told(profile: str, found: SearchEntry) -> str:
     arithmetic = f" and {found.bf16_flops:.0%} of its arithmetic" if found.bf16_flops else ""
     text = (
-        f"A search of {found.candidates:,} candidates brought {profile} from {_times(found.before)} its budget to"
-        f" {_times(found.after)} it: {found.bf16_bytes:.0%} of the bytes of its weights{arithmetic} are bf16."
+        f"A search of {found.candidates:,} candidates reduced the drift of {profile} from {_times(found.before)} to"
+        f" {_times(found.after)} its budget: {found.bf16_bytes:.0%} of the bytes of its weights{arithmetic} are"
+        " bf16."
     )
     return f"{text} {found.blame}" if found.blame else text
 

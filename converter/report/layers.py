@@ -79,16 +79,21 @@ def series(profile: str, layers: Layers, *, within: bool = True, unsought: str =
 
 def _told(found: DiagnosisEntry, first_off: LayerEntry | None, within: bool, unsought: str) -> Iterator[str]:
     if not found.ails:
-        yield "Every output is on the expected line: what drift there is comes from rounding everywhere alike."
+        yield "Every output has the SQNR expected of rounding to bf16, so its drift comes from all layers alike."
         if first_off is not None:
-            yield f"The first layer below it is {called(first_off)}; what follows averages its error away."
+            yield (
+                f"The first layer below the expected SQNR is {called(first_off)}; later layers average its error away."
+            )
         yield "No remedy is needed."
     elif found.leaves is None:
-        yield "An output is over budget and no layer left the line: rounding adds up alike down a graph this deep."
+        yield (
+            "An output is over budget, though no layer is below its expected SQNR: the rounding errors of all layers"
+            " add up."
+        )
     else:
         yield (
-            f"It leaves the expected line at {found.leaves.name} ({found.leaves.op}): {found.leaves.sqnr_db:.1f} dB"
-            f" where {found.leaves.expected_db:.1f} are expected."
+            f"SQNR falls below the expected line at {found.leaves.name} ({found.leaves.op}):"
+            f" {found.leaves.sqnr_db:.1f} dB, expected {found.leaves.expected_db:.1f} dB."
         )
         yield _mended(found, within, unsought)
 
@@ -97,12 +102,12 @@ def _mended(found: DiagnosisEntry, within: bool, unsought: str) -> str:
     remedy = found.remedy
     if remedy is not None:
         return (
-            f"Kept in fp32, {listed(remedy.nodes)} would bring output {remedy.output} from {remedy.before_db:.1f} to"
-            f" {remedy.after_db:.1f} dB (tried on the CPU):"
+            f"Keeping {listed(remedy.nodes)} in fp32 would raise output {remedy.output} from {remedy.before_db:.1f}"
+            f" to {remedy.after_db:.1f} dB (tested on the CPU):"
         )
     if found.tried:
-        return "No few nodes before it would mend that when kept in fp32: look at its inputs, or its weights."
+        return "Keeping a few nodes before it in fp32 does not mend it; look at its inputs or its weights."
     if unsought:
         return unsought
     why = "No remedy is needed, because the budget is met" if within else "No remedy was looked for"
-    return f"{why}; bf16-convert explain tells one."
+    return f"{why}; bf16-convert explain looks for one."

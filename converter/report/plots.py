@@ -53,7 +53,7 @@ def sample_dots(series: SampleSeries, key: str) -> str:
         f"{len(shown)} of {series.measured} samples: relative_l2 from {min(series.values, default=0):.3g} to"
         f" {max(series.values, default=0):.3g}"
         + "".join(f"; the budget bounds {_bounded(name)} at {bound:.3g}" for name, bound in series.bounds)
-        + (f"; {above} samples lie above the line" if above else ""),
+        + (f"; {above} samples are above the line" if above else ""),
         _HEIGHT,
     )
     axes(picture, x, y, "sample", "relative_l2")
@@ -84,9 +84,12 @@ def layer_dots(series: LayerSeries, key: str) -> str:
         f"SQNR of each layer by depth, {series.profile}",
         f"{len(shown)} of {series.measured} layers, in dB; {f'{exact} exact ones are left out; ' if exact else ''}"
         + (
-            "all keep to the line that bf16 alone draws."
+            "all are on the line expected of rounding to bf16."
             if off is None
-            else f"the first off the expected line is {called(off)}: {off.sqnr_db:.3g} dB, not {off.expected_db:.3g}."
+            else (
+                f"the first below the expected line is {called(off)}: {off.sqnr_db:.3g} dB, expected"
+                f" {off.expected_db:.3g}."
+            )
         ),
         _HEIGHT,
     )
@@ -118,7 +121,8 @@ def span_bars(spans: Sequence[Span], measured: int, key: str) -> str:
     picture = Picture(
         key,
         "Range of the values of bf16 tensors",
-        f"{len(spans)} of {measured} tensors. " + (f"Not held at full precision: {told}." if told else "All are held."),
+        f"{len(spans)} of {measured} tensors. "
+        + (f"bf16 does not hold these at full precision: {told}." if told else ("bf16 holds all at full precision.")),
         bottom + 26,
     )
     for exponent in (NORMAL, -64, 0, 64, HIGHEST):

@@ -14,9 +14,13 @@ def text(entry: RecoveryEntry) -> str:
     """Return every table, and how the weights were trained."""
     count = f"{entry.samples} batch{'' if entry.samples == 1 else 'es'} of {entry.judged_on}"
     parts = [
-        table(f"Drift from the original's fp32 answers on {count}", DRIFT, map(drift_cells, entry.drift)),
-        table("Labelled rows answered right", ACCURACY, accuracy_rows(entry)) if entry.accuracy else "",
-        table("What becomes of gradients, computed in fp32", GRADIENTS, map(gradient_cells, entry.gradients)),
+        table(f"Drift from the fp32 outputs of the original weights on {count}", DRIFT, map(drift_cells, entry.drift)),
+        table("Labelled rows with the right answer", ACCURACY, accuracy_rows(entry)) if entry.accuracy else "",
+        table(
+            "Gradients computed in fp32, and what each format loses of them",
+            GRADIENTS,
+            map(gradient_cells, entry.gradients),
+        ),
         "\n".join(sentences(entry.training)),
     ]
     return "\n\n".join(part for part in parts if part)
@@ -50,7 +54,7 @@ def sentences(training: TrainingEntry) -> list[str]:
     """Describe how the weights were trained, one sentence each."""
     found = [
         f"{training.steps} steps on the {training.device}, {training.precision} (products in {training.computed}),"
-        f" {training.weights:,} weights, {training.loss}: {training.loss_first:.3g} at the first,"
+        f" {training.weights:,} weights, {training.loss}: {training.loss_first:.3g} at the first step,"
         f" {training.loss_last:.3g} at the last",
         f"loss scaling {training.scaling}: {training.skipped} of {training.steps} steps skipped"
         + (
@@ -71,19 +75,20 @@ def _kept(training: TrainingEntry) -> list[str]:
         return []
     batches = f"{training.yardstick} batch{'' if training.yardstick == 1 else 'es'} of --data"
     losses = {look.step: look.loss for look in training.looks}
-    found = [f"on {batches}, by which the best weights are chosen, the loss was {training.loss_before:.3g} at first"]
+    found = [f"loss before training, on {batches} by which the best weights are chosen: {training.loss_before:.3g}"]
     if training.biases_corrected:
         found.append(
-            f"{training.biases_corrected} biases were corrected for what rounding adds on average: {losses[0]:.3g}"
+            f"loss after {training.biases_corrected} biases were corrected for the average rounding error:"
+            f" {losses[0]:.3g}"
         )
     if training.kept:
-        found.append(f"kept: the weights after step {training.kept}: {losses[training.kept]:.3g}")
+        found.append(f"kept: the weights after step {training.kept}, with a loss of {losses[training.kept]:.3g}")
     else:
-        found.append("kept: the weights before the first step, for no later ones that were looked at did better")
+        found.append("kept: the weights before the first step, because no later weights had a lower loss")
     if training.rate_share < 1:
         found.append(
-            f"where a look found nothing better, training went back to the best and on at half the rate: in the end"
-            f" {training.rate_share:.3g} of it"
+            "whenever the loss had not improved, training returned to the best weights and halved the learning rate:"
+            f" at the end {training.rate_share:.3g} of --learning-rate"
         )
     return found
 

@@ -125,5 +125,5 @@ class Mending:
 
 
 _NOT_BORNE_OUT = (
-    "the search for fp32 islands found sets that suffice, and what was written with them did not bear it out"
+    "the search for fp32 islands found sets that suffice, but running the written graph did not confirm any"
 )

@@ -43,7 +43,7 @@ class Island:
 
     def reason(self, profile: str) -> str:
         """Return the reason it stays fp32, for the plan."""
-        worth = f" ({self.worth()})" if self.worth() else ", as far as the search had time to tell"
+        worth = f" ({self.worth()})" if self.worth() else ", as far as the search had time to test"
         return f"kept in fp32: {profile} is over budget without it{worth}"
 
 
@@ -104,7 +104,9 @@ class SearchResult:
         if self.flops_before:
             shares += f" and {self.flops_now:.1%} of the arithmetic ({self.flops_before:.1%} before)"
         count = "1 island" if len(self.islands) == 1 else f"{len(self.islands)} islands"
-        found = f"profile {self.profile} was over budget; {count} in fp32 mended that: bf16 now holds {shares}"
+        found = (
+            f"profile {self.profile} was over budget; {count} in fp32 brought it within budget: bf16 now holds {shares}"
+        )
         return [found + "".join(rows), *filter(None, [self.blame]), *self.notes]
 
     def _reasons(self, kind: str) -> dict[str, str]:

@@ -73,7 +73,10 @@ def search(task: Task, progress: Progress) -> SearchResult:
             finder.close()
 
 
-_NO_TIME = "the search for fp32 islands ran out of time before it knew a set that suffices; give it --search-minutes"
+_NO_TIME = (
+    "the search for fp32 islands ran out of time before it found a set that is within budget; allow more with"
+    " --search-minutes"
+)
 
 
 class _Search:
@@ -115,7 +118,7 @@ class _Search:
             ranking = self._task.deadline.part(_RANKING)
             learnt.groups, learnt.ranked = rank(units, partial(self._error, where), tolerance, ranking.over)
             self._groups, self._ranked = learnt.groups, learnt.ranked
-        self._phases.tell("the smallest set that suffices")
+        self._phases.tell("the smallest set within budget")
         return self._choose(typical(before), tolerance)
 
     def _choose(self, samples: Sequence[int], tolerance: float) -> SearchResult:
@@ -239,17 +242,19 @@ class _Search:
         worst = max(guilty, key=lambda group: group.error)
         names = ", ".join(unit.name for unit in worst.units if unit.kind == "weight")
         return (
-            f"profile {self._task.profile.name}: fp32 activations alone would not meet the budget ({breach}); most to"
-            f" blame is the weight {names}, whose rounding alone brings a relative_l2 of {worst.error:.3g}"
+            f"profile {self._task.profile.name}: fp32 activations alone would be over budget ({breach}); the largest"
+            f" cause is the weight {names}, whose rounding alone gives a relative_l2 of {worst.error:.3g}"
         )
 
     def _hopeless(self) -> SearchResult:
         task = self._task
         left = self._with(frozenset(self._units()))
-        why = f"not even everything in fp32 that may be meets it: {over(task.budget, self._trials.drifts(left))[0]}"
+        why = (
+            f"drift is over budget even with all candidates in fp32: {over(task.budget, self._trials.drifts(left))[0]}"
+        )
         names = [*sorted(left.weights), *sorted(left.nodes)]
         if names:
-            why += f"; still bf16, as --bf16 asks or with what they move: {first_few(names, _NAMED)}"
+            why += f"; still bf16, because of --bf16 or because they move bf16 data: {first_few(names, _NAMED)}"
         return SearchResult(task.profile.name, error=f"the search found no islands: {why}")
 
     def _island(self, unit: Unit, worth: tuple[Breach, float] | None) -> Island:
@@ -277,7 +282,7 @@ def _by_cost(units: Units) -> tuple[float, list[str]]:
 
 
 _NOT_MINIMAL = (
-    "profile {}: these islands suffice, but there may be more than are needed, because the search ran out of time: it"
-    " had not come to do without those that have no worth, and another run may find others; give it more"
-    " --search-minutes"
+    "profile {}: these islands bring it within budget, but some may be unnecessary, because the search ran out of"
+    " time. Islands without a worth were not tested for removal, and another run may find other islands; allow more"
+    " time with --search-minutes"
 )

@@ -38,8 +38,8 @@ def test_all_are_converted_once_and_the_exit_code_is_the_worst(models: Path, tmp
     """Two processes, each of which imports what a conversion needs: longer than five seconds where others work too."""
     out = tmp_path / "repo"
     first = process("checkpoint", models, "--out", out, *QUICK, "--jobs", "2").published()
-    assert "2 of 2 checkpoints are converted" in first.out
-    assert "passed over: README.md: is a text file" in first.out
+    assert "2 of 2 checkpoints converted" in first.out
+    assert "skipped: README.md: is a text file" in first.out
     assert set(Artifact.open(out / "a" / "1").manifest.profiles) == {"cpu"}
     (models / "c.gguf").write_bytes(b"GGUF\x03\0\0\0")
     onnx.save(graphs.mlp((8, 40, 8)), models / "b.onnx")
@@ -116,7 +116,7 @@ def test_ctrl_c_leaves_what_is_done_and_the_next_run_goes_on(models: Path, tmp_p
     done = [name for name in names if (out / name / "1").exists()]  # the next may end before the signal comes
     assert 1 <= len(done) < 8
     assert done == list(names[: len(done)])
-    assert f"{len(done)} of 8 checkpoints are converted" in told
+    assert f"{len(done)} of 8 checkpoints converted" in told
     assert "interrupted" in told
     assert not any((out / RECORDS / f"{name}.json").exists() for name in names[len(done) + 1 :])  # not even begun
     process("checkpoint", models, "--out", out, *QUICK).published()
@@ -145,7 +145,7 @@ class TestToldBeforeWorkBegins:
 
     def test_options_of_many_for_one(self, cli: Cli, models: Path, tmp_path: Path) -> None:
         cli("checkpoint", models / "a.onnx", "--out", tmp_path / "m" / "1", "--jobs", "2").refused(
-            2, "are for a directory of checkpoints"
+            2, "are only for a directory of checkpoints"
         )
 
     def test_many_into_one_version(self, cli: Cli, models: Path, tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ class TestToldBeforeWorkBegins:
     def test_what_hides_many(self, cli: Cli, models: Path, tmp_path: Path) -> None:
         (models / "other.pdparams").write_text("")
         cli("checkpoint", models, "--out", tmp_path / "repo").refused(
-            2, "must end in MODEL/VERSION", "a PaddlePaddle model", "because of other.pdparams in it"
+            2, "must end in MODEL/VERSION", "a PaddlePaddle model", "because it contains other.pdparams"
         )
 
     def test_one_into_a_repository_is_what_it_always_was(self, cli: Cli, models: Path, tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ class TestPerModel:
             ("seed: [1, 2]", "seed is [1, 2], expected one value"),
             ("seed: minus one", "a.onnx: 'minus one' is not a valid integer"),
             ("input: x", "a.onnx: --input 'x': expected NAME:DTYPE:DIMS"),
-            ("- seed", "expected options such as"),
+            ("- seed", "expected one option per line, such as `model: pkg.mod:factory`"),
             ("{seed: 1", "not YAML"),
             ("name: [a]", "name is ['a'], expected the model's name"),
             ("name: ../outside", "a.yaml: '../outside' is not a model name"),
@@ -217,7 +217,7 @@ class TestPerModel:
 
 def test_a_cluster_is_for_many(cli: Cli, models: Path, tmp_path: Path) -> None:
     cli("checkpoint", models / "a.onnx", "--out", tmp_path / "m" / "1", "--ray", "auto").refused(
-        2, "--ray are for a directory of checkpoints"
+        2, "--ray are only for a directory of checkpoints"
     )
 
 

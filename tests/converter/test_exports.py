@@ -149,7 +149,10 @@ class TestAlone:
         lstm = ("--model", "architectures:Lstm", "--input", "x:float32:batch,5,16")
         cli("checkpoint", source, "--out", target, *lstm, *SAFETENSORS).published()
         manifest = Artifact.open(target).manifest
-        assert "in another order, which were rounded as well" in manifest.exports["safetensors"].note
+        assert (
+            "weights that the reference holds in another order were rounded as well"
+            in manifest.exports["safetensors"].note
+        )
         module = seeded(Lstm())
         module.load_state_dict({name: tensor.float() for name, tensor in _exported(target).items()})
         x = torch.randn(8, 5, 16, generator=torch.Generator().manual_seed(1))
@@ -186,7 +189,7 @@ class TestAlone:
         cli("checkpoint", mlp_file, "--out", target, *MLP, *SAFETENSORS, "--no-residual").published()
         assert {path.name for path in target.iterdir()} == _ALONE - {"residual.bin", "reference.onnx"}
         assert Artifact.open(target).manifest.drift["safetensors"].outputs["output"]["relative_l2"]["mean"] > 1e-4
-        assert "there is no reference to run it in" in cli("verify", target).published().out
+        assert "without a residual there is no fp32 reference" in cli("verify", target).published().out
         cli("restore", target, "--out", target.parent / "r").refused(2, "keeps no residual")
 
     @pytest.mark.long
@@ -205,7 +208,7 @@ class TestAlone:
         for ask in (lambda: choose_profiles(artifact, "auto", "cpu"), lambda: load(artifact, "cpu")):
             with pytest.raises(ArtifactError, match=said):
                 ask()
-        cli("explain", target).refused(2, "is an export and has no ONNX profile")
+        cli("explain", target).refused(2, "is an export without ONNX profiles")
         cli("checkpoint", target, "--out", target.with_name("9")).refused(2, "is a bf16kit artifact already")
 
 
@@ -282,7 +285,7 @@ class TestOptions:
 
     def test_profiles_are_graphs_and_an_export_has_none(self, cli: Cli, mlp_file: Path, target: Path) -> None:
         cli("checkpoint", mlp_file, "--out", target, *MLP, *SAFETENSORS, "--profile", "cpu").refused(
-            2, "--profile cpu: is an ONNX graph"
+            2, "--profile cpu: profiles are only for ONNX; pass --format onnx as well"
         )
 
     def test_hf_is_for_hugging_face_directories(self, cli: Cli, mlp_file: Path, target: Path) -> None:

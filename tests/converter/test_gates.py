@@ -34,9 +34,9 @@ from converter.sources.torch import onnx_export
 Array = NDArray[Any]
 Patch = pytest.MonkeyPatch
 
-ORACLE = "does not answer as the source itself does"
-PREPARED = "the prepared graph, before anything is rounded, does not answer as the source itself does"
-PLAN = "the graph is not what the plan says"
+ORACLE = "does not give the outputs of the source itself"
+PREPARED = "the prepared graph, before rounding, does not give the outputs of the source itself"
+PLAN = "the graph does not follow the plan"
 
 
 def _refused(outcome: Outcome, target: Path, code: int, *said: str) -> None:
@@ -268,7 +268,7 @@ def test_rounding_that_is_not_to_nearest_even_is_refused(
 
     monkeypatch.setattr(narrowed, "to_bf16", wrong)
     done = cli("checkpoint", wide, "--out", target, *ONNX_ONLY, *given)
-    _refused(done, target, 3, "tensor 'w0' has", "bf16 values that are not the source's, rounded")
+    _refused(done, target, 3, "tensor 'w0' has", "bf16 values that differ from the source's rounded values")
 
 
 def test_panels_packed_in_a_wrong_order_are_refused(cli: Cli, wide: Path, target: Path, monkeypatch: Patch) -> None:
@@ -323,8 +323,8 @@ def test_a_product_of_the_kernel_that_rounds_where_the_plan_does_not_is_refused_
     written = Variant.of.__func__  # type: ignore[attr-defined]
     monkeypatch.setattr(Variant, "of", classmethod(lambda cls, *a, **k: written(cls, *a, **(k | {"rounds": rounds}))))
     done = cli("checkpoint", wide, "--out", target, *ONNX_ONLY)
-    profile, wanted = ("cpu", "not to round") if rounds else ("cpu-bf16", "to round")
-    _refused(done, target, 3, f"{profile}.onnx: product 'matmul0' is {wanted} its activations, and is", PLAN)
+    profile, wanted = ("cpu", "not round") if rounds else ("cpu-bf16", "round")
+    _refused(done, target, 3, f"{profile}.onnx: product 'matmul0' should {wanted} its activations, and is", PLAN)
 
 
 def _compute_a_product_in_fp32(model: ir.Model) -> None:
@@ -366,7 +366,7 @@ def test_a_cast_that_leaves_types_apart_is_refused(cli: Cli, wide: Path, target:
         model.graph.remove(cast, safe=True)
 
     _after_build(monkeypatch, "cuda", drop)
-    _refused(cli("checkpoint", wide, "--out", target, *ONNX_ONLY), target, 3, "cuda.onnx: types do not fit together")
+    _refused(cli("checkpoint", wide, "--out", target, *ONNX_ONLY), target, 3, "cuda.onnx: types do not match")
 
 
 def test_a_reference_that_reads_wrong_weights_is_refused_by_the_oracle(
@@ -401,7 +401,7 @@ def test_golden_samples_that_are_not_the_references_are_refused(
         lambda path, feeds, outputs: write(path, feeds, {n: a * np.float32(1.001) for n, a in outputs.items()}),
     )
     done = cli("checkpoint", wide, "--out", target, *ONNX_ONLY)
-    _refused(done, target, 3, "golden.safetensors: output 'y' is not what the reference was run with")
+    _refused(done, target, 3, "golden.safetensors: output 'y' differs from the reference's")
 
 
 def test_a_torchscript_module_of_other_weights_is_refused_by_its_drift(

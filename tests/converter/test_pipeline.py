@@ -189,7 +189,7 @@ def test_drift_over_budget_is_an_error_unless_that_was_allowed(cli: Cli, onnx_fi
     cli(*command).refused(1, "profile cpu, output 'y': relative_l2 is", "the budget allows at most 1e-06")
     assert not target.exists()
     done = cli(*command, "--allow-over-budget").published()
-    assert "published because that was allowed" in done.out
+    assert "published because of --allow-over-budget" in done.out
     assert Artifact.open(target).manifest.budget["relative_l2"] == 1e-6
 
 
@@ -204,8 +204,8 @@ def test_torchscript_of_an_onnx_file_is_a_note_or_an_error_if_it_was_asked_for(
     cli: Cli, onnx_file: Path, target: Path
 ) -> None:
     command = ("checkpoint", onnx_file, "--out", target)
-    cli(*command, "--format", "torchscript").refused(3, "--format torchscript: it is made from a torch module")
-    assert "note: no TorchScript: it is made from a torch module" in cli(*command).published().out
+    cli(*command, "--format", "torchscript").refused(3, "--format torchscript: this format is made from a torch module")
+    assert "note: no TorchScript: this format is made from a torch module" in cli(*command).published().out
 
 
 def test_samples_of_a_function_are_measured_and_named(
@@ -216,7 +216,7 @@ def test_samples_of_a_function_are_measured_and_named(
     )
     monkeypatch.chdir(tmp_path)
     done = cli("checkpoint", onnx_file, "--out", target, *ONNX_ONLY, "--samples", "calibration_of_a_test:three")
-    assert "for want of --samples" not in done.published().out
+    assert "because --samples was not given" not in done.published().out
     entry = Artifact.open(target).manifest.drift["cpu"]
     assert (entry.samples, entry.source) == (6, "calibration_of_a_test:three")
 
@@ -224,4 +224,4 @@ def test_samples_of_a_function_are_measured_and_named(
 def test_convert_can_be_called_without_a_command_line(onnx_file: Path, target: Path) -> None:
     result = convert(Options(source=onnx_file, target=parse_target(target), formats=("onnx",)))
     assert result.artifact.path == target
-    assert any("for want of --samples" in note for note in result.notes)
+    assert any("because --samples was not given" in note for note in result.notes)

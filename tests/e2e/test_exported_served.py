@@ -86,4 +86,4 @@ def test_a_source_that_torch_does_not_know_cannot_give_one(tmp_path: Path, capsy
     onnx.save(graphs.mlp(), tmp_path / "m.onnx")
     arguments = ["--out", str(tmp_path / "m" / "1"), "--format", "pt2"]
     assert run(["checkpoint", str(tmp_path / "m.onnx"), *arguments]) == 3
-    assert "--format pt2: it is made from a torch module" in capsys.readouterr().err
+    assert "--format pt2: this format is made from a torch module" in capsys.readouterr().err

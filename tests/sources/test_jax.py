@@ -101,7 +101,7 @@ def test_flaxs_answers_confirm_the_map_and_are_the_artifacts(
     done = _convert(written, model, layout, out)
     said = capsys.readouterr()
     assert done.code == 0, said.err
-    assert "the map that was proposed is confirmed" in " ".join(said.out.split())
+    assert "the proposed map is confirmed" in " ".join(said.out.split())
     samples = dict(np.load(written / model / "samples.npz"))
     artifact = Artifact.open(out)
     expected = {entry.name: samples.pop(entry.name) for entry in artifact.manifest.outputs}

@@ -151,8 +151,9 @@ def test_the_manifest_says_what_it_was_recovered_from(recovered: tuple[Path, Out
 
 def test_the_command_prints_what_it_measured(recovered: tuple[Path, Outcome]) -> None:
     _, done = recovered
-    for said in ("Drift from the original's fp32 answers on 4 batches of recovering:held_out", "bf16 recovered",
-                 "What becomes of gradients", "60 steps on the cpu, 32-true (products in float32)"):  # fmt: skip
+    for said in ("Drift from the fp32 outputs of the original weights on 4 batches of recovering:held_out",
+                 "bf16 recovered", "Gradients computed in fp32",
+                 "60 steps on the cpu, 32-true (products in float32)"):  # fmt: skip
         assert said in done.out, said
     assert "training, steps 1 to 6 of 60" in done.err
 
@@ -176,7 +177,7 @@ def test_killed_at_any_time_it_ends_in_the_same_weights(
     begun.send_signal(signal.SIGKILL)
     begun.wait()
     assert not parts.exists()
-    call("recover", source, *flags, "--out", parts).refused(2, "holds a recovery that did not end", "--resume")
+    call("recover", source, *flags, "--out", parts).refused(2, "holds an unfinished recovery", "--resume")
     call("recover", source, *flags, "--seed", "1", "--resume", "--out", parts).refused(2, "--seed is 1 now, and was 0")
     alone("recover", source, *flags, "--checkpoint-every", "5", "--resume", "--out", parts).published()
     one, other = Artifact.open(whole), Artifact.open(parts)
@@ -199,7 +200,7 @@ def test_fp16_on_a_cpu_is_fp16(call: Recover, source: Path, tmp_path: Path) -> N
 
 def test_a_scale_that_overflows_skips_every_step_and_says_so(call: Recover, source: Path, tmp_path: Path) -> None:
     flags = (*SHIFTED, *CHEAP, *_flags(steps=3), "--precision", "16-mixed", "--loss-scaling", "static=1e37")
-    call("recover", source, *flags, "--out", tmp_path / "m" / "1").refused(3, "all 3 steps were left out")
+    call("recover", source, *flags, "--out", tmp_path / "m" / "1").refused(3, "all 3 steps were skipped")
 
 
 def test_a_dynamic_scale_backs_off_and_grows(call: Recover, source: Path, tmp_path: Path) -> None:
@@ -235,7 +236,7 @@ def test_labels_give_accuracy_and_may_be_learnt(call: Recover, source: Path, tmp
     assert found["cpu, recovered"].rows == 256
     assert entry.training.loss_last < entry.training.loss_first
     assert not entry.held_out
-    assert "judged on the data it was trained on" in done.out
+    assert "judged on its training data" in done.out
 
 
 def test_labels_that_are_not_there_are_missed(call: Recover, source: Path, tmp_path: Path) -> None:
@@ -255,7 +256,7 @@ def test_a_loss_that_is_not_finite_stops_it_with_what_to_do(call: Recover, sourc
 def test_what_fp32_cannot_answer_is_named_with_its_batch(call: Recover, source: Path, tmp_path: Path) -> None:
     flags = (*SHIFTED, *CHEAP, *_flags("infinite", 5), "--samples", "recovering:held_out")
     done = call("recover", source, *flags, "--out", tmp_path / "m" / "1")
-    done.refused(2, "--data recovering:infinite: batch 0: the fp32 model itself answers NaN", "leave the batch out")
+    done.refused(2, "--data recovering:infinite: batch 0: the fp32 model gives NaN", "leave out the batch")
     assert tree(tmp_path) == []
 
 
@@ -285,7 +286,7 @@ def test_what_helps_on_its_data_alone_is_not_published(call: Recover, source: Pa
     call("checkpoint", source, *SHIFTED, *CHEAP[:4], "--allow-over-budget", "--no-search", "--out", plain).published()
     flags = (*SHIFTED, *CHEAP, *_flags("unlabelled", 4, "scattered"), "--precision", "32-true", "--allow-over-budget")
     done = call("recover", source, *flags, "--out", target).published()
-    assert "published are the weights as they were, rounded: on recovering:scattered, those that training" in done.out
+    assert "because the trained weights did worse on recovering:scattered" in done.out
     row = _relative(_entry(target))
     assert row.after == row.before
     assert Artifact.open(target).manifest.files["weights.bf16"] == Artifact.open(plain).manifest.files["weights.bf16"]
@@ -295,7 +296,7 @@ def test_begun_with_resume_it_says_that_there_was_nothing(call: Recover, source:
     """As jobs are that may be killed at any time: always started alike."""
     flags = (*SHIFTED, *CHEAP, *_flags(steps=1), "--precision", "32-true", "--resume", "--out", tmp_path / "m" / "1")
     done = call("recover", source, *flags).published()
-    assert "held no checkpoint, so that this recovery began at step 1" in done.out
+    assert "held no checkpoint, so this recovery began at step 1" in done.out
 
 
 def test_a_loader_that_fails_while_it_trains_is_told_by_file_and_line(
@@ -333,7 +334,7 @@ def test_what_did_not_recover_is_not_published_and_can_be_all_the_same(
     call("recover", source, *flags, "--out", target).refused(1, "not recovered, nothing published", "relative_l2 is")
     assert not target.exists()
     done = call("recover", source, *flags, "--resume", "--allow-over-budget", "--out", target).published()
-    assert "not recovered, published because that was allowed" in done.out
+    assert "not recovered, published because of --allow-over-budget" in done.out
     assert "training, steps" not in done.err
 
 
@@ -343,13 +344,13 @@ def test_where_bf16_costs_nothing_it_says_so(call: Recover, tmp_path: Path) -> N
     source = save(tmp_path / "mlp.pt", Mlp())
     flags = ("--model", "architectures:Mlp", "--input", "x:float32:batch,16", *CHEAP, *_flags(steps=2))
     done = call("recover", source, *flags, "--learning-rate", "1e-6", "--out", tmp_path / "m" / "1").published()
-    assert "bf16 kept to the budget before recovery, so none was needed" in done.out
+    assert "bf16 was within budget before recovery, so none was needed" in done.out
 
 
 def test_the_page_has_the_tables(recovered: tuple[Path, Outcome]) -> None:
     target, _ = recovered
     page = (target / "report.html").read_text("utf-8")
-    for said in ("<h2>Recovery</h2>", "bf16 before", "What becomes of gradients", "recovering:held_out"):
+    for said in ("<h2>Recovery</h2>", "bf16 before", "Gradients computed in fp32", "recovering:held_out"):
         assert said in page, said
 
 

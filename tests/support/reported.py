@@ -113,7 +113,12 @@ def plan(nodes: int = 120) -> Plan:
     """Tensors and nodes for reasons of several kinds, and what a search kept."""
     kinds = (
         ("MatMul", "bf16", "bf16 multiplication with fp32 accumulation", "product"),
-        ("Softmax", "fp32", "normalises: in fp32 with fp32 scale and bias, as torch.autocast does", "normalises"),
+        (
+            "Softmax",
+            "fp32",
+            "normalisation computes in fp32 with fp32 scale and bias, as in torch.autocast",
+            "normalises",
+        ),
         ("Add", "bf16", "has a bf16 kernel", "kernel"),
         ("Shape", "fp32", "gives int64, nothing to narrow", "no_floats"),
     )

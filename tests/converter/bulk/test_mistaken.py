@@ -27,12 +27,11 @@ def test_the_stray_file_is_named(tmp_path: Path, stray: str, what: str) -> None:
     said = taken_for(tmp_path)
     assert what in said
     first = f"{stray.partition('/')[0]}/" if "/" in stray else stray
-    assert f"because of {first} in it: if the others beside are what you want, move it to a directory" in said
+    assert f"because it contains {first}; to convert the checkpoints beside it, move it to another directory" in said
 
 
 def test_many_are_counted(tmp_path: Path) -> None:
     for index in range(7):
         (tmp_path / f"{index}.pdparams").write_text("")
-    assert "because of 0.pdparams, 1.pdparams, 2.pdparams, 3.pdparams, 4.pdparams and 2 more in it" in taken_for(
-        tmp_path
-    )
+    said = taken_for(tmp_path)
+    assert "because it contains 0.pdparams, 1.pdparams, 2.pdparams, 3.pdparams, 4.pdparams and 2 more; to" in said

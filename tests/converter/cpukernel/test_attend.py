@@ -108,7 +108,7 @@ def test_the_plan_says_who_computes_the_nodes_that_are_gone(tmp_path: Path) -> N
     made = lower(tmp_path / "m" / "1", attending.attention(Spelling()))
     reasons = {entry.name: entry.reason for entry in made.plan.nodes["cpu"]}
     for name in ("scores", "weights", "summed", "y"):
-        assert reasons[name] == "done by the CPU kernel's attention"
+        assert reasons[name] == "computed by the CPU kernel's attention"
 
 
 def test_attention_of_which_a_node_is_kept_in_fp32_rounds_nothing(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def test_a_sum_that_is_normalised_is_one_node_that_gives_the_same_with_and_witho
     assert (node.name, node.op_type, [*node.output]) == ("norm", op_type, ["n", "s"] if summed else ["n"])
     assert sorted(made.ops("cpu")) == ["Abs", node.op_type, *(["Neg"] if summed else [])]
     reasons = {entry.name: entry.reason for entry in made.plan.nodes["cpu"]}
-    assert reasons["add"] == reasons["norm"] == "done by the CPU kernel's normalisation"
+    assert reasons["add"] == reasons["norm"] == "computed by the CPU kernel's normalisation"
     expected, answers = made.run_source(feeds()), made.run_kernel(feeds())
     monkeypatch.setenv(VARIABLE, "off")
     fallback = load(made.artifact, "cpu").run(feeds())

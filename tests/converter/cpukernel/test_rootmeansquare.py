@@ -44,7 +44,7 @@ def test_every_spelling_becomes_one_node_that_gives_float64_s_result_with_and_wi
     assert (node.name, node.op_type, [*node.output]) == ("n", op_type, ["n", "s"] if wants_sum else ["n"])
     assert sorted(made.ops("cpu")) == sorted([node.op_type, "Abs", *(["Neg"] if spelling.others else [])])
     reasons = {entry.name: entry.reason for entry in made.plan.nodes["cpu"] if entry.name not in ("y", "t")}
-    assert set(reasons.values()) == {"done by the CPU kernel's normalisation"}
+    assert set(reasons.values()) == {"computed by the CPU kernel's normalisation"}
     fed = {name: array for name, array in feeds().items() if spelling.summed or name == "x"}
     expected, answers = exact(spelling, fed), made.run_kernel(fed)
     monkeypatch.setenv(VARIABLE, "off")

@@ -23,7 +23,7 @@ def test_what_is_missing_has_the_command_that_brings_it(
     monkeypatch.setenv(environment.VARIABLE, str(bare))
     out = cli("doctor").published().out
     lines = [" ".join(line.split()) for line in out.splitlines()]
-    assert "TensorFlow SavedModel no: without TensorFlow" in lines
+    assert "TensorFlow SavedModel no: needs TensorFlow" in lines
     assert all(f"    {command}" in out for command in environment.PREPARE)
     assert "ONNX yes" in lines
 

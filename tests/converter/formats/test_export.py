@@ -60,7 +60,7 @@ def test_what_no_shard_of_the_source_names_goes_into_the_last(tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("odd", "exported values that are not the source's, rounded"), ("vector", "is not exported as it came")],
+    [("odd", "exported values that differ from the source's rounded values"), ("vector", "is not exported unchanged")],
 )
 def test_one_wrong_bit_is_found_by_reading_back(tmp_path: Path, name: str, said: str) -> None:
     done = _written(tmp_path)
@@ -75,7 +75,7 @@ def test_one_wrong_bit_is_found_by_reading_back(tmp_path: Path, name: str, said:
 
 def test_a_tensor_that_was_forgotten_is_found(tmp_path: Path) -> None:
     done = _written(tmp_path)
-    with pytest.raises(ConversionError, match="'more' is not both in the checkpoint and in its export"):
+    with pytest.raises(ConversionError, match="'more' is missing from either the checkpoint or its export"):
         lossless.check_export(tmp_path, done, CHECKPOINT | {"more": np.ones(1)}, lossless.Rounding())
 
 
@@ -90,7 +90,7 @@ def test_a_file_that_was_cut_short_is_damaged(tmp_path: Path) -> None:
 
 
 def test_names_and_dtypes_that_the_format_has_no_place_for_are_refused() -> None:
-    with pytest.raises(UsageError, match="safetensors keeps for itself"):
+    with pytest.raises(UsageError, match="which safetensors reserves; rename the tensor"):
         safetensors.header([Place("__metadata__", "float32", (1,), 0)])
     with pytest.raises(UsageError, match="tensor 'w' is string"):
         safetensors.header([Place("w", "string", (1,), 0)])

@@ -51,7 +51,7 @@ def test_steps_run_in_order_on_the_same_model() -> None:
     ("step", "text"),
     [
         (_Needy(), "step 'be needy' cannot start (after rename): the moon is not full"),
-        (_Careless(), "step 'be careless' did not do its work (after rename): three nodes are loose"),
+        (_Careless(), "step 'be careless' left its work undone (after rename): three nodes are loose"),
         (_Broken(), "step 'break' (after rename): KeyError: 'weight'"),
     ],
 )

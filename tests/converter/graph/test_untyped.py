@@ -24,7 +24,7 @@ def test_nodes_of_unknown_type_are_named_in_a_note(cli: Cli, target: Path, tmp_p
     onnx.save(model, tmp_path / "unknown.onnx")
     arguments = ("--allow-over-budget", "--no-search", *ONNX_ONLY)
     out = cli("checkpoint", tmp_path / "unknown.onnx", "--out", target, *arguments).published().out
-    assert "the types of what 1 of 3 nodes give could not be inferred, first of 'inverse' (Inverse)" in out
+    assert "the output types of 1 of 3 nodes could not be inferred, the first 'inverse' (Inverse)" in out
 
 
 def test_nothing_is_said_where_all_types_are_known(cli: Cli, onnx_file: Path, target: Path) -> None:

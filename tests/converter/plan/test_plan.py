@@ -47,7 +47,7 @@ def test_the_cpu_profile_says_what_runs_on_the_kernel_and_which_weights_are_wide
     nodes = _nodes(_plan(proto), "cpu")
     assert {precision for precision, _ in nodes.values()} == {"fp32"}
     assert nodes["matmul1"][1] == "bf16 weight, fp32 activations and accumulation in the CPU kernel"
-    assert nodes["add1"][1] == "done by the CPU kernel with the product before it"
+    assert nodes["add1"][1] == "computed by the CPU kernel together with the product before it"
     assert nodes["left"][1] == nodes["matmul0"][1] == "computes in fp32, from a bf16 weight that is widened at load"
     assert nodes["relu0"][1] == "the cpu profile computes in fp32"
 
@@ -90,7 +90,7 @@ def test_normalisations_stay_fp32_unless_asked_for() -> None:
     )
     nodes = _nodes(_plan(proto))
     assert [nodes[name][0] for name in ("product", "norm", "product2")] == ["bf16", "fp32", "bf16"]
-    assert "normalises" in nodes["norm"][1]
+    assert "normalisation" in nodes["norm"][1]
     assert _nodes(_plan(proto, bf16=["norm"]))["norm"][0] == "bf16"
 
 
@@ -188,7 +188,11 @@ def test_cheap_nodes_between_islands_stay_fp32() -> None:
         [graphs.edge("y", [16, "batch"])],
     )
     nodes = _nodes(_plan(proto))
-    assert nodes["relu"] == nodes["transpose"] == ("fp32", "nothing near it multiplies in bf16: casts would cost more")
+    assert (
+        nodes["relu"]
+        == nodes["transpose"]
+        == ("fp32", "no bf16 product is near it, so casts would cost more than bf16 saves")
+    )
 
 
 def test_a_move_of_fp32_data_stays_fp32_and_its_result_is_cast(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ SOURCE = Path("models/m.onnx")
         (RuntimeFailure("cannot load cpu.onnx"), "models/m.onnx: cannot load cpu.onnx"),
         (ConversionError("m.onnx: damaged"), "m.onnx: damaged"),
         (UsageError("--out: no"), "--out: no"),
-        (MemoryError(), "models/m.onnx: out of memory; it asks for more than this machine has free"),
+        (MemoryError(), "models/m.onnx: out of memory; it needs more than this machine has free"),
         (RecursionError(), "models/m.onnx: nested too deeply to be converted"),
     ],
 )

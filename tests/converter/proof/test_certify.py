@@ -122,7 +122,7 @@ def test_an_output_is_what_the_model_gives_whatever_is_declared(
     outcome = cli("checkpoint", tmp_path / "m.onnx", "--out", tmp_path / "m" / "1", *ONNX_ONLY)
     assert outcome.code == 0, outcome.err
     assert list(Artifact.open(tmp_path / "m" / "1").manifest.outputs[0].shape) == seen
-    said = f"output 'y' is declared as {describe(declared)}, and the model gives [2,16]"
+    said = f"output 'y' is declared as {describe(declared)}, but the model gives [2,16]"
     assert (said in outcome.out) is (declared != seen)
 
 

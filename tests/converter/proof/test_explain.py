@@ -44,5 +44,5 @@ def test_no_reference_no_explanation(cli: Cli, target: Path, onnx_file: Path) ->
 
 
 def test_a_profile_that_is_not_there_is_named(small: Artifact) -> None:
-    with pytest.raises(ArtifactError, match="no ONNX profile 'torchscript' to look into; it has cpu, cpu-bf16, cuda"):
+    with pytest.raises(ArtifactError, match="no ONNX profile 'torchscript' to explain; it has cpu, cpu-bf16, cuda"):
         layers(small, [small.golden().inputs], "torchscript")

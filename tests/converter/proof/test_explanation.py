@@ -21,7 +21,7 @@ def test_a_sound_artifact_is_on_the_line(cli: Cli, small: Artifact) -> None:
     said = cli("explain", small.path).published().out
     assert "Profile cpu: SQNR of" in said
     assert "Profile cuda: SQNR of" in said
-    assert said.count("Every output is on the expected line") == 3
+    assert said.count("Every output has the SQNR expected of rounding to bf16") == 3
 
 
 def test_the_text_ends_with_the_option_to_pass(cli: Cli, target: Path, tmp_path: Path) -> None:
@@ -29,8 +29,8 @@ def test_the_text_ends_with_the_option_to_pass(cli: Cli, target: Path, tmp_path:
     arguments = (tmp_path / "m.onnx", "--out", target, *ONNX_ONLY, "--allow-over-budget", "--no-search")
     cli("checkpoint", *arguments).published()
     said = cli("explain", target, "--profile", "cpu").published().out
-    assert "leaves the expected line at difference (Sub)" in said
-    assert "left and right would bring output y from" in said
+    assert "SQNR falls below the expected line at difference (Sub)" in said
+    assert "Keeping left and right in fp32 would raise output y from" in said
     assert "below the line" in said
     assert said.rstrip().endswith("--keep-fp32 '^(left|right)$'")
 
@@ -55,11 +55,11 @@ def test_the_report_of_a_model_published_over_budget_has_what_explain_says(
     assert (found.leaves.name, found.remedy.keep_fp32, found.tried) == ("difference", "^(left|right)$", True)
     page = unescape((target / "report.html").read_text("utf-8"))
     said = cli("explain", target, "--profile", "cpu").published().out
-    for text in ("leaves the expected line at difference (Sub)", "--keep-fp32 '^(left|right)$'"):
+    for text in ("SQNR falls below the expected line at difference (Sub)", "--keep-fp32 '^(left|right)$'"):
         assert text in said
         assert text in page
     inspected = " ".join(cli("inspect", target).published().out.split())
-    assert "layers cpu: It leaves the expected line at difference (Sub)" in inspected
+    assert "layers cpu: SQNR falls below the expected line at difference (Sub)" in inspected
     assert "--keep-fp32 '^(left|right)$'" in inspected
 
 
@@ -72,7 +72,9 @@ def test_no_remedy_is_looked_for_by_whoever_wants_no_search(
     found = _diagnosis(target)
     assert found.leaves is not None
     assert (found.leaves.name, found.remedy, found.tried) == ("difference", None, False)
-    assert "No remedy was looked for; bf16-convert explain tells one." in (target / "report.html").read_text("utf-8")
+    assert "No remedy was looked for; bf16-convert explain looks for one." in (target / "report.html").read_text(
+        "utf-8"
+    )
 
 
 def test_a_model_within_budget_is_diagnosed_without_another_run(

@@ -73,7 +73,7 @@ def test_a_sample_that_rounding_hits_hard_is_not_what_a_server_judges_a_good_mod
     """The mean of fifty samples is within budget, the first of them is not."""
     convert = _selecting(tmp_path, [[0], *[[1]] * 49])
     done = cli(*convert, "relative_l2=1e-3", "--out", target).published()
-    assert "note: the golden samples, by which a server judges each start, are sample 1:" in done.out
+    assert "note: the golden samples, on which a server checks each start, are sample 1:" in done.out
     assert np.argmax(Artifact.open(target).golden().inputs["x0"]) == 1
     cli("verify", target).published()
     within = cli(*convert, "relative_l2=1", "--out", target.with_name("2")).published()

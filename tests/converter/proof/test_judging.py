@@ -51,7 +51,9 @@ def test_an_output_that_is_not_there(cli: Cli, onnx_file: Path, target: Path) ->
 
 def test_a_stated_bound_that_nothing_can_judge_is_an_error(cli: Cli, onnx_file: Path, target: Path) -> None:
     done = cli("checkpoint", onnx_file, "--out", target, "--budget", "top1_agreement=1.0")
-    done.refused(2, "--budget top1_agreement=1: nothing to judge ('y' is of kind other)", "--output y:logits")
+    done.refused(
+        2, "--budget top1_agreement=1: no output is known to hold logits ('y' is of kind other)", "--output y:logits"
+    )
     assert not target.parent.exists()
 
 
@@ -69,7 +71,7 @@ def test_a_default_bound_that_nothing_judged_is_noted_where_an_output_could_be_a
 
 def test_a_stated_bound_is_not_lost_by_a_later_change() -> None:
     budget = Budget.parse(["relative_l2=1"], Budget.parse(["top1_agreement=1"]))
-    with pytest.raises(UsageError, match="nothing to judge"):
+    with pytest.raises(UsageError, match="no output is known to hold logits"):
         check_budget(budget, [OUTPUT])
 
 
@@ -139,7 +141,9 @@ def test_one_without_a_product_that_rounds_is_not_written_and_refused_where_it_w
 ) -> None:
     onnx.save(graphs.embedding(), tmp_path / "m.onnx")
     source = ("checkpoint", tmp_path / "m.onnx", "--out", target, *ONNX_ONLY)
-    cli(*source, "--profile", "cpu-bf16").refused(2, "--profile cpu-bf16: no product of this model has a bf16 weight")
+    cli(*source, "--profile", "cpu-bf16").refused(
+        2, "--profile cpu-bf16: no matrix product or convolution of this model has a bf16 weight"
+    )
     cli(*source).published()
     assert {*Artifact.open(target).manifest.profiles} == {"cpu", "cuda"}
 
@@ -155,7 +159,7 @@ def test_one_that_does_not_run_is_left_out(
     monkeypatch.setattr(runs, "open_profile", fails)
     flags = ("checkpoint", wide_file, "--out", target, *ONNX_ONLY)
     cli(*flags, "--profile", "cpu-bf16").refused(3, "no such operator")
-    assert "no profile cpu-bf16: what was written does not run" in cli(*flags).published().out
+    assert "no profile cpu-bf16: the written graph does not run" in cli(*flags).published().out
     assert {*Artifact.open(target).manifest.profiles} == {"cpu", "cuda"}
 
 

@@ -155,7 +155,7 @@ def test_indices_are_exact_but_where_noise_flips_them() -> None:
 
 
 def test_an_output_that_the_source_does_not_have_is_refused() -> None:
-    with pytest.raises(ConversionError, match="has an output 'z', and the source has y"):
+    with pytest.raises(ConversionError, match="has an output 'z', which the source lacks; the source has y"):
         certify(_answering(Y), FEED, [{"z": Y}], _never)
 
 
@@ -194,7 +194,7 @@ def test_a_source_that_draws_random_numbers_is_recorded_as_not_checked(tmp_path:
         for _ in feeds:
             yield {"y": random.standard_normal(3)}
 
-    assert "answers the same input differently each time" in ask(_source(drawing), FEED, tmp_path).how
+    assert "gives different outputs for the same input" in ask(_source(drawing), FEED, tmp_path).how
 
 
 def test_answers_lie_on_the_disk_and_leave_nothing_there(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def test_the_layer_is_named_where_the_model_left_the_line_on_this_very_input(
     assert "Evidence of model 'm' version 1, profile cpu (bf16-weights): 1 of the 8 rows of a request" in said
     assert "over, cause rounding, relative_l2 of output 'y' at 3.5 × its budget" in said
     assert "The artifact gives here what was served" in said
-    assert "leaves the expected line at difference (Sub)" in said
+    assert "SQNR falls below the expected line at difference (Sub)" in said
     assert said.rstrip().endswith("--keep-fp32 '^(left|right)$'")
 
 
@@ -81,8 +81,8 @@ def test_what_the_artifact_does_not_give_was_damaged_where_it_was_served(
     damaged = replace(found, served={name: found.served[name] * np.float32(1.5)})
     said = cli("explain", save(damaged, tmp_path / "e"), "--artifact", small.path).published().out
     assert "The artifact does not give what was served" in said
-    assert "damaged memory or a device" in said
-    assert "Every output is on the expected line" in said
+    assert "damaged memory, a faulty device, or another program" in said
+    assert "Every output has the SQNR expected of rounding to bf16" in said
 
 
 def test_no_remedy_is_looked_for_where_the_artifact_is_not_what_served(
@@ -91,8 +91,8 @@ def test_no_remedy_is_looked_for_where_the_artifact_is_not_what_served(
     found = breach(ailing)
     damaged = replace(found, served={"y": found.served["y"] + 10 * np.abs(found.reference["y"])})
     said = cli("explain", save(damaged, tmp_path / "e"), "--artifact", ailing.path).published().out
-    assert "leaves the expected line at difference (Sub)" in said
-    assert said.rstrip().endswith("No remedy was looked for: the artifact does not give what was served.")
+    assert "SQNR falls below the expected line at difference (Sub)" in said
+    assert said.rstrip().endswith("No remedy was looked for, because the artifact does not give what was served.")
 
 
 def test_answers_that_were_not_finite_are_told_apart_too(cli: Cli, small: Artifact, tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_another_reference_is_told_first(cli: Cli, small: Artifact, tmp_path: Pa
     (name,) = found.served
     other = replace(found, reference={name: found.reference[name] * np.float32(-1)})
     said = cli("explain", save(other, tmp_path / "e"), "--artifact", small.path).published().out
-    assert "The fp32 reference gives another" in said
+    assert "The fp32 reference gives a different output" in said
 
 
 def test_as_json_every_layer_is_there_and_no_payload(cli: Cli, ailing: Artifact, tmp_path: Path) -> None:
@@ -134,12 +134,12 @@ def test_bad_input_is_told_in_one_line(cli: Cli, ailing: Artifact, small: Artifa
     texts = np.full(found.served["y"].shape, "a secret", np.object_)
     unlike = replace(found, served={"y": texts}, reference={"y": texts})
     for arguments, words in (
-        ((good,), "is a file; for evidence of a breach give --artifact DIRECTORY"),
+        ((good,), "is a file, expected an artifact's directory; if it is an evidence file, pass --artifact DIRECTORY"),
         ((tmp_path / "text", "--artifact", ailing.path), "is not evidence"),
         ((tmp_path / "none", "--artifact", ailing.path), "cannot be read: No such file"),
-        ((good, "--artifact", small.path), "is evidence about another artifact"),
+        ((good, "--artifact", small.path), "is evidence of another artifact"),
         ((good, "--artifact", tmp_path), "not an artifact"),
-        ((good, "--artifact", ailing.path, "--samples", "x.npz"), "leave --samples and --profile out"),
+        ((good, "--artifact", ailing.path, "--samples", "x.npz"), "leave out --samples and --profile"),
         ((save(elsewhere, tmp_path / "a"), "--artifact", ailing.path), "which", ),
         ((save(unlike, tmp_path / "c"), "--artifact", ailing.path), "holds output 'y' as object, which"),
         ((save(wrong, tmp_path / "b"), "--artifact", ailing.path), "input 'x' has dtype float64, expected float32"),

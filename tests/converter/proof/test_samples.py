@@ -57,7 +57,7 @@ def test_an_array_that_is_not_contiguous_becomes_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("absent.npz", "--samples absent.npz: no such file or directory, nor a function as pkg.mod:name"),
+        ("absent.npz", "--samples absent.npz: no such file or directory, and not a function such as pkg.mod:name"),
         ("feeders:absent", "module feeders has no absent"),
         ("no_such_module:f", "cannot import no_such_module"),
         ("feeders:nothing", "the function yielded nothing"),
@@ -65,7 +65,7 @@ def test_an_array_that_is_not_contiguous_becomes_so(tmp_path: Path) -> None:
         ("feeders:failing", "the function failed: OSError: the disk of the user's own data set"),
         ("feeders:arrays", "sample 0 is ndarray, expected a dict of an array per input"),
         ("feeders:doubles", "sample 0: input 'x' has dtype float64, expected float32"),
-        ("feeders:ragged", "sample 0: input 'x' is no array: ValueError: setting an array element"),
+        ("feeders:ragged", "sample 0: input 'x' is not an array: ValueError: setting an array element"),
     ],
 )
 def test_what_names_no_usable_samples(given: str, said: str) -> None:
@@ -82,7 +82,7 @@ def test_what_names_no_usable_samples(given: str, said: str) -> None:
         ({"x": np.zeros((1, 17), np.float32)}, "[1, 17]"),
         ({"x": np.zeros(16, np.float32)}, "rank 1"),
         ({"x": np.zeros((1, 16), np.int64)}, "has dtype int64, expected float32"),
-        ({"x": np.zeros((0, 16), np.float32)}, "a sample without elements measures nothing"),
+        ({"x": np.zeros((0, 16), np.float32)}, "a sample without elements cannot be measured"),
     ],
 )
 def test_a_feed_that_does_not_fit_is_named_with_its_file(
@@ -135,7 +135,7 @@ def test_a_conversion_measures_on_the_samples_given_and_says_so(cli: Cli, onnx_f
     done = cli("checkpoint", onnx_file, "--out", target, "--samples", "feeders:three", *ONNX_ONLY).published()
     entry = Artifact.open(target).manifest.drift["cpu"]
     assert (entry.samples, entry.source) == (6, "feeders:three")
-    assert "for want of --samples" not in done.out
+    assert "because --samples was not given" not in done.out
 
 
 def test_samples_that_do_not_fit_stop_a_conversion(cli: Cli, tmp_path: Path, onnx_file: Path, target: Path) -> None:
@@ -149,7 +149,7 @@ def test_samples_that_the_reference_answers_with_nan_prove_nothing(
     x = np.zeros((3, 16), np.float32)
     x[1, 5] = np.nan
     np.savez(tmp_path / "a.npz", x=x)
-    said = "the fp32 reference answers sample 0 of the file a.npz with NaN (output 'y', 16 of 48 values)"
+    said = "the fp32 reference gives NaN for sample 0 of the file a.npz (output 'y', 16 of 48 values)"
     cli("checkpoint", onnx_file, "--out", target, "--samples", tmp_path / "a.npz").refused(2, said)
     cli("verify", small.path, "--samples", tmp_path / "a.npz").refused(2, said)
     assert tree(tmp_path) == ["a.npz"]

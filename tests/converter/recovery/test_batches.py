@@ -97,7 +97,7 @@ def test_the_generators_of_others_are_left_where_they_were() -> None:
         ("empty", "batch 0: has no elements"),
         ("three", "batch 0: has 3 parts"),
         ("a_string", "batch 0: "),
-        ("wrong_labels", "batch 0: labels are float32; expected the numbers of classes"),
+        ("wrong_labels", "batch 0: labels are float32; expected class numbers as int64"),
         ("absent", "module recovering has no absent"),
     ],
 )
@@ -144,7 +144,7 @@ def test_a_function_that_gives_no_batches_is_told_what_to_give() -> None:
 
 
 def test_numbers_that_are_none_are_refused_with_their_place() -> None:
-    said = r"batch 1: input 'x' holds NaN in 2 of 64 elements, the first at \[2, 5\]; leave such samples out"
+    said = r"batch 1: input 'x' holds NaN in 2 of 64 elements, the first at \[2, 5\]; leave out such samples"
     with pytest.raises(UsageError, match=said):
         loader("no_numbers").first(2)
 
@@ -156,14 +156,14 @@ def test_infinite_values_may_be_meant(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_labels_are_numbers_of_classes() -> None:
     (batch,) = loader("strange_labels").first(1)
-    said = r"strange_labels: batch 0: label 10 is none of the 10 classes of output 'y', 0 to 9; -100 marks"
+    said = r"strange_labels: batch 0: label 10 is not one of the 10 classes of output 'y', expected 0 to 9, or -100"
     with pytest.raises(UsageError, match=said):
         check_labels(batch, "y", (4, 10))
     check_labels(batch, "y", (4, 11))
-    with pytest.raises(UsageError, match=r"labels have the shape \[4\], and output 'y' the shape \[5, 11\]"):
+    with pytest.raises(UsageError, match=r"labels have shape \[4\], expected \[5\] for output 'y' of shape \[5, 11\]"):
         check_labels(batch, "y", (5, 11))
 
 
 def test_an_iterator_that_is_at_its_end_is_told_apart_from_no_data() -> None:
-    with pytest.raises(UsageError, match="yielded nothing in pass 2; let it give a new iterable each time"):
+    with pytest.raises(UsageError, match="yielded nothing in pass 2; let it return a new iterable each time"):
         list(islice(loader("once").endless(), 3))

@@ -35,5 +35,5 @@ def test_by_labels_it_is_fewer_right_answers() -> None:
     found = Comparison([_row("cpu", 0.02, 0.5)], _right("cpu", 90, 95), {"cpu": []})
     assert found.made_worse(by_labels=True) is None
     found = Comparison([_row("cpu", 0.02, 0.01)], _right("cpu", 90, 89), {"cpu": []})
-    assert found.made_worse(by_labels=True) == "0.8900 of the labelled rows right, and 0.9000 before"
+    assert found.made_worse(by_labels=True) == "0.8900 of the labelled rows are right, 0.9000 before"
     assert Comparison([_row("cpu", 0.02, 0.5)]).made_worse(by_labels=True) is None

@@ -84,11 +84,11 @@ def test_other_options_than_before_are_named(goal: Target) -> None:
 
 def test_a_write_that_fails_leaves_the_checkpoint_before_it_and_says_what_to_do(goal: Target) -> None:
     with workplace(goal, resume=False) as place:
-        with pytest.raises(UsageError, match=r"disk full .*, no checkpoint was kept; free some space"):
+        with pytest.raises(UsageError, match=r"disk full .*, so no checkpoint was kept; free some space"):
             place.keep(lambda _: _full())
         place.keep(_keep)
         with pytest.raises(
-            UsageError, match=r"last.ckpt: disk full .* is whole: free some space, and go on with --res"
+            UsageError, match=r"last.ckpt: disk full .* is intact: free some space, and continue with --res"
         ):
             place.keep(lambda _: _full())
         with pytest.raises(UsageError, match=r"cannot be written \(Input/output error\)"):

@@ -135,7 +135,7 @@ def test_parameters_of_the_same_values_are_told_apart_by_name(mlp: Artifact, mlp
 def test_a_module_of_other_weights_has_nothing_to_train(mlp: Artifact) -> None:
     module = Mlp()
     other = {name: array + 1 for name, array in _checkpoint(module).items()}
-    with pytest.raises(ConversionError, match=r"nothing to train: .* --bf16 REGEX adds to it"):
+    with pytest.raises(ConversionError, match=r"nothing to train: .* --bf16 REGEX makes more of them bf16"):
         find(module, other, mlp)
 
 

@@ -87,7 +87,7 @@ def test_labels_are_learnt_where_they_are_asked_for() -> None:
 def test_labels_that_fit_no_class_are_refused() -> None:
     teacher = lessonplans.teacher(seeded(Mlp()), loss="cross-entropy")
     batch = Batch({"a": _x(4, 16).numpy()}, np.array([0, 1, 2, 10]), "--data m:f: batch 3")
-    with pytest.raises(UsageError, match=r"^--data m:f: batch 3: label 10 is none of the 10 classes of output 'y'"):
+    with pytest.raises(UsageError, match=r"^--data m:f: batch 3: label 10 is not one of the 10 classes of output 'y'"):
         teacher.lesson(batch)
     with pytest.raises(UsageError, match="--data gives no labels"):
         teacher.lesson(Batch(batch.feeds))
@@ -109,7 +109,7 @@ def test_fp32_answers_from_which_nothing_can_be_learnt_are_refused() -> None:
     teacher = lessonplans.teacher(_Masking())
     fine = torch.tensor([[2.0, 1.0], [1.0, 1.0]])
     assert bool(torch.isinf(teacher.lesson(Batch({"a": fine.numpy()})).reference["y"]).any())
-    with pytest.raises(UsageError, match=r"^b 1: the fp32 model itself answers NaN, in 2 of 4 elements of output 'y'"):
+    with pytest.raises(UsageError, match=r"^b 1: the fp32 model gives NaN in 2 of 4 elements of output 'y'"):
         teacher.lesson(Batch({"a": torch.tensor([[2.0, 1.0], [1.0, -1.0]]).numpy()}, where="b 1"))
-    with pytest.raises(UsageError, match=r"^b 2: the fp32 model itself answers nothing finite in output 'y'"):
+    with pytest.raises(UsageError, match=r"^b 2: the fp32 model gives no finite value in output 'y'"):
         teacher.lesson(Batch({"a": fine[1:].numpy()}, where="b 2"))

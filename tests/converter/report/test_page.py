@@ -50,7 +50,7 @@ def test_it_holds_what_the_conversion_found(mlp: Artifact) -> None:
     page = _Page(mlp.file("report.html").read_text())
     manifest = mlp.manifest
     assert manifest.source.sha256 in page.text
-    assert "drift was measured on random inputs (seed 0), for want of --samples" in page.text
+    assert "drift was measured on random inputs (seed 0), because --samples was not given" in page.text
     for name, entry in manifest.files.items():
         if name != "report.html":  # it cannot hold its own digest
             assert entry.sha256 in page.text
@@ -105,9 +105,9 @@ def test_everything_measured_has_its_place() -> None:
         "A search of 41 candidates brought cuda from 1.62 × its budget to 0.61 × it: 99% of the bytes of its weights",
         "kept in fp32: cuda is over budget without it",
         "30 of cuda: normalises",
-        f"cuda: leaves the line at {reported.OFF}",
-        f"cuda: It leaves the expected line at {reported.OFF} (MatMul): ",
-        "No remedy is needed, because the budget is met; bf16-convert explain tells one.",
+        f"cuda: falls below the line at {reported.OFF}",
+        f"cuda: SQNR falls below the expected line at {reported.OFF} (MatMul): ",
+        "No remedy is needed, because the budget is met; bf16-convert explain looks for one.",
         "12 flushed to zero",
         "onnxruntime 1.24 or later",
         "torch 2.13.0",
@@ -119,14 +119,14 @@ def test_everything_measured_has_its_place() -> None:
 def test_over_budget_the_page_says_what_would_mend_it() -> None:
     manifest = reported.manifest(over=True)
     text = _Page(render(manifest, manifest.files, [], reported.measurements(over=True))).text
-    assert "would bring output logits from 31.4 to 44.9 dB (tried on the CPU):" in text
+    assert "in fp32 would raise output logits from 31.4 to 44.9 dB (tested on the CPU):" in text
     assert f"--keep-fp32 '{reported.REMEDY.keep_fp32}'" in text
     assert text.count("--keep-fp32 '") == 1
 
 
 def test_a_sound_model_needs_no_remedy(mlp: Artifact) -> None:
     text = _Page(mlp.file("report.html").read_text()).text
-    assert text.count("Every output is on the expected line") == 2
+    assert text.count("Every output has the SQNR expected of rounding to bf16") == 2
     assert text.count("No remedy is needed.") == 2
     assert "--keep-fp32" not in text
 

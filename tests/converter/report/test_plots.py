@@ -33,7 +33,7 @@ def test_each_sample_is_a_dot_and_those_above_the_budget_are_squares() -> None:
     assert len(_dots(tree, "over")) == 2
     heights = [float(dot.get("cy") or dot.get("y") or 0) for dot in _dots(tree)]
     assert heights[2] < heights[1] < heights[3] < heights[0]  # down is up in SVG
-    assert "2 samples lie above the line" in (tree[1].text or "")
+    assert "2 samples are above the line" in (tree[1].text or "")
     assert [dot[0].text for dot in _dots(tree)][1] == "sample 1: 0.02"
 
 
@@ -105,15 +105,25 @@ MENDED = RemedyEntry(keep_fp32="^dip's$", nodes=["a", "b", "c"], output="y", bef
     ("found", "within", "said", "option"),
     [
         (None, True, "", ""),
-        (DiagnosisEntry(ails=False), True, "The first layer below it is w; what follows averages its error away.", ""),
-        (DiagnosisEntry(ails=True), False, "no layer left the line", ""),
+        (
+            DiagnosisEntry(ails=False),
+            True,
+            "The first layer below the expected SQNR is w; later layers average its error away.",
+            "",
+        ),
+        (DiagnosisEntry(ails=True), False, "no layer is below its expected SQNR", ""),
         (DiagnosisEntry(ails=True, leaves=DIP), True, "No remedy is needed, because the budget is met", ""),
         (DiagnosisEntry(ails=True, leaves=DIP), False, "No remedy was looked for; bf16-convert explain", ""),
-        (DiagnosisEntry(ails=True, leaves=DIP, tried=True), False, "No few nodes before it would mend that", ""),
+        (
+            DiagnosisEntry(ails=True, leaves=DIP, tried=True),
+            False,
+            "Keeping a few nodes before it in fp32 does not mend it",
+            "",
+        ),
         (
             DiagnosisEntry(ails=True, leaves=DIP, tried=True, remedy=MENDED),
             False,
-            "It leaves the expected line at dip (Sub): 20.0 dB where 50.0 are expected. Kept in fp32, a, b and c would",
+            "SQNR falls below the expected line at dip (Sub): 20.0 dB, expected 50.0 dB. Keeping a, b and c in fp32",
             """--keep-fp32 '^dip'"'"'s$'""",
         ),
     ],

@@ -24,15 +24,15 @@ def _said(**more: Any) -> str:
 
 def test_the_best_weights_are_told_with_what_they_were_chosen_by() -> None:
     found = _said(biases_corrected=3, looks=_looks(0.04, 0.01, 0.02), kept=10, rate_share=0.5)
-    assert "on 8 batches of --data, by which the best weights are chosen, the loss was 0.5 at first" in found
-    assert "3 biases were corrected for what rounding adds on average: 0.04" in found
+    assert "loss before training, on 8 batches of --data by which the best weights are chosen: 0.5" in found
+    assert "loss after 3 biases were corrected for the average rounding error: 0.04" in found
     assert "kept: the weights after step 10: 0.01" in found
-    assert "on at half the rate: in the end 0.5 of it" in found
+    assert "and halved the learning rate: at the end 0.5 of --learning-rate" in found
 
 
 def test_training_that_only_hurt_is_told() -> None:
     found = _said(looks=_looks(0.5, 0.6, 0.7), kept=0)
-    assert "kept: the weights before the first step, for no later ones that were looked at did better" in found
+    assert "kept: the weights before the first step, because no later weights had a lower loss" in found
     assert "biases were corrected" not in found
 
 

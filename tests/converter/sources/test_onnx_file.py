@@ -257,7 +257,7 @@ def test_an_architecture_is_not_asked_for_twice(cli: Cli, onnx_file: Path, targe
 
 
 def test_torchscript_cannot_be_had_from_onnx(cli: Cli, tmp_path: Path, onnx_file: Path, target: Path) -> None:
-    said = "it is made from a torch module, and this source is read as an ONNX graph"
+    said = "this format is made from a torch module, and the source is read as an ONNX graph"
     command = ("checkpoint", onnx_file, "--out", target, "--format", "torchscript")
     cli(*command).refused(3, f"{onnx_file}: --format torchscript: {said}")
     assert f"note: no TorchScript: {said}" in cli("checkpoint", onnx_file, "--out", target).published().out

@@ -256,7 +256,10 @@ def whole_numbers() -> ModelProto:
 @pytest.mark.parametrize(
     ("build", "said"),
     [
-        (sparse_initializer, "'w0', which nothing gives; an initializer that is sparse has to be made dense"),
+        (
+            sparse_initializer,
+            "'w0', which no node, input or initializer gives; if it is a sparse initializer, make it dense",
+        ),
         (sparse_constant, "constant 'w0' is sparse and has to be made dense"),
         (zip_map, "'p' is a sequence of maps, and bf16kit serves tensors only; export it without ZipMap (skl2onnx:"),
         (whole_numbers, "holds no fp32 weights, so there is nothing to convert"),

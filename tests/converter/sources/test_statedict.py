@@ -140,7 +140,7 @@ def test_the_first_five_mismatches_are_named_and_the_rest_counted() -> None:
         (["--model", "graph.onnx"], "--model 'graph.onnx': no such file; expected pkg.mod:name"),
         (["--model", "architectures:Missing"], "module architectures has no Missing"),
         (["--model", "no_such_module:Mlp"], "cannot import no_such_module: ModuleNotFoundError"),
-        (["--model", "architectures:NUMBER"], "is int, not something that can be called"),
+        (["--model", "architectures:NUMBER"], "is int, expected a function or class"),
         (["--model", "architectures:failing"], "the factory failed: RuntimeError: no such preset"),
         (["--model", "architectures:not_a_module"], "returned str, expected a torch.nn.Module"),
         (["--model", "architectures:Mlp", "--model-args", '{"depth": 3}'], "unexpected keyword argument 'depth'"),

@@ -82,7 +82,7 @@ def test_samples_with_the_outputs_confirm_a_proposal(cli: Cli, tmp_path: Path, t
     expected = seeded(Mlp())(torch.from_numpy(X)).detach().numpy()
     np.savez(tmp_path / "s.npz", x=X, output=expected)
     done = cli("checkpoint", mlp_msgpack, *MLP, "--samples", tmp_path / "s.npz", "--out", target).published()
-    assert "the map that was proposed is confirmed" in " ".join(done.out.split())
+    assert "the proposed map is confirmed" in " ".join(done.out.split())
     cli("verify", target, "--samples", tmp_path / "s.npz").published()  # which has no use for the outputs
 
 
@@ -100,7 +100,7 @@ def test_samples_that_expect_something_else_refuse_it(
 def test_samples_without_outputs_confirm_nothing(cli: Cli, tmp_path: Path, target: Path, mlp_msgpack: Path) -> None:
     np.savez(tmp_path / "s.npz", x=X)
     refused = cli("checkpoint", mlp_msgpack, *MLP, "--samples", tmp_path / "s.npz", "--out", target)
-    refused.refused(2, "the file s.npz holds inputs, and no outputs")
+    refused.refused(2, "the file s.npz holds inputs but no outputs")
 
 
 def test_a_map_is_held_to_the_outputs_as_well(cli: Cli, tmp_path: Path, target: Path, mlp_msgpack: Path) -> None:
@@ -110,7 +110,7 @@ def test_a_map_is_held_to_the_outputs_as_well(cli: Cli, tmp_path: Path, target: 
     np.savez(tmp_path / "s.npz", x=X, output=np.zeros((3, 10), np.float32))
     given = ("--map", tmp_path / "rules.yaml", "--samples", tmp_path / "s.npz")
     refused = cli("checkpoint", mlp_msgpack, *MLP, *given, "--out", target)
-    refused.refused(3, "the model does not answer as the file s.npz expects")
+    refused.refused(3, "the model does not give the outputs in the file s.npz")
 
 
 def test_two_layers_of_one_shape_without_a_name_are_ambiguous(cli: Cli, tmp_path: Path, target: Path) -> None:

@@ -90,7 +90,7 @@ def test_a_translation_that_answers_otherwise_than_tensorflow_is_not_published(
     cli: Cli, model: Model, target: Path
 ) -> None:
     refused = cli("checkpoint", model(twist=" * 1.01"), "--out", target, *ONNX_ONLY)
-    refused.refused(3, "does not answer as the source itself does (TensorFlow 2.21.0 running")
+    refused.refused(3, "does not give the outputs of the source itself (TensorFlow 2.21.0 running")
     assert not target.exists()
 
 
