@@ -48,7 +48,9 @@ def read(options: Options, advance: Advance) -> Source:
     _check_options(options, kind)
     source = reader(kind)(options, kind, advance)
     if "__metadata__" in source.checkpoint.tensors:
-        raise SourceError(f"{options.source}: has a tensor called '__metadata__', which no safetensors file can hold")
+        raise SourceError(
+            f"{options.source}: has a tensor named '__metadata__', which safetensors reserves; rename the tensor"
+        )
     return source
 
 
@@ -75,7 +77,7 @@ def _check_options(options: Options, kind: Kind) -> None:
         flag = "--map" if options.map is not None else "--accept-map"
         raise UsageError(f"{flag}: is for weights without a graph, and {options.source} is {kind.value}")
     if options.map is not None and options.accept_map:
-        raise UsageError("--accept-map: accepts a map that is proposed, and --map gives one; leave one of them out")
+        raise UsageError("--accept-map accepts the proposed map, and --map gives another; leave out one of them")
 
 
 def reader(kind: Kind) -> Reader:

@@ -67,8 +67,8 @@ def _of_directory(path: Path) -> Kind:
         return Kind.SHARDED
     layout.refuse_several(path)
     raise NoCheckpoint(
-        f"{path}: a directory without config.json, *.safetensors.index.json or saved_model.pb is not a model;"
-        " many checkpoints in it are converted with --out REPOSITORY"
+        f"{path}: a directory without config.json, *.safetensors.index.json or saved_model.pb is not a model; to"
+        " convert all checkpoints in it, pass --out REPOSITORY"
     )
 
 
@@ -147,4 +147,4 @@ def _looks_like(head: bytes) -> str:
     text = head.decode(errors="replace").removesuffix("\ufffd")  # the last character may be incomplete
     if "\ufffd" not in text and all(character.isprintable() or character.isspace() for character in text):
         return "is a text file, not a checkpoint"
-    return f"is not a checkpoint format this program knows (first bytes {head[:8].hex(' ')})"
+    return f"is not a known checkpoint format (first bytes {head[:8].hex(' ')})"

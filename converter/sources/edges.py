@@ -53,7 +53,7 @@ def _spec(value: ir.Value, kind: Kind) -> TensorSpec:
         raise ConversionError(f"{quoted(name)} has no known rank; run ONNX shape inference on the model first")
     shape = tuple(_dim(name, axis, dim) for axis, dim in enumerate(value.shape))
     if math.prod(dim for dim in shape if isinstance(dim, int)) > _LARGEST:
-        raise ConversionError(f"{quoted(name)} is declared as {describe(shape)}, which no memory holds")
+        raise ConversionError(f"{quoted(name)} is declared as {describe(shape)}, which does not fit in any memory")
     return TensorSpec(name, BY_ONNX[int(value.dtype)].name, shape, kind)
 
 

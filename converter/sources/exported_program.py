@@ -109,7 +109,9 @@ def _unpickled(archive: Archive, stored: Stored) -> Array:
             return np.asarray(tensor.view(torch.int16).numpy()).view(ml_dtypes.bfloat16)
         return np.asarray(tensor.numpy())
     except Exception as error:  # noqa: BLE001 - a pickle may raise anything
-        raise RuntimeFailure(f"tensor {stored.name!r} is a pickle of no plain tensor: {first_line(error)}") from None
+        raise RuntimeFailure(
+            f"tensor {stored.name!r} is a pickle that does not hold a plain tensor: {first_line(error)}"
+        ) from None
 
 
 def _notes(program: Program, json: Mapping[str, Any]) -> tuple[str, ...]:

@@ -99,7 +99,7 @@ def _leaves(data: memoryview) -> dict[str, _Leaf]:
     reader = _Reader(data)
     tree = reader.value(0)
     if reader.position != len(data):
-        raise _Damaged(f"{len(data) - reader.position} bytes behind its end")
+        raise _Damaged(f"{len(data) - reader.position} bytes after its end")
     if not isinstance(tree, dict):
         raise _Damaged("its outermost value is not a map")
     found: dict[str, _Leaf] = {}
@@ -116,7 +116,7 @@ def _leaves(data: memoryview) -> dict[str, _Leaf]:
 
 def _walk(prefix: str, value: Any) -> Iterator[tuple[str, _Leaf]]:
     if len(prefix) > _LONGEST_NAME:
-        raise _Damaged(f"the name {quoted(prefix)} has {len(prefix)} characters, and at most {_LONGEST_NAME} are read")
+        raise _Damaged(f"the name {quoted(prefix)} has {len(prefix)} characters; the limit is {_LONGEST_NAME}")
     if isinstance(value, list):
         value = {str(index): item for index, item in enumerate(value)}
     if isinstance(value, dict):
@@ -153,7 +153,7 @@ class _Reader:
     def value(self, depth: int) -> Any:
         """Parse the next value: a map, list, text, number, None, bytes or :class:`_Leaf`."""
         if depth > _DEEPEST:
-            raise _Damaged(f"maps in maps, deeper than {_DEEPEST}, at byte {self.position}")
+            raise _Damaged(f"maps nested deeper than {_DEEPEST}, at byte {self.position}")
         self._left -= 1
         if self._left < 0:  # an empty map takes one byte in the file, and 64 in memory
             raise _Damaged(f"more than {self._most} values before byte {self.position}")
@@ -180,16 +180,16 @@ class _Reader:
         if tag in _FIXED_EXTENSIONS or tag in (0xC7, 0xC8, 0xC9):
             size = _FIXED_EXTENSIONS.get(tag) or self._unsigned({0xC7: 1, 0xC8: 2, 0xC9: 4}[tag])
             return self._extension(self._unsigned(1), size)
-        raise _Damaged(f"byte {tag:#04x} at {self.position - 1} begins no value")
+        raise _Damaged(f"byte {tag:#04x} at {self.position - 1} does not begin a value")
 
     def _map(self, count: int, depth: int) -> Any:
         found: dict[str, Any] = {}
         for _ in range(self._count(count, 2)):
             key = self.value(depth + 1)
             if not isinstance(key, str):
-                raise _Damaged(f"a key before byte {self.position} is no text")
+                raise _Damaged(f"a key before byte {self.position} is not text")
             if key in found:
-                raise _Damaged(f"the key {quoted(key)} is there twice")
+                raise _Damaged(f"the key {quoted(key)} occurs twice")
             found[key] = self.value(depth + 1)
         return _joined(found) if _CHUNKED in found else found
 
@@ -199,7 +199,7 @@ class _Reader:
         if kind == _COMPLEX:
             return None
         if kind not in (_ARRAY, _SCALAR):
-            raise _Damaged(f"extension {kind} before byte {end} is none of Flax's")
+            raise _Damaged(f"extension {kind} before byte {end} is not one of Flax's")
         inner = _Reader(data, most=_MOST_RANK + 4)  # the list, its shape and sizes, dtype and bytes
         described = inner.value(_DEEPEST - 2)
         if inner.position != len(data) or not isinstance(described, list) or len(described) != 3:
@@ -226,7 +226,7 @@ class _Reader:
     def _take(self, size: int) -> memoryview:
         left = len(self._data) - self.position
         if size > left:
-            raise _Damaged(f"{size} bytes are wanted at byte {self.position}, and {left} are left")
+            raise _Damaged(f"{size} bytes are needed at byte {self.position}, and {left} are left")
         self.position += size
         return self._data[self.position - size : self.position]
 

@@ -26,9 +26,7 @@ def arguments(
     if argument in taken and found:
         given = {argument: dict(found)} | dict(explicit)
         whole = f"{argument}={{{', '.join(found)}}}"
-        return given, [
-            f"given to --model from the file's hyper-parameters: {whole}"
-        ] if argument not in explicit else []
+        return given, [f"hyper-parameters of the file passed to --model: {whole}"] if argument not in explicit else []
     usable = {name: value for name, value in found.items() if any_name or name in taken}
     overruled = [name for name in usable if name in explicit]
     used = {name: value for name, value in usable.items() if name not in explicit}
@@ -36,7 +34,7 @@ def arguments(
     notes = [
         f"{what}: {first_few(names, _NAMED)}"
         for what, names in (
-            ("given to --model from the file's hyper-parameters", [f"{n}={_shown(v)}" for n, v in used.items()]),
+            ("hyper-parameters of the file passed to --model", [f"{n}={_shown(v)}" for n, v in used.items()]),
             ("--model-args in place of the file's hyper-parameters", overruled),
             ("hyper-parameters of the file that --model does not take", ignored),
         )

@@ -53,8 +53,8 @@ class LightningFile:
             return self.weights, []
         if self.averaged is self.weights:
             return self.weights, [
-                "these are the averaged weights, which the file has as its state_dict; --weights model takes those of"
-                " the last step"
+                "these are the averaged weights, because the file's state_dict holds those; --weights model takes"
+                " the weights of the last step"
             ]
         return self.weights, [
             f"the file also holds averaged weights under {self.averaged_key!r}; --weights ema takes them"
@@ -69,7 +69,7 @@ class LightningFile:
         unknown = sorted(ours.keys() - self.weights.keys())
         if unknown:
             raise SourceError(
-                f"{self.path}: its averaged weights have a tensor {unknown[0]!r}, which its state_dict has not"
+                f"{self.path}: its averaged weights have a tensor {unknown[0]!r}, which its state_dict lacks"
             )
         shown = first_few(sorted(missing))
         note = f"not averaged, so taken from the state_dict: {shown}" if missing else ""
@@ -168,7 +168,7 @@ def _precision(loaded: Mapping[Any, Any], weights: Mapping[str, Array]) -> str:
     if dtypes == {"float16"}:
         return "weights in fp16, as 16-true trains them"
     if dtypes == {"float32"}:
-        return "weights in fp32 and no gradient scaler: trained in 32-true or bf16-mixed, which files do not tell apart"
+        return "weights in fp32 and no gradient scaler: trained in 32-true or bf16-mixed (the file does not say which)"
     return f"weights in {_list(dtypes)}"
 
 

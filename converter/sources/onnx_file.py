@@ -80,7 +80,7 @@ def _check_readable(path: Path) -> None:
             )
     for node in graph.node:
         if any(attribute.type == onnx.AttributeProto.SPARSE_TENSOR for attribute in node.attribute):
-            raise ConversionError(f"{path}: constant {node.output[0]!r} is sparse and has to be made dense")
+            raise ConversionError(f"{path}: constant {node.output[0]!r} is sparse; make it dense")
 
 
 def _settle_initializers(model: ir.Model) -> None:

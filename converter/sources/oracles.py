@@ -83,8 +83,8 @@ class Untouched:
         for name in sorted(self._before.keys() | after.keys()):
             if self._before.get(name) != after.get(name):
                 raise ConversionError(
-                    f"{what} changed the model's own tensor {name!r}, so that its answers are no longer the"
-                    " checkpoint's; make the model's forward leave its parameters and buffers alone"
+                    f"{what} changed the model's own tensor {name!r}, so its outputs are no longer those of the"
+                    " checkpoint; make the model's forward leave its parameters and buffers unchanged"
                 )
 
 

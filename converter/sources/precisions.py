@@ -20,15 +20,15 @@ def notes(tensors: Mapping[str, Array], *, residual: bool) -> tuple[str, ...]:
     halves, doubles = _count(tensors, "float16"), _count(tensors, "float64")
     found = []
     if halves:
-        kept = "the residual keeps the other three, so that restore gives fp16 back bit for bit"
+        kept = "the residual keeps the other three, so restore gives back fp16 bit for bit"
         lost = "the other three are not kept"
         found.append(
             f"{halves} of the checkpoint's tensors are fp16: bf16 has 8 of their 11 bits, {kept if residual else lost}"
         )
     if doubles:
         found.append(
-            f"{doubles} of the checkpoint's tensors are fp64: the model computes in fp32, and restore gives fp32;"
-            " what fp64 holds beyond that is not restored where the model uses the tensor"
+            f"{doubles} of the checkpoint's tensors are fp64: the model computes in fp32, and restore gives fp32 for"
+            " tensors that the model uses; their fp64 precision is lost"
         )
     return tuple(found)
 
@@ -42,8 +42,8 @@ def check_range(path: Path, tensors: Mapping[str, Array]) -> None:
     for name, tensor in tensors.items():
         if tensor.dtype == np.float64 and not _fits(tensor.reshape(-1)):
             raise SourceError(
-                f"{path}: tensor {quoted(name)} is fp64 and holds a number beyond fp32's largest, {_LARGEST:.4g}; the"
-                " model would compute with infinity"
+                f"{path}: tensor {quoted(name)} is fp64 and holds a number above fp32's largest, {_LARGEST:.4g},"
+                " which would become infinity in the model"
             )
 
 

@@ -90,7 +90,8 @@ def _chosen(fitting: list[str], ranked: list[str], weights: str | None) -> str:
     if len(wanted) > 1 and "" not in wanted:
         shown = ", ".join(repr(prefix) for prefix in wanted[:_NAMED])
         raise UsageError(
-            f"the checkpoint has weights of this model behind each of {shown}; choose with --weights {wanted[0]}"
+            f"the checkpoint has weights of this model under several prefixes, {shown}; choose one, such as"
+            f" --weights {wanted[0]}"
         )
     if wanted:
         return "" if "" in wanted else wanted[0]
@@ -101,7 +102,7 @@ def _named(weights: str, ranked: list[str]) -> str:
     prefix = weights if weights.endswith(".") or not weights else f"{weights}."
     if prefix not in ranked:
         shown = ", ".join(repr(found) for found in ranked[:_NAMED]) or "none"
-        raise UsageError(f"--weights {weights}: no tensor of the model stands behind {prefix!r}; there are: {shown}")
+        raise UsageError(f"--weights {weights}: no tensor of the model has the prefix {prefix!r}; found: {shown}")
     return prefix
 
 
@@ -111,8 +112,8 @@ def _notes(prefix: str, others: list[str], left: list[str]) -> list[str]:
         notes.append(f"the model's weights are those whose names begin with {prefix!r}")
     if others:
         shown = ", ".join(repr(other) for other in others[:_NAMED])
-        notes.append(f"the checkpoint also has weights of this model behind {shown}; --weights takes such a prefix")
+        notes.append(f"the checkpoint also has weights of this model under {shown}; --weights PREFIX takes those")
     apart = [name for name in left if not any(name.startswith(other) for other in others if other)]
     if apart:
-        notes.append(f"not the model's, so in the artifact for restore only: {first_few(apart, _NAMED)}")
+        notes.append(f"tensors that the model does not use, stored only for restore: {first_few(apart, _NAMED)}")
     return notes

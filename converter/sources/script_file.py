@@ -35,7 +35,7 @@ _WORDS = {
         ("rpc_sync", "rpc_async", "rpc_remote", "c10d", "_c10d_functional", "symm_mem", "dist_rpc", "dist_autograd"),
         "talks to other machines",
     ),
-    **dict.fromkeys(("debugprims", "inductor", "load_library"), "runs what no model needs"),
+    **dict.fromkeys(("debugprims", "inductor", "load_library"), "runs operators that no model needs"),
 }
 _WORD = re.compile(rf"\b({'|'.join(_WORDS)})\b")
 _NAMED_ATTRIBUTE = re.compile(r"getattr\([\w.]+, \"[^\"\\\n]*\"\)")  # as torch writes names that are no identifiers
@@ -62,7 +62,7 @@ def load(path: Path) -> Any:
         raise SourceError(f"{path}: torch cannot load it: {first_line(error)}") from error
     for kind in _operators(module):
         if not kind.startswith(_NAMESPACES) or kind.startswith(_FORBIDDEN):
-            raise SourceError(f"{path}: its code asks for the operator {kind[:80]}, which a model needs not")
+            raise SourceError(f"{path}: its code uses the operator {kind[:80]}, which no model needs")
     scriptgraph.replace_devices(graph, "cpu")
     return module
 
@@ -96,7 +96,7 @@ def _check_sizes(path: Path, records: list[zipfile.ZipInfo]) -> None:
             raise SourceError(f"{path}: record {info.filename!r} is compressed, which torch never does")
         if info.compress_type == zipfile.ZIP_STORED and info.compress_size != info.file_size:
             sizes = f"{info.file_size} bytes, and {info.compress_size} as they are stored"
-            raise SourceError(f"{path}: damaged: record {info.filename!r} is said to have {sizes}")
+            raise SourceError(f"{path}: damaged: record {info.filename!r} claims {sizes}")
         packed += info.file_size if _PACKED.fullmatch(info.filename) else 0
     if packed > _CODE_BYTES:
         raise SourceError(f"{path}: has {packed} bytes of code, expected at most {_CODE_BYTES}")
@@ -106,11 +106,11 @@ def _check_code(path: Path, record: str, code: str) -> None:
     found = _WORD.search(code)
     if found is not None:
         raise SourceError(
-            f"{path}: its code in {record!r} has the word {found[1]!r}, which {_WORDS[found[1]]}; code that is loaded"
-            " cannot be watched, so export the model without it, or as ONNX"
+            f"{path}: its code in {record!r} has the word {found[1]!r}, which {_WORDS[found[1]]}; bf16kit cannot"
+            " control what loaded code does, so export the model without it, or as ONNX"
         )
     if "getattr" in _NAMED_ATTRIBUTE.sub("", code):
-        raise SourceError(f"{path}: its code in {record!r} looks up an attribute whose name it makes up")
+        raise SourceError(f"{path}: its code in {record!r} looks up an attribute whose name it computes")
 
 
 def _operators(module: Any) -> Iterator[str]:

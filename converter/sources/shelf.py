@@ -56,7 +56,9 @@ def shelf(forms: Mapping[str, Form], directory: Path, source: Path) -> Iterator[
             }
             yield Shelf(path, offsets, {name: views[name].reshape(forms[name].shape) for name in forms})
     except NoScratch as error:
-        raise SourceError(f"{source}: its {end / 1e6:.0f} MB of arrays have no room: {error}") from None
+        raise SourceError(
+            f"{source}: its {end / 1e6:.0f} MB of arrays do not fit in the temporary directory: {error}"
+        ) from None
 
 
 @contextmanager

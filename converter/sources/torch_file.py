@@ -22,8 +22,8 @@ _FORBIDDEN = re.compile(r"GLOBAL (\S+)")
 _ZIPS = (Kind.TORCH_ZIP, Kind.LIGHTNING)
 _NAMED = 5
 _WITHOUT = (
-    "mostly it is a hyper-parameter: train with save_hyperparameters(ignore=[...]) for what is no number or text, or"
-    " save the file again without its 'hyper_parameters' where you trust it"
+    "the cause is usually a hyper-parameter: train with save_hyperparameters(ignore=[...]) for values that are not"
+    " numbers or text, or save the file again without its 'hyper_parameters' if you trust it"
 )
 _NESTED = ("state_dict", "model_state_dict", "model")  # keys that training scripts use
 

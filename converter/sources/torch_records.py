@@ -46,7 +46,7 @@ def check_stored(path: Path) -> None:
             raise SourceError(f"{path}: record {info.filename!r} is compressed, which torch never does")
         if info.compress_size != info.file_size:
             sizes = f"{info.file_size} bytes, and {info.compress_size} as they are stored"
-            raise SourceError(f"{path}: damaged: record {info.filename!r} is said to have {sizes}")
+            raise SourceError(f"{path}: damaged: record {info.filename!r} claims {sizes}")
 
 
 def check_names(path: Path) -> None:
@@ -94,7 +94,7 @@ def check(path: Path, storages: Collection[tuple[int, int]]) -> None:
     for offset, nbytes in records:
         if nbytes == size and {(address - first + offset, length) for address, length in storages} <= records:
             return
-    raise SourceError(f"{path}: damaged: its tensors are said to be of other sizes than the records that hold them")
+    raise SourceError(f"{path}: damaged: its tensors claim other sizes than the records that hold them")
 
 
 def _records(path: Path) -> set[tuple[int, int]]:

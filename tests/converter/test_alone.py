@@ -49,7 +49,7 @@ def test_a_branch_on_the_numbers_is_written_as_torchscript_alone(
 ) -> None:
     path = save(tmp_path / "m.pt", Deciding(), X[:2])
     said = cli("checkpoint", path, *_INPUT, "--out", target, *flags).published().out
-    assert "note: no ONNX: prim::If decides by the numbers in a tensor" in " ".join(said.split())
+    assert "note: no ONNX: prim::If depends on values in a tensor" in " ".join(said.split())
     artifact = Artifact.open(target)
     assert set(artifact.manifest.profiles) == {"torchscript"}
     assert artifact.manifest.reference is None
@@ -127,7 +127,7 @@ def test_a_torch_module_that_branches_is_to_be_scripted(cli: Cli, tmp_path: Path
 @pytest.mark.parametrize(
     ("flags", "code", "said"),
     [
-        (("--format", "onnx"), 3, "no ONNX graph can be made of it: prim::If decides"),
+        (("--format", "onnx"), 3, "no ONNX graph can be made of it: prim::If depends on values"),
         (("--format", "onnx", "--format", "torchscript"), 3, "no ONNX graph can be made of it"),
         (("--format", "safetensors"), 3, "by running it as an ONNX graph, and no ONNX graph can be made: prim::If"),
         (("--subnormals", "flush"), 2, "--subnormals flush: is for ONNX"),

@@ -90,7 +90,7 @@ def test_a_number_beyond_fp32_is_refused_by_name(cli: Cli, tmp_path: Path, targe
     large = torch.zeros(128, dtype=torch.float64)
     large[3] = 1e39
     saved(tmp_path / "model.safetensors", "float64", **{"down.bias": large})
-    said = "tensor 'down.bias' is fp64 and holds a number beyond fp32's largest"
+    said = "tensor 'down.bias' is fp64 and holds a number above fp32's largest"
     cli("checkpoint", tmp_path / "model.safetensors", "--out", target, *ARGUMENTS, *INPUT).refused(2, said)
 
 

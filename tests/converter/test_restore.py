@@ -107,7 +107,7 @@ def test_a_name_that_the_format_keeps_for_itself_is_refused(cli: Cli, tmp_path: 
     edges = [graphs.edge("x", ["n", 16])], [graphs.edge("y", ["n", 16])]
     onnx.save(graphs.model([node], *edges, [graphs.initializer("__metadata__", graphs.values(16, 16))]), tmp_path / "m")
     done = cli("checkpoint", tmp_path / "m", "--out", target, *ONNX_ONLY)
-    done.refused(2, "a tensor called '__metadata__', which no safetensors file can hold")
+    done.refused(2, "a tensor named '__metadata__', which safetensors reserves; rename the tensor")
     assert not target.parent.exists()
 
 

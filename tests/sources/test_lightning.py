@@ -69,7 +69,7 @@ def test_the_plain_module_answers_as_lightning_did_without_lightning(
     said = " ".join(capsys.readouterr().out.split())
     assert "Lightning 2.6.6, epoch 1, global step 8" in said
     assert _SAID[name] in said
-    assert "given to --model from the file's hyper-parameters: width=32" in said
+    assert "hyper-parameters of the file passed to --model: width=32" in said
     assert "hyper-parameters of the file that --model does not take: rate" in said
     _check(target, trained, name)
     _check_restored(path, target, tmp_path / "restored.safetensors")

@@ -193,7 +193,7 @@ def test_the_signatures_of_a_module_are_listed(made: Made, tmp_path: Path) -> No
     refused = process("checkpoint", made("module") / "model", "--out", tmp_path / "m" / "1")
     refused.refused(2, "choose one with --signature: classify, embed and look_up")
     refused = process("checkpoint", made("module") / "model", "--out", tmp_path / "m" / "1", "--signature", "look_up")
-    refused.refused(3, "input 'words' of signature 'look_up' is of strings")
+    refused.refused(3, "input 'words' of signature 'look_up' holds strings")
 
 
 def test_a_graph_of_tensorflow_1(made: Made, tmp_path: Path) -> None:

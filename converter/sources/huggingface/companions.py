@@ -91,7 +91,7 @@ def left_behind(path: Path) -> tuple[str, ...]:
     if not left:
         return ()
     shown = [*left[:_SHOWN], *([f"{len(left) - _SHOWN} more"] if len(left) > _SHOWN else [])]
-    return (f"not copied beside the exported weights: {listed(shown)}; copy what loading the model needs",)
+    return (f"not copied beside the exported weights: {listed(shown)}; copy those that are needed to load the model",)
 
 
 def in_bf16(config: dict[str, Any]) -> dict[str, Any]:
@@ -111,7 +111,9 @@ def _content(root: Path, name: str) -> bytes:
     path = root / name
     real = Path(os.path.realpath(path))
     if not any(real.is_relative_to(place) for place in _places(root)):
-        raise SourceError(f"{path}: a link out of the directory, to {real}; copy the file there to have it exported")
+        raise SourceError(
+            f"{path}: a link out of the directory, to {real}; replace the link with the file to export it"
+        )
     return read_bounded(path, LARGEST, SourceError, "more than any tokenizer or config has")
 
 

@@ -127,8 +127,8 @@ def _image_size(directory: Directory, notes: list[str]) -> tuple[int, int]:
         if found is not None:
             return found
     notes.append(
-        f"the directory does not say how large its images are: taken as {_IMAGE} by {_IMAGE} pixels; another size is"
-        f" given with --input pixel_values:float32:{BATCH},CHANNELS,HEIGHT,WIDTH"
+        f"the directory does not name its image size, so {_IMAGE} by {_IMAGE} pixels are used; for another size,"
+        f" pass --input pixel_values:float32:{BATCH},CHANNELS,HEIGHT,WIDTH"
     )
     return _IMAGE, _IMAGE
 
@@ -166,6 +166,6 @@ def _values(directory: Directory) -> tuple[int | str, ...]:
 
 def _remedy(module: Any, directory: Directory, name: str) -> str:
     return (
-        f"the shape of {name}, which {type(module).__name__} needs, cannot be told from {directory.path}; name the"
-        f" inputs with --input {name}:DTYPE:DIMS, and the others that it takes"
+        f"the shape of {name}, which {type(module).__name__} needs, is not in the files of {directory.path}; pass"
+        f" --input {name}:DTYPE:DIMS, and one --input for each other input"
     )

@@ -76,7 +76,7 @@ def _class(directory: Directory, parsed: Any) -> Any:
             found = getattr(transformers, f"{name}EncoderModel", found)
     if not isinstance(found, type) or not issubclass(found, transformers.PreTrainedModel):
         what = architecture or parsed.model_type
-        raise SourceError(f"{directory.path}: its architecture {what} is not one transformers knows")
+        raise SourceError(f"{directory.path}: its architecture {what} is not known to the installed transformers")
     return found
 
 
@@ -96,8 +96,8 @@ def _unused(info: Mapping[str, Any], module: Any) -> list[str]:
     if not unexpected:
         return []
     return [
-        f"{type(module).__name__} has no place for {len(unexpected)} of the checkpoint's tensors"
-        f" ({first_few(unexpected)}): no graph uses them, restore gives them back"
+        f"{type(module).__name__} does not use {len(unexpected)} of the checkpoint's tensors"
+        f" ({first_few(unexpected)}); no graph uses them, and restore gives them back"
     ]
 
 

@@ -61,8 +61,8 @@ def _steps(part: Part, tensors: Mapping[str, Array]) -> list[torch.nn.Module]:
     if part.kind == "Dense":
         return [_dense(part, tensors)]
     raise SourceError(
-        f"{part.path.parent / 'modules.json'}: a {part.kind} module is not understood (Pooling, Dense, Normalize and"
-        " Dropout are); to convert the transformer alone, give a copy of the directory without modules.json"
+        f"{part.path.parent / 'modules.json'}: a {part.kind} module is not supported (Pooling, Dense, Normalize and"
+        " Dropout are); to convert the transformer alone, convert a copy of the directory without modules.json"
     )
 
 
@@ -153,7 +153,7 @@ class _Dense(torch.nn.Module):
 def _dense(part: Part, tensors: Mapping[str, Array]) -> _Dense:
     where, config = part.path / "config.json", part.config
     if config.get("use_residual") or config.get("module_input_name", "sentence_embedding") != "sentence_embedding":
-        raise SourceError(f"{where}: a Dense module with a residual or another input is not understood")
+        raise SourceError(f"{where}: a Dense module with a residual or another input is not supported")
     name = str(config.get("activation_function", "torch.nn.modules.activation.Tanh")).rpartition(".")[2]
     if name not in (*torch.nn.modules.activation.__all__, "Identity"):
         raise SourceError(f"{where}: activation_function {name!r} is not one of torch.nn's")

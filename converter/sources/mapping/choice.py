@@ -14,9 +14,9 @@ from converter.sources.mapping.rules import Mapped
 from converter.sources.mapping.slots import Slots
 
 _NEXT = (
-    "look at the rules on standard output, put them into a file and give it with --map; or accept them with"
-    " --accept-map; or give --samples with the outputs that the source's own framework computed in fp32 beside the"
-    " inputs, which confirm or refuse them"
+    "check the rules on standard output, write them to a file and pass it as --map; or accept them with"
+    " --accept-map; or confirm them with --samples that hold the inputs and the fp32 outputs of the source's own"
+    " framework"
 )
 
 
@@ -47,9 +47,9 @@ def choose(options: Options, leaves: Mapping[str, Array], slots: Slots) -> Chose
         return Chosen(rules.apply(rules.read(options.map), leaves, slots))
     found = propose(leaves, slots)
     if not found.complete or (options.accept_map and not found.certain):
-        raise _unconfirmed(options, found, "--accept-map does not do: " if options.accept_map else "")
+        raise _unconfirmed(options, found, "--accept-map cannot accept this map: " if options.accept_map else "")
     if options.accept_map:
-        note = f"--accept-map: {len(found.entries)} leaves were placed by the map that was proposed, unconfirmed"
+        note = f"--accept-map: {len(found.entries)} leaves were placed by the proposed map, which was not confirmed"
         return Chosen(rules.apply(found.rules(), leaves, slots), (note,))
     if options.samples is None:
         raise _unconfirmed(options, found, "")
@@ -58,9 +58,9 @@ def choose(options: Options, leaves: Mapping[str, Array], slots: Slots) -> Chose
 
 def _unconfirmed(options: Options, found: Proposal, what: str) -> UnconfirmedMap:
     remarks = "".join(f"\n  {remark}" for remark in found.remarks())
-    how = "complete the rules on standard output and give them with --map" if not found.complete else _NEXT
+    how = "complete the rules on standard output and pass them as --map" if not found.complete else _NEXT
     if options.accept_map:
-        how = "complete or correct the rules on standard output and give them with --map"
+        how = "complete or correct the rules on standard output and pass them as --map"
     return UnconfirmedMap(
         f"{options.source}: {what}a map of its {len(found.entries)} leaves to the model is proposed; {how}{remarks}",
         found.text(),
@@ -69,4 +69,4 @@ def _unconfirmed(options: Options, found: Proposal, what: str) -> UnconfirmedMap
 
 def refuted(source: str, why: str, rules: str) -> UnconfirmedMap:
     """Return the error for a proposal that samples do not confirm, and why."""
-    return UnconfirmedMap(f"{source}: the map that was proposed is not confirmed: {why}; {_NEXT}", rules)
+    return UnconfirmedMap(f"{source}: the proposed map is not confirmed: {why}; {_NEXT}", rules)

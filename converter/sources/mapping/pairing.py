@@ -91,7 +91,7 @@ def _best(
         if _go_together(some, others, fits)
     }
     if len(left) == len(right) == 1 and scores:
-        return next(iter(scores)), "nothing else of its shape is left"
+        return next(iter(scores)), "the only one left of its shape"
     for (a, b), score in sorted(scores.items(), key=lambda item: -item[1]):
         rivals = [other for (c, d), other in scores.items() if (c == a) != (d == b)]
         if score and all(other < score for other in rivals):
@@ -108,7 +108,7 @@ def _go_together(some: Sequence[str], others: Sequence[str], fits: Fits) -> bool
 
 def _counted(some: Sequence[str], others: Sequence[str], why: str) -> Iterator[Pair]:
     for a, b in zip(some, others, strict=True):
-        yield Pair(a, b, why if len(some) == 1 else f"{why}, in the order of numbers")
+        yield Pair(a, b, why if len(some) == 1 else f"{why}, in numerical order")
 
 
 def _guesses(lefts: Sequence[str], rights: list[str], fits: Fits) -> Iterator[Pair]:
@@ -117,4 +117,4 @@ def _guesses(lefts: Sequence[str], rights: list[str], fits: Fits) -> Iterator[Pa
         chosen = next((name for name in rights if fits(left, name)), None)
         if chosen is not None:
             rights.remove(chosen)
-            yield Pair(left, chosen, "GUESSED: others have this shape, and no name decides", guessed=True)
+            yield Pair(left, chosen, "GUESSED: others have the same shape, and names do not decide", guessed=True)

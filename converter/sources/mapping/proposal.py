@@ -70,7 +70,7 @@ class Proposal:
 
     def text(self) -> str:
         """Return the map as a file for ``--map``, with its uncertainties at the top."""
-        head = ["# Proposed by bf16-convert from shapes and names. Look at it before you use it with --map."]
+        head = ["# Proposed by bf16-convert from shapes and names. Check it before you use it with --map."]
         head += [f"# {line}" for line in self.remarks()]
         entries = [(entry.leaf, entry.to, entry.turns, entry.why) for entry in self.entries]
         return "\n".join([*head, *rules.lines(entries, self.keep)])
@@ -78,11 +78,11 @@ class Proposal:
     def remarks(self) -> Iterator[str]:
         """Yield a sentence for each thing that is uncertain or missing."""
         if self.ambiguous:
-            yield f"ambiguous, for they have one shape and no name decides: {_some(self.ambiguous)}"
+            yield f"ambiguous, because shapes are equal and names do not decide: {_some(self.ambiguous)}"
         if self.unmatched:
             yield f"no tensor of the model was found for: {_some(self.unmatched)}"
         if self.missing:
-            yield f"nothing was found that fills the model's: {_some(self.missing)}"
+            yield f"nothing in the checkpoint was found for the model's: {_some(self.missing)}"
 
 
 def propose(leaves: Mapping[str, Array], slots: Slots) -> Proposal:
@@ -114,7 +114,7 @@ def propose(leaves: Mapping[str, Array], slots: Slots) -> Proposal:
 
 def _entry(name: str, array: Array, found: Pair | None, slots: Slots) -> Entry:
     if found is None:
-        return Entry(name, None, (), "no weight of the model")
+        return Entry(name, None, (), "not a weight of the model")
     turns = _turns(name, array.shape, slots.by_name[found.right])
     return Entry(name, found.right, turns or (), found.why)
 

@@ -64,7 +64,7 @@ def read(path: Path) -> Rules:
     """Read the rules in ``path``; :class:`UsageError` naming the first that is not valid."""
     import yaml
 
-    text = read_bounded(path, _MOST, UsageError, "more than any map takes", where=f"--map {path}")
+    text = read_bounded(path, _MOST, UsageError, "the limit for a map", where=f"--map {path}")
     try:
         given = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -96,7 +96,7 @@ def _rule(given: Any, where: str) -> Rule:
     if drop is True and to is None and given.get("steps") is None:
         return Rule(match, None)
     if drop is not False or not isinstance(to, str) or not to:
-        raise UsageError(f"{where}: needs one of to: NAME and drop: true, and not both")
+        raise UsageError(f"{where}: expected either to: NAME or drop: true")
     return Rule(match, to, turns.parse(given.get("steps"), where))
 
 
@@ -147,7 +147,7 @@ def _expanded(found: re.Match[str], to: str) -> str:
     try:
         return found.expand(to)
     except (re.error, IndexError) as error:  # a group that the pattern does not have
-        raise UsageError(f"--map: to {quoted(to)} does not go with match {quoted(found.re.pattern)}: {error}") from None
+        raise UsageError(f"--map: to {quoted(to)} does not fit match {quoted(found.re.pattern)}: {error}") from None
 
 
 def _kept(rules: Rules, name: str) -> bool:
@@ -165,7 +165,7 @@ def _fill(
 ) -> str | None:
     """Fill the tensor of a leaf's rule; return the problem, or None."""
     if to not in wanted:
-        return f"unexpected: {name} is sent to {to}, which the model has not"
+        return f"unexpected: {name} is sent to {to}, which the model lacks"
     if to in tensors:
         return f"twice: {name} is sent to {to}, which another leaf fills"
     try:

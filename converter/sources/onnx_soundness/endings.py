@@ -51,7 +51,7 @@ def _check_end(path: Path, node: NodeProto, constants: Mapping[str, TensorProto]
         turns, condition = numbers[:2]
         bounded = bool(node.input[0]) and (turns is None or turns < _ENDLESS)
         if not bounded and (condition or not node.input[1]):
-            why = f"turns {turns} times" if turns is not None else "never ends: its condition is always true"
+            why = f"runs {turns} times" if turns is not None else "never ends: its condition is always true"
             raise ConversionError(f"{path}: Loop {quoted(node.name)} {why}")
 
 

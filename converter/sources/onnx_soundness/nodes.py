@@ -25,7 +25,7 @@ def check_node(path: Path, node: NodeProto, schema: OpSchema | None) -> None:
     """Raise :class:`SourceError` if ``node`` does not fit ``schema``; None means that the operator is not ONNX's."""
     names = [attribute.name for attribute in node.attribute]
     if len(set(names)) < len(names):
-        raise SourceError(f"{path}: damaged: node {quoted(node.name)} has two attributes of one name")
+        raise SourceError(f"{path}: damaged: node {quoted(node.name)} has two attributes with the same name")
     for attribute in node.attribute:
         _check_attribute(path, node, attribute, schema)
     if schema is None:
@@ -58,7 +58,7 @@ def _check_attribute(path: Path, node: NodeProto, attribute: AttributeProto, sch
     numbers = (attribute.type, int(expected.type.value))  # type: ignore[attr-defined]  # an enum
     if numbers[0] != numbers[1]:
         found, wanted = (AttributeProto.AttributeType.Name(number) for number in numbers)
-        raise SourceError(f"{what} is {found}, and has to be {wanted}")
+        raise SourceError(f"{what} is {found}, expected {wanted}")
 
 
 def _check_edges(
@@ -70,7 +70,7 @@ def _check_edges(
     if not least <= len(edges) <= most:
         wanted = str(least) if least == most else f"{least} or more" if most > _ANY else f"{least} to {most}"
         text = f"{_what(path, node)} has {len(edges)} {kind}{'s' if len(edges) != 1 else ''}"
-        raise SourceError(f"{text}, and {quoted(node.op_type)} has to have {wanted}")
+        raise SourceError(f"{text}, and {quoted(node.op_type)} needs {wanted}")
     for name, parameter in zip(edges, declared, strict=False):
         if not name and parameter.option == _SINGLE:
             raise SourceError(f"{_what(path, node)} lacks the {kind} {parameter.name!r} of {quoted(node.op_type)}")

@@ -34,7 +34,7 @@ def check_tensor(path: Path, tensor: TensorProto) -> None:
     if any(dim < 0 for dim in tensor.dims) or math.prod(max(dim, 1) for dim in tensor.dims) > _LARGEST:
         raise SourceError(f"{path}: damaged: tensor {quoted(tensor.name)} has the shape {shape_of(tensor)}")
     if tensor.HasField("segment"):
-        raise SourceError(f"{path}: tensor {quoted(tensor.name)} is in segments, which nobody writes")
+        raise SourceError(f"{path}: tensor {quoted(tensor.name)} is in segments, which are not supported")
     if tensor.data_location == TensorProto.EXTERNAL:
         _check_external(path, tensor, _nbytes(tensor, count))
     elif tensor.data_type in _UNCOUNTED:
@@ -89,7 +89,7 @@ def _check_external(path: Path, tensor: TensorProto, nbytes: int) -> None:
     """Check the entries that locate the external data; the file itself is checked elsewhere."""
     entries = {entry.key: entry.value for entry in tensor.external_data}
     if not entries.get("location") or "\0" in entries["location"]:
-        raise SourceError(f"{path}: damaged: tensor {quoted(tensor.name)} is in another file, and not said in which")
+        raise SourceError(f"{path}: damaged: tensor {quoted(tensor.name)} is in another file, whose name is missing")
     if tensor.data_type == TensorProto.STRING:
         raise SourceError(f"{path}: damaged: tensor {quoted(tensor.name)} holds strings in another file")
     for key in ("offset", "length"):

@@ -25,7 +25,7 @@ def check_names(path: Path, graph: GraphProto) -> None:
         seen: set[str] = set()
         for name in names:
             if name in seen:
-                raise SourceError(f"{path}: damaged: {quoted(name)} is given twice")
+                raise SourceError(f"{path}: damaged: {quoted(name)} is defined twice")
             seen.add(name)
     if "" in (*inputs, *initializers):
         raise SourceError(f"{path}: damaged: an input or an initializer of graph {quoted(graph.name)} has no name")
@@ -49,8 +49,8 @@ def check_declared(path: Path, graph: GraphProto) -> None:
         if tensor is not None and not _fits(value, tensor):
             dtype = TensorProto.DataType.Name(tensor.data_type)
             raise SourceError(
-                f"{path}: damaged: {quoted(value.name)} is a tensor of {dtype}{shape_of(tensor)}, and declared as an"
-                " input of another type or shape"
+                f"{path}: damaged: {quoted(value.name)} is a tensor of {dtype}{shape_of(tensor)}, but is declared as"
+                " an input of another type or shape"
             )
 
 
@@ -102,8 +102,8 @@ def _check_given(path: Path, outputs: Iterable[str], given: Collection[str], out
     for name in outputs:
         if name and name not in given and name in outer:
             raise ConversionError(
-                f"{path}: a body gives {quoted(name)}, a value of the graph around it, which ONNX Runtime does not run;"
-                " put an Identity between them"
+                f"{path}: a body returns {quoted(name)}, a value of the graph around it, which ONNX Runtime does not"
+                " run; put an Identity between them"
             )
         if name not in given:
-            raise SourceError(f"{path}: damaged: nothing gives the output {quoted(name)}")
+            raise SourceError(f"{path}: damaged: no node, input or initializer gives the output {quoted(name)}")

@@ -65,7 +65,7 @@ def _listed(item: Path, files: Mapping[str, int]) -> tuple[list[str] | None, boo
         return None, False
     path = item / layout.METADATA
     if files[layout.METADATA] > _MOST_METADATA:
-        raise SourceError(f"{path}: has {files[layout.METADATA]} bytes, and at most {_MOST_METADATA} are read")
+        raise SourceError(f"{path}: has {files[layout.METADATA]} bytes; the limit is {_MOST_METADATA}")
     try:
         fields = json.loads(path.read_bytes())
         complete = bool(fields.get("store_array_data_equal_to_fill_value"))
@@ -92,7 +92,8 @@ def _check_claim(item: Path, forms: Mapping[str, Form], stored: int) -> None:
     claimed = sum(form.nbytes for form in forms.values())
     if claimed > _CLAIM * stored + _ALLOWANCE:
         raise SourceError(
-            f"{item}: its arrays claim {size(claimed)}, and its files have {size(stored)}; no weights compress so well"
+            f"{item}: its arrays claim {size(claimed)}, but its files have {size(stored)}; weights do not"
+            " compress so well"
         )
 
 
@@ -124,7 +125,7 @@ class _Child:
         code = self._process.wait()
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         return SourceError(
-            f"{self._item}: tensorstore ended with {how} while it read this: the files are damaged, or ask for more"
+            f"{self._item}: tensorstore ended with {how} while it read this: the files are damaged, or need more"
             " memory than their arrays have"
         )
 

@@ -85,7 +85,7 @@ class _Store:
 
     def _described(self, name: str, kinds: dict[str, str], chunks: int) -> Described:
         if name not in kinds:
-            raise Refused(f"array {name!r} is in the checkpoint's list, and not in its files; the copy is incomplete")
+            raise Refused(f"array {name!r} is in the checkpoint's list, but not in its files; the copy is incomplete")
         text = self._keys.read(f"{name}/{kinds[name]}").result().value
         try:
             array = READERS[kinds[name]](text)
@@ -170,6 +170,6 @@ if __name__ == "__main__":
     except Refused as refused:
         _say({"refused": str(refused)})
     except MemoryError:
-        _say({"refused": "asks for more memory than its arrays have"})
+        _say({"refused": "needs more memory than its arrays have"})
     except Exception as error:  # noqa: BLE001 - whatever tensorstore raises, the parent reports it
         _say({"refused": f"cannot be read: {_plain(error)}"})

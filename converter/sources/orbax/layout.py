@@ -48,7 +48,7 @@ def locate(path: Path, step: int | None, item: str | None) -> Path:
     found = _of_step(path, step)
     if _is_item(found):
         if item is not None:
-            raise UsageError(f"--item {item}: {found} is one item by itself; leave --item out")
+            raise UsageError(f"--item {item}: {found} is a single item; leave out --item")
         return found
     items = {child.name: child for child in _directories(found) if _is_item(child)}
     if item is not None and item not in items:
@@ -56,14 +56,14 @@ def locate(path: Path, step: int | None, item: str | None) -> Path:
     if not items:
         raise SourceError(f"{found}: holds no arrays that Orbax wrote ({METADATA} and {MANIFEST} are missing)")
     if item is None and len(items) > 1:
-        raise UsageError(f"{found}: holds several items, {_listed(items)}; say which with --item NAME")
+        raise UsageError(f"{found}: holds several items, {_listed(items)}; choose one with --item NAME")
     return items[item] if item is not None else next(iter(items.values()))
 
 
 def _refuse(path: Path, step: int | None, item: str | None) -> None:
     given = f"--step {step}" if step is not None else f"--item {item}" if item is not None else None
     if given is not None:
-        raise UsageError(f"{given}: {path} is one item by itself; leave it out, or name the directory above")
+        raise UsageError(f"{given}: {path} is a single item; leave out the option, or name the directory above")
 
 
 def _of_step(path: Path, step: int | None) -> Path:
@@ -111,8 +111,8 @@ def refuse_several(path: Path) -> None:
     names = [quoted(name) for name in sorted(children.values())]
     more = [f"{len(names) - _MOST_NAMED} others"] if len(names) > _MOST_NAMED else []
     raise NoCheckpoint(
-        f"{path}: {listed([*names[:_MOST_NAMED], *more])} are checkpoints of several names, not the steps of one model;"
-        " convert one of them by its own path, or all with --out REPOSITORY"
+        f"{path}: {listed([*names[:_MOST_NAMED], *more])} are checkpoints with different names, not steps of one"
+        " model; convert one of them by its own path, or all with --out REPOSITORY"
     )
 
 
@@ -170,7 +170,7 @@ def files_of(item: Path) -> dict[str, int]:
                         found[str(Path(entry.path).relative_to(item))] = entry.stat(follow_symlinks=False).st_size
                     else:
                         what = "a link" if entry.is_symlink() else "neither file nor directory"
-                        raise SourceError(f"{entry.path}: is {what}, which a checkpoint has no business to hold")
+                        raise SourceError(f"{entry.path}: is {what}, which does not belong in a checkpoint")
         except OSError as error:
             raise SourceError(f"{directory}: cannot be read: {error.strerror or error}") from None
         if len(found) > _MOST_FILES:

@@ -87,7 +87,7 @@ READERS: dict[str, Callable[[bytes], Described]] = {".zarray": zarr2, "zarr.json
 
 def _fields(text: bytes) -> dict[str, Any]:
     if len(text) > _MOST_TEXT:
-        raise Refused(f"has {len(text)} bytes of metadata, and at most {_MOST_TEXT} are read")
+        raise Refused(f"has {len(text)} bytes of metadata; the limit is {_MOST_TEXT}")
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError):
@@ -130,11 +130,11 @@ def _described(driver: str, dtype: str | None, shape: Any, chunks: Any, said: An
 
 def _sizes(given: Any, what: str, *, least: int) -> tuple[int, ...]:
     if not isinstance(given, list) or len(given) > _MOST_RANK:
-        raise Refused(f"has {what} {_shown(given)}, which is no list of at most {_MOST_RANK} sizes")
+        raise Refused(f"has {what} {_shown(given)}, expected a list of at most {_MOST_RANK} sizes")
     if not all(type(size) is int and least <= size <= LARGEST for size in given):
-        raise Refused(f"has {what} {_shown(given)}, of which not all are sizes")
+        raise Refused(f"has {what} {_shown(given)}, in which not all values are sizes")
     if math.prod(filter(None, given)) > LARGEST:  # also without elements, because numpy computes strides
-        raise Refused(f"has {what} {_shown(given)}, which no memory holds")
+        raise Refused(f"has {what} {_shown(given)}, which does not fit in any memory")
     return tuple(given)
 
 

@@ -20,8 +20,8 @@ def inputs_of(options: Options) -> tuple[TensorSpec, ...]:
     """Return the inputs of ``--input``; :class:`UsageError` if there are none."""
     if not options.inputs:
         raise UsageError(
-            f"{options.source}: a checkpoint does not say what its model's inputs are; name each with"
-            " --input NAME:DTYPE:DIMS, for example --input x:float32:batch,16"
+            f"{options.source}: a checkpoint does not describe its model's inputs; name each with --input"
+            " NAME:DTYPE:DIMS, for example --input x:float32:batch,16"
         )
     return options.inputs
 

@@ -12,12 +12,12 @@ from converter.sources.readers.common import Advance, exported
 
 _INDEX = "model.safetensors.index.json"
 _LOADED = (
-    "the export's drift is that of its files in fp32 arithmetic; transformers computes in bf16 unless it is given"
-    " dtype=torch.float32, and then rounding vectors and activations adds to the drift"
+    "the drift of the export was measured in fp32 arithmetic; transformers computes in bf16 unless"
+    " dtype=torch.float32 is passed, and rounding vectors and activations then adds to the drift"
 )
 _SENTENCE = (
-    "the export is the transformer alone, as AutoModel loads it: what sentence-transformers puts behind it (pooling,"
-    " normalisation) is in directories, which an artifact cannot hold"
+    "the export is only the transformer, as AutoModel loads it. Pooling and normalisation of sentence-transformers"
+    " are in directories, which an artifact cannot hold"
 )
 
 

@@ -27,13 +27,13 @@ def read(options: Options, kind: Kind, advance: Advance) -> Source:
         )
     leaves, left_out, files, chosen = _leaves(options, kind)
     if not leaves:
-        raise SourceError(f"{options.source}: holds no arrays but those of an optimizer")
+        raise SourceError(f"{options.source}: holds only arrays of an optimizer")
     precisions.check_range(options.source, leaves)
     notes = [*chosen, *precisions.notes(leaves, residual=options.residual)]
     if left_out:
         keys = ", ".join(sorted({name.partition(".")[0] for name in left_out}))
         count = f"{len(left_out)} array{'' if len(left_out) == 1 else 's'}"
-        notes.append(f"left out: {count} of training under {keys}; restore does not give them back")
+        notes.append(f"left out: {count} of the training state under {keys}; restore does not give them back")
     form = "orbax" if kind is Kind.ORBAX else "flax-msgpack"
     return mapped.read(options, Checkpoint(form, digest_files(files, advance), leaves), notes)
 

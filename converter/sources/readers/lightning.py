@@ -23,7 +23,7 @@ def read(options: Options, _kind: Kind, advance: Advance) -> Source:
     found = lightning_file.read_file(options.source, trust_pickle=options.trust_pickle)
     if found is None:
         if options.weights is not None:
-            raise UsageError(f"--weights: is for Lightning checkpoints, and {options.source} is none")
+            raise UsageError(f"--weights: is for Lightning checkpoints, and {options.source} is not one")
         return weights.read(options, Kind.TORCH_ZIP, advance)
     tensors, of_weights = found.choose(options.weights)
     precisions.check_range(options.source, tensors)

@@ -59,7 +59,9 @@ def _followed(itself: TorchModel, found: Mapping[str, torch.Tensor], checkpoint:
     except ConversionError as error:
         return ungraphed(checkpoint, itself, None, why=_why(followed.stopped, str(error)))
     if model.outputs != itself.outputs:
-        why = f"the file gives {', '.join(itself.outputs)}, and followed by its operators {', '.join(model.outputs)}"
+        why = (
+            f"the file gives {', '.join(itself.outputs)}, but its translated operators give {', '.join(model.outputs)}"
+        )
         return ungraphed(checkpoint, itself, None, why=why)
     source = exported(checkpoint, replace(model, script=script), None)
     return replace(source, ungraphed=_why(followed.stopped, source.ungraphed)) if source.ungraphed else source
@@ -68,7 +70,9 @@ def _followed(itself: TorchModel, found: Mapping[str, torch.Tensor], checkpoint:
 def _why(operator: str, reason: str) -> str:
     """Return the reason why ONNX failed, with the name of the file's operator if that is known."""
     if operator in _DECIDING:
-        return f"{operator} decides by the numbers in a tensor (a branch, a loop, a size), and no ONNX graph here does"
+        return (
+            f"{operator} depends on values in a tensor (a branch, a loop, a size), which cannot be translated to ONNX"
+        )
     return f"{operator}: {reason}" if operator and operator not in reason else reason
 
 
@@ -79,7 +83,7 @@ def _positional(module: torch.nn.Module, feeds: Mapping[str, torch.Tensor]) -> A
 def _in_order(inputs: tuple[TensorSpec, ...], names: list[str]) -> tuple[TensorSpec, ...]:
     """Return ``inputs`` in the order of the module's arguments if the names match; else as given."""
     if len(inputs) > len(names):
-        raise UsageError(f"--input: {len(inputs)} are given, and the module takes {len(names)}: {', '.join(names)}")
+        raise UsageError(f"--input: given {len(inputs)} times, but the module takes {len(names)}: {', '.join(names)}")
     by_name = {spec.name: spec for spec in inputs}
     return (
         tuple(by_name[name] for name in names[: len(inputs)]) if by_name.keys() == set(names[: len(inputs)]) else inputs

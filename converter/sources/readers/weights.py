@@ -44,7 +44,7 @@ def read(options: Options, kind: Kind, advance: Advance) -> Source:
             index = safetensors_file.index_of(options.source) if kind is Kind.SAFETENSORS else None
             if index is None:
                 raise
-            raise SourceError(f"{error}\n  it is one of the shards of {index}: convert that") from None
+            raise SourceError(f"{error}\n  it is one of the shards of {index}; convert that file") from None
     shards = safetensors_file.shards(files[0]) if kind is Kind.SHARDED else ()
     checkpoint = Checkpoint(_FORMATS[kind], digest_files(files, advance), tensors, shards)
     if module is None:

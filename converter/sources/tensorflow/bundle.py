@@ -63,7 +63,7 @@ def read(prefix: Path) -> Bundle:
     if not index.exists():
         left = sorted(prefix.parent.glob(f"{prefix.name}.data-*"))
         if left:
-            raise SourceError(f"{index}: is missing, and {left[0].name} is there: copy the whole directory")
+            raise SourceError(f"{index}: is missing, but {left[0].name} exists; copy the whole directory")
         return Bundle({}, (), ())
     if not index.is_file():  # reading a pipe may block forever
         raise SourceError(f"{index}: is not a file")
@@ -78,7 +78,7 @@ def read(prefix: Path) -> Bundle:
 def _read(prefix: Path, index: Path) -> Bundle:
     _check_inside(index)
     if index.stat().st_size > sstable.LARGEST:
-        raise SourceError(f"{index}: is {index.stat().st_size} bytes; an index has {sstable.LARGEST} at most")
+        raise SourceError(f"{index}: is {index.stat().st_size} bytes; the limit for an index is {sstable.LARGEST}")
     found = list(_entries(index))
     shards = _shards(prefix, index, found)
     _check_overlaps(index, found, shards)
@@ -153,10 +153,10 @@ def _tensor(index: Path, name: str, entry: Any, shards: list[tuple[Path, mmap.mm
             " partitioner"
         )
     if not _sound(shape) or entry.shape.unknown_rank:
-        raise SourceError(f"{index}: truncated or damaged: the shape of {quoted(name)} is none")
+        raise SourceError(f"{index}: truncated or damaged: the shape of {quoted(name)} is invalid")
     if math.prod(shape) * dtype.itemsize != entry.size:
         raise SourceError(
-            f"{index}: truncated or damaged: {quoted(name)} is {dtype}{list(shape)}, and said to be {entry.size} bytes"
+            f"{index}: truncated or damaged: {quoted(name)} is {dtype}{list(shape)}, but claims {entry.size} bytes"
         )
     data = _bytes(index, name, entry, shards)
     return np.frombuffer(data, dtype).reshape(shape) if len(data) else np.empty(shape, dtype)
@@ -165,7 +165,7 @@ def _tensor(index: Path, name: str, entry: Any, shards: list[tuple[Path, mmap.mm
 def _bytes(index: Path, name: str, entry: Any, shards: list[tuple[Path, mmap.mmap | None]]) -> memoryview:
     """Return the bytes stored under ``name``."""
     if not 0 <= entry.shard < len(shards) or min(entry.offset, entry.size) < 0:
-        raise SourceError(f"{index}: truncated or damaged: the place of {quoted(name)} is none")
+        raise SourceError(f"{index}: truncated or damaged: the position of {quoted(name)} is invalid")
     path, data = shards[entry.shard]
     there = 0 if data is None else len(data)
     if entry.offset + entry.size > there:
@@ -187,4 +187,4 @@ def _check_overlaps(index: Path, found: list[tuple[str, Any]], shards: list[tupl
     said = sum(max(0, entry.size) for key, entry in found if key and not entry.slices)
     there = sum(len(data) for _, data in shards if data is not None)
     if said > there:
-        raise SourceError(f"{index}: truncated or damaged: its tensors are {said} bytes, of which {there} are there")
+        raise SourceError(f"{index}: truncated or damaged: its tensors need {said} bytes, and the files have {there}")

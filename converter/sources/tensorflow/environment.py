@@ -88,7 +88,7 @@ def _versions(python: Path) -> dict[str, str | None]:
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        raise UsageError(f"{python}: is not a Python that answers: {brief(done.stderr.strip() or done.stdout.strip())}")
+        raise UsageError(f"{python}: does not run as a Python: {brief(done.stderr.strip() or done.stdout.strip())}")
     return {str(name): None if value is None else str(value) for name, value in found.items()}
 
 

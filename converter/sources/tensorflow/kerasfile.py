@@ -35,7 +35,7 @@ _REFUSED = {
     "FlaxLayer": "is a Flax module",
     "StringLookup": "is a table of words, which stays in the client",
     "TextVectorization": "is a table of words, which stays in the client",
-    "IntegerLookup": "is a table of numbers, which stays in the client",
+    "IntegerLookup": "is a table of numbers; look-ups must stay in the client",
     "Hashing": "hashes words, which stays in the client",
     "HashedCrossing": "hashes words, which stays in the client",
 }
@@ -86,13 +86,13 @@ def _check_records(path: Path, entries: list[zipfile.ZipInfo]) -> None:
             raise ConversionError(f"{path}: holds {quoted(entry.filename)}, {what}; {_REMEDY}")
         names.add(entry.filename)
         if entry.filename != entry.orig_filename or _UNICODE_PATH in entry.extra:
-            raise SourceError(f"{path}: {quoted(entry.filename)} has another name besides, and Keras writes one")
+            raise SourceError(f"{path}: {quoted(entry.filename)} has a second name in the archive; Keras writes one")
         _check_size(path, entry)
 
 
 def _check_size(path: Path, entry: zipfile.ZipInfo) -> None:
     if entry.filename == "config.json" and entry.file_size > _LARGEST_CONFIG:
-        raise SourceError(f"{path}: its config.json is {entry.file_size} bytes; {_LARGEST_CONFIG} is the bound")
+        raise SourceError(f"{path}: its config.json is {entry.file_size} bytes; the limit is {_LARGEST_CONFIG}")
     if entry.file_size > max(_SMALL, _GROWTH * entry.compress_size):
         raise SourceError(
             f"{path}: {quoted(entry.filename)} would grow from {entry.compress_size} bytes to {entry.file_size}; Keras"

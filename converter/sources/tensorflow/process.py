@@ -86,7 +86,7 @@ class Child:
         except (ValueError, RecursionError):
             reply = None
         if not isinstance(reply, dict):
-            raise self._broken(f"answered what is no reply: {brief(line[:200].decode(errors='replace'))}")
+            raise self._broken(f"sent an invalid reply: {brief(line[:200].decode(errors='replace'))}")
         if "error" in reply:
             raise Failed(brief(reply["error"], 1000))
         return reply
@@ -113,14 +113,15 @@ class Child:
                 left = deadline - time.monotonic()  # limits the whole line, even one that arrives byte by byte
                 if left <= 0 or not selector.select(left):
                     raise self._broken(
-                        f"did not answer within {self._seconds:g} s; {SECONDS} in the environment is the bound"
+                        f"did not answer within {self._seconds:g} s; set the environment variable {SECONDS} to"
+                        " allow more"
                     )
                 part = os.read(self._process.stdout.fileno(), 1 << 16)
                 if not part:
                     raise Failed(self._death())
                 line += part
                 if len(line) > _LONGEST_REPLY:
-                    raise self._broken(f"answered more than {_LONGEST_REPLY} bytes")
+                    raise self._broken(f"sent more than {_LONGEST_REPLY} bytes")
         return bytes(line)
 
     def _broken(self, what: str) -> Failed:
@@ -135,10 +136,10 @@ class Child:
         self.close()
         how = "closed its output" if code is None else f"ended with exit code {code}"
         if code is not None and code < 0:
-            how = f"died of {_signal(-code)}"
+            how = f"was killed by {_signal(-code)}"
             if -code in (signal.SIGKILL, signal.SIGABRT):
                 how += " (out of memory?)"
-        return f"TensorFlow's process {how}" + (f"; it said last: {said}" if said else "")
+        return f"TensorFlow's process {how}" + (f"; its last output: {said}" if said else "")
 
 
 def _texts(value: object) -> dict[str, str]:

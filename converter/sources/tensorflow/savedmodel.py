@@ -59,7 +59,7 @@ def choose(directory: Path, signature: str | None) -> Chosen:
         graph.ClearField(field)
     apart = _apart(inputs, outputs)
     notes = tuple(
-        f"output {quoted(was)} is called {quoted(name)}: an input has its name"
+        f"output {quoted(was)} was renamed to {quoted(name)}, because an input has the same name"
         for was, name in apart.items()
         if was != name
     )
@@ -81,7 +81,7 @@ def _parsed(path: Path) -> Any:
         raise SourceError(f"{path}: is a link out of the model's directory; put the file itself there")
     try:
         if path.stat().st_size > _LARGEST:
-            raise SourceError(f"{path}: is {path.stat().st_size} bytes; a protocol buffer has {_LARGEST} at most")
+            raise SourceError(f"{path}: is {path.stat().st_size} bytes; the limit for a protocol buffer is {_LARGEST}")
         content = path.read_bytes()
     except OSError as error:
         raise SourceError(f"{path}: cannot be read: {error.strerror or error}") from None
@@ -111,14 +111,14 @@ def _serving(path: Path, model: Any) -> Any:
 def _by_key(path: Path, what: str, entries: Sequence[Any]) -> dict[str, Any]:
     found = {entry.key: entry.value for entry in entries}
     if len(found) < len(entries):
-        raise SourceError(f"{path}: truncated or damaged: two {what}s have one name")
+        raise SourceError(f"{path}: truncated or damaged: two {what}s have the same name")
     return dict(sorted(found.items()))
 
 
 def _name(path: Path, names: Sequence[str], asked: str | None) -> str:
     if not names:
         raise ConversionError(
-            f"{path}: has no signature, so nothing says what its inputs and outputs are; save it again with"
+            f"{path}: has no signature, so its inputs and outputs are unknown; save it again with"
             " tf.saved_model.save(module, directory, signatures=module.FUNCTION.get_concrete_function(…)), or, from"
             " Keras, with model.export(directory)"
         )
@@ -140,7 +140,7 @@ def _tensors(path: Path, signature: str, what: str, entries: Sequence[Any]) -> d
             raise ConversionError(f"{where} is sparse or ragged, and bf16kit serves tensors only")
         if info.dtype % _REF == _STRING:
             raise ConversionError(
-                f"{where} is of strings, which ONNX models seldom take; export a model that takes and gives numbers"
+                f"{where} holds strings, which are not supported here; export a model that takes and gives numbers"
             )
         if info.dtype % _REF == _BFLOAT16:
             raise ConversionError(f"{where} is bfloat16; {_AS_FP32}")
@@ -149,7 +149,7 @@ def _tensors(path: Path, signature: str, what: str, entries: Sequence[Any]) -> d
                 f"{where} has no known rank; save the model with tf.TensorSpec(shape, dtype) for every input"
             )
         if not info.name:
-            raise SourceError(f"{path}: truncated or damaged: {what} {quoted(name)} is no tensor")
+            raise SourceError(f"{path}: truncated or damaged: {what} {quoted(name)} is not a tensor")
     return {name: info.name for name, info in found.items()}
 
 

@@ -77,7 +77,7 @@ def _entries(block: bytes) -> Iterator[tuple[bytes, bytes]]:
         own, position = varint(block, position)
         size, position = varint(block, position)
         if shared + own > _LONGEST:
-            raise Damaged(f"a key has {shared + own} bytes, and at most {_LONGEST} are read")
+            raise Damaged(f"a key has {shared + own} bytes; the limit is {_LONGEST}")
         if shared > len(key) or position + own + size > end:
             raise Damaged("a key or its value lies beyond its block")
         key = key[:shared] + block[position : position + own]

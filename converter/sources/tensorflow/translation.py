@@ -133,7 +133,7 @@ def _check_translated(model: Any) -> None:
                 unknown.add(node.op_type)
             waiting += [graph for attribute in node.attribute for graph in (attribute.g, *attribute.graphs)]
     if unknown:
-        raise ValueError(f"it knows no counterpart in ONNX for {', '.join(sorted(unknown))}")
+        raise ValueError(f"it has no ONNX operator for {', '.join(sorted(unknown))}")
 
 
 def _erfc(context: Any, node: Any, _name: str, _arguments: Any) -> None:

@@ -29,7 +29,7 @@ def full_names(stored: bytes) -> dict[str, str]:
     length, position = sstable.varint(stored, 0)
     text = stored[position + 4 :]
     if length != len(text):
-        raise sstable.Damaged(f"{OBJECTS} is {len(text)} bytes, and said to be {length}")
+        raise sstable.Damaged(f"{OBJECTS} is {len(text)} bytes, but claims {length}")
     objects: Any = message("Objects")()
     try:
         objects.ParseFromString(text)

@@ -104,7 +104,7 @@ class Interpreted(torch.nn.Module):
         turn = 0
         while turn < most and bool(goes_on):
             if turn == _LONGEST_LOOP:
-                raise ConversionError(f"a loop of the TorchScript module takes more than {_LONGEST_LOOP} turns")
+                raise ConversionError(f"a loop of the TorchScript module runs more than {_LONGEST_LOOP} times")
             values.update(zip(names, [turn, *carried], strict=True))
             goes_on, *carried = self._run(body, values)
             turn += 1
@@ -136,7 +136,7 @@ def _call(node: Any, kind: str, given: list[Any]) -> Any:
     try:
         call = getattr(getattr(getattr(torch.ops, namespace), operator), overload or "default")
     except (AttributeError, RuntimeError):
-        raise ConversionError(f"the TorchScript operator {kind} cannot be followed") from None
+        raise ConversionError(f"the TorchScript operator {kind} is not supported") from None
     positional, named = [], {}
     for value, argument in zip(given, call._schema.arguments, strict=True):
         made = scriptvalues.argument(argument.name, value)

@@ -64,7 +64,7 @@ def output_names(result: Any, inputs: Sequence[str] = ()) -> tuple[str, ...]:
         raise ConversionError(f"the model returned {type(result).__name__} without a tensor in it")
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise ConversionError(f"two of the model's outputs are called {twice!r}; rename a key of what forward returns")
+        raise ConversionError(f"two of the model's outputs are named {twice!r}; rename a key of what forward returns")
     return tuple(names)
 
 
@@ -127,8 +127,8 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
     parts = _parts(value)
     if parts is None:
         raise ConversionError(
-            f"the model's output {name!r} is a {type(value).__name__}, which no graph can give;"
-            " let forward return tensors, or mappings and sequences of them"
+            f"the model's output {name!r} is a {type(value).__name__}, which a graph cannot return; let forward"
+            " return tensors, or mappings and sequences of them"
         )
     pairs = parts.items() if isinstance(parts, Mapping) else enumerate(parts)
     for key, part in pairs:

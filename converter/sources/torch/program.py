@@ -82,7 +82,7 @@ def _register(root: torch.nn.Module, fqn: str, tensor: torch.Tensor) -> None:
         else:
             module.register_buffer(name, tensor)
     except KeyError as error:
-        raise SourceError(f"tensor {fqn!r} has a name that no module can give it: {error.args[0]}") from None
+        raise SourceError(f"tensor {fqn!r} has a name that is not possible in a module: {error.args[0]}") from None
 
 
 def _careful(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

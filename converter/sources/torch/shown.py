@@ -37,7 +37,9 @@ def output_specs(model: TorchModel) -> tuple[TensorSpec, ...]:
     found = []
     for name, one, other in zip(model.outputs, first, second, strict=True):
         if one.ndim != other.ndim:
-            raise ConversionError(f"output {quoted(name)} has {one.ndim} dimensions, and {other.ndim} of other inputs")
+            raise ConversionError(
+                f"output {quoted(name)} has {one.ndim} dimensions for one input and {other.ndim} for another"
+            )
         dims = tuple(_dim(sizes, pair) for pair in zip(one.shape, other.shape, strict=True))
         found.append(TensorSpec(name, _dtype(name, one), dims, kind_of(name)))
     return name_all(found, model.inputs)

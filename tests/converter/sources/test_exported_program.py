@@ -137,7 +137,7 @@ def operator(archive: bytes) -> bytes:
         (opaque, "constant 'extra' is an object, not a tensor (opaque_obj_0)"),
         (lambda archive: pickled(archive, Canary()), "weight 'up.weight' is a pickle, which can run any code"),
         (operator, "uses the operator 'torch.os.system'"),
-        (lambda archive: archive.replace(b"PK\x03\x04", b"PK\x03\x05"), "is not a checkpoint format"),
+        (lambda archive: archive.replace(b"PK\x03\x04", b"PK\x03\x05"), "is not a known checkpoint format"),
     ],
 )
 def test_what_would_run_code_is_refused_and_runs_nothing(
@@ -167,7 +167,9 @@ def test_a_pickled_weight_is_read_of_people_one_trusts(cli: Cli, tmp_path: Path,
 def test_a_pickle_of_no_tensor_is_refused_even_of_people_one_trusts(cli: Cli, tmp_path: Path, target: Path) -> None:
     source = tmp_path / "m.pt2"
     source.write_bytes(pickled(files.exported(seeded(Mlp()), torch.ones(2, 16)), {"a": 1}))
-    cli("checkpoint", source, "--out", target, "--trust-pickle").refused(2, "is a pickle of no plain tensor")
+    cli("checkpoint", source, "--out", target, "--trust-pickle").refused(
+        2, "is a pickle that does not hold a plain tensor"
+    )
 
 
 def test_a_state_that_is_kept_is_refused(cli: Cli, tmp_path: Path, target: Path) -> None:

@@ -84,12 +84,12 @@ def _array(shape: Any, dtype: Any, data: Any) -> bytes:
 
 
 _WRONG: dict[str, tuple[bytes, str]] = {
-    "cut": (packed({"w": W})[:-5], "bytes are wanted"),
-    "more behind": (packed({"w": W}) + b"\0", "1 bytes behind its end"),
+    "cut": (packed({"w": W})[:-5], "bytes are needed"),
+    "more behind": (packed({"w": W}) + b"\0", "1 bytes after its end"),
     "no map": (b"\x81\xa1w", "0 are left"),
     "too many keys": (b"\xdf\xff\xff\xff\xff\xa1w", "4294967295 values at byte 5"),
-    "too long a text": (b"\x81\xdb\xff\xff\xff\xff", "4294967295 bytes are wanted"),
-    "an extension of 4 GB": (b"\x81\xa1w\xc9\xff\xff\xff\xff\x01", "4294967295 bytes are wanted"),
+    "too long a text": (b"\x81\xdb\xff\xff\xff\xff", "4294967295 bytes are needed"),
+    "an extension of 4 GB": (b"\x81\xa1w\xc9\xff\xff\xff\xff\x01", "4294967295 bytes are needed"),
     "a shape that lies": (_array([3, 5], "float32", W.tobytes()), r"float32[3, 5], and has 48 bytes"),
     "a shape beyond memory": (_array([2**40, 2**40], "float32", b""), "not [shape, dtype, bytes]"),
     "a negative size": (_array([-3, -4], "float32", W.tobytes()), "not [shape, dtype, bytes]"),
@@ -101,7 +101,7 @@ _WRONG: dict[str, tuple[bytes, str]] = {
     "another extension": (b"\x81\xa1w" + extension(5, b"abc"), "extension 5"),
     "no array inside": (b"\x81\xa1w" + extension(1, b"\x07"), "not [shape, dtype, bytes]"),
     "rest inside": (b"\x81\xa1w" + extension(1, flaxfiles.array(W) + b"\0"), "not [shape, dtype, bytes]"),
-    "a name without end": (packed({"k" * 5000: {"a": W}}), "has 5000 characters, and at most 4096 are read"),
+    "a name without end": (packed({"k" * 5000: {"a": W}}), "has 5000 characters; the limit is 4096"),
     "a shape numpy does not count": (_array([2**63 - 1, 2**63 - 1, 0], "float32", b""), "not [shape, dtype, bytes]"),
     "such a shape of a parted array": (
         packed(
@@ -114,8 +114,8 @@ _WRONG: dict[str, tuple[bytes, str]] = {
     "more values than any model has": (packed({"w": [{}] * 65_000} | {f"w{k}": [{}] * 65_000 for k in range(4)}),
                                        "more than 262144 values"),
     "never used": (b"\x81\xa1w\xc1", "byte 0xc1 at 3"),
-    "a number as key": (b"\x82\xa1w\x01\x07\x07", "is no text"),
-    "a key twice": (b"\x82\xa1w\x01\xa1w\x01", "'w' is there twice"),
+    "a number as key": (b"\x82\xa1w\x01\x07\x07", "is not text"),
+    "a key twice": (b"\x82\xa1w\x01\xa1w\x01", "'w' occurs twice"),
     "two of one name": (packed({"a.b": W, "a": {"b": W}}), "two arrays are called 'a.b'"),
     "no UTF-8": (b"\x81\xa2\xff\xfe\x01", "not UTF-8"),
     "deep": (b"\x81\xa1w" * 5000 + b"\x01", "deeper than 64"),

@@ -165,7 +165,10 @@ def _pickled(directory: Path) -> None:
         (lambda d: (d / "config.json").write_bytes(b"\xff\xfe\x00"), "config.json: not JSON"),
         (lambda d: _config(d, model_type="unheard-of"), "transformers cannot load it"),
         (lambda d: _config(d, hidden_size="wide"), "transformers cannot load it"),
-        (lambda d: _config(d, architectures=["BertForEverything"]), "BertForEverything is not one transformers knows"),
+        (
+            lambda d: _config(d, architectures=["BertForEverything"]),
+            "BertForEverything is not known to the installed transformers",
+        ),
         (lambda d: _config(d, vocab_size=99), "shape: embeddings.word_embeddings.weight is [64, 32]"),
         (lambda d: (d / "model.safetensors").unlink(), "neither model.safetensors, its index, nor pytorch_model.bin"),
         (_without_a_layer, "missing: encoder.layer.0.intermediate.dense.weight"),

@@ -57,7 +57,7 @@ def test_the_size_of_images(preprocessor: dict[str, Any], config: dict[str, Any]
 def test_a_size_that_nobody_says_is_taken_with_a_note() -> None:
     [spec], [note] = declared(module("resnet"), directory({}))
     assert spec.shape == ("batch", 3, 224, 224)
-    assert "does not say how large its images are" in note
+    assert "the directory does not name its image size" in note
 
 
 def test_sound_is_masked_where_the_preprocessor_does() -> None:
@@ -124,7 +124,7 @@ def test_what_only_the_checkpoint_has_is_named_and_restored(cli: Cli, tmp_path: 
     arguments = ("--format", "onnx", "--profile", "cpu", "--no-report")
     said = cli("checkpoint", root, "--out", target, *arguments).published().out
     said = " ".join(said.split())
-    assert "BertModel has no place for 1 of the checkpoint's tensors (head.weight)" in said
+    assert "BertModel does not use 1 of the checkpoint's tensors (head.weight)" in said
     assert "the checkpoint has no pooler, so BertModel gives no pooler_output" in said
     from bf16kit.artifact import Artifact
 

@@ -111,7 +111,7 @@ def modules(*entries: object) -> str:
         ('{"a": 1}', "modules.json: is not a list of modules"),
         ('[{"path": "", "type": "sentence_transformers.models.WordEmbeddings"}]', "its first module is a"),
         (modules({"path": "../../evil", "type": "x.Pooling"}), "the module path '../../evil' is not a plain name"),
-        (modules({"path": "1_CNN", "type": "sentence_transformers.models.CNN"}), "a CNN module is not understood"),
+        (modules({"path": "1_CNN", "type": "sentence_transformers.models.CNN"}), "a CNN module is not supported"),
         (modules({"path": "2_Dense", "type": "sentence_transformers.models.Dense"}), "neither model.safetensors"),
     ],
 )
@@ -128,7 +128,7 @@ def test_modules_that_make_no_sense_are_refused_by_name(
     ("config", "said"),
     [
         ({"activation_function": "os.system"}, "activation_function 'system' is not one of torch.nn's"),
-        ({"use_residual": True}, "with a residual or another input is not understood"),
+        ({"use_residual": True}, "with a residual or another input is not supported"),
     ],
 )
 def test_a_projection_that_is_not_understood_is_refused(

@@ -16,7 +16,7 @@ def takes_by_position(width: int, /) -> None: ...
 
 
 FOUND = {"width": 8, "rate": 0.1}
-_GIVEN = "given to --model from the file's hyper-parameters"
+_GIVEN = "hyper-parameters of the file passed to --model"
 _OVERRULED = "--model-args in place of the file's hyper-parameters"
 _LEFT = "hyper-parameters of the file that --model does not take"
 

@@ -47,7 +47,7 @@ def test_a_checkpoint_builds_its_model_by_its_own_hyper_parameters(cli: Cli, tmp
     done = cli("checkpoint", path, *MLP, *ONNX_ONLY, "--out", target).published()
     said = " ".join(done.out.split())
     assert "Lightning 2.6.6, epoch 2, global step 12: weights in fp32 and no gradient scaler" in said
-    assert "given to --model from the file's hyper-parameters: hidden=32" in said
+    assert "hyper-parameters of the file passed to --model: hidden=32" in said
     assert "hyper-parameters of the file that --model does not take: lr, optimizer" in said
     assert "the model's weights are those whose names begin with 'net.'" in said
     artifact = Artifact.open(target)
@@ -66,7 +66,7 @@ def test_what_bigdl_nano_wrote_is_converted_without_its_loss(cli: Cli, tmp_path:
     said = " ".join(done.out.split())
     assert "Lightning 1.6.4, epoch 2, global step 12: trained in 16-mixed" in said
     assert "(NativeMixedPrecisionPlugin keeps the scaler, last at 65536)" in said
-    assert "not the model's, so in the artifact for restore only: loss.weight" in said
+    assert "tensors that the model does not use, stored only for restore: loss.weight" in said
     cli("restore", target, "--out", tmp_path / "fp32.safetensors").published()
     assert_restored(tmp_path / "fp32.safetensors", _arrays("model.") | {"loss.weight": np.ones(10, np.float32)})
 
@@ -107,14 +107,18 @@ class Opaque:
 
 
 _REFUSED: tuple[tuple[dict[str, Any], list[str], str], ...] = (
-    ({"hyper_parameters": {"x": Opaque()}}, [], "and loading that could run any code; mostly it is a hyper-parameter"),
+    (
+        {"hyper_parameters": {"x": Opaque()}},
+        [],
+        "and loading that could run any code; the cause is usually a hyper-parameter",
+    ),
     ({"hyper_parameters": {"root": Path("/data")}}, [], "pathlib.PosixPath"),
     ({"state_dict": {}}, [], "is a Lightning checkpoint whose state_dict holds no tensors"),
     ({"hyper_parameters": {"hidden": 8}}, [], "up.weight is [64, 16] in the checkpoint, [8, 16] in the model"),
     ({"hyper_parameters": {"hidden": 1 << 40}}, [], "in the checkpoint, [1099511627776, 16] in the model"),
     ({"hyper_parameters": {"hidden": "many"}}, [], "--model architectures:Mlp: the factory failed: TypeError"),
     ({}, ["--weights", "ema"], "--weights ema: the checkpoint holds no averaged weights of this model"),
-    ({}, ["--weights", "teacher"], "no tensor of the model stands behind 'teacher.'; there are: ''"),
+    ({}, ["--weights", "teacher"], "no tensor of the model has the prefix 'teacher.'; found: ''"),
     ({"state_dict": state() | {"head.weight": torch.ones(3)}}, [], "unexpected: head.weight [3]"),
     ({"state_dict": dict(list(state().items())[1:])}, [], "missing: up.weight [64, 16]"),
 )
@@ -199,7 +203,7 @@ def test_hyper_parameters_that_need_a_pickle_are_named_and_not_built(tmp_path: P
 @pytest.mark.parametrize(
     ("more", "dtype", "said"),
     [
-        ({}, torch.float32, "trained in 32-true or bf16-mixed, which files do not tell apart"),
+        ({}, torch.float32, "trained in 32-true or bf16-mixed (the file does not say which)"),
         ({"MixedPrecision": SCALER}, torch.float32, "trained in 16-mixed, its gradients scaled"),
         ({"native_amp_scaling_state": SCALER}, torch.float32, "native_amp_scaling_state keeps the scaler"),
         ({}, torch.bfloat16, "weights in bf16, as bf16-true trains them"),

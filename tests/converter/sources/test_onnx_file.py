@@ -197,7 +197,7 @@ def test_what_makes_a_model_invalid_is_said_and_no_library_speaks_between(tmp_pa
     node = helper.make_node("MatMul", ["x", "w"], ["y"])
     proto = graphs.model([node, node], [graphs.edge("x", ["n", 16])], [graphs.edge("y", ["n", 16])])
     onnx.save(proto, tmp_path / "m.onnx")
-    done = process("checkpoint", tmp_path / "m.onnx", "--out", target).refused(2, "'y' is given twice")
+    done = process("checkpoint", tmp_path / "m.onnx", "--out", target).refused(2, "'y' is defined twice")
     assert all(line.startswith("bf16-convert: ") for line in done.err.splitlines())
 
 

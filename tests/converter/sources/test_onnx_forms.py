@@ -260,7 +260,7 @@ def whole_numbers() -> ModelProto:
             sparse_initializer,
             "'w0', which no node, input or initializer gives; if it is a sparse initializer, make it dense",
         ),
-        (sparse_constant, "constant 'w0' is sparse and has to be made dense"),
+        (sparse_constant, "constant 'w0' is sparse; make it dense"),
         (zip_map, "'p' is a sequence of maps, and bf16kit serves tensors only; export it without ZipMap (skl2onnx:"),
         (whole_numbers, "holds no fp32 weights, so there is nothing to convert"),
     ],

@@ -26,8 +26,8 @@ def test_an_average_beside_the_model_is_chosen_by_its_prefix(weights: str | None
     notes = fit_behind_prefix(module, tensors, weights)
     assert torch.equal(module.up.weight, seeded(Mlp(), seed).get_parameter("up.weight"))
     other = "ema_model." if seed == 1 else "model."
-    assert f"the checkpoint also has weights of this model behind {other!r}; --weights takes such a prefix" in notes
-    assert "not the model's, so in the artifact for restore only: loss.weight" in notes
+    assert f"the checkpoint also has weights of this model under {other!r}; --weights PREFIX takes those" in notes
+    assert "tensors that the model does not use, stored only for restore: loss.weight" in notes
 
 
 def test_of_a_teacher_and_a_student_the_user_says_which() -> None:

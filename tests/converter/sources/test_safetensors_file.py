@@ -79,13 +79,13 @@ def test_headers_that_break_a_rule_are_damage(tmp_path: Path, header: object, da
 
 
 def test_a_file_cut_within_its_header_says_how_much_is_there(tmp_path: Path) -> None:
-    with pytest.raises(SourceError, match="truncated: its header says 5000 bytes, of which 2 are there"):
+    with pytest.raises(SourceError, match="truncated: its header claims 5000 bytes, and the file has 2"):
         read_file(_write(tmp_path / "m", {}, size=5000))
 
 
 @pytest.mark.parametrize("size", [2**31, 2**40, 2**63, 2**64 - 1])
 def test_a_header_that_claims_to_be_huge_is_not_waited_for(tmp_path: Path, size: int) -> None:
-    with pytest.raises(SourceError, match=rf"m: truncated: its header says {size} bytes, of which 2 are there"):
+    with pytest.raises(SourceError, match=rf"m: truncated: its header claims {size} bytes, and the file has 2"):
         read_file(_write(tmp_path / "m", {}, size=size))
 
 
@@ -93,7 +93,7 @@ def test_a_header_of_more_than_the_format_allows_is_not_read(tmp_path: Path) -> 
     path = _write(tmp_path / "m", {}, size=100_000_001)
     with path.open("r+b") as file:
         file.truncate(200_000_000)
-    with pytest.raises(SourceError, match="its header says 100000001 bytes; safetensors allows 100000000"):
+    with pytest.raises(SourceError, match="its header claims 100000001 bytes; safetensors allows 100000000"):
         read_file(path)
 
 

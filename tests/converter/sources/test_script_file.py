@@ -96,8 +96,8 @@ _NOT_LOADED = {
     "state": (_HEAD, f"{_HEAD}  def __setstate__(self, s: Tensor) -> NoneType:\n    return None\n", "runs code while"),
     "network": (_BODY, "    up = ops.c10d.barrier\n", "'c10d', which talks to other machines"),
     "class": (_BODY, "    up = __torch__.torch.classes.quantized.L()\n", "C++ classes, as quantised models"),
-    "parts": ("self.up\n", 'getattr(self, "u" "p")\n', "looks up an attribute whose name it makes up"),
-    "escape": ("self.up\n", 'getattr(self, "\\x75p")\n', "looks up an attribute whose name it makes up"),
+    "parts": ("self.up\n", 'getattr(self, "u" "p")\n', "looks up an attribute whose name it computes"),
+    "escape": ("self.up\n", 'getattr(self, "\\x75p")\n', "looks up an attribute whose name it computes"),
 }
 
 
@@ -197,7 +197,7 @@ def test_an_operator_that_no_word_told_of_is_refused_when_it_is_compiled(
 ) -> None:
     monkeypatch.setattr(script_file, "_WORD", re.compile("no such word"))
     path = _with_code(mlp, "    up = self.up\n", f"    up = self.up\n    {_CALL}\n")
-    with pytest.raises(SourceError, match="its code asks for the operator aten::save, which a model needs not"):
+    with pytest.raises(SourceError, match="its code uses the operator aten::save, which no model needs"):
         script_file.load(path)
 
 

@@ -81,7 +81,7 @@ def test_arguments_of_the_factory_and_a_sharded_checkpoint(cli: Cli, tmp_path: P
     arguments = (*MLP, "--model-args", '{"hidden": 32}', "--format", "onnx")
     alone = cli("checkpoint", tmp_path / "a.safetensors", *arguments, "--out", target)
     alone.refused(
-        2, "missing: down.weight", "  it is one of the shards of", "model.safetensors.index.json: convert that"
+        2, "missing: down.weight", "  it is one of the shards of", "model.safetensors.index.json; convert that"
     )
     cli("checkpoint", tmp_path, *arguments, "--out", target).published()
     assert Artifact.open(target).manifest.source.format == "safetensors-sharded"

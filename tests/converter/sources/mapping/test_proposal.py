@@ -74,7 +74,7 @@ def test_a_guess_is_called_one_and_is_not_certain() -> None:
     assert found.complete
     assert not found.certain
     assert set(found.ambiguous) == set(_to(found))
-    assert "ambiguous, for they have one shape and no name decides: params.Dense_0.kernel" in found.text()
+    assert "ambiguous, because shapes are equal and names do not decide: params.Dense_0.kernel" in found.text()
 
 
 def test_names_that_are_as_much_like_several_decide_nothing() -> None:
@@ -131,7 +131,7 @@ def test_what_fits_nowhere_and_what_is_not_filled_are_named() -> None:
     found = propose(_dense("up", 16, 64) | {"params.odd": _leaf(7)}, of_module(Mlp()))
     assert not found.complete
     assert "no tensor of the model was found for: params.odd" in found.text()
-    assert "nothing was found that fills the model's: down.weight, down.bias" in found.text()
+    assert "nothing in the checkpoint was found for the model's: down.weight, down.bias" in found.text()
 
 
 def test_a_mirrored_kernel_is_never_proposed() -> None:

@@ -58,7 +58,7 @@ def test_a_tensor_may_keep_what_the_model_was_built_with_and_a_twin_fills_it(tmp
         ({0: {"match": r"p\.w", "to": "w", "steps": [{"reshape": [5, -1]}]}}, "shape: p.w: cannot reshape [2, 3, 4]"),
         ({0: {"match": r"p\.w", "to": "w", "steps": [{"reshape": [-1, -1]}]}}, "at most one size may be left open"),
         ({0: {"match": r"p\.w", "to": "w", "steps": [{"transpose": [0, 0, 1]}]}}, "cannot transpose [2, 3, 4]"),
-        ({0: {"match": r"p\.w", "to": "x"}}, "unexpected: p.w is sent to x, which the model has not"),
+        ({0: {"match": r"p\.w", "to": "x"}}, "unexpected: p.w is sent to x, which the model lacks"),
         ({1: {"match": r"p\.b", "to": "w", "steps": []}}, "twice: p.b is sent to w, which another leaf fills"),
         ({2: {"match": "steps?x", "drop": True}}, "no rule: step []"),
         ({1: {"match": r"p\.b", "drop": True}}, "missing: b [4]"),
@@ -80,8 +80,8 @@ def test_what_does_not_fit_is_named(tmp_path: Path, changed: dict[int, Any], sai
         ({"rules": [3]}, "rule 1: expected a mapping with match and to"),
         ({"rules": [{"match": "(", "to": "w"}]}, "rule 1: '(' is not a regular expression"),
         ({"rules": [{"match": 3, "to": "w"}]}, "'3' is not a regular expression"),
-        ({"rules": [{"match": "w"}]}, "needs one of to: NAME and drop: true"),
-        ({"rules": [{"match": "w", "to": "w", "drop": True}]}, "needs one of to: NAME and drop: true, and not both"),
+        ({"rules": [{"match": "w"}]}, "expected either to: NAME or drop: true"),
+        ({"rules": [{"match": "w", "to": "w", "drop": True}]}, "expected either to: NAME or drop: true"),
         ({"rules": [{"match": "w", "to": "w", "turn": []}]}, "unknown key 'turn'; known: drop, match, steps, to"),
         ({"rules": [{"match": "w", "to": "w", "steps": {"transpose": [1]}}]}, "steps is {'transpose': [1]}"),
         ({"rules": [{"match": "w", "to": "w", "steps": [{"flip": [1]}]}]}, "is neither {reshape: […]}"),
@@ -98,7 +98,7 @@ def test_a_file_that_holds_no_rules_is_refused(tmp_path: Path, given: Any, said:
 
 def test_a_group_that_the_pattern_has_not(tmp_path: Path) -> None:
     found = _read(tmp_path, {"rules": [{"match": "p.*", "to": r"\2"}]})
-    with pytest.raises(UsageError, match=r"does not go with match 'p\.\*': invalid group reference"):
+    with pytest.raises(UsageError, match=r"does not fit match 'p\.\*': invalid group reference"):
         rules.apply(found, LEAVES, SLOTS)
 
 

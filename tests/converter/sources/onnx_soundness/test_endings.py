@@ -30,7 +30,7 @@ def _loop(turns: int | None, hand_on: bool = True) -> ModelProto:
     return graphs.model([node], [graphs.edge("x", [2])], [graphs.edge("y", [2])], constants)
 
 
-@pytest.mark.parametrize(("turns", "said"), [(None, "never ends"), (2**40, "turns 1099511627776 times")])
+@pytest.mark.parametrize(("turns", "said"), [(None, "never ends"), (2**40, "runs 1099511627776 times")])
 def test_a_loop_that_nobody_lives_to_see_the_end_of_is_refused(tmp_path: Path, turns: int | None, said: str) -> None:
     with pytest.raises(ConversionError, match=f"Loop 'loop' {said}"):
         onnx_soundness.check(tmp_path / "m.onnx", _loop(turns))

@@ -21,7 +21,7 @@ def _with(*nodes: NodeProto) -> ModelProto:
 _LIES: dict[str, tuple[NodeProto, str]] = {
     "an attribute of another type": (
         helper.make_node("Softmax", ["y"], ["z"], name="soft", axis="last"),
-        "node 'soft': attribute 'axis' of 'Softmax' is STRING, and has to be INT",
+        "node 'soft': attribute 'axis' of 'Softmax' is STRING, expected INT",
     ),
     "an empty attribute": (
         NodeProto(
@@ -31,7 +31,7 @@ _LIES: dict[str, tuple[NodeProto, str]] = {
     ),
     "an attribute twice": (
         NodeProto(op_type="Softmax", name="s", attribute=[AttributeProto(name="axis", type=AttributeProto.INT)] * 2),
-        "node 's' has two attributes of one name",
+        "node 's' has two attributes with the same name",
     ),
     "an attribute that is lacking": (
         helper.make_node("Cast", ["y"], ["z"], name="c"),
@@ -39,15 +39,15 @@ _LIES: dict[str, tuple[NodeProto, str]] = {
     ),
     "too few inputs": (
         helper.make_node("MatMul", ["y"], ["z"], name="m"),
-        "node 'm' has 1 input, and 'MatMul' has to have 2",
+        "node 'm' has 1 input, and 'MatMul' needs 2",
     ),
     "too many inputs": (
         helper.make_node("Clip", ["y", "b1", "b1", "b1"], ["z"], name="c"),
-        "node 'c' has 4 inputs, and 'Clip' has to have 1 to 3",
+        "node 'c' has 4 inputs, and 'Clip' needs 1 to 3",
     ),
     "no inputs where any number will do": (
         helper.make_node("Concat", [], ["z"], name="c", axis=0),
-        "node 'c' has 0 inputs, and 'Concat' has to have 1 or more",
+        "node 'c' has 0 inputs, and 'Concat' needs 1 or more",
     ),
     "an input left out that has to be": (
         helper.make_node("MatMul", ["", "w0"], ["z"]),
@@ -55,11 +55,11 @@ _LIES: dict[str, tuple[NodeProto, str]] = {
     ),
     "no outputs": (
         helper.make_node("Relu", ["y"], [], name="r"),
-        "node 'r' has 0 outputs, and 'Relu' has to have 1",
+        "node 'r' has 0 outputs, and 'Relu' needs 1",
     ),
     "too many outputs": (
         helper.make_node("Relu", ["y"], ["z", "zz"], name="r"),
-        "node 'r' has 2 outputs, and 'Relu' has to have 1",
+        "node 'r' has 2 outputs, and 'Relu' needs 1",
     ),
     "an output left out that has to be": (
         helper.make_node("Relu", ["y"], [""], name="r"),
@@ -80,7 +80,7 @@ def test_a_node_of_a_body_is_looked_at_too(tmp_path: Path) -> None:
     body = model.graph.node[0].attribute[0].g
     matmul = next(node for node in body.node if node.op_type == "MatMul")
     del matmul.input[1]
-    with pytest.raises(SourceError, match=f"node '{matmul.name}' has 1 input, and 'MatMul' has to have 2"):
+    with pytest.raises(SourceError, match=f"node '{matmul.name}' has 1 input, and 'MatMul' needs 2"):
         onnx_soundness.check(tmp_path / "m.onnx", model)
 
 
@@ -109,7 +109,7 @@ def test_what_an_operator_was_in_the_models_opset_is_what_counts(tmp_path: Path)
     for model in (old, new):
         model.opset_import[0].version = 7
     onnx_soundness.check(tmp_path / "m.onnx", old)
-    with pytest.raises(SourceError, match="node 'z' has 2 inputs, and 'Clip' has to have 1"):
+    with pytest.raises(SourceError, match="node 'z' has 2 inputs, and 'Clip' needs 1"):
         onnx_soundness.check(tmp_path / "m.onnx", new)
 
 
@@ -129,7 +129,7 @@ def _calling(function_opset: int, node: NodeProto, name: str = "F", domain: str 
 def test_nodes_of_a_function_are_of_its_own_opset(tmp_path: Path) -> None:
     node = helper.make_node("Clip", ["a", "a"], ["b"], name="clip")
     onnx_soundness.check(tmp_path / "m.onnx", _calling(11, node))
-    with pytest.raises(SourceError, match="node 'clip' has 2 inputs, and 'Clip' has to have 1"):
+    with pytest.raises(SourceError, match="node 'clip' has 2 inputs, and 'Clip' needs 1"):
         onnx_soundness.check(tmp_path / "m.onnx", _calling(7, node))
 
 

@@ -41,7 +41,7 @@ _LIES: dict[str, tuple[Callable[[ModelProto], object], str]] = {
     "unknown dtype": (lambda m: setattr(_weight(m), "data_type", 99), "unknown dtype 99"),
     "no dtype": (lambda m: setattr(_weight(m), "data_type", 0), "unknown dtype 0"),
     "segments": (lambda m: setattr(_weight(m).segment, "end", 3), "is in segments"),
-    "external data nowhere": (lambda m: _external(m, location=""), "not said in which"),
+    "external data nowhere": (lambda m: _external(m, location=""), "whose name is missing"),
     "external offset": (lambda m: _external(m, offset="-4"), "has the offset '-4'"),
     "external length of words": (lambda m: _external(m, length="²"), "has the length '²'"),
     "external length": (lambda m: _external(m, length="2044"), "needs 2048 bytes, and its entry says 2044"),

@@ -24,13 +24,16 @@ def _declare(model: ModelProto, dtype: int, shape: list[int | str]) -> None:
 
 
 _LIES: dict[str, tuple[Callable[[ModelProto], object], str]] = {
-    "two of a name": (lambda m: m.graph.initializer.append(_weight(m)), "'w0' is given twice"),
-    "a node that gives a weight": (lambda m: m.graph.node[0].output.append("w0"), "'w0' is given twice"),
+    "two of a name": (lambda m: m.graph.initializer.append(_weight(m)), "'w0' is defined twice"),
+    "a node that gives a weight": (lambda m: m.graph.node[0].output.append("w0"), "'w0' is defined twice"),
     "a nameless weight": (lambda m: setattr(_weight(m), "name", ""), "has no name"),
-    "an output that nothing gives": (lambda m: setattr(m.graph.output[0], "name", "z"), "nothing gives the output 'z'"),
+    "an output that nothing gives": (
+        lambda m: setattr(m.graph.output[0], "name", "z"),
+        "no node, input or initializer gives the output 'z'",
+    ),
     "a declared dtype": (
         lambda m: _declare(m, TensorProto.DOUBLE, [16, 32]),
-        r"'w0' is a tensor of FLOAT\[16, 32\], and declared as an input of another type or shape",
+        r"'w0' is a tensor of FLOAT\[16, 32\], but is declared as an input of another type or shape",
     ),
     "a declared size": (lambda m: _declare(m, TensorProto.FLOAT, [16, 33]), "another type or shape"),
     "a declared rank": (lambda m: _declare(m, TensorProto.FLOAT, [16]), "another type or shape"),
@@ -79,7 +82,7 @@ def test_a_bodys_output_does_not_come_from_where_the_body_cannot_see(tmp_path: P
         assert name in _body(model, 1).node[0].output, "the case tests nothing"
     model.graph.node.append(helper.make_node("Relu", ["x"], ["late"]))
     _body(model).output[0].name = name
-    with pytest.raises(SourceError, match=f"nothing gives the output '{name}'"):
+    with pytest.raises(SourceError, match=f"no node, input or initializer gives the output '{name}'"):
         onnx_soundness.check(tmp_path / "m.onnx", model)
 
 
@@ -90,7 +93,7 @@ def test_a_body_that_hands_on_what_is_around_it_is_refused_with_the_remedy(tmp_p
     model.graph.node.insert(0, helper.make_node("Relu", ["x"], ["early"]))
     body = model.graph.node[1].attribute[0].g
     body.output[0].name = name
-    with pytest.raises(ConversionError, match=f"a body gives '{name}', .* put an Identity between"):
+    with pytest.raises(ConversionError, match=f"a body returns '{name}', .* put an Identity between"):
         onnx_soundness.check(tmp_path / "m.onnx", model)
     with pytest.raises(RuntimeFailure, match="outer scope value being returned directly"):
         open_session(model.SerializeToString())
@@ -125,7 +128,7 @@ def test_a_functions_output_is_given_inside_it(tmp_path: Path) -> None:
     model.functions.append(
         helper.make_function("own", "F", ["a"], ["y"], [helper.make_node("Relu", ["a"], ["b"])], opsets)
     )
-    with pytest.raises(SourceError, match="nothing gives the output 'y'"):
+    with pytest.raises(SourceError, match="no node, input or initializer gives the output 'y'"):
         onnx_soundness.check(tmp_path / "m.onnx", model)
 
 

@@ -58,7 +58,7 @@ def test_directories_of_several_names_are_several_models(tmp_path: Path) -> None
     for name in ("bert-2", "vit-16"):
         _item(tmp_path / name)
     with pytest.raises(
-        NoCheckpoint, match=r"'bert-2' and 'vit-16' are checkpoints of several names, .* by its own path"
+        NoCheckpoint, match=r"'bert-2' and 'vit-16' are checkpoints with different names, .* by its own path"
     ):
         recognise(tmp_path)
 
@@ -66,7 +66,7 @@ def test_directories_of_several_names_are_several_models(tmp_path: Path) -> None
 @pytest.mark.parametrize("step", [None, 10])
 def test_the_newest_of_several_models_is_nobodys_choice(tmp_path: Path, step: int | None) -> None:
     root = _steps(tmp_path, "ema_10", "model_10", "old_200", "x-1", "y-1", "z-1", "z-2")
-    said = r"'ema_10', 'model_10', 'old_200', 'x-1', 'y-1' and 1 others are checkpoints of several names"
+    said = r"'ema_10', 'model_10', 'old_200', 'x-1', 'y-1' and 1 others are checkpoints with different names"
     with pytest.raises(NoCheckpoint, match=said):
         recognise(root)
     with pytest.raises(NoCheckpoint, match=said):
@@ -111,7 +111,7 @@ def test_a_step_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
 def test_several_items_are_listed(tmp_path: Path) -> None:
     root = _steps(tmp_path, "3")
     _item(root / "3" / "ema")
-    with pytest.raises(UsageError, match="holds several items, default, ema; say which with --item NAME"):
+    with pytest.raises(UsageError, match="holds several items, default, ema; choose one with --item NAME"):
         locate(root, None, None)
     assert locate(root, None, "ema") == root / "3" / "ema"
     with pytest.raises(UsageError, match=r"--item other: .* has default, ema"):
@@ -127,7 +127,7 @@ def test_the_v1_api_has_its_state_below(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("step", "item", "said"), [(3, None, "--step 3"), (None, "params", "--item params")])
 def test_an_item_has_neither_steps_nor_items(tmp_path: Path, step: int | None, item: str | None, said: str) -> None:
-    with pytest.raises(UsageError, match=f"{said}: .* is one item by itself"):
+    with pytest.raises(UsageError, match=f"{said}: .* is a single item"):
         locate(_item(tmp_path / "x"), step, item)
 
 

@@ -123,7 +123,7 @@ def test_two_layers_of_one_shape_without_a_name_are_ambiguous(cli: Cli, tmp_path
     source = _write(tmp_path / "square.msgpack", {"params": layers})
     refused = cli("checkpoint", source, *square, "--accept-map", "--out", target)
     refused.refused(
-        2, "--accept-map does not do", "ambiguous, for they have one shape and no name decides: params.Dense_0"
+        2, "--accept-map cannot accept this map", "shapes are equal and names do not decide: params.Dense_0"
     )
     assert "# GUESSED" in refused.out
     expected = seeded(Mlp(hidden=16, classes=16))(torch.from_numpy(X)).detach().numpy()
@@ -133,7 +133,9 @@ def test_two_layers_of_one_shape_without_a_name_are_ambiguous(cli: Cli, tmp_path
 
 def test_an_accepted_map_is_said_to_be_unconfirmed(cli: Cli, target: Path, mlp_msgpack: Path) -> None:
     done = cli("checkpoint", mlp_msgpack, *MLP, "--accept-map", "--out", target).published()
-    assert "--accept-map: 5 leaves were placed by the map that was proposed, unconfirmed" in " ".join(done.out.split())
+    assert "--accept-map: 5 leaves were placed by the proposed map, which was not confirmed" in " ".join(
+        done.out.split()
+    )
 
 
 @pytest.mark.long
@@ -267,11 +269,11 @@ def test_a_directory_of_orbax_steps(cli: Cli, tmp_path: Path, target: Path) -> N
         (("--model", "architectures:Mlp", "--accept-map"), "--input NAME:DTYPE:DIMS, for example"),
         (("--model", "architectures:Mlp", "--step", "3"), "--step: is for Orbax checkpoints"),
         (("--model", "architectures:Mlp", "--item", "x"), "--item: is for Orbax checkpoints"),
-        (("--model", "architectures:Mlp", "--accept-map", "--map", "r.yaml"), "leave one of them out"),
+        (("--model", "architectures:Mlp", "--accept-map", "--map", "r.yaml"), "leave out one of them"),
         (("--model", "architectures:Mlp", "--map", "absent.yaml"), "--map absent.yaml: cannot be read: No such file"),
         (
             ("--model", "architectures:Cnn", "--accept-map"),
-            "nothing was found that fills the model's: features.0.weight",
+            "nothing in the checkpoint was found for the model's: features.0.weight",
         ),
     ],
 )

@@ -97,9 +97,9 @@ _INPUT = ["--input", "x:float32:batch,16"]
     [
         (Mlp, [], 2, "--input NAME:DTYPE:DIMS"),
         (Mlp, [*_INPUT, "--model", "a:b"], 2, "--model: a TorchScript file brings its own"),
-        (Mlp, [*_INPUT, "--input", "y:float32:batch"], 2, "2 are given, and the module takes 1: x"),
+        (Mlp, [*_INPUT, "--input", "y:float32:batch"], 2, "--input: given 2 times, but the module takes 1: x"),
         (Mlp, ["--input", "x:float32:batch,17"], 3, "on an example input (x[2, 17]): RuntimeError: mat1 and mat2"),
-        (Deciding, _INPUT, 3, "no ONNX graph can be made of it: prim::If decides by the numbers"),
+        (Deciding, _INPUT, 3, "no ONNX graph can be made of it: prim::If depends on values in a tensor"),
         (Counting, _INPUT, 3, "holds no fp32 weights, so there is nothing to convert"),
     ],
 )  # fmt: skip

@@ -115,7 +115,7 @@ def test_files_that_are_missing_are_named(prefix: Path) -> None:
     assert f"{_data(prefix)}: is missing" in _said(prefix)
     prefix.rename(_data(prefix))
     _index(prefix).unlink()
-    assert f"{_index(prefix)}: is missing, and variables.data-00000-of-00001 is there" in _said(prefix)
+    assert f"{_index(prefix)}: is missing, but variables.data-00000-of-00001 exists" in _said(prefix)
 
 
 def test_data_that_is_cut_short(prefix: Path) -> None:
@@ -181,14 +181,14 @@ def _entry(*, slices: bool = False, unknown: bool = False, dtype: int = 1, **sai
     [
         (_entry(slices=True), "'w' is stored in slices (a partitioned variable)"),
         (_entry(dtype=8, size=32), "'w' is of TensorFlow's dtype 8"),
-        (_entry(size=15), "'w' is float32[4], and said to be 15 bytes"),
-        (_entry(shape=(-4,)), "the shape of 'w' is none"),
-        (_entry(shape=(2**40, 2**40), size=0), "the shape of 'w' is none"),
-        (_entry(shape=(0, 2**62, 2**62), size=0), "the shape of 'w' is none"),
-        (_entry(shape=(1,) * 33, size=4), "the shape of 'w' is none"),
-        (_entry(unknown=True), "the shape of 'w' is none"),
-        (_entry(shard=1), "the place of 'w' is none"),
-        (_entry(offset=-1), "the place of 'w' is none"),
+        (_entry(size=15), "'w' is float32[4], but claims 15 bytes"),
+        (_entry(shape=(-4,)), "the shape of 'w' is invalid"),
+        (_entry(shape=(2**40, 2**40), size=0), "the shape of 'w' is invalid"),
+        (_entry(shape=(0, 2**62, 2**62), size=0), "the shape of 'w' is invalid"),
+        (_entry(shape=(1,) * 33, size=4), "the shape of 'w' is invalid"),
+        (_entry(unknown=True), "the shape of 'w' is invalid"),
+        (_entry(shard=1), "the position of 'w' is invalid"),
+        (_entry(offset=-1), "the position of 'w' is invalid"),
         (_entry(offset=60), "'w' ends at 76"),
         (_entry(shape=(2**20,), size=2**22), "its tensors are 4194304 bytes, of which 64 are there"),
         (b"\xff\xff", "the entry 'w' cannot be read"),
@@ -239,7 +239,7 @@ def _prefixed(prefix: Path, common: int, count: int) -> int:
 def test_a_key_longer_than_any_name(prefix: Path) -> None:
     _prefixed(prefix, 65_531, 1)
     said = _said(prefix)
-    assert "a key has 65536 bytes, and at most 4096 are read" in said
+    assert "a key has 65536 bytes; the limit is 4096" in said
     assert len(said) < 600
 
 

@@ -50,9 +50,9 @@ def test_the_commands_bring_the_versions_that_are_tested() -> None:
 @pytest.mark.parametrize(
     ("code", "said"),
     [
-        ("import sys; sys.exit('broken')", "is not a Python that answers: broken"),
-        ("print('[]')", r"is not a Python that answers: \[\]"),
-        ("print('hello')", "is not a Python that answers: hello"),
+        ("import sys; sys.exit('broken')", "does not run as a Python: broken"),
+        ("print('[]')", r"does not run as a Python: \[\]"),
+        ("print('hello')", "does not run as a Python: hello"),
     ],
 )
 def test_a_program_that_is_no_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, said: str) -> None:

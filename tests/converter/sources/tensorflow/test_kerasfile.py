@@ -66,7 +66,7 @@ def test_a_record_that_another_python_knows_by_another_name_is_refused(tmp_path:
         other = struct.pack("<BL", 1, zlib.crc32(b"model.weights.h5")) + b"config.json"
         record.extra = b"up" + struct.pack("<H", len(other)) + other
         archive.writestr(record, json.dumps(_model(_function("get_file", module="keras.utils"))))
-    with pytest.raises(SourceError, match="has another name besides"):
+    with pytest.raises(SourceError, match="has a second name in the archive"):
         check(path)
 
 

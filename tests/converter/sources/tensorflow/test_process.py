@@ -80,17 +80,17 @@ def test_a_request_that_it_refuses_is_told_in_its_words_and_it_lives_on(start: S
     ("code", "said"),
     [
         ("sys.exit(3)", "TensorFlow's process ended with exit code 3"),
-        ('print("no libcuda", file=sys.stderr); sys.exit(1)', "exit code 1; it said last: no libcuda"),
-        ("os.kill(os.getpid(), 9)", r"died of SIGKILL \(out of memory\?\)"),
-        ("os.kill(os.getpid(), 11)", "died of SIGSEGV"),
-        ("os.abort()", r"died of SIGABRT \(out of memory\?\)"),
+        ('print("no libcuda", file=sys.stderr); sys.exit(1)', "exit code 1; its last output: no libcuda"),
+        ("os.kill(os.getpid(), 9)", r"was killed by SIGKILL \(out of memory\?\)"),
+        ("os.kill(os.getpid(), 11)", "was killed by SIGSEGV"),
+        ("os.abort()", r"was killed by SIGABRT \(out of memory\?\)"),
         (
             'ASK.readline(); print("2026-11-22 loading", flush=True); ASK.read()',
-            "answered what is no reply: 2026-11-22",
+            "sent an invalid reply: 2026-11-22",
         ),
-        ("ASK.readline(); reply_list = print([1], flush=True); ASK.read()", "answered what is no reply"),
-        ('print("[" * 100000, flush=True); ASK.read()', "answered what is no reply"),
-        ('while True: sys.stdout.write("x" * 65536)', "answered more than 1048576 bytes"),
+        ("ASK.readline(); reply_list = print([1], flush=True); ASK.read()", "sent an invalid reply"),
+        ('print("[" * 100000, flush=True); ASK.read()', "sent an invalid reply"),
+        ('while True: sys.stdout.write("x" * 65536)', "sent more than 1048576 bytes"),
     ],
 )
 def test_its_end_and_its_nonsense_are_told(start: Start, tmp_path: Path, code: str, said: str) -> None:

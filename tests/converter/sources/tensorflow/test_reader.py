@@ -125,7 +125,7 @@ def test_without_tensorflow_the_commands_that_bring_it_and_nothing_left(
 @pytest.mark.parametrize(
     ("code", "exit_code", "said"),
     [
-        ("os.abort()", 3, "died of SIGABRT (out of memory?)"),
+        ("os.abort()", 3, "was killed by SIGABRT (out of memory?)"),
         ("for line in ASK: reply(error='ImportError: libtensorflow.so')", 3, "ImportError: libtensorflow.so"),
         (
             "ASK.readline(); reply(versions={})\n"

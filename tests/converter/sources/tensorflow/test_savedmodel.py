@@ -85,7 +85,7 @@ def test_an_output_that_is_called_like_an_input(tmp_path: Path) -> None:
     graph = meta_graph(_NODES, {"serving_default": (_IN, {"x": tensor("y:0", -1, 4)})})
     chosen = choose(write(tmp_path, graph), None)
     assert chosen.outputs == {"x_output": "y:0"}
-    assert chosen.notes == ("output 'x' is called 'x_output': an input has its name",)
+    assert chosen.notes == ("output 'x' was renamed to 'x_output', because an input has the same name",)
 
 
 _UNKNOWN_RANK = tensor("x:0")
@@ -95,7 +95,7 @@ _UNKNOWN_RANK.shape.unknown_rank = True
 @pytest.mark.parametrize(
     ("inputs", "said"),
     [
-        ({"x": tensor("x:0", -1, dtype=STRING)}, "input 'x' of signature 'serving_default' is of strings"),
+        ({"x": tensor("x:0", -1, dtype=STRING)}, "input 'x' of signature 'serving_default' holds strings"),
         ({"x": tensor("x:0", -1, dtype=14)}, "is bfloat16; tf2onnx would write fp16 in its place"),
         ({"x": _UNKNOWN_RANK}, "has no known rank"),
         ({"x": message("TensorInfo")(sparse=b"\x0a\x01v")}, "is sparse or ragged"),
@@ -109,10 +109,10 @@ def test_inputs_that_are_no_plain_tensors_of_numbers(tmp_path: Path, inputs: Map
 
 def test_an_input_that_is_no_tensor_and_two_of_one_name(tmp_path: Path) -> None:
     path = write(tmp_path / "a", meta_graph(_NODES, {"serving_default": ({"x": tensor("")}, _OUT)}))
-    assert "input 'x' is no tensor" in _refused(path, SourceError)
+    assert "input 'x' is not a tensor" in _refused(path, SourceError)
     graph = meta_graph(_NODES, _several("serving_default"))
     graph.signatures.append(graph.signatures[0])
-    assert "two signatures have one name" in _refused(write(tmp_path / "b", graph), SourceError)
+    assert "two signatures have the same name" in _refused(write(tmp_path / "b", graph), SourceError)
 
 
 # --- what it would run ------------------------------------------------------------------------------------------------
@@ -283,7 +283,7 @@ def test_one_cut_short(tmp_path: Path) -> None:
 def test_one_larger_than_a_protocol_buffer_may_be_is_not_read(tmp_path: Path) -> None:
     with (tmp_path / "saved_model.pb").open("wb") as file:
         file.truncate(1 << 31)  # a hole, which takes no disk
-    assert "is 2147483648 bytes; a protocol buffer has 2147483647 at most" in _refused(tmp_path, SourceError)
+    assert "is 2147483648 bytes; the limit for a protocol buffer is 2147483647" in _refused(tmp_path, SourceError)
 
 
 def test_a_link_out_of_the_directory(tmp_path: Path) -> None:

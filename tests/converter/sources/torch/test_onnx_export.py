@@ -282,7 +282,7 @@ def test_nested_outputs_keep_their_parts(answer: Any, names: tuple[str, ...]) ->
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        (lambda _, x: {"logits": x, "state": object()}, "output 'state' is a object, which no graph can give"),
+        (lambda _, x: {"logits": x, "state": object()}, "output 'state' is a object, which a graph cannot return"),
         (lambda _, x: (x, (x, 3)), r"output 'output_1\.1' is a int"),
         (lambda _, x: {"h": (x, x), "h.0": x}, r"two of the model's outputs are called 'h\.0'"),
     ],

@@ -68,7 +68,7 @@ def test_a_name_that_no_module_can_give_a_tensor_is_told() -> None:
     changed = files.changed(files.exported(Mlp(), torch.ones(2, 16)), files.WEIGHTS, edit)
     archive = read_archive(memoryview(bytearray(changed)))
     tensors = {name: archive.tensor(name) for name in archive.tensors}
-    with pytest.raises(SourceError, match="tensor 'forward' has a name that no module can give it"):
+    with pytest.raises(SourceError, match="tensor 'forward' has a name that is not possible in a module"):
         ProgramModule(parse_program(archive.program, archive.tensors), tensors, ())
 
 

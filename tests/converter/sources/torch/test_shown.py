@@ -48,7 +48,7 @@ def test_dtypes_are_those_that_are_served() -> None:
 
 
 def test_an_output_of_another_rank_for_other_sizes_is_refused() -> None:
-    with pytest.raises(ConversionError, match="has 3 dimensions, and 1 of other inputs"):
+    with pytest.raises(ConversionError, match="has 3 dimensions for one input and 1 for another"):
         _shown(lambda x: x if x.shape[0] < 5 else x.flatten())
 
 
