@@ -385,7 +385,7 @@ def test_a_reference_that_reads_wrong_weights_is_refused_by_the_oracle(
 
     monkeypatch.setattr(writing, "serialize", swapped)
     done = cli("checkpoint", tmp_path / "equal.onnx", "--out", target, *ONNX_ONLY)
-    _refused(done, target, 3, "the fp32 reference does not answer")
+    _refused(done, target, 3, "the fp32 reference does not give the outputs of the source itself")
 
 
 # --- what is measured and kept ----------------------------------------------------------------------------------------

@@ -138,7 +138,7 @@ def test_what_onnx_runtime_says_of_a_failure_leaves_room_for_the_remedy(cli: Cli
     onnx.save(proto, tmp_path / "m.onnx")
     outcome = cli("checkpoint", tmp_path / "m.onnx", "--out", tmp_path / "m" / "1", *ONNX_ONLY)
     outcome.refused(
-        3, "m.onnx: the fp32 reference does not run on random inputs (seed 0)", "give others with --samples"
+        3, "m.onnx: the fp32 reference does not run on random inputs (seed 0)", "pass others with --samples"
     )
     said = outcome.err.split("error: ")[1]
     assert len(said) <= 600 + len(str(tmp_path)), said

@@ -137,7 +137,7 @@ def test_every_sample_needs_its_answer() -> None:
 
 def test_a_reference_that_answers_nan_is_refused_with_the_sample_that_did_it() -> None:
     feeds = tuple({"x": np.full((1, 4), value, np.float32)} for value in (1, np.inf, np.nan))
-    with pytest.raises(SamplesError, match=r"sample 2 of the test with NaN \(output 'y', 4 of 4 values\)"):
+    with pytest.raises(SamplesError, match=r"gives NaN for sample 2 of the test \(output 'y', 4 of 4 values\)"):
         spool(Computed(lambda x: x), Samples(feeds, "the test"), None)
 
 

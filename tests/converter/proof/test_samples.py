@@ -165,7 +165,7 @@ def test_random_inputs_that_the_model_cannot_take_are_told_from_a_broken_model(
     weights = [graphs.initializer("table", graphs.values(64, 16)), graphs.initializer("ten", np.array(1000))]
     edges = [graphs.edge("ids", ["n"], onnx.TensorProto.INT64)], [graphs.edge("y", ["n", 16])]
     onnx.save(graphs.model(nodes, *edges, weights), tmp_path / "m.onnx")
-    said = ("does not run on random inputs (seed 0)", "out of data bounds", "give others with --samples")
+    said = ("does not run on random inputs (seed 0)", "out of data bounds", "pass others with --samples")
     cli("checkpoint", tmp_path / "m.onnx", "--out", target).refused(3, *said)
     np.savez(tmp_path / "a.npz", ids=np.arange(-1000, -990))
     cli("checkpoint", tmp_path / "m.onnx", "--out", target, "--samples", tmp_path / "a.npz", *ONNX_ONLY).published()

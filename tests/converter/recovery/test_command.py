@@ -49,7 +49,7 @@ def test_without_lightning_the_command_says_what_to_install(
         (("--eval", "recovering:nothing"), "--eval recovering:nothing: yielded nothing"),
         (("--eval", "recovering:no_numbers"), "--eval recovering:no_numbers: batch 1: input 'x' holds NaN in 2 of 64"),
         (("--eval", "recovering:failing"), "failed, batch 1: RuntimeError: the disk went away (/"),
-        (("--eval", "recovering:strange_labels", "--output", "output:logits"), "batch 0: label 10 is none of the 10"),
+        (("--eval", "recovering:strange_labels", "--output", "output:logits"), "label 10 is not one of the 10 classes"),
     ],
 )
 def test_wrong_usage_is_refused_before_anything_is_trained(

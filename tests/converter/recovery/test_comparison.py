@@ -18,7 +18,7 @@ def _right(profile: str, before: int, after: int) -> list[AccuracyEntry]:
 
 
 def test_what_is_further_from_fp32_than_it_was_is_worse() -> None:
-    assert Comparison([_row("cpu", 0.02, 0.03)]).made_worse(by_labels=False) == "relative_l2 0.03, and 0.02 before"
+    assert Comparison([_row("cpu", 0.02, 0.03)]).made_worse(by_labels=False) == "relative_l2 0.03, 0.02 before"
     assert Comparison([_row("cpu", 0.02, 0.02)]).made_worse(by_labels=False) is None
     assert Comparison([_row("cpu", 0.02, 0.01)]).made_worse(by_labels=False) is None
 

@@ -102,9 +102,9 @@ def test_everything_measured_has_its_place() -> None:
     text = _Page(render(manifest, manifest.files, [], reported.measurements())).text
     for expected in (
         "The fp32 reference itself is within 3.1e-07 of the torch module (4 samples; fp32 noise explains 1e-05)",
-        "A search of 41 candidates brought cuda from 1.62 × its budget to 0.61 × it: 99% of the bytes of its weights",
+        "A search of 41 candidates reduced the drift of cuda from 1.62 × to 0.61 × its budget: 99% of the bytes of its",
         "kept in fp32: cuda is over budget without it",
-        "30 of cuda: normalises",
+        "30 of cuda: normalisation computes in fp32",
         f"cuda: falls below the line at {reported.OFF}",
         f"cuda: SQNR falls below the expected line at {reported.OFF} (MatMul): ",
         "No remedy is needed, because the budget is met; bf16-convert explain looks for one.",

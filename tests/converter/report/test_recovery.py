@@ -26,7 +26,7 @@ def test_the_best_weights_are_told_with_what_they_were_chosen_by() -> None:
     found = _said(biases_corrected=3, looks=_looks(0.04, 0.01, 0.02), kept=10, rate_share=0.5)
     assert "loss before training, on 8 batches of --data by which the best weights are chosen: 0.5" in found
     assert "loss after 3 biases were corrected for the average rounding error: 0.04" in found
-    assert "kept: the weights after step 10: 0.01" in found
+    assert "kept: the weights after step 10, with a loss of 0.01" in found
     assert "and halved the learning rate: at the end 0.5 of --learning-rate" in found
 
 

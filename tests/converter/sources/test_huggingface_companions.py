@@ -58,7 +58,7 @@ def test_what_stays_behind_is_named(tmp_path: Path) -> None:
     for name in ("modeling_custom.py", "words.dict"):
         (tmp_path / name).write_text("")
     (note,) = left_behind(tmp_path)
-    assert note.startswith("not copied beside the exported weights: 'modeling_custom.py' and 'words.dict'; copy what")
+    assert note.startswith("not copied beside the exported weights: 'modeling_custom.py' and 'words.dict'; copy those")
     for index in range(20):
         (tmp_path / f"{index:02}.dict").write_text("")
     assert "'09.dict' and 12 more; " in left_behind(tmp_path)[0]

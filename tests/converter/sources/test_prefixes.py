@@ -32,7 +32,9 @@ def test_an_average_beside_the_model_is_chosen_by_its_prefix(weights: str | None
 
 def test_of_a_teacher_and_a_student_the_user_says_which() -> None:
     tensors = _arrays("student.", seed=1) | _arrays("teacher.", seed=2)
-    with pytest.raises(UsageError, match=r"behind each of 'student.', 'teacher.'; choose with --weights student"):
+    with pytest.raises(
+        UsageError, match=r"under several prefixes, 'student.', 'teacher.'; choose one, such as --weights student"
+    ):
         fit_behind_prefix(Mlp(), tensors)
     module = Mlp()
     fit_behind_prefix(module, tensors, "teacher")

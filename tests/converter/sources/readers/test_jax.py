@@ -158,7 +158,7 @@ def test_a_convolutional_model_with_batch_statistics(cli: Cli, tmp_path: Path, t
     np.savez(tmp_path / "s.npz", x=x, output=expected)
     arguments = ("--model", "architectures:Cnn", "--input", "x:float32:batch,3,16,16", "--samples", tmp_path / "s.npz")
     done = cli("checkpoint", source, *arguments, *ONNX_ONLY, "--out", target).published()
-    assert "left out: 1 array of training under opt_state" in " ".join(done.out.split())
+    assert "left out: 1 array of the training state under opt_state" in " ".join(done.out.split())
     entries = {entry.name: entry for entry in Artifact.open(target).manifest.checkpoint}
     assert entries["params.Conv_0.kernel"].permutation == [2, 3, 1, 0]
     assert Artifact.open(target).manifest.files["residual.bin"].bytes < sum(a.nbytes for a in _flat(params).values())
@@ -252,7 +252,7 @@ def test_a_directory_of_orbax_steps(cli: Cli, tmp_path: Path, target: Path) -> N
     taken = ("--item", "weights", "--accept-map")
     done = cli("checkpoint", root, *MLP, *taken, "--out", target).published()
     said = " ".join(done.out.split())
-    assert "left out: 1 array of training under opt_state" in said
+    assert "left out: 1 array of the training state under opt_state" in said
     assert "the weights are those of '20/weights' in run; --step and --item choose others" in said
     cli("restore", target, "--out", tmp_path / "fp32.safetensors").published()
     assert_restored(tmp_path / "fp32.safetensors", leaves)

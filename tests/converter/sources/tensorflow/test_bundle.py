@@ -190,7 +190,7 @@ def _entry(*, slices: bool = False, unknown: bool = False, dtype: int = 1, **sai
         (_entry(shard=1), "the position of 'w' is invalid"),
         (_entry(offset=-1), "the position of 'w' is invalid"),
         (_entry(offset=60), "'w' ends at 76"),
-        (_entry(shape=(2**20,), size=2**22), "its tensors are 4194304 bytes, of which 64 are there"),
+        (_entry(shape=(2**20,), size=2**22), "its tensors need 4194304 bytes, and the files have 64"),
         (b"\xff\xff", "the entry 'w' cannot be read"),
     ],
 )
@@ -218,7 +218,7 @@ def test_one_piece_of_data_named_a_thousand_times_is_not_restored_as_often(prefi
     head = message("BundleHeader")(num_shards=1).SerializeToString()
     _index(prefix).write_bytes(table({b"": head, **{b"w%d" % n: _entry() for n in range(1000)}}))
     _data(prefix).write_bytes(bytes(64))
-    assert "its tensors are 16000 bytes, of which 64 are there" in _said(prefix)
+    assert "its tensors need 16000 bytes, and the files have 64" in _said(prefix)
 
 
 def test_names_that_are_no_text(prefix: Path) -> None:

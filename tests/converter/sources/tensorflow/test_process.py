@@ -103,7 +103,9 @@ def test_one_that_does_not_answer_is_ended_and_the_bound_is_named(start: Start) 
     child = start(_READY + "ASK.read(); time.sleep(600)")
     child._seconds = 0.2
     pid = child._process.pid
-    with pytest.raises(Failed, match=r"did not answer within 0.2 s; BF16KIT_TENSORFLOW_SECONDS in the environment"):
+    with pytest.raises(
+        Failed, match=r"did not answer within 0.2 s; set the environment variable BF16KIT_TENSORFLOW_SECONDS"
+    ):
         child.ask("translate")
     assert not Path(f"/proc/{pid}").exists()
 
