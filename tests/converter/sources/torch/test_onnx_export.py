@@ -284,7 +284,7 @@ def test_nested_outputs_keep_their_parts(answer: Any, names: tuple[str, ...]) ->
     [
         (lambda _, x: {"logits": x, "state": object()}, "output 'state' is a object, which a graph cannot return"),
         (lambda _, x: (x, (x, 3)), r"output 'output_1\.1' is a int"),
-        (lambda _, x: {"h": (x, x), "h.0": x}, r"two of the model's outputs are called 'h\.0'"),
+        (lambda _, x: {"h": (x, x), "h.0": x}, r"two of the model's outputs are named 'h\.0'"),
     ],
 )
 def test_an_output_that_no_graph_can_give_is_refused_by_name(answer: Any, said: str) -> None:
