@@ -150,7 +150,7 @@ class TestToldBeforeWorkBegins:
 
     def test_many_into_one_version(self, cli: Cli, models: Path, tmp_path: Path) -> None:
         cli("checkpoint", models, "--out", tmp_path / "m" / "1").refused(
-            2, "is not a model", "converted with --out REPOSITORY"
+            2, "is not a model", "to convert all checkpoints in it, pass --out REPOSITORY"
         )
 
     def test_what_hides_many(self, cli: Cli, models: Path, tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def test_what_nothing_bounds_is_within() -> None:
 
 
 def test_nothing_measured_is_said() -> None:
-    assert _figures(reported.manifest().model_copy(update={"drift": {}})) == ["Nothing was measured."]
+    assert _figures(reported.manifest().model_copy(update={"drift": {}})) == ["No drift was measured."]
 
 
 @pytest.mark.parametrize(

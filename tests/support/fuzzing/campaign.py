@@ -21,7 +21,7 @@ from fuzzing.seed import Seed, seeds
 
 CONVERTED_SHARE = 0.1  # of weights files: exporting a module takes a second, so the others are read and fitted only
 _NOBODYS = "--input nobodys: the model's inputs are"
-_ASKS_FOR_INPUTS = "does not say what its model's inputs are"
+_ASKS_FOR_INPUTS = "does not describe its model's inputs"
 COMMON = ("--format", "onnx", "--no-report", "--no-search")
 
 
