@@ -95,7 +95,7 @@ def _check_sizes(path: Path, records: list[zipfile.ZipInfo]) -> None:
         if info.compress_type != zipfile.ZIP_STORED and not _PACKED.fullmatch(info.filename):
             raise SourceError(f"{path}: record {info.filename!r} is compressed, which torch never does")
         if info.compress_type == zipfile.ZIP_STORED and info.compress_size != info.file_size:
-            sizes = f"{info.file_size} bytes, and {info.compress_size} as they are stored"
+            sizes = f"{info.file_size} bytes, but {info.compress_size} are stored"
             raise SourceError(f"{path}: damaged: record {info.filename!r} claims {sizes}")
         packed += info.file_size if _PACKED.fullmatch(info.filename) else 0
     if packed > _CODE_BYTES:

@@ -45,7 +45,7 @@ def check_stored(path: Path) -> None:
         if info.compress_type != zipfile.ZIP_STORED:
             raise SourceError(f"{path}: record {info.filename!r} is compressed, which torch never does")
         if info.compress_size != info.file_size:
-            sizes = f"{info.file_size} bytes, and {info.compress_size} as they are stored"
+            sizes = f"{info.file_size} bytes, but {info.compress_size} are stored"
             raise SourceError(f"{path}: damaged: record {info.filename!r} claims {sizes}")
 
 

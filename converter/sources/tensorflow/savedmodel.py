@@ -102,8 +102,8 @@ def _serving(path: Path, model: Any) -> Any:
     if len(graphs) > 1:
         tags = _shown("; ".join(", ".join(graph.info.tags) or "no tag" for graph in graphs[:_MOST_NAMED]))
         raise ConversionError(
-            f"{path}: holds {len(graphs)} graphs, none or several tagged 'serve' alone ({tags}); save the one to"
-            " convert by itself"
+            f"{path}: holds {len(graphs)} graphs, expected exactly one with the single tag 'serve' ({tags}); save"
+            " only the graph to convert"
         )
     return graphs[0]
 

@@ -97,7 +97,7 @@ def test_a_record_of_two_sizes_is_damage(tmp_path: Path) -> None:
     place = content.index(b"PK\x01\x02") + 20  # the first entry's size as it is stored
     content[place : place + 4] = b"\xff\xff\xff\x7f"
     saved.write_bytes(content)
-    with pytest.raises(SourceError, match=r"record 'a/data.pkl' claims \d+ bytes, and 2147483647 as"):
+    with pytest.raises(SourceError, match=r"record 'a/data.pkl' claims \d+ bytes, but 2147483647 are stored"):
         _read(saved)
 
 
