@@ -26,8 +26,9 @@ def _tally(*faults: str) -> dict[str, Any]:
 
 def test_a_row_counts_how_the_mutants_ended() -> None:
     written = page.of([_tally(), _tally()], "abc1234")
-    assert "| onnx | 8 | 2 | 0 | 0 | 4 | 0 | 2 |" in written
+    assert "| onnx | abc1234 | 8 | 2 | 0 | 0 | 4 | 0 | 2 |" in written
     assert "| onnx | 0.50 | 1.5: onnx 2 (mlp: dims) | 3: onnx 3 (mlp: grow) |" in written
+    assert "| onnx | 0ld0ld0 |" in page.of([_tally() | {"commit": "0ld0ld0"}], "abc1234")
     assert "No faults." in written
     assert "on commit abc1234." in written
     assert "converted with `--format onnx --no-report --no-search`" in written
@@ -37,7 +38,7 @@ def test_the_page_that_was_published_has_the_text_of_today() -> None:
     """All but the numbers: what the limits count is said by code, and was changed since a campaign ran."""
     published = (Path(__file__).parents[2] / "docs" / "reliability-converter.md").read_text("utf-8")
     written = page.of([_tally()], "abc1234")
-    said = [text.split("In either case")[1].split("| kind |")[0] for text in (published, written)]
+    said = [text.split("In both cases")[1].split("| kind |")[0] for text in (published, written)]
     assert said[0] == said[1]
 
 

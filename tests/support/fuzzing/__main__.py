@@ -1,6 +1,7 @@
 """``python -m fuzzing``: 20,000 mutants in slices, one on each core, and the page that says how they ended.
 
-A slice that has its result is not run again, so a campaign that was stopped goes on where it was.
+A slice that has its result is not run again, so a campaign that was stopped goes on where it was. ``--kinds`` runs only
+some kinds, after a fix for them; ``--beside DIR`` puts the other kinds on the page, from another commit's results.
 
 ``python -m fuzzing KIND FIRST COUNT RESULT`` runs one slice.
 """
@@ -15,9 +16,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, zip_longest
 from pathlib import Path
+from typing import Any
 
 from fuzzing import page
 
@@ -41,22 +44,31 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--results", type=Path, default=Path("build/fuzz"), help="a file for each slice")
     parser.add_argument("--page", type=Path, default=Path("docs/reliability-converter.md"))
+    parser.add_argument("--kinds", nargs="+", choices=SHARES, default=list(SHARES), help="of which mutants are made")
+    parser.add_argument("--beside", type=Path, help="results of another commit, for the page's other kinds")
     given = parser.parse_args(arguments)
     given.results.mkdir(parents=True, exist_ok=True)
     commit = page.commit()
-    slices = _slices(given.count, given.results / commit)
+    slices = _slices(given.count, given.results / commit, given.kinds)
+    beside = [tally for tally in _beside(given.beside) if tally["kind"] not in given.kinds]
     with ThreadPoolExecutor(given.jobs) as pool:
         done = []
         for finished in pool.map(_apart, slices):  # the page is there, and true, when the campaign is cut short
             done.append(finished)
             tallies = [json.loads(result.read_text()) for _, _, _, result in slices if result.is_file()]
-            given.page.write_text(page.of(tallies, commit))
+            given.page.write_text(page.of([*beside, *tallies], commit))
     faults = sum(len(tally["faults"]) for tally in tallies)
     print(f"{sum(tally['count'] for tally in tallies)} mutants, {faults} faults: {given.page}")
     return bool(faults) or not all(done)
 
 
-def _slices(count: int, results: Path) -> list[tuple[str, int, int, Path]]:
+def _beside(results: Path | None) -> list[dict[str, Any]]:
+    """The tallies of another commit, whose name the directory has."""
+    found = sorted(results.glob("*.json")) if results is not None else []
+    return [{**json.loads(path.read_text()), "commit": path.parent.name} for path in found]
+
+
+def _slices(count: int, results: Path, kinds: Collection[str]) -> list[tuple[str, int, int, Path]]:
     """The kinds by turns, so that a campaign that is cut short has seen something of each."""
     results.mkdir(exist_ok=True)
     by_kind = [
@@ -65,6 +77,7 @@ def _slices(count: int, results: Path) -> list[tuple[str, int, int, Path]]:
             for first in range(1, round(count * share) + 1, SLICE)
         ]
         for kind, share in SHARES.items()
+        if kind in kinds
     ]
     return [found for found in chain(*zip_longest(*by_kind)) if found is not None]
 

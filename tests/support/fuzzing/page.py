@@ -14,28 +14,35 @@ _HEAD = """# How reliable the converter is
 Written by `make fuzz`, on commit {commit}.
 
 ## Damaged sources
-{total} mutants of valid ONNX, safetensors, torch, TorchScript, torch.export, Flax and Orbax files ({seeds}), made by
-number, so that each can be made again: bits flipped, files cut and spliced, and edits that know the format:
-dimensions, dtypes, external locations and offsets, names, cycles, attributes, opsets, bodies in bodies, loops without
-end, header lengths, duplicate keys, zip tables, pickles with forbidden globals, operators and code where torch's
-loader would run them, links. Each is converted by `bf16-convert` in a process of its own, of which every file that it
-opens is watched (audit hooks; inotify on files beside the source for what native libraries do). It ends well when
+{total} mutants of valid ONNX, safetensors, torch, TorchScript, torch.export, Flax and Orbax files ({seeds}). Each
+mutant has a number, from which it can be made again. The mutations are:
 
-* it is converted, restored, and the tensors given back are the mutant's own, as another reader finds them, bit for bit;
-* or it is refused with exit code 1, 2 or 3 and one message of at most {longest} characters that names a file or a
-  tensor, without a traceback, a library's inside or the word bug, and nothing is left behind.
+* flipped bits, files that are cut or spliced
+* edits that know the format: dimensions, dtypes, external locations and offsets, names, cycles, attributes,
+  opsets, nested bodies, endless loops, header lengths, duplicate keys, zip tables, pickles with forbidden globals,
+  operators and code that torch's loader would run, links
 
-In either case it takes at most {seconds} s and {memory} GiB, and neither reads nor writes outside. Every mutant was
-converted with `{options}`: the other formats, the report and the search
-for islands were not under attack, and no commit but the one above. The {seconds} s are of processor time (more than
-{patience} s by the clock are too many as well), from the fork of a process that has imported the program to its end:
-converting, restoring, comparing. The {memory} GiB limit the data that it allocates beyond what it had at the fork
-(`RLIMIT_DATA`: mapped files do not count), and what its largest resident memory, mapped files included, is beyond
-its parent's. Of the weights files that can be read {share:.0%} are converted; the others are read, compared and
-fitted into their module, and end there, for want of `--input`: exporting a module takes a second.
+`bf16-convert` converts each mutant in a separate process. The test watches every file that this process opens
+(audit hooks; inotify on files beside the source for native libraries). A mutant passes in one of two ways:
 
-| kind | mutants | converted | read and fitted | exit 1 | exit 2 | exit 3 | ended otherwise |
-|---|---|---|---|---|---|---|---|
+* It is converted and restored, and the restored tensors are the mutant's own, bit for bit, as another reader finds
+  them.
+* It is rejected with exit code 1, 2 or 3 and one message of at most {longest} characters. The message names a file
+  or a tensor, and has no traceback, no internals of a library and not the word bug. No files are left behind.
+
+In both cases it takes at most {seconds} s and {memory} GiB, and neither reads nor writes files elsewhere.
+
+* **Options.** Every mutant was converted with `{options}`. The other formats, the report and the search for
+  islands were not tested.
+* **Time.** The {seconds} s are processor time, from the fork of a process that has imported the program to the end
+  of converting, restoring and comparing. More than {patience} s of wall-clock time also fail.
+* **Memory.** The {memory} GiB limit the data allocated after the fork (`RLIMIT_DATA`, without mapped files), and
+  the growth of the largest resident memory, with mapped files.
+* **Weights files** that can be read: {share:.0%} are converted. The others are read, compared and fitted into
+  their module, and stop there for want of `--input`, because exporting a module takes a second.
+
+| kind | commit | mutants | converted | read and fitted | exit 1 | exit 2 | exit 3 | ended otherwise |
+|---|---|---|---|---|---|---|---|---|
 """
 
 _TAIL = """
@@ -43,13 +50,14 @@ _TAIL = """
 |---|---|---|---|
 {costs}
 {faults}
-What is not damage is not bounded by the converter: a sound model that asks for much memory, or whose loops turn on and
-on by what they compute, gets it. Run strangers' models under limits of the system (`ulimit`, a container).
+The converter sets no limits for what is not damage: a sound model that needs much memory, or whose loops depend on
+computed values, gets what it asks for. Convert models of people you do not know under limits of the system
+(`ulimit`, a container).
 
 ## SIGKILL
-`tests/fuzz/test_killed.py` kills conversions over a published artifact at 50 moments, and restores over a file at 50
-more, spread over the steps of the run and closest around publishing. Each time what is there is, byte for byte, the old
-one or the new one; beside it are only hidden temporary files, which the next run removes.
+`tests/fuzz/test_killed.py` kills conversions over a published artifact at 50 moments, and restores over a file at
+50 more. The moments are spread over the steps of the run, and closest around publishing. Each time the old or the
+new artifact is there, byte for byte. Beside it are only hidden temporary files, which the next run removes.
 """
 
 
@@ -65,7 +73,7 @@ def commit() -> str:
 
 
 def of(tallies: Sequence[dict[str, Any]], of_commit: str) -> str:
-    """The page for the tallies of all slices, which ran on the code of ``of_commit``."""
+    """The page for the tallies of all slices, which ran on the code of ``of_commit``, or of their own ``commit``."""
     from fuzzing import campaign, confined, judge
 
     kinds = sorted({tally["kind"] for tally in tallies})
@@ -90,7 +98,8 @@ def of(tallies: Sequence[dict[str, Any]], of_commit: str) -> str:
         count = ends.total()
         known = ["converted", "read and fitted", "refused (1)", "refused (2)", "refused (3)"]
         cells = [count, *(ends[end] for end in known), count - sum(ends[end] for end in known)]
-        rows += f"| {kind} | {' | '.join(f'{cell:,}' for cell in cells)} |\n"
+        commits = ", ".join(sorted({tally.get("commit", of_commit) for tally in own}))
+        rows += f"| {kind} | {commits} | {' | '.join(f'{cell:,}' for cell in cells)} |\n"
         seconds = sum(sum(tally["seconds"].values()) for tally in own) / max(count, 1)
         slowest, largest = max(tally["slowest"] for tally in own), max(tally["largest"] for tally in own)
         costs += f"| {kind} | {seconds:.2f} | {slowest[0]:.1f}: {slowest[1]} | {largest[0] >> 20}: {largest[1]} |\n"
