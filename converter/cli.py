@@ -51,9 +51,7 @@ def run(arguments: list[str]) -> int:
         error.show()
         return error.exit_code
     except (click.Abort, KeyboardInterrupt) as stop:
-        if isinstance(
-            stop.__cause__, EOFError
-        ):  # click takes one for the end of the standard input, which nobody reads
+        if isinstance(stop.__cause__, EOFError):  # click takes it for the end of standard input, which is not read
             return _failed(stop.__cause__, debug=debug)
         click.echo("bf16-convert: interrupted; nothing was published", err=True)
         return INTERRUPTED
