@@ -495,7 +495,7 @@ def test_files_unknown_parameters_and_named_repositories_are_refused_by_name(
     [
         ("max_batch_size: 3", "is not JSON"),
         ("[" * 60_000, "is not JSON"),
-        ("[]", "expected an object"),
+        ("[]", "expected a JSON object"),
         ({"max_batch_size": -1}, "'max_batch_size' is '-1'"),
         ({"maxBatchSize": 100_000}, "'max_batch_size' is 100000"),
         ({"sequence_batching": {"max_sequence_idle_microseconds": 1}}, "'sequence_batching' is not supported"),

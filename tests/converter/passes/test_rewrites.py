@@ -178,7 +178,9 @@ def test_a_value_that_nothing_gives_is_named_with_the_remedy() -> None:
     weight.dims[:] = [16 * 16]
     proto.graph.sparse_initializer.append(helper.make_sparse_tensor(weight, indices, [16, 16]))
     del proto.graph.initializer[0]
-    with pytest.raises(ConversionError, match=r"'matmul0' reads 'w0', which nothing gives.*sparse"):
+    with pytest.raises(
+        ConversionError, match=r"'matmul0' reads 'w0', which no node, input or initializer gives.*sparse"
+    ):
         run([NameEverything()], ir.from_proto(proto))
 
 

@@ -214,12 +214,12 @@ def test_a_request_that_does_not_arrive_in_time_ends_its_call() -> None:
 
 def test_a_client_that_left_as_its_call_began_is_not_waited_for() -> None:
     """The news that it left may come before the call has asked for its request."""
-    with serving(LoopbackModel(), receive_seconds=0.3) as served:
+    with serving(LoopbackModel(), receive_seconds=1.0) as served:  # on a busy machine the news takes some of that
         call: Any = served.channel.unary_unary(INFER)
         for _ in range(5):
             for future in [call.future(MESSAGE) for _ in range(100)]:
                 future.cancel()
-        time.sleep(0.5)  # nobody is too slow who is not there
+        time.sleep(1.3)  # a client that has left cannot be too slow
         assert served.log.refusals.count("too_slow") == 0
 
 
