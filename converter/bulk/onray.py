@@ -117,7 +117,7 @@ class _Task:
                     return _INTERRUPTED
                 again = attempt < _ATTEMPTS
                 then = f"it is started again, attempt {attempt + 1} of {_ATTEMPTS}" if again else "no attempt is left"
-                self._say(f"{self._model}: the node that converted it died ({type(error).__name__}); {then}")
+                self._say(f"{self._model}: the process or node that converted it died ({type(error).__name__}); {then}")
                 if again:
                     self._reference = self._begin()
         return _CANNOT

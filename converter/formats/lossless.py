@@ -106,7 +106,7 @@ def check_export(directory: Path, done: Exported, checkpoint: Mapping[str, Array
             _check_same(name, array, found[name], "is not exported unchanged")
             continue
         if found[name].dtype != BF16 or found[name].shape != array.shape:
-            raise _fault(name, f"is exported with other values ({_difference(array, found[name])})")
+            raise _fault(name, f"is exported with another dtype or shape ({_difference(array, found[name])})")
         allowed = replace(rounding, saturate=rounding.saturate or name in done.selection.masks)
         wrong = sum(
             int(np.count_nonzero(_misrounded(in_fp32(block), stored, None, allowed)))

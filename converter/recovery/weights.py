@@ -49,8 +49,8 @@ def find(module: torch.nn.Module, checkpoint: Mapping[str, Array], artifact: Art
     found = tuple(_find(module, checkpoint, artifact))
     if not any(entry.rounds for entry in found):
         raise ConversionError(
-            "recovery has nothing to train: no parameter of the module is stored in bf16; `bf16-convert inspect`"
-            " lists the stored tensors, and --bf16 REGEX makes more of them bf16"
+            "recovery has nothing to train: no parameter of the module is an unchanged tensor of the checkpoint that is"
+            " stored in bf16; `bf16-convert inspect` lists the stored tensors, and --bf16 REGEX makes more of them bf16"
         )
     return found
 

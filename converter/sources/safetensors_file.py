@@ -90,7 +90,9 @@ def _header(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         if size > max(there, 0):  # a false length must be rejected even if only little would be read
-            raise SourceError(f"{path}: truncated: its header claims {size} bytes, and the file has {max(there, 0)}")
+            raise SourceError(
+                f"{path}: truncated: its header claims {size} bytes, but only {max(there, 0)} follow its length"
+            )
         if size > HEADER_LIMIT:
             raise SourceError(f"{path}: damaged: its header claims {size} bytes; safetensors allows {HEADER_LIMIT}")
         text = file.read(size)

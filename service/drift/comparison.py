@@ -152,7 +152,9 @@ class Comparison:
         known = {spec.name: Expected.of(rows.get(spec.name, ()), len(self._specs)) for spec in self._specs}
         if any(expected is None for expected in known.values()):
             why = self._calibration.why
-            _log.info("%s: the spread of drift was estimated from %d live rows in budget: %s", self._label, LEARN, why)
+            _log.info(
+                "%s: the spread of drift is learned from the first %d live rows in budget: %s", self._label, LEARN, why
+            )
         self._profile = profile
         self._outputs = {spec.name: _Output(spec, known[spec.name], len(self._specs)) for spec in self._specs}
         self._samples = 0

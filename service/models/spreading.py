@@ -46,7 +46,7 @@ def spread_out(
     """Decide whether ``wide``, which runs on ``threads`` threads, gets a second session on fewer; ``load`` loads it."""
     instances = min(threads, MOST)
     if wide.info.backend != "onnxruntime" or wide.info.device != "cpu" or instances == 1:
-        return Spread(why="auto: 1 instance, too few threads for more")
+        return Spread(why="auto: 1 instance; more need ONNX Runtime on a CPU with 2 threads or more")
     try:
         narrow = load(threads // instances)
     except Bf16kitError as error:

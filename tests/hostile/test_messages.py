@@ -55,7 +55,11 @@ def target(repository: Path, oracle: Oracle) -> Iterator[Target]:
     try:
         target = Target(process.wait_ready())
         Volley(target.address, oracle, first=10**9).fire(500)  # heaps and threads, which are made once
-        said = ("its fp32 reference is being loaded", "live drift on", "is learnt from")  # once for each model, too
+        said = (
+            "its fp32 reference is being loaded",
+            "live drift on",
+            "the spread of drift is learned from",
+        )  # once for each model, too
         until(lambda: all(process.log.count(each) == len(messages.MODELS) for each in said), 60, "live drift of all")
         yield target
     finally:

@@ -49,7 +49,7 @@ def test_a_node_that_dies_is_no_loss_and_a_second_run_finds_all_done(
     told, said = running.communicate(timeout=240)
     assert running.returncode == 2, said  # of the one that is of a foreign format
     assert "3 of 4 checkpoints converted" in told
-    assert "the node that converted it died" in said
+    assert "the process or node that converted it died" in said
     assert "started again, attempt 2 of 3" in said
     for name in "abc":
         assert set(Artifact.open(out / name / "1").manifest.profiles) == {"cpu"}

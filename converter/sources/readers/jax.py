@@ -27,7 +27,7 @@ def read(options: Options, kind: Kind, advance: Advance) -> Source:
         )
     leaves, left_out, files, chosen = _leaves(options, kind)
     if not leaves:
-        raise SourceError(f"{options.source}: holds only arrays of an optimizer")
+        raise SourceError(f"{options.source}: holds no arrays other than those of an optimizer")
     precisions.check_range(options.source, leaves)
     notes = [*chosen, *precisions.notes(leaves, residual=options.residual)]
     if left_out:

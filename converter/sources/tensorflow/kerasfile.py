@@ -35,7 +35,7 @@ _REFUSED = {
     "FlaxLayer": "is a Flax module",
     "StringLookup": "is a table of words, which stays in the client",
     "TextVectorization": "is a table of words, which stays in the client",
-    "IntegerLookup": "is a table of numbers; look-ups must stay in the client",
+    "IntegerLookup": "is a table of numbers, which stays in the client",
     "Hashing": "hashes words, which stays in the client",
     "HashedCrossing": "hashes words, which stays in the client",
 }

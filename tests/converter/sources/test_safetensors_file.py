@@ -79,13 +79,15 @@ def test_headers_that_break_a_rule_are_damage(tmp_path: Path, header: object, da
 
 
 def test_a_file_cut_within_its_header_says_how_much_is_there(tmp_path: Path) -> None:
-    with pytest.raises(SourceError, match="truncated: its header claims 5000 bytes, and the file has 2"):
+    with pytest.raises(SourceError, match="truncated: its header claims 5000 bytes, but only 2 follow its length"):
         read_file(_write(tmp_path / "m", {}, size=5000))
 
 
 @pytest.mark.parametrize("size", [2**31, 2**40, 2**63, 2**64 - 1])
 def test_a_header_that_claims_to_be_huge_is_not_waited_for(tmp_path: Path, size: int) -> None:
-    with pytest.raises(SourceError, match=rf"m: truncated: its header claims {size} bytes, and the file has 2"):
+    with pytest.raises(
+        SourceError, match=rf"m: truncated: its header claims {size} bytes, but only 2 follow its length"
+    ):
         read_file(_write(tmp_path / "m", {}, size=size))
 
 

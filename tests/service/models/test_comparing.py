@@ -72,4 +72,4 @@ def test_measurements_that_cannot_be_read_stop_nothing_and_the_log_says_so(
     with caplog.at_level(logging.INFO):
         assert score(measured_artifact(tmp_path, b'{"version": 99}')) is None
     assert "model 'm' version 3: the measurements cannot be read" in caplog.text
-    assert "the spread of drift was estimated from 200 live rows in budget" in caplog.text
+    assert "the spread of drift is learned from the first 200 live rows in budget" in caplog.text
