@@ -132,10 +132,10 @@ def _with_code(directory: Path, form: str) -> Path:
         records = {name: archive.read(name) for name in archive.namelist()}
     with zipfile.ZipFile(path, "w") as archive:
         for name, data in records.items():
-            own = data.replace(b"return torch.relu", b"_0 = __torch__.f(input)\n    return torch.relu", 1)
-            used = own.replace(b"__torch__.f(", b"__torch__.f0(" if form == "functions" else b"__torch__.f(")
-            archive.writestr(name, used if name.endswith("activation.py") else data)
+            used = b"__torch__.f0(input)" if form == "functions" else b"__torch__.f(input)"
+            archive.writestr(name, data.replace(b"    _0 = ", b"    _1 = " + used + b"\n    _0 = "))
         name = next(name for name in records if "/code/" in name).partition("/code/")[0]
-        archive.writestr(f"{name}/code/__torch__.py", code + ("" if form in FORMS else HEAD + RETURN))
+        uses = "def f(x: Tensor) -> Optional[__torch__.C0]:\n  return None\n" if form == "classes" else ""
+        archive.writestr(f"{name}/code/__torch__.py", code + uses)
     scriptrecords.check(path)
     return path
