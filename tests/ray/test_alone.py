@@ -122,7 +122,7 @@ def test_what_is_asked_for_in_vain_is_in_the_log(repository: Path) -> None:
         running.send_signal(signal.SIGTERM)
         said, _ = running.communicate(timeout=_PATIENCE)
     assert running.returncode == 0, said
-    assert "model 'a': no node of the cluster has the resources of a replica,  5,000 CPU, " in said
+    assert "model 'a': no node of the cluster has the resources of a replica, 5,000 CPU, " in said
     assert "variables are ignored: 'BF16KIT_POL_SECONDS' (BF16KIT_POLL_SECONDS?)" in said
 
 
