@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -51,6 +52,7 @@ class Reports:
         self._clock = clock
         self._news = threading.Condition()
         self._heard: dict[str, tuple[float, Report]] = {}
+        self._before: dict[str, float] = {}  # when the report before the newest one came
         self._past: dict[Key, StatisticsSnapshot] = {}
         self._failed: dict[Key, SlotState] = {}  # reports of replicas that could not be started
         self._retired = False
@@ -84,6 +86,7 @@ class Reports:
     def hear(self, report: Report) -> float:
         """Store a report; return the seconds until the next one is due."""
         with self._news:
+            self._before[report.replica] = self._heard.get(report.replica, (-math.inf, report))[0]
             self._heard[report.replica] = (self._clock(), report)
             for slot in report.slots:
                 if slot.state == "unavailable":
@@ -97,6 +100,7 @@ class Reports:
     def forget(self, replica: str) -> None:
         """Remove a replica that has ended, and add its counts to the totals."""
         with self._news:
+            self._before.pop(replica, None)
             _, report = self._heard.pop(replica, (0.0, None))
             for key, counted in ({} if report is None else report.counted).items():
                 self._past[key] = add(self._past.get(key, StatisticsSnapshot()), counted)
@@ -129,12 +133,15 @@ class Reports:
         return dict(sorted({**found, **told}.items()))
 
     def counted(self, keys: Iterable[Key]) -> dict[Key, StatisticsSnapshot]:
-        """Return the totals of ``keys`` over all replicas, after each has reported since this call, or has gone."""
+        """Return the totals of ``keys`` over all replicas, after each has reported twice since this call, or has gone.
+
+        Twice, because the first report may have been on its way, with counts from before a request that has ended.
+        """
         wanted, asked = set(keys), self._clock()
         involved = {report.replica for report in self.reports() if wanted & {slot.key for slot in report.slots}}
 
         def all_have_said() -> bool:
-            return all(self._heard[name][0] > asked for name in involved if name in self._heard)
+            return all(self._before[name] > asked for name in involved if name in self._heard)
 
         with self._news:
             self._news.wait_for(all_have_said, _SILENT * self.interval)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from artifacts import write_mlp
 from grpc import StatusCode
+from waiting import until
 
 from bf16kit.errors import ConfigError, InvalidRequest, NotFound, Unavailable
 from deploy.ray.calls import APPLICATION, RPCS, SECONDS_LEFT, steered, unsteered
@@ -143,6 +145,21 @@ class TestReports:
             reports.hear(report(name, SlotState("m", 1, "ready"), count=count))
         reports.forget("a")
         assert reports.counted([("m", 1)])["m", 1].inference_count == 7
+
+    def test_a_report_that_was_on_its_way_when_statistics_were_asked_for_is_not_enough(self) -> None:
+        """Its counts are from before a request that has ended since."""
+        reports, found = Reports(), list[int]()
+        reports.want({"m": [1]})
+        reports.hear(report("a", SlotState("m", 1, "ready"), count=5))
+        asking = threading.Thread(target=lambda: found.append(reports.counted([("m", 1)])["m", 1].inference_count))
+        asking.start()
+        until(lambda: len(reports._news._waiters) == 1, 10, "the question")  # type: ignore[attr-defined]
+        reports.hear(report("a", SlotState("m", 1, "ready"), count=6))
+        asking.join(0.2)
+        assert asking.is_alive()
+        reports.hear(report("a", SlotState("m", 1, "ready"), count=7))
+        asking.join(10)
+        assert found == [7]
 
     def test_the_more_replicas_there_are_the_less_often_each_is_asked(self) -> None:
         reports = Reports()
