@@ -17,7 +17,7 @@ from bf16kit.runtime import scriptcode, torchzip
 
 _DEEPEST = 200  # nesting of modules and lists
 _LARGEST = 256 << 20  # bytes of a pickle, which may be compressed
-_LARGEST_CODE = 64 << 20  # bytes of all code, unpacked; the code of a large traced transformer is 2 MB
+LARGEST_CODE = 64 << 20  # bytes of all code, unpacked; the code of a large traced transformer is 2 MB
 _READ = ("/data.pkl", "/constants.pkl")  # traced_inputs.pkl, whose records are empty, is not
 _ITEM_BYTES = {
     "Double": 8, "Float": 4, "Half": 2, "BFloat16": 2, "Long": 8, "Int": 4, "Short": 2, "Char": 1, "Byte": 1, "Bool": 1,
@@ -25,8 +25,8 @@ _ITEM_BYTES = {
 }  # fmt: skip
 
 
-def check(path: Path) -> None:
-    """Raise :class:`RuntimeFailure` if a record is shorter than the tensors that the pickles place in it.
+def check(path: Path) -> dict[str, str]:
+    """Return the code, by record. Raise :class:`RuntimeFailure` for a record shorter than the tensors placed in it.
 
     Also raised for a file that cannot be read far enough to check.
     """
@@ -42,17 +42,19 @@ def check(path: Path) -> None:
                     raise RuntimeFailure(f"{name} has {info.file_size} bytes, but a module's has a few thousand")
                 if name.endswith(_READ):  # its tensors are in data/0, data/1 …, constants/0 …
                     _check_pickle(name, archive.read(info), sizes)
-            _check_code(archive, [info for info in records if scriptcode.is_code(info.filename)])
+            return _code(archive, [info for info in records if scriptcode.is_code(info.filename)])
     except RuntimeFailure as error:
         raise RuntimeFailure(f"TorchScript cannot load {path.name}: {error}") from None
     except Exception as error:  # damaged archives and pickles raise nearly anything
         raise RuntimeFailure(f"TorchScript cannot load {path.name}: {str(error) or type(error).__name__}") from error
 
 
-def _check_code(archive: zipfile.ZipFile, records: list[zipfile.ZipInfo]) -> None:
-    if (size := sum(info.file_size for info in records)) > _LARGEST_CODE:
-        raise RuntimeFailure(f"it has {size} bytes of code, expected at most {_LARGEST_CODE}")
-    scriptcode.check({info.filename: archive.read(info).decode("utf-8") for info in records})
+def _code(archive: zipfile.ZipFile, records: list[zipfile.ZipInfo]) -> dict[str, str]:
+    if (size := sum(info.file_size for info in records)) > LARGEST_CODE:
+        raise RuntimeFailure(f"it has {size} bytes of code, expected at most {LARGEST_CODE}")
+    code = {info.filename: archive.read(info).decode("utf-8") for info in records}
+    scriptcode.check(code)
+    return code
 
 
 def _check_pickle(name: str, data: bytes, sizes: dict[str, int]) -> None:

@@ -127,7 +127,7 @@ def _speaks_of_lightning(path: Path) -> bool:
             if info.filename.endswith("data.pkl") and stored and info.file_size <= path.stat().st_size:
                 try:
                     return _LIGHTNINGS_KEY in archive.read(info)
-                except (zipfile.BadZipFile, NotImplementedError, ValueError, EOFError, RuntimeError):
+                except (zipfile.BadZipFile, ValueError, EOFError, RuntimeError):
                     return False  # damaged: torch's reader explains it
     return False
 

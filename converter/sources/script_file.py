@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bf16kit.errors import RuntimeFailure, SourceError
-from bf16kit.runtime import scriptcode, scriptgraph, scriptrecords, torchzip
+from bf16kit.runtime import scriptgraph, scriptrecords, torchzip
 from converter.model import Array
 from converter.process.quiet import first_line, quiet
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     import torch
 
 CONSTANT = "constants."  # prefix of the names of tensors that are constants of the code
-_CODE_BYTES = 64 << 20  # unpacked size of code and its metadata; the code of a large traced transformer is 2 MB
 _PACKED = re.compile(r"[^/]+/(code/.*|[^/]*debug_pkl|attributes\.pkl)")  # records that torch itself compresses
 # Words that a model of plain tensors does not need in its code, each with its effect. They are rejected anywhere in the
 # text: what the code computes is unknown before it is compiled, and by then defaults have run.
@@ -74,13 +73,11 @@ def check(path: Path) -> None:
     tensors, as far as its text shows before it is compiled.
     """
     try:
-        scriptrecords.check(path)
+        code = scriptrecords.check(path)
         with zipfile.ZipFile(path) as archive:
-            records = torchzip.records(archive)
-            _check_sizes(path, records)
-            for info in records:
-                if scriptcode.is_code(info.filename):
-                    _check_code(path, info.filename, archive.read(info).decode("utf-8"))
+            _check_sizes(path, torchzip.records(archive))
+        for record, text in code.items():
+            _check_code(path, record, text)
     except RuntimeFailure as error:
         raise SourceError(f"{path}: {str(error).partition(f'cannot load {path.name}: ')[2] or error}") from None
     except SourceError:
@@ -98,8 +95,8 @@ def _check_sizes(path: Path, records: list[zipfile.ZipInfo]) -> None:
             sizes = f"{info.file_size} bytes, but {info.compress_size} are stored"
             raise SourceError(f"{path}: damaged: record {info.filename!r} claims {sizes}")
         packed += info.file_size if _PACKED.fullmatch(info.filename) else 0
-    if packed > _CODE_BYTES:
-        raise SourceError(f"{path}: has {packed} bytes of code, expected at most {_CODE_BYTES}")
+    if packed > scriptrecords.LARGEST_CODE:  # here with what belongs to the code
+        raise SourceError(f"{path}: has {packed} bytes of code, expected at most {scriptrecords.LARGEST_CODE}")
 
 
 def _check_code(path: Path, record: str, code: str) -> None:

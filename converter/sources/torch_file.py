@@ -141,7 +141,7 @@ def _array(path: Path, name: str, tensor: torch.Tensor) -> Array:
         if plain.dtype is torch.bfloat16:
             return plain.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
         array: Array = plain.numpy()
-    except (TypeError, RuntimeError, NotImplementedError):
+    except (TypeError, RuntimeError):
         raise SourceError(f"{path}: tensor {name!r} has the unknown dtype {_dtype(tensor)}") from None
     if array.dtype.kind not in "biuf":
         raise SourceError(f"{path}: tensor {name!r} has the unknown dtype {_dtype(tensor)}")

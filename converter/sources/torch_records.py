@@ -22,9 +22,8 @@ _NO_ARCHIVE = (
     zipfile.BadZipFile,
     zlib.error,
     EOFError,
-    RuntimeError,  # an encrypted record
+    RuntimeError,  # an encrypted record, and as NotImplementedError an unknown compression
     ValueError,
-    NotImplementedError,
 )  # zipfile's errors for an archive that it cannot read
 
 

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from bf16kit.errors import NotFound, Unavailable
 from bf16kit.wording import quoted
@@ -41,6 +41,14 @@ class Report:
         return cls(told["replica"], told["target"], slots, from_json(told["statistics"]))
 
 
+class _Heard(NamedTuple):
+    """A replica's newest report: when it came, and when the one before it came (-inf: there was none)."""
+
+    at: float
+    before: float
+    report: Report
+
+
 class Reports:
     """The newest report of each live replica, and the totals of those that are gone.
 
@@ -51,8 +59,7 @@ class Reports:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._news = threading.Condition()
-        self._heard: dict[str, tuple[float, Report]] = {}
-        self._before: dict[str, float] = {}  # when the report before the newest one came
+        self._heard: dict[str, _Heard] = {}
         self._past: dict[Key, StatisticsSnapshot] = {}
         self._failed: dict[Key, SlotState] = {}  # reports of replicas that could not be started
         self._retired = False
@@ -86,8 +93,8 @@ class Reports:
     def hear(self, report: Report) -> float:
         """Store a report; return the seconds until the next one is due."""
         with self._news:
-            self._before[report.replica] = self._heard.get(report.replica, (-math.inf, report))[0]
-            self._heard[report.replica] = (self._clock(), report)
+            last = self._heard.get(report.replica)
+            self._heard[report.replica] = _Heard(self._clock(), -math.inf if last is None else last.at, report)
             for slot in report.slots:
                 if slot.state == "unavailable":
                     self._failed[slot.key] = slot
@@ -100,9 +107,8 @@ class Reports:
     def forget(self, replica: str) -> None:
         """Remove a replica that has ended, and add its counts to the totals."""
         with self._news:
-            self._before.pop(replica, None)
-            _, report = self._heard.pop(replica, (0.0, None))
-            for key, counted in ({} if report is None else report.counted).items():
+            last = self._heard.pop(replica, None)
+            for key, counted in ({} if last is None else last.report.counted).items():
                 self._past[key] = add(self._past.get(key, StatisticsSnapshot()), counted)
             self._news.notify_all()
         self._tell()
@@ -110,12 +116,12 @@ class Reports:
     def tend(self) -> None:
         """Forget replicas that no longer report."""
         late = self._clock() - _SILENT * self.interval - _SLACK_SECONDS
-        for replica in [name for name, (heard, _) in list(self._heard.items()) if heard < late]:
+        for replica in [name for name, heard in list(self._heard.items()) if heard.at < late]:
             self.forget(replica)
 
     def reports(self) -> list[Report]:
         with self._news:
-            return [report for _, report in self._heard.values()]
+            return [heard.report for heard in self._heard.values()]
 
     def slots(self) -> dict[Key, SlotState]:
         """Return the state of each wanted version by name and version, ascending."""
@@ -141,14 +147,14 @@ class Reports:
         involved = {report.replica for report in self.reports() if wanted & {slot.key for slot in report.slots}}
 
         def all_have_said() -> bool:
-            return all(self._before[name] > asked for name in involved if name in self._heard)
+            return all(self._heard[name].before > asked for name in involved if name in self._heard)
 
         with self._news:
             self._news.wait_for(all_have_said, _SILENT * self.interval)
             total = {key: self._past.get(key, StatisticsSnapshot()) for key in wanted}
-            for _, report in self._heard.values():
-                for key in wanted & report.counted.keys():
-                    total[key] = add(total[key], report.counted[key])
+            for heard in self._heard.values():
+                for key in wanted & heard.report.counted.keys():
+                    total[key] = add(total[key], heard.report.counted[key])
         return total
 
     def _tell(self) -> None:

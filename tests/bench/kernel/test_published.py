@@ -13,6 +13,7 @@ import pytest
 from bench.core.results import write
 from bench.kernel import published, report
 from bench.kernel.compare import Goal, result
+from bench.kernel.published import Published
 from bench.kernel.turns import FULL, QUICK, Timed
 
 ROOT = Path(__file__).parents[3]
@@ -60,6 +61,14 @@ def stored(root: Path, content: dict[str, Any]) -> Path:
     return directory
 
 
+@pytest.fixture
+def found(tmp_path: Path, content: dict[str, Any]) -> Published:
+    """The same as it is read for publishing."""
+    read = published.read(stored(tmp_path, content))
+    assert read
+    return read
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -88,20 +97,14 @@ def test_results_from_before_these_rules_are_not_fit(content: dict[str, Any]) ->
     assert published.unfit(content)
 
 
-def test_the_claim_says_where_we_are_faster_where_nobody_knows_and_where_slower(
-    tmp_path: Path, content: dict[str, Any]
-) -> None:
-    found = published.read(stored(tmp_path, content))
-    assert found
+def test_the_claim_says_where_we_are_faster_where_nobody_knows_and_where_slower(found: Published) -> None:
     text = " ".join(published.claim([found]).split())
     assert "**Faster than fp32 on CPUs in 1 of 3 cases.**" in text
     assert "1 row (2.00); no difference seen: 4 rows (1.01); slower: 8 rows (0.50)." in text
     assert "2 cores of Test CPU (k-2cpu), 2026-01-02, commit abc1234" in text
 
 
-def test_the_tables_say_what_was_missed_and_where_others_win(tmp_path: Path, content: dict[str, Any]) -> None:
-    found = published.read(stored(tmp_path, content))
-    assert found
+def test_the_tables_say_what_was_missed_and_where_others_win(found: Published) -> None:
     text = published.tables([found])
     assert "1 met, 1 missed, 1 undecided, 1 not measured." in text
     assert "Missed: 8 rows: best fp32 peer ÷ cpu 0.5 (≥ 1.5)." in text
@@ -109,9 +112,7 @@ def test_the_tables_say_what_was_missed_and_where_others_win(tmp_path: Path, con
     assert "| 1 row | **1000** | – | – | 2000 · 2000 |" in text
 
 
-def test_the_goals_are_all_there_with_their_verdicts(tmp_path: Path, content: dict[str, Any]) -> None:
-    found = published.read(stored(tmp_path, content))
-    assert found
+def test_the_goals_are_all_there_with_their_verdicts(found: Published) -> None:
     text = published.goals([found])
     assert "| 1 row: best fp32 peer ÷ cpu, cpu, avx512f against OpenVINO fp32 | 2 [2, 2] | ≥ 1.5 | met |" in text
     assert "| 4 rows: best fp32 peer ÷ cpu" in text
