@@ -12,10 +12,8 @@ from typing import Any
 import grpc
 import pytest
 from artifacts import write_mlp
-from raycluster import NODE, Served
+from raycluster import NODE, PATIENCE, Served
 from waiting import until
-
-_PATIENCE = 120.0  # seconds, on a machine that is busy with other tests
 
 
 @pytest.fixture(scope="session")
@@ -74,8 +72,8 @@ def served(cluster: Any, repository: Path) -> Iterator[Served]:
     deployed.follow()
     with grpc.insecure_channel(f"127.0.0.1:{ports[0]}") as channel:
         found = Served(channel, f"127.0.0.1:{ports[0]}", f"http://127.0.0.1:{ports[1]}", deployed, cluster)
-        until(found.all_running, _PATIENCE, "all applications running")
-        until(lambda: len(found.targets()) == 4, _PATIENCE, "every replica known to the front")
+        until(found.all_running, PATIENCE, "all applications running")
+        until(lambda: len(found.targets()) == 4, PATIENCE, "every replica known to the front")
         yield found
         deployed.remove()
 

@@ -21,11 +21,10 @@ from typing import Any
 import grpc
 import pytest
 from artifacts import write_mlp
-from raycluster import request, told
+from raycluster import PATIENCE, request, told
 from waiting import until
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # what Ray and its libraries warn of is theirs
-_PATIENCE = 180.0  # seconds, on a machine that is busy with other tests
 _MODELS = ("a", "b")
 
 
@@ -72,7 +71,7 @@ def test_a_port_that_is_taken(repository: Path, taken: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with _started(repository, taken, str(port), "--address", "local", RAY_ADDRESS="127.0.0.1:1") as running:
-            said, _ = running.communicate(timeout=_PATIENCE)
+            said, _ = running.communicate(timeout=PATIENCE)
     assert running.returncode == 2, said
     assert f"port {port} on" in said
     assert f"is in use by another program; stop it, or choose another {taken}" in said
@@ -84,7 +83,7 @@ def test_an_address_where_nobody_answers(repository: Path, given: str) -> None:
     where = "127.0.0.1:1"
     arguments, environment = ((given, where), {}) if given.startswith("-") else ((), {given: where})
     with _started(repository, *arguments, **environment) as running:
-        said, _ = running.communicate(timeout=_PATIENCE)
+        said, _ = running.communicate(timeout=PATIENCE)
     assert running.returncode == 2, said
     assert f"{given} {where}: no Ray cluster is reached" in said
     assert "Traceback" not in said
@@ -102,14 +101,14 @@ def test_a_model_that_cannot_be_served_is_told_as_a_server_tells_it_and_tried_ag
             return told(channel, "ModelInfer", request("b"), timeout=2)
 
         words = "no version of model 'b' is ready; its replicas' log says why"
-        until(lambda: refused() == (grpc.StatusCode.NOT_FOUND, words), _PATIENCE, "the refusal")
-        until(lambda: told(channel, "ModelInfer", request("a"))[0] is grpc.StatusCode.OK, _PATIENCE, "the other model")
+        until(lambda: refused() == (grpc.StatusCode.NOT_FOUND, words), PATIENCE, "the refusal")
+        until(lambda: told(channel, "ModelInfer", request("a"))[0] is grpc.StatusCode.OK, PATIENCE, "the other model")
         assert "sha256" in _page(http_port, "/status.json")[1]
         shutil.rmtree(repository / "b")  # and the repository is not looked at: nothing tells of it
         write_mlp(repository / "b" / "1")
-        until(lambda: told(channel, "ModelInfer", request("b"))[0] is grpc.StatusCode.OK, _PATIENCE, "the next try")
+        until(lambda: told(channel, "ModelInfer", request("b"))[0] is grpc.StatusCode.OK, PATIENCE, "the next try")
         running.send_signal(signal.SIGTERM)
-        running.communicate(timeout=_PATIENCE)
+        running.communicate(timeout=PATIENCE)
     assert running.returncode == 0
 
 
@@ -118,9 +117,9 @@ def test_what_is_asked_for_in_vain_is_in_the_log(repository: Path) -> None:
     grpc_port, http_port = _ports()
     ports = ("--grpc-port", str(grpc_port), "--http-port", str(http_port))
     with _started(repository, *ports, "--cpus", "5000", BF16KIT_DRAIN_SECONDS="1", BF16KIT_POL_SECONDS="2") as running:
-        until(lambda: _page(http_port, "/readyz")[0] == 503, _PATIENCE, "the front")
+        until(lambda: _page(http_port, "/readyz")[0] == 503, PATIENCE, "the front")
         running.send_signal(signal.SIGTERM)
-        said, _ = running.communicate(timeout=_PATIENCE)
+        said, _ = running.communicate(timeout=PATIENCE)
     assert running.returncode == 0, said
     assert "model 'a': no node of the cluster has the resources of a replica, 5,000 CPU, " in said
     assert "variables are ignored: 'BF16KIT_POL_SECONDS' (BF16KIT_POLL_SECONDS?)" in said
@@ -132,7 +131,7 @@ def test_it_ends_when_what_is_at_work_is_answered(repository: Path) -> None:
     (repository / "server.yaml").write_text("lame_duck_seconds: 3\ndrain_seconds: 20\ndevice: cpu\n")
     ports = ("--grpc-port", str(grpc_port), "--http-port", str(http_port), "--cpus", "0.5")
     with _started(repository, *ports, "--config", str(repository / "server.yaml")) as running:
-        until(lambda: running.poll() is not None or _page(http_port, "/readyz")[0] == 200, _PATIENCE, "readiness")
+        until(lambda: running.poll() is not None or _page(http_port, "/readyz")[0] == 200, PATIENCE, "readiness")
         targets = json.loads(_page(http_port, "/targets")[1])[0]["targets"]
         assert len(targets) == 2
         with grpc.insecure_channel(f"127.0.0.1:{grpc_port}") as channel, ThreadPoolExecutor(4) as pool:
@@ -143,7 +142,7 @@ def test_it_ends_when_what_is_at_work_is_answered(repository: Path) -> None:
             assert [each.result()[0] for each in asked] == [grpc.StatusCode.OK] * 2, "after the signal, too"
             late = [pool.submit(told, channel, "ModelInfer", request(name)) for name in _MODELS]
             assert [each.result()[0] for each in late] == [grpc.StatusCode.OK] * 2, "and during the removal"
-        said, _ = running.communicate(timeout=_PATIENCE)
+        said, _ = running.communicate(timeout=PATIENCE)
         took = time.monotonic() - begun
     assert running.returncode == 0, said
     assert "not removed in time" not in said

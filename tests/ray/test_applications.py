@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 from artifacts import write_mlp
+from raycluster import PATIENCE
 
 from bf16kit.errors import ConfigError
 from service.models.directory import Directory
@@ -146,7 +147,7 @@ def test_rays_own_configuration_of_it_is_one_that_ray_takes(repository: Path) ->
     from ray.serve.schema import ServeDeploySchema
 
     command = [sys.executable, "-m", "deploy.ray", "--repository", str(repository), "--max-replicas", "3"]
-    done = subprocess.run([*command, "--print-config"], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*command, "--print-config"], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     told = yaml.safe_load(done.stdout)
     assert ServeDeploySchema(**told)

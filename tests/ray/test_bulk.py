@@ -9,7 +9,7 @@ from typing import Any
 
 import onnx
 import pytest
-from raycluster import NODE
+from raycluster import NODE, PATIENCE
 from waiting import until
 
 import graphs
@@ -43,10 +43,10 @@ def test_a_node_that_dies_is_no_loss_and_a_second_run_finds_all_done(
     (models / "broken.gguf").write_bytes(b"GGUF\x03\0\0\0")
     out = tmp_path / "repository"
     running = _started(models, out, cluster.address)
-    until(lambda: len(list((out / RECORDS).glob("*.log"))) >= 2, 120, "a conversion on each node")
+    until(lambda: len(list((out / RECORDS).glob("*.log"))) >= 2, PATIENCE, "a conversion on each node")
     cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
     cluster.add_node(**NODE)
-    told, said = running.communicate(timeout=240)
+    told, said = running.communicate(timeout=PATIENCE)
     assert running.returncode == 2, said  # of the one that is of a foreign format
     assert "3 of 4 checkpoints converted" in told
     assert "the process or node that converted it died" in said
@@ -55,14 +55,14 @@ def test_a_node_that_dies_is_no_loss_and_a_second_run_finds_all_done(
         assert set(Artifact.open(out / name / "1").manifest.profiles) == {"cpu"}
     assert not list((out / RECORDS).glob("*.tmp"))
     again = _started(models, out, cluster.address)
-    _, said = again.communicate(timeout=240)
+    _, said = again.communicate(timeout=PATIENCE)
     assert again.returncode == 2, said
     assert said.count("done before") == 3
 
 
 def test_where_no_cluster_answers(models: Path, tmp_path: Path) -> None:
     running = _started(models, tmp_path / "repository", "127.0.0.1:1")
-    _, said = running.communicate(timeout=240)
+    _, said = running.communicate(timeout=PATIENCE)
     assert running.returncode == 2
     assert "cannot connect to a Ray cluster" in said
     assert "Traceback" not in said

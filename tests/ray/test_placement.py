@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from raycluster import Served, replicas
+from raycluster import PATIENCE, Served, replicas
 from waiting import until
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # what Ray and its libraries warn of is theirs
@@ -34,7 +34,7 @@ def test_a_replica_takes_no_more_than_it_is_placed_by(served: Served, repository
             served.infer()
         return _measured(served) > 0
 
-    until(sampled, 60, "a sample that is measured")
+    until(sampled, PATIENCE, "a sample that is measured")
     placed = place(Directory(repository).wish("mlp"), ServerConfig(repository=repository))
     assert not placed.refused
     held = [_held(pid) for pid in replicas("mlp")]

@@ -15,7 +15,7 @@ import tritonclient.grpc as triton
 from grpc import StatusCode
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
-from raycluster import METHODS, Served, X, empty, request, told
+from raycluster import METHODS, PATIENCE, Served, X, empty, request, told
 from waiting import until
 
 from bf16kit.protocol import inference_pb2 as pb
@@ -114,10 +114,10 @@ def test_an_rpc_that_does_not_exist(served: Served) -> None:
 
 
 def test_a_deadline_is_known_where_the_request_waits(served: Served) -> None:
-    """It runs before its deadline: who does not know of that goes on waiting for others, for a second and a half."""
+    """A replica that does not know the deadline would wait 3 s for other requests."""
     begun = time.monotonic()
-    assert served.infer("slow", timeout=1.5)[0] is StatusCode.OK
-    assert time.monotonic() - begun < 1.5
+    assert served.infer("slow", timeout=2.5)[0] is StatusCode.OK
+    assert time.monotonic() - begun < 2.5
 
 
 def test_a_client_that_leaves_takes_its_request_along(served: Served) -> None:
@@ -125,11 +125,11 @@ def test_a_client_that_leaves_takes_its_request_along(served: Served) -> None:
     before = served.metric("bf16kit_requests_total", model="slow", code="CANCELLED")
     call: Any = served.channel.unary_unary(f"/{SERVICE}/ModelInfer")
     leaving = call.future(request("slow"), timeout=60)
-    until(lambda: served.metric("bf16kit_queue_depth", model="slow") == 1, 60, "a request in the queue")
+    until(lambda: served.metric("bf16kit_queue_depth", model="slow") == 1, PATIENCE, "a request in the queue")
     leaving.cancel()
     until(
         lambda: served.metric("bf16kit_requests_total", model="slow", code="CANCELLED") == before + 1,
-        60,
+        PATIENCE,
         "the refusal in a replica's metrics",
     )
     assert served.metric("bf16kit_executions_total", model="slow") == ran

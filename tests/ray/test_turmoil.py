@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 from artifacts import write_mlp
 from grpc import StatusCode
-from raycluster import NODE, Served, Volley, of_node, replicas
+from raycluster import NODE, PATIENCE, Served, Volley, of_node, replicas
 from waiting import until
 
 from bf16kit.protocol import inference_pb2 as pb
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # what Ray and its libraries warn of is theirs
-_PATIENCE = 120.0
 _log = logging.getLogger(__name__)
 
 
@@ -26,11 +25,11 @@ def _versions(volley: Volley) -> set[str]:
 
 def test_a_new_version_takes_over_without_a_call_that_fails(served: Served, repository: Path) -> None:
     with Volley(served.infer) as volley:
-        until(lambda: volley.calls > 20, _PATIENCE, "calls")
+        until(lambda: volley.calls > 20, PATIENCE, "calls")
         write_mlp(repository / "mlp" / "2")
         served.deployed.follow()
-        until(lambda: "2" in _versions(volley), _PATIENCE, "an answer of the new version")
-        until(lambda: served.states()["bf16kit.mlp"] == "RUNNING", _PATIENCE, "the end of the deployment")
+        until(lambda: "2" in _versions(volley), PATIENCE, "an answer of the new version")
+        until(lambda: served.states()["bf16kit.mlp"] == "RUNNING", PATIENCE, "the end of the deployment")
     assert set(volley.codes) == {"OK"}, volley.words
     assert _versions(volley) == {"1", "2"}
 
@@ -43,8 +42,8 @@ def test_a_version_that_is_damaged_takes_nobodys_place(served: Served, repositor
     with Volley(served.infer) as volley:
         served.deployed.follow()
         served.deployed.remind()
-        until(lambda: served.states()["bf16kit.mlp"] != "RUNNING", _PATIENCE, "the deployment to begin")
-        until(lambda: served.states()["bf16kit.mlp"] in ("DEPLOY_FAILED", "UNHEALTHY"), _PATIENCE, "its failure")
+        until(lambda: served.states()["bf16kit.mlp"] != "RUNNING", PATIENCE, "the deployment to begin")
+        until(lambda: served.states()["bf16kit.mlp"] in ("DEPLOY_FAILED", "UNHEALTHY"), PATIENCE, "its failure")
     assert set(volley.codes) == {"OK"}, volley.words
     assert _versions(volley) == {"2"}
     _, index = served.ask("RepositoryIndex", b"")
@@ -54,24 +53,24 @@ def test_a_version_that_is_damaged_takes_nobodys_place(served: Served, repositor
     shutil.rmtree(repository / "mlp" / "3")
     served.deployed.follow()
     served.deployed.remind()
-    until(served.all_running, _PATIENCE, "all applications running again")
+    until(served.all_running, PATIENCE, "all applications running again")
 
 
 def test_a_node_that_dies_under_load_loses_no_request_that_is_sent_again(served: Served) -> None:
     """And the applications are well again once there is a node for the replicas that it had."""
-    until(served.all_running, _PATIENCE, "all applications running")
+    until(served.all_running, PATIENCE, "all applications running")
     second = next(iter(served.cluster.worker_nodes))
     asked = next(model for model in ("mlp", "slow") if replicas(model, of_node(second)))
     with Volley(lambda: served.infer(asked)) as volley, ThreadPoolExecutor(4) as pool:
-        until(lambda: volley.calls > 10, _PATIENCE, "calls")
+        until(lambda: volley.calls > 10, PATIENCE, "calls")
         inside = [pool.submit(served.infer, "slow") for _ in range(4)]  # for three seconds
-        until(lambda: served.metric("bf16kit_queue_depth", model="slow") > 0, _PATIENCE, "requests inside of replicas")
+        until(lambda: served.metric("bf16kit_queue_depth", model="slow") > 0, PATIENCE, "requests inside of replicas")
         served.cluster.remove_node(second, allow_graceful=False)
-        until(lambda: not served.all_running(), _PATIENCE, "Ray to notice")
+        until(lambda: not served.all_running(), PATIENCE, "Ray to notice")
         before = volley.calls
-        until(lambda: volley.calls > before + 10, _PATIENCE, "calls to the node that is left")
+        until(lambda: volley.calls > before + 10, PATIENCE, "calls to the node that is left")
         served.cluster.add_node(**NODE)
-        until(served.all_running, _PATIENCE, "all applications running again")
+        until(served.all_running, PATIENCE, "all applications running again")
     failed = volley.calls - volley.codes["OK"]
     _log.warning(
         "node killed: %d calls, %d failed (%s), slowest %.2f s",

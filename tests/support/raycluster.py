@@ -22,6 +22,9 @@ from bf16kit.protocol import inference_pb2 as pb
 from service.transport.handlers import SERVICE
 
 NODE = {"num_cpus": 2, "memory": 6 << 30, "object_store_memory": 80 << 20}
+# Seconds that a test waits for what Ray does; only a failure takes so long. Ray starts a replica that cannot load its
+# model three times; one start takes 5 s on an idle machine, and a minute if CI's other steps share the cores.
+PATIENCE = 600.0
 METHODS = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods
 X = np.linspace(-1, 1, 16, dtype=np.float32).reshape(1, 16)
 
