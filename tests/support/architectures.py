@@ -1,6 +1,6 @@
-"""Small torch modules for tests of the converter, each the smallest that shows one thing; ``--model`` names them.
+"""Small torch modules for tests of the converter; each is the smallest module with one property.
 
-``--model architectures:Mlp`` finds them because pytest has this directory on its path.
+The option ``--model architectures:Mlp`` finds them because pytest has this directory on its path.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Cnn(nn.Module):
 
 
 class Tied(nn.Module):
-    """ids [batch, seq] → a table that is also the output layer, as in language models."""
+    """ids [batch, seq] → [batch, seq, 64]. The embedding table is also the output layer, as in language models."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,14 +61,14 @@ class Tied(nn.Module):
 
 
 class Centred(Mlp):
-    """Takes the mean of its batch off every row: what a row gives depends on the others."""
+    """Subtracts the mean of the batch from every row, so that the output of a row depends on the other rows."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x - x.mean(0))
 
 
 class Several(nn.Module):
-    """Two inputs, and a mapping of two outputs."""
+    """Takes two inputs and returns a mapping of two outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,25 +79,25 @@ class Several(nn.Module):
 
 
 class ModelOutput(dict[str, Any]):
-    """What transformers' models answer with is known by this name."""
+    """The converter recognises the outputs of transformers' models by this class name."""
 
 
 class Caching(Mlp):
-    """Answers as transformers' models do, with a cache beside the logits."""
+    """Returns a cache beside the logits, as transformers' models do."""
 
     def forward(self, x: torch.Tensor) -> Any:
         return ModelOutput(logits=super().forward(x), cache=[x])
 
 
 class Untraceable(Mlp):
-    """Branches on its data, which no export can follow."""
+    """Branches on its data, which no export can trace."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) if bool(x.sum() > 0) else x
 
 
 def with_buffers(buffers: dict[str, tuple[str, list[int]]]) -> nn.Module:
-    """An :class:`Mlp` that also holds buffers of these names, dtypes and shapes, and uses none of them."""
+    """Return an :class:`Mlp` that also has buffers of these names, dtypes and shapes, and does not use them."""
     module = Mlp()
     for name, (dtype, shape) in buffers.items():
         module.register_buffer(name, torch.zeros(shape, dtype=getattr(torch, dtype)))
@@ -116,7 +116,7 @@ NUMBER = 7
 
 
 def seeded(module: nn.Module, seed: int = 0) -> nn.Module:
-    """``module`` in evaluation mode with seeded weights, and running statistics as training leaves them."""
+    """Set seeded weights, and running statistics like those after training. Return ``module`` in evaluation mode."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in module.state_dict().items():
@@ -131,7 +131,10 @@ def seeded(module: nn.Module, seed: int = 0) -> nn.Module:
 
 
 def save(path: Path, module: nn.Module, **changed: torch.Tensor) -> Path:
-    """The state dict of ``module`` with seeded weights as ``path``; ``changed`` replaces tensors (``__`` for a dot)."""
+    """Write the state dict of ``module`` with seeded weights to ``path``, and return ``path``.
+
+    ``changed`` replaces tensors; ``__`` in a name stands for a dot.
+    """
     state: dict[str, Any] = dict(seeded(module).state_dict())
     state |= {name.replace("__", "."): tensor for name, tensor in changed.items()}
     torch.save(state, path)

@@ -1,6 +1,6 @@
-"""Artifacts made by hand, for tests of what serves them: a graph of a few nodes, its weights in bf16, a real reference.
+"""Artifacts written without the converter, for tests of the server: a small graph, bf16 weights, and a real reference.
 
-Nothing of the converter is used: the server's tests hold while the converter changes.
+A change of the converter therefore cannot break the server's tests.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ def write_artifact(
     spoil: float = 0.0,
     kernel: onnx.ModelProto | None = None,
 ) -> Artifact:
-    """Publish a ``cpu`` artifact with reference and golden samples; ``spoil`` is added to every golden output.
+    """Publish a ``cpu`` artifact with a reference and golden samples; ``spoil`` is added to every golden output.
 
-    Without ``golden`` there are no golden samples. ``kernel`` is a graph for the CPU kernel, whose nodes and functions
-    ``cpu.onnx`` has in place of ``nodes``; every weight is then stored as panels.
+    If ``golden`` is empty, the artifact has no golden samples. ``kernel`` is a graph for the CPU kernel: ``cpu.onnx``
+    then has its nodes and functions instead of ``nodes``, and every weight is stored as panels.
     """
     with staging(target) as staged:
         tensors = _write_weights(staged, weights, panels=None if kernel is None else 1)
@@ -88,7 +88,7 @@ def write_artifact(
 
 
 def write_mlp(target: Path, *, width: int = 16, logits: bool = False, spoil: float = 0.0) -> Artifact:
-    """``y = relu(x·a)·b``, fp32[batch,width] → fp32[batch,width]."""
+    """Publish ``y = relu(x·a)·b``, fp32[batch,width] → fp32[batch,width]."""
     rng = np.random.default_rng(0)
     weights = {name: rng.standard_normal((width, width)).astype(np.float32) / width**0.5 for name in ("a", "b")}
     return write_artifact(
@@ -107,8 +107,8 @@ def write_mlp(target: Path, *, width: int = 16, logits: bool = False, spoil: flo
 
 
 def write_tables(target: Path, *, rows: int, count: int = 8, width: int = 64) -> Artifact:
-    """``y``: the sum of row ``ids`` of ``count`` tables, int64[batch,seq] → fp32[batch,seq,width]. No arithmetic to
-    speak of, whatever the size."""
+    """Publish a model whose ``y`` is the sum of row ``ids`` of ``count`` tables, int64[batch,seq] →
+    fp32[batch,seq,width]. It needs almost no arithmetic, however large the tables are."""
     rng = np.random.default_rng(0)
     names = [f"table{i}" for i in range(count)]
     return write_artifact(
@@ -125,7 +125,7 @@ def write_tables(target: Path, *, rows: int, count: int = 8, width: int = 64) ->
 
 
 def write_product(target: Path, *, width: int = 64, seed: int = 0) -> Artifact:
-    """``y = relu(x·w)``, fp32[batch,width] → fp32[batch,width], on the CPU kernel."""
+    """Publish ``y = relu(x·w)``, fp32[batch,width] → fp32[batch,width], which runs on the CPU kernel."""
     rng = np.random.default_rng(seed)
     weight = rng.standard_normal((width, width)).astype(np.float32) / width**0.5
     return write_artifact(
@@ -143,7 +143,10 @@ def write_product(target: Path, *, width: int = 64, seed: int = 0) -> Artifact:
 
 
 def write_lookup(target: Path) -> Artifact:
-    """A table of ten rows: int64[batch,seq] → fp32[batch,seq,4]. An index beyond the table fails inside the runtime."""
+    """Publish a lookup in a table of ten rows, int64[batch,seq] → fp32[batch,seq,4].
+
+    An index beyond the table fails inside the runtime.
+    """
     rng = np.random.default_rng(0)
     return write_artifact(
         target,
@@ -156,22 +159,25 @@ def write_lookup(target: Path) -> Artifact:
 
 
 def write_kinds(target: Path) -> Artifact:
-    """An input and an output of every dtype but strings, [batch,2], each of which comes back as it is."""
+    """Publish a model that returns its inputs unchanged: one [batch,2] of every dtype but strings."""
     return _write_identities(target, [dtype for dtype in BY_NAME.values() if dtype.name != "string"])
 
 
 def write_typed(target: Path) -> Artifact:
-    """The same of those that have typed contents, strings left out: a request for it may be typed throughout."""
+    """Publish the same for the dtypes that have typed contents, without strings.
+
+    A request to this model can send all its inputs as typed contents.
+    """
     return _write_identities(target, [d for d in BY_NAME.values() if d.name not in ("string", "float16", "bfloat16")])
 
 
 def write_words(target: Path) -> Artifact:
-    """The same of strings, and of fp32. (With bf16 among them ONNX Runtime takes no strings from Python.)"""
+    """Publish the same for strings and fp32. (If an input is bf16, ONNX Runtime accepts no strings from Python.)"""
     return _write_identities(target, [BY_NAME["string"], BY_NAME["float32"]])
 
 
 def _write_identities(target: Path, dtypes: Sequence[DType]) -> Artifact:
-    """``FP32`` → ``FP32.out`` and so on, named as the protocol names them."""
+    """Publish ``FP32`` → ``FP32.out`` and so on; each input has the protocol's name of its dtype."""
     specs = [TensorSpec(dtype.oip, dtype.name, ("batch", 2)) for dtype in dtypes]
     return write_artifact(
         target,
@@ -187,8 +193,8 @@ def _write_identities(target: Path, dtypes: Sequence[DType]) -> Artifact:
 
 
 def write_attention(target: Path, *, rows: int = 1000, heads: int = 8, width: int = 64) -> Artifact:
-    """Softmax attention over rows of a table, int64[batch,seq] → fp32[batch,width]: what a run takes grows with the
-    square of ``seq``."""
+    """Publish softmax attention over rows of a table, int64[batch,seq] → fp32[batch,width]. The time of a run grows
+    with the square of ``seq``."""
 
     def nodes(weight: Weight) -> list[onnx.NodeProto]:
         parted = {"split": [0, 0, heads, width // heads], "joined": [0, 0, width], "seq": [1]}
@@ -271,8 +277,11 @@ def _edges(specs: Sequence[TensorSpec]) -> list[onnx.ValueInfoProto]:
 
 
 def write_damaged(target: Path, *, scale: float = 1.05, above: float = 0.0) -> Artifact:
-    """An MLP whose bf16 graph answers ``scale`` times what it should, and its reference does not; with ``above``, only
-    where an input's first value is larger. No golden samples tell, and all digests are right."""
+    """Publish an MLP whose bf16 graph multiplies its output by ``scale``. Its reference is correct.
+
+    If ``above`` is not 0, only rows whose first value is larger are multiplied. The artifact has no golden samples and
+    all its digests are correct, so neither detects the damage.
+    """
     artifact = write_mlp(target)
     model = onnx.load(target / "cpu.onnx", load_external_data=False)
     constants = {"scale": ([1], [scale]), "one": ([1], [1.0]), "above": ([1], [above or -math.inf])}
@@ -296,7 +305,7 @@ def write_damaged(target: Path, *, scale: float = 1.05, above: float = 0.0) -> A
 
 
 def write_endless(target: Path) -> Artifact:
-    """An MLP whose graph also has a Loop that never ends, its digests right."""
+    """Publish an MLP whose graph also has a Loop that never ends; its digests are correct."""
     artifact = write_mlp(target)
     model = onnx.load(target / "cpu.onnx", load_external_data=False)
     model.graph.initializer.append(helper.make_tensor("yes", TensorProto.BOOL, [], [True]))

@@ -1,4 +1,4 @@
-"""Clients of a server whose artifacts are attacked: one that asks all the time, and one call."""
+"""Clients for tests that change a server's artifacts: one that sends requests continuously, and a single request."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from service.transport.handlers import SERVICE
 
 _RPC = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods_by_name["ModelInfer"]
 _PAUSE_S = 0.002
-PATIENCE_S = 10.0  # for one answer
+PATIENCE_S = 10.0  # the deadline of one request
 
 
 def infer(channel: grpc.Channel) -> Any:
-    """ModelInfer, of a request's bytes."""
+    """Return a stub of ModelInfer that takes the bytes of a request."""
     answer = GetMessageClass(_RPC.output_type)
     return channel.unary_unary(f"/{SERVICE}/{_RPC.name}", response_deserializer=answer.FromString)
 
 
 def code_of(target: str, model: str, feeds: Mapping[str, Array]) -> str:
-    """How one request ends."""
+    """Send one request and return the name of its status."""
     with grpc.insecure_channel(target) as channel:
         try:
             infer(channel)(infer_request(model, **dict(feeds)).SerializeToString(), timeout=PATIENCE_S)
@@ -41,9 +41,11 @@ def code_of(target: str, model: str, feeds: Mapping[str, Array]) -> str:
 
 
 class Asking:
-    """Use as a context manager. ``right`` are the answers that are right, by the name that ``answered`` counts them by.
+    """A client that sends one request over and over in a thread. Use as a context manager.
 
-    What else came is in ``wrong``; ``codes`` counts the statuses, ``slowest`` is in seconds.
+    ``right`` has the correct contents of a response by name. ``answered`` counts the responses by that name, incorrect
+    ones as "". ``wrong`` describes each incorrect response, ``codes`` counts the statuses, and ``slowest`` is the
+    longest time of a request in seconds.
     """
 
     def __init__(self, target: str, model: str, feeds: Mapping[str, Array], right: Mapping[str, bytes]) -> None:
@@ -66,7 +68,7 @@ class Asking:
         self._thread.join(60)
 
     def wait_for(self, answers: int) -> None:
-        """Returns when the server has answered so many requests more."""
+        """Return when ``answers`` more requests have ended with the status OK."""
         enough = self.codes["OK"] + answers
         until(lambda: self.codes["OK"] >= enough, what=f"{answers} answers")
 

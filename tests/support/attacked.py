@@ -1,4 +1,4 @@
-"""A server process under attack, and somebody who asks it all the time whether it is well."""
+"""A server process under attack, and a client that checks its health all the time."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from serverprocess import ServerProcess
 from waiting import until
 
-GROWTH = 1.1  # of memory, at most, when an attack is over
-PATIENCE_S = 1.0  # in which a server that is well says so
+GROWTH = 1.1  # the most memory that the server may hold after an attack ÷ its memory before
+PATIENCE_S = 1.0  # a healthy server responds to a health check within this time
 
 
 class Wellness:
-    """Asks every 50 ms for the health, and again at once where no answer comes: a server that is well says so within a
-    second. ``seconds`` is how long each answer took, ``ill`` what happened where that was too long.
+    """Checks the server's health every 50 ms. A call that fails is repeated after 10 ms, until a second has passed.
+
+    ``seconds`` is how long each check took. ``ill`` has the last error of each check that got no response within a
+    second. ``most`` is the largest RSS seen.
     """
 
     def __init__(self, target: str, rss: Callable[[], int]) -> None:
@@ -67,13 +69,13 @@ class Target:
         self.address = process.target
 
     def rss(self) -> int:
-        """Bytes; 0 of a process that has ended."""
+        """Return the server's RSS in bytes; 0 if the process has ended and nothing has waited for it yet."""
         return self.process.status("VmRSS") << 10
 
     @contextmanager
     def stays_well(self) -> Iterator[Wellness]:
-        """Fails when the server, meanwhile, does not say within a second that it is serving, or holds too much memory,
-        or keeps it after."""
+        """Fail if the server ends, does not respond to a health check within a second, or holds too much memory during
+        the block or after it."""
         wellness = Wellness(self.address, self.rss)
         before = self.rss()
         wellness.start()

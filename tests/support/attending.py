@@ -1,4 +1,4 @@
-"""Attention as exporters write it, in whatever spelling a test asks for, and what it computes in float64."""
+"""Attention graphs as exporters write them, in the spelling that a test chooses, and their output in float64."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ LOWEST = float(np.finfo(np.float32).min)
 class Spelling:
     """How the graph is written.
 
-    ``forms``: for q, k and v whether the input is in rows or in heads. ``scale``: where 1/4 stands: ``mul`` or ``div``
-    of the scores, ``q``, ``both`` (half of it before q and before k), ``rows`` (before q is parted into heads), or
-    ``none``, and nothing is scaled. ``mask``: ``add``, ``add_first`` (the mask is the left operand), ``where``,
-    ``where_not``, ``two`` (an addition and a selection) or ``none``. ``turn``: whether k goes from rows to columns
-    first in ``one`` Transpose or ``two``. ``merged``: whether rows end up in a ``batch``, or all in one ``matrix``.
+    ``forms``: for each of q, k and v, whether the input is in rows (``r``) or in heads (``h``). ``scale``: where the
+    factor 1/4 is applied: ``mul`` or ``div`` (to the scores), ``q``, ``both`` (1/2 to q and 1/2 to k), ``rows`` (to q
+    before it is split into heads), or ``none`` (nowhere). ``mask``: ``add``, ``add_first`` (the mask is the left
+    operand), ``where``, ``where_not``, ``two`` (an Add and a Where) or ``none``. ``turn``: whether k is transposed to
+    columns in ``one`` Transpose or in ``two``. ``merged``: whether the rows of the output are in a ``batch`` or all in
+    one ``matrix``.
     """
 
     forms: str = "rrr"
@@ -58,14 +59,17 @@ class _Drawing:
         return self.add("Transpose", view, perm=perm)
 
     def repeated(self, value: str, heads: int, shared: int, keys: int, columns: int) -> str:
-        """Each of ``heads`` ``shared`` times, as Hugging Face's ``repeat_kv`` does."""
+        """Repeat each of the ``heads`` heads ``shared`` times, as Hugging Face's ``repeat_kv`` does."""
         apart = self.add("Unsqueeze", value, self.const([2], np.int64))
         wide = self.add("Expand", apart, self.const([1, 1, shared, 1, 1], np.int64))
         return self.add("Reshape", wide, self.const([0, heads * shared, keys, columns], np.int64))
 
 
 def attention(spelling: Spelling, sizes: Mapping[str, int] | None = None) -> ModelProto:
-    """q, k, v and mask → y [batch, queries, heads · WIDTH]; ``sizes`` fix what is free otherwise."""
+    """Return the model: q, k, v and mask → y [batch, queries, heads · WIDTH], or [rows, heads · WIDTH] for ``matrix``.
+
+    ``sizes`` fixes dimensions that are free otherwise.
+    """
     s, sizes = spelling, sizes or {}
     drawing = _Drawing()
     q, k, v = _query(drawing, s), _key(drawing, s, sizes), _value(drawing, s, sizes)
@@ -86,7 +90,7 @@ def attention(spelling: Spelling, sizes: Mapping[str, int] | None = None) -> Mod
 
 
 def feeds(s: Spelling, batch: int = 2, queries: int = 5, keys: int = 7) -> dict[str, Array]:
-    """Numbers for every input; the mask hides a third, and never all of a row."""
+    """Return random values for every input. A mask hides about 30 % of the keys, and never all keys of a row."""
     sizes = {"batch": batch, "queries": queries, "keys": keys}
     generator, found = np.random.default_rng(0), dict[str, Array]()
     for name, (shape, dtype) in _inputs(s).items():
@@ -104,7 +108,7 @@ def feeds(s: Spelling, batch: int = 2, queries: int = 5, keys: int = 7) -> dict[
 
 
 def exact(s: Spelling, fed: Mapping[str, Array]) -> Array:
-    """y in float64."""
+    """Return y, computed in float64."""
     q, k, v = (
         _in_heads(fed[name].astype(np.float64), s.forms[i], s.heads if i == 0 else s.kv_heads)
         for i, name in enumerate("qkv")

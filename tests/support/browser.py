@@ -1,4 +1,4 @@
-"""A headless Chromium, spoken to over its debugging pipe: what a page looks like, asks for and complains of."""
+"""A headless Chromium, controlled over its debugging pipe: how a page looks, what it requests, and what it logs."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
-_SECONDS = 60  # a machine that is busy with something else takes a while to start a browser
+_SECONDS = 60  # a busy machine takes a while to start a browser
 
 
 def find() -> str | None:
-    """The first browser on PATH."""
+    """Return the path of the first browser on PATH, or None."""
     return next((path for name in NAMES if (path := shutil.which(name)) is not None), None)
 
 
-# The least contrast of any text with what is behind it (WCAG 2.2, 1.4.3), and the text that has it.
+# Returns the lowest contrast between any text and its background (WCAG 2.2, 1.4.3), and that text.
 _CONTRAST = """
 (() => {
   const parsed = text => { const n = text.match(/[\\d.]+/g).map(Number); return [n[0], n[1], n[2], n[3] ?? 1]; };
@@ -54,23 +54,24 @@ _CONTRAST = """
 
 @dataclass
 class Page:
-    """What was seen while a page loaded: requests beyond the file itself, and what went to the console or its log."""
+    """What a page did while it loaded: its requests, without the one for the page itself, and its console messages,
+    exceptions and log entries."""
 
     requests: list[str] = field(default_factory=list)
     complaints: list[str] = field(default_factory=list)
 
 
 class Browser:
-    """One browser with one tab. A context manager: it ends with the ``with``."""
+    """One browser with one tab. Use as a context manager: the browser ends when the block is left."""
 
     def __init__(self, binary: str, profile: Path) -> None:
         theirs, ours = os.pipe(), os.pipe()
         self._reading, self._writing = ours[0], theirs[1]
-        ends = [fcntl.fcntl(fd, fcntl.F_DUPFD, 10) for fd in (theirs[0], ours[1])]  # clear of 3 and 4
+        ends = [fcntl.fcntl(fd, fcntl.F_DUPFD, 10) for fd in (theirs[0], ours[1])]  # not 3 or 4, which Chromium uses
         for fd in (theirs[0], ours[1]):
             os.close(fd)
         options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run"]
-        options += ["--disable-dev-shm-usage"]  # containers have little of it
+        options += ["--disable-dev-shm-usage"]  # /dev/shm is small in containers
         options += ["--remote-debugging-pipe", "--disable-background-networking", f"--user-data-dir={profile}"]
         joined = f'exec "$@" 3<&{ends[0]} 4>&{ends[1]}'
         self._process = subprocess.Popen(
@@ -106,7 +107,7 @@ class Browser:
             os.close(fd)
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """The result of one command of the DevTools protocol."""
+        """Send one command of the DevTools protocol and return its result."""
         self._sent += 1
         message: dict[str, Any] = {"id": self._sent, "method": method, "params": parameters}
         if self._session is not None:
@@ -121,7 +122,7 @@ class Browser:
             self._events.append(answer)
 
     def look(self, scheme: Literal["light", "dark"], width: int) -> None:
-        """What kind of reader the page has from now on."""
+        """Set the colour scheme that the reader prefers, and the window's width in pixels."""
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         self.call("Emulation.setEmulatedMedia", features=features)
         self.call(
@@ -129,7 +130,7 @@ class Browser:
         )
 
     def open(self, path: Path | str) -> Page:
-        """Load the file at ``path``, or what is at an address, and wait until all of it is there."""
+        """Load the file at ``path``, or the page at an address, wait until it is complete, and return what it did."""
         address = path if isinstance(path, str) else path.as_uri()
         self._events.clear()
         self.call("Page.navigate", url=address)
@@ -146,37 +147,37 @@ class Browser:
         return page
 
     def evaluate(self, expression: str) -> Any:
-        """The value of a JavaScript expression in the page; a promise is awaited."""
+        """Return the value of a JavaScript expression in the page; a promise is awaited."""
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
     def least_contrast(self) -> tuple[float, str]:
-        """Of any text with what is behind it, and the text that has it."""
+        """Return the lowest contrast between any text and its background, and that text."""
         ratio, text = self.evaluate(_CONTRAST)
         return ratio, text
 
     def press(self, key: Literal["Tab", "Enter"]) -> None:
-        """Press a key and let it go."""
+        """Press and release a key."""
         codes = {"Tab": 9, "Enter": 13}
         more = {"text": "\r"} if key == "Enter" else {}
         self.call("Input.dispatchKeyEvent", type="keyDown", key=key, code=key, windowsVirtualKeyCode=codes[key], **more)
         self.call("Input.dispatchKeyEvent", type="keyUp", key=key, code=key, windowsVirtualKeyCode=codes[key])
 
     def heard(self) -> list[tuple[str, str]]:
-        """What a screen reader is told of the page, in order: roles and names."""
+        """Return what a screen reader gets of the page, in order: roles and names."""
         nodes = self.call("Accessibility.getFullAXTree")["nodes"]
         return [
             (node["role"]["value"], node.get("name", {}).get("value", "")) for node in nodes if not node.get("ignored")
         ]
 
     def screenshot(self, path: Path) -> None:
-        """The whole page as a PNG, below the edge of the window as well."""
+        """Write the whole page as a PNG, including the part below the edge of the window."""
         picture = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
         path.write_bytes(base64.b64decode(picture["data"]))
 
     def pdf(self) -> bytes:
-        """The page as it is printed."""
+        """Return the page as it is printed, as a PDF."""
         return base64.b64decode(self.call("Page.printToPDF", printBackground=True)["data"])
 
     def _next(self) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""What programs share that make calls with another project's client. They run in that client's environment: this file
-imports numpy and grpc alone."""
+"""Helpers for programs that call the server with another project's client. They run in that client's environment, so
+this file imports only numpy, grpc and the standard library."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 import numpy as np
 
-#: Datatypes that may be typed, and numpy's for each.
+#: The datatypes that have typed contents, and the numpy type of each.
 TYPED: dict[str, Any] = {
     "BOOL": np.bool_,
     "INT8": np.int8,
@@ -31,13 +31,13 @@ X = np.linspace(-1, 1, 32, dtype=np.float32).reshape(2, 16)  # for the model "ml
 
 
 def of_every_datatype() -> dict[str, Any]:
-    """Two rows for the model "typed": an array for each input."""
+    """Return two rows for the model "typed": an array for each input."""
     return {name: np.array([[0, 1], [1, 0]]).astype(dtype) for name, dtype in TYPED.items()}
 
 
 @contextmanager
 def refused(code: grpc.StatusCode, *words: str) -> Iterator[None]:
-    """What is called inside is refused, with this code and each of these words."""
+    """Assert that a call in the block is rejected with this code and a message that contains each of these words."""
     try:
         yield
     except grpc.RpcError as error:
@@ -49,7 +49,7 @@ def refused(code: grpc.StatusCode, *words: str) -> Iterator[None]:
 
 
 class Report:
-    """What came of each call, by its name: "" where it was as it should be."""
+    """The outcome of each call, by the call's name: "" if it is as expected, otherwise a traceback."""
 
     def __init__(self) -> None:
         self._told: dict[str, str] = {}
@@ -63,5 +63,5 @@ class Report:
             self._told[name] = traceback.format_exc()
 
     def write(self) -> None:
-        """As a JSON object, on one line."""
+        """Write the outcomes to the standard output as a JSON object on one line."""
         sys.stdout.write(json.dumps(self._told) + "\n")

@@ -1,4 +1,4 @@
-"""A collector of traces on a real socket: OTLP over gRPC, as OpenTelemetry's own collector takes it."""
+"""A trace collector on a real socket. It accepts OTLP over gRPC, as OpenTelemetry's own collector does."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from waiting import until
 
 @dataclass(frozen=True)
 class Span:
-    """One span, ids in hexadecimal, times in ns since the epoch."""
+    """One span. Ids are hexadecimal, times are in ns since the epoch."""
 
     name: str
     trace: str
@@ -37,12 +37,13 @@ class Span:
 
 
 class Collector:
-    """What has been exported to it. While ``open`` is not set, it takes a request and does not answer."""
+    """Keeps what is exported to it. While ``open`` is not set, it accepts requests and delays each response by up to
+    60 s."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
         self.resource: dict[str, Any] = {}
-        self.processes: set[int] = set()  # that exported
+        self.processes: set[int] = set()  # ids of the processes that exported
         self.raw = b""
         self.headers: dict[str, Any] = {}
         self.open = threading.Event()
@@ -59,17 +60,17 @@ class Collector:
         return messages.ExportTraceServiceResponse()
 
     def servers(self) -> list[Span]:
-        """The spans of whole requests."""
+        """Return the spans of whole requests."""
         return [span for span in self.spans if span.name.startswith("inference.")]
 
     def wait(self, requests: int) -> list[Span]:
-        """The spans of so many requests, as soon as they are here."""
+        """Wait for the spans of exactly ``requests`` requests and return them."""
         until(lambda: len(self.servers()) >= requests, what=f"{requests} requests' spans")
         assert len(self.servers()) == requests
         return self.servers()
 
     def children(self, of: Span) -> dict[str, Span]:
-        """By name."""
+        """Return the children of a span, by name."""
         return {span.name: span for span in self.spans if span.parent == of.id}
 
 
@@ -95,7 +96,7 @@ def _span(span: Any) -> Span:
 
 @contextmanager
 def collecting(port: int = 0) -> Iterator[tuple[Collector, str]]:
-    """A collector, and the address to configure."""
+    """Yield a running collector and the address to configure."""
     collector, server = Collector(), grpc.server(ThreadPoolExecutor(4))
     adder: Any = services.add_TraceServiceServicer_to_server
     adder(collector, server)

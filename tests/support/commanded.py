@@ -1,4 +1,4 @@
-"""The operator's commands, run in this process as ``bf16-serve`` would run them."""
+"""Helpers for tests that run the operator's commands in this process, as ``bf16-serve`` runs them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ Run = Callable[..., Result]
 
 
 def read(result: Result) -> dict[str, Any]:
-    """The JSON object on the standard output."""
+    """Return the JSON object on the standard output."""
     found = json.loads(result.stdout)
     assert isinstance(found, dict)
     return found
 
 
 def one_line(result: Result) -> str:
-    """What was said on the standard error, which is one line and no traceback."""
+    """Return the standard error after asserting that it is one line, and so not a traceback."""
     assert result.stderr.count("\n") == 1, result.stderr
     return result.stderr

@@ -1,4 +1,4 @@
-"""A compose project of the test's own, and single containers of its images, on a real Docker engine."""
+"""A compose project that belongs to one test, and single containers of its images, on a real Docker engine."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 IMAGE = os.environ.get("IMAGE", "bf16kit")
-#: Services whose images are to be had wherever there is an engine; Grafana's is looked for.
+#: Services whose images are available wherever there is an engine. Tests check whether Grafana's image is.
 SERVICES = ("convert", "server", "prometheus")
 PORTS = ("GRPC_PORT", "HTTP_PORT", "PROMETHEUS_PORT", "GRAFANA_PORT")
 
 
 def docker(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """``docker …``, whatever becomes of it."""
+    """Run ``docker …`` and return the ended process, whatever its exit code."""
     return subprocess.run(["docker", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
 
 
 def told(done: subprocess.CompletedProcess[str]) -> str:
-    """The standard output; the test fails with all that was written where the exit code is not 0."""
+    """Return the standard output. If the exit code is not 0, the test fails and shows the end of both outputs."""
     if done.returncode != 0:
         pytest.fail(f"{done.args} ended with {done.returncode}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
     return done.stdout.strip()
@@ -41,7 +41,7 @@ def have_image(name: str) -> bool:
 
 
 def free_ports(count: int) -> list[str]:
-    """Ports of loopback that are free now. Not 0: what is restarted would get another one."""
+    """Return loopback ports that are free now. Port 0 would not do: a restarted service would get another port."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [str(each.getsockname()[1]) for each in sockets]
     for each in sockets:
@@ -51,7 +51,7 @@ def free_ports(count: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Stack:
-    """A compose project: its name, its environment, and the files that it is made of."""
+    """A compose project: its name, its environment, and its compose files."""
 
     project: str
     environment: Mapping[str, str]
@@ -59,32 +59,33 @@ class Stack:
 
     @classmethod
     def new(cls, project: str, **environment: str) -> Stack:
-        """On free ports. Its server's log has a line for each request."""
+        """Return a project on free ports. Its server logs a line for each request."""
         ports = dict(zip(PORTS, free_ports(len(PORTS)), strict=True))
         return cls(project, {"IMAGE": IMAGE, "BF16KIT_LOG_LEVEL": "debug", **ports, **environment})
 
     def and_file(self, path: str | Path) -> Stack:
-        """The same project with one more file over it."""
+        """Return the same project with one more compose file, which overrides the others."""
         return replace(self, files=(*self.files, str(path)))
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """``docker compose …`` for this project."""
+        """Run ``docker compose …`` for this project, and return the ended process."""
         files = [word for file in self.files for word in ("--file", file)]
         command = ["docker", "compose", *files, "--project-name", self.project, "--progress", "quiet", *arguments]
         environment = {**os.environ, **self.environment}
         return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
     def compose(self, *arguments: str) -> str:
-        """The standard output of ``docker compose …``; the test fails, with what it wrote, when it does."""
+        """Return the standard output of ``docker compose …``. If the command fails, the test fails and shows both
+        outputs."""
         return told(self.run(*arguments))
 
     def up(self, *services: str) -> None:
-        """Returns when what ``services`` depend on has happened: converted, then ready."""
+        """Start ``services``. Return when their dependencies are met: models converted, then the server ready."""
         if self.run("up", "--detach", *services).returncode != 0:
             pytest.fail(f"the stack did not come up:\n{self.compose('logs', '--no-color')[-6000:]}")
 
     def python(self, script: str) -> str:
-        """Run ``script`` where the models may be written to."""
+        """Run ``script`` in a container that may write to the models, and return its standard output."""
         return self.compose("run", "--rm", "-T", "--no-deps", "--entrypoint", "python", "convert", "-c", script)
 
     def address(self, service: str, port: int) -> str:
@@ -92,11 +93,11 @@ class Stack:
 
     @property
     def target(self) -> str:
-        """Where the server's gRPC port is."""
+        """The address of the server's gRPC port."""
         return f"127.0.0.1:{self.environment['GRPC_PORT']}"
 
     def container(self, service: str) -> dict[str, Any]:
-        """What the engine knows of a service's container, also of one that has ended."""
+        """Return the engine's description of a service's container, including one that has ended."""
         (found,) = json.loads(told(docker("inspect", self.compose("ps", "--all", "--quiet", service))))
         assert isinstance(found, dict)
         return found
@@ -108,21 +109,21 @@ class Stack:
         return self.compose("logs", "--no-color", "--no-log-prefix", service)
 
     def get(self, path: str) -> tuple[int, str]:
-        """A page of the server's HTTP port; 0 where nobody answers."""
+        """Return status and text of a page of the server's HTTP port; status 0 if there is no response."""
         return get(f"http://127.0.0.1:{self.environment['HTTP_PORT']}{path}")
 
     def ask(self, path: str, **parameters: str) -> Any:
-        """What the HTTP API of the stack's Prometheus answers."""
+        """Return the data of a response of the HTTP API of the stack's Prometheus."""
         url = f"http://127.0.0.1:{self.environment['PROMETHEUS_PORT']}/api/v1/{path}?"
         with urllib.request.urlopen(url + urllib.parse.urlencode(parameters), timeout=10) as reply:
             return json.load(reply)["data"]
 
     def query(self, promql: str) -> list[float]:
-        """The values of an instant query, one per series."""
+        """Return the values of an instant query, one per series."""
         return [float(series["value"][1]) for series in self.ask("query", query=promql)["result"]]
 
     def firing(self) -> set[str]:
-        """The alerts that fire now; none while nobody answers."""
+        """Return the alerts that fire now; none while Prometheus does not respond."""
         try:
             alerts = self.ask("alerts")["alerts"]
         except OSError:
@@ -133,14 +134,14 @@ class Stack:
         self.compose("down", "--volumes", "--timeout", "10")
 
     def left(self) -> str:
-        """What of the project the engine still has."""
+        """Return the containers, volumes and networks of the project that the engine still has."""
         label = f"label=com.docker.compose.project={self.project}"
         asked = (("ps", "--all"), ("volume", "ls"), ("network", "ls"))
         return "".join(told(docker(*words, "--quiet", "--filter", label)) for words in asked)
 
 
 class Container:
-    """A container of the server's image, alone and as hardened as the stack's; removed when the block is left."""
+    """A single container of the server's image, hardened like the stack's. It is removed when the block is left."""
 
     def __init__(self, *arguments: str, options: tuple[str, ...] = ()) -> None:
         hardened = ("--read-only", "--tmpfs", "/tmp:size=256m", "--cap-drop", "ALL", "--pids-limit", "512")
@@ -172,7 +173,7 @@ class Container:
 
 
 def get(url: str) -> tuple[int, str]:
-    """Status and text of a page; 0 where nobody answers."""
+    """Return status and text of a page; status 0 if there is no response."""
     try:
         with urllib.request.urlopen(url, timeout=10) as answer:
             return answer.status, answer.read().decode()

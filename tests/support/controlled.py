@@ -1,4 +1,4 @@
-"""Models and whoever wants them, in one: a repository that can be told to look at its directory."""
+"""A repository together with its controller: a test can make it read its directory, and load and unload models."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from service.telemetry.metrics import Metrics
 
 
 class Controlled(Repository):
-    """Serves what lies under ``root``."""
+    """Serves the models in the directory ``root``."""
 
     def __init__(self, root: Path, metrics: Metrics, **options: Any) -> None:
         super().__init__(metrics, **options)
         self.control = Controller(root, self.want, self.desire)
 
     def scan(self) -> None:
-        """Want what the directory holds now."""
+        """Read the directory, and request the models that it holds now."""
         self.control.begin()
 
     def load(self, name: str, config: str | None = None) -> Future[None]:

@@ -1,4 +1,4 @@
-"""``bf16-convert`` as its users meet it: what a command line says and leaves behind."""
+"""``bf16-convert`` as users run it: what a command line prints, and which files it leaves."""
 
 from __future__ import annotations
 
@@ -23,12 +23,15 @@ class Outcome:
     err: str
 
     def published(self) -> Outcome:
-        """Itself, having done what it was asked for."""
+        """Return itself after asserting that the command succeeded."""
         assert self.code == 0, self.err
         return self
 
     def refused(self, code: int, *said: str) -> Outcome:
-        """Itself, having ended with ``code`` and one message that says each of ``said``, without a traceback."""
+        """Return itself after asserting that the command ended with ``code`` and at least one error message.
+
+        The standard error contains each of ``said``, and no traceback.
+        """
         assert self.code == code, (self.code, self.err)
         assert "Traceback" not in self.err
         assert "this is a bug" not in self.err, self.err
@@ -42,15 +45,16 @@ Cli = Callable[..., Outcome]
 
 
 def process(*arguments: str | Path, cwd: Path | None = None, largest_file: int | None = None) -> Outcome:
-    """``bf16-convert`` in a process of its own, which cannot write a file of more than ``largest_file`` bytes.
+    """Run ``bf16-convert`` in its own process, which cannot write a file of more than ``largest_file`` bytes.
 
-    At that size writing fails with EFBIG, as on a full disk with ENOSPC: Python ignores the signal SIGXFSZ. The limit
-    is set by a program, not by ``preexec_fn``: that runs in a fork of this process, which gRPC's threads may abort.
+    At that size, writing fails with EFBIG, much as it fails with ENOSPC on a full disk, because Python ignores the
+    signal SIGXFSZ. A program sets the limit instead of ``preexec_fn``, because ``preexec_fn`` runs in a fork of this
+    process, which gRPC's threads may abort.
     """
     command = [str(Path(sys.executable).with_name("bf16-convert")), *map(str, arguments)]
     if largest_file is not None:
         command = ["prlimit", f"--fsize={largest_file}", *command]
-    # --model architectures:… is found there too; what the caller's path brings, a checkout's own code, stays in front
+    # SUPPORT is for --model architectures:…; the caller's path, which may have a checkout's own code, comes first
     path = [os.environ.get("PYTHONPATH", ""), str(SUPPORT)]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
     done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=env, timeout=120)
@@ -58,5 +62,5 @@ def process(*arguments: str | Path, cwd: Path | None = None, largest_file: int |
 
 
 def tree(path: Path) -> Sequence[str]:
-    """Everything below ``path``, hidden files too."""
+    """Return the paths of everything below ``path``, including hidden files."""
     return sorted(str(found.relative_to(path)) for found in path.rglob("*"))

@@ -1,11 +1,11 @@
-"""What the custom resources that deploy/ writes may hold: the fields used here, and no other.
+"""Schemas of the custom resources in deploy/. They allow only the fields that deploy/ uses.
 
-No package carries these definitions. The names, types and bounds are those of the types that the projects generate
-theirs from: Prometheus Operator, `pkg/apis/monitoring/v1` (https://prometheus-operator.dev/docs/api-reference/api/),
+No package contains these definitions. The names, types and bounds are those of the types from which the projects
+generate their definitions: Prometheus Operator, `pkg/apis/monitoring/v1` (https://prometheus-operator.dev/docs/api-reference/api/),
 and KServe, `pkg/apis/serving/v1alpha1/servingruntime_types.go` and `v1beta1`
-(https://kserve.github.io/website/docs/reference/crd-api). A check by them finds a field that is misspelt, misplaced or
-of another type. It knows nothing of fields that are not used here, of defaults, or of what the projects' webhooks
-refuse. Containers and volumes are held to Kubernetes' own schema.
+(https://kserve.github.io/website/docs/reference/crd-api). A check against these schemas finds a field that is
+misspelt, misplaced or of another type. It does not cover fields that are not used here, defaults, or what the projects'
+webhooks reject. Containers and volumes are checked against Kubernetes' own schema.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The Grafana dashboard's queries, as Prometheus gets them."""
+"""The Grafana dashboard's queries as Prometheus receives them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 FILE = Path(__file__).parents[2] / "deploy" / "grafana" / "bf16kit.json"
-# What a variable stands for when everything is chosen, as in the file; the interval is that of a quick scrape.
+# The value of each variable if everything is selected, as in the file. The interval suits frequent scrapes.
 _VARIABLES = {"$job": ".*", "$instance": ".*", "$model": ".*", "$__rate_interval": "30s"}
 
 
@@ -18,7 +18,7 @@ def board() -> dict[str, Any]:
 
 
 def queries() -> Iterator[tuple[str, str]]:
-    """The title of a panel, and one of its expressions with every variable replaced."""
+    """Yield each expression of each panel, with every variable replaced, after the panel's title."""
     for panel in board()["panels"]:
         for target in panel.get("targets", ()):
             yield panel["title"], filled_in(target["expr"])

@@ -1,4 +1,4 @@
-"""A Dockerfile as a list of instructions, stage by stage: enough of its grammar for ours."""
+"""Parses a Dockerfile into the instructions of each stage. It knows only the grammar that this repository uses."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ _STAGE = re.compile(r"(?P<base>\S+)(?:\s+AS\s+(?P<name>\S+))?", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Instruction:
-    """``keyword``, in capitals, with the rest of its lines as one."""
+    """``keyword``, in capitals, and the rest of its lines joined into one."""
 
     keyword: str
     rest: str
 
     @property
     def words(self) -> list[str] | None:
-        """The exec form, JSON after any flags; None for what a shell would be needed for."""
+        """The words of the exec form (JSON after any flags); None for the shell form."""
         found = re.search(r"\[.*\]$", self.rest)
         return json.loads(found[0]) if found else None
 
 
 @dataclass
 class Stage:
-    """What follows a FROM."""
+    """A FROM and the instructions that follow it."""
 
     base: str
     name: str
@@ -40,24 +40,24 @@ class Stage:
 
 @dataclass
 class Dockerfile:
-    """``arguments`` stand before the first stage."""
+    """The stages by name; ``arguments`` are the instructions before the first stage."""
 
     stages: dict[str, Stage]
     arguments: list[Instruction]
 
     def line(self, name: str) -> list[Stage]:
-        """The stage ``name`` and those of this file that it is from, the last first."""
+        """Return the stage ``name``, the stage of this file that it builds on, and so on."""
         found = [self.stages[name]]
         while found[-1].base in self.stages:
             found.append(self.stages[found[-1].base])
         return found
 
     def last(self, name: str, keyword: str) -> Instruction:
-        """The instruction that counts in the image of the stage ``name``."""
+        """Return the ``keyword`` instruction that takes effect in the image of the stage ``name``."""
         return next(stage.all(keyword)[-1] for stage in self.line(name) if stage.all(keyword))
 
     def labels(self, name: str) -> dict[str, str]:
-        """Of the image of the stage ``name``, arguments not filled in."""
+        """Return the labels of the image of the stage ``name``; arguments in them are not replaced."""
         found: dict[str, str] = {}
         for stage in reversed(self.line(name)):
             for label in stage.all("LABEL"):
@@ -66,7 +66,7 @@ class Dockerfile:
 
 
 def read(path: Path) -> Dockerfile:
-    """Raises AssertionError for what is no instruction."""
+    """Parse the Dockerfile at ``path``. Raises AssertionError for a line that is not an instruction."""
     stages: dict[str, Stage] = {}
     arguments: list[Instruction] = []
     current: Stage | None = None
@@ -86,7 +86,7 @@ def read(path: Path) -> Dockerfile:
 
 
 def _logical(text: str) -> Iterator[str]:
-    """Lines joined where they end in a backslash, without comments, which may stand between such lines, too."""
+    """Yield lines without comments, joined where they end in a backslash. Comments may be between joined lines."""
     held = ""
     for line in text.splitlines():
         if line.lstrip().startswith("#") or not line.strip():
@@ -99,7 +99,7 @@ def _logical(text: str) -> Iterator[str]:
 
 
 def pins(path: Path) -> dict[str, str]:
-    """Names as pip compares them, and versions; every line must be NAME==VERSION."""
+    """Return versions by name, normalised as pip compares names. Every line must be NAME==VERSION."""
     lines = [line.partition("#")[0].strip() for line in path.read_text("utf-8").splitlines()]
     found = {}
     for line in filter(None, lines):

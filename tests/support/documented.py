@@ -1,4 +1,4 @@
-"""The commands of ``docs/converting.md``, as a reader would copy them from the page."""
+"""The commands of ``docs/converting.md``, as a reader copies them from the page."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from bf16kit.artifact import Artifact
 from bf16kit.runtime.loading import load, load_reference
 
 DOCS = Path(__file__).parents[2] / "docs"
-OUT = ("--out", "REPOSITORY/MODEL/1")  # as the head of the page's first table says
-PACKAGE = "pkg"  # of the table's --model
+OUT = ("--out", "REPOSITORY/MODEL/1")  # as the head of the page's first table specifies
+PACKAGE = "pkg"  # the package in the table's --model
 Arrays = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Answers:
-    """What the source's own framework gives: inputs, and the outputs to them, each by its name."""
+    """Inputs, and the outputs that the source's own framework computes for them, each by name."""
 
     inputs: Arrays
     outputs: Arrays
@@ -32,7 +32,7 @@ Maker = Callable[[Path], Answers]  # writes the files that a row's command names
 
 
 def rows() -> dict[str, str]:
-    """The table of sources: its first column, and the command in its second, as far as a code span has it."""
+    """Return the table of sources: its first column → the first code span of its second column, the command."""
     page = (DOCS / "converting.md").read_text("utf-8")
     (table,) = re.findall(r"^\| source \| command, .*\n\|[-|]+\n((?:\|.*\n)+)", page, re.MULTILINE)
     found = {}
@@ -43,25 +43,28 @@ def rows() -> dict[str, str]:
 
 
 def command(source: str) -> list[str]:
-    """The whole command of a row, without the name of the program."""
+    """Return the whole command of a row, without the name of the program."""
     return ["checkpoint", *shlex.split(rows()[source]), *OUT]
 
 
 def row(beginning: str) -> str:
-    """The one source of the table that begins so."""
+    """Return the only source in the table that begins with ``beginning``."""
     (found,) = (source for source in rows() if source.startswith(beginning))
     return found
 
 
 def write_package(directory: Path, **modules: str) -> None:
-    """A package ``pkg`` in ``directory``, its modules by their text."""
+    """Write a package ``pkg`` into ``directory``; ``modules`` are the texts of its modules by name."""
     (directory / PACKAGE).mkdir()
     for name, text in {"__init__": "", **modules}.items():
         (directory / PACKAGE / f"{name}.py").write_text(text)
 
 
 def assert_answers(artifact: Artifact, expected: Answers) -> None:
-    """The reference answers as the source does in fp32, and the ``cpu`` profile within the default budget."""
+    """Assert that the reference's outputs equal the source's to 1e-5, and the cpu profile's within the default budget.
+
+    Both bounds are for the L2 norm of the difference, relative to the norm of the source's output.
+    """
     for runtime, bound in ((load_reference(artifact), 1e-5), (load(artifact, "cpu"), 1.5e-2)):
         try:
             found = runtime.run(dict(expected.inputs))

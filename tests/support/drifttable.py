@@ -1,7 +1,7 @@
-"""The table of faults in docs/drift.md, as ``tests/e2e/test_drift_faults.py`` measured it.
+"""Writes the table of faults in docs/drift.md from the measurements of ``tests/e2e/test_drift_faults.py``.
 
-``BF16KIT_FAULTS`` names the file that every row goes to. ``python tests/support/drifttable.py FILE PAGE`` puts the
-table into the page, between its two marks.
+``BF16KIT_FAULTS`` names the file to which the tests write every row. ``python tests/support/drifttable.py FILE PAGE``
+puts the table into the page, between its two marks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LONG = bool(os.environ.get("BF16KIT_FAULTS"))  # more requests before each fault
 
 
 class Row(NamedTuple):
-    """One fault, and what came of it. ``samples`` were measured until it was known."""
+    """One fault and its effects. ``samples`` is how many samples were measured until the fault was detected."""
 
     fault: str
     seen_by: str
@@ -27,7 +27,7 @@ class Row(NamedTuple):
 
 
 def record(row: Row) -> None:
-    """Keep the row for the table, where one is to be written."""
+    """Append the row to the file that ``BF16KIT_FAULTS`` names, if it is set."""
     path = os.environ.get("BF16KIT_FAULTS")
     if path:
         with Path(path).open("a", encoding="utf-8") as file:
@@ -35,7 +35,7 @@ def record(row: Row) -> None:
 
 
 def table(rows: list[Row]) -> str:
-    """The newest row of each fault, in the order of the first."""
+    """Return the table as Markdown: the newest row of each fault, in the order of the first rows."""
     newest = {row.fault: row for row in rows}
     lines = ["| fault | seen by | samples until | alerts | the server |", "|---|---|---|---|---|"]
     lines += [f"| {' | '.join(row)} |" for row in newest.values()]
@@ -43,14 +43,14 @@ def table(rows: list[Row]) -> str:
 
 
 def placed(page: str, text: str) -> str:
-    """The page with ``text`` between its marks, in place of what was there."""
+    """Return the page with the text between its marks replaced by ``text``."""
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
     return before + BEGIN + text + END + after
 
 
 def listed(page: str) -> list[str]:
-    """The faults that the page's table has."""
+    """Return the faults in the page's table."""
     lines = page.partition(BEGIN)[2].partition(END)[0].splitlines()[2:]
     return [line.split(" | ")[0].removeprefix("| ") for line in lines]
 

@@ -1,4 +1,4 @@
-"""A program called `docker` that answers as an engine did once, for tests of what reads such answers."""
+"""A program called `docker` that prints recorded output of an engine, for tests of code that reads such output."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ sys.exit(f"unexpected: {{line}}")
 
 
 class Engine:
-    """Answers what begins with certain words with an exit code and a text, the first that fits; anything else fails."""
+    """Puts the program on PATH. It prints the text, and ends with the exit code, of the first entry whose words begin
+    the command line; any other command fails."""
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self._directory = directory
@@ -37,11 +38,11 @@ class Engine:
         monkeypatch.setenv("PATH", f"{directory}{os.pathsep}{os.environ['PATH']}")
 
     def answers(self, answers: Mapping[str, str | tuple[int, str]]) -> None:
-        """By the words that a command begins with: what it prints, or its exit code and what it complains of."""
+        """Set, by the words that a command begins with, what it prints, or its exit code and its error message."""
         told = {words: (0, answer) if isinstance(answer, str) else answer for words, answer in answers.items()}
         (self._directory / "answers.json").write_text(json.dumps(told), "utf-8")
 
     @property
     def asked(self) -> list[list[str]]:
-        """The arguments of each call so far."""
+        """The arguments of each call so far, in order."""
         return [json.loads(line) for line in (self._directory / "asked.jsonl").read_text("utf-8").splitlines()]

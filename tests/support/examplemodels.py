@@ -1,6 +1,6 @@
-"""Models of the names and shapes that tritonclient's published examples ask for; as a program, a repository of them.
+"""Models with the names and shapes that tritonclient's published examples use.
 
-``python tests/support/examplemodels.py DIRECTORY``; docs/conformance.md has what to do with it.
+``python tests/support/examplemodels.py DIRECTORY`` writes a repository of them; docs/conformance.md describes its use.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ _LABELS = 10
 
 
 def write_sums(target: Path, dtype: str) -> Artifact:
-    """``OUTPUT0`` = ``INPUT0`` + ``INPUT1`` and ``OUTPUT1`` their difference, [batch,16]; strings are numbers."""
+    """Publish ``OUTPUT0`` = ``INPUT0`` + ``INPUT1`` and ``OUTPUT1`` = ``INPUT0`` − ``INPUT1``, [batch,16].
+
+    With ``dtype`` "string", inputs and outputs are numbers as text.
+    """
     text = dtype == "string"
     first, second = ("number0", "number1") if text else ("INPUT0", "INPUT1")
     total, difference = ("sum", "difference") if text else ("OUTPUT0", "OUTPUT1")
@@ -40,13 +43,15 @@ def write_sums(target: Path, dtype: str) -> Artifact:
 
 
 def write_identity(target: Path, dtype: str) -> Artifact:
-    """``OUTPUT0`` = ``INPUT0``, [batch,16]."""
+    """Publish ``OUTPUT0`` = ``INPUT0``, [batch,16]."""
     return _write(target, [helper.make_node("Identity", ["INPUT0"], ["OUTPUT0"])], dtype, ("INPUT0",), ("OUTPUT0",))
 
 
 def write_image(target: Path, *, batched: bool = True) -> Artifact:
-    """Ten classes of an image, ``data_0`` fp32[batch,3,224,224] → ``fc6_1`` fp32[batch,10], or of one without a batch:
-    random, and the same always."""
+    """Publish a classifier of images, ``data_0`` fp32[batch,3,224,224] → ``fc6_1`` fp32[batch,10], with seeded weights.
+
+    Unless ``batched``, input and output have no batch dimension.
+    """
     rng = np.random.default_rng(0)
     batch: tuple[str, ...] = ("batch",) if batched else ()
     artifact = write_artifact(
@@ -69,7 +74,7 @@ def write_image(target: Path, *, batched: bool = True) -> Artifact:
 
 
 def write_examples(repository: Path) -> None:
-    """Eight models: one of the examples counts them."""
+    """Publish eight models; one of the examples checks their number."""
     for name, dtype in (("simple", "int32"), ("simple_int8", "int8"), ("simple_string", "string")):
         write_sums(repository / name / "1", dtype)
     write_identity(repository / "simple_identity" / "1", "string")

@@ -1,4 +1,4 @@
-"""torch.export archives as torch writes them, and the same with something changed in their records."""
+"""torch.export archives as torch writes them, and copies with changed records."""
 
 from __future__ import annotations
 
@@ -18,25 +18,28 @@ CONSTANTS = "data/constants/model_constants_config.json"
 
 
 def exported(module: torch.nn.Module, *example: Any, batch: bool = True, **named: Any) -> bytes:
-    """``module``, in evaluation mode, as torch saves it; ``batch``: the first dimension of every tensor is free."""
+    """Export ``module`` in evaluation mode and return the archive that torch saves.
+
+    With ``batch``, the first dimension of every tensor in ``example`` is free; with ``named`` inputs, none is.
+    """
     axes = {0: torch.export.Dim.DYNAMIC} if batch else None
     shapes = tuple(axes for _ in example)
     program = torch.export.export(module.eval(), example, named or None, dynamic_shapes=shapes if not named else None)
     buffer = io.BytesIO()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of tensors that do not fill their memory
+        warnings.simplefilter("ignore", UserWarning)  # about tensors that do not fill their storage
         torch.export.save(program, buffer)
     return buffer.getvalue()
 
 
 def records(archive: bytes) -> Records:
-    """An archive's records, without the folder that holds them."""
+    """Return an archive's records by name, without the folder that contains them."""
     with zipfile.ZipFile(io.BytesIO(archive)) as file:
         return {name.partition("/")[2]: file.read(name) for name in file.namelist()}
 
 
 def packed(found: Mapping[str, bytes], compression: int = zipfile.ZIP_STORED) -> bytes:
-    """An archive of these records."""
+    """Return an archive of these records."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", compression) as file:
         for name, content in found.items():
@@ -45,7 +48,7 @@ def packed(found: Mapping[str, bytes], compression: int = zipfile.ZIP_STORED) ->
 
 
 def with_records(archive: bytes, **changed: bytes | None) -> bytes:
-    """``archive`` with records replaced, added, or, where None is given, left out; ``__`` stands for a slash."""
+    """Return ``archive`` with records replaced or added, or removed if the new content is None."""
     found = records(archive)
     for name, content in changed.items():
         found.pop(name, None)
@@ -55,7 +58,7 @@ def with_records(archive: bytes, **changed: bytes | None) -> bytes:
 
 
 def changed(archive: bytes, record: str, edit: Callable[[Any], object]) -> bytes:
-    """``archive`` after ``edit`` of the JSON in one of its records, which it changes in place."""
+    """Return ``archive`` with one record of JSON changed by ``edit``, which changes the parsed value in place."""
     found = records(archive)
     value = json.loads(found[record])
     edit(value)
@@ -64,5 +67,5 @@ def changed(archive: bytes, record: str, edit: Callable[[Any], object]) -> bytes
 
 
 def node(program: Any, place: int = 0) -> Any:
-    """A node of a program's JSON."""
+    """Return a node of a program's JSON."""
     return program["graph_module"]["graph"]["nodes"][place]

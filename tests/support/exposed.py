@@ -1,4 +1,4 @@
-"""``/metrics`` of a server to whose model everything has happened that can."""
+"""The ``/metrics`` page of a server that exposes every series that there can be."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from service.telemetry.vocabulary import CAUSES
 
 
 def everything_exposed() -> str:
-    """Every series that there can be, as it is told."""
+    """Return every series that there can be, in the text format of ``/metrics``."""
     return everything().expose()[0].decode()
 
 
 @cache
 def everything() -> Metrics:
-    """Every series that there can be, of one model with one output ``y`` of logits and one input ``x``."""
+    """Return metrics with every series, for one model with one output ``y`` of logits and one input ``x``."""
     metrics = Metrics()
     model = metrics.add("m", 1)
     model.opened(1, [TensorSpec("y", "float32", ("batch", 4), "logits")])

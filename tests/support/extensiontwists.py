@@ -1,4 +1,4 @@
-"""What is wrong with a server's metadata, streams and extensions, one thing at a time; and the checks that notice."""
+"""Faults in a server's metadata, streams and extensions, one at a time, and the checks that detect each."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def _one_alone(called: str, request: Any, proceed: Callable[[Any], Any]) -> Any:
 
 
 def _kept(called: str, request: Any, proceed: Callable[[Any], Any]) -> Any:
-    """Regions are never forgotten."""
+    """Ignore every unregistration, so that no region is ever removed."""
     if called == "SystemSharedMemoryUnregister":
         return pb.SystemSharedMemoryUnregisterResponse()
     return proceed(request)
@@ -206,7 +206,7 @@ def _larger_refused(request: Any) -> bool:
 
 
 def _used_twice() -> Callable[[Any], bool]:
-    """Whether a request for a region came before."""
+    """Return a predicate that is true for a request if an earlier request used the same region."""
     seen: set[str] = set()
 
     def again(request: Any) -> bool:
@@ -219,7 +219,7 @@ def _used_twice() -> Callable[[Any], bool]:
 
 
 def _read_once() -> Twist:
-    """What was in a region at its first use is what is answered from then on."""
+    """Return a twist that repeats its first response to an identical request, even if the region has changed since."""
     seen: dict[bytes, Any] = {}
 
     def twist(called: str, request: Any, proceed: Callable[[Any], Any]) -> Any:
@@ -280,7 +280,7 @@ def _does_nothing(rpc: str, answer: Any) -> Twist:
 
 
 def _away_while_loading() -> Twist:
-    """From a load on the model is not there until it was asked for once."""
+    """Return a twist that rejects the first inference request after a load, as if the model were still loading."""
     away = []
 
     def twist(called: str, request: Any, proceed: Callable[[Any], Any]) -> Any:

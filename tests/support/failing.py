@@ -1,4 +1,4 @@
-"""Models built to be over budget in bf16, each with the nodes and weights that are guilty of it."""
+"""Models that are over budget in bf16, each with the nodes and weights that cause it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEPS = 1000
 
 @dataclass(frozen=True)
 class Failing:
-    """A model, what it is fed, and what has to stay fp32 in the profile cuda; in cpu it is the weights of these."""
+    """A model and its inputs. ``nodes`` must stay fp32 in the profile cuda, and ``weights`` in the profile cpu."""
 
     proto: ModelProto
     feeds: list[dict[str, Array]]
@@ -31,7 +31,7 @@ def noise(*shape: int, seed: int) -> Array:
 
 
 def cancellation() -> Failing:
-    """x·w1 − x·w2, where w2 is w1 but for one part in 2^12, between two layers that have nothing to hide."""
+    """h·w1 − h·w2, where w2 differs from w1 by about one part in 2^12, between two layers that bf16 does not harm."""
     w1 = graphs.values(WIDTH, WIDTH, seed=1)
     w2 = (w1 * (1 + 2.0**-12 * noise(WIDTH, WIDTH, seed=2))).astype(np.float32)
     proto = graphs.model(
@@ -56,7 +56,7 @@ def cancellation() -> Failing:
 
 
 def overflow() -> Failing:
-    """Inputs near 3.4e38, the largest fp32 number, which bf16 calls infinite; the first node scales them down."""
+    """Inputs near 3.4e38, the largest fp32 number, which bf16 rounds to infinity; the first node scales them down."""
     proto = graphs.model(
         [
             helper.make_node("Mul", ["x", "tiny"], ["s"], name="scale"),
@@ -78,7 +78,7 @@ def overflow() -> Failing:
 
 
 def softmax() -> Failing:
-    """Logits of some hundreds that differ by one or two, which is as much as bf16 can tell of such numbers."""
+    """Logits of some hundreds that differ by one or two, which is the resolution of bf16 for such numbers."""
     common = 300 * graphs.values(WIDTH, 1)
     proto = graphs.model(
         [
@@ -99,7 +99,7 @@ def softmax() -> Failing:
 
 
 def offset() -> Failing:
-    """Logits of one or two to which 4096 is added, as some masks do: a sum and a Softmax, of next to no arithmetic."""
+    """Logits of one or two to which 4096 is added, as some masks do: an Add and a Softmax, with little arithmetic."""
     proto = graphs.model(
         [
             helper.make_node("MatMul", ["x", "w0"], ["m"], name="logits"),
@@ -119,7 +119,7 @@ def offset() -> Failing:
 
 
 def lstm(steps: int = STEPS) -> Failing:
-    """A cell whose forget gates are σ(40.125 − 34): rounded to σ(40 − 34), it forgets an eighth faster at each step."""
+    """A cell whose forget gates are σ(40.125 − 34). Rounded to σ(40 − 34), it forgets an eighth faster at each step."""
     hidden, random = 32, np.random.default_rng(0)
     w = np.zeros((1, 4, hidden, 16), np.float32)  # gates: input, output, forget, cell
     w[0, 0, :, 0] = -6

@@ -1,6 +1,7 @@
-"""An ONNX Runtime made of Python: the table of functions that the kernel's library is registered through.
+"""A fake ONNX Runtime in Python: the table of functions through which the kernel's library is registered.
 
-It keeps errors, tensors and domains by number, and says what is left of them. A test may make any entry fail or lie.
+It numbers errors, tensors and domains and keeps them until they are released, so a test can check for leaks. A test can
+replace any of its functions with one that fails or returns wrong values.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ class _Base(ctypes.Structure):
 
 
 class FakeRuntime:
-    """``version`` is what it calls itself; ``replaced`` holds entries of its table by position, None for a gap."""
+    """``version`` is the version that it reports. ``replaced`` has functions of its table by position, None for a null
+    pointer."""
 
     def __init__(self, version: str = "1.31.1", replaced: dict[int, Callable[..., Any] | None] | None = None) -> None:
         self.errors: dict[int, tuple[int, str]] = {}
@@ -27,7 +29,7 @@ class FakeRuntime:
         self.tensors: dict[int, tuple[int, tuple[int, ...], int]] = {}
         self.sessions: list[int] = []  # the domain of each session
         self.names: dict[int, bytes] = {}
-        self.fail_at: int | None = None  # the operator whose adding fails
+        self.fail_at: int | None = None  # the index of the operator that cannot be added
         self._live = 0
         self._texts: dict[int, ctypes.Array[ctypes.c_char]] = {}
         self._kept: list[Any] = []
@@ -43,7 +45,7 @@ class FakeRuntime:
         self._base = _Base(get_api, self._function(P, lambda: ctypes.addressof(self._version)))
 
     def register(self, library: ctypes.CDLL) -> str:
-        """What the library's entry point answers: the error's text, "" when there is none."""
+        """Call the library's entry point, and return the error's text; "" if there is no error."""
         entry = library.RegisterCustomOps
         entry.restype, entry.argtypes = P, (P, P)
         status = entry(1, ctypes.addressof(self._base))
@@ -63,7 +65,7 @@ class FakeRuntime:
         return ctypes.cast(pointer, P).value
 
     def _entries(self) -> dict[int, tuple[Any, tuple[Any, ...], Callable[..., Any]]]:
-        """As kernels/ort/abi.h has them."""
+        """Return result type, argument types and function by position in the table, as in kernels/ort/abi.h."""
         return {
             0: (P, (C, ctypes.c_char_p), lambda code, text: self.error(text.decode(), code)),
             1: (C, (P,), lambda status: self.errors[status][0]),

@@ -1,8 +1,8 @@
-"""Faults put into the memory of a server that runs: what a cosmic ray, a bad DIMM or a stray pointer would do.
+"""Injects faults into the memory of a running server, like those of a cosmic ray, a bad DIMM or a stray pointer.
 
-Copied weights lie in private, anonymous memory. They are found there by their bytes (``/proc/PID/maps``) and changed
-in place (``/proc/PID/mem``), which a parent may do to its child. Nothing of the server takes part in it. The server's
-files stay as they are, and so does what it says of itself.
+Copied weights are stored in private, anonymous memory. This module finds them there by their bytes
+(``/proc/PID/maps``) and changes them in place (``/proc/PID/mem``), which a parent may do to its child. No code of the
+server takes part. The server's files do not change, and neither does what the server reports about itself.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from products import product
 from bf16kit.artifact import Artifact
 from bf16kit.tensors import TensorSpec
 
-LINE = 256  # bytes that are looked for: the beginning of a weight, unlike anything else
+LINE = 256  # bytes to search for: the beginning of a weight, which occurs nowhere else
 _CHUNK = 64 << 20
-_LARGEST = 4 << 30  # of one mapping: larger ones are address space that an allocator has reserved
+_LARGEST = 4 << 30  # bytes of one mapping; larger ones are address space that an allocator has reserved
 
 
 def stored(artifact: Path, tensor: str) -> bytes:
-    """The bytes of a weight as the artifact has them, which is as a server's copy has them."""
+    """Return the bytes of a weight in the artifact, which are also the bytes of a server's copy."""
     opened = Artifact.open(artifact)
     entry = next(each for each in opened.manifest.tensors if each.name == tensor)
     with opened.file(entry.file).open("rb") as file:
@@ -37,7 +37,10 @@ def stored(artifact: Path, tensor: str) -> bytes:
 
 
 def write_pair(target: Path, *, width: int = 64) -> Artifact:
-    """``y = relu(x·a)·b``, fp32[batch,width] → fp32[batch,width]; both weights of one shape, and read as stored."""
+    """Publish ``y = relu(x·a)·b``, fp32[batch,width] → fp32[batch,width].
+
+    Both weights have the same shape, and the kernel reads them as stored.
+    """
     rng = np.random.default_rng(7)
     weights = {name: rng.standard_normal((width, width)).astype(np.float32) / width**0.5 for name in ("a", "b")}
     kernel = product(weights["a"])
@@ -63,7 +66,7 @@ def write_pair(target: Path, *, width: int = 64) -> Artifact:
 
 @dataclass(frozen=True)
 class Copy:
-    """Where a weight lies in a process."""
+    """Where a weight is stored in the memory of a process."""
 
     process: int
     at: int
@@ -80,7 +83,10 @@ class Copy:
 
 
 def copies(process: int, content: bytes) -> list[Copy]:
-    """Where ``content`` lies whole in the private, anonymous memory of ``process``. AssertionError: nowhere."""
+    """Return where ``content`` is stored whole in the private, anonymous memory of ``process``.
+
+    Raises AssertionError if it is stored nowhere.
+    """
     found = [
         Copy(process, at, len(content))
         for begin, end in _anonymous(process)
@@ -92,9 +98,10 @@ def copies(process: int, content: bytes) -> list[Copy]:
 
 
 def flip(process: int, content: bytes, *, bit: int = 14, every: int = 61) -> int:
-    """Flip one bit of every so many bf16 elements of a weight, in all its copies; how many there were.
+    """Flip one bit in one of ``every`` bf16 elements of a weight, in all its copies. Return the number of copies.
 
-    Bit 14 is the highest of the exponent: a weight of 0.1 becomes one of 10³⁷. An odd ``every`` meets every column.
+    Bit 14 is the highest of the exponent: a weight of 0.1 becomes one of about 10³⁷. With an odd ``every``, elements of
+    every column change.
     """
     elements = np.frombuffer(content, np.uint16).copy()
     elements[::every] ^= np.uint16(1 << bit)
@@ -102,10 +109,10 @@ def flip(process: int, content: bytes, *, bit: int = 14, every: int = 61) -> int
 
 
 def swap(process: int, first: bytes, second: bytes) -> int:
-    """Let two weights of one shape change places, in all their copies; how many there were."""
+    """Swap two weights of the same shape, in all their copies. Return the number of copies."""
     assert len(first) == len(second)
     assert first != second
-    places = copies(process, first), copies(process, second)  # both, before either is changed
+    places = copies(process, first), copies(process, second)  # find both before either is changed
     for here, other in zip(places, (second, first), strict=True):
         for copy in here:
             copy.write(other)
@@ -120,7 +127,7 @@ def _replace(process: int, content: bytes, changed: NDArray[np.uint16]) -> int:
 
 
 def _anonymous(process: int) -> Iterator[tuple[int, int]]:
-    """The private mappings of no file that may be read."""
+    """Yield begin and end of each readable private mapping without a file, up to ``_LARGEST`` bytes."""
     for line in Path(f"/proc/{process}/maps").read_text().splitlines():
         where, access, _, _, inode, *name = line.split(maxsplit=5)
         begin, end = (int(address, 16) for address in where.split("-"))

@@ -1,7 +1,7 @@
-"""One small model, converted, and copies of it that are faulty in ways that no digest and no golden sample tells.
+"""One small converted model, and copies of it with faults that no digest and no golden sample detects.
 
-``h = x·a``, ``y = relu(sin(h)·b)·c``, ``z = sin(h)·d``, fp32[batch,64] each: a wave, as Fourier
-features are, so that inputs of another size meet another function.
+``h = x·a``, ``y = relu(sin(h)·b)·c``, ``z = sin(h)·d``, fp32[batch,64] each: a wave, like Fourier features, so
+that the model is a different function for inputs of a different magnitude.
 """
 
 from __future__ import annotations
@@ -28,12 +28,15 @@ _CHUNK = 4  # columns between two roundings of a sum
 
 
 def rows(count: int, seed: int, scale: float = 1.0) -> Array:
-    """Inputs [count, 64] of the kind that the model was calibrated on, times ``scale``."""
+    """Return inputs [count, 64] of the distribution that the model was calibrated on, times ``scale``."""
     return (np.random.default_rng(seed).standard_normal((count, WIDTH)) * scale).astype(np.float32)
 
 
 def convert(repository: Path, name: str, scratch: Path, seed: int = 0) -> Path:
-    """The sound model, measured on 64 rows; ``seed`` gives other weights."""
+    """Convert the model without a fault, with 64 rows of samples. Return the artifact's path.
+
+    Another ``seed`` gives other weights.
+    """
     scratch.mkdir()
     onnx.save(_waves(seed), scratch / "waves.onnx")
     (scratch / "samples").mkdir()
@@ -47,12 +50,12 @@ def convert(repository: Path, name: str, scratch: Path, seed: int = 0) -> Path:
 
 
 def copied(artifact: Path, repository: Path, name: str) -> None:
-    """The sound model under another name."""
+    """Copy the model without a fault to another name."""
     shutil.copytree(artifact, repository / name / "1")
 
 
 def damaged(artifact: Path, repository: Path, name: str, damage: Callable[[ModelProto], None]) -> None:
-    """A copy whose bf16 graph is another, its digests right, its reference sound, without golden samples."""
+    """Write a copy with a damaged bf16 graph. Digests and reference are correct, and it has no golden samples."""
     target = repository / name / "1"
     copied(artifact, repository, name)
     graph = _waves(rounded=True)
@@ -64,7 +67,7 @@ def damaged(artifact: Path, repository: Path, name: str, damage: Callable[[Model
 
 
 def accumulated_in_bf16(model: ModelProto) -> None:
-    """``s·b`` four columns at a time, the sum rounded to bf16 after each."""
+    """Compute ``s·b`` from four columns of ``s`` at a time, and round the sum to bf16 after each."""
     at = [node.name for node in model.graph.node].index("second")
     add, total = [], ""
     for start in range(0, WIDTH, _CHUNK):
@@ -87,7 +90,7 @@ def accumulated_in_bf16(model: ModelProto) -> None:
 
 
 def cancelling(model: ModelProto) -> None:
-    """``h`` carried in bf16 beside 256, which is taken away again: few of its digits are left."""
+    """Add 256 to ``h``, round the sum to bf16, and subtract 256 again: few digits of ``h`` are left."""
     at = [node.name for node in model.graph.node].index("first")
     model.graph.initializer.append(helper.make_tensor("much", TensorProto.FLOAT, [], [256.0]))
     first = model.graph.node[at]
@@ -104,7 +107,7 @@ def cancelling(model: ModelProto) -> None:
 
 
 def not_a_number(model: ModelProto) -> None:
-    """All of ``z`` is NaN in rows whose first input is over 1: one in six."""
+    """Set all of ``z`` to NaN in rows whose first input is over 1: one row in six."""
     at = [node.name for node in model.graph.node].index("fourth")
     fourth = model.graph.node[at]
     for name, value in (("one", 1.0), ("nan", math.nan)):
@@ -124,7 +127,7 @@ def not_a_number(model: ModelProto) -> None:
 
 
 def _waves(seed: int = 0, *, rounded: bool = False) -> ModelProto:
-    """The source; ``rounded``: with weights that are bf16's, and what their roundings leave out is gone."""
+    """Return the source model; with ``rounded``, its weights are rounded to bf16."""
     nodes = [
         helper.make_node("MatMul", ["x", "a"], ["h"], name="first"),
         helper.make_node("Sin", ["h"], ["s"], name="wave"),

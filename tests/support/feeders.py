@@ -1,4 +1,4 @@
-"""Functions for ``--samples feeders:NAME``, good and bad."""
+"""Functions for ``--samples feeders:NAME``, valid and invalid."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 
 def three() -> Iterator[dict[str, Any]]:
-    """Three feeds of the MLP's input, of 1, 2 and 3 rows."""
+    """Return three feeds of the MLP's input, of 1, 2 and 3 rows."""
     random = np.random.default_rng(5)
     return ({"x": random.standard_normal((rows, 16)).astype(np.float32)} for rows in (1, 2, 3))
 

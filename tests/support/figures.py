@@ -1,7 +1,7 @@
-"""What the attacks of ``tests/hostile`` measured, and the page that ``make soak`` makes of it.
+"""Collects what the attacks of ``tests/hostile`` measure, and writes the page of ``make soak`` from it.
 
-``BF16KIT_FIGURES`` names the file that every figure goes to, ``BF16KIT_SOAK=1`` asks for the long form of each attack.
-``python tests/support/figures.py FILE PAGE`` writes the page.
+``BF16KIT_FIGURES`` names the file to which every figure is written. ``BF16KIT_SOAK=1`` selects the long form of each
+attack. ``python tests/support/figures.py FILE PAGE`` writes the page.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ by the row's name.
 
 
 def amount(short: int, soak: int) -> int:
-    """How much of an attack: ``short`` in CI, ``soak`` in ``make soak``."""
+    """Return the size of an attack: ``short`` in CI, ``soak`` in ``make soak``."""
     return soak if SOAK else short
 
 
 def record(**figures: Any) -> None:
-    """Figures of the test that runs: those of the table's columns, and whatever else it measured.
+    """Write figures of the running test to the file: those of the table's columns, and any other that it measured.
 
-    The name of a keyword is what the page calls it, with spaces for underscores.
+    The page shows the name of each keyword, with spaces for underscores.
     """
     path, test = os.environ.get("BF16KIT_FIGURES"), os.environ.get("PYTEST_CURRENT_TEST", "")
     if path:
@@ -50,18 +50,18 @@ def record(**figures: Any) -> None:
 
 
 def watched(checks: int, slowest_s: float, before: int, most: int, after: int) -> None:
-    """The figures that all attacks share; memory in bytes."""
+    """Record the figures that all attacks have in common; memory is in bytes."""
     mib = [f"{nbytes / 2**20:.0f}" for nbytes in (before, most, after)]
     record(**dict(zip(_COLUMNS[1:], [f"{checks:,}", f"{slowest_s * 1e3:.0f}", *mib], strict=True)))
 
 
 def page(lines: list[str]) -> str:
-    """The page of a run: ``lines`` are what :func:`record` has written."""
+    """Return the page of a run; ``lines`` are the lines that :func:`record` has written."""
     tests: dict[str, dict[str, Any]] = {}
     for line in lines:
         entry = json.loads(line)
         found = tests.setdefault(entry["test"], {})
-        if "commit" in entry["figures"]:  # it runs once more: what it measured before does not count
+        if "commit" in entry["figures"]:  # the test started again: its earlier figures do not count
             found.clear()
         found.update(entry["figures"])
     rows = [_row(test, found) for test, found in tests.items()]
@@ -89,13 +89,16 @@ def _row(test: str, found: dict[str, Any]) -> str:
 
 
 def commit() -> str:
-    """What is tested, for :func:`record`."""
+    """Return the short hash of the commit under test, for :func:`record`."""
     command = ["git", "rev-parse", "--short", "HEAD"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def _commits(of_tests: list[str]) -> str:
-    """One, or how many attacks ran on which: some are run again when what they found is mended."""
+    """Return the commit; if there are several, return how many attacks ran on each.
+
+    An attack that found a defect is run again after the fix, on a later commit.
+    """
     numbers = Counter(of_tests)
     if len(numbers) == 1:
         return f"commit {of_tests[0]}"

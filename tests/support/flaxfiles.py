@@ -1,4 +1,4 @@
-"""Flax's msgpack files, written without flax: the few types that ``flax.serialization.to_bytes`` uses."""
+"""Writes Flax's msgpack files without flax: the few types that ``flax.serialization.to_bytes`` uses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 
 def packed(value: Any) -> bytes:
-    """``value``, a tree of mappings, sequences, arrays, numbers, texts and None, as Flax packs it."""
+    """Return ``value``, a tree of mappings, sequences, arrays, numbers, texts and None, as Flax packs it."""
     if isinstance(value, np.ndarray):
         return extension(1, array(value))
     if isinstance(value, Mapping):
@@ -27,17 +27,17 @@ def packed(value: Any) -> bytes:
 
 
 def array(value: NDArray[Any]) -> bytes:
-    """What is inside the extension of an array: its shape, the name of its dtype, its bytes."""
+    """Return the content of an array's extension: its shape, the name of its dtype, its bytes."""
     return packed([list(value.shape), value.dtype.name, value.tobytes()])
 
 
 def extension(kind: int, data: bytes) -> bytes:
-    """An extension of any length."""
+    """Return an extension of type ``kind`` in the format for any length."""
     return b"\xc9" + struct.pack(">IB", len(data), kind) + data
 
 
 def chunked(value: NDArray[Any], count: int) -> dict[str, Any]:
-    """An array as Flax parts those of more than 2**30 bytes."""
+    """Return an array in ``count`` chunks, as Flax splits arrays of more than 2**30 bytes."""
     parts = np.array_split(value.reshape(-1), count)
     return {
         "__msgpack_chunked_array__": True,

@@ -1,4 +1,4 @@
-"""``bf16-convert`` in processes forked from one that has imported what takes seconds, for many runs of one Python."""
+"""Runs ``bf16-convert`` many times, in processes forked from one Python process that has imported the slow modules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from converting import Outcome
 
-# Nothing is computed before the fork: libraries that have begun to compute have threads, which a fork loses.
+# Nothing is computed before the fork: a library that has computed has threads, which do not exist after the fork.
 _SERVER = """
 import importlib, json, os, sys
 for name in json.loads(sys.argv[1]):
@@ -36,7 +36,7 @@ for request in sys.stdin:
 
 
 class Forked:
-    """Runs command lines one after another, each in a process of its own."""
+    """Runs command lines one after another, each in its own process."""
 
     def __init__(self, process: subprocess.Popen[str], directory: Path) -> None:
         self._process = process
@@ -57,7 +57,7 @@ class Forked:
 def forked(
     python: Path = Path(sys.executable), modules: Sequence[str] = (), environment: Mapping[str, str] | None = None
 ) -> Iterator[Forked]:
-    """``bf16-convert`` of ``python``, which has imported ``modules``, for as long as the context lasts."""
+    """Yield a runner of ``bf16-convert`` for ``python``, which has already imported ``modules``."""
     with tempfile.TemporaryDirectory(prefix="bf16kit-forked-") as directory:
         process = subprocess.Popen(
             [str(python), "-c", _SERVER, json.dumps(list(modules))],

@@ -1,6 +1,6 @@
-"""Tiny ONNX graphs for tests: each is the smallest that shows one thing. Weights are seeded, so always the same.
+"""Tiny ONNX graphs for tests; each is the smallest graph with one property. Weights are seeded, so always the same.
 
-Opset and IR version are pinned: the onnx package's newest are ahead of what ONNX Runtime reads.
+Opset and IR version are pinned, because ONNX Runtime does not read the newest ones of the onnx package.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ ALIGNMENT = 64
 
 
 def values(*shape: int, seed: int = 0, scale: float = 1.0) -> NDArray[np.float32]:
-    """Seeded Gaussian fp32 values, divided by the root of the first dimension so that layers keep their size."""
+    """Return seeded Gaussian fp32 values.
+
+    Those of two or more dimensions are divided by the square root of the first, so that layers keep their magnitude.
+    """
     generator = np.random.default_rng(seed)
     fan_in = shape[0] if len(shape) > 1 else 1
     array = generator.standard_normal(shape) * scale / np.sqrt(fan_in)
@@ -32,12 +35,12 @@ def values(*shape: int, seed: int = 0, scale: float = 1.0) -> NDArray[np.float32
 
 
 def edge(name: str, shape: Shape = None, dtype: int = TensorProto.FLOAT) -> ValueInfoProto:
-    """An input or output."""
+    """Return the declaration of an input or output."""
     return helper.make_tensor_value_info(name, dtype, shape)
 
 
 def initializer(name: str, array: Array) -> TensorProto:
-    """``array`` (bfloat16 included) as a tensor held in the model."""
+    """Return ``array``, which may be bfloat16, as a tensor stored in the model."""
     if array.dtype == ml_dtypes.bfloat16:
         return helper.make_tensor(name, TensorProto.BFLOAT16, array.shape, array.tobytes(), raw=True)
     return numpy_helper.from_array(array, name)
@@ -49,7 +52,7 @@ def model(
     outputs: Sequence[ValueInfoProto],
     initializers: Sequence[TensorProto] = (),
 ) -> ModelProto:
-    """A model of one graph, at the pinned opset and IR version."""
+    """Return a model of one graph, with the pinned opset and IR version."""
     graph = helper.make_graph(nodes, "tiny", inputs, outputs, initializers)
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION)
 
@@ -166,14 +169,14 @@ def constant_nodes(width: int = 16, seed: int = 0) -> ModelProto:
 
 
 def weights_of(source: ModelProto) -> dict[str, Array]:
-    """The main graph's initializers, by name."""
+    """Return the main graph's initializers by name."""
     return {tensor.name: numpy_helper.to_array(tensor) for tensor in source.graph.initializer}
 
 
 def narrow(source: ModelProto) -> ModelProto:
-    """``source`` with its matrices (2 dimensions and more) stored as bf16, as in the ``cpu`` profile's graph.
+    """Return ``source`` with its matrices (2 dimensions and more) stored as bf16, as in the ``cpu`` profile's graph.
 
-    A Cast widens each, or what a Gather took from it. Only the main graph's initializers are narrowed.
+    A Cast widens each matrix, or the rows that a Gather reads from it. Only the main graph's initializers are narrowed.
     """
     result = ModelProto()
     result.CopyFrom(source)
@@ -204,7 +207,7 @@ def _widen_at_use(graph: GraphProto, name: str) -> None:
 
 
 def _rename_input(node: NodeProto, old: str, new: str) -> None:
-    """In the bodies of If and Loop, too, which see the main graph's values."""
+    """Rename an input of ``node``, also in the bodies of If and Loop, which can use the main graph's values."""
     for index, name in enumerate(node.input):
         if name == old:
             node.input[index] = new
@@ -214,7 +217,7 @@ def _rename_input(node: NodeProto, old: str, new: str) -> None:
 
 
 def save_external(source: ModelProto, path: Path, files: Mapping[int, str]) -> Path:
-    """Write ``source`` to ``path``, its initializers of each dtype in ``files`` (ONNX number → file name) beside it.
+    """Write ``source`` to ``path``, and initializers of each dtype in ``files`` (ONNX number → file name) beside it.
 
     As in an artifact: ``{TensorProto.BFLOAT16: "weights.bf16", TensorProto.FLOAT: "weights.fp32"}``, 64-byte aligned.
     """
@@ -237,7 +240,8 @@ def save_external(source: ModelProto, path: Path, files: Mapping[int, str]) -> P
 
 
 def without_data(source: ModelProto, location: str) -> ModelProto:
-    """``source`` with every initializer of the main graph declared in the file ``location``, which nobody writes."""
+    """Return ``source`` with every initializer of the main graph referring to the file ``location``, without writing
+    that file."""
     result = ModelProto()
     result.CopyFrom(source)
     for tensor in result.graph.initializer:
@@ -246,7 +250,7 @@ def without_data(source: ModelProto, location: str) -> ModelProto:
 
 
 def refer(tensor: TensorProto, location: str, offset: int = 0, length: int | None = None) -> None:
-    """Take the data out of ``tensor`` and point it at ``location`` instead."""
+    """Remove the data from ``tensor`` and make it refer to the file ``location``."""
     for field in ("raw_data", "float_data", "int32_data", "int64_data", "external_data"):
         tensor.ClearField(field)
     tensor.data_location = TensorProto.EXTERNAL

@@ -1,4 +1,4 @@
-"""A runtime whose runs a test holds up, to see what happens meanwhile."""
+"""A runtime whose runs a test can block, to check what happens meanwhile."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bf16kit.runtime import Array, RuntimeInfo
 
 
 class Held:
-    """A runtime whose runs last until they are let go; closed ones fail, as ONNX Runtime's do."""
+    """A runtime whose runs block while ``go`` is not set. A run fails if the runtime is closed, as in ONNX Runtime."""
 
     def __init__(self, precision: str) -> None:
         self.info = RuntimeInfo("onnxruntime", "cpu", "cpu", precision, "fp32")

@@ -155,7 +155,10 @@ MODELS: Mapping[str, tuple[str, str, dict[str, Any], dict[str, Any] | None]] = {
 
 
 def save(name: str, directory: Path, **changed: Any) -> Path:
-    """The model called ``name``, its config ``changed``, saved in ``directory``; seeded."""
+    """Save the model ``name`` with seeded weights in ``directory``, and return ``directory``.
+
+    ``changed`` replaces or adds fields of its config.
+    """
     import torch
     import transformers
 

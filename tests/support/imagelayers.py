@@ -1,4 +1,4 @@
-"""What two images differ in, file by file: two digests that are not the same say nothing of why."""
+"""Finds the files in which two images differ. Digests only show that images differ."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ _Entries = dict[str, tuple[object, ...]]
 
 
 def differing(one: str, other: str, directory: Path) -> list[str]:
-    """Files of the layers that only one has, or that differ in content, mode, owner or time: the first 20."""
+    """Return the first 20 files of the layers that differ in type, content, mode, owner, time or link, or that only one
+    image has."""
     ours, theirs = (_entries(image, directory / f"{number}.tar") for number, image in enumerate((one, other)))
     names = sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
     return [f"{name}: {ours.get(name)} and {theirs.get(name)}" for name in names[:20]]
 
 
 def _entries(image: str, saved: Path) -> _Entries:
-    """By layer and name: kind, mode, owner, time, link and a digest."""
+    """Return type, mode, owner, time, link and a digest of every file, by layer and name."""
     subprocess.run(["docker", "save", "--output", str(saved), image], check=True, capture_output=True)
     found: _Entries = {}
     with tarfile.open(saved) as whole:

@@ -1,6 +1,6 @@
-"""Edits of a ``ModelInferRequest`` by somebody who knows the protocol: each breaks, stretches or contradicts one thing.
+"""Edits of a ``ModelInferRequest`` that know the protocol: each makes one part invalid, huge or inconsistent.
 
-Some leave it valid. What they make is within what protobuf can say; ``wireedits`` does the rest.
+Some leave the request valid. The results are valid protobuf; ``wireedits`` edits the bytes.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _CONTENTS = tuple(pb.InferTensorContents.DESCRIPTOR.fields_by_name)
 
 
 def text(rng: Random) -> str:
-    """Mostly one of :data:`TEXTS`; rarely one of a megabyte."""
+    """Return one of :data:`TEXTS`, or rarely (1 in 500) a text of 2^16 to 2^20 characters."""
     if rng.random() < 0.002:
         return rng.choice(("n", "\0", "é", "\U000e0001")) * (1 << rng.choice((16, 18, 20)))
     return rng.choice(TEXTS)
@@ -91,7 +91,7 @@ def _size(rng: Random, message: Message) -> None:
 
 
 def _shape(rng: Random, message: Message) -> None:
-    """Another rank, or sizes whose product is zero, huge, or zero in 64 bits."""
+    """Set another rank, or sizes whose product is zero, huge, or zero modulo 2^64."""
     rank = rng.choice((0, 1, 2, 3, 8, 9, 1000))
     sizes = rng.choice((NUMBERS, (2**32, 2**32), (2**31, 2**33, 1), (2**62, 4), (0, 2**63 - 1), (0, 2**20), (1, 2)))
     _any_input(rng, message).shape[:] = [rng.choice(sizes) for _ in range(rank)]
@@ -110,7 +110,7 @@ def _raw_count(rng: Random, message: Message) -> None:
 
 
 def _data(rng: Random, message: Message) -> None:
-    """Any bits: NaNs of all kinds, infinities, denormals; indices without end; strings that are none."""
+    """Set any bits: NaNs of all kinds, infinities, denormals, huge indices, invalid strings."""
     raw = message.raw_input_contents
     if raw:
         at = rng.randrange(len(raw))
@@ -128,7 +128,7 @@ def _data(rng: Random, message: Message) -> None:
 
 
 def _contents(rng: Random, message: Message) -> None:
-    """Something in a field of the contents: beside raw, of another type, or too much."""
+    """Add values to a field of the contents: beside raw contents, of another type, or too many."""
     name = rng.choice(_CONTENTS)
     values = getattr(_any_input(rng, message).contents, name)
     for _ in range(rng.choice((1, 2, 16, 100))):
@@ -171,7 +171,7 @@ def _parameters(rng: Random, message: Message) -> None:
 
 
 def _known_parameter(rng: Random, message: Message) -> None:
-    """One that the server reads, with a number that it should take or refuse."""
+    """Set a parameter that the server reads to a number that it must accept or reject."""
     value = message.parameters[rng.choice(("timeout", "priority"))]
     if rng.random() < 0.5:
         value.int64_param = rng.choice(NUMBERS)
@@ -185,7 +185,7 @@ def _outputs(rng: Random, message: Message) -> None:
 
 
 def _twice(rng: Random, message: Message) -> None:
-    """An input twice, with or without its contents."""
+    """Repeat an input, with or without its contents."""
     if message.inputs:
         at = rng.randrange(len(message.inputs))
         message.inputs.add().CopyFrom(message.inputs[at])
@@ -202,7 +202,7 @@ def _missing(rng: Random, message: Message) -> None:
 
 
 def _many(rng: Random, message: Message) -> None:
-    """A thousand inputs, or outputs, of which nothing is said."""
+    """Add a thousand empty inputs or outputs."""
     target = rng.choice((message.inputs, message.outputs))
     for _ in range(1000):
         target.add()
@@ -220,6 +220,6 @@ _RARE: tuple[Edit, ...] = (_many, _nothing)
 
 
 def edit(rng: Random, message: Message) -> None:
-    """One to three edits in place."""
+    """Apply one to three edits in place."""
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         rng.choice(_RARE if rng.random() < 0.01 else EDITS)(rng, message)

@@ -1,4 +1,4 @@
-"""The real server, wired as in production, in this process: for clients that see an address and nothing else."""
+"""The real server, configured as in production, in this process: for clients that use only its address."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from service.process.stop import Stop
 
 @contextmanager
 def running(repository: Path, *models: str, **settings: Any) -> Iterator[str]:
-    """``host:port`` of a server with these settings, once these of its models have loaded."""
+    """Yield ``host:port`` of a server with these settings, once the given models have loaded."""
     stop, started = Stop(), SimpleQueue[int]()
     config = ServerConfig(repository=repository, grpc_port=0, http_port=0, device="cpu", threads=1, **settings)
     server = threading.Thread(target=app.run, args=(config, stop, lambda port, _: started.put(port)))
@@ -37,7 +37,7 @@ def running(repository: Path, *models: str, **settings: Any) -> Iterator[str]:
 
 def _await_serving(address: str, model: str) -> None:
     with grpc.insecure_channel(address) as channel:
-        stub: Any = health_pb2_grpc.HealthStub(channel)  # its RPCs exist only once it is made
+        stub: Any = health_pb2_grpc.HealthStub(channel)  # its RPCs exist only after construction
         watch = stub.Watch(health_pb2.HealthCheckRequest(service=model), timeout=60)
         for answer in watch:
             if answer.status == health_pb2.HealthCheckResponse.SERVING:

@@ -1,4 +1,4 @@
-"""torch modules that compute what the Flax models of ``tests/sources/jaxmodels.py`` do, under other names."""
+"""torch modules that compute the same as the Flax models of ``tests/sources/jaxmodels.py``, with other weight names."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Cnn(nn.Module):
 
 
 class Block(nn.Module):
-    """ids [batch, seq] → hidden [batch, seq, 16]; Flax's epsilon and its gelu."""
+    """ids [batch, seq] → hidden [batch, seq, 16], with Flax's epsilon and gelu."""
 
     def __init__(self) -> None:
         super().__init__()

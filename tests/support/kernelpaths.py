@@ -1,4 +1,4 @@
-"""The paths of the CPU kernel, as tests ask for them."""
+"""Selects a code path of the CPU kernel for a test."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from bf16kit.runtime import kernel
 
 
 def use(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have sessions use ``path`` from now on; the test is skipped where the processor cannot."""
+    """Make sessions use ``path`` for the rest of the test. Skip the test if the processor lacks what it needs."""
     monkeypatch.setenv(kernel.VARIABLE, path)
     try:
         kernel.available()

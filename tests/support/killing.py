@@ -1,4 +1,4 @@
-"""``bf16-convert`` in processes that are killed: forked from one that has imported everything, they start at once."""
+"""Runs ``bf16-convert`` in processes that it can kill. They start at once: they are forked after all imports."""
 
 from __future__ import annotations
 
@@ -68,38 +68,38 @@ for request in sys.stdin:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a run ended: its exit code, or minus the signal it died of, and what it said until then, and when."""
+    """How a run ended: its exit code, or minus the number of the signal that killed it, and its output."""
 
     code: int
     said: str
-    times: list[float]  # of each line by which it says what it does, and of its end
+    times: list[float]  # when each line of its progress was written, and when it ended
 
     def touches(self) -> int:
-        """How often it opened, made, renamed or removed something."""
+        """Return how many files or directories it opened, listed, made, renamed or removed, repetitions included."""
         return int(re.findall(r"^touched (\d+)$", self.said, re.MULTILINE)[-1])
 
     def steps(self) -> list[tuple[str, float]]:
-        """Those lines, but for the names in them, and for how many seconds each was the last."""
+        """Return the lines of its progress without names, each with the seconds until the next line or the end."""
         lines = re.findall(r"^bf16-convert: \w+(?: the \w+ of \w+)?", self.said, re.MULTILINE)
         return [(line, after - at) for line, (at, after) in zip(lines, pairwise(self.times), strict=True)]
 
 
 class Runner:
-    """Runs command lines one after another, each in a process of its own."""
+    """Runs command lines one after another, each in its own process."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
 
     def run(self, *arguments: str | Path) -> Ended:
-        """To its end."""
+        """Run the command to its end."""
         return self._ask(arguments, None, 0.0, None)
 
     def kill(self, *arguments: str | Path, line: str, after: float) -> Ended:
-        """Killed ``after`` so many seconds when it had said ``line``; it may have come to its end by then."""
+        """Kill the command ``after`` seconds after it wrote ``line``. It may have ended by then."""
         return self._ask(arguments, line, after, None)
 
     def kill_at(self, *arguments: str | Path, touch: int) -> Ended:
-        """Killed just before it opens, makes, renames or removes something for the time ``touch``."""
+        """Kill the command just before it opens, lists, makes, renames or removes something, the ``touch``-th time."""
         return self._ask(arguments, None, 0.0, touch)
 
     def _ask(self, arguments: tuple[str | Path, ...], line: str | None, after: float, touch: int | None) -> Ended:
@@ -112,7 +112,7 @@ class Runner:
 
 @contextmanager
 def runner() -> Iterator[Runner]:
-    """A process to run from, for as long as the context lasts."""
+    """Yield a runner, whose process ends with the context."""
     process = subprocess.Popen(
         [sys.executable, "-c", _SERVER],
         stdin=subprocess.PIPE,
@@ -131,5 +131,5 @@ def runner() -> Iterator[Runner]:
 
 
 def files(directory: Path) -> dict[str, bytes]:
-    """Every file of a directory, by name."""
+    """Return the content of every file in a directory, by name."""
     return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}

