@@ -21,8 +21,8 @@ PATIENCE_S = 1.0  # a healthy server responds to a health check within this time
 class Wellness:
     """Checks the server's health every 50 ms. A call that fails is repeated after 10 ms, until a second has passed.
 
-    ``seconds`` is how long each check took. ``ill`` has the last error of each check that got no response within a
-    second. ``most`` is the largest RSS seen.
+    ``seconds`` is how long each check took. ``ill`` has the last error of each check that did not find it
+    SERVING within a second. ``most`` is the largest RSS seen.
     """
 
     def __init__(self, target: str, rss: Callable[[], int]) -> None:
@@ -49,11 +49,13 @@ class Wellness:
                 begun, said = time.monotonic(), "no answer"
                 while (left := begun + PATIENCE_S - time.monotonic()) > 0:
                     try:
-                        stub.Check(health_pb2.HealthCheckRequest(), timeout=left)
-                        break
+                        status = stub.Check(health_pb2.HealthCheckRequest(), timeout=left).status
+                        if status == health_pb2.HealthCheckResponse.SERVING:
+                            break
+                        said = f"health status {status}"
                     except grpc.RpcError as error:
                         said = f"{error.code()}: {error.details()}"
-                        self._stop.wait(0.01)
+                    self._stop.wait(0.01)
                 else:
                     self.ill.append(said)
                 self.seconds.append(time.monotonic() - begun)
@@ -74,8 +76,8 @@ class Target:
 
     @contextmanager
     def stays_well(self) -> Iterator[Wellness]:
-        """Fail if the server ends, does not respond to a health check within a second, or holds too much memory during
-        the block or after it."""
+        """Fail if the server ends, does not answer a health check with SERVING within a second, or holds too much
+        memory, during the block or after it."""
         wellness = Wellness(self.address, self.rss)
         before = self.rss()
         wellness.start()

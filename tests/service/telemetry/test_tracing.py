@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import socket
 import threading
 import time
@@ -354,14 +355,18 @@ def test_a_stop_breaks_off_an_export_that_takes_too_long() -> None:
     assert outcomes == {"failed": 1}
 
 
-def test_any_header_at_all_is_a_trace_or_none() -> None:
+def test_any_traceparent_is_accepted_and_only_an_unsampled_one_is_not_traced() -> None:
+    """With a rate of 1 every request is traced, unless its header is valid and has the sampled flag cleared."""
     tracer = Tracing(TraceSettings(exports=True, rate=1, find=str), Stuck(), Outcomes())
 
-    @given(st.text(), st.text())
+    @given(st.text() | st.sampled_from(["00", "02", "fe", "01", "ff", "0", "g0"]), st.text())
     def holds(text: str, state: str) -> None:
         for parent in (text, f"00-{TRACE}-{PARENT}-{text}", f"00-{TRACE}-{PARENT}-01"):
             found = tracer.sample("m", {"traceparent": parent, "tracestate": state}.get)
-            assert found is not None
-            assert len(found.id) == 32
+            if re.fullmatch(f"00-{TRACE}-{PARENT}-[0-9a-f][02468ace][ \\t]*", parent):
+                assert found is None
+            else:
+                assert found is not None
+                assert len(found.id) == 32
 
     holds()
