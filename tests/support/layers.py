@@ -1,4 +1,4 @@
-"""One layer of a network as exporters write it, product and what follows, for tests of what is put in its place."""
+"""One layer of a network as exporters write it, a product and its activation, for tests of what replaces it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import graphs
 Array = NDArray[Any]
 
 K = 40
-# Nodes as (operator, inputs -> output, attributes), s the sum and y the result; and what they compute.
+# Nodes as (operator, inputs -> output, attributes), where s is the sum and y the result; and the function they compute.
 ACTIVATIONS: dict[str, tuple[list[tuple[str, str, dict[str, Any]]], Callable[[Array], Array]]] = {
     "none": ([], lambda s: s),
     "relu": ([("Relu", "s -> y", {})], lambda s: np.maximum(s, 0)),
@@ -30,9 +30,9 @@ ACTIVATIONS: dict[str, tuple[list[tuple[str, str, dict[str, Any]]], Callable[[Ar
 
 
 def layer(n: int, layout: str, *, bias: bool, activation: str) -> ModelProto:
-    """x [batch, seq, K] → a product of ``n`` columns, a bias ``b`` or not, an activation → y.
+    """Return the model x [batch, seq, K] → a product of ``n`` columns, with or without bias ``b``, an activation → y.
 
-    Its weight ``w`` is [K, n]; where the layout is ``transposed``, [n, K], and ``ids`` look its columns up, too.
+    The weight ``w`` is [K, n]. With the layout ``transposed`` it is [n, K], and a Gather also looks up ``ids`` in it.
     """
     after, _ = ACTIVATIONS[activation]
     tied, total = layout == "transposed", "s" if after else "y"
@@ -59,10 +59,10 @@ def layer(n: int, layout: str, *, bias: bool, activation: str) -> ModelProto:
 
 
 def batch() -> dict[str, Array]:
-    """Inputs of a :func:`layer`."""
+    """Return inputs for a :func:`layer`."""
     return {"x": graphs.values(2, 3, K, seed=7) * 2, "ids": np.array([1, 0])}
 
 
 def ours(made: Lowered, profile: str = "cpu") -> list[NodeProto]:
-    """The nodes of the graph of ``profile`` that are the kernel's."""
+    """Return the nodes of the kernel in the graph of ``profile``."""
     return [node for node in made.graph(profile).node if node.domain == "bf16kit"]

@@ -1,4 +1,4 @@
-"""Modules of torch made ready for what a recovery does with them before and beside its training, without Lightning."""
+"""Torch modules prepared for the steps of a recovery before and beside its training, without Lightning."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from converter.recovery.yardstick import Yardstick
 
 
 class Outputs(nn.Module):
-    """``inner`` with its answers as a tuple, as a converter's models give them."""
+    """``inner`` with its outputs as a tuple, like the converter's models."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Outputs(nn.Module):
 
 
 def trained(module: nn.Module) -> tuple[Trained, ...]:
-    """All its parameters; those of two dimensions and more are rounded."""
+    """Return all parameters of ``module``; those of two or more dimensions are rounded."""
     names: dict[int, list[str]] = {}
     parameters = dict(Outputs(module).named_parameters(remove_duplicate=False))
     for name, parameter in parameters.items():
@@ -38,7 +38,7 @@ def trained(module: nn.Module) -> tuple[Trained, ...]:
 
 
 def teacher(module: nn.Module, names: Sequence[str] = ("y",), loss: Loss = "distillation", rank: int = 2) -> Teacher:
-    """Of ``module``, whose inputs are called a, b, … and whose last output is logits."""
+    """Return a teacher of ``module``. The inputs are called a, b, …, and the last output is logits."""
     inputs = tuple(TensorSpec(name, "float32", ("batch",) + ("n",) * (rank - 1)) for name in "abc"[: _arity(module)])
     outputs = [
         TensorSpec(name, "float32", ("batch", "n"), "logits" if name == names[-1] else "other") for name in names
@@ -54,7 +54,7 @@ def _arity(module: nn.Module) -> int:
 def yardstick(
     of: Teacher, batches: Sequence[Sequence[torch.Tensor]], held: Sequence[Trained], precision: Precision = "32-true"
 ) -> Yardstick:
-    """Its lessons are ``batches``, a tensor per input."""
+    """Return a yardstick whose lessons are ``batches``, each with one tensor per input."""
     lessons = [
         of.lesson(Batch({spec.name: t.numpy() for spec, t in zip(of.model.inputs, batch, strict=True)}))
         for batch in batches
@@ -63,6 +63,6 @@ def yardstick(
 
 
 def state(of: Teacher, held: Sequence[Trained]) -> dict[str, torch.Tensor]:
-    """What the module holds of ``held``, by first name."""
+    """Return copies of the module's parameters for ``held``, by first name."""
     parameters = dict(of.model.module.named_parameters(remove_duplicate=False))
     return {entry.names[0]: parameters[entry.names[0]].detach().clone() for entry in held}

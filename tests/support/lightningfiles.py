@@ -1,6 +1,6 @@
-"""Checkpoints as Lightning writes them, put together by hand: what reads them needs no Lightning, nor do its tests.
+"""Checkpoints as Lightning writes them, written without Lightning: neither their reader nor its tests need it.
 
-``tests/sources/test_lightning.py`` has the same written by Lightning itself.
+``tests/sources/test_lightning.py`` tests files that Lightning itself wrote.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _PROGRESS = {"total": {"ready": 3, "completed": 3}, "current": {"ready": 1, "com
 
 
 def state(prefix: str = "", module: torch.nn.Module | None = None, *, seed: int = 0) -> dict[str, torch.Tensor]:
-    """The weights of ``module``, an ``architectures.Mlp`` by default, each name behind ``prefix``."""
+    """Return the weights of ``module``, by default an ``architectures.Mlp``; each name begins with ``prefix``."""
     weights = seeded(module or Mlp(), seed).state_dict()
     return {f"{prefix}{name}": tensor.clone() for name, tensor in weights.items()}
 
 
 def written(path: Path, weights: Mapping[str, Any], **more: Any) -> Path:
-    """A file as Lightning 2.6 writes it after a few steps with Adam; ``more`` are further keys, or other values."""
+    """Write a file as Lightning 2.6 does after a few steps with Adam. ``more`` adds keys or replaces values."""
     moments = {i: {"step": torch.tensor(3.0), "exp_avg": tensor.clone()} for i, tensor in enumerate(weights.values())}
     checkpoint: dict[str, Any] = {
         "epoch": 2,
@@ -45,8 +45,11 @@ def written(path: Path, weights: Mapping[str, Any], **more: Any) -> Path:
 
 
 def written_by_nano(path: Path, weights: Mapping[str, Any], **more: Any) -> Path:
-    """A file as BigDL-Nano's Trainer writes it: Lightning 1.6's layout, and Nano's own LightningModule around the
-    network (``model.``) and its loss (``loss.``), which keeps no hyper-parameters."""
+    """Write a file as BigDL-Nano's Trainer does.
+
+    It has Lightning 1.6's layout. Nano's own LightningModule contains the network (``model.``) and its loss
+    (``loss.``), and stores no hyper-parameters.
+    """
     network = {f"model.{name}": tensor for name, tensor in weights.items()}
     return written(
         path,

@@ -1,4 +1,4 @@
-"""What a process says on its standard error, in a file: it is there for whoever has seen what came of it."""
+"""A file for the standard error of a process. A test can read text as soon as the process has written it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import tempfile
 
 
 class LogFile:
-    """Its :meth:`fileno` is for a process's ``stderr``. What was said can still be read once it is closed."""
+    """Pass :meth:`fileno` as a process's ``stderr``. The text can still be read after :meth:`close`."""
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 -- close() does it
@@ -18,7 +18,7 @@ class LogFile:
 
     @property
     def text(self) -> str:
-        if not self._file.closed:  # os.pread: the process goes on where its own offset is, which is this file's
+        if not self._file.closed:  # os.pread keeps the offset, which the process shares
             self._said = os.pread(self.fileno(), os.fstat(self.fileno()).st_size, 0)
         return self._said.decode(errors="replace")
 

@@ -1,7 +1,7 @@
-"""A server on a real socket around models written in numpy, for tests of the transport.
+"""A server on a real socket with models written in numpy, for tests of the transport.
 
-The models are whole implementations of ``service.contract``: their requests pass through the real batcher. What they
-leave out is the artifact, so that a test can have the shapes, states and failures it is about.
+The models implement all of ``service.contract``, and their requests pass through the real batcher. They have no
+artifact, so that a test can choose the shapes, states and failures that it needs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ INFO = RuntimeInfo("onnxruntime", "cpu", "cpu", "bf16-weights", "fp32", "weights
 
 
 class _Quiet:
-    """Hears what a batcher says and keeps none of it."""
+    """Ignores the observations of a batcher."""
 
     def rejected(self, reason: str) -> None: ...
     def queued(self, change: int) -> None: ...
@@ -46,7 +46,7 @@ class _Quiet:
 
 @dataclass
 class Counted:
-    """Statistics fixed in advance."""
+    """Fixed statistics."""
 
     seen: StatisticsSnapshot = field(
         default_factory=lambda: StatisticsSnapshot(
@@ -60,7 +60,7 @@ class Counted:
 
 @dataclass
 class RequestLog:
-    """Every observation of a request: model, version, code; and the reasons of refusals."""
+    """Records every observation of a request (model, version, code), and the reasons of rejections."""
 
     seen: list[tuple[str, int, str]] = field(default_factory=list)
     observations: list[Observation] = field(default_factory=list)
@@ -75,7 +75,7 @@ class RequestLog:
 
 
 class LoopbackModel:
-    """A model whose ``run`` is a function of its feeds; without one, ``x`` → ``y``, both fp32[batch,3]."""
+    """A model that computes ``run`` on its inputs. By default it copies ``x`` to ``y``, both fp32[batch,3]."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class LoopbackModel:
 
     @property
     def model(self) -> LoopbackModel | None:
-        """A slot and its generation in one, for as long as it is ready."""
+        """Return the model itself while it is ready: this class is a slot and its generation in one."""
         return self if self.state == "ready" else None
 
     def _execute(self, feeds: Mapping[str, Array], outputs: Sequence[str] | None) -> tuple[dict[str, Array], str]:
@@ -141,7 +141,7 @@ class LoopbackModel:
 
 
 class LoopbackRegistry:
-    """Models by name and version; a change of state is told to the subscribers."""
+    """Models by name and version. Subscribers are notified when a state changes."""
 
     def __init__(self, models: Sequence[LoopbackModel]) -> None:
         self._models = sorted(models, key=lambda m: (m.name, m.version))
@@ -195,7 +195,7 @@ class LoopbackRegistry:
         self._tell()
 
     def replace(self, old: LoopbackModel, new: LoopbackModel) -> None:
-        """Another generation in the place of ``old``."""
+        """Replace ``old`` with another generation."""
         new.log = old.log
         self._models[self._models.index(old)] = new
 
@@ -210,7 +210,7 @@ class LoopbackRegistry:
 
 
 class Gate:
-    """A model's run that says when it has started and waits to be let go."""
+    """A ``run`` for a model: sets ``started``, then waits until the test sets ``go``."""
 
     def __init__(self) -> None:
         self.started = threading.Event()
@@ -237,7 +237,7 @@ class Served:
         return f"127.0.0.1:{self.port}"
 
     def stub(self, method: str) -> Any:
-        """The callable of one RPC, with the project's own messages."""
+        """Return the callable of one RPC, with the project's own messages."""
         rpc = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods_by_name[method]
         make = self.channel.stream_stream if rpc.client_streaming else self.channel.unary_unary
         return make(
@@ -250,7 +250,7 @@ class Served:
         return self.stub(method)(message, timeout=timeout)
 
     def refusal(self, method: str, message: Any) -> tuple[grpc.StatusCode, str]:
-        """The status of a call that must fail."""
+        """Make a call that must fail, and return its status code and details."""
         try:
             answer = self.call(method, message)
         except grpc.RpcError as error:
@@ -272,12 +272,12 @@ def serving(
     certificates: CertificateFiles | None = None,
     **options: Any,
 ) -> Iterator[Served]:
-    """The transport over ``models``, on a free port; ``options`` are :class:`TransportOptions`."""
+    """Run the transport with ``models`` on a free port. ``options`` are those of :class:`TransportOptions`."""
     registry, log = LoopbackRegistry(models), RequestLog()
     for model in models:
         model.log = log
         del model
-    del models  # they may be replaced: what is left of them then is for the tests to see
+    del models  # a test may replace a model and check that the old one is freed
     transport = Transport(
         registry, log.refused, TransportOptions(port=0, **options), access, certificates, operations, tracer
     )
@@ -292,7 +292,7 @@ def serving(
 
 
 def infer_request(model: str = "echo", **arrays: Array) -> pb.ModelInferRequest:
-    """A request with raw contents; dtypes are taken from the arrays."""
+    """Return a request with raw contents. The datatypes follow from the arrays."""
     message = pb.ModelInferRequest(model_name=model)
     for name, array in arrays.items():
         dtype = BY_NAME["string" if array.dtype == np.object_ else array.dtype.name]
@@ -302,7 +302,7 @@ def infer_request(model: str = "echo", **arrays: Array) -> pb.ModelInferRequest:
 
 
 def until(condition: Callable[[], Any], patience: float = 30.0) -> Any:
-    """Wait until ``condition`` gives something, without assuming how long that takes; returns it."""
+    """Wait until ``condition`` returns a true value, and return that value."""
     pause = threading.Event()
     for _ in range(int(patience / 0.005)):
         if found := condition():

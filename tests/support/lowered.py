@@ -1,4 +1,4 @@
-"""A graph taken through the ONNX half of a conversion, and run: what its tests share."""
+"""Take a graph through the ONNX half of a conversion, and run the result."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _PROFILES = {
 
 @dataclass(frozen=True)
 class Lowered:
-    """What a conversion left, and its source."""
+    """The results of a conversion, and its source."""
 
     source: bytes
     checkpoint: Mapping[str, Array]
@@ -62,7 +62,10 @@ class Lowered:
         return load(self.artifact, "cpu").run(feeds)
 
     def run_kernel(self, feeds: Mapping[str, Array], profile: str = "cpu") -> dict[str, Array]:
-        """What the kernel answers. Its library must have every operator, or their definitions would run instead."""
+        """Return the kernel's outputs. First check that its library has every operator.
+
+        ONNX Runtime would run the function definition of a missing operator instead.
+        """
         if not LIBRARY.exists():
             pytest.skip("the kernel was not built: no C++17 compiler")
         path = self.artifact.file(f"{profile}.onnx")
@@ -78,14 +81,14 @@ class Lowered:
         return OnnxRuntime(emulation(path), self.inputs, self.outputs, base_dir=path.parent).run(feeds)
 
     def graph(self, name: str) -> onnx.GraphProto:
-        """The graph of ``name``.onnx, without its weights."""
+        """Return the graph of ``name``.onnx, without its weights."""
         return onnx.load(self.artifact.file(f"{name}.onnx"), load_external_data=False).graph
 
     def ops(self, name: str) -> list[str]:
         return [node.op_type for node in self.graph(name).node]
 
     def precision(self, profile: str = "cuda") -> dict[str, str]:
-        """The plan's precision by node name."""
+        """Return the plan's precision by node name."""
         return {entry.name: entry.precision for entry in self.plan.nodes[profile]}
 
     def size(self, *files: str) -> int:
@@ -105,9 +108,9 @@ def lower(
     progress: Callable[[int], None] | None = None,
     **plan: Any,
 ) -> Lowered:
-    """Convert ``proto``, whose own tensors are the checkpoint unless one is given, to an artifact at ``target``.
+    """Convert ``proto`` to an artifact at ``target``. Its own tensors are the checkpoint, unless one is given.
 
-    ``panels`` are those that a conversion would choose unless given.
+    By default the conversion chooses the ``panels`` itself.
     """
     source = proto.SerializeToString()
     model = ir.from_proto(onnx.ModelProto.FromString(source))
@@ -166,7 +169,7 @@ def relative_l2(reference: Array, candidate: Array) -> float:
 
 
 def assert_same_tensors(artifact: Artifact, checkpoint: Mapping[str, Array]) -> None:
-    """Every tensor of the checkpoint comes back bit for bit, in order."""
+    """Assert that the artifact returns every tensor of the checkpoint, bit for bit and in the same order."""
     restored = dict(artifact.checkpoint_tensors())
     assert list(restored) == list(checkpoint)
     for name, array in checkpoint.items():

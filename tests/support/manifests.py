@@ -1,4 +1,4 @@
-"""The manifests of deploy/ as kubectl and helm render them, and the checks that the cluster's API would make."""
+"""The manifests of deploy/ as kubectl and helm render them, and the checks that the cluster's API would do."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 BASE, OVERLAYS = DEPLOY / "kubernetes" / "base", DEPLOY / "kubernetes" / "overlays"
 CHART = DEPLOY / "helm" / "bf16kit"
-KUBERNETES = "1.37"  # whose schemas are looked into
+KUBERNETES = "1.37"  # the version whose schemas are used
 _TOOLS = ROOT / "build" / "kubernetes"
 
 Manifest = dict[str, Any]
@@ -34,11 +34,11 @@ needs_schemas = pytest.mark.skipif(
 
 
 class Refused(Exception):
-    """What kubectl, helm or a schema said."""
+    """An error of kubectl, helm or a schema."""
 
 
 def _run(tool: str, *arguments: str | Path) -> str:
-    # helm looks for plugins and repositories where its user keeps them: the chart is to need none.
+    # Hide the user's plugins and repositories from helm: the chart must not need any.
     environment = {**os.environ, "HELM_PLUGINS": str(_TOOLS), "HELM_REPOSITORY_CONFIG": os.devnull}
     command = [str(_TOOLS / tool), *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
@@ -53,7 +53,7 @@ def _kustomized(directory: Path) -> str:
 
 
 def kustomized(directory: Path) -> list[Manifest]:
-    """What `kubectl apply -k` would send."""
+    """Return what `kubectl apply -k` would send."""
     return list(read(_kustomized(directory)))
 
 
@@ -63,50 +63,50 @@ def _charted(release: str, *arguments: str) -> str:
 
 
 def charted(*arguments: str, release: str = "bf16kit") -> list[Manifest]:
-    """What `helm install bf16kit` would send, with such flags as ``--set``."""
+    """Return what `helm install bf16kit` would send; ``arguments`` are flags such as ``--set``."""
     return list(read(_charted(release, *arguments)))
 
 
 def charted_by(file: Path, values: Any, *arguments: str) -> list[Manifest]:
-    """The same with ``values`` written to ``file``: Helm reads numbers of a file otherwise than those of its flags."""
-    file.write_text(json.dumps(values), "utf-8")  # which is YAML, and says what is text
+    """Return the same for ``values`` in a ``file``: Helm parses numbers in a file differently from those in flags."""
+    file.write_text(json.dumps(values), "utf-8")  # JSON is valid YAML and quotes all strings
     return charted("--values", str(file), *arguments)
 
 
 def linted(*arguments: str) -> str:
-    """What `helm lint --strict` says of the chart; :class:`Refused` when it finds something."""
+    """Return the output of `helm lint --strict` for the chart. Raises :class:`Refused` if it reports a problem."""
     return _run("helm", "lint", "--strict", CHART, *arguments)
 
 
 def read(text: str) -> Iterator[Manifest]:
-    """The documents of a stream of YAML."""
+    """Yield the documents of a YAML stream, without empty ones."""
     yield from (document for document in yaml.safe_load_all(text) if document)
 
 
 def plain() -> list[Manifest]:
-    """The manifests that are applied as they are written."""
+    """Return the manifests that are applied without rendering: those for KServe."""
     files = sorted((DEPLOY / "kserve").glob("*.yaml"))
     return [document for path in files for document in read(path.read_text("utf-8"))]
 
 
 def named(manifest: Manifest) -> str:
-    """Its kind and name, to find it by."""
+    """Return kind/name of a manifest."""
     return f"{manifest['kind']}/{manifest['metadata']['name']}"
 
 
 def one(manifests: list[Manifest], kind: str, name: str = "bf16kit") -> Manifest:
-    """The one of that kind and name."""
+    """Return the only manifest of that kind and name."""
     (found,) = [each for each in manifests if named(each) == f"{kind}/{name}"]
     return found
 
 
 def check(manifest: Manifest) -> None:
-    """Hold it to the schema of its kind, unknown fields refused. :class:`Refused` with what is wrong and where.
+    """Validate a manifest against the schema of its kind; unknown fields are errors.
 
-    Kinds that Kubernetes does not have are held to :mod:`crdschemas`, and what such a kind takes for containers and
-    volumes to the schema of a pod.
+    Raises :class:`Refused` with the error and its place. Kinds that Kubernetes does not have are validated against
+    :mod:`crdschemas`, and their containers and volumes against the schema of a pod.
     """
-    import jsonschema  # not at the top: who has no such package still reads manifests
+    import jsonschema  # imported here, because tests that only read manifests work without this package
 
     schema = SCHEMAS.get((manifest["apiVersion"], manifest["kind"]))
     if schema is None:
@@ -132,7 +132,7 @@ def _of_kubernetes(manifest: Manifest) -> None:
 
 
 def pods(manifests: list[Manifest]) -> Iterator[tuple[Manifest, Manifest]]:
-    """Each manifest that makes pods, with the specification of those."""
+    """Yield each manifest that creates pods, with its pod specification."""
     for manifest in manifests:
         spec = manifest.get("spec", {})
         if "template" in spec:
@@ -142,6 +142,6 @@ def pods(manifests: list[Manifest]) -> Iterator[tuple[Manifest, Manifest]]:
 
 
 def containers(manifests: list[Manifest]) -> Iterator[Manifest]:
-    """Each container, those that run first included."""
+    """Yield each container, init containers included."""
     for _, spec in pods(manifests):
         yield from (*spec.get("initContainers", ()), *spec["containers"])

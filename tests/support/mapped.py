@@ -1,4 +1,4 @@
-"""How much of files this process has mapped, and how much of that it has to itself."""
+"""How much memory the file mappings of this process take, and how much of that is private."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from pathlib import Path
 
 
 def mapped_kb(name: str) -> dict[str, int]:
-    """Resident and anonymous kB of this process' mappings of the file ``name``."""
+    """Return the resident and the anonymous kB of this process' mappings of the file ``name``."""
     total = {"Rss": 0, "Anonymous": 0}
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         key, _, value = line.partition(":")
-        if "-" in key.split()[0]:  # 7f00-7f01 r--p …, the head of a mapping
+        if "-" in key.split()[0]:  # 7f00-7f01 r--p …, the first line of a mapping
             inside = line.endswith(f"/{name}")
         elif inside and key in total:
             total[key] += int(value.split()[0])
@@ -19,7 +19,7 @@ def mapped_kb(name: str) -> dict[str, int]:
 
 
 def deleted_kb() -> int:
-    """Resident kB of this process' mappings of scratch files, which have no name any more."""
+    """Return the resident kB of this process' mappings of scratch files, which are already deleted."""
     total, inside = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         key, _, value = line.partition(":")

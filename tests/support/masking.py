@@ -1,4 +1,4 @@
-"""Masks as torch's exporter writes them: padding looked up at positions that are all there, and what hides nothing."""
+"""Masks as torch's exporter writes them: padding that is looked up at every position, and masks that hide nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOWEST = -3.0e38
 
 @dataclass
 class Drawing:
-    """A graph in the making: each node is called what it gives."""
+    """A graph under construction. Each node has the name of its output."""
 
     nodes: list[NodeProto] = field(default_factory=list)
     tensors: dict[str, Array] = field(default_factory=dict)
@@ -34,7 +34,7 @@ class Drawing:
         return name
 
     def positions(self, axis: int, *, start: int = 0, step: int = 1, of: str = "mask", size: str = "seq") -> str:
-        """start, start + step … as many as ``of`` has along ``axis``, a dimension called ``size``."""
+        """Add a Range: start, start + step, …, as many as ``of`` has along ``axis``, a dimension called ``size``."""
         count = self.add(
             "Squeeze", self.add("Shape", of, to=f"shape{axis}", start=axis, end=axis + 1), to=f"size{axis}"
         )
@@ -55,10 +55,10 @@ def looked_up(
     batch_dims: int = 0,
     axes: tuple[tuple[int, ...], tuple[int, ...]] = ((1, 2, 3), (0, 1, 2)),
 ) -> ModelProto:
-    """mask [batch, seq] → y, the same at [batch, 1, 1, seq]: each element looked up at its own place.
+    """Return the model mask [batch, seq] → y [batch, 1, 1, seq], which looks up each element at its own position.
 
-    ``axes`` are those that are added to the positions in batch and sequence; ``swapped``: which are joined the other
-    way round; ``limit``: what has as many positions in the sequence.
+    ``axes`` are added to the positions in batch and sequence. ``swapped`` concatenates these positions in the other
+    order. ``limit`` is the input that determines the number of positions in the sequence.
     """
     d = Drawing()
     rows = d.add("Unsqueeze", d.positions(0, size="batch"), d.const("row_axes", axes[0]), to="rows")
@@ -77,9 +77,9 @@ def looked_up(
 def hidden(
     truth: str = "range", *, bound: int = 0, start: int = 0, step: int = 1, op: str = "GreaterOrEqual"
 ) -> ModelProto:
-    """scores [batch, HEADS, seq, seq] and mask [batch, seq] → y, scores and the mask's number added up.
+    """Return the model scores [batch, HEADS, seq, seq] and mask [batch, seq] → y = scores + the mask as a number.
 
-    ``truth``: what the mask is And-ed with first: ``range`` compares positions, ``const`` is constant, ``fed`` is fed.
+    The mask is first And-ed with ``truth``: ``range`` compares positions, ``const`` is a constant, ``fed`` an input.
     """
     d = Drawing()
     pad = d.add("Unsqueeze", "mask", d.const("axes", [1, 2]), to="pad")
@@ -99,7 +99,7 @@ def hidden(
 
 
 def model(d: Drawing, shapes: Mapping[str, list[int | str]], output: str, dtype: int) -> ModelProto:
-    """What was drawn, with those inputs that it reads; masks are what is not called ``scores``."""
+    """Return the model of ``d`` with the inputs that it reads. Inputs not called ``scores`` are boolean masks."""
     read = {name for node in d.nodes for name in node.input}
     kinds = {name: TensorProto.FLOAT if name == "scores" else TensorProto.BOOL for name in shapes}
     inputs = [graphs.edge(name, shape, kinds[name]) for name, shape in shapes.items() if name in read]
@@ -110,7 +110,7 @@ def model(d: Drawing, shapes: Mapping[str, list[int | str]], output: str, dtype:
 
 
 def feeds(proto: ModelProto, sizes: Mapping[str, int]) -> dict[str, Array]:
-    """Random values for every input."""
+    """Return random values for every input."""
     generator = np.random.default_rng(0)
     found: dict[str, Array] = {}
     for value in proto.graph.input:

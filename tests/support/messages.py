@@ -1,6 +1,6 @@
-"""Messages to attack every RPC with, made from a number: the same number makes the same attempt again.
+"""Messages that attack every RPC, generated from a number: the same number gives the same attempt.
 
-``python tests/support/messages.py NUMBER`` shows one. They are for the models of :func:`write_models`.
+``python tests/support/messages.py NUMBER`` prints one. The messages are for the models of :func:`write_models`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _REFLECTION = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
 _INFERENCE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
 INFER, STREAM = f"/{SERVICE}/ModelInfer", f"/{SERVICE}/ModelStreamInfer"
 WATCH, REFLECTION = f"/{_HEALTH.full_name}/Watch", f"/{_REFLECTION.full_name}/ServerReflectionInfo"
-#: Every RPC but the two that run models: its path, and the class of its requests.
+#: Every RPC except the two that run models: path → request class.
 _ASKING: Mapping[str, Any] = {
     **{f"/{SERVICE}/{m.name}": GetMessageClass(m.input_type) for m in _INFERENCE.methods if "Infer" not in m.name},
     f"/{_HEALTH.full_name}/Check": health_pb2.HealthCheckRequest,
@@ -48,7 +48,7 @@ _STREAMS = (STREAM, REFLECTION)
 
 @dataclass(frozen=True)
 class Attempt:
-    """A call, and its requests as bytes."""
+    """A call and its requests, serialized."""
 
     number: int
     path: str
@@ -58,7 +58,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Valid:
-    """A request that must be answered: ``feeds`` are what its model is given."""
+    """A valid request, which must get a response. ``feeds`` are the inputs that its model must receive."""
 
     model: str
     feeds: Mapping[str, Array]
@@ -69,8 +69,12 @@ MODELS = ("mlp", "lookup", "kinds", "words")
 
 
 def write_models(repository: Path) -> None:
-    """``mlp``, fp32; ``lookup``, int64 that may be out of range; ``kinds``, all datatypes but strings, each answered as
-    it came; ``words``, strings. Each has a sample a second, the first one at once."""
+    """Write four models.
+
+    ``mlp`` has fp32 inputs, ``lookup`` int64 inputs that may be out of range, ``words`` strings. ``kinds`` returns its
+    inputs, of all datatypes except strings. Drift sampling measures the first request to each model at once, and then
+    at most one per second.
+    """
     write_mlp(repository / "mlp" / "1")
     write_lookup(repository / "lookup" / "1")
     write_kinds(repository / "kinds" / "1")
@@ -93,12 +97,12 @@ def attempt(number: int) -> Attempt:
 
 
 def valid(number: int) -> Valid:
-    """A request of the same number that is as it should be, raw or in typed contents, for any of the models."""
+    """Return the valid request of this number, with raw or typed contents, for one of the models."""
     rng = Random(-1 - number)
     model = rng.choice(("mlp", "mlp", "lookup", "kinds", "words"))
     feeds = _FEEDS[model](np.random.default_rng(number), rng.randint(1, 4))
     dtype = rng.choice(("FP32", "BF16", "FP16")) if model == "mlp" else ""
-    if dtype:  # what was sent is what the model gets: it is widened exactly
+    if dtype:  # widening is exact: the model gets what was sent
         feeds = {"x": feeds["x"].astype(BY_OIP[dtype].numpy)}
     return Valid(model, feeds, _message(model, feeds, typed=rng.random() < 0.3))
 
@@ -119,7 +123,7 @@ def _asking(rng: Random, kind: Any) -> bytes:
 
 
 def _fill(rng: Random, message: Any) -> None:
-    """Some of the fields of any message, with what they can hold."""
+    """Set some of the fields of any message to random values of their types."""
     for field in message.DESCRIPTOR.fields:
         if rng.random() < 0.4:
             continue

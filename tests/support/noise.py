@@ -1,4 +1,4 @@
-"""Bytes for a port, made from a number: noise, and the beginnings of HTTP/2, HTTP/1 and TLS that go wrong somewhere."""
+"""Bytes to send to a port, generated from a number: noise, and invalid or unfinished HTTP/2, HTTP/1 and TLS."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ _HTTP = (
 
 
 def grpc_bytes(number: int) -> bytes:
-    """For the gRPC port: at most some 30 KB."""
+    """Return bytes for the gRPC port, rarely more than 30 KB."""
     return _one_of(_FOR_GRPC, number)
 
 
 def http_bytes(number: int) -> bytes:
-    """For the HTTP port."""
+    """Return bytes for the HTTP port."""
     return _one_of(_FOR_HTTP, number)
 
 
 def frame(kind: int, flags: int, stream: int, body: bytes, size: int | None = None) -> bytes:
-    """One of HTTP/2; ``size`` is what it says of its body, where that is not true."""
+    """Return an HTTP/2 frame. ``size`` is the length in its header if it must differ from the body's."""
     said = len(body) if size is None else size
     return said.to_bytes(3, "big") + bytes((kind, flags)) + stream.to_bytes(4, "big") + body
 
@@ -104,7 +104,7 @@ def _any(rng: Random, stream: int) -> bytes:
 
 
 def _call(rng: Random, stream: int) -> bytes:
-    """A call whose headers, or message, or length of it, may be anything."""
+    """Return a call whose headers, message, or message length may be invalid."""
     data = rng.choice(messages.attempt(rng.getrandbits(24)).messages or (b"",))[:20_000]
     message = rng.choice(
         (framed(data), framed(data)[:-3], b"\1" + framed(data)[1:], b"\xff" + framed(data)[1:],
@@ -129,7 +129,7 @@ def _headers(rng: Random) -> bytes:
 
 
 def _text(text: str) -> bytes:
-    """A string of HPACK, as it is."""
+    """Return ``text`` as an HPACK string without Huffman coding."""
     data = text.encode()
     if len(data) < 127:
         return bytes((len(data),)) + data
@@ -151,7 +151,7 @@ def _window(rng: Random, stream: int) -> bytes:
 
 
 def _flood(rng: Random, stream: int) -> bytes:
-    """Many frames of a few bytes each."""
+    """Return 100 frames of a few bytes each."""
     kind = rng.choice((_PRIORITY, _RST, _PING, _CONTINUATION, _PUSH, _GOAWAY, _SETTINGS))
     size = {_PRIORITY: 5, _RST: 4, _PING: 8, _GOAWAY: 8, _SETTINGS: 0}.get(kind, 3)
     return frame(kind, 0, stream if kind < _SETTINGS else 0, bytes(size)) * 100

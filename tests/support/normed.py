@@ -1,4 +1,4 @@
-"""Residual sums that are normalised, as exporters write them."""
+"""Normalised residual sums, as exporters write them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WIDTH = 40
 def residual(
     *, bias: bool = True, summed: bool = False, skip: tuple[Any, ...] = ("batch", "seq", WIDTH), **norm: Any
 ) -> ModelProto:
-    """x and skip → LayerNormalization(x + skip), times 2 → y; and the sum, negated, where it is wanted."""
+    """Return the model x and skip → y = |LayerNormalization(x + skip)|. If ``summed``, t = -(x + skip) is an output."""
     nodes = [
         helper.make_node("Add", ["x", "skip"], ["s"], name="add"),
         helper.make_node("LayerNormalization", ["s", "w", *(["b"] if bias else [])], ["n"], name="norm", **norm),
@@ -39,12 +39,12 @@ def feeds() -> dict[str, Array]:
 
 @dataclass(frozen=True)
 class Rms:
-    """How the graph spells w · x / √(mean of x² + epsilon).
+    """How the graph writes w · x / √(mean of x² + epsilon).
 
-    ``square``: ``pow`` or ``mul``. ``root``: ``sqrt`` or ``pow``. ``divide``: by the root (``div``), or times what
-    Reciprocal (``reciprocal``), 1/root (``over``) or one Pow (``inverse``) gives, the factor being the first operand in
-    ``swapped`` nodes; ``operator``: all of it is RMSNormalization. ``axes`` and ``keepdims`` of the mean; ``summed``:
-    x is a sum, and ``others``: which is read again.
+    ``square`` is ``pow`` or ``mul``, ``root`` is ``sqrt`` or ``pow``. ``divide`` is ``div`` (a division by the root), a
+    product with the result of Reciprocal (``reciprocal``), of 1/root (``over``) or of one Pow (``inverse``), or
+    ``operator``: one RMSNormalization for all of it. ``swapped`` swaps the operands of Mul and Add. ``axes`` and
+    ``keepdims`` are those of the mean. With ``summed``, x is a sum; with ``others``, another node reads that sum too.
     """
 
     square: str = "pow"
@@ -62,7 +62,7 @@ class Rms:
 
 
 def rms(spelling: Rms) -> ModelProto:
-    """x, and skip where they are ``summed`` → y, and the sum, negated, where ``others`` read it."""
+    """Return the model x, and skip if ``summed`` → y, absolute values. If ``others``, t = -sum is also an output."""
     s = spelling
     shape: list[int | str] = ["batch", "seq", WIDTH]
     nodes, tensors = list[NodeProto](), {"w": graphs.values(*s.weight, seed=1)}
@@ -118,7 +118,7 @@ def _divided(s: Rms, add: Any, const: Any, total: str, shifted: str) -> str:
 
 
 def exact(spelling: Rms, fed: dict[str, Array]) -> Array:
-    """y in float64."""
+    """Return y, computed in float64."""
     total = fed["x"] + fed["skip"] if spelling.summed else fed["x"]
     wide = total.astype(np.float64)
     normal = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + spelling.epsilon)

@@ -1,6 +1,6 @@
-"""Several different requests, what a server answers to each of them alone, and whether it still does under load.
+"""Several different requests, the server's response to each of them alone, and a comparison with those under load.
 
-Were all requests the same, one client's answer could go to another and nobody would know.
+If all requests were equal, a test could not notice a response that goes to the wrong client.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ class Requests:
 
     def __init__(self, model: str = "mlp") -> None:
         self._rows = np.random.default_rng(8).standard_normal((_COUNT, 1, _WIDTH), np.float32)
-        self.reply_bytes = 0  # of each answer, once they were asked
+        self.reply_bytes = 0  # of each response; set by ask()
         self.messages = [infer_request(model, x=x).SerializeToString() for x in self._rows]
 
     def computed(self, artifact: Path) -> list[np.ndarray[Any, Any]]:
-        """What the model answers to each of them, without a server."""
+        """Return the model's output for each request, computed without a server."""
         runtime = load(Artifact.open(artifact), "cpu", threads=1)
         return [runtime.run({"x": x})["y"][0] for x in self._rows]
 
     def ask(self, target: str, timeout: float = 5.0) -> list[np.ndarray[Any, Any]]:
-        """Each of them alone, on a connection that waits for a server to be there."""
+        """Send the requests one at a time, and return the outputs. The call waits until the server is reachable."""
         with grpc.insecure_channel(target) as channel:
             call: Any = channel.unary_unary(INFER)
             answers = [call(message, timeout=timeout, wait_for_ready=True) for message in self.messages]
@@ -50,7 +50,7 @@ class Requests:
 
 
 def wrong(outcome: Outcome, expected: Sequence[np.ndarray[Any, Any]]) -> int:
-    """How many answers are not what was ``expected`` of their request; other sizes of batches change the last bit."""
+    """Return how many responses differ from those ``expected``; the batch size may change the last bit."""
     return sum(
         count
         for right, answers in zip(expected, outcome.answers, strict=True)

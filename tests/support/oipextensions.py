@@ -27,7 +27,7 @@ Parameters = Mapping[str, pb.InferParameter]
 
 
 class Refused(Exception):
-    """A status other than OK."""
+    """An error: a status other than OK."""
 
     def __init__(self, code: grpc.StatusCode, text: str) -> None:
         super().__init__(text)
@@ -36,7 +36,7 @@ class Refused(Exception):
 
 
 class Extensions:
-    """The RPCs that are not the protocol's own."""
+    """The RPCs of the extensions, which are not part of the protocol itself."""
 
     DECLARED = (
         "classification", "sequence", "model_repository", "schedule_policy", "model_configuration", "parameters",
@@ -52,7 +52,7 @@ class Extensions:
         self._lock = threading.Lock()
 
     def found(self, name: str, version: str) -> Served:
-        """A model that is ready."""
+        """Return a model that is ready, or raise :class:`Refused`."""
         model = self.models.get(name)
         if version and not re.fullmatch(r"\d{1,18}", version):
             raise Refused(Code.INVALID_ARGUMENT, f"version {version!r} is no number")
@@ -68,7 +68,7 @@ class Extensions:
         return self.found(request.name, request.version).config()
 
     def count(self, model: Served, version: str, rows: int, ns: int) -> None:
-        """Add a request that was answered."""
+        """Count a request that succeeded."""
         with self._lock:
             seen = model.counts.setdefault(version, pb.ModelStatistics(name=model.name, version=version))
             seen.inference_count += rows
@@ -214,7 +214,7 @@ def _no_name(repository: str) -> None:
 
 
 def _place(server: Extensions, name: str, parameters: Parameters) -> tuple[Path, int, int] | None:
-    """Where a tensor lies: the file, the offset in it and the size."""
+    """Return the file, offset and size of a tensor in shared memory; None if the tensor is not there."""
     if "shared_memory_region" not in parameters:
         return None
     region = server.regions.get(parameters["shared_memory_region"].string_param)
@@ -230,7 +230,7 @@ def _place(server: Extensions, name: str, parameters: Parameters) -> tuple[Path,
 
 
 def read_region(server: Extensions, name: str, parameters: Parameters) -> bytes | None:
-    """The bytes of an input that lies in a region."""
+    """Return the bytes of an input from its region; None if the input is not in a region."""
     if (place := _place(server, name, parameters)) is None:
         return None
     file, offset, size = place
@@ -238,7 +238,7 @@ def read_region(server: Extensions, name: str, parameters: Parameters) -> bytes 
 
 
 def write_region(server: Extensions, name: str, data: bytes, parameters: Parameters) -> bytes:
-    """What is left to be sent of an output: nothing, where it was written to a region."""
+    """Write an output to its region if it has one. Return the bytes that remain to be sent."""
     if (place := _place(server, name, parameters)) is None:
         return data
     file, offset, size = place
@@ -251,7 +251,7 @@ def write_region(server: Extensions, name: str, data: bytes, parameters: Paramet
 
 
 def classes(model: Served, tensor: Value, parameters: Parameters) -> Value:
-    """The highest values as "value:index", where they are asked for."""
+    """Return the highest values as "value:index" if the request wants a classification, else the tensor."""
     if "classification" not in parameters:
         return tensor
     if tensor.datatype == "BYTES":

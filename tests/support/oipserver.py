@@ -1,7 +1,7 @@
-"""A whole server of the protocol in a few hundred lines, which answers with what it is sent: for the conformance suite.
+"""A complete server of the protocol in a few hundred lines, for tests of the conformance suite. It echoes its inputs.
 
-It keeps every rule that the suite knows. A test hands it a ``twist``, which sees each call before it and may do
-something wrong. Nothing of ``service`` is used: the suite is proved by servers that are not the one it was made beside.
+It keeps every rule that the suite checks. A test passes a ``twist``, which intercepts each call and may break a rule.
+Nothing of ``service`` is used, so that the suite is tested with a server other than the one it was developed with.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from conformance.wire import DATATYPES, Array, Malformed, decode, encode, read_c
 from conformance.wire import Tensor as Value
 
 Code = grpc.StatusCode
-#: What a test does to a call: it is given the RPC, the request and the right way to answer it.
+#: Handles a call in place of the server. Its arguments are the RPC, the request, and the server's correct handler.
 Twist = Callable[[str, Any, Callable[[Any], Any]], Any]
 _RESERVED: Mapping[str, tuple[str, ...]] = {
     "timeout": ("int64_param",),
@@ -37,13 +37,13 @@ _RESERVED: Mapping[str, tuple[str, ...]] = {
 
 
 def honest(rpc: str, request: Any, proceed: Callable[[Any], Any]) -> Any:
-    """No twist."""
+    """The twist that changes nothing."""
     return proceed(request)
 
 
 @dataclass
 class Served:
-    """A model: its tensors come back as ``y`` of what was sent as ``x``. ``optional``: of its datatypes."""
+    """A model that returns each input ``x_TYPE`` as ``y_TYPE``. ``optional``: the datatypes whose input is optional."""
 
     name: str
     datatypes: Sequence[str]
@@ -75,7 +75,7 @@ class Served:
 
 
 def models() -> list[Served]:
-    """What such a server has: every datatype, two versions, one without batches, one with an optional input."""
+    """Return the server's models: every datatype, two versions, one without batches, one with an optional input."""
     typed = [name for name, kind in DATATYPES.items() if kind.field]
     return [
         Served("echo", ["FP32"], versions=("1", "3")),
@@ -95,7 +95,7 @@ class OipServer(Extensions):
         self.lenient = lenient
 
     def parsed(self, kind: Any, data: bytes) -> Any:
-        """The request; a lenient server takes bytes that are none for an empty one."""
+        """Return the parsed request. A lenient server treats invalid bytes as an empty request."""
         try:
             return kind.FromString(data)
         except Exception as error:  # noqa: BLE001 -- protobuf's implementations raise errors of their own
@@ -103,7 +103,7 @@ class OipServer(Extensions):
                 return kind()
             raise Refused(Code.INTERNAL, f"unable to parse the request: {error}") from None
 
-    # --- the protocol's own -----------------------------------------------------------------------------------------
+    # --- the protocol -----------------------------------------------------------------------------------------------
 
     def ServerLive(self, request: pb.ServerLiveRequest) -> pb.ServerLiveResponse:
         return pb.ServerLiveResponse(live=True)
@@ -166,7 +166,7 @@ class OipServer(Extensions):
                 made.append(pb.ModelStreamInferResponse(error_message=refused.text, infer_response=about))
         return made
 
-    # --- gRPC's own -------------------------------------------------------------------------------------------------
+    # --- health and reflection --------------------------------------------------------------------------------------
 
     def Check(self, request: probes.HealthCheckRequest) -> probes.HealthCheckResponse:
         if request.service not in ("", SERVICE):
@@ -271,7 +271,7 @@ def _watch(server: OipServer) -> Any:
 
 
 class _AnswersAnything(grpc.GenericRpcHandler):
-    """Says OK to whatever is called."""
+    """Returns OK and an empty response for any method."""
 
     def service(self, details: grpc.HandlerCallDetails) -> Any:
         return grpc.unary_unary_rpc_method_handler(lambda data, context: b"")
@@ -285,7 +285,7 @@ def oip_server(
     answers_anything: bool = False,
     tls: grpc.ServerCredentials | None = None,
 ) -> Iterator[str]:
-    """The server on a free port of this machine: its address."""
+    """Run the server on a free port of this machine, and yield its address."""
     server = OipServer(twist, lenient=lenient)
     rpcs = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods_by_name
     handlers = {

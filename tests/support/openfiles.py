@@ -1,4 +1,4 @@
-"""A process that may open no further file, as one whose limit has been reached."""
+"""Bring this process to its limit of open files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def no_more_files(but: int = 0) -> Iterator[None]:
-    """This process may open ``but`` further files."""
+    """Let this process open only ``but`` further files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     free = [os.open("/dev/null", os.O_RDONLY) for _ in range(but + 1)]
     for file in free:

@@ -1,7 +1,7 @@
-"""Calls of the operators that programs may use with arguments drawn by chance, in a process that may die of it.
+"""Call the operators that programs may use with random arguments. A call may crash this process.
 
-``python -m operatorcalls SEED COUNT [NAME …]`` prints each operator's name before its calls, so that the last line says
-which one ended the process, and at the end a line ``done``.
+``python -m operatorcalls SEED COUNT [NAME …]`` prints each operator's name before its calls, so that the last line
+shows which operator crashed the process. At the end it prints ``done``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from bf16kit.runtime.exported import operators
 from bf16kit.runtime.exportedguards import guarded
 
-_MEMORY = 3 << 30  # bytes that a call may ask for
+_MEMORY = 3 << 30  # bytes that a call may allocate
 _SIZES = (0, 1, 2, 3, 4, 5, 8, 17)
 _INTEGERS = (-(2**63), -(2**31), -5, -2, -1, 0, 1, 2, 3, 4, 5, 16, 100, 2**20, 2**31, 2**40, 2**63 - 1)
 _FLOATS = (float("nan"), float("inf"), -float("inf"), -1.0, 0.0, 1e-30, 1e-6, 0.5, 1.0, 2.0, 1e6, 1e30)
@@ -27,7 +27,7 @@ _DTYPES = (torch.float32, torch.float32, torch.float32, torch.int64, torch.bool,
 
 
 class Caller:
-    """Draws calls; what a tensor holds is small numbers, and now and then extreme ones."""
+    """Draws random arguments. Tensors hold small numbers, and sometimes extreme ones."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -54,7 +54,7 @@ class Caller:
         if kind == "ScalarType" and draw.random() < 0.8:
             return draw.choice(_DTYPES)
         if kind in ("ScalarType", "MemoryFormat", "Layout"):
-            return self.integer()  # which no program may give in its place
+            return self.integer()  # a program must not pass an integer here
         if kind == "Tensor":
             return self.tensor(shape if draw.random() < 0.5 else None)
         plain = {
@@ -69,7 +69,7 @@ class Caller:
 
 
 def call(name: str, seed: int, count: int) -> int:
-    """How many of ``count`` calls of ``name`` gave an answer; the others raised."""
+    """Call the operator ``name`` ``count`` times. Return how many calls succeeded; the others raised."""
     caller = Caller(seed)
     packet = getattr(torch.ops.aten, name)
     overloads = [getattr(packet, each) for each in packet.overloads() if "out" not in each.split("_")]
@@ -85,7 +85,7 @@ def call(name: str, seed: int, count: int) -> int:
         try:
             guarded(name, overload, overload)(*args)
             answered += 1
-        except Exception:  # noqa: BLE001 - whatever an operator raises; what counts is that the process lives
+        except Exception:  # noqa: BLE001 - an operator may raise anything, but must not crash the process
             continue
     return answered
 
@@ -104,7 +104,7 @@ def _say(line: str) -> None:
 
 
 def main(seed: int, count: int, names: list[str]) -> None:
-    """Call each of ``names``, or all that there are."""
+    """Call each of ``names``, or every operator if none is given."""
     warnings.simplefilter("ignore")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     torch.set_num_threads(1)

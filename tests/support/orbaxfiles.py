@@ -1,6 +1,6 @@
-"""Orbax's directories, written by tensorstore alone: what each layout has in common with one that Orbax wrote.
+"""Directories in Orbax's layouts, written with tensorstore alone, as far as the converter reads them.
 
-Held against real ones in ``tests/sources/test_jax.py``.
+``tests/sources/test_jax.py`` tests directories that Orbax wrote.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def write(
     chunks: Mapping[str, tuple[int, ...]] | None = None,
     metadata: bool = True,
 ) -> Path:
-    """An item with ``leaves``; a leaf is one chunk, or has ``chunks`` of that shape."""
+    """Write an item with ``leaves``. A leaf is one chunk, or has chunks of the shape that ``chunks`` gives for it."""
     import tensorstore
 
     item.mkdir(parents=True, exist_ok=True)
@@ -46,7 +46,7 @@ def write(
 
 
 def described(leaves: Mapping[str, NDArray[Any]], *, ocdbt: bool = True, driver: Driver = "zarr") -> dict[str, Any]:
-    """What ``_METADATA`` says of ``leaves``."""
+    """Return the contents of ``_METADATA`` for ``leaves``."""
     return {
         "tree_metadata": {str(tuple(name.split("."))): entry(name) for name in leaves},
         "use_ocdbt": ocdbt,
@@ -57,7 +57,7 @@ def described(leaves: Mapping[str, NDArray[Any]], *, ocdbt: bool = True, driver:
 
 
 def entry(name: str, **value: Any) -> dict[str, Any]:
-    """One leaf of ``_METADATA``."""
+    """Return the entry of one leaf in ``_METADATA``."""
     return {
         "key_metadata": [{"key": key, "key_type": 2} for key in name.split(".")],
         "value_metadata": {"value_type": "jax.Array", "skip_deserialize": False} | value,
@@ -84,10 +84,10 @@ def _zarr3(array: NDArray[Any], chunk: list[int]) -> dict[str, Any]:
 
 
 def files_of(item: Path) -> dict[str, bytes]:
-    """Every file below ``item``, by its path from there."""
+    """Return the content of every file below ``item``, by its relative path."""
     return {str(path.relative_to(item)): path.read_bytes() for path in sorted(item.rglob("*")) if path.is_file()}
 
 
 def values(count: int = 12) -> NDArray[np.float32]:
-    """Some that compress badly."""
+    """Return random values, which compress badly."""
     return np.random.default_rng(count).standard_normal(count).astype(np.float32)

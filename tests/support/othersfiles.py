@@ -1,4 +1,4 @@
-"""Files that this process may not read, as those of another user are: also where tests are root, who may read all."""
+"""Files that this process may not read, like those of another user. This also works if the tests run as root."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NOBODY = 65534
 
 @contextlib.contextmanager
 def open_place() -> Iterator[Path]:
-    """A directory that every user may enter, as pytest's own are not; removed at the end."""
+    """Yield a directory that every user may enter (pytest's own are private), and remove it at the end."""
     place = Path(tempfile.mkdtemp())
     place.chmod(0o755)
     try:
@@ -25,7 +25,10 @@ def open_place() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def closed(path: Path) -> Iterator[int]:
-    """``path`` is its owner's alone, and this process another user meanwhile: its number."""
+    """Make ``path`` unreadable for this process, and yield the process's user id.
+
+    As root, the process becomes another user meanwhile.
+    """
     mode, user = path.stat().st_mode, os.geteuid()
     if user != 0:
         path.chmod(0)

@@ -1,4 +1,4 @@
-"""The process' log, configured by a test and put back after it."""
+"""Let a test configure the process' log, and restore the log afterwards."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from service.process import logs
 
 @contextmanager
 def restored_log() -> Iterator[None]:
-    """What is done to the log inside is undone."""
+    """Undo all changes to the log's configuration at the end of the block."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     try:
@@ -24,7 +24,7 @@ def restored_log() -> Iterator[None]:
 
 @contextmanager
 def own_log(level: str, kind: logs.Format) -> Iterator[io.StringIO]:
-    """The log as ``bf16-serve`` configures it, and what it writes."""
+    """Configure the log as ``bf16-serve`` does, and yield a stream with its output."""
     with restored_log():
         logs.configure(level, kind)
         (handler,) = logging.getLogger().handlers

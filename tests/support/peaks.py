@@ -1,4 +1,4 @@
-"""What a piece of a program takes of memory at its peak, measured in a process where nothing else happens."""
+"""The peak memory of a piece of a program, measured in a process that does nothing else."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def measured_alone(program: str, *arguments: str) -> str:
-    """What the Python ``program`` prints, run by itself with this project and its tests' builders on its path."""
+    """Run the Python ``program`` in a process with this project and tests/support on its path; return its output."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(ROOT)])}
     command = [sys.executable, "-c", program, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=300)
@@ -24,7 +24,7 @@ def measured_alone(program: str, *arguments: str) -> str:
 
 
 def anonymous() -> int:
-    """Bytes of this process' memory that belong to no file: what the system cannot take back."""
+    """Return the bytes of this process' anonymous memory, which the system cannot reclaim."""
     return _field("RssAnon")
 
 
@@ -35,7 +35,7 @@ class Peak:
 
 @contextmanager
 def peak_anonymous() -> Iterator[Peak]:
-    """The largest :func:`anonymous` within the block, seen every millisecond: the kernel keeps no peak of it."""
+    """Yield the peak of :func:`anonymous` in the block, sampled every millisecond: the kernel does not record it."""
     peak, done = Peak(anonymous()), threading.Event()
 
     def watch() -> None:

@@ -1,4 +1,4 @@
-"""Graphs of one of the kernel's nodes made by hand, right or wrong on purpose, ``MatMul`` with its function."""
+"""Hand-written graphs with one node of the kernel, correct or deliberately wrong; ``MatMul`` with its function."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def product(
     operator: str = "MatMul",
     **attributes: int | str,
 ) -> ModelProto:
-    """y = activation(x · ``weight`` + ``bias``), ``weight`` [K, N] rounded to bf16; ``x`` is the input's shape.
+    """Return y = activation(x · ``weight`` + ``bias``), ``weight`` [K, N] rounded to bf16. ``x`` is the input's shape.
 
-    ``attributes`` replace the node's own, and ``stored`` what is kept of the weight. Without ``function`` the graph
-    runs on the kernel alone. The function is the one of ``MatMul``; other operators have none.
+    ``attributes`` replace those of the node, and ``stored`` replaces the stored weight. Without ``function`` only the
+    kernel can run the graph. The function is that of ``MatMul``; other operators have none.
     """
     k, n = weight.shape
     given = {"k": k, "n": n, "layout": layout, "activation": activation} | attributes
@@ -57,9 +57,9 @@ def product(
 
 
 def joined(k: int, columns: Sequence[int], stored: Sequence[Array] | None = None, /, **attributes: Any) -> ModelProto:
-    """y1, y2 … = x [rows, k] · w1, w2 …, of ``columns`` each, in one node and without a function.
+    """Return y1, y2 … = x [rows, k] · w1, w2 …, of ``columns`` each, as one node without a function.
 
-    ``attributes`` replace the node's own, and take those away that are None; ``stored`` is what is kept of the weights.
+    ``attributes`` replace those of the node; None removes one. ``stored`` replaces the stored weights.
     """
     positions = range(1, len(columns) + 1)
     weights = stored or [np.zeros(k * n, ml_dtypes.bfloat16) for n in columns]
@@ -73,7 +73,7 @@ def joined(k: int, columns: Sequence[int], stored: Sequence[Array] | None = None
 
 
 def lookup(k: int, n: int, stored: Array | None = None, /, **attributes: Any) -> ModelProto:
-    """y = the rows of a table [n, k] at ids, in one node and without a function; the rest is as for :func:`joined`."""
+    """Return y = the rows ids of a table [n, k], as one node without a function. The rest is as for :func:`joined`."""
     table = np.zeros(k * n, ml_dtypes.bfloat16) if stored is None else stored
     node = helper.make_node("Gather_panels", ["ids", "w"], ["y"], domain="bf16kit")
     _set(node, {"k": k, "n": n} | attributes)
@@ -82,19 +82,19 @@ def lookup(k: int, n: int, stored: Array | None = None, /, **attributes: Any) ->
 
 
 def session(model: ModelProto, *, threads: int = 1, library: Path | None = kernel.LIBRARY) -> Session:
-    """A session for ``model`` with the kernel, or without it where ``library`` is None."""
+    """Open a session for ``model`` with the kernel, or without it if ``library`` is None."""
     return open_session(model.SerializeToString(), threads=threads, library=library)
 
 
 def run(model: ModelProto, x: Array, *, threads: int = 1, library: Path | None = kernel.LIBRARY) -> Array:
-    """``model``'s answer to ``x``. Raises :class:`~bf16kit.errors.RuntimeFailure` when it has none."""
+    """Return the output of ``model`` for ``x``. Raises :class:`~bf16kit.errors.RuntimeFailure` if the run fails."""
     opened = session(model, threads=threads, library=library)
     with failing_as("running"):
         return np.asarray(opened.run(["y"], {"x": x})[0])
 
 
 def with_computed_weight(model: ModelProto) -> ModelProto:
-    """The same graph, its weight an input."""
+    """Turn the first initializer, the weight, into an input of the graph."""
     weight = model.graph.initializer[0]
     model.graph.input.append(graphs.edge(weight.name, list(weight.dims), TensorProto.BFLOAT16))
     del model.graph.initializer[0]
@@ -102,7 +102,7 @@ def with_computed_weight(model: ModelProto) -> ModelProto:
 
 
 def exact(x: Array, weight: Array, bias: Array | None = None, activation: str = "none") -> NDArray[np.float64]:
-    """The same in float64, from the rounded weight."""
+    """Return the result of :func:`product` in float64, computed from the rounded weight."""
     sums = x.astype(np.float64) @ weight.astype(ml_dtypes.bfloat16).astype(np.float64)
     sums = sums if bias is None else sums + bias
     if activation == "relu":
@@ -121,7 +121,7 @@ def _set(node: NodeProto, attributes: Mapping[str, Any]) -> None:
 
 
 def _ours(model: ModelProto) -> ModelProto:
-    """The same graph, which may use our operators."""
+    """Declare the kernel's opset in the graph, so that it may use the kernel's operators."""
     del model.opset_import[:]
     model.opset_import.extend(_OPSETS)
     return model
@@ -148,7 +148,7 @@ def _transposed() -> list[NodeProto]:
 
 
 def _panels(k: int, n: int) -> list[NodeProto]:
-    """One slice of W for each panel, reshaped, and all side by side."""
+    """Return nodes that cut W into panels, reshape each, and concatenate them side by side."""
     widths = [min(WIDTH, n - first) for first in range(0, n, WIDTH)]
     names = [f"panel{i}" for i in range(len(widths))]
     nodes = [

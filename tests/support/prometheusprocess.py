@@ -1,4 +1,4 @@
-"""A real Prometheus with the rules of deploy/prometheus, scraping once a second."""
+"""A real Prometheus with the rules of deploy/prometheus, which scrapes once a second."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _ADDRESS = re.compile(r'msg="Listening on" address=(?:\[::\]|[\d.]+):(\d+)')
 
 
 def find() -> str | None:
-    """The binary, which Debian's package has beside promtool."""
+    """Return the path of the binary; Debian's package contains it together with promtool."""
     return shutil.which("prometheus")
 
 
 class Prometheus:
-    """Scrapes the server whose HTTP port is ``port``; its files are under ``where``. A context manager.
+    """Scrapes the server whose HTTP port is ``port``. Its files are under ``where``. A context manager.
 
-    ``at_once``: alerts fire when their expression is first true. How long it has to be is for promtool's tests, which
-    have a clock of their own. ``labels`` are those that a target has beside job and instance.
+    ``at_once``: alerts fire as soon as their expression is true. The tests with promtool check how long it must be
+    true; they have a simulated clock. ``labels`` are the target's labels in addition to job and instance.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Prometheus:
         self._log.close()
 
     def ask(self, path: str, **parameters: str) -> Any:
-        """``data`` of an answer of the HTTP API; AssertionError for one that is no success."""
+        """Return ``data`` of a response of the HTTP API. Raises AssertionError if its status is not success."""
         url = f"http://127.0.0.1:{self._port}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
         with urllib.request.urlopen(url, timeout=20) as reply:
             answer = json.load(reply)
@@ -89,11 +89,11 @@ class Prometheus:
         return answer["data"]
 
     def query(self, promql: str) -> list[dict[str, str]]:
-        """The labels of each series of an instant query, and its value as ``""``."""
+        """Return the labels of each series of an instant query, with its value under the key ``""``."""
         return [{**each["metric"], "": each["value"][1]} for each in self.ask("query", query=promql)["result"]]
 
     def firing(self) -> set[str]:
-        """The names of the alerts that fire now."""
+        """Return the names of the alerts that fire now."""
         return {alert["labels"]["alertname"] for alert in self.ask("alerts")["alerts"] if alert["state"] == "firing"}
 
     def _ready(self) -> bool:
@@ -106,7 +106,7 @@ class Prometheus:
 
 
 def hasty(path: Path) -> str:
-    """A file of rules whose alerts fire when their expression is first true."""
+    """Return a file of rules, changed so that alerts fire as soon as their expression is true."""
     rules = yaml.safe_load(path.read_text("utf-8"))
     for group in rules["groups"]:
         for rule in group["rules"]:

@@ -1,6 +1,6 @@
-"""What a PromQL expression names: metrics, the labels it selects or groups by, and the values it compares them with.
+"""The names in a PromQL expression: metrics, the labels it selects or groups by, and the values of these labels.
 
-No parser: Prometheus' own says whether an expression is one. This finds names, for those who check that they exist.
+This is not a parser: Prometheus' own parser checks the syntax. This module finds names, to check that they exist.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _KEYWORDS |= {"inf", "nan"}
 
 @dataclass(frozen=True)
 class Selector:
-    """One metric in an expression, and what it wants of its labels. ``equals`` are matchers of the kind ``=``."""
+    """One metric in an expression, and the labels in its matchers. ``equals`` has the matchers with ``=``."""
 
     metric: str
     labels: frozenset[str]
@@ -27,7 +27,7 @@ class Selector:
 
 
 def selectors(expression: str) -> Iterator[Selector]:
-    """Every metric that is named; functions, keywords and durations are none."""
+    """Yield every metric in the expression, but no functions, keywords or durations."""
     bare = _GROUPING.sub(" ", expression)
     for found in _SELECTOR.finditer(bare):
         name = found["name"]
@@ -40,5 +40,5 @@ def selectors(expression: str) -> Iterator[Selector]:
 
 
 def grouped(expression: str) -> set[str]:
-    """The labels that it groups or joins by."""
+    """Return the labels by which the expression groups or joins."""
     return {name.strip() for names in _GROUPING.findall(expression) for name in names.split(",") if name.strip()}

@@ -1,4 +1,4 @@
-"""A gRPC client that keeps none of the rules: frames of HTTP/2 written by hand, sent when and as a test likes."""
+"""A gRPC client that may break any rule: a test chooses which HTTP/2 frames it sends, and when."""
 
 from __future__ import annotations
 
@@ -29,18 +29,17 @@ _CANCEL = 8
 
 
 class RawConnection:
-    """One connection. ``window`` is how much of each response the server may send: 0 = this client reads nothing.
+    """One connection. ``window`` is how many bytes of each response the server may send; 0: the client reads nothing.
 
-    A thread answers the server's settings and pings, as every connection that wants to live must, and remembers which
-    streams have ended, of which a response came compressed, whether the server has said that it will hang up, and how
-    many bytes of data have come.
+    A thread acknowledges the server's settings and pings, otherwise the server would disconnect. It records which
+    streams have ended, which had a compressed response, whether a GOAWAY arrived, and how many data bytes arrived.
     """
 
     def __init__(self, port: int, *, window: int = 65_535, answers_pings: bool = True) -> None:
         self._port = port
         self._answers_pings = answers_pings
         self._socket = socket.create_connection(("127.0.0.1", port))
-        # Not the socket's own timeout, which is also one of reading: who hears nothing for long must go on listening.
+        # A timeout for sending only. The socket's own timeout would also end the reader if the server sends nothing.
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 30, 0))
         self._lock = threading.Lock()
         self._next = 1
@@ -69,7 +68,7 @@ class RawConnection:
             self._socket.sendall(data)
 
     def call(self, path: str, message: bytes | None = None, *fields: tuple[str, str]) -> int:
-        """Begin a call: its headers, with ``fields`` among them, and the whole of ``message`` where there is one.
+        """Begin a call: send the headers with ``fields``, and all of ``message`` if there is one.
 
         Returns the stream's number.
         """
@@ -81,7 +80,7 @@ class RawConnection:
         return stream
 
     def data(self, stream: int, data: bytes) -> None:
-        """A piece of a message, of :func:`framed` bytes."""
+        """Send a piece of a message; the pieces together are :func:`framed` bytes."""
         self.send(frame(DATA, 0, stream, data))
 
     def reset(self, stream: int) -> None:
@@ -91,7 +90,7 @@ class RawConnection:
         self.send(frame(PING, 0, 0, bytes(8)))
 
     def take(self, stream: int, nbytes: int) -> None:
-        """Let the server send this much more of the response."""
+        """Let the server send ``nbytes`` more of the response."""
         self.send(frame(WINDOW_UPDATE, 0, stream, struct.pack("!I", nbytes)))
 
     def _read(self) -> None:
@@ -112,12 +111,12 @@ class RawConnection:
             self.send(frame(PING, ACK, 0, body))
         elif kind == GOAWAY:
             self.told_to_leave = True
-        if kind == DATA and body[:1] == b"\1":  # where one frame holds all of a message, its first byte says so
+        if kind == DATA and body[:1] == b"\1":  # the flag is a message's first byte; one frame has it all
             self.compressed.add(stream)
         if kind == RST_STREAM or (kind in (DATA, HEADERS) and flags & END_STREAM):
             self.ended.add(stream)
 
 
 def framed(message: bytes) -> bytes:
-    """``message`` as gRPC sends it: uncompressed, after its length."""
+    """Return ``message`` as gRPC sends it: a flag (uncompressed), the length, the message."""
     return b"\0" + struct.pack("!I", len(message)) + message

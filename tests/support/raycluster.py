@@ -1,4 +1,4 @@
-"""What tests/ray asks of an application on a Ray cluster, without importing Ray."""
+"""Calls of tests/ray to an application on a Ray cluster, without importing Ray."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from bf16kit.protocol import inference_pb2 as pb
 from service.transport.handlers import SERVICE
 
 NODE = {"num_cpus": 2, "memory": 6 << 30, "object_store_memory": 80 << 20}
-# Seconds that a test waits for what Ray does; only a failure takes so long. Ray starts a replica that cannot load its
-# model three times; one start takes 5 s on an idle machine, and a minute if CI's other steps share the cores.
+# Seconds that a test waits for Ray; only a failure takes so long. Ray tries three times to start a replica that cannot
+# load its model. One start takes 5 s on an idle machine, and a minute if CI's other steps share the cores.
 PATIENCE = 600.0
 METHODS = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods
 X = np.linspace(-1, 1, 16, dtype=np.float32).reshape(1, 16)
@@ -39,7 +39,7 @@ def request(model: str = "mlp", **fields: Any) -> bytes:
 def told(
     channel: grpc.Channel, method: str, data: bytes, timeout: float = 60.0, **more: Any
 ) -> tuple[Any, bytes | str]:
-    """OK and the bytes of the answer, or the code and the words."""
+    """Call an RPC. Return OK and the response's bytes, or the error's code and details."""
     path = method if "/" in method else f"/{SERVICE}/{method}"
     call: Any = channel.unary_unary(path)
     try:
@@ -55,7 +55,7 @@ def empty(method: str) -> bytes:
 
 
 def replicas(model: str, raylet: int | None = None) -> list[int]:
-    """The processes that serve ``model``; of those that ``raylet``, a node's own process, has started."""
+    """Return the processes that serve ``model``. ``raylet``, a node's process, restricts them to its children."""
     found = []
     for entry in Path("/proc").iterdir():
         try:
@@ -68,14 +68,14 @@ def replicas(model: str, raylet: int | None = None) -> list[int]:
 
 
 def of_node(node: Any) -> int:
-    """The process that is ``node`` of :class:`ray.cluster_utils.Cluster`."""
+    """Return the raylet process of ``node``, a node of :class:`ray.cluster_utils.Cluster`."""
     pid: int = node.all_processes["raylet"][0].process.pid
     return pid
 
 
 @dataclass
 class Served:
-    """The applications, and where they answer."""
+    """The applications, and the addresses at which they serve."""
 
     channel: grpc.Channel
     address: str
@@ -99,7 +99,7 @@ class Served:
         return found
 
     def metric(self, name: str, **labels: str) -> float:
-        """The sum over all replicas of the series that have these labels."""
+        """Return the sum over all replicas of the series with these labels."""
         total = 0.0
         for target in self.targets():
             for line in self.get(f"http://{target}/metrics").splitlines():
@@ -118,7 +118,7 @@ class Served:
 
 @dataclass
 class Volley:
-    """Calls on a few threads for as long as the block lasts; each that fails with UNAVAILABLE is sent again."""
+    """Makes calls on a few threads while the block runs. A call that fails is sent again, up to 100 times in all."""
 
     send: Callable[[], tuple[Any, bytes | str]]
     threads: int = 3

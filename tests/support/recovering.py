@@ -1,4 +1,7 @@
-"""A model that bf16 costs much, and loaders for its recovery: ``--model recovering:Shifted``, ``--data`` …."""
+"""A model that loses much accuracy in bf16, and data loaders for its recovery.
+
+``--model recovering:Shifted`` names the model, ``--data recovering:NAME`` one of the loaders.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,10 @@ class Shifted(Mlp):
 
 
 def shifted() -> nn.Module:
-    """With weights: the level is taken off by the first bias, as where a normalisation was folded in. What rounding
-    loses of a weight is multiplied by the level, and training can move the bias by it."""
+    """Return :class:`Shifted` with weights whose first bias subtracts the level, as if a normalisation were folded in.
+
+    The level multiplies the rounding error of each weight; training can correct the bias by that amount.
+    """
     module = seeded(Shifted(), 3)
     with torch.no_grad():
         module.get_parameter("up.bias").sub_(LEVEL * module.get_parameter("up.weight").sum(1))
@@ -41,13 +46,13 @@ def _inputs(seed: int, count: int) -> Iterator[NDArray[np.float32]]:
 
 
 def unlabelled() -> Iterator[Arrays]:
-    """A pass of eight batches, always the same."""
+    """Yield a pass of eight batches, the same in every pass."""
     for x in _inputs(0, 8):
         yield {"x": x}
 
 
 def shuffled() -> Iterator[Arrays]:
-    """A pass of eight batches by numpy's global generator, as many users' loaders draw them."""
+    """Yield a pass of eight batches from numpy's global generator, like the loaders of many users."""
     for _ in range(8):
         yield {"x": (LEVEL + np.random.standard_normal((32, WIDTH))).astype(np.float32)}
 
@@ -58,7 +63,7 @@ def held_out() -> Iterator[Arrays]:
 
 
 def labelled() -> Iterator[tuple[NDArray[np.float32], NDArray[np.int64]]]:
-    """Labels are what :func:`shifted` answers in fp32."""
+    """Yield batches with labels: the classes that :func:`shifted` predicts in fp32."""
     model = shifted()
     for x in _inputs(0, 8):
         with torch.no_grad():
@@ -70,7 +75,7 @@ def nothing() -> Iterator[Arrays]:
 
 
 def once() -> Iterator[Arrays]:
-    """The same iterator at each call, which is at its end after the first pass."""
+    """Return the same iterator at each call; it is exhausted after the first pass."""
     return _ONCE
 
 
@@ -109,7 +114,7 @@ def exits() -> Iterator[Arrays]:
 
 
 def reports() -> None:
-    """A function that prints where it ought to yield."""
+    """Return None, unlike a loader, which must return batches."""
 
 
 class _Failing(torch.utils.data.Dataset[Any]):
@@ -141,23 +146,23 @@ def wrong_labels() -> Iterator[Any]:
 
 
 def infinite() -> Iterator[Arrays]:
-    """Inputs whose sums fp32 cannot hold."""
+    """Yield inputs whose sums overflow fp32."""
     yield {"x": np.full((4, WIDTH), 3e38, np.float32)}
 
 
 def large() -> Iterator[Arrays]:
-    """Inputs that fp16 cannot hold."""
+    """Yield inputs that overflow fp16."""
     yield {"x": np.full((4, WIDTH), 1e6, np.float32)}
 
 
 def scattered() -> Iterator[Arrays]:
-    """Inputs around 0."""
+    """Yield inputs around 0."""
     for x in _inputs(2, 4):
         yield {"x": x - np.float32(LEVEL)}
 
 
 def failing_later() -> Iterator[Arrays]:
-    """It gives what is asked for before a training begins."""
+    """Yield nine batches, enough for the steps before training, and then fail."""
     for x in _inputs(0, 9):
         yield {"x": x}
     raise RuntimeError("the disk went away")

@@ -1,4 +1,4 @@
-"""An artifact's manifest and measurements with a bit of everything that a report can show; nothing was run for it."""
+"""A made-up manifest and measurements of an artifact, with an example of everything that a report can show."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from bf16kit.measurements import (
 from bf16kit.numerics import Census
 
 BUDGET = {"relative_l2": 1.5e-2, "relative_l2.p99": 2e-2, "cosine_distance": 5e-4, "top1_agreement": 0.99}
-OFF = "encoder.layer.3.attention/MatMul_1"  # the layer that leaves the expected line
+OFF = "encoder.layer.3.attention/MatMul_1"  # the layer at which the SQNR falls below the expected line
 PROFILES = {"cpu": (1.7e-3, "host", "bf16-weights"), "cuda": (9e-3, "emulated", "bf16")}
 
 
 def drifts(samples: int = 64, over: bool = False) -> dict[str, dict[str, list[SampleDrift]]]:
-    """By profile and output; ``over`` brings cuda over its budget."""
+    """Return drifts by profile and output. ``over`` puts cuda over its budget."""
     rng = np.random.default_rng(7)
     found = {}
     for profile, (typical, _, _) in PROFILES.items():
@@ -54,7 +54,7 @@ def drifts(samples: int = 64, over: bool = False) -> dict[str, dict[str, list[Sa
 
 
 def layers(count: int = 120) -> Layers:
-    """Down a graph: noise adds up slowly, and one layer in the middle adds far more than it should."""
+    """Return the SQNRs along a graph: noise grows slowly, but one layer in the middle adds far too much."""
     rng = np.random.default_rng(3)
     rows = []
     for i in range(count):
@@ -101,7 +101,7 @@ def measurements(samples: int = 64, over: bool = False, depth: int = 120) -> Mea
     columns = sample_columns(drifts(samples, over))
     profiles = {name: ProfileMeasurements(outputs=columns[name], layers=layers(depth)) for name in PROFILES}
     profiles["cuda"] = profiles["cuda"].model_copy(update={"search": SEARCH})
-    if over:  # what would mend it is looked for then alone
+    if over:  # the converter searches for a remedy only if the budget is exceeded
         found = layers(depth)
         mended = DiagnosisEntry(ails=True, leaves=found.rows[depth // 2], remedy=REMEDY, tried=True)
         update = {"layers": found.model_copy(update={"diagnosis": mended})}
@@ -110,7 +110,7 @@ def measurements(samples: int = 64, over: bool = False, depth: int = 120) -> Mea
 
 
 def plan(nodes: int = 120) -> Plan:
-    """Tensors and nodes for reasons of several kinds, and what a search kept."""
+    """Return a plan with several kinds of reasons for tensors and nodes, and a node that a search kept in fp32."""
     kinds = (
         ("MatMul", "bf16", "bf16 multiplication with fp32 accumulation", "product"),
         (

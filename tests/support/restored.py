@@ -1,4 +1,4 @@
-"""What ``restore`` gives back, compared with the checkpoint bit by bit."""
+"""Compare the file that ``restore`` writes with the checkpoint, bit by bit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Array = NDArray[Any]
 
 
 def assert_restored(path: Path, checkpoint: Mapping[str, Array]) -> None:
-    """The file at ``path`` holds exactly ``checkpoint``: names, dtypes, shapes and bits."""
+    """Assert that the file at ``path`` contains exactly ``checkpoint``: names, dtypes, shapes and bits."""
     found = read_file(path)
     assert sorted(found) == sorted(checkpoint)
     for name, array in checkpoint.items():

@@ -1,4 +1,4 @@
-"""SavedModels written byte by byte, without TensorFlow: an index, its data, and a graph of a few nodes."""
+"""SavedModels written without TensorFlow, byte by byte: an index, its data, and a graph of a few nodes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Array = NDArray[Any]
 
 
 def table(entries: Mapping[bytes, bytes], *, shared: bool = True) -> bytes:
-    """``entries`` as LevelDB writes them: one block, keys prefixed by what they share with the one before."""
+    """Return ``entries`` as a LevelDB table of one block. If ``shared``, a key omits the prefix of the previous key."""
     data, before = bytearray(), b""
     for key, value in sorted(entries.items()):
         same = 0
@@ -70,11 +70,11 @@ def write_bundle(
     strings: bool = True,
     full: Mapping[str, str] | None = None,
 ) -> None:
-    """``tensors`` by their keys, by turns in ``shards`` files, as TensorFlow lays them out; ``full``: names by key."""
+    """Write ``tensors`` alternately to ``shards`` files, as TensorFlow does. ``full`` gives full names by key."""
     prefix.parent.mkdir(parents=True, exist_ok=True)
     data = [bytearray() for _ in range(shards)]
     entries = {b"": message("BundleHeader")(num_shards=shards).SerializeToString()}
-    if strings:  # what makes everything behind it lie at odd places
+    if strings:  # this string puts all later tensors at unaligned offsets
         data[0] += _string(objects(full or {}))
         entries[b"_CHECKPOINTABLE_OBJECT_GRAPH"] = entry(STRING, (), 0, len(data[0])).SerializeToString()
     for number, (name, array) in enumerate(tensors.items()):
@@ -88,7 +88,7 @@ def write_bundle(
 
 
 def objects(full: Mapping[str, str]) -> bytes:
-    """What says what the variables under these keys are called."""
+    """Return the object graph, which gives the variables under these keys their full names."""
     found = message("Objects")()
     for key, name in full.items():
         found.node.add().attribute.add(key=key, full_name=name)
@@ -141,7 +141,7 @@ def meta_graph(
 
 
 def mlp_graph(**more: Any) -> Any:
-    """x → x @ w + b → y, as TensorFlow 2 saves it: the signature calls a function that reads variables."""
+    """Return the model x → x @ w → y as TensorFlow 2 saves it: the signature calls a function that reads variables."""
     nodes = [
         node("x", "Placeholder"),
         node("w", "VarHandleOp"),
@@ -157,7 +157,7 @@ def mlp_graph(**more: Any) -> Any:
 
 
 def write(directory: Path, *graphs: Any, tensors: Mapping[str, Array] | None = None) -> Path:
-    """A SavedModel of ``graphs``, by default :func:`mlp_graph`, and ``tensors``."""
+    """Write a SavedModel of ``graphs``, by default :func:`mlp_graph`, and ``tensors``."""
     directory.mkdir(parents=True, exist_ok=True)
     model = message("SavedModel")(meta_graphs=graphs or (mlp_graph(),))
     (directory / "saved_model.pb").write_bytes(model.SerializeToString())
@@ -181,13 +181,13 @@ VERSIONS: Mapping[str, str | None] = {"python": "3.11.7", "tensorflow": "2.21.0"
 
 
 def stand_in(path: Path, code: str, versions: Mapping[str, str | None] = VERSIONS) -> Path:
-    """A program that is started as the Python with TensorFlow would be, and then does what ``code`` says."""
+    """Write a program that replaces the Python with TensorFlow: it reports ``versions`` and runs ``code``."""
     path.write_text(_PROGRAM.format(python=sys.executable, versions=dict(versions), code=code))
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
     return path
 
 
-# What answers like TensorFlow's process, from an ONNX file that is there already; {twist} may change the answers.
+# Code that responds like TensorFlow's process, with an ONNX file that exists already. {twist} may change the outputs.
 TRANSLATES = """
 import shutil, numpy as np, onnxruntime as ort
 for line in ASK:
@@ -207,5 +207,5 @@ for line in ASK:
 
 
 def many(count: int) -> dict[str, Array]:
-    """``count`` small variables."""
+    """Return ``count`` small variables."""
     return {f"layer{n}/kernel": np.full((2, n + 1), n, np.float32) for n in range(count)}

@@ -1,4 +1,4 @@
-"""``bf16-serve`` that looks at its repository all the time, and loads, replaces and unloads what it finds there."""
+"""``bf16-serve`` that scans its repository continuously, and loads, replaces and unloads the models that it finds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PAUSE_S = 0.1
 
 
 class Scanning(Controller):
-    """Wants what lies in its directory over and over, from the start."""
+    """Reads its repository again every :data:`PAUSE_S`, as if it were starting."""
 
     def begin(self) -> None:
         super().begin()
@@ -29,6 +29,6 @@ class Scanning(Controller):
 
 
 if __name__ == "__main__":
-    assert vars(served)["Controller"] is Controller  # or nothing would scan
-    setattr(served, "Controller", Scanning)  # noqa: B010 - the wiring's own name for it
+    assert vars(served)["Controller"] is Controller  # otherwise the next line would have no effect
+    setattr(served, "Controller", Scanning)  # noqa: B010 - the name under which the server's wiring finds the class
     main()

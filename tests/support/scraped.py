@@ -1,4 +1,4 @@
-"""The series of a scrape, to look names of metrics, labels and values up in."""
+"""The series of a scrape, to look up the names of metrics, their labels and values."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from promql import grouped, selectors
 
 SCRAPE = {"job", "instance"}  # the labels that Prometheus adds to every series
-CLUSTER = {"namespace", "service"}  # and those that it adds where the operator of Kubernetes has configured it
+CLUSTER = {"namespace", "service"}  # the labels that it adds if the Prometheus operator for Kubernetes configured it
 ITS_OWN = {"up": SCRAPE, "ALERTS": {"alertname", "alertstate", "severity", "model", "version", *SCRAPE}}
 
 
 class Scraped:
-    """What ``/metrics`` says, and what recording rules (name, expression) make of it."""
+    """The series of ``/metrics``, and those that recording rules (name, expression) compute from them."""
 
     def __init__(self, text: str, recorded: Iterable[tuple[str, str]] = ()) -> None:
         self.labels: dict[str, set[str]] = {name: set(labels) for name, labels in ITS_OWN.items()}
@@ -27,7 +27,7 @@ class Scraped:
             self.labels[name] = grouped(expression)
 
     def unknown(self, expression: str, free: Iterable[str] = ("model", "version", *SCRAPE)) -> list[str]:
-        """What the expression names that is not there, in words. Values of ``free`` labels are anybody's."""
+        """Return messages about the expression's names that do not exist. ``free`` labels may have any value."""
         wrong: list[str] = []
         known = set[str]()
         for selector in selectors(expression):

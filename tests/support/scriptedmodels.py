@@ -1,4 +1,4 @@
-"""TorchScript files of small modules, scripted, traced and frozen: each has what one of the three makes of a module."""
+"""TorchScript files of small modules: scripted, traced and frozen."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ How = Literal["scripted", "traced", "frozen"]
 
 
 class Encoder(nn.Module):
-    """ids [batch, seq] → logits [batch, seq, 5]: an embedding, and a transformer layer with its many branches."""
+    """ids [batch, seq] → logits [batch, seq, 5]: an embedding, and a transformer layer, which has many branches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Encoder(nn.Module):
 
 
 class Looping(nn.Module):
-    """x [batch, 16] → a layer three times, and a sum over what a list was given."""
+    """x [batch, 16] → the same layer three times, in a loop that appends to a list → the sum over the list."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Looping(nn.Module):
 
 
 class Deciding(nn.Module):
-    """x [batch, 16] → branches on its data, which no ONNX graph made here follows."""
+    """x [batch, 16] → a branch that depends on the values of x. The converter's ONNX graphs cannot follow it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Deciding(nn.Module):
 
 
 class Reflected(nn.Module):
-    """x [batch, 16] → a product with a weight that is orthogonal by construction, which ONNX has no operator for."""
+    """x [batch, 16] → a product with a weight that is orthogonal by construction. ONNX has no operator for that."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Reflected(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """x [batch, seq, 16] → an LSTM, of which every state's first three numbers come."""
+    """x [batch, seq, 16] → an LSTM → a linear layer with three outputs for every state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Recurrent(nn.Module):
 
 
 class Named(nn.Module):
-    """Two inputs → a mapping of two outputs; a tensor that is neither parameter nor buffer, and a shared weight."""
+    """Two inputs → a mapping of two outputs. It has a shared weight, and a tensor that is no parameter or buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,10 +99,10 @@ class Named(nn.Module):
 
 
 def scripted(module: nn.Module, example: Any, how: How) -> Any:
-    """``module`` with seeded weights as TorchScript."""
+    """Return ``module``, with seeded weights, as TorchScript."""
     seeded(module)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch deprecates what these tests are about
+        warnings.simplefilter("ignore")  # torch has deprecated TorchScript
         if how == "traced":
             return torch.jit.trace(module, example, strict=False, check_trace=False)  # type: ignore[no-untyped-call]
         made = torch.jit.script(module)
@@ -110,7 +110,7 @@ def scripted(module: nn.Module, example: Any, how: How) -> Any:
 
 
 def save(path: Path, module: nn.Module, example: Any, how: How = "scripted") -> Path:
-    """The file of :func:`scripted`."""
+    """Save the result of :func:`scripted` at ``path``."""
     made = scripted(module, example, how)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -1,4 +1,4 @@
-"""What a real server answers for an artifact, over gRPC."""
+"""Run a real server for an artifact, and return its response over gRPC."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tritonclient.utils import np_to_triton_dtype
 
 
 def served_answers(repository: Path, model: str, feeds: Mapping[str, Any]) -> dict[str, Any]:
-    """The outputs of ``model`` by name, from a server of ``repository`` that ends with this call."""
+    """Start a server of ``repository``, return the outputs of ``model`` for ``feeds`` by name, and stop the server."""
     server = ServerProcess("--grpc-port", "0", "--http-port", "0", "--repository", str(repository), "--device", "cpu")
     try:
         with triton.InferenceServerClient(server.wait_ready().target) as client:

@@ -1,4 +1,4 @@
-"""``bf16-serve`` as its users run it: a process, its ports read from its log, its exit code at the end."""
+"""``bf16-serve`` as users run it: a process, with its ports read from its log, and an exit code at the end."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from logfile import LogFile
 from waiting import until
 
 _BANNER = re.compile(r"gRPC on \S+ port (\d+); metrics and status page on https?://\S+:(\d+)/")
-HOLDS_AT_MOST = 1536 << 20  # bytes: with its defaults a server lives in a container of 2 GB, whatever clients do
+HOLDS_AT_MOST = 1536 << 20  # bytes: with default settings, a server fits in a container of 2 GB whatever clients do
 
 
 class ServerProcess:
-    """A running server, and what it says."""
+    """A running server and its log."""
 
     def __init__(self, *arguments: str, env: dict[str, str] | None = None, program: Path | None = None) -> None:
         """``program`` is a Python file to run in place of ``bf16-serve``."""
@@ -34,11 +34,11 @@ class ServerProcess:
 
     @property
     def lines(self) -> list[str]:
-        """Of the log, without one that is not whole yet."""
+        """Return the complete lines of the log, without a last line that is still being written."""
         return self.log.split("\n")[:-1]
 
     def ports(self) -> tuple[int, int]:
-        """The gRPC and the HTTP port, as soon as the log names them."""
+        """Wait until the log names the gRPC and the HTTP port, and return them."""
         until(lambda: _BANNER.search(self.log) or self.process.poll() is not None, 60, "the ports in the log")
         found = _BANNER.search(self.log)
         assert found is not None, self.log
@@ -49,7 +49,7 @@ class ServerProcess:
         return f"127.0.0.1:{self.ports()[0]}"
 
     def get(self, path: str) -> tuple[int, str]:
-        """Status and text of a page."""
+        """Return the status and the text of a page."""
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{self.ports()[1]}{path}", timeout=20) as answer:
                 return answer.status, answer.read().decode()
@@ -58,22 +58,22 @@ class ServerProcess:
                 return error.code, error.read().decode()
 
     def metric(self, series: str) -> float:
-        """The value of one series, its labels sorted by name; −1 when it is not there."""
+        """Return the value of one series, named with its labels sorted by name; −1 if it does not exist."""
         found = re.search(rf"^{re.escape(series)} (\S+)$", self.get("/metrics")[1], re.MULTILINE)
         return float(found[1]) if found else -1.0
 
     def status(self, field: str) -> int:
-        """A number of /proc/PID/status: VmRSS (kB), Threads; 0 of a process that has ended."""
+        """Return a number from /proc/PID/status: VmRSS (kB), Threads. It is 0 for a process that has ended."""
         lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
         return next((int(line.split()[1]) for line in lines if line.startswith(f"{field}:")), 0)
 
     def check_memory(self) -> None:
-        """Fails when the process has ever held more than it may. The system keeps that peak: none is too short."""
+        """Fail if the process ever exceeded its memory limit. The kernel records the peak, however short it was."""
         peak = self.status("VmHWM") << 10
         assert 0 < peak < HOLDS_AT_MOST, f"the server held {peak >> 20} MiB at its peak"
 
     def forget_peak(self) -> None:
-        """Has the system keep the peak anew from what is held now, after the one so far is checked."""
+        """Check the peak so far, and reset it to the memory that the process has now."""
         self.check_memory()
         Path(f"/proc/{self.process.pid}/clear_refs").write_text("5")
 
@@ -85,7 +85,7 @@ class ServerProcess:
         self.process.send_signal(signal.SIGTERM)
 
     def exit_code(self) -> int:
-        """Waits for the end."""
+        """Wait for the end of the process, and return its exit code."""
         return self.process.wait(60)
 
     def close(self) -> None:

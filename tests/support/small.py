@@ -1,4 +1,4 @@
-"""A small artifact with one tensor of every kind; its graph is a few bytes that nobody runs."""
+"""A small artifact with one tensor of every kind. Its graph is a few bytes that cannot run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SCALE = np.array([0.5, -3.0, 1.7, 1e-3], np.float32)
 
 
 def entry_of(name: str, array: NDArray[Any], file: str, segment: Segment, **more: Any) -> TensorEntry:
-    """What a manifest says of ``array``, written to ``segment`` of ``file``."""
+    """Return the manifest's entry for ``array``, which was written to ``segment`` of ``file``."""
     return TensorEntry(
         name=name,
         dtype=array.dtype.name,
@@ -38,7 +38,7 @@ def entry_of(name: str, array: NDArray[Any], file: str, segment: Segment, **more
 
 
 def write_small(staged: StagingArtifact, *, residual: bool = True) -> Manifest:
-    """Write the files of the small artifact; its manifest, whose ``files`` are for ``publish`` to fill in."""
+    """Write the files of the small artifact. Return its manifest without ``files``, which ``publish`` fills in."""
     linear = np.ascontiguousarray(CHECKPOINT["linear.weight"].T)
     conv = CHECKPOINT["conv.weight"]
     linear_bf16 = to_bf16(linear)

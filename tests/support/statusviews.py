@@ -1,4 +1,4 @@
-"""Views of servers for tests of the status page: one with everything that it can show, and one of any size."""
+"""Views of servers for tests of the status page: one with everything that the page can show, and one of any size."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from service.telemetry.quantiles import Durations
 
 
 def look_at(*models: LoopbackModel) -> ServerView:
-    """A server with these models, none of which was asked anything."""
+    """Return the view of a server with these models, which got no requests yet."""
     return Status(LoopbackRegistry(models), History(lambda: Metrics().samples([]))).look()
 
 
 def running(**changes: object) -> Running:
-    """A model as it runs on a CPU."""
+    """Return a model that runs on a CPU."""
     fields: dict[str, object] = {
         "backend": "onnxruntime",
         "device": "cpu",
@@ -42,11 +42,11 @@ def running(**changes: object) -> Running:
     return Running(**(fields | changes))  # type: ignore[arg-type]
 
 
-AT = 1_767_323_045.0  # 2026-01-02T03:04:05, when the server is looked at
+AT = 1_767_323_045.0  # 2026-01-02T03:04:05, the time of the view
 
 
 def live(*, output: str = "sentence_embedding", ratio: float = 0.36, **changes: object) -> LiveDrift:
-    """What is known of its drift: all is well, unless the ratio says otherwise."""
+    """Return a model's live drift: healthy if ``ratio`` is at most 1, else over budget and broken."""
     over = ratio > 1
     fields: dict[str, object] = {
         "low": {output: {"relative_l2": 0.95 * ratio, "cosine_distance": 0.09 * ratio, "nonfinite": 0.0}},
@@ -70,7 +70,7 @@ def live(*, output: str = "sentence_embedding", ratio: float = 0.36, **changes: 
 
 
 def recent(*, output: str = "sentence_embedding", ratio: float = 0.36, phase: float = 0.0, **drift: object) -> Recent:
-    """A busy model over five minutes; ``drift`` is what :func:`live` takes."""
+    """Return five minutes of a busy model. ``drift`` are further arguments of :func:`live`."""
     waves = [1 + 0.4 * math.sin(phase + at / 9) + 0.1 * math.sin(at * 1.7) for at in range(TICKS)]
     counts = Counts({"OK": 12_900, "RESOURCE_EXHAUSTED": 31}, {"queue_full": 31}, {"measured": 380}, 40_100, 9_500)
     total = Counts({"OK": 88_000, "RESOURCE_EXHAUSTED": 31}, {"queue_full": 31}, {"measured": 2_600}, 280_000, 65_000)
@@ -97,7 +97,7 @@ def recent(*, output: str = "sentence_embedding", ratio: float = 0.36, phase: fl
 
 
 def server(models: Sequence[ModelView], **changes: object) -> ServerView:
-    """A server that is ready if its models are."""
+    """Return the view of a server that is ready if all its models are."""
     fields: dict[str, object] = {
         "at": "2026-01-02T03:04:05+00:00",
         "at_seconds": AT,
@@ -124,7 +124,7 @@ FALLEN = running(
 
 
 def everything() -> ServerView:
-    """One of each: well, over budget, loading, unavailable, answering and never asked."""
+    """Return a view with every kind of model: healthy, over budget, without requests, loading, unavailable."""
     return server(
         [
             ModelView("minilm", 1, "ready", "", running(), recent()),
@@ -138,5 +138,5 @@ def everything() -> ServerView:
 
 
 def crowd(count: int) -> ServerView:
-    """So many models, all of them busy."""
+    """Return a view with ``count`` models, all of them busy."""
     return server([ModelView(f"model-{at:03}", 1, "ready", "", running(), recent(phase=at / 7)) for at in range(count)])

@@ -1,4 +1,4 @@
-"""Clients that go on asking whatever happens, and remember what became of each request, by its id."""
+"""Clients that send requests whatever happens, and record the outcome of each request by its id."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import numpy as np
 import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
-_PAUSE = 0.05  # seconds after a failure: nobody asks a server that is away as fast as it can
-#: What a careful client says to gRPC: wait until there is a connection, and try again what was refused.
+_PAUSE = 0.05  # seconds after a failure: real clients do not retry without a pause
+#: The gRPC configuration of a careful client: wait for a connection, and retry rejected requests.
 PATIENT = {
     "methodConfig": [
         {
@@ -27,8 +27,8 @@ PATIENT = {
                 "initialBackoff": "0.5s",
                 "maxBackoff": "8s",
                 "backoffMultiplier": 2,
-                # gRPC cancels what arrives at the moment it is stopped, and the server never hears of it. Inference
-                # changes nothing: whatever became of a request, it may be sent again.
+                # gRPC cancels calls that arrive at the moment it stops, and the server never sees them. Inference has
+                # no side effects, so a client may always send a request again.
                 "retryableStatusCodes": ["UNAVAILABLE", "CANCELLED"],
             },
         }
@@ -37,7 +37,7 @@ PATIENT = {
 
 
 def sentence() -> list[triton.InferInput]:
-    """A short sentence for MiniLM."""
+    """Return a short sentence as inputs for MiniLM."""
     ids = np.array([[101, 7592, 2088, 102]])
     feeds = {"input_ids": ids, "attention_mask": np.ones_like(ids), "token_type_ids": np.zeros_like(ids)}
     inputs = []
@@ -48,8 +48,11 @@ def sentence() -> list[triton.InferInput]:
 
 
 class SteadyLoad:
-    """``plain`` clients of gRPC's defaults and ``patient`` ones, each with a connection of its own, for as long as the
-    block lasts. A request's id begins with the kind of its client."""
+    """Run clients while the block runs, each with its own connection.
+
+    The ``plain`` ones use gRPC's defaults, the ``patient`` ones :data:`PATIENT`. A request's id begins with the kind of
+    its client.
+    """
 
     def __init__(self, target: str, *, plain: int, patient: int, model: str = "minilm") -> None:
         self._target = target
@@ -57,7 +60,7 @@ class SteadyLoad:
         self._end = threading.Event()
         self._lock = threading.Lock()
         self.answered: set[str] = set()
-        self.failed: dict[str, str] = {}  # the status
+        self.failed: dict[str, str] = {}  # status by request id
         run = uuid.uuid4().hex[:8]
         kinds = ["plain"] * plain + ["patient"] * patient
         names = [f"{kind}-{run}-{number}" for number, kind in enumerate(kinds)]
@@ -76,17 +79,17 @@ class SteadyLoad:
             thread.join()
 
     def count(self) -> Counter[str]:
-        """Answered requests by client."""
+        """Return the number of successful requests of each client."""
         with self._lock:
             return Counter(name.rpartition("/")[0] for name in self.answered)
 
     def more(self) -> Callable[[], bool]:
-        """Tells whether each client has been answered again since now, 20 times."""
+        """Return a function that reports whether each client has had 20 successful requests since this call."""
         before = self.count()
         return lambda: all((self.count() - before)[thread.name] >= 20 for thread in self._threads)
 
     def _ask(self, name: str) -> None:
-        # An argument of its own each: channels with equal ones share a connection.
+        # Each channel has a unique argument: channels with equal arguments share a connection.
         channel: list[tuple[str, object]] = [("bf16kit.test.client", name), ("grpc.use_local_subchannel_pool", 1)]
         if name.startswith("patient"):
             channel.append(("grpc.service_config", json.dumps(PATIENT)))

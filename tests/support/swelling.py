@@ -1,4 +1,4 @@
-"""Messages that take far more memory once parsed than their bytes do, or much of the time of who parses them."""
+"""Messages that need far more memory when parsed than their size, or much time to parse."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _EMPTY_INPUT, _EMPTY_OUTPUT, _EMPTY_RAW = field(5, b""), field(6, b""), field(7,
 
 
 def _in_contents(data: bytes) -> bytes:
-    """As the contents of ``lookup``'s one input."""
+    """Return a request field: the input of ``lookup`` with ``data`` as its contents."""
     head = pb.ModelInferRequest.InferInputTensor(name="ids", datatype="INT64", shape=[1, len(data)])
     return field(5, head.SerializeToString() + field(5, data))
 
@@ -34,7 +34,7 @@ def _strings(count: int) -> bytes:
     return message.SerializeToString()
 
 
-#: By what swells: a ModelInferRequest of about so many bytes.
+#: By the part of the message that grows: a function that makes a ModelInferRequest of about that many bytes.
 SWELLING: Mapping[str, Callable[[int], bytes]] = {
     "inputs": lambda nbytes: _EMPTY_INPUT * (nbytes // 2),
     "outputs": lambda nbytes: _EMPTY_OUTPUT * (nbytes // 2),
@@ -62,9 +62,9 @@ _LOOKUP = pb.ModelInferRequest(model_name="lookup").SerializeToString()
 
 
 def send_swelling(address: str, together: int, nbytes: int) -> set[str]:
-    """Each of :data:`SWELLING` to ``lookup``, several at once; returns the codes.
+    """Send each message of :data:`SWELLING` to ``lookup``, ``together`` at once, and return the status codes.
 
-    In a process of its own: making and sending it takes all of Python's time.
+    Run this in a separate process: making and sending the messages takes all of the interpreter's time.
     """
     codes = set()
     for name, make in SWELLING.items():
@@ -74,7 +74,7 @@ def send_swelling(address: str, together: int, nbytes: int) -> set[str]:
 
 
 def bomb(path: str, port: int, nbytes: int) -> bytes:
-    """The frames of a connection's first call: a request of so many bytes, compressed to a thousandth."""
+    """Return the frames of a connection's first call: a request of ``nbytes``, compressed to a thousandth of that."""
     data = gzip.compress(_LOOKUP + field(4, bytes(nbytes)))
     body = b"\x01" + struct.pack("!I", len(data)) + data
     coding = b"\0" + bytes((13,)) + b"grpc-encoding" + bytes((4,)) + b"gzip"

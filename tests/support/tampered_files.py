@@ -1,4 +1,4 @@
-"""Changes to golden samples and weights."""
+"""Random changes to golden samples and weights."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _OTHERS: tuple[Callable[[Array, random.Random], Array], ...] = (
 
 
 def change_golden(file: Path, choice: random.Random) -> str:
-    """Another array in the golden samples, one more or one less, or other bytes in their file; says which."""
+    """Replace, add or remove an array of the golden samples, or change bytes of their file. Return what was done."""
     try:
         arrays = load_file(file)
-    except (SafetensorError, KeyError):  # it was changed before
+    except (SafetensorError, KeyError):  # an earlier change made it unreadable
         return change_weights(file, choice)
     kind = choice.randrange(16)
     if kind > 11 or not arrays:
@@ -49,7 +49,7 @@ def change_golden(file: Path, choice: random.Random) -> str:
 
 
 def _change_header(file: Path, choice: random.Random) -> str:
-    """A safetensors file: the length of its header (u64), the header (JSON), the data."""
+    """Change a safetensors file: the length of its header (u64), the header (JSON), or the data."""
     data = bytearray(file.read_bytes())
     kind = choice.randrange(5)
     if kind == 0:
@@ -68,7 +68,7 @@ def _change_header(file: Path, choice: random.Random) -> str:
 
 
 def change_weights(file: Path, choice: random.Random) -> str:
-    """Other bytes, fewer, more or none; says which."""
+    """Change the file's bytes, or make it shorter, longer or empty. Return what was done."""
     data = bytearray(file.read_bytes())
     kind = choice.randrange(6)
     if kind == 0 and data:

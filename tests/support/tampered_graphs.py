@@ -1,4 +1,4 @@
-"""Changes to ONNX files: to their bytes, and to what they say."""
+"""Random changes to ONNX files: to their bytes, and to the model in them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ OPERATORS = (
 
 
 def change_bytes(file: Path, choice: random.Random) -> str:
-    """Protobuf whose bytes were damaged."""
+    """Damage the bytes of a protobuf file."""
     data = bytearray(file.read_bytes())
     kind = choice.randrange(4)
     for _ in range(choice.choice((1, 3, 20))):
@@ -61,7 +61,7 @@ def change_bytes(file: Path, choice: random.Random) -> str:
 
 
 def change_graph(file: Path, choice: random.Random) -> str:
-    """A graph that is one, and says something else."""
+    """Change something in the graph. The file remains valid protobuf."""
     try:
         model = onnx.load(file, load_external_data=False)
     except DecodeError:
@@ -74,7 +74,7 @@ def change_graph(file: Path, choice: random.Random) -> str:
         ValueError,
         TypeError,
         DecodeError,
-    ):  # nothing of that kind, or no such value
+    ):  # the model has no such part, or the value does not fit
         said = "nothing"
     file.write_bytes(model.SerializeToString())
     return f"{change.__name__.strip('_').replace('_', ' ')}: {said}"
@@ -106,7 +106,7 @@ def _operator(model: onnx.ModelProto, choice: random.Random) -> str:
 
 
 def _edge(model: onnx.ModelProto, choice: random.Random) -> str:
-    """A node reads or writes something else: itself, nothing, what is not there."""
+    """Change a node's input or output: to another value (possibly its own), to none, or to one that does not exist."""
     node = choice.choice(_nodes(model, choice))
     names = choice.choice((node.input, node.output))
     at = choice.randrange(len(names))
@@ -116,7 +116,7 @@ def _edge(model: onnx.ModelProto, choice: random.Random) -> str:
 
 
 def _count(model: onnx.ModelProto, choice: random.Random) -> str:
-    """Nodes, initializers, inputs or outputs that are gone or there twice."""
+    """Remove or duplicate a node, an initializer, an input, an output or a function."""
     graph = model.graph
     things: Any = choice.choice((graph.node, graph.initializer, graph.input, graph.output, model.functions))
     at = choice.randrange(len(things))
@@ -192,7 +192,7 @@ def _attribute(model: onnx.ModelProto, choice: random.Random) -> str:
 
 
 def _depth(model: onnx.ModelProto, choice: random.Random) -> str:
-    """Bodies within bodies."""
+    """Add bodies nested in bodies."""
     levels = choice.choice((3, 12, 25))
     body = helper.make_graph(
         [helper.make_node("Identity", ["nobody"], ["out"])], "body", [], [helper.make_tensor_value_info("out", 1, None)]
@@ -207,7 +207,7 @@ def _depth(model: onnx.ModelProto, choice: random.Random) -> str:
 
 
 def _more(model: onnx.ModelProto, choice: random.Random) -> str:
-    """Nodes nobody reads, whose results would be large or never end."""
+    """Add nodes whose results are unused: a huge tensor, a cycle, or a chain of 2,000 nodes."""
     name = choice.choice(("sizes", "endless", "chain"))
     if name == "sizes":
         shape = helper.make_tensor("huge", TensorProto.INT64, [2], [2**20, choice.choice((-1, 2**40))])

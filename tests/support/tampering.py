@@ -1,4 +1,4 @@
-"""Artifacts that somebody changed on purpose, and whose digests were made right again: only their content tells."""
+"""Artifacts that were changed on purpose and whose digests were corrected: only their content shows the change."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KEYS = (
 
 
 def tampered(source: Path, target: Path, choice: random.Random) -> str:
-    """A copy of the artifact ``source`` at ``target`` with a thing or two changed; says which."""
+    """Copy the artifact ``source`` to ``target`` with one to three changes. Return what was changed."""
     shutil.copytree(source, target)
     fields = json.loads((target / "manifest.json").read_text())
     edits = choice.choices((_manifest, _graph, _golden, _weights), (6, 5, 2, 2), k=choice.choice((1, 1, 1, 2, 3)))
@@ -40,7 +40,7 @@ def tampered(source: Path, target: Path, choice: random.Random) -> str:
 
 
 def seal(directory: Path, fields: dict[str, Any]) -> None:
-    """``fields`` as the manifest, sizes and digests of the files as they are now, and its own digest."""
+    """Write ``fields`` as the manifest, with the current sizes and digests of the files, and its own digest."""
     files = fields.get("files")
     for name, entry in files.items() if isinstance(files, dict) else ():
         if isinstance(entry, dict) and name in {file.name for file in directory.iterdir()}:
@@ -68,7 +68,7 @@ def _manifest(directory: Path, fields: dict[str, Any], choice: random.Random) ->
 
 
 def _change(container: Any, place: Any, choice: random.Random) -> str:
-    """``container[place]`` taken out, given twice, under another name or with another value."""
+    """Remove, duplicate, rename or replace ``container[place]``."""
     kind = choice.random()
     if kind < 0.1:
         del container[place]
@@ -89,7 +89,7 @@ def _change(container: Any, place: Any, choice: random.Random) -> str:
 
 
 def _near(value: Any, choice: random.Random) -> Any:
-    """Something of the same type."""
+    """Return another value of the same type."""
     if isinstance(value, bool) or value is None:
         return _value(choice)
     if isinstance(value, int | float):
@@ -113,7 +113,7 @@ def _brief(value: Any) -> str:
 
 
 def _spoil_text(manifest: Path, choice: random.Random) -> str:
-    """The manifest's text itself: a key given twice, bytes that are no UTF-8. Its digest is right as ever."""
+    """Spoil the manifest's text: a duplicate key, invalid UTF-8, or a number that is too large. Correct its digest."""
     data = manifest.read_bytes()
     place = data.rindex(b"\n}")
     more = choice.choice(

@@ -1,4 +1,4 @@
-"""TLS certificates for tests, made by openssl: an authority, and what it signs."""
+"""TLS certificates for tests, made with openssl: an authority, and the certificates that it signs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Pair:
 
 
 class Authority:
-    """A CA in ``directory``. Skips the test where there is no openssl."""
+    """A CA in ``directory``. Skips the test if openssl is not installed."""
 
     def __init__(self, directory: Path, name: str = "ca") -> None:
         if shutil.which("openssl") is None:
@@ -36,7 +36,7 @@ class Authority:
         return self.pair.certificate
 
     def sign(self, name: str, *, days: int = 30, names: str = "DNS:localhost,IP:127.0.0.1") -> Pair:
-        """A pair for ``localhost`` and 127.0.0.1, or other ``names``, or for a client."""
+        """Return a pair for ``names``, by default ``localhost`` and 127.0.0.1; it also works for a client."""
         pair = Pair(self._directory / f"{name}.pem", self._directory / f"{name}.key")
         asked, extensions = self._directory / f"{name}.csr", self._directory / f"{name}.ext"
         extensions.write_text(f"subjectAltName={names}\n")

@@ -1,4 +1,4 @@
-"""Small models that bf16 harms at one node which is known: for tests of what finds it, and of what mends it."""
+"""Small models in which bf16 does harm at one known node, for tests of the diagnosis and of the remedies."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ def _square(seed: int) -> graphs.Array:
 
 
 def cancellation(bits: int = 12) -> ModelProto:
-    """Two products (``left``, ``right``) of nearly the same weights, whose ``difference`` is 2^-``bits`` of either."""
+    """Return a model of two products (``left``, ``right``) with nearly equal weights.
+
+    Their ``difference`` is 2^-``bits`` of either product.
+    """
     weight = _square(1)
     nodes = [
         _node("MatMul", "x w0", "m0", "first"),
@@ -42,7 +45,7 @@ def cancellation(bits: int = 12) -> ModelProto:
 
 
 def offset() -> ModelProto:
-    """4096 is added (``raise``) and taken away again (``lower``): only activations in bf16 lose what was below it."""
+    """Return a model that adds 4096 (``raise``) and subtracts it (``lower``). Only bf16 activations lose digits."""
     nodes = [
         _node("MatMul", "x w0", "m0", "first"),
         _node("Add", "m0 big", "h", "raise"),
@@ -53,7 +56,7 @@ def offset() -> ModelProto:
 
 
 def sharp_softmax() -> ModelProto:
-    """Attention whose logits are in the hundreds: the ``softmax`` makes an absolute error of 1 a relative one."""
+    """Return attention with logits in the hundreds: ``softmax`` turns an absolute error of 1 into a relative one."""
     nodes = [
         _node("MatMul", "x w0", "q", "query"),
         _node("MatMul", "x w1", "k", "key"),
@@ -69,7 +72,7 @@ def sharp_softmax() -> ModelProto:
 
 
 def overflow() -> ModelProto:
-    """3.4e38 (``explode``), which fp32 holds and bf16 does not, made small again by ``shrink``."""
+    """Return a model that computes 3.4e38 (``explode``), which overflows bf16 but not fp32, and then ``shrink``s it."""
     nodes = [
         _node("MatMul", "x w0", "m0", "first"),
         _node("Sub", "m0 m0", "z", "nothing"),

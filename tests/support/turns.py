@@ -1,4 +1,4 @@
-"""Tests that run side by side in several processes, and the few that nothing else may run beside."""
+"""Locks between the processes of a test run: most tests run in parallel, a few must run alone."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from pathlib import Path
 
 
 class Turns:
-    """Whose turn it is among the processes of one run: any number of tests together, or one that is alone.
+    """A shared and exclusive lock for the processes of one run: any number of tests run together, or one runs alone.
 
-    The room is held shared, or alone; whoever waits to be alone keeps the door, so that nobody new enters meanwhile.
+    A test holds the lock ``room``, shared or exclusive, while it runs. It holds the lock ``door`` while it waits for
+    ``room``, so that no further test can start before one that waits to run alone.
     """
 
     def __init__(self, directory: Path) -> None:
-        """``directory`` is the run's own; all of its processes are given the same."""
+        """Open the lock files in ``directory``, which is the same for all processes of the run."""
         self._door = (directory / "door").open("w")
         self._room = (directory / "room").open("w")
 
@@ -29,7 +30,7 @@ class Turns:
         try:
             yield
         finally:
-            # Unlocked, not closed: a process that a test has forked would otherwise hold on to it.
+            # Unlock the file; closing it is not enough, because a process that the test forked would keep the lock.
             fcntl.flock(self._room, fcntl.LOCK_UN)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Whether values are of the types that their classes declare, for classes that take what they are given."""
+"""Check that values have the types that their classes declare, for classes that do not validate their arguments."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 
 def mistyped(value: Any, kind: Any, where: str = "") -> Iterator[str]:
-    """Where ``value``, or anything within it, is none of ``kind``, its declared type."""
+    """Yield a message for each place where ``value``, or a value inside it, does not have its declared type."""
     if not _is(value, kind):
         yield f"{where}: {value!r} is no {kind}"
         return
@@ -30,7 +30,7 @@ def mistyped(value: Any, kind: Any, where: str = "") -> Iterator[str]:
 
 
 def _is(value: Any, kind: Any) -> bool:
-    """Whether it is one on the outside."""
+    """Return whether the value itself, without the values inside it, has the type."""
     origin = get_origin(kind)
     if origin is Literal:
         return value in get_args(kind)

@@ -1,4 +1,4 @@
-"""Many attempts of :mod:`messages` at a server, several at a time, with a valid request between them now and then."""
+"""Send many attempts of :mod:`messages` to a server, several at a time, with valid requests between them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from bf16kit.tensors import BY_NAME
 from service.wire.tensors import encode_raw, widen
 
 CALLERS = 8
-EVERY = 20  # attempts, after which there is a valid request
+EVERY = 20  # attempts between two valid requests
 LONGEST_DETAILS = 500  # characters
 HANGS_S = 20.0
 _NEVER = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
@@ -30,7 +30,7 @@ _OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.use_local_subchannel
 
 
 class Oracle:
-    """What a valid request is to be answered with: the same artifacts, loaded here."""
+    """Computes the expected response to a valid request, with the same artifacts loaded in this process."""
 
     def __init__(self, repository: Path) -> None:
         self._runtimes: Mapping[str, Runtime] = {
@@ -46,7 +46,7 @@ class Oracle:
 
 
 class Volley:
-    """``wrong`` is what should not have happened, with the number that does it again; ``codes`` counts the calls."""
+    """``wrong`` lists failures, with the number that reproduces each one. ``codes`` counts the calls by status."""
 
     def __init__(self, address: str, oracle: Oracle, first: int = 0) -> None:
         self.codes: Counter[str] = Counter()
@@ -60,7 +60,7 @@ class Volley:
         self._lock = threading.Lock()
 
     def fire(self, count: int) -> None:
-        """Send ``count`` messages. It ends early when much is wrong."""
+        """Send at least ``count`` messages. Stop early after 20 failures."""
         threads = [threading.Thread(target=self._call, args=(count,)) for _ in range(CALLERS)]
         for thread in threads:
             thread.start()
@@ -92,7 +92,7 @@ class Volley:
                 self.wrong.append(f"{about}: after {seconds:.1f} s")
 
     def _ask(self, channel: grpc.Channel, number: int) -> None:
-        """A request as it should be, raw or typed: its answer has the bits that the artifact's own has."""
+        """Send a valid request, raw or typed. Its response must have the same bits as the oracle's."""
         valid = messages.valid(number)
         call: Any = channel.unary_unary(messages.INFER, response_deserializer=pb.ModelInferResponse.FromString)
         said = ""
@@ -109,7 +109,7 @@ class Volley:
 
 
 def _outcome(channel: grpc.Channel, attempt: Attempt) -> tuple[grpc.StatusCode, str]:
-    """The code of a call, and its longest text. A stream of inference has them in its answers."""
+    """Make a call. Return its status code and its longest error text; an inference stream has errors in responses."""
     call: Any = channel.stream_stream(attempt.path)
     texts = [""]
     try:

@@ -1,4 +1,4 @@
-"""Waiting for something that another thread or process does: for the condition, never for a time."""
+"""Wait for something that another thread or process does: for a condition, never for a fixed time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 def until(condition: Callable[[], object], seconds: float = 20.0, what: str = "the condition") -> None:
-    """Returns as soon as ``condition()`` is true; AssertionError after ``seconds``, which only a failure takes."""
+    """Return as soon as ``condition()`` is true. Raise AssertionError after ``seconds``; only failures take so long."""
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:

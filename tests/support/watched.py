@@ -1,5 +1,4 @@
-"""A server under attack, watched: a probe over and over, each answered within a second; memory that stays within bounds
-and comes back."""
+"""Watch a server under attack: every probe must succeed within a second; memory must stay bounded and be freed."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ _PAUSE_SECONDS = 0.02
 
 
 class Watched:
-    """Use as a context manager: its end waits for the memory to come back, and fails for a probe that was late."""
+    """A context manager. At its end it waits until the memory is freed, and fails if a probe failed or was late."""
 
     def __init__(self, server: ServerProcess, probe: str = "/livez") -> None:
         self.server = server
@@ -64,7 +63,7 @@ class Watched:
         assert "Traceback" not in self.server.log
 
     def _warm(self) -> None:
-        """What is made once is no growth: pages, and the heap for as many connections as there may be."""
+        """Cause one-time allocations, so that they do not count as growth: pages, and the heap for 256 connections."""
         self.server.get("/")
         for _ in range(3):
             with contextlib.ExitStack() as stack:
@@ -89,7 +88,7 @@ class Watched:
             self._stop.wait(_PAUSE_SECONDS)
 
     def _ask(self) -> None:
-        """On a connection of its own each time, as kubelet probes."""
+        """Probe the server once, on a new connection each time, as the kubelet does."""
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=5 * WITHIN_SECONDS)
         with contextlib.closing(connection):
             connection.request("GET", self._probe)

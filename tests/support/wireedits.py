@@ -1,4 +1,4 @@
-"""Damage to the bytes of a protobuf message: what no library writes, and a peer may send."""
+"""Damage the bytes of a protobuf message: a peer may send bytes that no library writes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def varint(number: int) -> bytes:
 
 
 def field(number: int, data: bytes) -> bytes:
-    """A field of wire type 2: a string, bytes, a message, or packed numbers."""
+    """Return a field of wire type 2: a string, bytes, a message, or packed numbers."""
     return varint(number << 3 | _BYTES) + varint(len(data)) + data
 
 
@@ -39,7 +39,7 @@ def _cut_out(rng: Random, data: bytes) -> bytes:
 
 
 def _repeated(rng: Random, data: bytes) -> bytes:
-    """Every field twice and more: the last of a single one counts, repeated ones add up, messages are merged."""
+    """Repeat every field two to four times: the last singular value wins, repeated fields grow, messages merge."""
     return data * rng.randint(2, 4)
 
 
@@ -61,14 +61,14 @@ def _unknown(rng: Random, data: bytes) -> bytes:
 
 
 def _nested(rng: Random, data: bytes) -> bytes:
-    """Groups in groups, of a field that no message has."""
+    """Append nested groups of a field that no message has."""
     depth = rng.choice((1, 10, 99, 100, 101, 5000))
     opened, closed = varint(99 << 3 | _BEGIN), varint(99 << 3 | _END)
     return data + opened * depth + closed * rng.choice((depth, depth - 1, 0))
 
 
 def _russian_dolls(rng: Random, data: bytes) -> bytes:
-    """Length within length, of a field that most messages know."""
+    """Append nested length-delimited fields, with a field number that most messages have."""
     inner, number = data[:64], rng.choice((1, 2, 3, 4, 5, 6, 7))
     for _ in range(rng.choice((2, 20, 200))):
         inner = field(number, inner)
@@ -80,8 +80,8 @@ def _malformed(rng: Random, data: bytes) -> bytes:
         (
             b"\x00\x01",  # field 0
             b"\x0e", b"\x0f",  # wire types 6 and 7
-            b"\x0c",  # the end of a group that did not begin
-            b"\x0a\xff\xff\xff\xff\x0f", b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01",  # lengths without end
+            b"\x0c",  # the end of a group without a start
+            b"\x0a\xff\xff\xff\xff\x0f", b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01",  # lengths past the end
             b"\x08" + b"\xff" * 10, b"\x08" + b"\x80" * 11 + b"\x01",  # numbers of more than 64 bits
             b"\xff" * 5,  # a tag of more than 32 bits
             b"\x0a\x01\xff", b"\x0a\x03\xed\xa0\x80", b"\x0a\x02\xc0\x80",  # strings that are not UTF-8
@@ -99,7 +99,7 @@ EDITS: tuple[Edit, ...] = (
 
 
 def damaged(rng: Random, data: bytes) -> bytes:
-    """``data`` after one edit, rarely two."""
+    """Return ``data`` after one edit, sometimes two."""
     for _ in range(rng.choice((1, 1, 1, 2))):
         data = rng.choice(EDITS)(rng, data)
     return data

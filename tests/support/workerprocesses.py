@@ -1,4 +1,4 @@
-"""A server of several processes, as tests look at it: which they are, and a connection to one of them."""
+"""Helpers for tests of a server with several processes: their process ids, and a connection to one of them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from service.transport.handlers import SERVICE
 
 
 class Client:
-    """A connection of its own: the kernel gives each to one of the workers."""
+    """A client with its own connection, which the kernel assigns to one of the workers."""
 
     def __init__(self, target: str) -> None:
         self.channel = grpc.insecure_channel(target, options=[("grpc.use_local_subchannel_pool", 1)])
 
     def ask(self, method: str) -> Any:
-        """The callable of one RPC of the inference service."""
+        """Return the callable of one RPC of the inference service."""
         rpc = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods_by_name[method]
         return self.channel.unary_unary(
             f"/{SERVICE}/{method}",
@@ -33,7 +33,7 @@ class Client:
 
 
 def pids(server: ServerProcess, module: str = "service.workers.worker") -> list[int]:
-    """The processes of this module that the server runs now."""
+    """Return the ids of the server's current child processes that run ``module``."""
     of = server.process.pid
     children = Path(f"/proc/{of}/task/{of}/children").read_text().split()
     return [int(pid) for pid in children if module.encode() in _command(pid)]
@@ -47,7 +47,7 @@ def _command(pid: str) -> bytes:
 
 
 def alive(pid: int) -> bool:
-    """Whether this process runs: a zombie does not."""
+    """Return whether this process is running; a zombie is not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:

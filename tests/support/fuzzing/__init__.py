@@ -1,4 +1,4 @@
-"""Damaged sources by the thousand: what is mutated, how a mutant is converted apart, and how its end is judged.
+"""Fuzzing of the converter: mutate valid sources, convert each mutant in its own process, and judge the outcome.
 
-``python -m fuzzing`` (with ``tests/support`` on the path) runs a campaign; ``make fuzz`` is its door.
+``make fuzz`` runs a campaign. It calls ``python -m fuzzing`` with ``tests/support`` on the path.
 """

@@ -1,7 +1,8 @@
-"""``python -m fuzzing``: 20,000 mutants in slices, one on each core, and the page that says how they ended.
+"""``python -m fuzzing``: convert 20,000 mutants in slices, one slice per core, and write the page with the outcomes.
 
-A slice that has its result is not run again, so a campaign that was stopped goes on where it was. ``--kinds`` runs only
-some kinds, after a fix for them; ``--beside DIR`` puts the other kinds on the page, from another commit's results.
+A slice that already has a result file is not run again, so a stopped campaign continues where it stopped. ``--kinds``
+runs only some kinds, for example after a fix for them. ``--beside DIR`` adds the other kinds to the page, from the
+results of another commit.
 
 ``python -m fuzzing KIND FIRST COUNT RESULT`` runs one slice.
 """
@@ -53,7 +54,7 @@ def main(arguments: list[str]) -> int:
     beside = [tally for tally in _beside(given.beside) if tally["kind"] not in given.kinds]
     with ThreadPoolExecutor(given.jobs) as pool:
         done = []
-        for finished in pool.map(_apart, slices):  # the page is there, and true, when the campaign is cut short
+        for finished in pool.map(_apart, slices):  # after each slice: the page is correct if the campaign is stopped
             done.append(finished)
             tallies = [json.loads(result.read_text()) for _, _, _, result in slices if result.is_file()]
             given.page.write_text(page.of([*beside, *tallies], commit))
@@ -63,13 +64,13 @@ def main(arguments: list[str]) -> int:
 
 
 def _beside(results: Path | None) -> list[dict[str, Any]]:
-    """The tallies of another commit, whose name the directory has."""
+    """Return the tallies of another commit; ``results`` is the directory named after that commit."""
     found = sorted(results.glob("*.json")) if results is not None else []
     return [{**json.loads(path.read_text()), "commit": path.parent.name} for path in found]
 
 
 def _slices(count: int, results: Path, kinds: Collection[str]) -> list[tuple[str, int, int, Path]]:
-    """The kinds by turns, so that a campaign that is cut short has seen something of each."""
+    """Return the slices, alternating between the kinds, so that a campaign that is stopped early covers every kind."""
     results.mkdir(exist_ok=True)
     by_kind = [
         [
@@ -83,7 +84,7 @@ def _slices(count: int, results: Path, kinds: Collection[str]) -> list[tuple[str
 
 
 def _apart(given: tuple[str, int, int, Path]) -> bool:
-    """A slice in a process of its own; whether it has its result."""
+    """Run a slice in a separate process, unless it has its result already. Return whether it has a result now."""
     kind, first, count, result = given
     if not result.is_file():
         with result.with_suffix(".log").open("wb") as log:

@@ -1,4 +1,4 @@
-"""Edits that know nothing of a format: flips, cuts, splices, extreme numbers over whatever stood there."""
+"""Edits that ignore the file's format: flipped bits, cuts, splices, and extreme numbers written at any position."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ EXTREMES = (0, 1, 2**7 - 1, 2**8 - 1, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**40,
 
 
 def flip(content: bytes, random: Random) -> bytes:
-    """Up to eight bits, each flipped; nothing has none."""
+    """Flip one to eight bits. Empty content stays empty."""
     result = bytearray(content)
     for _ in range(random.randint(1, 8) if content else 0):
         position = _early(result, random)
@@ -20,7 +20,7 @@ def flip(content: bytes, random: Random) -> bytes:
 
 
 def overwrite(content: bytes, random: Random) -> bytes:
-    """Up to eight bytes of the same place, of any value."""
+    """Overwrite one to eight adjacent bytes with random bytes."""
     result = bytearray(content)
     position, count = _early(result, random), random.randint(1, 8)
     result[position : position + count] = random.randbytes(count)
@@ -28,32 +28,32 @@ def overwrite(content: bytes, random: Random) -> bytes:
 
 
 def truncate(content: bytes, random: Random) -> bytes:
-    """The file cut anywhere, its very first bytes included."""
+    """Cut the file at any position, the first bytes included."""
     return content[: random.randrange(len(content) + 1)]
 
 
 def splice(content: bytes, random: Random) -> bytes:
-    """A piece of the file copied to, or moved over, another place."""
+    """Copy a piece of the file to another position: insert it there, or overwrite what is there."""
     start, length, to = _early(content, random), random.randint(1, 200), _early(content, random)
     piece = content[start : start + length]
     return content[:to] + piece + content[to + (length if random.random() < 0.5 else 0) :]
 
 
 def remove(content: bytes, random: Random) -> bytes:
-    """A piece of the file left out."""
+    """Remove a piece of 1 to 64 bytes."""
     start = _early(content, random)
     return content[:start] + content[start + random.randint(1, 64) :]
 
 
 def number(content: bytes, random: Random) -> bytes:
-    """An extreme number written over 1, 2, 4 or 8 bytes."""
+    """Write an extreme number over 1, 2, 4 or 8 bytes."""
     width, position = random.choice((1, 2, 4, 8)), _early(content, random)
     value = random.choice(EXTREMES) % (1 << 8 * width)
     return content[:position] + value.to_bytes(width, random.choice(("little", "big"))) + content[position + width :]
 
 
 def append(content: bytes, random: Random) -> bytes:
-    """Bytes behind the end."""
+    """Append random bytes, the content itself, or zeros."""
     return content + random.choice((random.randbytes(random.randint(1, 300)), content, bytes(100)))
 
 
@@ -61,7 +61,7 @@ EDITS: tuple[Edit, ...] = (flip, overwrite, truncate, splice, remove, number, ap
 
 
 def _early(content: bytes | bytearray, random: Random) -> int:
-    """A position, more often near one of the ends: there formats keep their structure."""
+    """Return a random position, more often near the start or the end, where formats keep their structure."""
     if not content:
         return 0
     last = len(content) - 1

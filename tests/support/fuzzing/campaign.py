@@ -1,4 +1,4 @@
-"""A campaign: mutants by number, each converted apart and judged, and the table of how they ended."""
+"""A campaign: make mutants by number, convert each in its own process, judge it, and count the outcomes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fuzzing.canary import Canary
 from fuzzing.mutate import Mutant, mutant
 from fuzzing.seed import Seed, seeds
 
-CONVERTED_SHARE = 0.1  # of weights files: exporting a module takes a second, so the others are read and fitted only
+CONVERTED_SHARE = 0.1  # of weights files; the others are only read and fitted: exporting a module takes a second
 _NOBODYS = "--input nobodys: the model's inputs are"
 _ASKS_FOR_INPUTS = "does not describe its model's inputs"
 COMMON = ("--format", "onnx", "--no-report", "--no-search")
@@ -27,13 +27,13 @@ COMMON = ("--format", "onnx", "--no-report", "--no-search")
 
 @dataclass
 class Tally:
-    """What became of the mutants of one kind."""
+    """The outcomes of the mutants of one kind."""
 
     kind: str
     count: int = 0
     ends: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
-    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # of the processor, by outcome
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # of CPU time, by outcome
     slowest: tuple[float, str] = (0.0, "")  # processor seconds
     largest: tuple[int, str] = (0, "")  # bytes
 
@@ -47,7 +47,7 @@ class Tally:
 
 
 def load(kind: str) -> tuple[Seed, ...]:
-    """The seeds of ``kind``, and every module that a conversion of them imports: children are forked with these."""
+    """Return the seeds of ``kind``, and import what converting them needs: forked children then have these modules."""
     for name in (
         "converter.pipeline",
         "converter.restore",
@@ -63,9 +63,9 @@ def load(kind: str) -> tuple[Seed, ...]:
 
 
 def warm(found: tuple[Seed, ...], work: Path) -> list[str]:
-    """Convert every seed as it is, and import what that imported; returns what went wrong.
+    """Convert every unmodified seed and import the modules that the conversion imported. Return the faults.
 
-    The conversion itself happens in a child, too: threads that a library starts do not survive a fork.
+    These conversions also run in a child process: threads that a library starts do not survive a fork.
     """
     faults = []
     for seed in found:
@@ -75,13 +75,13 @@ def warm(found: tuple[Seed, ...], work: Path) -> list[str]:
             faults.append(f"seed {seed.name}: {outcome}: {end.said[-400:]}")
         for name in (end.result or {}).get("modules", []):
             if name not in sys.modules:
-                with contextlib.suppress(ImportError):  # some modules are made by others, and found by no importer
+                with contextlib.suppress(ImportError):  # some modules are created by others: no importer finds them
                     importlib.import_module(name)
     return faults
 
 
 def run(kind: str, numbers: Iterable[int], work: Path, note: Callable[[Tally], None] = lambda tally: None) -> Tally:
-    """Every mutant of ``numbers``, one after another."""
+    """Convert the mutants with these ``numbers``, one after another, and return their tally."""
     work.mkdir(parents=True, exist_ok=True)
     found, tally = load(kind), Tally(kind)
     canary = Canary(work)
@@ -112,13 +112,13 @@ def _attempt(one: Mutant, work: Path, *, full: bool) -> tuple[confined.End, list
             if outcome != "converted"
             else []
         )
-        if left and not end.signal:  # what died leaves its directory for the next run
+        if left and not end.signal:  # a killed process leaves its directory; the next run removes it
             faults.append(f"left {', '.join(left)} behind")
         return end, faults, outcome
 
 
 def convert(path: Path, seed: Seed, inside: Path, judging: Callable[[], None], *, full: bool) -> dict[str, Any]:
-    """In the confined process: the command line on the mutant, and what came of it against the mutant's own tensors."""
+    """In the confined process, run the command line on the mutant and compare the result with the mutant's tensors."""
     from converter.cli import run as command
 
     arguments = seed.arguments if full else _without_inputs(seed)
@@ -140,14 +140,17 @@ def convert(path: Path, seed: Seed, inside: Path, judging: Callable[[], None], *
 
 
 def _without_inputs(seed: Seed) -> tuple[str, ...]:
-    """A command line that ends once the source was read, before its graph is exported."""
+    """Return arguments with which the conversion stops after reading the source, before it exports a graph."""
     if seed.kind == "export":
         return (*seed.arguments, "--input", "nobodys:float32:1")
     return seed.arguments[: seed.arguments.index("--input")]
 
 
 def _served(path: Path) -> list[str]:
-    """A program that lies in an artifact, loaded and run as a server would: it ends well, or fails in so many words."""
+    """Load and run an exported program as the server would.
+
+    It may succeed or raise RuntimeFailure. Any other exception escapes, which is a fault.
+    """
     from bf16kit.errors import RuntimeFailure
     from bf16kit.runtime.torchexport import TorchExportRuntime
     from bf16kit.tensors import TensorSpec
@@ -165,12 +168,12 @@ def _served(path: Path) -> list[str]:
 def _guarded(check: Callable[[], list[str]]) -> list[str]:
     try:
         return check()
-    except Exception as error:  # noqa: BLE001 - the other reader refuses what the converter took
+    except Exception as error:  # noqa: BLE001 - the other reader rejects what the converter accepted
         return [f"was read, and another reader says {type(error).__name__}: {str(error)[:300]}"]
 
 
 def _read(path: Path) -> Any:
-    """The weights as the converter's own readers give them."""
+    """Return the weights as the converter's own readers read them."""
     from converter.sources import (
         exported_program,
         flax_file,

@@ -1,4 +1,4 @@
-"""Files that nothing may open: native libraries are caught at them, too, which Python's audit hooks do not see."""
+"""Files that a conversion must not open. inotify also sees accesses by native libraries, audit hooks do not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _EVENT = struct.Struct("iIII")
 
 
 class Canary:
-    """``secret`` and ``secret.safetensors`` in ``parent``, watched; mutants are converted in directories below."""
+    """Write ``secret`` and ``secret.safetensors`` to ``parent`` and watch it. Conversions run in subdirectories."""
 
     def __init__(self, parent: Path) -> None:
         self.path = parent / "secret"
@@ -29,7 +29,7 @@ class Canary:
             raise OSError(ctypes.get_errno(), "inotify_add_watch")
 
     def disturbed(self, expected: str) -> list[str]:
-        """What happened beside the directory ``expected`` since the last question."""
+        """Return the events in ``parent`` since the last call, except those of the directory ``expected``."""
         found: list[str] = []
         while True:
             try:

@@ -1,4 +1,4 @@
-"""A mutant is converted in a forked process: with bounds on its memory and time, and every file it opens watched."""
+"""Run a conversion in a forked process, limit its memory and time, and watch every file that it opens."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ from pathlib import Path
 from typing import Any
 
 MEMORY = 2 << 30  # bytes beyond what the process had when it was forked
-SECONDS = 10  # of wall-clock time, and of processor time
+SECONDS = 10  # of processor time
 PATIENCE = (
-    60  # wall-clock seconds after which a mutant is killed; on a busy machine the processor's time is what counts
+    60  # wall-clock seconds after which a mutant is killed; far longer than SECONDS, because the machine may be busy
 )
 
 
 @dataclass(frozen=True)
 class End:
-    """How a confined call ended: what it returned, or the signal it died of, what it said, and what it took."""
+    """How a confined call ended: its result or the signal that killed it, its output, and the resources it used."""
 
-    result: Any  # what was returned, as JSON gives it back; None after a signal
+    result: Any  # the returned value, after a round trip through JSON; None after a signal
     signal: int
     said: str
     outside: tuple[str, ...]
     wall: float  # seconds
     processor: float  # seconds
-    memory: int  # bytes at the peak, beyond those of the process that was forked
+    memory: int  # peak bytes, beyond those of the parent process
 
     @property
     def late(self) -> bool:
-        """It took too long: longer than :data:`SECONDS`, not counting what other processes took of the machine."""
+        """Whether the call took more than :data:`SECONDS` of processor time or :data:`PATIENCE` of wall-clock time."""
         return self.processor > SECONDS or self.wall >= PATIENCE or self.signal == signal.SIGXCPU
 
 
 def call(action: Callable[[Callable[[], None]], Any], inside: Path) -> End:
-    """``action`` in a forked process that may write only below ``inside/out``.
+    """Run ``action`` in a forked process that should write only below ``inside/out``; other writes are reported.
 
-    ``action`` is given a function that ends the watch, for what it does to judge its own work.
+    ``action`` receives a function that stops the watch. It calls that function before it judges its own result.
     """
     said, answer = inside / "said", inside / "answer"
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -81,7 +81,7 @@ def _wait(child: int, deadline: float) -> tuple[int, resource.struct_rusage]:
 
 
 def _confined(action: Callable[[Callable[[], None]], Any], inside: Path, said: Path, answer: Path) -> None:
-    """The forked process: it never returns."""
+    """Run in the forked process; never returns."""
     code = 70
     with contextlib.suppress(BaseException):
         output = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -92,13 +92,13 @@ def _confined(action: Callable[[Callable[[], None]], Any], inside: Path, said: P
         os.chdir(inside)
         (inside / "out" / "tmp").mkdir()
         tempfile.tempdir = os.environ["TMPDIR"] = str(inside / "out" / "tmp")
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.tempdir  # torch keeps the one it found before the fork
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.tempdir  # else torch uses the one it found before the fork
         watch = Watch(inside)
         _limit()
         result = None
         try:
             result = action(watch.stop)
-        except BaseException as error:  # noqa: BLE001 - nothing leaves this process but what it says
+        except BaseException as error:  # noqa: BLE001 - every failure is reported to the parent
             result = {"escaped": f"{type(error).__name__}: {error}"}
         watch.stop()
         _unlimited()
@@ -123,7 +123,7 @@ def _unlimited() -> None:
 
 
 class Watch:
-    """Every file that Python opens, makes, renames or removes, against where a conversion has business."""
+    """Report each file that Python opens, creates, renames or removes outside the paths that a conversion may use."""
 
     _WRITES = (
         "os.mkdir",
@@ -168,7 +168,7 @@ class Watch:
         sys.addaudithook(self._hear)
 
     def stop(self) -> None:
-        """From here on nothing is watched."""
+        """Stop watching."""
         self._on = False
 
     def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
@@ -186,7 +186,7 @@ class Watch:
         elif event in ("os.listdir", "os.scandir"):
             self._check(event, arguments[0] if arguments[0] is not None else ".", False)
         elif event == "subprocess.Popen" and list(arguments[1])[1:] == ["-P", "-m", "converter.sources.orbax.child"]:
-            return  # whose memory is bounded as this process' is, and which the canary watches
+            return  # this child has the same memory limit, and the canary sees what it opens
         elif event in self._NEVER:
             self.found.append(f"{event} {arguments[:2]!r}"[:300])
 
@@ -202,7 +202,7 @@ class Watch:
 
 
 def _in_directory(path: Any, descriptor: Any) -> Any:
-    """``path`` made absolute where it was said relative to an open directory, as the last argument of events says."""
+    """Return ``path``, made absolute if it is relative to the open directory in the event's last argument."""
     if isinstance(path, int) or not isinstance(descriptor, int) or descriptor < 0:
         return path
     return Path(f"/proc/self/fd/{descriptor}").readlink() / os.fsdecode(path)
@@ -214,7 +214,7 @@ def _below(path: str, root: str) -> bool:
 
 @contextlib.contextmanager
 def directory(parent: Path, name: str) -> Iterator[Path]:
-    """A fresh directory for one call, removed afterwards."""
+    """Yield a new directory for one call, and remove it afterwards."""
     path = parent / name
     path.mkdir(parents=True)
     (path / "out").mkdir()

@@ -1,4 +1,4 @@
-"""Edits of torch.export archives: the program's JSON, the tables of its tensors, and the records beside them."""
+"""Edits of torch.export archives: the program's JSON, the tables of tensors, and the other records."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def _json(records: Records, ending: str) -> tuple[str, Any]:
     name = next((name for name in records if name.endswith(ending)), "")
     try:
         return name, json.loads(records[name])
-    except (KeyError, ValueError, RecursionError):  # an edit before this one may have made it deep
+    except (KeyError, ValueError, RecursionError):  # an earlier edit may have nested it too deeply
         return name, {}
 
 
 def _places(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Every value in a JSON value, as the container that holds it and its key there."""
+    """Yield every value inside a JSON value, as its container and its key in that container."""
     pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in list(pairs):
         yield value, key
@@ -69,12 +69,12 @@ def _replace(records: Records, ending: str, random: Random, value: Any) -> None:
 
 
 def program_value(records: Records, random: Random) -> None:
-    """Something of the program replaced by something else."""
+    """Replace a value of the program with an entry of VALUES."""
     _replace(records, "models/model.json", random, random.choice(VALUES))
 
 
 def program_missing(records: Records, random: Random) -> None:
-    """Something of the program left out, or another part of it put in its place."""
+    """Remove a value of the program, or replace it with another part of the program."""
     name, found = _json(records, "models/model.json")
     places = list(_places(found))
     if places:
@@ -88,7 +88,7 @@ def program_missing(records: Records, random: Random) -> None:
 
 
 def target(records: Records, random: Random) -> None:
-    """Another operator, with the arguments that were there or a command to run."""
+    """Replace a node's operator, and with a chance of one half its arguments with a shell command."""
     name, found = _json(records, "models/model.json")
     nodes = [holder[key] for holder, key in _places(found) if isinstance(holder[key], dict) and "target" in holder[key]]
     if nodes:
@@ -100,7 +100,7 @@ def target(records: Records, random: Random) -> None:
 
 
 def table(records: Records, random: Random) -> None:
-    """Something of what is said of a tensor replaced: sizes, strides, offsets, dtypes, names of records."""
+    """Replace a part of a tensor's description: sizes, strides, offsets, dtypes, names of records."""
     ending = random.choice(("model_weights_config.json", "model_weights_config.json", "model_constants_config.json"))
     if random.random() < 0.3:
         name, found = _json(records, ending)
@@ -113,7 +113,7 @@ def table(records: Records, random: Random) -> None:
 
 
 def pickles(records: Records, random: Random) -> None:
-    """A pickle that runs a command where torch's own loader would unpickle it."""
+    """Add a pickle that runs a command, where torch's own loader would unpickle it."""
     body = pickle.dumps(_Canary())
     root = next(iter(records), "m/").partition("/")[0]
     records[f"{root}/data/{random.choice(('sample_inputs/model.pt', 'weights/model.pt', 'constants/model.pt'))}"] = body
@@ -125,7 +125,7 @@ def pickles(records: Records, random: Random) -> None:
 
 
 def code(records: Records, random: Random) -> None:
-    """Code where torch's own loader would evaluate it."""
+    """Add code where torch's own loader would evaluate it."""
     name, found = _json(records, "models/model.json")
     text = "__import__('os').system('touch executed')"
     if random.random() < 0.5:
@@ -138,14 +138,14 @@ def code(records: Records, random: Random) -> None:
 
 
 def deep(records: Records, random: Random) -> None:
-    """JSON in JSON by the thousand."""
+    """Replace a record with JSON that is nested 500, 20,000 or 1,000,000 levels deep."""
     name = random.choice([name for name in records if name.endswith(".json")] or ["m/x.json"])
     depth = random.choice((500, 20_000, 1_000_000))
     records[name] = random.choice((b"[" * depth + b"]" * depth, b'{"a":' * depth + b"1" + b"}" * depth))
 
 
 def more(records: Records, random: Random) -> None:
-    """Records that other archives have, or of names that lead away."""
+    """Add a record that belongs to other archives, or whose name leads out of the archive."""
     root = next(iter(records), "m/").partition("/")[0]
     name = random.choice(("models/other.json", "data/aotinductor/model/x.so", "../../secret", "extra/x", "serialized_exported_program.json",
                           "data/weights/weight_0/x", "é" * 100))  # fmt: skip
@@ -159,7 +159,7 @@ EDITS: tuple[Edit, ...] = (
 
 
 def edit(content: bytes, random: Random) -> tuple[str, bytes]:
-    """An archive after one or two edits and written anew, or with lies in its zip tables, and what was done."""
+    """Return the names of the edits and the archive, rewritten after one or two edits or with false zip tables."""
     if random.random() < 0.1:
         return torch_edits.edit(content, random)
     with zipfile.ZipFile(io.BytesIO(content)) as archive:

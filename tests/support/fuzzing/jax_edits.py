@@ -1,4 +1,4 @@
-"""Seeds and edits of JAX's checkpoints: Flax's msgpack, put together anew with lies in it, and the JSON of Orbax."""
+"""Seeds and edits of JAX checkpoints: Flax's msgpack, rewritten with false contents, and Orbax's JSON."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _TEXTS = ("zstd", "gzip", "blosc", "lzma", "bytes", "crc32c", "sharding_indexed"
 
 
 def tree() -> dict[str, Any]:
-    """``architectures.Mlp`` as Flax holds it, and what stands beside it in a training state."""
+    """Return ``architectures.Mlp`` as a Flax tree, with the other entries of a training state."""
     weights = mlp_weights()
     layers = {
         name: {"kernel": np.ascontiguousarray(weights[f"{name}.weight"].T), "bias": weights[f"{name}.bias"]}
@@ -74,7 +74,7 @@ def flax_seeds() -> tuple[Seed, ...]:
 
 
 def orbax_seeds() -> tuple[Seed, ...]:
-    """Written by a process of its own: tensorstore's threads would not survive the fork of a mutant's."""
+    """Return the Orbax seeds. A separate process writes them: tensorstore's threads would not survive a later fork."""
     with tempfile.TemporaryDirectory() as directory:
         program = "import sys; from fuzzing import jax_edits; jax_edits.write_orbax(sys.argv[1])"
         subprocess.run([sys.executable, "-c", program, directory], check=True)
@@ -95,7 +95,7 @@ def orbax_seeds() -> tuple[Seed, ...]:
 
 
 def write_orbax(directory: str) -> None:
-    """An item in each layout, below ``directory``."""
+    """Write an item in each layout below ``directory``."""
     import orbaxfiles
 
     for ocdbt in (True, False):
@@ -106,7 +106,7 @@ def write_orbax(directory: str) -> None:
 
 
 def edit_flax(content: bytes, random: Random) -> tuple[str, bytes]:
-    """A file written anew, one of its arrays or keys being another."""
+    """Return the edit's name and a file, rewritten with one array or key replaced."""
     given = tree()
     layer = given["params"][random.choice(("up", "down"))]
     name = random.choice(("kernel", "bias"))
@@ -131,7 +131,7 @@ def edit_flax(content: bytes, random: Random) -> tuple[str, bytes]:
 
 
 def _with_array(content: bytes, own: bytes, random: Random) -> bytes:
-    """Another description of an array in place of its own, the length of its extension right or not."""
+    """Replace the array ``own`` in ``content`` with another description; its extension length may be wrong."""
     shape, dtype = random.choice(_SHAPES), random.choice(_DTYPES)
     data = random.choice((b"", bytes(16), bytes(4096), bytes(4097)))
     made = flaxfiles.packed(
@@ -146,7 +146,7 @@ def _with_array(content: bytes, own: bytes, random: Random) -> bytes:
 
 
 def edit_json(content: bytes, random: Random) -> tuple[str, bytes]:
-    """Metadata of Orbax or zarr after one or two edits somewhere in it."""
+    """Return the names of the edits and the Orbax or zarr metadata after one or two edits at random places."""
     fields = json.loads(content)
     done = []
     for _ in range(random.choice((1, 1, 2))):
@@ -177,7 +177,7 @@ def _places(fields: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def of_flax(source: Path) -> Iterator[Bits]:
-    """What another reader of msgpack finds: the one that pip brings along."""
+    """Yield the arrays as a second msgpack reader finds them: the one vendored in pip."""
     msgpack: Any = importlib.import_module("pip._vendor.msgpack")
 
     def unpacked(code: int, data: bytes) -> Any:
@@ -208,7 +208,7 @@ def _walk(part: Any, name: str) -> Iterator[tuple[str, NDArray[Any]]]:
 
 
 def of_orbax(item: Path) -> Iterator[Bits]:
-    """What tensorstore finds when it is asked for what ``_METADATA`` lists."""
+    """Yield the arrays that ``_METADATA`` lists, as tensorstore reads them."""
     import tensorstore
 
     metadata = json.loads((item / "_METADATA").read_bytes())

@@ -1,4 +1,4 @@
-"""Whether a mutant ended well: in a right artifact, or in one clear message."""
+"""Judge the outcome of a mutant: it must end in a correct artifact or in one clear error message."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from onnx import external_data_helper, helper, numpy_helper
 from fuzzing import jax_edits
 from fuzzing.seed import Seed
 
-LONGEST = 600  # characters of a message: more is a dump
+LONGEST = 600  # characters of a message; a longer one is a dump
 _LIBRARY = re.compile(
     r"(/onnxruntime_src/|/home/|/pytorch/|\.(?:cc|cpp|h|py):\d+|0x[0-9a-f]{8,}|Traceback|std::"
     r"|terminate called|frame #\d)"
@@ -29,7 +29,7 @@ Bits = tuple[str, tuple[int, ...], bytes]
 
 
 def message_faults(said: str, code: int, source: Seed) -> list[str]:
-    """What is wrong with an error's message."""
+    """Return what is wrong with an error message."""
     parts = re.split(r"^(?:bf16-convert: error: |Error: )", said, flags=re.MULTILINE)
     if len(parts) != 2:
         return [f"exit code {code} with {len(parts) - 1} messages: {said[-300:]!r}"]
@@ -51,7 +51,7 @@ def message_faults(said: str, code: int, source: Seed) -> list[str]:
 
 
 def artifact_faults(restored: Path, source: Path, seed: Seed) -> list[str]:
-    """Where the tensors that were given back are not the mutant's own, read by another reader."""
+    """Return the differences between the restored tensors and the mutant's own, as another reader reads them."""
     expected, found = Counter(own_tensors(source, seed)), Counter(_stored(restored.read_bytes()))
     missing, more = expected - found, found - expected
     return [
@@ -62,13 +62,13 @@ def artifact_faults(restored: Path, source: Path, seed: Seed) -> list[str]:
 
 
 def same(tensors: Mapping[str, Array], source: Path, seed: Seed) -> list[str]:
-    """Where ``tensors``, as the converter read them, are not the mutant's own."""
+    """Return a fault if ``tensors``, as the converter read them, differ from the mutant's own."""
     mine = Counter((array.dtype.name, array.shape, np.ascontiguousarray(array).tobytes()) for array in tensors.values())
     return [] if mine == Counter(own_tensors(source, seed)) else ["was read as other tensors than another reader finds"]
 
 
 def own_tensors(source: Path, seed: Seed) -> Iterator[Bits]:
-    """What the source holds, as its format's own library reads it."""
+    """Yield the source's tensors as the library of its format reads them."""
     if seed.kind == "onnx":
         yield from _of_onnx(source)
     elif seed.kind == "torch":
@@ -109,14 +109,14 @@ def _of_onnx(source: Path) -> Iterator[Bits]:
             continue
         array = numpy_helper.to_array(tensor)
         if array.dtype.kind in "iub" and array.dtype.name in _INTEGERS and array.nbytes <= 1024:
-            continue  # constants of shapes, which are nobody's weights
+            continue  # small integer tensors are shape constants, not weights
         yield array.dtype.name, array.shape, array.tobytes()
 
 
 def _loaded(source: Path) -> onnx.ModelProto:
-    """The model with its external data; a tensor that does not say its length has the one that its shape asks for.
+    """Load the model with its external data. A tensor without a stated length gets the length that its shape needs.
 
-    ONNX's own loader would take all that follows in the file. ONNX Runtime takes as much as it needs.
+    ONNX's own loader would read the rest of the file. ONNX Runtime reads only as much as it needs.
     """
     model = onnx.load(source, load_external_data=False)
     for tensor in external_data_helper._get_all_tensors(model):
@@ -161,7 +161,7 @@ def _of_torch(source: Path) -> Iterator[Bits]:
 
 
 def _of_export(source: Path) -> Iterator[Bits]:
-    """As torch lays tensors over records, with torch's own numbers of dtypes."""
+    """Yield the tensors as torch views them over the archive's records, with torch's own dtype numbers."""
     import json
     import zipfile
 
@@ -189,7 +189,7 @@ def _of_export(source: Path) -> Iterator[Bits]:
 
 
 def _of_torchscript(source: Path) -> Iterator[Bits]:
-    """The parameters, buffers and other attributes; of a module without any, the constants, each once."""
+    """Yield the parameters, buffers and other attributes. If there are none, yield each constant once."""
     import torch
 
     module: Any = torch.jit.load(str(source), map_location="cpu")  # type: ignore[no-untyped-call]  # torch's own
@@ -206,7 +206,7 @@ def _of_torchscript(source: Path) -> Iterator[Bits]:
 
 
 def _read_by(part: Any) -> Iterator[Any]:
-    """The tensors that a module's own methods read from it, declared as parameters or not."""
+    """Yield the tensors that a module's own methods read from it, whether they are declared as parameters or not."""
     import torch
 
     for method in part._c._method_names():

@@ -1,4 +1,4 @@
-"""One mutant after another: a seed, and what was done to which of its files; the same number gives the same mutant."""
+"""Make a mutant from a number: choose a seed and edit one of its files. The same number gives the same mutant."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fuzzing.seed import Seed
 
 @dataclass(frozen=True)
 class Mutant:
-    """A damaged source, its number, and what was done to it."""
+    """A damaged source, its number, and the name of its edits."""
 
     number: int
     source: Seed
@@ -23,7 +23,7 @@ class Mutant:
 
 
 def mutant(seeds: tuple[Seed, ...], number: int, canary: str) -> Mutant:
-    """The mutant of this number; ``canary`` is an absolute path that some of them point at."""
+    """Return the mutant with this number. ``canary`` is an absolute path to which some mutants refer."""
     random = Random(f"{seeds[0].kind} {number}")
     seed = random.choice(seeds)
     if random.random() < 0.03 and len(seed.files) > 1:
@@ -60,11 +60,11 @@ def _structured(name: str, content: bytes, random: Random, canary: str) -> tuple
 
 
 def _linked(number: int, seed: Seed, random: Random, canary: str) -> Mutant:
-    """One of the files beside the main one is a link: out of the directory, to itself, to a device, or to nothing."""
+    """Replace a file beside the main one with a link: out of the directory, to itself, to a device, or to nothing."""
     name = random.choice([name for name in seed.files if name != seed.main])
     inward = ("/dev/zero", name, "nowhere", seed.main, ".")
     outward = (canary, "../secret", "/etc/hostname", "/proc/self/mem")
-    # shards may be links out of their directory: the hub's cache is made of them
+    # links of shards may lead out of their directory: the cache of the Hugging Face hub consists of such links
     target = random.choice(outward + inward if seed.kind in ("onnx", "orbax") else inward)
     done = f"link to {'the canary' if target == canary else target}"
     return Mutant(number, replace(seed, links={name: target}), done)

@@ -1,4 +1,4 @@
-"""Edits of ONNX models that stay protobuf: each breaks one rule that the converter, or a library below it, relies on."""
+"""Edits of ONNX models: still valid protobuf, but each breaks a rule that the converter or a library relies on."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ OPS = ("MatMul", "Add", "Conv", "Loop", "If", "Scan", "LSTM", "Gather", "Reshape
 
 
 def graphs_of(model: ModelProto) -> list[GraphProto]:
-    """The main graph and every body below it."""
+    """Return the main graph and every nested body."""
     found, todo = [], [model.graph]
     while todo:
         graph = todo.pop()
@@ -98,7 +98,7 @@ def two_payloads(model: ModelProto, random: Random) -> None:
 
 
 def values(model: ModelProto, random: Random) -> None:
-    """Weights that bf16 cannot hold, or hardly."""
+    """Replace a weight with NaN, infinity, the largest fp32 number or the smallest subnormal."""
     tensor = random.choice(_tensors(model))
     special = random.choice(
         (b"\x00\x00\xc0\x7f", b"\x00\x00\x80\x7f", b"\xff\xff\x7f\x7f", b"\x01\x00\x00\x00", b"\xff\xff\xff\xff")
@@ -123,7 +123,7 @@ def external(model: ModelProto, random: Random) -> None:
 
 
 def external_more(model: ModelProto, random: Random) -> None:
-    """What the file says of data that does lie beside it."""
+    """Change the location, offset or length of external data that exists beside the model."""
     entries = [entry for tensor in _tensors(model) for entry in tensor.external_data]
     if not entries:
         return external(model, random)
@@ -133,7 +133,7 @@ def external_more(model: ModelProto, random: Random) -> None:
 
 
 def duplicate(model: ModelProto, random: Random) -> None:
-    """Something twice: a node, an initializer, an input, an output, a function, an opset."""
+    """Duplicate a node, an initializer, an input, an output, a function or an opset."""
     graph = random.choice(graphs_of(model))
     lists: list[Any] = [graph.node, graph.initializer, graph.input, graph.output, model.opset_import, model.functions]
     chosen = random.choice([found for found in lists if found])
@@ -142,7 +142,7 @@ def duplicate(model: ModelProto, random: Random) -> None:
 
 
 def drop(model: ModelProto, random: Random) -> None:
-    """Something left out."""
+    """Remove a node, an initializer, an input, an output, a function or an opset."""
     graph = random.choice(graphs_of(model))
     lists: list[Any] = [graph.node, graph.initializer, graph.input, graph.output, model.opset_import, model.functions]
     chosen = random.choice([found for found in lists if found])
@@ -150,7 +150,7 @@ def drop(model: ModelProto, random: Random) -> None:
 
 
 def rename(model: ModelProto, random: Random) -> None:
-    """One end of an edge, or a tensor, node or edge, called otherwise: cycles, missing and doubled values."""
+    """Rename one end of an edge, or a tensor or node. This makes cycles, missing values and duplicates."""
     names = _names(model)
     node = random.choice(_nodes(model) or [NodeProto()])
     graph = random.choice(graphs_of(model))
@@ -170,7 +170,7 @@ def rename(model: ModelProto, random: Random) -> None:
 
 
 def everywhere(model: ModelProto, random: Random) -> None:
-    """A value called otherwise wherever it stands, so that the graph stays whole."""
+    """Rename a value everywhere, so that the graph stays consistent."""
     old, new = random.choice(_names(model)), random.choice(NAMES)
     for node in _nodes(model):
         for edges in (node.input, node.output):
@@ -205,7 +205,7 @@ def operator(model: ModelProto, random: Random) -> None:
 
 
 def attribute(model: ModelProto, random: Random) -> None:
-    """An attribute of another type or value, or one more, or one less."""
+    """Change the type or value of an attribute, add one, or remove one."""
     node = random.choice(_nodes(model) or [NodeProto()])
     name = random.choice(("axis", "to", "perm", "value", "kernel_shape", "pads", "strides", "dilations", "group", "hidden_size",
                           "epsilon", "direction", "then_branch", "body", "num_scan_inputs", "transB", "keepdims", "axes"))  # fmt: skip
@@ -242,7 +242,7 @@ def versions(model: ModelProto, random: Random) -> None:
 
 
 def edges(model: ModelProto, random: Random) -> None:
-    """What inputs and outputs are said to be."""
+    """Change the declared type or shape of an input, an output or a value."""
     graph = random.choice(graphs_of(model))
     found = [*graph.input, *graph.output, *graph.value_info]
     if not found:
@@ -275,7 +275,7 @@ def edges(model: ModelProto, random: Random) -> None:
 
 
 def nest(model: ModelProto, random: Random) -> None:
-    """Bodies within bodies, up to what protobuf itself reads."""
+    """Nest bodies in bodies, up to the depth that protobuf reads."""
     depth = random.choice((2, 5, 10, 15, 30))
     graph = model.graph
     for level in range(depth):
@@ -289,7 +289,7 @@ def nest(model: ModelProto, random: Random) -> None:
 
 
 def chain(model: ModelProto, random: Random) -> None:
-    """Thousands of nodes in a row, which no recursion survives."""
+    """Append a chain of 50 or 400 nodes, which is deep for code that recurses over nodes."""
     last = model.graph.output[0].name if model.graph.output else "x"
     op = random.choice(("Identity", "Relu", "Neg", "Sum"))
     count = random.choice((50, 400))
@@ -300,7 +300,7 @@ def chain(model: ModelProto, random: Random) -> None:
 
 
 def grow(model: ModelProto, random: Random) -> None:
-    """Few bytes that ask for much: shapes, tiles, ranges, expansions, loops without end."""
+    """Add a few bytes that need much memory: a huge shape, expansion, range, random tensor or padding."""
     big = random.choice((2**20, 2**42, 2**62))
     out = model.graph.output[0] if model.graph.output else model.graph.output.add()
     shape = random.choice(([big], [2**21, 2**21]))
@@ -324,7 +324,7 @@ def grow(model: ModelProto, random: Random) -> None:
 
 
 def endless(model: ModelProto, random: Random) -> None:
-    """Loops that turn for ever, or 2⁶³ times."""
+    """Add a loop that never ends, or that runs 1,000, 2⁴⁰ or 2⁶³ - 1 times."""
     body = helper.make_graph(
         [helper.make_node("Identity", ["go"], ["go2"]), helper.make_node("Identity", ["h"], ["h2"])],
         "forever",
@@ -344,7 +344,7 @@ def endless(model: ModelProto, random: Random) -> None:
 
 
 def messages(message: Message) -> Iterator[Message]:
-    """``message`` and all below it."""
+    """Yield ``message`` and every message nested in it."""
     yield message
     for descriptor, value in cast("list[tuple[FieldDescriptor, Any]]", message.ListFields()):
         if descriptor.type == FieldDescriptor.TYPE_MESSAGE:
@@ -353,7 +353,7 @@ def messages(message: Message) -> Iterator[Message]:
 
 
 def any_field(model: ModelProto, random: Random) -> None:
-    """Any field of any message: cleared, doubled, or another value of its type."""
+    """Change any field of any message: clear it, add to it, or set another value of its type."""
     message = random.choice(list(messages(model)))
     descriptor = cast(FieldDescriptor, random.choice(list(message.DESCRIPTOR.fields)))
     name = descriptor.name
@@ -395,7 +395,7 @@ EDITS: tuple[Edit, ...] = (
 
 
 def edit(content: bytes, random: Random, canary: str) -> tuple[str, bytes]:
-    """A model after one to three edits, and what they are called; ``canary`` is a file that nobody may open."""
+    """Return the names of one to three edits, and the edited model. ``canary`` is a file that must not be opened."""
     model = ModelProto.FromString(content)
     names = []
     for _ in range(random.choice((1, 1, 1, 2, 3))):
@@ -403,7 +403,7 @@ def edit(content: bytes, random: Random, canary: str) -> tuple[str, bytes]:
         names.append(chosen.__name__)
         try:
             chosen(model, random)
-        except (IndexError, ValueError):  # an earlier edit took what this one wanted, or made a value it cannot hold
+        except (IndexError, ValueError):  # an earlier edit removed what this one needs, or the value does not fit
             continue
     for entry in (entry for tensor in _tensors(model) for entry in tensor.external_data):
         entry.value = entry.value.replace("{canary}", canary)

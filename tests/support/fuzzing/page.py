@@ -1,4 +1,4 @@
-"""``docs/reliability-converter.md``: how the mutants of a campaign ended."""
+"""Write ``docs/reliability-converter.md``, the page with the outcomes of a campaign."""
 
 from __future__ import annotations
 
@@ -61,19 +61,19 @@ new artifact is there, byte for byte. Beside it are only hidden temporary files,
 """
 
 
-# Where the mutants lay, which is this machine's affair: the page is the same wherever it is written.
+# The mutants' directory on this machine. It is left out, so that the page does not depend on the machine.
 _WORK = re.compile(rf"(?:/dev/shm|/tmp|{re.escape(tempfile.gettempdir())})/(?:[^/\s'\"]+/)*")
 
 
 def commit() -> str:
-    """The commit that is checked out, shortened."""
+    """Return the short hash of the commit that is checked out."""
     return subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
     ).stdout.strip()
 
 
 def of(tallies: Sequence[dict[str, Any]], of_commit: str) -> str:
-    """The page for the tallies of all slices, which ran on the code of ``of_commit``, or of their own ``commit``."""
+    """Return the page for the tallies of all slices. A tally without its own ``commit`` ran on ``of_commit``."""
     from fuzzing import campaign, confined, judge
 
     kinds = sorted({tally["kind"] for tally in tallies})

@@ -1,4 +1,4 @@
-"""Edits of safetensors files, their headers taken apart and put together again, and of the index of shards."""
+"""Edits of safetensors files, whose headers are parsed and rewritten, and of the index of shards."""
 
 from __future__ import annotations
 
@@ -76,13 +76,13 @@ def dtype(header: Header, random: Random) -> None:
 
 
 def swap(header: Header, random: Random) -> None:
-    """Two tensors told to lie in each other's place."""
+    """Swap the data offsets of two tensors."""
     first, second = _tensor(header, random), _tensor(header, random)
     first["data_offsets"], second["data_offsets"] = second.get("data_offsets"), first.get("data_offsets")
 
 
 def alias(header: Header, random: Random) -> None:
-    """Two names for the same bytes."""
+    """Add a second name for the same bytes."""
     header[random.choice(NAMES)] = dict(_tensor(header, random))
 
 
@@ -97,7 +97,7 @@ def drop(header: Header, random: Random) -> None:
 
 
 def key(header: Header, random: Random) -> None:
-    """A key of a tensor left out, or one more."""
+    """Remove a key of a tensor's entry, or add one."""
     entry = _tensor(header, random)
     if random.random() < 0.5:
         entry.pop(random.choice(("dtype", "shape", "data_offsets")), None)
@@ -120,7 +120,7 @@ EDITS: tuple[Edit, ...] = (offsets, offsets, shape, shape, dtype, swap, alias, r
 
 
 def edit(content: bytes, random: Random) -> tuple[str, bytes]:
-    """A file after one or two edits of its header or of how that is written, and what they are called."""
+    """Return the names of one or two edits, and the file after them. They change the header, its JSON, or the data."""
     size = int.from_bytes(content[:8], "little")
     text, data = content[8 : 8 + size], content[8 + size :]
     what = random.random()
@@ -141,14 +141,14 @@ def edit(content: bytes, random: Random) -> tuple[str, bytes]:
 
 
 def _special(data: bytes, random: Random) -> bytes:
-    """Weights that bf16 cannot hold, or hardly."""
+    """Replace a weight with NaN, infinity, the largest fp32 number, the smallest subnormal or -0."""
     value = random.choice((0x7FC00000, 0x7F800000, 0x7F7FFFFF, 0x00000001, 0xFFFFFFFF, 0x80000000))
     position = 4 * random.randrange(len(data) // 4)
     return data[:position] + value.to_bytes(4, "little") + data[position + 4 :]
 
 
 def _rewritten(text: bytes, random: Random) -> tuple[str, bytes]:
-    """The same header in JSON that few writers write."""
+    """Return the header as unusual or invalid JSON, and a name for what was done."""
     body = text.strip()
     deep = random.choice((200, 5_000, 500_000))
     return random.choice(
@@ -180,7 +180,7 @@ SHARDS = ("../secret.safetensors", "{canary}.safetensors", "/etc/hostname", "", 
 
 
 def edit_index(content: bytes, random: Random, canary: str) -> tuple[str, bytes]:
-    """The index after one edit, and what that is called."""
+    """Return the name of one edit and the index after it."""
     index = json.loads(content)
     weights: dict[str, Any] = index["weight_map"]
     what = random.randrange(7)

@@ -1,4 +1,4 @@
-"""Whole sources that mutants are made of: the smallest of each kind that the converter reads."""
+"""Seeds: the valid sources that mutants are made from, small ones of each kind that the converter reads."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ _TORCH_ARGUMENTS = ("--model", "architectures:Mlp", "--input", "x:float32:batch,
 
 @dataclass(frozen=True)
 class Seed:
-    """A source: its files by name, the one that is converted, and what else the command line needs."""
+    """A source: its files by name, the file to convert, and the further arguments of the command line."""
 
     name: str
     kind: str
     main: str
     files: Mapping[str, bytes]
     arguments: tuple[str, ...] = ()
-    links: Mapping[str, str] = field(default_factory=dict)  # name → where the symbolic link points
+    links: Mapping[str, str] = field(default_factory=dict)  # name → target of the symbolic link
 
     def with_file(self, name: str, content: bytes) -> Seed:
-        """The same with one file's bytes replaced."""
+        """Return this seed with the content of one file replaced."""
         return replace(self, files={**self.files, name: content})
 
     def write(self, directory: Path) -> Path:
-        """Write every file and link into ``directory``; returns the path to convert."""
+        """Write every file and link into ``directory``, and return the path to convert."""
         for name, content in self.files.items():
             (directory / name).parent.mkdir(parents=True, exist_ok=True)
             (directory / name).write_bytes(content)
@@ -50,7 +50,7 @@ class Seed:
 
 
 def seeds(kind: str) -> tuple[Seed, ...]:
-    """The seeds of one of :data:`KINDS`; those of torch, TorchScript and export import torch."""
+    """Return the seeds of one of :data:`KINDS`. Those of torch, TorchScript and export import torch."""
     from fuzzing import jax_edits
 
     made = {"onnx": _onnx, "safetensors": _safetensors, "torch": _torch, "export": _export, "torchscript": _torchscript}
@@ -134,7 +134,7 @@ def function(width: int = 16) -> ModelProto:
 
 
 def half() -> ModelProto:
-    """An MLP whose second layer is fp16, between Casts."""
+    """Return an MLP whose second layer is fp16, between Casts."""
     model = graphs.mlp()
     for tensor in model.graph.initializer:
         if tensor.name in ("w1", "b1"):
@@ -152,7 +152,7 @@ def half() -> ModelProto:
 
 
 def old() -> ModelProto:
-    """Opset 9 of IR version 3, whose weights stand among the inputs."""
+    """Return a model of opset 9 and IR version 3, whose weights are also listed as inputs."""
     model = graphs.model(
         [
             helper.make_node("Gemm", ["x", "w", "b"], ["h"], name="gemm", transB=1),
@@ -168,7 +168,7 @@ def old() -> ModelProto:
 
 
 def typed_data() -> ModelProto:
-    """Opset 13; weights in ``float_data`` rather than as raw bytes, a Reshape whose shape is an initializer."""
+    """Return a model of opset 13 with weights in ``float_data``, not raw bytes. A Reshape's shape is an initializer."""
     model = graphs.model(
         [
             helper.make_node("MatMul", ["x", "w"], ["m"], name="matmul"),
@@ -189,7 +189,7 @@ def typed_data() -> ModelProto:
 
 
 def mlp_weights() -> dict[str, NDArray[Any]]:
-    """What ``architectures.Mlp`` holds, by torch's names and shapes."""
+    """Return the weights of ``architectures.Mlp``, with torch's names and shapes."""
     return {
         "up.weight": values(64, 16, scale=2.0),
         "up.bias": values(64, seed=1, scale=0.1),

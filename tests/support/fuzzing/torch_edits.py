@@ -1,4 +1,4 @@
-"""Edits of torch's zip files: the archive's records, and the pickle that says what lies in them."""
+"""Edits of torch's zip files: the archive's records, and the pickle that describes them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _pickled(records: Records) -> str:
 
 
 def forbidden(records: Records, random: Random) -> None:
-    """Another global than the one that rebuilds tensors, or a call of one put in front."""
+    """Replace the global that rebuilds tensors with another one, or put a call of another one first."""
     name = _pickled(records)
     body = records.get(name, b"")
     asked = random.choice(GLOBALS)
@@ -39,7 +39,7 @@ def forbidden(records: Records, random: Random) -> None:
 
 
 def numbers(records: Records, random: Random) -> None:
-    """A size, stride, offset or count of the pickle replaced: storages too short, shapes that lie."""
+    """Replace a size, stride, offset or count in the pickle: storages become too short, shapes become wrong."""
     name = _pickled(records)
     body = bytearray(records.get(name, b""))
     places = [i for i in range(2, len(body) - 2) if body[i] in b"KM" and body[i - 1] not in b"cX"]
@@ -53,7 +53,7 @@ def numbers(records: Records, random: Random) -> None:
 
 
 def texts(records: Records, random: Random) -> None:
-    """A word of the pickle replaced: device, storage key, name."""
+    """Replace a string in the pickle: a device, a storage key or a name."""
     name = _pickled(records)
     body = records.get(name, b"")
     places = [
@@ -69,7 +69,7 @@ def texts(records: Records, random: Random) -> None:
 
 
 def storages(records: Records, random: Random) -> None:
-    """The dtype of a storage: its bytes are read as another."""
+    """Replace the dtype of storages, so that their bytes are read as another type."""
     name = _pickled(records)
     kinds = (
         b"Float",
@@ -90,7 +90,7 @@ def storages(records: Records, random: Random) -> None:
 
 
 def recursion(records: Records, random: Random) -> None:
-    """A pickle of lists in lists, or one that holds itself."""
+    """Replace the pickle with nested lists, with an object that contains itself, or with an empty dict."""
     depth = random.choice((100, 20_000, 300_000))
     body = b"\x80\x02" + b"]" * depth + b"a" * (depth - 1) + b"."
     records[_pickled(records)] = random.choice(
@@ -106,7 +106,7 @@ def pickle_bytes(records: Records, random: Random) -> None:
 
 
 def pickle_bomb(records: Records, random: Random) -> None:
-    """Opcodes that ask for gigabytes: long strings, huge memo indices, doubling tuples."""
+    """Replace the pickle with opcodes that need gigabytes: long strings, huge memo indices, doubling tuples."""
     records[_pickled(records)] = random.choice((
         b"\x80\x04\x8d" + struct.pack("<Q", 2**40) + b"x.",
         b"\x80\x04\x8e" + struct.pack("<Q", 2**63) + b"x.",
@@ -123,20 +123,20 @@ def missing(records: Records, random: Random) -> None:
 
 
 def short(records: Records, random: Random) -> None:
-    """A record of another length than its storage."""
+    """Change the length of a record, so that it no longer fits its storage."""
     name = random.choice(list(records))
     records[name] = random.choice((records[name][:-1], b"", records[name] * 2, records[name][:8]))
 
 
 def more(records: Records, random: Random) -> None:
-    """Records that other formats have, or of names that leave the archive."""
+    """Add a record that belongs to other formats, or whose name leads out of the archive."""
     name = random.choice(("m/constants.pkl", "m/../../secret", "/etc/hostname", "m/data/99", "archive_format", "m/byteorder", "m/.data/serialization_id",
                           "data.pkl", "other/data.pkl", "m/data.pkl/x", "model.weights.h5", "é" * 100))  # fmt: skip
     records[name] = random.choice((b"", b"big", b"little", b"x" * 100, records.get(_pickled(records), b"")))
 
 
 def values(records: Records, random: Random) -> None:
-    """Weights that bf16 cannot hold, or hardly."""
+    """Replace a weight with NaN, infinity, the largest fp32 number or the smallest subnormal."""
     names = [name for name, content in records.items() if "/data/" in name and len(content) >= 4]
     if names:
         name = random.choice(names)
@@ -151,7 +151,7 @@ CODE = (b"torch.save(x, \"executed\")", b"torch.from_file(\"/etc/hostname\")", b
 
 
 def code(records: Records, random: Random) -> None:
-    """TorchScript's code: a word of it replaced by another that it has, or by one that it must not have."""
+    """Replace a word of TorchScript's code with another word of the code, or with an entry of CODE."""
     names = [name for name in records if "/code/" in name and name.endswith(".py")]
     if not names:
         pickle_bytes(records, random)
@@ -169,7 +169,7 @@ EDITS: tuple[Edit, ...] = (
 
 
 def edit(content: bytes, random: Random) -> tuple[str, bytes]:
-    """An archive after one or two edits and written anew, or with lies in its own tables, and what was done."""
+    """Return the names of the edits and the archive, rewritten after one or two edits or with false zip tables."""
     if random.random() < 0.2:
         return _lie(content, random)
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
@@ -190,7 +190,7 @@ def edit(content: bytes, random: Random) -> tuple[str, bytes]:
 
 
 def _lie(content: bytes, random: Random) -> tuple[str, bytes]:
-    """A size, offset or count in the zip's own tables that is not so; or a bomb: a gigabyte of zeros in a megabyte."""
+    """Write a false size, offset or count into the zip's own tables, or return a zip bomb (:func:`_bomb`)."""
     if random.random() < 0.05:
         return "bomb", _bomb(content)
     mark, fields = random.choice((
@@ -210,7 +210,7 @@ def _lie(content: bytes, random: Random) -> tuple[str, bytes]:
 
 @functools.cache
 def _bomb(content: bytes) -> bytes:
-    """The first storage is 2.2 GB of zeros, deflated; never held in memory whole."""
+    """Append 2,200 MiB of zeros to the first storage, deflated. They are never in memory all at once."""
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
         records = {name: archive.read(name) for name in archive.namelist()}
     written = io.BytesIO()
