@@ -1,4 +1,4 @@
-"""Servers as processes, ended after the test that started them."""
+"""Start servers as processes, and end them after the test that started them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from serverprocess import Serve, ServerProcess
 
 @pytest.fixture
 def serve() -> Iterator[Serve]:
-    """Starts servers on free ports; ends them after the test."""
+    """Yield a function that starts servers on free ports; end these servers after the test."""
     servers: list[ServerProcess] = []
 
     def start(*arguments: str, env: dict[str, str] | None = None) -> ServerProcess:

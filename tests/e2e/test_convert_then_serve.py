@@ -1,4 +1,4 @@
-"""Both programs, meeting in the artifact: what bf16-convert publishes, bf16-serve serves."""
+"""Both programs with a real artifact between them: bf16-serve serves the artifact that bf16-convert wrote."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WIDTH, CLASSES = 64, 10
 
 @pytest.fixture
 def source(tmp_path: Path) -> tuple[Path, Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]]:
-    """An fp32 ONNX classifier, and the same in numpy."""
+    """Return the path of an fp32 ONNX classifier, and the same function in numpy."""
     rng = np.random.default_rng(0)
     a = (rng.standard_normal((WIDTH, WIDTH)) / WIDTH**0.5).astype(np.float32)
     b = (rng.standard_normal((WIDTH, CLASSES)) / WIDTH**0.5).astype(np.float32)
@@ -42,7 +42,7 @@ def source(tmp_path: Path) -> tuple[Path, Callable[[np.ndarray[Any, Any]], np.nd
     return path, lambda x: np.maximum(x @ a, 0) @ b
 
 
-def test_a_converted_model_answers_like_its_source_and_measures_its_live_drift(
+def test_a_converted_model_gives_its_sources_outputs_and_live_drift_is_measured(
     tmp_path: Path,
     source: tuple[Path, Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]],
     serve: Callable[..., Any],

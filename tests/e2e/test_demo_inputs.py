@@ -1,4 +1,4 @@
-"""The demo's inputs: real sentences out of any Python installation, tokenised as the model wants them."""
+"""The demo's inputs: real sentences from the files of any Python installation, tokenised as the model requires."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numpy as np
 from sentences import sentences
 
 
-def test_sentences_are_distinct_whole_and_always_the_same() -> None:
+def test_sentences_are_distinct_complete_and_deterministic() -> None:
     found = sentences(300)
     assert len(set(found)) == 300
     assert all(sentence[0].isupper() and sentence[-1] in ".?!" for sentence in found)
@@ -22,7 +22,7 @@ def test_calibration_feeds_hold_one_sentence_without_padding() -> None:
         assert feed["attention_mask"].all()
 
 
-def test_padding_does_not_move_a_pooled_embedding() -> None:
+def test_padding_does_not_change_a_pooled_embedding() -> None:
     tokens = np.random.default_rng(0).standard_normal((1, 5, 384))
     mask = np.array([[1, 1, 1, 0, 0]])
     np.testing.assert_allclose(minilm.mean_pool(tokens, mask), minilm.mean_pool(tokens[:, :3], mask[:, :3]), rtol=1e-12)

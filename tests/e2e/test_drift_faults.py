@@ -1,7 +1,7 @@
-"""Faults put into models and references that serve: what sees them, after how many samples, and what is done about it.
+"""Inject faults into models and references of a running server; check what detects them, how soon, and the reaction.
 
-One server has a model for each fault, and a sound one; a real Prometheus scrapes it. ``make bench-drift`` writes what
-is measured here into docs/drift.md, with more requests before each fault.
+One server has a model for each fault and one healthy model; a real Prometheus scrapes it. ``make bench-drift`` writes
+the results of these tests into docs/drift.md, with more requests before each fault.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ pytestmark = [
 SHADOW = "service.shadow.references"
 SERVING = "shadow: {rate: 1, max_per_second: 1000%s}\nfallback: {policy: fp32, min_stay_seconds: 600}\n"
 HEALTHY = 300 if LONG else 32  # requests before a fault
-MOST = 200  # samples until a fault is seen: what is promised of the slightest
+MOST = 200  # samples until a fault is detected: the documented limit for the smallest fault
 _seeds = count(1000)
 
 
 class Stand(NamedTuple):
-    """What the tests share. ``repository`` holds a model for each fault."""
+    """The state that the tests share. ``repository`` holds a model for each fault."""
 
     server: ServerProcess
     prometheus: Prometheus
@@ -63,7 +63,7 @@ class Stand(NamedTuple):
         return self.server.metric(f"bf16kit_{name}{{{listed}}}")
 
     def ask(self, model: str, x: Array) -> tuple[str, dict[str, Array]]:
-        """The precision of the answer, and the answer."""
+        """Return the precision of the response, and the outputs."""
         response = self.client.call("ModelInfer", infer_request(model, x=x), timeout=60)
         shape = (len(x), faultymodels.WIDTH)
         raw = zip(response.outputs, response.raw_output_contents, strict=True)
@@ -71,7 +71,7 @@ class Stand(NamedTuple):
         return response.parameters["precision"].string_param, outputs
 
     def measure(self, model: str, times: int, scale: float = 1.0) -> None:
-        """Have so many requests of one row measured, and see it counted."""
+        """Send requests of one row until ``times`` of them are measured, and wait until the metric counts them."""
         for start in range(0, times, QUEUE_SIZE):
             before, some = self.measured(model), min(QUEUE_SIZE, times - start)
             for _ in range(some):
@@ -86,7 +86,9 @@ class Stand(NamedTuple):
         return {each["alertname"] for each in found}
 
     def is_well(self, model: str) -> None:
-        """No alert fires; that its reference is down, as it is while it loads, may have been scraped a moment ago."""
+        """Assert that no alert fires. Bf16ReferenceDown may fire at first: Prometheus may have scraped while the
+        reference loaded.
+        """
         assert self.alerts(model) <= {"Bf16ReferenceDown"}
         until(lambda: self.alerts(model) == set(), 30, "no alert")
 
@@ -102,7 +104,7 @@ def stand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
     sound = faultymodels.convert(repository, "sound", scratch / "source")
     for name in ("scaled", "starved", "large"):
         faultymodels.copied(sound, repository, name)
-    for seed, name in enumerate(("flipped", "swapped", "slowly"), 1):  # weights that are found in memory by their bytes
+    for seed, name in enumerate(("flipped", "swapped", "slowly"), 1):  # own weights: the test finds them by their bytes
         faultymodels.convert(repository, name, scratch / name, seed)
     for damage in (faultymodels.accumulated_in_bf16, faultymodels.cancelling, faultymodels.not_a_number):
         faultymodels.damaged(sound, repository, damage.__name__, damage)
@@ -121,15 +123,15 @@ def stand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
 
 
 class Seen(NamedTuple):
-    """What a fault led to. ``samples`` were measured since it began, until it was known."""
+    """How a fault was detected. ``samples``: the requests measured from the start of the fault until its detection."""
 
     samples: int
-    over: bool  # the budget; else the drift has changed
+    over: bool  # the drift is over its budget; if False, the change detector raised the alarm
     causes: set[str]
 
 
 def until_seen(stand: Stand, model: str, inject: Callable[[int], None], scale: float = 1.0) -> Seen:
-    """Ask, one row at a time, and ``inject`` before each request, told its number, until the fault is known."""
+    """Send requests of one row until the fault is detected. Call ``inject`` before each request, with its number."""
     for number in range(1, MOST + 1):
         inject(number)
         stand.measure(model, 1, scale)
@@ -141,7 +143,7 @@ def until_seen(stand: Stand, model: str, inject: Callable[[int], None], scale: f
 
 
 def falls_back(stand: Stand, model: str, scale: float, inject: Callable[[int], None]) -> None:
-    """Ask on until fp32 answers, as the reference does."""
+    """Send requests until fp32 serves, and check that its outputs equal the reference's."""
     numbers = count(MOST)
 
     def fallen() -> bool:
@@ -160,11 +162,11 @@ def falls_back(stand: Stand, model: str, scale: float, inject: Callable[[int], N
 
 
 def no_fault(number: int) -> None:
-    """It is there from the beginning, or comes with the request."""
+    """Inject nothing: the fault is in the artifact or in the request."""
 
 
 def in_memory(stand: Stand, model: str, damage: Callable[[int, list[bytes]], object]) -> Callable[[int], None]:
-    """Damages weights of the model once, in the memory of the server."""
+    """Return a function that damages the model's weights once, in the memory of the server."""
     stored = [faults.stored(stand.repository / model / "1", name) for name in ("b", "c")]
 
     def inject(number: int) -> None:
@@ -183,7 +185,7 @@ def swapped(stand: Stand) -> Callable[[int], None]:
 
 
 def slowly(stand: Stand) -> Callable[[int], None]:
-    """One element in 200 more is an eighth off, request by request."""
+    """Return a function that changes one more element in 200 by an eighth before each request."""
     weight = np.frombuffer(faults.stored(stand.repository / "slowly" / "1", "b"), np.uint16)
     places = faults.copies(stand.server.process.pid, weight.tobytes())
     order = np.random.default_rng(0).permutation(len(weight))
@@ -198,7 +200,9 @@ def slowly(stand: Stand) -> Callable[[int], None]:
 
 
 class Fault(NamedTuple):
-    """What is done to ``model``, in words, and how it is to be told: by one of ``causes``, and ``alert``."""
+    """A fault of ``model``, described by ``words``. ``bf16kit_drift_cause`` must be in ``causes``, and ``alert`` must
+    fire.
+    """
 
     model: str
     words: str
@@ -206,12 +210,12 @@ class Fault(NamedTuple):
     alert: str
     inject: Callable[[Stand], Callable[[int], None]] = lambda stand: no_fault
     scale: float = 1.0
-    healthy: bool = True  # before; a fault that is in the artifact is there from the beginning
-    most: int = 50  # samples until it is seen
-    falls: bool = True  # over the budget as well
+    healthy: bool = True  # before the fault; False if the fault is in the artifact and so is there from the beginning
+    most: int = 50  # samples until it is detected
+    falls: bool = True  # the fault also puts the drift over its budget, so that fp32 serves
 
 
-SHORT = ("flipped", "scaled", "not_a_number")  # of `make test`; the others take longer, and are seen in the same ways
+SHORT = ("flipped", "scaled", "not_a_number")  # in `make test`; the others take longer, and detection works the same
 FAULTS = (
     Fault("flipped", "bits flipped in loaded weights", {"broken"}, "Bf16ModelBroken", flipped),
     Fault("swapped", "two loaded weights of one shape swapped", {"broken"}, "Bf16ModelBroken", swapped),
@@ -228,7 +232,7 @@ FAULTS = (
         "accumulated_in_bf16", "sums accumulated in bf16", {"rounding"}, "Bf16DriftChanged", healthy=False, falls=False
     ),
     Fault("cancelling", "bf16 where large values cancel", {"broken"}, "Bf16ModelBroken", healthy=False),
-    # One row in six: fifty in a row without any would come now and then.
+    # One row in six has a NaN: a run of fifty rows without one sometimes occurs.
     Fault("not_a_number", "NaN in one of two outputs", {"broken"}, "Bf16ModelBroken", healthy=False, most=100),
 )
 
@@ -237,7 +241,7 @@ FAULTS = (
     "fault",
     [pytest.param(each, id=each.model, marks=[] if each.model in SHORT else pytest.mark.long) for each in FAULTS],
 )
-def test_a_fault_is_seen_told_and_answered_by_fp32(stand: Stand, fault: Fault) -> None:
+def test_a_fault_is_detected_raises_its_alert_and_fp32_serves(stand: Stand, fault: Fault) -> None:
     inject = fault.inject(stand)
     if fault.healthy:
         stand.measure(fault.model, HEALTHY)
@@ -256,8 +260,8 @@ def test_a_fault_is_seen_told_and_answered_by_fp32(stand: Stand, fault: Fault) -
 
 
 @pytest.mark.long
-def test_a_sound_model_alarms_nobody(stand: Stand) -> None:
-    """After the others: what ails them is not told of it."""
+def test_a_healthy_model_raises_no_alert(stand: Stand) -> None:
+    """Run after the other tests: their faulty models must not affect this one."""
     stand.measure("sound", HEALTHY)
     stand.is_well("sound")
     assert stand.ask("sound", rows(1, next(_seeds)))[0] == "bf16"
@@ -266,7 +270,7 @@ def test_a_sound_model_alarms_nobody(stand: Stand) -> None:
 
 
 @pytest.mark.long
-def test_a_reference_that_has_no_memory_is_told(stand: Stand) -> None:
+def test_a_reference_over_its_memory_limit_raises_an_alert(stand: Stand) -> None:
     stand.ask("large", rows(1, next(_seeds)))
     until(lambda: "Bf16ReferenceDown" in stand.alerts("large"), 60, "the alert")
     assert stand.ask("large", rows(1, next(_seeds)))[0] == "bf16"
@@ -274,8 +278,8 @@ def test_a_reference_that_has_no_memory_is_told(stand: Stand) -> None:
 
 
 @pytest.mark.long
-def test_sampling_that_starves_is_told(stand: Stand) -> None:
-    """None of the samples has room, and as many requests are answered as the rule takes for enough."""
+def test_an_alert_reports_that_no_sample_is_measured(stand: Stand) -> None:
+    """No sample fits into ``max_bytes``, and the server answers as many requests as the rule requires."""
     x = rows(1, next(_seeds))
 
     def told() -> bool:
@@ -292,7 +296,7 @@ def test_sampling_that_starves_is_told(stand: Stand) -> None:
 
 @contextmanager
 def slowed(process: int, times: int) -> Iterator[None]:
-    """The process runs for one of so many moments."""
+    """Stop the process most of the time, so that it runs ``times`` times slower."""
     over = threading.Event()
 
     def work() -> None:
@@ -312,8 +316,8 @@ def slowed(process: int, times: int) -> Iterator[None]:
 
 
 @pytest.mark.long
-def test_a_reference_that_is_slow_or_killed_costs_samples_and_no_answer(stand: Stand) -> None:
-    """Last: it is the one process that measures all models."""
+def test_a_slow_or_killed_reference_loses_samples_but_no_responses(stand: Stand) -> None:
+    """Run last: one process measures all models."""
     before = stand.metric("drift_samples_total", "sound", outcome="dropped")
     (process,) = pids(stand.server, SHADOW)
     with slowed(process, 100):
@@ -331,7 +335,7 @@ def test_a_reference_that_is_slow_or_killed_costs_samples_and_no_answer(stand: S
     os.kill(process, signal.SIGKILL)
     until(lambda: pids(stand.server, SHADOW) not in ([], [process]), 10, "another in its place")
     stand.measure("sound", QUEUE_SIZE)
-    # Here alerts fire at once. That a few samples failed, and that it was away, passes their `for:` unheard elsewhere.
+    # Alerts fire at once in this test. In production their `for:` outlasts a few failed samples and a short restart.
     assert stand.alerts("sound") <= {"Bf16ReferenceDown", "Bf16ShadowFailing"}
     assert stand.ask("sound", rows(1, next(_seeds)))[0] == "bf16"
     record(
@@ -346,7 +350,7 @@ def test_a_reference_that_is_slow_or_killed_costs_samples_and_no_answer(stand: S
 
 
 def test_the_page_has_every_fault() -> None:
-    """As ``make bench-drift`` has written it."""
+    """docs/drift.md, as ``make bench-drift`` writes it, lists each fault of this file."""
     page = (Path(__file__).parents[2] / "docs" / "drift.md").read_text("utf-8")
     assert {fault.words for fault in FAULTS} <= set(listed(page))
     assert len(listed(page)) == len(FAULTS) + 5, "and every other test of this file that records a row"

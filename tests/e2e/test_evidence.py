@@ -1,4 +1,4 @@
-"""A breach on a real server, fetched from its memory by an operator and explained by the converter."""
+"""An operator fetches the evidence of a breach from a real server's memory, and the converter explains it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from bf16kit.runtime import kernel
 pytestmark = pytest.mark.skipif(not kernel.chosen().path, reason="weights that are read as stored need the CPU kernel")
 MANAGE = "manager-0123456789abcdef"
 OVER = 'bf16kit_drift_over_budget{model="m",version="1"}'
-SECRET = 1234.5  # of a client, in every row
+SECRET = 1234.5  # a client's value, in every row
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def ask(server: ServerProcess, times: int = 1, **headers: str) -> None:
 
 
 @pytest.mark.long
-def test_damage_is_told_from_drift_of_the_model_by_what_was_answered(
+def test_evidence_separates_damage_in_memory_from_drift_of_the_model(
     repository: Path, tmp_path: Path, serve: Serve
 ) -> None:
     server = serve("--repository", str(repository), "--evidence").wait_ready()
@@ -97,10 +97,10 @@ def test_damage_is_told_from_drift_of_the_model_by_what_was_answered(
 
 
 @pytest.mark.long  # a server of several processes
-def test_with_workers_and_tokens_whoever_may_manage_gets_it_and_is_told_the_layer(
+def test_workers_give_evidence_to_a_manage_token_and_explain_names_the_layer(
     tmp_path: Path, tokens: Path, serve: Serve
 ) -> None:
-    """A model whose own drift is over its budget, by cancellation."""
+    """The model itself is over its drift budget, because of cancellation."""
     repository = tmp_path / "models"
     onnx.save(troubled.cancellation(), tmp_path / "m.onnx")
     options = ("--format", "onnx", "--allow-over-budget", "--no-search")
@@ -128,7 +128,7 @@ def test_with_workers_and_tokens_whoever_may_manage_gets_it_and_is_told_the_laye
     assert found["profiles"][0]["leaves"]["name"] == "difference"
 
 
-def test_where_it_is_off_nothing_is_kept(repository: Path, tmp_path: Path, serve: Serve) -> None:
+def test_a_server_without_evidence_rejects_the_command(repository: Path, tmp_path: Path, serve: Serve) -> None:
     server = serve("--repository", str(repository)).wait_ready()
     where = f"127.0.0.1:{server.ports()[1]}"
     asked = program("bf16-serve", "evidence", "m", "--server", where, "--out", tmp_path / "breach")
@@ -138,7 +138,7 @@ def test_where_it_is_off_nothing_is_kept(repository: Path, tmp_path: Path, serve
 
 
 def _without_golden(artifact: Path) -> None:
-    """Or it would be over its budget when it is loaded, and not be ready."""
+    """Remove the golden samples: they would fail when the model is loaded, and it would not become ready."""
     opened = Artifact.open(artifact)
     files = {name: entry for name, entry in opened.manifest.files.items() if name != "golden.safetensors"}
     changed = opened.manifest.model_copy(update={"golden": None, "files": files})

@@ -1,5 +1,6 @@
-"""A torch.export program from end to end: read as a source, written with ``--format pt2``, served, and compared with
-what torch itself answers."""
+"""A torch.export program end to end: read as a source, written with ``--format pt2``, served, and compared with torch's
+outputs.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ Serve = Callable[..., Any]
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """``model`` has the profile pt2 alone, ``both`` has cpu, too, and a ``serving.yaml`` that asks for pt2."""
+    """Return a repository: ``model`` has the profile pt2 only; ``both`` also has cpu, and its ``serving.yaml`` names
+    pt2.
+    """
     directory = tmp_path_factory.mktemp("exported")
     source = directory / "m.pt2"
     source.write_bytes(files.exported(seeded(Cnn()), torch.ones(2, 3, 16, 16)))
@@ -34,7 +37,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return models
 
 
-def test_it_is_served_and_answers_as_torch_does(repository: Path, serve: Serve) -> None:
+def test_a_pt2_model_is_served_with_outputs_close_to_torch(repository: Path, serve: Serve) -> None:
     server = serve("--repository", str(repository), "--device", "cpu").wait_ready()
     x = np.random.default_rng(1).standard_normal((6, 3, 16, 16)).astype(np.float32)
     with torch.inference_mode():
@@ -52,7 +55,7 @@ def test_it_is_served_and_answers_as_torch_does(repository: Path, serve: Serve) 
     assert all('profile="pt2"' in line and 'accumulation="fp32"' in line for line in info)
 
 
-def test_it_is_judged_in_both_arithmetics_and_verified_again(
+def test_a_pt2_model_is_measured_in_both_arithmetics_and_verifies(
     repository: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     manifest = Artifact.open(repository / "model" / "1").manifest
@@ -72,13 +75,15 @@ def test_the_same_conversion_gives_the_same_bytes(repository: Path, tmp_path: Pa
         assert (target / name).read_bytes() == (repository / "model" / "1" / name).read_bytes()
 
 
-def test_it_is_written_only_where_it_is_asked_for(repository: Path, tmp_path: Path) -> None:
+def test_pt2_is_written_only_on_request(repository: Path, tmp_path: Path) -> None:
     target = tmp_path / "model" / "1"
     assert run(["checkpoint", str(repository.parent / "m.pt2"), "--out", str(target), "--no-report"]) == 0
     assert "pt2" not in Artifact.open(target).manifest.profiles
 
 
-def test_a_source_that_torch_does_not_know_cannot_give_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_source_that_is_not_a_torch_module_cannot_be_written_as_pt2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     import onnx
 
     import graphs

@@ -1,4 +1,6 @@
-"""A damaged copy: fp32 answers in its place once that is beyond chance, and no more when a sound one is there."""
+"""A damaged model: fp32 serves once the drift is certainly over budget, and bf16 serves again once a healthy copy is
+loaded.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ fallback: {policy: fp32, min_stay_seconds: %s, clean_samples: 20}
 
 
 class Asking:
-    """One client after another asks for as long as the block lasts; every request must be answered."""
+    """Sends requests from one new client after another until the block ends; every request must succeed."""
 
     def __init__(self, server: ServerProcess, x: Array = X) -> None:
         self.x = x
@@ -54,17 +56,17 @@ class Asking:
                 with client.channel:
                     for _ in range(5):
                         self.answers.append(answer(client, self.x))
-        except BaseException as error:  # noqa: BLE001 - told to the test
+        except BaseException as error:  # noqa: BLE001 - __exit__ asserts that there is none
             self.failed.append(error)
 
     @property
     def newest(self) -> set[str]:
-        """The precisions of the last answers, of several connections."""
+        """Return the precisions of the last 40 responses, which come from several connections."""
         return {precision for precision, _ in self.answers[-40:]}
 
 
 def answer(client: Client, x: Array) -> tuple[str, Array]:
-    """Its precision, as the response says, and the output."""
+    """Return the precision that the response states, and the output."""
     response: pb.ModelInferResponse = client.call("ModelInfer", infer_request("mlp", x=x), timeout=120)
     output = np.frombuffer(response.raw_output_contents[0], np.float32).reshape(2, 16)
     return response.parameters["precision"].string_param, output
@@ -75,7 +77,7 @@ def serving(repository: Path, stay: float) -> None:
     (repository / "mlp" / "serving.yaml").write_text(SERVING % stay, "utf-8")
 
 
-def test_fp32_answers_for_a_damaged_copy_until_a_sound_one_is_there(tmp_path: Path, serve: Serve) -> None:
+def test_fp32_serves_for_a_damaged_model_until_a_healthy_copy_is_loaded(tmp_path: Path, serve: Serve) -> None:
     serving(tmp_path, 600)
     damaged = write_damaged(tmp_path / "mlp" / "1")
     expected = load_reference(Artifact.open(damaged.path), threads=1).run({"x": X})["y"]
@@ -114,8 +116,8 @@ def test_fp32_answers_for_a_damaged_copy_until_a_sound_one_is_there(tmp_path: Pa
 
 
 @pytest.mark.long
-def test_bf16_answers_again_when_it_is_clearly_within_its_budget(tmp_path: Path, serve: Serve) -> None:
-    """Without anybody's help: it is wrong for some inputs, and they come no more."""
+def test_bf16_serves_again_once_its_drift_is_clearly_within_budget(tmp_path: Path, serve: Serve) -> None:
+    """bf16 is wrong for some inputs only. Once clients stop sending them, the server returns to bf16 by itself."""
     serving(tmp_path, 0)
     write_damaged(tmp_path / "mlp" / "1", above=50.0)
     server = serve("--repository", str(tmp_path)).wait_ready()
@@ -134,7 +136,7 @@ def test_bf16_answers_again_when_it_is_clearly_within_its_budget(tmp_path: Path,
 
 
 @pytest.mark.long
-def test_all_workers_answer_in_fp32_and_so_does_one_that_is_started_again(tmp_path: Path, serve: Serve) -> None:
+def test_all_workers_serve_fp32_and_so_does_a_restarted_one(tmp_path: Path, serve: Serve) -> None:
     serving(tmp_path, 600)
     write_damaged(tmp_path / "mlp" / "1")
     server = serve("--repository", str(tmp_path), "--workers", "2").wait_ready()
@@ -160,7 +162,7 @@ def test_all_workers_answer_in_fp32_and_so_does_one_that_is_started_again(tmp_pa
 
 
 @pytest.mark.long
-def test_alert_says_it_and_bf16_goes_on(tmp_path: Path, serve: Serve) -> None:
+def test_policy_alert_reports_the_breach_and_bf16_keeps_serving(tmp_path: Path, serve: Serve) -> None:
     (tmp_path / "mlp").mkdir()
     (tmp_path / "mlp" / "serving.yaml").write_text("shadow: {rate: 1.0, max_per_second: 1000}\n", "utf-8")
     write_damaged(tmp_path / "mlp" / "1")
@@ -174,8 +176,8 @@ def test_alert_says_it_and_bf16_goes_on(tmp_path: Path, serve: Serve) -> None:
 
 
 @pytest.mark.long
-def test_a_version_that_fell_back_stays_so_while_others_come_and_go(tmp_path: Path, serve: Serve) -> None:
-    """Also in a worker that is started again meanwhile."""
+def test_a_version_stays_in_fallback_while_another_is_loaded_and_unloaded(tmp_path: Path, serve: Serve) -> None:
+    """A worker that is restarted meanwhile serves fp32 too."""
     serving(tmp_path, 600)
     with (tmp_path / "mlp" / "serving.yaml").open("a", encoding="utf-8") as file:
         file.write("version_policy: all\n")

@@ -1,4 +1,6 @@
-"""Weights damaged in the memory of a server that answers: the golden gate sees it, and says so wherever one looks."""
+"""Damage weights in a running server's memory: the golden gate detects it, and metrics, log, page and model config
+report it.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,7 @@ def answer(server: ServerProcess) -> Any:
 
 @pytest.mark.long
 @pytest.mark.parametrize("damage", [flipped, swapped])
-def test_damage_in_memory_is_found_on_schedule_and_told_everywhere(
+def test_scheduled_gate_detects_damage_in_memory_and_every_interface_reports_it(
     tmp_path: Path, serve: Serve, damage: Callable[[int, Path], int]
 ) -> None:
     artifact = tmp_path / "m" / "1"
@@ -77,8 +79,8 @@ def test_damage_in_memory_is_found_on_schedule_and_told_everywhere(
     assert server.exit_code() == 0
 
 
-def test_a_gate_that_fails_has_fp32_answer_where_the_fallback_says_so(tmp_path: Path, serve: Serve) -> None:
-    """Without one live sample: no client has to be answered wrongly for it."""
+def test_a_failed_gate_switches_to_fp32_if_the_fallback_policy_is_fp32(tmp_path: Path, serve: Serve) -> None:
+    """The switch needs no live sample, so that it does not depend on wrong responses to clients."""
     artifact = tmp_path / "m" / "1"
     faults.write_pair(artifact)
     (tmp_path / "m" / "serving.yaml").write_text(

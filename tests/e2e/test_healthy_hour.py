@@ -1,8 +1,8 @@
 """An hour of healthy traffic through a real server: one measured request a second, sent as fast as they are measured.
 
-Nothing that the server counts, and nothing that it decides, goes by the time between samples, so it sees the hour. For
-Prometheus it is the hour too: promtool, whose clock can be simulated where Prometheus' own cannot, is given what the
-server told at the end of each of those minutes, and evaluates the rules on it.
+No counter and no decision of the server depends on the time between samples, so for the server an hour passes. For
+Prometheus too: promtool, whose clock can be simulated where Prometheus' own cannot, gets the metrics that the server
+had at the end of each of those minutes, and evaluates the rules on them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ RULES = Path(__file__).parents[2] / "deploy" / "prometheus" / "rules"
 LABELS = {"model": "sound", "version": "1"}
 SAMPLES = "bf16kit_drift_samples_total"
 _seeds = count(50_000)
-Told = dict[str, list[str]]  # of each series, by its name and labels, what was told at each minute; "_": nothing
+Told = dict[str, list[str]]  # series (name and labels) -> its value at each minute; "_": no value
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def samples(server: ServerProcess) -> Iterator[tuple[str, dict[str, str], float]
 
 
 def value(server: ServerProcess, name: str, **labels: str) -> float:
-    """The sum of the model's series of this name that have these labels; 0 where there is none."""
+    """Return the sum of the model's series of this name that have these labels; 0 if there is none."""
     wanted = {**LABELS, **labels}
     return sum(v for found, has, v in samples(server) if found == name and wanted.items() <= has.items())
 
@@ -64,7 +64,7 @@ def series(name: str, labels: dict[str, str]) -> str:
 
 
 def an_hour(server: ServerProcess) -> Told:
-    """Ask, and keep what ``/metrics`` says at the end of every minute."""
+    """Send the requests, and return the content of ``/metrics`` at the end of every minute."""
     told: Told = defaultdict(lambda: ["_"] * (MINUTES + 1))
     client = Client(server.target)
     with client.channel:
@@ -81,7 +81,7 @@ def an_hour(server: ServerProcess) -> Told:
 
 
 def fired(told: Told, scratch: Path) -> str:
-    """What promtool says where anything fires at any minute, by the rules and what was told; empty where nothing."""
+    """Return promtool's output if any alert fires at any minute; empty if none does."""
     nothing = [
         {"expr": 'ALERTS{alertstate="firing"}', "eval_time": f"{minute}m", "exp_samples": []}
         for minute in range(MINUTES + 1)
@@ -98,7 +98,9 @@ def fired(told: Told, scratch: Path) -> str:
     return done.stdout + done.stderr if done.returncode else ""
 
 
-def test_an_hour_of_healthy_traffic_moves_nothing_and_fires_nothing(server: ServerProcess, tmp_path: Path) -> None:
+def test_an_hour_of_healthy_traffic_changes_no_drift_state_and_fires_no_alert(
+    server: ServerProcess, tmp_path: Path
+) -> None:
     told = an_hour(server)
     assert value(server, SAMPLES) == MINUTES * A_MINUTE, "all of them, none dropped or failed"
     for name in ("changes_total", "over_budget", "cause", "nonfinite_total", "out_of_range_total"):

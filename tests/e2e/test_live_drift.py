@@ -1,4 +1,4 @@
-"""Live drift of the real server: the process with the fp32 references, and what becomes of the server without it."""
+"""Live drift of a real server: the process with the fp32 references, and what the server does without it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from service.drift.shadow import QUEUE_SIZE
 from service.process.certificates import CertificateFiles
 
 SHADOW = "service.shadow.references"
-PATIENCE_S = 90  # it runs when nobody else wants the processor, and beside tests somebody does
+PATIENCE_S = 90  # the process has the lowest priority, and other tests use the processor meanwhile
 ROWS = np.random.default_rng(0).standard_normal((2, 16)).astype(np.float32)
 EVERYTHING = "rate: 1, max_per_second: 1000"
 
@@ -46,7 +46,7 @@ def put(repository: Path, model: str, shadow: str = "") -> None:
 
 
 def ask(server: ServerProcess, model: str = "mlp", rows: Array = ROWS, times: int = 1) -> float:
-    """The longest that an answer took, in seconds."""
+    """Send requests; return the longest time to a response, in seconds."""
     client, seconds = Client(server.target), [0.0]
     with client.channel:
         for _ in range(times):
@@ -57,7 +57,7 @@ def ask(server: ServerProcess, model: str = "mlp", rows: Array = ROWS, times: in
 
 
 def ask_until(server: ServerProcess, outcome: str, rows: Array) -> None:
-    """Ask until a sample is counted so, which holds no request up."""
+    """Send requests until a sample has this outcome; check that no request is delayed meanwhile."""
 
     def counted() -> bool:
         slowest = ask(server, rows=rows, times=30)
@@ -68,9 +68,7 @@ def ask_until(server: ServerProcess, outcome: str, rows: Array) -> None:
 
 
 @pytest.mark.long
-def test_killed_or_standing_still_it_is_another_within_seconds_and_what_is_lost_is_counted(
-    tmp_path: Path, serve: Serve
-) -> None:
+def test_a_stopped_and_killed_shadow_is_replaced_and_its_lost_samples_are_counted(tmp_path: Path, serve: Serve) -> None:
     put(tmp_path, "mlp")
     server = serve("--repository", str(tmp_path)).wait_ready()
     assert (pids(server, SHADOW), metric(server, "reference_up")) == ([], -1), "before the first sample"
@@ -83,7 +81,7 @@ def test_killed_or_standing_still_it_is_another_within_seconds_and_what_is_lost_
     assert abs(last - time.time()) < 2 * PATIENCE_S
     (first,) = pids(server, SHADOW)
 
-    os.kill(first, signal.SIGSTOP)  # it takes nothing any more: what waits is bounded, and nobody waits for it
+    os.kill(first, signal.SIGSTOP)  # the shadow reads nothing now: the queue is bounded, and no request waits for it
     ask_until(server, "dropped", ROWS)
     os.kill(first, signal.SIGKILL)
     until(lambda: samples(server, "failed") >= 2 * 16, "what was with it is counted")
@@ -112,7 +110,7 @@ if "service.shadow.references" in sys.orig_argv:
 
 
 @pytest.mark.long
-def test_a_reference_that_ends_the_process_whenever_it_is_loaded_stays_off_and_the_others_are_measured(
+def test_a_reference_that_crashes_the_shadow_twice_stays_off_and_others_are_measured(
     tmp_path: Path, serve: Serve
 ) -> None:
     for model in ("bad", "mlp"):
@@ -169,7 +167,7 @@ def test_requests_are_in_no_file_and_in_no_log(tmp_path: Path, serve: Serve) -> 
 
 @pytest.fixture
 def several(tmp_path: Path, serve: Serve) -> ServerProcess:
-    """Models whose references are: off, larger than they may be, larger than they may be once loaded, as it should."""
+    """Start a server of four models: reference off, too large, too large once loaded, and normal."""
     put(tmp_path, "off", ", reference: off")
     put(tmp_path, "large", ", reference_memory_bytes: 1000")
     put(tmp_path, "grown", ", reference_memory_bytes: 3000")
@@ -178,7 +176,7 @@ def several(tmp_path: Path, serve: Serve) -> ServerProcess:
 
 
 @pytest.mark.long
-def test_a_reference_that_is_off_or_over_its_memory_is_not_there_and_the_others_are(several: ServerProcess) -> None:
+def test_a_reference_that_is_off_or_over_its_memory_does_not_affect_the_others(several: ServerProcess) -> None:
     for model in ("off", "large", "grown", "mlp"):
         ask(several, model)
     until(lambda: samples(several, "measured") == 2)
@@ -196,7 +194,7 @@ def test_a_reference_that_is_off_or_over_its_memory_is_not_there_and_the_others_
 
 
 class Slow:
-    """A reference of another server, with the answers of the first model: it may be held."""
+    """A reference on another server, with the outputs of the first model. The test can hold it."""
 
     def __init__(self, answer: Array) -> None:
         self.gate = Gate()
@@ -209,7 +207,7 @@ class Slow:
 
 
 @pytest.mark.long
-def test_another_server_may_run_the_reference_slowly_or_not_at_all(tmp_path: Path, serve: Serve) -> None:
+def test_a_remote_reference_may_be_slow_or_unavailable(tmp_path: Path, serve: Serve) -> None:
     artifact = write_mlp(tmp_path / "elsewhere" / "1")
     golden = artifact.golden()
     one = golden.inputs["x"][:1]

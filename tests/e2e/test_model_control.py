@@ -1,4 +1,4 @@
-"""A server process whose models change while clients ask it all the time."""
+"""Models of a server process change while clients send requests without pause."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CLIENTS = 4
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
-    """Two artifacts of one model, which answer differently."""
+    """Return two artifacts of one model, which give different outputs."""
     root = tmp_path_factory.mktemp("made")
     for seed, name in enumerate(("old", "new")):
         write_product(root / name / "m" / "1", seed=seed)
@@ -54,7 +54,7 @@ def clients(server: ServerProcess, right: Mapping[str, bytes]) -> Iterator[list[
 
 
 def index(client: Any) -> dict[str, str]:
-    """The state of each version of the one model."""
+    """Return the state of each version of the one model."""
     return {line.version: line.state for line in client.get_model_repository_index().models}
 
 
@@ -62,9 +62,9 @@ def copy(source: Path, target: Path) -> None:
     shutil.copytree(source, target, copy_function=shutil.copyfile)
 
 
-@pytest.mark.long  # the repository is looked at every second, and what has changed once more a second later
+@pytest.mark.long  # the server scans the repository every second, and a changed directory again a second later
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_directory_that_is_copied_slowly_takes_nothing_from_what_serves_and_is_served_once_it_is_whole(
+def test_a_slowly_copied_version_is_served_once_complete_and_the_old_one_until_then(
     tmp_path: Path, serve: Serve, made: Mapping[str, Path], right: Mapping[str, bytes], workers: int
 ) -> None:
     copy(made["old"], tmp_path / "m" / "1")
@@ -75,7 +75,7 @@ def test_a_directory_that_is_copied_slowly_takes_nothing_from_what_serves_and_is
         target = tmp_path / "m" / "2"
         target.mkdir()
         shutil.copyfile(made["new"] / "manifest.json", target / "manifest.json")
-        until(lambda: index(client) == {"1": "READY", "2": "UNAVAILABLE"}, 60)  # it was tried
+        until(lambda: index(client) == {"1": "READY", "2": "UNAVAILABLE"}, 60)  # the server tried to load it
         assert server.get("/readyz")[0] == 200
         for file in made["new"].iterdir():
             if file.name != "weights.bf16":
@@ -83,7 +83,7 @@ def test_a_directory_that_is_copied_slowly_takes_nothing_from_what_serves_and_is
         with (target / "weights.bf16").open("wb") as weights:
             weights.write((made["new"] / "weights.bf16").read_bytes()[:-1])
             weights.flush()
-            until(lambda: server.log.count("model 'm' version 2 is unavailable") >= 2, 60)  # and once more
+            until(lambda: server.log.count("model 'm' version 2 is unavailable") >= 2, 60)  # the server tried again
             assert index(client) == {"1": "READY", "2": "UNAVAILABLE"}
             assert server.get("/readyz")[0] == 200
             assert sum(each.answered["new"] for each in asking) == 0
@@ -91,14 +91,14 @@ def test_a_directory_that_is_copied_slowly_takes_nothing_from_what_serves_and_is
         until(lambda: index(client) == {"1": "UNAVAILABLE", "2": "READY"}, 60)
         until(lambda: all(each.answered["new"] for each in asking))
     assert [dict(each.codes) for each in asking] == [{"OK": each.codes["OK"]} for each in asking]
-    # A line for each time that the copy stood still.
+    # One line for each pause of the copy.
     assert server.log.count("model 'm' version 2 is unavailable") <= 3
     assert "Traceback" not in server.log
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_a_model_that_clients_load_again_and_again_answers_every_request(
+def test_every_request_succeeds_while_a_client_reloads_the_model_repeatedly(
     tmp_path: Path, serve: Serve, made: Mapping[str, Path], right: Mapping[str, bytes], workers: str
 ) -> None:
     copy(made["old"], tmp_path / "m" / "1")
@@ -119,7 +119,7 @@ def test_a_model_that_clients_load_again_and_again_answers_every_request(
 
 
 @pytest.mark.long
-def test_a_model_that_is_unloaded_while_clients_ask_ends_no_request_but_with_an_answer_or_a_clear_status(
+def test_requests_to_a_model_unloaded_meanwhile_get_a_response_or_a_clear_status(
     tmp_path: Path, serve: Serve, made: Mapping[str, Path], right: Mapping[str, bytes]
 ) -> None:
     copy(made["old"], tmp_path / "m" / "1")

@@ -1,5 +1,7 @@
-"""Dimensions of ONNX files by strangers: unknown ones are equal to nothing, and names that a run contradicts are not
-believed; neither by the converter nor by the server."""
+"""Dimensions in ONNX files of other tools: unknown ones are equal to no other, and a run can prove a name wrong.
+
+Neither the converter nor the server relies on a dimension name that a run contradicts.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ RANDOM = np.random.default_rng(0)
 
 
 def paddle() -> ModelProto:
-    """A small net as PaddlePaddle exports it: every unknown dimension is called ``?``, −1 stands for the batch."""
+    """Return a small net as PaddlePaddle exports it: each unknown dimension is called ``?``, −1 is the batch."""
     proto = graphs.conv_bn()
     proto.graph.input[0].CopyFrom(graphs.edge("x", [-1, 3, "?", "?"]))
     proto.graph.output[0].CopyFrom(graphs.edge("y", ["?", 8, "?", "?"]))
@@ -33,7 +35,7 @@ def paddle() -> ModelProto:
 
 
 def doubled() -> ModelProto:
-    """Two rows for each one given, and yet both are called ``batch``."""
+    """Return a model that gives two rows for each input row, although both dimensions are called ``batch``."""
     proto = graphs.mlp()
     proto.graph.node[-1].output[0] = "once"
     proto.graph.node.append(helper.make_node("Concat", ["once", "once"], ["y"], axis=0, name="twice"))
@@ -41,7 +43,10 @@ def doubled() -> ModelProto:
 
 
 def two_lists() -> ModelProto:
-    """x [n, 16] and z [n, 16]: rows of z·w + (sum of rows of x)·w. The lists need not be equally long, names or no."""
+    """Return a model of x [n, 16] and z [n, 16] that gives the rows of z·w + (sum of rows of x)·w.
+
+    Both lengths are called n, but the model also runs if they differ.
+    """
     return graphs.model(
         [
             helper.make_node("ReduceSum", ["x", "rows"], ["sum"], name="sum"),
@@ -55,7 +60,7 @@ def two_lists() -> ModelProto:
 
 
 def convert(proto: ModelProto, directory: Path, *arguments: str | Path) -> Artifact:
-    """``proto`` converted into ``directory/models/m/1``."""
+    """Convert ``proto`` into ``directory/models/m/1`` and return the artifact."""
     onnx.save(proto, directory / "m.onnx")
     target = directory / "models" / "m" / "1"
     assert (
@@ -65,13 +70,13 @@ def convert(proto: ModelProto, directory: Path, *arguments: str | Path) -> Artif
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str | Path, said: tuple[str, ...]) -> None:
-    """What ``arguments`` ask for is, with these words."""
+    """Assert that the converter rejects ``arguments`` with exit code 2 and a message that contains ``said``."""
     code, told = run([str(argument) for argument in arguments]), capsys.readouterr()
     Outcome(code, told.out, told.err).refused(2, *said)
 
 
 def ask(server: ServerProcess, feeds: dict[str, Array]) -> Array:
-    """The output ``y``."""
+    """Return the output ``y`` of one request."""
     tensors = [triton.InferInput(name, list(array.shape), "FP32") for name, array in feeds.items()]
     for tensor, array in zip(tensors, feeds.values(), strict=True):
         tensor.set_data_from_numpy(array)
@@ -85,7 +90,7 @@ def floats(*shape: int) -> Array:
 
 
 @pytest.mark.long
-def test_dimensions_called_alike_by_paddlepaddle_differ(tmp_path: Path, serve: Serve) -> None:
+def test_unknown_dimensions_that_paddlepaddle_gives_one_name_may_differ(tmp_path: Path, serve: Serve) -> None:
     np.savez(tmp_path / "wide.npz", x=floats(2, 3, 8, 20))
     manifest = convert(paddle(), tmp_path, "--samples", tmp_path / "wide.npz").manifest
     assert manifest.inputs[0].shape == ["x_0", 3, "x_2", "x_3"]
@@ -97,7 +102,7 @@ def test_dimensions_called_alike_by_paddlepaddle_differ(tmp_path: Path, serve: S
 
 
 @pytest.mark.long
-def test_a_name_that_an_output_reuses_for_another_size_is_not_believed(tmp_path: Path, serve: Serve) -> None:
+def test_a_dimension_name_that_an_output_reuses_for_another_size_is_replaced(tmp_path: Path, serve: Serve) -> None:
     manifest = convert(doubled(), tmp_path).manifest
     assert manifest.inputs[0].shape == ["batch", 16]
     assert manifest.outputs[0].shape == ["y_0", 16]
@@ -107,17 +112,17 @@ def test_a_name_that_an_output_reuses_for_another_size_is_not_believed(tmp_path:
 
 
 @pytest.mark.long
-def test_a_name_that_samples_contradict_is_not_believed_where_the_source_runs(tmp_path: Path, serve: Serve) -> None:
+def test_a_dimension_name_that_samples_contradict_is_replaced_if_the_source_runs(tmp_path: Path, serve: Serve) -> None:
     np.savez(tmp_path / "uneven.npz", x=floats(5, 16), z=floats(3, 16))
     manifest = convert(two_lists(), tmp_path, "--samples", tmp_path / "uneven.npz").manifest
     assert [entry.shape for entry in manifest.inputs] == [["n", 16], ["z_0", 16]]
-    assert manifest.outputs[0].shape == ["y_0", 32]  # called n, too, and not as long as x
+    assert manifest.outputs[0].shape == ["y_0", 32]  # also called n in the source, but its size differs from that of x
     server = serve("--repository", str(tmp_path / "models"), "--device", "cpu").wait_ready()
     assert ask(server, {"x": floats(2, 16), "z": floats(7, 16)}).shape == (7, 32)
 
 
 @pytest.mark.parametrize("given", [{"x": (5, 16), "z": (3, 15)}, {"x": (5, 8), "z": (3, 8)}])
-def test_samples_that_no_names_could_mend_are_refused_for_what_they_are(
+def test_samples_of_a_wrong_fixed_size_are_rejected_by_their_shape(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], given: dict[str, tuple[int, ...]]
 ) -> None:
     onnx.save(two_lists(), tmp_path / "m.onnx")
@@ -126,7 +131,7 @@ def test_samples_that_no_names_could_mend_are_refused_for_what_they_are(
     refused(capsys, "checkpoint", tmp_path / "m.onnx", *arguments, said=("wrong.npz", "expected [n,16]"))
 
 
-def test_a_sample_that_contradicts_a_name_and_does_not_run_is_refused_by_that_name(
+def test_a_sample_that_contradicts_a_name_and_does_not_run_is_rejected(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     proto = two_lists()

@@ -1,4 +1,4 @@
-"""The profile that a converted model is served with: the one that is named, or the fastest of those that may be."""
+"""The profile that a converted model is served with: the one that serving.yaml names, or the fastest permitted one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ Native = Callable[[bool], None]
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two products, in every profile that is written by default."""
+    """Return the path of a converted model of two matrix products, with every profile that the converter writes by
+    default.
+    """
     directory = tmp_path_factory.mktemp("choice")
     onnx.save(graphs.mlp((64, 96, 64)), directory / "m.onnx")
     target = directory / "m" / "1"
@@ -43,13 +45,13 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def native(monkeypatch: pytest.MonkeyPatch) -> Native:
-    """Says whether this processor has bf16 instructions."""
+    """Return a function that sets whether the processor appears to have bf16 instructions."""
     return lambda said: monkeypatch.setattr(kernel, "multiplies_bf16", lambda: said)
 
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The runtimes that were loaded; at the end one is open at most, the one that answers."""
+    """Return the list of all runtimes loaded. When loading is over, at most the serving one is still open."""
     found: list[Any] = []
     load = runtimes.load
 
@@ -66,12 +68,12 @@ def still_open(found: list[Any]) -> list[str]:
 
 
 def turned(cpu: float, bf16: float) -> Callable[[], float]:
-    """A clock, read as ``medians`` reads it, by which runs take ``cpu`` and ``bf16`` seconds."""
+    """Return a clock, called the way ``medians`` calls it, by which runs take ``cpu`` and ``bf16`` seconds."""
     now, reads, order = 0.0, count(), [cpu, bf16]
 
     def read() -> float:
         nonlocal now
-        # The start; then a round: its begin, before and after each of two runs, its end.
+        # Reads: the start; then, for each round, its start, before and after each of two runs, its end.
         number = next(reads)
         place = (number - 1) % 6
         if place in (2, 4):
@@ -84,7 +86,7 @@ def turned(cpu: float, bf16: float) -> Callable[[], float]:
 
 
 class Settled:
-    """Another worker chose ``profile``: before this one begins, or while it measures."""
+    """Another worker chose ``profile``, before this worker starts to measure or while it measures."""
 
     def __init__(self, profile: str, *, before: bool) -> None:
         self._profile = profile
@@ -109,7 +111,7 @@ def loaded(
 @pytest.mark.parametrize(
     ("cpu", "bf16", "chosen"), [(2e-3, 1e-3, "cpu-bf16"), (1e-3, 2e-3, "cpu"), (1e-3, 1e-3, "cpu")]
 )
-def test_auto_takes_the_faster_and_says_why(
+def test_auto_chooses_the_faster_profile_and_reports_why(
     cpu: float, bf16: float, chosen: str, converted: Path, native: Native, opened: list[Any]
 ) -> None:
     native(True)
@@ -126,7 +128,7 @@ def test_auto_takes_the_faster_and_says_why(
 
 @pytest.mark.parametrize("chosen", BOTH)
 @pytest.mark.parametrize("before", [True, False])
-def test_what_another_worker_has_chosen_counts_whatever_is_measured_here(
+def test_the_choice_of_another_worker_overrides_the_measurement(
     chosen: str, before: bool, converted: Path, native: Native, opened: list[Any]
 ) -> None:
     native(True)
@@ -139,21 +141,21 @@ def test_what_another_worker_has_chosen_counts_whatever_is_measured_here(
     found.runtime.close()
 
 
-def test_a_profile_of_another_worker_that_does_not_run_here_is_refused(
+def test_a_profile_of_another_worker_that_does_not_run_here_fails_the_load(
     converted: Path, native: Native, opened: list[Any]
 ) -> None:
-    """It would answer otherwise than the others."""
+    """Otherwise this worker's outputs would differ from those of the others."""
     native(False)
     with pytest.raises(RuntimeFailure, match="serves profile cpu-bf16, which does not run in this one"):
         loaded(converted, agreement=Settled("cpu-bf16", before=False))
     assert still_open(opened) == []
 
 
-def test_a_profile_that_is_named_needs_no_agreement(converted: Path, opened: list[Any]) -> None:
+def test_a_named_profile_needs_no_agreement_between_workers(converted: Path, opened: list[Any]) -> None:
     assert loaded(converted, agreement=Settled("cpu", before=True), profile="cpu-bf16").info.profile == "cpu-bf16"
 
 
-def test_one_that_the_processor_would_emulate_is_not_even_loaded(
+def test_a_profile_that_the_processor_would_emulate_is_not_loaded(
     converted: Path, native: Native, opened: list[Any]
 ) -> None:
     native(False)
@@ -165,10 +167,10 @@ def test_one_that_the_processor_would_emulate_is_not_even_loaded(
     assert len(opened) == 1
 
 
-def test_what_the_environment_says_of_the_kernel_s_path_decides_whether_that_is_so(
+def test_the_environment_variable_for_the_kernel_path_affects_the_choice(
     converted: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No clock is turned and nothing is replaced: the real thing, whatever this processor is."""
+    """The clock and the kernel are real here, and the test passes on any processor."""
     found = loaded(converted)
     assert found.info.profile in BOTH
     assert ("was skipped, this processor emulates it" in found.info.choice) == (not kernel.multiplies_bf16())
@@ -179,7 +181,9 @@ def test_what_the_environment_says_of_the_kernel_s_path_decides_whether_that_is_
     assert loaded(converted).info.profile == "cpu"
 
 
-def test_a_budget_that_serving_yaml_tightens_passes_it_over(converted: Path, native: Native, opened: list[Any]) -> None:
+def test_a_profile_over_the_budget_in_serving_yaml_is_skipped(
+    converted: Path, native: Native, opened: list[Any]
+) -> None:
     native(True)
     drift = Artifact.open(converted).manifest.drift
     between = np.mean([drift[profile].outputs["y"]["relative_l2"]["mean"] for profile in BOTH])
@@ -196,7 +200,7 @@ def test_a_budget_that_serving_yaml_tightens_passes_it_over(converted: Path, nat
         (RuntimeFailure("secret"), "it does not run here (the log says why)"),
     ],
 )
-def test_one_that_does_not_pass_the_gate_costs_the_model_nothing(
+def test_a_profile_that_fails_the_golden_gate_is_skipped_and_the_model_serves(
     error: Bf16kitError,
     said: str,
     converted: Path,
@@ -222,7 +226,7 @@ def test_one_that_does_not_pass_the_gate_costs_the_model_nothing(
 
 
 @pytest.mark.parametrize("profile", BOTH)
-def test_a_profile_that_is_named_is_served_unmeasured_on_any_processor(
+def test_a_named_profile_is_served_unmeasured_on_any_processor(
     profile: str, converted: Path, native: Native, opened: list[Any]
 ) -> None:
     native(False)
@@ -232,17 +236,17 @@ def test_a_profile_that_is_named_is_served_unmeasured_on_any_processor(
     assert found.info.accumulation == "fp32"
 
 
-def test_a_profile_that_is_named_and_not_there_or_not_for_the_device_is_an_error(converted: Path) -> None:
+def test_a_named_profile_that_is_missing_or_not_for_the_device_is_an_error(converted: Path) -> None:
     with pytest.raises(ArtifactError, match="has no profile 'torchscript'; it has cpu, cpu-bf16, cuda"):
         loaded(converted, profile="torchscript")
     with pytest.raises(ConfigError, match="profile cpu-bf16 runs on the CPU, not on cuda:0"):
         loading.load(converted, Serving(profile="cpu-bf16"), device="cuda:0", threads=1)
 
 
-def test_a_kernel_that_keeps_its_sums_in_bf16_is_refused(
+def test_a_profile_that_accumulates_in_bf16_is_rejected(
     converted: Path, native: Native, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The probe says so for the profile that rounds, and the other one answers."""
+    """The probe finds bf16 accumulation for the profile cpu-bf16 only, and the profile cpu serves."""
     native(True)
     monkeypatch.setattr(
         "bf16kit.runtime.onnx.probe_onnx", lambda _d, precision, _l: {"bf16": "bf16"}.get(precision, "fp32")
@@ -252,7 +256,7 @@ def test_a_kernel_that_keeps_its_sums_in_bf16_is_refused(
     assert loaded(converted).info.profile == "cpu"
 
 
-def test_it_is_judged_by_golden_samples_of_its_own(converted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_profile_is_checked_with_its_own_golden_samples(converted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked, golden = [], Artifact.golden
 
     def noted(self: Artifact, profile: str | None = None) -> Golden:
@@ -264,16 +268,16 @@ def test_it_is_judged_by_golden_samples_of_its_own(converted: Path, monkeypatch:
     assert asked == ["cpu-bf16"]
 
 
-def test_a_server_tells_which_profile_answers_and_why_wherever_it_is_asked(
+def test_log_model_config_metric_and_page_name_the_profile_and_the_reason(
     converted: Path, tmp_path: Path, serve: Callable[..., Any]
 ) -> None:
-    """Two models, one whose serving.yaml names the profile; in the log, in metadata, in a metric and on the page."""
+    """Serve two models; the serving.yaml of one names its profile."""
     for name in ("chosen", "named"):
         shutil.copytree(converted, tmp_path / name / "1")
     (tmp_path / "named" / "serving.yaml").write_text("profile: cpu-bf16\nshadow: {rate: 0}\n")
     server = serve("--repository", str(tmp_path), "--device", "cpu").wait_ready()
     with triton.InferenceServerClient(server.target) as client:
-        # tritonclient's ModelMetadata has no properties; the parameters of the configuration are the same
+        # tritonclient's ModelMetadata has no properties; the configuration's parameters have the same values
         configs = {name: client.get_model_config(name).config.parameters for name in ("chosen", "named")}
         told = {name: {key: told.string_value for key, told in found.items()} for name, found in configs.items()}
         feeds = Artifact.open(converted).golden()

@@ -1,5 +1,8 @@
-"""A TorchScript file that branches on its numbers, end to end: converted to TorchScript alone, served, and compared
-with what the file itself answers on both ways of the branch."""
+"""A TorchScript file with a branch on its input values, end to end.
+
+The file is converted to TorchScript only and served; the test compares both branches with the outputs of the file
+itself.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ Serve = Callable[..., Any]
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.jit's own
 
 
-def test_it_is_served_and_answers_as_the_file_does(tmp_path: Path, serve: Serve) -> None:
+def test_a_torchscript_only_model_is_served_with_outputs_close_to_the_file(tmp_path: Path, serve: Serve) -> None:
     path = save(tmp_path / "m.pt", Deciding(), torch.ones(2, 16))
     models = tmp_path / "models"
     target = models / "model" / "1"

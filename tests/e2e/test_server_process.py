@@ -1,4 +1,4 @@
-"""The server process over real artifacts and a plain tritonclient."""
+"""Run the server as a process on real artifacts, and use it through an unmodified tritonclient."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def rows(count: int) -> np.ndarray[Any, Any]:
     return np.random.default_rng(0).standard_normal((count, 16)).astype(np.float32)
 
 
-def test_a_plain_tritonclient_gets_what_the_fp32_reference_gives(tmp_path: Path, serve: Serve) -> None:
+def test_tritonclient_gets_outputs_close_to_the_fp32_reference(tmp_path: Path, serve: Serve) -> None:
     golden = write_mlp(tmp_path / "mlp" / "1").golden()
     server = serve("--repository", str(tmp_path)).wait_ready()
     np.testing.assert_allclose(infer(server.target, golden.inputs["x"]), golden.outputs["y"], atol=0.05)
@@ -53,7 +53,7 @@ def test_a_plain_tritonclient_gets_what_the_fp32_reference_gives(tmp_path: Path,
 
 
 @pytest.mark.long
-def test_drift_appears_in_the_metrics_after_traffic_and_promtool_is_content(tmp_path: Path, serve: Serve) -> None:
+def test_traffic_updates_the_drift_metrics_and_promtool_accepts_the_page(tmp_path: Path, serve: Serve) -> None:
     write_mlp(tmp_path / "mlp" / "1", logits=True)
     (tmp_path / "mlp" / "serving.yaml").write_text("shadow: {rate: 1.0, max_per_second: 1000, max_rows: 32}\n")
     server = serve("--repository", str(tmp_path)).wait_ready()
@@ -82,7 +82,7 @@ def test_drift_appears_in_the_metrics_after_traffic_and_promtool_is_content(tmp_
 
 
 def test_models_over_budget_or_damaged_are_never_ready_and_the_log_says_why(tmp_path: Path, serve: Serve) -> None:
-    """Budget and measure of the one, the file of the other; and a third answers."""
+    """The log states why each of the two models is unavailable. A third model becomes ready."""
     write_mlp(tmp_path / "spoilt" / "1", spoil=0.5)
     write_lookup(tmp_path / "good" / "1")
     write_mlp(tmp_path / "damaged" / "1")
@@ -103,7 +103,7 @@ def test_models_over_budget_or_damaged_are_never_ready_and_the_log_says_why(tmp_
             infer(server.target, rows(1), name)
 
 
-def test_an_empty_repository_serves_is_not_ready_and_says_so(tmp_path: Path, serve: Serve) -> None:
+def test_a_server_with_an_empty_repository_is_live_but_not_ready_and_logs_it(tmp_path: Path, serve: Serve) -> None:
     server = serve("--repository", str(tmp_path))
     assert server.get("/livez")[0] == 200
     assert server.get("/readyz")[0] == 503
@@ -117,14 +117,14 @@ def test_an_empty_repository_serves_is_not_ready_and_says_so(tmp_path: Path, ser
 
 
 @pytest.mark.long
-def test_sigterm_finishes_what_is_at_work_refuses_what_is_new_and_exits_0(tmp_path: Path, serve: Serve) -> None:
-    """A queue that waits two seconds for a fuller batch keeps one request at work meanwhile."""
+def test_sigterm_finishes_requests_in_flight_rejects_new_ones_and_exits_0(tmp_path: Path, serve: Serve) -> None:
+    """The queue waits two seconds for a fuller batch, which keeps one request in flight meanwhile."""
     write_mlp(tmp_path / "mlp" / "1")
     (tmp_path / "mlp" / "serving.yaml").write_text("max_queue_delay_ms: 2000\n")
     server = serve("--repository", str(tmp_path)).wait_ready()
     target = server.target
     with ThreadPoolExecutor(1) as caller, triton.InferenceServerClient(target) as late:
-        assert late.is_server_ready()  # this connection is open before the port closes
+        assert late.is_server_ready()  # opens this connection before the port closes
         working = caller.submit(infer, target, rows(1))
         until(lambda: server.metric('bf16kit_requests_in_flight{model="mlp",version="1"}') == 1)
         server.terminate()
@@ -140,7 +140,7 @@ def test_sigterm_finishes_what_is_at_work_refuses_what_is_new_and_exits_0(tmp_pa
 
 
 @pytest.mark.long
-def test_a_lame_duck_is_not_ready_and_answers(tmp_path: Path, serve: Serve) -> None:
+def test_a_lame_duck_is_not_ready_but_still_serves(tmp_path: Path, serve: Serve) -> None:
     write_mlp(tmp_path / "mlp" / "1")
     server = serve("--repository", str(tmp_path), "--lame-duck-seconds", "3").wait_ready()
     target = server.target
@@ -156,7 +156,7 @@ def test_a_lame_duck_is_not_ready_and_answers(tmp_path: Path, serve: Serve) -> N
 
 
 def test_requests_that_outlast_the_drain_are_cut_off_and_the_exit_code_says_so(tmp_path: Path, serve: Serve) -> None:
-    """A queue that waits a minute for a fuller batch, and a drain of half a second."""
+    """The queue waits a minute for a fuller batch, and the drain lasts half a second."""
     write_mlp(tmp_path / "mlp" / "1")
     (tmp_path / "mlp" / "serving.yaml").write_text("max_queue_delay_ms: 60000\n")
     (tmp_path / "server.yaml").write_text("drain_seconds: 0.5\n")
@@ -183,7 +183,7 @@ def test_sigterm_while_models_load_exits_0(tmp_path: Path, serve: Serve) -> None
 
 
 @pytest.mark.parametrize("which", ["grpc", "http"])
-def test_a_port_in_use_is_one_clear_line_and_exit_code_2(tmp_path: Path, serve: Serve, which: str) -> None:
+def test_a_port_in_use_gives_one_clear_line_and_exit_code_2(tmp_path: Path, serve: Serve, which: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         server = serve("--repository", str(tmp_path), f"--{which}-port", str(port))
@@ -194,13 +194,11 @@ def test_a_port_in_use_is_one_clear_line_and_exit_code_2(tmp_path: Path, serve: 
 
 
 @pytest.mark.parametrize("kind", ["text", "json"])
-def test_a_debug_log_has_a_line_for_each_request_and_nothing_of_its_payload(
-    tmp_path: Path, serve: Serve, kind: str
-) -> None:
+def test_a_debug_log_has_a_line_for_each_request_without_its_payload(tmp_path: Path, serve: Serve, kind: str) -> None:
     write_lookup(tmp_path / "lookup" / "1")
     debug = {**os.environ, "BF16KIT_LOG_LEVEL": "debug"}
     server = serve("--repository", str(tmp_path), "--log-format", kind, env=debug).wait_ready()
-    payload = 987_654_321  # no row of the table: its refusal names it
+    payload = 987_654_321  # not a row of the table: the error message contains it
     with triton.InferenceServerClient(server.target) as client:
         for i, value in enumerate((1, payload)):
             ids = triton.InferInput("ids", [1, 2], "INT64")
@@ -257,22 +255,20 @@ def test_with_tls_tokens_and_json_logs_a_scraper_needs_its_token_and_the_log_is_
     assert token not in " ".join(server.process.args)
 
 
-def test_files_for_tls_and_tokens_that_cannot_be_used_are_one_clear_line_and_exit_code_2(
-    tmp_path: Path, serve: Serve
-) -> None:
+def test_unusable_tls_or_token_files_give_one_clear_line_and_exit_code_2(tmp_path: Path, serve: Serve) -> None:
     wrong = {
         ("--token-file", str(tmp_path / "none")): "token_file .*none: cannot be read",
         ("--tls-key", "k"): "tls_key is given without tls_certificate",
         ("--tls-key", "k", "--tls-certificate", "c"): "tls_certificate c: cannot be read",
     }
-    servers = [serve("--repository", str(tmp_path), *flags) for flags in wrong]  # side by side
+    servers = [serve("--repository", str(tmp_path), *flags) for flags in wrong]  # all run at once
     for server, message in zip(servers, wrong.values(), strict=True):
         assert server.exit_code() == 2
         assert re.search(message, server.log)
         assert "Traceback" not in server.log
 
 
-def test_environment_and_file_configure_it_too(tmp_path: Path, serve: Serve) -> None:
+def test_the_environment_and_a_file_configure_the_server(tmp_path: Path, serve: Serve) -> None:
     repository = tmp_path / "repository"
     write_mlp(repository / "mlp" / "1")
     (tmp_path / "server.yaml").write_text("log_level: warning\nthreads: 1\n")
@@ -281,7 +277,7 @@ def test_environment_and_file_configure_it_too(tmp_path: Path, serve: Serve) -> 
     until(lambda: "'mlp' version 1 is ready" in server.log, what="the line in the log")
 
 
-def test_the_log_of_a_running_server_is_changed_by_a_plain_tritonclient(tmp_path: Path, serve: Serve) -> None:
+def test_tritonclient_changes_the_log_settings_of_a_running_server(tmp_path: Path, serve: Serve) -> None:
     write_mlp(tmp_path / "mlp" / "1")
     env = {**os.environ, "BF16KIT_CHANGE_SETTINGS": "true"}
     server = serve("--repository", str(tmp_path), env=env).wait_ready()

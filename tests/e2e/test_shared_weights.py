@@ -1,4 +1,4 @@
-"""The weights of a server with several workers: one copy, which outlives the worker that made it."""
+"""The weights of a server with several workers: one copy in memory, which outlives the worker that created it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def repository(tmp_path: Path) -> Path:
 
 
 def answers(server: ServerProcess) -> set[bytes]:
-    """Over so many connections that every worker has some."""
+    """Return the distinct outputs over so many connections that every worker has some."""
     found = set()
     for _ in range(15):
         with grpc.insecure_channel(server.target, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
@@ -47,7 +47,7 @@ def answers(server: ServerProcess) -> set[bytes]:
 
 
 def workers(server: ServerProcess) -> dict[int, list[str]]:
-    """The memory of weights that each worker maps, by process and inode number."""
+    """Return the shared memory of weights that each worker maps: inode numbers by process id."""
     of = server.process.pid
     children = [int(pid) for pid in Path(f"/proc/{of}/task/{of}/children").read_text().split()]
     return {pid: _mapped(pid) for pid in children if b"service.workers.worker" in _command(pid)}
@@ -56,7 +56,7 @@ def workers(server: ServerProcess) -> dict[int, list[str]]:
 def _command(pid: int) -> bytes:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):  # it has ended since
+    except (FileNotFoundError, ProcessLookupError):  # the process has ended in the meantime
         return b""
 
 
@@ -71,26 +71,26 @@ def _replaced(server: ServerProcess, killed: int, copy: list[str]) -> bool:
 
 
 @KERNEL
-def test_all_workers_answer_from_one_copy_and_so_does_one_that_is_started_again(repository: Path, serve: Serve) -> None:
+def test_all_workers_share_one_copy_of_the_weights_and_so_does_a_restarted_one(repository: Path, serve: Serve) -> None:
     server = serve("--repository", str(repository), "--workers", "2").wait_ready()
     (first, copy), (second, same) = workers(server).items()
     assert len(copy) == 1
     assert copy == same
     expected = answers(server)
     assert len(expected) == 1
-    for killed in (first, second):  # the one that filled it, too
+    for killed in (first, second):  # including the worker that filled the memory
         os.kill(killed, signal.SIGKILL)
         until(partial(_replaced, server, killed, copy), 60, "another worker with the copy")
         server.wait_ready()
     assert answers(server) == expected
 
 
-def test_without_the_kernel_workers_answer_too(repository: Path, serve: Serve) -> None:
+def test_workers_serve_without_the_kernel_too(repository: Path, serve: Serve) -> None:
     environment = {**os.environ, "BF16KIT_KERNEL_PATH": "off"}
     server = serve("--repository", str(repository), "--workers", "2", env=environment).wait_ready()
     assert len(answers(server)) == 1
 
 
-def test_one_process_alone_shares_nothing(repository: Path, serve: Serve) -> None:
+def test_a_single_process_server_shares_no_memory(repository: Path, serve: Serve) -> None:
     server = serve("--repository", str(repository)).wait_ready()
     assert _mapped(server.process.pid) == []

@@ -1,4 +1,4 @@
-"""The status page of a real server that is asked real questions, by a person in a browser and by a program."""
+"""The status page of a real server under load, as a browser and as a program read it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Serve = Callable[..., Any]  # see conftest.py
 
 @contextmanager
 def asking(target: str) -> Iterator[None]:
-    """Two rows at a time, again and again, until the ``with`` is left; one request in ten is refused."""
+    """Send requests of two rows until the ``with`` block ends; the server rejects one request in ten."""
     stop = threading.Event()
 
     def ask() -> None:
@@ -49,7 +49,7 @@ def asking(target: str) -> Iterator[None]:
 
 
 @pytest.mark.long  # the page's history has a point every ten seconds
-def test_the_page_shows_what_a_model_under_load_does(tmp_path: Path, serve: Serve) -> None:
+def test_the_page_shows_the_numbers_of_a_model_under_load(tmp_path: Path, serve: Serve) -> None:
     repository = tmp_path / "repository"
     write_mlp(repository / "mlp" / "1")
     write_mlp(repository / "spoilt" / "1", spoil=0.5)
@@ -97,7 +97,7 @@ def test_the_page_shows_what_a_model_under_load_does(tmp_path: Path, serve: Serv
 
 
 def server_time(server: ServerProcess) -> float:
-    """Unix seconds, as the page has them."""
+    """Return the Unix seconds that the status page has."""
     return float(json.loads(server.get("/status.json")[1])["at_seconds"])
 
 

@@ -1,4 +1,4 @@
-"""Traces of a server as a process: a plain tritonclient asks, a real collector takes them."""
+"""Traces of a server process: an unmodified tritonclient sends requests, and a real collector receives the spans."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def repository(tmp_path: Path) -> Path:
     root = tmp_path / "models"
     for name in ("mlp", "other"):
         write_mlp(root / name / "1")
-        (root / name / "serving.yaml").write_text("max_queue_delay_ms: 1\n")  # so that requests wait, and are gathered
+        (root / name / "serving.yaml").write_text("max_queue_delay_ms: 1\n")  # requests wait and are batched
     return root
 
 
@@ -67,9 +67,9 @@ def connected(server: ServerProcess) -> Iterator[Any]:
 
 
 @pytest.mark.long
-def test_a_clients_trace_goes_on_in_the_server(repository: Path, serve: Serve) -> None:
+def test_the_server_continues_the_clients_trace(repository: Path, serve: Serve) -> None:
     with collecting() as (collector, endpoint):
-        # By OpenTelemetry's own variables, as an operator has them already.
+        # OpenTelemetry's own variables, which many operators have set already.
         env = {
             **os.environ,
             "BF16KIT_TRACE_EXPORTER": "otlp",
@@ -90,12 +90,12 @@ def test_a_clients_trace_goes_on_in_the_server(repository: Path, serve: Serve) -
         assert collector.resource["service.name"] == "shop-embeddings"
         assert collector.resource["deployment.environment"] == "test"
         assert collector.headers["api-key"] == "of-the-collector"
-        # The page shows what has been delivered a moment after it was.
+        # The metrics page counts a delivery a moment later.
         until(lambda: server.metric('bf16kit_traces_total{outcome="exported"}') == 1)
 
 
 @pytest.mark.long
-def test_exemplars_lead_from_a_latency_to_its_trace(repository: Path, serve: Serve, tmp_path: Path) -> None:
+def test_exemplars_name_the_trace_of_a_latency(repository: Path, serve: Serve, tmp_path: Path) -> None:
     with collecting() as (collector, endpoint):
         server = serve("--repository", str(repository), env=traced(endpoint)).wait_ready()
         with connected(server) as client:
@@ -117,7 +117,7 @@ def test_exemplars_lead_from_a_latency_to_its_trace(repository: Path, serve: Ser
 
 
 def _scraped(port: int, directory: Path) -> set[str]:
-    """The traces that a real Prometheus has of the server's latency."""
+    """Return the trace ids of the exemplars that a real Prometheus has of the server's latency."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         own = free.getsockname()[1]
     job = {"job_name": "bf16kit", "static_configs": [{"targets": [f"127.0.0.1:{port}"]}]}
@@ -151,7 +151,7 @@ def _scraped(port: int, directory: Path) -> set[str]:
 
 
 @pytest.mark.long
-def test_trace_settings_are_changed_by_a_plain_tritonclient(repository: Path, serve: Serve) -> None:
+def test_tritonclient_changes_the_trace_settings(repository: Path, serve: Serve) -> None:
     with collecting() as (collector, endpoint):
         env = traced(endpoint, rate=2, BF16KIT_CHANGE_SETTINGS="true")
         server = serve("--repository", str(repository), env=env).wait_ready()
@@ -187,7 +187,7 @@ def test_trace_settings_are_changed_by_a_plain_tritonclient(repository: Path, se
 
 
 @pytest.mark.long
-def test_what_waits_is_delivered_before_the_end(repository: Path, serve: Serve) -> None:
+def test_waiting_spans_are_delivered_before_the_server_exits(repository: Path, serve: Serve) -> None:
     with collecting() as (collector, endpoint):
         server = serve("--repository", str(repository), env=traced(endpoint, rate=1)).wait_ready()
         collector.open.clear()
@@ -202,16 +202,16 @@ def test_what_waits_is_delivered_before_the_end(repository: Path, serve: Serve) 
 
 @pytest.mark.long
 @pytest.mark.parametrize("listens", [False, True], ids=["closed", "deaf"])
-def test_a_collector_that_is_gone_harms_nobody_and_is_told_of_once(
+def test_an_unreachable_collector_affects_no_request_and_is_logged_once(
     listens: bool, repository: Path, serve: Serve
 ) -> None:
-    """A port that nobody has, and one that takes connections and never says anything."""
+    """The collector's port is closed, or it accepts connections and never responds."""
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         endpoint = f"http://127.0.0.1:{deaf.getsockname()[1] if listens else 1}"
         env = traced(endpoint, rate=1, OTEL_EXPORTER_OTLP_TIMEOUT="0.2")
         server = serve("--repository", str(repository), env=env).wait_ready()
         with connected(server) as client:
-            for asked in (20, 40):  # the second are lost as well, and nothing more is said
+            for asked in (20, 40):  # the second twenty are lost as well, and nothing more is logged
                 ask(client, 20)
                 until(lambda asked=asked: server.metric('bf16kit_traces_total{outcome="failed"}') == asked)  # type: ignore[misc]
             ask(client, 5)
@@ -224,7 +224,7 @@ def test_a_collector_that_is_gone_harms_nobody_and_is_told_of_once(
     assert "Traceback" not in server.log
 
 
-def test_traces_are_off_unless_asked_for(repository: Path, serve: Serve) -> None:
+def test_traces_are_off_unless_configured(repository: Path, serve: Serve) -> None:
     with collecting() as (collector, endpoint):
         env = {**os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint, "BF16KIT_CHANGE_SETTINGS": "true"}
         server = serve("--repository", str(repository), env=env).wait_ready()
@@ -240,14 +240,14 @@ def test_traces_are_off_unless_asked_for(repository: Path, serve: Serve) -> None
 
 @contextmanager
 def anew(server: ServerProcess) -> Iterator[Any]:
-    """A connection of its own, which any worker may take."""
+    """Yield a client with a new connection, which any worker may accept."""
     own = [("grpc.use_local_subchannel_pool", 1)]
     with triton.InferenceServerClient(server.target, channel_args=own) as client:
         yield client
 
 
 @pytest.mark.long
-def test_every_worker_traces_what_it_answers(repository: Path, serve: Serve) -> None:
+def test_every_worker_traces_its_own_requests(repository: Path, serve: Serve) -> None:
     with collecting() as (collector, endpoint):
         server = serve("--repository", str(repository), "--workers", "2", env=traced(endpoint, rate=1)).wait_ready()
         asked = 0
@@ -266,8 +266,8 @@ def test_every_worker_traces_what_it_answers(repository: Path, serve: Serve) -> 
 
 
 @pytest.mark.long
-def test_a_worker_that_is_started_again_has_the_settings_of_the_others(repository: Path, serve: Serve) -> None:
-    """A model's own settings are its own, and the others still the server's."""
+def test_a_restarted_worker_has_the_log_and_trace_settings_of_the_others(repository: Path, serve: Serve) -> None:
+    """A model's own settings apply to it; its other settings are the server's."""
     with collecting() as (collector, endpoint):
         env = traced(endpoint, rate=1, BF16KIT_CHANGE_SETTINGS="true")
         server = serve("--repository", str(repository), "--workers", "2", env=env).wait_ready()

@@ -1,4 +1,4 @@
-"""Several processes that are one server, as its users meet it: whole answers, and one that dies is back."""
+"""A server of several worker processes, as clients see it: responses are complete, dead workers are replaced."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def infer(client: Client) -> bytes:
 
 
 def ready(client: Client) -> tuple[bool, bool, int]:
-    """ServerReady, ModelReady, and the health of the model."""
+    """Return ServerReady, ModelReady, and the health of the model."""
     health: Any = health_pb2_grpc.HealthStub(client.channel)
     return (
         client.call("ServerReady", pb.ServerReadyRequest()).ready,
@@ -56,7 +56,7 @@ def repository(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def converted_mlp(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A repository of one model in both of the profiles that a CPU may serve."""
+    """Return a repository of one model with both profiles that a CPU may serve."""
     directory = tmp_path_factory.mktemp("both")
     onnx.save(graphs.mlp((64, 96, 64)), directory / "m.onnx")
     target = directory / "models" / "mlp" / "1"
@@ -71,7 +71,7 @@ def server(repository: Path, serve: Serve) -> ServerProcess:
 
 @pytest.fixture(scope="module")
 def lasting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """For tests that leave it as it was: ready, with two workers."""
+    """Yield a server with two workers, for tests that leave it as it was: ready, with two workers."""
     repository = tmp_path_factory.mktemp("lasting")
     write_mlp(repository / "mlp" / "1")
     env = {**os.environ, "BF16KIT_SHARED_MEMORY": "true", "BF16KIT_SHARED_MEMORY_PREFIX": "workers"}
@@ -83,7 +83,7 @@ def lasting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]
 
 @pytest.fixture
 def clients(lasting: ServerProcess) -> Iterator[list[Client]]:
-    """So many connections that both workers have some: one of them had none once in 16,384 tests."""
+    """Yield so many connections that both workers have some: one of them had none once in 16,384 tests."""
     with ExitStack() as stack:
         made = [Client(lasting.target) for _ in range(15)]
         for client in made:
@@ -92,17 +92,21 @@ def clients(lasting: ServerProcess) -> Iterator[list[Client]]:
 
 
 @pytest.mark.long
-def test_every_worker_answers_alike_and_says_that_all_are_ready(lasting: ServerProcess, clients: list[Client]) -> None:
+def test_all_workers_send_equal_responses_and_report_the_server_as_ready(
+    lasting: ServerProcess, clients: list[Client]
+) -> None:
     assert len(pids(lasting)) == 2
     assert len({infer(client) for client in clients}) == 1
     until(lambda: {ready(client) for client in clients} == {READY})
 
 
 @pytest.mark.long
-def test_a_worker_that_is_killed_takes_no_other_connection_along_and_is_back(
+def test_a_killed_worker_affects_only_its_own_connections_and_is_replaced(
     lasting: ServerProcess, clients: list[Client]
 ) -> None:
-    """Those that were its own are told; readiness says so until it is back, through whichever worker one asks."""
+    """Clients of the killed worker get an error. Every worker reports the server as not ready until the worker is
+    replaced.
+    """
     expected = infer(clients[0])
     stop, failed, wrong = threading.Event(), set[int](), list[object]()
 
@@ -127,7 +131,7 @@ def test_a_worker_that_is_killed_takes_no_other_connection_along_and_is_back(
         try:
             watched.extend(told.status for told in health.Watch(health_pb2.HealthCheckRequest(service="mlp")))
         except grpc.RpcError:
-            watched.append(-1)  # it was the one that died who told
+            watched.append(-1)  # the stream was connected to the killed worker
 
     watching = threading.Thread(target=watch)
     watching.start()
@@ -151,7 +155,7 @@ def test_a_worker_that_is_killed_takes_no_other_connection_along_and_is_back(
 
 
 @pytest.mark.long
-def test_a_worker_that_is_started_again_serves_the_profile_that_the_others_serve(
+def test_a_restarted_worker_serves_the_same_profile_as_the_others(
     tmp_path: Path, serve: Serve, converted_mlp: Path
 ) -> None:
     server = serve("--repository", str(converted_mlp), "--workers", "2").wait_ready()
@@ -173,8 +177,8 @@ def test_a_worker_that_is_started_again_serves_the_profile_that_the_others_serve
     assert choices() == {(profile, "auto: as another worker of this server has measured")}
 
 
-@pytest.mark.long  # it is given ten seconds to answer
-def test_a_worker_that_stands_still_is_killed_and_started_again(lasting: ServerProcess, clients: list[Client]) -> None:
+@pytest.mark.long  # the supervisor waits ten seconds for the worker to respond
+def test_a_worker_that_hangs_is_killed_and_restarted(lasting: ServerProcess, clients: list[Client]) -> None:
     victim = pids(lasting)[0]
     os.kill(victim, signal.SIGSTOP)
     until(lambda: not alive(victim), 60, "the end of the one that stands still")
@@ -184,7 +188,7 @@ def test_a_worker_that_stands_still_is_killed_and_started_again(lasting: ServerP
 
 
 @pytest.mark.long
-def test_a_supervisor_that_is_killed_leaves_no_worker_behind_and_the_port_is_free(
+def test_a_killed_supervisor_leaves_no_worker_behind_and_frees_the_port(
     server: ServerProcess, repository: Path, serve: Serve
 ) -> None:
     workers, port = pids(server), server.ports()[0]
@@ -194,8 +198,8 @@ def test_a_supervisor_that_is_killed_leaves_no_worker_behind_and_the_port_is_fre
 
 
 @pytest.mark.long
-def test_workers_take_no_signal_of_their_own(server: ServerProcess) -> None:
-    """systemd sends SIGTERM to every process of a unit, a terminal SIGINT: the supervisor leads."""
+def test_workers_ignore_signals_sent_to_them_directly(server: ServerProcess) -> None:
+    """systemd sends SIGTERM and a terminal sends SIGINT to every process; only the supervisor must react."""
     workers = pids(server)
     for pid in workers:
         os.kill(pid, signal.SIGTERM)
@@ -207,8 +211,8 @@ def test_workers_take_no_signal_of_their_own(server: ServerProcess) -> None:
 
 
 @pytest.mark.long
-def test_sigterm_finishes_what_is_at_work_in_every_worker(repository: Path, serve: Serve) -> None:
-    """A queue that waits two seconds for a fuller batch keeps a request of each connection at work meanwhile."""
+def test_sigterm_finishes_the_requests_in_flight_in_every_worker(repository: Path, serve: Serve) -> None:
+    """The queue waits two seconds for a fuller batch, which keeps a request of each connection in flight."""
     (repository / "mlp" / "serving.yaml").write_text("max_queue_delay_ms: 2000\n")
     server = serve("--repository", str(repository), "--workers", "2").wait_ready()
     with ExitStack() as stack:
@@ -232,7 +236,7 @@ def test_requests_that_outlast_the_drain_are_cut_off_and_the_exit_code_says_so(r
     server = serve("--repository", str(repository), "--workers", "2", env=env).wait_ready()
     client = Client(server.target)
     with client.channel:
-        call = client.ask("ModelInfer").future(infer_request("mlp", x=ROWS))  # no deadline: it would run before that
+        call = client.ask("ModelInfer").future(infer_request("mlp", x=ROWS))  # the queue would run it before a deadline
         until(lambda: server.metric(IN_FLIGHT) == 1)
         server.terminate()
         assert server.exit_code() == 1, server.log
@@ -242,7 +246,7 @@ def test_requests_that_outlast_the_drain_are_cut_off_and_the_exit_code_says_so(r
 
 @pytest.mark.long
 @pytest.mark.parametrize("first", ["1", "2"])
-def test_a_second_server_on_the_port_is_refused(repository: Path, serve: Serve, first: str) -> None:
+def test_a_second_server_on_the_same_port_exits_with_an_error(repository: Path, serve: Serve, first: str) -> None:
     port = serve("--repository", str(repository), "--workers", first).ports()[0]
     second = serve("--repository", str(repository), "--workers", "2", "--grpc-port", str(port))
     assert second.exit_code() == 2
@@ -257,7 +261,7 @@ def _in_memory(key: str) -> pb.ModelInferRequest:
     return message
 
 
-def test_shared_memory_that_one_worker_was_told_of_is_there_in_all_and_in_those_that_come_after(
+def test_shared_memory_registered_with_one_worker_is_usable_in_all_and_in_later_ones(
     lasting: ServerProcess,
 ) -> None:
     memory = Path(f"/dev/shm/workers-{os.getpid()}")
@@ -265,7 +269,7 @@ def test_shared_memory_that_one_worker_was_told_of_is_there_in_all_and_in_those_
     server, before = lasting, pids(lasting)
 
     def answers() -> set[bytes]:
-        """Through connections to all workers."""
+        """Return the distinct outputs over connections to all workers."""
         found = set[bytes]()
         for _ in range(15):
             client = Client(server.target)

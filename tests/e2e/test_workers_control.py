@@ -1,4 +1,4 @@
-"""What operators ask of a server of several processes: answered by all of them, whichever is asked."""
+"""Control RPCs to a server of several processes apply to all workers, whichever worker receives them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _CONTROL = ("RepositoryModelLoad", "RepositoryModelUnload", "SystemSharedMemoryR
 
 @pytest.fixture
 def memory() -> Iterator[str]:
-    """A file of /dev/shm with room for one row of the model, by its key."""
+    """Yield the key of a file in /dev/shm with room for one row of the model."""
     file = Path(f"/dev/shm/bf16kit-{uuid.uuid4().hex}")
     file.write_bytes(ROWS.tobytes())
     yield f"/{file.name}"
@@ -67,7 +67,7 @@ def infer(client: Client, model: str = "mlp") -> bytes:
 
 
 def counted(client: Client) -> tuple[int, int, int]:
-    """What ModelStatistics says of the model: requests, rows, batches."""
+    """Return ModelStatistics' counts for the model: requests, rows, batches."""
     told = client.call("ModelStatistics", pb.ModelStatisticsRequest(name="mlp")).model_stats[0]
     return told.inference_stats.success.count, told.inference_count, told.execution_count
 
@@ -86,7 +86,7 @@ def code_of(call: Callable[[], object]) -> grpc.StatusCode:
     return grpc.StatusCode.OK
 
 
-def test_statistics_and_metrics_are_of_all_workers_and_no_counter_goes_back_when_one_dies(
+def test_statistics_and_metrics_sum_all_workers_and_survive_the_death_of_one(
     server: ServerProcess, clients: list[Client]
 ) -> None:
     for client in clients:
@@ -127,7 +127,7 @@ def test_a_model_is_loaded_and_unloaded_in_all_workers(server: ServerProcess, cl
     assert 'model="other"' not in server.get("/metrics")[1]
 
 
-def test_a_load_that_fails_leaves_all_workers_with_what_they_had(
+def test_a_failed_load_leaves_the_old_model_in_all_workers(
     server: ServerProcess, clients: list[Client], tmp_path: Path
 ) -> None:
     before = infer(clients[0])
@@ -141,7 +141,7 @@ def test_a_load_that_fails_leaves_all_workers_with_what_they_had(
     assert {infer(client) for client in clients} == {before}
 
 
-def test_shared_memory_is_registered_in_all_workers_and_in_one_that_is_started_later(
+def test_shared_memory_is_registered_in_all_workers_and_in_a_restarted_one(
     server: ServerProcess, clients: list[Client], memory: str
 ) -> None:
     def from_memory(client: Client) -> bytes:
@@ -173,7 +173,7 @@ def test_shared_memory_is_registered_in_all_workers_and_in_one_that_is_started_l
     assert code_of(lambda: Client(server.target).call("SystemSharedMemoryRegister", missing)) is not grpc.StatusCode.OK
 
 
-def test_settings_of_the_log_are_those_of_all_workers(server: ServerProcess, clients: list[Client]) -> None:
+def test_log_settings_apply_to_all_workers(server: ServerProcess, clients: list[Client]) -> None:
     def level(client: Client, message: pb.LogSettingsRequest) -> int:
         answer: int = client.call("LogSettings", message).settings["log_verbose_level"].uint32_param
         return answer
@@ -185,10 +185,10 @@ def test_settings_of_the_log_are_those_of_all_workers(server: ServerProcess, cli
 
 
 @pytest.mark.parametrize("rpc", _CONTROL)
-def test_a_worker_killed_during_a_control_rpc_neither_loses_it_nor_hangs_it(
+def test_a_control_rpc_completes_when_a_worker_is_killed_meanwhile(
     server: ServerProcess, clients: list[Client], memory: str, rpc: str
 ) -> None:
-    """It is stopped first, so that the RPC waits for it. Whoever asked it itself is told that it is gone."""
+    """The worker is stopped first, so that the RPC, sent to the other worker, waits until it is killed."""
     messages: dict[str, Any] = {
         "RepositoryModelLoad": pb.RepositoryModelLoadRequest(model_name="other"),
         "RepositoryModelUnload": pb.RepositoryModelUnloadRequest(model_name="mlp"),

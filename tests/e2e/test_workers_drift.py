@@ -1,4 +1,4 @@
-"""Live drift where several processes serve: one other process has the reference."""
+"""Live drift of a server of several workers: one separate process holds the reference."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def repository(tmp_path: Path) -> Path:
 
 
 def ask(server: ServerProcess, times: int) -> None:
-    """So many requests of two rows, over as many connections."""
+    """Send ``times`` requests of two rows, each over a new connection."""
     rows = np.random.default_rng(0).standard_normal((2, 16)).astype(np.float32)
     with ExitStack() as stack:
         for _ in range(times):
@@ -40,9 +40,7 @@ def ask(server: ServerProcess, times: int) -> None:
             client.call("ModelInfer", infer_request("mlp", x=rows))
 
 
-def test_one_process_measures_what_all_workers_answer_and_only_once_it_is_needed(
-    repository: Path, serve: Serve
-) -> None:
+def test_one_process_measures_all_workers_and_starts_with_the_first_sample(repository: Path, serve: Serve) -> None:
     (repository / "mlp" / "serving.yaml").write_text("shadow: {rate: 1.0, max_per_second: 1000}\n")
     server = serve("--repository", str(repository), "--workers", "2").wait_ready()
     assert pids(server, SHADOW) == []
@@ -63,7 +61,7 @@ def test_one_process_measures_what_all_workers_answer_and_only_once_it_is_needed
     assert server.exit_code() == 0
 
 
-def test_the_rate_is_that_of_the_server_and_not_of_each_worker(repository: Path, serve: Serve) -> None:
+def test_the_sampling_rate_limits_the_whole_server_not_each_worker(repository: Path, serve: Serve) -> None:
     """Three workers choose 0.8 requests a second each, and one a second is measured."""
     (repository / "mlp" / "serving.yaml").write_text("shadow: {rate: 1.0, max_per_second: 1}\n")
     server = serve("--repository", str(repository), "--workers", "3").wait_ready()

@@ -1,4 +1,4 @@
-"""Servers to attack: processes with their defaults, or with what a test says."""
+"""Servers to attack: processes with default settings, or with the settings that a test gives."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ from watched import Watched
 
 from service.transport.handlers import SERVICE
 
-_PLACES = {"ModelInfer": 256, "ModelStreamInfer": 64, "ServerMetadata": 0}  # for calls without a request, by default
+_PLACES = {"ModelInfer": 256, "ModelStreamInfer": 64, "ServerMetadata": 0}  # limits for calls without a request
 
 
 def _hold(target: Target, path: str, places: int, stack: contextlib.ExitStack) -> None:
-    """400 calls of this RPC without a request; returns when those have ended for which there is no place."""
+    """Open 400 calls of this RPC without a request; return when the server has ended those beyond its limit of
+    ``places``.
+    """
     silent = [stack.enter_context(RawConnection(target.port)) for _ in range(4)]
     for client in silent * 100:
         client.call(f"/{SERVICE}/{path}")
@@ -34,7 +36,7 @@ def _hold(target: Target, path: str, places: int, stack: contextlib.ExitStack) -
 
 
 def warm(target: Target) -> None:
-    """Have all threads and heaps made, which are made once: what they take is no growth."""
+    """Have the server create all threads and heaps that it creates once, so that they do not count as growth."""
     message = infer_request("mlp", x=np.ones((1, 16), np.float32)).SerializeToString()
     with contextlib.ExitStack() as stack:
         for path, places in _PLACES.items():
@@ -48,7 +50,7 @@ def warm(target: Target) -> None:
 
 @pytest.fixture(scope="module")
 def attack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Target]]:
-    """Starts a server with the lines of a ``server.yaml`` given; one process for each set of lines."""
+    """Yield a function that starts a server with these lines of ``server.yaml``; one process for each set of lines."""
     root = tmp_path_factory.mktemp("hostile")
     write_mlp(root / "repository" / "mlp" / "1")
     targets: dict[str, Target] = {}
@@ -74,14 +76,14 @@ Attacked = Callable[..., Watched]
 
 @pytest.fixture(scope="session", autouse=True)
 def many_sockets() -> None:
-    """The attacks of this folder hold hundreds of sockets in this process."""
+    """Raise the limit of file descriptors: the attacks of this folder hold hundreds of sockets in this process."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 @pytest.fixture
 def attacked(tmp_path: Path) -> Iterator[Attacked]:
-    """Starts a server with these flags and watches it; the end of the test checks what was watched."""
+    """Yield a function that starts a server with these flags and watches it; check the results after the test."""
     with contextlib.ExitStack() as stack:
 
         def start(*flags: str, env: dict[str, str] | None = None) -> Watched:
@@ -99,7 +101,7 @@ def attacked(tmp_path: Path) -> Iterator[Attacked]:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """The page says of each attack on which commit it ran, and whether it passed."""
+    """Record on which commit each attack ran and whether it passed, for the documentation page."""
     report = yield
     if report.when == "setup":
         figures.record(commit=figures.commit())

@@ -1,6 +1,6 @@
-"""Artifacts that are cut short, changed, replaced and deleted while they are served: what answers is never wrong.
+"""Artifacts are truncated, changed, replaced and deleted while they are served: no response is ever wrong.
 
-One client asks all the time, and compares each answer with the right one bit for bit.
+One client sends requests without pause, and compares each output with the correct one bit for bit.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from bf16kit.rename import exchange
 from bf16kit.runtime.loading import load
 
 pytestmark = pytest.mark.hostile
-WIDTH = 512  # 512 KiB of weights: pages enough
+WIDTH = 512  # 512 KiB of weights: enough pages
 FEEDS = {"x": np.linspace(-1, 1, 4 * WIDTH, dtype=np.float32).reshape(4, WIDTH)}
-# Every request is offered to the shadow, which loads the reference; no batches, so that there is one right answer.
+# The shadow gets every request, which loads the reference. No batches, so that there is exactly one correct output.
 SERVING = "max_batch_size: 0\nshadow: {rate: 1, max_per_second: 1000}\n"
 
 
 class Workshop:
-    """Artifacts outside of the repository, and their right answers by name."""
+    """Artifacts outside the repository, and their correct outputs by name."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -45,12 +45,12 @@ class Workshop:
         self._copies = 0
 
     def copy(self, name: str) -> Path:
-        """A new copy of one of them, on the repository's file system."""
+        """Return a new copy of one of the artifacts, on the repository's file system."""
         self._copies += 1
         return Path(shutil.copytree(self.root / name / "1", self.root / "copies" / str(self._copies)))
 
     def publish(self, name: str, model: Path) -> None:
-        """Have it be version 1 of ``model``, a directory in a repository."""
+        """Copy the artifact to version 1 of ``model``, a directory in a repository."""
         shutil.copytree(self.root / name / "1", model / "1")
         (model / "serving.yaml").write_text(SERVING)
 
@@ -68,15 +68,20 @@ def serving(repository: Path, program: Path | None = None) -> Iterator[Target]:
 
 
 def warm(target: Target, *models: str) -> None:
-    """What is made once is no growth: threads, heaps, what the first load imports."""
+    """Have the server create what it creates once, so that it does not count as growth: threads, heaps, the first
+    load's imports.
+    """
     for _ in range(50):
         assert {code_of(target.address, model, FEEDS) for model in models} == {"OK"}
 
 
 @contextlib.contextmanager
 def asked(target: Target, model: str, right: Mapping[str, bytes], allowed: tuple[str, ...] = ()) -> Iterator[Asking]:
-    """Fails unless every answer meanwhile is right, no other code than OK and the ``allowed`` came, the server was well
-    all the time, what it measured live is true, and its log shows no bug."""
+    """Yield a client that sends requests throughout the block, and check the server afterwards.
+
+    Fails unless every output is correct, every code is OK or one of ``allowed``, the server stays well, its live drift
+    is within budget, and its log shows no bug.
+    """
     with target.stays_well(), Asking(target.address, model, FEEDS, right) as asking:
         asking.wait_for(1)
         yield asking
@@ -109,7 +114,7 @@ def flip_bits(version: Path, workshop: Workshop, asking: Asking) -> None:
 
 
 def flip_bit(file: Path, choice: random.Random) -> None:
-    """One of a byte's upper bits: in weights of an exponent, as like as not."""
+    """Flip one of a byte's upper four bits: in weights, often a bit of an exponent."""
     with file.open("r+b") as opened:
         opened.seek(at := choice.randrange(file.stat().st_size))
         byte = opened.read(1)[0]
@@ -118,7 +123,7 @@ def flip_bit(file: Path, choice: random.Random) -> None:
 
 
 def overwrite(version: Path, workshop: Workshop, asking: Asking) -> None:
-    """As ``cp -r second/* version/`` does: each file is emptied, then written."""
+    """Overwrite as ``cp -r second/* version/`` does: each file is emptied, then written."""
     for file in (workshop.root / "second" / "1").iterdir():
         shutil.copyfile(file, version / file.name)
 
@@ -136,7 +141,7 @@ ATTACKS = (cut_short, flip_bits, overwrite, exchange_directories, delete)
 
 @pytest.fixture(scope="module")
 def settled(workshop: Workshop) -> Iterator[Target]:
-    """A server with a model for each attack, their references loaded."""
+    """Yield a server with a model for each attack, with the references loaded."""
     for attack in ATTACKS:
         workshop.publish("first", workshop.root / "settled" / attack.__name__)
     with serving(workshop.root / "settled") as target:
@@ -146,7 +151,7 @@ def settled(workshop: Workshop) -> Iterator[Target]:
 
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)
-def test_a_model_answers_as_before_when_its_files_are_attacked(
+def test_a_loaded_model_gives_the_same_outputs_when_its_files_are_attacked(
     workshop: Workshop, settled: Target, attack: Callable[[Path, Workshop, Asking], None]
 ) -> None:
     model = attack.__name__
@@ -160,7 +165,7 @@ def test_a_model_answers_as_before_when_its_files_are_attacked(
 
 @pytest.fixture(scope="module")
 def scanned(workshop: Workshop) -> Iterator[Target]:
-    """A server of the model ``product`` that looks at its repository ten times a second."""
+    """Yield a server of the model ``product`` that scans its repository ten times a second."""
     workshop.publish("first", workshop.root / "scanned" / "product")
     with serving(workshop.root / "scanned", Path(scanning.__file__)) as target:
         for count, name in enumerate(("second", "third", "first"), start=2):
@@ -171,7 +176,7 @@ def scanned(workshop: Workshop) -> Iterator[Target]:
 
 
 def new_version(version: Path, workshop: Workshop, choice: random.Random) -> None:
-    """A newer version comes, and goes."""
+    """Add a newer version, or remove it if it is there."""
     newer = version.with_name("2")
     if newer.exists():
         newer.rename(workshop.copy("third") / "old")
@@ -188,13 +193,13 @@ def replace_by_any(version: Path, workshop: Workshop, choice: random.Random) -> 
 
 
 def half_written(version: Path, workshop: Workshop, choice: random.Random) -> None:
-    """Some files of another artifact, in any order."""
+    """Copy some files of another artifact, in any order."""
     for file in choice.sample(sorted((workshop.root / "second" / "1").iterdir()), 3):
         shutil.copyfile(file, version / file.name)
 
 
 def damage(version: Path, workshop: Workshop, choice: random.Random) -> None:
-    """A file is cut short, flipped, emptied or gone, and the manifest looks new, so that all is loaded again."""
+    """Delete, truncate, empty or flip a file, and touch the manifest so that the server loads everything again."""
     (version / "manifest.json").touch()
     file = choice.choice(sorted(version.iterdir()))
     kind = choice.randrange(4)
@@ -207,11 +212,11 @@ def damage(version: Path, workshop: Workshop, choice: random.Random) -> None:
 
 
 def age(version: Path, workshop: Workshop, choice: random.Random) -> None:
-    """Weights lose a bit here and there: too little to be seen in the golden samples, and the answer is another."""
+    """Flip low bits of some weights: too small a change for the golden samples to detect, yet outputs change."""
     (version / "manifest.json").touch()
     with contextlib.suppress(FileNotFoundError), (version / "weights.bf16").open("r+b") as opened:
         for _ in range(20):
-            opened.seek(at := 2 * choice.randrange(WIDTH * WIDTH))  # the lower half of a number
+            opened.seek(at := 2 * choice.randrange(WIDTH * WIDTH))  # the low byte of a number
             byte = opened.read(1) or b"\0"
             opened.seek(at)
             opened.write(bytes((byte[0] ^ 1,)))
@@ -220,7 +225,7 @@ def age(version: Path, workshop: Workshop, choice: random.Random) -> None:
 CHANGES = (new_version, replace_by_any, replace_by_any, half_written, damage, age)
 
 
-def test_a_model_that_is_loaded_again_and_again_meanwhile_is_never_wrong(workshop: Workshop, scanned: Target) -> None:
+def test_a_model_that_is_reloaded_repeatedly_is_never_wrong(workshop: Workshop, scanned: Target) -> None:
     choice, changes = random.Random(8), 0
     version = workshop.root / "scanned" / "product" / "1"
     with asked(scanned, "product", workshop.right) as asking:
@@ -236,7 +241,7 @@ def test_a_model_that_is_loaded_again_and_again_meanwhile_is_never_wrong(worksho
 
 
 def settle(workshop: Workshop, version: Path, asking: Asking) -> None:
-    """What is published last is what answers in the end."""
+    """Publish an artifact last, and check that in the end only it serves."""
     replace(version, workshop, "second")
 
     def only_it() -> bool:

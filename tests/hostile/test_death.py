@@ -1,4 +1,4 @@
-"""A server that is stopped, and one that is killed, while 250 requests a second come in over sixteen connections."""
+"""A server is stopped or killed while 250 requests a second arrive over sixteen connections."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from bench.serving.openloop import Offering, Outcome
 
 pytestmark = pytest.mark.hostile
 _RATE = 250.0
-# Requests wait for a fuller batch, so that there are always some hundred that were let in and not yet answered.
+# Requests wait for a fuller batch, so that some hundred accepted requests are always in flight.
 _DELAY_SECONDS = 0.7
 _SERVING = f"""\
 max_queue_delay_ms: {_DELAY_SECONDS * 1e3:.0f}
@@ -42,7 +42,7 @@ Start = Callable[..., ServerProcess]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts a server on ports of its own; its temporary files lie in ``tmp_path / "tmp"``."""
+    """Yield a function that starts a server on its own ports, with its temporary files in ``tmp_path / "tmp"``."""
     servers: list[ServerProcess] = []
     write_mlp(tmp_path / "repository" / "mlp" / "1")
     (tmp_path / "server.yaml").write_text(_ROOM)
@@ -67,7 +67,10 @@ def counted(outcomes: list[Outcome]) -> dict[str, str]:
 
 
 def let_in(server: ServerProcess) -> int:
-    """How many requests the server has answered or has at work, at least: what is answered meanwhile is in neither."""
+    """Return a lower bound of the requests answered or in flight; one answered between the two readings is in neither.
+
+    Return 0 until both counts are over 50.
+    """
     answered = server.metric('bf16kit_requests_total{code="OK",model="mlp",version="1"}')
     inside = server.metric('bf16kit_requests_in_flight{model="mlp",version="1"}')
     return int(answered + inside) if answered > 50 and inside > 50 else 0
@@ -76,7 +79,7 @@ def let_in(server: ServerProcess) -> int:
 def stop_under_load(
     server: ServerProcess, requests: Requests, expected: list[np.ndarray[Any, Any]], lame_duck: float
 ) -> tuple[Outcome, float]:
-    """SIGTERM in the middle of the load; how each call ended, and how long the server took to end."""
+    """Send SIGTERM in the middle of the load; return how each call ended, and how long the server took to exit."""
     load = Offering(server.ports()[0], requests.messages, rate=_RATE, seconds=30)
     seen: list[int] = []
 
@@ -99,16 +102,17 @@ def stop_under_load(
     assert len(outcome.answered) >= seen[-1]
     if lame_duck:
         assert [due for due, _ in outcome.ended["OK"] if begun + lame_duck / 2 < due < draining], "a lame duck works"
-    # The others were told at the door that they are not let in, or nobody has looked at them: a client may ask another
-    # server. gRPC ends in its own ways what is on its way while it tells clients to go, long after the door has closed.
+    # The server rejected the other requests on arrival or never processed them: a client may retry on another server.
+    # Calls that are on their way while gRPC tells clients to disconnect, long after the server has stopped accepting
+    # requests, end with gRPC's own codes.
     assert outcome.counts.keys() <= {"OK", "UNAVAILABLE", *_BY_GRPC, NOT_PROCESSED, NOT_SENT}, outcome.said
     assert [due - draining for word in _BY_GRPC for due, _ in outcome.ended.get(word, []) if due < draining] == []
     assert outcome.said.get("UNAVAILABLE", {}).keys() <= {_AT_THE_DOOR, "Cancelling all calls"}
     return outcome, took
 
 
-def test_sigterm_under_load_loses_no_request_that_was_let_in(start: Start, tmp_path: Path) -> None:
-    """Half of the rounds with a lame-duck period, in which everything is answered."""
+def test_sigterm_under_load_loses_no_accepted_request(start: Start, tmp_path: Path) -> None:
+    """Half of the rounds have a lame-duck period, in which the server answers everything."""
     (tmp_path / "repository" / "mlp" / "serving.yaml").write_text(_SERVING)
     requests, outcomes, times = Requests(), list[Outcome](), list[float]()
     expected = requests.computed(tmp_path / "repository" / "mlp" / "1")
@@ -131,8 +135,8 @@ def free_port() -> int:
         return int(held.getsockname()[1])
 
 
-def test_after_sigkill_under_load_the_next_server_takes_its_place_at_once(start: Start, tmp_path: Path) -> None:
-    """On the same port and the same Unix socket, with the same answers, and nothing of the dead one left."""
+def test_after_sigkill_under_load_a_new_server_starts_at_once_on_the_same_port(start: Start, tmp_path: Path) -> None:
+    """It also gets the same Unix socket and gives the same outputs, and the killed server leaves no files behind."""
     requests, outcomes, seconds = Requests(), list[Outcome](), list[float]()
     sockets, port = tmp_path / "sockets", free_port()
     sockets.mkdir()

@@ -1,4 +1,4 @@
-"""Clients over real sockets that hold a server up, and the others, which it answers meanwhile."""
+"""Hostile clients over real sockets try to block a server; it must serve the other clients meanwhile."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ MESSAGE = infer_request("mlp", x=X).SerializeToString()
 
 
 def infer(target: Target, timeout: float = 5.0) -> None:
-    """One request of an honest client, on a connection of its own.
+    """Send one request of an honest client over a new connection.
 
-    It tries again where gRPC itself cancels the call, which it may where more calls wait than it has room for (decision
-    0025). What bf16kit refuses is a failure.
+    Retry if gRPC itself cancels the call, which it may do if more calls wait than it has room for (decision 0025). A
+    rejection by bf16kit fails the test.
     """
     end = time.monotonic() + timeout
     with grpc.insecure_channel(target.address) as channel:
@@ -64,7 +64,7 @@ Connect = Callable[..., RawConnection]
 
 
 def begin_400(target: Target, connections: Connect, path: str) -> None:
-    """Four hundred calls over four connections, of which nothing but the headers comes."""
+    """Begin 400 calls over four connections, and send nothing but the headers."""
     for _ in range(4):
         silent = connections(target.port)
         for _ in range(100):
@@ -72,8 +72,8 @@ def begin_400(target: Target, connections: Connect, path: str) -> None:
 
 
 @pytest.mark.parametrize(("many", "each"), [(1, 300), (20, 1), (150, 2)])
-def test_watchers_who_do_not_read_hold_up_nobody_elses_news(connections: Connect, many: int, each: int) -> None:
-    """Whoever comes now is told in time, too, while fewer connections than senders have such watchers."""
+def test_health_watchers_that_do_not_read_delay_no_other_watcher(connections: Connect, many: int, each: int) -> None:
+    """A new watcher gets the news in time too, as long as fewer connections than senders have such watchers."""
     figures.record(how_much=f"{many * each} watches over {many} connections" if many > 1 else f"{each} watches")
     model = LoopbackModel("m", state="loading")
     with serving(model) as served:
@@ -84,12 +84,12 @@ def test_watchers_who_do_not_read_hold_up_nobody_elses_news(connections: Connect
         clients = [connections(served.port, window=0) for _ in range(many)]
         for client in clients * each:
             client.call(WATCH, request.SerializeToString())
-        time.sleep(0.2)  # they are being sent what they do not read
+        time.sleep(0.2)  # the server is sending them messages that they do not read
         serving_now = health_pb2.HealthCheckResponse.SERVING
         for told in (watch, *([stub.Watch(request, timeout=60)] if many < 64 else [])):
             begun = time.monotonic()
             served.registry.change(model, "ready")
-            # A newcomer may have been told first how it was when it came.
+            # A new watcher may first have got the state at the time when it connected.
             assert any(news.status == serving_now for news in told)
             assert time.monotonic() - begun < 2
         assert stub.Check(request, timeout=1).status == serving_now
@@ -97,7 +97,7 @@ def test_watchers_who_do_not_read_hold_up_nobody_elses_news(connections: Connect
         assert set(served.log.refusals) == {"too_slow"}
 
 
-def test_four_hundred_calls_without_a_request_hold_up_nobody(attack: Attack, connections: Connect) -> None:
+def test_400_calls_without_a_request_delay_no_other_client(attack: Attack, connections: Connect) -> None:
     figures.record(how_much="400 calls over 4 connections")
     target = attack()
     with target.stays_well():
@@ -106,7 +106,7 @@ def test_four_hundred_calls_without_a_request_hold_up_nobody(attack: Attack, con
             infer(target)
 
 
-def test_health_checks_without_a_request_hold_up_no_other_health_check(attack: Attack, connections: Connect) -> None:
+def test_health_checks_without_a_request_delay_no_other_health_check(attack: Attack, connections: Connect) -> None:
     figures.record(how_much="400 calls over 4 connections")
     target = attack()
     with target.stays_well():
@@ -115,7 +115,7 @@ def test_health_checks_without_a_request_hold_up_no_other_health_check(attack: A
         time.sleep(1)
 
 
-def test_silent_reflection_streams_are_ended_and_hold_up_nothing_else(attack: Attack, connections: Connect) -> None:
+def test_silent_reflection_streams_are_ended_and_delay_no_other_call(attack: Attack, connections: Connect) -> None:
     figures.record(how_much="100 streams")
     target = attack()
     with target.stays_well():
@@ -133,7 +133,7 @@ def test_silent_reflection_streams_are_ended_and_hold_up_nothing_else(attack: At
         assert SERVICE in {service.name for service in answer.list_services_response.service}
 
 
-def test_idle_streams_leave_requests_their_places(attack: Attack, connections: Connect) -> None:
+def test_idle_streams_do_not_use_up_the_places_of_requests(attack: Attack, connections: Connect) -> None:
     figures.record(how_much="400 streams over 4 connections")
     target = attack()
     with target.stays_well():
@@ -141,7 +141,9 @@ def test_idle_streams_leave_requests_their_places(attack: Attack, connections: C
         infer(target)
 
 
-def test_a_thousand_idle_connections_cost_little_and_hold_up_nobody(attack: Attack, connections: Connect) -> None:
+def test_1000_idle_connections_use_little_memory_and_delay_no_other_client(
+    attack: Attack, connections: Connect
+) -> None:
     figures.record(how_much="1,000 connections")
     target = attack()
     infer(target)
@@ -153,7 +155,7 @@ def test_a_thousand_idle_connections_cost_little_and_hold_up_nobody(attack: Atta
         assert target.rss() - before < 100 << 20
 
 
-def test_requests_that_arrive_a_byte_a_second_hold_up_nobody_and_are_ended(
+def test_requests_sent_a_byte_a_second_are_ended_and_delay_no_other_client(
     attack: Attack, connections: Connect
 ) -> None:
     figures.record(how_much="50 requests")
@@ -172,9 +174,7 @@ def test_requests_that_arrive_a_byte_a_second_hold_up_nobody_and_are_ended(
         until(lambda: slow.ended.issuperset(streams), what="the end of the rest")
 
 
-def test_responses_that_nobody_reads_use_up_one_connections_share_and_are_ended(
-    attack: Attack, connections: Connect
-) -> None:
+def test_unread_responses_use_up_one_connections_share_only_and_are_ended(attack: Attack, connections: Connect) -> None:
     figures.record(how_much="400 calls over one connection")
     target = attack("send_seconds: 3\n")
     with target.stays_well():
@@ -187,7 +187,7 @@ def test_responses_that_nobody_reads_use_up_one_connections_share_and_are_ended(
 
 
 @pytest.mark.parametrize("path", [INFER, STREAM], ids=["requests", "streams"])
-def test_responses_that_are_taken_a_byte_a_second_hold_up_nobody_and_are_ended(
+def test_responses_read_a_byte_a_second_are_ended_and_delay_no_other_client(
     attack: Attack, connections: Connect, path: str
 ) -> None:
     figures.record(how_much="50 calls")
@@ -202,7 +202,7 @@ def test_responses_that_are_taken_a_byte_a_second_hold_up_nobody_and_are_ended(
                 slow.take(stream, 1)
             infer(target)
             time.sleep(1)
-        assert slow.received >= 2 * len(streams)  # they did take some
+        assert slow.received >= 2 * len(streams)  # the clients did read some bytes
 
 
 def test_a_storm_of_resets_leaves_nothing_behind(attack: Attack, connections: Connect) -> None:
@@ -213,7 +213,7 @@ def test_a_storm_of_resets_leaves_nothing_behind(attack: Attack, connections: Co
         for _ in range(5_000):
             try:
                 storm.reset(storm.call(INFER, MESSAGE))
-            except OSError:  # the server may close a connection that does this
+            except OSError:  # the server may close such a connection
                 storm = connections(target.port)
         until(lambda: target.process.metric('bf16kit_requests_in_flight{model="mlp",version="1"}') == 0)
 

@@ -1,4 +1,6 @@
-"""The HTTP port of a running server under attack: /livez answers within a second, and memory comes back."""
+"""Attacks on the HTTP port of a running server: /livez responds within a second, and the server frees the memory
+afterwards.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ def connections(watched: Watched, count: int = MANY) -> Iterator[list[socket.soc
 
 
 def closed(peer: socket.socket) -> bool:
-    """Whether the server has hung up, once what it said is read."""
+    """Return whether the server has closed the connection, after reading everything it sent."""
     peer.setblocking(False)
     with contextlib.suppress(BlockingIOError):
         try:
@@ -53,7 +55,7 @@ def refusals(watched: Watched, reason: str) -> float:
     return watched.server.metric(f'bf16kit_refused_total{{reason="{reason}"}}')
 
 
-def test_500_silent_connections_cost_no_thread_stop_nothing_and_are_closed(attacked: Attacked) -> None:
+def test_500_silent_connections_use_no_threads_block_no_request_and_are_closed(attacked: Attacked) -> None:
     watched = attacked()
     threads = watched.server.status("Threads")
     with connections(watched) as peers:
@@ -63,8 +65,8 @@ def test_500_silent_connections_cost_no_thread_stop_nothing_and_are_closed(attac
     assert refusals(watched, "http_connections") >= MANY - 256
 
 
-def test_slowloris_is_cut_off_at_the_time_of_a_request(attacked: Attacked) -> None:
-    """500 connections that send a byte of a header now and then, for longer than a request may take."""
+def test_slowloris_is_cut_off_at_the_request_timeout(attacked: Attacked) -> None:
+    """500 connections send a byte of a header now and then, for longer than a request may take."""
     watched = attacked()
     with connections(watched) as peers:
         for peer in peers:
@@ -83,8 +85,8 @@ def test_slowloris_is_cut_off_at_the_time_of_a_request(attacked: Attacked) -> No
     assert refusals(watched, "http_timeout") > 0
 
 
-def test_clients_that_ask_and_never_read_hold_little_and_are_cut_off(attacked: Attacked) -> None:
-    """Each asks for the metrics a hundred times, with the smallest window there is."""
+def test_clients_that_never_read_use_little_memory(attacked: Attacked) -> None:
+    """Each client requests the metrics a hundred times, with the smallest receive buffer possible."""
     watched = attacked()
     where = ("127.0.0.1", watched.http_port)
     with contextlib.ExitStack() as stack:
@@ -101,8 +103,10 @@ def test_clients_that_ask_and_never_read_hold_little_and_are_cut_off(attacked: A
     assert watched.highest < watched.before + (64 << 10), "kB held for those who do not read"
 
 
-def test_huge_headers_are_refused_before_they_are_held(attacked: Attacked) -> None:
-    """Fifty times 4 MiB of one header, 10,000 headers, a long request line: 431 each, or reset while sending."""
+def test_huge_headers_are_rejected_before_they_are_stored(attacked: Attacked) -> None:
+    """51 requests of 4 MiB in one header, of 10,000 headers, or of a long request line: 431 each, or reset while
+    sending.
+    """
     watched = attacked()
     kinds = [
         b"GET / HTTP/1.1\r\nHost: x\r\nX-Huge: " + b"a" * (4 << 20) + b"\r\n\r\n",
@@ -121,8 +125,8 @@ def test_huge_headers_are_refused_before_they_are_held(attacked: Attacked) -> No
     assert watched.highest < watched.before + (32 << 10), "kB held for huge headers"
 
 
-def test_20000_random_byte_strings_are_answered_or_hung_up_on(attacked: Attacked) -> None:
-    """Noise, and requests with bytes changed, removed and repeated, twenty to a connection."""
+def test_20000_random_byte_strings_get_a_response_or_a_closed_connection(attacked: Attacked) -> None:
+    """Noise, and requests with bytes changed, removed and repeated, twenty per connection."""
     watched, random_ = attacked(), random.Random(8)
     left, connected, answered = 20_000, 0, set[bytes]()
     while left:
@@ -164,7 +168,7 @@ def _noise(random_: random.Random) -> bytes:
 
 
 def test_churn_and_resets_leave_nothing_behind(attacked: Attacked) -> None:
-    """Connections that are opened and reset at once, some with half a request, as fast as one process can."""
+    """Open connections and reset them at once, some with half a request, as fast as one process can."""
     watched = attacked()
     before = watched.server.metric("process_open_fds")
     end = time.monotonic() + ATTACK_SECONDS
@@ -182,8 +186,8 @@ def test_churn_and_resets_leave_nothing_behind(attacked: Attacked) -> None:
     everything_answers(watched)
 
 
-def test_a_flood_of_requests_does_not_keep_a_probe_waiting(attacked: Attacked) -> None:
-    """Sixty connections ask for the metrics without pause, each request with another Accept header."""
+def test_a_flood_of_requests_does_not_delay_a_probe(attacked: Attacked) -> None:
+    """Sixty connections request the metrics without pause, each time with another Accept header."""
     watched = attacked()
     with connections(watched, 60) as peers, selectors.DefaultSelector() as ready:
         for peer in peers:

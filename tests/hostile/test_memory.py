@@ -1,6 +1,6 @@
-"""Requests of mixed lengths, each of which needs memory of another size: what the server holds does not grow with them.
+"""Requests of mixed lengths, each of which needs memory of another size, do not make the server's memory grow.
 
-In ``make soak`` the model is MiniLM, else one whose memory grows as MiniLM's does and whose arithmetic is little.
+In ``make soak`` the model is MiniLM, otherwise one whose memory grows as MiniLM's does and that computes little.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from bench.core.workspace import Workspace
 pytestmark = pytest.mark.hostile
 _CLIENTS = 8
 _VOCABULARY = 1000
-_USUAL, _LONGEST, _LONG_SHARE = 64, 256, 0.01  # tokens, and how many requests have more than is usual
-# Rows and tokens of requests that come in a row, once: each on the next of the server's threads, and with tensors that
-# glibc takes from a heap.
+_USUAL, _LONGEST, _LONG_SHARE = 64, 256, 0.01  # tokens, and the share of requests that may be longer than usual
+# Rows and tokens of the large requests, and their number. They are sent once, one after the other: each runs on the
+# next of the server's threads, with tensors that glibc allocates from a heap.
 _LARGEST, _LARGE = (4, 384), 24
 _GROWTH, _PEAK = 1.1, 1.3
 _KEPT = 64 << 20  # bytes that the heap may keep for as long as the server is busy
@@ -60,7 +60,7 @@ def request(model: str, rows: int, tokens: int, random: np.random.Generator) -> 
 
 
 def ask(target: Target, model: str, count: int, seed: int) -> None:
-    """``count`` requests of one client, most of them short, one in a hundred long."""
+    """Send ``count`` requests of one client, most of them short, one in a hundred long."""
     random = np.random.default_rng(seed)
     with grpc.insecure_channel(target.address) as channel:
         call: Any = channel.unary_unary(INFER)
@@ -70,8 +70,8 @@ def ask(target: Target, model: str, count: int, seed: int) -> None:
             call(request(model, 1, tokens, random), timeout=60)
 
 
-def test_requests_of_mixed_lengths_leave_the_memory_as_it_was(served: tuple[Target, str]) -> None:
-    """After the first tenth it is flat, but for what a heap keeps of a few requests far larger than the others."""
+def test_requests_of_mixed_lengths_do_not_make_memory_grow(served: tuple[Target, str]) -> None:
+    """After the first tenth, memory is constant but for what a heap keeps of a few far larger requests."""
     target, model = served
     share = amount(2_000, 200_000) // 10 // _CLIENTS
     rss = list[int]()
@@ -93,7 +93,7 @@ def test_requests_of_mixed_lengths_leave_the_memory_as_it_was(served: tuple[Targ
     with target.stays_well():
         target.process.forget_peak()
         largest()
-        peak = target.process.status("VmHWM") << 10  # a sample of what is held would miss what is held for milliseconds
+        peak = target.process.status("VmHWM") << 10  # sampling RSS would miss memory that is held for milliseconds
         until(lambda: target.rss() <= _GROWTH * rss[0] + _KEPT, what="the memory of the large requests back")
         for number in range(1, 10):
             tenth(number)

@@ -1,4 +1,4 @@
-"""Messages that no client means: fuzzed with knowledge of the protocol, and bytes that are no messages at all."""
+"""Malformed messages: messages fuzzed with knowledge of the protocol, and bytes that are not messages at all."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.hostile
 
 RPCS = 23
 CHECK = "/grpc.health.v1.Health/Check"
-PATIENCE_S = 30.0  # in which memory comes back: it is given back when there is nothing to do
+PATIENCE_S = 30.0  # until memory is freed: the server frees it when it is idle
 
 
 @pytest.fixture(scope="module")
@@ -54,12 +54,12 @@ def target(repository: Path, oracle: Oracle) -> Iterator[Target]:
     process = ServerProcess("--repository", str(repository), "--grpc-port", "0", "--http-port", "0", env=env)
     try:
         target = Target(process.wait_ready())
-        Volley(target.address, oracle, first=10**9).fire(500)  # heaps and threads, which are made once
+        Volley(target.address, oracle, first=10**9).fire(500)  # creates heaps and threads that are created once
         said = (
             "its fp32 reference is being loaded",
             "live drift on",
             "the spread of drift is learned from",
-        )  # once for each model, too
+        )  # each is logged once for each model, too
         until(lambda: all(process.log.count(each) == len(messages.MODELS) for each in said), 60, "live drift of all")
         yield target
     finally:
@@ -68,7 +68,10 @@ def target(repository: Path, oracle: Oracle) -> Iterator[Target]:
 
 @contextmanager
 def unharmed(target: Target, oracle: Oracle) -> Iterator[Wellness]:
-    """Well all the time; afterwards it answers as before, its memory comes back, and its log has nothing to tell."""
+    """Check that the server stays well during the block, and that afterwards its outputs are as before.
+
+    Its memory must come back to what it was, and it must log nothing.
+    """
     before, told = target.rss(), len(target.process.lines)
     with target.stays_well() as wellness:
         yield wellness
@@ -80,8 +83,9 @@ def unharmed(target: Target, oracle: Oracle) -> Iterator[Wellness]:
     figures.record(after=f"{target.rss() >> 20}")
 
 
-def test_fuzzed_messages_are_answered_or_refused_and_spoil_no_answer(target: Target, oracle: Oracle) -> None:
-    """On every RPC of inference, health and reflection. ``tests/support/messages.py NUMBER`` shows one of them."""
+def test_fuzzed_messages_get_a_response_or_an_error_and_corrupt_no_output(target: Target, oracle: Oracle) -> None:
+    """Every RPC of inference, health and reflection is fuzzed. ``tests/support/messages.py NUMBER`` shows one of them.
+    """
     volley = Volley(target.address, oracle)
     with unharmed(target, oracle):
         volley.fire(amount(4_000, 200_000))
@@ -96,12 +100,16 @@ def test_fuzzed_messages_are_answered_or_refused_and_spoil_no_answer(target: Tar
 
 
 def _elsewhere(attack: Callable[[str, int, int], set[str]], *arguments: Any) -> set[str]:
-    """In a process of its own: it must not keep the one from its turn who asks whether the server is well."""
+    """Run the attack in a separate process, so that it does not delay the thread that checks whether the server is
+    well.
+    """
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         return process.submit(attack, *arguments).result()
 
 
-def test_messages_that_swell_take_no_more_than_they_have_bytes(target: Target, oracle: Oracle) -> None:
+def test_messages_that_expand_when_parsed_use_memory_in_proportion_to_their_size(
+    target: Target, oracle: Oracle
+) -> None:
     """Two bytes of an empty input are ninety in memory, and protobuf lets no other thread run while it parses."""
     together, nbytes = amount(2, 3), amount(8, 60) << 20
     before = target.rss()
@@ -109,15 +117,15 @@ def test_messages_that_swell_take_no_more_than_they_have_bytes(target: Target, o
         codes = _elsewhere(send_swelling, target.address, together, nbytes)
     figures.record(how_much=f"{together * len(SWELLING)} messages of {nbytes >> 20} MiB, {together} at a time")
     assert codes == {"INVALID_ARGUMENT"}
-    # Ninety times what was sent would be far more: what of one round is still held when the next arrives is not.
+    # The bound allows memory of one round that is still held when the next arrives; ninety times the bytes is far more.
     assert wellness.most - before < (128 << 20) + 6 * together * nbytes
 
 
-def test_requests_that_grow_when_they_are_decompressed_hold_up_nobody(target: Target, oracle: Oracle) -> None:
-    """A thousandfold. gRPC decompresses on the one thread that all calls share, if it is let."""
+def test_requests_that_expand_when_decompressed_delay_no_other_client(target: Target, oracle: Oracle) -> None:
+    """They expand a thousandfold. If allowed to, gRPC decompresses on the one thread that all calls share."""
     count = amount(40, 500)
     if SOAK:
-        _send_bombs(target, count)  # what the first of so many calls make, hundreds of threads, is made once
+        _send_bombs(target, count)  # the first of so many calls create hundreds of threads, once
     before = target.rss()
     with unharmed(target, oracle) as wellness:
         size = _send_bombs(target, count)
@@ -126,7 +134,7 @@ def test_requests_that_grow_when_they_are_decompressed_hold_up_nobody(target: Ta
 
 
 def _send_bombs(target: Target, count: int) -> int:
-    """So many to each of two RPCs; returns the bytes of one when all are answered."""
+    """Send ``count`` requests to each of two RPCs; return the size of one in bytes, once all calls have ended."""
     size = 0
     for path in (messages.INFER, CHECK):
         data = bomb(path, target.port, 60 << 20)
@@ -135,26 +143,26 @@ def _send_bombs(target: Target, count: int) -> int:
             senders = [peers.enter_context(RawConnection(target.port)) for _ in range(count)]
             for sender in senders:
                 sender.send(data)
-            # One after the other, each in a fraction of a second.
+            # The server processes them one after the other, each in a fraction of a second.
             until(lambda senders=senders: all(sender.ended for sender in senders), max(120, count), "all answered")  # type: ignore[misc]
     return size
 
 
-OPEN = 64  # connections that are left open behind the one that sends
+OPEN = 64  # earlier connections that stay open while another one sends
 
 
 @pytest.mark.parametrize(("port", "make"), [(0, noise.grpc_bytes), (1, noise.http_bytes)], ids=["gRPC", "HTTP"])
-def test_bytes_that_are_no_messages_harm_nothing(
+def test_bytes_that_are_not_messages_do_no_harm(
     target: Target, oracle: Oracle, port: int, make: Callable[[int], bytes]
 ) -> None:
-    """Each on a connection of its own, which stays open for a while. ``number`` makes the same bytes again."""
+    """Each byte string has its own connection, which stays open for a while. ``number`` is the seed of its bytes."""
     answered, left = 0, deque[socket.socket]()
     where = ("127.0.0.1", target.process.ports()[port])
     with unharmed(target, oracle):
         for number in range(amount(3_000, 20_000)):
             peer = socket.create_connection(where, timeout=10)
             left.append(peer)
-            with contextlib.suppress(OSError):  # the server may hang up before the end
+            with contextlib.suppress(OSError):  # the server may close the connection before the end
                 peer.sendall(make(number))
             if len(left) > OPEN:
                 answered += _hang_up(left.popleft())
@@ -167,7 +175,7 @@ def test_bytes_that_are_no_messages_harm_nothing(
 
 
 def _hang_up(peer: socket.socket) -> bool:
-    """Whether the server has said something, or hung up, by now."""
+    """Close the connection; return whether the server has sent anything, or closed it, by now."""
     with peer:
         peer.setblocking(False)
         try:

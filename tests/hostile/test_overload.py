@@ -1,4 +1,4 @@
-"""Ten times as many requests as the server can answer, sent by another process that does not wait for answers."""
+"""Send ten times as many requests as the server can answer, from another process that does not wait for responses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.hostile
 _CONNECTIONS = 16
 _CALM_SHARE = 0.1  # of capacity
 _CALM_SECONDS = 1.0
-_BURST = 100  # calls at once, fewer than half of the places
+_BURST = 100  # calls at once: fewer than half of the server's limit
 _AS_BEFORE, _ATTEMPTS = 1.5, 10
 
 
@@ -28,7 +28,7 @@ def offered(target: Target, requests: Requests, rate: float, seconds: float) -> 
 
 
 def capacity(target: Target, requests: Requests) -> float:
-    """Calls a second that a closed loop reaches, four at a time: few enough never to be refused."""
+    """Return the calls a second of a closed loop, four at a time: few enough that none is rejected."""
     connection = Connection(target.port, INFER, requests.messages[0], requests.reply_bytes)
     try:
         return keep_open([connection], 4, _CALM_SECONDS) / _CALM_SECONDS
@@ -36,17 +36,17 @@ def capacity(target: Target, requests: Requests) -> float:
         connection.close()
 
 
-def test_ten_times_overload_is_answered_right_or_refused_and_over_when_it_is_over(
+def test_tenfold_overload_gets_correct_responses_or_rejections_and_latency_recovers(
     attack: Callable[..., Target],
 ) -> None:
     target, requests = attack(), Requests()
     expected = requests.ask(target.address)
     rate = capacity(target, requests)
-    offered(target, requests, 10 * rate, amount(1, 15))  # what the first storm makes, threads and heaps, is made once
+    offered(target, requests, 10 * rate, amount(1, 15))  # creates the threads and heaps that are created once
     calm = offered(target, requests, _CALM_SHARE * rate, _CALM_SECONDS)
     with target.stays_well():
         storm = offered(target, requests, 10 * rate, amount(4, 60))
-    after: list[Outcome] = []  # again where the machine is busy with something else
+    after: list[Outcome] = []  # repeated if the machine is busy with something else
     while len(after) < _ATTEMPTS and (not after or median(after[-1].answered) > _AS_BEFORE * median(calm.answered)):
         after.append(offered(target, requests, _CALM_SHARE * rate, _CALM_SECONDS))
     until(lambda: offered(target, requests, 1e4, _BURST / 1e4).counts.keys() == {"OK"}, what="a burst being let in")
@@ -60,7 +60,7 @@ def test_ten_times_overload_is_answered_right_or_refused_and_over_when_it_is_ove
     )
     assert storm.lost == 0
     assert wrong(storm, expected) == 0
-    # gRPC itself cancels calls that nobody has looked at when a thousand of them wait for its one thread.
+    # gRPC itself cancels calls that it has not processed yet when a thousand of them wait for its one thread.
     assert storm.counts.keys() <= {"OK", "RESOURCE_EXHAUSTED", "CANCELLED"}
     assert len(storm.answered) > 0.1 * rate * amount(4, 60), "it answers as before, whatever it refuses"
     for quiet in (calm, *after):

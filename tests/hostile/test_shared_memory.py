@@ -1,4 +1,4 @@
-"""Clients that use their shared memory against the server: it answers or refuses, lives, and touches nothing else."""
+"""Clients attack the server through their shared memory: it responds or rejects, survives, and touches nothing else."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def make() -> Iterator[Callable[[str, bytes], Path]]:
 
 
 def ask(client: Any, *, source: str = "r", sink: str = "") -> Any:
-    """The answer in the message, if it is not in ``sink``."""
+    """Return the output in the message; None if it goes to ``sink``."""
     x = triton.InferInput("x", list(X.shape), "FP32")
     x.set_shared_memory(source, X.nbytes)
     y = triton.InferRequestedOutput("y")
@@ -95,7 +95,7 @@ def all_the_time(do: Callable[[], object]) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("shrunk", [0, 1, X.nbytes - 1])
-def test_memory_that_shrinks_and_grows_all_the_time_ends_no_server_and_is_never_made_larger(
+def test_memory_that_shrinks_and_grows_all_the_time_neither_crashes_nor_is_extended(
     target: Target, client: Any, make: Callable[[str, bytes], Path], shrunk: int
 ) -> None:
     source, sink = make("source", X.tobytes()), make("sink", bytes(X.nbytes))
@@ -120,7 +120,7 @@ def test_memory_that_shrinks_and_grows_all_the_time_ends_no_server_and_is_never_
     assert (source.stat().st_size, sink.stat().st_size) == (0, 0)
 
 
-def test_a_region_that_is_registered_anew_while_requests_run_gives_one_files_answer_or_the_others(
+def test_a_region_registered_again_meanwhile_gives_the_output_of_one_file_or_the_other(
     target: Target, client: Any, make: Callable[[str, bytes], Path]
 ) -> None:
     contents = [X, -X]
@@ -150,7 +150,7 @@ def test_a_region_that_is_registered_anew_while_requests_run_gives_one_files_ans
     assert outcomes.keys() <= {"OK", "StatusCode.NOT_FOUND"}
 
 
-def test_what_is_no_plain_file_of_ours_is_refused_in_the_same_words(
+def test_keys_that_are_not_permitted_plain_files_all_get_the_same_error(
     target: Target, client: Any, make: Callable[[str, bytes], Path], tmp_path: Path
 ) -> None:
     secret = tmp_path / "secret"
@@ -183,7 +183,7 @@ def test_what_is_no_plain_file_of_ours_is_refused_in_the_same_words(
 
 
 @pytest.mark.parametrize("number", [2**31, 2**32, 2**62, 2**63 - 1, 2**63, 2**64 - 4096, 2**64 - 1])
-def test_sizes_and_offsets_beyond_all_bounds_are_refused(
+def test_sizes_and_offsets_beyond_all_bounds_are_rejected(
     target: Target, client: Any, make: Callable[[str, bytes], Path], number: int
 ) -> None:
     path = make("small", bytes(4096))
@@ -201,7 +201,7 @@ def test_sizes_and_offsets_beyond_all_bounds_are_refused(
     assert path.read_bytes() == bytes(4096)
 
 
-def test_regions_without_end_are_bounded_and_their_files_are_closed_again(
+def test_the_number_of_regions_is_limited_and_their_files_are_closed_again(
     target: Target, client: Any, make: Callable[[str, bytes], Path]
 ) -> None:
     path, process = make("many", bytes(1 << 20)), target.process.process.pid
@@ -218,10 +218,10 @@ def test_regions_without_end_are_bounded_and_their_files_are_closed_again(
     assert outcome(lambda: client.register_system_shared_memory("r", grown.name, 2 << 30)).endswith("EXHAUSTED")
 
 
-def test_what_a_client_may_not_know_is_in_no_refusal(
+def test_error_messages_reveal_no_other_region_or_file(
     target: Target, client: Any, make: Callable[[str, bytes], Path]
 ) -> None:
-    """Triton's error for a request too large told the name of a region of its own (CVE-2025-23320)."""
+    """Triton's error for a request that is too large contained the name of one of its own regions (CVE-2025-23320)."""
     path = make("theirs", bytes(4096))
     client.register_system_shared_memory("theirs", path.name, 4096)
     x = triton.InferInput("x", [1 << 40, 16], "FP32")

@@ -1,6 +1,6 @@
-"""Artifacts changed on purpose, their digests made right again: a running server serves each, or says why not.
+"""Artifacts are changed on purpose and their digests corrected: a running server serves each, or logs why it does not.
 
-They come in groups, as models of their own, while a client asks another model all the time.
+The artifacts come in groups, as models of their own, while a client sends requests to another model without pause.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ GROUP = 20
 FEEDS = {"x": np.linspace(-1, 1, 64, dtype=np.float32).reshape(4, 16)}
 SERVING = "shadow: {rate: 1, max_per_second: 1000}\n"
 VERDICT = re.compile(r"model '(t\d+)' version 1 is (ready|unavailable)\b(.*)")
-# What a refusal names: a file of the artifact, or what in it is at fault.
+# A rejection names a file of the artifact, or the faulty part of it.
 NAMED = re.compile(r"manifest\.json|\w+\.onnx|golden|weights\.\w+|residual\.bin|has no profile for cpu")
 LONGEST = 1_300  # characters of a line
 
 
 class Server:
-    """A server that scans its repository, in which ``good`` is served all the time."""
+    """A server that scans its repository, which always has the model ``good``."""
 
     def __init__(self, target: Target, root: Path) -> None:
         self.target = target
@@ -53,7 +53,7 @@ class Server:
         self._read = 0  # lines
 
     def verdicts(self) -> dict[str, list[tuple[str, str]]]:
-        """What the log says of each model: whether it is ready, and the rest of the line."""
+        """Return what the log states of each model: whether it is ready, and the rest of the line."""
         new = self.target.process.lines[self._read :]
         self._read += len(new)
         for said in filter(None, map(VERDICT.search, new)):
@@ -74,7 +74,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def warm(server: Server, root: Path) -> None:
-    """What is made once is no growth: each kind of artifact is loaded and unloaded."""
+    """Load and unload each kind of artifact, so that memory that is allocated once does not count as growth."""
     writers: dict[str, Callable[[Path], Artifact]] = {
         "product": write_product,
         "mlp": write_mlp,
@@ -92,7 +92,7 @@ def warm(server: Server, root: Path) -> None:
     until(lambda: unloaded(server.target, set(writers)), what="the end of them")
 
 
-def test_tampered_artifacts_are_served_or_refused_with_one_clear_line(server: Server, tmp_path: Path) -> None:
+def test_tampered_artifacts_are_served_or_rejected_with_one_clear_line(server: Server, tmp_path: Path) -> None:
     count = figures.amount(40, 1_000)
     sources = [write(tmp_path / write.__name__ / "1").path for write in (write_product, write_mlp, write_lookup)]
     changes: dict[str, str] = {}
@@ -122,7 +122,7 @@ def test_tampered_artifacts_are_served_or_refused_with_one_clear_line(server: Se
     assert (asking.wrong, set(asking.codes)) == ([], {"OK"})
 
 
-def test_a_graph_that_never_ends_is_given_up_and_the_next_model_is_loaded(server: Server, tmp_path: Path) -> None:
+def test_a_graph_that_never_ends_is_abandoned_and_the_next_model_is_loaded(server: Server, tmp_path: Path) -> None:
     for name, write in (("t9001", write_endless), ("t9002", write_mlp)):
         write(tmp_path / name / "1")
         (tmp_path / name / "serving.yaml").write_text("first_run_seconds: 1\n")
@@ -148,13 +148,15 @@ def publish(server: Server, root: Path, name: str, choice: random.Random, source
 
 
 def is_clear(said: list[tuple[str, str]]) -> bool:
-    """One verdict; of a refusal one that names what is at fault, and is no bug's."""
+    """Return whether there is one verdict, and, if it is a rejection, whether it names the fault and is no internal
+    error.
+    """
     (kind, text), *more = said
     return not more and (kind == "ready" or (NAMED.search(text) is not None and "unexpected error" not in text))
 
 
 def ask(server: Server, name: str) -> str:
-    """How a request that fits the manifest ends."""
+    """Return the status code of a request that fits the manifest."""
     fields = json.loads((server.repository / name / "1" / "manifest.json").read_text())
     return code_of(server.target.address, name, {spec["name"]: zeros(spec) for spec in fields["inputs"]})
 
