@@ -1,6 +1,6 @@
-"""What every test needs: property tests that do not judge a busy machine by its speed, and the kernel that is meant.
+"""What every test needs: a hypothesis profile without deadlines, the kernel under test, and turns of ``pytest -n``.
 
-And what tests need that run side by side in several processes (``pytest -n``).
+Tests run side by side in several processes under ``pytest -n``; those marked ``alone`` wait for a turn without others.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from turns import Turns
 
 from bf16kit.runtime import kernel
 
-# A deadline per example fails on a machine that is busy with something else, and says nothing about the code.
-# In CI every run tries the same examples: a new one must not fail a commit that has nothing to do with it.
+# A deadline per example fails on a busy machine, and tests nothing about the code.
+# In CI every run tries the same examples: a new example must not fail a commit that has nothing to do with it.
 settings.register_profile("bf16kit", deadline=None, derandomize=os.environ.get("CI") == "true")
 settings.load_profile("bf16kit")
 
 # Tests fork processes that do not use gRPC (fuzzing/confined.py); with its handlers around fork() the forked process
-# aborts now and then. What starts servers and clients starts new programs.
+# sometimes aborts. Tests that start servers and clients start new programs instead.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
 
 # kernels/tests/in_onnxruntime.sh runs the kernel's tests on a library that it has built with sanitizers.
@@ -36,7 +36,7 @@ _DIRECTORY, _TURNS = pytest.StashKey[str](), pytest.StashKey[Turns]()
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """In the process that hands the tests out, for each of those that run them (a hook of pytest-xdist)."""
+    """Give each worker process the directory of turns. Runs in the main process (a hook of pytest-xdist)."""
     if _DIRECTORY not in node.config.stash:
         node.config.stash[_DIRECTORY] = tempfile.mkdtemp(prefix="bf16kit-turns-")
     node.workerinput["turns"] = node.config.stash[_DIRECTORY]
@@ -58,7 +58,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """A test marked ``alone`` runs while none runs beside it, its fixtures included."""
+    """Run a test marked ``alone``, including its fixtures, while no other test runs."""
     turns = item.config.stash.get(_TURNS, None)
     if turns is None:
         return (yield)

@@ -1,4 +1,4 @@
-"""One stack for all tests of this directory: who changes it puts it back."""
+"""One stack for all tests of this directory: a test that changes it must restore it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from composing import PORTS, SERVICES, Stack, docker
 
 @pytest.fixture(scope="session")
 def stack() -> Iterator[Stack]:
-    """The whole stack but Grafana, up and healthy; taken down with all that is its own, whatever happened.
+    """Yield the whole stack except Grafana, up and healthy; remove everything that belongs to it afterwards.
 
-    Where BF16KIT_COMPOSE_PROJECT names one that is up, with its ports in the environment, that is taken, and left: for
-    whoever works on these tests.
+    If BF16KIT_COMPOSE_PROJECT names a running stack, with its ports in the environment, use that one and leave it
+    running, for developers who work on these tests.
     """
     if docker("compose", "ls").returncode != 0:
         pytest.skip("no Docker engine with the compose plugin answers here")

@@ -1,4 +1,4 @@
-"""What is up is left as it was by a second ``up``, and restarted without losing a request that it had accepted."""
+"""A second ``up`` leaves a running stack unchanged, and a restart loses no accepted request."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ for file in sorted(pathlib.Path('/models').rglob('*')):
 
 
 def began(stack: Stack) -> dict[str, tuple[str, str]]:
-    """The containers that go on running, and since when."""
+    """Return the ID and the start time of each container that keeps running."""
     running = (service for service in SERVICES if service != "convert")
     return {
         service: (found["Id"], found["State"]["StartedAt"])
@@ -39,8 +39,8 @@ def test_a_second_up_converts_nothing_and_restarts_nothing(stack: Stack) -> None
     assert "already exists; remove the volume" in stack.log("convert").splitlines()[-1]
 
 
-def test_a_restart_under_load_loses_no_request_that_was_accepted(stack: Stack) -> None:
-    """Who was refused was told UNAVAILABLE; who has gRPC wait and try again sees nothing of it."""
+def test_a_restart_under_load_loses_no_accepted_request(stack: Stack) -> None:
+    """Rejected requests get UNAVAILABLE; clients that have gRPC wait and retry see no error."""
     with SteadyLoad(stack.target, plain=3, patient=3) as load:
         until(load.more(), 60, "20 answers for each client")
         stack.compose("restart", "server")
@@ -58,8 +58,8 @@ def test_a_restart_under_load_loses_no_request_that_was_accepted(stack: Stack) -
     assert re.search(r"stopped after \d", log)
 
 
-def test_the_server_ends_cleanly_when_asked_to_and_comes_back(stack: Stack) -> None:
-    """SIGTERM drains and exits 0; 137 would mean that Docker lost patience."""
+def test_the_server_stops_cleanly_and_starts_again(stack: Stack) -> None:
+    """SIGTERM drains and exits 0; 137 would mean that Docker's timeout ran out."""
     stack.compose("stop", "server")
     state = stack.container("server")["State"]
     assert (state["ExitCode"], state["OOMKilled"]) == (0, False)
@@ -68,7 +68,9 @@ def test_the_server_ends_cleanly_when_asked_to_and_comes_back(stack: Stack) -> N
 
 
 def test_a_conversion_that_is_stopped_ends_at_once() -> None:
-    """It is process 1 of its container, which heeds no SIGTERM of itself: 137 would mean that Docker lost patience."""
+    """The program is process 1 of its container, which ignores SIGTERM by default: 137 would mean Docker's timeout ran
+    out.
+    """
     if docker("image", "inspect", f"{IMAGE}:converter").returncode != 0:
         pytest.skip(f"the image {IMAGE}:converter is not on this machine")
     hardened = ("--read-only", "--tmpfs", "/tmp", "--cap-drop", "ALL", "--volume", "/models")

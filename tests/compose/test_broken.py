@@ -1,4 +1,4 @@
-"""A volume whose model was damaged, and a server that cannot be scraped: what the server, Docker and Prometheus say."""
+"""A volume with a damaged model, and a server that cannot be scraped: what the server, Docker and Prometheus report."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ path.write_bytes(data)
 
 @pytest.fixture(scope="module")
 def watched(stack: Stack) -> Iterator[Stack]:
-    """The same stack, whose alerts fire as soon as they are true: how long they have to be is for promtool's tests."""
+    """Yield the same stack with alerts that fire as soon as they are true: promtool's tests check their durations."""
     where = ROOT / "build" / stack.project
     shutil.copytree(ROOT / "deploy" / "prometheus", where / "prometheus")
     for path in (where / "prometheus" / "rules").glob("*.yml"):
@@ -42,10 +42,10 @@ def watched(stack: Stack) -> Iterator[Stack]:
         shutil.rmtree(where)
 
 
-def test_a_flipped_bit_in_the_volume_is_told_by_log_health_and_alert(
+def test_log_health_check_and_alert_report_a_flipped_bit_in_the_volume(
     watched: Stack, client: triton.InferenceServerClient
 ) -> None:
-    """What serves goes on, with weights of its own; the next start finds it."""
+    """The running server continues with its copy of the weights; the next start detects the damage."""
     assert client.is_model_ready("minilm")
     watched.python(_FLIP.format(path=_WEIGHTS))
     assert client.is_model_ready("minilm")
@@ -70,7 +70,7 @@ def test_a_flipped_bit_in_the_volume_is_told_by_log_health_and_alert(
     until(lambda: "Bf16ModelNotReady" not in watched.firing(), 60, "the end of the alert")
 
 
-def test_a_server_that_cannot_be_scraped_is_told_by_an_alert(watched: Stack) -> None:
+def test_an_alert_reports_a_server_that_cannot_be_scraped(watched: Stack) -> None:
     watched.compose("stop", "server")
     try:
         until(lambda: "Bf16ServerDown" in watched.firing(), 60, "the alert")

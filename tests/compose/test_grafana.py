@@ -1,4 +1,4 @@
-"""Grafana, where its image is on this machine: it is in no package, and nobody here has opened it yet."""
+"""Grafana, if its image is on this machine: no package contains it, and no one has opened it here so far."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.compose
 
 @pytest.fixture(scope="module")
 def grafana(stack: Stack) -> Iterator[str]:
-    """Where it answers."""
+    """Yield Grafana's address."""
     image = stack.compose("config", "--images", "grafana").splitlines()
     name = next(name for name in image if "grafana" in name)
     if not have_image(name):
@@ -27,7 +27,7 @@ def grafana(stack: Stack) -> Iterator[str]:
     stack.compose("stop", "grafana")
 
 
-def test_whoever_looks_sees_the_dashboard_and_the_prometheus_of_the_stack(grafana: str) -> None:
+def test_anonymous_users_see_the_dashboard_and_the_stacks_prometheus(grafana: str) -> None:
     status, text = get(f"{grafana}/api/dashboards/uid/bf16kit")
     assert status == 200
     assert json.loads(text)["meta"]["provisioned"]
@@ -39,7 +39,7 @@ def test_whoever_looks_sees_the_dashboard_and_the_prometheus_of_the_stack(grafan
     assert json.loads(text)["data"]["result"]
 
 
-def test_nobody_can_log_in_or_change_anything(grafana: str) -> None:
-    """Not even with the password that everybody tries."""
+def test_no_user_can_log_in_or_read_the_admin_settings(grafana: str) -> None:
+    """The default password does not work either."""
     assert get(f"{grafana.replace('//', '//admin:admin@')}/api/org")[0] in (0, 401)
     assert get(f"{grafana}/api/admin/settings")[0] in (401, 403)

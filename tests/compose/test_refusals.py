@@ -1,6 +1,6 @@
-"""What a server's container says of what it cannot work with: each a line in its log, and Docker's own verdict.
+"""Server containers with a wrong configuration: each logs one line with the reason, and Docker reports its state.
 
-The containers are started together, for each takes some seconds to be judged.
+The containers start together, because each takes some seconds to get its health status.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Refused = dict[str, Container]
 
 @pytest.fixture(scope="module")
 def refused(stack: Stack) -> Iterator[Refused]:
-    """By what is wrong with it."""
+    """Yield the containers by what is wrong with each."""
     models = f"{stack.project}_models"
     other = f"{stack.project}_other"
     shared = ("--volume", f"{models}:/models:ro")
@@ -62,7 +62,7 @@ def refused(stack: Stack) -> Iterator[Refused]:
 
 
 def judged(container: Container, *words: str) -> None:
-    """It runs, is unhealthy by Docker's verdict, and its log has a line with all ``words``."""
+    """Assert that the container runs, is unhealthy for Docker, and its log has a line with all ``words``."""
 
     def said() -> bool:
         assert container.state["Running"], container.log
@@ -93,23 +93,23 @@ def test_a_repository_that_does_not_exist_ends_the_server(refused: Refused) -> N
     ended(refused["no directory"], 2, "'/nowhere' is not a directory", "--repository")
 
 
-def test_a_gpu_that_is_asked_for_and_not_there_is_not_replaced_by_the_cpu(refused: Refused) -> None:
+def test_a_missing_gpu_is_not_replaced_by_the_cpu(refused: Refused) -> None:
     judged(refused["no GPU"], "ERROR", "cuda:0", "minilm")
 
 
-def test_artifacts_of_schemas_that_this_server_does_not_know_are_refused(refused: Refused) -> None:
+def test_artifacts_of_unknown_schemas_are_rejected(refused: Refused) -> None:
     container = refused["other schemas"]
     judged(container, "ERROR", "/models/newer/1/manifest.json: schema version 99 is newer than", "upgrade bf16kit")
     judged(container, "ERROR", "/models/nonsense/1/manifest.json: schema_version is 0, expected 1 to")
 
 
-def test_a_model_larger_than_the_containers_memory_is_refused_before_it_is_loaded(refused: Refused) -> None:
+def test_a_model_larger_than_the_containers_memory_is_rejected_before_loading(refused: Refused) -> None:
     container = refused["too little memory"]
     judged(container, "ERROR", "minilm", "MB of memory at least", "that this container may take; raise the container's")
     assert container.state["Running"]
 
 
-def test_where_there_is_no_room_for_the_reference_the_model_answers_and_the_log_says_that_it_is_not_measured(
+def test_without_memory_for_the_reference_the_model_serves_and_the_log_reports_it(
     refused: Refused,
 ) -> None:
     container = refused["no room for the reference"]
@@ -126,12 +126,12 @@ def test_where_there_is_no_room_for_the_reference_the_model_answers_and_the_log_
     assert not container.state["OOMKilled"]
 
 
-def test_a_port_that_is_taken_ends_the_server(refused: Refused) -> None:
+def test_a_port_in_use_ends_the_server(refused: Refused) -> None:
     ended(refused["port taken"], 2, "port 8002", "is in use by another program", "choose another --http-port")
 
 
-def test_compose_says_which_port_is_taken(stack: Stack) -> None:
-    """A second project on the same ports."""
+def test_compose_names_the_port_in_use(stack: Stack) -> None:
+    """The test starts a second project on the same ports."""
     second = Stack.new(f"{stack.project}-second", GRPC_PORT=stack.environment["GRPC_PORT"])
     try:
         done = second.run("up", "--detach", "--no-deps", "server")
@@ -143,8 +143,8 @@ def test_compose_says_which_port_is_taken(stack: Stack) -> None:
     assert not second.left()
 
 
-def test_compose_says_that_there_is_no_gpu(stack: Stack, tmp_path: Path) -> None:
-    """Docker refuses before the server is started, for it has no driver for what is reserved."""
+def test_compose_reports_a_missing_gpu(stack: Stack, tmp_path: Path) -> None:
+    """Docker rejects the container before the server starts, because it has no driver for the reserved device."""
     if docker("run", "--rm", "--gpus", "1", "--entrypoint", "python", f"{IMAGE}:server", "-V").returncode == 0:
         pytest.skip("this machine has a GPU")
     second = Stack.new(f"{stack.project}-gpu", IMAGE=f"{IMAGE}-of-the-test").and_file(ROOT / "compose.gpu.yaml")

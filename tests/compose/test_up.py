@@ -1,4 +1,4 @@
-"""``docker compose up``: convert, serve, scrape; then asked from outside, as a user would."""
+"""``docker compose up`` converts, serves and scrapes; the tests then use the stack from outside, as a user would."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _QUICKSTART = re.compile(r"^## Ask a served model$.*?^```python$\n(.*?)^```$", r
 
 
 def embed(client: triton.InferenceServerClient, text: str) -> NDArray[np.float64]:
-    """The sentence embedding [384] of ``text``, pooled here as any client would."""
+    """Return the sentence embedding [384] of ``text``, pooled here as any client would."""
     feeds = minilm.tokenize(minilm.tokenizer(), [text])
     tensors = []
     for tensor in client.get_model_metadata("minilm").inputs:
@@ -34,8 +34,8 @@ def embed(client: triton.InferenceServerClient, text: str) -> NDArray[np.float64
     return np.asarray(minilm.mean_pool(reply.as_numpy("last_hidden_state"), feeds["attention_mask"])[0])
 
 
-def test_the_readmes_client_is_answered(stack: Stack) -> None:
-    """As it stands there, but for the port."""
+def test_the_readmes_client_works(stack: Stack) -> None:
+    """The code runs as in the README; only the port is replaced."""
     found = _QUICKSTART.search((ROOT / "README.md").read_text("utf-8"))
     assert found is not None
     assert '"127.0.0.1:8001"' in found[1]
@@ -44,7 +44,7 @@ def test_the_readmes_client_is_answered(stack: Stack) -> None:
     assert (done.stdout.strip(), done.returncode) == ("(1, 4, 384)", 0), done.stderr
 
 
-def test_an_unmodified_client_outside_gets_meaningful_answers(client: triton.InferenceServerClient) -> None:
+def test_an_unmodified_client_gets_meaningful_embeddings(client: triton.InferenceServerClient) -> None:
     eating, meal, concert = (
         embed(client, text)
         for text in (
@@ -61,13 +61,13 @@ def test_the_image_has_the_cpu_kernel_and_the_model_runs_on_it(client: triton.In
     assert config.parameters["kernel"].string_value in PATHS
 
 
-def test_live_drift_of_real_sentences_is_read_back_through_promql(
+def test_live_drift_of_real_sentences_is_available_through_promql(
     stack: Stack, client: triton.InferenceServerClient
 ) -> None:
     measured = 'sum(bf16kit_drift_samples_total{model="minilm", outcome="measured"})'
 
     def enough_after_another_round() -> bool:
-        """The shadow drops what it has no time for, so a round of sentences may not be enough."""
+        """The shadow drops samples that it has no time for, so one round of sentences may not be enough."""
         for sentence in sentences(20):
             embed(client, sentence)
         return sum(stack.query(measured)) >= 20
@@ -81,7 +81,7 @@ def test_live_drift_of_real_sentences_is_read_back_through_promql(
     assert max(ratios) < 1
 
 
-def test_what_was_asked_is_counted_in_prometheus(stack: Stack, client: triton.InferenceServerClient) -> None:
+def test_requests_are_counted_in_prometheus(stack: Stack, client: triton.InferenceServerClient) -> None:
     answered = 'sum(bf16kit_requests_total{model="minilm", code="OK"})'
 
     def counted() -> float:
@@ -94,7 +94,7 @@ def test_what_was_asked_is_counted_in_prometheus(stack: Stack, client: triton.In
     assert stack.query('up{job="bf16kit"}') == [1.0]
 
 
-def test_prometheus_has_the_rules_and_none_of_them_fires_on_a_healthy_stack(stack: Stack) -> None:
+def test_prometheus_has_the_rules_and_no_alert_fires_on_a_healthy_stack(stack: Stack) -> None:
     written = [
         rule.get("alert") or rule["record"]
         for path in (ROOT / "deploy" / "prometheus" / "rules").glob("*.yml")
@@ -122,7 +122,7 @@ def test_the_server_image_holds_no_torch(stack: Stack) -> None:
 
 
 @pytest.mark.parametrize("service", SERVICES)
-def test_the_engine_bounds_what_a_service_may_take_and_write(stack: Stack, service: str) -> None:
+def test_docker_limits_a_services_resources_and_writes(stack: Stack, service: str) -> None:
     host = stack.container(service)["HostConfig"]
     assert host["Memory"] >= 512 << 20
     assert host["NanoCpus"] > 0
@@ -132,7 +132,7 @@ def test_the_engine_bounds_what_a_service_may_take_and_write(stack: Stack, servi
     assert host["LogConfig"]["Config"] == {"max-size": "10m", "max-file": "3"}
 
 
-def test_ports_are_those_of_loopback(stack: Stack) -> None:
+def test_ports_are_published_on_loopback_only(stack: Stack) -> None:
     for service in ("server", "prometheus"):
         bindings = stack.container(service)["NetworkSettings"]["Ports"]
         hosts = {each["HostIp"] for published in bindings.values() for each in published or ()}
@@ -140,6 +140,6 @@ def test_ports_are_those_of_loopback(stack: Stack) -> None:
 
 
 def test_the_server_knows_its_containers_memory(stack: Stack) -> None:
-    """And not the machine's."""
+    """The server uses the container's limit, not the machine's memory."""
     limit = stack.container("server")["HostConfig"]["Memory"]
     assert f"of the {limit / 1e6:.0f} MB that this container may take" in stack.log("server")

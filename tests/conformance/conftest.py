@@ -1,4 +1,4 @@
-"""Servers for the conformance suite: the real one as a process, over artifacts with every datatype."""
+"""Servers for the conformance suite: real server processes over artifacts with every datatype."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from serverprocess import ServerProcess
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models that take every datatype, with one version and with two."""
+    """Return a repository of models that take every datatype, with one version and with two."""
     directory = tmp_path_factory.mktemp("repository")
     write_mlp(directory / "mlp" / "1")
     write_mlp(directory / "mlp" / "3")
@@ -36,13 +36,13 @@ def _serving(repository: Path, **settings: str) -> Iterator[ServerProcess]:
 
 @pytest.fixture(scope="module")
 def served(repository: Path) -> Iterator[ServerProcess]:
-    """``bf16-serve`` with its defaults."""
+    """Yield ``bf16-serve`` with its defaults."""
     yield from _serving(repository)
 
 
 @pytest.fixture(scope="module", params=["1", "2"], ids=["one process", "two processes"])
 def opened(repository: Path, request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
-    """``bf16-serve`` with everything that is off by default, in one process and in two."""
+    """Yield ``bf16-serve`` with every feature on that is off by default, in one process and in two."""
     yield from _serving(
         repository,
         workers=request.param,

@@ -1,4 +1,4 @@
-"""The command line: what it is told, what it writes, and its exit codes."""
+"""The command line of the conformance suite: its arguments, output and exit codes."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ def wrong() -> Iterator[str]:
         yield address
 
 
-def test_a_server_that_conforms_ends_with_0(right: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_that_conforms_gives_exit_code_0(right: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([right, *ECHO]) == 0
     assert "8 passed, 0 failed" in capsys.readouterr().out
 
 
-def test_a_broken_rule_ends_with_1_and_says_what_was_sent_expected_and_came(
+def test_a_broken_rule_gives_exit_code_1_and_prints_sent_expected_and_received(
     wrong: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([wrong, *ECHO, "--check", "server.live"]) == 1
     said = capsys.readouterr().out
     for words in ("FAIL  server.live  [MUST]", "sent      ServerLive", "expected  live: true", "came      OK: (empty)"):
         assert words in said
-    assert "1 MUST, 1 TRITON" in said  # and bytes that are no message, after which it must live on
+    assert "1 MUST, 1 TRITON" in said  # the second: ServerLive must also succeed after bytes that are not a message
 
 
-def test_what_is_only_told_does_not_count(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_should_rule_is_reported_but_gives_exit_code_0(capsys: pytest.CaptureFixture[str]) -> None:
     with oip_server(refusing("Check", lambda request: request.service)) as address:
         assert main([address, "--check", "health.service"]) == 0
     assert "told  health.service  [SHOULD]" in capsys.readouterr().out
@@ -65,21 +65,21 @@ def test_what_is_only_told_does_not_count(capsys: pytest.CaptureFixture[str]) ->
         (["{}", "--junit", "/no/such/directory/file", *ECHO], "/no/such/directory/file"),
     ],
 )
-def test_what_cannot_be_tried_ends_with_2(
+def test_wrong_arguments_give_exit_code_2(
     right: str, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([argument.format(right) for argument in arguments]) == 2
     assert words in capsys.readouterr().err
 
 
-def test_no_server_ends_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_server_gives_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         assert main([address, "--patience", "0.2"]) == 2
     assert f"no gRPC server answers at {address}" in capsys.readouterr().err
 
 
-def test_a_server_with_tls_is_tried_over_tls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_with_tls_is_tested_over_tls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     authority = Authority(tmp_path)
     pair = authority.sign("server")
     credentials = grpc.ssl_server_credentials([(pair.key.read_bytes(), pair.certificate.read_bytes())])
@@ -93,7 +93,7 @@ def test_junit_has_a_case_for_each_check(wrong: str, tmp_path: Path) -> None:
     main([wrong, "--model", "echo", "--check", "server.*", "--check", "health.*", "--junit", str(tmp_path / "out.xml")])
     suite = ElementTree.parse(tmp_path / "out.xml").getroot()
     assert int(suite.get("tests", "")) == len(suite.findall("testcase")) == 11
-    # the server must live on after bytes that are no message: the second to fail
+    # the second failure: ServerLive must also succeed after bytes that are not a message
     failed = {f"{case.get('classname')}.{case.get('name')}" for case in suite if case.find("failure") is not None}
     assert failed == {"server.live", "server.garbage"}
     assert int(suite.get("failures", "")) == 2
@@ -106,7 +106,7 @@ def test_the_table_has_a_row_for_each_check(right: str, tmp_path: Path) -> None:
     assert rows[0].startswith("| `server.live` | MUST | pass |")
 
 
-def test_runs_stand_beside_each_other(
+def test_compare_puts_runs_side_by_side(
     right: str, wrong: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, address in (("right", right), ("wrong", wrong)):
@@ -118,7 +118,7 @@ def test_runs_stand_beside_each_other(
     assert "| MUST | ✓ | **✗** |" in said
 
 
-def test_of_several_runs_of_one_server_the_later_count_where_they_tried_more(
+def test_compare_merges_runs_of_one_server_and_prefers_tested_results(
     right: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, more in (("first", ()), ("second", ("--dangerous",))):

@@ -1,4 +1,4 @@
-"""``bf16-serve`` breaks no rule that the suite knows."""
+"""``bf16-serve`` breaks no rule of the conformance suite."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def suite(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """The command as its users run it."""
+    """Run the command as its users do."""
     command = [sys.executable, "-m", "conformance", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
 
 
 def tried(*arguments: str) -> dict[str, dict[str, str]]:
-    """What came of each check; a rule that is broken ends the test with all that is said of it."""
-    ran = suite(*arguments, "--json", "--assume", "sequence")  # streams are part of it; sequences are refused
+    """Return the result of each check; fail the test, with the full result, if the server breaks a rule."""
+    ran = suite(*arguments, "--json", "--assume", "sequence")  # streams belong to it; sequences are rejected
     assert not ran.stderr
     checks = json.loads(ran.stdout)["checks"]
     assert not [check for check in checks if check["outcome"] == "FAIL"]
@@ -29,7 +29,7 @@ def tried(*arguments: str) -> dict[str, dict[str, str]]:
 
 
 def skipped(checks: dict[str, dict[str, str]], *groups: str) -> list[str]:
-    """What was not tried of these groups, and why."""
+    """Return the skipped checks of these groups, with the reasons."""
     return [
         f"{id}: {check['why']}"
         for id, check in checks.items()
@@ -37,13 +37,13 @@ def skipped(checks: dict[str, dict[str, str]], *groups: str) -> list[str]:
     ]
 
 
-def test_the_server_as_it_starts_by_default_conforms(served: ServerProcess) -> None:
+def test_the_server_with_default_settings_conforms(served: ServerProcess) -> None:
     checks = tried(served.target)
     tested = ("server.", "model.", "config.", "datatype.", "request.", "parameters.", "stream.", "statistics.", "call.")
     assert not skipped(checks, *tested, "classification.", "health.", "reflection.", "infer.answered", "infer.batch")
 
 
-def test_the_server_with_everything_on_conforms(opened: ServerProcess) -> None:
+def test_the_server_with_every_feature_on_conforms(opened: ServerProcess) -> None:
     checks = tried(opened.target, "--control", "words", "--region-prefix", "bf16kit_", "--dangerous")
     assert not skipped(checks, "memory.register", "memory.input", "memory.output", "memory.unregister")
     assert not skipped(checks, "trace.", "log.", "index.", "control.", "danger.")

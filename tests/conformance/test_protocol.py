@@ -1,4 +1,4 @@
-"""The suite's messages are Triton's, field by field, and load beside its client's."""
+"""The suite's messages equal Triton's, field by field, and load in one process with Triton's client."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MESSAGES = sorted(pb.DESCRIPTOR.message_types_by_name)
 ELSEWHERE = {
     "properties",
     "PropertiesEntry",
-}  # of ModelMetadataResponse: the Open Inference Protocol has it, Triton does not
+}  # in ModelMetadataResponse: the Open Inference Protocol has this field, Triton does not
 
 
 def theirs(name: str) -> Any:
@@ -36,11 +36,11 @@ def compare(ours: Any, other: Any) -> None:
 
 
 @pytest.mark.parametrize("name", MESSAGES)
-def test_every_field_is_numbered_as_tritons(name: str) -> None:
+def test_every_field_has_tritons_number_and_type(name: str) -> None:
     compare(pb.DESCRIPTOR.message_types_by_name[name], theirs(name))
 
 
-def test_every_rpc_is_named_as_tritons() -> None:
+def test_triton_has_every_rpc() -> None:
     theirs = service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods_by_name
     assert {*pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods_by_name} <= {*theirs}
 
@@ -52,7 +52,7 @@ def test_the_suite_and_tritonclient_load_in_one_process(order: str) -> None:
     subprocess.run([sys.executable, "-c", order], check=True, timeout=60)
 
 
-def test_the_suite_needs_three_packages_alone() -> None:
+def test_the_suite_imports_neither_the_product_nor_its_dependencies() -> None:
     code = "import sys, conformance.cli; print(sorted({m.partition('.')[0] for m in sys.modules}))"
     loaded = subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True).stdout
     for absent in ("bf16kit", "service", "converter", "onnx", "ml_dtypes", "click", "pydantic", "tritonclient"):

@@ -1,4 +1,4 @@
-"""The alert rules: what promtool says of them, and that each is tested, explained, and about metrics that exist."""
+"""The alert rules: promtool accepts them; each is tested and explained, and uses only metrics that exist."""
 
 from __future__ import annotations
 
@@ -41,24 +41,24 @@ def promtool(*arguments: str) -> None:
 
 
 @needs_promtool
-def test_promtool_finds_the_rules_sound() -> None:
+def test_promtool_accepts_the_rules() -> None:
     promtool("check", "rules", "--lint=all", "--lint-fatal", *map(str, RULES))
     promtool("check", "config", "prometheus.yml")
 
 
 @needs_promtool
 @pytest.mark.parametrize("path", TESTS, ids=lambda path: path.stem)
-def test_alerts_fire_and_stay_silent_as_their_tests_say(path: Path) -> None:
+def test_alerts_fire_as_their_promtool_tests_expect(path: Path) -> None:
     promtool("test", "rules", str(path))
 
 
 def test_prometheus_loads_every_file_of_rules() -> None:
-    """promtool looks at the files that a configuration names, and is content with none."""
+    """promtool checks the files that a configuration names, and also accepts a configuration that names none."""
     (pattern,) = yaml.safe_load((DEPLOY / "prometheus.yml").read_text("utf-8"))["rule_files"]
     assert sorted(DEPLOY.glob(pattern)) == RULES != []
 
 
-def test_every_alert_is_shown_to_fire_and_not_to() -> None:
+def test_every_alert_has_a_test_that_fires_it_and_one_that_does_not() -> None:
     shown: dict[str, set[bool]] = defaultdict(set)
     for path in TESTS:
         for case in yaml.safe_load(path.read_text("utf-8"))["tests"]:
@@ -68,7 +68,7 @@ def test_every_alert_is_shown_to_fire_and_not_to() -> None:
 
 
 @pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert["alert"])
-def test_an_alert_says_how_bad_what_and_what_to_do(alert: dict[str, Any]) -> None:
+def test_an_alert_has_severity_summary_description_and_runbook(alert: dict[str, Any]) -> None:
     assert alert["labels"]["severity"] in ("critical", "warning")
     notes = alert["annotations"]
     assert {"summary", "description", "runbook"} == set(notes)
@@ -89,8 +89,8 @@ def test_a_rule_names_only_metrics_labels_and_values_that_exist(rule: dict[str, 
     assert Scraped(everything_exposed(), recorded).unknown(rule["expr"]) == []
 
 
-def test_series_of_the_rules_tests_are_series_that_exist() -> None:
-    """An alert that is tested on a metric of another name never fires."""
+def test_the_series_in_the_rules_tests_exist() -> None:
+    """An alert that is tested on a metric of another name never fires in production."""
     there = Scraped(everything_exposed())
     free = ("model", "version", "job", "instance", "output", "metric", "device", "profile", "backend", "precision")
     for path in TESTS:

@@ -1,4 +1,4 @@
-"""What the HPA asks for is what the Prometheus adapter makes of a real Prometheus' scrapes of a real server."""
+"""The metric that the HPA needs is what the Prometheus adapter computes from real scrapes of a real server."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from service.telemetry.vocabulary import SECONDS
 RULES = yaml.safe_load((DEPLOY / "kubernetes" / "prometheus-adapter.yaml").read_text("utf-8"))["rules"]["custom"]
 SCALER = DEPLOY / "kubernetes" / "components" / "autoscaling" / "horizontalpodautoscaler.yaml"
 POD = {"namespace": "bf16kit", "pod": "bf16kit-7d4b9c-x2x7l"}
-DELAY_MS = 80  # every request waits this long for others, who never come
+DELAY_MS = 80  # every request waits this long for others, which never come
 
 scraping = pytest.mark.skipif(
     prometheusprocess.find() is None, reason="no prometheus on PATH (Debian: apt-get install prometheus)"
@@ -32,7 +32,7 @@ scraping = pytest.mark.skipif(
 
 
 def asked() -> str:
-    """The query that the adapter makes for the pod, as its documentation says how."""
+    """Return the query that the adapter builds for the pod, according to its documentation."""
     (rule,) = RULES
     series = rule["name"]["matches"].strip("^$")
     query: str = rule["metricsQuery"]
@@ -46,18 +46,18 @@ def asked() -> str:
     return query
 
 
-def test_the_scaler_asks_for_what_the_rule_makes_and_its_target_can_be_told() -> None:
+def test_the_hpa_uses_the_rules_metric_and_its_target_is_a_bucket_bound() -> None:
     (rule,) = RULES
     (pods,) = [each["pods"] for each in yaml.safe_load(SCALER.read_text("utf-8"))["spec"]["metrics"] if "pods" in each]
     assert pods["metric"]["name"] == rule["name"]["as"]
     target = float(pods["target"]["averageValue"].removesuffix("m")) / 1000
-    assert target in SECONDS  # a bound of the histogram's: what lies on either side of it is told apart
+    assert target in SECONDS  # a bucket bound: the histogram distinguishes values on either side of it
     assert rule["resources"]["overrides"].keys() == POD.keys()
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """Whose requests wait in the queue."""
+    """Yield a server whose requests wait in the queue."""
     repository = tmp_path_factory.mktemp("repository")
     source = tmp_path_factory.mktemp("source") / "mlp.onnx"
     onnx.save(graphs.mlp(), source)
@@ -72,7 +72,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 @pytest.mark.long  # a rate needs some seconds of scrapes
 @scraping
-def test_the_rule_tells_a_pods_wait_and_zero_of_one_that_is_idle(server: ServerProcess, tmp_path: Path) -> None:
+def test_the_rule_gives_a_pods_wait_and_zero_if_it_is_idle(server: ServerProcess, tmp_path: Path) -> None:
     with Prometheus(server.ports()[1], tmp_path / "own", labels=POD) as prometheus:
 
         def told(query: str) -> list[Any]:
@@ -82,7 +82,7 @@ def test_the_rule_tells_a_pods_wait_and_zero_of_one_that_is_idle(server: ServerP
         until(lambda: prometheus.ask("series", **{"match[]": rule["seriesQuery"]}), 30, "the series that it looks for")
         quantile = asked().partition(" >= 0")[0]
         until(lambda: told(quantile), 30, "two scrapes")
-        assert np.isnan(told(quantile)[0][1])  # which the adapter would hand on as a number
+        assert np.isnan(told(quantile)[0][1])  # the adapter would pass NaN on as a number
         assert told(asked()) == [(POD["pod"], 0.0)]
 
         def waits() -> bool:
@@ -93,7 +93,7 @@ def test_the_rule_tells_a_pods_wait_and_zero_of_one_that_is_idle(server: ServerP
 
         until(waits, 60, "a wait")
         ((_, seconds),) = told(asked())
-        assert DELAY_MS / 1000 / 2 < seconds <= 10  # of a histogram: within the bucket's bounds
+        assert DELAY_MS / 1000 / 2 < seconds <= 10  # a histogram gives the bounds of the bucket only
 
 
 def _ask(target: str) -> None:

@@ -1,4 +1,4 @@
-"""The client of docs/kubernetes.md against two servers, as a headless Service would give their addresses."""
+"""The client in docs/kubernetes.md with two servers, whose addresses it gets as from a headless Service."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from waiting import until
 
 import graphs
 
-pytestmark = pytest.mark.long  # starts two servers, one of which works on for seconds after SIGTERM
+pytestmark = pytest.mark.long  # starts two servers, one of which serves for seconds after SIGTERM
 ANSWERED = 'bf16kit_requests_total{code="OK",model="mlp",version="1"}'
 
 
@@ -41,24 +41,24 @@ def servers(repository: Path) -> Iterator[list[ServerProcess]]:
 
 
 def example(target: str) -> Any:
-    """The function ``infer`` of the page's example, whose client asks ``target``."""
+    """Return the client and the function ``infer`` of the page's example, connected to ``target``."""
     page = (ROOT / "docs" / "kubernetes.md").read_text("utf-8")
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     named = "dns:///bf16kit.bf16kit.svc:8001"
     assert code.count(named) == 1
     space: dict[str, Any] = {}
-    exec(code.replace(named, target), space)  # a page of our own
+    exec(code.replace(named, target), space)  # the code is from our own documentation
     return space["client"], space["infer"]
 
 
-def test_calls_are_spread_and_none_is_lost_when_a_server_goes(servers: list[ServerProcess]) -> None:
+def test_calls_are_spread_and_none_is_lost_when_a_server_stops(servers: list[ServerProcess]) -> None:
     client, infer = example("ipv4:" + ",".join(server.target for server in servers))
     with client:
         until(lambda: (infer(), all(server.metric(ANSWERED) >= 10 for server in servers))[1], 60, "both to answer")
         staying, going = servers
         going.terminate()
         while going.process.poll() is None:
-            infer()  # an answer or an exception
+            infer()  # returns a response or raises
         assert going.exit_code() == 0
         before = staying.metric(ANSWERED)
         infer()

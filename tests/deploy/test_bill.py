@@ -1,4 +1,4 @@
-"""The list of what an image holds; ``test_image.py`` holds a real one against the image."""
+"""The bill of materials of an image; ``test_image.py`` compares a real one with its image."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FOUND = {
 }
 
 
-def test_debian_packages_that_are_installed_are_listed_by_what_scanners_know_them_by() -> None:
+def test_installed_debian_packages_are_listed_by_their_package_url() -> None:
     assert [package["purl"] for package in bill.debian(DPKG, "debian-12")] == [
         "pkg:deb/debian/libc6@2.36-9%2Bdeb12u13?arch=amd64&distro=debian-12",
         "pkg:deb/debian/libssl3@3.0.17-1~deb12u3?arch=amd64&distro=debian-12",
@@ -30,6 +30,6 @@ def test_all_components_are_in_one_document_about_the_image() -> None:
     assert of_image["dependsOn"] == [component["bom-ref"] for component in made["components"]]
 
 
-def test_the_order_does_not_depend_on_who_was_found_first() -> None:
+def test_the_order_of_components_does_not_depend_on_the_order_found() -> None:
     debian = bill.debian(DPKG, "debian-12")
     assert bill.bill(FOUND, debian, "i", "1") == bill.bill(FOUND, debian[::-1], "i", "1")

@@ -1,4 +1,4 @@
-"""The Helm chart: with its default values it is the kustomize base. Its values: ``test_chart_values.py``."""
+"""With its default values, the Helm chart equals the kustomize base. ``test_chart_values.py`` tests the values."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ ITS_NOTES = {"checksum/config", "helm.sh/resource-policy"}
 
 
 def in_effect(manifests: list[Manifest]) -> dict[str, Manifest]:
-    """The manifests by kind and name, without what says only who wrote them, settings as values."""
+    """Return the manifests by kind and name, without fields that only name their author, and with settings parsed."""
     (settings,) = [each["metadata"]["name"] for each in manifests if each["kind"] == "ConfigMap"]
     text = json.dumps([each for each in manifests if each["kind"] != "Namespace"])
-    bare = json.loads(text.replace(f'"{settings}"', '"bf16kit"'))  # its digest is in its name, or is an annotation
+    bare = json.loads(text.replace(f'"{settings}"', '"bf16kit"'))  # the digest is in the name or in an annotation
     for each in bare:
         metadata = [each["metadata"], *([each["spec"]["template"]["metadata"]] if each["kind"] == "Deployment" else [])]
         for one_of_them in metadata:
@@ -39,24 +39,24 @@ def _without(metadata: Any) -> None:
             metadata[field] = kept
 
 
-def test_with_default_values_it_is_the_base() -> None:
+def test_the_chart_with_default_values_equals_the_base() -> None:
     assert in_effect(charted()) == in_effect(kustomized(BASE))
 
 
-def test_with_monitoring_and_autoscaling_it_is_the_overlay_for_processors() -> None:
+def test_the_chart_with_monitoring_and_autoscaling_equals_the_cpu_overlay() -> None:
     everything = charted("--set", "monitoring.enabled=true,autoscaling.enabled=true")
     assert in_effect(everything) == in_effect(kustomized(OVERLAYS / "cpu"))
 
 
-def test_comparing_sees_a_difference() -> None:
+def test_the_comparison_detects_a_difference() -> None:
     base = kustomized(BASE)
     other = copy.deepcopy(base)
     one(other, "PodDisruptionBudget")["spec"]["maxUnavailable"] = 2
     assert in_effect(other) != in_effect(base)
 
 
-def test_settings_are_a_rollout() -> None:
-    """The pods' template changes with them; a ConfigMap that changes alone restarts nobody."""
+def test_changed_settings_cause_a_rollout() -> None:
+    """The pod template changes with the settings; a change of the ConfigMap alone restarts no pod."""
     noted = [
         one(charted(*flags), "Deployment")["spec"]["template"]["metadata"]["annotations"]["checksum/config"]
         for flags in ((), (), ("--set", "config.max_in_flight=64"))
@@ -67,7 +67,7 @@ def test_settings_are_a_rollout() -> None:
     assert [volume["configMap"]["name"] for volume in spec["volumes"] if "configMap" in volume] == names != ["bf16kit"]
 
 
-def test_two_releases_in_a_namespace_take_nothing_from_each_other() -> None:
+def test_two_releases_in_one_namespace_do_not_interfere() -> None:
     mine, other = charted(), charted(release="other")
     assert {named(each) for each in mine} & {named(each) for each in other} == set()
     labels = one(other, "Deployment", "other-bf16kit")["spec"]["template"]["metadata"]["labels"]
@@ -77,7 +77,7 @@ def test_two_releases_in_a_namespace_take_nothing_from_each_other() -> None:
             assert not chosen or not chosen.items() <= labels.items(), named(each)
 
 
-def test_a_claim_that_is_there_is_used_and_none_is_made() -> None:
+def test_an_existing_volume_claim_is_used_and_none_is_created() -> None:
     manifests = charted("--set", "models.existingClaim=mine")
     assert "PersistentVolumeClaim" not in {each["kind"] for each in manifests}
     ((_, spec),) = pods(manifests)
@@ -86,7 +86,7 @@ def test_a_claim_that_is_there_is_used_and_none_is_made() -> None:
     ]
 
 
-def test_with_tls_probes_go_over_https_for_grpc_probes_speak_none() -> None:
+def test_with_tls_probes_use_https_because_grpc_probes_have_no_tls() -> None:
     flags = "config.tls_certificate=/etc/bf16kit-secret/tls.crt,config.tls_key=/etc/bf16kit-secret/tls.key"
     ((_, spec),) = pods(charted("--set", f"existingSecret=mine,{flags}"))
     (server,) = spec["containers"]
@@ -98,7 +98,7 @@ def test_with_tls_probes_go_over_https_for_grpc_probes_speak_none() -> None:
     assert {"name": "secret", "mountPath": "/etc/bf16kit-secret", "readOnly": True} in server["volumeMounts"]
 
 
-def test_with_tls_metrics_are_scraped_over_https_with_what_else_that_takes() -> None:
+def test_with_tls_metrics_are_scraped_over_https_with_the_given_credentials() -> None:
     everything = "monitoring.enabled=true,config.tls_certificate=/c,config.tls_key=/k"
     token = 'monitoring.endpoint={"authorization": {"credentials": {"name": "mine", "key": "token"}}}'
     (endpoint,) = one(charted("--set", everything, "--set-json", token), "ServiceMonitor")["spec"]["endpoints"]

@@ -1,4 +1,4 @@
-"""The settings of the server among the values of the Helm chart: refused and taken as the server does."""
+"""The server's settings in the values of the Helm chart: the chart accepts and rejects what the server does."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def settings_schema() -> Any:
 
 
 def takes(config: Any) -> bool:
-    """Whether the chart does."""
+    """Return whether the chart accepts the settings."""
     import jsonschema
 
     return bool(jsonschema.Draft202012Validator(settings_schema()).is_valid({**DEFAULTS, **config}))
@@ -40,7 +40,9 @@ def server_takes(config: Any) -> bool:
 
 
 def tried() -> Iterator[tuple[str, Any]]:
-    """For each setting its default, and values at its bounds and beyond, by the server's own schema; some are wrong."""
+    """Yield, for each setting, its default and values at and beyond its bounds in the server's own schema; some are
+    wrong.
+    """
     for key, field in ServerConfig.model_json_schema()["properties"].items():
         told = next((each for each in field.get("anyOf", ()) if each.get("type") != "null"), field)
         bounds = [told[name] for name in ("minimum", "maximum", "exclusiveMinimum") if name in told]
@@ -55,14 +57,14 @@ def tried() -> Iterator[tuple[str, Any]]:
 
 
 @needs_schemas
-def test_the_chart_has_every_setting_and_refuses_what_the_server_refuses() -> None:
-    """A pod that is refused by its server starts again and again, and says why in its log alone."""
+def test_the_chart_has_every_setting_and_rejects_what_the_server_rejects() -> None:
+    """If the server rejects a setting, its pod restarts again and again, and only its log gives the reason."""
     assert set(settings_schema()["properties"]) == set(ServerConfig.model_fields)
     lenient = [(key, value) for key, value in tried() if takes({key: value}) and not server_takes({key: value})]
     assert lenient == []
 
 
-# Stricter than the server on purpose: what could not work in a pod.
+# The chart is stricter than the server for these, on purpose: some values could not work in a pod.
 NARROWER = {
     *("repository", "host", "grpc_port", "http_port", "grpc_socket", "load_model"),
     *("tls_certificate", "tls_key", "tls_client_ca", "reference_ca", "token_file"),
@@ -70,7 +72,7 @@ NARROWER = {
 
 
 @needs_schemas
-def test_the_chart_takes_what_the_server_takes() -> None:
+def test_the_chart_accepts_what_the_server_accepts() -> None:
     for key, value in tried():
         if key not in NARROWER and type(value) is not bool and server_takes({key: value}):
             assert takes({key: value}), (key, value)
@@ -96,12 +98,12 @@ def test_the_chart_takes_what_the_server_takes() -> None:
     ],
     ids=str,
 )
-def test_settings_that_do_not_go_together_are_refused_by_both(config: dict[str, Any]) -> None:
+def test_chart_and_server_agree_on_combinations_of_settings(config: dict[str, Any]) -> None:
     assert takes(config) is server_takes(config)
 
 
-def test_large_numbers_of_a_file_stay_whole_numbers(tmp_path: Path) -> None:
-    """Helm reads those of a file as floats: printed as they come, they are 5.36870912e+08."""
+def test_large_numbers_in_a_values_file_stay_integers(tmp_path: Path) -> None:
+    """Helm reads numbers of a file as floats; printed without conversion, one would be 5.36870912e+08."""
     sizes = {"max_request_bytes": 536_870_912, "shared_memory_max_bytes": 8_589_934_592, "trace_rate": 1_000_000}
     manifests = charted_by(tmp_path / "values.yaml", {"config": sizes})
     written = yaml.safe_load(one(manifests, "ConfigMap")["data"]["server.yaml"])
@@ -120,8 +122,10 @@ def test_large_numbers_of_a_file_stay_whole_numbers(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_probes_ask_where_kubelet_is_answered(config: dict[str, Any], scheme: str | None, tmp_path: Path) -> None:
-    """It has neither TLS for gRPC nor a token: where health wants one, gRPC's probes would end the pod, for ever."""
+def test_probes_use_http_where_grpc_health_needs_tls_or_a_token(
+    config: dict[str, Any], scheme: str | None, tmp_path: Path
+) -> None:
+    """kubelet's gRPC probes have neither TLS nor a token: if health needs one, they would restart the pod forever."""
     secret = "mine" if config == TLS else ""
     ((_, spec),) = pods(charted_by(tmp_path / "values.yaml", {"config": config, "existingSecret": secret}))
     probes = [spec["containers"][0][f"{name}Probe"] for name in ("startup", "liveness", "readiness")]

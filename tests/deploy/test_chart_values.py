@@ -1,4 +1,6 @@
-"""The values of the Helm chart: each has its effect, and what makes pods that never serve is refused by its name."""
+"""The values of the Helm chart: each has an effect, and a value that would keep a pod from serving is rejected by its
+name.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ SCHEMA = json.loads((CHART / "values.schema.json").read_text("utf-8"))
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text("utf-8"))
 TLS = {"tls_certificate": "/etc/bf16kit-secret/tls.crt", "tls_key": "/etc/bf16kit-secret/tls.key"}
 NAMES = ("a.b", "123", "true", "null", "1e5", "0x1f", "a--b", "x" * 53, "x" * 49 + "-yyy", "bf16kit.v2")
-# Of each value another one that it may have. Where the rest has to be otherwise for it to matter, that as well.
+# For each value, another valid one, and the other values that must change too for it to have an effect.
 OTHERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "image.repository": ("registry.example:5000/bf16kit", {}),
     "image.tag": ("1.0", {}),
@@ -65,7 +67,7 @@ OTHERS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 def leaves(schema: Any, values: Any, path: str = "") -> Iterator[str]:
-    """The values that are set by themselves, by their path."""
+    """Yield the paths of the values that are set individually."""
     for key, each in schema["properties"].items():
         here = f"{path}{key}"
         if key in ("global", "config", "resources") or "properties" not in each:
@@ -80,14 +82,14 @@ def test_every_value_is_in_this_table() -> None:
 
 @pytest.mark.parametrize("path", OTHERS)
 @needs_schemas
-def test_a_value_has_its_effect_and_what_comes_of_it_is_valid(path: str, tmp_path: Path) -> None:
-    """One that has none is passed over in silence; one that is rendered without quotes becomes a number or two keys."""
+def test_each_value_changes_the_manifests_and_they_stay_valid(path: str, tmp_path: Path) -> None:
+    """A value without an effect is ignored silently; a value rendered without quotes becomes a number or two keys."""
     value, rest = OTHERS[path]
     for key in reversed(path.split(".")):
         value = {key: value}
     everything = {"monitoring": {"enabled": True}, "autoscaling": {"enabled": True}}
     before = charted("--set", EVERYTHING)
-    if rest and path != "existingSecret":  # which is refused without what goes with it
+    if rest and path != "existingSecret":  # the chart rejects these settings without it
         before = charted_by(tmp_path / "before.yaml", merged(everything, rest))
     after = charted_by(tmp_path / "values.yaml", merged(merged(everything, rest), value))
     assert after != before
@@ -104,7 +106,7 @@ def merged(one: Any, other: Any) -> Any:
 
 @pytest.mark.parametrize("release", NAMES)
 @needs_schemas
-def test_any_release_that_helm_takes_has_names_that_kubernetes_takes(release: str) -> None:
+def test_any_release_name_valid_for_helm_gives_names_valid_for_kubernetes(release: str) -> None:
     manifests = charted("--set", f"{EVERYTHING},monitoring.rules=false", release=release)
     for manifest in manifests:
         check(manifest)
@@ -121,7 +123,7 @@ def test_any_release_that_helm_takes_has_names_that_kubernetes_takes(release: st
         ("config.repository=models", "repository"),
         ("config.repository=/tmp", "repository"),
         ("config.repository=/etc/bf16kit", "repository"),
-        ("config.host=127.0.0.1", "host"),  # which neither kubelet nor a client would reach
+        ("config.host=127.0.0.1", "host"),  # neither kubelet nor a client could reach it
         ("config.workers=65", "workers"),
         ("config.tls_certificate=/a", "tls_key"),
         ("config.evidence=true", "token_file"),
@@ -133,8 +135,8 @@ def test_any_release_that_helm_takes_has_names_that_kubernetes_takes(release: st
         ("image.digest=latest", "digest"),
         ("autoscaling.cpuUtilization=700", "cpuUtilization"),
         ("autoscaling.enabled=true,autoscaling.minReplicas=11", "minReplicas is 11, more than maxReplicas .10."),
-        ("networkPolicy.clientLabels=null", "clientLabels"),  # a selector of nothing is one of everybody
-        ("podDisruptionBudget.maxUnavailable=0", "maxUnavailable"),  # no node could be emptied
+        ("networkPolicy.clientLabels=null", "clientLabels"),  # an empty selector matches everything
+        ("podDisruptionBudget.maxUnavailable=0", "maxUnavailable"),  # no node could be drained
         ("podDisruptionBudget.maxUnavailable=0%", "maxUnavailable"),
         ("rollingUpdate.maxSurge=0", "rollingUpdate"),  # no pod could ever be replaced
         ("terminationGracePeriodSeconds=35", "more than lame_duck_seconds . drain_seconds .35."),
@@ -149,21 +151,21 @@ def test_any_release_that_helm_takes_has_names_that_kubernetes_takes(release: st
         ("config.token_file=/etc/bf16kit-secret/tokens", "token_file is a file of the Secret that existingSecret"),
     ],
 )
-def test_values_that_cannot_be_are_refused_by_name(values: str, told: str) -> None:
+def test_impossible_values_are_rejected_by_name(values: str, told: str) -> None:
     with pytest.raises(Refused, match=told):
         charted("--set", values)
 
 
-def test_seconds_are_not_rounded_down_where_they_are_held_against_sigkill(tmp_path: Path) -> None:
+def test_fractions_of_seconds_count_in_the_check_against_the_grace_period(tmp_path: Path) -> None:
     """10.9 + 24.9 is more than 35."""
     values = {"terminationGracePeriodSeconds": 35, "config": {"lame_duck_seconds": 10.9, "drain_seconds": 24.9}}
     with pytest.raises(Refused, match=r"\(35\.8\)"):
         charted_by(tmp_path / "values.yaml", values)
 
 
-def test_an_unknown_key_is_refused_wherever_it_stands() -> None:
-    """By the schema alone: a part of it that takes any key would take a misspelt one."""
-    anything = {  # Kubernetes' own, and maps of whatever the operator calls them
+def test_the_schema_rejects_unknown_keys_at_every_level() -> None:
+    """A part of the schema that accepts any key would accept a misspelt one."""
+    anything = {  # Kubernetes' own types, and maps whose keys the operator chooses
         "global", "nodeSelector", "affinity", "podAnnotations", "podLabels", "clientLabels", "labels", "endpoint",
         "requests", "limits", "tolerations", "extraEgress", "valueFrom",
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""compose.yaml and compose.gpu.yaml, without an engine: what must be so of each service."""
+"""Check compose.yaml and compose.gpu.yaml without a Docker engine: what must hold for each service."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _VARIABLE = re.compile(r"\$\{(\w+)")
 
 
 def read(name: str) -> dict[str, Any]:
-    """The file with the default in the place of each variable."""
+    """Return the file, with each variable replaced by its default."""
     text = _DEFAULT.sub(lambda found: found[1], (ROOT / name).read_text("utf-8"))
     loaded: dict[str, Any] = yaml.safe_load(text)
     return loaded
@@ -48,32 +48,32 @@ def test_a_service_is_hardened_and_bounded_and_its_log_rotates(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", sorted(SERVICES))
-def test_a_service_has_no_key_that_gives_back_what_was_taken(name: str) -> None:
-    """A user of its own, capabilities, devices, the host's network or processes: each would be another key."""
+def test_a_service_has_no_key_that_weakens_its_hardening(name: str) -> None:
+    """A user, capabilities, devices, the host's network or its processes would each need another key."""
     usual = {"image", "build", "entrypoint", "command", "environment", "volumes", "depends_on", "healthcheck", "deploy"}
     usual |= {"restart", "stop_grace_period", "read_only", "cap_drop", "security_opt", "tmpfs", "logging"}
     assert SERVICES[name].keys() <= usual | ({"network_mode"} if name == "convert" else {"networks", "ports"})
 
 
-def test_the_conversion_runs_once_and_reaches_nobody() -> None:
+def test_the_conversion_runs_once_and_without_a_network() -> None:
     assert SERVICES["convert"]["restart"] == "no"
     assert SERVICES["convert"]["network_mode"] == "none"
 
 
 @pytest.mark.parametrize("name", sorted(SERVICES))
-def test_what_is_mounted_of_this_machine_cannot_be_written(name: str) -> None:
+def test_mounts_from_the_host_are_read_only(name: str) -> None:
     mounts = [mount for mount in SERVICES[name].get("volumes", ()) if not re.match(r"\w+:", mount)]
     assert [mount for mount in mounts if not mount.endswith(":ro")] == []
 
 
-def test_what_prometheus_keeps_is_bounded_in_time_and_size() -> None:
+def test_prometheus_retention_is_limited_in_time_and_size() -> None:
     flags = dict(flag.removeprefix("--").split("=") for flag in SERVICES["prometheus"]["command"])
     assert flags["storage.tsdb.retention.time"] == "7d"  # an alert looks three days back
     assert flags["storage.tsdb.retention.size"] == "1GB"
 
 
 @pytest.mark.parametrize("name", sorted(SERVICES))
-def test_what_a_service_writes_to_its_tmpfs_cannot_fill_its_memory(name: str) -> None:
+def test_a_services_tmpfs_is_smaller_than_its_memory(name: str) -> None:
     limit = _bytes(SERVICES[name]["deploy"]["resources"]["limits"]["memory"])
     sizes = [re.search(r"size=(\w+)", mount) for mount in SERVICES[name]["tmpfs"]]
     assert all(size is not None and _bytes(size[1]) < limit for size in sizes)
@@ -84,13 +84,13 @@ def _bytes(text: str) -> int:
 
 
 @pytest.mark.parametrize("name", LASTING)
-def test_a_service_that_lasts_is_restarted_and_publishes_to_this_machine_alone(name: str) -> None:
+def test_a_permanent_service_restarts_and_publishes_ports_on_localhost_only(name: str) -> None:
     assert SERVICES[name]["restart"] == "unless-stopped"
     assert SERVICES[name]["ports"]
     assert all(port.startswith("127.0.0.1:") for port in SERVICES[name]["ports"])
 
 
-def test_each_waits_until_the_one_before_it_is_done_or_healthy() -> None:
+def test_each_service_waits_until_the_one_it_needs_has_completed_or_is_healthy() -> None:
     waits = {
         (name, before): how["condition"]
         for name, service in SERVICES.items()
@@ -103,29 +103,29 @@ def test_each_waits_until_the_one_before_it_is_done_or_healthy() -> None:
     }
 
 
-def test_images_that_are_pulled_are_of_a_version() -> None:
+def test_pulled_images_have_an_exact_version() -> None:
     for name in ("prometheus", "grafana"):
         assert re.search(r":v?\d+\.\d+\.\d+$", SERVICES[name]["image"])
 
 
 @pytest.mark.parametrize("variables", [SERVICES["server"]["environment"], GPU["services"]["server"]["environment"]])
-def test_variables_of_the_server_are_settings_that_it_has(variables: dict[str, str]) -> None:
-    """An unknown one would be passed over in silence."""
+def test_the_servers_variables_are_settings_that_exist(variables: dict[str, str]) -> None:
+    """The server would silently ignore an unknown variable."""
     given = {key.removeprefix(ENV_PREFIX).lower(): value for key, value in variables.items()}
     assert given.keys() <= ServerConfig.model_fields.keys()
     ServerConfig.model_validate({"repository": "/models", **given})
 
 
 @pytest.mark.parametrize("name", ["compose.yaml", "compose.gpu.yaml"])
-def test_settings_of_the_server_are_read_from_variables_of_their_own_name(name: str) -> None:
-    """A ``LOG_LEVEL`` that a shell has for other programs may hold what this server refuses."""
+def test_each_server_setting_comes_from_a_host_variable_of_the_same_name(name: str) -> None:
+    """A ``LOG_LEVEL`` that a shell sets for other programs may have a value that this server rejects."""
     raw = yaml.safe_load((ROOT / name).read_text("utf-8"))["services"]["server"]["environment"]
     read_from = {name: _VARIABLE.findall(value) for name, value in raw.items() if "${" in value}
     assert read_from
     assert read_from == {name: [name] for name in read_from}
 
 
-def test_the_variables_that_the_files_read_are_those_of_the_documentation() -> None:
+def test_the_documentation_lists_exactly_the_variables_that_the_files_read() -> None:
     read_there = {
         name
         for file in ("compose.yaml", "compose.gpu.yaml")
@@ -147,7 +147,7 @@ def test_the_server_reads_the_volume_that_the_conversion_writes() -> None:
     assert set(COMPOSE["volumes"]) == {"models", "prometheus"}
 
 
-def test_whoever_sees_grafana_may_look_and_nobody_may_log_in() -> None:
+def test_grafana_is_read_only_for_anonymous_users_and_has_no_login() -> None:
     settings = SERVICES["grafana"]["environment"]
     assert settings["GF_AUTH_ANONYMOUS_ORG_ROLE"] == "Viewer"
     assert settings["GF_SECURITY_DISABLE_INITIAL_ADMIN_CREATION"] == "true"
@@ -157,7 +157,7 @@ def test_whoever_sees_grafana_may_look_and_nobody_may_log_in() -> None:
 
 
 def test_grafana_is_provisioned_with_the_stacks_prometheus_and_the_dashboard() -> None:
-    """By files that are where the mounts say, under the paths that they name."""
+    """The mounted files exist, and the provisioning files name the paths at which they are mounted."""
     mounts = dict(mount.removesuffix(":ro").split(":") for mount in SERVICES["grafana"]["volumes"])
     assert all((ROOT / source).exists() for source in mounts)
     (source,) = yaml.safe_load((GRAFANA / "provisioning/datasources/prometheus.yml").read_text("utf-8"))["datasources"]
@@ -173,13 +173,13 @@ def test_grafana_is_provisioned_with_the_stacks_prometheus_and_the_dashboard() -
 
 
 def test_the_dashboards_variable_finds_the_data_source() -> None:
-    """It is one of that type; the only one is taken."""
+    """The variable selects by type, and Grafana uses the only data source of that type."""
     board = json.loads((GRAFANA / "bf16kit.json").read_text("utf-8"))
     (variable,) = [each for each in board["templating"]["list"] if each["type"] == "datasource"]
     assert variable["query"] == "prometheus"
 
 
-def test_a_gpu_is_reserved_and_asked_for() -> None:
+def test_the_gpu_file_reserves_a_gpu_and_configures_the_server_to_use_it() -> None:
     server = GPU["services"]["server"]
     (device,) = server["deploy"]["resources"]["reservations"]["devices"]
     assert device == {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}
@@ -190,7 +190,7 @@ def test_a_gpu_is_reserved_and_asked_for() -> None:
 
 @pytest.mark.skipif(not SCHEMA_CHECK.exists(), reason="check-jsonschema is not there (make test-deploy fetches it)")
 @pytest.mark.parametrize("name", ["compose.yaml", "compose.gpu.yaml"])
-def test_a_file_is_one_by_the_schema_of_compose_files(name: str) -> None:
+def test_a_file_is_valid_by_the_compose_schema(name: str) -> None:
     command = [str(SCHEMA_CHECK), "--builtin-schema", "vendor.compose-spec", name]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -204,8 +204,8 @@ def has_compose() -> bool:
 
 @pytest.mark.skipif(not has_compose(), reason="docker compose is not installed")
 @pytest.mark.parametrize("files", [("compose.yaml",), ("compose.yaml", "compose.gpu.yaml")], ids=["cpu", "gpu"])
-def test_compose_reads_the_files_as_they_are_meant(files: tuple[str, ...]) -> None:
-    """Without an engine."""
+def test_docker_compose_parses_the_files_as_intended(files: tuple[str, ...]) -> None:
+    """This needs no Docker engine."""
     chosen = [word for file in files for word in ("--file", file)]
     command = ["docker", "compose", *chosen, "config", "--format", "json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""The Grafana dashboard: that it is one by Grafana's schema, is what its source writes, and asks for what exists."""
+"""The Grafana dashboard is valid by Grafana's schema, equals what its source writes, and queries only what exists."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def scraped() -> Scraped:
 
 @needs_schema
 def test_the_file_is_what_its_source_writes() -> None:
-    from board import board as written  # not at the top: it needs the schema
+    from board import board as written  # imported here because it needs the schema
 
     assert FILE.read_text("utf-8") == written(), "run python deploy/grafana/board.py"
 
 
 @needs_schema
-def test_grafanas_schema_knows_every_field_and_loses_none() -> None:
+def test_grafanas_schema_has_every_field_and_drops_none() -> None:
     from grafana_foundation_sdk.cog.encoder import JSONEncoder
     from grafana_foundation_sdk.cog.plugins import register_default_plugins
     from grafana_foundation_sdk.models.dashboard import Dashboard
@@ -52,7 +52,7 @@ def test_a_query_names_only_metrics_labels_and_values_that_exist(title: str, exp
     assert scraped().unknown(expression) == []
 
 
-def test_panels_have_names_of_their_own_and_do_not_overlap() -> None:
+def test_panels_have_unique_names_and_do_not_overlap() -> None:
     panels = board()["panels"]
     assert len({panel["id"] for panel in panels}) == len({panel["title"] for panel in panels}) == len(panels)
     for one, other in combinations([panel["gridPos"] for panel in panels], 2):
@@ -66,15 +66,15 @@ def _overlap(a: dict[str, int], b: dict[str, int]) -> bool:
     )
 
 
-def test_every_panel_asks_the_prometheus_that_is_chosen() -> None:
+def test_every_panel_uses_the_chosen_data_source() -> None:
     for panel in board()["panels"]:
         for part in (panel, *panel.get("targets", ())):
             if panel["type"] != "row":
                 assert part["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
 
 
-def test_a_legend_names_only_labels_that_its_query_leaves() -> None:
-    """Grafana writes an empty string for one that is not there."""
+def test_a_legend_names_only_labels_that_its_query_keeps() -> None:
+    """Grafana writes an empty string for a label that is missing."""
     for panel in board()["panels"]:
         for target in panel.get("targets", ()):
             wanted = set(re.findall(r"{{(\w+)}}", target["legendFormat"]))

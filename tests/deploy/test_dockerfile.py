@@ -1,4 +1,4 @@
-"""What the Dockerfile promises and can be seen without an engine; ``test_image.py`` has what cannot."""
+"""Properties of the Dockerfile that can be checked without an engine; ``test_image.py`` checks the others."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 
 
 @pytest.mark.parametrize("name", RUNNING)
-def test_nothing_is_run_in_the_stages_that_become_images(name: str) -> None:
-    """Only copied: so no layer has the time it was made at, and what runs was never touched by a compiler or pip."""
+def test_stages_that_become_images_only_copy(name: str) -> None:
+    """So no layer contains its build time, and neither a compiler nor pip has touched what runs."""
     assert FILE.stages[name].all("RUN") == []
     assert [copy.rest for copy in FILE.stages[name].all("COPY") if not copy.rest.startswith("--from=")] == []
 
@@ -33,25 +33,25 @@ def test_an_image_holds_its_own_dependencies_and_the_package(name: str) -> None:
     assert sources[2:] == (["--from=demo /layer /"] if name == "converter" else [])
 
 
-def test_nothing_that_runs_tells_anybody_and_nothing_is_installed_into_it() -> None:
+def test_telemetry_is_disabled_and_the_environment_has_no_pip() -> None:
     assert "ORT_DISABLE_TELEMETRY=1" in FILE.last("runtime", "ENV").rest.split()
     (made,) = [run.rest for run in FILE.stages["build"].all("RUN")]
     assert made == "python3 -m venv --without-pip /opt/bf16kit"
 
 
-def test_what_is_built_is_told_one_time_and_one_order_of_sets() -> None:
+def test_the_build_has_a_fixed_time_and_hash_seed() -> None:
     environment = FILE.stages["build"].all("ENV")[0].rest.split()
     assert {"SOURCE_DATE_EPOCH=${SOURCE_DATE_EPOCH}", "PYTHONHASHSEED=0"} <= set(environment)
     assert re.fullmatch(r"SOURCE_DATE_EPOCH=\d+", FILE.stages["build"].all("ARG")[1].rest)
 
 
 @pytest.mark.parametrize("name", IMAGES)
-def test_it_runs_as_a_user_without_rights_that_is_a_number(name: str) -> None:
+def test_the_image_runs_as_an_unprivileged_numeric_user(name: str) -> None:
     assert FILE.last(name, "USER").rest == "10001:10001"
 
 
 @pytest.mark.parametrize("name", IMAGES)
-def test_what_starts_needs_no_shell(name: str) -> None:
+def test_entry_point_and_command_need_no_shell(name: str) -> None:
     assert FILE.last(name, "ENTRYPOINT").words is not None
     assert FILE.last(name, "CMD").words is not None
 
@@ -64,34 +64,34 @@ def test_the_interface_that_manifests_and_compose_files_rely_on() -> None:
     assert "/layer/models" in FILE.stages["package"].all("RUN")[0].rest
 
 
-def test_the_health_check_asks_for_readiness_over_grpc_without_a_shell() -> None:
+def test_the_health_check_runs_the_health_command_without_a_shell() -> None:
     check = FILE.last("server", "HEALTHCHECK")
     assert check.words == ["bf16-serve", "health"]
     (interval,) = re.findall(r"--interval=(\d+)s", check.rest)
     (timeout,) = re.findall(r"--timeout=(\d+)s", check.rest)
     assert (
         5 <= int(timeout) <= int(interval)
-    )  # its own patience is 2 s, and then it says why; a busy machine starts it late
+    )  # the command prints the reason and exits after 2 s; a busy machine starts it late
 
 
 @pytest.mark.parametrize("name", IMAGES)
-def test_labels_tell_what_an_image_is(name: str) -> None:
+def test_labels_describe_the_image(name: str) -> None:
     labels = FILE.labels(name)
     for wanted in ("title", "description", "version", "revision", "source", "licenses"):
         assert labels.get(f"org.opencontainers.image.{wanted}"), wanted
     assert labels["org.opencontainers.image.licenses"] == PROJECT["license"]
 
 
-def test_the_version_is_the_packages() -> None:
-    """`make image` gives it; without that, as `docker compose build` does it, it is this one."""
+def test_the_default_version_is_the_packages() -> None:
+    """`make image` passes the version; `docker compose build` does not, and then this default applies."""
     given = [argument.rest for stage in FILE.stages.values() for argument in stage.all("ARG")]
     assert {argument for argument in given if argument.startswith("VERSION=")} == {f"VERSION={bf16kit.__version__}"}
 
 
-def test_everything_is_installed_under_the_constraints_and_nothing_is_compiled_at_another_time() -> None:
+def test_installs_use_the_constraints_and_pip_does_not_compile() -> None:
     environment = " ".join(instruction.rest for instruction in FILE.stages["build"].all("ENV"))
-    assert "PIP_CONSTRAINT=/src/constraints.txt" in environment  # for the packages that build ours as well
-    assert "PIP_COMPILE=0" in environment  # PIP_NO_COMPILE=1 would have pip compile
+    assert "PIP_CONSTRAINT=/src/constraints.txt" in environment  # also for the packages that build ours
+    assert "PIP_COMPILE=0" in environment  # PIP_NO_COMPILE=1 would make pip compile
     for stage in FILE.stages.values():
         if any("pip " in run.rest for run in stage.all("RUN")):
             assert FILE.line(stage.name)[-1].name == "build", stage.name
@@ -100,17 +100,17 @@ def test_everything_is_installed_under_the_constraints_and_nothing_is_compiled_a
 def test_constraints_and_tools_are_exact() -> None:
     pinned = pins(ROOT / "constraints.txt")
     assert {"setuptools", "onnxruntime", "onnxruntime-gpu", "torch"} <= pinned.keys()
-    assert pinned["onnxruntime"] == pinned["onnxruntime-gpu"]  # one runtime, tested once
+    assert pinned["onnxruntime"] == pinned["onnxruntime-gpu"]  # one version of the runtime, tested once
     assert "cyclonedx-bom" in pins(ROOT / "deploy" / "image" / "bill.txt")
 
 
-def test_variants_are_made_of_extras_that_exist_and_the_cpu_one_has_no_torch() -> None:
+def test_variants_use_existing_extras_and_the_cpu_variant_has_no_torch() -> None:
     (run,) = FILE.stages["dependencies-server"].all("RUN")
     variants = dict(re.findall(r"([a-z-]+)\) extras=([a-z,]+);", run.rest))
     assert variants.keys() == {"cpu", "cpu-torch", "gpu"}
     for extras in variants.values():
         assert set(extras.split(",")) <= PROJECT["optional-dependencies"].keys()
-        assert len({"cpu", "gpu"} & set(extras.split(","))) == 1  # the two hold the same package
+        assert len({"cpu", "gpu"} & set(extras.split(","))) == 1  # both contain the same package
     brought = [PROJECT["optional-dependencies"][extra] for extra in variants["cpu"].split(",")]
     assert "torch" not in str(brought)
     assert 'echo "VARIANT' in run.rest
@@ -124,18 +124,18 @@ def ignored() -> list[str]:
     return [line.strip() for line in lines if line.strip() and not line.startswith("#")]
 
 
-def test_the_context_is_empty_but_for_what_is_named() -> None:
+def test_the_build_context_excludes_everything_by_default() -> None:
     assert ignored()[0] == "*"
 
 
-def test_what_is_named_exists_and_is_no_secret_place() -> None:
+def test_paths_in_the_context_exist_and_are_not_private_directories() -> None:
     named = {line.removeprefix("!") for line in ignored() if line.startswith("!")}
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
     assert {name.split("/")[0] for name in named} & {".git", ".venv", "build", "tests", "bench", ".ci"} == set()
 
 
-def test_what_is_copied_is_in_the_context() -> None:
-    """A COPY of what the context leaves out fails only when an image is built."""
+def test_copied_paths_are_in_the_context() -> None:
+    """A COPY of a path outside the context fails only when an image is built."""
     named = [line.removeprefix("!") for line in ignored() if line.startswith("!")]
     for stage in FILE.stages.values():
         for copy in stage.all("COPY"):

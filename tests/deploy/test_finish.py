@@ -1,4 +1,4 @@
-"""What becomes of an environment before it is a layer: smaller, compiled, and the same bytes each time."""
+"""An environment before it becomes a layer: it is made smaller, compiled, and gets the same bytes each time."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ FINISH = Path(finish.__file__)
 
 
 def install(root: Path) -> Path:
-    """An environment /opt/e under ``root``; its site-packages."""
+    """Write an environment /opt/e under ``root``; return its site-packages."""
     packages = root / "opt/e/lib/python3.11/site-packages"
     files = {
         "one/__init__.py": "def words():\n    return {'a', 'b', 'c'}\n",
-        "one/tests/test_one.py": "",  # not of those whose tests are known to be no part of them
+        "one/tests/test_one.py": "",  # kept: the package is not on the list of those whose tests are removed
         "one/template.py": "{{ this is no Python }}\n",
         "one/one.h": "int one;\n",
         "numpy/__init__.py": "",
@@ -57,7 +57,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_what_only_tests_and_compilers_read_goes_and_licences_stay(finished: Path) -> None:
+def test_files_for_tests_and_compilers_are_removed_and_licences_stay(finished: Path) -> None:
     packages = finished / "opt/e/lib/python3.11/site-packages"
     assert sorted(str(path.relative_to(packages)) for path in packages.rglob("*") if path.is_file()) == [
         "numpy.dist-info/licenses/LICENSE",
@@ -68,7 +68,7 @@ def test_what_only_tests_and_compilers_read_goes_and_licences_stay(finished: Pat
     ]
 
 
-def test_it_says_how_much_went(tmp_path: Path) -> None:
+def test_prune_returns_the_bytes_removed(tmp_path: Path) -> None:
     packages = install(tmp_path)
     assert finish.prune(packages) >= 1000
 
@@ -80,8 +80,8 @@ def test_modules_are_compiled_to_where_the_image_looks_for_them(finished: Path) 
     assert (finished / f"opt/e/bytecode/opt/e/lib/python3.11/site-packages/one/__init__.{tag}.pyc").is_file()
 
 
-def test_python_runs_what_was_compiled_without_looking_at_the_source(tmp_path: Path) -> None:
-    """Seen by a source that is changed afterwards: neither its time nor its hash is compared."""
+def test_python_runs_the_bytecode_without_comparing_it_with_the_source(tmp_path: Path) -> None:
+    """The test changes the source afterwards: Python compares neither its time nor its hash."""
     root = tmp_path / "layer"
     packages = install(root)
     run(root)
@@ -95,7 +95,7 @@ def test_python_runs_what_was_compiled_without_looking_at_the_source(tmp_path: P
     assert done.stdout == "['a', 'b', 'c']\n", done.stderr
 
 
-def test_every_time_stamp_is_the_given_one_links_and_directories_too(finished: Path) -> None:
+def test_every_time_stamp_is_the_given_one_for_links_and_directories_too(finished: Path) -> None:
     paths = [finished, *finished.rglob("*")]
     assert {path.lstat().st_mtime for path in paths} == {float(EPOCH)}
 
@@ -111,5 +111,5 @@ def test_the_standard_library_is_compiled_and_compared_with_its_source_by_hash(t
     install(tmp_path)
     run(tmp_path, "--standard-library")
     (compiled,) = (tmp_path / "opt/e/bytecode").rglob(f"argparse.{sys.implementation.cache_tag}.pyc")
-    assert int.from_bytes(compiled.read_bytes()[4:8], "little") == 0b11  # PEP 552: by hash, and checked
+    assert int.from_bytes(compiled.read_bytes()[4:8], "little") == 0b11  # PEP 552: hash-based and checked
     assert not list((tmp_path / "opt/e/bytecode").rglob("idlelib"))

@@ -1,4 +1,4 @@
-"""The images themselves, built and run on a Docker engine: what they hold, and that they need nothing else."""
+"""Build the images and run them on a Docker engine: check their content, and that they need nothing else."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ print(json.dumps({found.name: found.version for found in importlib.metadata.dist
 SHELLS = (
     "import glob, os; [os.remove(p) for d in ('/bin', '/usr/bin') for p in glob.glob(d + '/*sh') if os.path.lexists(p)]"
 )
-# What its user may write where the file system is not read-only, system directories apart.
+# Lists what the image's user may write if the file system is not read-only, except in system directories.
 WRITABLE = """
 import os
 def may(path):
@@ -47,7 +47,10 @@ HARDENED = ("--read-only", "--tmpfs", "/tmp", "--cap-drop", "ALL", "--security-o
 
 
 def docker(*arguments: str, stdin: str = "", fails: bool = False) -> str:
-    """What ``docker …`` wrote on its standard output; the test fails, with the rest, when it does."""
+    """Return the standard output of ``docker …``; fail the test, with the other output, if the command fails.
+
+    If ``fails``, the command must fail, and its standard error is returned.
+    """
     environment = {**os.environ, "DOCKER_BUILDKIT": "1", "BUILDKIT_PROGRESS": "plain"}
     done = subprocess.run(
         ["docker", *arguments], cwd=ROOT, env=environment, input=stdin, capture_output=True, text=True, check=False
@@ -65,7 +68,7 @@ def inspect(what: str, format_: str) -> Any:
 
 @dataclass(frozen=True)
 class Images:
-    """Of a name of this run's own; layers come from the engine's cache."""
+    """Images under a name of this test run; their layers come from the engine's cache."""
 
     name: str
 
@@ -76,7 +79,7 @@ class Images:
         return image
 
     def remove(self) -> None:
-        """By name: an ID is also that of an image of yours built from the same tree, which would go as well."""
+        """Remove the images by name: by ID, this would also remove a developer's image built from the same tree."""
         for image in docker("images", "--format", "{{.Repository}}:{{.Tag}}", self.name).split():
             docker("rmi", "--force", image)
 
@@ -108,7 +111,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass(frozen=True)
 class Container:
-    """A running one."""
+    """A running container."""
 
     id: str
 
@@ -121,14 +124,16 @@ class Container:
 
     @property
     def checked(self) -> str:
-        """What the last health check said."""
+        """Return the output of the last health check."""
         log = inspect(self.id, ".State.Health.Log")
         return str(log[-1]["Output"]) if log else ""
 
 
 @pytest.fixture
 def start(repository: Path) -> Iterator[Any]:
-    """Starts an image as the compose file and the documentation do; removed afterwards."""
+    """Yield a function that starts an image as the compose file and the documentation do; remove the containers
+    afterwards.
+    """
     started: list[str] = []
 
     def run(image: str, *flags: str) -> Container:
@@ -141,7 +146,7 @@ def start(repository: Path) -> Iterator[Any]:
         docker("rm", "--force", container)
 
 
-def test_images_of_a_run_are_removed_and_not_those_that_are_the_same(images: Images) -> None:
+def test_remove_leaves_an_identical_image_of_another_name(images: Images) -> None:
     run = Images(f"{images.name}-removed")
     for name in (f"{run.name}:one", f"{images.name}:kept"):
         docker("build", "--quiet", "--tag", name, "-", stdin="FROM scratch\nLABEL of=both\n")
@@ -150,7 +155,7 @@ def test_images_of_a_run_are_removed_and_not_those_that_are_the_same(images: Ima
     assert docker("images", "--quiet", f"{images.name}:kept") != ""
 
 
-def test_labels_tell_version_and_revision(server: str) -> None:
+def test_labels_have_version_and_revision(server: str) -> None:
     labels = inspect(server, ".Config.Labels")
     assert labels["org.opencontainers.image.version"] == bf16kit.__version__
     assert labels["org.opencontainers.image.revision"] == "0123abc"
@@ -158,7 +163,7 @@ def test_labels_tell_version_and_revision(server: str) -> None:
 
 
 def test_the_server_without_torch_is_small(images: Images, server: str) -> None:
-    base = images.build("build", tag="base")  # which the engine then has, whatever PYTHON_IMAGE is
+    base = images.build("build", tag="base")  # so that the engine has the base, whatever PYTHON_IMAGE is
     layers, below = (inspect(image, ".RootFS.Layers") for image in (server, base))
     shared = [layer for layer, other in zip(layers, below, strict=False) if layer == other]
     history = docker("history", "--no-trunc", "--human=false", "--format", "{{.Size}} {{.CreatedBy}}", server)
@@ -167,7 +172,7 @@ def test_the_server_without_torch_is_small(images: Images, server: str) -> None:
     assert sum(sizes) <= MOST_BYTES
 
 
-def test_only_constrained_versions_are_in_it(server: str) -> None:
+def test_the_image_holds_only_constrained_versions(server: str) -> None:
     held = json.loads(docker("run", "--rm", "--entrypoint", "python", server, "-c", LISTED))
     known = pins(ROOT / "constraints.txt") | {"bf16kit": bf16kit.__version__}
     found = {name.replace("_", "-").replace(".", "-").lower(): version for name, version in held.items()}
@@ -176,7 +181,9 @@ def test_only_constrained_versions_are_in_it(server: str) -> None:
 
 
 @pytest.mark.parametrize("target", ["server", "converter"])
-def test_the_bill_of_an_image_lists_its_packages_and_debians(images: Images, target: str, tmp_path: Path) -> None:
+def test_the_bill_of_materials_lists_the_images_python_and_debian_packages(
+    images: Images, target: str, tmp_path: Path
+) -> None:
     extra = ("--build-arg", f"PIP_EXTRA_INDEX_URL={os.environ.get('PIP_EXTRA_INDEX_URL', '')}")
     docker("build", "--quiet", "--target", f"bill-of-{target}", "--output", str(tmp_path), *extra, ".")
     bill = json.loads((tmp_path / f"{target}.cdx.json").read_text("utf-8"))
@@ -192,8 +199,8 @@ def test_the_bill_of_an_image_lists_its_packages_and_debians(images: Images, tar
     assert debian == installed
 
 
-def test_it_runs_and_is_healthy_without_any_shell(images: Images, server: str, start: Any) -> None:
-    """And on a file system that it cannot write. The health check is the image's own, run by the engine."""
+def test_the_server_is_healthy_without_any_shell_in_the_image(images: Images, server: str, start: Any) -> None:
+    """The file system is read-only too. The health check is the image's own, and the engine runs it."""
     text = f'FROM {server}\nUSER 0\nRUN ["python", "-c", "{SHELLS}"]\nUSER 10001:10001\n'
     shellless = f"{images.name}:shellless"
     docker("build", "--quiet", "--tag", shellless, "-", stdin=text)
@@ -210,8 +217,8 @@ def test_it_runs_and_is_healthy_without_any_shell(images: Images, server: str, s
 
 
 @pytest.mark.parametrize("target", ["server", "converter"])
-def test_its_user_may_write_where_models_and_scratch_are_and_nowhere_else(images: Images, target: str) -> None:
-    """Were the file system not read-only, what it runs could still not be changed."""
+def test_the_images_user_can_write_only_models_and_scratch(images: Images, target: str) -> None:
+    """Even if the file system were not read-only, the user could not change the programs."""
     image = images.build(target)
     found = set(ast.literal_eval(docker("run", "--rm", "--entrypoint", "python", image, "-c", WRITABLE)))
     assert "/models" in found
@@ -220,12 +227,14 @@ def test_its_user_may_write_where_models_and_scratch_are_and_nowhere_else(images
 
 
 @pytest.mark.parametrize("target", ["server", "converter"])
-def test_no_tool_to_build_or_fetch_with_is_in_it(images: Images, target: str) -> None:
+def test_the_image_has_no_build_or_download_tools(images: Images, target: str) -> None:
     code = f"import shutil, json; print(json.dumps([tool for tool in {TOOLS} if shutil.which(tool)]))"
     assert json.loads(docker("run", "--rm", "--entrypoint", "python", images.build(target), "-c", code)) == []
 
 
-def test_a_server_that_is_not_ready_is_unhealthy_and_says_so(server: str, start: Any, tmp_path: Path) -> None:
+def test_a_server_that_is_not_ready_is_unhealthy_and_the_check_gives_the_reason(
+    server: str, start: Any, tmp_path: Path
+) -> None:
     (tmp_path / "models").mkdir()
     flags = (
         "--health-interval",
@@ -234,9 +243,9 @@ def test_a_server_that_is_not_ready_is_unhealthy_and_says_so(server: str, start:
         "1",
         "--health-start-period",
         "1s",
-    )  # 0 is as the image has it
+    )  # 0 would mean the image's default
     container = start(server, *flags, "--volume", f"{tmp_path}/models:/empty:ro", "--env", "BF16KIT_GRPC_PORT=8003")
-    until(lambda: container.health == "healthy", 60, "healthy")  # on the port that its environment says
+    until(lambda: container.health == "healthy", 60, "healthy")  # on the port from its environment
     empty = docker("run", "--detach", *HARDENED, *flags, "--volume", f"{tmp_path}/models:/models:ro", server)
     try:
         until(lambda: Container(empty).health == "unhealthy", 60, "unhealthy")
@@ -245,8 +254,8 @@ def test_a_server_that_is_not_ready_is_unhealthy_and_says_so(server: str, start:
         docker("rm", "--force", empty)
 
 
-def test_what_it_imports_was_compiled_when_it_was_built(server: str) -> None:
-    """Python's own modules as well, which official images leave to be compiled at each start."""
+def test_imported_modules_were_compiled_when_the_image_was_built(server: str) -> None:
+    """This includes Python's own modules, which official images compile at each start."""
     code = """
 import os, sys, service.alone, service.transport.server, onnxruntime, onnx
 cached = {name: getattr(getattr(module, "__spec__", None), "cached", None) for name, module in sys.modules.items()}
@@ -255,13 +264,13 @@ print([name for name, file in cached.items() if file and not os.path.exists(file
     assert docker("run", "--rm", "--entrypoint", "python", server, "-c", code) == "[] True"
 
 
-def test_an_unknown_variant_is_refused_in_words() -> None:
+def test_an_unknown_variant_is_rejected_with_a_clear_message() -> None:
     said = docker("build", "--target", "server", "--build-arg", "VARIANT=tpu", ".", fails=True)
     assert "VARIANT 'tpu' is unknown; give cpu, cpu-torch or gpu" in said
 
 
-def test_the_context_holds_nothing_that_is_not_built_from(tmp_path: Path) -> None:
-    """A copy of the tree's skeleton, with secrets and leavings planted in it."""
+def test_the_build_context_holds_only_files_that_the_build_needs(tmp_path: Path) -> None:
+    """The test builds from a small copy of the tree with secrets and leftovers planted in it."""
     (tmp_path / ".dockerignore").write_bytes((ROOT / ".dockerignore").read_bytes())
     planted = (
         *(".git/config", ".venv/bin/python", "build/x", ".env", "id_rsa", "tests/x", "deploy/demo/.git/config"),
@@ -278,7 +287,7 @@ def test_the_context_holds_nothing_that_is_not_built_from(tmp_path: Path) -> Non
 
 
 def test_two_builds_give_the_same_layers(images: Images, server: str, tmp_path: Path) -> None:
-    """The second is made without the engine's cache. The image's ID differs: it has the time of the build in it."""
+    """The second build does not use the engine's cache. The image IDs differ, because an ID includes the build time."""
     again = images.build("server", "--no-cache", tag="again")
     same = inspect(again, ".RootFS.Layers") == inspect(server, ".RootFS.Layers")
     assert same, "\n".join(differing(server, again, tmp_path))

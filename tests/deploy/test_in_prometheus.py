@@ -1,4 +1,4 @@
-"""Rules and dashboard in a real Prometheus that scrapes a real server, which is asked real questions."""
+"""Rules and dashboard in a real Prometheus that scrapes a real server under real requests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = [
     ),
 ]
 MEASURED = 'bf16kit_drift_samples_total{model="mlp",outcome="measured",version="1"}'
-EMPTY = {"Cause", "Rejected requests"}  # of a model that is well
+EMPTY = {"Cause", "Rejected requests"}  # panels without data if the model is healthy
 
 SLOW = "bf16kit:requests_slow:ratio_rate5m"
 
@@ -43,21 +43,21 @@ def ask(target: str, times: int) -> None:
 
 
 def written() -> list[dict[str, Any]]:
-    """All rules of all files."""
+    """Return all rules of all files."""
     groups = [group for path in RULES.glob("*.yml") for group in yaml.safe_load(path.read_text("utf-8"))["groups"]]
     return [rule for group in groups for rule in group["rules"]]
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A converted model of logits, with baseline and all, of which every answer is measured."""
+    """Yield a server of a converted model of logits, with a baseline, that measures every response."""
     repository = tmp_path_factory.mktemp("repository")
     source = tmp_path_factory.mktemp("source") / "mlp.onnx"
     onnx.save(graphs.mlp(), source)
-    feeds = tmp_path_factory.mktemp("samples")  # inputs that are no noise to the converter have ranges
+    feeds = tmp_path_factory.mktemp("samples")  # the converter records input ranges only for given samples
     for seed in range(8):
         np.savez(feeds / f"{seed}.npz", x=np.random.default_rng(seed).standard_normal((4, 16)).astype(np.float32))
-    # A row in fifty changes its top, for these logits are noise.
+    # The top class changes in one row of fifty, because these logits are noise.
     options = (
         "--output",
         "y:logits",
@@ -80,7 +80,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 @pytest.fixture(scope="module")
 def prometheus(server: ServerProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
-    """It has seen the server measure drift, and enough scrapes since for a rate."""
+    """Yield a Prometheus that has seen the server measure drift, with enough scrapes since then for a rate."""
     with Prometheus(server.ports()[1], tmp_path_factory.mktemp("prometheus") / "own") as prometheus:
 
         def asked_and_rated() -> bool:
@@ -91,8 +91,8 @@ def prometheus(server: ServerProcess, tmp_path_factory: pytest.TempPathFactory) 
         yield prometheus
 
 
-def test_every_query_of_the_dashboard_is_answered(prometheus: Prometheus) -> None:
-    """Not at once: a rate needs two scrapes of a series that may have begun a moment ago."""
+def test_every_query_of_the_dashboard_has_a_result(prometheus: Prometheus) -> None:
+    """The test waits: a rate needs two scrapes of a series, which may have begun a moment ago."""
     until(
         lambda: {title for title, query in queries() if not prometheus.query(query)} <= EMPTY, 60, "an answer of each"
     )
@@ -108,7 +108,7 @@ def test_every_rule_is_evaluated_and_nothing_fires(prometheus: Prometheus) -> No
     assert prometheus.firing() == set()
 
 
-@pytest.mark.usefixtures("prometheus")  # it has asked: a series begins with the first request that it counts
+@pytest.mark.usefixtures("prometheus")  # sends requests: a series begins with the first request that it counts
 def test_rules_and_dashboard_name_only_what_the_server_exposes(server: ServerProcess) -> None:
     rules = written()
     there = Scraped(server.get("/metrics")[1], [(rule["record"], rule["expr"]) for rule in rules if "record" in rule])

@@ -1,4 +1,4 @@
-"""Every manifest is one that the cluster's API would take, and the check finds what is not."""
+"""Every manifest is valid for the cluster's API, and the check finds manifests that are not."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ RENDERED: dict[str, Callable[[], list[Manifest]]] = {
 @pytest.mark.parametrize("rendered", RENDERED)
 @needs_tools
 @needs_schemas
-def test_what_is_rendered_is_valid(rendered: str) -> None:
+def test_rendered_manifests_are_valid(rendered: str) -> None:
     manifests = RENDERED[rendered]()
     assert len({named(each) for each in manifests}) == len(manifests) > 5
     for manifest in manifests:
@@ -54,7 +54,7 @@ def test_what_is_rendered_is_valid(rendered: str) -> None:
 
 
 @needs_schemas
-def test_what_is_applied_as_it_is_written_is_valid() -> None:
+def test_manifests_that_are_applied_unrendered_are_valid() -> None:
     manifests = plain()
     assert {each["kind"] for each in manifests} == {"ClusterServingRuntime", "InferenceService"}
     for manifest in manifests:
@@ -123,19 +123,19 @@ def test_a_planted_error_is_found(planted: str) -> None:
 
 
 @needs_tools
-def test_helm_finds_the_chart_sound() -> None:
+def test_helm_lint_accepts_the_chart() -> None:
     assert "0 chart(s) failed" in linted()
     assert "0 chart(s) failed" in linted("--set", EVERYTHING)
 
 
 @pytest.mark.parametrize("path", written(), ids=lambda path: path.name)
-def test_the_rules_are_those_of_prometheus(path: Any) -> None:
+def test_the_kubernetes_rules_equal_those_of_prometheus(path: Any) -> None:
     assert path.read_text("utf-8") == written()[path], "run python deploy/kubernetes/rules.py"
 
 
 @needs_tools
-def test_the_rules_arrive_as_they_are_written() -> None:
-    """Helm would take the braces in them for its own, and kustomize may drop what it does not know."""
+def test_helm_and_kustomize_pass_the_rules_on_unchanged() -> None:
+    """Helm could interpret the braces in the rules, and kustomize may drop fields that it does not know."""
     ours = one(kustomized(OVERLAYS / "cpu"), "PrometheusRule")["spec"]
     assert ours == one(charted("--set", EVERYTHING), "PrometheusRule")["spec"]
     assert any(
@@ -143,15 +143,15 @@ def test_the_rules_arrive_as_they_are_written() -> None:
     )
 
 
-def test_nothing_of_deploy_holds_a_secret() -> None:
+def test_no_manifest_contains_a_secret() -> None:
     for path in (*CHART.rglob("*.yaml"), *(BASE.parent).rglob("*.yaml")):
         assert "kind: Secret" not in path.read_text("utf-8"), path
 
 
 @pytest.mark.parametrize("rendered", ["base", "cpu", "gpu", "demo"])
 @needs_tools
-def test_everything_is_in_its_namespace_and_has_its_labels(rendered: str) -> None:
-    """What a component adds is not labelled by the base."""
+def test_every_manifest_has_the_namespace_and_the_name_label(rendered: str) -> None:
+    """The base does not label what a component adds."""
     for manifest in RENDERED[rendered]():
         metadata = manifest["metadata"]
         assert (metadata["name"] if manifest["kind"] == "Namespace" else metadata["namespace"]) == "bf16kit"

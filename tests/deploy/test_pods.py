@@ -1,4 +1,4 @@
-"""What the pods are allowed, asked and given: the same in every way to deploy them."""
+"""Permissions, resources and settings of the pods: the same in every way to deploy them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from loopback import LoopbackModel, serving
 from manifests import BASE, OVERLAYS, Manifest, charted, containers, kustomized, needs_tools, one, plain, pods
 
 pytestmark = [pytest.mark.manifests, needs_tools]
-TO_SPARE = 5  # seconds, at least, from the end of the drain to SIGKILL
+TO_SPARE = 5  # the least number of seconds from the end of the drain to SIGKILL
 EVERYTHING = ("--set", "monitoring.enabled=true,autoscaling.enabled=true")
 
 
 def deployments() -> dict[str, list[Manifest]]:
-    """Every way to deploy the server."""
+    """Return the manifests of every way to deploy the server."""
     kinds = {name: kustomized(OVERLAYS / name) for name in ("cpu", "gpu", "demo")}
     return {"base": kustomized(BASE), **kinds, "chart": charted(*EVERYTHING), "kserve": plain()}
 
@@ -27,21 +27,21 @@ ONLY_KUBERNETES = WAYS[:-1]
 
 
 def settings(manifests: list[Manifest]) -> dict[str, Any]:
-    """What `server.yaml` of the ConfigMap says."""
+    """Return the settings in `server.yaml` of the ConfigMap."""
     (found,) = [each["data"]["server.yaml"] for each in manifests if each["kind"] == "ConfigMap"]
     settings: dict[str, Any] = yaml.safe_load(found)
     return settings
 
 
 def servers(manifests: list[Manifest]) -> Iterator[tuple[Manifest, Manifest]]:
-    """The specification of each pod that serves, and its container that does."""
+    """Yield the specification of each pod that runs a server, and its server container."""
     for _, spec in pods(manifests):
         (server,) = [each for each in spec["containers"] if each["image"].startswith("bf16kit")]
         yield spec, server
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_container_may_do_nothing_that_it_need_not(way: str) -> None:
+def test_a_container_has_no_permission_that_it_does_not_need(way: str) -> None:
     manifests = deployments()[way]
     for _, spec in pods(manifests):
         whole = spec.get("securityContext", {})
@@ -49,7 +49,7 @@ def test_a_container_may_do_nothing_that_it_need_not(way: str) -> None:
             allowed = {**whole, **container["securityContext"]}
             assert allowed["runAsNonRoot"] is True
             assert allowed["runAsUser"] >= 10_000
-            assert allowed["runAsGroup"] >= 10_000  # where only the user is given, the group is root's
+            assert allowed["runAsGroup"] >= 10_000  # if only the user is given, the group is root
             assert allowed["seccompProfile"] == {"type": "RuntimeDefault"}
             assert allowed["readOnlyRootFilesystem"] is True
             assert allowed["allowPrivilegeEscalation"] is False
@@ -60,8 +60,8 @@ def test_a_container_may_do_nothing_that_it_need_not(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ONLY_KUBERNETES)
-def test_nothing_of_the_cluster_gets_into_a_pod(way: str) -> None:
-    """No token of its API, and no variables of its Services: BF16KIT_GRPC_PORT is a setting."""
+def test_a_pod_gets_neither_an_api_token_nor_service_variables(way: str) -> None:
+    """The variables of a Service could override settings: BF16KIT_GRPC_PORT is a setting."""
     manifests = deployments()[way]
     assert one(manifests, "ServiceAccount")["automountServiceAccountToken"] is False
     for _, spec in pods(manifests):
@@ -70,7 +70,7 @@ def test_nothing_of_the_cluster_gets_into_a_pod(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_a_container_takes_is_bounded(way: str) -> None:
+def test_a_containers_resources_are_limited(way: str) -> None:
     for container in containers(deployments()[way]):
         asked, bound = container["resources"]["requests"], container["resources"]["limits"]
         assert asked["cpu"] == bound["cpu"]
@@ -79,8 +79,8 @@ def test_what_a_container_takes_is_bounded(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_no_variable_beats_what_the_settings_say(way: str) -> None:
-    """The server divides its container's processors by its workers; BF16KIT_THREADS would give each of them all."""
+def test_no_environment_variable_overrides_the_settings_file(way: str) -> None:
+    """The server divides its container's processors by its workers; BF16KIT_THREADS would give each worker all."""
     manifests = deployments()[way]
     written = settings(manifests) if way != "kserve" else {}
     for _, server in servers(manifests):
@@ -89,7 +89,7 @@ def test_no_variable_beats_what_the_settings_say(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_models_and_settings_are_read_only_and_tmp_can_be_written_within_bounds(way: str) -> None:
+def test_only_tmp_is_writable_and_its_size_is_limited(way: str) -> None:
     for spec, server in servers(deployments()[way]):
         for mount in server["volumeMounts"]:
             if mount["mountPath"] == "/tmp":
@@ -108,7 +108,7 @@ def test_sigkill_comes_after_the_drain(way: str) -> None:
         assert spec["terminationGracePeriodSeconds"] >= config["lame_duck_seconds"] + config["drain_seconds"] + TO_SPARE
 
 
-def test_in_kserve_too_where_it_comes_after_30_seconds() -> None:
+def test_the_drain_fits_into_kserves_30_seconds() -> None:
     (server,) = containers(plain())
     (lame,) = [float(each.split("=")[1]) for each in server["args"] if each.startswith("--lame-duck-seconds=")]
     (drain,) = [float(each["value"]) for each in server["env"] if each["name"] == "BF16KIT_DRAIN_SECONDS"]
@@ -116,8 +116,8 @@ def test_in_kserve_too_where_it_comes_after_30_seconds() -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_liveness_does_not_follow_the_models_and_readiness_does(way: str) -> None:
-    """Asked of a real server, by the names that the probes have."""
+def test_readiness_depends_on_the_models_and_liveness_does_not(way: str) -> None:
+    """The test sends health checks to a real server, with the service names of the probes."""
     (probes,) = [
         {name: server[f"{name}Probe"]["grpc"]["service"] for name in ("startup", "liveness", "readiness")}
         for _, server in servers(deployments()[way])
@@ -139,20 +139,20 @@ def test_liveness_does_not_follow_the_models_and_readiness_does(way: str) -> Non
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_probes_ask_the_port_that_is_listened_on_and_have_patience(way: str) -> None:
+def test_probes_use_a_port_of_the_container_and_tolerate_slow_responses(way: str) -> None:
     for _, server in servers(deployments()[way]):
         ports = {port["containerPort"] for port in server["ports"]}
         for name in ("startup", "liveness", "readiness"):
             probe = server[f"{name}Probe"]
             assert probe["grpc"]["port"] in ports
             assert probe["timeoutSeconds"] <= probe["periodSeconds"]
-        # A server at ten times its capacity answers health within a second, one whose worker is started again in two.
+        # A server at ten times its capacity answers health checks within a second; while a worker restarts, within two.
         assert server["livenessProbe"]["periodSeconds"] * server["livenessProbe"]["failureThreshold"] >= 60
         assert server["readinessProbe"]["failureThreshold"] >= 3
 
 
 @pytest.mark.parametrize("way", ONLY_KUBERNETES)
-def test_selectors_choose_these_pods_and_no_others(way: str) -> None:
+def test_selectors_match_only_the_pods_of_this_instance(way: str) -> None:
     manifests = deployments()[way]
     template = one(manifests, "Deployment")["spec"]["template"]
     labels, mine = template["metadata"]["labels"], {"app.kubernetes.io/name", "app.kubernetes.io/instance"}
@@ -168,21 +168,23 @@ def test_selectors_choose_these_pods_and_no_others(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ONLY_KUBERNETES)
-def test_services_lead_to_the_ports_of_the_settings(way: str) -> None:
+def test_services_use_the_ports_of_the_settings(way: str) -> None:
     manifests = deployments()[way]
     config = settings(manifests)
     ((_, server),) = servers(manifests)
     listening = {port["name"]: port["containerPort"] for port in server["ports"]}
     assert listening == {"grpc": config["grpc_port"], "http": config["http_port"]}
     grpc, http = (one(manifests, "Service", name)["spec"] for name in ("bf16kit", "bf16kit-metrics"))
-    assert grpc["clusterIP"] == "None"  # every pod's address: clients spread their calls
+    assert grpc["clusterIP"] == "None"  # resolves to every pod's address, so that clients spread their calls
     assert "clusterIP" not in http
     assert [(port["targetPort"], port["port"]) for port in (*grpc["ports"], *http["ports"])] == list(listening.items())
 
 
 @pytest.mark.parametrize("way", ONLY_KUBERNETES)
-def test_who_may_reach_what(way: str) -> None:
-    """Whole: an item too many opens a port, and kustomize would once have added labels of ours to the DNS's."""
+def test_the_network_policy_allows_exactly_these_connections(way: str) -> None:
+    """The policy is compared as a whole: one extra item opens a port, and kustomize could add our labels to the DNS
+    selector.
+    """
     spec = one(deployments()[way], "NetworkPolicy")["spec"]
     client = {"matchLabels": {"bf16kit.io/client": "true"}}
     monitoring = {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}
@@ -203,14 +205,14 @@ def test_who_may_reach_what(way: str) -> None:
     ]
 
 
-def test_a_pod_of_the_gpu_overlay_has_one_gpu_and_fails_without() -> None:
+def test_the_gpu_overlay_requests_one_gpu_and_the_device_cuda_0() -> None:
     ((spec, server),) = servers(kustomized(OVERLAYS / "gpu"))
     assert server["resources"]["limits"]["nvidia.com/gpu"] == server["resources"]["requests"]["nvidia.com/gpu"] == "1"
     assert {"name": "BF16KIT_DEVICE", "value": "cuda:0"} in server["env"]
     assert spec["tolerations"]
 
 
-def test_the_demo_converts_before_it_serves_and_needs_no_claim() -> None:
+def test_the_demo_converts_before_it_serves_and_needs_no_volume_claim() -> None:
     manifests = kustomized(OVERLAYS / "demo")
     assert "PersistentVolumeClaim" not in {each["kind"] for each in manifests}
     ((spec, _),) = servers(manifests)

@@ -1,4 +1,4 @@
-"""Flags, settings, variables, ports, paths, metrics and images that deploy/ names are the program's own."""
+"""Flags, settings, variables, ports, paths, metrics and images that deploy/ names exist in the program."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ def texts() -> Iterator[tuple[Path, str]]:
 
 
 def everywhere() -> list[Manifest]:
-    """The manifests of every way to deploy with Kubernetes."""
+    """Return the manifests of every way to deploy on Kubernetes."""
     overlays = [each for name in ("cpu", "gpu", "demo") for each in kustomized(OVERLAYS / name)]
     return [*kustomized(BASE), *overlays, *charted("--set", "autoscaling.enabled=true"), *plain()]
 
 
 def arguments() -> Iterator[list[str]]:
-    """Those that the server is started with: by manifests, by the image alone, and by compose.yaml."""
+    """Yield the arguments that the server is started with: by manifests, by the image alone, and by compose.yaml."""
     for container in containers(everywhere()):
         if container["name"] != "convert":
-            assert "command" not in container  # the image's entry point
+            assert "command" not in container  # so the image's entry point runs
             yield container["args"]
     dockerfile = (ROOT / "Dockerfile").read_text("utf-8")
     found = re.findall(r'^ENTRYPOINT \["bf16-serve"\]\nCMD (\[.*\])$', dockerfile, re.MULTILINE)
@@ -53,8 +53,8 @@ def arguments() -> Iterator[list[str]]:
 
 
 @needs_tools
-def test_the_server_takes_every_argument() -> None:
-    """By its own command line."""
+def test_the_server_accepts_every_argument() -> None:
+    """The test parses the arguments with the server's own command line."""
     seen = set()
     for given in arguments():
         seen.update(given)
@@ -62,13 +62,13 @@ def test_the_server_takes_every_argument() -> None:
     assert {"--config=/etc/bf16kit/server.yaml", "--repository=/mnt/models"} <= seen
 
 
-def test_an_argument_that_is_no_more_is_refused() -> None:
+def test_a_removed_argument_is_rejected() -> None:
     with pytest.raises(click.NoSuchOption):
         main.make_context("bf16-serve", ["--model-name=m", "--repository=/mnt/models"])
 
 
 @needs_tools
-def test_the_server_takes_every_settings_file() -> None:
+def test_the_server_accepts_every_settings_file() -> None:
     found = [each["data"]["server.yaml"] for each in everywhere() if each["kind"] == "ConfigMap"]
     assert len(found) == 5
     for text in found:
@@ -77,7 +77,7 @@ def test_the_server_takes_every_settings_file() -> None:
         assert config.evidence is False
 
 
-def test_every_variable_is_one_that_the_program_reads() -> None:
+def test_the_program_reads_every_variable_named_in_deploy() -> None:
     settings = {f"{ENV_PREFIX}{key.upper()}" for key in (*ServerConfig.model_fields, "config")}
     sources = [
         ROOT / "setup.py",
@@ -89,7 +89,7 @@ def test_every_variable_is_one_that_the_program_reads() -> None:
     assert {"BF16KIT_DRAIN_SECONDS", "BF16KIT_DEVICE"} <= {word for word, _ in named}
 
 
-def test_every_metric_is_one_that_the_server_or_a_rule_has() -> None:
+def test_every_metric_exists_in_the_server_or_a_rule() -> None:
     rules = [yaml.safe_load(path.read_text("utf-8")) for path in (DEPLOY / "prometheus" / "rules").glob("*.yml")]
     recorded = [rule for file in rules for group in file["groups"] for rule in group["rules"] if "record" in rule]
     there = Scraped(everything_exposed(), [(rule["record"], rule["expr"]) for rule in recorded])
@@ -97,14 +97,14 @@ def test_every_metric_is_one_that_the_server_or_a_rule_has() -> None:
     families = {re.sub(r"_(bucket|sum|count)$", "", name) for name in there.labels}
     word = re.compile(
         r"(?<![\w.*/])bf16kit(?:_|:(?=\w+:))[a-z][a-z0-9_:]*[a-z0-9]\b"
-    )  # a recorded one has two colons, an image one
+    )  # a recorded metric has two colons, an image name has one
     named = {(name, path.name) for path, text in texts() for name in word.findall(text)}
     unknown = [each for each in named if each[0] not in {*there.labels, *families, *made}]
     assert unknown == []
     assert made <= {word for word, name in named if name == "horizontalpodautoscaler.yaml"}
 
 
-def test_every_path_is_one_that_the_http_port_answers() -> None:
+def test_every_path_exists_on_the_http_port() -> None:
     nothing: Any = None
     answered = set(routes(nothing, nothing, nothing))
     named: set[str] = set()
@@ -115,7 +115,7 @@ def test_every_path_is_one_that_the_http_port_answers() -> None:
 
 
 def images() -> Iterator[str]:
-    """Every image of ours that is deployed."""
+    """Yield every image of this project that is deployed."""
     for container in containers(everywhere()):
         yield container["image"]
     for path in ROOT.glob("compose*.yaml"):
@@ -124,7 +124,7 @@ def images() -> Iterator[str]:
 
 
 @needs_tools
-def test_every_image_is_one_that_make_image_builds() -> None:
+def test_make_image_builds_every_deployed_image() -> None:
     built = set(re.findall(r"\$\(IMAGE\):([\w.-]+)", (ROOT / "Makefile").read_text("utf-8")))
     dockerfile = (ROOT / "Dockerfile").read_text("utf-8")
     variants = re.findall(r"^\s+([\w-]+)\) extras=", dockerfile, re.MULTILINE)
@@ -134,7 +134,7 @@ def test_every_image_is_one_that_make_image_builds() -> None:
 
 
 @needs_tools
-def test_what_an_image_is_told_to_run_is_in_it() -> None:
+def test_the_demos_command_is_in_the_converter_image() -> None:
     dockerfile = (ROOT / "Dockerfile").read_text("utf-8")
     (source, target), *_ = re.findall(r"^COPY (deploy/demo) (\S+)$", dockerfile, re.MULTILINE)
     run = [each["command"] for each in containers(everywhere()) if "command" in each]
@@ -144,8 +144,8 @@ def test_what_an_image_is_told_to_run_is_in_it() -> None:
 
 
 @needs_tools
-def test_what_matters_of_the_server_is_used() -> None:
-    """The other way about: a door that nobody opens has been forgotten."""
+def test_the_manifests_use_the_servers_main_interfaces() -> None:
+    """The reverse check: an interface of the server that no manifest uses has been forgotten."""
     text = "\n".join(yaml.safe_dump(each) for each in everywhere())
     for name in ("grpc.health.v1.Health", "inference.GRPCInferenceService", "lame_duck_seconds", "drain_seconds"):
         assert name in text, name

@@ -1,4 +1,4 @@
-"""What the one-shot service of compose.yaml says of a conversion that failed, and how it ends when it is stopped."""
+"""The one-shot conversion service of compose.yaml: its messages if a conversion fails, its exit when stopped."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from waiting import until
 from bf16kit.controlgroup import Memory
 
 
-def test_a_conversion_that_the_system_ended_is_told_with_the_containers_memory() -> None:
+def test_the_message_about_a_killed_conversion_has_the_containers_memory() -> None:
     narrow = Memory(limit=300 << 20, left=0, ended=1)
     assert why(-signal.SIGKILL, lambda: narrow) == (
         "bf16-convert was killed, as the system does when memory runs out: this container may take 315 MB; give it more"
@@ -25,12 +25,12 @@ def test_a_conversion_that_the_system_ended_is_told_with_the_containers_memory()
     assert why(-signal.SIGKILL, lambda: None) == "bf16-convert was killed, as the system does when memory runs out"
 
 
-def test_one_that_said_why_itself_is_left_to_say_it() -> None:
+def test_a_failed_conversion_is_reported_with_its_exit_code_only() -> None:
     assert why(1, lambda: None) == "bf16-convert ended with exit code 1; its message is above"
 
 
-def test_a_volume_that_is_full_holds_no_half_of_what_says_that_all_is_there(tmp_path: Path) -> None:
-    """No file may have more than ten bytes, and serving.yaml has more."""
+def test_a_full_volume_gets_no_partial_serving_yaml(tmp_path: Path) -> None:
+    """The limit is ten bytes per file, and serving.yaml has more."""
     code = "import pathlib, publish, sys; publish.serve_as_the_demo(pathlib.Path(sys.argv[1]))"
     command = ["prlimit", "--fsize=10", sys.executable, "-c", code, str(tmp_path)]
     done = subprocess.run(command, cwd=publish.HERE, capture_output=True, text=True, check=False)
@@ -40,9 +40,9 @@ def test_a_volume_that_is_full_holds_no_half_of_what_says_that_all_is_there(tmp_
     assert [path.name for path in tmp_path.iterdir()] == ["serving.yaml"]
 
 
-@pytest.mark.long  # a conversion at work takes some seconds
-def test_a_conversion_that_is_stopped_takes_its_converter_with_it_and_publishes_nothing(tmp_path: Path) -> None:
-    """As `docker compose stop` and kubelet do it."""
+@pytest.mark.long  # a conversion takes some seconds
+def test_stopping_the_service_ends_its_converter_and_publishes_nothing(tmp_path: Path) -> None:
+    """The test sends SIGTERM, as `docker compose stop` and kubelet do."""
     command = [sys.executable, str(publish.HERE / "publish.py"), str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as started:
         try:
@@ -57,7 +57,7 @@ def test_a_conversion_that_is_stopped_takes_its_converter_with_it_and_publishes_
     assert not (tmp_path / "minilm" / "serving.yaml").exists()
 
 
-def test_a_volume_of_another_user_is_told_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_volume_of_another_user_is_reported_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     with open_place() as place, closed(place) as user:
         assert main(place) == 1
     said = capsys.readouterr().err

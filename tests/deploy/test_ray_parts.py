@@ -1,4 +1,6 @@
-"""What of deploy/ray needs no Ray: what travels, what the front makes of reports, and which options go together."""
+"""The parts of deploy/ray that need no Ray: frames, metadata, the front's view of reports, and which options fit
+together.
+"""
 
 from __future__ import annotations
 
@@ -32,17 +34,17 @@ INFER = f"/{SERVICE}/ModelInfer"
 
 class TestFrames:
     @pytest.mark.parametrize("answer", [b"", b"\x00\x01", Status(StatusCode.NOT_FOUND, "no model ‘m’"), b"\x01" * 9])
-    def test_what_is_put_in_comes_out(self, answer: bytes | Status) -> None:
+    def test_a_frame_returns_the_response_or_status_put_into_it(self, answer: bytes | Status) -> None:
         assert opened(Frame.of(answer).SerializeToString()) == answer
 
     @pytest.mark.parametrize("data", [b"", b"\x02", b"\x01", b"\x01\xff"])
-    def test_bytes_that_are_none(self, data: bytes) -> None:
+    def test_bytes_that_are_not_a_frame_are_rejected(self, data: bytes) -> None:
         with pytest.raises(ValueError, match="is not the start of a frame"):
             opened(data)
 
 
 class TestMetadata:
-    def test_a_replica_hears_the_clients_own_and_the_deadline(self) -> None:
+    def test_a_replica_gets_the_clients_metadata_and_the_deadline(self) -> None:
         sent = steered([("traceparent", "00-1"), ("application", "mine"), (SECONDS_LEFT, "9")], "bf16kit.m", 1.5)
         assert (APPLICATION, "bf16kit.m") in sent
         assert [name for name, _ in sent].count(APPLICATION) == 1
@@ -77,7 +79,7 @@ class TestReports:
         look()
         assert ready == [False, False, False, True, False]
 
-    def test_a_replica_that_says_nothing_any_more_is_forgotten(self) -> None:
+    def test_a_replica_that_stops_reporting_is_forgotten(self) -> None:
         now = [0.0]
         reports = Reports(lambda: now[0])
         reports.want({"m": [1]})
@@ -89,8 +91,10 @@ class TestReports:
         reports.tend()
         assert not FrontRegistry(reports).ready
 
-    def test_why_a_replica_could_not_be_started_is_known_when_it_is_gone(self) -> None:
-        """Ray starts it three times, and says no more; clients are told what a server of one process tells them."""
+    def test_the_reason_for_a_failed_start_is_kept_after_the_replica_is_gone(self) -> None:
+        """Ray starts the replica three times and reports nothing more; clients get the message of a server of one
+        process.
+        """
         reports = Reports()
         reports.want({"m": [1]})
         reports.hear(report("a", SlotState("m", 1, "unavailable", "a digest is wrong")))
@@ -103,7 +107,7 @@ class TestReports:
         reports.forget("b")
         assert FrontRegistry(reports).find("m", "").state == "loading"
 
-    def test_what_is_to_be_removed_is_not_ready(self) -> None:
+    def test_retired_models_are_not_ready_but_still_serve(self) -> None:
         reports, told = Reports(), list[bool]()
         reports.want({"m": [1]})
         reports.hear(report("a", SlotState("m", 1, "ready")))
@@ -114,20 +118,20 @@ class TestReports:
         assert told == [False]
         assert registry.versions("m") == [1], "who still comes is answered"
 
-    def test_a_model_that_nobody_wants_any_more_is_unknown(self) -> None:
+    def test_a_model_that_is_no_longer_wanted_is_unknown(self) -> None:
         reports = Reports()
         reports.hear(report("a", SlotState("m", 1, "ready")))
         with pytest.raises(NotFound, match="unknown model 'm'"):
             FrontRegistry(reports).acquire("m", "")
 
     @pytest.mark.parametrize(("version", "error"), [("", Unavailable), ("2", NotFound), ("one", InvalidRequest)])
-    def test_what_a_request_that_has_no_replica_is_told(self, version: str, error: type[Exception]) -> None:
+    def test_the_error_of_a_request_for_a_model_without_a_replica(self, version: str, error: type[Exception]) -> None:
         reports = Reports()
         reports.want({"m": [1]})
         with pytest.raises(error):
             FrontRegistry(reports).acquire("m", version)
 
-    def test_of_replicas_that_are_ready_the_one_to_worry_about_is_shown(self) -> None:
+    def test_a_ready_replica_with_a_failed_golden_gate_is_the_one_shown(self) -> None:
         reports = Reports()
         reports.want({"m": [1]})
         for name, golden in (("a", "fine"), ("b", "FAILED: over budget"), ("c", "fine")):
@@ -137,7 +141,7 @@ class TestReports:
         assert found["golden"].startswith("FAILED")
 
     @pytest.mark.long
-    def test_what_was_done_is_added_up_and_stays_done(self) -> None:
+    def test_statistics_sum_all_replicas_and_keep_the_counts_of_removed_ones(self) -> None:
         now = iter(range(1000))
         reports = Reports(lambda: float(next(now)))
         reports.want({"m": [1]})
@@ -146,8 +150,8 @@ class TestReports:
         reports.forget("a")
         assert reports.counted([("m", 1)])["m", 1].inference_count == 7
 
-    def test_a_report_that_was_on_its_way_when_statistics_were_asked_for_is_not_enough(self) -> None:
-        """Its counts are from before a request that has ended since."""
+    def test_statistics_wait_for_a_second_report_after_the_request(self) -> None:
+        """The first report may have been on its way already: its counts may lack a request that has ended since."""
         reports, found = Reports(), list[int]()
         reports.want({"m": [1]})
         reports.hear(report("a", SlotState("m", 1, "ready"), count=5))
@@ -161,14 +165,14 @@ class TestReports:
         asking.join(10)
         assert found == [7]
 
-    def test_the_more_replicas_there_are_the_less_often_each_is_asked(self) -> None:
+    def test_each_replica_reports_less_often_if_there_are_more_replicas(self) -> None:
         reports = Reports()
         assert reports.hear(report("0", SlotState("m", 1, "ready"))) == 1.0
         for number in range(1, 1000):
             seconds = reports.hear(report(str(number), SlotState("m", 1, "ready")))
         assert seconds == 10.0
 
-    def test_no_statistics_of_what_does_not_exist(self) -> None:
+    def test_statistics_of_an_unknown_model_are_not_found(self) -> None:
         reports = Reports()
         with pytest.raises(NotFound):
             FrontModels(FrontRegistry(reports), reports).statistics("m", "")
@@ -186,7 +190,9 @@ class TestSettings:
             ({"grpc_port": 8002}, "grpc_port is 8002 and http_port 8002"),
         ],
     )
-    def test_what_does_not_go_with_replicas(self, tmp_path: Path, settings: dict[str, Any], said: str) -> None:
+    def test_server_settings_that_ray_does_not_support_are_rejected(
+        self, tmp_path: Path, settings: dict[str, Any], said: str
+    ) -> None:
         with pytest.raises(ConfigError, match=said):
             check(ServerConfig(repository=tmp_path, **settings))
 
@@ -207,13 +213,13 @@ class TestSettings:
             ({"cpu": 2}, "unknown key 'cpu'"),
         ],
     )
-    def test_numbers_that_make_no_sense(self, wrong: dict[str, Any], said: str) -> None:
+    def test_invalid_scaling_values_are_rejected(self, wrong: dict[str, Any], said: str) -> None:
         with pytest.raises(ConfigError, match=said):
             Scaling.from_json(wrong)
 
 
 class Context:
-    """A call's, as grpc.aio gives it to Ray's proxy."""
+    """The context of a call, as grpc.aio gives it to Ray's proxy."""
 
     def __init__(self, left: float | None = None) -> None:
         self.left = left
@@ -233,7 +239,9 @@ class Context:
 
 
 class TestIngress:
-    """What Ray's own handlers make of calls is Ray's; what clients are told of it is this."""
+    """The status and message that clients get when Ray's own handlers respond or fail; Ray's handlers are replaced
+    here.
+    """
 
     def _ask(self, rays: Any, data: bytes = b"\x0a\x01m", **context: Any) -> tuple[bytes, Context, list[Any]]:
         ingress, asked, given = Ingress(), [], Context(**context)
@@ -246,7 +254,7 @@ class TestIngress:
         found = ingress.service(type("Details", (), {"method": INFER}))
         return asyncio.run(found.unary_unary(data, given)), given, asked
 
-    def test_an_answer_goes_out_as_it_is(self) -> None:
+    def test_a_response_is_passed_on_unchanged(self) -> None:
         async def rays(seen: Any) -> bytes:
             seen.set_trailing_metadata((("request_id", "x"),))
             return Frame.of(b"answer").SerializeToString()
@@ -256,9 +264,7 @@ class TestIngress:
         assert asked == [{APPLICATION: "bf16kit.m", SECONDS_LEFT: "2.500000"}]
 
     @pytest.mark.parametrize("code", [StatusCode.NOT_FOUND, StatusCode.UNAVAILABLE])
-    def test_where_there_is_no_application_or_it_could_not_be_started_the_front_is_asked(
-        self, code: StatusCode
-    ) -> None:
+    def test_a_request_goes_to_the_front_if_the_application_is_missing_or_cannot_start(self, code: StatusCode) -> None:
         async def rays(seen: Any) -> bytes:
             if dict(seen.invocation_metadata())[APPLICATION] == "bf16kit.m":
                 seen.set_code(code)
@@ -279,7 +285,7 @@ class TestIngress:
             (StatusCode.DEADLINE_EXCEEDED, StatusCode.DEADLINE_EXCEEDED),
         ],
     )
-    def test_what_ray_says_of_its_failures_stays_there(self, code: StatusCode, told: StatusCode) -> None:
+    def test_clients_do_not_get_rays_error_messages(self, code: StatusCode, told: StatusCode) -> None:
         async def rays(seen: Any) -> bytes:
             seen.set_code(code)
             seen.set_details("Traceback (most recent call last): secret")
@@ -289,9 +295,7 @@ class TestIngress:
         assert context.told[0] is told
         assert "secret" not in context.told[1]
 
-    def test_what_may_not_wait_is_refused_by_the_code_that_the_operator_chose(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_full_queue_is_rejected_with_the_operators_overload_status(self, monkeypatch: pytest.MonkeyPatch) -> None:
         async def rays(seen: Any) -> bytes:
             seen.set_code(StatusCode.RESOURCE_EXHAUSTED)
             return b""
@@ -301,7 +305,7 @@ class TestIngress:
         assert context.told[0] is StatusCode.UNAVAILABLE
         assert "the queue for the replicas is full" in context.told[1]
 
-    def test_an_exception_of_rays_is_told_by_its_number(self) -> None:
+    def test_an_exception_in_ray_is_reported_without_its_text(self) -> None:
         async def rays(seen: Any) -> bytes:
             raise RuntimeError("secret")
 
@@ -309,7 +313,7 @@ class TestIngress:
         assert context.told[0] is StatusCode.INTERNAL
         assert "secret" not in context.told[1]
 
-    def test_a_message_that_is_too_large_goes_no_further(self) -> None:
+    def test_a_message_that_is_too_large_does_not_reach_a_replica(self) -> None:
         async def rays(seen: Any) -> bytes:
             raise AssertionError
 
@@ -317,7 +321,7 @@ class TestIngress:
         assert context.told[0] is StatusCode.RESOURCE_EXHAUSTED
         assert not asked
 
-    def test_a_stream_is_its_first_requests_models(self) -> None:
+    def test_a_stream_goes_to_the_application_of_its_first_requests_model(self) -> None:
         ingress, asked, path = Ingress(), [], f"/{SERVICE}/ModelStreamInfer"
 
         async def handler(requests: AsyncIterator[bytes], seen: Any) -> AsyncIterator[bytes]:
@@ -340,9 +344,9 @@ class TestIngress:
         assert asked == ["bf16kit.m"]
         assert context.told == (StatusCode.UNAVAILABLE, "draining")
 
-    def test_a_path_that_is_not_known(self) -> None:
+    def test_an_unknown_path_has_no_handler(self) -> None:
         assert Ingress().service(type("Details", (), {"method": "/a/b"})) is None
-        assert len(RPCS) == len({rpc.method for rpc in RPCS.values()})  # Ray tells methods apart by their last part
+        assert len(RPCS) == len({rpc.method for rpc in RPCS.values()})  # Ray looks methods up by their last part
 
 
 def _program(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -350,7 +354,7 @@ def _program(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
-def test_the_program_says_what_is_wrong(tmp_path: Path) -> None:
+def test_the_program_reports_wrong_arguments_without_a_traceback(tmp_path: Path) -> None:
     write_mlp(tmp_path / "m" / "1")
     for arguments, said in (
         (("--repository", str(tmp_path / "none")), "is not a directory"),

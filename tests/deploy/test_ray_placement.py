@@ -1,4 +1,4 @@
-"""What a replica has of its node: what is reserved for it, and the bounds that follow from that."""
+"""What Ray reserves for a replica on its node, and the memory limits that follow from that."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def bound(found: Place) -> int | None:
     return found.wish.plans[0].serving.shadow.reference_memory_bytes
 
 
-def test_requests_get_a_quarter_of_what_is_reserved(tmp_path: Path) -> None:
-    """As of a container, of which several replicas may share one."""
+def test_requests_get_a_quarter_of_the_reserved_memory(tmp_path: Path) -> None:
+    """The limit is computed as for a container, because several replicas may share one."""
     from bf16kit.controlgroup import Memory
 
     found = placed(tmp_path)
@@ -45,13 +45,13 @@ def test_requests_get_a_quarter_of_what_is_reserved(tmp_path: Path) -> None:
     assert found.config.max_message_bytes == 64 * MIB
 
 
-def test_of_a_replica_that_has_much_they_get_what_they_get_anywhere(tmp_path: Path) -> None:
+def test_requests_of_a_large_replica_get_the_usual_maximum(tmp_path: Path) -> None:
     found = placed(tmp_path, f"shadow: {{reference_memory_bytes: {8 << 30}}}")
     assert found.memory > 8 << 30
     assert found.config.max_request_bytes == 512 * MIB
 
 
-def test_what_was_asked_for_stays_and_is_reserved(tmp_path: Path) -> None:
+def test_configured_request_limits_are_kept_and_reserved(tmp_path: Path) -> None:
     default = placed(tmp_path)
     base = default.memory - default.config.max_request_bytes
     more = placed(tmp_path, max_request_bytes=2 << 30)
@@ -61,7 +61,7 @@ def test_what_was_asked_for_stays_and_is_reserved(tmp_path: Path) -> None:
     assert alone.memory == base + 256 * MIB, "one request is let in however large it is"
 
 
-def test_a_reference_may_take_what_is_reserved_for_it(tmp_path: Path) -> None:
+def test_the_references_limit_equals_its_reserved_memory(tmp_path: Path) -> None:
     measured, unmeasured = placed(tmp_path), placed(tmp_path, "shadow: {rate: 0}")
     own = bound(measured)
     assert own is not None
@@ -73,34 +73,34 @@ def test_a_reference_may_take_what_is_reserved_for_it(tmp_path: Path) -> None:
     assert bound(unmeasured) is None
 
 
-def test_what_the_operator_gives_a_reference_is_reserved(tmp_path: Path) -> None:
+def test_a_configured_reference_limit_is_reserved(tmp_path: Path) -> None:
     default, given = placed(tmp_path), placed(tmp_path, f"shadow: {{reference_memory_bytes: {900 * MIB}}}")
     assert bound(given) == 900 * MIB
     more = given.memory - given.config.max_request_bytes - default.memory + default.config.max_request_bytes
     assert more == 900 * MIB - (bound(default) or 0)
 
 
-def test_the_reference_of_another_server_takes_its_memory_there(tmp_path: Path) -> None:
+def test_a_reference_on_another_server_reserves_no_memory_for_weights(tmp_path: Path) -> None:
     here, there = placed(tmp_path), placed(tmp_path, "shadow: {reference: 'grpc://other:8001/m'}")
     assert bound(there) is None
     saved = here.memory - here.config.max_request_bytes - there.memory + there.config.max_request_bytes
     assert saved == bound(here), "and who asks it is a process here"
 
 
-def test_one_that_answers_in_fp32_when_bf16_drifts_has_room_for_that(tmp_path: Path) -> None:
+def test_a_model_with_fp32_fallback_reserves_memory_for_it(tmp_path: Path) -> None:
     write_mlp(tmp_path / "m" / "1", width=512)
     alerts, falls = placed(tmp_path), placed(tmp_path, "fallback: fp32")
     assert falls.memory - alerts.memory >= 1.33 * 2 * 512 * 512 * 4
 
 
-def test_what_was_placed_is_placed_alike_again(tmp_path: Path) -> None:
-    """Ray's configuration file has what was found, and it is read where the application is built."""
+def test_placing_a_placed_model_again_gives_the_same_memory(tmp_path: Path) -> None:
+    """Ray's configuration file contains the computed values, and is read again where the application is built."""
     first = placed(tmp_path)
     config = ServerConfig(**first.config.model_dump(mode="json"))
     assert place(first.wish, config).memory == first.memory
 
 
-def test_what_cannot_be_opened_has_a_place(tmp_path: Path) -> None:
+def test_an_artifact_that_cannot_be_opened_is_still_placed(tmp_path: Path) -> None:
     (tmp_path / "m" / "1").mkdir(parents=True)
     found = placed(tmp_path)
     assert found.refused

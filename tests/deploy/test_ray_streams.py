@@ -1,4 +1,6 @@
-"""Streams whose clients are silent, at a gRPC server as Ray's proxy has one; Ray's own handler answers each request."""
+"""Streams of silent clients at a gRPC server set up like Ray's proxy; a handler in the place of Ray's serves each
+request.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ _IDLE_SECONDS = 0.5
 
 
 class Proxy:
-    """``asked`` are the applications that streams went to; answers wait while ``go`` is not set."""
+    """``asked`` lists the applications that streams went to; responses wait while ``go`` is not set."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -44,7 +46,7 @@ class Proxy:
                 come.put_nowait(data)
             come.put_nowait(None)
 
-        reading = asyncio.ensure_future(read())  # ahead of the answers, as replicas do
+        reading = asyncio.ensure_future(read())  # reads ahead of the responses, as replicas do
         while (data := await come.get()) is not None:
             while not self.go.is_set():
                 await asyncio.sleep(0.01)
@@ -78,7 +80,7 @@ class Proxy:
 
 @contextmanager
 def _calling(proxy: Proxy, path: str) -> Iterator[tuple[Any, list[bytes], threading.Event]]:
-    """A call, what is sent in it as it is appended to, and the event that ends its requests."""
+    """Yield a call, the list of its requests, to which the test appends, and the event that ends the requests."""
     sent, over = list[bytes](), threading.Event()
 
     def requests() -> Iterator[bytes]:
@@ -115,13 +117,13 @@ def _refused(call: Any) -> str:
     return str(ended.value.details())
 
 
-def test_a_client_that_opens_a_stream_and_says_nothing_is_told_and_asks_nobody(proxy: Proxy) -> None:
+def test_a_stream_without_a_request_is_ended_and_reaches_no_application(proxy: Proxy) -> None:
     with _calling(proxy, STREAM) as (call, _, _):
         assert _refused(call) == "no request arrived on this stream for 0.5 s; open a new stream for the next one"
     assert not proxy.asked
 
 
-def test_one_that_was_answered_and_says_nothing_more_leaves_its_replica(proxy: Proxy) -> None:
+def test_a_stream_that_is_silent_after_a_response_is_ended_at_its_replica_too(proxy: Proxy) -> None:
     with _calling(proxy, STREAM) as (call, sent, _):
         sent.append(b"\x0a\x01m")
         assert next(call) == b"\x0a\x01m"
@@ -130,12 +132,12 @@ def test_one_that_was_answered_and_says_nothing_more_leaves_its_replica(proxy: P
     assert proxy.asked == ["bf16kit.m"]
 
 
-def test_one_that_waits_for_its_answer_is_not_silent(proxy: Proxy) -> None:
+def test_a_stream_that_waits_for_a_response_is_not_idle(proxy: Proxy) -> None:
     proxy.go.clear()
     with _calling(proxy, STREAM) as (call, sent, over):
         sent.append(b"\x0a\x01m")
         until(lambda: proxy.asked, 30, "the request at the replica")
-        time.sleep(3 * _IDLE_SECONDS)  # what must not happen has no condition to wait for
+        time.sleep(3 * _IDLE_SECONDS)  # there is no condition to wait for: nothing must happen
         proxy.go.set()
         assert next(call) == b"\x0a\x01m"
         over.set()
@@ -143,7 +145,7 @@ def test_one_that_waits_for_its_answer_is_not_silent(proxy: Proxy) -> None:
     assert proxy.ended == 1
 
 
-def test_a_stream_of_reflection_has_its_own_patience(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reflection_stream_has_its_own_idle_limit(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
     with _calling(proxy, REFLECTION) as (call, _, _):
         assert "for 0.5 s" in _refused(call)
     until(lambda: proxy.ended == 1, 30, "its end at the front")

@@ -84,8 +84,7 @@ def unharmed(target: Target, oracle: Oracle) -> Iterator[Wellness]:
 
 
 def test_fuzzed_messages_get_a_response_or_an_error_and_corrupt_no_output(target: Target, oracle: Oracle) -> None:
-    """Every RPC of inference, health and reflection is fuzzed. ``tests/support/messages.py NUMBER`` shows one of them.
-    """
+    """Every RPC of inference, health and reflection is fuzzed. ``tests/support/messages.py NUMBER`` shows a message."""
     volley = Volley(target.address, oracle)
     with unharmed(target, oracle):
         volley.fire(amount(4_000, 200_000))

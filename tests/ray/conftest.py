@@ -1,4 +1,4 @@
-"""A real Ray cluster of two nodes on this machine, and a repository served on it. See run.sh for where it listens."""
+"""A real Ray cluster of two nodes on this machine that serves a repository. run.sh determines where it listens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from waiting import until
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A head and one node more: three replicas fit on each, so that neither holds the four of `served`."""
+    """Yield a cluster of a head and one more node. Three replicas fit on each, so that neither holds all four of
+    `served`.
+    """
     ray = pytest.importorskip("ray", reason="Ray is not installed here: make test-ray does it")
     from ray.cluster_utils import Cluster
 
@@ -27,7 +29,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     os.environ.update(PYTHONPATH=os.pathsep.join(path), RAY_USAGE_STATS_ENABLED="0", RAY_DEDUP_LOGS="0")
     os.environ.update(RAY_enable_metrics_collection="0", RAY_AUTH_MODE="disabled")
     os.environ.update(BF16KIT_MAX_MESSAGE_BYTES=str(1 << 20), BF16KIT_STREAM_IDLE_SECONDS="6")
-    # The proxy is on the head and would ask the replicas there alone: those that are killed are to be asked, too.
+    # The proxy is on the head, and would prefer the replicas there: the tests need calls to the killed ones too.
     os.environ.update(RAY_SERVE_PROXY_PREFER_LOCAL_NODE_ROUTING="0")
     cluster = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
     cluster.add_node(**NODE)
@@ -42,7 +44,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _filled(root: Path) -> Path:
-    """``mlp``, and ``slow``: of its requests two may wait, and they wait for three seconds, for others to come."""
+    """Write ``mlp``, and ``slow``: of its requests at most two may wait, each for three seconds for a fuller batch."""
     write_mlp(root / "mlp" / "1")
     write_mlp(root / "slow" / "1")
     (root / "slow" / "serving.yaml").write_text("max_queue_delay_ms: 3000\nmax_queue_size: 2\n")
@@ -51,7 +53,7 @@ def _filled(root: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def served(cluster: Any, repository: Path) -> Iterator[Served]:
-    """Both models in two replicas each."""
+    """Yield both models, served by two replicas each."""
     from deploy.ray import cluster as program
     from deploy.ray.settings import Scaling
     from service.process.config import ServerConfig
@@ -88,7 +90,7 @@ def _free_ports(count: int) -> list[int]:
 
 @pytest.fixture(scope="session")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A server of one process, of the same models."""
+    """Yield a channel to a server of one process that serves the same models."""
     from inprocess import running
 
     same = _filled(tmp_path_factory.mktemp("plain"))
@@ -98,5 +100,5 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _no_proxy() -> None:
-    """What opens URLs here asks this machine."""
+    """Bypass any HTTP proxy: the tests open URLs on this machine only."""
     urllib.request.install_opener(urllib.request.build_opener(urllib.request.ProxyHandler({})))

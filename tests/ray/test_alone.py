@@ -1,4 +1,4 @@
-"""The program with a cluster of its own: how it starts, what it refuses, and how it ends."""
+"""``python -m deploy.ray`` with its own cluster: how it starts, which input it rejects, and how it ends."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from artifacts import write_mlp
 from raycluster import PATIENCE, request, told
 from waiting import until
 
-pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # what Ray and its libraries warn of is theirs
+pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # warnings of Ray and its libraries
 _MODELS = ("a", "b")
 
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """Requests to either wait for others to come, for two seconds."""
+    """Return a repository of two models whose requests wait two seconds for a fuller batch."""
     for name in _MODELS:
         write_mlp(tmp_path / name / "1")
         (tmp_path / name / "serving.yaml").write_text("max_queue_delay_ms: 2000\n")
@@ -66,8 +66,8 @@ def _page(port: int, path: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("taken", ["--grpc-port", "--http-port"])
-def test_a_port_that_is_taken(repository: Path, taken: str) -> None:
-    """And the address that is given counts, not the environment's."""
+def test_a_port_in_use_gives_a_clear_message_and_exit_code_2(repository: Path, taken: str) -> None:
+    """The address on the command line overrides the one in the environment."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with _started(repository, taken, str(port), "--address", "local", RAY_ADDRESS="127.0.0.1:1") as running:
@@ -79,7 +79,7 @@ def test_a_port_that_is_taken(repository: Path, taken: str) -> None:
 
 
 @pytest.mark.parametrize("given", ["--address", "RAY_ADDRESS"])
-def test_an_address_where_nobody_answers(repository: Path, given: str) -> None:
+def test_an_unreachable_cluster_address_gives_a_clear_message_and_exit_code_2(repository: Path, given: str) -> None:
     where = "127.0.0.1:1"
     arguments, environment = ((given, where), {}) if given.startswith("-") else ((), {given: where})
     with _started(repository, *arguments, **environment) as running:
@@ -89,8 +89,8 @@ def test_an_address_where_nobody_answers(repository: Path, given: str) -> None:
     assert "Traceback" not in said
 
 
-def test_a_model_that_cannot_be_served_is_told_as_a_server_tells_it_and_tried_again(repository: Path) -> None:
-    """Ray has given it up by then: nobody but the front knows why."""
+def test_a_model_that_cannot_be_served_is_reported_and_loaded_again(repository: Path) -> None:
+    """By the time of the error message, Ray has given the replica up, and only the front knows the reason."""
     weights = repository / "b" / "1" / "weights.bf16"
     weights.write_bytes(bytes(weights.stat().st_size))
     grpc_port, http_port = _ports()
@@ -104,7 +104,7 @@ def test_a_model_that_cannot_be_served_is_told_as_a_server_tells_it_and_tried_ag
         until(lambda: refused() == (grpc.StatusCode.NOT_FOUND, words), PATIENCE, "the refusal")
         until(lambda: told(channel, "ModelInfer", request("a"))[0] is grpc.StatusCode.OK, PATIENCE, "the other model")
         assert "sha256" in _page(http_port, "/status.json")[1]
-        shutil.rmtree(repository / "b")  # and the repository is not looked at: nothing tells of it
+        shutil.rmtree(repository / "b")  # the repository is not scanned, so nothing reports the change
         write_mlp(repository / "b" / "1")
         until(lambda: told(channel, "ModelInfer", request("b"))[0] is grpc.StatusCode.OK, PATIENCE, "the next try")
         running.send_signal(signal.SIGTERM)
@@ -112,8 +112,8 @@ def test_a_model_that_cannot_be_served_is_told_as_a_server_tells_it_and_tried_ag
     assert running.returncode == 0
 
 
-def test_what_is_asked_for_in_vain_is_in_the_log(repository: Path) -> None:
-    """More than any node has, and a variable that nothing reads."""
+def test_unavailable_resources_and_unknown_variables_are_logged(repository: Path) -> None:
+    """The test requires more CPUs than any node has, and sets a variable that the program does not know."""
     grpc_port, http_port = _ports()
     ports = ("--grpc-port", str(grpc_port), "--http-port", str(http_port))
     with _started(repository, *ports, "--cpus", "5000", BF16KIT_DRAIN_SECONDS="1", BF16KIT_POL_SECONDS="2") as running:
@@ -125,8 +125,8 @@ def test_what_is_asked_for_in_vain_is_in_the_log(repository: Path) -> None:
     assert "variables are ignored: 'BF16KIT_POL_SECONDS' (BF16KIT_POLL_SECONDS?)" in said
 
 
-def test_it_ends_when_what_is_at_work_is_answered(repository: Path) -> None:
-    """Not ready at once, and for as long as load balancers may need; nothing of it is left."""
+def test_sigterm_ends_the_program_once_requests_in_flight_are_answered(repository: Path) -> None:
+    """The program is not ready at once, but serves for as long as load balancers may need; nothing stays running."""
     grpc_port, http_port = _ports()
     (repository / "server.yaml").write_text("lame_duck_seconds: 3\ndrain_seconds: 20\ndevice: cpu\n")
     ports = ("--grpc-port", str(grpc_port), "--http-port", str(http_port), "--cpus", "0.5")

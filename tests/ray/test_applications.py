@@ -1,4 +1,4 @@
-"""What Ray is told of the applications, and that it takes it; no cluster is needed for that."""
+"""The configuration of the applications that Ray gets, and that Ray accepts it; this needs no cluster."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from service.models.directory import Directory
 from service.models.plan import Wish
 from service.process.config import ServerConfig
 
-pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # what Ray and its libraries warn of is theirs
+pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # warnings of Ray and its libraries
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def _deployment(repository: Path, **scaling: Any) -> Any:
     return applications.deployment(placed, Scaling(**scaling))._deployment_config
 
 
-def test_replicas_are_as_many_as_requests_in_flight_ask_for(repository: Path) -> None:
+def test_autoscaling_follows_the_requests_in_flight(repository: Path) -> None:
     told = _deployment(repository, min_replicas=1, max_replicas=5, target=8)
     assert told.autoscaling_config.max_replicas == 5
     assert told.autoscaling_config.target_ongoing_requests == 8
@@ -46,12 +46,12 @@ def test_replicas_are_as_many_as_requests_in_flight_ask_for(repository: Path) ->
     assert told.graceful_shutdown_timeout_s == 7
 
 
-def test_with_as_many_at_most_as_at_least_their_number_is_fixed(repository: Path) -> None:
+def test_equal_bounds_fix_the_number_of_replicas(repository: Path) -> None:
     told = _deployment(repository, min_replicas=3, max_replicas=3)
     assert (told.num_replicas, told.autoscaling_config) == (3, None)
 
 
-def test_one_per_node_leaves_no_room_for_one_more(repository: Path) -> None:
+def test_one_replica_per_node_allows_no_surge_during_updates(repository: Path) -> None:
     told = _deployment(repository, per_node=1)
     assert told.max_surge_percent == 0
 
@@ -63,8 +63,8 @@ def test_a_replica_has_a_thread_for_each_of_its_processors(repository: Path) -> 
     assert applications.described(ServerConfig(repository=repository, threads=2), 4.0)["threads"] == 2
 
 
-def test_what_is_reserved_bounds_the_replica_that_is_started(repository: Path) -> None:
-    """Said in Ray's configuration, too, where nobody has to reckon it again."""
+def test_the_reserved_memory_limits_the_replica(repository: Path) -> None:
+    """Ray's configuration contains the limits too, so that they need not be computed again."""
     from deploy.ray import applications
     from deploy.ray.placement import place
     from deploy.ray.settings import Scaling
@@ -80,7 +80,7 @@ def test_what_is_reserved_bounds_the_replica_that_is_started(repository: Path) -
         assert Wish.from_json(wished).plans[0].serving.shadow.reference_memory_bytes
 
 
-def test_the_front_keeps_to_what_is_reserved_for_it(repository: Path) -> None:
+def test_the_fronts_request_limit_fits_its_reserved_memory(repository: Path) -> None:
     from deploy.ray import applications
 
     deployed = applications.front({"config": {"repository": str(repository)}})._bound_deployment
@@ -88,7 +88,7 @@ def test_the_front_keeps_to_what_is_reserved_for_it(repository: Path) -> None:
     assert deployed._replica_config.init_args[0]["max_request_bytes"] <= reserved // 4
 
 
-def test_what_the_cluster_did_not_take_is_told_again_at_the_next_look(
+def test_a_deployment_that_failed_is_sent_again_at_the_next_scan(
     repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from deploy.ray import cluster
@@ -111,7 +111,7 @@ def test_what_the_cluster_did_not_take_is_told_again_at_the_next_look(
     assert told == 2 * [["bf16kit"], ["bf16kit.a", "bf16kit.b"]]
 
 
-def test_a_repository_without_a_model_is_told_of(
+def test_an_empty_repository_is_logged_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from deploy.ray import cluster
@@ -136,14 +136,14 @@ def test_a_repository_without_a_model_is_told_of(
         ({"repository": ".", "workers": 2}, "workers is 2, which is not supported with Ray"),
     ],
 )
-def test_a_configuration_file_that_was_changed_by_hand_is_read_as_closely(config: dict[str, Any], said: str) -> None:
+def test_a_manually_edited_configuration_file_is_validated(config: dict[str, Any], said: str) -> None:
     from deploy.ray import applications
 
     with pytest.raises(ConfigError, match=said):
         applications.model({"config": config, "model": "a"})
 
 
-def test_rays_own_configuration_of_it_is_one_that_ray_takes(repository: Path) -> None:
+def test_the_printed_configuration_is_valid_for_ray(repository: Path) -> None:
     from ray.serve.schema import ServeDeploySchema
 
     command = [sys.executable, "-m", "deploy.ray", "--repository", str(repository), "--max-replicas", "3"]

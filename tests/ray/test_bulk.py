@@ -1,4 +1,4 @@
-"""Many checkpoints on the nodes of a cluster: what a run on this machine says and leaves, and a node that dies."""
+"""Convert many checkpoints on the nodes of a cluster: the output and files of a run, and a node that dies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import graphs
 from bf16kit.artifact import Artifact
 from converter.bulk.item import RECORDS
 
-pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # what Ray and its libraries warn of is theirs
+pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # warnings of Ray and its libraries
 _QUICK = ("--format", "onnx", "--profile", "cpu", "--no-report")
 
 
@@ -36,10 +36,10 @@ def _started(models: Path, out: Path, address: str, *more: str) -> subprocess.Po
     )
 
 
-def test_a_node_that_dies_is_no_loss_and_a_second_run_finds_all_done(
+def test_the_conversion_of_a_dead_node_is_repeated_and_a_second_run_finds_all_done(
     cluster: Any, models: Path, tmp_path: Path
 ) -> None:
-    """Two nodes, a conversion on each: what the one that is killed had begun is begun again."""
+    """Two nodes run a conversion each; the conversion that the killed node had begun is started again."""
     (models / "broken.gguf").write_bytes(b"GGUF\x03\0\0\0")
     out = tmp_path / "repository"
     running = _started(models, out, cluster.address)
@@ -47,7 +47,7 @@ def test_a_node_that_dies_is_no_loss_and_a_second_run_finds_all_done(
     cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
     cluster.add_node(**NODE)
     told, said = running.communicate(timeout=PATIENCE)
-    assert running.returncode == 2, said  # of the one that is of a foreign format
+    assert running.returncode == 2, said  # because of the file in an unsupported format
     assert "3 of 4 checkpoints converted" in told
     assert "the process or node that converted it died" in said
     assert "started again, attempt 2 of 3" in said
@@ -60,7 +60,7 @@ def test_a_node_that_dies_is_no_loss_and_a_second_run_finds_all_done(
     assert said.count("done before") == 3
 
 
-def test_where_no_cluster_answers(models: Path, tmp_path: Path) -> None:
+def test_an_unreachable_cluster_gives_a_clear_message(models: Path, tmp_path: Path) -> None:
     running = _started(models, tmp_path / "repository", "127.0.0.1:1")
     _, said = running.communicate(timeout=PATIENCE)
     assert running.returncode == 2

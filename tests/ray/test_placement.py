@@ -1,4 +1,4 @@
-"""What Ray is told that a replica takes is what it takes: else a node is given more of them than it can hold."""
+"""A replica takes no more memory than Ray reserves for it: otherwise Ray places more replicas on a node than fit."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import pytest
 from raycluster import PATIENCE, Served, replicas
 from waiting import until
 
-pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # what Ray and its libraries warn of is theirs
+pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # warnings of Ray and its libraries
 
 
 def _held(pid: int) -> int:
-    """Bytes of a process and its children, what is shared counted in part."""
+    """Return the bytes that a process and its children hold; shared memory is counted in part (PSS)."""
     own = next(line for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines() if line.startswith("Pss:"))
     threads = Path(f"/proc/{pid}/task").iterdir()
     children = {int(child) for each in threads for child in (each / "children").read_text().split()}
@@ -23,8 +23,8 @@ def _measured(served: Served) -> float:
     return served.metric("bf16kit_drift_samples_total", model="mlp", outcome="measured")
 
 
-def test_a_replica_takes_no_more_than_it_is_placed_by(served: Served, repository: Path) -> None:
-    """With its reference at work, which is in a process of its own."""
+def test_a_replica_takes_no_more_memory_than_ray_reserves(served: Served, repository: Path) -> None:
+    """The replica's reference is running meanwhile, in a separate process."""
     from deploy.ray.placement import place
     from service.models.directory import Directory
     from service.process.config import ServerConfig
@@ -42,7 +42,7 @@ def test_a_replica_takes_no_more_than_it_is_placed_by(served: Served, repository
     assert max(held) < placed.memory, f"{max(held) >> 20} MiB are held, {placed.memory >> 20} MiB are reserved"
 
 
-def test_a_replica_of_a_larger_artifact_takes_more(repository: Path, tmp_path: Path) -> None:
+def test_a_larger_artifact_reserves_more_memory(repository: Path, tmp_path: Path) -> None:
     from artifacts import write_mlp
 
     from deploy.ray.placement import place
@@ -55,4 +55,4 @@ def test_a_replica_of_a_larger_artifact_takes_more(repository: Path, tmp_path: P
         place(Directory(root).wish(name), ServerConfig(repository=root)).memory
         for root, name in ((tmp_path, "large"), (repository, "mlp"))
     )
-    assert large - small >= 3 * weights  # itself, and its reference of twice the size
+    assert large - small >= 3 * weights  # the model itself, and its reference of twice the size

@@ -1,4 +1,4 @@
-"""What clients are told by replicas behind Ray's proxy: what a server of one process tells them."""
+"""Replicas behind Ray's proxy give clients the same responses as a server of one process."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from waiting import until
 from bf16kit.protocol import inference_pb2 as pb
 from service.transport.handlers import SERVICE
 
-pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # what Ray and its libraries warn of is theirs
+pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # warnings of Ray and its libraries
 HEALTH = "/grpc.health.v1.Health"
-DIFFERENT = ("RepositoryModelLoad", "RepositoryModelUnload")  # the words say why not with Ray
-SETTINGS = ("LogSettings", "TraceSetting", "ServerMetadata")  # which a replica has, and not the front
+DIFFERENT = ("RepositoryModelLoad", "RepositoryModelUnload")  # the message says why Ray does not support them
+SETTINGS = ("LogSettings", "TraceSetting", "ServerMetadata")  # a replica has these, and the front does not
 
 
-def test_the_same_request_is_answered_with_the_same_bytes(served: Served, plain: Any) -> None:
+def test_a_request_gets_the_same_bytes_as_from_a_plain_server(served: Served, plain: Any) -> None:
     asked = request(id="7")
     assert served.ask("ModelInfer", asked) == told(plain, "ModelInfer", asked)
 
 
-def test_an_unmodified_triton_client_is_answered_alike(served: Served) -> None:
+def test_an_unmodified_triton_client_works(served: Served) -> None:
     client = triton.InferenceServerClient(served.address)
     x = triton.InferInput("x", [1, 16], "FP32")
     x.set_data_from_numpy(X)
@@ -51,8 +51,8 @@ def test_an_unmodified_triton_client_is_answered_alike(served: Served) -> None:
 
 
 @pytest.mark.parametrize("method", [m.name for m in METHODS if not m.client_streaming and m.name not in DIFFERENT])
-def test_every_rpc_answers_as_a_plain_server_does(served: Served, plain: Any, method: str) -> None:
-    """Asked with nothing: with an answer, or with the same code and the same words."""
+def test_every_rpc_responds_as_a_plain_server_does(served: Served, plain: Any, method: str) -> None:
+    """Each RPC gets an empty request: both servers respond, or both return the same code and message."""
     code, said = served.ask(method, empty(method))
     other, words = told(plain, method, empty(method))
     if method in SETTINGS:
@@ -85,12 +85,12 @@ def test_models_are_not_loaded_over_the_network(served: Served, method: str) -> 
         request("mlp") + b"\xff",
     ],
 )
-def test_what_is_refused_is_refused_alike(served: Served, plain: Any, asked: bytes) -> None:
+def test_rejected_requests_get_the_same_error_as_from_a_plain_server(served: Served, plain: Any, asked: bytes) -> None:
     assert served.ask("ModelInfer", asked) == told(plain, "ModelInfer", asked)
 
 
-def test_a_client_does_not_steer_ray(served: Served) -> None:
-    """Its proxy would hand a request to whichever application the metadata name."""
+def test_a_clients_metadata_cannot_redirect_its_request(served: Served) -> None:
+    """Ray's proxy would route a request to any application that the metadata name."""
     steering = [("application", "bf16kit.slow"), ("bf16kit-seconds-left", "0"), ("request_id", "x")]
     code, answer = served.ask("ModelInfer", request(), metadata=steering)
     assert code is StatusCode.OK
@@ -98,29 +98,29 @@ def test_a_client_does_not_steer_ray(served: Served) -> None:
     assert pb.ModelInferResponse.FromString(answer).model_name == "mlp"
 
 
-def test_nothing_of_rays_is_in_the_trailing_metadata(served: Served) -> None:
+def test_the_trailing_metadata_contain_nothing_from_ray(served: Served) -> None:
     call: Any = served.channel.unary_unary(f"/{SERVICE}/ModelInfer")
     assert call.with_call(request(), timeout=60)[1].trailing_metadata() == ()
 
 
-def test_a_message_that_is_too_large(served: Served) -> None:
+def test_a_message_that_is_too_large_is_rejected(served: Served) -> None:
     code, words = served.ask("ModelInfer", request("mlp", id="x" * (1 << 20)))
     assert code is StatusCode.RESOURCE_EXHAUSTED
     assert "Traceback" not in str(words)
 
 
-def test_an_rpc_that_does_not_exist(served: Served) -> None:
+def test_an_unknown_rpc_is_unimplemented(served: Served) -> None:
     assert served.ask("NoSuchMethod", b"")[0] is StatusCode.UNIMPLEMENTED
 
 
-def test_a_deadline_is_known_where_the_request_waits(served: Served) -> None:
-    """A replica that does not know the deadline would wait 3 s for other requests."""
+def test_a_replica_gets_the_deadline_of_a_request(served: Served) -> None:
+    """Without the deadline, the replica would wait 3 s for other requests."""
     begun = time.monotonic()
     assert served.infer("slow", timeout=2.5)[0] is StatusCode.OK
     assert time.monotonic() - begun < 2.5
 
 
-def test_a_client_that_leaves_takes_its_request_along(served: Served) -> None:
+def test_a_request_whose_client_cancels_is_not_run(served: Served) -> None:
     ran = served.metric("bf16kit_executions_total", model="slow")
     before = served.metric("bf16kit_requests_total", model="slow", code="CANCELLED")
     call: Any = served.channel.unary_unary(f"/{SERVICE}/ModelInfer")
@@ -135,7 +135,7 @@ def test_a_client_that_leaves_takes_its_request_along(served: Served) -> None:
     assert served.metric("bf16kit_executions_total", model="slow") == ran
 
 
-def test_more_than_may_wait_is_refused(served: Served) -> None:
+def test_requests_beyond_the_queue_limit_are_rejected(served: Served) -> None:
     with ThreadPoolExecutor(24) as pool:
         codes = [code for code, _ in pool.map(lambda _: served.infer("slow"), range(24))]
     assert set(codes) == {StatusCode.OK, StatusCode.RESOURCE_EXHAUSTED}
@@ -146,26 +146,26 @@ class TestStreams:
         call: Any = served.channel.stream_stream(f"/{SERVICE}/ModelStreamInfer")
         return [pb.ModelStreamInferResponse.FromString(each) for each in call(iter(asked), timeout=60, **more)]
 
-    def test_answers_come_in_order_and_an_error_does_not_end_them(self, served: Served) -> None:
+    def test_responses_come_in_order_and_an_error_does_not_end_the_stream(self, served: Served) -> None:
         asked = [request(id=str(n)) for n in range(5)]
         asked[2] = request("mlp", id="2", model_version="9")
         found = self._answers(served, *asked)
         assert [each.infer_response.id for each in found] == ["0", "1", "2", "3", "4"]
         assert [bool(each.error_message) for each in found] == [False, False, True, False, False]
 
-    def test_a_stream_for_a_model_that_is_not_there(self, served: Served) -> None:
+    def test_a_stream_for_an_unknown_model_gets_an_error_message(self, served: Served) -> None:
         assert "unknown model 'nobody'" in self._answers(served, request("nobody"))[0].error_message
 
-    def test_it_ends_with_the_status_where_the_client_asks_for_it(self, served: Served) -> None:
+    def test_a_stream_ends_with_the_error_status_if_the_client_requests_it(self, served: Served) -> None:
         with pytest.raises(grpc.RpcError) as ended:
             self._answers(served, request("nobody"), metadata=[("triton_grpc_error", "true")])
         assert ended.value.code() is StatusCode.NOT_FOUND
 
-    def test_an_empty_one(self, served: Served) -> None:
+    def test_a_stream_without_requests_gets_no_responses(self, served: Served) -> None:
         assert self._answers(served) == []
 
-    def test_one_whose_client_is_silent_is_ended(self, served: Served) -> None:
-        """From the first request on: it may have asked for nothing yet."""
+    def test_a_stream_of_a_silent_client_is_ended(self, served: Served) -> None:
+        """The limit also holds before the first request."""
         for first in ((), (request(),)):
             silent = threading.Event()
 
@@ -180,7 +180,7 @@ class TestStreams:
             assert ended.value.code() is StatusCode.CANCELLED
             assert "no request arrived on this stream for 6 s" in str(ended.value.details())
 
-    def test_one_that_its_client_leaves_gives_its_place_back(self, served: Served) -> None:
+    def test_a_cancelled_stream_frees_its_place(self, served: Served) -> None:
         call: Any = served.channel.stream_stream(f"/{SERVICE}/ModelStreamInfer")
 
         def forever() -> Any:
@@ -201,13 +201,13 @@ class TestHealth:
         return health_pb2.HealthCheckResponse.FromString(answer).status if isinstance(answer, bytes) else code
 
     @pytest.mark.parametrize("service", ["", SERVICE, "mlp"])
-    def test_what_is_ready_is_serving(self, served: Served, service: str) -> None:
+    def test_a_ready_service_is_serving(self, served: Served, service: str) -> None:
         assert self._check(served, service) == health_pb2.HealthCheckResponse.SERVING
 
-    def test_what_is_not_known(self, served: Served) -> None:
+    def test_an_unknown_service_is_not_found(self, served: Served) -> None:
         assert self._check(served, "nobody") is StatusCode.NOT_FOUND
 
-    def test_a_watch_says_it_at_once(self, served: Served) -> None:
+    def test_a_watch_gets_the_state_at_once(self, served: Served) -> None:
         watch: Any = served.channel.unary_stream(f"{HEALTH}/Watch")
         answers = watch(health_pb2.HealthCheckRequest(service="mlp").SerializeToString(), timeout=60)
         assert health_pb2.HealthCheckResponse.FromString(next(answers)).status == 1
@@ -219,13 +219,13 @@ def test_reflection_lists_the_services(served: Served) -> None:
 
 
 class TestMetrics:
-    def test_every_replica_is_a_target_with_a_servers_metrics(self, served: Served, plain: Any) -> None:
+    def test_the_replicas_metrics_count_every_request(self, served: Served, plain: Any) -> None:
         before = served.metric("bf16kit_requests_total", model="mlp", code="OK")
         assert all(served.infer()[0] is StatusCode.OK for _ in range(10))
         assert served.metric("bf16kit_requests_total", model="mlp", code="OK") == before + 10
 
-    def test_statistics_are_those_of_all_replicas(self, served: Served) -> None:
-        """Exactly, and at once: perf_analyzer takes the difference of two."""
+    def test_statistics_sum_all_replicas(self, served: Served) -> None:
+        """The counts must be exact at once: perf_analyzer uses the difference of two."""
         asked = pb.ModelStatisticsRequest(name="mlp").SerializeToString()
 
         def count() -> int:

@@ -1,4 +1,4 @@
-"""Nodes that die and come, and models that are replaced, while clients go on asking."""
+"""Nodes die and are added, and models are replaced, while clients keep sending requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from waiting import until
 
 from bf16kit.protocol import inference_pb2 as pb
 
-pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # what Ray and its libraries warn of is theirs
+pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # warnings of Ray and its libraries
 _log = logging.getLogger(__name__)
 
 
@@ -23,7 +23,7 @@ def _versions(volley: Volley) -> set[str]:
     return {pb.ModelInferResponse.FromString(answer).model_version for answer in volley.answers}
 
 
-def test_a_new_version_takes_over_without_a_call_that_fails(served: Served, repository: Path) -> None:
+def test_a_new_version_replaces_the_old_one_without_a_failed_call(served: Served, repository: Path) -> None:
     with Volley(served.infer) as volley:
         until(lambda: volley.calls > 20, PATIENCE, "calls")
         write_mlp(repository / "mlp" / "2")
@@ -34,8 +34,8 @@ def test_a_new_version_takes_over_without_a_call_that_fails(served: Served, repo
     assert _versions(volley) == {"1", "2"}
 
 
-def test_a_version_that_is_damaged_takes_nobodys_place(served: Served, repository: Path) -> None:
-    """The replicas that are there go on, and Ray says that the deployment has failed."""
+def test_a_damaged_version_does_not_replace_the_serving_one(served: Served, repository: Path) -> None:
+    """The existing replicas keep serving, and Ray reports that the deployment has failed."""
     write_mlp(repository / "mlp" / "3")
     weights = repository / "mlp" / "3" / "weights.bf16"
     weights.write_bytes(bytes(weights.stat().st_size))
@@ -56,14 +56,14 @@ def test_a_version_that_is_damaged_takes_nobodys_place(served: Served, repositor
     until(served.all_running, PATIENCE, "all applications running again")
 
 
-def test_a_node_that_dies_under_load_loses_no_request_that_is_sent_again(served: Served) -> None:
-    """And the applications are well again once there is a node for the replicas that it had."""
+def test_every_request_succeeds_on_retry_when_a_node_dies_under_load(served: Served) -> None:
+    """The applications recover once there is a node for the replicas of the dead one."""
     until(served.all_running, PATIENCE, "all applications running")
     second = next(iter(served.cluster.worker_nodes))
     asked = next(model for model in ("mlp", "slow") if replicas(model, of_node(second)))
     with Volley(lambda: served.infer(asked)) as volley, ThreadPoolExecutor(4) as pool:
         until(lambda: volley.calls > 10, PATIENCE, "calls")
-        inside = [pool.submit(served.infer, "slow") for _ in range(4)]  # for three seconds
+        inside = [pool.submit(served.infer, "slow") for _ in range(4)]  # each waits three seconds in its replica
         until(lambda: served.metric("bf16kit_queue_depth", model="slow") > 0, PATIENCE, "requests inside of replicas")
         served.cluster.remove_node(second, allow_graceful=False)
         until(lambda: not served.all_running(), PATIENCE, "Ray to notice")

@@ -1,4 +1,4 @@
-"""Frameworks that write the sources and answer for them, each in an environment of its own (`make test-sources`)."""
+"""Frameworks that write the sources and compute expected outputs, each in its own environment (`make test-sources`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ Environment = Callable[[str], Path]
 
 @pytest.fixture(scope="session")
 def environment() -> Environment:
-    """The Python of a family: ``tensorflow``, ``jax`` or ``lightning``; the test skips where it is not installed."""
+    """Return a function that gives the Python of ``tensorflow``, ``jax`` or ``lightning``, or skips if it is not
+    installed.
+    """
 
     def python(family: str) -> Path:
         found = _ENVIRONMENTS / family / "bin" / "python"

@@ -1,11 +1,11 @@
-"""Run by JAX's environment: models of Flax, their checkpoints in every layout, and what they answer.
+"""Write models of Flax, their checkpoints in every layout, and their outputs. JAX's environment runs this file.
 
 ``python jaxmodels.py DIRECTORY`` writes, for each model, ``MODEL/LAYOUT/`` and ``MODEL/samples.npz``, which holds the
 inputs and the outputs that the model itself computed in fp32, and ``MODEL/leaves.npz``, every leaf by its name.
 """
 
 # mypy: ignore-errors
-# JAX is not installed where types are checked.
+# JAX is not installed in the environment that checks types.
 
 import os
 import sys
@@ -29,7 +29,7 @@ jax.config.update("jax_default_matmul_precision", "highest")
 
 
 class Cnn(nn.Module):
-    """Linen, images as [batch, height, width, channels]."""
+    """Linen model of images [batch, height, width, channels]."""
 
     @nn.compact
     def __call__(self, x, train=False):
@@ -42,7 +42,7 @@ class Cnn(nn.Module):
 
 
 class Block(nn.Module):
-    """Linen: self-attention with heads in their own axis, and a feed-forward part, over embedded tokens."""
+    """Linen model: self-attention with heads in their own axis, and a feed-forward part, over embedded tokens."""
 
     @nn.compact
     def __call__(self, ids):
@@ -55,7 +55,7 @@ class Block(nn.Module):
 
 
 class Mlp(nnx.Module):
-    """NNX; its second layer is bf16."""
+    """NNX model; its second layer is bf16."""
 
     def __init__(self, rngs):
         self.up = nnx.Linear(16, 64, rngs=rngs)
@@ -67,7 +67,7 @@ class Mlp(nnx.Module):
 
 
 def scattered(tree, seed=0):
-    """``tree`` with values that tell leaves apart: nothing is zero or one as it is at the start."""
+    """Return ``tree`` with random values, so that leaves differ: none is zero or one, as many are initially."""
     leaves, treedef = jax.tree.flatten(tree)
     rng = np.random.default_rng(seed)
     made = []
@@ -82,14 +82,14 @@ def scattered(tree, seed=0):
 
 
 def positive(stats):
-    """Variances are."""
+    """Return ``stats`` with positive variances."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: jnp.abs(leaf) + 0.5 if "var" in str(path[-1]) else leaf, stats
     )
 
 
 def named(tree, prefix=""):
-    """Leaves by their keys joined with dots; bf16 as its bits, which numpy can store."""
+    """Return the leaves by their keys joined with dots; bf16 as its bits, which numpy can store."""
     found = {}
     for key, value in tree.items():
         name = f"{prefix}{key}"
@@ -102,7 +102,7 @@ def named(tree, prefix=""):
 
 
 def write(root, tree, samples):
-    """Every layout of ``tree``."""
+    """Write ``tree`` in every layout."""
     root.mkdir(parents=True)
     np.savez(root / "samples.npz", **samples)
     np.savez(root / "leaves.npz", **named(tree))

@@ -1,7 +1,8 @@
-"""Run by an environment that has Lightning: ``python lightningtrained.py DIRECTORY`` trains and answers.
+"""``python lightningtrained.py DIRECTORY`` trains a model and writes its outputs. An environment with Lightning runs
+it.
 
-Writes ``NAME.ckpt`` for each precision and ``NAME.npz``: inputs, and what Lightning itself answers to them from the
-checkpoint. ``--model lightningtrained:Lit`` is the same module.
+Writes ``NAME.ckpt`` for each precision and ``NAME.npz``: inputs, and the outputs that Lightning itself computes for
+them from the checkpoint. ``--model lightningtrained:Lit`` is the same module.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import nn
 
 
 class Lit(lightning.LightningModule):  # type: ignore[misc]  # not installed where types are checked
-    """x [batch, 16] → logits [batch, 4], with a normalisation and a loss that has weights of its own."""
+    """x [batch, 16] → logits [batch, 4], with a normalisation and a loss that has its own weights."""
 
     def __init__(self, width: int = 8, rate: float = 1e-2) -> None:
         super().__init__()
@@ -42,12 +43,12 @@ class Lit(lightning.LightningModule):  # type: ignore[misc]  # not installed whe
 
 
 def plain(width: int) -> nn.Module:
-    """The network without Lightning."""
+    """Return the network without Lightning."""
     return nn.Sequential(nn.Linear(16, width), nn.LayerNorm(width), nn.GELU(), nn.Linear(width, 4))
 
 
 def trainer(name: str, directory: Path) -> lightning.Trainer:
-    """One whose precision is ``name``; ``16-mixed`` with a scaler, which a CPU's Trainer leaves out by itself."""
+    """Return a Trainer of precision ``name``; ``16-mixed`` gets a scaler, which a Trainer on a CPU leaves out."""
     scaled = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
     chosen: dict[str, Any] = {"plugins": scaled} if name == "16-mixed" else {"precision": name.partition("+")[0]}
     return lightning.Trainer(
@@ -64,7 +65,7 @@ def trainer(name: str, directory: Path) -> lightning.Trainer:
 
 
 class Saving(lightning.Callback):  # type: ignore[misc]
-    """Saves while training lasts: what callbacks keep is in the file only then."""
+    """Saves during training: only then does the file contain the state of callbacks."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -74,7 +75,7 @@ class Saving(lightning.Callback):  # type: ignore[misc]
 
 
 def main(directory: Path) -> None:
-    """A checkpoint and Lightning's answers for each precision."""
+    """Write a checkpoint and Lightning's outputs for each precision."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
     lightning.seed_everything(0, verbose=False)

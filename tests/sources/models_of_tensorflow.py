@@ -1,4 +1,4 @@
-"""Makes the models of the tests in TensorFlow's own Python, with what TensorFlow answers and stores of each.
+"""Make the test models in TensorFlow's own Python, with TensorFlow's outputs and stored variables.
 
 ``python models_of_tensorflow.py NAME DIRECTORY`` writes ``DIRECTORY/model`` (or ``model.keras``), ``feeds.npz``, for
 each signature ``answers-SIGNATURE.npz``, and ``variables.npz`` and ``names.json`` as TensorFlow's own readers give
@@ -20,7 +20,7 @@ NAME, HERE = sys.argv[1], Path(sys.argv[2])
 if NAME.startswith("keras2"):
     os.environ["TF_USE_LEGACY_KERAS"] = "1"
 
-import numpy as np  # noqa: E402 - after the environment that it is read from
+import numpy as np  # noqa: E402 - reads the environment set above
 import tensorflow as tf  # noqa: E402
 from tensorflow.core.protobuf import trackable_object_graph_pb2  # noqa: E402
 
@@ -28,7 +28,7 @@ MODEL = HERE / "model"
 
 
 def keras_cnn() -> dict[str, Any]:
-    """Convolutions of every kind that is common, BatchNorm, pooling, a classifier; exported as people do."""
+    """Make a classifier of all common kinds of convolutions, BatchNorm and pooling, exported in the usual way."""
     layers = tf.keras.layers
     x = inputs = tf.keras.Input((16, 16, 3), name="image")
     x = layers.Conv2D(16, 3, padding="same", use_bias=False)(x)
@@ -45,7 +45,7 @@ def keras_cnn() -> dict[str, Any]:
 
 
 def keras_file() -> dict[str, Any]:
-    """A .keras file: a recurrent layer, attention, an embedding."""
+    """Make a .keras file with a recurrent layer, attention and an embedding."""
     layers = tf.keras.layers
     ids = tf.keras.Input((12,), dtype="int32", name="ids")
     x = layers.Embedding(50, 32)(ids)
@@ -56,13 +56,13 @@ def keras_file() -> dict[str, Any]:
     feeds = {"ids": np.random.default_rng(0).integers(0, 50, (8, 12)).astype(np.int32)}
     _save(HERE / "answers-serving_default.npz", {"output_0": model(feeds["ids"]).numpy()})
     _save(HERE / "feeds.npz", feeds)
-    tf.keras.backend.clear_session()  # or it counts on with its names: seed_generator_3
-    tf.keras.models.load_model(HERE / "model.keras").export(MODEL, verbose=False)  # for its variables, as it calls them
+    tf.keras.backend.clear_session()  # otherwise Keras continues its numbering of names: seed_generator_3
+    tf.keras.models.load_model(HERE / "model.keras").export(MODEL, verbose=False)  # its variables have Keras' names
     return {}
 
 
 def keras2_trained() -> dict[str, Any]:
-    """A model of Keras 2, saved with its optimizer's slots (tf2onnx's own loader fails on `add_slot`)."""
+    """Make a model of Keras 2, saved with its optimizer's slots (tf2onnx's own loader fails on `add_slot`)."""
     import tf_keras
 
     model = tf_keras.Sequential(
@@ -75,7 +75,7 @@ def keras2_trained() -> dict[str, Any]:
 
 
 class Several(tf.Module):
-    """Two signatures with a variable in common, and one that only the second uses; a table that neither needs."""
+    """Two signatures that share a variable, one variable that only the second uses, and a table that neither needs."""
 
     def __init__(self) -> None:
         self.kernel = tf.Variable(_values(16, 32), name="kernel")
@@ -103,7 +103,7 @@ class Several(tf.Module):
 
 
 def module() -> dict[str, Any]:
-    """A tf.Module with several signatures."""
+    """Make a tf.Module with several signatures."""
     made = Several()
     signatures = {"embed": made.embed, "classify": made.classify, "look_up": made.look_up}
     tf.saved_model.save(made, str(MODEL), signatures=signatures)
@@ -111,7 +111,7 @@ def module() -> dict[str, Any]:
 
 
 def version1() -> dict[str, Any]:
-    """A SavedModel of TensorFlow 1: variables of a graph, a saver, no functions."""
+    """Make a SavedModel of TensorFlow 1: variables of a graph, a saver, no functions."""
     v1 = tf.compat.v1
     with tf.Graph().as_default(), v1.Session() as session:
         x = v1.placeholder(tf.float32, (None, 16), name="x")
@@ -124,7 +124,7 @@ def version1() -> dict[str, Any]:
 
 
 def mixed_precision() -> dict[str, Any]:
-    """A model that computes in bfloat16 by its policy: refused."""
+    """Make a model whose policy is to compute in bfloat16; the converter rejects it."""
     layers = tf.keras.layers
     tf.keras.mixed_precision.set_global_policy("mixed_bfloat16")
     tf.keras.Sequential([layers.Input((16,)), layers.Dense(8), layers.Dense(2)]).export(MODEL, verbose=False)
@@ -132,7 +132,7 @@ def mixed_precision() -> dict[str, Any]:
 
 
 def runs_python() -> dict[str, Any]:
-    """A signature that calls back into Python: refused, by the operator's name."""
+    """Make a signature that calls back into Python; the converter rejects it by the operator's name."""
 
     class Calls(tf.Module):
         def __init__(self) -> None:
@@ -148,7 +148,7 @@ def runs_python() -> dict[str, Any]:
 
 
 def _settle_statistics(model: Any) -> None:
-    """BatchNorm's moving statistics as after training: not 0 and 1."""
+    """Set BatchNorm's moving statistics to values as after training, not 0 and 1."""
     random = np.random.default_rng(7)
     for variable in model.non_trainable_variables:
         if variable.dtype == "float32":
@@ -166,7 +166,7 @@ def _save(path: Path, arrays: dict[str, Any]) -> None:
 
 
 def _answers(feeds: dict[str, Any]) -> None:
-    """What TensorFlow's own loader gives for each signature that takes these feeds."""
+    """Write the outputs of TensorFlow's own loader for each signature that takes these feeds."""
     _save(HERE / "feeds.npz", feeds)
     loaded = tf.saved_model.load(str(MODEL))
     for name, signature in loaded.signatures.items():

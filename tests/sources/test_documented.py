@@ -1,4 +1,4 @@
-"""The commands of docs/converting.md for models of TensorFlow and Keras, run as they are written on the page."""
+"""Run the commands of docs/converting.md for models of TensorFlow and Keras exactly as the page shows them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from bf16kit.artifact import Artifact
 from converter.sources.tensorflow import environment as tensorflow
 
 pytestmark = pytest.mark.sources
-# What models_of_tensorflow.py makes for a row, and what it calls what the row calls otherwise.
+# For each row: the model that models_of_tensorflow.py makes, its name for the source, and the row's name for it.
 _MADE = {row("TensorFlow SavedModel"): ("keras_cnn", "model", "DIRECTORY"), row("Keras 3 file"): ("keras_file", "", "")}
 
 
 @pytest.mark.parametrize("source", _MADE)
-def test_a_rows_command_is_run_as_it_is_written(
+def test_the_command_of_a_row_works_as_documented(
     environment: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
 ) -> None:
     python, (name, theirs, ours) = environment("tensorflow"), _MADE[source]

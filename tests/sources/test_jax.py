@@ -1,4 +1,6 @@
-"""Checkpoints that Orbax and Flax wrote, in every layout: read bit for bit, converted, held to Flax's own answers."""
+"""Checkpoints that Orbax and Flax wrote, in every layout: read bit for bit, converted, compared with Flax's own
+outputs.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ FACTORIES = {"cnn": "jaxlikes:Cnn", "block": "jaxlikes:Block", "mlp": "jaxlikes:
 
 @pytest.fixture(scope="module")
 def written(environment: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What ``jaxmodels.py`` writes."""
+    """Return the directory that ``jaxmodels.py`` writes."""
     root = tmp_path_factory.mktemp("jax") / "written"
     script = Path(__file__).with_name("jaxmodels.py")
     subprocess.run([str(environment("jax")), str(script), str(root)], check=True, capture_output=True, timeout=300)
@@ -69,7 +71,7 @@ def test_an_nnx_state_has_its_variables_under_value(written: Path, tmp_path: Pat
     _same({name.removesuffix(".value"): array for name, array in found.items()}, _leaves(written, "mlp"))
 
 
-def test_an_older_step_is_another_ones_weights(written: Path, tmp_path: Path) -> None:
+def test_an_older_step_has_its_own_weights(written: Path, tmp_path: Path) -> None:
     found, _, _ = read_item(locate(written / "cnn" / "managed", 3, "weights"), lambda _: True, tmp_path)
     assert not any(array.any() for array in found.values())
 
@@ -93,10 +95,10 @@ def _convert(written: Path, model: str, layout: str, out: Path, *more: str | Pat
         ("mlp", "flax.msgpack"),
     ],
 )
-def test_flaxs_answers_confirm_the_map_and_are_the_artifacts(
+def test_samples_from_flax_confirm_the_map_and_match_the_artifacts_outputs(
     written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str, layout: str
 ) -> None:
-    """The map is proposed, the samples hold what Flax computed, restore gives Flax's own leaves."""
+    """The converter proposes the map, the samples hold Flax's outputs, and restore returns Flax's own leaves."""
     out = tmp_path / "repository" / model / "1"
     done = _convert(written, model, layout, out)
     said = capsys.readouterr()
@@ -115,7 +117,7 @@ def test_flaxs_answers_confirm_the_map_and_are_the_artifacts(
     _same({name.removesuffix(".value"): array for name, array in restored.items()}, _leaves(written, model))
 
 
-def test_an_artifact_of_an_orbax_checkpoint_answers_over_grpc_as_flax_did(written: Path, tmp_path: Path) -> None:
+def test_a_served_artifact_of_an_orbax_checkpoint_gives_flaxs_outputs(written: Path, tmp_path: Path) -> None:
     assert _convert(written, "mlp", "standard", tmp_path / "repository" / "mlp" / "1").code == 0
     samples = dict(np.load(written / "mlp" / "samples.npz"))
     outputs = Artifact.open(tmp_path / "repository" / "mlp" / "1").manifest.outputs

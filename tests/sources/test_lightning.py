@@ -1,4 +1,4 @@
-"""Checkpoints that Lightning wrote in each precision: converted, run, compared with what Lightning answers itself."""
+"""Checkpoints that Lightning wrote in each precision: converted, run, and compared with Lightning's own outputs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def python(environment: Callable[[str], Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory that ``lightningtrained.py`` filled."""
+    """Return the directory that ``lightningtrained.py`` filled."""
     directory = tmp_path_factory.mktemp("lightning")
     done = subprocess.run(
         [str(python), str(HERE / "lightningtrained.py"), str(directory)], capture_output=True, text=True
@@ -44,7 +44,7 @@ def trained(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _check(target: Path, trained: Path, name: str) -> None:
-    """The artifact answers as Lightning did: fp32 as fp32, bf16 within its rounding."""
+    """Assert that the artifact gives Lightning's outputs: the fp32 reference as fp32, bf16 within its rounding."""
     artifact, answers = Artifact.open(target), np.load(trained / f"{name}.npz")
     feed, expected = {"x": answers["x"]}, answers["logits"]
     np.testing.assert_allclose(load_reference(artifact).run(feed)["output"], expected, atol=1e-5)
@@ -55,7 +55,7 @@ def _check(target: Path, trained: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", _SAID)
-def test_the_plain_module_answers_as_lightning_did_without_lightning(
+def test_the_plain_module_gives_lightnings_outputs_without_lightning(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     (tmp_path / "net.py").write_text(
@@ -85,7 +85,7 @@ def _check_restored(path: Path, target: Path, out: Path) -> None:
         assert torch.equal(restored[tensor_name], tensor), tensor_name
 
 
-def test_the_lightning_module_itself_is_the_model_where_lightning_is_installed(
+def test_the_lightning_module_is_the_model_if_lightning_is_installed(
     python: Path, trained: Path, tmp_path: Path
 ) -> None:
     target = tmp_path / "repository" / "m" / "1"

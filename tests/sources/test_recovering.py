@@ -1,4 +1,4 @@
-"""``bf16-convert recover`` with Lightning, on a model that bf16 costs much: what comes out, and after being killed."""
+"""``bf16-convert recover`` with Lightning, on a model to which bf16 is costly: its results, also after a kill."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _environment() -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def alone(command: list[str]) -> Recover:
-    """One command line in the environment that has Lightning, in a process that has nothing from another."""
+    """Return a function that runs a command line in the environment with Lightning, in a fresh process."""
 
     def run(*arguments: str | Path, within: Sequence[str] = ()) -> Outcome:
         done = subprocess.run(
@@ -54,7 +54,7 @@ def alone(command: list[str]) -> Recover:
 
 @pytest.fixture(scope="session")
 def call(environment: Callable[[str], Path]) -> Iterator[Recover]:
-    """The same where it does not matter that Lightning, which takes seconds to import, was imported before."""
+    """Yield the same function, faster: in a process that has imported Lightning, which takes seconds, before."""
     modules = ("lightning.pytorch", "converter.pipeline", "networkx", "onnx.reference", "onnxruntime", "onnxscript")
     with forked(environment("lightning"), (*modules, "torch._export"), _environment()) as run:
         yield run
@@ -90,8 +90,8 @@ def _relative(entry: RecoveryEntry, profile: str = "cpu") -> Any:
     return next(row for row in entry.drift if row.profile == profile and row.metric == "relative_l2")
 
 
-def test_an_artifact_that_was_over_budget_is_within_it(recovered: tuple[Path, Outcome]) -> None:
-    """From what the original weights answer in fp32, on inputs that it was not trained on."""
+def test_recovery_brings_an_artifact_within_its_budget(recovered: tuple[Path, Outcome]) -> None:
+    """Drift is measured from the fp32 outputs of the original weights, on inputs that were not used for training."""
     target, _ = recovered
     row = _relative(_entry(target))
     assert row.bound is not None
@@ -99,8 +99,8 @@ def test_an_artifact_that_was_over_budget_is_within_it(recovered: tuple[Path, Ou
     assert row.after < row.bound < row.before
 
 
-def test_what_was_recovered_answers_as_the_source_does(recovered: tuple[Path, Outcome]) -> None:
-    """Held against torch itself, outside of everything that measured it."""
+def test_recovered_weights_give_outputs_close_to_the_source(recovered: tuple[Path, Outcome]) -> None:
+    """The test compares with torch itself, independently of the code that measured the drift."""
     from bf16kit.runtime.loading import load
 
     target, _ = recovered
@@ -116,7 +116,7 @@ def test_what_was_recovered_answers_as_the_source_does(recovered: tuple[Path, Ou
     assert np.mean(distances) < 1.5e-2
 
 
-def test_restore_gives_the_trained_weights_which_bf16_holds(
+def test_restore_gives_the_trained_weights_as_exact_bf16_values(
     recovered: tuple[Path, Outcome], call: Recover, source: Path, tmp_path: Path
 ) -> None:
     target, _ = recovered
@@ -126,11 +126,13 @@ def test_restore_gives_the_trained_weights_which_bf16_holds(
     assert all(array.dtype == np.float32 for array in found.values())
     for name in ("up.weight", "down.weight"):
         assert not np.array_equal(found[name], original[name].numpy())
-        assert not (found[name].view(np.uint32) & 0xFFFF).any(), name  # 16 low bits of zeros
+        assert not (found[name].view(np.uint32) & 0xFFFF).any(), name  # the 16 low bits are zero
     assert (found["up.bias"].view(np.uint32) & 0xFFFF).any()  # vectors stay fp32
 
 
-def test_the_manifest_says_what_it_was_recovered_from(recovered: tuple[Path, Outcome], source: Path) -> None:
+def test_the_manifest_names_the_original_and_the_recovery_options(
+    recovered: tuple[Path, Outcome], source: Path
+) -> None:
     import hashlib
 
     target, _ = recovered
@@ -149,7 +151,7 @@ def test_the_manifest_says_what_it_was_recovered_from(recovered: tuple[Path, Out
     assert manifest.tools["lightning"]
 
 
-def test_the_command_prints_what_it_measured(recovered: tuple[Path, Outcome]) -> None:
+def test_the_command_prints_its_measurements(recovered: tuple[Path, Outcome]) -> None:
     _, done = recovered
     for said in ("Drift from the fp32 outputs of the original weights on 4 batches of recovering:held_out",
                  "bf16 recovered", "Gradients computed in fp32",
@@ -163,10 +165,10 @@ def test_nothing_but_the_artifact_is_left(recovered: tuple[Path, Outcome]) -> No
     assert [path.name for path in target.parent.iterdir()] == ["1"]
 
 
-def test_killed_at_any_time_it_ends_in_the_same_weights(
+def test_a_killed_and_resumed_recovery_gives_the_same_weights(
     command: list[str], alone: Recover, call: Recover, source: Path, tmp_path: Path
 ) -> None:
-    """By SIGKILL, when the first checkpoint is there; with a loader that draws from numpy's global generator."""
+    """SIGKILL comes when the first checkpoint exists; the loader draws from numpy's global generator."""
     flags = (*SHIFTED, *CHEAP, *_flags("shuffled", 40), "--checkpoint-every", "7", "--allow-over-budget")
     whole, parts = tmp_path / "whole" / "1", tmp_path / "parts" / "1"
     alone("recover", source, *flags, "--out", whole).published()
@@ -188,8 +190,8 @@ def test_killed_at_any_time_it_ends_in_the_same_weights(
     assert [path.name for path in parts.parent.iterdir()] == ["1"]
 
 
-def test_fp16_on_a_cpu_is_fp16(call: Recover, source: Path, tmp_path: Path) -> None:
-    """Where Lightning's own ``16-mixed`` would compute in bf16. The scale begins too high, and backs off."""
+def test_16_mixed_on_a_cpu_computes_in_fp16(call: Recover, source: Path, tmp_path: Path) -> None:
+    """Lightning's own ``16-mixed`` would compute in bf16. The static scale of 1024 never overflows."""
     target = tmp_path / "m" / "1"
     flags = (*SHIFTED, *CHEAP, *_flags(steps=12), "--precision", "16-mixed", "--allow-over-budget")
     done = call("recover", source, *flags, "--loss-scaling", "static=1024", "--out", target).published()
@@ -198,7 +200,7 @@ def test_fp16_on_a_cpu_is_fp16(call: Recover, source: Path, tmp_path: Path) -> N
     assert "computed its products in fp16" in done.out
 
 
-def test_a_scale_that_overflows_skips_every_step_and_says_so(call: Recover, source: Path, tmp_path: Path) -> None:
+def test_a_scale_that_always_overflows_is_an_error(call: Recover, source: Path, tmp_path: Path) -> None:
     flags = (*SHIFTED, *CHEAP, *_flags(steps=3), "--precision", "16-mixed", "--loss-scaling", "static=1e37")
     call("recover", source, *flags, "--out", tmp_path / "m" / "1").refused(3, "all 3 steps were skipped")
 
@@ -209,11 +211,13 @@ def test_a_dynamic_scale_backs_off_and_grows(call: Recover, source: Path, tmp_pa
     call("recover", source, *flags, "--allow-over-budget", "--out", target).published()
     training = _entry(target).training
     assert training.scale_first == 2.0**16
-    assert 0 < training.skipped < 40  # doubled every third step, it meets fp16's end
+    assert 0 < training.skipped < 40  # the scale doubles every third step until fp16 overflows
     assert training.scale_last != training.scale_first
 
 
-def test_weights_in_bf16_lose_updates_and_the_report_has_the_share(call: Recover, source: Path, tmp_path: Path) -> None:
+def test_weights_in_bf16_lose_updates_and_the_report_gives_their_share(
+    call: Recover, source: Path, tmp_path: Path
+) -> None:
     target = tmp_path / "m" / "1"
     flags = (*SHIFTED, *CHEAP, *_flags(steps=10), "--precision", "bf16-true", "--allow-over-budget")
     done = call("recover", source, *flags, "--out", target).published()
@@ -224,14 +228,14 @@ def test_weights_in_bf16_lose_updates_and_the_report_has_the_share(call: Recover
     assert "weights without an fp32 copy" in done.out
 
 
-def test_labels_give_accuracy_and_may_be_learnt(call: Recover, source: Path, tmp_path: Path) -> None:
+def test_labels_give_accuracy_and_can_be_the_training_loss(call: Recover, source: Path, tmp_path: Path) -> None:
     target = tmp_path / "m" / "1"
     flags = (*SHIFTED, *CHEAP, *_flags("labelled", 20, None), "--loss", "cross-entropy", "--precision", "32-true")
     flags = (*flags, "--learning-rate", "1e-4", "--allow-over-budget")
     done = call("recover", source, *flags, "--out", target).published()
     entry = _entry(target)
     found = {row.model: row for row in entry.accuracy}
-    assert found["fp32"].correct == found["fp32"].rows == 256  # the labels are its answers
+    assert found["fp32"].correct == found["fp32"].rows == 256  # the labels are this model's outputs
     assert 0.9 < found["cpu, as it was"].share < 1
     assert found["cpu, recovered"].rows == 256
     assert entry.training.loss_last < entry.training.loss_first
@@ -239,29 +243,29 @@ def test_labels_give_accuracy_and_may_be_learnt(call: Recover, source: Path, tmp
     assert "judged on its training data" in done.out
 
 
-def test_labels_that_are_not_there_are_missed(call: Recover, source: Path, tmp_path: Path) -> None:
+def test_missing_labels_are_an_error_for_cross_entropy(call: Recover, source: Path, tmp_path: Path) -> None:
     flags = (*SHIFTED, *CHEAP, *_flags(steps=2), "--loss", "cross-entropy")
     call("recover", source, *flags, "--out", tmp_path / "m" / "1").refused(2, "--data gives no labels")
     assert tree(tmp_path) == []
 
 
-def test_a_loss_that_is_not_finite_stops_it_with_what_to_do(call: Recover, source: Path, tmp_path: Path) -> None:
-    """fp32 answers these, and fp16 cannot."""
+def test_a_loss_that_is_not_finite_stops_the_recovery_with_advice(call: Recover, source: Path, tmp_path: Path) -> None:
+    """fp32 can compute these inputs, and fp16 cannot."""
     flags = (*SHIFTED, *CHEAP, *_flags("large", 5), "--precision", "16-mixed", "--loss-scaling", "none")
     done = call("recover", source, *flags, "--out", tmp_path / "m" / "1")
     done.refused(3, "recovery stopped at step 1 of 5: ", "train with --precision bf16-mixed", "--learning-rate (0.001)")
     assert tree(tmp_path) == []
 
 
-def test_what_fp32_cannot_answer_is_named_with_its_batch(call: Recover, source: Path, tmp_path: Path) -> None:
+def test_inputs_that_give_nan_in_fp32_are_named_by_batch(call: Recover, source: Path, tmp_path: Path) -> None:
     flags = (*SHIFTED, *CHEAP, *_flags("infinite", 5), "--samples", "recovering:held_out")
     done = call("recover", source, *flags, "--out", tmp_path / "m" / "1")
     done.refused(2, "--data recovering:infinite: batch 0: the fp32 model gives NaN", "leave out the batch")
     assert tree(tmp_path) == []
 
 
-def test_training_that_only_hurts_gives_back_what_it_began_with(call: Recover, tmp_path: Path) -> None:
-    """Fine in bf16 already, and a rate at which every step is too long: the same bf16 weights, to the bit."""
+def test_training_that_only_worsens_the_model_keeps_the_initial_weights(call: Recover, tmp_path: Path) -> None:
+    """The model is fine in bf16, and the learning rate is too high: the bf16 weights stay the same, bit for bit."""
     from architectures import Mlp, save
 
     source = save(tmp_path / "mlp.pt", Mlp())
@@ -272,7 +276,7 @@ def test_training_that_only_hurts_gives_back_what_it_began_with(call: Recover, t
     done = call("recover", source, *flags, *CHEAP, *wild, "--out", target).published()
     training = _entry(target).training
     assert training.kept == 0
-    assert training.rate_share == 0.5**4  # four looks, and none was better
+    assert training.rate_share == 0.5**4  # four evaluations, none of them better
     assert Artifact.open(target).manifest.files["weights.bf16"] == Artifact.open(plain).manifest.files["weights.bf16"]
     assert "kept: the weights before the first step" in done.out
     row = _relative(_entry(target))
@@ -280,8 +284,8 @@ def test_training_that_only_hurts_gives_back_what_it_began_with(call: Recover, t
     assert row.after <= row.before
 
 
-def test_what_helps_on_its_data_alone_is_not_published(call: Recover, source: Path, tmp_path: Path) -> None:
-    """Judged on inputs of another level, for which biases are off by what they were corrected by."""
+def test_weights_that_help_only_on_training_data_are_not_published(call: Recover, source: Path, tmp_path: Path) -> None:
+    """The evaluation inputs have another level, at which the corrected biases are off by the correction."""
     target, plain = tmp_path / "m" / "1", tmp_path / "plain" / "1"
     call("checkpoint", source, *SHIFTED, *CHEAP[:4], "--allow-over-budget", "--no-search", "--out", plain).published()
     flags = (*SHIFTED, *CHEAP, *_flags("unlabelled", 4, "scattered"), "--precision", "32-true", "--allow-over-budget")
@@ -292,24 +296,26 @@ def test_what_helps_on_its_data_alone_is_not_published(call: Recover, source: Pa
     assert Artifact.open(target).manifest.files["weights.bf16"] == Artifact.open(plain).manifest.files["weights.bf16"]
 
 
-def test_begun_with_resume_it_says_that_there_was_nothing(call: Recover, source: Path, tmp_path: Path) -> None:
-    """As jobs are that may be killed at any time: always started alike."""
+def test_resume_without_a_checkpoint_starts_at_step_1_and_reports_it(
+    call: Recover, source: Path, tmp_path: Path
+) -> None:
+    """Jobs that may be killed at any time always start with the same command line."""
     flags = (*SHIFTED, *CHEAP, *_flags(steps=1), "--precision", "32-true", "--resume", "--out", tmp_path / "m" / "1")
     done = call("recover", source, *flags).published()
     assert "held no checkpoint, so this recovery began at step 1" in done.out
 
 
-def test_a_loader_that_fails_while_it_trains_is_told_by_file_and_line(
+def test_a_loader_that_fails_in_training_is_reported_by_file_and_line(
     call: Recover, source: Path, tmp_path: Path
 ) -> None:
-    """Through Lightning, and without a traceback."""
+    """The exception passes through Lightning, and no traceback is printed."""
     flags = (*SHIFTED, *CHEAP, *_flags("failing_later", 20), "--out", tmp_path / "m" / "1")
     done = call("recover", source, *flags)
     done.refused(2, "--data recovering:failing_later: failed, batch 9: RuntimeError", f"({recovering.__file__}, line ")
 
 
-def test_a_disk_that_is_full_while_it_trains_is_told(alone: Recover, source: Path, tmp_path: Path) -> None:
-    """At a size that the artifact keeps to and a checkpoint, with the optimiser's moments, does not."""
+def test_a_full_disk_during_training_is_reported(alone: Recover, source: Path, tmp_path: Path) -> None:
+    """The file size limit fits the artifact, but not a checkpoint with the optimiser's moments."""
     flags = (
         *SHIFTED,
         *CHEAP,
@@ -325,10 +331,10 @@ def test_a_disk_that_is_full_while_it_trains_is_told(alone: Recover, source: Pat
     assert tree(tmp_path) == []
 
 
-def test_what_did_not_recover_is_not_published_and_can_be_all_the_same(
+def test_a_failed_recovery_is_published_only_with_allow_over_budget(
     call: Recover, source: Path, tmp_path: Path
 ) -> None:
-    """Trained already, it is published from the checkpoint, without another step."""
+    """The training is complete, so the second command publishes from the checkpoint without another step."""
     target = tmp_path / "m" / "1"
     flags = (*SHIFTED, *CHEAP, *_flags(steps=2), "--budget", "relative_l2=1e-7")
     call("recover", source, *flags, "--out", target).refused(1, "not recovered, nothing published", "relative_l2 is")
@@ -338,7 +344,7 @@ def test_what_did_not_recover_is_not_published_and_can_be_all_the_same(
     assert "training, steps" not in done.err
 
 
-def test_where_bf16_costs_nothing_it_says_so(call: Recover, tmp_path: Path) -> None:
+def test_a_model_within_budget_before_recovery_is_reported(call: Recover, tmp_path: Path) -> None:
     from architectures import Mlp, save
 
     source = save(tmp_path / "mlp.pt", Mlp())
@@ -347,14 +353,14 @@ def test_where_bf16_costs_nothing_it_says_so(call: Recover, tmp_path: Path) -> N
     assert "bf16 was within budget before recovery, so none was needed" in done.out
 
 
-def test_the_page_has_the_tables(recovered: tuple[Path, Outcome]) -> None:
+def test_the_html_report_has_the_recovery_tables(recovered: tuple[Path, Outcome]) -> None:
     target, _ = recovered
     page = (target / "report.html").read_text("utf-8")
     for said in ("<h2>Recovery</h2>", "bf16 before", "Gradients computed in fp32", "recovering:held_out"):
         assert said in page, said
 
 
-def test_json_has_what_was_measured(recovered: tuple[Path, Outcome], call: Recover) -> None:
+def test_inspect_json_has_the_recovery(recovered: tuple[Path, Outcome], call: Recover) -> None:
     target, _ = recovered
     found = json.loads(call("inspect", target, "--json").published().out)
     assert found["recovery"]["training"]["steps"] == 60

@@ -1,7 +1,7 @@
-"""Models of TensorFlow and Keras, converted by the documented command, run, and compared with TensorFlow's answers.
+"""Convert models of TensorFlow and Keras with the documented command, run them, and compare with TensorFlow's outputs.
 
-TensorFlow's side, models, answers and variables, is made in its own Python by ``models_of_tensorflow.py``, through
-loaders and readers that the converter does not use.
+``models_of_tensorflow.py`` makes the models, outputs and variables in TensorFlow's own Python, through loaders and
+readers that the converter does not use.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def python(environment: Callable[[str], Path]) -> Path:
 
 @pytest.fixture(scope="session")
 def made(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """The directory of one of the models, made when it is first asked for."""
+    """Return a function that gives the directory of a model, which it makes on the first call."""
     known: dict[str, Path] = {}
 
     def make(name: str) -> Path:
@@ -78,12 +78,12 @@ def _run(artifact: Path, profile: str, feeds: Arrays) -> dict[str, Any]:
 
 
 def _far(found: Any, expected: Any) -> float:
-    """Relative L2."""
+    """Return the relative L2 distance."""
     return float(np.linalg.norm(found.astype(np.float64) - expected) / np.linalg.norm(expected.astype(np.float64)))
 
 
 def _check(made: Path, target: Path, signature: str = "serving_default", renamed: Mapping[str, str] = {}) -> None:
-    """The artifact answers as TensorFlow did, and gives its variables back."""
+    """Assert that the artifact gives TensorFlow's outputs, and that restore returns the variables."""
     feeds, expected = _arrays(made / "feeds.npz"), _arrays(made / f"answers-{signature}.npz")
     oracle = Artifact.open(target).manifest.oracle
     assert oracle is not None
@@ -98,35 +98,35 @@ def _check(made: Path, target: Path, signature: str = "serving_default", renamed
 
 
 def _by_name(made: Path) -> dict[str, Any]:
-    """The variables as TensorFlow's own reader gives them, by the names that it stores of them."""
+    """Return the variables as TensorFlow's own reader gives them, by the names that it stores for them."""
     names = json.loads((made / "names.json").read_text())
     stored = _arrays(made / "variables.npz")
     called = {key: names.get(key) or key.removesuffix("/.ATTRIBUTES/VARIABLE_VALUE") for key in stored}
-    # of a .keras file Keras makes the states of its random numbers up when it loads it
+    # Keras does not read the states of random generators from a .keras file: it creates them when it loads the file
     return {called[key]: array for key, array in stored.items() if not called[key].endswith("/seed_generator_state")}
 
 
-def test_a_convolutional_model_of_keras_3(made: Made, tmp_path: Path) -> None:
+def test_a_convolutional_model_of_keras_3_is_converted_and_restored(made: Made, tmp_path: Path) -> None:
     target = tmp_path / "cnn" / "1"
     _convert(made("keras_cnn") / "model", target)
     _check(made("keras_cnn"), target)
     manifest = Artifact.open(target).manifest
     of = {entry.name: entry.tensor for entry in manifest.checkpoint}
     bf16 = {entry.name for entry in manifest.tensors if entry.file == "weights.bf16"}
-    # each as it was stored: neither TensorFlow nor tf2onnx has multiplied the BatchNorm into it
+    # each as it was stored: neither TensorFlow nor tf2onnx has folded the BatchNorm into it
     kernels = {"conv2d/kernel", "conv2d_transpose/kernel", "separable_conv2d/pointwise_kernel"}
     assert {of[name] for name in kernels} <= bf16
 
 
-def test_a_keras_file_with_attention_and_a_recurrent_layer(made: Made, tmp_path: Path) -> None:
+def test_a_keras_file_with_attention_and_lstm_is_converted_and_restored(made: Made, tmp_path: Path) -> None:
     target = tmp_path / "text" / "1"
     _convert(made("keras_file") / "model.keras", target)
     assert Artifact.open(target).manifest.source.format == "keras"
     _check(made("keras_file"), target)
 
 
-def test_a_keras_file_by_any_name_is_loaded_by_the_loader_that_runs_no_code(made: Made, tmp_path: Path) -> None:
-    """Keras chooses by the name: of a file called ``.h5`` it takes the loader that knows no safe mode."""
+def test_a_keras_file_of_any_name_is_loaded_by_the_loader_that_runs_no_code(made: Made, tmp_path: Path) -> None:
+    """Keras chooses by the file name: for ``.h5`` it uses a loader that has no safe mode."""
     path = Path(shutil.copy(made("keras_file") / "model.keras", tmp_path / "x.h5"))
     target = tmp_path / "text" / "1"
     _convert(path, target)
@@ -151,7 +151,7 @@ _ODD_WEIGHTS = {
 
 
 @pytest.mark.parametrize("kind", _ODD_WEIGHTS)
-def test_weights_that_lie_elsewhere_are_refused(made: Made, python: Path, tmp_path: Path, kind: str) -> None:
+def test_weights_stored_outside_the_file_are_rejected(made: Made, python: Path, tmp_path: Path, kind: str) -> None:
     code, said = _ODD_WEIGHTS[kind]
     with zipfile.ZipFile(made("keras_file") / "model.keras") as whole:
         whole.extractall(tmp_path / "parts")
@@ -164,7 +164,7 @@ def test_weights_that_lie_elsewhere_are_refused(made: Made, python: Path, tmp_pa
     process("checkpoint", tmp_path / "m.keras", "--out", tmp_path / "m" / "1").refused(3, said)
 
 
-def test_an_artifact_answers_over_grpc_as_tensorflow_did(made: Made, tmp_path: Path) -> None:
+def test_a_served_artifact_gives_tensorflows_outputs(made: Made, tmp_path: Path) -> None:
     feeds, expected = _arrays(made("version1") / "feeds.npz"), _arrays(made("version1") / "answers-serving_default.npz")
     _convert(made("version1") / "model", tmp_path / "repository" / "first" / "1")
     found = served_answers(tmp_path / "repository", "first", feeds)
@@ -206,11 +206,11 @@ def test_a_graph_of_tensorflow_1(made: Made, tmp_path: Path) -> None:
     ("name", "said"),
     [("mixed_precision", "is bfloat16; tf2onnx would"), ("runs_python", "PyFunc: it runs Python code")],
 )
-def test_models_that_are_refused_by_name(made: Made, tmp_path: Path, name: str, said: str) -> None:
+def test_unsupported_models_are_rejected_by_name(made: Made, tmp_path: Path, name: str, said: str) -> None:
     process("checkpoint", made(name) / "model", "--out", tmp_path / "m" / "1").refused(3, said)
 
 
-def test_damaged_variables_are_told_by_tensorflows_checksums(made: Made, tmp_path: Path) -> None:
+def test_tensorflows_checksums_detect_damaged_variables(made: Made, tmp_path: Path) -> None:
     model = Path(shutil.copytree(made("version1") / "model", tmp_path / "model"))
     data = next(model.glob("variables/*.data-*"))
     content = bytearray(data.read_bytes())
@@ -221,15 +221,19 @@ def test_damaged_variables_are_told_by_tensorflows_checksums(made: Made, tmp_pat
 
 
 def test_the_same_model_gives_the_same_bytes(made: Made, tmp_path: Path) -> None:
-    """Though Keras exports variables, and tf2onnx names and orders nodes, differently each time."""
+    """Keras exports variables, and tf2onnx names and orders nodes, differently each time; the artifacts must not
+    differ.
+    """
     for name in ("a", "b"):
         _convert(made("keras_file") / "model.keras", tmp_path / name / "m" / "1")
     for file in (tmp_path / "a" / "m" / "1").iterdir():
         assert (tmp_path / "b" / "m" / "1" / file.name).read_bytes() == file.read_bytes(), file.name
 
 
-def test_what_is_allowed_is_what_tf2onnx_translates(python: Path) -> None:
-    """What it translates and is refused here is of strings, tables, queues, or of its own invention."""
+def test_the_allowed_operators_are_those_that_tf2onnx_translates(python: Path) -> None:
+    """The operators that tf2onnx translates and the converter rejects are for strings, tables or queues, or its own
+    inventions.
+    """
     code = (
         "from tf2onnx import handler, tfonnx\n"
         "print(*{op for versions in handler.tf_op.get_opsets().values() for ops in versions for op in ops})"
@@ -247,7 +251,7 @@ def test_what_is_allowed_is_what_tf2onnx_translates(python: Path) -> None:
     }
 
 
-def test_the_doctor_finds_it(python: Path) -> None:
+def test_the_doctor_finds_tensorflow(python: Path) -> None:
     found = json.loads(process("doctor", "--json").published().out)
     assert {"name": "TensorFlow SavedModel", "possible": True, "missing": []} in found["sources"]
     (part,) = (part for part in found["installed"] if part["name"] == "TensorFlow")
