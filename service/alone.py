@@ -8,7 +8,7 @@ from service.process.config import ServerConfig
 from service.process.stop import Ending, Started, Stop
 from service.served import Served
 
-_TEND_SECONDS = 0.1
+_MAINTAIN_SECONDS = 0.1
 
 
 def serve_alone(config: ServerConfig, stop: Stop, started: Started) -> Ending:
@@ -32,8 +32,8 @@ def serve_alone(config: ServerConfig, stop: Stop, started: Started) -> Ending:
 
     try:
         served.start(port, listening)
-        while not stop.wait(_TEND_SECONDS):
-            served.tend()
+        while not stop.wait(_MAINTAIN_SECONDS):
+            served.maintain()
         return served.drain(transport)
     finally:
         served.close()

@@ -40,7 +40,7 @@ _LAST_TRACES_SECONDS = 3.0  # the longest that a stop waits to export the last t
 class Served:
     """The models, metrics and HTTP port of one process. The constructor binds the HTTP port and starts nothing.
 
-    Call :meth:`start`, then :meth:`tend` about ten times a second, then :meth:`drain`; call :meth:`close` in any case.
+    Call :meth:`start`, then :meth:`maintain` about ten times a second, then :meth:`drain`; in any case :meth:`close`.
     ``wishes``: serve exactly these; the repository is not read, and clients cannot load models.
     """
 
@@ -55,9 +55,9 @@ class Served:
         )
         self._shadow = ShadowProcess(
             config,
-            self._counting.hear,
-            self._counting.lost,
-            self._owner.hear,
+            self._counting.receive,
+            self._counting.process_died,
+            self._owner.receive,
             forgotten=self._counting.forget,
         )
         self.repository = Repository(
@@ -66,7 +66,7 @@ class Served:
             threads=config.threads,
             ready_when_empty=config.model_control == "explicit",
             hand=lambda name, plan: PlannedHand(name, plan, self._shadow.ask, self._shadow.forget),
-            hear=self._owner.hear,
+            on_verdict=self._owner.receive,
         )
         self._controller, self._poll = None, None
         if wishes is None:
@@ -109,10 +109,10 @@ class Served:
         self._heap.start()
         self._ticking.start()
 
-    def tend(self) -> None:
+    def maintain(self) -> None:
         """Do the periodic work of shadow process and fallback. Call it about ten times a second, on one thread."""
-        self._shadow.tend()
-        self._owner.tend()
+        self._shadow.maintain()
+        self._owner.maintain()
 
     def drain(self, front: Front) -> Ending:
         """Report not ready, then reject new requests, then wait for those in flight. HTTP is served until the end."""

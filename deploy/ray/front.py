@@ -34,7 +34,7 @@ from service.telemetry.metrics import Metrics
 from service.transport.status import Status
 
 _log = logging.getLogger(__name__)
-_TEND_SECONDS = 1.0
+_MAINTAIN_SECONDS = 1.0
 _NOT_HERE = Status(
     StatusCode.UNIMPLEMENTED,
     "models are not loaded and unloaded over the network here: add them to the repository, or remove them from it",
@@ -58,7 +58,7 @@ class Front(Answering):
         self._pages: Routes = routes(registry, metrics, StatusPage(registry, history).look)
         self._tickings = [
             Ticking("history", TICK_SECONDS, history.tick),
-            Ticking("reports", _TEND_SECONDS, self._reports.tend),
+            Ticking("reports", _MAINTAIN_SECONDS, self._reports.maintain),
         ]
         for ticking in self._tickings:
             ticking.start()
@@ -80,7 +80,7 @@ class Front(Answering):
         if told.get("gone"):
             self._reports.forget(told["replica"])
             return 0.0
-        return self._reports.hear(Report.from_json(told))
+        return self._reports.receive(Report.from_json(told))
 
     async def targets(self) -> list[str]:
         """Return the addresses at which replicas are scraped, ``host:port``."""

@@ -28,7 +28,7 @@ from service.workers.statistics import as_json
 from service.workers.view import SlotState
 
 _log = logging.getLogger(__name__)
-_TEND_SECONDS = 0.1
+_MAINTAIN_SECONDS = 0.1
 _LOOK_SECONDS = 0.05
 _REPORT_SECONDS = 5.0  # for one report; the next one repeats everything
 _LAST_WORDS_SECONDS = 2 * _REPORT_SECONDS  # for a report, and for the one that says it was the last
@@ -62,7 +62,7 @@ class Replica(Answering):
         )
         served.start(0)
         self._threads = [
-            threading.Thread(target=self._tend, name="tend", daemon=True),
+            threading.Thread(target=self._maintain, name="maintain", daemon=True),
             threading.Thread(target=self._report, name="report", daemon=True),
         ]
         for thread in self._threads:
@@ -106,9 +106,9 @@ class Replica(Answering):
 
     # --- on threads of its own ----------------------------------------------------------------------------------------
 
-    def _tend(self) -> None:
-        while not self._ended.wait(_TEND_SECONDS):
-            self._served.tend()
+    def _maintain(self) -> None:
+        while not self._ended.wait(_MAINTAIN_SECONDS):
+            self._served.maintain()
 
     def _report(self) -> None:
         seconds = 0.0

@@ -14,7 +14,7 @@ from bf16kit.wording import quoted
 from service.contract import GATE_FAILED, Model, Slot, State, StatisticsSnapshot
 from service.models.repository import parse_version
 from service.operations import Counted, RegistryModels
-from service.workers.described import Described, SummedStatistics
+from service.workers.described import ModelDescription, SummedStatistics
 from service.workers.overview import OverviewSlot
 from service.workers.statistics import add, from_json
 from service.workers.view import Key, SlotState
@@ -90,7 +90,7 @@ class Reports:
             self._failed = {key: slot for key, slot in self._failed.items() if key[1] in wanted.get(key[0], ())}
         self._tell()
 
-    def hear(self, report: Report) -> float:
+    def receive(self, report: Report) -> float:
         """Store a report; return the seconds until the next one is due."""
         with self._news:
             last = self._heard.get(report.replica)
@@ -113,7 +113,7 @@ class Reports:
             self._news.notify_all()
         self._tell()
 
-    def tend(self) -> None:
+    def maintain(self) -> None:
         """Forget replicas that no longer report."""
         late = self._clock() - _SILENT * self.interval - _SLACK_SECONDS
         for replica in [name for name, heard in list(self._heard.items()) if heard.at < late]:
@@ -240,7 +240,7 @@ def _not_ready(slot: Slot, version: str) -> NotFound:
 def _slot(slot: SlotState) -> OverviewSlot:
     model = None
     if slot.model is not None:
-        model = Described(slot.name, slot.version, slot.model, SummedStatistics(StatisticsSnapshot))
+        model = ModelDescription(slot.name, slot.version, slot.model, SummedStatistics(StatisticsSnapshot))
     return OverviewSlot(slot.name, slot.version, slot.state, slot.reason, model)
 
 

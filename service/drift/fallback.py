@@ -45,7 +45,7 @@ class Fallback:
         longest = self._policy.longest_stay_seconds
         return min(longest, self._policy.min_stay_seconds * 2.0 ** min(self._falls - 1, 64))
 
-    def hear(self, verdict: DriftVerdict, now: float) -> bool:
+    def receive(self, verdict: DriftVerdict, now: float) -> bool:
         """Apply a verdict. Return whether the phase or the reason changed."""
         if self._policy.policy == "off":
             return False

@@ -99,7 +99,7 @@ class FallbackOwner:
         self._states: dict[_Key, _State] = {}
         self._lock = threading.RLock()  # reentrant: an order may be carried out at once, on this thread
 
-    def hear(self, verdict: DriftVerdict) -> None:
+    def receive(self, verdict: DriftVerdict) -> None:
         """Act on a verdict. Verdicts on another plan, or measured before the current version was loaded, are ignored.
 
         Samples of a version that was replaced are still measured for a while, so such verdicts do come.
@@ -111,11 +111,11 @@ class FallbackOwner:
             if state is None or verdict.plan != state.answers.plan or verdict.at < state.answers.since:
                 return
             before = state.fallback.phase
-            if not state.fallback.hear(verdict, now):
+            if not state.fallback.receive(verdict, now):
                 return
             self._act(key, state, before)
 
-    def tend(self) -> None:
+    def maintain(self) -> None:
         """Called at intervals. Two cases need it.
 
         A version loaded in place of one that fp32 answered for begins with bf16, even if nothing of it is sampled. And

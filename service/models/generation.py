@@ -16,7 +16,7 @@ from service.drift.gate import Turn
 from service.drift.probe import Probe
 from service.drift.sampling import Hand, Handing
 from service.models.engine import Engine, SpreadEngine, SwitchedEngine
-from service.models.goldengate import GoldenGate, Hear, unheard
+from service.models.goldengate import GoldenGate, OnVerdict, ignore_verdict
 from service.models.lease import Leases
 from service.models.loading import Loaded
 from service.models.opening import Opened, baseline
@@ -45,7 +45,7 @@ class Generation:
         serving: Serving,
         metrics: ModelMetrics,
         hand: Hand | None = None,
-        hear: Hear = unheard,
+        on_verdict: OnVerdict = ignore_verdict,
         turn: Turn = Turn(),  # noqa: B008 -- frozen
         *,
         fp32: Callable[[], Runtime] = _none,
@@ -53,7 +53,7 @@ class Generation:
     ) -> None:
         """``hand`` takes samples to the process that has the reference; None: drift is not measured.
 
-        ``hear`` and ``turn`` are for the golden gate. ``fp32`` loads a reference that can answer. ``changed`` is
+        ``receive`` and ``turn`` are for the golden gate. ``fp32`` loads a reference that can answer. ``changed`` is
         called, on any thread, when another precision answers.
         """
         opened, info = loaded.opened, loaded.info
@@ -81,7 +81,9 @@ class Generation:
         self._shadow = self._new_shadow(opened, serving, hand)
         metrics.opened(opened.weight_bytes, opened.outputs)
         metrics.loaded(info, baseline(opened.artifact.manifest, info.profile))
-        self.gate = GoldenGate(name, version, loaded, metrics, seconds=serving.golden_seconds, turn=turn, hear=hear)
+        self.gate = GoldenGate(
+            name, version, loaded, metrics, seconds=serving.golden_seconds, turn=turn, on_verdict=on_verdict
+        )
 
     @property
     def label(self) -> str:

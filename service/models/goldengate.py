@@ -35,18 +35,18 @@ _REMEDY = (
     " model); if it happens again, check the machine's memory and the device"
 )
 
-Hear = Callable[[DriftVerdict], None]
+OnVerdict = Callable[[DriftVerdict], None]
 
 
-def unheard(verdict: DriftVerdict) -> None:
+def ignore_verdict(verdict: DriftVerdict) -> None:
     """Ignore the verdict of a golden gate."""
 
 
 class GoldenGate:
     """The golden gate of one generation. :meth:`run` is for one thread; ``suspect`` and ``words`` are for any.
 
-    ``hear`` receives the verdict of every gate that failed, and of a gate that could not be run twice in a row, since a
-    single error may be a short lack of memory. Passed gates are not reported.
+    ``on_verdict`` receives the verdict of every gate that failed, and of a gate that could not be run twice in a row,
+    since a single error may be a short lack of memory. Passed gates are not reported.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class GoldenGate:
         *,
         seconds: float,
         turn: Turn = Turn(),  # noqa: B008 -- frozen
-        hear: Hear = unheard,
+        on_verdict: OnVerdict = ignore_verdict,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._name = name
@@ -67,7 +67,7 @@ class GoldenGate:
         self._golden = loaded.samples
         self._runtimes = [loaded.runtime, *([] if loaded.narrow is None else [loaded.narrow])]
         self._metrics = metrics
-        self._hear = hear
+        self._on_verdict = on_verdict
         self._clock = clock
         self._errors = 0
         self._outcome: Outcome = "passed"
@@ -107,7 +107,7 @@ class GoldenGate:
         self._outcome = outcome
         self._metrics.gate(outcome, at)
         if outcome == "failed" or self._errors > 1:
-            self._hear(over(self._name, self._version, breaches, self._opened.budget, self._rows, at))
+            self._on_verdict(over(self._name, self._version, breaches, self._opened.budget, self._rows, at))
         return outcome
 
     @property

@@ -23,7 +23,7 @@ from service.models.advice import Advice
 from service.models.agreement import OWN_CHOICE, Agreement
 from service.models.fp32 import load_fp32
 from service.models.generation import Generation
-from service.models.goldengate import Hear, unheard
+from service.models.goldengate import OnVerdict, ignore_verdict
 from service.models.orders import Orders
 from service.models.plan import Plan, Wish
 from service.models.slot import Slot
@@ -58,7 +58,7 @@ class Reconciler:
         ready_when_empty: bool = False,
         hand: HandOf | None = None,
         agree: Callable[[Plan], Agreement] = lambda plan: OWN_CHOICE,
-        hear: Hear = unheard,
+        on_verdict: OnVerdict = ignore_verdict,
         turn: Turn = Turn(),  # noqa: B008 -- frozen
     ) -> None:
         self.orders = Orders()
@@ -71,7 +71,7 @@ class Reconciler:
         self._weights = weights
         self._hand = hand
         self._agree = agree
-        self._hear, self._turn = hear, turn
+        self._on_verdict, self._turn = on_verdict, turn
         self._unload_seconds = unload_seconds
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)
@@ -272,7 +272,7 @@ class Reconciler:
             plan.serving,
             slot.series,
             None if self._hand is None else self._hand(slot.name, plan),
-            lambda verdict: self._hear(verdict.of(digest)),
+            lambda verdict: self._on_verdict(verdict.of(digest)),
             self._turn,
             fp32=partial(
                 load_fp32, slot.label, loaded.opened, plan.serving, threads=self._threads, weights=self._weights

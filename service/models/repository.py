@@ -15,7 +15,7 @@ from service.drift.owner import Order
 from service.models.agreement import OWN_CHOICE, Agreement
 from service.models.directory import LONGEST_VERSION
 from service.models.generation import Generation
-from service.models.goldengate import GoldenSchedule, Hear, unheard
+from service.models.goldengate import GoldenSchedule, OnVerdict, ignore_verdict
 from service.models.lease import Lease
 from service.models.plan import Plan, Wish
 from service.models.reconciler import UNLOAD_SECONDS, HandOf, Reconciler
@@ -36,8 +36,8 @@ class Repository:
 
     ``ready_when_empty``: the server is ready without models, as when clients load them. ``agree`` returns the agreement
     with other processes on a plan's profile. ``hand`` makes the hand that takes samples of live requests to the process
-    with the fp32 references; None: drift is not measured. ``hear`` receives the verdicts of golden gates that are not
-    passed. ``turn`` is the turn of this process, of those that serve the same models.
+    with the fp32 references; None: drift is not measured. ``on_verdict`` receives the verdicts of golden gates that are
+    not passed. ``turn`` is the turn of this process, of those that serve the same models.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Repository:
         ready_when_empty: bool = False,
         hand: HandOf | None = None,
         agree: Callable[[Plan], Agreement] = lambda plan: OWN_CHOICE,
-        hear: Hear = unheard,
+        on_verdict: OnVerdict = ignore_verdict,
         turn: Turn = Turn(),  # noqa: B008 -- frozen
     ) -> None:
         self._callbacks: list[Callable[[], None]] = []
@@ -66,7 +66,7 @@ class Repository:
             ready_when_empty=ready_when_empty,
             hand=hand,
             agree=agree,
-            hear=hear,
+            on_verdict=on_verdict,
             turn=turn,
         )
         self._schedule = GoldenSchedule(self._serving, self._notify)

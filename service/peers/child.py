@@ -28,13 +28,13 @@ _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.25, 30.0
 
 
 class Child:
-    """A process that runs ``module``, and its peer. Call :meth:`tend` periodically, always on the same thread.
+    """A process that runs ``module``, and its peer. Call :meth:`maintain` periodically, always on the same thread.
 
     That thread must live as long as the child, which the kernel kills with its parent thread.
 
-    ``begin`` is called with the peer of each started process, before its first message is handled; ``lost`` when a
-    process has died. Both run on the tending thread, ``handlers`` on the peer's thread. If memory runs out, in the
-    container or on the machine, the kernel kills an ``expendable`` process first.
+    ``on_start`` is called with the peer of each started process, before its first message is handled; ``on_death`` when
+    a process has died. Both run on the maintaining thread, ``handlers`` on the peer's thread. If memory runs out, in
+    the container or on the machine, the kernel kills an ``expendable`` process first.
     """
 
     def __init__(
@@ -42,8 +42,8 @@ class Child:
         name: str,
         module: str,
         handlers: Mapping[str, Handler],
-        begin: Callable[[Peer], None],
-        lost: Callable[[], None],
+        on_start: Callable[[Peer], None],
+        on_death: Callable[[], None],
         *,
         environment: Mapping[str, str] | None = None,
         silent_seconds: float = SILENT_SECONDS,
@@ -56,20 +56,20 @@ class Child:
         self.peer: Peer | None = None  # the peer of the running process
         self._module = module
         self._handlers = handlers
-        self._begin = begin
-        self._lost = lost
+        self._on_start = on_start
+        self._on_death = on_death
         self._environment = environment
         self._silent_seconds = silent_seconds
         self._clock = clock
         self._worked = worked or cpu_seconds  # CPU seconds of a process, by its pid
-        self._worked_before = 0.0  # CPU seconds when its last answer came
+        self._cpu_seconds_before = 0.0  # CPU seconds when its last answer came
         self._memory = memory  # of the container of all processes
         self._expendable = expendable
         self._ended_for_memory = 0  # processes of the container killed for memory, before this one started
         self._process: subprocess.Popen[bytes] | None = None
-        self._over = False  # the peer has ended
+        self._peer_ended = False  # the peer has ended
         self._due = clock()  # when to start the next one
-        self._started = self._heard = self._pinged = self._tended = 0.0
+        self._started = self._last_answer = self._pinged = self._tended = 0.0
         self._failures = 0
         self._wanted = True
 
@@ -78,7 +78,7 @@ class Child:
         process = self._process
         return None if process is None else process.pid
 
-    def tend(self) -> None:
+    def maintain(self) -> None:
         """Do what is due: start the process, ping it, kill it, or clean up after its death."""
         now = self._clock()
         if self._process is None:
@@ -92,25 +92,27 @@ class Child:
                     self._give_up(now, error)
             return
         # Do not count the time in which this process itself was paused (with its container): it could hear no answer.
-        self._heard += max(0.0, now - self._tended - PING_SECONDS)
+        self._last_answer += max(0.0, now - self._tended - PING_SECONDS)
         self._tended = now
         if self._process.poll() is not None and self.peer is not None:
             self.peer.close()
-        if self._over:
-            self._bury(now)
-        elif now - self._heard > self._silent_seconds and not self._is_busy(now - self._heard):
-            _log.error("%s (pid %d) has not answered for %.0f s; killing it", self.name, self.pid, now - self._heard)
+        if self._peer_ended:
+            self._clean_up(now)
+        elif now - self._last_answer > self._silent_seconds and not self._is_busy(now - self._last_answer):
+            _log.error(
+                "%s (pid %d) has not answered for %.0f s; killing it", self.name, self.pid, now - self._last_answer
+            )
             self.kill()
         elif now - self._pinged >= PING_SECONDS and self.peer is not None:
             self._pinged = now
-            self.peer.ask("ping").add_done_callback(lambda done: None if done.exception() else self._hear())
+            self.peer.ask("ping").add_done_callback(lambda done: None if done.exception() else self._on_answer())
 
     def retire(self) -> None:
         """Do not start another process when this one ends."""
         self._wanted = False
 
     def kill(self) -> None:
-        """Kill the process at once; the next :meth:`tend` cleans up."""
+        """Kill the process at once; the next :meth:`maintain` cleans up."""
         if self._process is not None:
             self._process.kill()
             if self.peer is not None:
@@ -130,16 +132,16 @@ class Child:
             self.peer.close()
         return True
 
-    def _hear(self) -> None:
-        self._heard = self._clock()
+    def _on_answer(self) -> None:
+        self._last_answer = self._clock()
         if (pid := self.pid) is not None:
-            self._worked_before = self._worked(pid)
+            self._cpu_seconds_before = self._worked(pid)
 
     def _is_busy(self, seconds: float) -> bool:
         """Return whether the process has worked during these seconds without an answer, and may go on."""
         if self.pid is None or seconds > _BUSY_FACTOR * self._silent_seconds:
             return False
-        return self._worked(self.pid) - self._worked_before > _BUSY_SHARE * seconds
+        return self._worked(self.pid) - self._cpu_seconds_before > _BUSY_SHARE * seconds
 
     def _start(self, now: float) -> None:
         """Start a process. Raises OSError, or RuntimeError without a thread, and leaves nothing behind then."""
@@ -159,11 +161,11 @@ class Child:
                 )
             if self._expendable:
                 controlgroup.end_first(self._process.pid)
-            self._over, self._worked_before = False, 0.0
-            self._started = self._heard = self._pinged = self._tended = now
+            self._peer_ended, self._cpu_seconds_before = False, 0.0
+            self._started = self._last_answer = self._pinged = self._tended = now
             self.peer = peer
             _log.info("%s is started: pid %d", self.name, self._process.pid)
-            self._begin(peer)
+            self._on_start(peer)
             peer.start()
         except BaseException:
             process, self._process, self.peer = self._process, None, None
@@ -174,9 +176,9 @@ class Child:
             raise
 
     def _ended(self) -> None:
-        self._over = True
+        self._peer_ended = True
 
-    def _bury(self, now: float) -> None:
+    def _clean_up(self, now: float) -> None:
         assert self._process is not None  # noqa: S101 -- for the type checker
         self._process.kill()  # without its channel a process is useless
         code = self._process.wait()
@@ -184,9 +186,9 @@ class Child:
         settled = now - self._started >= _SETTLED_SECONDS
         pause = self._pause(now, 0 if settled else self._failures + 1)
         if self._wanted:
-            why = _why(code) + self._for_memory(code)
-            _log.error("%s (pid %d) has ended: %s; restarting it in %.2g s", self.name, pid, why, pause)
-        self._lost()
+            reason = _exit_reason(code) + self._for_memory(code)
+            _log.error("%s (pid %d) has ended: %s; restarting it in %.2g s", self.name, pid, reason, pause)
+        self._on_death()
 
     def _for_memory(self, code: int) -> str:
         """Return text that names lack of memory as the cause of death, or "".
@@ -220,5 +222,5 @@ def cpu_seconds(pid: int) -> float:
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
-def _why(code: int) -> str:
+def _exit_reason(code: int) -> str:
     return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"

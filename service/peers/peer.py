@@ -55,7 +55,7 @@ class Peer:
         self._outgoing: queue.Queue[tuple[bytes, list[int]] | None] = queue.Queue(_WAITING)
         self._waiting = 0  # bytes in _outgoing, and of the message that is being sent
         self._lock = threading.Lock()
-        self._asked: dict[int, Future[Body]] = {}
+        self._pending: dict[int, Future[Body]] = {}
         self._number = 0
         self._closed = False
         self._threads = [
@@ -85,33 +85,33 @@ class Peer:
         The future fails with the error of the other side, with Unavailable if the peer ends before it answers, or with
         OSError if ``files`` cannot be sent.
         """
-        told: Future[Body] = Future()
+        future: Future[Body] = Future()
         with self._lock:
             if self._closed:
-                told.set_exception(self._gone())
-                return told
+                future.set_exception(self._gone())
+                return future
             self._number += 1
             number = self._number
-            self._asked[number] = told
+            self._pending[number] = future
         try:
             self._send({"kind": kind, "body": {} if body is None else body, "ask": number}, files)
         except OSError as error:  # no descriptor is left to duplicate the files
             with self._lock:
-                unsent = self._asked.pop(number, None)
+                unsent = self._pending.pop(number, None)
             if unsent is not None:
                 unsent.set_exception(error)
-        return told
+        return future
 
     def close(self) -> None:
         """End the peer, from any thread. Requests without an answer fail."""
         with self._lock:
             self._closed = True
-            asked, self._asked = self._asked, {}
+            pending, self._pending = self._pending, {}
         self._channel.close()
         with contextlib.suppress(queue.Full):
             self._outgoing.put_nowait(None)
-        for told in asked.values():
-            told.set_exception(self._gone())
+        for future in pending.values():
+            future.set_exception(self._gone())
 
     def _gone(self) -> Unavailable:
         return Unavailable(f"{self.name} of this server has ended; try again", ENDED)
@@ -159,7 +159,7 @@ class Peer:
                     close_all(files)
         except ConnectionError as error:
             _log.debug("%s: %s", self.name, error)
-        except Exception:  # noqa: BLE001 -- whoever waits for the other side must be told that nothing comes any more
+        except Exception:  # noqa: BLE001 -- whoever waits for the other side must learn that nothing more comes
             _log.exception("%s: reading its messages failed", self.name)
         finally:
             self.close()
@@ -179,7 +179,7 @@ class Peer:
     def _handle(self, message: Body, files: tuple[int, ...]) -> None:
         kind, number = str(message.get("kind")), message.get("ask")
         if kind == _ANSWER:
-            self._answered(message)
+            self._on_answer(message)
             return
         try:
             if kind not in self._handlers:
@@ -205,18 +205,18 @@ class Peer:
         elif error is not None and number is None:  # no one waits for the answer
             _log.warning("%s", error)
         if number is not None:
-            told = {"body": body or {}} if error is None else {"error": error_as_json(error)}
-            self._send({"kind": _ANSWER, "to": number, **told}, ())
+            payload = {"body": body or {}} if error is None else {"error": error_as_json(error)}
+            self._send({"kind": _ANSWER, "to": number, **payload}, ())
 
-    def _answered(self, message: Body) -> None:
+    def _on_answer(self, message: Body) -> None:
         with self._lock:
-            told = self._asked.pop(message.get("to", -1), None)
-        if told is None:
+            future = self._pending.pop(message.get("to", -1), None)
+        if future is None:
             return
         if "error" in message:
-            told.set_exception(error_from_json(message["error"]))
+            future.set_exception(error_from_json(message["error"]))
         else:
-            told.set_result(message["body"])
+            future.set_result(message["body"])
 
 
 def _duplicated(files: Sequence[int]) -> list[int]:
@@ -239,9 +239,9 @@ def error_as_json(error: BaseException) -> Body:
     return {"error": known, "text": str(error), "reason": getattr(error, "reason", "")}
 
 
-def error_from_json(told: Mapping[str, str]) -> Bf16kitError:
+def error_from_json(fields: Mapping[str, str]) -> Bf16kitError:
     """Return the error that :func:`error_as_json` wrote, with its class."""
-    error = _ERRORS.get(told.get("error", ""), RuntimeFailure)(told.get("text", ""))
-    if told.get("reason"):
-        error.reason = told["reason"]  # type: ignore[attr-defined]
+    error = _ERRORS.get(fields.get("error", ""), RuntimeFailure)(fields.get("text", ""))
+    if fields.get("reason"):
+        error.reason = fields["reason"]  # type: ignore[attr-defined]
     return error

@@ -31,13 +31,13 @@ class CountingBoth:
         self._ask = ask
         self._shadow = Whole(lambda: [(name, str(version)) for name, version in wanted()])
 
-    def hear(self, told: Message) -> None:
+    def receive(self, told: Message) -> None:
         """Take over what the shadow has counted so far."""
         self._shadow.update(NAME, map(Family.from_json, told.body["metrics"]))
 
-    def lost(self) -> None:
+    def process_died(self) -> None:
         """Note that the shadow died. Its counts are kept."""
-        self._shadow.lost(NAME)
+        self._shadow.process_died(NAME)
 
     def forget(self, model: str, versions: Collection[int]) -> None:
         """Forget the counts of versions that were reloaded or unloaded."""
@@ -63,12 +63,12 @@ class CountingBoth:
         """Return a future that ends once the shadow's answer is counted."""
         heard: Future[None] = Future()
 
-        def hear(done: Future[Body]) -> None:
+        def count(done: Future[Body]) -> None:
             try:
                 if done.exception() is None:
-                    self.hear(Message(done.result()))
+                    self.receive(Message(done.result()))
             finally:
                 heard.set_result(None)
 
-        asked.add_done_callback(hear)
+        asked.add_done_callback(count)
         return heard

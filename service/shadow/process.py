@@ -49,9 +49,9 @@ class _Early(NamedTuple):
 
 
 class ShadowProcess:
-    """Runs the process from the first sample on, for as long as the leading thread calls :meth:`tend`.
+    """Runs the process from the first sample on, for as long as the leading thread calls :meth:`maintain`.
 
-    ``counts`` receives its counts, ``lost`` its death, and ``verdicts`` the verdicts on models' recent drift.
+    ``counts`` receives its counts, ``process_died`` its death, and ``verdicts`` the verdicts on models' recent drift.
     ``forgotten`` is told that some of a model's versions will not be counted any more. These callbacks run on threads
     that must not block. ``shared``: several processes choose samples, and the policy's rate applies to all of them
     together. ``wanted`` then says which versions they serve, because a sample may arrive after its model was unloaded
@@ -62,7 +62,7 @@ class ShadowProcess:
         self,
         config: ServerConfig,
         counts: Handler,
-        lost: Callable[[], None],
+        on_death: Callable[[], None],
         verdicts: Callable[[DriftVerdict], None] = lambda verdict: None,
         *,
         forgotten: Callable[[str, Collection[int]], None] = lambda model, versions: None,
@@ -71,7 +71,7 @@ class ShadowProcess:
     ) -> None:
         self._config = config
         self._counts = counts
-        self._lost = lost
+        self._on_death = on_death
         self._forgotten = forgotten
         self._shared = shared
         self._wanted = wanted
@@ -111,9 +111,9 @@ class ShadowProcess:
         """Return why a reference stays off, for users; "" if it does not."""
         return self._off.get((model, version), "")
 
-    def tend(self) -> None:
+    def maintain(self) -> None:
         if self._wishes or self._child.pid is not None:
-            self._child.tend()
+            self._child.maintain()
 
     def close(self) -> None:
         """End the process at once. Samples being measured are lost."""
@@ -283,7 +283,7 @@ class ShadowProcess:
             if culprit is not None:
                 self._off[culprit.key] = culprit.reason
             self._talks = False
-            self._lost()
+            self._on_death()
             self._tell_left()
 
     def _tell_left(self) -> None:

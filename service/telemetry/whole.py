@@ -91,7 +91,7 @@ class Whole:
                     self._keep(family, {} if now is None else {each.key: each.value for each in now.series})
             self._latest[process] = newest
 
-    def lost(self, process: str) -> None:
+    def process_died(self, process: str) -> None:
         """Note that ``process`` died. Its counts are kept."""
         with self._lock:
             for family in self._latest.pop(process, {}).values():

@@ -39,7 +39,7 @@ class Agreements:
         return {"profile": chosen}
 
 
-class AskedAgreement:
+class AgreementProxy:
     """A worker's :class:`service.models.agreement.Agreement`. ``ask`` sends a request to the supervisor."""
 
     def __init__(self, plan: Plan, ask: Callable[[str, Mapping[str, Any]], Future[Body]]) -> None:

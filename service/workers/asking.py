@@ -14,10 +14,10 @@ from service.peers.channel import Body
 from service.workers.statistics import from_json
 
 Ask = Callable[[str, Mapping[str, Any]], Future[Body]]
-_PATIENCE_SECONDS = 30.0  # these requests are quick; the supervisor gives up on a silent worker earlier
+_TIMEOUT_SECONDS = 30.0  # these requests are quick; the supervisor gives up on a silent worker earlier
 
 
-class AskedModels(RegistryModels):
+class ModelsProxy(RegistryModels):
     """A worker's :class:`service.operations.Models`: models are this worker's own, statistics the whole server's."""
 
     def __init__(self, registry: Registry, ask: Ask) -> None:
@@ -25,28 +25,28 @@ class AskedModels(RegistryModels):
         self._ask = ask
 
     def index(self) -> Sequence[Indexed]:
-        return [Indexed(*line) for line in _answer(self._ask("index", {}))["lines"]]
+        return [Indexed(*line) for line in _result(self._ask("index", {}))["lines"]]
 
     def statistics(self, name: str, version: str) -> Sequence[Counted]:
         found = super().statistics(name, version)
-        whole = from_json(_answer(self._ask("statistics", {}))["statistics"])
-        return [replace(each, seen=whole.get((each.name, each.version), each.seen)) for each in found]
+        merged = from_json(_result(self._ask("statistics", {}))["statistics"])
+        return [replace(each, seen=merged.get((each.name, each.version), each.seen)) for each in found]
 
 
-class AskedControl:
+class ControlProxy:
     """A worker's :class:`service.operations.ModelControl`."""
 
     def __init__(self, ask: Ask) -> None:
         self._ask = ask
 
     def load(self, name: str, config: str | None = None) -> Future[None]:
-        return _nothing(self._ask("load", {"name": name, "config": config}))
+        return _without_result(self._ask("load", {"name": name, "config": config}))
 
     def unload(self, name: str) -> Future[None]:
-        return _nothing(self._ask("unload", {"name": name}))
+        return _without_result(self._ask("unload", {"name": name}))
 
 
-class AskedSettings:
+class SettingsProxy:
     """A worker's :class:`service.operations.Settings`. ``what`` is "logs" or "traces"."""
 
     def __init__(self, own: Settings, what: str, ask: Ask) -> None:
@@ -57,29 +57,29 @@ class AskedSettings:
     def update(self, changes: Mapping[str, Sequence[Setting]], model: str = "") -> Mapping[str, Sequence[Setting]]:
         if not changes:
             return self._own.update({}, model)
-        told = {name: list(values) for name, values in changes.items()}
-        answer = _answer(self._ask("settings", {"what": self._what, "changes": told, "model": model}))
+        values_by_name = {name: list(values) for name, values in changes.items()}
+        answer = _result(self._ask("settings", {"what": self._what, "changes": values_by_name, "model": model}))
         return settings_from_json(answer["settings"])
 
 
-def settings_from_json(told: Mapping[str, Sequence[Setting]]) -> dict[str, tuple[Setting, ...]]:
+def settings_from_json(fields: Mapping[str, Sequence[Setting]]) -> dict[str, tuple[Setting, ...]]:
     """Convert settings that came as JSON."""
-    return {name: tuple(values) for name, values in told.items()}
+    return {name: tuple(values) for name, values in fields.items()}
 
 
-def _answer(told: Future[Body]) -> Body:
+def _result(future: Future[Body]) -> Body:
     try:
-        return told.result(_PATIENCE_SECONDS)
+        return future.result(_TIMEOUT_SECONDS)
     except TimeoutError:
         raise Unavailable("the server's supervisor has not answered in time; try again") from None
 
 
-def _nothing(told: Future[Body]) -> Future[None]:
+def _without_result(future: Future[Body]) -> Future[None]:
     """Return a future with the same end but without a result."""
     done: Future[None] = Future()
 
-    def finish(over: Future[Body]) -> None:
-        error = over.exception()
+    def finish(answered: Future[Body]) -> None:
+        error = answered.exception()
         if not done.set_running_or_notify_cancel():
             return
         if error is None:
@@ -87,5 +87,5 @@ def _nothing(told: Future[Body]) -> Future[None]:
         else:
             done.set_exception(error)
 
-    told.add_done_callback(finish)
+    future.add_done_callback(finish)
     return done

@@ -30,7 +30,7 @@ class ModelChanges:
 
     def __init__(self, fleet: Fleet, changed: Changed = lambda model, versions: None) -> None:
         self._fleet = fleet
-        self._told_changed = changed
+        self._on_changed = changed
         self._failed: dict[str, Wish] = {}  # wishes that a worker failed to fulfil; its slots hold the reason
         self._thread = ThreadPoolExecutor(1, "changes")
 
@@ -81,7 +81,7 @@ class ModelChanges:
             self._all(self._fleet.running, before.get(wish.name, Wish(wish.name)))
             raise failed
         if versions := _changed(before.get(wish.name, Wish(wish.name)), wish):
-            self._told_changed(wish.name, versions)
+            self._on_changed(wish.name, versions)
 
     def _try(self, wish: Wish, before: Wish | None) -> str:
         """Have one worker load ``wish``, and return the worker's name.
@@ -105,17 +105,17 @@ class ModelChanges:
 
         Return the first error of one that still runs: a dead one gets the wish anyway.
         """
-        asked = {name: self._fleet.ask_one(name, "want", {"wish": wish.to_json()}) for name in names}
-        wait(asked.values())
-        for name, told in asked.items():
-            error = told.exception()
+        pending = {name: self._fleet.ask_one(name, "want", {"wish": wish.to_json()}) for name in names}
+        wait(pending.values())
+        for name, future in pending.items():
+            error = future.exception()
             if isinstance(error, Bf16kitError) and not died(error):
                 _log.error("%s: model %r: %s", name, wish.name, error)
                 return error
         return None
 
 
-class SettingsOfAll:
+class FleetSettings:
     """The ``logs`` and ``traces`` settings of all workers, including those started later."""
 
     def __init__(self, fleet: Fleet) -> None:
@@ -130,12 +130,12 @@ class SettingsOfAll:
         Raises the worker's error for an invalid change, which all workers report alike.
         """
         with self._lock:
-            asked = self._fleet.ask("settings", {"what": what, "changes": changes, "model": model})
-            done, late = wait(asked.values(), _AT_ONCE_SECONDS)
-            errors = [error for told in done if (error := told.exception()) is not None and not died(error)]
+            pending = self._fleet.ask("settings", {"what": what, "changes": changes, "model": model})
+            done, late = wait(pending.values(), _AT_ONCE_SECONDS)
+            errors = [error for future in done if (error := future.exception()) is not None and not died(error)]
             if errors:
                 raise errors[0]
-            answers = [told.result() for told in done if told.exception() is None]
+            answers = [future.result() for future in done if future.exception() is None]
             if late or not answers:
                 raise Unavailable("a worker of this server did not answer; try again")
             now: Mapping[str, Any] = answers[0]["settings"]
@@ -144,8 +144,8 @@ class SettingsOfAll:
             changed |= changes
             body = {"what": what, "changes": dict(changed), "model": model}
             self._fleet.remember("settings", name, body)
-            for worker, told in asked.items():
-                if told.exception() is not None:  # a replacement may have started before this was remembered
+            for worker, future in pending.items():
+                if future.exception() is not None:  # a replacement may have started before this was remembered
                     self._fleet.ask_one(worker, "settings", body)
             return now
 

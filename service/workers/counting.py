@@ -10,34 +10,34 @@ from service.contract import StatisticsSnapshot
 from service.peers.channel import Body
 from service.telemetry.metrics import Metrics, expose
 from service.telemetry.whole import Family, Series, Whole
-from service.workers.statistics import Told, WholeStatistics, from_json
+from service.workers.statistics import MergedStatistics, StatisticsByVersion, from_json
 from service.workers.view import Key
 
-_PATIENCE_SECONDS = 2.0  # wait for the processes' current counts; of those that are late, the last report counts
+_TIMEOUT_SECONDS = 2.0  # wait for the processes' current counts; of those that are late, the last report counts
 Ask = Callable[[], Mapping[str, Future[Body]]]  # returns every running process' answer, by its name
 
 
 class Counting:
     """Sums the counts of all processes.
 
-    ``own`` are this process' metrics. ``ask`` requests the counts of the others, which :meth:`hear` receives.
+    ``own`` are this process' metrics. ``ask`` requests the counts of the others, which :meth:`receive` receives.
     """
 
     def __init__(self, own: Metrics, ask: Ask, wanted: Callable[[], Iterable[Key]]) -> None:
         self._own = own
         self._ask = ask
         self._metrics = Whole(lambda: [(name, str(version)) for name, version in wanted()])
-        self._statistics = WholeStatistics()
+        self._statistics = MergedStatistics()
 
-    def hear(self, process: str, told: Mapping[str, Any]) -> None:
+    def receive(self, process: str, report: Mapping[str, Any]) -> None:
         """Take over what ``process`` has counted so far. Reports must come in the order they were sent."""
-        self._metrics.update(process, map(Family.from_json, told["metrics"]))
-        self._statistics.update(process, from_json(told["statistics"]))
+        self._metrics.update(process, map(Family.from_json, report["metrics"]))
+        self._statistics.update(process, from_json(report["statistics"]))
 
-    def lost(self, process: str) -> None:
+    def process_died(self, process: str) -> None:
         """Note that the process died."""
-        self._metrics.lost(process)
-        self._statistics.lost(process)
+        self._metrics.process_died(process)
+        self._statistics.process_died(process)
 
     def forget(self, model: str, versions: Collection[int]) -> None:
         """Forget the counts of versions that all workers have reloaded or unloaded."""
@@ -54,7 +54,7 @@ class Counting:
         self._metrics.update("", self._own.snapshot())
         return self._metrics.samples(names)
 
-    def statistics(self) -> Told:
+    def statistics(self) -> StatisticsByVersion:
         """Return current statistics."""
         self.refresh()
         return self._statistics.sum()
@@ -65,20 +65,20 @@ class Counting:
 
     def refresh(self) -> None:
         """Request every process' current counts, and wait for them."""
-        heard = [self._hearing(process, told) for process, told in self._ask().items()]
+        counted = [self._when_counted(process, future) for process, future in self._ask().items()]
         self._metrics.update("", self._own.snapshot())
-        wait(heard, _PATIENCE_SECONDS)
+        wait(counted, _TIMEOUT_SECONDS)
 
-    def _hearing(self, process: str, told: Future[Body]) -> Future[None]:
+    def _when_counted(self, process: str, future: Future[Body]) -> Future[None]:
         """Return a future that ends once ``process``' answer is counted."""
-        heard: Future[None] = Future()
+        counted: Future[None] = Future()
 
-        def hear(done: Future[Body]) -> None:
+        def count(done: Future[Body]) -> None:
             try:
                 if done.exception() is None:
-                    self.hear(process, done.result())
+                    self.receive(process, done.result())
             finally:
-                heard.set_result(None)
+                counted.set_result(None)
 
-        told.add_done_callback(hear)
-        return heard
+        future.add_done_callback(count)
+        return counted

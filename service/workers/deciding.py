@@ -17,10 +17,10 @@ from service.workers.changes import died
 from service.workers.fleet import Fleet
 
 _log = logging.getLogger(__name__)
-_TOLD = "precision"  # sent to a worker at its start; a running one is sent "switch" instead
+_REMEMBERED = "precision"  # sent to a worker at its start; a running one is sent "switch" instead
 
 
-class Workers:
+class WorkerProcesses:
     """A :class:`service.drift.owner.Servers` of several workers."""
 
     def __init__(self, fleet: Fleet, clock: Callable[[], float] = time.time) -> None:
@@ -38,7 +38,7 @@ class Workers:
         with self._lock:
             self._since |= {(model, version): now for version in versions}
         for version in versions:
-            self._fleet.forget(_TOLD, f"{model}/{version}")
+            self._fleet.forget(_REMEMBERED, f"{model}/{version}")
 
     def answers(self, model: str, version: int) -> Answers | None:
         wish = self._fleet.wishes.get(model)
@@ -52,7 +52,7 @@ class Workers:
     def order(self, order: Order) -> Future[None]:
         """Return a future that ends when all workers have answered. It fails if none can carry the order out."""
         body = order.to_json()
-        self._fleet.remember(_TOLD, f"{order.model}/{order.version}", body)
+        self._fleet.remember(_REMEMBERED, f"{order.model}/{order.version}", body)
         return _any_of(self._fleet.ask("switch", body), order.precision)
 
     def transition(self, model: str, version: int, to: Precision) -> None:
@@ -60,27 +60,27 @@ class Workers:
             self._fleet.ask_one(worker, "transition", {"model": model, "version": version, "to": to})
 
 
-def _any_of(asked: Mapping[str, Future[Body]], precision: Precision) -> Future[None]:
-    told: Future[None] = Future()
-    left, lock = set(asked), threading.Lock()
+def _any_of(pending: Mapping[str, Future[Body]], precision: Precision) -> Future[None]:
+    result: Future[None] = Future()
+    remaining, lock = set(pending), threading.Lock()
 
-    def hear(worker: str, done: Future[Body]) -> None:
+    def finish(worker: str, done: Future[Body]) -> None:
         error = done.exception()
         # Only a worker that has not loaded the model yet can reject bf16, and it will begin with bf16 anyway.
         if error is not None and not died(error) and precision == "fp32":
             _log.error("%s cannot switch to fp32: %s", worker, brief(error))
         with lock:
-            left.discard(worker)
-            if left:
+            remaining.discard(worker)
+            if remaining:
                 return
-        errors = [found for each in asked.values() if (found := each.exception()) is not None]
-        if len(errors) < len(asked):
-            told.set_result(None)
+        errors = [found for each in pending.values() if (found := each.exception()) is not None]
+        if len(errors) < len(pending):
+            result.set_result(None)
         else:
-            told.set_exception(next((each for each in errors if not died(each)), errors[0]))
+            result.set_exception(next((each for each in errors if not died(each)), errors[0]))
 
-    if not asked:
-        told.set_exception(Unavailable("no worker of this server is running"))
-    for worker, each in asked.items():
-        each.add_done_callback(lambda done, worker=worker: hear(worker, done))  # type: ignore[misc]
-    return told
+    if not pending:
+        result.set_exception(Unavailable("no worker of this server is running"))
+    for worker, each in pending.items():
+        each.add_done_callback(lambda done, worker=worker: finish(worker, done))  # type: ignore[misc]
+    return result

@@ -14,7 +14,7 @@ from service.request import Observation, Request
 
 
 def describe(model: Model) -> dict[str, Any]:
-    """Return the JSON from which :class:`Described` is built."""
+    """Return the JSON from which :class:`ModelDescription` is built."""
     return {
         "inputs": [asdict(spec) for spec in model.inputs],
         "outputs": [asdict(spec) for spec in model.outputs],
@@ -40,25 +40,25 @@ class SummedStatistics:
     snapshot: Callable[[], StatisticsSnapshot]
 
 
-class Described:
+class ModelDescription:
     """A :class:`service.contract.Model` that cannot run."""
 
-    def __init__(self, name: str, version: int, told: Mapping[str, Any], statistics: SummedStatistics) -> None:
+    def __init__(self, name: str, version: int, fields: Mapping[str, Any], statistics: SummedStatistics) -> None:
         self.name = name
         self.version = version
-        self.inputs, self.outputs = _specs(told["inputs"]), _specs(told["outputs"])
-        self.batch_axis: int | None = told["batch_axis"]
-        self.max_batch_size: int = told["max_batch_size"]
-        self.max_queue_delay_s: float = told["max_queue_delay_s"]
-        self.instances: int = told["instances"]
-        self.bounds = Bounds(**told["bounds"])
-        self.meaning = Meaning(formats=told["formats"])
-        self.info = RuntimeInfo(**told["info"])
-        self.scheduling = _scheduling(told["scheduling"])
-        self.meaning = Meaning(**told["meaning"])
-        self.golden: str = told["golden"]
-        self.answering = Answering(**told["answering"])
-        self.budget: Mapping[str, float] = told["budget"]
+        self.inputs, self.outputs = _specs(fields["inputs"]), _specs(fields["outputs"])
+        self.batch_axis: int | None = fields["batch_axis"]
+        self.max_batch_size: int = fields["max_batch_size"]
+        self.max_queue_delay_s: float = fields["max_queue_delay_s"]
+        self.instances: int = fields["instances"]
+        self.bounds = Bounds(**fields["bounds"])
+        self.meaning = Meaning(formats=fields["formats"])
+        self.info = RuntimeInfo(**fields["info"])
+        self.scheduling = _scheduling(fields["scheduling"])
+        self.meaning = Meaning(**fields["meaning"])
+        self.golden: str = fields["golden"]
+        self.answering = Answering(**fields["answering"])
+        self.budget: Mapping[str, float] = fields["budget"]
         self.statistics = statistics
 
     def infer(self, request: Request) -> NoReturn:
@@ -71,16 +71,16 @@ class Described:
         """Do nothing: the workers count."""
 
 
-def _specs(told: list[dict[str, Any]]) -> tuple[TensorSpec, ...]:
-    return tuple(TensorSpec(**{**spec, "shape": tuple(spec["shape"])}) for spec in told)
+def _specs(fields: list[dict[str, Any]]) -> tuple[TensorSpec, ...]:
+    return tuple(TensorSpec(**{**spec, "shape": tuple(spec["shape"])}) for spec in fields)
 
 
-def _scheduling(told: Mapping[str, Any]) -> Scheduling:
-    versions = told["versions"]
+def _scheduling(fields: Mapping[str, Any]) -> Scheduling:
+    versions = fields["versions"]
     return Scheduling(
-        QueueBounds(**told["bounds"]),
-        told["priority_levels"],
-        told["default_level"],
-        {int(level): QueueBounds(**bounds) for level, bounds in told["by_level"].items()},
+        QueueBounds(**fields["bounds"]),
+        fields["priority_levels"],
+        fields["default_level"],
+        {int(level): QueueBounds(**bounds) for level, bounds in fields["by_level"].items()},
         tuple(versions) if isinstance(versions, list) else versions,
     )

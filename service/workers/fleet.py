@@ -30,10 +30,10 @@ _LATE_SECONDS = 3.0  # for a worker to report the result of its drain, after its
 
 
 class Fleet:
-    """Runs the workers. One thread calls :meth:`tend` at intervals to keep them alive; the rest is for any thread.
+    """Runs the workers. One thread calls :meth:`maintain` at intervals to keep them alive; the rest is for any thread.
 
-    ``handlers`` answer workers' messages other than reports, given the worker's name. ``lost`` is called with the name
-    of a worker that died.
+    ``handlers`` answer workers' messages other than reports, given the worker's name. ``on_death`` is called with the
+    name of a worker that died.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Fleet:
         port: int,
         *,
         handlers: Mapping[str, Callable[[str, Message], Answer]] | None = None,
-        lost: Callable[[str], None] = lambda worker: None,
+        on_death: Callable[[str], None] = lambda worker: None,
         silent_seconds: float = SILENT_SECONDS,
     ) -> None:
         self._config = config
@@ -55,12 +55,12 @@ class Fleet:
         self._trying: Wish | None = None
         self._state: dict[tuple[str, str], Mapping[str, Any]] = {}  # remembered messages, by kind and name
         self._handlers = dict(handlers or {})
-        self._lost = lost
+        self._on_death = on_death
         self._lock = threading.Lock()
         self._retired = False
         self._reports: list[Report | None] = [None] * config.workers
         self._callbacks: list[Callable[[], None]] = []
-        self.view = self._whole()
+        self.view = self._merged_view()
         available = gpus(os.environ) if config.device in ("auto", "cuda") else []
         self.workers = [self._worker(index, available, silent_seconds) for index in range(config.workers)]
 
@@ -77,7 +77,7 @@ class Fleet:
         """Set the wishes, and ``trying``, the one being tried. Sends nothing to running workers."""
         with self._lock:
             self._wishes, self._trying = dict(wishes), trying
-            changed = self._look()
+            changed = self._refresh_view()
         if changed:
             self._changed()
 
@@ -106,9 +106,9 @@ class Fleet:
         """Ask the worker of this name. The future fails with Unavailable if it does not run."""
         peer = next((worker.peer for worker in self.workers if worker.name == name), None)
         if peer is None:
-            told: Future[Body] = Future()
-            told.set_exception(Unavailable(f"{name} of this server is being started; try again", ENDED))
-            return told
+            failed: Future[Body] = Future()
+            failed.set_exception(Unavailable(f"{name} of this server is being started; try again", ENDED))
+            return failed
         return peer.ask(kind, body)
 
     @property
@@ -117,9 +117,9 @@ class Fleet:
         order = sorted((report is None or not report.listening, index) for index, report in enumerate(self._reports))
         return [self.workers[index].name for _, index in order if self.workers[index].peer is not None]
 
-    def tend(self) -> None:
+    def maintain(self) -> None:
         for worker in self.workers:
-            worker.tend()
+            worker.maintain()
 
     def tell(self, kind: str, body: Mapping[str, Any] | None = None) -> None:
         """Send a message to every running worker."""
@@ -130,7 +130,7 @@ class Fleet:
         """Report not ready, so that load balancers stop sending requests. Requests that still come are answered."""
         with self._lock:
             self._retired = True
-            self._look()
+            self._refresh_view()
         self.tell("retire")
         self._changed()
 
@@ -140,16 +140,16 @@ class Fleet:
         until = time.monotonic() + seconds + _LATE_SECONDS
         for worker in self.workers:
             worker.retire()
-        asked = [
+        pending = [
             peer.ask("drain", {"seconds": seconds}) for worker in self.workers if (peer := worker.peer) is not None
         ]
-        wait(asked, max(0.0, until - time.monotonic()))
-        endings = [told.result() for told in asked if told.done() and told.exception() is None]
+        wait(pending, max(0.0, until - time.monotonic()))
+        endings = [each.result() for each in pending if each.done() and each.exception() is None]
         for worker in self.workers:
             if (peer := worker.peer) is not None:
                 peer.close()  # it has sent its last message, and ends
             worker.wait(_LATE_SECONDS)
-        answered = len(endings) == len(asked) and all(ending["answered"] for ending in endings)
+        answered = len(endings) == len(pending) and all(ending["answered"] for ending in endings)
         return Ending(answered, answered)
 
     def close(self) -> None:
@@ -176,42 +176,42 @@ class Fleet:
             name,
             WORKER,
             {
-                "report": lambda message: self._hear(index, message),
+                "report": lambda message: self._on_report(index, message),
                 **handlers,
                 **({} if self._regions is None else self._regions.handlers),
             },
-            lambda peer: self._begin(index, peer),
-            lambda: self._bury(index, name),
+            lambda peer: self._on_worker_start(index, peer),
+            lambda: self._on_worker_death(index, name),
             environment=None if gpu is None else {**os.environ, VISIBLE: gpu},
             silent_seconds=silent_seconds,
         )
 
-    def _begin(self, index: int, peer: Peer) -> None:
+    def _on_worker_start(self, index: int, peer: Peer) -> None:
         """Send a starting worker its configuration and all remembered state. It has no state of its own."""
         config = self._config.model_copy(update={"grpc_port": self._port}).model_dump(mode="json")
         regions = self._regions
         with self._lock, nullcontext() if regions is None else regions.lock:
             others = any(report is not None and report.listening for report in self._reports)
             with self._weights.connect() as weights:
-                told = {"config": config, "number": index + 1, "patient": others, **self._desired()}
-                peer.tell("start", told, [weights.fileno()])
+                start = {"config": config, "number": index + 1, "patient": others, **self._desired()}
+                peer.tell("start", start, [weights.fileno()])
             if regions is not None:
                 regions.tell_all(peer)
             for (kind, _), body in self._state.items():
                 peer.tell(kind, body)
             peer.tell("view", self.view.as_json())
 
-    def _bury(self, index: int, name: str) -> None:
+    def _on_worker_death(self, index: int, name: str) -> None:
         self._report(index, None)
-        self._lost(name)
+        self._on_death(name)
 
-    def _hear(self, index: int, message: Message) -> None:
+    def _on_report(self, index: int, message: Message) -> None:
         self._report(index, Report.from_json(message.body))
 
     def _report(self, index: int, report: Report | None) -> None:
         with self._lock:
             self._reports[index] = report
-            changed = self._look()
+            changed = self._refresh_view()
         if changed:
             self._changed()
 
@@ -222,15 +222,15 @@ class Fleet:
         wishes = [*self._wishes.values(), *([] if self._trying is None else [self._trying])]
         return [(wish.name, plan.version) for wish in wishes for plan in wish.plans]
 
-    def _whole(self) -> View:
+    def _merged_view(self) -> View:
         return View.of(self._reports, self._wanted(), retired=self._retired)
 
-    def _look(self) -> bool:
+    def _refresh_view(self) -> bool:
         """Rebuild the view and send it to all workers. Return whether it changed.
 
         The caller holds the lock, which keeps the views in order.
         """
-        before, self.view = self.view, self._whole()
+        before, self.view = self.view, self._merged_view()
         if self.view == before:
             return False
         if self.view.ready != before.ready:

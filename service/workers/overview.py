@@ -10,7 +10,7 @@ from bf16kit.errors import NotFound, Unavailable
 from bf16kit.wording import quoted
 from service.contract import Model, Slot, State, StatisticsSnapshot
 from service.request import Observation
-from service.workers.described import Described, SummedStatistics
+from service.workers.described import ModelDescription, SummedStatistics
 from service.workers.fleet import Fleet
 from service.workers.view import SlotState
 
@@ -77,5 +77,5 @@ class Overview:
         model: Model | None = None
         if slot.model is not None:
             statistics = SummedStatistics(lambda: self._summed(slot.name, slot.version))
-            model = Described(slot.name, slot.version, slot.model, statistics)
+            model = ModelDescription(slot.name, slot.version, slot.model, statistics)
         return OverviewSlot(slot.name, slot.version, slot.state, slot.reason, model)

@@ -18,7 +18,7 @@ from service.peers.channel import Body
 from service.peers.peer import Handler, Message, Peer
 from service.regions.table import RegionSlice, RegionTable
 
-_PATIENCE_SECONDS = 10.0  # for all workers to answer: each opens a file
+_TIMEOUT_SECONDS = 10.0  # for all workers to answer: each opens a file
 
 
 class FleetRegions:
@@ -44,8 +44,8 @@ class FleetRegions:
         with self.lock:
             self._table.register(region)
             files = [self._table.descriptor(region.name)]
-            asked = [peer.ask("adopt", message.body, files) for peer in self._peers()]
-        return _gathered(asked, lambda: self._forget(region.name))
+            pending = [peer.ask("adopt", message.body, files) for peer in self._peers()]
+        return _gathered(pending, lambda: self._forget(region.name))
 
     def _unregister(self, message: Message) -> Future[Body]:
         return _gathered(self._forget(message.body["name"]))
@@ -85,21 +85,21 @@ class WorkerRegions:
 
     def _wait(self, kind: str, body: Mapping[str, Any]) -> None:
         try:
-            self._ask(kind, body).result(_PATIENCE_SECONDS)
+            self._ask(kind, body).result(_TIMEOUT_SECONDS)
         except TimeoutError:
             raise Unavailable("some processes of this server do not answer; try again") from None
 
 
-def _gathered(asked: Sequence[Future[Body]], undo: Callable[[], object] = lambda: None) -> Future[Body]:
-    """Return a future that ends when all of ``asked`` have, with the first error, after ``undo``.
+def _gathered(pending: Sequence[Future[Body]], undo: Callable[[], object] = lambda: None) -> Future[Body]:
+    """Return a future that ends when all of ``pending`` have, with the first error, after ``undo``.
 
     Errors of workers that ended do not count: their successors get the whole state.
     """
     done: Future[Body] = Future()
-    lock, left = threading.Lock(), len(asked)
+    lock, left = threading.Lock(), len(pending)
 
     def finish() -> None:
-        errors = [error for each in asked if (error := each.exception()) and not isinstance(error, Unavailable)]
+        errors = [error for each in pending if (error := each.exception()) and not isinstance(error, Unavailable)]
         if errors:
             undo()
             done.set_exception(errors[0])
@@ -114,8 +114,8 @@ def _gathered(asked: Sequence[Future[Body]], undo: Callable[[], object] = lambda
         if over:
             finish()
 
-    if not asked:
+    if not pending:
         finish()
-    for each in asked:
+    for each in pending:
         each.add_done_callback(count)
     return done

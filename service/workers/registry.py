@@ -12,7 +12,7 @@ from service.request import Observation
 from service.workers.view import View
 
 
-class Sight:
+class LatestView:
     """The newest view of the whole server, as the supervisor sent it, so that reading it costs no message."""
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Sight:
 
 
 @dataclass(frozen=True, slots=True)
-class _WholeSlot:
+class _MergedSlot:
     """A slot of this worker with the combined state of all workers."""
 
     own: Slot
@@ -53,16 +53,16 @@ class _WholeSlot:
         self.own.observe(seen)
 
 
-class WholeRegistry:
+class MergedRegistry:
     """A :class:`service.contract.Registry` of a worker.
 
     A request is answered by this worker's model, even if other workers are not ready. Readiness is that of all workers,
     because the client's next connection may reach any of them.
     """
 
-    def __init__(self, own: Registry, sight: Sight) -> None:
+    def __init__(self, own: Registry, latest: LatestView) -> None:
         self._own = own
-        self._sight = sight
+        self._latest = latest
 
     @property
     def live(self) -> bool:
@@ -70,7 +70,7 @@ class WholeRegistry:
 
     @property
     def ready(self) -> bool:
-        return self._sight.now.ready and self._own.ready
+        return self._latest.now.ready and self._own.ready
 
     def acquire(self, name: str, version: str) -> AbstractContextManager[Model]:
         return self._own.acquire(name, version)
@@ -85,21 +85,21 @@ class WholeRegistry:
         if not self._own.is_ready(name, version):
             return False
         found = self._own.find(name, version)
-        whole = self._sight.now.slots.get((found.name, found.version))
-        return whole is not None and whole.state == "ready"
+        merged = self._latest.now.slots.get((found.name, found.version))
+        return merged is not None and merged.state == "ready"
 
     def models(self) -> Sequence[Slot]:
-        return [self._whole(slot) for slot in self._own.models()]
+        return [self._merged(slot) for slot in self._own.models()]
 
     def versions(self, name: str) -> list[int]:
         return self._own.versions(name)
 
     def subscribe(self, callback: Callable[[], None]) -> None:
         self._own.subscribe(callback)
-        self._sight.subscribe(callback)
+        self._latest.subscribe(callback)
 
-    def _whole(self, slot: Slot) -> Slot:
+    def _merged(self, slot: Slot) -> Slot:
         if slot.state != "ready":
             return slot
-        whole = self._sight.now.slots.get((slot.name, slot.version))
-        return slot if whole is None else _WholeSlot(slot, whole.state, whole.reason)
+        merged = self._latest.now.slots.get((slot.name, slot.version))
+        return slot if merged is None else _MergedSlot(slot, merged.state, merged.reason)

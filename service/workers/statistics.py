@@ -10,19 +10,19 @@ from typing import Any
 from service.contract import BatchStatistics, Duration, StatisticsSnapshot
 from service.workers.view import Key
 
-Told = Mapping[Key, StatisticsSnapshot]
+StatisticsByVersion = Mapping[Key, StatisticsSnapshot]
 _DURATIONS = ("success", "fail", "queue", "compute_input", "compute_infer", "compute_output")
 _PHASES = ("compute_input", "compute_infer", "compute_output")
 
 
-def as_json(seen: Told) -> list[list[Any]]:
+def as_json(seen: StatisticsByVersion) -> list[list[Any]]:
     """Return one entry per version, for JSON."""
     return [[name, version, asdict(each)] for (name, version), each in seen.items()]
 
 
-def from_json(told: Iterable[Any]) -> Told:
+def from_json(fields: Iterable[Any]) -> StatisticsByVersion:
     """Parse :func:`as_json`'s output."""
-    return {(name, version): _snapshot(each) for name, version, each in told}
+    return {(name, version): _snapshot(each) for name, version, each in fields}
 
 
 def add(a: StatisticsSnapshot, b: StatisticsSnapshot) -> StatisticsSnapshot:
@@ -41,20 +41,20 @@ def add(a: StatisticsSnapshot, b: StatisticsSnapshot) -> StatisticsSnapshot:
     )
 
 
-class WholeStatistics:
+class MergedStatistics:
     """Sums workers' statistics: the newest report of each live worker, and the last report of each dead one."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._latest: dict[str, Told] = {}
+        self._latest: dict[str, StatisticsByVersion] = {}
         self._kept: dict[Key, StatisticsSnapshot] = {}
 
-    def update(self, process: str, seen: Told) -> None:
+    def update(self, process: str, seen: StatisticsByVersion) -> None:
         """Take over the statistics of ``process``."""
         with self._lock:
             self._latest[process] = seen
 
-    def lost(self, process: str) -> None:
+    def process_died(self, process: str) -> None:
         """Note that the process died. Its statistics are kept."""
         with self._lock:
             for key, seen in self._latest.pop(process, {}).items():
@@ -66,7 +66,7 @@ class WholeStatistics:
             for version in versions:
                 self._kept.pop((model, version), None)
 
-    def sum(self) -> Told:
+    def sum(self) -> StatisticsByVersion:
         """Return the sum for every version that a worker has."""
         with self._lock:
             total: dict[Key, StatisticsSnapshot] = {}
@@ -87,9 +87,9 @@ def _add_batches(a: BatchStatistics, b: BatchStatistics) -> BatchStatistics:
     return BatchStatistics(a.batch_size, *(_add(getattr(a, name), getattr(b, name)) for name in _PHASES))
 
 
-def _snapshot(told: Mapping[str, Any]) -> StatisticsSnapshot:
+def _snapshot(fields: Mapping[str, Any]) -> StatisticsSnapshot:
     batches = tuple(
-        BatchStatistics(each["batch_size"], *(Duration(**each[name]) for name in _PHASES)) for each in told["batches"]
+        BatchStatistics(each["batch_size"], *(Duration(**each[name]) for name in _PHASES)) for each in fields["batches"]
     )
-    durations = {name: Duration(**told[name]) for name in _DURATIONS}
-    return StatisticsSnapshot(**{**told, **durations, "batches": batches})
+    durations = {name: Duration(**fields[name]) for name in _DURATIONS}
+    return StatisticsSnapshot(**{**fields, **durations, "batches": batches})

@@ -33,16 +33,16 @@ from service.telemetry.history import NAMES, TICK_SECONDS, History
 from service.telemetry.metrics import Metrics
 from service.workers import agreements
 from service.workers.asking import settings_from_json
-from service.workers.changes import ModelChanges, SettingsOfAll
+from service.workers.changes import FleetSettings, ModelChanges
 from service.workers.counting import Counting
-from service.workers.deciding import Workers
+from service.workers.deciding import WorkerProcesses
 from service.workers.fleet import Fleet
 from service.workers.overview import Overview
 from service.workers.statistics import as_json
 from service.workers.view import UNLOADING
 
 _log = logging.getLogger(__name__)
-_TEND_SECONDS = 0.1
+_MAINTAIN_SECONDS = 0.1
 _ANSWERING = 8  # threads for workers' requests; loading a model occupies none of them
 
 
@@ -67,8 +67,8 @@ def supervise(config: ServerConfig, stop: Stop, started: Started) -> Ending:
             announce(config, port.port, http.port)
             started(port.port, http.port)
             ticking.start()
-            while not stop.wait(_TEND_SECONDS):
-                supervisor.tend()
+            while not stop.wait(_MAINTAIN_SECONDS):
+                supervisor.maintain()
             supervisor.stop()
             return _drain(config, fleet)
         finally:
@@ -85,7 +85,7 @@ class Supervisor:
     def __init__(self, config: ServerConfig, port: int) -> None:
         self.metrics = Metrics()  # of this process
         handlers: dict[str, Callable[[str, Message], Answer]] = {
-            "counts": lambda worker, message: self.counting.hear(worker, message.body),
+            "counts": lambda worker, message: self.counting.receive(worker, message.body),
             "statistics": self._later(lambda body: {"statistics": as_json(self.counting.statistics())}),
             "index": self._later(lambda body: {"lines": self._index()}),
             "load": self._later(lambda body: self.controller.load(body["name"], body["config"])),
@@ -93,23 +93,23 @@ class Supervisor:
             "settings": self._later(self._settings),
             agreements.KIND: agreements.Agreements().answer,
             "samples": lambda worker, message: self.shadow.give(message),
-            "verdict": lambda worker, message: self._owner.hear(DriftVerdict.from_json(message.body)),
+            "verdict": lambda worker, message: self._owner.receive(DriftVerdict.from_json(message.body)),
         }
-        self.fleet = Fleet(config, port, handlers=handlers, lost=lambda worker: self.counting.lost(worker))
+        self.fleet = Fleet(config, port, handlers=handlers, on_death=lambda worker: self.counting.process_died(worker))
         self.counting = Counting(self.metrics, self._counts, lambda: self.fleet.view.slots)
         self.shadow = ShadowProcess(
             config,
-            lambda message: self.counting.hear(SHADOW, message.body),
-            lambda: self.counting.lost(SHADOW),
-            lambda verdict: self._owner.hear(verdict),
+            lambda message: self.counting.receive(SHADOW, message.body),
+            lambda: self.counting.process_died(SHADOW),
+            lambda verdict: self._owner.receive(verdict),
             forgotten=lambda model, versions: self.counting.forget(model, versions),
             shared=True,
             wanted=self.fleet.wants,
         )
-        self._workers = Workers(self.fleet)
+        self._workers = WorkerProcesses(self.fleet)
         self._owner = FallbackOwner(self._workers, self.shadow.restart)
         self._models = ModelChanges(self.fleet, self._changed)
-        self._settings_of_all = SettingsOfAll(self.fleet)
+        self._settings_of_all = FleetSettings(self.fleet)
         self._logs = LogSettings(config.log_level, config.log_format)
         self.controller = Controller(
             config.repository,
@@ -134,17 +134,17 @@ class Supervisor:
         self._models.close()
         self._answering.shutdown(wait=False)
 
-    def tend(self) -> None:
+    def maintain(self) -> None:
         """Keep all processes running."""
-        self.fleet.tend()
-        self.shadow.tend()
-        self._owner.tend()
+        self.fleet.maintain()
+        self.shadow.maintain()
+        self._owner.maintain()
 
     def _counts(self) -> dict[str, Future[Body]]:
-        asked = self.fleet.ask("counts")
-        if (told := self.shadow.ask_counts()) is not None:
-            asked[SHADOW] = told
-        return asked
+        pending = self.fleet.ask("counts")
+        if (counts := self.shadow.ask_counts()) is not None:
+            pending[SHADOW] = counts
+        return pending
 
     def _changed(self, model: str, versions: Collection[int]) -> None:
         self.counting.forget(model, versions)
@@ -176,34 +176,34 @@ class Supervisor:
         """
 
         def answer(worker: str, message: Message) -> Future[Body]:
-            told: Future[Body] = Future()
+            result: Future[Body] = Future()
 
-            def begin() -> None:
+            def run() -> None:
                 try:
                     found = work(message.body)
-                except BaseException as error:  # noqa: BLE001 -- whoever asked is told
-                    told.set_exception(error)
+                except BaseException as error:  # noqa: BLE001 -- the worker that asked gets it
+                    result.set_exception(error)
                     return
                 if isinstance(found, Future):
-                    found.add_done_callback(lambda done: _pass_on(done, told))
+                    found.add_done_callback(lambda done: _pass_on(done, result))
                 else:
-                    told.set_result(found)
+                    result.set_result(found)
 
             try:
-                self._answering.submit(begin)
+                self._answering.submit(run)
             except RuntimeError:
-                told.set_exception(Unavailable("the server is shutting down; try another", "draining"))
-            return told
+                result.set_exception(Unavailable("the server is shutting down; try another", "draining"))
+            return result
 
         return answer
 
 
-def _pass_on(done: Future[Any], told: Future[Body]) -> None:
+def _pass_on(done: Future[Any], result: Future[Body]) -> None:
     error = CancelledError() if done.cancelled() else done.exception()
     if error is None:
-        told.set_result({})
+        result.set_result({})
     else:
-        told.set_exception(error)
+        result.set_exception(error)
 
 
 def _drain(config: ServerConfig, fleet: Fleet) -> Ending:
@@ -216,12 +216,12 @@ def _drain(config: ServerConfig, fleet: Fleet) -> Ending:
         fleet.retire()
         until = time.monotonic() + config.lame_duck_seconds
         while time.monotonic() < until:  # a second signal ends the process at once, and the workers with it
-            time.sleep(min(_TEND_SECONDS, max(0.0, until - time.monotonic())))
-            fleet.tend()
-    begun = time.monotonic()
+            time.sleep(min(_MAINTAIN_SECONDS, max(0.0, until - time.monotonic())))
+            fleet.maintain()
+    started_at = time.monotonic()
     _log.info("draining for up to %g s", config.drain_seconds)
     ending = fleet.drain(config.drain_seconds)
     if not ending.answered:
         _log.warning("requests were cut off: still in flight after %g s", config.drain_seconds)
-    _log.info("stopped after %.2f s", time.monotonic() - begun)
+    _log.info("stopped after %.2f s", time.monotonic() - started_at)
     return ending

@@ -43,8 +43,8 @@ class Report:
         return {"listening": self.listening, "ready": self.ready, "slots": [list(slot) for slot in self.slots]}
 
     @classmethod
-    def from_json(cls, told: Mapping[str, Any]) -> Self:
-        return cls(told["listening"], told["ready"], tuple(SlotState(*slot) for slot in told["slots"]))
+    def from_json(cls, fields: Mapping[str, Any]) -> Self:
+        return cls(fields["listening"], fields["ready"], tuple(SlotState(*slot) for slot in fields["slots"]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +58,8 @@ class View:
         return {"ready": self.ready, "slots": [list(slot) for slot in self.slots.values()]}
 
     @classmethod
-    def from_json(cls, told: Mapping[str, Any]) -> Self:
-        return cls(told["ready"], {slot.key: slot for slot in (SlotState(*each) for each in told["slots"])})
+    def from_json(cls, fields: Mapping[str, Any]) -> Self:
+        return cls(fields["ready"], {slot.key: slot for slot in (SlotState(*each) for each in fields["slots"])})
 
     @classmethod
     def of(
@@ -74,9 +74,11 @@ class View:
         ``reports`` are by worker, None for one that is starting. ``wanted`` is what all are to serve.
         """
         wanted = set(wanted)
-        held = [{} if report is None else {slot.key: slot for slot in report.slots} for report in reports]
-        keys = sorted(wanted.union(*held))
-        slots = {key: _whole(key, reports, [slots.get(key) for slots in held], wanted=key in wanted) for key in keys}
+        reported = [{} if report is None else {slot.key: slot for slot in report.slots} for report in reports]
+        keys = sorted(wanted.union(*reported))
+        slots = {
+            key: _worst(key, reports, [slots.get(key) for slots in reported], wanted=key in wanted) for key in keys
+        }
         ready = all(report is not None and report.listening and report.ready for report in reports)
         return cls(ready and not retired, slots)
 
@@ -86,11 +88,13 @@ def _badness(slot: SlotState) -> tuple[int, bool]:
     return _RANK[slot.state], bool(slot.reason)
 
 
-def _whole(key: Key, reports: Sequence[Report | None], held: Sequence[SlotState | None], *, wanted: bool) -> SlotState:
+def _worst(
+    key: Key, reports: Sequence[Report | None], reported: Sequence[SlotState | None], *, wanted: bool
+) -> SlotState:
     """Return the worst of the workers' states of a version, because a client may reach any of them."""
     name, version = key
     worst: SlotState | None = None
-    for number, (report, slot) in enumerate(zip(reports, held, strict=True), 1):
+    for number, (report, slot) in enumerate(zip(reports, reported, strict=True), 1):
         if report is None:
             slot = SlotState(name, version, "loading", f"worker {number} is being started")
         elif slot is None:
@@ -101,7 +105,7 @@ def _whole(key: Key, reports: Sequence[Report | None], held: Sequence[SlotState 
             slot = slot._replace(reason=f"worker {number}: {slot.reason}")
         if worst is None or _badness(slot) > _badness(worst):
             worst = slot
-    models = [slot.model for slot in held if slot is not None and slot.model is not None]
+    models = [slot.model for slot in reported if slot is not None and slot.model is not None]
     # Of equal models, describe one whose golden gate did not pass.
     failed = (model for model in models if model.get("golden", "").startswith(GATE_FAILED))
     described = next(failed, next(iter(models), None))

@@ -70,7 +70,7 @@ class WeightOwner:
     def connect(self) -> socket.socket:
         """Return the socket for one client. The caller hands it to the client's process and then closes it here."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, _SEQUENCED)
-        self._tell(ours)
+        self._enqueue(ours)
         return theirs
 
     @property
@@ -88,14 +88,14 @@ class WeightOwner:
         if self._closed:
             return
         self._closed = True
-        self._tell(None)
+        self._enqueue(None)
         if self._thread.ident is not None:
             self._thread.join()
         self._selector.close()
         self._woken.close()
         self._wake.close()
 
-    def _tell(self, client: socket.socket | None) -> None:
+    def _enqueue(self, client: socket.socket | None) -> None:
         self._new.put(client)
         self._wake.send(b"\0")
 
@@ -112,12 +112,12 @@ class WeightOwner:
                 self._woken.recv(1)
                 client = self._new.get()
                 if client is None:
-                    self._let_go(clients)
+                    self._release_all(clients)
                     return
                 clients = [each for each in clients if each.fileno() >= 0] + [client]
                 self._watch(client, partial(self._request, client))
 
-    def _let_go(self, clients: list[socket.socket]) -> None:
+    def _release_all(self, clients: list[socket.socket]) -> None:
         for use in list(self._uses):
             use.copy.waiting.clear()
             self._end(use)
@@ -150,7 +150,7 @@ class WeightOwner:
         copy = self._copies.setdefault((size, key), _Copy((size, key)))
         use = _Use(use_socket, copy)
         self._uses.add(use)
-        self._watch(use_socket, partial(self._heard, use))
+        self._watch(use_socket, partial(self._on_message, use))
         copy.waiting.append(use)
         self._serve(copy)
 
@@ -167,7 +167,7 @@ class WeightOwner:
             if not answered:
                 self._end(use)
 
-    def _heard(self, use: _Use) -> None:
+    def _on_message(self, use: _Use) -> None:
         """Handle a message on a use's socket: the use has ended, or its copy is filled."""
         message, descriptors = _received(use.socket, MOST_BYTES)
         copy = use.copy

@@ -34,12 +34,12 @@ from service.process.ticking import Ticking
 from service.shadow.handing import PlannedHand
 from service.sharedmemory import new_table
 from service.telemetry.metrics import Metrics
-from service.workers.agreements import AskedAgreement
-from service.workers.asking import AskedControl, AskedModels, AskedSettings, settings_from_json
+from service.workers.agreements import AgreementProxy
+from service.workers.asking import ControlProxy, ModelsProxy, SettingsProxy, settings_from_json
 from service.workers.described import describe
 from service.workers.placement import threads_of
 from service.workers.regions import WorkerRegions
-from service.workers.registry import Sight, WholeRegistry
+from service.workers.registry import LatestView, MergedRegistry
 from service.workers.statistics import as_json
 from service.workers.view import Report, SlotState, View
 from service.workers.weights import SharedWeights
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _LAST_WORDS_SECONDS = 5.0  # for the supervisor to receive the last answer
 _LAST_TRACES_SECONDS = 1.0
-_LOOK_SECONDS = 0.1
+_POLL_SECONDS = 0.1
 _EXIT_WRONG = 2
 
 
@@ -60,7 +60,7 @@ class _Start:
     patient: bool  # listen only once everything is loaded, because other workers serve meanwhile
     metrics: Metrics
     repository: Repository
-    registry: WholeRegistry
+    registry: MergedRegistry
     operations: Operations
     tracing: Tracing | None
 
@@ -77,7 +77,7 @@ class Worker:
     def __init__(self, end: socket.socket) -> None:
         self._starts: queue.SimpleQueue[_Start] = queue.SimpleQueue()
         self._drains: queue.SimpleQueue[_Drain] = queue.SimpleQueue()
-        self._sight = Sight()
+        self._latest_view = LatestView()
         self._repository: Repository | None = None
         self._regions: WorkerRegions | None = None  # set at the start if shared memory is on
         self._metrics: Metrics | None = None
@@ -93,7 +93,7 @@ class Worker:
                 "want": self._want,
                 "settings": self._set,
                 "counts": lambda message: self._counts(),
-                "view": self._look,
+                "view": self._on_view,
                 "ping": lambda message: None,
                 "retire": self._retire,
                 "drain": self._drain,
@@ -129,7 +129,7 @@ class Worker:
         repository.subscribe(self._report)
         repository.start()
         self._report()
-        while start.patient and not self._settled.wait(_LOOK_SECONDS) and self._drains.empty():
+        while start.patient and not self._settled.wait(_POLL_SECONDS) and self._drains.empty():
             pass  # a connection to this worker would only learn that models are loading
         transport.start()
         self._listening = True
@@ -185,12 +185,12 @@ class Worker:
             weights=weights,
             ready_when_empty=config.model_control == "explicit",
             hand=lambda name, plan: PlannedHand(name, plan, self._peer.ask),
-            agree=lambda plan: AskedAgreement(plan, self._peer.ask),
-            hear=lambda verdict: self._peer.tell("verdict", verdict.to_json()),
+            agree=lambda plan: AgreementProxy(plan, self._peer.ask),
+            on_verdict=lambda verdict: self._peer.tell("verdict", verdict.to_json()),
             turn=Turn(body["number"] - 1, config.workers),
         )
         repository.desire(Wish.from_json(wish) for wish in body["wishes"])
-        registry = WholeRegistry(repository, self._sight)
+        registry = MergedRegistry(repository, self._latest_view)
         try:
             traces, tracing = open_tracing(config, repository, metrics.traced)
         except Bf16kitError as error:
@@ -203,14 +203,14 @@ class Worker:
         operations = self._operations(config, registry)
         self._starts.put(_Start(config, body["patient"], metrics, repository, registry, operations, tracing))
 
-    def _operations(self, config: ServerConfig, registry: WholeRegistry) -> Operations:
+    def _operations(self, config: ServerConfig, registry: MergedRegistry) -> Operations:
         ask = self._peer.ask
         return Operations(
-            models=AskedModels(registry, ask),
-            control=AskedControl(ask) if config.model_control == "explicit" else None,
+            models=ModelsProxy(registry, ask),
+            control=ControlProxy(ask) if config.model_control == "explicit" else None,
             regions=self._regions,
-            logs=guarded(config, AskedSettings(self._settings["logs"], "logs", ask)),
-            traces=guarded(config, AskedSettings(self._settings["traces"], "traces", ask)),
+            logs=guarded(config, SettingsProxy(self._settings["logs"], "logs", ask)),
+            traces=guarded(config, SettingsProxy(self._settings["traces"], "traces", ask)),
             extensions=extensions(config, explicit=config.model_control == "explicit"),
         )
 
@@ -250,8 +250,8 @@ class Worker:
             raise Unavailable("this worker is being started; try again", ENDED)  # it will be sent what is wanted
         return self._repository
 
-    def _look(self, message: Message) -> None:
-        self._sight.change(View.from_json(message.body))
+    def _on_view(self, message: Message) -> None:
+        self._latest_view.change(View.from_json(message.body))
 
     def _adopt(self, message: Message) -> None:
         if self._regions is not None:  # otherwise it is sent again after the start

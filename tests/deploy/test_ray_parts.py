@@ -70,9 +70,9 @@ class TestReports:
         look()
         reports.want({"m": [1]})
         look()
-        reports.hear(report("a", SlotState("m", 1, "loading")))
+        reports.receive(report("a", SlotState("m", 1, "loading")))
         look()
-        reports.hear(report("b", SlotState("m", 1, "ready")))
+        reports.receive(report("b", SlotState("m", 1, "ready")))
         look()
         assert registry.versions("m") == [1]
         reports.forget("b")
@@ -83,12 +83,12 @@ class TestReports:
         now = [0.0]
         reports = Reports(lambda: now[0])
         reports.want({"m": [1]})
-        reports.hear(report("a", SlotState("m", 1, "ready")))
+        reports.receive(report("a", SlotState("m", 1, "ready")))
         now[0] = 6.0
-        reports.tend()
+        reports.maintain()
         assert FrontRegistry(reports).ready
         now[0] = 7.0
-        reports.tend()
+        reports.maintain()
         assert not FrontRegistry(reports).ready
 
     def test_the_reason_for_a_failed_start_is_kept_after_the_replica_is_gone(self) -> None:
@@ -97,20 +97,20 @@ class TestReports:
         """
         reports = Reports()
         reports.want({"m": [1]})
-        reports.hear(report("a", SlotState("m", 1, "unavailable", "a digest is wrong")))
+        reports.receive(report("a", SlotState("m", 1, "unavailable", "a digest is wrong")))
         reports.forget("a")
         assert FrontRegistry(reports).find("m", "").reason == "a digest is wrong"
         for ask in (FrontRegistry(reports).acquire, FrontRegistry(reports).get):
             with pytest.raises(NotFound, match="no version of model 'm' is ready; its replicas' log says why"):
                 ask("m", "")
-        reports.hear(report("b", SlotState("m", 1, "ready")))
+        reports.receive(report("b", SlotState("m", 1, "ready")))
         reports.forget("b")
         assert FrontRegistry(reports).find("m", "").state == "loading"
 
     def test_retired_models_are_not_ready_but_still_serve(self) -> None:
         reports, told = Reports(), list[bool]()
         reports.want({"m": [1]})
-        reports.hear(report("a", SlotState("m", 1, "ready")))
+        reports.receive(report("a", SlotState("m", 1, "ready")))
         registry = FrontRegistry(reports)
         registry.subscribe(lambda: told.append(registry.ready))
         assert registry.ready
@@ -120,7 +120,7 @@ class TestReports:
 
     def test_a_model_that_is_no_longer_wanted_is_unknown(self) -> None:
         reports = Reports()
-        reports.hear(report("a", SlotState("m", 1, "ready")))
+        reports.receive(report("a", SlotState("m", 1, "ready")))
         with pytest.raises(NotFound, match="unknown model 'm'"):
             FrontRegistry(reports).acquire("m", "")
 
@@ -135,7 +135,7 @@ class TestReports:
         reports = Reports()
         reports.want({"m": [1]})
         for name, golden in (("a", "fine"), ("b", "FAILED: over budget"), ("c", "fine")):
-            reports.hear(report(name, SlotState("m", 1, "ready", "", {"golden": golden})))
+            reports.receive(report(name, SlotState("m", 1, "ready", "", {"golden": golden})))
         found = reports.slots()["m", 1].model
         assert found is not None
         assert found["golden"].startswith("FAILED")
@@ -146,7 +146,7 @@ class TestReports:
         reports = Reports(lambda: float(next(now)))
         reports.want({"m": [1]})
         for name, count in (("a", 3), ("b", 4)):
-            reports.hear(report(name, SlotState("m", 1, "ready"), count=count))
+            reports.receive(report(name, SlotState("m", 1, "ready"), count=count))
         reports.forget("a")
         assert reports.counted([("m", 1)])["m", 1].inference_count == 7
 
@@ -154,22 +154,22 @@ class TestReports:
         """The first report may have been on its way already: its counts may lack a request that has ended since."""
         reports, found = Reports(), list[int]()
         reports.want({"m": [1]})
-        reports.hear(report("a", SlotState("m", 1, "ready"), count=5))
+        reports.receive(report("a", SlotState("m", 1, "ready"), count=5))
         asking = threading.Thread(target=lambda: found.append(reports.counted([("m", 1)])["m", 1].inference_count))
         asking.start()
         until(lambda: len(reports._news._waiters) == 1, 10, "the question")  # type: ignore[attr-defined]
-        reports.hear(report("a", SlotState("m", 1, "ready"), count=6))
+        reports.receive(report("a", SlotState("m", 1, "ready"), count=6))
         asking.join(0.2)
         assert asking.is_alive()
-        reports.hear(report("a", SlotState("m", 1, "ready"), count=7))
+        reports.receive(report("a", SlotState("m", 1, "ready"), count=7))
         asking.join(10)
         assert found == [7]
 
     def test_each_replica_reports_less_often_if_there_are_more_replicas(self) -> None:
         reports = Reports()
-        assert reports.hear(report("0", SlotState("m", 1, "ready"))) == 1.0
+        assert reports.receive(report("0", SlotState("m", 1, "ready"))) == 1.0
         for number in range(1, 1000):
-            seconds = reports.hear(report(str(number), SlotState("m", 1, "ready")))
+            seconds = reports.receive(report(str(number), SlotState("m", 1, "ready")))
         assert seconds == 10.0
 
     def test_statistics_of_an_unknown_model_are_not_found(self) -> None:

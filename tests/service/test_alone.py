@@ -16,7 +16,7 @@ from service.process.stop import Stop
 def test_the_owner_of_the_fallback_is_tended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or nobody tells what takes a model's place that bf16 is to answer, unless it is sampled."""
     tended = threading.Event()
-    monkeypatch.setattr(FallbackOwner, "tend", lambda self: tended.set())
+    monkeypatch.setattr(FallbackOwner, "maintain", lambda self: tended.set())
     stop, config = Stop(), ServerConfig(repository=tmp_path, grpc_port=0, http_port=0, drain_seconds=1)
     thread = threading.Thread(target=serve_alone, args=(config, stop, lambda *ports: None))
     thread.start()

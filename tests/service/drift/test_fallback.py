@@ -21,7 +21,7 @@ FP32 = FallbackPolicy(policy="fp32", min_stay_seconds=100, longest_stay_seconds=
 def fallen(policy: FallbackPolicy = FP32, now: float = 0.0) -> Fallback:
     """One that fp32 answers for since ``now``."""
     fallback = Fallback(policy, now)
-    assert fallback.hear(OVER, now)
+    assert fallback.receive(OVER, now)
     fallback.warmed(now)
     return fallback
 
@@ -29,9 +29,9 @@ def fallen(policy: FallbackPolicy = FP32, now: float = 0.0) -> Fallback:
 def test_it_falls_for_what_is_over_with_confidence_and_first_warms_fp32() -> None:
     fallback = Fallback(FP32, 0.0)
     for verdict in (UNKNOWN, WITHIN, replace(UNKNOWN, changed=True)):
-        assert not fallback.hear(verdict, 1.0)
+        assert not fallback.receive(verdict, 1.0)
     assert (fallback.phase, fallback.reason) == ("bf16", "")
-    assert fallback.hear(OVER, 2.0)
+    assert fallback.receive(OVER, 2.0)
     assert fallback.phase == "warming"
     assert fallback.reason == describe(OVER)
     fallback.warmed(3.0)
@@ -61,33 +61,33 @@ def test_a_breach_is_described_by_what_is_over_by_how_much_and_what_it_looks_lik
 )
 def test_it_returns_only_for_enough_clean_samples_clearly_below_the_budget(unclean: DriftVerdict) -> None:
     fallback = fallen()
-    assert not fallback.hear(unclean, 1000.0)
+    assert not fallback.receive(unclean, 1000.0)
     assert fallback.phase == "fp32"
-    assert fallback.hear(WITHIN, 1100.0)
+    assert fallback.receive(WITHIN, 1100.0)
     assert (fallback.phase, fallback.reason) == ("bf16", "")
 
 
 def test_fp32_stays_for_a_while_whatever_is_measured() -> None:
     fallback = fallen()
-    assert not fallback.hear(WITHIN, 99.0)
-    assert fallback.hear(WITHIN, 100.0)
+    assert not fallback.receive(WITHIN, 99.0)
+    assert fallback.receive(WITHIN, 100.0)
 
 
 def test_the_stay_begins_anew_when_bf16_is_over_once_more() -> None:
     fallback = fallen()
-    fallback.hear(OVER, 90.0)
-    assert not fallback.hear(WITHIN, 189.0)
-    assert fallback.hear(WITHIN, 190.0)
+    fallback.receive(OVER, 90.0)
+    assert not fallback.receive(WITHIN, 189.0)
+    assert fallback.receive(WITHIN, 190.0)
 
 
 def test_it_stays_twice_as_long_each_time_it_falls_again_up_to_the_longest() -> None:
     fallback, now, stays = fallen(), 0.0, []
     for _ in range(5):
         stays.append(fallback.stay)
-        assert not fallback.hear(WITHIN, now + stays[-1] - 1)
+        assert not fallback.receive(WITHIN, now + stays[-1] - 1)
         now += stays[-1]
-        assert fallback.hear(WITHIN, now)
-        assert fallback.hear(OVER, now + 1)
+        assert fallback.receive(WITHIN, now)
+        assert fallback.receive(OVER, now + 1)
         now += 2
         fallback.warmed(now)
     assert stays == [100, 200, 400, 800, 800]
@@ -95,47 +95,47 @@ def test_it_stays_twice_as_long_each_time_it_falls_again_up_to_the_longest() -> 
 
 def test_a_model_that_held_for_the_longest_stay_begins_anew() -> None:
     fallback = fallen()
-    fallback.hear(WITHIN, 100.0)
-    fallback.hear(OVER, 899.0)
+    fallback.receive(WITHIN, 100.0)
+    fallback.receive(OVER, 899.0)
     fallback.warmed(899.0)
     assert fallback.stay == 200
-    fallback.hear(WITHIN, 1100.0)
-    fallback.hear(OVER, 1900.0)
+    fallback.receive(WITHIN, 1100.0)
+    fallback.receive(OVER, 1900.0)
     fallback.warmed(1900.0)
     assert fallback.stay == 100
 
 
 def test_where_fp32_cannot_answer_bf16_does_and_it_is_tried_again_later() -> None:
     fallback = Fallback(FP32, 0.0)
-    fallback.hear(OVER, 1.0)
+    fallback.receive(OVER, 1.0)
     fallback.failed("no room", 2.0)
     assert fallback.phase == "bf16"
     assert fallback.reason == f"{describe(OVER)}; fp32 cannot answer: no room"
-    assert not fallback.hear(OVER, 11.0)
-    assert fallback.hear(OVER, 12.0)
+    assert not fallback.receive(OVER, 11.0)
+    assert fallback.receive(OVER, 12.0)
     assert (fallback.phase, fallback.reason) == ("warming", describe(OVER))
 
 
 def test_what_is_heard_while_fp32_is_warmed_changes_nothing() -> None:
     fallback = Fallback(FP32, 0.0)
-    fallback.hear(OVER, 1.0)
+    fallback.receive(OVER, 1.0)
     for verdict in (WITHIN, OVER, UNKNOWN):
-        assert not fallback.hear(verdict, 2.0)
+        assert not fallback.receive(verdict, 2.0)
     assert fallback.phase == "warming"
 
 
 def test_alert_says_it_until_it_is_within_the_budget_and_bf16_goes_on() -> None:
     fallback = Fallback(FallbackPolicy(policy="alert"), 0.0)
-    assert fallback.hear(OVER, 1.0)
+    assert fallback.receive(OVER, 1.0)
     assert (fallback.phase, fallback.reason) == ("bf16", describe(OVER))
-    assert not fallback.hear(replace(OVER, ratio=2.0), 2.0), "said once"
-    assert not fallback.hear(UNKNOWN, 3.0)
+    assert not fallback.receive(replace(OVER, ratio=2.0), 2.0), "said once"
+    assert not fallback.receive(UNKNOWN, 3.0)
     assert fallback.reason
-    assert fallback.hear(WITHIN, 4.0)
+    assert fallback.receive(WITHIN, 4.0)
     assert fallback.reason == ""
 
 
 def test_off_says_nothing_and_does_nothing() -> None:
     fallback = Fallback(FallbackPolicy(policy="off"), 0.0)
-    assert not fallback.hear(OVER, 1.0)
+    assert not fallback.receive(OVER, 1.0)
     assert (fallback.phase, fallback.reason) == ("bf16", "")

@@ -30,7 +30,7 @@ class Rig:
         self.transitions: list[Precision] = []
         self.restarts: list[tuple[str, int]] = []
         self.owner = FallbackOwner(self, lambda *key: self.restarts.append(key), clock=lambda: self.now)
-        assert self.hear(replace(WITHIN, state="unknown")) == ["bf16"], "which is what it begins with"
+        assert self.receive(replace(WITHIN, state="unknown")) == ["bf16"], "which is what it begins with"
         self.orders.clear()
         self.told.clear()
 
@@ -49,11 +49,11 @@ class Rig:
     def transition(self, model: str, version: int, to: Precision) -> None:
         self.transitions.append(to)
 
-    def hear(self, *verdicts: DriftVerdict) -> list[Precision]:
+    def receive(self, *verdicts: DriftVerdict) -> list[Precision]:
         """The precisions ordered for them."""
         before = len(self.orders)
         for verdict in verdicts:
-            self.owner.hear(verdict)
+            self.owner.receive(verdict)
         return [precision for precision, _ in self.orders[before:]]
 
 
@@ -63,15 +63,15 @@ def rig() -> Rig:
 
 
 def test_a_breach_has_fp32_answer_and_a_clean_time_bf16(rig: Rig) -> None:
-    assert rig.hear(WITHIN, OVER, OVER) == ["fp32"]
+    assert rig.receive(WITHIN, OVER, OVER) == ["fp32"]
     assert (rig.transitions, rig.restarts) == ([], [])
     rig.told[0].set_result(None)
     assert (rig.transitions, rig.restarts) == (["fp32"], [("m", 1)])
-    assert rig.hear(WITHIN) == [], "the minimum stay"
+    assert rig.receive(WITHIN) == [], "the minimum stay"
     rig.now = 11.0
-    assert rig.hear(OVER, WITHIN) == []
+    assert rig.receive(OVER, WITHIN) == []
     rig.now = 21.0
-    assert rig.hear(WITHIN, WITHIN) == ["bf16"]
+    assert rig.receive(WITHIN, WITHIN) == ["bf16"]
     assert rig.orders[-1] == ("bf16", "")
     assert (rig.transitions, rig.restarts) == (["fp32", "bf16"], [("m", 1)] * 2)
 
@@ -81,7 +81,7 @@ def test_an_order_may_be_carried_out_at_once(rig: Rig) -> None:
     done: Future[None] = Future()
     done.set_result(None)
     rig.order = lambda order: done  # type: ignore[method-assign]
-    rig.hear(OVER)
+    rig.receive(OVER)
     assert rig.transitions == ["fp32"]
 
 
@@ -92,90 +92,90 @@ def test_where_fp32_cannot_be_loaded_bf16_stays_and_it_is_tried_again(
     rig: Rig, error: Exception, public: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.ERROR):
-        assert rig.hear(OVER) == ["fp32"]
+        assert rig.receive(OVER) == ["fp32"]
         rig.told[0].set_exception(error)
     assert str(error) in caplog.text
     assert rig.orders[-1][0] == "bf16"
     assert f"fp32 cannot answer: {public}" in rig.orders[-1][1]
     assert (rig.transitions, rig.restarts) == ([], [])
     rig.now = 4.9
-    assert rig.hear(OVER) == []
+    assert rig.receive(OVER) == []
     rig.now = 5.0
-    assert rig.hear(OVER) == ["fp32"]
+    assert rig.receive(OVER) == ["fp32"]
 
 
 def test_what_takes_its_place_begins_anew(rig: Rig) -> None:
-    rig.hear(OVER)
+    rig.receive(OVER)
     rig.told[0].set_result(None)
     rig.serves = Answers("another", 200.0, FP32)
     within, over = WITHIN.of("another"), OVER.of("another")
-    assert rig.hear(over) == ["bf16"], "measured before it was loaded"
-    assert rig.hear(replace(within, at=300.0)) == []
-    assert rig.hear(replace(over, at=300.0)) == ["fp32"]
+    assert rig.receive(over) == ["bf16"], "measured before it was loaded"
+    assert rig.receive(replace(within, at=300.0)) == []
+    assert rig.receive(replace(over, at=300.0)) == ["fp32"]
 
 
 def test_samples_of_what_was_replaced_that_are_measured_later_say_nothing_of_what_answers_now(rig: Rig) -> None:
-    rig.hear(OVER)
+    rig.receive(OVER)
     rig.told[0].set_result(None)
     rig.serves = Answers("another", 200.0, FP32)
     late = replace(OVER, at=200.1)
-    assert rig.hear(late, late) == ["bf16"]
-    assert rig.hear(late.of("another")) == ["fp32"]
+    assert rig.receive(late, late) == ["bf16"]
+    assert rig.receive(late.of("another")) == ["fp32"]
 
 
 def test_a_generation_loaded_by_the_same_plan_begins_anew_too(rig: Rig) -> None:
-    rig.hear(OVER)
+    rig.receive(OVER)
     rig.told[0].set_result(None)
     rig.serves = Answers("plan", 60.0, FP32)
-    assert rig.hear(OVER) == ["bf16", "fp32"]
+    assert rig.receive(OVER) == ["bf16", "fp32"]
 
 
 def test_fp32_that_was_ordered_of_the_same_plan_before_does_not_answer_for_ever(rig: Rig) -> None:
     """It is carried out by what is loaded by that plan again: here after another one has answered in its place."""
-    rig.hear(OVER)
+    rig.receive(OVER)
     rig.told[0].set_result(None)
     rig.serves = Answers("another", 200.0, FP32)
-    assert rig.hear(replace(WITHIN, at=201.0).of("another")) == ["bf16"]
+    assert rig.receive(replace(WITHIN, at=201.0).of("another")) == ["bf16"]
     rig.serves = Answers("plan", 300.0, FP32)
-    assert rig.hear(replace(WITHIN, at=301.0), replace(WITHIN, at=302.0)) == ["bf16"]
+    assert rig.receive(replace(WITHIN, at=301.0), replace(WITHIN, at=302.0)) == ["bf16"]
     assert rig.orders[-1] == ("bf16", "")
 
 
 def test_what_takes_its_place_is_told_without_a_verdict(rig: Rig) -> None:
     """It may never be sampled."""
-    rig.hear(OVER)
+    rig.receive(OVER)
     rig.told[0].set_result(None)
     rig.serves = Answers("plan", 60.0, FP32)
-    rig.owner.tend()
+    rig.owner.maintain()
     assert [precision for precision, _ in rig.orders] == ["fp32", "bf16"]
-    rig.owner.tend()
+    rig.owner.maintain()
     assert len(rig.orders) == 2, "once"
 
 
 def test_what_goes_on_answering_is_not_told_again_while_fp32_is_loaded_or_answers(rig: Rig) -> None:
-    assert rig.hear(OVER) == ["fp32"]
-    assert rig.hear(OVER, WITHIN) == []
+    assert rig.receive(OVER) == ["fp32"]
+    assert rig.receive(OVER, WITHIN) == []
     rig.told[0].set_result(None)
-    assert rig.hear(WITHIN, OVER) == []
+    assert rig.receive(WITHIN, OVER) == []
 
 
 def test_a_reference_that_was_loaded_for_what_is_gone_says_nothing_of_what_is_there(rig: Rig) -> None:
-    rig.hear(OVER)
+    rig.receive(OVER)
     rig.serves = Answers("another", 90.0, FP32)
-    rig.hear(WITHIN)
+    rig.receive(WITHIN)
     rig.told[0].set_result(None)
     assert rig.transitions == []
 
 
 def test_what_nothing_answers_for_is_not_decided(rig: Rig) -> None:
     rig.serves = None
-    assert rig.hear(OVER, replace(OVER, model="other")) == []
+    assert rig.receive(OVER, replace(OVER, model="other")) == []
 
 
 def test_an_alert_is_logged_once_and_told_to_whoever_describes_the_model(caplog: pytest.LogCaptureFixture) -> None:
     rig = Rig(FallbackPolicy(policy="alert"))
     with caplog.at_level(logging.INFO):
-        assert rig.hear(OVER, OVER, WITHIN) == ["bf16", "bf16"]
+        assert rig.receive(OVER, OVER, WITHIN) == ["bf16", "bf16"]
     assert [record.levelname for record in caplog.records] == ["ERROR", "INFO"]
     assert "model 'm' version 1 is over its drift budget: relative_l2 of output 'y' is 1.5 times" in caplog.text
     assert rig.orders[0][1].startswith("relative_l2 of output 'y'")
@@ -184,24 +184,24 @@ def test_an_alert_is_logged_once_and_told_to_whoever_describes_the_model(caplog:
 
 def test_off_is_silent(caplog: pytest.LogCaptureFixture) -> None:
     rig = Rig(FallbackPolicy(policy="off"))
-    assert rig.hear(OVER, WITHIN) == []
+    assert rig.receive(OVER, WITHIN) == []
     assert caplog.text == ""
 
 
 def test_processes_are_asked_again_while_fp32_is_to_answer(rig: Rig) -> None:
     """One that was started again may have failed to load it, when nobody waited for its answer."""
-    rig.hear(OVER)
+    rig.receive(OVER)
     rig.told[0].set_result(None)
     rig.now = 4.0
-    rig.owner.tend()
+    rig.owner.maintain()
     assert len(rig.orders) == 1
     rig.now = 5.0
-    rig.owner.tend()
-    rig.owner.tend()
+    rig.owner.maintain()
+    rig.owner.maintain()
     assert [precision for precision, _ in rig.orders] == ["fp32", "fp32"]
     assert rig.transitions == ["fp32"]
     rig.now = 20.0
-    rig.hear(WITHIN)
+    rig.receive(WITHIN)
     rig.now = 30.0
-    rig.owner.tend()
+    rig.owner.maintain()
     assert [precision for precision, _ in rig.orders] == ["fp32", "fp32", "bf16"]

@@ -43,7 +43,7 @@ class Made:
         asked = Serving.model_validate({"shadow": {"rate": 0}, **serving})
         self.loaded = loading.load(path, asked, device="cpu", threads=1)
         series = self.metrics.add("m", 1)
-        self.model = Generation("m", 1, self.loaded, asked, series, hear=self.heard.append)
+        self.model = Generation("m", 1, self.loaded, asked, series, on_verdict=self.heard.append)
         self.model.start()
 
     def gauge(self, name: str) -> float:
@@ -222,7 +222,7 @@ def test_whoever_is_told_hears_what_it_was_loaded_by(tmp_path: Path) -> None:
     write_product(path := tmp_path / "m" / "1")
     plan = Plan(1, path, Serving.model_validate({"shadow": {"rate": 0}}), stamp_of(path))
     heard: list[DriftVerdict] = []
-    repository = Repository(Metrics(), device="cpu", threads=1, hear=heard.append)
+    repository = Repository(Metrics(), device="cpu", threads=1, on_verdict=heard.append)
     repository.start()
     try:
         repository.want(Wish("m", (plan,))).result(60)

@@ -140,7 +140,7 @@ def test_what_is_loaded_again_after_another_begins_with_bf16(repository: Reposit
     over = DriftVerdict("mlp", 1, "over", "rounding", "y", "relative_l2", 2.0, 1.5, 2.5, 300.0, 300, False, 0.0)
     repository.start()
     serve(repository, plan)
-    owner.hear(replace(over, at=time.time()).of(plan.digest))
+    owner.receive(replace(over, at=time.time()).of(plan.digest))
     until(lambda: precision(repository) == "fp32", 60, "answered by fp32")
     serve(repository, another)
     serve(repository, plan)

@@ -89,7 +89,7 @@ def buried(child: Child, lost: list[float], times: int) -> None:
     """Waits until it has died so often."""
 
     def tended() -> bool:
-        child.tend()
+        child.maintain()
         return len(lost) == times
 
     until(tended, 30, "its death")
@@ -107,14 +107,14 @@ def test_one_that_dies_early_again_and_again_is_started_later_each_time(
     keep: Keep, clock: Clock, lost: list[float]
 ) -> None:
     child = keep("sys.exit(3)")
-    child.tend()
+    child.maintain()
     for times, pause in enumerate((0.25, 0.5, 1.0, 2.0), 1):
         buried(child, lost, times)
         clock.now += pause - 0.01
-        child.tend()
+        child.maintain()
         assert child.pid is None, "not yet"
         clock.now += 0.02
-        child.tend()
+        child.maintain()
         assert child.pid is not None
 
 
@@ -129,14 +129,14 @@ def test_one_that_cannot_be_started_is_tried_again_later_each_time(
         for at in (0.0, pause - 0.01):  # the second is too early
             clock.now += at
             with no_more_files(but=files):
-                child.tend()
+                child.maintain()
             assert (child.pid, child.peer, len(caplog.records)) == (None, None, times)
         clock.now += 0.02
         last = caplog.records[-1].getMessage()
         assert last.startswith("the child cannot be started: [Errno 24] Too many open files")
         assert last.endswith(f"; trying again in {pause:g} s")
     assert open_files() == opened, "nothing is left open"
-    child.tend()
+    child.maintain()
     assert child.pid is not None
 
 
@@ -156,44 +156,44 @@ def test_one_that_there_is_no_thread_for_is_ended_and_tried_again(
 
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", start)
-        child.tend()
+        child.maintain()
     assert started[-1] is not None
     assert not Path(f"/proc/{started[-1]}").exists(), "it is not left behind"
     assert (child.pid, child.peer, open_files()) == (None, None, opened)
     clock.now += 0.26
-    child.tend()
+    child.maintain()
     assert child.pid is not None
 
 
 def test_one_that_had_run_for_long_is_started_again_at_once(keep: Keep, clock: Clock, lost: list[float]) -> None:
     heard: list[object] = []
     child = keep(_ANSWERS + "time.sleep(600)", {"hello": lambda message: heard.append(message.body)})
-    child.tend()
+    child.maintain()
     until(lambda: heard)
     for _ in range(12):  # tended all the while, and answering
         clock.now += 1.0
-        child.tend()
+        child.maintain()
         before = len(heard)
-        until(lambda: child._heard == clock.now)
+        until(lambda: child._last_answer == clock.now)
         assert before == len(heard)
     first = child.pid
     assert first is not None
     os.kill(first, signal.SIGKILL)
     buried(child, lost, 1)
-    child.tend()
+    child.maintain()
     assert child.pid not in (None, first)
 
 
 def test_one_that_answers_nothing_is_killed(keep: Keep, clock: Clock, lost: list[float]) -> None:
     child = keep("time.sleep(600)")
-    child.tend()
+    child.maintain()
     for _ in range(int(SILENT_SECONDS) - 1):
         clock.now += PING_SECONDS
-        child.tend()
+        child.maintain()
     assert not killed(child)
     for _ in range(2):
         clock.now += PING_SECONDS
-        child.tend()
+        child.maintain()
     assert killed(child)
     buried(child, lost, 1)
 
@@ -203,26 +203,26 @@ def test_nobody_is_killed_for_the_time_that_the_parent_itself_stood_still(keep: 
     at once."""
     heard: list[object] = []
     child = keep(_ANSWERS + "time.sleep(600)", {"hello": lambda message: heard.append(message.body)})
-    child.tend()
+    child.maintain()
     until(lambda: heard)
     clock.now += 10 * SILENT_SECONDS
-    child.tend()
+    child.maintain()
     assert not killed(child)
-    until(lambda: child._heard == clock.now)
+    until(lambda: child._last_answer == clock.now)
 
 
 def test_one_that_works_without_answering_has_two_minutes(keep: Keep, clock: Clock, lost: list[float]) -> None:
     """As one does that reads a large model, for which Python's lock is held."""
     child = keep("time.sleep(600)", worked=lambda pid: clock.now / 2)
-    child.tend()
+    child.maintain()
     first = child.pid
     while clock.now < 12 * SILENT_SECONDS - 1:
         clock.now += 0.5
-        child.tend()
+        child.maintain()
         assert child.pid == first
     for _ in range(4):
         clock.now += 0.5
-        child.tend()
+        child.maintain()
     buried(child, lost, 1)
 
 
@@ -242,19 +242,19 @@ def test_nothing_of_the_working_directory_is_imported(
     elsewhere.mkdir()
     child = keep(_ANSWERS + "time.sleep(600)", {"hello": lambda message: heard.append(message.body["directory"])})
     monkeypatch.chdir(elsewhere)
-    child.tend()
+    child.maintain()
     until(lambda: heard)
     assert heard[0] not in ("", str(elsewhere))
 
 
 def test_one_that_is_not_wanted_any_more_is_not_started_again(keep: Keep, clock: Clock, lost: list[float]) -> None:
     child = keep("time.sleep(600)")
-    child.tend()
+    child.maintain()
     child.retire()
     child.kill()
     buried(child, lost, 1)
     clock.now += 100
-    child.tend()
+    child.maintain()
     assert child.pid is None
 
 
@@ -284,5 +284,5 @@ def test_one_that_the_system_ended_for_want_of_memory_is_said_to_be(
 def test_where_memory_runs_out_one_that_is_expendable_goes_first(expendable: bool, keep: Keep) -> None:
     own = Path("/proc/self/oom_score_adj").read_text()
     child = keep("time.sleep(600)", expendable=expendable)
-    child.tend()
+    child.maintain()
     assert Path(f"/proc/{child.pid}/oom_score_adj").read_text() == ("1000\n" if expendable else own)

@@ -120,7 +120,7 @@ def test_a_question_whose_files_cannot_be_duplicated_fails_and_the_next_is_answe
         with no_more_files(but=1):
             assert isinstance(peer.ask("take", {}, files).exception(20), OSError)
         assert len(list(Path("/proc/self/fd").iterdir())) == opened
-        assert peer._asked == {}
+        assert peer._pending == {}
         assert peer.ask("take", {}, files).result(20) == {"files": 2}
 
 

@@ -46,9 +46,9 @@ def test_both_are_shown_as_one_and_what_a_dead_process_counted_stays() -> None:
     asked.clear()
     gauges = Gauges()
     gauges.keep(told(theirs).body["metrics"])
-    counting.lost()
+    counting.process_died()
     assert value(UP) is None
-    counting.hear(Message({"metrics": gauges.left([("m", 1)])}))
+    counting.receive(Message({"metrics": gauges.left([("m", 1)])}))
     assert (value(UP), value(CHANGES)) == (0, 1)
     counting.forget("m", [1])
     assert value(CHANGES) == 0

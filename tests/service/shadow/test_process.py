@@ -36,7 +36,9 @@ def counting(served: list[tuple[str, int]]) -> CountingBoth:
 
 @pytest.fixture
 def shadow(tmp_path: Path, counting: CountingBoth) -> Iterator[ShadowProcess]:
-    process = ShadowProcess(ServerConfig(repository=tmp_path), counting.hear, counting.lost, forgotten=counting.forget)
+    process = ShadowProcess(
+        ServerConfig(repository=tmp_path), counting.receive, counting.process_died, forgotten=counting.forget
+    )
     yield process
     process.close()
 
@@ -126,7 +128,7 @@ def test_from_the_first_sample_on_a_reference_that_is_not_there_is_told_to_be_do
     give()
     assert [(each.labels, each.value) for each in counting.samples([UP])] == [({"model": "m", "version": "1"}, 0.0)]
     monkeypatch.setattr("subprocess.Popen", refuse)
-    shadow.tend()
+    shadow.maintain()
     assert shadow.peer is None
     assert [each.value for each in counting.samples([UP])] == [0.0]
 
@@ -152,7 +154,7 @@ def wanted() -> set[str]:
 def several(tmp_path: Path, counting: CountingBoth, wanted: set[str]) -> Iterator[ShadowProcess]:
     config = ServerConfig(repository=tmp_path)
     process = ShadowProcess(
-        config, counting.hear, counting.lost, shared=True, wanted=lambda model, version, wish: wish in wanted
+        config, counting.receive, counting.process_died, shared=True, wanted=lambda model, version, wish: wish in wanted
     )
     yield process
     process.close()
@@ -213,13 +215,13 @@ def test_what_the_process_tells_is_not_taken_back_by_what_is_told_in_its_place(t
     told = Message({"metrics": [family.as_json() for family in theirs.snapshot("bf16kit_drift_")]})
     telling = threading.Thread(target=lambda: process._hear(told))
 
-    def hear(message: Message) -> None:
+    def receive(message: Message) -> None:
         if telling.ident is None:
             telling.start()
             telling.join(0.1)  # it begins to talk just now, and waits
         heard.append(len(message.body["metrics"]))
 
-    process = ShadowProcess(ServerConfig(repository=tmp_path), hear, lambda: None)
+    process = ShadowProcess(ServerConfig(repository=tmp_path), receive, lambda: None)
     process.ask("samples", {"model": "m", "version": 1, "wish": "w", "nbytes": 1, "samples": [{}]}, [file])
     telling.join()
     process.ask("samples", {"model": "n", "version": 1, "wish": "v", "nbytes": 1, "samples": [{}]}, [file])

@@ -50,12 +50,12 @@ def test_what_a_dead_process_counted_stays_and_its_gauges_go() -> None:
     adding = whole()
     adding.update("a", [counter(3), gauge(3, "sum")])
     adding.update("b", [counter(5), gauge(5, "sum")])
-    adding.lost("a")
+    adding.process_died("a")
     assert (value_of(adding), value_of(adding, "g_sum")) == (8, 5)
     adding.update("a", [counter(1)])  # the one in its place begins anew
     assert value_of(adding) == 9
-    adding.lost("a")
-    adding.lost("b")
+    adding.process_died("a")
+    adding.process_died("b")
     assert value_of(adding) == 9, "with nobody left, too"
 
 
@@ -67,7 +67,7 @@ def test_no_counter_goes_back_whatever_happens_in_which_order() -> None:
     ]
     for process, value in happenings:
         if value is None:
-            adding.lost(process)
+            adding.process_died(process)
         else:
             adding.update(process, [counter(value)])
         now = value_of(adding)
@@ -93,7 +93,7 @@ def test_series_of_a_model_that_nobody_has_or_wants_are_gone() -> None:
     adding = Whole(list)
     adding.update("a", [counter(3), Family("p", "counter", "No model's.", "sum", [Series("p_total", {}, 2.0)])])
     adding.update("b", [counter(2)])
-    adding.lost("b")
+    adding.process_died("b")
     assert value_of(adding) == 5, "a has it still"
     adding.update("a", [])
     assert value_of(adding) is None

@@ -307,9 +307,9 @@ def test_an_rpc_that_is_not_served_is_unimplemented_and_says_why(served: Served,
 
 
 def test_an_rpc_nobody_heard_of_is_unimplemented(served: Served) -> None:
-    unheard: Any = served.channel.unary_unary("/inference.GRPCInferenceService/TraceSetting")
+    ignore_verdict: Any = served.channel.unary_unary("/inference.GRPCInferenceService/TraceSetting")
     with pytest.raises(grpc.RpcError) as refused:
-        unheard(b"", timeout=30)
+        ignore_verdict(b"", timeout=30)
     assert refused.value.code() is StatusCode.UNIMPLEMENTED
 
 

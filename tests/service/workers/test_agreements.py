@@ -16,7 +16,7 @@ from service.models.policy import Serving
 from service.peers.channel import Body
 from service.peers.peer import Message
 from service.workers import agreements
-from service.workers.agreements import Agreements, AskedAgreement
+from service.workers.agreements import AgreementProxy, Agreements
 
 PLAN = Plan(1, Path("m/1"), Serving(), "1-2-3")
 
@@ -36,11 +36,11 @@ class Asking:
 
 def test_the_first_choice_is_everyones() -> None:
     ask = Asking()
-    one, two = AskedAgreement(PLAN, ask), AskedAgreement(replace(PLAN), ask)
+    one, two = AgreementProxy(PLAN, ask), AgreementProxy(replace(PLAN), ask)
     assert (one.known(), two.known()) == ("", "")
     assert one.settle("cpu-bf16") == "cpu-bf16"
     assert two.settle("cpu") == "cpu-bf16"
-    assert AskedAgreement(PLAN, ask).known() == "cpu-bf16"
+    assert AgreementProxy(PLAN, ask).known() == "cpu-bf16"
 
 
 @pytest.mark.parametrize(
@@ -55,19 +55,19 @@ def test_the_first_choice_is_everyones() -> None:
 )
 def test_another_plan_is_chosen_for_anew(other: Plan) -> None:
     ask = Asking()
-    AskedAgreement(PLAN, ask).settle("cpu-bf16")
-    assert AskedAgreement(other, ask).known() == ""
+    AgreementProxy(PLAN, ask).settle("cpu-bf16")
+    assert AgreementProxy(other, ask).known() == ""
 
 
 def test_what_is_remembered_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agreements, "_MOST", 2)
     ask = Asking()
     for version in (1, 2, 3):
-        AskedAgreement(replace(PLAN, version=version), ask).settle("cpu")
-    assert [AskedAgreement(replace(PLAN, version=v), ask).known() for v in (1, 2, 3)] == ["", "cpu", "cpu"]
+        AgreementProxy(replace(PLAN, version=version), ask).settle("cpu")
+    assert [AgreementProxy(replace(PLAN, version=v), ask).known() for v in (1, 2, 3)] == ["", "cpu", "cpu"]
 
 
 def test_a_supervisor_that_does_not_answer_fails_the_load_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agreements, "_SECONDS", 0.01)
     with pytest.raises(Unavailable, match="supervisor"):
-        AskedAgreement(PLAN, lambda kind, body: Future()).known()
+        AgreementProxy(PLAN, lambda kind, body: Future()).known()

@@ -17,7 +17,7 @@ from service.models.plan import Plan, Wish
 from service.models.policy import Serving
 from service.peers.peer import ENDED
 from service.process.config import ServerConfig
-from service.workers.deciding import Workers
+from service.workers.deciding import WorkerProcesses
 from service.workers.fleet import Fleet
 
 PLAN = Plan(3, Path("/models/m/3"), Serving(), "stamp")
@@ -50,7 +50,7 @@ def fleet(tmp_path: Path) -> Iterator[AskedFleet]:
 
 def test_what_answers_is_what_all_are_to_serve_since_they_do(fleet: AskedFleet) -> None:
     now = 100.0
-    workers = Workers(fleet, lambda: now)
+    workers = WorkerProcesses(fleet, lambda: now)
     assert workers.answers("m", 3) is None
     fleet.change({"m": Wish("m", (PLAN,))})
     first = workers.answers("m", 3)
@@ -67,7 +67,7 @@ def test_what_answers_is_what_all_are_to_serve_since_they_do(fleet: AskedFleet) 
 def test_one_that_can_is_enough_and_one_that_cannot_is_named(
     fleet: AskedFleet, caplog: pytest.LogCaptureFixture
 ) -> None:
-    told = Workers(fleet).order(ORDER)
+    told = WorkerProcesses(fleet).order(ORDER)
     with caplog.at_level(logging.ERROR):
         fleet.asked["worker 2"].set_exception(ArtifactError("no residual"))
         assert not told.done(), "the other may need longer"
@@ -79,7 +79,7 @@ def test_one_that_can_is_enough_and_one_that_cannot_is_named(
 def test_one_that_has_not_loaded_it_yet_is_no_error_where_bf16_is_ordered(
     fleet: AskedFleet, caplog: pytest.LogCaptureFixture
 ) -> None:
-    told = Workers(fleet).order(BF16)
+    told = WorkerProcesses(fleet).order(BF16)
     with caplog.at_level(logging.ERROR):
         fleet.asked["worker 2"].set_exception(Unavailable("model 'm' version 3 is not loaded here"))
         fleet.asked["worker 1"].set_result({})
@@ -88,7 +88,7 @@ def test_one_that_has_not_loaded_it_yet_is_no_error_where_bf16_is_ordered(
 
 
 def test_where_none_can_it_says_what_they_met_and_not_that_one_has_died(fleet: AskedFleet) -> None:
-    told = Workers(fleet).order(ORDER)
+    told = WorkerProcesses(fleet).order(ORDER)
     fleet.asked["worker 1"].set_exception(Unavailable("it has ended", ENDED))
     fleet.asked["worker 2"].set_exception(ArtifactError("no residual"))
     with pytest.raises(ArtifactError, match="no residual"):
@@ -98,12 +98,12 @@ def test_where_none_can_it_says_what_they_met_and_not_that_one_has_died(fleet: A
 def test_where_no_worker_runs_the_order_fails_and_is_there_for_those_to_come(fleet: AskedFleet) -> None:
     fleet.asked = {}
     with pytest.raises(Unavailable, match="no worker"):
-        Workers(fleet).order(ORDER).result(0)
+        WorkerProcesses(fleet).order(ORDER).result(0)
     assert fleet.told == [("precision", "m/3")]
 
 
 def test_what_was_ordered_is_forgotten_with_what_it_was_for(fleet: AskedFleet) -> None:
-    workers = Workers(fleet)
+    workers = WorkerProcesses(fleet)
     workers.order(ORDER)
     fleet.remember("precision", "other/m/3", {})
     workers.changed("m", [3])
@@ -111,7 +111,7 @@ def test_what_was_ordered_is_forgotten_with_what_it_was_for(fleet: AskedFleet) -
 
 
 def test_a_version_that_was_not_changed_answers_on_as_it_was_ordered_to(fleet: AskedFleet) -> None:
-    workers = Workers(fleet, lambda: 100.0)
+    workers = WorkerProcesses(fleet, lambda: 100.0)
     fleet.change({"m": Wish("m", (PLAN, replace(PLAN, version=4)))})
     workers.order(ORDER)
     before = workers.answers("m", 3)

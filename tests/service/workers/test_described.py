@@ -7,7 +7,7 @@ import json
 from loopback import LoopbackModel
 
 from service.contract import QueueBounds, Scheduling, StatisticsSnapshot
-from service.workers.described import Described, SummedStatistics, describe
+from service.workers.described import ModelDescription, SummedStatistics, describe
 
 ALIKE = (
     *("name", "version", "inputs", "outputs", "batch_axis", "max_batch_size", "max_queue_delay_s", "instances"),
@@ -19,7 +19,7 @@ def test_everything_there_is_to_look_at_is_the_same_after_a_journey_as_json() ->
     model = LoopbackModel("m")
     model.scheduling = Scheduling(QueueBounds(7), 2, 1, {2: QueueBounds(3)}, (1, 4))
     told = json.loads(json.dumps(describe(model)))
-    there = Described("m", 1, told, SummedStatistics(lambda: StatisticsSnapshot(inference_count=5)))
+    there = ModelDescription("m", 1, told, SummedStatistics(lambda: StatisticsSnapshot(inference_count=5)))
     for name in ALIKE:
         assert getattr(there, name) == getattr(model, name), name
     assert there.statistics.snapshot().inference_count == 5

@@ -6,15 +6,15 @@ import pytest
 from loopback import LoopbackModel, LoopbackRegistry
 
 from service.contract import State
-from service.workers.registry import Sight, WholeRegistry
+from service.workers.registry import LatestView, MergedRegistry
 from service.workers.view import SlotState, View
 
 
-def whole(state: State, *, ready: bool = True, own: State = "ready") -> WholeRegistry:
+def whole(state: State, *, ready: bool = True, own: State = "ready") -> MergedRegistry:
     """One model, which is in ``state`` in all workers together and in ``own`` in this one."""
-    sight = Sight()
+    sight = LatestView()
     sight.change(View(ready, {("echo", 1): SlotState("echo", 1, state, "worker 2 is being started")}))
-    return WholeRegistry(LoopbackRegistry([LoopbackModel(state=own)]), sight)
+    return MergedRegistry(LoopbackRegistry([LoopbackModel(state=own)]), sight)
 
 
 def test_what_is_ready_here_and_everywhere_is_ready() -> None:
@@ -43,13 +43,13 @@ def test_what_is_not_ready_here_is_not_ready_whatever_the_last_news_of_all_was()
 
 
 def test_what_the_supervisor_has_not_told_of_yet_is_not_ready() -> None:
-    registry = WholeRegistry(LoopbackRegistry([LoopbackModel()]), Sight())
+    registry = MergedRegistry(LoopbackRegistry([LoopbackModel()]), LatestView())
     assert not registry.is_ready("echo", "")
 
 
 def test_whoever_watches_hears_of_both() -> None:
-    own, sight, heard = LoopbackRegistry([LoopbackModel()]), Sight(), list[str]()
-    WholeRegistry(own, sight).subscribe(lambda: heard.append("news"))
+    own, sight, heard = LoopbackRegistry([LoopbackModel()]), LatestView(), list[str]()
+    MergedRegistry(own, sight).subscribe(lambda: heard.append("news"))
     sight.change(View())
     own.change(own.models()[0], "unavailable")
     assert heard == ["news", "news"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from service.contract import BatchStatistics, Duration, StatisticsSnapshot
-from service.workers.statistics import WholeStatistics, as_json, from_json
+from service.workers.statistics import MergedStatistics, as_json, from_json
 
 
 def did(requests: int, *sizes: int) -> StatisticsSnapshot:
@@ -27,7 +27,7 @@ def test_they_are_the_same_after_a_journey_as_json() -> None:
 
 
 def test_counts_are_added_batch_size_by_batch_size_and_weights_are_shared() -> None:
-    whole = WholeStatistics()
+    whole = MergedStatistics()
     whole.update("a", {("m", 1): did(3, 1, 4)})
     whole.update("b", {("m", 1): did(5, 2, 4)})
     seen = whole.of("m", 1)
@@ -37,10 +37,10 @@ def test_counts_are_added_batch_size_by_batch_size_and_weights_are_shared() -> N
 
 
 def test_what_a_dead_worker_did_stays_done_until_the_model_is_loaded_anew() -> None:
-    whole = WholeStatistics()
+    whole = MergedStatistics()
     whole.update("a", {("m", 1): did(3, 1)})
     whole.update("b", {("m", 1): did(5, 1)})
-    whole.lost("a")
+    whole.process_died("a")
     whole.update("a", {("m", 1): did(1, 1)})
     assert whole.of("m", 1).success.count == 9
     whole.forget("m", [1])
