@@ -1,4 +1,4 @@
-"""Certificates for whatever speaks TLS."""
+"""Certificates for the tests that use TLS."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 @pytest.fixture(scope="module")
 def pair(authority: Authority) -> Pair:
-    """For ``localhost`` and 127.0.0.1."""
+    """Return a certificate and its key for ``localhost`` and 127.0.0.1."""
     return authority.sign("server")

@@ -13,8 +13,8 @@ from service.process.config import ServerConfig
 from service.process.stop import Stop
 
 
-def test_the_owner_of_the_fallback_is_tended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or nobody tells what takes a model's place that bf16 is to answer, unless it is sampled."""
+def test_the_owner_of_the_fallback_is_called_at_intervals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a version that replaces one served in fp32 would not return to bf16 until it is sampled."""
     tended = threading.Event()
     monkeypatch.setattr(FallbackOwner, "maintain", lambda self: tended.set())
     stop, config = Stop(), ServerConfig(repository=tmp_path, grpc_port=0, http_port=0, drain_seconds=1)

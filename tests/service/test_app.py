@@ -1,4 +1,4 @@
-"""What the configuration says is what the servers are built with."""
+"""The servers are built with the values of the configuration."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ def other_than(default: Any, name: str) -> Any:
     return WORDS[name] if isinstance(default, str) else default + 1
 
 
-def test_every_option_of_the_transport_is_what_its_key_says(tmp_path: Path) -> None:
+def test_every_option_of_the_transport_has_the_value_of_its_key(tmp_path: Path) -> None:
     defaults = {name: value for name, value in asdict(TransportOptions()).items() if name not in NOT_CONFIGURED}
     others = {name: other_than(value, name) for name, value in defaults.items()}
     config = ServerConfig(repository=tmp_path, **{RENAMED.get(name, name): value for name, value in others.items()})
     assert transport_options(config) == TransportOptions(**others)
 
 
-def test_the_defaults_of_the_keys_are_those_of_what_they_configure(tmp_path: Path) -> None:
+def test_the_keys_have_the_defaults_of_the_options_they_set(tmp_path: Path) -> None:
     config = ServerConfig(repository=tmp_path)
     assert transport_options(config) == TransportOptions()
     assert http_limits(config) == Limits()
 
 
-def test_every_limit_of_the_http_port_is_what_its_key_says(tmp_path: Path) -> None:
+def test_every_limit_of_the_http_port_has_the_value_of_its_key(tmp_path: Path) -> None:
     config = ServerConfig(
         repository=tmp_path,
         http_max_connections=9,
@@ -56,7 +56,7 @@ def test_every_limit_of_the_http_port_is_what_its_key_says(tmp_path: Path) -> No
     )
 
 
-def test_what_needs_no_token_is_what_the_operator_says(tmp_path: Path) -> None:
+def test_only_the_services_in_token_free_need_no_token(tmp_path: Path) -> None:
     (tmp_path / "tokens").write_text("application-0123456 infer\n")
     (tmp_path / "tokens").chmod(0o600)
     (tmp_path / "server.yaml").write_text(f"token_free: [reflection]\ntoken_file: {tmp_path / 'tokens'}\n")

@@ -20,14 +20,14 @@ def test_help_names_every_flag() -> None:
     assert [flag for flag in FLAGS if flag not in output] == []
 
 
-def test_help_answers_in_half_a_second_because_nothing_heavy_is_imported() -> None:
+def test_help_is_quick_because_it_imports_no_heavy_package() -> None:
     code = "import sys; from service.cli import main; main(['--help'], standalone_mode=False); print(*sys.modules)"
     begun = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     seconds = time.monotonic() - begun
     heavy = {"grpc", "numpy", "onnxruntime", "pydantic", "prometheus_client", "torch"}
     assert heavy & set(done.stdout.split()) == set()
-    assert seconds < 5  # the bound is 0.5 s, on a machine that runs nothing else: what is imported decides it
+    assert seconds < 5  # the limit is 0.5 s on an idle machine; it depends on the imports, which are checked above
 
 
 @pytest.mark.parametrize(
@@ -49,8 +49,8 @@ def test_wrong_usage_is_one_line_and_exit_code_2(arguments: list[str], message: 
     assert "Traceback" not in done.stderr
 
 
-def test_a_misspelt_variable_is_a_warning_of_the_servers_log(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:  # which ends it at once
+def test_a_misspelt_variable_is_a_warning_in_the_servers_log(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:  # the port is taken, so the server ends at once
         port = str(taken.getsockname()[1])
         done = subprocess.run(
             [sys.executable, "-m", "service", "--repository", str(tmp_path), "--http-port", "0", "--grpc-port", port],
@@ -67,7 +67,7 @@ def test_a_misspelt_variable_is_a_warning_of_the_servers_log(tmp_path: Path) -> 
     )
 
 
-def test_a_kernel_path_that_is_none_ends_it_at_the_start(tmp_path: Path) -> None:
+def test_an_unknown_kernel_path_ends_the_server_at_start(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "service", "--repository", str(tmp_path)],
         capture_output=True,

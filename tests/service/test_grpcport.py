@@ -1,4 +1,4 @@
-"""Tracing as the configuration asks for it: not at all, with what it needs, or with the reason why not."""
+"""Tracing as configured: off, on, or an error that says what is missing."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_without_the_extra_the_error_names_it(tmp_path: Path, monkeypatch: pytes
         open_tracing(configured(tmp_path, "otlp"), REGISTRY, count)
 
 
-def test_opentelemetrys_own_switch_is_obeyed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_opentelemetrys_own_switch_turns_tracing_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
     settings, tracer = open_tracing(configured(tmp_path, "otlp"), REGISTRY, count)
     assert (settings.on, tracer) == (False, None)

@@ -1,6 +1,6 @@
-"""What every registry promises (``service.contract.Registry``): the production one, and the one of the tests.
+"""The contract of every registry (``service.contract.Registry``): the production one and the one of the tests.
 
-A test of the transport that passes on a registry of another mind proves nothing.
+A transport test proves nothing if its registry behaves differently from the production one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ States = Mapping[tuple[str, int], State]
 
 @dataclass
 class World:
-    """A registry whose slots are in the states asked for, how it is drained, and how its first slot stops answering."""
+    """A registry with slots in the requested states. ``drain`` drains it; ``stop`` makes its first slot not ready."""
 
     registry: Registry
     drain: Callable[[], None]
@@ -96,7 +96,7 @@ def refused(call: Callable[[str, str], object], name: str, version: str) -> type
     return error.type
 
 
-def test_a_ready_model_is_found_acquired_and_answers(make: Make) -> None:
+def test_a_ready_model_can_be_found_acquired_and_run(make: Make) -> None:
     registry = make({("m", 1): "ready"}).registry
     width = registry.get("m", "").inputs[0].shape[1]
     assert isinstance(width, int)
@@ -114,8 +114,10 @@ def test_a_ready_model_is_found_acquired_and_answers(make: Make) -> None:
 
 
 @pytest.mark.parametrize(("state", "error"), [("loading", Unavailable), ("unavailable", NotFound)])
-def test_a_model_that_is_not_ready_is_refused_by_its_state(make: Make, state: State, error: type[RequestError]) -> None:
-    """Unavailable asks the client to try again, and NotFound not to."""
+def test_the_error_for_a_model_that_is_not_ready_depends_on_its_state(
+    make: Make, state: State, error: type[RequestError]
+) -> None:
+    """Unavailable means that the client should try again; NotFound means that it should not."""
     registry = make({("m", 1): state, ("good", 1): "ready"}).registry
     for version in ("", "1"):
         assert refused(registry.get, "m", version) is error
@@ -130,7 +132,7 @@ def test_a_model_that_is_not_ready_is_refused_by_its_state(make: Make, state: St
 
 
 @pytest.mark.long
-def test_the_newest_ready_version_answers_and_only_ready_ones_are_told(make: Make) -> None:
+def test_the_newest_ready_version_serves_and_only_ready_versions_are_listed(make: Make) -> None:
     registry = make({("m", 2): "ready", ("m", 10): "ready", ("m", 11): "unavailable"}).registry
     assert registry.get("m", "").version == 10
     assert registry.find("m", "").version == 10
@@ -139,7 +141,7 @@ def test_the_newest_ready_version_answers_and_only_ready_ones_are_told(make: Mak
     assert [slot.version for slot in registry.models()] == [2, 10, 11]
 
 
-def test_slots_are_told_by_name_and_then_by_version(make: Make) -> None:
+def test_slots_are_sorted_by_name_and_then_by_version(make: Make) -> None:
     registry = make({("b", 1): "ready", ("a", 10): "ready", ("a", 9): "ready"}).registry
     assert [(slot.name, slot.version) for slot in registry.models()] == [("a", 9), ("a", 10), ("b", 1)]
 
@@ -162,13 +164,13 @@ def test_a_version_that_is_not_served_is_not_found(make: Make, version: str) -> 
 
 
 @pytest.mark.parametrize("version", ["x", "-1", "1.0", " 1", "²"])
-def test_a_version_that_is_no_number_is_an_invalid_request(make: Make, version: str) -> None:
+def test_a_version_that_is_not_a_number_is_an_invalid_request(make: Make, version: str) -> None:
     registry = make({("m", 1): "ready"}).registry
     for call in (registry.get, registry.find, registry.acquire, registry.is_ready):
         assert refused(call, "m", version) is InvalidRequest
 
 
-def test_a_draining_registry_refuses_and_still_shows_its_models(make: Make) -> None:
+def test_a_draining_registry_rejects_requests_and_still_shows_its_models(make: Make) -> None:
     world = make({("m", 1): "ready"})
     told: list[bool] = []
     world.registry.subscribe(lambda: told.append(world.registry.ready))
@@ -188,7 +190,7 @@ def test_an_empty_registry_is_live_and_not_ready(make: Make) -> None:
     assert list(registry.models()) == []
 
 
-def test_a_change_is_told_after_it_can_be_seen(make: Make) -> None:
+def test_subscribers_are_notified_after_a_change_is_visible(make: Make) -> None:
     world = make({("m", 1): "ready"})
     told: list[bool] = []
     world.registry.subscribe(lambda: told.append(world.registry.is_ready("m", "")))

@@ -1,4 +1,4 @@
-"""Shared memory as the configuration says: off unless it is asked for, under a prefix, and only where it is safe."""
+"""Shared memory as configured: off by default, limited to a name prefix, and only on systems where it is safe."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from service.regions import files
 from service.sharedmemory import open_regions
 
 
-def test_it_is_off_unless_it_is_asked_for(tmp_path: Path) -> None:
+def test_shared_memory_is_off_by_default(tmp_path: Path) -> None:
     assert open_regions(load_config({"repository": tmp_path})) is None
 
 
-def test_it_has_a_prefix_and_an_empty_one_is_asked_for_in_writing_and_warned_of(
+def test_an_empty_prefix_must_be_set_in_the_file_and_is_logged_as_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("BF16KIT_SHARED_MEMORY_PREFIX", "")  # a variable that was not set
+    monkeypatch.setenv("BF16KIT_SHARED_MEMORY_PREFIX", "")  # an empty variable counts as not set
     caplog.set_level(logging.INFO)
     table = open_regions(load_config({"repository": tmp_path, "shared_memory": True}))
     assert table is not None
@@ -36,14 +36,14 @@ def test_it_has_a_prefix_and_an_empty_one_is_asked_for_in_writing_and_warned_of(
 
 
 @pytest.mark.parametrize("prefix", ["/bf16kit", "a/b", "..\\0/"])
-def test_a_prefix_is_the_beginning_of_a_plain_name(tmp_path: Path, prefix: str) -> None:
+def test_a_prefix_that_no_plain_file_name_can_begin_with_is_rejected(tmp_path: Path, prefix: str) -> None:
     with pytest.raises(ConfigError, match="'shared_memory_prefix' is"):
         load_config({"repository": tmp_path, "shared_memory_prefix": prefix})
 
 
-def test_a_system_that_forbids_to_copy_safely_is_told_before_clients_come(
+def test_a_system_that_forbids_safe_copies_is_an_error_at_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "_process_vm_writev", lambda *_: -1)  # as seccomp answers
+    monkeypatch.setattr(files, "_process_vm_writev", lambda *_: -1)  # as if seccomp forbids the call
     with pytest.raises(ConfigError, match="needs the system call process_vm_writev, which is not allowed here"):
         open_regions(load_config({"repository": tmp_path, "shared_memory": True}))

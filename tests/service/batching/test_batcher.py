@@ -25,11 +25,11 @@ from service.batching.queue import LevelPolicy
 from service.contract import Array
 from service.request import Cancellation, Reply, Request, Timings
 
-SIZE = 100  # bytes of the message that a request came in
+SIZE = 100  # bytes of each request's message
 
 
 class Heard:
-    """What the batcher told its observer."""
+    """An observer that records what the batcher reports."""
 
     def __init__(self) -> None:
         self.rejections: Counter[str] = Counter()
@@ -47,7 +47,7 @@ class Heard:
 
 
 class Doubler:
-    """A runtime, y = 2x, that can be held while it runs, refuses negative numbers, and remembers its batches."""
+    """A runtime, y = 2x, that records its batches. A test can hold its runs; a negative number makes a run fail."""
 
     def __init__(self) -> None:
         self.gate = threading.Event()
@@ -57,7 +57,7 @@ class Doubler:
         self.threads: set[str] = set()
         self.refusal = RuntimeFailure("negative")
         self.precision = "bf16"
-        self.meanwhile: Callable[[], object] = lambda: None  # while any batch but the first runs
+        self.meanwhile: Callable[[], object] = lambda: None  # called during every run except the first
 
     def __call__(self, feeds: Mapping[str, Array], outputs: Sequence[str] | None) -> tuple[dict[str, Array], str]:
         self.running += 1
@@ -73,7 +73,7 @@ class Doubler:
 
 
 class Bench:
-    """A batcher, its runtime, its observer, and callers on threads."""
+    """A batcher with its runtime, its observer, and threads that call it."""
 
     def __init__(self, policy: BatchPolicy) -> None:
         self.run, self.heard = Doubler(), Heard()
@@ -89,21 +89,21 @@ class Bench:
         return self.callers.submit(self.batcher.submit, request)
 
     def hold(self) -> Future[Reply]:
-        """One request at work, held; whatever comes now has to queue."""
+        """Start a request whose run is held, so that later requests have to queue. Return its future."""
         self.run.gate.clear()
         held = self.call(0.0)
         until(lambda: self.run.running)
         return held
 
     def queue(self, *values: float, **more: object) -> Future[Reply]:
-        """A call that is known to wait in the queue when this returns."""
+        """Submit a request. Return its future once the request waits in the queue or is done."""
         depth = self.heard.depth
         future = self.call(*values, **more)  # type: ignore[arg-type]  # as above
         until(lambda: self.heard.depth > depth or future.done())
         return future
 
     def timings(self) -> Timings:
-        """Of the request that came last."""
+        """Return the timings of the newest request."""
         found = self.requests[-1].timings
         assert found is not None
         return found
@@ -135,19 +135,19 @@ def values(future: Future[Reply]) -> list[float]:
     return [float(v) for v in future.result(20).outputs["y"].reshape(-1)]
 
 
-def test_a_request_is_answered(make: Make) -> None:
+def test_a_request_gets_its_response(make: Make) -> None:
     assert values(make().call(1.0, 2.0)) == [2.0, 4.0]
 
 
 @pytest.mark.parametrize("inline", [False, True])
-def test_an_answer_says_which_precision_made_it_batch_by_batch(make: Make, inline: bool) -> None:
+def test_each_response_names_the_precision_that_computed_it(make: Make, inline: bool) -> None:
     bench = make(inline=inline)
     assert bench.call(1.0).result(20).precision == "bf16"
     bench.run.precision = "fp32"
     assert bench.call(1.0).result(20).precision == "fp32"
 
 
-def test_closing_leaves_a_batch_that_outlasts_the_deadline(make: Make) -> None:
+def test_close_returns_false_if_a_batch_still_runs_at_the_deadline(make: Make) -> None:
     bench = make()
     held = bench.hold()
     assert not bench.batcher.close(time.monotonic())
@@ -156,7 +156,7 @@ def test_closing_leaves_a_batch_that_outlasts_the_deadline(make: Make) -> None:
     assert bench.batcher.close()
 
 
-def test_what_waits_while_the_model_runs_becomes_one_batch(make: Make) -> None:
+def test_requests_that_wait_while_the_model_runs_become_one_batch(make: Make) -> None:
     bench = make()
     held = bench.hold()
     waiting = [bench.queue(float(i)) for i in range(1, 6)]
@@ -177,12 +177,12 @@ def test_a_batch_never_has_more_than_max_rows(make: Make) -> None:
     assert bench.run.batches[1:] == [[1.0, 1.0, 1.0, 9.0], [2.0] * 3, [3.0] * 3]
 
 
-def test_a_request_larger_than_a_batch_is_refused_with_the_limit(make: Make) -> None:
+def test_a_request_larger_than_a_batch_is_rejected_with_the_limit(make: Make) -> None:
     with pytest.raises(InvalidRequest, match="has 9 rows; max_batch_size is 8"):
         make().call(*range(9)).result(20)
 
 
-def test_other_shapes_wait_for_their_own_batch_and_are_not_starved(make: Make) -> None:
+def test_a_request_of_another_shape_runs_in_its_own_batch_and_is_not_starved(make: Make) -> None:
     bench = make(max_rows=2)
     bench.hold()
     wide = Request({"x": np.full((1, 2), 7, np.float32)}, rows=1)
@@ -206,7 +206,7 @@ def test_without_a_batch_axis_every_request_runs_alone(make: Make) -> None:
     assert bench.run.batches == [[0.0], [1.0], [2.0]]
 
 
-def test_a_full_queue_refuses_at_once_and_counts(make: Make) -> None:
+def test_a_full_queue_rejects_at_once_and_counts_the_rejection(make: Make) -> None:
     bench = make(levels=(LevelPolicy(2),))
     bench.hold()
     bench.queue(1.0), bench.queue(2.0)
@@ -215,7 +215,7 @@ def test_a_full_queue_refuses_at_once_and_counts(make: Make) -> None:
     assert bench.heard.rejections == {"queue_full": 1}
 
 
-def test_the_cancelled_make_room_in_a_full_queue(make: Make) -> None:
+def test_a_cancelled_request_makes_room_in_a_full_queue(make: Make) -> None:
     bench = make(levels=(LevelPolicy(1),))
     bench.hold()
     gone = Cancellation()
@@ -228,7 +228,7 @@ def test_the_cancelled_make_room_in_a_full_queue(make: Make) -> None:
     assert values(stays) == [4.0]
 
 
-def test_a_caller_who_left_is_dropped_before_running_and_counted(make: Make) -> None:
+def test_a_cancelled_request_never_runs_and_is_counted(make: Make) -> None:
     bench = make()
     bench.hold()
     gone = Cancellation()
@@ -242,7 +242,7 @@ def test_a_caller_who_left_is_dropped_before_running_and_counted(make: Make) -> 
     assert bench.heard.rejections == {"cancelled": 1}
 
 
-def test_a_deadline_that_passed_before_the_queue_is_never_run(make: Make) -> None:
+def test_a_request_whose_deadline_has_passed_on_arrival_never_runs(make: Make) -> None:
     bench = make()
     with pytest.raises(DeadlineExceeded):
         bench.call(1.0, deadline=time.monotonic() - 1).result(20)
@@ -250,8 +250,8 @@ def test_a_deadline_that_passed_before_the_queue_is_never_run(make: Make) -> Non
     assert bench.heard.rejections == {"deadline": 1}
 
 
-def test_a_deadline_that_passes_in_the_queue_answers_then_and_there(make: Make) -> None:
-    """The runtime is still held when the caller has its answer."""
+def test_a_request_fails_as_soon_as_its_deadline_passes_in_the_queue(make: Make) -> None:
+    """The caller gets the error while the runtime is still held."""
     bench = make()
     bench.hold()
     with pytest.raises(DeadlineExceeded):
@@ -263,8 +263,8 @@ def test_a_deadline_that_passes_in_the_queue_answers_then_and_there(make: Make) 
     assert bench.heard.depth == 0
 
 
-def test_a_deadline_that_passes_while_running_still_gets_the_answer(make: Make) -> None:
-    """Whoever waits decides what to do with it; the work is done by then."""
+def test_a_request_whose_deadline_passes_during_the_run_still_gets_its_response(make: Make) -> None:
+    """The work is done by then; the caller decides what to do with the response."""
     bench = make()
     bench.run.gate.clear()
     deadline = time.monotonic() + 0.05
@@ -275,7 +275,7 @@ def test_a_deadline_that_passes_while_running_still_gets_the_answer(make: Make) 
     assert values(slow) == [2.0]
 
 
-def test_one_callers_bad_input_fails_nobody_else(make: Make) -> None:
+def test_a_bad_input_fails_only_its_own_request(make: Make) -> None:
     bench = make()
     bench.hold()
     good, bad, also = bench.queue(1.0), bench.queue(-1.0), bench.queue(3.0)
@@ -285,8 +285,8 @@ def test_one_callers_bad_input_fails_nobody_else(make: Make) -> None:
         bad.result(20)
 
 
-def test_a_batch_with_one_bad_input_is_halved_and_the_good_half_answered_first(make: Make) -> None:
-    """Sixteen requests, one of them bad: eight more runs, not sixteen."""
+def test_a_batch_with_one_bad_input_is_halved_until_the_bad_one_is_alone(make: Make) -> None:
+    """One bad request among sixteen costs eight more runs, not sixteen."""
     bench = make(max_rows=16)
     bench.hold()
     waiting = [bench.queue(float(i) if i != 12 else -1.0) for i in range(16)]
@@ -299,7 +299,7 @@ def test_a_batch_with_one_bad_input_is_halved_and_the_good_half_answered_first(m
     assert [len(batch) for batch in bench.run.batches[1:]] == [16, 8, 8, 4, 4, 2, 1, 1, 2]
 
 
-def test_a_deadline_that_passes_between_the_reruns_of_a_batch_is_not_run_again(make: Make) -> None:
+def test_a_request_is_not_rerun_if_its_deadline_passes_between_the_reruns_of_its_batch(make: Make) -> None:
     bench = make()
     bench.hold()
     deadline = time.monotonic() + 0.2
@@ -315,7 +315,7 @@ def test_a_deadline_that_passes_between_the_reruns_of_a_batch_is_not_run_again(m
     assert bench.heard.rejections == {"deadline": 1}
 
 
-def test_inputs_that_the_runtime_refuses_are_the_clients_error(make: Make) -> None:
+def test_inputs_that_the_runtime_rejects_are_the_clients_error(make: Make) -> None:
     for inline in (False, True):
         bench = make(inline=inline)
         bench.run.refusal = InputRefused("Gather node /emb failed: out of bounds", "idx=9 is out of bounds")
@@ -323,8 +323,8 @@ def test_inputs_that_the_runtime_refuses_are_the_clients_error(make: Make) -> No
             bench.call(-1.0).result(20)
 
 
-def test_a_client_that_leaves_is_answered_at_once_and_its_place_is_free(make: Make) -> None:
-    """The runtime is held all the while: nothing else could take the request out of the queue."""
+def test_a_cancelled_request_fails_at_once_and_frees_its_place_in_the_queue(make: Make) -> None:
+    """The runtime is held all the time, so only the cancellation can remove the request from the queue."""
     bench = make(levels=(LevelPolicy(1),))
     bench.hold()
     gone = Cancellation()
@@ -346,14 +346,14 @@ def test_an_urgent_request_overtakes(make: Make) -> None:
     assert bench.run.batches == [[0.0], [2.0], [1.0]]
 
 
-def test_a_priority_that_does_not_exist_is_refused_and_one_that_is_not_used_ignored(make: Make) -> None:
+def test_an_unknown_priority_is_rejected_but_ignored_where_there_is_only_one_level(make: Make) -> None:
     with pytest.raises(InvalidRequest, match=r"priority is 3, expected 0 .* to 2"):
         make(levels=(LevelPolicy(), LevelPolicy())).call(1.0, priority=3).result(20)
     assert values(make().call(1.0, priority=3)) == [2.0]
 
 
-def test_a_queue_that_would_take_too_long_refuses(make: Make) -> None:
-    """After one run of 50 ms a second batch would wait as long: over a bound of 20 ms."""
+def test_a_request_is_rejected_if_its_expected_wait_is_too_long(make: Make) -> None:
+    """After a run of 50 ms, a second waiting batch is expected to wait 50 ms, more than the limit of 20 ms."""
     bench = make(max_rows=1, levels=(LevelPolicy(100, 0.02),))
     held = bench.hold()
     begun = time.monotonic()
@@ -367,7 +367,7 @@ def test_a_queue_that_would_take_too_long_refuses(make: Make) -> None:
     assert bench.heard.rejections == {"queue_wait": 1}
 
 
-def test_the_executor_outlives_a_failure(make: Make) -> None:
+def test_the_executor_survives_a_failed_run(make: Make) -> None:
     bench = make()
     with pytest.raises(RuntimeFailure):
         bench.call(-1.0).result(20)
@@ -375,19 +375,19 @@ def test_the_executor_outlives_a_failure(make: Make) -> None:
 
 
 def test_a_delay_gathers_a_fuller_batch(make: Make) -> None:
-    """With a minute's patience, two requests can only run together because the batch is full."""
+    """The delay is a minute, so the two requests run within this test only because they fill the batch."""
     bench = make(max_delay_s=60.0, max_rows=2)
     first, second = bench.call(1.0), bench.call(2.0)
     assert (values(first), values(second)) == ([2.0], [4.0])
     assert bench.heard.executions == [(2, 2)]
 
 
-def test_a_delay_ends(make: Make) -> None:
+def test_a_batch_that_is_not_full_runs_when_the_delay_ends(make: Make) -> None:
     bench = make(max_delay_s=0.02)
     assert values(bench.call(1.0)) == [2.0]
 
 
-def test_a_deadline_within_the_delay_runs_at_once(make: Make) -> None:
+def test_a_request_whose_deadline_is_within_the_delay_runs_at_once(make: Make) -> None:
     bench = make(max_delay_s=60.0)
     assert values(bench.call(1.0, deadline=time.monotonic() + 30)) == [2.0]
 
@@ -398,7 +398,7 @@ def test_inline_runs_a_lone_request_on_the_callers_thread(make: Make) -> None:
     assert not any("executor" in name for name in bench.run.threads)
 
 
-def test_inline_still_batches_what_comes_while_it_runs(make: Make) -> None:
+def test_inline_still_batches_requests_that_arrive_during_a_run(make: Make) -> None:
     bench = make(inline=True)
     held = bench.hold()
     waiting = [bench.queue(1.0), bench.queue(2.0)]
@@ -415,7 +415,7 @@ def test_inline_failures_reach_the_caller_and_free_the_runtime(make: Make) -> No
 
 
 def quick(bench: Bench) -> Bench:
-    """One that has been seen to be: whatever this machine's first runs took."""
+    """Return ``bench`` once the batcher rates its model as quick; the first runs on a machine may be slow."""
     for _ in range(200):
         values(bench.call(1.0))
         if (claim := bench.batcher.claim(SIZE)) is not None:
@@ -431,13 +431,13 @@ def test_a_quick_model_that_is_idle_can_be_claimed_once_per_instance(make: Make)
     assert second is not None
     assert batcher.claim(SIZE) is None
     first.give_back()
-    first.give_back()  # a second time is nothing
+    first.give_back()  # the second call has no effect
     assert batcher.claim(SIZE) is not None
     assert batcher.claim(SIZE) is None
 
 
-def test_nothing_can_be_claimed_of_what_is_unknown_slow_at_work_or_closed(make: Make) -> None:
-    assert make(inline=True).batcher.claim(SIZE) is None  # unknown: nothing has run
+def test_an_unmeasured_slow_busy_closed_or_not_inline_model_cannot_be_claimed(make: Make) -> None:
+    assert make(inline=True).batcher.claim(SIZE) is None  # its speed is unknown: nothing has run
     slow = make(inline=True)
     slow.run.meanwhile = lambda: spend(2e-3)
     for _ in range(20):
@@ -456,12 +456,10 @@ def test_nothing_can_be_claimed_of_what_is_unknown_slow_at_work_or_closed(make: 
     assert executors.batcher.claim(SIZE) is None
 
 
-def test_what_is_quick_with_small_requests_cannot_be_claimed_for_a_large_one_until_that_was_quick_too(
-    make: Make,
-) -> None:
+def test_a_claim_for_a_large_request_needs_quick_runs_of_large_requests(make: Make) -> None:
     bench = quick(make(inline=True))
     assert bench.batcher.claim(20 * SIZE) is None
-    for _ in range(20):  # slow, which says nothing of the small ones
+    for _ in range(20):  # slow runs of large requests, which do not count for small ones
         bench.run.meanwhile = lambda: spend(2e-3)
         values(bench.call(1.0, nbytes=20 * SIZE))
         bench.run.meanwhile = lambda: None
@@ -475,25 +473,25 @@ def test_what_is_quick_with_small_requests_cannot_be_claimed_for_a_large_one_unt
 
 
 def spend(seconds: float) -> None:
-    """This thread's own time: what it waits for does not count."""
+    """Use ``seconds`` of this thread's CPU time; time spent waiting does not count."""
     begun = time.thread_time()
     while time.thread_time() < begun + seconds:
         pass
 
 
-def test_a_claim_lets_its_request_run_and_is_then_over(make: Make) -> None:
+def test_a_claim_lets_its_request_run_and_is_then_used_up(make: Make) -> None:
     bench = quick(make(inline=True))
     claim = bench.batcher.claim(SIZE)
-    waiting = bench.queue(1.0)  # the runtime is not idle: it is claimed
+    waiting = bench.queue(1.0)  # it waits because the runtime is claimed
     assert values(bench.call(3.0, claim=claim)) == [6.0]
-    assert values(waiting) == [2.0]  # it was told that the runtime is idle again
+    assert values(waiting) == [2.0]  # it was woken when the claimed run ended
     assert claim is not None
-    claim.give_back()  # nothing: the request has used it
-    until(lambda: bench.batcher.claim(SIZE))  # once the thread that answered the other has said that it is done
+    claim.give_back()  # no effect: the request has used the claim
+    until(lambda: bench.batcher.claim(SIZE))  # as soon as the thread of the other request has released the runtime
     assert bench.batcher.claim(SIZE) is None
 
 
-def test_a_claim_that_is_given_back_wakes_who_waits(make: Make) -> None:
+def test_giving_back_a_claim_wakes_a_waiting_request(make: Make) -> None:
     bench = quick(make(inline=True))
     claim = bench.batcher.claim(SIZE)
     waiting = bench.queue(1.0)
@@ -502,8 +500,8 @@ def test_a_claim_that_is_given_back_wakes_who_waits(make: Make) -> None:
     assert values(waiting) == [2.0]
 
 
-def test_a_claim_of_another_generation_is_worth_nothing(make: Make) -> None:
-    """The model was replaced between the claim and its request."""
+def test_a_claim_on_another_generation_has_no_effect(make: Make) -> None:
+    """The model is replaced between the claim and its request."""
     old, new = quick(make(inline=True)), make(inline=True)
     claim = old.batcher.claim(SIZE)
     held = new.hold()
@@ -532,7 +530,7 @@ def test_two_instances_run_two_batches_at_once(make: Make) -> None:
     assert (values(first), values(second)) == ([0.0], [4.0])
 
 
-def test_closing_refuses_what_waits_and_finishes_what_runs(make: Make) -> None:
+def test_close_rejects_waiting_requests_and_finishes_running_ones(make: Make) -> None:
     bench = make()
     held = bench.hold()
     waiting = bench.queue(1.0)
@@ -551,8 +549,8 @@ def test_closing_refuses_what_waits_and_finishes_what_runs(make: Make) -> None:
 
 
 @pytest.mark.parametrize("value", [1.0, -1.0], ids=["answered", "failed"])
-def test_the_time_in_the_queue_and_in_the_runtime_is_stamped_on_the_request(make: Make, value: float) -> None:
-    """On one that failed, too: else waiting would be that of survivors only."""
+def test_a_requests_timings_hold_its_time_in_the_queue_and_in_the_runtime(make: Make, value: float) -> None:
+    """Failed requests have timings too; otherwise the mean wait would cover successful requests only."""
     bench = make()
     bench.hold()
     waiting = bench.queue(value)
@@ -565,7 +563,7 @@ def test_the_time_in_the_queue_and_in_the_runtime_is_stamped_on_the_request(make
 
 
 @pytest.mark.parametrize("value", [1.0, -1.0], ids=["answered", "failed"])
-def test_a_request_that_runs_inline_has_waited_for_nothing(make: Make, value: float) -> None:
+def test_a_request_that_runs_inline_has_no_queue_time(make: Make, value: float) -> None:
     bench = make(inline=True)
     bench.call(value).exception(20)
     assert bench.timings().queue == 0
@@ -573,7 +571,7 @@ def test_a_request_that_runs_inline_has_waited_for_nothing(make: Make, value: fl
 
 
 @pytest.mark.parametrize("leaves", [True, False])
-def test_what_a_request_waited_that_left_the_queue_is_stamped_on_it(make: Make, leaves: bool) -> None:
+def test_a_request_that_leaves_the_queue_keeps_its_queue_time(make: Make, leaves: bool) -> None:
     bench = make()
     bench.hold()
     gone = Cancellation()
@@ -587,7 +585,7 @@ def test_what_a_request_waited_that_left_the_queue_is_stamped_on_it(make: Make, 
     assert bench.timings().compute == 0
 
 
-def test_what_a_patient_request_waited_for_a_place_is_stamped_on_it(make: Make) -> None:
+def test_a_patient_requests_wait_for_room_is_queue_time(make: Make) -> None:
     bench = make(levels=(LevelPolicy(1),))
     bench.hold()
     bench.queue(1.0)
@@ -597,7 +595,7 @@ def test_what_a_patient_request_waited_for_a_place_is_stamped_on_it(make: Make) 
     assert bench.heard.rejections == {"deadline": 1}
 
 
-def test_a_request_that_is_refused_at_once_has_waited_for_nothing_and_counts_in_no_mean(make: Make) -> None:
+def test_a_request_that_is_rejected_at_once_has_no_timings(make: Make) -> None:
     bench = make(levels=(LevelPolicy(1),))
     bench.hold()
     bench.queue(1.0)
@@ -606,7 +604,7 @@ def test_a_request_that_is_refused_at_once_has_waited_for_nothing_and_counts_in_
     assert bench.requests[-1].timings is None
 
 
-def test_a_thousand_requests_from_many_threads_all_get_their_own_answer(make: Make) -> None:
+def test_a_thousand_requests_from_many_threads_all_get_their_own_response(make: Make) -> None:
     for inline in (False, True):
         bench = make(inline=inline, levels=(LevelPolicy(1000),))
         futures = [bench.call(float(i)) for i in range(1000)]

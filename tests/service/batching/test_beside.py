@@ -1,4 +1,4 @@
-"""A batch of another shape runs beside one that runs, and nobody is overtaken."""
+"""A batch of another shape runs beside a running batch, and no waiting request is overtaken."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from service.request import Reply, Request, Timings
 
 
 class Runtime:
-    """Doubles x of any width; runs of a width are held until it is let go."""
+    """A runtime that doubles x of any width. A test can hold the runs of a width."""
 
     def __init__(self) -> None:
         self.held: dict[int, threading.Event] = {}
         self.begun: list[tuple[int, int]] = []  # rows and width
-        self.threads: dict[int, str] = {}  # of the last run of a width
+        self.threads: dict[int, str] = {}  # of the last run, by width
 
     def __call__(self, feeds: Mapping[str, Array], outputs: Sequence[str] | None) -> tuple[dict[str, Array], str]:
         rows, width = feeds["x"].shape
@@ -38,7 +38,7 @@ class Runtime:
 
 
 class Bench:
-    """A batcher, its runtime, and callers on threads. It is its own observer."""
+    """A batcher with its runtime, and threads that call it. It is its own observer."""
 
     def __init__(self, policy: BatchPolicy) -> None:
         self.run, self.depth = Runtime(), 0
@@ -58,7 +58,7 @@ class Bench:
         return self.callers.submit(self.batcher.submit, asked)
 
     def hold(self, width: int) -> Future[Reply]:
-        """A request of ``width`` at work, until :meth:`let_go`."""
+        """Start a request of ``width`` that runs until :meth:`let_go`. Return its future."""
         self.run.held[width] = threading.Event()
         begun = len(self.run.begun)
         held = self.call(width)
@@ -66,7 +66,7 @@ class Bench:
         return held
 
     def queue(self, width: int, priority: int = 0) -> Future[Reply]:
-        """A request that waits when this returns."""
+        """Submit a request. Return its future once the request waits."""
         depth = self.depth
         waiting = self.call(width, priority)
         until(lambda: self.depth > depth)
@@ -87,7 +87,7 @@ Make = Callable[..., Bench]
 
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    monkeypatch.setattr(batching, "_LONG_S", 0.0)  # every run is worth another thread
+    monkeypatch.setattr(batching, "_LONG_S", 0.0)  # every run is long enough to run beside others
     benches: list[Bench] = []
 
     def build(**policy: object) -> Bench:
@@ -101,7 +101,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
 
 
 @pytest.mark.parametrize("inline", [False, True])
-def test_a_short_request_need_not_wait_for_a_long_one(make: Make, inline: bool) -> None:
+def test_a_short_request_does_not_wait_for_a_long_one(make: Make, inline: bool) -> None:
     bench = make(inline=inline)
     long = bench.hold(64)
     assert bench.call(4).result(20).outputs["y"].shape == (1, 4)
@@ -120,7 +120,7 @@ def test_requests_of_the_shape_that_runs_wait_and_share_a_batch(make: Make, inli
     assert bench.run.begun == [(1, 4), (3, 4)]
 
 
-def test_none_overtakes_a_request_that_waits_for_its_shape(make: Make) -> None:
+def test_no_request_overtakes_one_that_waits_for_its_shape(make: Make) -> None:
     bench = make()
     bench.hold(4)
     second, other = bench.queue(4), bench.queue(8)
@@ -131,8 +131,8 @@ def test_none_overtakes_a_request_that_waits_for_its_shape(make: Make) -> None:
     assert bench.run.begun == [(1, 4), (1, 4), (1, 8)]
 
 
-def test_none_overtakes_where_callers_run_their_own_requests(make: Make) -> None:
-    """As above: who comes while somebody waits, waits as well."""
+def test_no_request_overtakes_where_callers_run_their_own_requests(make: Make) -> None:
+    """As above: a request that arrives while another waits has to wait too."""
     bench = make(inline=True)
     bench.hold(4)
     bench.queue(4)
@@ -140,10 +140,10 @@ def test_none_overtakes_where_callers_run_their_own_requests(make: Make) -> None
     assert bench.run.begun == [(1, 4)]
 
 
-def test_a_batch_beside_is_the_most_urgent(make: Make) -> None:
+def test_the_most_urgent_request_runs_next_beside_a_batch(make: Make) -> None:
     bench = make(levels=(LevelPolicy(), LevelPolicy()))
     bench.hold(64)
-    bench.hold(32)  # no place is left
+    bench.hold(32)  # now no more batches may begin
     bench.queue(8, priority=2)
     bench.queue(4, priority=1)
     bench.let_go(32)
@@ -151,7 +151,7 @@ def test_a_batch_beside_is_the_most_urgent(make: Make) -> None:
     assert bench.run.begun[2:] == [(1, 4), (1, 8)]
 
 
-def test_no_more_run_at_once_than_is_allowed(make: Make) -> None:
+def test_no_more_batches_run_at_once_than_allowed(make: Make) -> None:
     bench = make()
     bench.hold(64)
     bench.hold(32)
@@ -161,8 +161,8 @@ def test_no_more_run_at_once_than_is_allowed(make: Make) -> None:
     third.result(20)
 
 
-def test_whoever_takes_a_batch_wakes_another_for_what_may_begin_beside_it(make: Make) -> None:
-    """Nobody else would: the other thread has gone to sleep, because the first that waited could not begin."""
+def test_an_executor_that_takes_a_batch_wakes_another_for_the_next_one_beside_it(make: Make) -> None:
+    """Nothing else wakes the other thread: it went to sleep because the first waiting request could not begin."""
     bench = make()
     bench.hold(64)
     bench.queue(64)
@@ -174,7 +174,9 @@ def test_whoever_takes_a_batch_wakes_another_for_what_may_begin_beside_it(make: 
 
 
 @pytest.mark.parametrize("policy", [{"beside": 0}, {"max_delay_s": 1e-3}, {"max_rows": 0}])
-def test_one_at_a_time_where_that_was_asked_for_or_requests_run_alone(make: Make, policy: dict[str, object]) -> None:
+def test_one_batch_runs_at_a_time_without_beside_with_a_delay_or_without_batching(
+    make: Make, policy: dict[str, object]
+) -> None:
     bench = make(**policy)
     assert len(bench.batcher._threads) == 1
     bench.hold(64)
@@ -182,8 +184,8 @@ def test_one_at_a_time_where_that_was_asked_for_or_requests_run_alone(make: Make
     assert bench.run.begun == [(1, 64)]
 
 
-def test_what_is_quick_waits(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Waking a thread for it would take as long."""
+def test_a_quick_request_waits_for_the_running_one(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run shorter than ``_LONG_S`` gains nothing beside others: waking a thread for it takes as long."""
     monkeypatch.setattr(batching, "_LONG_S", 10.0)
     bench = make(inline=True)
     bench.call(4).result(20)
@@ -192,7 +194,7 @@ def test_what_is_quick_waits(make: Make, monkeypatch: pytest.MonkeyPatch) -> Non
     assert bench.run.begun == [(1, 4), (1, 64)]
 
 
-def test_nothing_runs_beside_a_request_that_was_let_in_unseen(make: Make) -> None:
+def test_nothing_runs_beside_a_claim_whose_request_is_not_known_yet(make: Make) -> None:
     bench = make(inline=True)
     bench.batcher._quickness.observe(100, 1e-6)
     claim = bench.batcher.claim(100)

@@ -18,7 +18,7 @@ def test_rows_are_joined_along_the_batch_axis_in_order() -> None:
     np.testing.assert_array_equal(feeds["x"], [[0, 1], [10, 11], [12, 13]])
 
 
-def test_a_request_alone_is_passed_on_without_a_copy() -> None:
+def test_a_single_request_is_not_copied() -> None:
     alone = request(2)
     assert gather([alone], axis=0) is alone.feeds
 
@@ -38,18 +38,18 @@ def test_a_batch_axis_that_is_not_the_first_is_joined_and_split_too() -> None:
     np.testing.assert_array_equal(parts[1]["y"], [[1, 2], [4, 5], [7, 8]])
 
 
-def test_every_request_gets_only_the_outputs_it_asked_for_in_its_order() -> None:
+def test_each_request_gets_only_the_outputs_it_requested_in_its_order() -> None:
     requests = [request(1, ("b", "a")), request(1, ("c",))]
     assert wanted(requests) == ("b", "a", "c")
     outputs = {name: np.zeros((2, 1)) for name in ("b", "a", "c")}
     assert [list(part) for part in split(outputs, requests, axis=0)] == [["b", "a"], ["c"]]
 
 
-def test_one_request_for_everything_makes_the_batch_compute_everything() -> None:
+def test_one_request_for_all_outputs_makes_the_batch_compute_all() -> None:
     assert wanted([request(1, ("b",)), request(1, None)]) is None
 
 
-def test_an_output_without_the_batch_rows_is_a_failure_of_the_model() -> None:
+def test_an_output_with_the_wrong_number_of_rows_is_a_failure_of_the_model() -> None:
     with pytest.raises(RuntimeFailure, match=r"output 'y' has shape \[1, 2\] for a batch of 3 rows"):
         split({"y": np.zeros((1, 2))}, [request(1), request(2)], axis=0)
 

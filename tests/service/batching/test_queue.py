@@ -1,4 +1,4 @@
-"""The queue alone, with whatever time a test gives it: no thread and no clock."""
+"""The queue alone, without threads or a clock: each test passes the time to it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def names(batch: list[Job[str]]) -> str:
 
 
 class TestOrder:
-    def test_what_arrived_first_runs_first(self) -> None:
+    def test_the_first_request_to_arrive_runs_first(self) -> None:
         waiting = queue(max_rows=2)
         for name in "abcde":
             put(waiting, name)
@@ -38,8 +38,8 @@ class TestOrder:
         put(waiting, "soon", deadline=0.1)
         assert names(waiting.take(0.0)) == "soon"
 
-    def test_no_deadline_is_a_deadline_a_second_after_arrival(self) -> None:
-        """Otherwise a stream of requests with deadlines would keep one without them out for ever."""
+    def test_a_request_without_a_deadline_ranks_as_if_due_a_second_after_arrival(self) -> None:
+        """Otherwise a stream of requests with deadlines would keep a request without one waiting forever."""
         waiting = queue(max_rows=1)
         put(waiting, "patient", 0.0)
         put(waiting, "in time", 0.5, deadline=PATIENCE_S - 0.1)
@@ -97,14 +97,14 @@ class TestBatches:
         assert taken.index("alone") == 10
 
     def test_a_younger_requests_deadline_ends_the_delay(self) -> None:
-        """It would otherwise pass while an idle runtime waits for an older request's delay to end."""
+        """Otherwise the deadline would pass while an idle runtime waits for the end of an older request's delay."""
         waiting = queue(max_delay_s=1.5)
         put(waiting, "old", 0.0, shape="s")
         put(waiting, "young", 0.1, shape="t", deadline=0.4)
         assert waiting.next_wakeup(0.1) == 0.1
         assert names(waiting.take(0.1)) == "young"
 
-    def test_a_request_larger_than_what_is_left_is_in_the_batch_that_it_makes_due(self) -> None:
+    def test_the_request_that_makes_a_batch_due_is_in_that_batch(self) -> None:
         waiting = queue(max_rows=4, max_delay_s=1.0)
         put(waiting, "first", 0.9, rows=3, deadline=5.0)
         put(waiting, "due", 0.0, rows=2, deadline=9.0)
@@ -112,7 +112,7 @@ class TestBatches:
 
 
 class TestRoom:
-    def test_a_count_bounds_each_level_for_itself(self) -> None:
+    def test_each_level_has_its_own_limit_of_requests(self) -> None:
         waiting = queue(levels=(LevelPolicy(1), LevelPolicy(2)))
         put(waiting, "a", level=0), put(waiting, "b", level=1), put(waiting, "c", level=1)
         for level, limit in ((0, 1), (1, 2)):
@@ -120,7 +120,7 @@ class TestRoom:
                 put(waiting, "more", level=level)
             assert refused.value.reason == "queue_full"
 
-    def test_bytes_are_bounded(self) -> None:
+    def test_the_bytes_of_waiting_requests_are_limited(self) -> None:
         waiting = queue(max_bytes=100)
         put(waiting, "a", nbytes=60)
         with pytest.raises(Overloaded, match="60 bytes are waiting, the limit is 100") as refused:
@@ -130,7 +130,7 @@ class TestRoom:
         waiting.take(0.0)
         put(waiting, "d", nbytes=100)
 
-    def test_the_wait_is_bounded_by_the_pace_measured(self) -> None:
+    def test_the_wait_expected_from_the_measured_pace_is_limited(self) -> None:
         pace = Pace()
         pace.observe((), 1, 0.030)
         waiting = queue(pace, max_rows=1, levels=(LevelPolicy(100, 0.1),))
@@ -149,7 +149,7 @@ class TestRoom:
         with pytest.raises(Overloaded, match="105 ms"):
             put(waiting, "x")
 
-    def test_urgent_requests_do_not_wait_for_what_is_less_urgent(self) -> None:
+    def test_urgent_requests_do_not_wait_for_less_urgent_ones(self) -> None:
         pace = Pace()
         pace.observe((), 1, 1.0)
         waiting = queue(pace, max_rows=1, levels=(LevelPolicy(100, 0.1), LevelPolicy(100, 9.0)))
@@ -168,7 +168,7 @@ class TestRoom:
         with pytest.raises(Overloaded):
             put(waiting, "x")
 
-    def test_what_has_left_leaves_room(self) -> None:
+    def test_a_removed_request_leaves_room(self) -> None:
         waiting = queue(levels=(LevelPolicy(1),))
         job = put(waiting, "a")
         assert waiting.remove(job)
@@ -177,7 +177,7 @@ class TestRoom:
 
 
 class TestLeaving:
-    def test_a_deadline_that_passed_is_taken_out(self) -> None:
+    def test_requests_whose_deadline_has_passed_are_removed(self) -> None:
         waiting = queue()
         put(waiting, "short", deadline=1.0), put(waiting, "long", deadline=3.0), put(waiting, "none")
         assert names(waiting.expire(0.5)) == ""
@@ -185,7 +185,7 @@ class TestLeaving:
         assert names(waiting.expire(3.0)) == "long"
         assert names(waiting.take(3.0)) == "none"
 
-    def test_clearing_gives_everything_back(self) -> None:
+    def test_clear_removes_and_returns_all_requests(self) -> None:
         waiting = queue()
         put(waiting, "a", shape="s"), put(waiting, "b", shape="t")
         assert sorted(names(waiting.clear()).split()) == ["a", "b"]
@@ -193,8 +193,8 @@ class TestLeaving:
         assert waiting.next_wakeup(0.0) is None
 
 
-def test_whatever_comes_every_job_leaves_once_and_nothing_is_left_of_it() -> None:
-    """Ten thousand random steps against a plain list; afterwards no count, byte or expected second remains."""
+def test_every_job_leaves_once_and_all_totals_return_to_zero() -> None:
+    """Compare ten thousand random steps with a plain list; afterwards all counts, bytes and expected seconds are 0."""
     draw = random.Random(3)
     pace = Pace()
     waiting = queue(pace, max_rows=8, max_delay_s=0.01, max_bytes=4000, levels=(LevelPolicy(20), LevelPolicy(30, 0.2)))

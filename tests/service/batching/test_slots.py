@@ -33,16 +33,16 @@ def test_only_another_shape_fits_beside_a_request_that_its_caller_runs() -> None
     assert slots.fits(8, width_of)
 
 
-def test_nothing_fits_beside_what_is_not_known_yet() -> None:
+def test_nothing_fits_beside_a_claim_whose_request_is_not_known_yet() -> None:
     slots = Slots(instances=1, beside=1)
     slots.claimed(None)
     assert not slots.fits(8, width_of)
-    slots.left(request(4))  # the claim was used for it
+    slots.left(request(4))  # the request that used the claim has ended
     slots.begun(4, beside=False)
     assert slots.fits(8, width_of)
 
 
-def test_no_more_fit_than_were_asked_for() -> None:
+def test_no_more_batches_fit_than_configured() -> None:
     slots = Slots(instances=1, beside=1)
     slots.begun(4, beside=False)
     slots.begun(8, beside=True)
@@ -50,8 +50,8 @@ def test_no_more_fit_than_were_asked_for() -> None:
     assert not Slots(instances=1, beside=0).fits(16, width_of)
 
 
-def test_each_place_comes_back_as_what_it_was() -> None:
-    """Whoever ends first, and whether an executor or a caller ran it."""
+def test_a_run_that_ends_frees_a_slot_of_its_own_kind() -> None:
+    """This holds whichever run ends first, and whether an executor or a caller ran it."""
     slots = Slots(instances=1, beside=1)
     first, second = request(4), request(8)
     slots.claimed(first)
