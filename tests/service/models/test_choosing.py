@@ -1,4 +1,4 @@
-"""Which of several profiles answers: by a clock that the test turns, and by the budget."""
+"""Which of several profiles serves: by its speed, on a clock that the test sets, and by the budget."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from service.models.choosing import ROUNDS, SECONDS, fastest, medians, passed_ov
 
 
 class Clock:
-    """Time that passes only while something runs; ``calls`` are the names of what ran."""
+    """A clock that advances only during runs; ``calls`` holds the names of the runs."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -22,7 +22,7 @@ class Clock:
         return self.now
 
     def taking(self, name: str, *seconds: float) -> tuple[str, object]:
-        """What takes each of ``seconds`` in turn, and the last for ever."""
+        """Return ``name`` and a run that takes each of ``seconds`` in turn, and then always the last."""
         left = list(seconds)
 
         def run() -> None:
@@ -43,7 +43,7 @@ def manifest(relative_l2: float | None) -> Manifest:
     return Manifest(model="m", inputs=[], outputs=[], profiles={}, drift={"cpu-bf16": entry}, source=source)
 
 
-def test_runs_take_turns_and_each_other_round_goes_the_other_way() -> None:
+def test_runs_take_turns_and_every_other_round_is_in_reverse_order() -> None:
     clock = Clock()
     _, rounds = measured(clock, clock.taking("a", 0.01), clock.taking("b", 0.01), seconds=0.065)
     assert (clock.calls, rounds) == (["a", "b", "b", "a", "a", "b"], 3)
@@ -57,18 +57,18 @@ def test_measuring_ends_when_another_round_would_take_too_long() -> None:
     assert clock.now <= SECONDS
 
 
-def test_a_run_longer_than_all_the_time_there_is_is_measured_once() -> None:
+def test_a_run_longer_than_the_time_limit_is_measured_once() -> None:
     clock = Clock()
     assert measured(clock, clock.taking("a", 5.0), clock.taking("b", 3.0)) == ({"a": 5.0, "b": 3.0}, 1)
 
 
-def test_fast_runs_are_measured_so_often_and_not_for_ever() -> None:
+def test_fast_runs_are_measured_a_limited_number_of_times() -> None:
     clock = Clock()
     _, rounds = measured(clock, clock.taking("a", 1e-6), clock.taking("b", 1e-6))
     assert rounds == ROUNDS
 
 
-def test_a_run_that_was_held_up_now_and_then_is_none_the_slower() -> None:
+def test_an_occasional_delay_does_not_change_the_measured_time() -> None:
     clock = Clock()
     found, _ = measured(clock, clock.taking("a", 0.01), clock.taking("b", 0.1, 0.005, 0.005))
     assert found["b"] == pytest.approx(0.005)
@@ -77,7 +77,7 @@ def test_a_run_that_was_held_up_now_and_then_is_none_the_slower() -> None:
 @pytest.mark.parametrize(
     ("bf16", "chosen"), [(2.1e-3, "cpu"), (2e-3, "cpu"), (1.9e-3, "cpu"), (1.7e-3, "cpu-bf16"), (1e-3, "cpu-bf16")]
 )
-def test_the_fastest_is_chosen_and_where_that_is_no_difference_the_more_accurate(bf16: float, chosen: str) -> None:
+def test_the_fastest_profile_is_chosen_or_the_most_accurate_if_the_gain_is_small(bf16: float, chosen: str) -> None:
     profile, why = fastest({"cpu": 2e-3, "cpu-bf16": bf16}, 31)
     assert profile == chosen
     assert why.startswith(f"auto: {2 if chosen == 'cpu' else bf16 * 1e3:.3g} ms a run, ")
@@ -90,13 +90,13 @@ def test_a_profile_within_budget_is_tried_where_the_processor_has_the_instructio
     assert passed_over(manifest(6e-3), "cpu-bf16", Budget(), native=False) == "this processor emulates it"
 
 
-def test_one_over_the_budget_that_the_server_holds_it_to_is_not() -> None:
-    """``serving.yaml`` may ask for more than the artifact was made for."""
+def test_a_profile_over_the_budget_in_force_is_not_tried() -> None:
+    """``serving.yaml`` may set a stricter budget than the artifact's."""
     why = passed_over(manifest(6e-3), "cpu-bf16", Budget().override({"relative_l2": 5e-3}), native=True)
     assert why == "its drift is over budget: output 'y': relative_l2 is 0.006, the budget allows at most 0.005"
     assert "over budget" in passed_over(manifest(math.nan), "cpu-bf16", Budget(), native=True)
 
 
-def test_one_that_was_never_measured_is_not() -> None:
+def test_a_profile_whose_drift_was_never_measured_is_not_tried() -> None:
     assert passed_over(manifest(None), "cpu-bf16", Budget(), native=True) == "its drift was never measured"
     assert passed_over(manifest(None), "torchscript", Budget(), native=True) == "its drift was never measured"

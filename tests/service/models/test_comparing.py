@@ -1,4 +1,4 @@
-"""What is expected of live drift is what the artifact's conversion measured."""
+"""The expected live drift is the drift that the artifact's conversion measured."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from service.telemetry.metrics import Metrics
 
 
 def measured_artifact(tmp_path: Path, data: bytes) -> Opened:
-    """An artifact whose measurements are ``data``."""
+    """Return an artifact whose measurements file contains ``data``."""
     plain = write_mlp(tmp_path / "plain" / "1")
     with staging(tmp_path / "m" / "1") as stage:
         for file in plain.path.iterdir():
@@ -37,7 +37,7 @@ def measured_artifact(tmp_path: Path, data: bytes) -> Opened:
 
 
 def score(opened: Opened) -> float | None:
-    """The detector's, after one row that drifts a hundred times as much as was measured."""
+    """Return the detector's score after one row with a hundred times the measured drift; None if it has none."""
     comparison, metrics = new_comparison("m", 3, opened), Metrics()
     series = metrics.add("m", 3)
     series.opened(0, opened.outputs)
@@ -57,7 +57,7 @@ def score(opened: Opened) -> float | None:
 MEASURED = "bf16kit_drift_change_score{"
 
 
-def test_a_row_is_compared_with_what_the_artifact_says_of_its_profile(tmp_path: Path) -> None:
+def test_a_row_is_compared_with_the_artifacts_measurements_of_its_profile(tmp_path: Path) -> None:
     (name,) = (spec.name for spec in write_mlp(tmp_path / "other" / "1").manifest.outputs)
     columns = SampleColumns.of([SampleDrift(1e-3, 0, 0, 60, 0, 0, 0)] * 50, 50)
     told = Measurements(
@@ -66,7 +66,7 @@ def test_a_row_is_compared_with_what_the_artifact_says_of_its_profile(tmp_path: 
     assert score(measured_artifact(tmp_path, told.dumps())) == pytest.approx(0.1)
 
 
-def test_measurements_that_cannot_be_read_stop_nothing_and_the_log_says_so(
+def test_measurements_that_cannot_be_read_are_logged_and_stop_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):

@@ -1,4 +1,4 @@
-"""Which models are wanted, by ``model_control`` and what the repository holds; nothing is loaded here."""
+"""Which models are wanted, by ``model_control`` and the repository's content. These tests load no models."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from service.operations import Indexed
 
 
 class Told:
-    """Whoever fulfils wishes: all that was ever said to it, and what is wanted by now."""
+    """A stand-in for the reconciler: it holds the newest wishes by model, and counts the calls."""
 
     def __init__(self) -> None:
         self.wanted: dict[str, Wish] = {}
@@ -68,7 +68,7 @@ def put(tmp_path: Path, artifact: Path) -> Callable[..., Path]:
     def copy(name: str, version: int = 1, serving: str = "") -> Path:
         target = tmp_path / name / str(version)
         shutil.rmtree(target, ignore_errors=True)
-        shutil.copytree(artifact, target, copy_function=shutil.copyfile)  # with times of their own
+        shutil.copytree(artifact, target, copy_function=shutil.copyfile)  # without the originals' times
         if serving:
             (tmp_path / name / "serving.yaml").write_text(serving)
         return target
@@ -77,7 +77,7 @@ def put(tmp_path: Path, artifact: Path) -> Callable[..., Path]:
 
 
 def still() -> None:
-    """Between the two looks of a poll: nothing changes."""
+    """Change nothing between the two looks of a poll."""
 
 
 Put = Callable[..., Path]
@@ -87,7 +87,7 @@ Control = Callable[..., Controller]
 # --- at the start -----------------------------------------------------------------------------------------------------
 
 
-def test_a_server_begins_with_all_models_or_with_those_named(control: Control, told: Told, put: Put) -> None:
+def test_a_server_starts_with_all_models_or_with_those_named(control: Control, told: Told, put: Put) -> None:
     for name in ("a", "b", "c"):
         put(name)
     for mode, named, wanted in (
@@ -101,13 +101,13 @@ def test_a_server_begins_with_all_models_or_with_those_named(control: Control, t
         assert sorted(told.wanted) == wanted
 
 
-def test_a_model_to_begin_with_that_is_not_there_is_wrong_usage(control: Control, put: Put) -> None:
+def test_a_missing_model_in_load_model_is_a_configuration_error(control: Control, put: Put) -> None:
     put("a")
     with pytest.raises(ConfigError, match="load_model: the repository has no model 'b'; its models are a"):
         control("explicit", "a", "b").begin()
 
 
-def test_an_empty_repository_is_told_of_unless_nothing_is_expected_of_it(
+def test_an_empty_repository_is_logged_except_in_explicit_mode(
     control: Control, caplog: pytest.LogCaptureFixture
 ) -> None:
     control("explicit").begin()
@@ -117,7 +117,7 @@ def test_an_empty_repository_is_told_of_unless_nothing_is_expected_of_it(
     assert "restart" not in caplog.messages[-1]
 
 
-def test_a_version_of_another_user_is_not_taken_for_one_on_its_way(
+def test_an_unreadable_version_of_another_user_is_not_mistaken_for_a_copy_in_progress(
     told: Told, artifact: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with open_place() as place:
@@ -127,10 +127,10 @@ def test_a_version_of_another_user_is_not_taken_for_one_on_its_way(
         assert caplog.messages == [f"{place / 'mlp'} is skipped: user {user} may not read {version}"]
 
 
-def test_an_artifact_at_the_wrong_depth_is_told_with_where_it_belongs(
+def test_an_artifact_at_the_wrong_depth_is_logged_with_its_correct_place(
     control: Control, tmp_path: Path, artifact: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What a newcomer mounts: the model, or a version of it, instead of the repository; or a model without versions."""
+    """New users mount a model or a version instead of the repository, or a model without version directories."""
     shutil.copytree(artifact, tmp_path / "1")
     control("none").begin()
     assert caplog.messages == [
@@ -153,7 +153,7 @@ def test_an_artifact_at_the_wrong_depth_is_told_with_where_it_belongs(
 # --- poll -------------------------------------------------------------------------------------------------------------
 
 
-def test_what_comes_changes_and_goes_is_wanted_so_and_nothing_is_said_of_the_rest(
+def test_a_poll_updates_the_wishes_only_if_models_are_added_changed_or_removed(
     tmp_path: Path, control: Control, told: Told, put: Put
 ) -> None:
     put("a")
@@ -180,7 +180,7 @@ def test_what_comes_changes_and_goes_is_wanted_so_and_nothing_is_said_of_the_res
     assert [bool(plan.broken) for plan in told.wanted["b"].plans] == [True]
 
 
-def test_a_directory_that_is_being_copied_is_left_until_it_has_a_manifest_and_no_longer_changes(
+def test_a_copy_in_progress_is_ignored_until_it_has_a_manifest_and_stops_changing(
     control: Control, told: Told, put: Put
 ) -> None:
     put("m")
@@ -201,19 +201,19 @@ def test_a_directory_that_is_being_copied_is_left_until_it_has_a_manifest_and_no
     poll.poll(more)
     poll.poll(more)
     assert (told.versions, told.times) == ({"m": [1]}, 1)
-    poll.poll(still)  # the copy has stalled: it is tried
+    poll.poll(still)  # the copy has stalled, so it is tried
     stalled = told.wanted["m"]
     assert stalled.versions == {2}
     for _ in range(3):
         poll.poll(still)
-    assert told.times == 2  # once
+    assert told.times == 2  # it was tried once
     (target / "weights.bf16").write_bytes(weights)
     poll.poll(still)
     assert told.wanted["m"] != stalled
     assert told.times == 3
 
 
-def test_a_version_that_is_replaced_file_by_file_stays_what_it_is_meanwhile(
+def test_the_wish_for_a_version_does_not_change_while_its_files_are_replaced(
     tmp_path: Path, control: Control, told: Told, put: Put
 ) -> None:
     target = put("m")
@@ -231,7 +231,7 @@ def test_a_version_that_is_replaced_file_by_file_stays_what_it_is_meanwhile(
 
 
 @pytest.mark.parametrize("broken", ["root", "model"])
-def test_what_cannot_be_listed_stays_and_is_told_of_once(
+def test_wishes_stay_if_a_directory_cannot_be_listed_and_the_error_is_logged_once(
     tmp_path: Path,
     control: Control,
     told: Told,
@@ -260,7 +260,7 @@ def test_what_cannot_be_listed_stays_and_is_told_of_once(
     assert told.times == 1
 
 
-def test_a_directory_that_is_passed_over_is_told_of_once(
+def test_a_skipped_directory_is_logged_once(
     tmp_path: Path, control: Control, put: Put, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
@@ -280,7 +280,7 @@ def test_a_directory_that_is_passed_over_is_told_of_once(
 # --- load and unload --------------------------------------------------------------------------------------------------
 
 
-def test_a_configuration_holds_for_one_load(control: Control, told: Told, put: Put) -> None:
+def test_a_configuration_applies_to_one_load_only(control: Control, told: Told, put: Put) -> None:
     put("m", serving="max_batch_size: 16\nmax_queue_size: 7")
     explicit = control("explicit")
     explicit.begin()
@@ -291,8 +291,8 @@ def test_a_configuration_holds_for_one_load(control: Control, told: Told, put: P
     assert told.wanted["m"].plans[0].serving.max_batch_size == 16
 
 
-def test_a_manifest_that_is_a_pipe_keeps_nobody_who_tells_of_inputs(control: Control, told: Told, put: Put) -> None:
-    """Whoever opens it waits for somebody to write into it, and would keep all loads waiting."""
+def test_a_manifest_that_is_a_pipe_does_not_block_a_load_with_inputs(control: Control, told: Told, put: Put) -> None:
+    """Opening a pipe blocks until another process writes to it, which would block all loads."""
     target = put("m")
     (target / "manifest.json").unlink()
     os.mkfifo(target / "manifest.json")
@@ -302,7 +302,7 @@ def test_a_manifest_that_is_a_pipe_keeps_nobody_who_tells_of_inputs(control: Con
     assert told.wanted["m"].versions == {1}
 
 
-def test_what_cannot_be_wanted_is_refused_and_changes_nothing(control: Control, told: Told, put: Put) -> None:
+def test_an_invalid_load_is_rejected_and_changes_nothing(control: Control, told: Told, put: Put) -> None:
     put("m")
     explicit = control("explicit")
     explicit.begin()
@@ -324,9 +324,7 @@ def test_what_cannot_be_wanted_is_refused_and_changes_nothing(control: Control, 
 # --- the index --------------------------------------------------------------------------------------------------------
 
 
-def test_the_index_has_what_is_served_what_was_and_what_was_never_loaded(
-    tmp_path: Path, control: Control, put: Put
-) -> None:
+def test_the_index_lists_served_unloaded_and_never_loaded_models(tmp_path: Path, control: Control, put: Put) -> None:
     for name, version in (("b", 2), ("b", 10), ("a", 1), ("c", 1)):
         put(name, version)
     (tmp_path / "b" / "serving.yaml").write_text("version_policy: all")
@@ -346,6 +344,6 @@ def test_the_index_has_what_is_served_what_was_and_what_was_never_loaded(
     assert explicit.index([]) == [never[0], never[2]]
 
 
-def test_the_index_has_what_is_served_where_the_repository_cannot_be_listed(tmp_path: Path, told: Told) -> None:
+def test_the_index_lists_served_models_if_the_repository_cannot_be_listed(tmp_path: Path, told: Told) -> None:
     gone = Controller(tmp_path / "gone", told.want, told.desire)
     assert gone.index([Indexed("m", "1", "READY")]) == [Indexed("m", "1", "READY")]

@@ -1,4 +1,4 @@
-"""Which runtime answers a batch: one of them wholly, whatever is switched meanwhile, and none that is closed."""
+"""Each batch runs on one runtime to its end, even if the engine is switched meanwhile, and never on a closed one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def precision(engine: SwitchedEngine) -> str:
     return engine.run({}, None)[1]
 
 
-def test_fp32_answers_while_it_is_there_and_is_closed_when_it_does_no_more(engine: SwitchedEngine, bf16: Held) -> None:
+def test_fp32_serves_while_it_is_switched_on_and_is_closed_afterwards(engine: SwitchedEngine, bf16: Held) -> None:
     fp32 = Held("fp32")
     assert (precision(engine), engine.switched) == ("bf16", False)
     engine.switch(fp32)
@@ -36,7 +36,7 @@ def test_fp32_answers_while_it_is_there_and_is_closed_when_it_does_no_more(engin
     assert bf16.open
 
 
-def test_a_batch_that_has_begun_ends_with_what_it_began_with(engine: SwitchedEngine) -> None:
+def test_a_running_batch_ends_on_the_runtime_on_which_it_began(engine: SwitchedEngine) -> None:
     fp32, seen = Held("fp32"), list[str]()
     engine.switch(fp32)
     fp32.go.clear()
@@ -61,7 +61,7 @@ def test_no_run_fails_however_often_it_is_switched(engine: SwitchedEngine) -> No
         try:
             while not over.is_set():
                 precision(engine)
-        except BaseException as error:  # noqa: BLE001 - told to the test
+        except BaseException as error:  # noqa: BLE001 - the test checks it
             failed.append(error)
 
     threads = [threading.Thread(target=ask) for _ in range(3)]
@@ -76,7 +76,7 @@ def test_no_run_fails_however_often_it_is_switched(engine: SwitchedEngine) -> No
     assert failed == []
 
 
-def test_both_are_closed_with_it(engine: SwitchedEngine, bf16: Held) -> None:
+def test_closing_the_engine_closes_both_runtimes(engine: SwitchedEngine, bf16: Held) -> None:
     fp32 = Held("fp32")
     engine.switch(fp32)
     engine.close()

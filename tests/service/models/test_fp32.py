@@ -1,4 +1,4 @@
-"""The fp32 reference as what answers: loaded by the steps of any model, in the memory that processes share."""
+"""The fp32 reference that serves requests: loaded by the same steps as any model, in memory that processes share."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def opened(tmp_path: Path) -> Opened:
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_it_answers_as_the_golden_samples_say_and_shares_its_weights_where_others_do(
+def test_the_reference_matches_the_golden_samples_and_takes_its_weights_from_the_store(
     opened: Opened, shared: bool
 ) -> None:
     store = Remembering(OWN)
@@ -34,7 +34,7 @@ def test_it_answers_as_the_golden_samples_say_and_shares_its_weights_where_other
     assert len(store.given) == shared
 
 
-def test_it_is_warm_and_judged_before_it_may_answer(opened: Opened, tmp_path: Path) -> None:
+def test_the_reference_is_warmed_up_and_checked_before_it_serves(opened: Opened, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="warmup asks for 2 rows"):
         load_fp32("m", replace(opened, batch_axis=None), Serving(warmup=(2,)), threads=1, weights=OWN)
     spoilt = write_mlp(tmp_path / "mlp" / "2", spoil=1.0).path
@@ -42,15 +42,15 @@ def test_it_is_warm_and_judged_before_it_may_answer(opened: Opened, tmp_path: Pa
         load_fp32("m", open_artifact(spoilt, Serving()), Serving(), threads=1, weights=OWN)
 
 
-def test_an_artifact_that_was_replaced_in_place_is_refused(opened: Opened) -> None:
-    """What serves was copied when it was loaded; its reference would be another model's."""
+def test_an_artifact_that_was_replaced_in_place_is_rejected(opened: Opened) -> None:
+    """The served weights were copied when they were loaded; the reference would be another model's."""
     with (opened.artifact.path / "weights.bf16").open("r+b") as file:
         file.write(b"\xff\xff")
     with pytest.raises(ArtifactError, match=r"weights\.bf16"):
         load_fp32("m", opened, Serving(), threads=1, weights=OWN)
 
 
-def test_an_artifact_without_a_reference_says_so(opened: Opened) -> None:
+def test_an_artifact_without_a_reference_is_an_error(opened: Opened) -> None:
     manifest = opened.artifact.manifest.model_copy(update={"reference": None})
     bare = replace(opened, artifact=replace(opened.artifact, manifest=manifest))
     with pytest.raises(ArtifactError, match="no fp32 reference"):

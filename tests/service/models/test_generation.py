@@ -1,4 +1,4 @@
-"""What one generation tells of its batches and requests: in its statistics as Triton counts, and in its metrics."""
+"""What one generation reports of its batches and requests: in statistics that count as Triton does, and in metrics."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def metrics() -> Metrics:
 
 @pytest.fixture
 def model(tmp_path: Path, metrics: Metrics, request: pytest.FixtureRequest) -> Iterator[Generation]:
-    """Of the ``max_batch_size`` that the test is parametrized with."""
+    """Yield a generation with the ``max_batch_size`` that the test is parametrized with."""
     path = tmp_path / "mlp" / "1"
     write_mlp(path)
     (tmp_path / "mlp" / "serving.yaml").write_text(f"max_batch_size: {request.param}\nshadow: {{rate: 0}}", "utf-8")
@@ -46,10 +46,10 @@ def sample(metrics: Metrics, name: str) -> float:
 
 
 @pytest.mark.parametrize("model", [0], indirect=True)
-def test_where_batching_is_off_a_request_is_one_inference_whatever_it_holds(
+def test_without_batching_a_request_is_one_inference_whatever_its_number_of_rows(
     model: Generation, metrics: Metrics
 ) -> None:
-    """So Triton counts; and there are not as many batch sizes as clients think of."""
+    """Triton counts the same way, and clients cannot create any number of batch sizes."""
     for count in range(1, 6):
         model.infer(rows(count))
     seen = model.statistics.snapshot()
@@ -60,7 +60,7 @@ def test_where_batching_is_off_a_request_is_one_inference_whatever_it_holds(
 
 
 @pytest.mark.parametrize("model", [8], indirect=True)
-def test_where_batching_is_on_rows_are_counted(model: Generation, metrics: Metrics) -> None:
+def test_with_batching_each_row_is_one_inference(model: Generation, metrics: Metrics) -> None:
     for count in (1, 3, 3):
         model.infer(rows(count))
     seen = model.statistics.snapshot()
@@ -75,7 +75,7 @@ def test_one_observation_is_counted_once_in_the_statistics_and_in_the_metrics(
 ) -> None:
     request = rows(1)
     model.infer(request)
-    assert model.statistics.snapshot().success.count == 0  # it is not over before its answer is encoded
+    assert model.statistics.snapshot().success.count == 0  # a request is over only when its response is encoded
     model.observe(Observation("mlp", "1", "id", "OK", 0.25, request.timings))
     model.observe(Observation("mlp", "1", "id", "INTERNAL", 0.5, request.timings))
     seen = model.statistics.snapshot()

@@ -1,4 +1,4 @@
-"""The golden gate of a model that serves, and of damage that only it can see."""
+"""The golden gate of a served model, and damage that only the gate can detect."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ needs_kernel = pytest.mark.skipif(
 
 
 class Made:
-    """A model that serves, and who hears of its gate."""
+    """A served model, and the verdicts that its gate reported."""
 
     def __init__(self, path: Path, **serving: object) -> None:
         self.metrics = Metrics()
@@ -72,7 +72,7 @@ def make(tmp_path: Path) -> Iterator[Callable[..., Made]]:
         assert each.model.close(time.monotonic() + 20)
 
 
-def test_a_model_that_is_well_says_when_it_was_looked_at_last(make: Callable[..., Made]) -> None:
+def test_a_healthy_model_reports_when_its_gate_ran_last(make: Callable[..., Made]) -> None:
     made = make()
     assert made.model.golden.startswith("golden samples within budget (y relative_l2")
     assert (made.gauge("passed"), made.runs("passed"), made.runs("failed")) == (1, 1, 0)
@@ -85,10 +85,10 @@ def test_a_model_that_is_well_says_when_it_was_looked_at_last(make: Callable[...
 
 
 @needs_kernel
-def test_weights_damaged_in_memory_fail_the_gate_and_everybody_is_told(
+def test_weights_damaged_in_memory_fail_the_gate_in_metadata_metrics_log_and_verdict(
     make: Callable[..., Made], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The bits of the weights that answer, in the memory of this very process."""
+    """The test flips bits of the loaded weights, in the memory of this process."""
     made, weight = make(), faults.stored(tmp_path / "m" / "1", "w")
     faults.flip(os.getpid(), weight)
     assert made.gate.run("on schedule") == "failed"
@@ -109,7 +109,7 @@ def test_weights_damaged_in_memory_fail_the_gate_and_everybody_is_told(
 
 
 @needs_kernel
-def test_a_gate_that_is_passed_again_says_so(
+def test_a_gate_that_passes_again_is_logged(
     make: Callable[..., Made], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = make()
@@ -125,7 +125,7 @@ def test_a_gate_that_is_passed_again_says_so(
     assert (made.gauge("passed"), GATE_FAILED in made.model.golden) == (1, False)
 
 
-def test_both_runtimes_of_a_spread_model_are_looked_at(make: Callable[..., Made]) -> None:
+def test_both_runtimes_of_a_spread_model_are_checked(make: Callable[..., Made]) -> None:
     made = make(write_mlp)
     ran: list[str] = []
 
@@ -142,10 +142,10 @@ def test_both_runtimes_of_a_spread_model_are_looked_at(make: Callable[..., Made]
     assert ran == ["wide", "narrow"]
 
 
-def test_samples_that_cannot_be_run_are_an_error_told_when_it_comes_twice(
+def test_samples_that_cannot_be_run_are_reported_after_the_second_error(
     make: Callable[..., Made], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Once may be for want of memory."""
+    """A single error may be a short lack of memory."""
     made = make()
     made.loaded.runtime.close()
     assert made.gate.run("on schedule") == "error"
@@ -157,7 +157,7 @@ def test_samples_that_cannot_be_run_are_an_error_told_when_it_comes_twice(
     assert [(verdict.state, verdict.cause) for verdict in made.heard] == [("over", "broken")]
 
 
-def test_only_a_failure_that_is_not_the_inputs_has_the_gate_run(make: Callable[..., Made]) -> None:
+def test_a_failed_run_triggers_the_gate_unless_its_inputs_are_the_cause(make: Callable[..., Made]) -> None:
     made = make(golden_seconds=0)
     later = time.monotonic() + 1e6
     assert not made.gate.timetable.due(later)
@@ -177,7 +177,7 @@ def test_a_model_without_golden_samples_has_no_gate(make: Callable[..., Made], t
     assert "bf16kit_golden_gate_passed{" not in made.metrics.expose()[0].decode()
 
 
-def test_the_schedule_runs_what_is_due_one_after_the_other_and_leaves_the_rest(make: Callable[..., Made]) -> None:
+def test_the_schedule_runs_only_the_gates_that_are_due(make: Callable[..., Made]) -> None:
     due, quiet, told = make(golden_seconds=60), make(lambda path: None, golden_seconds=0), []
     now = time.monotonic() + 60
     schedule = GoldenSchedule(lambda: [due.model, quiet.model], lambda: told.append(1), lambda: now)
@@ -186,7 +186,7 @@ def test_the_schedule_runs_what_is_due_one_after_the_other_and_leaves_the_rest(m
     assert (due.runs("passed"), quiet.runs("passed"), len(told)) == (2, 1, 1)
 
 
-def test_a_model_that_is_unloaded_is_not_looked_at(make: Callable[..., Made]) -> None:
+def test_the_gate_of_an_unloaded_model_does_not_run(make: Callable[..., Made]) -> None:
     made = make(golden_seconds=60)
     made.model.leases.end()
     schedule = GoldenSchedule(lambda: [made.model], lambda: None, lambda: time.monotonic() + 1e6)
@@ -194,7 +194,7 @@ def test_a_model_that_is_unloaded_is_not_looked_at(make: Callable[..., Made]) ->
     assert made.runs("passed") == 1
 
 
-def test_the_thread_is_of_low_priority_and_ends(make: Callable[..., Made]) -> None:
+def test_the_schedules_thread_has_low_priority_and_ends(make: Callable[..., Made]) -> None:
     made = make(golden_seconds=1)
     nice: list[int] = []
     schedule = GoldenSchedule(
@@ -208,7 +208,7 @@ def test_the_thread_is_of_low_priority_and_ends(make: Callable[..., Made]) -> No
 
 
 def _fail(made: Made, error: Exception) -> None:
-    """Every run of the model fails from now on."""
+    """Make every further run of the model fail with ``error``."""
 
     def run(*given: object, **more: object) -> dict[str, object]:
         raise error
@@ -217,8 +217,8 @@ def _fail(made: Made, error: Exception) -> None:
 
 
 @needs_kernel
-def test_whoever_is_told_hears_what_it_was_loaded_by(tmp_path: Path) -> None:
-    """What takes its place while its gate is at work is not meant."""
+def test_a_verdict_names_the_plan_by_which_the_model_was_loaded(tmp_path: Path) -> None:
+    """The verdict must not apply to a generation that replaces this one while its gate runs."""
     write_product(path := tmp_path / "m" / "1")
     plan = Plan(1, path, Serving.model_validate({"shadow": {"rate": 0}}), stamp_of(path))
     heard: list[DriftVerdict] = []

@@ -9,7 +9,7 @@ import pytest
 from service.models.lease import Lease, Leases
 
 
-def test_a_lease_is_held_until_its_context_is_left_whatever_happens_in_it() -> None:
+def test_a_lease_is_held_until_its_context_ends_even_by_an_error() -> None:
     leases = Leases()
     assert leases.take()
 
@@ -24,7 +24,7 @@ def test_a_lease_is_held_until_its_context_is_left_whatever_happens_in_it() -> N
     assert leases.wait(time.monotonic())
 
 
-def test_nobody_gets_one_after_the_end_and_those_who_hold_one_keep_it() -> None:
+def test_no_lease_is_given_after_the_end_and_existing_leases_stay_valid() -> None:
     leases = Leases()
     assert leases.take()
     leases.end()

@@ -25,7 +25,7 @@ from service.models.policy import Serving
 
 @pytest.fixture
 def without_batch_axis(tmp_path: Path) -> Path:
-    """fp32[4] → fp32[4]: nothing to batch."""
+    """Return the path of an artifact fp32[4] → fp32[4], which has no batch axis."""
     path = tmp_path / "flat" / "1"
     write_artifact(
         path,
@@ -51,7 +51,7 @@ def test_a_model_without_a_batch_axis_is_not_batched(without_batch_axis: Path) -
     assert "within budget" in check_golden(runtime, found, golden_of(found.artifact))
 
 
-def test_asking_to_batch_it_is_an_error(without_batch_axis: Path) -> None:
+def test_batching_a_model_without_a_batch_axis_is_an_error(without_batch_axis: Path) -> None:
     with pytest.raises(ConfigError, match="declares no batch axis"):
         opened(without_batch_axis, max_batch_size=4)
     found = opened(without_batch_axis)
@@ -73,7 +73,7 @@ def test_an_output_of_another_rank_than_declared_keeps_a_model_from_serving(
         check_golden(runtime, lied_about, golden_of(found.artifact))
 
 
-def test_a_bound_of_a_dimension_that_is_not_there_is_an_error(tmp_path: Path, without_batch_axis: Path) -> None:
+def test_max_dims_for_an_unknown_dimension_is_an_error(tmp_path: Path, without_batch_axis: Path) -> None:
     write_mlp(tmp_path / "mlp" / "1")
     opened(tmp_path / "mlp" / "1", max_dims={"batch": 4})
     with pytest.raises(ConfigError, match=r"max_dims for 'seq', which is not .*: the free dimensions are batch"):
@@ -82,7 +82,7 @@ def test_a_bound_of_a_dimension_that_is_not_there_is_an_error(tmp_path: Path, wi
         opened(without_batch_axis, max_dims={"seq": 4})
 
 
-def test_labels_and_formats_are_of_tensors_that_there_are(tmp_path: Path) -> None:
+def test_labels_and_formats_for_unknown_tensors_are_an_error(tmp_path: Path) -> None:
     write_mlp(tmp_path / "mlp" / "1")
     opened(tmp_path / "mlp" / "1", labels={"y": ("a", "b")}, formats={"x": "NCHW"})
     with pytest.raises(ConfigError, match="has labels for unknown 'x'; the model has y"):
@@ -92,7 +92,7 @@ def test_labels_and_formats_are_of_tensors_that_there_are(tmp_path: Path) -> Non
 
 
 def test_a_batch_axis_that_an_output_does_not_share_is_not_used(tmp_path: Path) -> None:
-    """Splitting the batch's outputs would hand one caller another's rows."""
+    """Splitting the batch's outputs would give one client another client's rows."""
     write_artifact(
         tmp_path / "sum" / "1",
         lambda weight: [
@@ -126,7 +126,7 @@ def test_the_budget_is_the_manifests_with_the_owners_changes(tmp_path: Path) -> 
     assert "within budget" in check_golden(runtime, wide, golden_of(wide.artifact))
 
 
-def test_the_baseline_is_what_a_budget_bounds(tmp_path: Path) -> None:
+def test_the_baseline_holds_the_statistics_that_a_budget_bounds(tmp_path: Path) -> None:
     manifest = write_mlp(tmp_path / "mlp" / "1").manifest
     assert baseline(manifest, "cpu") == {}
     summary = DriftSummary.of([SampleDrift(l2, 1e-6, 0.1 * l2, 50.0, 0, 0, 0) for l2 in (0.001, 0.003)])
@@ -137,13 +137,13 @@ def test_the_baseline_is_what_a_budget_bounds(tmp_path: Path) -> None:
     assert "top1_agreement" not in found  # not logits
 
 
-# --- what was made wrong on purpose -----------------------------------------------------------------------------------
+# --- artifacts that are wrong on purpose ------------------------------------------------------------------------------
 
 ROWS = np.ones((2, 16), np.float32)
 
 
 def tampered(path: Path, golden: dict[str, np.ndarray] | None = None, **manifest: object) -> Path:
-    """An MLP with these golden samples and fields of the manifest, its digests right."""
+    """Write an MLP with these golden samples and manifest fields, and with correct digests. Return its path."""
     artifact = write_mlp(path)
     fields = artifact.manifest.model_copy(update=manifest)
     if golden is not None:
@@ -164,19 +164,19 @@ def tampered(path: Path, golden: dict[str, np.ndarray] | None = None, **manifest
         ({"input:x": ROWS, "input:z": ROWS, "output:y": ROWS}, "unknown input 'z'"),
     ],
 )
-def test_golden_samples_that_do_not_fit_the_inputs_are_refused_by_name(
+def test_golden_samples_that_do_not_fit_the_inputs_are_rejected_by_name(
     tmp_path: Path, golden: dict[str, np.ndarray], said: str
 ) -> None:
     with pytest.raises(ArtifactError, match=rf"golden\.safetensors: {said}"):
         whole_gate(tampered(tmp_path / "mlp" / "1", golden))
 
 
-def test_a_budget_that_is_none_is_the_manifest_s_fault(tmp_path: Path) -> None:
+def test_an_invalid_budget_is_an_error_of_the_manifest(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match=r"manifest\.json: budget: unknown metric 'speed'"):
         opened(tampered(tmp_path / "mlp" / "1", budget={"speed": 1.0}))
 
 
-def test_fp32_cannot_answer_for_an_artifact_that_keeps_no_reference(tmp_path: Path) -> None:
+def test_an_fp32_fallback_needs_an_artifact_with_a_reference(tmp_path: Path) -> None:
     path = tampered(tmp_path / "mlp" / "1", reference=None)
     for policy in ("off", "alert"):
         opened(path, fallback=policy, shadow={"reference": "grpc://h:1/m"})
@@ -185,10 +185,10 @@ def test_fp32_cannot_answer_for_an_artifact_that_keeps_no_reference(tmp_path: Pa
     opened(write_mlp(tmp_path / "mlp" / "2").path, fallback="fp32")
 
 
-def test_an_artifact_that_is_changed_while_it_is_loaded_is_refused(
+def test_an_artifact_that_is_changed_while_it_is_loaded_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was loaded might be neither the old one nor the new one."""
+    """The loaded model might be neither the old one nor the new one."""
     path = tampered(tmp_path / "mlp" / "1")
 
     def warm_up_meanwhile(*given: Any) -> None:
@@ -215,14 +215,14 @@ def whole_gate(path: Path, **serving: object) -> Loaded:
 
 
 def test_a_graph_that_never_ends_is_stopped(tmp_path: Path) -> None:
-    """It would keep every other model from being loaded."""
+    """Otherwise it would keep every other model from being loaded."""
     write_endless(tmp_path / "endless" / "1")
     with pytest.raises(RuntimeFailure, match=r"cpu\.onnx, run for the first time: .* was not done after 0\.2 s"):
         whole_gate(tmp_path / "endless" / "1", first_run_seconds=0.2)
 
 
-def test_threads_of_serving_yaml_beat_those_of_the_server(tmp_path: Path) -> None:
-    """A session of four threads has three of its own; the calling thread is the fourth."""
+def test_threads_in_serving_yaml_override_those_of_the_server(tmp_path: Path) -> None:
+    """A session of four threads starts three of its own; the calling thread is the fourth."""
     path = write_mlp(tmp_path / "mlp" / "1").path
 
     def threads() -> set[str]:
@@ -231,11 +231,11 @@ def test_threads_of_serving_yaml_beat_those_of_the_server(tmp_path: Path) -> Non
     def starts(count: int, serving: Serving, server: int | None) -> None:
         before = threads()
         loaded = loading.load(path, serving, device="cpu", threads=server)
-        # Those that hash files end by themselves.
+        # Threads that hash files end by themselves.
         until(lambda: len(threads() - before) == count, 20, f"{count} threads more")
         loaded.runtime.close()
 
-    loading.load(path, Serving(), device="cpu", threads=1).runtime.close()  # what libraries start once
+    loading.load(path, Serving(), device="cpu", threads=1).runtime.close()  # libraries start some threads once
     starts(3, Serving(threads=4), 1)
     starts(0, Serving(threads=1), 4)
     starts(3, Serving(), 4)

@@ -1,4 +1,4 @@
-"""Which precision a version was ordered to answer in: that of what was loaded by the plan it was ordered for."""
+"""An order of a precision for a version applies only to a generation loaded by the plan that the order names."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def precision(repository: Repository) -> str:
         return model.infer(Request({"x": X})).told
 
 
-def test_what_is_ordered_answers_and_what_takes_its_place_begins_with_bf16(
+def test_an_ordered_precision_serves_and_a_replacement_begins_with_bf16(
     repository: Repository, plan: Plan, metrics: Metrics
 ) -> None:
     repository.start()
@@ -87,8 +87,8 @@ def test_what_is_ordered_answers_and_what_takes_its_place_begins_with_bf16(
     assert told in metrics.expose()[0].decode()
 
 
-def test_what_was_ordered_before_it_was_loaded_is_done_then(repository: Repository, plan: Plan) -> None:
-    """So a worker that was started again answers as the others do."""
+def test_an_order_given_before_the_load_is_applied_after_it(repository: Repository, plan: Plan) -> None:
+    """A restarted worker then serves in the same precision as the other workers."""
     told = [repository.order(order(plan))]
     with pytest.raises(Unavailable):
         told[0].result(0)
@@ -100,7 +100,7 @@ def test_what_was_ordered_before_it_was_loaded_is_done_then(repository: Reposito
     assert precision(repository) == "fp32"
 
 
-def test_an_order_that_waits_is_carried_out_without_another(repository: Repository, plan: Plan) -> None:
+def test_a_waiting_order_is_applied_without_a_second_order(repository: Repository, plan: Plan) -> None:
     done: Future[None] = Future()
 
     def look() -> None:
@@ -117,7 +117,7 @@ def test_an_order_that_waits_is_carried_out_without_another(repository: Reposito
 
 
 @pytest.mark.long
-def test_what_is_unloaded_and_loaded_again_by_the_same_plan_begins_with_bf16(
+def test_a_model_unloaded_and_loaded_again_by_the_same_plan_begins_with_bf16(
     repository: Repository, plan: Plan
 ) -> None:
     repository.start()
@@ -131,9 +131,9 @@ def test_what_is_unloaded_and_loaded_again_by_the_same_plan_begins_with_bf16(
 
 
 @pytest.mark.long
-def test_what_is_loaded_again_after_another_begins_with_bf16(repository: Repository, plan: Plan) -> None:
-    """It is another generation: of what was ordered for the one before, nothing is known to hold. No verdict need come,
-    and no tick of the owner's clock."""
+def test_a_plan_loaded_again_after_another_plan_begins_with_bf16(repository: Repository, plan: Plan) -> None:
+    """It is a new generation, to which the order for the earlier one does not apply. Neither a verdict nor a call of
+    ``tend`` is needed for that."""
     policy = FallbackPolicy(policy="fp32", min_stay_seconds=0)
     plan, another = (replace(plan, serving=Serving(max_queue_size=size, fallback=policy)) for size in (1, 2))
     owner = FallbackOwner(OneServer(lambda: repository), lambda *key: None)

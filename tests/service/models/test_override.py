@@ -1,4 +1,4 @@
-"""A client's ``ModelConfig`` over ``serving.yaml``: what it says is changed, and all else stays."""
+"""A client's ``ModelConfig`` on top of ``serving.yaml`` changes the fields that it names, and no others."""
 
 from __future__ import annotations
 
@@ -50,17 +50,17 @@ YAML: dict[str, Any] = {
         ({"name": "m", "backend": "onnxruntime", "ensemble_scheduling": None, "model_warmup": []}, {}),
     ],
 )
-def test_what_is_said_is_changed_and_all_else_stays(config: dict[str, Any], changes: dict[str, Any]) -> None:
+def test_only_the_named_fields_change(config: dict[str, Any], changes: dict[str, Any]) -> None:
     changed = Override("m", json.dumps(config)).change(Serving.model_validate(YAML))
     assert changed == Serving.model_validate({**YAML, **changes})
 
 
-def test_what_a_file_says_of_levels_that_are_taken_away_is_refused() -> None:
+def test_removing_a_priority_level_that_serving_yaml_configures_is_rejected() -> None:
     with pytest.raises(InvalidRequest, match="priority level 3 is asked for, but priority_levels is 2"):
         Override("m", '{"dynamic_batching": {"priority_levels": 2}}').change(Serving.model_validate(YAML))
 
 
-def test_true_is_no_number() -> None:
+def test_true_is_not_a_number() -> None:
     with pytest.raises(InvalidRequest, match="'max_batch_size' is 'True': expected a number"):
         Override("m", '{"max_batch_size": true}')
 
@@ -68,6 +68,6 @@ def test_true_is_no_number() -> None:
 @pytest.mark.parametrize(
     "field", ["optimization", "sequence_batching", "ensemble_scheduling", "model_warmup", "response_cache", "weights"]
 )
-def test_what_has_no_counterpart_is_refused_by_name(field: str) -> None:
+def test_a_field_without_a_counterpart_is_rejected_by_name(field: str) -> None:
     with pytest.raises(InvalidRequest, match=f"'{field}' is not supported; the fields are version_policy"):
         Override("m", json.dumps({field: {"enable": True}}))

@@ -1,4 +1,4 @@
-"""A wish crosses from one process to another and stays what it was."""
+"""A wish stays the same when it is sent from one process to another."""
 
 from __future__ import annotations
 

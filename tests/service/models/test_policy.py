@@ -35,20 +35,20 @@ def test_every_key_of_the_design_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["fallback: off", "fallback: {policy: off}", "fallback: 'off'"])
-def test_no_fallback_may_be_said_in_every_way(tmp_path: Path, text: str) -> None:
-    """YAML reads the plain word as false."""
+def test_fallback_off_may_be_written_in_three_ways(tmp_path: Path, text: str) -> None:
+    """YAML reads ``off`` without quotes as false."""
     assert load(tmp_path, text).fallback.policy == "off"
 
 
 @pytest.mark.parametrize("word", ["alert", "fp32"])
-def test_a_fallback_is_a_word_or_has_numbers(tmp_path: Path, word: str) -> None:
+def test_a_fallback_is_a_word_or_a_mapping_with_numbers(tmp_path: Path, word: str) -> None:
     assert load(tmp_path, f"fallback: {word}").fallback == FallbackPolicy(policy=word)  # type: ignore[arg-type]
     numbers = load(tmp_path, f"fallback: {{policy: {word}, min_stay_seconds: 1, clean_samples: 20}}").fallback
     assert (numbers.policy, numbers.min_stay_seconds, numbers.clean_samples) == (word, 1, 20)
 
 
-def test_a_breach_is_said_and_no_more_unless_somebody_asks_for_it(tmp_path: Path) -> None:
-    """A fallback takes the memory of the whole fp32 model: nobody is to have it unasked."""
+def test_by_default_a_breach_only_raises_an_alert(tmp_path: Path) -> None:
+    """A fallback takes the memory of the whole fp32 model, so users must ask for it."""
     assert load(tmp_path, "").fallback.policy == "alert"
 
 
@@ -86,7 +86,7 @@ def test_a_breach_is_said_and_no_more_unless_somebody_asks_for_it(tmp_path: Path
         ("budget: {relative_l2: much}", r"'budget\.relative_l2' is 'much'"),
     ],
 )
-def test_what_is_wrong_is_named(tmp_path: Path, text: str, message: str) -> None:
+def test_the_error_names_the_wrong_key_or_value(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(tmp_path, text)
 
@@ -118,13 +118,13 @@ def test_labels_that_cannot_be_read_are_an_error(tmp_path: Path, name: str, mess
 
 
 @pytest.mark.parametrize("text", ["a: 2001-99-99\n", "a: " + "[" * 5000], ids=["no date", "too deep"])
-def test_a_file_that_the_parser_chokes_on_is_an_error(tmp_path: Path, text: str) -> None:
+def test_a_file_that_the_parser_cannot_read_is_an_error(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError, match=r"serving\.yaml: is not YAML"):
         load(tmp_path, text)
 
 
-def test_what_is_no_plain_file_is_never_opened(tmp_path: Path) -> None:
-    """A pipe would keep the thread for good that looks at the repository, and a device fill the memory."""
+def test_a_file_that_is_not_a_plain_file_is_never_opened(tmp_path: Path) -> None:
+    """A pipe would block the thread that scans the repository permanently; a device would fill the memory."""
     os.mkfifo(tmp_path / "serving.yaml")
     with pytest.raises(ConfigError, match=r"serving\.yaml: is not a plain file"):
         load_serving(tmp_path)
@@ -145,18 +145,18 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:
         load_serving(tmp_path)
 
 
-def test_the_version_policy_chooses_among_what_is_there() -> None:
+def test_the_version_policy_chooses_among_the_existing_versions() -> None:
     assert VersionPolicy(latest=2).choose([5, 1, 3]) == [3, 5]
     assert VersionPolicy(all=True).choose([5, 1]) == [1, 5]
     assert VersionPolicy(specific=(1, 5)).choose([5, 1, 3]) == [1, 5]
 
 
-def test_a_specific_version_that_is_not_there_is_an_error() -> None:
+def test_a_specific_version_that_does_not_exist_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"asks for version 9; the versions are \[1, 5\]"):
         VersionPolicy(specific=(9,)).choose([1, 5])
 
 
-def test_a_link_to_nowhere_is_an_error_and_not_a_wish_for_the_defaults(tmp_path: Path) -> None:
+def test_a_dangling_link_is_an_error_and_does_not_mean_the_defaults(tmp_path: Path) -> None:
     (tmp_path / "serving.yaml").symlink_to(tmp_path / "unmounted")
     with pytest.raises(ConfigError, match=r"serving\.yaml: cannot be read"):
         load_serving(tmp_path)

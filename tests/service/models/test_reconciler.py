@@ -1,4 +1,4 @@
-"""Models loaded, replaced and unloaded while requests are at work, and everything closed by one deadline."""
+"""Models are loaded, replaced and unloaded while requests are in flight, and all are closed by one deadline."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ONE = Request({"x": np.zeros((1, 16), np.float32)}, rows=1)
 
 
 class Held:
-    """Wraps a function: calls are noted, and wait where told to."""
+    """Wraps a function: records its calls in ``begun``, and holds them while ``go`` is not set."""
 
     def __init__(self, real: Callable[..., Any]) -> None:
         self.real = real
@@ -50,7 +50,7 @@ class Held:
 
 @pytest.fixture
 def loads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
-    """The loading of models."""
+    """Yield the recorded loads of models, which a test can hold."""
     held = Held(loading.load)
     monkeypatch.setattr(loading, "load", held)
     yield held
@@ -64,7 +64,7 @@ def metrics() -> Metrics:
 
 @pytest.fixture
 def repository(tmp_path: Path, metrics: Metrics) -> Iterator[Controlled]:
-    """Empty and started."""
+    """Yield a repository that is empty and started."""
     repository = Controlled(tmp_path, metrics, device="cpu", threads=1, unload_seconds=30.0)
     repository.start()
     yield repository
@@ -72,7 +72,7 @@ def repository(tmp_path: Path, metrics: Metrics) -> Iterator[Controlled]:
 
 
 def put(root: Path, name: str = "m", version: int = 1, *, serving: str = QUIET, **made: Any) -> None:
-    """A new artifact in the place of any that is there."""
+    """Write a new artifact in place of any existing one."""
     shutil.rmtree(root / name / str(version), ignore_errors=True)
     write_mlp(root / name / str(version), **made)
     (root / name / "serving.yaml").write_text(serving, "utf-8")
@@ -114,7 +114,7 @@ def test_models_are_loaded_one_after_another_by_name_and_version(tmp_path: Path,
     assert repository.close()
 
 
-def test_a_model_that_cannot_be_loaded_fails_its_future_and_leaves_the_others_alone(
+def test_a_model_that_cannot_be_loaded_fails_its_future_and_does_not_affect_others(
     tmp_path: Path, repository: Controlled
 ) -> None:
     put(tmp_path, "good")
@@ -126,7 +126,7 @@ def test_a_model_that_cannot_be_loaded_fails_its_future_and_leaves_the_others_al
     assert states(repository) == {("bad", 1): "unavailable", ("good", 1): "ready"}
 
 
-def test_a_bug_while_loading_leaves_the_others_alone(
+def test_a_bug_while_loading_does_not_stop_later_loads(
     tmp_path: Path, repository: Controlled, loads: Held, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(tmp_path)
@@ -139,7 +139,7 @@ def test_a_bug_while_loading_leaves_the_others_alone(
     assert repository.ready
 
 
-def test_loading_what_is_unchanged_does_nothing_and_what_has_failed_is_tried_again(
+def test_loading_an_unchanged_model_does_nothing_and_a_failed_one_is_tried_again(
     tmp_path: Path, repository: Controlled, loads: Held
 ) -> None:
     put(tmp_path, "m")
@@ -150,13 +150,15 @@ def test_loading_what_is_unchanged_does_nothing_and_what_has_failed_is_tried_aga
     assert repository.get("m", "") is model
     for _ in range(2):
         assert isinstance(repository.load("bad").exception(60), Unavailable)
-    repository.scan()  # as a poll would: only what has changed
+    repository.scan()  # like a poll: it loads only models that have changed
     repository.load("m").result(60)
     assert loads.begun == ["m/1", "bad/1", "bad/1"]
 
 
 @pytest.mark.parametrize("name", ["nobody", "", "..", "../m", "/", "m/1"])
-def test_what_is_no_model_of_the_repository_is_not_found(tmp_path: Path, repository: Controlled, name: str) -> None:
+def test_a_name_that_is_not_a_model_of_the_repository_is_not_found(
+    tmp_path: Path, repository: Controlled, name: str
+) -> None:
     put(tmp_path)
     with pytest.raises(NotFound):
         repository.load(name)
@@ -167,7 +169,7 @@ def test_what_is_no_model_of_the_repository_is_not_found(tmp_path: Path, reposit
 # --- replacing --------------------------------------------------------------------------------------------------------
 
 
-def test_a_new_artifact_takes_the_place_of_the_old_one_whose_requests_are_answered_first(
+def test_a_new_artifact_replaces_the_old_one_which_finishes_its_requests_first(
     tmp_path: Path, repository: Controlled, metrics: Metrics
 ) -> None:
     put(tmp_path)
@@ -182,7 +184,7 @@ def test_a_new_artifact_takes_the_place_of_the_old_one_whose_requests_are_answer
             assert new.infer(ONE).outputs["y"].shape == (1, 16)
         assert not replaced.done()
         assert old.infer(ONE).outputs["y"].shape == (1, 16)  # it was acquired before
-        assert rows_run(metrics) == 1  # the new one's
+        assert rows_run(metrics) == 1  # the new generation's rows
     replaced.result(60)
     with pytest.raises(Unavailable):
         old.infer(ONE)
@@ -191,7 +193,7 @@ def test_a_new_artifact_takes_the_place_of_the_old_one_whose_requests_are_answer
 
 
 @pytest.mark.long
-def test_while_it_is_replaced_a_model_always_answers(tmp_path: Path, repository: Controlled) -> None:
+def test_a_model_always_responds_while_it_is_replaced(tmp_path: Path, repository: Controlled) -> None:
     put(tmp_path)
     repository.load("m").result(60)
     ended = threading.Event()
@@ -216,7 +218,7 @@ def test_while_it_is_replaced_a_model_always_answers(tmp_path: Path, repository:
     assert len(seen) == 6
 
 
-def test_what_cannot_be_loaded_never_replaces_what_answers(
+def test_an_artifact_that_cannot_be_loaded_never_replaces_the_served_one(
     tmp_path: Path, repository: Controlled, metrics: Metrics, caplog: pytest.LogCaptureFixture
 ) -> None:
     put(tmp_path)
@@ -237,9 +239,7 @@ def test_what_cannot_be_loaded_never_replaces_what_answers(
 
 
 @pytest.mark.long
-def test_a_version_goes_when_a_newer_one_answers_and_stays_while_none_does(
-    tmp_path: Path, repository: Controlled
-) -> None:
+def test_a_version_is_unloaded_only_when_a_newer_one_serves(tmp_path: Path, repository: Controlled) -> None:
     latest = "version_policy: {latest: 1}\nshadow: {rate: 0}"
     put(tmp_path, version=1, serving=latest)
     repository.load("m").result(60)
@@ -271,7 +271,7 @@ def test_a_version_that_a_newer_wish_wants_again_is_not_unloaded_in_between(
     assert states(repository) == {("m", 1): "ready", ("m", 2): "ready"}
 
 
-def test_a_model_that_is_wanted_again_as_it_is_served_has_nothing_more_to_tell(
+def test_wanting_a_model_as_it_is_served_clears_its_reason_without_a_reload(
     tmp_path: Path, repository: Controlled, loads: Held
 ) -> None:
     put(tmp_path)
@@ -285,7 +285,7 @@ def test_a_model_that_is_wanted_again_as_it_is_served_has_nothing_more_to_tell(
     assert loads.begun == ["m/1"]
 
 
-def test_nothing_is_begun_once_the_server_drains(tmp_path: Path, repository: Controlled, loads: Held) -> None:
+def test_no_load_begins_once_the_server_drains(tmp_path: Path, repository: Controlled, loads: Held) -> None:
     put(tmp_path)
     repository.drain()
     assert isinstance(repository.load("m").exception(60), Unavailable)
@@ -294,7 +294,7 @@ def test_nothing_is_begun_once_the_server_drains(tmp_path: Path, repository: Con
 
 
 @pytest.mark.long
-def test_what_is_added_to_a_ready_server_does_not_make_it_less_so(
+def test_models_added_to_a_ready_server_do_not_make_it_unready(
     tmp_path: Path, repository: Controlled, loads: Held
 ) -> None:
     put(tmp_path)
@@ -313,12 +313,12 @@ def test_what_is_added_to_a_ready_server_does_not_make_it_less_so(
     assert (states(repository)["bad", 1], is_ready(repository)) == ("unavailable", True)
     repository.unload("m").result(60)
     repository.unload("slow").result(60)
-    assert not is_ready(repository)  # nothing answers
+    assert not is_ready(repository)  # no model serves
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("needed", [True, False])
-def test_what_a_server_starts_with_is_waited_for_however_little_it_needs(
+def test_a_server_is_not_ready_until_all_models_it_starts_with_are_ready(
     tmp_path: Path, metrics: Metrics, needed: bool
 ) -> None:
     repository = Controlled(tmp_path, metrics, device="cpu", threads=1, ready_when_empty=not needed)
@@ -361,7 +361,7 @@ def test_unloading_waits_for_requests_and_removes_the_model_and_its_series(
 
 
 @pytest.mark.long
-def test_a_version_that_is_added_while_the_old_one_goes_keeps_its_series(
+def test_a_version_loaded_while_its_old_generation_unloads_keeps_its_series(
     tmp_path: Path, repository: Controlled, metrics: Metrics
 ) -> None:
     put(tmp_path)
@@ -379,7 +379,7 @@ def test_a_version_that_is_added_while_the_old_one_goes_keeps_its_series(
 
 
 @pytest.mark.long
-def test_a_request_that_takes_longer_than_an_unloading_waits_is_left_behind_and_told(
+def test_an_unload_stops_waiting_for_a_request_after_its_limit_and_logs_it(
     tmp_path: Path, metrics: Metrics, caplog: pytest.LogCaptureFixture
 ) -> None:
     put(tmp_path)
@@ -395,7 +395,7 @@ def test_a_request_that_takes_longer_than_an_unloading_waits_is_left_behind_and_
 
 
 @pytest.mark.long
-def test_a_scan_unloads_what_is_gone_and_loads_what_is_new(tmp_path: Path, repository: Controlled, loads: Held) -> None:
+def test_a_scan_unloads_removed_models_and_loads_new_ones(tmp_path: Path, repository: Controlled, loads: Held) -> None:
     put(tmp_path, "stays")
     put(tmp_path, "goes")
     repository.scan()
@@ -409,7 +409,7 @@ def test_a_scan_unloads_what_is_gone_and_loads_what_is_new(tmp_path: Path, repos
     assert loads.begun == ["goes/1", "stays/1", "comes/1"]
 
 
-def test_of_opposite_wishes_the_newest_counts(tmp_path: Path, repository: Controlled, loads: Held) -> None:
+def test_the_newest_of_opposite_wishes_counts(tmp_path: Path, repository: Controlled, loads: Held) -> None:
     put(tmp_path, "first")
     put(tmp_path)
     loads.go.clear()
@@ -442,7 +442,7 @@ def test_equal_wishes_are_fulfilled_once(tmp_path: Path, repository: Controlled,
 # --- closing ----------------------------------------------------------------------------------------------------------
 
 
-def test_closing_waits_for_a_model_being_loaded_until_the_deadline_and_says_so(
+def test_closing_waits_for_a_model_being_loaded_until_the_deadline_and_logs_it(
     tmp_path: Path, repository: Controlled, loads: Held, metrics: Metrics, caplog: pytest.LogCaptureFixture
 ) -> None:
     put(tmp_path, "a")
@@ -461,7 +461,7 @@ def test_closing_waits_for_a_model_being_loaded_until_the_deadline_and_says_so(
     assert isinstance(repository.load("a").exception(60), Unavailable)
 
 
-def test_closing_is_clean_when_nothing_is_left(
+def test_closing_idle_models_leaves_no_thread_and_logs_nothing(
     tmp_path: Path, repository: Controlled, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
@@ -499,7 +499,7 @@ def test_closing_one_model_does_not_wait_for_another(tmp_path: Path, repository:
         assert closing.result(60)
 
 
-def test_a_request_at_work_when_everything_is_closed_is_waited_for(tmp_path: Path, repository: Controlled) -> None:
+def test_closing_waits_for_requests_in_flight(tmp_path: Path, repository: Controlled) -> None:
     put(tmp_path)
     repository.load("m").result(60)
     with ThreadPoolExecutor(1) as closer:
@@ -512,8 +512,8 @@ def test_a_request_at_work_when_everything_is_closed_is_waited_for(tmp_path: Pat
 
 
 @pytest.mark.long
-def test_a_version_that_takes_the_place_of_another_one_is_loaded(tmp_path: Path, repository: Controlled) -> None:
-    """Neither set of versions holds the other."""
+def test_a_version_that_replaces_another_one_is_loaded(tmp_path: Path, repository: Controlled) -> None:
+    """Neither set of versions contains the other."""
     put(tmp_path, version=1)
     repository.scan()
     until(lambda: states(repository) == {("m", 1): "ready"})
@@ -522,10 +522,10 @@ def test_a_version_that_takes_the_place_of_another_one_is_loaded(tmp_path: Path,
     until(lambda: states(repository) == {("m", 2): "ready"})
 
 
-def test_what_is_loaded_between_two_looks_is_not_tried_once_more(
+def test_a_model_that_fails_to_load_during_a_scan_is_not_tried_again_by_that_scan(
     tmp_path: Path, repository: Controlled, loads: Held, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever scans sees a model wait; before it asks again the model's turn has come, and it could not be loaded."""
+    """The scan finds that the model waits to be loaded. The load could begin and fail before the scan continues."""
     put(tmp_path, "a")
     put(tmp_path, "m", spoil=0.5)
     loads.go.clear()
@@ -536,7 +536,7 @@ def test_what_is_loaded_between_two_looks_is_not_tried_once_more(
     def look(reconciler: Reconciler, wish: Wish) -> bool:
         found = real(reconciler, wish)
         loads.go.set()
-        with contextlib.suppress(AssertionError):  # while somebody looks, nothing's turn comes
+        with contextlib.suppress(AssertionError):  # no load begins meanwhile, because the scan holds the lock
             until(lambda: wish.name == "a" or loads.begun == ["a/1", "m/1"], 0.5)
         return found
 
@@ -548,7 +548,7 @@ def test_what_is_loaded_between_two_looks_is_not_tried_once_more(
     assert loads.begun == ["a/1", "m/1", "z/1"]
 
 
-def test_a_reason_is_no_longer_than_a_person_reads(
+def test_a_reason_has_at_most_1000_characters(
     tmp_path: Path, repository: Controlled, caplog: pytest.LogCaptureFixture
 ) -> None:
     put(tmp_path, serving=f"{'x' * 70_000}: 1\n")
@@ -562,10 +562,10 @@ def test_a_reason_is_no_longer_than_a_person_reads(
 
 
 @pytest.mark.long
-def test_what_is_loaded_is_out_of_the_search_for_garbage_until_it_is_unloaded(
+def test_a_loaded_model_is_excluded_from_garbage_collection_until_it_is_unloaded(
     tmp_path: Path, repository: Controlled
 ) -> None:
-    """A search through everything stops every request for tens of milliseconds."""
+    """A garbage collection of all objects stops every request for tens of milliseconds."""
     put(tmp_path)
     gc.unfreeze()
     repository.load("m").result(60)
@@ -579,7 +579,7 @@ def test_what_is_loaded_is_out_of_the_search_for_garbage_until_it_is_unloaded(
 
 
 @pytest.mark.long
-def test_a_reload_stops_requests_once_and_frees_what_was_replaced(
+def test_a_reload_stops_requests_once_and_frees_the_replaced_model(
     tmp_path: Path, repository: Controlled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(tmp_path)

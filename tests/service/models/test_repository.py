@@ -1,4 +1,4 @@
-"""The repository with real artifacts: found, loaded, judged, looked up, drained."""
+"""The repository with real artifacts: scans, loads, golden samples, look-ups and draining."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def metrics() -> Metrics:
 
 @pytest.fixture
 def scan(tmp_path: Path, metrics: Metrics) -> Iterator[Open]:
-    """The repository at ``tmp_path``, scanned; closed after the test."""
+    """Yield a function that scans the repository at ``tmp_path`` and returns it; it is closed after the test."""
     opened: list[Controlled] = []
 
     def build() -> Controlled:
@@ -49,7 +49,7 @@ def scan(tmp_path: Path, metrics: Metrics) -> Iterator[Open]:
 
 @pytest.fixture
 def load(scan: Open) -> Open:
-    """The same, every model loaded or refused."""
+    """Return a function that does the same and waits until every model is loaded or rejected."""
 
     def build() -> Controlled:
         repository = scan()
@@ -66,7 +66,7 @@ def only(repository: Controlled) -> Slot:
 
 
 def answering(slot: Slot) -> Generation:
-    """The generation in ``slot``, which must be ready."""
+    """Return the generation in ``slot``, which must be ready."""
     assert (slot.state, slot.reason) == ("ready", "")
     assert slot.model is not None
     return slot.model
@@ -96,7 +96,7 @@ def test_a_model_is_ready_after_its_golden_samples_were_within_budget(
 
 
 @pytest.mark.skipif(not kernel.LIBRARY.exists(), reason="the kernel was not built: no C++17 compiler")
-def test_a_model_on_the_cpu_kernel_says_which_path_runs(
+def test_a_model_on_the_cpu_kernel_reports_its_kernel_path(
     tmp_path: Path, load: Open, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(kernel.VARIABLE, "portable")
@@ -108,7 +108,7 @@ def test_a_model_on_the_cpu_kernel_says_which_path_runs(
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
-def test_without_the_cpu_kernel_models_serve_and_one_line_tells_the_cost_and_the_remedy(
+def test_without_the_cpu_kernel_models_serve_and_one_warning_gives_cost_and_remedy(
     tmp_path: Path, load: Open, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernel, "LIBRARY", tmp_path / "_bf16kernel.so")
@@ -117,7 +117,7 @@ def test_without_the_cpu_kernel_models_serve_and_one_line_tells_the_cost_and_the
     write_mlp(tmp_path / "mlp" / "1")  # needs no kernel
     repository = load()
     models = [answering(slot) for slot in repository.models()]
-    repository.close()  # ends the thread, which may not have said all yet
+    repository.close()  # waits for the thread, which may not have logged everything yet
     assert [model.info.kernel for model in models] == [""] * 4
     assert ["was not built" in model.info.note for model in models] == [True, True, True, False]
     (warning,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
@@ -126,7 +126,7 @@ def test_without_the_cpu_kernel_models_serve_and_one_line_tells_the_cost_and_the
     assert "install a C++17 compiler" in warning
 
 
-def test_a_kernel_path_that_is_none_keeps_a_model_not_ready(
+def test_an_unknown_kernel_path_keeps_a_model_not_ready(
     tmp_path: Path, load: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_product(tmp_path / "product" / "1")
@@ -134,10 +134,10 @@ def test_a_kernel_path_that_is_none_keeps_a_model_not_ready(
     assert "BF16KIT_KERNEL_PATH is 'fast'; allowed are" in only(load()).reason
 
 
-def test_what_a_runtime_says_of_its_failure_is_for_the_log_and_not_for_callers(
+def test_the_error_text_of_a_runtime_is_logged_and_not_shown_to_clients(
     tmp_path: Path, load: Open, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A graph that ONNX Runtime cannot load, in an artifact whose digests are right."""
+    """ONNX Runtime cannot load the artifact's graph, although its digests are correct."""
     directory = tmp_path / "mlp" / "1"
     write_mlp(directory)
     graph = onnx.load(directory / "cpu.onnx", load_external_data=False)
@@ -178,7 +178,7 @@ def test_the_owner_may_widen_and_narrow_the_budget(tmp_path: Path, load: Open) -
 
 
 @pytest.mark.parametrize("file", ["weights.bf16", "cpu.onnx", "golden.safetensors", "residual.bin", "manifest.json"])
-def test_a_flipped_bit_in_any_file_is_refused_with_the_files_name(tmp_path: Path, load: Open, file: str) -> None:
+def test_a_flipped_bit_in_any_file_is_rejected_with_the_files_name(tmp_path: Path, load: Open, file: str) -> None:
     write_mlp(tmp_path / "mlp" / "1")
     path = tmp_path / "mlp" / "1" / file
     content = bytearray(path.read_bytes())
@@ -225,7 +225,9 @@ def test_max_batch_size_0_turns_batching_off(tmp_path: Path, load: Open) -> None
 # --- the registry --------------------------------------------------------------------------------------------------
 
 
-def test_an_empty_repository_is_live_not_ready_and_says_so(load: Open, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_empty_repository_is_live_but_not_ready_which_is_logged(
+    load: Open, caplog: pytest.LogCaptureFixture
+) -> None:
     repository = load()
     assert repository.live
     assert not repository.ready
@@ -241,7 +243,7 @@ def test_models_are_known_and_not_ready_before_they_are_loaded(tmp_path: Path, s
         repository.get("mlp", "")
 
 
-def test_a_change_of_state_is_told_to_subscribers(tmp_path: Path, scan: Open) -> None:
+def test_subscribers_are_notified_of_a_change_of_state(tmp_path: Path, scan: Open) -> None:
     write_mlp(tmp_path / "mlp" / "1")
     repository = scan()
     seen: list[bool] = []
@@ -253,7 +255,7 @@ def test_a_change_of_state_is_told_to_subscribers(tmp_path: Path, scan: Open) ->
     assert seen == [True, False]
 
 
-def test_versions_follow_the_policy_and_the_newest_ready_one_answers(tmp_path: Path, load: Open) -> None:
+def test_versions_follow_the_policy_and_the_newest_ready_one_serves(tmp_path: Path, load: Open) -> None:
     for version, spoil in ((1, 0.0), (2, 0.0), (3, 0.5)):
         write_mlp(tmp_path / "mlp" / str(version), spoil=spoil)
     serving(tmp_path, "version_policy: {latest: 2}")
@@ -270,14 +272,14 @@ def test_versions_follow_the_policy_and_the_newest_ready_one_answers(tmp_path: P
 
 
 @pytest.mark.parametrize("version", ["x", "-1", "1.0", " 1", "²"])
-def test_a_version_that_is_no_number_is_an_invalid_request(tmp_path: Path, scan: Open, version: str) -> None:
+def test_a_version_that_is_not_a_number_is_an_invalid_request(tmp_path: Path, scan: Open, version: str) -> None:
     write_mlp(tmp_path / "mlp" / "1")
     with pytest.raises(InvalidRequest, match=r"failed to get model version .* is not an integer"):
         scan().get("mlp", version)
 
 
 @pytest.mark.parametrize("version", ["0", "7", "9" * 30, "9" * 5000])
-def test_a_version_that_is_not_there_is_not_found(tmp_path: Path, scan: Open, version: str) -> None:
+def test_a_version_that_does_not_exist_is_not_found(tmp_path: Path, scan: Open, version: str) -> None:
     write_mlp(tmp_path / "mlp" / "1")
     repository = scan()
     assert not repository.is_ready("mlp", version)
@@ -286,12 +288,12 @@ def test_a_version_that_is_not_there_is_not_found(tmp_path: Path, scan: Open, ve
     assert repository.find("mlp", "0" * 30 + "1").version == 1
 
 
-def test_a_model_that_is_not_there_is_not_found(scan: Open) -> None:
+def test_a_model_that_does_not_exist_is_not_found(scan: Open) -> None:
     with pytest.raises(NotFound, match="unknown model 'nobody'"):
         scan().get("nobody", "")
 
 
-def test_draining_refuses_new_requests_and_counts_them(tmp_path: Path, load: Open, metrics: Metrics) -> None:
+def test_draining_rejects_new_requests_and_counts_them(tmp_path: Path, load: Open, metrics: Metrics) -> None:
     write_mlp(tmp_path / "mlp" / "1")
     repository = load()
     before = repository.ready
@@ -299,13 +301,15 @@ def test_draining_refuses_new_requests_and_counts_them(tmp_path: Path, load: Ope
     assert (before, repository.ready) == (True, False)
     with pytest.raises(Unavailable, match="shutting down"):
         repository.acquire("mlp", "")
-    with pytest.raises(Unavailable, match="shutting down") as looked_at:  # that is no request
+    with pytest.raises(Unavailable, match="shutting down") as looked_at:  # a look-up is not counted as a request
         repository.get("mlp", "")
     assert looked_at.value.reason == "draining"
     assert b'bf16kit_rejected_total{model="mlp",reason="draining",version="1"} 1.0' in metrics.expose()[0]
 
 
-def test_what_is_no_model_is_passed_over_and_said(tmp_path: Path, scan: Open, caplog: pytest.LogCaptureFixture) -> None:
+def test_directories_that_are_not_models_are_skipped_and_a_bad_name_is_logged(
+    tmp_path: Path, scan: Open, caplog: pytest.LogCaptureFixture
+) -> None:
     write_mlp(tmp_path / "mlp" / "1")
     for name in ("no versions", ".hidden/1", "spaced name/1", "mlp/.2.tmp-1-x", "mlp/01", "mlp/x"):
         (tmp_path / name).mkdir(parents=True)
@@ -345,9 +349,7 @@ def test_requests_show_in_statistics_and_metrics(tmp_path: Path, load: Open, met
     assert 'bf16kit_model_weight_bytes{model="lookup",version="1"} 80.0' in text
 
 
-def test_a_request_for_a_version_that_nothing_answers_in_is_counted(
-    tmp_path: Path, load: Open, metrics: Metrics
-) -> None:
+def test_a_request_for_a_version_that_is_not_ready_is_counted(tmp_path: Path, load: Open, metrics: Metrics) -> None:
     write_mlp(tmp_path / "mlp" / "1")
     (tmp_path / "mlp" / "1" / "manifest.json").write_text("{}")
     slot = only(load())

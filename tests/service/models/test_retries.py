@@ -1,4 +1,4 @@
-"""When what could not be loaded is tried again, and that it then serves."""
+"""When a model that could not be loaded is tried again, and that it then serves."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def wish(*versions: int, stamp: str = "1", broken: str = "") -> Wish:
 
 
 class World:
-    """What is served, and a clock that is set by hand."""
+    """The served slots, and a clock that the test sets."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -38,7 +38,7 @@ class World:
         self.places = [SlotState("m", version, state, reason)]
 
     def due(self, wanted: Wish | None = None, after: float = 0.0) -> bool:
-        """Whether it is, so many seconds later."""
+        """Return whether ``wanted`` is due ``after`` seconds later."""
         self.now += after
         wanted = wanted or wish(1)
         return self.retries.due({"m": wanted}) == [wanted]
@@ -52,7 +52,7 @@ def world() -> World:
 
 
 def test_the_pauses_double_and_are_an_hour_at_most(world: World) -> None:
-    assert not world.due()  # found
+    assert not world.due()  # the first poll finds it
     pause, waited = FIRST_SECONDS, 0.0
     for _ in range(12):
         assert not world.due(after=pause - 1)
@@ -63,19 +63,19 @@ def test_the_pauses_double_and_are_an_hour_at_most(world: World) -> None:
     assert pause == LONGEST_SECONDS < waited
 
 
-def test_what_answers_as_before_because_it_could_not_be_replaced_is_tried_again(world: World) -> None:
+def test_a_model_whose_replacement_failed_is_tried_again_while_the_old_one_serves(world: World) -> None:
     world.put("ready", "the previously loaded version still serves")
     assert not world.due()
     assert world.due(after=FIRST_SECONDS)
 
 
-def test_a_version_that_no_worker_has_kept_is_tried_again(world: World) -> None:
+def test_a_version_without_a_slot_is_tried_again(world: World) -> None:
     world.put("ready")
     assert not world.due(wish(1, 2))
     assert world.due(wish(1, 2), after=FIRST_SECONDS)
 
 
-def test_while_it_is_being_loaded_it_is_let_be_and_the_pauses_go_on_growing(world: World) -> None:
+def test_a_model_is_not_tried_again_while_it_loads_and_its_pauses_keep_growing(world: World) -> None:
     assert not world.due()
     assert world.due(after=FIRST_SECONDS)
     world.put("loading", "loading")
@@ -86,7 +86,7 @@ def test_while_it_is_being_loaded_it_is_let_be_and_the_pauses_go_on_growing(worl
     assert world.due(after=1)
 
 
-def test_what_serves_or_is_another_now_begins_anew(world: World) -> None:
+def test_the_pauses_start_again_after_a_model_served_or_its_files_changed(world: World) -> None:
     assert not world.due()
     assert world.due(after=FIRST_SECONDS)
     world.put("ready")
@@ -94,18 +94,18 @@ def test_what_serves_or_is_another_now_begins_anew(world: World) -> None:
     world.put("unavailable", "a worker that was started again could not load it")
     assert not world.due()
     assert world.due(after=FIRST_SECONDS)
-    assert not world.due(wish(1, stamp="2"), after=LONGEST_SECONDS)  # its files have changed: it is being tried anyway
+    assert not world.due(wish(1, stamp="2"), after=LONGEST_SECONDS)  # its files have changed: it loads anyway
     assert world.due(wish(1, stamp="2"), after=FIRST_SECONDS)
 
 
-def test_what_serving_yaml_rules_out_waits_for_another(world: World) -> None:
+def test_a_model_whose_serving_yaml_is_invalid_is_not_tried_again(world: World) -> None:
     broken = wish(1, broken="serving.yaml: unknown key 'x'")
     assert not world.due(broken)
     assert not world.due(broken, after=LONGEST_SECONDS)
 
 
 class Room:
-    """Loads a model, unless there is no room for it."""
+    """Loads a model if ``there`` is true; otherwise there is no room for it."""
 
     def __init__(self) -> None:
         self.there = False
@@ -132,10 +132,10 @@ def repository(room: Room) -> Iterator[Repository]:
     repository.close()
 
 
-def test_a_polled_model_serves_once_what_kept_it_from_being_loaded_has_passed(
+def test_a_polled_model_serves_once_the_cause_of_its_failed_load_has_passed(
     tmp_path: Path, repository: Repository, room: Room, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With nothing changed in the repository."""
+    """Nothing changes in the repository."""
     write_mlp(tmp_path / "m" / "1")
     now = 0.0
     control = Controller(

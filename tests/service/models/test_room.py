@@ -1,4 +1,4 @@
-"""Whether a container has room for a model; its memory is what the test says, real containers are in tests/compose."""
+"""Whether a container has room for a model. Each test sets the memory; real containers are in tests/compose."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def let(monkeypatch: pytest.MonkeyPatch, left: int, limit: int = 100_000_000) ->
     monkeypatch.setattr(controlgroup, "memory", lambda: Memory(limit, left))
 
 
-def test_a_model_that_does_not_fit_is_refused_with_what_it_takes_what_there_is_and_what_to_do(
+def test_a_model_that_does_not_fit_is_rejected_with_the_sizes_and_a_remedy(
     artifact: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened = open_artifact(artifact, Serving())
@@ -40,10 +40,10 @@ def test_a_model_that_does_not_fit_is_refused_with_what_it_takes_what_there_is_a
         loading.load(artifact, Serving(), device="cpu", threads=1)
 
 
-def test_the_log_says_what_is_loaded_and_what_is_left_before_it_is(
+def test_the_log_states_the_weights_and_the_memory_left_before_a_load(
     artifact: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The last word, should that end the container."""
+    """It is the last line of the log if the load ends the container."""
     caplog.set_level(logging.INFO)
     opened = open_artifact(artifact, Serving())
     let(monkeypatch, RESERVE + opened.weight_bytes)
@@ -53,14 +53,14 @@ def test_the_log_says_what_is_loaded_and_what_is_left_before_it_is(
     ]
 
 
-def test_without_a_limit_nothing_is_said(artifact: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_limit_nothing_is_logged(artifact: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     check_room(open_artifact(artifact, Serving()), "cpu")
     assert not caplog.messages
 
 
 def test_mapped_weights_need_no_room(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their pages are the system's to take back."""
+    """The system can reclaim their pages."""
     opened = open_artifact(artifact, Serving(weights="mapped"))
     let(monkeypatch, 0)
     check_room(opened, "cpu")
@@ -68,9 +68,7 @@ def test_mapped_weights_need_no_room(artifact: Path, monkeypatch: pytest.MonkeyP
     assert least_bytes(open_artifact(artifact, Serving()), "cpu") == opened.weight_bytes > 0
 
 
-def test_memory_that_is_refused_while_a_model_is_loaded_is_no_bug(
-    artifact: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lack_of_memory_during_a_load_is_a_runtime_failure(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from bf16kit.runtime import loading as runtimes
 
     def refused(*arguments: object, **named: object) -> None:

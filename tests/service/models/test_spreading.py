@@ -1,4 +1,4 @@
-"""``instances: auto``: several batches at once where they do more, by a test's clock and real sessions."""
+"""``instances: auto`` runs several batches at once if that is faster: on a test's clock, and with real sessions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ INFO = RuntimeInfo("onnxruntime", "cpu", "cpu", "bf16-weights", "fp32")
 
 
 class Session:
-    """A runtime whose runs take ``seconds`` of ``clock``, or block on ``gate``; ``runs`` counts them."""
+    """A runtime whose runs call ``take``; ``runs`` counts them."""
 
     inputs = outputs = ()
 
@@ -50,7 +50,7 @@ class Session:
 
 
 class Clock:
-    """Time that passes only while something runs, whatever thread it is on."""
+    """A clock that advances only during runs, on whichever thread."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -67,7 +67,7 @@ class Clock:
 def spread(
     wide_s: float, narrow_s: float, threads: int = 4, info: RuntimeInfo = INFO
 ) -> tuple[Spread, Session, Clock, list[int]]:
-    """``narrow_s``: what all that run at once take together."""
+    """Measure sessions whose runs take these seconds. ``narrow_s`` is the sum over all runs that run at once."""
     clock, asked = Clock(), list[int]()
     parts = min(threads, MOST)
     narrow = Session(take=lambda: clock.pass_by(narrow_s / parts))
@@ -81,32 +81,32 @@ def spread(
     return found, narrow, clock, asked
 
 
-def test_batches_at_once_are_taken_where_they_do_more() -> None:
+def test_several_instances_are_used_if_they_process_more_rows() -> None:
     found, narrow, clock, asked = spread(wide_s=0.010, narrow_s=0.030)
     assert (found.instances, asked, narrow.closed) == (4, [1], False)
     assert found.narrow is not None
     assert found.why.startswith("auto: 4 instances, 4 at once do 1.33 times the rows of one with all threads")
-    assert clock.now <= SECONDS + 0.04  # the first run of each
+    assert clock.now <= SECONDS + 0.04  # plus the first run of each session
 
 
-def test_little_more_is_not_worth_a_second_session() -> None:
+def test_a_small_gain_is_not_worth_a_second_session() -> None:
     found, narrow, _, _ = spread(wide_s=0.010, narrow_s=0.039)
     assert (found.instances, found.narrow, narrow.closed) == (1, None, True)
     assert "1.03 times" in found.why
 
 
-def test_many_threads_are_shared_out_among_a_few_instances() -> None:
+def test_many_threads_are_divided_among_a_few_instances() -> None:
     found, _, _, asked = spread(wide_s=0.010, narrow_s=0.010, threads=64)
     assert (found.instances, asked) == (MOST, [64 // MOST])
 
 
 @pytest.mark.parametrize("info", [replace(INFO, device="cuda:0"), replace(INFO, backend="torchscript")])
-def test_other_devices_and_torch_have_threads_of_their_own(info: RuntimeInfo) -> None:
+def test_other_devices_and_torch_get_one_instance(info: RuntimeInfo) -> None:
     found, _, _, asked = spread(0.01, 0.01, info=info)
     assert (found.instances, asked) == (1, [])
 
 
-def test_one_thread_cannot_be_shared_out() -> None:
+def test_one_thread_gets_one_instance() -> None:
     found, _, _, asked = spread(0.01, 0.01, threads=1)
     assert (found.instances, asked) == (1, [])
 
@@ -129,7 +129,7 @@ def test_a_measurement_that_fails_leaves_no_session_behind() -> None:
     assert narrow.closed
 
 
-def test_a_batch_alone_has_all_threads_and_one_beside_it_few() -> None:
+def test_a_lone_batch_gets_all_threads_and_one_beside_it_gets_few() -> None:
     gate, entered = threading.Event(), threading.Event()
 
     def block() -> None:
@@ -152,7 +152,7 @@ def test_a_batch_alone_has_all_threads_and_one_beside_it_few() -> None:
     assert narrow.closed
 
 
-def test_a_failed_run_is_no_longer_at_work() -> None:
+def test_a_failed_run_no_longer_counts_as_running() -> None:
     def fail() -> None:
         raise RuntimeError("on purpose")
 
@@ -164,7 +164,7 @@ def test_a_failed_run_is_no_longer_at_work() -> None:
     assert (wide.runs, narrow.runs) == (2, 0)
 
 
-def test_a_real_model_is_loaded_as_measured_and_says_so(tmp_path: Path) -> None:
+def test_the_summary_of_a_real_model_gives_the_measured_number_of_instances(tmp_path: Path) -> None:
     artifact = write_mlp(tmp_path / "mlp" / "1")
     loaded = loading.load(artifact.path, Serving.model_validate({"instances": "auto"}), device="cpu", threads=2)
     assert loaded.instances == (1 if loaded.narrow is None else 2)
@@ -175,8 +175,10 @@ def test_a_real_model_is_loaded_as_measured_and_says_so(tmp_path: Path) -> None:
     loaded.close()
 
 
-def test_requests_at_once_are_answered_by_both_sessions_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spreading, "WORTH", 0.0)  # whatever this machine does
+def test_both_sessions_give_concurrent_requests_the_same_outputs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spreading, "WORTH", 0.0)  # two instances on any machine
     artifact = write_mlp(tmp_path / "mlp" / "1")
     serving = Serving.model_validate({"instances": "auto", "shadow": {"rate": 0}})
     loaded = loading.load(artifact.path, serving, device="cpu", threads=2)
@@ -209,7 +211,7 @@ def test_both_sessions_read_one_copy_of_the_weights(tmp_path: Path) -> None:
     assert len(asked) == len(set(asked)) == 1
 
 
-def test_auto_is_read_and_goes_from_process_to_process() -> None:
+def test_auto_is_read_and_survives_being_sent_to_another_process() -> None:
     serving = Serving.model_validate({"instances": "auto"})
     assert serving.instances == AUTO
     wish = Wish("mlp", (Plan(1, Path("/x"), serving),))

@@ -1,4 +1,4 @@
-"""The fp32 reference of a generation, ordered to answer: loaded then, gone when it is not, bf16 where it fails."""
+"""The fp32 reference of a generation: loaded when it is ordered, freed when it is not; bf16 serves if it fails."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from service.models.standby import Standby
 
 
 class Loading:
-    """Gives a reference when it is let, or fails."""
+    """Loads the reference while ``go`` is set, or fails with ``error``."""
 
     def __init__(self) -> None:
         self.go = threading.Event()
@@ -52,7 +52,7 @@ def rig() -> Rig:
     return Rig()
 
 
-def test_what_is_ordered_answers_and_is_told_with_its_reason(rig: Rig) -> None:
+def test_an_ordered_precision_serves_and_is_reported_with_its_reason(rig: Rig) -> None:
     for precision, reason in (("fp32", "drift"), ("fp32", "drift"), ("bf16", "")):
         rig.standby.order(precision, reason).result(30)  # type: ignore[arg-type]  # one of its literals
         assert rig.engine.switched == (precision == "fp32")
@@ -62,7 +62,7 @@ def test_what_is_ordered_answers_and_is_told_with_its_reason(rig: Rig) -> None:
     assert rig.standby.answering == Answering()
 
 
-def test_bf16_answers_until_fp32_is_warm(rig: Rig) -> None:
+def test_bf16_serves_until_fp32_is_warm(rig: Rig) -> None:
     rig.load.go.clear()
     told = rig.standby.order("fp32", "drift")
     until(lambda: rig.load.begun == 1, 30, "being loaded")
@@ -75,12 +75,12 @@ def test_bf16_answers_until_fp32_is_warm(rig: Rig) -> None:
     assert (rig.engine.switched, rig.load.begun) == (True, 1)
 
 
-def test_a_reason_alone_is_told_too(rig: Rig) -> None:
+def test_a_change_of_the_reason_alone_is_reported_too(rig: Rig) -> None:
     rig.standby.order("bf16", "over its budget").result(30)
     assert rig.told == [Answering("bf16", "over its budget")]
 
 
-def test_where_it_cannot_be_loaded_bf16_goes_on_and_it_can_be_tried_again(
+def test_if_fp32_cannot_be_loaded_bf16_keeps_serving_and_fp32_can_be_tried_again(
     rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
     rig.load.error = ArtifactError("no residual")
@@ -94,7 +94,7 @@ def test_where_it_cannot_be_loaded_bf16_goes_on_and_it_can_be_tried_again(
 
 
 @pytest.mark.parametrize("end", ["order", "close"])
-def test_what_is_not_wanted_any_more_when_it_is_loaded_is_closed(rig: Rig, end: str) -> None:
+def test_a_reference_that_is_no_longer_wanted_when_loaded_is_closed(rig: Rig, end: str) -> None:
     rig.load.go.clear()
     told = rig.standby.order("fp32", "drift")
     if end == "order":
@@ -108,13 +108,13 @@ def test_what_is_not_wanted_any_more_when_it_is_loaded_is_closed(rig: Rig, end: 
     assert not rig.engine.switched
 
 
-def test_nothing_is_ordered_of_what_is_unloaded(rig: Rig) -> None:
+def test_an_order_for_an_unloaded_model_is_rejected(rig: Rig) -> None:
     rig.standby.close()
     with pytest.raises(Unavailable, match="the model is unloaded"):
         rig.standby.order("fp32", "drift").result(30)
 
 
-def test_where_the_system_has_no_thread_left_it_fails_and_can_be_tried_again(
+def test_an_order_fails_if_no_thread_can_be_started_and_can_be_tried_again(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(thread: threading.Thread) -> None:
