@@ -68,8 +68,9 @@ def test_the_server_stops_cleanly_and_starts_again(stack: Stack) -> None:
 
 
 def test_a_conversion_that_is_stopped_ends_at_once() -> None:
-    """The program is process 1 of its container, which ignores SIGTERM by default: 137 would mean Docker's timeout ran
-    out.
+    """The program is process 1 of its container, which ignores SIGTERM by default.
+
+    Exit code 137 would mean that Docker's timeout ran out.
     """
     if docker("image", "inspect", f"{IMAGE}:converter").returncode != 0:
         pytest.skip(f"the image {IMAGE}:converter is not on this machine")

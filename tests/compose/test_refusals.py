@@ -17,7 +17,7 @@ from waiting import until
 
 pytestmark = pytest.mark.compose
 _SMALL = "112m"  # less than a server and MiniLM take together
-_NARROW = "208m"  # enough for them, and too little for the fp32 reference beside them
+_NARROW = "208m"  # enough for them, and too little for the fp32 reference in addition
 _NEWER = """
 import json, pathlib
 for name, version in (('newer', 99), ('nonsense', 0)):

@@ -21,7 +21,7 @@ def in_effect(manifests: list[Manifest]) -> dict[str, Manifest]:
     """Return the manifests by kind and name, without fields that only name their author, and with settings parsed."""
     (settings,) = [each["metadata"]["name"] for each in manifests if each["kind"] == "ConfigMap"]
     text = json.dumps([each for each in manifests if each["kind"] != "Namespace"])
-    bare = json.loads(text.replace(f'"{settings}"', '"bf16kit"'))  # the digest is in the name or in an annotation
+    bare = json.loads(text.replace(f'"{settings}"', '"bf16kit"'))  # kustomize adds its digest to the name
     for each in bare:
         metadata = [each["metadata"], *([each["spec"]["template"]["metadata"]] if each["kind"] == "Deployment" else [])]
         for one_of_them in metadata:

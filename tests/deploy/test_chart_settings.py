@@ -40,9 +40,7 @@ def server_takes(config: Any) -> bool:
 
 
 def tried() -> Iterator[tuple[str, Any]]:
-    """Yield, for each setting, its default and values at and beyond its bounds in the server's own schema; some are
-    wrong.
-    """
+    """Yield, for each setting, its default, the bounds of the server's schema, values around them, and wrong ones."""
     for key, field in ServerConfig.model_json_schema()["properties"].items():
         told = next((each for each in field.get("anyOf", ()) if each.get("type") != "null"), field)
         bounds = [told[name] for name in ("minimum", "maximum", "exclusiveMinimum") if name in told]

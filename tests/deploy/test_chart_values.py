@@ -1,6 +1,4 @@
-"""The values of the Helm chart: each has an effect, and a value that would keep a pod from serving is rejected by its
-name.
-"""
+"""The values of the Helm chart: each has an effect, and values that would stop a pod from serving are rejected."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 
 @pytest.mark.parametrize("name", RUNNING)
 def test_stages_that_become_images_only_copy(name: str) -> None:
-    """So no layer contains its build time, and neither a compiler nor pip has touched what runs."""
+    """Therefore no layer contains its build time, and neither a compiler nor pip has touched the programs."""
     assert FILE.stages[name].all("RUN") == []
     assert [copy.rest for copy in FILE.stages[name].all("COPY") if not copy.rest.startswith("--from=")] == []
 

@@ -131,9 +131,7 @@ class Container:
 
 @pytest.fixture
 def start(repository: Path) -> Iterator[Any]:
-    """Yield a function that starts an image as the compose file and the documentation do; remove the containers
-    afterwards.
-    """
+    """Yield a function that starts an image as the compose file does; remove the containers afterwards."""
     started: list[str] = []
 
     def run(image: str, *flags: str) -> Container:

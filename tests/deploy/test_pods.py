@@ -182,9 +182,7 @@ def test_services_use_the_ports_of_the_settings(way: str) -> None:
 
 @pytest.mark.parametrize("way", ONLY_KUBERNETES)
 def test_the_network_policy_allows_exactly_these_connections(way: str) -> None:
-    """The policy is compared as a whole: one extra item opens a port, and kustomize could add our labels to the DNS
-    selector.
-    """
+    """The test compares the whole policy: one extra item opens a port, and kustomize could extend a selector."""
     spec = one(deployments()[way], "NetworkPolicy")["spec"]
     client = {"matchLabels": {"bf16kit.io/client": "true"}}
     monitoring = {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}

@@ -1,6 +1,4 @@
-"""The parts of deploy/ray that need no Ray: frames, metadata, the front's view of reports, and which options fit
-together.
-"""
+"""The parts of deploy/ray that need no Ray: frames, metadata, the front's view of reports, checks of options."""
 
 from __future__ import annotations
 
@@ -92,9 +90,7 @@ class TestReports:
         assert not FrontRegistry(reports).ready
 
     def test_the_reason_for_a_failed_start_is_kept_after_the_replica_is_gone(self) -> None:
-        """Ray starts the replica three times and reports nothing more; clients get the message of a server of one
-        process.
-        """
+        """Ray starts the replica three times and then reports nothing; clients get the message of a plain server."""
         reports = Reports()
         reports.want({"m": [1]})
         reports.receive(report("a", SlotState("m", 1, "unavailable", "a digest is wrong")))
@@ -239,9 +235,7 @@ class Context:
 
 
 class TestIngress:
-    """The status and message that clients get when Ray's own handlers respond or fail; Ray's handlers are replaced
-    here.
-    """
+    """The status and message that clients get for each result of Ray's handlers, which the tests replace."""
 
     def _ask(self, rays: Any, data: bytes = b"\x0a\x01m", **context: Any) -> tuple[bytes, Context, list[Any]]:
         ingress, asked, given = Ingress(), [], Context(**context)

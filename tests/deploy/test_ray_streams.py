@@ -1,6 +1,4 @@
-"""Streams of silent clients at a gRPC server set up like Ray's proxy; a handler in the place of Ray's serves each
-request.
-"""
+"""Streams of silent clients at a gRPC server like Ray's proxy; a handler in the place of Ray's responds."""
 
 from __future__ import annotations
 

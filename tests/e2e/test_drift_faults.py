@@ -86,8 +86,9 @@ class Stand(NamedTuple):
         return {each["alertname"] for each in found}
 
     def is_well(self, model: str) -> None:
-        """Assert that no alert fires. Bf16ReferenceDown may fire at first: Prometheus may have scraped while the
-        reference loaded.
+        """Assert that no alert fires.
+
+        Bf16ReferenceDown may fire at first: Prometheus may have scraped while the reference loaded.
         """
         assert self.alerts(model) <= {"Bf16ReferenceDown"}
         until(lambda: self.alerts(model) == set(), 30, "no alert")
@@ -200,9 +201,7 @@ def slowly(stand: Stand) -> Callable[[int], None]:
 
 
 class Fault(NamedTuple):
-    """A fault of ``model``, described by ``words``. ``bf16kit_drift_cause`` must be in ``causes``, and ``alert`` must
-    fire.
-    """
+    """A fault of ``model``, described by ``words``; it must give one of ``causes``, and fire ``alert``."""
 
     model: str
     words: str

@@ -1,6 +1,4 @@
-"""A torch.export program end to end: read as a source, written with ``--format pt2``, served, and compared with torch's
-outputs.
-"""
+"""A torch.export program end to end: converted with ``--format pt2``, served, and compared with torch's outputs."""
 
 from __future__ import annotations
 
@@ -23,9 +21,7 @@ Serve = Callable[..., Any]
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a repository: ``model`` has the profile pt2 only; ``both`` also has cpu, and its ``serving.yaml`` names
-    pt2.
-    """
+    """Return a repository: ``model`` has the profile pt2; ``both`` also has cpu, and its ``serving.yaml`` names pt2."""
     directory = tmp_path_factory.mktemp("exported")
     source = directory / "m.pt2"
     source.write_bytes(files.exported(seeded(Cnn()), torch.ones(2, 3, 16, 16)))

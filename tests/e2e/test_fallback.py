@@ -1,6 +1,4 @@
-"""A damaged model: fp32 serves once the drift is certainly over budget, and bf16 serves again once a healthy copy is
-loaded.
-"""
+"""A damaged model: fp32 serves while its drift is over budget, and bf16 again once a healthy copy is loaded."""
 
 from __future__ import annotations
 

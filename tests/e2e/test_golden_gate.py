@@ -1,6 +1,4 @@
-"""Damage weights in a running server's memory: the golden gate detects it, and metrics, log, page and model config
-report it.
-"""
+"""Damage weights in a running server's memory: the golden gate detects it, and every interface reports it."""
 
 from __future__ import annotations
 
@@ -80,7 +78,7 @@ def test_scheduled_gate_detects_damage_in_memory_and_every_interface_reports_it(
 
 
 def test_a_failed_gate_switches_to_fp32_if_the_fallback_policy_is_fp32(tmp_path: Path, serve: Serve) -> None:
-    """The switch needs no live sample, so that it does not depend on wrong responses to clients."""
+    """The switch needs no live sample, and so no client with a wrong output."""
     artifact = tmp_path / "m" / "1"
     faults.write_pair(artifact)
     (tmp_path / "m" / "serving.yaml").write_text(

@@ -33,9 +33,7 @@ Native = Callable[[bool], None]
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the path of a converted model of two matrix products, with every profile that the converter writes by
-    default.
-    """
+    """Return a converted model of two matrix products, with every profile that is written by default."""
     directory = tmp_path_factory.mktemp("choice")
     onnx.save(graphs.mlp((64, 96, 64)), directory / "m.onnx")
     target = directory / "m" / "1"

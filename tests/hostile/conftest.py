@@ -22,13 +22,11 @@ from watched import Watched
 
 from service.transport.handlers import SERVICE
 
-_PLACES = {"ModelInfer": 256, "ModelStreamInfer": 64, "ServerMetadata": 0}  # limits for calls without a request
+_PLACES = {"ModelInfer": 256, "ModelStreamInfer": 64, "ServerMetadata": 0}  # default limits of calls without request
 
 
 def _hold(target: Target, path: str, places: int, stack: contextlib.ExitStack) -> None:
-    """Open 400 calls of this RPC without a request; return when the server has ended those beyond its limit of
-    ``places``.
-    """
+    """Open 400 calls of this RPC without a request; return when the server has ended those beyond ``places``."""
     silent = [stack.enter_context(RawConnection(target.port)) for _ in range(4)]
     for client in silent * 100:
         client.call(f"/{SERVICE}/{path}")

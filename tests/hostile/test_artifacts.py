@@ -68,9 +68,7 @@ def serving(repository: Path, program: Path | None = None) -> Iterator[Target]:
 
 
 def warm(target: Target, *models: str) -> None:
-    """Have the server create what it creates once, so that it does not count as growth: threads, heaps, the first
-    load's imports.
-    """
+    """Have the server create its threads and heaps and import its modules, so that these do not count as growth."""
     for _ in range(50):
         assert {code_of(target.address, model, FEEDS) for model in models} == {"OK"}
 
@@ -96,7 +94,7 @@ def asked(target: Target, model: str, right: Mapping[str, bytes], allowed: tuple
     assert all(ratio <= 1 for ratio in ratios)
 
 
-# --- a server that has loaded what it serves --------------------------------------------------------------------------
+# --- a server that does not reload changed models ---------------------------------------------------------------------
 
 
 def cut_short(version: Path, workshop: Workshop, asking: Asking) -> None:
@@ -160,7 +158,7 @@ def test_a_loaded_model_gives_the_same_outputs_when_its_files_are_attacked(
     figures.record(how_much=f"{sum(asking.codes.values()):,} requests")
 
 
-# --- a server that loads again what has changed -----------------------------------------------------------------------
+# --- a server that reloads changed models -----------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

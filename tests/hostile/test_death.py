@@ -136,7 +136,7 @@ def free_port() -> int:
 
 
 def test_after_sigkill_under_load_a_new_server_starts_at_once_on_the_same_port(start: Start, tmp_path: Path) -> None:
-    """It also gets the same Unix socket and gives the same outputs, and the killed server leaves no files behind."""
+    """It also uses the same Unix socket and gives the same outputs; the killed server leaves no files behind."""
     requests, outcomes, seconds = Requests(), list[Outcome](), list[float]()
     sockets, port = tmp_path / "sockets", free_port()
     sockets.mkdir()

@@ -1,6 +1,4 @@
-"""Attacks on the HTTP port of a running server: /livez responds within a second, and the server frees the memory
-afterwards.
-"""
+"""Attacks on the HTTP port of a running server: /livez responds within a second, and memory is freed afterwards."""
 
 from __future__ import annotations
 
@@ -104,9 +102,7 @@ def test_clients_that_never_read_use_little_memory(attacked: Attacked) -> None:
 
 
 def test_huge_headers_are_rejected_before_they_are_stored(attacked: Attacked) -> None:
-    """51 requests of 4 MiB in one header, of 10,000 headers, or of a long request line: 431 each, or reset while
-    sending.
-    """
+    """51 requests of 4 MiB in one header, 10,000 headers, or a long request line: 431 each, or reset while sending."""
     watched = attacked()
     kinds = [
         b"GET / HTTP/1.1\r\nHost: x\r\nX-Huge: " + b"a" * (4 << 20) + b"\r\n\r\n",

@@ -99,9 +99,7 @@ def test_fuzzed_messages_get_a_response_or_an_error_and_corrupt_no_output(target
 
 
 def _elsewhere(attack: Callable[[str, int, int], set[str]], *arguments: Any) -> set[str]:
-    """Run the attack in a separate process, so that it does not delay the thread that checks whether the server is
-    well.
-    """
+    """Run the attack in a separate process, so that it does not delay the thread that checks the server's health."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         return process.submit(attack, *arguments).result()
 

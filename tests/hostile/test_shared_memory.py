@@ -120,7 +120,7 @@ def test_memory_that_shrinks_and_grows_all_the_time_neither_crashes_nor_is_exten
     assert (source.stat().st_size, sink.stat().st_size) == (0, 0)
 
 
-def test_a_region_registered_again_meanwhile_gives_the_output_of_one_file_or_the_other(
+def test_a_region_registered_again_meanwhile_gives_the_output_of_either_file(
     target: Target, client: Any, make: Callable[[str, bytes], Path]
 ) -> None:
     contents = [X, -X]

@@ -148,7 +148,7 @@ def publish(server: Server, root: Path, name: str, choice: random.Random, source
 
 
 def is_clear(said: list[tuple[str, str]]) -> bool:
-    """Return whether there is one verdict, and, if it is a rejection, whether it names the fault and is no internal
+    """Return whether there is one verdict that is not a rejection, or one that names the fault and is no internal
     error.
     """
     (kind, text), *more = said

@@ -18,9 +18,7 @@ from waiting import until
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Yield a cluster of a head and one more node. Three replicas fit on each, so that neither holds all four of
-    `served`.
-    """
+    """Yield a cluster of a head and another node. Each has room for three replicas, so not for all four of `served`."""
     ray = pytest.importorskip("ray", reason="Ray is not installed here: make test-ray does it")
     from ray.cluster_utils import Cluster
 
@@ -29,7 +27,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     os.environ.update(PYTHONPATH=os.pathsep.join(path), RAY_USAGE_STATS_ENABLED="0", RAY_DEDUP_LOGS="0")
     os.environ.update(RAY_enable_metrics_collection="0", RAY_AUTH_MODE="disabled")
     os.environ.update(BF16KIT_MAX_MESSAGE_BYTES=str(1 << 20), BF16KIT_STREAM_IDLE_SECONDS="6")
-    # The proxy is on the head, and would prefer the replicas there: the tests need calls to the killed ones too.
+    # The proxy is on the head, and would send requests only to the replicas there: those that the tests kill, on the
+    # other node, must get requests too.
     os.environ.update(RAY_SERVE_PROXY_PREFER_LOCAL_NODE_ROUTING="0")
     cluster = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
     cluster.add_node(**NODE)

@@ -13,9 +13,7 @@ Environment = Callable[[str], Path]
 
 @pytest.fixture(scope="session")
 def environment() -> Environment:
-    """Return a function that gives the Python of ``tensorflow``, ``jax`` or ``lightning``, or skips if it is not
-    installed.
-    """
+    """Return a function that gives the Python of ``tensorflow``, ``jax`` or ``lightning``, or skips the test."""
 
     def python(family: str) -> Path:
         found = _ENVIRONMENTS / family / "bin" / "python"

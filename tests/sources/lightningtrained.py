@@ -1,8 +1,8 @@
-"""``python lightningtrained.py DIRECTORY`` trains a model and writes its outputs. An environment with Lightning runs
-it.
+"""Train models with Lightning and write checkpoints and outputs; an environment with Lightning runs this file.
 
-Writes ``NAME.ckpt`` for each precision and ``NAME.npz``: inputs, and the outputs that Lightning itself computes for
-them from the checkpoint. ``--model lightningtrained:Lit`` is the same module.
+``python lightningtrained.py DIRECTORY`` writes ``NAME.ckpt`` for each precision and ``NAME.npz``: inputs, and the
+outputs that Lightning itself computes for them from the checkpoint. ``--model lightningtrained:Lit`` is the same
+module.
 """
 
 from __future__ import annotations

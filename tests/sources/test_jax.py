@@ -1,6 +1,4 @@
-"""Checkpoints that Orbax and Flax wrote, in every layout: read bit for bit, converted, compared with Flax's own
-outputs.
-"""
+"""Checkpoints from Orbax and Flax in every layout: read bit for bit, converted, compared with Flax's outputs."""
 
 from __future__ import annotations
 

@@ -221,9 +221,7 @@ def test_tensorflows_checksums_detect_damaged_variables(made: Made, tmp_path: Pa
 
 
 def test_the_same_model_gives_the_same_bytes(made: Made, tmp_path: Path) -> None:
-    """Keras exports variables, and tf2onnx names and orders nodes, differently each time; the artifacts must not
-    differ.
-    """
+    """This must hold although Keras exports variables, and tf2onnx names and orders nodes, differently each time."""
     for name in ("a", "b"):
         _convert(made("keras_file") / "model.keras", tmp_path / name / "m" / "1")
     for file in (tmp_path / "a" / "m" / "1").iterdir():
@@ -231,9 +229,7 @@ def test_the_same_model_gives_the_same_bytes(made: Made, tmp_path: Path) -> None
 
 
 def test_the_allowed_operators_are_those_that_tf2onnx_translates(python: Path) -> None:
-    """The operators that tf2onnx translates and the converter rejects are for strings, tables or queues, or its own
-    inventions.
-    """
+    """The other operators of tf2onnx are for strings, tables or queues, or are its own inventions."""
     code = (
         "from tf2onnx import handler, tfonnx\n"
         "print(*{op for versions in handler.tf_op.get_opsets().values() for ops in versions for op in ops})"
