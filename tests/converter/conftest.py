@@ -1,4 +1,4 @@
-"""Small checkpoints, converted once for all tests that only look at the result."""
+"""Fixtures: small checkpoints, each converted once for all tests that only read the result."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _modules_at_last_freeze = 0
 
 @pytest.fixture(autouse=True)
 def _what_libraries_make_is_made_once() -> None:
-    """Once a test has had them imported: neither changes what a test sees."""
+    """Save time after a test has imported large libraries. Neither measure changes what a test sees."""
     global _modules_at_last_freeze
     if len(sys.modules) > _modules_at_last_freeze + 50:
         _collect_only_what_is_new()
@@ -32,14 +32,17 @@ def _what_libraries_make_is_made_once() -> None:
 
 
 def _collect_only_what_is_new() -> None:
-    """A conversion and torch's exporter collect garbage again and again, which takes 0.2 s each time among the objects
-    of torch, transformers and pytest: a third of a conversion."""
-    gc.collect()  # garbage that were frozen would stay for ever
+    """Set all present objects aside, so that the garbage collector skips them.
+
+    A conversion and torch's exporter collect garbage many times. With the objects of torch, transformers and pytest,
+    each collection takes 0.2 s: together a third of a conversion.
+    """
+    gc.collect()  # garbage that is frozen is never freed
     gc.freeze()
 
 
 def _keep_torchs_table_of_operators() -> None:
-    """The exporter fills its table of ONNX functions anew for every export, in 0.4 s. No test adds one to it."""
+    """Cache the exporter's table of ONNX functions: filling it takes 0.4 s per export. No test adds to it."""
     registration = sys.modules.get("torch.onnx._internal.exporter._registration")
     if registration is not None and isinstance(vars(registration.ONNXRegistry)["from_torchlib"], classmethod):
         kept = staticmethod(functools.cache(registration.ONNXRegistry.from_torchlib))
@@ -48,7 +51,7 @@ def _keep_torchs_table_of_operators() -> None:
 
 @pytest.fixture
 def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
-    """Runs one command line in this process."""
+    """Return a function that runs one command line in this process."""
 
     def call(*arguments: str | Path) -> Outcome:
         capsys.readouterr()
@@ -61,12 +64,12 @@ def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
 
 @pytest.fixture
 def target(tmp_path: Path) -> Path:
-    """Where a test's conversion goes: ``…/repository/m/1``, of which nothing exists yet."""
+    """Return the ``--out`` of a test's conversion, ``…/repository/m/1``. None of its directories exist yet."""
     return tmp_path / "repository" / "m" / "1"
 
 
 def converted(factory: Factory, name: str, *arguments: str | Path) -> Artifact:
-    """What converting with ``arguments`` published."""
+    """Convert with ``arguments`` and return the published artifact."""
     path = factory.mktemp("repository") / name / "1"
     assert run(["checkpoint", *map(str, arguments), "--out", str(path)]) == 0
     return Artifact.open(path)
@@ -74,7 +77,7 @@ def converted(factory: Factory, name: str, *arguments: str | Path) -> Artifact:
 
 @pytest.fixture(scope="session")
 def mlp_file(tmp_path_factory: Factory) -> Path:
-    """A torch state dict of ``architectures.Mlp``."""
+    """Return the file of a torch state dict of ``architectures.Mlp``."""
     from architectures import Mlp, save
 
     return save(tmp_path_factory.mktemp("mlp") / "mlp.pt", Mlp())
@@ -82,13 +85,13 @@ def mlp_file(tmp_path_factory: Factory) -> Path:
 
 @pytest.fixture(scope="session")
 def mlp(tmp_path_factory: Factory, mlp_file: Path) -> Artifact:
-    """``mlp_file`` with all defaults: every profile, residual, report."""
+    """Return ``mlp_file`` converted with all defaults: every profile, residual, report."""
     return converted(tmp_path_factory, "mlp", mlp_file, *MLP)
 
 
 @pytest.fixture(scope="session")
 def onnx_file(tmp_path_factory: Factory) -> Path:
-    """An fp32 ONNX file of two layers: the source that converts fastest."""
+    """Return an fp32 ONNX file of two layers: the source that converts fastest."""
     path = tmp_path_factory.mktemp("onnx") / "mlp.onnx"
     onnx.save(graphs.mlp(), path)
     return path
@@ -96,5 +99,5 @@ def onnx_file(tmp_path_factory: Factory) -> Path:
 
 @pytest.fixture(scope="session")
 def small(tmp_path_factory: Factory, onnx_file: Path) -> Artifact:
-    """``onnx_file`` with all defaults: two ONNX profiles, residual, report."""
+    """Return ``onnx_file`` converted with all defaults: three ONNX profiles, residual, report."""
     return converted(tmp_path_factory, "small", onnx_file)

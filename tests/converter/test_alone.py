@@ -1,4 +1,4 @@
-"""Sources of which no ONNX graph can be made: what torch runs is written alone, proved and restored, or refused."""
+"""Sources without an ONNX graph: the torch program alone is written, verified and restored, or rejected."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _INPUT = ("--input", "x:float32:batch,16")
 
 
 class Unsteady(nn.Module):
-    """Answers differently each time, and branches on its numbers."""
+    """A module that gives different outputs each time, and branches on values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,12 +39,12 @@ class Unsteady(nn.Module):
 
 
 def _weights_doubled(artifact: Path) -> list[str]:
-    """The tensors whose values lie in residual.bin as they came."""
+    """Return the names of the tensors that are stored unchanged in residual.bin."""
     return [entry.name for entry in Artifact.open(artifact).manifest.tensors if entry.file == "residual.bin"]
 
 
 @pytest.mark.parametrize("flags", [(), ("--format", "torchscript")])
-def test_a_branch_on_the_numbers_is_written_as_torchscript_alone(
+def test_a_module_that_branches_on_values_is_written_only_as_torchscript(
     cli: Cli, tmp_path: Path, target: Path, flags: tuple[str, ...]
 ) -> None:
     path = save(tmp_path / "m.pt", Deciding(), X[:2])
@@ -61,11 +61,13 @@ def test_a_branch_on_the_numbers_is_written_as_torchscript_alone(
             expected = seeded(Deciding())(x).numpy()
         answered = runtime.run({"x": x.numpy()})["output"]
         assert 0 < np.linalg.norm(answered - expected) / np.linalg.norm(expected) < 1.5e-2
-    assert artifact.manifest.batch_axis is None  # a sample could change the way that others go
+    assert artifact.manifest.batch_axis is None  # one sample could change the branch that the others take
     assert artifact.manifest.outputs[0].shape == ["batch", 16]
 
 
-def test_its_checkpoint_is_restored_from_the_module_and_its_residual(cli: Cli, tmp_path: Path, target: Path) -> None:
+def test_the_checkpoint_is_restored_from_the_torchscript_module_and_its_residual(
+    cli: Cli, tmp_path: Path, target: Path
+) -> None:
     path = save(tmp_path / "m.pt", Deciding(), X[:2])
     cli("checkpoint", path, *_INPUT, "--out", target).published()
     assert _weights_doubled(target) == []
@@ -79,7 +81,9 @@ def test_its_checkpoint_is_restored_from_the_module_and_its_residual(cli: Cli, t
     cli("explain", target).refused(2, "no ONNX graph could be made of its source")
 
 
-def test_without_a_residual_it_says_that_nothing_can_be_restored(cli: Cli, tmp_path: Path, target: Path) -> None:
+def test_without_a_residual_the_converter_states_that_nothing_can_be_restored(
+    cli: Cli, tmp_path: Path, target: Path
+) -> None:
     path = save(tmp_path / "m.pt", Deciding(), X[:2])
     said = cli("checkpoint", path, *_INPUT, "--out", target, "--no-residual").published().out
     assert "the checkpoint cannot be restored" in " ".join(said.split())
@@ -87,11 +91,12 @@ def test_without_a_residual_it_says_that_nothing_can_be_restored(cli: Cli, tmp_p
     cli("restore", target, "--out", tmp_path / "fp32.safetensors").refused(2, "keeps no residual")
 
 
-def test_a_fused_transformer_keeps_its_batch_axis_and_stores_half(cli: Cli, tmp_path: Path, target: Path) -> None:
-    """torch traces a transformer layer as one operator, which ONNX has not: its matrices are bf16, its arithmetic is
-    fp32."""
+def test_a_fused_transformer_layer_keeps_its_batch_axis_and_stores_bf16_matrices(
+    cli: Cli, tmp_path: Path, target: Path
+) -> None:
+    """torch traces a transformer layer as one operator that ONNX lacks. Its matrices are bf16, its arithmetic fp32."""
     ids = torch.arange(21).reshape(3, 7)
-    with torch.no_grad():  # as a model is traced that is to be served
+    with torch.no_grad():  # as for a model that will be served
         path = save(tmp_path / "m.pt", Encoder().eval(), ids[:2], "traced")
         expected = torch.jit.load(str(path))(ids).numpy()  # type: ignore[no-untyped-call]  # torch's own
     said = cli("checkpoint", path, "--input", "ids:int64:batch,seq", "--out", target).published().out
@@ -105,7 +110,9 @@ def test_a_fused_transformer_keeps_its_batch_axis_and_stores_half(cli: Cli, tmp_
     assert 0 < np.linalg.norm(answered - expected) / np.linalg.norm(expected) < 1.5e-2
 
 
-def test_a_torch_module_that_onnx_cannot_say_is_traced_alone(cli: Cli, tmp_path: Path, target: Path) -> None:
+def test_a_torch_module_that_onnx_cannot_express_is_written_only_as_a_trace(
+    cli: Cli, tmp_path: Path, target: Path
+) -> None:
     torch.save(seeded(Reflected()).state_dict(), tmp_path / "m.pt")
     given = ("--model", "scriptedmodels:Reflected", *_INPUT)
     said = cli("checkpoint", tmp_path / "m.pt", *given, "--out", target).published().out
@@ -116,8 +123,10 @@ def test_a_torch_module_that_onnx_cannot_say_is_traced_alone(cli: Cli, tmp_path:
     assert 0 < np.linalg.norm(answered - expected) / np.linalg.norm(expected) < 1.5e-2
 
 
-def test_a_torch_module_that_branches_is_to_be_scripted(cli: Cli, tmp_path: Path, target: Path) -> None:
-    """A trace would keep one of the two ways, whatever it is given later."""
+def test_a_torch_module_that_branches_is_rejected_with_the_advice_to_script_it(
+    cli: Cli, tmp_path: Path, target: Path
+) -> None:
+    """A trace would keep only one of the two branches, for all later inputs."""
     torch.save(seeded(Deciding()).state_dict(), tmp_path / "m.pt")
     given = ("--model", "scriptedmodels:Deciding", *_INPUT)
     cli("checkpoint", tmp_path / "m.pt", *given, "--out", target).refused(3, "no ONNX: ", "torch.jit.script(module)")
@@ -136,7 +145,7 @@ def test_a_torch_module_that_branches_is_to_be_scripted(cli: Cli, tmp_path: Path
         (("--format", "pt2"), 3, "no torch.export program"),
     ],
 )  # fmt: skip
-def test_what_needs_a_graph_is_refused_with_the_operator_that_stopped_it(
+def test_options_that_need_an_onnx_graph_are_rejected_with_the_reason(
     cli: Cli, tmp_path: Path, target: Path, flags: tuple[str, ...], code: int, said: str
 ) -> None:
     path = save(tmp_path / "m.pt", Deciding(), X[:2])
@@ -144,7 +153,7 @@ def test_what_needs_a_graph_is_refused_with_the_operator_that_stopped_it(
     assert tree(tmp_path) == ["m.pt"]
 
 
-def test_what_answers_differently_each_time_proves_nothing(cli: Cli, tmp_path: Path, target: Path) -> None:
+def test_a_module_with_random_outputs_is_rejected(cli: Cli, tmp_path: Path, target: Path) -> None:
     path = save(tmp_path / "m.pt", Unsteady(), X[:2])
     cli("checkpoint", path, *_INPUT, "--out", target).refused(
         3, "prim::If", "cannot be checked", "different outputs for the same input"

@@ -1,4 +1,4 @@
-"""What cannot be converted is refused in one clear message, and leaves nothing behind."""
+"""Input that cannot be converted is rejected with one clear message, and no files are left behind."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def test_overflowing_weights_may_be_saturated(cli: Cli, tmp_path: Path, target: 
     assert float(np.max(Artifact.open(target).tensor("up.weight").astype(np.float32))) == 3.3895313892515355e38
 
 
-def test_a_target_that_exists_is_refused_before_anything_is_read(cli: Cli, tmp_path: Path, target: Path) -> None:
+def test_a_target_that_exists_is_rejected_before_anything_is_read(cli: Cli, tmp_path: Path, target: Path) -> None:
     target.mkdir(parents=True)
     cli("checkpoint", tmp_path / "absent", "--out", target).refused(2, "already exists", "--force")
 
 
 @pytest.mark.long
-def test_force_replaces_an_artifact_whole(cli: Cli, onnx_file: Path, target: Path) -> None:
+def test_force_replaces_the_whole_artifact(cli: Cli, onnx_file: Path, target: Path) -> None:
     command = ("checkpoint", onnx_file, "--out", target, *ONNX_ONLY)
     cli(*command, "--profile", "cpu").published()
     cli(*command).refused(2, "already exists")
@@ -65,7 +65,9 @@ def test_force_replaces_nothing_but_artifacts(cli: Cli, onnx_file: Path, target:
     assert (target / "thesis.tex").read_text() == "years of work"
 
 
-def test_a_failed_conversion_leaves_what_was_there(cli: Cli, tmp_path: Path, onnx_file: Path, target: Path) -> None:
+def test_a_failed_conversion_keeps_the_previous_artifact(
+    cli: Cli, tmp_path: Path, onnx_file: Path, target: Path
+) -> None:
     command = ("--out", target, "--force", *ONNX_ONLY)
     cli("checkpoint", onnx_file, *command).published()
     before = (target / "manifest.json").read_bytes()
@@ -106,7 +108,7 @@ def test_a_bad_option_is_named(cli: Cli, onnx_file: Path, target: Path, flags: l
     assert not target.parent.exists()
 
 
-def test_samples_that_do_not_fit_are_told_with_what_was_expected(
+def test_samples_that_do_not_fit_are_rejected_with_what_was_expected(
     cli: Cli, tmp_path: Path, onnx_file: Path, target: Path
 ) -> None:
     np.savez(tmp_path / "wide.npz", x=np.zeros((1, 17), np.float32))

@@ -1,4 +1,4 @@
-"""The command line itself: help, exit codes, and what a user is told when something goes wrong."""
+"""The command line itself: help, exit codes and error messages."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from converter.cli import command, exit_code
 _HEAVY = ("torch", "transformers", "onnx", "onnx_ir", "onnxruntime", "onnxscript", "numpy", "pydantic")
 
 
-def test_help_answers_within_half_a_second() -> None:
-    """Of processor time, the best of three: a busy machine is not the program's fault."""
+def test_help_takes_less_than_half_a_second() -> None:
+    """The bound is on CPU time, the best of three, so that a busy machine does not fail the test."""
 
     def once() -> float:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -39,7 +39,7 @@ def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     assert not set(_HEAVY) & set(said.splitlines()[-1].split())
 
 
-def test_every_command_and_option_says_what_it_is_for() -> None:
+def test_every_command_and_option_has_a_help_text() -> None:
     assert isinstance(command, click.Group)
     assert set(command.commands) == {"checkpoint", "inspect", "verify", "explain", "recover", "restore", "doctor"}
     for found in command.commands.values():
@@ -85,7 +85,7 @@ def test_wrong_usage_exits_with_2_and_says_what_is_wrong(cli: Cli, arguments: li
         (ZeroDivisionError("a bug"), 3),
     ],
 )
-def test_one_table_gives_every_error_its_exit_code(error: Exception, code: int) -> None:
+def test_every_error_has_its_exit_code(error: Exception, code: int) -> None:
     assert exit_code(error) == code
 
 
@@ -93,7 +93,7 @@ def test_one_table_gives_every_error_its_exit_code(error: Exception, code: int) 
 def test_a_conversion_in_a_process_of_its_own_exits_with_0(onnx_file: Path, target: Path) -> None:
     done = process("checkpoint", onnx_file, "--out", target).published()
     assert "converted 4 tensors" in done.out
-    assert "converted" not in done.err  # progress and errors alone
+    assert "converted" not in done.err  # stderr is for progress and errors only
     Artifact.open(target)
 
 
@@ -113,7 +113,7 @@ def test_each_failure_has_its_exit_code_in_a_process_of_its_own(
     assert tree(tmp_path) == []
 
 
-def test_a_traceback_is_shown_for_debug_alone(cli: Cli, tmp_path: Path, target: Path) -> None:
+def test_a_traceback_is_shown_only_with_debug(cli: Cli, tmp_path: Path, target: Path) -> None:
     arguments = ["checkpoint", tmp_path / "absent", "--out", target]
     cli(*arguments).refused(2, "no such file")
     done = cli(*arguments, "--debug")
@@ -121,8 +121,10 @@ def test_a_traceback_is_shown_for_debug_alone(cli: Cli, tmp_path: Path, target: 
     assert "Traceback" in done.err
 
 
-def test_the_end_of_a_file_is_no_interruption(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """click turns an EOFError into its Abort, as it does Control-C."""
+def test_an_eoferror_is_not_reported_as_an_interruption(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """click turns an EOFError into Abort, as it does with Control-C."""
 
     def ended(*_: object, **__: object) -> None:
         raise EOFError("the file ended")
@@ -135,7 +137,7 @@ def test_the_end_of_a_file_is_no_interruption(cli: Cli, tmp_path: Path, monkeypa
 
 
 @pytest.mark.long
-def test_control_c_says_that_nothing_was_published(tmp_path: Path, mlp_file: Path) -> None:
+def test_control_c_reports_that_nothing_was_published(tmp_path: Path, mlp_file: Path) -> None:
     code = """import signal
 def build():
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
@@ -150,15 +152,15 @@ def build():
 
 
 @pytest.mark.long
-def test_modules_beside_the_working_directory_are_found(tmp_path: Path, mlp_file: Path) -> None:
+def test_modules_in_the_working_directory_are_found(tmp_path: Path, mlp_file: Path) -> None:
     shutil.copy(SUPPORT / "architectures.py", tmp_path / "mine.py")
     arguments = ("--model", "mine:Mlp", *MLP[2:], "--format", "onnx", "--profile", "cpu")
     process("checkpoint", mlp_file, *arguments, "--out", "repository/m/1", cwd=tmp_path).published()
     assert (tmp_path / "repository" / "m" / "1" / "cpu.onnx").is_file()
 
 
-def test_a_pipe_that_closes_early_is_no_bug(small: Artifact) -> None:
-    """As in ``bf16-convert inspect … | head -1``."""
+def test_a_pipe_that_closes_early_is_not_reported_as_a_bug(small: Artifact) -> None:
+    """This happens in ``bf16-convert inspect … | head -1``."""
     reading, writing = os.pipe()
     os.close(reading)
     command = [str(Path(sys.executable).with_name("bf16-convert")), "inspect", str(small.path)]
@@ -168,8 +170,8 @@ def test_a_pipe_that_closes_early_is_no_bug(small: Artifact) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_what_is_written_is_readable_by_others(cli: Cli, onnx_file: Path, target: Path) -> None:
-    """The server runs as another user than the one who converts."""
+def test_published_files_are_readable_by_other_users(cli: Cli, onnx_file: Path, target: Path) -> None:
+    """The server runs as another user than the converter."""
     before = os.umask(0o022)
     try:
         cli("checkpoint", onnx_file, "--out", target, *ONNX_ONLY).published()
@@ -179,8 +181,8 @@ def test_what_is_written_is_readable_by_others(cli: Cli, onnx_file: Path, target
     assert target.stat().st_mode & 0o777 == 0o755
 
 
-def test_outcomes_are_told_apart() -> None:
-    """The helper that every test here relies on does fail."""
+def test_the_helper_refused_fails_for_other_outcomes() -> None:
+    """Every test here relies on this helper, so it must be able to fail."""
     with pytest.raises(AssertionError):
         Outcome(0, "", "").refused(2)
     with pytest.raises(AssertionError):

@@ -1,4 +1,4 @@
-"""``bf16-convert checkpoint DIRECTORY --out REPOSITORY``, as its users meet it."""
+"""The command ``bf16-convert checkpoint DIRECTORY --out REPOSITORY``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ QUICK = ("--format", "onnx", "--profile", "cpu", "--no-report")
 
 @pytest.fixture
 def models(tmp_path: Path) -> Path:
-    """Two ONNX files, and what is no checkpoint."""
+    """Return a directory of two ONNX files and one file that is not a checkpoint."""
     directory = tmp_path / "models"
     directory.mkdir()
     onnx.save(graphs.mlp(), directory / "a.onnx")
@@ -34,8 +34,8 @@ def models(tmp_path: Path) -> Path:
 
 
 @pytest.mark.long
-def test_all_are_converted_once_and_the_exit_code_is_the_worst(models: Path, tmp_path: Path) -> None:
-    """Two processes, each of which imports what a conversion needs: longer than five seconds where others work too."""
+def test_each_checkpoint_is_converted_once_and_the_exit_code_is_the_worst(models: Path, tmp_path: Path) -> None:
+    """The two processes import all libraries of a conversion: more than five seconds on a busy machine."""
     out = tmp_path / "repo"
     first = process("checkpoint", models, "--out", out, *QUICK, "--jobs", "2").published()
     assert "2 of 2 checkpoints converted" in first.out
@@ -52,8 +52,8 @@ def test_all_are_converted_once_and_the_exit_code_is_the_worst(models: Path, tmp
 
 
 @pytest.mark.long
-def test_code_beside_the_checkpoints_is_run_only_where_it_is_named(models: Path, tmp_path: Path) -> None:
-    """The working directory is on nobody's path: a module in it is imported for `--model`, and for nothing else."""
+def test_code_beside_the_checkpoints_is_run_only_if_an_option_names_it(models: Path, tmp_path: Path) -> None:
+    """A module in the working directory is imported only if an option such as `--samples` names it."""
     (models / "b.onnx").unlink()
     (models / "click.py").write_text("import pathlib; pathlib.Path('run').touch(); raise SystemExit(1)")
     (models / "samples_of_mine.py").write_text(
@@ -67,8 +67,8 @@ def test_code_beside_the_checkpoints_is_run_only_where_it_is_named(models: Path,
 
 
 @pytest.mark.long
-def test_what_holds_for_all_is_taken_back_for_one(models: Path, tmp_path: Path) -> None:
-    """A model that brings its own architecture, among weights that do not."""
+def test_an_option_for_all_models_can_be_unset_for_one(models: Path, tmp_path: Path) -> None:
+    """One model brings its own architecture, so the ``--model`` of the others must not apply to it."""
     (models / "b.onnx").unlink()
     (tmp_path / "options").mkdir()
     given = ("--out", tmp_path / "r", *QUICK, "--model", "architectures:Mlp", "--per-model", tmp_path / "options")
@@ -83,7 +83,7 @@ def test_what_holds_for_all_is_taken_back_for_one(models: Path, tmp_path: Path) 
 
 @pytest.fixture
 def heeded() -> Iterator[None]:
-    """SIGINT, by whatever the test starts: a shell's background job ignores it, and so do its children."""
+    """Make processes that the test starts accept SIGINT: in a shell's background job they would ignore it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -91,8 +91,8 @@ def heeded() -> Iterator[None]:
 
 @pytest.mark.long
 @pytest.mark.usefixtures("heeded")
-def test_ctrl_c_leaves_what_is_done_and_the_next_run_goes_on(models: Path, tmp_path: Path) -> None:
-    names = "abcdefgh"  # so many that the signal comes before the last, however late this process is
+def test_ctrl_c_keeps_finished_conversions_and_the_next_run_continues(models: Path, tmp_path: Path) -> None:
+    names = "abcdefgh"  # so many that the signal arrives before the last conversion, even if this process is slow
     for name in names[2:]:
         onnx.save(graphs.mlp((8, 40, 8)), models / f"{name}.onnx")
     out = tmp_path / "repo"
@@ -107,24 +107,24 @@ def test_ctrl_c_leaves_what_is_done_and_the_next_run_goes_on(models: Path, tmp_p
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(SUPPORT)])}
     running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     assert running.stderr is not None
-    for line in running.stderr:  # a pipe that ends says that the command has, which is a failure below
+    for line in running.stderr:  # if the pipe ends here, the command has ended too, and an assertion below fails
         if "[1/8]" in line:
             break
     running.send_signal(signal.SIGINT)
     told, _ = running.communicate(timeout=120)
     assert running.returncode == 130
-    done = [name for name in names if (out / name / "1").exists()]  # the next may end before the signal comes
+    done = [name for name in names if (out / name / "1").exists()]  # the next may finish before the signal arrives
     assert 1 <= len(done) < 8
     assert done == list(names[: len(done)])
     assert f"{len(done)} of 8 checkpoints converted" in told
     assert "interrupted" in told
-    assert not any((out / RECORDS / f"{name}.json").exists() for name in names[len(done) + 1 :])  # not even begun
+    assert not any((out / RECORDS / f"{name}.json").exists() for name in names[len(done) + 1 :])  # not even started
     process("checkpoint", models, "--out", out, *QUICK).published()
     assert all((out / name / "1").is_dir() for name in names)
 
 
 @pytest.mark.long
-def test_other_bytes_in_what_an_option_names_are_noticed(models: Path, tmp_path: Path) -> None:
+def test_changed_samples_make_a_new_version(models: Path, tmp_path: Path) -> None:
     (models / "b.onnx").unlink()
     samples = tmp_path / "sample.npz"
     for value, status in ((1, "version 1: converted"), (1, "version 1: done before"), (2, "version 2: converted")):
@@ -133,33 +133,33 @@ def test_other_bytes_in_what_an_option_names_are_noticed(models: Path, tmp_path:
         assert f"a {status}" in found.err
 
 
-class TestToldBeforeWorkBegins:
-    def test_a_name_that_no_model_can_have(self, cli: Cli, models: Path, tmp_path: Path) -> None:
+class TestErrorsBeforeWorkBegins:
+    def test_an_invalid_model_name(self, cli: Cli, models: Path, tmp_path: Path) -> None:
         (models / "a.onnx").rename(models / "my model.onnx")
         cli("checkpoint", models, "--out", tmp_path / "repo").refused(2, "'my model' is not a model name")
         assert not (tmp_path / "repo").exists()
 
-    def test_an_option_that_is_wrong(self, cli: Cli, models: Path, tmp_path: Path) -> None:
+    def test_an_invalid_option(self, cli: Cli, models: Path, tmp_path: Path) -> None:
         cli("checkpoint", models, "--out", tmp_path / "repo", "--input", "x").refused(2, "a.onnx: --input 'x'")
         assert not (tmp_path / "repo").exists()
 
-    def test_options_of_many_for_one(self, cli: Cli, models: Path, tmp_path: Path) -> None:
+    def test_an_option_for_directories_given_with_a_file(self, cli: Cli, models: Path, tmp_path: Path) -> None:
         cli("checkpoint", models / "a.onnx", "--out", tmp_path / "m" / "1", "--jobs", "2").refused(
             2, "are only for a directory of checkpoints"
         )
 
-    def test_many_into_one_version(self, cli: Cli, models: Path, tmp_path: Path) -> None:
+    def test_a_directory_of_checkpoints_with_a_version_as_output(self, cli: Cli, models: Path, tmp_path: Path) -> None:
         cli("checkpoint", models, "--out", tmp_path / "m" / "1").refused(
             2, "is not a model", "to convert all checkpoints in it, pass --out REPOSITORY"
         )
 
-    def test_what_hides_many(self, cli: Cli, models: Path, tmp_path: Path) -> None:
+    def test_a_stray_file_that_makes_the_directory_one_source(self, cli: Cli, models: Path, tmp_path: Path) -> None:
         (models / "other.pdparams").write_text("")
         cli("checkpoint", models, "--out", tmp_path / "repo").refused(
             2, "must end in MODEL/VERSION", "a PaddlePaddle model", "because it contains other.pdparams"
         )
 
-    def test_one_into_a_repository_is_what_it_always_was(self, cli: Cli, models: Path, tmp_path: Path) -> None:
+    def test_one_file_with_a_repository_as_output(self, cli: Cli, models: Path, tmp_path: Path) -> None:
         cli("checkpoint", models / "a.onnx", "--out", tmp_path / "repo").refused(2, "must end in MODEL/VERSION")
 
 
@@ -188,22 +188,24 @@ class TestPerModel:
             ("name: b", "a.onnx, b.onnx would all become model 'b'"),
         ],
     )
-    def test_a_mistake_in_a_file_is_told_with_its_name(
+    def test_a_mistake_is_reported_with_the_name_of_the_file(
         self, cli: Cli, models: Path, tmp_path: Path, content: str, said: str
     ) -> None:
         self._asked(cli, models, tmp_path, "a.yaml", content, said)
 
-    def test_a_file_for_nothing_is_a_typing_error(self, cli: Cli, models: Path, tmp_path: Path) -> None:
+    def test_a_file_without_a_checkpoint_of_that_name_is_rejected(self, cli: Cli, models: Path, tmp_path: Path) -> None:
         self._asked(cli, models, tmp_path, "aa.yaml", "seed: 1", "aa.yaml", "has no checkpoint of that name")
 
-    def test_a_file_beside_a_checkpoint_is_not_believed_unasked(self, cli: Cli, models: Path, tmp_path: Path) -> None:
-        """Whoever gives checkpoints away would choose what code is imported."""
+    def test_an_options_file_beside_a_checkpoint_is_ignored_without_per_model(
+        self, cli: Cli, models: Path, tmp_path: Path
+    ) -> None:
+        """Otherwise the author of a checkpoint could choose which code the converter imports."""
         (models / "a.yaml").write_text("sed: 1")
         (models / "my model.onnx").write_bytes((models / "a.onnx").read_bytes())
         cli("checkpoint", models, "--out", tmp_path / "repo").refused(2, "'my model' is not a model name")
 
     @pytest.mark.long
-    def test_options_of_its_own_win(self, models: Path, tmp_path: Path) -> None:
+    def test_options_of_one_model_override_the_command_s(self, models: Path, tmp_path: Path) -> None:
         (models / "b.onnx").unlink()
         (tmp_path / "own").mkdir()
         (tmp_path / "own" / "a.onnx.yaml").write_text(
@@ -215,14 +217,14 @@ class TestPerModel:
         assert (manifest.seed, manifest.options["residual"], manifest.budget["relative_l2"]) == (7, False, 0.02)
 
 
-def test_a_cluster_is_for_many(cli: Cli, models: Path, tmp_path: Path) -> None:
+def test_ray_is_only_for_directories(cli: Cli, models: Path, tmp_path: Path) -> None:
     cli("checkpoint", models / "a.onnx", "--out", tmp_path / "m" / "1", "--ray", "auto").refused(
         2, "--ray are only for a directory of checkpoints"
     )
 
 
 @pytest.mark.skipif(find_spec("ray") is not None, reason="Ray is installed here: tests/ray has the rest")
-def test_without_ray_the_extra_is_named(cli: Cli, models: Path, tmp_path: Path) -> None:
+def test_without_ray_the_error_names_the_extra(cli: Cli, models: Path, tmp_path: Path) -> None:
     cli("checkpoint", models, "--out", tmp_path / "repo", *QUICK, "--ray", "auto").refused(
         2, "--ray needs Ray: pip install 'bf16kit[ray]'"
     )

@@ -1,4 +1,4 @@
-"""Artifacts that changed since they were published: every command refuses them, naming the file."""
+"""Every command rejects an artifact that changed since it was published, and names the file."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _FILES = (
 
 @pytest.fixture
 def damaged(mlp: Artifact, tmp_path: Path) -> Path:
-    """A copy of an artifact with every kind of file in it, to be damaged."""
+    """Return a copy of an artifact with every kind of file, which the test may damage."""
     return Path(shutil.copytree(mlp.path, tmp_path / "mlp" / "1"))
 
 
@@ -49,7 +49,7 @@ def _flip(path: Path, at: float) -> None:
     path.write_bytes(data)
 
 
-def test_every_file_of_an_artifact_is_tried_here(mlp: Artifact) -> None:
+def test_every_file_of_an_artifact_is_covered_here(mlp: Artifact) -> None:
     assert sorted(mlp.manifest.files) == sorted(_FILES)
 
 
@@ -63,7 +63,7 @@ def test_a_flipped_bit_is_caught_and_the_file_named(cli: Cli, damaged: Path, nam
 
 
 @pytest.mark.parametrize("name", _FILES)
-def test_a_file_that_is_cut_or_gone_is_named(cli: Cli, damaged: Path, name: str) -> None:
+def test_a_truncated_or_missing_file_is_named(cli: Cli, damaged: Path, name: str) -> None:
     size = (damaged / name).stat().st_size
     (damaged / name).write_bytes((damaged / name).read_bytes()[:-1])
     cli("verify", damaged).refused(2, f"{damaged / name}: {size - 1} bytes, the manifest says {size}")
@@ -72,7 +72,7 @@ def test_a_file_that_is_cut_or_gone_is_named(cli: Cli, damaged: Path, name: str)
 
 
 def test_a_flipped_bit_of_the_manifest_is_caught(cli: Cli, damaged: Path) -> None:
-    """The file that holds the digests of all the others carries its own."""
+    """The manifest holds the digests of all other files, and its own."""
     whole = (damaged / "manifest.json").read_bytes()
     for position in range(0, len(whole), len(whole) // 40):
         data = bytearray(whole)
@@ -101,7 +101,7 @@ def _edit(artifact: Path, change: Callable[[dict[str, Any]], object]) -> None:
         (lambda m: m["files"].pop("weights.bf16"), "weights.bf16"),
     ],
 )
-def test_a_manifest_that_breaks_the_rules(
+def test_a_manifest_that_violates_the_schema_is_rejected(
     cli: Cli, damaged: Path, change: Callable[[dict[str, Any]], object], said: str
 ) -> None:
     _edit(damaged, change)
@@ -109,7 +109,7 @@ def test_a_manifest_that_breaks_the_rules(
         cli(*command).refused(2, said)
 
 
-def test_a_newer_schema_is_told_from_damage(cli: Cli, damaged: Path) -> None:
+def test_a_newer_schema_is_not_reported_as_damage(cli: Cli, damaged: Path) -> None:
     _edit(damaged, lambda m: m.update(schema_version=99, colour="blue"))
     cli("inspect", damaged).refused(2, "newer")
 
@@ -117,12 +117,12 @@ def test_a_newer_schema_is_told_from_damage(cli: Cli, damaged: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "said"), [(b"", "manifest.json"), (b"\xff\xfe", "manifest.json"), (b"[]", "manifest.json")]
 )
-def test_a_manifest_that_is_none(cli: Cli, damaged: Path, content: bytes, said: str) -> None:
+def test_a_file_that_is_not_a_manifest_is_rejected(cli: Cli, damaged: Path, content: bytes, said: str) -> None:
     (damaged / "manifest.json").write_bytes(content)
     cli("verify", damaged).refused(2, said)
 
 
-def test_directories_that_are_no_artifacts(cli: Cli, tmp_path: Path) -> None:
+def test_directories_that_are_not_artifacts_are_rejected(cli: Cli, tmp_path: Path) -> None:
     for command in _commands(tmp_path):
         cli(*command).refused(2, "not an artifact, it has no manifest.json")
     for command in _commands(tmp_path / "absent"):
@@ -131,11 +131,11 @@ def test_directories_that_are_no_artifacts(cli: Cli, tmp_path: Path) -> None:
     cli("inspect", tmp_path / "file").refused(2, "file: not a directory, as an artifact is")
 
 
-def test_an_artifact_is_no_source(cli: Cli, small: Artifact, target: Path) -> None:
+def test_an_artifact_is_rejected_as_a_source(cli: Cli, small: Artifact, target: Path) -> None:
     cli("checkpoint", small.path, "--out", target).refused(2, "is a bf16kit artifact already", "restore")
 
 
-def test_a_link_out_of_the_artifact_is_refused(cli: Cli, damaged: Path) -> None:
+def test_a_link_out_of_the_artifact_is_rejected(cli: Cli, damaged: Path) -> None:
     (damaged / "weights.bf16").rename(damaged.parent / "elsewhere")
     (damaged / "weights.bf16").symlink_to("../elsewhere")
     cli("verify", damaged).refused(2, "a link out of the artifact")

@@ -1,4 +1,4 @@
-"""Each command of docs/converting.md's table is run as it is written there: TensorFlow's in ``tests/sources``."""
+"""The commands in docs/converting.md's table run as written there. ``tests/sources`` tests TensorFlow's."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _scripted(directory: Path) -> Answers:
 
 
 def _leaves() -> dict[str, dict[str, Any]]:
-    """``architectures.Mlp`` as Flax holds it: kernels are [in, out]."""
+    """Return the weights of ``architectures.Mlp`` as Flax stores them: kernels are [in, out]."""
     state = seeded(Mlp()).state_dict()
     layers = ("up", "down")
     return {
@@ -115,7 +115,7 @@ def _orbax(directory: Path) -> Answers:
 def _flax(directory: Path) -> Answers:
     (directory / "m.msgpack").write_bytes(packed({"params": _leaves()}))
     with quiet():
-        # `optimize` would leave torch's table of operators, which tests keep (conftest), unfit for the next export.
+        # `optimize` would spoil torch's table of operators, which conftest caches, for the next export.
         program = torch.onnx.export(
             Mlp().eval(),
             (X,),
@@ -149,39 +149,39 @@ MAKERS: Mapping[str, Maker] = {
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The working directory, whose ``pkg`` no other test finds imported."""
+    """Yield a new working directory; afterwards, remove its ``pkg`` from the imported modules."""
     monkeypatch.chdir(tmp_path)
     yield tmp_path
     for name in [name for name in sys.modules if name.partition(".")[0] == PACKAGE]:
         del sys.modules[name]
 
 
-def test_every_row_is_run_by_a_test() -> None:
+def test_every_row_of_the_table_has_a_test() -> None:
     assert set(rows()) == {*MAKERS, *ELSEWHERE}
 
 
 @pytest.mark.long  # nine conversions with every format and the report
 @pytest.mark.parametrize("source", MAKERS)
-def test_a_rows_command_is_run_as_it_is_written(cli: Cli, here: Path, source: str) -> None:
+def test_the_command_of_a_row_runs_as_written(cli: Cli, here: Path, source: str) -> None:
     expected = MAKERS[source](here)
     cli(*command(source)).published()
     assert_answers(Artifact.open(here / "REPOSITORY" / "MODEL" / "1"), expected)
 
 
 def _mentioned(page: str) -> set[str]:
-    """Every option in a code span or a block of a page."""
+    """Return every option in a code span or a code block of a page."""
     code = re.findall(r"```.*?```|`[^`]+`|^    .*$", page, re.DOTALL | re.MULTILINE)
     return {flag for text in code for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", text)}
 
 
 def _options() -> set[str]:
-    """Every option of every command."""
+    """Return every option of every command."""
     known = [option for each in program.command.commands.values() for option in each.params]
     return {"--help", "--version", *(flag for option in known for flag in (*option.opts, *option.secondary_opts))}
 
 
 @pytest.mark.parametrize("page", ["converting.md", "recovering.md", "huggingface.md"])
-def test_every_option_that_a_page_names_is_an_option(page: str) -> None:
+def test_every_option_that_a_page_names_exists(page: str) -> None:
     found = _mentioned((DOCS / page).read_text("utf-8"))
     assert found
     assert found - _options() == set()

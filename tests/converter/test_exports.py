@@ -1,4 +1,4 @@
-"""``--format safetensors`` and ``--format hf``: what other programs load, proved, restorable, and never served."""
+"""``--format safetensors`` and ``--format hf``: exports for other programs; verified, restorable, never served."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _ALONE = {
 
 
 class Lstm(torch.nn.Module):
-    """x [batch, 5, 16] → [batch, 10]: ONNX orders the gates of its weights otherwise than torch."""
+    """x [batch, 5, 16] → [batch, 10]. ONNX orders the gates in its weights differently than torch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Lstm(torch.nn.Module):
 
 
 def _exported(target: Path) -> Tensors:
-    """The tensors of the export, in the order of its files' headers."""
+    """Return the tensors of the export, by name."""
     index = target / "model.safetensors.index.json"
     if not index.is_file():
         return load_file(target / "model.safetensors")
@@ -75,8 +75,8 @@ def _restored(cli: Cli, target: Path) -> Tensors:
     return load_file(out)
 
 
-class TestAlone:
-    def test_holds_every_tensor_once_and_says_what_it_costs(self, cli: Cli, mlp_file: Path, target: Path) -> None:
+class TestExportAlone:
+    def test_holds_every_tensor_once_and_records_the_drift(self, cli: Cli, mlp_file: Path, target: Path) -> None:
         outcome = cli("checkpoint", mlp_file, "--out", target, *MLP, *SAFETENSORS).published()
         assert "export safetensors: model.safetensors" in outcome.out
         assert {path.name for path in target.iterdir()} == _ALONE
@@ -87,7 +87,7 @@ class TestAlone:
         found = manifest.drift["safetensors"].outputs["output"]["relative_l2"]
         assert 1e-4 < found["mean"] < 1.5e-2
 
-    def test_rounds_matrices_to_nearest_and_leaves_the_rest_as_it_was(
+    def test_rounds_matrices_to_nearest_and_leaves_the_rest_unchanged(
         self, cli: Cli, mlp_file: Path, target: Path
     ) -> None:
         cli("checkpoint", mlp_file, "--out", target, *MLP, *SAFETENSORS).published()
@@ -109,7 +109,7 @@ class TestAlone:
             json.loads(cli("inspect", target, "--json").published().out)["exports"]["safetensors"]["verified"] == "host"
         )
 
-    def test_takes_half_of_the_checkpoint_and_with_the_residual_all_of_it(
+    def test_has_half_the_checkpoint_s_size_and_all_of_it_with_the_residual(
         self, cli: Cli, tmp_path: Path, target: Path
     ) -> None:
         source = save(tmp_path / "m.pt", Mlp(16, 8192))
@@ -119,7 +119,7 @@ class TestAlone:
         assert (target / "model.safetensors").stat().st_size <= 0.53 * size
         assert sum(path.stat().st_size for path in target.iterdir()) <= 1.06 * size
 
-    def test_no_batchnorm_is_folded_into_what_others_read(self, cli: Cli, tmp_path: Path, target: Path) -> None:
+    def test_no_batchnorm_is_folded_into_the_exported_weights(self, cli: Cli, tmp_path: Path, target: Path) -> None:
         source = save(tmp_path / "m.pt", Cnn())
         cli("checkpoint", source, "--out", target, *CONV, *SAFETENSORS).published()
         state = torch.load(source)
@@ -139,7 +139,7 @@ class TestAlone:
         _assert_same(_restored(cli, target), state)
 
     @pytest.mark.long
-    def test_weights_that_the_graph_holds_in_another_order_are_judged_as_well(
+    def test_weights_that_the_graph_holds_in_another_order_are_measured_as_well(
         self, cli: Cli, tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         import architectures
@@ -163,7 +163,7 @@ class TestAlone:
         _assert_same(_restored(cli, target), torch.load(source))
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-    def test_other_precisions_are_rounded_once_from_what_fp32_has_of_them(
+    def test_other_precisions_are_rounded_once_from_their_fp32_values(
         self, cli: Cli, tmp_path: Path, target: Path, dtype: torch.dtype
     ) -> None:
         state = {name: tensor.to(dtype) for name, tensor in seeded(Mlp()).state_dict().items()}
@@ -174,7 +174,7 @@ class TestAlone:
         fp32 = {n: t.float() if dtype is torch.float64 and n.endswith("weight") else t for n, t in state.items()}
         _assert_same(_restored(cli, target), fp32)
 
-    def test_an_onnx_file_gives_its_initializers(self, cli: Cli, onnx_file: Path, target: Path) -> None:
+    def test_the_export_of_an_onnx_file_has_its_initializers(self, cli: Cli, onnx_file: Path, target: Path) -> None:
         cli("checkpoint", onnx_file, "--out", target, *SAFETENSORS).published()
         found = _exported(target)
         assert torch.bfloat16 in {tensor.dtype for tensor in found.values()}
@@ -183,7 +183,7 @@ class TestAlone:
         for name, tensor in restored.items():
             assert torch.equal(found[name], tensor.to(found[name].dtype)), name
 
-    def test_without_a_residual_nothing_is_restored_and_nothing_else_kept(
+    def test_without_a_residual_nothing_is_restored_and_no_reference_is_kept(
         self, cli: Cli, mlp_file: Path, target: Path
     ) -> None:
         cli("checkpoint", mlp_file, "--out", target, *MLP, *SAFETENSORS, "--no-residual").published()
@@ -199,9 +199,7 @@ class TestAlone:
         for path in target.iterdir():
             assert path.read_bytes() == (target.with_name("2") / path.name).read_bytes(), path.name
 
-    def test_nothing_is_served_and_everything_that_asks_is_told_why(
-        self, cli: Cli, mlp_file: Path, target: Path
-    ) -> None:
+    def test_an_export_cannot_be_served_and_the_error_states_why(self, cli: Cli, mlp_file: Path, target: Path) -> None:
         cli("checkpoint", mlp_file, "--out", target, *MLP, *SAFETENSORS).published()
         artifact = Artifact.open(target)
         said = r"is an export \(safetensors\) for other programs to load: it has no profile to serve.*--format onnx"
@@ -212,10 +210,10 @@ class TestAlone:
         cli("checkpoint", target, "--out", target.with_name("9")).refused(2, "is a bf16kit artifact already")
 
 
-class TestBeside:
+class TestExportBesideProfiles:
     @pytest.mark.long
     def test_onnx_and_torchscript_get_an_export_that_is_a_copy(self, cli: Cli, tmp_path: Path, target: Path) -> None:
-        """In panels, and with BatchNorm folded in, the graphs' weights are not what a framework reads."""
+        """Frameworks cannot read the graphs' weights, which are in panels and have BatchNorm folded in."""
         source = save(tmp_path / "m.pt", Cnn())
         formats = ("--format", "onnx", "--format", "torchscript", "--format", "safetensors", "--no-report")
         cli("checkpoint", source, "--out", target, *CONV, *formats).published()
@@ -247,7 +245,7 @@ class TestBeside:
 
 
 class TestOptions:
-    def test_what_bf16_cannot_hold_is_refused_by_name_or_saturates(
+    def test_a_weight_that_bf16_cannot_hold_is_rejected_by_name_or_saturated(
         self, cli: Cli, tmp_path: Path, target: Path
     ) -> None:
         weight = seeded(Mlp()).state_dict()["up.weight"].clone()
@@ -259,7 +257,7 @@ class TestOptions:
         assert _exported(target)["up.weight"][0, 0] == torch.finfo(torch.bfloat16).max
         _assert_same(_restored(cli, target), torch.load(source))
 
-    def test_subnormals_are_flushed_where_that_was_asked_for(self, cli: Cli, tmp_path: Path, target: Path) -> None:
+    def test_subnormals_are_flushed_on_request(self, cli: Cli, tmp_path: Path, target: Path) -> None:
         weight = seeded(Mlp()).state_dict()["up.weight"].clone()
         weight[0, 0] = 1e-39
         source = save(tmp_path / "m.pt", Mlp(), up__weight=weight)
@@ -268,7 +266,7 @@ class TestOptions:
         _assert_same(_restored(cli, target), torch.load(source))
 
     @pytest.mark.long
-    def test_over_budget_nothing_is_published_and_keeping_weights_mends_it(
+    def test_over_budget_nothing_is_published_unless_weights_are_kept_in_fp32(
         self, cli: Cli, mlp_file: Path, target: Path
     ) -> None:
         tight = ("--budget", "relative_l2=1e-4")
@@ -283,12 +281,12 @@ class TestOptions:
         both = ("--format", "torchscript", *SAFETENSORS, "--drop-failing-profiles", "--budget", "relative_l2=1e-4")
         cli("checkpoint", mlp_file, "--out", target, *MLP, *both).refused(1, "export safetensors")
 
-    def test_profiles_are_graphs_and_an_export_has_none(self, cli: Cli, mlp_file: Path, target: Path) -> None:
+    def test_the_option_profile_is_rejected_for_an_export(self, cli: Cli, mlp_file: Path, target: Path) -> None:
         cli("checkpoint", mlp_file, "--out", target, *MLP, *SAFETENSORS, "--profile", "cpu").refused(
             2, "--profile cpu: profiles are only for ONNX; pass --format onnx as well"
         )
 
-    def test_hf_is_for_hugging_face_directories(self, cli: Cli, mlp_file: Path, target: Path) -> None:
+    def test_hf_is_only_for_hugging_face_directories(self, cli: Cli, mlp_file: Path, target: Path) -> None:
         cli("checkpoint", mlp_file, "--out", target, *MLP, "--format", "hf").refused(
             2, "copies the config and tokenizer of a Hugging Face directory", "--format safetensors"
         )

@@ -1,4 +1,4 @@
-"""``--format`` and ``--profile``: what is written is what was asked for, and nothing else."""
+"""``--format`` and ``--profile``: exactly the requested files are written."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ _ALWAYS = {
         (["--format", "onnx"], {"cpu.onnx", "cpu-bf16.onnx", "cuda.onnx"}),
     ],
 )
-def test_onnx_profiles(cli: Cli, onnx_file: Path, target: Path, arguments: list[str], more: set[str]) -> None:
+def test_the_requested_onnx_profiles_are_written(
+    cli: Cli, onnx_file: Path, target: Path, arguments: list[str], more: set[str]
+) -> None:
     cli("checkpoint", onnx_file, "--out", target, *arguments).published()
     assert set(Artifact.open(target).manifest.files) == _ALWAYS | more
     assert {path.name for path in target.iterdir()} == _ALWAYS | more | {"manifest.json"}
@@ -43,7 +45,7 @@ def test_torchscript_alone_keeps_the_weights_for_its_reference(cli: Cli, mlp_fil
     cli("verify", target).published()
 
 
-def test_no_profile_and_no_residual_keeps_no_onnx_at_all(cli: Cli, mlp_file: Path, target: Path) -> None:
+def test_torchscript_without_a_residual_has_no_onnx_file(cli: Cli, mlp_file: Path, target: Path) -> None:
     cli("checkpoint", mlp_file, "--out", target, *MLP, "--format", "torchscript", "--no-residual").published()
     assert not list(target.glob("*.onnx"))
     cli("verify", target).published()

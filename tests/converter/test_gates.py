@@ -1,6 +1,6 @@
-"""Every gate is proved by breaking what it guards: the real function, in a real conversion, which must be refused.
+"""Tests of the converter's gates: each breaks one real function, and the real conversion must then be rejected.
 
-Each mutation is small enough to pass for bf16's own drift, or invisible to it, unless said otherwise.
+Each fault is small enough to be mistaken for bf16's own drift, or does not show in the drift, unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PLAN = "the graph does not follow the plan"
 
 
 def _refused(outcome: Outcome, target: Path, code: int, *said: str) -> None:
-    """Refused with ``code`` and words, nothing published, nothing left behind."""
+    """Assert that the conversion failed with ``code`` and all of ``said``, published nothing and left no files."""
     outcome.refused(code, *said)
     above = target.parents[1]  # the repository, which did not exist before
     assert not above.exists() or tree(above) == []
@@ -48,7 +48,7 @@ def _refused(outcome: Outcome, target: Path, code: int, *said: str) -> None:
 
 @pytest.fixture
 def wide(tmp_path: Path) -> Path:
-    """Two products, wide enough for the kernel's panels."""
+    """Write an ONNX file of two products, wide enough for the kernel's panels."""
     path = tmp_path / "wide.onnx"
     onnx.save(graphs.mlp((64, 96, 40)), path)
     return path
@@ -56,14 +56,14 @@ def wide(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def conv(tmp_path: Path) -> Path:
-    """A convolution with a BatchNorm, folded into 16 channels."""
+    """Write an ONNX file of a convolution of 16 channels and a BatchNorm, which the converter folds."""
     path = tmp_path / "conv.onnx"
     onnx.save(graphs.conv_bn(channels=16), path)
     return path
 
 
 class Pair(torch.nn.Module):
-    """Two inputs that no shape tells apart."""
+    """A module whose two inputs have the same shape."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ def _scale_a_bias(model: ir.Model) -> None:
 
 
 @pytest.mark.parametrize("change", [_append_abs, _scale_a_bias])
-def test_an_export_fault_is_refused_by_the_oracle(
+def test_an_export_fault_is_rejected_by_the_oracle(
     cli: Cli, mlp_file: Path, target: Path, monkeypatch: Patch, change: Callable[[ir.Model], None]
 ) -> None:
     _after_export(monkeypatch, change)
@@ -113,7 +113,7 @@ def test_an_export_fault_is_refused_by_the_oracle(
     _refused(done, target, 3, ORACLE, "output 'output': relative_l2 is", "fp32 noise explains at most")
 
 
-def test_swapped_inputs_are_refused_by_the_oracle(cli: Cli, target: Path, tmp_path: Path, monkeypatch: Patch) -> None:
+def test_swapped_inputs_are_rejected_by_the_oracle(cli: Cli, target: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     def swap(model: ir.Model) -> None:
         a, b = model.graph.inputs
         uses = [(value, tuple(value.uses())) for value in (a, b)]
@@ -127,22 +127,22 @@ def test_swapped_inputs_are_refused_by_the_oracle(cli: Cli, target: Path, tmp_pa
     _refused(cli("checkpoint", source, "--out", target, *arguments), target, 3, ORACLE)
 
 
-def test_an_export_fault_is_refused_whatever_the_budget_allows(
+def test_an_export_fault_is_rejected_despite_allow_over_budget(
     cli: Cli, mlp_file: Path, target: Path, monkeypatch: Patch
 ) -> None:
-    """The oracle is no matter of budget: --allow-over-budget does not publish another model."""
+    """--allow-over-budget is about drift; it does not publish a model that the oracle rejects."""
     _after_export(monkeypatch, _append_abs)
     done = cli("checkpoint", mlp_file, "--out", target, *MLP, *ONNX_ONLY, "--allow-over-budget", "--no-residual")
     _refused(done, target, 3, ORACLE)
 
 
-# --- the steps of preparing -------------------------------------------------------------------------------------------
+# --- preparation steps ------------------------------------------------------------------------------------------------
 
 
-def test_a_batchnorm_folded_with_a_wrong_scale_is_refused(
+def test_a_batchnorm_folded_with_a_wrong_scale_is_rejected(
     cli: Cli, conv: Path, target: Path, monkeypatch: Patch
 ) -> None:
-    """By 2 in a thousand: a fifth of what bf16 itself costs."""
+    """The scale is wrong by 2 in a thousand, which is a fifth of bf16's own error."""
     affine = batchnorm._affine
 
     def wrong(node: ir.Node) -> Any:
@@ -154,7 +154,7 @@ def test_a_batchnorm_folded_with_a_wrong_scale_is_refused(
 
 
 def _masked(path: Path) -> Path:
-    """x [batch, 32] → MatMul → + a mask that forbids half of the columns → Softmax."""
+    """Write an ONNX file: x [batch, 32] → MatMul → + a mask that hides half of the columns → Softmax."""
     mask = np.where(np.arange(32) % 2, np.float32(-3.4e38), np.float32(0))
     nodes = [
         helper.make_node("MatMul", ["x", "w"], ["m"], name="product"),
@@ -167,7 +167,7 @@ def _masked(path: Path) -> Path:
     return path
 
 
-def test_a_mask_clamped_too_far_is_refused(cli: Cli, target: Path, tmp_path: Path, monkeypatch: Patch) -> None:
+def test_a_mask_clamped_too_far_is_rejected(cli: Cli, target: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     source = _masked(tmp_path / "masked.onnx")
     cli("checkpoint", source, "--out", target.with_name("2"), *ONNX_ONLY).published()
     monkeypatch.setattr(masks, "LARGEST", 8.0)
@@ -176,7 +176,7 @@ def test_a_mask_clamped_too_far_is_refused(cli: Cli, target: Path, tmp_path: Pat
     assert sorted(path.name for path in target.parent.iterdir()) == ["2"]
 
 
-def test_a_rewrite_for_cuda_that_changes_the_model_is_refused(
+def test_a_rewrite_for_cuda_that_changes_the_model_is_rejected(
     cli: Cli, target: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     nodes = [
@@ -203,7 +203,7 @@ def test_a_rewrite_for_cuda_that_changes_the_model_is_refused(
     _refused(cli("checkpoint", tmp_path / "clip.onnx", "--out", target, *ONNX_ONLY), target, 3, PREPARED)
 
 
-def test_weights_shared_with_a_wrong_twin_are_refused_by_the_oracle(
+def test_unequal_weights_that_are_stored_as_one_are_rejected_by_the_oracle(
     cli: Cli, target: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     onnx.save(graphs.mlp((32, 32, 32)), tmp_path / "equal.onnx")
@@ -212,10 +212,10 @@ def test_weights_shared_with_a_wrong_twin_are_refused_by_the_oracle(
     _refused(cli("checkpoint", tmp_path / "equal.onnx", "--out", target, *ONNX_ONLY), target, 3, ORACLE)
 
 
-def test_checkpoint_tensors_matched_to_a_wrong_weight_are_refused(
+def test_checkpoint_tensors_matched_to_a_wrong_weight_are_rejected(
     cli: Cli, target: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    """The graphs are right, and ``restore`` would give back something else."""
+    """The graphs are right, but ``restore`` would return other values."""
     onnx.save(graphs.mlp((32, 32, 32)), tmp_path / "equal.onnx")
     found = matching.match
 
@@ -230,11 +230,11 @@ def test_checkpoint_tensors_matched_to_a_wrong_weight_are_refused(
     _refused(done, target, 3, "tensor 'w0' is not restored bit for bit (the first difference is at [0, 0]")
 
 
-# --- the weights' files -----------------------------------------------------------------------------------------------
+# --- files of weights -------------------------------------------------------------------------------------------------
 
 
-def test_a_residual_that_lost_its_low_bits_is_refused(cli: Cli, wide: Path, target: Path, monkeypatch: Patch) -> None:
-    """The reference is decoded from the same residual: drift is as ever."""
+def test_a_residual_that_lost_its_low_bits_is_rejected(cli: Cli, wide: Path, target: Path, monkeypatch: Patch) -> None:
+    """The drift does not show this fault, because the reference is decoded from the same residual."""
     rows = Encoder.rows
 
     def coarse(encoder: Encoder, fp32: Array, bf16: Array) -> Iterator[Any]:
@@ -258,10 +258,10 @@ def _off_by_one(x: Array) -> Array:
 
 @pytest.mark.parametrize("given", [(), ("--no-residual",)])
 @pytest.mark.parametrize("rounded", [_truncate, _off_by_one])
-def test_rounding_that_is_not_to_nearest_even_is_refused(
+def test_rounding_that_is_not_to_nearest_even_is_rejected(
     cli: Cli, wide: Path, target: Path, monkeypatch: Patch, rounded: Callable[[Array], Array], given: tuple[str, ...]
 ) -> None:
-    """With its residual such a weight restores bit for bit all the same."""
+    """With a residual, a weight rounded this way is nevertheless restored bit for bit."""
 
     def wrong(x: Array, *, out: Array, **_options: Any) -> None:
         out[...] = rounded(np.ascontiguousarray(x))
@@ -271,7 +271,7 @@ def test_rounding_that_is_not_to_nearest_even_is_refused(
     _refused(done, target, 3, "tensor 'w0' has", "bf16 values that differ from the source's rounded values")
 
 
-def test_panels_packed_in_a_wrong_order_are_refused(cli: Cli, wide: Path, target: Path, monkeypatch: Patch) -> None:
+def test_panels_packed_in_a_wrong_order_are_rejected(cli: Cli, wide: Path, target: Path, monkeypatch: Patch) -> None:
     def rolled(matrix: Array, axis: int | None) -> Iterator[memoryview]:
         return strips(matrix if axis is None else np.roll(matrix, 1, axis), axis)
 
@@ -295,7 +295,7 @@ def _after_build(patch: Patch, profile: str, change: Callable[[ir.Model], None])
 
 
 def _round_the_output(model: ir.Model) -> None:
-    """A cast to bf16 and one back before the last node: drift 1.7e-3, far below the budget."""
+    """Insert a cast to bf16 and one back before the last node: the drift is 1.7e-3, far below the budget."""
     graph, fresh = model.graph, FreshNames(all_value_names(model))
     last = list(graph)[-1]
     value = last.inputs[0]
@@ -309,17 +309,17 @@ def _round_the_output(model: ir.Model) -> None:
     last.replace_input_with(0, value)
 
 
-def test_a_cast_too_many_is_refused(cli: Cli, conv: Path, target: Path, monkeypatch: Patch) -> None:
+def test_an_extra_rounding_is_rejected(cli: Cli, conv: Path, target: Path, monkeypatch: Patch) -> None:
     _after_build(monkeypatch, "cpu", _round_the_output)
     done = cli("checkpoint", conv, "--out", target, *ONNX_ONLY)
     _refused(done, target, 3, "cpu.onnx: cast 'extra' rounds to bf16 for", PLAN)
 
 
 @pytest.mark.parametrize("rounds", [False, True])
-def test_a_product_of_the_kernel_that_rounds_where_the_plan_does_not_is_refused_and_the_other_way_round(
+def test_a_kernel_product_that_does_not_round_as_planned_is_rejected(
     rounds: bool, cli: Cli, wide: Path, target: Path, monkeypatch: Patch
 ) -> None:
-    """The operator's name is what says how it multiplies."""
+    """Only the name of the kernel's operator states whether it rounds its activations."""
     written = Variant.of.__func__  # type: ignore[attr-defined]
     monkeypatch.setattr(Variant, "of", classmethod(lambda cls, *a, **k: written(cls, *a, **(k | {"rounds": rounds}))))
     done = cli("checkpoint", wide, "--out", target, *ONNX_ONLY)
@@ -328,7 +328,7 @@ def test_a_product_of_the_kernel_that_rounds_where_the_plan_does_not_is_refused_
 
 
 def _compute_a_product_in_fp32(model: ir.Model) -> None:
-    """Widen what a bf16 product reads and drop the cast after it: more accurate than the plan, and not what it says."""
+    """Compute a bf16 product in fp32 and round its output: more accurate than the plan, but not as planned."""
     graph, fresh = model.graph, FreshNames(all_value_names(model))
     node = next(n for n in graph if n.op_type == "MatMul")
     for index, value in enumerate(node.inputs):
@@ -352,13 +352,15 @@ def _compute_a_product_in_fp32(model: ir.Model) -> None:
     graph.insert_after(node, narrow)
 
 
-def test_a_cast_too_few_is_refused(cli: Cli, wide: Path, target: Path, monkeypatch: Patch) -> None:
+def test_a_product_in_fp32_that_is_planned_in_bf16_is_rejected(
+    cli: Cli, wide: Path, target: Path, monkeypatch: Patch
+) -> None:
     _after_build(monkeypatch, "cuda", _compute_a_product_in_fp32)
     done = cli("checkpoint", wide, "--out", target, *ONNX_ONLY)
     _refused(done, target, 3, "cuda.onnx: node 'matmul0' is to compute in bf16, and its input", PLAN)
 
 
-def test_a_cast_that_leaves_types_apart_is_refused(cli: Cli, wide: Path, target: Path, monkeypatch: Patch) -> None:
+def test_a_missing_cast_between_two_types_is_rejected(cli: Cli, wide: Path, target: Path, monkeypatch: Patch) -> None:
     def drop(model: ir.Model) -> None:
         cast = next(n for n in model.graph if n.op_type == "Cast")
         for use in tuple(cast.outputs[0].uses()):
@@ -369,7 +371,7 @@ def test_a_cast_that_leaves_types_apart_is_refused(cli: Cli, wide: Path, target:
     _refused(cli("checkpoint", wide, "--out", target, *ONNX_ONLY), target, 3, "cuda.onnx: types do not match")
 
 
-def test_a_reference_that_reads_wrong_weights_is_refused_by_the_oracle(
+def test_a_reference_that_reads_wrong_weights_is_rejected_by_the_oracle(
     cli: Cli, target: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     onnx.save(graphs.mlp((32, 32, 32)), tmp_path / "equal.onnx")
@@ -388,10 +390,10 @@ def test_a_reference_that_reads_wrong_weights_is_refused_by_the_oracle(
     _refused(done, target, 3, "the fp32 reference does not give the outputs of the source itself")
 
 
-# --- what is measured and kept ----------------------------------------------------------------------------------------
+# --- golden samples and drift -----------------------------------------------------------------------------------------
 
 
-def test_golden_samples_that_are_not_the_references_are_refused(
+def test_golden_samples_that_differ_from_the_reference_are_rejected(
     cli: Cli, wide: Path, target: Path, monkeypatch: Patch
 ) -> None:
     write = golden.write
@@ -404,7 +406,7 @@ def test_golden_samples_that_are_not_the_references_are_refused(
     _refused(done, target, 3, "golden.safetensors: output 'y' differs from the reference's")
 
 
-def test_a_torchscript_module_of_other_weights_is_refused_by_its_drift(
+def test_a_torchscript_module_with_wrong_weights_is_rejected_by_its_drift(
     cli: Cli, mlp_file: Path, target: Path, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(autocast, "_rounded", lambda tensor: (tensor * 1.05).to(torch.bfloat16))

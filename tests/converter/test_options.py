@@ -1,4 +1,4 @@
-"""Options are checked before long work begins, and a mistake is named with its flag."""
+"""Options are checked before long work starts, and an error names the flag."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_a_version_is_an_integer_of_one_or_more(text: str) -> None:
 
 
 @pytest.mark.parametrize("name", [".hidden", "two words", "ü"])
-def test_a_model_name_is_one_that_a_url_and_a_label_can_hold(name: str) -> None:
+def test_a_model_name_must_fit_into_a_url_and_a_label(name: str) -> None:
     with pytest.raises(UsageError, match="is not a model name"):
         parse_target(Path("repository") / name / "1")
 
@@ -38,7 +38,7 @@ def test_dimensions_are_sizes_or_names() -> None:
     )
 
 
-def test_names_may_hold_colons_as_tensorflows_do() -> None:
+def test_names_may_contain_colons_as_tensorflows_do() -> None:
     assert parse_inputs(["serving:x:0:float32:4"])[0].name == "serving:x:0"
 
 
@@ -60,7 +60,7 @@ def test_a_malformed_input_is_named_with_the_form_expected(text: str, said: str)
         parse_inputs([text])
 
 
-def test_an_input_given_twice_is_refused() -> None:
+def test_an_input_given_twice_is_rejected() -> None:
     with pytest.raises(UsageError, match="--input x: given twice"):
         parse_inputs(["x:float32:2", "x:int64:2"])
 
@@ -79,7 +79,7 @@ def test_model_args_are_a_json_object() -> None:
             parse_model_args(text)
 
 
-def test_torchscript_is_insisted_on_only_when_named() -> None:
+def test_torchscript_is_required_only_if_named() -> None:
     def given(*formats: str) -> Options:
         return Options(source=Path("x"), target=parse_target(Path("r/m/1")), formats=formats)  # type: ignore[arg-type]
 
@@ -92,12 +92,12 @@ def test_torchscript_is_insisted_on_only_when_named() -> None:
     assert wishes(given("onnx", "torchscript")) == (True, True, True)
 
 
-def test_what_is_recorded_holds_no_path() -> None:
+def test_recorded_options_contain_no_path() -> None:
     options = Options(source=Path("/secret/place"), target=parse_target(Path("/r/m/1")), samples="/secret/samples")
     assert "secret" not in str(options.recorded())
 
 
-def test_an_output_is_given_its_kind_by_name() -> None:
+def test_outputs_get_their_kinds_by_name() -> None:
     assert parse_outputs(["scores:0:logits", "y:regression"]) == {"scores:0": "logits", "y": "regression"}
 
 

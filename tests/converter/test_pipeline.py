@@ -1,4 +1,4 @@
-"""A conversion as a whole: what it publishes, that it is proved by running, and that it is the same every time."""
+"""Whole conversions: what they publish, that running it verifies it, and that the bytes are reproducible."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_measurements_keep_the_rows_that_the_manifest_summarises(mlp: Artifact) 
         assert counts.max_abs == np.abs(mlp.restore(name)).max()
 
 
-def test_every_profile_was_run_and_says_where(mlp: Artifact) -> None:
+def test_every_profile_was_run_and_the_manifest_states_where(mlp: Artifact) -> None:
     manifest = mlp.manifest
     assert {name: profile.verified for name, profile in manifest.profiles.items()} == {
         "cpu": "host",
@@ -64,7 +64,7 @@ def test_every_profile_was_run_and_says_where(mlp: Artifact) -> None:
     assert manifest.batch_axis == 0
 
 
-def test_the_golden_samples_are_the_references_answers(mlp: Artifact) -> None:
+def test_the_golden_samples_are_the_reference_s_outputs(mlp: Artifact) -> None:
     golden = mlp.golden()
     reference = load_reference(mlp)
     np.testing.assert_array_equal(reference.run(golden.inputs)["output"], golden.outputs["output"])
@@ -73,7 +73,7 @@ def test_the_golden_samples_are_the_references_answers(mlp: Artifact) -> None:
         np.testing.assert_allclose(found, golden.outputs["output"], atol=0.05)
 
 
-def test_the_reference_is_the_model_it_came_from(mlp: Artifact) -> None:
+def test_the_reference_gives_the_outputs_of_the_source(mlp: Artifact) -> None:
     import torch
 
     x = np.random.default_rng(1).standard_normal((3, 16), np.float32)
@@ -84,14 +84,14 @@ def test_the_reference_is_the_model_it_came_from(mlp: Artifact) -> None:
 
 @pytest.mark.long
 def test_the_same_input_gives_the_same_bytes(cli: Cli, mlp: Artifact, mlp_file: Path, tmp_path: Path) -> None:
-    """From another working directory, to another repository, later in a process that has traced other models."""
+    """The second conversion goes to another repository, and the process may have traced other models before."""
     again = tmp_path / "elsewhere" / "mlp" / "1"
     cli("checkpoint", mlp_file, "--out", again, *MLP).published()
     for name in tree(mlp.path):
         assert (again / name).read_bytes() == (mlp.path / name).read_bytes(), name
 
 
-def test_nothing_in_it_says_on_which_machine_it_was_made(mlp: Artifact, mlp_file: Path) -> None:
+def test_no_published_file_contains_a_path_of_this_machine(mlp: Artifact, mlp_file: Path) -> None:
     places = [str(mlp.path.parent), str(mlp_file.parent), str(Path(__file__).parents[2])]
     for name in tree(mlp.path):
         data = (mlp.path / name).read_bytes()
@@ -99,15 +99,15 @@ def test_nothing_in_it_says_on_which_machine_it_was_made(mlp: Artifact, mlp_file
 
 
 def _wide_conv_bn() -> onnx.ModelProto:
-    """Wide enough for its kernel to be narrowed, with the BatchNorm folded in."""
+    """Return a convolution with a BatchNorm, wide enough for its weight to be stored in bf16."""
     return graphs.conv_bn(channels=16)
 
 
 @pytest.mark.parametrize("build", [graphs.embedding, _wide_conv_bn, graphs.if_branches, graphs.loop])
-def test_weights_of_onnx_files_come_back_bit_for_bit_wherever_they_live(
+def test_weights_of_onnx_files_are_restored_bit_for_bit_wherever_they_were(
     cli: Cli, tmp_path: Path, target: Path, build: object
 ) -> None:
-    """In initializers, in Constant nodes, in the bodies of If and Loop, and with a BatchNorm folded in."""
+    """They were in initializers, Constant nodes or bodies of If and Loop, or a BatchNorm was folded into them."""
     source, out = tmp_path / "m.onnx", tmp_path / "fp32.safetensors"
     model: onnx.ModelProto = build()  # type: ignore[operator]
     onnx.save(model, source)
@@ -126,7 +126,7 @@ def test_weights_of_onnx_files_come_back_bit_for_bit_wherever_they_live(
 
 
 @pytest.mark.long
-def test_tied_weights_come_back_under_both_names(cli: Cli, tmp_path: Path, target: Path) -> None:
+def test_tied_weights_are_restored_under_both_names(cli: Cli, tmp_path: Path, target: Path) -> None:
     source, out = save(tmp_path / "tied.pt", Tied()), tmp_path / "fp32.safetensors"
     flags = ("--model", "architectures:Tied", "--input", "ids:int64:batch,seq")
     cli("checkpoint", source, "--out", target, *flags, *ONNX_ONLY).published()
@@ -135,7 +135,7 @@ def test_tied_weights_come_back_under_both_names(cli: Cli, tmp_path: Path, targe
     assert len(Artifact.open(target).manifest.tensors) < len(seeded(Tied()).state_dict()) + 1
 
 
-def test_a_tied_table_is_stored_in_panels_and_every_profile_answers_as_the_source(
+def test_a_tied_table_is_stored_in_panels_and_gives_the_outputs_of_the_source(
     cli: Cli, tmp_path: Path, target: Path
 ) -> None:
     flags = ("--model", "architectures:Tied", "--input", "ids:int64:batch,seq", *ONNX_ONLY)
@@ -175,7 +175,7 @@ def test_a_model_that_mixes_its_batch_gets_no_batch_axis(cli: Cli, mlp_file: Pat
     assert Artifact.open(target).manifest.batch_axis is None
 
 
-def test_without_the_residual_there_is_no_reference_but_drift_was_measured_all_the_same(
+def test_without_a_residual_there_is_no_reference_but_drift_is_measured(
     cli: Cli, onnx_file: Path, target: Path
 ) -> None:
     cli("checkpoint", onnx_file, "--out", target, "--no-residual", "--no-report").published()
@@ -184,7 +184,7 @@ def test_without_the_residual_there_is_no_reference_but_drift_was_measured_all_t
 
 
 @pytest.mark.long
-def test_drift_over_budget_is_an_error_unless_that_was_allowed(cli: Cli, onnx_file: Path, target: Path) -> None:
+def test_drift_over_budget_is_an_error_unless_it_is_allowed(cli: Cli, onnx_file: Path, target: Path) -> None:
     command = ("checkpoint", onnx_file, "--out", target, *ONNX_ONLY, "--no-search", "--budget", "relative_l2=1e-6")
     cli(*command).refused(1, "profile cpu, output 'y': relative_l2 is", "the budget allows at most 1e-06")
     assert not target.exists()
@@ -193,14 +193,14 @@ def test_drift_over_budget_is_an_error_unless_that_was_allowed(cli: Cli, onnx_fi
     assert Artifact.open(target).manifest.budget["relative_l2"] == 1e-6
 
 
-def test_torchscript_alone_still_has_its_reference(cli: Cli, mlp_file: Path, target: Path) -> None:
+def test_torchscript_without_onnx_profiles_has_a_reference(cli: Cli, mlp_file: Path, target: Path) -> None:
     cli("checkpoint", mlp_file, "--out", target, *MLP, "--format", "torchscript").published()
     artifact = Artifact.open(target)
     assert list(artifact.manifest.profiles) == ["torchscript"]
     assert load_reference(artifact).info.profile == "reference"
 
 
-def test_torchscript_of_an_onnx_file_is_a_note_or_an_error_if_it_was_asked_for(
+def test_torchscript_of_an_onnx_file_is_an_error_if_requested_and_a_note_otherwise(
     cli: Cli, onnx_file: Path, target: Path
 ) -> None:
     command = ("checkpoint", onnx_file, "--out", target)
@@ -208,7 +208,7 @@ def test_torchscript_of_an_onnx_file_is_a_note_or_an_error_if_it_was_asked_for(
     assert "note: no TorchScript: this format is made from a torch module" in cli(*command).published().out
 
 
-def test_samples_of_a_function_are_measured_and_named(
+def test_samples_of_a_function_are_measured_and_recorded(
     cli: Cli, onnx_file: Path, tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "calibration_of_a_test.py").write_text(

@@ -1,4 +1,4 @@
-"""Checkpoints that are bf16, fp16 and fp64: what they weigh as artifacts, what restore gives back, what is said."""
+"""Checkpoints in bf16, fp16 and fp64: the size of their artifacts, what restore returns, and the notes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ INPUT = ("--input", "x:float32:batch,64", "--format", "onnx", "--profile", "cpu"
 def saved(
     path: Path, dtype: str, module: torch.nn.Module | None = None, /, **changed: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """A state dict at ``dtype``, as safetensors: of ``module``, or of one that is 0.8 MB in fp32."""
+    """Save ``module``'s state dict at ``dtype`` and return it; the default module has 0.8 MB in fp32."""
     state = (module or seeded(Mlp(64, 1024, 128))).state_dict()
     state = {n: t.to(getattr(torch, dtype)) if t.is_floating_point() else t for n, t in state.items()} | changed
     save_file(state, path)
@@ -38,10 +38,10 @@ def saved(
         ("float64", 0.52, "float32", "4 of the checkpoint's tensors are fp64: the model computes in fp32"),
     ],
 )
-def test_what_an_artifact_weighs_and_gives_back(
+def test_the_size_of_an_artifact_and_the_checkpoint_restored_from_it(
     cli: Cli, tmp_path: Path, target: Path, dtype: str, bound: float, restored: str, said: str
 ) -> None:
-    """fp16 takes 2 bytes as bf16 and 3 bits more, plus its ties: 1.21 times itself at best."""
+    """An fp16 value takes 2 bytes as bf16 and 3 more bits, plus ties: 1.21 times its size at best."""
     state = saved(tmp_path / "model.safetensors", dtype)
     done = cli("checkpoint", tmp_path / "model.safetensors", "--out", target, *ARGUMENTS, *INPUT).published()
     assert said in done.out
@@ -57,15 +57,15 @@ def test_what_an_artifact_weighs_and_gives_back(
         np.testing.assert_array_equal(array.view(bits), expected.numpy().view(bits))
     if dtype == "bfloat16":
         drift = artifact.manifest.drift["cpu"].outputs["output"]["relative_l2"]
-        assert drift["worst"] < 1e-5  # the weights are what they were; sums come in another order
+        assert drift["worst"] < 1e-5  # the weights are unchanged; only the order of sums differs
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("dtype", "bound"), [("bfloat16", 1.03), ("float16", 1.25)])
-def test_a_batchnorm_is_not_folded_into_what_was_never_fp32(
+def test_a_batchnorm_is_not_folded_into_weights_that_were_bf16_or_fp16(
     cli: Cli, tmp_path: Path, target: Path, dtype: str, bound: float
 ) -> None:
-    """Multiplied, a bf16 weight would be rounded, and restored from 16 low bits: 2.04 times itself."""
+    """A scaled bf16 weight would be rounded, and restored from 16 low bits: 2.04 times its size."""
     state = saved(tmp_path / "model.safetensors", dtype, seeded(Cnn(128)))
     shape = ("--model", "architectures:Cnn", "--model-args", '{"channels": 128}', "--input", "x:float32:batch,3,16,16")
     cli("checkpoint", tmp_path / "model.safetensors", "--out", target, *shape, "--no-report").published()
@@ -86,7 +86,7 @@ def test_a_batchnorm_is_not_folded_into_what_was_never_fp32(
     assert dtype == "float16" or drift["cpu"] < 1e-5
 
 
-def test_a_number_beyond_fp32_is_refused_by_name(cli: Cli, tmp_path: Path, target: Path) -> None:
+def test_a_value_beyond_fp32_is_rejected_with_its_tensor(cli: Cli, tmp_path: Path, target: Path) -> None:
     large = torch.zeros(128, dtype=torch.float64)
     large[3] = 1e39
     saved(tmp_path / "model.safetensors", "float64", **{"down.bias": large})
@@ -94,8 +94,8 @@ def test_a_number_beyond_fp32_is_refused_by_name(cli: Cli, tmp_path: Path, targe
     cli("checkpoint", tmp_path / "model.safetensors", "--out", target, *ARGUMENTS, *INPUT).refused(2, said)
 
 
-def test_subnormals_that_are_flushed_come_back_all_the_same(cli: Cli, tmp_path: Path, target: Path) -> None:
-    """What was bf16 is then not stored as it was; the residual has what is missing."""
+def test_subnormals_that_are_flushed_are_restored_nevertheless(cli: Cli, tmp_path: Path, target: Path) -> None:
+    """Then even a bf16 tensor is not stored unchanged; the residual holds the difference."""
     state = saved(tmp_path / "model.safetensors", "bfloat16")
     state["down.weight"][0, :5] = torch.tensor([1e-39, -1e-40, 0.0, -0.0, 1.0])
     save_file(state, tmp_path / "model.safetensors")

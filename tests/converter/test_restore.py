@@ -1,4 +1,4 @@
-"""Giving the checkpoint back: bit for bit, whole or not at all, over nobody's file."""
+"""``restore`` writes the checkpoint bit for bit, whole or not at all, and over no file unless forced."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ import graphs
 from bf16kit.artifact import Artifact
 
 
-def test_the_checkpoint_comes_back_bit_for_bit(cli: Cli, mlp: Artifact, mlp_file: Path, tmp_path: Path) -> None:
+def test_the_checkpoint_is_restored_bit_for_bit(cli: Cli, mlp: Artifact, mlp_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "fp32.safetensors"
     done = cli("restore", mlp.path, "--out", out).published()
     assert done.out == f"restored 4 tensors, 7.0 kB, to {out}\n"
     state = torch.load(mlp_file, weights_only=True)
     assert_restored(out, {name: tensor.numpy() for name, tensor in state.items()})
-    with safe_open(out, framework="numpy") as file:  # the library agrees that it is a sound file
+    with safe_open(out, framework="numpy") as file:  # the safetensors library reads the file
         assert set(file.keys()) == set(state)
     assert [path.name for path in tmp_path.iterdir()] == ["fp32.safetensors"]
 
 
-def test_every_bit_pattern_of_a_weight_survives(cli: Cli, tmp_path: Path, target: Path) -> None:
-    """Ties, subnormals, both zeros, the largest numbers that do not overflow."""
+def test_every_bit_pattern_of_a_weight_is_restored(cli: Cli, tmp_path: Path, target: Path) -> None:
+    """The weight has ties, subnormals, both zeros, and the largest numbers that do not overflow."""
     bits = np.random.default_rng(0).integers(0, 2**32, (64, 64), np.uint32)
     bits[(bits >> 23) & 0xFF > 0xFD] &= np.uint32(0x3FFFFFFF)
     special = [0x00000001, 0x80000001, 0x007FFFFF, 0x3F808000, 0x3F818000, 0x80000000, 0x7F7F7FFF, 0x00008000]
@@ -51,7 +51,7 @@ def test_every_bit_pattern_of_a_weight_survives(cli: Cli, tmp_path: Path, target
     assert_restored(tmp_path / "out", {"table": weight})
 
 
-def test_tensors_of_every_dtype_come_back(cli: Cli, tmp_path: Path, target: Path) -> None:
+def test_tensors_of_every_dtype_are_restored(cli: Cli, tmp_path: Path, target: Path) -> None:
     random = np.random.default_rng(0)
     state: dict[str, Array] = {name: tensor.numpy() for name, tensor in seeded(Mlp()).state_dict().items()}
     extra: dict[str, Array] = {
@@ -68,7 +68,7 @@ def test_tensors_of_every_dtype_come_back(cli: Cli, tmp_path: Path, target: Path
     assert_restored(tmp_path / "out", state | extra)
 
 
-def test_a_file_that_is_there_is_refused_and_replaced_when_forced(cli: Cli, small: Artifact, tmp_path: Path) -> None:
+def test_an_existing_file_is_replaced_only_with_force(cli: Cli, small: Artifact, tmp_path: Path) -> None:
     out = tmp_path / "fp32.safetensors"
     out.write_text("precious")
     cli("restore", small.path, "--out", out).refused(2, f"{out}: already exists", "--force")
@@ -84,16 +84,16 @@ def test_a_directory_is_never_replaced(cli: Cli, small: Artifact, tmp_path: Path
     assert tree(tmp_path) == ["out"]
 
 
-def test_a_link_to_nowhere_is_something_that_is_there(cli: Cli, small: Artifact, tmp_path: Path) -> None:
+def test_a_dangling_link_is_not_replaced(cli: Cli, small: Artifact, tmp_path: Path) -> None:
     (tmp_path / "out").symlink_to(tmp_path / "absent")
     cli("restore", small.path, "--out", tmp_path / "out").refused(2, "already exists")
 
 
-def test_nothing_is_made_where_there_is_no_directory(cli: Cli, small: Artifact, tmp_path: Path) -> None:
+def test_a_missing_directory_is_not_created(cli: Cli, small: Artifact, tmp_path: Path) -> None:
     cli("restore", small.path, "--out", tmp_path / "no" / "fp32").refused(2, f"{tmp_path / 'no'}: no such directory")
 
 
-def test_without_a_residual_it_is_said_why_there_is_nothing_to_restore(
+def test_without_a_residual_the_error_states_why_nothing_can_be_restored(
     cli: Cli, onnx_file: Path, tmp_path: Path, target: Path
 ) -> None:
     cli("checkpoint", onnx_file, "--out", target, "--no-residual", *ONNX_ONLY).published()
@@ -102,7 +102,7 @@ def test_without_a_residual_it_is_said_why_there_is_nothing_to_restore(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_name_that_the_format_keeps_for_itself_is_refused(cli: Cli, tmp_path: Path, target: Path) -> None:
+def test_a_tensor_name_that_safetensors_reserves_is_rejected(cli: Cli, tmp_path: Path, target: Path) -> None:
     node = onnx.helper.make_node("MatMul", ["x", "__metadata__"], ["y"])
     edges = [graphs.edge("x", ["n", 16])], [graphs.edge("y", ["n", 16])]
     onnx.save(graphs.model([node], *edges, [graphs.initializer("__metadata__", graphs.values(16, 16))]), tmp_path / "m")
@@ -111,7 +111,7 @@ def test_a_name_that_the_format_keeps_for_itself_is_refused(cli: Cli, tmp_path: 
     assert not target.parent.exists()
 
 
-def test_a_full_disk_leaves_no_half_a_file(small: Artifact, tmp_path: Path) -> None:
+def test_a_full_disk_leaves_no_partial_file(small: Artifact, tmp_path: Path) -> None:
     done = process("restore", small.path, "--out", tmp_path / "out", largest_file=1 << 10)
     done.refused(2, f"{tmp_path / 'out'}: disk full")
     assert tree(tmp_path) == []

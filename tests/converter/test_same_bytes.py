@@ -1,4 +1,4 @@
-"""The same input gives the same bytes: in another process, with other hashes, after other imports."""
+"""The same input gives the same bytes in another process, with another hash seed and after other imports."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MEASURED = {"manifest.json", "measurements.json", "report.html"}
 
 
 def convert(target: Path, arguments: tuple[str | Path, ...], environment: dict[str, str]) -> dict[str, bytes]:
-    """Every file of what a process of its own publishes."""
+    """Convert in a separate process and return the bytes of each published file, by name."""
     first = "torch" if environment.pop("torch", "") else "none"
     root = Path(__file__).parents[2]
     path = os.pathsep.join([str(SUPPORT), str(root)])
@@ -48,7 +48,7 @@ def convert(target: Path, arguments: tuple[str | Path, ...], environment: dict[s
 
 
 @pytest.mark.parametrize("kind", ["onnx", "torch"])
-def test_three_processes_that_are_not_alike_publish_the_same_bytes(
+def test_processes_with_different_environments_publish_the_same_bytes(
     kind: str, tmp_path: Path, onnx_file: Path, mlp_file: Path
 ) -> None:
     arguments = (onnx_file,) if kind == "onnx" else (mlp_file, *MLP)
@@ -61,8 +61,8 @@ def test_three_processes_that_are_not_alike_publish_the_same_bytes(
         assert [name for name in first if other[name] != first[name]] == []
 
 
-def test_a_search_that_comes_to_its_end_finds_the_same_islands_whatever_sets_hash_to(tmp_path: Path) -> None:
-    """Sets of islands are sets of names, whose order is another one in each process."""
+def test_a_complete_search_finds_the_same_islands_with_any_hash_seed(tmp_path: Path) -> None:
+    """Islands are kept in sets of names, whose order differs between processes."""
     built = cancellation()
     onnx.save(built.proto, tmp_path / "m.onnx")
     (tmp_path / "in").mkdir()
@@ -71,7 +71,7 @@ def test_a_search_that_comes_to_its_end_finds_the_same_islands_whatever_sets_has
     arguments = (tmp_path / "m.onnx", "--samples", tmp_path / "in", "--format", "onnx", "--search-minutes", "60")
     found = [convert(tmp_path / seed / "m" / "1", arguments, {"PYTHONHASHSEED": seed}) for seed in ("1", "2", "3")]
     searches = [each["search"] for each in json.loads(found[0]["measurements.json"])["profiles"].values()]
-    assert searches[1] is None  # cpu-bf16 is not searched for
+    assert searches[1] is None  # no search is run for cpu-bf16
     names = {island["name"] for search in searches if search for island in search["islands"]}
     assert names == built.nodes | built.weights
     assert found[1] == found[0]
@@ -79,9 +79,11 @@ def test_a_search_that_comes_to_its_end_finds_the_same_islands_whatever_sets_has
 
 
 @pytest.mark.skipif(not kernel.LIBRARY.exists(), reason="the kernel was not built: no C++17 compiler")
-def test_the_path_of_the_kernel_that_verified_an_artifact_is_not_in_it(tmp_path: Path, onnx_file: Path) -> None:
-    """What was measured may differ in its last digits: the portable path rounds products that the others do not. Those
-    that have fused multiply-add give the same bits, and no file differs."""
+def test_only_measurements_depend_on_the_code_path_of_the_kernel(tmp_path: Path, onnx_file: Path) -> None:
+    """Measurements may differ in their last digits: the portable path rounds products that the others do not.
+
+    Paths with fused multiply-add give the same bits, so none of their files differ.
+    """
     paths = [path for path in kernel.PATHS if runs(path)]
     found = {path: convert(tmp_path / path / "m" / "1", (onnx_file,), {kernel.VARIABLE: path}) for path in paths}
     fused = [files for path, files in found.items() if path != "portable"]

@@ -1,4 +1,4 @@
-"""One of many, in a process of its own: whatever becomes of that process, the next run knows what is done."""
+"""One checkpoint of many is converted in its own process. However that ends, the next run knows what is done."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def item(tmp_path: Path) -> Item:
 
 
 class _Started:
-    """A process that does what the test says instead of converting, and what was asked of it."""
+    """Starts a process that runs ``code`` instead of a conversion, and records its command."""
 
     def __init__(self, code: str, small: Artifact | None = None) -> None:
         self.commands: list[list[str]] = []
@@ -46,7 +46,7 @@ class _Started:
 
 
 def _replace(version: Path) -> None:
-    """Put an artifact of another seed in the place of this one."""
+    """Replace the artifact in ``version`` by one with another seed."""
     manifest = Artifact.open(version, verify=False).manifest
     (version / MANIFEST).write_bytes(manifest.model_copy(update={"seed": manifest.seed + 1}).dumps())
 
@@ -74,13 +74,15 @@ def _ends(item: Item, repository: Path, code: str) -> Outcome:
         ("raise ValueError('boom')", "failed", 3, "ended without a message, exit code 1; "),
     ],
 )
-def test_how_a_process_ends_is_told(item: Item, tmp_path: Path, code: str, status: str, exits: int, said: str) -> None:
+def test_the_outcome_states_how_the_process_ended(
+    item: Item, tmp_path: Path, code: str, status: str, exits: int, said: str
+) -> None:
     found = _ends(item, tmp_path / "r", code)
     assert (found.status, found.code, found.version) == (status, exits, None)
     assert found.detail.startswith(said)
 
 
-def test_what_is_refused_starts_no_process(item: Item, tmp_path: Path) -> None:
+def test_a_rejected_source_starts_no_process(item: Item, tmp_path: Path) -> None:
     started = _Started("")
     refused = Item("g", item.source, (), (), refused="is a GGUF file")
     assert convert(refused, tmp_path / "r", start=started) == Outcome(
@@ -89,14 +91,14 @@ def test_what_is_refused_starts_no_process(item: Item, tmp_path: Path) -> None:
     assert started.commands == []
 
 
-def test_a_source_that_went_away_is_an_error_of_its_own(item: Item, tmp_path: Path) -> None:
+def test_a_source_that_no_longer_exists_is_reported(item: Item, tmp_path: Path) -> None:
     item.source.unlink()
     found = convert(item, tmp_path / "r", start=_Started(""))
     assert (found.code, found.detail) == (2, "cannot be read: No such file or directory")
 
 
-class TestAgain:
-    def test_what_was_published_is_not_made_again(self, item: Item, tmp_path: Path, small: Artifact) -> None:
+class TestRepeatedRuns:
+    def test_a_published_checkpoint_is_not_converted_again(self, item: Item, tmp_path: Path, small: Artifact) -> None:
         started = _Started("", small)
         assert convert(item, tmp_path / "r", start=started).status == "converted"
         again = convert(item, tmp_path / "r", start=started)
@@ -112,24 +114,22 @@ class TestAgain:
         convert(item, tmp_path / "r", start=started)
         assert started.targets == [str(tmp_path / "r" / "m" / version) for version in "123"]
 
-    def test_what_was_killed_before_it_was_published_is_begun_again(
+    def test_a_conversion_that_was_killed_before_publishing_is_repeated(
         self, item: Item, tmp_path: Path, small: Artifact
     ) -> None:
         assert _ends(item, tmp_path / "r", "import os; os.kill(os.getpid(), 9)").status == "failed"
         assert convert(item, tmp_path / "r", start=_Started("", small)).version == 1
 
-    def test_what_was_published_by_a_run_that_was_killed_then_is_done(
+    def test_a_conversion_that_was_killed_after_publishing_is_done(
         self, item: Item, tmp_path: Path, small: Artifact
     ) -> None:
-        """The record was written before the process began; nobody came to say that it had ended."""
+        """The record is written before the process starts, and nothing updated it when the process was killed."""
         started = _Started("import os; os.kill(os.getpid(), 9)", small)
         assert convert(item, tmp_path / "r", start=started).status == "failed"
         assert convert(item, tmp_path / "r", start=started).status == "done before"
 
     @pytest.mark.parametrize("content", ["", "[]", "{", '{"digest": 3, "version": "1"}', '{"version": true}'])
-    def test_a_record_that_says_nothing_is_no_record(
-        self, item: Item, tmp_path: Path, small: Artifact, content: str
-    ) -> None:
+    def test_an_invalid_record_is_ignored(self, item: Item, tmp_path: Path, small: Artifact, content: str) -> None:
         (tmp_path / "r" / RECORDS).mkdir(parents=True)
         (tmp_path / "r" / RECORDS / "m.json").write_text(content)
         assert convert(item, tmp_path / "r", start=_Started("", small)).version == 1
@@ -140,7 +140,7 @@ class TestAgain:
         assert convert(item, tmp_path / "r", force=True, start=started).version == 1
         assert "--force" in started.commands[0]
 
-    def test_force_that_fails_leaves_what_was_published_and_what_it_was_made_of(
+    def test_force_that_fails_keeps_the_published_version_and_its_record(
         self, item: Item, tmp_path: Path, small: Artifact
     ) -> None:
         convert(item, tmp_path / "r", start=_Started("", small))
@@ -179,21 +179,27 @@ class TestAgain:
             convert(item, tmp_path / "r", force=True, start=killed)
         assert convert(item, tmp_path / "r", start=_Started("")).status == "done before"
 
-    def test_what_another_replaced_is_not_done(self, item: Item, tmp_path: Path, small: Artifact) -> None:
+    def test_a_version_that_another_program_replaced_is_not_done(
+        self, item: Item, tmp_path: Path, small: Artifact
+    ) -> None:
         convert(item, tmp_path / "r", start=_Started("", small))
         _replace(tmp_path / "r" / "m" / "1")
         assert convert(item, tmp_path / "r", start=_Started("", small)).version == 2
 
-    def test_a_version_that_others_put_there_is_left_alone(self, item: Item, tmp_path: Path, small: Artifact) -> None:
+    def test_a_version_from_elsewhere_is_not_replaced(self, item: Item, tmp_path: Path, small: Artifact) -> None:
         shutil.copytree(small.path, tmp_path / "r" / "m" / "7")
         assert convert(item, tmp_path / "r", start=_Started("", small)).version == 8
 
-    def test_what_is_no_artifact_any_more_is_made_anew(self, item: Item, tmp_path: Path, small: Artifact) -> None:
+    def test_a_version_that_is_no_longer_an_artifact_is_converted_again(
+        self, item: Item, tmp_path: Path, small: Artifact
+    ) -> None:
         convert(item, tmp_path / "r", start=_Started("", small))
         (tmp_path / "r" / "m" / "1" / "manifest.json").unlink()
         assert convert(item, tmp_path / "r", start=_Started("", small)).version == 2
 
-    def test_the_record_names_the_version_that_was_begun(self, item: Item, tmp_path: Path, small: Artifact) -> None:
+    def test_the_record_has_the_digest_the_version_and_its_manifest(
+        self, item: Item, tmp_path: Path, small: Artifact
+    ) -> None:
         convert(item, tmp_path / "r", start=_Started("", small))
         kept = json.loads((tmp_path / "r" / RECORDS / "m.json").read_text())
         manifest = hashlib.sha256((tmp_path / "r" / "m" / "1" / MANIFEST).read_bytes()).hexdigest()

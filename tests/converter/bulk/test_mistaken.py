@@ -1,4 +1,4 @@
-"""A directory that one stray file makes a model: what it is taken for, and because of what."""
+"""A directory that a stray file makes one source: the message names the source and the file."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_the_stray_file_is_named(tmp_path: Path, stray: str, what: str) -> None:
     assert f"because it contains {first}; to convert the checkpoints beside it, move it to another directory" in said
 
 
-def test_many_are_counted(tmp_path: Path) -> None:
+def test_many_stray_files_are_counted(tmp_path: Path) -> None:
     for index in range(7):
         (tmp_path / f"{index}.pdparams").write_text("")
     said = taken_for(tmp_path)

@@ -1,4 +1,4 @@
-"""What in a directory is a checkpoint, what its model is called, and what it is made of."""
+"""Which entries of a directory are checkpoints, the names of their models, and their files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _weights(path: Path) -> Path:
     return path
 
 
-def test_a_directory_of_models_is_told_from_a_model(tmp_path: Path) -> None:
+def test_a_directory_of_models_is_distinguished_from_a_model(tmp_path: Path) -> None:
     _weights(tmp_path / "a.safetensors")
     assert is_collection(tmp_path)
     assert not is_collection(tmp_path / "a.safetensors")
@@ -33,8 +33,8 @@ def test_a_directory_of_models_is_told_from_a_model(tmp_path: Path) -> None:
     assert not is_collection(tmp_path)
 
 
-def test_foreign_directories_are_no_collections(tmp_path: Path) -> None:
-    """Refused by name, as one source, rather than searched for checkpoints."""
+def test_foreign_directories_are_not_collections(tmp_path: Path) -> None:
+    """They are rejected by name, as one source, and not searched for checkpoints."""
     (tmp_path / "model_index.json").write_text("{}")
     assert not is_collection(tmp_path)
 
@@ -57,7 +57,7 @@ def test_checkpoints_are_found_by_content_and_the_rest_is_passed_over(tmp_path: 
     assert [each.partition(":")[0] for each in found.passed_over] == ["empty", "notes.txt", "samples.npz"]
 
 
-def test_what_is_damaged_or_foreign_is_on_the_list_with_the_reason(tmp_path: Path) -> None:
+def test_damaged_and_foreign_files_are_listed_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "a.gguf").write_bytes(b"GGUF\x03\0\0\0")
     (tmp_path / "b.pt").write_bytes(b"PK\x03\x04 and nothing more")
     (tmp_path / "c.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
@@ -72,7 +72,10 @@ def test_shards_belong_to_their_index_and_external_data_to_its_graph(tmp_path: P
     for name in ("a-1.safetensors", "a-2.safetensors", "other.safetensors"):
         _weights(tmp_path / name)
     index = {"weight_map": {"w": "a-1.safetensors", "v": "a-2.safetensors"}}
-    for name in ("a.safetensors.index.json", "z.safetensors.index.json"):  # one alone would make it a model
+    for name in (
+        "a.safetensors.index.json",
+        "z.safetensors.index.json",
+    ):  # a single index would make the directory one model
         (tmp_path / name).write_text(json.dumps(index))
     onnx.save(graphs.mlp(), tmp_path / "m.onnx")
     (tmp_path / "m.data").write_bytes(bytes(100))
@@ -85,21 +88,21 @@ def test_shards_belong_to_their_index_and_external_data_to_its_graph(tmp_path: P
     }
 
 
-def test_two_of_one_name_are_told_before_anything_is_done(tmp_path: Path) -> None:
+def test_two_checkpoints_of_one_model_name_are_rejected(tmp_path: Path) -> None:
     _weights(tmp_path / "a.safetensors")
     onnx.save(graphs.mlp(), tmp_path / "a.onnx")
     with pytest.raises(UsageError, match=r"a\.onnx, a\.safetensors would all become model 'a'.*--per-model"):
         _collect(tmp_path)
 
 
-def test_a_directory_without_any_says_what_is_there(tmp_path: Path) -> None:
+def test_the_error_for_a_directory_without_checkpoints_lists_what_is_there(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("words")
     (tmp_path / "b.txt").write_text("words")
     with pytest.raises(UsageError, match=r"holds no checkpoint\n  2 × is a text file"):
         _collect(tmp_path)
 
 
-def test_the_repository_may_lie_among_them(tmp_path: Path) -> None:
+def test_the_repository_may_be_in_the_directory_of_checkpoints(tmp_path: Path) -> None:
     _weights(tmp_path / "a.safetensors")
     (tmp_path / "out").mkdir()
     assert collect(tmp_path, lambda _, model: Configured(model, ()), tmp_path / "out").passed_over == ()
@@ -119,9 +122,14 @@ def test_a_digest_changes_with_every_byte_and_every_argument(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "weight_map", [{"a": ["x"]}, {"a": {}}, {"a": "x" * 300}, {"a": "\0"}, {"a": None}, {"a": "../x"}]
 )
-def test_an_index_that_names_no_files_spoils_no_others(tmp_path: Path, weight_map: dict[str, object]) -> None:
+def test_an_index_that_names_no_files_does_not_affect_other_checkpoints(
+    tmp_path: Path, weight_map: dict[str, object]
+) -> None:
     _weights(tmp_path / "b.safetensors")
-    for name in ("a.safetensors.index.json", "z.safetensors.index.json"):  # one alone would make it a model
+    for name in (
+        "a.safetensors.index.json",
+        "z.safetensors.index.json",
+    ):  # a single index would make the directory one model
         (tmp_path / name).write_text(json.dumps({"weight_map": weight_map}))
     found = {item.model: item.refused for item in _collect(tmp_path).items}
     assert found["b"] == ""
@@ -129,8 +137,8 @@ def test_an_index_that_names_no_files_spoils_no_others(tmp_path: Path, weight_ma
     assert found["a"] == found["z"] == ("is not the index of a sharded checkpoint" if unhashable else "")
 
 
-class TestWhatOptionsName:
-    """Its bytes are part of what a conversion was made of, wherever it lies."""
+class TestFilesNamedByOptions:
+    """Their bytes are part of the digest of a conversion's sources, wherever the files are."""
 
     def _digest(self, directory: Path, *named: Path) -> str:
         (directory / "models").mkdir(exist_ok=True)
@@ -145,7 +153,7 @@ class TestWhatOptionsName:
         rules.write_text("rules: [ ]")
         assert self._digest(tmp_path, rules) != first
 
-    def test_a_directory_of_samples_and_of_nothing_else(self, tmp_path: Path) -> None:
+    def test_only_the_samples_in_a_directory(self, tmp_path: Path) -> None:
         samples = tmp_path / "samples"
         (samples / "deeper").mkdir(parents=True)
         _weights(samples / "0.safetensors")
@@ -156,7 +164,7 @@ class TestWhatOptionsName:
         _weights(samples / "1.safetensors")
         assert self._digest(tmp_path, samples) != first
 
-    def test_a_graph_with_what_may_be_its_weights(self, tmp_path: Path) -> None:
+    def test_a_graph_and_files_that_may_hold_its_weights(self, tmp_path: Path) -> None:
         graph = tmp_path / "graph.onnx"
         onnx.save(graphs.mlp(), graph)
         (tmp_path / "weights.data").write_bytes(b"\1" * 100)
@@ -177,5 +185,5 @@ class TestWhatOptionsName:
         ("m.safetensors.index.json", "m"),
     ],
 )
-def test_a_model_is_called_like_its_file_without_the_ending(file: str, model: str) -> None:
+def test_a_model_is_named_after_its_file_without_the_extension(file: str, model: str) -> None:
     assert model_name(file) == model

@@ -32,7 +32,7 @@ SPELLINGS = [
 
 
 def lowered_sizes(spelling: Spelling) -> dict[str, int]:
-    """Where heads are repeated, sizes are fixed: ONNX's inference does not follow names through that."""
+    """Return fixed sizes if heads are repeated: ONNX's inference does not follow names through that."""
     return {} if spelling.heads == spelling.kv_heads else {"batch": 2, "queries": 5, "keys": 7}
 
 
@@ -45,7 +45,7 @@ TOLERANCES = {"cpu": (2e-5, 4e-6), PROFILE: (2.0**-9, 2.0**-7)}
 
 @pytest.mark.parametrize("profile", TOLERANCES)
 @pytest.mark.parametrize("spelling", SPELLINGS, ids=str)
-def test_every_spelling_becomes_one_node_that_gives_float64_s_result_with_and_without_the_kernel(
+def test_every_spelling_becomes_one_node_that_gives_float64_s_result(
     spelling: Spelling, profile: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     proto = attending.attention(spelling, lowered_sizes(spelling))
@@ -76,13 +76,13 @@ def test_every_spelling_becomes_one_node_that_gives_float64_s_result_with_and_wi
         if profile == PROFILE:
             assert np.abs(answer - unrounded).max() > 2 * np.abs(answer - expected).max(), "q, k and v were not rounded"
             assert np.abs(answer - expected).max() > 1e-4, "p was not rounded"
-    # The definition rounds where the kernel does: far closer to each other than to what rounds nothing, but for an
-    # exponential that lies between two numbers of bf16.
+    # The definition rounds where the kernel does. So the two are far closer to each other than to a result without
+    # rounding, except for an exponential between two bf16 numbers.
     for answer in answers[1:]:
         assert relative_l2(answers[0], answer) < {"cpu": 1e-6, PROFILE: 1e-3}[profile]
 
 
-def test_rows_that_end_in_one_matrix_keep_the_reshape_that_puts_them_there(tmp_path: Path) -> None:
+def test_rows_that_end_in_one_matrix_keep_their_reshape(tmp_path: Path) -> None:
     spelling = Spelling(merged="matrix")
     made = lower(tmp_path / "m" / "1", attending.attention(spelling))
     assert made.ops("cpu") == ["Attention_rrr_mask", "Reshape"]
@@ -90,7 +90,7 @@ def test_rows_that_end_in_one_matrix_keep_the_reshape_that_puts_them_there(tmp_p
     np.testing.assert_allclose(made.run_kernel(fed)["y"], attending.exact(spelling, fed), rtol=2e-5, atol=4e-6)
 
 
-def test_the_node_has_what_the_kernel_and_its_function_read(tmp_path: Path) -> None:
+def test_the_node_has_the_inputs_and_attributes_that_the_kernel_reads(tmp_path: Path) -> None:
     (node,) = ours(lower(tmp_path / "m" / "1", attending.attention(Spelling())))
     assert [*node.input] == ["q", "k", "v", "mask"]
     assert {a.name: helper.get_attribute_value(a) for a in node.attribute} == {
@@ -104,14 +104,14 @@ def test_the_node_has_what_the_kernel_and_its_function_read(tmp_path: Path) -> N
     }
 
 
-def test_the_plan_says_who_computes_the_nodes_that_are_gone(tmp_path: Path) -> None:
+def test_the_plan_states_that_the_kernel_computes_the_replaced_nodes(tmp_path: Path) -> None:
     made = lower(tmp_path / "m" / "1", attending.attention(Spelling()))
     reasons = {entry.name: entry.reason for entry in made.plan.nodes["cpu"]}
     for name in ("scores", "weights", "summed", "y"):
         assert reasons[name] == "computed by the CPU kernel's attention"
 
 
-def test_attention_of_which_a_node_is_kept_in_fp32_rounds_nothing(tmp_path: Path) -> None:
+def test_attention_with_a_node_kept_in_fp32_rounds_nothing(tmp_path: Path) -> None:
     for name in ("scores", "weights", "summed"):
         islands = Islands(nodes={name: "why"})
         made = lower(tmp_path / name / "1", attending.attention(Spelling()), profiles=[PROFILE], islands=islands)
@@ -119,7 +119,7 @@ def test_attention_of_which_a_node_is_kept_in_fp32_rounds_nothing(tmp_path: Path
         assert {entry.code for entry in made.plan.nodes[PROFILE] if entry.precision == "bf16"} == set()
 
 
-def test_the_plan_says_what_attention_rounds(tmp_path: Path) -> None:
+def test_the_plan_states_what_attention_rounds(tmp_path: Path) -> None:
     made = lower(tmp_path / "m" / "1", attending.attention(Spelling()), profiles=[PROFILE])
     assert {entry.name for entry in made.plan.nodes[PROFILE] if entry.code == "rounds"} == {"scores", "summed"}
 
@@ -131,7 +131,7 @@ def _second(made: onnx.ModelProto, extra: NodeProto) -> onnx.ModelProto:
 
 
 @pytest.mark.parametrize("value", ["scores", "weights", "summed"])
-def test_what_others_read_too_is_left_alone(value: str, tmp_path: Path) -> None:
+def test_attention_with_inner_values_that_others_read_is_not_replaced(value: str, tmp_path: Path) -> None:
     proto = _second(attending.attention(Spelling()), helper.make_node("Abs", [value], ["other"], name="other"))
     made = lower(tmp_path / "m" / "1", proto)
     assert ours(made) == []
@@ -139,7 +139,7 @@ def test_what_others_read_too_is_left_alone(value: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(made.run_cpu(fed)["y"], attending.exact(Spelling(), fed), rtol=2e-5, atol=4e-6)
 
 
-def test_a_choice_that_two_layers_share_becomes_one_mask(tmp_path: Path) -> None:
+def test_a_selection_that_two_layers_share_becomes_one_mask(tmp_path: Path) -> None:
     spelling = Spelling(mask="where")
     first = attending.attention(spelling)
     second = onnx.compose.add_prefix(attending.attention(spelling), "b_", rename_inputs=False)

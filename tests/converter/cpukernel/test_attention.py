@@ -27,13 +27,13 @@ def node(proto: ModelProto, op: str, last: bool = False) -> NodeProto:
 
 
 def const(proto: ModelProto, name: str, array: Any) -> None:
-    """Let the initializer ``name`` be ``array``."""
+    """Set the initializer ``name`` to ``array``."""
     kept = [each for each in proto.graph.initializer if each.name != name]
     del proto.graph.initializer[:]
     proto.graph.initializer.extend([*kept, graphs.initializer(name, np.asarray(array, np.float32))])
 
 
-def test_it_is_what_lies_between_query_key_value_and_all_heads_in_rows() -> None:
+def test_attention_extends_from_query_key_and_value_to_the_merged_heads() -> None:
     (attention,) = found(attending.attention(Spelling()))
     values = attention.q.value.name, attention.k.value.name, attention.v.value.name
     assert (values, attention.forms, attention.scale) == (("q", "k", "v"), "rrr", 0.25)
@@ -109,7 +109,9 @@ def _a_factor_for_each_key(proto: ModelProto) -> None:
         (_a_factor_for_each_key, Spelling()),
     ],
 )
-def test_what_computes_something_else_is_left_alone(change: Callable[[ModelProto], None], spelling: Spelling) -> None:
+def test_other_computations_are_not_recognised_as_attention(
+    change: Callable[[ModelProto], None], spelling: Spelling
+) -> None:
     proto = attending.attention(spelling)
     assert len(found(proto)) == 1
     change(proto)
@@ -119,12 +121,12 @@ def test_what_computes_something_else_is_left_alone(change: Callable[[ModelProto
 @pytest.mark.parametrize(
     "shape", [("more", 1, "queries", "keys"), ("batch", 1, "queries", "others"), (1, 1, 1, 1, "keys")]
 )
-def test_a_mask_that_is_not_known_to_fit_the_scores_is_left_alone(shape: tuple[int | str, ...]) -> None:
+def test_attention_with_a_mask_not_known_to_fit_the_scores_is_not_recognised(shape: tuple[int | str, ...]) -> None:
     assert found(attending.attention(Spelling(mask_shape=shape))) == []
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
-def test_batches_that_are_not_known_to_be_one_are_left_alone(name: str) -> None:
+def test_attention_with_batches_not_known_to_be_equal_is_not_recognised(name: str) -> None:
     proto = attending.attention(Spelling(forms="hhh", mask="none"))
     (value,) = (each for each in proto.graph.input if each.name == name)
     value.type.tensor_type.shape.dim[0].dim_param = "others"
@@ -153,7 +155,7 @@ def test_keys_that_are_an_output_as_well_are_still_read_in_rows() -> None:
     assert (attention.forms, attention.k.value.name) == ("rrr", "k")
 
 
-def test_a_reshape_that_copies_a_dimension_of_heads_that_are_apart_is_no_merge() -> None:
+def test_a_reshape_that_keeps_heads_apart_is_not_a_merge() -> None:
     proto = attending.attention(Spelling(merged="matrix"))
     sizes = node(proto, "Reshape", last=True).input[1]
     kept = [each for each in proto.graph.initializer if each.name != sizes]

@@ -16,7 +16,7 @@ from converter.graph.types import InferTypes
 
 _ROOT, _INVERSE, _SCALE = math.sqrt(2), math.sqrt(0.5), math.sqrt(2 / math.pi)
 
-# What exporters write, a node a line: ``m`` is the product, ``y`` the result, numbers are constants.
+# What exporters write, with semicolons between nodes: ``m`` is the product, ``y`` the result, numbers are constants.
 _ERF = {
     "torch, TorchScript exporter": f"Div m {_ROOT} a; Erf a b; Add b 1 c; Mul m c d; Mul d 0.5 y",
     "torch, dynamo decomposition": f"Mul m {_INVERSE} a; Erf a b; Add b 1 c; Mul m 0.5 d; Mul d c y",
@@ -46,7 +46,7 @@ _CASES = [
 
 
 def _model(written: str, outputs: Sequence[str] = ("y",), opset: int = graphs.OPSET) -> ir.Model:
-    """x [batch, 16] · w [16, 32] is ``m``, and what is ``written`` follows."""
+    """Return a graph where ``m`` is x [batch, 16] · w [16, 32] and the nodes in ``written`` follow."""
     nodes, constants = [helper.make_node("MatMul", ["x", "w"], ["m"])], dict[str, TensorProto]()
     for line in written.split(";"):
         op, *inputs, output = line.split()
@@ -76,21 +76,21 @@ def _epilogue(model: ir.Model) -> Epilogue:
 
 
 @pytest.mark.parametrize(("written", "activation"), _CASES)
-def test_an_activation_is_known_by_what_it_computes(written: str, activation: str) -> None:
+def test_an_activation_is_recognised_by_what_it_computes(written: str, activation: str) -> None:
     found = _epilogue(_model(written))
     assert found.activation == activation
     assert sorted(node.name or "" for node in found.nodes) == sorted(line.split()[-1] for line in written.split(";"))
     assert found.result.name == "y"
 
 
-def test_gelu_s_operator_says_which_form_it_is() -> None:
+def test_the_attribute_of_gelu_selects_its_form() -> None:
     node = helper.make_node("Gelu", ["m"], ["y"], approximate="tanh")
     model = _inferred([helper.make_node("MatMul", ["x", "w"], ["m"]), node], [], ["y"], graphs.OPSET)
     assert _epilogue(model).activation == "gelu_tanh"
 
 
 @pytest.mark.parametrize(("alpha", "activation"), [(1.0, "silu"), (1.702, "none")])
-def test_swish_is_silu_where_its_factor_is_one(alpha: float, activation: str) -> None:
+def test_swish_is_silu_only_if_its_factor_is_one(alpha: float, activation: str) -> None:
     node = helper.make_node("Swish", ["m"], ["y"], alpha=alpha)
     model = _inferred([helper.make_node("MatMul", ["x", "w"], ["m"]), node], [], ["y"], 24)
     assert _epilogue(model).activation == activation
@@ -107,25 +107,25 @@ def test_swish_is_silu_where_its_factor_is_one(alpha: float, activation: str) ->
         pytest.param("Sigmoid m a; Mul a a y", id="not the product again"),
     ],
 )
-def test_what_computes_something_else_is_no_activation_of_the_kernel(written: str) -> None:
+def test_other_functions_are_not_taken_as_the_kernel_s_activations(written: str) -> None:
     found = _epilogue(_model(written))
     assert (found.activation, found.nodes, found.result.name) == ("none", (), "m")
 
 
-def test_an_activation_whose_inside_others_need_stays_where_it_is() -> None:
+def test_an_activation_with_inner_values_that_others_read_is_not_fused() -> None:
     assert _epilogue(_model("Sigmoid m a; Mul m a y", outputs=("y", "a"))).activation == "none"
     assert _epilogue(_model("Sigmoid m a; Mul m a y; Neg a z", outputs=("y", "z"))).activation == "none"
     assert _epilogue(_model("Sigmoid m a; Mul m a y", outputs=("y", "m"))).activation == "none"
     assert _epilogue(_model("Relu m y; Neg m z", outputs=("y", "z"))).activation == "none"
 
 
-def test_an_activation_ends_where_it_is_done() -> None:
+def test_only_the_first_of_two_activations_is_fused() -> None:
     found = _epilogue(_model("Relu m a; Relu a b; Neg b y"))
     assert ([node.name for node in found.nodes], found.result.name) == (["a"], "a")
 
 
-def test_a_reshape_may_stand_before_the_activation() -> None:
-    """So it does in GPT-2, whose layers multiply matrices and activate batches of them."""
+def test_a_reshape_may_come_before_the_activation() -> None:
+    """In GPT-2, products are of matrices, and activations are applied to batches of them."""
     nodes = [
         helper.make_node("MatMul", ["x", "w"], ["m"]),
         helper.make_node("Reshape", ["m", "split"], ["r"], name="split"),
@@ -139,7 +139,7 @@ def test_a_reshape_may_stand_before_the_activation() -> None:
     assert (alone.reshape, alone.result.name) == (None, "m")
 
 
-def test_a_constant_of_many_numbers_is_no_part_of_an_activation() -> None:
+def test_a_constant_of_many_numbers_is_not_part_of_an_activation() -> None:
     nodes = [helper.make_node("MatMul", ["x", "w"], ["m"]), helper.make_node("Mul", ["m", "scale"], ["s"])]
     scale = graphs.initializer("scale", graphs.values(32))
     model = _inferred([*nodes, helper.make_node("Relu", ["s"], ["y"])], [scale], ["y"], graphs.OPSET)

@@ -39,7 +39,7 @@ def test_every_variant_gives_float64_s_result_with_and_without_the_kernel(
     np.testing.assert_allclose(made.run_kernel(batch())["y"], expected, rtol=1e-5, atol=4e-6)
 
 
-def test_the_graph_is_plain_onnx_that_checks_and_loads_without_us(tmp_path: Path) -> None:
+def test_the_graph_is_plain_onnx_that_checks_and_loads_without_bf16kit(tmp_path: Path) -> None:
     made = lower(tmp_path / "m" / "1", layer(50, "panels", bias=True, activation="silu"))
     path = made.artifact.file("cpu.onnx")
     onnx.checker.check_model(str(path), full_check=True)
@@ -67,7 +67,7 @@ def test_functions_are_written_in_the_operators_of_the_model_s_own_opset(opset: 
 
 
 def _written_out(activation: str) -> ModelProto:
-    """x [batch, 16] → MatMul → Gelu in elementary operators → y."""
+    """Return x [batch, 16] → MatMul → Gelu in elementary operators → y."""
     gelu = [
         helper.make_node("Div", ["m", "root2"], ["d"]),
         helper.make_node("Erf", ["d"], ["e"]),

@@ -26,10 +26,10 @@ COLUMNS = (64, 32, 96, 32, 64)
 def branches(
     count: int, *, bias: bool = True, after: Sequence[NodeProto] = (), outputs: Sequence[str] = ()
 ) -> ModelProto:
-    """x [batch, seq, K] → ``count`` products of 64, 32, 96 … columns, each with a bias of its own or none.
+    """Return a graph: x [batch, seq, K] → ``count`` products of 64, 32, 96 … columns, each with its own bias or none.
 
-    The products are named ``p0``, ``p1`` … and give ``y0``, ``y1`` …, which are the outputs unless others are given;
-    ``after`` are the nodes behind them.
+    The products are named ``p0``, ``p1`` … and give ``y0``, ``y1`` …, which are the outputs unless ``outputs`` names
+    others. The nodes in ``after`` follow the products.
     """
     nodes, weights = [], []
     for i in range(count):
@@ -49,7 +49,7 @@ def batch() -> dict[str, Array]:
 
 
 def nodes(made: Lowered) -> list[tuple[str, str, list[str]]]:
-    """Name, operator and outputs of the kernel's nodes."""
+    """Return name, operator and outputs of the kernel's nodes."""
     return [(node.name, node.op_type, [*node.output]) for node in ours(made)]
 
 
@@ -78,7 +78,7 @@ def test_products_of_the_same_activations_become_nodes_of_up_to_three(
     onnx.checker.check_model(str(made.artifact.file("cpu.onnx")), full_check=True)
 
 
-def test_the_node_has_what_the_kernel_reads(tmp_path: Path) -> None:
+def test_the_node_has_the_inputs_and_attributes_that_the_kernel_reads(tmp_path: Path) -> None:
     (node,) = ours(lower(tmp_path / "m" / "1", branches(3)))
     assert [*node.input] == ["x", "w0", "w1", "w2", "b0", "b1", "b2"]
     attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
@@ -117,7 +117,7 @@ def test_joined_products_give_the_bits_of_single_ones_and_float64_s_result(
             np.testing.assert_allclose(result[f"y{i}"], expected, rtol=1e-5, atol=4e-6)
 
 
-def test_onnx_s_own_evaluator_gives_the_same(tmp_path: Path) -> None:
+def test_onnx_s_own_evaluator_gives_the_same_outputs(tmp_path: Path) -> None:
     made = lower(tmp_path / "m" / "1", branches(5))
     answers = ReferenceEvaluator(onnx.load(made.artifact.file("cpu.onnx"))).run(None, batch())
     assert isinstance(answers, list)
@@ -139,7 +139,7 @@ def test_values_keep_name_type_and_shape_whether_or_not_they_are_outputs(tmp_pat
 
 
 def test_the_node_stands_where_the_first_product_stood(tmp_path: Path) -> None:
-    """What reads the first result may come before the second product, and before its bias is ready."""
+    """A node may read the first result before the second product is due, and before its bias is computed."""
     proto = branches(2, after=[helper.make_node("Sub", ["e", "y1"], ["d"])], outputs=("d",))
     (bias,) = [each for each in proto.graph.initializer if each.name == "b1"]
     bias.CopyFrom(graphs.initializer("b1", graphs.values(1, 1, 64, seed=11)))
@@ -161,7 +161,7 @@ def test_biases_stored_in_bf16_are_widened(tmp_path: Path) -> None:
 
 
 def test_products_of_joined_products_are_joined(tmp_path: Path) -> None:
-    """A node that reads what a joined one gives, twice."""
+    """Two products read an output of a joined node."""
     proto = branches(2, outputs=("u", "v", "y1"))
     for name, weight in (("u", "w3"), ("v", "w4")):
         proto.graph.node.append(helper.make_node("MatMul", ["y0", weight], [name], name=name))
@@ -172,7 +172,7 @@ def test_products_of_joined_products_are_joined(tmp_path: Path) -> None:
         np.testing.assert_allclose(made.run_cpu(batch())[name], array, atol=5e-2)
 
 
-def test_one_weight_may_be_multiplied_with_twice(tmp_path: Path) -> None:
+def test_two_products_by_one_weight_are_joined(tmp_path: Path) -> None:
     proto = branches(2)
     proto.graph.node[2].input[1] = "w0"
     proto.graph.initializer[3].CopyFrom(graphs.initializer("b1", graphs.values(64, seed=11)))
@@ -220,7 +220,7 @@ def _other_activations() -> ModelProto:
         pytest.param(_other_activations(), "MatMul_panels_bias", id="it reads something else"),
     ],
 )
-def test_what_differs_stays_out(proto: ModelProto, alone: str, tmp_path: Path) -> None:
+def test_a_product_that_differs_is_not_joined(proto: ModelProto, alone: str, tmp_path: Path) -> None:
     made = lower(tmp_path / "m" / "1", proto)
     assert [(name, operator) for name, operator, _ in nodes(made)] == [("p0", "MatMul2_panels_bias"), ("p1", alone)]
     for name, array in made.run_source(batch()).items():
@@ -237,7 +237,7 @@ def test_functions_are_written_in_the_operators_of_the_model_s_own_opset(opset: 
 
 
 def test_a_reshaped_bias_that_another_node_reads_too_stays_where_it_is() -> None:
-    """Moved behind its other reader, the graph would be out of order."""
+    """If the Reshape moved behind its other reader, the graph would be out of order."""
     made = [
         helper.make_node("Reshape", ["b", "shape"], ["flat"], name="reshape"),
         helper.make_node("Add", ["x", "flat"], ["other"], name="reader"),
@@ -255,7 +255,7 @@ def test_a_reshaped_bias_that_another_node_reads_too_stays_where_it_is() -> None
     assert [node.name for node in model.graph] == ["reshape", "reader", "p0", "p1"]
 
 
-def test_an_operator_without_a_definition_is_guarded() -> None:
+def test_an_operator_without_a_definition_is_rejected() -> None:
     node = helper.make_node("MatMul_panels_tail", ["x"], ["y"], name="product", domain="bf16kit")
     model = ir.from_proto(graphs.model([node], [graphs.edge("x")], [graphs.edge("y")]))
     with pytest.raises(ConversionError, match=r"operator bf16kit\.MatMul_panels_tail is not both used and defined"):

@@ -26,7 +26,7 @@ _OPERATORS = {96: "Gather_panels", 50: "Gather_panels_tail", 20: "Gather_panels_
 
 
 def _tied(rows: int, indices: Sequence[int | str] = ("batch", "seq"), dtype: int = TensorProto.INT64) -> ModelProto:
-    """ids look up ``found`` in the ``table`` [rows, 40]; x [count, 40] times the same table transposed → y."""
+    """Return a graph: ``found`` are the rows ``ids`` of ``table`` [rows, 40]; y is x [count, 40] times tableᵀ."""
     return graphs.model(
         [
             helper.make_node("Gather", ["table", "ids"], ["found"], name="lookup"),
@@ -43,14 +43,14 @@ def _feeds(ids: Array) -> dict[str, Array]:
 
 
 def _table(made: Lowered) -> Array:
-    """The table of the artifact, widened."""
+    """Return the table of the artifact, widened."""
     table = made.artifact.tensor("table")
     assert table.dtype == ml_dtypes.bfloat16
     return table.astype(np.float32)
 
 
 def _answers(made: Lowered, feeds: dict[str, Array], monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Array]]:
-    """With the kernel, and without."""
+    """Return the outputs with the kernel and without it."""
     fast = made.run_kernel(feeds)
     with monkeypatch.context() as environment:
         environment.setenv(VARIABLE, "off")
@@ -59,7 +59,7 @@ def _answers(made: Lowered, feeds: dict[str, Array], monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("rows", _OPERATORS)
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (2, 3), (0,)])
-def test_rows_are_those_of_the_table_in_panels_with_and_without_the_kernel(
+def test_look_ups_in_panels_give_the_table_s_rows_with_and_without_the_kernel(
     rows: int, shape: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = lower(tmp_path / "m" / "1", _tied(rows, [f"d{i}" for i in range(len(shape))]))
@@ -72,7 +72,9 @@ def test_rows_are_those_of_the_table_in_panels_with_and_without_the_kernel(
 
 
 @pytest.mark.parametrize("rows", _OPERATORS)
-def test_every_row_is_found_counted_from_either_end(rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_row_is_found_by_its_positive_and_its_negative_index(
+    rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made, ids = lower(tmp_path / "m" / "1", _tied(rows, ["all"])), np.arange(-rows, rows)
     for answer in _answers(made, _feeds(ids), monkeypatch):
         np.testing.assert_array_equal(answer["found"], np.concatenate([_table(made)] * 2))
@@ -116,7 +118,7 @@ def test_a_lookup_keeps_its_name_and_its_result_s_name_type_and_shape(tmp_path: 
 def test_a_table_of_several_lookups_and_products_is_stored_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a decoder and an encoder that share their embeddings; positions are a table of their own."""
+    """A decoder and an encoder may share embeddings like this. Positions have a separate table."""
     proto = _tied(96, ["batch"])
     proto.graph.node.extend(
         [
@@ -140,7 +142,7 @@ def test_a_table_of_several_lookups_and_products_is_stored_once(
 
 
 def test_without_the_kernel_the_looked_up_table_stays_bf16(tmp_path: Path) -> None:
-    """Beside the fp32 one for the product: so many fp32 tables there are at load, and no more."""
+    """At load there is one bf16 table for the look-up and one fp32 table for the product, no more."""
     made = lower(tmp_path / "m" / "1", _tied(96))
     options = onnxruntime.SessionOptions()
     options.optimized_model_filepath = str(tmp_path / "optimised.onnx")
@@ -153,7 +155,7 @@ def test_without_the_kernel_the_looked_up_table_stays_bf16(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("opset", [13, 17, 21, 24])
-def test_the_graph_is_plain_onnx_that_checks_and_runs_without_us(opset: int, tmp_path: Path) -> None:
+def test_the_graph_is_plain_onnx_that_checks_and_runs_without_bf16kit(opset: int, tmp_path: Path) -> None:
     proto, feeds = _tied(50), _feeds(np.array([[1, 2], [3, -4]]))
     proto.opset_import[0].version = opset
     made = lower(tmp_path / "m" / "1", proto)
@@ -163,7 +165,7 @@ def test_the_graph_is_plain_onnx_that_checks_and_runs_without_us(opset: int, tmp
     np.testing.assert_array_equal(found[0], _table(made)[feeds["ids"]])
 
 
-def test_every_graph_reads_the_one_copy_and_the_table_comes_back(tmp_path: Path) -> None:
+def test_every_graph_reads_the_only_copy_of_the_table(tmp_path: Path) -> None:
     proto, feeds = _tied(50), _feeds(np.array([[1, 2], [3, -4]]))
     made = lower(tmp_path / "m" / "1", proto)
     assert made.size("weights.bf16") == 2 * 50 * _WIDTH
@@ -175,8 +177,8 @@ def test_every_graph_reads_the_one_copy_and_the_table_comes_back(tmp_path: Path)
     assert all(np.array_equal(reference[name], source[name]) for name in source)
 
 
-def test_a_table_that_is_gathered_otherwise_is_guarded() -> None:
-    """Columns, which no kernel looks up."""
+def test_a_table_in_panels_that_an_unsupported_gather_reads_is_rejected() -> None:
+    """The Gather looks up columns, which the kernel cannot do."""
     proto = _tied(50, ["batch"])
     proto.graph.node[0].attribute.append(helper.make_attribute("axis", 1))
     with pytest.raises(ConversionError, match="node 'lookup' reads 'table', which is stored in panels"):

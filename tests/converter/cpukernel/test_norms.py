@@ -18,7 +18,7 @@ from bf16kit.runtime.loading import load
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("summed", [False, True])
-def test_a_sum_that_is_normalised_is_one_node_that_gives_the_same_with_and_without_the_kernel(
+def test_a_normalised_sum_becomes_one_node_with_the_same_outputs(
     bias: bool, summed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = lower(tmp_path / "m" / "1", residual(bias=bias, summed=summed))
@@ -55,18 +55,18 @@ def test_epsilon_is_the_node_s_or_onnx_s_default(tmp_path: Path) -> None:
     ],
     ids=["another axis", "broadcasts", "another name", "a row"],
 )
-def test_what_the_kernel_does_not_do_is_left_alone(proto: ModelProto, tmp_path: Path) -> None:
+def test_a_normalisation_that_the_kernel_cannot_do_is_not_replaced(proto: ModelProto, tmp_path: Path) -> None:
     assert ours(lower(tmp_path / "m" / "1", proto)) == []
 
 
-def test_statistics_that_are_read_are_left_where_they_are(tmp_path: Path) -> None:
+def test_a_normalisation_whose_statistics_are_read_is_not_replaced(tmp_path: Path) -> None:
     proto = residual()
     proto.graph.node[1].output.append("mean")
     proto.graph.output.append(graphs.edge("mean"))
     assert ours(lower(tmp_path / "m" / "1", proto)) == []
 
 
-def test_a_constant_that_is_added_may_be_a_product_s_bias(tmp_path: Path) -> None:
+def test_a_sum_with_a_constant_which_may_be_a_bias_is_not_replaced(tmp_path: Path) -> None:
     proto = residual()
     proto.graph.node[0].input[1] = "b1"
     del proto.graph.input[1]

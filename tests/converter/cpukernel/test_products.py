@@ -16,7 +16,7 @@ from converter.graph.types import InferTypes
 
 
 def _model(nodes: Sequence[NodeProto], weight: tuple[int, int] = (32, 48)) -> ir.Model:
-    """x [batch, 32] through ``nodes`` to y; ``w`` is the weight, ``row`` a bias of 48, ``ids`` indices."""
+    """Return x [batch, 32] → ``nodes`` → y; ``w`` is the weight, ``row`` a bias of 48, ``ids`` are indices."""
     proto = graphs.model(
         nodes,
         [graphs.edge("x", ["batch", 32]), graphs.edge("ids", ["batch"], TensorProto.INT64)],
@@ -33,7 +33,7 @@ def _model(nodes: Sequence[NodeProto], weight: tuple[int, int] = (32, 48)) -> ir
 
 
 def panelled(model: ir.Model, narrow: Collection[str]) -> dict[str, int]:
-    """What of ``narrow`` is stored in panels."""
+    """Return the weights of ``narrow`` that are stored in panels, with the axis of the panels."""
     return module.panelled(products(model, narrow))
 
 
@@ -47,12 +47,12 @@ def test_a_weight_of_a_matmul_is_panelled_along_its_columns() -> None:
 
 
 @pytest.mark.parametrize("bias", [None, "row", "wide"])
-def test_a_gemm_s_weight_is_panelled_along_what_its_columns_are(bias: str | None) -> None:
+def test_a_gemm_s_weight_is_panelled_along_the_product_s_columns(bias: str | None) -> None:
     assert panelled(_model(_gemm(bias)), {"w"}) == {"w": 1}
     assert panelled(_model(_gemm(bias, transB=1), (48, 32)), {"w"}) == {"w": 0}
 
 
-def test_a_product_says_its_weight_and_sizes() -> None:
+def test_a_product_has_its_weight_sizes_and_bias() -> None:
     model = _model(_gemm("row", transB=1), (48, 32))
     (product,) = products(model, {"w"}).values()
     assert (product.weight.name, product.axis, product.k, product.n) == ("w", 0, 32, 48)
@@ -69,7 +69,7 @@ def test_a_product_says_its_weight_and_sizes() -> None:
         ("column", {}),
     ],
 )
-def test_a_gemm_that_is_more_than_a_product_and_a_bias_is_left_alone(
+def test_a_gemm_that_is_more_than_a_product_and_a_bias_is_not_replaced(
     bias: str | None, attributes: dict[str, float]
 ) -> None:
     assert panelled(_model(_gemm(bias, **attributes)), {"w"}) == {}
@@ -79,7 +79,7 @@ def test_a_gemm_without_c_may_have_any_beta() -> None:
     assert panelled(_model(_gemm(beta=0.5)), {"w"}) == {"w": 1}
 
 
-def test_a_gemm_that_transposes_its_rows_is_left_alone() -> None:
+def test_a_gemm_that_transposes_its_rows_is_not_replaced() -> None:
     proto = graphs.model(
         _gemm(transA=1),
         [graphs.edge("x", [32, "b"])],
@@ -89,7 +89,7 @@ def test_a_gemm_that_transposes_its_rows_is_left_alone() -> None:
     assert panelled(run([InferTypes()], ir.from_proto(proto)), {"w"}) == {}
 
 
-def test_a_bias_that_is_computed_leaves_its_gemm_alone() -> None:
+def test_a_gemm_with_a_computed_bias_is_not_replaced() -> None:
     nodes = [helper.make_node("Neg", ["row"], ["c"]), *_gemm("c")]
     assert panelled(_model(nodes), {"w"}) == {}
 
@@ -98,7 +98,7 @@ def test_a_weight_kept_in_fp32_is_not_panelled() -> None:
     assert panelled(_model(_gemm()), set()) == {}
 
 
-def test_a_weight_that_two_products_read_alike_is_panelled_once() -> None:
+def test_a_weight_that_two_products_read_in_the_same_way_is_panelled_once() -> None:
     nodes = [
         helper.make_node("MatMul", ["x", "w"], ["a"]),
         helper.make_node("Gemm", ["x", "w"], ["b"]),
@@ -140,7 +140,7 @@ def test_a_table_that_is_only_looked_up_keeps_its_rows() -> None:
     assert panelled(_model([_looked_up()], (48, 32)), {"w"}) == {}
 
 
-def test_a_table_whose_rows_are_not_the_product_s_columns_keeps_them() -> None:
+def test_a_table_whose_rows_are_not_the_product_s_columns_keeps_its_rows() -> None:
     assert panelled(_model([_looked_up(), helper.make_node("MatMul", ["x", "w"], ["y"])]), {"w"}) == {}
 
 
@@ -160,7 +160,7 @@ def test_a_table_that_a_body_looks_up_keeps_its_rows() -> None:
 
 
 @pytest.mark.parametrize("reader", ["columns", "indices", "Neg", "Transpose"])
-def test_a_weight_that_is_read_otherwise_too_keeps_its_rows(reader: str) -> None:
+def test_a_weight_that_another_node_also_reads_keeps_its_rows(reader: str) -> None:
     readers = {
         "columns": _looked_up(axis=1),
         "indices": helper.make_node("GatherND", ["w", "ids"], ["rows"]),
@@ -175,7 +175,7 @@ def test_a_weight_that_is_read_otherwise_too_keeps_its_rows(reader: str) -> None
     assert [product.axis for product in products(model, {"w"}).values()] == [0]
 
 
-def test_a_weight_on_the_left_is_no_product_of_the_kernel() -> None:
+def test_a_product_with_its_weight_on_the_left_is_not_replaced() -> None:
     nodes = [helper.make_node("Transpose", ["x"], ["t"]), helper.make_node("MatMul", ["w", "t"], ["y"])]
     model = _model(nodes, (48, 32))
     assert products(model, {"w"}) == {}
@@ -193,7 +193,7 @@ def test_a_weight_that_a_body_reads_keeps_its_rows() -> None:
     assert [product.weight.name for product in products(model, {"captured"}).values()] == ["captured"]
 
 
-def test_a_stack_of_matrices_is_left_alone() -> None:
+def test_a_stack_of_matrices_is_not_replaced() -> None:
     proto = graphs.model(
         [helper.make_node("MatMul", ["x", "w"], ["y"])],
         [graphs.edge("x", [2, "b", 32])],

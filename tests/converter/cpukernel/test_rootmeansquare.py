@@ -34,7 +34,7 @@ SPELLINGS = [
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS, ids=str)
-def test_every_spelling_becomes_one_node_that_gives_float64_s_result_with_and_without_the_kernel(
+def test_every_spelling_becomes_one_node_that_gives_float64_s_result(
     spelling: Rms, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = lower(tmp_path / "m" / "1", rms(spelling))
@@ -58,7 +58,7 @@ def test_every_spelling_becomes_one_node_that_gives_float64_s_result_with_and_wi
 
 
 def changed(spelling: Rms | None = None, **edits: object) -> ModelProto:
-    """The spelling, its nodes changed: by name, the operator or the inputs that one has now."""
+    """Return the spelling with nodes edited: by name, the new operator or the new inputs."""
     proto = rms(spelling or Rms())
     for node in proto.graph.node:
         edit = edits.get(node.name)
@@ -70,7 +70,7 @@ def changed(spelling: Rms | None = None, **edits: object) -> ModelProto:
 
 
 def read_again(name: str) -> ModelProto:
-    """The value ``name`` is an output of the graph as well."""
+    """Return a graph in which the value ``name`` is also an output."""
     proto = rms(Rms())
     proto.graph.output.append(graphs.edge(name))
     return proto
@@ -111,12 +111,12 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_what_computes_something_else_is_left_alone(name: str, tmp_path: Path) -> None:
+def test_other_computations_are_not_replaced(name: str, tmp_path: Path) -> None:
     assert ours(lower(tmp_path / "m" / "1", OTHERS[name])) == []
 
 
 @pytest.mark.parametrize(("op", "wrong"), [("over", 2.0), ("inverse", 0.5), ("pow", -0.5), ("pow", 0.25)])
-def test_numbers_count(op: str, wrong: float, tmp_path: Path) -> None:
+def test_a_spelling_with_another_constant_is_not_replaced(op: str, wrong: float, tmp_path: Path) -> None:
     spelling = Rms(root="pow", divide="div") if op == "pow" else Rms(divide=op)
     proto = rms(spelling)
     (number,) = [tensor for tensor in proto.graph.initializer if tensor.name == ("one" if op == "over" else "power")]
@@ -124,7 +124,7 @@ def test_numbers_count(op: str, wrong: float, tmp_path: Path) -> None:
     assert ours(lower(tmp_path / "m" / "1", proto)) == []
 
 
-def test_a_sum_that_broadcasts_stays(tmp_path: Path) -> None:
+def test_a_sum_that_broadcasts_is_not_fused(tmp_path: Path) -> None:
     proto = rms(Rms())
     proto.graph.input[1].CopyFrom(graphs.edge("skip", [1, 1, WIDTH]))
     (node,) = ours(lower(tmp_path / "m" / "1", proto))
@@ -132,7 +132,7 @@ def test_a_sum_that_broadcasts_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("attributes", [{"axis": 1}, {"stash_type": 16}])
-def test_an_operator_that_does_something_else_is_left_alone(attributes: dict[str, int], tmp_path: Path) -> None:
+def test_an_operator_with_other_attributes_is_not_replaced(attributes: dict[str, int], tmp_path: Path) -> None:
     proto = rms(replace(SPELLINGS[0], divide="operator", opset=23))
     (node,) = [node for node in proto.graph.node if node.op_type == "RMSNormalization"]
     node.attribute.extend(onnx.helper.make_attribute(name, value) for name, value in attributes.items())
@@ -140,7 +140,7 @@ def test_an_operator_that_does_something_else_is_left_alone(attributes: dict[str
 
 
 @pytest.mark.parametrize("opset", [17, 18])
-def test_its_definition_knows_how_each_opset_tells_axes(opset: int) -> None:
+def test_the_definition_passes_axes_as_each_opset_requires(opset: int) -> None:
     defined = function(NormVariant(rms=True, adds=False, has_bias=False, gives_sum=False), opset)
     proto = ir.to_proto(defined)
     node = onnx.helper.make_node("RmsNorm", ["x", "w"], ["y"], domain=DOMAIN, epsilon=1e-6)

@@ -1,4 +1,4 @@
-"""Products that round their activations to bf16, as the definitions in ONNX's own operators compute them."""
+"""Products that round their activations to bf16, in the kernel and in their definitions in ONNX operators."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _rounded(array: Array) -> Array:
 
 
 def _optimised(made: Lowered, tmp_path: Path) -> onnx.GraphProto:
-    """The graph as ONNX Runtime runs it without our library, with all that it does to graphs."""
+    """Return the graph as ONNX Runtime runs it without the kernel's library, after all its optimisations."""
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     options.optimized_model_filepath = str(tmp_path / "optimised.onnx")
@@ -66,22 +66,22 @@ def test_every_variant_rounds_its_activations_and_nothing_else(
     expected = ACTIVATIONS[activation][1](total + (graphs.values(n, seed=2) if bias else 0))
     given = load(made.artifact, PROFILE).run(batch())["y"]
     np.testing.assert_allclose(given, expected, rtol=1e-5, atol=4e-6)
-    if "gelu" not in activation:  # which onnx 1.23's evaluator does not find inside functions
+    if "gelu" not in activation:  # onnx 1.23's evaluator does not find Gelu inside functions
         evaluated = ReferenceEvaluator(onnx.load(_file(made))).run(["y"], batch())
         assert isinstance(evaluated, list)
         np.testing.assert_allclose(evaluated[0], expected, rtol=1e-5, atol=4e-6)
-    assert np.abs(given - load(made.artifact, "cpu").run(batch())["y"]).max() > 1e-4  # which rounds nothing
+    assert np.abs(given - load(made.artifact, "cpu").run(batch())["y"]).max() > 1e-4  # the cpu profile rounds nothing
 
 
 @pytest.mark.skipif(not LIBRARY.exists(), reason="the kernel was not built: no C++17 compiler")
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize(("layout", "n"), [("panels", 64), ("panels", 50), ("panels", 20), ("transposed", 50)])
-def test_the_kernel_has_every_variant_and_gives_what_its_definition_gives(
+def test_the_kernel_has_every_variant_and_gives_its_definition_s_outputs(
     layout: str, n: int, activation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = _lower(tmp_path / "m" / "1", layer(n, layout, bias=True, activation=activation))
     alone = onnx.load(_file(made), load_external_data=False)
-    del alone.functions[:]  # or they would run instead of an operator that is not there
+    del alone.functions[:]  # otherwise they would run in place of an operator that is missing
     open_session(alone.SerializeToString(), base_dir=_file(made).parent, library=LIBRARY)
     found = load(made.artifact, PROFILE)
     assert (found.info.precision, found.info.accumulation) == ("bf16", "fp32")
@@ -92,7 +92,7 @@ def test_the_kernel_has_every_variant_and_gives_what_its_definition_gives(
 
 
 def _before(graph: onnx.GraphProto) -> Sequence[list[str]]:
-    """What the casts right before each product cast to, the nearest last."""
+    """Return, for each product, the dtypes that the casts right before it cast to, the nearest last."""
     given = {name: node for node in graph.node for name in node.output}
     found = []
     for product in (node for node in graph.node if "MatMul" in node.op_type or "Gemm" in node.op_type):
@@ -106,7 +106,7 @@ def _before(graph: onnx.GraphProto) -> Sequence[list[str]]:
 
 
 def test_no_optimisation_of_onnx_runtime_removes_the_rounding(tmp_path: Path) -> None:
-    """To bf16 and back is two casts to whoever looks at types alone; after an input, and after another product."""
+    """An optimiser that only looks at types could remove a cast to bf16 and back, after an input or a product."""
     made = _lower(tmp_path / "m" / "1", graphs.mlp((32, 64, 64, 50)))
     found = [casts[-2:] for casts in _before(_optimised(made, tmp_path))]
     assert found == [["BFLOAT16", "FLOAT"]] * len(_names(made))

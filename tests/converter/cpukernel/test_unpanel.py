@@ -1,4 +1,4 @@
-"""Weights stored as panels come back as the matrices they are, and ONNX Runtime does that once, at load."""
+"""Graphs turn weights stored in panels back into matrices, and ONNX Runtime does so once, at load."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def stored(shape: tuple[int, int], axis: int) -> TensorEntry:
 
 
 def reader(shape: tuple[int, ...], dtype: ir.DataType = ir.DataType.BFLOAT16) -> ir.Model:
-    """The bf16 initializer ``w``, widened to the output ``y``."""
+    """Return a model that widens the initializer ``w`` to the output ``y``."""
     data = ir.tensor(graphs.values(*shape), name="w") if dtype == ir.DataType.FLOAT else _bf16(shape)
     value = ir.Value(name="w", shape=ir.Shape(shape), type=ir.TensorType(dtype), const_value=data)
     node = ir.node("Cast", [value], attributes={"to": 1}, name="widen")
@@ -65,7 +65,7 @@ def test_the_matrix_is_read_bit_for_bit(shape: tuple[int, int], axis: int, tmp_p
     assert answer.tobytes() == matrix.astype(np.float32).tobytes()
 
 
-def test_a_last_panel_is_declared_where_it_lies(tmp_path: Path) -> None:
+def test_a_narrower_last_panel_is_declared_at_its_offset(tmp_path: Path) -> None:
     step = Unpanel({"w": stored((16, 70), 1)})
     run([step], reader((16, 70)))
     parts = {name: (t.offset, t.length, tuple(t.shape.numpy())) for name, t in step.declared.items()}
@@ -75,13 +75,13 @@ def test_a_last_panel_is_declared_where_it_lies(tmp_path: Path) -> None:
     }
 
 
-def test_one_panel_of_a_matrix_is_the_matrix() -> None:
-    """Fewer than 32 columns along axis 1 are stored in C order whatever it is called."""
+def test_a_single_narrow_panel_is_read_as_the_matrix() -> None:
+    """Fewer than 32 columns along axis 1 are in C order, in a panel as in a matrix."""
     model = run([Unpanel({"w": stored((40, 7), 1)})], reader((40, 7)))
     assert [node.op_type for node in model.graph] == ["Cast"]
 
 
-def test_what_reads_the_panels_themselves_is_left_alone() -> None:
+def test_a_graph_that_reads_the_panels_themselves_is_not_changed() -> None:
     model = reader((16 * 64,))
     step = Unpanel({"w": stored((16, 64), 1)})
     run([step], model)
@@ -89,14 +89,14 @@ def test_what_reads_the_panels_themselves_is_left_alone() -> None:
     assert [node.op_type for node in model.graph] == ["Cast"]
 
 
-def test_weights_in_c_order_are_left_alone() -> None:
+def test_weights_in_c_order_are_not_changed() -> None:
     entry = stored((16, 64), 1).model_copy(update={"panels": None})
     step = Unpanel({"w": entry})
     assert not step.apply(reader((16, 64)))
 
 
 @pytest.mark.parametrize("model", [reader((64, 16)), reader((16, 64), ir.DataType.FLOAT)])
-def test_a_graph_that_does_not_fit_what_was_stored_is_refused(model: ir.Model) -> None:
+def test_a_graph_that_does_not_match_the_stored_weight_is_rejected(model: ir.Model) -> None:
     with pytest.raises(
         ConversionError, match=r"cannot start: initializer 'w' is .*, stored are panels of bf16\[16, 64\]"
     ):
@@ -104,7 +104,7 @@ def test_a_graph_that_does_not_fit_what_was_stored_is_refused(model: ir.Model) -
 
 
 def products() -> ModelProto:
-    """Gemm of [N, K], MatMul through a Transpose, MatMul in an If: the ways a matrix is read, each with a tail."""
+    """Return a graph that reads [N, K] in a Gemm, in a MatMul after Transpose, and in an If, each with a tail."""
     then = helper.make_graph([helper.make_node("MatMul", ["h", "c"], ["t"])], "then", [], [graphs.edge("t")])
     other = helper.make_graph([helper.make_node("Identity", ["h"], ["o"])], "other", [], [graphs.edge("o")])
     return graphs.model(
@@ -125,7 +125,7 @@ def products() -> ModelProto:
 
 
 def _panelled(tmp_path: Path) -> Lowered:
-    """All of them as panels, also the one in the body, which the kernel would not read so."""
+    """Store all weights in panels, also the one in the body, which the kernel would not read from panels."""
     return lower(tmp_path / "m" / "1", products(), profiles=["cuda"], panels={"a": 0, "b": 0, "c": 1})
 
 
@@ -134,7 +134,7 @@ def _feeds(flag: bool) -> dict[str, NDArray[np.generic]]:
 
 
 @pytest.mark.parametrize("flag", [True, False])
-def test_every_way_of_reading_a_matrix_gives_its_answers(flag: bool, tmp_path: Path) -> None:
+def test_every_way_of_reading_a_matrix_gives_the_source_s_outputs(flag: bool, tmp_path: Path) -> None:
     made = _panelled(tmp_path)
     source = made.run_source(_feeds(flag))["y"]
     assert relative_l2(source, made.run_emulated(_feeds(flag))["y"]) < 1e-2

@@ -38,7 +38,7 @@ def test_a_product_its_bias_and_its_activation_become_one_node(layout: str, n: i
 
 
 def test_values_between_the_kernel_s_nodes_keep_name_type_and_shape(tmp_path: Path) -> None:
-    """ONNX Runtime cannot infer them for an operator it knows nothing of."""
+    """ONNX Runtime cannot infer them for an operator that it does not know."""
     made = lower(tmp_path / "m" / "1", graphs.mlp((32, 64, 48)))
     types = {info.name: info.type.tensor_type for info in made.graph("cpu").value_info}
     assert [node.output[0] for node in ours(made)] == ["h0", "y"]
@@ -46,7 +46,7 @@ def test_values_between_the_kernel_s_nodes_keep_name_type_and_shape(tmp_path: Pa
     assert [d.dim_param or d.dim_value for d in types["h0"].shape.dim] == ["batch", 64]
 
 
-def test_a_bias_of_more_dimensions_is_brought_to_one(tmp_path: Path) -> None:
+def test_a_bias_of_more_dimensions_is_reshaped_to_one(tmp_path: Path) -> None:
     proto = layer(50, "panels", bias=True, activation="none")
     proto.graph.initializer[1].CopyFrom(graphs.initializer("b", graphs.values(50, seed=2).reshape(1, 1, 50)))
     made = lower(tmp_path / "m" / "1", proto)
@@ -63,14 +63,14 @@ def test_a_bias_stored_in_bf16_is_widened(tmp_path: Path) -> None:
     np.testing.assert_allclose(made.run_cpu(batch())["y"], made.run_source(batch())["y"], atol=5e-2)
 
 
-def test_every_small_weight_in_bf16_works_too(tmp_path: Path) -> None:
+def test_small_weights_and_biases_in_bf16_work(tmp_path: Path) -> None:
     made = lower(tmp_path / "m" / "1", graphs.mlp((5, 7, 5)), bf16=["."])
     feeds = {"x": graphs.values(4, 5, seed=9)}
     np.testing.assert_allclose(made.run_cpu(feeds)["y"], made.run_source(feeds)["y"], atol=3e-2)
 
 
 def _product(nodes: Sequence[NodeProto], *more: TensorProto, outputs: Sequence[str] = ("y",)) -> ModelProto:
-    """x [4, 16] · w [16, 32] is ``m``; ``b`` is a bias."""
+    """Return a graph where ``m`` is x [4, 16] · w [16, 32], ``nodes`` follow, and ``b`` is a bias."""
     return graphs.model(
         [helper.make_node("MatMul", ["x", "w"], ["m"], name="product"), *nodes],
         [graphs.edge("x", [4, 16])],
@@ -116,7 +116,9 @@ _ADD, _RELU = helper.make_node("Add", ["b", "m"], ["s"]), helper.make_node("Relu
         ),
     ],
 )
-def test_only_what_follows_a_product_alone_is_taken_along(proto: ModelProto, ops: list[str], tmp_path: Path) -> None:
+def test_only_a_plain_bias_and_the_activation_after_it_are_fused(
+    proto: ModelProto, ops: list[str], tmp_path: Path
+) -> None:
     made = lower(tmp_path / "m" / "1", proto)
     found = ["kernel" if node.domain == "bf16kit" else node.op_type for node in made.graph("cpu").node]
     assert found == ops
@@ -125,8 +127,8 @@ def test_only_what_follows_a_product_alone_is_taken_along(proto: ModelProto, ops
         np.testing.assert_allclose(made.run_cpu(feeds)[name], array, atol=3e-2)
 
 
-def test_what_a_body_reads_too_stays_outside_the_kernel(tmp_path: Path) -> None:
-    """The sum is captured by both branches of an If: nobody could give it to them."""
+def test_an_activation_is_not_fused_if_a_body_also_reads_the_product(tmp_path: Path) -> None:
+    """Both branches of an If capture the product, which a fused node would not return."""
     proto = graphs.if_branches(32)
     head = [helper.make_node("MatMul", ["x0", "w"], ["x"], name="product"), helper.make_node("Relu", ["x"], ["r"])]
     nodes = [*head, *proto.graph.node]
@@ -140,7 +142,7 @@ def test_what_a_body_reads_too_stays_outside_the_kernel(tmp_path: Path) -> None:
     assert "Relu" in made.ops("cpu")
 
 
-def test_a_reshape_between_a_product_and_its_activation_comes_after_both(tmp_path: Path) -> None:
+def test_a_reshape_between_a_product_and_its_activation_moves_after_both(tmp_path: Path) -> None:
     nodes = [
         helper.make_node("Gemm", ["x", "w", "b"], ["m"], name="product"),
         helper.make_node("Reshape", ["m", "split"], ["s"]),
@@ -165,7 +167,7 @@ def test_a_reshape_between_a_product_and_its_activation_comes_after_both(tmp_pat
     np.testing.assert_allclose(made.run_cpu(feeds)["y"], made.run_source(feeds)["y"], atol=2e-2)
 
 
-def test_a_vector_of_activations_is_multiplied_too(tmp_path: Path) -> None:
+def test_a_product_of_a_vector_is_replaced(tmp_path: Path) -> None:
     proto = graphs.model(
         [helper.make_node("MatMul", ["x", "w"], ["m"]), helper.make_node("Add", ["m", "b"], ["y"])],
         [graphs.edge("x", [16])],
@@ -198,7 +200,7 @@ def test_a_gemm_is_a_product_with_its_bias(transposed: bool, bias: bool, tmp_pat
 
 
 def _excitation(pixels: int = 1) -> ModelProto:
-    """x [batch, 64, pixels, pixels] → Conv 1×1 to 32 channels, Relu → Conv 1×1 to 64 → y, as squeeze-and-excite has."""
+    """Return a squeeze-and-excite: x [batch, 64, pixels, pixels] → Conv 1×1 to 32, Relu → Conv 1×1 to 64 → y."""
     size = [pixels, pixels]
     return graphs.model(
         [
@@ -216,7 +218,7 @@ def _excitation(pixels: int = 1) -> ModelProto:
     )
 
 
-def test_a_convolution_of_a_single_pixel_is_a_product(tmp_path: Path) -> None:
+def test_a_convolution_of_a_single_pixel_becomes_a_product(tmp_path: Path) -> None:
     made = lower(tmp_path / "m" / "1", _excitation())
     assert [node.op_type for node in ours(made)] == ["MatMul_transposed_bias_relu", "MatMul_transposed"]
     assert "Conv" not in made.ops("cpu")
@@ -227,11 +229,11 @@ def test_a_convolution_of_a_single_pixel_is_a_product(tmp_path: Path) -> None:
     np.testing.assert_array_equal(made.run_reference(feeds)["y"], source)
 
 
-def test_a_convolution_of_more_pixels_is_left_alone(tmp_path: Path) -> None:
+def test_a_convolution_of_more_pixels_is_not_replaced(tmp_path: Path) -> None:
     assert ours(lower(tmp_path / "m" / "1", _excitation(pixels=2))) == []
 
 
-def test_a_weight_that_nothing_but_the_kernel_may_read_is_guarded() -> None:
+def test_a_weight_in_panels_that_another_node_reads_is_rejected() -> None:
     model = run([InferTypes()], ir.from_proto(graphs.mlp((16, 32))))
     with pytest.raises(ConversionError, match=r"node 'matmul0' reads 'w0', which is stored in panels"):
         run([UseKernel(Work(panels={"w0": 1}))], model)

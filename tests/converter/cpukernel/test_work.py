@@ -1,4 +1,4 @@
-"""What the kernel does of a graph is found once: plan, storage and the graph that is written say the same."""
+"""The kernel's part of a graph is found once, so that plan, storage and written graph agree."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from converter.graph.types import InferTypes
 from converter.passes import run
 
 
-def test_it_is_found_once_for_an_artifact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A product that plan and graph judged apart could be in the one and not in the other."""
+def test_the_kernel_s_products_are_found_once_for_an_artifact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If plan and graph judged a product separately, it could be in one and not in the other."""
     asked: list[str] = []
 
     def counted(product: Product) -> Epilogue:
@@ -38,7 +38,7 @@ def test_it_is_found_once_for_an_artifact(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(ours(made)) == 2
 
 
-def test_a_product_that_is_not_in_the_work_is_neither_planned_nor_done(
+def test_a_product_that_is_not_in_the_work_is_neither_planned_nor_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -52,7 +52,7 @@ def test_a_product_that_is_not_in_the_work_is_neither_planned_nor_done(
 
 
 def test_attention_and_normalisation_are_found_once_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the graph alone had would have another reason in the plan."""
+    """If only the graph found them, the plan would give another reason for them."""
     monkeypatch.setattr(work, "attentions", lambda _: [])
     monkeypatch.setattr(work, "norms", lambda _: [])
     assert not ours(lower(tmp_path / "a" / "1", attending.attention(Spelling())))
@@ -61,7 +61,7 @@ def test_attention_and_normalisation_are_found_once_as_well(tmp_path: Path, monk
 
 @pytest.mark.parametrize("mask", ["add_first", "where", "none"])
 def test_attention_is_found_again_in_a_clone_by_names(mask: str) -> None:
-    """Queries, keys, values and masks here are inputs of the graph or what its nodes give."""
+    """Queries, keys, values and masks are inputs of the graph or outputs of its nodes."""
     model = run([InferTypes()], ir.from_proto(attending.attention(Spelling(mask=mask))))
     clone = model.clone()
     (here,), (there,) = attentions(model), Work.of(model, set()).attentions_in(clone)
@@ -90,7 +90,7 @@ def test_a_sum_that_is_normalised_is_found_again_in_a_clone_by_names() -> None:
     assert [there.scale, there.bias] == [clone.graph.initializers["w"], clone.graph.initializers["b"]]
 
 
-def test_it_is_found_again_in_a_clone_by_names() -> None:
+def test_products_are_found_again_in_a_clone_by_names() -> None:
     model = run([InferTypes()], ir.from_proto(graphs.mlp((32, 64, 32))))
     found = Work.of(model, {"w0", "w1"})
     assert found.panels == {"w0": 1, "w1": 1}

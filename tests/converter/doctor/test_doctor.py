@@ -1,4 +1,4 @@
-"""``bf16-convert doctor``: what is there, what can be converted, and what brings the rest."""
+"""``bf16-convert doctor``: what is installed, what can be converted, and how to install the rest."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from converter.doctor.parts import LOOK, Part, parts
 from converter.sources.tensorflow import environment
 
 
-def test_what_is_missing_has_the_command_that_brings_it(
+def test_a_missing_part_is_shown_with_the_command_that_installs_it(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bare = stand_in(tmp_path / "bare", "", {"tensorflow": None, "tf2onnx": None})
@@ -28,7 +28,9 @@ def test_what_is_missing_has_the_command_that_brings_it(
     assert "ONNX yes" in lines
 
 
-def test_what_is_there_can_be_converted(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_is_possible_if_its_parts_are_installed(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     python = stand_in(tmp_path / "python", "")
     monkeypatch.setenv(environment.VARIABLE, str(python))
     found = json.loads(cli("doctor", "--json").published().out)
@@ -43,7 +45,7 @@ def test_what_is_there_can_be_converted(cli: Cli, tmp_path: Path, monkeypatch: p
     assert {"name": "onnx", "possible": True, "missing": []} in found["formats"]
 
 
-def test_it_ends_well_whatever_is_wrong_with_the_machine(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_succeeds_on_a_misconfigured_machine(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(environment.VARIABLE, "/nowhere/python")
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.delenv("CXX", raising=False)
@@ -58,21 +60,21 @@ def test_every_part_that_a_line_needs_is_looked_for() -> None:
     assert {part for needs in (*SOURCES.values(), *FORMATS.values(), *OTHERS.values()) for part in needs} <= set(LOOK)
 
 
-def test_every_part_that_is_missing_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_missing_part_has_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("converter.process.versions.version_of", lambda name: None)
     missing = [part for part in parts().values() if not part.found]
     assert {"torch", "transformers", "onnxruntime"} <= {part.name for part in missing}
     assert all(part.remedy for part in missing)
 
 
-def test_a_line_names_all_that_it_lacks() -> None:
+def test_a_line_names_all_missing_parts() -> None:
     found = {"a": Part("a", "1"), "b": Part("b", ""), "c": Part("c", "")}
     (line,) = abilities({"thing": ("a", "b", "c")}, found)
     assert (line.possible, line.missing) == (False, ("b", "c"))
 
 
-def test_it_answers_within_two_seconds() -> None:
-    """Of processor time, its children's included, the best of three: a busy machine is not the program's fault."""
+def test_doctor_takes_less_than_two_seconds() -> None:
+    """The bound is on CPU time, with child processes, the best of three: a busy machine does not fail the test."""
 
     def once() -> float:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -18,7 +18,7 @@ from converter.formats.agreement import check_graph
     [(graphs.mlp((32, 64)), "matmul0", "MatMulBf16"), (attending.attention(Spelling()), "summed", "AttentionBf16")],
     ids=["product", "attention"],
 )
-def test_a_node_of_the_kernel_rounds_where_the_plan_says_and_nowhere_else(
+def test_a_node_of_the_kernel_that_does_not_round_as_planned_is_rejected(
     proto: ModelProto, name: str, label: str, tmp_path: Path
 ) -> None:
     made = lower(tmp_path / "m" / "1", proto, profiles=["cpu", "cpu-bf16"])

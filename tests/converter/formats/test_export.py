@@ -1,4 +1,4 @@
-"""An export's files: where their tensors lie, and that a fault in writing them is seen by reading them back."""
+"""An export's files: where their tensors are stored, and that reading them back finds a fault in writing."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_each_tensor_is_aligned_to_its_own_size_and_listed_as_in_the_checkpoint(
     assert load_file(tmp_path / "model.safetensors").keys() == CHECKPOINT.keys()  # the library's own reader
 
 
-def test_what_no_shard_of_the_source_names_goes_into_the_last(tmp_path: Path) -> None:
+def test_tensors_that_no_shard_of_the_source_names_go_into_the_last(tmp_path: Path) -> None:
     done = _written(tmp_path, (("odd",), ("flag", "vector")))
     assert done.files == [
         "model-00001-of-00002.safetensors",
@@ -73,13 +73,13 @@ def test_one_wrong_bit_is_found_by_reading_back(tmp_path: Path, name: str, said:
         lossless.check_export(tmp_path, done, CHECKPOINT, lossless.Rounding())
 
 
-def test_a_tensor_that_was_forgotten_is_found(tmp_path: Path) -> None:
+def test_a_missing_tensor_is_reported(tmp_path: Path) -> None:
     done = _written(tmp_path)
     with pytest.raises(ConversionError, match="'more' is missing from either the checkpoint or its export"):
         lossless.check_export(tmp_path, done, CHECKPOINT | {"more": np.ones(1)}, lossless.Rounding())
 
 
-def test_a_file_that_was_cut_short_is_damaged(tmp_path: Path) -> None:
+def test_a_truncated_file_is_reported_as_damaged(tmp_path: Path) -> None:
     done = _written(tmp_path)
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
@@ -89,7 +89,7 @@ def test_a_file_that_was_cut_short_is_damaged(tmp_path: Path) -> None:
         lossless.check_export(tmp_path, done, CHECKPOINT, lossless.Rounding())
 
 
-def test_names_and_dtypes_that_the_format_has_no_place_for_are_refused() -> None:
+def test_names_and_dtypes_that_the_format_cannot_hold_are_rejected() -> None:
     with pytest.raises(UsageError, match="which safetensors reserves; rename the tensor"):
         safetensors.header([Place("__metadata__", "float32", (1,), 0)])
     with pytest.raises(UsageError, match="tensor 'w' is string"):

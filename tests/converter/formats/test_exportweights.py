@@ -1,4 +1,4 @@
-"""An artifact whose weights are those of its export: what the reference reads of them, and what lies elsewhere."""
+"""An artifact whose weights are those of its export: what the reference reads there, and what is elsewhere."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from converter.proof.exported import NOTE, open_export
 
 W, V = graphs.values(16, 32), graphs.values(32, 32)
 BIAS, KERNEL = graphs.values(32), graphs.values(8, 4, 3, 3)
-#: As torch keeps a linear layer, and JAX a convolution's kernel; a square one straight and transposed;
-#: one that no graph reads.
+#: A linear layer as torch stores it, a convolution's kernel as JAX does, a square matrix both as the graph has it and
+#: transposed, and a tensor that no graph reads.
 CHECKPOINT: dict[str, Array] = {
     "w": np.ascontiguousarray(W.T),
     "v.transposed": np.ascontiguousarray(V.T),
@@ -111,35 +111,35 @@ def test_a_weight_that_the_graph_reads_transposed_is_stored_as_the_checkpoint_ha
     for name, array in CHECKPOINT.items():
         expected = array if array.ndim == 1 else to_bf16(array)
         assert found[name].tobytes() == expected.tobytes(), name
-    assert {entry.file for entry in made.artifact.manifest.tensors} == {"model.safetensors"}  # nothing lies twice
+    assert {entry.file for entry in made.artifact.manifest.tensors} == {"model.safetensors"}  # nothing is stored twice
     assert "weights.fp32" not in made.artifact.manifest.files
 
 
-def test_the_reference_rebuilt_from_it_answers_as_the_source(made: Made) -> None:
+def test_the_reference_rebuilt_from_the_export_gives_the_source_s_outputs(made: Made) -> None:
     x = graphs.values(3, 16)
     runtime = load_reference(made.artifact)
     np.testing.assert_allclose(runtime.run({"x": x})["y"], _answer(x, W, V, KERNEL), rtol=1e-4, atol=1e-4)
     runtime.close()
 
 
-def test_the_export_answers_as_its_own_tensors_do(made: Made) -> None:
+def test_the_export_gives_the_outputs_of_its_own_tensors(made: Made) -> None:
     x = graphs.values(3, 16)
     w, v, kernel = (to_bf16(array).astype(np.float32) for array in (W, V, KERNEL))
     runtime, note = open_export(made.artifact, "safetensors")
     np.testing.assert_allclose(runtime.run({"x": x})["y"], _answer(x, w, v, kernel), rtol=1e-4, atol=1e-4)
-    assert note != NOTE  # a tensor that no graph reads was rounded: what the graph has instead cannot be known
+    assert note != NOTE  # a rounded tensor is in no graph: which weight the graph has in its place cannot be known
     runtime.close()
 
 
-def test_every_tensor_of_the_checkpoint_comes_back_bit_for_bit(made: Made) -> None:
+def test_every_tensor_of_the_checkpoint_is_restored_bit_for_bit(made: Made) -> None:
     restored = dict(made.artifact.checkpoint_tensors())
     assert restored.keys() == CHECKPOINT.keys()
     for name, array in CHECKPOINT.items():
         assert restored[name].tobytes() == array.tobytes(), name
 
 
-def test_copies_are_read_where_files_may_not_be_mapped(made: Made) -> None:
-    """As a server reads them: fp32 tensors of an export are rebuilt into memory like the rounded ones."""
+def test_an_artifact_opened_with_copies_gives_the_same_outputs(made: Made) -> None:
+    """Servers open artifacts like this: fp32 tensors of an export are rebuilt in memory, as the rounded ones are."""
     x = graphs.values(3, 16)
     runtime = load_reference(Artifact.open(made.artifact.path, copies=True))
     np.testing.assert_allclose(runtime.run({"x": x})["y"], _answer(x, W, V, KERNEL), rtol=1e-4, atol=1e-4)

@@ -1,4 +1,4 @@
-"""What was written is read back and compared with the source before anything is published."""
+"""Written files are read back and compared with the source before anything is published."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def _values() -> NDArray[np.float32]:
 
 
 @pytest.mark.parametrize("rounding", [Rounding(), Rounding("flush"), Rounding(saturate=True), Rounding(nearest=False)])
-def test_what_rounding_gives_is_right_for_any_bits(rounding: Rounding) -> None:
+def test_the_check_accepts_correct_rounding_of_any_bits(rounding: Rounding) -> None:
     values = _values()
     stored = to_bf16(values, subnormals=rounding.subnormals, saturate=rounding.saturate)
     assert not _misrounded(values, stored, None, rounding).any()
 
 
-def test_each_of_both_neighbours_but_the_nearest_is_wrong() -> None:
+def test_the_check_rejects_both_neighbours_of_the_nearest_value() -> None:
     values = _values()
     values = values[np.isfinite(values)]
     stored = to_bf16(values).view(np.uint16)
@@ -45,7 +45,7 @@ def test_each_of_both_neighbours_but_the_nearest_is_wrong() -> None:
     assert not _misrounded(values, truncated.view(ml_dtypes.bfloat16), None, Rounding(nearest=False)).any()
 
 
-def test_a_sign_and_a_nan_count() -> None:
+def test_the_check_rejects_a_wrong_sign_and_a_lost_nan() -> None:
     values = np.array([1.5, np.nan, 0.0], np.float32)
     stored = np.array([-1.5, 2.0, -0.0], ml_dtypes.bfloat16)
     assert _misrounded(values, stored, None, Rounding()).all()
@@ -62,7 +62,7 @@ def test_a_folded_scale_is_multiplied_in_before_rounding() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("given", [(), ("--no-residual",), ("--keep-fp32", "features"), ("--subnormals", "flush")])
-def test_honest_conversions_pass_with_folded_weights(
+def test_correct_conversions_with_folded_weights_pass(
     cli: Cli, target: Path, tmp_path: Path, given: tuple[str, ...]
 ) -> None:
     source = save(tmp_path / "cnn.pt", Cnn())
@@ -71,6 +71,6 @@ def test_honest_conversions_pass_with_folded_weights(
     assert ("the checkpoint cannot be restored" in out) == (given == ("--no-residual",))
 
 
-def test_clamped_masks_and_tables_in_bodies_pass(cli: Cli, target: Path, tmp_path: Path) -> None:
+def test_a_correct_conversion_with_weights_in_bodies_passes(cli: Cli, target: Path, tmp_path: Path) -> None:
     onnx.save(graphs.if_branches(), tmp_path / "if.onnx")
     cli("checkpoint", tmp_path / "if.onnx", "--out", target, *ONNX_ONLY).published()

@@ -1,4 +1,4 @@
-"""A weight passes in blocks of rows, and gives what it would give whole."""
+"""A weight is narrowed in blocks of rows, and the result is the same as for the whole weight."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_blocks_are_the_tensor_in_order(shape: tuple[int, ...], block: int, monk
 
 @pytest.mark.parametrize("folded", [False, True])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_a_weight_in_blocks_gives_what_it_gives_whole(
+def test_a_weight_narrowed_in_blocks_equals_one_narrowed_whole(
     folded: bool, transposed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(initializers, "_BLOCK", 1000)
@@ -91,8 +91,8 @@ def test_a_weight_in_blocks_gives_what_it_gives_whole(
 
 @pytest.mark.long
 @pytest.mark.parametrize(("kind", "share"), [("plain", 0.5), ("folded", 1.0)])
-def test_of_a_weight_only_its_bf16_values_are_in_memory_together(tmp_path: Path, kind: str, share: float) -> None:
-    """134 MB, mapped. With a scale folded in there are also marks of the elements that need them in the residual."""
+def test_only_the_bf16_values_of_a_weight_are_all_in_memory_at_once(tmp_path: Path, kind: str, share: float) -> None:
+    """The weight of 134 MB is mapped. With a folded scale, marks for the residual are in memory as well."""
     weight((8192, 4096)).tofile(tmp_path / "source")
     peak, size = map(int, measured_alone(WRITE, str(tmp_path), kind).split())
     assert peak < share * size + 40e6, f"{peak / 1e6:.0f} MB for a weight of {size / 1e6:.0f} MB"

@@ -38,7 +38,7 @@ def _lower(case: str, tmp_path: Path) -> Lowered:
 
 
 @pytest.mark.parametrize("case", _CASES)
-def test_every_profile_answers_what_the_source_answers(case: str, tmp_path: Path) -> None:
+def test_every_profile_gives_the_outputs_of_the_source(case: str, tmp_path: Path) -> None:
     made, feeds = _lower(case, tmp_path), _CASES[case][1]
     source = made.run_source(feeds)["y"]
     np.testing.assert_array_equal(made.run_reference(feeds)["y"], source)
@@ -100,7 +100,7 @@ def test_a_table_that_is_also_multiplied_is_stored_once(tmp_path: Path) -> None:
     assert relative_l2(made.run_source(feeds)["y"], made.run_emulated(feeds)["y"]) < 8e-3
 
 
-def test_casts_stand_only_where_bf16_and_fp32_meet(tmp_path: Path) -> None:
+def test_casts_are_inserted_only_where_bf16_and_fp32_meet(tmp_path: Path) -> None:
     made = _lower("mlp", tmp_path)
     graph = made.graph("cuda")
     computing = [n.op_type for n in graph.node if n.op_type not in {"Cast", *PUT_TOGETHER}]
@@ -126,7 +126,7 @@ def test_a_value_read_by_two_islands_is_cast_once(tmp_path: Path) -> None:
     assert lower(tmp_path / "m" / "1", proto).ops("cuda") == ["Cast", "MatMul", "Cast", "Elu", "Selu", "Add"]
 
 
-def test_shape_reads_bf16_and_a_comparison_its_fp32_cast(tmp_path: Path) -> None:
+def test_shape_reads_bf16_and_isnan_reads_an_fp32_cast(tmp_path: Path) -> None:
     proto = graphs.model(
         [
             helper.make_node("MatMul", ["x", "w"], ["m"]),
@@ -146,8 +146,8 @@ def test_shape_reads_bf16_and_a_comparison_its_fp32_cast(tmp_path: Path) -> None
     assert relative_l2(made.run_source({"x": _X16})["y"], made.run_emulated({"x": _X16})["y"]) < 8e-3
 
 
-def test_a_sequence_on_the_way_is_not_called_a_tensor(tmp_path: Path) -> None:
-    """Older exporters write ``torch.split`` so; and an If may answer a sequence."""
+def test_a_sequence_between_nodes_keeps_its_type(tmp_path: Path) -> None:
+    """Older exporters write ``torch.split`` with sequences, and an If may return one."""
 
     def branch(name: str) -> onnx.GraphProto:
         pair = onnx.helper.make_tensor_sequence_value_info(name, TensorProto.FLOAT, None)
@@ -180,8 +180,8 @@ def test_size_reads_an_fp32_cast_because_onnx_runtime_has_no_size_of_bf16(tmp_pa
     assert made.run_cpu(feeds)["size"] == made.run_emulated(feeds)["size"] == 48
 
 
-def test_bf16_of_the_source_s_own_stays_where_it_is(tmp_path: Path) -> None:
-    """A source may round values itself, and give them away as bf16: those casts are its own, and its edges."""
+def test_bf16_values_and_outputs_of_the_source_are_kept(tmp_path: Path) -> None:
+    """A source may round values itself and return them as bf16; such casts and outputs stay as they are."""
     proto = graphs.mlp((16, 32))
     proto.graph.node.append(helper.make_node("Cast", ["y"], ["narrow"], to=TensorProto.BFLOAT16))
     proto.graph.node.append(helper.make_node("Cast", ["narrow"], ["again"], to=TensorProto.FLOAT))
@@ -196,7 +196,7 @@ def test_bf16_of_the_source_s_own_stays_where_it_is(tmp_path: Path) -> None:
 
 
 def test_weights_in_an_onnx_file_s_own_external_data_stay_mapped_until_they_are_written(tmp_path: Path) -> None:
-    """A checkpoint larger than the memory converts: no step of the preparation reads a weight into it."""
+    """No preparation step reads a weight into memory, so a checkpoint larger than memory can be converted."""
     path = graphs.save_external(graphs.mlp((32, 32)), tmp_path / "source.onnx", {TensorProto.FLOAT: "source.data"})
     model = ir.load(path)
     tensors = floating_tensors(model)
@@ -206,7 +206,7 @@ def test_weights_in_an_onnx_file_s_own_external_data_stay_mapped_until_they_are_
         assert isinstance(graph.graph.initializers["w0"].const_value, ir.ExternalTensor)
 
 
-def test_an_operator_of_another_domain_is_an_island_and_nothing_is_guessed_about_it() -> None:
+def test_an_operator_of_another_domain_is_an_fp32_island() -> None:
     proto = graphs.mlp((16, 32))
     proto.graph.node[1].domain = "my.company"
     proto.opset_import.append(helper.make_opsetid("my.company", 1))
@@ -215,7 +215,7 @@ def test_an_operator_of_another_domain_is_an_island_and_nothing_is_guessed_about
     assert casts == ["x", "m0"]
 
 
-def test_narrowing_a_node_that_has_no_bf16_form_names_it() -> None:
+def test_narrowing_a_node_without_a_bf16_form_is_an_error_that_names_it() -> None:
     proto = graphs.model(
         [helper.make_node("Mish", ["x"], ["y"], name="mish")], [graphs.edge("x", [4])], [graphs.edge("y", [4])]
     )

@@ -1,4 +1,4 @@
-"""A TorchScript module narrowed in its own graph: weights of products in bf16, everything else as it was."""
+"""A TorchScript module narrowed in its own graph: weights of products in bf16, all else unchanged."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _tensors(path: Path) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("how", ["scripted", "traced", "frozen"])
 @pytest.mark.parametrize("native", [True, False])
-def test_it_answers_within_bf16s_rounding_at_sizes_it_was_not_saved_with(
+def test_outputs_are_within_bf16s_rounding_at_sizes_it_was_not_saved_with(
     tmp_path: Path, how: How, native: bool
 ) -> None:
     script = script_file.load(save(tmp_path / "m.pt", Encoder(), torch.zeros(2, 7, dtype=torch.long), how))
@@ -54,7 +54,7 @@ def test_matrices_are_bf16_and_the_parameters_of_norms_are_not(tmp_path: Path) -
     assert (1, torch.float32) in by_dtype
 
 
-def test_the_module_itself_stays_as_it_was(tmp_path: Path) -> None:
+def test_the_source_module_is_unchanged(tmp_path: Path) -> None:
     script = script_file.load(save(tmp_path / "m.pt", Mlp(), torch.ones(2, 16)))
     before = {name: tensor.clone() for name, tensor in script.state_dict().items()}
     with torch.no_grad():
@@ -65,7 +65,7 @@ def test_the_module_itself_stays_as_it_was(tmp_path: Path) -> None:
 
 
 def test_branches_stay(tmp_path: Path) -> None:
-    """What no trace holds: both ways of a decision that the numbers make."""
+    """A trace would contain only one of the two branches, which values decide between."""
     script = script_file.load(save(tmp_path / "m.pt", Deciding(), torch.ones(2, 16)))
     narrow_script(script, tmp_path / "bf16.pt")
     runtime = TorchScriptRuntime(tmp_path / "bf16.pt", [X], [OUTPUT])
@@ -75,7 +75,7 @@ def test_branches_stay(tmp_path: Path) -> None:
 
 
 class Precise(nn.Module):
-    """A product in fp64 beside one in fp32, and one with a vector."""
+    """A module with a product in fp64, one in fp32, and one by a vector."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ def test_only_matrices_of_fp32_become_bf16(tmp_path: Path) -> None:
 
 
 class Scaling(nn.Module):
-    """Has a weight, and no product."""
+    """A module with a weight but no product."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class Scaling(nn.Module):
         return x * self.weight.sum(0)
 
 
-def test_a_module_without_products_is_refused(tmp_path: Path) -> None:
+def test_a_module_without_products_is_rejected(tmp_path: Path) -> None:
     script = script_file.load(save(tmp_path / "m.pt", Scaling(), torch.ones(2, 16)))
     with pytest.raises(ConversionError, match="no product of the TorchScript module has an fp32 weight"):
         narrow_script(script, tmp_path / "bf16.pt")

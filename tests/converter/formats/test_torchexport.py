@@ -1,4 +1,4 @@
-"""The torch.export program: bf16 inside, fp32 at its edges, the same bytes every time, for torch's own loader, too."""
+"""The torch.export program has bf16 inside, fp32 at its edges, the same bytes every time, and loads in torch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ IMAGE = (TensorSpec("image", "float32", ("batch", 3, 16, 16)),)
 @pytest.mark.long
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize(("module", "inputs"), [(Mlp, X), (Cnn, IMAGE)])
-def test_it_answers_as_torchscript_does(
+def test_the_outputs_are_those_of_torchscript(
     tmp_path: Path, native: bool, module: type[nn.Module], inputs: tuple[TensorSpec, ...]
 ) -> None:
     model = adapt(seeded(module()), inputs)
@@ -42,7 +42,7 @@ def test_it_answers_as_torchscript_does(
     assert np.allclose(found, traced, rtol=1e-6, atol=1e-6)
 
 
-def test_torchs_own_loader_reads_it_and_answers_the_same(tmp_path: Path) -> None:
+def test_torchs_own_loader_reads_it_and_gives_the_same_outputs(tmp_path: Path) -> None:
     path = tmp_path / "m.pt2"
     narrow_and_export(adapt(seeded(Mlp()), X), path)
     x = torch.randn(5, 16, generator=torch.Generator().manual_seed(0))
@@ -60,7 +60,7 @@ def test_matrices_are_bf16_and_the_parameters_of_norms_are_not(tmp_path: Path) -
     assert dtypes["features.1.weight"] == dtypes["features.1.running_var"] == "float32"
 
 
-def test_nothing_in_it_says_which_device_or_machine_it_was_made_on(tmp_path: Path) -> None:
+def test_the_file_contains_no_path_or_device_of_this_machine(tmp_path: Path) -> None:
     path = tmp_path / "m.pt2"
     narrow_and_export(adapt(seeded(Cnn()), IMAGE), path)
     assert str(Path(__file__).parents[3]).encode() not in path.read_bytes()
@@ -85,14 +85,14 @@ def test_tied_weights_are_written_once(tmp_path: Path) -> None:
     assert stored["module.module.table.weight"].record == stored["module.module.out.weight"].record
 
 
-def test_the_module_is_afterwards_what_it_was(tmp_path: Path) -> None:
+def test_the_source_module_is_unchanged_afterwards(tmp_path: Path) -> None:
     module = seeded(Mlp())
     narrow_and_export(adapt(module, X), tmp_path / "m.pt2")
     assert all(tensor.dtype is torch.float32 for tensor in module.state_dict().values())
     assert torch.equal(module.state_dict()["up.weight"], seeded(Mlp()).state_dict()["up.weight"])
 
 
-def test_a_module_that_cannot_be_exported_is_told_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_module_that_cannot_be_exported_is_reported_and_no_file_is_left(tmp_path: Path) -> None:
     class Branching(Mlp):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x) if x.sum() > 0 else super().forward(-x)
@@ -102,7 +102,7 @@ def test_a_module_that_cannot_be_exported_is_told_and_leaves_nothing(tmp_path: P
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_program_of_operators_that_no_server_runs_is_told_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_program_with_operators_that_no_server_runs_is_rejected(tmp_path: Path) -> None:
     class Fourier(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             found: torch.Tensor = torch.fft.rfft(x).real

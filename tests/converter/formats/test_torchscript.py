@@ -1,4 +1,4 @@
-"""The TorchScript module: bf16 inside, fp32 at its edges, the same bytes every time."""
+"""The TorchScript module has bf16 inside, fp32 at its edges, and the same bytes every time."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def state_dict(path: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("native", [True, False])
-def test_float32_goes_in_and_out_and_the_answer_is_within_bf16s_rounding(tmp_path: Path, native: bool) -> None:
+def test_inputs_and_outputs_are_fp32_and_the_output_is_within_bf16s_rounding(tmp_path: Path, native: bool) -> None:
     module = seeded(Mlp())
     x = np.random.default_rng(0).standard_normal((5, 16), np.float32)
     with torch.no_grad():
@@ -50,7 +50,7 @@ def test_matrices_are_bf16_and_the_parameters_of_norms_are_not(tmp_path: Path) -
     state = state_dict(path)
     dtypes = {name.removeprefix("module.module."): tensor.dtype for name, tensor in state.items()}
     assert dtypes["features.0.weight"] is torch.bfloat16
-    assert dtypes["head.bias"] is torch.bfloat16  # Linear wants weight and bias of one dtype
+    assert dtypes["head.bias"] is torch.bfloat16  # Linear needs weight and bias of one dtype
     assert dtypes["features.1.weight"] is torch.float32
     assert dtypes["features.1.running_var"] is torch.float32
 
@@ -62,7 +62,7 @@ def test_tied_weights_are_written_once(tmp_path: Path) -> None:
     assert state["module.module.table.weight"].data_ptr() == state["module.module.out.weight"].data_ptr()
 
 
-def test_the_same_model_gives_the_same_bytes_though_torch_counts_its_classes(tmp_path: Path) -> None:
+def test_the_same_model_gives_the_same_bytes_whatever_was_traced_before(tmp_path: Path) -> None:
     for name in ("a", "b"):
         narrow_and_trace(adapt(seeded(Cnn()), IMAGE), tmp_path / name)
         narrow_and_trace(adapt(seeded(Mlp()), X), tmp_path / f"{name}-other")
@@ -70,7 +70,7 @@ def test_the_same_model_gives_the_same_bytes_though_torch_counts_its_classes(tmp
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "a-other", "b", "b-other"]
 
 
-def test_the_file_does_not_say_where_it_was_made(tmp_path: Path) -> None:
+def test_the_file_contains_no_paths_of_this_machine(tmp_path: Path) -> None:
     path = tmp_path / "m.pt"
     narrow_and_trace(adapt(seeded(Mlp()), X), path)
     data = path.read_bytes()
@@ -78,7 +78,7 @@ def test_the_file_does_not_say_where_it_was_made(tmp_path: Path) -> None:
     assert b"site-packages" not in data
 
 
-def test_a_module_that_cannot_run_in_bf16_is_told(tmp_path: Path) -> None:
+def test_a_module_that_cannot_run_in_bf16_is_reported_and_no_file_is_left(tmp_path: Path) -> None:
     class Picky(Mlp):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             if self.up.weight.dtype is not torch.float32:
@@ -91,7 +91,7 @@ def test_a_module_that_cannot_run_in_bf16_is_told(tmp_path: Path) -> None:
 
 
 class Recurrent(nn.Module):
-    """x [batch, steps, 16] → two projections around a recurrent layer."""
+    """x [batch, steps, 16] → a projection, a recurrent layer, a second projection."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class Recurrent(nn.Module):
 
 
 class Stepped(nn.Module):
-    """An LSTM's cell, stepped by hand with its state in a tuple."""
+    """An LSTM cell that the module calls once per step, with its state in a tuple."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class Stepped(nn.Module):
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("layer", [nn.LSTM(16, 16, batch_first=True), nn.GRU(16, 16, batch_first=True), Stepped()])
 def test_recurrent_layers_stay_fp32_among_bf16_ones(tmp_path: Path, layer: nn.Module, native: bool) -> None:
-    """torch has no bf16 kernel for them on many CPUs: the module would not run at all."""
+    """On many CPUs torch has no bf16 kernel for recurrent layers, so the module would not run."""
     inputs = (TensorSpec("x", "float32", ("batch", 3, 16)),)
     module = seeded(Recurrent(layer))
     x = np.random.default_rng(0).standard_normal((4, 3, 16)).astype(np.float32)
@@ -135,8 +135,10 @@ def test_recurrent_layers_stay_fp32_among_bf16_ones(tmp_path: Path, layer: nn.Mo
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_module_is_afterwards_what_it_was(tmp_path: Path, fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Norms and tables are wrapped for the trace, matrices rounded."""
+def test_the_source_module_is_unchanged_afterwards(
+    tmp_path: Path, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For the trace, norms and tables get hooks and matrices are rounded; all of that is undone."""
     module = seeded(torch.nn.Sequential(torch.nn.Embedding(64, 16), torch.nn.LayerNorm(16), torch.nn.Linear(16, 16)))
     model = adapt(module, IDS)
     before = {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in module.state_dict().items()}
@@ -157,7 +159,7 @@ def test_the_module_is_afterwards_what_it_was(tmp_path: Path, fails: bool, monke
 
 
 class Attended(Mlp):
-    """As a LightningModule: a property of it raises unless a mark says that torch is looking."""
+    """Like a LightningModule: ``trainer`` raises unless ``_jit_is_scripting`` shows that torch reads it."""
 
     _jit_is_scripting = False
 
@@ -196,7 +198,7 @@ for name in ("a.pt", "b.pt"):
 
 @pytest.mark.long
 def test_modules_may_be_scripted_before_and_after(tmp_path: Path) -> None:
-    """torch remembers types of classes that it was told to forget, and read freed memory when it met them again."""
+    """The process must not crash: torch kept types of classes that it had dropped, and read freed memory later."""
     path = os.pathsep.join(filter(None, sys.path))
     done = subprocess.run(
         [sys.executable, "-c", _SCRIPTED_AGAIN], cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}, check=False

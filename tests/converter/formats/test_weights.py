@@ -35,8 +35,8 @@ def test_one_copy_of_the_weights_serves_every_graph(tmp_path: Path) -> None:
     assert_same_tensors(made.artifact, made.checkpoint)
 
 
-def test_an_affine_batchnorm_is_stored_once_as_what_was_folded_and_as_what_it_was(tmp_path: Path) -> None:
-    """Of mean 0 and variance 1 its factor is the scale that undoes the folding, and its shift the folded bias."""
+def test_an_affine_batchnorm_is_stored_once_for_the_folded_graph_and_the_checkpoint(tmp_path: Path) -> None:
+    """With mean 0 and variance 1, its factor is the scale that undoes the folding, and its shift the folded bias."""
     statistics = {"g": graphs.values(512, seed=1), "b": graphs.values(512, seed=2)}
     statistics |= {"m": np.zeros(512, np.float32), "v": np.ones(512, np.float32)}
     proto = graphs.model(
@@ -84,7 +84,7 @@ def test_a_matrix_that_is_only_multiplied_is_stored_as_panels_and_the_rest_in_c_
 
 @pytest.mark.parametrize("axis", [0, 1])
 def test_panels_hold_a_weight_with_batchnorm_folded_in(axis: int, tmp_path: Path) -> None:
-    """The residual is the distance from the matrix, scale and all, however the matrix lies."""
+    """The residual restores the unfolded matrix from panels and scale, whichever axis the panels are along."""
     weight = graphs.values(16, 40) if axis == 1 else np.ascontiguousarray(graphs.values(16, 40).T)
     statistics = {name: np.abs(graphs.values(40, seed=i)) + 0.5 for i, name in enumerate(("g", "b", "m", "v"))}
     proto = graphs.model(
@@ -105,7 +105,7 @@ def test_panels_hold_a_weight_with_batchnorm_folded_in(axis: int, tmp_path: Path
     assert relative_l2(made.run_source(feeds)["y"], made.run_emulated(feeds)["y"]) < 8e-3
 
 
-def test_tensors_that_no_graph_uses_travel_as_they_are_and_equal_ones_once(tmp_path: Path) -> None:
+def test_tensors_that_no_graph_uses_are_stored_unchanged_and_equal_ones_once(tmp_path: Path) -> None:
     head = np.random.default_rng(1).standard_normal((50, 3))
     checkpoint: dict[str, NDArray[Any]] = {
         "w0": graphs.values(16, 32),
@@ -120,7 +120,7 @@ def test_tensors_that_no_graph_uses_travel_as_they_are_and_equal_ones_once(tmp_p
     assert_same_tensors(made.artifact, checkpoint)
 
 
-def test_a_passenger_never_takes_the_name_of_a_tensor_of_the_graph(tmp_path: Path) -> None:
+def test_a_tensor_that_no_graph_uses_does_not_take_a_graph_tensor_s_name(tmp_path: Path) -> None:
     checkpoint = {"w1": np.arange(100, dtype=np.float32)}
     made = lower(tmp_path / "m" / "1", graphs.mlp(), checkpoint=checkpoint)
     assert [entry.tensor for entry in made.stored.checkpoint] == ["w1_1"]
@@ -169,14 +169,14 @@ def test_overflowing_weights_are_an_error_with_the_remedy_or_saturate(tmp_path: 
     assert_same_tensors(made.artifact, made.checkpoint)
 
 
-def test_an_overflowing_weight_kept_in_fp32_is_no_error(tmp_path: Path) -> None:
+def test_an_overflowing_weight_kept_in_fp32_is_not_an_error(tmp_path: Path) -> None:
     weight = graphs.values(32, 64)
     weight[0, 0] = 3.4e38
     made = lower(tmp_path / "m" / "1", _with("w0", weight), keep_fp32=["w0"])
     np.testing.assert_array_equal(made.artifact.tensor("w0"), weight)
 
 
-def test_a_weight_that_bf16_cannot_hold_once_batchnorm_is_folded_in_is_named_as_folded(tmp_path: Path) -> None:
+def test_a_weight_that_overflows_only_after_folding_is_reported_as_folded(tmp_path: Path) -> None:
     proto = graphs.conv_bn(channels=16)
     kernel = np.full((16, 3, 3, 3), 1.0, np.float32)
     proto.graph.initializer[0].CopyFrom(graphs.initializer("kernel", kernel))
@@ -187,9 +187,8 @@ def test_a_weight_that_bf16_cannot_hold_once_batchnorm_is_folded_in_is_named_as_
         lower(tmp_path / "m" / "1", proto)
 
 
-def test_a_weight_that_came_as_bf16_was_not_rounded_and_is_not_rebuilt(tmp_path: Path) -> None:
-    """Neither one that a graph reads nor one that none does; beside them an fp32 weight, without which there is no
-    conversion."""
+def test_a_weight_that_was_bf16_is_not_rounded_and_not_rebuilt(tmp_path: Path) -> None:
+    """One such weight is read by a graph, one by none. The fp32 weight is there because a conversion needs one."""
     brain = graphs.values(32, 32, seed=5).astype(ml_dtypes.bfloat16)
     proto = graphs.mlp((32, 32))
     proto.graph.initializer.append(graphs.initializer("brain", brain))

@@ -1,4 +1,4 @@
-"""A cuda graph has a kernel for every bf16 node, in every release that it says it runs with."""
+"""A cuda graph has a kernel for every bf16 node, in every release that its manifest allows."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ WEIGHTS = (
     graphs.initializer("w", graphs.values(8, 32, seed=2)),
     graphs.initializer("v", graphs.values(64, 8, seed=3, scale=0.1)),
 )
-LATE = {"ReduceMean": "1.30.0", "Sin": "1.27.0"}  # what CUDA cannot do in bf16 before; pooling becomes a mean
+LATE = {"ReduceMean": "1.30.0", "Sin": "1.27.0"}  # the first release with a bf16 kernel on CUDA; pooling becomes a mean
 
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """A graph whose operators came to CUDA's bf16 release by release."""
+    """Return a graph whose operators got bf16 kernels on CUDA in different releases."""
     edges = [graphs.edge("x", ["batch", 3, 8, 8])], [graphs.edge("y", ["batch", 8])]
     onnx.save(graphs.model(list(NODES), *edges, list(WEIGHTS)), tmp_path / "source.onnx")
     return tmp_path / "source.onnx"
@@ -54,7 +54,7 @@ def _graph(artifact: Artifact) -> onnx.ModelProto:
 
 
 @pytest.mark.parametrize("release", releases())
-def test_a_graph_that_is_planned_for_a_release_has_kernels_in_it_and_in_all_later_ones(
+def test_a_graph_planned_for_a_release_has_kernels_in_it_and_in_all_later_ones(
     release: str, source: Path, target: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     artifact = _converted(release, source, target, cli, monkeypatch)
@@ -72,7 +72,7 @@ def test_a_graph_that_is_planned_for_a_release_has_kernels_in_it_and_in_all_late
     assert ops >= {"Conv", "Relu", "MatMul", "Softmax", "Concat"}
 
 
-def test_the_manifest_says_the_least_release_that_has_them(
+def test_the_manifest_states_the_first_release_with_all_kernels(
     source: Path, target: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     artifact = _converted("1.31.1", source, target, cli, monkeypatch)
@@ -82,7 +82,7 @@ def test_the_manifest_says_the_least_release_that_has_them(
 
 
 def test_a_node_without_a_kernel_is_found() -> None:
-    """A graph made by hand, which no plan gives: bf16 where CUDA has none."""
+    """The graph is made by hand: no plan puts bf16 where CUDA has no kernel."""
     narrow = TensorProto.BFLOAT16
     nodes = [helper.make_node("MaxPool", ["x"], ["y"], name="pool", kernel_shape=[2, 2])]
     proto = graphs.model(nodes, [graphs.edge("x", [1, 1, 4, 4], narrow)], [graphs.edge("y", [1, 1, 3, 3], narrow)])
@@ -90,7 +90,7 @@ def test_a_node_without_a_kernel_is_found() -> None:
     assert lacking(proto, KernelTable.load()) == ["pool: MaxPool-22 of T bfloat16"]
 
 
-def test_nodes_without_bf16_are_anybodys() -> None:
+def test_nodes_without_bf16_need_no_entry_in_the_table() -> None:
     proto = graphs.model(
         [helper.make_node("Elu", ["x"], ["y"], name="elu")], [graphs.edge("x", [4])], [graphs.edge("y", [4])]
     )

@@ -1,4 +1,4 @@
-"""Which ONNX Runtime's kernels the cuda profile is planned for, and that others are noted."""
+"""For which ONNX Runtime's kernels the cuda profile is planned, and the note if it is not the installed one."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def test_the_table_is_that_of_the_installed_version_or_of_the_newest_before_it(
 
 
 def test_every_minor_release_that_bf16kit_installs_with_has_a_table() -> None:
-    """The newest release for CUDA that there was; CPU builds went to 1.32.0 meanwhile."""
+    """The last table is for the newest release for CUDA; CPU builds have reached 1.32.0."""
     known = releases()
     assert [order(each)[:2] for each in known if each not in ("1.24.4", "1.31.1")] == [(1, n) for n in range(24, 32)]
     assert known[-1] == NEWEST
 
 
-def test_what_releases_gained_is_told_apart() -> None:
-    """Seen in their registries; each would fail a load, or go to the CPU, one release earlier."""
+def test_the_tables_show_in_which_release_a_kernel_appeared() -> None:
+    """The releases' registries show this. One release earlier, each would fail at load or run on the CPU."""
     gained = {
         ("ReduceMean", 18): "1.30.0",
         ("Sin", 22): "1.27.0",
@@ -58,8 +58,8 @@ def test_what_releases_gained_is_told_apart() -> None:
         assert having == list(releases())[releases().index(release) :], op
 
 
-def test_an_open_kernel_is_for_its_first_version_alone() -> None:
-    """So ONNX Runtime matches them, who knows nothing of later versions."""
+def test_a_kernel_without_a_last_version_is_for_its_first_version_only() -> None:
+    """ONNX Runtime matches such kernels this way, because it knows nothing of later versions of an operator."""
     before, after = (KernelTable.load(release) for release in ("1.24.4", "1.25.0"))
     assert before.has("", "Flatten", 13)
     assert not before.has("", "Flatten", 21)
@@ -67,7 +67,7 @@ def test_an_open_kernel_is_for_its_first_version_alone() -> None:
     assert [(kernel.first, kernel.last) for kernel in before.kernels["", "Flatten"]][-1] == (13, 0)
 
 
-def test_a_kernel_takes_the_dtypes_of_its_constraints_together() -> None:
+def test_a_kernel_takes_a_node_only_if_all_its_dtypes_match() -> None:
     table = KernelTable.load(NEWEST)
     assert table.takes("", "Where", 16, {"B": "bool", "T": "bfloat16"})
     assert not table.takes("", "Where", 16, {"B": "bfloat16", "T": "bfloat16"})
@@ -76,16 +76,16 @@ def test_a_kernel_takes_the_dtypes_of_its_constraints_together() -> None:
     assert table.takes("", "Cast", 13, {"T1": "bfloat16", "T2": "float"})
     assert table.takes(
         "", "Gather", 13, {"T": "bfloat16", "tensor(int64)": "int64"}
-    )  # of no constraint of the kernel's
+    )  # int64 is under no constraint of the kernel
 
 
-def test_what_has_a_kernel_and_is_not_for_a_plan_is_not_planned() -> None:
+def test_an_operator_whose_dtype_is_an_attribute_is_not_planned_in_bf16() -> None:
     table = KernelTable.load(NEWEST)
     assert table.takes("", "ConstantOfShape", 21, {"T2": "bfloat16"})
-    assert not table.has("", "ConstantOfShape", 21)  # its dtype is an attribute's
+    assert not table.has("", "ConstantOfShape", 21)  # its dtype is an attribute
 
 
-def test_another_versions_table_is_said_in_a_note(
+def test_a_note_states_that_another_version_s_table_is_used(
     cli: Cli, onnx_file: Path, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert stand_in() is None

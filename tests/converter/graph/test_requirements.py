@@ -1,4 +1,4 @@
-"""The least ONNX Runtime that a profile needs, and that older ones are refused."""
+"""The oldest ONNX Runtime that a profile needs, and that older ones are rejected."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from converter.graph.cuda_support import releases
 from converter.graph.requirements import required
 from converter.process import versions
 
-OLDEST = "1.24.1"  # of those whose kernels were asked for
+OLDEST = "1.24.1"  # of the releases with a kernel table
 
 
 def _install(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
@@ -38,7 +38,7 @@ def _graph(path: Path, opset: int, ir_version: int = 10) -> Path:
     ("opset", "ir_version", "least"),
     [(13, 8, "1.24"), (25, 13, "1.24"), (26, 13, "1.25"), (22, 14, "1.40.0"), (27, 13, "1.40.0")],
 )
-def test_it_is_the_oldest_that_loads_the_graphs_or_the_one_that_did(
+def test_it_is_the_oldest_release_that_loads_the_graphs_or_the_installed_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opset: int, ir_version: int, least: str
 ) -> None:
     _install(monkeypatch, "1.40.0")
@@ -66,15 +66,15 @@ def test_cuda_needs_the_first_release_with_its_kernels_or_an_older_one_that_ran_
     assert required("cuda", [late]) == {"onnxruntime": "1.27.0"}
 
 
-def test_a_release_that_lost_a_kernel_counts_against_all_before_it(
+def test_a_release_that_lost_a_kernel_excludes_all_releases_before_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """None has yet; what the manifest says is "this or later"."""
+    """No release has lost one yet. The manifest can only state "this release or later"."""
     monkeypatch.setattr(requirements, "lacking", lambda _, table: ["lost"] if table.onnxruntime == "1.26.0" else [])
     assert required("cuda", [_graph(tmp_path / "a.onnx", 22)]) == {"onnxruntime": "1.27.0"}
 
 
-def test_where_no_release_has_a_kernel_it_is_the_newest(tmp_path: Path) -> None:
+def test_if_no_release_has_a_kernel_the_newest_is_required(tmp_path: Path) -> None:
     nodes = [helper.make_node("MaxPool", ["x"], ["y"], name="pool", kernel_shape=[2, 2])]
     narrow = TensorProto.BFLOAT16
     onnx.save(
@@ -84,7 +84,7 @@ def test_where_no_release_has_a_kernel_it_is_the_newest(tmp_path: Path) -> None:
     assert required("cuda", [tmp_path / "a.onnx"]) == {"onnxruntime": releases()[-1]}
 
 
-def test_a_conversion_says_it_of_every_profile_and_the_page_and_inspect_do(mlp: Artifact, cli: Cli) -> None:
+def test_manifest_report_and_inspect_state_the_required_release(mlp: Artifact, cli: Cli) -> None:
     needed = {name: entry.requires for name, entry in mlp.manifest.profiles.items()}
     on_cpu = {"onnxruntime": "1.24"}
     assert needed == {"cpu": on_cpu, "cpu-bf16": on_cpu, "cuda": {"onnxruntime": OLDEST}, "torchscript": {}}
@@ -92,7 +92,7 @@ def test_a_conversion_says_it_of_every_profile_and_the_page_and_inspect_do(mlp: 
     assert "runs with   onnxruntime 1.24 or later (cpu)" in cli("inspect", mlp.path).published().out
 
 
-def test_an_older_release_is_refused_before_it_loads_anything(
+def test_an_older_release_is_rejected_before_it_loads_anything(
     small: Artifact, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load(small, "cpu").close()

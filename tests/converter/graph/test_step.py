@@ -55,7 +55,7 @@ def test_steps_run_in_order_on_the_same_model() -> None:
         (_Broken(), "step 'break' (after rename): KeyError: 'weight'"),
     ],
 )
-def test_a_failure_names_the_step_what_came_before_and_the_cause(step: Step, text: str) -> None:
+def test_an_error_names_the_step_the_steps_before_it_and_the_cause(step: Step, text: str) -> None:
     with pytest.raises(ConversionError) as caught:
         run([_Rename(), step], _model())
     assert str(caught.value) == text

@@ -1,4 +1,4 @@
-"""Dtypes of everything in a graph, and shapes where they can be known: operators of other domains included."""
+"""Every value in a graph gets a dtype, and a shape if it can be known, also after operators of other domains."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _untyped(proto: ModelProto) -> list[str]:
 
 
 def _chain(*ops: str, domain: str) -> ModelProto:
-    """x [batch, 16] → MatMul → each of ``ops`` in turn, with a Relu between any two → y."""
+    """Return x [batch, 16] → MatMul → each of ``ops``, with a Relu after it → y."""
     nodes = [helper.make_node("MatMul", ["x", "w"], ["v0"])]
     for place, op in enumerate(ops):
         nodes.append(helper.make_node(op, [f"v{place}"], [f"u{place}"], domain=domain))
@@ -29,7 +29,7 @@ def _chain(*ops: str, domain: str) -> ModelProto:
     return proto
 
 
-def test_what_com_microsoft_and_ai_onnx_ml_give_is_inferred_with_all_that_follows() -> None:
+def test_types_after_com_microsoft_and_ai_onnx_ml_operators_are_inferred() -> None:
     for domain, ops in (("com.microsoft", ("Gelu", "QuickGelu", "FastGelu")), ("ai.onnx.ml", ("Scaler", "Normalizer"))):
         proto = _chain(*ops, domain=domain)
         model = run([InferTypes()], ir.from_proto(proto))
@@ -38,7 +38,7 @@ def test_what_com_microsoft_and_ai_onnx_ml_give_is_inferred_with_all_that_follow
         assert shapes["u1"] == shapes["v2"] == ir.Shape(["batch", 16])
 
 
-def test_a_weight_tells_the_type_of_a_product_of_another_domain() -> None:
+def test_a_weight_determines_the_type_of_a_product_of_another_domain() -> None:
     proto = graphs.model(
         [
             helper.make_node("Spell", ["x"], ["unknown"], domain="com.example"),
@@ -50,4 +50,4 @@ def test_a_weight_tells_the_type_of_a_product_of_another_domain() -> None:
         [graphs.initializer("w", graphs.values(16, 16))],
     )
     proto.opset_import.extend([helper.make_opsetid("com.microsoft", 1), helper.make_opsetid("com.example", 1)])
-    assert _untyped(proto) == ["unknown"]  # nobody knows what the other one gives: it is left alone
+    assert _untyped(proto) == ["unknown"]  # the output type of Spell cannot be known

@@ -1,4 +1,4 @@
-"""What shape inference cannot tell is said, for it costs bf16."""
+"""The converter notes nodes whose types cannot be inferred, because they stay fp32."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import graphs
 
 
 def test_nodes_of_unknown_type_are_named_in_a_note(cli: Cli, target: Path, tmp_path: Path) -> None:
-    """An operator of ONNX Runtime's own, without a schema that inference could use."""
+    """``Inverse`` is an operator of ONNX Runtime without a schema that inference could use."""
     nodes = [
         helper.make_node("MatMul", ["x", "w"], ["m"], name="product"),
         helper.make_node("Inverse", ["m"], ["g"], name="inverse", domain="com.microsoft"),
@@ -27,5 +27,5 @@ def test_nodes_of_unknown_type_are_named_in_a_note(cli: Cli, target: Path, tmp_p
     assert "the output types of 1 of 3 nodes could not be inferred, the first 'inverse' (Inverse)" in out
 
 
-def test_nothing_is_said_where_all_types_are_known(cli: Cli, onnx_file: Path, target: Path) -> None:
+def test_there_is_no_note_if_all_types_are_known(cli: Cli, onnx_file: Path, target: Path) -> None:
     assert "could not be inferred" not in cli("checkpoint", onnx_file, "--out", target, *ONNX_ONLY).published().out

@@ -75,7 +75,7 @@ _FOLDABLE = {
 
 
 @pytest.mark.parametrize("case", _FOLDABLE)
-def test_batchnorm_goes_into_the_weights_before_they_are_rounded(case: str, tmp_path: Path) -> None:
+def test_batchnorm_is_folded_into_the_weights_before_they_are_rounded(case: str, tmp_path: Path) -> None:
     build, x = _FOLDABLE[case]
     made = lower(tmp_path / "m" / "1", build())
     assert "BatchNormalization" not in made.ops("cpu")
@@ -95,7 +95,7 @@ def test_the_folded_weight_is_rounded_once_from_float64(tmp_path: Path) -> None:
 
 
 def test_a_channel_scaled_by_zero_is_folded_and_still_restored(tmp_path: Path) -> None:
-    """Pruned channels are common; without the smallest scale each of their weights would cost 12 bytes."""
+    """Pruned channels are common. Without a smallest scale, each of their weights would take 12 bytes."""
     proto = _conv()
     gamma = graphs.values(32, seed=3) + 1
     gamma[::2] = 0
@@ -112,8 +112,8 @@ def test_a_channel_scaled_by_zero_is_folded_and_still_restored(tmp_path: Path) -
     assert made.size("residual.bin", "weights.bf16") < 1.03 * made.checkpoint["w"].nbytes
 
 
-def test_two_batchnorms_in_a_row_are_one_scale_to_the_residual(tmp_path: Path) -> None:
-    """A scale that is but the second's would leave every weight to be kept verbatim."""
+def test_two_batchnorms_in_a_row_are_one_scale_in_the_residual(tmp_path: Path) -> None:
+    """If the scale were only that of the second, every weight would be stored verbatim in the residual."""
     proto = _conv()
     proto.graph.node[1].name, proto.graph.node[1].output[0] = "first", "n"
     proto.graph.node.append(_norm("n"))
@@ -125,7 +125,7 @@ def test_two_batchnorms_in_a_row_are_one_scale_to_the_residual(tmp_path: Path) -
 
 
 def _vector() -> ModelProto:
-    """[batch, 16, 8] · [8]: a MatMul whose channels are rows of its input, not columns of its weight."""
+    """Return [batch, 16, 8] · [8]: a MatMul whose channels are rows of its input, not columns of its weight."""
     weights = [graphs.initializer("w", graphs.values(8)), graphs.initializer("b", graphs.values(16, seed=1))]
     nodes = [helper.make_node("MatMul", ["x", "w"], ["m"]), helper.make_node("Add", ["m", "b"], ["c"])]
     return graphs.model(
@@ -155,7 +155,7 @@ def _not_finite() -> ModelProto:
 
 
 def _overflowing() -> ModelProto:
-    """Weights and scale are finite, their product is not."""
+    """Return a graph whose weights and scale are finite, but not their product."""
     weights = [graphs.initializer("w", graphs.values(32, 16, 3, 3) * 1e37)]
     proto = _model([helper.make_node("Conv", ["x", "w"], ["c"])], weights, ["batch", 16, 6, 6])
     proto.graph.initializer[1].CopyFrom(graphs.initializer("gamma", np.full(32, 1e4, np.float32)))
@@ -168,7 +168,7 @@ def _grouped_transpose() -> ModelProto:
 
 
 @pytest.mark.parametrize("build", [_shared_weight, _not_finite, _grouped_transpose, _vector, _overflowing])
-def test_what_cannot_be_folded_exactly_is_left_alone(build: object, tmp_path: Path) -> None:
+def test_a_batchnorm_that_cannot_be_folded_is_kept(build: object, tmp_path: Path) -> None:
     assert callable(build)
     made = lower(tmp_path / "m" / "1", build())
     assert made.prepared.folds == {}
@@ -179,8 +179,8 @@ def test_what_cannot_be_folded_exactly_is_left_alone(build: object, tmp_path: Pa
 
 @pytest.mark.parametrize(("dtype", "kept"), [("bfloat16", True), ("float16", True), ("float64", False)])
 @pytest.mark.parametrize("case", _FOLDABLE)
-def test_a_weight_that_was_bf16_or_fp16_is_left_alone(case: str, dtype: str, kept: bool) -> None:
-    """What was fp64 is rounded anyhow, and restored as fp32."""
+def test_a_batchnorm_after_a_weight_that_was_bf16_or_fp16_is_kept(case: str, dtype: str, kept: bool) -> None:
+    """A weight that was fp64 is rounded in any case, and restored as fp32, so its BatchNorm is folded."""
     model = ir.from_proto(_FOLDABLE[case][0]())
     source = model.graph.initializers["w"]
     assert source.const_value is not None
@@ -192,7 +192,7 @@ def test_a_weight_that_was_bf16_or_fp16_is_left_alone(case: str, dtype: str, kep
     assert ("BatchNormalization" in [node.op_type for node in prepared.folded.graph]) == kept
 
 
-def test_an_add_of_another_domain_may_add_something_else() -> None:
+def test_an_add_of_another_domain_is_not_taken_as_a_bias() -> None:
     proto = _matmul_add()
     proto.graph.node[1].domain = "my.company"
     fold = FoldBatchNorm()

@@ -58,7 +58,7 @@ def test_the_tensors_of_an_onnx_file_are_found_wherever_they_are() -> None:
 
 
 def test_a_weight_inside_a_function_is_a_tensor_of_the_file_and_restored(tmp_path: Path) -> None:
-    """Its constants are its own, but for what its caller tells it."""
+    """The function's constants are in the file, except a value that its caller passes as an attribute."""
     proto = graphs.mlp((16, 32))
     nodes = [
         helper.make_node("Constant", [], ["v"], value=graphs.initializer("v", graphs.values(32, 32, seed=4))),
@@ -90,7 +90,7 @@ def test_shape_constants_are_not_weights() -> None:
     assert floating_tensors(ir.from_proto(proto)) == {}
 
 
-def test_a_constant_that_nobody_is_given_is_no_tensor_of_the_file() -> None:
+def test_a_constant_without_an_output_is_not_a_tensor_of_the_file() -> None:
     proto = graphs.mlp()
     proto.graph.node.append(helper.make_node("Constant", [], [], value_floats=[1.0] * 300))
     assert sorted(floating_tensors(ir.from_proto(proto))) == ["b0", "b1", "w0", "w1"]

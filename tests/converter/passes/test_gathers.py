@@ -29,7 +29,7 @@ def ops(model: ir.Model) -> list[str]:
     [((1, 2, 3), (0, 1, 2)), ((1,), (0,)), ((0, 2), (0, 1)), ((-1, -2), (0, 1)), ((1, 2), (-3, -2)), ((1,), (0, 1))],
     ids=str,
 )
-def test_a_look_up_of_everything_is_the_data_in_another_shape(axes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+def test_a_look_up_of_all_elements_becomes_unsqueeze(axes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
     proto = looked_up(axes=axes)
     made = rewritten(proto)
     assert ops(made) == ["Unsqueeze"]
@@ -43,7 +43,7 @@ def test_a_look_up_of_everything_is_the_data_in_another_shape(axes: tuple[tuple[
 
 
 def edited(name: str, **edit: object) -> ModelProto:
-    """The look-up with another operator at a node, other inputs, or another attribute."""
+    """Return the look-up with another operator, other inputs or another axis at the node ``name``."""
     proto = looked_up()
     (node,) = [each for each in proto.graph.node if each.name == name]
     if "op" in edit:
@@ -56,7 +56,7 @@ def edited(name: str, **edit: object) -> ModelProto:
 
 
 def of_another_name() -> ModelProto:
-    """Positions of what has another name for its sequence, which may be shorter than the mask's."""
+    """Return a look-up at the positions of another sequence, which may be shorter than the mask's."""
     return looked_up(limit="other")
 
 
@@ -78,12 +78,12 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_what_looks_up_something_else_is_left_alone(name: str) -> None:
+def test_other_look_ups_are_not_rewritten(name: str) -> None:
     assert "GatherND" in ops(rewritten(OTHERS[name]))
 
 
-def test_what_is_repeated_has_more_elements_than_the_data() -> None:
-    """Ranges that are expanded to something else besides."""
+def test_a_look_up_that_repeats_elements_is_not_rewritten() -> None:
+    """The ranges are also expanded along an axis of size 4."""
     proto = looked_up(axes=((1, 2), (0, 1)))
     proto.graph.initializer.append(graphs.initializer("four", np.asarray([1, 4, 1], np.int64)))
     (both,) = [node for node in proto.graph.node if node.name == "both"]
@@ -94,15 +94,15 @@ def test_what_is_repeated_has_more_elements_than_the_data() -> None:
     assert "GatherND" in ops(rewritten(proto))
 
 
-def test_before_unsqueeze_takes_its_axes_as_an_input_nothing_is_done() -> None:
+def test_before_unsqueeze_takes_its_axes_as_an_input_nothing_is_rewritten() -> None:
     made = ir.from_proto(looked_up())
     run([InferTypes()], made)
     made.opset_imports[""] = 12
     assert not GatherAllToUnsqueeze().apply(made)
 
 
-def test_a_diagonal_is_not_the_data() -> None:
-    """Both positions run along one axis of the answer; with batches, one of them does for each row of the data."""
+def test_a_look_up_of_a_diagonal_is_not_rewritten() -> None:
+    """Both positions run along one axis of the output; with batch_dims, one position per row does the same."""
     proto = looked_up(axes=((1,), (1,)))
     for value in (*proto.graph.input, *proto.graph.value_info):
         for dim in value.type.tensor_type.shape.dim:
@@ -114,8 +114,8 @@ def test_a_diagonal_is_not_the_data() -> None:
     assert "GatherND" in ops(rewritten(model(d, {"mask": ["seq", "seq"]}, "y", TensorProto.BOOL)))
 
 
-def test_a_single_position_that_is_repeated_is_not_the_data() -> None:
-    """A range of one, expanded along its own axis, or along the axis that positions are joined on."""
+def test_a_look_up_of_a_single_repeated_position_is_not_rewritten() -> None:
+    """A range of one position is expanded along its own axis, or runs along the axis that joins positions."""
     proto = looked_up(axes=((1, 2), (0, 1)))
     for value in (*proto.graph.input, *proto.graph.value_info):
         for dim in value.type.tensor_type.shape.dim:

@@ -38,10 +38,10 @@ def test_weights_of_both_branches_move_to_the_main_graph_under_different_names()
     onnx.checker.check_model(ir.to_proto(model), full_check=True)
 
 
-def test_a_weight_called_as_a_value_of_another_body_is_takes_another_name() -> None:
+def test_a_weight_with_the_name_of_a_value_in_another_body_is_renamed() -> None:
     proto = graphs.if_branches()
     then = next(a.g for a in proto.graph.node[0].attribute if a.name == "then_branch")
-    then.node[0].output[0] = then.output[0].name = "inner"  # the other branch's weight is called so
+    then.node[0].output[0] = then.output[0].name = "inner"  # the name of the other branch's weight
     onnx.checker.check_model(proto, full_check=True)
     model = run(_STEPS, ir.from_proto(proto))
     assert sorted(model.graph.initializers) == ["captured", "inner_1"]
@@ -55,7 +55,7 @@ def test_a_constant_in_a_loop_body_moves_out_under_its_own_name() -> None:
     onnx.checker.check_model(ir.to_proto(model), full_check=True)
 
 
-def test_a_branch_that_only_answers_a_constant_still_answers_it() -> None:
+def test_a_branch_that_only_returns_a_constant_still_returns_it() -> None:
     def branch(name: str, value: float) -> GraphProto:
         constant = graphs.initializer(name, np.full((32,), value, np.float32))
         return helper.make_graph([], f"{name}_graph", [], [graphs.edge(name, [32])], [constant])

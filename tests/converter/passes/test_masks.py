@@ -16,7 +16,7 @@ _LOWEST = np.finfo(np.float32).min
 
 
 def _masked_softmax(mask: float, bias: bool = False) -> ModelProto:
-    """softmax(x·w + (keep ? 0 : mask)); one row keeps nothing, where −inf everywhere would give NaN."""
+    """Return softmax(x·w + (keep ? 0 : mask)). In a row that keeps nothing, −inf everywhere would give NaN."""
     return graphs.model(
         [
             helper.make_node("MatMul", ["x", "w"], ["scores"]),
@@ -42,7 +42,7 @@ def _feeds() -> dict[str, np.ndarray[tuple[int, ...], np.dtype[np.generic]]]:
 
 
 @pytest.mark.parametrize("mask", [float(_LOWEST), -3.4e38])
-def test_a_mask_that_would_overflow_is_clamped_and_the_answer_stays_finite(mask: float, tmp_path: Path) -> None:
+def test_a_mask_that_would_overflow_is_clamped_and_the_output_stays_finite(mask: float, tmp_path: Path) -> None:
     made = lower(tmp_path / "m" / "1", _masked_softmax(mask))
     feeds = _feeds()
     source = made.run_source(feeds)["y"]
@@ -52,7 +52,7 @@ def test_a_mask_that_would_overflow_is_clamped_and_the_answer_stays_finite(mask:
     np.testing.assert_array_equal(made.run_reference(feeds)["y"], source)
 
 
-def test_a_mask_of_minus_infinity_stays_what_its_author_meant(tmp_path: Path) -> None:
+def test_a_mask_of_minus_infinity_is_not_clamped(tmp_path: Path) -> None:
     made = lower(tmp_path / "m" / "1", _masked_softmax(-np.inf))
     feeds = _feeds()
     assert made.prepared.clamped == frozenset()
@@ -61,7 +61,7 @@ def test_a_mask_of_minus_infinity_stays_what_its_author_meant(tmp_path: Path) ->
 
 
 def _causal(fill: float) -> ModelProto:
-    """A causal mask kept as a matrix, as older exporters do."""
+    """Return a graph with a causal mask stored as a matrix, as older exporters write it."""
     mask = np.triu(np.full((32, 32), fill, np.float32), 1)
     return graphs.model(
         [
@@ -93,12 +93,12 @@ def test_a_mask_kept_in_fp32_is_clamped_for_the_profiles_and_kept_for_the_refere
     assert_same_tensors(made.artifact, made.checkpoint)
 
 
-def test_infinities_of_a_mask_matrix_are_no_range_error(tmp_path: Path) -> None:
+def test_infinities_in_a_mask_matrix_are_not_a_range_error(tmp_path: Path) -> None:
     made = lower(tmp_path / "m" / "1", _causal(-np.inf))
     assert np.isneginf(made.artifact.tensor("mask").astype(np.float32)[0, 1:]).all()
 
 
-def test_a_weight_out_of_range_is_no_mask(tmp_path: Path) -> None:
+def test_a_weight_out_of_range_is_not_taken_as_a_mask(tmp_path: Path) -> None:
     weight = graphs.values(32, 32)
     weight[0, 0] = _LOWEST
     proto = graphs.mlp((32, 32))
@@ -107,7 +107,7 @@ def test_a_weight_out_of_range_is_no_mask(tmp_path: Path) -> None:
         lower(tmp_path / "m" / "1", proto)
 
 
-def test_a_weight_out_of_range_is_no_mask_when_it_is_transposed_first_either(tmp_path: Path) -> None:
+def test_a_transposed_weight_out_of_range_is_not_taken_as_a_mask(tmp_path: Path) -> None:
     weight = graphs.values(32, 32)
     weight[0, 0] = _LOWEST
     proto = graphs.mlp((32, 32))

@@ -20,7 +20,7 @@ def _graph() -> ir.Graph:
     return ir.from_proto(graphs.mlp((16, 32))).graph
 
 
-def test_initializers_take_the_checkpoint_s_names_however_the_exporter_called_them() -> None:
+def test_initializers_get_the_checkpoint_s_names_whatever_the_exporter_named_them() -> None:
     graph = _graph()
     checkpoint: dict[str, NDArray[Any]] = {
         "fc.weight": np.ascontiguousarray(graphs.values(16, 32).T),
@@ -31,13 +31,13 @@ def test_initializers_take_the_checkpoint_s_names_however_the_exporter_called_th
     assert sorted(graph.initializers) == ["fc.bias", "fc.weight"]
 
 
-def test_tied_tensors_match_one_initializer_and_strangers_none() -> None:
+def test_tied_tensors_match_one_initializer_and_other_tensors_none() -> None:
     graph, weight = _graph(), graphs.values(16, 32)
     found = match(graph, {"a": weight, "b": weight.T, "c": weight + 1})
     assert found == {"a": Match("a"), "b": Match("a", (1, 0))}
 
 
-def test_a_name_that_an_activation_has_is_not_taken_from_it() -> None:
+def test_an_initializer_does_not_take_the_name_of_an_activation() -> None:
     graph = _graph()
     found = match(graph, {"y": graphs.values(16, 32)})
     assert found == {"y": Match("y_1")}
@@ -47,7 +47,7 @@ def test_a_name_that_an_activation_has_is_not_taken_from_it() -> None:
     hnp.arrays(np.float32, hnp.array_shapes(max_dims=3, max_side=5), elements=st.floats(width=32, allow_nan=True)),
     st.data(),
 )
-def test_equality_is_of_bits(array: NDArray[Any], data: st.DataObject) -> None:
+def test_tensors_are_compared_bit_for_bit(array: NDArray[Any], data: st.DataObject) -> None:
     other = array.copy()
     assert same_bits(array, other)
     assert fingerprint(array) == fingerprint(other)
@@ -95,8 +95,8 @@ print(prepared(1024), 12 * 4 * 1024 * 1024)
 
 
 @pytest.mark.long
-def test_weights_that_are_widened_are_looked_at_one_by_one() -> None:
-    """50 MB in fp32, of an fp16 checkpoint; 4 MB a weight."""
+def test_widened_weights_are_matched_one_at_a_time() -> None:
+    """The fp16 checkpoint has 50 MB in fp32, 4 MB per weight."""
     peak, size = map(int, measured_alone(PREPARE).split())
     assert peak / size < 0.5, f"{peak / size:.2f} times the weights"
 
@@ -106,8 +106,10 @@ def test_weights_that_are_widened_are_looked_at_one_by_one() -> None:
     [((5, 3, 2, 4), (2, 3, 1, 0)), ((6, 1, 2, 3), (2, 3, 0, 1)), ((5, 4, 2, 3, 6), (2, 3, 4, 1, 0))],
     ids=["convolution", "depthwise", "volumes"],
 )
-def test_convolutions_of_tensorflow_lie_the_other_way_round(shape: tuple[int, ...], order: tuple[int, ...]) -> None:
-    """What is permuted by the match is the checkpoint's: an order and its inverse differ here."""
+def test_convolution_weights_of_tensorflow_match_with_their_axes_permuted(
+    shape: tuple[int, ...], order: tuple[int, ...]
+) -> None:
+    """The permutation turns the initializer into the checkpoint's tensor, not the other way round."""
     kernel = graphs.values(*shape)
     graph = ir.Graph([], [], nodes=[], initializers=[ir.Value(name="k", const_value=ir.tensor(kernel, name="k"))])
     found = match(graph, {"w": np.ascontiguousarray(kernel.transpose(order))})

@@ -28,7 +28,7 @@ def _at(proto: ModelProto, opset: int, ir_version: int = 8) -> ModelProto:
 
 
 def _cnn(opset: int) -> ModelProto:
-    """Conv → BatchNorm → Clip → MaxPool → GlobalAveragePool → Flatten → Gemm, Clip's bounds as its opset has them."""
+    """Return Conv → BatchNorm → Clip → MaxPool → GlobalAveragePool → Flatten → MatMul; Clip has ``opset``'s form."""
     bounds: dict[str, Any] = {"min": 0.0, "max": 6.0} if opset < 11 else {}
     clip = helper.make_node("Clip", ["n"] if bounds else ["n", "low", "high"], ["k"], name="clip", **bounds)
     names = ("gamma", "beta", "mean", "variance")
@@ -67,7 +67,7 @@ def test_a_cnn_of_any_opset_runs_in_bf16_around_its_max_pool(opset: int, tmp_pat
     source = made.run_source(feeds)["y"]
     assert relative_l2(source, made.run_cpu(feeds)["y"]) < 6e-3
     assert relative_l2(source, made.run_emulated(feeds)["y"]) < 1.2e-2
-    # the reference is the source's own graph: a fault of the version converter shows as drift, not on both sides
+    # the reference is the source's own graph, so a fault of the version converter shows as drift
     reference = onnx.load(made.artifact.file("reference.onnx"), load_external_data=False)
     assert _opset(reference) == opset
 
@@ -79,7 +79,7 @@ def test_a_model_that_gains_nothing_keeps_its_opset(tmp_path: Path) -> None:
 
 
 def test_bodies_are_converted_with_their_model(tmp_path: Path) -> None:
-    """At opset 11 the axes of Squeeze are attributes, at 22 inputs, inside an If as well."""
+    """The axes of Squeeze are attributes at opset 11 and inputs at 22, also inside an If."""
 
     def branch(name: str, seed: int) -> GraphProto:
         nodes = [
@@ -103,7 +103,7 @@ def test_bodies_are_converted_with_their_model(tmp_path: Path) -> None:
 
 
 def test_weights_are_not_copied_through_the_converter() -> None:
-    """onnx's converter works on a serialised copy, which above 2 GB there cannot be."""
+    """onnx's version converter works on a serialised copy, which cannot exceed 2 GB."""
     model = ir.from_proto(_cnn(13))
     before = model.graph.initializers["fc"].const_value
     run([RaiseOpset(KernelTable.load())], model)
@@ -111,7 +111,7 @@ def test_weights_are_not_copied_through_the_converter() -> None:
     assert model.graph.initializers["fc"].const_value is before
 
 
-def test_an_opset_that_onnx_runtime_does_not_load_is_refused_with_the_remedy() -> None:
+def test_an_opset_that_onnx_runtime_does_not_load_is_rejected_with_the_remedy() -> None:
     with pytest.raises(ConversionError, match=r"opset 28 is newer than 26.*export the model with opset 22"):
         run([SupportedOpset(KernelTable.load())], ir.from_proto(_at(graphs.mlp(), 28)))
 

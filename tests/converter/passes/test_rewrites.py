@@ -46,14 +46,14 @@ def test_clip_becomes_the_max_and_min_it_needs(bounds: list[str], ops: list[str]
     np.testing.assert_allclose(made.run_emulated(feeds)["y"], made.run_source(feeds)["y"], atol=2e-2)
 
 
-def test_what_clip_becomes_takes_no_value_s_name(tmp_path: Path) -> None:
+def test_the_nodes_that_replace_clip_take_no_name_in_use(tmp_path: Path) -> None:
     proto = _clip(["low", "high"])
     proto.graph.node[0].output[0] = proto.graph.node[1].input[0] = "clip/max"
     made, feeds = lower(tmp_path / "m" / "1", proto), {"x": graphs.values(4, 16, seed=2) * 4}
     np.testing.assert_allclose(made.run_emulated(feeds)["y"], made.run_source(feeds)["y"], atol=2e-2)
 
 
-def test_identities_dropouts_and_casts_to_the_same_dtype_go() -> None:
+def test_identities_dropouts_and_casts_to_the_same_dtype_are_removed() -> None:
     proto = graphs.model(
         [
             helper.make_node("Identity", ["x"], ["a"]),
@@ -70,7 +70,7 @@ def test_identities_dropouts_and_casts_to_the_same_dtype_go() -> None:
     assert [value.name for value in model.graph.outputs] == ["y"]
 
 
-def test_nodes_and_initializers_without_a_use_go() -> None:
+def test_nodes_and_initializers_without_a_use_are_removed() -> None:
     proto = graphs.mlp()
     proto.graph.initializer.append(graphs.initializer("nobody_s", graphs.values(3)))
     proto.graph.node.append(helper.make_node("Mul", ["a0", "factor"], ["unread"], name="dead"))
@@ -86,8 +86,8 @@ def test_an_identity_between_two_edges_stays() -> None:
     assert [node.op_type for node in model.graph] == ["Identity"]
 
 
-def test_an_output_keeps_its_shape_where_inference_cannot_find_it() -> None:
-    """Nobody infers the shape of what ai.onnx.ml's operators give, and every scikit-learn model ends in an Identity."""
+def test_an_output_keeps_a_shape_that_inference_cannot_find() -> None:
+    """Shapes of ai.onnx.ml's outputs are not inferred, and every scikit-learn model ends in an Identity."""
     proto = graphs.model(
         [
             helper.make_node("Scaler", ["x"], ["s"], domain="ai.onnx.ml", offset=[1.0], scale=[2.0]),
@@ -102,8 +102,8 @@ def test_an_output_keeps_its_shape_where_inference_cannot_find_it() -> None:
     assert model.graph.outputs[0].shape == ir.Shape(["batch", 4])
 
 
-def test_edges_keep_their_names_where_only_identities_lie_between_them() -> None:
-    """Two outputs of one value, and an input that is handed through two identities: one Identity each has to stay."""
+def test_edges_keep_their_names_if_only_identities_are_between_them() -> None:
+    """Two outputs copy one value, and one output copies an input through two nodes: one Identity each must stay."""
     proto = graphs.model(
         [
             helper.make_node("Relu", ["x"], ["r"]),
@@ -141,7 +141,7 @@ def test_a_weight_that_is_another_s_transpose_is_stored_once(tmp_path: Path) -> 
     np.testing.assert_allclose(made.run_cpu(feeds)["y"], made.run_source(feeds)["y"], atol=2e-2)
 
 
-def test_of_a_table_and_its_transpose_the_table_stays_whichever_comes_first() -> None:
+def test_a_table_is_stored_instead_of_its_transpose_whichever_comes_first() -> None:
     proto = _tied(graphs.values(64, 16).T.copy())
     proto.graph.initializer.reverse()
     model = run([ShareEqualWeights()], ir.from_proto(proto))
@@ -160,7 +160,7 @@ def test_weights_that_differ_in_one_bit_are_not_shared() -> None:
     assert sorted(model.graph.initializers) == ["head", "table"]
 
 
-def test_nodes_without_a_name_or_with_another_s_get_one_that_is_the_same_every_time() -> None:
+def test_nodes_without_a_name_or_with_a_duplicate_get_the_same_name_every_time() -> None:
     def names() -> list[str | None]:
         proto = graphs.mlp()
         for node in proto.graph.node:
@@ -170,8 +170,8 @@ def test_nodes_without_a_name_or_with_another_s_get_one_that_is_the_same_every_t
     assert names() == names() == ["same", "Add_1", "Relu_2", "same_1", "Add_4"]
 
 
-def test_a_value_that_nothing_gives_is_named_with_the_remedy() -> None:
-    """onnx_ir drops sparse initializers without a word."""
+def test_a_value_that_nothing_produces_is_named_with_the_remedy() -> None:
+    """onnx_ir drops sparse initializers silently."""
     proto = graphs.mlp((16, 16))
     weight = proto.graph.initializer[0]
     indices = graphs.initializer("indices", np.arange(16 * 16))
@@ -184,7 +184,7 @@ def test_a_value_that_nothing_gives_is_named_with_the_remedy() -> None:
         run([NameEverything()], ir.from_proto(proto))
 
 
-def test_functions_are_inlined_and_the_exporter_s_traces_of_this_machine_dropped() -> None:
+def test_functions_are_inlined_and_the_exporter_s_stack_traces_are_dropped() -> None:
     proto = graphs.mlp((16, 16))
     proto.graph.node[0].metadata_props.add(key="pkg.torch.onnx.stack_trace", value="/home/somebody/model.py")
     double = helper.make_function(
@@ -199,7 +199,7 @@ def test_functions_are_inlined_and_the_exporter_s_traces_of_this_machine_dropped
     assert b"somebody" not in ir.to_proto(model).SerializeToString()
 
 
-def test_an_input_that_a_functions_caller_leaves_out_is_missed_by_name() -> None:
+def test_an_error_names_an_input_that_a_function_s_caller_omits() -> None:
     proto = graphs.mlp((16, 16))
     product = helper.make_node("MatMul", ["a", "w"], ["b"], name="product")
     proto.functions.append(

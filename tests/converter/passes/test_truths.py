@@ -21,7 +21,7 @@ def dropped(proto: ModelProto) -> ir.Model:
 
 
 def ands(proto: ModelProto) -> list[str]:
-    """The names of those that are left, and the same answers, bit for bit, whatever the sizes."""
+    """Return the names of the And nodes that are left, after checking that the outputs are the same bit for bit."""
     model = dropped(proto)
     before, after = (open_session(each.SerializeToString()) for each in (proto, ir.to_proto(model)))
     for sizes in SIZES:
@@ -43,7 +43,7 @@ def ands(proto: ModelProto) -> list[str]:
     ],
     ids=["a range", "a constant", "the other way round", "from three on", "every second"],
 )
-def test_what_always_holds_is_dropped_and_what_it_widened_stays_small(proto: ModelProto) -> None:
+def test_a_condition_that_always_holds_is_dropped_and_the_mask_stays_small(proto: ModelProto) -> None:
     assert ands(proto) == []
     (where,) = [node for node in dropped(proto).graph if node.op_type == "Where"]
     assert [str(dim) for dim in where.outputs[0].shape or ()] == ["batch", "1", "1", "seq"]
@@ -61,7 +61,7 @@ def test_what_always_holds_is_dropped_and_what_it_widened_stays_small(proto: Mod
     ],
     ids=["fed", "but for the first", "from below", "downwards", "greater", "less"],
 )
-def test_what_may_not_hold_stays(proto: ModelProto) -> None:
+def test_a_condition_that_may_be_false_stays(proto: ModelProto) -> None:
     assert ands(proto) == ["shown"]
 
 
@@ -82,13 +82,13 @@ def test_a_constant_that_is_not_true_everywhere_stays() -> None:
     assert names == ["both", "shown"]
 
 
-def test_other_conditions_stay() -> None:
-    assert ands(edited("shown", "Or")) == []  # of the two And, the one that widens nothing
+def test_an_or_stays() -> None:
+    assert ands(edited("shown", "Or")) == []  # the other And, which widens nothing, is dropped
     assert [n.op_type for n in dropped(edited("shown", "Or")).graph if n.name == "shown"] == ["Or"]
 
 
-def test_an_answer_keeps_its_shape() -> None:
-    """The widened mask is an output itself, or what is made of it is, or something reads it that does not broadcast."""
+def test_a_mask_that_must_have_its_shape_keeps_it() -> None:
+    """The widened mask or a value computed from it is a graph output, or a node reads it that does not broadcast."""
     for name in ("shown", "number"):
         proto = hidden()
         kind = TensorProto.BOOL if name == "shown" else TensorProto.FLOAT
@@ -100,29 +100,29 @@ def test_an_answer_keeps_its_shape() -> None:
     assert ands(proto) == ["shown"]
 
 
-def test_what_nothing_widens_again_keeps_its_shape() -> None:
-    """The scores have a single row: the mask's rows would be the answer's."""
+def test_a_mask_that_no_later_node_widens_keeps_its_shape() -> None:
+    """The scores have a single row, so the output gets its rows from the mask."""
     proto = hidden()
     (scores,) = [value for value in proto.graph.input if value.name == "scores"]
     scores.CopyFrom(graphs.edge("scores", ["batch", HEADS, 1, "seq"]))
     assert ands(proto) == ["shown"]
 
 
-def test_sizes_of_another_name_are_not_known_to_be_the_same() -> None:
+def test_dimensions_of_different_names_are_not_assumed_to_be_equal() -> None:
     proto = hidden()
     (scores,) = [value for value in proto.graph.input if value.name == "scores"]
     scores.CopyFrom(graphs.edge("scores", ["batch", HEADS, "queries", "seq"]))
     assert [node.name for node in dropped(proto).graph if node.op_type == "And"] == ["shown"]
 
 
-def test_an_answer_of_the_same_shape_keeps_its_name() -> None:
+def test_a_graph_output_of_the_same_shape_keeps_its_name() -> None:
     proto = hidden("const")
     proto.graph.output.append(graphs.edge("shown", dtype=TensorProto.BOOL))
     assert ands(proto) == ["shown"]
 
 
-def test_what_looks_at_rows_together_needs_them_all() -> None:
-    """Softmax over the rows that the truth widened the mask by."""
+def test_a_softmax_over_the_widened_rows_keeps_them() -> None:
+    """The Softmax runs over the rows that the true condition adds to the mask."""
     proto = hidden()
     (add,) = [node for node in proto.graph.node if node.name == "y"]
     add.input[1] = "parts"
@@ -131,15 +131,15 @@ def test_what_looks_at_rows_together_needs_them_all() -> None:
     assert ands(proto) == ["shown"]
 
 
-def test_a_constant_that_holds_for_some_heads_hides_the_others() -> None:
+def test_a_constant_that_is_false_for_one_head_stays() -> None:
     proto = hidden("const")
     (yes,) = [tensor for tensor in proto.graph.initializer if tensor.name == "yes"]
     yes.CopyFrom(graphs.initializer("yes", np.array([True, False, True]).reshape(1, HEADS, 1, 1)))
     assert ands(proto) == ["shown"]
 
 
-def test_one_of_two_conditions_that_holds_is_not_both() -> None:
-    """Their And is an answer itself, so that it stays to be looked at."""
+def test_an_and_with_only_one_true_operand_is_not_always_true() -> None:
+    """The inner And is a graph output, so it is still there when the outer one is examined."""
     proto = hidden("fed")
     proto.graph.output.append(graphs.edge("both", dtype=TensorProto.BOOL))
     assert ands(proto) == ["both", "shown"]

@@ -38,8 +38,8 @@ def test_every_node_of_every_profile_is_in_the_plan(tmp_path: Path) -> None:
     assert made.precision("cpu").keys() == made.precision("cuda").keys()
 
 
-def test_the_cpu_profile_says_what_runs_on_the_kernel_and_which_weights_are_widened() -> None:
-    """All of it computes in fp32; whose weight stays bf16 in memory is in the reasons."""
+def test_the_cpu_plan_states_what_the_kernel_runs_and_which_weights_are_widened() -> None:
+    """Every node computes in fp32; the reasons state which weights stay bf16 in memory."""
     proto = graphs.mlp((32, 64, 32))
     proto.graph.node.append(helper.make_node("MatMul", ["w0", "y_t"], ["z"], name="left"))
     proto.graph.node.insert(5, helper.make_node("Transpose", ["a0"], ["y_t"], name="turn", perm=[1, 0]))
@@ -52,7 +52,7 @@ def test_the_cpu_profile_says_what_runs_on_the_kernel_and_which_weights_are_wide
     assert nodes["relu0"][1] == "the cpu profile computes in fp32"
 
 
-def test_the_cpu_bf16_profile_rounds_what_the_kernel_s_products_read_and_nothing_else() -> None:
+def test_the_cpu_bf16_profile_rounds_only_the_activations_of_the_kernel_s_products() -> None:
     proto = graphs.mlp((32, 64, 32))
     plan = _plan(proto, profiles=["cpu", "cpu-bf16"], islands=Islands(nodes={"matmul0": "why"}))
     nodes = _nodes(plan, "cpu-bf16")
@@ -64,16 +64,16 @@ def test_the_cpu_bf16_profile_rounds_what_the_kernel_s_products_read_and_nothing
     }
 
 
-def test_profiles_of_the_kernel_share_what_it_does(tmp_path: Path) -> None:
-    """One copy of the weights, in panels, whichever of them is written."""
+def test_the_kernel_s_profiles_share_one_copy_of_the_weights(tmp_path: Path) -> None:
+    """The copy is in panels, whichever of the profiles are written."""
     both = lower(tmp_path / "a" / "1", graphs.mlp((32, 64, 32)), profiles=["cpu", "cpu-bf16"])
     alone = lower(tmp_path / "b" / "1", graphs.mlp((32, 64, 32)), profiles=["cpu-bf16"])
     assert [t.panels for t in both.artifact.manifest.tensors if t.dtype == "bfloat16"] == [1, 1]
     assert alone.artifact.manifest.tensors == both.artifact.manifest.tensors
 
 
-def test_normalisations_stay_fp32_unless_asked_for() -> None:
-    """On MiniLM that takes an eighth off the drift; what the rest multiplies stays bf16 around them."""
+def test_normalisations_stay_fp32_unless_bf16_is_requested() -> None:
+    """On MiniLM this reduces the drift by an eighth. The products around them stay bf16."""
     proto = graphs.model(
         [
             helper.make_node("MatMul", ["x", "w"], ["m"], name="product"),
@@ -94,7 +94,7 @@ def test_normalisations_stay_fp32_unless_asked_for() -> None:
     assert _nodes(_plan(proto, bf16=["norm"]))["norm"][0] == "bf16"
 
 
-def test_an_operator_without_a_kernel_is_an_island_and_says_so() -> None:
+def test_an_operator_without_a_kernel_is_an_island_with_that_reason() -> None:
     proto = graphs.model(
         [
             helper.make_node("Conv", ["x", "w"], ["c"], name="conv"),
@@ -115,7 +115,7 @@ def test_an_operator_without_a_kernel_is_an_island_and_says_so() -> None:
 
 
 def _lstm() -> ModelProto:
-    """x [seq, batch, 16] → LSTM of 32 → MatMul → y."""
+    """Return a graph: x [seq, batch, 16] → LSTM of 32 → MatMul → y."""
     return graphs.model(
         [
             helper.make_node("LSTM", ["x", "w", "r"], ["h"], name="lstm", hidden_size=32),
@@ -145,7 +145,10 @@ def test_an_lstm_computes_in_fp32_from_weights_stored_in_bf16(tmp_path: Path) ->
 
 
 def _positions() -> ModelProto:
-    """ids → angles (positions × frequencies) → cos, times an embedding: at position 511 bf16 would be off by 1."""
+    """Return a graph: ids → angles (positions × frequencies) → cos, times an embedding → MatMul → y.
+
+    At position 511, bf16 would be off by 1.
+    """
     return graphs.model(
         [
             helper.make_node("Cast", ["ids"], ["p"], name="to_float", to=TensorProto.FLOAT),
@@ -167,7 +170,7 @@ def _positions() -> ModelProto:
     )
 
 
-def test_positions_stay_fp32_until_they_meet_activations(tmp_path: Path) -> None:
+def test_positions_stay_fp32_until_they_are_combined_with_activations(tmp_path: Path) -> None:
     made = lower(tmp_path / "m" / "1", _positions())
     precision = made.precision()
     assert [precision[n] for n in ("to_float", "angle", "cos")] == ["fp32"] * 3
@@ -214,14 +217,14 @@ def _kept(tmp_path: Path, **options: Any) -> Lowered:
     return lower(tmp_path / "m" / "1", graphs.mlp((32, 64, 32)), **options)
 
 
-def test_a_node_kept_in_fp32_keeps_its_weights_too(tmp_path: Path) -> None:
+def test_a_node_kept_in_fp32_keeps_its_weights_in_fp32(tmp_path: Path) -> None:
     made = _kept(tmp_path, keep_fp32=["^matmul1$"])
     assert {t.name: t.precision for t in made.plan.tensors}["w1"] == "fp32"
     assert made.precision()["matmul1"] == "fp32"
     assert made.precision()["matmul0"] == "bf16"
 
 
-def test_a_tensor_asked_for_in_bf16_is_stored_so(tmp_path: Path) -> None:
+def test_a_tensor_requested_in_bf16_is_stored_in_bf16(tmp_path: Path) -> None:
     made = _kept(tmp_path, bf16=["^b0$"])
     assert made.artifact.tensor("b0").dtype.name == "bfloat16"
     assert relative_l2(made.run_source(_rows())["y"], made.run_cpu(_rows())["y"]) < 6e-3
@@ -232,7 +235,7 @@ def test_fp32_wins_where_both_overrides_match(tmp_path: Path) -> None:
     assert {t.name: t.precision for t in made.plan.tensors}["w0"] == "fp32"
 
 
-def test_a_kernel_that_does_not_exist_cannot_be_asked_for() -> None:
+def test_an_operator_without_a_kernel_stays_fp32_even_if_bf16_is_requested() -> None:
     proto = graphs.model(
         [helper.make_node("Elu", ["x"], ["y"], name="elu")], [graphs.edge("x", [16])], [graphs.edge("y", [16])]
     )
@@ -252,7 +255,7 @@ def test_a_useless_override_is_an_error(options: dict[str, list[str]], text: str
         _plan(graphs.mlp(), **options)
 
 
-def test_the_kernel_table_knows_versions_and_where_they_end() -> None:
+def test_the_kernel_table_has_the_range_of_versions_of_each_kernel() -> None:
     kernels = KernelTable.load()
     assert kernels.has("", "Conv", 22)
     assert not kernels.has("", "Conv", 11)
@@ -277,8 +280,8 @@ def test_every_entry_has_a_code_beside_its_reason() -> None:
     assert {entry.code for entry in kept.tensors if entry.name == "v"} == {"kept"}
 
 
-def test_an_island_that_a_search_found_keeps_a_node_and_its_weights_apart() -> None:
-    """Unlike --keep-fp32: a product may compute in fp32 from a weight that is stored in bf16."""
+def test_a_search_keeps_nodes_and_weights_in_fp32_independently() -> None:
+    """Unlike with --keep-fp32, a product may compute in fp32 from a weight that is stored in bf16."""
     plan = _plan(graphs.mlp((32, 64, 32)), islands=Islands({"matmul0": "because"}, {"w1": "of the budget"}))
     nodes = {entry.name: (entry.precision, entry.code, entry.reason) for entry in plan.nodes["cuda"]}
     tensors = {entry.name: (entry.precision, entry.code, entry.reason) for entry in plan.tensors}

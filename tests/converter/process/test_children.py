@@ -1,4 +1,4 @@
-"""A child of this program runs this program's code, and nothing that lies in the working directory."""
+"""A child process of this program runs this program's code, and nothing from the working directory."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 from converter.process import children
 
 
-def test_what_lies_in_the_working_directory_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither what the program imports, nor itself; a path of the user's own stays, behind this program's."""
+def test_code_in_the_working_directory_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Imports do not find it, nor does the program itself. The user's PYTHONPATH stays, after the program's."""
     (tmp_path / "click.py").write_text("raise SystemExit('run from the working directory')")
     (tmp_path / "converter").mkdir()
     (tmp_path / "converter" / "__init__.py").write_text("raise SystemExit('run from the working directory')")

@@ -1,4 +1,4 @@
-"""A conversion visits what stays once, frees what it no longer needs, and leaves the collector as it found it."""
+"""Long-lived objects are visited once, garbage is freed, and the garbage collector's state is restored."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from converter.process.memory import Garbage, keep_few_primitives, release
 
 
 class Knot:
-    """Refers to itself: only the collector frees it."""
+    """An object that refers to itself, so that only the garbage collector frees it."""
 
     def __init__(self) -> None:
         self.itself = self
@@ -21,13 +21,13 @@ class Knot:
 
 @pytest.fixture(autouse=True)
 def nothing_set_aside() -> Iterator[None]:
-    """As in a process of its own, in which only the conversion sets objects aside."""
+    """Unfreeze all objects, as in a process in which only the conversion sets objects aside."""
     gc.unfreeze()
     yield
     gc.freeze()
 
 
-def test_what_was_there_before_is_not_visited_again_until_the_end() -> None:
+def test_objects_of_the_block_are_set_aside_until_the_end() -> None:
     with Garbage() as garbage:
         with garbage.uncollected():
             kept = Knot()
@@ -38,7 +38,7 @@ def test_what_was_there_before_is_not_visited_again_until_the_end() -> None:
     assert gc.get_freeze_count() == 0
 
 
-def test_garbage_of_the_block_stays_until_it_is_settled() -> None:
+def test_garbage_of_the_block_stays_until_settle() -> None:
     with Garbage() as garbage:
         with garbage.uncollected():
             alive = weakref.ref(Knot())
@@ -48,7 +48,7 @@ def test_garbage_of_the_block_stays_until_it_is_settled() -> None:
         assert alive() is None
 
 
-def test_what_becomes_garbage_later_is_freed_by_settling() -> None:
+def test_objects_that_become_garbage_later_are_freed_by_settle() -> None:
     with Garbage() as garbage:
         knot = Knot()
         alive = weakref.ref(knot)
@@ -60,7 +60,7 @@ def test_what_becomes_garbage_later_is_freed_by_settling() -> None:
         assert alive() is None
 
 
-def test_what_is_made_after_settling_is_freed_by_any_release() -> None:
+def test_objects_created_after_settle_are_freed_by_any_release() -> None:
     with Garbage() as garbage:
         garbage.settle()
         alive = weakref.ref(Knot())
@@ -85,7 +85,7 @@ def test_a_collector_that_was_off_stays_off() -> None:
         gc.enable()
 
 
-def test_what_the_calling_program_set_aside_stays_so() -> None:
+def test_objects_that_the_calling_program_set_aside_stay_so() -> None:
     kept = Knot()
     gc.freeze()
     with Garbage() as garbage:
@@ -96,8 +96,8 @@ def test_what_the_calling_program_set_aside_stays_so() -> None:
     assert not any(each is kept for each in gc.get_objects())
 
 
-def test_onednn_keeps_few_kernels_unless_the_environment_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"  # that it does what it says, bench/conversion/memory.py sees
+def test_onednn_keeps_few_kernels_unless_the_environment_sets_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"  # bench/conversion/memory.py measures its effect
     monkeypatch.setenv(name, "7")
     keep_few_primitives()
     assert os.environ[name] == "7"

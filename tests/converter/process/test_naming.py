@@ -1,4 +1,4 @@
-"""A message that names no source gets it; running out of something is said as an error of the source."""
+"""An error that does not name the source gets its name, also one for lack of memory or of stack."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Progress: lines for pipes and logs, with bytes and time left, and never too many of them."""
+"""Progress in pipes and logs: a few lines, with bytes and the time left."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from converter.process.progress import Bar, Lines, Silent, on
 
 
 class Clock:
-    """A clock that a test moves."""
+    """A clock that the test sets."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -19,7 +19,7 @@ class Clock:
         return self.now
 
 
-def test_a_line_when_a_step_begins_then_one_every_five_seconds_with_bytes_and_time_left() -> None:
+def test_a_step_prints_a_line_at_its_start_and_then_every_five_seconds() -> None:
     stream, clock = io.StringIO(), Clock()
     with Lines(stream, clock).step("writing weights", 100_000_000) as advance:
         for _ in range(10):
@@ -32,7 +32,7 @@ def test_a_line_when_a_step_begins_then_one_every_five_seconds_with_bytes_and_ti
     ]
 
 
-def test_a_step_of_unknown_length_promises_no_time() -> None:
+def test_a_step_of_unknown_length_shows_no_time_left() -> None:
     stream, clock = io.StringIO(), Clock()
     with Lines(stream, clock).step("reading") as advance:
         clock.now = 6.0
@@ -40,8 +40,8 @@ def test_a_step_of_unknown_length_promises_no_time() -> None:
     assert stream.getvalue().splitlines()[-1] == "bf16-convert: reading: 1.5 kB"
 
 
-def test_a_step_that_turns_out_longer_than_was_known_says_only_what_is_done() -> None:
-    """An ONNX file of a few kB may have gigabytes beside it."""
+def test_a_step_that_exceeds_its_known_length_shows_only_what_is_done() -> None:
+    """An ONNX file of a few kB may have gigabytes of external data."""
     stream, clock = io.StringIO(), Clock()
     with Lines(stream, clock).step("reading", 1000) as advance:
         clock.now = 6.0
@@ -49,7 +49,7 @@ def test_a_step_that_turns_out_longer_than_was_known_says_only_what_is_done() ->
     assert stream.getvalue().splitlines()[-1] == "bf16-convert: reading: 1.5 kB"
 
 
-def test_a_stream_that_is_no_terminal_gets_lines() -> None:
+def test_a_stream_that_is_not_a_terminal_gets_lines() -> None:
     stream = io.StringIO()
     with on(stream) as progress:
         assert isinstance(progress, Lines)
@@ -69,7 +69,7 @@ def test_a_terminal_gets_a_bar_with_bytes() -> None:
     assert "/2.0 MB" in stream.getvalue()
 
 
-def test_silence(capsys: pytest.CaptureFixture[str]) -> None:
+def test_silent_progress_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     with Silent().step("anything", 1) as advance:
         advance(1)
     assert capsys.readouterr() == ("", "")

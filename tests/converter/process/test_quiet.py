@@ -1,4 +1,4 @@
-"""Libraries print, warn and log; users see none of it, and afterwards everything is as it was."""
+"""Users do not see what libraries print, warn and log, and the previous state is restored afterwards."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from converter.process.quiet import first_line, quiet
 
 
 def test_nothing_reaches_the_terminal(capfd: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder) -> None:
-    handler = logging.StreamHandler(sys.stderr)  # made before, as torch's is: it holds the real stream
+    handler = logging.StreamHandler(sys.stderr)  # created before, like torch's, so it holds the real stream
     logger = logging.getLogger("a.library")
     logger.addHandler(handler)
     try:
@@ -27,7 +27,7 @@ def test_nothing_reaches_the_terminal(capfd: pytest.CaptureFixture[str], recwarn
     assert not recwarn.list
 
 
-def test_streams_and_levels_come_back_also_after_an_error() -> None:
+def test_streams_and_levels_are_restored_also_after_an_error() -> None:
     before = sys.stdout, sys.stderr, logging.root.manager.disable, list(warnings.filters)
     with pytest.raises(ZeroDivisionError), quiet():
         raise ZeroDivisionError
@@ -39,7 +39,7 @@ def test_the_first_line_of_an_error_names_its_type() -> None:
     assert first_line(KeyError()) == "KeyError"
 
 
-def test_what_failed_in_a_torchscript_program_is_said_and_not_where() -> None:
+def test_an_error_in_a_torchscript_program_is_shown_without_its_traceback() -> None:
     said = (
         "The following operation failed in the TorchScript interpreter.\nTraceback of TorchScript:"
         "\n    return torch.linear(x)\n           ~~~~~~ <--- HERE\nRuntimeError: mat1 and mat2\n"

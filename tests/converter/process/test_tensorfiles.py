@@ -1,4 +1,4 @@
-"""torch tensors in files instead of memory: the same numbers, elsewhere."""
+"""Large torch tensors are kept in files instead of memory, with the same values."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ print(peak.bytes - before, 8 * 4 * 2048 * 2048)
 def test_a_module_is_not_held_in_memory(
     tmp_path: Path, kind: str, in_memory: bool, at_least: float, below: float
 ) -> None:
-    """134 MB of weights; on a file system that is memory they stay where torch puts them."""
+    """The weights take 134 MB. If the file system is itself in memory, they stay in torch's memory."""
     directory = "/dev/shm" if in_memory else str(tmp_path)
     peak, size = map(int, measured_alone(MEASURE, directory, kind).split())
     assert at_least <= peak / size < below, f"{peak / size:.2f} times the weights"
@@ -56,7 +56,7 @@ def test_a_module_is_not_held_in_memory(
 
 
 def built(directory: Path | None, make: Callable[[], nn.Module]) -> tuple[nn.Module, torch.Tensor]:
-    """A module of a fixed seed, and what the generator gives after it."""
+    """Return a module made with a fixed seed, and the random numbers that follow."""
     torch.manual_seed(0)
     if directory is None:
         return make(), torch.rand(4)
@@ -66,7 +66,7 @@ def built(directory: Path | None, make: Callable[[], nn.Module]) -> tuple[nn.Mod
 
 
 class Odd(nn.Module):
-    """Initialised in ways of people's own; one weight is tied, and one buffer is in no checkpoint."""
+    """A module with custom initialisation, a tied weight, and a buffer that is in no checkpoint."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Odd(nn.Module):
 
 
 @pytest.mark.parametrize("make", [Odd, lambda: nn.LSTM(SIDE, SIDE), lambda: nn.Linear(SIDE, SIDE).half()])
-def test_a_module_is_the_same_bit_for_bit(tmp_path: Path, make: Callable[[], nn.Module]) -> None:
+def test_a_module_in_files_equals_one_in_memory_bit_for_bit(tmp_path: Path, make: Callable[[], nn.Module]) -> None:
     (plain, after), (filed, after_filed) = built(None, make), built(tmp_path, make)
     assert torch.equal(after, after_filed)
     expected, found = dict(plain.named_buffers()), dict(filed.named_buffers())
@@ -94,7 +94,7 @@ def test_a_module_is_the_same_bit_for_bit(tmp_path: Path, make: Callable[[], nn.
     assert deleted_kb() > 0
 
 
-def test_what_is_tied_stays_tied(tmp_path: Path) -> None:
+def test_tied_weights_stay_tied(tmp_path: Path) -> None:
     module, _ = built(tmp_path, Odd)
     assert isinstance(module, Odd)
     with torch.no_grad():
@@ -102,8 +102,8 @@ def test_what_is_tied_stays_tied(tmp_path: Path) -> None:
     assert module.tied[-1, -1] == 3.0
 
 
-def test_a_tensor_that_is_given_back_as_it_is_stays_the_same(tmp_path: Path) -> None:
-    """``float()`` of fp32 is the tensor itself, and a change of either must be one of both."""
+def test_a_result_that_is_its_argument_still_shares_its_memory(tmp_path: Path) -> None:
+    """``float()`` of an fp32 tensor is that tensor, so a write to one must change the other."""
     tensor = torch.zeros(SIDE, SIDE)
     with TensorFiles(tmp_path):
         again, inside = tensor.float(), tensor[1:]
@@ -111,7 +111,7 @@ def test_a_tensor_that_is_given_back_as_it_is_stays_the_same(tmp_path: Path) -> 
     assert tensor[0, 0] == tensor[1, 0] == 1.0
 
 
-def test_a_file_goes_with_its_tensor(tmp_path: Path) -> None:
+def test_a_file_is_deleted_with_its_tensor(tmp_path: Path) -> None:
     before = deleted_kb()
     with TensorFiles(tmp_path):
         tensor = torch.ones(SIDE, SIDE)
@@ -129,7 +129,7 @@ def test_small_tensors_stay_in_memory(tmp_path: Path) -> None:
     assert tensor.shape == (100, SIDE)
 
 
-def test_where_no_file_can_be_had_tensors_stay_in_memory(tmp_path: Path) -> None:
+def test_tensors_stay_in_memory_if_no_file_can_be_created(tmp_path: Path) -> None:
     before = deleted_kb()
     with TensorFiles(tmp_path / "nothing"):
         tensor = torch.ones(SIDE, SIDE)
