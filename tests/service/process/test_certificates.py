@@ -13,7 +13,7 @@ from service.process.config import ServerConfig
 from service.process.credentials import Credentials
 
 
-def test_what_the_files_hold_is_given_as_pem_and_as_a_context(authority: Authority, pair: Pair) -> None:
+def test_the_certificates_are_available_as_pem_and_as_a_context(authority: Authority, pair: Pair) -> None:
     held = CertificateFiles(pair.certificate, pair.key, authority.certificate).current()
     assert held.certificate == pair.certificate.read_bytes()
     assert held.key == pair.key.read_bytes()
@@ -23,13 +23,13 @@ def test_what_the_files_hold_is_given_as_pem_and_as_a_context(authority: Authori
     assert "PRIVATE KEY" not in repr(held)
 
 
-def test_a_key_that_is_not_the_certificates_is_refused(authority: Authority, pair: Pair) -> None:
+def test_a_key_that_does_not_match_the_certificate_is_rejected(authority: Authority, pair: Pair) -> None:
     other = authority.sign("other")
     with pytest.raises(ConfigError, match=r"tls_certificate .* and tls_key .* cannot be used: key values mismatch"):
         CertificateFiles(pair.certificate, other.key)
 
 
-def test_files_that_are_not_pem_or_not_there_are_refused(pair: Pair, tmp_path: Path) -> None:
+def test_files_that_are_not_pem_or_missing_are_rejected(pair: Pair, tmp_path: Path) -> None:
     (tmp_path / "text").write_text("secret text")
     for certificate, key, ca, message in (
         (tmp_path / "text", pair.key, None, "tls_certificate .* cannot be used"),
@@ -42,7 +42,7 @@ def test_files_that_are_not_pem_or_not_there_are_refused(pair: Pair, tmp_path: P
         assert "secret text" not in str(refused.value)
 
 
-def test_an_encrypted_key_is_refused_and_nobody_is_asked_for_its_password(pair: Pair, tmp_path: Path) -> None:
+def test_an_encrypted_key_is_rejected_without_a_password_prompt(pair: Pair, tmp_path: Path) -> None:
     import subprocess
 
     locked = tmp_path / "locked.key"
@@ -52,7 +52,7 @@ def test_an_encrypted_key_is_refused_and_nobody_is_asked_for_its_password(pair: 
         CertificateFiles(pair.certificate, locked)
 
 
-def test_a_new_pair_is_used_and_one_that_does_not_fit_is_not(
+def test_a_new_matching_pair_is_used_and_a_mismatched_one_is_not(
     authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(files, "LOOK_SECONDS", 0.0)
@@ -63,17 +63,15 @@ def test_a_new_pair_is_used_and_one_that_does_not_fit_is_not(
     held = CertificateFiles(certificate, key)
     before = held.current()
     assert held.current() is before
-    certificate.write_bytes(second.certificate.read_bytes())  # half of a rotation
+    certificate.write_bytes(second.certificate.read_bytes())  # half of a rotation: the key is still the old one
     assert held.current() is before
     assert "the old ones stay in force: tls_certificate" in caplog.text
     key.write_bytes(second.key.read_bytes())
     assert held.current().certificate == second.certificate.read_bytes()
 
 
-def test_a_server_does_not_start_with_an_authority_that_it_cannot_use_later(
-    authority: Authority, tmp_path: Path
-) -> None:
-    """Or drift would not be measured, and nobody would be told before there is a sample."""
+def test_a_server_does_not_start_with_an_invalid_reference_authority(authority: Authority, tmp_path: Path) -> None:
+    """Otherwise drift would not be measured, and the log would not show it before the first sample."""
     Credentials.of(ServerConfig(repository=tmp_path, reference_ca=authority.certificate))
     (tmp_path / "text").write_text("secret text")
     for name, reason in (("text", "cannot be used: .*; give PEM certificates"), ("gone", "cannot be read: No such")):

@@ -13,14 +13,14 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
-def test_without_anything_but_a_repository_the_defaults_of_the_design_hold(tmp_path: Path) -> None:
+def test_with_only_a_repository_the_defaults_apply(tmp_path: Path) -> None:
     config = load_config({"repository": tmp_path})
     assert (config.host, config.grpc_port, config.http_port, config.device, config.workers) == (
         "127.0.0.1", 8001, 8002, "auto", 1,
     )  # fmt: skip
 
 
-def test_a_flag_beats_the_environment_beats_the_file_beats_the_default(
+def test_a_flag_overrides_the_environment_which_overrides_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = write(tmp_path / "server.yaml", f"repository: {tmp_path}\ngrpc_port: 1\nhttp_port: 2\nhost: ::1\n")
@@ -69,13 +69,13 @@ def test_a_value_out_of_range_is_named_with_what_was_expected(
         load_config({"repository": tmp_path, **flags})
 
 
-def test_a_key_of_the_file_that_is_no_text_is_unknown_like_any_other(tmp_path: Path) -> None:
+def test_a_key_of_the_file_that_is_not_a_string_is_unknown(tmp_path: Path) -> None:
     file = write(tmp_path / "server.yaml", "1: 2\n")
     with pytest.raises(ConfigError, match="unknown key '1'"):
         load_config({"repository": tmp_path}, file)
 
 
-def test_a_missing_repository_is_said() -> None:
+def test_a_missing_repository_is_reported() -> None:
     with pytest.raises(
         ConfigError, match="'repository' is missing; give --repository DIRECTORY, or BF16KIT_REPOSITORY"
     ):
@@ -87,27 +87,27 @@ def test_a_missing_repository_is_said() -> None:
     [
         ("- 1\n", "expected keys and values, found list"),
         ("a: [", "is not YAML"),
-        ("a: 2001-99-99\n", "is not YAML"),  # of what is no date or number the parser raises something of its own
+        ("a: 2001-99-99\n", "is not YAML"),  # the parser has its own errors for invalid dates and numbers
         ("a: " + "1" * 5000, "is not YAML"),
         ("a: " + "[" * 5000, "is not YAML"),
     ],
 )
-def test_a_file_that_is_not_a_mapping_is_refused(tmp_path: Path, text: str, message: str) -> None:
+def test_a_file_that_is_not_a_mapping_is_rejected(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config({"repository": tmp_path}, write(tmp_path / "server.yaml", text))
 
 
-def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_a_missing_file_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         load_config({"repository": tmp_path}, tmp_path / "server.yaml")
 
 
-def test_an_empty_file_is_no_configuration(tmp_path: Path) -> None:
+def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
     assert load_config({"repository": tmp_path}, write(tmp_path / "server.yaml", "")).grpc_port == 8001
 
 
-def test_evidence_is_not_offered_to_a_network_without_tokens(tmp_path: Path) -> None:
-    """It is what a client has sent."""
+def test_evidence_on_a_network_address_needs_tokens(tmp_path: Path) -> None:
+    """Evidence contains data that clients sent."""
     (tmp_path / "tokens").write_text("")
     for host in ("0.0.0.0", "10.0.0.7", "server.example"):
         with pytest.raises(ConfigError, match=r"evidence is given with host .* and no token_file.*give token_file"):
@@ -120,23 +120,19 @@ def test_evidence_is_not_offered_to_a_network_without_tokens(tmp_path: Path) -> 
     assert not load_config({"repository": str(tmp_path), "host": "0.0.0.0"}).evidence
 
 
-def test_a_bad_value_names_the_variable_or_the_file_that_brought_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_error_for_a_bad_value_names_its_variable_or_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = write(tmp_path / "server.yaml", "http_port: 70000\n")
     with pytest.raises(ConfigError, match=r"server\.yaml: 'http_port' is 70000"):
         load_config({"repository": tmp_path}, file)
     monkeypatch.setenv("BF16KIT_GRPC_PORT", "tcp://10.0.0.1:8001")
     with pytest.raises(ConfigError, match=r"^BF16KIT_GRPC_PORT in the environment: 'grpc_port' is 'tcp://10"):
         load_config({"repository": tmp_path})
-    with pytest.raises(ConfigError, match=r"^configuration: 'grpc_port' is -1"):  # the flag, which beats it
+    with pytest.raises(ConfigError, match=r"^configuration: 'grpc_port' is -1"):  # the flag overrides the environment
         load_config({"repository": tmp_path, "grpc_port": -1})
 
 
 @pytest.mark.parametrize("text", ["minilm,other", " minilm , other ", '["minilm", "other"]'])
-def test_a_variable_has_a_list_with_commas_or_as_json(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
-) -> None:
+def test_a_list_in_a_variable_has_commas_or_is_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("BF16KIT_LOAD_MODEL", text)
     config = load_config({"repository": tmp_path, "model_control": "explicit"})
     assert config.load_model == ("minilm", "other")
@@ -153,7 +149,7 @@ def test_a_variable_has_a_list_with_commas_or_as_json(
         ("TOKEN_FREE", "health,metrics", "'token_free.1' is 'metrics': input should be 'health' or 'reflection'"),
     ],
 )
-def test_a_list_that_is_none_is_told(
+def test_an_invalid_list_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str, message: str
 ) -> None:
     monkeypatch.setenv(f"BF16KIT_{name}", text)

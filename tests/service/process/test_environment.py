@@ -6,7 +6,7 @@ from service.process.config import ServerConfig
 from service.process.environment import unread
 
 
-def test_a_misspelt_setting_is_named_with_the_one_that_is_meant() -> None:
+def test_a_misspelt_setting_is_reported_with_the_nearest_known_one() -> None:
     said = unread({"BF16KIT_GRPC_PROT": "9000", "PATH": "/bin", "BF16KIT_HTTP_PORT": "9001"})
     assert said == (
         "unknown environment variables are ignored: 'BF16KIT_GRPC_PROT' (BF16KIT_GRPC_PORT?);"
@@ -14,13 +14,13 @@ def test_a_misspelt_setting_is_named_with_the_one_that_is_meant() -> None:
     )
 
 
-def test_what_resembles_nothing_is_named_alone_and_no_value_is_told() -> None:
+def test_an_unknown_variable_is_reported_without_its_value() -> None:
     said = unread({"BF16KIT_PASSWORD": "hunter2"})
     assert "variables are ignored: 'BF16KIT_PASSWORD';" in said
     assert "hunter2" not in said
 
 
-def test_every_setting_and_what_else_has_the_prefix_is_read() -> None:
+def test_every_setting_and_every_other_known_variable_is_accepted() -> None:
     others = ("CONFIG", "KERNEL_PATH", "TOKEN", "HEALTH_CERTIFICATE", "HEALTH_KEY", "TENSORFLOW_PYTHON")
     names = [f"BF16KIT_{name}".upper() for name in (*ServerConfig.model_fields, *others)]
     assert unread(dict.fromkeys([*names, "bf16kit_grpc_port"], "x")) == ""
@@ -38,13 +38,13 @@ def test_every_setting_and_what_else_has_the_prefix_is_read() -> None:
         ("BF16KIT_METRICS_PORT_8002_TCP_ADDR", "10.0.0.2"),
     ],
 )
-def test_what_kubernetes_writes_for_a_service_of_that_name_is_nobodys_mistake(name: str, value: str) -> None:
+def test_variables_that_kubernetes_sets_for_a_service_are_not_reported(name: str, value: str) -> None:
     assert unread({name: value}) == ""
 
 
-def test_a_port_that_somebody_guessed_is_no_service() -> None:
+def test_a_plain_port_variable_is_reported() -> None:
     assert "'BF16KIT_PORT'" in unread({"BF16KIT_PORT": "9000"})
 
 
-def test_many_are_counted() -> None:
+def test_many_unknown_variables_are_shortened_to_a_count() -> None:
     assert "and 3 more" in unread({f"BF16KIT_X{number}": "" for number in range(8)})

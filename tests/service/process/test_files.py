@@ -30,7 +30,7 @@ def read_number(path: Path) -> int:
     return int(path.read_text())
 
 
-def test_a_file_is_read_again_when_it_was_renamed_over_and_only_then(tmp_path: Path) -> None:
+def test_a_file_is_read_again_only_after_it_was_replaced(tmp_path: Path) -> None:
     path, clock, reads = tmp_path / "f", Clock(), []
     path.write_text("1")
 
@@ -43,12 +43,12 @@ def test_a_file_is_read_again_when_it_was_renamed_over_and_only_then(tmp_path: P
     assert (watched.current(), len(reads)) == (1, 1)
     (tmp_path / "new").write_text("2")
     (tmp_path / "new").rename(path)
-    assert watched.current() == 1  # looked at once a second, no more
+    assert watched.current() == 1  # the file is checked at most once a second
     clock.tick()
     assert (watched.current(), len(reads)) == (2, 2)
 
 
-def test_a_link_turned_to_another_file_is_a_change_as_kubernetes_makes_it(tmp_path: Path) -> None:
+def test_a_link_to_another_file_is_a_change_as_kubernetes_makes_it(tmp_path: Path) -> None:
     clock, link = Clock(), tmp_path / "link"
     (tmp_path / "a").write_text("1")
     (tmp_path / "b").write_text("2")
@@ -60,7 +60,7 @@ def test_a_link_turned_to_another_file_is_a_change_as_kubernetes_makes_it(tmp_pa
     assert watched.current() == 2
 
 
-def test_what_cannot_be_read_leaves_the_last_good_value_and_is_told_once(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_keeps_the_last_value_and_is_reported_once(tmp_path: Path) -> None:
     path, clock, told = tmp_path / "f", Clock(), list[Exception]()
     path.write_text("1")
     watched = Watched((path,), lambda: read_number(path), told.append, clock)
@@ -77,8 +77,8 @@ def test_what_cannot_be_read_leaves_the_last_good_value_and_is_told_once(tmp_pat
     assert watched.current() == 3
 
 
-def test_the_soft_limit_of_open_files_goes_up_to_the_hard_one() -> None:
-    """In a process of its own: a hard limit cannot be raised again."""
+def test_the_soft_limit_of_open_files_is_raised_to_the_hard_one() -> None:
+    """Tested in a separate process: a hard limit cannot be raised again."""
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 512))\n"
         "from service.process.files import allow_open_files; allow_open_files()\n"

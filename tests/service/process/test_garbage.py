@@ -1,4 +1,4 @@
-"""What stays is not looked through for garbage again; what has gone is found all the same."""
+"""Objects that stay are not searched for garbage again; those that became garbage are still found."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from service.process import garbage
 
 
 class Cyclic:
-    """Refers to itself, so that only a search for garbage frees it."""
+    """An object that refers to itself, so that only the garbage collector frees it."""
 
     def __init__(self) -> None:
         self.itself: Any = self
@@ -25,19 +25,19 @@ def thawed() -> Iterator[None]:
     gc.unfreeze()
 
 
-def test_what_stays_is_not_looked_at_again() -> None:
+def test_objects_that_stay_are_not_searched_again() -> None:
     kept = [Cyclic() for _ in range(1000)]
     garbage.settle()
     assert gc.get_freeze_count() >= 1000
     assert not any(found is kept[0] for found in gc.get_objects())
 
 
-def test_what_has_gone_since_it_was_frozen_is_freed() -> None:
+def test_a_frozen_object_that_became_garbage_is_freed() -> None:
     cyclic = Cyclic()
     seen = weakref.ref(cyclic)
     garbage.settle()
     del cyclic
     gc.collect()
-    assert seen() is not None  # frozen: nobody looks
+    assert seen() is not None  # frozen: not collected
     garbage.settle()
     assert seen() is None

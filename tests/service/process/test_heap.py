@@ -1,4 +1,4 @@
-"""What the C library keeps is bounded, and given back when there is nothing to do."""
+"""The memory that the C library keeps is limited, and returned to the system when the process is idle."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from waiting import until
 
 from service.process.heap import HeapTrimmer
 
-# Allocates and frees 64 times 4 MiB on eight threads, and prints how much of it, in MiB, the C library keeps when asked
-# to give it back.
+# Allocates and frees 64 times 4 MiB on eight threads, and prints how many MiB the C library keeps after malloc_trim.
 _CHURN = """
 import ctypes, sys, threading
 from pathlib import Path
@@ -48,7 +47,7 @@ def _kept(how: str) -> int:
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="glibc's malloc is not here")
-def test_what_the_c_library_keeps_can_be_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bounding_the_heap_limits_the_memory_that_the_c_library_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MALLOC_ARENA_MAX", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"):
         monkeypatch.delenv(name, raising=False)
     assert _kept("bound") < 128 < _kept("as it is")
@@ -73,14 +72,14 @@ class _Process:
         return self.busy
 
     def seen_twice(self) -> None:
-        """Returns when the trimmer has looked twice from now on, and so has acted on what it saw the first time."""
+        """Return when the trimmer has checked twice from now on, and so has acted on its first check."""
         while self.asked.acquire(blocking=False):
             pass
         for _ in range(3):
             assert self.asked.acquire(timeout=20)
 
 
-def test_memory_is_given_back_once_when_nothing_is_done_and_again_after_the_next_work() -> None:
+def test_memory_is_returned_once_when_idle_and_again_after_the_next_work() -> None:
     process = _Process()
     process.working = True
     trimmer = HeapTrimmer(process.trim, process.busy_seconds, tick_s=0.002)
@@ -99,7 +98,7 @@ def test_memory_is_given_back_once_when_nothing_is_done_and_again_after_the_next
         trimmer.stop()
 
 
-def test_a_real_one_starts_and_stops() -> None:
+def test_a_trimmer_with_the_real_functions_starts_and_stops() -> None:
     trimmer = HeapTrimmer(tick_s=0.001)
     trimmer.start()
     trimmer.stop()

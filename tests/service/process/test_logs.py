@@ -51,7 +51,7 @@ def test_no_text_can_forge_a_second_event_or_command_a_terminal(formatter: loggi
 
 
 @given(st.text(st.characters(exclude_categories=())))
-def test_any_text_at_all_is_one_line_of_either_kind(text: str) -> None:
+def test_any_text_is_one_line_in_both_formats(text: str) -> None:
     for formatter in (OneLine(), JsonLine()):
         line = formatter.format(record("%s", text, request_id=text))
         assert len(line.splitlines()) == 1
@@ -74,16 +74,16 @@ def test_a_json_event_has_its_fields() -> None:
     }  # fmt: skip
 
 
-def test_what_else_hangs_on_a_record_is_not_written_and_an_endless_id_is_cut() -> None:
+def test_other_attributes_of_a_record_are_not_logged_and_a_long_id_is_cut() -> None:
     event = parsed(JsonLine().format(record("x", payload="secret", token="secret", request_id="i" * 10_000)))
     assert "secret" not in json.dumps(event)
     assert event["request_id"] == "i" * 256
 
 
-def test_grpc_says_nothing_of_what_its_peers_send(
+def test_grpc_does_not_log_what_its_peers_send(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A header with a byte that is not UTF-8, such as a token's, would be in the log with a traceback."""
+    """gRPC would log a header with a byte that is not UTF-8, such as a token's, with a traceback."""
     monkeypatch.delenv("GRPC_VERBOSITY", raising=False)
     grpcs = logging.getLogger("grpc._cython.cygrpc")
     logs.silence_grpc()
@@ -98,7 +98,7 @@ def test_grpc_says_nothing_of_what_its_peers_send(
 
 
 @pytest.mark.parametrize("kind", ["text", "json"])
-def test_the_format_is_the_one_asked_for(kind: logs.Format) -> None:
+def test_the_log_has_the_configured_format(kind: logs.Format) -> None:
     with own_log("info", kind) as stream:
         logging.getLogger("service.y").info("hello")
         logging.getLogger("service.y").debug("not this")

@@ -1,4 +1,4 @@
-"""Changes of the log while the server runs: in effect for every logger at once, all of them or none."""
+"""Changes of the log settings while the server runs: all of them or none, in effect for every logger at once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def stream() -> Iterator[io.StringIO]:
 
 
 def heard(stream: io.StringIO) -> list[str]:
-    """The levels that are written now, by a logger that is new and one that is not."""
+    """Return the levels that are written now, by a new logger and by an existing one."""
     new = logging.getLogger(f"service.made.{stream.tell()}")
     stream.seek(stream.truncate(0))
     for level in LEVELS:
@@ -60,7 +60,7 @@ def test_each_level_is_on_or_off_by_itself(level: str, changes: _Changes, writte
         assert heard(stream) == written
 
 
-def test_the_format_changes_and_goes_back(stream: io.StringIO) -> None:
+def test_the_format_can_be_changed_and_reset(stream: io.StringIO) -> None:
     settings = LogSettings("info", "text")
     for value, is_json in (("json", True), ("ISO8601", False), ("json", True), ("default", False)):
         settings.update({"log_format": (value,)})
@@ -71,7 +71,7 @@ def test_the_format_changes_and_goes_back(stream: io.StringIO) -> None:
     assert settings.update({"log_format": ()})["log_format"] == ("ISO8601",)
 
 
-def test_a_setting_without_a_value_goes_back_to_what_the_server_was_started_with(stream: io.StringIO) -> None:
+def test_a_setting_without_a_value_returns_to_its_start_value(stream: io.StringIO) -> None:
     settings = LogSettings("debug", "json")
     settings.update({"log_verbose_level": (0,), "log_info": (False,)})
     back = settings.update({"log_verbose_level": (), "log_info": ()})
@@ -79,7 +79,7 @@ def test_a_setting_without_a_value_goes_back_to_what_the_server_was_started_with
     assert len(heard(stream)) == len(LEVELS)
 
 
-def test_what_is_returned_makes_another_process_the_same() -> None:
+def test_the_returned_settings_give_another_process_the_same_state() -> None:
     one, other = LogSettings("info", "text"), LogSettings("error", "json")
     assert one.update({}) == STARTED
     with own_log("error", "json") as stream:
@@ -87,7 +87,7 @@ def test_what_is_returned_makes_another_process_the_same() -> None:
         assert heard(stream) == ["INFO", "WARNING", "ERROR", "CRITICAL"]
 
 
-def test_a_change_is_in_the_log_that_it_changes(stream: io.StringIO) -> None:
+def test_a_change_of_the_log_is_logged(stream: io.StringIO) -> None:
     LogSettings("info", "text").update({"log_warning": (False,)})
     assert "log settings changed: log_warning=False" in stream.getvalue()
 
@@ -107,7 +107,7 @@ def test_a_change_is_in_the_log_that_it_changes(stream: io.StringIO) -> None:
         ({"log_info": (True, False)}, "log_info has 2 values"),
     ],
 )
-def test_one_wrong_setting_leaves_all_as_they_were(wrong: _Changes, why: str, stream: io.StringIO) -> None:
+def test_one_wrong_setting_leaves_all_settings_unchanged(wrong: _Changes, why: str, stream: io.StringIO) -> None:
     settings = LogSettings("info", "text")
     with pytest.raises(InvalidRequest, match=why):
         settings.update({"log_verbose_level": (1,), **wrong})
@@ -115,6 +115,6 @@ def test_one_wrong_setting_leaves_all_as_they_were(wrong: _Changes, why: str, st
     assert heard(stream) == ["INFO", "WARNING", "ERROR", "CRITICAL"]
 
 
-def test_a_model_has_no_log_of_its_own() -> None:
+def test_log_settings_of_a_model_are_rejected() -> None:
     with pytest.raises(InvalidRequest, match="leave the model's name out"):
         LogSettings("info", "text").update({}, "mlp")

@@ -1,4 +1,4 @@
-"""A server's bounds in containers of several sizes."""
+"""A server's memory limits in containers of several sizes."""
 
 from __future__ import annotations
 
@@ -25,29 +25,31 @@ def test_requests_get_a_quarter_of_a_small_container(tmp_path: Path) -> None:
     assert (found.max_request_bytes, found.max_message_bytes) == (32 * MIB, 32 * MIB)
 
 
-def test_workers_share_what_is_for_requests(tmp_path: Path) -> None:
+def test_workers_share_the_memory_for_requests(tmp_path: Path) -> None:
     found = bounded(config(tmp_path, workers=4), Memory(limit=1024 * MIB, left=900 * MIB))
     assert found.max_request_bytes == 64 * MIB
 
 
-def test_without_a_limit_and_in_a_large_container_the_defaults_hold(tmp_path: Path) -> None:
+def test_without_a_limit_and_in_a_large_container_the_defaults_apply(tmp_path: Path) -> None:
     asked = config(tmp_path)
     assert bounded(asked, None) == asked
     assert bounded(asked, Memory(limit=64 << 30, left=1 << 30)) == asked
 
 
-def test_what_was_asked_for_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_configured_limit_is_not_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BF16KIT_MAX_REQUEST_BYTES", str(300 * MIB))
     found = bounded(config(tmp_path), Memory(limit=128 * MIB, left=100 * MIB))
     assert (found.max_request_bytes, found.max_message_bytes) == (300 * MIB, 32 * MIB)
 
 
-def test_however_small_the_container_a_request_can_be_sent(tmp_path: Path) -> None:
+def test_a_message_may_have_1_mib_however_small_the_container(tmp_path: Path) -> None:
     found = bounded(config(tmp_path, workers=2), Memory(limit=MIB, left=0))
     assert found.max_message_bytes == MIB
 
 
-def test_the_log_says_what_the_limit_is_and_what_follows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_states_the_containers_limit_and_those_derived_from_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
     small = Memory(limit=512 * MIB, left=500 * MIB)
     announce(bounded(config(tmp_path), small), small)
@@ -59,7 +61,7 @@ def test_the_log_says_what_the_limit_is_and_what_follows(tmp_path: Path, caplog:
     assert len(caplog.messages) == 1
 
 
-def test_a_container_too_small_for_any_server_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_container_too_small_for_any_server_gets_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     announce(config(tmp_path), Memory(limit=96 * MIB, left=60 * MIB))
     assert caplog.messages == []
     announce(config(tmp_path), Memory(limit=64 * MIB, left=30 * MIB))

@@ -7,14 +7,14 @@ import threading
 from service.process.stop import Stop
 
 
-def test_waiting_ends_when_another_thread_sets_it() -> None:
+def test_a_wait_ends_when_another_thread_sets_the_stop() -> None:
     stop = Stop()
     threading.Thread(target=stop.set).start()
     assert stop.wait(20)
     stop.close()
 
 
-def test_it_stays_set_however_often_it_is_set() -> None:
+def test_a_stop_stays_set_however_often_it_is_set() -> None:
     stop = Stop()
     for _ in range(100_000):  # more than a pipe holds
         stop.set()
@@ -23,14 +23,14 @@ def test_it_stays_set_however_often_it_is_set() -> None:
     stop.close()
 
 
-def test_a_wait_that_nobody_ends_times_out() -> None:
+def test_a_wait_for_a_stop_times_out() -> None:
     stop = Stop()
     assert not stop.wait(0.01)
     stop.close()
 
 
-def test_a_signal_that_another_thread_receives_sets_it() -> None:
-    """The main thread then waits undisturbed, and Python would run no handler before it wakes."""
+def test_a_signal_received_by_another_thread_sets_the_stop() -> None:
+    """Such a signal does not interrupt the main thread's wait, and Python runs no handler before that thread wakes."""
     stop = Stop()
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     release = threading.Event()
@@ -49,7 +49,7 @@ def test_a_signal_that_another_thread_receives_sets_it() -> None:
         stop.close()
 
 
-def test_a_signal_sets_it_and_a_second_one_would_kill() -> None:
+def test_a_signal_sets_the_stop_and_a_second_one_would_kill_the_process() -> None:
     stop = Stop()
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:

@@ -1,4 +1,4 @@
-"""A thread that does one thing again and again."""
+"""A thread that repeats one task."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from waiting import until
 from service.process.ticking import Ticking
 
 
-def test_it_ticks_until_it_is_stopped() -> None:
+def test_the_task_is_repeated_until_the_stop() -> None:
     ticks: list[str] = []
     ticking = Ticking("clock", 0.001, lambda: ticks.append(threading.current_thread().name))
     assert ticks == []
@@ -24,7 +24,7 @@ def test_it_ticks_until_it_is_stopped() -> None:
     assert len(ticks) == seen
 
 
-def test_what_a_tick_raises_is_logged_and_the_next_one_comes(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_is_logged_and_the_task_is_repeated(caplog: pytest.LogCaptureFixture) -> None:
     ticks: list[int] = []
 
     def fail() -> None:
@@ -40,5 +40,5 @@ def test_what_a_tick_raises_is_logged_and_the_next_one_comes(caplog: pytest.LogC
     assert "out of order" in caplog.text
 
 
-def test_one_that_never_started_can_be_stopped() -> None:
+def test_a_thread_that_never_started_can_be_stopped() -> None:
     Ticking("clock", 1, lambda: None).stop()

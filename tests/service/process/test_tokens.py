@@ -23,7 +23,7 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("scheme", ["Bearer ", "bearer ", "BEARER   "])
-def test_a_token_is_good_for_its_scopes(path: Path, scheme: str) -> None:
+def test_a_token_has_its_scopes(path: Path, scheme: str) -> None:
     tokens = TokenFile(path)
     assert tokens.scopes(scheme + READER) == frozenset[Scope](["read"])
     assert tokens.scopes(scheme + ADMIN) == frozenset(SCOPES)
@@ -36,12 +36,12 @@ def test_a_token_is_good_for_its_scopes(path: Path, scheme: str) -> None:
         f"Bearer {READER}, Bearer {ADMIN}", "Bearer \udcff\u20ac", f"Bearer {READER} read",
     ],
 )  # fmt: skip
-def test_anything_else_is_nobody(path: Path, authorization: str) -> None:
+def test_any_other_header_has_no_scopes(path: Path, authorization: str) -> None:
     assert TokenFile(path).scopes(authorization) is None
 
 
 def test_every_token_is_compared_in_constant_time(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first of two tokens costs as many comparisons as the last, or as one that is not known."""
+    """The first of two tokens takes as many comparisons as the last, or as an unknown one."""
     tokens, compared = TokenFile(path), list[int]()
     real = hmac.compare_digest
 
@@ -73,21 +73,19 @@ def test_every_token_is_compared_in_constant_time(path: Path, monkeypatch: pytes
         ("a" * 2**21, "is over 1048576 bytes"),
     ],
 )
-def test_a_file_that_is_not_so_is_refused_without_repeating_what_it_holds(
-    path: Path, content: str, message: str
-) -> None:
+def test_an_invalid_file_is_rejected_without_quoting_its_tokens(path: Path, content: str, message: str) -> None:
     path.write_text(content)
     with pytest.raises(ConfigError, match=message) as refused:
         TokenFile(path)
     assert READER not in str(refused.value)
 
 
-def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_a_missing_file_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"token_file .*gone: cannot be read: No such file"):
         TokenFile(tmp_path / "gone")
 
 
-def test_a_file_that_every_user_can_read_is_warned_of(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_that_every_user_can_read_gets_a_warning(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     TokenFile(path)
     assert caplog.text == ""
     path.chmod(0o644)
@@ -95,7 +93,7 @@ def test_a_file_that_every_user_can_read_is_warned_of(path: Path, caplog: pytest
     assert "can be read by every user (mode 644); chmod o-r it" in caplog.text
 
 
-def test_a_change_is_obeyed_and_a_broken_one_is_not(
+def test_a_valid_change_takes_effect_and_a_broken_one_does_not(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(files, "LOOK_SECONDS", 0.0)
@@ -111,7 +109,7 @@ def test_a_change_is_obeyed_and_a_broken_one_is_not(
     assert "every request that needs a token is rejected" in caplog.text
 
 
-def test_no_token_is_kept_or_logged_in_clear(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_token_is_kept_or_logged_in_plain_text(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     tokens = TokenFile(path)
     tokens.scopes(f"Bearer {READER}")

@@ -12,8 +12,8 @@ from service.process.validity import name_of
 
 
 def signed(directory: Path, subject: str, names: str) -> Certificates:
-    """A certificate that signed itself, for ``names`` (of a subjectAltName), or none."""
-    Authority(directory)  # skips where there is no openssl
+    """Return a self-signed certificate for ``names`` (a subjectAltName), or without any."""
+    Authority(directory)  # skips the test if openssl is missing
     key, certificate = directory / "own.key", directory / "own.pem"
     extra = ["-addext", f"subjectAltName={names}"] if names else []
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
@@ -31,10 +31,10 @@ def signed(directory: Path, subject: str, names: str) -> Certificates:
         ("/CN=old", "DNS:*.models.example", "any.models.example"),
     ],
 )
-def test_a_name_that_a_client_may_ask_for(tmp_path: Path, subject: str, names: str, name: str) -> None:
+def test_the_name_is_one_that_a_client_may_use(tmp_path: Path, subject: str, names: str, name: str) -> None:
     assert name_of(signed(tmp_path, subject, names)) == name
 
 
-def test_a_certificate_for_nobody_is_refused(tmp_path: Path) -> None:
+def test_a_certificate_without_a_host_name_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="names no host"):
         name_of(signed(tmp_path, "/O=nobody", ""))

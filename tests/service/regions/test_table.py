@@ -1,4 +1,4 @@
-"""Registered shared memory: which files, which bytes of them, and that clients can do nothing to us with them."""
+"""Registered shared memory: which files, which of their bytes, and that clients cannot harm the server with them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Make = Callable[..., Path]
 
 @pytest.fixture
 def make() -> Iterator[Make]:
-    """Makes files in /dev/shm whose names begin as they may."""
+    """Yield a function that creates files in /dev/shm, with a name that may be registered."""
     made: list[Path] = []
 
     def file(name: str, size: int = 4096, content: bytes = b"") -> Path:
@@ -46,7 +46,7 @@ def region(path: Path, name: str = "r", offset: int = 0, byte_size: int = 4096) 
     return Region(name, f"/{path.name}", offset, byte_size)
 
 
-def test_what_a_client_wrote_is_read_and_what_is_written_a_client_reads(make: Make) -> None:
+def test_a_region_is_read_and_written_in_the_clients_file(make: Make) -> None:
     path, regions = make("both", content=bytes(range(256)) * 32), table()
     regions.register(region(path, offset=256, byte_size=4096))
     assert regions.lease("r", 16, 4).read() == bytes([16, 17, 18, 19])
@@ -72,20 +72,20 @@ def test_a_key_is_read_as_shm_open_reads_it(slash: str) -> None:
     ["", "/", ".", "..", "/..", "/../dev/null", "//{name}", "{name}/", "x/{name}", "../shm/{name}", "other",
      "{name}\0", "{name}\0x", "bf16kit-none", "bf16kit" + "x" * 300, "bf16kit\ud800"],
 )  # fmt: skip
-def test_a_key_that_names_no_file_of_ours_is_refused_and_tells_nothing_more(make: Make, key: str) -> None:
+def test_a_key_outside_the_allowed_files_is_rejected_without_details(make: Make, key: str) -> None:
     path = make("names")
     with pytest.raises(InvalidRequest, match="cannot be used: expected a plain file in /dev/shm"):
         table().register(Region("r", key.format(name=path.name), 0, 1))
 
 
-def test_a_file_whose_name_begins_otherwise_is_refused(make: Make) -> None:
+def test_a_file_without_the_prefix_is_rejected(make: Make) -> None:
     path = make("other")
     with pytest.raises(InvalidRequest, match="its name beginning with 'bf16kit-mine'"):
         table(prefix="bf16kit-mine").register(region(path))
     table(prefix="bf16kit-test").register(region(path))
 
 
-def test_an_empty_prefix_allows_every_name_but_no_way_out_of_the_directory(make: Make) -> None:
+def test_an_empty_prefix_allows_every_name_inside_the_directory_only(make: Make) -> None:
     regions = table(prefix="")
     for key in ("", "..", "../shm/x", "/."):
         with pytest.raises(InvalidRequest, match="cannot be used"):
@@ -93,7 +93,7 @@ def test_an_empty_prefix_allows_every_name_but_no_way_out_of_the_directory(make:
     regions.register(region(make("any")))
 
 
-def test_what_is_no_plain_file_with_one_name_is_refused_alike(tmp_path: Path) -> None:
+def test_anything_but_a_plain_file_with_one_name_gets_the_same_error(tmp_path: Path) -> None:
     (tmp_path / "bf16kit-target").write_bytes(bytes(64))
     (tmp_path / "bf16kit-link").symlink_to(tmp_path / "bf16kit-target")
     (tmp_path / "bf16kit-out").symlink_to("/etc/passwd")
@@ -123,7 +123,7 @@ def test_a_name_is_registered_once_until_it_is_unregistered(make: Make) -> None:
     regions.register(region(make("two")))
 
 
-def test_status_tells_what_was_registered_and_unregistering_what_is_not_there_is_no_error(make: Make) -> None:
+def test_status_lists_the_regions_and_unregistering_an_unknown_one_is_no_error(make: Make) -> None:
     regions, path = table(), make("file")
     second, first = region(path, "b", 8, 16), region(path, "a")
     for each in (second, first):
@@ -143,19 +143,19 @@ def test_status_tells_what_was_registered_and_unregistering_what_is_not_there_is
     ("offset", "byte_size"),
     [(0, 4097), (4096, 1), (4095, 2), (1 << 63, 1), (2**64 - 1, 1), (2**64 - 1, 2**64 - 1), (0, 2**64 - 1)],
 )
-def test_a_region_beyond_the_end_of_its_file_is_refused(make: Make, offset: int, byte_size: int) -> None:
+def test_a_region_beyond_the_end_of_its_file_is_rejected(make: Make, offset: int, byte_size: int) -> None:
     with pytest.raises(InvalidRequest, match=r"end beyond the 4096 bytes"):
         table(nbytes=1 << 62).register(region(make("short"), offset=offset, byte_size=byte_size))
 
 
 @pytest.mark.parametrize(("offset", "byte_size"), [(0, 0), (16, 0), (-1, 4), (0, -4)])
-def test_a_region_without_bytes_is_refused(make: Make, offset: int, byte_size: int) -> None:
+def test_a_region_without_bytes_is_rejected(make: Make, offset: int, byte_size: int) -> None:
     with pytest.raises(InvalidRequest, match="expected at least 1 byte, from offset 0 or more"):
         table().register(region(make("none"), offset=offset, byte_size=byte_size))
 
 
 @pytest.mark.parametrize("name", ["", "x" * 256])
-def test_a_region_needs_a_name_of_some_length(make: Make, name: str) -> None:
+def test_a_region_needs_a_name_of_1_to_255_characters(make: Make, name: str) -> None:
     with pytest.raises(InvalidRequest, match="needs a name of 1 to 255 characters"):
         table().register(region(make("nameless"), name))
 
@@ -163,14 +163,14 @@ def test_a_region_needs_a_name_of_some_length(make: Make, name: str) -> None:
 @pytest.mark.parametrize(
     ("offset", "byte_size"), [(0, 65), (64, 1), (63, 2), (-1, 2), (0, -1), (2**63 - 1, 2**63 - 1), (-(2**63), 64)]
 )
-def test_bytes_that_are_not_within_the_region_are_refused(make: Make, offset: int, byte_size: int) -> None:
+def test_bytes_that_are_not_within_the_region_are_rejected(make: Make, offset: int, byte_size: int) -> None:
     regions = table()
     regions.register(region(make("within"), byte_size=64))
     with pytest.raises(InvalidRequest, match="are not within shared memory region 'r' of 64 bytes"):
         regions.lease("r", offset, byte_size)
 
 
-def test_more_is_not_written_than_was_asked_for(make: Make) -> None:
+def test_no_more_is_written_than_the_lease_allows(make: Make) -> None:
     path, regions = make("little"), table()
     regions.register(region(path))
     with pytest.raises(InvalidRequest, match="8 bytes do not fit into the 4 from offset 16 of"):
@@ -178,12 +178,12 @@ def test_more_is_not_written_than_was_asked_for(make: Make) -> None:
     assert path.read_bytes() == bytes(4096)
 
 
-def test_a_region_that_nobody_registered_is_not_found() -> None:
+def test_a_region_that_was_not_registered_is_not_found() -> None:
     with pytest.raises(NotFound, match="unknown shared memory region 'r'; register it first"):
         table().lease("r", 0, 1)
 
 
-def test_regions_and_their_bytes_are_bounded(make: Make) -> None:
+def test_the_number_of_regions_and_their_bytes_are_limited(make: Make) -> None:
     path = make("bounded")
     few = table(regions=2)
     for name in "ab":
@@ -199,7 +199,7 @@ def test_regions_and_their_bytes_are_bounded(make: Make) -> None:
     small.register(region(path, "b"))
 
 
-def test_a_file_that_was_shrunk_is_refused_in_both_directions_and_never_grows(make: Make) -> None:
+def test_a_shrunk_file_is_neither_read_nor_written_and_never_grows(make: Make) -> None:
     path, regions = make("shrunk", 8192), table()
     regions.register(region(path, byte_size=8192))
     whole = regions.lease("r", 0, 8192)
@@ -212,9 +212,7 @@ def test_a_file_that_was_shrunk_is_refused_in_both_directions_and_never_grows(ma
         assert path.stat().st_size == size
 
 
-def test_a_file_that_is_shrunk_right_after_it_was_looked_at_does_not_grow_either(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_shrinks_right_after_the_check_does_not_grow(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     path, regions = make("late", 8192), table()
     regions.register(region(path, byte_size=8192))
     look = os.fstat
@@ -230,7 +228,7 @@ def test_a_file_that_is_shrunk_right_after_it_was_looked_at_does_not_grow_either
     assert path.read_bytes() == b"\1" * 4096, "what is left of it is written to"
 
 
-def test_a_slice_outlives_its_region_and_the_name_of_its_file(make: Make) -> None:
+def test_a_lease_outlives_its_region_and_the_name_of_its_file(make: Make) -> None:
     path, regions = make("gone", content=b"a" * 4096), table()
     regions.register(region(path))
     held = regions.lease("r", 0, 4)
@@ -244,7 +242,7 @@ def test_a_slice_outlives_its_region_and_the_name_of_its_file(make: Make) -> Non
 
 
 @pytest.mark.long
-def test_files_are_closed_and_unmapped_when_nobody_needs_them(make: Make) -> None:
+def test_files_are_closed_and_unmapped_when_no_longer_needed(make: Make) -> None:
     path, regions = make("open"), table()
 
     def opened() -> int:
@@ -270,12 +268,12 @@ def test_files_are_closed_and_unmapped_when_nobody_needs_them(make: Make) -> Non
 def _open_files() -> list[str]:
     found = []
     for descriptor in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+        with contextlib.suppress(FileNotFoundError):  # the descriptor of the listing itself
             found.append(str(descriptor.readlink()))
     return found
 
 
-def test_what_a_client_does_meanwhile_is_in_no_copy(make: Make) -> None:
+def test_a_copy_does_not_change_with_the_clients_file(make: Make) -> None:
     path, regions = make("copied", content=b"a" * 4096), table()
     regions.register(region(path))
     copy = regions.lease("r", 0, 4096).read()
@@ -283,7 +281,7 @@ def test_what_a_client_does_meanwhile_is_in_no_copy(make: Make) -> None:
     assert copy == b"a" * 4096
 
 
-def test_a_client_that_shrinks_its_file_all_the_time_harms_nobody(make: Make) -> None:
+def test_a_client_that_shrinks_its_file_repeatedly_causes_only_rejections(make: Make) -> None:
     size = 1 << 20
     path, regions = make("restless", size), table()
     regions.register(region(path, byte_size=size))
@@ -314,7 +312,7 @@ def test_a_client_that_shrinks_its_file_all_the_time_harms_nobody(make: Make) ->
     assert outcomes["refused"] > 0
 
 
-def test_another_process_adopts_the_file_that_was_registered_whatever_its_name_is_now(make: Make) -> None:
+def test_another_process_adopts_the_registered_file_even_if_it_was_renamed(make: Make) -> None:
     path, supervisor, worker = make("adopted", content=b"a" * 4096), table(), table()
     supervisor.register(region(path))
     path.unlink()

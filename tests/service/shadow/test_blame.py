@@ -1,4 +1,4 @@
-"""Who is to blame for the deaths of the process with all references."""
+"""Finding the reference that causes the deaths of the process with all references."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ M, N = ("m", 1), ("n", 1)
 
 
 class Rig:
-    """Starts the process, and lets it die."""
+    """Starts the process, and simulates its death."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -39,7 +39,7 @@ def rig() -> Rig:
     return Rig()
 
 
-def test_who_alone_was_at_work_twice_in_a_row_is_to_blame_and_then_all_begins_anew(rig: Rig) -> None:
+def test_a_reference_that_alone_ran_at_two_deaths_in_a_row_is_blamed_once(rig: Rig) -> None:
     assert not rig.one_by_one()
     assert rig.dies((M, "loading")) is None
     assert rig.one_by_one()
@@ -48,26 +48,28 @@ def test_who_alone_was_at_work_twice_in_a_row_is_to_blame_and_then_all_begins_an
     assert rig.dies((M, "loading")) is None
 
 
-def test_of_several_at_work_the_next_death_tells_whose_it_was(rig: Rig) -> None:
+def test_after_a_death_with_several_references_the_next_one_decides(rig: Rig) -> None:
     assert rig.dies((M, "loading"), (N, "running")) is None
     assert rig.dies((N, "running"), (M, "loading")) is None, "which does not happen one by one"
     assert rig.dies((N, "running")) == N
 
 
 @pytest.mark.parametrize("between", [(), ((N, "running"),)])
-def test_a_death_of_another_or_of_nobody_ends_the_row(rig: Rig, between: tuple[tuple[Key, Work], ...]) -> None:
+def test_a_death_with_another_or_no_reference_restarts_the_count(
+    rig: Rig, between: tuple[tuple[Key, Work], ...]
+) -> None:
     rig.dies((M, "running"))
     assert rig.dies(*between) is None
     assert rig.dies((M, "running")) is None
     assert rig.dies((M, "running")) == M
 
 
-def test_a_process_that_ran_for_long_begins_a_row_of_its_own(rig: Rig) -> None:
-    """One that is killed by hand now and then is to blame nobody for it."""
+def test_a_death_after_a_long_run_restarts_the_count(rig: Rig) -> None:
+    """No reference is blamed if the process is killed by hand now and then."""
     for _ in range(5):
         assert rig.dies((M, "running"), after=FORGIVEN_SECONDS) is None
     assert rig.dies((M, "running"), after=FORGIVEN_SECONDS - 1) == M
 
 
-def test_a_process_that_was_never_started_dies_of_nobody(rig: Rig) -> None:
+def test_no_reference_is_blamed_before_the_first_start(rig: Rig) -> None:
     assert rig.blame.died([M]) is None

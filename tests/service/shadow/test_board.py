@@ -1,4 +1,4 @@
-"""What the process with the references is at, as whoever leads it reads it."""
+"""The board: what the process with the references is doing, as its leader reads it."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def file() -> Iterator[int]:
     os.close(made)
 
 
-def test_what_a_process_was_at_when_it_died_is_read_by_another(file: int) -> None:
+def test_another_process_reads_what_a_dead_process_was_doing(file: int) -> None:
     done = subprocess.run([sys.executable, "-c", DYING, str(file)], pass_fds=[file], check=False)
     assert done.returncode == -signal.SIGKILL
     assert Board(file).read([M, N]) == {M: "running"}
 
 
-def test_what_has_ended_is_not_told(file: int) -> None:
+def test_finished_work_is_not_shown(file: int) -> None:
     board, reading = Board(file), Board(file)
     with board.at_work(M, "running"):
         with board.at_work(N, "loading"):
@@ -47,7 +47,7 @@ def test_what_has_ended_is_not_told(file: int) -> None:
     assert reading.read([M, N]) == {}
 
 
-def test_more_than_there_is_room_for_work_untold() -> None:
+def test_work_beyond_the_boards_room_runs_without_being_shown() -> None:
     board = Board()
     held = [board.at_work(f"model {number}", "running") for number in range(300)]
     for each in held:
@@ -58,7 +58,7 @@ def test_more_than_there_is_room_for_work_untold() -> None:
     assert board.read(f"model {number}" for number in range(300)) == {}
 
 
-def test_one_by_one_the_second_waits_for_the_first() -> None:
+def test_in_one_by_one_mode_the_second_waits_for_the_first() -> None:
     board, told = Board(one_by_one=True), threading.Event()
 
     def second() -> None:
@@ -74,6 +74,6 @@ def test_one_by_one_the_second_waits_for_the_first() -> None:
     thread.join()
 
 
-def test_nobody_can_take_memory_away_from_whoever_reads(file: int) -> None:
+def test_the_boards_file_cannot_be_truncated(file: int) -> None:
     with pytest.raises(OSError, match="not permitted"):
         os.ftruncate(file, 0)

@@ -1,4 +1,4 @@
-"""What a server of one process has counted, with the process that measures beside it."""
+"""The metrics of a server with one process, combined with those of the process that measures for it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def told(metrics: Metrics) -> Message:
     return Message({"metrics": [family.as_json() for family in metrics.snapshot("bf16kit_drift_")]})
 
 
-def test_both_are_shown_as_one_and_what_a_dead_process_counted_stays() -> None:
+def test_both_processes_are_shown_as_one_and_a_dead_ones_counts_stay() -> None:
     own, theirs = Metrics(), Metrics()
     mine, measured = own.add("m", 1), theirs.add("m", 1)
     for each in (mine, measured):

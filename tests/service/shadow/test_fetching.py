@@ -1,4 +1,4 @@
-"""Evidence out of the process that keeps it, over a real channel."""
+"""Fetching evidence from the process that keeps it, over a real channel."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Join = Callable[[Handler], Peer]
 
 @pytest.fixture
 def join() -> Iterator[Join]:
-    """A peer whose other side answers for evidence."""
+    """Yield a function that returns a peer whose other side handles requests for evidence."""
     peers: list[Peer] = []
 
     def connect(handler: Handler) -> Peer:
@@ -34,7 +34,7 @@ def join() -> Iterator[Join]:
         peer.close()
 
 
-def test_it_comes_whole_whatever_its_size(join: Join) -> None:
+def test_large_evidence_arrives_complete(join: Join) -> None:
     asked: list[tuple[str, int]] = []
 
     def evidence(model: str, version: int) -> bytes:
@@ -46,7 +46,7 @@ def test_it_comes_whole_whatever_its_size(join: Join) -> None:
     assert asked == [("m", 3)]
 
 
-def test_what_keeps_it_from_coming_is_told(join: Join, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_cause_of_missing_evidence_has_its_error(join: Join, monkeypatch: pytest.MonkeyPatch) -> None:
     def none(model: str, version: int) -> bytes:
         raise NotFound("no breach yet")
 

@@ -1,4 +1,4 @@
-"""Samples that are handed to the process with the references."""
+"""Handing samples over to the process with the references."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PLAN = Plan(1, Path("m/1"), Serving(), "stamp")
 
 
 class Observer:
-    """Keeps what it is told."""
+    """Records the reported outcomes."""
 
     def __init__(self) -> None:
         self.told: list[tuple[str, int]] = []
@@ -36,11 +36,11 @@ class Observer:
         self.told.append((outcome, samples))
 
     def drift(self, *seen: object) -> None:
-        """Nothing is measured here."""
+        """Ignore the drift: nothing is measured here."""
 
 
 class Leader:
-    """Asked to have samples measured: keeps what it was asked, and answers what it is told to."""
+    """Receives requests to measure samples: records them, and responds with ``answer``."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[Mapping[str, Any], list[Sample]]] = []
@@ -64,7 +64,7 @@ def hand(leader: Leader) -> Iterator[PlannedHand]:
     made.forget()
 
 
-def test_what_became_of_each_sample_is_counted_where_it_was_taken(hand: PlannedHand, leader: Leader) -> None:
+def test_each_samples_outcome_is_counted_by_its_own_observer(hand: PlannedHand, leader: Leader) -> None:
     observers = [Observer(), Observer(), Observer()]
     for observer in observers:
         hand.give(SAMPLE, observer)
@@ -73,7 +73,7 @@ def test_what_became_of_each_sample_is_counted_where_it_was_taken(hand: PlannedH
     assert [each.told for each in observers] == [[("measured", 2)], [("dropped", 2)], [("failed", 2)]]
 
 
-def test_samples_that_come_at_about_the_same_time_go_together(
+def test_samples_taken_at_about_the_same_time_are_sent_together(
     hand: PlannedHand, leader: Leader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("service.shadow.handing.TOGETHER_S", 0.5)
@@ -89,7 +89,7 @@ def test_samples_that_come_at_about_the_same_time_go_together(
     assert (body["model"], body["version"], body["nbytes"]) == ("m", 1, len(samples) * 64)
 
 
-def test_samples_that_their_process_died_with_are_counted_as_failed(hand: PlannedHand, leader: Leader) -> None:
+def test_samples_lost_with_their_process_are_counted_as_failed(hand: PlannedHand, leader: Leader) -> None:
     leader.answer.set_exception(Unavailable("the shadow of this server has ended"))
     observer = Observer()
     hand.give(SAMPLE, observer)
@@ -97,11 +97,9 @@ def test_samples_that_their_process_died_with_are_counted_as_failed(hand: Planne
     assert observer.told == [("failed", 2)]
 
 
-def test_samples_for_which_there_is_no_file_are_counted_as_failed_and_the_next_is_handed_on(
-    hand: PlannedHand, leader: Leader
-) -> None:
+def test_samples_without_a_file_count_as_failed_and_the_next_are_sent(hand: PlannedHand, leader: Leader) -> None:
     observer = Observer()
-    hand.give(SAMPLE, Observer())  # its thread has begun
+    hand.give(SAMPLE, Observer())  # starts the sending thread
     until(lambda: leader.asked)
     with no_more_files():
         hand.give(SAMPLE, observer)
@@ -111,7 +109,7 @@ def test_samples_for_which_there_is_no_file_are_counted_as_failed_and_the_next_i
     until(lambda: len(leader.asked) == 2)
 
 
-def test_what_still_waits_when_the_model_goes_is_dropped_and_so_is_what_comes_later(
+def test_samples_that_wait_or_arrive_after_an_unload_are_dropped(
     leader: Leader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gone: list[str] = []
@@ -125,8 +123,8 @@ def test_what_still_waits_when_the_model_goes_is_dropped_and_so_is_what_comes_la
     assert leader.asked == []
 
 
-def test_what_is_being_sent_when_the_model_goes_is_sent_before_it_is_gone() -> None:
-    """Or it would be taken for the first sample of a model that is there."""
+def test_an_unload_waits_for_samples_that_are_being_sent() -> None:
+    """Otherwise such a sample would be mistaken for the first one of a model that is served."""
     sending, go, forgot = threading.Event(), threading.Event(), threading.Event()
     seen: list[str] = []
 
@@ -152,7 +150,7 @@ def test_what_is_being_sent_when_the_model_goes_is_sent_before_it_is_gone() -> N
     assert seen == ["sent", "gone"]
 
 
-def test_whatever_fails_while_samples_are_handed_on_they_are_counted_and_the_next_go(
+def test_after_any_error_samples_count_as_failed_and_the_next_are_sent(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     errors: list[Exception] = [MemoryError(), ValueError("of ours"), OSError(24, "Too many open files")]
@@ -179,9 +177,7 @@ def test_whatever_fails_while_samples_are_handed_on_they_are_counted_and_the_nex
     ]
 
 
-def test_without_a_thread_samples_are_dropped_and_whoever_gives_them_goes_on(
-    leader: Leader, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_thread_samples_are_dropped_without_an_error(leader: Leader, monkeypatch: pytest.MonkeyPatch) -> None:
     def start(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 

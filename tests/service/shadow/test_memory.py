@@ -1,4 +1,4 @@
-"""What fp32 references may take of their process' memory."""
+"""Memory limits of fp32 references within their process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FEEDS = {"x": np.ones((1, 2), np.float32)}
 
 
 class Process:
-    """Takes as much memory as it is told to."""
+    """A process whose memory use the test sets."""
 
     def __init__(self) -> None:
         self.held = 1000
@@ -34,7 +34,7 @@ class Process:
 
 
 class Growing:
-    """A runtime that takes so many bytes when it is loaded, and more with each run; gives all of it back."""
+    """A runtime that takes ``taken`` bytes when loaded and ``more`` with each run, and frees all of it on close."""
 
     inputs = outputs = SPECS
     info = RuntimeInfo("onnxruntime", "cpu", "reference", "fp32", "fp32")
@@ -60,7 +60,7 @@ class Growing:
 
 
 class Nested(Growing):
-    """Has something else happen in this process while it runs, before it has taken what it takes."""
+    """A runtime that calls ``meanwhile`` during its run, before it takes its own memory."""
 
     def __init__(self, process: Process, meanwhile: Callable[[], object], more: int = 0) -> None:
         super().__init__(process, more=more)
@@ -95,14 +95,14 @@ def run(reference: BoundedReference) -> dict[str, Array]:
     return reference.run(FEEDS, ("x",), seconds=1.0)
 
 
-def test_one_that_takes_too_much_by_being_loaded_is_given_back(process: Process, load: Load) -> None:
+def test_a_reference_over_its_limit_after_loading_is_unloaded(process: Process, load: Load) -> None:
     assert load(100, taken=100).up
     with pytest.raises(ConfigError, match=r"uses 101 bytes .* over shadow.reference_memory_bytes 100, .* raise"):
         load(100, taken=101)
     assert process.held == 1100
 
 
-def test_one_that_grows_over_its_bound_is_given_back_after_that_run_and_the_log_says_so_once(
+def test_a_reference_that_grows_over_its_limit_is_unloaded_and_logged_once(
     process: Process, load: Load, caplog: pytest.LogCaptureFixture
 ) -> None:
     reference = load(100, taken=60, more=30)
@@ -119,7 +119,7 @@ def test_one_that_grows_over_its_bound_is_given_back_after_that_run_and_the_log_
     assert "shadow.reference_memory_bytes 100; drift of this model is not measured" in caplog.text
 
 
-def test_what_others_take_is_not_held_against_one(load: Load) -> None:
+def test_memory_of_other_references_does_not_count(load: Load) -> None:
     small, large = load(100, taken=90, more=5), load(1000, taken=500)
     ups = []
     for reference in (small, large, small, small):
@@ -128,8 +128,8 @@ def test_what_others_take_is_not_held_against_one(load: Load) -> None:
     assert ups == [(True, True), (True, True), (True, True), (False, True)]
 
 
-def test_what_was_freed_meanwhile_is_not_held_against_one(process: Process, load: Load) -> None:
-    """Runs were seen to take 120 bytes, but the process has not that much."""
+def test_memory_freed_meanwhile_does_not_count(process: Process, load: Load) -> None:
+    """The growth of all runs adds up to 120 bytes, but the process does not hold that much."""
     reference = load(100, taken=60, more=30)
     run(reference)
     process.held -= 40
@@ -138,7 +138,7 @@ def test_what_was_freed_meanwhile_is_not_held_against_one(process: Process, load
 
 
 @pytest.mark.parametrize("what", ["load", "run", "close"])
-def test_what_another_takes_or_gives_back_during_a_run_is_not_this_ones(what: str, process: Process) -> None:
+def test_what_another_reference_takes_or_frees_during_a_run_does_not_count(what: str, process: Process) -> None:
     memory = Memory(process)
     other = memory.load("other", 1000, lambda: Growing(process, taken=400, more=400))
 
@@ -151,14 +151,14 @@ def test_what_another_takes_or_gives_back_during_a_run_is_not_this_ones(what: st
             other.close()
 
     one = memory.load("one", 100, lambda: Nested(process, meanwhile))
-    one.taken = 90  # by earlier runs
+    one.taken = 90  # as if by earlier runs
     run(one)
     assert one.up
     assert one.taken == 90
 
 
-def test_what_one_run_beside_another_takes_is_neithers(process: Process) -> None:
-    """Not even of the one that began first and ended last, nor while a third is loaded all the while."""
+def test_growth_during_concurrent_runs_counts_for_neither_reference(process: Process) -> None:
+    """Nor for the run that began first and ended last, nor for a run while a third reference is loaded."""
     memory = Memory(process)
     inner = memory.load("inner", 100, lambda: Growing(process, more=400))
     outer = memory.load("outer", 100, lambda: Nested(process, lambda: run(inner)))
@@ -176,7 +176,7 @@ def test_what_one_run_beside_another_takes_is_neithers(process: Process) -> None
     assert not inner.up, "alone it is judged"
 
 
-def test_a_run_that_gives_back_what_another_took_takes_less_but_never_less_than_loading(process: Process) -> None:
+def test_memory_that_a_run_frees_is_subtracted_but_not_below_the_loaded_size(process: Process) -> None:
     memory = Memory(process)
     runtime = Growing(process)
 
@@ -193,7 +193,7 @@ def test_a_run_that_gives_back_what_another_took_takes_less_but_never_less_than_
 
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeFailure("ONNX Runtime failed: bad allocation")])
-def test_one_that_is_refused_memory_by_the_system_is_given_back(
+def test_a_reference_whose_allocation_fails_is_unloaded(
     error: Exception, load: Load, caplog: pytest.LogCaptureFixture
 ) -> None:
     reference = load(100, error=error)
@@ -203,21 +203,21 @@ def test_one_that_is_refused_memory_by_the_system_is_given_back(
     assert "a run exceeded the memory limit shared by all references" in caplog.text
 
 
-def test_one_that_fails_otherwise_stays(load: Load) -> None:
+def test_a_reference_that_fails_in_another_way_stays_loaded(load: Load) -> None:
     reference = load(100, error=RuntimeFailure("ONNX Runtime failed: dimensions"))
     with pytest.raises(RuntimeFailure):
         run(reference)
     assert reference.up
 
 
-def test_what_is_resident_is_what_this_process_takes() -> None:
+def test_resident_measures_the_memory_of_this_process() -> None:
     before = resident()
     taken = np.ones(50 << 20, np.uint8)
     assert 40 << 20 < resident() - before < 60 << 20
     del taken
 
 
-def test_a_reference_takes_less_than_the_bound_that_its_weights_give(tmp_path: Path) -> None:
+def test_a_reference_stays_within_the_default_limit_for_its_weights(tmp_path: Path) -> None:
     artifact = write_mlp(tmp_path / "mlp" / "1", width=512)
     weights = fp32_bytes(artifact.manifest)
     assert weights == 2 * 512 * 512 * 4
@@ -226,8 +226,8 @@ def test_a_reference_takes_less_than_the_bound_that_its_weights_give(tmp_path: P
     reference.close()
 
 
-def test_the_system_refuses_what_is_over_all_bounds_together() -> None:
-    """In a process of its own, whose limit stays."""
+def test_the_system_denies_memory_over_the_sum_of_all_limits() -> None:
+    """Tested in a separate process, because its limit stays in force."""
     program = """
 import numpy as np
 from service.shadow.memory import Memory
@@ -243,7 +243,7 @@ except MemoryError:
     assert resource.getrlimit(resource.RLIMIT_DATA)[0] == resource.RLIM_INFINITY, "here there is none"
 
 
-def test_in_a_container_a_reference_may_take_what_is_left_beside_requests() -> None:
+def test_the_default_limit_in_a_container_leaves_memory_for_requests() -> None:
     gib = 1 << 30
     assert default_bound(gib) == 3 * gib
     assert default_bound(gib, controlgroup.Memory(limit=64 * gib, left=60 * gib)) == 3 * gib

@@ -1,4 +1,4 @@
-"""Who gives fp32 answers, and that the board says when it is at work."""
+"""Opening an fp32 reference, and showing on the board when it runs or is loaded."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Reading:
         self.closed = True
 
 
-def test_while_it_runs_the_board_says_so() -> None:
+def test_the_board_shows_a_running_reference() -> None:
     board = Board()
     reading = Reading(board)
     reference = OnBoard(NAME, reading, board)
@@ -55,7 +55,7 @@ def test_while_it_runs_the_board_says_so() -> None:
     assert reading.closed
 
 
-def test_while_it_is_loaded_the_board_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_board_shows_a_reference_that_is_being_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_mlp(tmp_path / "m" / "1")
     board, seen = Board(), list[dict[str, str]]()
 
@@ -72,9 +72,7 @@ def test_while_it_is_loaded_the_board_says_so(tmp_path: Path, monkeypatch: pytes
     reference.close()
 
 
-def test_a_reference_that_the_container_has_no_room_for_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reference_without_room_in_the_container_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_mlp(tmp_path / "m" / "1")
     opened = open_artifact(tmp_path / "m" / "1", Serving())
     monkeypatch.setattr(controlgroup, "memory", lambda: controlgroup.Memory(limit=1 << 20, left=100))

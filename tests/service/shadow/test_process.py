@@ -1,4 +1,4 @@
-"""The process with the references as whoever leads it sees it, here while it does not run."""
+"""The process with the references as its leader sees it, here while the process does not run."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def file() -> Iterator[int]:
 
 @pytest.fixture
 def give(shadow: ShadowProcess, file: int) -> Give:
-    """Hands one sample on."""
+    """Return a function that hands one sample over."""
 
     def given(model: str = "m", wish: str = "w") -> Future[Body]:
         body = {"model": model, "version": 1, "wish": wish, "nbytes": 10, "samples": [{}]}
@@ -65,8 +65,10 @@ def open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def test_what_waits_for_the_process_is_dropped_when_its_model_goes(shadow: ShadowProcess, give: Give) -> None:
-    """It would have a model measured that is not served any more."""
+def test_samples_that_wait_for_the_process_are_dropped_when_their_model_is_unloaded(
+    shadow: ShadowProcess, give: Give
+) -> None:
+    """Otherwise a model would be measured that is no longer served."""
     opened = open_files()
     given = [give(), give("other"), give(wish="newer")]
     assert open_files() == opened + 3
@@ -80,7 +82,7 @@ def test_what_waits_for_the_process_is_dropped_when_its_model_goes(shadow: Shado
     assert [each.body["model"] for each in shadow._early] == ["other"]
 
 
-def test_a_model_that_goes_while_the_process_is_dead_leaves_no_reference_that_is_down(
+def test_a_model_unloaded_while_the_process_is_dead_is_not_shown_as_down(
     shadow: ShadowProcess, give: Give, counting: CountingBoth, served: list[tuple[str, int]]
 ) -> None:
     give()
@@ -98,11 +100,11 @@ def test_a_model_that_goes_while_the_process_is_dead_leaves_no_reference_that_is
     served.remove(("m", 1))
     shadow.forget("m", "w")
     assert up() == {"other": 0}
-    shadow._bury()  # again, before it has said anything
+    shadow._bury()  # again, before the process has reported anything
     assert up() == {"other": 0}
 
 
-def test_samples_for_which_no_file_is_left_take_no_room(shadow: ShadowProcess, give: Give) -> None:
+def test_samples_without_a_file_take_no_room(shadow: ShadowProcess, give: Give) -> None:
     with no_more_files():
         for _ in range(_MOST_SAMPLES + 1):
             with pytest.raises(OSError, match="Too many open files"):
@@ -111,15 +113,15 @@ def test_samples_for_which_no_file_is_left_take_no_room(shadow: ShadowProcess, g
     assert not give().done()
 
 
-def test_it_may_be_silent_for_longer_than_a_worker(shadow: ShadowProcess) -> None:
-    """It runs only when nobody else wants a processor."""
+def test_the_process_may_be_silent_for_longer_than_a_worker(shadow: ShadowProcess) -> None:
+    """The process runs only when no other process needs a processor."""
     assert shadow._child._silent_seconds >= 10 * SILENT_SECONDS
 
 
-def test_from_the_first_sample_on_a_reference_that_is_not_there_is_told_to_be_down(
+def test_a_missing_reference_is_reported_as_down_from_the_first_sample_on(
     give: Give, counting: CountingBoth, shadow: ShadowProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the process never starts: who waits for an alert waits for a number."""
+    """This also holds if the process never starts: an alert needs a value."""
 
     def refuse(*arguments: object, **options: object) -> None:
         raise OSError(12, "Cannot allocate memory")
@@ -133,7 +135,7 @@ def test_from_the_first_sample_on_a_reference_that_is_not_there_is_told_to_be_do
     assert [each.value for each in counting.samples([UP])] == [0.0]
 
 
-def test_what_the_process_does_not_tell_of_a_reference_that_is_to_be_there_is_that_it_is_down(
+def test_a_wanted_reference_that_the_process_does_not_report_is_down(
     shadow: ShadowProcess, give: Give, counting: CountingBoth
 ) -> None:
     give()
@@ -146,7 +148,7 @@ def test_what_the_process_does_not_tell_of_a_reference_that_is_to_be_there_is_th
 
 @pytest.fixture
 def wanted() -> set[str]:
-    """The wishes that several workers are to serve."""
+    """Return the wishes that several workers are to serve."""
     return {"w", "v"}
 
 
@@ -160,10 +162,10 @@ def several(tmp_path: Path, counting: CountingBoth, wanted: set[str]) -> Iterato
     process.close()
 
 
-def test_a_sample_that_comes_after_its_model_was_unloaded_does_not_bring_it_back(
+def test_a_sample_that_arrives_after_an_unload_does_not_load_the_model_again(
     several: ShadowProcess, wanted: set[str], counting: CountingBoth, served: list[tuple[str, int]], file: int
 ) -> None:
-    """Of a worker that was killed while it answered, say: what it had sent is read to its end."""
+    """Such a sample may come from a worker that was killed: everything it had sent is still read."""
 
     def give(wish: str, version: int) -> Future[Body]:
         body = {"model": "m", "version": version, "wish": wish, "nbytes": 10, "samples": [{}]}
@@ -181,11 +183,11 @@ def test_a_sample_that_comes_after_its_model_was_unloaded_does_not_bring_it_back
     assert [each.labels["version"] for each in counting.samples([UP])] == ["2"]
 
 
-def test_a_reference_that_ends_the_process_twice_in_a_row_stays_off_until_its_model_is_loaded_anew(
+def test_a_reference_that_ends_the_process_twice_stays_off_until_a_reload(
     shadow: ShadowProcess, give: Give, counting: CountingBoth, caplog: pytest.LogCaptureFixture
 ) -> None:
     def dies(label: str) -> None:
-        """As the process does, with this reference at work."""
+        """Simulate the death of the process while it loads this reference."""
         board = Board(file := shadow._blame.begin())
         os.close(file)
         with board.at_work(label, "loading"):
@@ -207,8 +209,8 @@ def test_a_reference_that_ends_the_process_twice_in_a_row_stays_off_until_its_mo
     assert (newer.done(), shadow.why_off("m", 1)) == (False, "")
 
 
-def test_what_the_process_tells_is_not_taken_back_by_what_is_told_in_its_place(tmp_path: Path, file: int) -> None:
-    """Or what it has counted would be taken for a beginning anew, and be counted twice."""
+def test_the_leaders_own_report_does_not_overwrite_a_later_one_of_the_process(tmp_path: Path, file: int) -> None:
+    """Otherwise the process's counts would be mistaken for those after a restart, and counted twice."""
     heard: list[int] = []
     theirs = Metrics()
     theirs.add("m", 1).reference_up(True)
@@ -218,7 +220,7 @@ def test_what_the_process_tells_is_not_taken_back_by_what_is_told_in_its_place(t
     def receive(message: Message) -> None:
         if telling.ident is None:
             telling.start()
-            telling.join(0.1)  # it begins to talk just now, and waits
+            telling.join(0.1)  # the process's report begins just now, and waits
         heard.append(len(message.body["metrics"]))
 
     process = ShadowProcess(ServerConfig(repository=tmp_path), receive, lambda: None)

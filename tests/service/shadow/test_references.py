@@ -23,7 +23,7 @@ print(*found[0])
 """
 
 
-def test_what_became_of_samples_is_told_in_their_order_when_the_last_is_known() -> None:
+def test_outcomes_are_returned_in_order_once_all_are_known() -> None:
     outcomes = Outcomes(3)
     outcomes.told(2, "measured")
     outcomes.told(0, "dropped")
@@ -33,7 +33,7 @@ def test_what_became_of_samples_is_told_in_their_order_when_the_last_is_known() 
 
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="Linux has it")
-def test_the_process_and_its_threads_run_when_nobody_else_wants_the_processor() -> None:
+def test_the_process_and_its_threads_have_idle_priority() -> None:
     done = subprocess.run([sys.executable, "-c", PRIORITY], capture_output=True, text=True, check=True)
     scheduler, nice = map(int, done.stdout.split())
     assert scheduler == os.SCHED_IDLE

@@ -81,7 +81,7 @@ def run(reference: RemoteReference) -> dict[str, Array]:
 
 @contextmanager
 def typed(answers: Mapping[str, Callable[[Any], Any]]) -> Iterator[str]:
-    """A server that answers as it is told to, RPC by RPC."""
+    """Yield the address of a server that answers each RPC with the function in ``answers``."""
 
     def handler(name: str) -> Any:
         rpc = _RPCS.methods_by_name[name]
@@ -117,7 +117,7 @@ def metadata(request: Any) -> pb.ModelMetadataResponse:
     return told
 
 
-def test_it_answers_what_the_other_server_answers(connect: Connect, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_reference_returns_the_other_servers_outputs(connect: Connect, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     with serving(LoopbackModel(run=lambda feeds: {"y": 2 * feeds["x"]})) as served:
         reference = connect(served.address)
@@ -126,7 +126,7 @@ def test_it_answers_what_the_other_server_answers(connect: Connect, caplog: pyte
     assert f"m: live drift on: grpc://{served.address}/echo answers after" in caplog.text
 
 
-def test_a_server_may_answer_in_typed_contents(connect: Connect) -> None:
+def test_the_other_server_may_return_typed_contents(connect: Connect) -> None:
     def infer(request: pb.ModelInferRequest) -> pb.ModelInferResponse:
         told = pb.ModelInferResponse()
         told.outputs.add(name="y", datatype="FP32", shape=[2, 3]).contents.fp32_contents.extend(range(6))
@@ -145,7 +145,7 @@ def test_a_server_may_answer_in_typed_contents(connect: Connect) -> None:
         ("", [], 0, "did not return output 'y'"),
     ],
 )
-def test_an_answer_that_is_none_is_a_failure_of_the_sample(
+def test_an_invalid_response_fails_the_sample(
     datatype: str, shape: list[int], raw: int, says: str, connect: Connect
 ) -> None:
     def infer(request: pb.ModelInferRequest) -> pb.ModelInferResponse:
@@ -173,7 +173,7 @@ def test_an_answer_that_is_none_is_a_failure_of_the_sample(
         ((), (Y,), "it has an input 'x', which this model does not have"),
     ],
 )
-def test_another_model_is_no_reference_and_the_log_says_why(
+def test_a_model_with_other_tensors_is_not_used_and_the_reason_is_logged(
     inputs: tuple[TensorSpec, ...],
     outputs: tuple[TensorSpec, ...],
     says: str,
@@ -189,7 +189,7 @@ def test_another_model_is_no_reference_and_the_log_says_why(
     assert re.search(says, caplog.text)
 
 
-def test_while_it_is_away_samples_fail_at_once_and_it_is_asked_again_less_often_each_time(
+def test_while_the_server_is_away_samples_fail_at_once_and_retries_become_rarer(
     connect: Connect, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     with serving(LoopbackModel()) as served:
@@ -213,7 +213,7 @@ def test_while_it_is_away_samples_fail_at_once_and_it_is_asked_again_less_often_
         assert reference.up
 
 
-def test_a_sample_that_the_other_server_refuses_says_nothing_of_what_was_in_it(connect: Connect) -> None:
+def test_the_error_for_a_rejected_sample_does_not_contain_its_data(connect: Connect) -> None:
     def refuse(feeds: Mapping[str, Array]) -> dict[str, Array]:
         raise InvalidRequest(f"x must not be {feeds['x']}")
 
@@ -226,7 +226,7 @@ def test_a_sample_that_the_other_server_refuses_says_nothing_of_what_was_in_it(c
 
 
 @pytest.mark.parametrize("code", [grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.UNAVAILABLE])
-def test_what_the_other_server_says_of_a_sample_that_fails_is_not_logged(
+def test_the_other_servers_error_text_is_not_logged(
     code: grpc.StatusCode, connect: Connect, caplog: pytest.LogCaptureFixture
 ) -> None:
     def infer(request: pb.ModelInferRequest) -> pb.ModelInferResponse:
@@ -241,16 +241,16 @@ def test_what_the_other_server_says_of_a_sample_that_fails_is_not_logged(
     assert "4711" not in caplog.text + str(failed.value)
 
 
-def test_no_proxy_of_the_environment_is_asked(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proxies_of_the_environment_are_not_used(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("no_proxy", "NO_PROXY", "no_grpc_proxy"):
         monkeypatch.delenv(name, raising=False)
     for name in ("http_proxy", "https_proxy", "grpc_proxy"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")  # where nothing answers
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # where no server listens
     with serving(LoopbackModel()) as served:
         assert connect(served.address).up
 
 
-def test_samples_may_be_larger_than_a_channel_can_be_told(clock: Clock) -> None:
+def test_a_size_limit_beyond_the_largest_channel_option_is_accepted(clock: Clock) -> None:
     with serving(LoopbackModel()) as served:
         reference = RemoteReference("m", Remote(served.address, "echo", ""), (X,), (Y,), 2**31, clock=clock)
         try:
@@ -260,8 +260,8 @@ def test_samples_may_be_larger_than_a_channel_can_be_told(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("host", ["unix", "vsock", "ipv4"])
-def test_a_host_that_is_called_as_a_scheme_of_grpc_is_a_host(connect: Connect, host: str) -> None:
-    """Or a file of this machine could be the reference."""
+def test_a_host_named_like_a_grpc_scheme_is_resolved_as_a_host(connect: Connect, host: str) -> None:
+    """Otherwise a file of this machine could be used as the reference."""
     reference = connect(f"{host}:1")
     target = reference._channel._channel.target().decode()  # type: ignore[union-attr]  # of what the stubs show
     assert target == f"dns:///{host}:1"
@@ -269,14 +269,14 @@ def test_a_host_that_is_called_as_a_scheme_of_grpc_is_a_host(connect: Connect, h
 
 
 class TestTls:
-    """``grpcs://``: rows of live requests go to whom the authority certifies, and to nobody else."""
+    """``grpcs://``: rows of live requests are sent only to servers that the authority certifies."""
 
     @pytest.fixture
     def proving(self, pair: Pair) -> CertificateFiles:
         return CertificateFiles(pair.certificate, pair.key)
 
     @pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])
-    def test_a_server_that_the_authority_certifies_answers(
+    def test_a_server_that_the_authority_certifies_is_used(
         self,
         connect: Connect,
         authority: Authority,
@@ -290,10 +290,10 @@ class TestTls:
             np.testing.assert_array_equal(run(reference)["y"], FEEDS["x"])
         assert f"m: live drift on: grpcs://{host}:{served.port}/echo answers after" in caplog.text
 
-    def test_a_stranger_is_sent_nothing(
+    def test_a_server_that_is_not_certified_gets_no_samples(
         self, connect: Connect, tmp_path: Path, proving: CertificateFiles, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """Certified by another authority; by none that everybody knows; for another name; or speaking plain text."""
+        """Its certificate is from another authority, not from a public one, or for another name, or it uses no TLS."""
         other = Authority(tmp_path, "other")
         named = other.sign("named", names="DNS:elsewhere.example")
         for certificates, authority in (
@@ -310,13 +310,11 @@ class TestTls:
             assert echo.calls == 0
         assert caplog.text.count("cannot serve as the fp32 reference: UNAVAILABLE") == 4
 
-    def test_a_server_that_speaks_tls_is_not_asked_in_plain_text(
-        self, connect: Connect, proving: CertificateFiles
-    ) -> None:
+    def test_a_tls_server_is_not_used_over_plain_text(self, connect: Connect, proving: CertificateFiles) -> None:
         with serving(LoopbackModel(), certificates=proving) as served:
             assert not connect(f"127.0.0.1:{served.port}").up
 
-    def test_another_authority_is_trusted_from_the_next_look_on(
+    def test_a_replaced_authority_is_trusted_from_the_next_attempt_on(
         self,
         connect: Connect,
         authority: Authority,
@@ -325,7 +323,7 @@ class TestTls:
         clock: Clock,
         caplog: pytest.LogCaptureFixture,
     ) -> None:
-        """And while its file is not there, nobody is."""
+        """While the authority's file is missing, no server is trusted."""
         trusted = tmp_path / "ca.pem"
         trusted.write_bytes(Authority(tmp_path, "old").certificate.read_bytes())
         with serving(LoopbackModel(), certificates=proving) as served:

@@ -1,4 +1,4 @@
-"""Samples on their way to another process."""
+"""Samples packed for another process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SAMPLE = Sample(
 )
 
 
-def test_a_sample_is_the_same_after_its_journey() -> None:
+def test_a_sample_is_unchanged_by_packing_and_unpacking() -> None:
     other = Sample({"x": np.ones(1)}, {"y": np.zeros(1)}, rows=1, nbytes=1)
     told, file = pack([other, SAMPLE])
     first, found = unpack(json.loads(json.dumps(told)), file)
@@ -54,7 +54,7 @@ def _text(element: str | bytes) -> bytes:
     return element if isinstance(element, bytes) else element.encode()
 
 
-def test_the_file_cannot_be_changed_under_its_reader() -> None:
+def test_the_file_cannot_be_changed_while_it_is_read() -> None:
     _, file = pack([SAMPLE])
     with pytest.raises(PermissionError):
         os.truncate(file, 0)
@@ -64,7 +64,7 @@ def test_the_file_cannot_be_changed_under_its_reader() -> None:
     os.close(file)
 
 
-def test_a_file_that_is_not_as_described_is_refused() -> None:
+def test_a_file_that_does_not_match_its_description_is_rejected() -> None:
     told, file = pack([SAMPLE])
     told["samples"][0]["tensors"].pop()
     with pytest.raises(ValueError, match="are described as"):

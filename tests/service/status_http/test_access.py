@@ -1,4 +1,4 @@
-"""Who sees what: probes are everybody's; the rest asks for tokens and certificates where they are configured."""
+"""Access to the HTTP pages: probes are open; the other pages need the configured tokens and certificates."""
 
 from __future__ import annotations
 
@@ -81,11 +81,13 @@ def test_with_a_token_file_everything_but_the_probes_needs_the_scope_read(serve:
     assert get(server, "/metrics", Authorization=f"Bearer {READER}x")[0] == 401
     code, headers, body = get(server, "/metrics", Authorization=f"Bearer {WRITER}")
     assert (code, body) == (403, "this token lacks the scope 'read'\n")
-    assert get(server, "/no/such/page")[0] == 401  # which pages there are is no stranger's business
+    assert get(server, "/no/such/page")[0] == 401  # without a token, a client must not learn which pages exist
     assert heard == ["unauthenticated", "unauthenticated", "forbidden", "unauthenticated"]
 
 
-def test_no_token_is_repeated_to_anybody(serve: Serve, tokens: TokenFile, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_token_appears_in_a_response_or_in_the_log(
+    serve: Serve, tokens: TokenFile, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("DEBUG")
     server = serve(access=Access(tokens))
     for token in (READER, WRITER, "stranger-0123456789"):
@@ -93,14 +95,12 @@ def test_no_token_is_repeated_to_anybody(serve: Serve, tokens: TokenFile, caplog
         assert token not in f"{headers}{body}{caplog.text}"
 
 
-def test_over_tls_a_client_that_trusts_the_authority_is_answered(
-    serve: Serve, authority: Authority, pair: Pair
-) -> None:
+def test_a_client_that_trusts_the_authority_is_served_over_tls(serve: Serve, authority: Authority, pair: Pair) -> None:
     server = serve(certificates=CertificateFiles(pair.certificate, pair.key))
     assert get(server, "/metrics", trusting(authority))[::2] == (200, "metrics\n")
 
 
-def test_tls_before_1_2_and_plain_text_are_not_spoken(serve: Serve, authority: Authority, pair: Pair) -> None:
+def test_tls_before_1_2_and_plain_text_are_rejected(serve: Serve, authority: Authority, pair: Pair) -> None:
     server = serve(certificates=CertificateFiles(pair.certificate, pair.key))
     old = trusting(authority)
     old.set_ciphers("ALL:@SECLEVEL=0")
@@ -113,7 +113,7 @@ def test_tls_before_1_2_and_plain_text_are_not_spoken(serve: Serve, authority: A
     assert get(server, "/livez", trusting(authority))[0] == 200
 
 
-def test_where_clients_certificates_are_asked_for_only_the_probes_do_without(
+def test_where_client_certificates_are_required_only_probes_work_without(
     serve: Serve, authority: Authority, pair: Pair, tmp_path: Path
 ) -> None:
     certificates = CertificateFiles(pair.certificate, pair.key, authority.certificate)
@@ -152,15 +152,13 @@ def test_a_renewed_certificate_is_used_for_new_connections(
     assert shown() == second
 
 
-def test_a_handshake_that_never_ends_has_no_more_time_than_a_request(
-    serve: Serve, authority: Authority, pair: Pair
-) -> None:
+def test_a_tls_handshake_has_the_timeout_of_a_request(serve: Serve, authority: Authority, pair: Pair) -> None:
     server = serve(
         certificates=CertificateFiles(pair.certificate, pair.key),
         limits=Limits(connections=8, request_seconds=0.5),
     )
     silent = [socket.create_connection(("127.0.0.1", server.port), timeout=30) for _ in range(20)]
-    assert get(server, "/livez", trusting(authority))[0] == 200  # though eight are all there may be
+    assert get(server, "/livez", trusting(authority))[0] == 200  # although at most eight connections may be open
     for peer in silent:
         with contextlib.suppress(ConnectionResetError):
             assert peer.recv(1) == b""
@@ -175,10 +173,10 @@ ELSEWHERE = [
 
 
 @pytest.mark.parametrize(("host", "answered"), [*((each, 200) for each in HERE), *((each, 403) for each in ELSEWHERE)])
-def test_without_tokens_what_is_to_be_managed_is_for_who_asks_for_this_machine(
+def test_without_tokens_a_manage_page_is_served_only_for_hosts_of_this_machine(
     serve: Serve, host: str, answered: int
 ) -> None:
-    """A browser says by which name it asks. That of a page from elsewhere may resolve to this machine by now."""
+    """A browser sends the host name of the address it requests, and another site's name may resolve to this machine."""
     heard: list[str] = []
     server = serve(access=Access(host="its.name"), refused=heard.append)
     code, _, body = get(server, "/evidence", Host=host)
@@ -189,10 +187,10 @@ def test_without_tokens_what_is_to_be_managed_is_for_who_asks_for_this_machine(
     assert get(server, "/metrics", Host=host)[0] == 200, "which holds nothing that a client sent"
 
 
-def test_whoever_shows_a_token_or_a_certificate_may_ask_by_any_name(
+def test_a_client_with_a_token_or_a_certificate_may_use_any_host_name(
     serve: Serve, tokens: TokenFile, authority: Authority, pair: Pair
 ) -> None:
-    """No page from elsewhere has either."""
+    """A page of another site has neither."""
     server = serve(access=Access(tokens))
     assert get(server, "/evidence", Authorization=f"Bearer {WRITER}", Host="proxy.example")[0] == 200
     certificates = CertificateFiles(pair.certificate, pair.key, authority.certificate)

@@ -19,7 +19,7 @@ from service.status_http import amounts
         (2e9, "2 G"),
     ],
 )
-def test_numbers_have_three_digits_that_count(value: float | None, words: str) -> None:
+def test_numbers_have_three_significant_digits(value: float | None, words: str) -> None:
     assert amounts.number(value) == words.replace(" ", "\u00a0")
 
 

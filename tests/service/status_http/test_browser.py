@@ -37,7 +37,7 @@ DRAWN = """
 })()
 """
 
-# Tables and lists that are wider than the card or the column they stand in, less its padding.
+# Tables and lists that are wider than the card or column that holds them, less its padding.
 SPILLING = """
 [...document.querySelectorAll("section table, section dl")].filter(part => {
   const around = part.parentElement, room = parseFloat(getComputedStyle(around).paddingRight);
@@ -47,7 +47,7 @@ SPILLING = """
 
 
 class Shown:
-    """An HTTP port whose page is of the view that is set."""
+    """An HTTP port that serves the page of :attr:`view`."""
 
     def __init__(self) -> None:
         self.view: ServerView = statusviews.everything()
@@ -87,7 +87,7 @@ def unfold(chromium: Browser) -> None:
 
 @pytest.mark.parametrize("width", [NARROWEST, PHONE, TABLET, BETWEEN, DESK])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_loads_alone_fits_the_window_and_can_be_read(
+def test_the_page_loads_nothing_else_fits_the_window_and_has_enough_contrast(
     chromium: Browser, shown: Shown, scheme: Literal["light", "dark"], width: int
 ) -> None:
     chromium.look(scheme, width)
@@ -105,7 +105,7 @@ def test_it_loads_alone_fits_the_window_and_can_be_read(
     assert (sum(int(part) for part in background[4:-1].split(",")) < 3 * 128) == (scheme == "dark")
 
 
-def test_a_screen_reader_hears_landmarks_headings_and_the_numbers_of_pictures(chromium: Browser, shown: Shown) -> None:
+def test_a_screen_reader_gets_landmarks_headings_and_the_values_of_charts(chromium: Browser, shown: Shown) -> None:
     chromium.look("light", DESK)
     chromium.open(shown.address)
     heard = chromium.heard()
@@ -139,7 +139,7 @@ def test_headings_skip_no_level_and_tables_name_rows_and_columns(chromium: Brows
     assert chromium.evaluate(ends)
 
 
-def test_a_keyboard_reaches_everything_in_order_and_sees_where_it_is(chromium: Browser, shown: Shown) -> None:
+def test_the_keyboard_reaches_every_link_in_order_with_visible_focus(chromium: Browser, shown: Shown) -> None:
     chromium.look("light", DESK)
     chromium.open(shown.address)
     wanted = chromium.evaluate("[...document.querySelectorAll('a[href], summary')].map(e => e.textContent)")
@@ -155,7 +155,7 @@ def test_a_keyboard_reaches_everything_in_order_and_sees_where_it_is(chromium: B
     assert reached[0] == "Skip to content"
 
 
-def test_the_skip_link_skips_and_enter_unfolds(chromium: Browser, shown: Shown) -> None:
+def test_the_skip_link_works_and_enter_opens_a_section(chromium: Browser, shown: Shown) -> None:
     chromium.open(shown.address)
     chromium.press("Tab")
     chromium.press("Enter")
@@ -167,7 +167,7 @@ def test_the_skip_link_skips_and_enter_unfolds(chromium: Browser, shown: Shown) 
 
 
 @pytest.mark.parametrize(("motion", "scrolling"), [("reduce", "auto"), ("no-preference", "smooth")])
-def test_nothing_moves_for_readers_who_want_no_motion(
+def test_scrolling_is_smooth_only_without_a_preference_for_reduced_motion(
     chromium: Browser, shown: Shown, motion: str, scrolling: str
 ) -> None:
     chromium.look("light", DESK)
@@ -177,7 +177,7 @@ def test_nothing_moves_for_readers_who_want_no_motion(
     assert chromium.evaluate("document.getAnimations().length") == 0
 
 
-def test_a_line_lies_within_its_picture_and_rises_with_its_values(chromium: Browser, shown: Shown) -> None:
+def test_a_chart_line_stays_within_its_chart_and_rises_with_its_values(chromium: Browser, shown: Shown) -> None:
     chromium.look("light", DESK)
     chromium.open(shown.address)
     inside = """[...document.querySelectorAll('svg.spark')].every(svg => {
@@ -191,7 +191,7 @@ def test_a_line_lies_within_its_picture_and_rises_with_its_values(chromium: Brow
     assert chromium.evaluate(over.replace("m1", "m0")) > chromium.evaluate(limit.replace("m1", "m0"))
 
 
-def test_hostile_and_endless_names_break_nothing(chromium: Browser, shown: Shown) -> None:
+def test_hostile_and_very_long_names_do_not_break_the_page(chromium: Browser, shown: Shown) -> None:
     specs = running(inputs=(HOSTILE,), outputs=(HOSTILE,), choice=HOSTILE, golden=HOSTILE, device=HOSTILE, note=HOSTILE)
     seen = recent(output=HOSTILE, ratio=1e9)
     models = [ModelView(HOSTILE, 1, "ready", "", specs, seen), ModelView(HOSTILE, 2, "unavailable", HOSTILE)]
@@ -205,7 +205,7 @@ def test_hostile_and_endless_names_break_nothing(chromium: Browser, shown: Shown
     assert chromium.evaluate("document.documentElement.scrollWidth") == PHONE
 
 
-def test_a_script_that_got_in_all_the_same_would_not_run(chromium: Browser, shown: Shown, tmp_path: Path) -> None:
+def test_an_injected_script_does_not_run(chromium: Browser, shown: Shown, tmp_path: Path) -> None:
     page = Page(HTTPStatus.OK, "text/html", b"<title>calm</title><script>document.title = 'obeyed'</script>")
     http = HttpServer("127.0.0.1", 0, {"/": Route(lambda _: page)})
     http.start()
@@ -217,6 +217,6 @@ def test_a_script_that_got_in_all_the_same_would_not_run(chromium: Browser, show
     assert chromium.evaluate("document.title") == "calm"
 
 
-def test_it_prints(chromium: Browser, shown: Shown) -> None:
+def test_the_page_can_be_printed_as_pdf(chromium: Browser, shown: Shown) -> None:
     chromium.open(shown.address)
     assert chromium.pdf().startswith(b"%PDF")

@@ -1,4 +1,4 @@
-"""What one connection may do, over a raw socket: every byte that is sent and received is in the test."""
+"""HTTP over a raw socket: what one connection may do, with every byte sent and received in the test."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PAGES = {
 
 
 class Heard(list[str]):
-    """The reasons of refusals."""
+    """The recorded reasons of rejections."""
 
 
 @contextmanager
@@ -45,7 +45,7 @@ def connect(server: HttpServer) -> socket.socket:
 
 
 def everything(peer: socket.socket) -> str:
-    """What comes until the server hangs up."""
+    """Return what the server sends until it closes the connection."""
     received = []
     with contextlib.suppress(ConnectionResetError):
         while more := peer.recv(1 << 16):
@@ -54,7 +54,7 @@ def everything(peer: socket.socket) -> str:
 
 
 def exchange(peer: socket.socket) -> str:
-    """The answer to a probe, on a connection that stays open."""
+    """Return the response to a probe, on a connection that stays open."""
     peer.sendall(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
     received = b""
     while not received.endswith(b"live\n"):
@@ -72,27 +72,27 @@ def status(answer: str) -> int:
     return int(answer.split()[1])
 
 
-def test_requests_in_one_packet_are_answered_in_turn() -> None:
+def test_requests_in_one_packet_are_answered_in_order() -> None:
     answer, _ = ask(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n" * 50 + b"GET /no HTTP/1.1\r\nHost: x\r\n\r\n")
     assert re.findall(r"HTTP/1.1 (\d+)", answer) == ["200"] * 50 + ["404"]
 
 
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
-def test_a_client_that_wants_to_part_is_answered_first(version: str) -> None:
+def test_a_request_with_connection_close_gets_its_response_first(version: str) -> None:
     answer, _ = ask(f"GET /livez HTTP/{version}\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
     assert status(answer) == 200
     assert answer.endswith("\r\n\r\nlive\n")
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "TRACE", "PATCH", "FROB"])
-def test_what_is_neither_get_nor_head_is_405_and_the_connection_ends(method: str) -> None:
+def test_a_method_other_than_get_or_head_is_405_and_ends_the_connection(method: str) -> None:
     answer, heard = ask(f"{method} /livez HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n".encode() + b"x" * 9999)
     assert status(answer) == 405
     assert "Allow: GET, HEAD\r\n" in answer
     assert heard == ["http_malformed"]
 
 
-def test_a_get_with_a_body_is_answered_and_its_body_is_not_read() -> None:
+def test_a_get_with_a_body_gets_a_response_and_its_body_is_not_read() -> None:
     answer, _ = ask(b"GET /livez HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\nGET / HTTP/1.1")
     assert re.findall(r"HTTP/1.1 (\d+)", answer) == ["200"]
     assert "Connection: close" in answer
@@ -112,11 +112,11 @@ def test_a_get_with_a_body_is_answered_and_its_body_is_not_read() -> None:
         (b"GET http://elsewhere/livez?q HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", 200),
     ],
 )
-def test_each_kind_of_nonsense_has_its_status(request_: bytes, expected: int) -> None:
+def test_each_kind_of_malformed_request_has_its_status(request_: bytes, expected: int) -> None:
     assert status(ask(request_)[0]) == expected
 
 
-def test_headers_that_are_too_large_are_431_even_while_they_still_come() -> None:
+def test_too_large_headers_are_431_before_they_are_complete() -> None:
     answer, heard = ask(b"GET /livez HTTP/1.1\r\nHost: x\r\n" + b"X-Large: " + b"a" * (256 << 10))
     assert (status(answer), heard) == (431, ["http_malformed"])
 
@@ -126,20 +126,20 @@ def test_too_many_headers_are_431() -> None:
     assert status(ask(b"GET /livez HTTP/1.1\r\nHost: x\r\n" + many + b"\r\n")[0]) == 431
 
 
-def test_half_a_request_is_408_and_silence_is_just_closed() -> None:
+def test_an_incomplete_request_is_408_and_a_silent_connection_is_closed() -> None:
     answer, heard = ask(b"GET /livez HTTP/1.1\r\nHost: x\r\n")
     assert (status(answer), heard) == (408, ["http_timeout"])
     assert ask(b"") == ("", [])
 
 
-def test_a_connection_that_is_idle_after_an_answer_is_closed() -> None:
+def test_a_connection_that_is_idle_after_a_response_is_closed() -> None:
     answer, heard = ask(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
     assert re.findall(r"HTTP/1.1 (\d+)", answer) == ["200"]
     assert heard == []
 
 
-def test_a_byte_now_and_then_does_not_keep_a_connection() -> None:
-    """The time runs from the connection to the whole request, whatever comes between."""
+def test_single_bytes_do_not_extend_the_request_timeout() -> None:
+    """The timeout runs from the connection to the complete request, whatever arrives in between."""
     with serving() as (server, heard), connect(server) as peer:
         peer.sendall(b"GET /livez HTTP/1.1\r\nX: ")
         peer.settimeout(0.01)
@@ -155,7 +155,7 @@ def test_a_byte_now_and_then_does_not_keep_a_connection() -> None:
         assert heard == ["http_timeout"]
 
 
-def test_a_client_that_does_not_read_its_answer_is_cut_off_and_others_get_theirs() -> None:
+def test_a_client_that_does_not_read_is_disconnected_and_others_are_served() -> None:
     with serving() as (server, _), connect(server) as lazy, connect(server) as other:
         lazy.sendall(b"GET /large HTTP/1.1\r\nHost: x\r\n\r\n")
         lazy.recv(1)
@@ -165,35 +165,35 @@ def test_a_client_that_does_not_read_its_answer_is_cut_off_and_others_get_theirs
         assert len(everything(lazy)) < len(LARGE)
 
 
-def test_a_large_answer_arrives_whole() -> None:
+def test_a_large_response_arrives_complete() -> None:
     answer, _ = ask(b"GET /large HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", Limits(answer_seconds=30))
     assert answer.encode().endswith(b"\r\n\r\n" + LARGE)
 
 
-def test_when_there_is_no_room_the_connection_that_waited_longest_makes_some() -> None:
+def test_at_the_connection_limit_the_connection_that_waited_longest_is_closed() -> None:
     limits = Limits(connections=8, request_seconds=60, idle_seconds=60)
     with contextlib.ExitStack() as stack:
         server, heard = stack.enter_context(serving(limits))
         idle = [stack.enter_context(connect(server)) for _ in range(8)]
         until(lambda: len(server._open) == 8)
-        assert status(exchange(idle[1])) == 200  # since answered, it waits less long than the rest
+        assert status(exchange(idle[1])) == 200  # since this response it has waited for less time than the rest
         until(lambda: not any(each._begun for each in server._open))
         idle[2].sendall(b"GET /livez HT")
         until(lambda: any(each._begun for each in server._open))
         for _ in range(3):
             assert status(exchange(stack.enter_context(connect(server)))) == 200
         assert everything(idle[0]) == everything(idle[3]) == ""
-        assert status(everything(idle[2])) == 503  # it had begun to ask
+        assert status(everything(idle[2])) == 503  # its request had begun
         assert heard == ["http_connections"] * 3
         assert status(exchange(idle[1])) == 200
 
 
-def test_the_accept_header_is_what_the_client_sent() -> None:
+def test_the_page_gets_the_clients_accept_headers() -> None:
     answer, _ = ask(b"GET /accept HTTP/1.1\r\nHost: x\r\nAccept: a/b\r\nAccept: c;q=0\r\nConnection: close\r\n\r\n")
     assert answer.endswith("\r\n\r\na/b, c;q=0\n")
 
 
-def test_connections_in_all_states_end_with_the_server() -> None:
+def test_closing_the_server_ends_connections_in_every_state() -> None:
     with serving(Limits(request_seconds=60, idle_seconds=60, answer_seconds=60)) as (server, _):
         peers = [connect(server) for _ in range(4)]
         peers[1].sendall(b"GET /li")

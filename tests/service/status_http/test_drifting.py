@@ -14,7 +14,7 @@ def part(*, specs: Running | None = None, **changes: object) -> str:
     return drift_part(recent(**changes), specs or running(), AT)  # type: ignore[arg-type]
 
 
-def test_recent_drift_stands_beside_its_interval_budget_and_baseline() -> None:
+def test_recent_drift_is_shown_with_its_interval_budget_and_baseline() -> None:
     row = part()[part().index('<th scope="row">relative_l2</th>') :]
     row = row[: row.index("</tr>")]
     for words in ("36\u00a0%", "34\u00a0% to 38\u00a0%", "0.0054", "0.015", "0.0047"):
@@ -25,12 +25,12 @@ def test_recent_drift_stands_beside_its_interval_budget_and_baseline() -> None:
     ("low", "high", "said"),
     [(0.0, None, "not known"), (0.4, None, "over 40\u00a0%"), (1.2, 1.4, "120\u00a0% to 140\u00a0%</span>")],
 )
-def test_an_interval_that_ends_nowhere_says_so(low: float, high: float | None, said: str) -> None:
+def test_an_interval_without_an_upper_end_is_shown_as_such(low: float, high: float | None, said: str) -> None:
     bounds = {"sentence_embedding": {"relative_l2": low}}, {"sentence_embedding": {"relative_l2": high}}
     assert f">{said}</td>" in part(low=bounds[0], high=bounds[1])
 
 
-def test_a_share_is_red_once_all_of_its_interval_is_over() -> None:
+def test_a_share_is_red_only_if_its_whole_interval_is_over_budget() -> None:
     assert '<span class="share over">131' in part(ratio=1.31)
     touching = {"sentence_embedding": {"relative_l2": 0.9}}
     assert '<span class="share">131' in part(ratio=1.31, low=touching)
@@ -46,12 +46,12 @@ def test_a_share_is_red_once_all_of_its_interval_is_over() -> None:
         ({"high": {"y": {"relative_l2": None}}}, "not known yet"),
     ],
 )
-def test_what_is_said_of_the_budget_is_said_with_confidence(changes: dict[str, Any], state: str) -> None:
-    """A ratio above 1 is no breach, and one below it no proof."""
+def test_the_verdict_on_the_budget_depends_on_the_whole_interval(changes: dict[str, Any], state: str) -> None:
+    """A ratio above 1 alone does not prove a breach, and one below 1 alone does not disprove it."""
     assert f">{state}</span></h3>" in part(**changes)
 
 
-def test_what_was_never_measured_is_told_as_that() -> None:
+def test_an_output_that_was_never_measured_is_shown_as_such() -> None:
     seen = recent()
     object.__setattr__(seen, "ratios", {})
     said = drift_part(seen, running(), AT)
@@ -59,7 +59,7 @@ def test_what_was_never_measured_is_told_as_that() -> None:
     assert "No sample was measured yet. The budget: relative_l2 0.015" in said
 
 
-def test_an_output_says_what_its_samples_are_worth_and_whether_it_changed() -> None:
+def test_an_output_shows_its_effective_samples_and_its_change_detector() -> None:
     assert "212 effective samples, change detector at 31\u00a0% of its threshold</th>" in part()
     changed = "change detector at 170\u00a0% of its threshold: changed</span>"
     assert changed in part(change_score={"sentence_embedding": 1.7})
@@ -89,11 +89,11 @@ def test_an_output_says_what_its_samples_are_worth_and_whether_it_changed() -> N
         ({"gate_at": AT + 5}, "03:04:10 UTC</time> (0\u00a0s ago)"),
     ],
 )
-def test_facts(changes: dict[str, Any], words: str) -> None:
+def test_the_facts_on_drift_are_shown(changes: dict[str, Any], words: str) -> None:
     assert words in part(**changes)
 
 
-def test_fp32_that_answers_says_since_when_why_and_how_often() -> None:
+def test_an_fp32_fallback_is_shown_with_its_start_reason_and_count() -> None:
     said = part(specs=FALLEN, ratio=1.31)
     assert '<dd><span class="over">fp32</span> since <time datetime="2026-01-02T02:58:45+00:00">' in said
     assert "(5\u00a0min 20\u00a0s ago): relative_l2 of output &#x27;sentence_embedding&#x27; is 1.31 times" in said
@@ -101,7 +101,7 @@ def test_fp32_that_answers_says_since_when_why_and_how_often() -> None:
     assert "</span> since" not in part(specs=FALLEN, ratio=1.31, fallback_since=None)
 
 
-def test_troubles_are_told_first_and_a_ratio_alone_is_none() -> None:
+def test_problems_are_listed_and_a_ratio_above_1_alone_is_none() -> None:
     def told(**changes: object) -> list[str]:
         return troubles(ModelView("m", 1, "ready", "", running(), recent(**changes)))  # type: ignore[arg-type]
 
@@ -117,7 +117,7 @@ def test_troubles_are_told_first_and_a_ratio_alone_is_none() -> None:
     assert troubles(off) == ["drift is not measured: it died twice"]
 
 
-def test_a_model_that_fell_back_is_looked_at_though_it_is_within_its_budget() -> None:
+def test_a_fallback_is_a_problem_even_within_the_budget() -> None:
     seen = recent(fallback=True, fallback_since=AT - 10)
     page = status_page(server([ModelView("m", 1, "ready", "", running(), seen)]))
     assert "Ready: 1 model answers, and 1 with problems" in page
@@ -125,13 +125,13 @@ def test_a_model_that_fell_back_is_looked_at_though_it_is_within_its_budget() ->
     assert 'class="verdict bad"' in page
 
 
-def test_everything_that_is_known_is_json_for_programs() -> None:
+def test_live_drift_is_part_of_the_json() -> None:
     view = server([ModelView("m", 1, "ready", "", running(), recent(high={"y": {"relative_l2": None}}))])
     assert b'"effective_samples": {"sentence_embedding": 212.4}' in view.as_json()
     assert live().fallback_since is None
 
 
-def test_a_reference_that_stays_off_says_why() -> None:
+def test_a_reference_that_stays_off_is_shown_with_the_reason() -> None:
     seen = recent(reference_up=False)
     assert '<span class="over">it died &lt;twice&gt;</span>; last' in drift_part(seen, running(), AT, "it died <twice>")
     page = status_page(server([ModelView("m", 1, "ready", "", running(), seen, "it died <twice>")]))

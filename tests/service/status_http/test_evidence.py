@@ -1,4 +1,4 @@
-"""``/evidence``: who gets it, and what everybody else is told."""
+"""``/evidence``: which clients get it, and the errors that others get."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Open = Callable[[Fetch | None], HttpServer]
 
 @pytest.fixture
 def serve(tmp_path: Path) -> Iterator[Open]:
-    """A server of models ``m`` 1 and 3, which has two tokens."""
+    """Yield a function that starts a server of model ``m``, versions 1 and 3, with two tokens."""
     servers: list[HttpServer] = []
     (tmp_path / "tokens").write_text(f"{MANAGE} manage\n{READ} read,infer\n")
     (tmp_path / "tokens").chmod(0o600)
@@ -53,7 +53,9 @@ def get(server: HttpServer, path: str, token: str = MANAGE) -> tuple[int, bytes]
         connection.close()
 
 
-def test_it_is_given_to_whoever_may_manage_and_the_log_says_so(serve: Open, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_client_with_the_scope_manage_gets_evidence_and_the_log_records_it(
+    serve: Open, caplog: pytest.LogCaptureFixture
+) -> None:
     asked: list[tuple[str, int]] = []
 
     def fetch(model: str, version: int) -> bytes:
@@ -73,20 +75,22 @@ def test_it_is_given_to_whoever_may_manage_and_the_log_says_so(serve: Open, capl
     ("token", "status", "words"),
     [("", 401, "needs a token"), ("unknown-0123456789abcdef", 401, "needs a token"), (READ, 403, "scope 'manage'")],
 )
-def test_nobody_else_gets_it_or_learns_whether_there_is_any(serve: Open, token: str, status: int, words: str) -> None:
+def test_other_clients_get_no_evidence_and_do_not_learn_whether_there_is_any(
+    serve: Open, token: str, status: int, words: str
+) -> None:
     for fetch in (lambda model, version: b"the payload", None):
         found, body = get(serve(fetch), "/evidence?model=m", token)
         assert (found, b"payload" in body) == (status, False)
         assert words in body.decode()
 
 
-def test_a_token_of_the_scope_manage_alone_sees_no_other_page(serve: Open) -> None:
+def test_a_token_with_the_scope_manage_alone_gets_no_other_page(serve: Open) -> None:
     server = serve(None)
     assert get(server, "/metrics", MANAGE)[0] == 403
     assert get(server, "/metrics", READ)[0] == 200
 
 
-def test_where_it_is_off_that_is_what_is_told(serve: Open) -> None:
+def test_a_server_without_evidence_responds_that_it_is_off(serve: Open) -> None:
     status, body = get(serve(None), "/evidence?model=m")
     assert (status, body.decode()) == (
         404,
@@ -108,7 +112,7 @@ def test_where_it_is_off_that_is_what_is_told(serve: Open) -> None:
         ("?" + "&".join(f"a{i}=1" for i in range(20)), 400, "request /evidence?model=NAME"),
     ],
 )
-def test_what_cannot_be_is_told_in_one_line(serve: Open, query: str, status: int, words: str) -> None:
+def test_an_invalid_query_gets_a_one_line_error(serve: Open, query: str, status: int, words: str) -> None:
     found, body = get(serve(lambda model, version: b"the payload"), f"/evidence{query}")
     assert found == status, body
     assert words in body.decode()
@@ -118,7 +122,7 @@ def test_what_cannot_be_is_told_in_one_line(serve: Open, query: str, status: int
 @pytest.mark.parametrize(
     ("error", "status"), [(NotFound("no breach yet"), 404), (Unavailable("the shadow has ended"), 503)]
 )
-def test_what_keeps_it_from_being_given_is_told(serve: Open, error: Exception, status: int) -> None:
+def test_an_error_in_fetching_evidence_is_the_response(serve: Open, error: Exception, status: int) -> None:
     def fetch(model: str, version: int) -> bytes:
         raise error
 

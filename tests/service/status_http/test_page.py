@@ -23,7 +23,7 @@ EVIL = "\"'><script>alert(1)</script>"
 
 
 class Balanced(HTMLParser):
-    """Collects the elements, and that each is closed in its turn; a closed ``/>`` is balanced by itself."""
+    """Collects the elements and checks that they are closed in order; an element that ends in ``/>`` is closed."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def test_an_empty_repository_says_what_to_do() -> None:
     assert "bf16-convert checkpoint" in page
 
 
-def test_everything_that_comes_from_elsewhere_is_escaped() -> None:
+def test_all_text_from_models_is_escaped() -> None:
     info = RuntimeInfo("onnxruntime", EVIL, EVIL, EVIL, "fp32", EVIL, EVIL, choice=EVIL)
     broken = LoopbackModel(EVIL, state="unavailable")
     broken.reason = EVIL
@@ -74,7 +74,7 @@ def test_names_of_outputs_metrics_codes_and_reasons_are_escaped() -> None:
     assert page.count("&lt;script&gt;") >= 11
 
 
-def test_a_page_with_everything_is_whole_and_runs_nothing() -> None:
+def test_a_full_page_is_well_formed_and_has_no_active_content() -> None:
     seen = Balanced(status_page(statusviews.everything()))
     assert not seen.seen & {"script", "iframe", "object", "img", "form"}
     assert not {name for name in seen.attributes if name.startswith("on") or name in ("style", "src")}
@@ -96,7 +96,7 @@ def test_a_ready_model_shows_how_it_runs(words: str) -> None:
     assert words in status_page(look_at(LoopbackModel("echo")))
 
 
-def test_a_golden_gate_that_failed_stands_out() -> None:
+def test_a_failed_golden_gate_is_highlighted() -> None:
     model = LoopbackModel("echo")
     assert "<dd><span>golden samples within budget" in status_page(look_at(model))
     model.golden = f"{GATE_FAILED} 2026-01-01T00:00:00+00:00: golden samples are over the drift budget"
@@ -115,7 +115,7 @@ def test_the_path_of_the_cpu_kernel_is_shown_where_it_runs() -> None:
     assert "<dt>CPU kernel</dt><dd>none</dd>" in status_page(look_at(LoopbackModel("echo")))
 
 
-def test_what_keeps_a_server_from_being_ready_comes_first_with_its_reason() -> None:
+def test_models_that_are_not_ready_come_first_with_their_reasons() -> None:
     page = status_page(statusviews.everything())
     assert "Not ready: 2 of 5 models do not answer" in page
     verdict = page[page.index("<section") : page.index("</section>")]
@@ -125,14 +125,14 @@ def test_what_keeps_a_server_from_being_ready_comes_first_with_its_reason() -> N
     assert 'id="m4"' in page
 
 
-def test_the_server_tells_its_version_ports_and_workers() -> None:
+def test_the_page_shows_the_servers_version_ports_and_workers() -> None:
     page = status_page(statusviews.everything())
     for words in ("Version 1.2.3, gRPC on port 8001, 4 workers,", "on port 8002", "03:04:05 UTC</time>"):
         assert words in page
     assert "worker" not in status_page(look_at(LoopbackModel("echo")))
 
 
-def test_drift_over_budget_is_told_of_a_server_that_is_ready() -> None:
+def test_drift_over_budget_is_shown_for_a_ready_server() -> None:
     page = status_page(server([ModelView("m", 1, "ready", "", running(), recent(ratio=2.0))]))
     assert "Ready: 1 model answers, and 1 model over the drift budget" in page
     assert 'class="verdict bad"' in page
@@ -140,14 +140,14 @@ def test_drift_over_budget_is_told_of_a_server_that_is_ready() -> None:
     assert 'class="verdict"' in within
 
 
-def test_a_server_that_stops_says_so_while_its_models_answer() -> None:
+def test_a_stopping_server_is_shown_as_not_ready_while_its_models_are() -> None:
     registry = LoopbackRegistry([LoopbackModel("echo")])
     registry.draining = True
     page = status_page(Status(registry, History(lambda: Metrics().samples([]))).look())
     assert "Not ready: every model is ready, but the server is starting or stopping" in page
 
 
-def test_numbers_are_those_of_the_view() -> None:
+def test_the_page_shows_the_numbers_of_the_view() -> None:
     page = status_page(server([ModelView("m", 1, "ready", "", running(), recent())]))
     for words in (
         "134 rows/s, mean batch 4.22; 0.103 rejected or failed per second",
@@ -162,20 +162,20 @@ def test_numbers_are_those_of_the_view() -> None:
         assert words in page, words
 
 
-def test_a_percentile_beyond_the_last_bucket_is_told_as_that() -> None:
+def test_a_percentile_beyond_the_last_bucket_is_shown_as_over_it() -> None:
     seen = replace(recent(), request=Durations(10, 14.0, 0.5, 10.0, 10.0))
     page = status_page(server([ModelView("m", 1, "ready", "", running(), seen)]))
     assert "p50 500\u00a0ms, p90 over 10\u00a0s" in page
     assert '<td class="number">14\u00a0s</td>' in page
 
 
-def test_recent_drift_stands_in_the_units_of_its_budget() -> None:
+def test_recent_drift_is_shown_in_the_units_of_its_budget() -> None:
     page = status_page(server([ModelView("m", 1, "ready", "", running(), recent(ratio=0.5))]))
     row = page[page.index('<th scope="row">relative_l2</th>') :]
     assert row[: row.index("</tr>")].count("0.0075") == 1
 
 
-def test_a_page_refreshes_itself_only_when_asked() -> None:
+def test_a_page_refreshes_itself_only_on_request() -> None:
     assert "http-equiv" not in status_page(look_at())
     assert '<meta http-equiv="refresh" content="10">' in status_page(look_at(), refreshing=True)
 
@@ -188,10 +188,10 @@ def test_a_page_of_two_hundred_models_is_bounded_in_size_and_time() -> None:
     assert len(page.encode()) < 1_000_000
     assert page.count("<section id=") == MOST_SECTIONS
     assert page.count('<tr><th scope="row">') > 200
-    assert took < 1.0  # 40 ms on a machine that does nothing else
+    assert took < 1.0  # 40 ms on an otherwise idle machine
 
 
-def test_models_that_need_looking_at_have_their_section_among_many() -> None:
+def test_models_with_problems_are_shown_even_among_many_models() -> None:
     calm = [ModelView(f"m{at:03}", 1, "ready", "", running()) for at in range(MOST_SECTIONS + 50)]
     broken = ModelView("x", 1, "unavailable", "it is broken")
     drifting = ModelView("y", 1, "ready", "", running(), recent(ratio=3.0))
@@ -202,7 +202,7 @@ def test_models_that_need_looking_at_have_their_section_among_many() -> None:
     assert "52 more models" in page
 
 
-def test_a_thousand_broken_models_do_not_bury_the_page() -> None:
+def test_the_list_of_problems_is_limited() -> None:
     page = status_page(server([ModelView(f"m{at}", 1, "unavailable", "x" * 1000) for at in range(1000)]))
     assert "<li>and 980 more</li>" in page
     assert page.count("<li><span") == 20

@@ -9,7 +9,7 @@ from service.status_http.rendering import Rendering
 
 
 class Slow:
-    """A page that waits to be let go, and counts."""
+    """A page that counts its calls and waits for ``go``."""
 
     def __init__(self) -> None:
         self.go = threading.Event()
@@ -23,7 +23,7 @@ class Slow:
         return text(HTTPStatus.OK, f"{accept} {self.made}")
 
 
-def test_all_who_wait_for_the_same_page_get_one_and_a_probe_waits_for_none() -> None:
+def test_waiting_requests_for_one_page_share_a_rendering_and_probes_do_not_wait() -> None:
     slow = Slow()
     rendering = Rendering({"/slow": Route(slow), "/livez": Route(lambda _: text(HTTPStatus.OK, "live"), probe=True)})
 
@@ -44,7 +44,7 @@ def test_all_who_wait_for_the_same_page_get_one_and_a_probe_waits_for_none() -> 
     rendering.close()
 
 
-def test_a_page_that_is_being_made_is_too_old_for_who_asks_now() -> None:
+def test_a_request_does_not_get_a_page_whose_rendering_had_begun_before() -> None:
     slow = Slow()
     rendering = Rendering({"/slow": Route(slow)})
 
@@ -61,7 +61,7 @@ def test_a_page_that_is_being_made_is_too_old_for_who_asks_now() -> None:
     rendering.close()
 
 
-def test_more_different_pages_than_may_wait_are_503() -> None:
+def test_too_many_different_waiting_pages_are_503() -> None:
     slow = Slow()
     rendering = Rendering({"/slow": Route(slow)})
 

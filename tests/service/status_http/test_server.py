@@ -80,7 +80,7 @@ def test_the_status_page_shows_each_model_and_why_one_is_not_ready(server: HttpS
     assert "onnxruntime on cpu" in body
     assert "golden samples within budget (y relative_l2" in body
     assert "golden samples are over the drift budget: output &#x27;y&#x27;" in body
-    assert "//" not in body.replace("http://www.w3.org/2000/svg", "")  # a name, not an address: nothing from elsewhere
+    assert "//" not in body.replace("http://www.w3.org/2000/svg", "")  # an XML name, not an address
 
 
 def test_a_head_request_has_the_headers_and_no_body(server: HttpServer) -> None:
@@ -89,23 +89,23 @@ def test_a_head_request_has_the_headers_and_no_body(server: HttpServer) -> None:
 
 
 @pytest.mark.parametrize("path", ["/nope", "/metrics/", "/../etc/passwd", "/%2e%2e/"])
-def test_anything_else_is_404_and_names_what_there_is(server: HttpServer, path: str) -> None:
+def test_an_unknown_path_is_404_with_the_list_of_pages(server: HttpServer, path: str) -> None:
     status, _, body = get(server, path)
     assert (status, body) == (404, "not found; the pages are /metrics, /livez, /readyz, /status.json, /watch, /\n")
 
 
-def test_other_methods_are_refused(server: HttpServer) -> None:
+def test_other_methods_are_rejected(server: HttpServer) -> None:
     assert get(server, "/metrics", "DELETE")[0] == 405
 
 
-def test_a_port_in_use_is_said_before_anything_is_loaded() -> None:
+def test_a_port_in_use_is_reported_before_any_model_is_loaded() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"port {port} on 127.0.0.1 is in use .* --http-port"):
             HttpServer("127.0.0.1", port, {})
 
 
-def test_an_address_that_is_not_ours_is_said() -> None:
+def test_an_address_of_another_machine_is_reported() -> None:
     with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1 port 0"):
         HttpServer("192.0.2.1", 0, {})
 
@@ -124,7 +124,7 @@ def test_a_page_that_fails_is_500_and_its_text_stays_in_the_log(caplog: pytest.L
     assert "secret" in caplog.text
 
 
-def test_programs_get_the_same_as_json(server: HttpServer, repository: Controlled) -> None:
+def test_the_status_is_also_served_as_json(server: HttpServer, repository: Controlled) -> None:
     load(repository)
     status, headers, body = get(server, "/status.json")
     assert (status, headers["Content-Type"]) == (200, "application/json")
@@ -132,19 +132,19 @@ def test_programs_get_the_same_as_json(server: HttpServer, repository: Controlle
     assert states == {"mlp": "ready", "spoilt": "unavailable"}
 
 
-def test_the_page_that_refreshes_itself_has_a_path_of_its_own(server: HttpServer) -> None:
+def test_the_page_that_refreshes_itself_has_its_own_path(server: HttpServer) -> None:
     assert 'http-equiv="refresh"' in get(server, "/watch")[2]
     assert 'http-equiv="refresh"' not in get(server, "/")[2]
 
 
-def test_only_probes_are_for_everybody(repository: Controlled) -> None:
+def test_only_livez_and_readyz_are_probes(repository: Controlled) -> None:
     metrics = Metrics()
     status = Status(repository, History(lambda: metrics.samples(NAMES)))
     paths = routes(repository, metrics, status.look)
     assert {path for path, route in paths.items() if route.probe} == {"/livez", "/readyz"}
 
 
-def test_a_page_may_load_nothing_and_be_in_nobodys_frame(server: HttpServer) -> None:
+def test_a_page_may_load_nothing_and_not_be_framed(server: HttpServer) -> None:
     policy = get(server, "/")[1]["Content-Security-Policy"]
     for directive in ("default-src 'none'", "base-uri 'none'", "form-action 'none'", "frame-ancestors 'none'"):
         assert directive in policy

@@ -19,7 +19,7 @@ INFO = RuntimeInfo("onnxruntime", "cpu", "cpu", "bf16-weights", "fp32")
 
 
 class Clock:
-    """Moves when it is told to."""
+    """A clock that the test sets."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -29,7 +29,7 @@ class Clock:
 
 
 class Watched:
-    """Metrics, and their history with a clock of its own."""
+    """Metrics, and their history with its own clock."""
 
     def __init__(self) -> None:
         self.metrics, self.clock = Metrics(), Clock()
@@ -55,7 +55,7 @@ def answered(code: str = "OK", seconds: float = 0.3, queue: float = 0.1) -> Obse
     return Observation("m", "1", "", code, seconds, Timings(queue))
 
 
-def test_what_happened_since_the_last_tick_counts_at_once() -> None:
+def test_events_since_the_last_tick_count_at_once() -> None:
     watched = Watched()
     series = watched.model()
     for _ in range(3):
@@ -74,7 +74,7 @@ def test_what_happened_since_the_last_tick_counts_at_once() -> None:
     assert 0.25 < recent.request.p50 <= 0.5
 
 
-def test_the_window_forgets_what_is_older_and_the_total_does_not() -> None:
+def test_the_window_drops_older_events_and_the_total_keeps_them() -> None:
     watched = Watched()
     series = watched.model()
     series.request(answered())
@@ -87,7 +87,7 @@ def test_the_window_forgets_what_is_older_and_the_total_does_not() -> None:
     assert watched.recent.seconds == WINDOW_TICKS * TICK_SECONDS
 
 
-def test_the_trend_has_a_point_for_each_tick_and_no_more_than_it_keeps() -> None:
+def test_the_trend_has_a_point_for_each_of_the_last_ticks() -> None:
     watched = Watched()
     series = watched.model()
     series.request(answered())
@@ -120,13 +120,13 @@ def test_a_model_that_is_new_has_no_points_from_before() -> None:
     assert watched.recent.seconds == 2 * TICK_SECONDS
 
 
-def test_counters_that_begin_anew_neither_count_twice_nor_backwards() -> None:
+def test_counters_that_restart_count_neither_twice_nor_negatively() -> None:
     watched = Watched()
     series = watched.model()
     for _ in range(100):
         series.request(answered())
     watched.tick()
-    series = watched.model()  # another generation: the same series, from 0
+    series = watched.model()  # another generation of the model: the same series, from 0
     series.request(answered())
     watched.tick()
     series.request(answered())
@@ -136,7 +136,7 @@ def test_counters_that_begin_anew_neither_count_twice_nor_backwards() -> None:
     assert watched.recent.total.codes == {"OK": 2}
 
 
-def test_a_model_that_is_gone_is_forgotten() -> None:
+def test_a_removed_model_has_no_history() -> None:
     watched = Watched()
     series = watched.model()
     series.request(answered())
@@ -148,7 +148,7 @@ def test_a_model_that_is_gone_is_forgotten() -> None:
     assert watched.recent.counts.codes == {}
 
 
-def test_now_is_what_the_gauges_say() -> None:
+def test_current_values_are_those_of_the_gauges() -> None:
     watched = Watched()
     series = watched.model()
     series.queued(3)
@@ -157,17 +157,17 @@ def test_now_is_what_the_gauges_say() -> None:
     series.budget_ratio("y", "max_abs", float("nan"), 0.0, 0.0)
     recent = watched.recent
     assert (recent.queue_depth, recent.in_flight) == (3, 5)
-    assert recent.ratios == {"y": {"relative_l2": 1e9, "max_abs": 1e9}}  # JSON has neither
+    assert recent.ratios == {"y": {"relative_l2": 1e9, "max_abs": 1e9}}  # JSON has neither infinity nor NaN
     assert recent.baseline == {"y": {"relative_l2": 1e-3}}
 
 
-def test_a_code_that_nobody_foresaw_counts_as_other() -> None:
+def test_an_unknown_code_counts_as_other() -> None:
     watched = Watched()
     watched.model().request(answered("DATA_LOSS"))
     assert watched.recent.counts.codes == {"other": 1}
 
 
-def test_refusals_at_the_door_are_counted_by_reason() -> None:
+def test_rejections_at_the_door_are_counted_by_reason() -> None:
     watched = Watched()
     watched.metrics.refused("in_flight")
     watched.tick(WINDOW_TICKS + 1)
@@ -177,19 +177,19 @@ def test_refusals_at_the_door_are_counted_by_reason() -> None:
 
 
 class Plain(NamedTuple):
-    """A sample that came over a pipe."""
+    """A sample received over a pipe."""
 
     name: str
     labels: Mapping[str, str]
     value: float
 
 
-def test_samples_of_several_workers_added_up_are_a_source_as_good() -> None:
+def test_the_summed_samples_of_several_workers_are_a_source() -> None:
     labels = {"model": "m", "version": "1"}
 
     def source() -> Iterable[Plain]:
         yield Plain("bf16kit_requests_total", {**labels, "code": "OK"}, 7.0)
-        for bound, count in (("1", 7.0), ("2.5", 7.0), ("5", 7.0), ("10", 7.0), ("+Inf", 7.0)):  # 1, not 1.0
+        for bound, count in (("1", 7.0), ("2.5", 7.0), ("5", 7.0), ("10", 7.0), ("+Inf", 7.0)):  # "1", not "1.0"
             yield Plain("bf16kit_request_duration_seconds_bucket", {**labels, "le": bound}, count)
         yield Plain("bf16kit_request_duration_seconds_sum", labels, 3.5)
         yield Plain("process_cpu_seconds_total", {}, 1.0)
@@ -210,5 +210,5 @@ def test_a_read_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_name_that_is_asked_for_is_a_sample_there_is(name: str) -> None:
+def test_every_name_that_the_history_reads_is_an_existing_sample(name: str) -> None:
     assert name in {sample.name for sample in everything().samples([name])}

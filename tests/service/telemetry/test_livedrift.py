@@ -16,7 +16,7 @@ NOTHING = LiveDrift.of({})
 
 
 class Watched:
-    """One model's metrics, and what a history makes of them; ``wall`` moves when it is told to."""
+    """The metrics of one model, and their history; the test sets ``wall``."""
 
     def __init__(self) -> None:
         self.metrics, self.wall = Metrics(), 100.0
@@ -36,7 +36,7 @@ class Watched:
         return self.recent.drift
 
 
-def test_a_model_that_was_just_found_is_known_for_nothing() -> None:
+def test_a_new_model_has_no_known_drift() -> None:
     watched = Watched()
     watched.model()
     drift = watched.drift
@@ -47,7 +47,7 @@ def test_a_model_that_was_just_found_is_known_for_nothing() -> None:
     assert NOTHING.answers == {}
 
 
-def test_what_the_metrics_say_is_what_it_says() -> None:
+def test_live_drift_reads_every_field_from_the_metrics() -> None:
     watched = Watched()
     series = watched.model()
     series.budget_ratio("y", "relative_l2", 1.3, 1.1, 1.5)
@@ -69,7 +69,7 @@ def test_what_the_metrics_say_is_what_it_says() -> None:
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_what_is_not_bounded_is_not_known_and_json_can_bear_it(value: float) -> None:
+def test_an_infinite_or_nan_value_is_read_as_none(value: float) -> None:
     watched = Watched()
     series = watched.model()
     series.budget_ratio("y", "relative_l2", 0.3, 0.0, value)
@@ -77,7 +77,7 @@ def test_what_is_not_bounded_is_not_known_and_json_can_bear_it(value: float) -> 
     assert (watched.drift.high["y"]["relative_l2"], watched.drift.change_score["y"]) == (None, None)
 
 
-def test_since_when_fp32_answers_is_told_to_a_tick() -> None:
+def test_the_start_of_the_fallback_is_known_to_a_tick() -> None:
     watched = Watched()
     series = watched.model()
     watched.history.tick()
@@ -93,7 +93,7 @@ def test_since_when_fp32_answers_is_told_to_a_tick() -> None:
     assert (watched.drift.fallback, watched.drift.fallback_since) == (False, 200.0), "a look is as good as a tick"
 
 
-def test_a_model_that_was_found_falling_back_has_no_time_that_anybody_knows() -> None:
+def test_a_model_that_falls_back_from_the_first_tick_has_no_known_start() -> None:
     watched = Watched()
     watched.model().fallback(True)
     watched.history.tick()
@@ -101,7 +101,7 @@ def test_a_model_that_was_found_falling_back_has_no_time_that_anybody_knows() ->
     assert (watched.drift.fallback, watched.drift.fallback_since) == (True, None)
 
 
-def test_every_series_of_drift_is_read_by_the_labels_that_it_has() -> None:
+def test_every_drift_series_is_read_by_its_labels() -> None:
     history = History(lambda: everything().samples(NAMES))
     drift = history.read()[0]["m", "1"].drift
     assert drift.reference_up is True

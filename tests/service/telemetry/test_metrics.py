@@ -16,7 +16,7 @@ from service.request import REFUSALS, Observation, Timings
 from service.telemetry.metrics import Metrics
 from service.telemetry.modelmetrics import ModelMetrics
 
-#: Design §8: name → type and the labels beside model and version.
+#: Design §8: name → type and the labels in addition to model and version.
 DESIGN = {
     "bf16kit_requests_total": ("counter", {"code"}),
     "bf16kit_rows_total": ("counter", set()),
@@ -44,7 +44,7 @@ DESIGN = {
     "bf16kit_fallback_active": ("gauge", set()),
     "bf16kit_fallback_transitions_total": ("counter", {"to"}),
     "bf16kit_fallback_failures_total": ("counter", set()),
-} | {  # and of live drift as a team is paged on it: docs/drift.md
+} | {  # live drift, for alerts: docs/drift.md
     "bf16kit_drift_effective_samples": ("gauge", {"output"}),
     "bf16kit_drift_budget_ratio_low": ("gauge", {"output", "metric"}),
     "bf16kit_drift_budget_ratio_high": ("gauge", {"output", "metric"}),
@@ -60,7 +60,7 @@ DESIGN = {
     "bf16kit_golden_gate_timestamp_seconds": ("gauge", set()),
     "bf16kit_answers_total": ("counter", {"precision"}),
 }
-LATE = (  # they have no series until they are known
+LATE = (  # they have no series until their value is known
     "bf16kit_drift_budget_ratio",
     "bf16kit_drift_change_score",
     "bf16kit_drift_out_of_range_total",
@@ -95,7 +95,7 @@ def loaded(metrics: Metrics, name: str = "m", version: int = 1) -> ModelMetrics:
 
 
 def tell_all(model: ModelMetrics) -> None:
-    """Everything that has no series until it is known."""
+    """Set every series that does not exist until its value is known."""
     model.budget_ratio("y", "relative_l2", 0.1, 0.05, 0.2)
     model.recent("y", 12.5, 0.25)
     model.changed("y")
@@ -111,13 +111,13 @@ def request(code: str, timings: Timings | None = None) -> Observation:
 
 
 def exposed(metrics: Metrics) -> dict[str, float]:
-    """Every sample, by name and sorted labels as they stand in the text."""
+    """Return every sample, by name and sorted labels as written in the text."""
     lines = metrics.expose()[0].decode().splitlines()
     return {key: float(value) for line in lines if not line.startswith("#") for key, value in [line.rsplit(" ", 1)]}
 
 
 def ours(metrics: Metrics) -> dict[str, float]:
-    """Without the process's own, which never stand still."""
+    """Return the samples without those of the process, which change all the time."""
     return {key: value for key, value in exposed(metrics).items() if key.startswith("bf16kit_")}
 
 
@@ -132,7 +132,7 @@ def test_the_metrics_are_those_of_the_design_with_their_types_and_labels() -> No
     }
     labels: dict[str, set[str]] = {name: set() for name in DESIGN}
     for name, pairs in re.findall(r"^(bf16kit_[a-z0-9_]+)\{(.*)\} \S+$", text, re.MULTILINE):
-        if name in ("bf16kit_refused_total", "bf16kit_traces_total"):  # of the server as a whole
+        if name in ("bf16kit_refused_total", "bf16kit_traces_total"):  # series of the server as a whole
             assert re.match("reason=|outcome=", pairs)
             continue
         base = name if name in DESIGN else re.sub(r"_(bucket|sum|count)$", "", name)
@@ -140,7 +140,7 @@ def test_the_metrics_are_those_of_the_design_with_their_types_and_labels() -> No
     assert labels == {name: extra | {"model", "version"} for name, (_, extra) in DESIGN.items()}
 
 
-def test_every_series_is_there_with_value_0_before_the_first_request() -> None:
+def test_every_series_exists_with_value_0_before_the_first_request() -> None:
     metrics = Metrics()
     loaded(metrics)
     samples = ours(metrics)
@@ -151,7 +151,7 @@ def test_every_series_is_there_with_value_0_before_the_first_request() -> None:
     assert [key for key in samples if key.startswith(LATE)] == []
 
 
-def test_every_series_goes_with_its_model_and_the_others_stay() -> None:
+def test_removing_a_model_removes_its_series_and_no_others() -> None:
     metrics = Metrics()
     loaded(metrics, "stays")
     before = ours(metrics)
@@ -160,13 +160,13 @@ def test_every_series_goes_with_its_model_and_the_others_stay() -> None:
     goes.request(request("OK"))
     metrics.remove(goes)
     assert ours(metrics) == before
-    goes.drift("y", SAMPLE)  # a shadow that was left behind
+    goes.drift("y", SAMPLE)  # a shadow that still reports after the removal
     tell_all(goes)
     goes.request(request("DATA_LOSS"))
     assert ours(metrics) == before
 
 
-def test_series_that_others_have_replaced_neither_show_nor_take_them_along_when_they_go() -> None:
+def test_replaced_series_are_not_shown_and_their_removal_keeps_the_new_ones() -> None:
     metrics = Metrics()
     old = loaded(metrics)
     old.executed(3, 0.1)
@@ -195,7 +195,7 @@ def test_requests_are_counted_by_code_and_timed() -> None:
     assert samples['bf16kit_request_duration_seconds_bucket{le="0.5",model="m",version="1"}'] == 2
 
 
-def test_waiting_counts_whatever_became_of_the_request_and_only_where_it_waited_or_ran() -> None:
+def test_queue_time_counts_for_every_request_that_was_queued_whatever_its_code() -> None:
     metrics = Metrics()
     model = loaded(metrics)
     model.request(request("OK", Timings(queue=0.2)))
@@ -248,7 +248,7 @@ def test_a_budget_ratio_is_absent_until_something_was_measured() -> None:
     assert [value for key, value in exposed(metrics).items() if key.startswith("bf16kit_drift_budget_ratio{")] == [0.0]
 
 
-def test_a_sample_counts_as_the_rows_that_it_speaks_for_and_what_it_saw_counts_once() -> None:
+def test_a_sample_counts_for_the_rows_it_represents_and_nonfinite_values_count_once() -> None:
     metrics = Metrics()
     model = loaded(metrics)
     model.drift("y", SAMPLE, 100.0)
@@ -262,7 +262,7 @@ def test_a_sample_counts_as_the_rows_that_it_speaks_for_and_what_it_saw_counts_o
     assert samples['bf16kit_drift_nonfinite_total{model="m",output="y",version="1"}'] == 3
 
 
-def test_one_cause_is_told_at_a_time() -> None:
+def test_only_the_current_cause_is_set() -> None:
     metrics = Metrics()
     model = loaded(metrics)
     for over, cause in ((True, "broken"), (True, "rounding"), (False, "none")):
@@ -274,7 +274,7 @@ def test_one_cause_is_told_at_a_time() -> None:
         assert samples['bf16kit_drift_over_budget{model="m",version="1"}'] == over
 
 
-def test_a_gate_that_could_not_be_judged_was_not_passed() -> None:
+def test_a_golden_gate_with_an_error_is_not_passed() -> None:
     metrics = Metrics()
     model = loaded(metrics)
     for outcome, passed in (("passed", 1), ("error", 0), ("passed", 1), ("failed", 0)):
@@ -283,7 +283,7 @@ def test_a_gate_that_could_not_be_judged_was_not_passed() -> None:
     assert exposed(metrics)['bf16kit_golden_gate_runs_total{model="m",outcome="error",version="1"}'] == 1
 
 
-def test_the_precision_that_answers_is_counted_and_so_are_its_changes() -> None:
+def test_responses_are_counted_by_precision_and_so_are_fallbacks() -> None:
     metrics = Metrics()
     model = loaded(metrics)
     model.answered("bf16")
@@ -296,7 +296,7 @@ def test_the_precision_that_answers_is_counted_and_so_are_its_changes() -> None:
     assert samples['bf16kit_fallback_transitions_total{model="m",to="fp32",version="1"}'] == 1
 
 
-def test_refusals_at_the_door_are_counted_by_reason_and_every_reason_is_there_from_the_start() -> None:
+def test_rejections_at_the_door_are_counted_by_reason_with_all_reasons_at_the_start() -> None:
     metrics = Metrics()
     assert {key for key in exposed(metrics) if "refused" in key} == {
         f'bf16kit_refused_total{{reason="{reason}"}}' for reason in REFUSALS
@@ -310,7 +310,7 @@ def test_refusals_at_the_door_are_counted_by_reason_and_every_reason_is_there_fr
     }
 
 
-def test_the_process_tells_its_cpu_memory_files_and_garbage_collections() -> None:
+def test_the_process_exposes_cpu_memory_open_files_and_garbage_collections() -> None:
     samples = exposed(Metrics())
     for name in ("process_cpu_seconds_total", "process_resident_memory_bytes", "process_open_fds"):
         assert samples[name] > 0
@@ -328,7 +328,7 @@ def test_the_process_tells_its_cpu_memory_files_and_garbage_collections() -> Non
         "application/openmetrics-text;version=1.0.0\u00b2",
     ],
 )
-def test_an_accept_header_that_makes_no_sense_gets_the_default(accept: str) -> None:
+def test_an_invalid_accept_header_gets_a_valid_format(accept: str) -> None:
     body, content_type = Metrics().expose(accept)
     assert b"# TYPE bf16kit_requests_total counter" in body or b"# TYPE bf16kit_requests counter" in body
     assert content_type.isascii()
@@ -346,20 +346,20 @@ def test_an_accept_header_that_makes_no_sense_gets_the_default(accept: str) -> N
         ).map("".join),
     )
 )  # fmt: skip
-def test_no_accept_header_is_answered_with_anything_but_metrics(accept: str) -> None:
+def test_any_accept_header_gets_metrics(accept: str) -> None:
     body, content_type = FEW.expose(accept)
     assert b"bf16kit_requests" in body
     assert re.fullmatch(r"[ -~]+", content_type)
 
 
-def test_a_scraper_that_speaks_openmetrics_gets_it() -> None:
+def test_a_scraper_that_accepts_openmetrics_gets_it() -> None:
     body, content_type = Metrics().expose("application/openmetrics-text; version=1.0.0")
     assert content_type.startswith("application/openmetrics-text")
     assert body.endswith(b"# EOF\n")
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
-def test_promtool_finds_nothing_to_criticise() -> None:
+def test_promtool_accepts_the_metrics() -> None:
     metrics = Metrics()
     model = loaded(metrics)
     model.drift("y", SAMPLE)

@@ -15,12 +15,12 @@ def cumulative(values: list[float]) -> np.ndarray[tuple[int, ...], np.dtype[np.f
     return np.array([sum(value <= bound for value in values) for bound in (*SECONDS, math.inf)], np.float64)
 
 
-def test_nothing_has_no_percentiles() -> None:
+def test_no_values_have_no_percentiles() -> None:
     assert durations(SECONDS, cumulative([]), 0.0) == Durations()
 
 
-def test_percentiles_lie_where_prometheus_puts_them() -> None:
-    """histogram_quantile: linear in the bucket, which 100 values fill evenly."""
+def test_percentiles_equal_those_of_prometheus() -> None:
+    """The interpolation is linear within a bucket, as in histogram_quantile; 100 values fill one bucket evenly."""
     seen = durations(SECONDS, cumulative([0.004] * 100), 0.4)
     assert seen.count == 100
     assert seen.mean == pytest.approx(0.004)
@@ -29,22 +29,22 @@ def test_percentiles_lie_where_prometheus_puts_them() -> None:
     assert seen.p99 == pytest.approx(0.004975)
 
 
-def test_what_is_below_the_first_bound_begins_at_nothing() -> None:
+def test_the_first_bucket_begins_at_zero() -> None:
     assert durations(SECONDS, cumulative([1e-5, 1e-5]), 2e-5).p50 == pytest.approx(5e-5)
 
 
-def test_what_is_beyond_the_last_bound_is_told_as_that_bound() -> None:
+def test_values_beyond_the_last_bound_are_reported_as_that_bound() -> None:
     assert durations(SECONDS, cumulative([60.0] * 3), 180.0).p50 == SECONDS[-1]
 
 
 @given(st.lists(st.floats(1e-4, 9.99), min_size=1, max_size=60), st.sampled_from([0.5, 0.9, 0.99]))
-def test_the_true_percentile_is_at_most_a_factor_of_two_and_a_half_away(values: list[float], q: float) -> None:
+def test_a_percentile_is_within_a_factor_of_two_and_a_half_of_the_true_one(values: list[float], q: float) -> None:
     true = sorted(values)[math.ceil(q * len(values)) - 1]
     told = float(quantiles(SECONDS, cumulative(values)[None], q)[0])
     assert true / 2.5 * (1 - 1e-9) <= told <= true * 2.5 * (1 + 1e-9)
 
 
-def test_rows_are_looked_at_one_by_one() -> None:
+def test_each_row_has_its_own_percentile() -> None:
     rows = np.stack([cumulative([0.004]), cumulative([]), cumulative([0.4])])
     told = quantiles(SECONDS, rows, 1.0)
     assert told[0] == 0.005

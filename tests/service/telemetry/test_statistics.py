@@ -12,7 +12,7 @@ from service.telemetry import statistics as statistics_module
 from service.telemetry.statistics import ModelStatistics
 
 
-def test_a_new_model_has_done_nothing() -> None:
+def test_a_new_model_has_zero_counts() -> None:
     seen = ModelStatistics(weight_bytes=7).snapshot()
     assert (seen.inference_count, seen.execution_count, seen.last_inference_ms, seen.weight_bytes) == (0, 0, 0, 7)
     assert seen.success == seen.queue == Duration(0, 0)
@@ -29,7 +29,7 @@ def test_a_batch_counts_once_as_an_execution_and_once_per_request_in_the_duratio
     assert abs(seen.last_inference_ms - time.time() * 1e3) < 60_000
 
 
-def test_batches_are_kept_apart_by_their_rows_in_ascending_order() -> None:
+def test_batches_are_counted_by_their_rows_in_ascending_order() -> None:
     statistics = ModelStatistics()
     for rows in (4, 1, 4):
         statistics.execution(1, rows, Timings(compute_infer=0.001))
@@ -40,7 +40,7 @@ def test_batches_are_kept_apart_by_their_rows_in_ascending_order() -> None:
     ]
 
 
-def test_large_batches_are_counted_up_to_the_next_power_of_two_so_that_there_are_few_sizes() -> None:
+def test_sizes_of_large_batches_are_rounded_up_to_the_next_power_of_two() -> None:
     statistics = ModelStatistics()
     for rows in range(1, 65_537):
         statistics.execution(1, rows, Timings(compute_infer=0.001))
@@ -50,7 +50,7 @@ def test_large_batches_are_counted_up_to_the_next_power_of_two_so_that_there_are
     assert [batches[256], batches[512], batches[65_536]] == [128, 256, 32_768]
 
 
-def test_a_snapshot_is_of_one_moment_and_holds_up_requests_for_no_more_than_a_copy(
+def test_a_snapshot_is_consistent_and_blocks_requests_only_for_a_copy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     statistics = ModelStatistics()

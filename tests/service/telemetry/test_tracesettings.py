@@ -22,24 +22,24 @@ def settings(rate: int = 3, *, exports: bool = True) -> TraceSettings:
 
 
 def traced(of: TraceSettings, requests: int, model: str = "a", asked: bool | None = None) -> list[int]:
-    """Which of so many requests are traced, counted from 1."""
+    """Return which of ``requests`` requests are traced, counted from 1."""
     return [i for i in range(1, requests + 1) if of.sampled(model, asked)]
 
 
-def test_one_request_in_rate_is_traced_whatever_its_model() -> None:
+def test_one_of_rate_requests_is_traced_whatever_its_model() -> None:
     one = settings(3)
     assert traced(one, 7) == [3, 6]
     assert traced(one, 3, "b") == [2]
     assert traced(one, 3, "never heard of") == [2]
 
 
-def test_a_request_follows_the_trace_that_it_belongs_to() -> None:
+def test_a_requests_own_trace_context_decides_whether_it_is_traced() -> None:
     one = settings(1000)
     assert traced(one, 3, asked=True) == [1, 2, 3]
     assert traced(settings(1), 3, asked=False) == []
 
 
-def test_off_is_off_for_those_who_ask_too() -> None:
+def test_off_also_holds_for_clients_that_request_a_trace() -> None:
     one = settings(1)
     one.update({"trace_level": ("OFF",)})
     assert [one.on] == [False]
@@ -49,7 +49,7 @@ def test_off_is_off_for_those_who_ask_too() -> None:
     assert traced(one, 2) == [1, 2]
 
 
-def test_a_count_ends_and_shows_what_is_left() -> None:
+def test_a_trace_count_runs_out_and_shows_the_rest() -> None:
     one = settings(2)
     one.update({"trace_count": ("3",)})
     assert traced(one, 2) == [2]
@@ -61,7 +61,7 @@ def test_a_count_ends_and_shows_what_is_left() -> None:
     assert traced(one, 4) == [2, 4]
 
 
-def test_a_models_settings_are_its_own_and_what_it_clears_is_the_servers() -> None:
+def test_a_models_settings_override_the_servers_until_they_are_cleared() -> None:
     one = settings(4)
     one.update({"trace_rate": ("1",), "trace_count": ("2",)}, "a")
     assert traced(one, 5, "a") == [1, 2]
@@ -74,35 +74,35 @@ def test_a_models_settings_are_its_own_and_what_it_clears_is_the_servers() -> No
     assert not one.on
 
 
-def test_a_models_requests_take_from_the_servers_count_where_it_has_none() -> None:
+def test_a_model_without_a_count_uses_the_servers_count() -> None:
     one = settings(1)
     one.update({"trace_count": ("2",)})
     one.update({"trace_rate": ("1",)}, "a")
     assert (traced(one, 1, "a"), traced(one, 3, "b"), traced(one, 3, "a")) == ([1], [1], [])
 
 
-def test_the_servers_setting_without_a_value_goes_back_to_what_it_was_started_with() -> None:
+def test_a_cleared_server_setting_returns_to_its_start_value() -> None:
     one = settings(7)
     one.update({"trace_level": ("OFF",), "trace_rate": ("2",), "trace_count": ("5",)})
     assert one.update(dict.fromkeys(("trace_level", "trace_rate", "trace_count"), ())) == settings(7).update({})
     assert one.on
 
 
-def test_what_is_returned_makes_another_process_the_same() -> None:
+def test_the_returned_settings_give_another_process_the_same_state() -> None:
     one, other = settings(7), settings(9)
     one.update({"trace_rate": ("2",), "trace_count": ("5",)})
     assert other.update(one.update({})) == one.update({})
     assert traced(other, 4) == [2, 4]
 
 
-def test_all_settings_are_texts_under_tritons_names() -> None:
+def test_all_settings_are_strings_under_tritons_names() -> None:
     assert settings(3).update({}) == {
         "trace_level": ("TIMESTAMPS",), "trace_rate": ("3",), "trace_count": ("-1",),
         "log_frequency": ("0",), "trace_file": ("",), "trace_mode": ("opentelemetry",),
     }  # fmt: skip
 
 
-def test_without_an_exporter_nothing_is_traced_and_nothing_can_be() -> None:
+def test_without_an_exporter_tracing_is_off_and_cannot_be_enabled() -> None:
     one = settings(1, exports=False)
     assert (one.on, one.update({})["trace_level"]) == (False, ("OFF",))
     with pytest.raises(InvalidRequest, match="start with trace_exporter: otlp"):
@@ -127,14 +127,14 @@ def test_without_an_exporter_nothing_is_traced_and_nothing_can_be() -> None:
         ({"trace_rat": ("2",)}, "unknown trace setting 'trace_rat'; the settings are trace_level, trace_rate"),
     ],
 )
-def test_one_wrong_setting_leaves_all_as_they_were(wrong: _Changes, why: str) -> None:
+def test_one_wrong_setting_leaves_all_settings_unchanged(wrong: _Changes, why: str) -> None:
     one = settings(3)
     with pytest.raises(InvalidRequest, match=why):
         one.update({"trace_rate": ("2",), **wrong})
     assert one.update({}) == settings(3).update({})
 
 
-def test_a_model_that_is_not_known_has_no_settings() -> None:
+def test_an_unknown_model_has_no_settings() -> None:
     one = settings()
     with pytest.raises(NotFound, match="unknown model 'c'"):
         one.update({"trace_rate": ("1",)}, "c")

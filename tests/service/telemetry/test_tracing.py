@@ -1,4 +1,4 @@
-"""Spans of requests over real sockets, to a real collector: parentage, times, status, and what is lost where."""
+"""Spans of requests over real sockets, sent to a real collector: parents, times, status, and lost traces."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ UNSET, ERROR = 0, 2  # and its statuses
 
 
 class Outcomes(Counter[str]):
-    """What became of traces."""
+    """Counts traces by their outcome."""
 
     def __call__(self, outcome: str, traces: int) -> None:
         self[outcome] += traces
@@ -75,7 +75,7 @@ def fail(feeds: Mapping[str, Array]) -> dict[str, Array]:
     raise RuntimeFailure("node 7 gave up")
 
 
-def test_a_request_is_a_span_of_its_clients_trace_with_a_child_for_each_part(collector: tuple[Collector, str]) -> None:
+def test_a_request_is_a_span_in_its_clients_trace_with_a_child_for_each_phase(collector: tuple[Collector, str]) -> None:
     collected, endpoint = collector
     with tracing(endpoint) as (tracer, outcomes), serving(LoopbackModel(), tracer=tracer) as served:
         before = time.time_ns()
@@ -109,7 +109,7 @@ def test_a_request_is_a_span_of_its_clients_trace_with_a_child_for_each_part(col
     assert children["run"].attributes == {"bf16kit.batch.rows": 2}
 
 
-def test_the_line_that_the_log_has_of_a_request_names_its_trace(collector: tuple[Collector, str]) -> None:
+def test_the_log_line_of_a_request_has_its_trace_id(collector: tuple[Collector, str]) -> None:
     _, endpoint = collector
     with (
         tracing(endpoint, rate=10**6) as (tracer, _),
@@ -153,7 +153,7 @@ def test_each_request_of_a_stream_is_a_span(collector: tuple[Collector, str]) ->
     assert {span.attributes["rpc.method"] for span in servers} == {"ModelStreamInfer"}
 
 
-def test_failures_have_their_codes_and_only_the_servers_own_are_errors(collector: tuple[Collector, str]) -> None:
+def test_failed_spans_have_their_code_and_only_server_errors_are_errors(collector: tuple[Collector, str]) -> None:
     collected, endpoint = collector
     with tracing(endpoint) as (tracer, _), serving(LoopbackModel("bad", fail), tracer=tracer) as served:
         asked = {
@@ -174,12 +174,12 @@ def test_failures_have_their_codes_and_only_the_servers_own_are_errors(collector
     [
         (f"00-{TRACE}-{PARENT}-01", True),
         (f"00-{TRACE}-{PARENT}-00", False),  # the client does not record its trace
-        (f"00-{'0' * 32}-{PARENT}-01", False),  # none: as if nothing had come, and the rate is one in a million
+        (f"00-{'0' * 32}-{PARENT}-01", False),  # invalid: handled as no header, and the rate is one in a million
         ("nonsense" * 100, False),
         (f"ff-{TRACE}-{PARENT}-01", False),
     ],
 )
-def test_a_request_is_traced_as_the_trace_it_belongs_to(
+def test_the_traceparent_header_decides_whether_a_request_is_traced(
     header: str, traced: bool, collector: tuple[Collector, str]
 ) -> None:
     collected, endpoint = collector
@@ -189,10 +189,10 @@ def test_a_request_is_traced_as_the_trace_it_belongs_to(
     ):
         ask(served, infer_request(x=X), (("traceparent", header), ("tracestate", "=;not one")))
         served.call("ModelInfer", infer_request(x=X))
-    assert [span.trace for span in collected.servers()] == [TRACE] * traced  # all that waited has been exported
+    assert [span.trace for span in collected.servers()] == [TRACE] * traced  # all waiting spans have been exported
 
 
-def test_one_in_rate_is_traced_where_no_client_asks(collector: tuple[Collector, str]) -> None:
+def test_one_of_rate_requests_is_traced_without_a_traceparent(collector: tuple[Collector, str]) -> None:
     collected, endpoint = collector
     with tracing(endpoint, rate=5) as (tracer, _), serving(LoopbackModel(), tracer=tracer) as served:
         for _ in range(20):
@@ -204,7 +204,7 @@ def test_one_in_rate_is_traced_where_no_client_asks(collector: tuple[Collector, 
     assert sorted(filter(None, traces)) == sorted(span.trace for span in servers)
 
 
-def test_nothing_of_payloads_tokens_or_metadata_is_exported(collector: tuple[Collector, str]) -> None:
+def test_payloads_tokens_and_metadata_are_not_exported(collector: tuple[Collector, str]) -> None:
     collected, endpoint = collector
     secret = "s3cr3t-of-an-application"
     with tracing(endpoint) as (tracer, _), serving(LoopbackModel(), tracer=tracer) as served:
@@ -216,8 +216,8 @@ def test_nothing_of_payloads_tokens_or_metadata_is_exported(collector: tuple[Col
         assert hidden not in collected.raw
 
 
-def test_a_clients_texts_are_cut_before_they_wait() -> None:
-    tracer = Tracing(TraceSettings(exports=True, rate=1, find=str), Stuck(), Outcomes())  # not started: it waits
+def test_a_clients_strings_are_shortened_before_they_are_queued() -> None:
+    tracer = Tracing(TraceSettings(exports=True, rate=1, find=str), Stuck(), Outcomes())  # not started: traces wait
     trace = tracer.sample("m", lambda key: None)
     assert trace is not None
     trace.end("ModelInfer", Observation("m" * 10**6, "v" * 10**6, "i" * 10**6, "NOT_FOUND", 0.1))
@@ -226,7 +226,7 @@ def test_a_clients_texts_are_cut_before_they_wait() -> None:
 
 
 class Stuck:
-    """An exporter that waits."""
+    """An exporter that blocks until ``go`` is set."""
 
     def __init__(self) -> None:
         self.taken = threading.Event()
@@ -243,7 +243,7 @@ class Stuck:
         self.go.set()
 
 
-def test_a_full_queue_drops_and_counts_and_keeps_nobody_waiting() -> None:
+def test_a_full_queue_drops_and_counts_traces_without_blocking() -> None:
     outcomes, stuck = Outcomes(), Stuck()
     tracer = Tracing(TraceSettings(exports=True, rate=1, find=str), stuck, outcomes)
     tracer.start()
@@ -265,7 +265,7 @@ def test_a_full_queue_drops_and_counts_and_keeps_nobody_waiting() -> None:
     assert outcomes["dropped"] == 3001 - 2048
 
 
-def test_a_collector_that_is_down_costs_traces_and_is_told_of_once_each_time(
+def test_a_collector_that_is_down_is_logged_once_each_time(
     caplog: pytest.LogCaptureFixture, collector: tuple[Collector, str]
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -306,10 +306,10 @@ def test_a_collector_that_is_down_costs_traces_and_is_told_of_once_each_time(
     ]
 
 
-def test_a_closed_port_is_no_exception_and_the_reason_is_told(
+def test_a_closed_port_raises_no_exception_and_the_reason_is_logged(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")  # s; by default it tries again for 10
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")  # seconds; by default it retries for 10
     with (
         tracing("http://127.0.0.1:1") as (tracer, outcomes),
         serving(LoopbackModel(), tracer=tracer) as served,
@@ -329,7 +329,7 @@ def test_a_closed_port_is_no_exception_and_the_reason_is_told(
         ("OTEL_EXPORTER_OTLP_COMPRESSION", "zip"),
     ],
 )
-def test_an_environment_that_cannot_be_used_is_a_configuration_error(
+def test_an_invalid_environment_variable_is_a_configuration_error(
     name: str, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, value)
@@ -337,8 +337,8 @@ def test_an_environment_that_cannot_be_used_is_a_configuration_error(
         Otlp("")
 
 
-def test_a_stop_breaks_off_an_export_that_takes_too_long() -> None:
-    """A collector that takes connections and never says anything: the exporter would wait for 10 s."""
+def test_a_stop_aborts_an_export_that_takes_too_long() -> None:
+    """The collector accepts connections and never responds: the exporter would wait for 10 s."""
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         outcomes = Outcomes()
         exporter = Otlp(f"http://127.0.0.1:{deaf.getsockname()[1]}")

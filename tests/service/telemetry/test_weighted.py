@@ -22,7 +22,7 @@ def lines(registry: CollectorRegistry) -> list[str]:
 
 
 @given(st.lists(st.one_of(st.floats(0, 4), st.sampled_from(BOUNDS)), max_size=20))
-def test_with_weights_of_one_it_tells_what_the_librarys_histogram_tells(values: list[float]) -> None:
+def test_with_weights_of_one_it_equals_the_librarys_histogram(values: list[float]) -> None:
     ours, theirs = CollectorRegistry(), CollectorRegistry()
     mine = weighted(ours).labels("m", "y")
     plain = Histogram("h", "Text.", ("model", "output"), registry=theirs, buckets=BOUNDS).labels("m", "y")
@@ -33,7 +33,7 @@ def test_with_weights_of_one_it_tells_what_the_librarys_histogram_tells(values: 
 
 
 @given(st.lists(st.tuples(st.floats(0, 4), st.floats(0.01, 1e4)), min_size=1, max_size=30))
-def test_counts_are_whole_never_fall_and_are_never_off_by_more_than_half_a_row(
+def test_counts_are_integers_never_fall_and_are_within_half_a_row(
     seen: list[tuple[float, float]],
 ) -> None:
     registry = CollectorRegistry()
@@ -49,7 +49,7 @@ def test_counts_are_whole_never_fall_and_are_never_off_by_more_than_half_a_row(
     assert series.told()[1] == pytest.approx(math.fsum(v * w for v, w in seen))
 
 
-def test_series_go_by_their_labels_and_the_others_stay() -> None:
+def test_series_are_removed_by_label_and_the_others_stay() -> None:
     registry = CollectorRegistry()
     histogram = weighted(registry)
     for model in ("stays", "goes"):
@@ -61,7 +61,7 @@ def test_series_go_by_their_labels_and_the_others_stay() -> None:
     assert 'h_count{model="stays",output="z"} 3.0' in text
 
 
-def test_its_names_are_the_registrys() -> None:
+def test_the_registry_knows_the_names_of_its_samples() -> None:
     registry = CollectorRegistry()
     weighted(registry).labels("m", "y").observe(0.5, 2.0)
     with pytest.raises(ValueError, match="Duplicated timeseries"):
@@ -70,6 +70,6 @@ def test_its_names_are_the_registrys() -> None:
     assert [sample.value for family in found for sample in family.samples] == [2.0]
 
 
-def test_values_that_are_not_one_for_each_label_are_a_bug() -> None:
+def test_too_few_label_values_raise_value_error() -> None:
     with pytest.raises(ValueError, match=r"\('model', 'output'\)"):
         weighted(CollectorRegistry()).labels("m")

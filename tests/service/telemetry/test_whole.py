@@ -1,4 +1,4 @@
-"""Several processes' metrics as one server's."""
+"""The metrics of several processes, combined into those of one server."""
 
 from __future__ import annotations
 
@@ -39,27 +39,27 @@ def whole() -> Whole:
     return Whole(lambda: WANTED)
 
 
-def test_counters_are_summed_and_gauges_combined_as_each_says() -> None:
+def test_counters_are_summed_and_gauges_combined_by_their_mode() -> None:
     adding = whole()
     for process, value in (("a", 3.0), ("b", 5.0)):
         adding.update(process, [counter(value), *(gauge(value, mode) for mode in ("sum", "min", "max"))])
     assert [value_of(adding, name) for name in ("c_total", "g_sum", "g_min", "g_max")] == [8, 8, 3, 5]
 
 
-def test_what_a_dead_process_counted_stays_and_its_gauges_go() -> None:
+def test_a_dead_processs_counts_stay_and_its_gauges_are_removed() -> None:
     adding = whole()
     adding.update("a", [counter(3), gauge(3, "sum")])
     adding.update("b", [counter(5), gauge(5, "sum")])
     adding.process_died("a")
     assert (value_of(adding), value_of(adding, "g_sum")) == (8, 5)
-    adding.update("a", [counter(1)])  # the one in its place begins anew
+    adding.update("a", [counter(1)])  # the replacement process starts from 0
     assert value_of(adding) == 9
     adding.process_died("a")
     adding.process_died("b")
     assert value_of(adding) == 9, "with nobody left, too"
 
 
-def test_no_counter_goes_back_whatever_happens_in_which_order() -> None:
+def test_no_counter_decreases_whatever_the_order_of_events() -> None:
     adding, told = whole(), 0.0
     happenings: list[tuple[str, float | None]] = [
         *(("a", 1.0), ("b", 4.0), ("a", 7.0), ("a", None), ("b", 4.5), ("a", 0.0), ("a", 2.0)),
@@ -77,7 +77,7 @@ def test_no_counter_goes_back_whatever_happens_in_which_order() -> None:
     assert told == 7 + 2 + 3 + 4.5 + 1 + 0.5
 
 
-def test_what_was_counted_before_a_model_was_loaded_anew_is_forgotten() -> None:
+def test_counts_from_before_a_reload_of_the_model_are_dropped() -> None:
     adding = whole()
     adding.update("a", [counter(3)])
     adding.update("a", [counter(1)])
@@ -89,7 +89,7 @@ def test_what_was_counted_before_a_model_was_loaded_anew_is_forgotten() -> None:
     assert value_of(adding) == 1
 
 
-def test_series_of_a_model_that_nobody_has_or_wants_are_gone() -> None:
+def test_series_of_a_model_that_no_process_has_or_wants_are_removed() -> None:
     adding = Whole(list)
     adding.update("a", [counter(3), Family("p", "counter", "No model's.", "sum", [Series("p_total", {}, 2.0)])])
     adding.update("b", [counter(2)])
@@ -120,7 +120,7 @@ def two() -> Whole:
     return adding
 
 
-def test_the_real_metrics_of_two_processes_are_exposed_as_one_servers() -> None:
+def test_the_metrics_of_two_processes_are_exposed_as_one_servers() -> None:
     text = expose(two().families())[0].decode()
     for line in (
         'bf16kit_requests_total{code="OK",model="m",version="1"} 2.0',
@@ -138,7 +138,7 @@ def test_the_real_metrics_of_two_processes_are_exposed_as_one_servers() -> None:
     assert "_created" not in text
 
 
-def test_one_process_added_up_tells_what_it_tells_alone() -> None:
+def test_the_sum_over_one_process_equals_its_own_metrics() -> None:
     metrics = Metrics()
     measured(metrics, 0.3)
     adding = whole()
@@ -147,13 +147,13 @@ def test_one_process_added_up_tells_what_it_tells_alone() -> None:
     assert expose(adding.families())[0].decode().splitlines() == alone
 
 
-def test_exemplars_lead_to_the_newest_trace_in_openmetrics() -> None:
+def test_exemplars_name_the_newest_trace_in_openmetrics() -> None:
     text = expose(two().families(), "application/openmetrics-text; version=1.0.0")[0].decode()
     assert 'trace_id="trace-b"' in text
     assert text.endswith("# EOF\n")
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
-def test_promtool_finds_nothing_to_criticise() -> None:
+def test_promtool_accepts_the_metrics() -> None:
     checked = subprocess.run(["promtool", "check", "metrics"], input=expose(two().families())[0], capture_output=True)
     assert (checked.returncode, checked.stdout, checked.stderr) == (0, b"", b"")

@@ -1,4 +1,4 @@
-"""What is let in: by count, by bytes, and by who asks."""
+"""Admission of calls: limits by number, by bytes, and by each client's share."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from service.transport.admission import ByteBudget, Door, FairShares, Held, Shar
 
 
 class TestShares:
-    def test_one_holder_alone_gets_no_place_of_the_last_eighth(self) -> None:
+    def test_a_single_holder_gets_none_of_the_last_eighth_of_the_places(self) -> None:
         shares = Shares(64)
         assert [shares.take("flood") for _ in range(64)] == [True] * 56 + [False] * 8
 
-    def test_half_of_the_places_go_to_whoever_comes(self) -> None:
+    def test_any_holder_may_take_places_while_half_are_free(self) -> None:
         shares = Shares(16)
         for holder in "abc":
             assert shares.take(holder)
         assert all(shares.take("d") for _ in range(5))
 
-    def test_when_places_are_few_each_holder_has_an_equal_part(self) -> None:
+    def test_each_holder_gets_an_equal_part_when_places_are_few(self) -> None:
         shares = Shares(64)
         while shares.take("flood"):
             pass
         assert shares.take("other")
         assert shares.take("other")
-        assert not shares.take("other")  # two are few of 64, and three are not
+        assert not shares.take("other")  # the reserved eighth is for holders of at most two of the 64 places
         for _ in range(10):
             shares.give("flood")
-        assert not shares.take("flood")  # it holds 46, and its part is 32 now
+        assert not shares.take("flood")  # "flood" holds 46, and its part is 32 now
         assert shares.take("other")
 
-    def test_a_few_who_flood_leave_room_for_those_who_do_not(self) -> None:
+    def test_a_few_flooding_holders_leave_room_for_others(self) -> None:
         shares = Shares(64)
         for _ in range(100):
             for flood in "abcd":
@@ -49,7 +49,7 @@ class TestShares:
 
 
 class TestDoor:
-    def test_one_more_than_the_limit_is_refused_and_says_the_limit(self) -> None:
+    def test_a_call_over_the_limit_is_rejected_with_the_limit(self) -> None:
         door = Door(2, "requests in flight")
         places = [door.enter("a"), door.enter("b")]
         with pytest.raises(Overloaded, match="2 requests in flight is the limit of this server; try") as refused:
@@ -67,7 +67,7 @@ class TestDoor:
         with pytest.raises(Overloaded):
             door.enter("b")
 
-    def test_a_clients_share_is_refused_with_its_reason(self) -> None:
+    def test_a_client_over_its_share_is_rejected_with_that_reason(self) -> None:
         door = Door(8, "calls")
         for _ in range(7):
             door.enter("flood")
@@ -76,13 +76,13 @@ class TestDoor:
         assert refused.value.reason == "connection_share"
         door.enter("other")
 
-    def test_closed_it_tells_everybody_why(self) -> None:
+    def test_a_closed_door_rejects_every_call_with_its_error(self) -> None:
         door = Door(8, "calls")
         door.close(lambda: Unavailable("going away"))
         with pytest.raises(Unavailable, match="going away"):
             door.enter("a")
 
-    def test_waiting_for_the_last_to_leave(self) -> None:
+    def test_wait_empty_waits_until_the_last_call_leaves(self) -> None:
         door = Door(8, "calls")
         assert door.wait_empty(time.monotonic() - 1)
         place = door.enter("a")
@@ -90,7 +90,7 @@ class TestDoor:
         threading.Timer(0.02, place.leave).start()
         assert door.wait_empty(time.monotonic() + 30)
 
-    def test_crowded_from_half_of_its_places_on(self) -> None:
+    def test_a_door_is_crowded_when_half_of_its_places_are_taken(self) -> None:
         door = Door(4, "calls")
         door.enter("a")
         assert not door.crowded
@@ -98,7 +98,7 @@ class TestDoor:
         assert door.crowded
 
 
-def test_a_models_flood_leaves_room_for_another() -> None:
+def test_many_requests_for_one_model_leave_room_for_another() -> None:
     shares = FairShares(8, "model", "model_share")
     for _ in range(7):
         shares.take("busy")
@@ -110,7 +110,7 @@ def test_a_models_flood_leaves_room_for_another() -> None:
 
 
 class TestBytes:
-    """Of requests and answers, whichever door their calls came in by."""
+    """The bytes of requests and responses are limited across all doors."""
 
     @pytest.fixture
     def budget(self) -> ByteBudget:
@@ -120,7 +120,7 @@ class TestBytes:
     def door(self, budget: ByteBudget) -> Door:
         return Door(10, "calls", budget=budget)
 
-    def test_they_are_bounded_but_for_a_call_alone(self, door: Door) -> None:
+    def test_bytes_are_limited_except_for_a_single_call(self, door: Door) -> None:
         first, second = door.enter("a"), door.enter("a")
         Held(first).hold(150)
         with pytest.raises(Overloaded, match="requests and responses hold 150 bytes, the limit is 100") as refused:
@@ -136,7 +136,7 @@ class TestBytes:
         with pytest.raises(Overloaded, match="hold 60 bytes"):
             Held(other.enter("a")).hold(41)
 
-    def test_what_left_gives_back_what_it_held_once_and_holds_nothing_more(self, door: Door) -> None:
+    def test_a_call_that_left_gives_its_bytes_back_once_and_holds_no_more(self, door: Door) -> None:
         place = door.enter("a")
         held = Held(place)
         held.hold(60)
@@ -149,7 +149,7 @@ class TestBytes:
         with pytest.raises(Overloaded, match="hold 100 bytes"):
             Held(door.enter("a")).hold(1)
 
-    def test_of_what_a_request_is_said_to_take_the_largest_counts(self, door: Door) -> None:
+    def test_the_largest_of_several_sizes_of_one_request_counts(self, door: Door) -> None:
         held, other = Held(door.enter("a")), Held(door.enter("a"))
         for nbytes in (10, 60, 30):
             held.hold(nbytes)
@@ -157,10 +157,10 @@ class TestBytes:
         with pytest.raises(Overloaded, match="hold 100 bytes"):
             Held(door.enter("a")).hold(1)
 
-    def test_an_answer_counts_beside_its_request(self, door: Door) -> None:
+    def test_a_response_counts_in_addition_to_its_request(self, door: Door) -> None:
         held, other = Held(door.enter("a")), Held(door.enter("a"))
         held.hold(10)
-        held.hold_more(150)  # alone, it may
+        held.hold_more(150)  # allowed, because no other call holds bytes
         crowded = [door.crowded]
         with pytest.raises(Overloaded, match="hold 160 bytes"):
             other.hold_more(1)

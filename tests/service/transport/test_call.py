@@ -1,4 +1,4 @@
-"""One call, over a real socket: where it is let in or refused, and what is given back when it ends."""
+"""One call over a real socket: where it is admitted or rejected, and what it releases when it ends."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ INFER = f"/{SERVICE}/ModelInfer"
 
 @pytest.fixture(params=["arrival", "grpcio"], autouse=True)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Every test is run twice: as it is, and as with a grpcio of which we know nothing but its public interface."""
+    """Run every test twice: as is, and with a grpcio of which only the public interface is known."""
     if request.param == "grpcio":
         monkeypatch.setattr(lane_module, "find_arrival", lambda arguments: None)
     return str(request.param)
 
 
-#: grpcio's own way takes a thread first.
+#: For tests that hold only with "arrival": by its public interface, grpcio gives a call a thread first.
 by_arrival = pytest.mark.parametrize("way", ["arrival"], indirect=True)
 
 
 @by_arrival
-def test_whose_a_call_is_is_known_before_it_has_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what its request is: another version of grpcio may hand over something else."""
+def test_the_client_of_a_call_is_known_before_the_call_has_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check what this version of grpcio passes to an executor: another version may pass something else."""
     found: list[Any] = []
     known = lane_module.find_arrival
 
@@ -70,7 +70,7 @@ def test_a_call_takes_no_thread_before_its_request_is_there() -> None:
 
 
 @by_arrival
-def test_a_refusal_takes_no_thread_of_the_lanes() -> None:
+def test_a_rejected_call_takes_no_thread_of_a_lane() -> None:
     gate = Gate()
     before = set(threading.enumerate())
     with serving(LoopbackModel(run=gate), max_in_flight=1) as served:
@@ -85,8 +85,8 @@ def test_a_refusal_takes_no_thread_of_the_lanes() -> None:
         running.result(30)
 
 
-def test_a_call_that_was_refused_stays_so_where_a_place_becomes_free() -> None:
-    """It then runs on gRPC's one thread: waiting there for the request would stop the server for good."""
+def test_a_rejected_call_stays_rejected_when_a_place_becomes_free() -> None:
+    """A rejected call runs on gRPC's one thread: waiting there for its request would block the server permanently."""
     with serving(LoopbackModel(), max_in_flight=1) as served:
         lane, door = served.transport._lanes().inference, served.transport._services.inference
         assert isinstance(lane, Lane)
@@ -107,7 +107,7 @@ def test_a_call_that_was_refused_stays_so_where_a_place_becomes_free() -> None:
 
 
 class Refusing:
-    """A context that says how its call was ended."""
+    """A call context whose abort raises the status code."""
 
     def peer(self) -> str:
         return "ipv4:203.0.113.7:1"
@@ -119,20 +119,20 @@ class Refusing:
         raise RuntimeError(code)
 
 
-def test_a_call_that_is_refused_is_never_read() -> None:
-    """A message of 1 MiB: more than the server lets a client send before it reads."""
+def test_the_message_of_a_rejected_call_is_never_read() -> None:
+    """The client gets the response before it has sent any of its message."""
     gate = Gate()
     with serving(LoopbackModel(run=gate), max_in_flight=1) as served:
         running = served.stub("ModelInfer").future(infer_request(x=X))
         assert gate.started.wait(30)
         with RawConnection(served.port) as client:
             stream = client.call(INFER)
-            until(lambda: stream in client.ended)  # answered, and nothing of the message sent
+            until(lambda: stream in client.ended)  # the client has a response and has sent nothing of the message
         gate.go.set()
         running.result(30)
 
 
-def test_bytes_that_are_no_message_are_an_invalid_argument() -> None:
+def test_bytes_that_cannot_be_parsed_are_an_invalid_argument() -> None:
     with serving(LoopbackModel()) as served:
         for path, message in ((INFER, b"\xff" * 50), ("/grpc.health.v1.Health/Check", b"\x0a\xff")):
             call: Any = served.channel.unary_unary(path)
@@ -150,14 +150,14 @@ def test_a_call_that_ends_without_a_request_is_an_invalid_argument() -> None:
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-def test_a_request_that_says_nothing_is_not_waited_for() -> None:
+def test_a_request_without_content_is_not_waited_for() -> None:
     with serving(LoopbackModel()) as served, RawConnection(served.port) as client:
         stream = client.call(f"/{SERVICE}/ServerLive")
         until(lambda: stream in client.ended)
 
 
 @by_arrival
-def test_a_call_that_finds_no_threads_any_more_is_cancelled_and_stops_nobody() -> None:
+def test_a_call_without_a_thread_is_cancelled_and_the_server_continues() -> None:
     with serving(LoopbackModel()) as served:
         for pool in served.transport._services._pools:
             pool.shutdown()
@@ -167,7 +167,7 @@ def test_a_call_that_finds_no_threads_any_more_is_cancelled_and_stops_nobody() -
 
 
 @pytest.mark.parametrize("way", ["grpcio"], indirect=True)
-def test_grpcios_own_way_survives_a_pool_without_threads() -> None:
+def test_the_public_interface_of_grpcio_survives_a_pool_without_threads() -> None:
     with serving(LoopbackModel()) as served:
         for pool in served.transport._services._pools:
             pool.shutdown()
@@ -177,7 +177,7 @@ def test_grpcios_own_way_survives_a_pool_without_threads() -> None:
 
 
 @by_arrival
-def test_a_client_that_leaves_before_its_call_has_a_thread_gives_its_place_back_at_once() -> None:
+def test_a_client_that_leaves_before_its_call_has_a_thread_frees_its_place() -> None:
     gate = Gate()
     with serving(LoopbackModel(run=gate)) as served:
         for pool in served.transport._services._pools:
@@ -200,7 +200,7 @@ def test_a_bug_in_admission_ends_a_call_and_not_the_server(monkeypatch: pytest.M
             patched.setattr(UnaryCall, "start", lambda *_: 1 // 0)
             assert served.refusal("ModelInfer", infer_request(x=X))[0] is grpc.StatusCode.CANCELLED
         assert served.call("ModelInfer", infer_request(x=X)).model_name == "echo"
-        assert served.transport._services.inference._shares.taken <= 1  # the last one's, until gRPC has told of its end
+        assert served.transport._services.inference._shares.taken <= 1  # the last call's, until gRPC reports its end
 
 
 def test_a_request_that_does_not_arrive_in_time_ends_its_call() -> None:
@@ -212,9 +212,9 @@ def test_a_request_that_does_not_arrive_in_time_ends_its_call() -> None:
         until(lambda: served.transport._services.inference.wait_empty(0))
 
 
-def test_a_client_that_left_as_its_call_began_is_not_waited_for() -> None:
-    """The news that it left may come before the call has asked for its request."""
-    with serving(LoopbackModel(), receive_seconds=1.0) as served:  # on a busy machine the news takes some of that
+def test_a_client_that_leaves_as_its_call_begins_is_not_counted_as_too_slow() -> None:
+    """gRPC may report that the client left before the call waits for its request."""
+    with serving(LoopbackModel(), receive_seconds=1.0) as served:  # gRPC's report may take a part of it
         call: Any = served.channel.unary_unary(INFER)
         for _ in range(5):
             for future in [call.future(MESSAGE) for _ in range(100)]:
@@ -223,7 +223,7 @@ def test_a_client_that_left_as_its_call_began_is_not_waited_for() -> None:
         assert served.log.refusals.count("too_slow") == 0
 
 
-def test_a_response_that_is_not_taken_keeps_its_place_until_its_time_is_up() -> None:
+def test_a_call_whose_response_is_not_read_keeps_its_place_until_the_timeout() -> None:
     with serving(LoopbackModel(), send_seconds=0.5) as served, RawConnection(served.port, window=0) as client:
         stream = client.call(INFER, MESSAGE)
         until(lambda: served.log.seen)
@@ -233,7 +233,7 @@ def test_a_response_that_is_not_taken_keeps_its_place_until_its_time_is_up() -> 
         assert served.log.refusals == ["too_slow"]
 
 
-def test_an_idle_stream_is_ended_and_one_that_waits_for_its_answer_is_not() -> None:
+def test_an_idle_stream_is_ended_but_not_one_that_waits_for_its_response() -> None:
     gate = Gate()
     path = f"/{SERVICE}/ModelStreamInfer"
     with serving(LoopbackModel(run=gate), stream_idle_seconds=0.3) as served, RawConnection(served.port) as client:
@@ -243,12 +243,12 @@ def test_an_idle_stream_is_ended_and_one_that_waits_for_its_answer_is_not() -> N
         until(lambda: idle in client.ended)
         assert waiting not in client.ended
         gate.go.set()
-        until(lambda: waiting in client.ended)  # now it is idle, too
+        until(lambda: waiting in client.ended)  # after its response this stream is idle too
 
 
-def test_an_unexpected_error_in_a_stream_tells_the_client_nothing_of_itself() -> None:
+def test_an_unexpected_error_in_a_stream_is_not_described_to_the_client() -> None:
     def fail(feeds: Mapping[str, Array]) -> dict[str, Array]:
-        return {}  # and not the output that was asked for
+        return {}  # without the requested output
 
     with serving(LoopbackModel(run=fail)) as served:
         message = infer_request(x=X)
@@ -258,8 +258,8 @@ def test_an_unexpected_error_in_a_stream_tells_the_client_nothing_of_itself() ->
         assert "KeyError" not in answer.error_message
 
 
-def test_a_stream_is_held_back_where_a_request_would_be_refused() -> None:
-    """Four streams of forty requests each, before a queue of two: every one is answered."""
+def test_a_stream_is_held_back_where_a_single_request_would_be_rejected() -> None:
+    """Four streams of forty requests each share a queue of two, and every request gets a response."""
     model = LoopbackModel(max_batch_size=1, max_queue=2)
     with serving(model) as served:
         streams = [
@@ -270,7 +270,7 @@ def test_a_stream_is_held_back_where_a_request_would_be_refused() -> None:
         assert [answer.error_message for answer in answers if answer.error_message] == []
 
 
-def test_a_request_that_holds_no_tensors_is_refused_from_64_kib_on() -> None:
+def test_a_request_without_tensors_is_rejected_above_64_kib() -> None:
     with serving(LoopbackModel()) as served:
         code, details = served.refusal("ModelMetadata", pb.ModelMetadataRequest(name="n" * (64 << 10)))
         assert code is grpc.StatusCode.INVALID_ARGUMENT
@@ -278,7 +278,7 @@ def test_a_request_that_holds_no_tensors_is_refused_from_64_kib_on() -> None:
         assert len(served.call("ModelInfer", infer_request(x=np.ones((8, 3), np.float32))).outputs) == 1
 
 
-def test_a_request_that_would_swell_is_refused_before_it_is_parsed() -> None:
+def test_a_request_with_too_many_fields_is_rejected_before_it_is_parsed() -> None:
     with serving(LoopbackModel()) as served:
         message = pb.ModelInferRequest(model_name="echo", inputs=[pb.ModelInferRequest.InferInputTensor()] * 70_000)
         code, details = served.refusal("ModelInfer", message)
@@ -286,7 +286,7 @@ def test_a_request_that_would_swell_is_refused_before_it_is_parsed() -> None:
     assert "more than 65536 fields" in details
 
 
-def test_an_answer_that_is_not_taken_counts_and_the_next_is_refused() -> None:
+def test_unread_responses_count_as_held_bytes_and_the_next_request_is_rejected() -> None:
     wide = LoopbackModel(run=lambda feeds: {"y": np.ones((1, 1 << 18), np.float32)}, max_batch_size=1)
     with serving(wide, max_request_bytes=(3 << 20) + 4096) as served, RawConnection(served.port, window=0) as deaf:
         budget = served.transport._services.inference.budget
@@ -299,15 +299,15 @@ def test_an_answer_that_is_not_taken_counts_and_the_next_is_refused() -> None:
     assert wide.calls == 4
 
 
-def test_a_stream_reads_no_further_than_its_bytes_allow_and_goes_on_when_it_is_answered() -> None:
+def test_a_stream_stops_reading_at_its_byte_limit_and_continues_after_a_response() -> None:
     gate = Gate()
-    rows = np.ones((1 << 18, 3), np.float32)  # 3 MiB, and as much in the answer
+    rows = np.ones((1 << 18, 3), np.float32)  # 3 MiB, and 3 MiB in the response
     model = LoopbackModel(run=gate, max_batch_size=len(rows))
     with serving(model, max_streams=1) as served:
         door = served.transport._services.streams
         answers = served.stub("ModelStreamInfer")(iter([infer_request(x=rows) for _ in range(6)]), timeout=60)
         assert gate.started.wait(30)
-        until(lambda: len(model.seen) == 3)  # two leave room, three do not
+        until(lambda: len(model.seen) == 3)  # with two requests there is room for one more, with three there is not
         time.sleep(0.2)
         assert (len(model.seen), door.budget._taken >> 20) == (3, 9)
         gate.go.set()
@@ -316,7 +316,7 @@ def test_a_stream_reads_no_further_than_its_bytes_allow_and_goes_on_when_it_is_a
         assert door.budget._taken == 0
 
 
-def test_an_answer_in_a_stream_counts_and_one_without_room_is_refused_in_its_place() -> None:
+def test_a_response_in_a_stream_that_exceeds_the_byte_limit_becomes_an_error() -> None:
     wide = LoopbackModel(run=lambda feeds: {"y": np.ones((1, 1 << 18), np.float32)}, max_batch_size=1)
     with serving(wide, max_request_bytes=(1 << 20) + 4096) as served, RawConnection(served.port, window=0) as deaf:
         deaf.call(INFER, MESSAGE)
@@ -329,7 +329,7 @@ def test_a_stream_that_waits_for_room_ends_with_its_client() -> None:
     gate = Gate()
     rows = np.ones((1 << 20, 3), np.float32)
     model = LoopbackModel(run=gate, max_batch_size=len(rows))
-    with serving(model, max_in_flight=1, max_streams=1) as served:  # threads for one reader and one answer
+    with serving(model, max_in_flight=1, max_streams=1) as served:  # threads for one reader and one response
         stream = served.stub("ModelStreamInfer")(iter([infer_request(x=rows) for _ in range(3)]), timeout=60)
         assert gate.started.wait(30)
         time.sleep(0.2)  # by now the reader waits

@@ -1,4 +1,4 @@
-"""Which requests are answered on gRPC's own thread, and that nothing else has to wait for them there."""
+"""Which requests are answered on gRPC's own thread, and that no other request waits for them there."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ X = np.ones((1, 3), np.float32)
 
 
 class Threads:
-    """A run that remembers the threads that it was called on, and takes ``seconds`` of their time."""
+    """A run that records the threads it is called on, and uses ``seconds`` of their CPU time."""
 
     def __init__(self, seconds: float = 0.0) -> None:
         self.names: list[str] = []
@@ -35,12 +35,12 @@ class Threads:
 
     @property
     def on_grpc(self) -> bool:
-        """Whether the last was gRPC's own."""
+        """Whether the last call ran on gRPC's own thread."""
         return "_serve" in self.names[-1]
 
 
 def answered_on_grpc(served: Served, run: Threads, message: pb.ModelInferRequest) -> bool:
-    """Whether one of some calls was, which come one after the other."""
+    """Return whether at least one of 50 successive calls was answered on gRPC's own thread."""
 
     def one() -> bool:
         served.call("ModelInfer", message)
@@ -57,14 +57,14 @@ def test_a_quick_model_is_answered_on_grpcs_own_thread() -> None:
         until(lambda: served.transport._services.inference._shares.taken == 0)
 
 
-def test_a_slow_model_never_is() -> None:
+def test_a_slow_model_is_not_answered_on_grpcs_own_thread() -> None:
     run = Threads(seconds=2e-3)
     with serving(LoopbackModel(run=run, inline=True)) as served:
         assert not answered_on_grpc(served, run, infer_request(x=X))
 
 
-def test_a_request_that_its_size_makes_slow_never_is_however_quick_small_ones_are() -> None:
-    """Small enough for that thread, and 80 times what the model was quick with."""
+def test_a_slow_larger_request_of_a_quick_model_is_not_answered_on_grpcs_own_thread() -> None:
+    """The larger request is below the size limit of that thread, but has 80 times the rows of the quick requests."""
 
     class Growing(Threads):
         def __call__(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
@@ -73,20 +73,20 @@ def test_a_request_that_its_size_makes_slow_never_is_however_quick_small_ones_ar
 
     run, large = Growing(), infer_request(x=np.ones((80, 3), np.float32))
     with serving(LoopbackModel(run=run, inline=True, max_batch_size=1024)) as served:
-        for _ in range(3):  # neither says anything of the other
+        for _ in range(3):  # the run times of one size do not count for the other
             assert answered_on_grpc(served, run, infer_request(x=X))
             assert not answered_on_grpc(served, run, large)
 
 
-def test_a_large_request_never_is() -> None:
+def test_a_large_request_is_not_answered_on_grpcs_own_thread() -> None:
     run = Threads()
     with serving(LoopbackModel(run=run, inline=True, max_batch_size=1024)) as served:
         assert answered_on_grpc(served, run, infer_request(x=X))
         assert not answered_on_grpc(served, run, infer_request(x=np.ones((400, 3), np.float32)))
 
 
-def test_what_is_refused_there_gives_its_claim_back() -> None:
-    """A dtype that is wrong, a model that is unknown: the next request is answered there again."""
+def test_a_request_that_is_rejected_on_grpcs_own_thread_gives_its_claim_back() -> None:
+    """After a wrong dtype or an unknown model, gRPC's own thread still answers the next request."""
     run = Threads()
     wrong, unknown = infer_request(x=X.astype(np.float64)), infer_request("nobody", x=X)
     with serving(LoopbackModel(run=run, inline=True)) as served:
@@ -97,8 +97,8 @@ def test_what_is_refused_there_gives_its_claim_back() -> None:
         assert answered_on_grpc(served, run, infer_request(x=X))
 
 
-def test_a_quick_model_that_is_at_work_keeps_nobody_waiting_on_that_thread() -> None:
-    """Its request waits in the queue on a thread of its own, and a probe is answered meanwhile."""
+def test_no_request_waits_for_a_running_model_on_grpcs_own_thread() -> None:
+    """The next request waits in the queue on another thread, and a probe gets its response meanwhile."""
     run, gate = Threads(), Gate()
     model = LoopbackModel(run=run, inline=True)
     with serving(model) as served:
@@ -120,7 +120,7 @@ def test_a_quick_model_that_is_at_work_keeps_nobody_waiting_on_that_thread() -> 
 
 @pytest.fixture
 def replaced() -> Iterator[tuple[Served, LoopbackModel, Callable[[], None], Gate]]:
-    """A quick model, and what puts one in its place whose only run is at work until the gate is opened."""
+    """Yield a quick model that serves, a function that replaces it by a busy one, and the gate that ends that run."""
     run, gate = Threads(), Gate()
     old, new = LoopbackModel(run=run, inline=True), LoopbackModel(run=gate, inline=True)
     with serving(old) as served:
@@ -139,7 +139,10 @@ def replaced() -> Iterator[tuple[Served, LoopbackModel, Callable[[], None], Gate
 def test_a_model_that_is_replaced_before_its_request_is_parsed_answers_it(
     replaced: tuple[Served, LoopbackModel, Callable[[], None], Gate], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Asked for the model again, gRPC's thread would wait for the new one's run, and everybody for that thread."""
+    """The request keeps the model that it claimed.
+
+    If it requested the model again, gRPC's thread would wait for the new model's run, and all calls for that thread.
+    """
     served, old, replace, _ = replaced
     acquire = served.registry.acquire
 
@@ -154,7 +157,7 @@ def test_a_model_that_is_replaced_before_its_request_is_parsed_answers_it(
     assert old not in served.registry.models()
 
 
-def test_a_model_that_is_replaced_before_it_is_held_leaves_its_request_to_another_thread(
+def test_a_request_moves_to_another_thread_if_its_model_is_replaced_before_the_lease(
     replaced: tuple[Served, LoopbackModel, Callable[[], None], Gate], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served, old, replace, gate = replaced
@@ -172,11 +175,11 @@ def test_a_model_that_is_replaced_before_it_is_held_leaves_its_request_to_anothe
     assert not waiting.done()
     gate.go.set()
     assert waiting.result(30).outputs
-    until(lambda: old.batcher._slots.idle)  # what was claimed of the old one is given back
+    until(lambda: old.batcher._slots.idle)  # the claim on the old model is given back
 
 
-def test_a_model_is_held_until_the_call_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not once more after that: what is unloaded waits for those who hold it."""
+def test_a_call_holds_its_model_once_and_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unload waits for the calls that hold the model."""
     run, held = Threads(), 0
     with serving(LoopbackModel(run=run, inline=True)) as served:
         acquire = served.registry.acquire
@@ -214,7 +217,7 @@ def test_executors_alone_run_a_model_whose_runtime_keeps_memory_per_thread() -> 
 
 
 @pytest.mark.parametrize("calls", [200])
-def test_every_one_of_many_at_once_is_answered(calls: int) -> None:
+def test_every_one_of_many_concurrent_requests_is_answered(calls: int) -> None:
     run = Threads()
     with serving(LoopbackModel(run=run, inline=True), max_in_flight=1024) as served:
         assert answered_on_grpc(served, run, infer_request(x=X))
@@ -223,8 +226,8 @@ def test_every_one_of_many_at_once_is_answered(calls: int) -> None:
         until(lambda: served.transport._services.inference._shares.taken == 0)
 
 
-def test_a_request_that_takes_long_though_it_is_small_never_is() -> None:
-    """With tensors in shared memory there are megabytes to read, with classes strings to make."""
+def test_a_small_request_that_takes_long_is_not_answered_on_grpcs_own_thread() -> None:
+    """A request with tensors in shared memory reads megabytes; one with classification builds strings."""
     run = Threads()
     with serving(LoopbackModel(run=run, inline=True)) as served:
         assert answered_on_grpc(served, run, infer_request(x=X))

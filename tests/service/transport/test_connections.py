@@ -1,4 +1,4 @@
-"""How long connections live, and how many: what gRPC is told by ``_channel_arguments``, seen from sockets."""
+"""Lifetime and number of connections, as set by ``_channel_arguments`` and seen from sockets."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def connected(**options: Any) -> Iterator[RawConnection]:
 
 
 def answered(client: RawConnection) -> bool:
-    """Whether a call on this connection ends."""
+    """Return whether a call on this connection ends."""
     with contextlib.suppress(OSError):
         stream = client.call(READY, b"")
         until(lambda: stream in client.ended or client.closed, 10, "an answer or the end")
@@ -38,7 +38,7 @@ def answered(client: RawConnection) -> bool:
     return False
 
 
-def test_a_client_that_answers_no_pings_is_hung_up_on_and_one_that_does_is_not() -> None:
+def test_only_a_client_that_does_not_reply_to_pings_is_disconnected() -> None:
     with (
         serving(LoopbackModel(), keepalive_seconds=0.3) as served,
         RawConnection(served.port) as alive,
@@ -49,8 +49,8 @@ def test_a_client_that_answers_no_pings_is_hung_up_on_and_one_that_does_is_not()
         assert answered(alive)
 
 
-def test_a_client_may_ask_whether_the_server_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's clients do every few seconds, for which gRPC by itself hangs up on them."""
+def test_a_client_may_send_keepalive_pings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's clients ping every few seconds; gRPC's default is to disconnect them for it."""
     monkeypatch.setattr(server, "_MIN_PING_INTERVAL_MS", 20)
     with connected() as client:
         for _ in range(10):
@@ -60,7 +60,7 @@ def test_a_client_may_ask_whether_the_server_is_there(monkeypatch: pytest.Monkey
         assert not client.told_to_leave
 
 
-def test_a_client_that_does_nothing_but_ask_is_hung_up_on() -> None:
+def test_a_client_that_only_pings_is_disconnected() -> None:
     with connected() as client:
         for _ in range(10):
             with contextlib.suppress(OSError):
@@ -69,12 +69,12 @@ def test_a_client_that_does_nothing_but_ask_is_hung_up_on() -> None:
 
 
 @pytest.mark.parametrize("option", ["max_connection_idle_seconds", "max_connection_age_seconds"])
-def test_a_connection_without_calls_or_of_a_certain_age_is_told_to_leave(option: str) -> None:
+def test_an_idle_or_old_connection_gets_a_goaway(option: str) -> None:
     with connected(**{option: 0.3}) as client:
         until(lambda: client.told_to_leave, 10, "a word to the client")
 
 
-def test_a_connection_may_be_of_any_age_unless_the_operator_says_otherwise() -> None:
+def test_connections_have_no_age_limit_by_default() -> None:
     with connected() as client:
         assert answered(client)
         time.sleep(0.5)
@@ -82,7 +82,7 @@ def test_a_connection_may_be_of_any_age_unless_the_operator_says_otherwise() -> 
         assert not client.told_to_leave
 
 
-def test_one_connection_more_than_there_may_be_is_closed() -> None:
+def test_a_connection_over_the_limit_is_closed() -> None:
     with serving(LoopbackModel(), max_connections=3) as served, contextlib.ExitStack() as stack:
         clients = [stack.enter_context(RawConnection(served.port)) for _ in range(3)]
         assert all(answered(client) for client in clients)
@@ -102,11 +102,11 @@ def test_a_connection_that_does_not_become_http2_in_time_is_closed(
     with serving(LoopbackModel()) as served, socket.create_connection(("127.0.0.1", served.port), timeout=10) as silent:
         silent.sendall(begun)
         with contextlib.suppress(ConnectionResetError):
-            while silent.recv(1 << 16):  # the server's own settings come first
+            while silent.recv(1 << 16):  # the server sends its own settings first
                 pass
 
 
-def test_a_connection_has_no_more_calls_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_over_the_limit_of_its_connection_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "_STREAMS_PER_CONNECTION", 3)
     with connected() as client:
         assert answered(client)
@@ -116,8 +116,8 @@ def test_a_connection_has_no_more_calls_than_it_may(monkeypatch: pytest.MonkeyPa
         assert not client.ended.intersection(waiting)
 
 
-def test_calls_that_nobody_has_come_to_are_refused_when_they_become_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """gRPC holds what its one thread has not come to; it must not hold any number of it."""
+def test_too_many_calls_that_wait_for_grpcs_thread_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gRPC queues the calls that its one thread has not reached; that queue must be bounded."""
     begun, go = threading.Event(), threading.Event()
     intercept = Handlers.intercept_service
 

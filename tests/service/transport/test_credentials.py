@@ -37,7 +37,7 @@ TOKENS = "application-0123456 infer\nscraper-0123456789 read\noperator-012345678
 
 
 class Nothing:
-    """Model control that has nothing to do."""
+    """Model control whose operations do nothing."""
 
     def load(self, name: str, config: str | None = None) -> Future[None]:
         return self.unload(name)
@@ -91,7 +91,7 @@ def refusal(channel: grpc.Channel, method: str, message: Any, token: str | None 
 
 
 def _services(channel: grpc.Channel, token: str | None = None) -> set[str]:
-    """What reflection says is served."""
+    """Return the names of the services that reflection lists."""
     stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
     question = reflection_pb2.ServerReflectionRequest(list_services="")
     metadata = [("authorization", f"Bearer {token}")] if token else None
@@ -126,14 +126,14 @@ class TestTokens:
             assert log.refusals == ["forbidden", "forbidden"]
 
     @pytest.mark.parametrize("token", [None, "nobody-knows-this-1", "application-012345"])
-    def test_without_a_known_token_nothing_is_read(self, access: Access, token: str | None) -> None:
+    def test_a_request_without_a_known_token_is_not_read(self, access: Access, token: str | None) -> None:
         with secured(access) as (port, log), grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
             code, details = refusal(channel, "ModelInfer", infer_request(x=X), token)
             assert code is grpc.StatusCode.UNAUTHENTICATED
             assert not token or token not in details
             assert (log.refusals, log.seen) == (["unauthenticated"], [])
 
-    def test_what_is_not_served_is_told_only_to_those_who_may_ask(self, access: Access) -> None:
+    def test_only_a_client_with_the_scope_learns_that_an_rpc_is_not_served(self, access: Access) -> None:
         load = pb.RepositoryModelLoadRequest(model_name="echo")
         with secured(access) as (port, _), grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
             assert refusal(channel, "RepositoryModelLoad", load)[0] is grpc.StatusCode.UNAUTHENTICATED
@@ -154,8 +154,8 @@ class TestTokens:
                 assert (code, "lacks the scope 'manage'" in details) == (grpc.StatusCode.PERMISSION_DENIED, True)
                 call(there, rpc, message, "operator-012345678")
 
-    def test_shared_memory_is_the_operators_to_register(self, access: Access, tmp_path: Path) -> None:
-        """The server opens files with its own rights on behalf of whoever asks."""
+    def test_shared_memory_rpcs_need_the_scope_manage(self, access: Access, tmp_path: Path) -> None:
+        """The server opens files with its own permissions for the client that registers them."""
         operations = Operations(regions=RegionTable(RegionLimits("mem"), tmp_path))
         rpcs = {
             "SystemSharedMemoryRegister": pb.SystemSharedMemoryRegisterRequest(name="r", key="mem", byte_size=1),
@@ -185,7 +185,7 @@ class TestTokens:
                 changed = call(there, "LogSettings", quiet, "operator-012345678")
             assert not changed.settings["log_info"].bool_param
 
-    def test_probes_need_none_unless_the_operator_says_so(self, access: Access) -> None:
+    def test_probes_need_no_token_unless_health_is_closed(self, access: Access) -> None:
         for open_to_all in (frozenset({"health"}), frozenset[str]()):
             with (
                 secured(Access(access.tokens, open_to_all)) as (port, _),
@@ -203,7 +203,7 @@ class TestTokens:
                     with pytest.raises(grpc.RpcError, match="UNAUTHENTICATED"):
                         next(stub.Watch(health_pb2.HealthCheckRequest(), timeout=20))
 
-    def test_reflection_needs_one(self, access: Access) -> None:
+    def test_reflection_needs_a_token_with_the_scope_read(self, access: Access) -> None:
         with secured(access) as (port, _), grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
             with pytest.raises(grpc.RpcError, match="UNAUTHENTICATED"):
                 _services(channel)
@@ -211,7 +211,7 @@ class TestTokens:
                 _services(channel, "application-0123456")  # infer
             assert SERVICE in _services(channel, "scraper-0123456789")
 
-    def test_reflection_needs_none_where_the_operator_says_so(self, access: Access) -> None:
+    def test_reflection_needs_no_token_where_it_is_open(self, access: Access) -> None:
         open_access = Access(access.tokens, frozenset({"reflection"}))
         with secured(open_access) as (port, _), grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
             assert SERVICE in _services(channel)
@@ -222,7 +222,7 @@ class TestTls:
     def authority(self, tmp_path: Path) -> Authority:
         return Authority(tmp_path)
 
-    def test_clients_that_trust_the_authority_are_answered_and_plain_ones_are_not(self, authority: Authority) -> None:
+    def test_clients_that_trust_the_authority_are_served_and_plain_ones_are_not(self, authority: Authority) -> None:
         pair = authority.sign("server")
         with secured(certificates=CertificateFiles(pair.certificate, pair.key)) as (port, _):
             with _channel(port, authority) as channel:
@@ -230,7 +230,7 @@ class TestTls:
             with grpc.insecure_channel(f"localhost:{port}") as plain:
                 assert refusal(plain, "ServerLive", pb.ServerLiveRequest())[0] is grpc.StatusCode.UNAVAILABLE
 
-    def test_a_client_without_a_certificate_is_not_let_in_where_one_is_asked_for(self, authority: Authority) -> None:
+    def test_a_client_without_the_required_certificate_is_rejected(self, authority: Authority) -> None:
         pair = authority.sign("server")
         files = CertificateFiles(pair.certificate, pair.key, authority.certificate)
         with secured(certificates=files) as (port, _):
@@ -240,7 +240,7 @@ class TestTls:
                 assert call(known, "ServerLive", pb.ServerLiveRequest()).live
 
     def test_a_new_certificate_is_used_for_new_connections(self, authority: Authority, tmp_path: Path) -> None:
-        """The old authority is trusted no more; nobody restarts the server."""
+        """The client trusts the new authority only, and the server is not restarted."""
         pair = authority.sign("server")
         with secured(certificates=CertificateFiles(pair.certificate, pair.key)) as (port, _):
             (tmp_path / "new").mkdir()
@@ -259,7 +259,7 @@ class TestTls:
             until(answered, what="a connection with the new certificate")
 
 
-def test_a_unix_socket_answers_beside_the_port(tmp_path: Path) -> None:
+def test_a_unix_socket_is_served_in_addition_to_the_port(tmp_path: Path) -> None:
     path = tmp_path / "s"
     with secured(unix_socket=str(path)), grpc.insecure_channel(f"unix:{path}") as channel:
         assert call(channel, "ModelInfer", infer_request(x=X)).model_name == "echo"
@@ -274,7 +274,7 @@ def test_compressed_requests_are_read() -> None:
 
 @pytest.mark.parametrize("compress", [True, False])
 @pytest.mark.parametrize("accepted", ["identity", "identity,deflate,gzip"])
-def test_responses_are_compressed_where_that_is_on_and_the_client_takes_it(compress: bool, accepted: str) -> None:
+def test_responses_are_compressed_if_enabled_and_accepted_by_the_client(compress: bool, accepted: str) -> None:
     with secured(compress=compress) as (port, _), RawConnection(port) as client:
         path, message = f"/{SERVICE}/ModelInfer", MANY.SerializeToString()
         asked = client.call(path, message, ("grpc-accept-encoding", accepted))
@@ -285,5 +285,5 @@ def test_responses_are_compressed_where_that_is_on_and_the_client_takes_it(compr
 def _channel(port: int, trusted: Authority, client: Pair | None = None) -> grpc.Channel:
     own = (client.key.read_bytes(), client.certificate.read_bytes()) if client else (None, None)
     credentials = grpc.ssl_channel_credentials(trusted.certificate.read_bytes(), *own)
-    # A channel shares its connection with others to the same place, unless its options differ.
+    # A channel shares its connection with other channels to the same address, unless its options differ.
     return grpc.secure_channel(f"localhost:{port}", credentials, [("grpc.use_local_subchannel_pool", 1)])

@@ -1,4 +1,4 @@
-"""The RPCs without a gRPC server: the same answers and the same refusals, of bytes that somebody else brings."""
+"""The RPCs without a gRPC server: the same responses and rejections for bytes that another system delivers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WATCH = "/grpc.health.v1.Health/Watch"
 
 
 class Desk:
-    """Asks as whoever brings calls does."""
+    """A caller of :class:`Direct`, as another system's proxy is."""
 
     def __init__(self, *models: LoopbackModel, **options: Any) -> None:
         self.models, self.log = models, RequestLog()
@@ -77,8 +77,8 @@ def test_every_rpc_of_the_protocol_is_known(desk: Desk) -> None:
 
 
 @pytest.mark.parametrize("method", [m.name for m in pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods])
-def test_what_is_asked_of_both_is_answered_alike(method: str) -> None:
-    """By a server on a socket, and without one: the bytes, or the code and the words."""
+def test_the_responses_equal_those_of_a_grpc_server(method: str) -> None:
+    """Compare the response's bytes, or the code and the details, with those of a server on a socket."""
     rpc = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods_by_name[method]
     if rpc.client_streaming:
         pytest.skip("a stream: below")
@@ -93,16 +93,16 @@ def test_what_is_asked_of_both_is_answered_alike(method: str) -> None:
     desk.close()
 
 
-def test_bytes_that_are_no_message(desk: Desk) -> None:
+def test_bytes_that_cannot_be_parsed_are_an_invalid_argument(desk: Desk) -> None:
     assert told(desk.ask(INFER, b"\xff\xff"))[0] is StatusCode.INVALID_ARGUMENT
 
 
-def test_a_message_that_is_too_large(desk: Desk) -> None:
+def test_a_message_over_the_limit_is_rejected_with_the_limit(desk: Desk) -> None:
     code, words = told(desk.ask(INFER, bytes(4097)))
     assert (code, words) == (StatusCode.RESOURCE_EXHAUSTED, "the message has 4097 bytes; max_message_bytes is 4096")
 
 
-def test_a_deadline_that_has_passed(desk: Desk) -> None:
+def test_a_request_whose_deadline_has_passed_is_not_run(desk: Desk) -> None:
     code, _ = told(desk.ask(INFER, infer_request(x=X).SerializeToString(), time.monotonic() - 1))
     assert code is StatusCode.DEADLINE_EXCEEDED
     assert not desk.models[0].calls
@@ -110,7 +110,7 @@ def test_a_deadline_that_has_passed(desk: Desk) -> None:
     assert told(desk.ask(f"/{SERVICE}/ModelMetadata", asked, time.monotonic() - 1))[0] is StatusCode.DEADLINE_EXCEEDED
 
 
-def test_a_bug_is_told_by_its_number(desk: Desk) -> None:
+def test_an_unexpected_error_is_reported_by_its_incident_number(desk: Desk) -> None:
     desk.models[0]._run = lambda feeds: {"y": feeds["secret"]}
     code, words = told(desk.ask(INFER, infer_request(x=X).SerializeToString()))
     assert code is StatusCode.INTERNAL
@@ -118,7 +118,7 @@ def test_a_bug_is_told_by_its_number(desk: Desk) -> None:
     assert "secret" not in words
 
 
-def test_who_leaves_a_queue_is_not_run() -> None:
+def test_a_request_that_leaves_the_queue_is_not_run() -> None:
     gate = Gate()
     desk = Desk(LoopbackModel(run=gate, max_batch_size=1))
     data = infer_request(x=X[:1]).SerializeToString()
@@ -135,7 +135,7 @@ def test_who_leaves_a_queue_is_not_run() -> None:
     desk.close()
 
 
-def test_more_calls_than_there_are_places() -> None:
+def test_calls_beyond_max_in_flight_are_rejected() -> None:
     gate = Gate()
     desk = Desk(LoopbackModel(run=gate), max_in_flight=1)
     data = infer_request(x=X).SerializeToString()
@@ -145,7 +145,7 @@ def test_more_calls_than_there_are_places() -> None:
     assert desk.log.refusals == ["in_flight"]
     gate.go.set()
     assert isinstance(first.result(30), bytes)
-    assert isinstance(desk.ask(INFER, data), bytes)  # its place is free again
+    assert isinstance(desk.ask(INFER, data), bytes)  # the first call's place is free again
     desk.close()
 
 
@@ -159,14 +159,14 @@ def test_a_stream_is_answered_in_order(desk: Desk) -> None:
     assert parsed[2].infer_response.raw_output_contents[0] == X.tobytes()
 
 
-def test_a_stream_with_a_message_that_is_none_ends_with_the_status(desk: Desk) -> None:
+def test_a_stream_with_a_message_that_cannot_be_parsed_ends_with_the_status(desk: Desk) -> None:
     call = desk.open(STREAM)
     answers = list(call.answers(iter([infer_request(x=X).SerializeToString(), b"\xff"])))
     call.end()
     assert told(answers[-1])[0] is StatusCode.INVALID_ARGUMENT
 
 
-def test_what_a_stream_holds_is_given_back(desk: Desk) -> None:
+def test_a_stream_gives_its_held_bytes_back(desk: Desk) -> None:
     call = desk.open(STREAM)
     for _ in call.answers(infer_request(x=X).SerializeToString() for _ in range(50)):
         pass
@@ -174,7 +174,7 @@ def test_what_a_stream_holds_is_given_back(desk: Desk) -> None:
     call.end()
 
 
-def test_a_watch_is_told_of_changes_and_of_the_end(desk: Desk) -> None:
+def test_a_watch_gets_changes_and_ends_with_the_server(desk: Desk) -> None:
     said: SimpleQueue[Answer | None] = SimpleQueue()
     call = desk.open(WATCH)
     call.watch(health_pb2.HealthCheckRequest().SerializeToString(), said.put)
@@ -196,6 +196,6 @@ def test_a_watch_is_told_of_changes_and_of_the_end(desk: Desk) -> None:
     stopping.join()
 
 
-def test_after_a_stop_calls_are_refused(desk: Desk) -> None:
+def test_calls_after_a_stop_are_rejected(desk: Desk) -> None:
     assert desk.direct.stop(1)
     assert told(desk.ask(INFER, infer_request(x=X).SerializeToString()))[0] is StatusCode.UNAVAILABLE

@@ -1,4 +1,4 @@
-"""grpc.health.v1 for the server and for each model, as Kubernetes' probe, Envoy and grpc-go ask."""
+"""grpc.health.v1 for the server and for each model, as Kubernetes' probe, Envoy and grpc-go use it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
 
 def health(served: Served) -> Any:
-    """The generated stub, whose RPCs exist only once it is made."""
+    """Return the generated stub, whose RPCs exist only after it is created."""
     return health_pb2_grpc.HealthStub(served.channel)
 
 
@@ -29,7 +29,7 @@ def check(served: Served, service: str) -> int:
     return status
 
 
-def test_server_and_models_are_told_apart() -> None:
+def test_the_server_and_each_model_have_their_own_status() -> None:
     with serving(LoopbackModel("good"), LoopbackModel("bad", state="unavailable")) as served:
         assert check(served, "good") == SERVING
         assert check(served, "bad") == NOT_SERVING
@@ -38,7 +38,7 @@ def test_server_and_models_are_told_apart() -> None:
 
 
 def test_the_process_is_live_whatever_its_models_are() -> None:
-    """What a liveness probe asks by the name of the health service itself."""
+    """A liveness probe checks the name of the health service itself."""
     with serving(LoopbackModel("loads", state="loading"), LoopbackModel("bad", state="unavailable")) as served:
         assert check(served, "") == NOT_SERVING
         assert check(served, "grpc.health.v1.Health") == SERVING
@@ -47,14 +47,14 @@ def test_the_process_is_live_whatever_its_models_are() -> None:
         assert check(empty, "grpc.health.v1.Health") == SERVING
 
 
-def test_a_service_nobody_heard_of_is_not_found() -> None:
+def test_an_unknown_service_is_not_found() -> None:
     with serving(LoopbackModel()) as served:
         with pytest.raises(grpc.RpcError) as refused:
             check(served, "nobody")
         assert refused.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-def test_a_watcher_sees_a_model_come() -> None:
+def test_a_watcher_sees_a_model_become_ready() -> None:
     model = LoopbackModel("m", state="loading")
     with serving(model) as served:
         stub = health(served)
@@ -65,8 +65,8 @@ def test_a_watcher_sees_a_model_come() -> None:
         assert (next(of_model).status, next(of_server).status) == (SERVING, SERVING)
 
 
-def test_at_shut_down_a_watcher_is_told_and_its_stream_is_ended() -> None:
-    """Without a socket: gRPC's Python client may lose a message that the stream's end overtakes."""
+def test_a_watcher_gets_not_serving_and_the_end_at_shutdown() -> None:
+    """Tested without a socket: gRPC's Python client may lose a message if the end of the stream overtakes it."""
 
     sent: list[Any] = []
     servicer = HealthServicer(LoopbackRegistry([LoopbackModel("m")]), SERVICE)
@@ -76,8 +76,8 @@ def test_at_shut_down_a_watcher_is_told_and_its_stream_is_ended() -> None:
     assert [answer and answer.status for answer in sent] == [SERVING, NOT_SERVING, None]
 
 
-def test_at_shut_down_the_process_is_live_still_and_who_watches_that_is_let_go() -> None:
-    """A server that drains is not to be killed for it."""
+def test_at_shutdown_the_process_stays_live_and_its_watches_end() -> None:
+    """A liveness probe must not kill a server that drains."""
 
     sent: list[Any] = []
     servicer = HealthServicer(LoopbackRegistry([LoopbackModel("m")]), SERVICE)
@@ -99,13 +99,13 @@ def test_an_unchanged_status_is_not_repeated() -> None:
         assert next(watch).status == NOT_SERVING
 
 
-def test_a_watcher_of_something_unknown_is_told_so_and_kept() -> None:
+def test_a_watch_of_an_unknown_service_reports_service_unknown() -> None:
     with serving(LoopbackModel()) as served:
         watch = health(served).Watch(health_pb2.HealthCheckRequest(service="nobody"), timeout=30)
         assert next(watch).status == SERVICE_UNKNOWN
 
 
-def test_watchers_who_leave_while_statuses_change_hold_nobody_up() -> None:
+def test_watchers_that_leave_while_statuses_change_block_no_other_call() -> None:
     model = LoopbackModel("m")
     with serving(model) as served:
         for turn in range(100):
@@ -128,7 +128,7 @@ def test_more_watchers_than_threads_hold_no_thread() -> None:
             watch.cancel()
 
 
-def test_a_watcher_that_cannot_be_told_is_in_the_log_and_forgotten(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_watcher_whose_send_fails_is_logged_and_removed(caplog: pytest.LogCaptureFixture) -> None:
     def fail(response: object) -> None:
         raise ValueError("no such call")
 
@@ -139,8 +139,8 @@ def test_a_watcher_that_cannot_be_told_is_in_the_log_and_forgotten(caplog: pytes
     servicer.shut_down(patience=30)
 
 
-def test_a_watch_that_comes_after_the_shut_down_is_ended_at_once() -> None:
-    """It would hold up the drain for all of its time."""
+def test_a_watch_that_begins_after_the_shutdown_ends_at_once() -> None:
+    """Otherwise the watch would delay the drain until its timeout."""
 
     sent: list[Any] = []
     servicer = HealthServicer(LoopbackRegistry([LoopbackModel("m")]), SERVICE)

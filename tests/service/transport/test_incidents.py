@@ -1,4 +1,4 @@
-"""Errors that nobody expected, wherever a call meets them: the client gets a number to quote, the log gets the text."""
+"""Unexpected errors at any point of a call: the client gets an incident number, and the log gets the text."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _reflect(served: Served) -> object:
         pytest.param(reflection.ReflectionServicer, "ServerReflectionInfo", _reflect, _fail_after_one, id="a stream"),
     ],
 )
-def test_the_client_gets_a_number_and_the_log_the_text(
+def test_the_client_gets_an_incident_number_and_the_log_gets_the_text(
     owner: type,
     name: str,
     ask: Callable[[Served], object],
@@ -88,7 +88,7 @@ def test_the_client_gets_a_number_and_the_log_the_text(
 @pytest.mark.parametrize(
     ("on_its_own_thread", "code"), [(False, grpc.StatusCode.CANCELLED), (True, grpc.StatusCode.INTERNAL)]
 )
-def test_a_call_that_cannot_be_let_in_ends_and_grpcs_own_thread_lives_on(
+def test_a_call_whose_admission_fails_ends_and_grpcs_own_thread_continues(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, on_its_own_thread: bool, code: grpc.StatusCode
 ) -> None:
     if on_its_own_thread:

@@ -1,4 +1,4 @@
-"""Every refusal over a real socket: what the client is told, and that its reason is counted, once."""
+"""Every rejection over a real socket: the client's status, and that its reason is counted once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MESSAGE = infer_request(x=X).SerializeToString()
 
 
 class Gated(Gate):
-    """A gate that is open once the test is over, whatever became of it: the server waits for what runs."""
+    """A gate that opens at the end of the test even if it fails: the server waits for what runs."""
 
     def __exit__(self, *_: object) -> None:
         self.go.set()
@@ -41,7 +41,7 @@ def gate() -> Gated:
 
 
 def refused(call: Any) -> StatusCode:
-    """The code of a call, or of the stream that it begins, which must fail."""
+    """Return the code with which a call, or the stream that it opens, fails."""
     with pytest.raises(grpc.RpcError) as error:
         next(iter(call()))
     code: StatusCode = error.value.code()
@@ -49,14 +49,17 @@ def refused(call: Any) -> StatusCode:
 
 
 def run_held(served: Served, gate: Gated, calls: int = 1) -> list[Any]:
-    """So many requests of one connection inside, of which the first runs: until what is returned is forgotten."""
+    """Start ``calls`` requests on one connection, of which the first runs.
+
+    They end when the caller drops the returned list.
+    """
     begun = [served.stub("ModelInfer").future(infer_request(x=X)) for _ in range(calls)]
     assert gate.started.wait(30)
     until(lambda: served.transport._services.inference._shares.taken == calls)
     return begun
 
 
-def test_more_requests_than_there_are_places(gate: Gated) -> None:
+def test_requests_beyond_max_in_flight_are_rejected(gate: Gated) -> None:
     with serving(LoopbackModel(run=gate), max_in_flight=1) as served, gate:
         held = run_held(served, gate)
         assert served.refusal("ModelInfer", infer_request(x=X))[0] is StatusCode.RESOURCE_EXHAUSTED
@@ -64,7 +67,7 @@ def test_more_requests_than_there_are_places(gate: Gated) -> None:
         assert not held[0].done()
 
 
-def test_more_requests_of_one_connection_than_its_share(gate: Gated) -> None:
+def test_requests_of_one_connection_beyond_its_share_are_rejected(gate: Gated) -> None:
     with serving(LoopbackModel(run=gate, max_batch_size=0), max_in_flight=8) as served, gate:
         held = run_held(served, gate, calls=7)
         code, details = served.refusal("ModelInfer", infer_request(x=X))
@@ -74,8 +77,8 @@ def test_more_requests_of_one_connection_than_its_share(gate: Gated) -> None:
         assert not any(call.done() for call in held)
 
 
-def test_more_requests_of_one_model_than_its_share(gate: Gated) -> None:
-    """Another connection has a place; the model has none for it, and another model has."""
+def test_requests_for_one_model_beyond_its_share_are_rejected(gate: Gated) -> None:
+    """Another connection has a place, but not for this model; another model still serves."""
     model = LoopbackModel(run=gate, max_batch_size=0)
     with serving(model, LoopbackModel("other")) as served, RawConnection(served.port) as another, gate:
         held = run_held(served, gate, calls=1)
@@ -94,7 +97,7 @@ def test_more_requests_of_one_model_than_its_share(gate: Gated) -> None:
         assert limit.taken == 0
 
 
-def test_a_full_queue_is_the_models_to_count(gate: Gated) -> None:
+def test_a_rejection_by_a_full_queue_is_counted_by_the_model(gate: Gated) -> None:
     model = LoopbackModel(run=gate, max_batch_size=0, max_queue=1)
     with serving(model) as served, gate:
         begun = run_held(served, gate)
@@ -104,7 +107,7 @@ def test_a_full_queue_is_the_models_to_count(gate: Gated) -> None:
         assert served.log.refusals == []
 
 
-def test_requests_of_more_bytes_than_may_be_held(gate: Gated) -> None:
+def test_requests_beyond_the_byte_limit_are_rejected(gate: Gated) -> None:
     rows = infer_request(x=np.ones((1000, 3), np.float32))
     model = LoopbackModel(run=gate, max_batch_size=1000)
     with serving(model, max_request_bytes=len(rows.SerializeToString()) + 100) as served, gate:
@@ -120,7 +123,7 @@ def test_requests_of_more_bytes_than_may_be_held(gate: Gated) -> None:
         held.exception(30)
 
 
-def test_answers_of_more_bytes_than_may_be_held() -> None:
+def test_responses_beyond_the_byte_limit_become_rejections() -> None:
     wide = LoopbackModel(run=lambda feeds: {"y": np.ones((1, 1 << 18), np.float32)}, max_batch_size=1)
     with serving(wide, max_request_bytes=(1 << 20) + 4096) as served, RawConnection(served.port, window=0) as deaf:
         deaf.call(INFER, MESSAGE)
@@ -133,7 +136,7 @@ def test_answers_of_more_bytes_than_may_be_held() -> None:
         assert [code for *_, code in served.log.seen] == ["OK"] + ["RESOURCE_EXHAUSTED"] * 2
 
 
-def test_more_streams_than_may_be_open() -> None:
+def test_streams_beyond_max_streams_are_rejected() -> None:
     stay = threading.Event()
 
     def messages() -> Iterator[pb.ModelInferRequest]:
@@ -150,7 +153,7 @@ def test_more_streams_than_may_be_open() -> None:
         stay.set()
 
 
-def test_more_health_watches_than_may_be_open() -> None:
+def test_health_watches_beyond_max_watches_are_rejected() -> None:
     with serving(LoopbackModel(), max_watches=1) as served:
         stub: Any = health_pb2_grpc.HealthStub(served.channel)
         first = stub.Watch(health_pb2.HealthCheckRequest(), timeout=60)
@@ -160,7 +163,7 @@ def test_more_health_watches_than_may_be_open() -> None:
         first.cancel()
 
 
-def test_more_reflection_streams_than_may_be_open(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reflection_streams_beyond_their_limit_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(services_module, "_REFLECTION_STREAMS", 1)
     stay = threading.Event()
 
@@ -178,15 +181,15 @@ def test_more_reflection_streams_than_may_be_open(monkeypatch: pytest.MonkeyPatc
         stay.set()
 
 
-def test_more_calls_for_health_and_metadata_than_may_be_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_for_health_and_metadata_beyond_their_limit_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(services_module, "CONTROL_CALLS", 1)
     path = f"/{SERVICE}/ModelReady"
     question = pb.ModelReadyRequest(name="echo")
     with serving(LoopbackModel()) as served, RawConnection(served.port) as slow:
-        streams = [slow.call(path)]  # its request is yet to come
+        streams = [slow.call(path)]  # its request is not sent yet
 
         def one_too_many() -> bool:
-            if streams[-1] in slow.ended:  # it came while the other was inside, and was the one too many
+            if streams[-1] in slow.ended:  # it arrived while the other call was in flight, and was itself rejected
                 streams.append(slow.call(path))
             return _control_refused(served)
 
@@ -204,8 +207,8 @@ def _control_refused(served: Served) -> bool:
     return False
 
 
-def test_a_server_that_shuts_down(gate: Gated, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is held where it has closed its doors, and gRPC its ports not yet."""
+def test_calls_during_a_shutdown_are_rejected(gate: Gated, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shutdown is paused where the server has closed its doors but gRPC has not closed its port."""
     go_on = threading.Event()
     monkeypatch.setattr(server_module, "catch_up", lambda until: go_on.wait(30))
     with serving(LoopbackModel(run=gate)) as served, gate:
@@ -223,7 +226,7 @@ def test_a_server_that_shuts_down(gate: Gated, monkeypatch: pytest.MonkeyPatch) 
         stopping.join(30)
 
 
-def test_metadata_of_a_model_that_loads_is_no_refusal_of_a_server_that_shuts_down() -> None:
+def test_a_metadata_rejection_counts_as_draining_only_during_a_shutdown() -> None:
     with serving(LoopbackModel("slow", state="loading")) as served:
         assert served.refusal("ModelMetadata", pb.ModelMetadataRequest(name="slow"))[0] is StatusCode.UNAVAILABLE
         assert served.log.refusals == []

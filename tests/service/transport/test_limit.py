@@ -1,4 +1,4 @@
-"""The limit under storms and calm, with a clock of the test's own."""
+"""The adaptive limit in overload and without, with the test's own clock."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Weather:
         self.limit = AdaptiveLimit(most, least, clock=lambda: self.time)
 
     def blow(self, seconds: float, *, answers: int, refusals: int, taking: float, model: str = "m") -> int:
-        """So many of each in every tenth of a second; returns the limit afterwards."""
+        """Report ``answers`` and ``refusals`` in every tenth of a second. Return the limit afterwards."""
         for _ in range(round(seconds * 10)):
             for _ in range(answers):
                 self.limit.answered(model, taking)
@@ -32,54 +32,54 @@ class Weather:
 
 @pytest.fixture
 def weather() -> Weather:
-    """After a calm second, in which answers took 5 ms."""
+    """Return a limit that has had a second without rejections, in which responses took 5 ms."""
     weather = Weather()
     weather.blow(1, answers=20, refusals=0, taking=0.005)
     return weather
 
 
-def test_nothing_is_limited_while_nothing_is_refused(weather: Weather) -> None:
+def test_the_limit_stays_while_no_request_is_rejected(weather: Weather) -> None:
     assert weather.blow(5, answers=20, refusals=0, taking=1.0) == 256
 
 
-def test_in_a_storm_few_are_let_in(weather: Weather) -> None:
+def test_the_limit_falls_to_its_minimum_in_overload(weather: Weather) -> None:
     assert weather.blow(3, answers=20, refusals=180, taking=1.0) == 16
 
 
-def test_not_fewer_than_keeps_answers_fast(weather: Weather) -> None:
+def test_the_limit_falls_no_further_once_responses_are_fast(weather: Weather) -> None:
     weather.blow(0.4, answers=20, refusals=180, taking=1.0)
     between = weather.limit.now
     assert 16 < between < 256
     assert weather.blow(5, answers=20, refusals=180, taking=0.015) == between
 
 
-def test_a_few_refusals_are_no_storm(weather: Weather) -> None:
+def test_a_few_rejections_do_not_lower_the_limit(weather: Weather) -> None:
     assert weather.blow(5, answers=20, refusals=10, taking=1.0) == 256
 
 
-def test_after_the_storm_all_places_are_there_again_within_seconds(weather: Weather) -> None:
+def test_the_limit_recovers_within_seconds_after_overload(weather: Weather) -> None:
     weather.blow(3, answers=20, refusals=180, taking=1.0)
     assert weather.blow(2, answers=20, refusals=0, taking=0.005) == 256
 
 
-def test_a_slow_model_is_measured_by_itself() -> None:
-    """Its second is what it takes alone; a fast one beside it does not make that slow."""
+def test_each_model_is_compared_with_its_own_response_time() -> None:
+    """The slow model takes a second even without load; a faster model beside it does not make that count as slow."""
     weather = Weather()
     weather.blow(1, answers=20, refusals=0, taking=0.001, model="fast")
     weather.blow(1, answers=2, refusals=0, taking=1.0, model="slow")
     assert weather.blow(3, answers=2, refusals=100, taking=1.1, model="slow") == 256
 
 
-def test_a_model_that_has_become_slower_is_believed_after_a_while(weather: Weather) -> None:
+def test_a_lasting_slowdown_becomes_the_models_normal_response_time(weather: Weather) -> None:
     weather.blow(60, answers=20, refusals=0, taking=0.05)
     assert weather.blow(3, answers=20, refusals=180, taking=0.06) == 256
 
 
-def test_the_least_is_never_more_than_the_places() -> None:
+def test_the_minimum_is_at_most_the_number_of_places() -> None:
     assert Weather(most=4).limit._least == 4
 
 
-def test_what_a_models_queue_refuses_is_a_sign_of_a_storm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rejection_by_a_models_queue_counts_as_overload(monkeypatch: pytest.MonkeyPatch) -> None:
     class Full(LoopbackModel):
         def infer(self, request: Request) -> Reply:
             raise Overloaded("the queue is full", "queue_full")
@@ -92,8 +92,8 @@ def test_what_a_models_queue_refuses_is_a_sign_of_a_storm(monkeypatch: pytest.Mo
     assert len(told) == 1
 
 
-def test_other_refusals_are_none_unless_few_are_let_in() -> None:
-    """Clients who keep all places and do nothing are no storm on a model."""
+def test_rejections_at_the_door_count_only_while_the_limit_is_lowered() -> None:
+    """Clients that hold all places and do nothing do not overload a model."""
     weather = Weather(most=4, least=1)
     door = Door(4, "calls", adaptive=weather.limit)
     full = [door.enter(f"client {number}") for number in range(4)]
@@ -112,7 +112,7 @@ def test_other_refusals_are_none_unless_few_are_let_in() -> None:
     assert weather.limit._refused == 50
 
 
-def test_a_models_share_is_no_sign_of_a_storm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rejection_for_a_models_share_does_not_count_as_overload(monkeypatch: pytest.MonkeyPatch) -> None:
     class Shared(LoopbackModel):
         def infer(self, request: Request) -> Reply:
             raise Overloaded("the model has its share", "model_share")

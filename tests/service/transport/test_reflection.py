@@ -1,4 +1,4 @@
-"""Reflection shows the public protocol: package ``inference``, whatever the stubs are called inside."""
+"""Reflection shows the public protocol: package ``inference``, not the internal package of the stubs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bf16kit.protocol import inference_pb2 as pb
 from service.transport.reflection import public_file
 
 
-def test_a_client_that_knows_nothing_finds_the_services_and_their_messages() -> None:
+def test_a_client_finds_the_services_and_messages_by_reflection_alone() -> None:
     with serving(LoopbackModel()) as served:
         database = ProtoReflectionDescriptorDatabase(served.channel)
         assert set(database.get_services()) == {
@@ -26,7 +26,7 @@ def test_a_client_that_knows_nothing_finds_the_services_and_their_messages() -> 
         assert infer.input_type.fields_by_name["raw_input_contents"].number == 7
 
 
-def test_nothing_in_the_public_file_bears_the_stubs_package() -> None:
+def test_the_public_file_does_not_contain_the_stubs_package() -> None:
     assert b"bf16kit" in pb.DESCRIPTOR.serialized_pb
     assert b"bf16kit" not in public_file().SerializeToString()
 

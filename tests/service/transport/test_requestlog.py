@@ -1,4 +1,4 @@
-"""The log's line for each request and for each incident, as a server on a real socket writes them in either format."""
+"""The log line of each request and of each incident, as a server on a real socket writes them in both formats."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def kind(request: pytest.FixtureRequest) -> logs.Format:
 
 @pytest.fixture
 def configure() -> Iterator[Configure]:
-    """Configure the log as ``bf16-serve`` does, and have what it writes for the test."""
+    """Yield a function that configures the log as ``bf16-serve`` does, and returns the stream that it writes to."""
     with ExitStack() as stack:
         yield lambda level, kind: stack.enter_context(own_log(level, kind))
 
 
 def parsed(line: str, kind: logs.Format) -> dict[str, Any]:
-    """An event's level, message and what it carries, all as texts."""
+    """Return an event's level, message and fields, all as strings."""
     if kind == "json":
         return {key: str(value) for key, value in json.loads(line).items()}
     found = re.fullmatch(r"\S+Z (?P<level>[A-Z]+) (?P<logger>\S+): (?P<message>.*)", line)
@@ -64,7 +64,7 @@ def named(name: str = "named", request_id: str = "r-1", value: str = PAYLOAD) ->
 
 
 def model(run: Callable[[Mapping[str, Array]], dict[str, Array]] | None = None) -> LoopbackModel:
-    """Of texts, which it gives back."""
+    """Return a model that returns its string input."""
     return LoopbackModel(
         "named",
         run or (lambda feeds: {"y": feeds["name"]}),
@@ -74,9 +74,7 @@ def model(run: Callable[[Mapping[str, Array]], dict[str, Array]] | None = None) 
     )
 
 
-def test_every_request_is_a_line_at_debug_that_says_where_its_time_went(
-    configure: Configure, kind: logs.Format
-) -> None:
+def test_each_request_is_logged_at_debug_with_its_times(configure: Configure, kind: logs.Format) -> None:
     stream = configure("debug", kind)
     with serving(model()) as served:
         served.call("ModelInfer", named())
@@ -101,7 +99,7 @@ def test_every_request_is_a_line_at_debug_that_says_where_its_time_went(
     assert PAYLOAD not in stream.getvalue()
 
 
-def test_an_incident_is_an_error_that_says_whose_request_it_was(configure: Configure, kind: logs.Format) -> None:
+def test_an_incident_is_logged_as_an_error_with_its_request(configure: Configure, kind: logs.Format) -> None:
     def fail(feeds: Mapping[str, Array]) -> dict[str, Array]:
         raise RuntimeFailure("node 7 gave up")
 
@@ -131,7 +129,7 @@ def test_a_clients_id_is_bounded_and_escaped(configure: Configure, kind: logs.Fo
     assert len(stream.getvalue().splitlines()) == 2
 
 
-def test_at_info_nothing_of_a_request_is_looked_at(configure: Configure) -> None:
+def test_a_request_is_not_even_inspected_at_level_info(configure: Configure) -> None:
     stream = configure("info", "json")
     nothing: Any = object()
     log_request(nothing)

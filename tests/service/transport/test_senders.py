@@ -1,4 +1,4 @@
-"""Senders: two at once for each client, clients in turn, and whoever waits is known."""
+"""Senders: at most two sends at once per client, clients in turn, and whether sends wait is known."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from service.transport.senders import Senders
 
 
 class Deaf:
-    """Clients that read nothing until they are let go."""
+    """Clients that read nothing until ``go`` is set."""
 
     def __init__(self) -> None:
         self.begun: list[str] = []
@@ -33,7 +33,7 @@ def deaf() -> Iterator[Deaf]:
     deaf.go.set()
 
 
-def test_a_client_who_does_not_read_takes_two_threads_and_no_more(deaf: Deaf) -> None:
+def test_a_client_that_does_not_read_takes_at_most_two_threads(deaf: Deaf) -> None:
     senders = Senders(3, "test")
     sent = [senders.submit("deaf", deaf.to("deaf")) for _ in range(9)]
     assert senders.submit("good", lambda: None).result(30) is None
@@ -63,7 +63,7 @@ def test_clients_take_turns(deaf: Deaf) -> None:
     assert order == ["a", "b", "c", "a", "a"]
 
 
-def test_those_who_have_read_before_come_first(deaf: Deaf) -> None:
+def test_clients_that_have_read_before_come_first(deaf: Deaf) -> None:
     senders, order = Senders(1, "test"), list[str]()
     senders.submit("first", deaf.to("first"))
     until(lambda: deaf.begun)
@@ -78,7 +78,7 @@ def test_those_who_have_read_before_come_first(deaf: Deaf) -> None:
     assert order == ["z", "y", "a", "b"]
 
 
-def test_nothing_is_sent_after_the_end(deaf: Deaf) -> None:
+def test_nothing_is_sent_after_the_shutdown(deaf: Deaf) -> None:
     senders = Senders(1, "test")
     at_it, waiting = senders.submit("a", deaf.to("a")), senders.submit("b", deaf.to("b"))
     until(lambda: deaf.begun)

@@ -29,7 +29,7 @@ X = np.ones((2, 3), np.float32)
 
 
 def start(**options: object) -> int:
-    """Start a server that is expected to fail; stops it if it does not."""
+    """Start a server that is expected to fail. Stop it if it does not."""
     transport = Transport(LoopbackRegistry([]), RequestLog().refused, TransportOptions(**options))  # type: ignore[arg-type]
     try:
         return transport.start()
@@ -37,7 +37,7 @@ def start(**options: object) -> int:
         transport.stop(0)
 
 
-def test_a_port_in_use_is_named_with_the_remedy() -> None:
+def test_the_error_for_a_port_in_use_names_the_port_and_the_option() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"port {port} on 127.0.0.1 is in use by another program.*--grpc-port"):
@@ -54,19 +54,19 @@ def test_workers_may_share_a_port_on_purpose() -> None:
         assert start(port=served.port, share_port=True) == served.port
 
 
-def test_an_address_that_is_not_this_machines_is_named() -> None:
+def test_the_error_for_an_address_of_another_machine_names_it() -> None:
     with pytest.raises(ConfigError, match=re.escape("cannot listen on 203.0.113.7 port ")):
         start(host="203.0.113.7", port=0)
 
 
-def test_a_message_over_the_limit_is_refused() -> None:
+def test_a_message_over_the_limit_is_rejected() -> None:
     with serving(LoopbackModel(max_batch_size=0), max_message_bytes=1 << 20) as served:
         assert served.call("ModelInfer", infer_request(x=np.zeros((1000, 3), np.float32)))
         code, _ = served.refusal("ModelInfer", infer_request(x=np.zeros((100_000, 3), np.float32)))
         assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-def test_stopping_lets_the_work_in_hand_finish_and_refuses_new_work() -> None:
+def test_stopping_finishes_requests_in_flight_and_rejects_new_ones() -> None:
     started, go = threading.Event(), threading.Event()
 
     def run(feeds: Mapping[str, Array]) -> dict[str, Array]:
@@ -86,7 +86,7 @@ def test_stopping_lets_the_work_in_hand_finish_and_refuses_new_work() -> None:
                 response_deserializer=pb.ModelInferResponse.FromString,
             )
             code = None
-            while code is not grpc.StatusCode.UNAVAILABLE:  # the first may still be let in, and wait
+            while code is not grpc.StatusCode.UNAVAILABLE:  # the first may still be admitted, and wait
                 with pytest.raises(grpc.RpcError) as refused:
                     infer(infer_request(x=X), timeout=0.2)
                 code = refused.value.code()
@@ -97,7 +97,7 @@ def test_stopping_lets_the_work_in_hand_finish_and_refuses_new_work() -> None:
         assert not stopping.is_alive()
 
 
-def test_stopping_waits_for_work_and_not_for_watches_and_idle_streams() -> None:
+def test_stopping_does_not_wait_for_watches_and_idle_streams() -> None:
     with serving(LoopbackModel()) as served:
         stay = threading.Event()
 
@@ -111,7 +111,7 @@ def test_stopping_waits_for_work_and_not_for_watches_and_idle_streams() -> None:
         watch = health.Watch(health_pb2.HealthCheckRequest(), timeout=60)
         next(watch)
         served.transport.stop(grace=3600)
-        list(watch)  # ends, without an error
+        list(watch)  # the watch ends without an error
         with pytest.raises(grpc.RpcError) as ended:
             next(stream)
         assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
@@ -119,8 +119,8 @@ def test_stopping_waits_for_work_and_not_for_watches_and_idle_streams() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.alone  # it calls a process idle that has its turn at once: not so where others want the cores
-def test_a_stopping_server_gives_a_busy_process_time_to_catch_up_and_an_idle_one_none_to_speak_of() -> None:
+@pytest.mark.alone  # the test expects an idle process to run at once, which fails if others use the cores
+def test_catch_up_waits_in_a_busy_process_and_hardly_in_an_idle_one() -> None:
     done = threading.Event()
 
     def spin() -> None:
@@ -144,15 +144,15 @@ def test_a_stopping_server_gives_a_busy_process_time_to_catch_up_and_an_idle_one
     assert min(seconds(1.0) for _ in range(20)) < 0.9
 
 
-@pytest.mark.alone  # how far gRPC's one thread is behind is a matter of half a second
-def test_calls_that_have_come_when_the_server_stops_are_refused_and_not_cancelled(
+@pytest.mark.alone  # the test assumes how far gRPC's one thread gets in half a second
+def test_calls_that_have_arrived_when_the_server_stops_are_rejected_not_cancelled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also where gRPC's one thread is behind with them: a client may send again what was refused."""
+    """A client may safely repeat a rejected call. This must hold even if gRPC's one thread is behind with the calls."""
     open_lane = Lane.open
 
     def late(lane: Lane, *arguments: Any) -> Any:
-        sum(range(300_000))  # in one piece: nobody else has a turn meanwhile
+        sum(range(300_000))  # one uninterrupted call: no other thread runs meanwhile
         return open_lane(lane, *arguments)
 
     gate = Gate()
@@ -169,7 +169,7 @@ def test_calls_that_have_come_when_the_server_stops_are_refused_and_not_cancelle
     assert codes[grpc.StatusCode.UNAVAILABLE] > 10, "all had been let in before: the test tells nothing"
 
 
-def test_stopping_does_not_wait_for_a_run_that_was_cut_off() -> None:
+def test_stopping_does_not_wait_for_a_run_beyond_its_grace() -> None:
     gate = Gate()
     with serving(LoopbackModel(run=gate)) as served:
         running = served.stub("ModelInfer").future(infer_request(x=X))
@@ -186,9 +186,7 @@ def test_stopping_does_not_wait_for_a_run_that_was_cut_off() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("client", ["does not take its answer", "sends headers only"])
 @pytest.mark.parametrize("method", ["ModelInfer", "ModelStreamInfer"])
-def test_a_stop_waits_for_a_client_that_does_nothing_for_half_of_the_time_and_is_clean(
-    client: str, method: str
-) -> None:
+def test_a_stop_waits_half_of_its_time_for_an_inactive_client_and_is_clean(client: str, method: str) -> None:
     with serving(LoopbackModel()) as served, RawConnection(served.port, window=0) as idle:
         takes = client == "does not take its answer"
         stream = idle.call(f"/{SERVICE}/{method}", infer_request(x=X).SerializeToString() if takes else None)
@@ -201,7 +199,7 @@ def test_a_stop_waits_for_a_client_that_does_nothing_for_half_of_the_time_and_is
 
 
 @pytest.mark.long
-def test_a_stop_leaves_what_is_at_work_all_of_its_time() -> None:
+def test_a_stop_gives_requests_in_flight_its_whole_time() -> None:
     gate = Gate()
     with serving(LoopbackModel(run=gate)) as served, RawConnection(served.port, window=0) as deaf:
         deaf.call(f"/{SERVICE}/ModelInfer")
@@ -212,8 +210,8 @@ def test_a_stop_leaves_what_is_at_work_all_of_its_time() -> None:
         assert running.result().raw_output_contents[0] == X.tobytes()
 
 
-def test_a_stop_waits_for_no_peer_that_answers_no_pings() -> None:
-    """gRPC asks by a ping whether its news of the end has arrived."""
+def test_a_stop_does_not_wait_for_a_client_that_does_not_reply_to_pings() -> None:
+    """gRPC sends a ping to learn whether its GOAWAY has arrived."""
     with serving(LoopbackModel()) as served, RawConnection(served.port, answers_pings=False) as gone:
         stream = gone.call(f"/{SERVICE}/ModelInfer", infer_request(x=X).SerializeToString())
         until(lambda: stream in gone.ended)
@@ -229,7 +227,7 @@ def test_stopping_twice_is_harmless() -> None:
         served.transport.stop(0)
 
 
-def test_the_health_thread_and_all_others_are_gone_after_stopping() -> None:
+def test_no_thread_of_the_server_is_left_after_stopping() -> None:
     before = set(threading.enumerate())
     with serving(LoopbackModel()) as served:
         served.call("ModelInfer", infer_request(x=X))
@@ -239,7 +237,7 @@ def test_the_health_thread_and_all_others_are_gone_after_stopping() -> None:
     assert not any(thread.is_alive() for thread in ours)
 
 
-def test_health_checks_do_not_wait_behind_inferences_that_grpc_has_not_told_of(
+def test_health_checks_do_not_wait_behind_inferences_that_grpc_has_not_delivered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[str] = []
@@ -258,7 +256,7 @@ def test_health_checks_do_not_wait_behind_inferences_that_grpc_has_not_told_of(
         assert begun.wait(30)
         stub: Any = health_pb2_grpc.HealthStub(served.channel)
         check = stub.Check.future(health_pb2.HealthCheckRequest())
-        time.sleep(0.2)  # until all of them are there
+        time.sleep(0.2)  # by then all of them have arrived
         go.set()
         assert check.result(30).status == health_pb2.HealthCheckResponse.SERVING
         for inference in inferences:

@@ -1,4 +1,4 @@
-"""The RPCs over a real socket: every row of the status table, deadlines, cancellation, and what is counted."""
+"""The RPCs over a real socket: every row of the status table, deadlines, cancellation, and metrics."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def changed(message: pb.ModelInferRequest, **fields: Any) -> pb.ModelInferReques
 
 
 def broken_requests() -> dict[str, tuple[pb.ModelInferRequest, str]]:
-    """INVALID_ARGUMENT, case by case, with the words the caller needs."""
+    """Return requests that fail with INVALID_ARGUMENT, by case, with the words that the details must contain."""
     mixed = infer_request(x=X)
     mixed.inputs[0].contents.fp32_contents.extend(X.ravel().tolist())
     short = infer_request(x=X)
@@ -82,15 +82,15 @@ def broken_requests() -> dict[str, tuple[pb.ModelInferRequest, str]]:
 
 
 @pytest.mark.parametrize("case", broken_requests().keys())
-def test_a_request_that_does_not_fit_is_an_invalid_argument_that_says_how(served: Served, case: str) -> None:
+def test_a_request_that_does_not_fit_is_an_invalid_argument_with_the_reason(served: Served, case: str) -> None:
     message, words = broken_requests()[case]
     code, details = served.refusal("ModelInfer", message)
     assert code is StatusCode.INVALID_ARGUMENT
     assert words in details
 
 
-def test_an_empty_tensor_that_would_grow_inside_the_model_is_refused_before_it_runs() -> None:
-    """Nothing on the wire, and 256 MiB out of a sum over its empty dimension."""
+def test_an_empty_tensor_that_would_grow_in_the_model_is_rejected_before_it_runs() -> None:
+    """The tensor has no bytes in the request, but a sum over its empty dimension has 256 MiB."""
     model = LoopbackModel(
         run=lambda feeds: {"y": feeds["x"].sum(axis=1)},
         inputs=[TensorSpec("x", "float32", ("n", "m"))],
@@ -105,8 +105,8 @@ def test_an_empty_tensor_that_would_grow_inside_the_model_is_refused_before_it_r
         assert served.call("ModelInfer", infer_request(x=np.zeros((4, 0), np.float32))).outputs[0].shape == [4]
 
 
-def test_an_answer_over_its_bound_is_refused_with_the_bound() -> None:
-    """Its size shows only when it has run: no input has the dimension that makes it large."""
+def test_a_response_over_its_limit_is_rejected_with_the_limit() -> None:
+    """The response's size is known only after the run: no input has the dimension that makes it large."""
     grows = LoopbackModel(
         run=lambda feeds: {"y": np.zeros((1, 1000), np.float32)},
         outputs=[TensorSpec("y", "float32", ("batch", "found"))],
@@ -119,7 +119,7 @@ def test_an_answer_over_its_bound_is_refused_with_the_bound() -> None:
         assert grows.calls == 1
 
 
-def test_an_unknown_model_or_version_is_not_found_and_makes_no_label(served: Served) -> None:
+def test_an_unknown_model_or_version_is_not_found_and_not_counted(served: Served) -> None:
     assert served.refusal("ModelInfer", infer_request("nobody", x=X))[0] is StatusCode.NOT_FOUND
     assert served.refusal("ModelInfer", changed(infer_request(x=X), model_version="9"))[0] is StatusCode.NOT_FOUND
     for method, message in (
@@ -131,7 +131,7 @@ def test_an_unknown_model_or_version_is_not_found_and_makes_no_label(served: Ser
     assert served.log.seen == []
 
 
-def test_readiness_of_something_unknown_is_false_and_not_an_error(served: Served) -> None:
+def test_an_unknown_model_is_reported_as_not_ready_without_an_error(served: Served) -> None:
     assert not served.call("ModelReady", pb.ModelReadyRequest(name="nobody")).ready
     assert not served.call("ModelReady", pb.ModelReadyRequest(name="slow")).ready
     assert served.call("ModelReady", pb.ModelReadyRequest(name="echo")).ready
@@ -141,8 +141,10 @@ def test_readiness_of_something_unknown_is_false_and_not_an_error(served: Served
 
 
 @pytest.mark.parametrize(("name", "expected"), [("slow", StatusCode.UNAVAILABLE), ("bad", StatusCode.NOT_FOUND)])
-def test_a_model_that_is_not_ready_is_refused_and_counted(served: Served, name: str, expected: StatusCode) -> None:
-    """UNAVAILABLE asks the client to try again, which helps with a model that is loading and with no other."""
+def test_a_request_for_a_model_that_is_not_ready_is_rejected_and_counted(
+    served: Served, name: str, expected: StatusCode
+) -> None:
+    """UNAVAILABLE tells the client to try again, which helps only with a model that is loading."""
     code, details = served.refusal("ModelInfer", infer_request(name, x=X))
     assert code is expected
     assert name in details
@@ -162,7 +164,7 @@ def test_a_full_queue_is_resource_exhausted(gate: Gate) -> None:
         infer = served.stub("ModelInfer")
         running = infer.future(infer_request(x=X))
         assert gate.started.wait(30)
-        waiting = [infer.future(infer_request(x=X)) for _ in range(2)]  # one waits, the other finds the queue full
+        waiting = [infer.future(infer_request(x=X)) for _ in range(2)]  # one waits, the queue rejects the other
         refused = next(iter(_as_done(waiting)))
         assert refused.code() is StatusCode.RESOURCE_EXHAUSTED
         assert "queue is full" in refused.details()
@@ -170,19 +172,19 @@ def test_a_full_queue_is_resource_exhausted(gate: Gate) -> None:
         assert running.result(30).id == ""
 
 
-def test_more_requests_in_flight_than_the_server_holds_are_refused_at_the_door(gate: Gate) -> None:
+def test_requests_beyond_max_in_flight_are_rejected(gate: Gate) -> None:
     with serving(LoopbackModel(run=gate), max_in_flight=1) as served:
         running = served.stub("ModelInfer").future(infer_request(x=X))
         assert gate.started.wait(30)
         code, details = served.refusal("ModelInfer", infer_request(x=X))
         assert code is StatusCode.RESOURCE_EXHAUSTED
         assert details == "1 requests in flight is the limit of this server; try again later"
-        assert served.call("ServerLive", pb.ServerLiveRequest()).live  # health has threads of its own
+        assert served.call("ServerLive", pb.ServerLiveRequest()).live  # health RPCs have their own threads
         gate.go.set()
         running.result(30)
 
 
-def test_overload_is_unavailable_where_the_operator_says_so(gate: Gate) -> None:
+def test_overload_is_unavailable_if_so_configured(gate: Gate) -> None:
     with serving(LoopbackModel(run=gate), max_in_flight=1, overload="UNAVAILABLE") as served:
         running = served.stub("ModelInfer").future(infer_request(x=X))
         assert gate.started.wait(30)
@@ -205,7 +207,7 @@ def test_a_request_whose_timeout_passes_in_the_queue_is_never_run(gate: Gate) ->
         assert model.calls == 2
 
 
-def test_a_caller_whose_deadline_passes_in_the_queue_is_counted_so_and_never_run(gate: Gate) -> None:
+def test_a_request_whose_deadline_passes_in_the_queue_is_counted_and_never_run(gate: Gate) -> None:
     model = LoopbackModel(run=gate, max_batch_size=0)
     with serving(model) as served:
         running = served.stub("ModelInfer").future(infer_request(x=X))
@@ -220,9 +222,7 @@ def test_a_caller_whose_deadline_passes_in_the_queue_is_counted_so_and_never_run
 
 
 @pytest.mark.parametrize("leaves", [True, False])
-def test_what_a_client_sees_that_stopped_waiting_while_its_request_ran_is_what_is_counted(
-    gate: Gate, leaves: bool
-) -> None:
+def test_a_client_that_stops_waiting_during_the_run_is_counted_with_the_code_it_sees(gate: Gate, leaves: bool) -> None:
     with serving(LoopbackModel(run=gate)) as served:
         running = served.stub("ModelInfer").future(infer_request(x=X), timeout=None if leaves else 0.3)
         assert gate.started.wait(30)
@@ -236,7 +236,7 @@ def test_what_a_client_sees_that_stopped_waiting_while_its_request_ran_is_what_i
         assert served.log.seen == [("echo", 1, "CANCELLED" if leaves else "DEADLINE_EXCEEDED")]
 
 
-def test_a_caller_who_leaves_the_queue_is_dropped_before_running(gate: Gate) -> None:
+def test_a_request_whose_client_leaves_the_queue_is_never_run(gate: Gate) -> None:
     model = LoopbackModel(run=gate, max_batch_size=0)
     with serving(model) as served:
         infer = served.stub("ModelInfer")
@@ -269,7 +269,7 @@ def test_a_failure_is_internal_and_its_text_stays_in_the_log(
         assert served.log.seen == [("echo", 1, "INTERNAL")]
 
 
-def test_where_the_time_of_a_request_went_is_observed_of_those_that_failed_too(gate: Gate) -> None:
+def test_failed_requests_are_observed_with_their_times(gate: Gate) -> None:
     def fail(feeds: Mapping[str, Array]) -> dict[str, Array]:
         gate(feeds)
         raise RuntimeFailure("no")
@@ -300,20 +300,20 @@ def test_where_the_time_of_a_request_went_is_observed_of_those_that_failed_too(g
         ("RepositoryIndex", pb.RepositoryIndexRequest(repository_name="other")),
     ],
 )
-def test_an_rpc_that_is_not_served_is_unimplemented_and_says_why(served: Served, method: str, message: Any) -> None:
+def test_an_rpc_that_is_not_served_is_unimplemented_with_the_reason(served: Served, method: str, message: Any) -> None:
     code, details = served.refusal(method, message)
     assert code is StatusCode.UNIMPLEMENTED
     assert "not supported" in details or "start" in details
 
 
-def test_an_rpc_nobody_heard_of_is_unimplemented(served: Served) -> None:
+def test_an_unknown_rpc_is_unimplemented(served: Served) -> None:
     ignore_verdict: Any = served.channel.unary_unary("/inference.GRPCInferenceService/TraceSetting")
     with pytest.raises(grpc.RpcError) as refused:
         ignore_verdict(b"", timeout=30)
     assert refused.value.code() is StatusCode.UNIMPLEMENTED
 
 
-def test_a_request_is_answered_and_observed_once(served: Served) -> None:
+def test_a_request_gets_its_response_and_is_observed_once(served: Served) -> None:
     answer = served.call("ModelInfer", changed(infer_request(x=X), id="abc"))
     assert answer.raw_output_contents[0] == X.tobytes()
     assert (answer.model_version, answer.id) == ("1", "abc")
@@ -321,13 +321,13 @@ def test_a_request_is_answered_and_observed_once(served: Served) -> None:
     assert served.log.observations[0].seconds > 0
 
 
-def test_the_newest_version_answers_where_none_is_named() -> None:
+def test_a_request_without_a_version_goes_to_the_newest() -> None:
     with serving(LoopbackModel(version=2), LoopbackModel(version=10)) as served:
         assert served.call("ModelInfer", infer_request(x=X)).model_version == "10"
         assert served.call("ModelInfer", changed(infer_request(x=X), model_version="2")).model_version == "2"
 
 
-def test_another_generation_of_a_model_is_read_by_its_own_codec() -> None:
+def test_a_replaced_models_requests_are_read_by_the_new_models_codec() -> None:
     old, new = LoopbackModel(), LoopbackModel(max_batch_size=1)
     with serving(old) as served:
         new.batcher.start()
@@ -337,7 +337,7 @@ def test_another_generation_of_a_model_is_read_by_its_own_codec() -> None:
         new.batcher.close()
 
 
-def test_a_model_that_was_unloaded_is_not_kept_alive_by_its_codec() -> None:
+def test_a_replaced_model_is_not_kept_alive_by_its_codec() -> None:
     old, new = LoopbackModel(), LoopbackModel()
     with serving(old) as served:
         served.call("ModelInfer", infer_request(x=X))
@@ -353,8 +353,8 @@ def test_a_model_that_was_unloaded_is_not_kept_alive_by_its_codec() -> None:
         until(is_gone, patience=1.0)
 
 
-def test_a_client_that_left_before_a_thread_came_to_its_call_is_not_run(served: Served) -> None:
-    """gRPC then refuses the callback by which it would tell of the end of the call."""
+def test_a_call_whose_client_left_before_it_had_a_thread_is_not_run(served: Served) -> None:
+    """gRPC then rejects the callback that would report the end of the call."""
 
     class Gone:
         def add_callback(self, callback: object) -> bool:
@@ -383,7 +383,7 @@ def test_a_client_that_left_before_a_thread_came_to_its_call_is_not_run(served: 
 
 
 def _first(served: Served) -> Cancellation:
-    """The cancellation of the first request."""
+    """Return the cancellation of the first request."""
     found = served.registry.find("echo", "").seen[0].cancellation
     assert found is not None
     return found

@@ -1,4 +1,4 @@
-"""Shared memory over a real socket: its RPCs, and what a request may do with it besides being answered."""
+"""Shared memory over a real socket: its RPCs, and the limits and guarantees for requests that use it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def regions(file: Path) -> RegionTable:
-    """96 bytes of an input, and 96 for an output."""
+    """Return a table for a file with 96 bytes of an input and 96 bytes for an output."""
     return RegionTable(RegionLimits("mem", regions=2), file.parent)
 
 
@@ -59,7 +59,7 @@ def place(tensor: Any, region: str) -> None:
     tensor.parameters["shared_memory_byte_size"].int64_param = X.nbytes
 
 
-def test_regions_come_and_go_by_rpc(served: Served, regions: RegionTable) -> None:
+def test_regions_are_registered_listed_and_unregistered_by_rpc(served: Served, regions: RegionTable) -> None:
     register = pb.SystemSharedMemoryRegisterRequest(name="r", key="/memory", offset=96, byte_size=96)
     served.call("SystemSharedMemoryRegister", register)
     assert list(regions.status("")) == [Region("r", "/memory", 96, 96)]
@@ -71,19 +71,21 @@ def test_regions_come_and_go_by_rpc(served: Served, regions: RegionTable) -> Non
     assert regions.status("") == []
 
 
-def test_regions_too_many_are_refused_and_counted(served: Served, registered: RegionTable) -> None:
+def test_a_region_over_the_limit_is_rejected_and_counted(served: Served, registered: RegionTable) -> None:
     third = pb.SystemSharedMemoryRegisterRequest(name="third", key="memory", byte_size=1)
     assert served.refusal("SystemSharedMemoryRegister", third)[0] is StatusCode.RESOURCE_EXHAUSTED
     assert served.log.refusals == ["regions"]
 
 
-def test_an_input_and_an_output_lie_there(served: Served, registered: RegionTable, file: Path) -> None:
+def test_an_input_is_read_from_and_an_output_written_to_shared_memory(
+    served: Served, registered: RegionTable, file: Path
+) -> None:
     response = served.call("ModelInfer", request(shared_output=True))
     assert list(response.raw_output_contents) == [b""]
     np.testing.assert_array_equal(np.frombuffer(file.read_bytes(), np.float32), np.tile(X.ravel(), 2))
 
 
-def test_what_a_request_has_in_shared_memory_counts_among_the_bytes_that_are_held(registered: RegionTable) -> None:
+def test_a_requests_bytes_in_shared_memory_count_as_held_bytes(registered: RegionTable) -> None:
     gate = Gate()
     with serving(
         LoopbackModel(run=gate), operations=Operations(regions=registered), max_request_bytes=2 * X.nbytes - 1
@@ -100,14 +102,16 @@ def test_what_a_request_has_in_shared_memory_counts_among_the_bytes_that_are_hel
         )
 
 
-def test_inputs_there_are_bounded_as_a_message_is(registered: RegionTable) -> None:
+def test_inputs_in_shared_memory_have_the_limit_of_a_message(registered: RegionTable) -> None:
     with serving(LoopbackModel(), operations=Operations(regions=registered), max_message_bytes=X.nbytes - 1) as served:
         code, details = served.refusal("ModelInfer", request())
     assert code is StatusCode.INVALID_ARGUMENT
     assert f"the inputs have {X.nbytes} bytes or more in shared memory, expected at most {X.nbytes - 1}" in details
 
 
-def test_what_a_client_changes_while_its_request_runs_changes_no_answer(registered: RegionTable, file: Path) -> None:
+def test_a_client_that_changes_its_memory_during_the_run_does_not_change_the_response(
+    registered: RegionTable, file: Path
+) -> None:
     gate = Gate()
     with serving(LoopbackModel(run=gate), operations=Operations(regions=registered)) as served:
         call = served.stub("ModelInfer").future(request(), timeout=60)
@@ -118,7 +122,7 @@ def test_what_a_client_changes_while_its_request_runs_changes_no_answer(register
 
 
 def test_the_memory_of_a_client_that_has_left_is_not_written_to(registered: RegionTable, file: Path) -> None:
-    """It may hold something else by now."""
+    """The memory may hold other data by then."""
     gate, before = Gate(), file.read_bytes()
     with serving(LoopbackModel(run=gate), operations=Operations(regions=registered)) as served:
         call = served.stub("ModelInfer").future(request(shared_output=True), timeout=60)
@@ -134,9 +138,7 @@ def test_the_memory_of_a_client_that_has_left_is_not_written_to(registered: Regi
     assert file.read_bytes() == before
 
 
-def test_a_region_that_is_unregistered_while_a_request_runs_still_takes_its_answer(
-    registered: RegionTable, file: Path
-) -> None:
+def test_a_region_unregistered_during_a_run_still_receives_the_output(registered: RegionTable, file: Path) -> None:
     gate = Gate()
     with serving(LoopbackModel(run=gate), operations=Operations(regions=registered)) as served:
         call = served.stub("ModelInfer").future(request(shared_output=True), timeout=60)

@@ -1,4 +1,4 @@
-"""Errors to gRPC codes: one table, and nothing unexpected reaches a caller."""
+"""One table maps errors to gRPC codes, and the text of unexpected errors does not reach the client."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from bf16kit import errors
 from service.transport.status import CODES, StatusTable
 
 
-def test_every_refusal_has_a_code() -> None:
+def test_every_request_error_has_a_code() -> None:
     refusals = {e for e in vars(errors).values() if isinstance(e, type) and issubclass(e, errors.RequestError)}
     assert CODES.keys() == refusals - {errors.RequestError}
 
 
 @pytest.mark.parametrize("kind", list(CODES))
-def test_a_refusal_goes_out_in_its_own_words(kind: type[errors.RequestError]) -> None:
+def test_a_request_error_keeps_its_message(kind: type[errors.RequestError]) -> None:
     status = StatusTable().of(kind("input 'x' is wrong"))
     assert (status.code, status.details) == (CODES[kind], "input 'x' is wrong")
 
 
-def test_a_refusal_of_a_finer_kind_has_the_code_of_its_kind() -> None:
+def test_a_subclass_of_a_request_error_has_its_base_classs_code() -> None:
     class TooLate(errors.DeadlineExceeded):
         pass
 
     assert StatusTable().of(TooLate("late")).code is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
-def test_overload_is_unavailable_where_the_operator_says_so() -> None:
+def test_overload_is_unavailable_if_so_configured() -> None:
     table = StatusTable(overload=grpc.StatusCode.UNAVAILABLE)
     assert table.of(errors.Overloaded("full")).code is grpc.StatusCode.UNAVAILABLE
 
@@ -47,5 +47,5 @@ def test_a_failure_leaves_its_text_in_the_log_under_an_incident_id(
     assert "/secret/path" in caplog.text
 
 
-def test_endless_details_are_cut_to_fit_a_header() -> None:
+def test_long_details_are_cut_to_500_characters() -> None:
     assert len(StatusTable().of(errors.InvalidRequest("x" * 100_000)).details) == 500

@@ -1,4 +1,4 @@
-"""ModelStreamInfer over a real socket: order, errors inside and instead of the stream, batches, and left streams."""
+"""ModelStreamInfer over a real socket: order, errors in the stream or as its status, batches, and cancelled streams."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def numbered(number: int) -> pb.ModelInferRequest:
     return message
 
 
-def test_a_stream_answers_in_order_and_goes_on_after_an_error(served: Served) -> None:
+def test_a_stream_responds_in_order_and_continues_after_an_error(served: Served) -> None:
     messages = [numbered(n) for n in range(5)]
     messages[2].inputs[0].datatype = "INT32"
     answers = list(served.stub("ModelStreamInfer")(iter(messages), timeout=30))
@@ -41,7 +41,7 @@ def test_a_stream_answers_in_order_and_goes_on_after_an_error(served: Served) ->
     assert answers[4].infer_response.raw_output_contents[0] == X.tobytes()
 
 
-def test_a_stream_ends_with_the_status_where_the_caller_asks_for_it(served: Served) -> None:
+def test_a_stream_ends_with_the_status_if_the_client_requests_it(served: Served) -> None:
     messages = [infer_request(x=X), infer_request("nobody", x=X), infer_request(x=X)]
     answers = served.stub("ModelStreamInfer")(iter(messages), timeout=30, metadata=[("triton_grpc_error", "true")])
     assert next(answers).infer_response.raw_output_contents[0] == X.tobytes()
@@ -56,20 +56,20 @@ def test_requests_of_one_stream_share_a_batch() -> None:
     with serving(model) as served:
         answers = served.stub("ModelStreamInfer")(iter([infer_request(x=X[:1]) for _ in range(9)]), timeout=30)
         assert gate.started.wait(30)
-        until(lambda: len(model.seen) == 9)  # all of them came while the first ran
+        until(lambda: len(model.seen) == 9)  # all of them arrived while the first ran
         gate.go.set()
         assert len(list(answers)) == 9
         assert model.calls < 9
 
 
-def test_each_answer_is_marked_final_for_a_caller_who_asks(served: Served) -> None:
+def test_each_response_is_marked_final_if_the_client_requests_it(served: Served) -> None:
     message = infer_request(x=X)
     message.parameters["triton_enable_empty_final_response"].bool_param = True
     (answer,) = served.stub("ModelStreamInfer")(iter([message]), timeout=30)
     assert answer.infer_response.parameters["triton_final_response"].bool_param
 
 
-def test_more_streams_than_the_server_holds_are_refused() -> None:
+def test_streams_beyond_max_streams_are_rejected() -> None:
     with serving(LoopbackModel(), max_streams=1) as served:
         stay = threading.Event()
 
@@ -87,7 +87,7 @@ def test_more_streams_than_the_server_holds_are_refused() -> None:
         stay.set()
 
 
-def test_a_stream_that_is_left_frees_its_place() -> None:
+def test_a_cancelled_stream_frees_its_place() -> None:
     with serving(LoopbackModel(), max_streams=1) as served:
         stay = threading.Event()
 
@@ -112,7 +112,7 @@ def _opened(served: Served, messages: Iterator[pb.ModelInferRequest]) -> Any:
 
 @contextmanager
 def another_client(served: Served) -> Iterator[Served]:
-    """With a connection of its own: channels of one process share theirs otherwise."""
+    """Yield the server with a separate connection: channels of one process otherwise share theirs."""
     with grpc.insecure_channel(served.address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
         yield replace(served, channel=channel)
 
@@ -121,8 +121,8 @@ def forty(model: str) -> Iterator[pb.ModelInferRequest]:
     return iter([infer_request(model, x=X) for _ in range(40)])
 
 
-def test_streams_to_a_model_that_answers_none_hold_up_no_other_stream() -> None:
-    """Ten streams of 16 requests: more than all threads that answer streams."""
+def test_streams_to_a_stuck_model_do_not_delay_other_streams() -> None:
+    """Ten streams of 16 requests in flight would take more than all threads that answer streams."""
     gate = Gate()
     with serving(LoopbackModel("stuck", run=gate), LoopbackModel(), max_in_flight=32, max_streams=16) as served:
         streams = [served.stub("ModelStreamInfer")(forty("stuck"), timeout=60) for _ in range(10)]
@@ -134,12 +134,12 @@ def test_streams_to_a_model_that_answers_none_hold_up_no_other_stream() -> None:
         assert [answer.infer_response.id for answer in answers] == [str(n) for n in range(40)]
         gate.go.set()
         for stream in streams:
-            assert not any(answer.error_message for answer in stream)  # held back, and none refused
+            assert not any(answer.error_message for answer in stream)  # held back, and none of them rejected
         assert turns._models.taken == 0
 
 
-def test_streams_of_one_connection_to_several_models_hold_up_no_other_connection() -> None:
-    """Nor do those take the last places whose models have none yet."""
+def test_streams_of_one_connection_to_several_models_delay_no_other_connection() -> None:
+    """Nor do later streams of that connection get the last places because their models have none yet."""
     gate = Gate()
     models = [LoopbackModel(f"stuck{n}", run=gate) for n in range(8)]
     with serving(*models, LoopbackModel(), max_in_flight=32, max_streams=16) as served:
@@ -156,7 +156,7 @@ def test_streams_of_one_connection_to_several_models_hold_up_no_other_connection
         gate.go.set()
 
 
-def test_a_stream_that_is_held_back_ends_with_its_client_and_with_the_server() -> None:
+def test_a_held_back_stream_ends_with_its_client_or_the_server() -> None:
     gate = Gate()
     with serving(LoopbackModel(run=gate), max_in_flight=8) as served:
         left, kept = (served.stub("ModelStreamInfer")(forty("echo"), timeout=60) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Answers in the order of requests, several at work at once, a bounded number read ahead."""
+"""Responses in the order of requests, several in flight at once, and a limited number read ahead."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-def test_requests_are_at_work_together_and_answered_in_order(pool: ThreadPoolExecutor) -> None:
+def test_requests_run_concurrently_and_are_answered_in_order(pool: ThreadPoolExecutor) -> None:
     together = threading.Barrier(3, timeout=30)
 
     def answer(request: int) -> int:
-        together.wait()  # passes only when three are at work at once
+        together.wait()  # passes only when three run at once
         return request * 10
 
     assert list(OrderedAnswers(iter([1, 2, 3]), answer, pool, pool, window=3)) == [10, 20, 30]
@@ -63,7 +63,7 @@ def test_closing_ends_the_iteration_and_frees_the_reader(pool: ThreadPoolExecuto
     assert all(answer == 1 for answer in taken)
 
 
-def test_what_breaks_the_requests_breaks_the_answers(pool: ThreadPoolExecutor) -> None:
+def test_an_error_in_the_requests_is_raised_after_the_responses_before_it(pool: ThreadPoolExecutor) -> None:
     def broken() -> Iterator[int]:
         yield 1
         raise ConnectionError("the caller left")

@@ -1,4 +1,4 @@
-"""Turns of streams' requests: by model, by connection, in the order in which they came."""
+"""Turns of streams' requests: by model, by connection, in order of arrival."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from service.transport.turns import Line, Turns
 def pool() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(8) as pool:
         yield pool
-        for stream in Stream.opened:  # also where a test has failed: their readers would wait for good
+        for stream in Stream.opened:  # even if a test has failed: their readers would otherwise wait permanently
             stream.line.close()
         Stream.opened.clear()
 
 
 class Stream:
-    """A reader that takes turns for requests to these models, and no further than it may."""
+    """A reader that takes turns for requests to these models, and stops where it must wait."""
 
     opened: ClassVar[list[Stream]] = []
 
@@ -39,7 +39,7 @@ class Stream:
             self.entered.append(model)
 
 
-def test_whoever_finds_room_has_a_turn_at_once() -> None:
+def test_a_request_gets_its_turn_at_once_if_there_is_room() -> None:
     turns = Turns(4)
     for _ in range(3):
         line = Line(turns, "somebody")
@@ -49,7 +49,7 @@ def test_whoever_finds_room_has_a_turn_at_once() -> None:
 
 
 @pytest.mark.parametrize("shared", ["model", "client"])
-def test_one_who_has_its_share_waits_and_another_does_not(shared: str, pool: ThreadPoolExecutor) -> None:
+def test_a_request_waits_if_its_model_or_client_has_its_share(shared: str, pool: ThreadPoolExecutor) -> None:
     turns = Turns(32)
     greedy = [
         Stream(turns, "c" if shared == "client" else f"c{n}", ["m" if shared == "model" else f"m{n}"] * 20, pool)
@@ -57,13 +57,13 @@ def test_one_who_has_its_share_waits_and_another_does_not(shared: str, pool: Thr
     ]
     until(lambda: sum(len(stream.entered) for stream in greedy) >= 28)
     threading.Event().wait(0.1)
-    assert sum(len(stream.entered) for stream in greedy) == 28  # the last eighth is for others
+    assert sum(len(stream.entered) for stream in greedy) == 28  # the last eighth is for other holders
     other = Stream(turns, "other", ["other"], pool)
     other.done.result(30)
     assert other.entered == ["other"]
 
 
-def test_turns_that_are_given_back_go_to_those_who_wait_in_their_order(pool: ThreadPoolExecutor) -> None:
+def test_returned_turns_go_to_the_waiting_requests_in_order(pool: ThreadPoolExecutor) -> None:
     turns = Turns(1)
     first = Stream(turns, "a", ["m"], pool)
     first.done.result(30)
@@ -81,7 +81,7 @@ def test_turns_that_are_given_back_go_to_those_who_wait_in_their_order(pool: Thr
     assert turns._models.taken == turns._clients.taken == 0
 
 
-def test_a_turn_passes_by_those_whose_model_has_its_share(pool: ThreadPoolExecutor) -> None:
+def test_a_turn_skips_requests_whose_model_has_its_share(pool: ThreadPoolExecutor) -> None:
     turns = Turns(32)
     greedy = Stream(turns, "a", ["m"] * 29, pool)
     until(lambda: len(turns._waiting) == 1)
@@ -93,13 +93,13 @@ def test_a_turn_passes_by_those_whose_model_has_its_share(pool: ThreadPoolExecut
     last[0].line.leave("x0")
     waiting[1].done.result(30)
     assert (len(greedy.entered), waiting[0].entered, waiting[1].entered) == (28, [], ["n"])
-    for _ in range(28):  # and not for good
+    for _ in range(28):  # they are skipped only until their model has room
         greedy.line.leave("m")
     for stream in (greedy, waiting[0]):
         stream.done.result(30)
 
 
-def test_a_closed_line_waits_no_longer_and_takes_no_turn_from_others(pool: ThreadPoolExecutor) -> None:
+def test_a_closed_line_ends_its_wait_and_takes_no_turn(pool: ThreadPoolExecutor) -> None:
     turns = Turns(1)
     first = Stream(turns, "a", ["m"], pool)
     first.done.result(30)
@@ -112,7 +112,7 @@ def test_a_closed_line_waits_no_longer_and_takes_no_turn_from_others(pool: Threa
     first.line.leave("m")
     next_one.done.result(30)
     assert list(left.line.in_turn(["m"], str)) == []
-    next_one.line.close()  # its request is at work, and keeps its turn
+    next_one.line.close()  # its request runs, and keeps its turn
     assert turns._models.taken == turns._clients.taken == 1
     next_one.line.leave("n")
     assert turns._models.taken == turns._clients.taken == 0

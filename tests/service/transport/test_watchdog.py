@@ -1,4 +1,4 @@
-"""What keeps the server waiting is ended: with a clock of the test's own."""
+"""The watchdog ends calls that keep the server waiting, here with the test's own clock."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def times() -> Times:
     return Times()
 
 
-def test_what_takes_too_long_is_ended_once(times: Times) -> None:
+def test_a_call_that_takes_too_long_is_ended_once(times: Times) -> None:
     patience = Patience(10, 1, clock=times)
     times.begin(patience, "a")
     assert times.after(9, patience) == []
@@ -41,7 +41,7 @@ def test_what_takes_too_long_is_ended_once(times: Times) -> None:
     assert times.after(2, patience) == ["a", "b"]
 
 
-def test_what_is_done_is_let_be(times: Times) -> None:
+def test_a_call_that_is_done_is_not_ended(times: Times) -> None:
     patience = Patience(10, 1, clock=times)
     times.begin(patience, "a")
     patience.done("a")
@@ -49,7 +49,7 @@ def test_what_is_done_is_let_be(times: Times) -> None:
     assert times.after(60, patience) == []
 
 
-def test_in_a_crowd_there_is_less_time(times: Times) -> None:
+def test_the_timeout_is_shorter_while_the_server_is_crowded(times: Times) -> None:
     crowded = False
     patience = Patience(10, 2, lambda: crowded, clock=times)
     times.begin(patience, "a")
@@ -58,8 +58,8 @@ def test_in_a_crowd_there_is_less_time(times: Times) -> None:
     assert times.after(0, patience) == ["a"]
 
 
-def test_of_the_slow_only_the_first_few_may_go_on(times: Times) -> None:
-    """Each may be about to hold a message of the largest size."""
+def test_only_a_few_slow_calls_may_use_the_whole_timeout(times: Times) -> None:
+    """Each of them may hold a message of the largest size."""
     patience = Patience(10, 1, slow=2, clock=times)
     times.begin(patience, "a", "b", "c")
     assert times.after(0.5, patience) == []
@@ -69,11 +69,11 @@ def test_of_the_slow_only_the_first_few_may_go_on(times: Times) -> None:
     assert times.after(1, patience) == ["c"]
 
 
-def test_while_the_server_stops_a_call_has_half_of_the_time_that_is_left(times: Times) -> None:
+def test_during_a_stop_a_call_gets_half_of_the_remaining_time(times: Times) -> None:
     patience = Patience(30, 3, clock=times)
     times.begin(patience, "a")
     assert times.after(8, patience) == []
-    patience.stop(20)  # 12 s are left for "a" to begin with
+    patience.stop(20)  # 12 s remain for "a" at first
     times.begin(patience, "b")
     assert times.after(9.9, patience) == []
     assert times.after(0.2, patience) == ["a", "b"]
@@ -86,14 +86,14 @@ def test_while_the_server_stops_a_call_has_half_of_the_time_that_is_left(times: 
     assert times.after(0.2, patience) == ["a", "b", "c", "d"]
 
 
-def test_a_server_that_stops_waits_no_longer_than_one_that_does_not(times: Times) -> None:
+def test_a_stop_does_not_extend_a_timeout(times: Times) -> None:
     patience = Patience(10, 3, clock=times)
     times.begin(patience, "a")
     patience.stop(3600)
     assert times.after(10.1, patience) == ["a"]
 
 
-def test_a_failure_to_end_one_call_does_not_end_the_watch() -> None:
+def test_an_error_in_ending_one_call_does_not_stop_the_watchdog() -> None:
     ended: list[str] = []
 
     def fail() -> None:

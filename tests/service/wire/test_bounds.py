@@ -1,4 +1,4 @@
-"""The bounds of a request that its message's size does not give."""
+"""Limits of a request that do not follow from its message's size."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def ids(*shape: int) -> pb.ModelInferRequest:
 
 
 @pytest.mark.parametrize(("shape", "dim", "size", "bound"), [((1, 513), "seq", 513, 512), ((9, 2), "batch", 9, 8)])
-def test_a_dimension_over_its_bound_is_refused_by_its_name(
+def test_a_dimension_over_its_limit_is_rejected_by_name(
     shape: tuple[int, ...], dim: str, size: int, bound: int
 ) -> None:
     bounded = codec(Bounds({"seq": 512, "batch": 8}))
@@ -44,29 +44,29 @@ def test_a_dimension_over_its_bound_is_refused_by_its_name(
     assert decode(bounded, ids(8, 512)).rows == 8
 
 
-def test_a_bound_holds_for_an_empty_tensor_too() -> None:
+def test_a_limit_also_holds_for_an_empty_tensor() -> None:
     with pytest.raises(InvalidRequest, match="dimension 'seq' is 513"):
         decode(codec(Bounds({"seq": 512})), ids(0, 513))
 
 
 @pytest.mark.parametrize("shape", [(2**26, 0), (0, 2**26), (2**20 + 1, 0)])
-def test_an_empty_tensor_with_a_dimension_out_of_proportion_is_refused(shape: tuple[int, ...]) -> None:
+def test_an_empty_tensor_with_a_huge_dimension_is_rejected(shape: tuple[int, ...]) -> None:
     with pytest.raises(InvalidRequest, match="too large, although it is empty"):
         decode(codec(Bounds()), ids(*shape))
 
 
 @pytest.mark.parametrize("shape", [(0, 512), (8, 0), (0, 0), (2**20, 0)])
-def test_an_empty_tensor_is_legal_otherwise(shape: tuple[int, ...]) -> None:
+def test_other_empty_tensors_are_valid(shape: tuple[int, ...]) -> None:
     assert decode(codec(Bounds()), ids(*shape)).feeds["ids"].shape == shape
 
 
-def test_the_fixed_dimensions_of_an_empty_tensor_are_the_models_own() -> None:
+def test_the_models_fixed_dimensions_do_not_make_an_empty_tensor_too_large() -> None:
     image = TensorSpec("image", "float32", ("batch", 3, 1024, 1024))
     message = infer_request(image=np.zeros((0, 3, 1024, 1024), np.float32))
     assert decode(codec(Bounds(), (image,)), message).rows == 0
 
 
-def test_an_answer_whose_size_is_known_is_refused_before_it_is_computed() -> None:
+def test_a_response_whose_size_is_known_is_rejected_before_the_run() -> None:
     bounded = codec(Bounds(response_bytes=2 * 100 * 384 * 4))
     assert decode(bounded, ids(2, 100)).rows == 2
     with pytest.raises(InvalidRequest) as refused:
@@ -78,7 +78,7 @@ def test_an_answer_whose_size_is_known_is_refused_before_it_is_computed() -> Non
     )
 
 
-def test_only_the_outputs_asked_for_count_in_the_datatype_asked_for() -> None:
+def test_only_requested_outputs_count_in_their_requested_datatype() -> None:
     pooled = TensorSpec("pooled", "float32", ("batch", 384))
     bounded = codec(Bounds(response_bytes=2 * 384 * 4), outputs=(STATES, pooled))
     message = ids(2, 100)
@@ -91,7 +91,7 @@ def test_only_the_outputs_asked_for_count_in_the_datatype_asked_for() -> None:
     assert decode(bounded, message).outputs == ("states",)
 
 
-def test_of_a_text_no_more_is_known_beforehand_than_the_lengths_before_its_elements() -> None:
+def test_a_string_output_counts_4_bytes_per_element_before_the_run() -> None:
     labels = TensorSpec("labels", "string", ("batch",))
     bounded = codec(Bounds(response_bytes=40), outputs=(labels,))
     assert decode(bounded, ids(10, 1)).rows == 10
@@ -100,7 +100,7 @@ def test_of_a_text_no_more_is_known_beforehand_than_the_lengths_before_its_eleme
 
 
 @pytest.mark.parametrize(("elements", "fits"), [(10, True), (11, False)])
-def test_an_answer_is_measured_before_it_is_encoded(elements: int, fits: bool) -> None:
+def test_a_response_is_measured_before_it_is_encoded(elements: int, fits: bool) -> None:
     found = TensorSpec("found", "float32", ("hits",))
     bounded = codec(Bounds(response_bytes=40), outputs=(found,))
     _, dtypes = bounded.decode(ids(1, 1), 0, None, Cancellation())

@@ -1,4 +1,4 @@
-"""The classification extension: the largest values of each row, in Triton's words."""
+"""The classification extension: the largest values of each row, in Triton's format."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ def classes(array: Array, count: int, *, batched: bool = True) -> Any:
     return top_classes("y", array, count, batched=batched).tolist()
 
 
-def test_each_row_has_its_largest_values_first_as_triton_writes_them() -> None:
+def test_each_row_has_its_largest_values_first_in_tritons_format() -> None:
     rows = np.array([[0.25, 0.5, -1.0], [1e10, 0.0, 1 / 3]], np.float32)
     assert classes(rows, 2) == [["0.500000:1", "0.250000:0"], ["10000000000.000000:0", "0.333333:2"]]
 
 
-def test_more_classes_than_there_are_values_are_all_of_them() -> None:
+def test_more_classes_than_values_returns_all_values() -> None:
     assert classes(np.array([[1.0, 2.0]], np.float32), 5) == [["2.000000:1", "1.000000:0"]]
 
 
-def test_a_row_is_all_that_belongs_to_one_sample() -> None:
+def test_a_row_is_all_values_of_one_sample() -> None:
     assert classes(np.arange(8, dtype=np.float32).reshape(2, 2, 2), 1) == [["3.000000:3"], ["7.000000:3"]]
 
 
@@ -37,17 +37,17 @@ def test_without_a_batch_the_whole_output_is_one_row() -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int64, np.uint64])
-def test_integers_are_written_as_such_and_ordered_over_their_whole_range(dtype: Any) -> None:
+def test_integers_are_written_exactly_and_ordered_over_their_whole_range(dtype: Any) -> None:
     least, most = np.iinfo(dtype).min, np.iinfo(dtype).max
     assert classes(np.array([[least, most, 5]], dtype), 3) == [[f"{most}:1", "5:2", f"{least}:0"]]
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float64])
-def test_other_floats_are_written_alike(dtype: Any) -> None:
+def test_other_float_types_are_written_in_the_same_way(dtype: Any) -> None:
     assert classes(np.array([[0.5, 2.0]], dtype), 2) == [["2.000000:1", "0.500000:0"]]
 
 
-def test_of_equal_values_the_first_comes_first_and_nan_last() -> None:
+def test_equal_values_keep_their_order_and_nan_comes_last() -> None:
     row = np.array([[np.nan, 1.0, np.inf, 1.0, -np.inf]], np.float32)
     assert classes(row, 5) == [["inf:2", "1.000000:1", "1.000000:3", "-inf:4", "nan:0"]]
     many = np.tile(np.array([[0.0, 1.0]], np.float32), 500)
@@ -57,18 +57,18 @@ def test_of_equal_values_the_first_comes_first_and_nan_last() -> None:
     ]
 
 
-def test_an_index_that_has_a_label_shows_it() -> None:
+def test_a_class_has_its_label_if_there_is_one() -> None:
     answer = top_classes("y", np.array([[1.0, 3.0, 2.0]], np.float32), 3, batched=True, labels=["cat", "dog"])
     assert answer.tolist() == [["3.000000:1:dog", "2.000000:2", "1.000000:0:cat"]]
 
 
-def test_no_rows_and_no_values_have_no_classes() -> None:
+def test_an_output_without_rows_or_values_has_no_classes() -> None:
     assert top_classes("y", np.zeros((0, 3), np.float32), 2, batched=True).shape == (0, 2)
     assert top_classes("y", np.zeros((2, 0), np.float32), 2, batched=True).shape == (2, 0)
     assert top_classes("y", np.zeros((0, 3), np.float32), 2, batched=False).shape == (0,)
 
 
-def test_more_strings_than_an_answer_may_hold_are_refused() -> None:
+def test_more_strings_than_a_response_may_hold_are_rejected() -> None:
     with pytest.raises(InvalidRequest, match="output 'y' would have 65538 classes, expected at most 65536"):
         top_classes("y", np.zeros((2, 40_000), np.float32), 32_769, batched=True)
 

@@ -1,4 +1,4 @@
-"""Requests whose inputs and outputs lie in shared memory: which bytes are read and written, and what is asked first."""
+"""Requests with inputs and outputs in shared memory: which bytes are read and written, and what is checked first."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def place(
 
 
 def request(*shared: str, **sent: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> pb.ModelInferRequest:
-    """Inputs a, b and c, those of ``shared`` in shared memory: 16 bytes further for each."""
+    """Return a request for inputs a, b and c. Those of ``shared`` are in shared memory, 16 bytes apart."""
     message = infer_request("echo", **sent)
     for name in shared:
         place(message.inputs.add(name=name, datatype="FP32", shape=[1, 2]), 16 * ord(name) - 16 * ord("a"))
@@ -76,14 +76,14 @@ def test_the_message_has_an_entry_for_each_input_that_is_not_in_shared_memory(
         np.testing.assert_array_equal(feeds[name], expected)
 
 
-def test_entries_too_many_or_too_few_are_refused(regions: RegionTable) -> None:
+def test_too_many_or_too_few_raw_entries_are_rejected(regions: RegionTable) -> None:
     for sent in ({}, {"b": ROW}):
         message = request(*(name for name in "abc" if name not in sent), **sent)
         message.raw_input_contents.append(ROW.tobytes())
         with pytest.raises(InvalidRequest, match=rf"has {len(sent) + 1} entries for {len(sent)} inputs"):
             decode(message, SharedMemory(regions))
     message = request("a", b=ROW, c=ROW)
-    message.raw_input_contents.append(ROW.tobytes())  # as many as there are inputs in all
+    message.raw_input_contents.append(ROW.tobytes())  # as many as there are inputs, including the shared one
     with pytest.raises(InvalidRequest, match="has 3 entries for 2 inputs"):
         decode(message, SharedMemory(regions))
     del message.raw_input_contents[1:]
@@ -91,7 +91,7 @@ def test_entries_too_many_or_too_few_are_refused(regions: RegionTable) -> None:
         decode(message, SharedMemory(regions))
 
 
-def test_typed_contents_go_beside_shared_memory_and_not_into_one_input_with_it(regions: RegionTable) -> None:
+def test_typed_contents_and_shared_memory_mix_in_a_request_but_not_in_one_input(regions: RegionTable) -> None:
     message = request("a", "b", "c")
     message.inputs[1].parameters.clear()
     message.inputs[1].contents.fp32_contents.extend([7, 8])
@@ -109,18 +109,18 @@ def test_bytes_are_counted_before_they_are_read(regions: RegionTable, file: Path
     def refuse(nbytes: int) -> None:
         raise Overloaded("no room", "bytes")
 
-    file.write_bytes(b"")  # whoever read it now would say that it has been shrunk
+    file.write_bytes(b"")  # a read would now fail because the file has shrunk
     with pytest.raises(Overloaded):
         InferenceCodec(MODEL, SharedMemory(regions)).decode(request("a", "b", "c"), 0, None, Cancellation(), refuse)
 
 
-def test_one_request_has_no_more_in_shared_memory_than_a_message_may_hold(regions: RegionTable) -> None:
+def test_a_requests_shared_memory_has_the_limit_of_a_message(regions: RegionTable) -> None:
     decode(request("a", "b", "c"), SharedMemory(regions, max_bytes=24))
     with pytest.raises(InvalidRequest, match="24 bytes or more in shared memory, expected at most 23"):
         decode(request("a", "b", "c"), SharedMemory(regions, max_bytes=23))
 
 
-def test_an_unknown_region_is_not_found_and_none_is_known_where_it_is_off(regions: RegionTable) -> None:
+def test_an_unknown_region_is_not_found_and_disabled_shared_memory_is_unsupported(regions: RegionTable) -> None:
     with pytest.raises(Unsupported, match="input 'a' is in shared memory, which is off"):
         decode(request("a", "b", "c"), SharedMemory())
     regions.unregister("")
@@ -128,9 +128,7 @@ def test_an_unknown_region_is_not_found_and_none_is_known_where_it_is_off(region
         decode(request("a", "b", "c"), SharedMemory(regions))
 
 
-def test_an_output_goes_where_it_was_asked_for_also_when_the_region_is_unregistered_meanwhile(
-    regions: RegionTable, file: Path
-) -> None:
+def test_an_output_is_written_even_if_its_region_is_unregistered_meanwhile(regions: RegionTable, file: Path) -> None:
     message = request(a=ROW, b=ROW, c=ROW)
     message.outputs.add(name="z")
     place(message.outputs.add(name="y"), 128)
@@ -147,7 +145,7 @@ def test_an_output_goes_where_it_was_asked_for_also_when_the_region_is_unregiste
     assert np.frombuffer(file.read_bytes(), np.float32)[30:35].tolist() == [30, 31, 10, 20, 34]
 
 
-def test_an_output_may_be_its_classes_beside_one_that_is_not() -> None:
+def test_one_output_may_be_classes_and_another_not() -> None:
     message = request(a=ROW, b=ROW, c=ROW)
     message.outputs.add(name="y").parameters["classification"].int64_param = 1
     message.outputs.add(name="z")
@@ -161,7 +159,7 @@ def test_an_output_may_be_its_classes_beside_one_that_is_not() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["string", "bool"])
-def test_an_output_that_holds_no_numbers_has_no_classes(dtype: str) -> None:
+def test_classes_of_a_string_or_bool_output_are_rejected(dtype: str) -> None:
     model = LoopbackModel(outputs=[TensorSpec("y", dtype, ("batch", 2))])
     message = infer_request(x=np.zeros((1, 3), np.float32))
     message.outputs.add(name="y").parameters["classification"].int64_param = 1

@@ -1,4 +1,4 @@
-"""What the server says about itself and its models, as perf_analyzer and people read it."""
+"""Metadata, configuration, statistics and index of the server and its models, as perf_analyzer and people read them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ IDS = TensorSpec("ids", "int64", ("batch", "seq"))
 OUT = TensorSpec("out", "float32", ("batch", "seq", 384))
 
 
-def test_the_server_names_itself_and_only_extensions_that_it_has() -> None:
+def test_the_server_gives_its_name_and_only_extensions_that_it_has() -> None:
     answer = server_metadata()
     assert (answer.name, answer.version) == ("bf16kit", bf16kit.__version__)
-    assert "statistics" in answer.extensions  # perf_analyzer looks for it
+    assert "statistics" in answer.extensions  # perf_analyzer checks for it
     assert not any("shared_memory" in extension for extension in answer.extensions)
 
 
-def test_free_dimensions_are_minus_one_and_properties_tell_how_the_model_runs() -> None:
+def test_free_dimensions_are_minus_one_and_properties_describe_how_the_model_runs() -> None:
     model = LoopbackModel("m", version=3, inputs=[IDS], outputs=[OUT])
     answer = model_metadata(model, [1, 3])
     assert (answer.name, list(answer.versions), answer.platform) == ("m", ["1", "3"], "onnxruntime_onnx")
@@ -44,7 +44,7 @@ def test_free_dimensions_are_minus_one_and_properties_tell_how_the_model_runs() 
     }
 
 
-def test_which_precision_answers_and_why_is_told_as_it_is_now() -> None:
+def test_the_metadata_has_the_current_precision_and_its_reason() -> None:
     model = LoopbackModel()
     model.answering = Answering("fp32", "y is 1.4 times its budget")
     properties = model_metadata(model, [1]).properties
@@ -88,7 +88,7 @@ def test_every_dtype_has_a_number_in_the_configuration(dtype: str) -> None:
     assert pb.DataType.Name(config.input[0].data_type) == expected
 
 
-def test_an_input_that_holds_images_says_how() -> None:
+def test_an_image_input_has_its_format() -> None:
     shape = ("batch", 3, 8, 8)
     model = LoopbackModel(
         inputs=[TensorSpec("image", "float32", shape), TensorSpec("mask", "float32", shape)],
@@ -98,7 +98,7 @@ def test_an_input_that_holds_images_says_how() -> None:
     assert formats == [pb.ModelInput.FORMAT_NCHW, pb.ModelInput.FORMAT_NONE]
 
 
-def test_a_model_on_a_gpu_says_which() -> None:
+def test_a_model_on_a_gpu_has_its_device_number() -> None:
     info = RuntimeInfo("torchscript", "cuda:1", "torchscript", "bf16", "fp32")
     config = model_config(LoopbackModel(info=info)).config
     assert (config.platform, config.backend) == ("pytorch_libtorch", "pytorch")

@@ -1,4 +1,4 @@
-"""Parameters of requests, inputs and outputs: which are honoured, tolerated, and refused."""
+"""Parameters of requests, inputs and outputs: which are honoured, ignored and rejected."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_timeout_is_in_microseconds(value: pb.InferParameter) -> None:
     assert check_request(parameters(timeout=value)).timeout == 0.25
 
 
-def test_a_timeout_of_zero_is_none() -> None:
+def test_a_timeout_of_zero_means_no_timeout() -> None:
     assert check_request(parameters(timeout=pb.InferParameter(int64_param=0))).timeout is None
 
 
@@ -53,7 +53,9 @@ def test_a_priority_is_a_number(value: pb.InferParameter) -> None:
         {"anything": pb.InferParameter(double_param=0.5)},
     ],
 )
-def test_reserved_parameters_of_their_type_and_unknown_ones_pass(names: Mapping[str, pb.InferParameter]) -> None:
+def test_reserved_parameters_of_the_right_type_and_unknown_ones_are_ignored(
+    names: Mapping[str, pb.InferParameter],
+) -> None:
     assert check_request(names) == RequestParameters()
 
 
@@ -71,12 +73,12 @@ def test_reserved_parameters_of_their_type_and_unknown_ones_pass(names: Mapping[
         ({"mine": pb.InferParameter()}, "'mine' has no value"),
     ],
 )
-def test_a_bad_parameter_is_refused(names: Mapping[str, pb.InferParameter], words: str) -> None:
+def test_a_bad_parameter_is_rejected(names: Mapping[str, pb.InferParameter], words: str) -> None:
     with pytest.raises(InvalidRequest, match=words):
         check_request(names)
 
 
-def test_an_fp32_output_can_be_had_as_bf16_fp16_or_as_itself() -> None:
+def test_an_fp32_output_may_be_requested_as_bf16_fp16_or_fp32() -> None:
     assert output_datatype("y", "FP32", parameters(datatype=pb.InferParameter(string_param="FP16"))) == "FP16"
     assert output_datatype("y", "FP32", parameters(datatype=TEXT)) == "BF16"
     assert output_datatype("y", "FP32", parameters(datatype=pb.InferParameter(string_param="FP32"))) == "FP32"
@@ -84,12 +86,12 @@ def test_an_fp32_output_can_be_had_as_bf16_fp16_or_as_itself() -> None:
 
 
 @pytest.mark.parametrize(("native", "value"), [("INT64", TEXT), ("FP32", pb.InferParameter(string_param="FP64"))])
-def test_another_output_datatype_is_refused(native: str, value: pb.InferParameter) -> None:
+def test_another_output_datatype_is_rejected(native: str, value: pb.InferParameter) -> None:
     with pytest.raises(InvalidRequest, match="output 'y' was requested as"):
         output_datatype("y", native, parameters(datatype=value))
 
 
-def test_an_output_datatype_that_is_no_string_is_refused() -> None:
+def test_an_output_datatype_that_is_not_a_string_is_rejected() -> None:
     with pytest.raises(InvalidRequest, match="came as bool_param, expected string_param"):
         output_datatype("y", "FP32", parameters(datatype=YES))
 
@@ -116,12 +118,12 @@ def test_a_place_in_shared_memory_is_a_region_a_size_and_perhaps_an_offset() -> 
         ({"region": TEXT, "byte_size": INT, "offset": YES}, "'shared_memory_offset' of input 'x' came as bool_param"),
     ],
 )
-def test_half_a_place_in_shared_memory_is_refused(values: dict[str, pb.InferParameter], words: str) -> None:
+def test_an_incomplete_place_in_shared_memory_is_rejected(values: dict[str, pb.InferParameter], words: str) -> None:
     with pytest.raises(InvalidRequest, match=words):
         place(**values)
 
 
-def test_classes_are_counted_and_go_with_no_other_way_of_answering() -> None:
+def test_a_class_count_is_positive_and_excludes_other_output_parameters() -> None:
     assert class_count("y", {"classification": INT}) == 250_000
     assert class_count("y", {"colour": TEXT}) == 0
     for bad, words in (
@@ -135,6 +137,6 @@ def test_classes_are_counted_and_go_with_no_other_way_of_answering() -> None:
             class_count("y", bad)
 
 
-def test_the_final_mark_is_for_those_who_ask() -> None:
+def test_the_final_mark_is_set_only_on_request() -> None:
     assert wants_final_mark({"triton_enable_empty_final_response": YES})
     assert not wants_final_mark({})

@@ -1,4 +1,4 @@
-"""A whole request for one model: inputs and outputs by name, the batch's rows, and the answer."""
+"""A whole request for one model: inputs and outputs by name, the batch's rows, and the response."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def test_zero_rows_are_legal() -> None:
     assert decode(infer_request(ids=IDS[:0], mask=MASK[:0])).rows == 0
 
 
-def test_more_rows_than_a_batch_holds_are_refused() -> None:
+def test_more_rows_than_max_batch_size_are_rejected() -> None:
     words = refusal(infer_request(x=np.zeros((9, 3), np.float32)), LoopbackModel())
     assert words == "input 'x' has 9 rows, expected at most 8 (the model's max_batch_size)"
 
 
-def test_a_missing_an_extra_and_a_repeated_input_are_refused() -> None:
+def test_a_missing_an_unknown_and_a_repeated_input_are_rejected() -> None:
     assert "input 'mask' is missing" in refusal(infer_request(ids=IDS))
     assert "unknown input 'z'; the model's inputs are ids, mask" in refusal(infer_request(ids=IDS, mask=MASK, z=IDS))
     twice = infer_request(ids=IDS, mask=MASK)
@@ -74,8 +74,8 @@ def test_raw_and_typed_contents_do_not_mix() -> None:
     assert "raw_input_contents has 1 entries for 2 inputs" in refusal(instead)
 
 
-def test_contents_that_hold_nothing_may_stand_beside_raw_ones() -> None:
-    """MLServer's converters send them with every input."""
+def test_empty_contents_are_allowed_beside_raw_ones() -> None:
+    """MLServer's converters send empty contents with every input."""
     beside = infer_request(ids=IDS, mask=MASK)
     for tensor in beside.inputs:
         tensor.contents.SetInParent()
@@ -90,18 +90,18 @@ def test_typed_contents_alone_are_read() -> None:
     np.testing.assert_array_equal(decode(message).feeds["ids"], IDS)
 
 
-def test_no_outputs_asked_for_means_all() -> None:
+def test_a_request_without_outputs_means_all_outputs() -> None:
     assert decode(infer_request(ids=IDS, mask=MASK)).outputs is None
 
 
-def test_outputs_keep_the_order_in_which_they_were_asked_for() -> None:
+def test_outputs_keep_the_order_of_the_request() -> None:
     message = infer_request(ids=IDS, mask=MASK)
     message.outputs.add(name="b")
     message.outputs.add(name="a")
     assert decode(message).outputs == ("b", "a")
 
 
-def test_an_unknown_and_a_repeated_output_are_refused() -> None:
+def test_an_unknown_and_a_repeated_output_are_rejected() -> None:
     message = infer_request(ids=IDS, mask=MASK)
     message.outputs.add(name="c")
     assert "unknown output 'c'; the model's outputs are a, b" in refusal(message)
@@ -110,7 +110,7 @@ def test_an_unknown_and_a_repeated_output_are_refused() -> None:
     assert "output 'a' was requested twice" in refusal(message)
 
 
-def test_the_answer_bears_id_version_and_raw_contents_in_order() -> None:
+def test_the_response_has_id_version_and_raw_contents_in_order() -> None:
     codec = InferenceCodec(LoopbackModel("m", version=7, inputs=MODEL.inputs, outputs=MODEL.outputs))
     message = infer_request(ids=IDS, mask=MASK)
     message.outputs.add(name="b").parameters["datatype"].string_param = "BF16"
@@ -124,8 +124,8 @@ def test_the_answer_bears_id_version_and_raw_contents_in_order() -> None:
 
 
 @pytest.mark.parametrize(("made", "told"), [("bf16", "bf16"), ("bf16-weights", "bf16"), ("fp32", "fp32")])
-def test_the_answer_says_which_precision_made_it(made: str, told: str) -> None:
-    """Also one without an id, after one that had one."""
+def test_the_response_names_the_precision_that_computed_it(made: str, told: str) -> None:
+    """Also a response without an id, after one with an id."""
     codec = InferenceCodec(MODEL)
     _, answers = codec.decode(infer_request(ids=IDS, mask=MASK), 0, None, Cancellation())
     reply = Reply({"a": np.zeros((2, 2), np.float32), "b": np.ones(2, np.float32)}, made)
@@ -135,8 +135,8 @@ def test_the_answer_says_which_precision_made_it(made: str, told: str) -> None:
         assert {key: value.string_param for key, value in answer.parameters.items()} == {"precision": told}
 
 
-def test_a_shape_of_endless_rank_is_refused_before_its_sizes_are_multiplied() -> None:
-    """Their product has millions of digits, and nothing else in the process runs while Python works it out."""
+def test_a_shape_of_huge_rank_is_rejected_before_its_sizes_are_multiplied() -> None:
+    """The product has millions of digits, and no other thread runs while Python computes it."""
     message = infer_request(x=np.zeros((1, 3), np.float32))
     message.inputs[0].shape[:] = [2**62] * 200_000
     assert refusal(message, LoopbackModel()) == "input 'x' is of rank 200000, expected [batch,3]"

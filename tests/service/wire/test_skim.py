@@ -1,4 +1,4 @@
-"""Messages that would take much more than they have bytes are refused before protobuf sees them; all others pass."""
+"""Messages that would take far more memory than their bytes are rejected before protobuf parses them; others pass."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from service.wire.skim import asked_model, named_model, parser
 
 REQUEST = pb.DESCRIPTOR.message_types_by_name["ModelInferRequest"]
 QUESTION = pb.DESCRIPTOR.message_types_by_name["ModelMetadataRequest"]
-LARGE = 4 << 20  # well over what is parsed without a look, and what swells is refused
+LARGE = 4 << 20  # well over the size that is parsed unchecked; messages that expand are rejected at this size
 
 
 def parse(data: bytes, held: list[int] | None = None) -> pb.ModelInferRequest:
@@ -30,7 +30,7 @@ def parse(data: bytes, held: list[int] | None = None) -> pb.ModelInferRequest:
 
 
 @pytest.mark.parametrize("what", [name for name in SWELLING if name not in ("shape", "int64_contents", "strings")])
-def test_what_swells_is_refused(what: str) -> None:
+def test_a_message_that_expands_in_memory_is_rejected(what: str) -> None:
     data = SWELLING[what](LARGE)
     said = r"more than 65536 fields|a string of \d+ bytes, expected at most 1048576|Error parsing"
     with pytest.raises((InvalidRequest, DecodeError), match=said):
@@ -38,7 +38,7 @@ def test_what_swells_is_refused(what: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["shape", "int64_contents"])
-def test_integers_have_a_bound_and_count_with_what_they_take_in_memory(what: str) -> None:
+def test_integers_are_limited_and_counted_with_their_size_in_memory(what: str) -> None:
     held: list[int] = []
     data = SWELLING[what]((8 << 20) - 16)
     parse(data, held)
@@ -48,13 +48,13 @@ def test_integers_have_a_bound_and_count_with_what_they_take_in_memory(what: str
         parse(SWELLING[what]((8 << 20) + 1))
 
 
-def test_integers_of_ten_bytes_each_count_as_one() -> None:
+def test_an_integer_of_ten_bytes_counts_as_one() -> None:
     message = pb.ModelInferRequest(model_name="m")
     message.inputs.add(name="x", datatype="INT8", shape=[900_000]).contents.int_contents.extend([-1] * 900_000)
     assert parse(message.SerializeToString()) == message
 
 
-def test_nobody_parses_for_a_client_that_has_left() -> None:
+def test_a_message_of_a_client_that_has_left_is_not_parsed() -> None:
     def left(nbytes: int) -> None:
         raise Cancelled("the client left")
 
@@ -62,7 +62,7 @@ def test_nobody_parses_for_a_client_that_has_left() -> None:
         parser(REQUEST)(field(1, b"m" * (32 << 10)), left)
 
 
-def test_a_small_message_may_hold_whatever_it_likes() -> None:
+def test_a_small_message_is_not_limited() -> None:
     assert len(parse(field(5, b"") * (8 << 10)).inputs) == 8 << 10
 
 
@@ -80,12 +80,12 @@ def test_large_tensors_pass_raw_and_typed() -> None:
 
 
 @pytest.mark.parametrize("end", [b"\x0a", b"\x0a\xff", b"\x0e", b"\x08" + b"\xff" * 11, b"\x0a\xff\xff\xff\xff\x0f"])
-def test_what_is_broken_off_or_none_is_for_protobuf_to_say(end: bytes) -> None:
+def test_truncated_and_invalid_messages_are_left_to_protobufs_error(end: bytes) -> None:
     with pytest.raises(DecodeError):
         parse(field(1, b"m" * (32 << 10)) + end)
 
 
-def test_a_message_without_tensors_has_a_bound_of_its_own() -> None:
+def test_a_message_without_tensors_has_its_own_size_limit() -> None:
     question = parser(QUESTION, 64 << 10)
 
     def ask(data: bytes) -> None:
@@ -97,7 +97,7 @@ def test_a_message_without_tensors_has_a_bound_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(("name", "version"), [("echo", ""), ("echo", "3"), ("n" * 127, "1"), ("é", "1")])
-def test_the_model_that_is_asked_is_known_before_the_message_is_parsed(name: str, version: str) -> None:
+def test_the_model_of_a_request_is_known_before_the_message_is_parsed(name: str, version: str) -> None:
     message = pb.ModelInferRequest(model_name=name, model_version=version, id="7", raw_input_contents=[b"x"])
     assert asked_model(message.SerializeToString()) == (name, version)
 
@@ -107,7 +107,7 @@ def test_the_model_that_is_asked_is_known_before_the_message_is_parsed(name: str
     [b"", b"\x0a", pb.ModelInferRequest(model_name="n" * 128).SerializeToString(), field(3, b"id") + field(1, b"m")],
     ids=["nothing", "cut short", "a long name", "another order"],
 )
-def test_the_model_is_not_known_where_the_message_begins_otherwise(data: bytes) -> None:
+def test_the_model_is_not_known_if_the_message_begins_differently(data: bytes) -> None:
     assert asked_model(data)[0] == ""
 
 
@@ -117,19 +117,19 @@ def test_the_model_is_not_known_where_the_message_begins_otherwise(data: bytes) 
         field(1, b"slow"),
         field(2, b"9"),
         field(3, b"id") + field(7, b"x" * 200) + field(1, b"slow"),
-        b"\x8a\x00\x04slow",  # the tag in two bytes, which protobuf takes
+        b"\x8a\x00\x04slow",  # the tag in two bytes, which protobuf accepts
         field(7, b"x") * 64 + field(1, b"slow"),
         b"\x12\x85\x80\x00" + b"9" * 5,
         b"\x3a\x05x",
     ],
     ids=["a model", "a version", "behind others", "a long tag", "behind many", "a long length", "cut short"],
 )
-def test_the_model_is_not_known_where_another_may_be_named_behind(behind: bytes) -> None:
-    """Of a field that comes twice protobuf takes the last: the first would be asked for leave, and the other run."""
+def test_the_model_is_not_known_if_another_may_be_named_later(behind: bytes) -> None:
+    """If a field is repeated, protobuf takes the last: one model would be checked and another one run."""
     assert asked_model(field(1, b"quick") + field(2, b"1") + behind) == ("", "")
 
 
-def test_what_is_known_before_parsing_is_what_parsing_finds() -> None:
+def test_the_model_known_before_parsing_equals_the_parsed_one() -> None:
     draw, known = random.Random(7), 0
     pieces = [field(n, text) for n in range(1, 9) for text in (b"", b"a", b"3", b"\x0a\x01b", b"c" * 130)]
     pieces += [b"\x8a\x00\x01z", b"\x08\x01", b"\x0b\x0c", b"\x3a\x81\x00c"]
@@ -145,28 +145,28 @@ def test_what_is_known_before_parsing_is_what_parsing_finds() -> None:
 
 
 class TestNamedModel:
-    """Which model a request of any size is for, before it is parsed."""
+    """The model of a request of any size, read before the request is parsed."""
 
-    def test_as_clients_write_it(self) -> None:
+    def test_the_model_of_a_normal_request(self) -> None:
         message = pb.ModelInferRequest(model_name="m", model_version="3", id="7")
         message.inputs.add(name="x", datatype="FP32", shape=[1, 1 << 20])
         message.raw_input_contents.append(bytes(4 << 20))
         assert named_model(message.SerializeToString()) == "m"
 
-    def test_the_last_of_two_counts_as_for_protobuf(self) -> None:
+    def test_the_last_of_two_names_counts_as_in_protobuf(self) -> None:
         one, other = (pb.ModelInferRequest(model_name=name).SerializeToString() for name in ("one", "other"))
         data = one + pb.ModelInferRequest(raw_input_contents=[bytes(100)]).SerializeToString() + other
         assert named_model(data) == pb.ModelInferRequest.FromString(data).model_name == "other"
 
     @pytest.mark.parametrize("data", [b"", b"\x0a", b"\xff" * 20, b"\x0b\x0c", b"\x0a\x01m\x12", b"\x10\x01"])
-    def test_of_what_is_no_message_nothing_is_said_that_is_wrong(self, data: bytes) -> None:
+    def test_bytes_that_are_no_message_give_no_wrong_name(self, data: bytes) -> None:
         assert named_model(data) in ("", "m")
 
     @given(st.binary(max_size=200))
-    def test_whatever_is_a_message_is_read_as_protobuf_reads_it(self, data: bytes) -> None:
+    def test_any_valid_message_is_read_as_by_protobuf(self, data: bytes) -> None:
         try:
             name = pb.ModelInferRequest.FromString(data).model_name
         except DecodeError:
-            named_model(data)  # raises nothing
+            named_model(data)  # must not raise
             return
         assert named_model(data) in ("", name)

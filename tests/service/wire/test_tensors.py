@@ -1,4 +1,4 @@
-"""Tensors on the wire: what comes in raw or typed, what is refused, and the exactness of bf16 and fp16."""
+"""Tensors in messages: which raw and typed contents are read or rejected, and the exactness of bf16 and fp16."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SPEC = TensorSpec("x", "float32", ("n",))
 
 
 @pytest.mark.parametrize("oip", FIXED_SIZE)
-def test_raw_bytes_come_back_as_they_went(oip: str) -> None:
+def test_raw_tensors_survive_a_round_trip(oip: str) -> None:
     dtype = BY_OIP[oip]
     array = np.array([[0, 1, 1], [1, 0, 1]]).astype(dtype.numpy)
     again = decode_raw("x", dtype, (2, 3), encode_raw(dtype, array))
@@ -41,7 +41,7 @@ def test_raw_tensors_are_views_of_the_message() -> None:
     assert peak < 1 << 16
 
 
-def test_a_column_major_output_goes_out_row_major() -> None:
+def test_a_column_major_output_is_sent_row_major() -> None:
     array = np.asfortranarray(np.arange(6, dtype=np.float32).reshape(2, 3))
     assert encode_raw(FP32, array) == np.arange(6, dtype=np.float32).tobytes()
 
@@ -66,7 +66,7 @@ def test_a_scalar_is_one_element() -> None:
         ((0, 2**40), "too large, although it is empty"),
     ],
 )
-def test_a_shape_that_does_not_fit_the_bytes_is_refused_before_anything_is_allocated(
+def test_a_shape_that_does_not_fit_the_bytes_is_rejected_before_any_allocation(
     shape: tuple[int, ...], words: str
 ) -> None:
     with pytest.raises(InvalidRequest) as refused:
@@ -84,7 +84,7 @@ def test_a_bool_is_0_or_1() -> None:
 
 
 @given(st.lists(st.text(), max_size=6))
-def test_texts_come_back_as_they_went(texts: list[str]) -> None:
+def test_strings_survive_a_round_trip(texts: list[str]) -> None:
     array = np.array([*texts, ""], np.object_)[:-1]
     again = decode_raw("x", BYTES, (len(texts),), encode_raw(BYTES, array))
     assert again.tolist() == texts
@@ -100,23 +100,23 @@ def test_texts_come_back_as_they_went(texts: list[str]) -> None:
         (b"\x01\0\0\0\xff", "not UTF-8"),
     ],
 )
-def test_broken_framing_is_refused(data: bytes, words: str) -> None:
+def test_broken_framing_is_rejected(data: bytes, words: str) -> None:
     with pytest.raises(InvalidRequest, match=words):
         decode_raw("x", BYTES, (1,), data)
 
 
-def test_a_second_element_cut_inside_its_length_is_refused() -> None:
+def test_an_element_truncated_inside_its_length_is_rejected() -> None:
     with pytest.raises(InvalidRequest, match="ends inside BYTES element 1 of 2"):
         decode_raw("x", BYTES, (2,), b"\x04\0\0\0abcd\x01\0")
 
 
-def test_more_elements_than_the_bytes_can_frame_are_refused_without_reading_one() -> None:
+def test_more_elements_than_the_bytes_can_frame_are_rejected_without_reading_any() -> None:
     with pytest.raises(InvalidRequest, match="too few"):
         decode_raw("x", BYTES, (2**40,), bytes(64))
 
 
 @given(st.binary(max_size=40), st.integers(0, 5))
-def test_any_bytes_are_text_or_refused(data: bytes, count: int) -> None:
+def test_any_bytes_are_decoded_as_strings_or_rejected(data: bytes, count: int) -> None:
     try:
         decoded = decode_raw("x", BYTES, (count,), data)
     except InvalidRequest:
@@ -142,13 +142,13 @@ def test_typed_contents_are_read_for_every_datatype_that_has_a_field(oip: str) -
     assert array.tolist() == [[0, 1], [1, 0]]
 
 
-def test_typed_bytes_are_texts() -> None:
+def test_typed_bytes_are_strings() -> None:
     contents = pb.InferTensorContents(bytes_contents=["é".encode(), b""])
     assert decode_contents("x", BYTES, (2,), contents).tolist() == ["é", ""]
 
 
 @pytest.mark.parametrize("oip", ["FP16", "BF16"])
-def test_half_precision_travels_raw_only(oip: str) -> None:
+def test_half_precision_is_accepted_only_as_raw_contents(oip: str) -> None:
     with pytest.raises(InvalidRequest, match="raw_input_contents only"):
         decode_contents("x", BY_OIP[oip], (1,), pb.InferTensorContents(fp32_contents=[1.0]))
 
@@ -163,7 +163,7 @@ def test_half_precision_travels_raw_only(oip: str) -> None:
         ("UINT16", {"uint_contents": [1, 65536]}, "outside the range of UINT16"),
     ],
 )
-def test_contents_that_do_not_fit_are_refused(oip: str, filled: dict[str, list[float]], words: str) -> None:
+def test_contents_that_do_not_fit_are_rejected(oip: str, filled: dict[str, list[float]], words: str) -> None:
     with pytest.raises(InvalidRequest, match=words):
         decode_contents("x", BY_OIP[oip], (2,), typed(filled))
 
@@ -204,7 +204,7 @@ def test_an_fp32_output_is_rounded_to_nearest_even_as_fp16_and_overflows_to_infi
 
 
 @pytest.mark.parametrize("oip", ["FP32", "BF16", "FP16", "INT64", "BYTES"])
-def test_what_is_packed_for_shared_memory_are_the_bytes_of_the_message(oip: str) -> None:
+def test_an_output_packed_for_shared_memory_has_the_bytes_of_the_message(oip: str) -> None:
     array = (
         np.array([["a", "bc"]], np.object_)
         if oip == "BYTES"
@@ -213,7 +213,7 @@ def test_what_is_packed_for_shared_memory_are_the_bytes_of_the_message(oip: str)
     assert packed(BY_OIP[oip], array).tobytes() == encode_raw(BY_OIP[oip], array)
 
 
-def test_an_output_is_packed_without_a_copy_where_its_bytes_are_its_own() -> None:
+def test_an_output_that_needs_no_conversion_is_packed_without_a_copy() -> None:
     array = np.ones(3, np.float32)
     assert packed(FP32, array) is array
 
@@ -223,7 +223,7 @@ def test_an_fp32_input_takes_fp32_bf16_and_fp16() -> None:
 
 
 @pytest.mark.parametrize("datatype", ["FP64", "INT32", "", "float32"])
-def test_another_datatype_is_refused_naming_what_is_expected(datatype: str) -> None:
+def test_another_datatype_is_rejected_with_the_expected_ones(datatype: str) -> None:
     with pytest.raises(InvalidRequest, match=rf"input 'x' has datatype '{datatype}', expected FP32 \(BF16 and FP16"):
         wire_dtype(SPEC, FP32, datatype)
 
@@ -233,13 +233,13 @@ def test_an_integer_input_is_not_widened() -> None:
         wire_dtype(TensorSpec("ids", "int64", ("n",)), BY_NAME["int64"], "INT32")
 
 
-def test_a_tensor_of_strings_has_a_bound() -> None:
+def test_the_number_of_strings_in_a_tensor_is_limited() -> None:
     assert decode_raw("x", BYTES, (1 << 16,), bytes(4 << 16)).shape == (1 << 16,)
     with pytest.raises(InvalidRequest, match="has 65537 BYTES elements, expected at most 65536"):
         decode_raw("x", BYTES, (65_537,), bytes(4 * 65_537))
 
 
-def test_numbers_that_are_read_piece_by_piece_are_those_that_came() -> None:
+def test_typed_numbers_read_in_pieces_are_unchanged() -> None:
     values = np.arange(-70_000, 80_001, dtype=np.int64)
     contents = pb.InferTensorContents(int64_contents=values.tolist())
     np.testing.assert_array_equal(decode_contents("x", BY_OIP["INT64"], values.shape, contents), values)

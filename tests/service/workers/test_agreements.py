@@ -1,4 +1,4 @@
-"""The first worker that has measured chooses for all, and for those that are started later."""
+"""The first worker that has measured chooses for all workers, and for those that are started later."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PLAN = Plan(1, Path("m/1"), Serving(), "1-2-3")
 
 
 class Asking:
-    """What reaches the supervisor, without the pipe between."""
+    """Passes requests to the supervisor directly, without the pipe."""
 
     def __init__(self) -> None:
         self.agreements = Agreements()
@@ -34,7 +34,7 @@ class Asking:
         return told
 
 
-def test_the_first_choice_is_everyones() -> None:
+def test_the_first_choice_holds_for_all_workers() -> None:
     ask = Asking()
     one, two = AgreementProxy(PLAN, ask), AgreementProxy(replace(PLAN), ask)
     assert (one.known(), two.known()) == ("", "")
@@ -53,13 +53,13 @@ def test_the_first_choice_is_everyones() -> None:
     ],
     ids=["version", "model", "artifact", "serving.yaml"],
 )
-def test_another_plan_is_chosen_for_anew(other: Plan) -> None:
+def test_a_different_plan_needs_a_new_choice(other: Plan) -> None:
     ask = Asking()
     AgreementProxy(PLAN, ask).settle("cpu-bf16")
     assert AgreementProxy(other, ask).known() == ""
 
 
-def test_what_is_remembered_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_remembered_choices_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agreements, "_MOST", 2)
     ask = Asking()
     for version in (1, 2, 3):
@@ -67,7 +67,7 @@ def test_what_is_remembered_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None
     assert [AgreementProxy(replace(PLAN, version=v), ask).known() for v in (1, 2, 3)] == ["", "cpu", "cpu"]
 
 
-def test_a_supervisor_that_does_not_answer_fails_the_load_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_fails_with_a_reason_if_the_supervisor_does_not_respond(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agreements, "_SECONDS", 0.01)
     with pytest.raises(Unavailable, match="supervisor"):
         AgreementProxy(PLAN, lambda kind, body: Future()).known()

@@ -1,4 +1,4 @@
-"""Changes of models where several workers serve: in all of them, or in none."""
+"""Changes of models with several workers: made in all of them, or in none."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ def wish(*versions: int, name: str = "m", stamp: str = "") -> Wish:
 
 
 class Workers:
-    """What :class:`ModelChanges` sees of a fleet. Each worker serves what it is told, but where a test has it fail."""
+    """The part of a fleet that :class:`ModelChanges` uses.
+
+    Each worker serves what it is told, unless the test has it fail.
+    """
 
     def __init__(self, count: int = 3) -> None:
         self.running = [f"worker {number}" for number in range(1, count + 1)]
         self.wishes: Mapping[str, Wish] = {}
         self.serves: dict[str, dict[str, Wish]] = {name: {} for name in self.running}
         self.told: list[str] = []
-        self.wrong: dict[str, Bf16kitError] = {}  # what a worker meets that is told of a wish with plans
+        self.wrong: dict[str, Bf16kitError] = {}  # the error of a worker that gets a wish with plans
         self.tried: list[Wish | None] = []
 
     def change(self, wishes: Mapping[str, Wish], trying: Wish | None = None) -> None:
@@ -85,7 +88,7 @@ def test_a_load_is_tried_in_one_worker_and_then_made_in_all(
     assert changed == [("m", [1])]
 
 
-def test_where_the_first_cannot_the_others_never_hear_of_it(
+def test_a_load_that_fails_in_the_first_worker_reaches_no_other(
     workers: Workers, changes: ModelChanges, changed: list[tuple[str, list[int]]]
 ) -> None:
     changes.want(wish(1)).result(20)
@@ -97,7 +100,7 @@ def test_where_the_first_cannot_the_others_never_hear_of_it(
     assert changed == [("m", [1])]
 
 
-def test_of_several_versions_the_first_may_have_loaded_some_and_goes_back(
+def test_the_first_worker_reverts_if_it_fails_to_load_one_of_several_versions(
     workers: Workers, changes: ModelChanges
 ) -> None:
     changes.want(wish(1)).result(20)
@@ -109,7 +112,7 @@ def test_of_several_versions_the_first_may_have_loaded_some_and_goes_back(
     assert workers.serves["worker 1"]["m"] == wish(1)
 
 
-def test_a_version_that_could_not_be_loaded_is_forgotten_when_it_is_wanted_no_more(
+def test_a_version_that_failed_to_load_is_dropped_once_it_is_no_longer_wanted(
     workers: Workers, changes: ModelChanges
 ) -> None:
     changes.want(wish(1)).result(20)
@@ -122,7 +125,7 @@ def test_a_version_that_could_not_be_loaded_is_forgotten_when_it_is_wanted_no_mo
     assert workers.told[0] == "worker 1"
 
 
-def test_where_another_cannot_all_go_back(workers: Workers, changes: ModelChanges) -> None:
+def test_all_workers_revert_a_load_that_fails_in_a_later_one(workers: Workers, changes: ModelChanges) -> None:
     changes.want(wish(1)).result(20)
     workers.wrong["worker 3"] = DAMAGED
     assert changes.want(wish(2)).exception(20) is DAMAGED
@@ -131,14 +134,14 @@ def test_where_another_cannot_all_go_back(workers: Workers, changes: ModelChange
     assert workers.wishes == {"m": wish(1)}
 
 
-def test_a_model_that_was_new_is_unloaded_where_another_cannot_follow(workers: Workers, changes: ModelChanges) -> None:
+def test_a_new_model_is_unloaded_everywhere_if_a_later_worker_fails(workers: Workers, changes: ModelChanges) -> None:
     workers.wrong["worker 3"] = DAMAGED
     assert changes.want(wish(1)).exception(20) is DAMAGED
     assert workers.all_serve() == [Wish("m")] * 3
     assert workers.wishes == {}
 
 
-def test_one_that_dies_meanwhile_has_no_say(workers: Workers, changes: ModelChanges) -> None:
+def test_a_worker_that_dies_during_a_load_does_not_fail_it(workers: Workers, changes: ModelChanges) -> None:
     workers.wrong["worker 2"] = DIED
     changes.want(wish(1)).result(20)
     assert workers.wishes == {"m": wish(1)}, "it is started with it"
@@ -151,7 +154,7 @@ def test_a_load_that_kills_the_first_worker_is_tried_in_no_other(workers: Worker
     assert workers.wishes == {}
 
 
-def test_an_unload_is_told_to_all_and_a_load_of_what_is_served_forgets_no_counts(
+def test_an_unload_reaches_all_workers_and_a_repeated_load_is_no_change(
     workers: Workers, changes: ModelChanges, changed: list[tuple[str, list[int]]]
 ) -> None:
     changes.want(wish(1)).result(20)
@@ -162,12 +165,12 @@ def test_an_unload_is_told_to_all_and_a_load_of_what_is_served_forgets_no_counts
     assert workers.wishes == {}
 
 
-def test_without_a_worker_a_load_says_so(workers: Workers, changes: ModelChanges) -> None:
+def test_a_load_without_a_worker_is_unavailable(workers: Workers, changes: ModelChanges) -> None:
     workers.running = []
     assert isinstance(changes.want(wish(1)).exception(20), Unavailable)
 
 
-def test_what_is_desired_before_anybody_runs_is_what_all_begin_with_and_later_only_differences_are_told(
+def test_wishes_from_before_the_start_hold_for_all_and_later_only_changes_are_sent(
     workers: Workers, changes: ModelChanges
 ) -> None:
     running, workers.running = workers.running, []
@@ -176,7 +179,7 @@ def test_what_is_desired_before_anybody_runs_is_what_all_begin_with_and_later_on
     assert set(workers.wishes) == {"m", "other"}
     workers.running = running
     changes.desire([wish(1), wish(1, name="new")])
-    changes.want(Wish("no such")).result(20)  # after all of it: they are made one after another
+    changes.want(Wish("no such")).result(20)  # ends after the changes above: they are made one after another
     assert set(workers.wishes) == {"m", "new"}
     assert workers.serves["worker 2"] == {
         "new": wish(1, name="new"),
@@ -185,10 +188,10 @@ def test_what_is_desired_before_anybody_runs_is_what_all_begin_with_and_later_on
     }
 
 
-def test_only_the_versions_that_are_served_otherwise_are_told_to_be_changed(
+def test_only_versions_with_a_different_plan_are_reported_as_changed(
     changes: ModelChanges, changed: list[tuple[str, list[int]]]
 ) -> None:
-    """The others go on: what is known of them stays known."""
+    """The other versions continue, and what is known of them is kept."""
     changes.want(wish(1, 2)).result(20)
     changes.want(wish(2, 3)).result(20)
     changes.want(Wish("m", (*wish(2).plans, *wish(3, stamp="newer").plans))).result(20)

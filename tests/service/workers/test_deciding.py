@@ -1,4 +1,4 @@
-"""What the owner of the fallback sees of several workers, and how what they answer together counts."""
+"""What the owner of the fallback sees of several workers, and how their results are combined."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BF16 = replace(ORDER, precision="bf16", reason="")
 
 
 class AskedFleet(Fleet):
-    """Its workers run nowhere: what they are asked is answered by the test."""
+    """A fleet without running workers: the test completes the requests to them."""
 
     asked: dict[str, Future[Any]]
 
@@ -36,7 +36,7 @@ class AskedFleet(Fleet):
 
     @property
     def told(self) -> list[tuple[str, str]]:
-        """What a worker that is started is told."""
+        """The orders that a newly started worker receives."""
         return list(self._state)
 
 
@@ -48,7 +48,7 @@ def fleet(tmp_path: Path) -> Iterator[AskedFleet]:
     fleet.close()
 
 
-def test_what_answers_is_what_all_are_to_serve_since_they_do(fleet: AskedFleet) -> None:
+def test_the_plan_that_answers_is_the_wanted_one_since_its_last_change(fleet: AskedFleet) -> None:
     now = 100.0
     workers = WorkerProcesses(fleet, lambda: now)
     assert workers.answers("m", 3) is None
@@ -64,7 +64,7 @@ def test_what_answers_is_what_all_are_to_serve_since_they_do(fleet: AskedFleet) 
     assert second != first, "another generation, if by the same plan"
 
 
-def test_one_that_can_is_enough_and_one_that_cannot_is_named(
+def test_one_worker_that_can_switch_is_enough_and_one_that_cannot_is_logged(
     fleet: AskedFleet, caplog: pytest.LogCaptureFixture
 ) -> None:
     told = WorkerProcesses(fleet).order(ORDER)
@@ -76,7 +76,7 @@ def test_one_that_can_is_enough_and_one_that_cannot_is_named(
     assert "worker 2 cannot switch to fp32: no residual" in caplog.text
 
 
-def test_one_that_has_not_loaded_it_yet_is_no_error_where_bf16_is_ordered(
+def test_a_worker_that_has_not_loaded_the_model_is_no_error_for_bf16(
     fleet: AskedFleet, caplog: pytest.LogCaptureFixture
 ) -> None:
     told = WorkerProcesses(fleet).order(BF16)
@@ -87,7 +87,7 @@ def test_one_that_has_not_loaded_it_yet_is_no_error_where_bf16_is_ordered(
     assert caplog.text == ""
 
 
-def test_where_none_can_it_says_what_they_met_and_not_that_one_has_died(fleet: AskedFleet) -> None:
+def test_if_no_worker_can_switch_the_error_is_not_that_of_a_dead_worker(fleet: AskedFleet) -> None:
     told = WorkerProcesses(fleet).order(ORDER)
     fleet.asked["worker 1"].set_exception(Unavailable("it has ended", ENDED))
     fleet.asked["worker 2"].set_exception(ArtifactError("no residual"))
@@ -95,14 +95,14 @@ def test_where_none_can_it_says_what_they_met_and_not_that_one_has_died(fleet: A
         told.result(0)
 
 
-def test_where_no_worker_runs_the_order_fails_and_is_there_for_those_to_come(fleet: AskedFleet) -> None:
+def test_an_order_without_a_worker_fails_and_is_kept_for_later_workers(fleet: AskedFleet) -> None:
     fleet.asked = {}
     with pytest.raises(Unavailable, match="no worker"):
         WorkerProcesses(fleet).order(ORDER).result(0)
     assert fleet.told == [("precision", "m/3")]
 
 
-def test_what_was_ordered_is_forgotten_with_what_it_was_for(fleet: AskedFleet) -> None:
+def test_an_order_is_dropped_when_its_version_changes(fleet: AskedFleet) -> None:
     workers = WorkerProcesses(fleet)
     workers.order(ORDER)
     fleet.remember("precision", "other/m/3", {})
@@ -110,7 +110,7 @@ def test_what_was_ordered_is_forgotten_with_what_it_was_for(fleet: AskedFleet) -
     assert fleet.told == [("precision", "other/m/3")]
 
 
-def test_a_version_that_was_not_changed_answers_on_as_it_was_ordered_to(fleet: AskedFleet) -> None:
+def test_a_version_that_did_not_change_keeps_its_order(fleet: AskedFleet) -> None:
     workers = WorkerProcesses(fleet, lambda: 100.0)
     fleet.change({"m": Wish("m", (PLAN, replace(PLAN, version=4)))})
     workers.order(ORDER)
@@ -123,7 +123,7 @@ def test_a_version_that_was_not_changed_answers_on_as_it_was_ordered_to(fleet: A
     assert changed.since == 100.0
 
 
-def test_what_is_to_be_served_is_known_while_another_is_tried(fleet: AskedFleet) -> None:
+def test_the_current_and_the_tried_plan_are_both_wanted_during_a_change(fleet: AskedFleet) -> None:
     rich = Serving(max_dims={"seq": 8}, labels={"y": ("a", "b")}, shadow={"rate": 0.5}, fallback={"policy": "fp32"})  # type: ignore[arg-type]
     tried = replace(PLAN, serving=rich)
     told = [Wish("m", (plan,)).to_json() for plan in (PLAN, tried)]

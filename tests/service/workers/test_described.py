@@ -1,4 +1,4 @@
-"""A model as another process knows it."""
+"""A model as described to another process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ALIKE = (
 )
 
 
-def test_everything_there_is_to_look_at_is_the_same_after_a_journey_as_json() -> None:
+def test_a_model_description_is_unchanged_by_json() -> None:
     model = LoopbackModel("m")
     model.scheduling = Scheduling(QueueBounds(7), 2, 1, {2: QueueBounds(3)}, (1, 4))
     told = json.loads(json.dumps(describe(model)))

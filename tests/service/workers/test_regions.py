@@ -1,4 +1,4 @@
-"""Shared memory of several workers: registered with one of them, there in all, and in those that come later."""
+"""Shared memory with several workers: registered with one, it is available in all, also in those started later."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Server:
         return told[0]
 
     def end(self, index: int) -> None:
-        """A worker dies."""
+        """Simulate the death of a worker."""
         self._workers[index].close()
 
     def close(self) -> None:
@@ -67,7 +67,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
     server.close()
 
 
-def test_what_is_registered_with_one_worker_is_there_in_all_when_it_is_answered(server: Server) -> None:
+def test_a_region_is_available_in_all_workers_before_the_response(server: Server) -> None:
     one, other = server.start(), server.start()
     one.register(REGION)
     for worker in (one, other):
@@ -79,7 +79,7 @@ def test_what_is_registered_with_one_worker_is_there_in_all_when_it_is_answered(
             worker.lease("r", 0, 2)
 
 
-def test_a_worker_that_comes_later_has_the_same_files_whatever_their_names_are_now(server: Server) -> None:
+def test_a_worker_started_later_gets_the_same_files_even_if_they_were_renamed(server: Server) -> None:
     server.start().register(REGION)
     (server.directory / "mem").unlink()
     (server.directory / "mem").write_bytes(bytes(64))
@@ -88,7 +88,7 @@ def test_a_worker_that_comes_later_has_the_same_files_whatever_their_names_are_n
     assert late.lease("r", 0, 2).read() == bytes([8, 9])
 
 
-def test_refusals_are_the_supervisors_and_of_their_kind(server: Server) -> None:
+def test_the_supervisors_errors_keep_their_type_and_reason(server: Server) -> None:
     one, other = server.start(), server.start()
     one.register(REGION)
     with pytest.raises(AlreadyExists, match="'r' is registered already"):
@@ -103,7 +103,7 @@ def test_refusals_are_the_supervisors_and_of_their_kind(server: Server) -> None:
     assert list(one.status("")) == list(other.status("")) == []
 
 
-def test_a_region_that_one_worker_cannot_have_no_worker_has(server: Server) -> None:
+def test_a_region_that_one_worker_cannot_register_is_in_no_worker(server: Server) -> None:
     one, full = server.start(), server.start(regions=1)
     one.register(REGION)
     with pytest.raises(Overloaded):
@@ -112,14 +112,14 @@ def test_a_region_that_one_worker_cannot_have_no_worker_has(server: Server) -> N
         until(lambda worker=worker: list(worker.status("")) == [REGION])  # type: ignore[misc]
 
 
-def test_a_worker_that_has_died_holds_nobody_up(server: Server) -> None:
+def test_a_dead_worker_does_not_block_a_registration(server: Server) -> None:
     one, _ = server.start(), server.start()
     server.end(1)
     one.register(REGION)
     assert list(one.status("")) == [REGION]
 
 
-def test_without_a_supervisor_nothing_is_registered(server: Server) -> None:
+def test_a_registration_without_a_supervisor_is_unavailable(server: Server) -> None:
     one = server.start()
     for peer in server.peers:
         peer.close()

@@ -1,4 +1,4 @@
-"""What models have done in all workers together."""
+"""Statistics of models, summed over all workers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from service.workers.statistics import MergedStatistics, as_json, from_json
 
 
 def did(requests: int, *sizes: int) -> StatisticsSnapshot:
-    """So many requests, in a batch of each of these sizes."""
+    """Return statistics of ``requests`` requests, with one batch of each of ``sizes``."""
     each = Duration(1, 10)
     return StatisticsSnapshot(
         last_inference_ms=requests,
@@ -21,12 +21,12 @@ def did(requests: int, *sizes: int) -> StatisticsSnapshot:
     )
 
 
-def test_they_are_the_same_after_a_journey_as_json() -> None:
+def test_statistics_are_unchanged_by_json() -> None:
     told = {("m", 1): did(3, 1, 2), ("m", 2): StatisticsSnapshot()}
     assert from_json(json.loads(json.dumps(as_json(told)))) == told
 
 
-def test_counts_are_added_batch_size_by_batch_size_and_weights_are_shared() -> None:
+def test_counts_are_added_per_batch_size_and_shared_weights_count_once() -> None:
     whole = MergedStatistics()
     whole.update("a", {("m", 1): did(3, 1, 4)})
     whole.update("b", {("m", 1): did(5, 2, 4)})
@@ -36,7 +36,7 @@ def test_counts_are_added_batch_size_by_batch_size_and_weights_are_shared() -> N
     assert (seen.last_inference_ms, seen.weight_bytes) == (5, 7)
 
 
-def test_what_a_dead_worker_did_stays_done_until_the_model_is_loaded_anew() -> None:
+def test_a_dead_workers_counts_are_kept_until_the_model_is_loaded_again() -> None:
     whole = MergedStatistics()
     whole.update("a", {("m", 1): did(3, 1)})
     whole.update("b", {("m", 1): did(5, 1)})

@@ -1,4 +1,4 @@
-"""What the supervisor is made of."""
+"""The supervisor's modules, and its configuration."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_the_supervisor_has_neither_grpc_nor_a_runtime_in_memory() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_a_unix_socket_cannot_be_shared_and_one_process_may_have_it(tmp_path: Path) -> None:
+def test_a_unix_socket_is_rejected_with_several_workers(tmp_path: Path) -> None:
     flags = {"repository": tmp_path, "grpc_socket": tmp_path / "socket"}
     assert load_config({**flags, "workers": 1}).grpc_socket == tmp_path / "socket"
     with pytest.raises(ConfigError, match="grpc_socket is given with workers 2; processes cannot share a Unix socket"):
@@ -29,11 +29,11 @@ def test_a_unix_socket_cannot_be_shared_and_one_process_may_have_it(tmp_path: Pa
 
 
 @pytest.mark.parametrize("workers", [0, -1, 65])
-def test_a_number_of_workers_that_makes_no_sense_is_refused(tmp_path: Path, workers: int) -> None:
+def test_an_invalid_number_of_workers_is_rejected(tmp_path: Path, workers: int) -> None:
     with pytest.raises(ConfigError, match="workers"):
         load_config({"repository": tmp_path, "workers": workers})
 
 
-def test_a_worker_is_given_the_configuration_that_the_supervisor_has(tmp_path: Path) -> None:
+def test_a_worker_gets_the_supervisors_configuration(tmp_path: Path) -> None:
     config = ServerConfig(repository=tmp_path, workers=3, token_free=("reflection",), drain_seconds=3)
     assert ServerConfig(**config.model_dump(mode="json")) == config

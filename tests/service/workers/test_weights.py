@@ -1,6 +1,6 @@
-"""One copy of weights for several processes: who fills it, who waits, who is left out, and when it goes.
+"""One copy of weights for several processes: which client fills it, which wait or get none, and when it is freed.
 
-Clients are real processes where they are killed, and others talk to the owner over the same sockets from this one.
+Clients that are killed are real processes; the others talk to the owner over the same sockets from this process.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def owner() -> Iterator[WeightOwner]:
 
 @pytest.fixture
 def client(owner: WeightOwner) -> Iterator[Callable[..., SharedWeights]]:
-    """Makes a client in this process."""
+    """Yield a function that creates a client in this process."""
     with ExitStack() as stack:
         yield lambda **more: SharedWeights(stack.enter_context(owner.connect()), **more)
 
@@ -71,13 +71,13 @@ def store(client: Callable[..., SharedWeights]) -> SharedWeights:
 
 
 def mappings(pid: int | str = "self") -> list[str]:
-    """The inode numbers of the shared memory that a process maps."""
+    """Return the inode numbers of the shared memory that a process maps."""
     lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     return [line.split()[4] for line in lines if "memfd:bf16kit-weights" in line]
 
 
 def open_descriptors() -> int:
-    """How many this process has open."""
+    """Return the number of file descriptors that this process has open."""
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
@@ -99,7 +99,7 @@ sys.stdin.readline()
 
 @contextmanager
 def process(owner: WeightOwner, how: str = "fill") -> Iterator[subprocess.Popen[str]]:
-    """Another client, which asks for ``key``, says what it does, and keeps the copy until its input ends."""
+    """Start another client, which requests ``key``, prints what it does, and keeps the copy until its input ends."""
     with owner.connect() as theirs:
         command = [sys.executable, "-c", PROCESS, str(theirs.fileno()), how, str(SIZE)]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -126,7 +126,7 @@ def said(client: subprocess.Popen[str]) -> str:
 # --- sharing ----------------------------------------------------------------------------------------------------------
 
 
-def test_two_processes_have_one_copy_which_goes_with_the_last_of_them(owner: WeightOwner, store: SharedWeights) -> None:
+def test_two_processes_share_one_copy_that_is_freed_with_the_last(owner: WeightOwner, store: SharedWeights) -> None:
     with process(owner) as first, process(owner) as second:
         heard = [said(first), said(second)]
         heard += [said(first if heard[0] == "filling" else second)]
@@ -152,17 +152,17 @@ def test_weights_of_another_key_or_size_are_another_copy(owner: WeightOwner, sto
     del kept
 
 
-def test_what_is_shared_cannot_be_written_and_begins_a_large_page(store: SharedWeights) -> None:
+def test_a_shared_copy_is_read_only_and_aligned_to_a_large_page(store: SharedWeights) -> None:
     for memory in (store.get("key", SIZE, fill), store.get("key", SIZE, never)):
         assert memory.ctypes.data % (2 << 20) == 0
         with pytest.raises(ValueError, match="read-only"):
             memory[0] = 1
 
 
-def test_a_copy_that_is_over_leaves_no_descriptor(owner: WeightOwner, store: SharedWeights) -> None:
+def test_a_freed_copy_leaves_no_descriptor_open(owner: WeightOwner, store: SharedWeights) -> None:
     before = open_descriptors()
     kept = [store.get("key", SIZE, fill), store.get("key", SIZE, never)]
-    assert open_descriptors() == before + 5  # of each use both ends, and the memory
+    assert open_descriptors() == before + 5  # both ends of each use, and the memory
     kept.clear()
     gc.collect()
     until(lambda: not owner.copies, what="the copy's end")
@@ -177,7 +177,7 @@ def test_a_few_bytes_are_not_shared(owner: WeightOwner, store: SharedWeights) ->
     del kept
 
 
-def test_a_copy_is_filled_anew_when_its_last_user_is_gone(owner: WeightOwner, store: SharedWeights) -> None:
+def test_a_copy_is_filled_again_after_its_last_user_has_gone(owner: WeightOwner, store: SharedWeights) -> None:
     del [store.get("key", SIZE, fill)][:]
     gc.collect()
     until(lambda: not owner.copies, what="the copy's end")
@@ -198,7 +198,7 @@ def test_one_fills_while_all_others_wait(client: Callable[..., SharedWeights]) -
         getting = [pool.submit(store.get, "key", SIZE, slowly) for store in stores]
         assert filling.wait(20)
         assert not any(each.done() for each in getting)
-        other = client().get("other", SIZE, fill)  # which nobody waits for
+        other = client().get("other", SIZE, fill)  # weights with another key do not wait
         np.testing.assert_array_equal(other, RIGHT)
         may_end.set()
         for each in getting:
@@ -207,10 +207,10 @@ def test_one_fills_while_all_others_wait(client: Callable[..., SharedWeights]) -
 
 
 @pytest.mark.skipif(not LIBRARY.exists(), reason="the kernel was not built: no C++17 compiler")
-def test_models_answer_from_one_copy_which_goes_when_all_are_closed(
+def test_runtimes_share_one_copy_that_is_freed_when_all_are_closed(
     tmp_path: Path, owner: WeightOwner, client: Callable[..., SharedWeights]
 ) -> None:
-    """Of artifacts with the same bytes, whatever they are called."""
+    """The artifacts have the same bytes, but different names."""
     feeds = {"x": np.linspace(-1, 1, 512, dtype=np.float32).reshape(1, 512)}
     opened = [
         Artifact.open(artifacts.write_product(tmp_path / name / "1", width=512).path, copies=True) for name in "ab"
@@ -228,10 +228,10 @@ def test_models_answer_from_one_copy_which_goes_when_all_are_closed(
     assert mappings() == []
 
 
-# --- who fails, and who dies ------------------------------------------------------------------------------------------
+# --- clients that fail or are killed ----------------------------------------------------------------------------------
 
 
-def test_where_the_one_that_fills_fails_the_next_fills(client: Callable[..., SharedWeights]) -> None:
+def test_if_the_filling_client_fails_the_next_one_fills(client: Callable[..., SharedWeights]) -> None:
     begun, may_fail = threading.Event(), threading.Event()
 
     def badly(memory: NDArray[np.uint8]) -> None:
@@ -251,7 +251,7 @@ def test_where_the_one_that_fills_fails_the_next_fills(client: Callable[..., Sha
         np.testing.assert_array_equal(waiting.result(20), RIGHT)
 
 
-def test_where_the_one_that_fills_is_killed_the_next_fills(owner: WeightOwner, store: SharedWeights) -> None:
+def test_if_the_filling_client_is_killed_the_next_one_fills(owner: WeightOwner, store: SharedWeights) -> None:
     with process(owner, "hang") as hanging, ThreadPoolExecutor(1) as pool:
         assert said(hanging) == "filling"
         waiting = pool.submit(store.get, "key", SIZE, fill)
@@ -261,7 +261,7 @@ def test_where_the_one_that_fills_is_killed_the_next_fills(owner: WeightOwner, s
     assert owner.copies == 1
 
 
-def test_a_process_that_is_killed_gives_back_what_it_used(owner: WeightOwner) -> None:
+def test_a_killed_process_frees_its_copy(owner: WeightOwner) -> None:
     with process(owner) as client:
         assert said(client) == "filling"
         assert said(client).isdecimal()
@@ -270,7 +270,7 @@ def test_a_process_that_is_killed_gives_back_what_it_used(owner: WeightOwner) ->
         until(lambda: not owner.copies, what="the copy's end")
 
 
-def test_one_that_waits_and_is_killed_is_not_told_to_fill(owner: WeightOwner, store: SharedWeights) -> None:
+def test_a_waiting_client_that_has_gone_is_not_asked_to_fill(owner: WeightOwner, store: SharedWeights) -> None:
     with process(owner, "hang") as filling:
         assert said(filling) == "filling"
         with raw(owner, key=hashlib.sha256(b"key").digest()):
@@ -282,18 +282,18 @@ def test_one_that_waits_and_is_killed_is_not_told_to_fill(owner: WeightOwner, st
             np.testing.assert_array_equal(waiting.result(20), RIGHT)
 
 
-def test_weights_that_find_no_room_are_a_memory_error_and_the_next_is_asked(store: SharedWeights) -> None:
+def test_weights_without_room_raise_memory_error_each_time(store: SharedWeights) -> None:
     for _ in range(2):
         with pytest.raises(MemoryError, match=r"no room for \d+ MB of weights"):
             store.get("key", 1 << 60, never)
 
 
-# --- clients that hand in what may not be used ------------------------------------------------------------------------
+# --- clients that send invalid memory ---------------------------------------------------------------------------------
 
 
 @contextmanager
 def raw(owner: WeightOwner, size: int = SIZE, key: bytes = bytes(32)) -> Iterator[tuple[socket.socket, socket.socket]]:
-    """A client that says what it likes: its socket, and that of a use it has asked for."""
+    """Request a use, and yield the client's socket and that of the use, over which the test may send anything."""
     use, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     use.settimeout(20)
     with owner.connect() as client, use:
@@ -327,7 +327,7 @@ BAD: dict[str, Callable[[], list[int]]] = {
 
 
 @pytest.mark.parametrize("bad", BAD)
-def test_what_may_not_be_used_reaches_nobody_and_the_next_fills(owner: WeightOwner, bad: str) -> None:
+def test_invalid_memory_reaches_no_client_and_the_next_one_fills(owner: WeightOwner, bad: str) -> None:
     with raw(owner) as (_, first), raw(owner) as (_, second):
         assert first.recv(64) == FILL
         until(lambda: owner.uses == 2, what="the second use")
@@ -338,7 +338,7 @@ def test_what_may_not_be_used_reaches_nobody_and_the_next_fills(owner: WeightOwn
             os.close(descriptor)
         assert second.recv(64) == FILL
         assert first.recv(64) == b""
-        assert open_descriptors() == before - 1  # the owner is in this process: its end of that use
+        assert open_descriptors() == before - 1  # the owner is in this process, and has closed its end of that use
         good = filled(SIZE, fill)
         socket.send_fds(second, [FILLED], [good])
         os.close(good)
@@ -349,7 +349,7 @@ def test_what_may_not_be_used_reaches_nobody_and_the_next_fills(owner: WeightOwn
             os.close(descriptors[0])
 
 
-def test_what_comes_with_another_word_is_not_taken(owner: WeightOwner) -> None:
+def test_memory_with_the_wrong_message_is_not_accepted(owner: WeightOwner) -> None:
     with raw(owner) as (_, use):
         assert use.recv(64) == FILL
         good = filled(SIZE, fill)
@@ -359,7 +359,7 @@ def test_what_comes_with_another_word_is_not_taken(owner: WeightOwner) -> None:
         until(lambda: not owner.copies, what="the copy's end")
 
 
-def test_only_the_one_that_was_told_to_may_fill(owner: WeightOwner) -> None:
+def test_only_the_client_that_was_asked_to_fill_may_fill(owner: WeightOwner) -> None:
     with raw(owner) as (_, first), raw(owner) as (_, second):
         assert first.recv(64) == FILL
         other = filled(SIZE, lambda memory: None)
@@ -376,7 +376,7 @@ def test_only_the_one_that_was_told_to_may_fill(owner: WeightOwner) -> None:
 
 
 @pytest.mark.parametrize("request_", [b"", b"x", REQUEST.pack(1, b"") + b"x"], ids=["empty", "short", "long"])
-def test_a_client_that_asks_for_nothing_is_not_listened_to_and_others_are(
+def test_a_malformed_request_disconnects_its_client_and_no_other(
     owner: WeightOwner, store: SharedWeights, request_: bytes
 ) -> None:
     with owner.connect() as client, Path(os.devnull).open() as file:
@@ -387,7 +387,7 @@ def test_a_client_that_asks_for_nothing_is_not_listened_to_and_others_are(
 
 
 @pytest.mark.parametrize("count", [0, 2])
-def test_nor_is_one_whose_request_comes_without_a_socket_or_with_several(
+def test_a_request_without_a_socket_or_with_several_disconnects_its_client(
     owner: WeightOwner, store: SharedWeights, count: int
 ) -> None:
     use, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -398,13 +398,13 @@ def test_nor_is_one_whose_request_comes_without_a_socket_or_with_several(
     np.testing.assert_array_equal(store.get("key", SIZE, fill), RIGHT)
 
 
-def test_a_use_without_a_socket_ends_nothing(owner: WeightOwner) -> None:
+def test_a_request_with_a_file_that_is_no_socket_is_ignored(owner: WeightOwner) -> None:
     with owner.connect() as client, Path(os.devnull).open() as file:
         socket.send_fds(client, [REQUEST.pack(SIZE, bytes(32))], [file.fileno()])
         np.testing.assert_array_equal(SharedWeights(client).get("key", SIZE, fill), RIGHT)
 
 
-def test_the_number_of_uses_has_a_bound_beyond_which_each_copies_for_itself(caplog: pytest.LogCaptureFixture) -> None:
+def test_beyond_the_limit_of_uses_each_client_makes_its_own_copy(caplog: pytest.LogCaptureFixture) -> None:
     owner = WeightOwner(most_uses=2)
     owner.start()
     with closing(owner), owner.connect() as socket_:
@@ -420,10 +420,10 @@ def test_the_number_of_uses_has_a_bound_beyond_which_each_copies_for_itself(capl
         kept.append(store.get("key", SIZE, never))
 
 
-# --- an owner that is gone, or not to be trusted ----------------------------------------------------------------------
+# --- an owner that has ended, or sends invalid memory -----------------------------------------------------------------
 
 
-def test_what_was_shared_stays_when_the_owner_is_gone_and_what_is_new_is_copied(
+def test_after_the_owners_end_shared_copies_stay_and_new_ones_are_private(
     owner: WeightOwner, store: SharedWeights, caplog: pytest.LogCaptureFixture
 ) -> None:
     kept = store.get("key", SIZE, fill)
@@ -433,7 +433,7 @@ def test_what_was_shared_stays_when_the_owner_is_gone_and_what_is_new_is_copied(
     assert "copied for this process alone: the owner is gone" in caplog.text
 
 
-def test_who_waits_when_the_owner_goes_copies_for_itself(owner: WeightOwner, store: SharedWeights) -> None:
+def test_a_client_that_waits_when_the_owner_ends_makes_its_own_copy(owner: WeightOwner, store: SharedWeights) -> None:
     with process(owner, "hang") as hanging, ThreadPoolExecutor(1) as pool:
         assert said(hanging) == "filling"
         waiting = pool.submit(store.get, "key", SIZE, fill)
@@ -442,7 +442,7 @@ def test_who_waits_when_the_owner_goes_copies_for_itself(owner: WeightOwner, sto
         np.testing.assert_array_equal(waiting.result(20), RIGHT)
 
 
-def test_who_fills_when_the_owner_goes_keeps_what_it_filled(
+def test_a_client_that_fills_when_the_owner_ends_keeps_its_copy(
     owner: WeightOwner, store: SharedWeights, caplog: pytest.LogCaptureFixture
 ) -> None:
     def and_close(memory: NDArray[np.uint8]) -> None:
@@ -453,7 +453,7 @@ def test_who_fills_when_the_owner_goes_keeps_what_it_filled(
     assert "the owner is gone" in caplog.text
 
 
-def test_nobody_waits_for_ever_for_one_that_fills(
+def test_waiting_for_the_filling_client_has_a_timeout(
     owner: WeightOwner, client: Callable[..., SharedWeights], caplog: pytest.LogCaptureFixture
 ) -> None:
     with process(owner, "hang") as hanging:
@@ -463,7 +463,7 @@ def test_nobody_waits_for_ever_for_one_that_fills(
 
 
 @pytest.mark.parametrize("bad", BAD)
-def test_memory_that_may_not_be_used_is_not_used(bad: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_client_does_not_use_invalid_memory_from_the_owner(bad: str, caplog: pytest.LogCaptureFixture) -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     store = SharedWeights(theirs)
     with ours, theirs, ThreadPoolExecutor(1) as pool:
