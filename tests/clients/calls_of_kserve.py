@@ -1,6 +1,7 @@
-"""What is asked with KServe's InferenceGRPCClient; run by the Python of its own environment.
+"""Calls with KServe's InferenceGRPCClient, run by the Python of its own environment.
 
-``python calls_of_kserve.py HOST:PORT`` reports on every function of a client below. Models: those of ``conftest.py``.
+``python calls_of_kserve.py HOST:PORT`` runs each function below that takes a client, and reports the results. The
+models are those of ``conftest.py``.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ async def refusals(client: Any) -> None:
 
 
 async def main(target: str) -> None:
-    logging.disable()  # of every refusal there is a traceback otherwise
+    logging.disable()  # otherwise each rejection logs a traceback
     report = Report()
     async with InferenceGRPCClient(target) as client:
         for call in CALLS:

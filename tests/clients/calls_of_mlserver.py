@@ -1,7 +1,8 @@
-"""What is asked with MLServer's generated stubs, its converters and its codecs; run by the Python of its environment.
+"""Calls with MLServer's generated stubs, its converters and its codecs, run by the Python of its own environment.
 
-``python calls_of_mlserver.py HOST:PORT`` reports on every function of a stub below. Models: those of ``conftest.py``.
-(``mlserver infer`` speaks HTTP alone. What these stubs cannot read is told in docs/conformance.md.)
+``python calls_of_mlserver.py HOST:PORT`` runs each function below that takes a stub, and reports the results. The
+models are those of ``conftest.py``. (``mlserver infer`` supports only HTTP. docs/conformance.md lists what these stubs
+cannot read.)
 """
 
 from __future__ import annotations

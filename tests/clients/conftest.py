@@ -1,4 +1,4 @@
-"""Clients of other projects, unmodified, each in an environment of its own; and a server with models for them."""
+"""Unmodified clients of other projects, each in its own environment; and a server with models for them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Calls = Callable[[str], dict[str, str]]
 
 @pytest.fixture(scope="session")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """``host:port``."""
+    """Yield ``host:port`` of the server."""
     repository = tmp_path_factory.mktemp("repository")
     for name in ("mlp", "spare"):
         write_mlp(repository / name / "1")
@@ -35,7 +35,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def calls(target: str) -> Calls:
-    """Has a client make its calls, and gives what came of each: "" where all was as it should be."""
+    """Return a function that runs a client's calls and returns the error of each: "" if the call succeeded."""
     made: dict[str, dict[str, str]] = {}
 
     def call(client: str) -> dict[str, str]:

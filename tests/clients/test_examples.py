@@ -1,4 +1,4 @@
-"""The models for tritonclient's published examples; the examples themselves are not here (docs/conformance.md)."""
+"""The models for tritonclient's published examples. The examples are not in this repository (docs/conformance.md)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from inprocess import running
 pytestmark = pytest.mark.clients
 
 
-def test_there_are_eight_which_serve(tmp_path: Path) -> None:
+def test_all_eight_models_serve(tmp_path: Path) -> None:
     write_examples(tmp_path)
     names = sorted(directory.name for directory in tmp_path.iterdir())
     with running(tmp_path, *names) as address, triton.InferenceServerClient(address) as client:

@@ -1,4 +1,4 @@
-"""What clients of other projects ask of the real server, call by call. What each asks is in ``calls_of_….py``."""
+"""Clients of other projects and the real server, one test for each call. The calls are in ``calls_of_….py``."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ _WRITTEN = {
 
 
 @pytest.mark.parametrize(("client", "call"), [(client, call) for client in _WRITTEN for call in _WRITTEN[client]])
-def test_it_is_answered_as_the_client_expects(client: str, call: str, calls: Callable[[str], dict[str, str]]) -> None:
+def test_the_client_gets_the_response_that_it_expects(
+    client: str, call: str, calls: Callable[[str], dict[str, str]]
+) -> None:
     assert calls(client)[call] == ""
 
 
 @pytest.mark.parametrize("client", _WRITTEN)
-def test_every_call_is_looked_at(client: str, calls: Callable[[str], dict[str, str]]) -> None:
+def test_every_call_is_reported(client: str, calls: Callable[[str], dict[str, str]]) -> None:
     assert list(calls(client)) == _WRITTEN[client]

@@ -1,6 +1,6 @@
-"""The real server, wired as in production, over artifacts on disk; and tritonclient as it is installed.
+"""The real server, wired as in production, with artifacts on disk; and tritonclient as it is installed.
 
-The clients see an address and nothing else of ours.
+The clients know only the server's address.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LOADED = ("types", "mlp", "lookup")
 
 
 def _write_types(target: Path) -> None:
-    """``doubled = 2·x`` in fp32, and an int32, an int64 and a bool tensor that come back changed."""
+    """Write a model with ``doubled = 2·x`` in fp32, and with int32, int64 and bool outputs that negate their inputs."""
     batch = ("batch", 4)
     write_artifact(
         target,
@@ -66,13 +66,13 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def memory_address(repository: Path) -> Iterator[str]:
-    """Of one whose clients may register shared memory, of names that begin with "contract"."""
+    """Yield the address of a server that lets clients register shared memory with names that begin with "contract"."""
     with running(repository, *LOADED, shared_memory=True, shared_memory_prefix="contract") as where:
         yield where
 
 
 @pytest.fixture(scope="session")
 def address(repository: Path) -> Iterator[str]:
-    """``host:port`` of a server whose models have loaded; one of them may not serve, being over its budget."""
+    """Yield ``host:port`` of a server whose models have loaded. One model does not serve: it is over its budget."""
     with running(repository, *LOADED) as where:
         yield where

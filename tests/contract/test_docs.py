@@ -1,4 +1,4 @@
-"""What the documentation promises is what the code has: names of metrics, keys of configuration."""
+"""The documentation matches the code: names of metrics, reasons of rejections, configuration keys."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 def first_cells(page: str) -> list[str]:
-    """The names in the first column of every table of a page."""
+    """Return the names in the first column of every table of a page."""
     rows = re.findall(r"^\| (`[^|]+) \|", (DOCS / page).read_text("utf-8"), re.MULTILINE)
     return [name for row in rows for name in re.findall(r"`([a-z_0-9]+)`", row)]
 
@@ -29,7 +29,7 @@ def test_every_metric_is_documented_and_every_documented_metric_exists() -> None
     assert set(re.findall(r"`((?:process|python)_[a-z_]+)`", page)) <= set(exposed)
 
 
-def test_every_reason_of_a_refusal_is_documented() -> None:
+def test_every_reason_of_a_rejection_is_documented() -> None:
     page = (DOCS / "metrics.md").read_text("utf-8")
     assert [reason for reason in REFUSALS if reason not in page] == []
 

@@ -1,4 +1,4 @@
-"""Models loaded, replaced and unloaded by tritonclient, while what serves goes on serving."""
+"""tritonclient loads, replaces and unloads models, while the models that are loaded continue to serve."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LAST = "shadow: {rate: 0}\n"
 
 @pytest.fixture
 def serve(tmp_path: Path) -> Iterator[Serve]:
-    """Starts a server of ``tmp_path`` with these keys."""
+    """Yield a function that starts a server for ``tmp_path`` with the given configuration and returns a client."""
     stops: list[Callable[[], None]] = []
 
     def start(**keys: Any) -> InferenceServerClient:
@@ -64,7 +64,7 @@ def client(serve: Serve) -> InferenceServerClient:
 
 
 class Held:
-    """The loading of models: noted, and waiting where told to."""
+    """Records each load of a model, and makes loads wait while ``go`` is cleared."""
 
     def __init__(self) -> None:
         self.begun: list[str] = []
@@ -87,7 +87,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
 
 
 def put(root: Path, name: str = "mlp", version: int = 1, *, serving: str = LAST, **made: Any) -> Path:
-    """A new artifact in the place of any that is there."""
+    """Write an artifact in place of an existing one, and return its directory."""
     target = root / name / str(version)
     shutil.rmtree(target, ignore_errors=True)
     write_mlp(target, **made)
@@ -96,7 +96,7 @@ def put(root: Path, name: str = "mlp", version: int = 1, *, serving: str = LAST,
 
 
 def infer(client: InferenceServerClient, model: str = "mlp", version: str = "") -> str:
-    """The version that answered."""
+    """Send a request and return the version that responded."""
     x = InferInput("x", [1, 16], "FP32")
     x.set_data_from_numpy(np.ones((1, 16), np.float32))
     return str(client.infer(model, [x], model_version=version).get_response().model_version)
@@ -121,7 +121,7 @@ def refusal(call: Callable[[], object]) -> tuple[str, str]:
 
 
 @pytest.mark.long
-def test_a_server_that_loads_on_request_begins_ready_with_nothing_and_lists_what_it_could_load(
+def test_with_explicit_control_a_server_starts_ready_without_models_and_lists_them(
     tmp_path: Path, client: InferenceServerClient
 ) -> None:
     put(tmp_path)
@@ -132,7 +132,7 @@ def test_a_server_that_loads_on_request_begins_ready_with_nothing_and_lists_what
 
 
 @pytest.mark.long
-def test_a_model_is_served_when_its_load_returns_and_gone_when_its_unload_does(
+def test_a_model_serves_when_its_load_returns_and_not_after_its_unload(
     tmp_path: Path, client: InferenceServerClient
 ) -> None:
     put(tmp_path)
@@ -150,7 +150,7 @@ def test_a_model_is_served_when_its_load_returns_and_gone_when_its_unload_does(
 
 
 @pytest.mark.long
-def test_the_models_to_begin_with_are_loaded_and_no_others(tmp_path: Path, serve: Serve) -> None:
+def test_only_the_models_named_at_the_start_are_loaded(tmp_path: Path, serve: Serve) -> None:
     put(tmp_path, "a")
     put(tmp_path, "b")
     some = serve(model_control="explicit", load_model=("b",))
@@ -161,7 +161,7 @@ def test_the_models_to_begin_with_are_loaded_and_no_others(tmp_path: Path, serve
     assert index(everything) == [("a", "1", "READY"), ("b", "1", "READY")]
 
 
-def test_an_unload_of_what_is_not_loaded_or_not_known_changes_nothing(
+def test_an_unload_of_a_model_that_is_not_loaded_or_unknown_changes_nothing(
     tmp_path: Path, client: InferenceServerClient
 ) -> None:
     put(tmp_path)
@@ -170,7 +170,7 @@ def test_an_unload_of_what_is_not_loaded_or_not_known_changes_nothing(
     assert index(client) == [("mlp", "", "")]
 
 
-def test_a_model_whose_requests_are_at_work_is_unloading_until_they_are_answered(
+def test_a_model_is_unloading_until_its_requests_in_flight_are_complete(
     tmp_path: Path, client: InferenceServerClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(tmp_path)
@@ -199,7 +199,7 @@ def test_a_model_whose_requests_are_at_work_is_unloading_until_they_are_answered
 
 
 @pytest.mark.long
-def test_two_loads_at_once_and_a_load_during_an_unload_all_end_as_the_last_one_asked(
+def test_of_concurrent_loads_and_unloads_the_last_request_counts(
     tmp_path: Path, client: InferenceServerClient, loads: Held
 ) -> None:
     put(tmp_path)
@@ -219,13 +219,13 @@ def test_two_loads_at_once_and_a_load_during_an_unload_all_end_as_the_last_one_a
             ended = [call.exception(60) for call in both]
             refused = [error.status() for error in ended if isinstance(error, InferenceServerException)]
             assert len(refused) == len([error for error in ended if error])
-            assert set(refused) <= {"StatusCode.UNAVAILABLE"}  # the other one came later, and counts
+            assert set(refused) <= {"StatusCode.UNAVAILABLE"}  # the other request came later and counts
     client.load_model("mlp")
     assert infer(client) == "1"
     assert infer(client, "first") == "1"
 
 
-# --- what cannot be loaded --------------------------------------------------------------------------------------------
+# --- models that cannot be loaded -------------------------------------------------------------------------------------
 
 
 def damaged(target: Path) -> None:
@@ -259,7 +259,7 @@ def without_a_manifest(target: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("served", [True, False])
-def test_what_cannot_be_loaded_is_refused_with_the_reason_and_what_serves_goes_on(
+def test_a_failed_load_gives_the_reason_and_the_serving_model_continues(
     tmp_path: Path, client: InferenceServerClient, spoil: Callable[[Path], None] | None, words: str, served: bool
 ) -> None:
     if served:
@@ -282,7 +282,7 @@ def test_what_cannot_be_loaded_is_refused_with_the_reason_and_what_serves_goes_o
     assert (infer(client), reason(client, "mlp", "1")) == ("1", "")
 
 
-def test_callers_that_wait_for_one_load_are_told_the_same(
+def test_callers_that_wait_for_one_load_get_the_same_error(
     tmp_path: Path, client: InferenceServerClient, loads: Held
 ) -> None:
     put(tmp_path, "first")
@@ -310,7 +310,7 @@ def test_a_model_that_the_repository_lacks_is_not_found(
 
 
 @pytest.mark.long
-def test_a_newer_version_that_cannot_be_loaded_leaves_the_older_one(
+def test_if_a_newer_version_cannot_be_loaded_the_older_one_continues_to_serve(
     tmp_path: Path, client: InferenceServerClient
 ) -> None:
     put(tmp_path)
@@ -341,14 +341,14 @@ def test_a_deadline_ends_the_wait_and_not_the_load(tmp_path: Path, client: Infer
     until(lambda: client.is_model_ready("mlp"))
 
 
-def test_callers_that_wait_for_loads_keep_no_probe_waiting(
+def test_callers_that_wait_for_loads_do_not_delay_probes(
     tmp_path: Path, client: InferenceServerClient, loads: Held
 ) -> None:
     put(tmp_path)
     loads.go.clear()
     with ThreadPoolExecutor(200) as callers:
         calls = [callers.submit(client.load_model, "mlp", client_timeout=60) for _ in range(200)]
-        until(lambda: sum(call.done() for call in calls) >= 100)  # there was no room for them
+        until(lambda: sum(call.done() for call in calls) >= 100)  # rejected: too many calls wait already
         assert client.is_server_live()
         assert client.is_server_ready()
         loads.go.set()
@@ -417,7 +417,7 @@ def load(client: InferenceServerClient, config: Mapping[str, Any] | str) -> None
 
 
 @pytest.mark.long
-def test_a_configuration_sent_with_a_load_holds_until_the_next_load_without_one(
+def test_a_configuration_sent_with_a_load_applies_until_a_load_without_one(
     tmp_path: Path, client: InferenceServerClient
 ) -> None:
     put(tmp_path, version=1)
@@ -429,7 +429,7 @@ def test_a_configuration_sent_with_a_load_holds_until_the_next_load_without_one(
     assert (client.get_model_config("mlp").config.max_batch_size, infer(client)) == (16, "2")
 
 
-def test_the_configuration_that_the_server_shows_may_be_sent_back_and_says_all_that_was_changed(
+def test_the_configuration_that_the_server_shows_is_complete_and_may_be_sent_back(
     tmp_path: Path, client: InferenceServerClient
 ) -> None:
     put(tmp_path, version=3)
@@ -462,7 +462,7 @@ def test_the_configuration_that_the_server_shows_may_be_sent_back_and_says_all_t
     assert infer(client) == "3"
 
 
-def test_files_unknown_parameters_and_named_repositories_are_refused_by_name(
+def test_files_unknown_parameters_and_named_repositories_are_rejected(
     tmp_path: Path, client: InferenceServerClient
 ) -> None:
     put(tmp_path)
@@ -521,7 +521,7 @@ def test_files_unknown_parameters_and_named_repositories_are_refused_by_name(
         ({"dynamic_batching": {"default_queue_policy": {"timeout_action": "DELAY"}}}, "timeout_action"),
     ],
 )
-def test_a_configuration_that_cannot_be_is_refused_by_name_and_what_serves_goes_on(
+def test_an_invalid_configuration_is_rejected_and_the_model_continues_to_serve(
     tmp_path: Path, client: InferenceServerClient, config: Any, words: str
 ) -> None:
     put(tmp_path)
@@ -533,16 +533,16 @@ def test_a_configuration_that_cannot_be_is_refused_by_name_and_what_serves_goes_
     assert reason(client, "mlp", "1") == ""
 
 
-# --- where it is off --------------------------------------------------------------------------------------------------
+# --- without explicit control -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["none", "poll"])
-def test_only_explicit_control_takes_models_from_clients(tmp_path: Path, serve: Serve, mode: str) -> None:
+def test_clients_may_load_models_only_under_explicit_control(tmp_path: Path, serve: Serve, mode: str) -> None:
     put(tmp_path)
     client = serve(model_control=mode)
     until(client.is_server_ready)
     for code, text in (refusal(lambda: client.load_model("mlp")), refusal(lambda: client.unload_model("mlp"))):
         assert (code, "--model-control explicit" in text) == ("UNIMPLEMENTED", True)
-        assert "explicit model load / unload is not allowed" in text  # what Triton's clients look for
+        assert "explicit model load / unload is not allowed" in text  # Triton's clients look for this text
     assert not any(word.startswith("model_repository") for word in client.get_server_metadata().extensions)
     assert index(client) == [("mlp", "1", "READY")]

@@ -1,4 +1,4 @@
-"""What Kubernetes, Envoy and grpcurl ask of the real server: health and reflection."""
+"""Health and reflection of the real server, as Kubernetes, Envoy and grpcurl request them."""
 
 from __future__ import annotations
 

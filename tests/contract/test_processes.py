@@ -1,4 +1,4 @@
-"""Processes of their own: a client that has never seen our stubs, and both sets of stubs in either order."""
+"""Separate processes: a client without our stubs, and one that loads both sets of stubs in either order."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def run(program: str, address: str) -> str:
     return done.stdout
 
 
-def test_a_client_in_another_process_knows_nothing_of_us(address: str) -> None:
+def test_a_client_works_in_a_process_without_our_modules(address: str) -> None:
     only_theirs = THEIRS + INFER + "assert not any(name.startswith('bf16kit') for name in sys.modules)\n"
     assert run(only_theirs, address) == "(1, 16)\n"
 

@@ -19,7 +19,7 @@ def inputs() -> list[Any]:
     return [x]
 
 
-def test_many_requests_at_once_are_answered_alike(address: str) -> None:
+def test_concurrent_requests_get_the_same_response(address: str) -> None:
     async def ask() -> list[Any]:
         async with triton.InferenceServerClient(address) as client:
             answers = await asyncio.gather(*(client.infer("mlp", inputs()) for _ in range(32)))
@@ -31,7 +31,7 @@ def test_many_requests_at_once_are_answered_alike(address: str) -> None:
         np.testing.assert_allclose(other, first, rtol=1e-5, atol=1e-6)
 
 
-def test_a_stream_is_answered_in_order(address: str) -> None:
+def test_a_stream_gets_its_responses_in_order(address: str) -> None:
     async def requests() -> AsyncIterator[dict[str, Any]]:
         for number in range(5):
             yield {"model_name": "mlp", "inputs": inputs(), "request_id": str(number)}

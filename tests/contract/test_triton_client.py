@@ -1,4 +1,4 @@
-"""An unmodified tritonclient, in the process in which our stubs live too: tensors, streams, metadata, statistics."""
+"""An unmodified tritonclient in a process that also has our stubs: tensors, streams, metadata, statistics."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def refusal(call: Any) -> InferenceServerException:
     return refused.value
 
 
-def test_our_stubs_and_theirs_live_in_one_process(client: Any) -> None:
+def test_our_stubs_and_tritons_work_in_one_process(client: Any) -> None:
     assert inference_pb2.ModelInferRequest().DESCRIPTOR.full_name == "bf16kit.inference.ModelInferRequest"
     assert client.is_server_live()
 
 
-def test_fp32_int32_int64_and_bool_go_there_and_come_back(client: Any) -> None:
+def test_fp32_int32_int64_and_bool_inputs_and_outputs_are_transferred(client: Any) -> None:
     result = client.infer("types", types_inputs(rows=2), request_id="r-1")
     np.testing.assert_array_equal(result.as_numpy("doubled"), np.repeat(2 * X, 2, 0))
     np.testing.assert_array_equal(result.as_numpy("negated"), np.tile(-np.arange(4, dtype=np.int32), (2, 1)))
@@ -60,12 +60,12 @@ def test_fp32_int32_int64_and_bool_go_there_and_come_back(client: Any) -> None:
     assert (response.model_name, response.model_version, response.id) == ("types", "1", "r-1")
 
 
-def test_an_fp32_input_may_come_as_fp16_or_bf16(client: Any) -> None:
+def test_an_fp32_input_may_be_sent_as_fp16_or_bf16(client: Any) -> None:
     for half in (tensor("x", X.astype(np.float16), "FP16"), tensor("x", X.astype(ml_dtypes.bfloat16), "BF16")):
         np.testing.assert_array_equal(client.infer("types", types_inputs(half)).as_numpy("doubled"), 2 * X)
 
 
-def test_an_fp32_output_may_be_had_as_bf16_at_half_the_bytes(client: Any) -> None:
+def test_an_fp32_output_may_be_requested_as_bf16_at_half_the_bytes(client: Any) -> None:
     output = triton.InferRequestedOutput("doubled")
     output._get_tensor().parameters["datatype"].string_param = "BF16"
     result = client.infer("types", types_inputs(), outputs=[output])
@@ -74,19 +74,19 @@ def test_an_fp32_output_may_be_had_as_bf16_at_half_the_bytes(client: Any) -> Non
     np.testing.assert_array_equal(result.as_numpy("doubled").astype(np.float32), 2 * X)
 
 
-def test_outputs_come_in_the_order_in_which_they_were_asked_for(client: Any) -> None:
+def test_outputs_come_in_the_requested_order(client: Any) -> None:
     wanted = [triton.InferRequestedOutput(name) for name in ("denied", "doubled")]
     answer = client.infer("types", types_inputs(), outputs=wanted).get_response()
     assert [output.name for output in answer.outputs] == ["denied", "doubled"]
     assert len(answer.raw_output_contents) == 2
 
 
-def test_an_empty_batch_is_answered_with_an_empty_batch(client: Any) -> None:
+def test_the_response_to_an_empty_batch_is_an_empty_batch(client: Any) -> None:
     result = client.infer("types", types_inputs(tensor("x", X[:0], "FP32"), rows=0))
     assert result.as_numpy("doubled").shape == (0, 4)
 
 
-def test_requests_in_the_background_are_answered(client: Any) -> None:
+def test_asynchronous_requests_get_responses(client: Any) -> None:
     done: SimpleQueue[Any] = SimpleQueue()
     for _ in range(8):
         client.async_infer("types", types_inputs(), callback=lambda result, error: done.put((result, error)))
@@ -101,7 +101,7 @@ def test_compressed_requests_are_read(client: Any) -> None:
     assert result.as_numpy("doubled").shape == (8, 4)
 
 
-def test_a_stream_answers_in_order_and_survives_an_error(client: Any) -> None:
+def test_a_stream_responds_in_order_and_survives_an_error(client: Any) -> None:
     done: SimpleQueue[Any] = SimpleQueue()
     client.start_stream(callback=lambda result, error: done.put((result, error)))
     for number in range(6):
@@ -130,7 +130,7 @@ def test_model_metadata_and_config_read_as_perf_analyzer_reads_them(client: Any)
     assert "ensemble_scheduling" not in config
 
 
-def test_statistics_grow_by_what_was_asked(client: Any) -> None:
+def test_statistics_grow_by_the_requests_sent(client: Any) -> None:
     def seen() -> Any:
         (stats,) = client.get_inference_statistics("types", "1").model_stats
         return stats
@@ -146,7 +146,7 @@ def test_statistics_grow_by_what_was_asked(client: Any) -> None:
     assert after.last_inference >= before.last_inference > 0
 
 
-def test_statistics_of_every_model_come_without_a_name(client: Any) -> None:
+def test_statistics_without_a_name_cover_every_model(client: Any) -> None:
     stats = client.get_inference_statistics().model_stats
     assert {(s.name, s.version) for s in stats} == {("types", "1"), ("mlp", "1"), ("mlp", "3"), ("lookup", "1")}
 
@@ -168,7 +168,7 @@ def test_the_repository_index_says_why_a_model_is_not_ready(client: Any) -> None
     assert "budget" in index["drifted", "1"]["reason"]
 
 
-def test_the_newest_version_answers_unless_one_is_named(client: Any) -> None:
+def test_the_newest_version_responds_unless_one_is_named(client: Any) -> None:
     x = tensor("x", np.ones((1, 16), np.float32), "FP32")
     assert client.infer("mlp", [x]).get_response().model_version == "3"
     assert client.infer("mlp", [x], model_version="1").get_response().model_version == "1"
@@ -184,7 +184,9 @@ def test_the_newest_version_answers_unless_one_is_named(client: Any) -> None:
         ("types", "one", "INVALID_ARGUMENT"),
     ],
 )
-def test_a_model_that_cannot_be_had_is_refused(client: Any, model: str, version: str, code: str) -> None:
+def test_requests_for_an_unavailable_model_or_version_are_rejected(
+    client: Any, model: str, version: str, code: str
+) -> None:
     refused = refusal(lambda: client.infer(model, types_inputs(), model_version=version))
     assert refused.status() == f"StatusCode.{code}"
 
@@ -199,19 +201,19 @@ def test_a_model_that_cannot_be_had_is_refused(client: Any, model: str, version:
         (types_inputs(tensor("x", X[:, :3], "FP32")), "input 'x' has shape [1, 3], expected [batch,4]"),
     ],
 )
-def test_inputs_that_do_not_fit_are_named(client: Any, inputs: list[Any], words: str) -> None:
+def test_invalid_inputs_are_rejected_with_the_reason(client: Any, inputs: list[Any], words: str) -> None:
     refused = refusal(lambda: client.infer("types", inputs))
     assert refused.status() == "StatusCode.INVALID_ARGUMENT"
     assert words in refused.message()
 
 
-def test_a_batch_too_large_is_refused_with_the_bound(client: Any) -> None:
+def test_a_batch_over_the_limit_is_rejected_and_the_limit_is_named(client: Any) -> None:
     refused = refusal(lambda: client.infer("mlp", [tensor("x", np.ones((9, 16), np.float32), "FP32")]))
     assert refused.status() == "StatusCode.INVALID_ARGUMENT"
     assert "9 rows, expected at most 8" in refused.message()
 
 
-def test_reserved_parameters_are_accepted_and_bad_ones_refused(client: Any) -> None:
+def test_reserved_parameters_are_accepted_and_bad_ones_rejected(client: Any) -> None:
     client.infer("types", types_inputs(), timeout=10_000_000, priority=1)
     client.infer("types", types_inputs(), parameters={"mine": "value", "number": 3})
     refused = refusal(lambda: client.infer("types", types_inputs(), timeout=-5))
@@ -219,7 +221,7 @@ def test_reserved_parameters_are_accepted_and_bad_ones_refused(client: Any) -> N
     assert "'timeout'" in refused.message()
 
 
-def test_a_request_of_a_sequence_is_refused_and_not_answered_as_if_it_were_none(client: Any) -> None:
+def test_a_request_of_a_sequence_is_rejected(client: Any) -> None:
     for sequence in ({"sequence_id": 7, "sequence_start": True}, {"sequence_id": "seven"}):
         refused = refusal(lambda sequence=sequence: client.infer("types", types_inputs(), **sequence))
         assert refused.status() == "StatusCode.INVALID_ARGUMENT"
@@ -227,7 +229,7 @@ def test_a_request_of_a_sequence_is_refused_and_not_answered_as_if_it_were_none(
 
 
 def test_an_input_that_the_model_cannot_run_on_is_the_clients_error(client: Any) -> None:
-    """An id beyond the table: ONNX Runtime says so, in words with names of nodes and of its sources."""
+    """For an id beyond the table, ONNX Runtime's message names nodes and its own sources; the response must not."""
     ids = tensor("ids", np.array([[10_000]], np.int64), "INT64")
     refused = refusal(lambda: client.infer("lookup", [ids]))
     assert refused.status() == "StatusCode.INVALID_ARGUMENT"
@@ -236,7 +238,7 @@ def test_an_input_that_the_model_cannot_run_on_is_the_clients_error(client: Any)
     assert "/" not in refused.message()
 
 
-def test_a_deadline_that_has_passed_is_said_so(client: Any) -> None:
+def test_a_deadline_that_has_passed_is_reported(client: Any) -> None:
     refused = refusal(lambda: client.infer("types", types_inputs(), timeout=1))  # microsecond
     assert refused.status() == "StatusCode.DEADLINE_EXCEEDED"
 
@@ -252,7 +254,7 @@ def test_management_and_shared_memory_are_unimplemented(client: Any) -> None:
         assert refusal(call).status() == "StatusCode.UNIMPLEMENTED"
 
 
-def test_log_settings_are_read_by_everybody_and_changed_by_nobody_who_was_not_let(client: Any) -> None:
+def test_any_client_can_read_log_settings_but_changes_must_be_enabled(client: Any) -> None:
     before = client.get_log_settings(as_json=True)["settings"]
     assert before["log_info"] == {"bool_param": True}
     assert before["log_verbose_level"] == {"uint32_param": 0}
@@ -264,7 +266,7 @@ def test_log_settings_are_read_by_everybody_and_changed_by_nobody_who_was_not_le
     assert {"logging", "trace"} <= set(client.get_server_metadata().extensions)
 
 
-def test_trace_settings_are_read_by_everybody_and_off(client: Any) -> None:
+def test_any_client_can_read_trace_settings_and_tracing_is_off(client: Any) -> None:
     of_server = client.get_trace_settings(as_json=True)["settings"]
     assert (of_server["trace_level"], of_server["trace_mode"]) == ({"value": ["OFF"]}, {"value": ["opentelemetry"]})
     assert client.get_trace_settings("mlp", as_json=True)["settings"] == of_server

@@ -1,4 +1,4 @@
-"""Datatypes that our artifacts' edges do not have, over the same transport: BYTES, and FP16 and BF16 of their own."""
+"""Datatypes that inputs and outputs of our artifacts do not have, over the same transport: BYTES, FP16, BF16."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bf16kit.tensors import BY_NAME, TensorSpec
 
 
 @pytest.mark.parametrize("dtype", [name for name in BY_NAME if name != "string"])
-def test_every_datatype_comes_back_as_it_went(dtype: str) -> None:
+def test_every_datatype_is_returned_unchanged(dtype: str) -> None:
     kind = BY_NAME[dtype]
     array = np.array([[0, 1, 1, 0]]).astype(kind.numpy)
     spec = TensorSpec("x", dtype, ("batch", 4))
@@ -27,7 +27,7 @@ def test_every_datatype_comes_back_as_it_went(dtype: str) -> None:
         np.testing.assert_array_equal(answer.as_numpy("y"), array)
 
 
-def test_texts_come_back_as_they_went() -> None:
+def test_texts_are_returned_unchanged() -> None:
     text = TensorSpec("x", "string", ("batch",))
     model = LoopbackModel(inputs=[text], outputs=[TensorSpec("y", "string", ("batch",))])
     with serving(model) as served, triton.InferenceServerClient(served.address) as client:

@@ -1,4 +1,4 @@
-"""An unmodified tritonclient and what Triton's extensions promise it: classes, strings, priorities, timeouts."""
+"""Triton's extensions, used by an unmodified tritonclient: classes, strings, priorities, timeouts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 def _write_sums(target: Path) -> None:
-    """``total``: the sum of numbers that are written as strings, as a string."""
+    """Write a model whose output ``total`` is the sum of numbers, all as strings."""
     batch = ("batch", 4)
     write_artifact(
         target,
@@ -51,7 +51,7 @@ def _write_sums(target: Path) -> None:
 
 
 def _write_same(target: Path) -> None:
-    """``same``: strings as they came."""
+    """Write a model whose output ``same`` equals its input strings."""
     strings = ("batch", 4)
     write_artifact(
         target,
@@ -75,7 +75,7 @@ def refusal(client: Any, inputs: list[Any], **more: Any) -> tuple[str, str]:
     return str(refused.value.status()), str(refused.value.message())
 
 
-def test_the_classes_of_an_output_come_with_their_labels(client: Any) -> None:
+def test_classes_of_an_output_are_returned_with_their_labels(client: Any) -> None:
     x = tensor("x", X, "FP32")
     values = client.infer("classes", [x]).as_numpy("y")
     answer = client.infer("classes", [x], outputs=[triton.InferRequestedOutput("y", class_count=16)])
@@ -93,7 +93,7 @@ def test_the_classes_of_an_output_come_with_their_labels(client: Any) -> None:
     np.testing.assert_array_equal(best, classes[:, :1])
 
 
-def test_classes_come_on_streams_too(client: Any) -> None:
+def test_streams_return_classes_too(client: Any) -> None:
     done: SimpleQueue[Any] = SimpleQueue()
     client.start_stream(callback=lambda result, error: done.put((result, error)))
     client.async_stream_infer(
@@ -105,12 +105,12 @@ def test_classes_come_on_streams_too(client: Any) -> None:
     assert result.as_numpy("y").shape == (2, 2)
 
 
-def test_the_format_of_an_image_is_told(client: Any) -> None:
+def test_the_format_of_an_image_is_reported(client: Any) -> None:
     config = client.get_model_config("classes", as_json=True)["config"]
     assert config["input"] == [{"name": "x", "data_type": "TYPE_FP32", "format": "FORMAT_NHWC", "dims": ["16"]}]
 
 
-def test_strings_go_in_and_out_raw_and_typed(client: Any) -> None:
+def test_strings_may_be_sent_as_raw_or_typed_contents(client: Any) -> None:
     a, b = np.array([["1", "-2", "30", "0"]], object), np.array([["1", "1", "12", "0"]], object)
     result = client.infer("sums", [tensor("a", a, "BYTES"), tensor("b", b, "BYTES")])
     assert result.as_numpy("total").tolist() == [[b"2", b"-1", b"42", b"0"]]
@@ -120,7 +120,7 @@ def test_strings_go_in_and_out_raw_and_typed(client: Any) -> None:
     assert client.infer("sums", typed).as_numpy("total").tolist() == [[b"2", b"-1", b"42", b"0"]]
 
 
-def test_strings_keep_what_utf_8_can_say_and_nothing_else_is_taken(client: Any) -> None:
+def test_any_utf_8_string_is_kept_and_other_bytes_are_rejected(client: Any) -> None:
     texts = np.array([["", "h\0e", "zażółć", "x" * 70_000]], object)
     same = client.infer("same", [tensor("a", texts, "BYTES")]).as_numpy("same")
     assert [text.decode() for text in same.ravel()] == texts.ravel().tolist()
@@ -129,7 +129,7 @@ def test_strings_keep_what_utf_8_can_say_and_nothing_else_is_taken(client: Any) 
     assert refused.value.status() == "StatusCode.INVALID_ARGUMENT"
 
 
-def test_priorities_are_those_that_the_model_has(client: Any) -> None:
+def test_a_priority_that_the_model_does_not_have_is_rejected(client: Any) -> None:
     x = tensor("x", X, "FP32")
     for priority in (0, 1, 2):
         client.infer("classes", [x], priority=priority)
@@ -139,7 +139,7 @@ def test_priorities_are_those_that_the_model_has(client: Any) -> None:
     assert "2" in words
 
 
-def test_a_timeout_in_microseconds_ends_a_request_before_it_runs_and_a_long_one_changes_nothing(client: Any) -> None:
+def test_a_timeout_in_microseconds_ends_a_request_before_it_runs(client: Any) -> None:
     x = tensor("x", X, "FP32")
     client.infer("classes", [x], timeout=60_000_000)
     code, words = refusal(client, [x], timeout=1)
@@ -147,7 +147,7 @@ def test_a_timeout_in_microseconds_ends_a_request_before_it_runs_and_a_long_one_
     assert "deadline" in words
 
 
-def test_a_stream_marks_the_last_answer_of_a_request_for_those_who_ask(client: Any) -> None:
+def test_a_stream_marks_the_last_response_of_a_request_if_requested(client: Any) -> None:
     done: SimpleQueue[Any] = SimpleQueue()
     client.start_stream(callback=lambda result, error: done.put((result, error)))
     for wanted in (False, True):
@@ -159,7 +159,7 @@ def test_a_stream_marks_the_last_answer_of_a_request_for_those_who_ask(client: A
     assert [answer.parameters["precision"].string_param for answer in answers] == ["bf16", "bf16"]
 
 
-def test_parameters_of_ones_own_and_headers_pass(client: Any) -> None:
+def test_custom_parameters_and_headers_are_accepted(client: Any) -> None:
     x = tensor("x", X, "FP32")
     mine = {"text": "value", "number": 3, "share": 0.5, "yes": True}
     client.infer("classes", [x], parameters=mine, headers={"mine": "1"}, request_id="r")

@@ -29,7 +29,7 @@ def client(memory_address: str) -> Iterator[Any]:
 
 @pytest.fixture
 def memory(client: Any) -> Iterator[Memory]:
-    """Creates shared memory and registers it under the same name."""
+    """Yield a function that creates shared memory and registers it under the same name."""
     handles = []
 
     def make(name: str, nbytes: int, *arrays: np.ndarray[Any, Any]) -> Any:
@@ -69,7 +69,7 @@ def refusal(call: Callable[[], Any], code: str) -> str:
     return str(refused.value.message())
 
 
-def test_in_and_out_through_shared_memory_is_what_comes_through_the_message(client: Any, memory: Memory) -> None:
+def test_shared_memory_gives_the_same_results_as_tensors_in_the_message(client: Any, memory: Memory) -> None:
     expected = client.infer("mlp", [sent_input("x", X, "FP32")]).as_numpy("y")
     memory("in", X.nbytes, X)
     out = memory("out", expected.nbytes + 64)
@@ -110,7 +110,7 @@ def test_inputs_in_the_message_and_in_shared_memory_may_be_mixed_in_any_order(cl
     np.testing.assert_array_equal(shm.get_contents_as_numpy(out, np.float32, [1, 4]), 2 * rows)
 
 
-def test_bf16_goes_in_and_fp16_comes_out(client: Any, memory: Memory) -> None:
+def test_an_input_may_be_bf16_and_an_output_fp16(client: Any, memory: Memory) -> None:
     half = X.astype(ml_dtypes.bfloat16)
     expected = client.infer("mlp", [sent_input("x", half.astype(np.float32), "FP32")]).as_numpy("y")
     memory("in", half.nbytes, half.view(np.uint16))
@@ -121,7 +121,7 @@ def test_bf16_goes_in_and_fp16_comes_out(client: Any, memory: Memory) -> None:
     np.testing.assert_array_equal(shm.get_contents_as_numpy(out, np.float16, [2, 16]), expected.astype(np.float16))
 
 
-def test_a_request_may_be_used_again_when_its_memory_holds_something_else(client: Any, memory: Memory) -> None:
+def test_a_request_may_be_sent_again_after_its_memory_has_changed(client: Any, memory: Memory) -> None:
     handle, out = memory("in", X.nbytes, X), memory("out", X.nbytes)
     inputs, outputs = [shared_input("x", "in", [2, 16], "FP32", X.nbytes)], [shared_output("y", "out", X.nbytes)]
     for turn in range(3):
@@ -131,7 +131,7 @@ def test_a_request_may_be_used_again_when_its_memory_holds_something_else(client
         np.testing.assert_array_equal(shm.get_contents_as_numpy(out, np.float32, [2, 16]), expected)
 
 
-def test_in_asyncio_and_on_streams(client: Any, memory: Memory, memory_address: str) -> None:
+def test_shared_memory_works_in_asyncio_and_on_streams(client: Any, memory: Memory, memory_address: str) -> None:
     expected = client.infer("mlp", [sent_input("x", X, "FP32")]).as_numpy("y")
     memory("in", X.nbytes, X)
     out = memory("out", 4 * X.nbytes)
@@ -163,7 +163,7 @@ def test_in_asyncio_and_on_streams(client: Any, memory: Memory, memory_address: 
     np.testing.assert_array_equal(found, np.stack([expected] * 4))
 
 
-def test_regions_are_told_and_forgotten_as_triton_does(client: Any, memory: Memory) -> None:
+def test_regions_are_listed_and_unregistered_as_in_triton(client: Any, memory: Memory) -> None:
     memory("a", 64)
     memory("b", 128)
     status = client.get_system_shared_memory_status(as_json=True)["regions"]
@@ -178,7 +178,7 @@ def test_regions_are_told_and_forgotten_as_triton_does(client: Any, memory: Memo
     assert not client.get_system_shared_memory_status().regions
 
 
-def test_cuda_shared_memory_is_there_to_be_unregistered_only(client: Any) -> None:
+def test_cuda_shared_memory_can_only_be_unregistered(client: Any) -> None:
     client.unregister_cuda_shared_memory()
     client.unregister_cuda_shared_memory("anything")
     assert not client.get_cuda_shared_memory_status().regions
@@ -187,7 +187,7 @@ def test_cuda_shared_memory_is_there_to_be_unregistered_only(client: Any) -> Non
     assert "CUDA shared memory is not supported" in words
 
 
-def test_the_extension_is_declared_where_it_is_on(client: Any, address: str) -> None:
+def test_the_extension_is_declared_only_if_it_is_enabled(client: Any, address: str) -> None:
     assert "system_shared_memory" in client.get_server_metadata().extensions
     assert "cuda_shared_memory" not in client.get_server_metadata().extensions
     with triton.InferenceServerClient(address) as off:
@@ -208,14 +208,14 @@ def test_the_extension_is_declared_where_it_is_on(client: Any, address: str) -> 
         (("in", [2, 16], "INT64", 256), "INVALID_ARGUMENT", "input 'x' has datatype 'INT64', expected FP32"),
     ],
 )
-def test_an_input_that_is_not_there_is_refused(
+def test_an_input_that_is_not_in_shared_memory_is_rejected(
     client: Any, memory: Memory, x: tuple[Any, ...], code: str, words: str
 ) -> None:
     memory("in", X.nbytes, X)
     assert words in refusal(lambda: client.infer("mlp", [shared_input("x", *x)]), code)
 
 
-def test_an_output_that_does_not_fit_is_refused_and_not_written(client: Any, memory: Memory) -> None:
+def test_an_output_that_does_not_fit_is_rejected_and_not_written(client: Any, memory: Memory) -> None:
     out = memory("out", 256)
     small = shared_output("y", "out", 64)
     x = sent_input("x", X, "FP32")

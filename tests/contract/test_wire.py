@@ -1,4 +1,4 @@
-"""Our protocol file against Triton's own, as tritonclient carries it: numbers, types and names, field by field."""
+"""Our protocol file equals Triton's own, as tritonclient ships it: the number, type and name of each field."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tritonclient.grpc import model_config_pb2, service_pb2
 
 from bf16kit.protocol import inference_pb2 as pb
 
-#: In the Open Inference Protocol, and not in Triton's file.
+#: Fields of the Open Inference Protocol that Triton's file does not have.
 OIP_ONLY = {("ModelMetadataResponse", "properties")}
 
 
@@ -49,7 +49,7 @@ def test_every_enum_value_has_tritons_number() -> None:
     assert {name: value.number for name, value in ours.items()} == {n: v.number for n, v in triton.items()}
 
 
-def test_every_rpc_is_tritons() -> None:
+def test_every_rpc_has_tritons_messages() -> None:
     ours = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods
     triton = service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods_by_name
     for method in ours:
@@ -58,8 +58,8 @@ def test_every_rpc_is_tritons() -> None:
         assert (method.client_streaming, method.server_streaming) == (known.client_streaming, known.server_streaming)
 
 
-def test_tritons_bytes_are_our_bytes() -> None:
-    """One filled request and response, serialised by one side and read by the other."""
+def test_messages_of_one_side_are_read_by_the_other() -> None:
+    """One side serialises a filled request and a response, and the other side reads them."""
     request = service_pb2.ModelInferRequest(model_name="m", model_version="1", id="7", raw_input_contents=[b"abc"])
     request.parameters["timeout"].int64_param = 5
     request.inputs.add(name="x", datatype="FP32", shape=[1, 2]).contents.fp32_contents.extend([1.0, 2.0])

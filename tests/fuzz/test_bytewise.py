@@ -1,4 +1,4 @@
-"""Edits of bytes take what an edit before them has left, were it nothing."""
+"""Edits of bytes accept what an earlier edit has left, even if it is empty."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from fuzzing import bytewise
 
 
 @pytest.mark.parametrize("edit", bytewise.EDITS)
-def test_nothing_can_be_edited_too(edit: bytewise.Edit) -> None:
+def test_empty_bytes_can_be_edited(edit: bytewise.Edit) -> None:
     for seed in range(50):
         edit(b"", Random(seed))

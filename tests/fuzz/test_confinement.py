@@ -1,4 +1,4 @@
-"""The fuzzer's own guards: what a mutant must not do is seen when it is done."""
+"""The fuzzer's own guards: forbidden actions of a mutant are detected."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-# Each forks, which a process with threads must not: they run in a process of their own.
+# Each case forks, which a process with threads must not do: therefore each runs in a separate process.
 _RUN = """
 import ctypes, os, sys, time
 from pathlib import Path
@@ -70,5 +70,5 @@ def _end(tmp_path: Path, deed: str) -> str:
         ("raise", "'escaped': 'ZeroDivisionError"),
     ],
 )
-def test_what_a_mutant_must_not_do_is_seen(tmp_path: Path, deed: str, seen: str) -> None:
+def test_forbidden_actions_of_a_mutant_are_detected(tmp_path: Path, deed: str, seen: str) -> None:
     assert seen.format(here=tmp_path.resolve()) in _end(tmp_path, deed)

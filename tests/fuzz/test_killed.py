@@ -1,4 +1,4 @@
-"""SIGKILL at any moment: what was there before is whole, or what replaces it is, and the next run tidies up."""
+"""SIGKILL at any moment leaves either the old result or the new one, complete; the next run removes leftovers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def forked() -> Iterator[Runner]:
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Two models of one shape and different weights."""
+    """Return two models of the same shape with different weights."""
     directory = tmp_path_factory.mktemp("sources")
     paths = directory / "a.onnx", directory / "b.onnx"
     for seed, path in enumerate(paths):
@@ -45,8 +45,8 @@ def _done(ended: Ended) -> Ended:
 
 
 def _kill(forked: Runner, whole: Ended, random: Random, *arguments: str | Path) -> bool:
-    """Kill a run somewhere in what ``whole`` did: by time, or by what it does to files; most often near its end, where
-    the old makes place for the new. Whether it was killed before its end."""
+    """Kill a run at a random point of what ``whole`` did, chosen by time or by file operation. Half of the points are
+    near the end, where the new result replaces the old one. Return whether the run was killed before its end."""
     late = random.random() < 0.5
     if random.random() < 0.5:
         touch = whole.touches() - random.randrange(40 if late else whole.touches())
@@ -56,7 +56,7 @@ def _kill(forked: Runner, whole: Ended, random: Random, *arguments: str | Path) 
 
 
 @pytest.mark.parametrize("count", COUNTS)
-def test_a_killed_conversion_leaves_the_artifact_before_it_or_the_one_it_made(
+def test_a_killed_conversion_leaves_the_old_artifact_or_the_new_one(
     tmp_path: Path, forked: Runner, sources: tuple[Path, Path], count: int
 ) -> None:
     target = tmp_path / "repository" / "m" / "1"
@@ -70,7 +70,7 @@ def test_a_killed_conversion_leaves_the_artifact_before_it_or_the_one_it_made(
     for _ in range(count):
         other = whole[1 - whole.index(found)]
         killed += _kill(forked, run, random, *_convert(sources[whole.index(other)], target))
-        Artifact.open(target)  # with all its digests
+        Artifact.open(target)  # checks all digests
         assert files(target) in (found, other)
         found = files(target)
         assert all(path.name.startswith(".1.tmp-") for path in target.parent.iterdir() if path != target)
@@ -81,7 +81,7 @@ def test_a_killed_conversion_leaves_the_artifact_before_it_or_the_one_it_made(
 
 
 @pytest.mark.parametrize("count", COUNTS)
-def test_a_killed_restore_leaves_the_file_before_it_or_the_one_it_made(
+def test_a_killed_restore_leaves_the_old_file_or_the_new_one(
     tmp_path: Path, forked: Runner, sources: tuple[Path, Path], count: int
 ) -> None:
     artifacts = [tmp_path / f"{number}" / "m" / "1" for number in range(2)]

@@ -1,4 +1,4 @@
-"""Damaged sources end in a clear error or a right artifact, and touch nothing outside; `make fuzz` has 20,000."""
+"""Damaged sources give a clear error or a correct artifact, and touch nothing outside. `make fuzz` runs 20,000."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ COUNTS = {"onnx": 30, "safetensors": 24, "torch": 24, "torchscript": 24, "export
 
 
 @pytest.mark.parametrize("kind", COUNTS)
-def test_mutants_end_well(tmp_path: Path, kind: str) -> None:
-    """In a process of its own: it forks, which a process with threads must not."""
+def test_mutants_are_rejected_or_converted_without_faults(tmp_path: Path, kind: str) -> None:
+    """The mutants run in a separate process, because it forks, which a process with threads must not do."""
     if kind == "orbax":
         pytest.importorskip("tensorstore", reason="the extra `orbax` is not installed")
     result = tmp_path / "result.json"
-    first = 1_000_001  # other ones than the campaign's
+    first = 1_000_001  # not the mutants of the campaign
     done = subprocess.run(
         [sys.executable, "-m", "fuzzing", kind, str(first), str(COUNTS[kind]), str(result)],
         capture_output=True,
@@ -33,4 +33,6 @@ def test_mutants_end_well(tmp_path: Path, kind: str) -> None:
     assert not tally["faults"], "\n".join(tally["faults"])
     assert tally["count"] == COUNTS[kind]
     assert sum(count for end, count in tally["ends"].items() if end.startswith("refused")) > COUNTS[kind] / 4
-    assert tally["ends"].get("converted", 0) + tally["ends"].get("read and fitted", 0) > 0  # few are converted whole
+    assert (
+        tally["ends"].get("converted", 0) + tally["ends"].get("read and fitted", 0) > 0
+    )  # few are converted completely

@@ -1,4 +1,4 @@
-"""What the page of a campaign says, and what it must not."""
+"""What the page of a campaign says, and what it must not reveal."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def test_a_row_counts_how_the_mutants_ended() -> None:
     assert "converted with `--format onnx --no-report --no-search`" in written
 
 
-def test_the_page_that_was_published_has_the_text_of_today() -> None:
-    """All but the numbers: what the limits count is said by code, and was changed since a campaign ran."""
+def test_the_published_page_has_the_current_text() -> None:
+    """This covers the text, not the numbers: code writes what the limits count, and may change after a campaign."""
     published = (Path(__file__).parents[2] / "docs" / "reliability-converter.md").read_text("utf-8")
     written = page.of([_tally()], "abc1234")
     said = [text.split("In both cases")[1].split("| kind |")[0] for text in (published, written)]
@@ -58,8 +58,8 @@ _CALLED = {"onnx": "ONNX", "torchscript": "TorchScript", "export": "torch.export
 
 @pytest.mark.long  # torch exports and scripts the seeds
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_page_says_how_many_seeds_of_each_kind_there_are(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))  # Orbax's are written by another process
+def test_the_page_states_the_number_of_seeds_of_each_kind(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))  # another process writes Orbax's seeds
     if kind == "orbax":
         pytest.importorskip("tensorstore", reason="the extra `orbax` is not installed")
     name = _CALLED.get(kind, kind)

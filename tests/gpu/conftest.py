@@ -1,6 +1,6 @@
-"""Which of the two backends can use a GPU here, or the reason why not.
+"""Fixtures that give each of the two backends its GPU, or skip with the reason if it cannot use one here.
 
-A machine with an NVIDIA driver and a CUDA build of the backend is expected to work: there the tests fail, not skip.
+With an NVIDIA driver and a CUDA build of the backend, the GPU is expected to work: tests fail and are not skipped.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def _without_driver() -> str:
 
 @pytest.fixture(scope="session")
 def onnx_device() -> str:
-    """A CUDA device that ONNX Runtime can use."""
+    """Return a CUDA device that ONNX Runtime can use."""
     if reason := _without_driver():
         pytest.skip(reason)
     if not has_cuda():
@@ -31,7 +31,7 @@ def onnx_device() -> str:
 
 @pytest.fixture(scope="session")
 def torch_device() -> str:
-    """A CUDA device that torch can use."""
+    """Return a CUDA device that torch can use."""
     if reason := _without_driver():
         pytest.skip(reason)
     if find_spec("torch") is None:

@@ -1,4 +1,4 @@
-"""Converted models on a GPU: what the converter could only emulate on a CPU, measured against the fp32 reference."""
+"""Converted models on a GPU: the drift that the converter only emulates on a CPU is measured on the device."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Feeds = dict[str, NDArray[Any]]
 
 @pytest.fixture(scope="session")
 def convert(tmp_path_factory: pytest.TempPathFactory) -> Convert:
-    """Runs ``bf16-convert checkpoint`` on a source, and opens what it made."""
+    """Return a function that runs ``bf16-convert checkpoint`` on a source and opens the artifact."""
 
     def run(source: Path, *flags: str) -> Artifact:
         target = tmp_path_factory.mktemp("repository") / source.stem / "1"
@@ -42,7 +42,7 @@ def convert(tmp_path_factory: pytest.TempPathFactory) -> Convert:
 
 @pytest.fixture(scope="session")
 def bert(convert: Convert, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
-    """A transformer of two layers, with random weights."""
+    """Return a transformer of two layers with random weights."""
     transformers = pytest.importorskip("transformers", reason="needs the extra hf")
     import torch
 
@@ -57,14 +57,14 @@ def bert(convert: Convert, tmp_path_factory: pytest.TempPathFactory) -> Artifact
 
 @pytest.fixture(scope="session")
 def cnn(convert: Convert, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
-    """Convolution, BatchNorm and ReLU, from an ONNX file."""
+    """Return convolution, BatchNorm and ReLU, converted from an ONNX file."""
     source = tmp_path_factory.mktemp("cnn") / "cnn.onnx"
     onnx.save(graphs.conv_bn(channels=64), source)
     return convert(source)
 
 
 def tokens(artifact: Artifact, rows: int, length: int = 16) -> Feeds:
-    """Random token ids for input_ids, ones for the mask, zeros for what else there is."""
+    """Return random token ids for input_ids, ones for the mask, and zeros for all other inputs."""
     ids = np.random.default_rng(rows).integers(1, 1000, (rows, length))
     made = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
     return {entry.name: made.get(entry.name, np.zeros_like(ids)) for entry in artifact.manifest.inputs}
@@ -89,7 +89,7 @@ def test_a_transformers_cuda_profile_is_within_budget(onnx_device: str, bert: Ar
 
 @pytest.mark.parametrize("rows", [1, 8, 64])
 @pytest.mark.parametrize("profile", ["torchscript", "pt2"])
-def test_what_torch_runs_of_a_transformer_is_within_budget(
+def test_a_transformers_torch_profiles_are_within_budget(
     torch_device: str, bert: Artifact, rows: int, profile: str
 ) -> None:
     loaded = load(bert, profile, device=torch_device)
@@ -104,7 +104,7 @@ def test_a_convolutions_cuda_profile_is_within_budget(onnx_device: str, cnn: Art
 
 
 def test_the_emulation_predicted_the_drift(onnx_device: str, bert: Artifact) -> None:
-    """Within a factor of two: the device rounds where the emulation does, but adds up in another order."""
+    """It is right within a factor of two: the device rounds where the emulation does, but adds in another order."""
     feeds = tokens(bert, 64)
     expected, found = load_reference(bert).run(feeds), load(bert, "cuda", device=onnx_device).run(feeds)
     emulated = bert.manifest.drift["cuda"]

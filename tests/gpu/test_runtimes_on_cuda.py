@@ -1,4 +1,4 @@
-"""Hand-made graphs and modules on a GPU: bf16 products, fp32 accumulation, TF32 never."""
+"""Hand-made graphs and modules on a GPU: bf16 products, fp32 accumulation, and never TF32."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def distance(reference: NDArray[Any], candidate: NDArray[Any]) -> float:
 
 
 def product(dtype: int) -> ModelProto:
-    """x [batch, 1024] fp32 → cast to ``dtype`` → MatMul, LayerNormalization → cast to fp32 → y."""
+    """Return a graph: x [batch, 1024] fp32 → cast to ``dtype`` → MatMul, LayerNormalization → cast to fp32 → y."""
     weight = graphs.values(1024, 1024)
     scale = np.ones(1024, np.float32)
     nodes = [
@@ -69,7 +69,7 @@ def test_onnx_fp32_is_never_tf32(onnx_device: str) -> None:
     assert distance(on_cpu, on_gpu) < 1e-5
 
 
-def test_a_device_that_is_not_there_is_unavailable(onnx_device: str) -> None:
+def test_a_missing_device_is_a_runtime_failure(onnx_device: str) -> None:
     from bf16kit.errors import RuntimeFailure
 
     with pytest.raises(RuntimeFailure):
@@ -108,7 +108,7 @@ def test_a_module_traced_on_the_cpu_makes_its_tensors_on_the_gpu(torch_device: s
 
 
 def trace(core: Any, path: Path, dtype: Any = None) -> Path:
-    """``core`` between fp32 edges, as the converter traces it."""
+    """Trace ``core`` with fp32 inputs and outputs, as the converter does, and return ``path``."""
     import torch
 
     inner = next(core.parameters()).dtype if dtype is None else dtype
@@ -122,7 +122,7 @@ def trace(core: Any, path: Path, dtype: Any = None) -> Path:
             return torch.as_tensor(self.core(x.to(inner)).float())
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch deprecates what this test is about
+        warnings.simplefilter("ignore")  # torch deprecates TorchScript
         traced = torch.jit.trace(Edges().eval(), torch.zeros(2, 1024), check_trace=False)  # type: ignore[no-untyped-call]
         torch.jit.save(traced, path)
     return path

@@ -12,5 +12,5 @@ from bf16kit.artifact import Artifact
 
 @pytest.fixture
 def small_artifact(tmp_path: Path) -> Artifact:
-    """The small artifact, published at ``tmp_path/small/1``."""
+    """Return the small artifact, published at ``tmp_path/small/1``."""
     return publish_small(tmp_path / "small" / "1")

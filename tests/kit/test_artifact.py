@@ -1,4 +1,4 @@
-"""Opening an artifact: what is whole gives back every bit, what is not is refused by name."""
+"""Opening an artifact: an intact one restores every bit; a damaged one is rejected, and the bad file is named."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ FILES = ["cpu.onnx", "golden.safetensors", MANIFEST, "residual.bin", "weights.bf
 
 
 def rewrite(artifact: Artifact, change: Callable[[Manifest], Manifest]) -> None:
-    """Write another manifest, sealed: made wrong on purpose, not damaged."""
+    """Replace the manifest by a sealed one that is wrong on purpose, but not damaged."""
     (artifact.path / MANIFEST).write_bytes(change(artifact.manifest).dumps())
 
 
 def publish_panels(target: Path, fp32: Array, bf16: Array, axis: int, scale: Array | None) -> Artifact:
-    """An artifact of the one matrix ``w``, stored as panels, whose checkpoint holds it transposed as ``w.T``."""
+    """Publish an artifact with one matrix ``w``, stored as panels. Its checkpoint holds the transpose, ``w.T``."""
     with staging(target) as staged:
         with staged.writer("weights.bf16") as file, staged.writer("residual.bin") as rest:
             at = file.append(pack(bf16, axis))
@@ -56,8 +56,8 @@ def publish_panels(target: Path, fp32: Array, bf16: Array, axis: int, scale: Arr
 
 
 class TestReading:
-    def test_the_checkpoint_comes_back_bit_for_bit(self, small_artifact: Artifact) -> None:
-        """Rounded, transposed, scaled, kept in fp32, or used by no graph: every tensor, in order."""
+    def test_the_checkpoint_is_restored_bit_for_bit(self, small_artifact: Artifact) -> None:
+        """This holds for all tensors, in order: rounded, transposed, scaled, kept in fp32, or used by no graph."""
         restored = dict(Artifact.open(small_artifact.path).checkpoint_tensors())
         assert list(restored) == list(CHECKPOINT)
         for name, array in CHECKPOINT.items():
@@ -75,7 +75,7 @@ class TestReading:
     def test_tensors_start_on_cache_lines(self, small_artifact: Artifact) -> None:
         assert [t.offset % 64 for t in small_artifact.manifest.tensors] == [0] * 5
 
-    def test_golden_samples_come_back_by_name(self, small_artifact: Artifact) -> None:
+    def test_golden_samples_are_given_by_name(self, small_artifact: Artifact) -> None:
         golden = small_artifact.golden()
         assert np.array_equal(golden.inputs["x"], np.ones((2, 10), np.float32))
         assert list(golden.outputs) == ["y"]
@@ -88,7 +88,7 @@ class TestReading:
         with pytest.raises(ArtifactError, match="without --no-residual"):
             list(artifact.checkpoint_tensors())
 
-    def test_unknown_names_are_refused(self, small_artifact: Artifact) -> None:
+    def test_unknown_names_are_rejected(self, small_artifact: Artifact) -> None:
         with pytest.raises(ArtifactError, match="no tensor 'nope'"):
             small_artifact.tensor("nope")
         with pytest.raises(ArtifactError, match="no file 'nope'"):
@@ -106,11 +106,11 @@ class TestReading:
 
 
 class TestPanels:
-    """Stored as panels or not, a tensor is the same to whoever asks for it."""
+    """A caller gets the same tensor whether or not it is stored as panels."""
 
     @pytest.mark.parametrize("axis", [0, 1])
     @pytest.mark.parametrize("shape", [(7, 64), (64, 7), (70, 33), (1, 1)])
-    def test_tensors_are_logical_and_fp32_comes_back_bit_for_bit(
+    def test_tensors_are_logical_and_fp32_is_restored_bit_for_bit(
         self, shape: tuple[int, int], axis: int, tmp_path: Path
     ) -> None:
         fp32 = np.random.default_rng(4).standard_normal(shape).astype(np.float32)
@@ -123,7 +123,7 @@ class TestPanels:
             artifact.tensor("w")[0, 0] = 1
 
     @pytest.mark.parametrize("axis", [0, 1])
-    def test_a_scale_speaks_of_the_matrix(self, axis: int, tmp_path: Path) -> None:
+    def test_a_scale_applies_to_an_axis_of_the_matrix(self, axis: int, tmp_path: Path) -> None:
         fp32 = np.random.default_rng(5).standard_normal((4, 40)).astype(np.float32)
         scaled = to_bf16((fp32.astype(np.float64) * SCALE[:, None]).astype(np.float32))
         artifact = publish_panels(tmp_path / "1", fp32, scaled, axis, SCALE)
@@ -143,7 +143,7 @@ class TestDamage:
 
     @pytest.mark.parametrize("name", FILES)
     @pytest.mark.parametrize("place", ["first", "middle", "last"])
-    def test_one_flipped_bit_is_refused_with_the_files_name(
+    def test_one_flipped_bit_is_rejected_and_the_file_is_named(
         self, small_artifact: Artifact, name: str, place: str
     ) -> None:
         path = small_artifact.path / name
@@ -154,40 +154,40 @@ class TestDamage:
             Artifact.open(small_artifact.path)
 
     @pytest.mark.parametrize("name", FILES)
-    def test_a_truncated_file_is_refused_even_without_hashing(self, small_artifact: Artifact, name: str) -> None:
+    def test_a_truncated_file_is_rejected_even_without_hashing(self, small_artifact: Artifact, name: str) -> None:
         path = small_artifact.path / name
         path.write_bytes(path.read_bytes()[:-1])
         with pytest.raises(ArtifactDamaged, match=name):
             Artifact.open(small_artifact.path, verify=False)
 
     @pytest.mark.parametrize("name", FILES)
-    def test_a_missing_file_is_refused(self, small_artifact: Artifact, name: str) -> None:
+    def test_a_missing_file_is_rejected(self, small_artifact: Artifact, name: str) -> None:
         (small_artifact.path / name).unlink()
         with pytest.raises(ArtifactError, match=name):
             Artifact.open(small_artifact.path, verify=False)
 
-    def test_a_directory_in_place_of_a_file_is_refused(self, small_artifact: Artifact) -> None:
+    def test_a_directory_in_place_of_a_file_is_rejected(self, small_artifact: Artifact) -> None:
         (small_artifact.path / "cpu.onnx").unlink()
         (small_artifact.path / "cpu.onnx").mkdir()
         with pytest.raises(ArtifactError, match=r"cpu\.onnx: not a regular file"):
             Artifact.open(small_artifact.path)
 
-    def test_a_pipe_in_place_of_a_file_is_refused_without_waiting_for_it(self, small_artifact: Artifact) -> None:
+    def test_a_pipe_in_place_of_a_file_is_rejected_without_waiting_for_it(self, small_artifact: Artifact) -> None:
         (small_artifact.path / "cpu.onnx").unlink()
         os.mkfifo(small_artifact.path / "cpu.onnx")
         with pytest.raises(ArtifactError, match=r"cpu\.onnx: not a regular file"):
             Artifact.open(small_artifact.path)
 
     @pytest.mark.parametrize("name", FILES)
-    def test_a_link_out_of_the_artifact_is_refused(self, small_artifact: Artifact, name: str, tmp_path: Path) -> None:
-        """Even to the very same bytes."""
+    def test_a_link_out_of_the_artifact_is_rejected(self, small_artifact: Artifact, name: str, tmp_path: Path) -> None:
+        """Even a link to the same bytes is rejected."""
         (small_artifact.path / name).rename(tmp_path / name)
         (small_artifact.path / name).symlink_to(tmp_path / name)
         with pytest.raises(ArtifactError, match=f"{name}: a link out of the artifact"):
             Artifact.open(small_artifact.path)
 
     def test_links_within_the_artifact_are_followed(self, small_artifact: Artifact) -> None:
-        """A Kubernetes volume shows each file as a link into a hidden directory beside it."""
+        """In a Kubernetes volume, each file is a link into a hidden directory next to it."""
         (small_artifact.path / "..data").mkdir()
         for name in FILES:
             (small_artifact.path / name).rename(small_artifact.path / "..data" / name)
@@ -199,7 +199,7 @@ class TestDamage:
         Artifact.open(tmp_path / "link")
 
 
-class TestRefused:
+class TestRejected:
     def test_no_directory(self, tmp_path: Path) -> None:
         with pytest.raises(ArtifactError, match="no such directory"):
             Artifact.open(tmp_path / "nope")
@@ -223,7 +223,7 @@ class TestRefused:
         with pytest.raises(ArtifactError, match=f"{name}' is not a plain file name"):
             Artifact.open(small_artifact.path)
 
-    def test_golden_samples_of_a_profile_s_own_that_are_not_listed(self, small_artifact: Artifact) -> None:
+    def test_a_profiles_own_golden_samples_that_are_not_listed(self, small_artifact: Artifact) -> None:
         def naming(manifest: Manifest) -> Manifest:
             own = manifest.profiles["cpu"].model_copy(update={"golden": "golden.cpu.safetensors"})
             return manifest.amended(profiles={**manifest.profiles, "cpu": own})
@@ -234,7 +234,7 @@ class TestRefused:
 
     @pytest.mark.parametrize("name", ["cpu.onnx", "golden.safetensors", "residual.bin", "weights.bf16"])
     def test_a_file_that_is_used_but_not_listed(self, small_artifact: Artifact, name: str) -> None:
-        """Nothing is read whose digest is not known."""
+        """A file is read only if its digest is known."""
 
         def unlisting(manifest: Manifest) -> Manifest:
             return manifest.model_copy(update={"files": {k: v for k, v in manifest.files.items() if k != name}})
@@ -256,12 +256,12 @@ class TestRefused:
         with pytest.raises(ArtifactError, match=r"tensor 'w' ends at byte .* beyond the end"):
             Artifact.open(small_artifact.path)
 
-    def test_an_artifact_without_golden_samples_says_so(self, small_artifact: Artifact) -> None:
+    def test_an_artifact_without_golden_samples(self, small_artifact: Artifact) -> None:
         rewrite(small_artifact, lambda m: m.model_copy(update={"golden": None}))
         with pytest.raises(ArtifactError, match="no golden samples"):
             Artifact.open(small_artifact.path).golden()
 
-    def test_golden_samples_that_are_no_safetensors_are_named(self, small_artifact: Artifact) -> None:
+    def test_golden_samples_that_are_not_safetensors(self, small_artifact: Artifact) -> None:
         def junk(manifest: Manifest) -> Manifest:
             return manifest.model_copy(update={"golden": "cpu.onnx"})
 
@@ -270,8 +270,8 @@ class TestRefused:
             Artifact.open(small_artifact.path).golden()
 
 
-def test_an_artifact_of_copies_maps_nothing(tmp_path: Path) -> None:
-    """Its files may be cut short at any moment, which ends whoever maps them."""
+def test_an_artifact_opened_with_copies_maps_nothing(tmp_path: Path) -> None:
+    """Its files may be truncated at any moment, which would kill a process that has mapped them."""
     opened = Artifact.open(publish_small(tmp_path / "m" / "1").path, copies=True)
     tensor = opened.tensor("w")
     assert str(opened.path) not in Path("/proc/self/maps").read_text()
@@ -283,9 +283,7 @@ def test_an_artifact_of_copies_maps_nothing(tmp_path: Path) -> None:
         opened.tensor("w")
 
 
-def test_verifying_again_reads_what_has_changed_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_verifying_again_reads_only_what_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = Artifact.open(publish_small(tmp_path / "m" / "1").path)
     monkeypatch.setattr("bf16kit.digests._read", lambda path: pytest.fail(f"{path} was read again"))
     opened.verify()
@@ -296,7 +294,7 @@ def test_verifying_again_reads_what_has_changed_and_nothing_else(
         opened.verify()
 
 
-def test_a_file_that_goes_while_it_is_verified_is_named(tmp_path: Path) -> None:
+def test_a_file_removed_after_the_opening_is_named_in_the_error(tmp_path: Path) -> None:
     opened = Artifact.open(publish_small(tmp_path / "m" / "1").path, verify=False)
     (opened.path / "residual.bin").unlink()
     with pytest.raises(ArtifactDamaged, match=r"residual\.bin: missing or unreadable \(No such file"):

@@ -17,7 +17,7 @@ def summary(relative_l2: float = 0.0, *, max_abs: float = 0.0, matches: int = 1,
 
 
 class TestReading:
-    def test_the_default_is_the_projects(self) -> None:
+    def test_the_default_budget(self) -> None:
         assert Budget().as_dict() == {
             "relative_l2": 1.5e-2,
             "cosine_distance": 5e-4,
@@ -52,11 +52,11 @@ class TestReading:
             ("relative_l2.p99=-1", "out of range"),
         ],
     )
-    def test_a_bad_text_is_named(self, text: str, message: str) -> None:
+    def test_a_bad_text_is_rejected_with_a_reason(self, text: str, message: str) -> None:
         with pytest.raises(UsageError, match=message):
             Budget.parse([text])
 
-    def test_what_the_manifest_keeps_comes_back(self) -> None:
+    def test_a_budget_read_from_a_manifest_equals_the_one_written(self) -> None:
         budget = Budget.parse(["relative_l2=none", "sqnr_db=-3"])
         assert Budget.from_dict(budget.as_dict()) == budget
 
@@ -65,10 +65,10 @@ class TestJudging:
     def test_within_budget_there_is_no_breach(self) -> None:
         assert Budget().breaches("y", summary(relative_l2=0.02)) == []  # the mean is 0.01
 
-    def test_a_bound_that_is_just_met_is_met(self) -> None:
+    def test_a_value_equal_to_its_bound_is_within_budget(self) -> None:
         assert Budget().breaches("y", summary(relative_l2=0.03)) == []
 
-    def test_a_breach_says_what_where_and_how_much(self) -> None:
+    def test_a_breach_states_the_output_the_metric_and_the_values(self) -> None:
         (breach,) = Budget().breaches("y", summary(relative_l2=0.05))
         assert str(breach) == "output 'y': relative_l2 is 0.025, the budget allows at most 0.015"
 
@@ -90,7 +90,7 @@ class TestJudging:
         assert [(b.metric, b.measured) for b in budget.breaches("y", spread)] == [("relative_l2.p99", 0.01)]
         assert budget.ratio("relative_l2.p99", 0.018) == pytest.approx(2)
 
-    def test_the_quantiles_of_decibels_are_floors(self) -> None:
+    def test_quantiles_of_decibels_are_bounded_from_below(self) -> None:
         spread = DriftSummary.of([SampleDrift(0.0, 0.0, 0.0, float(i), 0, 0, 0) for i in (60, 10)])
         assert [b.metric for b in Budget.parse(["sqnr_db.worst=20"]).breaches("y", spread)] == ["sqnr_db.worst"]
 
@@ -129,11 +129,11 @@ class TestMeasured:
             ("max_abs", 2.0, 5.0),
         ],
     )
-    def test_it_is_what_gave_the_ratio(self, name: str, bound: float, measured: float) -> None:
+    def test_the_measured_value_is_computed_back_from_its_ratio(self, name: str, bound: float, measured: float) -> None:
         budget = Budget({name: bound})
         assert budget.measured(name, budget.ratio(name, measured)) == pytest.approx(measured)
 
-    def test_a_bound_that_allows_none_tells_only_that_there_was_none(self) -> None:
+    def test_with_a_bound_that_allows_nothing_only_zero_drift_can_be_computed_back(self) -> None:
         budget = Budget({"nonfinite": 0.0, "top1_agreement": 1.0})
         assert budget.measured("nonfinite", 0.0) == 0
         assert budget.measured("nonfinite", 1e9) is None
@@ -141,6 +141,6 @@ class TestMeasured:
         assert budget.measured("top1_agreement", 0.0) == 1
         assert budget.measured("top1_agreement", 1e9) is None
 
-    def test_without_a_bound_or_noise_there_is_nothing_to_tell(self) -> None:
+    def test_without_a_bound_or_noise_no_value_can_be_computed_back(self) -> None:
         assert Budget({}).measured("relative_l2", 0.5) is None
         assert Budget({"sqnr_db": 30.0}).measured("sqnr_db", 0.0) is None

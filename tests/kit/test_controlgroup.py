@@ -1,4 +1,4 @@
-"""Limits as a container's files show them, of both versions; the group itself is made in tests/compose."""
+"""Limits as a container's files show them, for both versions of control groups. tests/compose uses real groups."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def member(tmp_path: Path, text: str) -> Path:
 
 
 def test_in_a_container_the_root_is_its_own_group(tmp_path: Path) -> None:
-    """The file cache counts as free, memory files do not: nobody takes those back."""
+    """The file cache counts as free. Files in shared memory do not, because the kernel cannot reclaim them."""
     root = tree(tmp_path, {"memory.max": "1000\n", "memory.current": "900\n", "memory.stat": _STAT})
     found = controlgroup.memory(root, member(tmp_path, "0::/\n"))
     assert found == Memory(limit=1000, left=500)
 
 
-def test_the_least_limit_on_the_way_to_the_root_counts(tmp_path: Path) -> None:
+def test_the_smallest_limit_up_to_the_root_counts(tmp_path: Path) -> None:
     files = {
         "pod/memory.max": "1000",
         "pod/memory.current": "990",
@@ -75,13 +75,13 @@ def test_version_1_is_read_too(tmp_path: Path) -> None:
         {"memory/memory.limit_in_bytes": str(0x7FFFFFFFFFFFF000), "memory/memory.usage_in_bytes": "5"},
     ],
 )
-def test_what_is_not_limited_has_no_limit(tmp_path: Path, files: dict[str, str]) -> None:
+def test_a_missing_or_unreadable_limit_means_no_limit(tmp_path: Path, files: dict[str, str]) -> None:
     membership = member(tmp_path, "0::/\n9:memory:/\n")
     assert controlgroup.memory(tree(tmp_path, files), membership) is None
 
 
 @pytest.mark.parametrize("text", ["", "junk", "0::/../../outside\n", "::\n"])
-def test_whatever_a_system_says_of_the_membership_nothing_fails(tmp_path: Path, text: str) -> None:
+def test_an_unexpected_membership_file_causes_no_failure(tmp_path: Path, text: str) -> None:
     root = tree(tmp_path, {"memory.max": "max", "cpu.max": "max 100000"})
     assert controlgroup.memory(root, member(tmp_path, text)) is None
     assert controlgroup.cpus(root, member(tmp_path, text)) is None
@@ -95,14 +95,14 @@ def test_a_quota_is_a_number_of_processors(tmp_path: Path, quota: str, expected:
     assert controlgroup.cpus(tree(tmp_path, {"cpu.max": quota}), member(tmp_path, "0::/\n")) == expected
 
 
-def test_a_group_that_has_taken_more_than_its_limit_has_nothing_left(tmp_path: Path) -> None:
-    """A limit that was lowered is below what was taken before."""
+def test_a_group_that_uses_more_than_its_limit_has_nothing_left(tmp_path: Path) -> None:
+    """A limit that was lowered can be below the memory in use."""
     root = tree(tmp_path, {"memory.max": "100", "memory.current": "300", "memory.stat": ""})
     assert controlgroup.memory(root, member(tmp_path, "0::/\n")) == Memory(100, 0)
 
 
-def test_nothing_outside_of_what_the_process_sees_is_read(tmp_path: Path) -> None:
-    """A process that was moved out of its namespace has a path that leads above the root."""
+def test_nothing_outside_the_visible_hierarchy_is_read(tmp_path: Path) -> None:
+    """The path of a process that was moved out of its namespace leads above the root."""
     root = tree(tmp_path, {"memory.max": "max"})
     (tmp_path / "outside").mkdir()
     for name, text in {"memory.max": "100", "memory.current": "1"}.items():
@@ -111,8 +111,8 @@ def test_nothing_outside_of_what_the_process_sees_is_read(tmp_path: Path) -> Non
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux has it")
-def test_a_process_may_ask_to_be_the_first_that_is_ended() -> None:
+def test_a_process_can_ask_to_be_killed_first() -> None:
     script = "from bf16kit import controlgroup as c; c.end_first(); print(open('/proc/self/oom_score_adj').read())"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert int(done.stdout) == 1000
-    controlgroup.end_first(2**31 - 1)  # nobody: no failure
+    controlgroup.end_first(2**31 - 1)  # no such process: no failure

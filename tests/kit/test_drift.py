@@ -1,4 +1,4 @@
-"""Drift as the design defines it, against a plain float64 reference, and at its edges."""
+"""Drift as the design defines it, against a plain float64 reference, and in edge cases."""
 
 from __future__ import annotations
 
@@ -56,17 +56,19 @@ class TestDefinitions:
         (drift,) = measure(r, to_bf16(r), EMBEDDING, 0)
         assert drift.relative_l2 == pytest.approx(1.65e-3, rel=0.05)
 
-    def test_samples_lie_along_the_batch_axis(self) -> None:
+    def test_samples_are_split_along_the_batch_axis(self) -> None:
         r, c = noisy((3, 4, 5), 0.1)
         along_second = measure(r, c, EMBEDDING, 1)
         assert len(along_second) == 4
         assert along_second[2] == measure(r[:, 2], c[:, 2], EMBEDDING, None)[0]
 
     @pytest.mark.parametrize(("shape", "axis"), [((3, 4), None), ((), 0), ((5,), 1)])
-    def test_without_the_batch_axis_all_is_one_sample(self, shape: tuple[int, ...], axis: int | None) -> None:
+    def test_without_a_batch_axis_the_whole_output_is_one_sample(
+        self, shape: tuple[int, ...], axis: int | None
+    ) -> None:
         assert len(measure(*noisy(shape, 0.1), EMBEDDING, axis)) == 1
 
-    def test_no_rows_are_no_samples(self) -> None:
+    def test_no_rows_give_no_samples(self) -> None:
         assert measure(np.zeros((0, 8)), np.zeros((0, 8)), LOGITS, 0) == []
 
     def test_samples_larger_than_a_block_are_measured_like_small_ones(self) -> None:
@@ -87,15 +89,15 @@ class TestDefinitions:
         ("reference", "candidate", "matches"),
         [
             ([1.0, 1.0, 0.0], [1.0, 1.1, 0.0], 1),  # equal
-            ([1.0, 1.0 - 2**-19, 0.0], [1.0, 1.1, 0.0], 1),  # as far apart as fp32 sums in another order
-            ([1.0, 1.0 - 2**-16, 0.0], [1.0, 1.1, 0.0], 0),  # as far apart as nothing but an answer is
-            ([0.0, -1e-9, -5.0], [0.0, 1e-3, -5.0], 0),  # small is not tied
+            ([1.0, 1.0 - 2**-19, 0.0], [1.0, 1.1, 0.0], 1),  # the difference could come from another order of fp32 sums
+            ([1.0, 1.0 - 2**-16, 0.0], [1.0, 1.1, 0.0], 0),  # the difference is too large for that
+            ([0.0, -1e-9, -5.0], [0.0, 1e-3, -5.0], 0),  # small values are not tied
             ([-np.inf, -np.inf, -np.inf], [-1.0, 0.0, 0.0], 1),
             ([1.0, -np.inf, 0.0], [0.0, 1.0, 0.0], 0),
             ([np.inf, np.inf, 0.0], [0.0, np.inf, 0.0], 1),
         ],
     )
-    def test_what_the_reference_cannot_tell_apart_is_no_flip(
+    def test_a_tie_in_the_reference_does_not_count_as_a_flip(
         self, reference: list[float], candidate: list[float], matches: int
     ) -> None:
         assert one(reference, candidate, LOGITS).top1_matches == matches
@@ -109,7 +111,7 @@ class TestDefinitions:
         (drift,) = measure(np.array([True, True]), np.array([True, False]), EMBEDDING, None)
         assert drift.max_abs == 1
 
-    def test_strings_differ_or_do_not(self) -> None:
+    def test_strings_are_either_equal_or_different(self) -> None:
         r, c = np.array([b"cat", b"dog"], object), np.array([b"cat", b"cow"], object)
         assert [d.relative_l2 for d in measure(r, c, EMBEDDING, 0)] == [0, 1]
 
@@ -122,26 +124,26 @@ class TestEdges:
         assert one([1, 2], [1, 2]) == SampleDrift(0, 0, 0, INF, 0, 0, 0)
 
     def test_no_drift_is_zero_and_not_minus_zero(self) -> None:
-        """Which a table would show as -0."""
+        """A table would show minus zero as -0."""
         drift = one([1.0, -2.0], [1.0, -2.0])
         found = (drift.relative_l2, drift.cosine_distance, drift.max_abs)
         assert [(value, math.copysign(1, value)) for value in found] == [(0, 1)] * 3
 
-    def test_something_out_of_a_zero_reference_is_infinitely_far(self) -> None:
+    def test_a_nonzero_output_for_a_zero_reference_is_infinitely_far(self) -> None:
         assert one([0, 0], [0, 2]) == SampleDrift(INF, 1, 2, -INF, 0, 0, 0)
 
-    def test_zero_out_of_something_is_a_relative_error_of_one(self) -> None:
+    def test_a_zero_output_for_a_nonzero_reference_has_a_relative_error_of_one(self) -> None:
         assert one([0, 2], [0, 0]) == SampleDrift(1, 1, 2, 0, 0, 0, 0)
 
     @pytest.mark.parametrize("bad", [NAN, INF, -INF])
     def test_a_candidate_that_is_not_finite_is_counted_and_infinitely_far(self, bad: float) -> None:
         assert one([1, 2], [1, bad]) == SampleDrift(INF, 1, INF, -INF, 0, 0, 1)
 
-    def test_where_the_reference_is_not_finite_nothing_is_judged(self) -> None:
-        """A mask of -inf in the reference and of the lowest value in the candidate is no drift."""
+    def test_elements_where_the_reference_is_not_finite_are_ignored(self) -> None:
+        """A mask of -inf in the reference and of the lowest value in the candidate is not drift."""
         assert one([1, -INF, NAN], [1, -3.39e38, NAN]) == SampleDrift(0, 0, 0, INF, 0, 0, 0)
 
-    def test_one_bad_sample_leaves_the_others_alone(self) -> None:
+    def test_one_bad_sample_does_not_affect_the_others(self) -> None:
         r = np.ones((2, 3), np.float32)
         c = r.copy()
         c[0, 0] = np.nan
@@ -149,7 +151,7 @@ class TestEdges:
         assert measure(r, c, EMBEDDING, 0)[1].relative_l2 == 0
 
     def test_another_shape_is_infinitely_far_in_every_row(self) -> None:
-        """Outputs whose shape depends on the data may differ."""
+        """Outputs whose shape depends on the data may differ in shape."""
         drifts = measure(np.ones((2, 3)), np.ones((2, 4)), LOGITS, 0)
         assert [(d.relative_l2, d.max_abs) for d in drifts] == [(INF, INF)] * 2
 
@@ -194,25 +196,25 @@ class TestSummary:
         [(0, 2, True), (1, 16, True), (2, 16, False), (1, 2, False), (4, 200, True), (6, 200, False)],
     )
     def test_agreement_is_judged_with_its_sampling_error(self, flips: int, samples: int, within: bool) -> None:
-        """Wilson's limit for 1 of 16 is 0.9914, for 2 of 16 it is 0.972: the one may be an agreement of 0.99."""
+        """Wilson's limit for 1 of 16 is 0.9914, for 2 of 16 it is 0.972: only the first is compatible with 0.99."""
         rows = [sample(matches=0, rows=1)] * flips + [sample(matches=1, rows=1)] * (samples - flips)
         judged = DriftSummary.of(rows).judged("top1_agreement")
         assert judged is not None
         assert (judged >= 0.99) is within
 
-    def test_no_count_with_a_flip_in_it_speaks_for_full_agreement(self) -> None:
+    def test_a_count_with_a_flip_never_confirms_full_agreement(self) -> None:
         once = [sample(matches=0, rows=1), *[sample(matches=1, rows=1)] * 10_000]
         assert DriftSummary.of(once).judged("top1_agreement") < 1  # type: ignore[operator]
         assert DriftSummary.of(once[1:]).judged("top1_agreement") == 1
 
     def test_the_tokens_of_a_sentence_are_one_sample(self) -> None:
-        """Five of a hundred tokens in each of two sentences do not make two hundred independent rows."""
+        """Two sentences of a hundred tokens, each with five flips, are not two hundred independent rows."""
         assert upper_limit(0.95, 200) < 0.99 < upper_limit(0.95, 2)
 
-    def test_an_old_artifact_without_the_limit_is_judged_as_it_was(self) -> None:
+    def test_an_old_artifact_without_the_limit_is_judged_by_its_mean(self) -> None:
         assert DriftSummary(2, {"top1_agreement": {"mean": 0.5}}).judged("top1_agreement") == 0.5
 
-    def test_nonfinite_is_totalled(self) -> None:
+    def test_nonfinite_elements_of_all_samples_are_added_up(self) -> None:
         assert DriftSummary.of([sample(bad=2), sample(bad=3)]).judged("nonfinite") == 5
 
     def test_one_infinite_sample_makes_the_mean_infinite(self) -> None:
@@ -223,10 +225,10 @@ class TestSummary:
     def test_an_exact_sample_does_not_hide_a_noisy_one(self) -> None:
         assert DriftSummary.of([sample(sqnr_db=INF), sample(sqnr_db=20)]).judged("sqnr_db") == 20
 
-    def test_the_worst_sample_and_where_there_is_none_the_judged_number(self) -> None:
+    def test_worst_is_the_worst_sample_or_else_the_judged_number(self) -> None:
         summary = DriftSummary.of([sample(0.1, bad=1), sample(0.3, sqnr_db=10, bad=1)])
         assert [summary.worst(m) for m in ("relative_l2", "sqnr_db", "nonfinite")] == [0.3, 10, 2]
 
-    def test_nothing_cannot_be_summarised(self) -> None:
+    def test_a_summary_of_no_samples_is_an_error(self) -> None:
         with pytest.raises(ValueError, match="no samples"):
             DriftSummary.of([])

@@ -1,4 +1,4 @@
-"""What a manifest says of one stored tensor fits together, or is refused in words."""
+"""The manifest's fields for one stored tensor must fit together; otherwise they are rejected with a reason."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ MATRIX = TensorEntry(name="w", dtype="bfloat16", shape=[2, 3], file="weights.bf1
         ({"panels": 1.5}, "valid integer"),
     ],
 )
-def test_what_does_not_fit_together_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_fields_that_do_not_fit_together_are_rejected(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         TensorEntry(**(MATRIX.model_dump() | changes))
 
 
-def test_panels_are_written_only_where_there_are_some() -> None:
-    """A tensor without them is written as version 1 of the format knows it."""
+def test_the_field_panels_is_written_only_if_it_is_set() -> None:
+    """A tensor without panels is written as in version 1 of the format."""
     assert "panels" not in MATRIX.model_dump()
     assert TensorEntry(**(MATRIX.model_dump() | {"panels": 1})).model_dump()["panels"] == 1

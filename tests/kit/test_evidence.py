@@ -47,7 +47,7 @@ def evidence() -> Evidence:
     return Evidence(header(), feeds, answers, {"y": np.zeros((1, 3), np.float32)})
 
 
-def test_every_dtype_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_every_dtype_is_read_as_it_was_written(tmp_path: Path) -> None:
     written = evidence()
     (tmp_path / "e").write_bytes(written.dumps())
     found = Evidence.read(tmp_path / "e")
@@ -60,21 +60,21 @@ def test_every_dtype_comes_back_as_it_was(tmp_path: Path) -> None:
             np.testing.assert_array_equal(array, before[name])
 
 
-def test_it_is_a_safetensors_file_that_others_can_read() -> None:
+def test_evidence_is_a_safetensors_file_that_other_programs_can_read() -> None:
     tensors = load(evidence().dumps())
     assert {"input:x", "served:y", "reference:y"} <= tensors.keys()
     assert tensors["input:narrow"].dtype == np.uint16
 
 
 def other(found: bytes, change: dict[str, Any]) -> bytes:
-    """The same file with another header."""
+    """Return the same file with ``change`` applied to its header."""
     size = int.from_bytes(found[:8], "little")
     told = json.loads(json.loads(found[8 : 8 + size])["__metadata__"][KEY])
     return save(load(found), {KEY: json.dumps(told | change)})
 
 
 NULL = b'{"__metadata__":null}'
-DEEP = "[" * 100_000 + "]" * 100_000  # deeper than Python's parser goes
+DEEP = "[" * 100_000 + "]" * 100_000  # nested deeper than Python's parser allows
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ DEEP = "[" * 100_000 + "]" * 100_000  # deeper than Python's parser goes
         (other(evidence().dumps(), {"tensors": {}}), "its tensors are not those that its header lists"),
     ],
 )
-def test_what_is_no_evidence_is_told_in_one_line(tmp_path: Path, data: bytes, words: str) -> None:
+def test_a_file_that_is_not_evidence_is_reported_in_one_line(tmp_path: Path, data: bytes, words: str) -> None:
     (tmp_path / "e").write_bytes(data)
     with pytest.raises(UsageError) as told:
         Evidence.read(tmp_path / "e")
@@ -102,7 +102,7 @@ def test_what_is_no_evidence_is_told_in_one_line(tmp_path: Path, data: bytes, wo
     assert "\n" not in str(told.value)
 
 
-def test_tensors_that_are_not_as_the_header_says_are_refused() -> None:
+def test_tensors_that_do_not_match_the_header_are_rejected() -> None:
     whole = evidence().dumps()
     size = int.from_bytes(whole[:8], "little")
     notes = json.loads(json.loads(whole[8 : 8 + size])["__metadata__"][KEY])["tensors"]
@@ -121,7 +121,7 @@ def test_tensors_that_are_not_as_the_header_says_are_refused() -> None:
 
 
 @pytest.mark.parametrize("stored", [DEEP.encode(), b'["a secret", 7]', b'{"a secret": 1, "b": 2}', b"7", b"\xff"])
-def test_strings_that_are_none_are_told_without_what_is_there(stored: bytes) -> None:
+def test_invalid_strings_are_reported_without_their_content(stored: bytes) -> None:
     whole = evidence().dumps()
     size = int.from_bytes(whole[:8], "little")
     metadata = json.loads(whole[8 : 8 + size])["__metadata__"]
@@ -139,7 +139,7 @@ def test_strings_that_are_none_are_told_without_what_is_there(stored: bytes) -> 
         (np.array([["a secret", "", ""]], np.object_), r"string \[1, 3\]"),
     ],
 )
-def test_answers_that_are_not_like_the_references_are_refused(other: Array, kind: str) -> None:
+def test_outputs_of_another_kind_than_the_references_are_rejected(other: Array, kind: str) -> None:
     found = evidence()
     data = Evidence(found.header, found.feeds, found.served, {"y": other}).dumps()
     with pytest.raises(
@@ -149,14 +149,14 @@ def test_answers_that_are_not_like_the_references_are_refused(other: Array, kind
     assert "secret" not in str(told.value)
 
 
-def test_answers_without_the_references_are_refused() -> None:
+def test_missing_outputs_are_rejected() -> None:
     found = evidence()
     for broken in (Evidence(found.header, found.feeds, found.served, {}), Evidence(found.header, found.feeds, {}, {})):
         with pytest.raises(UsageError, match="not of the same outputs"):
             Evidence.loads(broken.dumps(), "e")
 
 
-def test_a_file_that_is_not_there_or_far_too_large_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_or_much_too_large_file_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="cannot be read: No such file"):
         Evidence.read(tmp_path / "none")
     monkeypatch.setattr("bf16kit.evidence.MOST_BYTES", 100)

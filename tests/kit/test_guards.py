@@ -12,8 +12,8 @@ from bf16kit.errors import ArtifactDamaged
 
 
 @pytest.mark.parametrize("what", [".", "manifest.json", "weights.bf16"])
-def test_an_artifact_of_another_user_is_told_with_who_may_not_read_it(tmp_path: Path, what: str) -> None:
-    """A volume that root filled: a line that says whom to let in, and no traceback."""
+def test_the_error_for_an_artifact_without_read_permission_names_the_user(tmp_path: Path, what: str) -> None:
+    """This happens on a volume that root filled. The error says which user needs access, without a traceback."""
     published = publish_small(tmp_path / "a" / "1").path
     with open_place() as place:
         artifact = shutil.copytree(published, place / "1")
@@ -22,7 +22,7 @@ def test_an_artifact_of_another_user_is_told_with_who_may_not_read_it(tmp_path: 
     assert f"missing or unreadable (Permission denied to user {user})" in str(refusal.value)
 
 
-def test_a_file_cut_short_is_told_with_what_to_do(tmp_path: Path) -> None:
+def test_the_error_for_a_truncated_file_says_what_to_do(tmp_path: Path) -> None:
     published = publish_small(tmp_path / "a" / "1").path
     weights = published / "weights.bf16"
     weights.write_bytes(weights.read_bytes()[:-1])

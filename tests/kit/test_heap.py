@@ -1,4 +1,4 @@
-"""Free memory goes back to the system when it is told to."""
+"""Free memory is given back to the system on request."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from bf16kit.heap import give_back, trimmer
 
-_BLOCKS, _BYTES = 256, 64 << 10  # each from the heap: glibc maps blocks of 128 KiB and more
+_BLOCKS, _BYTES = 256, 64 << 10  # small enough for the heap: glibc maps blocks of 128 KiB and more
 
 
 def _resident() -> int:
@@ -17,7 +17,7 @@ def _resident() -> int:
 
 
 @pytest.mark.skipif(trimmer() is None, reason="this C library keeps what it keeps")
-def test_what_was_freed_below_what_is_used_is_given_back() -> None:
+def test_memory_freed_below_a_block_in_use_is_given_back() -> None:
     library = ctypes.CDLL(None)
     library.malloc.restype, library.free.argtypes = ctypes.c_void_p, (ctypes.c_void_p,)
     blocks = [library.malloc(_BYTES) for _ in range(_BLOCKS)]
@@ -28,11 +28,11 @@ def test_what_was_freed_below_what_is_used_is_given_back() -> None:
     before = _resident()
     give_back()
     given = before - _resident()
-    library.free(blocks[-1])  # what lies above the others, and goes back with them by itself
+    library.free(blocks[-1])  # it lies above the others; without it, glibc gives them back by itself
     assert given > _BLOCKS * _BYTES // 2
 
 
-def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_done_with_another_c_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda _: object())
     assert trimmer() is None
     give_back()

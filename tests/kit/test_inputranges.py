@@ -7,7 +7,7 @@ import pytest
 from bf16kit.inputranges import InputRange, input_ranges
 
 
-def test_the_range_is_that_of_all_samples() -> None:
+def test_the_range_covers_all_samples() -> None:
     feeds = [
         {"x": np.array([[1.0, -2.0]], np.float32), "ids": np.array([5, 900])},
         {"x": np.array([[7.0]], np.float32)},
@@ -22,11 +22,11 @@ def test_the_range_is_that_of_all_samples() -> None:
     [np.array(["a"], object), np.array([True, False]), np.zeros((0, 3), np.float32)],
     ids=["strings", "booleans", "nothing"],
 )
-def test_what_has_no_range_has_none(array: np.ndarray) -> None:
+def test_strings_booleans_and_empty_arrays_have_no_range(array: np.ndarray) -> None:
     assert input_ranges([{"x": array}]) == {}
 
 
-def test_values_that_are_not_finite_are_told_apart_and_are_in_range_only_where_there_were_some() -> None:
+def test_nonfinite_values_are_in_range_only_if_the_samples_had_some() -> None:
     some, none = np.array([1.0, np.inf, np.nan]), np.array([np.nan, np.nan])
     assert input_ranges([{"x": some}]) == {"x": InputRange(low=1.0, high=1.0, nonfinite=True)}
     assert input_ranges([{"x": none}]) == {"x": InputRange(low=0.0, high=0.0, nonfinite=True)}
@@ -35,8 +35,8 @@ def test_values_that_are_not_finite_are_told_apart_and_are_in_range_only_where_t
     assert "not finite" in str(InputRange(low=0.0, high=1.0, nonfinite=True))
 
 
-def test_half_of_the_range_beyond_it_is_still_within_and_so_is_zero() -> None:
-    known = InputRange(low=2.0, high=10.0)  # taken as 0 to 10
+def test_zero_and_values_up_to_half_a_range_beyond_the_ends_are_in_range() -> None:
+    known = InputRange(low=2.0, high=10.0)  # extended to 0 to 10
     assert known.outside(np.array([-5.0, 0.0, 15.0])).any() == np.False_
     assert known.outside(np.array([-5.1, 15.1, 10 * 2.0**20])).all()
     mask = InputRange(low=1.0, high=1.0)

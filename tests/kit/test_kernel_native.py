@@ -1,4 +1,4 @@
-"""The C++ kernel by itself, without ONNX Runtime: its own property test, in a short run.
+"""A short run of the C++ kernel's own property test, without ONNX Runtime.
 
 ``make test-kernel`` runs ten thousand cases under sanitizers.
 """
@@ -18,8 +18,8 @@ pytestmark = pytest.mark.long  # compiles the kernel's own tests
 _ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_kernel_agrees_with_float64_and_with_itself_however_it_is_called() -> None:
-    """In 500 random cases; a failure names the seed and the case, which ``run.sh --seed S --only N`` repeats."""
+def test_the_kernel_agrees_with_float64_and_with_itself() -> None:
+    """Run 500 random cases. A failure names the seed and the case; ``run.sh --seed S --only N`` repeats it."""
     compiler = os.environ.get("CXX") or "g++"
     if shutil.which(shlex.split(compiler)[0]) is None:
         pytest.skip(f"no C++ compiler: {compiler} is not on PATH (Debian: apt-get install g++)")

@@ -1,4 +1,4 @@
-"""The bits of a low half that can be other than zero, packed; and what that makes of a residual."""
+"""Packing the bits of a low half that can differ from zero, and the residual that results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bf16kit.residual import Encoder, decode
 
 
 @given(st.integers(0, 15), st.integers(0, 70), st.integers(0, 2**32 - 1))
-def test_packing_is_undone(count: int, elements: int, seed: int) -> None:
+def test_unpacking_restores_what_was_packed(count: int, elements: int, seed: int) -> None:
     random = np.random.default_rng(seed)
     low = (random.integers(0, 1 << count, elements) << (16 - count)).astype(np.uint16)
     packed = lowbits.pack(low, count)
@@ -25,19 +25,19 @@ def test_packing_is_undone(count: int, elements: int, seed: int) -> None:
     np.testing.assert_array_equal(lowbits.unpack(memoryview(packed), elements, count), low)
 
 
-def test_the_bytes_of_a_group_are_its_bits_from_the_lowest_kept_one() -> None:
+def test_a_group_is_stored_as_bit_planes_from_the_lowest_kept_bit() -> None:
     low = np.array([0x2000, 0x4000, 0x8000, 0xE000, 0, 0, 0, 0, 0x2000], np.uint16)
     assert lowbits.pack(low, 3) == bytes([0b1001, 0b1010, 0b1100, 1, 0, 0])
 
 
-def test_a_bit_that_would_be_lost_is_refused() -> None:
+def test_a_bit_that_would_be_lost_is_rejected() -> None:
     with pytest.raises(ValueError, match="more than 3 bits"):
         lowbits.pack(np.array([0x1000], np.uint16), 3)
 
 
 @pytest.mark.parametrize(("dtype", "most"), [("float16", 2.45), ("bfloat16", 2.01)])
-def test_every_number_that_was_narrower_comes_back_in_few_bytes(dtype: str, most: float) -> None:
-    """All 65,536 patterns, infinities, NaNs and subnormals among them, in blocks that are no multiple of eight."""
+def test_numbers_from_a_narrower_dtype_are_restored_from_few_bytes(dtype: str, most: float) -> None:
+    """Cover all 65,536 patterns, with infinities, NaNs and subnormals, in blocks that are no multiple of eight."""
     source = np.arange(1 << 16, dtype=np.uint16).view(np.float16 if dtype == "float16" else ml_dtypes.bfloat16)
     source = np.random.default_rng(0).permutation(source)
     fp32 = source.astype(np.float32)

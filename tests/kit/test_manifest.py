@@ -1,4 +1,4 @@
-"""The manifest: canonical bytes, and words for whatever is wrong with it."""
+"""The manifest: canonical bytes, and a clear message for each error in it."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def manifest(**changes: Any) -> Manifest:
 
 
 def sealed(fields: dict[str, Any]) -> bytes:
-    """Fields as a manifest would be written, digest included: a file that was made wrong, not damaged."""
+    """Return the fields as a manifest with a valid digest: it may be wrong, but it is not damaged."""
     text = json.dumps(fields | {"digest": "0" * 64}, sort_keys=True, indent=1, ensure_ascii=False).encode() + b"\n"
     return text.replace(b"0" * 64, hashlib.sha256(text).hexdigest().encode())
 
@@ -81,18 +81,18 @@ def fields_of(data: bytes) -> dict[str, Any]:
 
 
 class TestBytes:
-    def test_what_is_written_is_read_back(self) -> None:
+    def test_a_manifest_is_read_as_it_was_written(self) -> None:
         assert Manifest.loads(manifest().dumps(), "manifest.json") == manifest()
 
     def test_the_bytes_are_canonical(self) -> None:
-        """Sorted keys, one space, UTF-8, a newline at the end, the same whenever and however often it is written."""
+        """Keys are sorted, indents are one space, the text is UTF-8 and ends with a newline. Rewriting keeps it."""
         data = manifest().dumps()
         assert data == Manifest.loads(data, "").dumps()
         assert data == (json.dumps(json.loads(data), sort_keys=True, indent=1, ensure_ascii=False) + "\n").encode()
         assert "ŷ".encode() in data
 
     def test_infinite_drift_is_written_as_a_word_and_read_as_a_number(self) -> None:
-        """JSON has no infinity; what other readers would choke on is not written."""
+        """JSON has no infinity, and other readers could not parse one."""
         data = manifest().dumps()
         assert fields_of(data)["drift"]["cpu"]["outputs"]["ŷ"]["sqnr_db"]["mean"] == "inf"
         assert Manifest.loads(data, "").drift["cpu"].outputs["ŷ"]["sqnr_db"]["mean"] == math.inf
@@ -102,7 +102,7 @@ class TestBytes:
         digest = fields_of(data)["digest"].encode()
         assert hashlib.sha256(data.replace(digest, b"0" * 64)).hexdigest().encode() == digest
 
-    def test_specs_come_back_as_they_were(self) -> None:
+    def test_specs_are_read_as_they_were_written(self) -> None:
         spec = TensorSpec("x", "int64", ("batch", 3), "other")
         assert SpecEntry.of(spec).spec() == spec
 
@@ -112,9 +112,9 @@ class TestBytes:
 
 
 class TestVersions:
-    """A manifest is of the oldest version that can say it, so that old readers refuse only what they would misread."""
+    """A manifest has the oldest version that can express it: old readers reject only what they would misread."""
 
-    def test_without_panels_it_is_version_1_and_has_no_word_of_them(self) -> None:
+    def test_without_panels_it_is_version_1_and_does_not_mention_them(self) -> None:
         assert fields_of(manifest().dumps())["schema_version"] == 1
         assert b"panels" not in manifest().dumps()
 
@@ -145,7 +145,7 @@ class TestVersions:
         ],
         ids=lambda news: next(iter(news)),
     )
-    def test_what_version_3_brought_makes_it_version_3(self, news: dict[str, Any]) -> None:
+    def test_a_feature_of_version_3_makes_it_version_3(self, news: dict[str, Any]) -> None:
         made = manifest(**news)
         assert made.schema_version == 3
         assert Manifest.loads(made.dumps(), "") == made
@@ -153,8 +153,8 @@ class TestVersions:
             Manifest.loads(sealed(fields_of(made.dumps()) | {"schema_version": 2}), "manifest.json")
 
     @pytest.mark.parametrize("profile", ["cpu", "cpu-bf16"])
-    def test_what_version_4_brought_makes_it_version_4(self, profile: str) -> None:
-        """A server that knows nothing of it asks for an upgrade, and does not stumble over a name."""
+    def test_a_feature_of_version_4_makes_it_version_4(self, profile: str) -> None:
+        """An older server then asks for an upgrade, and does not fail on an unknown name."""
         entry = ProfileEntry(format="onnx", graph="cpu.onnx", precision="bf16", verified="host")
         news = entry.model_copy(update={"golden": "own.safetensors"}) if profile == "cpu" else entry
         made = manifest(profiles={profile: news})
@@ -163,7 +163,7 @@ class TestVersions:
         with pytest.raises(ArtifactError, match="schema version 3 has no profile cpu-bf16 or golden samples"):
             Manifest.loads(sealed(fields_of(made.dumps()) | {"schema_version": 3}), "manifest.json")
 
-    def test_what_version_5_brought_makes_it_version_5(self) -> None:
+    def test_an_export_makes_it_version_5(self) -> None:
         made = manifest(exports={"safetensors": _EXPORT})
         assert made.schema_version == 5
         assert Manifest.loads(made.dumps(), "") == made
@@ -182,7 +182,7 @@ class TestVersions:
             ({"hf": _EXPORT.model_copy(update={"files": []})}, "at least 1 item"),
         ],
     )
-    def test_an_export_that_is_none_is_refused(self, exports: dict[str, ExportEntry], said: str) -> None:
+    def test_an_invalid_export_is_rejected(self, exports: dict[str, ExportEntry], said: str) -> None:
         fields = fields_of(manifest(exports={"hf": _EXPORT}).dumps())
         fields["exports"] = {name: entry.model_dump() for name, entry in exports.items()}
         with pytest.raises(ArtifactError, match=said):
@@ -196,7 +196,7 @@ class TestVersions:
         with pytest.raises(ArtifactError, match="schema version 4 has no exports, or profiles of format pt2"):
             Manifest.loads(sealed(fields_of(made.dumps()) | {"schema_version": 4}), "manifest.json")
 
-    def test_a_file_that_was_given_makes_it_version_6(self) -> None:
+    def test_a_file_given_beside_the_checkpoint_makes_it_version_6(self) -> None:
         made = manifest(given=[GivenEntry(option="--map", name="rules.yaml", sha256="1" * 64, bytes=3)])
         assert made.schema_version == 6
         assert Manifest.loads(made.dumps(), "") == made
@@ -205,20 +205,20 @@ class TestVersions:
             Manifest.loads(sealed(fields_of(made.dumps()) | {"schema_version": 5}), "manifest.json")
 
     @pytest.mark.parametrize("wrong", [{"name": "../rules.yaml"}, {"sha256": "0"}, {"option": "--out"}, {"bytes": -1}])
-    def test_a_file_that_was_given_has_a_plain_name_and_a_digest(self, wrong: dict[str, Any]) -> None:
+    def test_a_file_given_beside_the_checkpoint_has_a_plain_name_and_a_digest(self, wrong: dict[str, Any]) -> None:
         given = [{"option": "--map", "name": "rules.yaml", "sha256": "1" * 64, "bytes": 3} | wrong]
         fields = fields_of(manifest().dumps()) | {"given": given, "schema_version": 6}
         with pytest.raises(ArtifactError, match=f"given.0.{next(iter(wrong))}"):
             Manifest.loads(sealed(fields), "manifest.json")
 
-    def test_an_amended_manifest_is_of_the_lowest_version_again(self) -> None:
+    def test_an_amended_manifest_again_has_the_lowest_possible_version(self) -> None:
         entry = ProfileEntry(format="onnx", graph="cpu.onnx", precision="bf16", verified="host")
         made = manifest().amended(profiles={"cpu-bf16": entry})
         assert made.schema_version == 4
         assert made.amended(profiles=manifest().profiles).schema_version == 1
         assert b"golden.cpu" not in made.dumps()
 
-    def test_golden_samples_are_the_manifest_s_unless_a_profile_has_its_own(self) -> None:
+    def test_a_profile_without_its_own_golden_samples_uses_the_manifests(self) -> None:
         entry = ProfileEntry(format="onnx", graph="a.onnx", precision="bf16", verified="host")
         own = entry.model_copy(update={"golden": "own.safetensors"})
         made = manifest(profiles={"cpu": entry, "cpu-bf16": own}, golden="golden.safetensors")
@@ -227,13 +227,13 @@ class TestVersions:
             "own.safetensors",
         ]
 
-    def test_without_news_it_has_no_word_of_version_3(self) -> None:
+    def test_without_features_of_version_3_it_does_not_mention_them(self) -> None:
         assert not any(word in manifest().dumps() for word in (b"oracle", b"requires", b"measurements", b'"code"'))
 
 
-class TestRefused:
+class TestRejected:
     def test_every_flipped_bit(self) -> None:
-        """Whatever it makes of the text, the file is refused by name."""
+        """Any flipped bit makes the file invalid, and the error names the file."""
         data = manifest().dumps()
         for at in range(len(data)):
             for bit in range(8):
@@ -262,11 +262,11 @@ class TestRefused:
             (b'{"schema_version": 3}', "its digest differs"),
         ],
     )
-    def test_what_is_no_manifest(self, data: bytes, message: str) -> None:
+    def test_a_file_that_is_not_a_manifest(self, data: bytes, message: str) -> None:
         with pytest.raises(ArtifactError, match=message):
             Manifest.loads(data, "manifest.json")
 
-    def test_a_newer_schema_whatever_else_it_holds(self) -> None:
+    def test_a_newer_schema_with_any_content(self) -> None:
         with pytest.raises(ManifestVersionError, match=r"schema version 7 is newer than 6.*upgrade bf16kit"):
             Manifest.loads(b'{"schema_version": 7, "novelty": []}', "manifest.json")
 
@@ -302,7 +302,7 @@ class TestRefused:
 
 
 class TestConsistency:
-    """What a manifest says must fit together before anything is read."""
+    """The fields of a manifest must fit together before any file is read."""
 
     def test_tensor_names_are_unique(self) -> None:
         with pytest.raises(ValidationError, match="same name"):

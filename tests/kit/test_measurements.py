@@ -52,7 +52,7 @@ def _measured() -> Measurements:
     )
 
 
-def test_what_is_written_is_read_again_to_the_bit() -> None:
+def test_measurements_are_read_exactly_as_they_were_written() -> None:
     data = _measured().dumps()
     assert Measurements.loads(data, "m") == _measured()
     assert Measurements.loads(data, "m").dumps() == data
@@ -60,20 +60,20 @@ def test_what_is_written_is_read_again_to_the_bit() -> None:
     assert data.endswith(b"}\n")
 
 
-def test_measurements_that_are_older_than_ranges_of_inputs_are_read_and_written_as_they_were() -> None:
+def test_old_measurements_without_input_ranges_are_read_and_written_unchanged() -> None:
     old = _measured().model_copy(update={"inputs": {}})
     assert b'"inputs"' not in old.dumps()
     assert Measurements.loads(old.dumps(), "m") == old
     assert _measured().fitted().inputs == _measured().inputs
 
 
-def test_an_output_that_is_no_logits_has_no_top1_columns() -> None:
+def test_an_output_that_is_not_logits_has_no_top1_columns() -> None:
     columns = SampleColumns.of([replace(DRIFT, top1_matches=0, top1_rows=0)], 10)
     assert columns.top1_rows == []
     assert SampleColumns.of([DRIFT], 10).top1_rows == [4]
 
 
-def test_thousands_of_samples_are_thinned_evenly_and_it_is_said_of_how_many() -> None:
+def test_thousands_of_samples_are_thinned_evenly_and_their_count_is_kept() -> None:
     found = sample_columns({p: {o: _drifts(9_000) for o in "ab"} for p in ("cpu", "cuda")})
     rows = found["cpu"]["a"]
     assert rows.measured == 9_000
@@ -82,13 +82,13 @@ def test_thousands_of_samples_are_thinned_evenly_and_it_is_said_of_how_many() ->
     Measurements(profiles={p: ProfileMeasurements(outputs=outputs) for p, outputs in found.items()})
 
 
-def test_few_rows_stay_as_they_are() -> None:
+def test_few_rows_are_not_thinned() -> None:
     assert list(thin("abc", 10)) == ["a", "b", "c"]
     assert list(thin("", 10)) == []
 
 
 def test_of_too_many_tensors_the_worst_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Overflow is worse than what is flushed to zero, that than subnormals, and those than a value near an end."""
+    """The order, worst first: overflow, values flushed to zero, subnormals, values near an end of the range."""
     monkeypatch.setattr(measurements, "MOST_TENSORS", 4)
     kept = ranges(
         {
@@ -103,7 +103,7 @@ def test_of_too_many_tensors_the_worst_are_kept(monkeypatch: pytest.MonkeyPatch)
     assert kept.measured == 5
 
 
-def test_room_is_counted_in_binades_to_the_nearer_end() -> None:
+def test_room_is_the_number_of_binades_to_the_nearer_end() -> None:
     found = ranges({"w": Census(count=2, max_abs=2.0**120, min_abs_nonzero=2.0**-120), "zeros": Census(count=2)})
     assert found.tensors["w"].room == pytest.approx(6.0)
     assert math.isinf(found.tensors["zeros"].room)
@@ -133,20 +133,20 @@ def _edit(change: Callable[[dict[str, Any]], object]) -> bytes:
     ],
     ids=lambda value: value if isinstance(value, str) else "data",
 )
-def test_a_file_that_breaks_the_rules_is_refused_by_name(data: bytes, said: str) -> None:
+def test_an_invalid_file_is_rejected_and_named(data: bytes, said: str) -> None:
     with pytest.raises(ArtifactError, match=r"/a/measurements\.json") as raised:
         Measurements.loads(data, "/a/measurements.json")
     assert said in str(raised.value)
 
 
-def test_more_rows_than_may_be_kept_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_rows_than_the_limit_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     data = _measured().dumps()
     monkeypatch.setattr(measurements, "MOST_SAMPLES", 1)
     with pytest.raises(ArtifactError, match="2 rows of samples; at most 1"):
         Measurements.loads(data, "m")
 
 
-def test_a_file_beyond_all_measure_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_larger_than_the_limit_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measurements, "MAX_BYTES", 1 << 20)
     with pytest.raises(ArtifactError, match="larger than 1 MiB"):
         Measurements.loads(b" " * ((1 << 20) + 1), "m")
@@ -154,7 +154,7 @@ def test_a_file_beyond_all_measure_is_not_read(monkeypatch: pytest.MonkeyPatch) 
 
 @settings(max_examples=300)
 @given(st.data())
-def test_a_damaged_file_is_refused_or_read_and_nothing_else(data: st.DataObject) -> None:
+def test_a_damaged_file_is_rejected_or_can_be_written_and_read_again(data: st.DataObject) -> None:
     written = bytearray(_measured().dumps())
     for _ in range(data.draw(st.integers(1, 4))):
         written[data.draw(st.integers(0, len(written) - 1))] = data.draw(st.integers(0, 255))
@@ -165,7 +165,7 @@ def test_a_damaged_file_is_refused_or_read_and_nothing_else(data: st.DataObject)
     assert Measurements.loads(found.dumps(), "m").dumps() == found.dumps()
 
 
-def test_names_without_end_cost_rows_and_not_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_very_long_names_cost_rows_but_not_the_whole_file(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "x" * 10_000
     measured = _measured().model_copy(update={"ranges": ranges({name: Census(count=1)})})
     assert measured.fitted() is measured

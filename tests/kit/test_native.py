@@ -1,4 +1,4 @@
-"""The compiled loops give the bits of numpy and ml_dtypes, whatever they are given."""
+"""The compiled loops give the same bits as numpy and ml_dtypes for any input."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SPECIAL = np.array((*FINITE, 0x7F7FFFFF, 0x7F800000, 0x7F800001, 0x7FBFFFFF, 0x7
 
 @pytest.fixture(scope="module")
 def loops() -> Loops:
-    """A library that is older than these functions is not skipped: build it again."""
+    """Return the compiled loops. A library that is too old to have them fails the tests: build it again."""
     found = native.loops()
     assert found is not None
     return found
@@ -34,7 +34,7 @@ def loops() -> Loops:
 
 @pytest.fixture(scope="module")
 def patterns() -> Words:
-    """Ten million patterns: random ones, every upper half with every interesting lower one, and the special ones."""
+    """Return ten million patterns: random, special, and every upper half with each lower half at a rounding limit."""
     upper = np.arange(1 << 16, dtype=np.uint32) << 16
     neighbours = [upper | low for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)]
     random = np.random.default_rng(0).integers(0, 1 << 32, 10_000_000, np.uint32)
@@ -46,15 +46,15 @@ def rounded(words: Words) -> NDArray[np.uint16]:
         return words.view(np.float32).astype(ml_dtypes.bfloat16).view(np.uint16)
 
 
-def test_rounding_is_ml_dtypes_on_ten_million_patterns(loops: Loops, patterns: Words) -> None:
+def test_rounding_equals_ml_dtypes_on_ten_million_patterns(loops: Loops, patterns: Words) -> None:
     out = np.empty(patterns.size, np.uint16)
     loops.round(patterns, out)
     np.testing.assert_array_equal(out, rounded(patterns))
 
 
 @given(WORDS, st.integers(0, 9))
-def test_rounding_writes_exactly_what_it_was_given_room_for(words: Words, shift: int) -> None:
-    """Any length and any alignment within a vector; nothing before and nothing behind is touched."""
+def test_rounding_writes_only_into_its_output(words: Words, shift: int) -> None:
+    """For any length and any alignment within a vector, nothing before or after the output changes."""
     found = native.loops()
     assert found is not None
     from_here = np.concatenate([np.zeros(shift, np.uint32), words])[shift:]
@@ -65,7 +65,7 @@ def test_rounding_writes_exactly_what_it_was_given_room_for(words: Words, shift:
     assert (room[shift + words.size :] == 0xABCD).all()
 
 
-def test_parting_and_joining_are_each_others_opposite_but_for_the_odd(loops: Loops, patterns: Words) -> None:
+def test_joining_reverses_parting_except_for_the_odd_elements(loops: Loops, patterns: Words) -> None:
     stored = rounded(patterns)
     low, odd = loops.part(patterns, stored)
     joined = np.empty_like(patterns)
@@ -77,7 +77,7 @@ def test_parting_and_joining_are_each_others_opposite_but_for_the_odd(loops: Loo
 
 
 def _stored(words: Words) -> numerics.Bf16Array:
-    """Some bf16 values that have nothing to do with ``words``."""
+    """Return bf16 values that are unrelated to ``words``."""
     return words[::-1].astype(np.uint16).view(numerics.BF16)
 
 
@@ -93,9 +93,7 @@ WITH_AND_WITHOUT: dict[str, Callable[[Words], object]] = {
 
 
 @pytest.mark.parametrize("what", WITH_AND_WITHOUT)
-def test_without_the_library_everything_is_the_same(
-    patterns: Words, what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_results_are_the_same_without_the_library(patterns: Words, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     compute = WITH_AND_WITHOUT[what]
     compiled = compute(patterns)
     monkeypatch.setattr(numerics, "loops", lambda: None)
@@ -104,14 +102,16 @@ def test_without_the_library_everything_is_the_same(
 
 
 @pytest.mark.parametrize("words", [SPECIAL[:0], SPECIAL[:1], SPECIAL[-3:]], ids=["none", "zero", "NaN"])
-def test_the_census_of_tensors_without_a_finite_value(words: Words, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_census_of_no_value_of_zero_and_of_nan_is_the_same_without_the_library(
+    words: Words, monkeypatch: pytest.MonkeyPatch
+) -> None:
     compiled = numerics.census(words.view(np.float32))
     monkeypatch.setattr(numerics, "loops", lambda: None)
     assert numerics.census(words.view(np.float32)) == compiled
 
 
 def test_a_tensor_at_an_odd_address_is_rounded_too() -> None:
-    """A safetensors file may put its first tensor at any byte."""
+    """A safetensors file may store its first tensor at any byte."""
     words = np.random.default_rng(0).integers(0, 1 << 32, 1000, np.uint32)
     shifted = np.frombuffer(b"x" + words.tobytes(), np.uint8)[1:].view(np.float32)
     assert not shifted.flags.aligned
@@ -122,9 +122,7 @@ def test_a_tensor_at_an_odd_address_is_rounded_too() -> None:
     assert residual.decode(moved, rounded(words).view(numerics.BF16)).tobytes() == words.tobytes()
 
 
-def test_a_library_that_is_not_there_or_not_ours_is_done_without(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_damaged_or_foreign_library_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "damaged.so").write_bytes(b"not a library")
     for library in (tmp_path / "absent.so", tmp_path / "damaged.so", Path("libc.so.6")):
         monkeypatch.setattr(native, "LIBRARY", library)

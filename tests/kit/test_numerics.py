@@ -44,7 +44,7 @@ EDGES = np.array(
         0x7F7F8000,  # the first that overflows
         0x7F7FFFFF,  # largest fp32
         0x7F800000,  # infinity
-        0x7F800001,  # a signalling NaN whose payload rounding would cut away
+        0x7F800001,  # a signalling NaN whose payload rounding would remove
         0x7FC00000,  # the quiet NaN
         0x7FFFFFFF,  # a NaN that add-and-shift would turn into -0
     ],
@@ -65,7 +65,7 @@ def random_bits(count: int, seed: int = 0) -> NDArray[np.uint32]:
 
 
 def round_by_hand(bits: NDArray[np.uint32]) -> NDArray[np.uint16]:
-    """Round to nearest even in integers, NaN tested first: another way to the same numbers."""
+    """Round to nearest even with integers, NaN tested first: an independent way to the same numbers."""
     wide = bits.astype(np.uint64)
     rounded = (wide + 0x7FFF + ((wide >> 16) & 1)) >> 16
     is_nan = (wide & 0x7FFFFFFF) > 0x7F800000
@@ -99,7 +99,7 @@ class TestRounding:
         assert np.array_equal(rounded, round_by_hand(bits))
 
     def test_every_exponent_with_every_rounding_neighbourhood(self) -> None:
-        """All high halves, with the low halves on either side of each decision."""
+        """Cover all high halves, each with the low halves on either side of each rounding decision."""
         low = np.array([0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
         bits = ((np.arange(1 << 16, dtype=np.uint32) << np.uint32(16))[:, None] | low).reshape(-1)
         assert np.array_equal(bf16_bits(to_bf16(floats(bits))), round_by_hand(bits))
@@ -119,7 +119,7 @@ class TestRounding:
             (0xFFFFFFFF, 0xFFC0),
         ],
     )
-    def test_edges(self, fp32: int, bf16: int) -> None:
+    def test_edge_cases(self, fp32: int, bf16: int) -> None:
         assert bf16_bits(to_bf16(floats(np.array([fp32], np.uint32))))[0] == bf16
 
     def test_no_value_moves_by_more_than_half_an_ulp(self) -> None:
@@ -128,7 +128,7 @@ class TestRounding:
         error = np.abs(to_fp32(to_bf16(x.astype(np.float32))) - x) / np.abs(x)
         assert error.max() <= UNIT_ROUNDOFF / (1 + UNIT_ROUNDOFF)
 
-    def test_constants_are_what_they_say(self) -> None:
+    def test_constants_have_the_bits_that_their_names_say(self) -> None:
         bits = np.array([0x7F7F, 0xFF7F, 0x0080], np.uint16)
         assert bits.view(BF16).astype(np.float64).tolist() == [LARGEST, LOWEST, SMALLEST_NORMAL]
         assert np.float32(OVERFLOW).view(np.uint32) == 0x7F7F8000
@@ -144,7 +144,7 @@ class TestRounding:
         assert rounded.flags.c_contiguous
         assert np.array_equal(rounded.astype(np.float32), x)
 
-    def test_the_result_may_have_its_place_given(self) -> None:
+    def test_the_caller_may_give_the_output_array(self) -> None:
         x = np.arange(12, dtype=np.float32).reshape(3, 4)
         out = np.zeros((5, 4), BF16)
         assert to_bf16(x, out=out[1:4]).base is out
@@ -153,7 +153,7 @@ class TestRounding:
             with pytest.raises(ValueError, match="cannot round"):
                 to_bf16(x, out=wrong)
 
-    def test_other_dtypes_are_refused(self) -> None:
+    def test_other_dtypes_are_rejected(self) -> None:
         with pytest.raises(TypeError, match="float64"):
             to_bf16(np.zeros(1))  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="float32"):
@@ -168,8 +168,8 @@ class TestOptions:
         assert subnormal.any()
         assert np.array_equal(flushed, np.where(subnormal, kept & 0x8000, kept))
 
-    def test_flush_is_what_cloud_tpu_documents_case_by_case(self) -> None:
-        """The table of docs/facts/numerics.md, which names the source of each row."""
+    def test_flush_gives_what_cloud_tpu_documents_in_each_case(self) -> None:
+        """The cases are in the table of docs/facts/numerics.md, which names the source of each row."""
         page = (Path(__file__).parents[2] / "docs" / "facts" / "numerics.md").read_text()
         cases = re.findall(r"^\| 0x([0-9A-F]{8}) \| 0x([0-9A-F]{4}) \|", page, re.MULTILINE)
         assert len(cases) == 18
@@ -191,7 +191,7 @@ class TestOptions:
 
 class TestUlpDistance:
     def test_neighbours_are_one_apart_over_the_whole_of_bfloat16(self) -> None:
-        """Walking all values in order, from -inf to +inf, takes one step each; the two zeros are one."""
+        """In order from -inf to +inf, each value is one step from the next; only the two zeros have no distance."""
         numbers = EVERY_BF16[(bf16_bits(EVERY_BF16) & 0x7FFF) <= 0x7F80]
         ordered = numbers[np.argsort(numbers.astype(np.float64), kind="stable")]
         steps = ulp_distance(ordered[1:], ordered[:-1])
@@ -210,13 +210,13 @@ class TestUlpDistance:
         assert ulp_distance(EVERY_BF16, EVERY_BF16).tolist() == [0] * (1 << 16)
         assert ulp_distance(nan, one).tolist() == [np.iinfo(np.int64).max]
 
-    def test_different_dtypes_are_refused(self) -> None:
+    def test_different_dtypes_are_rejected(self) -> None:
         with pytest.raises(TypeError, match="bfloat16"):
             ulp_distance(np.zeros(1, BF16), np.zeros(1, np.float32))
 
 
 class TestCensus:
-    def test_counts_agree_with_what_rounding_did(self) -> None:
+    def test_counts_agree_with_the_results_of_rounding(self) -> None:
         bits = np.concatenate([both_signs(EDGES), random_bits(1 << 20), random_bits(1 << 16) & np.uint32(0x80FFFFFF)])
         x = floats(bits)
         y = to_bf16(x).astype(np.float64)

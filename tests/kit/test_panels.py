@@ -1,4 +1,4 @@
-"""Panels: the exact bytes of the documented layout, and back."""
+"""Panels: packing to the exact bytes of the documented layout, and unpacking."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from bf16kit import panels
 from bf16kit.numerics import BF16
 from bf16kit.panels import WIDTH, pack, strips, unpack
 
-# More than two panels and every kind of tail; no rows and no columns, too.
+# Up to more than two panels, with every kind of tail, and also without rows or columns.
 SIDES = st.integers(0, 2 * WIDTH + 5)
 AXES = st.sampled_from([0, 1])
 
 
 def counted(rows: int, columns: int) -> NDArray[Any]:
-    """A bfloat16 matrix in which every element has bits of its own."""
+    """Return a bfloat16 matrix in which all elements have different bits."""
     return np.arange(rows * columns, dtype=np.uint16).reshape(rows, columns).view(ml_dtypes.bfloat16)
 
 
 @given(SIDES, SIDES, AXES)
-def test_what_was_packed_is_unpacked(rows: int, columns: int, axis: int) -> None:
+def test_unpacking_restores_what_was_packed(rows: int, columns: int, axis: int) -> None:
     matrix = counted(rows, columns)
     back = unpack(pack(matrix, axis), matrix.shape, axis)
     assert back.dtype == matrix.dtype
@@ -37,7 +37,7 @@ def test_what_was_packed_is_unpacked(rows: int, columns: int, axis: int) -> None
 
 @given(SIDES, SIDES, AXES)
 def test_every_byte_is_where_the_format_says(rows: int, columns: int, axis: int) -> None:
-    """The formula of docs/artifact-format.md, one element after the other."""
+    """Each element is checked against the formula of docs/artifact-format.md."""
     matrix = counted(rows, columns)
     k_size, n_size = (rows, columns) if axis == 1 else (columns, rows)
     expected = bytearray(2 * matrix.size)
@@ -51,8 +51,8 @@ def test_every_byte_is_where_the_format_says(rows: int, columns: int, axis: int)
 
 
 @given(SIDES, SIDES)
-def test_a_matrix_and_its_transpose_are_the_same_panels(rows: int, columns: int) -> None:
-    """The axis says which of the two was stored; what the product reads is one and the same."""
+def test_a_matrix_and_its_transpose_have_the_same_panels(rows: int, columns: int) -> None:
+    """The axis says which of the two was stored; the product reads the same bytes."""
     matrix = counted(rows, columns)
     assert pack(matrix, 1).tobytes() == pack(matrix.T, 0).tobytes()
     assert pack(matrix, 1).tobytes() == pack(np.ascontiguousarray(matrix.T), 0).tobytes()
@@ -64,8 +64,8 @@ def test_any_dtype_keeps_its_bits(dtype: type[np.generic]) -> None:
     assert unpack(pack(matrix, 0), (40, 70), 0).tobytes() == matrix.tobytes()
 
 
-def test_what_is_given_back_is_nobody_elses() -> None:
-    """Also for one panel, whose bytes are the matrix' own: neither result may be a view of what was given."""
+def test_results_do_not_share_memory_with_the_arguments() -> None:
+    """This also holds for a single panel, whose bytes equal those of the matrix."""
     matrix = counted(4, WIDTH)
     flat = pack(matrix, 1)
     assert not np.shares_memory(flat, matrix)
@@ -73,7 +73,7 @@ def test_what_is_given_back_is_nobody_elses() -> None:
 
 
 @pytest.mark.parametrize(("shape", "axis"), [((8,), 0), ((2, 2, 2), 1), ((), 0), ((4, 2), 2), ((4, 2), -1)])
-def test_no_matrix_or_no_such_axis_is_refused(shape: tuple[int, ...], axis: int) -> None:
+def test_an_array_that_is_not_a_matrix_and_a_wrong_axis_are_rejected(shape: tuple[int, ...], axis: int) -> None:
     with pytest.raises(ValueError, match=rf"axis 0 or 1 of a matrix, not along axis {axis} of \[.*\]"):
         pack(np.zeros(shape), axis)
     with pytest.raises(ValueError, match="axis 0 or 1 of a matrix"):
@@ -81,7 +81,7 @@ def test_no_matrix_or_no_such_axis_is_refused(shape: tuple[int, ...], axis: int)
 
 
 @pytest.mark.parametrize("flat", [np.zeros(7), np.zeros(9), np.zeros((2, 4))])
-def test_panels_of_another_size_are_refused(flat: NDArray[Any]) -> None:
+def test_panels_of_another_size_are_rejected(flat: NDArray[Any]) -> None:
     with pytest.raises(ValueError, match=r"panels of \[4, 2\] are 8 elements in a row, got \["):
         unpack(flat, (4, 2), 1)
 
@@ -91,7 +91,7 @@ def test_panels_of_another_size_are_refused(flat: NDArray[Any]) -> None:
 def test_strips_are_the_bytes_of_the_panels(
     shape: tuple[int, int], axis: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However few panels are put together at a time."""
+    """The number of panels that are joined at a time does not matter."""
     matrix = np.arange(shape[0] * shape[1], dtype=np.float32).reshape(shape).astype(BF16)
     expected = (matrix if axis is None else pack(matrix, axis)).tobytes()
     for size in (1, 4 << 20):
@@ -101,7 +101,7 @@ def test_strips_are_the_bytes_of_the_panels(
 
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("shape", [(5, 70), (70, 5), (97, 40), (1, 1), (3, 0)])
-def test_some_rows_are_those_of_the_matrix(shape: tuple[int, int], axis: int) -> None:
+def test_any_range_of_rows_equals_that_of_the_matrix(shape: tuple[int, int], axis: int) -> None:
     matrix = np.arange(shape[0] * shape[1], dtype=np.float32).reshape(shape)
     flat = pack(matrix, axis)
     for start in range(shape[0]):

@@ -1,4 +1,4 @@
-"""Publishing: whole or not at all, whatever is in the way, dies, or fills up."""
+"""Publishing is all or nothing: also if the target exists, the process is killed, or the disk is full."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ except UsageError as error:
 
 
 def python(program: str, *arguments: str) -> subprocess.Popen[str]:
-    """A Python process that finds this project and its tests' builders."""
+    """Start a Python process that can import this project and the support modules of its tests."""
     path = os.pathsep.join([str(Path(__file__).parents[1] / "support"), str(Path(__file__).parents[2])])
     return subprocess.Popen(
         [sys.executable, "-c", program, *arguments],
@@ -61,7 +61,7 @@ def python(program: str, *arguments: str) -> subprocess.Popen[str]:
 
 
 def publish_after(target: Path, step: Callable[[StagingArtifact], object], *, force: bool = False) -> None:
-    """Write the small artifact, do ``step``, publish."""
+    """Write the small artifact, call ``step``, and publish."""
     with staging(target, force=force) as staged:
         manifest = write_small(staged)
         step(staged)
@@ -78,7 +78,7 @@ def names(directory: Path) -> list[str]:
 
 @contextlib.contextmanager
 def hanging_conversion(target: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process in the middle of writing an artifact to ``target``; killed at the end."""
+    """Yield a process that is in the middle of writing an artifact to ``target``. It is killed at the end."""
     with python(WRITE_AND_HANG, str(target)) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "staged\n"
@@ -90,12 +90,12 @@ def hanging_conversion(target: Path) -> Iterator[subprocess.Popen[str]]:
 
 @pytest.fixture
 def without_renameat2(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a kernel or file system that cannot exchange two names."""
+    """Simulate a kernel or file system that cannot exchange two names."""
     monkeypatch.setattr(rename, "_renameat2", lambda *_: False)
 
 
 class TestPublishing:
-    def test_what_is_published_opens_and_nothing_else_is_left(self, tmp_path: Path) -> None:
+    def test_a_published_artifact_opens_and_nothing_else_is_left(self, tmp_path: Path) -> None:
         artifact = publish_small(tmp_path / "repository" / "m" / "1")
         assert artifact.path == tmp_path / "repository" / "m" / "1"
         Artifact.open(artifact.path)
@@ -130,7 +130,7 @@ class TestPublishing:
 
     @pytest.mark.parametrize("name", ["cpu.onnx", "weights.bf16"])
     def test_a_file_changed_after_a_draft_gets_the_digest_of_its_new_bytes(self, tmp_path: Path, name: str) -> None:
-        """Whoever wrote it: at once, of the same size, with its times set back."""
+        """This holds even if the change comes at once, keeps the size, and restores the file's times."""
         with staging(tmp_path / "1") as staged:
             manifest = write_small(staged)
             staged.draft(manifest)
@@ -161,7 +161,7 @@ class TestPublishing:
     def test_every_file_and_every_directory_that_was_made_is_synced(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """A directory's name lies in its parent, so the first parent that was there already is synced as well."""
+        """A directory's name is stored in its parent, so the first parent that already existed is synced as well."""
         synced: list[Path] = []
 
         def fsync(descriptor: int) -> None:
@@ -182,7 +182,7 @@ class TestPublishing:
 
     @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
     def test_an_exception_leaves_nothing(self, tmp_path: Path, error: type[BaseException]) -> None:
-        """Not even the directories that were made for the artifact."""
+        """The directories that were created for the artifact are removed, too."""
         with pytest.raises(error):
             publish_after(tmp_path / "repository" / "m" / "1", lambda _: fail(error))
         assert names(tmp_path) == []
@@ -192,15 +192,15 @@ class TestPublishing:
             publish_after(tmp_path / "1", lambda staged: (staged.path / "cpu.onnx").unlink())
         assert names(tmp_path) == []
 
-    def test_a_directory_among_the_files_is_refused(self, tmp_path: Path) -> None:
+    def test_a_directory_among_the_files_is_rejected(self, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="regular files only"):
             publish_after(tmp_path / "1", lambda staged: (staged.path / "more").mkdir())
 
-    def test_a_link_among_the_files_is_refused(self, tmp_path: Path) -> None:
+    def test_a_link_among_the_files_is_rejected(self, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="regular files only"):
             publish_after(tmp_path / "1", lambda staged: (staged.path / "more").symlink_to("cpu.onnx"))
 
-    def test_a_writer_takes_a_plain_name_once(self, tmp_path: Path) -> None:
+    def test_a_writer_needs_a_plain_name_that_is_not_used_yet(self, tmp_path: Path) -> None:
         with staging(tmp_path / "1") as staged:
             staged.writer("weights.bf16")
             with pytest.raises(FileExistsError):
@@ -221,7 +221,7 @@ class TestTargetExists:
         assert (tmp_path / "home" / "thesis.tex").read_text() == "mine"
 
     @pytest.mark.parametrize("what", ["artifact", "empty directory"])
-    def test_it_is_refused_and_unharmed_without_force(self, tmp_path: Path, what: str) -> None:
+    def test_without_force_the_target_is_rejected_and_unchanged(self, tmp_path: Path, what: str) -> None:
         if what == "artifact":
             publish_small(tmp_path / "1")
         else:
@@ -255,7 +255,7 @@ class TestTargetExists:
         assert names(tmp_path) == ["1"]
 
     @pytest.mark.parametrize("fallback", [False, True])
-    def test_what_appears_meanwhile_is_not_replaced(
+    def test_a_target_that_appears_during_the_conversion_is_not_replaced(
         self, tmp_path: Path, fallback: bool, request: pytest.FixtureRequest
     ) -> None:
         if fallback:
@@ -265,7 +265,7 @@ class TestTargetExists:
         assert names(tmp_path / "1") == []
 
     def test_a_reader_never_misses_an_artifact_that_is_being_replaced(self, tmp_path: Path) -> None:
-        """The name always leads to a whole artifact: the old one or the new one."""
+        """The name always leads to a complete artifact, the old one or the new one."""
         publish_small(tmp_path / "1")
         done = threading.Event()
         looked: list[bool] = []
@@ -285,7 +285,7 @@ class TestTargetExists:
 
 
 class TestKilled:
-    def test_a_killed_conversion_leaves_only_what_the_next_one_removes(self, tmp_path: Path) -> None:
+    def test_the_next_conversion_removes_what_a_killed_one_left(self, tmp_path: Path) -> None:
         with hanging_conversion(tmp_path / "1") as process:
             process.send_signal(signal.SIGKILL)
             process.wait()
@@ -294,15 +294,15 @@ class TestKilled:
         publish_small(tmp_path / "1")
         assert names(tmp_path) == ["1"]
 
-    def test_a_living_conversion_is_left_alone(self, tmp_path: Path) -> None:
-        """Neither the pid nor the age of its directory matters, only the lock that it holds."""
+    def test_a_running_conversion_is_not_disturbed(self, tmp_path: Path) -> None:
+        """Only the lock that it holds matters, not its pid or the age of its directory."""
         with hanging_conversion(tmp_path / "1"):
             (living,) = names(tmp_path)
             publish_small(tmp_path / "1")
             assert names(tmp_path) == [living, "1"]
             assert "weights.bf16" in names(tmp_path / living)
 
-    def test_leftovers_of_other_versions_are_left_alone(self, tmp_path: Path) -> None:
+    def test_leftovers_of_other_versions_are_not_removed(self, tmp_path: Path) -> None:
         (tmp_path / ".11.tmp-1-00000000").mkdir()
         (tmp_path / ".1.tmp").mkdir()
         publish_small(tmp_path / "1")
@@ -310,8 +310,8 @@ class TestKilled:
 
 
 class TestDisk:
-    def test_a_full_disk_publishes_nothing_and_says_so(self, tmp_path: Path) -> None:
-        """On a real file system of 1 MiB."""
+    def test_a_full_disk_publishes_nothing_and_is_reported(self, tmp_path: Path) -> None:
+        """The test mounts a real file system of 1 MiB."""
         disk = tmp_path / "disk"
         disk.mkdir()
         mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
@@ -328,7 +328,7 @@ class TestDisk:
         assert "Traceback" not in message
         assert left == []
 
-    def test_a_file_size_limit_publishes_nothing_and_says_so(self, tmp_path: Path) -> None:
+    def test_a_file_size_limit_publishes_nothing_and_is_reported(self, tmp_path: Path) -> None:
         with python(FILL, str(tmp_path / "m" / "1"), "1000000") as process:
             _, message = process.communicate()
         assert process.returncode == 1
@@ -336,17 +336,17 @@ class TestDisk:
         assert "Traceback" not in message
         assert names(tmp_path) == []
 
-    def test_a_target_below_a_file_is_refused(self, tmp_path: Path) -> None:
+    def test_a_target_below_a_file_is_rejected(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("")
         with pytest.raises(UsageError, match="cannot be created"), staging(tmp_path / "file" / "1"):
             pass
 
-    def test_a_target_that_may_not_be_written_is_refused(self) -> None:
-        """/proc takes no directories, whoever asks."""
+    def test_a_target_that_may_not_be_written_is_rejected(self) -> None:
+        """No user, not even root, can create a directory in /proc."""
         with pytest.raises(UsageError, match="cannot be"), staging("/proc/bf16kit/1"):
             pass
 
-    def test_damage_after_publishing_is_found(self, tmp_path: Path) -> None:
+    def test_damage_after_publishing_is_detected(self, tmp_path: Path) -> None:
         artifact = publish_small(tmp_path / "1")
         with (artifact.path / "weights.bf16").open("r+b") as file:
             file.write(b"\xff")

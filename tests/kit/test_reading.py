@@ -10,7 +10,7 @@ from bf16kit.errors import ArtifactDamaged, UsageError
 from bf16kit.reading import read_bounded, read_segment
 
 
-def test_a_segment_is_read_where_it_is_wanted(tmp_path: Path) -> None:
+def test_a_segment_is_read_into_a_new_array_or_a_given_one(tmp_path: Path) -> None:
     file = tmp_path / "weights.bf16"
     file.write_bytes(bytes(range(100)))
     assert read_segment(file, Segment(offset=10, bytes=5)).tolist() == [10, 11, 12, 13, 14]
@@ -19,7 +19,7 @@ def test_a_segment_is_read_where_it_is_wanted(tmp_path: Path) -> None:
     assert place.tolist() == [0, 0, 97, 98, 99, 0, 0]
 
 
-def test_a_file_that_ends_before_it_or_is_gone_is_damaged(tmp_path: Path) -> None:
+def test_a_truncated_or_missing_file_is_reported_as_damaged(tmp_path: Path) -> None:
     file = tmp_path / "weights.bf16"
     file.write_bytes(bytes(100))
     with pytest.raises(ArtifactDamaged, match=r"weights\.bf16: truncated to 100 bytes while it was read"):
@@ -28,14 +28,14 @@ def test_a_file_that_ends_before_it_or_is_gone_is_damaged(tmp_path: Path) -> Non
         read_segment(tmp_path / "gone", Segment(offset=0, bytes=1))
 
 
-def test_a_file_of_the_most_bytes_is_read(tmp_path: Path) -> None:
+def test_a_file_of_exactly_the_limit_is_read(tmp_path: Path) -> None:
     path = tmp_path / "rules.yaml"
     path.write_bytes(b"1" * (1 << 20))
     assert read_bounded(path, 1 << 20, UsageError, "of which nobody has so many") == b"1" * (1 << 20)
 
 
 @pytest.mark.parametrize("endless", [False, True])
-def test_more_is_refused_with_the_bound(tmp_path: Path, endless: bool) -> None:
+def test_a_file_over_the_limit_is_rejected_and_the_limit_is_named(tmp_path: Path, endless: bool) -> None:
     path = Path("/dev/zero")
     if not endless:
         path = tmp_path / "rules.yaml"
@@ -44,7 +44,7 @@ def test_more_is_refused_with_the_bound(tmp_path: Path, endless: bool) -> None:
         read_bounded(path, 1 << 20, UsageError, "of which nobody has so many", where=f"--map {path}")
 
 
-def test_what_cannot_be_read_says_why(tmp_path: Path) -> None:
+def test_the_error_for_an_unreadable_file_gives_the_reason(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"absent\.yaml: cannot be read: No such file or directory"):
         read_bounded(tmp_path / "absent.yaml", 1, UsageError, "")
     with pytest.raises(UsageError, match="cannot be read: Is a directory"):

@@ -1,4 +1,4 @@
-"""The residual restores every bit of fp32, whatever the bits are."""
+"""The residual restores every bit of any fp32 value."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SPECIAL = [
 
 words = st.one_of(
     st.integers(0, 2**32 - 1),
-    st.integers(0, 2**16 - 1).map(lambda high: high << 16 | 0x8000),  # every one a tie
+    st.integers(0, 2**16 - 1).map(lambda high: high << 16 | 0x8000),  # all are ties
     st.sampled_from(SPECIAL + [word | 0x80000000 for word in SPECIAL]),
 )
 bit_patterns = arrays.arrays(np.uint32, st.integers(0, 40), elements=words)
@@ -31,7 +31,7 @@ scales = st.floats(2.0**-20, 2.0**20, width=32).flatmap(lambda s: st.sampled_fro
 
 
 def assert_restores(fp32: NDArray[np.float32], bf16: Bf16Array, scale: Scale | None = None) -> int:
-    """Encode, decode, compare bits; the size of the segment beyond two bytes an element."""
+    """Encode, decode and compare the bits. Return the size of the segment beyond two bytes an element."""
     segment = encode(fp32, bf16, scale)
     restored = decode(segment, bf16, scale)
     assert restored.shape == fp32.shape
@@ -49,21 +49,21 @@ def fold(fp32: NDArray[np.float32], scale: Scale) -> Bf16Array:
 
 class TestPlain:
     @given(bit_patterns, st.sampled_from(["keep", "flush"]), st.booleans())
-    def test_any_bits_come_back(self, bits: NDArray[np.uint32], subnormals: str, saturate: bool) -> None:
+    def test_any_bits_are_restored(self, bits: NDArray[np.uint32], subnormals: str, saturate: bool) -> None:
         fp32 = bits.view(np.float32)
         assert_restores(fp32, to_bf16(fp32, subnormals=subnormals, saturate=saturate))  # type: ignore[arg-type]
 
-    def test_millions_of_random_bits_come_back(self) -> None:
+    def test_millions_of_random_bits_are_restored(self) -> None:
         fp32 = np.random.default_rng(0).integers(0, 1 << 32, 1 << 22, dtype=np.uint32).view(np.float32)
         assert_restores(fp32, to_bf16(fp32))
 
-    def test_every_tie_of_every_exponent_comes_back(self) -> None:
-        """Ties rounded up and ties rounded down leave the same low half: only the list tells them apart."""
+    def test_every_tie_of_every_exponent_is_restored(self) -> None:
+        """Ties rounded up and ties rounded down leave the same low half: only the list distinguishes them."""
         ties = (np.arange(1 << 16, dtype=np.uint32) << np.uint32(16)) | np.uint32(0x8000)
         assert_restores(ties.view(np.float32), to_bf16(ties.view(np.float32)))
 
-    def test_any_bfloat16_restores_whatever_it_has_to_do_with_the_fp32(self) -> None:
-        """A dtype that was not rounded to nearest costs space, never bits."""
+    def test_fp32_is_restored_even_from_unrelated_bfloat16_values(self) -> None:
+        """Values that were not rounded to nearest take more space, but no bit is lost."""
         bits = np.random.default_rng(1).integers(0, 1 << 32, 1000, dtype=np.uint32)
         unrelated = np.random.default_rng(2).integers(0, 1 << 16, 1000, dtype=np.uint16)
         assert_restores(bits.view(np.float32), unrelated.view(to_bf16(np.zeros(1, np.float32)).dtype))
@@ -73,16 +73,16 @@ class TestPlain:
         segment = encode(fp32, to_bf16(fp32))
         assert segment[:200] == fp32.view(np.uint16)[::2].tobytes()
 
-    def test_weights_cost_hardly_more_than_two_bytes_each(self) -> None:
+    def test_weights_take_hardly_more_than_two_bytes_each(self) -> None:
         fp32 = np.random.default_rng(4).standard_normal(1 << 20).astype(np.float32)
         assert assert_restores(fp32, to_bf16(fp32)) < fp32.size / 1000
 
     @pytest.mark.parametrize("shape", [(), (0, 4), (2, 3, 4)])
-    def test_shapes_come_back(self, shape: tuple[int, ...]) -> None:
+    def test_shapes_are_restored(self, shape: tuple[int, ...]) -> None:
         fp32 = np.full(shape, 0.3, np.float32)
         assert_restores(fp32, to_bf16(fp32))
 
-    def test_a_transposed_tensor_comes_back_in_its_own_order(self) -> None:
+    def test_a_transposed_tensor_is_restored_in_its_own_order(self) -> None:
         fp32 = np.random.default_rng(5).standard_normal((5, 7)).astype(np.float32).T
         restored = decode(encode(fp32, to_bf16(fp32)), to_bf16(fp32))
         assert np.array_equal(restored, fp32)
@@ -90,13 +90,13 @@ class TestPlain:
 
 class TestScaled:
     @given(bit_patterns, scales)
-    def test_any_bits_come_back_from_any_scale(self, bits: NDArray[np.uint32], value: float) -> None:
+    def test_any_bits_are_restored_with_any_scale(self, bits: NDArray[np.uint32], value: float) -> None:
         fp32 = bits.view(np.float32).reshape(1, -1)
         scale = Scale(0, np.array([value], np.float32))
         assert_restores(fp32, fold(fp32, scale), scale)
 
     @pytest.mark.parametrize("axis", [0, 1, 2])
-    def test_weights_come_back_along_any_axis(self, axis: int) -> None:
+    def test_weights_are_restored_with_a_scale_along_any_axis(self, axis: int) -> None:
         rng = np.random.default_rng(axis)
         fp32 = rng.standard_normal((24, 36, 400)).astype(np.float32)  # more than one chunk
         scale = Scale(axis, 3 * rng.standard_normal((fp32.shape[axis],), np.float32))
@@ -104,25 +104,25 @@ class TestScaled:
         assert extra < 0.03 * fp32.nbytes
 
     @given(st.floats(1, 2, exclude_max=True, width=32))
-    def test_the_worst_scales_stay_within_the_size_promised(self, value: float) -> None:
-        """Artifact with residual ≤ 1.03 × fp32, even if every weight had this scale folded in."""
+    def test_the_worst_scales_stay_within_the_documented_size(self, value: float) -> None:
+        """An artifact with residual is ≤ 1.03 × fp32, even if every weight had this scale folded in."""
         fp32 = np.random.default_rng(0).standard_normal((1, 1 << 15)).astype(np.float32)
         scale = Scale(0, np.array([value], np.float32))
         assert assert_restores(fp32, fold(fp32, scale), scale) < 0.03 * fp32.nbytes
 
     @pytest.mark.parametrize("values", [[0.0], [np.inf], [np.nan]])
-    def test_a_scale_that_cannot_be_undone_is_refused(self, values: list[float]) -> None:
+    def test_a_scale_that_cannot_be_undone_is_rejected(self, values: list[float]) -> None:
         with pytest.raises(ValueError, match="cannot be undone"):
             Scale(0, np.array(values, np.float32))
 
-    def test_a_scale_that_does_not_fit_is_refused(self) -> None:
+    def test_a_scale_that_does_not_fit_is_rejected(self) -> None:
         fp32 = np.ones((2, 3), np.float32)
         with pytest.raises(ValueError, match="does not fit"):
             encode(fp32, to_bf16(fp32), Scale(0, np.ones(3, np.float32)))
 
 
 class TestDamage:
-    """A segment is checked before it is used: what is not whole raises, and never reads beyond itself."""
+    """A segment is checked before it is used: a damaged one raises an error and is never read beyond its end."""
 
     def segment(self) -> tuple[bytes, Bf16Array]:
         ties = ((np.arange(2000, dtype=np.uint32) << np.uint32(16)) | np.uint32(0x8000)).view(np.float32)
@@ -130,20 +130,20 @@ class TestDamage:
         bf16 = to_bf16(fp32, subnormals="flush")
         return encode(fp32, bf16), bf16
 
-    def test_another_tensor_is_refused(self) -> None:
+    def test_the_segment_of_another_tensor_is_rejected(self) -> None:
         segment, bf16 = self.segment()
         with pytest.raises(ArtifactDamaged, match="2001 elements"):
             decode(segment, bf16[1:])
 
     @given(st.data())
-    def test_a_truncated_segment_is_refused(self, data: st.DataObject) -> None:
+    def test_a_truncated_segment_is_rejected(self, data: st.DataObject) -> None:
         segment, bf16 = self.segment()
         cut = data.draw(st.integers(0, len(segment) - 1))
         with pytest.raises(ArtifactDamaged, match="residual"):
             decode(segment[:cut], bf16)
 
     @given(st.data())
-    def test_changed_bytes_raise_or_decode_to_something(self, data: st.DataObject) -> None:
+    def test_changed_bytes_raise_an_error_or_decode_to_the_same_shape(self, data: st.DataObject) -> None:
         segment, bf16 = self.segment()
         at = data.draw(st.integers(0, len(segment) - 1))
         changed = bytearray(segment)
@@ -151,7 +151,7 @@ class TestDamage:
         with contextlib.suppress(ArtifactDamaged):
             assert decode(bytes(changed), bf16).shape == bf16.shape
 
-    def test_a_footer_of_huge_counts_is_refused(self) -> None:
+    def test_a_footer_of_huge_counts_is_rejected(self) -> None:
         segment, bf16 = self.segment()
         elements, _, _, form, magic = struct.unpack("<QQQB3x4s", segment[-32:])
         footer = struct.pack("<QQQB3x4s", elements, 2**64 - 1, 2**63, form, magic)

@@ -1,4 +1,4 @@
-"""Memory that is shared: nobody can write to it or cut it short, and whoever is handed some looks before using it."""
+"""Sealed shared memory: no process can write to it or truncate it, and its receiver checks it before use."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def memory() -> Iterator[int]:
     os.close(descriptor)
 
 
-def test_sealed_memory_can_be_read_and_nothing_else(memory: int) -> None:
+def test_sealed_memory_can_only_be_read(memory: int) -> None:
     os.pwrite(memory, b"weights", 0)
     sealedmemory.seal(memory)
     sealedmemory.check(memory, SIZE)
@@ -45,7 +45,7 @@ def test_sealed_memory_can_be_read_and_nothing_else(memory: int) -> None:
     assert os.pread(memory, 7, 0) == b"weights"
 
 
-def test_nor_can_it_be_written_by_another_way_to_it(memory: int) -> None:
+def test_sealed_memory_cannot_be_written_through_another_descriptor(memory: int) -> None:
     sealedmemory.seal(memory)
     again = os.open(f"/proc/self/fd/{memory}", os.O_RDWR)
     try:
@@ -55,13 +55,13 @@ def test_nor_can_it_be_written_by_another_way_to_it(memory: int) -> None:
         os.close(again)
 
 
-def test_memory_that_somebody_may_still_write_to_cannot_be_sealed(memory: int) -> None:
+def test_memory_that_is_mapped_for_writing_cannot_be_sealed(memory: int) -> None:
     with mmap.mmap(memory, SIZE), pytest.raises(OSError, match=os.strerror(errno.EBUSY)):
         sealedmemory.seal(memory)
 
 
 @pytest.mark.parametrize("missing", SEALS)
-def test_memory_without_one_of_the_seals_is_refused(memory: int, missing: str) -> None:
+def test_memory_without_one_of_the_seals_is_rejected(memory: int, missing: str) -> None:
     others = sum(getattr(fcntl, name) for name in SEALS if name != missing)
     fcntl.fcntl(memory, fcntl.F_ADD_SEALS, others)
     with pytest.raises(UnfitMemory, match=f"it is not sealed: {missing} missing"):
@@ -69,19 +69,19 @@ def test_memory_without_one_of_the_seals_is_refused(memory: int, missing: str) -
 
 
 @pytest.mark.parametrize("size", [SIZE - 1, SIZE + 1])
-def test_memory_of_another_size_is_refused(memory: int, size: int) -> None:
+def test_memory_of_another_size_is_rejected(memory: int, size: int) -> None:
     sealedmemory.seal(memory)
     with pytest.raises(UnfitMemory, match=f"it has {SIZE} bytes, expected {size}"):
         sealedmemory.check(memory, size)
 
 
-def test_a_file_is_refused(tmp_path: Path) -> None:
+def test_a_file_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(SIZE))
     with (tmp_path / "file").open("rb") as file, pytest.raises(UnfitMemory, match="not memory that can be sealed"):
         sealedmemory.check(file.fileno(), SIZE)
 
 
-def test_no_room_is_a_memory_error_at_each_step(memory: int) -> None:
+def test_a_lack_of_memory_is_a_memory_error_at_each_step(memory: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = descriptors()
     resource.setrlimit(resource.RLIMIT_FSIZE, (SIZE, hard))
@@ -95,7 +95,7 @@ def test_no_room_is_a_memory_error_at_each_step(memory: int) -> None:
     assert descriptors() == before
 
 
-def test_what_is_reserved_is_there(memory: int) -> None:
+def test_reserved_memory_is_allocated(memory: int) -> None:
     assert os.fstat(memory).st_blocks == 0
     sealedmemory.reserve(memory, SIZE)
     assert os.fstat(memory).st_blocks * 512 >= SIZE
@@ -113,10 +113,10 @@ def test_more_than_the_machine_has_is_a_memory_error_and_leaves_no_descriptor() 
 
 
 @pytest.mark.parametrize("make", [sealedmemory.create, own_memory])
-def test_more_than_the_container_may_take_is_a_memory_error(
+def test_more_than_the_containers_limit_is_a_memory_error(
     make: Callable[[int], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Linux would let it try, and end the container."""
+    """Linux would allow the attempt and then kill the container."""
     monkeypatch.setattr(controlgroup, "memory", lambda: Memory(limit=128 << 20, left=RESERVE + (3 << 20)))
     expected = "no room for 4 MB of weights: 70 MB are left of the 134 MB that this container may take"
     with pytest.raises(MemoryError, match=expected):

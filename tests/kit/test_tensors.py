@@ -1,4 +1,4 @@
-"""Specs: dtypes under their three names, and the checks a request's tensors pass."""
+"""Specs: dtypes under their three names, and the checks of a request's tensors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ GONE = np.empty(0, np.void)
 
 
 class TestDTypes:
-    def test_numbers_are_onnx_own(self) -> None:
+    def test_numbers_are_those_of_onnx(self) -> None:
         for number, dtype in BY_ONNX.items():
             if dtype.name != "string":
                 assert onnx.helper.tensor_dtype_to_np_dtype(number) == dtype.numpy
@@ -51,7 +51,7 @@ class TestDTypes:
 
 
 class TestCheckFeeds:
-    def test_what_fits_gives_the_size_of_every_named_dimension(self) -> None:
+    def test_valid_inputs_give_the_size_of_every_named_dimension(self) -> None:
         assert check_feeds(SPECS, feeds()) == {"batch": 2, "seq": 5}
 
     @pytest.mark.parametrize(
@@ -69,11 +69,11 @@ class TestCheckFeeds:
             ({"scale": np.zeros((1, 2), np.float32)}, r"'scale' has shape \[1, 2\].* with 1 = 2 in dimension 0"),
         ],
     )
-    def test_what_does_not_fit_is_named(self, changes: dict[str, NDArray[Any]], message: str) -> None:
+    def test_invalid_inputs_are_rejected_with_the_reason(self, changes: dict[str, NDArray[Any]], message: str) -> None:
         with pytest.raises(InvalidRequest, match=message):
             check_feeds(SPECS, feeds(**changes))
 
 
-def test_shapes_are_described_as_people_write_them() -> None:
+def test_descriptions_of_shapes() -> None:
     assert describe(("batch", "seq", 384)) == "[batch,seq,384]"
     assert describe(()) == "[]"

@@ -7,7 +7,7 @@ import pytest
 from bf16kit.text import printable, size, table
 
 
-def test_a_title_stays_on_its_line_however_narrow_the_table() -> None:
+def test_a_title_stays_on_one_line_above_a_narrow_table() -> None:
     title = "Drift from the fp32 reference on " + "many samples, " * 10
     assert table(title, ("a",), [(1,)]).splitlines()[0] == title
 
@@ -16,12 +16,12 @@ def test_numbers_have_three_digits_and_none_is_a_dash() -> None:
     assert table("t", ("a", "b", "c"), [(0.123456, None, 123456)]).split()[-3:] == ["0.123", "–", "123456"]
 
 
-def test_markup_and_control_characters_in_names_are_shown_and_not_obeyed() -> None:
+def test_markup_and_control_characters_in_names_are_shown_literally() -> None:
     shown = table("t", ("a",), [("[bold]x[/bold]\x1b[31m\r\n",)])
     assert "[bold]x[/bold]\\x1b[31m\\r\\n" in shown
 
 
-def test_control_characters_are_written_out_but_for_ends_of_lines() -> None:
+def test_control_characters_except_line_ends_are_escaped() -> None:
     assert printable("é\x1b\n\udcff") == "é\\x1b\n\\udcff"
 
 
@@ -35,5 +35,5 @@ def test_a_long_name_is_folded_and_never_cut() -> None:
     ("count", "text"),
     [(0, "0 bytes"), (1000, "1.0 kB"), (90_868_376, "90.9 MB"), (7e9, "7.0 GB"), (3e15, "3000.0 TB")],
 )
-def test_sizes_for_people(count: float, text: str) -> None:
+def test_sizes_have_decimal_units(count: float, text: str) -> None:
     assert size(count) == text

@@ -32,7 +32,7 @@ def test_over_budget_names_the_profile_and_the_bound() -> None:
     assert cuda.startswith("cuda is over budget: relative_l2.p99 of logits is")
 
 
-def test_a_floor_is_said_as_one() -> None:
+def test_a_lower_bound_is_worded_as_one() -> None:
     stats = {"top1_agreement": {"mean": 0.5, "upper": 0.6}}
     entry = DriftEntry(samples=1, source="s", outputs={"y": stats})
     manifest = reported.manifest().model_copy(update={"drift": {"cpu": entry}})
@@ -49,13 +49,13 @@ def test_quantiles_that_the_budget_bounds_stand_below_their_metric() -> None:
     assert rows[:3] == ["relative_l2", "relative_l2.p99", "cosine_distance"]
 
 
-def test_what_nothing_bounds_is_within() -> None:
+def test_drift_without_a_bound_is_within_budget() -> None:
     headline, cpu, _ = _figures(reported.manifest().model_copy(update={"budget": {}}))
     assert headline == "cpu and cuda keep within the drift budget."
     assert "nothing is bounded" in cpu
 
 
-def test_nothing_measured_is_said() -> None:
+def test_a_lack_of_measurements_is_reported() -> None:
     assert _figures(reported.manifest().model_copy(update={"drift": {}})) == ["No drift was measured."]
 
 

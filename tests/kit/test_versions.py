@@ -8,7 +8,7 @@ from bf16kit.versions import is_older
 @pytest.mark.parametrize(
     ("version", "other"), [("1.9", "1.24"), ("1.24", "1.24.1"), ("1.30.9", "1.31.1"), ("1.31.1", "2.0.dev1")]
 )
-def test_numbers_are_compared_and_not_letters(version: str, other: str) -> None:
+def test_versions_are_compared_as_numbers(version: str, other: str) -> None:
     assert is_older(version, other)
     assert not is_older(other, version)
 

@@ -1,4 +1,4 @@
-"""What libraries say, cut down to what users can use."""
+"""Messages of libraries, shortened to what is useful to users."""
 
 from __future__ import annotations
 
@@ -45,41 +45,41 @@ from bf16kit.wording import brief, first_line, quoted, refused, without_long_wor
         ),
     ],
 )
-def test_places_in_a_librarys_sources_are_left_out(said: str, left: str) -> None:
+def test_places_in_a_librarys_sources_are_removed(said: str, left: str) -> None:
     assert brief(said) == left
 
 
-def test_what_an_error_says_first_names_no_place_in_memory() -> None:
+def test_the_first_line_of_an_error_has_no_memory_address() -> None:
     said = "'Conv2d (of Python compilation unit at: 0x55b08a8643b0)' has no attribute 'input'; 0x1.8p3\nDid you forget"
     assert first_line(RuntimeError(said)) == "'Conv2d' has no attribute 'input'; 0x1.8p3"
     assert first_line(RuntimeError()) == "RuntimeError"
 
 
-def test_a_reason_has_a_length() -> None:
+def test_a_reason_has_a_maximum_length() -> None:
     assert len(brief("one two " * 200)) == 320
     assert brief("one two " * 200, 20) == "one two one two one…"
     assert brief("x" * 5000) == f"{'x' * 40}…{'x' * 40}"
 
 
-def test_lines_and_words_of_ordinary_length_stay() -> None:
+def test_lines_and_words_of_ordinary_length_are_kept() -> None:
     text = f"tensors:\n  {'a' * 299}\n  b"
     assert without_long_words(text) == text
 
 
-def test_what_a_peer_sent_is_quoted_from_its_start_only() -> None:
+def test_only_the_start_of_text_from_a_peer_is_quoted() -> None:
     assert quoted("it's\n") == '"it\'s\\n"'
     assert quoted("n" * 100) == f"'{'n' * 100}'"
     assert quoted("\0" * (64 << 20)) == "'" + "\\x00" * 100 + "'…"
 
 
-def test_whom_the_system_refuses_is_told_where_rights_are_the_reason() -> None:
+def test_an_error_about_permissions_names_the_user() -> None:
     assert refused(PermissionError(13, "Permission denied")) == f"Permission denied to user {os.geteuid()}"
     assert refused(OSError(30, "Read-only file system")) == "Read-only file system"
     assert refused(OSError("no number")) == "no number"
 
 
-def test_a_long_word_costs_no_time() -> None:
-    """Searched for places as it is, it took 6 s, and every other thread stood still."""
+def test_a_long_word_takes_no_time() -> None:
+    """A search for places in the whole text took 6 s and blocked all other threads."""
     begun = time.process_time()
     for text in ("x" * 70_000, "x " * 500_000, "/a/b.cc:12 f(" + "(" * 70_000):
         assert len(brief(text)) <= 320

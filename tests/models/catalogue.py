@@ -1,4 +1,4 @@
-"""The models that `make test-models` converts: where each is found, what it is, and what it is shown."""
+"""The models that `make test-models` converts: their packages, their kinds, and their samples."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One model: ``file`` lies in ``package``, which the distribution ``source`` installs under ``licence``.
+    """One model: ``file`` is in ``package``, which the distribution ``source`` installs under ``licence``.
 
     ``samples`` is the function of ``real_inputs`` that yields its feeds.
     """
@@ -23,7 +23,7 @@ class Entry:
     samples: str
 
     def path(self, work: Path) -> Path:
-        """The model's file; the one that no package ships is made in ``work``."""
+        """Return the model's file. The model that no package ships is made in ``work``."""
         import real_inputs  # needs Pillow, which only `make test-models` installs
         import tabular
 

@@ -15,7 +15,7 @@ from serverprocess import ServerProcess
 
 @pytest.fixture(scope="session")
 def site() -> Path:
-    """Where the packages are; this process sees them from here on."""
+    """Return the directory of the packages, and let this process import from it."""
     if not SITE.is_dir():
         pytest.fail(f"{SITE} is not there: `make test-models` installs the packages and runs these tests")
     sys.path.append(str(SITE))
@@ -31,7 +31,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def conversions(site: Path, repository: Path) -> Mapping[str, Conversion]:
-    """Every model of the catalogue, converted or refused; what the converted ones came to is recorded for the table."""
+    """Convert every model of the catalogue, and record the figures of successful conversions for the table."""
     done = {entry.name: convert(entry, repository) for entry in CATALOGUE}
     record([row(conversion) for conversion in done.values() if conversion.code == 0])
     return done
@@ -39,7 +39,7 @@ def conversions(site: Path, repository: Path) -> Mapping[str, Conversion]:
 
 @pytest.fixture(scope="session")
 def server(conversions: Mapping[str, Conversion], repository: Path) -> Iterator[ServerProcess]:
-    """One server of all that was converted."""
+    """Yield one server for all converted models."""
     process = ServerProcess("--grpc-port", "0", "--http-port", "0", "--repository", str(repository), "--device", "cpu")
     yield process.wait_ready()
     process.close()

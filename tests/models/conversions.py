@@ -1,4 +1,4 @@
-"""Converting the catalogue as a user would, and what came of it."""
+"""Converts the catalogue as a user would, and records the results."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from bf16kit.manifest import Manifest
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 BUILD = Path(os.environ.get("BF16KIT_MODELS", ROOT / "build" / "models"))
-SITE = BUILD / "site"  # where requirements.txt is installed: nothing but these tests and their conversions sees it
+SITE = BUILD / "site"  # where requirements.txt is installed: only these tests and their conversions use it
 MEASURED = BUILD / "measured.json"
-LONGEST = 900.0  # seconds of one conversion: its search may take 300, more on a busy machine for what is under way
+LONGEST = 900.0  # seconds of one conversion: its search may take 300, and more to finish a step on a busy machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ def convert(entry: Entry, repository: Path) -> Conversion:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A line of the table in docs/models.md; drift is the worst output's relative_l2, as judged against the budget."""
+    """A line of the table in docs/models.md. Drift is the worst output's relative_l2, as judged against the budget."""
 
     name: str
     kind: str
@@ -69,7 +69,7 @@ class Row:
 
 
 def row(conversion: Conversion) -> Row:
-    """What ``conversion`` published, in figures."""
+    """Return the figures of what ``conversion`` published."""
     entry, manifest = conversion.entry, conversion.artifact.manifest
     weights = sum(manifest.files[name].bytes for name in manifest.files if name.startswith("weights."))
     residual = sum(manifest.files[name].bytes for name in manifest.files if name == "residual.bin")
@@ -94,16 +94,16 @@ def _drift(manifest: Manifest, profile: str) -> float:
 
 
 def _islands(manifest: Manifest) -> set[str]:
-    """The nodes and tensors that the search kept in fp32, in any profile."""
+    """Return the nodes and tensors that the search kept in fp32, in any profile."""
     entries = [*manifest.plan.tensors, *(entry for nodes in manifest.plan.nodes.values() for entry in nodes)]
     return {entry.name for entry in entries if entry.code == "budget"}
 
 
 def record(rows: list[Row]) -> None:
-    """Keep ``rows`` for :mod:`table`."""
+    """Store ``rows`` for :mod:`table`."""
     MEASURED.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", "utf-8")
 
 
 def recorded() -> list[Row]:
-    """What the last run kept."""
+    """Return the rows that the last run stored."""
     return [Row(**fields) for fields in json.loads(MEASURED.read_text("utf-8"))]

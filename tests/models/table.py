@@ -1,4 +1,4 @@
-"""``python tests/models/table.py``: docs/models.md, from what the last ``make test-models`` measured."""
+"""``python tests/models/table.py`` writes docs/models.md from the figures of the last ``make test-models``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ model, and compares the responses over gRPC with the outputs of fp32 ONNX Runtim
 
 
 def text(rows: Sequence[Row]) -> str:
-    """The page."""
+    """Return the page."""
     return _HEAD + "".join(f"{_line(row)}\n" for row in rows)
 
 

@@ -1,4 +1,4 @@
-"""The tabular model: a scaler and a small network over rows of numbers, trained here and exported by skl2onnx."""
+"""The tabular model: a scaler and a small network for rows of numbers, trained here and exported by skl2onnx."""
 
 from __future__ import annotations
 

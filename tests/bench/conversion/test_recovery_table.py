@@ -1,4 +1,4 @@
-"""The table of docs/recovering.md: a row for each case, and a page that has the marks to write it between."""
+"""The table of docs/recovering.md has a row for each case, and is written between the marks on the page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kind of machine that results are filed under."""
+"""The key under which a machine's results are stored, and whether checkout and machine are fit for results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GRAVITON = {"Features": "fp asimd bf16"}
         ({}, "aarch64-plain-2cpu"),
     ],
 )
-def test_the_key_says_vendor_family_model_widest_instructions_and_processors(
+def test_the_key_has_vendor_family_model_widest_instructions_and_processors(
     monkeypatch: pytest.MonkeyPatch, fields: dict[str, str], expected: str
 ) -> None:
     monkeypatch.setattr(machine, "_cpu_field", lambda field: fields.get(field, ""))
@@ -36,7 +36,7 @@ def test_the_key_says_vendor_family_model_widest_instructions_and_processors(
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A clean checkout of one committed file, taken for this one."""
+    """Return a clean checkout of one committed file, which stands in for this repository."""
     monkeypatch.setattr(machine, "ROOT", tmp_path)
     (tmp_path / "measured.py").write_text("1")
     for command in (["init", "-q"], ["add", "-A"], [*AUTHOR, "commit", "-qm", "one"]):
@@ -44,26 +44,26 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_tree_like_its_commit_is_clean(checkout: Path) -> None:
+def test_new_results_and_documents_leave_a_checkout_clean(checkout: Path) -> None:
     (checkout / "bench" / "results").mkdir(parents=True)
-    (checkout / "bench" / "results" / "one.json").write_text("{}")  # what another benchmark has just written
+    (checkout / "bench" / "results" / "one.json").write_text("{}")  # as another benchmark writes it
     (checkout / "README.md").write_text("")
     assert machine.clean()
 
 
 @pytest.mark.parametrize("name", ["measured.py", "untracked.py"])
-def test_a_changed_tree_is_not(checkout: Path, name: str) -> None:
+def test_a_checkout_with_changed_or_new_code_is_not_clean(checkout: Path, name: str) -> None:
     (checkout / name).write_text("2")
     assert not machine.clean()
 
 
-def test_outside_a_checkout_nothing_is_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_that_is_not_a_checkout_is_not_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "ROOT", tmp_path)
     assert not machine.clean()
 
 
-def test_what_other_programs_took_is_all_but_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two processors in ten seconds: twelve seconds busy, four of them ours, and one stolen."""
+def test_the_share_of_other_programs_excludes_our_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processors in ten seconds: twelve seconds are busy, four of these are ours, and one second is stolen."""
     ticks, own, now = iter([(100.0, 5.0), (112.0, 6.0)]), iter([1.0, 5.0]), iter([0.0, 10.0])
     monkeypatch.setattr(machine, "_ticks", lambda: next(ticks))
     monkeypatch.setattr(machine, "_own_seconds", lambda: next(own))

@@ -1,4 +1,4 @@
-"""What a server's processes use is that of all of them: a peer's work is done by its children."""
+"""The processor time of a server includes its child processes, because some peers work in children."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_the_time_of_children_counts() -> None:
         process.communicate("\n", timeout=30)
 
 
-def test_a_process_that_has_ended_has_used_nothing_that_can_be_told() -> None:
+def test_the_time_of_a_process_that_has_ended_is_zero() -> None:
     process = subprocess.Popen([sys.executable, "-c", ""], text=True)
     process.wait()
     assert Server(process, 0, 0.0).cpu_seconds() == 0

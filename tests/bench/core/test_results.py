@@ -1,4 +1,4 @@
-"""What is written of a result, and how it is judged."""
+"""How a result is judged and written."""
 
 from __future__ import annotations
 
@@ -15,18 +15,16 @@ from bench.core.verdict import Estimate
     ("interval", "expected"),
     [(None, "met"), ((1.1, 1.3), "met"), ((0.9, 1.3), "undecided"), ((0.5, 0.99), "missed")],
 )
-def test_a_value_is_judged_by_its_interval_where_it_has_one(
-    interval: tuple[float, float] | None, expected: str
-) -> None:
+def test_a_value_is_judged_by_its_interval_if_it_has_one(interval: tuple[float, float] | None, expected: str) -> None:
     assert Measurement("m", 1.2, at_least=1.0, interval=interval).verdict == expected
 
 
-def test_nan_reaches_nothing() -> None:
+def test_nan_misses_every_goal() -> None:
     assert Measurement("m", float("nan"), at_most=1.0).verdict == "missed"
     assert Measurement("m", float("nan"), at_least=1.0).verdict == "missed"
 
 
-def test_what_is_written_has_every_run(tmp_path: Path) -> None:
+def test_a_written_result_has_every_run(tmp_path: Path) -> None:
     samples = [[[0.001, 0.002], [0.0015]], [[0.003], [0.004]]]
     found = Result(
         "one", [Measurement.of("m", Estimate(2.0, 1.0, 3.0), at_least=1.5)], samples={"work": {"a": samples}}

@@ -1,4 +1,4 @@
-"""What is judged from samples: a real difference is seen, noise decides nothing, the interval holds the truth."""
+"""Verdicts from samples: real differences are detected, noise decides nothing, intervals contain the true value."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PROCESSES, TURNS, RUNS = 5, 6, 3
 
 
 def sampled(generator: np.random.Generator, seconds: float, *, shared: np.ndarray, noise: float = 0.05) -> Samples:
-    """Runs of ``seconds``, each process and each run a little off, ``shared`` being what slows both sides of a turn."""
+    """Return runs of ``seconds`` with noise per process and per run. ``shared`` slows both sides of a turn."""
     of_process = np.exp(generator.normal(0, 0.02, PROCESSES))
     runs = np.exp(generator.normal(0, noise, (PROCESSES, TURNS, RUNS)))
     found: list[list[list[float]]] = (seconds * of_process[:, None, None] * runs * shared[:, :, None]).tolist()
@@ -22,7 +22,7 @@ def calm() -> np.ndarray:
     return np.ones((PROCESSES, TURNS))
 
 
-def test_a_side_that_is_a_third_slower_is_judged_so_on_a_machine_whose_speed_halves_meanwhile() -> None:
+def test_a_side_a_third_slower_is_detected_while_the_machines_speed_halves() -> None:
     generator = np.random.default_rng(1)
     weather = generator.uniform(1, 2, (PROCESSES, TURNS))
     found = ratio(sampled(generator, 1.3, shared=weather), sampled(generator, 1.0, shared=weather))
@@ -32,15 +32,15 @@ def test_a_side_that_is_a_third_slower_is_judged_so_on_a_machine_whose_speed_hal
     assert verdict(found, at_least=1.3) == "undecided"
 
 
-def test_noise_decides_nothing() -> None:
+def test_noise_leaves_the_verdict_undecided() -> None:
     generator = np.random.default_rng(2)
     slow, fast = (sampled(generator, 1.0, shared=calm(), noise=0.6) for _ in range(2))
     assert verdict(ratio(slow, fast), at_least=1.05) == "undecided"
     assert verdict(ratio(slow, fast), at_most=0.95) == "undecided"
 
 
-def test_what_differs_between_processes_counts_however_many_runs_each_made() -> None:
-    """A thousand runs in a process that happened to be lucky are one observation."""
+def test_differences_between_processes_count_for_any_number_of_runs() -> None:
+    """A thousand runs in one process that happens to be fast are one observation."""
     above = [[[seconds] * 200] * 5 for seconds in (1.0, 1.4, 1.1, 1.3, 0.9)]
     below = [[[1.0] * 200] * 5 for _ in range(5)]
     found = ratio(above, below)
@@ -49,14 +49,14 @@ def test_what_differs_between_processes_counts_however_many_runs_each_made() -> 
 
 
 def bursts(generator: np.random.Generator) -> np.ndarray:
-    """What neighbours do to one side: one turn in five takes up to several times as long."""
+    """Return factors that slow one side: one turn in five takes longer, up to several times as long."""
     hit = generator.random((PROCESSES, TURNS)) < 0.2
     return np.exp(hit * generator.exponential(0.5, (PROCESSES, TURNS)))
 
 
 @pytest.mark.parametrize("disturbed", [False, True])
-def test_the_interval_holds_the_truth_nine_times_in_ten_and_not_always(disturbed: bool) -> None:
-    """One that always held it would be wider than it must be: it decided nothing that a narrower one could."""
+def test_the_interval_contains_the_true_ratio_in_90_to_99_percent_of_cases(disturbed: bool) -> None:
+    """An interval that always contains it is too wide: a narrower one would decide more cases."""
     generator = np.random.default_rng(3)
     held = 0
     for _ in range(300):
@@ -69,7 +69,7 @@ def test_the_interval_holds_the_truth_nine_times_in_ten_and_not_always(disturbed
 
 
 def test_the_interval_is_students_over_the_medians_of_processes() -> None:
-    """Five medians, ln 1.1 apart: their mean, and 2.776 times its standard error on either side."""
+    """For five medians ln 1.1 apart, it is their mean ± 2.776 times its standard error."""
     above = [[[1.1**step], [1.1**step * 0.5], [1.1**step * 7.0]] for step in range(5)]
     found = ratio(above, [[[1.0]] * 3] * 5)
     apart = 2.776 * np.log(1.1) * np.sqrt(2.5 / 5)
@@ -77,20 +77,20 @@ def test_the_interval_is_students_over_the_medians_of_processes() -> None:
     assert np.log([found.low, found.high]) == pytest.approx(np.log(1.1**2) + np.array([-apart, apart]))
 
 
-def test_fewer_than_five_processes_decide_nothing() -> None:
+def test_fewer_than_five_processes_leave_the_verdict_undecided() -> None:
     four = [[[2.0]]] * 4
     assert verdict(ratio(four, [[[1.0]]] * 4), at_least=1.1) == "undecided"
 
 
 def test_turns_are_paired() -> None:
-    """Taken apart, either side is anywhere between one and three seconds; turn by turn the ratio is two."""
+    """Each side varies threefold between turns; within each turn, the ratio is two."""
     below = [[[1.0], [3.0], [2.0]]] * PROCESSES
     above = [[[2.0], [6.0], [4.0]]] * PROCESSES
     found = ratio(above, below)
     assert (found.value, found.low, found.high) == pytest.approx((2.0, 2.0, 2.0))
 
 
-def test_what_one_side_has_beyond_the_other_has_no_pair() -> None:
+def test_turns_and_processes_of_one_side_only_are_ignored() -> None:
     """Turns and processes that only one side has come after those that both have."""
     below = [[[1.0], [3.0], [9.0], [9.0]]] * (PROCESSES + 3)
     above = [[[2.0], [6.0]]] * PROCESSES
@@ -100,11 +100,11 @@ def test_what_one_side_has_beyond_the_other_has_no_pair() -> None:
 @pytest.mark.parametrize(
     ("low", "high", "expected"), [(0.9, 1.0, "met"), (1.01, 1.2, "missed"), (0.9, 1.1, "undecided")]
 )
-def test_a_goal_from_above(low: float, high: float, expected: str) -> None:
+def test_verdicts_on_an_upper_bound(low: float, high: float, expected: str) -> None:
     assert verdict(Estimate(1.0, low, high), at_most=1.0) == expected
 
 
-def test_an_interval_of_nan_decides_nothing() -> None:
+def test_an_interval_of_nan_leaves_the_verdict_undecided() -> None:
     nan = float("nan")
     assert verdict(Estimate(nan, nan, nan), at_least=1.0) == "undecided"
 

@@ -1,4 +1,4 @@
-"""What a benchmark reads of an engine's answers, and what it leaves behind; at the end, the same of a real engine."""
+"""What a benchmark reads from an engine's output, and that it leaves nothing. The last tests use a real engine."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Engine:
     return Engine(tmp_path / "bin", monkeypatch)
 
 
-def test_the_layers_are_ours_alone_the_lowest_first(engine: Engine) -> None:
+def test_only_our_own_layers_are_listed_lowest_first(engine: Engine) -> None:
     engine.answers({"history": HISTORY, "inspect": "328345678"})
     assert containers.layer_bytes("i") == [239_000_000, 12_345_678]
     assert containers.image_bytes("i") == 328_345_678
 
 
-def test_what_the_engine_complains_of_is_told(engine: Engine) -> None:
+def test_the_engines_error_message_is_reported(engine: Engine) -> None:
     engine.answers({"info": (1, "no engine"), "history": (1, "No such image: i")})
     with pytest.raises(RuntimeError, match=r"docker history .* ended with 1:\nNo such image: i"):
         containers.layer_bytes("i")
@@ -57,7 +57,7 @@ def test_a_container_is_timed_until_it_serves_and_removed(engine: Engine, tmp_pa
         engine.answers(started(f"{served.address}\n[::]:{served.port}", os.getpid()))
         with containers.serving("image", tmp_path) as container:
             assert (container.id, container.started_s > 0) == (ID, True)
-            assert math.isnan(container.cpu_s)  # the process of that number is no container's
+            assert math.isnan(container.cpu_s)  # the process with that number belongs to no container
             assert "rm" not in [words[0] for words in engine.asked]
     run = engine.asked[0]
     assert run[-1] == "image"
@@ -66,13 +66,13 @@ def test_a_container_is_timed_until_it_serves_and_removed(engine: Engine, tmp_pa
     assert engine.asked[-1] == ["rm", "--force", ID]
 
 
-def test_one_that_has_ended_has_no_processor_time(engine: Engine) -> None:
-    """Its process is 0, of which all others of the machine are children."""
+def test_a_container_that_has_ended_has_no_processor_time(engine: Engine) -> None:
+    """Its process number is 0, and all processes of the machine descend from process 0."""
     engine.answers({"inspect": "0"})
     assert math.isnan(containers._used(ID))
 
 
-def test_one_that_does_not_serve_is_told_by_its_log_and_removed(
+def test_a_container_that_does_not_serve_is_reported_with_its_log_and_removed(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(containers, "_READY_TIMEOUT_S", 0.3)
@@ -83,7 +83,7 @@ def test_one_that_does_not_serve_is_told_by_its_log_and_removed(
     assert engine.asked[-1] == ["rm", "--force", ID]
 
 
-def test_files_are_forgotten_where_the_layers_are_directories(engine: Engine, tmp_path: Path) -> None:
+def test_cached_files_are_dropped_if_the_layers_are_directories(engine: Engine, tmp_path: Path) -> None:
     (tmp_path / "upper").mkdir()
     (tmp_path / "upper" / "file").write_text("x", "utf-8")
     (tmp_path / "upper" / "link").symlink_to(tmp_path / "upper" / "file")
@@ -91,12 +91,12 @@ def test_files_are_forgotten_where_the_layers_are_directories(engine: Engine, tm
     assert containers.forget("i", tmp_path / "upper")
     engine.answers({"inspect": f"{tmp_path}/upper:{tmp_path}/gone"})
     assert not containers.forget("i")
-    engine.answers({"inspect": "<no value>:<no value>"})  # of an engine that keeps layers otherwise
+    engine.answers({"inspect": "<no value>:<no value>"})  # from an engine that stores layers in another way
     assert not containers.forget("i")
 
 
 @pytest.mark.compose
-def test_a_real_engine_is_read_as_it_answers(tmp_path: Path) -> None:
+def test_the_output_of_a_real_engine_is_understood(tmp_path: Path) -> None:
     if not containers.answers():
         pytest.skip("no Docker engine answers here")
     (tmp_path / "own").write_bytes(b"x" * 12_345)
@@ -124,7 +124,7 @@ def test_a_real_containers_processor_time_is_its_own() -> None:
     started = containers.docker("run", "--detach", "--network", "none", base, "python3", "-c", code)
     try:
         until(lambda: "done" in containers.docker("logs", started), 60, "half a second of work")
-        assert 0.4 <= containers._used(started) < 5  # counted in hundredths, of each process
+        assert 0.4 <= containers._used(started) < 5  # counted in hundredths of a second, for each process
     finally:
         containers.docker("rm", "--force", started)
     with pytest.raises(RuntimeError, match=started):

@@ -1,4 +1,4 @@
-"""What is made of an image's sizes and a container's times."""
+"""Measurements from an image's sizes and a container's times."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_layers_are_added_up_and_the_base_is_the_rest() -> None:
     assert by_name(image.sizes([350_000_001], 400_000_000))["server without torch, beyond its base"].verdict == "missed"
 
 
-def test_starts_are_told_by_their_median_and_the_fastest_and_slowest() -> None:
+def test_starts_are_reported_as_median_fastest_and_slowest() -> None:
     found = by_name(image.times([1.4, 9.0, 1.3], [1.1, 1.0, 1.2], [0.9, 1.1, 1.0]))
     cold, warm = (found[f"docker run to SERVING with MiniLM, page cache {cache}"] for cache in ("cold", "warm"))
     assert (cold.value, cold.at_most, cold.verdict) == (1.4, 5.0, "met")
@@ -44,8 +44,8 @@ def test_starts_are_told_by_their_median_and_the_fastest_and_slowest() -> None:
     assert slow["docker run to SERVING with MiniLM, page cache cold"].verdict == "missed"
 
 
-def test_what_could_not_be_measured_is_absent_with_the_reason_and_no_number() -> None:
-    """NaN is no JSON, and a median that has one among its values is anything."""
+def test_a_value_that_could_not_be_measured_is_absent_with_the_reason() -> None:
+    """JSON has no NaN, and the median of values that include NaN is undefined."""
     found = by_name(image.times([], [1.1], [0.9, math.nan, 1.0]))
     cold, cpu = (
         found[name]
@@ -61,7 +61,7 @@ def test_what_could_not_be_measured_is_absent_with_the_reason_and_no_number() ->
     assert "fastest start, page cache cold" not in found
 
 
-def test_checks_are_told_by_both_their_times() -> None:
+def test_health_checks_are_reported_with_elapsed_and_processor_time() -> None:
     found = by_name(image.checked([[0.30, 0.10], [0.20, 0.12], [0.25, 0.11]]))
     assert [(name, each.value) for name, each in found.items()] == [
         ("bf16-serve health within the container", 0.25),
@@ -69,8 +69,8 @@ def test_checks_are_told_by_both_their_times() -> None:
     ]
 
 
-def test_cold_and_warm_starts_take_turns_after_one_that_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In turns, for what the machine does meanwhile meets both alike."""
+def test_cold_and_warm_starts_alternate_after_one_that_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They alternate so that other load on the machine affects both equally."""
     happened: list[str] = []
 
     @contextmanager
@@ -91,7 +91,7 @@ def test_cold_and_warm_starts_take_turns_after_one_that_does_not_count(monkeypat
     assert image._starts("i", Path("models"), 2)[0] == []
 
 
-def test_the_program_within_the_container_tells_both_times_of_each_check() -> None:
+def test_the_program_in_the_container_reports_both_times_of_each_check() -> None:
     code = image._HEALTH.replace('["bf16-serve", "health"]', '[sys.executable, "-c", "sum(range(2_000_000))"]')
     assert code != image._HEALTH
     done = subprocess.run([sys.executable, "-c", code, "3"], capture_output=True, text=True, check=True)

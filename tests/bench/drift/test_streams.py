@@ -13,7 +13,7 @@ CASES = {case.name: case for case in [*cases(), resampled(list(4e-3 * np.exp(np.
 
 
 @pytest.mark.parametrize("name", ["normal, spread 0.3", "half rare, weight 1/100, drifting 3, spread 0.1"])
-def test_streams_are_the_servers_detector_side_by_side(name: str) -> None:
+def test_each_of_several_streams_equals_the_servers_detector(name: str) -> None:
     streams = begun(CASES[name], 3, np.random.default_rng(0))
     alone = [Detector(Expected(centre, 0.0, root)) for centre, root in zip(streams.centre, streams._root, strict=True)]
     rng = np.random.default_rng(1)
@@ -29,7 +29,7 @@ def test_streams_are_the_servers_detector_side_by_side(name: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_two_days_of_healthy_samples_give_no_alarm_and_a_change_is_soon_seen(case: Case) -> None:
+def test_two_days_of_healthy_samples_give_no_alarm_and_changes_are_detected_soon(case: Case) -> None:
     rng = np.random.default_rng(2)
     assert false_alarms(case, 2 * 86_400, 64, rng) == 0
     assert np.quantile(delays(case, 2.0, 200, rng), 0.99, method="higher") <= 200
@@ -38,10 +38,10 @@ def test_two_days_of_healthy_samples_give_no_alarm_and_a_change_is_soon_seen(cas
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_in_ten_weeks_of_healthy_samples_there_are_no_ten_alarms(case: Case) -> None:
+def test_ten_weeks_of_healthy_samples_give_fewer_than_ten_alarms(case: Case) -> None:
     assert poisson(false_alarms(case, 10 * WEEK, 64, np.random.default_rng(3)))[1] < 10
 
 
-def test_the_interval_of_a_count_is_the_tables() -> None:
+def test_the_interval_of_a_count_equals_that_of_statistical_tables() -> None:
     assert poisson(0) == pytest.approx((0.0, 3.689), abs=1e-3)
     assert poisson(10) == pytest.approx((4.795, 18.39), abs=0.01)

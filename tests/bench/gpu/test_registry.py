@@ -1,4 +1,4 @@
-"""The table of CUDA's kernels: made of what releases say, and nothing of it lost."""
+"""The table of CUDA's kernels is made from the lists of the releases, without losing anything."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = ["tensor(bfloat16)"]
 
 
 def combinations(kernels: Any) -> set[Any]:
-    """Every combination of types that one of them takes."""
+    """Return every combination of types that one of the kernels takes."""
     return {
         frozenset(zip(kernel, types, strict=True))
         for kernel in kernels
@@ -34,7 +34,7 @@ def test_merging_keeps_every_combination_and_adds_none() -> None:
     assert combinations(fewer) == combinations(kernels)
 
 
-def test_only_what_takes_bf16_is_kept_and_an_open_end_is_zero() -> None:
+def test_only_kernels_that_take_bf16_are_kept_and_an_open_end_is_zero() -> None:
     rows = [
         ("", "MatMul", 13, OPEN, {"T": T}),
         ("", "MatMul", 13, OPEN, {"T": ["tensor(float)"]}),
@@ -45,21 +45,21 @@ def test_only_what_takes_bf16_is_kept_and_an_open_end_is_zero() -> None:
     assert narrow(rows)["", "Identity", 14, 15] == [{"V": frozenset({BF16, "seq(tensor(bfloat16))"})}]
 
 
-def test_a_kernel_that_comes_goes_and_comes_back_has_its_releases() -> None:
+def test_a_kernel_that_was_removed_and_added_again_has_both_ranges() -> None:
     here, nothing = [("", "Sin", 22, OPEN, {"T": T})], list[Any]()
     made = table({"1.1": nothing, "1.2": here, "1.10": here, "1.11": nothing, "1.12": here})
     assert made["kernels"][""]["Sin"] == [[22, 0, {"T": 0}, "1.2", "1.10"], [22, 0, {"T": 0}, "1.12", ""]]
     assert made["sets"] == [["bfloat16"]]
 
 
-def test_what_is_written_is_what_was_made() -> None:
+def test_the_written_file_has_the_table_and_its_releases() -> None:
     of = {"1.9": [("", "Sin", 22, OPEN, {"T": T})], "1.10": [("com.microsoft", "Gelu", 1, OPEN, {"T": T})]}
     read = json.loads(written(dict(of)))
     assert read["releases"] == ["1.9", "1.10"]
     assert {key: read[key] for key in ("sets", "kernels")} == table(of)
 
 
-def test_the_file_is_of_the_releases_that_are_asked() -> None:
+def test_the_committed_file_has_the_configured_releases() -> None:
     assert tuple(json.loads(TARGET.read_text("utf-8"))["releases"]) == RELEASES
 
 
@@ -75,13 +75,13 @@ LOG = """\
 """  # noqa: E501 -- as ONNX Runtime 1.31.1 writes it
 
 
-def test_a_sessions_log_says_where_its_nodes_are() -> None:
+def test_the_placement_of_nodes_is_read_from_a_sessions_log() -> None:
     found = told(LOG)
     assert found == {"CPUExecutionProvider": {"Concat": 1}, "CUDAExecutionProvider": {"Add": 2, "MatMul": 1}}
     assert line("1.31.1", Path("g"), found) == "1.31.1  g: 3 nodes on CUDA, 1 on the CPU (1 Concat)"
 
 
-def test_where_all_are_one_providers_no_node_is_named() -> None:
+def test_if_one_provider_has_all_nodes_no_node_is_named() -> None:
     head = LOG.splitlines()[1].replace("Node(s) placed", "All nodes placed").replace("CPU", "CUDA")
     assert told(head) == {"CUDAExecutionProvider": Counter({"": 1})}
     assert line("1.31.1", Path("g"), told(head)) == "1.31.1  g: 1 nodes on CUDA, 0 on the CPU (none)"

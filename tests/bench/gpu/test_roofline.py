@@ -1,4 +1,4 @@
-"""The roofline: FLOPs and bytes by hand, times by hand, and what it cannot know said by name."""
+"""The roofline: FLOPs, bytes and times as computed by hand, and errors that name what is unknown."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_products_by_hand(tmp_path: Path) -> None:
     assert _one(tmp_path, stacked, (3, 5, 16), (16, 8), (3, 5, 8)).flops == 2 * (3 * 5 * 8) * 16
 
 
-def test_bf16_is_two_bytes_and_its_products_are_told_apart(tmp_path: Path) -> None:
+def test_bf16_has_two_bytes_and_its_products_are_counted_separately(tmp_path: Path) -> None:
     nodes = [
         helper.make_node("MatMul", ["a", "b"], ["c"], name="narrow"),
         helper.make_node("MatMul", ["x", "x"], ["y"]),
@@ -63,7 +63,7 @@ def test_bf16_is_two_bytes_and_its_products_are_told_apart(tmp_path: Path) -> No
     assert found.flops("bf16") == found.flops("fp32") == 2 * 8 * 8 * 8
 
 
-def test_views_move_nothing_parts_move_what_they_give_and_constants_are_worked_out_once(tmp_path: Path) -> None:
+def test_views_and_constants_move_nothing_and_lookups_move_only_their_rows(tmp_path: Path) -> None:
     nodes = [
         helper.make_node("Transpose", ["table"], ["turned"], name="constant"),
         helper.make_node("Gather", ["turned", "ids"], ["rows"], name="rows"),
@@ -88,7 +88,7 @@ def test_a_dimension_may_be_an_expression() -> None:
     assert [expression for expression in strange if size(expression, dims) is not None] == []
 
 
-def test_what_is_not_known_is_said(tmp_path: Path) -> None:
+def test_an_unknown_dimension_or_operator_is_named_in_the_error(tmp_path: Path) -> None:
     with pytest.raises(NotCosted, match="input 'x': dimension batch has no size; give it: --dim batch=SIZE"):
         _costs(tmp_path, graphs.mlp())
     with pytest.raises(NotCosted, match="nobody has said what Loop computes"):
@@ -103,11 +103,11 @@ def test_times_by_hand() -> None:
     found = roofline.predict(of, device)
     assert found == roofline.Prediction(least=4 + 10, by_node=4 + 3 + 10, bound=14 / 17, launches=3)
     assert roofline.predict(of, device, "tf32").by_node == 4 + 3 + 2
-    assert roofline.predict(Costs((moved,), 9000), device).least == 9  # once through memory is longer
+    assert roofline.predict(Costs((moved,), 9000), device).least == 9  # one pass through memory takes longer
 
 
 def test_rates_are_those_of_dense_matrices() -> None:
-    """Data sheets print twice as much, for matrices of which half is zero."""
+    """Data sheets also give twice these rates, for matrices of which half is zero."""
     assert {name: device.flops["bf16"] / 1e12 for name, device in DEVICES.items()} == {
         "H200": 989.5, "A100": 312.0, "L4": 121.0
     }  # fmt: skip
@@ -120,7 +120,7 @@ def test_rates_are_those_of_dense_matrices() -> None:
 
 @pytest.fixture(scope="module")
 def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An MLP with a cuda profile."""
+    """Return the artifact of an MLP with a cuda profile."""
     where = tmp_path_factory.mktemp("mlp")
     onnx.save(graphs.mlp((256, 512, 256)), where / "mlp.onnx")
     flags = ("--profile", "cuda", "--format", "onnx", "--no-report")
@@ -128,7 +128,7 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return where / "mlp" / "1"
 
 
-def test_the_command_tells_it_of_an_artifact(artifact: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_the_prediction_for_an_artifact(artifact: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert roofline.main([str(artifact), "--dim", "batch=8", "--layers"]) == 0
     told = capsys.readouterr().out
     assert told.startswith("predicted from data sheets, never measured\n")
@@ -145,18 +145,20 @@ def test_the_command_tells_it_of_an_artifact(artifact: Path, capsys: pytest.Capt
         (("--dim", "batch=x"), "invalid"),
     ],
 )
-def test_the_command_refuses_what_it_cannot_tell(
+def test_the_command_rejects_missing_and_invalid_dimensions(
     artifact: Path, arguments: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert roofline.main([str(artifact), *arguments]) == 2
     assert told in capsys.readouterr().err
 
 
-def test_the_command_refuses_what_is_no_artifact(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_rejects_a_directory_that_is_not_an_artifact(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert roofline.main([str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith("roofline: ")
 
 
 @pytest.mark.models  # converts MiniLM
-def test_the_page_has_what_the_graphs_give(tmp_path: Path) -> None:
+def test_the_page_equals_the_predictions_for_the_graphs(tmp_path: Path) -> None:
     assert predicted.shown() == predicted.tables(Workspace(tmp_path)), "run python -m bench.gpu.predicted"

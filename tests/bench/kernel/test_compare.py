@@ -1,4 +1,4 @@
-"""Goals: held against the best peer there is, on the path that users get; what is absent says why."""
+"""Goals are judged against the best peer, on the path that users get. Absent sides give a reason."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ def test_the_best_peer_is_the_fastest_of_its_arithmetic(against: str, expected: 
     assert best(against, timed().samples["work"]) == expected
 
 
-def test_a_goal_is_held_against_the_best_peer_on_the_path_users_get() -> None:
-    """AVX-512F is what they get where it runs, though AVX2 was faster this time."""
+def test_a_goal_is_judged_against_the_best_peer_on_the_path_users_get() -> None:
+    """Users get AVX-512F on processors that run it, even if AVX2 was faster this time."""
     (found,) = judged(timed(), [Goal("work", "cpu", "best fp32 peer", 1.4)])
     assert found.value == pytest.approx(1.5)
     assert found.verdict == "met"
     assert found.detail == "cpu, avx512f against ONNX Runtime fp32, spinning off"
 
 
-def test_a_peer_that_is_faster_is_judged_so() -> None:
+def test_a_goal_that_is_not_reached_is_missed() -> None:
     (found,) = judged(timed(), [Goal("work", "cpu", "best peer", 1.3)])
     assert found.verdict == "missed"
 
@@ -61,14 +61,14 @@ def test_a_share_of_a_limit() -> None:
     assert found.verdict == "met"
 
 
-def test_who_is_absent_says_why() -> None:
+def test_absent_sides_give_the_reason() -> None:
     goals = [Goal("work", "cpu-bf16", "best bf16 peer", 1.0), Goal("work", "cpu", "bf16 arithmetic", 0.85)]
     found = list(judged(timed(**{"cpu-bf16": "no such profile", "limit: bf16 arithmetic": "no dpbf16"}), goals))
     assert [one.absent for one in found] == ["no such profile", "no dpbf16"]
     assert [one.verdict for one in found] == [None, None]
 
 
-def test_who_computes_something_else_is_said_to() -> None:
+def test_a_side_with_a_large_error_is_reported() -> None:
     found = result("b", timed(), [], title="t", tolerance={"fp32": 0.02, "bf16": 0.05}, effort=QUICK, settings={})
     assert [note for note in found.notes if "is off by" in note] == [
         "cpu, avx2 on work is off by 0.03 (relative L2), more than 0.02"

@@ -1,4 +1,4 @@
-"""What is published: only results that are fit for it, the pages' text exactly from them, and nothing flattering."""
+"""Published results: only fit ones, text generated exactly from them, and losses stated as clearly as wins."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ GOALS = [
 
 
 def timed() -> Timed:
-    """We are twice as fast at 1 row, nobody knows at 4, and a peer is twice as fast at 8."""
+    """Return times: we are twice as fast at 1 row, 4 rows are undecided, and a peer is twice as fast at 8 rows."""
     samples: dict[str, Any] = {}
     for work, peer in (("1 row", [2.0] * 5), ("4 rows", [0.5, 2.0, 1.0, 0.7, 1.5]), ("8 rows", [0.5] * 5)):
         samples[work] = {
@@ -48,7 +48,7 @@ def timed() -> Timed:
 
 @pytest.fixture
 def content(tmp_path: Path) -> dict[str, Any]:
-    """The layers' result as it is written."""
+    """Return the layers' result as it is written to a file."""
     found = result("kernel", timed(), GOALS, title="t", tolerance={}, effort=FULL, settings={})
     loaded: dict[str, Any] = json.loads(write(found, tmp_path / "w", command="c", machine=MACHINE).read_text("utf-8"))
     return loaded
@@ -63,7 +63,7 @@ def stored(root: Path, content: dict[str, Any]) -> Path:
 
 @pytest.fixture
 def found(tmp_path: Path, content: dict[str, Any]) -> Published:
-    """The same as it is read for publishing."""
+    """Return the layers' result as it is read for publishing."""
     read = published.read(stored(tmp_path, content))
     assert read
     return read
@@ -92,19 +92,19 @@ def test_only_results_of_a_commit_a_quiet_machine_and_enough_processes_are_fit(
     assert len(list(report.refusals(directory))) == bool(reason)
 
 
-def test_results_from_before_these_rules_are_not_fit(content: dict[str, Any]) -> None:
+def test_results_without_a_record_of_the_machines_state_are_not_fit(content: dict[str, Any]) -> None:
     del content["machine"]["clean"], content["machine"]["other_programs"]
     assert published.unfit(content)
 
 
-def test_the_claim_says_where_we_are_faster_where_nobody_knows_and_where_slower(found: Published) -> None:
+def test_the_claim_lists_where_we_are_faster_undecided_and_slower(found: Published) -> None:
     text = " ".join(published.claim([found]).split())
     assert "**Faster than fp32 on CPUs in 1 of 3 cases.**" in text
     assert "1 row (2.00); no difference seen: 4 rows (1.01); slower: 8 rows (0.50)." in text
     assert "2 cores of Test CPU (k-2cpu), 2026-01-02, commit abc1234" in text
 
 
-def test_the_tables_say_what_was_missed_and_where_others_win(found: Published) -> None:
+def test_the_tables_list_missed_goals_and_where_peers_win(found: Published) -> None:
     text = published.tables([found])
     assert "1 met, 1 missed, 1 undecided, 1 not measured." in text
     assert "Missed: 8 rows: best fp32 peer ÷ cpu 0.5 (≥ 1.5)." in text
@@ -112,7 +112,7 @@ def test_the_tables_say_what_was_missed_and_where_others_win(found: Published) -
     assert "| 1 row | **1000** | – | – | 2000 · 2000 |" in text
 
 
-def test_the_goals_are_all_there_with_their_verdicts(found: Published) -> None:
+def test_all_goals_are_listed_with_their_verdicts(found: Published) -> None:
     text = published.goals([found])
     assert "| 1 row: best fp32 peer ÷ cpu, cpu, avx512f against OpenVINO fp32 | 2 [2, 2] | ≥ 1.5 | met |" in text
     assert "| 4 rows: best fp32 peer ÷ cpu" in text
@@ -140,7 +140,7 @@ def test_the_report_writes_the_pages_and_the_picture(tmp_path: Path, content: di
 
 
 @pytest.mark.parametrize("name", report.BLOCKS_OF)
-def test_a_page_says_what_the_committed_results_say(name: str) -> None:
-    """What `make bench-kernel` wrote is in it unchanged; before it ever ran, it says so."""
+def test_each_page_equals_the_committed_results(name: str) -> None:
+    """It contains what `make bench-kernel` wrote, unchanged. If that has never run, the page says so."""
     page = (ROOT / name).read_text("utf-8")
     assert report.with_blocks(page, report.every(ROOT / "bench" / "results"), report.BLOCKS_OF[name]) == page

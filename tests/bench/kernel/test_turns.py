@@ -1,4 +1,4 @@
-"""Sides raced for real, in processes of their own, on a product small enough for a test."""
+"""Real races of sides, in separate processes, on a product small enough for a test."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SPINLESS = side("ONNX Runtime fp32, spinning off")
 
 @pytest.fixture
 def subject(tmp_path: Path) -> Subject:
-    """x [rows, 8] by w [8, 4] is y."""
+    """Return a subject whose graph multiplies x [rows, 8] by w [8, 4]."""
     file = tmp_path / "graph" / "model.onnx"
     file.parent.mkdir()
     edges = [helper.make_tensor_value_info(n, TensorProto.FLOAT, ["rows", c]) for n, c in (("x", 8), ("y", 4))]
@@ -43,7 +43,7 @@ def test_every_process_has_every_turn_of_every_side(subject: Subject, tmp_path: 
         for name in (ONNX_RUNTIME.name, SPINLESS.name):
             assert [[len(turn) for turn in process] for process in sides[name]] == [[2, 2, 2], [2, 2, 2]]
     assert timed.errors["two rows"][SPINLESS.name] == 0.0
-    if openvino.name in timed.absent:  # where it is not installed, it says so
+    if openvino.name in timed.absent:  # it is not installed
         assert "OpenVINO is not installed" in timed.absent[openvino.name]
     assert not (tmp_path / "root" / "copies").exists()
 
@@ -55,13 +55,13 @@ def test_no_two_sides_read_the_same_weights(subject: Subject, tmp_path: Path) ->
         assert len({file.stat().st_ino for file in (*read, subject.graph)}) == 4
 
 
-def test_a_side_without_times_in_some_process_is_left_out() -> None:
+def test_a_side_without_times_in_one_of_the_processes_is_dropped() -> None:
     timed = Timed(samples={"work": {"a": [[[1.0]], [[1.0]]], "b": [[[1.0]]]}})
     timed.drop_incomplete(2)
     assert list(timed.samples["work"]) == ["a"]
 
 
-def test_contenders_have_further_turns_and_processes_with_the_caches_that_are_judged(
+def test_contenders_get_more_turns_and_processes_in_the_judged_cache_state(
     subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("bench.kernel.turns.contenders", lambda sides, _: frozenset(sides) & {SPINLESS.name})
@@ -78,8 +78,8 @@ def test_contenders_have_further_turns_and_processes_with_the_caches_that_are_ju
     }
 
 
-def test_who_contends() -> None:
-    """Of our paths those that users get; limits and peers of the arithmetic of goals, where they are near."""
+def test_which_sides_are_contenders() -> None:
+    """Our paths that users get, and for the arithmetic of each goal its limits and the peers close to the best."""
     seconds = {
         "cpu, avx512f": 5.0,
         "cpu, avx2": 1.0,
@@ -107,7 +107,7 @@ def test_the_full_effort_has_the_processes_that_a_verdict_needs() -> None:
     assert [FULL.rounds_of(seconds) for seconds in (60.0, 0.75, 0.001, 0.0)] == [2, 2, 12, 0]
 
 
-def test_every_peer_takes_part_at_its_defaults_and_otherwise() -> None:
+def test_every_peer_takes_part_with_its_defaults_and_with_other_options() -> None:
     names = [peer.name for peer in PEERS]
     for library in ("ONNX Runtime fp32", "OpenVINO fp32", "OpenVINO bf16", "torch fp32", "torch bf16"):
         assert library in names

@@ -1,4 +1,4 @@
-"""A worker runs what it is told to, with the caches it is told to have, and answers when its threads sleep."""
+"""A worker runs the requested side in the requested cache state, and responds when its threads sleep."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bench.kernel.worker import Worker, first_output, last_level_cache, serve, s
 
 
 class Buffer:
-    """Stands for the one that empties the caches; notes when it is read."""
+    """Stand-in for the buffer that empties the caches; it logs each read."""
 
     def __init__(self, log: list[str]) -> None:
         self._log = log
@@ -28,7 +28,7 @@ class Buffer:
 
 @pytest.fixture
 def prepared(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], tuple[Worker, list[str]]]:
-    """A worker with one side, prepared, that usually takes so many seconds; and what happened in it, in order."""
+    """Return a function: it returns a worker with one prepared side of the given usual seconds, and its log."""
     monkeypatch.setattr(worker, "last_level_cache", lambda: 8)
 
     def make(usual: float) -> tuple[Worker, list[str]]:
@@ -42,7 +42,7 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], tuple[Worker,
     return make
 
 
-def test_cold_empties_the_caches_before_every_run_that_counts(
+def test_the_caches_are_emptied_before_every_cold_run_that_counts(
     prepared: Callable[[float], tuple[Worker, list[str]]],
 ) -> None:
     made, log = prepared(0.001)
@@ -56,20 +56,20 @@ def test_warm_runs_follow_each_other(prepared: Callable[[float], tuple[Worker, l
     assert log == ["run"] * 4
 
 
-def test_a_slow_side_has_no_run_that_does_not_count(prepared: Callable[[float], tuple[Worker, list[str]]]) -> None:
+def test_a_slow_side_has_no_warm_up_run(prepared: Callable[[float], tuple[Worker, list[str]]]) -> None:
     made, log = prepared(0.2)
     made.time({"side": "side", "runs": 1, "cold": False})
     assert log == ["run"]
 
 
-def test_a_limit_says_its_seconds_itself(prepared: Callable[[float], tuple[Worker, list[str]]]) -> None:
+def test_a_limit_measures_its_own_seconds(prepared: Callable[[float], tuple[Worker, list[str]]]) -> None:
     made, _ = prepared(0.001)
     made._prepared["side"] = Prepared(lambda: 7.0, measures=True)
     assert made.time({"side": "side", "runs": 2, "cold": False}) == {"seconds": [7.0, 7.0]}
 
 
 def settles_after(busy_s: float) -> bool:
-    """Whether settling lasted as long as a thread that waits busily did."""
+    """Return whether ``settle`` lasted as long as a thread that spins for ``busy_s`` seconds."""
     until = time.perf_counter() + busy_s
 
     def spin() -> None:
@@ -84,13 +84,13 @@ def settles_after(busy_s: float) -> bool:
     return lasted
 
 
-@pytest.mark.alone  # a thread that waits busily is seen by the time it takes, where there is a core to take it from
-def test_settling_waits_for_a_thread_that_waits_busily() -> None:
-    """Once in five times: another program may have both cores for the milliseconds of a look."""
+@pytest.mark.alone  # a spinning thread shows in the processor time only if a core is free for it
+def test_settling_waits_for_a_spinning_thread() -> None:
+    """One of five tries is enough: another program may have both cores for the milliseconds of a check."""
     assert any(settles_after(0.1) for _ in range(5))
 
 
-def test_who_fails_says_why_and_the_next_request_is_answered() -> None:
+def test_a_failed_request_gives_the_reason_and_the_next_one_gets_a_response() -> None:
     requests = [{"do": "open", "side": "no such side"}, {"do": "time", "side": "never opened"}]
     answers = io.StringIO()
     serve(io.StringIO("".join(json.dumps(request) + "\n" for request in requests)), answers)
@@ -98,11 +98,11 @@ def test_who_fails_says_why_and_the_next_request_is_answered() -> None:
     assert len(answers.getvalue().splitlines()) == 2
 
 
-def test_the_first_output_is_found_however_a_side_returns_it() -> None:
+def test_the_first_output_is_found_in_any_form_of_result() -> None:
     array = np.ones((2, 3), np.float32)
     for result in ([array], {"y": array}, (array, array), array):
         assert first_output(result).shape == (2, 3)
 
 
-def test_the_cache_is_never_taken_for_smaller_than_32_mib() -> None:
+def test_the_last_level_cache_is_assumed_to_have_at_least_32_mib() -> None:
     assert last_level_cache() >= 32 << 20

@@ -1,4 +1,4 @@
-"""When calls of an open loop are due."""
+"""The times at which calls of an open loop are due."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_calls_with_a_seed_come_at_random_at_the_same_rate() -> None:
     assert len(calls) == 10_000
     assert due == sorted(due)
     assert mean(gaps) == pytest.approx(0.01, rel=0.05)
-    assert mean(gap > 0.01 for gap in gaps) == pytest.approx(0.368, abs=0.02)  # of an exponential distribution, 1/e
+    assert mean(gap > 0.01 for gap in gaps) == pytest.approx(0.368, abs=0.02)  # 1/e, as in an exponential distribution
     assert {message for _, message in calls} == {0, 1, 2, 3}
 
 

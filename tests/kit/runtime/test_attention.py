@@ -1,5 +1,5 @@
-"""``bf16kit::Attention_…`` and ``AttentionBf16_…`` through real sessions: what they answer and refuse, and which
-answers are the same bits."""
+"""``bf16kit::Attention_…`` and ``AttentionBf16_…`` in real sessions: their results, which results must be
+bit-identical, and which inputs and attributes are rejected."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def nothing_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 OPERATORS = ["Attention", "AttentionBf16"]
-# Against float64 on what is multiplied: in bf16, p is off by half a unit of 8 bits.
+# Relative and absolute, against float64 on the same operands. In bf16, p is off by half a unit of 8 bits.
 TOLERANCES = {"Attention": (1e-5, 2e-6), "AttentionBf16": (2.0**-9, 2.0**-8)}
 
 
 def model(op: str, **attributes: Any) -> ModelProto:
-    """One node ``op`` of 4 heads of 16, scaled by a quarter unless ``attributes`` say otherwise; it has no function."""
+    """Return one node ``op`` without a function: 4 heads of 16, scale 0.25, unless ``attributes`` say otherwise."""
     names = ["q", "k", "v", *(["m"] if op.endswith("mask") else [])]
     given = {"heads": 4, "kv_heads": 2 if "grouped" in op else 4, "scale": 0.25} | attributes
     node = helper.make_node(op, names, ["y"], domain="bf16kit", **given)
@@ -46,7 +46,7 @@ def model(op: str, **attributes: Any) -> ModelProto:
 
 
 def run(made: ModelProto, *inputs: Array, threads: int = 1) -> Array:
-    """The answer. Raises :class:`~bf16kit.errors.RuntimeFailure` when there is none."""
+    """Return the result. Raises :class:`~bf16kit.errors.RuntimeFailure` if the load or the run fails."""
     session = open_session(made.SerializeToString(), threads=threads, library=kernel.LIBRARY)
     with failing_as("running"):
         return np.asarray(session.run(["y"], dict(zip(("q", "k", "v", "m"), inputs, strict=False)))[0])
@@ -62,7 +62,7 @@ def assert_close(found: Array, wanted: Array, operator: str) -> None:
 
 
 def in_bf16(operator: str, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
-    """The operands as ``operator`` multiplies them."""
+    """Return the operands as ``operator`` multiplies them."""
     if operator == "Attention":
         return q, k, v
     q, k, v = (operand.astype(ml_dtypes.bfloat16).astype(np.float32) for operand in (q, k, v))
@@ -70,7 +70,7 @@ def in_bf16(operator: str, q: Array, k: Array, v: Array) -> tuple[Array, Array, 
 
 
 def paths_of(operator: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Those that this processor runs and that give one another's bits."""
+    """Return the paths that this processor can run and that give the same bits."""
     found = set()
     for path in kernel.PATHS[:-1]:
         monkeypatch.setenv(kernel.VARIABLE, path)
@@ -81,7 +81,7 @@ def paths_of(operator: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def as_form(form: str, *values: Array) -> list[Array]:
-    """[batch, heads, rows, columns] in rows where the letter is r."""
+    """Convert [batch, heads, rows, columns] to [batch, rows, heads x columns] where the letter of ``form`` is r."""
     moved = (v.transpose(0, 2, 1, 3).reshape(v.shape[0], v.shape[2], v.shape[1] * v.shape[3]) for v in values)
     return [
         np.ascontiguousarray(rows) if letter == "r" else value
@@ -90,7 +90,7 @@ def as_form(form: str, *values: Array) -> list[Array]:
 
 
 def exact(q: Array, k: Array, v: Array, mask: Array | float = 0.0, scale: float = 0.25) -> Array:
-    """The same in float64, as rows."""
+    """Return the attention computed in float64, as [batch, rows, heads x columns]."""
     shared = q.shape[1] // k.shape[1]
     wide = [np.repeat(each.astype(np.float64), shared, axis=1) for each in (k, v)]
     scores = q.astype(np.float64) @ wide[0].swapaxes(2, 3) * scale + mask
@@ -99,14 +99,14 @@ def exact(q: Array, k: Array, v: Array, mask: Array | float = 0.0, scale: float 
     return np.asarray(y.transpose(0, 2, 1, 3).reshape(q.shape[0], q.shape[2], -1))
 
 
-# --- what it answers --------------------------------------------------------------------------------------------------
+# --- results ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
 @pytest.mark.parametrize("path", kernel.PATHS)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("op", ["", "_grouped"])
-def test_it_attends_within_its_rounding(
+def test_attention_is_within_its_rounding_error(
     form: str, op: str, path: str, operator: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use(path, monkeypatch)
@@ -116,7 +116,7 @@ def test_it_attends_within_its_rounding(
     assert_close(found, exact(*in_bf16(operator, q, k, v)), operator)
 
 
-def test_the_operator_decides_the_arithmetic_and_the_processor_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_operator_and_not_the_processor_decides_the_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = heads(2, 4, 7, 0), heads(2, 4, 45, 1), heads(2, 4, 45, 2)
     answers = {operator: run(model(f"{operator}_hhh"), q, k, v) for operator in OPERATORS}
     assert np.abs(answers["AttentionBf16"] - answers["Attention"]).max() > 1e-3
@@ -126,8 +126,8 @@ def test_the_operator_decides_the_arithmetic_and_the_processor_does_not(monkeypa
             assert np.array_equal(run(model(f"{operator}_hhh"), q, k, v), answers[operator])
 
 
-def test_weights_that_are_rounded_add_up_to_one() -> None:
-    """Values that are all the same come out as they are: the sum is that of the rounded exponentials."""
+def test_rounded_weights_add_up_to_one() -> None:
+    """If all values are equal, the output equals them: the divisor is the sum of the rounded exponentials."""
     q, k = heads(1, 4, 9, 0), heads(1, 4, 45, 1)
     same = np.full((1, 4, 45, 16), 1.5, np.float32)
     found = run(model("AttentionBf16_hhh"), q, k, same)
@@ -146,7 +146,7 @@ def test_a_mask_broadcasts_as_add_does(shape: tuple[int, ...], operator: str) ->
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_rows_without_a_key_to_see_are_the_mean_or_nan_as_softmax_says(operator: str) -> None:
+def test_rows_with_all_keys_masked_are_the_mean_or_nan_as_in_softmax(operator: str) -> None:
     q, k, v = heads(1, 4, 3, 0), heads(1, 4, 45, 1), heads(1, 4, 45, 2)
     mask = np.zeros((1, 1, 3, 45), np.float32)
     mask[0, 0, 1] = LOWEST
@@ -174,7 +174,7 @@ def test_nan_and_infinity_in_a_query_stay_in_its_row_and_head(operator: str) -> 
 
 @pytest.mark.parametrize("operator", OPERATORS)
 @pytest.mark.parametrize(("batch", "queries", "keys"), [(0, 3, 5), (2, 0, 5), (2, 3, 0), (0, 0, 0)])
-def test_empty_sequences_give_nothing_and_no_keys_give_zeros(
+def test_empty_sequences_give_empty_results_and_no_keys_give_zeros(
     batch: int, queries: int, keys: int, operator: str
 ) -> None:
     q, k, v = (np.ones((batch, 4, rows, 16), np.float32) for rows in (queries, keys, keys))
@@ -182,7 +182,7 @@ def test_empty_sequences_give_nothing_and_no_keys_give_zeros(
     assert np.array_equal(found, np.full((batch, queries, 64), 0.0 if keys == 0 else 1.0, np.float32))
 
 
-# --- which answers are the same bits ----------------------------------------------------------------------------------
+# --- which results are bit-identical ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
@@ -201,7 +201,7 @@ def test_threads_paths_and_neighbours_change_no_bit(operator: str, monkeypatch: 
 
 @pytest.mark.parametrize("operator", OPERATORS)
 @pytest.mark.parametrize("hidden", [LOWEST, np.float32(-np.inf)], ids=["lowest", "infinity"])
-def test_padding_that_the_mask_hides_changes_no_bit(hidden: np.float32, operator: str) -> None:
+def test_masked_padding_changes_no_bit(hidden: np.float32, operator: str) -> None:
     q, k, v = heads(1, 4, 9, 0), heads(1, 4, 170, 1), heads(1, 4, 170, 2)
     made = model(f"{operator}_hhh_mask")
     short = run(made, q, k[:, :, :100], v[:, :, :100], np.zeros((1, 1, 1, 100), np.float32))
@@ -211,21 +211,21 @@ def test_padding_that_the_mask_hides_changes_no_bit(hidden: np.float32, operator
 
 @pytest.mark.parametrize("operator", OPERATORS)
 @pytest.mark.parametrize("hidden", [LOWEST, np.float32(-np.inf), np.float32(-10000)], ids=str)
-def test_keys_that_a_row_may_not_see_change_none_of_its_bits(hidden: np.float32, operator: str) -> None:
-    """Each row sees so many keys more than the one before, in a window: those before it and behind it are left out."""
+def test_keys_that_are_masked_for_a_row_change_none_of_its_bits(hidden: np.float32, operator: str) -> None:
+    """Each row sees a window of keys, shifted against the previous row's; keys outside the window are masked."""
     q, k, v = heads(1, 4, 90, 0), heads(1, 4, 350, 1), heads(1, 4, 350, 2)
     first, last = np.arange(90)[:, None] * 2, np.arange(90)[:, None] * 2 + 70
     seen = (np.arange(350) >= first // 128 * 128) & (np.arange(350) <= last)
     made = model(f"{operator}_hhh_mask")
     whole = run(made, q, k, v, np.where(seen, np.float32(0), hidden).reshape(1, 1, 90, 350))
     for row in range(0, 90, 7):
-        begin, end = row * 2 // 128 * 128, row * 2 + 71  # chains of 128 begin where they would
+        begin, end = row * 2 // 128 * 128, row * 2 + 71  # keeps the boundaries of the chains of 128
         alone = run(made, q[:, :, [row]], k[:, :, begin:end], v[:, :, begin:end], np.zeros((1, 1, 1, 1), np.float32))
         assert np.array_equal(whole[:, [row]], alone), row
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_a_key_whose_score_makes_up_for_the_mask_is_seen(operator: str) -> None:
+def test_a_key_whose_score_outweighs_the_mask_contributes(operator: str) -> None:
     q, k, v = np.full((1, 4, 40, 16), 10, np.float32), np.zeros((1, 4, 170, 16), np.float32), heads(1, 4, 170, 2)
     k[:, :, 150] = 10  # a score of 400
     mask = np.where(np.arange(170) < 50, np.float32(0), np.float32(-300)).reshape(1, 1, 1, 170)
@@ -235,15 +235,15 @@ def test_a_key_whose_score_makes_up_for_the_mask_is_seen(operator: str) -> None:
 
 @pytest.mark.parametrize("operator", OPERATORS)
 @pytest.mark.parametrize("where", ["k", "v"])
-def test_what_is_not_finite_in_a_hidden_key_spoils_every_row(where: str, operator: str) -> None:
-    """As it does in the definition, whether or not keys are left out: 0 times infinity is NaN."""
+def test_a_masked_key_that_is_not_finite_makes_every_row_nan(where: str, operator: str) -> None:
+    """The definition says so (0 times infinity is NaN), and an implementation that skips masked keys must agree."""
     q, k, v = heads(1, 4, 40, 0), heads(1, 4, 170, 1), heads(1, 4, 170, 2)
     (k if where == "k" else v)[:, :, 150] = np.inf
     mask = np.where(np.arange(170) < 50, np.float32(0), np.float32(-np.inf)).reshape(1, 1, 1, 170)
     assert np.isnan(run(model(f"{operator}_hhh_mask"), q, k, v, mask)).all()
 
 
-# --- what it refuses --------------------------------------------------------------------------------------------------
+# --- what is rejected -------------------------------------------------------------------------------------------------
 
 _Q, _K = (2, 4, 3, 16), (2, 4, 5, 16)
 
@@ -262,13 +262,13 @@ _Q, _K = (2, 4, 3, 16), (2, 4, 5, 16)
         ((_Q, _K, _K, (1, 1, 1, 1, 5)), "the mask has 5 dimensions"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(shapes: tuple[tuple[int, ...], ...], message: str) -> None:
+def test_sizes_that_do_not_fit_are_rejected(shapes: tuple[tuple[int, ...], ...], message: str) -> None:
     made = model("Attention_hhh" + ("_mask" if len(shapes) > 3 else ""))
     with pytest.raises(RuntimeFailure, match=message):
         run(made, *(np.zeros(shape, np.float32) for shape in shapes))
 
 
-def test_rows_that_heads_do_not_divide_are_refused() -> None:
+def test_columns_that_do_not_divide_into_heads_are_rejected() -> None:
     with pytest.raises(RuntimeFailure, match="dimension 2 of v is 63, which does not fit to 4 heads"):
         run(model("Attention_hhr"), *(np.zeros(shape, np.float32) for shape in (_Q, _K, (2, 5, 63))))
 
@@ -282,7 +282,7 @@ def test_rows_that_heads_do_not_divide_are_refused() -> None:
         ({"scale": float("inf")}, "attribute scale is not a finite number"),
     ],
 )
-def test_attributes_that_make_no_sense_are_refused(attributes: dict[str, Any], message: str) -> None:
+def test_invalid_attributes_are_rejected(attributes: dict[str, Any], message: str) -> None:
     made = model("Attention_hhh", **attributes)
     with pytest.raises(RuntimeFailure, match=message):
         run(made, *(np.zeros(shape, np.float32) for shape in (_Q, _K, _K)))

@@ -1,4 +1,4 @@
-"""Feeds are laid out as a runtime reads them, and are otherwise left as they are."""
+"""Input arrays are copied only if they are not contiguous."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ def test_a_view_is_copied_and_a_contiguous_array_is_not() -> None:
 
 
 def test_a_scalar_stays_a_scalar() -> None:
-    """ONNX Runtime refuses a vector where a model takes a scalar."""
+    """ONNX Runtime rejects a vector where a model takes a scalar."""
     assert contiguous({"steps": np.array(3)})["steps"].shape == ()

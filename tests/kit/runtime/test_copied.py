@@ -1,4 +1,4 @@
-"""A runtime whose weights are its own: whatever is done to the artifact's files, it answers as it did."""
+"""A runtime with its own copy of the weights gives the same outputs, whatever happens to the artifact's files."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ X = np.linspace(-1, 1, 2 * WIDTH, dtype=np.float32).reshape(2, WIDTH)
 
 @pytest.fixture
 def product(tmp_path: Path) -> Artifact:
-    """Its weights are read where they are mapped, whenever it runs."""
+    """Return an artifact to be copied. Without the copy, each run would read its weights from the mapped file."""
     path = artifacts.write_product(tmp_path / "product" / "1", width=WIDTH).path
     return Artifact.open(path, copies=True)
 
 
 @pytest.mark.parametrize("scratch", ["disk", "/dev/shm", "nowhere"])
-def test_it_answers_as_before_when_its_files_are_changed_cut_short_and_deleted(
+def test_outputs_stay_the_same_if_files_are_changed_truncated_and_deleted(
     product: Artifact, tmp_path: Path, scratch: str
 ) -> None:
     directory = tmp_path if scratch == "disk" else Path(scratch)
@@ -63,17 +63,19 @@ def test_it_answers_as_before_when_its_files_are_changed_cut_short_and_deleted(
 
 @pytest.fixture(scope="module")
 def partly_fp32(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
-    """A weight of it stays fp32, in a file that the reference reads as it is."""
+    """Return an artifact whose biases stay fp32, in a file that the reference reads without restoring anything."""
     root = tmp_path_factory.mktemp("partly")
     torch.save(Mlp().state_dict(), root / "mlp.pt")
     to = ("--out", root / "made" / "1", "--keep-fp32", "bias")
     assert run([str(each) for each in ("checkpoint", root / "mlp.pt", *MLP, *ONNX_ONLY, *to)]) == 0
-    shutil.copytree(root / "made", root / "mlp")  # nothing in this process has mapped it
+    shutil.copytree(root / "made", root / "mlp")  # no code in this process has mapped the copy
     return Artifact.open(root / "mlp" / "1", copies=True)
 
 
 @pytest.mark.parametrize("scratch", ["disk", "/dev/shm", "nowhere"])
-def test_nor_does_the_reference_map_what_is_fp32_already(partly_fp32: Artifact, tmp_path: Path, scratch: str) -> None:
+def test_the_reference_copies_fp32_weights_instead_of_mapping_them(
+    partly_fp32: Artifact, tmp_path: Path, scratch: str
+) -> None:
     assert "weights.fp32" in partly_fp32.manifest.files
     reference = load_reference(partly_fp32, threads=1, scratch=tmp_path if scratch == "disk" else Path(scratch))
     assert str(partly_fp32.path) not in Path("/proc/self/maps").read_text()
@@ -83,14 +85,14 @@ def test_nor_does_the_reference_map_what_is_fp32_already(partly_fp32: Artifact, 
         np.testing.assert_allclose(answers[name], right, rtol=1e-5, atol=1e-6)
 
 
-def test_nothing_is_left_in_the_directory_for_temporary_files(product: Artifact, tmp_path: Path) -> None:
+def test_no_temporary_file_is_left(product: Artifact, tmp_path: Path) -> None:
     (tmp_path / "scratch").mkdir()
     load(product, "cpu", threads=1, scratch=tmp_path / "scratch")
     assert list((tmp_path / "scratch").iterdir()) == []
 
 
-def test_a_file_that_is_copied_for_several_tensors_is_copied_once(tmp_path: Path) -> None:
-    """However many tensors a graph says are in it: what is taken is the size of the files."""
+def test_a_file_with_several_tensors_is_copied_once(tmp_path: Path) -> None:
+    """The copies take the size of the files, no matter how many tensors of the graph refer to them."""
     artifact = Artifact.open(artifacts.write_tables(tmp_path / "tables" / "1", rows=100, count=8).path, copies=True)
     size = artifact.manifest.files["weights.bf16"].bytes
     with copied(artifact, artifact.file("cpu.onnx"), Path("nowhere")) as weights:
@@ -104,8 +106,8 @@ def test_a_graph_without_weights_in_files_needs_no_copy(product: Artifact, tmp_p
         assert (weights.where, weights.files, weights.base_dir) == ("in the graph", {}, None)
 
 
-def test_a_reference_of_files_that_were_cut_short_or_changed_is_damaged(product: Artifact, tmp_path: Path) -> None:
-    """Not the end of the process, and not a reference of other weights."""
+def test_loading_a_reference_from_changed_or_truncated_files_fails(product: Artifact, tmp_path: Path) -> None:
+    """The process must not crash, and must not load a reference with other weights."""
     load_reference(product, scratch=tmp_path)
     with (product.path / "weights.bf16").open("r+b") as file:
         file.write(bytes(64))
@@ -137,7 +139,7 @@ print(next(line.split()[1] for line in open("/proc/self/smaps_rollup") if line.s
 
 @pytest.fixture(scope="module")
 def loaded_alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, int, int]:
-    """Bytes at the peak of loading and a run, of the weights, and of large pages."""
+    """Return three sizes in bytes: the memory added at the peak of a load and a run, the weights, the large pages."""
     root = tmp_path_factory.mktemp("alone")
     small = artifacts.write_product(root / "small" / "1").path
     large = artifacts.write_product(root / "large" / "1", width=3072).path
@@ -147,7 +149,7 @@ def loaded_alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, int, in
 
 @pytest.mark.long
 @KERNEL
-def test_copied_weights_are_in_memory_once_also_while_they_are_loaded(loaded_alone: tuple[int, int, int]) -> None:
+def test_copied_weights_are_in_memory_only_once_even_while_loading(loaded_alone: tuple[int, int, int]) -> None:
     peak, size, _ = loaded_alone
     assert size <= peak < 1.5 * size, f"{peak / size:.2f} times the weights"
 
@@ -156,14 +158,14 @@ def test_copied_weights_are_in_memory_once_also_while_they_are_loaded(loaded_alo
 @pytest.mark.skipif(
     not LARGE_PAGES.exists() or "[never]" in LARGE_PAGES.read_text(), reason="this system has no large pages on request"
 )
-def test_what_the_kernel_reads_is_in_large_pages(loaded_alone: tuple[int, int, int]) -> None:
+def test_weights_that_the_kernel_reads_are_in_large_pages(loaded_alone: tuple[int, int, int]) -> None:
     _, size, large_pages = loaded_alone
     assert large_pages >= size // LARGE_PAGE * LARGE_PAGE
 
 
 @KERNEL
-def test_a_session_that_outlives_its_runtime_still_has_its_weights(product: Artifact, tmp_path: Path) -> None:
-    """``close`` is for a model that somebody may be running."""
+def test_a_session_that_outlives_its_runtime_keeps_its_weights(product: Artifact, tmp_path: Path) -> None:
+    """``close`` may be called while another thread runs the model."""
     runtime = load(product, "cpu", threads=1, scratch=tmp_path)
     right = runtime.run({"x": X})["y"]
     session = vars(runtime)["_session"]
@@ -176,8 +178,8 @@ def test_a_session_that_outlives_its_runtime_still_has_its_weights(product: Arti
     np.testing.assert_array_equal(session.run(None, {"x": X})[0], right)
 
 
-def test_what_something_else_reads_too_stays_in_the_file() -> None:
-    """ONNX Runtime may fold it while it opens the session."""
+def test_a_weight_that_another_node_also_reads_stays_in_the_file() -> None:
+    """ONNX Runtime may fold such a node while it opens the session."""
     w = np.zeros((32, 32), ml_dtypes.bfloat16)
     ours = helper.make_node("MatMul", ["x", "w"], ["y"], domain=DOMAIN)
     lookup = helper.make_node("Gather", ["w", "i"], ["row"])
@@ -207,7 +209,7 @@ def test_what_something_else_reads_too_stays_in_the_file() -> None:
 
 
 @pytest.mark.parametrize("how", ["as it is", "without the kernel"])
-def test_tables_are_read_from_the_store_and_answer_as_those_of_the_file(
+def test_tables_in_the_store_give_the_same_outputs_as_tables_in_the_file(
     tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if how == "without the kernel":
@@ -236,7 +238,7 @@ def test_tables_are_read_from_the_store_and_answer_as_those_of_the_file(
 
 
 class Kept:
-    """A store that remembers what it was asked for, and what it was filled with."""
+    """A store that records the keys and sizes of the requests."""
 
     def __init__(self) -> None:
         self.keys: list[str] = []
@@ -249,8 +251,8 @@ class Kept:
 
 
 @KERNEL
-def test_the_key_of_a_copy_is_what_is_in_it(tmp_path: Path) -> None:
-    """Whatever the artifact is called, and only as long as its bytes and where they go are the same."""
+def test_the_key_of_a_copy_depends_only_on_its_content(tmp_path: Path) -> None:
+    """Artifacts with other names but the same bytes in the same places get the same key; other bytes get another."""
     store = Kept()
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         path = artifacts.write_product(tmp_path / name / "1", width=WIDTH, seed=seed).path
@@ -260,9 +262,7 @@ def test_the_key_of_a_copy_is_what_is_in_it(tmp_path: Path) -> None:
 
 
 @KERNEL
-def test_weights_that_changed_before_they_were_copied_are_damaged_and_nobody_gets_them(
-    product: Artifact, tmp_path: Path
-) -> None:
+def test_weights_that_changed_before_the_copy_are_not_stored(product: Artifact, tmp_path: Path) -> None:
     with (product.path / "weights.bf16").open("r+b") as file:
         file.write(bytes(64))
     kept: list[NDArray[np.uint8]] = []

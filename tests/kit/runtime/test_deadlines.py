@@ -1,4 +1,4 @@
-"""Deadlines of runs, all kept by one thread."""
+"""Deadlines of runs. One thread watches all of them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from bf16kit.runtime.deadlines import Deadlines
 
 @pytest.fixture
 def threads() -> Callable[[], int]:
-    """How many threads for deadlines there are, but for those that there were: of runs in other tests."""
+    """Return a function that counts the threads for deadlines, without those that other tests left running."""
     before = set(threading.enumerate())
     return lambda: sum(thread.name == "deadlines" for thread in set(threading.enumerate()) - before)
 
 
-def test_a_run_that_ends_in_time_is_let_be_and_leaves_no_thread(threads: Callable[[], int]) -> None:
+def test_a_run_that_ends_in_time_gets_no_callback_and_leaves_no_thread(threads: Callable[[], int]) -> None:
     deadlines, over = Deadlines(linger_s=0.05), threading.Event()
     for _ in range(100):
         with deadlines.after(0.2, over.set):
@@ -29,7 +29,7 @@ def test_a_run_that_ends_in_time_is_let_be_and_leaves_no_thread(threads: Callabl
     assert not over.is_set()
 
 
-def test_a_run_that_takes_longer_is_told_so(threads: Callable[[], int]) -> None:
+def test_the_callback_of_a_run_that_takes_too_long_is_called(threads: Callable[[], int]) -> None:
     deadlines, over = Deadlines(linger_s=0.05), threading.Event()
     begun = time.monotonic()
     with deadlines.after(0.1, over.set):
@@ -38,7 +38,7 @@ def test_a_run_that_takes_longer_is_told_so(threads: Callable[[], int]) -> None:
     until(lambda: threads() == 0)
 
 
-def test_a_deadline_that_is_earlier_than_those_before_is_kept() -> None:
+def test_a_deadline_earlier_than_the_pending_ones_is_met() -> None:
     deadlines, over = Deadlines(linger_s=0.05), threading.Event()
     with deadlines.after(60.0, over.clear):
         until(lambda: deadlines._wakes_at > 0, 20, "the thread waits for that one")
@@ -46,7 +46,7 @@ def test_a_deadline_that_is_earlier_than_those_before_is_kept() -> None:
             assert over.wait(20)
 
 
-def test_of_many_at_once_those_are_told_that_take_too_long() -> None:
+def test_of_many_concurrent_runs_only_the_late_ones_get_their_callback() -> None:
     deadlines, told = Deadlines(linger_s=0.05), set[int]()
     held = threading.Event()
 
@@ -67,7 +67,7 @@ def test_of_many_at_once_those_are_told_that_take_too_long() -> None:
     assert deadlines._waiting == set()
 
 
-def test_when_nothing_had_a_deadline_for_a_while_the_thread_ends_and_another_begins_with_the_next(
+def test_an_idle_thread_ends_and_the_next_deadline_starts_another(
     threads: Callable[[], int],
 ) -> None:
     deadlines, over = Deadlines(linger_s=0.01), threading.Event()
@@ -78,7 +78,7 @@ def test_when_nothing_had_a_deadline_for_a_while_the_thread_ends_and_another_beg
         over.clear()
 
 
-def test_where_the_system_has_no_thread_left_the_run_fails_and_the_next_may_not(
+def test_if_no_thread_can_start_the_run_fails_and_a_later_run_can_succeed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(thread: threading.Thread) -> None:

@@ -1,4 +1,4 @@
-"""Operators that trust their arguments: what does not fit together is refused before memory is touched."""
+"""Arguments that do not fit together are rejected before an operator that trusts them touches memory."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_arguments_that_do_not_fit_together(kind: str) -> None:
+def test_arguments_that_do_not_fit_together_are_rejected(kind: str) -> None:
     target, *args = REFUSED[kind]
     with pytest.raises(RuntimeFailure, match=rf"the arguments of {target.split('.')[0]} do not fit together"):
         call(target, *args)
@@ -112,14 +112,14 @@ ANSWERED: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("kind", ANSWERED)
-def test_what_fits_is_answered_as_torch_answers(kind: str) -> None:
+def test_arguments_that_fit_give_the_same_results_as_in_torch(kind: str) -> None:
     target, *args = ANSWERED[kind]
     name, overload = target.split(".")
     found, wanted = call(target, *args), getattr(getattr(torch.ops.aten, name), overload)(*args)
     torch.testing.assert_close(found, wanted, equal_nan=True)
 
 
-def test_memory_that_nobody_filled_is_zeros() -> None:
+def test_uninitialized_memory_is_zeros() -> None:
     for _ in range(5):
         used = torch.full((4096,), 7.0)
         del used
@@ -134,25 +134,25 @@ def test_memory_that_nobody_filled_is_zeros() -> None:
         assert call("copy.default", into, torch.zeros(2)).untyped_storage().nbytes() == 8
 
 
-def test_an_overload_of_torchscripts_own_is_refused() -> None:
+def test_an_overload_that_only_torchscript_uses_is_rejected() -> None:
     with pytest.raises(RuntimeFailure, match=r"'aten\.to\.prim_dtype', which torch\.export never writes"):
         call("to.prim_dtype", FULL, 2**20)
 
 
-def test_side_results_of_bags_are_not_given() -> None:
+def test_side_results_of_embedding_bag_are_none() -> None:
     found = call("embedding_bag.default", torch.ones(4, 2), torch.tensor([0, 1]), torch.tensor([0, 1]))
     assert found[0].shape == (2, 2)
     assert found[1:] == (None, None, None)
 
 
-def test_aliases_without_bounds_may_not_be_called() -> None:
+def test_operators_that_alias_without_bounds_checks_are_not_allowed() -> None:
     assert not {"_reshape_alias", "set_", "resize_", "_index_put_impl_"} & (operators.ATEN | operators.IN_PLACE)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", [1, 2])
-def test_no_operator_ends_the_process_whatever_it_is_given(seed: int) -> None:
-    """Arguments by chance, in a process that may die: an error or an answer, no signal."""
+def test_no_operator_crashes_the_process_whatever_its_arguments(seed: int) -> None:
+    """Random arguments, in a separate process, give an error or a result, never a signal."""
     command = [sys.executable, "-m", "operatorcalls", str(seed), "8"]
     path = os.pathsep.join([str(SUPPORT), *sys.path])
     ended = subprocess.run(

@@ -27,7 +27,7 @@ def test_bf16_instructions_are_read_from_the_kernels_flags(tmp_path: Path, line:
     assert cpu_has_bf16(cpuinfo) is expected
 
 
-def test_a_kernel_that_does_not_say_has_no_bf16_instructions(tmp_path: Path) -> None:
+def test_without_flags_from_the_kernel_no_bf16_instructions_are_assumed(tmp_path: Path) -> None:
     assert cpu_has_bf16(tmp_path / "missing") is False
 
 
@@ -44,12 +44,12 @@ def test_no_quota_means_every_processor_of_the_affinity() -> None:
     ("text", "device", "index"),
     [("cpu", "cpu", None), ("cuda", "cuda:0", 0), ("cuda:0", "cuda:0", 0), ("cuda:3", "cuda:3", 3)],
 )
-def test_devices_have_one_name(text: str, device: str, index: int | None) -> None:
+def test_each_device_has_one_canonical_name(text: str, device: str, index: int | None) -> None:
     assert canonical(text) == device
     assert cuda_index(canonical(text)) == index
 
 
 @pytest.mark.parametrize("text", ["gpu", "cuda:", "cuda:x", "cuda:-1", "CPU", "", "cuda:0 "])
-def test_an_unknown_device_is_refused_with_the_names_that_exist(text: str) -> None:
+def test_an_unknown_device_is_rejected_and_the_valid_names_are_listed(text: str) -> None:
     with pytest.raises(ConfigError, match="cpu and cuda:N"):
         canonical(text)

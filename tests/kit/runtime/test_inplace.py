@@ -1,4 +1,4 @@
-"""Which weights of an fp32 graph several sessions may read in one place."""
+"""Weights of an fp32 graph that several sessions can read from one place in memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def in_place(path: Path, *nodes: NodeProto) -> frozenset[str]:
 
 
 @pytest.mark.parametrize("reads", [("MatMul", ["x", "w"]), ("Gemm", ["x", "w"]), ("Gather", ["w", "ids"])])
-def test_what_is_multiplied_by_or_looked_up_in_is_read_in_place(tmp_path: Path, reads: tuple[str, list[str]]) -> None:
+def test_weights_of_products_and_lookups_are_read_in_place(tmp_path: Path, reads: tuple[str, list[str]]) -> None:
     assert in_place(tmp_path, helper.make_node(*reads, ["y"])) == {"w"}
 
 
@@ -40,12 +40,12 @@ def test_what_is_multiplied_by_or_looked_up_in_is_read_in_place(tmp_path: Path, 
     ],
     ids=["from the left", "added", "convolved", "not fp32", "also turned", "of another domain", "not read"],
 )
-def test_what_anything_else_reads_is_not(tmp_path: Path, nodes: list[NodeProto]) -> None:
+def test_weights_that_any_other_node_reads_are_not_read_in_place(tmp_path: Path, nodes: list[NodeProto]) -> None:
     assert in_place(tmp_path, *nodes) == frozenset()
 
 
-def test_what_a_body_reads_is_not(tmp_path: Path) -> None:
-    """A name in there may stand for another tensor."""
+def test_weights_that_a_subgraph_reads_are_not_read_in_place(tmp_path: Path) -> None:
+    """In a subgraph, the same name may stand for another tensor."""
     body = helper.make_graph([helper.make_node("MatMul", ["x", "w"], ["out"])], "b", [], [graphs.edge("out", [4, 4])])
     yes = helper.make_node("Constant", [], ["yes"], value=helper.make_tensor("", TensorProto.BOOL, [], [True]))
     branch = helper.make_node("If", ["yes"], ["y"], then_branch=body, else_branch=body)

@@ -1,4 +1,4 @@
-"""Which path of the CPU kernel runs, and why it does not where it does not."""
+"""Which path of the CPU kernel runs, and the stated reason if none runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SPECS = (TensorSpec("x", "float32", ("rows", 64)),), (TensorSpec("y", "float32",
 
 
 def in_a_branch(model: ModelProto) -> ModelProto:
-    """The same product inside both branches of an If; the graph itself has none."""
+    """Return a graph with the same product in both branches of an If, and none in the main graph."""
     branch = helper.make_graph(list(model.graph.node), "branch", [], list(model.graph.output))
     node = helper.make_node("If", ["flag"], ["y"], then_branch=branch, else_branch=branch)
     return graphs.model([node], [graphs.edge("x"), graphs.edge("flag", [], 9)], list(model.graph.output))
@@ -37,7 +37,7 @@ def nothing_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @built
-def test_the_fastest_path_that_this_processor_runs_is_chosen() -> None:
+def test_the_fastest_path_that_this_processor_can_run_is_chosen() -> None:
     flags = set(Path("/proc/cpuinfo").read_text().split())
     expected = "avx512f" if "avx512f" in flags else "avx2" if {"avx2", "fma"} <= flags else "portable"
     assert available() == Kernel(expected)
@@ -46,20 +46,20 @@ def test_the_fastest_path_that_this_processor_runs_is_chosen() -> None:
 
 @built
 @pytest.mark.parametrize("path", PATHS)
-def test_a_path_named_is_the_path_that_runs_or_an_error(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_path_that_the_variable_names_runs(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, path)
     try:
         found = available(rounds=True)
     except ConfigError as error:
-        pytest.skip(str(error))  # what the next test is about
+        pytest.skip(str(error))  # the next test covers this error
     assert found == Kernel(path)
 
 
 @built
-def test_a_path_that_this_processor_cannot_run_is_an_error_and_not_another_path(
+def test_a_named_path_that_this_processor_cannot_run_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The library answers null for it, as for a name that it does not know: here one that Python knows alone."""
+    """The library returns null for it, as for an unknown name. The test uses a name that only Python knows."""
     monkeypatch.setattr(kernel, "PATHS", (*PATHS, "avx10"))
     monkeypatch.setenv(VARIABLE, "avx10")
     with pytest.raises(ConfigError, match=r"is 'avx10', which this processor cannot run; name another .* or unset it"):
@@ -67,7 +67,7 @@ def test_a_path_that_this_processor_cannot_run_is_an_error_and_not_another_path(
 
 
 @built
-def test_a_path_that_has_never_run_is_taken_only_where_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_untested_path_runs_only_if_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert available().path not in kernel.OPT_IN
     monkeypatch.setenv(VARIABLE, "amx")
     if {"amx_tile", "amx_bf16"} <= set(Path("/proc/cpuinfo").read_text().split()):
@@ -78,7 +78,7 @@ def test_a_path_that_has_never_run_is_taken_only_where_it_is_named(monkeypatch: 
 
 
 @pytest.mark.parametrize("is_built", [True, False])
-def test_a_name_that_is_no_path_is_an_error_that_lists_them(is_built: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_path_is_an_error_that_lists_the_valid_ones(is_built: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not is_built:
         monkeypatch.setattr(kernel, "LIBRARY", Path("/nowhere/_bf16kernel.so"))
     monkeypatch.setenv(VARIABLE, "avx10")
@@ -88,14 +88,14 @@ def test_a_name_that_is_no_path_is_an_error_that_lists_them(is_built: bool, monk
 
 
 @built
-def test_an_empty_variable_is_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_variable_counts_as_unset(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = available()
     monkeypatch.setenv(VARIABLE, "")
     assert available() == chosen
     assert chosen.path in PATHS
 
 
-def test_off_switches_it_off_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_off_disables_the_kernel_and_the_note_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "off")
     found = available()
     assert (found.path, found.library) == ("", None)
@@ -104,7 +104,9 @@ def test_off_switches_it_off_and_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
     assert f"unset {VARIABLE}" in found.advice
 
 
-def test_a_kernel_that_was_not_built_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_advice_for_a_kernel_that_was_not_built_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(kernel, "LIBRARY", tmp_path / "_bf16kernel.so")
     found = available()
     assert found.path == ""
@@ -114,16 +116,16 @@ def test_a_kernel_that_was_not_built_says_what_to_install(monkeypatch: pytest.Mo
     assert "install bf16kit again" in found.advice
 
 
-def test_sources_that_stand_before_an_installed_kernel_are_told_of(
+def test_sources_imported_instead_of_an_installed_kernel_are_reported(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """As `python -m` in a checkout takes them: nothing is wrong with the installation."""
+    """`python -m` in a checkout imports the checkout's sources. The installation itself is correct."""
     installed, sources = tmp_path / "site-packages", tmp_path / "checkout"
     library = installed / "bf16kit" / "runtime" / kernel.LIBRARY.name
     library.parent.mkdir(parents=True)
     (installed / "bf16kit-0.1.0.dist-info").mkdir()
     (installed / "bf16kit-0.1.0.dist-info" / "METADATA").write_text("Name: bf16kit\nVersion: 0.1.0\n")
-    monkeypatch.setattr(sys, "path", [str(installed)])  # and not the checkout that these tests are of
+    monkeypatch.setattr(sys, "path", [str(installed)])  # without the checkout that these tests belong to
     monkeypatch.setattr(kernel, "LIBRARY", sources / "bf16kit" / "runtime" / kernel.LIBRARY.name)
     assert "it was not built when" in available().note
     library.touch()
@@ -142,13 +144,13 @@ def test_a_damaged_library_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert (available().path, "cannot be loaded" in available().note) == ("", True)
 
 
-def test_a_library_that_is_another_one_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_without_the_kernels_functions_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "LIBRARY", Path(_ctypes.__file__))
     assert (available().path, "bf16kit_kernel_path" in available().note) == ("", True)
 
 
 @built
-def test_what_onnx_runtime_or_the_library_refuses_is_told_in_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_onnx_runtime_or_the_library_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
     class Refusing:
         def register_custom_ops_library(self, path: str) -> None:
             assert path == str(kernel.LIBRARY)
@@ -167,24 +169,24 @@ def test_a_graph_without_our_nodes_needs_no_kernel(tmp_path: Path) -> None:
         assert kernel_for(model) is NOT_NEEDED
 
 
-def test_what_is_no_graph_is_left_to_onnx_runtime_to_refuse(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_graph_is_left_for_onnx_runtime_to_reject(tmp_path: Path) -> None:
     assert kernel_for(b"no graph") is NOT_NEEDED
     assert kernel_for(tmp_path / "missing.onnx") is NOT_NEEDED
 
 
 @pytest.mark.parametrize("model", [MODEL, in_a_branch(MODEL)], ids=["main graph", "branch"])
-def test_a_graph_with_our_nodes_needs_it_wherever_they_are(model: ModelProto, tmp_path: Path) -> None:
+def test_a_graph_with_our_nodes_at_any_level_needs_the_kernel(model: ModelProto, tmp_path: Path) -> None:
     path = tmp_path / "cpu.onnx"
     path.write_bytes(model.SerializeToString())
     assert kernel_for(path) == kernel_for(path.read_bytes()) == available() != NOT_NEEDED
 
 
-def test_importing_it_imports_nothing_heavy() -> None:
+def test_importing_the_module_imports_no_heavy_package() -> None:
     program = "import sys, bf16kit.runtime.kernel\nassert not {'onnx', 'onnxruntime'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-# --- what a runtime says ----------------------------------------------------------------------------------------------
+# --- what a runtime reports -------------------------------------------------------------------------------------------
 
 
 def runtime(model: ModelProto = MODEL, **options: Any) -> OnnxRuntime:
@@ -193,7 +195,7 @@ def runtime(model: ModelProto = MODEL, **options: Any) -> OnnxRuntime:
 
 @built
 @pytest.mark.parametrize("path", PATHS)
-def test_a_runtime_tells_the_path_that_runs_and_its_accumulation(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_runtime_reports_the_path_that_runs_and_its_accumulation(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, path)
     try:
         info = runtime().info
@@ -203,7 +205,7 @@ def test_a_runtime_tells_the_path_that_runs_and_its_accumulation(path: str, monk
     assert (info.kernel, info.accumulation, info.note, info.advice) == (runs, "fp32", "", "")
 
 
-def test_without_the_kernel_the_same_graph_runs_and_tells_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_kernel_the_same_graph_runs_and_reports_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "off")
     loaded = runtime()
     assert (loaded.info.kernel, loaded.info.accumulation) == ("", "fp32")
@@ -212,8 +214,8 @@ def test_without_the_kernel_the_same_graph_runs_and_tells_why(monkeypatch: pytes
     assert loaded.run({"x": graphs.values(3, 64)})["y"].shape == (3, 40)
 
 
-def test_a_graph_that_needs_no_kernel_says_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reference, above all: it runs on nothing but ONNX Runtime."""
+def test_a_graph_that_needs_no_kernel_reports_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The main case is the reference, which uses ONNX Runtime alone."""
     monkeypatch.setenv(VARIABLE, "off")
     model = graphs.mlp((64, 40))
     info = runtime(model, precision="fp32").info

@@ -1,4 +1,4 @@
-"""``bf16kit::MatMulBf16…`` through real sessions: products of activations that are rounded to bf16 first."""
+"""``bf16kit::MatMulBf16…`` in real sessions: products that first round their activations to bf16."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def nothing_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def paths(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Those that this processor runs and that give one another's bits."""
+    """Return the paths that this processor can run and that give the same bits."""
     found = []
     for path in kernel.PATHS[:-1]:
         monkeypatch.setenv(kernel.VARIABLE, path)
@@ -43,10 +43,8 @@ def rounded(x: Array) -> Array:
 
 @pytest.mark.parametrize("path", kernel.PATHS)
 @pytest.mark.parametrize(("k", "n"), [(1, 1), (7, 31), (128, 32), (K, N)])
-def test_it_rounds_what_it_multiplies_and_not_what_it_sums(
-    path: str, k: int, n: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The error against float64 on rounded activations is that of sums in fp32: chains of 128, which are added up."""
+def test_operands_are_rounded_and_sums_are_not(path: str, k: int, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against float64 on rounded activations, the error is that of fp32 sums: chains of 128 terms, then their sum."""
     if path != "portable" and path not in paths(monkeypatch):
         pytest.skip(f"this processor cannot run {path}")
     monkeypatch.setenv(kernel.VARIABLE, path)
@@ -76,8 +74,8 @@ def test_instructions_for_bf16_give_the_bits_of_their_emulations(
         assert np.array_equal(answer, answers[0])
 
 
-def test_the_operator_decides_the_arithmetic_and_the_processor_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the path for bf16 named, a product in fp32 has the bits of fp32."""
+def test_the_operator_and_not_the_processor_decides_the_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if the variable names a path for bf16, a product in fp32 has the bits of fp32."""
     weight, x = graphs.values(K, N), graphs.values(20, K, seed=2)
     usual = run(product(weight), x)
     for path in paths(monkeypatch):

@@ -1,4 +1,4 @@
-"""``bf16kit::MatMul`` through real sessions: what it answers, and which answers are the same bits."""
+"""``bf16kit::MatMul`` in real sessions: its results, and which results must be bit-identical."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ def nothing_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def bound(x: Array, weight: Array) -> Array:
-    """(128 + K/128)·2⁻²⁴ of Σ|x||w|, for each element of the product: what the order of sums proves."""
+    """Return (128 + K/128)·2⁻²⁴ of Σ|x||w| for each element of the product: the bound for this order of sums."""
     additions = min(len(weight), 128) + -(-len(weight) // 128)
     return np.asarray(
         1.0001 * additions * 2.0**-24 * (np.abs(x).astype(np.float64) @ np.abs(weight).astype(np.float64))
     )
 
 
-# --- what it answers --------------------------------------------------------------------------------------------------
+# --- results ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", kernel.PATHS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("k", "n"), [(1, 1), (7, 31), (128, 32), (K, N), (257, 65)])
-def test_it_multiplies_by_the_bf16_weight_within_the_bound(
+def test_products_with_bf16_weights_are_within_the_error_bound(
     path: str, layout: str, k: int, n: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use(path, monkeypatch)
@@ -54,7 +54,9 @@ def test_it_multiplies_by_the_bf16_weight_within_the_bound(
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "no bias"])
-def test_the_function_gives_the_same_without_the_library(activation: str, layout: str, has_bias: bool) -> None:
+def test_the_onnx_function_gives_the_same_result_without_the_library(
+    activation: str, layout: str, has_bias: bool
+) -> None:
     weight, bias = graphs.values(K, N), graphs.values(N, seed=1) if has_bias else None
     model = product(weight, bias, layout=layout, activation=activation)
     x = graphs.values(5, K, seed=2, scale=3)
@@ -82,7 +84,7 @@ def test_no_rows_give_no_rows(shape: tuple[int, ...], layout: str) -> None:
 
 @pytest.mark.parametrize("path", kernel.PATHS)
 @pytest.mark.parametrize("rows", [1, 3, 64])
-def test_what_is_not_finite_spreads_over_its_row_and_no_other(
+def test_values_that_are_not_finite_affect_only_their_own_row(
     path: str, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use(path, monkeypatch)
@@ -100,12 +102,12 @@ def test_what_is_not_finite_spreads_over_its_row_and_no_other(
 def test_infinity_times_a_zero_weight_is_nan_as_ieee_says() -> None:
     weight = np.zeros((K, N), np.float32)
     assert np.isnan(run(product(weight), np.full((1, K), np.inf, np.float32))).all()
-    # ... and where there is no weight at all, past the last column, nothing spreads into what there is
+    # The padding beyond the last column holds no weights, and must not affect the real columns.
     assert np.array_equal(run(product(weight), np.full((1, K), 3e38, np.float32)), np.zeros((1, N), np.float32))
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_activations_of_what_is_not_finite_are_what_onnx_s_operators_give(activation: str) -> None:
+def test_activations_of_values_that_are_not_finite_equal_those_of_onnx(activation: str) -> None:
     values = np.array([np.inf, -np.inf, np.nan, 0.0, 3e38, -3e38], np.float32)
     model = product(np.zeros((K, len(values)), np.float32), values, activation=activation)
     x = np.zeros((1, K), np.float32)
@@ -113,7 +115,7 @@ def test_activations_of_what_is_not_finite_are_what_onnx_s_operators_give(activa
 
 
 def test_weights_are_read_in_place_from_the_mapped_file(tmp_path: Path) -> None:
-    """No second copy: the pages stay the file's own, which every process that maps it shares."""
+    """There is no second copy: the pages remain those of the file, shared by all processes that map it."""
     width = 1024  # 2 MiB of bf16
     weight = graphs.values(width, width)
     path = graphs.save_external(product(weight), tmp_path / "cpu.onnx", {TensorProto.BFLOAT16: "weights.bf16"})
@@ -124,7 +126,7 @@ def test_weights_are_read_in_place_from_the_mapped_file(tmp_path: Path) -> None:
     assert mapped["Anonymous"] == 0
 
 
-def test_an_empty_name_for_the_bias_is_no_bias() -> None:
+def test_an_empty_name_for_the_bias_means_no_bias() -> None:
     weight, x = graphs.values(K, N), graphs.values(2, K, seed=2)
     model = product(weight, function=False)
     expected = run(model, x)
@@ -148,7 +150,7 @@ def test_two_products_in_one_graph_keep_their_own_weights() -> None:
     np.testing.assert_allclose(run(model, x, threads=2), products.exact(hidden, second), rtol=1e-4, atol=1e-5)
 
 
-# --- which answers are the same bits ----------------------------------------------------------------------------------
+# --- which results are bit-identical ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -163,9 +165,7 @@ def test_the_number_of_threads_changes_no_bit(layout: str, rows: int) -> None:
 
 @pytest.mark.parametrize("path", kernel.PATHS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_row_gives_the_same_bits_in_whatever_batch_it_comes(
-    path: str, layout: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_row_gives_the_same_bits_in_any_batch(path: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     use(path, monkeypatch)
     opened = session(product(graphs.values(K, N), graphs.values(N), layout=layout, activation="gelu"))
     x = graphs.values(100, K, seed=2, scale=3)
@@ -179,7 +179,7 @@ def test_a_row_gives_the_same_bits_in_whatever_batch_it_comes(
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_avx2_and_avx512_give_the_same_bits(layout: str, activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Moving to another processor changes no answer."""
+    """Outputs do not change on another processor."""
     model = product(graphs.values(K, N), graphs.values(N), layout=layout, activation=activation)
     x = graphs.values(50, K, seed=2, scale=5)
     use("avx2", monkeypatch)

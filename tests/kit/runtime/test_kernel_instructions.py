@@ -1,7 +1,7 @@
-"""Which functions of the kernel have instructions that only some processors know: those of their code path, no others.
+"""Each function of the kernel contains only instructions that its code path allows.
 
-The danger is a function of a shared header. Compiled within a path it may have the path's instructions, and where it is
-not inlined the linker keeps one of all its copies: any path, or none, then runs the wide one.
+The danger is a function in a shared header. If it is compiled within a path, it may contain that path's instructions.
+If it is not inlined, the linker keeps one of its copies: other paths, or code outside all paths, may then run that one.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ compiler = pytest.mark.skipif(
 def test_each_function_of_the_library_has_its_path_s_instructions_only() -> None:
     functions = used(kernel.LIBRARY)
     assert {name: sorted(found - allowed(name)) for name, found in functions.items() if found - allowed(name)} == {}
-    for path, has in PATHS.items():  # what was looked for is there to be found
+    for path, has in PATHS.items():  # each path has all of its instructions, so the search above can find them
         assert set().union(*(found for name, found in functions.items() if f"::{path}::" in name)) == has
 
 
 @pytest.mark.skipif(not kernel.LIBRARY.exists(), reason="the kernel was not built: no C++17 compiler")
-def test_tiles_are_used_by_the_instructions_published() -> None:
-    """Six tiles of sums, tile 6 of x, tile 7 of the weight: VEX.128.F3.0F38.W0 5C, operands where Intel has them."""
+def test_amx_tiles_are_used_with_the_documented_instructions() -> None:
+    """Six tiles hold sums, tile 6 x, tile 7 the weight: VEX.128.F3.0F38.W0 5C, operands where Intel documents them."""
     found = [(code, name, operands) for where, code, name, operands in instructions(kernel.LIBRARY) if "amx::" in where]
     names = {name for _, name, _ in found}
     tiles = {name for name in names if name.startswith(("tile", "tdp", "ldt", "stt"))}
@@ -52,7 +52,7 @@ def test_tiles_are_used_by_the_instructions_published() -> None:
 
 @compiler
 @pytest.mark.parametrize("source", sorted([*_KERNELS.glob("isa/*.cpp"), *_KERNELS.glob("rounding/*.cpp")]), ids=str)
-def test_what_objects_share_runs_on_any_processor(source: Path, tmp_path: Path) -> None:
+def test_functions_that_objects_share_run_on_any_processor(source: Path, tmp_path: Path) -> None:
     built = compiled(source, tmp_path, _COMPILER, f"-I{_KERNELS}")
     functions, shared = used(built), weak(built)
     assert {name: found for name, found in functions.items() if name in shared and found} == {}
@@ -61,7 +61,7 @@ def test_what_objects_share_runs_on_any_processor(source: Path, tmp_path: Path) 
 
 @compiler
 def test_a_shared_function_compiled_within_a_path_is_found(tmp_path: Path) -> None:
-    """As it would be if a header were included after a path's target had begun."""
+    """This happens if a header is included after the pragma that begins a path's target."""
     source = tmp_path / "wrong.cpp"
     source.write_text(
         '#pragma GCC push_options\n#pragma GCC target("avx512f")\n'
@@ -82,7 +82,7 @@ _ENCODED = {
     "vaddps %xmm1,%xmm2,%xmm0": {"avx"},
     "vaddps %ymm1,%ymm2,%ymm0": {"avx"},
     "vmovups %fs:(%rax),%ymm3": {"avx"},
-    "shlx %rax,%rbx,%rcx": {"avx"},  # not AVX, but no less an extension
+    "shlx %rax,%rbx,%rcx": {"avx"},  # not AVX, but also an extension
     "vaddps %xmm17,%xmm2,%xmm0": {"avx", "avx512"},
     "vmovdqu64 (%rax),%ymm3": {"avx", "avx512"},
     "vmovups %fs:(%rax),%zmm3": {"avx", "avx512"},
@@ -95,7 +95,7 @@ _ENCODED = {
 
 
 @compiler
-def test_what_an_instruction_needs(tmp_path: Path) -> None:
+def test_the_extensions_that_an_instruction_needs_are_recognized(tmp_path: Path) -> None:
     source = tmp_path / "each.cpp"
     bodies = (f'void f{i}() {{ asm("{text}"); }}' for i, text in enumerate(_ENCODED))
     source.write_text("\n".join(bodies))

@@ -1,4 +1,4 @@
-"""What ``bf16kit::MatMul`` refuses, at load or when it comes: clear errors, no crash, no read past the end."""
+"""Errors of ``bf16kit::MatMul``, at load or at run time: clear messages, no crash, no read past the end."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def nothing_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=str,
 )
-def test_an_attribute_that_is_wrong_is_refused_at_load(attributes: dict[str, Any], words: str) -> None:
+def test_a_wrong_attribute_is_rejected_at_load(attributes: dict[str, Any], words: str) -> None:
     with pytest.raises(RuntimeFailure, match=words):
         session(product(graphs.values(K, N), function=False, **attributes))
 
 
 @pytest.mark.parametrize("name", ["k", "n", "layout", "activation"])
-def test_an_attribute_that_is_missing_is_refused_at_load(name: str) -> None:
+def test_a_missing_attribute_is_rejected_at_load(name: str) -> None:
     model = product(graphs.values(K, N), function=False)
     (node,) = model.graph.node
     kept = [a for a in node.attribute if a.name != name]
@@ -62,28 +62,28 @@ def test_an_attribute_that_is_missing_is_refused_at_load(name: str) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("elements", [0, 1, K * N - 1, K * N + 1])
-def test_a_weight_of_another_size_is_refused_at_load(layout: str, elements: int) -> None:
-    """Cut short, or made for another layer: it must not be read past its end."""
+def test_a_weight_of_the_wrong_size_is_rejected_at_load(layout: str, elements: int) -> None:
+    """The weight was truncated or made for another layer. It must not be read past its end."""
     stored = np.zeros(elements, ml_dtypes.bfloat16)
     words = f"the weight, input 1, has {elements} elements; k = {K} and n = {N} need {K * N}"
     with pytest.raises(RuntimeFailure, match=words):
         session(product(graphs.values(K, N), layout=layout, stored=stored, function=False))
 
 
-def test_a_weight_of_another_dtype_is_refused_at_load() -> None:
+def test_a_weight_of_another_dtype_is_rejected_at_load() -> None:
     for dtype in (np.float32, np.uint16):
         with pytest.raises(RuntimeFailure, match="cannot load"):
             session(product(graphs.values(K, N), stored=np.zeros(K * N, dtype), function=False))
 
 
-def test_a_weight_that_is_computed_is_refused_at_load() -> None:
+def test_a_weight_that_is_computed_is_rejected_at_load() -> None:
     model = products.with_computed_weight(product(graphs.values(K, N), function=False))
     with pytest.raises(RuntimeFailure, match="input 1, a weight, is computed; it must be a constant of the graph"):
         session(model)
 
 
-def test_a_weight_at_an_odd_place_of_its_file_is_refused_or_read_right(tmp_path: Path) -> None:
-    """ONNX Runtime maps the file at the offset the graph names, whatever that is."""
+def test_a_weight_at_an_odd_offset_is_rejected_or_read_correctly(tmp_path: Path) -> None:
+    """ONNX Runtime maps the file at any offset that the graph names."""
     weight, x = graphs.values(K, N), graphs.values(2, K, seed=2)
     model = product(weight, function=False)
     expected = run(model, x)
@@ -99,19 +99,19 @@ def test_a_weight_at_an_odd_place_of_its_file_is_refused_or_read_right(tmp_path:
     try:
         opened = open_session(path, threads=1, library=kernel.LIBRARY)
     except RuntimeFailure as error:
-        assert "odd" in str(error)  # noqa: PT017 - either is right, according to how ONNX Runtime reads the file
+        assert "odd" in str(error)  # noqa: PT017 - both are correct, depending on how ONNX Runtime reads the file
     else:
         assert np.array_equal(opened.run(["y"], {"x": x})[0], expected)
 
 
 @pytest.mark.parametrize("width", [1, K - 1, K + 1, 2 * K, 0])
-def test_x_of_another_width_is_refused_when_it_comes(width: int) -> None:
+def test_x_of_the_wrong_width_is_rejected_at_run_time(width: int) -> None:
     model = product(graphs.values(K, N), x=["rows", "width"], function=False)
     with pytest.raises(RuntimeFailure, match=f"the last dimension of x is {width}; the weight has k = {K} rows"):
         run(model, np.zeros((2, width), np.float32))
 
 
-def test_a_scalar_x_is_refused_when_it_comes() -> None:
+def test_a_scalar_x_is_rejected_at_run_time() -> None:
     model = product(graphs.values(1, N), function=False)
     model.graph.input[0].CopyFrom(graphs.edge("x"))  # any shape
     model.graph.output[0].CopyFrom(graphs.edge("y"))
@@ -120,13 +120,13 @@ def test_a_scalar_x_is_refused_when_it_comes() -> None:
 
 
 @pytest.mark.parametrize("shape", [(N - 1,), (N + 1,), (1, N), (0,), (1,), ()], ids=str)
-def test_a_bias_of_another_shape_is_refused_at_load(shape: Sequence[int]) -> None:
+def test_a_bias_of_another_shape_is_rejected_at_load(shape: Sequence[int]) -> None:
     model = product(graphs.values(K, N), np.zeros(shape, np.float32), function=False)
     with pytest.raises(RuntimeFailure, match=rf"the bias has {len(shape)} dimensions .* it must be \[n\] with n = {N}"):
         session(model)
 
 
-def test_a_computed_bias_of_another_shape_is_refused_when_it_comes() -> None:
+def test_a_computed_bias_of_the_wrong_shape_is_rejected_at_run_time() -> None:
     model = product(graphs.values(K, N), np.zeros(N, np.float32), function=False)
     model.graph.input.append(graphs.edge("b", ["length"]))
     del model.graph.initializer[1]
@@ -138,7 +138,7 @@ def test_a_computed_bias_of_another_shape_is_refused_when_it_comes() -> None:
         opened.run(["y"], {"x": np.zeros((2, K), np.float32), "b": np.zeros(N - 1, np.float32)})
 
 
-def test_a_node_with_too_few_or_too_many_inputs_is_refused_at_load() -> None:
+def test_a_node_with_too_few_or_too_many_inputs_is_rejected_at_load() -> None:
     for inputs in (["x"], ["x", "w", "", "w"]):
         model = product(graphs.values(K, N), function=False)
         del model.graph.node[0].input[:]
@@ -147,7 +147,7 @@ def test_a_node_with_too_few_or_too_many_inputs_is_refused_at_load() -> None:
             session(model)
 
 
-def test_another_operator_of_our_domain_is_refused_at_load() -> None:
+def test_another_operator_of_our_domain_is_rejected_at_load() -> None:
     model = product(graphs.values(K, N), function=False)
     model.graph.node[0].op_type = "Conv"
     with pytest.raises(RuntimeFailure, match="Conv"):

@@ -1,4 +1,4 @@
-"""Registering the kernel's library with a runtime that is well, fails half way, or is not what it says."""
+"""Registering the kernel's library with a runtime that works, fails half way, or has another interface than it says."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bf16kit.runtime import kernel
 _ROOT = Path(__file__).resolve().parents[3]
 _ABI = (_ROOT / "kernels/ort/abi.h").read_text("utf-8")
 built = pytest.mark.skipif(not kernel.LIBRARY.exists(), reason="the kernel was not built: no C++17 compiler")
-_RUNTIMES: list[FakeRuntime] = []  # the library keeps their addresses as long as it is loaded
+_RUNTIMES: list[FakeRuntime] = []  # kept alive: the library uses their addresses as long as it is loaded
 
 
 def fake(*arguments: Any, **options: Any) -> FakeRuntime:
@@ -43,7 +43,7 @@ def test_sessions_of_one_runtime_share_a_domain(library: ctypes.CDLL) -> None:
 
 @built
 def test_two_runtimes_in_one_process_have_a_domain_each(library: ctypes.CDLL) -> None:
-    """A domain is an object of the runtime that made it, and means nothing to another."""
+    """A domain is an object of the runtime that created it, and is invalid in another."""
     first, second = fake(), fake("1.24.4")
     for runtime in (first, second, first):
         assert runtime.register(library) == ""
@@ -54,7 +54,7 @@ def test_two_runtimes_in_one_process_have_a_domain_each(library: ctypes.CDLL) ->
 
 @built
 @pytest.mark.parametrize("at", [0, 7])
-def test_a_domain_that_could_not_be_filled_is_given_up_and_made_again(at: int, library: ctypes.CDLL) -> None:
+def test_a_domain_that_could_not_be_filled_is_released_and_made_again(at: int, library: ctypes.CDLL) -> None:
     runtime = fake()
     runtime.fail_at = at
     assert runtime.register(library) == "no room for another operator"
@@ -73,7 +73,7 @@ def test_a_domain_that_could_not_be_filled_is_given_up_and_made_again(at: int, l
         ("main", "does not tell its version"),
     ],
 )
-def test_a_release_that_it_does_not_know_is_refused(version: str, said: str, library: ctypes.CDLL) -> None:
+def test_an_unknown_release_of_onnx_runtime_is_rejected(version: str, said: str, library: ctypes.CDLL) -> None:
     runtime = fake(version)
     answer = runtime.register(library)
     assert answer.startswith(f"bf16kit kernel: ONNX Runtime {version} ")
@@ -82,14 +82,14 @@ def test_a_release_that_it_does_not_know_is_refused(version: str, said: str, lib
 
 
 def _trusted() -> list[int]:
-    """The entries that abi.h declares; the first is needed to refuse anything."""
+    """Return the indices of the entries that abi.h declares. Entry 0 is needed to report any error."""
     enum = _ABI.partition("enum Index : size_t {")[2].partition("};")[0]
     return [int(number) for number in re.findall(r"k\w+ = (\d+),", enum)]
 
 
 @built
 @pytest.mark.parametrize("index", [index for index in _trusted() if index != 0])
-def test_a_table_with_a_gap_is_refused(index: int, library: ctypes.CDLL) -> None:
+def test_a_table_with_a_missing_entry_is_rejected(index: int, library: ctypes.CDLL) -> None:
     runtime = fake(replaced={index: None})
     assert "does not have the interface of version 1.21: entries are missing" in runtime.register(library)
 
@@ -114,7 +114,7 @@ _LIES: dict[str, tuple[int, Callable[..., Any], str]] = {
 
 @built
 @pytest.mark.parametrize("lie", _LIES)
-def test_an_entry_that_answers_something_else_is_found_out(lie: str, library: ctypes.CDLL) -> None:
+def test_an_entry_that_returns_wrong_values_is_detected(lie: str, library: ctypes.CDLL) -> None:
     index, function, said = _LIES[lie]
     runtime = fake(replaced={index: function})
     answer = runtime.register(library)
@@ -122,7 +122,7 @@ def test_an_entry_that_answers_something_else_is_found_out(lie: str, library: ct
     assert (runtime.tensors, runtime.domains, runtime.errors) == ({}, {}, {})
 
 
-# --- what C calls -----------------------------------------------------------------------------------------------------
+# --- functions that C calls -------------------------------------------------------------------------------------------
 
 
 def _compiles(program: str) -> bool:
@@ -132,8 +132,8 @@ def _compiles(program: str) -> bool:
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler (Debian: apt-get install g++)")
-def test_what_the_runtime_calls_back_cannot_throw_into_it() -> None:
-    """It is part of the slots' types, so that an operator whose function may throw does not compile."""
+def test_callbacks_cannot_throw_into_the_runtime() -> None:
+    """``noexcept`` is part of the slots' types, so an operator whose function may throw does not compile."""
     slots = re.findall(r"\(\*(\w+)\)\(([^)]*)\)", _ABI.partition("struct CustomOp {")[2].partition("};")[0])
     assert len(slots) == 25
     calls = [f"CustomOp{{}}.{name}({', '.join('{}' for _ in arguments.split(','))})" for name, arguments in slots]

@@ -1,7 +1,7 @@
-"""Which releases of ONNX Runtime the kernel is tested in, and that all that tells of them says the same.
+"""The releases of ONNX Runtime that the kernel is tested with; messages and docs must name the same releases.
 
-``make test-kernel-versions`` installs them and runs the operators' tests in each; here one product runs in those that
-it left behind.
+``make test-kernel-versions`` installs them and runs the operators' tests with each. Here, one product runs with each
+release that it has installed.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ NEWEST = int(_found(r"onnxruntime==1\.(\d+)\.", "constraints.txt"))
 TESTED = _found(r"versions=\(([\d. ]+)\)", "kernels/tests/versions.sh").split()
 
 
-def test_every_minor_release_from_the_one_asked_for_to_the_one_pinned_is_tested_once() -> None:
+def test_every_minor_release_from_the_oldest_to_the_pinned_one_is_tested_once() -> None:
     assert [int(version.split(".")[1]) for version in TESTED] == list(range(OLDEST, NEWEST + 1))
     assert TESTED[-1] == _found(r"onnxruntime==(\S+)", "constraints.txt")
 
 
-def test_messages_and_pages_name_the_releases_that_are_tested() -> None:
+def test_messages_and_docs_name_the_releases_that_are_tested() -> None:
     required = int(_found(r"onnxruntime>=1\.(\d+)", "pyproject.toml"))
     assert OLDEST <= required <= NEWEST
     said = f"an onnxruntime of 1.{required} to 1.{NEWEST}, which are tested, or a later 1.x"
@@ -52,7 +52,7 @@ def test_messages_and_pages_name_the_releases_that_are_tested() -> None:
 
 @pytest.mark.skipif(not kernel.LIBRARY.exists(), reason="the kernel was not built: no C++17 compiler")
 @pytest.mark.parametrize("version", TESTED)
-def test_a_product_runs_in_it(version: str) -> None:
+def test_a_product_runs_with_each_release(version: str) -> None:
     site = _SITES / version
     if not site.exists() and version != TESTED[-1]:
         pytest.skip("not installed: make test-kernel-versions does it")

@@ -1,4 +1,4 @@
-"""From a published artifact to something that runs."""
+"""Loading a published artifact into a runtime."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def mlp(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
 
 
 def with_profiles(artifact: Artifact, *names: str) -> Artifact:
-    """The same artifact, its manifest speaking of other profiles."""
+    """Return the same artifact with profiles of these names in its manifest."""
 
     def entry(name: str) -> ProfileEntry:
         kind: Literal["onnx", "torchscript"] = "torchscript" if name == "torchscript" else "onnx"
@@ -42,7 +42,7 @@ def with_profiles(artifact: Artifact, *names: str) -> Artifact:
 
 
 def test_loading_onnx_artifacts_never_imports_torch(mlp: Artifact) -> None:
-    """A server of ONNX artifacts is installed without torch."""
+    """A server for ONNX artifacts may be installed without torch."""
     program = (
         "import sys, bf16kit.runtime.loading as loading\n"
         "assert not {'torch', 'onnxruntime', 'onnx'} & sys.modules.keys()\n"
@@ -57,8 +57,8 @@ def test_loading_onnx_artifacts_never_imports_torch(mlp: Artifact) -> None:
 
 
 @pytest.mark.skipif(trimmer() is None, reason="this C library keeps what it keeps")
-def test_what_loading_took_beyond_the_model_is_given_back(mlp: Artifact) -> None:
-    """Nothing that could be given back is left by the probe, which multiplies matrices of a megabyte."""
+def test_memory_that_loading_took_beyond_the_model_is_given_back(mlp: Artifact) -> None:
+    """The probe multiplies matrices of one megabyte. After the load, less than that remains to be given back."""
     program = (
         "import sys\n"
         "from pathlib import Path\n"
@@ -76,7 +76,7 @@ def test_what_loading_took_beyond_the_model_is_given_back(mlp: Artifact) -> None
     assert int(done.stdout) < 1e6
 
 
-def test_the_cpu_profile_runs_and_says_how(mlp: Artifact) -> None:
+def test_the_cpu_profile_runs_and_reports_its_precision(mlp: Artifact) -> None:
     loaded = load(mlp, "cpu", threads=1)
     info = loaded.info
     assert (info.backend, info.device, info.profile) == ("onnxruntime", "cpu", "cpu")
@@ -99,7 +99,7 @@ def test_the_reference_computes_with_the_fp32_weights_of_the_checkpoint(mlp: Art
     ("scratch", "where"),
     [(None, "in a temporary file"), (Path("/dev/shm"), "in memory, because /dev/shm lies in memory")],
 )
-def test_the_weights_of_the_reference_are_mapped_or_in_memory_and_give_the_same(
+def test_a_reference_gives_the_same_outputs_from_mapped_weights_and_from_memory(
     mlp: Artifact, tmp_path: Path, scratch: Path | None, where: str
 ) -> None:
     reference = load_reference(mlp, scratch=scratch or tmp_path)
@@ -109,8 +109,8 @@ def test_the_weights_of_the_reference_are_mapped_or_in_memory_and_give_the_same(
     np.testing.assert_array_equal(reference.run(golden.inputs)["y"], golden.outputs["y"])
 
 
-def test_a_reference_of_low_priority_answers_the_same_on_the_callers_thread(mlp: Artifact) -> None:
-    """A thread pool of its own would run at normal priority, whatever the caller's is."""
+def test_a_low_priority_reference_gives_the_same_outputs_on_the_callers_thread(mlp: Artifact) -> None:
+    """A thread pool of its own would run at normal priority, whatever the caller's priority is."""
     before = len(list(Path("/proc/self/task").iterdir()))
     reference = load_reference(mlp, low_priority=True)
     assert len(list(Path("/proc/self/task").iterdir())) == before
@@ -118,8 +118,8 @@ def test_a_reference_of_low_priority_answers_the_same_on_the_callers_thread(mlp:
     np.testing.assert_allclose(reference.run(golden.inputs)["y"], golden.outputs["y"], rtol=1e-5, atol=1e-6)
 
 
-def test_references_of_one_store_read_one_copy_of_their_weights(mlp: Artifact) -> None:
-    """As those of several workers do; what they answer is what one answers that has its own."""
+def test_references_with_one_store_share_one_copy_of_their_weights(mlp: Artifact) -> None:
+    """Several workers share their weights in this way. Sharing does not change the outputs."""
     store = Remembering(OWN)
     golden = mlp.golden()
     for reference in (load_reference(mlp, weights=store), load_reference(mlp, weights=store)):
@@ -129,7 +129,7 @@ def test_references_of_one_store_read_one_copy_of_their_weights(mlp: Artifact) -
     assert not memory.flags.writeable
 
 
-def test_the_shared_weights_of_a_damaged_artifact_reach_nobody(tmp_path: Path) -> None:
+def test_weights_of_a_damaged_artifact_are_not_put_into_the_store(tmp_path: Path) -> None:
     artifact = Artifact.open(artifacts.write_mlp(tmp_path / "mlp" / "1").path, copies=True)
     with (tmp_path / "mlp" / "1" / "residual.bin").open("r+b") as file:
         file.write(b"\xff\xff")
@@ -139,18 +139,18 @@ def test_the_shared_weights_of_a_damaged_artifact_reach_nobody(tmp_path: Path) -
     assert store.given == {}
 
 
-def test_without_a_reference_the_artifact_says_so(mlp: Artifact) -> None:
+def test_loading_the_reference_of_an_artifact_without_one_fails(mlp: Artifact) -> None:
     bare = Artifact(mlp.path, mlp.manifest.model_copy(update={"reference": None}))
     with pytest.raises(ArtifactError, match="no fp32 reference"):
         load_reference(bare)
 
 
-def test_a_profile_the_artifact_does_not_have_is_named(mlp: Artifact) -> None:
+def test_a_missing_profile_is_named_in_the_error(mlp: Artifact) -> None:
     with pytest.raises(ArtifactError, match="no profile 'cuda'; it has cpu"):
         load(mlp, "cuda", device="cuda:0")
 
 
-def test_profiles_are_refused_on_devices_they_are_not_for(mlp: Artifact) -> None:
+def test_a_profile_is_rejected_on_the_wrong_kind_of_device(mlp: Artifact) -> None:
     both = with_profiles(mlp, "cpu", "cuda")
     with pytest.raises(DeviceUnavailable, match="profile cuda needs a CUDA device"):
         load(both, "cuda", device="cpu")
@@ -159,7 +159,7 @@ def test_profiles_are_refused_on_devices_they_are_not_for(mlp: Artifact) -> None
 
 
 @pytest.mark.skipif(has_cuda(), reason="the installed ONNX Runtime has CUDA")
-def test_cuda_without_a_cuda_build_is_unavailable_with_the_remedy(mlp: Artifact) -> None:
+def test_the_error_for_cuda_without_a_cuda_build_says_what_to_install(mlp: Artifact) -> None:
     with pytest.raises(DeviceUnavailable, match=r"install bf16kit\[gpu\]"):
         load(with_profiles(mlp, "cuda"), "cuda", device="cuda:0")
 
@@ -183,11 +183,11 @@ def test_the_device_decides_the_profile(
 @pytest.mark.parametrize(
     ("profiles", "expected"), [(("cpu", "cuda", "torchscript"), "cpu"), (("cuda", "torchscript"), "torchscript")]
 )
-def test_auto_is_the_cpu_where_no_cuda_device_works(mlp: Artifact, profiles: tuple[str, ...], expected: str) -> None:
+def test_auto_selects_the_cpu_if_no_cuda_device_works(mlp: Artifact, profiles: tuple[str, ...], expected: str) -> None:
     assert choose_profile(with_profiles(mlp, *profiles), "auto") == (expected, "cpu")
 
 
-def test_an_artifact_without_a_profile_for_the_device_is_refused(mlp: Artifact) -> None:
+def test_an_artifact_without_a_profile_for_the_device_is_rejected(mlp: Artifact) -> None:
     with pytest.raises(ArtifactError, match="no profile for cuda:0: it needs cuda or torchscript or pt2, but has cpu"):
         choose_profile(mlp, "cuda:0")
     with pytest.raises(ConfigError, match="unknown device 'tpu'"):

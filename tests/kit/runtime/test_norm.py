@@ -1,4 +1,4 @@
-"""``bf16kit::AddLayerNorm…`` and ``…RmsNorm…`` in real sessions: answers, which bits are the same, what is refused."""
+"""``bf16kit::AddLayerNorm…`` and ``…RmsNorm…`` in real sessions: results, bit-identical results, rejected inputs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OPERATORS += ["RmsNorm", "AddRmsNorm", "AddRmsNorm_sum"]
 
 
 def names_of(op: str) -> list[str]:
-    """The inputs of ``op``."""
+    """Return the names of the inputs of ``op``."""
     return ["x", *(["skip"] if "Add" in op else []), "scale", *(["bias"] if "bias" in op else [])]
 
 
@@ -38,7 +38,7 @@ def model(op: str, **attributes: Any) -> ModelProto:
 
 
 def run(made: ModelProto, *inputs: Array, threads: int = 1) -> list[Array]:
-    """The answers. Raises :class:`~bf16kit.errors.RuntimeFailure` when there are none."""
+    """Return the outputs. Raises :class:`~bf16kit.errors.RuntimeFailure` if the load or the run fails."""
     session = open_session(made.SerializeToString(), threads=threads, library=kernel.LIBRARY)
     with failing_as("running"):
         found: list[Array] = session.run(
@@ -53,7 +53,7 @@ def inputs(*shape: int) -> list[Array]:
 
 
 def told(op: str, given: list[Array]) -> list[Array]:
-    """Those of :func:`inputs` that ``op`` takes."""
+    """Return those of :func:`inputs` that ``op`` takes."""
     named = dict(zip(("x", "skip", "scale", "bias"), given, strict=True))
     return [named[name] for name in names_of(op)]
 
@@ -68,7 +68,7 @@ def exact(op: str, x: Array, skip: Array, scale: Array, bias: Array) -> Array:
 @pytest.mark.parametrize("path", kernel.PATHS)
 @pytest.mark.parametrize("op", OPERATORS)
 @pytest.mark.parametrize("shape", [(3, 384), (2, 5, 33), (7,), (1, 1)], ids=str)
-def test_it_normalises_within_fp32_s_rounding(
+def test_norms_are_within_the_rounding_error_of_fp32(
     op: str, shape: tuple[int, ...], path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use(path, monkeypatch)
@@ -92,19 +92,19 @@ def test_threads_paths_and_neighbours_change_no_bit(op: str, monkeypatch: pytest
 
 @pytest.mark.parametrize("op", ["AddLayerNorm_bias", "AddRmsNorm", "RmsNorm"])
 @pytest.mark.parametrize("shape", [(0, 8), (3, 0)], ids=str)
-def test_nothing_gives_nothing(shape: tuple[int, ...], op: str) -> None:
+def test_empty_inputs_give_empty_outputs(shape: tuple[int, ...], op: str) -> None:
     assert run(model(op), *told(op, inputs(*shape)))[0].shape == shape
 
 
 @pytest.mark.parametrize("op", ["AddLayerNorm", "AddRmsNorm", "RmsNorm"])
-def test_what_is_not_finite_stays_in_its_row(op: str) -> None:
+def test_values_that_are_not_finite_affect_only_their_own_row(op: str) -> None:
     given, made = inputs(4, 40), model(op)
     clean = run(made, *told(op, given))[0]
     for value in (np.nan, np.inf, -np.inf):
         spoilt = given[0].copy()
         spoilt[1, 3] = value
         found = run(made, *told(op, [spoilt, *given[1:]]))[0]
-        # Of an infinite row the root of the mean square is infinite: what is finite becomes zero, as in float64.
+        # The root mean square of a row with an infinity is infinite: finite values become zero, as in float64.
         assert np.isnan(found[1] if "Layer" in op or np.isnan(value) else found[1, 3]).all()
         assert np.array_equal(found[[0, 2, 3]], clean[[0, 2, 3]])
 
@@ -119,19 +119,19 @@ def test_what_is_not_finite_stays_in_its_row(op: str) -> None:
         (((2, 8), (2, 8), (8,), (1, 8)), "the bias has 2 dimensions and 8 elements"),
     ],
 )
-def test_shapes_that_do_not_fit_are_refused(shapes: tuple[tuple[int, ...], ...], message: str) -> None:
+def test_shapes_that_do_not_fit_are_rejected(shapes: tuple[tuple[int, ...], ...], message: str) -> None:
     with pytest.raises(RuntimeFailure, match=message):
         run(model("AddLayerNorm_bias"), *(np.zeros(shape, np.float32) for shape in shapes))
 
 
 @pytest.mark.parametrize("epsilon", [-1.0, float("nan"), float("inf"), 1])
-def test_an_epsilon_that_makes_no_sense_is_refused(epsilon: float) -> None:
+def test_an_invalid_epsilon_is_rejected(epsilon: float) -> None:
     with pytest.raises(RuntimeFailure, match="attribute epsilon is"):
         run(model("AddLayerNorm", epsilon=epsilon), *inputs(2, 8)[:3])
 
 
 @pytest.mark.parametrize("op", ["AddLayerNorm", "AddRmsNorm", "RmsNorm"])
-def test_no_bias_leaves_the_sign_of_a_zero(op: str) -> None:
+def test_without_a_bias_a_zero_keeps_its_sign(op: str) -> None:
     x = np.array([[-0.0, 0.0, 1.0, -1.0]], np.float32)
     given = told(op, [x, np.full_like(x, -0.0), np.ones(4, np.float32), np.zeros(4, np.float32)])
     assert np.signbit(run(model(op), *given)[0]).tolist() == [[True, False, False, True]]

@@ -53,7 +53,7 @@ def test_runs_a_graph_and_names_its_outputs() -> None:
     np.testing.assert_allclose(found["y"], mlp_by_hand(graphs.weights_of(model), x), rtol=1e-4, atol=1e-6)
 
 
-def test_gives_only_the_outputs_asked_for_in_their_order() -> None:
+def test_only_the_requested_outputs_are_given_in_the_requested_order() -> None:
     nodes = [helper.make_node("Neg", ["x"], ["negative"]), helper.make_node("Abs", ["x"], ["absolute"])]
     model = graphs.model(nodes, [graphs.edge("x", [2])], [graphs.edge("negative", [2]), graphs.edge("absolute", [2])])
     loaded = runtime(model)
@@ -76,7 +76,7 @@ def test_bf16_weights_are_widened_exactly_and_multiplied_in_fp32(tmp_path: Path)
 
 
 def test_an_embedding_table_is_read_from_the_mapped_file_and_never_copied(tmp_path: Path) -> None:
-    """Gather, then Cast: the pages of weights.bf16 stay the file's own, shared by every process that maps it."""
+    """Gather runs before Cast, so the pages of weights.bf16 remain the file's, shared by all processes that map it."""
     rows, width = 16384, 128  # 4 MiB of bf16
     narrowed = graphs.narrow(graphs.embedding(rows, width))
     path = graphs.save_external(narrowed, tmp_path / "cpu.onnx", STORED)
@@ -87,7 +87,7 @@ def test_an_embedding_table_is_read_from_the_mapped_file_and_never_copied(tmp_pa
     assert np.array_equal(found, table.astype(np.float32))
     mapped = mapped_kb("weights.bf16")
     assert mapped["Rss"] >= 4096 - 8  # every row was read
-    assert mapped["Anonymous"] == 0  # and no page of it was copied
+    assert mapped["Anonymous"] == 0  # no page of it was copied
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_an_embedding_table_is_read_from_the_mapped_file_and_never_copied(tmp_pa
     ids=["matmul", "gather", "if", "loop", "conv"],
 )
 def test_weights_from_memory_are_copied_at_load(model: ModelProto, feeds: dict[str, NDArray[Any]]) -> None:
-    """A graph without data is given its tensors; afterwards the arrays may be changed or freed."""
+    """The tensors of a graph without data are given as arrays, which may be changed or freed after the load."""
     expected = runtime(model).run(feeds)["y"]
     external = {name: array.copy() for name, array in graphs.weights_of(model).items()}
     loaded = runtime(graphs.without_data(model, "residual.rebuilt"), external=external, precision="fp32")
@@ -126,7 +126,7 @@ def test_initializers_are_listed_by_the_file_they_are_in(tmp_path: Path) -> None
     assert initializers(path, "residual.rebuilt") == []
 
 
-def test_a_file_that_is_not_onnx_has_no_initializers(tmp_path: Path) -> None:
+def test_listing_the_initializers_of_a_file_that_is_not_onnx_fails(tmp_path: Path) -> None:
     (tmp_path / "reference.onnx").write_bytes(b"\xff not a graph")
     with pytest.raises(RuntimeFailure, match=r"reference\.onnx is not an ONNX file"):
         initializers(tmp_path / "reference.onnx", "residual.rebuilt")
@@ -169,7 +169,7 @@ def test_one_runtime_serves_many_threads() -> None:
     assert wrong == []
 
 
-def test_read_only_inputs_are_taken_as_they_are() -> None:
+def test_read_only_inputs_are_accepted() -> None:
     x = np.frombuffer(graphs.values(1, 16).tobytes(), np.float32).reshape(1, 16)
     assert runtime(graphs.mlp()).run({"x": x})["y"].shape == (1, 16)
 
@@ -189,7 +189,7 @@ def test_bytes_that_are_not_a_graph_are_a_runtime_failure(tmp_path: Path) -> Non
         runtime(graphs.mlp(), tmp_path / "cpu.onnx")
 
 
-def test_an_index_beyond_a_table_is_the_inputs_fault_and_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_index_beyond_a_table_is_reported_as_bad_input_and_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     loaded = runtime(graphs.embedding(rows=4))
     with pytest.raises(InputRefused, match="ONNX Runtime failed") as refused:
         loaded.run({"ids": np.array([[9]], np.int64)})
@@ -197,8 +197,8 @@ def test_an_index_beyond_a_table_is_the_inputs_fault_and_prints_nothing(capfd: p
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_size_that_does_not_fit_the_graph_is_the_inputs_fault() -> None:
-    """As a sequence longer than a model has positions for: they are added, and cannot be broadcast together."""
+def test_a_size_that_does_not_fit_the_graph_is_reported_as_bad_input() -> None:
+    """For example a sequence longer than the model's table of positions: the two cannot be broadcast together."""
     weights = [graphs.initializer("positions", graphs.values(4))]
     nodes = [helper.make_node("Add", ["x", "positions"], ["y"])]
     model = graphs.model(nodes, [graphs.edge("x", ["n"])], [graphs.edge("y", ["n"])], weights)
@@ -208,8 +208,8 @@ def test_a_size_that_does_not_fit_the_graph_is_the_inputs_fault() -> None:
     assert "/" not in refused.value.reason
 
 
-def test_a_failure_that_no_input_is_blamed_for_is_not_the_clients() -> None:
-    """A result of 2**50 elements: the memory is this machine's."""
+def test_a_lack_of_memory_is_not_reported_as_bad_input() -> None:
+    """A result of 2**50 elements does not fit into this machine's memory."""
     nodes = [helper.make_node("Expand", ["x", "shape"], ["y"])]
     weights = [graphs.initializer("shape", np.array([2**25, 2**25], np.int64))]
     model = graphs.model(nodes, [graphs.edge("x", [1])], [graphs.edge("y", ["n", "m"])], weights)
@@ -218,28 +218,28 @@ def test_a_failure_that_no_input_is_blamed_for_is_not_the_clients() -> None:
     assert not isinstance(failed.value, InputRefused)
 
 
-def test_specs_that_are_not_the_graphs_are_refused() -> None:
+def test_specs_that_do_not_match_the_graph_are_rejected() -> None:
     model = graphs.mlp()
     with pytest.raises(RuntimeFailure, match="the graph's inputs are x, but z are declared"):
         OnnxRuntime(model.SerializeToString(), [TensorSpec("z", "float32", (1, 16))], specs(model)[1])
 
 
 @pytest.mark.parametrize(("declared", "theirs"), [("float64", "double"), ("int32", "int32")])
-def test_an_input_declared_with_another_dtype_is_refused(declared: str, theirs: str) -> None:
+def test_an_input_declared_with_another_dtype_is_rejected(declared: str, theirs: str) -> None:
     model = graphs.mlp()
     (input_,), outputs = specs(model)
     with pytest.raises(RuntimeFailure, match=rf"input 'x' is tensor\(float\), but tensor\({theirs}\) is declared"):
         OnnxRuntime(model.SerializeToString(), [TensorSpec("x", declared, input_.shape)], outputs)
 
 
-def test_an_output_declared_with_another_dtype_is_refused() -> None:
+def test_an_output_declared_with_another_dtype_is_rejected() -> None:
     model = graphs.mlp()
     inputs, (output,) = specs(model)
     with pytest.raises(RuntimeFailure, match=r"output 'y' is tensor\(float\), but tensor\(bfloat16\) is declared"):
         OnnxRuntime(model.SerializeToString(), inputs, [TensorSpec("y", "bfloat16", output.shape)])
 
 
-def test_a_closed_runtime_refuses_to_run() -> None:
+def test_running_a_closed_runtime_fails() -> None:
     loaded = runtime(graphs.mlp())
     loaded.close()
     with pytest.raises(RuntimeFailure, match="closed"):
@@ -273,8 +273,8 @@ print(peak.bytes - before >> 20, anonymous() - before >> 20)
 """
 
 
-def test_what_a_large_run_took_is_given_back() -> None:
-    """64 MiB, which ONNX Runtime's arena would keep."""
+def test_the_memory_of_a_large_run_is_given_back() -> None:
+    """The run takes 64 MiB, which ONNX Runtime's arena would keep by default."""
     peak, left = map(int, measured_alone(_LARGE_RUN).split())
     assert peak >= 60
     assert left < 8
@@ -289,7 +289,7 @@ def test_a_run_that_takes_too_long_is_stopped_and_the_next_one_runs(tmp_path: Pa
             loaded.run({"x": graphs.values(1, 16)}, seconds=0.1)
 
 
-def test_a_run_within_its_time_is_like_any_other(tmp_path: Path) -> None:
+def test_a_run_within_its_time_limit_gives_the_same_outputs_and_errors(tmp_path: Path) -> None:
     artifact = write_mlp(tmp_path / "mlp" / "1")
     loaded = load(artifact, "cpu", threads=1)
     x = {"x": graphs.values(2, 16)}

@@ -18,7 +18,7 @@ def rounded(x: Array) -> Array:
 
 
 def one_by_one(terms: Array) -> Array:
-    """The sum over axis 0 with one bf16 accumulator: 4,096 ones make 256."""
+    """Return the sum over axis 0 with one bf16 accumulator: the sum of 4,096 ones is 256."""
     total = np.zeros(terms.shape[1:], np.float32)
     for term in terms:
         total = rounded(total + term)
@@ -26,17 +26,17 @@ def one_by_one(terms: Array) -> Array:
 
 
 def in_lanes(count: int) -> Callable[[Array], Array]:
-    """Bf16 accumulators that take every ``count``-th term each, as vector instructions do."""
+    """Return a sum with ``count`` bf16 accumulators, each for every ``count``-th term, as in vector instructions."""
     return lambda terms: one_by_one(one_by_one(terms.reshape(-1, count, terms.shape[1])))
 
 
 def in_slices(count: int) -> Callable[[Array], Array]:
-    """Slices of K summed in fp32, their partial sums rounded to bf16 and added: cuBLAS' reduced-precision split-K."""
+    """Return a sum of slices in fp32, with the partial sums added in bf16: cuBLAS' reduced-precision split-K."""
     return lambda terms: one_by_one(np.stack([rounded(part.sum(axis=0)) for part in np.array_split(terms, count)]))
 
 
 def multiplying(add: Callable[[Array], Array]) -> Callable[[Array], Array]:
-    """A matrix product that adds its terms with ``add``. Every row of the probe's input is the same."""
+    """Return a matrix product that adds its terms with ``add``. All rows of the probe's input are equal."""
 
     def product(x: Array) -> Array:
         return np.tile(add(x[0][:, None] * weights()), (len(x), 1))
@@ -44,48 +44,48 @@ def multiplying(add: Callable[[Array], Array]) -> Callable[[Array], Array]:
     return product
 
 
-def test_one_bf16_accumulator_of_4096_ones_makes_256_and_is_told() -> None:
+def test_one_bf16_accumulator_gives_256_for_4096_ones_and_is_detected() -> None:
     assert one_by_one(np.ones((TERMS, 1), np.float32)) == 256
     assert classify(multiplying(one_by_one)) == "bf16"
 
 
 @pytest.mark.parametrize("lanes", [2, 8, 16, 32, 64])
-def test_bf16_accumulation_in_vector_lanes_is_told(lanes: int) -> None:
-    """16 lanes count 4,096 ones exactly, 256 each: ones alone would not tell."""
+def test_bf16_accumulation_in_vector_lanes_is_detected(lanes: int) -> None:
+    """16 lanes add 4,096 ones exactly, 256 each, so ones alone would not reveal bf16."""
     assert classify(multiplying(in_lanes(lanes))) == "bf16"
 
 
 @pytest.mark.parametrize("slices", [2, 3, 4, 8, 16, 32])
-def test_partial_sums_kept_in_bf16_are_told(slices: int) -> None:
+def test_partial_sums_in_bf16_are_detected(slices: int) -> None:
     assert classify(multiplying(in_slices(slices))) == "bf16"
 
 
-def test_reduced_precision_in_the_kernel_for_many_rows_alone_is_told() -> None:
+def test_reduced_precision_for_many_rows_only_is_detected() -> None:
     fine, coarse = multiplying(lambda terms: terms.sum(axis=0)), multiplying(one_by_one)
     assert classify(lambda x: fine(x) if len(x) == 1 else coarse(x)) == "bf16"
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_fp32_accumulation_in_any_order_is_exact(order: int) -> None:
+def test_fp32_accumulation_in_any_order_is_detected(order: int) -> None:
     assert classify(multiplying(lambda terms: np.add.accumulate(terms[::order], axis=0)[-1])) == "fp32"
 
 
 @pytest.mark.parametrize("value", [0.0, np.nan, np.inf, 1e9])
-def test_a_device_that_does_not_add_is_unknown(value: float) -> None:
+def test_a_device_with_wrong_sums_is_unknown(value: float) -> None:
     assert classify(lambda x: np.full((len(x), weights().shape[1]), value, np.float32)) == "unknown"
 
 
 def rounding(add: Callable[[Array], Array]) -> Callable[[Array], Array]:
-    """A matrix product that rounds x to bf16 before it multiplies."""
+    """Return a matrix product that rounds x to bf16 before it multiplies."""
     return lambda x: multiplying(add)(rounded(x))
 
 
-def test_a_product_that_rounds_its_activations_and_adds_in_fp32_is_told() -> None:
+def test_rounded_activations_with_fp32_sums_are_detected() -> None:
     assert classify_rounding(rounding(lambda terms: terms.sum(axis=0))) == "fp32"
 
 
 @pytest.mark.parametrize("add", [one_by_one, in_lanes(16), in_slices(4)])
-def test_a_product_that_rounds_its_activations_and_its_sums_is_told(add: Callable[[Array], Array]) -> None:
+def test_rounded_activations_with_bf16_sums_are_detected(add: Callable[[Array], Array]) -> None:
     assert classify_rounding(rounding(add)) == "bf16"
 
 
@@ -98,7 +98,7 @@ def _half_up(x: Array) -> Array:
 
 
 @pytest.mark.parametrize("narrow", [lambda x: x, _cut, _half_up], ids=["not at all", "cut off", "ties up"])
-def test_a_product_that_rounds_its_activations_otherwise_is_not_what_it_says(narrow: Callable[[Array], Array]) -> None:
+def test_activations_that_are_not_rounded_to_nearest_even_are_unknown(narrow: Callable[[Array], Array]) -> None:
     add = multiplying(lambda terms: terms.sum(axis=0))
     assert classify_rounding(lambda x: add(narrow(x))) == "unknown"
 

@@ -1,4 +1,4 @@
-"""What ONNX Runtime does behind a user's back, and that it does not."""
+"""ONNX Runtime writes no files that the user did not ask for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def test_nothing_is_written_to_the_home_directory(tmp_path: Path) -> None:
-    """ONNX Runtime's telemetry leaves a device id in ~/.cache when it is imported as it comes."""
+    """With its default settings, ONNX Runtime's telemetry writes a device id to ~/.cache at import."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("ORT_", "XDG_"))}
     done = subprocess.run(
         [sys.executable, "-c", "import bf16kit.runtime.onnx"],

@@ -1,4 +1,4 @@
-"""The memory of a reference: its weights lie in pages that the system can take back."""
+"""The memory of a reference: its weights are in pages that the system can reclaim."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ print(peak.bytes - before, artifact.manifest.source.bytes)
 
 @pytest.mark.parametrize(("memory", "at_least", "below"), [(False, 0.0, 0.5), (True, 1.0, 3.0)])
 def test_mapped_weights_are_not_held_in_memory(tmp_path: Path, memory: bool, at_least: float, below: float) -> None:
-    """Eight tables of 6.4 MB: one at a time is rebuilt. Where they cannot be mapped, all are in memory."""
+    """Eight tables of 6.4 MB are rebuilt one at a time. If they cannot be mapped, all of them are in memory."""
     small = artifacts.write_tables(tmp_path / "small" / "1", rows=64).path
     large = artifacts.write_tables(tmp_path / "large" / "1", rows=25_000).path
     scratch = "/dev/shm" if memory else str(tmp_path)

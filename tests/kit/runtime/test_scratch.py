@@ -1,4 +1,4 @@
-"""A temporary file to map: it leaves no name behind, takes its room at once, and says why it cannot be."""
+"""A temporary file to map: it leaves no name behind, reserves its space at once, and its errors give the reason."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def make(size: int, directory: Path) -> None:
 
 @pytest.fixture
 def held(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process that holds a file in ``tmp_path``."""
+    """Yield a process that holds a scratch file in ``tmp_path``."""
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdin=pipe, stdout=pipe, text=True) as process:
         assert process.stdout is not None
@@ -49,7 +49,7 @@ def held(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
-def test_what_is_written_is_in_the_file_and_stays_mapped_after_its_name_is_gone(tmp_path: Path) -> None:
+def test_the_file_holds_what_is_written_and_stays_mapped_when_its_name_is_gone(tmp_path: Path) -> None:
     with scratch_file(5000, tmp_path) as (path, mapped):
         mapped[...] = np.arange(5000) % 251
         assert path.read_bytes() == (np.arange(5000) % 251).astype(np.uint8).tobytes()
@@ -65,7 +65,7 @@ def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
     assert files(tmp_path) == []
 
 
-def test_what_a_killed_process_left_goes_with_the_next_file(tmp_path: Path, held: subprocess.Popen[str]) -> None:
+def test_the_next_file_removes_the_file_that_a_killed_process_left(tmp_path: Path, held: subprocess.Popen[str]) -> None:
     held.send_signal(signal.SIGKILL)
     held.wait()
     assert len(files(tmp_path)) == 1
@@ -73,31 +73,31 @@ def test_what_a_killed_process_left_goes_with_the_next_file(tmp_path: Path, held
     assert files(tmp_path) == []
 
 
-def test_the_file_of_a_living_process_is_left_alone(tmp_path: Path, held: subprocess.Popen[str]) -> None:
+def test_the_file_of_a_running_process_is_not_removed(tmp_path: Path, held: subprocess.Popen[str]) -> None:
     before = files(tmp_path)
     make(100, tmp_path)
     assert files(tmp_path) == before
     assert held.poll() is None
 
 
-def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
+def test_other_files_in_the_directory_are_not_removed(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("")
     (tmp_path / ".bf16kit-weights-link").symlink_to("mine")
     make(100, tmp_path)
     assert files(tmp_path) == [".bf16kit-weights-link", "mine"]
 
 
-def test_a_tmpfs_is_memory() -> None:
+def test_a_tmpfs_is_rejected_because_it_is_memory() -> None:
     with pytest.raises(NoScratch, match="/dev/shm lies in memory"):
         make(100, Path("/dev/shm"))
 
 
-def test_a_directory_that_takes_no_files_is_named() -> None:
+def test_a_directory_that_cannot_hold_files_is_named_in_the_error() -> None:
     with pytest.raises(NoScratch, match=r"/proc/\d+ cannot be used"):
         make(100, Path("/proc/self"))
 
 
-def test_no_directory_at_all_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lack_of_a_temporary_directory_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def nothing() -> str:
         raise FileNotFoundError
 
@@ -106,8 +106,8 @@ def test_no_directory_at_all_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         pass
 
 
-def test_room_that_is_not_there_is_found_before_anything_is_written(tmp_path: Path) -> None:
-    """A full disk, seen only when a mapped page is written, would kill the process."""
+def test_a_lack_of_space_is_detected_before_anything_is_written(tmp_path: Path) -> None:
+    """If a full disk were detected only when a mapped page is written, the process would be killed."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
     try:
@@ -118,10 +118,10 @@ def test_room_that_is_not_there_is_found_before_anything_is_written(tmp_path: Pa
     assert files(tmp_path) == []
 
 
-def test_a_file_that_another_process_takes_for_a_stale_one_is_made_again(
+def test_a_file_that_another_process_removed_as_stale_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between its birth and its lock, a file looks like one that a killed process left."""
+    """Between its creation and its lock, a file looks like one that a killed process left."""
     make = tempfile.mkstemp
     removed: list[str] = []
 
@@ -139,7 +139,7 @@ def test_a_file_that_another_process_takes_for_a_stale_one_is_made_again(
         assert array.size == 1 << 12
 
 
-def test_a_directory_in_memory_will_do_where_that_is_allowed() -> None:
+def test_a_directory_in_memory_is_used_if_in_memory_is_set() -> None:
     with pytest.raises(NoScratch, match="/dev/shm lies in memory"):
         make(100, Path("/dev/shm"))
     with scratch_file(100, Path("/dev/shm"), in_memory=True) as (path, mapped):
@@ -149,7 +149,7 @@ def test_a_directory_in_memory_will_do_where_that_is_allowed() -> None:
 
 
 @pytest.mark.parametrize("what", ["fcntl.flock", "numpy.memmap"])
-def test_a_file_that_cannot_be_locked_or_mapped_is_no_scratch_and_leaves_nothing(
+def test_a_file_that_cannot_be_locked_or_mapped_is_removed_and_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     def fail(*arguments: object, **options: object) -> None:
@@ -166,7 +166,7 @@ def test_a_file_that_cannot_be_locked_or_mapped_is_no_scratch_and_leaves_nothing
     ("in_memory", "expected"),
     [((), "stage"), (("stage",), "system"), (("system",), "stage"), (("stage", "system"), "stage")],
 )
-def test_temporary_files_leave_a_directory_in_memory_for_one_on_disk(
+def test_on_disk_prefers_a_directory_on_disk_to_one_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_memory: tuple[str, ...], expected: str
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "system"))
@@ -175,7 +175,7 @@ def test_temporary_files_leave_a_directory_in_memory_for_one_on_disk(
     assert scratch.on_disk() == tmp_path / "system"
 
 
-def test_a_directory_in_memory_will_do_where_there_is_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_disk_uses_a_directory_in_memory_if_there_is_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     def nothing() -> str:
         raise FileNotFoundError
 

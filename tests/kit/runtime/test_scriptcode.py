@@ -1,4 +1,4 @@
-"""Code that is nested so deep that torch would overflow its stack is rejected before torch parses it."""
+"""Code nested so deeply that torch would overflow its stack is rejected before torch parses it."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_chain_of_definitions_is_rejected_beyond_its_limit(chain: str) -> None
 
 
 def test_a_chain_through_records_and_a_circle_are_found() -> None:
-    """Whatever the case of the record's name, which torch ignores."""
+    """The case of a record's name does not matter, because torch ignores it."""
     there = {
         f"m/CODE/__torch__/M{k}.py": f"class C(Module):\n  a : __torch__.m{k + 1}.C\n"
         for k in range(scriptcode.DEEPEST_CALLS + 1)
@@ -83,7 +83,7 @@ def test_a_chain_through_records_and_a_circle_are_found() -> None:
 
 
 def test_long_code_that_is_flat_passes() -> None:
-    """Many statements, a long list of numbers, and brackets in strings."""
+    """The code has many statements, a long list of numbers, and brackets in strings."""
     lines = "".join(f"  x{k} = torch.add(x, torch.mul(x, {k}.5), alpha=-1)\n" for k in range(5000))
     numbers = f"  y = [{', '.join(['-1.5e-3'] * 5000)}]\n"
     text = '  ops.prim.RaiseException("expected (one of [a, b", "torch.Error")\n' * 2000
@@ -91,7 +91,7 @@ def test_long_code_that_is_flat_passes() -> None:
 
 
 @pytest.mark.parametrize("hidden", ["'\"' + {} + '\"'", '# "\n  y = {} + "', '""" " """ + " + {} + "'])
-def test_quotes_that_torch_does_not_write_hide_nothing(hidden: str) -> None:
+def test_quotes_that_torch_does_not_write_do_not_hide_nesting(hidden: str) -> None:
     with pytest.raises(RuntimeFailure, match="nested deeper"):
         scriptcode.check({RECORD: HEAD + "  y = " + hidden.format("(" * 1100) + "\n" + RETURN})
 
@@ -110,21 +110,21 @@ for path in sys.argv[1:]:
 
 
 @pytest.mark.long
-def test_torch_survives_what_is_let_through(tmp_path: Path) -> None:
-    """What is ten times as deep ends the process: see the module's docstring."""
+def test_torch_survives_the_deepest_code_that_is_accepted(tmp_path: Path) -> None:
+    """Code ten times as deep crashes the process: see the docstring of ``bf16kit.runtime.scriptcode``."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch deprecates what this test is about
+        warnings.simplefilter("ignore")  # torch deprecates TorchScript
         saved: Any = torch.jit.script(torch.nn.ReLU())
         torch.jit.save(saved, tmp_path / "relu.pt")
     paths = [str(_with_code(tmp_path, form)) for form in [*FORMS, *CHAINS]]
     done = subprocess.run([sys.executable, "-c", _LOAD_EACH, *paths], capture_output=True, text=True, check=False)
-    assert done.stdout.split() == paths  # the last one printed is the one that ended it
+    assert done.stdout.split() == paths  # if the process crashed, the last path printed is the cause
     assert done.returncode == 0
 
 
 def _with_code(directory: Path, form: str) -> Path:
-    """A file that :func:`scriptrecords.check` lets through, whose module calls a function or class nested nearly as
-    deep as it allows."""
+    """Return a file that :func:`scriptrecords.check` accepts, whose module calls a function or class nested nearly as
+    deep as that check allows."""
     limit = 290 if form in CHAINS else 800 if form in ("elif", "blocks", "brackets", "lists", "signs", "not") else 240
     code = (CHAINS[form] if form in CHAINS else FORMS[form])(limit)
     path = directory / f"{form.replace(' ', '_')}.pt"

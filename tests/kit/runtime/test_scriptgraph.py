@@ -25,5 +25,5 @@ from bf16kit.runtime.scriptgraph import argument_names
         ("(no schema)", []),
     ],
 )
-def test_arguments_of_an_operator_are_read_off_its_schema(schema: str, names: list[str]) -> None:
+def test_argument_names_of_an_operator_are_read_from_its_schema(schema: str, names: list[str]) -> None:
     assert argument_names(schema) == names

@@ -16,7 +16,7 @@ from bf16kit.runtime.scriptrecords import check
 
 
 class Layer(torch.nn.Module):
-    """Weights of three dtypes, a constant, and attributes of every kind that a module has."""
+    """A module with weights of three dtypes, a constant, and attributes of every kind."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,14 +37,14 @@ class Layer(torch.nn.Module):
 def module(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     layer, path = Layer().eval(), tmp_path / "model.torchscript.pt"
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch deprecates what this test is about
+        warnings.simplefilter("ignore")  # torch deprecates TorchScript
         made: Any = torch.jit.trace(layer, torch.ones(2, 8)) if request.param == "traced" else torch.jit.script(layer)  # type: ignore[no-untyped-call]
         torch.jit.save(torch.jit.freeze(made) if request.param == "frozen" else made, path)
     return path
 
 
 def rewritten(path: Path, change: Callable[[str, bytes], bytes | None]) -> Path:
-    """The archive with records changed, or, for None, without them."""
+    """Replace each record by what ``change`` returns, or drop it if that is None. Return ``path``."""
     archive = zipfile.ZipFile(path)
     records = {name: change(name.partition("/")[2], archive.read(name)) for name in archive.namelist()}
     archive.close()
@@ -55,14 +55,14 @@ def rewritten(path: Path, change: Callable[[str, bytes], bytes | None]) -> Path:
     return path
 
 
-def test_what_torch_wrote_passes_and_one_byte_less_does_not(module: Path) -> None:
+def test_a_file_that_torch_wrote_passes_and_a_truncated_weight_does_not(module: Path) -> None:
     check(module)
     weight = rewritten(module, lambda name, data: data[:-1] if len(data) == 128 else data)
     with pytest.raises(RuntimeFailure, match=r"torchscript\.pt: .*takes 128 bytes from record .*, which has 127"):
         check(weight)
 
 
-def test_a_pickle_and_records_are_found_as_torch_finds_them_in_any_case(module: Path) -> None:
+def test_a_pickle_and_records_are_found_in_upper_case_as_by_torch(module: Path) -> None:
     with zipfile.ZipFile(module) as archive:
         read = {name.upper(): archive.read(name) for name in archive.namelist()}
     with zipfile.ZipFile(module, "w") as archive:
@@ -74,7 +74,7 @@ def test_a_pickle_and_records_are_found_as_torch_finds_them_in_any_case(module: 
         check(module)
 
 
-def test_a_record_that_is_gone_is_named(module: Path) -> None:
+def test_a_missing_record_is_named_in_the_error(module: Path) -> None:
     rewritten(module, lambda name, data: None if len(data) == 128 else data)
     with pytest.raises(RuntimeFailure, match=r"takes a tensor from record .*, which is not there"):
         check(module)
@@ -84,12 +84,12 @@ def test_a_record_that_is_gone_is_named(module: Path) -> None:
     ("record", "said"),
     [
         (b"\x80\x02(X\x00\x00\x00\x00tQ.", "values to unpack"),
-        (b"\x80\x02r\xff\xff\xff\x7f", "list index out of range"),  # 17 GB in C's memo
+        (b"\x80\x02r\xff\xff\xff\x7f", "list index out of range"),  # would take 17 GB in the memo of the unpickler in C
         (b"", "EOFError"),
-        (pickle.dumps(print, 2).replace(b".", b"(tR."), ""),  # would call what it names
+        (pickle.dumps(print, 2).replace(b".", b"(tR."), ""),  # would call print if it were unpickled
     ],
 )
-def test_a_pickle_that_lies_is_a_failure_and_calls_nothing(tmp_path: Path, record: bytes, said: str) -> None:
+def test_a_damaged_pickle_is_an_error_and_no_pickle_is_executed(tmp_path: Path, record: bytes, said: str) -> None:
     path = tmp_path / "m.pt"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("m/data.pkl", record)
@@ -100,7 +100,7 @@ def test_a_pickle_that_lies_is_a_failure_and_calls_nothing(tmp_path: Path, recor
         check(path)
 
 
-def test_the_format_before_is_refused_and_so_is_what_is_no_archive(tmp_path: Path) -> None:
+def test_the_former_format_and_files_that_are_no_archive_are_rejected(tmp_path: Path) -> None:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
         archive.writestr("m/model.json", "{}")

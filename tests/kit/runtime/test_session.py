@@ -1,4 +1,4 @@
-"""What a session costs when nobody asks it anything."""
+"""The cost of an idle session."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _QUIET, _TRIES = 0.1, 20  # seconds
 
 
 def idle_cost(session: Session) -> float:
-    """Seconds of processor time in the ``_QUIET`` seconds after a run of ``session``: the least of some tries."""
+    """Return the processor time (seconds) used in the ``_QUIET`` seconds after a run: the least of some tries."""
     feeds = {"x": graphs.values(64, 256)}
     costs = []
     for _ in range(_TRIES):
@@ -26,9 +26,9 @@ def idle_cost(session: Session) -> float:
     return min(costs)
 
 
-@pytest.mark.alone  # threads that wait busily are seen by the time they take, where there are cores to take it from
+@pytest.mark.alone  # spinning threads show in the processor time only if cores are free for them
 @pytest.mark.parametrize("threads", [2, 4])
 def test_an_idle_session_takes_no_processor_time(threads: int) -> None:
-    """Its threads sleep when a run is over, and do not wait busily for the next."""
+    """The pool's threads sleep between runs; they do not spin."""
     model = graphs.mlp((256, 256, 256)).SerializeToString()
     assert idle_cost(open_session(model, threads=threads)) < _QUIET / 100

@@ -1,4 +1,4 @@
-"""Shared memory as weights are read from it: read-only, beginning a large page, in large pages where there are any."""
+"""Shared memory for weights: read-only, aligned to a large page, and in large pages if the system has any."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def fill(memory: NDArray[np.uint8]) -> None:
 
 
 def descriptors(of: str = "") -> list[str]:
-    """Those that this process has open, of whatever has ``of`` in its name."""
+    """Return the open descriptors of this process whose files have ``of`` in their names."""
     found = Path("/proc/self/fd").iterdir()
     return sorted(each.name for each in found if of in os.path.realpath(each))
 
@@ -34,7 +34,7 @@ def descriptor() -> int:
     return filled(SIZE, fill)
 
 
-def test_what_was_filled_is_sealed_and_mapped_read_only_where_a_large_page_begins(descriptor: int) -> None:
+def test_filled_memory_is_sealed_and_mapped_read_only_and_aligned(descriptor: int) -> None:
     check(descriptor, SIZE)
     _, memory = mapped(descriptor, SIZE)
     assert memory.nbytes == SIZE
@@ -46,8 +46,8 @@ def test_what_was_filled_is_sealed_and_mapped_read_only_where_a_large_page_begin
         memory.flags.writeable = True
 
 
-def test_the_room_of_all_of_it_is_taken_before_it_is_filled() -> None:
-    """A page that finds no room when it is written would end the process."""
+def test_all_of_the_memory_is_allocated_before_it_is_filled() -> None:
+    """If a page could not be allocated when it is written, the process would be killed."""
     taken: list[int] = []
 
     def look(memory: NDArray[np.uint8]) -> None:
@@ -57,7 +57,7 @@ def test_the_room_of_all_of_it_is_taken_before_it_is_filled() -> None:
     assert min(taken) >= SIZE
 
 
-def test_a_mapping_lives_as_long_as_a_view_of_it_and_no_longer(descriptor: int) -> None:
+def test_a_mapping_is_removed_with_the_last_view_of_it(descriptor: int) -> None:
     def mappings() -> int:
         return Path("/proc/self/maps").read_text().count("memfd:bf16kit-weights")
 
@@ -73,7 +73,7 @@ def test_a_mapping_lives_as_long_as_a_view_of_it_and_no_longer(descriptor: int) 
     assert mappings() == before
 
 
-def test_whole_large_pages_of_it_are_large_where_the_system_can_make_them(descriptor: int) -> None:
+def test_shared_memory_is_in_large_pages_if_the_system_can_make_them(descriptor: int) -> None:
     if tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])) < (6, 1):
         pytest.skip("MADV_COLLAPSE came with Linux 6.1")
     _, memory = mapped(descriptor, SIZE)
@@ -98,7 +98,7 @@ def _in_large_pages(address: int) -> int:
     raise AssertionError(f"nothing is mapped at {address:x}")
 
 
-def test_who_keeps_what_it_filled_gets_no_memory_that_others_read() -> None:
+def test_memory_that_the_filling_function_keeps_is_not_shared() -> None:
     kept: list[NDArray[np.uint8]] = []
     before = descriptors()
     with pytest.raises(BufferError):

@@ -1,4 +1,4 @@
-"""torch.export programs on the CPU, in bf16 and widened to fp32, exported here as the converter exports them."""
+"""torch.export programs on the CPU, in bf16 and widened to fp32. The tests export them as the converter does."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Y = TensorSpec("y", "float32", ("batch", 16))
 
 
 class Layer(torch.nn.Module):
-    """Reads bf16 from everywhere a program can hold it: parameter, buffer, constant, and dtype arguments."""
+    """A module with bf16 in every place that a program has for it: parameter, buffer, constant, and dtype arguments."""
 
     shift: torch.Tensor
 
@@ -59,7 +59,7 @@ def eager(module: torch.nn.Module, x: NDArray[np.float32]) -> NDArray[np.float32
         return np.asarray(module(torch.from_numpy(x)).numpy())
 
 
-def test_bf16_is_computed_in_bf16_where_the_device_can(tmp_path: Path) -> None:
+def test_bf16_is_computed_in_bf16_if_the_device_can(tmp_path: Path) -> None:
     runtime = TorchExportRuntime(written(tmp_path), [X], [Y], native_bf16=True)
     for count in (1, 3):
         assert np.array_equal(runtime.run({"x": rows(count)})["y"], eager(Layer(), rows(count)))
@@ -68,7 +68,7 @@ def test_bf16_is_computed_in_bf16_where_the_device_can(tmp_path: Path) -> None:
     assert runtime.info.note == ""
 
 
-def test_elsewhere_it_is_widened_once_same_weights_fp32_arithmetic(tmp_path: Path) -> None:
+def test_otherwise_the_bf16_weights_are_widened_once_and_computed_in_fp32(tmp_path: Path) -> None:
     runtime = TorchExportRuntime(written(tmp_path), [X], [Y], native_bf16=False)
     assert np.array_equal(runtime.run({"x": rows()})["y"], eager(Layer(torch.float32), rows()))
     assert runtime.info.precision == "bf16-weights"
@@ -81,7 +81,7 @@ def test_a_program_without_bf16_is_fp32(tmp_path: Path) -> None:
     assert (runtime.info.precision, runtime.info.note) == ("fp32", "")
 
 
-def test_the_answer_is_that_of_torchs_own_loader(tmp_path: Path) -> None:
+def test_the_output_equals_that_of_torchs_own_loader(tmp_path: Path) -> None:
     path = written(tmp_path)
     torchs = torch.export.load(path).module()
     found = TorchExportRuntime(path, [X], [Y], native_bf16=True).run({"x": rows()})["y"]
@@ -102,14 +102,14 @@ def test_inputs_and_outputs_are_those_of_the_specs_in_their_order(tmp_path: Path
     assert runtime.run(feeds, ["x"])["x"].tolist() == [[7.0] * 3]
 
 
-def test_what_it_is_given_is_not_written_to(tmp_path: Path) -> None:
+def test_inputs_are_not_written_to(tmp_path: Path) -> None:
     x = rows()
     x.flags.writeable = False
     TorchExportRuntime(written(tmp_path), [X], [Y]).run({"x": x})
     assert np.array_equal(x, rows())
 
 
-def test_it_may_be_run_from_several_threads(tmp_path: Path) -> None:
+def test_several_threads_may_run_one_runtime(tmp_path: Path) -> None:
     runtime = TorchExportRuntime(written(tmp_path), [X], [Y], threads=1)
     expected = runtime.run({"x": rows()})["y"]
     found: list[bool] = []
@@ -125,20 +125,20 @@ def test_it_may_be_run_from_several_threads(tmp_path: Path) -> None:
     assert found == [True] * 80
 
 
-def test_a_closed_runtime_says_so(tmp_path: Path) -> None:
+def test_running_a_closed_runtime_fails(tmp_path: Path) -> None:
     runtime = TorchExportRuntime(written(tmp_path), [X], [Y])
     runtime.close()
     with pytest.raises(RuntimeFailure, match="the model is closed"):
         runtime.run({"x": rows()})
 
 
-def test_an_operator_that_fails_is_a_failure_of_the_run(tmp_path: Path) -> None:
+def test_an_operator_that_fails_is_a_runtime_failure(tmp_path: Path) -> None:
     runtime = TorchExportRuntime(written(tmp_path), [X], [Y])
     with pytest.raises(RuntimeFailure, match=r"torch\.export's program failed: "):
         runtime.run({"x": np.ones((2, 5), np.float32)})
 
 
-def test_a_device_that_is_not_there_is_told(tmp_path: Path) -> None:
+def test_a_missing_device_is_named_in_the_error(tmp_path: Path) -> None:
     with pytest.raises(DeviceUnavailable, match="cuda:9"):
         TorchExportRuntime(written(tmp_path), [X], [Y], device="cuda:9")
 
@@ -146,7 +146,7 @@ def test_a_device_that_is_not_there_is_told(tmp_path: Path) -> None:
 def test_the_file_is_not_needed_once_it_is_loaded(tmp_path: Path) -> None:
     path = written(tmp_path)
     runtime = TorchExportRuntime(path, [X], [Y], native_bf16=True)
-    path.write_bytes(b"")  # one that is mapped would end the process
+    path.write_bytes(b"")  # if the file were mapped, this would kill the process
     assert np.array_equal(runtime.run({"x": rows()})["y"], eager(Layer(), rows()))
 
 
@@ -160,7 +160,7 @@ def test_the_file_is_not_needed_once_it_is_loaded(tmp_path: Path) -> None:
         ([TensorSpec("x", "string", ("batch", 16))], [Y], "is a string tensor"),
     ],
 )
-def test_a_program_that_is_not_the_specs_is_refused(
+def test_a_program_that_does_not_match_the_specs_is_rejected(
     tmp_path: Path, inputs: list[TensorSpec], outputs: list[TensorSpec], said: str
 ) -> None:
     with pytest.raises(RuntimeFailure, match=said):
@@ -168,13 +168,13 @@ def test_a_program_that_is_not_the_specs_is_refused(
 
 
 def call(target: str) -> Callable[[Any], object]:
-    """The first node calls ``target`` with a command to run."""
+    """Return an edit that lets the first node call ``target`` with a command to run."""
     given = [{"name": "", "arg": {"as_string": "touch executed"}, "kind": 1}]
     return lambda program: files.node(program).update(target=target, inputs=given)
 
 
 @pytest.mark.parametrize("target", ["torch.os.system", "torch.ops.aten.no_such.default", "torch._C._cuda_init"])
-def test_a_program_that_calls_something_else_is_refused_and_runs_nothing(
+def test_a_program_with_an_unknown_operator_is_rejected_and_runs_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mlp_program: bytes, target: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -185,7 +185,7 @@ def test_a_program_that_calls_something_else_is_refused_and_runs_nothing(
     assert [found.name for found in tmp_path.iterdir()] == ["m.pt2"]
 
 
-def test_an_operator_that_this_torch_lacks_is_told(
+def test_an_operator_that_this_torch_lacks_is_named_in_the_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mlp_program: bytes
 ) -> None:
     path = tmp_path / "m.pt2"
@@ -199,18 +199,18 @@ def mlp_program() -> bytes:
     return files.exported(seeded(Mlp()), torch.ones(2, 16))
 
 
-def test_values_that_nobody_reads_any_more_are_let_go_of(tmp_path: Path) -> None:
+def test_values_are_released_after_their_last_use(tmp_path: Path) -> None:
     def step(place: int) -> Node:
         return Node("torch.ops.aten.relu.default", (Ref(f"v{place}"),), {}, (f"v{place + 1}",), single=True)
 
     program = Program((), {"v0": "w"}, Graph(("v0",), tuple(map(step, range(4))), (Ref("v4"),)), ("y",))
     values = {"v0": torch.ones(2)}
     assert bind(program, torch.device("cpu")).run(values)["y"].tolist() == [1, 1]
-    assert sorted(values) == ["v0", "v4"]  # weights stay, and so does what is given
+    assert sorted(values) == ["v0", "v4"]  # the weight and the output remain
 
 
-def test_nothing_of_a_program_stays_on_the_device_it_was_made_on(tmp_path: Path) -> None:
-    """Bound to another device it makes nothing on the CPU: an operator that met both would fail."""
+def test_a_program_makes_no_tensor_on_the_device_of_its_export(tmp_path: Path) -> None:
+    """Bound to another device, the program makes nothing on the CPU: an operator with tensors on both would fail."""
     archive = read_file(written(tmp_path))
     program = parse_program(archive.program, archive.tensors)
     device = torch.device("meta")
@@ -221,7 +221,7 @@ def test_nothing_of_a_program_stays_on_the_device_it_was_made_on(tmp_path: Path)
 
 
 class Modes(torch.nn.Module):
-    """Modes of torch within forward, as transformers' rotary embeddings have them."""
+    """A module that uses modes of torch in forward, as transformers' rotary embeddings do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -247,7 +247,7 @@ def test_modes_of_torch_are_kept(tmp_path: Path) -> None:
 
 
 def called(directory: Path, target: str, *inputs: tuple[str, Any]) -> Path:
-    """A program whose first operator is ``target``, given ``inputs``."""
+    """Write a program whose first operator is ``target`` with ``inputs``, and return its path."""
 
     def edit(program: Any) -> None:
         given = [{"name": name, "arg": arg, "kind": 1} for name, arg in inputs]
@@ -260,7 +260,7 @@ def called(directory: Path, target: str, *inputs: tuple[str, Any]) -> Path:
 
 
 class Doubled(torch.nn.Module):
-    """One operator on its input."""
+    """A module with one operator."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * 2
@@ -269,8 +269,8 @@ class Doubled(torch.nn.Module):
 TENSOR_X = ("self", {"as_tensor": {"name": "x"}})
 
 
-def test_a_program_sees_nothing_of_the_memory_around_its_inputs(tmp_path: Path) -> None:
-    """An input may be a part of a request, beside those of others."""
+def test_a_program_cannot_read_the_memory_around_its_inputs(tmp_path: Path) -> None:
+    """An input may be a part of a buffer that also holds data of other requests."""
     path = called(
         tmp_path,
         "torch.ops.aten.as_strided.default",
@@ -286,7 +286,7 @@ def test_a_program_sees_nothing_of_the_memory_around_its_inputs(tmp_path: Path) 
         runtime.run({"x": around[1:5:3]})
 
 
-def test_an_operator_that_writes_to_what_it_is_given_is_refused_whatever_it_is_called(tmp_path: Path) -> None:
+def test_an_operator_that_writes_into_its_inputs_is_rejected_whatever_its_name(tmp_path: Path) -> None:
     given = (TENSOR_X, ("out", {"as_tensor": {"name": "x"}}))
     path = called(tmp_path, "torch.ops.aten.xlogy.OutTensor", TENSOR_X, ("other", given[0][1]), given[1])
     with pytest.raises(RuntimeFailure, match="which writes into its inputs"):
@@ -296,14 +296,14 @@ def test_an_operator_that_writes_to_what_it_is_given_is_refused_whatever_it_is_c
 @pytest.mark.parametrize(
     ("target", "args"),
     [
-        ("torch.sym_ite", (True, Ref("x"), Ref("x"))),  # gives the input itself, and would count as a new tensor
+        ("torch.sym_ite", (True, Ref("x"), Ref("x"))),  # returns the input itself, but would count as a new tensor
         ("_operator.pos", (Ref("x"),)),
-        ("_operator.floordiv", (Ref("x"), -1)),  # past the guard of floor_divide
+        ("_operator.floordiv", (Ref("x"), -1)),  # would bypass the guard of floor_divide
         ("_operator.mul", ([1], 2**60)),
         ("_operator.mul", (2**40, 2**40)),
     ],
 )
-def test_arithmetic_on_sizes_takes_nothing_else(target: str, args: tuple[Any, ...]) -> None:
+def test_arithmetic_on_sizes_accepts_only_sizes(target: str, args: tuple[Any, ...]) -> None:
     node = Node(target, args, {}, ("y",), single=True)
     bound = bind(Program((), {}, Graph(("x",), (node,), (Ref("y"),)), ("y",)), torch.device("cpu"))
     with pytest.raises(RuntimeFailure, match="is given a value that is not a size"):

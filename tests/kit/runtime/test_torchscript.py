@@ -1,4 +1,4 @@
-"""TorchScript on the CPU, in bf16 and widened to fp32; modules are traced here as the converter traces them."""
+"""TorchScript on the CPU, in bf16 and widened to fp32. The tests trace modules as the converter does."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Y = TensorSpec("y", "float32", ("batch", 16))
 
 
 class Edges(torch.nn.Module):
-    """Casts floats to the core's dtype, runs it, and casts back: what a TorchScript artifact looks like."""
+    """A module that casts floats to the core's dtype, runs the core, and casts back, as a TorchScript artifact does."""
 
     def __init__(self, core: torch.nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
@@ -38,7 +38,8 @@ class Edges(torch.nn.Module):
 
 
 class Layer(torch.nn.Module):
-    """Reads bf16 from everywhere a trace can hold it: parameter, buffer, attribute, constant, and dtype arguments."""
+    """A module with bf16 in every place that a trace has for it: parameter, buffer, attribute, constant, and dtype
+    arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +60,7 @@ class Layer(torch.nn.Module):
 
 def trace(module: torch.nn.Module, example: Any, path: Path, *, freeze: bool = False) -> Path:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch deprecates what this test is about
+        warnings.simplefilter("ignore")  # torch deprecates TorchScript
         traced = torch.jit.trace(module.eval(), example, check_trace=False)  # type: ignore[no-untyped-call]
         torch.jit.save(torch.jit.freeze(traced) if freeze else traced, path)
     return path
@@ -70,7 +71,7 @@ def traced_layer(directory: Path, *, freeze: bool = False) -> Path:
 
 
 def eager_layer(x: NDArray[np.float32]) -> NDArray[np.float32]:
-    """The layer with its bf16 weights, computed in fp32 by torch itself: what widening must give, bit for bit."""
+    """Return what widening must give, bit for bit: torch's own fp32 result of the layer with its bf16 weights."""
     module = Edges(Layer(), torch.bfloat16)
     module.core.float()
     module.core.attribute = module.core.attribute.float()
@@ -80,7 +81,7 @@ def eager_layer(x: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 @pytest.mark.parametrize("freeze", [False, True], ids=["traced", "frozen"])
-def test_widened_it_computes_in_fp32_with_the_bf16_weights(tmp_path: Path, freeze: bool) -> None:
+def test_a_widened_module_computes_in_fp32_with_the_bf16_weights(tmp_path: Path, freeze: bool) -> None:
     x = graphs.values(5, 16)
     loaded = TorchScriptRuntime(traced_layer(tmp_path, freeze=freeze), [X], [Y], native_bf16=False)
     assert np.array_equal(loaded.run({"x": x})["y"], eager_layer(x))
@@ -90,16 +91,16 @@ def test_widened_it_computes_in_fp32_with_the_bf16_weights(tmp_path: Path, freez
 
 
 @pytest.mark.parametrize("freeze", [False, True], ids=["traced", "frozen"])
-def test_native_it_computes_in_bf16(tmp_path: Path, freeze: bool) -> None:
+def test_with_native_bf16_a_module_computes_in_bf16(tmp_path: Path, freeze: bool) -> None:
     x = graphs.values(5, 16)
     loaded = TorchScriptRuntime(traced_layer(tmp_path, freeze=freeze), [X], [Y], native_bf16=True)
     found = loaded.run({"x": x})["y"]
-    assert np.array_equal(found, found.astype(ml_dtypes.bfloat16).astype(np.float32))  # every value is a bf16 one
+    assert np.array_equal(found, found.astype(ml_dtypes.bfloat16).astype(np.float32))  # every value is a bf16 number
     np.testing.assert_allclose(found, eager_layer(x), rtol=5e-2, atol=1e-3)
     assert (loaded.info.precision, loaded.info.accumulation, loaded.info.note) == ("bf16", "fp32", "")
 
 
-def test_widening_leaves_no_bf16_behind_and_other_numbers_alone(tmp_path: Path) -> None:
+def test_widening_leaves_no_bf16_and_changes_no_other_numbers(tmp_path: Path) -> None:
     loaded = TorchScriptRuntime(traced_layer(tmp_path), [X], [Y], native_bf16=False)
     graph = loaded._module.graph
     assert torch.bfloat16 not in {t.dtype for t in scriptgraph.tensors(loaded._module, graph)}
@@ -167,7 +168,7 @@ def test_a_transformer_traced_in_bf16_is_widened_exactly(tmp_path: Path) -> None
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_module_in_fp32_is_said_to_be_one(tmp_path: Path) -> None:
+def test_a_module_in_fp32_is_reported_as_fp32(tmp_path: Path) -> None:
     path = trace(torch.nn.Linear(16, 16), torch.zeros(2, 16), tmp_path / "fp32.pt")
     info = TorchScriptRuntime(path, [X], [Y]).info
     assert (info.precision, info.accumulation, info.note) == ("fp32", "fp32", "")
@@ -201,7 +202,7 @@ def test_outputs_are_named_in_the_order_of_the_specs(tmp_path: Path, module: tor
     assert list(loaded.run({"x": x}, ["b"])) == ["b"]
 
 
-def test_another_number_of_outputs_is_a_runtime_failure(tmp_path: Path) -> None:
+def test_a_wrong_number_of_outputs_is_a_runtime_failure(tmp_path: Path) -> None:
     path = trace(Pair(), torch.zeros(2, 16), tmp_path / "pair.pt")
     with pytest.raises(RuntimeFailure, match="gives 2 outputs, expected 1: y"):
         TorchScriptRuntime(path, [X], [Y]).run({"x": graphs.values(1, 16)})
@@ -217,7 +218,7 @@ def test_bf16_edges_keep_every_bit(tmp_path: Path, native: bool) -> None:
     assert np.array_equal(found.view(np.uint16), x.view(np.uint16))
 
 
-def test_read_only_inputs_are_accepted_in_silence_and_never_written(tmp_path: Path) -> None:
+def test_read_only_inputs_are_accepted_without_a_warning_and_never_written(tmp_path: Path) -> None:
     class Writes(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x.add_(1)
@@ -230,7 +231,7 @@ def test_read_only_inputs_are_accepted_in_silence_and_never_written(tmp_path: Pa
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_every_thread_runs_with_the_threads_asked_for(tmp_path: Path, threads: int) -> None:
+def test_runs_on_every_thread_use_the_configured_number_of_threads(tmp_path: Path, threads: int) -> None:
     loaded = TorchScriptRuntime(traced_layer(tmp_path), [X], [Y], threads=threads)
     seen: list[int] = []
 
@@ -260,12 +261,12 @@ def test_a_module_that_fails_while_running_is_a_runtime_failure(tmp_path: Path) 
         loaded.run({"x": graphs.values(1, 17)})
 
 
-def test_strings_are_refused_at_load(tmp_path: Path) -> None:
+def test_strings_are_rejected_at_load(tmp_path: Path) -> None:
     with pytest.raises(RuntimeFailure, match="'s' is a string tensor"):
         TorchScriptRuntime(tmp_path / "never read", [TensorSpec("s", "string", (1,))], [Y])
 
 
-def test_a_closed_runtime_refuses_to_run(tmp_path: Path) -> None:
+def test_running_a_closed_runtime_fails(tmp_path: Path) -> None:
     loaded = TorchScriptRuntime(traced_layer(tmp_path), [X], [Y])
     loaded.close()
     with pytest.raises(RuntimeFailure, match="closed"):
@@ -279,7 +280,7 @@ def test_cuda_without_a_device_says_what_is_missing(tmp_path: Path) -> None:
 
 
 def test_a_module_traced_on_the_cpu_can_be_sent_to_another_device(tmp_path: Path) -> None:
-    """Tracing writes the device of every tensor it makes into the graph."""
+    """Tracing records the device of each new tensor in the graph."""
     loaded = TorchScriptRuntime(traced_layer(tmp_path), [X], [Y])
     graph = loaded._module.graph
     scriptgraph.replace_devices(graph, "meta")

@@ -1,4 +1,4 @@
-"""Archives in which torch finds other records than Python, and what torch itself writes."""
+"""Archives that torch writes, and archives in which torch finds other records than Python."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from bf16kit.errors import RuntimeFailure
 from bf16kit.runtime.torchzip import records
 
-END = 22  # bytes of a zip file's end
+END = 22  # bytes of the record at the end of a zip file
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def plain(path: Path, name: str, data: bytes) -> bytes:
     return path.read_bytes()
 
 
-def test_what_torch_writes_and_what_another_writer_does(saved: Path) -> None:
+def test_archives_from_torch_and_from_another_writer_are_read(saved: Path) -> None:
     assert "m/data.pkl" in names(saved)
     plain(saved, "m/data.pkl", b"x")
     assert names(saved) == ["m/data.pkl"]
@@ -41,7 +41,7 @@ def test_what_torch_writes_and_what_another_writer_does(saved: Path) -> None:
 
 @pytest.mark.parametrize("twin", ["m/DATA.pkl", "m/data.pkl"])
 @pytest.mark.filterwarnings("ignore:Duplicate name")
-def test_two_names_that_are_one_to_torch(saved: Path, twin: str) -> None:
+def test_two_names_that_are_the_same_for_torch_are_rejected(saved: Path, twin: str) -> None:
     with zipfile.ZipFile(saved, "w") as archive:
         archive.writestr("m/data.pkl", b"x")
         archive.writestr(twin, b"y")
@@ -49,14 +49,14 @@ def test_two_names_that_are_one_to_torch(saved: Path, twin: str) -> None:
         names(saved)
 
 
-def test_a_name_that_python_cuts(saved: Path) -> None:
+def test_a_name_that_python_truncates_is_rejected(saved: Path) -> None:
     saved.write_bytes(plain(saved, "m/data.pkl#x", b"x").replace(b"pkl#x", b"pkl\0x"))
     with pytest.raises(RuntimeFailure, match=r"record 'm/data.pkl' has a second name in the archive"):
         names(saved)
 
 
-def test_two_directories_of_which_torch_reads_the_first_and_python_the_second(saved: Path) -> None:
-    """torch is seen to read the first; Python moves each record by as much as its directory is off."""
+def test_two_directories_are_rejected_if_torch_and_python_read_different_ones(saved: Path) -> None:
+    """torch reads the first directory. Python reads the second, and shifts all records by that directory's offset."""
     first = saved.read_bytes()
     torch.save({"a": torch.zeros(4)}, saved)
     second = saved.read_bytes()
@@ -75,11 +75,11 @@ def test_two_directories_of_which_torch_reads_the_first_and_python_the_second(sa
     ("change", "said"),
     [
         (lambda data: data + b"more", "extra bytes at its end"),
-        (lambda data: data[:-2] + b"\x01\x00x", "extra bytes at its end"),  # a comment
+        (lambda data: data[:-2] + b"\x01\x00x", "extra bytes at its end"),  # a zip comment
         (lambda data: data[:-34] + bytes(8) + data[-26:], "is not where torch writes"),
     ],
 )
-def test_an_end_that_torch_does_not_write(saved: Path, change: Callable[[bytes], bytes], said: str) -> None:
+def test_an_end_that_torch_does_not_write_is_rejected(saved: Path, change: Callable[[bytes], bytes], said: str) -> None:
     saved.write_bytes(change(saved.read_bytes()))
     with pytest.raises(RuntimeFailure, match=said):
         names(saved)

@@ -1,4 +1,4 @@
-"""One small archive for all tests that change something in a copy of it."""
+"""Fixture: one small archive; tests change copies of it."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ from architectures import Mlp, seeded
 
 @pytest.fixture(scope="session")
 def mlp_archive() -> bytes:
-    """``architectures.Mlp`` as torch.export.save writes it."""
+    """Return ``architectures.Mlp`` as torch.export.save writes it."""
     return exportedfiles.exported(seeded(Mlp()), torch.ones(2, 16))

@@ -1,4 +1,4 @@
-"""What a program may write into: its own values, not inputs and weights, nor parts of them."""
+"""A program may write into its own values, but not into inputs, weights or parts of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Forward = Callable[[Any, torch.Tensor], torch.Tensor]
 
 
 class Written(torch.nn.Module):
-    """A module whose ``forward`` is given, with a weight, a buffer and a norm."""
+    """A module with a weight, a buffer and a norm. The caller gives its ``forward``."""
 
     def __init__(self, forward: Forward) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ REFUSED: dict[str, Forward] = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_a_write_into_a_part_of_an_input_or_weight_is_refused(kind: str) -> None:
+def test_a_write_into_part_of_an_input_or_weight_is_rejected(kind: str) -> None:
     with pytest.raises(
         RuntimeFailure, match=r"writes into .*, which may share memory with an input or weight.*decompos"
     ):
@@ -117,13 +117,13 @@ def own_in_a_mode(module: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("forward", [after_own, own_in_a_mode])
-def test_a_program_may_write_into_what_it_made(forward: Forward) -> None:
+def test_a_program_may_write_into_its_own_values(forward: Forward) -> None:
     targets = [node.target for node in parse(forward).graph.nodes]
     assert forward is own_in_a_mode or "torch.ops.aten.relu_.default" in targets
 
 
-def test_a_name_that_is_given_again_is_what_it_was_given_last(mlp_archive: bytes) -> None:
-    """The second node gives ``own``, made fresh; the third gives ``own`` again, a part of an input."""
+def test_a_name_used_twice_refers_to_its_last_value(mlp_archive: bytes) -> None:
+    """The first node names a new tensor ``own``; the second uses the name again, for a part of an input."""
 
     def call(target: str, given: str, gives: str) -> dict[str, Any]:
         inputs = [{"name": "self", "arg": {"as_tensor": {"name": given}}, "kind": 1}]
@@ -149,7 +149,7 @@ def test_a_name_that_is_given_again_is_what_it_was_given_last(mlp_archive: bytes
 
 
 @pytest.mark.parametrize("target", ["batch_norm", "native_batch_norm", "instance_norm"])
-def test_a_norm_that_writes_its_statistics_is_refused(target: str) -> None:
+def test_a_norm_that_writes_its_statistics_is_rejected(target: str) -> None:
     def forward(module: Any, x: torch.Tensor) -> torch.Tensor:
         norm = module.norm
         given = (x, norm.weight, norm.bias, norm.running_mean, norm.running_var, False, 0.1, 1e-5)
@@ -167,13 +167,13 @@ def test_a_norm_that_writes_its_statistics_is_refused(target: str) -> None:
         parse_program(found.program, found.tensors)
 
 
-def test_what_is_fresh_by_name_is_so_by_torchs_own_word() -> None:
-    """torch says of an overload that gives a part of its argument that it does, but for those that are written in
-    terms of others."""
+def test_torch_declares_no_alias_for_operators_listed_as_fresh() -> None:
+    """torch's schema declares which overloads return a part of an argument, except for overloads that are composed of
+    other operators."""
     for name in operators.FRESH:
         packet = getattr(torch.ops.aten, name)
         for overload in (getattr(packet, each) for each in packet.overloads()):
             schema = overload._schema
             if any(argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments):
-                continue  # it writes into what it is given, and is refused for that
+                continue  # it writes into its argument, and is rejected for that reason
             assert all(each.alias_info is None for each in schema.returns), overload

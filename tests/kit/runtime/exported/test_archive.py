@@ -1,4 +1,4 @@
-"""What is refused in an archive before anything of it is used, and tensors that are read as torch reads them."""
+"""Bad archives are rejected before any of their content is used, and tensors are read as torch reads them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Change = Callable[[bytes], bytes]
 
 
 class Canary:
-    """Makes the file ``executed`` in the working directory when it is unpickled."""
+    """An object that creates the file ``executed`` in the working directory when it is unpickled."""
 
     def __reduce__(self) -> Any:
         return Path.touch, (Path("executed"),)
@@ -43,7 +43,7 @@ def test_tensors_are_those_that_were_saved(mlp_archive: bytes) -> None:
 
 
 class Odd(torch.nn.Module):
-    """Holds one tensor of each kind that lies otherwise than end to end."""
+    """A module with tensors of unusual kinds: strided, partial, bf16, scalar, empty, not persistent."""
 
     transposed: torch.Tensor
     part: torch.Tensor
@@ -80,13 +80,13 @@ def test_strides_offsets_and_dtypes_are_kept() -> None:
     assert archive.tensors["part"].offset == 5
 
 
-def test_tied_weights_are_one_memory() -> None:
+def test_tied_weights_share_memory() -> None:
     archive = read(files.exported(seeded(Tied()), torch.zeros(2, 3, dtype=torch.int64)))
     assert np.shares_memory(archive.tensor("table.weight"), archive.tensor("out.weight"))
 
 
 def weights(edit: Callable[[dict[str, Any]], object]) -> Change:
-    """A change of the entry of ``up.weight`` in the weights' table."""
+    """Return a change of the entry of ``up.weight`` in the weights' table."""
     return lambda archive: files.changed(archive, files.WEIGHTS, lambda table: edit(table["config"]["up.weight"]))
 
 
@@ -120,19 +120,19 @@ def two_roots(archive: bytes) -> bytes:
 
 
 def moved_header(archive: bytes) -> bytes:
-    """The table at the end says that the last record begins at the second byte."""
+    """Let the table at the end say that the last record begins at the second byte."""
     return in_table(archive, 42, 1)
 
 
 def in_table(archive: bytes, field: int, *numbers: int) -> bytes:
-    """The archive with ``numbers`` from ``field`` on in what the table at its end says of the last record."""
+    """Write ``numbers`` at byte ``field`` of the last record's entry in the table at the archive's end."""
     archive = files.packed(files.records(archive))
     place = archive.rindex(b"PK\x01\x02") + field
     return archive[:place] + struct.pack(f"<{len(numbers)}I", *numbers) + archive[place + 4 * len(numbers) :]
 
 
 def also_a_constant(archive: bytes) -> bytes:
-    """The first weight is among the constants, too."""
+    """List the first weight among the constants, too."""
     found = files.records(archive)
     table = json.loads(found[files.WEIGHTS])
     entry = table["config"]["up.weight"] | {"path_name": "tensor_0"}
@@ -142,7 +142,7 @@ def also_a_constant(archive: bytes) -> bytes:
 
 
 def renamed(archive: bytes) -> bytes:
-    """The first record is called otherwise where it lies than in the table at the end."""
+    """Give the first record another name in its own header than in the table at the end."""
     return archive.replace(b"weight_0", b"weight_x", 1)
 
 
@@ -206,7 +206,9 @@ REFUSED: dict[str, tuple[Change, str]] = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_is_refused(mlp_archive: bytes, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_archive_is_rejected_and_its_pickles_are_not_executed(
+    mlp_archive: bytes, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     change, said = REFUSED[kind]
     with pytest.raises(RuntimeFailure, match=said):
@@ -214,18 +216,18 @@ def test_what_is_refused(mlp_archive: bytes, kind: str, tmp_path: Path, monkeypa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_pickle_is_marked_and_left_alone_where_it_is_trusted(mlp_archive: bytes, tmp_path: Path) -> None:
+def test_a_pickle_in_a_trusted_archive_is_marked(mlp_archive: bytes, tmp_path: Path) -> None:
     change, _ = REFUSED["a pickled weight"]
     assert read(change(mlp_archive), trust_pickle=True).tensors["up.weight"].pickled
 
 
-def test_objects_are_refused_even_of_people_one_trusts(mlp_archive: bytes) -> None:
+def test_objects_are_rejected_even_in_trusted_archives(mlp_archive: bytes) -> None:
     change, said = REFUSED["an object"]
     with pytest.raises(RuntimeFailure, match=said):
         read(change(mlp_archive), trust_pickle=True)
 
 
-def test_bytes_that_changed_are_seen_where_that_is_asked_for(mlp_archive: bytes) -> None:
+def test_changed_bytes_are_detected_if_checksums_are_checked(mlp_archive: bytes) -> None:
     weight = np.ascontiguousarray(seeded(Mlp()).state_dict()["up.weight"].numpy()).tobytes()
     place = mlp_archive.index(weight)
     flipped = bytearray(mlp_archive)
@@ -235,7 +237,7 @@ def test_bytes_that_changed_are_seen_where_that_is_asked_for(mlp_archive: bytes)
         read(bytes(flipped), check_crc=True)
 
 
-def test_a_program_of_any_length_is_not_parsed(mlp_archive: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_longer_than_the_limit_is_not_parsed(mlp_archive: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bf16kit.runtime.exported.archive.LARGEST_JSON", 1000)
     with pytest.raises(RuntimeFailure, match=r"'models/model\.json' has \d+ bytes, over the limit of 1000"):
         read(mlp_archive)
@@ -243,7 +245,7 @@ def test_a_program_of_any_length_is_not_parsed(mlp_archive: bytes, monkeypatch: 
 
 
 def test_sample_inputs_are_not_read(mlp_archive: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.export.load unpickles them when its careful reader does not know them."""
+    """torch.export.load unpickles them without restrictions if its restricted reader rejects them."""
     monkeypatch.chdir(tmp_path)
     buffer = io.BytesIO()
     torch.save((Canary(),), buffer)
@@ -252,7 +254,7 @@ def test_sample_inputs_are_not_read(mlp_archive: bytes, tmp_path: Path, monkeypa
 
 
 class Turned(torch.nn.Module):
-    """Holds a megabyte that does not lie end to end."""
+    """A module with one megabyte of weights that are not contiguous."""
 
     turned: torch.Tensor
 
@@ -265,7 +267,7 @@ class Turned(torch.nn.Module):
 
 
 def _with_names(names: int, rows: Callable[[int], int]) -> bytes:
-    """An archive in which so many names more look at one record, each at so many of its 512 rows."""
+    """Return an archive in which ``names`` more tensors use one record, tensor ``n`` with ``rows(n)`` of 512 rows."""
 
     def edit(config: Any) -> None:
         for number in range(names):
@@ -276,21 +278,21 @@ def _with_names(names: int, rows: Callable[[int], int]) -> bytes:
     return files.changed(files.exported(Turned(), torch.ones(2)), files.WEIGHTS, edit)
 
 
-def test_many_names_of_the_same_elements_are_one_array() -> None:
+def test_many_names_for_the_same_elements_share_one_array() -> None:
     archive = read(_with_names(1000, lambda _: 512))
     assert len({id(archive.tensor(f"more.{number}")) for number in range(1000)}) == 1
     assert archive.tensor("more.7") is archive.tensor("turned")
 
 
-def test_more_ways_to_look_at_a_record_than_the_file_is_large_are_refused() -> None:
-    """Each would be copied: of 1,000 names for a non-contiguous record memory would be taken 1,000 times."""
+def test_an_archive_whose_views_would_take_many_times_its_size_is_rejected() -> None:
+    """Each view is copied: 1,000 names for one non-contiguous record would take its memory 1,000 times."""
     assert read(_with_names(3, lambda number: 511 - number)).tensor("more.1").shape == (512, 510)
     with pytest.raises(RuntimeFailure, match=r"takes 6\d{6} bytes of tensors from a file of 1\d{6}, more than 4 times"):
         read(_with_names(5, lambda number: 511 - number))
 
 
-def test_an_unaligned_record_is_read_as_an_aligned_one() -> None:
-    """zipfile, which the tests pack with, aligns nothing; only the elements of a view are copied then."""
+def test_unaligned_records_give_the_same_tensors_as_aligned_ones() -> None:
+    """zipfile, which packs the tests' archives, does not align records; then only the elements of a view are copied."""
     expected = dict(Odd().named_buffers())
     plain = files.exported(Odd(), torch.ones(2))
     shifted = files.packed({"padding/x": b"1", **files.records(plain)})

@@ -1,4 +1,4 @@
-"""What a program may be made of: operators, arguments, inputs and outputs that are known, and nothing else."""
+"""A program may contain only known operators, arguments, inputs and outputs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def signature(program: Any) -> Any:
     return program["graph_module"]["signature"]
 
 
-def test_a_program_is_read_as_it_stands(mlp_archive: bytes) -> None:
+def test_inputs_tensors_nodes_and_outputs_of_a_program_are_read(mlp_archive: bytes) -> None:
     program = parse(mlp_archive)
     assert [edge.dtype for edge in program.inputs] == ["float32"]
     assert program.inputs[0].name == "x"
@@ -50,7 +50,7 @@ class Arguments(torch.nn.Module):
         return {"sum": first + second, "rows": rows, "kept": torch.where(mask, x, -1.0), "picked": picked}
 
 
-def test_words_of_arguments_are_read_and_outputs_named_by_their_keys() -> None:
+def test_dtypes_and_devices_are_read_and_outputs_are_named_by_their_keys() -> None:
     program = parse(files.exported(Arguments(), torch.ones(2, 4), torch.ones(2, 4, dtype=torch.bool)))
     assert program.outputs == ("sum", "rows", "kept", "picked")
     given = [value for node in program.graph.nodes for value in (*node.args, *node.kwargs.values())]
@@ -154,13 +154,13 @@ REFUSED: dict[str, tuple[Edit, str]] = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_is_refused(mlp_archive: bytes, kind: str) -> None:
+def test_a_program_with_unknown_or_unsafe_content_is_rejected(mlp_archive: bytes, kind: str) -> None:
     edit, said = REFUSED[kind]
     with pytest.raises(RuntimeFailure, match=said):
         parse(files.changed(mlp_archive, files.MODEL, edit))
 
 
-def test_nodes_are_counted(mlp_archive: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_with_too_many_nodes_is_rejected(mlp_archive: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bf16kit.runtime.exported.graph._MOST", 2)
     with pytest.raises(RuntimeFailure, match="has 3 nodes, over the limit of 2"):
         parse(mlp_archive)
@@ -179,7 +179,7 @@ def test_nodes_are_counted(mlp_archive: bytes, monkeypatch: pytest.MonkeyPatch) 
         ),
     ],
 )
-def test_what_torchs_loader_evaluates_is_not_looked_at(mlp_archive: bytes, edit: Edit) -> None:
+def test_fields_that_torchs_loader_evaluates_are_ignored(mlp_archive: bytes, edit: Edit) -> None:
     assert parse(files.changed(mlp_archive, files.MODEL, edit)) == parse(mlp_archive)
 
 
@@ -190,7 +190,7 @@ def test_a_dimension_that_is_an_expression_is_free_and_its_text_is_not_evaluated
     assert parse(files.changed(mlp_archive, files.MODEL, edit)).inputs[0].shape == ("?", 16)
 
 
-def test_checks_of_the_exporter_are_left_out(mlp_archive: bytes) -> None:
+def test_assertions_that_the_exporter_added_are_ignored(mlp_archive: bytes) -> None:
     def edit(program: Any) -> None:
         check = {"name": "a", "arg": {"as_tensor": {"name": "x"}}, "kind": 1}
         target = "torch.ops.aten._assert_tensor_metadata.default"

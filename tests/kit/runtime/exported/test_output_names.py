@@ -1,4 +1,4 @@
-"""What outputs are called."""
+"""Names of a program's outputs."""
 
 from __future__ import annotations
 
@@ -44,15 +44,17 @@ A, B = Ref("a"), Ref("b")
         (sequence(LEAF, LEAF) | {"context": "{"}, (A, B), ("output_0", "output_1")),
     ],
 )  # fmt: skip
-def test_keys_and_numbers(tree: Any, results: tuple[Any, ...], expected: tuple[str, ...]) -> None:
+def test_outputs_are_named_by_their_keys_or_by_number(
+    tree: Any, results: tuple[Any, ...], expected: tuple[str, ...]
+) -> None:
     assert names(tree, *results) == expected
 
 
-def test_an_output_that_is_called_as_an_input_is_told_from_it() -> None:
+def test_an_output_with_the_name_of_an_input_gets_another_name() -> None:
     assert names(keyed(x=LEAF, y=LEAF), A, B, inputs=("x",)) == ("x_out", "y")
 
 
-def test_a_key_of_any_length_is_not_taken() -> None:
+def test_a_key_that_is_too_long_is_not_used_as_a_name() -> None:
     assert names(keyed(**{"x" * 1000: LEAF, "y": LEAF}), A, B) == ("output_0", "output_1")
 
 
