@@ -14,7 +14,7 @@ from service.cli import main
 
 @pytest.fixture
 def run() -> Iterator[Run]:
-    """Runs ``bf16-serve`` with these arguments in this process, whose log is put back afterwards."""
+    """Yield a function that runs ``bf16-serve`` in this process; the logging set-up is restored afterwards."""
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
 
@@ -28,7 +28,7 @@ def run() -> Iterator[Run]:
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """Versions 1 and 2 of a model ``mlp``."""
+    """Return a repository with versions 1 and 2 of a model ``mlp``."""
     root = tmp_path / "repository"
     for version in ("1", "2"):
         write_mlp(root / "mlp" / version)

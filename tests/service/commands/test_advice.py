@@ -1,4 +1,4 @@
-"""Which of the measured settings are suggested, and the sentence that says why."""
+"""Which of the measured settings are suggested, and the sentence that gives the reason."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def test_less_than_three_percent_is_not_worth_more_instances() -> None:
     assert "less than 3 % more" in found.reason
 
 
-def test_a_target_leaves_out_what_is_slower() -> None:
+def test_a_latency_target_excludes_slower_settings() -> None:
     found = advise([candidate(ONE, (1, 100, 0.01), (16, 400, 0.04)), candidate(TWO, (16, 500, 0.05))], 0.045)
     assert (found.layout, found.at.clients) == (ONE, 16)
     assert "within 45 ms" in found.reason
 
 
-def test_a_target_that_nothing_keeps_to_is_said() -> None:
+def test_a_latency_target_that_no_setting_meets_is_reported() -> None:
     found = advise([candidate(ONE, (1, 100, 0.01)), candidate(TWO, (1, 80, 0.02))], 0.001)
     assert found.layout == ONE
     assert found.reason.startswith("no layout keeps p99 within 1 ms: the nearest is 1 instance of 2 threads")
 
 
-def test_no_batching_is_told_without_batches() -> None:
+def test_without_batching_the_reason_does_not_mention_batches() -> None:
     assert "batches" not in advise([candidate(ONE, (1, 100, 0.01), rows=0)], None).reason

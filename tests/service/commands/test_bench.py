@@ -1,4 +1,4 @@
-"""``bf16-serve bench``: real runs of a small model, the advice that follows, and what it writes."""
+"""``bf16-serve bench``: real runs of a small model, the resulting advice, and the file that it writes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from service.models.policy import load_serving
 QUICK = ("--device", "cpu", "--seconds", "1", "--rows", "1,4")
 
 
-def test_every_table_is_measured_and_the_advice_is_of_what_was_measured(repository: Path, run: Run) -> None:
+def test_every_table_is_measured_and_the_suggestion_is_one_of_the_measured_settings(repository: Path, run: Run) -> None:
     result = run("bench", "mlp", "--repository", repository, *QUICK, "--json")
     assert result.exit_code == 0, result.output
     found = read(result)
@@ -46,7 +46,7 @@ def test_every_table_is_measured_and_the_advice_is_of_what_was_measured(reposito
 
 
 @pytest.mark.long
-def test_write_keeps_what_else_stands_in_serving_yaml_and_the_server_takes_it(repository: Path, run: Run) -> None:
+def test_write_keeps_the_rest_of_serving_yaml_and_the_server_accepts_the_file(repository: Path, run: Run) -> None:
     file = repository / "mlp" / "serving.yaml"
     file.write_text("# ours\nmax_queue_size: 9  # few\ninstances: 3\n")
     result = run("bench", "mlp", "--repository", repository, *QUICK, "--write")
@@ -75,7 +75,7 @@ def test_samples_come_from_a_file(repository: Path, run: Run, tmp_path: Path) ->
     assert found["inputs"]["origin"] == str(file)
 
 
-def test_a_model_without_a_batch_axis_is_asked_one_at_a_time(tmp_path: Path, run: Run) -> None:
+def test_a_model_without_a_batch_axis_is_measured_one_row_at_a_time(tmp_path: Path, run: Run) -> None:
     write_artifact(
         tmp_path / "fixed" / "1",
         lambda weight: [helper.make_node("Add", ["x", weight("w")], ["y"])],
@@ -91,7 +91,7 @@ def test_a_model_without_a_batch_axis_is_asked_one_at_a_time(tmp_path: Path, run
 
 
 @pytest.mark.long
-def test_requests_larger_than_the_batches_of_today_are_measured_with_larger_ones(repository: Path, run: Run) -> None:
+def test_requests_larger_than_max_batch_size_are_measured_with_larger_batches(repository: Path, run: Run) -> None:
     (repository / "mlp" / "serving.yaml").write_text("max_batch_size: 2\n")
     found = read(
         run("bench", "mlp", "--repository", repository, *QUICK, "--rows", "1,2", "--request-rows", 4, "--json")
@@ -101,10 +101,10 @@ def test_requests_larger_than_the_batches_of_today_are_measured_with_larger_ones
 
 
 @pytest.mark.long
-def test_what_was_measured_at_load_is_not_mistaken_for_a_layout(
+def test_instances_auto_is_not_mistaken_for_a_layout(
     repository: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the machine does: two at once are taken to do more, however little."""
+    """``WORTH`` is 0, so two instances count as worth it on any machine, however small the gain."""
     monkeypatch.setattr(spreading, "WORTH", 0.0)
     (repository / "mlp" / "serving.yaml").write_text("instances: auto\nthreads: 2\n")
     found = read(run("bench", "mlp", "--repository", repository, *QUICK, "--json"))
@@ -134,7 +134,7 @@ def test_wrong_usage_is_one_line_and_exit_code_2(
     assert message in one_line(result)
 
 
-def test_samples_of_another_model_are_refused(repository: Path, run: Run, tmp_path: Path) -> None:
+def test_samples_of_another_model_are_rejected(repository: Path, run: Run, tmp_path: Path) -> None:
     file = tmp_path / "other.npz"
     np.savez(file, y=np.ones((3, 16), np.float32))
     result = run("bench", "mlp", "--repository", repository, *QUICK, "--samples", file)
@@ -150,7 +150,7 @@ def test_a_pickle_among_the_samples_is_not_loaded(repository: Path, run: Run, tm
     assert "neither .npz nor .safetensors" in one_line(result)
 
 
-def test_a_serving_yaml_that_cannot_be_read_is_not_written_over(repository: Path, run: Run) -> None:
+def test_a_serving_yaml_that_cannot_be_read_is_not_overwritten(repository: Path, run: Run) -> None:
     file = repository / "mlp" / "serving.yaml"
     file.write_text("instances: [\n")
     result = run("bench", "mlp", "--repository", repository, *QUICK, "--write")
@@ -166,12 +166,12 @@ def test_a_model_over_its_budget_is_not_measured(tmp_path: Path, run: Run) -> No
     assert "over the drift budget" in one_line(result)
 
 
-def test_ctrl_c_ends_it_with_a_line_and_writes_nothing(repository: Path, tmp_path: Path) -> None:
+def test_ctrl_c_ends_the_command_with_one_line_and_writes_nothing(repository: Path, tmp_path: Path) -> None:
     errors = tmp_path / "errors"
     with errors.open("w") as stream:
         process = subprocess.Popen(
             [
-                # As a terminal starts it: a shell has what it starts in the background ignore the signal.
+                # As if started from a terminal: a shell makes its background processes ignore the signal.
                 *("env", "--default-signal=INT"),
                 *(sys.executable, "-m", "service", "bench", "mlp", "--repository", str(repository)),
                 *("--device", "cpu", "--seconds", "600", "--write"),
@@ -192,12 +192,12 @@ def test_ctrl_c_ends_it_with_a_line_and_writes_nothing(repository: Path, tmp_pat
     assert not (repository / "mlp" / "serving.yaml").exists()
 
 
-def test_layouts_use_every_core_once() -> None:
+def test_layouts_use_no_core_twice() -> None:
     assert layouts("cpu")[0] == Layout(1, available_cpus())
     assert all(layout.instances * layout.threads <= available_cpus() for layout in layouts("cpu"))
     assert layouts("cuda:0") == [Layout(1, 0), Layout(2, 0), Layout(4, 0)]
 
 
-def test_the_smallest_batch_within_three_percent_of_the_best() -> None:
+def test_the_smallest_batch_within_three_percent_of_the_best_is_chosen() -> None:
     assert smallest_worth({1: 50.0, 2: 97.0, 4: 98.0, 8: 100.0}) == 4
     assert smallest_worth({1: 50.0, 8: 100.0, 16: 90.0}) == 8

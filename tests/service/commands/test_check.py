@@ -1,4 +1,4 @@
-"""``bf16-serve check``: the server's own code says whether it would serve."""
+"""``bf16-serve check``: the server's own code finds out whether the server would serve."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def failed(result: dict[str, object]) -> dict[str, str]:
     findings = result["findings"]
     assert isinstance(findings, list)
     texts = {each["subject"]: each["text"] for each in findings if each["outcome"] == "failed"}
-    assert not [text for text in texts.values() if text.startswith("unexpected")]  # that is what bugs are called
+    assert not [text for text in texts.values() if text.startswith("unexpected")]  # the text of a bug begins so
     return texts
 
 
-def test_a_process_checks_all_that_a_server_needs_and_ends_with_0(repository: Path, tmp_path: Path) -> None:
+def test_a_process_checks_everything_that_a_server_needs_and_exits_with_0(repository: Path, tmp_path: Path) -> None:
     config = tmp_path / "server.yaml"
     config.write_text(f"repository: {repository}\ngrpc_port: 0\nhttp_port: 0\ndevice: cpu\n")
     done = subprocess.run(
@@ -55,7 +55,7 @@ def test_a_process_checks_all_that_a_server_needs_and_ends_with_0(repository: Pa
     assert "golden samples within budget" in found["findings"][-1]["text"]
 
 
-def test_the_version_policy_says_what_is_checked(repository: Path, run: Run) -> None:
+def test_the_version_policy_decides_which_versions_are_checked(repository: Path, run: Run) -> None:
     (repository / "mlp" / "serving.yaml").write_text("version_policy: all\n")
     result = run("check", "--repository", repository, *ANY_PORT)
     assert result.exit_code == 0, result.output
@@ -77,7 +77,7 @@ def test_every_option_of_the_server_is_checked(repository: Path, run: Run) -> No
     assert "'workers' is -1" in failed(found)["configuration"]
 
 
-def test_the_environment_is_a_source_too(repository: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_is_checked_too(repository: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BF16KIT_MAX_STREAMS", "0")
     result = run("check", "--repository", repository)
     assert result.exit_code == 1
@@ -92,13 +92,13 @@ def test_a_misspelt_variable_is_a_note(repository: Path, run: Run, monkeypatch: 
     assert line in result.stdout
 
 
-def test_a_kernel_path_that_is_none(repository: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_kernel_path_fails(repository: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BF16KIT_KERNEL_PATH", "fast")
     found = read(run("check", "--repository", repository, *ANY_PORT, "--no-load", "--json"))
     assert "BF16KIT_KERNEL_PATH is 'fast'" in failed(found)["CPU kernel"]
 
 
-def test_a_port_in_use_fails_unless_ports_are_left_out(repository: Path, run: Run) -> None:
+def test_a_port_in_use_fails_unless_no_ports_is_given(repository: Path, run: Run) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         asked = ("check", "--repository", repository, "--http-port", port, "--grpc-port", 0, "--no-load", "--json")
@@ -120,7 +120,7 @@ def test_tls_and_token_files_are_read(repository: Path, run: Run, tmp_path: Path
     assert "line 1: the token has 5 characters" in failed(read(run(*asked, pair.key)))["tokens"]
 
 
-def test_what_a_reference_over_tls_is_checked_by_is_read(repository: Path, run: Run, tmp_path: Path) -> None:
+def test_the_ca_file_of_a_reference_over_tls_is_read(repository: Path, run: Run, tmp_path: Path) -> None:
     authority, file = Authority(tmp_path), tmp_path / "server.yaml"
     asked = ("check", "--repository", repository, *ANY_PORT, "--no-load", "--json", "--config", file)
     file.write_text(f"reference_ca: {authority.certificate}\n")
@@ -129,7 +129,7 @@ def test_what_a_reference_over_tls_is_checked_by_is_read(repository: Path, run: 
     assert f"reference_ca {file} cannot be used" in failed(read(run(*asked)))["reference over TLS"]
 
 
-def test_a_certificate_that_is_over_is_found_before_clients_find_it(repository: Path, run: Run, tmp_path: Path) -> None:
+def test_an_expired_certificate_fails(repository: Path, run: Run, tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     asked = ("check", "--repository", repository, *ANY_PORT, "--no-load", "--json")
 
@@ -161,53 +161,51 @@ def test_golden_samples_over_budget_fail_and_other_models_are_still_checked(repo
     found = read(result)
     assert "over the drift budget" in failed(found)["model 'bad' version 1"]
     assert len(failed(found)) == 1
-    assert run(*asked, "--no-load").exit_code == 0  # without a run nobody knows
+    assert run(*asked, "--no-load").exit_code == 0  # without a run the drift is not known
     assert run(*asked, "mlp").exit_code == 0
 
 
-def test_an_unknown_key_of_serving_yaml(repository: Path, run: Run) -> None:
+def test_an_unknown_key_of_serving_yaml_fails(repository: Path, run: Run) -> None:
     (repository / "mlp" / "serving.yaml").write_text("max_batch: 8\n")
     found = read(run("check", "--repository", repository, *ANY_PORT, "--json"))
     assert "unknown key 'max_batch'" in failed(found)["model 'mlp' version 2"]
 
 
-def test_what_a_server_passes_over_is_a_note(repository: Path, run: Run) -> None:
+def test_a_directory_that_the_server_skips_is_a_note(repository: Path, run: Run) -> None:
     (repository / "lost+found").mkdir()
     result = run("check", "--repository", repository, *ANY_PORT, "--no-load")
     assert result.exit_code == 0
     assert "note    model 'lost+found':" in result.stdout
 
 
-def test_where_clients_load_models_an_empty_repository_will_do_and_a_model_to_start_with_has_to_be_there(
-    tmp_path: Path, run: Run
-) -> None:
+def test_in_explicit_mode_an_empty_repository_passes_but_a_missing_load_model_fails(tmp_path: Path, run: Run) -> None:
     explicit = ("check", "--repository", tmp_path, *ANY_PORT, "--model-control", "explicit")
     assert run(*explicit).exit_code == 0
     result = run(*explicit, "--load-model", "nope", "--json")
     assert failed(read(result)) == {"repository": "load_model: the repository has no model 'nope'; its models are none"}
 
 
-def test_an_empty_repository_would_never_be_ready(tmp_path: Path, run: Run) -> None:
+def test_an_empty_repository_fails_because_the_server_would_never_be_ready(tmp_path: Path, run: Run) -> None:
     result = run("check", "--repository", tmp_path, *ANY_PORT)
     assert result.exit_code == 1
     assert "failed  repository:" in result.stdout
     assert " checks failed: this server would not serve everything" in result.stdout.splitlines()[-1]
 
 
-def test_a_model_that_is_not_there_is_wrong_usage(repository: Path, run: Run) -> None:
+def test_a_model_that_does_not_exist_is_wrong_usage(repository: Path, run: Run) -> None:
     result = run("check", "--repository", repository, *ANY_PORT, "--no-load", "nope")
     assert result.exit_code == 2
     assert "the repository has no model 'nope'; it has mlp" in one_line(result)
 
 
-def test_an_option_before_the_command_is_refused_and_not_forgotten(repository: Path, run: Run) -> None:
+def test_an_option_before_the_command_is_rejected_and_not_ignored(repository: Path, run: Run) -> None:
     result = run("--repository", repository, "check")
     assert result.exit_code == 2
     assert "--repository is given before the command; put it after check" in result.stderr
 
 
-def test_each_model_is_freed_before_the_next(repository: Path, run: Run) -> None:
-    """More copies of the weights than one would show: each run's session maps or holds a copy of its own."""
+def test_all_models_of_the_repository_are_checked_in_one_run(repository: Path, run: Run) -> None:
+    """Each model is loaded in turn. The test does not measure whether a model is freed before the next is loaded."""
     for name in ("a", "b"):
         shutil.copytree(repository / "mlp", repository / name)
     result = run("check", "--repository", repository, *ANY_PORT)

@@ -1,4 +1,4 @@
-"""``bf16-serve evidence``: one file, or one line that says why not."""
+"""``bf16-serve evidence``: it writes one file, or one line with the reason why not."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ Open = Callable[..., str]
 
 @pytest.fixture
 def serve() -> Iterator[Open]:
-    """A server's HTTP port with one model, ``m``; its address."""
+    """Yield a function that starts a server's HTTP port with one model, ``m``, and returns its address."""
     servers: list[HttpServer] = []
 
     def start(fetch: Fetch | None, access: Access | None = None, files: CertificateFiles | None = None) -> str:
@@ -80,7 +80,7 @@ def check(result: Result, code: int, *words: str) -> None:
         assert each in said
 
 
-def test_the_file_is_its_owners_alone_and_what_is_said_has_no_payload(serve: Open, run: Run, tmp_path: Path) -> None:
+def test_only_the_owner_may_read_the_file_and_the_output_has_no_payload(serve: Open, run: Run, tmp_path: Path) -> None:
     out = tmp_path / "breach"
     result = run("evidence", "m", "--server", serve(kept), "--out", out)
     assert result.exit_code == 0, result.stderr
@@ -92,7 +92,7 @@ def test_the_file_is_its_owners_alone_and_what_is_said_has_no_payload(serve: Ope
     assert [path.name for path in tmp_path.iterdir()] == ["breach"]
 
 
-def test_a_file_that_is_there_is_replaced_only_when_told_to(serve: Open, run: Run, tmp_path: Path) -> None:
+def test_an_existing_file_is_replaced_only_with_force(serve: Open, run: Run, tmp_path: Path) -> None:
     out, server = tmp_path / "breach", serve(kept)
     out.write_text("mine")
     out.chmod(0o644)
@@ -102,7 +102,7 @@ def test_a_file_that_is_there_is_replaced_only_when_told_to(serve: Open, run: Ru
     assert stat.S_IMODE(out.stat().st_mode) == 0o600
 
 
-def test_what_the_server_says_is_one_line(serve: Open, run: Run, tmp_path: Path) -> None:
+def test_an_error_of_the_server_is_reported_in_one_line(serve: Open, run: Run, tmp_path: Path) -> None:
     out = tmp_path / "breach"
     for fetch, model, words in (
         (none, "m", "model 'm' version 1 has not been over its budget"),
@@ -137,7 +137,7 @@ def test_tokens_come_from_a_file_like_the_servers_or_the_environment(
     assert run("evidence", "m", "--server", server, "--out", out, "--force").exit_code == 0
 
 
-def test_a_token_of_the_environment_may_end_its_line(
+def test_a_token_in_the_environment_may_end_with_a_newline(
     serve: Open, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens = tmp_path / "tokens"
@@ -149,7 +149,7 @@ def test_a_token_of_the_environment_may_end_its_line(
 
 
 @pytest.mark.parametrize("token", ["geheimes-wört-0123456789", "two words-0123456789", "a\r\nX-Header: b", "\udcff"])
-def test_what_is_no_token_is_not_sent_and_not_shown(
+def test_an_invalid_token_is_neither_sent_nor_shown(
     token: str, serve: Open, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BF16KIT_TOKEN", token)
@@ -159,7 +159,7 @@ def test_what_is_no_token_is_not_sent_and_not_shown(
     assert "wört" not in result.stderr
 
 
-def test_a_token_leaves_the_machine_unencrypted_only_where_that_was_written(
+def test_a_token_leaves_the_machine_unencrypted_only_with_an_explicit_http_address(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def asked(server: str, *more: object) -> Result:
@@ -176,7 +176,7 @@ def test_a_token_leaves_the_machine_unencrypted_only_where_that_was_written(
     check(asked(away, "--ca", Authority(tmp_path).sign("server").certificate), 2, no_answer)
 
 
-def test_what_cannot_be_asked_or_written_is_told_before_anything_is_fetched(
+def test_an_invalid_model_or_output_path_is_reported_before_anything_is_fetched(
     serve: Open, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
@@ -197,7 +197,7 @@ def test_what_cannot_be_asked_or_written_is_told_before_anything_is_fetched(
     assert asked == []
 
 
-def test_tls_is_spoken_and_the_certificate_is_looked_at(serve: Open, run: Run, tmp_path: Path) -> None:
+def test_tls_is_used_and_the_certificate_is_verified(serve: Open, run: Run, tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     pair, other = authority.sign("server"), Authority(tmp_path, "other")
     server, out = serve(kept, None, CertificateFiles(pair.certificate, pair.key, None)), tmp_path / "breach"
@@ -219,13 +219,13 @@ def test_wrong_usage_is_one_line(run: Run, tmp_path: Path) -> None:
     check(run("evidence", "m", "--server", f"127.0.0.1:{port}", "--out", out), 2, "no server's HTTP port answers there")
 
 
-def test_an_answer_that_is_no_evidence_is_not_written(serve: Open, run: Run, tmp_path: Path) -> None:
+def test_a_response_that_is_not_evidence_is_not_written(serve: Open, run: Run, tmp_path: Path) -> None:
     server = serve(lambda model, version: b"something else")
     check(run("evidence", "m", "--server", server, "--out", tmp_path / "breach"), 2, "is not evidence")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_speaks_no_http_is_told(run: Run, tmp_path: Path) -> None:
+def test_a_server_that_does_not_speak_http_is_reported(run: Run, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def answer() -> None:
@@ -243,7 +243,7 @@ def test_what_speaks_no_http_is_told(run: Run, tmp_path: Path) -> None:
         thread.join(20)
 
 
-def test_a_directory_that_may_not_be_written_to_is_told(serve: Open, run: Run, tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_written_is_reported(serve: Open, run: Run, tmp_path: Path) -> None:
     server = serve(kept)
     check(run("evidence", "m", "--server", server, "--out", tmp_path / "none" / "e"), 2, "cannot be written")
     (tmp_path / f".e.{os.getpid()}").symlink_to(tmp_path / "target")  # where the file is written first

@@ -1,4 +1,4 @@
-"""``bf16-serve health``: a Check of the server of this machine, found by what that server was started with."""
+"""``bf16-serve health``: checks the server on this machine, found by the settings that it was started with."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def no_settings_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def silent() -> Iterator[int]:
-    """A port on which somebody listens and never answers."""
+    """Yield a port that accepts connections and never responds."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         yield listening.getsockname()[1]
 
 
 def unwell(result: Result, reason: str) -> None:
-    """Exit code 1 and one line that says why."""
+    """Check that the exit code is 1 and that one line gives the reason."""
     assert result.exit_code == 1, result.output
     assert reason in one_line(result), result.stderr
 
@@ -47,7 +47,7 @@ def test_a_ready_server_is_healthy_and_so_are_its_models(run: Run) -> None:
             assert (done.exit_code, done.stdout) == (0, "SERVING\n"), done.output
 
 
-def test_readiness_is_asked_for_not_life(run: Run) -> None:
+def test_the_command_checks_readiness_not_liveness(run: Run) -> None:
     with serving(LoopbackModel("good"), LoopbackModel("bad", state="loading")) as served:
         unwell(run("health", "--grpc-port", served.port), "NOT_SERVING: server is not ready; the server's log says why")
         unwell(run("health", "bad", "--grpc-port", served.port), "NOT_SERVING: model 'bad' is not ready")
@@ -55,7 +55,7 @@ def test_readiness_is_asked_for_not_life(run: Run) -> None:
         assert run("health", "good", "--grpc-port", served.port).exit_code == 0
 
 
-def test_nobody_there_and_nobody_who_answers_are_told_apart(run: Run, silent: int) -> None:
+def test_a_missing_server_and_a_silent_server_give_different_errors(run: Run, silent: int) -> None:
     with socket.create_server(("127.0.0.1", 0)) as held:
         free = held.getsockname()[1]
     unwell(run("health", "--grpc-port", free), f"127.0.0.1:{free}: no server can be reached there")
@@ -65,7 +65,7 @@ def test_nobody_there_and_nobody_who_answers_are_told_apart(run: Run, silent: in
 def test_the_server_is_found_by_its_environment_and_its_file(
     run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, silent: int
 ) -> None:
-    """A flag beats the environment, which beats the file, as for the server."""
+    """A flag overrides the environment, which overrides the file, as for the server."""
     with serving(LoopbackModel()) as served:
         (tmp_path / "server.yaml").write_text(f"grpc_port: {served.port}\nhost: 0.0.0.0\n", "utf-8")
         monkeypatch.setenv("BF16KIT_CONFIG", str(tmp_path / "server.yaml"))
@@ -73,11 +73,11 @@ def test_the_server_is_found_by_its_environment_and_its_file(
         monkeypatch.setenv("BF16KIT_GRPC_PORT", str(silent))
         unwell(run("health", "--timeout", 0.2), "no answer")
         assert run("health", "--grpc-port", served.port).exit_code == 0
-        monkeypatch.setenv("BF16KIT_GRPC_PORT", "")  # as good as not set
+        monkeypatch.setenv("BF16KIT_GRPC_PORT", "")  # counts as not set
         assert run("health").exit_code == 0
 
 
-def test_a_server_that_listens_everywhere_is_asked_on_the_loopback_interface(
+def test_a_server_that_listens_everywhere_is_checked_on_the_loopback_interface(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with serving(LoopbackModel()) as served:
@@ -87,7 +87,7 @@ def test_a_server_that_listens_everywhere_is_asked_on_the_loopback_interface(
     unwell(run("health", "--grpc-port", served.port), f"[::1]:{served.port}")
 
 
-def test_tls_is_spoken_where_the_server_speaks_it_whatever_name_its_certificate_has(
+def test_tls_is_used_if_the_server_uses_it_whatever_name_its_certificate_has(
     run: Run, monkeypatch: pytest.MonkeyPatch, authority: Authority
 ) -> None:
     pair = authority.sign("elsewhere", names="DNS:models.example")
@@ -97,28 +97,28 @@ def test_tls_is_spoken_where_the_server_speaks_it_whatever_name_its_certificate_
         assert run("health", "--grpc-port", served.port).stdout == "SERVING\n"
 
 
-def test_another_servers_certificate_is_not_believed(run: Run, authority: Authority, pair: Pair) -> None:
+def test_another_servers_certificate_is_rejected(run: Run, authority: Authority, pair: Pair) -> None:
     other = authority.sign("other")
     with serving(LoopbackModel(), certificates=CertificateFiles(other.certificate, other.key)) as served:
         flags = ("--tls-certificate", pair.certificate, "--tls-key", pair.key)
         unwell(run("health", "--grpc-port", served.port, *flags), "no server can be reached there")
 
 
-def test_a_server_that_asks_clients_for_certificates_is_shown_one(run: Run, authority: Authority, pair: Pair) -> None:
+def test_a_server_that_requires_client_certificates_gets_one(run: Run, authority: Authority, pair: Pair) -> None:
     files = CertificateFiles(pair.certificate, pair.key, authority.certificate)
     client = authority.sign("prober")
     with serving(LoopbackModel(), certificates=files) as served:
         flags = ["--grpc-port", served.port, "--tls-certificate", pair.certificate, "--tls-key", pair.key]
-        unwell(run("health", *flags), "no server can be reached there")  # it is not told that one is asked for
+        unwell(
+            run("health", *flags), "no server can be reached there"
+        )  # the command does not know that one is required
         flags += ["--tls-client-ca", authority.certificate]
-        assert run("health", *flags).exit_code == 0  # its own, which is of that authority
+        assert run("health", *flags).exit_code == 0  # the server's own, which that authority has signed
         assert run("health", *flags, "--certificate", client.certificate, "--key", client.key).exit_code == 0
         unwell(run("health", *flags, "--certificate", client.certificate), "give --certificate and --key together")
 
 
-def test_a_token_is_shown_only_where_health_needs_one(
-    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_token_is_sent_only_if_health_needs_one(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file = tmp_path / "tokens"
     file.write_text(f"application-0123456 infer\n{TOKEN} read\n", "utf-8")
     file.chmod(0o600)
@@ -132,19 +132,19 @@ def test_a_token_is_shown_only_where_health_needs_one(
         unwell(run("health", *flags), "PERMISSION_DENIED")
 
 
-def test_a_unix_socket_is_asked_where_there_is_one(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_unix_socket_is_used_if_it_is_configured(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with serving(LoopbackModel(), unix_socket=str(tmp_path / "s")):
         monkeypatch.setenv("BF16KIT_GRPC_SOCKET", str(tmp_path / "s"))
         assert run("health").exit_code == 0
 
 
 @pytest.mark.parametrize("port", ["0", "70000", "x"])
-def test_a_port_that_cannot_be_asked_is_told(run: Run, monkeypatch: pytest.MonkeyPatch, port: str) -> None:
+def test_an_invalid_port_is_reported(run: Run, monkeypatch: pytest.MonkeyPatch, port: str) -> None:
     monkeypatch.setenv("BF16KIT_GRPC_PORT", port)
     unwell(run("health"), f"grpc_port {port!r}: give the port that the server listens on")
 
 
-def test_a_check_every_few_seconds_imports_no_more_than_it_needs() -> None:
+def test_the_command_imports_no_heavy_package_because_it_runs_every_few_seconds() -> None:
     code = "import sys, service.commands.nearby; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert {"grpc"} <= set(done.stdout.split())

@@ -1,4 +1,4 @@
-"""``bf16-serve list``: a repository told from its manifests."""
+"""``bf16-serve list``: shows a repository by its manifests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def rows(repository: Path, run: Run) -> dict[tuple[str, int], dict[str, object]]
     return {(row["model"], row["version"]): row for row in found["models"]}
 
 
-def test_versions_that_the_policy_leaves_out_say_so(repository: Path, run: Run) -> None:
+def test_versions_that_the_policy_excludes_have_the_reason(repository: Path, run: Run) -> None:
     found = rows(repository, run)
     assert found["mlp", 2]["served"] is True
     assert found["mlp", 1]["served"] is False
@@ -24,7 +24,7 @@ def test_versions_that_the_policy_leaves_out_say_so(repository: Path, run: Run) 
     assert found["mlp", 2]["why"] == "version_policy is specific: [1]"
 
 
-def test_a_row_has_what_the_manifest_says(repository: Path, run: Run) -> None:
+def test_a_row_has_the_values_of_the_manifest(repository: Path, run: Run) -> None:
     row = rows(repository, run)["mlp", 2]
     assert row["weight_bytes"] == 2 * 16 * 16 * 2
     assert (row["residual"], row["reference"], row["golden"]) == (True, True, True)
@@ -32,7 +32,7 @@ def test_a_row_has_what_the_manifest_says(repository: Path, run: Run) -> None:
     assert row["source"] == "test"
 
 
-def test_drift_is_held_against_the_budget_that_the_server_would_use(repository: Path, run: Run) -> None:
+def test_drift_is_compared_with_the_budget_that_the_server_would_use(repository: Path, run: Run) -> None:
     from bf16kit.artifact import Artifact
     from bf16kit.measured import DriftEntry
 
@@ -56,7 +56,7 @@ def test_damaged_artifacts_are_listed_with_the_reason_and_exit_code_1(repository
     assert "the manifest says" in result.stdout
 
 
-def test_a_damaged_version_that_is_not_to_be_served_is_no_failure(repository: Path, run: Run) -> None:
+def test_a_damaged_version_that_is_not_served_is_not_a_failure(repository: Path, run: Run) -> None:
     (repository / "mlp" / "1" / "manifest.json").unlink()
     result = run("list", "--repository", repository)
     assert result.exit_code == 0
@@ -70,7 +70,7 @@ def test_a_newer_schema_is_named(repository: Path, run: Run) -> None:
     assert "schema version 99 is newer" in str(rows(repository, run)["mlp", 2]["problem"])
 
 
-def test_a_broken_serving_yaml_is_every_version_s_problem(repository: Path, run: Run) -> None:
+def test_a_broken_serving_yaml_is_a_problem_of_every_version(repository: Path, run: Run) -> None:
     (repository / "mlp" / "serving.yaml").write_text("instances: many\n")
     found = rows(repository, run)
     assert [row["problem"] for row in found.values()] == [found["mlp", 1]["problem"]] * 2
@@ -78,7 +78,7 @@ def test_a_broken_serving_yaml_is_every_version_s_problem(repository: Path, run:
 
 
 def test_weights_are_not_read(repository: Path, run: Run) -> None:
-    """A bit that is wrong in them goes unseen: that is what makes it quick."""
+    """That makes the command quick; it does not detect a wrong bit in the weights."""
     weights = repository / "mlp" / "2" / "weights.bf16"
     content = bytearray(weights.read_bytes())
     content[5] ^= 1
@@ -86,7 +86,7 @@ def test_weights_are_not_read(repository: Path, run: Run) -> None:
     assert rows(repository, run)["mlp", 2]["served"] is True
 
 
-def test_what_is_no_model_is_listed_as_that(repository: Path, run: Run) -> None:
+def test_a_directory_that_is_not_a_model_is_listed_with_the_reason(repository: Path, run: Run) -> None:
     (repository / "notes").mkdir()
     result = run("list", "--repository", repository)
     assert result.exit_code == 0
@@ -94,26 +94,26 @@ def test_what_is_no_model_is_listed_as_that(repository: Path, run: Run) -> None:
     assert "it has no version directory" in result.stdout
 
 
-def test_names_that_strangers_chose_stay_text(repository: Path, run: Run) -> None:
+def test_control_characters_in_a_models_name_are_escaped(repository: Path, run: Run) -> None:
     (repository / "mlp").rename(repository / "a\x1b[2Jb")
     output = run("list", "--repository", repository).stdout
     assert "\x1b" not in output
     assert "\\x1b[2Jb" in output
 
 
-def test_an_empty_repository(tmp_path: Path, run: Run) -> None:
+def test_an_empty_repository_is_not_a_failure(tmp_path: Path, run: Run) -> None:
     result = run("list", "--repository", tmp_path)
     assert result.exit_code == 0
     assert "has no model" in result.stdout
 
 
-def test_no_such_directory(tmp_path: Path, run: Run) -> None:
+def test_a_repository_that_does_not_exist_is_wrong_usage(tmp_path: Path, run: Run) -> None:
     result = run("list", "--repository", tmp_path / "gone")
     assert result.exit_code == 2
     assert "is not a directory" in one_line(result)
 
 
-def test_an_export_has_nothing_to_serve_and_is_a_failure_where_it_is_asked_for(repository: Path, run: Run) -> None:
+def test_an_artifact_with_only_an_export_is_a_failure_if_it_should_be_served(repository: Path, run: Run) -> None:
     from bf16kit.artifact import Artifact
     from bf16kit.manifest import ExportEntry
 

@@ -1,4 +1,4 @@
-"""Changing keys of a ``serving.yaml`` and leaving the rest alone."""
+"""Changing keys of a ``serving.yaml`` without changing the rest."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "serving.yaml"
 
 
-def test_a_new_file(file: Path) -> None:
+def test_a_missing_file_is_created(file: Path) -> None:
     difference = update(file, CHANGES)
     assert yaml.safe_load(file.read_text()) == CHANGES
     assert "+instances: 2" in difference.splitlines()
@@ -40,21 +40,21 @@ def test_a_nested_key_of_the_same_name_is_another_one(file: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["{instances: 4, warmup: [1]}\n", '"instances": 4\nwarmup: [1]\n', "{}\n"])
-def test_a_layout_that_lines_do_not_tell_is_written_anew(file: Path, text: str) -> None:
+def test_a_file_that_cannot_be_changed_line_by_line_is_rewritten(file: Path, text: str) -> None:
     file.write_text(text)
     before = yaml.safe_load(text)
     update(file, CHANGES)
     assert yaml.safe_load(file.read_text()) == {**before, **CHANGES}
 
 
-def test_what_is_set_already_is_not_touched(file: Path) -> None:
+def test_a_file_that_has_the_values_already_is_not_written(file: Path) -> None:
     update(file, CHANGES)
     before = file.stat().st_ino
     assert update(file, CHANGES) == ""
     assert file.stat().st_ino == before
 
 
-def test_the_file_s_permissions_stay_and_nothing_is_left_beside_it(file: Path) -> None:
+def test_the_files_permissions_stay_and_no_other_file_is_left(file: Path) -> None:
     file.write_text("instances: 1\n")
     file.chmod(0o640)
     update(file, CHANGES)
@@ -72,7 +72,7 @@ def test_a_link_stays_a_link_to_the_changed_file(file: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("text", ["instances: [\n", "unknown: 1\n", "- 1\n"])
-def test_a_file_that_is_wrong_already_is_refused(file: Path, text: str) -> None:
+def test_a_file_that_is_already_invalid_is_rejected_and_not_changed(file: Path, text: str) -> None:
     file.write_text(text)
     with pytest.raises(ConfigError):
         update(file, CHANGES)

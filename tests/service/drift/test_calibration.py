@@ -15,7 +15,7 @@ RANGES = {"x": InputRange(low=0.0, high=1.0)}
 
 @dataclass
 class Manifest:
-    """The part of one that a calibration reads."""
+    """The part of a manifest that a calibration reads."""
 
     drift: dict[str, DriftEntry] = field(default_factory=dict)
 
@@ -30,7 +30,7 @@ def entry(source: str) -> DriftEntry:
     return DriftEntry(samples=2, source=source, outputs={})
 
 
-def test_rows_are_told_by_profile_and_ranges_by_input() -> None:
+def test_a_calibration_holds_rows_by_profile_and_ranges_by_input() -> None:
     manifest = Manifest({"cpu": entry("sentences.npz"), "cuda": entry("sentences.npz")})
     found = Calibration.of(manifest, measured("cpu", "cuda"))  # type: ignore[arg-type]
     assert found.rows == {profile: {"y": [1e-3, 2e-3]} for profile in ("cpu", "cuda")}
@@ -38,13 +38,13 @@ def test_rows_are_told_by_profile_and_ranges_by_input() -> None:
 
 
 @pytest.mark.parametrize("source", ["random inputs (seed 0)", "random token sequences (seed 3)"])
-def test_live_inputs_are_not_expected_to_be_like_random_ones(source: str) -> None:
+def test_measurements_on_random_inputs_say_nothing_about_live_inputs(source: str) -> None:
     found = Calibration.of(Manifest({"cpu": entry(source)}), measured("cpu"))  # type: ignore[arg-type]
     assert (found.rows, found.ranges) == ({}, {})
     assert "random" in found.why
 
 
-def test_an_artifact_that_is_older_than_measurements_expects_nothing() -> None:
+def test_an_artifact_without_measurements_sets_no_expectation() -> None:
     found = Calibration.of(Manifest({"cpu": entry("s.npz")}), None)  # type: ignore[arg-type]
     assert (found.rows, found.ranges) == ({}, {})
     assert "no measurements" in found.why

@@ -9,7 +9,7 @@ from service.drift.census import Census
 KNOWN = InputRange(low=-1.0, high=1.0)
 
 
-def test_rows_outside_are_told_by_input() -> None:
+def test_rows_out_of_range_are_reported_by_input() -> None:
     feeds = {
         "x": np.array([[0.0, 1.0], [0.0, 99.0], [np.nan, 0.0]], np.float32),
         "ids": np.array([[1], [2], [3]]),
@@ -19,13 +19,13 @@ def test_rows_outside_are_told_by_input() -> None:
     assert {name: rows.tolist() for name, rows in found.items()} == {"x": [False, True, True], "ids": [False] * 3}
 
 
-def test_rows_lie_along_the_batch_axis() -> None:
+def test_rows_are_counted_along_the_batch_axis() -> None:
     feeds = {"x": np.array([[0.0, 99.0], [0.0, 0.0]])}
     assert Census({"x": KNOWN}, 1).outside(feeds, 2)["x"].tolist() == [False, True]
 
 
 @pytest.mark.parametrize(("axis", "rows"), [(None, 1), (0, 4), (7, 2)])
-def test_what_has_no_rows_is_all_rows_together(axis: int | None, rows: int) -> None:
+def test_an_input_without_rows_counts_for_all_rows(axis: int | None, rows: int) -> None:
     feeds = {"x": np.array([[0.0, 99.0], [0.0, 0.0]])}
     assert Census({"x": KNOWN}, axis).outside(feeds, rows)["x"].tolist() == [True] * rows
 

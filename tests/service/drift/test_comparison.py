@@ -25,7 +25,7 @@ CALIBRATION = Calibration({"cpu": {"y": MEASURED}}, {"x": InputRange(low=-1.0, h
 
 
 class Heard:
-    """What the comparison told its observer."""
+    """An observer that records what the comparison reports."""
 
     def __init__(self) -> None:
         self.drifts: list[tuple[str, float]] = []
@@ -57,7 +57,7 @@ class Heard:
 
 
 class Live:
-    """Requests of one row of one output, whose drift a test says."""
+    """Sends samples of one row and one output to a comparison, with the drift that a test sets."""
 
     def __init__(self, calibration: Calibration | None = CALIBRATION, budget: Budget = BUDGET) -> None:
         self.heard = Heard()
@@ -75,7 +75,7 @@ class Live:
         return self.comparison.verdict()
 
     def until(self, drift: float, most: int, *, x: float = 0.5) -> int:
-        """How many samples the alarm took."""
+        """Send samples until an alarm. Return how many it took."""
         for count in range(1, most + 1):
             if self.send(drift, x=x).changed:
                 return count
@@ -87,19 +87,19 @@ def sample(outputs: dict[str, Array], x: float = 0.5, probability: float = 1.0, 
     return Sample({"x": np.full((rows, 3), x, np.float32)}, outputs, rows, 64, probability, "bf16", profile)
 
 
-def test_an_output_that_was_not_asked_for_is_passed_over() -> None:
+def test_an_output_that_was_not_requested_is_skipped() -> None:
     heard = Heard()
     Comparison(SPECS, 0, Budget()).observe({"y": ONES, "z": ONES}, sample({"z": ONES}), heard)
     assert heard.drifts == [("z", 1.0)]
 
 
-def test_a_row_counts_for_all_that_it_was_chosen_from() -> None:
+def test_a_row_counts_for_all_rows_that_it_was_chosen_from() -> None:
     live = Live()
     live.send(4e-3, probability=0.01)
     assert live.heard.drifts == [("y", 100.0)]
 
 
-def test_a_mean_is_that_of_all_rows_that_were_answered_and_not_of_those_sampled() -> None:
+def test_the_mean_is_that_of_all_rows_served_and_not_of_the_sampled_rows() -> None:
     live = Live(budget=Budget.from_dict({"relative_l2": 1.0}))
     for _ in range(50):
         live.send(0.1, spread=0, probability=0.01)
@@ -117,7 +117,7 @@ def test_an_old_breach_is_forgotten() -> None:
     assert live.heard.ratios["y", "relative_l2"][0] == 0
 
 
-def test_after_a_half_life_what_was_before_is_worth_half() -> None:
+def test_after_a_half_life_older_samples_count_half() -> None:
     live = Live()
     live.send(4e-3, REQUESTS, spread=0)
     live.send(5.6e-3, HALF_LIFE, spread=0)  # no change yet
@@ -130,7 +130,7 @@ def test_only_logits_have_a_ratio_of_agreement() -> None:
     assert {output for output, metric in heard.ratios if metric == "top1_agreement"} == {"z"}
 
 
-def test_nothing_is_known_before_enough_samples_and_much_after() -> None:
+def test_the_state_is_unknown_until_there_are_enough_samples() -> None:
     live = Live()
     assert live.comparison.verdict() == DriftVerdict.unknown("m", 2)
     few = live.send(4e-3, 7)
@@ -150,7 +150,7 @@ def test_a_model_on_the_border_is_neither_within_nor_over() -> None:
     assert (found.state, found.cause) == ("unknown", "none")
 
 
-def test_a_verdict_names_a_bound_that_its_state_is_of() -> None:
+def test_a_verdict_names_a_bound_that_has_its_state() -> None:
     comparison, heard = Comparison(SPECS, 0, Budget.from_dict({"relative_l2": 3e-3})), Heard()
     far = np.array([[1.5, 1.0]], np.float32)
     for _ in range(3):
@@ -159,10 +159,10 @@ def test_a_verdict_names_a_bound_that_its_state_is_of() -> None:
         comparison.observe({"y": ONES}, sample({"y": ONES * np.float32(1.006)}), heard)
     found = comparison.verdict()
     assert heard.ratios["z", "relative_l2"][0] > found.ratio == pytest.approx(2, rel=0.01)
-    assert (found.state, found.output) == ("over", "y")  # of z too few are known to say so
+    assert (found.state, found.output) == ("over", "y")  # z has too few samples for that state
 
 
-def test_an_output_without_rows_is_of_all_rows_inputs() -> None:
+def test_an_output_without_rows_belongs_to_the_inputs_of_all_rows() -> None:
     spec = TensorSpec("y", "float32", (), "other")
     comparison, heard = Comparison([spec], 0, BUDGET, calibration=CALIBRATION), Heard()
     feeds = {"x": np.array([[0.0], [99.0]], np.float32)}
@@ -173,7 +173,7 @@ def test_an_output_without_rows_is_of_all_rows_inputs() -> None:
     assert comparison.verdict().cause == "out_of_range"
 
 
-def test_drift_over_budget_that_was_to_be_expected_is_rounding() -> None:
+def test_expected_drift_that_is_over_budget_is_rounding() -> None:
     live = Live(budget=Budget.from_dict({"relative_l2": 3e-3}))
     found = live.send(4e-3, 50)
     assert (found.state, found.cause, found.changed) == ("over", "rounding", False)
@@ -193,7 +193,7 @@ def test_a_doubling_within_budget_is_a_change_and_rounding() -> None:
     assert live.heard.alarms == ["y"]  # one alarm for one change
 
 
-def test_something_broken_is_told_from_rounding() -> None:
+def test_a_broken_model_is_distinguished_from_rounding() -> None:
     live = Live()
     live.send(4e-3, 300)
     assert live.until(0.2, 50) <= 12
@@ -201,7 +201,7 @@ def test_something_broken_is_told_from_rounding() -> None:
     assert (found.state, found.cause) == ("over", "broken")
 
 
-def test_what_comes_of_inputs_out_of_range_is_told_from_what_is_broken() -> None:
+def test_inputs_out_of_range_are_distinguished_from_a_broken_model() -> None:
     live = Live()
     live.send(4e-3, 300)
     assert live.until(0.2, 50, x=1e6) <= 12
@@ -209,19 +209,19 @@ def test_what_comes_of_inputs_out_of_range_is_told_from_what_is_broken() -> None
     assert live.heard.out["x"] >= 8
 
 
-def test_an_input_that_has_a_range_says_so_before_any_row_is_out_of_it() -> None:
+def test_an_input_with_a_range_is_reported_before_any_row_is_out_of_it() -> None:
     live = Live()
     live.send(4e-3)
     assert live.heard.out == {"x": 0}
 
 
-def test_inputs_out_of_range_that_cost_nothing_ail_nobody() -> None:
+def test_inputs_out_of_range_that_do_not_raise_the_drift_are_no_cause() -> None:
     live = Live()
     assert live.send(4e-3, 100, x=1e6).cause == "none"
     assert live.heard.out == {"x": 100}
 
 
-def test_a_change_leaves_nothing_of_what_was_before_it() -> None:
+def test_samples_from_before_a_change_no_longer_count() -> None:
     live = Live()
     live.send(4e-3, 300)
     took = live.until(0.2, 50)
@@ -253,7 +253,7 @@ def test_an_alarm_ends_when_drift_is_as_expected_again() -> None:
     assert live.heard.alarms == ["y", "y"]
 
 
-def test_beginning_anew_forgets_all_but_what_to_expect() -> None:
+def test_a_restart_forgets_everything_but_the_expected_drift() -> None:
     live = Live()
     live.send(0.2, 50)
     live.comparison.restart()
@@ -263,9 +263,9 @@ def test_beginning_anew_forgets_all_but_what_to_expect() -> None:
 
 
 @pytest.mark.parametrize("calibration", [None, Calibration({"cuda": {"y": MEASURED}}), Calibration()])
-def test_what_to_expect_is_learnt_where_no_spread_was_measured(calibration: Calibration | None) -> None:
+def test_the_expected_drift_is_learned_if_no_spread_was_measured(calibration: Calibration | None) -> None:
     live = Live(calibration)
-    live.send(3.0, 20)  # over budget: it teaches nothing
+    live.send(3.0, 20)  # over budget: nothing is learned from these
     live.comparison.restart()
     live.send(4e-3, LEARN - 1)
     assert live.heard.scores == [None] * (LEARN + 19)
@@ -275,7 +275,7 @@ def test_what_to_expect_is_learnt_where_no_spread_was_measured(calibration: Cali
     assert live.until(8e-3, 200) <= 25
 
 
-def test_another_profile_is_expected_to_drift_as_it_was_measured() -> None:
+def test_each_profile_is_expected_to_drift_as_it_was_measured() -> None:
     twice = Calibration({"cpu": {"y": MEASURED}, "cuda": {"y": [2 * value for value in MEASURED]}})
     comparison, heard = Comparison(SPECS[:1], 0, BUDGET, calibration=twice), Heard()
     for profile, drift in (("cpu", 4e-3), ("cuda", 8e-3)):
@@ -286,19 +286,19 @@ def test_another_profile_is_expected_to_drift_as_it_was_measured() -> None:
     assert comparison.verdict().samples == 100
 
 
-def test_what_is_sampled_more_often_counts_less_in_the_detector_too() -> None:
-    """Rare requests that drift more are drawn more often than common ones: that is no change."""
+def test_requests_that_are_sampled_more_often_count_less_in_the_detector_too() -> None:
+    """Rare requests with more drift are sampled more often than common ones; that alone is not a change."""
     live = Live()
     for _ in range(100):
         live.send(4e-3, probability=0.01)
         live.send(1.2e-2, 3, probability=1.0)
     assert live.heard.alarms == []
-    for _ in range(300):  # but common ones that drift as much are
+    for _ in range(300):  # but it is a change if common requests drift more
         live.send(8e-3, probability=0.01)
     assert live.heard.alarms == ["y"]
 
 
-def test_an_output_that_nobody_asks_for_any_more_ails_nobody() -> None:
+def test_an_output_that_is_no_longer_requested_leaves_the_verdict() -> None:
     comparison, heard = Comparison(SPECS, 0, BUDGET, calibration=CALIBRATION), Heard()
     for _ in range(20):
         comparison.observe({"z": ONES}, sample({"z": 2 * ONES}), heard)
@@ -310,7 +310,7 @@ def test_an_output_that_nobody_asks_for_any_more_ails_nobody() -> None:
     assert (comparison.verdict().state, comparison.verdict().cause) == ("within", "none")
 
 
-def test_a_reference_without_rows_measures_nothing() -> None:
+def test_a_reference_output_without_rows_is_an_error() -> None:
     heard = Heard()
     with pytest.raises(ArtifactError, match="the fp32 reference's output 'z' has no rows"):
         Comparison(SPECS, 0, Budget()).observe(
@@ -327,7 +327,7 @@ def test_without_a_batch_axis_a_request_is_one_row() -> None:
     assert (heard.drifts, heard.out) == ([("y", 1.0)], {"x": 1})
 
 
-def test_a_common_weight_is_the_nine_tenths_quantile_of_the_newest() -> None:
+def test_the_common_weight_is_the_nine_tenths_quantile_of_the_newest_weights() -> None:
     random, common, weights = np.random.default_rng(3), _Common(), list[float]()
     for _ in range(3 * _WEIGHTS):
         weights.append(float(random.choice([1.0, 2.0, 100.0, random.lognormal()])))

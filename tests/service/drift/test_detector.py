@@ -1,4 +1,4 @@
-"""The change detector by simulation, with fixed seeds; `python -m bench drift_detector` has the weeks."""
+"""The change detector in simulations with fixed seeds; `python -m bench drift_detector` simulates weeks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_doubling_is_seen_within_200_samples_and_a_corrupted_weight_within_50(
 
 
 @pytest.mark.parametrize("spread", SPREADS)
-def test_half_a_day_of_what_was_measured_gives_no_alarm(spread: float) -> None:
+def test_half_a_day_of_the_measured_drift_gives_no_alarm(spread: float) -> None:
     rng = np.random.default_rng(7)
     assert samples_until_alarm(calibrated(spread), drawn(rng, spread, 43_200)) == math.inf
 
@@ -53,8 +53,8 @@ def test_rows_with_heavier_tails_than_those_measured_give_no_alarm() -> None:
     assert samples_until_alarm(calibrated(0.07), heavy) == math.inf
 
 
-def test_the_guarantee_holds_for_what_was_expected_whatever_its_spread() -> None:
-    """E[exp(θ g)] ≤ 1 over the rows that were measured, and over normal ones of their spread."""
+def test_the_guarantee_holds_for_the_expected_drift_whatever_its_spread() -> None:
+    """E[exp(θ g)] ≤ 1 over the measured rows, and over rows whose logarithms are normal with the same spread."""
     for spread in (0.01, 0.1, 0.5, 1.5):
         rows = drawn(np.random.default_rng(1), spread, 400)
         found = Expected.of(list(rows))
@@ -64,7 +64,7 @@ def test_the_guarantee_holds_for_what_was_expected_whatever_its_spread() -> None
             assert np.exp(found.root * steps).mean() <= 1 + 1e-6
 
 
-def test_no_alarm_comes_of_a_few_odd_requests_however_odd() -> None:
+def test_a_few_odd_requests_raise_no_alarm_however_odd_they_are() -> None:
     detector = Detector(calibrated(0.07))
     for _ in range(REQUESTS - 1):
         assert detector.add([math.inf]) == ""
@@ -82,7 +82,7 @@ def test_an_alarm_stays_until_drift_was_as_expected_for_a_while() -> None:
     assert 2 < after.index("ended") < 40
 
 
-def test_since_when_it_has_changed_is_told() -> None:
+def test_the_detector_reports_how_long_ago_the_change_began() -> None:
     rng = np.random.default_rng(4)
     detector = Detector(calibrated(0.1))
     for drift in drawn(rng, 0.1, 500):
@@ -94,13 +94,13 @@ def test_since_when_it_has_changed_is_told() -> None:
     assert abs(detector.since - count) <= 1
 
 
-def test_drift_that_falls_is_no_change_and_neither_is_half_more() -> None:
+def test_lower_drift_is_not_a_change_and_neither_is_30_percent_more() -> None:
     rng = np.random.default_rng(5)
     for factor in (0.0, 0.1, 1.3):
         assert samples_until_alarm(calibrated(0.1), drawn(rng, 0.1, 5000, factor)) == math.inf
 
 
-def test_an_output_that_was_exact_and_is_no_more_has_changed() -> None:
+def test_an_output_that_was_exact_and_now_drifts_has_changed() -> None:
     exact = Expected.of([0.0] * 50)
     assert exact is not None
     assert samples_until_alarm(exact, np.full(100, TIE / 2)) == math.inf
@@ -113,10 +113,10 @@ def test_rows_of_one_request_count_as_their_mean() -> None:
         one.add([2 * CENTRE])
         many.add([CENTRE, 2 * CENTRE, 4 * CENTRE] * 3)
     assert many.score == pytest.approx(one.score)
-    assert 0 < (many.score or 0) < 5 / REQUESTS  # no step was cut
+    assert 0 < (many.score or 0) < 5 / REQUESTS  # no step was clipped
 
 
-def test_a_request_that_counts_half_moves_half_as_far() -> None:
+def test_a_request_with_half_the_weight_moves_the_score_half_as_far() -> None:
     whole, half = (Detector(calibrated(0.3)) for _ in range(2))
     whole.add([2 * CENTRE])
     half.add([2 * CENTRE], 0.5)
@@ -124,21 +124,23 @@ def test_a_request_that_counts_half_moves_half_as_far() -> None:
 
 
 @pytest.mark.parametrize("rows", [[], [CENTRE] * (FEWEST - 1), [CENTRE] * 50 + [math.inf] * 10])
-def test_too_few_or_too_broken_rows_say_not_what_to_expect(rows: list[float]) -> None:
+def test_too_few_rows_or_many_infinite_ones_set_no_expectation(rows: list[float]) -> None:
     assert Expected.of(rows) is None
 
 
-def test_a_spread_from_few_rows_is_taken_for_larger_than_it_looks() -> None:
+def test_the_spread_of_few_rows_is_estimated_larger_than_measured() -> None:
     few, many = (Expected.of(list(drawn(np.random.default_rng(6), 0.3, n))) for n in (FEWEST, 5000))
     assert few is not None
     assert many is not None
     assert many.spread == pytest.approx(0.3, rel=0.05)
     of_few = np.log(drawn(np.random.default_rng(6), 0.3, FEWEST)).std(ddof=1)
-    assert few.spread == pytest.approx(of_few * math.sqrt(15 / 7.261), rel=1e-3)  # chi-squared's table, 5 % below
+    assert few.spread == pytest.approx(
+        of_few * math.sqrt(15 / 7.261), rel=1e-3
+    )  # from the chi-squared table, 5 % below
     assert few.root < many.root
 
 
-def test_what_to_expect_is_learnt_from_clean_samples_alone() -> None:
+def test_the_expected_drift_is_learned_from_clean_samples_only() -> None:
     rng = np.random.default_rng(9)
     detector = Detector(None)
     for drift in drawn(rng, 0.1, 100, 50.0):

@@ -26,7 +26,7 @@ COUNT = itertools.count()
 
 
 class Ignoring:
-    """An observer of nothing."""
+    """An observer that keeps the drift of each row and ignores the rest."""
 
     def __init__(self) -> None:
         self.heard: list[tuple[str, SampleDrift, float]] = []
@@ -42,7 +42,7 @@ class Ignoring:
 
 
 class Told:
-    """Measures as a :class:`Comparison` does, and says what a test wants it to say."""
+    """Measures as a :class:`Comparison` does, and returns the verdict that a test sets."""
 
     def __init__(self, specs: tuple[TensorSpec, ...] = (Y,), axis: int | None = 0) -> None:
         self.specs, self.axis = specs, axis
@@ -66,7 +66,7 @@ class Told:
 
 
 def asked(*drifts: float, axis: int = 0) -> tuple[dict[str, Array], Sample]:
-    """A request of a row for each relative_l2, the reference's answer and ours; what is asked is unlike any other."""
+    """Return the reference's outputs and a sample with one row per relative_l2; its inputs differ from all others."""
     reference = np.ones((len(drifts), 8), np.float32)
     served = reference * (1 + np.array(drifts, np.float32))[:, None]
     x = np.array([[next(COUNT)] * 2 for _ in drifts], np.float32)
@@ -90,7 +90,7 @@ def relative_l2(evidence: Evidence) -> float:
 
 
 @pytest.mark.parametrize(("state", "cause"), [("over", "rounding"), ("unknown", "broken")])
-def test_the_worst_row_of_a_breach_is_kept_alone(state: State, cause: Cause) -> None:
+def test_only_the_worst_row_of_a_breach_is_kept(state: State, cause: Cause) -> None:
     told = Told()
     witness = Witness(told, 0, BUDGET, clock=lambda: 1767225600.0)
     told.say(state, cause)
@@ -109,7 +109,7 @@ def test_the_worst_row_of_a_breach_is_kept_alone(state: State, cause: Cause) -> 
     assert Evidence.loads(found.dumps(), "e").header.model == "m", "it can be written"
 
 
-def test_rows_lie_along_whatever_axis_the_model_has() -> None:
+def test_the_row_is_taken_along_the_models_batch_axis() -> None:
     told = Told((TensorSpec("y", "float32", (8, "batch")),), 1)
     witness = Witness(told, 1, BUDGET)
     told.say("over")
@@ -127,8 +127,8 @@ def test_without_a_batch_axis_the_sample_is_kept_whole() -> None:
     assert (found.header.rows, found.header.batch_axis) == (2, None)
 
 
-def test_answers_without_rows_are_not_cut_into_any() -> None:
-    """Were they, a row of what was asked would stand beside all of what was answered."""
+def test_outputs_without_rows_are_not_split() -> None:
+    """Otherwise the evidence would hold one row of the inputs and the outputs of all rows."""
     told = Told((Y,), None)
     witness = Witness(told, 0, BUDGET)
     told.say("over")
@@ -146,7 +146,7 @@ def test_nothing_is_kept_without_a_breach() -> None:
             kept(witness)
 
 
-def test_what_led_to_a_breach_is_kept_where_it_was_worse_than_what_made_it_one() -> None:
+def test_a_row_from_before_a_breach_is_kept_if_it_was_worse_than_the_breaching_row() -> None:
     told = Told()
     witness = Witness(told, 0, BUDGET)
     worst = put(witness, 0.9)
@@ -156,7 +156,7 @@ def test_what_led_to_a_breach_is_kept_where_it_was_worse_than_what_made_it_one()
     np.testing.assert_array_equal(kept(witness).feeds["x"], worst.feeds["x"])
 
 
-def test_what_was_long_before_is_not_what_shows_it() -> None:
+def test_a_row_from_long_before_a_breach_is_not_its_evidence() -> None:
     told = Told()
     witness = Witness(told, 0, BUDGET)
     put(witness, 0.9)
@@ -170,7 +170,7 @@ def test_what_was_long_before_is_not_what_shows_it() -> None:
     np.testing.assert_array_equal(kept(witness).feeds["x"], later.feeds["x"])
 
 
-def test_something_infinite_is_forgotten_too() -> None:
+def test_a_row_that_is_not_finite_is_forgotten_too() -> None:
     told = Told()
     witness = Witness(told, 0, BUDGET)
     put(witness, math.nan)
@@ -181,7 +181,7 @@ def test_something_infinite_is_forgotten_too() -> None:
     assert relative_l2(kept(witness)) == pytest.approx(0.05)
 
 
-def test_while_it_lasts_only_a_worse_row_takes_its_place() -> None:
+def test_during_a_breach_only_a_worse_row_replaces_the_kept_row() -> None:
     told = Told()
     witness = Witness(told, 0, BUDGET)
     told.say("over")
@@ -192,7 +192,7 @@ def test_while_it_lasts_only_a_worse_row_takes_its_place() -> None:
     assert relative_l2(kept(witness)) == pytest.approx(0.4)
 
 
-def test_the_next_breach_takes_the_place_of_the_last_which_is_kept_until_then() -> None:
+def test_the_evidence_of_a_breach_is_kept_until_the_next_breach() -> None:
     told = Told()
     witness = Witness(told, 0, BUDGET)
     told.say("over")
@@ -205,8 +205,8 @@ def test_the_next_breach_takes_the_place_of_the_last_which_is_kept_until_then() 
     assert relative_l2(kept(witness)) == pytest.approx(0.1)
 
 
-def test_the_row_is_the_worst_in_what_the_verdict_speaks_of() -> None:
-    """A flip of the largest logit, in a row that is near the reference in all else."""
+def test_the_row_is_the_worst_in_the_metric_that_the_verdict_names() -> None:
+    """Another logit is the largest in that row, which is close to the reference in everything else."""
     told = Told((Y, Z))
     witness = Witness(told, 0, BUDGET)
     told.say("over", output="z", metric="top1_agreement")
@@ -218,7 +218,7 @@ def test_the_row_is_the_worst_in_what_the_verdict_speaks_of() -> None:
     assert kept(witness).feeds["x"].tolist() == [[2]]
 
 
-def test_it_is_in_memory_of_its_own() -> None:
+def test_the_evidence_has_its_own_memory() -> None:
     told = Told()
     witness = Witness(told, 0, BUDGET)
     told.say("over")
@@ -229,7 +229,7 @@ def test_it_is_in_memory_of_its_own() -> None:
     assert kept(witness).feeds["x"].base is None
 
 
-def test_a_row_over_the_bound_is_not_kept_and_that_is_told() -> None:
+def test_a_row_over_the_size_limit_is_not_kept_and_the_error_says_so() -> None:
     told = Told()
     witness = Witness(told, 0, BUDGET, most_bytes=71)
     told.say("over")
@@ -247,12 +247,12 @@ def test_rows_that_are_too_large_are_no_breach_by_themselves() -> None:
         kept(witness)
 
 
-def test_a_breach_whose_rows_are_too_large_does_not_leave_the_one_before_as_the_newest() -> None:
+def test_a_breach_with_too_large_rows_replaces_the_evidence_of_the_breach_before() -> None:
     told = Told((Y,), None)
     witness = Witness(told, None, BUDGET, most_bytes=100)
     steps: tuple[tuple[State, tuple[float, ...], float | None], ...] = (
         ("over", (0.9,), 0.9),
-        ("over", (0.95, 0.95), 0.9),  # of the same breach
+        ("over", (0.95, 0.95), 0.9),  # still the same breach
         ("within", (0.001, 0.001), 0.9),
         ("over", (0.5, 0.5), None),
         ("over", (0.3,), 0.3),
@@ -269,7 +269,7 @@ def test_a_breach_whose_rows_are_too_large_does_not_leave_the_one_before_as_the_
             assert relative_l2(kept(witness)) == pytest.approx(shown)
 
 
-def test_a_restart_is_passed_on_and_begins_anew() -> None:
+def test_a_restart_is_passed_on_and_the_next_breach_is_a_new_one() -> None:
     told = Told()
     witness = Witness(told, 0, BUDGET)
     told.say("over")
@@ -281,8 +281,8 @@ def test_a_restart_is_passed_on_and_begins_anew() -> None:
     assert relative_l2(kept(witness)) == pytest.approx(0.2), "what answers is another: this is another breach"
 
 
-def test_whoever_watches_hears_everything_else() -> None:
-    """The metrics behind a witness are those without one."""
+def test_a_witness_does_not_change_what_the_observer_gets() -> None:
+    """The metrics are the same with and without a witness."""
     heard: list[Any] = []
     for watched in (False, True):
         comparison, observer = Comparison([Y], 0, BUDGET, model="m", version=1), Ignoring()
@@ -293,7 +293,7 @@ def test_whoever_watches_hears_everything_else() -> None:
     assert heard[0] == heard[1]
 
 
-def test_a_real_comparison_that_goes_over_leaves_evidence_behind() -> None:
+def test_a_real_comparison_that_goes_over_budget_leaves_evidence() -> None:
     witness = Witness(Comparison([Y], 0, BUDGET, model="m", version=1), 0, BUDGET)
     random = np.random.default_rng(0)
     for _ in range(100):

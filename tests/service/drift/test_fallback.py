@@ -1,4 +1,4 @@
-"""When fp32 answers in the place of bf16, and when no more: the decision alone, with verdicts made by hand."""
+"""When fp32 serves instead of bf16, and when bf16 serves again: the decision alone, on verdicts made by hand."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ FP32 = FallbackPolicy(policy="fp32", min_stay_seconds=100, longest_stay_seconds=
 
 
 def fallen(policy: FallbackPolicy = FP32, now: float = 0.0) -> Fallback:
-    """One that fp32 answers for since ``now``."""
+    """Return a fallback in which fp32 serves since ``now``."""
     fallback = Fallback(policy, now)
     assert fallback.receive(OVER, now)
     fallback.warmed(now)
     return fallback
 
 
-def test_it_falls_for_what_is_over_with_confidence_and_first_warms_fp32() -> None:
+def test_only_a_confident_breach_triggers_the_fallback_and_fp32_is_warmed_first() -> None:
     fallback = Fallback(FP32, 0.0)
     for verdict in (UNKNOWN, WITHIN, replace(UNKNOWN, changed=True)):
         assert not fallback.receive(verdict, 1.0)
@@ -38,7 +38,7 @@ def test_it_falls_for_what_is_over_with_confidence_and_first_warms_fp32() -> Non
     assert (fallback.phase, fallback.reason) == ("fp32", describe(OVER))
 
 
-def test_a_breach_is_described_by_what_is_over_by_how_much_and_what_it_looks_like() -> None:
+def test_the_description_of_a_breach_has_its_bound_its_size_and_its_cause() -> None:
     said = describe(replace(OVER, cause="broken"))
     assert said.startswith(
         "relative_l2 of output 'y' is 1.5 times its budget (95 %: 1.2 to 1.8, 300 effective samples)"
@@ -59,7 +59,7 @@ def test_a_breach_is_described_by_what_is_over_by_how_much_and_what_it_looks_lik
     ],
     ids=["few samples", "near the budget", "changed", "not sure", "over"],
 )
-def test_it_returns_only_for_enough_clean_samples_clearly_below_the_budget(unclean: DriftVerdict) -> None:
+def test_bf16_returns_only_after_enough_clean_samples_clearly_below_the_budget(unclean: DriftVerdict) -> None:
     fallback = fallen()
     assert not fallback.receive(unclean, 1000.0)
     assert fallback.phase == "fp32"
@@ -67,20 +67,20 @@ def test_it_returns_only_for_enough_clean_samples_clearly_below_the_budget(uncle
     assert (fallback.phase, fallback.reason) == ("bf16", "")
 
 
-def test_fp32_stays_for_a_while_whatever_is_measured() -> None:
+def test_fp32_serves_for_the_minimum_stay_whatever_is_measured() -> None:
     fallback = fallen()
     assert not fallback.receive(WITHIN, 99.0)
     assert fallback.receive(WITHIN, 100.0)
 
 
-def test_the_stay_begins_anew_when_bf16_is_over_once_more() -> None:
+def test_the_stay_starts_again_when_bf16_is_over_budget_again() -> None:
     fallback = fallen()
     fallback.receive(OVER, 90.0)
     assert not fallback.receive(WITHIN, 189.0)
     assert fallback.receive(WITHIN, 190.0)
 
 
-def test_it_stays_twice_as_long_each_time_it_falls_again_up_to_the_longest() -> None:
+def test_the_stay_doubles_with_each_fallback_up_to_the_longest_stay() -> None:
     fallback, now, stays = fallen(), 0.0, []
     for _ in range(5):
         stays.append(fallback.stay)
@@ -93,7 +93,7 @@ def test_it_stays_twice_as_long_each_time_it_falls_again_up_to_the_longest() -> 
     assert stays == [100, 200, 400, 800, 800]
 
 
-def test_a_model_that_held_for_the_longest_stay_begins_anew() -> None:
+def test_the_stay_is_short_again_after_bf16_has_served_for_the_longest_stay() -> None:
     fallback = fallen()
     fallback.receive(WITHIN, 100.0)
     fallback.receive(OVER, 899.0)
@@ -105,7 +105,7 @@ def test_a_model_that_held_for_the_longest_stay_begins_anew() -> None:
     assert fallback.stay == 100
 
 
-def test_where_fp32_cannot_answer_bf16_does_and_it_is_tried_again_later() -> None:
+def test_if_fp32_cannot_serve_bf16_does_and_fp32_is_tried_again_later() -> None:
     fallback = Fallback(FP32, 0.0)
     fallback.receive(OVER, 1.0)
     fallback.failed("no room", 2.0)
@@ -116,7 +116,7 @@ def test_where_fp32_cannot_answer_bf16_does_and_it_is_tried_again_later() -> Non
     assert (fallback.phase, fallback.reason) == ("warming", describe(OVER))
 
 
-def test_what_is_heard_while_fp32_is_warmed_changes_nothing() -> None:
+def test_verdicts_during_the_warm_up_change_nothing() -> None:
     fallback = Fallback(FP32, 0.0)
     fallback.receive(OVER, 1.0)
     for verdict in (WITHIN, OVER, UNKNOWN):
@@ -124,7 +124,7 @@ def test_what_is_heard_while_fp32_is_warmed_changes_nothing() -> None:
     assert fallback.phase == "warming"
 
 
-def test_alert_says_it_until_it_is_within_the_budget_and_bf16_goes_on() -> None:
+def test_alert_gives_the_reason_until_drift_is_within_budget_and_bf16_keeps_serving() -> None:
     fallback = Fallback(FallbackPolicy(policy="alert"), 0.0)
     assert fallback.receive(OVER, 1.0)
     assert (fallback.phase, fallback.reason) == ("bf16", describe(OVER))
@@ -135,7 +135,7 @@ def test_alert_says_it_until_it_is_within_the_budget_and_bf16_goes_on() -> None:
     assert fallback.reason == ""
 
 
-def test_off_says_nothing_and_does_nothing() -> None:
+def test_off_reports_nothing_and_does_nothing() -> None:
     fallback = Fallback(FallbackPolicy(policy="off"), 0.0)
     assert not fallback.receive(OVER, 1.0)
     assert (fallback.phase, fallback.reason) == ("bf16", "")

@@ -1,6 +1,6 @@
-"""A model on the border of its budget does not flap, by the statistics that a server has, on a simulated clock.
+"""A model on the border of its budget does not flap. The tests use the server's statistics and a simulated clock.
 
-Flapping is to change the precision more than twice in a day: at one sample a second 100,000 samples are 28 hours.
+Flapping means more than two changes of the precision in a day. At one sample a second, 100,000 samples are 28 hours.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from service.drift.recent import Recent, estimates
 from service.drift.verdict import DriftVerdict, State
 
 SAMPLES = 100_000
-EVERY = 10  # samples between two judgements: recent drift has a half-life of hundreds, so hardly anything is left out
+EVERY = 10  # samples between two verdicts: recent drift has a half-life of hundreds, so hardly anything is missed
 BUDGET = Budget.from_dict({"relative_l2": 0.015})
 SPREAD = 0.5  # of log drift between requests
 HASTY = FallbackPolicy(
     policy="fp32", min_stay_seconds=0, longest_stay_seconds=0, clean_samples=1, margin=0.0
-)  # without anything that keeps it from flapping
+)  # without any of the settings that prevent flapping
 
 
 def verdict_of(recent: Recent, second: float) -> DriftVerdict:
-    """As :class:`service.drift.comparison.Comparison` makes it, of one bound."""
+    """Return the verdict of :class:`service.drift.comparison.Comparison` on one bound."""
     window = recent.window()
     (found,) = estimates(window, BUDGET)
     state: State = "over" if found.low > 1 else "within" if found.high <= 1 else "unknown"
@@ -37,7 +37,7 @@ def verdict_of(recent: Recent, second: float) -> DriftVerdict:
 
 
 def transitions(ratio: Callable[[float], float], policy: FallbackPolicy, seed: int) -> list[float]:
-    """When the precision changed, in seconds, while drift ÷ budget was ``ratio`` of the time."""
+    """Return the times in seconds at which the precision changed; drift ÷ budget is ``ratio``, a function of time."""
     noise = np.random.default_rng(seed).standard_normal(SAMPLES) * SPREAD - SPREAD**2 / 2
     fallback, recent, changes = Fallback(policy, 0.0), Recent(), list[float]()
     for second in range(SAMPLES):
@@ -48,12 +48,12 @@ def transitions(ratio: Callable[[float], float], policy: FallbackPolicy, seed: i
         if fallback.phase == "warming":
             fallback.warmed(second)
         changes.append(second)
-        recent = Recent()  # what the owner has the shadow do
+        recent = Recent()  # the owner makes the shadow do the same
     return changes
 
 
 def waves(second: float) -> float:
-    """Between 0.97 and 1.03, over and over within an hour."""
+    """Return a ratio that varies between 0.97 and 1.03 with a period of one hour."""
     return 1 + 0.03 * math.sin(second / 3600 * math.tau)
 
 
@@ -65,6 +65,6 @@ def test_a_model_on_the_border_does_not_flap(ratio: float | Callable[[float], fl
 
 
 @pytest.mark.long
-def test_without_hysteresis_it_would() -> None:
-    """The same samples, so that the test above has something to find."""
+def test_without_hysteresis_the_model_flaps() -> None:
+    """The samples are the same, which shows that the test above can fail."""
     assert len(transitions(waves, HASTY, seed=1)) > 20

@@ -14,7 +14,7 @@ def middle() -> float:
     return 0.5
 
 
-def test_the_gate_is_due_once_in_each_period_at_a_moment_of_its_own() -> None:
+def test_the_gate_is_due_once_in_each_period_at_a_random_moment() -> None:
     drawn = iter([0.0, 1.0, 0.5])
     table = Timetable(HOUR, Turn(), 0.0, lambda: next(drawn))
     assert not table.due(0.25 * HOUR - 1)
@@ -28,8 +28,8 @@ def test_the_gate_is_due_once_in_each_period_at_a_moment_of_its_own() -> None:
     assert not table.due(2.5 * HOUR - 1)
 
 
-def test_workers_have_parts_of_the_time_that_do_not_meet() -> None:
-    """Whatever is drawn: the last moment of one is before the first of the next."""
+def test_the_workers_parts_of_the_period_do_not_overlap() -> None:
+    """Whatever is drawn, the last moment of one worker is before the first moment of the next."""
     moments = []
     for number in range(3):
         for share in (0.0, 1.0):
@@ -39,14 +39,14 @@ def test_workers_have_parts_of_the_time_that_do_not_meet() -> None:
     assert min(later - earlier for earlier, later in zip(moments[1::2], moments[2::2], strict=False)) > 500
 
 
-def test_what_was_slept_through_is_not_made_up_for() -> None:
+def test_periods_that_were_missed_are_not_made_up_for() -> None:
     table = Timetable(10.0, Turn(), 0.0, middle)
     table.end(1000.0, "passed")
     assert not table.due(1000.0)
     assert table.due(1005.0)
 
 
-def test_without_a_schedule_a_failed_run_still_asks_for_it() -> None:
+def test_without_a_schedule_a_failed_run_still_triggers_the_gate() -> None:
     table = Timetable(0.0, Turn(), 0.0, middle)
     assert not table.due(1e9)
     table.suspect()
@@ -57,7 +57,7 @@ def test_without_a_schedule_a_failed_run_still_asks_for_it() -> None:
     assert not table.due(1e9)
 
 
-def test_what_fails_again_and_again_has_the_samples_run_now_and_then() -> None:
+def test_runs_that_keep_failing_trigger_the_gate_only_now_and_then() -> None:
     table, runs = Timetable(0.0, Turn(), 0.0, middle), 0
     for now in range(100):
         table.suspect()
@@ -68,7 +68,7 @@ def test_what_fails_again_and_again_has_the_samples_run_now_and_then() -> None:
     assert runs == 9
 
 
-def test_a_failure_while_the_gate_runs_is_looked_at_afterwards() -> None:
+def test_a_failure_while_the_gate_runs_triggers_it_again_afterwards() -> None:
     table = Timetable(0.0, Turn(), 0.0, middle)
     table.suspect()
     table.begin()
@@ -88,7 +88,7 @@ def test_a_gate_that_was_not_passed_is_run_again_soon(seconds: float, outcome: s
     assert not table.due(0.5 * HOUR - 1)
 
 
-def test_the_verdict_names_the_bound_that_is_most_over() -> None:
+def test_the_verdict_names_the_bound_that_is_exceeded_most() -> None:
     budget = Budget({"relative_l2": 0.01, "max_abs": 1.0})
     breaches = [Breach("y", "max_abs", 3.0, 1.0), Breach("z", "relative_l2", 0.05, 0.01)]
     found = over("m", 2, breaches, budget, 4, 12.5)

@@ -1,4 +1,4 @@
-"""A thread that is there once there is something to do."""
+"""A thread that starts only when there is work."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from service.drift.late import LateThread
 
 
 class Rig:
-    """Keeps what it was given together, and may be held up."""
+    """Records the groups of items that it gets; a test can hold it."""
 
     def __init__(self) -> None:
         self.done: list[list[int]] = []
@@ -35,7 +35,7 @@ def threads(name: str) -> int:
     return sum(thread.name == name for thread in threading.enumerate())
 
 
-def test_nothing_runs_before_there_is_something_to_do(rig: Rig) -> None:
+def test_the_thread_starts_with_the_first_item(rig: Rig) -> None:
     begun: list[str] = []
     late = LateThread("late", rig.work, begin=lambda: begun.append(threading.current_thread().name))
     assert threads("late") == 0
@@ -47,7 +47,7 @@ def test_nothing_runs_before_there_is_something_to_do(rig: Rig) -> None:
     assert threads("late") == 0
 
 
-def test_what_waits_goes_together_as_far_as_it_may(rig: Rig) -> None:
+def test_waiting_items_are_processed_together_up_to_the_limit(rig: Rig) -> None:
     rig.go.clear()
     late = LateThread("late", rig.work, at_once=2)
     for item in range(6):
@@ -60,7 +60,7 @@ def test_what_waits_goes_together_as_far_as_it_may(rig: Rig) -> None:
     assert late.join()
 
 
-def test_what_comes_soon_after_the_first_goes_along_with_it(rig: Rig) -> None:
+def test_items_that_come_soon_after_the_first_are_processed_with_it(rig: Rig) -> None:
     late = LateThread("late", rig.work, gather_s=0.5)
     for item in range(5):
         late.put(item)
@@ -69,7 +69,7 @@ def test_what_comes_soon_after_the_first_goes_along_with_it(rig: Rig) -> None:
     assert late.join()
 
 
-def test_only_so_many_may_wait(rig: Rig) -> None:
+def test_the_number_of_waiting_items_is_limited(rig: Rig) -> None:
     rig.go.clear()
     late = LateThread("late", rig.work, most=2, at_once=1)
     assert late.put(0)
@@ -79,7 +79,7 @@ def test_only_so_many_may_wait(rig: Rig) -> None:
     assert late.end() == [1, 2]
 
 
-def test_what_waits_at_the_end_is_returned_and_what_is_at_work_is_done(rig: Rig) -> None:
+def test_end_returns_the_waiting_items_and_the_running_ones_are_finished(rig: Rig) -> None:
     late = LateThread("late", rig.work, gather_s=60.0)
     late.put(1)
     assert (late.end(), late.put(2), late.ended) == ([1], False, True)
@@ -95,7 +95,9 @@ def test_what_waits_at_the_end_is_returned_and_what_is_at_work_is_done(rig: Rig)
     assert rig.done == [[3]]
 
 
-def test_without_a_thread_nothing_waits_and_the_next_tries_again(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_if_no_thread_can_be_started_nothing_waits_and_the_next_item_tries_again(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -111,7 +113,7 @@ def test_without_a_thread_nothing_waits_and_the_next_tries_again(rig: Rig, monke
     assert late.join()
 
 
-def test_its_own_work_may_end_it(rig: Rig) -> None:
+def test_the_threads_own_work_may_end_it(rig: Rig) -> None:
     ended: list[bool] = []
     late = LateThread[int]("late", lambda items: ended.append(late.end() == [] and late.join()))
     late.put(1)

@@ -1,4 +1,4 @@
-"""The one place that decides: verdicts come in, orders go out, once for each change, about what answers now alone."""
+"""The fallback's owner turns verdicts into orders: one for each change, and only for the generation that serves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FP32 = FallbackPolicy(policy="fp32", min_stay_seconds=10, retry_seconds=5)
 
 
 class Rig:
-    """Processes that do what they are told when the test says so, and a clock of its own."""
+    """Serving processes whose orders end when the test says so, and a clock that the test sets."""
 
     def __init__(self, policy: FallbackPolicy = FP32) -> None:
         self.now = 0.0
@@ -50,7 +50,7 @@ class Rig:
         self.transitions.append(to)
 
     def receive(self, *verdicts: DriftVerdict) -> list[Precision]:
-        """The precisions ordered for them."""
+        """Return the precisions ordered because of ``verdicts``."""
         before = len(self.orders)
         for verdict in verdicts:
             self.owner.receive(verdict)
@@ -62,7 +62,7 @@ def rig() -> Rig:
     return Rig()
 
 
-def test_a_breach_has_fp32_answer_and_a_clean_time_bf16(rig: Rig) -> None:
+def test_fp32_serves_after_a_breach_and_bf16_after_a_clean_time(rig: Rig) -> None:
     assert rig.receive(WITHIN, OVER, OVER) == ["fp32"]
     assert (rig.transitions, rig.restarts) == ([], [])
     rig.told[0].set_result(None)
@@ -77,7 +77,7 @@ def test_a_breach_has_fp32_answer_and_a_clean_time_bf16(rig: Rig) -> None:
 
 
 def test_an_order_may_be_carried_out_at_once(rig: Rig) -> None:
-    """On the very thread that gives it."""
+    """It is carried out on the thread that gives it."""
     done: Future[None] = Future()
     done.set_result(None)
     rig.order = lambda order: done  # type: ignore[method-assign]
@@ -88,7 +88,7 @@ def test_an_order_may_be_carried_out_at_once(rig: Rig) -> None:
 @pytest.mark.parametrize(
     ("error", "public"), [(ArtifactError("no residual"), "no residual"), (RuntimeFailure("0xbad"), "the server's log")]
 )
-def test_where_fp32_cannot_be_loaded_bf16_stays_and_it_is_tried_again(
+def test_if_fp32_cannot_be_loaded_bf16_stays_and_fp32_is_tried_again(
     rig: Rig, error: Exception, public: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.ERROR):
@@ -104,7 +104,7 @@ def test_where_fp32_cannot_be_loaded_bf16_stays_and_it_is_tried_again(
     assert rig.receive(OVER) == ["fp32"]
 
 
-def test_what_takes_its_place_begins_anew(rig: Rig) -> None:
+def test_a_replacement_starts_with_a_new_state(rig: Rig) -> None:
     rig.receive(OVER)
     rig.told[0].set_result(None)
     rig.serves = Answers("another", 200.0, FP32)
@@ -114,7 +114,7 @@ def test_what_takes_its_place_begins_anew(rig: Rig) -> None:
     assert rig.receive(replace(over, at=300.0)) == ["fp32"]
 
 
-def test_samples_of_what_was_replaced_that_are_measured_later_say_nothing_of_what_answers_now(rig: Rig) -> None:
+def test_late_verdicts_on_a_replaced_generation_are_ignored(rig: Rig) -> None:
     rig.receive(OVER)
     rig.told[0].set_result(None)
     rig.serves = Answers("another", 200.0, FP32)
@@ -123,15 +123,15 @@ def test_samples_of_what_was_replaced_that_are_measured_later_say_nothing_of_wha
     assert rig.receive(late.of("another")) == ["fp32"]
 
 
-def test_a_generation_loaded_by_the_same_plan_begins_anew_too(rig: Rig) -> None:
+def test_a_generation_loaded_by_the_same_plan_starts_with_a_new_state_too(rig: Rig) -> None:
     rig.receive(OVER)
     rig.told[0].set_result(None)
     rig.serves = Answers("plan", 60.0, FP32)
     assert rig.receive(OVER) == ["bf16", "fp32"]
 
 
-def test_fp32_that_was_ordered_of_the_same_plan_before_does_not_answer_for_ever(rig: Rig) -> None:
-    """It is carried out by what is loaded by that plan again: here after another one has answered in its place."""
+def test_an_old_order_of_fp32_for_the_same_plan_is_replaced_by_bf16(rig: Rig) -> None:
+    """A generation loaded by that plan again carries the old order out, here after another plan has served."""
     rig.receive(OVER)
     rig.told[0].set_result(None)
     rig.serves = Answers("another", 200.0, FP32)
@@ -141,8 +141,8 @@ def test_fp32_that_was_ordered_of_the_same_plan_before_does_not_answer_for_ever(
     assert rig.orders[-1] == ("bf16", "")
 
 
-def test_what_takes_its_place_is_told_without_a_verdict(rig: Rig) -> None:
-    """It may never be sampled."""
+def test_a_replacement_is_ordered_to_serve_bf16_without_a_verdict(rig: Rig) -> None:
+    """The replacement may never be sampled."""
     rig.receive(OVER)
     rig.told[0].set_result(None)
     rig.serves = Answers("plan", 60.0, FP32)
@@ -152,14 +152,14 @@ def test_what_takes_its_place_is_told_without_a_verdict(rig: Rig) -> None:
     assert len(rig.orders) == 2, "once"
 
 
-def test_what_goes_on_answering_is_not_told_again_while_fp32_is_loaded_or_answers(rig: Rig) -> None:
+def test_the_same_generation_gets_no_second_order_while_fp32_is_loaded_or_serves(rig: Rig) -> None:
     assert rig.receive(OVER) == ["fp32"]
     assert rig.receive(OVER, WITHIN) == []
     rig.told[0].set_result(None)
     assert rig.receive(WITHIN, OVER) == []
 
 
-def test_a_reference_that_was_loaded_for_what_is_gone_says_nothing_of_what_is_there(rig: Rig) -> None:
+def test_a_reference_loaded_for_a_replaced_generation_is_not_a_transition(rig: Rig) -> None:
     rig.receive(OVER)
     rig.serves = Answers("another", 90.0, FP32)
     rig.receive(WITHIN)
@@ -167,12 +167,12 @@ def test_a_reference_that_was_loaded_for_what_is_gone_says_nothing_of_what_is_th
     assert rig.transitions == []
 
 
-def test_what_nothing_answers_for_is_not_decided(rig: Rig) -> None:
+def test_verdicts_on_a_model_that_is_not_served_are_ignored(rig: Rig) -> None:
     rig.serves = None
     assert rig.receive(OVER, replace(OVER, model="other")) == []
 
 
-def test_an_alert_is_logged_once_and_told_to_whoever_describes_the_model(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_alert_is_logged_once_and_its_reason_is_sent_to_the_processes(caplog: pytest.LogCaptureFixture) -> None:
     rig = Rig(FallbackPolicy(policy="alert"))
     with caplog.at_level(logging.INFO):
         assert rig.receive(OVER, OVER, WITHIN) == ["bf16", "bf16"]
@@ -188,8 +188,8 @@ def test_off_is_silent(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.text == ""
 
 
-def test_processes_are_asked_again_while_fp32_is_to_answer(rig: Rig) -> None:
-    """One that was started again may have failed to load it, when nobody waited for its answer."""
+def test_the_order_of_fp32_is_repeated_while_fp32_should_serve(rig: Rig) -> None:
+    """A restarted process may have failed to load the reference when no caller waited for its response."""
     rig.receive(OVER)
     rig.told[0].set_result(None)
     rig.now = 4.0

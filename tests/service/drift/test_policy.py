@@ -1,4 +1,4 @@
-"""serving.yaml's part on live drift."""
+"""The part of serving.yaml about live drift."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_model_of_another_server_is_named_by_its_address(text: str, remote: Re
         True,
     ],
 )
-def test_what_is_no_address_is_refused(text: object) -> None:
+def test_an_invalid_address_is_rejected(text: object) -> None:
     with pytest.raises(ValidationError):
         ShadowPolicy.model_validate({"reference": text})
 
@@ -58,11 +58,13 @@ def test_what_is_no_address_is_refused(text: object) -> None:
     ("given", "on"),
     [({}, True), ({"reference": "off"}, False), ({"reference": False}, False), ({"rate": 0}, False)],
 )
-def test_nothing_is_measured_where_it_is_off_which_yaml_reads_as_false(given: dict[str, object], on: bool) -> None:
+def test_nothing_is_measured_if_the_reference_is_off_or_false_or_the_rate_is_0(
+    given: dict[str, object], on: bool
+) -> None:
     assert ShadowPolicy.model_validate(given).on == on
 
 
-def test_a_policy_survives_being_told_to_another_process() -> None:
+def test_a_policy_survives_being_sent_to_another_process() -> None:
     policy = ShadowPolicy(reference="grpc://h:1/m", reference_memory_bytes=5)
     assert ShadowPolicy.model_validate(policy.model_dump(mode="json")) == policy
 
@@ -75,7 +77,7 @@ def test_a_policy_survives_being_told_to_another_process() -> None:
         "a" * 64, ".".join(["a" * 63] * 4),
     ],
 )  # fmt: skip
-def test_a_host_that_is_none_is_refused_in_one_line_that_says_what_one_is(host: str) -> None:
+def test_an_invalid_host_is_rejected_with_one_error_that_says_what_is_valid(host: str) -> None:
     with pytest.raises(ValidationError) as refused:
         ShadowPolicy.model_validate({"reference": f"grpc://{host}:1/m"})
     (error,) = refused.value.errors()

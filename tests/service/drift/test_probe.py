@@ -1,4 +1,4 @@
-"""Samples that fp32 has answered are run on bf16 before they are measured."""
+"""Samples that fp32 has served are run on bf16 before they are measured."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BY_FP32 = replace(ANSWERED, precision="fp32")
 
 
 class Rig:
-    """bf16 is a function that may be held up or fail."""
+    """A probe whose bf16 run is a function that a test can hold or make fail."""
 
     def __init__(self) -> None:
         self.handed: list[Sample] = []
@@ -64,12 +64,12 @@ def rig() -> Iterator[Rig]:
     assert rig.probe.close()
 
 
-def test_what_bf16_answered_is_handed_on_as_it_is(rig: Rig) -> None:
+def test_a_sample_served_by_bf16_is_passed_on_unchanged(rig: Rig) -> None:
     rig.offer(ANSWERED)
     assert rig.handed == [ANSWERED]
 
 
-def test_what_fp32_answered_is_measured_by_what_bf16_makes_of_it(rig: Rig) -> None:
+def test_a_sample_served_by_fp32_is_passed_on_with_the_outputs_of_bf16(rig: Rig) -> None:
     rig.offer(BY_FP32)
     until(lambda: rig.handed != [], 30, "handed on")
     (sample,) = rig.handed
@@ -78,7 +78,7 @@ def test_what_fp32_answered_is_measured_by_what_bf16_makes_of_it(rig: Rig) -> No
     assert rig.counted == []
 
 
-def test_more_than_may_wait_is_dropped_and_counted(rig: Rig) -> None:
+def test_samples_beyond_the_limit_are_dropped_and_counted(rig: Rig) -> None:
     rig.go.clear()
     for _ in range(QUEUE_SIZE + 4):
         rig.offer(BY_FP32)
@@ -89,7 +89,7 @@ def test_more_than_may_wait_is_dropped_and_counted(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("error", [RuntimeFailure("no"), ZeroDivisionError()])
-def test_one_that_fails_is_counted_and_the_next_is_measured(rig: Rig, error: Exception) -> None:
+def test_a_sample_that_fails_is_counted_and_the_next_is_measured(rig: Rig, error: Exception) -> None:
     rig.fails = error
     rig.offer(BY_FP32)
     until(lambda: rig.counted == [("failed", 2)], 30, "counted")
@@ -98,13 +98,13 @@ def test_one_that_fails_is_counted_and_the_next_is_measured(rig: Rig, error: Exc
     until(lambda: len(rig.handed) == 1, 30, "measured")
 
 
-def test_what_is_closed_begins_nothing(rig: Rig) -> None:
+def test_a_closed_probe_drops_samples(rig: Rig) -> None:
     assert rig.probe.close()
     rig.offer(BY_FP32)
     assert rig.counted == [("dropped", 2)]
 
 
-def test_what_waits_when_it_is_closed_is_dropped_and_counted(rig: Rig) -> None:
+def test_samples_that_wait_when_the_probe_is_stopped_are_dropped_and_counted(rig: Rig) -> None:
     rig.go.clear()
     rig.offer(BY_FP32)
     until(lambda: rig.at_work, 30, "at work")
@@ -119,10 +119,10 @@ def test_what_waits_when_it_is_closed_is_dropped_and_counted(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("another", [False, True])
-def test_where_the_system_has_no_thread_left_the_sample_alone_is_dropped(
+def test_if_no_thread_can_be_started_only_the_sample_is_dropped(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, another: bool
 ) -> None:
-    """Whoever asked has an answer by then. What is closed then has nothing to wait for."""
+    """The client has its response by then. A probe that is closed then has nothing to wait for."""
 
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -137,6 +137,6 @@ def test_where_the_system_has_no_thread_left_the_sample_alone_is_dropped(
     assert rig.probe.close()
 
 
-def test_that_no_more_will_come_is_passed_on(rig: Rig) -> None:
+def test_forget_is_passed_on(rig: Rig) -> None:
     rig.probe.forget()
     assert rig.forgotten

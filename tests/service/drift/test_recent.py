@@ -50,14 +50,14 @@ def test_floors_have_their_interval_the_right_way_round() -> None:
     assert found["sqnr_db.p99"].ratio > found["sqnr_db"].ratio
 
 
-def test_a_high_quantile_is_bounded_once_enough_samples_speak_for_it() -> None:
+def test_a_high_quantile_has_an_upper_limit_once_there_are_enough_samples() -> None:
     rng = np.random.default_rng(1)
     rows = [row(float(value)) for value in 1e-3 * np.exp(0.1 * rng.standard_normal(800))]
     assert judged(rows[:300], relative_l2__p99=1e-2)["relative_l2.p99"].high == math.inf
     assert judged(rows, relative_l2__p99=1e-2)["relative_l2.p99"].high < 1
 
 
-def test_the_worst_and_what_is_not_finite_are_counted_and_have_no_width() -> None:
+def test_the_intervals_of_the_worst_value_and_of_nonfinite_elements_have_no_width() -> None:
     found = judged(
         [row(max_abs=0.1), row(max_abs=3.0, bad=2), row()], max_abs=1.0, nonfinite=1.0, relative_l2__worst=1e-2
     )
@@ -66,19 +66,19 @@ def test_the_worst_and_what_is_not_finite_are_counted_and_have_no_width() -> Non
     assert found["relative_l2.worst"].ratio == found["relative_l2.worst"].high == pytest.approx(0.1)
 
 
-def test_a_row_that_is_infinitely_far_makes_the_mean_so_as_it_does_in_the_converter() -> None:
+def test_a_row_with_infinite_drift_makes_the_mean_infinite_as_in_the_converter() -> None:
     found = judged([*[row()] * 20, row(math.inf, sqnr_db=-math.inf)], relative_l2=1e-2, sqnr_db=40)
     assert found["relative_l2"] == Estimate("relative_l2", math.inf, math.inf, math.inf)
     assert found["sqnr_db"] == Estimate("sqnr_db", math.inf, math.inf, math.inf)
 
 
-def test_exact_rows_hide_no_decibels() -> None:
+def test_exact_rows_do_not_count_in_the_mean_of_the_decibels() -> None:
     found = judged([*[row(sqnr_db=40.0)] * 10, *[row(0.0, sqnr_db=math.inf)] * 10], sqnr_db=40)
     assert found["sqnr_db"].ratio == pytest.approx(1)
     assert judged([row(0.0, sqnr_db=math.inf)] * 10, sqnr_db=40)["sqnr_db"].ratio == 0
 
 
-def test_a_bound_of_zero_is_kept_by_zero_alone() -> None:
+def test_only_a_drift_of_zero_is_within_a_bound_of_zero() -> None:
     assert judged([row(0.0)] * 20, relative_l2=0.0)["relative_l2"] == Estimate("relative_l2", 0.0, 0.0, 0.0)
     assert judged([row(1e-9)] * 20, relative_l2=0.0)["relative_l2"].low == math.inf
 
@@ -93,7 +93,7 @@ def test_agreement_counts_the_converters_ties_by_weight_and_effective_samples() 
 
 
 @pytest.mark.parametrize("rows", [1, PER_REQUEST, PER_REQUEST + 1, 128])
-def test_requests_are_as_many_samples_whatever_their_size(rows: int) -> None:
+def test_each_request_counts_as_one_sample_whatever_its_size(rows: int) -> None:
     recent = Recent()
     for _ in range(REQUESTS + 10):
         recent.add([row()] * rows, 1.0, [False] * rows)
@@ -103,8 +103,8 @@ def test_requests_are_as_many_samples_whatever_their_size(rows: int) -> None:
     assert window.weights[-min(rows, PER_REQUEST) :].sum() == pytest.approx(rows)
 
 
-def test_of_a_large_request_the_mean_is_that_of_all_rows_and_the_worst_are_there() -> None:
-    """However they are sorted, and however far the worst are from the others."""
+def test_a_large_request_has_the_mean_of_all_its_rows_and_keeps_the_worst_rows() -> None:
+    """This holds even if the rows are sorted, and however far the worst are from the others."""
     rng = np.random.default_rng(0)
     recent, all_rows = Recent(), list[SampleDrift]()
     for _ in range(400):
@@ -121,7 +121,7 @@ def test_of_a_large_request_the_mean_is_that_of_all_rows_and_the_worst_are_there
     assert (found["relative_l2.worst"], found["max_abs"]) == (max(drifts), 0.7)
 
 
-def test_whatever_is_not_finite_of_a_large_request_is_counted_at_once() -> None:
+def test_all_nonfinite_elements_of_a_large_request_are_counted_at_once() -> None:
     recent = Recent()
     rows = [row(math.inf, bad=3) if index in (41, 77) or index > 90 else row() for index in range(100)]
     recent.add(rows, 1.0, [False] * 100)
@@ -139,7 +139,7 @@ def test_few_inexact_rows_among_exact_ones_have_an_estimate_and_no_interval(inex
     assert found.ratio < 1
 
 
-def test_what_is_old_or_from_before_a_change_is_past() -> None:
+def test_old_rows_and_rows_from_before_a_change_leave_the_window() -> None:
     recent = Recent()
     for index in range(REQUESTS + 10):
         recent.add([row(float(index))], 1.0, [index % 2 == 0])
@@ -152,12 +152,12 @@ def test_what_is_old_or_from_before_a_change_is_past() -> None:
     assert len(recent.window().weights) == 6
 
 
-def test_nothing_is_estimated_of_nothing() -> None:
+def test_an_empty_window_has_size_zero() -> None:
     assert Recent().window().size == 0
 
 
-def test_the_window_is_of_the_newest_requests_in_their_order_however_often_the_rings_went_round() -> None:
-    """Against the same rows kept one by one."""
+def test_the_window_holds_the_newest_requests_in_order_after_its_rings_wrap_around() -> None:
+    """Compare the window with a plain list of the same rows."""
     random = np.random.default_rng(5)
     recent, kept, since = Recent(), list[tuple[int, float, float, bool]](), 0
     for request in range(1, 3 * REQUESTS):

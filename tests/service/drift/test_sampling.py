@@ -1,4 +1,4 @@
-"""Which requests are measured, and copies of them."""
+"""Which requests are measured, and how their rows are copied."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from service.request import Reply, Request
 
 
 class Hand:
-    """Keeps the samples that it is given, and tells ``outcome`` of each where there is one."""
+    """Keeps the samples that it gets, and reports ``outcome`` for each if it is not None."""
 
     def __init__(self, outcome: Outcome | None = None) -> None:
         self.samples: list[Sample] = []
@@ -36,7 +36,7 @@ class Hand:
 
 
 class Heard:
-    """What an observer was told."""
+    """An observer that counts samples by outcome."""
 
     def __init__(self) -> None:
         self.samples: Counter[str] = Counter()
@@ -45,10 +45,10 @@ class Heard:
         self.samples[outcome] += samples
 
 
-def test_weighted_rows_are_unbiased_by_what_is_chosen_dropped_and_left_out() -> None:
-    """Requests of 1 to 20 rows, of which 4 at most are taken: the weighted mean over all rows that were answered, and
-    their number, come out within a hundredth or four standard errors. Without rows' weights they would not: drift grows
-    by the row."""
+def test_weighted_rows_are_not_biased_by_the_choice_of_requests_and_rows() -> None:
+    """Requests have 1 to 20 rows, of which at most 4 are taken. The weighted mean is within a hundredth, or four
+    standard errors, of the mean of all rows served; the sum of the weights is within 5 % of their number. The
+    unweighted mean is far off, because drift grows with each row."""
     clock, heard, chance = Clock(), Heard(), random.Random(1)
     policy = ShadowPolicy(rate=0.2, max_per_second=20, max_rows=4)
     chooser = Chooser(policy, heard, 0, chance.random, INPUTS, clock)
@@ -72,7 +72,7 @@ def test_weighted_rows_are_unbiased_by_what_is_chosen_dropped_and_left_out() -> 
 
 
 def test_a_rare_shape_is_measured_within_three_minutes_at_the_defaults() -> None:
-    """It comes ten times a minute among 300 requests a second, and is one in 1,800 of them."""
+    """It arrives ten times a minute among 300 requests a second: it is one request in 1,800."""
     for seed in range(5):
         clock, chance = Clock(), random.Random(seed)
         chooser = Chooser(ShadowPolicy(), Heard(), 0, chance.random, INPUTS, clock)
@@ -91,7 +91,7 @@ def test_each_row_is_as_likely_as_any_other() -> None:
     assert max(abs(count - 1800) for count in seen.values()) < 5 * math.sqrt(1800 * 0.7)
 
 
-def test_rows_are_different_ones_in_order() -> None:
+def test_the_chosen_rows_are_distinct_and_sorted() -> None:
     chance = random.Random(4)
     for _ in range(200):
         rows = some_of(9, 5, chance.random)
@@ -101,7 +101,7 @@ def test_rows_are_different_ones_in_order() -> None:
     assert some_of(9, 2, lambda: 0.0) == [0, 1]
 
 
-def test_a_sample_says_with_what_probability_its_rows_came_to_be_there() -> None:
+def test_a_sample_has_the_probability_with_which_its_rows_were_chosen() -> None:
     chooser = Chooser(ShadowPolicy(rate=0.5, max_rows=2), Heard(), 0, lambda: 0.0, INPUTS)
     request, reply = Request({"x": np.ones((8, 3), np.float32)}, rows=8), Reply({"y": np.ones((8, 1))}, "fp32")
     sample = chooser.choose(request, reply, lambda nbytes: True)
@@ -111,7 +111,7 @@ def test_a_sample_says_with_what_probability_its_rows_came_to_be_there() -> None
     assert sample.nbytes == 2 * 3 * 4 + 2 * 8
 
 
-def test_copies_of_some_rows_are_contiguous_and_share_nothing() -> None:
+def test_copies_of_some_rows_are_contiguous_and_share_no_memory() -> None:
     array = np.arange(12).reshape(3, 4).astype(ml_dtypes.bfloat16)
     found = copies({"x": array}, [0, 3], 1)["x"]
     np.testing.assert_array_equal(found, array[:, [0, 3]])
@@ -129,7 +129,7 @@ def test_the_size_is_that_of_the_copies_and_texts_count_by_their_characters() ->
 
 
 @pytest.mark.parametrize(("nbytes", "slower"), [(1000, False), (10, True)])
-def test_what_finds_no_room_slows_the_choosing_and_what_never_fits_does_not(nbytes: int, slower: bool) -> None:
+def test_a_sample_without_room_lowers_the_rate_but_one_that_never_fits_does_not(nbytes: int, slower: bool) -> None:
     heard, crowded = Heard(), list[str]()
     chooser = Chooser(ShadowPolicy(rate=1, max_bytes=100), heard, None, lambda: 0.0)
     chooser._strata.crowd = lambda: crowded.append("crowd")  # type: ignore[method-assign]
@@ -139,8 +139,8 @@ def test_what_finds_no_room_slows_the_choosing_and_what_never_fits_does_not(nbyt
     assert bool(crowded) == slower
 
 
-def test_what_another_process_does_not_take_slows_the_choosing_too() -> None:
-    """It says so later, to the observer that it was given."""
+def test_a_sample_that_another_process_drops_lowers_the_rate_too() -> None:
+    """The other process reports the drop later, to the observer that it got with the sample."""
     heard, crowded = Heard(), list[str]()
 
     handing = Handing(Hand("dropped"), ShadowPolicy(rate=1), heard, batch_axis=None, draw=lambda: 0.0)
@@ -150,15 +150,15 @@ def test_what_another_process_does_not_take_slows_the_choosing_too() -> None:
     assert crowded == ["crowd"]
 
 
-def test_a_sample_says_which_profile_answers_for_its_drift_was_measured_by_profile() -> None:
+def test_a_sample_names_its_profile_because_the_expected_drift_depends_on_it() -> None:
     hand = Hand()
     handing = Handing(hand, ShadowPolicy(rate=1), Heard(), batch_axis=None, profile="cpu-bf16", draw=lambda: 0.0)
     handing.offer(Request({"x": np.zeros(2)}), Reply({}, "bf16"))
     assert [sample.profile for sample in hand.samples] == ["cpu-bf16"]
 
 
-def test_what_waits_is_bounded_in_number_and_bytes_until_it_is_known_what_became_of_it() -> None:
-    """Before anything of it is copied."""
+def test_samples_without_an_outcome_are_limited_in_number_and_bytes() -> None:
+    """The limits are checked before anything of a sample is copied."""
     heard, given = Heard(), list[tuple[Sample, OutcomeObserver]]()
 
     class Keeping:
@@ -192,8 +192,8 @@ def test_the_bucket_refills_at_its_rate_and_holds_a_burst() -> None:
     assert sum(bucket.take() for _ in range(20)) == BURST
 
 
-def test_a_sample_holds_its_rows_and_not_the_message_and_the_batch_that_they_came_in() -> None:
-    """A view would keep both alive, and show what became of the memory meanwhile."""
+def test_a_sample_holds_copies_of_its_rows_and_not_the_message_or_the_batch() -> None:
+    """A view would keep both alive, and its values would change with their memory."""
     hand = Hand()
     message = np.ones((1000, 2), np.float32)
     batch = message * np.float32(1.01)
@@ -208,7 +208,7 @@ def test_a_sample_holds_its_rows_and_not_the_message_and_the_batch_that_they_cam
     assert np.allclose(sample.outputs["y"], 1.01)
 
 
-def test_nothing_is_taken_after_the_end_and_the_reference_is_given_back_once_requests_have_ended() -> None:
+def test_nothing_is_sampled_after_stop_and_close_gives_the_reference_back() -> None:
     hand = Hand()
     handing = Handing(hand, ShadowPolicy(rate=1), Heard(), batch_axis=0, draw=lambda: 0.0)
     handing.stop()

@@ -24,7 +24,7 @@ SPECS = (TensorSpec("y", "float32", ("batch", 2), "embedding"),)
 
 
 class Reference:
-    """y = x, exactly; held when asked, and telling how nice its thread is."""
+    """A reference with y = x, exactly. A test can hold its runs; ``nice`` is the niceness of the thread that ran it."""
 
     inputs = (TensorSpec("x", "float32", ("batch", 2)),)
     outputs = SPECS
@@ -52,7 +52,7 @@ class Reference:
 
 
 class Heard:
-    """What the shadow told its observer."""
+    """An observer that records what the shadow reports."""
 
     def __init__(self) -> None:
         self.samples: Counter[str] = Counter()
@@ -62,7 +62,7 @@ class Heard:
         self.at = 0.0
 
     def put(self, shadow: Shadow, rows: int = 1, error: float = 0.0) -> None:
-        """Have a sample measured, and count what became of its rows."""
+        """Have a sample measured, and count its rows by outcome."""
         self.offer(shadow, sample(rows, error))
 
     def offer(self, shadow: Shadow, each: Sample) -> None:
@@ -128,12 +128,12 @@ def make(reference: Reference, heard: Heard) -> Iterator[Make]:
 
 
 def sample(rows: int = 1, error: float = 0.0) -> Sample:
-    """Each row is 8 bytes of input and as many of output."""
+    """Return a sample; each row has 8 bytes of input and 8 of output."""
     x = np.ones((rows, 2), np.float32)
     return Sample({"x": x}, {"y": x * np.float32(1 + error)}, rows, 16 * rows)
 
 
-def test_a_live_answer_is_compared_with_the_reference_row_by_row(make: Make, heard: Heard) -> None:
+def test_a_live_response_is_compared_with_the_reference_row_by_row(make: Make, heard: Heard) -> None:
     heard.put(make(), rows=3, error=0.01)
     until(lambda: heard.samples["measured"] == 3)
     assert [round(d.relative_l2, 4) for d in heard.drifts] == [0.01] * 3
@@ -146,14 +146,14 @@ def test_the_budget_ratio_is_recent_drift_over_its_bound(make: Make, heard: Hear
     assert heard.ratios["y", "nonfinite"] == 0
 
 
-def test_an_answer_that_is_not_finite_is_a_breach_not_a_crash(make: Make, heard: Heard) -> None:
+def test_an_output_that_is_not_finite_is_a_breach_not_a_crash(make: Make, heard: Heard) -> None:
     heard.put(make(), error=np.inf)
     until(lambda: heard.samples["measured"])
     assert heard.ratios["y", "nonfinite"] == np.inf
     assert heard.drifts[0].nonfinite == 2
 
 
-def test_the_reference_runs_behind_everything_else(make: Make, heard: Heard, reference: Reference) -> None:
+def test_the_reference_runs_with_low_priority(make: Make, heard: Heard, reference: Reference) -> None:
     before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
     heard.put(make())
     until(lambda: heard.samples["measured"])
@@ -174,7 +174,7 @@ def test_a_full_queue_drops_and_counts_and_never_blocks(make: Make, heard: Heard
 
 
 def test_samples_that_wait_are_bounded_by_their_bytes(make: Make, heard: Heard, reference: Reference) -> None:
-    """Each row is 8 bytes of input and as many of output."""
+    """Each row has 8 bytes of input and 8 of output."""
     reference.gate.clear()
     shadow = make(max_bytes=48)
     for _ in range(4):
@@ -189,7 +189,9 @@ def test_samples_that_wait_are_bounded_by_their_bytes(make: Make, heard: Heard, 
     assert heard.samples == {"measured": 6, "dropped": 5}
 
 
-def test_what_waits_when_it_is_stopped_is_dropped(make: Make, heard: Heard, reference: Reference) -> None:
+def test_samples_that_wait_when_the_shadow_is_stopped_are_dropped(
+    make: Make, heard: Heard, reference: Reference
+) -> None:
     reference.gate.clear()
     shadow = make()
     heard.put(shadow)
@@ -202,7 +204,7 @@ def test_what_waits_when_it_is_stopped_is_dropped(make: Make, heard: Heard, refe
     until(lambda: heard.samples["measured"] == 1)
 
 
-def test_whoever_wants_to_know_hears_of_every_sample_that_was_measured_and_when(make: Make, heard: Heard) -> None:
+def test_the_callback_for_a_measured_sample_comes_after_its_time_is_set(make: Make, heard: Heard) -> None:
     told: list[float] = []
     begun = time.time()
     heard.put(make(measured=lambda: told.append(heard.at)))
@@ -211,7 +213,9 @@ def test_whoever_wants_to_know_hears_of_every_sample_that_was_measured_and_when(
     assert begun <= told[0] <= time.time()
 
 
-def test_recent_drift_begins_anew_after_what_was_put_before(make: Make, heard: Heard, reference: Reference) -> None:
+def test_a_restart_takes_effect_after_the_samples_that_were_put_before_it(
+    make: Make, heard: Heard, reference: Reference
+) -> None:
     reference.gate.clear()
     shadow = make()
     heard.put(shadow, error=0.03)
@@ -233,7 +237,7 @@ def test_a_sample_that_fails_is_counted_and_the_next_is_measured(make: Make, hea
     assert heard.samples == {"failed": 1, "measured": 1}
 
 
-def test_a_reference_that_refuses_a_sample_is_no_bug_and_leaves_no_traceback(
+def test_a_sample_that_the_reference_rejects_is_logged_without_a_traceback(
     make: Make, heard: Heard, reference: Reference, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(*_: object, **more: object) -> dict[str, Array]:
@@ -256,7 +260,7 @@ def test_without_a_reference_every_sample_fails(make: Make, heard: Heard, caplog
     assert heard.up == []
 
 
-def test_a_reference_that_is_away_fails_samples_quietly_and_whoever_watches_is_told_when_it_goes_and_comes(
+def test_samples_fail_quietly_while_the_reference_is_away_and_its_state_is_reported(
     make: Make, heard: Heard, reference: Reference, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def away(*_: object, **more: object) -> dict[str, Array]:
@@ -286,7 +290,7 @@ def test_closing_ends_the_thread_and_frees_the_reference(make: Make, heard: Hear
     assert reference.closed
 
 
-def test_closing_waits_for_no_longer_than_its_deadline_and_says_so(make: Make, reference: Reference) -> None:
+def test_close_returns_false_if_the_thread_still_runs_at_the_deadline(make: Make, reference: Reference) -> None:
     loading = threading.Event()
 
     def load() -> Reference:

@@ -27,15 +27,15 @@ def test_a_free_dimension_is_read_once_and_a_fixed_one_never() -> None:
     assert free_dimensions(inputs) == (("a", 0), ("a", 1), ("b", 2))
 
 
-def test_half_is_shared_by_rate_and_half_alike_and_none_gets_more_than_comes() -> None:
+def test_half_is_divided_by_rate_and_half_equally_and_no_kind_gets_more_than_its_rate() -> None:
     assert allocated([9.0, 1.0], 1.0) == pytest.approx([0.7, 0.3])
-    assert allocated([9.0, 0.1], 1.0) == pytest.approx([0.9, 0.1])  # what the second cannot use, the first can
+    assert allocated([9.0, 0.1], 1.0) == pytest.approx([0.9, 0.1])  # the first gets what the second cannot use
     assert allocated([3.0, 1.0], 5.0) == [3.0, 1.0]
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_what_is_shared_is_all_there_is_and_at_least_half_of_a_plain_sample(seed: int) -> None:
-    """So no weight is more than twice a plain sample's, whatever comes."""
+def test_the_whole_budget_is_divided_and_each_kind_gets_at_least_half_its_plain_share(seed: int) -> None:
+    """So no weight is more than twice that of plain sampling, whatever the rates are."""
     rates = np.random.default_rng(seed).lognormal(0, 3, 40)
     for budget in rates.sum() * np.array([1e-3, 0.1, 0.5, 0.999]):
         parts = np.array(allocated(list(rates), budget))
@@ -44,7 +44,7 @@ def test_what_is_shared_is_all_there_is_and_at_least_half_of_a_plain_sample(seed
         assert (parts >= rates * budget / rates.sum() / 2).all()
 
 
-def test_the_first_request_is_measured_with_the_rate_and_all_of_them_where_that_is_1() -> None:
+def test_the_first_request_is_measured_with_the_probability_rate() -> None:
     def first(rate: float) -> float:
         return Strata(ShadowPolicy(rate=rate), INPUTS).probability({"x": np.zeros((1, 8))}, 0.0)
 
@@ -53,7 +53,7 @@ def test_the_first_request_is_measured_with_the_rate_and_all_of_them_where_that_
 
 
 def simulated(seconds: float, seed: int, policy: ShadowPolicy = DEFAULTS) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Drift, probability and length of every request of traffic."""
+    """Return the drift, the probability and the length of every request of simulated traffic."""
     clock = Clock()
     strata = Strata(policy, INPUTS, clock)
     found = [
@@ -66,8 +66,8 @@ def simulated(seconds: float, seed: int, policy: ShadowPolicy = DEFAULTS) -> tup
 
 
 def test_weighted_samples_are_unbiased_and_unweighted_ones_are_not() -> None:
-    """Horvitz and Thompson's sums over many draws from one population, each kind's own as well, lie within their
-    standard errors of what they estimate; the same check tells at once where somebody forgets the weights."""
+    """Over many draws from one population, Horvitz and Thompson's sums, in total and for each kind, are within four
+    standard errors of what they estimate. The same check fails clearly if the weights are left out."""
     drift, probability, length = simulated(120, seed=1)
     draws = 200
     chosen = np.random.default_rng(2).random((draws, drift.size)) < probability
@@ -81,15 +81,15 @@ def test_weighted_samples_are_unbiased_and_unweighted_ones_are_not() -> None:
     assert abs(plain.mean() - drift.mean()) > 40 * error
 
 
-def test_as_much_is_measured_as_the_policy_says() -> None:
-    """The expected number of samples: 0.8 a second of the one that is the most, and a share where that is less."""
+def test_the_rate_of_samples_is_that_of_the_policy() -> None:
+    """The expected number of samples is 0.8 a second if 1 is the limit, or the share ``rate`` if that is less."""
     for policy, expected in ((DEFAULTS, 0.8), (ShadowPolicy(rate=0.1, max_per_second=100), 22.0)):
         _, probability, _ = simulated(120, 3, policy)
         assert probability.sum() / 120 == pytest.approx(expected, rel=0.1)
 
 
-def test_both_ends_of_latency_are_seen_as_often_as_its_middle() -> None:
-    """A twentieth of the requests each, and a quarter of the samples at least."""
+def test_the_fastest_and_slowest_requests_are_measured_more_often_than_their_share() -> None:
+    """Each end has 3.6 % of the requests, and gets more than a tenth of the samples."""
     clock, policy = Clock(), DEFAULTS
     strata = Strata(policy, INPUTS, clock)
     expected = Counter[str]()
@@ -99,19 +99,19 @@ def test_both_ends_of_latency_are_seen_as_often_as_its_middle() -> None:
         expected[kind] += strata.probability(each.request.feeds, clock.now - each.latency)  # type: ignore[assignment]
     samples = sum(expected.values())
     assert expected["fast"] > samples / 10
-    assert expected["slow"] > samples / 10  # 3.6 % of the requests each
+    assert expected["slow"] > samples / 10
 
 
 def test_a_shape_that_comes_once_a_minute_among_220_a_second_is_measured_nearly_each_time() -> None:
-    """One sample in 13,000 requests would be drawn of it by a plain sample in three hours."""
+    """It is one request in 13,000: plain sampling would measure it less than once in three hours."""
     _, probability, length = simulated(400, seed=5)
     rare = probability[length == 500]
     assert rare.size >= 4
     assert rare.mean() > 0.8
 
 
-def test_a_burst_raises_no_more_samples_than_the_bound_allows() -> None:
-    """An idle model, then a thousand requests in each second: within 5 s no more than 5 samples and a few at first."""
+def test_a_burst_gives_no_more_samples_than_the_limit_allows() -> None:
+    """A model is idle, then gets a thousand times the requests: fewer than 8 samples are expected in 5 s."""
     clock = Clock()
     strata = Strata(DEFAULTS, INPUTS, clock)
     expected = 0.0
@@ -132,7 +132,7 @@ def test_after_a_burst_the_share_is_measured_again_at_once() -> None:
     assert sum(after) / len(after) == pytest.approx(DEFAULTS.rate, rel=0.2)
 
 
-def test_where_nothing_has_room_less_is_chosen_until_there_is() -> None:
+def test_fewer_requests_are_chosen_while_samples_find_no_room() -> None:
     clock = Clock()
     strata = Strata(DEFAULTS, INPUTS, clock)
 
@@ -154,8 +154,8 @@ def test_where_nothing_has_room_less_is_chosen_until_there_is() -> None:
     assert free[-1] == pytest.approx(0.8, rel=0.1)
 
 
-def test_sizes_that_a_client_makes_up_are_bounded_and_forgotten() -> None:
-    """Classes beyond the most share one; an hour later there is room for others."""
+def test_the_size_classes_that_clients_create_are_limited_and_forgotten() -> None:
+    """Sizes beyond the limit share one class; classes that are not used are removed within hours."""
     clock = Clock()
     inputs = tuple(TensorSpec(name, "float32", ("n", name)) for name in "abcdef")
     strata = Strata(DEFAULTS, inputs, clock)

@@ -14,20 +14,20 @@ OVER = DriftVerdict(
 
 
 @pytest.mark.parametrize("verdict", [OVER, OVER.of("plan"), DriftVerdict.unknown("m", 1)])
-def test_a_verdict_reaches_another_process_as_it_was_also_with_infinities(verdict: DriftVerdict) -> None:
+def test_a_verdict_with_infinities_survives_json(verdict: DriftVerdict) -> None:
     assert DriftVerdict.from_json(json.loads(json.dumps(verdict.to_json(), allow_nan=False))) == verdict
 
 
-def test_a_verdict_is_json_whatever_its_numbers_are() -> None:
+def test_a_verdict_with_nan_survives_json() -> None:
     told = json.loads(json.dumps(replace(OVER, low=math.nan).to_json(), allow_nan=False))
     assert math.isnan(DriftVerdict.from_json(told).low)
 
 
 @pytest.mark.parametrize("field", ["state", "cause"])
-def test_a_word_that_nobody_knows_is_no_verdict(field: str) -> None:
+def test_an_unknown_state_or_cause_is_an_error(field: str) -> None:
     with pytest.raises(ValueError, match="sunny"):
         DriftVerdict.from_json(OVER.to_json() | {field: "sunny"})
 
 
-def test_a_verdict_says_what_somebody_is_to_hear_at_once() -> None:
+def test_told_holds_what_must_be_reported_at_once() -> None:
     assert OVER.told == ("over", "broken", True)

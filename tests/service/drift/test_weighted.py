@@ -1,4 +1,4 @@
-"""Intervals hold what they are to hold as often as they say: checked by simulation with fixed seeds."""
+"""Confidence intervals contain the true value as often as they claim: checked by simulation with fixed seeds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DRAWS = 1000
 
 
 def apart(n: int) -> np.ndarray:
-    """Every row a request of its own."""
+    """Return the requests of ``n`` rows, each row in a request of its own."""
     return np.arange(n)
 
 
@@ -27,7 +27,7 @@ def test_the_effective_size_is_that_of_equal_weights_and_counts_requests() -> No
 
 
 @pytest.mark.parametrize(("freedom", "table"), [(5, 2.5706), (9, 2.2622), (30, 2.0423), (1e6, 1.9600)])
-def test_students_t_is_the_tables(freedom: float, table: float) -> None:
+def test_students_t_equals_the_published_table(freedom: float, table: float) -> None:
     assert weighted.student(freedom) == pytest.approx(table, rel=2e-3)
     assert weighted.student(2.9) == math.inf
 
@@ -35,7 +35,7 @@ def test_students_t_is_the_tables(freedom: float, table: float) -> None:
 @pytest.mark.parametrize("spread", [0.1, 0.3])
 @pytest.mark.parametrize("n", [20, 200])
 @pytest.mark.parametrize("weights", ["equal", "halving", "strata"])
-def test_the_interval_of_a_mean_misses_it_on_each_side_as_seldom_as_it_says(
+def test_the_interval_of_a_mean_misses_it_on_each_side_as_seldom_as_it_claims(
     spread: float, n: int, weights: str
 ) -> None:
     rng = np.random.default_rng(n)
@@ -46,7 +46,7 @@ def test_the_interval_of_a_mean_misses_it_on_each_side_as_seldom_as_it_says(
         found = weighted.mean(values, of, apart(n), positive=True)
         below += found.high < truth
         above += found.low > truth
-    assert above <= 0.035 * DRAWS  # 25 of 1000 are meant, 35 are two standard errors more
+    assert above <= 0.035 * DRAWS  # 25 of 1000 are expected, 35 are two standard errors more
     assert below <= 0.05 * DRAWS  # drift is skewed: see decision 0054
 
 
@@ -56,7 +56,7 @@ def _drawn(rng: np.random.Generator, spread: float, n: int, weights: str) -> tup
         return values, np.ones(n)
     if weights == "halving":
         return values, np.exp2(-np.arange(n) / 200)
-    rare = rng.random(n) < 0.5  # drawn four times as often as others, and drifting by half more
+    rare = rng.random(n) < 0.5  # sampled four times as often as others, and with half more drift
     return np.where(rare, 1.5 * values, values), np.where(rare, 1.0, 4.0)
 
 
@@ -83,7 +83,7 @@ def test_decibels_may_be_negative() -> None:
 
 
 @pytest.mark.parametrize("share", [0.5, 0.99])
-def test_a_quantile_lies_between_its_order_statistics_as_often_as_it_says(share: float) -> None:
+def test_a_quantile_is_between_its_order_statistics_as_often_as_claimed(share: float) -> None:
     rng = np.random.default_rng(1)
     truth = {0.5: 0.0, 0.99: 2.3263479}[share]
     missed = 0
@@ -109,12 +109,12 @@ def test_few_draws_do_not_bound_a_high_quantile() -> None:
     assert weighted.ranks(367, 0.99)[1] == 368
     assert weighted.ranks(368, 0.99)[1] == 368
     low, high = weighted.ranks(20, 0.5)
-    assert (low, high) == (6, 15)  # the table of every textbook
+    assert (low, high) == (6, 15)  # as in published tables
     assert weighted.quantile(np.arange(100.0), np.ones(100), 0.99, 100.0).high == math.inf
     assert weighted.quantile(np.arange(3.0), np.ones(3), 0.5, 3.0).low == -math.inf
 
 
-def test_estimates_are_the_converters_where_weights_are_equal() -> None:
+def test_with_equal_weights_the_estimates_equal_the_converters() -> None:
     values = np.exp(np.random.default_rng(3).standard_normal(101))
     told = DriftSummary.of([SampleDrift(v, 0.0, 0.0, 0.0, 0, 0, 0) for v in values]).stats["relative_l2"]
     ones = np.ones(101)
@@ -133,14 +133,14 @@ def test_wilsons_interval_is_the_converters_formula_at_95_percent(
     assert weighted.wilson(1 - share, 400).low == pytest.approx(1 - upper_limit(share, 400), abs=1e-12)
 
 
-def test_full_agreement_of_few_samples_speaks_for_little() -> None:
+def test_full_agreement_of_few_samples_has_a_wide_interval() -> None:
     assert weighted.wilson(1.0, 10.0).low == pytest.approx(10 / (10 + weighted.Z**2))
     assert weighted.wilson(1.0, 10.0).high == 1
     assert weighted.wilson(0.0, 10.0).low == 0
 
 
 @pytest.mark.parametrize("positive", [False, True])
-def test_too_few_requests_have_no_finite_interval_and_never_one_that_is_not_a_number(positive: bool) -> None:
+def test_the_interval_of_a_single_request_is_practically_unlimited_and_never_nan(positive: bool) -> None:
     found = weighted.mean(np.array([50.0]), np.ones(1), np.array([3]), positive=positive)
     assert found.estimate == 50.0
     assert found.low < 1e-9

@@ -26,13 +26,13 @@ def pair() -> Iterator[tuple[Channel, Channel]]:
 
 @pytest.fixture
 def raw() -> Iterator[Pair]:
-    """A channel, and the other end as a plain socket."""
+    """Yield a channel, and its other end as a plain socket."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         yield Channel(ours), theirs
 
 
-def test_messages_come_whole_in_order_and_of_any_size(pair: tuple[Channel, Channel]) -> None:
+def test_messages_of_any_size_arrive_whole_and_in_order(pair: tuple[Channel, Channel]) -> None:
     bodies: list[Body] = [{"n": 1}, {"text": "é" * 3_000_000}, {}]
 
     def send_all() -> None:
@@ -45,7 +45,7 @@ def test_messages_come_whole_in_order_and_of_any_size(pair: tuple[Channel, Chann
     sending.join()
 
 
-def test_files_travel_with_their_message_and_close_with_the_program_that_follows(pair: tuple[Channel, Channel]) -> None:
+def test_files_arrive_with_their_message_and_are_not_inheritable(pair: tuple[Channel, Channel]) -> None:
     reader, writer = os.pipe()
     pair[0].send(written({"first": True}))
     pair[0].send(written({"second": True}, [writer]), [writer])
@@ -63,7 +63,7 @@ def test_files_travel_with_their_message_and_close_with_the_program_that_follows
     os.close(reader)
 
 
-def test_a_closed_channel_ends_who_waits_on_either_side(pair: tuple[Channel, Channel]) -> None:
+def test_closing_a_channel_ends_the_waiting_receivers_on_both_sides(pair: tuple[Channel, Channel]) -> None:
     received: list[object] = []
     waiting = [threading.Thread(target=lambda end=end: received.append(end.receive())) for end in pair]
     for thread in waiting:
@@ -76,7 +76,7 @@ def test_a_closed_channel_ends_who_waits_on_either_side(pair: tuple[Channel, Cha
         pair[1].send(written({}))
 
 
-def test_a_message_cut_short_is_the_end(raw: Pair) -> None:
+def test_a_truncated_message_ends_the_channel(raw: Pair) -> None:
     raw[1].sendall(struct.pack("!II", 10, 0) + b"{}")
     raw[1].close()
     assert raw[0].receive() is None
@@ -93,13 +93,13 @@ def test_a_message_cut_short_is_the_end(raw: Pair) -> None:
         (struct.pack("!II", 1, 0) + b"\xff", "not a message"),
     ],
 )
-def test_what_is_no_message_is_refused_before_room_is_made_for_it(raw: Pair, sent: bytes, why: str) -> None:
+def test_an_invalid_message_is_rejected_before_memory_is_allocated_for_it(raw: Pair, sent: bytes, why: str) -> None:
     raw[1].sendall(sent)
     with pytest.raises(ConnectionError, match=why):
         raw[0].receive()
 
 
-def test_a_message_too_long_to_be_read_is_none() -> None:
+def test_a_message_that_is_too_long_for_the_receiver_is_an_error() -> None:
     with pytest.raises(ValueError, match="is over"):
         written({"text": "x" * LONGEST})
     with pytest.raises(ValueError, match="is over"):

@@ -1,4 +1,4 @@
-"""A process that is kept running, with small programs in the place of workers."""
+"""A child process that is kept running, with small programs instead of workers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def lost() -> list[float]:
 
 @pytest.fixture
 def keep(tmp_path: Path, clock: Clock, lost: list[float]) -> Iterator[Keep]:
-    """Keeps a program running."""
+    """Yield a function that returns a child which keeps a program running."""
     children: list[Child] = []
 
     def begin(
@@ -86,7 +86,7 @@ def keep(tmp_path: Path, clock: Clock, lost: list[float]) -> Iterator[Keep]:
 
 
 def buried(child: Child, lost: list[float], times: int) -> None:
-    """Waits until it has died so often."""
+    """Wait until the child has died ``times`` times."""
 
     def tended() -> bool:
         child.maintain()
@@ -103,7 +103,7 @@ def open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def test_one_that_dies_early_again_and_again_is_started_later_each_time(
+def test_the_pause_before_a_restart_grows_each_time_a_child_dies_early(
     keep: Keep, clock: Clock, lost: list[float]
 ) -> None:
     child = keep("sys.exit(3)")
@@ -118,11 +118,11 @@ def test_one_that_dies_early_again_and_again_is_started_later_each_time(
         assert child.pid is not None
 
 
-@pytest.mark.parametrize("files", [0, 2])  # not one for the pair of sockets, and none beside it
-def test_one_that_cannot_be_started_is_tried_again_later_each_time(
+@pytest.mark.parametrize("files", [0, 2])  # none for the pair of sockets, and none besides it
+def test_a_child_that_cannot_be_started_is_tried_again_with_growing_pauses(
     files: int, keep: Keep, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whoever leads goes on: a server answers without its shadow, and a supervisor has other workers."""
+    """The parent continues: a server serves without its shadow, and a supervisor has other workers."""
     child = keep("time.sleep(600)")
     opened = open_files()
     for times, pause in enumerate((0.25, 0.5, 1.0), 1):
@@ -140,7 +140,7 @@ def test_one_that_cannot_be_started_is_tried_again_later_each_time(
     assert child.pid is not None
 
 
-def test_one_that_there_is_no_thread_for_is_ended_and_tried_again(
+def test_a_child_whose_reader_thread_cannot_start_is_killed_and_tried_again(
     keep: Keep, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     child = keep("time.sleep(600)")
@@ -165,12 +165,12 @@ def test_one_that_there_is_no_thread_for_is_ended_and_tried_again(
     assert child.pid is not None
 
 
-def test_one_that_had_run_for_long_is_started_again_at_once(keep: Keep, clock: Clock, lost: list[float]) -> None:
+def test_a_child_that_had_run_for_long_is_restarted_at_once(keep: Keep, clock: Clock, lost: list[float]) -> None:
     heard: list[object] = []
     child = keep(_ANSWERS + "time.sleep(600)", {"hello": lambda message: heard.append(message.body)})
     child.maintain()
     until(lambda: heard)
-    for _ in range(12):  # tended all the while, and answering
+    for _ in range(12):  # it is tended all the time, and responds
         clock.now += 1.0
         child.maintain()
         before = len(heard)
@@ -184,7 +184,7 @@ def test_one_that_had_run_for_long_is_started_again_at_once(keep: Keep, clock: C
     assert child.pid not in (None, first)
 
 
-def test_one_that_answers_nothing_is_killed(keep: Keep, clock: Clock, lost: list[float]) -> None:
+def test_a_child_that_does_not_respond_is_killed(keep: Keep, clock: Clock, lost: list[float]) -> None:
     child = keep("time.sleep(600)")
     child.maintain()
     for _ in range(int(SILENT_SECONDS) - 1):
@@ -198,9 +198,9 @@ def test_one_that_answers_nothing_is_killed(keep: Keep, clock: Clock, lost: list
     buried(child, lost, 1)
 
 
-def test_nobody_is_killed_for_the_time_that_the_parent_itself_stood_still(keep: Keep, clock: Clock) -> None:
-    """As when a container is paused, or a debugger stops it: the child had nobody to answer, and all would be killed
-    at once."""
+def test_a_child_is_not_killed_for_the_time_in_which_the_parent_was_paused(keep: Keep, clock: Clock) -> None:
+    """The parent may be paused with its container, or stopped by a debugger. It cannot hear its children meanwhile, and
+    would otherwise kill all of them at once."""
     heard: list[object] = []
     child = keep(_ANSWERS + "time.sleep(600)", {"hello": lambda message: heard.append(message.body)})
     child.maintain()
@@ -211,8 +211,8 @@ def test_nobody_is_killed_for_the_time_that_the_parent_itself_stood_still(keep: 
     until(lambda: child._last_answer == clock.now)
 
 
-def test_one_that_works_without_answering_has_two_minutes(keep: Keep, clock: Clock, lost: list[float]) -> None:
-    """As one does that reads a large model, for which Python's lock is held."""
+def test_a_busy_child_that_does_not_respond_has_two_minutes(keep: Keep, clock: Clock, lost: list[float]) -> None:
+    """A child that reads a large model does not respond, because Python's lock is held meanwhile."""
     child = keep("time.sleep(600)", worked=lambda pid: clock.now / 2)
     child.maintain()
     first = child.pid
@@ -226,7 +226,7 @@ def test_one_that_works_without_answering_has_two_minutes(keep: Keep, clock: Clo
     buried(child, lost, 1)
 
 
-def test_work_is_the_processors_time_that_a_process_took() -> None:
+def test_cpu_seconds_is_the_cpu_time_of_a_process() -> None:
     before, until_worked = cpu_seconds(os.getpid()), time.process_time() + 0.1
     while time.process_time() < until_worked:
         pass
@@ -234,7 +234,7 @@ def test_work_is_the_processors_time_that_a_process_took() -> None:
     assert cpu_seconds(2**22 + 1) == 0
 
 
-def test_nothing_of_the_working_directory_is_imported(
+def test_nothing_is_imported_from_the_working_directory(
     keep: Keep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heard: list[str] = []
@@ -247,7 +247,7 @@ def test_nothing_of_the_working_directory_is_imported(
     assert heard[0] not in ("", str(elsewhere))
 
 
-def test_one_that_is_not_wanted_any_more_is_not_started_again(keep: Keep, clock: Clock, lost: list[float]) -> None:
+def test_a_retired_child_is_not_restarted(keep: Keep, clock: Clock, lost: list[float]) -> None:
     child = keep("time.sleep(600)")
     child.maintain()
     child.retire()
@@ -269,10 +269,10 @@ def test_one_that_is_not_wanted_any_more_is_not_started_again(keep: Keep, clock:
         ("os.kill(os.getpid(), signal.SIGKILL)", 0, "killed by SIGKILL; restarting it"),
     ],
 )
-def test_one_that_the_system_ended_for_want_of_memory_is_said_to_be(
+def test_the_log_says_if_a_child_was_killed_because_memory_ran_out(
     program: str, ended: int, expected: str, keep: Keep, lost: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By what the container's control group counts: another of its processes may have been ended before."""
+    """The container's control group counts such kills; the count also has earlier kills of other processes."""
     counts = iter([7, 7 + ended])
     child = keep(program, memory=lambda: Memory(limit=1 << 30, left=0, ended=next(counts)))
     buried(child, lost, 1)
@@ -281,7 +281,7 @@ def test_one_that_the_system_ended_for_want_of_memory_is_said_to_be(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux has it")
 @pytest.mark.parametrize("expendable", [False, True])
-def test_where_memory_runs_out_one_that_is_expendable_goes_first(expendable: bool, keep: Keep) -> None:
+def test_an_expendable_child_is_killed_first_if_memory_runs_out(expendable: bool, keep: Keep) -> None:
     own = Path("/proc/self/oom_score_adj").read_text()
     child = keep("time.sleep(600)", expendable=expendable)
     child.maintain()

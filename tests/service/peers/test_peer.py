@@ -1,4 +1,4 @@
-"""Two processes that tell and ask each other, here as two ends in one."""
+"""Two peers that exchange messages and requests; here both are in one process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Connect = Callable[[Mapping[str, Handler]], Peer]
 
 @pytest.fixture
 def connect() -> Iterator[Connect]:
-    """A peer that asks, the other end of which has these handlers."""
+    """Yield a function that returns a requesting peer, whose other end has the given handlers."""
     peers: list[Peer] = []
 
     def begin(handlers: Mapping[str, Handler]) -> Peer:
@@ -39,7 +39,7 @@ def connect() -> Iterator[Connect]:
         peer.close()
 
 
-def test_a_question_is_answered_at_once_or_later_each_by_its_own_answer(connect: Connect) -> None:
+def test_each_request_gets_its_own_response_at_once_or_later(connect: Connect) -> None:
     later: Future[Body] = Future()
     peer = connect({"now": lambda message: {"was": message.body["x"]}, "later": lambda message: later})
     slow, fast = peer.ask("later"), peer.ask("now", {"x": 3})
@@ -49,7 +49,7 @@ def test_a_question_is_answered_at_once_or_later_each_by_its_own_answer(connect:
     assert slow.result(20) == {"done": True}
 
 
-def test_what_is_told_is_heard_in_order(connect: Connect) -> None:
+def test_messages_are_handled_in_order(connect: Connect) -> None:
     heard: list[int] = []
     peer = connect({"note": lambda message: heard.append(message.body["n"])})
     for n in range(500):
@@ -67,7 +67,7 @@ def test_what_is_told_is_heard_in_order(connect: Connect) -> None:
         (ZeroDivisionError("secret"), RuntimeFailure, "an unexpected error; the server's log has it"),
     ],
 )
-def test_an_error_arrives_as_what_it_was_and_a_bug_without_its_text(
+def test_an_error_keeps_its_class_and_a_bug_arrives_without_its_text(
     connect: Connect, raised: Exception, seen: type[Bf16kitError], text: str
 ) -> None:
     def fail(message: Message) -> None:
@@ -83,18 +83,18 @@ def test_an_error_arrives_as_what_it_was_and_a_bug_without_its_text(
         assert getattr(error, "reason", "") == getattr(raised, "reason", "")
 
 
-def test_errors_of_unknown_classes_are_failures_of_no_kind() -> None:
+def test_errors_of_unknown_classes_become_runtime_failures() -> None:
     assert type(error_from_json({"error": "SystemExit", "text": "x"})) is RuntimeFailure
     assert error_as_json(KeyError("secret"))["text"] != "secret"
 
 
-def test_a_question_nobody_answers_here_says_so_and_the_next_is_answered(connect: Connect) -> None:
+def test_a_request_without_a_handler_fails_and_the_next_gets_its_response(connect: Connect) -> None:
     peer = connect({"known": lambda message: None})
     assert isinstance(peer.ask("other").exception(20), Unavailable)
     assert peer.ask("known").result(20) == {}
 
 
-def test_questions_without_answers_fail_when_the_other_side_ends(connect: Connect) -> None:
+def test_requests_without_a_response_fail_when_the_peer_is_closed(connect: Connect) -> None:
     never: Future[Body] = Future()
     begun = threading.Event()
 
@@ -111,7 +111,7 @@ def test_questions_without_answers_fail_when_the_other_side_ends(connect: Connec
     peer.tell("never")
 
 
-def test_a_question_whose_files_cannot_be_duplicated_fails_and_the_next_is_answered(connect: Connect) -> None:
+def test_a_request_whose_files_cannot_be_duplicated_fails_and_the_next_succeeds(connect: Connect) -> None:
     peer = connect({"take": lambda message: {"files": len(message.files)}})
     assert peer.ask("take").result(20) == {"files": 0}, "all that is opened once is open"
     with Path(os.devnull).open() as file:
@@ -124,7 +124,7 @@ def test_a_question_whose_files_cannot_be_duplicated_fails_and_the_next_is_answe
         assert peer.ask("take", {}, files).result(20) == {"files": 2}
 
 
-def test_files_stay_the_senders_and_are_closed_where_they_came(connect: Connect) -> None:
+def test_files_stay_open_at_the_sender_and_are_closed_at_the_receiver(connect: Connect) -> None:
     kept: list[int] = []
     peer = connect({"take": lambda message: kept.append(os.dup(message.files[0])), "done": lambda message: None})
     reader, writer = os.pipe()
@@ -139,8 +139,8 @@ def test_files_stay_the_senders_and_are_closed_where_they_came(connect: Connect)
 
 
 @pytest.mark.parametrize(("size", "most"), [(100, 5_000), (8 << 20, 20)])
-def test_one_that_reads_nothing_is_given_up_and_never_waited_for(size: int, most: int) -> None:
-    """By the number of its messages, and by their bytes."""
+def test_a_peer_that_reads_nothing_is_given_up_and_never_waited_for(size: int, most: int) -> None:
+    """Both the number of its waiting messages and their bytes are limited."""
     ours, theirs = socket.socketpair()
     with theirs:
         over = threading.Event()
@@ -151,13 +151,13 @@ def test_one_that_reads_nothing_is_given_up_and_never_waited_for(size: int, most
         assert over.wait(20)
 
 
-def test_what_was_sent_makes_room_for_more(connect: Connect) -> None:
-    """More than may ever wait, one after another."""
+def test_sent_messages_make_room_for_more(connect: Connect) -> None:
+    """The test sends more bytes than may wait at once, one message after another."""
     peer = connect({"measure": lambda message: {"size": len(message.body["text"])}})
     for _ in range(20):
         assert peer.ask("measure", {"text": "x" * (8 << 20)}).result(20) == {"size": 8 << 20}
 
 
-def test_what_is_too_long_for_any_message_ends_it(connect: Connect) -> None:
+def test_a_message_over_the_longest_ends_the_conversation(connect: Connect) -> None:
     peer = connect({"note": lambda message: None})
     assert isinstance(peer.ask("note", {"text": "x" * (65 << 20)}).exception(20), Unavailable)
