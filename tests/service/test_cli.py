@@ -40,7 +40,7 @@ def test_help_is_quick_because_it_imports_no_heavy_package() -> None:
         (["--grpc-port", "x"], "'x' is not a valid integer"),
     ],
 )
-def test_wrong_usage_is_one_line_and_exit_code_2(arguments: list[str], message: str) -> None:
+def test_wrong_usage_gives_a_message_without_traceback_and_exit_code_2(arguments: list[str], message: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "service", *arguments], capture_output=True, text=True, cwd=Path(__file__).parents[2]
     )

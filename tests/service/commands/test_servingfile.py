@@ -33,7 +33,7 @@ def test_comments_and_other_keys_stay_as_they_are(file: Path) -> None:
     )
 
 
-def test_a_nested_key_of_the_same_name_is_another_one(file: Path) -> None:
+def test_a_nested_key_of_the_same_name_is_not_changed(file: Path) -> None:
     file.write_text("max_dims:\n  instances: 5\n")
     update(file, {"instances": 2})
     assert yaml.safe_load(file.read_text()) == {"max_dims": {"instances": 5}, "instances": 2}

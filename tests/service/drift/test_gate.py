@@ -57,7 +57,7 @@ def test_without_a_schedule_a_failed_run_still_triggers_the_gate() -> None:
     assert not table.due(1e9)
 
 
-def test_runs_that_keep_failing_trigger_the_gate_only_now_and_then() -> None:
+def test_runs_that_keep_failing_trigger_the_gate_only_at_intervals() -> None:
     table, runs = Timetable(0.0, Turn(), 0.0, middle), 0
     for now in range(100):
         table.suspect()

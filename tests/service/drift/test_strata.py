@@ -44,7 +44,7 @@ def test_the_whole_budget_is_divided_and_each_kind_gets_at_least_half_its_plain_
         assert (parts >= rates * budget / rates.sum() / 2).all()
 
 
-def test_the_first_request_is_measured_with_the_probability_rate() -> None:
+def test_the_first_request_is_measured_with_the_configured_rate() -> None:
     def first(rate: float) -> float:
         return Strata(ShadowPolicy(rate=rate), INPUTS).probability({"x": np.zeros((1, 8))}, 0.0)
 

@@ -118,7 +118,7 @@ def test_the_pause_before_a_restart_grows_each_time_a_child_dies_early(
         assert child.pid is not None
 
 
-@pytest.mark.parametrize("files", [0, 2])  # none for the pair of sockets, and none besides it
+@pytest.mark.parametrize("files", [0, 2])  # 0: none for the pair of sockets; 2: none besides the pair
 def test_a_child_that_cannot_be_started_is_tried_again_with_growing_pauses(
     files: int, keep: Keep, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -158,6 +158,6 @@ def test_sent_messages_make_room_for_more(connect: Connect) -> None:
         assert peer.ask("measure", {"text": "x" * (8 << 20)}).result(20) == {"size": 8 << 20}
 
 
-def test_a_message_over_the_longest_ends_the_conversation(connect: Connect) -> None:
+def test_a_message_over_the_size_limit_ends_the_conversation(connect: Connect) -> None:
     peer = connect({"note": lambda message: None})
     assert isinstance(peer.ask("note", {"text": "x" * (65 << 20)}).exception(20), Unavailable)
