@@ -18,7 +18,7 @@ from bf16kit.artifact import Artifact
 from bf16kit.runtime.loading import load
 from converter.sources import script_file
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.jit's own
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.jit raises it itself
 
 X = torch.randn(3, 16, generator=torch.Generator().manual_seed(1))
 _INPUT = ("--input", "x:float32:batch,16")

@@ -47,7 +47,7 @@ def test_every_command_and_option_has_a_help_text() -> None:
         assert all(option.help for option in found.params if isinstance(option, click.Option))
 
 
-def test_the_version_is_the_packages(cli: Cli) -> None:
+def test_the_version_is_that_of_the_package(cli: Cli) -> None:
     assert __version__ in cli("--version").published().out
 
 
@@ -66,7 +66,7 @@ def test_the_version_is_the_packages(cli: Cli) -> None:
         (["restore", "x"], "Missing option '--out'"),
     ],
 )
-def test_wrong_usage_exits_with_2_and_says_what_is_wrong(cli: Cli, arguments: list[str], said: str) -> None:
+def test_wrong_usage_exits_with_2_and_states_what_is_wrong(cli: Cli, arguments: list[str], said: str) -> None:
     cli(*arguments).refused(2, said)
 
 

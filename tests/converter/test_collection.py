@@ -35,7 +35,7 @@ def models(tmp_path: Path) -> Path:
 
 @pytest.mark.long
 def test_each_checkpoint_is_converted_once_and_the_exit_code_is_the_worst(models: Path, tmp_path: Path) -> None:
-    """The two processes import all libraries of a conversion: more than five seconds on a busy machine."""
+    """Both processes import all libraries of a conversion, which takes over five seconds on a busy machine."""
     out = tmp_path / "repo"
     first = process("checkpoint", models, "--out", out, *QUICK, "--jobs", "2").published()
     assert "2 of 2 checkpoints converted" in first.out

@@ -31,7 +31,7 @@ _ALONE = {
 
 
 class Lstm(torch.nn.Module):
-    """x [batch, 5, 16] → [batch, 10]. ONNX orders the gates in its weights differently than torch."""
+    """x [batch, 5, 16] → [batch, 10]. ONNX orders the gates in its weights differently from torch."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -123,7 +123,7 @@ class TestRepeatedRuns:
     def test_a_conversion_that_was_killed_after_publishing_is_done(
         self, item: Item, tmp_path: Path, small: Artifact
     ) -> None:
-        """The record is written before the process starts, and nothing updated it when the process was killed."""
+        """The record is written before the process starts, so it shows that the version was published since."""
         started = _Started("import os; os.kill(os.getpid(), 9)", small)
         assert convert(item, tmp_path / "r", start=started).status == "failed"
         assert convert(item, tmp_path / "r", start=started).status == "done before"

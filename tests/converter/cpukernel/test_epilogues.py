@@ -125,7 +125,7 @@ def test_only_the_first_of_two_activations_is_fused() -> None:
 
 
 def test_a_reshape_may_come_before_the_activation() -> None:
-    """In GPT-2, products are of matrices, and activations are applied to batches of them."""
+    """In GPT-2, layers multiply matrices, but apply activations to batches of them."""
     nodes = [
         helper.make_node("MatMul", ["x", "w"], ["m"]),
         helper.make_node("Reshape", ["m", "split"], ["r"], name="split"),

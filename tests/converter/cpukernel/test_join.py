@@ -138,7 +138,7 @@ def test_values_keep_name_type_and_shape_whether_or_not_they_are_outputs(tmp_pat
         np.testing.assert_allclose(made.run_cpu(batch())[name], array, atol=5e-2)
 
 
-def test_the_node_stands_where_the_first_product_stood(tmp_path: Path) -> None:
+def test_the_joined_node_is_where_the_first_product_was(tmp_path: Path) -> None:
     """A node may read the first result before the second product is due, and before its bias is computed."""
     proto = branches(2, after=[helper.make_node("Sub", ["e", "y1"], ["d"])], outputs=("d",))
     (bias,) = [each for each in proto.graph.initializer if each.name == "b1"]

@@ -59,7 +59,7 @@ def _answers(made: Lowered, feeds: dict[str, Array], monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("rows", _OPERATORS)
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (2, 3), (0,)])
-def test_look_ups_in_panels_give_the_table_s_rows_with_and_without_the_kernel(
+def test_lookups_in_panels_give_the_table_s_rows_with_and_without_the_kernel(
     rows: int, shape: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = lower(tmp_path / "m" / "1", _tied(rows, [f"d{i}" for i in range(len(shape))]))

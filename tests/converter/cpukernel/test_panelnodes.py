@@ -29,7 +29,7 @@ def test_the_nodes_give_the_matrix_that_was_packed(k: int, n: int) -> None:
     np.testing.assert_array_equal(session.run(None, {})[0], matrix.astype(np.float32))
 
 
-def test_the_form_depends_on_the_last_panel() -> None:
+def test_the_form_depends_on_the_number_of_columns() -> None:
     assert [form(cuts(8, n)) for n in (64, 50, 20)] == ["panels", "panels_tail", "panels_narrow"]
 
 

@@ -52,7 +52,7 @@ def test_a_product_that_is_not_in_the_work_is_neither_planned_nor_replaced(
 
 
 def test_attention_and_normalisation_are_found_once_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If only the graph found them, the plan would give another reason for them."""
+    """If the graph were searched a second time, the plan could give other reasons for the nodes."""
     monkeypatch.setattr(work, "attentions", lambda _: [])
     monkeypatch.setattr(work, "norms", lambda _: [])
     assert not ours(lower(tmp_path / "a" / "1", attending.attention(Spelling())))

@@ -19,7 +19,7 @@ from bf16kit.tensors import TensorSpec
 from converter.formats.script import narrow_script
 from converter.sources import script_file
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.jit's own
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.jit raises it itself
 
 IDS = TensorSpec("ids", "int64", ("batch", "seq"))
 X = TensorSpec("x", "float32", ("batch", 16))
