@@ -1,4 +1,4 @@
-"""What a conversion says about how its profiles ran when they were verified."""
+"""What a conversion reports about how its profiles ran when it verified them."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from converter.proof.seen import _of_one_rank
 
 @pytest.fixture
 def layers(tmp_path: Path) -> Path:
-    """Two layers, each a product for the CPU kernel."""
+    """Return a model of two layers, each a product that the CPU kernel runs."""
     path = tmp_path / "layers.onnx"
     onnx.save(graphs.mlp((64, 96, 40)), path)
     return path
 
 
 @pytest.mark.skipif(not kernel.LIBRARY.exists(), reason="the kernel was not built: no C++17 compiler")
-def test_that_the_kernel_ran_is_in_the_manifest_the_report_and_what_inspect_shows_and_its_path_in_what_verify_says(
+def test_manifest_report_and_inspect_say_that_the_kernel_ran_and_verify_names_its_path(
     cli: Cli, layers: Path, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(kernel.VARIABLE, "portable")
@@ -40,7 +40,7 @@ def test_that_the_kernel_ran_is_in_the_manifest_the_report_and_what_inspect_show
     assert "cpu ran: on the CPU kernel, path portable" in cli("verify", target).published().out
 
 
-def test_without_the_kernel_one_note_tells_the_reason_the_cost_and_the_remedy(
+def test_without_the_kernel_one_note_gives_the_reason_the_cost_and_the_remedy(
     cli: Cli, layers: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernel, "LIBRARY", tmp_path / "_bf16kernel.so")
@@ -53,7 +53,7 @@ def test_without_the_kernel_one_note_tells_the_reason_the_cost_and_the_remedy(
     assert "no CPU kernel, because it was not built" in Artifact.open(target).manifest.profiles["cpu"].note
 
 
-def test_a_kernel_path_that_is_none_is_wrong_usage_before_anything_is_read(
+def test_an_unknown_kernel_path_is_rejected_before_anything_is_read(
     cli: Cli, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(kernel.VARIABLE, "fast")
@@ -61,10 +61,10 @@ def test_a_kernel_path_that_is_none_is_wrong_usage_before_anything_is_read(
 
 
 @pytest.mark.long
-def test_torchscript_is_certified_in_both_arithmetics_by_the_worse(
+def test_torchscript_is_certified_in_both_arithmetics_and_the_worse_counts(
     cli: Cli, mlp_file: Path, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever CPU converts: the bytes of the manifest say the same of either."""
+    """The drift and the profiles in the manifest do not depend on the CPU that converts."""
     found = []
     for native in (True, False):
         monkeypatch.setattr(torchscript, "cpu_has_bf16", lambda native=native: native)
@@ -80,10 +80,10 @@ def test_torchscript_is_certified_in_both_arithmetics_by_the_worse(
 
 @pytest.mark.long
 @pytest.mark.parametrize("given", [5, 11])
-def test_of_many_samples_both_arithmetics_answer_the_same_few_whichever_is_the_cpus(
+def test_both_arithmetics_run_on_the_same_few_of_many_samples_on_every_cpu(
     cli: Cli, mlp_file: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: int
 ) -> None:
-    """Of eleven samples every second one; the golden samples are chosen among those, too."""
+    """Of eleven samples, every second one runs. The golden samples are chosen among those as well."""
     for index in range(given):
         x = np.random.default_rng(index).standard_normal((1, 16)).astype(np.float32)
         np.savez(tmp_path / f"{index:02}.npz", x=x)
@@ -112,10 +112,10 @@ def test_of_many_samples_both_arithmetics_answer_the_same_few_whichever_is_the_c
         (["batch", 16], ["batch", 16]),
     ],
 )
-def test_an_output_is_what_the_model_gives_whatever_is_declared(
+def test_an_outputs_shape_is_what_the_model_gives_whatever_is_declared(
     cli: Cli, tmp_path: Path, declared: list[int | str], seen: list[int | str]
 ) -> None:
-    """ONNX Runtime gives what it computed; clients are told the same."""
+    """ONNX Runtime returns the computed shape, so the manifest declares that shape to clients."""
     proto = graphs.mlp()
     proto.graph.output[0].CopyFrom(graphs.edge("y", declared))
     onnx.save(proto, tmp_path / "m.onnx")
@@ -126,13 +126,13 @@ def test_an_output_is_what_the_model_gives_whatever_is_declared(
     assert (said in outcome.out) is (declared != seen)
 
 
-def test_an_output_whose_rank_depends_on_the_sample_is_refused_by_name() -> None:
+def test_an_output_whose_rank_depends_on_the_sample_is_rejected_by_name() -> None:
     with pytest.raises(ConversionError, match=r"output 'y' is \[2,3\] for one sample and \[3\] for another; export"):
         _of_one_rank("y", [(2, 3), (4, 3), (3,)])
 
 
-def test_what_onnx_runtime_says_of_a_failure_leaves_room_for_the_remedy(cli: Cli, tmp_path: Path) -> None:
-    """A body's dimensions contradict its product's: the reason names every node around it, and both shapes."""
+def test_a_long_error_of_onnx_runtime_leaves_room_for_the_remedy(cli: Cli, tmp_path: Path) -> None:
+    """A body's dimensions contradict its product's, so the error names every node around it, and both shapes."""
     proto = graphs.if_branches()
     proto.graph.input[0].CopyFrom(graphs.edge("x", ["batch", "width"]))
     onnx.save(proto, tmp_path / "m.onnx")

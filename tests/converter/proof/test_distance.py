@@ -1,4 +1,4 @@
-"""How far answers are apart that should be the same but for fp32 noise."""
+"""The distance between outputs that should differ only by fp32 noise."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_the_difference_is_relative_to_the_larger_norm() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_has_to_be_so_in_both_at_the_same_place(value: float) -> None:
+def test_values_that_are_not_finite_must_be_the_same_in_both_outputs(value: float) -> None:
     other = X.copy()
     other[1, 2] = value
     assert between(X, other) == INCOMPARABLE
@@ -31,7 +31,7 @@ def test_what_is_not_finite_has_to_be_so_in_both_at_the_same_place(value: float)
     assert between(other, other.copy()) == SAME
 
 
-def test_masked_logits_do_not_hide_the_others() -> None:
+def test_masked_logits_do_not_hide_differences_of_the_others() -> None:
     masked = np.where(np.arange(100) % 2, X, np.float32(-1e9))
     wrong = np.where(np.arange(100) % 2, X * np.float32(1.01), np.float32(-1e9))
     assert between(masked, wrong).relative_l2 == pytest.approx(0.01, rel=0.02)
@@ -40,14 +40,14 @@ def test_masked_logits_do_not_hide_the_others() -> None:
     assert between(lowest, clamped) == SAME
 
 
-def test_other_shapes_and_other_words_are_as_far_as_can_be() -> None:
+def test_different_shapes_and_different_strings_are_incomparable() -> None:
     assert between(X, X[:2]) == INCOMPARABLE
     words = np.array([b"a", b"b"], object)
     assert between(words, words.copy()) == SAME
     assert between(words, words[::-1]) == INCOMPARABLE
 
 
-def test_nudging_moves_by_ulps_and_never_over_the_edges() -> None:
+def test_nudging_moves_values_by_ulps_and_leaves_extreme_values_unchanged() -> None:
     edges = np.array([0, -0.0, 1e-45, np.finfo(np.float32).max, np.inf, np.nan], np.float32)
     values = np.concatenate([X.reshape(-1), edges])
     moved = nudge(values, np.random.default_rng(1))

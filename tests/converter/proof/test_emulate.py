@@ -21,7 +21,7 @@ def _round(x: NDArray[np.generic]) -> Array:
 
 
 def _sums_exactly(rows: int, columns: int, seed: int) -> Array:
-    """Multiples of 1/64 below 1, which bf16 holds; so many products add up in fp32 without rounding, in any order."""
+    """Return multiples of 1/64 below 1, exact in bf16; their products add up in fp32 without rounding in any order."""
     return np.random.default_rng(seed).integers(-63, 64, (rows, columns)).astype(np.float32) / np.float32(64)
 
 
@@ -33,7 +33,7 @@ def _mlp(tmp_path: Path) -> Lowered:
 
 
 def test_every_bf16_node_rounds_its_result_and_nothing_else_is_rounded(tmp_path: Path) -> None:
-    """Against numpy, bit for bit, with all of ONNX Runtime's optimisations on: it must not drop a pair of casts."""
+    """The outputs equal numpy's with all of ONNX Runtime's optimisations on; it must not drop a pair of casts."""
     made, x = _mlp(tmp_path), _sums_exactly(8, 32, 5)
     c = made.checkpoint
     hidden = np.maximum(_round(_round(x @ c["w0"]) + _round(c["b0"])), 0)

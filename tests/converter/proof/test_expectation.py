@@ -1,4 +1,4 @@
-"""The expected line."""
+"""The expected line: the noise that rounding should have added at each value of a graph."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def two_inputs(node: NodeProto) -> ModelProto:
 
 
 @pytest.mark.parametrize("spread", ["normal", "lognormal", "uniform"])
-def test_rounding_costs_what_is_derived(spread: str) -> None:
-    """Within 1 dB, whatever the distribution: only how the significands are spread matters."""
+def test_the_noise_of_rounding_is_the_derived_constant(spread: str) -> None:
+    """It holds within 1 dB for every distribution, because only the spread of the significands matters."""
     values = getattr(np.random.default_rng(0), spread)(size=1 << 18).astype(np.float32)
     noise = np.square(to_fp32(to_bf16(values)).astype(np.float64) - values).sum() / np.square(values, dtype=float).sum()
     assert abs(10 * math.log10(noise / ROUNDING)) < 1
@@ -57,26 +57,26 @@ def test_a_square_doubles_the_error() -> None:
     assert line(two_inputs(node), Rounded(frozenset({"w"}), frozenset()))["y"] == pytest.approx(4)
 
 
-def test_a_product_that_rounds_its_activations_brings_that_once() -> None:
-    """What it gives is not rounded; the next one rounds what it reads all the same, and no weight again."""
+def test_a_product_that_rounds_its_activations_adds_that_noise_once() -> None:
+    """Its result is not rounded. The next product rounds its input all the same; no weight is rounded twice."""
     reading = frozenset({"matmul0", "matmul1"})
     found = line(graphs.mlp((16, 32, 16)), Rounded(frozenset({"w0", "w1"}), frozenset(), reading), m0=9, m1=9)
     assert [found[name] for name in ("m0", "m1")] == pytest.approx([2, 4])
 
 
-def test_a_product_of_two_computed_matrices_brings_what_rounding_both_costs() -> None:
+def test_a_product_of_two_computed_matrices_adds_the_noise_of_rounding_both() -> None:
     model = two_inputs(helper.make_node("MatMul", ["a", "b"], ["y"], name="scores"))
     assert line(model, Rounded(frozenset(), frozenset(), frozenset({"scores"})))["y"] == pytest.approx(2)
 
 
-def test_a_bf16_node_rounds_what_it_reads_and_gives() -> None:
-    """x is rounded on its way in, the weight is bf16, the result is rounded; Relu gives what it was given."""
+def test_a_bf16_node_rounds_its_input_and_its_result() -> None:
+    """x is rounded, the weight is bf16, and the result is rounded: three times the noise. Relu adds none."""
     model = two_inputs(helper.make_node("Relu", ["a"], ["y"], name="relu"))
     model.graph.node[0].name = "product"
     found = line(model, Rounded(frozenset({"w"}), frozenset({"product", "relu"})))
     assert [found["a"], found["y"]] == pytest.approx([3, 3])
 
 
-def test_depth_counts_the_products_on_the_longest_way() -> None:
+def test_depth_counts_the_products_on_the_longest_path() -> None:
     found = {value.name: d for value, d in depth(graph(two_inputs(helper.make_node("Add", ["a", "b"], ["y"])))).items()}
     assert found == {"a": 1, "b": 2, "y": 2}

@@ -1,4 +1,4 @@
-"""``bf16-convert explain`` as its users meet it."""
+"""``bf16-convert explain`` on the command line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bf16kit.measurements import DiagnosisEntry, LayerEntry
 from converter.proof import explanation, remedy
 
 
-def test_a_sound_artifact_is_on_the_line(cli: Cli, small: Artifact) -> None:
+def test_a_sound_artifact_is_on_the_expected_line(cli: Cli, small: Artifact) -> None:
     said = cli("explain", small.path).published().out
     assert "Profile cpu: SQNR of" in said
     assert "Profile cuda: SQNR of" in said
@@ -64,7 +64,7 @@ def test_the_report_of_a_model_published_over_budget_has_what_explain_says(
 
 
 @pytest.mark.parametrize("flags", [("--no-search",), ("--search-minutes", "1e-9")])
-def test_no_remedy_is_looked_for_by_whoever_wants_no_search(
+def test_no_remedy_is_searched_if_the_search_is_off_or_has_no_time(
     cli: Cli, target: Path, tmp_path: Path, flags: Sequence[str]
 ) -> None:
     onnx.save(troubled.cancellation(), tmp_path / "m.onnx")
@@ -80,7 +80,7 @@ def test_no_remedy_is_looked_for_by_whoever_wants_no_search(
 def test_a_model_within_budget_is_diagnosed_without_another_run(
     cli: Cli, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The layer at which it leaves the line is known from what was run already; its remedy would take many runs."""
+    """The runs of the conversion already show the layer that falls below the line; a remedy would take many more."""
 
     def tried(*_: object) -> None:
         raise AssertionError("a remedy was looked for")
@@ -95,8 +95,8 @@ def test_a_model_within_budget_is_diagnosed_without_another_run(
     assert "a remedy was looked for" in cli("explain", target).err, "or this test would guard nothing"
 
 
-def test_who_asks_for_an_explanation_is_not_sent_to_ask_for_one() -> None:
-    """No remedy is looked for on cpu-bf16."""
+def test_the_text_of_explain_does_not_refer_the_user_to_explain() -> None:
+    """Explain does not search for a remedy on cpu-bf16."""
     dip = LayerEntry(name="dip", op="Sub", depth=1, sqnr_db=20.0, expected_db=50.0)
     found = explanation.Explanation("cpu-bf16", (dip,), DiagnosisEntry(ails=True, leaves=dip))
     assert explanation.text(found, "the golden samples").endswith("No remedy was looked for on profile cpu-bf16.")
@@ -114,17 +114,17 @@ def test_samples_can_be_given(cli: Cli, small: Artifact) -> None:
     assert "on feeders:three" in cli("explain", small.path, "--samples", "feeders:three").published().out
 
 
-def test_without_a_residual_there_is_nothing_to_compare_with(cli: Cli, target: Path, onnx_file: Path) -> None:
+def test_an_artifact_without_a_residual_cannot_be_explained(cli: Cli, target: Path, onnx_file: Path) -> None:
     cli("checkpoint", onnx_file, "--out", target, "--no-residual", *ONNX_ONLY).published()
     cli("explain", target).refused(2, "--no-residual and keeps no fp32 reference", "convert the checkpoint again")
 
 
-def test_a_profile_that_the_artifact_lacks(cli: Cli, target: Path, onnx_file: Path) -> None:
+def test_a_profile_that_the_artifact_lacks_is_rejected(cli: Cli, target: Path, onnx_file: Path) -> None:
     cli("checkpoint", onnx_file, "--out", target, "--profile", "cpu", *ONNX_ONLY).published()
     cli("explain", target, "--profile", "cuda").refused(2, "no ONNX profile 'cuda'", "it has cpu")
 
 
-def test_a_profile_that_nobody_asked_for_costs_a_conversion_no_measuring_of_layers(
+def test_layers_of_an_optional_profile_are_measured_only_if_it_is_requested(
     cli: Cli, small: Artifact, onnx_file: Path, target: Path
 ) -> None:
     told = small.measurements()

@@ -1,4 +1,4 @@
-"""Golden samples: kept as they were, and judged before an artifact is published."""
+"""Golden samples: stored unchanged, and checked against the budget before an artifact is published."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_scalars_keep_their_shape(tmp_path: Path) -> None:
 
 
 def test_a_model_with_a_scalar_output_verifies(tmp_path: Path, target: Path, cli: Cli) -> None:
-    """Its golden answer would have another shape than its answer, and the drift between those is infinite."""
+    """If the stored golden output had another shape than the model's output, the drift would be infinite."""
     source = graphs.model(
         [
             helper.make_node("MatMul", ["x", "w"], ["h"], name="product"),
@@ -44,10 +44,10 @@ def test_a_model_with_a_scalar_output_verifies(tmp_path: Path, target: Path, cli
 
 
 def _selecting(tmp_path: Path, rows: Sequence[Sequence[int]]) -> tuple[str | Path, ...]:
-    """A conversion of a model of as many outputs as each of ``rows`` has entries, a sample per element of ``rows``; its
-    budget is still to be said.
+    """Return the arguments of a conversion up to ``--budget``; the caller appends the budget's value.
 
-    A sample's entry says which row of a weight that output is; rounding changes row 0 alone.
+    There is one sample for each entry of ``rows``, and the model has one output for each element of an entry. The
+    element is the row of the weight that this output shows. Rounding changes row 0 alone.
     """
     weight = np.full((32, 32), 1.0, np.float32)
     weight[0] = 1 + 2.0**-8.5
@@ -67,10 +67,8 @@ def _selecting(tmp_path: Path, rows: Sequence[Sequence[int]]) -> tuple[str | Pat
     return (*convert, "--no-search", "--budget")
 
 
-def test_a_sample_that_rounding_hits_hard_is_not_what_a_server_judges_a_good_model_by(
-    tmp_path: Path, target: Path, cli: Cli
-) -> None:
-    """The mean of fifty samples is within budget, the first of them is not."""
+def test_a_golden_sample_over_budget_is_replaced_by_one_within_budget(tmp_path: Path, target: Path, cli: Cli) -> None:
+    """The mean of fifty samples is within budget but the first sample is not, so the second becomes the golden one."""
     convert = _selecting(tmp_path, [[0], *[[1]] * 49])
     done = cli(*convert, "relative_l2=1e-3", "--out", target).published()
     assert "note: the golden samples, on which a server checks each start, are sample 1:" in done.out
@@ -81,16 +79,14 @@ def test_a_sample_that_rounding_hits_hard_is_not_what_a_server_judges_a_good_mod
     assert np.argmax(Artifact.open(target.with_name("2")).golden().inputs["x0"]) == 0
 
 
-def test_a_model_that_no_sample_would_let_a_server_call_ready_is_not_published(
-    tmp_path: Path, target: Path, cli: Cli
-) -> None:
-    """The mean is within budget for either output; of each sample, one output is over it."""
+def test_a_model_without_a_golden_sample_within_budget_is_not_published(tmp_path: Path, target: Path, cli: Cli) -> None:
+    """The mean is within budget for both outputs, but each sample has one output over budget."""
     done = cli(*_selecting(tmp_path, [[0, 1], [1, 0], [0, 1], [1, 0]]), "relative_l2=2e-3", "--out", target)
     done.refused(1, "profile cpu, output 'y0': relative_l2", "on the golden samples alone")
     assert not target.exists()
 
 
-def test_the_golden_sample_is_the_first_that_all_profiles_answered_within_budget() -> None:
+def test_the_golden_sample_is_the_first_within_budget_for_all_profiles() -> None:
     budget = Budget({"relative_l2": 1.0})
 
     def drifts(*errors: float) -> list[Drifts]:
@@ -107,7 +103,7 @@ def test_the_golden_sample_is_the_first_that_all_profiles_answered_within_budget
 
 
 def _flat(tmp_path: Path, firsts: Sequence[float]) -> Path:
-    """A product whose weight bf16 holds exactly, and a sample for each of ``firsts`` that consists of it alone."""
+    """Write a product whose weight is exact in bf16, and a sample filled with each of ``firsts``; return its path."""
     weight = np.sign(graphs.values(32, 32))
     source = graphs.model(
         [helper.make_node("MatMul", ["x", "w"], ["y"], name="product")],
@@ -137,13 +133,13 @@ def _with_optional(source: Path, target: Path) -> Artifact:
     return convert(options).artifact
 
 
-_ROUNDED = 1 + 2.0**-9  # of which bf16 makes 1
+_ROUNDED = 1 + 2.0**-9  # bf16 rounds it to 1
 
 
-def test_a_profile_that_nobody_asked_for_has_golden_samples_of_its_own_where_it_needs_them(
+def test_an_optional_profile_has_its_own_golden_samples_if_it_needs_them(
     tmp_path: Path, target: Path, cli: Cli
 ) -> None:
-    """The others are judged by what they would be judged by without it."""
+    """The other profiles keep the golden samples that they would have without it."""
     artifact = _with_optional(_flat(tmp_path, [_ROUNDED, *[1.0] * 20]), target)
     own = artifact.manifest.profiles["cpu-bf16"].golden
     assert own == "golden.cpu-bf16.safetensors"
@@ -152,15 +148,13 @@ def test_a_profile_that_nobody_asked_for_has_golden_samples_of_its_own_where_it_
     assert " cpu-bf16 " in cli("verify", target).published().out
 
 
-def test_golden_samples_that_all_profiles_answer_are_kept_once(tmp_path: Path, target: Path) -> None:
+def test_golden_samples_within_budget_for_all_profiles_are_stored_once(tmp_path: Path, target: Path) -> None:
     artifact = _with_optional(_flat(tmp_path, [1.0, _ROUNDED, *[1.0] * 20]), target)
     assert artifact.manifest.profiles["cpu-bf16"].golden is None
     assert [name for name in tree(target) if name.startswith("golden")] == ["golden.safetensors"]
 
 
-def test_a_profile_that_nobody_asked_for_is_left_out_where_no_sample_would_let_a_server_call_it_ready(
-    tmp_path: Path, target: Path
-) -> None:
+def test_an_optional_profile_without_a_golden_sample_within_budget_is_left_out(tmp_path: Path, target: Path) -> None:
     artifact = _with_optional(_flat(tmp_path, [_ROUNDED, _ROUNDED]), target)
     assert [*artifact.manifest.profiles] == ["cpu"]
     assert [name for name in tree(target) if "bf16." not in name and ("golden" in name or "cpu" in name)] == [
@@ -169,7 +163,7 @@ def test_a_profile_that_nobody_asked_for_is_left_out_where_no_sample_would_let_a
     ]
 
 
-def test_an_artifact_without_a_residual_says_that_it_cannot_be_restored(tmp_path: Path, target: Path, cli: Cli) -> None:
+def test_restoring_an_artifact_without_a_residual_is_rejected(tmp_path: Path, target: Path, cli: Cli) -> None:
     (tmp_path / "m.onnx").write_bytes(graphs.mlp((32, 32)).SerializeToString())
     cli("checkpoint", tmp_path / "m.onnx", "--out", target, *ONNX_ONLY, "--no-residual").published()
     cli("restore", target, "--out", tmp_path / "r.safetensors").refused(2, "--no-residual")
@@ -177,7 +171,7 @@ def test_an_artifact_without_a_residual_says_that_it_cannot_be_restored(tmp_path
 
 
 def test_weights_listed_among_the_inputs_are_not_inputs(tmp_path: Path, target: Path, cli: Cli) -> None:
-    """Files of IR version 3, which model zoos are full of, list every weight as an input."""
+    """Files of IR version 3, which are common in model zoos, list every weight as an input."""
     source = graphs.mlp((32, 32))
     source.ir_version = 3
     source.graph.input.extend(graphs.edge(t.name, list(t.dims)) for t in source.graph.initializer)
@@ -186,7 +180,7 @@ def test_weights_listed_among_the_inputs_are_not_inputs(tmp_path: Path, target: 
     assert "converted" in done.out
 
 
-def test_constants_outside_the_directory_of_a_model_are_refused(tmp_path: Path, target: Path, cli: Cli) -> None:
+def test_constants_outside_the_directory_of_a_model_are_rejected(tmp_path: Path, target: Path, cli: Cli) -> None:
     source = graphs.constant_nodes()
     constant = next(a.t for node in source.graph.node for a in node.attribute if a.HasField("t"))
     graphs.refer(constant, "../elsewhere.bin")

@@ -1,4 +1,4 @@
-"""Which bounds can be judged at all, and what becomes of a profile that is over its budget."""
+"""Which bounds can be judged, and what happens to a profile that is over its budget."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ BETWEEN = ("--budget", "relative_l2=3e-3")
 
 @pytest.fixture(scope="session")
 def wide_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two products, wide enough for the kernel's panels."""
+    """Return a model of two products that are wide enough for the kernel's panels."""
     path = tmp_path_factory.mktemp("wide") / "wide.onnx"
     onnx.save(graphs.mlp((64, 96, 40)), path)
     return path
 
 
-def test_an_output_is_what_its_owner_says_it_is(cli: Cli, onnx_file: Path, target: Path) -> None:
+def test_the_kind_of_an_output_can_be_stated(cli: Cli, onnx_file: Path, target: Path) -> None:
     cli("checkpoint", onnx_file, "--out", target, *ONNX_ONLY, "--output", "y:logits").published()
     artifact = Artifact.open(target)
     assert [output.kind for output in artifact.manifest.outputs] == ["logits"]
     assert "top1_agreement" in artifact.manifest.drift["cpu"].outputs["y"]
 
 
-def test_an_output_that_is_not_there(cli: Cli, onnx_file: Path, target: Path) -> None:
+def test_the_kind_of_an_unknown_output_is_rejected(cli: Cli, onnx_file: Path, target: Path) -> None:
     done = cli("checkpoint", onnx_file, "--out", target, "--output", "z:logits")
     done.refused(2, "--output z: the model's outputs are y")
 
 
-def test_a_stated_bound_that_nothing_can_judge_is_an_error(cli: Cli, onnx_file: Path, target: Path) -> None:
+def test_a_stated_bound_that_applies_to_no_output_is_rejected(cli: Cli, onnx_file: Path, target: Path) -> None:
     done = cli("checkpoint", onnx_file, "--out", target, "--budget", "top1_agreement=1.0")
     done.refused(
         2, "--budget top1_agreement=1: no output is known to hold logits ('y' is of kind other)", "--output y:logits"
@@ -57,7 +57,7 @@ def test_a_stated_bound_that_nothing_can_judge_is_an_error(cli: Cli, onnx_file: 
     assert not target.parent.exists()
 
 
-def test_a_default_bound_that_nothing_judged_is_noted_where_an_output_could_be_a_classifiers() -> None:
+def test_an_unjudged_default_bound_is_noted_if_an_output_could_hold_logits() -> None:
     (note,) = check_budget(Budget(), [OUTPUT])
     assert note.startswith("top1_agreement was not judged: no output is known to hold logits ('y' is of kind other)")
     assert note.endswith("--output y:logits")
@@ -69,7 +69,7 @@ def test_a_default_bound_that_nothing_judged_is_noted_where_an_output_could_be_a
     assert check_budget(Budget.parse(["top1_agreement=1"]), with_kinds([OUTPUT], {"y": "logits"})) == []
 
 
-def test_a_stated_bound_is_not_lost_by_a_later_change() -> None:
+def test_a_stated_bound_remains_stated_when_another_is_added() -> None:
     budget = Budget.parse(["relative_l2=1"], Budget.parse(["top1_agreement=1"]))
     with pytest.raises(UsageError, match="no output is known to hold logits"):
         check_budget(budget, [OUTPUT])
@@ -94,9 +94,7 @@ def test_a_profile_over_budget_may_be_left_out_and_the_others_published(
     cli("verify", target).published()
 
 
-def test_a_profile_that_nobody_asked_for_is_written_where_it_keeps_to_the_budget(
-    cli: Cli, wide_file: Path, target: Path
-) -> None:
+def test_an_optional_profile_is_written_if_it_is_within_budget(cli: Cli, wide_file: Path, target: Path) -> None:
     cli("checkpoint", wide_file, "--out", target, *ONNX_ONLY).published()
     manifest = Artifact.open(target).manifest
     assert set(manifest.profiles) == set(manifest.drift) == set(manifest.plan.nodes) == {"cpu", "cpu-bf16", "cuda"}
@@ -112,12 +110,12 @@ def _initializers(path: Path) -> list[onnx.TensorProto]:
     return [tensor for tensor in tensors if tensor.data_type == onnx.TensorProto.BFLOAT16]
 
 
-# That of cpu on the wide model is 2.1e-3, of cpu-bf16 3.1e-3, of cuda 4.2e-3.
+# On the wide model, the drift of cpu is 2.1e-3, of cpu-bf16 3.1e-3, of cuda 4.2e-3.
 _CPU_ALONE = ("--budget", "relative_l2=2.5e-3", "--no-search")
 
 
 @pytest.mark.parametrize("flag", ["--drop-failing-profiles", "--allow-over-budget"])
-def test_a_profile_that_nobody_asked_for_is_left_out_over_budget_whatever_is_allowed(
+def test_an_optional_profile_over_budget_is_left_out_whatever_is_allowed(
     flag: str, cli: Cli, wide_file: Path, target: Path
 ) -> None:
     done = cli("checkpoint", wide_file, "--out", target, *ONNX_ONLY, *_CPU_ALONE, flag).published()
@@ -129,14 +127,14 @@ def test_a_profile_that_nobody_asked_for_is_left_out_over_budget_whatever_is_all
     assert "cpu-bf16.onnx" not in tree(target)
 
 
-def test_a_profile_that_was_asked_for_fails_the_conversion(cli: Cli, wide_file: Path, target: Path) -> None:
+def test_a_requested_profile_over_budget_fails_the_conversion(cli: Cli, wide_file: Path, target: Path) -> None:
     flags = (*ONNX_ONLY, *_CPU_ALONE, "--profile", "cpu", "--profile", "cpu-bf16")
     done = cli("checkpoint", wide_file, "--out", target, *flags)
     done.refused(1, "profile cpu-bf16, output 'y': relative_l2 is")
     assert "profile cpu," not in done.err
 
 
-def test_one_without_a_product_that_rounds_is_not_written_and_refused_where_it_was_asked_for(
+def test_cpu_bf16_without_a_product_that_rounds_is_left_out_or_rejected_if_requested(
     cli: Cli, tmp_path: Path, target: Path
 ) -> None:
     onnx.save(graphs.embedding(), tmp_path / "m.onnx")
@@ -148,7 +146,7 @@ def test_one_without_a_product_that_rounds_is_not_written_and_refused_where_it_w
     assert {*Artifact.open(target).manifest.profiles} == {"cpu", "cuda"}
 
 
-def test_one_that_does_not_run_is_left_out(
+def test_an_optional_profile_that_does_not_run_is_left_out(
     cli: Cli, wide_file: Path, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(artifact: Artifact, profile: str) -> tuple[Runtime, bool]:
@@ -163,13 +161,13 @@ def test_one_that_does_not_run_is_left_out(
     assert {*Artifact.open(target).manifest.profiles} == {"cpu", "cuda"}
 
 
-def test_when_every_profile_is_over_none_is_left_out(cli: Cli, onnx_file: Path, target: Path) -> None:
+def test_if_every_profile_is_over_budget_the_conversion_fails(cli: Cli, onnx_file: Path, target: Path) -> None:
     flags = (*ONNX_ONLY, "--budget", "relative_l2=1e-9", "--no-search", "--drop-failing-profiles")
     cli("checkpoint", onnx_file, "--out", target, *flags).refused(1, "Every profile is over budget", "profile cuda")
     assert not target.parent.exists()
 
 
-def test_a_bound_of_a_quantile_is_kept_and_judged(cli: Cli, onnx_file: Path, target: Path) -> None:
+def test_a_bound_on_a_quantile_is_stored_and_judged(cli: Cli, onnx_file: Path, target: Path) -> None:
     flags = ("checkpoint", onnx_file, "--out", target, *ONNX_ONLY, "--profile", "cpu", "--no-search")
     cli(*flags, "--budget", "relative_l2.worst=1e-9").refused(1, "relative_l2.worst is", "at most 1e-09")
     cli(*flags, "--budget", "relative_l2.p99=1").published()
@@ -178,7 +176,7 @@ def test_a_bound_of_a_quantile_is_kept_and_judged(cli: Cli, onnx_file: Path, tar
 
 
 def _rivals(path: Path, apart: float) -> Path:
-    """A classifier of eight, two of which always lead, the second by ``apart`` of the first; x [batch, 32] → y."""
+    """Write a classifier of eight classes; two always lead, the second by a factor 1 + ``apart``. x [batch, 32] → y."""
     weight = np.zeros((32, 8), np.float32)
     weight[:, 0] = graphs.values(32)
     weight[:, 1] = weight[:, 0] * np.float32(1 + apart)
@@ -191,17 +189,17 @@ def _rivals(path: Path, apart: float) -> Path:
     return path
 
 
-def test_a_changed_answer_is_refused_where_its_numbers_hardly_change(cli: Cli, tmp_path: Path, target: Path) -> None:
-    """In bf16 the two are one, and the first of equals is chosen."""
+def test_a_changed_top_class_is_rejected_though_the_numbers_hardly_change(
+    cli: Cli, tmp_path: Path, target: Path
+) -> None:
+    """In bf16 the two leading classes are equal, and the first of equal classes is chosen."""
     source = _rivals(tmp_path / "rivals.onnx", apart=2**-12)
     flags = ("--output", "y:logits", "--profile", "cpu", "--no-search", *ONNX_ONLY)
     done = cli("checkpoint", source, "--out", target, *flags).refused(1, "output 'y': top1_agreement is")
     assert "relative_l2" not in done.err
 
 
-def test_an_answer_that_fp32_cannot_tell_from_another_is_not_a_changed_one(
-    cli: Cli, tmp_path: Path, target: Path
-) -> None:
+def test_a_tie_in_fp32_does_not_count_as_a_changed_top_class(cli: Cli, tmp_path: Path, target: Path) -> None:
     source = _rivals(tmp_path / "rivals.onnx", apart=2**-22)
     cli("checkpoint", source, "--out", target, "--output", "y:logits", "--no-search", *ONNX_ONLY).published()
     drift = Artifact.open(target).manifest.drift["cpu"].outputs["y"]
@@ -209,7 +207,7 @@ def test_an_answer_that_fp32_cannot_tell_from_another_is_not_a_changed_one(
 
 
 def test_an_export_over_budget_is_never_dropped(small: Artifact, target: Path) -> None:
-    """It was asked for by name, and may hold the weights that the others are restored from."""
+    """The user requested it by name, and it may hold the weights from which the others are restored."""
     entry = ExportEntry(files=["model.safetensors"], precision="bf16-weights", verified="host")
     manifest = small.manifest.amended(exports={"safetensors": entry})
     options = Options(source=target, target=parse_target(target), drop_failing_profiles=True)

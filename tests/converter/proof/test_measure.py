@@ -1,4 +1,4 @@
-"""Drift over samples, and the batch axis: declared only when two samples together give what they give apart."""
+"""Drift over samples, and the batch axis: declared only if two samples give the same outputs together as apart."""
 
 from __future__ import annotations
 
@@ -78,13 +78,13 @@ def _only_singles(x: Array) -> Array:
         (lambda x: x * np.float32(1 + 1e-6 * len(x)), 0),  # sums in another order: fp32 noise
         (lambda x: x - x.mean(0), None),  # mixes samples
         (lambda x: x * len(x), None),
-        (lambda x: x[:1], None),  # answers for one
+        (lambda x: x[:1], None),  # gives one row only
         (lambda x: np.where(len(x) > 1, np.nan, x), None),
         (_only_singles, None),
     ],
     ids=["apart", "noise", "mean", "count", "first", "nan", "fixed"],
 )
-def test_the_batch_axis_is_what_running_two_together_shows(
+def test_the_batch_axis_is_found_by_running_two_samples_together(
     function: Callable[[Array], Array], axis: int | None
 ) -> None:
     assert batch_axis(Computed(function), IN, OUT, PAIR) == axis
@@ -101,7 +101,9 @@ def test_the_batch_axis_is_what_running_two_together_shows(
     ],
     ids=["fixed input", "fixed output", "scalar output", "two names", "scalar input"],
 )
-def test_shapes_alone_rule_a_batch_axis_out(inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...]) -> None:
+def test_shapes_alone_can_rule_out_a_batch_axis(
+    inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...]
+) -> None:
     assert batch_axis(Computed(lambda x: x), inputs, outputs, PAIR) is None
 
 
@@ -111,10 +113,10 @@ def test_two_feeds_of_one_row_and_the_same_shape_are_a_pair() -> None:
 
     feeds = [row(1, 2), row(1, 2, 3), row(4, 5, 6)]
     assert batch_axis(Computed(lambda x: x * 2), IN, OUT, feeds) == 0
-    assert batch_axis(Computed(lambda x: x * 2), IN, OUT, feeds[:2]) is None  # no two alike: nothing was seen
+    assert batch_axis(Computed(lambda x: x * 2), IN, OUT, feeds[:2]) is None  # no pair: nothing was compared
 
 
-def test_a_proved_batch_has_one_name_at_every_edge() -> None:
+def test_a_proved_batch_axis_has_one_name_in_inputs_and_outputs() -> None:
     assert named_alike(OUT, "n") == (TensorSpec("y", "float32", ("n", 4)),)
 
 
@@ -128,21 +130,21 @@ def test_drift_is_summarised_over_the_rows_of_all_feeds() -> None:
     assert summarise(drifts(expected, found, OUT, None))["y"].samples == 2
 
 
-def test_every_sample_needs_its_answer() -> None:
+def test_a_sample_without_an_output_is_an_error() -> None:
     feeds = [{"x": np.ones((1, 4), np.float32)}] * 2
     expected = list(answers(Computed(lambda x: x), feeds))
     with pytest.raises(ValueError, match="1 answers to 2 samples"):
         drifts(expected, expected[:1], OUT, 0)
 
 
-def test_a_reference_that_answers_nan_is_refused_with_the_sample_that_did_it() -> None:
+def test_a_reference_that_gives_nan_is_rejected_and_the_sample_is_named() -> None:
     feeds = tuple({"x": np.full((1, 4), value, np.float32)} for value in (1, np.inf, np.nan))
     with pytest.raises(SamplesError, match=r"gives NaN for sample 2 of the test \(output 'y', 4 of 4 values\)"):
         spool(Computed(lambda x: x), Samples(feeds, "the test"), None)
 
 
 @pytest.mark.long
-def test_answers_of_a_large_vocabulary_are_never_held_together() -> None:
-    """60 samples of 32 tokens over 20,000 words are 154 MB, twice: the reference's and the profile's."""
+def test_outputs_of_a_large_vocabulary_are_never_in_memory_all_at_once() -> None:
+    """60 samples of 32 tokens over 20,000 words are 154 MB for the reference, and as much again for the profile."""
     peak, one = map(int, measured_alone(LARGE_VOCABULARY).split())
     assert peak < 12 * one, f"{peak / one:.1f} answers at the peak"

@@ -1,4 +1,4 @@
-"""The reference with its weights moved by a few ulps: what another program might answer, from mapped files."""
+"""The reference with its weights moved by a few ulps, as a model for another fp32 program; its weights are mapped."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ print(*opened(large))
 
 @pytest.mark.long
 @pytest.mark.parametrize("given", ["artifact", "source"])
-def test_its_weights_are_mapped(tmp_path: Path, given: str) -> None:
-    """Eight tables of 6.4 MB: one at a time is moved, in blocks that take 16 MB beside it."""
+def test_the_nudged_weights_are_mapped(tmp_path: Path, given: str) -> None:
+    """The model has eight tables of 6.4 MB; they are nudged one at a time, in blocks that take another 16 MB."""
     small = artifacts.write_tables(tmp_path / "small" / "1", rows=64).path
     large = artifacts.write_tables(tmp_path / "large" / "1", rows=25_000).path
     peak, size = map(int, measured_alone(LOAD, str(small), str(large), str(tmp_path), given).split())
@@ -54,7 +54,7 @@ def test_its_weights_are_mapped(tmp_path: Path, given: str) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["large", "small"]
 
 
-def test_answers_move_by_noise(tmp_path: Path) -> None:
+def test_outputs_move_by_fp32_noise(tmp_path: Path) -> None:
     artifact = artifacts.write_mlp(tmp_path / "1")
     feed = artifact.golden().inputs
     expected = load_reference(artifact).run(feed)["y"]

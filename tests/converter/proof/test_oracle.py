@@ -1,4 +1,4 @@
-"""The reference is certified against the source's own answers, given before anything was done to it."""
+"""The reference is certified against the source's own outputs, computed before the converter changes anything."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _never(_random: np.random.Generator) -> Runtime:
 
 
 class Nudged:
-    """Stands for the reference with nudged weights: gives what it was made with."""
+    """A stand-in for the reference with nudged weights; it returns the output that it was made with."""
 
     def __init__(self, output: NDArray[Any] | None) -> None:
         self.output = output
@@ -68,7 +68,7 @@ def test_the_figure_is_in_the_manifest_and_the_closing_lines(cli: Cli, mlp: Arti
 
 
 @pytest.mark.parametrize("residual", [(), ("--no-residual",)])
-def test_an_onnx_file_answers_before_anything_is_done_to_it(
+def test_an_onnx_file_runs_before_the_converter_changes_it(
     cli: Cli, onnx_file: Path, target: Path, residual: tuple[str, ...]
 ) -> None:
     out = cli("checkpoint", onnx_file, "--out", target, *ONNX_ONLY, *residual).published().out
@@ -88,7 +88,7 @@ def test_a_module_saved_whole_has_an_oracle_too(cli: Cli, target: Path, tmp_path
 
 
 class Ill(nn.Module):
-    """Forty layers that each double a difference: fp32 noise grows to 1e-5 and more."""
+    """Forty layers that each double a difference, so fp32 noise grows to 1e-5 and more."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class Ill(nn.Module):
 
 
 @pytest.mark.long
-def test_a_model_that_amplifies_fp32_noise_is_given_its_own_bound(cli: Cli, target: Path, tmp_path: Path) -> None:
+def test_a_model_that_amplifies_fp32_noise_gets_its_own_bound(cli: Cli, target: Path, tmp_path: Path) -> None:
     torch.save(seeded(Ill()).state_dict(), tmp_path / "ill.pt")
     arguments = ("--model", f"{__name__}:Ill", "--input", "x:float32:batch,64", "--allow-over-budget", *ONNX_ONLY)
     done = cli("checkpoint", tmp_path / "ill.pt", "--out", target, *arguments).published()
@@ -112,21 +112,21 @@ def test_a_model_that_amplifies_fp32_noise_is_given_its_own_bound(cli: Cli, targ
     assert ("amplifies fp32 noise" in done.out) == (figure.bound > 1e-3)
 
 
-def test_a_reference_that_is_not_the_source_is_refused_with_all_that_is_known() -> None:
+def test_a_reference_that_differs_from_its_source_is_rejected_with_the_figures() -> None:
     with pytest.raises(ConversionError) as refused:
         certify(_answering(Y), FEED, [{"y": np.abs(Y)}], lambda _random: Nudged(np.abs(Y) * np.float32(1 + 1e-6)))
     for said in ("'y'", "relative_l2 is 1.07", "max_abs 4", "at most 3.81e-06", "(a test)", "nothing published"):
         assert said in str(refused.value)
 
 
-def test_fp32_noise_passes_without_measuring_the_models_own() -> None:
+def test_fp32_noise_passes_without_measuring_the_models_own_noise() -> None:
     noisy = Y * np.float32(1 + 2e-7)
     entry = certify(_answering(Y), FEED, [{"y": noisy}], _never)
     assert entry.outputs["y"].bound == FLOOR
     assert 0 < entry.outputs["y"].relative_l2 < 1e-6
 
 
-def test_noise_that_the_model_itself_has_passes() -> None:
+def test_a_difference_as_large_as_the_models_own_noise_passes() -> None:
     entry = certify(_answering(Y), FEED, [{"y": Y * np.float32(1.01)}], lambda _random: Nudged(Y * np.float32(1.015)))
     assert entry.outputs["y"].relative_l2 == pytest.approx(0.0099, rel=1e-2)
     assert 0.015 < entry.outputs["y"].bound < 0.03
@@ -146,7 +146,7 @@ def test_the_nudged_reference_is_closed_and_may_fail() -> None:
     assert all(runtime.closed for runtime in opened)
 
 
-def test_indices_are_exact_but_where_noise_flips_them() -> None:
+def test_indices_must_be_exact_except_where_noise_flips_them() -> None:
     own, tied, wrong = np.array([3, 5]), np.array([3, 6]), np.array([4, 5])
     entry = certify(_answering(own), FEED, [{"y": tied}], lambda _random: Nudged(own))
     assert entry.outputs["y"].relative_l2 == 0
@@ -154,7 +154,7 @@ def test_indices_are_exact_but_where_noise_flips_them() -> None:
         certify(_answering(own), FEED, [{"y": wrong}], lambda _random: Nudged(wrong))
 
 
-def test_an_output_that_the_source_does_not_have_is_refused() -> None:
+def test_an_output_that_the_source_does_not_have_is_rejected() -> None:
     with pytest.raises(ConversionError, match="has an output 'z', which the source lacks; the source has y"):
         certify(_answering(Y), FEED, [{"z": Y}], _never)
 
@@ -170,7 +170,7 @@ def _source(answers: Any) -> Source:
     )
 
 
-def test_a_source_that_cannot_answer_is_recorded_as_not_checked(tmp_path: Path) -> None:
+def test_a_source_that_cannot_run_is_recorded_as_not_checked(tmp_path: Path) -> None:
     entry = certify(ask(_source(None), FEED, tmp_path), FEED, [{"y": Y}], _never)
     assert not entry.checked
     assert next(oracle.remarks(entry)) == (
@@ -197,7 +197,7 @@ def test_a_source_that_draws_random_numbers_is_recorded_as_not_checked(tmp_path:
     assert "gives different outputs for the same input" in ask(_source(drawing), FEED, tmp_path).how
 
 
-def test_answers_lie_on_the_disk_and_leave_nothing_there(tmp_path: Path) -> None:
+def test_outputs_are_stored_without_leaving_a_file_behind(tmp_path: Path) -> None:
     def answering(feeds: Sequence[Feeds]) -> Iterator[Feeds]:
         yield from ({"y": Y, "s": np.array([b"word"], object)} for _ in feeds)
 
@@ -207,7 +207,7 @@ def test_answers_lie_on_the_disk_and_leave_nothing_there(tmp_path: Path) -> None
     assert tree(tmp_path) == []
 
 
-def test_a_module_that_exporting_changes_is_refused(
+def test_a_module_that_exporting_changes_is_rejected(
     cli: Cli, mlp_file: Path, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     export = onnx_export.to_onnx
@@ -224,7 +224,7 @@ def test_a_module_that_exporting_changes_is_refused(
 
 
 def test_a_file_in_half_precision_is_judged_by_its_own_noise(cli: Cli, target: Path, tmp_path: Path) -> None:
-    """Its products are fp16: ONNX Runtime rounds each, the reference none."""
+    """ONNX Runtime rounds its fp16 product; the reference does not."""
     weight = helper.make_tensor(
         "h", TensorProto.FLOAT16, (32, 32), graphs.values(32, 32).astype(np.float16).tobytes(), True
     )

@@ -1,4 +1,4 @@
-"""Inner values of two graphs, compared by name."""
+"""Comparing the inner values of two graphs by name."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def scaled(model: ModelProto, weight: str, factor: float) -> ModelProto:
 
 
 def test_each_inner_value_is_compared_by_name(tmp_path: Path) -> None:
-    """A first weight a hundredth too large: what comes before its bias is a hundredth off, what follows is not less."""
+    """With the first weight 1% too large, its product is 1% off: a power ratio of 1e-4. The output is off as well."""
     model = graphs.mlp()
     feeds = [{"x": graphs.values(4, 16, seed=seed)} for seed in (0, 1)]
     powers = compare(graph(model, tmp_path), graph(scaled(model, "w0", 1.01), tmp_path), feeds)
@@ -50,7 +50,7 @@ def test_a_graph_equals_itself(tmp_path: Path) -> None:
     assert {power.ratio for power in compare(model, model, [{"x": graphs.values(4, 16)}]).values()} == {0.0}
 
 
-def test_chunks_change_nothing_but_how_many_values_are_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_change_only_how_many_values_are_held_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = graphs.mlp((16, 16, 16, 16, 16, 16, 16))
     sides = graph(model, tmp_path), graph(scaled(model, "w0", 1.01), tmp_path)
     feeds = [{"x": graphs.values(4, 16)}]
@@ -67,8 +67,8 @@ def test_chunks_change_nothing_but_how_many_values_are_held(tmp_path: Path, monk
     assert held == [8, 8, 3, 3, 3, 3, 3, 3], "8 values to learn how large they are, then 3 of 256 bytes at a time"
 
 
-def test_figures_are_those_of_the_whole_graph_with_every_value_given(tmp_path: Path) -> None:
-    """No node is left out that a value needs, and none is computed otherwise because others are left out."""
+def test_figures_equal_those_of_one_run_that_returns_every_value(tmp_path: Path) -> None:
+    """Every node that a value needs runs, and leaving out other nodes does not change the value."""
     model = graphs.mlp((16, 32, 32, 8))
     other, feed = scaled(model, "w1", 1.01), {"x": graphs.values(4, 16)}
     expected, found = (everything(each, feed) for each in (model, other))
@@ -80,7 +80,7 @@ def test_figures_are_those_of_the_whole_graph_with_every_value_given(tmp_path: P
 
 
 def everything(model: ModelProto, feed: Feeds) -> Feeds:
-    """All that the nodes of ``model`` give, from one session."""
+    """Return the outputs of all nodes of ``model``, from one session."""
     names = [name for node in model.graph.node for name in node.output]
     whole = ModelProto.FromString(model.SerializeToString())
     del whole.graph.output[:]
@@ -90,8 +90,8 @@ def everything(model: ModelProto, feed: Feeds) -> Feeds:
     return OnnxRuntime(whole.SerializeToString(), inputs, outputs, precision="fp32").run(feed)
 
 
-def test_what_the_body_of_a_node_reads_is_there(tmp_path: Path) -> None:
-    """``y`` needs ``h`` through the branches of an If alone."""
+def test_values_that_only_the_body_of_a_node_reads_are_computed(tmp_path: Path) -> None:
+    """``y`` needs ``h`` only through the branches of an If."""
     branches = [
         helper.make_graph([helper.make_node(op, ["h"], [op])], op, [], [graphs.edge(op, ["n", 4])])
         for op in ("Neg", "Abs")
@@ -107,8 +107,8 @@ def test_what_the_body_of_a_node_reads_is_there(tmp_path: Path) -> None:
     assert compare(side, side, feeds, {"y"}).keys() == {"y"}
 
 
-def test_nodes_that_no_asked_value_needs_do_not_run(tmp_path: Path) -> None:
-    """Reshaping to an impossible shape would fail."""
+def test_nodes_that_no_requested_value_needs_do_not_run(tmp_path: Path) -> None:
+    """The Reshape to an impossible shape would fail if it ran."""
     nodes = [
         helper.make_node("Relu", ["x"], ["h"]),
         helper.make_node("Reshape", ["h", "shape"], ["y"]),
@@ -121,7 +121,7 @@ def test_nodes_that_no_asked_value_needs_do_not_run(tmp_path: Path) -> None:
         compare(side, side, feeds, {"y"})
 
 
-def test_a_value_of_another_shape_is_not_compared(tmp_path: Path) -> None:
+def test_values_of_different_shapes_are_not_compared(tmp_path: Path) -> None:
     def transposed(perm: list[int]) -> ModelProto:
         nodes = [
             helper.make_node("Transpose", ["x"], ["t"], perm=perm),
@@ -185,7 +185,7 @@ print(peak.bytes - before, 3 * 4 * 2048 * 2048)
 
 
 def test_weights_of_products_are_not_copied(tmp_path: Path) -> None:
-    """Two graphs of 50 MB are open at once: packed for speed, their weights would be in memory twice."""
+    """Two graphs of 50 MB are open at once; weights packed for speed would be in memory a second time."""
     (tmp_path / "small").mkdir()
     (tmp_path / "large").mkdir()
     peak, size = map(int, measured_alone(PROBE, str(tmp_path)).split())

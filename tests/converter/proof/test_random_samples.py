@@ -1,4 +1,4 @@
-"""Samples for models that came without: seeded, of the shapes asked for, and never an index outside its table."""
+"""Random samples for models without samples: seeded, of the declared shapes, and with no index outside its table."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def input_named(model: ir.Model, name: str) -> ir.Value:
 
 
 def through_ops(rows: int) -> onnx.ModelProto:
-    """ids int64 [batch] → Cast → Unsqueeze → Gather rows of ``table``; a smaller ``types`` table reads them too."""
+    """ids int64 [batch] → Cast → Unsqueeze → Gather rows of ``table``; another Gather reads a smaller ``types``."""
     return graphs.model(
         [
             helper.make_node("Cast", ["ids"], ["i"], to=TensorProto.INT32),
@@ -56,7 +56,7 @@ def test_an_index_stays_within_the_table_it_reads() -> None:
     assert ids.max() == 4
 
 
-def test_the_smallest_of_several_tables_bounds_it_also_through_casts_and_reshapes() -> None:
+def test_the_smallest_table_bounds_an_index_also_through_casts_and_reshapes() -> None:
     assert index_bound(input_named(read(through_ops(rows=3)), "ids")) == 3
     assert index_bound(input_named(read(through_ops(rows=50)), "ids")) == 7
 
@@ -66,7 +66,7 @@ def test_an_input_that_indexes_nothing_has_no_bound() -> None:
 
 
 @pytest.mark.parametrize(("axis", "bound"), [(0, 100), (1, 8), (-1, 8), (-2, 100), (2, None), (2**40, None)])
-def test_an_axis_that_the_table_has_not_bounds_nothing(axis: int, bound: int | None) -> None:
+def test_the_axis_of_a_gather_selects_the_bound_and_an_invalid_axis_gives_none(axis: int, bound: int | None) -> None:
     proto = graphs.embedding(100, 8)
     gather = next(node for node in proto.graph.node if node.op_type == "Gather")
     gather.attribute.append(helper.make_attribute("axis", axis))
@@ -74,7 +74,7 @@ def test_an_axis_that_the_table_has_not_bounds_nothing(axis: int, bound: int | N
 
 
 @pytest.mark.parametrize("op", ["Gather", "Equal"])
-def test_another_domains_operators_say_nothing_of_an_index(op: str) -> None:
+def test_operators_of_another_domain_give_no_bound(op: str) -> None:
     node = helper.make_node(op, ["x"], ["y"], domain="own", axis="last")
     edges = [graphs.edge("x", [1], TensorProto.INT64)], [graphs.edge("y", [1])]
     value = ir.from_proto(graphs.model([node], *edges)).graph.inputs[0]
@@ -91,7 +91,7 @@ def test_the_same_seed_gives_the_same_samples_and_another_gives_others() -> None
     assert not np.array_equal(first[0]["x"], other[0]["x"])
 
 
-def test_every_dtype_gets_values_of_its_own_and_shapes_agree_between_inputs() -> None:
+def test_every_dtype_gets_fitting_values_and_inputs_agree_on_free_dimensions() -> None:
     specs = (
         TensorSpec("x", "float32", ("n", "length", 3)),
         TensorSpec("y", "float16", ("n", "length")),
@@ -106,7 +106,7 @@ def test_every_dtype_gets_values_of_its_own_and_shapes_agree_between_inputs() ->
         assert np.isfinite(feed["x"]).all()
 
 
-def test_the_samples_say_where_they_came_from() -> None:
+def test_the_samples_state_their_origin() -> None:
     model = read(graphs.mlp())
     assert generate(input_specs(model), model, None, seed=7).origin == "random inputs (seed 7)"
 
@@ -132,7 +132,7 @@ def test_an_integer_that_is_compared_with_constants_takes_one_of_them() -> None:
     assert {int(feed["rate"]) for feed in feeds} == {8_000, 16_000}
 
 
-def test_pictures_of_bytes_use_all_their_values() -> None:
+def test_uint8_images_use_the_whole_range_of_values() -> None:
     spec = TensorSpec("image", "uint8", ("n", "height", "width", 3))
     feed = generate([spec], read(graphs.mlp()), None, seed=0).feeds[0]["image"]
     assert feed.shape == (ROWS, 64, 64, 3)
@@ -151,21 +151,21 @@ def _runs_when(fits: Callable[[dict[str, np.ndarray]], bool]) -> Callable[[Seque
 @pytest.mark.parametrize(
     ("shape", "fits"),
     [
-        (("n", 3, "h", "w"), lambda x: x.shape[2:] == (48, 192)),  # a line of print
+        (("n", 3, "h", "w"), lambda x: x.shape[2:] == (48, 192)),  # a line of printed text
         (("n", "h", "w", 3), lambda x: x.shape[1:3] == (224, 224)),
         (("n", 4), lambda x: len(x) == 1),  # keeps a state of one row
-        (("n", "time"), lambda x: x.shape[1] == 576),  # a window of sound
+        (("n", "time"), lambda x: x.shape[1] == 576),  # a window of audio
     ],
 )
-def test_sizes_that_the_source_does_not_run_on_are_passed_over(shape: tuple[int | str, ...], fits: object) -> None:
+def test_sizes_that_the_source_does_not_run_on_are_skipped(shape: tuple[int | str, ...], fits: object) -> None:
     specs = (TensorSpec("x", "float32", shape),)
     runs = _runs_when(lambda feed: fits(feed["x"]))  # type: ignore[operator]
     found = generate(specs, read(graphs.mlp()), None, seed=0, runs=runs)
     assert all(fits(feed["x"]) for feed in found.feeds)  # type: ignore[operator]
 
 
-def test_where_nothing_runs_the_first_sizes_are_taken() -> None:
-    """What is wrong, and how to give samples, is said by whoever runs the model next."""
+def test_if_no_sizes_run_the_first_sizes_are_used() -> None:
+    """The next run of the model reports what is wrong and how to give samples."""
     specs = (TensorSpec("x", "float32", ("n", 2)),)
     tried: list[int] = []
 
@@ -180,7 +180,7 @@ def test_where_nothing_runs_the_first_sizes_are_taken() -> None:
 
 
 def test_a_source_that_cannot_be_loaded_is_not_tried_again() -> None:
-    """Its inputs may be of millions of numbers, as damaged files declare them."""
+    """A damaged file may declare inputs of millions of numbers, so each further try would be expensive."""
     tried: list[int] = []
 
     def runs(feeds: Sequence[dict[str, np.ndarray]]) -> None:
@@ -193,7 +193,7 @@ def test_a_source_that_cannot_be_loaded_is_not_tried_again() -> None:
 
 
 @pytest.mark.parametrize("build", [graphs.mlp, graphs.embedding, graphs.conv_bn, graphs.if_branches, graphs.loop])
-def test_they_fit_the_models_they_are_for(build: object, tmp_path: Path) -> None:
+def test_samples_fit_the_inputs_of_their_model(build: object, tmp_path: Path) -> None:
     model = read(build())  # type: ignore[operator]
     for feed in generate(input_specs(model), model, None, seed=0).feeds:
         check_feeds(input_specs(model), feed)

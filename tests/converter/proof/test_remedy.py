@@ -1,4 +1,4 @@
-"""Where a profile leaves the expected line, and what mends it: on models of which both are known."""
+"""Where a profile falls below the expected line, and which remedy helps, on models for which both are known."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ def drift(path: Path, profile: str) -> float:
         (troubled.sharp_softmax(), "cuda", "softmax", {"query", "key", "scores", "softmax"}),
     ],
 )
-def test_the_guilty_node_is_named_and_the_pattern_mends_it(
+def test_the_node_at_fault_is_named_and_the_suggested_pattern_reduces_drift(
     cli: Cli, target: Path, model: ModelProto, profile: str, guilty: str, kept: set[str]
 ) -> None:
-    """Converting again with the pattern that was printed brings drift down, to what was foretold."""
+    """Converting again with the suggested ``--keep-fp32`` pattern reduces drift to the predicted value."""
     found = explained(cli, model, target, profile)
     assert isinstance(found["leaves"], dict)
     assert isinstance(found["remedy"], dict)
@@ -67,21 +67,21 @@ def test_the_guilty_node_is_named_and_the_pattern_mends_it(
     assert drift(mended, profile) == pytest.approx(foretold, rel=0.5), "the samples differ: golden ones, and all"
 
 
-def test_nothing_is_blamed_where_rounding_does_what_it_should(cli: Cli, target: Path) -> None:
+def test_no_node_is_blamed_if_rounding_costs_what_is_expected(cli: Cli, target: Path) -> None:
     found = explained(cli, graphs.mlp((64,) * 9), target, "cuda")
     assert (found["ails"], found["leaves"], found["remedy"]) == (False, None, None)
 
 
 @pytest.mark.parametrize("given", ["x", "w0"])
-def test_an_output_that_no_node_computes_leaves_no_line(cli: Cli, target: Path, given: str) -> None:
+def test_an_output_that_no_node_computes_is_not_below_the_line(cli: Cli, target: Path, given: str) -> None:
     model = graphs.mlp()
     model.graph.output.append(graphs.edge(given, ["batch", 16] if given == "x" else [16, 32]))
     assert explained(cli, model, target, "cpu")["ails"] is False
 
 
 @pytest.mark.parametrize("profile", ["cpu", "cuda"])
-def test_a_trial_that_keeps_nothing_more_is_the_profile_itself(cli: Cli, target: Path, profile: str) -> None:
-    """Islands that a search found, and those the owner asked for, are islands in every trial."""
+def test_a_trial_without_further_islands_equals_the_profile(cli: Cli, target: Path, profile: str) -> None:
+    """Islands that a search found, and islands that the user requested, stay in fp32 in every trial."""
     source = target.parents[2] / "model.onnx"
     onnx.save(troubled.cancellation(), source)
     cli("checkpoint", source, "--out", target, *ONNX_ONLY, "--keep-fp32", "^first$").published()
@@ -96,7 +96,7 @@ def test_a_trial_that_keeps_nothing_more_is_the_profile_itself(cli: Cli, target:
 
 
 def test_a_trial_folds_batchnorm_where_the_conversion_did(cli: Cli, tmp_path: Path, target: Path) -> None:
-    """Weights that were bf16 are kept as they are; a trial that folded them would round them, at 56 dB."""
+    """Weights that are bf16 in the source stay unchanged. A trial that folded BatchNorm would round them, at 56 dB."""
     source = tmp_path / "model.safetensors"
     save_file({name: _bf16(tensor) for name, tensor in seeded(Cnn()).state_dict().items()}, source)
     model = ("--model", "architectures:Cnn", "--input", "x:float32:batch,3,16,16")
@@ -113,6 +113,6 @@ def _bf16(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.bfloat16() if tensor.is_floating_point() else tensor
 
 
-def test_names_are_matched_as_they_are() -> None:
+def test_the_pattern_escapes_special_characters_in_names() -> None:
     assert pattern(("/model/a.1", "b")) == r"^(/model/a\.1|b)$"
     assert pattern(("a+",)) == r"^a\+$"

@@ -1,4 +1,4 @@
-"""``bf16-convert explain EVIDENCE`` as its users meet it."""
+"""``bf16-convert explain EVIDENCE`` on the command line."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VERDICT = {"state": "over", "cause": "rounding", "output": "y", "metric": "relat
 
 @pytest.fixture(scope="module")
 def ailing(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
-    """Over budget by cancellation, whatever it is asked."""
+    """Return an artifact that is over budget on every input, because of cancellation."""
     from converter.cli import run
 
     directory = tmp_path_factory.mktemp("ailing")
@@ -33,7 +33,7 @@ def ailing(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
 
 
 def breach(artifact: Artifact, profile: str = "cpu") -> Evidence:
-    """What a server would keep of a row that it answered with ``artifact``."""
+    """Return the evidence that a server would keep of one row that it ran on ``artifact``."""
     feeds = {name: array[:1] for name, array in artifact.golden().inputs.items()}
     runtime, reference = load(artifact, profile), load_reference(artifact)
     served, expected = runtime.run(feeds), reference.run(feeds)
@@ -62,9 +62,7 @@ def save(evidence: Evidence, path: Path) -> Path:
     return path
 
 
-def test_the_layer_is_named_where_the_model_left_the_line_on_this_very_input(
-    cli: Cli, ailing: Artifact, tmp_path: Path
-) -> None:
+def test_the_layer_that_falls_below_the_line_on_this_input_is_named(cli: Cli, ailing: Artifact, tmp_path: Path) -> None:
     said = cli("explain", save(breach(ailing), tmp_path / "e"), "--artifact", ailing.path).published().out
     assert "Evidence of model 'm' version 1, profile cpu (bf16-weights): 1 of the 8 rows of a request" in said
     assert "over, cause rounding, relative_l2 of output 'y' at 3.5 × its budget" in said
@@ -73,7 +71,7 @@ def test_the_layer_is_named_where_the_model_left_the_line_on_this_very_input(
     assert said.rstrip().endswith("--keep-fp32 '^(left|right)$'")
 
 
-def test_what_the_artifact_does_not_give_was_damaged_where_it_was_served(
+def test_an_output_that_the_artifact_does_not_reproduce_is_blamed_on_the_server(
     cli: Cli, small: Artifact, tmp_path: Path
 ) -> None:
     found = breach(small)
@@ -85,7 +83,7 @@ def test_what_the_artifact_does_not_give_was_damaged_where_it_was_served(
     assert "Every output has the SQNR expected of rounding to bf16" in said
 
 
-def test_no_remedy_is_looked_for_where_the_artifact_is_not_what_served(
+def test_no_remedy_is_searched_if_the_artifact_does_not_reproduce_the_output(
     cli: Cli, ailing: Artifact, tmp_path: Path
 ) -> None:
     found = breach(ailing)
@@ -95,7 +93,9 @@ def test_no_remedy_is_looked_for_where_the_artifact_is_not_what_served(
     assert said.rstrip().endswith("No remedy was looked for, because the artifact does not give what was served.")
 
 
-def test_answers_that_were_not_finite_are_told_apart_too(cli: Cli, small: Artifact, tmp_path: Path) -> None:
+def test_a_served_output_that_was_not_finite_counts_as_not_reproduced(
+    cli: Cli, small: Artifact, tmp_path: Path
+) -> None:
     found = breach(small)
     (name,) = found.served
     broken = found.served[name].copy()
@@ -108,7 +108,7 @@ def test_answers_that_were_not_finite_are_told_apart_too(cli: Cli, small: Artifa
     assert told["again"][0]["reproduced"] is False
 
 
-def test_another_reference_is_told_first(cli: Cli, small: Artifact, tmp_path: Path) -> None:
+def test_a_reference_with_a_different_output_is_reported(cli: Cli, small: Artifact, tmp_path: Path) -> None:
     found = breach(small)
     (name,) = found.served
     other = replace(found, reference={name: found.reference[name] * np.float32(-1)})
@@ -116,7 +116,7 @@ def test_another_reference_is_told_first(cli: Cli, small: Artifact, tmp_path: Pa
     assert "The fp32 reference gives a different output" in said
 
 
-def test_as_json_every_layer_is_there_and_no_payload(cli: Cli, ailing: Artifact, tmp_path: Path) -> None:
+def test_json_has_the_diagnosis_and_no_payload(cli: Cli, ailing: Artifact, tmp_path: Path) -> None:
     said = cli("explain", save(breach(ailing), tmp_path / "e"), "--artifact", ailing.path, "--json").published().out
     told = json.loads(said)
     assert told["evidence"]["model"] == "m"
@@ -125,7 +125,7 @@ def test_as_json_every_layer_is_there_and_no_payload(cli: Cli, ailing: Artifact,
     assert "input:" not in said
 
 
-def test_bad_input_is_told_in_one_line(cli: Cli, ailing: Artifact, small: Artifact, tmp_path: Path) -> None:
+def test_bad_input_is_reported_in_one_line(cli: Cli, ailing: Artifact, small: Artifact, tmp_path: Path) -> None:
     good = save(breach(ailing), tmp_path / "good")
     (tmp_path / "text").write_text("hello")
     found = breach(ailing)

@@ -1,4 +1,4 @@
-"""A graph of a conversion run for itself: where its weights lie meanwhile."""
+"""Running a graph during a conversion: where its weights are stored meanwhile."""
 
 from __future__ import annotations
 

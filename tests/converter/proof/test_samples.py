@@ -1,4 +1,4 @@
-"""Calibration samples: files, directories and functions, and each way in which they can be wrong."""
+"""Calibration samples: files, directories and functions, and the errors that they can have."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def test_a_function_yields_feeds() -> None:
     assert found.origin == "feeders:three"
 
 
-def test_of_an_endless_function_no_more_is_asked_than_is_used() -> None:
+def test_an_endless_function_is_read_only_up_to_the_limit() -> None:
     assert len(load("feeders:endless", _X).feeds) == LIMIT
 
 
-def test_an_array_that_is_not_contiguous_becomes_so(tmp_path: Path) -> None:
+def test_an_array_that_is_not_contiguous_is_made_contiguous(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", x=np.asfortranarray(_rows(3)["x"]))
     assert load(str(tmp_path / "a.npz"), _X).feeds[0]["x"].flags.c_contiguous
 
@@ -68,7 +68,7 @@ def test_an_array_that_is_not_contiguous_becomes_so(tmp_path: Path) -> None:
         ("feeders:ragged", "sample 0: input 'x' is not an array: ValueError: setting an array element"),
     ],
 )
-def test_what_names_no_usable_samples(given: str, said: str) -> None:
+def test_unusable_samples_are_rejected_with_the_reason(given: str, said: str) -> None:
     with pytest.raises(SamplesError if "import" not in said and "absent" not in given else Exception) as refused:
         load(given, _X)
     assert said in str(refused.value)
@@ -85,7 +85,7 @@ def test_what_names_no_usable_samples(given: str, said: str) -> None:
         ({"x": np.zeros((0, 16), np.float32)}, "a sample without elements cannot be measured"),
     ],
 )
-def test_a_feed_that_does_not_fit_is_named_with_its_file(
+def test_a_feed_that_does_not_fit_is_rejected_with_its_file(
     tmp_path: Path, arrays: dict[str, np.ndarray], said: str
 ) -> None:
     np.savez(tmp_path / "a.npz", allow_pickle=False, **arrays)
@@ -118,20 +118,20 @@ def test_pickled_arrays_are_not_loaded(tmp_path: Path) -> None:
         load(str(tmp_path / "a.npz"), _X)
 
 
-def test_a_single_array_is_not_taken_for_a_feed(tmp_path: Path) -> None:
-    """``np.save`` to a file that someone called .npz."""
+def test_a_single_array_is_not_mistaken_for_a_feed(tmp_path: Path) -> None:
+    """``np.save`` wrote the file, but its name ends in .npz."""
     np.save(tmp_path / "a.npy", _rows(1)["x"])
     (tmp_path / "a.npy").rename(tmp_path / "a.npz")
     with pytest.raises(SamplesError, match=r"a\.npz"):
         load(str(tmp_path / "a.npz"), _X)
 
 
-def test_an_empty_directory(tmp_path: Path) -> None:
+def test_an_empty_directory_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(SamplesError, match=r"holds no \.npz or \.safetensors file"):
         load(str(tmp_path), _X)
 
 
-def test_a_conversion_measures_on_the_samples_given_and_says_so(cli: Cli, onnx_file: Path, target: Path) -> None:
+def test_a_conversion_measures_on_the_given_samples_and_records_them(cli: Cli, onnx_file: Path, target: Path) -> None:
     done = cli("checkpoint", onnx_file, "--out", target, "--samples", "feeders:three", *ONNX_ONLY).published()
     entry = Artifact.open(target).manifest.drift["cpu"]
     assert (entry.samples, entry.source) == (6, "feeders:three")
@@ -143,7 +143,7 @@ def test_samples_that_do_not_fit_stop_a_conversion(cli: Cli, tmp_path: Path, onn
     assert tree(tmp_path) == []
 
 
-def test_samples_that_the_reference_answers_with_nan_prove_nothing(
+def test_samples_for_which_the_reference_gives_nan_are_rejected(
     cli: Cli, tmp_path: Path, onnx_file: Path, target: Path, small: Artifact
 ) -> None:
     x = np.zeros((3, 16), np.float32)
@@ -155,7 +155,7 @@ def test_samples_that_the_reference_answers_with_nan_prove_nothing(
     assert tree(tmp_path) == ["a.npz"]
 
 
-def test_random_inputs_that_the_model_cannot_take_are_told_from_a_broken_model(
+def test_a_model_that_fails_on_random_inputs_is_converted_with_given_samples(
     cli: Cli, tmp_path: Path, target: Path
 ) -> None:
     nodes = [
@@ -171,14 +171,14 @@ def test_random_inputs_that_the_model_cannot_take_are_told_from_a_broken_model(
     cli("checkpoint", tmp_path / "m.onnx", "--out", target, "--samples", tmp_path / "a.npz", *ONNX_ONLY).published()
 
 
-def test_how_to_give_samples_is_said_in_words_that_can_be_pasted() -> None:
+def test_the_advice_on_giving_samples_can_be_pasted() -> None:
     specs = (TensorSpec("in:0", "float32", ("n", 2)), TensorSpec("rate", "int64", ()))
     said = how_to_give(specs)
     assert "numpy.savez('sample.npz', **{'in:0': …}, rate=…)" in said
     assert "the model takes in:0 float32[n,2], rate int64[]" in said
 
 
-def test_an_empty_name_is_not_taken_for_no_samples(cli: Cli, onnx_file: Path, target: Path, small: Artifact) -> None:
-    """As from a variable that was not set; an empty path would be the working directory."""
+def test_an_empty_samples_option_is_rejected(cli: Cli, onnx_file: Path, target: Path, small: Artifact) -> None:
+    """A shell variable that is not set gives an empty option, and an empty path would be the working directory."""
     cli("checkpoint", onnx_file, "--out", target, "--samples", "").refused(2, "--samples")
     cli("verify", small.path, "--samples", "").refused(2, "--samples")

@@ -1,4 +1,4 @@
-"""Answers on disk come back as they were, and leave nothing behind."""
+"""Outputs stored on disk are read back unchanged, and no file is left behind."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bf16kit.runtime.scratch import on_disk
 from converter.proof.spool import Spool
 
 
-def test_answers_come_back_bit_for_bit(tmp_path: Path) -> None:
+def test_outputs_are_read_back_bit_for_bit(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     answers = [
         {
@@ -42,14 +42,14 @@ def test_answers_come_back_bit_for_bit(tmp_path: Path) -> None:
     assert [int(answer["scalar"]) for answer in spool[:1]] == [1]
 
 
-def test_what_was_written_cannot_be_changed(tmp_path: Path) -> None:
+def test_stored_outputs_are_read_only(tmp_path: Path) -> None:
     spool = Spool(tmp_path)
     spool.append({"y": np.ones(4, np.float32)})
     with pytest.raises(ValueError, match="read-only"):
         spool[0]["y"][0] = 2
 
 
-def test_the_file_has_no_name_that_could_stay_behind(tmp_path: Path) -> None:
+def test_the_file_has_no_name_so_that_it_cannot_be_left_behind(tmp_path: Path) -> None:
     spool = Spool(tmp_path)
     spool.append({"y": np.ones(1 << 20, np.float32)})
     assert list(tmp_path.iterdir()) == []
@@ -66,7 +66,7 @@ def test_a_full_disk_is_an_os_error() -> None:
             spool.append({"y": np.ones(4, np.float32)})
 
 
-def test_a_directory_in_memory_is_spared() -> None:
+def test_a_directory_in_memory_is_not_used() -> None:
     shared = Path("/dev/shm")
     spool = Spool(shared)
     spool.append({"y": np.ones(3, np.float32)})

@@ -1,4 +1,4 @@
-"""Verifying a published artifact: its drift is measured again, with the program that serves it."""
+"""Verifying a published artifact: its drift is measured again, on the runtimes that serve it."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def test_every_profile_is_run_on_the_golden_samples(cli: Cli, mlp: Artifact) -> 
         assert f" {profile} " in out
 
 
-def test_chosen_profiles_alone_are_run_once_each(cli: Cli, mlp: Artifact) -> None:
+def test_only_the_chosen_profiles_run_once_each(cli: Cli, mlp: Artifact) -> None:
     out = cli("verify", mlp.path, "--profile", "cpu", "--profile", "cpu").published().out
     assert out.count("relative_l2") == 1
     assert "torchscript" not in out
 
 
-def test_a_profile_that_it_has_not(cli: Cli, small: Artifact) -> None:
+def test_a_profile_that_the_artifact_lacks_is_rejected(cli: Cli, small: Artifact) -> None:
     cli("verify", small.path, "--profile", "torchscript").refused(
         2, "has no profile torchscript; it has cpu, cpu-bf16, cuda"
     )
@@ -52,7 +52,7 @@ def test_samples_of_every_kind(cli: Cli, mlp: Artifact, tmp_path: Path, kind: st
     assert "golden" not in out
 
 
-def test_samples_that_do_not_fit(cli: Cli, mlp: Artifact) -> None:
+def test_samples_that_do_not_fit_are_rejected(cli: Cli, mlp: Artifact) -> None:
     cli("verify", mlp.path, "--samples", "feeders:doubles").refused(2, "has dtype float64, expected float32")
     cli("verify", mlp.path, "--samples", "absent.npz").refused(2, "no such file or directory")
 
@@ -81,7 +81,7 @@ def test_json_says_what_the_text_says(cli: Cli, mlp: Artifact) -> None:
     assert rows["relative_l2"]["used"] == rows["relative_l2"]["judged"] / rows["relative_l2"]["bound"]
 
 
-def test_json_is_written_over_budget_as_well_and_the_exit_code_stays(cli: Cli, mlp: Artifact, tmp_path: Path) -> None:
+def test_json_is_written_over_budget_as_well_and_the_exit_code_is_1(cli: Cli, mlp: Artifact, tmp_path: Path) -> None:
     strict = _edited(mlp, tmp_path / "1", budget={"relative_l2": 1e-9})
     done = cli("verify", strict, "--json").refused(1, "drift over budget")
     found = json.loads(done.out)
@@ -90,26 +90,28 @@ def test_json_is_written_over_budget_as_well_and_the_exit_code_stays(cli: Cli, m
     assert [row["within"] for row in found["rows"] if row["metric"] == "relative_l2"] == [False] * 4
 
 
-def test_a_reference_that_is_not_there_is_said_with_the_remedy(cli: Cli, onnx_file: Path, target: Path) -> None:
+def test_a_missing_reference_is_reported_with_the_remedy(cli: Cli, onnx_file: Path, target: Path) -> None:
     cli("checkpoint", onnx_file, "--out", target, "--no-residual", *ONNX_ONLY).published()
-    cli("verify", target).published()  # against the golden samples, which the reference answered at conversion
+    cli("verify", target).published()  # on the golden samples, whose reference outputs are in the artifact
     cli("verify", target, "--samples", "feeders:three").refused(2, "has no fp32 reference", "with the residual")
 
 
-def test_nothing_is_written(cli: Cli, mlp: Artifact) -> None:
+def test_verify_writes_nothing(cli: Cli, mlp: Artifact) -> None:
     before = {path: path.stat().st_mtime_ns for path in mlp.path.rglob("*")}
     cli("verify", mlp.path).published()
     assert {path: path.stat().st_mtime_ns for path in mlp.path.rglob("*")} == before
 
 
 @pytest.mark.skipif(not kernel.LIBRARY.exists(), reason="the kernel was not built: no C++17 compiler")
-def test_the_path_of_the_cpu_kernel_that_ran_is_told(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_path_of_the_cpu_kernel_that_ran_is_reported(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     artifact = write_product(tmp_path / "product" / "1")
     monkeypatch.setenv(kernel.VARIABLE, "portable")
     assert "\ncpu ran: on the CPU kernel, path portable" in cli("verify", artifact.path).published().out
 
 
-def test_without_the_cpu_kernel_the_reason_the_cost_and_the_remedy_are_told_once(
+def test_without_the_cpu_kernel_the_reason_and_the_remedy_are_reported_once(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     artifact = write_product(tmp_path / "product" / "1")
@@ -119,7 +121,7 @@ def test_without_the_cpu_kernel_the_reason_the_cost_and_the_remedy_are_told_once
     assert "unset BF16KIT_KERNEL_PATH" in out
 
 
-def test_a_kernel_path_that_is_none_is_wrong_usage(cli: Cli, mlp: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_kernel_path_is_rejected(cli: Cli, mlp: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(kernel.VARIABLE, "fast")
     cli("verify", mlp.path).refused(
         2, "BF16KIT_KERNEL_PATH is 'fast'; allowed are avx512_bf16, avx512f, avx2, portable, amx and off"

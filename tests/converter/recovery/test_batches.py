@@ -1,4 +1,4 @@
-"""Batches of the user's: every form of them, the same ones for the same seed, and each mistake by name."""
+"""The user's batches: all forms are accepted, the same seed gives the same batches, and mistakes are named."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def test_a_batch_may_have_any_usual_form(monkeypatch: pytest.MonkeyPatch, given:
         assert np.array_equal(batch.labels, _LABELS)
 
 
-def test_the_array_alone_will_do_for_one_input(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_with_one_input_accepts_a_bare_array(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recovering, "three", lambda: [np.ones((2, 16), np.float32)])
     (batch,) = loader("three").first(1)
     assert batch.feeds["x"].shape == (2, 16)
 
 
-def test_passes_follow_each_other_without_end() -> None:
+def test_passes_over_the_data_repeat_without_end() -> None:
     found = [batch.feeds["x"] for batch in islice(loader("unlabelled").endless(), 20)]
     assert len(found) == 20
     assert np.array_equal(found[0], found[8])
@@ -69,8 +69,8 @@ def _drawn(seed: int, skip: int, count: int, *, disturbed: bool = False) -> Iter
         yield batch.feeds["x"]
 
 
-def test_what_a_loader_draws_follows_from_the_seed_alone() -> None:
-    """Not from what is computed between two batches, and not from where a recovery is resumed."""
+def test_the_random_numbers_of_a_loader_depend_on_the_seed_alone() -> None:
+    """They do not depend on computations between two batches, nor on the step at which a recovery is resumed."""
     expected = list(_drawn(1, 0, 20))
     assert all(map(np.array_equal, expected, _drawn(1, 0, 20, disturbed=True)))
     assert all(map(np.array_equal, expected[13:], _drawn(1, 13, 7, disturbed=True)))
@@ -78,7 +78,7 @@ def test_what_a_loader_draws_follows_from_the_seed_alone() -> None:
     assert not np.array_equal(expected[0], expected[8])  # another pass, another order
 
 
-def test_the_generators_of_others_are_left_where_they_were() -> None:
+def test_the_global_random_generators_are_left_unchanged() -> None:
     np.random.seed(5)
     torch.manual_seed(5)
     before: Any = np.random.get_state(), torch.get_rng_state()
@@ -101,13 +101,13 @@ def test_the_generators_of_others_are_left_where_they_were() -> None:
         ("absent", "module recovering has no absent"),
     ],
 )
-def test_a_batch_that_does_not_fit_is_refused_by_name(function: str, said: str) -> None:
+def test_a_batch_that_does_not_fit_is_rejected_by_name(function: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         loader(function).first(1)
 
 
 def _line(function: str, words: str) -> int:
-    """The line of ``words`` in the source of ``function``."""
+    """Return the line number of ``words`` in the source of ``function``."""
     lines, first = inspect.getsourcelines(getattr(recovering, function))
     return first + next(place for place, line in enumerate(lines) if words in line)
 
@@ -120,10 +120,10 @@ def _line(function: str, words: str) -> int:
         ("failing_worker", "batch 0", "RuntimeError: the disk went away", ("_Failing", "raise")),
     ],
 )
-def test_a_loader_that_fails_is_told_with_its_own_file_and_line(
+def test_the_error_of_a_loader_is_reported_with_its_own_file_and_line(
     function: str, place: str, said: str, raised: tuple[str, str]
 ) -> None:
-    """Also where torch carried the error over from a process of its own."""
+    """This also holds if torch passed on the error from a worker process."""
     with pytest.raises(UsageError) as caught:
         loader(function).first(3)
     assert str(caught.value) == (
@@ -131,30 +131,30 @@ def test_a_loader_that_fails_is_told_with_its_own_file_and_line(
     )
 
 
-def test_a_later_pass_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_a_later_pass_names_the_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     passes = iter([[{"x": np.ones((2, 16), np.float32)}], ["batch"]])
     monkeypatch.setattr(recovering, "three", lambda: next(passes))
     with pytest.raises(UsageError, match="three: batch 0 of pass 2: "):
         list(islice(loader("three").endless(), 2))
 
 
-def test_a_function_that_gives_no_batches_is_told_what_to_give() -> None:
+def test_a_function_that_gives_no_batches_is_rejected_with_what_is_expected() -> None:
     with pytest.raises(UsageError, match="reports: gave NoneType, expected batches to iterate over: a generator"):
         loader("reports").first(1)
 
 
-def test_numbers_that_are_none_are_refused_with_their_place() -> None:
+def test_nan_is_rejected_with_its_position() -> None:
     said = r"batch 1: input 'x' holds NaN in 2 of 64 elements, the first at \[2, 5\]; leave out such samples"
     with pytest.raises(UsageError, match=said):
         loader("no_numbers").first(2)
 
 
-def test_infinite_values_may_be_meant(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_infinite_values_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recovering, "three", lambda: [np.full((2, 16), -np.inf, np.float32)])
     assert len(loader("three").first(1)) == 1
 
 
-def test_labels_are_numbers_of_classes() -> None:
+def test_labels_must_be_class_numbers() -> None:
     (batch,) = loader("strange_labels").first(1)
     said = r"strange_labels: batch 0: label 10 is not one of the 10 classes of output 'y', expected 0 to 9, or -100"
     with pytest.raises(UsageError, match=said):
@@ -164,6 +164,6 @@ def test_labels_are_numbers_of_classes() -> None:
         check_labels(batch, "y", (5, 11))
 
 
-def test_an_iterator_that_is_at_its_end_is_told_apart_from_no_data() -> None:
+def test_an_exhausted_iterator_is_not_reported_as_no_data() -> None:
     with pytest.raises(UsageError, match="yielded nothing in pass 2; let it return a new iterable each time"):
         list(islice(loader("once").endless(), 3))

@@ -1,4 +1,4 @@
-"""Biases take over what rounding adds to their layers' outputs on average."""
+"""Biases are corrected for the average error that rounding adds to the outputs of their layers."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def _prepared(
 
 
 def _answers(yardstick: Yardstick, state: State | None, lesson: int = 0) -> torch.Tensor:
-    """The last output: what ``state`` gives in bf16, or fp32's own."""
+    """Return the last output of a lesson: with ``state`` as published, or of the fp32 model if it is None."""
     if state is None:
         return list(yardstick.lessons[lesson].reference.values())[-1]
     with torch.no_grad():
         return list(yardstick.answers(published(yardstick.trained, state), yardstick.lessons[lesson]).values())[-1]
 
 
-def test_where_inputs_lie_far_from_zero_nearly_all_that_rounding_costs_is_gone() -> None:
-    """The level times what rounding takes from a row of weights is one number for each channel."""
+def test_for_inputs_far_from_zero_nearly_all_rounding_error_is_corrected() -> None:
+    """The inputs' level times the rounding error of a row of weights is one number per channel, as a bias is."""
     batches = [(torch.from_numpy(feeds["x"]),) for feeds in recovering.unlabelled()]
     yardstick, before = _prepared(recovering.shifted(), batches)
     after, count = corrected(yardstick, before)
@@ -47,7 +47,7 @@ def test_where_inputs_lie_far_from_zero_nearly_all_that_rounding_costs_is_gone()
     }  # fmt: skip
 
 
-def test_the_mean_of_every_channel_is_fp32s() -> None:
+def test_the_mean_of_every_channel_equals_that_of_fp32() -> None:
     yardstick, before = _prepared(seeded(Mlp()), [(_random(64, 16, level=3),)])
     after, _ = corrected(yardstick, before)
     wanted = _answers(yardstick, None).mean(0)
@@ -55,8 +55,8 @@ def test_the_mean_of_every_channel_is_fp32s() -> None:
     assert torch.allclose(_answers(yardstick, after).mean(0), wanted, atol=1e-6)
 
 
-def test_of_several_batches_each_counts_alike() -> None:
-    """The mean over all of them, whichever came last."""
+def test_several_batches_have_equal_weight() -> None:
+    """The correction fits the mean over all batches, not the last batch."""
     module = nn.Sequential(nn.Linear(16, 8))
     batches = [(_random(64, 16, seed=seed, level=seed * 5.0),) for seed in range(3)]
     yardstick, before = _prepared(module, batches)
@@ -66,8 +66,8 @@ def test_of_several_batches_each_counts_alike() -> None:
     assert float(missing[2].mean(0).abs().max()) > 1e-3
 
 
-def test_a_convolutions_channels_are_its_second_axis_and_batchnorm_has_its_bias() -> None:
-    """The first convolution has none of its own; the second one's is before a BatchNorm that is corrected, too."""
+def test_convolutions_and_batchnorm_are_corrected_per_channel() -> None:
+    """The first convolution has no bias. The second has one, before a BatchNorm that is corrected as well."""
     module = seeded(Cnn())
     module.get_buffer("features.1.running_mean").add_(1.0)
     yardstick, before = _prepared(module, [(_random(16, 3, 16, 16, level=2),)])
@@ -94,7 +94,7 @@ def test_a_convolutions_channels_are_its_second_axis_and_batchnorm_has_its_bias(
         assert torch.allclose(found[0][name], found[1][name], atol=1e-5), name
 
 
-def test_a_layer_that_runs_twice_takes_the_mean_of_both() -> None:
+def test_a_layer_that_runs_twice_is_corrected_by_the_mean_of_both_runs() -> None:
     module = seeded(Several())
     batch = (_random(32, 16, level=20), _random(32, 8, level=20))
     yardstick, before = _prepared(module, [batch], ("scores", "embedding"))
@@ -103,7 +103,7 @@ def test_a_layer_that_runs_twice_takes_the_mean_of_both() -> None:
     assert yardstick.loss(after) < yardstick.loss(before) / 10
 
 
-def test_biases_that_are_rounded_are_left() -> None:
+def test_biases_that_are_rounded_are_not_corrected() -> None:
     module = seeded(Mlp(16, 10, 10))
     yardstick, before = _prepared(module, [(_random(32, 16, level=9),)])
     rounds = tuple(Trained(entry.names, entry.tensors, True, entry.scale) for entry in yardstick.trained)
@@ -114,7 +114,7 @@ def test_biases_that_are_rounded_are_left() -> None:
 
 
 class _Operators(nn.Module):
-    """A linear layer, then a normalisation, then a product, each without a module: as programs of other formats are."""
+    """A linear layer, a normalisation and a product, each without a module, as in programs of other formats."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,8 +130,8 @@ class _Operators(nn.Module):
         return (x @ self.table + self.last) + self.single
 
 
-def test_layers_that_are_no_modules_are_corrected_too() -> None:
-    """By the operation that adds the bias. The normalisation's factor is no bias, nor is one number for all."""
+def test_layers_without_a_module_are_corrected_too() -> None:
+    """The operation that adds a bias identifies it. A normalisation's factor and a single number are not biases."""
     yardstick, before = _prepared(_Operators(), [(_random(64, 16, level=30),)])
     after, count = corrected(yardstick, before)
     assert count == 3
@@ -141,15 +141,15 @@ def test_layers_that_are_no_modules_are_corrected_too() -> None:
     assert torch.allclose(_answers(yardstick, None).mean(0), _answers(yardstick, after).mean(0), atol=1e-5)
 
 
-def test_what_is_not_finite_moves_no_bias() -> None:
-    """fp16 overflows where fp32 does not."""
+def test_values_that_are_not_finite_move_no_bias() -> None:
+    """On these inputs fp16 overflows and fp32 does not."""
     yardstick, before = _prepared(seeded(Mlp()), [(_random(8, 16, level=1e5),)], precision="16-mixed")
     after, _ = corrected(yardstick, before)
     assert all(bool(torch.isfinite(value).all()) for value in after.values())
 
 
-def test_what_the_arithmetic_takes_away_on_average_is_made_up_for_too() -> None:
-    """bf16 has no 1026: it reads 1024."""
+def test_the_average_error_of_the_arithmetic_is_corrected_too() -> None:
+    """bf16 rounds 1026 to 1024."""
     x = torch.cat([torch.full((256, 8), 1026.0), _random(256, 8).mul(40).round()], 1)
     module = nn.Sequential(seeded(nn.Linear(16, 8)))
     missing = []
@@ -161,7 +161,7 @@ def test_what_the_arithmetic_takes_away_on_average_is_made_up_for_too() -> None:
     assert float(missing[1]) < float(missing[0]) / 3
 
 
-def test_the_module_is_left_as_it_was() -> None:
+def test_the_module_is_left_unchanged() -> None:
     yardstick, before = _prepared(seeded(Mlp()), [(_random(8, 16),)])
     corrected(yardstick, before)
     for name, value in lessonplans.state(yardstick.teacher, yardstick.trained).items():

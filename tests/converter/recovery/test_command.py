@@ -1,4 +1,4 @@
-"""``bf16-convert recover`` before it trains: what is refused, in which words, and that nothing is left behind."""
+"""``bf16-convert recover`` before it trains: what it rejects, with which message, and that no file is left behind."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DATA = ("--data", "recovering:unlabelled", "--steps", "4", "--device", "cpu")
 
 @pytest.fixture
 def lightning(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What comes before training needs none of it: any module will do where the real one is not installed."""
+    """Replace Lightning with another module if it is not installed: nothing before training uses it."""
     try:
         import lightning  # noqa: F401
     except ImportError:
@@ -52,7 +52,7 @@ def test_without_lightning_the_command_says_what_to_install(
         (("--eval", "recovering:strange_labels", "--output", "output:logits"), "label 10 is not one of the 10 classes"),
     ],
 )
-def test_wrong_usage_is_refused_before_anything_is_trained(
+def test_wrong_usage_is_rejected_before_anything_is_trained(
     cli: Cli, mlp_file: Path, target: Path, tmp_path: Path, flags: tuple[str, ...], said: str
 ) -> None:
     cli("recover", mlp_file, *MLP, *DATA, *flags, "--out", target).refused(2, said)
@@ -60,17 +60,17 @@ def test_wrong_usage_is_refused_before_anything_is_trained(
 
 
 @pytest.mark.usefixtures("lightning")
-def test_a_target_that_is_there_is_refused_before_anything_is_read(cli: Cli, target: Path) -> None:
+def test_an_existing_target_is_rejected_before_anything_is_read(cli: Cli, target: Path) -> None:
     target.mkdir(parents=True)
     cli("recover", "absent.pt", *MLP, *DATA, "--out", target).refused(2, "already exists", "--force")
 
 
 @pytest.mark.usefixtures("lightning")
-def test_a_source_that_torch_cannot_train_is_refused(cli: Cli, onnx_file: Path, target: Path, tmp_path: Path) -> None:
+def test_a_source_that_torch_cannot_train_is_rejected(cli: Cli, onnx_file: Path, target: Path, tmp_path: Path) -> None:
     cli("recover", onnx_file, *DATA, "--out", target).refused(2, "which torch cannot train", "--model pkg.mod:factory")
     assert tree(tmp_path) == []
 
 
-def test_the_data_and_the_steps_have_to_be_said(cli: Cli, mlp_file: Path, target: Path) -> None:
+def test_the_data_and_the_steps_are_required(cli: Cli, mlp_file: Path, target: Path) -> None:
     cli("recover", mlp_file, *MLP, "--steps", "4", "--out", target).refused(2, "Missing option '--data'")
     cli("recover", mlp_file, *MLP, "--data", "recovering:unlabelled", "--out", target).refused(2, "Missing option")

@@ -1,4 +1,4 @@
-"""Whether what was recovered does worse in bf16 than what there was."""
+"""Whether the recovered model does worse in bf16 than the original."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ def _right(profile: str, before: int, after: int) -> list[AccuracyEntry]:
     ]
 
 
-def test_what_is_further_from_fp32_than_it_was_is_worse() -> None:
+def test_a_model_further_from_fp32_than_before_is_worse() -> None:
     assert Comparison([_row("cpu", 0.02, 0.03)]).made_worse(by_labels=False) == "relative_l2 0.03, 0.02 before"
     assert Comparison([_row("cpu", 0.02, 0.02)]).made_worse(by_labels=False) is None
     assert Comparison([_row("cpu", 0.02, 0.01)]).made_worse(by_labels=False) is None
 
 
 def test_the_worst_profile_counts() -> None:
-    """One within budget may pay for one that was not; one that was not there before says nothing."""
+    """A good profile may get worse if the worst one improves. A profile that did not exist before does not count."""
     assert Comparison([_row("cpu", 0.001, 0.002), _row("cuda", 0.03, 0.01)]).made_worse(by_labels=False) is None
     assert Comparison([_row("cpu", 0.001, 0.0), _row("cuda", 0.03, 0.04)]).made_worse(by_labels=False)
     assert Comparison([_row("cpu", 0.02, 0.01), _row("cuda", None, 0.5)]).made_worse(by_labels=False) is None
     assert Comparison([_row("cpu", 0.02, 0.5, metric="max_abs")]).made_worse(by_labels=False) is None
 
 
-def test_by_labels_it_is_fewer_right_answers() -> None:
+def test_by_labels_fewer_correct_rows_are_worse() -> None:
     found = Comparison([_row("cpu", 0.02, 0.5)], _right("cpu", 90, 95), {"cpu": []})
     assert found.made_worse(by_labels=True) is None
     found = Comparison([_row("cpu", 0.02, 0.01)], _right("cpu", 90, 89), {"cpu": []})

@@ -1,4 +1,4 @@
-"""Counting what becomes of gradients: against values whose fate is known."""
+"""Counting gradients that vanish, are subnormal or overflow in a format, on values for which the counts are known."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ def _counted(scale: float) -> dict[str, tuple[int, int, int, int]]:
     }
 
 
-def test_each_value_is_counted_by_what_the_format_makes_of_it() -> None:
-    """Neither zeros nor what is not finite in fp32 is a gradient that a format could lose."""
+def test_each_value_is_counted_by_what_it_becomes_in_the_format() -> None:
+    """Zeros, and values that are not finite in fp32, are not counted, because a format cannot lose them."""
     assert _counted(1.0) == {"fp16": (7, 2, 2, 1), "bf16": (7, 0, 1, 0)}
 
 
-def test_a_scale_lifts_what_would_vanish_and_overflows_what_is_large() -> None:
+def test_a_scale_saves_small_values_and_overflows_large_ones() -> None:
     assert _counted(2.0**16) == {"fp16": (7, 1, 0, 2), "bf16": (7, 0, 0, 0)}
 
 
-def test_a_step_is_surveyed_by_weights_and_by_what_layers_give() -> None:
+def test_a_survey_covers_gradients_of_weights_and_of_layer_outputs() -> None:
     module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
     x = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
     weights = list(module.parameters())
@@ -40,7 +40,7 @@ def test_a_step_is_surveyed_by_weights_and_by_what_layers_give() -> None:
     seen = next(entry for entry in entries if entry.of == "weights")
     assert seen.values == sum(int(gradient.count_nonzero()) for gradient in gradients)
     layers = next(entry for entry in entries if entry.of == "activations")
-    assert layers.values > 5 * 2  # of the last layer alone
+    assert layers.values > 5 * 2  # the last layer alone has so many
     assert all(weight.grad is None for weight in weights)
     assert not any(part._forward_hooks for part in module.modules())
 

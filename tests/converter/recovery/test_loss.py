@@ -1,4 +1,4 @@
-"""What a recovery lessens."""
+"""The loss that a recovery minimises."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_distillation_is_the_square_of_the_budgets_distance() -> None:
     assert float(found) == pytest.approx(np.mean([row.relative_l2**2 for row in rows]), rel=1e-5)
 
 
-def test_outputs_count_alike_and_one_without_rows_is_one_sample() -> None:
+def test_outputs_have_equal_weight_and_one_without_rows_is_one_sample() -> None:
     reference, answer = _pair(5, 7)
     apart = [float(distillation({"y": a}, {"y": r}, len(r))) for a, r in ((answer, reference), (answer * 3, reference))]
     both = distillation({"a": answer, "b": answer * 3}, {"a": reference, "b": reference}, 5)
@@ -34,7 +34,7 @@ def test_outputs_count_alike_and_one_without_rows_is_one_sample() -> None:
     assert float(whole) == pytest.approx(float((answer - reference).norm() / reference.norm()) ** 2, rel=1e-5)
 
 
-def test_what_fp32_masks_is_left_out() -> None:
+def test_elements_that_fp32_masks_are_left_out() -> None:
     reference, answer = _pair(5, 7)
     masked, different = reference.clone(), answer.clone()
     masked[:, 0], different[:, 0] = -torch.inf, 1e9
@@ -45,12 +45,12 @@ def test_what_fp32_masks_is_left_out() -> None:
     assert torch.isfinite(different.grad).all()
 
 
-def test_an_answer_of_zeros_has_a_finite_loss() -> None:
+def test_an_output_of_zeros_has_a_finite_loss() -> None:
     zeros = torch.zeros(2, 3)
     assert float(distillation({"y": zeros}, {"y": zeros}, 2)) == 0.0
 
 
-def test_integers_cannot_be_learnt() -> None:
+def test_a_model_with_integer_outputs_alone_is_rejected() -> None:
     with pytest.raises(UsageError, match="no output of the model holds floats: y"):
         distillation({"y": torch.ones(2, dtype=torch.int64)}, {"y": torch.ones(2, dtype=torch.int64)}, 2)
 
@@ -64,7 +64,7 @@ def test_cross_entropy_takes_rows_of_any_rank_and_ignores_what_torch_ignores() -
     assert float(cross_entropy(logits, labels)) == pytest.approx(float(expected), rel=1e-6)
 
 
-def test_labels_speak_of_the_only_output_of_logits() -> None:
+def test_labels_belong_to_the_only_output_that_holds_logits() -> None:
     logits, other = TensorSpec("y", "float32", (), "logits"), TensorSpec("z", "float32", ())
     assert logits_of([other, logits]) == "y"
     assert logits_of([other]) is None

@@ -1,4 +1,4 @@
-"""Where a recovery keeps what it needs to be resumed."""
+"""The directory in which a recovery keeps what it needs to be resumed."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ def _keep(file: BinaryIO) -> None:
 
 
 def _interrupt(goal: Target) -> None:
-    """A recovery to ``goal`` that ends after its first checkpoint."""
+    """Run a recovery to ``goal`` that fails after its first checkpoint."""
     with contextlib.suppress(RuntimeError), workplace(goal, resume=False) as place:
         place.keep(_keep)
         raise RuntimeError
 
 
-def test_nothing_is_left_where_nothing_can_be_resumed(goal: Target, tmp_path: Path) -> None:
+def test_a_recovery_without_a_checkpoint_leaves_nothing(goal: Target, tmp_path: Path) -> None:
     with workplace(goal, resume=False) as place:
         (place.path / "original").mkdir()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_checkpoint_stays_until_the_recovery_has_ended(goal: Target) -> None:
+def test_a_checkpoint_is_kept_until_the_recovery_has_finished(goal: Target) -> None:
     _interrupt(goal)
     with workplace(goal, resume=True) as place:
         assert place.last is not None
@@ -48,19 +48,19 @@ def test_a_checkpoint_stays_until_the_recovery_has_ended(goal: Target) -> None:
     assert not place.path.exists()
 
 
-def test_work_that_was_done_is_not_begun_again_unasked(goal: Target) -> None:
+def test_a_recovery_with_a_checkpoint_is_not_restarted_without_resume(goal: Target) -> None:
     _interrupt(goal)
     with pytest.raises(UsageError, match="--resume, or remove that directory"), workplace(goal, resume=False):
         pass
 
 
-def test_resuming_what_was_never_begun_begins_it(goal: Target) -> None:
-    """For jobs that may be killed at any time and are always started alike."""
+def test_resume_without_a_checkpoint_starts_a_recovery(goal: Target) -> None:
+    """A job that may be killed at any time can thus always be started with the same command."""
     with workplace(goal, resume=True) as place:
         assert place.last is None
 
 
-def test_two_recoveries_to_one_target_do_not_mix(goal: Target) -> None:
+def test_a_second_recovery_to_a_target_is_rejected_while_the_first_runs(goal: Target) -> None:
     with (
         workplace(goal, resume=False),
         pytest.raises(UsageError, match=r"another recovery to .* is running"),
@@ -69,7 +69,7 @@ def test_two_recoveries_to_one_target_do_not_mix(goal: Target) -> None:
         pass
 
 
-def test_other_options_than_before_are_named(goal: Target) -> None:
+def test_options_that_changed_since_the_checkpoint_are_named(goal: Target) -> None:
     with workplace(goal, resume=False) as place:
         place.agree({"--steps": 10, "--seed": 0})
         place.agree({"--steps": 20, "--seed": 0})  # nothing was trained yet
@@ -82,7 +82,7 @@ def test_other_options_than_before_are_named(goal: Target) -> None:
             place.agree({"--steps": 20, "--seed": 0})
 
 
-def test_a_write_that_fails_leaves_the_checkpoint_before_it_and_says_what_to_do(goal: Target) -> None:
+def test_a_failed_write_leaves_the_previous_checkpoint_and_says_what_to_do(goal: Target) -> None:
     with workplace(goal, resume=False) as place:
         with pytest.raises(UsageError, match=r"disk full .*, so no checkpoint was kept; free some space"):
             place.keep(lambda _: _full())
@@ -124,8 +124,8 @@ with workplace(parse_target(Path(sys.argv[1])), resume=True) as place:
 """
 
 
-def test_a_disk_that_is_full_is_told_of_torchs_own_writing_too(goal: Target) -> None:
-    """torch.save says something else of it: what failed is what the file said."""
+def test_a_full_disk_is_reported_also_if_torch_writes(goal: Target) -> None:
+    """torch.save raises an error of its own; the recovery reports the error of the file instead."""
     done = subprocess.run([sys.executable, "-c", _WRITE, goal.path], capture_output=True, text=True, check=False)
     assert "bf16kit.errors.UsageError" in done.stderr, done.stderr
     assert "disk full (" in done.stderr
@@ -148,7 +148,7 @@ with workplace(parse_target(Path(sys.argv[1])), resume=True) as place:
 """
 
 
-def test_killed_in_the_middle_of_a_write_it_goes_on_from_the_checkpoint_before(goal: Target) -> None:
+def test_a_recovery_killed_during_a_write_continues_from_the_previous_checkpoint(goal: Target) -> None:
     _interrupt(goal)
     done = subprocess.run([sys.executable, "-c", _DIE, goal.path], capture_output=True, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
@@ -161,8 +161,8 @@ def test_killed_in_the_middle_of_a_write_it_goes_on_from_the_checkpoint_before(g
         assert not (place.path / "last.ckpt.tmp").exists()
 
 
-def test_killed_before_its_first_checkpoint_it_leaves_nothing_that_another_would_use(goal: Target) -> None:
-    """The artifact of the weights as they were is of that run's options, and perhaps of another source."""
+def test_leftovers_of_a_recovery_killed_before_its_first_checkpoint_are_not_used(goal: Target) -> None:
+    """The artifact of the original weights depends on that run's options, and perhaps on another source."""
     path = goal.path.with_name(".1.recovery")
     (path / "original" / "1").mkdir(parents=True)
     (path / "recovery.json").write_text('{"--seed": 0}')

@@ -1,4 +1,4 @@
-"""What the options of a recovery mean, and which of them mean nothing."""
+"""The options of a recovery: what they mean, and which of their values are rejected."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def test_a_scaling_is_read_and_written_alike(text: str, scaling: Scaling) -> Non
     "text", ["", "static", "static=", "static=many", "static=0.5", "static=nan", "static=1e39", "dynamic=", "dynamic=0",
              "dynamic=1.5", "none=1", "auto"]
 )  # fmt: skip
-def test_another_scaling_is_refused_with_an_example(text: str) -> None:
+def test_an_invalid_scaling_is_rejected(text: str) -> None:
     with pytest.raises(UsageError, match="--loss-scaling"):
         parse_scaling(text, "16-mixed")
 
 
 @pytest.mark.parametrize("text", ["static=1024", "dynamic"])
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-def test_bf16_is_not_scaled_and_the_refusal_says_why(text: str, precision: Any) -> None:
+def test_loss_scaling_of_bf16_is_rejected_with_the_reason(text: str, precision: Any) -> None:
     with pytest.raises(UsageError, match="bf16 has the exponents of fp32"):
         parse_scaling(text, precision)
 
@@ -66,12 +66,12 @@ def test_a_checkpoint_is_kept_every_tenth_of_the_steps() -> None:
 
 
 @pytest.mark.parametrize("steps", [0, -1])
-def test_no_steps_are_refused(steps: int) -> None:
+def test_fewer_than_one_step_is_rejected(steps: int) -> None:
     with pytest.raises(UsageError, match=rf"--steps {steps}: .* use bf16-convert checkpoint"):
         parse_settings(GIVEN | {"steps": steps})
 
 
 @pytest.mark.parametrize("rate", [0.0, -1e-3, 1.0, float("nan"), float("inf")])
-def test_a_learning_rate_is_a_share(rate: float) -> None:
+def test_a_learning_rate_must_lie_between_0_and_1(rate: float) -> None:
     with pytest.raises(UsageError, match=r"--learning-rate .* the default is 0.001"):
         parse_settings(GIVEN | {"learning_rate": rate})

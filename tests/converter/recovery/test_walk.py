@@ -1,4 +1,4 @@
-"""What a recovery that goes on must have been asked for, as it was when it began."""
+"""A recovery resumes only with the options and weights with which it began."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ SETTINGS = Settings(
 
 
 def _checkpoint(value: float) -> Checkpoint:
-    """Of one file, whatever was chosen in it."""
+    """Return a checkpoint with weights of ``value``; the file's digest is always the same."""
     return Checkpoint("a Lightning checkpoint", "0" * 64, {"w": np.full(3, value, np.float32)})
 
 
 def _resume(options: Options, then: Options, checkpoint: Checkpoint) -> None:
-    """Begin with ``options`` and go on with ``then``, and with the weights of ``checkpoint``."""
+    """Begin a recovery with ``options``; resume it with the options ``then`` and the weights of ``checkpoint``."""
     with contextlib.suppress(RuntimeError), workplace(options.target, resume=False) as place:
         place.agree(_asked(options, SETTINGS, _checkpoint(0), "cpu"))
         place.keep(lambda file: file.write(b"weights"))
@@ -68,12 +68,14 @@ def options(tmp_path: Path) -> Options:
         ("--seed", {"seed": 1}),
     ],
 )
-def test_another_option_is_refused_by_name(options: Options, flag: str, change: dict[str, Any]) -> None:
+def test_a_changed_option_is_rejected_by_name(options: Options, flag: str, change: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=f"^--resume: {flag} is .* now, and was "):
         _resume(options, replace(options, **change), _checkpoint(0))
 
 
-def test_other_rules_are_refused_and_the_same_ones_elsewhere_are_not(options: Options, tmp_path: Path) -> None:
+def test_changed_rules_are_rejected_but_the_same_rules_in_another_file_are_not(
+    options: Options, tmp_path: Path
+) -> None:
     with pytest.raises(UsageError, match=r"^--resume: --map is 'sha256 .* now, and was 'sha256 "):
         _resume(options, replace(options, map=tmp_path / "other.yaml"), _checkpoint(0))
     (tmp_path / "other.yaml").write_text("rules: []")
@@ -81,10 +83,10 @@ def test_other_rules_are_refused_and_the_same_ones_elsewhere_are_not(options: Op
         place.agree(_asked(replace(options, map=tmp_path / "other.yaml"), SETTINGS, _checkpoint(0), "cpu"))
 
 
-def test_other_weights_of_the_same_file_are_refused(options: Options) -> None:
+def test_other_weights_of_the_same_file_are_rejected(options: Options) -> None:
     with pytest.raises(UsageError, match=r"^--resume: the sha256 of the weights that it begins with is "):
         _resume(options, options, _checkpoint(1))
 
 
-def test_what_only_judges_or_publishes_may_be_another(options: Options) -> None:
+def test_options_that_only_judge_or_publish_may_change(options: Options) -> None:
     _resume(options, replace(options, allow_over_budget=True, report=False, samples="x.npz"), _checkpoint(0))

@@ -1,4 +1,4 @@
-"""What is trained and what is rounded of it: exactly what the artifact rounds, BatchNorm folded in."""
+"""Which weights are trained, and which are rounded: exactly those that the artifact rounds, BatchNorm folded in."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def trained(cnn: tuple[torch.nn.Module, Artifact]) -> dict[str, Trained]:
     return {entry.names[0]: entry for entry in find(module, _checkpoint(module), artifact)}
 
 
-def test_what_is_rounded_is_what_the_artifact_holds_in_bf16(
+def test_the_rounded_weights_are_those_that_the_artifact_holds_in_bf16(
     cnn: tuple[torch.nn.Module, Artifact], trained: dict[str, Trained]
 ) -> None:
-    """BatchNorm is folded into the convolutions: their products with its factors are rounded, not they."""
+    """BatchNorm is folded into the convolutions: the products of weights and factors are rounded, not the weights."""
     module, artifact = cnn
     parameters = dict(module.named_parameters())
     narrow = [name for name, entry in trained.items() if entry.rounds]
@@ -59,13 +59,13 @@ def test_what_is_rounded_is_what_the_artifact_holds_in_bf16(
         np.testing.assert_allclose(held.numpy(), stored, rtol=2**-23)
 
 
-def test_batchnorms_own_factors_stay_and_its_shifts_are_trained(trained: dict[str, Trained]) -> None:
-    """What is rounded is the product: trained, too, they would change what was rounded."""
+def test_batchnorms_factors_are_not_trained_but_its_shifts_are(trained: dict[str, Trained]) -> None:
+    """The product of weight and factor is rounded; training the factor as well would change the rounded product."""
     assert not {"features.1.weight", "features.4.weight"} & trained.keys()
     assert {"features.1.bias", "features.4.bias", "features.3.bias", "head.weight", "head.bias"} <= trained.keys()
 
 
-def test_converted_again_the_trained_weights_lose_nothing(
+def test_converting_the_trained_weights_again_loses_nothing(
     cnn: tuple[torch.nn.Module, Artifact], trained: dict[str, Trained], tmp_path: Path
 ) -> None:
     module, artifact = cnn
@@ -117,8 +117,8 @@ def test_tied_weights_are_one_parameter_with_all_its_names(tmp_path: Path) -> No
     assert module.out.weight[0, 0].item() == 1.0
 
 
-def test_parameters_of_the_same_values_are_told_apart_by_name(mlp: Artifact, mlp_file: Path) -> None:
-    """Two biases of zeros are in most models that begin a training."""
+def test_parameters_with_equal_values_are_distinguished_by_name(mlp: Artifact, mlp_file: Path) -> None:
+    """Most models have two biases of zeros before training."""
     module, checkpoint = Mlp(hidden=10), {}
     for name, tensor in module.state_dict().items():
         checkpoint[f"model.{name}"] = np.zeros(tuple(tensor.shape), np.float32)
@@ -129,10 +129,10 @@ def test_parameters_of_the_same_values_are_told_apart_by_name(mlp: Artifact, mlp
     zeros = index[_digest(np.zeros(10, np.float32))]
     assert sorted(zeros) == ["model.down.bias", "model.up.bias"]
     assert _holders(["module.up.bias"], zeros) == ["model.up.bias"]
-    assert _holders(["module.shift"], zeros) == []  # neither is called like it: not a guess
+    assert _holders(["module.shift"], zeros) == []  # neither name matches, and the converter does not guess
 
 
-def test_a_module_of_other_weights_has_nothing_to_train(mlp: Artifact) -> None:
+def test_a_module_without_the_checkpoints_weights_is_rejected(mlp: Artifact) -> None:
     module = Mlp()
     other = {name: array + 1 for name, array in _checkpoint(module).items()}
     with pytest.raises(ConversionError, match=r"nothing to train: .* --bf16 REGEX makes more of them bf16"):

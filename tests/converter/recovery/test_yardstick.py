@@ -1,4 +1,4 @@
-"""The loss by which a recovery keeps its best weights: of what would be published, on the same batches."""
+"""The loss by which a recovery chooses its best weights: of the weights as published, always on the same batches."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def test_the_loss_is_that_of_rounded_weights_over_all_lessons() -> None:
     assert found == pytest.approx(float(expected), rel=1e-5)
 
 
-def test_what_is_not_trained_is_the_modules_own() -> None:
-    """Buffers, too, which a training in bf16 rounds in its own copy."""
+def test_tensors_that_are_not_trained_are_the_modules_own() -> None:
+    """This includes buffers, which training in bf16 rounds in its own copy."""
     module = seeded(Cnn())
     teacher = lessonplans.teacher(module, rank=4)
     held = tuple(entry for entry in lessonplans.trained(module) if entry.names[0] == "inner.head.bias")
@@ -48,7 +48,7 @@ def test_what_is_not_trained_is_the_modules_own() -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-mixed"])
-def test_products_are_those_of_the_training(precision: Any) -> None:
+def test_products_have_the_precision_of_the_training(precision: Any) -> None:
     module = nn.Sequential(nn.Linear(16, 16))
     teacher = lessonplans.teacher(module)
     held = lessonplans.trained(module)
@@ -74,7 +74,7 @@ def test_a_folded_factor_is_rounded_with_its_weight() -> None:
     assert not torch.equal(found["w"], rounded(weight, None))
 
 
-def test_labels_are_learnt_where_they_are_asked_for() -> None:
+def test_the_cross_entropy_loss_uses_the_labels() -> None:
     module = seeded(Mlp())
     teacher = lessonplans.teacher(module, loss="cross-entropy")
     x, labels = _x(4, 16), np.array([1, 2, -100, 3])
@@ -84,7 +84,7 @@ def test_labels_are_learnt_where_they_are_asked_for() -> None:
         assert float(teacher.loss({"y": module(x)}, lesson)) == pytest.approx(float(expected))
 
 
-def test_labels_that_fit_no_class_are_refused() -> None:
+def test_labels_that_fit_no_class_are_rejected() -> None:
     teacher = lessonplans.teacher(seeded(Mlp()), loss="cross-entropy")
     batch = Batch({"a": _x(4, 16).numpy()}, np.array([0, 1, 2, 10]), "--data m:f: batch 3")
     with pytest.raises(UsageError, match=r"^--data m:f: batch 3: label 10 is not one of the 10 classes of output 'y'"):
@@ -94,7 +94,7 @@ def test_labels_that_fit_no_class_are_refused() -> None:
 
 
 class _Masking(nn.Module):
-    """Answers what each row's first number says: NaN, infinity, or itself."""
+    """A row's output is infinite if its first number is 1, NaN if its sum is also 0, and finite otherwise."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,8 +104,8 @@ class _Masking(nn.Module):
         return x @ self.weight / (x[:, :1] - 1)
 
 
-def test_fp32_answers_from_which_nothing_can_be_learnt_are_refused() -> None:
-    """Some that are infinite may be meant; all of them, or NaN, are not."""
+def test_fp32_outputs_with_nan_or_without_a_finite_value_are_rejected() -> None:
+    """Some infinite values may be intended. NaN, or an output without any finite value, is an error."""
     teacher = lessonplans.teacher(_Masking())
     fine = torch.tensor([[2.0, 1.0], [1.0, 1.0]])
     assert bool(torch.isinf(teacher.lesson(Batch({"a": fine.numpy()})).reference["y"]).any())

@@ -1,4 +1,4 @@
-"""The report in a real browser: headless Chromium, in light and dark, on a desk and on a phone."""
+"""The report in a real browser: headless Chromium, in light and dark, at the widths of a desktop and a phone."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A report with everything that one can show, cuda over budget."""
+    """Return the path of a report with everything that a report can show; cuda is over budget."""
     path = tmp_path_factory.mktemp("page") / "report.html"
     manifest = reported.manifest(over=True)
     path.write_text(render(manifest, manifest.files, ["a note"], reported.measurements(over=True)))
@@ -41,7 +41,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("width", [PHONE, DESK])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_loads_alone_fits_the_window_and_can_be_read(
+def test_the_report_loads_without_requests_fits_the_window_and_is_readable(
     chromium: Browser, page: Path, tmp_path: Path, scheme: Scheme, width: int
 ) -> None:
     chromium.look(scheme, width)
@@ -57,7 +57,7 @@ def test_it_loads_alone_fits_the_window_and_can_be_read(
     assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_pictures_hold_a_dot_for_each_sample_and_layer(chromium: Browser, page: Path) -> None:
+def test_the_plots_have_a_dot_for_each_sample_and_layer(chromium: Browser, page: Path) -> None:
     chromium.look("light", DESK)
     chromium.open(page)
     dots = [
@@ -78,7 +78,7 @@ def test_the_pictures_hold_a_dot_for_each_sample_and_layer(chromium: Browser, pa
         assert chromium.evaluate(inside), width
 
 
-def test_a_screen_reader_and_a_keyboard_find_their_way(chromium: Browser, page: Path) -> None:
+def test_the_report_is_usable_with_a_screen_reader_and_a_keyboard(chromium: Browser, page: Path) -> None:
     chromium.open(page)
     assert chromium.evaluate("document.documentElement.lang") == "en"
     named = "[...document.querySelectorAll('svg')].every(s => s.querySelector('title') && s.querySelector('desc'))"
@@ -93,12 +93,12 @@ def test_a_screen_reader_and_a_keyboard_find_their_way(chromium: Browser, page: 
     assert "H3" not in headings
 
 
-def test_it_prints(chromium: Browser, page: Path) -> None:
+def test_the_report_can_be_printed(chromium: Browser, page: Path) -> None:
     chromium.open(page)
     assert chromium.pdf().startswith(b"%PDF")
 
 
-def test_a_name_without_end_and_a_hostile_one_break_nothing(chromium: Browser, tmp_path: Path) -> None:
+def test_a_very_long_hostile_name_breaks_nothing(chromium: Browser, tmp_path: Path) -> None:
     hostile = "<script>document.title = 'obeyed'</script>" + "x" * 400
     found = reported.manifest()
     entry = found.drift["cpu"]
@@ -113,7 +113,7 @@ def test_a_name_without_end_and_a_hostile_one_break_nothing(chromium: Browser, t
     assert chromium.evaluate("document.documentElement.scrollWidth") == PHONE
 
 
-def test_the_report_of_a_conversion_loads_alone(chromium: Browser, mlp: Artifact) -> None:
+def test_the_report_of_a_conversion_loads_without_requests(chromium: Browser, mlp: Artifact) -> None:
     chromium.look("light", PHONE)
     seen = chromium.open(mlp.file("report.html"))
     assert (seen.requests, seen.complaints) == ([], [])

@@ -8,8 +8,8 @@ from bf16kit.manifest import DriftEntry
 from bf16kit.verdicts import drift_rows
 
 
-def test_the_table_shows_what_the_budget_judges_and_says_over_where_it_does(tmp_path: Path) -> None:
-    """The mean, the worst of max_abs, the total of nonfinite; exactly on the bound is within."""
+def test_the_drift_table_shows_the_judged_value_and_whether_it_is_within_budget(tmp_path: Path) -> None:
+    """It shows the mean, the worst of max_abs and the total of nonfinite. A value equal to its bound is within."""
     manifest = publish_small(tmp_path / "m" / "1").manifest
     stats = {
         "relative_l2": {"mean": 0.02, "p50": 0.0, "p99": 0.0, "worst": 0.5},

@@ -1,4 +1,4 @@
-"""Inspecting an artifact: what people see of it."""
+"""What ``bf16-convert inspect`` shows of an artifact."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HOSTILE = "<script>alert(1)</script>\x1b[31m[bold]"
 
 
 def recorded(artifact: Artifact) -> dict[str, InputRange]:
-    """The ranges of its inputs that an artifact keeps."""
+    """Return the input ranges that ``artifact`` records."""
     measured = artifact.measurements()
     assert measured is not None
     return measured.inputs
@@ -71,8 +71,8 @@ def test_everything_of_note_is_shown(cli: Cli, mlp: Artifact) -> None:
         assert text in out
 
 
-def test_weights_in_c_order_are_said_to_be(cli: Cli, tmp_path: Path, target: Path) -> None:
-    """Only the cpu profile reads panels: without it, there are none."""
+def test_weights_in_c_order_are_reported(cli: Cli, tmp_path: Path, target: Path) -> None:
+    """Only the cpu profile reads panels, so an artifact without it has none."""
     onnx.save(graphs.mlp(), tmp_path / "m.onnx")
     cli("checkpoint", tmp_path / "m.onnx", "--out", target, "--profile", "cuda", *ONNX_ONLY).published()
     assert "layout      C order" in cli("inspect", target).published().out
@@ -86,7 +86,7 @@ def test_a_narrow_terminal_cuts_nothing(cli: Cli, mlp: Artifact, monkeypatch: py
 
 
 def _hostile(path: Path) -> Path:
-    """A model whose tensor, node, input and output are called something that a page or terminal would obey."""
+    """Write a model whose names contain HTML and terminal codes; return its path."""
     proto = graphs.model(
         [helper.make_node("MatMul", [f"x{HOSTILE}", f"w{HOSTILE}"], [f"y{HOSTILE}"], name=f"n{HOSTILE}")],
         [graphs.edge(f"x{HOSTILE}", ["batch", 16])],
@@ -97,9 +97,7 @@ def _hostile(path: Path) -> Path:
     return path
 
 
-def test_names_that_a_terminal_or_a_browser_would_obey_are_shown_as_text(
-    cli: Cli, tmp_path: Path, target: Path
-) -> None:
+def test_names_with_markup_or_escape_codes_are_shown_as_text(cli: Cli, tmp_path: Path, target: Path) -> None:
     done = cli("checkpoint", _hostile(tmp_path / "m.onnx"), "--out", target).published()
     page = (target / "report.html").read_text()
     assert "<script" not in page
@@ -109,7 +107,7 @@ def test_names_that_a_terminal_or_a_browser_would_obey_are_shown_as_text(
     assert "<script>alert(1)</script>\\x1b[31m[bold]" in shown.replace("\n", "")
 
 
-def test_an_error_about_such_a_name_is_text_too(cli: Cli, tmp_path: Path, target: Path) -> None:
+def test_an_error_with_such_a_name_is_plain_text_too(cli: Cli, tmp_path: Path, target: Path) -> None:
     source = _hostile(tmp_path / "m.onnx")
     command = ("checkpoint", source, "--out", target, "--no-search", "--budget", "relative_l2=1e-9")
     done = cli(*command).refused(1, "\\x1b[31m")
@@ -137,7 +135,7 @@ _KEYS = {
 }
 
 
-def test_json_has_the_keys_that_are_documented_and_says_what_the_text_says(cli: Cli, mlp: Artifact) -> None:
+def test_json_has_the_documented_keys_and_agrees_with_the_manifest(cli: Cli, mlp: Artifact) -> None:
     found = json.loads(cli("inspect", mlp.path, "--json").published().out)
     manifest = mlp.manifest
     assert found.keys() == _KEYS
@@ -153,7 +151,7 @@ def test_json_has_the_keys_that_are_documented_and_says_what_the_text_says(cli: 
     )
 
 
-def test_json_of_a_model_with_hostile_names_is_text(cli: Cli, tmp_path: Path, target: Path) -> None:
+def test_json_of_a_model_with_hostile_names_is_plain_text(cli: Cli, tmp_path: Path, target: Path) -> None:
     cli("checkpoint", _hostile(tmp_path / "m.onnx"), "--out", target).published()
     out = cli("inspect", target, "--json").published().out
     assert "\x1b" not in out
@@ -170,7 +168,7 @@ def test_the_verdict_comes_first_and_says_what_is_emulated(cli: Cli, mlp: Artifa
 
 
 def test_islands_are_found_by_their_codes_whatever_their_reasons_say(mlp: Artifact) -> None:
-    """Finding 13: a reason is a sentence for people, in whatever words."""
+    """Finding 13: a reason is a sentence for people, so no code may depend on its words."""
     shape = PlanEntry(name="s", op="Shape", precision="fp32", reason="gives int64", code="no_floats")
     norm = PlanEntry(name="n", op="Softmax", precision="fp32", reason="leaves nothing to narrow", code="normalises")
     cpu = PlanEntry(name="c", op="MatMul", precision="fp32", reason="computes in fp32", code="profile")
@@ -180,7 +178,7 @@ def test_islands_are_found_by_their_codes_whatever_their_reasons_say(mlp: Artifa
     assert [(island.profile, island.name) for island in found] == [("cpu", "k"), ("cuda", "n")]
 
 
-def test_islands_of_artifacts_older_than_codes_are_found_all_the_same(mlp: Artifact) -> None:
+def test_islands_of_artifacts_older_than_codes_are_found_too(mlp: Artifact) -> None:
     shape = PlanEntry(name="s", op="Shape", precision="fp32", reason="gives int64, nothing to narrow")
     norm = PlanEntry(name="n", op="Softmax", precision="fp32", reason="normalises")
     plan = Plan(nodes={"cuda": [shape, norm]})
@@ -188,7 +186,7 @@ def test_islands_of_artifacts_older_than_codes_are_found_all_the_same(mlp: Artif
     assert [island.name for island in found] == ["n"]
 
 
-def test_what_an_island_is_worth_is_shown_where_a_search_found_it_out() -> None:
+def test_the_worth_of_an_island_is_shown_if_a_search_measured_it() -> None:
     manifest, measured = reported.manifest(), reported.measurements()
     island = figures(manifest, {}, measured).islands[0]
     assert (island.name, island.worth, island.remedy) == (reported.OFF, 1.58, "its output in fp32")
@@ -199,7 +197,7 @@ def test_what_an_island_is_worth_is_shown_where_a_search_found_it_out() -> None:
     assert figures(manifest, {}, Measurements(profiles=profiles)).islands[0].worth is None
 
 
-def test_measurements_that_break_the_rules_are_refused_by_name(cli: Cli, mlp: Artifact, tmp_path: Path) -> None:
+def test_invalid_measurements_are_rejected_by_name(cli: Cli, mlp: Artifact, tmp_path: Path) -> None:
     shutil.copytree(mlp.path, tmp_path / "1")
     (tmp_path / "1" / MEASUREMENTS).write_bytes(b"{}")
     entry = FileEntry(sha256=hashlib.sha256(b"{}").hexdigest(), bytes=2)
@@ -208,7 +206,7 @@ def test_measurements_that_break_the_rules_are_refused_by_name(cli: Cli, mlp: Ar
     cli("inspect", tmp_path / "1").refused(2, "measurements.json: measurements of version None")
 
 
-def test_a_terminal_that_cannot_show_every_character_is_told_all_the_same(small: Artifact) -> None:
+def test_inspect_works_on_a_terminal_that_cannot_show_every_character(small: Artifact) -> None:
     command = [str(Path(sys.executable).with_name("bf16-convert")), "inspect", str(small.path)]
     done = subprocess.run(command, capture_output=True, env=os.environ | {"PYTHONIOENCODING": "ascii"})
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""The conversion report: one page that stands alone."""
+"""The conversion report: one page that loads nothing else."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_the_page_is_well_formed_and_loads_nothing_from_elsewhere(mlp: Artifact)
     assert page.links == []
 
 
-def test_it_holds_what_the_conversion_found(mlp: Artifact) -> None:
+def test_the_report_has_what_the_conversion_found(mlp: Artifact) -> None:
     page = _Page(mlp.file("report.html").read_text())
     manifest = mlp.manifest
     assert manifest.source.sha256 in page.text
@@ -69,14 +69,14 @@ def test_notes_are_escaped(mlp: Artifact) -> None:
     assert "<script" not in render(mlp.manifest, mlp.manifest.files, ["<script>alert(1)</script>"])
 
 
-def test_no_report_when_none_was_wanted(cli: Cli, onnx_file: Path, target: Path) -> None:
+def test_no_report_is_written_with_the_option_no_report(cli: Cli, onnx_file: Path, target: Path) -> None:
     cli("checkpoint", onnx_file, "--out", target, "--no-report").published()
     assert not (target / "report.html").exists()
     assert "report.html" not in Artifact.open(target).manifest.files
 
 
-def test_a_model_of_many_thousand_nodes_stays_a_page(mlp: Artifact) -> None:
-    """Rows are counted, not shown; the first of them are."""
+def test_the_report_of_a_model_with_thousands_of_nodes_stays_small(mlp: Artifact) -> None:
+    """The report shows the first rows and counts the rest."""
     manifest = reported.manifest(samples=4_000, nodes=50_000)
     text = render(manifest, manifest.files, [], reported.measurements(samples=4_000, depth=4_000))
     assert len(text) < 1_500_000
@@ -97,7 +97,7 @@ def test_the_verdict_stands_at_the_top_in_words_and_not_in_colour_alone() -> Non
         assert text.index(words) < text.index("Drift from the fp32 reference")
 
 
-def test_everything_measured_has_its_place() -> None:
+def test_the_report_shows_everything_that_was_measured() -> None:
     manifest = reported.manifest()
     text = _Page(render(manifest, manifest.files, [], reported.measurements())).text
     for expected in (
@@ -116,7 +116,7 @@ def test_everything_measured_has_its_place() -> None:
         assert expected in text, expected
 
 
-def test_over_budget_the_page_says_what_would_mend_it() -> None:
+def test_the_report_of_a_model_over_budget_suggests_a_remedy() -> None:
     manifest = reported.manifest(over=True)
     text = _Page(render(manifest, manifest.files, [], reported.measurements(over=True))).text
     assert "in fp32 would raise output logits from 31.4 to 44.9 dB (tested on the CPU):" in text
@@ -124,14 +124,14 @@ def test_over_budget_the_page_says_what_would_mend_it() -> None:
     assert text.count("--keep-fp32 '") == 1
 
 
-def test_a_sound_model_needs_no_remedy(mlp: Artifact) -> None:
+def test_the_report_of_a_sound_model_suggests_no_remedy(mlp: Artifact) -> None:
     text = _Page(mlp.file("report.html").read_text()).text
     assert text.count("Every output has the SQNR expected of rounding to bf16") == 2
     assert text.count("No remedy is needed.") == 2
     assert "--keep-fp32" not in text
 
 
-def test_a_reference_that_nobody_checked_is_said_to_be(mlp: Artifact) -> None:
+def test_a_reference_that_was_not_checked_is_reported_as_such(mlp: Artifact) -> None:
     oracle = OracleEntry(checked=False, how="a bare state dict answers nothing")
     manifest = reported.manifest().model_copy(update={"oracle": oracle})
     text = _Page(render(manifest, manifest.files, [], None)).text

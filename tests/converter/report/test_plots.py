@@ -1,4 +1,4 @@
-"""The pictures of the report: a mark for each thing measured, at its place, and their number bounded."""
+"""The plots of the report: one mark for each measurement, at its position, up to a fixed number of marks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_each_sample_is_a_dot_and_those_above_the_budget_are_squares() -> None:
     assert [dot.tag for dot in _dots(tree)] == ["circle", "rect", "rect", "circle"]
     assert len(_dots(tree, "over")) == 2
     heights = [float(dot.get("cy") or dot.get("y") or 0) for dot in _dots(tree)]
-    assert heights[2] < heights[1] < heights[3] < heights[0]  # down is up in SVG
+    assert heights[2] < heights[1] < heights[3] < heights[0]  # y grows downwards in SVG
     assert "2 samples are above the line" in (tree[1].text or "")
     assert [dot[0].text for dot in _dots(tree)][1] == "sample 1: 0.02"
 
@@ -50,14 +50,14 @@ def test_without_a_budget_no_sample_is_above_it() -> None:
 
 
 @pytest.mark.parametrize("values", [[0.0], [math.inf, 0.001], [math.inf], []])
-def test_drift_that_is_zero_infinite_or_nothing_is_drawn_within_the_picture(values: list[float]) -> None:
+def test_drift_that_is_zero_infinite_or_empty_is_drawn_within_the_picture(values: list[float]) -> None:
     tree = _samples(values, ("relative_l2", 0.015))
     assert len(_dots(tree)) == len(values)
     assert "nan" not in plots.sample_dots(SampleSeries("cpu", "y", False, len(values), tuple(values), ()), "k")
     assert all(0 <= float(dot.get("cy") or dot.get("y") or 0) <= 280 for dot in _dots(tree))
 
 
-def test_of_thousands_of_samples_some_are_drawn_the_worst_among_them() -> None:
+def test_of_thousands_of_samples_some_are_drawn_including_the_worst() -> None:
     values = [0.001] * 4_000
     values[1_234] = 0.5
     tree = _samples(values, measured=8_000)
@@ -89,7 +89,7 @@ def test_exact_layers_are_counted_and_not_drawn() -> None:
     assert [row.name for row in found.worst()] == ["lost", "fine", "exact"]
 
 
-def test_layers_within_the_margin_keep_to_the_line() -> None:
+def test_layers_within_the_margin_are_not_below_the_line() -> None:
     rows = [LayerEntry(name="a", op="MatMul", depth=1, sqnr_db=44.1, expected_db=50.0)]
     assert series("cpu", Layers(measured=1, rows=rows)).first_off is None
     rows = [LayerEntry(name="a", op="MatMul", depth=1, sqnr_db=43.9, expected_db=50.0)]
@@ -128,7 +128,7 @@ MENDED = RemedyEntry(keep_fp32="^dip's$", nodes=["a", "b", "c"], output="y", bef
         ),
     ],
 )
-def test_layers_say_what_ails_and_what_mends(
+def test_the_layers_state_the_diagnosis_and_the_remedy(
     found: DiagnosisEntry | None, within: bool, said: str, option: str
 ) -> None:
     told = series("cpu", Layers(measured=2, rows=[FINE, DIP], diagnosis=found), within=within)
@@ -137,7 +137,7 @@ def test_layers_say_what_ails_and_what_mends(
     assert told.option == option
 
 
-def test_a_tensor_spans_its_exponents_and_what_is_lost_is_said() -> None:
+def test_a_tensors_bar_spans_its_exponents_and_losses_are_labelled() -> None:
     found = spans(ranges(reported.CENSUS))
     tree = fromstring(plots.span_bars(found[:7], len(found), "k"))
     bars = [e for e in tree.iter("rect") if e.get("class", "").startswith("span")]

@@ -1,4 +1,4 @@
-"""What a recovery says of the weights that it kept."""
+"""What the report says about a recovery and the weights that it kept."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _said(**more: Any) -> str:
     return "\n".join(sentences(TrainingEntry(**_BEFORE, yardstick=8, loss_before=0.5, **more)))
 
 
-def test_the_best_weights_are_told_with_what_they_were_chosen_by() -> None:
+def test_the_best_weights_are_reported_with_the_losses_that_chose_them() -> None:
     found = _said(biases_corrected=3, looks=_looks(0.04, 0.01, 0.02), kept=10, rate_share=0.5)
     assert "loss before training, on 8 batches of --data by which the best weights are chosen: 0.5" in found
     assert "loss after 3 biases were corrected for the average rounding error: 0.04" in found
@@ -30,11 +30,11 @@ def test_the_best_weights_are_told_with_what_they_were_chosen_by() -> None:
     assert "and halved the learning rate: at the end 0.5 of --learning-rate" in found
 
 
-def test_training_that_only_hurt_is_told() -> None:
+def test_training_that_improved_nothing_is_reported() -> None:
     found = _said(looks=_looks(0.5, 0.6, 0.7), kept=0)
     assert "kept: the weights before the first step, because no later weights had a lower loss" in found
     assert "biases were corrected" not in found
 
 
-def test_of_an_artifact_that_an_earlier_version_wrote_nothing_is_said() -> None:
+def test_an_artifact_of_an_earlier_version_has_no_sentence_on_the_best_weights() -> None:
     assert len(sentences(TrainingEntry(**_BEFORE))) == 2

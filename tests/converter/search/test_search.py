@@ -1,4 +1,4 @@
-"""The search on models built to be over budget: it finds the guilty nodes and weights, all of them and no others."""
+"""The search on models built to be over budget: it finds exactly the nodes and weights at fault."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _found(result: SearchResult) -> tuple[frozenset[str], frozenset[str]]:
 
 
 @pytest.mark.parametrize("build", _FAILING)
-def test_exactly_the_guilty_stay_fp32(build: _Build) -> None:
+def test_exactly_the_nodes_and_weights_at_fault_stay_fp32(build: _Build) -> None:
     built = build()
     result = _search(built, "cuda")
     assert _found(result) == (built.nodes, built.weights)
@@ -66,7 +66,7 @@ def test_exactly_the_guilty_stay_fp32(build: _Build) -> None:
 
 
 @pytest.mark.parametrize("build", _FAILING)
-def test_the_cpu_profile_rounds_weights_alone_and_keeps_the_guilty_ones(build: _Build) -> None:
+def test_for_the_cpu_profile_only_the_weights_at_fault_stay_fp32(build: _Build) -> None:
     built = build()
     assert _found(_search(built, "cpu")) == (frozenset(), built.weights)
 
@@ -76,7 +76,7 @@ def test_the_same_model_gives_the_same_result(build: _Build) -> None:
     assert _search(build(), "cuda") == _search(build(), "cuda")
 
 
-def test_each_island_says_what_it_is_worth() -> None:
+def test_each_island_states_its_worth() -> None:
     result = _search(offset(), "cuda")
     for island in result.islands:
         assert island.bound == "relative_l2"
@@ -96,26 +96,26 @@ def test_a_weight_that_fp32_activations_cannot_save_is_named() -> None:
     assert _search(offset(), "cuda").blame == ""
 
 
-def test_a_short_sequence_is_within_budget_where_a_thousand_steps_are_not() -> None:
+def test_an_lstm_over_a_short_sequence_needs_no_islands() -> None:
     assert not _search(lstm(10), "cpu").islands
 
 
-def test_a_product_in_fp32_keeps_its_weight_in_bf16_unless_that_is_guilty_too() -> None:
-    """The cheaper remedy. What stands between two such products follows them by the plan's own rules."""
+def test_a_product_in_fp32_keeps_its_weight_in_bf16_unless_that_is_at_fault() -> None:
+    """This is the cheaper remedy. By the plan's rules, nodes between two such products become fp32 as well."""
     result = _search(offset(), "cuda", budget=Budget.parse(["relative_l2=3e-3"]))
     assert _found(result) == (frozenset({"logits", "last"}), frozenset())
     assert result.bytes_now == result.bytes_before
     assert result.flops_now == 0 < result.flops_before
 
 
-def test_what_the_owner_asked_to_be_bf16_is_not_made_an_island() -> None:
+def test_nodes_that_the_user_requested_in_bf16_are_not_made_islands() -> None:
     result = _search(offset(), "cuda", bf16=["softmax"])
     assert "the search found no islands: drift is over budget even with all candidates in fp32" in result.error
     assert result.error.endswith("; still bf16, because of --bf16 or because they move bf16 data: softmax")
 
 
 def test_sets_are_tried_on_a_few_samples_and_checked_on_all() -> None:
-    """One sample of forty overflows a product: it is among those that are tried."""
+    """One of 41 samples overflows a product; it is among the samples that are tried."""
     built = overflow()
     calm = [{"x": feed["x"] * 1e-3} for feed in built.feeds]
     many = Failing(built.proto, [*calm * 5, built.feeds[1], *calm * 5], built.nodes, built.weights)
@@ -135,7 +135,7 @@ def test_samples_to_try_are_spaced_from_the_best_to_the_worst() -> None:
 
 
 class TestAnotherBudget:
-    """A search after another one, on the same graph with less of the budget."""
+    """A second search on the same graph, with a tighter budget."""
 
     def test_nothing_is_ranked_again_and_no_set_tried_twice(self, monkeypatch: pytest.MonkeyPatch) -> None:
         learnt = Learnt()
@@ -154,7 +154,7 @@ class TestAnotherBudget:
         _search(softmax(), "cuda", budget=tighter, learnt=learnt)
         assert set(learnt.tried) == tried
 
-    def test_what_the_first_one_saw_suffice_is_used_when_the_time_is_over(self) -> None:
+    def test_a_set_that_the_first_search_found_sufficient_is_used_if_time_runs_out(self) -> None:
         learnt, built = Learnt(), cancellation()
         _search(built, "cuda", learnt=learnt)
         found = _search(built, "cuda", Deadline(-1.0), Budget().tightened(0.9), learnt=learnt)
@@ -170,14 +170,14 @@ def _search_freely(monkeypatch: pytest.MonkeyPatch, built: Failing, budget: Budg
 
 
 class TestOutOfTime:
-    """A clock that ticks once per look, so that the search is out of time after so many runs."""
+    """The clock advances by one at each reading, so that the search runs out of time after a given number of runs."""
 
     @staticmethod
     def _after(runs: int) -> Deadline:
         ticks: Iterator[int] = itertools.count()
         return Deadline(float(runs), lambda: float(next(ticks)))
 
-    def test_what_is_known_to_suffice_is_used_and_said_to_be_so(self) -> None:
+    def test_a_set_that_is_known_to_suffice_is_used_and_reported_as_unfinished(self) -> None:
         found = [_search(cancellation(), "cuda", self._after(runs)) for runs in (20, 40)]
         for result in found:
             nodes, weights = _found(result)
@@ -186,8 +186,8 @@ class TestOutOfTime:
             assert not result.complete
             assert "some may be unnecessary" in result.notes[0]
 
-    def test_the_islands_that_it_tried_to_do_without_say_what_they_are_worth(self) -> None:
-        """Of five islands three, and as a search with all the time says it; nobody is blamed for want of a run."""
+    def test_only_islands_that_were_tested_for_removal_state_their_worth(self) -> None:
+        """Three of five islands state it, the same as a search with enough time. Without a run, no weight is blamed."""
         found = _search(cancellation(), "cuda", self._after(80))
         assert not found.complete
         worth = {island.name: island.worth() for island in found.islands if island.worth()}
@@ -201,11 +201,13 @@ class TestOutOfTime:
         )
 
     @pytest.mark.parametrize("runs", [0, 3])
-    def test_nothing_known_is_an_error_that_names_the_flag(self, runs: int) -> None:
+    def test_a_search_without_a_result_is_an_error_that_names_the_option(self, runs: int) -> None:
         assert "--search-minutes" in _search(cancellation(), "cuda", self._after(runs)).error
 
-    def test_what_a_few_samples_bear_out_is_used_only_if_all_do(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Here the few are calm, and no islands at all suffice for them."""
+    def test_a_set_that_suffices_for_a_few_samples_is_used_only_if_it_does_for_all(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Here the few samples are small, and need no islands at all."""
         monkeypatch.setattr(of_the_search, "typical", lambda _: (0, 2))
         for runs in (40, 1000):
             result = _search(overflow(), "cuda", self._after(runs))

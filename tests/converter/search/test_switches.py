@@ -1,4 +1,4 @@
-"""A graph in which roundings are switched: off it is the graph that it was, on it rounds what it is told to."""
+"""A graph with a switch for each rounding: off, the graph equals the original; on, that node or weight is rounded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def rounded(array: Array) -> Array:
 def answer(
     nodes: frozenset[str], weights: frozenset[str], saturated: frozenset[str] = frozenset(), w0: float = 1, x: float = 1
 ) -> Array:
-    """What the switched MLP gives with ``nodes`` and ``weights`` on; ``w0`` and ``x`` scale weight and input."""
+    """Return the output of the switched MLP, ``nodes`` and ``weights`` on; ``w0`` and ``x`` scale weight and input."""
     model = ir.from_proto(graphs.mlp())
     weight = model.graph.initializers["w0"]
     assert weight.const_value is not None
@@ -48,7 +48,7 @@ W0, W1 = graphs.values(16, 32, seed=0), graphs.values(32, 16, seed=2)
 NONE: frozenset[str] = frozenset()
 
 
-def test_all_off_it_is_the_graph_that_it_was() -> None:
+def test_with_all_switches_off_the_graph_equals_the_original() -> None:
     np.testing.assert_allclose(answer(NONE, NONE), expected(W0, W1), rtol=1e-5, atol=1e-6)
 
 
@@ -58,7 +58,7 @@ def test_each_weight_has_a_switch_of_its_own(weights: set[str]) -> None:
     np.testing.assert_allclose(answer(NONE, frozenset(weights)), expected(w0, w1), rtol=1e-5, atol=1e-6)
 
 
-def test_a_node_that_is_on_rounds_its_result() -> None:
+def test_a_node_that_is_switched_on_rounds_its_result() -> None:
     found = answer(frozenset({"add1"}), NONE)
     assert np.array_equal(found, rounded(found))
     assert not np.array_equal(found, answer(NONE, NONE))

@@ -1,4 +1,4 @@
-"""The forms that strangers' ONNX files take: old opsets, recurrent layers, half precision, other domains."""
+"""Forms of ONNX files from other tools: old opsets, recurrent layers, half precision, other domains."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def _opset(proto: ModelProto, opset: int, ir: int | None = None) -> ModelProto:
 
 
 def _listed_as_inputs(proto: ModelProto) -> ModelProto:
-    """As up to IR version 3, whose weights had to be inputs too."""
+    """List the weights as inputs too, as IR versions up to 3 require."""
     proto.graph.input.extend(graphs.edge(tensor.name, list(tensor.dims)) for tensor in proto.graph.initializer)
     return proto
 
 
 def recurrent(op: str, width: int = 16, directions: int = 2) -> ModelProto:
-    """x [seq, batch, width], h [directions, batch, width] → one ``op`` layer both ways → y, its last state."""
+    """x [seq, batch, width], h [directions, batch, width] → one ``op`` layer (both ways by default) → y, last state."""
     rows = GATES[op] * width
     state = [graphs.edge("h", [directions, "batch", width])]
     direction = "bidirectional" if directions == 2 else "forward"
@@ -73,7 +73,7 @@ def half_inside(width: int = 16) -> ModelProto:
 
 
 def half_stored(width: int = 16) -> ModelProto:
-    """A weight kept in fp16 and widened before it is used, as half-size files are."""
+    """A weight stored in fp16 and widened before use, as in files that were halved in size."""
     proto = half_inside(width)
     proto.graph.node[0].CopyFrom(helper.make_node("Cast", ["half"], ["wide"], name="widen_weight", to=1))
     proto.graph.node[1].CopyFrom(helper.make_node("MatMul", ["x", "wide"], ["h"], name="first"))
@@ -96,7 +96,7 @@ def half_edges(width: int = 16) -> ModelProto:
 
 
 def contrib(width: int = 32) -> ModelProto:
-    """com.microsoft's operators, as its own optimiser writes them into files."""
+    """Operators of the domain com.microsoft, as ONNX Runtime's optimiser writes them into files."""
     made = graphs.model(
         [
             helper.make_node("FusedMatMul", ["x", "w"], ["m"], "scaled", domain="com.microsoft", alpha=2.0),
@@ -121,7 +121,7 @@ def contrib(width: int = 32) -> ModelProto:
 
 
 def words(width: int = 128) -> ModelProto:
-    """Strings → their numbers (ai.onnx.ml) → rows of a table; the strings come out again, too."""
+    """Strings → their numbers (ai.onnx.ml) → rows of a table; the strings are an output as well."""
     made = graphs.model(
         [
             helper.make_node(
@@ -153,7 +153,7 @@ def convert(cli: Cli, proto: ModelProto, target: Path) -> Artifact:
 
 
 def assert_same(artifact: Artifact, proto: ModelProto, feeds: dict[str, Array], tolerance: float = 0.02) -> None:
-    """The reference answers as ``proto`` in ONNX Runtime does, profile cpu nearly so."""
+    """Assert that the reference equals ``proto`` in ONNX Runtime, and that profile cpu does within ``tolerance``."""
     runtime = load(artifact, "cpu")
     expected = OnnxRuntime(proto.SerializeToString(), runtime.inputs, runtime.outputs).run(feeds)
     reference, narrowed = load_reference(artifact).run(feeds), runtime.run(feeds)
@@ -173,7 +173,7 @@ def test_opsets_from_7_and_ir_3_on_are_read(cli: Cli, target: Path, opset: int) 
 
 @pytest.mark.parametrize("opset", [7, 14, 22])
 @pytest.mark.parametrize("op", GATES)
-def test_recurrent_layers_keep_their_answers_and_halve_their_weights(
+def test_recurrent_layers_keep_their_outputs_and_halve_their_weights(
     cli: Cli, target: Path, op: str, opset: int
 ) -> None:
     proto = _opset(recurrent(op), opset)
@@ -185,7 +185,7 @@ def test_recurrent_layers_keep_their_answers_and_halve_their_weights(
 
 
 @pytest.mark.parametrize("build", [half_inside, half_stored, half_edges])
-def test_fp16_parts_stay_as_they_are_and_are_given_back(cli: Cli, tmp_path: Path, target: Path, build: object) -> None:
+def test_fp16_parts_stay_unchanged_and_are_restored(cli: Cli, tmp_path: Path, target: Path, build: object) -> None:
     proto = build()  # type: ignore[operator]
     artifact = convert(cli, proto, target)
     feeds = {"x": graphs.values(4, 16, seed=9).astype(np.float16 if build is half_edges else np.float32)}
@@ -204,7 +204,7 @@ def test_com_microsofts_operators_are_converted(cli: Cli, target: Path, opset: i
     assert precision["norm"] == "fp32"
 
 
-def test_strings_go_in_and_come_out(cli: Cli, target: Path) -> None:
+def test_string_inputs_and_outputs_are_supported(cli: Cli, target: Path) -> None:
     artifact = convert(cli, _opset(words(), 17), target)
     assert [entry.dtype for entry in artifact.manifest.inputs] == ["string"]
     answer = load(artifact, "cpu").run({"s": np.array(["a", "b"], object)})
@@ -233,7 +233,7 @@ def sparse_constant() -> ModelProto:
 
 
 def zip_map() -> ModelProto:
-    """Probabilities by class, as scikit-learn's classifiers give them unless told not to."""
+    """Probabilities by class, as scikit-learn's classifiers give them by default."""
     proto = graphs.mlp()
     proto.graph.node.append(
         helper.make_node("ZipMap", ["y"], ["p"], "zip", domain="ai.onnx.ml", classlabels_int64s=list(range(16)))
@@ -265,7 +265,7 @@ def whole_numbers() -> ModelProto:
         (whole_numbers, "holds no fp32 weights, so there is nothing to convert"),
     ],
 )
-def test_what_cannot_be_converted_is_refused_with_the_remedy(
+def test_files_that_cannot_be_converted_are_rejected_with_the_remedy(
     cli: Cli, tmp_path: Path, target: Path, build: object, said: str
 ) -> None:
     onnx.save(build(), tmp_path / "m.onnx")  # type: ignore[operator]
@@ -273,8 +273,10 @@ def test_what_cannot_be_converted_is_refused_with_the_remedy(
     assert tree(tmp_path) == ["m.onnx"]
 
 
-def test_weights_of_functions_are_read_from_beside_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not from the directory that the program happens to run in."""
+def test_weights_of_functions_are_read_from_the_models_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are not read from the working directory."""
     tensor = graphs.initializer("c", graphs.values(4))
     graphs.refer(tensor, "w.bin", 0, 16)
     opsets = [helper.make_opsetid("", graphs.OPSET)]
@@ -297,10 +299,10 @@ def test_weights_of_functions_are_read_from_beside_the_model(tmp_path: Path, mon
 
 
 @pytest.mark.parametrize(("place", "ir", "declared"), [("input", 3, ["a", "b"]), ("output", 10, ["n", 7, 7])])
-def test_what_a_file_declares_of_a_weight_beside_the_weight_is_not_believed(
+def test_an_input_or_output_that_declares_a_weight_differently_is_ignored(
     cli: Cli, target: Path, place: str, ir: int, declared: list[int | str]
 ) -> None:
-    """As an input with free dimensions, and as an output of another shape: ONNX Runtime goes by the weight, too."""
+    """The input has free dimensions, the output another shape. ONNX Runtime uses the weight's own shape, too."""
     proto = _opset(graphs.mlp(), 22, ir)
     getattr(proto.graph, place).append(graphs.edge("w0", declared))
     artifact = convert(cli, proto, target)
