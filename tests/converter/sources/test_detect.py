@@ -1,4 +1,4 @@
-"""What a source is taken for, by its content; names lie."""
+"""The kind of a source is recognised by its content, because its name may be wrong."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def _zip(path: Path, *names: str) -> Path:
     return path
 
 
-def test_safetensors_by_their_header_whatever_they_are_called(tmp_path: Path) -> None:
+def test_safetensors_are_recognised_by_their_header_not_their_name(tmp_path: Path) -> None:
     save_file({"w": np.ones(3, np.float32)}, tmp_path / "model.onnx")
     assert recognise(tmp_path / "model.onnx") is Kind.SAFETENSORS
 
 
 @pytest.mark.parametrize("version", range(3, 14))
-def test_onnx_of_every_ir_version(tmp_path: Path, version: int) -> None:
+def test_onnx_of_every_ir_version_is_recognised(tmp_path: Path, version: int) -> None:
     """The second byte is the version: 10 is a newline, 9 a tab, and the text that follows may be empty."""
     model = graphs.mlp()
     model.ir_version = version
@@ -40,7 +40,7 @@ def test_onnx_of_every_ir_version(tmp_path: Path, version: int) -> None:
     assert recognise(path) is Kind.ONNX
 
 
-def test_onnx_that_was_made_by_a_producer(tmp_path: Path) -> None:
+def test_onnx_with_the_name_of_its_producer_is_recognised(tmp_path: Path) -> None:
     model = graphs.mlp()
     model.producer_name = "pytorch"
     model.producer_version = "2.13"
@@ -49,29 +49,29 @@ def test_onnx_that_was_made_by_a_producer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-def test_bare_pickles_of_every_binary_protocol(tmp_path: Path, protocol: int) -> None:
+def test_bare_pickles_of_every_binary_protocol_are_recognised(tmp_path: Path, protocol: int) -> None:
     (tmp_path / "w.bin").write_bytes(pickle.dumps({"a": 1}, protocol=protocol))
     assert recognise(tmp_path / "w.bin") is Kind.PICKLE
 
 
-def test_torch_archives_by_the_records_in_them(tmp_path: Path) -> None:
+def test_torch_archives_are_recognised_by_their_records(tmp_path: Path) -> None:
     assert recognise(_zip(tmp_path / "a", "archive/data.pkl", "archive/version")) is Kind.TORCH_ZIP
     assert recognise(_zip(tmp_path / "b", "archive/data.pkl", "archive/constants.pkl")) is Kind.TORCHSCRIPT
 
 
-def test_the_index_of_a_sharded_checkpoint_and_the_directory_that_holds_one(tmp_path: Path) -> None:
+def test_a_sharded_checkpoint_is_recognised_by_its_index_and_its_directory(tmp_path: Path) -> None:
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {}}))
     assert recognise(index) is Kind.SHARDED
     assert recognise(tmp_path) is Kind.SHARDED
 
 
-def test_a_hugging_face_directory_by_its_config(tmp_path: Path) -> None:
+def test_a_hugging_face_directory_is_recognised_by_its_config(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert recognise(tmp_path) is Kind.HUGGING_FACE
 
 
-def test_tensorflows_directories_and_keras_archives(tmp_path: Path) -> None:
+def test_tensorflows_directories_and_keras_archives_are_recognised(tmp_path: Path) -> None:
     (tmp_path / "saved_model.pb").write_bytes(b"")
     assert recognise(tmp_path) is Kind.SAVED_MODEL
     assert recognise(_zip(tmp_path / "x", "config.json", "metadata.json", "model.weights.h5")) is Kind.KERAS
@@ -92,31 +92,33 @@ def test_tensorflows_directories_and_keras_archives(tmp_path: Path) -> None:
         (b"\x00" * 600, "first bytes 00 00"),
     ],
 )
-def test_what_is_no_checkpoint_is_said_in_its_own_words(tmp_path: Path, content: bytes, said: str) -> None:
+def test_files_that_are_not_checkpoints_are_rejected_with_what_they_are(
+    tmp_path: Path, content: bytes, said: str
+) -> None:
     (tmp_path / "model.pt").write_bytes(content)
     with pytest.raises(SourceError, match=said):
         recognise(tmp_path / "model.pt")
 
 
-def test_a_zip_of_something_else(tmp_path: Path) -> None:
+def test_a_zip_of_something_else_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="not one that torch wrote"):
         recognise(_zip(tmp_path / "photos.zip", "a.jpg"))
 
 
-def test_directories_that_are_no_models(tmp_path: Path) -> None:
+def test_directories_that_are_not_models_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="is not a model"):
         recognise(tmp_path)
     (tmp_path / "modules.json").write_text("[]")
-    assert recognise(tmp_path) is Kind.HUGGING_FACE  # sentence-transformers; its reader says what is wrong with it
+    assert recognise(tmp_path) is Kind.HUGGING_FACE  # sentence-transformers; its reader reports what is wrong with it
 
 
-def test_nothing_there(tmp_path: Path) -> None:
+def test_a_path_that_does_not_exist_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="no such file or directory"):
         recognise(tmp_path / "absent.pt")
 
 
-def test_what_is_neither_file_nor_directory_is_not_waited_for(tmp_path: Path) -> None:
-    """Opening a pipe that nobody writes to would block for ever."""
+def test_a_pipe_is_rejected_and_not_waited_for(tmp_path: Path) -> None:
+    """Opening a pipe without a writer would block forever."""
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(SourceError, match="neither a file nor a directory"):
         recognise(tmp_path / "pipe")

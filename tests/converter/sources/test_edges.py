@@ -47,7 +47,7 @@ def test_free_dimensions_have_names_given_or_made(shape: list[int | str | None],
         ([2], TensorProto.FLOAT8E4M3FN, "tensors of plain dtypes only"),
     ],
 )
-def test_edges_that_cannot_be_served(shape: list[int | str | None] | None, dtype: int, said: str) -> None:
+def test_edges_that_cannot_be_served_are_rejected(shape: list[int | str | None] | None, dtype: int, said: str) -> None:
     with pytest.raises(ConversionError, match=said):
         input_specs(_model(shape, dtype))
 

@@ -1,4 +1,4 @@
-"""torch.export programs as sources: what a user runs, what comes out, and what is refused before torch sees it."""
+"""torch.export programs as sources: commands, their results, and files that are rejected before torch reads them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ def written(directory: Path, module: torch.nn.Module, *example: Any, **named: An
 
 
 @pytest.mark.long
-def test_a_program_is_converted_restored_and_answers_as_torch_does(cli: Cli, tmp_path: Path, target: Path) -> None:
+def test_a_program_is_converted_and_restored_and_gives_the_outputs_of_torch(
+    cli: Cli, tmp_path: Path, target: Path
+) -> None:
     module = seeded(Cnn()).eval()
     source = written(tmp_path, module, torch.ones(2, 3, 16, 16))
     cli("checkpoint", source, "--out", target).published()
@@ -88,7 +90,7 @@ def test_tied_weights_become_one(cli: Cli, tmp_path: Path, target: Path) -> None
     assert {"table.weight", "out.weight"} <= set(names)
 
 
-def test_half_precision_programs_compute_in_fp32(cli: Cli, tmp_path: Path, target: Path) -> None:
+def test_a_bf16_program_is_converted_with_its_weights_in_bf16(cli: Cli, tmp_path: Path, target: Path) -> None:
     class Half(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -104,21 +106,21 @@ def test_half_precision_programs_compute_in_fp32(cli: Cli, tmp_path: Path, targe
 
 
 class Canary:
-    """Makes the file ``executed`` in the working directory when it is unpickled."""
+    """Creates the file ``executed`` in the working directory when it is unpickled."""
 
     def __reduce__(self) -> Any:
         return Path.touch, (Path("executed"),)
 
 
 def opaque(archive: bytes) -> bytes:
-    """What shared examples do: the constants' table names a pickle."""
+    """Name a pickle in the table of constants; torch.export.load would unpickle it."""
     entry = {"path_name": "opaque_obj_0", "is_param": False, "use_pickle": True, "tensor_meta": None}
     found = files.changed(archive, files.CONSTANTS, lambda table: table["config"].update(extra=entry))
     return files.with_records(found, **{"data/constants/opaque_obj_0": pickle.dumps(Canary())})
 
 
 def pickled(archive: bytes, value: object) -> bytes:
-    """The first weight is ``value``, pickled."""
+    """Replace the first weight with ``value``, pickled."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     found = files.changed(archive, files.WEIGHTS, lambda table: table["config"]["up.weight"].update(use_pickle=True))
@@ -140,7 +142,7 @@ def operator(archive: bytes) -> bytes:
         (lambda archive: archive.replace(b"PK\x03\x04", b"PK\x03\x05"), "is not a known checkpoint format"),
     ],
 )
-def test_what_would_run_code_is_refused_and_runs_nothing(
+def test_a_file_that_would_run_code_is_rejected_and_runs_nothing(
     cli: Cli,
     tmp_path: Path,
     target: Path,
@@ -155,7 +157,7 @@ def test_what_would_run_code_is_refused_and_runs_nothing(
     assert tree(tmp_path) == ["m.pt2"]
 
 
-def test_a_pickled_weight_is_read_of_people_one_trusts(cli: Cli, tmp_path: Path, target: Path) -> None:
+def test_a_pickled_weight_is_read_only_with_trust_pickle(cli: Cli, tmp_path: Path, target: Path) -> None:
     weight = seeded(Mlp()).state_dict()["up.weight"]
     source = tmp_path / "m.pt2"
     source.write_bytes(pickled(files.exported(seeded(Mlp()), torch.ones(2, 16)), weight * 2))
@@ -164,7 +166,7 @@ def test_a_pickled_weight_is_read_of_people_one_trusts(cli: Cli, tmp_path: Path,
     assert np.array_equal(Artifact.open(target).restore("up.weight"), (weight * 2).numpy())
 
 
-def test_a_pickle_of_no_tensor_is_refused_even_of_people_one_trusts(cli: Cli, tmp_path: Path, target: Path) -> None:
+def test_a_pickle_without_a_tensor_is_rejected_even_with_trust_pickle(cli: Cli, tmp_path: Path, target: Path) -> None:
     source = tmp_path / "m.pt2"
     source.write_bytes(pickled(files.exported(seeded(Mlp()), torch.ones(2, 16)), {"a": 1}))
     cli("checkpoint", source, "--out", target, "--trust-pickle").refused(
@@ -172,7 +174,7 @@ def test_a_pickle_of_no_tensor_is_refused_even_of_people_one_trusts(cli: Cli, tm
     )
 
 
-def test_a_state_that_is_kept_is_refused(cli: Cli, tmp_path: Path, target: Path) -> None:
+def test_a_program_that_changes_its_state_is_rejected(cli: Cli, tmp_path: Path, target: Path) -> None:
     class Counting(torch.nn.Module):
         count: torch.Tensor
 
@@ -188,7 +190,7 @@ def test_a_state_that_is_kept_is_refused(cli: Cli, tmp_path: Path, target: Path)
     cli("checkpoint", source, "--out", target).refused(2, "m.pt2: ")
 
 
-def test_an_architecture_beside_it_is_wrong_usage(cli: Cli, tmp_path: Path, target: Path) -> None:
+def test_the_option_model_is_rejected(cli: Cli, tmp_path: Path, target: Path) -> None:
     source = written(tmp_path, seeded(Mlp()), torch.ones(2, 16))
     said = "--model: a torch.export program brings its own architecture"
     cli("checkpoint", source, "--out", target, "--model", "architectures:Mlp").refused(2, said)

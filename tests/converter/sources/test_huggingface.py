@@ -32,7 +32,7 @@ _BERT = {
 
 
 def _save(directory: Path, architecture: str, **config: Any) -> Path:
-    """A BERT with random weights, saved as transformers does."""
+    """Save a BERT with random weights as transformers does; return its directory."""
     import transformers
 
     with quiet():
@@ -51,7 +51,7 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def artifact(tmp_path_factory: pytest.TempPathFactory, bert: Path) -> Artifact:
-    """``bert``, converted with all defaults."""
+    """Return ``bert``, converted with all defaults."""
     path = tmp_path_factory.mktemp("repository") / "bert" / "1"
     assert run(["checkpoint", str(bert), "--out", str(path)]) == 0
     return Artifact.open(path)
@@ -64,12 +64,12 @@ def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copied(bert: Path, tmp_path: Path) -> Path:
-    """A copy of ``bert`` to be damaged."""
+    """Return a copy of ``bert`` that a test may damage."""
     return Path(shutil.copytree(bert, tmp_path / "copied"))
 
 
 @pytest.mark.long
-def test_a_bare_model_gives_its_hidden_states_and_every_tensor_back(
+def test_a_bare_model_serves_its_hidden_states_and_every_tensor_is_restored(
     cli: Cli, tmp_path: Path, artifact: Artifact, bert: Path
 ) -> None:
     manifest = artifact.manifest
@@ -111,7 +111,7 @@ def test_a_classification_head_gives_logits_whose_top1_is_judged(cli: Cli, targe
 
 
 @pytest.mark.long
-def test_a_head_that_regresses_has_no_top1(cli: Cli, tmp_path: Path, target: Path) -> None:
+def test_a_regression_head_has_no_top1_agreement(cli: Cli, tmp_path: Path, target: Path) -> None:
     _save(tmp_path / "r", "BertForSequenceClassification", num_labels=1)
     cli("checkpoint", tmp_path / "r", "--out", target, *ONNX_ONLY, "--profile", "cpu").published()
     manifest = Artifact.open(target).manifest
@@ -176,14 +176,16 @@ def _pickled(directory: Path) -> None:
         (_pickled, "pytorch_model.bin: holds a list, expected a state dict"),
     ],
 )
-def test_a_damaged_directory(cli: Cli, tmp_path: Path, target: Path, copied: Path, damage: Any, said: str) -> None:
+def test_a_damaged_directory_is_rejected(
+    cli: Cli, tmp_path: Path, target: Path, copied: Path, damage: Any, said: str
+) -> None:
     damage(copied)
     before = tree(tmp_path)
     cli("checkpoint", copied, "--out", target).refused(2, said)
     assert tree(tmp_path) == before
 
 
-def test_an_architecture_is_not_asked_for_twice(cli: Cli, target: Path, bert: Path) -> None:
+def test_the_option_model_is_rejected(cli: Cli, target: Path, bert: Path) -> None:
     said = "--model: a Hugging Face directory brings its own architecture"
     cli("checkpoint", bert, "--model", "architectures:Mlp", "--out", target).refused(2, said)
 
@@ -218,7 +220,7 @@ for name in ("small", "float32", "float16"):  # transformers is in memory once t
 
 @pytest.mark.long
 def test_a_model_is_not_held_in_memory(tmp_path: Path) -> None:
-    """80 MB in fp32: mapped where the checkpoint lies, and what had to be widened in temporary files."""
+    """80 MB in fp32 are mapped: from the checkpoint, or from temporary files if weights had to be widened."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     for name, width in (("small", 64), ("float32", 1024), ("float16", 1024)):

@@ -1,4 +1,4 @@
-"""What an export takes along from a Hugging Face directory: by name, bounded, never from elsewhere, never run."""
+"""Files that an export copies from a Hugging Face directory: by name, of limited size, from nowhere else, never run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _directory(path: Path, **config: Any) -> Path:
     return path
 
 
-def test_known_files_come_along_and_nothing_else(tmp_path: Path) -> None:
+def test_only_known_files_are_copied(tmp_path: Path) -> None:
     _directory(tmp_path)
     for name in ("tokenizer.json", "vocab.txt", "LICENSE", "modeling_custom.py", "README.md", "optimizer.pt"):
         (tmp_path / name).write_text(name)
@@ -35,13 +35,13 @@ def test_known_files_come_along_and_nothing_else(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["target_vocab.json", "vocab-src.json", "vocab-tgt.json", "spm_char.model", "tiktoken.model"]
 )
-def test_rarer_tokenizers_come_along(tmp_path: Path, name: str) -> None:
+def test_files_of_rarer_tokenizers_are_copied(tmp_path: Path, name: str) -> None:
     _directory(tmp_path)
     (tmp_path / name).write_text(name)
     assert companions(tmp_path)[name] == name.encode()
 
 
-def test_what_stays_behind_is_named(tmp_path: Path) -> None:
+def test_files_that_are_not_copied_are_named(tmp_path: Path) -> None:
     _directory(tmp_path)
     known = (
         "tokenizer.json",
@@ -64,7 +64,7 @@ def test_what_stays_behind_is_named(tmp_path: Path) -> None:
     assert "'09.dict' and 12 more; " in left_behind(tmp_path)[0]
 
 
-def test_the_config_says_bfloat16_wherever_it_said_a_dtype() -> None:
+def test_the_config_states_bfloat16_wherever_it_stated_a_dtype() -> None:
     config = {"dtype": "float32", "text_config": {"torch_dtype": "float32", "depth": 2}, "vision_config": {"depth": 1}}
     assert in_bf16(config) == {
         "dtype": "bfloat16",
@@ -74,8 +74,8 @@ def test_the_config_says_bfloat16_wherever_it_said_a_dtype() -> None:
     }
 
 
-def test_a_link_out_of_the_directory_is_refused(tmp_path: Path) -> None:
-    """Or whoever makes a directory chooses which of its owner's files are published."""
+def test_a_link_out_of_the_directory_is_rejected(tmp_path: Path) -> None:
+    """Otherwise the author of a repository could publish any file that the converter's user can read."""
     (tmp_path / "secret").write_text("the owner's")
     _directory(tmp_path / "m")
     (tmp_path / "m" / "vocab.txt").symlink_to(tmp_path / "secret")
@@ -83,7 +83,7 @@ def test_a_link_out_of_the_directory_is_refused(tmp_path: Path) -> None:
         companions(tmp_path / "m")
 
 
-def test_a_snapshot_of_the_hub_s_cache_is_links_to_its_own_blobs(tmp_path: Path) -> None:
+def test_links_of_the_hubs_cache_to_its_own_blobs_are_followed(tmp_path: Path) -> None:
     blobs = tmp_path / "models--acme--m" / "blobs"
     blobs.mkdir(parents=True)
     (blobs / "0123").write_text("a\nb\n")
@@ -92,7 +92,7 @@ def test_a_snapshot_of_the_hub_s_cache_is_links_to_its_own_blobs(tmp_path: Path)
     assert companions(snapshot)["vocab.txt"] == b"a\nb\n"
 
 
-def test_a_file_beyond_the_bound_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_beyond_the_limit_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LARGEST", 1 << 20)
     _directory(tmp_path)
     (tmp_path / "tokenizer.json").write_bytes(bytes((1 << 20) + 1))
@@ -101,7 +101,9 @@ def test_a_file_beyond_the_bound_is_refused(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.long
-def test_transformers_loads_what_was_exported_in_bf16_and_answers_alike(cli: Cli, tmp_path: Path, target: Path) -> None:
+def test_transformers_loads_a_bf16_export_and_gives_nearly_the_same_outputs(
+    cli: Cli, tmp_path: Path, target: Path
+) -> None:
     import transformers
 
     source = hfzoo.save("bert", tmp_path / "bert", vocab_size=640)
@@ -119,5 +121,5 @@ def test_transformers_loads_what_was_exported_in_bf16_and_answers_alike(cli: Cli
         expected, found = original.eval()(ids).last_hidden_state, loaded.eval()(ids).last_hidden_state.float()
         in_fp32 = loaded.float()(ids).last_hidden_state
     assert (found - expected).norm() < 2e-2 * expected.norm()
-    assert (in_fp32 - expected).norm() < (found - expected).norm()  # what bf16 activations add is not in the files
+    assert (in_fp32 - expected).norm() < (found - expected).norm()  # the error of bf16 activations is not in the files
     cli("verify", target).published()

@@ -1,4 +1,4 @@
-"""The inputs that a model declares, told from its class and its directory's files; nothing is exported here."""
+"""The inputs that a model declares, derived from its class and the files of its directory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def directory(
 
 
 def module(name: str) -> Any:
-    """A tiny module and the config.json that it would be saved with."""
+    """Return a tiny module with random weights."""
     import transformers
 
     architecture, config, fields, _ = hfzoo.MODELS[name]
@@ -48,19 +48,21 @@ def module(name: str) -> Any:
         ({}, {"vision_config": {"image_size": 64}}, (64, 64)),
     ],
 )
-def test_the_size_of_images(preprocessor: dict[str, Any], config: dict[str, Any], expected: tuple[int, int]) -> None:
+def test_the_size_of_images_is_read_from_the_preprocessor_or_the_config(
+    preprocessor: dict[str, Any], config: dict[str, Any], expected: tuple[int, int]
+) -> None:
     [spec], notes = declared(module("resnet"), directory(config, preprocessor))
     assert spec == TensorSpec("pixel_values", "float32", ("batch", 3, *expected))
     assert notes == []
 
 
-def test_a_size_that_nobody_says_is_taken_with_a_note() -> None:
+def test_an_image_size_that_no_file_states_is_assumed_with_a_note() -> None:
     [spec], [note] = declared(module("resnet"), directory({}))
     assert spec.shape == ("batch", 3, 224, 224)
     assert "the directory does not name its image size" in note
 
 
-def test_sound_is_masked_where_the_preprocessor_does() -> None:
+def test_audio_has_a_mask_if_the_preprocessor_returns_one() -> None:
     wave, config = module("wav2vec2"), {"conv_stride": [5, 2]}
     specs, _ = declared(wave, directory(config, {"return_attention_mask": True}))
     assert [(spec.name, spec.shape) for spec in specs] == [
@@ -72,14 +74,14 @@ def test_sound_is_masked_where_the_preprocessor_does() -> None:
     assert [spec.name for spec in declared(wave, directory(config))[0]] == ["input_values"]
 
 
-def test_a_tokenizer_that_leaves_segments_out_is_believed() -> None:
+def test_token_types_are_left_out_if_the_tokenizer_leaves_them_out() -> None:
     stated = {"model_input_names": ["input_ids", "attention_mask"]}
     for tokenizer, expected in ((stated, 2), ({}, 3)):
         specs, _ = declared(module("bert"), directory({"type_vocab_size": 2}, tokenizer=tokenizer))
         assert len(specs) == expected
 
 
-def test_an_input_that_nobody_describes_is_named_with_the_remedy() -> None:
+def test_an_input_without_a_description_is_rejected_with_the_remedy() -> None:
     class Forecast(torch.nn.Module):
         main_input_name, config = "past_values", type("Config", (), {"is_encoder_decoder": False})()
 
@@ -90,8 +92,8 @@ def test_an_input_that_nobody_describes_is_named_with_the_remedy() -> None:
         declared(Forecast(), directory({}))
 
 
-def test_samples_are_what_a_tokenizer_would_give() -> None:
-    """Ids of the vocabulary, ended, padded behind the end, no longer than there are positions; seeded."""
+def test_samples_look_like_the_output_of_a_tokenizer() -> None:
+    """Rows have ids of the vocabulary, an end token and padding, and fit the positions; the seed decides them."""
     config = {"vocab_size": 20, "pad_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 12}
     specs = tuple(TensorSpec(name, "int64", ("batch", "seq")) for name in ("input_ids", "attention_mask"))
     feeds = list(sampler(directory(config), specs)(0, 30))
@@ -114,8 +116,8 @@ def test_an_input_must_be_a_parameter_of_forward(cli: Cli, tmp_path: Path, targe
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_what_only_the_checkpoint_has_is_named_and_restored(cli: Cli, tmp_path: Path, target: Path) -> None:
-    """A head that the named class does not have, and the pooler that the checkpoint lacks."""
+def test_tensors_that_only_the_checkpoint_has_are_named_and_restored(cli: Cli, tmp_path: Path, target: Path) -> None:
+    """The checkpoint has a head that the named class does not have, and it lacks the pooler."""
     with quiet():
         root = hfzoo.save("bert", tmp_path / "model")
     tensors = load_file(root / "model.safetensors")

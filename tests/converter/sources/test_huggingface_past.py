@@ -1,4 +1,4 @@
-"""``--with-past``: a causal language model whose cache comes in and goes out as tensors."""
+"""``--with-past``: a causal language model whose cache is among its inputs and outputs."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def in_pieces(runtime: Runtime, ids: Array, mask: Array, pieces: list[int], head
 
 
 def whole(name: str, directory: Path, ids: Array, mask: Array) -> Array:
-    """The logits of all tokens at once, each row at its own positions, by transformers itself."""
+    """Return the logits of all tokens at once by transformers itself, with each row at its own positions."""
     import torch
     import transformers
 
@@ -74,25 +74,25 @@ def whole(name: str, directory: Path, ids: Array, mask: Array) -> Array:
     return np.asarray(found.logits.numpy())
 
 
-def test_an_encoder_keeps_no_cache(cli: Cli, tmp_path: Path, target: Path) -> None:
+def test_with_past_is_rejected_for_an_encoder(cli: Cli, tmp_path: Path, target: Path) -> None:
     with quiet():
         directory = hfzoo.save("distilbert", tmp_path / "model")
     said = "--with-past: DistilBertForQuestionAnswering is not a causal language model"
     cli("checkpoint", directory, "--out", target, "--with-past").refused(2, said)
 
 
-def test_inputs_and_a_past_exclude_each_other(cli: Cli, tmp_path: Path, target: Path) -> None:
+def test_with_past_and_input_exclude_each_other(cli: Cli, tmp_path: Path, target: Path) -> None:
     with quiet():
         directory = hfzoo.save("gpt2", tmp_path / "model")
     arguments = ("--with-past", "--input", "input_ids:int64:batch,seq", *ONNX_ONLY)
     cli("checkpoint", directory, "--out", target, *arguments).refused(2, "leave --input out")
 
 
-def test_only_hugging_face_directories_have_a_past(cli: Cli, target: Path, onnx_file: Path) -> None:
+def test_with_past_is_rejected_for_other_sources(cli: Cli, target: Path, onnx_file: Path) -> None:
     cli("checkpoint", onnx_file, "--out", target, "--with-past").refused(2, "is for Hugging Face directories")
 
 
-def test_a_model_of_recurrent_states_says_so() -> None:
+def test_with_past_is_rejected_for_a_model_with_recurrent_states() -> None:
     import transformers
 
     with quiet():

@@ -29,7 +29,7 @@ FEEDS = {
 
 
 def directory(root: Path, transformer: str = "", **pooling: Any) -> Path:
-    """A tiny BERT, pooled, projected and normalised."""
+    """Write a tiny BERT with pooling, a projection and normalisation; return its directory."""
     with quiet():
         hfzoo.save("bert", root / transformer)
     dense = root / "2_Dense"
@@ -54,8 +54,8 @@ def directory(root: Path, transformer: str = "", **pooling: Any) -> Path:
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_a_directory_serves_tokens_and_the_sentence(cli: Cli, tmp_path: Path, target: Path) -> None:
-    """The transformer lies in a directory of its own, as older files have it; every module's weights come back."""
+def test_a_directory_serves_embeddings_of_tokens_and_of_the_sentence(cli: Cli, tmp_path: Path, target: Path) -> None:
+    """The transformer is in a directory of its own, as in older files. The weights of every module are restored."""
     root = directory(tmp_path / "model", "0_Transformer", pooling_mode_mean_tokens=True)
     cli("checkpoint", root, "--out", target, *CPU).published()
     artifact = Artifact.open(target)
@@ -81,7 +81,7 @@ def test_a_directory_serves_tokens_and_the_sentence(cli: Cli, tmp_path: Path, ta
 
 @pytest.mark.parametrize("mode", ["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"])
 @pytest.mark.parametrize("padded", ["right", "left"])
-def test_pooling_is_what_sentence_transformers_makes(mode: str, padded: str, tmp_path: Path) -> None:
+def test_pooling_equals_that_of_sentence_transformers(mode: str, padded: str, tmp_path: Path) -> None:
     theirs = pytest.importorskip("sentence_transformers.models")
     tokens = torch.randn((3, 7, 8), generator=torch.Generator().manual_seed(0))
     mask = torch.tensor([[1, 1, 1, 1, 0, 0, 0], [1] * 7, [1, 0, 0, 0, 0, 0, 0]])
@@ -93,7 +93,7 @@ def test_pooling_is_what_sentence_transformers_makes(mode: str, padded: str, tmp
     torch.testing.assert_close(ours(tokens, mask), expected["sentence_embedding"])
 
 
-def test_the_older_files_switches_may_be_set_together(tmp_path: Path) -> None:
+def test_several_pooling_switches_of_older_files_may_be_set_together(tmp_path: Path) -> None:
     switches = {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": True, "pooling_mode_max_tokens": False}
     [pooling] = sentence._steps(Part("Pooling", tmp_path, switches), {})
     tokens, mask = torch.arange(24.0).reshape(1, 3, 8), torch.ones((1, 3))
@@ -115,9 +115,7 @@ def modules(*entries: object) -> str:
         (modules({"path": "2_Dense", "type": "sentence_transformers.models.Dense"}), "neither model.safetensors"),
     ],
 )
-def test_modules_that_make_no_sense_are_refused_by_name(
-    cli: Cli, tmp_path: Path, target: Path, listing: str, said: str
-) -> None:
+def test_invalid_modules_are_rejected_by_name(cli: Cli, tmp_path: Path, target: Path, listing: str, said: str) -> None:
     with quiet():
         root = hfzoo.save("bert", tmp_path / "model")
     (root / "modules.json").write_text(listing)
@@ -131,7 +129,7 @@ def test_modules_that_make_no_sense_are_refused_by_name(
         ({"use_residual": True}, "with a residual or another input is not supported"),
     ],
 )
-def test_a_projection_that_is_not_understood_is_refused(
+def test_an_unsupported_projection_is_rejected(
     cli: Cli, tmp_path: Path, target: Path, config: dict[str, Any], said: str
 ) -> None:
     root = directory(tmp_path / "model")

@@ -1,4 +1,4 @@
-"""What a model answers as its config stands, and an artifact does not serve."""
+"""Outputs that a model gives because of its config, and that an artifact does not serve."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def module(name: str, **config: Any) -> Any:
 @pytest.mark.parametrize(
     ("name", "config", "left_out"),
     [
-        ("bert", {}, set()),  # its config says use_cache, and it has none
+        ("bert", {}, set()),  # its config sets use_cache, but it has no cache
         ("bert", {"output_hidden_states": True}, {"hidden_states"}),
         ("bert", {"output_attentions": True}, {"attentions"}),
         ("gpt2", {}, {"past_key_values"}),
@@ -35,7 +35,7 @@ def module(name: str, **config: Any) -> Any:
         ("llama", {"output_hidden_states": True}, {"past_key_values", "hidden_states"}),
     ],
 )
-def test_what_the_config_asks_for_is_named_and_not_computed(
+def test_outputs_that_the_config_requests_are_named_and_not_computed(
     name: str, config: dict[str, Any], left_out: set[str]
 ) -> None:
     plain = Plain.of(module(name, **config))
@@ -45,7 +45,9 @@ def test_what_the_config_asks_for_is_named_and_not_computed(
     assert not adapt(plain.module, IDS).left_out, "it was to be switched off again"
 
 
-def test_a_model_that_fails_as_its_config_stands_is_served_without(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_fails_with_the_outputs_of_its_config_is_served_without_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     plain = Plain.of(module("gpt2"))
     model = adapt(plain.module, IDS)
 

@@ -1,4 +1,4 @@
-"""Every kind of transformers model converts as it is given, and answers as its own torch module does."""
+"""Every kind of transformers model converts without changes, and gives the outputs of its own torch module."""
 
 from __future__ import annotations
 
@@ -60,24 +60,24 @@ EXPECTED: dict[str, tuple[Edges, set[str], str]] = {
 }
 
 
-# Root mean squares, all of them done by the kernel.
+# The number of RMS normalisations; the kernel computes all of them.
 RMS_NORMALISATIONS = {"llama": 3, "mistral": 3, "qwen2": 3, "t5": 7, "t5-encoder": 3}
 
 _PARTS = ("text_model_output", "vision_model_output")
 
 
-# One of each kind; the others are `make test-models`, for want of time.
+# One of each kind; `make test-models` runs the others, to save time here.
 ALWAYS = ("bert", "deberta-v2", "gpt2", "llama", "t5", "clip", "resnet", "wav2vec2")
 ALL = [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.models) for name in EXPECTED]
 
 
-def test_each_kind_is_expected() -> None:
+def test_each_kind_has_an_expected_result() -> None:
     assert EXPECTED.keys() == hfzoo.MODELS.keys()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ALL)
-def test_a_model_converts_as_a_whole_and_answers_as_its_module(
+def test_a_model_converts_and_gives_the_outputs_of_its_module(
     tmp_path: Path, cli: Cli, target: Path, name: str
 ) -> None:
     inputs, outputs, left_out = EXPECTED[name]
@@ -116,7 +116,7 @@ def test_a_model_converts_as_a_whole_and_answers_as_its_module(
 
 @pytest.mark.slow
 def test_clip_converts_with_all_defaults(tmp_path: Path, cli: Cli, target: Path) -> None:
-    """Its logits are products of nearly orthogonal embeddings: the first sample alone is over budget in TorchScript."""
+    """Logits are products of nearly orthogonal embeddings, so the first sample alone is over budget in TorchScript."""
     with quiet():
         hfzoo.save("clip", tmp_path / "clip")
     done = cli("checkpoint", tmp_path / "clip", "--out", target, "--no-report").published()
@@ -128,7 +128,7 @@ def test_clip_converts_with_all_defaults(tmp_path: Path, cli: Cli, target: Path)
 
 
 def answers(architecture: str, directory: Path, feeds: dict[str, Any]) -> dict[str, Any]:
-    """What transformers itself makes of ``feeds``."""
+    """Return the outputs of transformers itself for ``feeds``."""
     with quiet(), torch.no_grad():
         module = getattr(transformers, architecture).from_pretrained(directory, attn_implementation="eager")
         found = module(**{name: torch.from_numpy(np.array(array)) for name, array in feeds.items()})

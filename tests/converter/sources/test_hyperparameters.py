@@ -1,4 +1,4 @@
-"""A checkpoint's hyper-parameters as arguments of a factory: as far as its signature takes them."""
+"""A checkpoint's hyper-parameters become arguments of a factory, as far as its signature takes them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _LEFT = "hyper-parameters of the file that --model does not take"
         (takes_by_position, {}, "", {}, [f"{_LEFT}: width, rate"]),
     ],
 )
-def test_the_factory_is_given_what_its_signature_takes(
+def test_the_factory_gets_the_arguments_that_its_signature_takes(
     factory: Any, explicit: dict[str, Any], argument: str, given: dict[str, Any], notes: list[str]
 ) -> None:
     assert arguments(factory, explicit, FOUND, argument) == (given, notes)

@@ -1,4 +1,4 @@
-"""Lightning checkpoints: recognised by what they hold, their hyper-parameters build the model, nothing is unpickled."""
+"""Lightning checkpoints: recognised by content; hyper-parameters build the model; nothing is unpickled."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _arrays(prefix: str = "", seed: int = 0) -> dict[str, np.ndarray[Any, Any]]:
 # --- the whole command ------------------------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_builds_its_model_by_its_own_hyper_parameters(cli: Cli, tmp_path: Path, target: Path) -> None:
+def test_a_checkpoints_hyper_parameters_build_its_model(cli: Cli, tmp_path: Path, target: Path) -> None:
     weights = state("net.", Mlp(hidden=32))
     path = written(
         tmp_path / "m.ckpt",
@@ -60,7 +60,7 @@ def test_a_checkpoint_builds_its_model_by_its_own_hyper_parameters(cli: Cli, tmp
     np.testing.assert_allclose(load(artifact, "cpu").run({"x": X})["output"], expected, atol=0.05)
 
 
-def test_what_bigdl_nano_wrote_is_converted_without_its_loss(cli: Cli, tmp_path: Path, target: Path) -> None:
+def test_a_checkpoint_of_bigdl_nano_is_converted_without_its_loss(cli: Cli, tmp_path: Path, target: Path) -> None:
     path = written_by_nano(tmp_path / "nano.ckpt", state(), NativeMixedPrecisionPlugin=SCALER)
     done = cli("checkpoint", path, *MLP, *ONNX_ONLY, "--out", target).published()
     said = " ".join(done.out.split())
@@ -71,7 +71,7 @@ def test_what_bigdl_nano_wrote_is_converted_without_its_loss(cli: Cli, tmp_path:
     assert_restored(tmp_path / "fp32.safetensors", _arrays("model.") | {"loss.weight": np.ones(10, np.float32)})
 
 
-def test_weights_of_bf16_true_pass_through_as_they_are(cli: Cli, tmp_path: Path, target: Path) -> None:
+def test_weights_of_bf16_true_are_stored_unchanged(cli: Cli, tmp_path: Path, target: Path) -> None:
     weights = {name: tensor.bfloat16() for name, tensor in state("model.").items()}
     path = written(tmp_path / "m.ckpt", weights)
     done = cli("checkpoint", path, *MLP, *ONNX_ONLY, "--out", target).published()
@@ -84,8 +84,10 @@ def test_weights_of_bf16_true_pass_through_as_they_are(cli: Cli, tmp_path: Path,
 
 
 @pytest.mark.long
-def test_averaged_weights_are_told_and_the_others_can_be_asked_for(cli: Cli, tmp_path: Path, target: Path) -> None:
-    """Lightning's WeightAveraging puts the average in the place of the weights."""
+def test_averaged_weights_are_reported_and_the_trained_ones_can_be_chosen(
+    cli: Cli, tmp_path: Path, target: Path
+) -> None:
+    """Lightning's WeightAveraging stores the average in place of the weights."""
     path = written(
         tmp_path / "m.ckpt",
         state(seed=1),
@@ -103,7 +105,7 @@ def test_averaged_weights_are_told_and_the_others_can_be_asked_for(cli: Cli, tmp
 
 
 class Opaque:
-    """What a hyper-parameter may be and a checkpoint's reader must not build."""
+    """A class that a hyper-parameter may have, and that a checkpoint's reader must not construct."""
 
 
 _REFUSED: tuple[tuple[dict[str, Any], list[str], str], ...] = (
@@ -125,7 +127,7 @@ _REFUSED: tuple[tuple[dict[str, Any], list[str], str], ...] = (
 
 
 @pytest.mark.parametrize(("more", "arguments", "said"), _REFUSED)
-def test_a_checkpoint_that_is_refused_leaves_nothing(
+def test_a_checkpoint_that_is_rejected_leaves_no_file_behind(
     cli: Cli, tmp_path: Path, target: Path, more: dict[str, Any], arguments: list[str], said: str
 ) -> None:
     path = written(tmp_path / "m.ckpt", state(), **more)
@@ -133,26 +135,26 @@ def test_a_checkpoint_that_is_refused_leaves_nothing(
     assert tree(tmp_path) == ["m.ckpt"]
 
 
-def test_a_module_that_needs_lightning_says_how_to_get_it(
+def test_a_module_that_needs_lightning_is_rejected_with_the_install_command(
     cli: Cli, tmp_path: Path, target: Path, monkeypatch: Any
 ) -> None:
     (tmp_path / "needing_lightning.py").write_text("import lightning\n")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(__import__("sys").modules, "lightning", None)  # not installed, wherever this runs
+    monkeypatch.setitem(__import__("sys").modules, "lightning", None)  # as if it were not installed
     path = written(tmp_path / "m.ckpt", state())
     cli("checkpoint", path, "--model", "needing_lightning:Lit", "--out", target).refused(
         2, "cannot import needing_lightning: ModuleNotFoundError", "pip install 'bf16kit[lightning]'"
     )
 
 
-def test_other_sources_have_no_weights_to_choose_from(cli: Cli, mlp_file: Path, target: Path) -> None:
+def test_the_option_weights_is_rejected_for_other_sources(cli: Cli, mlp_file: Path, target: Path) -> None:
     cli("checkpoint", mlp_file, *MLP, "--weights", "ema", "--out", target).refused(2, "--weights: is for Lightning")
 
 
-# --- what it is -------------------------------------------------------------------------------------------------------
+# --- recognition ------------------------------------------------------------------------------------------------------
 
 
-def test_it_is_recognised_by_its_keys_whatever_it_is_called(tmp_path: Path) -> None:
+def test_a_lightning_checkpoint_is_recognised_by_its_keys_not_its_name(tmp_path: Path) -> None:
     assert recognise(written(tmp_path / "m.safetensors", state())) is Kind.LIGHTNING
     torch.save({"state_dict": state(), "epoch": 3}, tmp_path / "plain.ckpt")
     assert recognise(tmp_path / "plain.ckpt") is Kind.TORCH_ZIP
@@ -172,7 +174,7 @@ def test_a_state_dict_that_only_mentions_lightning_is_read_as_any_other(cli: Cli
 
 
 @pytest.mark.parametrize(("file", "said"), [("meta.pt", "consolidate_checkpoint"), ("zero_to_fp32.py", "DeepSpeed")])
-def test_checkpoints_in_shards_are_named_with_what_makes_them_one(tmp_path: Path, file: str, said: str) -> None:
+def test_sharded_checkpoints_are_rejected_with_the_tool_that_merges_them(tmp_path: Path, file: str, said: str) -> None:
     (tmp_path / file).touch()
     (tmp_path / ".metadata").touch()
     with pytest.raises(SourceError, match=said):
@@ -180,7 +182,7 @@ def test_checkpoints_in_shards_are_named_with_what_makes_them_one(tmp_path: Path
 
 
 @pytest.mark.parametrize("share", [0.2, 0.6, 0.99])
-def test_a_truncated_one_is_damage(tmp_path: Path, share: float) -> None:
+def test_a_truncated_checkpoint_is_rejected(tmp_path: Path, share: float) -> None:
     whole = written(tmp_path / "m.ckpt", state()).read_bytes()
     (tmp_path / "cut.ckpt").write_bytes(whole[: int(len(whole) * share)])
     with pytest.raises(SourceError, match="truncated or damaged zip archive"):
@@ -188,7 +190,7 @@ def test_a_truncated_one_is_damage(tmp_path: Path, share: float) -> None:
 
 
 def test_hyper_parameters_that_need_a_pickle_are_named_and_not_built(tmp_path: Path) -> None:
-    """``collections.deque`` would be harmless; what is not known to be is not built."""
+    """``collections.deque`` would be harmless, but the reader constructs only classes that it knows."""
     path = written(tmp_path / "m.ckpt", state(), hyper_parameters={"root": Path("/d"), "queue": collections.deque([1])})
     with pytest.raises(
         SourceError, match=r"\(collections.deque, pathlib.PosixPath\).*save_hyperparameters\(ignore"
@@ -211,7 +213,7 @@ def test_hyper_parameters_that_need_a_pickle_are_named_and_not_built(tmp_path: P
         ({}, torch.float64, "weights in fp64"),
     ],
 )
-def test_the_precision_of_its_training_is_told_as_far_as_the_file_tells_it(
+def test_the_precision_of_training_is_reported_as_far_as_the_file_shows_it(
     tmp_path: Path, more: dict[str, Any], dtype: torch.dtype, said: str
 ) -> None:
     weights = {name: tensor.to(dtype) for name, tensor in state().items()}
@@ -231,7 +233,7 @@ def test_the_precision_of_its_training_is_told_as_far_as_the_file_tells_it(
          "callbacks.StochasticWeightAveraging.average_model_state"),
     ],
 )  # fmt: skip
-def test_averages_that_callbacks_keep_are_found(tmp_path: Path, more: dict[str, Any], key: str) -> None:
+def test_averages_of_callbacks_are_found(tmp_path: Path, more: dict[str, Any], key: str) -> None:
     found = _read(written(tmp_path / "m.ckpt", state(), **more))
     weights, notes = found.choose(None)
     assert notes == [f"the file also holds averaged weights under {key!r}; --weights ema takes them"]
@@ -240,7 +242,7 @@ def test_averages_that_callbacks_keep_are_found(tmp_path: Path, more: dict[str, 
         np.testing.assert_array_equal(array, _arrays(seed=5)[name])
 
 
-def test_what_an_average_leaves_out_comes_from_the_weights(tmp_path: Path) -> None:
+def test_tensors_that_an_average_lacks_come_from_the_weights(tmp_path: Path) -> None:
     average = {name: tensor for name, tensor in state(seed=5).items() if name != "down.bias"}
     weights, notes = _read(written(tmp_path / "m.ckpt", state(), ema=average)).choose("ema")
     assert notes == ["not averaged, so taken from the state_dict: down.bias"]
@@ -248,13 +250,13 @@ def test_what_an_average_leaves_out_comes_from_the_weights(tmp_path: Path) -> No
     np.testing.assert_array_equal(weights["up.bias"], _arrays(seed=5)["up.bias"])
 
 
-def test_an_average_of_something_else_is_damage(tmp_path: Path) -> None:
+def test_an_average_with_other_tensors_is_rejected(tmp_path: Path) -> None:
     found = _read(written(tmp_path / "m.ckpt", state(), ema=state(seed=5) | {"more": torch.ones(1)}))
     with pytest.raises(SourceError, match="averaged weights have a tensor 'more'"):
         found.choose("ema")
 
 
-def test_lightnings_own_marks_are_no_hyper_parameters_and_old_keys_are(tmp_path: Path) -> None:
+def test_lightnings_own_keys_are_ignored_and_old_hyper_parameters_are_read(tmp_path: Path) -> None:
     more = {
         "hyper_parameters": {
             "_instantiator": "lightning.pytorch.cli.instantiate_module",

@@ -1,4 +1,4 @@
-"""Fp32 ONNX files: wherever their weights live, they are converted, and given back bit for bit."""
+"""Fp32 ONNX files: their weights are converted wherever they are stored, and restored bit for bit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from converter.sources.safetensors_file import read_file
 
 
 def _bodies(graph: onnx.GraphProto) -> dict[str, Array]:
-    """Every fp32 array of a graph and of the bodies in it: in initializers and in Constant nodes."""
+    """Return every array of a graph and of the bodies in it: of initializers and of Constant nodes."""
     found = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
     for node in graph.node:
         for attribute in node.attribute:
@@ -40,7 +40,7 @@ _FEEDS: dict[str, dict[str, Array]] = {
 
 
 @pytest.mark.parametrize("build", [graphs.mlp, graphs.constant_nodes, graphs.if_branches, graphs.loop])
-def test_weights_are_found_wherever_they_live(
+def test_weights_are_found_wherever_they_are_stored(
     cli: Cli, tmp_path: Path, target: Path, build: Callable[[], ModelProto]
 ) -> None:
     proto = build()
@@ -69,7 +69,7 @@ def test_an_embedding_stays_bf16_in_memory(cli: Cli, tmp_path: Path, target: Pat
 
 @pytest.fixture
 def external(tmp_path: Path) -> Path:
-    """A model whose weights lie in a file beside it."""
+    """Return the path of a model whose weights are in a file beside it."""
     path = tmp_path / "source" / "m.onnx"
     path.parent.mkdir()
     onnx.save(graphs.mlp(), path, save_as_external_data=True, location="m.data", size_threshold=0)
@@ -97,7 +97,7 @@ def _relocate(path: Path, location: str) -> None:
 
 
 @pytest.mark.parametrize("location", ["../secret", "/etc/hostname", "sub/../../secret"])
-def test_external_data_outside_the_models_directory_is_refused(
+def test_external_data_outside_the_models_directory_is_rejected(
     cli: Cli, target: Path, external: Path, location: str
 ) -> None:
     (external.parent.parent / "secret").write_bytes(bytes(10_000))
@@ -105,20 +105,22 @@ def test_external_data_outside_the_models_directory_is_refused(
     cli("checkpoint", external, "--out", target).refused(2, location)
 
 
-def test_a_link_out_of_the_models_directory_is_refused(cli: Cli, tmp_path: Path, target: Path, external: Path) -> None:
+def test_a_link_out_of_the_models_directory_is_rejected(cli: Cli, tmp_path: Path, target: Path, external: Path) -> None:
     (external.parent / "m.data").rename(tmp_path / "elsewhere")
     (external.parent / "m.data").symlink_to(tmp_path / "elsewhere")
     cli("checkpoint", external, "--out", target).refused(2, "outside the model's directory")
 
 
 @pytest.mark.parametrize("location", ["w" * 400, "m.onnx/w", "loop"])
-def test_external_data_where_no_file_can_be(cli: Cli, target: Path, external: Path, location: str) -> None:
+def test_external_data_at_an_impossible_path_is_rejected(cli: Cli, target: Path, external: Path, location: str) -> None:
     (external.parent / "loop").symlink_to("loop")
     _relocate(external, location)
     cli("checkpoint", external, "--out", target).refused(2, "m.onnx: the data of 'w0' cannot be read")
 
 
-def test_external_data_that_is_missing_or_short(cli: Cli, tmp_path: Path, target: Path, external: Path) -> None:
+def test_external_data_that_is_missing_or_truncated_is_rejected(
+    cli: Cli, tmp_path: Path, target: Path, external: Path
+) -> None:
     data = external.parent / "m.data"
     whole = data.read_bytes()
     data.write_bytes(whole[:-10])
@@ -129,14 +131,14 @@ def test_external_data_that_is_missing_or_short(cli: Cli, tmp_path: Path, target
 
 
 @pytest.mark.parametrize("share", [0.001, 0.1, 0.5, 0.9, 0.999])
-def test_a_truncated_file(cli: Cli, tmp_path: Path, target: Path, onnx_file: Path, share: float) -> None:
+def test_a_truncated_file_is_rejected(cli: Cli, tmp_path: Path, target: Path, onnx_file: Path, share: float) -> None:
     whole = onnx_file.read_bytes()
     (tmp_path / "cut.onnx").write_bytes(whole[: max(2, int(share * len(whole)))])
     cli("checkpoint", tmp_path / "cut.onnx", "--out", target).refused(2, "cut.onnx: truncated or damaged")
     assert tree(tmp_path) == ["cut.onnx"]
 
 
-def test_rubbish_that_begins_like_a_model(cli: Cli, tmp_path: Path, target: Path) -> None:
+def test_random_bytes_that_begin_like_a_model_are_rejected(cli: Cli, tmp_path: Path, target: Path) -> None:
     (tmp_path / "m.onnx").write_bytes(b"\x08\x0a" + np.random.default_rng(0).bytes(500))
     cli("checkpoint", tmp_path / "m.onnx", "--out", target).refused(2, "truncated or damaged: not an ONNX model")
 
@@ -147,7 +149,7 @@ def _convertible(proto: ModelProto, *, opset: int = graphs.OPSET) -> ModelProto:
 
 
 @pytest.mark.parametrize("opset", [9, 13, 17, 23])
-def test_opsets_old_and_new_are_brought_to_one(cli: Cli, tmp_path: Path, target: Path, opset: int) -> None:
+def test_models_of_old_and_new_opsets_are_converted(cli: Cli, tmp_path: Path, target: Path, opset: int) -> None:
     onnx.save(_convertible(graphs.mlp(), opset=opset), tmp_path / "m.onnx")
     cli("checkpoint", tmp_path / "m.onnx", "--out", target, *ONNX_ONLY).published()
 
@@ -173,7 +175,7 @@ def _one_node(op: str, *, domain: str = "", weight: Array | None = None) -> Mode
         (_one_node("MatMul", weight=graphs.values(8, 16)), 3, "Incompatible dimensions for matrix multiplication"),
     ],
 )
-def test_models_that_cannot_be_converted_or_run(
+def test_models_that_cannot_be_converted_or_run_are_rejected(
     cli: Cli, tmp_path: Path, target: Path, proto: ModelProto, code: int, said: str
 ) -> None:
     onnx.save(proto, tmp_path / "m.onnx")
@@ -181,7 +183,7 @@ def test_models_that_cannot_be_converted_or_run(
     assert tree(tmp_path) == ["m.onnx"]
 
 
-def test_nodes_in_a_circle_are_damage_and_nodes_out_of_order_are_not(cli: Cli, tmp_path: Path, target: Path) -> None:
+def test_nodes_in_a_cycle_are_rejected_but_nodes_out_of_order_are_not(cli: Cli, tmp_path: Path, target: Path) -> None:
     def proto(source: str) -> ModelProto:
         nodes = [helper.make_node("Relu", ["h"], ["y"]), helper.make_node("MatMul", [source, "w"], ["h"])]
         edges = [graphs.edge("x", ["n", 16])], [graphs.edge("y", ["n", 16])]
@@ -193,7 +195,7 @@ def test_nodes_in_a_circle_are_damage_and_nodes_out_of_order_are_not(cli: Cli, t
     cli("checkpoint", tmp_path / "order.onnx", "--out", target, *ONNX_ONLY).published()
 
 
-def test_what_makes_a_model_invalid_is_said_and_no_library_speaks_between(tmp_path: Path, target: Path) -> None:
+def test_an_invalid_model_is_reported_without_messages_of_libraries(tmp_path: Path, target: Path) -> None:
     node = helper.make_node("MatMul", ["x", "w"], ["y"])
     proto = graphs.model([node, node], [graphs.edge("x", ["n", 16])], [graphs.edge("y", ["n", 16])])
     onnx.save(proto, tmp_path / "m.onnx")
@@ -202,17 +204,17 @@ def test_what_makes_a_model_invalid_is_said_and_no_library_speaks_between(tmp_pa
 
 
 def test_forcing_small_tensors_to_bf16_logs_nothing(tmp_path: Path, onnx_file: Path, target: Path) -> None:
-    """ONNX's shape inference cannot follow, and would log its traceback."""
+    """ONNX's shape inference fails on the result, and would log its traceback."""
     done = process("checkpoint", onnx_file, "--out", target, "--bf16", ".*", *ONNX_ONLY).published()
     assert all(line.startswith("bf16-convert: ") for line in done.err.splitlines())
 
 
-def test_a_model_of_which_nothing_becomes_bf16_is_told_so(cli: Cli, onnx_file: Path, target: Path) -> None:
+def test_a_conversion_in_which_no_weight_becomes_bf16_says_so(cli: Cli, onnx_file: Path, target: Path) -> None:
     done = cli("checkpoint", onnx_file, "--out", target, "--keep-fp32", ".*", *ONNX_ONLY).published()
     assert "note: no weight became bf16" in done.out
 
 
-def test_an_output_that_is_no_tensor_is_refused(cli: Cli, tmp_path: Path, target: Path) -> None:
+def test_an_output_that_is_not_a_tensor_is_rejected(cli: Cli, tmp_path: Path, target: Path) -> None:
     sequence = helper.make_tensor_sequence_value_info("y", TensorProto.FLOAT, None)
     weight = graphs.initializer("w", graphs.values(16, 16))
     nodes = [helper.make_node("MatMul", ["x", "w"], ["m"]), helper.make_node("SequenceConstruct", ["m"], ["y"])]
@@ -244,19 +246,19 @@ def test_free_dimensions_may_be_named_and_fixed(
         ("x:float32:batch", "--input x: the model's own input is float32"),
     ],
 )
-def test_inputs_that_are_not_the_graphs_own(
+def test_inputs_that_differ_from_those_of_the_graph_are_rejected(
     cli: Cli, tmp_path: Path, onnx_file: Path, target: Path, given: str, said: str
 ) -> None:
     cli("checkpoint", onnx_file, "--out", target, "--input", given).refused(2, said)
     assert tree(tmp_path) == []
 
 
-def test_an_architecture_is_not_asked_for_twice(cli: Cli, onnx_file: Path, target: Path) -> None:
+def test_the_option_model_is_rejected(cli: Cli, onnx_file: Path, target: Path) -> None:
     said = "--model: an ONNX file brings its own architecture"
     cli("checkpoint", onnx_file, "--model", "architectures:Mlp", "--out", target).refused(2, said)
 
 
-def test_torchscript_cannot_be_had_from_onnx(cli: Cli, tmp_path: Path, onnx_file: Path, target: Path) -> None:
+def test_torchscript_cannot_be_made_from_onnx(cli: Cli, tmp_path: Path, onnx_file: Path, target: Path) -> None:
     said = "this format is made from a torch module, and the source is read as an ONNX graph"
     command = ("checkpoint", onnx_file, "--out", target, "--format", "torchscript")
     cli(*command).refused(3, f"{onnx_file}: --format torchscript: {said}")

@@ -1,4 +1,4 @@
-"""What a source answers itself, and which kinds of source can be read."""
+"""The outputs of a source itself, and which kinds of source can be read."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_each_kind_has_a_reader() -> None:
     assert all(callable(sources.reader(kind)) for kind in sources.READERS)
 
 
-def test_a_module_answers_without_touching_its_feed_or_torchs_settings() -> None:
+def test_running_a_module_changes_neither_its_feed_nor_torchs_settings() -> None:
     module = seeded(Mlp())
     oracle = oracles.of_module(adapt(module, SPEC))
     feed = X.copy()
@@ -52,13 +52,13 @@ class Picky(Mlp):
         return super().forward(x)
 
 
-def test_a_module_that_fails_says_so_in_one_line() -> None:
+def test_a_module_that_fails_is_reported_in_one_line() -> None:
     oracle = oracles.of_module(adapt(seeded(Picky()), SPEC))
     with pytest.raises(RuntimeFailure, match="the torch module failed on it: ValueError: three rows are too many"):
         oracle([{"x": X}])
 
 
-def test_a_file_answers_as_it_lies_on_the_disk(tmp_path: Path) -> None:
+def test_an_onnx_file_runs_with_its_own_weights(tmp_path: Path) -> None:
     onnx.save(graphs.mlp(), tmp_path / "m.onnx")
     oracle = oracles.of_onnx(tmp_path / "m.onnx", ir.load(tmp_path / "m.onnx"))
     weights = graphs.weights_of(graphs.mlp())
@@ -68,14 +68,14 @@ def test_a_file_answers_as_it_lies_on_the_disk(tmp_path: Path) -> None:
     assert oracle.roundoff == FP32_ROUNDOFF
 
 
-def test_a_file_that_onnx_runtime_does_not_load_fails(tmp_path: Path) -> None:
+def test_a_file_that_onnx_runtime_does_not_load_is_reported(tmp_path: Path) -> None:
     node = helper.make_node("NoSuchOperator", ["x"], ["y"])
     onnx.save(graphs.model([node], [graphs.edge("x", [1])], [graphs.edge("y", [1])]), tmp_path / "m.onnx")
     with pytest.raises(RuntimeFailure, match=r"cannot load m\.onnx"):
         oracles.of_onnx(tmp_path / "m.onnx", ir.load(tmp_path / "m.onnx"))([{"x": np.ones(1, np.float32)}])
 
 
-def test_a_file_of_half_precision_edges_is_given_its_own_dtypes(tmp_path: Path) -> None:
+def test_a_file_with_fp16_inputs_gets_feeds_in_fp16(tmp_path: Path) -> None:
     half = TensorProto.FLOAT16
     nodes = [helper.make_node("Add", ["x", "x"], ["y"])]
     model = graphs.model(nodes, [graphs.edge("x", ["n", 16], half)], [graphs.edge("y", ["n", 16], half)])
@@ -95,10 +95,8 @@ def test_a_file_of_half_precision_edges_is_given_its_own_dtypes(tmp_path: Path) 
         (helper.make_node("Cast", ["x"], ["c"], domain="own", to="half"), FP32_ROUNDOFF),
     ],
 )
-def test_a_cast_says_what_precision_follows_if_it_is_onnxs_own(
-    tmp_path: Path, cast: onnx.NodeProto, roundoff: float
-) -> None:
-    """The file is looked at before ONNX Runtime says whether it can be run."""
+def test_only_onnxs_own_cast_to_fp16_raises_the_roundoff(tmp_path: Path, cast: onnx.NodeProto, roundoff: float) -> None:
+    """The file is examined before ONNX Runtime decides whether it can run."""
     nodes = [cast, helper.make_node("Exp", ["c"], ["y"])]
     proto = graphs.model(nodes, [graphs.edge("x", [4])], [graphs.edge("y", [4])])
     assert oracles.of_onnx(tmp_path / "m.onnx", ir.from_proto(proto)).roundoff == roundoff

@@ -1,4 +1,4 @@
-"""The model's weights among others: behind which prefix they stand, and what the user has to say."""
+"""Finding the model's weights among others by their prefix, and when the user must choose one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_an_average_beside_the_model_is_chosen_by_its_prefix(weights: str | None
     assert "tensors that the model does not use, stored only for restore: loss.weight" in notes
 
 
-def test_of_a_teacher_and_a_student_the_user_says_which() -> None:
+def test_between_a_teacher_and_a_student_the_user_must_choose() -> None:
     tensors = _arrays("student.", seed=1) | _arrays("teacher.", seed=2)
     with pytest.raises(
         UsageError, match=r"under several prefixes, 'student.', 'teacher.'; choose one, such as --weights student"
@@ -42,19 +42,19 @@ def test_of_a_teacher_and_a_student_the_user_says_which() -> None:
 
 
 @pytest.mark.parametrize("prefix", ["", "module.", "model.", "_orig_mod.", "model._orig_mod.", "module.model.net."])
-def test_prefixes_of_wrappers_are_seen_through(prefix: str) -> None:
+def test_prefixes_of_wrappers_are_ignored(prefix: str) -> None:
     module = Mlp()
     fit_behind_prefix(module, _arrays(prefix))
     assert torch.equal(module.up.weight, seeded(Mlp()).get_parameter("up.weight"))
 
 
-def test_what_compiling_a_part_put_into_its_names_is_seen_through() -> None:
+def test_the_prefix_of_a_compiled_submodule_is_ignored() -> None:
     module = nn.ModuleDict({"net": Mlp()})
     fit_behind_prefix(module, _arrays("net._orig_mod."))
     assert torch.equal(module["net"].get_parameter("up.weight"), seeded(Mlp()).get_parameter("up.weight"))
 
 
-def test_of_what_does_not_fit_the_nearest_is_told() -> None:
+def test_an_error_describes_the_prefix_that_fits_best() -> None:
     tensors = _arrays("model.") | {"loss.weight": np.ones(3, np.float32), "model.up.bias": np.ones(3, np.float32)}
     with pytest.raises(SourceError) as refused:
         fit_behind_prefix(Mlp(), tensors)

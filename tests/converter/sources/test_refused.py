@@ -1,4 +1,4 @@
-"""Sources that no conversion can begin with, through the whole command: exit code 2, one message, nothing left."""
+"""Sources that cannot be converted, through the whole command: exit code 2, one message, and no file left behind."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 
 class Payload:
-    """Makes the file ``executed`` in the working directory when it is unpickled."""
+    """Creates the file ``executed`` in the working directory when it is unpickled."""
 
     def __reduce__(self) -> Any:
         return Path.touch, (Path("executed"),)
@@ -48,7 +48,7 @@ _REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("kind", _REFUSED)
-def test_a_source_that_is_refused_leaves_nothing(
+def test_a_source_that_is_rejected_leaves_no_file_behind(
     cli: Cli, tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""Safetensors, single and sharded: every rule that a damaged file can break."""
+"""Safetensors, single and sharded, and the rules that a damaged file can break."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _entry(dtype: str, shape: list[int], start: int, end: int) -> dict[str, Any]
     return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
 
 
-def test_tensors_come_back_by_name_with_dtype_shape_and_bits(tmp_path: Path) -> None:
+def test_tensors_are_read_with_their_names_dtypes_shapes_and_bits(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     wrote: dict[str, NDArray[Any]] = {
         "w": random.standard_normal((3, 5)).astype(np.float32),
@@ -73,18 +73,18 @@ def test_an_unknown_dtype_is_named_with_its_tensor_and_the_known_ones(tmp_path: 
         (b'{"w": \xff\xff}', b"", "damaged: its safetensors header is not JSON"),
     ],
 )
-def test_headers_that_break_a_rule_are_damage(tmp_path: Path, header: object, data: bytes, said: str) -> None:
+def test_headers_that_break_a_rule_are_rejected(tmp_path: Path, header: object, data: bytes, said: str) -> None:
     with pytest.raises(SourceError, match=said):
         read_file(_write(tmp_path / "m", header, data))
 
 
-def test_a_file_cut_within_its_header_says_how_much_is_there(tmp_path: Path) -> None:
+def test_a_file_truncated_within_its_header_is_rejected_with_the_sizes(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="truncated: its header claims 5000 bytes, but only 2 follow its length"):
         read_file(_write(tmp_path / "m", {}, size=5000))
 
 
 @pytest.mark.parametrize("size", [2**31, 2**40, 2**63, 2**64 - 1])
-def test_a_header_that_claims_to_be_huge_is_not_waited_for(tmp_path: Path, size: int) -> None:
+def test_a_header_that_claims_a_huge_size_is_rejected(tmp_path: Path, size: int) -> None:
     with pytest.raises(
         SourceError, match=rf"m: truncated: its header claims {size} bytes, but only 2 follow its length"
     ):
@@ -99,20 +99,20 @@ def test_a_header_of_more_than_the_format_allows_is_not_read(tmp_path: Path) -> 
         read_file(path)
 
 
-def test_lists_in_lists_by_the_thousand_are_no_header(tmp_path: Path) -> None:
+def test_a_header_of_deeply_nested_lists_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="its safetensors header is not JSON"):
         read_file(_write(tmp_path / "m", b'{"w":' + b"[" * 100_000 + b"]" * 100_000 + b"}"))
 
 
-def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     path = tmp_path / "m"
-    path.symlink_to("/proc/self/mem")  # a file by its type, and unreadable at its beginning
+    path.symlink_to("/proc/self/mem")  # a regular file that is unreadable at its beginning
     with pytest.raises(SourceError, match=r"m: (cannot be read|truncated)"):
         read_file(path)
 
 
 @pytest.mark.parametrize("kept", [1, 7, 8, 9, 40, 100])
-def test_a_file_cut_anywhere_is_damage(tmp_path: Path, kept: int) -> None:
+def test_a_file_truncated_anywhere_is_rejected(tmp_path: Path, kept: int) -> None:
     save_file({"w": np.ones(30, np.float32)}, tmp_path / "whole")
     (tmp_path / "cut").write_bytes((tmp_path / "whole").read_bytes()[:kept])
     with pytest.raises(SourceError, match=r"truncated|damaged"):
@@ -149,13 +149,15 @@ def test_shards_are_read_as_one_checkpoint(tmp_path: Path) -> None:
         ({"c": "1.safetensors"}, "says that 'c' is in 1.safetensors, where it is not"),
     ],
 )
-def test_an_index_that_does_not_fit_its_shards(tmp_path: Path, weight_map: dict[str, str], said: str) -> None:
+def test_an_index_that_does_not_fit_its_shards_is_rejected(
+    tmp_path: Path, weight_map: dict[str, str], said: str
+) -> None:
     with pytest.raises(SourceError, match=said):
         read_sharded(_sharded(tmp_path, weight_map))
 
 
 @pytest.mark.parametrize("text", ["[]", "{}", '{"weight_map": 7}', "", '{"weight_map": ["a"]}'])
-def test_what_is_no_index(tmp_path: Path, text: str) -> None:
+def test_a_file_that_is_not_an_index_is_rejected(tmp_path: Path, text: str) -> None:
     (tmp_path / "i.json").write_text(text)
     with pytest.raises(SourceError, match="is not the index of a sharded checkpoint"):
         read_sharded(tmp_path / "i.json")

@@ -1,4 +1,4 @@
-"""TorchScript files: what they may hold is looked at before torch loads them, and what they may do before they run."""
+"""TorchScript files: their content is checked before torch loads them, and their operators before they run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def mlp(tmp_path: Path) -> Path:
 
 
 def _rewritten(path: Path, change: Change, deflated: str = "") -> Path:
-    """``path`` with records changed, those whose names have ``deflated`` in them compressed."""
+    """Apply ``change`` to all records of ``path``; compress those with ``deflated`` in the name. Return ``path``."""
     with zipfile.ZipFile(path) as archive:
         records = {name: archive.read(name) for name in archive.namelist()}
     with zipfile.ZipFile(path, "w") as archive:
@@ -38,7 +38,7 @@ def _rewritten(path: Path, change: Change, deflated: str = "") -> Path:
 
 
 def _with_code(path: Path, old: str, new: str) -> Path:
-    """``path`` with a piece of the code of its Mlp replaced."""
+    """Replace a piece of the code of the Mlp in ``path``; return ``path``."""
 
     def change(name: str, data: bytes) -> bytes:
         if b"class Mlp(" not in data:
@@ -63,25 +63,25 @@ def test_every_tensor_is_found_bit_for_bit(tmp_path: Path, how: How) -> None:
         assert any(np.array_equal(array, state["head.weight"]) for array in found.values())
 
 
-def test_a_shared_weight_has_both_names_and_an_attribute_its_own(tmp_path: Path) -> None:
+def test_a_shared_weight_has_both_names_and_an_attribute_its_own_name(tmp_path: Path) -> None:
     path = save(tmp_path / "m.pt", Named(), (torch.ones(2, 16), torch.ones(2, 16)))
     found = script_file.tensors(script_file.load(path))
     assert set(found) == {"left.weight", "left.bias", "right.weight", "right.bias", "shift"}
     assert found["left.weight"].data_ptr() == found["right.weight"].data_ptr()
 
 
-def test_a_list_of_parameters_is_no_tensors_of_its_own(tmp_path: Path) -> None:
-    """As recurrent layers have, beside the parameters in it."""
+def test_a_list_of_parameters_adds_no_tensors(tmp_path: Path) -> None:
+    """Recurrent layers have such a list beside the parameters in it."""
     script = script_file.load(save(tmp_path / "m.pt", Recurrent(), torch.ones(2, 7, 16)))
     assert script_file.tensors(script).keys() == script.state_dict().keys()
 
 
-def test_a_constant_that_two_places_use_is_one(tmp_path: Path) -> None:
+def test_a_constant_that_two_places_use_is_one_tensor(tmp_path: Path) -> None:
     path = save(tmp_path / "m.pt", Tied(), torch.zeros(2, 3, dtype=torch.long), "frozen")
     assert sorted(tensor.ndim for tensor in script_file.tensors(script_file.load(path)).values()) == [1, 2, 2]
 
 
-# --- what is refused before torch loads it ----------------------------------------------------------------------------
+# --- rejected before torch loads it -----------------------------------------------------------------------------------
 
 _CALL = 'torch.save([1], "executed")'
 
@@ -102,7 +102,7 @@ _NOT_LOADED = {
 
 
 @pytest.mark.parametrize("what", _NOT_LOADED)
-def test_code_that_would_do_more_than_compute_is_refused_and_not_loaded(
+def test_code_that_would_do_more_than_compute_is_rejected_and_not_loaded(
     mlp: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, what: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -113,8 +113,10 @@ def test_code_that_would_do_more_than_compute_is_refused_and_not_loaded(
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_loading_runs_what_stands_in_default_values(mlp: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Why the code is read as text first: torch makes the file while it loads the module, which nobody has called."""
+def test_torch_runs_default_values_while_it_loads_a_file(
+    mlp: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Therefore the code is checked as text first: torch creates the file while it loads the module, before a call."""
     monkeypatch.chdir(tmp_path)
     path = _with_code(mlp, "x: Tensor) ->", 'x: Tensor, y: Tensor=torch.from_file("executed", True, 4)) ->')
     torch.jit.load(str(path))  # type: ignore[no-untyped-call]  # torch's own
@@ -123,7 +125,7 @@ def test_loading_runs_what_stands_in_default_values(mlp: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("renamed", [str.upper, lambda name: name.replace(".py", ".Py"), lambda name: name[1:]])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_code_is_found_as_torch_finds_it_in_any_case_and_below_no_name(
+def test_code_is_found_under_every_record_name_that_torch_accepts(
     mlp: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, renamed: Callable[[str], str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -140,7 +142,7 @@ def test_code_is_found_as_torch_finds_it_in_any_case_and_below_no_name(
     assert (tmp_path / "executed").exists()
 
 
-def test_names_that_are_no_identifiers_are_looked_up_as_torch_writes_them(tmp_path: Path) -> None:
+def test_attribute_names_that_are_not_identifiers_are_accepted(tmp_path: Path) -> None:
     path = save(tmp_path / "m.pt", Cnn(), torch.ones(2, 3, 16, 16))
     with zipfile.ZipFile(path) as archive:
         code = b"".join(archive.read(name) for name in archive.namelist() if "/code/" in name)
@@ -149,19 +151,19 @@ def test_names_that_are_no_identifiers_are_looked_up_as_torch_writes_them(tmp_pa
 
 
 @pytest.mark.parametrize("share", [0.3, 0.7, 0.999])
-def test_a_truncated_file_is_damage(mlp: Path, share: float) -> None:
+def test_a_truncated_file_is_rejected(mlp: Path, share: float) -> None:
     whole = mlp.read_bytes()
     mlp.write_bytes(whole[: int(len(whole) * share)])
     with pytest.raises(SourceError, match=r"m\.pt: "):
         script_file.check(mlp)
 
 
-def test_weights_are_not_unpacked(mlp: Path) -> None:
+def test_compressed_weights_are_rejected(mlp: Path) -> None:
     with pytest.raises(SourceError, match=r"record 'm/data/0' is compressed, which torch never does"):
         script_file.check(_rewritten(mlp, lambda name, data: data, deflated="/data/"))
 
 
-def test_code_may_be_packed_as_torch_packs_it_and_not_become_gigabytes(mlp: Path) -> None:
+def test_compressed_code_is_accepted_up_to_a_limit(mlp: Path) -> None:
     script_file.check(_rewritten(mlp, lambda name, data: data, deflated="/code/"))
     spaces = b" " * (70 << 20)
     bomb = _rewritten(mlp, lambda name, data: data + spaces if b"class Mlp(" in data else data, "/code/")
@@ -170,7 +172,7 @@ def test_code_may_be_packed_as_torch_packs_it_and_not_become_gigabytes(mlp: Path
         script_file.check(bomb)
 
 
-def test_a_record_that_is_shorter_than_its_tensor_is_damage(mlp: Path) -> None:
+def test_a_record_that_is_shorter_than_its_tensor_is_rejected(mlp: Path) -> None:
     with pytest.raises(SourceError, match=r"takes 4096 bytes from record .*, which has 4092"):
         script_file.check(_rewritten(mlp, lambda name, data: data[:-4] if name.endswith("/data/0") else data))
 
@@ -182,17 +184,15 @@ def test_a_record_that_is_shorter_than_its_tensor_is_damage(mlp: Path) -> None:
         (b"\x80\x02c__torch__\nM\n)\x81" + b"]" * 9_000 + b"a" * 8_999 + b"b.", "nests values more than"),
     ],
 )
-def test_things_in_things_without_end_are_refused_before_torch_takes_them_apart(
-    mlp: Path, pickle: bytes, said: str
-) -> None:
+def test_deeply_nested_values_are_rejected_before_torch_reads_them(mlp: Path, pickle: bytes, said: str) -> None:
     with pytest.raises(SourceError, match=said):
         script_file.check(_rewritten(mlp, lambda name, data: pickle if name.endswith("/data.pkl") else data))
 
 
-# --- what is refused before it is run ---------------------------------------------------------------------------------
+# --- rejected before it runs ------------------------------------------------------------------------------------------
 
 
-def test_an_operator_that_no_word_told_of_is_refused_when_it_is_compiled(
+def test_an_operator_that_the_word_list_misses_is_rejected_when_it_is_compiled(
     mlp: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(script_file, "_WORD", re.compile("no such word"))
@@ -201,7 +201,7 @@ def test_an_operator_that_no_word_told_of_is_refused_when_it_is_compiled(
         script_file.load(path)
 
 
-def test_a_module_without_forward_is_named(mlp: Path) -> None:
+def test_a_module_without_forward_is_rejected(mlp: Path) -> None:
     with pytest.raises(SourceError, match="torch cannot load it"):
         script_file.load(_with_code(mlp, "def forward(", "def backward("))
 
@@ -227,5 +227,5 @@ def _by_its_size(x: torch.Tensor) -> torch.Tensor:
         (lambda: torch.jit.trace(_by_its_size, torch.ones(2, 3)), False),  # type: ignore[no-untyped-call]  # sizes are tensors
     ],
 )
-def test_a_decision_by_numbers_is_told_from_one_by_sizes(made: Callable[[], Any], decides: bool) -> None:
+def test_decisions_by_numbers_and_by_sizes_are_distinguished(made: Callable[[], Any], decides: bool) -> None:
     assert script_file.decides_by_numbers(made()) is decides

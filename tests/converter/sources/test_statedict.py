@@ -1,4 +1,4 @@
-"""Bare state dicts: the architecture is built, the weights fitted into it, every tensor given back bit for bit."""
+"""Bare state dicts: the architecture is built, the weights are fitted into it, all tensors are restored exactly."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def _arrays(module: nn.Module) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.long
-def test_a_convolutional_model_comes_back_bit_for_bit(cli: Cli, tmp_path: Path, target: Path) -> None:
-    """BatchNorm is folded into the stored weights; the int64 counters of batches are in no graph at all."""
+def test_a_convolutional_model_is_restored_bit_for_bit(cli: Cli, tmp_path: Path, target: Path) -> None:
+    """BatchNorm is folded into the stored weights. The int64 counters of batches are not in any graph."""
     path = save(tmp_path / "cnn.pt", Cnn())
     arguments = ("--model", "architectures:Cnn", "--input", "x:float32:batch,3,16,16")
     cli("checkpoint", path, *arguments, "--out", target).published()
@@ -44,7 +44,7 @@ def test_a_convolutional_model_comes_back_bit_for_bit(cli: Cli, tmp_path: Path, 
     np.testing.assert_allclose(load(artifact, "cpu").run({"x": x.numpy()})["output"], expected, atol=0.05)
 
 
-def test_tied_weights_are_stored_once_and_come_back_under_both_names(cli: Cli, tmp_path: Path, target: Path) -> None:
+def test_tied_weights_are_stored_once_and_restored_under_both_names(cli: Cli, tmp_path: Path, target: Path) -> None:
     path = save(tmp_path / "tied.pt", Tied())
     arguments = ("--model", "architectures:Tied", "--input", "ids:int64:batch,seq", "--format", "onnx")
     cli("checkpoint", path, *arguments, "--out", target).published()
@@ -55,7 +55,7 @@ def test_tied_weights_are_stored_once_and_come_back_under_both_names(cli: Cli, t
     assert_restored(tmp_path / "fp32.safetensors", _arrays(Tied()))
 
 
-def test_what_a_transformers_output_holds_beside_tensors_is_named(cli: Cli, tmp_path: Path, target: Path) -> None:
+def test_parts_of_a_transformers_output_that_are_not_served_are_named(cli: Cli, tmp_path: Path, target: Path) -> None:
     path = save(tmp_path / "caching.pt", Caching())
     model = ("--model", "architectures:Caching", "--input", "x:float32:batch,16")
     done = cli("checkpoint", path, *model, *ONNX_ONLY, "--out", target).published()
@@ -63,7 +63,7 @@ def test_what_a_transformers_output_holds_beside_tensors_is_named(cli: Cli, tmp_
 
 
 def test_a_tied_weight_saved_once_fills_both_names(cli: Cli, tmp_path: Path, target: Path) -> None:
-    """As safetensors' writers do, which refuse to write shared memory twice."""
+    """safetensors' writers do this, because they refuse to write shared memory twice."""
     state = {k: v.clone() for k, v in seeded(Tied()).state_dict().items() if k != "out.weight"}
     save_file(state, tmp_path / "tied.safetensors")
     arguments = ("--model", "architectures:Tied", "--input", "ids:int64:batch,seq", "--format", "onnx")
@@ -100,7 +100,7 @@ def test_several_inputs_and_outputs_keep_their_names_and_kinds(cli: Cli, tmp_pat
 
 
 @pytest.mark.parametrize("prefix", ["module.", "model.", "_orig_mod.", "module._orig_mod."])
-def test_the_prefixes_of_wrappers_are_seen_through(prefix: str) -> None:
+def test_the_prefixes_of_wrappers_are_ignored(prefix: str) -> None:
     state = {f"{prefix}{name}": array for name, array in _arrays(Mlp()).items()}
     module = Mlp()
     fit(module, state)
@@ -150,7 +150,7 @@ def test_the_first_five_mismatches_are_named_and_the_rest_counted() -> None:
         (["--model", "architectures:Mlp"], "--input NAME:DTYPE:DIMS, for example --input x:float32:batch,16"),
     ],
 )
-def test_an_architecture_that_is_missing_or_wrong(
+def test_an_architecture_that_is_missing_or_wrong_is_rejected(
     cli: Cli, tmp_path: Path, target: Path, mlp_file: Path, arguments: list[str], said: str
 ) -> None:
     cli("checkpoint", mlp_file, "--out", target, *arguments).refused(2, said)
@@ -166,7 +166,7 @@ def test_an_architecture_that_is_missing_or_wrong(
         ("x:float32:batch,16 y:float32:batch", "the model failed on an example input"),
     ],
 )
-def test_inputs_that_the_model_does_not_take(
+def test_inputs_that_the_model_does_not_take_are_rejected(
     cli: Cli, tmp_path: Path, target: Path, mlp_file: Path, given: str, said: str
 ) -> None:
     inputs = [argument for one in given.split() for argument in ("--input", one)]
@@ -182,7 +182,7 @@ def test_a_model_that_branches_on_its_data_cannot_be_exported(
     assert tree(tmp_path) == []
 
 
-def test_options_that_a_trusted_whole_module_needs_no_architecture(cli: Cli, tmp_path: Path, target: Path) -> None:
+def test_a_trusted_whole_module_needs_no_architecture(cli: Cli, tmp_path: Path, target: Path) -> None:
     torch.save(seeded(Mlp()), tmp_path / "whole.pt")
     arguments = ("--input", "x:float32:batch,16", "--trust-pickle", "--format", "onnx")
     cli("checkpoint", tmp_path / "whole.pt", *arguments, "--out", target).published()
@@ -217,7 +217,7 @@ print(built(4096), 4 * 4096 * 4096)
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_a_module_that_a_factory_builds_is_not_held_in_memory(tmp_path: Path, dtype: str) -> None:
-    """67 MB in fp32. Of one in fp64 each tensor is narrowed in memory, and then moved."""
+    """The module has 67 MB in fp32. Each tensor of an fp64 module is narrowed in memory and then moved to a file."""
     peak, size = map(int, measured_alone(BUILD, str(tmp_path), dtype).split())
     assert peak / size < (0.2 if dtype == "float32" else 1.2), f"{peak / size:.2f} times the weights"
     assert list((tmp_path / "m").iterdir()) == []

@@ -1,4 +1,4 @@
-"""Torch's files: their tensors are read, their pickles never run."""
+"""Torch's files: their tensors are read, and their pickles do not run unless the user trusts them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from converter.sources.torch_file import read_file
 
 
 class Payload:
-    """Makes ``path`` when it is unpickled."""
+    """Creates the directory ``path`` when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -37,7 +37,7 @@ def _read(path: Path, *, trust: bool = False) -> dict[str, Any]:
     return read_file(path, recognise(path), trust_pickle=trust)[0]
 
 
-def test_every_dtype_comes_back_bit_for_bit(tmp_path: Path) -> None:
+def test_every_dtype_is_read_bit_for_bit(tmp_path: Path) -> None:
     state = {
         "w": torch.randn(3, 4),
         "brain": torch.randn(5).to(torch.bfloat16),
@@ -62,11 +62,11 @@ def test_checkpoints_of_training_loops_hold_the_state_dict_under_a_key(tmp_path:
     assert list(read) == ["w"]
 
 
-def test_the_bytes_of_metadata_and_numbers_are_left_aside(tmp_path: Path) -> None:
+def test_metadata_and_numbers_are_ignored(tmp_path: Path) -> None:
     assert list(_read(_saved(tmp_path / "m.pt", {"w": torch.ones(2), "epoch": 3, "name": "x"}))) == ["w"]
 
 
-def test_a_pickle_that_would_run_code_is_refused_and_not_run(tmp_path: Path) -> None:
+def test_a_pickle_that_would_run_code_is_rejected_and_not_run(tmp_path: Path) -> None:
     path = _saved(tmp_path / "m.pt", {"w": torch.ones(2), "x": Payload(tmp_path / "executed")})
     with pytest.raises(SourceError, match=r"holds more than tensors \(posix.mkdir\).*--trust-pickle"):
         _read(path)
@@ -81,21 +81,21 @@ def test_a_bare_pickle_is_not_loaded_at_all(tmp_path: Path) -> None:
 
 
 def test_a_text_pickle_is_not_loaded_at_all(tmp_path: Path) -> None:
-    """Protocol 0 is text: nothing marks it as a pickle."""
+    """Protocol 0 is text, and nothing marks it as a pickle."""
     (tmp_path / "m.pt").write_bytes(pickle.dumps(Payload(tmp_path / "executed"), protocol=0))
     with pytest.raises(SourceError, match="text file"):
         _read(tmp_path / "m.pt")
     assert not (tmp_path / "executed").exists()
 
 
-def test_torchs_legacy_format_is_read_where_it_is_trusted(tmp_path: Path) -> None:
+def test_torchs_legacy_format_is_read_if_it_is_trusted(tmp_path: Path) -> None:
     path = tmp_path / "old.pt"
     torch.save({"w": torch.arange(3.0)}, path, _use_new_zipfile_serialization=False)
     assert recognise(path) is Kind.PICKLE
     assert _read(path, trust=True)["w"].tolist() == [0, 1, 2]
 
 
-def test_a_whole_module_is_refused_unless_it_is_trusted(tmp_path: Path) -> None:
+def test_a_whole_module_is_rejected_unless_it_is_trusted(tmp_path: Path) -> None:
     path = _saved(tmp_path / "m.pt", seeded(Mlp()))
     with pytest.raises(SourceError, match=r"holds more than tensors \(architectures.Mlp\).*save its state_dict"):
         _read(path)
@@ -117,13 +117,13 @@ def test_a_whole_module_is_refused_unless_it_is_trusted(tmp_path: Path) -> None:
         ({"w": torch.ones(2, device="meta")}, "tensor 'w' .*meta"),
     ],
 )
-def test_what_is_no_state_dict_of_plain_tensors(tmp_path: Path, what: object, said: str) -> None:
+def test_files_without_a_state_dict_of_plain_tensors_are_rejected(tmp_path: Path, what: object, said: str) -> None:
     with pytest.raises(SourceError, match=said):
         _read(_saved(tmp_path / "m.pt", what))
 
 
 @pytest.mark.parametrize("share", [0.3, 0.9, 0.999])
-def test_a_truncated_archive_is_damage(tmp_path: Path, share: float) -> None:
+def test_a_truncated_archive_is_rejected(tmp_path: Path, share: float) -> None:
     whole = _saved(tmp_path / "m.pt", {"w": torch.ones(500)}).read_bytes()
     (tmp_path / "cut.pt").write_bytes(whole[: int(len(whole) * share)])
     with pytest.raises(SourceError, match="truncated or damaged zip archive"):

@@ -1,4 +1,4 @@
-"""Torch files whose records are not what their pickles say: mapped as they are they would give other tensors' bytes."""
+"""Torch files whose records do not match their pickles: mapped unchecked, they would give bytes of other tensors."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ def _read(path: Path) -> dict[str, Any]:
 STATE = {"a": torch.arange(4.0), "b": torch.arange(100.0), "none": torch.zeros(0)}
 
 
-def test_what_another_zip_writer_wrote_without_compressing_is_read(tmp_path: Path) -> None:
+def test_an_uncompressed_archive_of_another_zip_writer_is_read(tmp_path: Path) -> None:
     path = _rewritten(_saved(tmp_path / "m.pt", STATE), lambda name, content: content)
     assert _read(path) == {name: tensor.tolist() for name, tensor in STATE.items()}
 
 
 @pytest.mark.parametrize("record", ["/data.pkl", "/data/0"])
-def test_a_record_that_goes_on_behind_the_end_of_the_file_is_damage(tmp_path: Path, record: str) -> None:
-    """zipfile raises EOFError for it, which click would take for an interruption."""
+def test_a_record_that_extends_beyond_the_end_of_the_file_is_rejected(tmp_path: Path, record: str) -> None:
+    """zipfile raises EOFError for it, which click would treat as an interruption."""
     path = _saved(tmp_path / "m.pt", STATE)
     data = bytearray(path.read_bytes())
-    at = data.rindex(record.encode())  # its name in the directory, at whose end are 46 bytes of fields before it
+    at = data.rindex(record.encode())  # its name in the directory, behind 46 bytes of fields
     start = data.rindex(b"PK\x01\x02", 0, at)
     data[start + 20 : start + 28] = struct.pack("<II", 1 << 20, 1 << 20)
     path.write_bytes(data)
@@ -66,7 +66,7 @@ def test_views_of_one_storage_are_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("record", ["/data/0", "/data/1"])
 @pytest.mark.parametrize("change", [lambda data: data[:-4], lambda data: data + bytes(4), lambda data: b""])
-def test_a_record_of_another_length_than_its_tensor_is_damage(
+def test_a_record_of_another_length_than_its_tensor_is_rejected(
     tmp_path: Path, record: str, change: Callable[[bytes], bytes]
 ) -> None:
     path = _saved(tmp_path / "m.pt", STATE)
@@ -75,14 +75,14 @@ def test_a_record_of_another_length_than_its_tensor_is_damage(
         _read(changed)
 
 
-def test_compressed_records_are_refused_and_not_read_as_they_lie(tmp_path: Path) -> None:
+def test_compressed_records_are_rejected_and_not_read_as_tensors(tmp_path: Path) -> None:
     path = _rewritten(_saved(tmp_path / "m.pt", STATE), lambda name, content: content, zipfile.ZIP_DEFLATED)
     with pytest.raises(SourceError, match="is compressed, which torch never does"):
         _read(path)
 
 
-def test_a_compressed_record_is_refused_before_it_is_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may be a bomb; torch would look for names in the gigabytes that it becomes."""
+def test_a_compressed_record_is_rejected_before_it_is_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be a zip bomb: torch would search the gigabytes that it unpacks to for names."""
     saved = _saved(tmp_path / "a.pt", STATE)
     bomb = _rewritten(saved, lambda _, content: content, zipfile.ZIP_DEFLATED)
     monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("torch was asked to load it"))
@@ -90,11 +90,11 @@ def test_a_compressed_record_is_refused_before_it_is_unpacked(tmp_path: Path, mo
         _read(bomb)
 
 
-def test_a_record_of_two_sizes_is_damage(tmp_path: Path) -> None:
-    """torch reads such a file where it maps it, and not where it does not."""
+def test_a_record_with_two_sizes_is_rejected(tmp_path: Path) -> None:
+    """torch reads such a file if it maps it, and fails if it does not."""
     saved = _saved(tmp_path / "a.pt", STATE)
     content = bytearray(saved.read_bytes())
-    place = content.index(b"PK\x01\x02") + 20  # the first entry's size as it is stored
+    place = content.index(b"PK\x01\x02") + 20  # the stored size in the first entry
     content[place : place + 4] = b"\xff\xff\xff\x7f"
     saved.write_bytes(content)
     with pytest.raises(SourceError, match=r"record 'a/data.pkl' claims \d+ bytes, but 2147483647 are stored"):
@@ -102,7 +102,7 @@ def test_a_record_of_two_sizes_is_damage(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("opcode", [b"c", b"i"])
-def test_a_class_of_a_name_without_end_is_refused_before_torch_complains_of_it(tmp_path: Path, opcode: bytes) -> None:
+def test_a_class_with_a_very_long_name_is_rejected_before_torch_reports_it(tmp_path: Path, opcode: bytes) -> None:
     path = tmp_path / "named.pt"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("archive/data.pkl", b"\x80\x02(" + opcode + b"posix\n" + b"s" * 1_000_000 + b"\n.")
@@ -111,7 +111,7 @@ def test_a_class_of_a_name_without_end_is_refused_before_torch_complains_of_it(t
         read_file(path, Kind.TORCH_ZIP, trust_pickle=False)
 
 
-def test_what_is_no_pickle_is_torchs_to_complain_of(tmp_path: Path) -> None:
+def test_an_invalid_pickle_is_left_to_torch_to_reject(tmp_path: Path) -> None:
     path = tmp_path / "none.pt"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("archive/data.pkl", b"\xff\xff")

@@ -1,4 +1,4 @@
-"""What people try and nothing converts is refused by name, with what to do; what only looks like it is not."""
+"""Formats that are not converted are rejected by name with a remedy; files that only look like them are not."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Make = Callable[[Path], object]
 
 
 def _field(number: int, content: bytes) -> bytes:
-    """A length-delimited protobuf field."""
+    """Return a length-delimited protobuf field."""
     return _number(number << 3 | 2) + _number(len(content)) + content
 
 
@@ -65,7 +65,7 @@ def _bytes(content: bytes) -> Make:
 
 
 def _directory(*names: str, **documents: object) -> Make:
-    """A directory with empty files of these ``names``, and JSON ``documents`` by the name before ``.json``."""
+    """Return a maker of a directory of empty files ``names`` and JSON ``documents``, keyed by name without .json."""
 
     def make(path: Path) -> None:
         for name in names:
@@ -158,7 +158,7 @@ _FOREIGN: dict[str, tuple[Make, str, str]] = {
 
 
 @pytest.mark.parametrize("name", _FOREIGN)
-def test_a_foreign_format_is_refused_by_name_with_what_to_do(tmp_path: Path, name: str) -> None:
+def test_a_foreign_format_is_rejected_by_name_with_the_remedy(tmp_path: Path, name: str) -> None:
     make, expected, remedy = _FOREIGN[name]
     make(tmp_path / "model.pt")
     with pytest.raises(SourceError) as refused:
@@ -167,19 +167,19 @@ def test_a_foreign_format_is_refused_by_name_with_what_to_do(tmp_path: Path, nam
     assert remedy in str(refused.value)
 
 
-def test_every_format_of_the_table_is_recognised_by_something() -> None:
+def test_every_format_of_the_table_has_a_test_case() -> None:
     assert {expected for _, expected, _ in _FOREIGN.values()} == set(TABLE)
 
 
 @pytest.mark.parametrize(("name", "said"), [("gptq", "(gptq, 4 bits)"), ("adapter", "(acme/base)"), ("mlx", "4 bits")])
-def test_what_a_directory_says_of_itself_is_told(tmp_path: Path, name: str, said: str) -> None:
+def test_details_that_a_directory_states_are_in_the_error(tmp_path: Path, name: str, said: str) -> None:
     _FOREIGN[name][0](tmp_path / "m")
     with pytest.raises(SourceError) as refused:
         recognise(tmp_path / "m")
     assert said in str(refused.value)
 
 
-def test_the_prefix_that_tensorflow_calls_a_checkpoint_is_told_from_nothing(tmp_path: Path) -> None:
+def test_the_prefix_of_a_tensorflow_checkpoint_is_recognised(tmp_path: Path) -> None:
     (tmp_path / "model.ckpt.index").touch()
     with pytest.raises(SourceError, match="TensorFlow checkpoint"):
         recognise(tmp_path / "model.ckpt")
@@ -191,8 +191,8 @@ def test_the_command_exits_with_2_and_leaves_nothing(cli: Cli, tmp_path: Path, t
     assert not target.parent.exists()
 
 
-def test_onnx_is_not_taken_for_core_ml(tmp_path: Path) -> None:
-    """Both begin with a version. ONNX with hundreds of metadata entries has all its fields looked through."""
+def test_onnx_is_not_mistaken_for_core_ml(tmp_path: Path) -> None:
+    """Both begin with a version. All fields of an ONNX file with hundreds of metadata entries are examined."""
     model = graphs.mlp()
     for index in range(300):
         model.metadata_props.add(key=f"key{index}", value="value")
@@ -201,39 +201,39 @@ def test_onnx_is_not_taken_for_core_ml(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", range(2, len(_COREML)))
-def test_a_core_ml_file_that_is_cut_short_ends_in_an_error_of_ours(tmp_path: Path, cut: int) -> None:
+def test_a_truncated_core_ml_file_is_rejected_or_left_to_the_onnx_reader(tmp_path: Path, cut: int) -> None:
     (tmp_path / "m").write_bytes(_COREML[:cut])
     with contextlib.suppress(SourceError):
-        assert recognise(tmp_path / "m") is Kind.ONNX  # whose reader says what is wrong with it
+        assert recognise(tmp_path / "m") is Kind.ONNX  # the ONNX reader reports what is wrong with it
 
 
-def test_a_length_beyond_any_file_is_not_gone_to(tmp_path: Path) -> None:
+def test_a_length_beyond_the_end_of_the_file_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "m").write_bytes(b"\x08\x04\x12" + _number(1 << 64) + b"text")
     assert recognise(tmp_path / "m") is Kind.ONNX
 
 
-def test_a_number_that_never_ends_is_none() -> None:
+def test_a_varint_without_end_is_none() -> None:
     assert _varint(io.BytesIO(b"\xff" * 100)) is None
     assert _varint(io.BytesIO(b"")) is None
     assert _varint(io.BytesIO(b"\xac\x02")) == 300
 
 
-def test_safetensors_stay_safetensors_whatever_their_length_looks_like(tmp_path: Path) -> None:
-    """A header of 0x088b1f bytes begins as gzip does."""
+def test_safetensors_are_recognised_whatever_their_length_resembles(tmp_path: Path) -> None:
+    """A file with a header of 0x088b1f bytes begins like a gzip file."""
     size = 0x088B1F
     header = json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode().ljust(size)
     (tmp_path / "m").write_bytes(size.to_bytes(8, "little") + header + bytes(4))
     assert recognise(tmp_path / "m") is Kind.SAFETENSORS
 
 
-def test_a_model_directory_may_hold_what_trainers_and_exporters_leave_there(tmp_path: Path) -> None:
+def test_a_model_directory_may_have_files_of_trainers_and_exporters(tmp_path: Path) -> None:
     _directory("zero_to_fp32.py", "tf_model.h5", "model.pdparams", config={"model_type": "bert"})(tmp_path / "m")
     save_file({"w": np.ones(3, np.float32)}, tmp_path / "m" / "model.safetensors")
     assert recognise(tmp_path / "m") is Kind.HUGGING_FACE
 
 
 @pytest.mark.parametrize("content", ["{not json", "[]", '{"quantization_config": null}', '{"quantization": "none"}'])
-def test_a_config_that_says_nothing_of_quantising_is_left_to_its_reader(tmp_path: Path, content: str) -> None:
+def test_a_config_without_quantisation_is_left_to_its_reader(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content)
     assert recognise(tmp_path) is Kind.HUGGING_FACE
 
@@ -242,7 +242,7 @@ def test_a_config_that_says_nothing_of_quantising_is_left_to_its_reader(tmp_path
     beginning=st.sampled_from([*(magic for magic, _ in _MAGIC), b"", b"\x08\x04", b"\x0a\x10", b"\x20\0\0\0"]),
     rest=st.binary(max_size=600),
 )
-def test_whatever_a_file_holds_it_is_a_kind_or_an_error_of_ours(
+def test_any_file_content_gives_a_kind_or_a_source_error(
     tmp_path_factory: pytest.TempPathFactory, beginning: bytes, rest: bytes
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "any"
@@ -265,7 +265,7 @@ _VALUES = st.recursive(
     ),
     file=st.sampled_from(["config.json", "adapter_config.json", "quant_config.json"]),
 )
-def test_whatever_a_config_says_is_a_kind_or_an_error_of_ours(
+def test_any_config_gives_a_kind_or_a_source_error(
     tmp_path_factory: pytest.TempPathFactory, fields: dict[str, object], file: str
 ) -> None:
     directory = tmp_path_factory.mktemp("any")

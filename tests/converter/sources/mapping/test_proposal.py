@@ -1,4 +1,4 @@
-"""Maps that are proposed: by shape where that says it, by names where shapes do not, and a guess is called one."""
+"""Proposed maps: shapes decide if they differ, names otherwise, and a guess is marked as a guess."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _steps(found: Proposal, leaf: str) -> list[str]:
     return next([str(turn) for turn in entry.turns] for entry in found.entries if entry.leaf == leaf)
 
 
-def test_shapes_decide_where_they_differ_whatever_names_say() -> None:
+def test_shapes_decide_if_they_differ_whatever_the_names() -> None:
     found = propose(_dense("down", 16, 64) | _dense("up", 64, 10), of_module(Mlp()))
     assert _to(found)["params.down.kernel"] == "up.weight"
     assert _to(found)["params.up.bias"] == "down.bias"
@@ -59,7 +59,7 @@ def test_a_square_kernel_is_transposed_and_a_table_is_not() -> None:
 
 
 def test_series_are_paired_in_the_order_of_their_numbers() -> None:
-    """As numbers, not as texts: 10 comes behind 2; torch counts what lies between as well."""
+    """They are compared as numbers, not as text: 10 comes after 2. torch also counts the layers in between."""
     count = 12
     model = nn.Sequential(*(layer for _ in range(count) for layer in (nn.Linear(8, 8), nn.ReLU())))
     leaves = {k: v for index in range(count) for k, v in _dense(f"Dense_{index}", 8, 8).items()}
@@ -69,7 +69,7 @@ def test_series_are_paired_in_the_order_of_their_numbers() -> None:
     assert found.certain
 
 
-def test_a_guess_is_called_one_and_is_not_certain() -> None:
+def test_a_guess_is_marked_as_ambiguous_and_not_certain() -> None:
     found = propose(_dense("Dense_0", 16, 16) | _dense("Dense_1", 16, 16), of_module(Mlp(16, 16, 16)))
     assert found.complete
     assert not found.certain
@@ -77,13 +77,13 @@ def test_a_guess_is_called_one_and_is_not_certain() -> None:
     assert "ambiguous, because shapes are equal and names do not decide: params.Dense_0.kernel" in found.text()
 
 
-def test_names_that_are_as_much_like_several_decide_nothing() -> None:
+def test_names_that_are_equally_similar_to_several_do_not_decide() -> None:
     layers = nn.ModuleDict({f"block_{name}": nn.Linear(8, 8) for name in ("gamma", "delta")})
     found = propose(_dense("block_alpha", 8, 8) | _dense("block_beta", 8, 8), of_module(layers))
     assert len(found.ambiguous) == 4
 
 
-def test_scale_bias_mean_and_var_of_one_shape_go_by_what_they_are() -> None:
+def test_scale_bias_mean_and_var_of_one_shape_are_matched_by_their_role() -> None:
     leaves = {f"params.norm.{name}": _leaf(64) for name in ("bias", "scale")}
     leaves |= {f"batch_stats.norm.{name}": _leaf(64) for name in ("var", "mean")}
     leaves |= _dense("up", 16, 64) | _dense("down", 64, 10)
@@ -94,7 +94,7 @@ def test_scale_bias_mean_and_var_of_one_shape_go_by_what_they_are() -> None:
     assert found.certain
 
 
-def test_heads_in_axes_of_their_own_are_joined() -> None:
+def test_heads_on_separate_axes_are_joined() -> None:
     leaves: Leaves = {
         "params.embed.embedding": _leaf(32, 16),
         "params.n1.scale": _leaf(16),
@@ -112,7 +112,7 @@ def test_heads_in_axes_of_their_own_are_joined() -> None:
     assert found.complete
 
 
-def test_what_is_no_weight_is_dropped_and_said_to_be() -> None:
+def test_leaves_that_are_not_weights_of_the_model_are_dropped() -> None:
     leaves = _dense("up", 16, 64) | _dense("down", 64, 10) | {"step": np.array(3), "ema.up.kernel": _leaf(16, 64)}
     found = propose(leaves, of_module(Mlp()))
     assert _to(found)["step"] is None
@@ -127,7 +127,7 @@ def test_tied_weights_are_filled_once() -> None:
     assert _to(found)["params.table.embedding"] == "table.weight"
 
 
-def test_what_fits_nowhere_and_what_is_not_filled_are_named() -> None:
+def test_leaves_without_a_tensor_and_tensors_without_a_leaf_are_named() -> None:
     found = propose(_dense("up", 16, 64) | {"params.odd": _leaf(7)}, of_module(Mlp()))
     assert not found.complete
     assert "no tensor of the model was found for: params.odd" in found.text()
@@ -141,14 +141,14 @@ def test_a_mirrored_kernel_is_never_proposed() -> None:
 
 
 @pytest.mark.parametrize("odd", ["a\nrules: []", "a: b", "# c"])
-def test_no_name_ends_a_comment_of_the_file(odd: str) -> None:
+def test_no_name_can_end_a_comment_of_the_file(odd: str) -> None:
     found = propose({f"params.{odd}": _leaf(7), f"params.{odd}2": _leaf(64, 10)}, of_module(Mlp()))
     assert yaml.safe_load(found.text()) is not None
     assert next(line for line in found.text().splitlines() if not line.startswith("#")) == "rules:"
     assert found.text().count("\nrules:") == 1
 
 
-def test_what_is_printed_is_what_is_used() -> None:
+def test_the_printed_map_equals_the_map_that_is_used() -> None:
     leaves = _dense("up", 16, 64) | _dense("down", 64, 10) | {"step": np.array(3)}
     slots = of_module(Mlp())
     found = propose(leaves, slots)
@@ -157,7 +157,7 @@ def test_what_is_printed_is_what_is_used() -> None:
     assert set(rules.apply(found.rules(), leaves, slots).tensors) == set(slots.by_name)
 
 
-def test_words_of_several_frameworks_are_one() -> None:
+def test_words_of_different_frameworks_are_unified() -> None:
     assert words_of("encoder.layers.3.self_attn.q_proj") == ("encoder", "layer", "self", "attention", "query", "dense")
     assert words_of("LayerNorm_0") == ("layer", "norm")
     assert numbers_of("layers_10.conv2d") == (10, 2)

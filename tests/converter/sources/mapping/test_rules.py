@@ -1,4 +1,4 @@
-"""Rules: the first whole match counts, every leaf and every tensor has its place, and what does not fit is named."""
+"""Rules: the first full match counts, every leaf and tensor needs a place, and errors name what does not fit."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def _read(tmp_path: Path, given: Any) -> rules.Rules:
     return rules.read(path)
 
 
-def test_leaves_are_turned_step_by_step_and_copied_nowhere(tmp_path: Path) -> None:
+def test_leaves_are_transformed_step_by_step(tmp_path: Path) -> None:
     found = rules.apply(_read(tmp_path, {"rules": GOOD}), LEAVES, SLOTS)
     np.testing.assert_array_equal(found.tensors["w"], W.transpose(0, 2, 1).reshape(8, 3))
     assert found.tensors["b"] is not None
-    assert found.orders == {}  # reshaped, or as it was
+    assert found.orders == {}  # reshaped or unchanged
 
 
-def test_the_order_of_axes_is_known_of_what_is_transposed_only(tmp_path: Path) -> None:
+def test_the_order_of_axes_is_known_only_for_transposed_leaves(tmp_path: Path) -> None:
     slots = Slots({"w": Slot("w", (4, 2, 3), "plain", "")}, {})
     steps = [{"transpose": [1, 2, 0]}, {"transpose": [1, 2, 0]}]
     found = rules.apply(_read(tmp_path, {"rules": [{"match": "w", "to": "w", "steps": steps}]}), {"w": W}, slots)
@@ -44,7 +44,7 @@ def test_the_order_of_axes_is_known_of_what_is_transposed_only(tmp_path: Path) -
     assert found.tensors["w"].shape == (4, 2, 3)
 
 
-def test_a_tensor_may_keep_what_the_model_was_built_with_and_a_twin_fills_it(tmp_path: Path) -> None:
+def test_a_tensor_may_keep_its_initial_value_or_be_filled_through_a_tied_one(tmp_path: Path) -> None:
     more = {"t": Slot("t", (8, 3), "plain", ""), "n": Slot("n", (), "plain", "", floating=False)}
     slots = Slots({**SLOTS.by_name, **more}, {"t": "w"})
     found = rules.apply(_read(tmp_path, {"rules": GOOD, "keep": ["n"]}), LEAVES, slots)
@@ -64,7 +64,7 @@ def test_a_tensor_may_keep_what_the_model_was_built_with_and_a_twin_fills_it(tmp
         ({1: {"match": r"p\.b", "drop": True}}, "missing: b [4]"),
     ],
 )
-def test_what_does_not_fit_is_named(tmp_path: Path, changed: dict[int, Any], said: str) -> None:
+def test_leaves_and_tensors_that_do_not_fit_are_named(tmp_path: Path, changed: dict[int, Any], said: str) -> None:
     given = [changed.get(index, rule) for index, rule in enumerate(GOOD)]
     with pytest.raises(SourceError) as refused:
         rules.apply(_read(tmp_path, {"rules": given}), LEAVES, SLOTS)
@@ -89,21 +89,21 @@ def test_what_does_not_fit_is_named(tmp_path: Path, changed: dict[int, Any], sai
         ({"rules": [], "keep": "w"}, "keep is 'w', expected a list"),
     ],
 )
-def test_a_file_that_holds_no_rules_is_refused(tmp_path: Path, given: Any, said: str) -> None:
+def test_an_invalid_file_of_rules_is_rejected(tmp_path: Path, given: Any, said: str) -> None:
     with pytest.raises(UsageError) as refused:
         _read(tmp_path, given)
     assert said in str(refused.value)
     assert "rules.yaml" in str(refused.value)
 
 
-def test_a_group_that_the_pattern_has_not(tmp_path: Path) -> None:
+def test_a_group_that_the_pattern_lacks_is_rejected(tmp_path: Path) -> None:
     found = _read(tmp_path, {"rules": [{"match": "p.*", "to": r"\2"}]})
     with pytest.raises(UsageError, match=r"does not fit match 'p\.\*': invalid group reference"):
         rules.apply(found, LEAVES, SLOTS)
 
 
 @pytest.mark.parametrize("name", ["a'b", "a\nb", "a: {b}", "ünï", "*a", "a\\1", "# a", "\x1b[31m"])
-def test_any_name_is_written_so_that_it_is_read_again(tmp_path: Path, name: str) -> None:
+def test_any_name_can_be_written_and_read_again(tmp_path: Path, name: str) -> None:
     text = "\n".join(rules.lines([(name, name, (), "why")], [name]))
     found = _read(tmp_path, text)
     assert found.rules[0].match.fullmatch(name)

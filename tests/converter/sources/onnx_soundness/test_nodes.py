@@ -1,4 +1,4 @@
-"""Nodes that are not made as their operators are: each is refused where it is read, by its name."""
+"""Nodes that do not match their operators are rejected by name when the file is read."""
 
 from __future__ import annotations
 
@@ -69,13 +69,13 @@ _LIES: dict[str, tuple[NodeProto, str]] = {
 
 
 @pytest.mark.parametrize("lie", _LIES)
-def test_a_node_that_is_not_as_its_operator_is_refused_by_name(tmp_path: Path, lie: str) -> None:
+def test_a_node_that_does_not_match_its_operator_is_rejected_by_name(tmp_path: Path, lie: str) -> None:
     node, said = _LIES[lie]
     with pytest.raises(SourceError, match=f"m.onnx: damaged: {said}"):
         onnx_soundness.check(tmp_path / "m.onnx", _with(node))
 
 
-def test_a_node_of_a_body_is_looked_at_too(tmp_path: Path) -> None:
+def test_a_node_of_a_body_is_checked_too(tmp_path: Path) -> None:
     model = graphs.if_branches()
     body = model.graph.node[0].attribute[0].g
     matmul = next(node for node in body.node if node.op_type == "MatMul")
@@ -96,12 +96,12 @@ _SOUND: dict[str, NodeProto] = {
 
 
 @pytest.mark.parametrize("kind", _SOUND)
-def test_what_an_operator_leaves_open_is_left_open(tmp_path: Path, kind: str) -> None:
+def test_nodes_that_their_operator_allows_are_accepted(tmp_path: Path, kind: str) -> None:
     onnx_soundness.check(tmp_path / "m.onnx", _with(_SOUND[kind]))
 
 
-def test_what_an_operator_was_in_the_models_opset_is_what_counts(tmp_path: Path) -> None:
-    """Clip has bounds as attributes up to opset 10, and as inputs from 11 on."""
+def test_nodes_are_checked_by_the_models_opset(tmp_path: Path) -> None:
+    """Clip has its bounds as attributes up to opset 10, and as inputs from opset 11 on."""
     old, new = (
         _with(helper.make_node("Clip", ["y"], ["z"], min=0.0)),
         _with(helper.make_node("Clip", ["y", "b1"], ["z"])),
@@ -113,7 +113,7 @@ def test_what_an_operator_was_in_the_models_opset_is_what_counts(tmp_path: Path)
         onnx_soundness.check(tmp_path / "m.onnx", new)
 
 
-def test_operators_of_an_opset_to_come_may_take_more(tmp_path: Path) -> None:
+def test_operators_of_a_future_opset_may_have_more_inputs(tmp_path: Path) -> None:
     model = _with(helper.make_node("Relu", ["y", "b1"], ["z"]))
     model.opset_import[0].version = 10_000
     onnx_soundness.check(tmp_path / "m.onnx", model)
@@ -126,13 +126,13 @@ def _calling(function_opset: int, node: NodeProto, name: str = "F", domain: str 
     return model
 
 
-def test_nodes_of_a_function_are_of_its_own_opset(tmp_path: Path) -> None:
+def test_nodes_of_a_function_are_checked_by_its_own_opset(tmp_path: Path) -> None:
     node = helper.make_node("Clip", ["a", "a"], ["b"], name="clip")
     onnx_soundness.check(tmp_path / "m.onnx", _calling(11, node))
     with pytest.raises(SourceError, match="node 'clip' has 2 inputs, and 'Clip' needs 1"):
         onnx_soundness.check(tmp_path / "m.onnx", _calling(7, node))
 
 
-def test_a_function_of_an_operators_name_is_called_as_it_is_defined(tmp_path: Path) -> None:
+def test_a_function_with_an_operators_name_is_called_as_it_is_defined(tmp_path: Path) -> None:
     model = _calling(graphs.OPSET, helper.make_node("Relu", ["a"], ["b"]), "Gemm", "")
     onnx_soundness.check(tmp_path / "m.onnx", model)

@@ -1,4 +1,4 @@
-"""Tensors that lie: each is refused where it is read, by its name."""
+"""Invalid tensors are rejected by name when the file is read."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _LIES: dict[str, tuple[Callable[[ModelProto], object], str]] = {
 
 
 @pytest.mark.parametrize("lie", _LIES)
-def test_a_file_that_lies_is_refused_by_name(tmp_path: Path, lie: str) -> None:
+def test_a_file_with_an_invalid_tensor_is_rejected_by_name(tmp_path: Path, lie: str) -> None:
     make, said = _LIES[lie]
     model = graphs.mlp()
     make(model)

@@ -1,4 +1,4 @@
-"""What is no text is refused where it is read, whatever it names."""
+"""Names that are not UTF-8 are rejected when the file is read, whatever they name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from converter.sources.onnx_file import read_graph
         ("w.bin", "StringStringEntryProto.value"),
     ],
 )
-def test_names_that_are_not_utf_8_are_refused(tmp_path: Path, text: str, place: str) -> None:
+def test_names_that_are_not_utf_8_are_rejected(tmp_path: Path, text: str, place: str) -> None:
     model = graphs.mlp()
     model.producer_name = "somebody"
     graphs.refer(model.graph.initializer[0], "w.bin", 0, 2048)
@@ -37,7 +37,7 @@ def test_names_that_are_not_utf_8_are_refused(tmp_path: Path, text: str, place: 
         read_graph(tmp_path / "m.onnx")
 
 
-def test_what_people_wrote_for_people_may_be_of_any_encoding(tmp_path: Path) -> None:
+def test_documentation_and_metadata_may_have_any_encoding(tmp_path: Path) -> None:
     model = graphs.mlp()
     model.doc_string = "document"
     model.graph.node[0].doc_string = "document"

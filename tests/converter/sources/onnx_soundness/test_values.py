@@ -1,4 +1,4 @@
-"""Values that are given twice, by nothing, or as something else than is declared: each is refused by its name."""
+"""Values that are defined twice, not at all, or differently from their declaration are rejected by name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _weight(model: ModelProto) -> TensorProto:
 
 
 def _declare(model: ModelProto, dtype: int, shape: list[int | str]) -> None:
-    """The first weight, which is [16, 32], is an input as well."""
+    """Declare the first weight, which is [16, 32], as an input as well."""
     model.graph.input.append(graphs.edge("w0", shape, dtype))
 
 
@@ -47,7 +47,7 @@ _LIES: dict[str, tuple[Callable[[ModelProto], object], str]] = {
 
 
 @pytest.mark.parametrize("lie", _LIES)
-def test_a_value_that_lies_is_refused_by_name(tmp_path: Path, lie: str) -> None:
+def test_an_invalid_value_is_rejected_by_name(tmp_path: Path, lie: str) -> None:
     make, said = _LIES[lie]
     model = graphs.mlp()
     make(model)
@@ -57,7 +57,7 @@ def test_a_value_that_lies_is_refused_by_name(tmp_path: Path, lie: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [[16, 32], ["a", "b"], [-1, 32]])
-def test_free_dimensions_may_be_declared_of_a_weight(tmp_path: Path, shape: list[int | str]) -> None:
+def test_a_weight_may_be_declared_with_free_dimensions(tmp_path: Path, shape: list[int | str]) -> None:
     model = graphs.mlp()
     _declare(model, TensorProto.FLOAT, shape)
     onnx_soundness.check(tmp_path / "m.onnx", model)
@@ -76,7 +76,7 @@ def _body(model: ModelProto, place: int = 0) -> GraphProto:
         ("late", "a later node"),
     ],
 )
-def test_a_bodys_output_does_not_come_from_where_the_body_cannot_see(tmp_path: Path, name: str, why: str) -> None:
+def test_a_bodys_output_must_come_from_a_value_that_the_body_can_see(tmp_path: Path, name: str, why: str) -> None:
     model = graphs.if_branches()
     if name == "then_y":
         assert name in _body(model, 1).node[0].output, "the case tests nothing"
@@ -87,8 +87,8 @@ def test_a_bodys_output_does_not_come_from_where_the_body_cannot_see(tmp_path: P
 
 
 @pytest.mark.parametrize("name", ["x", "captured", "early"])
-def test_a_body_that_hands_on_what_is_around_it_is_refused_with_the_remedy(tmp_path: Path, name: str) -> None:
-    """As ONNX Runtime refuses it."""
+def test_a_body_that_returns_an_outer_value_is_rejected_with_the_remedy(tmp_path: Path, name: str) -> None:
+    """ONNX Runtime rejects it, too."""
     model = graphs.if_branches()
     model.graph.node.insert(0, helper.make_node("Relu", ["x"], ["early"]))
     body = model.graph.node[1].attribute[0].g
@@ -122,7 +122,7 @@ def test_a_function_is_defined_once(tmp_path: Path) -> None:
         onnx_soundness.check(tmp_path / "m.onnx", model)
 
 
-def test_a_functions_output_is_given_inside_it(tmp_path: Path) -> None:
+def test_a_functions_output_must_be_computed_inside_it(tmp_path: Path) -> None:
     opsets = [helper.make_opsetid("", graphs.OPSET)]
     model = graphs.mlp()
     model.functions.append(
@@ -135,5 +135,5 @@ def test_a_functions_output_is_given_inside_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "build", [graphs.mlp, graphs.conv_bn, graphs.if_branches, graphs.loop, graphs.constant_nodes, graphs.embedding]
 )
-def test_honest_files_pass(tmp_path: Path, build: Callable[[], ModelProto]) -> None:
+def test_sound_files_are_accepted(tmp_path: Path, build: Callable[[], ModelProto]) -> None:
     onnx_soundness.check(tmp_path / "m.onnx", build())

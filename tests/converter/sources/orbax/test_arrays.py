@@ -1,4 +1,4 @@
-"""Orbax's arrays, read by a process of their own: bit for bit in every layout, and refused where they are not whole."""
+"""Orbax's arrays, read in a separate process: bit for bit in every layout, and rejected if they are incomplete."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def _same(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
 @pytest.mark.parametrize("ocdbt", [True, False])
 @pytest.mark.parametrize("driver", ["zarr", "zarr3"])
 def test_every_layout_is_read_bit_for_bit(tmp_path: Path, driver: Driver, ocdbt: bool) -> None:
-    chunks = {"params.up.kernel": (4, 3)}  # as of four devices, and with a rest
+    chunks = {"params.up.kernel": (4, 3)}  # as four devices write it, with a remainder
     item = orbaxfiles.write(tmp_path / "item", LEAVES, ocdbt=ocdbt, driver=driver, chunks=chunks)
     _same(_read(item, tmp_path), LEAVES)
 
 
-def test_arrays_without_a_list_are_those_that_lie_there(tmp_path: Path) -> None:
+def test_without_a_list_the_arrays_in_the_directory_are_read(tmp_path: Path) -> None:
     item = orbaxfiles.write(tmp_path / "item", LEAVES, ocdbt=False, metadata=False)
     _same(_read(item, tmp_path), LEAVES)
 
@@ -62,7 +62,7 @@ def test_an_array_that_is_not_wanted_is_not_read(tmp_path: Path) -> None:
     assert item / "params.up.kernel" / "0.0" in files
 
 
-def test_what_is_no_array_is_left_out(tmp_path: Path) -> None:
+def test_entries_that_are_not_arrays_are_left_out(tmp_path: Path) -> None:
     item = orbaxfiles.write(tmp_path / "item", {"w": values()})
     listed = orbaxfiles.described({"w": values()})
     listed["tree_metadata"]["('none',)"] = orbaxfiles.entry("none", value_type="None", skip_deserialize=True)
@@ -106,7 +106,9 @@ _ZARRAY = "w/.zarray"
         ("_METADATA", b"{", b"", "does not list"),
     ],
 )
-def test_one_folder_each_damaged(tmp_path: Path, name: str, old: bytes, new: bytes, said: str) -> None:
+def test_a_damaged_array_in_its_own_folder_is_rejected(
+    tmp_path: Path, name: str, old: bytes, new: bytes, said: str
+) -> None:
     item = orbaxfiles.write(tmp_path / "item", {"w": values().reshape(4, 3)}, ocdbt=False)
     if old or new:
         _edit(item, name, old, new)
@@ -130,7 +132,7 @@ def test_one_folder_each_damaged(tmp_path: Path, name: str, old: bytes, new: byt
         (b'"codecs":[', b'"storage_transformers":[{"name":"x"}],"codecs":[', "storage transformers"),
     ],
 )
-def test_zarr3_damaged(tmp_path: Path, old: bytes, new: bytes, said: str) -> None:
+def test_a_damaged_zarr3_array_is_rejected(tmp_path: Path, old: bytes, new: bytes, said: str) -> None:
     item = orbaxfiles.write(tmp_path / "item", {"w": values()}, ocdbt=False, driver="zarr3")
     _edit(item, "w/zarr.json", old, new)
     with pytest.raises(SourceError, match=said):
@@ -138,14 +140,14 @@ def test_zarr3_damaged(tmp_path: Path, old: bytes, new: bytes, said: str) -> Non
 
 
 @pytest.mark.parametrize("cut", [0, 1, 20, -1, -30])
-def test_a_manifest_that_was_cut(tmp_path: Path, cut: int) -> None:
+def test_a_truncated_manifest_is_rejected(tmp_path: Path, cut: int) -> None:
     item = orbaxfiles.write(tmp_path / "item", LEAVES)
     (item / "manifest.ocdbt").write_bytes((item / "manifest.ocdbt").read_bytes()[:cut])
     with pytest.raises(SourceError, match=r"item: cannot be read"):
         _read(item, tmp_path)
 
 
-def test_nodes_of_the_tree_that_are_missing(tmp_path: Path) -> None:
+def test_a_tree_with_missing_nodes_is_rejected(tmp_path: Path) -> None:
     item = orbaxfiles.write(tmp_path / "item", LEAVES)
     for node in (item / "d").iterdir():
         node.unlink()
@@ -153,7 +155,7 @@ def test_nodes_of_the_tree_that_are_missing(tmp_path: Path) -> None:
         _read(item, tmp_path)
 
 
-def test_nodes_of_the_tree_that_were_cut_or_changed(tmp_path: Path) -> None:
+def test_a_tree_with_changed_nodes_is_rejected(tmp_path: Path) -> None:
     item = orbaxfiles.write(tmp_path / "item", LEAVES)
     for node in (item / "d").iterdir():
         content = bytearray(node.read_bytes())
@@ -163,8 +165,8 @@ def test_nodes_of_the_tree_that_were_cut_or_changed(tmp_path: Path) -> None:
         _read(item, tmp_path)
 
 
-def test_a_tree_that_points_out_of_the_directory_reads_nothing_there(tmp_path: Path) -> None:
-    """OCDBT names files by paths, and this manifest's lead to a sound tree beside the checkpoint."""
+def test_a_tree_that_points_out_of_the_directory_is_rejected(tmp_path: Path) -> None:
+    """OCDBT names files by paths; the paths in this manifest lead to a sound tree beside the checkpoint."""
     import tensorstore
 
     memory = tensorstore.KvStore.open({"driver": "memory"}).result()
@@ -187,8 +189,8 @@ def test_a_tree_that_points_out_of_the_directory_reads_nothing_there(tmp_path: P
         _read(tmp_path / "item", tmp_path)
 
 
-def test_a_chunk_that_unpacks_to_more_than_it_is(tmp_path: Path) -> None:
-    """Four bytes of zstd for each 128 KiB: tensorstore unpacks as much as the array has, and no more."""
+def test_a_chunk_that_unpacks_to_more_than_its_array_is_rejected(tmp_path: Path) -> None:
+    """The chunk has four bytes of zstd for each 128 KiB; tensorstore unpacks only as much as the array has."""
     item = orbaxfiles.write(tmp_path / "item", {"w": values()}, ocdbt=False)
     block = (((128 << 10) << 3) | (1 << 1)).to_bytes(3, "little") + b"\0"  # repeated: one byte, 131,072 times
     frame = b"\x28\xb5\x2f\xfd" + b"\x00\x58" + block * 40_000 + (1).to_bytes(3, "little")
@@ -197,8 +199,8 @@ def test_a_chunk_that_unpacks_to_more_than_it_is(tmp_path: Path) -> None:
         _read(item, tmp_path)
 
 
-def test_a_chunk_that_asks_for_gigabytes_ends_its_reader_alone(tmp_path: Path) -> None:
-    """blosc believes its own header, and takes that much memory: the process that reads may not have it."""
+def test_a_chunk_that_claims_gigabytes_ends_only_the_reading_process(tmp_path: Path) -> None:
+    """blosc trusts its own header and allocates that much memory; the reading process is not allowed to have it."""
     item = orbaxfiles.write(tmp_path / "item", {"w": values()}, ocdbt=False)
     _edit(item, _ZARRAY, b'{"id":"zstd","level":1}', b'{"id":"blosc","cname":"lz4","clevel":5,"shuffle":0}')
     size = 0x7FFF0000
@@ -208,7 +210,7 @@ def test_a_chunk_that_asks_for_gigabytes_ends_its_reader_alone(tmp_path: Path) -
         _read(item, tmp_path)
 
 
-def test_a_shape_without_elements_that_numpy_does_not_count(tmp_path: Path) -> None:
+def test_a_shape_without_elements_that_numpy_cannot_represent_is_rejected(tmp_path: Path) -> None:
     item = orbaxfiles.write(tmp_path / "item", {"w": np.zeros((0, 4, 4), np.float32)}, ocdbt=False)
     assert _read(item, tmp_path)["w"].shape == (0, 4, 4)
     _edit(item, _ZARRAY, b'"shape":[0,4,4]', b'"shape":[0,140737488355328,140737488355328]')
@@ -221,8 +223,8 @@ def test_chunks_may_be_larger_than_a_small_array(tmp_path: Path) -> None:
     _same(_read(item, tmp_path), {"w": values()})
 
 
-def test_names_that_only_a_tree_could_hold(tmp_path: Path) -> None:
-    """Its keys are stored once for what they have in common: 17,000 of 4,096 characters need no file of 70 MB."""
+def test_names_that_are_too_long_together_are_rejected(tmp_path: Path) -> None:
+    """A tree stores the common part of its keys once: 17,000 keys of 4,096 characters need no file of 70 MB."""
     item = orbaxfiles.write(tmp_path / "item", {"w": values()})
     with arrays._child(item) as child:
         child.ask(root=str(item), ocdbt=True, missing_is_zero=False, names=["n" * 4096] * 17_000)
@@ -230,15 +232,17 @@ def test_names_that_only_a_tree_could_hold(tmp_path: Path) -> None:
             child.answer("arrays")
 
 
-def test_arrays_that_claim_more_than_any_weights_compress_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arrays_that_claim_more_than_any_weights_compress_to_are_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     item = orbaxfiles.write(tmp_path / "item", {"w": np.zeros((512, 512), np.float32)}, ocdbt=False)
     monkeypatch.setattr(arrays, "_ALLOWANCE", 1 << 16)
     with pytest.raises(SourceError, match=r"its arrays claim 1.0 MB, but its files have"):
         _read(item, tmp_path)
 
 
-def test_chunks_that_were_zero_may_be_missing_where_orbax_left_them_out(tmp_path: Path) -> None:
-    """Before its list said so; from then on a missing chunk is a copy that is not complete."""
+def test_chunks_of_zeros_may_be_missing_only_if_orbax_left_them_out(tmp_path: Path) -> None:
+    """Older versions of Orbax left them out. If its list says that they are stored, a missing chunk is an error."""
     item = orbaxfiles.write(tmp_path / "item", {"w": np.zeros((4, 4), np.float32)}, ocdbt=False)
     (item / "w" / "0.0").unlink()
     with pytest.raises(SourceError, match="has 0 of its 1 chunks"):

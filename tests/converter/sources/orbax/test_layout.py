@@ -1,4 +1,4 @@
-"""Which directory of an Orbax checkpoint holds the arrays, and that nothing in it leads out."""
+"""Which directory of an Orbax checkpoint has the arrays, and that no link in it leads to other directories."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def _steps(root: Path, *names: str) -> Path:
     return root
 
 
-def test_an_item_by_itself(tmp_path: Path) -> None:
+def test_an_item_by_itself_is_recognised(tmp_path: Path) -> None:
     item = _item(tmp_path / "params")
     assert locate(item, None, None) == item
     assert recognise(item) is Kind.ORBAX
 
 
-def test_an_array_in_a_folder_of_its_own_without_metadata(tmp_path: Path) -> None:
+def test_an_array_in_its_own_folder_without_metadata_is_recognised(tmp_path: Path) -> None:
     (tmp_path / "w.kernel").mkdir()
     (tmp_path / "w.kernel" / ".zarray").write_text("{}")
     assert locate(tmp_path, None, None) == tmp_path
@@ -47,14 +47,14 @@ def test_the_newest_step_is_taken(tmp_path: Path, names: tuple[str, ...], newest
     assert recognise(root) is Kind.ORBAX
 
 
-def test_steps_of_an_older_orbax_have_items_and_nothing_beside_them(tmp_path: Path) -> None:
+def test_steps_of_an_older_orbax_without_metadata_are_recognised(tmp_path: Path) -> None:
     _item(tmp_path / "run" / "7" / "default")
     assert recognise(tmp_path / "run") is Kind.ORBAX
     assert recognise(tmp_path / "run" / "7") is Kind.ORBAX
     assert locate(tmp_path / "run", None, None) == tmp_path / "run" / "7" / "default"
 
 
-def test_directories_of_several_names_are_several_models(tmp_path: Path) -> None:
+def test_step_directories_with_different_names_are_rejected_as_several_models(tmp_path: Path) -> None:
     for name in ("bert-2", "vit-16"):
         _item(tmp_path / name)
     with pytest.raises(
@@ -64,7 +64,7 @@ def test_directories_of_several_names_are_several_models(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("step", [None, 10])
-def test_the_newest_of_several_models_is_nobodys_choice(tmp_path: Path, step: int | None) -> None:
+def test_no_step_is_chosen_among_several_models(tmp_path: Path, step: int | None) -> None:
     root = _steps(tmp_path, "ema_10", "model_10", "old_200", "x-1", "y-1", "z-1", "z-2")
     said = r"'ema_10', 'model_10', 'old_200', 'x-1', 'y-1' and 1 others are checkpoints with different names"
     with pytest.raises(NoCheckpoint, match=said):
@@ -74,7 +74,7 @@ def test_the_newest_of_several_models_is_nobodys_choice(tmp_path: Path, step: in
     assert locate(root / "ema_10", None, None) == root / "ema_10" / "default"
 
 
-def test_one_step_in_two_directories_is_nobodys_choice_either(tmp_path: Path) -> None:
+def test_a_step_in_two_directories_is_rejected_unless_one_is_committed(tmp_path: Path) -> None:
     root = _steps(tmp_path, "model_010", "model_10")
     for what in (lambda: recognise(root), lambda: locate(root, None, None), lambda: locate(root, 10, None)):
         with pytest.raises(SourceError, match="'model_010' and 'model_10' are both step 10; convert one of them"):
@@ -83,19 +83,19 @@ def test_one_step_in_two_directories_is_nobodys_choice_either(tmp_path: Path) ->
     assert locate(root, 10, None) == root / "model_10" / "default"
 
 
-def test_a_step_that_was_asked_for(tmp_path: Path) -> None:
+def test_the_requested_step_is_taken(tmp_path: Path) -> None:
     root = _steps(tmp_path, "3", "20")
     assert locate(root, 3, None) == root / "3" / "default"
     with pytest.raises(UsageError, match=r"--step 4: .* has 3, 20"):
         locate(root, 4, None)
 
 
-def test_what_is_still_being_written_is_no_step(tmp_path: Path) -> None:
+def test_a_step_that_is_still_being_written_is_ignored(tmp_path: Path) -> None:
     root = _steps(tmp_path, "3", "9.orbax-checkpoint-tmp-1700000000")
     assert locate(root, None, None) == root / "3" / "default"
 
 
-def test_where_commits_are_marked_only_marked_steps_count(tmp_path: Path) -> None:
+def test_if_commits_are_marked_only_marked_steps_count(tmp_path: Path) -> None:
     root = _steps(tmp_path, "3", "9")
     (root / "3" / "commit_success.txt").touch()
     assert locate(root, None, None) == root / "3" / "default"
@@ -118,7 +118,7 @@ def test_several_items_are_listed(tmp_path: Path) -> None:
         locate(root, None, "other")
 
 
-def test_the_v1_api_has_its_state_below(tmp_path: Path) -> None:
+def test_the_v1_api_stores_its_state_in_a_subdirectory(tmp_path: Path) -> None:
     _item(tmp_path / "state")
     (tmp_path / "_CHECKPOINT_METADATA").write_text("{}")
     assert locate(tmp_path, None, None) == tmp_path / "state"
@@ -126,12 +126,14 @@ def test_the_v1_api_has_its_state_below(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("step", "item", "said"), [(3, None, "--step 3"), (None, "params", "--item params")])
-def test_an_item_has_neither_steps_nor_items(tmp_path: Path, step: int | None, item: str | None, said: str) -> None:
+def test_a_single_item_rejects_the_options_step_and_item(
+    tmp_path: Path, step: int | None, item: str | None, said: str
+) -> None:
     with pytest.raises(UsageError, match=f"{said}: .* is a single item"):
         locate(_item(tmp_path / "x"), step, item)
 
 
-def test_a_step_without_arrays(tmp_path: Path) -> None:
+def test_a_step_without_arrays_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "_CHECKPOINT_METADATA").write_text("{}")
     with pytest.raises(SourceError, match="holds no arrays that Orbax wrote"):
         locate(tmp_path, None, None)
@@ -145,7 +147,7 @@ def test_files_are_listed_with_their_sizes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("target", ["/etc/hostname", "/dev/zero", "_METADATA", ".."])
-def test_links_are_refused_wherever_they_lead(tmp_path: Path, target: str) -> None:
+def test_links_are_rejected_wherever_they_lead(tmp_path: Path, target: str) -> None:
     item = _item(tmp_path / "x")
     (item / "d").mkdir()
     (item / "d" / "0").symlink_to(target)
@@ -153,7 +155,7 @@ def test_links_are_refused_wherever_they_lead(tmp_path: Path, target: str) -> No
         files_of(item)
 
 
-def test_pipes_are_not_waited_for(tmp_path: Path) -> None:
+def test_pipes_are_rejected_and_not_waited_for(tmp_path: Path) -> None:
     item = _item(tmp_path / "x")
     os.mkfifo(item / "manifest.ocdbt")
     with pytest.raises(SourceError, match="neither file nor directory"):

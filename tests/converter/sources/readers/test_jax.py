@@ -1,4 +1,4 @@
-"""JAX's leaves in a torch module or an ONNX graph: by rules, by a proposal that samples confirm, and given back."""
+"""JAX's leaves in a torch module or an ONNX graph: placed by rules or by a confirmed proposal, and restored."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> Tree:
 
 
 def mlp_params(up: str = "up", down: str = "down", hidden: int = 64) -> Mapping[str, Any]:
-    """``architectures.Mlp`` as Flax would hold it: kernels are [in, out]."""
+    """Return the parameters of ``architectures.Mlp`` as Flax stores them: kernels are [in, out]."""
     state = {name: tensor.numpy() for name, tensor in seeded(Mlp(hidden=hidden)).state_dict().items()}
     return {
         "params": {
@@ -59,10 +59,10 @@ def mlp_msgpack(tmp_path: Path) -> Path:
     return _write(tmp_path / "mlp.msgpack", {**mlp_params(), "step": 7})
 
 
-def test_without_a_map_the_proposal_is_printed_and_does_it(
+def test_without_a_map_a_proposal_is_printed_that_works_as_a_map(
     cli: Cli, tmp_path: Path, target: Path, mlp_msgpack: Path
 ) -> None:
-    """What is printed is a file for --map, and gives the checkpoint's own answers and leaves."""
+    """The printed text is a file for --map. With it, outputs are the model's and leaves are restored."""
     refused = cli("checkpoint", mlp_msgpack, *MLP, "--out", target)
     refused.refused(2, "a map of its 5 leaves to the model is proposed", "--accept-map", "--map", "--samples")
     assert not target.exists()
@@ -83,10 +83,10 @@ def test_samples_with_the_outputs_confirm_a_proposal(cli: Cli, tmp_path: Path, t
     np.savez(tmp_path / "s.npz", x=X, output=expected)
     done = cli("checkpoint", mlp_msgpack, *MLP, "--samples", tmp_path / "s.npz", "--out", target).published()
     assert "the proposed map is confirmed" in " ".join(done.out.split())
-    cli("verify", target, "--samples", tmp_path / "s.npz").published()  # which has no use for the outputs
+    cli("verify", target, "--samples", tmp_path / "s.npz").published()  # verify ignores the outputs
 
 
-def test_samples_that_expect_something_else_refuse_it(
+def test_samples_with_other_outputs_reject_a_proposal(
     cli: Cli, tmp_path: Path, target: Path, mlp_msgpack: Path
 ) -> None:
     expected = seeded(Mlp())(torch.from_numpy(X)).detach().numpy()
@@ -97,14 +97,18 @@ def test_samples_that_expect_something_else_refuse_it(
     assert tree(target.parent.parent) == []
 
 
-def test_samples_without_outputs_confirm_nothing(cli: Cli, tmp_path: Path, target: Path, mlp_msgpack: Path) -> None:
+def test_samples_without_outputs_do_not_confirm_a_proposal(
+    cli: Cli, tmp_path: Path, target: Path, mlp_msgpack: Path
+) -> None:
     np.savez(tmp_path / "s.npz", x=X)
     refused = cli("checkpoint", mlp_msgpack, *MLP, "--samples", tmp_path / "s.npz", "--out", target)
     refused.refused(2, "the file s.npz holds inputs but no outputs")
 
 
-def test_a_map_is_held_to_the_outputs_as_well(cli: Cli, tmp_path: Path, target: Path, mlp_msgpack: Path) -> None:
-    """Rules that put both layers where they fit, and one with the other's sign, so to say."""
+def test_a_given_map_is_checked_against_the_outputs_too(
+    cli: Cli, tmp_path: Path, target: Path, mlp_msgpack: Path
+) -> None:
+    """The rules fit the model, but the outputs in the samples are zeros, which it does not give."""
     refused = cli("checkpoint", mlp_msgpack, *MLP, "--out", target)
     (tmp_path / "rules.yaml").write_text(refused.out)
     np.savez(tmp_path / "s.npz", x=X, output=np.zeros((3, 10), np.float32))
@@ -131,7 +135,7 @@ def test_two_layers_of_one_shape_without_a_name_are_ambiguous(cli: Cli, tmp_path
     cli("checkpoint", source, *square, "--samples", tmp_path / "s.npz", "--out", target).published()
 
 
-def test_an_accepted_map_is_said_to_be_unconfirmed(cli: Cli, target: Path, mlp_msgpack: Path) -> None:
+def test_an_accepted_map_is_reported_as_unconfirmed(cli: Cli, target: Path, mlp_msgpack: Path) -> None:
     done = cli("checkpoint", mlp_msgpack, *MLP, "--accept-map", "--out", target).published()
     assert "--accept-map: 5 leaves were placed by the proposed map, which was not confirmed" in " ".join(
         done.out.split()
@@ -140,7 +144,7 @@ def test_an_accepted_map_is_said_to_be_unconfirmed(cli: Cli, target: Path, mlp_m
 
 @pytest.mark.long
 def test_a_convolutional_model_with_batch_statistics(cli: Cli, tmp_path: Path, target: Path) -> None:
-    """HWIO kernels are stored once, as OIHW, and given back as HWIO; torch's counters of batches stay the model's."""
+    """HWIO kernels are stored once, as OIHW, and restored as HWIO. torch's counters of batches are the model's own."""
     state = {name: tensor.numpy() for name, tensor in seeded(Cnn()).state_dict().items()}
     convs = {f"Conv_{i}": state[f"features.{3 * i}.weight"].transpose(2, 3, 1, 0) for i in range(2)}
     params: dict[str, Any] = {name: {"kernel": np.ascontiguousarray(kernel)} for name, kernel in convs.items()}
@@ -165,7 +169,7 @@ def test_a_convolutional_model_with_batch_statistics(cli: Cli, tmp_path: Path, t
     cli("restore", target, "--out", tmp_path / "fp32.safetensors").published()
     del given["opt_state"]
     assert_restored(tmp_path / "fp32.safetensors", _flat(given))
-    exported = target.with_name("2")  # which has the leaves by JAX's names, and as JAX has them
+    exported = target.with_name("2")  # an export has the leaves under JAX's names, in JAX's layout
     cli("checkpoint", source, *arguments, "--format", "safetensors", "--no-report", "--out", exported).published()
     with safe_open(exported / "model.safetensors", framework="pt") as file:
         kernel = file.get_tensor("params.Conv_1.kernel")
@@ -192,12 +196,12 @@ def test_bf16_leaves_pass_through_exactly(cli: Cli, tmp_path: Path, target: Path
 
 
 def _given(target: Path) -> list[tuple[str, str, str]]:
-    """What the artifact says that it was made of besides the checkpoint."""
+    """Return the files besides the checkpoint from which the artifact was made, as its manifest lists them."""
     return [(file.option, file.name, file.sha256) for file in Artifact.open(target).manifest.given]
 
 
-def test_an_onnx_graph_is_an_architecture(cli: Cli, tmp_path: Path, target: Path) -> None:
-    """Its MatMuls take [in, out], as JAX does; its own weights are replaced, every one."""
+def test_an_onnx_graph_can_be_the_architecture(cli: Cli, tmp_path: Path, target: Path) -> None:
+    """Its MatMuls take [in, out], as JAX does. All of its own weights are replaced."""
     model = graphs.mlp()
     weights = graphs.weights_of(model)
     onnx.save(model, tmp_path / "graph.onnx")
@@ -239,7 +243,7 @@ def test_rules_rename_a_torch_state_dict_too(cli: Cli, tmp_path: Path, target: P
 
 @pytest.mark.long  # two conversions, and a process to read each
 def test_a_directory_of_orbax_steps(cli: Cli, tmp_path: Path, target: Path) -> None:
-    """The newest step, or the one that is named; the item that is named; the optimizer left out."""
+    """The newest step is taken, or the one that --step names, and the item of --item; the optimizer is left out."""
     pytest.importorskip("tensorstore", reason="the extra `orbax` is not installed")
     root = tmp_path / "run"
     leaves = _flat(mlp_params())
@@ -277,11 +281,11 @@ def test_a_directory_of_orbax_steps(cli: Cli, tmp_path: Path, target: Path) -> N
         ),
     ],
 )
-def test_what_is_missing_or_wrong_is_said(
+def test_missing_or_wrong_options_are_rejected(
     cli: Cli, target: Path, mlp_msgpack: Path, arguments: tuple[str, ...], said: str
 ) -> None:
     cli("checkpoint", mlp_msgpack, *arguments, "--out", target).refused(2, said)
 
 
-def test_a_map_is_refused_where_the_source_brings_its_graph(cli: Cli, target: Path, onnx_file: Path) -> None:
+def test_a_map_is_rejected_if_the_source_has_its_own_graph(cli: Cli, target: Path, onnx_file: Path) -> None:
     cli("checkpoint", onnx_file, "--accept-map", "--out", target).refused(2, "is for weights without a graph")

@@ -1,4 +1,4 @@
-"""TorchScript files through the whole command: converted, run, and held against the files themselves."""
+"""TorchScript files through the whole command: converted, run, and compared with the files themselves."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _CASES: dict[str, tuple[type[nn.Module], How, str, torch.Tensor]] = {
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", _CASES)
-def test_what_a_file_answers_its_artifact_answers(cli: Cli, tmp_path: Path, target: Path, case: str) -> None:
+def test_an_artifact_gives_the_outputs_of_its_file(cli: Cli, tmp_path: Path, target: Path, case: str) -> None:
     make, how, given, x = _CASES[case]
     path = save(tmp_path / "m.pt", make(), x[:2], how)
     itself: Any = torch.jit.load(str(path))  # type: ignore[no-untyped-call]  # torch's own
@@ -52,7 +52,7 @@ def test_what_a_file_answers_its_artifact_answers(cli: Cli, tmp_path: Path, targ
     assert_restored(tmp_path / "fp32.safetensors", tensors)
 
 
-def test_inputs_are_told_by_their_names_and_outputs_by_their_keys(cli: Cli, tmp_path: Path, target: Path) -> None:
+def test_inputs_are_matched_by_name_and_outputs_are_named_by_their_keys(cli: Cli, tmp_path: Path, target: Path) -> None:
     path = save(tmp_path / "m.pt", Named(), (X[:2], X[:2]))
     inputs = ("--input", "b:float32:batch,16", "--input", "a:float32:batch,16")
     cli("checkpoint", path, *inputs, "--out", target).published()
@@ -78,7 +78,7 @@ def test_the_same_file_gives_the_same_bytes(cli: Cli, tmp_path: Path, target: Pa
 
 
 class Counting(nn.Module):
-    """No number in it is fp32."""
+    """A module without any fp32 number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ _INPUT = ["--input", "x:float32:batch,16"]
         (Counting, _INPUT, 3, "holds no fp32 weights, so there is nothing to convert"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_converted_says_why_and_leaves_nothing(
+def test_a_file_that_cannot_be_converted_is_rejected_with_the_reason(
     cli: Cli, tmp_path: Path, target: Path, make: type[nn.Module], arguments: list[str], code: int, said: str
 ) -> None:
     path = save(tmp_path / "m.pt", make(), X[:2])

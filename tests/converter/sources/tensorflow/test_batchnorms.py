@@ -1,4 +1,4 @@
-"""BatchNorm written as a product and a sum becomes the operator that is folded, and computes the same bits."""
+"""BatchNorm written as a product and a sum becomes a BatchNormalization, which can be folded, with the same bits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _model(
     swapped: bool = False,
     seen: bool = False,
 ) -> onnx.ModelProto:
-    """x → Conv → Mul → Add → y; ``seen``: the product is an output, too."""
+    """x → Conv → Mul → Add → y; ``seen``: the product is an output as well."""
     helper = onnx.helper
     factors = ["scale", "c"] if swapped else ["c", "scale"]
     nodes = [
@@ -46,20 +46,20 @@ def _run(proto: onnx.ModelProto) -> Any:
 
 
 @pytest.mark.parametrize("swapped", [False, True])
-def test_a_product_and_a_sum_for_each_channel_are_one_batchnorm(swapped: bool) -> None:
+def test_a_product_and_a_sum_for_each_channel_become_one_batchnorm(swapped: bool) -> None:
     proto = _model(swapped=swapped)
     model = ir.from_proto(proto)
     assert gather(model) == 1
     assert [node.op_type for node in model.graph] == ["Conv", "BatchNormalization"]
     made = {"bn/add.scale", "bn/add.shift", "batchnorm_mean_8", "batchnorm_variance_8"}
-    assert set(model.graph.initializers) == {"w", *made}  # not the product's and the sum's own, too
+    assert set(model.graph.initializers) == {"w", *made}  # without the constants of the product and the sum
     rewritten = ir.to_proto(model)
     onnx.checker.check_model(rewritten, full_check=True)
     np.testing.assert_array_equal(_run(rewritten), _run(proto))
 
 
-def test_all_of_one_size_share_a_mean_and_a_variance() -> None:
-    """They are zeros and ones: of MobileNetV2's 52 they would be a hundredth of the checkpoint."""
+def test_batchnorms_of_one_size_share_a_mean_and_a_variance() -> None:
+    """They are zeros and ones. For the 52 of MobileNetV2 they would otherwise be a hundredth of the checkpoint."""
     helper = onnx.helper
     proto = _model()
     more = [("Conv", ["y", "v"], "d"), ("Mul", ["d", "scale"], "n2"), ("Add", ["n2", "shift"], "z")]
@@ -87,7 +87,7 @@ def test_all_of_one_size_share_a_mean_and_a_variance() -> None:
     ],
     ids=["one number", "one number twice", "another rank", "a number for each pixel", "seen outside"],
 )
-def test_what_is_no_batchnorm_is_left_alone(proto: onnx.ModelProto) -> None:
+def test_products_and_sums_that_are_not_a_batchnorm_are_not_replaced(proto: onnx.ModelProto) -> None:
     model = ir.from_proto(proto)
     assert gather(model) == 0
     assert [node.op_type for node in model.graph] == ["Conv", "Mul", "Add"]

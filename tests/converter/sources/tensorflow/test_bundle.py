@@ -1,4 +1,4 @@
-"""The variables of a SavedModel, read without TensorFlow: as they lie, or refused by name."""
+"""The variables of a SavedModel, read without TensorFlow: unchanged, or rejected by name."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def prefix(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-def test_every_tensor_by_its_key_without_tensorflows_suffix(prefix: Path, shards: int) -> None:
+def test_every_tensor_is_read_by_its_key_without_tensorflows_suffix(prefix: Path, shards: int) -> None:
     write_bundle(prefix, _TENSORS, shards=shards)
     found = bundle.read(prefix)
     assert set(found.tensors) == {"a/kernel", "a/scale", "count", "empty", "flags"}
@@ -48,13 +48,13 @@ def test_every_tensor_by_its_key_without_tensorflows_suffix(prefix: Path, shards
     ]
 
 
-def test_a_name_that_is_another_tensors_key_stays_whole(prefix: Path) -> None:
+def test_a_key_keeps_its_suffix_if_another_tensor_has_the_shorter_name(prefix: Path) -> None:
     write_bundle(prefix, {"w": np.zeros(1, np.float32), f"w{SUFFIX}": np.ones(1, np.float32)})
     assert set(bundle.read(prefix).tensors) == {"w", f"w{SUFFIX}"}
 
 
-def test_variables_by_the_names_of_their_layers_and_those_that_are_held_twice_once(prefix: Path) -> None:
-    """As Keras 3 exports them: each under two keys."""
+def test_variables_have_the_names_of_their_layers_and_duplicates_are_read_once(prefix: Path) -> None:
+    """Keras 3 exports each variable under two keys."""
     one, other = np.arange(4, dtype=np.float32), np.ones(4, np.float32)
     tensors = {f"variables/0{SUFFIX}": one, f"_all_variables/7{SUFFIX}": one.copy(), f"variables/1{SUFFIX}": other}
     full = dict.fromkeys(tensors, "dense/kernel") | {f"variables/1{SUFFIX}": "dense/bias"}
@@ -66,13 +66,13 @@ def test_variables_by_the_names_of_their_layers_and_those_that_are_held_twice_on
     }
 
 
-def test_different_variables_of_one_name_keep_their_keys(prefix: Path) -> None:
+def test_different_variables_with_one_name_keep_their_keys(prefix: Path) -> None:
     tensors = {f"a/w{SUFFIX}": np.zeros(4, np.float32), f"b/w{SUFFIX}": -np.zeros(4, np.float32)}
     write_bundle(prefix, tensors, full=dict.fromkeys(tensors, "w"))
     assert set(bundle.read(prefix).tensors) == {"a/w", "b/w"}
 
 
-def test_a_name_that_is_another_variables_key_is_not_taken_from_it(prefix: Path) -> None:
+def test_a_name_that_is_another_variables_key_is_not_used(prefix: Path) -> None:
     tensors = {f"a{SUFFIX}": np.zeros(4, np.float32), f"b{SUFFIX}": np.ones(4, np.float32)}
     write_bundle(prefix, tensors, full={f"a{SUFFIX}": "b", f"b{SUFFIX}": "c"})
     found = bundle.read(prefix).tensors
@@ -80,7 +80,7 @@ def test_a_name_that_is_another_variables_key_is_not_taken_from_it(prefix: Path)
 
 
 @pytest.mark.parametrize("stored", [b"", b"\x05\0\0\0\0abc", b"\x03\0\0\0\0\xff\xff\xff", b"\xff" * 9])
-def test_names_that_cannot_be_read(prefix: Path, stored: bytes) -> None:
+def test_names_that_cannot_be_read_are_rejected(prefix: Path, stored: bytes) -> None:
     _with(prefix, OBJECTS.encode(), _entry(dtype=7, shape=(), size=len(stored)), data=stored.ljust(64, b"\0"))
     assert "truncated or damaged" in _said(prefix)
 
@@ -89,7 +89,7 @@ def test_a_model_without_variables_has_none(prefix: Path) -> None:
     assert bundle.read(prefix) == bundle.Bundle({}, (), ())
 
 
-def test_many_keys_that_share_their_beginnings(prefix: Path) -> None:
+def test_many_keys_with_common_prefixes_are_read(prefix: Path) -> None:
     tensors = savedmodels.many(300)
     write_bundle(prefix, tensors)
     assert set(bundle.read(prefix).tensors) == set(tensors)
@@ -118,21 +118,21 @@ def test_files_that_are_missing_are_named(prefix: Path) -> None:
     assert f"{_index(prefix)}: is missing, but variables.data-00000-of-00001 exists" in _said(prefix)
 
 
-def test_data_that_is_cut_short(prefix: Path) -> None:
+def test_truncated_data_is_rejected(prefix: Path) -> None:
     write_bundle(prefix, _TENSORS)
     _data(prefix).write_bytes(_data(prefix).read_bytes()[:-1])
     assert "truncated" in _said(prefix)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 0.95])
-def test_an_index_that_is_cut_short(prefix: Path, share: float) -> None:
+def test_a_truncated_index_is_rejected(prefix: Path, share: float) -> None:
     write_bundle(prefix, _TENSORS)
     whole = _index(prefix).read_bytes()
     _index(prefix).write_bytes(whole[: int(share * len(whole))])
     assert f"{_index(prefix)}: truncated or damaged: its end is not that of an index" in _said(prefix)
 
 
-def test_any_flipped_bit_of_a_block_is_seen(prefix: Path) -> None:
+def test_a_flipped_bit_in_a_block_is_detected(prefix: Path) -> None:
     write_bundle(prefix, _TENSORS)
     whole = _index(prefix).read_bytes()
     for position in range(0, whole.index(b"flags"), 7):  # the first block, which has the entries
@@ -151,7 +151,7 @@ def test_links_out_of_the_model_are_not_followed(prefix: Path, tmp_path: Path, n
 
 
 @pytest.mark.parametrize("name", ["variables.index", "variables.data-00000-of-00001"])
-def test_pipes_are_not_read_and_links_without_end_not_followed(prefix: Path, name: str) -> None:
+def test_pipes_are_not_read_and_circular_links_are_not_followed(prefix: Path, name: str) -> None:
     write_bundle(prefix, _TENSORS)
     (prefix.parent / name).unlink()
     os.mkfifo(prefix.parent / name)
@@ -194,7 +194,7 @@ def _entry(*, slices: bool = False, unknown: bool = False, dtype: int = 1, **sai
         (b"\xff\xff", "the entry 'w' cannot be read"),
     ],
 )
-def test_entries_that_lie_are_refused_before_anything_is_taken(prefix: Path, said: bytes, message_part: str) -> None:
+def test_false_entries_are_rejected_before_memory_is_allocated(prefix: Path, said: bytes, message_part: str) -> None:
     _with(prefix, b"w", said)
     assert message_part in _said(prefix)
 
@@ -208,12 +208,12 @@ def test_entries_that_lie_are_refused_before_anything_is_taken(prefix: Path, sai
         (message("BundleHeader")(num_shards=1, endianness=1).SerializeToString(), "big-endian"),
     ],
 )
-def test_headers_that_lie(prefix: Path, header: bytes, said: str) -> None:
+def test_false_headers_are_rejected(prefix: Path, header: bytes, said: str) -> None:
     _with(prefix, b"w", _entry(), header=header)
     assert said in _said(prefix)
 
 
-def test_one_piece_of_data_named_a_thousand_times_is_not_restored_as_often(prefix: Path) -> None:
+def test_data_that_a_thousand_tensors_share_is_rejected(prefix: Path) -> None:
     prefix.parent.mkdir(parents=True)
     head = message("BundleHeader")(num_shards=1).SerializeToString()
     _index(prefix).write_bytes(table({b"": head, **{b"w%d" % n: _entry() for n in range(1000)}}))
@@ -221,13 +221,13 @@ def test_one_piece_of_data_named_a_thousand_times_is_not_restored_as_often(prefi
     assert "its tensors need 16000 bytes, and the files have 64" in _said(prefix)
 
 
-def test_names_that_are_no_text(prefix: Path) -> None:
+def test_names_that_are_not_text_are_rejected(prefix: Path) -> None:
     _with(prefix, b"\xff\xfe", _entry())
     assert "cannot be read" in _said(prefix)
 
 
 def _prefixed(prefix: Path, common: int, count: int) -> int:
-    """An index of ``count`` tensors whose keys have ``common`` bytes in common, which lie there once; its bytes."""
+    """Write an index of ``count`` keys with a prefix of ``common`` bytes, stored once; return its size in bytes."""
     prefix.parent.mkdir(parents=True)
     head = message("BundleHeader")(num_shards=1).SerializeToString()
     keys = {b"k" * common + b"%05d" % number: b"" for number in range(count)}
@@ -236,7 +236,7 @@ def _prefixed(prefix: Path, common: int, count: int) -> int:
     return _index(prefix).stat().st_size
 
 
-def test_a_key_longer_than_any_name(prefix: Path) -> None:
+def test_a_key_longer_than_the_limit_is_rejected(prefix: Path) -> None:
     _prefixed(prefix, 65_531, 1)
     said = _said(prefix)
     assert "a key has 65536 bytes; the limit is 4096" in said
@@ -244,12 +244,12 @@ def test_a_key_longer_than_any_name(prefix: Path) -> None:
 
 
 @pytest.mark.long
-def test_keys_that_share_their_beginnings_are_not_repeated_without_bound(
+def test_keys_with_common_prefixes_are_expanded_only_up_to_a_limit(
     prefix: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """102 kB, in which 4,000 keys have 65,532 bytes in common, took 290 MiB."""
+    """A file of 102 kB, whose 4,000 keys have 65,532 bytes in common, took 290 MiB before there was a limit."""
     assert _prefixed(prefix, 4000, 4000) < 80_000
-    assert "'kkkk" in _said(prefix)  # 16 MB, of entries that are none
+    assert "'kkkk" in _said(prefix)  # 16 MB of keys, whose entries are invalid
     assert len(_said(prefix)) < 600
     monkeypatch.setattr(sstable, "_MOST_KEYS", 1 << 20)
     tracemalloc.start()
@@ -260,7 +260,7 @@ def test_keys_that_share_their_beginnings_are_not_repeated_without_bound(
         tracemalloc.stop()
 
 
-def test_entries_and_blocks_by_the_million(prefix: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_index_with_too_many_entries_or_blocks_is_rejected(prefix: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _prefixed(prefix, 4, 300)
     monkeypatch.setattr(sstable, "_MOST_ENTRIES", 300)
     assert "it has more than 300 entries" in _said(prefix)
@@ -276,12 +276,12 @@ def test_names_of_thousands_of_characters_are_cut_in_messages(prefix: Path, size
 
 
 def test_the_checksum_is_castagnolis() -> None:
-    """RFC 3720, B.4: 32 bytes of zeros, and of ones."""
+    """The expected values are in RFC 3720, B.4: for 32 bytes of zeros, and of ones."""
     assert sstable._crc32c(bytes(32)) == 0x8A9136AA
     assert sstable._crc32c(b"\xff" * 32) == 0x62A8AB43
 
 
-def test_keys_out_of_order_are_refused() -> None:
+def test_keys_out_of_order_are_rejected() -> None:
     good = table({b"a": b"1", b"b": b"2"}, shared=False)
     block = good[: good.index(b"b2") + 2]
     with pytest.raises(sstable.Damaged, match="not in order"):

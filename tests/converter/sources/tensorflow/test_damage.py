@@ -1,4 +1,4 @@
-"""Damaged SavedModels by the hundred: what is looked at before TensorFlow starts ends in one clear error, or well."""
+"""Hundreds of damaged SavedModels: the checks before TensorFlow starts end in one short error, or pass."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def _look(model: Path) -> None:
-    """What happens before TensorFlow is started; every value that comes of it is touched."""
+    """Run the checks that precede TensorFlow, and read every value that they return."""
     said = ""
     try:
         savedmodel.choose(model, None)
@@ -50,7 +50,7 @@ def _within(memory: int, action: Callable[[], None]) -> None:
 
 @pytest.mark.parametrize("name", _FILES)
 @pytest.mark.parametrize("edit", bytewise.EDITS, ids=lambda edit: edit.__name__)
-def test_damaged_bytes(model: Path, name: str, edit: bytewise.Edit) -> None:
+def test_damaged_bytes_give_a_short_error_or_none(model: Path, name: str, edit: bytewise.Edit) -> None:
     whole = (model / name).read_bytes()
 
     def all_of_them() -> None:
@@ -62,7 +62,7 @@ def test_damaged_bytes(model: Path, name: str, edit: bytewise.Edit) -> None:
 
 
 @pytest.mark.long
-def test_entries_of_extreme_numbers_in_an_index_whose_checksums_are_right(model: Path) -> None:
+def test_extreme_numbers_in_an_index_with_valid_checksums_give_a_short_error(model: Path) -> None:
     index = model / "variables" / "variables.index"
     header = message("BundleHeader")(num_shards=1).SerializeToString()
 
@@ -86,8 +86,8 @@ def test_entries_of_extreme_numbers_in_an_index_whose_checksums_are_right(model:
     _within(_MEMORY, all_of_them)
 
 
-def test_nodes_and_signatures_by_the_hundred_thousand_are_looked_at_in_seconds(tmp_path: Path) -> None:
-    """A chain of calls and a fan of inputs: neither recursion nor the square of their number."""
+def test_tens_of_thousands_of_nodes_and_functions_are_checked_in_seconds(tmp_path: Path) -> None:
+    """A chain of calls and many readers of one input need neither recursion nor quadratic time."""
     count = 20_000
     nodes = [savedmodels.node("x", "Placeholder")]
     nodes += [savedmodels.node(f"n{k}", "Relu", f"n{k - 1}" if k else "x", "x") for k in range(count)]
@@ -98,7 +98,7 @@ def test_nodes_and_signatures_by_the_hundred_thousand_are_looked_at_in_seconds(t
     assert savedmodel.choose(path, None).outputs == {"y": "y:0"}
 
 
-def test_the_model_itself_is_sound(model: Path) -> None:
+def test_the_undamaged_model_is_accepted(model: Path) -> None:
     assert savedmodel.choose(model, None).signature == "serving_default"
     found = bundle.read(model / "variables" / "variables").tensors
     assert {name: array.tobytes() for name, array in found.items()} == {

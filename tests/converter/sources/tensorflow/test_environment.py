@@ -1,4 +1,4 @@
-"""Which Python is asked for TensorFlow, and what is said where none has it."""
+"""Which Python runs TensorFlow, and the error if it does not have it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from converter.sources.tensorflow import child, environment
 _ROOT = Path(__file__).parents[4]
 
 
-def test_the_running_python_unless_the_environment_names_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_running_python_is_used_unless_the_environment_names_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv(environment.VARIABLE, raising=False)
     own = environment.find()
     assert (own.python, own.named) == (Path(sys.executable), False)
@@ -29,7 +31,9 @@ def test_the_running_python_unless_the_environment_names_one(tmp_path: Path, mon
     assert found.versions["tensorflow"] == "2.21.0"
 
 
-def test_without_tensorflow_the_commands_that_bring_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_tensorflow_the_error_gives_the_commands_that_install_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     python = stand_in(tmp_path / "python", "", {"tensorflow": "2.21.0", "tf2onnx": None})
     monkeypatch.setenv(environment.VARIABLE, str(python))
     with pytest.raises(UsageError) as refused:
@@ -39,7 +43,7 @@ def test_without_tensorflow_the_commands_that_bring_it(tmp_path: Path, monkeypat
     assert all(command in said for command in environment.PREPARE)
 
 
-def test_the_commands_bring_the_versions_that_are_tested() -> None:
+def test_the_commands_install_the_versions_that_are_tested() -> None:
     tested = set((_ROOT / "tests" / "sources" / "tensorflow.txt").read_text().split())
     said = re.findall(r"\S+==\S+", environment.PREPARE[1])
     assert [pin.partition("==")[0] for pin in said] == ["tensorflow-cpu", "tf2onnx"]
@@ -55,7 +59,9 @@ def test_the_commands_bring_the_versions_that_are_tested() -> None:
         ("print('hello')", "does not run as a Python: hello"),
     ],
 )
-def test_a_program_that_is_no_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, said: str) -> None:
+def test_a_program_that_is_not_a_python_is_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, said: str
+) -> None:
     program = tmp_path / "python"
     program.write_text(f"#!{sys.executable}\n{code}\n")
     program.chmod(0o755)
@@ -64,7 +70,7 @@ def test_a_program_that_is_no_python(tmp_path: Path, monkeypatch: pytest.MonkeyP
         environment.find()
 
 
-def test_a_python_that_is_not_there_or_cannot_be_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_python_that_is_missing_or_cannot_be_run_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(environment.VARIABLE, str(tmp_path / "absent"))
     with pytest.raises(UsageError, match=r"BF16KIT_TENSORFLOW_PYTHON=.*absent: no such file"):
         environment.find()
@@ -74,13 +80,13 @@ def test_a_python_that_is_not_there_or_cannot_be_run(tmp_path: Path, monkeypatch
 
 
 def _old(path: Path) -> Path:
-    """This Python as one before 3.11 is: it knows nothing of PYTHONSAFEPATH."""
+    """Write a wrapper of this Python that ignores PYTHONSAFEPATH, as versions before 3.11 do; return its path."""
     path.write_text(f'#!/bin/sh\nunset PYTHONSAFEPATH\nexec {sys.executable} "$@"\n')
     path.chmod(0o755)
     return path
 
 
-def test_what_lies_in_the_working_directory_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_in_the_working_directory_are_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "json.py").write_text("import pathlib; pathlib.Path('run').touch()")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(environment.VARIABLE, str(_old(tmp_path / "python")))
@@ -88,8 +94,8 @@ def test_what_lies_in_the_working_directory_is_not_run(tmp_path: Path, monkeypat
     assert not (tmp_path / "run").exists()
 
 
-def test_what_lies_beside_the_program_is_not_taken_for_a_package(tmp_path: Path) -> None:
-    """Nor where the way to it leads through a link."""
+def test_modules_beside_the_program_are_not_imported(tmp_path: Path) -> None:
+    """This also holds if the path of the program leads through a link."""
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
     shutil.copy(child.__file__, tmp_path / "real" / "child.py")

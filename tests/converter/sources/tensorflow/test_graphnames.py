@@ -1,4 +1,4 @@
-"""Names of a translated graph: the same whatever numbers tf2onnx gave them."""
+"""The names of a translated graph do not depend on the numbers that tf2onnx adds to them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _numbered(numbers: tuple[int, int, int]) -> ir.Model:
     return ir.from_proto(graphs.model(nodes, [graphs.edge("x", ["n", 4])], [graphs.edge("y", ["n", 4])], weights))
 
 
-def test_numbers_and_calls_that_are_no_more_are_left_out() -> None:
+def test_numbers_and_names_of_inlined_calls_are_removed() -> None:
     model = _numbered((7, 12, 9))
     settle(model)
     assert [node.name for node in model.graph] == ["dense/MatMul", "Add"]
@@ -47,7 +47,7 @@ def test_other_numbers_give_the_same_bytes(numbers: tuple[int, int, int]) -> Non
     assert ir.to_proto(one).SerializeToString() == ir.to_proto(other).SerializeToString()
 
 
-def test_values_in_the_bodies_of_branches_too() -> None:
+def test_values_in_the_bodies_of_branches_are_renamed_too() -> None:
     model = ir.from_proto(graphs.if_branches())
     before = onnx.ModelProto.FromString(ir.to_proto(model).SerializeToString())
     for graph in model.graphs():
@@ -64,8 +64,8 @@ def test_values_in_the_bodies_of_branches_too() -> None:
 
 
 @pytest.mark.parametrize("turned", [False, True])
-def test_nodes_that_may_come_in_any_order_come_in_one(turned: bool) -> None:
-    """Two branches without names of their own: what they read tells them apart."""
+def test_nodes_that_may_be_in_any_order_are_put_in_one_order(turned: bool) -> None:
+    """The two branches have no names of their own; their weights distinguish them."""
     helper = onnx.helper
     nodes = [
         helper.make_node("MatMul", ["x", "w"], ["a__1"], name="MatMul__1"),

@@ -1,4 +1,4 @@
-"""A ``.keras`` file, looked at before Keras is: what would run code or open files is refused by name."""
+"""A ``.keras`` file is checked before Keras loads it: layers that would run code or open files are rejected."""
 
 from __future__ import annotations
 
@@ -43,22 +43,22 @@ def _function(called: Any, **changed: Any) -> dict[str, Any]:
     return _layer(**{"module": "keras.activations", "class_name": "function", "config": called, **changed})
 
 
-def test_functions_of_keras_own(tmp_path: Path) -> None:
+def test_functions_of_keras_are_accepted(tmp_path: Path) -> None:
     check(_file(tmp_path / "m.keras", _model(_function("relu"), _function("silu", module="keras.src.activations"))))
     check(_file(tmp_path / "m.keras", _model(_function("mean_squared_error", module="keras.losses"))))
 
 
 @pytest.mark.parametrize("before", [b"\x89HDF\r\n\x1a\n" + bytes(504), b"PK\x03\x04" + bytes(508)])
-def test_a_zip_behind_another_file_is_refused(tmp_path: Path, before: bytes) -> None:
-    """Keras takes one that is called ``.h5`` for HDF5, which is loaded without any safety."""
+def test_a_zip_behind_another_file_is_rejected(tmp_path: Path, before: bytes) -> None:
+    """Keras treats a file called ``.h5`` as HDF5, and loads that without any safety checks."""
     path = _file(tmp_path / "x.h5", _model(_OWN))
     path.write_bytes(before + path.read_bytes())
     with pytest.raises(SourceError, match="has 512 bytes before its first record"):
         check(path)
 
 
-def test_a_record_that_another_python_knows_by_another_name_is_refused(tmp_path: Path) -> None:
-    """TensorFlow's Python may be newer than this one: 3.12 reads a name from an extra field, where 3.11 does not."""
+def test_a_record_with_another_name_in_newer_versions_of_python_is_rejected(tmp_path: Path) -> None:
+    """TensorFlow's Python may be newer than this one: 3.12 reads a name from an extra field, and 3.11 does not."""
     path = tmp_path / "m.keras"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("config.json", json.dumps(_model(_OWN)))
@@ -72,7 +72,7 @@ def test_a_record_that_another_python_knows_by_another_name_is_refused(tmp_path:
 
 @pytest.mark.parametrize(("name", "said"), [("assets/words.txt", "which Keras' own"), ("config.json", "twice")])
 @pytest.mark.filterwarnings("ignore:Duplicate name")
-def test_other_files_in_it_are_refused(tmp_path: Path, name: str, said: str) -> None:
+def test_other_files_in_the_archive_are_rejected(tmp_path: Path, name: str, said: str) -> None:
     path = _file(tmp_path / "m.keras", _model(_OWN))
     with zipfile.ZipFile(path, "a") as archive:
         archive.writestr(name, "{}")
@@ -81,18 +81,18 @@ def test_other_files_in_it_are_refused(tmp_path: Path, name: str, said: str) -> 
 
 
 @pytest.mark.parametrize("version", [None, "2.15.0", "3.9.0", "3.13.1", "3.13", "unknown"])
-def test_a_keras_that_lets_code_through_is_named_with_the_oldest_that_does_not(version: str | None) -> None:
+def test_an_unsafe_version_of_keras_is_rejected_with_the_oldest_safe_one(version: str | None) -> None:
     found = "no Keras" if version is None else f"Keras {version}"
     with pytest.raises(UsageError, match=rf"^python has {found}, .* 3\.13\.2 or newer.*pip install 'keras>=3\.13\.2'$"):
         check_version(Environment(Path("python"), {"keras": version}, True))
 
 
 @pytest.mark.parametrize("version", ["3.13.2", "3.14", "3.15.1", "4.0.0", "3.20.0.dev20260101"])
-def test_a_keras_that_is_new_enough(version: str) -> None:
+def test_a_keras_that_is_new_enough_is_accepted(version: str) -> None:
     check_version(Environment(Path("python"), {"keras": version}, True))
 
 
-def test_keras_own_layers_at_any_depth(tmp_path: Path) -> None:
+def test_layers_of_keras_are_accepted_at_any_depth(tmp_path: Path) -> None:
     inner = _layer(
         class_name="Bidirectional",
         config={
@@ -130,7 +130,9 @@ def test_keras_own_layers_at_any_depth(tmp_path: Path) -> None:
         (_layer(registered_name="my_package>Thing"), "is not one of Keras' own"),
     ],
 )
-def test_what_is_not_keras_own_is_named_with_its_remedy(tmp_path: Path, layer: dict[str, Any], said: str) -> None:
+def test_layers_and_functions_that_are_not_of_keras_are_rejected_with_the_remedy(
+    tmp_path: Path, layer: dict[str, Any], said: str
+) -> None:
     nested = _layer(class_name="Bidirectional", config={"layer": [{"deep": layer}]})
     with pytest.raises(ConversionError) as refused:
         check(_file(tmp_path / "m.keras", _model(_OWN, nested)))
@@ -139,17 +141,17 @@ def test_what_is_not_keras_own_is_named_with_its_remedy(tmp_path: Path, layer: d
 
 
 @pytest.mark.parametrize("config", ["no json", "[" * 200_000, "{}x", '"\\ud800'])
-def test_a_config_that_is_none(tmp_path: Path, config: str) -> None:
+def test_an_invalid_config_is_rejected(tmp_path: Path, config: str) -> None:
     with pytest.raises(SourceError, match="truncated or damaged: not a Keras model"):
         check(_file(tmp_path / "m.keras", config))
 
 
-def test_a_class_without_a_name(tmp_path: Path) -> None:
+def test_a_class_without_a_name_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="a class is called"):
         check(_file(tmp_path / "m.keras", _model(_layer(class_name=["Dense"]))))
 
 
-def test_damaged_weights_are_seen_by_their_checksum(tmp_path: Path) -> None:
+def test_damaged_weights_are_detected_by_their_checksum(tmp_path: Path) -> None:
     path = _file(tmp_path / "m.keras", _model(_OWN), weights=b"w" * 1000)
     data = path.read_bytes()
     path.write_bytes(data.replace(b"w" * 1000, b"w" * 999 + b"v"))
@@ -157,13 +159,13 @@ def test_damaged_weights_are_seen_by_their_checksum(tmp_path: Path) -> None:
         check(path)
 
 
-def test_what_would_grow_without_bound_is_not_unpacked(tmp_path: Path) -> None:
+def test_a_record_that_would_grow_too_much_is_not_unpacked(tmp_path: Path) -> None:
     path = _file(tmp_path / "m.keras", _model(_OWN), compression=zipfile.ZIP_DEFLATED, weights=bytes(100 << 20))
     with pytest.raises(SourceError, match=r"'model.weights.h5' would grow from \d+ bytes to 104857600"):
         check(path)
 
 
-def test_a_file_without_a_config(tmp_path: Path) -> None:
+def test_a_file_without_a_config_is_rejected(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "m.keras", "w") as archive:
         archive.writestr("model.weights.h5", b"")
     with pytest.raises(SourceError, match="not a Keras model"):

@@ -1,4 +1,4 @@
-"""TensorFlow's process as its parent sees it: answers, refusals, death, silence and lies. Programs stand in for it."""
+"""TensorFlow's process as its parent sees it: replies, errors, crashes and timeouts. Other programs replace it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _READY = 'ASK.readline(); reply(versions={"tensorflow": "2.21.0"})\n'
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
-    """Starts a program that does what the code says, with files in the test's own directory."""
+    """Return a function that starts a program with the given code, and its files in the test's own directory."""
     monkeypatch.setattr(process, "on_disk", lambda: tmp_path)
 
     def call(code: str, seconds: float = 30.0) -> Child:
@@ -32,7 +32,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
     return call
 
 
-def test_requests_are_answered_one_by_one_and_the_directory_goes_with_the_process(start: Start) -> None:
+def test_requests_get_replies_one_by_one_and_closing_removes_the_directory(start: Start) -> None:
     child = start(_READY + 'for line in ASK: reply(echo=json.loads(line)["do"])')
     assert child.versions == {"tensorflow": "2.21.0"}
     assert child.ask("this") == {"echo": "this"}
@@ -44,14 +44,14 @@ def test_requests_are_answered_one_by_one_and_the_directory_goes_with_the_proces
     assert not Path(f"/proc/{pid}").exists()
 
 
-def test_it_ends_when_nobody_needs_it_any_more(start: Start) -> None:
+def test_the_process_ends_when_its_object_is_deleted(start: Start) -> None:
     child = start(_READY + "ASK.read()")
     pid = child._process.pid
     del child
     until(lambda: not Path(f"/proc/{pid}").exists())
 
 
-def test_what_it_started_ends_with_it(start: Start) -> None:
+def test_processes_that_it_started_end_with_it(start: Start) -> None:
     child = start(
         "import subprocess\n"
         'other = subprocess.Popen(["sleep", "600"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)\n'
@@ -69,7 +69,7 @@ def _lives(pid: int) -> bool:
         return False
 
 
-def test_a_request_that_it_refuses_is_told_in_its_words_and_it_lives_on(start: Start) -> None:
+def test_an_error_reply_is_raised_with_its_text_and_the_process_continues(start: Start) -> None:
     child = start(_READY + 'ASK.readline(); reply(error="ValueError: no such op"); ASK.readline(); reply(fine=1)')
     with pytest.raises(Failed, match=r"^ValueError: no such op$"):
         child.ask("translate")
@@ -93,13 +93,15 @@ def test_a_request_that_it_refuses_is_told_in_its_words_and_it_lives_on(start: S
         ('while True: sys.stdout.write("x" * 65536)', "sent more than 1048576 bytes"),
     ],
 )
-def test_its_end_and_its_nonsense_are_told(start: Start, tmp_path: Path, code: str, said: str) -> None:
+def test_the_end_of_the_process_and_invalid_replies_are_reported(
+    start: Start, tmp_path: Path, code: str, said: str
+) -> None:
     with pytest.raises(Failed, match=said):
         start(code)
     assert not list(tmp_path.glob("bf16kit-tensorflow-*"))
 
 
-def test_one_that_does_not_answer_is_ended_and_the_bound_is_named(start: Start) -> None:
+def test_a_process_that_does_not_reply_is_ended_and_the_time_limit_is_named(start: Start) -> None:
     child = start(_READY + "ASK.read(); time.sleep(600)")
     child._seconds = 0.2
     pid = child._process.pid
@@ -110,16 +112,16 @@ def test_one_that_does_not_answer_is_ended_and_the_bound_is_named(start: Start) 
     assert not Path(f"/proc/{pid}").exists()
 
 
-def test_one_that_drips_is_not_waited_for_longer(start: Start) -> None:
+def test_a_process_that_sends_single_bytes_does_not_extend_the_time_limit(start: Start) -> None:
     drips = 'while True: sys.stdout.write(" "); sys.stdout.flush(); time.sleep(0.01)'
-    child = start(_READY + "ASK.readline()\n" + drips)  # not before it is asked: the answer to the start is a line
+    child = start(_READY + "ASK.readline()\n" + drips)  # only after the request: the reply to the start is a line
     child._seconds = 0.3
     with pytest.raises(Failed, match=r"did not answer within 0\.3 s"):
         child.ask("translate")
 
 
-def test_what_comes_when_the_time_is_over_is_not_read_however_ready_it_is(start: Start) -> None:
-    """Or one that never stops dripping would be waited for as long as there is something to read."""
+def test_a_reply_after_the_time_limit_is_not_read_even_if_it_is_ready(start: Start) -> None:
+    """Otherwise the parent would wait for a process that sends bytes without end."""
     child = start(_READY + "ASK.readline(); reply(late=1); ASK.read()")
     assert child._process.stdin is not None
     assert child._process.stdout is not None
@@ -131,20 +133,22 @@ def test_what_comes_when_the_time_is_over_is_not_read_however_ready_it_is(start:
         child._line(time.monotonic() - 1)
 
 
-def test_a_python_that_cannot_be_started(tmp_path: Path) -> None:
+def test_a_python_that_cannot_be_started_is_reported(tmp_path: Path) -> None:
     (tmp_path / "python").write_text("no program")
     with pytest.raises(Failed, match="cannot be started: Permission denied"):
         Child(Environment(tmp_path / "python", {}, True), 1.0)
 
 
 @pytest.mark.parametrize("text", ["soon", "0", "-1", "nan", "inf"])
-def test_a_bound_that_is_none(start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str) -> None:
+def test_an_invalid_time_limit_is_rejected(
+    start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str
+) -> None:
     monkeypatch.setenv(process.SECONDS, text)
     with pytest.raises(UsageError, match=f"{process.SECONDS}={text}: expected a number of seconds above 0"):
         Child(Environment(tmp_path / "python", {}, True))
 
 
-# --- answers ----------------------------------------------------------------------------------------------------------
+# --- outputs ----------------------------------------------------------------------------------------------------------
 
 _ANSWERS = _READY + (
     "import numpy as np\n"
@@ -153,7 +157,7 @@ _ANSWERS = _READY + (
 )
 
 
-def test_feeds_go_there_and_answers_come_back_as_they_are(start: Start) -> None:
+def test_feeds_and_outputs_are_passed_unchanged(start: Start) -> None:
     child = start(_ANSWERS + "np.save(file, found['x'] * 2)\n    reply()")
     feeds = [{"x": np.arange(6, dtype=np.float32).reshape(2, 3)}, {"x": np.ones((0, 3), np.float32)}]
     for feed, answer in zip(feeds, child.answers(feeds, ("y", "z")), strict=True):
@@ -170,18 +174,18 @@ def test_feeds_go_there_and_answers_come_back_as_they_are(start: Start) -> None:
         "open(file, 'wb').close()",
         "open(file, 'wb').write(b'no array')",
         "np.save(file, np.array([{}], dtype=object), allow_pickle=True)",
-        # a header that says 4 TB
+        # a header that claims 4 TB
         "np.lib.format.write_array_header_1_0(open(file, 'wb'),"
         " {'descr': '<f4', 'fortran_order': False, 'shape': (2**40,)})",
     ],
 )
-def test_answers_that_are_none_are_refused_and_take_no_memory(start: Start, writes: str) -> None:
+def test_invalid_outputs_are_rejected_and_take_no_memory(start: Start, writes: str) -> None:
     child = start(_ANSWERS + writes + "\n    reply()")
     with pytest.raises(RuntimeFailure, match="TensorFlow's answer cannot be read"):
         list(child.answers([{"x": np.ones(1, np.float32)}], ("y",)))
 
 
-def test_a_feed_that_it_fails_on(start: Start) -> None:
+def test_a_failure_on_a_feed_is_reported(start: Start) -> None:
     child = start(_READY + 'for line in ASK: reply(error="InvalidArgumentError: indices[0] = 9 is not in [0, 4)")')
     with pytest.raises(RuntimeFailure, match=r"TensorFlow failed on it: InvalidArgumentError: indices\[0\] = 9"):
         list(child.answers([{"x": np.ones(1, np.float32)}], ("y",)))
@@ -190,7 +194,7 @@ def test_a_feed_that_it_fails_on(start: Start) -> None:
 # --- directories ------------------------------------------------------------------------------------------------------
 
 
-def test_what_a_killed_converter_left_is_removed_and_what_is_in_use_is_not(start: Start, tmp_path: Path) -> None:
+def test_directories_of_killed_converters_are_removed_and_those_in_use_are_not(start: Start, tmp_path: Path) -> None:
     left = tmp_path / "bf16kit-tensorflow-left"
     left.mkdir()
     (left / "lock").touch()
@@ -203,10 +207,10 @@ def test_what_a_killed_converter_left_is_removed_and_what_is_in_use_is_not(start
     assert first.directory.stat().st_mode & 0o077 == 0
 
 
-# --- the real program, where TensorFlow is not ------------------------------------------------------------------------
+# --- the real program, without TensorFlow -----------------------------------------------------------------------------
 
 
-def test_the_program_itself_says_that_tensorflow_is_not_there() -> None:
+def test_the_real_program_reports_that_tensorflow_is_not_installed() -> None:
     import sys
 
     with pytest.raises(Failed, match="ModuleNotFoundError: No module named 'tensorflow'"):

@@ -1,6 +1,6 @@
-"""A SavedModel through the whole command, without TensorFlow: a program with an ONNX file stands in for its process.
+"""A SavedModel through the whole command, without TensorFlow: a program with an ONNX file replaces its process.
 
-What TensorFlow itself makes of real models is in tests/sources/test_tensorflow.py.
+The tests of real models with TensorFlow itself are in tests/sources/test_tensorflow.py.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Model = Callable[..., Path]
 
 
 def _variables() -> dict[str, Any]:
-    """What TensorFlow would have stored: the graph's weights, one laid out the other way, and an optimizer's slot."""
+    """Return what TensorFlow would have stored: the graph's weights, one transposed, and an optimizer's slot."""
     found = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in graphs.mlp().graph.initializer}
     return {
         "dense/kernel/.ATTRIBUTES/VARIABLE_VALUE": found["w0"],
@@ -40,7 +40,7 @@ def _variables() -> dict[str, Any]:
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Model:
-    """A SavedModel, and what stands in for TensorFlow; ``twist`` changes its answers."""
+    """Return a function that writes a SavedModel and a stand-in for TensorFlow; ``twist`` changes its outputs."""
 
     def make(twist: str = "", proto: onnx.ModelProto | None = None) -> Path:
         onnx.save(proto or graphs.mlp(), tmp_path / "its.onnx")
@@ -51,7 +51,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Model:
     return make
 
 
-def test_a_savedmodel_becomes_an_artifact_checked_by_its_own_framework(cli: Cli, model: Model, target: Path) -> None:
+def test_a_savedmodel_is_converted_and_checked_against_tensorflow(cli: Cli, model: Model, target: Path) -> None:
     cli("checkpoint", model(), "--out", target, *ONNX_ONLY).published()
     manifest = Artifact.open(target).manifest
     assert manifest.source.format == "saved-model"
@@ -75,7 +75,7 @@ def test_every_variable_is_restored_by_its_name_bit_for_bit(
 
 
 @pytest.mark.long
-def test_the_same_model_gives_the_same_bytes_wherever_it_lies(
+def test_the_same_model_gives_the_same_bytes_wherever_it_is_stored(
     cli: Cli, model: Model, target: Path, tmp_path: Path
 ) -> None:
     first = model()
@@ -86,7 +86,7 @@ def test_the_same_model_gives_the_same_bytes_wherever_it_lies(
         assert (tmp_path / "again" / "m" / "1" / name).read_bytes() == (target / name).read_bytes(), name
 
 
-def test_a_translation_that_answers_otherwise_than_tensorflow_is_not_published(
+def test_a_translation_with_other_outputs_than_tensorflow_is_not_published(
     cli: Cli, model: Model, target: Path
 ) -> None:
     refused = cli("checkpoint", model(twist=" * 1.01"), "--out", target, *ONNX_ONLY)
@@ -94,7 +94,7 @@ def test_a_translation_that_answers_otherwise_than_tensorflow_is_not_published(
     assert not target.exists()
 
 
-def test_a_signature_is_for_tensorflow_and_one_that_is_not_there_is_told(
+def test_a_signature_is_rejected_for_other_sources_and_if_it_does_not_exist(
     cli: Cli, model: Model, target: Path, onnx_file: Path
 ) -> None:
     refused = cli("checkpoint", onnx_file, "--out", target, "--signature", "serving_default")
@@ -104,14 +104,14 @@ def test_a_signature_is_for_tensorflow_and_one_that_is_not_there_is_told(
     cli("checkpoint", model(), "--out", target, "--signature", "serving_default", *ONNX_ONLY).published()
 
 
-def test_it_brings_its_own_architecture_and_names_its_own_inputs(cli: Cli, model: Model, target: Path) -> None:
+def test_the_option_model_is_rejected_and_input_names_free_dimensions(cli: Cli, model: Model, target: Path) -> None:
     refused = cli("checkpoint", model(), "--out", target, "--model", "architectures:Mlp")
     refused.refused(2, "--model: a TensorFlow SavedModel brings its own architecture")
     cli("checkpoint", model(), "--out", target, "--input", "x:float32:rows,16", *ONNX_ONLY).published()
     assert Artifact.open(target).manifest.inputs[0].shape == ["rows", 16]
 
 
-def test_without_tensorflow_the_commands_that_bring_it_and_nothing_left(
+def test_without_tensorflow_the_error_gives_the_commands_that_install_it(
     cli: Cli, model: Model, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = model()
@@ -142,7 +142,7 @@ def test_without_tensorflow_the_commands_that_bring_it_and_nothing_left(
         ("for line in ASK: reply()", 2, "model.onnx"),
     ],
 )
-def test_what_goes_wrong_there_is_one_message_here(
+def test_a_failure_of_the_tensorflow_process_is_reported_in_one_message(
     cli: Cli,
     model: Model,
     target: Path,
@@ -157,7 +157,7 @@ def test_what_goes_wrong_there_is_one_message_here(
     cli("checkpoint", path, "--out", target).refused(exit_code, "saved", said)
 
 
-def test_variables_that_are_missing_or_damaged_are_told_before_tensorflow_is_started(
+def test_missing_variables_are_reported_before_tensorflow_is_started(
     cli: Cli, model: Model, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = model()
@@ -166,9 +166,7 @@ def test_variables_that_are_missing_or_damaged_are_told_before_tensorflow_is_sta
     cli("checkpoint", path, "--out", target).refused(2, "variables.data-00000-of-00001: is missing")
 
 
-def test_a_tensorflow_lite_model_is_recognised_and_refused_with_what_to_do(
-    cli: Cli, tmp_path: Path, target: Path
-) -> None:
+def test_a_tensorflow_lite_model_is_rejected_with_the_remedy(cli: Cli, tmp_path: Path, target: Path) -> None:
     (tmp_path / "m.tflite").write_bytes(b"\x1c\0\0\0TFL3" + bytes(100))
     refused = cli("checkpoint", tmp_path / "m.tflite", "--out", target)
     refused.refused(2, "is a TensorFlow Lite model", "python -m tf2onnx.convert --tflite")
@@ -182,7 +180,7 @@ def _keras_file(path: Path) -> Path:
     return path
 
 
-def test_keras_is_given_a_file_by_the_name_that_its_safe_loader_goes_by(
+def test_keras_gets_the_file_under_the_name_that_selects_its_safe_loader(
     cli: Cli, tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code = (
@@ -195,7 +193,7 @@ def test_keras_is_given_a_file_by_the_name_that_its_safe_loader_goes_by(
     cli("checkpoint", path, "--out", target).refused(3, f"model.keras is {path}")
 
 
-def test_a_keras_that_is_too_old_is_not_given_the_file(
+def test_a_keras_that_is_too_old_does_not_get_the_file(
     cli: Cli, tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     python = stand_in(tmp_path / "python", "sys.exit(7)", {**VERSIONS, "keras": "3.12.0"})
@@ -204,6 +202,6 @@ def test_a_keras_that_is_too_old_is_not_given_the_file(
     refused.refused(2, "has Keras 3.12.0", "pip install 'keras>=3.13.2'")
 
 
-def test_its_options_are_recorded(cli: Cli, model: Model, target: Path) -> None:
+def test_the_option_signature_is_recorded(cli: Cli, model: Model, target: Path) -> None:
     cli("checkpoint", model(), "--out", target, "--signature", "serving_default", *ONNX_ONLY).published()
     assert json.loads((target / "manifest.json").read_text())["options"]["signature"] == "serving_default"

@@ -1,4 +1,4 @@
-"""``saved_model.pb``: the signature that is asked for, and what a model would make TensorFlow run."""
+"""``saved_model.pb``: the choice of a signature, and the operators that TensorFlow would run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _parsed(chosen: Chosen) -> Any:
     return graph
 
 
-def test_the_default_signature_and_the_graph_that_tensorflow_is_given(tmp_path: Path) -> None:
+def test_the_default_signature_is_chosen_and_assets_and_objects_are_removed(tmp_path: Path) -> None:
     graph = mlp_graph()
     graph.assets.append(b"\x12\x05words")
     graph.objects = b"\x0a\x00"
@@ -54,7 +54,7 @@ def _several(*names: str) -> Signatures:
     return dict.fromkeys(names, (_IN, _OUT))
 
 
-def test_a_signature_by_its_name_and_the_list_where_it_is_not_there(tmp_path: Path) -> None:
+def test_a_signature_is_chosen_by_name_and_an_unknown_one_is_rejected(tmp_path: Path) -> None:
     path = write(tmp_path, meta_graph(_NODES, _several("embed", "serving_default", "__saved_model_init_op")))
     assert choose(path, "embed").signature == "embed"
     assert choose(path, None).signature == "serving_default"
@@ -62,18 +62,18 @@ def test_a_signature_by_its_name_and_the_list_where_it_is_not_there(tmp_path: Pa
     assert said == f"--signature wrong: {path / 'saved_model.pb'} has embed and serving_default"
 
 
-def test_without_a_default_the_only_one_is_taken_and_of_several_one_must_be_named(tmp_path: Path) -> None:
+def test_without_a_default_the_only_signature_is_chosen_and_several_are_rejected(tmp_path: Path) -> None:
     assert choose(write(tmp_path / "one", meta_graph(_NODES, _several("embed"))), None).signature == "embed"
     path = write(tmp_path / "two", meta_graph(_NODES, _several("a", "b")))
     assert "no signature 'serving_default'; choose one with --signature: a and b" in _refused(path, UsageError)
 
 
-def test_a_model_without_signatures_is_told_how_to_get_one(tmp_path: Path) -> None:
+def test_a_model_without_signatures_is_rejected_with_the_remedy(tmp_path: Path) -> None:
     path = write(tmp_path, meta_graph(_NODES, {}))
     assert "tf.saved_model.save(module, directory, signatures=" in _refused(path, ConversionError)
 
 
-def test_the_graph_for_serving_among_several(tmp_path: Path) -> None:
+def test_the_graph_for_serving_is_chosen_among_several(tmp_path: Path) -> None:
     training = meta_graph(_NODES, _several("train"), tags=("train",))
     path = write(tmp_path / "a", training, meta_graph(_NODES, _several("embed")))
     assert choose(path, None).signature == "embed"
@@ -82,7 +82,7 @@ def test_the_graph_for_serving_among_several(tmp_path: Path) -> None:
     assert "holds 2 graphs, expected exactly one with the single tag 'serve' (train; serve, tpu)" in said
 
 
-def test_an_output_that_is_called_like_an_input(tmp_path: Path) -> None:
+def test_an_output_with_the_name_of_an_input_is_renamed(tmp_path: Path) -> None:
     graph = meta_graph(_NODES, {"serving_default": (_IN, {"x": tensor("y:0", -1, 4)})})
     chosen = choose(write(tmp_path, graph), None)
     assert chosen.outputs == {"x_output": "y:0"}
@@ -103,12 +103,14 @@ _UNKNOWN_RANK.shape.unknown_rank = True
         ({"x": message("TensorInfo")(composite=b"\x0a\x00")}, "is sparse or ragged"),
     ],
 )
-def test_inputs_that_are_no_plain_tensors_of_numbers(tmp_path: Path, inputs: Mapping[str, Any], said: str) -> None:
+def test_inputs_that_are_not_plain_tensors_of_numbers_are_rejected(
+    tmp_path: Path, inputs: Mapping[str, Any], said: str
+) -> None:
     path = write(tmp_path, meta_graph(_NODES, {"serving_default": (inputs, _OUT)}))
     assert said in _refused(path, ConversionError)
 
 
-def test_an_input_that_is_no_tensor_and_two_of_one_name(tmp_path: Path) -> None:
+def test_an_input_without_a_tensor_and_two_signatures_with_one_name_are_rejected(tmp_path: Path) -> None:
     path = write(tmp_path / "a", meta_graph(_NODES, {"serving_default": ({"x": tensor("")}, _OUT)}))
     assert "input 'x' is not a tensor" in _refused(path, SourceError)
     graph = meta_graph(_NODES, _several("serving_default"))
@@ -116,11 +118,11 @@ def test_an_input_that_is_no_tensor_and_two_of_one_name(tmp_path: Path) -> None:
     assert "two signatures have the same name" in _refused(write(tmp_path / "b", graph), SourceError)
 
 
-# --- what it would run ------------------------------------------------------------------------------------------------
+# --- operators that it would run --------------------------------------------------------------------------------------
 
 
 def _with(op: str) -> Any:
-    """``op`` between x and y."""
+    """Return a graph with ``op`` between x and y."""
     nodes = (node("x", "Placeholder"), node("odd", op, "x"), node("y", "Relu", "odd"))
     return meta_graph(nodes, _several("serving_default"))
 
@@ -151,7 +153,7 @@ def test_operators_that_are_not_converted_are_named_before_tensorflow_runs(tmp_p
 
 
 def _hidden(place: str) -> Any:
-    """PyFunc where a signature reaches it by another way than its inputs."""
+    """Return a graph in which a signature reaches a PyFunc by another way than its inputs."""
     odd, body = node("odd", "PyFunc"), [node("z", "Identity")]
     if place == "control input":
         return meta_graph([odd, node("y", "Relu", "x", "^odd"), node("x", "Placeholder")], _several("serving_default"))
@@ -190,20 +192,20 @@ def test_operators_are_found_wherever_a_signature_reaches_them(tmp_path: Path, p
     assert "PyFunc: it runs Python code" in _refused(write(tmp_path, _hidden(place)), ConversionError)
 
 
-def test_what_a_signature_does_not_reach_is_never_run_and_not_refused(tmp_path: Path) -> None:
+def test_operators_that_a_signature_does_not_reach_are_not_rejected(tmp_path: Path) -> None:
     graph = meta_graph(
         [*_NODES, node("odd", "PyFunc", "x")], _several("serving_default"), functions={"f": [node("r", "ReadFile")]}
     )
     assert choose(write(tmp_path, graph), None).outputs == {"y": "y:0"}
 
 
-def test_functions_that_call_each_other_in_a_circle_end(tmp_path: Path) -> None:
+def test_functions_that_call_each_other_in_a_circle_are_accepted(tmp_path: Path) -> None:
     functions = {"f": [node("a", "PartitionedCall", call="g")], "g": [node("b", "PartitionedCall", call="f")]}
     nodes = (node("x", "Placeholder"), node("y", "PartitionedCall", "x", call="f"))
     assert choose(write(tmp_path, meta_graph(nodes, _several("s"), functions=functions)), None).signature == "s"
 
 
-def test_more_operators_than_fit_are_counted(tmp_path: Path) -> None:
+def test_an_error_counts_the_operators_that_it_does_not_list(tmp_path: Path) -> None:
     nodes = [node("x", "Placeholder"), *(node(f"o{n}", f"Odd{n}", f"o{n - 1}" if n else "x") for n in range(8))]
     path = write(tmp_path, meta_graph(nodes, {"s": (_IN, {"y": tensor("o7:0", -1)})}))
     assert _refused(path, ConversionError).endswith("\n  and 3 others")
@@ -231,7 +233,7 @@ def test_names_of_thousands_of_characters_are_cut_in_messages(tmp_path: Path) ->
         assert "\nn" not in str(refused.value)
 
 
-def test_a_graph_that_computes_in_bfloat16(tmp_path: Path) -> None:
+def test_a_graph_that_computes_in_bfloat16_is_rejected(tmp_path: Path) -> None:
     nodes = (node("x", "Placeholder"), node("y", "Relu", "x", dtype=14))
     said = _refused(write(tmp_path, meta_graph(nodes, _several("s"))), ConversionError)
     assert "node 'y' (Relu) computes in bfloat16" in said
@@ -239,7 +241,7 @@ def test_a_graph_that_computes_in_bfloat16(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("op", ["PyFunc", "WriteFile", "SaveV2", "ReadFile", "MatMul"])
-def test_restoring_may_do_nothing_but_restore(tmp_path: Path, op: str) -> None:
+def test_restoring_variables_may_not_run_other_operators(tmp_path: Path, op: str) -> None:
     graph = mlp_graph()
     graph.graph.library.function[1].node.append(node("odd", op))
     said = _refused(write(tmp_path, graph), ConversionError)
@@ -261,33 +263,33 @@ def test_no_list_of_operators_has_one_that_opens_files_or_runs_code() -> None:
     assert not {op for op in COMPUTING if "Table" in op or "File" in op or "Reader" in op or "Dataset" in op}
 
 
-# --- files that lie ---------------------------------------------------------------------------------------------------
+# --- damaged files ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("content", [b"\x00", b"\x12\xff\xff\xff\xff\x0f", b"text", b"\x12\x02\x0a"])
-def test_files_that_are_no_protocol_buffer(tmp_path: Path, content: bytes) -> None:
+def test_files_that_are_not_protocol_buffers_are_rejected(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "saved_model.pb").write_bytes(content)
     assert "truncated or damaged" in _refused(tmp_path, SourceError)
 
 
-def test_an_empty_one(tmp_path: Path) -> None:
+def test_an_empty_file_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "saved_model.pb").touch()
     assert "holds no graph" in _refused(tmp_path, SourceError)
 
 
-def test_one_cut_short(tmp_path: Path) -> None:
+def test_a_truncated_file_is_rejected(tmp_path: Path) -> None:
     path = write(tmp_path) / "saved_model.pb"
     path.write_bytes(path.read_bytes()[:-3])
     assert "truncated or damaged" in _refused(tmp_path, SourceError)
 
 
-def test_one_larger_than_a_protocol_buffer_may_be_is_not_read(tmp_path: Path) -> None:
+def test_a_file_beyond_the_limit_of_protocol_buffers_is_not_read(tmp_path: Path) -> None:
     with (tmp_path / "saved_model.pb").open("wb") as file:
-        file.truncate(1 << 31)  # a hole, which takes no disk
+        file.truncate(1 << 31)  # a sparse file takes no disk space
     assert "is 2147483648 bytes; the limit for a protocol buffer is 2147483647" in _refused(tmp_path, SourceError)
 
 
-def test_a_link_out_of_the_directory(tmp_path: Path) -> None:
+def test_a_link_out_of_the_directory_is_rejected(tmp_path: Path) -> None:
     inside = write(tmp_path / "inside")
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside" / "saved_model.pb").symlink_to(inside / "saved_model.pb")

@@ -1,4 +1,4 @@
-"""From a torch module to a graph: names, memory, dynamic dimensions, and nothing folded that `restore` would miss."""
+"""Exporting a torch module to a graph: names, memory, free dimensions, and no folding that `restore` cannot undo."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def test_weights_become_views_of_the_checkpoint_under_its_names() -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float64])
-def test_weights_of_another_precision_are_made_of_the_checkpoint_when_they_are_read(dtype: Any) -> None:
-    """A copy of each in fp32 would be as large as the model."""
+def test_weights_of_another_precision_are_computed_when_they_are_read(dtype: Any) -> None:
+    """Copies of all weights in fp32 would be as large as the model."""
     checkpoint = {name: array.astype(dtype) for name, array in tensors(seeded(Mlp())).items()}
     module = seeded(Mlp())
     module.load_state_dict({name: torch.from_numpy(array) for name, array in checkpoint.items()})
@@ -54,7 +54,7 @@ def test_weights_of_another_precision_are_made_of_the_checkpoint_when_they_are_r
 
 
 def test_a_transposed_weight_is_a_view_of_the_checkpoint_too() -> None:
-    """Linear over more than two dimensions becomes a MatMul with the weight the other way round."""
+    """Linear over more than two dimensions becomes a MatMul with the weight transposed."""
     module = seeded(Tied())
     checkpoint = {name: array.copy() for name, array in tensors(module).items()}
     graph = to_onnx(adapt(module, IDS), checkpoint)
@@ -80,7 +80,7 @@ def test_the_module_can_be_freed_and_changed_once_it_is_exported() -> None:
     assert alive() is None
 
 
-def test_the_graph_can_be_freed_though_rewriting_rules_remember_what_they_saw() -> None:
+def test_the_graph_can_be_freed_though_rewrite_rules_keep_references() -> None:
     graph = to_onnx(adapt(seeded(Mlp()), X), {})
     alive = weakref.ref(graph.graph)
     del graph
@@ -101,7 +101,7 @@ def test_free_dimensions_are_free_in_the_graph() -> None:
 
 
 def test_batch_norm_is_left_for_the_conversion_to_fold() -> None:
-    """The exporter's own optimiser would fold it and lose the scale, and with it the checkpoint's weight."""
+    """The exporter's own optimiser would fold it and lose the scale, and thus the checkpoint's weight."""
     module = seeded(Cnn())
     graph = to_onnx(adapt(module, IMAGE), tensors(module))
     assert [node.op_type for node in graph.graph].count("BatchNormalization") == 2
@@ -135,7 +135,7 @@ def test_kinds_of_outputs(name: str, kind: str) -> None:
     assert kind_of(name) == kind
 
 
-def test_a_model_that_fails_on_its_inputs_is_told_with_their_shapes() -> None:
+def test_a_model_that_fails_on_its_inputs_is_reported_with_their_shapes() -> None:
     wrong = (TensorSpec("x", "float32", ("batch", 15)),)
     with pytest.raises(
         ConversionError, match=r"failed on an example input \(x\[2, 15\]\): RuntimeError: mat1 and mat2"
@@ -143,7 +143,7 @@ def test_a_model_that_fails_on_its_inputs_is_told_with_their_shapes() -> None:
         adapt(seeded(Mlp()), wrong)
 
 
-def test_a_model_without_tensor_outputs_is_refused() -> None:
+def test_a_model_without_tensor_outputs_is_rejected() -> None:
     class Nothing(nn.Module):
         def forward(self, x: torch.Tensor) -> int:
             return 3
@@ -157,7 +157,7 @@ def test_a_model_that_branches_on_its_data_cannot_be_translated() -> None:
         to_onnx(adapt(seeded(Untraceable()), X), {})
 
 
-def test_exporting_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+def test_exporting_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     module = seeded(Centred())
     to_onnx(adapt(module, X), tensors(module))
     assert capfd.readouterr() == ("", "")
@@ -176,8 +176,8 @@ class Parameter(nn.Module):
 
 
 @pytest.mark.parametrize("name", ["x", "matmul", "output", "module"])
-def test_a_parameter_may_be_called_like_anything_else(name: str) -> None:
-    """Values of a graph share one space of names with its inputs and outputs; a module's parameters do not."""
+def test_a_parameter_may_have_the_name_of_any_other_value(name: str) -> None:
+    """The values, inputs and outputs of a graph share one namespace; a module's parameters have another."""
     module = seeded(Parameter(name))
     graph = to_onnx(adapt(module, X), tensors(module))
     runtime = OnnxRuntime(serialize(graph), X, output_specs(graph), precision="fp32")
@@ -186,7 +186,7 @@ def test_a_parameter_may_be_called_like_anything_else(name: str) -> None:
     np.testing.assert_allclose(runtime.run({"x": x})["output"], expected, rtol=1e-5, atol=1e-5)
 
 
-def test_an_output_that_is_called_like_an_input_is_told_from_it() -> None:
+def test_an_output_with_the_name_of_an_input_is_renamed() -> None:
     class Same(Mlp):
         def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:  # type: ignore[override]
             return {"x": super().forward(x), "down.weight": x * 2}
@@ -222,7 +222,7 @@ def named(_module: nn.Module, x: torch.Tensor) -> Any:
 
 
 class Answering(nn.Module):
-    """Answers whatever ``answer`` makes of an LSTM and its input."""
+    """Returns what ``answer`` computes from an LSTM and its input."""
 
     def __init__(self, answer: Any) -> None:
         super().__init__()
@@ -238,7 +238,7 @@ def twice(layer: nn.LSTM, x: torch.Tensor) -> Any:
 
 
 class ModelOutput(dict[str, Any]):
-    """transformers' own is told by its name, too."""
+    """The converter recognises transformers' own class by this name."""
 
 
 def of_parts(layer: nn.LSTM, x: torch.Tensor) -> Any:
@@ -248,7 +248,7 @@ def of_parts(layer: nn.LSTM, x: torch.Tensor) -> Any:
     return ModelOutput(text=text, logits=logits, again=logits, cache=cache)
 
 
-def test_what_of_a_transformers_output_is_not_served_is_named() -> None:
+def test_parts_of_a_transformers_output_that_are_not_served_are_named() -> None:
     left_out = adapt(seeded(Answering(of_parts)), X).left_out
     same = "(the same tensor as logits)"
     assert left_out == (f"again {same}", "cache", "text.hidden_states", f"text.logits {same}")
@@ -287,12 +287,12 @@ def test_nested_outputs_keep_their_parts(answer: Any, names: tuple[str, ...]) ->
         (lambda _, x: {"h": (x, x), "h.0": x}, r"two of the model's outputs are named 'h\.0'"),
     ],
 )
-def test_an_output_that_no_graph_can_give_is_refused_by_name(answer: Any, said: str) -> None:
+def test_an_output_that_a_graph_cannot_return_is_rejected_by_name(answer: Any, said: str) -> None:
     with pytest.raises(ConversionError, match=said):
         adapt(Answering(answer), X)
 
 
-def test_a_dimension_that_is_not_free_is_refused() -> None:
+def test_a_model_that_fixes_the_size_of_a_free_dimension_is_rejected() -> None:
     class Fixed(Mlp):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x.reshape(2, 16))

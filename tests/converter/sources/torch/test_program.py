@@ -1,4 +1,4 @@
-"""A program as a torch module: the same answers as the module it was exported from, its tensors by their names."""
+"""A program as a torch module: it has the outputs and the tensor names of the module that was exported."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def program(module: nn.Module, *example: torch.Tensor, widened: tuple[str, ...] 
         (Tied, torch.zeros(2, 3, dtype=torch.int64)),
     ],
 )
-def test_it_answers_bit_for_bit_as_the_module_does(module: type[nn.Module], example: torch.Tensor) -> None:
+def test_a_program_gives_the_outputs_of_the_module_bit_for_bit(module: type[nn.Module], example: torch.Tensor) -> None:
     original = seeded(module()).eval()
     with torch.inference_mode():
         assert torch.equal(program(original, example)(example)["output"], original(example))
@@ -44,7 +44,7 @@ def test_parameters_and_buffers_have_their_names() -> None:
     assert {name for name, _ in made.held.named_buffers()} == {name for name, _ in Cnn().named_buffers()}
 
 
-def test_other_precisions_are_made_fp32_where_that_is_asked_for() -> None:
+def test_other_precisions_are_widened_to_fp32_on_request() -> None:
     class Half(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -61,7 +61,7 @@ def test_other_precisions_are_made_fp32_where_that_is_asked_for() -> None:
         assert torch.equal(made(x)["output"], expected(x))
 
 
-def test_a_name_that_no_module_can_give_a_tensor_is_told() -> None:
+def test_a_tensor_name_that_is_impossible_in_a_module_is_rejected() -> None:
     def edit(table: Any) -> None:
         table["config"]["forward"] = table["config"]["up.bias"]
 
@@ -73,7 +73,7 @@ def test_a_name_that_no_module_can_give_a_tensor_is_told() -> None:
 
 
 class Normed(nn.Module):
-    """Its norm and its table would compute in bf16 under autocast, or not at all."""
+    """Under autocast, its norm and its table would compute in bf16, or fail."""
 
     def __init__(self) -> None:
         super().__init__()

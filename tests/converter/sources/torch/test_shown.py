@@ -1,4 +1,4 @@
-"""What running a module shows of its outputs: which dimensions are free, what they are called, and their dtypes."""
+"""The outputs of a module as a run shows them: which dimensions are free, their names, and the dtypes."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def _shown(function: Callable[[torch.Tensor], torch.Tensor]) -> TensorSpec:
     return spec
 
 
-def test_free_dimensions_have_the_names_of_those_they_follow() -> None:
+def test_free_dimensions_have_the_names_of_the_input_dimensions_they_follow() -> None:
     assert _shown(lambda x: x.transpose(0, 1)).shape == ("seq", "batch", 4)
     assert _shown(lambda x: x.sum((0, 1))).shape == (4,)
     assert _shown(lambda x: x.sum()).shape == ()
 
 
-def test_a_dimension_that_changes_otherwise_is_free_by_a_name_of_its_own() -> None:
+def test_a_free_dimension_that_follows_no_single_input_dimension_has_its_own_name() -> None:
     assert _shown(lambda x: x.flatten(0, 1)).shape == ("output_0", 4)
     assert _shown(lambda x: torch.cat([x, x], 1)).shape == ("batch", "output_1", 4)
 
@@ -47,10 +47,10 @@ def test_dtypes_are_those_that_are_served() -> None:
         _shown(lambda x: torch.complex(x, x))
 
 
-def test_an_output_of_another_rank_for_other_sizes_is_refused() -> None:
+def test_an_output_whose_rank_depends_on_the_sizes_is_rejected() -> None:
     with pytest.raises(ConversionError, match="has 3 dimensions for one input and 1 for another"):
         _shown(lambda x: x if x.shape[0] < 5 else x.flatten())
 
 
-def test_a_size_that_is_not_free_after_all_leaves_what_the_first_run_showed() -> None:
+def test_if_other_sizes_fail_the_shapes_of_the_first_run_are_used() -> None:
     assert _shown(lambda x: x.reshape(2, 7, 4)).shape == ("batch", "seq", 4)

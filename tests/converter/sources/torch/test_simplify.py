@@ -1,4 +1,4 @@
-"""The rules that clean up an exporter's graph: each of them is there, or the conversion says which is not."""
+"""The rewrite rules that clean up an exporter's graph: the conversion fails and names a rule that is missing."""
 
 from __future__ import annotations
 
