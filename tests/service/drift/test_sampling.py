@@ -46,9 +46,11 @@ class Heard:
 
 
 def test_weighted_rows_are_not_biased_by_the_choice_of_requests_and_rows() -> None:
-    """Requests have 1 to 20 rows, of which at most 4 are taken. The weighted mean is within a hundredth, or four
-    standard errors, of the mean of all rows served; the sum of the weights is within 5 % of their number. The
-    unweighted mean is far off, because drift grows with each row."""
+    """Requests have 1 to 20 rows, of which at most 4 are taken.
+
+    The weighted mean is within a hundredth, or four standard errors, of the mean of all rows served; the sum of the
+    weights is within 5 % of their number. The unweighted mean is far off, because drift grows with each row.
+    """
     clock, heard, chance = Clock(), Heard(), random.Random(1)
     policy = ShadowPolicy(rate=0.2, max_per_second=20, max_rows=4)
     chooser = Chooser(policy, heard, 0, chance.random, INPUTS, clock)

@@ -66,8 +66,10 @@ def simulated(seconds: float, seed: int, policy: ShadowPolicy = DEFAULTS) -> tup
 
 
 def test_weighted_samples_are_unbiased_and_unweighted_ones_are_not() -> None:
-    """Over many draws from one population, Horvitz and Thompson's sums, in total and for each kind, are within four
-    standard errors of what they estimate. The same check fails clearly if the weights are left out."""
+    """Horvitz and Thompson's sums are within four standard errors of what they estimate, in total and for each kind.
+
+    They are computed over many draws from one population. The same check fails clearly if the weights are left out.
+    """
     drift, probability, length = simulated(120, seed=1)
     draws = 200
     chosen = np.random.default_rng(2).random((draws, drift.size)) < probability

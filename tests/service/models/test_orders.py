@@ -132,8 +132,10 @@ def test_a_model_unloaded_and_loaded_again_by_the_same_plan_begins_with_bf16(
 
 @pytest.mark.long
 def test_a_plan_loaded_again_after_another_plan_begins_with_bf16(repository: Repository, plan: Plan) -> None:
-    """It is a new generation, to which the order for the earlier one does not apply. Neither a verdict nor a call of
-    ``maintain`` is needed for that."""
+    """It is a new generation, to which the order for the earlier one does not apply.
+
+    Neither a verdict nor a call of ``maintain`` is needed for that.
+    """
     policy = FallbackPolicy(policy="fp32", min_stay_seconds=0)
     plan, another = (replace(plan, serving=Serving(max_queue_size=size, fallback=policy)) for size in (1, 2))
     owner = FallbackOwner(OneServer(lambda: repository), lambda *key: None)

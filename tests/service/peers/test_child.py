@@ -199,8 +199,10 @@ def test_a_child_that_does_not_respond_is_killed(keep: Keep, clock: Clock, lost:
 
 
 def test_a_child_is_not_killed_for_the_time_in_which_the_parent_was_paused(keep: Keep, clock: Clock) -> None:
-    """The parent may be paused with its container, or stopped by a debugger. It cannot hear its children meanwhile, and
-    would otherwise kill all of them at once."""
+    """The parent may be paused with its container, or stopped by a debugger.
+
+    It receives no response meanwhile, and would otherwise kill all its children at once.
+    """
     heard: list[object] = []
     child = keep(_ANSWERS + "time.sleep(600)", {"hello": lambda message: heard.append(message.body)})
     child.maintain()
