@@ -10,7 +10,7 @@ from service.drift.owner import FallbackOwner
 from service.grpcport import Front, drain, extensions, guarded, open_tracing
 from service.httpport import open_http
 from service.models.controller import Controller
-from service.models.deciding import OneServer
+from service.models.deciding import SingleProcess
 from service.models.listing import Listing
 from service.models.plan import Wish
 from service.models.poll import Poll
@@ -23,8 +23,8 @@ from service.process.heap import HeapTrimmer
 from service.process.logsettings import LogSettings
 from service.process.stop import Ending
 from service.process.ticking import Ticking
-from service.shadow.counting import CountingBoth
-from service.shadow.handing import PlannedHand
+from service.shadow.counting import CombinedMetrics
+from service.shadow.handing import PlanSampleSender
 from service.shadow.process import ShadowProcess
 from service.sharedmemory import open_regions
 from service.status_http.evidence import evidence_route
@@ -47,8 +47,10 @@ class Served:
     def __init__(self, config: ServerConfig, wishes: Iterable[Wish] | None = None) -> None:
         self.config = config
         self.metrics = Metrics()
-        self._owner = FallbackOwner(OneServer(lambda: self.repository), lambda *version: self._shadow.restart(*version))
-        self._counting = CountingBoth(
+        self._owner = FallbackOwner(
+            SingleProcess(lambda: self.repository), lambda *version: self._shadow.restart(*version)
+        )
+        self._counting = CombinedMetrics(
             self.metrics,
             lambda: self._shadow.ask_counts(),
             lambda: [(slot.name, slot.version) for slot in self.repository.models()],
@@ -65,7 +67,7 @@ class Served:
             device=config.device,
             threads=config.threads,
             ready_when_empty=config.model_control == "explicit",
-            hand=lambda name, plan: PlannedHand(name, plan, self._shadow.ask, self._shadow.forget),
+            new_sender=lambda name, plan: PlanSampleSender(name, plan, self._shadow.ask, self._shadow.forget),
             on_verdict=self._owner.receive,
         )
         self._controller, self._poll = None, None
@@ -87,7 +89,7 @@ class Served:
         self._traces, self.tracing = open_tracing(config, self.repository, self.metrics.traced)
         self.operations = self._operations()
         self._history = History(lambda: self._counting.samples(NAMES))
-        self._status = Status(self.repository, self._history, why_off=self._shadow.why_off)
+        self._status = Status(self.repository, self._history, off_reason=self._shadow.off_reason)
         evidence = evidence_route(self.repository, self._shadow.evidence if config.evidence else None)
         pages = routes(self.repository, self._counting, self._status.look, evidence)
         self.http = open_http(config, pages, self.metrics, self.credentials)

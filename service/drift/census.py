@@ -11,7 +11,7 @@ from bf16kit.inputranges import InputRange
 from service.contract import Array
 
 
-class Census:
+class RangeChecker:
     """``ranges`` holds the range of each input that has one. An input without a range is never outside."""
 
     def __init__(self, ranges: Mapping[str, InputRange], batch_axis: int | None) -> None:

@@ -15,11 +15,11 @@ from bf16kit.errors import ArtifactError
 from bf16kit.tensors import TensorSpec
 from service.contract import Array
 from service.drift.calibration import Calibration
-from service.drift.census import Census
+from service.drift.census import RangeChecker
 from service.drift.detector import LEARN, Detector, Expected
 from service.drift.diagnosis import diagnose, worst
 from service.drift.observer import DriftObserver
-from service.drift.recent import REQUESTS, Estimate, Recent, Window, estimates
+from service.drift.recent import REQUESTS, Estimate, RecentRows, Window, estimates
 from service.drift.sampling import Sample
 from service.drift.verdict import Cause, DriftVerdict, State
 
@@ -40,13 +40,13 @@ class _Output:
 
     def __init__(self, spec: TensorSpec, expected: Expected | None, outputs: int) -> None:
         self.spec = spec
-        self.recent = Recent()
+        self.recent = RecentRows()
         self.detector = Detector(expected, outputs)
         self.judged = _Judged([], "none", 0.0)
         self.newest = 0  # number of the last request that asked for this output
 
     def restart(self) -> None:
-        self.recent = Recent()
+        self.recent = RecentRows()
         self.detector.restart()
         self.judged = _Judged([], "none", 0.0)
 
@@ -97,7 +97,7 @@ class Comparison:
         self._label = f"model {model!r} version {version}"
         self._calibration = calibration or Calibration()
         self._clock = clock
-        self._census = Census(self._calibration.ranges, batch_axis)
+        self._census = RangeChecker(self._calibration.ranges, batch_axis)
         self._profile: str | None = None
         self._outputs: dict[str, _Output] = {}
         self._common = _Common()

@@ -30,7 +30,7 @@ _FORGOTTEN = 4 * HALF_LIFE  # rows after which it counts nothing, however bad it
 _PACKAGES = ("numpy", "onnxruntime", "onnxruntime-gpu", "torch")
 
 
-class Comparing(Protocol):
+class SampleComparer(Protocol):
     """The interface of :class:`service.drift.comparison.Comparison`."""
 
     def observe(self, expected: Mapping[str, Array], sample: Sample, observer: DriftObserver) -> None: ...
@@ -68,8 +68,8 @@ class _Breach:
     verdict: DriftVerdict
 
 
-class Witness:
-    """A :class:`Comparing` that wraps another one and keeps the worst row of the newest breach.
+class EvidenceRecorder:
+    """A :class:`SampleComparer` that wraps another one and keeps the worst row of the newest breach.
 
     A breach is a verdict of state ``over`` or cause ``broken``. While it lasts, a worse row replaces the kept one. The
     next breach always replaces it. The worst recent row before a breach is kept as well, because the sample that tips
@@ -78,7 +78,7 @@ class Witness:
 
     def __init__(
         self,
-        comparison: Comparing,
+        comparison: SampleComparer,
         batch_axis: int | None,
         budget: Budget,
         *,
@@ -114,7 +114,7 @@ class Witness:
         row = self._row(expected, sample, heard.rows, verdict if over else None)
         self._measured += sample.rows
         if over:
-            self._witness(row, verdict, new=not self._over)
+            self._record_breach(row, verdict, new=not self._over)
         elif row is not None and (self._worst is None or self._fresh(row) > self._fresh(self._worst)):
             self._worst = row.kept()
         self._over = over
@@ -139,7 +139,7 @@ class Witness:
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _witness(self, row: _Row | None, verdict: DriftVerdict, *, new: bool) -> None:
+    def _record_breach(self, row: _Row | None, verdict: DriftVerdict, *, new: bool) -> None:
         candidates = [each for each in (row, self._worst if new else None) if each is not None]
         worst = max(candidates, key=lambda each: self._ratio(each.drift, verdict), default=None)
         self._worst = None

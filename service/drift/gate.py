@@ -17,7 +17,7 @@ from service.drift.verdict import DriftVerdict
 Outcome = Literal["passed", "failed", "error"]
 RETRY_SECONDS = 60.0  # after a gate that did not pass: damaged memory stays damaged, but a device may recover
 LEAST_SECONDS = 10.0  # between two gates: a runtime that fails all the time must not run the samples all the time
-_EDGE = 0.25  # share of a turn's time at each end in which the gate does not begin
+_EDGE = 0.25  # share of a process's time slot at each end in which the gate does not begin
 
 
 def judge(
@@ -62,10 +62,10 @@ def over(model: str, version: int, breaches: Sequence[Breach], budget: Budget, r
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """This process' number among the server's processes: ``number``, from 0, of ``count``.
+class ProcessRank:
+    """The rank of this process among the server's processes: ``number``, from 0, of ``count``.
 
-    Each has its own part of the time.
+    Each process has its own time slot.
     """
 
     number: int = 0
@@ -75,14 +75,14 @@ class Turn:
 class Timetable:
     """Says when the gate is due.
 
-    It is due once in every ``seconds`` (0: never), at a moment that ``draw`` picks in this process's part of them. It
+    It is due once in every ``seconds`` (0: never), at a moment that ``draw`` picks in this process's time slot. It
     is also due after a run that failed, and :data:`RETRY_SECONDS` after a gate that did not pass. Times are
-    :func:`time.monotonic` seconds. Any thread may call :meth:`suspect`; the other methods are for one thread.
+    :func:`time.monotonic` seconds. Any thread may call :meth:`note_failed_run`; the other methods are for one thread.
     """
 
-    def __init__(self, seconds: float, turn: Turn, begun: float, draw: Callable[[], float]) -> None:
+    def __init__(self, seconds: float, rank: ProcessRank, begun: float, draw: Callable[[], float]) -> None:
         self._seconds = seconds
-        self._turn = turn
+        self._rank = rank
         self._begun = begun
         self._draw = draw
         self._suspected = False
@@ -91,7 +91,7 @@ class Timetable:
         self._round = 0
         self._scheduled = self._in_round(0) if seconds else math.inf
 
-    def suspect(self) -> None:
+    def note_failed_run(self) -> None:
         """Note that a run has failed, so the device's outputs should be checked."""
         self._suspected = True
 
@@ -117,4 +117,4 @@ class Timetable:
 
     def _in_round(self, number: int) -> float:
         share = _EDGE + (1 - 2 * _EDGE) * self._draw()
-        return self._begun + self._seconds * (number + (self._turn.number + share) / self._turn.count)
+        return self._begun + self._seconds * (number + (self._rank.number + share) / self._rank.count)

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 _Item = TypeVar("_Item")
 
 
-class LateThread(Generic[_Item]):
+class BackgroundQueue(Generic[_Item]):
     """A queue whose thread calls ``work`` with the waiting items, in order, at most ``at_once`` of them at a time.
 
     ``work`` should not raise. At most ``most`` items may wait. Items that arrive within ``gather_s`` seconds of the

@@ -22,7 +22,7 @@ _Key = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class PrecisionOrder:
     """The precision that is to answer for the version loaded by ``plan`` (a :attr:`service.models.plan.Plan.digest`).
 
     ``reason`` says why. The order does not apply to a version that was loaded by another plan.
@@ -43,7 +43,7 @@ class Order:
         return cls(told["model"], told["version"], told["plan"], told["precision"], told["reason"])
 
 
-class Answers(NamedTuple):
+class ActivePlan(NamedTuple):
     """What currently serves a version: the plan it was loaded by, and since when, in Unix seconds.
 
     A version loaded in its place differs in ``plan`` or ``since``.
@@ -54,14 +54,14 @@ class Answers(NamedTuple):
     policy: FallbackPolicy
 
 
-class Servers(Protocol):
+class ServingProcesses(Protocol):
     """The serving processes, one or several."""
 
-    def answers(self, model: str, version: int) -> Answers | None:
+    def active_plan(self, model: str, version: int) -> ActivePlan | None:
         """Return what all of them currently serve as this version; None if nothing."""
         ...
 
-    def order(self, order: Order) -> Future[None]:
+    def order(self, order: PrecisionOrder) -> Future[None]:
         """Send the order to all of them, and to those started later.
 
         The future ends when one of them, at the earliest, has carried it out. It fails if none could.
@@ -75,9 +75,9 @@ class Servers(Protocol):
 
 @dataclass(slots=True)
 class _State:
-    answers: Answers
+    active: ActivePlan
     fallback: Fallback
-    asked: float = 0.0  # when fp32 was last ordered
+    ordered_at: float = 0.0  # when fp32 was last ordered
 
 
 class FallbackOwner:
@@ -88,12 +88,12 @@ class FallbackOwner:
 
     def __init__(
         self,
-        servers: Servers,
+        processes: ServingProcesses,
         restart: Callable[[str, int], None],
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._servers = servers
+        self._processes = processes
         self._restart = restart
         self._clock = clock
         self._states: dict[_Key, _State] = {}
@@ -105,10 +105,10 @@ class FallbackOwner:
         Samples of a version that was replaced are still measured for a while, so such verdicts do come.
         """
         key, now = (verdict.model, verdict.version), self._clock()
-        answers = self._servers.answers(*key)
+        active = self._processes.active_plan(*key)
         with self._lock:
-            state = self._state(key, answers, now)
-            if state is None or verdict.plan != state.answers.plan or verdict.at < state.answers.since:
+            state = self._state(key, active, now)
+            if state is None or verdict.plan != state.active.plan or verdict.at < state.active.since:
                 return
             before = state.fallback.phase
             if not state.fallback.receive(verdict, now):
@@ -124,24 +124,27 @@ class FallbackOwner:
         now = self._clock()
         with self._lock:
             for key, state in list(self._states.items()):
-                if state.fallback.phase != "fp32" or self._state(key, self._servers.answers(*key), now) is not state:
+                if (
+                    state.fallback.phase != "fp32"
+                    or self._state(key, self._processes.active_plan(*key), now) is not state
+                ):
                     continue
-                if now - state.asked >= state.answers.policy.retry_seconds:
-                    state.asked = now
+                if now - state.ordered_at >= state.active.policy.retry_seconds:
+                    state.ordered_at = now
                     self._order(key, state, "fp32")
 
-    def _state(self, key: _Key, answers: Answers | None, now: float) -> _State | None:
+    def _state(self, key: _Key, active: ActivePlan | None, now: float) -> _State | None:
         """Return the state of the current version.
 
         Another generation starts with a new state and is ordered to answer in bf16. An order for an earlier version of
         the same plan may still be remembered, and would have it answer in fp32.
         """
         state = self._states.get(key)
-        if answers is None:
+        if active is None:
             self._states.pop(key, None)
             return None
-        if state is None or state.answers[:2] != answers[:2]:
-            state = self._states[key] = _State(answers, Fallback(answers.policy, now))
+        if state is None or state.active[:2] != active[:2]:
+            state = self._states[key] = _State(active, Fallback(active.policy, now))
             self._order(key, state, "bf16")
         return state
 
@@ -150,7 +153,7 @@ class FallbackOwner:
         label, fallback = f"model {key[0]!r} version {key[1]}", state.fallback
         if fallback.phase == "warming":
             _log.error("%s is over its drift budget: %s; loading the fp32 reference to answer", label, fallback.reason)
-            state.asked = self._clock()
+            state.ordered_at = self._clock()
             self._order(key, state, "fp32").add_done_callback(lambda done: self._warmed(key, state, done))
             return
         self._order(key, state, "bf16")
@@ -174,14 +177,14 @@ class FallbackOwner:
                 return
             # A runtime's error text belongs in the log; remote clients must not see it.
             public = isinstance(error, Bf16kitError) and not isinstance(error, RuntimeFailure)
-            retry = state.answers.policy.retry_seconds
+            retry = state.active.policy.retry_seconds
             _log.error("%s: fp32 cannot answer; trying again in %g s or later: %s", label, retry, brief(error))
             state.fallback.failed(brief(error) if public else "the server's log says why", self._clock())
             self._order(key, state, "bf16")
 
     def _changed(self, key: _Key, to: Precision) -> None:
-        self._servers.transition(*key, to)
+        self._processes.transition(*key, to)
         self._restart(*key)
 
     def _order(self, key: _Key, state: _State, precision: Precision) -> Future[None]:
-        return self._servers.order(Order(*key, state.answers.plan, precision, state.fallback.reason))
+        return self._processes.order(PrecisionOrder(*key, state.active.plan, precision, state.fallback.reason))

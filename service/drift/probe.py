@@ -11,9 +11,9 @@ from dataclasses import replace
 from bf16kit.errors import Bf16kitError
 from bf16kit.wording import brief
 from service.contract import Array
-from service.drift.late import LateThread
+from service.drift.late import BackgroundQueue
 from service.drift.observer import OutcomeObserver
-from service.drift.sampling import Hand, Sample, size_of
+from service.drift.sampling import Sample, SampleSender, size_of
 from service.drift.shadow import QUEUE_SIZE, lower_priority
 
 _log = logging.getLogger(__name__)
@@ -22,35 +22,35 @@ _Given = tuple[Sample, OutcomeObserver]
 
 
 class Probe:
-    """A :class:`~service.drift.sampling.Hand` in front of another, which replaces outputs of another precision.
+    """A :class:`~service.drift.sampling.SampleSender` in front of another, which replaces outputs of another precision.
 
     Samples of ``precision`` are passed on unchanged. For other samples ``run`` computes the outputs again, on a
     low-priority thread that starts when it is first needed. Samples that find no room are dropped: ``most_bytes``
     bounds those that wait.
     """
 
-    def __init__(self, name: str, precision: str, run: Run, hand: Hand, most_bytes: int) -> None:
+    def __init__(self, name: str, precision: str, run: Run, sender: SampleSender, most_bytes: int) -> None:
         self._name = name
         self._precision = precision
         self._run = run
-        self._hand = hand
+        self._sender = sender
         self._most = most_bytes
         self._lock = threading.Lock()
         self._held = 0
-        self._waiting = LateThread[_Given](
+        self._waiting = BackgroundQueue[_Given](
             f"{name}-probe", self._work, most=QUEUE_SIZE, at_once=1, begin=lower_priority
         )
 
-    def give(self, sample: Sample, observer: OutcomeObserver) -> None:
-        """See :meth:`service.drift.sampling.Hand.give`."""
+    def send(self, sample: Sample, observer: OutcomeObserver) -> None:
+        """See :meth:`service.drift.sampling.SampleSender.send`."""
         if sample.precision == self._precision:
-            self._hand.give(sample, observer)
+            self._sender.send(sample, observer)
         elif not self._keep(sample, observer):
             observer.sampled("dropped", sample.rows)
 
-    def forget(self) -> None:
-        """See :meth:`service.drift.sampling.Hand.forget`."""
-        self._hand.forget()
+    def finish(self) -> None:
+        """See :meth:`service.drift.sampling.SampleSender.finish`."""
+        self._sender.finish()
 
     def stop(self) -> None:
         """Start no further work, and drop the waiting samples. Does not wait for work in progress."""
@@ -98,4 +98,4 @@ class Probe:
             observer.sampled("failed", sample.rows)
         else:
             nbytes = size_of(sample.feeds) + size_of(outputs)
-            self._hand.give(replace(sample, outputs=outputs, nbytes=nbytes, precision=precision), observer)
+            self._sender.send(replace(sample, outputs=outputs, nbytes=nbytes, precision=precision), observer)

@@ -69,7 +69,7 @@ class Window:
         return column
 
 
-class Recent:
+class RecentRows:
     """The recent rows of one output, in ring buffers.
 
     The rows of the newest requests are contiguous, modulo the size.

@@ -111,7 +111,7 @@ class Chooser:
             rows = 1
         elif rows > self._policy.max_rows:
             rows = self._policy.max_rows
-            kept = some_of(request.rows, rows, self._draw)
+            kept = random_indices(request.rows, rows, self._draw)
             probability *= rows / request.rows
         if not self._tokens.take():
             self._observer.sampled("dropped", rows)
@@ -134,22 +134,22 @@ class Chooser:
         self._observer.sampled(outcome, samples)
 
 
-class Hand(Protocol):
-    """Takes the samples of one model to the process with its reference."""
+class SampleSender(Protocol):
+    """Sends the samples of one model to the process with its reference."""
 
-    def give(self, sample: Sample, observer: OutcomeObserver) -> None:
-        """Hand a sample over. Returns at once; ``observer`` hears the outcome later."""
+    def send(self, sample: Sample, observer: OutcomeObserver) -> None:
+        """Send a sample. Returns at once; ``observer`` receives the outcome later."""
 
-    def forget(self) -> None:
+    def finish(self) -> None:
         """Announce that no more samples will come, so the reference is not needed."""
 
 
-class Handing:
-    """Chooses samples and hands them to another process, which has the reference. Loads nothing itself."""
+class SampleForwarder:
+    """Chooses samples and forwards them to another process, which has the reference. Loads nothing itself."""
 
     def __init__(
         self,
-        hand: Hand,
+        sender: SampleSender,
         policy: ShadowPolicy,
         observer: OutcomeObserver,
         *,
@@ -159,7 +159,7 @@ class Handing:
         draw: Callable[[], float] = random.random,
     ) -> None:
         """``profile`` is the artifact's profile that answers."""
-        self._hand = hand
+        self._sender = sender
         self._profile = profile
         self._most = policy.max_bytes
         self._lock = threading.Lock()
@@ -174,7 +174,7 @@ class Handing:
         sample = self._chooser.choose(request, reply, self._hold)
         if sample is not None:
             held = _Held(self._chooser, sample.nbytes, self._give_back)
-            self._hand.give(replace(sample, profile=self._profile), held)
+            self._sender.send(replace(sample, profile=self._profile), held)
 
     def stop(self) -> None:
         self._closed = True
@@ -182,7 +182,7 @@ class Handing:
     def close(self) -> None:
         """End, once every request has ended that might still offer its response."""
         self._closed = True
-        self._hand.forget()
+        self._sender.finish()
 
     def _hold(self, nbytes: int) -> bool:
         with self._lock:
@@ -213,7 +213,7 @@ class _Held:
         self._observer.sampled(outcome, samples)
 
 
-def some_of(rows: int, count: int, draw: Callable[[], float]) -> list[int]:
+def random_indices(rows: int, count: int, draw: Callable[[], float]) -> list[int]:
     """Return ``count`` distinct ones of ``rows``, equally likely, sorted (the first steps of the Fisher-Yates
     shuffle)."""
     moved: dict[int, int] = {}

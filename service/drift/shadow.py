@@ -19,7 +19,7 @@ from typing import Final, Literal, Protocol
 from bf16kit.errors import Bf16kitError, Unavailable
 from bf16kit.wording import brief
 from service.contract import Array
-from service.drift.evidence import Comparing
+from service.drift.evidence import SampleComparer
 from service.drift.observer import Outcome, ReferenceObserver
 from service.drift.policy import ShadowPolicy
 from service.drift.sampling import MOST_WAITING, Sample
@@ -66,7 +66,7 @@ class Shadow:
     def __init__(
         self,
         load: Callable[[], Reference],
-        comparison: Comparing,
+        comparison: SampleComparer,
         policy: ShadowPolicy,
         observer: ReferenceObserver,
         *,

@@ -6,18 +6,18 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from bf16kit.errors import RequestError
-from service.drift.owner import Answers, Order
+from service.drift.owner import ActivePlan, PrecisionOrder
 from service.models.repository import Repository
 from service.request import Precision
 
 
-class OneServer:
-    """See :class:`service.drift.owner.Servers`."""
+class SingleProcess:
+    """See :class:`service.drift.owner.ServingProcesses`."""
 
     def __init__(self, repository: Callable[[], Repository]) -> None:
         self._repository = repository
 
-    def answers(self, model: str, version: int) -> Answers | None:
+    def active_plan(self, model: str, version: int) -> ActivePlan | None:
         try:
             loaded = self._repository().find(model, str(version)).loaded
         except RequestError:  # it was unloaded
@@ -25,9 +25,9 @@ class OneServer:
         if loaded is None:
             return None
         generation, plan = loaded
-        return Answers(plan.digest, generation.since, plan.serving.fallback)
+        return ActivePlan(plan.digest, generation.since, plan.serving.fallback)
 
-    def order(self, order: Order) -> Future[None]:
+    def order(self, order: PrecisionOrder) -> Future[None]:
         return self._repository().order(order)
 
     def transition(self, model: str, version: int, to: Precision) -> None:

@@ -12,9 +12,9 @@ from bf16kit.runtime import Runtime, RuntimeInfo
 from service.batching.batcher import Batcher
 from service.batching.policy import BatchPolicy
 from service.contract import Answering, Array, Bounds, Meaning
-from service.drift.gate import Turn
+from service.drift.gate import ProcessRank
 from service.drift.probe import Probe
-from service.drift.sampling import Hand, Handing
+from service.drift.sampling import SampleForwarder, SampleSender
 from service.models.engine import Engine, SpreadEngine, SwitchedEngine
 from service.models.goldengate import GoldenGate, OnVerdict, ignore_verdict
 from service.models.lease import Leases
@@ -44,16 +44,16 @@ class Generation:
         loaded: Loaded,
         serving: Serving,
         metrics: ModelMetrics,
-        hand: Hand | None = None,
+        sender: SampleSender | None = None,
         on_verdict: OnVerdict = ignore_verdict,
-        turn: Turn = Turn(),  # noqa: B008 -- frozen
+        rank: ProcessRank = ProcessRank(),  # noqa: B008 -- frozen
         *,
         fp32: Callable[[], Runtime] = _none,
         changed: Callable[[], None] = lambda: None,
     ) -> None:
-        """``hand`` takes samples to the process that has the reference; None: drift is not measured.
+        """``sender`` sends samples to the process that has the reference; None: drift is not measured.
 
-        ``receive`` and ``turn`` are for the golden gate. ``fp32`` loads a reference that can answer. ``changed`` is
+        ``on_verdict`` and ``rank`` are for the golden gate. ``fp32`` loads a reference that can answer. ``changed`` is
         called, on any thread, when another precision answers.
         """
         opened, info = loaded.opened, loaded.info
@@ -78,11 +78,11 @@ class Generation:
         self._changed = changed
         self._probe: Probe | None = None
         self._batcher = self._new_batcher(serving)
-        self._shadow = self._new_shadow(opened, serving, hand)
+        self._shadow = self._new_shadow(opened, serving, sender)
         metrics.opened(opened.weight_bytes, opened.outputs)
         metrics.loaded(info, baseline(opened.artifact.manifest, info.profile))
         self.gate = GoldenGate(
-            name, version, loaded, metrics, seconds=serving.golden_seconds, turn=turn, on_verdict=on_verdict
+            name, version, loaded, metrics, seconds=serving.golden_seconds, rank=rank, on_verdict=on_verdict
         )
 
     @property
@@ -177,7 +177,7 @@ class Generation:
         except InputRefused:
             raise
         except RuntimeFailure:
-            self.gate.suspect()
+            self.gate.note_failed_run()
             raise
 
     # --- its parts ----------------------------------------------------------------------------------------------------
@@ -198,14 +198,14 @@ class Generation:
         )
         return Batcher(self._run, policy, self, name=f"{self.name}-{self.version}")
 
-    def _new_shadow(self, opened: Opened, serving: Serving, hand: Hand | None) -> Handing | None:
-        if hand is None or not serving.shadow.on:
+    def _new_shadow(self, opened: Opened, serving: Serving, sender: SampleSender | None) -> SampleForwarder | None:
+        if sender is None or not serving.shadow.on:
             return None
         if opened.artifact.manifest.reference is None and serving.shadow.remote is None:
             _log.warning("%s: no live drift: the artifact holds no fp32 reference", self.label)
             return None
-        self._probe = Probe(self.label, self.info.precision, self._engine.bf16.run, hand, serving.shadow.max_bytes)
-        return Handing(
+        self._probe = Probe(self.label, self.info.precision, self._engine.bf16.run, sender, serving.shadow.max_bytes)
+        return SampleForwarder(
             self._probe, serving.shadow, self.metrics,
             batch_axis=opened.batch_axis, inputs=opened.inputs, profile=self.info.profile,
         )  # fmt: skip

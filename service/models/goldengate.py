@@ -18,7 +18,7 @@ from bf16kit.drift import Breach
 from bf16kit.errors import Bf16kitError
 from bf16kit.wording import brief
 from service.contract import GATE_FAILED
-from service.drift.gate import Outcome, Timetable, Turn, judge, over
+from service.drift.gate import Outcome, ProcessRank, Timetable, judge, over
 from service.drift.shadow import lower_priority
 from service.drift.verdict import DriftVerdict
 from service.models.lease import Lease
@@ -43,7 +43,7 @@ def ignore_verdict(verdict: DriftVerdict) -> None:
 
 
 class GoldenGate:
-    """The golden gate of one generation. :meth:`run` is for one thread; ``suspect`` and ``words`` are for any.
+    """The golden gate of one generation. :meth:`run` is for one thread; ``note_failed_run`` and ``words`` are for any.
 
     ``on_verdict`` receives the verdict of every gate that failed, and of a gate that could not be run twice in a row,
     since a single error may be a short lack of memory. Passed gates are not reported.
@@ -57,7 +57,7 @@ class GoldenGate:
         metrics: ModelMetrics,
         *,
         seconds: float,
-        turn: Turn = Turn(),  # noqa: B008 -- frozen
+        rank: ProcessRank = ProcessRank(),  # noqa: B008 -- frozen
         on_verdict: OnVerdict = ignore_verdict,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -72,14 +72,14 @@ class GoldenGate:
         self._errors = 0
         self._outcome: Outcome = "passed"
         self.words = loaded.golden
-        self.timetable = Timetable(seconds if self._golden is not None else 0.0, turn, time.monotonic(), random.random)
+        self.timetable = Timetable(seconds if self._golden is not None else 0.0, rank, time.monotonic(), random.random)
         if self._golden is not None:
             metrics.gate("passed", clock())  # loading has checked the samples already
 
-    def suspect(self) -> None:
+    def note_failed_run(self) -> None:
         """Note that a run has failed, so that the gate is run soon."""
         if self._golden is not None:
-            self.timetable.suspect()
+            self.timetable.note_failed_run()
 
     def run(self, why: str) -> Outcome:
         """Run and judge the golden samples; record, log and report the outcome. ``why`` is for the log."""

@@ -6,7 +6,7 @@ import threading
 from concurrent.futures import Future
 
 from bf16kit.errors import Unavailable
-from service.drift.owner import Order
+from service.drift.owner import PrecisionOrder
 from service.models.slot import Slot
 
 
@@ -14,10 +14,10 @@ class Orders:
     """Remembers the newest order for each version, and applies it to the generation that answers."""
 
     def __init__(self) -> None:
-        self._orders: dict[tuple[str, int], Order] = {}
+        self._orders: dict[tuple[str, int], PrecisionOrder] = {}
         self._lock = threading.Lock()
 
-    def give(self, order: Order, slot: Slot | None) -> Future[None]:
+    def give(self, order: PrecisionOrder, slot: Slot | None) -> Future[None]:
         """Remember the order, and apply it in ``slot``, the slot of its model and version.
 
         The future fails with Unavailable if another generation answers there, or none. The order is then applied when

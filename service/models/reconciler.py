@@ -16,8 +16,8 @@ from functools import partial
 
 from bf16kit.errors import Bf16kitError, ConfigError, RuntimeFailure, Unavailable
 from bf16kit.runtime.weightstore import OWN, WeightStore
-from service.drift.gate import Turn
-from service.drift.sampling import Hand
+from service.drift.gate import ProcessRank
+from service.drift.sampling import SampleSender
 from service.models import loading
 from service.models.advice import Advice
 from service.models.agreement import OWN_CHOICE, Agreement
@@ -35,8 +35,8 @@ from service.telemetry.metrics import Metrics
 _log = logging.getLogger(__name__)
 _NOT_FOR_CALLERS = "the runtime could not load it, or failed on it; the server's log says why"
 UNLOAD_SECONDS = 30.0  # how long an unload waits for requests in flight
-#: Returns, for a model's name and plan, the hand that gives its samples to the process with the fp32 references.
-HandOf = Callable[[str, Plan], Hand]
+#: Returns, for a model's name and plan, the sender of its samples to the process with the fp32 references.
+NewSender = Callable[[str, Plan], SampleSender]
 _STOPPING = "the server is shutting down; try another"
 
 
@@ -56,10 +56,10 @@ class Reconciler:
         weights: WeightStore = OWN,
         unload_seconds: float = UNLOAD_SECONDS,
         ready_when_empty: bool = False,
-        hand: HandOf | None = None,
+        new_sender: NewSender | None = None,
         agree: Callable[[Plan], Agreement] = lambda plan: OWN_CHOICE,
         on_verdict: OnVerdict = ignore_verdict,
-        turn: Turn = Turn(),  # noqa: B008 -- frozen
+        rank: ProcessRank = ProcessRank(),  # noqa: B008 -- frozen
     ) -> None:
         self.orders = Orders()
         self.leaving: tuple[Slot, ...] = ()  # removed slots whose last requests are in flight
@@ -69,9 +69,9 @@ class Reconciler:
         self._device = device
         self._threads = threads
         self._weights = weights
-        self._hand = hand
+        self._new_sender = new_sender
         self._agree = agree
-        self._on_verdict, self._turn = on_verdict, turn
+        self._on_verdict, self._rank = on_verdict, rank
         self._unload_seconds = unload_seconds
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)
@@ -271,9 +271,9 @@ class Reconciler:
             loaded,
             plan.serving,
             slot.series,
-            None if self._hand is None else self._hand(slot.name, plan),
+            None if self._new_sender is None else self._new_sender(slot.name, plan),
             lambda verdict: self._on_verdict(verdict.of(digest)),
-            self._turn,
+            self._rank,
             fp32=partial(
                 load_fp32, slot.label, loaded.opened, plan.serving, threads=self._threads, weights=self._weights
             ),

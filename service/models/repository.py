@@ -10,15 +10,15 @@ from concurrent.futures import Future
 from bf16kit.errors import InvalidRequest, NotFound, Unavailable
 from bf16kit.runtime.weightstore import OWN, WeightStore
 from bf16kit.wording import quoted, without_long_words
-from service.drift.gate import Turn
-from service.drift.owner import Order
+from service.drift.gate import ProcessRank
+from service.drift.owner import PrecisionOrder
 from service.models.agreement import OWN_CHOICE, Agreement
 from service.models.directory import LONGEST_VERSION
 from service.models.generation import Generation
 from service.models.goldengate import GoldenSchedule, OnVerdict, ignore_verdict
 from service.models.lease import Lease
 from service.models.plan import Plan, Wish
-from service.models.reconciler import UNLOAD_SECONDS, HandOf, Reconciler
+from service.models.reconciler import UNLOAD_SECONDS, NewSender, Reconciler
 from service.models.slot import Slot
 from service.models.slottable import Slots
 from service.request import Precision
@@ -35,9 +35,9 @@ class Repository:
     :meth:`drain`, then :meth:`close`.
 
     ``ready_when_empty``: the server is ready without models, as when clients load them. ``agree`` returns the agreement
-    with other processes on a plan's profile. ``hand`` makes the hand that takes samples of live requests to the process
-    with the fp32 references; None: drift is not measured. ``on_verdict`` receives the verdicts of golden gates that are
-    not passed. ``turn`` is the turn of this process, of those that serve the same models.
+    with other processes on a plan's profile. ``new_sender`` creates the sender of a model's samples to the process with
+    the fp32 references; None: drift is not measured. ``on_verdict`` receives the verdicts of golden gates that are not
+    passed. ``rank`` is the rank of this process among those that serve the same models.
     """
 
     def __init__(
@@ -49,10 +49,10 @@ class Repository:
         weights: WeightStore = OWN,
         unload_seconds: float = UNLOAD_SECONDS,
         ready_when_empty: bool = False,
-        hand: HandOf | None = None,
+        new_sender: NewSender | None = None,
         agree: Callable[[Plan], Agreement] = lambda plan: OWN_CHOICE,
         on_verdict: OnVerdict = ignore_verdict,
-        turn: Turn = Turn(),  # noqa: B008 -- frozen
+        rank: ProcessRank = ProcessRank(),  # noqa: B008 -- frozen
     ) -> None:
         self._callbacks: list[Callable[[], None]] = []
         self._stopping = self._retired = False
@@ -64,10 +64,10 @@ class Repository:
             weights=weights,
             unload_seconds=unload_seconds,
             ready_when_empty=ready_when_empty,
-            hand=hand,
+            new_sender=new_sender,
             agree=agree,
             on_verdict=on_verdict,
-            turn=turn,
+            rank=rank,
         )
         self._schedule = GoldenSchedule(self._serving, self._notify)
 
@@ -90,7 +90,7 @@ class Repository:
         """See :meth:`Reconciler.desire`; does nothing once the server stops."""
         return {} if self._stopping else self._reconciler.desire(wishes)
 
-    def order(self, order: Order) -> Future[None]:
+    def order(self, order: PrecisionOrder) -> Future[None]:
         """See :meth:`service.models.orders.Orders.give`."""
         return self._reconciler.orders.give(order, self._slots.get(order.model, {}).get(order.version))
 

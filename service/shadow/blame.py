@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
-from service.shadow.board import Board, Key, Work, label_of, new_board
+from service.shadow.board import ActivityTracker, Key, Work, label_of, new_tracker_memory
 
 DEATHS = 2  # in a row
 FORGIVEN_SECONDS = 3600.0  # a process that ran this long ends a row of deaths
@@ -26,13 +26,13 @@ class Culprit(NamedTuple):
     reason: str  # shown to users
 
 
-class Blame:
+class CrashTracker:
     """Counts the starts and deaths of the process, on the thread that leads it. ``clock`` is in seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._began = 0.0
-        self._board: Board | None = None  # what the current process works on
+        self._tracker: ActivityTracker | None = None  # what the current process works on
         self._deaths: dict[Key, int] = {}  # per reference at work at the last death: its consecutive deaths
 
     @property
@@ -41,10 +41,13 @@ class Blame:
         return bool(self._deaths)
 
     def begin(self) -> int:
-        """Note that a process starts. Return the descriptor of its board, which the caller closes. Raises OSError."""
-        file = new_board()
+        """Note that a process starts.
+
+        Return the descriptor of its tracker's memory, which the caller closes. Raises OSError.
+        """
+        file = new_tracker_memory()
         try:
-            self._board, self._began = Board(file), self._clock()
+            self._tracker, self._began = ActivityTracker(file), self._clock()
         except BaseException:
             os.close(file)
             raise
@@ -55,12 +58,12 @@ class Blame:
 
         Return the culprit, if there is one. ``known`` are all models that it was to measure.
         """
-        board, self._board = self._board, None
-        if board is None:
+        tracker, self._tracker = self._tracker, None
+        if tracker is None:
             return None
         labels = {label_of(key): key for key in known}
-        at_work = {labels[label]: work for label, work in board.read(labels).items()}
-        board.close()
+        at_work = {labels[label]: work for label, work in tracker.read(labels).items()}
+        tracker.close()
         before = {} if self._clock() - self._began >= FORGIVEN_SECONDS else self._deaths
         self._deaths = {key: before.get(key, 0) + 1 for key in at_work}
         if len(at_work) != 1:

@@ -27,21 +27,21 @@ _BYTES = _PLACE * _PLACES
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
-class Board:
-    """Notes which references are at work.
+class ActivityTracker:
+    """Tracks which references are being loaded or run.
 
-    ``one_by_one``: only one may work at a time, so that a death of the process has a single suspect.
+    ``one_by_one``: only one may be active at a time, so that a death of the process has a single suspect.
     """
 
     def __init__(self, file: int = -1, *, one_by_one: bool = False) -> None:
-        """``file`` is a descriptor from :func:`new_board`, which stays the caller's; −1 uses memory of this process.
-        Raises OSError."""
+        """``file`` is a descriptor from :func:`new_tracker_memory`, which the caller closes; −1 uses memory of this
+        process. Raises OSError."""
         self._memory = mmap.mmap(file, _BYTES)
         self._free = list(range(_PLACES))
         self._turn = threading.Lock() if one_by_one else nullcontext()
 
     @contextmanager
-    def at_work(self, label: str, work: Work) -> Iterator[None]:
+    def track(self, label: str, work: Work) -> Iterator[None]:
         """Note that the reference of model ``label`` is being loaded or run, for the duration of the context."""
         with self._turn:
             try:
@@ -59,7 +59,10 @@ class Board:
                 self._free.append(place)
 
     def read(self, labels: Iterable[str]) -> dict[str, Work]:
-        """Return those of ``labels`` that are at work. One that is both loading and running counts as loading."""
+        """Return what is done with those of ``labels`` that are active.
+
+        One that is both being loaded and run counts as loading.
+        """
         names = {_digest(label): label for label in labels}
         found: dict[str, Work] = {}
         for at in range(0, _BYTES, _PLACE):
@@ -74,12 +77,12 @@ class Board:
 
 
 def label_of(key: Key) -> str:
-    """Return a version's name, on the board and in the log."""
+    """Return a version's name, in the tracker and in the log."""
     return f"model {key[0]!r} version {key[1]}"
 
 
-def new_board() -> int:
-    """Create memory for a board that two processes share.
+def new_tracker_memory() -> int:
+    """Create shared memory, with which two processes use one :class:`ActivityTracker`.
 
     Return its descriptor, which the caller closes. Raises OSError.
     """

@@ -17,7 +17,7 @@ from service.telemetry.whole import Family, Whole, added
 _PATIENCE_SECONDS = 2.0  # wait for the shadow's current counts; without them its last ones are used
 
 
-class CountingBoth:
+class CombinedMetrics:
     """This process' metrics and the shadow's.
 
     ``own`` holds this process' metrics. ``ask`` asks the shadow for its counts; it returns None if there is no shadow.

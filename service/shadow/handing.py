@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from functools import cached_property
 
 from bf16kit.errors import Unavailable
-from service.drift.late import LateThread
+from service.drift.late import BackgroundQueue
 from service.drift.observer import Outcome, OutcomeObserver
 from service.drift.sampling import Sample
 from service.models.plan import Plan, Wish
@@ -23,8 +23,8 @@ _Told = tuple[int, OutcomeObserver]  # a sample's rows, and the observer of its 
 Ask = Callable[[str, Mapping[str, object], list[int]], Future[Body]]
 
 
-class PlannedHand:
-    """A :class:`service.drift.sampling.Hand` for one model, loaded by ``plan``.
+class PlanSampleSender:
+    """A :class:`service.drift.sampling.SampleSender` for one model, loaded by ``plan``.
 
     ``ask`` sends a request to the leading process. ``gone`` is called when no more samples will come, with the model's
     name and what was loaded, as JSON. Samples are sent together a moment later, from a separate thread. The thread that
@@ -45,14 +45,14 @@ class PlannedHand:
         self._ask = ask
         self._gone = gone
         self._said = False
-        self._waiting = LateThread[_Given](f"{name}-samples", self._work, gather_s=together_s)
+        self._waiting = BackgroundQueue[_Given](f"{name}-samples", self._work, gather_s=together_s)
 
     @cached_property
     def _wish(self) -> str:
         return Wish(self._name, (self._plan,)).to_json()
 
-    def give(self, sample: Sample, observer: OutcomeObserver) -> None:
-        """See :meth:`service.drift.sampling.Hand.give`."""
+    def send(self, sample: Sample, observer: OutcomeObserver) -> None:
+        """See :meth:`service.drift.sampling.SampleSender.send`."""
         taken = False
         try:
             taken = self._waiting.put((sample, observer))
@@ -61,8 +61,8 @@ class PlannedHand:
         if not taken:
             observer.sampled("dropped", sample.rows)
 
-    def forget(self) -> None:
-        """See :meth:`service.drift.sampling.Hand.forget`."""
+    def finish(self) -> None:
+        """See :meth:`service.drift.sampling.SampleSender.finish`."""
         for sample, observer in self._waiting.end():
             observer.sampled("dropped", sample.rows)
         self._waiting.join()  # samples sent after gone() would have the model measured again

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from service.drift.evidence import Witness
+from service.drift.evidence import EvidenceRecorder
 from service.drift.observer import Outcome
 from service.drift.policy import ShadowPolicy
 from service.drift.sampling import Sample, TokenBucket
@@ -20,7 +20,7 @@ from service.telemetry.modelmetrics import ModelMetrics
 
 
 @dataclass(frozen=True, slots=True)
-class Early:
+class EarlySample:
     """A sample that arrived before its artifact was open."""
 
     sample: Sample
@@ -28,18 +28,18 @@ class Early:
 
 
 @dataclass(eq=False)
-class Measured:
+class MeasuredVersion:
     """A version whose samples are measured."""
 
     wish: str
     plan: Plan
     metrics: ModelMetrics
     tokens: TokenBucket
-    early: list[Early] = field(default_factory=list)
+    early: list[EarlySample] = field(default_factory=list)
     shadow: Shadow | None = None
     failed: bool = False
     verdict: DriftVerdict | None = None  # the newest
-    witness: Witness | None = None  # set if evidence is kept
+    recorder: EvidenceRecorder | None = None  # set if evidence is kept
     files: Mapping[str, str] = field(default_factory=dict)  # the artifact's files and their sha256
     told: DriftVerdict | None = None
 
@@ -59,7 +59,7 @@ class Measured:
         elif self.shadow is not None:
             self.shadow.put(sample, told)
         elif len(self.early) < QUEUE_SIZE and self._held + sample.nbytes <= self.policy.max_bytes:
-            self.early.append(Early(sample, told))
+            self.early.append(EarlySample(sample, told))
         else:
             told("dropped")
 

@@ -12,14 +12,19 @@ from service.contract import Array
 from service.drift.policy import ShadowPolicy
 from service.drift.shadow import Reference
 from service.models.opening import Opened
-from service.shadow.board import Board
+from service.shadow.board import ActivityTracker
 from service.shadow.memory import Memory, default_bound, fp32_bytes
 
 _log = logging.getLogger(__name__)
 
 
 def open_reference(
-    name: str, policy: ShadowPolicy, opened: Opened, memory: Memory, board: Board, authority: Path | None = None
+    name: str,
+    policy: ShadowPolicy,
+    opened: Opened,
+    memory: Memory,
+    tracker: ActivityTracker,
+    authority: Path | None = None,
 ) -> Reference:
     """Load the reference here, or connect to another server, for the low-priority thread that will call it.
 
@@ -49,19 +54,19 @@ def open_reference(
             f"its weights are {weights} bytes in fp32, over shadow.reference_memory_bytes {bound}; raise that in"
             " serving.yaml, or have another server run the reference (shadow.reference: grpc://…)"
         )
-    with board.at_work(name, "loading"):
+    with tracker.track(name, "loading"):
         _log.info("%s: its fp32 reference is being loaded", name)  # logged first, in case loading kills the process
         reference = memory.load(name, bound, lambda: load_reference(opened.artifact, threads=1, low_priority=True))
-    return OnBoard(name, reference, board)
+    return TrackedReference(name, reference, tracker)
 
 
-class OnBoard:
-    """A :class:`service.drift.shadow.Reference` that notes its runs on the board."""
+class TrackedReference:
+    """A :class:`service.drift.shadow.Reference` whose runs are tracked."""
 
-    def __init__(self, name: str, reference: Reference, board: Board) -> None:
+    def __init__(self, name: str, reference: Reference, tracker: ActivityTracker) -> None:
         self._name = name
         self._reference = reference
-        self._board = board
+        self._tracker = tracker
 
     @property
     def up(self) -> bool:
@@ -69,7 +74,7 @@ class OnBoard:
 
     def run(self, feeds: Mapping[str, Array], outputs: Sequence[str], *, seconds: float) -> dict[str, Array]:
         """See :meth:`service.drift.shadow.Reference.run`."""
-        with self._board.at_work(self._name, "running"):
+        with self._tracker.track(self._name, "running"):
             return self._reference.run(feeds, outputs, seconds=seconds)
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ from service.peers.channel import Body
 from service.peers.child import Child
 from service.peers.peer import ENDED, Handler, Message, Peer
 from service.process.config import ServerConfig
-from service.shadow.blame import Blame
+from service.shadow.blame import CrashTracker
 from service.shadow.board import Key, label_of
 from service.shadow.fetching import fetch
 from service.shadow.gauges import Gauges
@@ -85,7 +85,7 @@ class ShadowProcess:
         self._wishes: dict[Key, str] = {}  # the versions that it measures
         self._off: dict[Key, str] = {}  # versions that stay off because they kill it again and again, and why
         self._gauges = Gauges()
-        self._blame = Blame()
+        self._blame = CrashTracker()
         handlers: dict[str, Handler] = {
             "counts": self._hear,
             "verdict": lambda message: verdicts(DriftVerdict.from_json(message.body)),
@@ -107,7 +107,7 @@ class ShadowProcess:
         peer.ask("counts").add_done_callback(lambda done: self._pass_on(done, told))
         return told
 
-    def why_off(self, model: str, version: int) -> str:
+    def off_reason(self, model: str, version: int) -> str:
         """Return why a reference stays off, for users; "" if it does not."""
         return self._off.get((model, version), "")
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from bf16kit.errors import ArtifactError, Bf16kitError, NotFound
 from bf16kit.orphans import end_with
-from service.drift.evidence import Witness
+from service.drift.evidence import EvidenceRecorder
 from service.drift.sampling import TokenBucket
 from service.drift.shadow import NICENESS, Shadow
 from service.drift.verdict import DriftVerdict
@@ -33,9 +33,9 @@ from service.peers.signals import leave_signals_to_the_parent
 from service.process.heap import HeapTrimmer, bound_heap
 from service.process.logs import configure
 from service.process.ticking import Ticking
-from service.shadow.board import Board, Key, label_of
+from service.shadow.board import ActivityTracker, Key, label_of
 from service.shadow.fetching import KIND, answer
-from service.shadow.measured import Measured, Outcomes
+from service.shadow.measured import MeasuredVersion, Outcomes
 from service.shadow.memory import Memory
 from service.shadow.opening import open_reference
 from service.shadow.samples import unpack
@@ -54,8 +54,8 @@ class References:
     def __init__(self, end: socket.socket) -> None:
         self._metrics = Metrics()
         self._memory = Memory(limit=True)
-        self._board = Board()  # private until the server sends the shared one
-        self._models: dict[Key, Measured] = {}
+        self._tracker = ActivityTracker()  # private until the server sends the shared one
+        self._models: dict[Key, MeasuredVersion] = {}
         self._lock = threading.RLock()  # reporting a sample's outcome may call back into this class
         self._opening = ThreadPoolExecutor(1, "opening")
         self._ended = threading.Event()
@@ -95,11 +95,11 @@ class References:
         """Raises NotFound if there is none."""
         with self._lock:
             model = self._models.get((name, version))
-        if model is None or model.witness is None:
+        if model is None or model.recorder is None:
             raise NotFound(
                 f"model {name!r} version {version}: no live sample has been measured, so there is no evidence"
             )
-        return model.witness.evidence(model.files).dumps()
+        return model.recorder.evidence(model.files).dumps()
 
     # --- messages from the server -------------------------------------------------------------------------------------
 
@@ -108,7 +108,7 @@ class References:
         self._keeps_evidence = message.body["evidence"]
         if (path := message.body["reference_ca"]) is not None:
             self._reference_ca = Path(path)
-        self._board = Board(message.files[0], one_by_one=message.body["one_by_one"])
+        self._tracker = ActivityTracker(message.files[0], one_by_one=message.body["one_by_one"])
 
     def _begin(self, message: Message) -> None:
         with self._lock:
@@ -144,7 +144,7 @@ class References:
 
     # --- models, with the lock held -----------------------------------------------------------------------------------
 
-    def _model(self, text: str) -> Measured:
+    def _model(self, text: str) -> MeasuredVersion:
         """Return what measures the samples of this wish. It replaces what measured another wish of the same version."""
         known = next((model for model in self._models.values() if model.wish == text), None)
         if known is not None:
@@ -158,13 +158,13 @@ class References:
         if known is not None:
             self._close(known)
         tokens = TokenBucket(plan.serving.shadow.max_per_second)
-        model = Measured(text, plan, self._metrics.add(*key), tokens)
+        model = MeasuredVersion(text, plan, self._metrics.add(*key), tokens)
         model.metrics.reference_up(False)
         self._models[key] = model
         self._opening.submit(self._open, key, model)
         return model
 
-    def _close(self, model: Measured) -> None:
+    def _close(self, model: MeasuredVersion) -> None:
         """Stop measuring a model. Its thread frees the reference after its current sample."""
         model.failed = True
         early, model.early = model.early, []
@@ -175,10 +175,10 @@ class References:
 
     # --- on other threads ---------------------------------------------------------------------------------------------
 
-    def _open(self, key: Key, model: Measured) -> None:
+    def _open(self, key: Key, model: MeasuredVersion) -> None:
         label = label_of(key)
         try:
-            with self._board.at_work(label, "loading"):
+            with self._tracker.track(label, "loading"):
                 opened = self._opened(model)
             model.metrics.opened(opened.weight_bytes, opened.outputs)
             shadow = self._new_shadow(key, model, opened)
@@ -202,27 +202,27 @@ class References:
             for each in early:
                 shadow.put(each.sample, each.told)
 
-    def _opened(self, model: Measured) -> Opened:
+    def _opened(self, model: MeasuredVersion) -> Opened:
         if stamp_of(model.plan.path) != model.plan.stamp:
             raise ArtifactError("its files have changed since it was loaded")
         return open_artifact(model.plan.path, model.plan.serving)
 
-    def _new_shadow(self, key: Key, model: Measured, opened: Opened) -> Shadow:
+    def _new_shadow(self, key: Key, model: MeasuredVersion, opened: Opened) -> Shadow:
         name = label_of(key)
         comparison = new_comparison(*key, opened)
         if self._keeps_evidence:
-            model.witness = Witness(comparison, opened.batch_axis, opened.budget)
+            model.recorder = EvidenceRecorder(comparison, opened.batch_axis, opened.budget)
             model.files = {file: entry.sha256 for file, entry in opened.artifact.manifest.files.items()}
         return Shadow(
-            lambda: open_reference(name, model.policy, opened, self._memory, self._board, self._reference_ca),
-            model.witness or comparison,
+            lambda: open_reference(name, model.policy, opened, self._memory, self._tracker, self._reference_ca),
+            model.recorder or comparison,
             model.policy,
             model.metrics,
             name=name,
             measured=lambda: self._judge(model, comparison.verdict),
         )
 
-    def _judge(self, model: Measured, verdict: Callable[[], DriftVerdict]) -> None:
+    def _judge(self, model: MeasuredVersion, verdict: Callable[[], DriftVerdict]) -> None:
         """Update the verdict after each sample.
 
         Changes are reported at once, everything else together with the counts.
@@ -231,7 +231,7 @@ class References:
         if model.told is None or model.verdict.told != model.told.told:
             self._tell_verdict(model)
 
-    def _tell_verdict(self, model: Measured) -> None:
+    def _tell_verdict(self, model: MeasuredVersion) -> None:
         with self._lock:
             verdict, live = model.verdict, model in self._models.values()
             news = live and verdict is not None and verdict is not model.told

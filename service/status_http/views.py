@@ -129,14 +129,14 @@ class Status:
         *,
         workers: int = 1,
         clock: Callable[[], float] = time.time,
-        why_off: Callable[[str, int], str] = lambda model, version: "",
+        off_reason: Callable[[str, int], str] = lambda model, version: "",
     ) -> None:
-        """``why_off`` returns why a version's fp32 reference stays off; "" if it does not."""
+        """``off_reason`` returns why a version's fp32 reference stays off; "" if it does not."""
         self._registry = registry
         self._history = history
         self._workers = workers
         self._clock = clock
-        self._why_off = why_off
+        self._why_off = off_reason
         self._begun = time.monotonic()
         self._ports = 0, 0
 

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 
 from bf16kit.errors import Unavailable
 from bf16kit.wording import brief
-from service.drift.owner import Answers, Order
+from service.drift.owner import ActivePlan, PrecisionOrder
 from service.peers.channel import Body
 from service.request import Precision
 from service.workers.changes import died
@@ -21,7 +21,7 @@ _REMEMBERED = "precision"  # sent to a worker at its start; a running one is sen
 
 
 class WorkerProcesses:
-    """A :class:`service.drift.owner.Servers` of several workers."""
+    """A :class:`service.drift.owner.ServingProcesses` of several workers."""
 
     def __init__(self, fleet: Fleet, clock: Callable[[], float] = time.time) -> None:
         self._fleet = fleet
@@ -40,16 +40,16 @@ class WorkerProcesses:
         for version in versions:
             self._fleet.forget(_REMEMBERED, f"{model}/{version}")
 
-    def answers(self, model: str, version: int) -> Answers | None:
+    def active_plan(self, model: str, version: int) -> ActivePlan | None:
         wish = self._fleet.wishes.get(model)
         plan = None if wish is None else next((plan for plan in wish.plans if plan.version == version), None)
         if plan is None:
             return None
         with self._lock:
             since = self._since.get((model, version), 0.0)
-        return Answers(plan.digest, since, plan.serving.fallback)
+        return ActivePlan(plan.digest, since, plan.serving.fallback)
 
-    def order(self, order: Order) -> Future[None]:
+    def order(self, order: PrecisionOrder) -> Future[None]:
         """Return a future that ends when all workers have answered. It fails if none can carry the order out."""
         body = order.to_json()
         self._fleet.remember(_REMEMBERED, f"{order.model}/{order.version}", body)

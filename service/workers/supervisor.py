@@ -55,7 +55,7 @@ def supervise(config: ServerConfig, stop: Stop, started: Started) -> Ending:
         supervisor = Supervisor(config, port.port)
         fleet, overview = supervisor.fleet, Overview(supervisor.fleet, supervisor.counting.statistics_of)
         history = History(lambda: supervisor.counting.samples(NAMES))
-        status = Status(overview, history, workers=config.workers, why_off=supervisor.shadow.why_off)
+        status = Status(overview, history, workers=config.workers, off_reason=supervisor.shadow.off_reason)
         evidence = evidence_route(overview, supervisor.shadow.evidence if config.evidence else None)
         pages = routes(overview, supervisor.counting, status.look, evidence)
         http = open_http(config, pages, supervisor.metrics, Credentials.of(config))

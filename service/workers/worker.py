@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from bf16kit.errors import Bf16kitError, Unavailable
 from bf16kit.orphans import end_with
-from service.drift.gate import Turn
-from service.drift.owner import Order
+from service.drift.gate import ProcessRank
+from service.drift.owner import PrecisionOrder
 from service.grpcport import build_transport, drain, extensions, guarded, open_tracing
 from service.models.plan import Wish
 from service.models.repository import Repository
@@ -31,7 +31,7 @@ from service.process.logs import configure
 from service.process.logsettings import LogSettings
 from service.process.stop import Ending
 from service.process.ticking import Ticking
-from service.shadow.handing import PlannedHand
+from service.shadow.handing import PlanSampleSender
 from service.sharedmemory import new_table
 from service.telemetry.metrics import Metrics
 from service.workers.agreements import AgreementProxy
@@ -184,10 +184,10 @@ class Worker:
             threads=threads_of(config.threads, config.workers),
             weights=weights,
             ready_when_empty=config.model_control == "explicit",
-            hand=lambda name, plan: PlannedHand(name, plan, self._peer.ask),
+            new_sender=lambda name, plan: PlanSampleSender(name, plan, self._peer.ask),
             agree=lambda plan: AgreementProxy(plan, self._peer.ask),
             on_verdict=lambda verdict: self._peer.tell("verdict", verdict.to_json()),
-            turn=Turn(body["number"] - 1, config.workers),
+            rank=ProcessRank(body["number"] - 1, config.workers),
         )
         repository.desire(Wish.from_json(wish) for wish in body["wishes"])
         registry = MergedRegistry(repository, self._latest_view)
@@ -224,10 +224,10 @@ class Worker:
 
     def _remember(self, message: Message) -> None:
         """Store an order, which is carried out once its model is loaded."""
-        self._served.order(Order.from_json(message.body))
+        self._served.order(PrecisionOrder.from_json(message.body))
 
     def _switch(self, message: Message) -> Any:
-        return self._served.order(Order.from_json(message.body))
+        return self._served.order(PrecisionOrder.from_json(message.body))
 
     def _transition(self, message: Message) -> None:
         self._served.transition(message.body["model"], message.body["version"], message.body["to"])

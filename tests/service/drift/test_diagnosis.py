@@ -7,7 +7,7 @@ import pytest
 from bf16kit.drift import SampleDrift
 from service.drift.detector import Expected
 from service.drift.diagnosis import diagnose, worst
-from service.drift.recent import Recent, Window
+from service.drift.recent import RecentRows, Window
 from service.drift.verdict import Cause
 
 CENTRE = 4e-3
@@ -17,7 +17,7 @@ WIDE = Expected(math.log(CENTRE), 1.0, 0.5)
 
 def window(*rows: tuple[float, int, bool], weights: tuple[float, ...] = ()) -> Window:
     """Return a window of rows: drift ÷ centre, number of elements not finite, and whether an input is out of range."""
-    recent = Recent()
+    recent = RecentRows()
     for at, (factor, bad, outside) in enumerate(rows):
         drift = SampleDrift(factor * CENTRE, 0.0, 0.0, 0.0, 0, 0, bad)
         recent.add([drift], weights[at] if weights else 1.0, [outside])

@@ -14,7 +14,7 @@ from bf16kit.errors import NotFound
 from bf16kit.evidence import Evidence
 from bf16kit.tensors import Array, TensorSpec
 from service.drift.comparison import Comparison
-from service.drift.evidence import HALF_LIFE, Witness
+from service.drift.evidence import HALF_LIFE, EvidenceRecorder
 from service.drift.observer import DriftObserver
 from service.drift.sampling import Sample
 from service.drift.verdict import STATES, Cause, DriftVerdict, State
@@ -75,14 +75,14 @@ def asked(*drifts: float, axis: int = 0) -> tuple[dict[str, Array], Sample]:
     return {"y": arrays[2]}, sample
 
 
-def put(witness: Witness, *drifts: float, axis: int = 0) -> Sample:
+def put(recorder: EvidenceRecorder, *drifts: float, axis: int = 0) -> Sample:
     expected, sample = asked(*drifts, axis=axis)
-    witness.observe(expected, sample, Ignoring())
+    recorder.observe(expected, sample, Ignoring())
     return sample
 
 
-def kept(witness: Witness) -> Evidence:
-    return witness.evidence(FILES)
+def kept(recorder: EvidenceRecorder) -> Evidence:
+    return recorder.evidence(FILES)
 
 
 def relative_l2(evidence: Evidence) -> float:
@@ -92,10 +92,10 @@ def relative_l2(evidence: Evidence) -> float:
 @pytest.mark.parametrize(("state", "cause"), [("over", "rounding"), ("unknown", "broken")])
 def test_only_the_worst_row_of_a_breach_is_kept(state: State, cause: Cause) -> None:
     told = Told()
-    witness = Witness(told, 0, BUDGET, clock=lambda: 1767225600.0)
+    recorder = EvidenceRecorder(told, 0, BUDGET, clock=lambda: 1767225600.0)
     told.say(state, cause)
-    sample = put(witness, 0.02, 0.5, 0.03)
-    found = kept(witness)
+    sample = put(recorder, 0.02, 0.5, 0.03)
+    found = kept(recorder)
     np.testing.assert_array_equal(found.feeds["x"], sample.feeds["x"][1:2])
     np.testing.assert_array_equal(found.served["y"], sample.outputs["y"][1:2])
     assert (found.reference["y"] == 1).all()
@@ -111,18 +111,18 @@ def test_only_the_worst_row_of_a_breach_is_kept(state: State, cause: Cause) -> N
 
 def test_the_row_is_taken_along_the_models_batch_axis() -> None:
     told = Told((TensorSpec("y", "float32", (8, "batch")),), 1)
-    witness = Witness(told, 1, BUDGET)
+    recorder = EvidenceRecorder(told, 1, BUDGET)
     told.say("over")
-    sample = put(witness, 0.02, 0.5, axis=1)
-    np.testing.assert_array_equal(kept(witness).feeds["x"], sample.feeds["x"][:, 1:2])
+    sample = put(recorder, 0.02, 0.5, axis=1)
+    np.testing.assert_array_equal(kept(recorder).feeds["x"], sample.feeds["x"][:, 1:2])
 
 
 def test_without_a_batch_axis_the_sample_is_kept_whole() -> None:
     told = Told((TensorSpec("y", "float32", (2, 8)),), None)
-    witness = Witness(told, None, BUDGET)
+    recorder = EvidenceRecorder(told, None, BUDGET)
     told.say("over")
-    sample = put(witness, 0.5, 0.02)
-    found = kept(witness)
+    sample = put(recorder, 0.5, 0.02)
+    found = kept(recorder)
     np.testing.assert_array_equal(found.feeds["x"], sample.feeds["x"])
     assert (found.header.rows, found.header.batch_axis) == (2, None)
 
@@ -130,126 +130,126 @@ def test_without_a_batch_axis_the_sample_is_kept_whole() -> None:
 def test_outputs_without_rows_are_not_split() -> None:
     """Otherwise the evidence would hold one row of the inputs and the outputs of all rows."""
     told = Told((Y,), None)
-    witness = Witness(told, 0, BUDGET)
+    recorder = EvidenceRecorder(told, 0, BUDGET)
     told.say("over")
-    sample = put(witness, 0.5, 0.02)
-    np.testing.assert_array_equal(kept(witness).feeds["x"], sample.feeds["x"])
+    sample = put(recorder, 0.5, 0.02)
+    np.testing.assert_array_equal(kept(recorder).feeds["x"], sample.feeds["x"])
 
 
 def test_nothing_is_kept_without_a_breach() -> None:
     told = Told()
-    witness = Witness(told, 0, BUDGET)
+    recorder = EvidenceRecorder(told, 0, BUDGET)
     for state in STATES[:2]:
         told.say(state)
-        put(witness, 0.5)
+        put(recorder, 0.5)
         with pytest.raises(NotFound, match="model 'm' version 1 has not been over its budget"):
-            kept(witness)
+            kept(recorder)
 
 
 def test_a_row_from_before_a_breach_is_kept_if_it_was_worse_than_the_breaching_row() -> None:
     told = Told()
-    witness = Witness(told, 0, BUDGET)
-    worst = put(witness, 0.9)
-    put(witness, 0.2)
+    recorder = EvidenceRecorder(told, 0, BUDGET)
+    worst = put(recorder, 0.9)
+    put(recorder, 0.2)
     told.say("over")
-    put(witness, 0.3)
-    np.testing.assert_array_equal(kept(witness).feeds["x"], worst.feeds["x"])
+    put(recorder, 0.3)
+    np.testing.assert_array_equal(kept(recorder).feeds["x"], worst.feeds["x"])
 
 
 def test_a_row_from_long_before_a_breach_is_not_its_evidence() -> None:
     told = Told()
-    witness = Witness(told, 0, BUDGET)
-    put(witness, 0.9)
+    recorder = EvidenceRecorder(told, 0, BUDGET)
+    put(recorder, 0.9)
     for _ in range(2 * HALF_LIFE):
-        put(witness, 0.001)
-    later = put(witness, 0.4)
+        put(recorder, 0.001)
+    later = put(recorder, 0.4)
     for _ in range(HALF_LIFE):
-        put(witness, 0.001)
+        put(recorder, 0.001)
     told.say("over")
-    put(witness, 0.05)
-    np.testing.assert_array_equal(kept(witness).feeds["x"], later.feeds["x"])
+    put(recorder, 0.05)
+    np.testing.assert_array_equal(kept(recorder).feeds["x"], later.feeds["x"])
 
 
 def test_a_row_that_is_not_finite_is_forgotten_too() -> None:
     told = Told()
-    witness = Witness(told, 0, BUDGET)
-    put(witness, math.nan)
+    recorder = EvidenceRecorder(told, 0, BUDGET)
+    put(recorder, math.nan)
     for _ in range(5 * HALF_LIFE):
-        put(witness, 0.001)
+        put(recorder, 0.001)
     told.say("over")
-    put(witness, 0.05)
-    assert relative_l2(kept(witness)) == pytest.approx(0.05)
+    put(recorder, 0.05)
+    assert relative_l2(kept(recorder)) == pytest.approx(0.05)
 
 
 def test_during_a_breach_only_a_worse_row_replaces_the_kept_row() -> None:
     told = Told()
-    witness = Witness(told, 0, BUDGET)
+    recorder = EvidenceRecorder(told, 0, BUDGET)
     told.say("over")
-    put(witness, 0.3)
-    put(witness, 0.2)
-    assert relative_l2(kept(witness)) == pytest.approx(0.3)
-    put(witness, 0.4)
-    assert relative_l2(kept(witness)) == pytest.approx(0.4)
+    put(recorder, 0.3)
+    put(recorder, 0.2)
+    assert relative_l2(kept(recorder)) == pytest.approx(0.3)
+    put(recorder, 0.4)
+    assert relative_l2(kept(recorder)) == pytest.approx(0.4)
 
 
 def test_the_evidence_of_a_breach_is_kept_until_the_next_breach() -> None:
     told = Told()
-    witness = Witness(told, 0, BUDGET)
+    recorder = EvidenceRecorder(told, 0, BUDGET)
     told.say("over")
-    put(witness, 0.9)
+    put(recorder, 0.9)
     told.say("within")
-    put(witness, 0.001)
-    assert relative_l2(kept(witness)) == pytest.approx(0.9)
+    put(recorder, 0.001)
+    assert relative_l2(kept(recorder)) == pytest.approx(0.9)
     told.say("over")
-    put(witness, 0.1)
-    assert relative_l2(kept(witness)) == pytest.approx(0.1)
+    put(recorder, 0.1)
+    assert relative_l2(kept(recorder)) == pytest.approx(0.1)
 
 
 def test_the_row_is_the_worst_in_the_metric_that_the_verdict_names() -> None:
     """Another logit is the largest in that row, which is close to the reference in everything else."""
     told = Told((Y, Z))
-    witness = Witness(told, 0, BUDGET)
+    recorder = EvidenceRecorder(told, 0, BUDGET)
     told.say("over", output="z", metric="top1_agreement")
     reference = {"y": np.ones((2, 8), np.float32), "z": np.array([[1, 2, 3, 4], [1, 2, 3, 3.01]], np.float32)}
     served = {"y": reference["y"] * np.array([[9], [1]], np.float32), "z": reference["z"].copy()}
     served["z"][1, 2] = 3.02
     x = np.array([[1], [2]], np.float32)
-    witness.observe(reference, Sample({"x": x}, served, 2, 0, profile="cpu"), Ignoring())
-    assert kept(witness).feeds["x"].tolist() == [[2]]
+    recorder.observe(reference, Sample({"x": x}, served, 2, 0, profile="cpu"), Ignoring())
+    assert kept(recorder).feeds["x"].tolist() == [[2]]
 
 
 def test_the_evidence_has_its_own_memory() -> None:
     told = Told()
-    witness = Witness(told, 0, BUDGET)
+    recorder = EvidenceRecorder(told, 0, BUDGET)
     told.say("over")
-    sample = put(witness, 0.5, 0.1)
-    before = float(kept(witness).feeds["x"][0, 0])
+    sample = put(recorder, 0.5, 0.1)
+    before = float(kept(recorder).feeds["x"][0, 0])
     sample.feeds["x"][:] = -1
-    assert kept(witness).feeds["x"][0, 0] == before
-    assert kept(witness).feeds["x"].base is None
+    assert kept(recorder).feeds["x"][0, 0] == before
+    assert kept(recorder).feeds["x"].base is None
 
 
 def test_a_row_over_the_size_limit_is_not_kept_and_the_error_says_so() -> None:
     told = Told()
-    witness = Witness(told, 0, BUDGET, most_bytes=71)
+    recorder = EvidenceRecorder(told, 0, BUDGET, most_bytes=71)
     told.say("over")
-    put(witness, 0.5)
+    put(recorder, 0.5)
     with pytest.raises(NotFound, match="have 72 bytes each; at most 71 are kept"):
-        kept(witness)
+        kept(recorder)
 
 
 def test_rows_that_are_too_large_are_no_breach_by_themselves() -> None:
     told = Told()
-    witness = Witness(told, 0, BUDGET, most_bytes=71)
+    recorder = EvidenceRecorder(told, 0, BUDGET, most_bytes=71)
     told.say("within")
-    put(witness, 0.001)
+    put(recorder, 0.001)
     with pytest.raises(NotFound, match="model 'm' version 1 has not been over its budget"):
-        kept(witness)
+        kept(recorder)
 
 
 def test_a_breach_with_too_large_rows_replaces_the_evidence_of_the_breach_before() -> None:
     told = Told((Y,), None)
-    witness = Witness(told, None, BUDGET, most_bytes=100)
+    recorder = EvidenceRecorder(told, None, BUDGET, most_bytes=100)
     steps: tuple[tuple[State, tuple[float, ...], float | None], ...] = (
         ("over", (0.9,), 0.9),
         ("over", (0.95, 0.95), 0.9),  # still the same breach
@@ -261,24 +261,24 @@ def test_a_breach_with_too_large_rows_replaces_the_evidence_of_the_breach_before
     )
     for state, drifts, shown in steps:
         told.say(state)
-        put(witness, *drifts)
+        put(recorder, *drifts)
         if shown is None:
             with pytest.raises(NotFound, match="the rows of its last breach have 144 bytes each; at most 100 are kept"):
-                kept(witness)
+                kept(recorder)
         else:
-            assert relative_l2(kept(witness)) == pytest.approx(shown)
+            assert relative_l2(kept(recorder)) == pytest.approx(shown)
 
 
 def test_a_restart_is_passed_on_and_the_next_breach_is_a_new_one() -> None:
     told = Told()
-    witness = Witness(told, 0, BUDGET)
+    recorder = EvidenceRecorder(told, 0, BUDGET)
     told.say("over")
-    put(witness, 0.9)
-    witness.restart()
+    put(recorder, 0.9)
+    recorder.restart()
     assert told.restarted == 1
-    assert relative_l2(kept(witness)) == pytest.approx(0.9)
-    put(witness, 0.2)
-    assert relative_l2(kept(witness)) == pytest.approx(0.2), "what answers is another: this is another breach"
+    assert relative_l2(kept(recorder)) == pytest.approx(0.9)
+    put(recorder, 0.2)
+    assert relative_l2(kept(recorder)) == pytest.approx(0.2), "what answers is another: this is another breach"
 
 
 def test_a_witness_does_not_change_what_the_observer_gets() -> None:
@@ -286,7 +286,7 @@ def test_a_witness_does_not_change_what_the_observer_gets() -> None:
     heard: list[Any] = []
     for watched in (False, True):
         comparison, observer = Comparison([Y], 0, BUDGET, model="m", version=1), Ignoring()
-        subject = Witness(comparison, 0, BUDGET) if watched else comparison
+        subject = EvidenceRecorder(comparison, 0, BUDGET) if watched else comparison
         for drift in (0.002, 0.004):
             subject.observe(*asked(drift, drift), observer)
         heard.append((observer.heard, replace(subject.verdict(), at=0.0)))
@@ -294,14 +294,14 @@ def test_a_witness_does_not_change_what_the_observer_gets() -> None:
 
 
 def test_a_real_comparison_that_goes_over_budget_leaves_evidence() -> None:
-    witness = Witness(Comparison([Y], 0, BUDGET, model="m", version=1), 0, BUDGET)
+    recorder = EvidenceRecorder(Comparison([Y], 0, BUDGET, model="m", version=1), 0, BUDGET)
     random = np.random.default_rng(0)
     for _ in range(100):
-        put(witness, *(0.004 * (1 + random.random(4))))
-    assert witness.verdict().state == "within"
+        put(recorder, *(0.004 * (1 + random.random(4))))
+    assert recorder.verdict().state == "within"
     for _ in range(100):
-        put(witness, *(0.3 * (1 + random.random(4))))
-        if witness.verdict().state == "over":
+        put(recorder, *(0.3 * (1 + random.random(4))))
+        if recorder.verdict().state == "over":
             break
-    assert witness.verdict().state == "over"
-    assert relative_l2(kept(witness)) > 0.3
+    assert recorder.verdict().state == "over"
+    assert relative_l2(kept(recorder)) > 0.3

@@ -14,7 +14,7 @@ import pytest
 from bf16kit.drift import Budget, SampleDrift
 from service.drift.fallback import Fallback
 from service.drift.fallbackpolicy import FallbackPolicy
-from service.drift.recent import Recent, estimates
+from service.drift.recent import RecentRows, estimates
 from service.drift.verdict import DriftVerdict, State
 
 SAMPLES = 100_000
@@ -26,7 +26,7 @@ HASTY = FallbackPolicy(
 )  # without any of the settings that prevent flapping
 
 
-def verdict_of(recent: Recent, second: float) -> DriftVerdict:
+def verdict_of(recent: RecentRows, second: float) -> DriftVerdict:
     """Return the verdict of :class:`service.drift.comparison.Comparison` on one bound."""
     window = recent.window()
     (found,) = estimates(window, BUDGET)
@@ -39,7 +39,7 @@ def verdict_of(recent: Recent, second: float) -> DriftVerdict:
 def transitions(ratio: Callable[[float], float], policy: FallbackPolicy, seed: int) -> list[float]:
     """Return the times in seconds at which the precision changed; drift ÷ budget is ``ratio``, a function of time."""
     noise = np.random.default_rng(seed).standard_normal(SAMPLES) * SPREAD - SPREAD**2 / 2
-    fallback, recent, changes = Fallback(policy, 0.0), Recent(), list[float]()
+    fallback, recent, changes = Fallback(policy, 0.0), RecentRows(), list[float]()
     for second in range(SAMPLES):
         drift = 0.015 * ratio(second) * math.exp(noise[second])
         recent.add([SampleDrift(drift, drift**2 / 2, drift, math.inf, 0, 0, 0)], 1.0, [False])
@@ -48,7 +48,7 @@ def transitions(ratio: Callable[[float], float], policy: FallbackPolicy, seed: i
         if fallback.phase == "warming":
             fallback.warmed(second)
         changes.append(second)
-        recent = Recent()  # the owner makes the shadow do the same
+        recent = RecentRows()  # the owner makes the shadow do the same
     return changes
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from bf16kit.drift import Breach, Budget
-from service.drift.gate import LEAST_SECONDS, RETRY_SECONDS, Timetable, Turn, over
+from service.drift.gate import LEAST_SECONDS, RETRY_SECONDS, ProcessRank, Timetable, over
 
 HOUR = 3600.0
 
@@ -16,7 +16,7 @@ def middle() -> float:
 
 def test_the_gate_is_due_once_in_each_period_at_a_random_moment() -> None:
     drawn = iter([0.0, 1.0, 0.5])
-    table = Timetable(HOUR, Turn(), 0.0, lambda: next(drawn))
+    table = Timetable(HOUR, ProcessRank(), 0.0, lambda: next(drawn))
     assert not table.due(0.25 * HOUR - 1)
     assert table.due(0.25 * HOUR) == "on schedule"
     table.begin()
@@ -33,23 +33,23 @@ def test_the_workers_parts_of_the_period_do_not_overlap() -> None:
     moments = []
     for number in range(3):
         for share in (0.0, 1.0):
-            table = Timetable(HOUR, Turn(number, 3), 0.0, lambda share=share: share)  # type: ignore[misc]
+            table = Timetable(HOUR, ProcessRank(number, 3), 0.0, lambda share=share: share)  # type: ignore[misc]
             moments.append(next(at for at in range(int(HOUR)) if table.due(float(at))))
     assert moments == sorted(moments)
     assert min(later - earlier for earlier, later in zip(moments[1::2], moments[2::2], strict=False)) > 500
 
 
 def test_periods_that_were_missed_are_not_made_up_for() -> None:
-    table = Timetable(10.0, Turn(), 0.0, middle)
+    table = Timetable(10.0, ProcessRank(), 0.0, middle)
     table.end(1000.0, "passed")
     assert not table.due(1000.0)
     assert table.due(1005.0)
 
 
 def test_without_a_schedule_a_failed_run_still_triggers_the_gate() -> None:
-    table = Timetable(0.0, Turn(), 0.0, middle)
+    table = Timetable(0.0, ProcessRank(), 0.0, middle)
     assert not table.due(1e9)
-    table.suspect()
+    table.note_failed_run()
     assert not table.due(LEAST_SECONDS - 1)
     assert table.due(LEAST_SECONDS) == "after a run that failed"
     table.begin()
@@ -58,9 +58,9 @@ def test_without_a_schedule_a_failed_run_still_triggers_the_gate() -> None:
 
 
 def test_runs_that_keep_failing_trigger_the_gate_only_at_intervals() -> None:
-    table, runs = Timetable(0.0, Turn(), 0.0, middle), 0
+    table, runs = Timetable(0.0, ProcessRank(), 0.0, middle), 0
     for now in range(100):
-        table.suspect()
+        table.note_failed_run()
         if table.due(float(now)):
             table.begin()
             table.end(float(now), "passed")
@@ -69,10 +69,10 @@ def test_runs_that_keep_failing_trigger_the_gate_only_at_intervals() -> None:
 
 
 def test_a_failure_while_the_gate_runs_triggers_it_again_afterwards() -> None:
-    table = Timetable(0.0, Turn(), 0.0, middle)
-    table.suspect()
+    table = Timetable(0.0, ProcessRank(), 0.0, middle)
+    table.note_failed_run()
     table.begin()
-    table.suspect()
+    table.note_failed_run()
     table.end(50.0, "passed")
     assert table.due(50.0 + LEAST_SECONDS)
 
@@ -80,7 +80,7 @@ def test_a_failure_while_the_gate_runs_triggers_it_again_afterwards() -> None:
 @pytest.mark.parametrize("seconds", [0.0, HOUR])
 @pytest.mark.parametrize("outcome", ["failed", "error"])
 def test_a_gate_that_was_not_passed_is_run_again_soon(seconds: float, outcome: str) -> None:
-    table = Timetable(seconds, Turn(), 0.0, middle)
+    table = Timetable(seconds, ProcessRank(), 0.0, middle)
     table.end(1.0, outcome)  # type: ignore[arg-type]
     assert not table.due(RETRY_SECONDS)
     assert table.due(1.0 + RETRY_SECONDS) == "again, for it was not passed"

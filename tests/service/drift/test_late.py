@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 from waiting import until
 
-from service.drift.late import LateThread
+from service.drift.late import BackgroundQueue
 
 
 class Rig:
@@ -37,7 +37,7 @@ def threads(name: str) -> int:
 
 def test_the_thread_starts_with_the_first_item(rig: Rig) -> None:
     begun: list[str] = []
-    late = LateThread("late", rig.work, begin=lambda: begun.append(threading.current_thread().name))
+    late = BackgroundQueue("late", rig.work, begin=lambda: begun.append(threading.current_thread().name))
     assert threads("late") == 0
     assert late.put(1)
     until(lambda: rig.done == [[1]])
@@ -49,7 +49,7 @@ def test_the_thread_starts_with_the_first_item(rig: Rig) -> None:
 
 def test_waiting_items_are_processed_together_up_to_the_limit(rig: Rig) -> None:
     rig.go.clear()
-    late = LateThread("late", rig.work, at_once=2)
+    late = BackgroundQueue("late", rig.work, at_once=2)
     for item in range(6):
         late.put(item)
     rig.go.set()
@@ -61,7 +61,7 @@ def test_waiting_items_are_processed_together_up_to_the_limit(rig: Rig) -> None:
 
 
 def test_items_that_come_soon_after_the_first_are_processed_with_it(rig: Rig) -> None:
-    late = LateThread("late", rig.work, gather_s=0.5)
+    late = BackgroundQueue("late", rig.work, gather_s=0.5)
     for item in range(5):
         late.put(item)
     until(lambda: rig.done == [[0, 1, 2, 3, 4]])
@@ -71,7 +71,7 @@ def test_items_that_come_soon_after_the_first_are_processed_with_it(rig: Rig) ->
 
 def test_the_number_of_waiting_items_is_limited(rig: Rig) -> None:
     rig.go.clear()
-    late = LateThread("late", rig.work, most=2, at_once=1)
+    late = BackgroundQueue("late", rig.work, most=2, at_once=1)
     assert late.put(0)
     until(lambda: not late._items, 20, "at work")
     assert [late.put(1), late.put(2)] == [True, True]
@@ -80,12 +80,12 @@ def test_the_number_of_waiting_items_is_limited(rig: Rig) -> None:
 
 
 def test_end_returns_the_waiting_items_and_the_running_ones_are_finished(rig: Rig) -> None:
-    late = LateThread("late", rig.work, gather_s=60.0)
+    late = BackgroundQueue("late", rig.work, gather_s=60.0)
     late.put(1)
     assert (late.end(), late.put(2), late.ended) == ([1], False, True)
     assert late.join(), "it does not gather to the end"
     rig.go.clear()
-    late = LateThread("late", rig.work, at_once=1)
+    late = BackgroundQueue("late", rig.work, at_once=1)
     late.put(3)
     until(lambda: not late._items, 20, "at work")
     assert late.end() == []
@@ -101,7 +101,7 @@ def test_if_no_thread_can_be_started_nothing_waits_and_the_next_item_tries_again
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    late = LateThread("late", rig.work)
+    late = BackgroundQueue("late", rig.work)
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", refuse)
         with pytest.raises(RuntimeError):
@@ -115,7 +115,7 @@ def test_if_no_thread_can_be_started_nothing_waits_and_the_next_item_tries_again
 
 def test_the_threads_own_work_may_end_it(rig: Rig) -> None:
     ended: list[bool] = []
-    late = LateThread[int]("late", lambda items: ended.append(late.end() == [] and late.join()))
+    late = BackgroundQueue[int]("late", lambda items: ended.append(late.end() == [] and late.join()))
     late.put(1)
     until(lambda: ended == [True])
     assert late.join()

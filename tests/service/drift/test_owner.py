@@ -10,7 +10,7 @@ import pytest
 
 from bf16kit.errors import ArtifactError, RuntimeFailure
 from service.drift.fallbackpolicy import FallbackPolicy
-from service.drift.owner import Answers, FallbackOwner, Order
+from service.drift.owner import ActivePlan, FallbackOwner, PrecisionOrder
 from service.drift.verdict import DriftVerdict
 from service.request import Precision
 
@@ -24,7 +24,7 @@ class Rig:
 
     def __init__(self, policy: FallbackPolicy = FP32) -> None:
         self.now = 0.0
-        self.serves: Answers | None = Answers("plan", 50.0, policy)
+        self.serves: ActivePlan | None = ActivePlan("plan", 50.0, policy)
         self.orders: list[tuple[Precision, str]] = []
         self.told: list[Future[None]] = []
         self.transitions: list[Precision] = []
@@ -34,14 +34,14 @@ class Rig:
         self.orders.clear()
         self.told.clear()
 
-    def answers(self, model: str, version: int) -> Answers | None:
+    def active_plan(self, model: str, version: int) -> ActivePlan | None:
         return self.serves if (model, version) == ("m", 1) else None
 
-    def order(self, order: Order) -> Future[None]:
+    def order(self, order: PrecisionOrder) -> Future[None]:
         assert (order.model, order.version) == ("m", 1)
         assert self.serves is not None
         assert order.plan == self.serves.plan
-        assert Order.from_json(order.to_json()) == order
+        assert PrecisionOrder.from_json(order.to_json()) == order
         self.orders.append((order.precision, order.reason))
         self.told.append(Future())
         return self.told[-1]
@@ -107,7 +107,7 @@ def test_if_fp32_cannot_be_loaded_bf16_stays_and_fp32_is_tried_again(
 def test_a_replacement_starts_with_a_new_state(rig: Rig) -> None:
     rig.receive(OVER)
     rig.told[0].set_result(None)
-    rig.serves = Answers("another", 200.0, FP32)
+    rig.serves = ActivePlan("another", 200.0, FP32)
     within, over = WITHIN.of("another"), OVER.of("another")
     assert rig.receive(over) == ["bf16"], "measured before it was loaded"
     assert rig.receive(replace(within, at=300.0)) == []
@@ -117,7 +117,7 @@ def test_a_replacement_starts_with_a_new_state(rig: Rig) -> None:
 def test_late_verdicts_on_a_replaced_generation_are_ignored(rig: Rig) -> None:
     rig.receive(OVER)
     rig.told[0].set_result(None)
-    rig.serves = Answers("another", 200.0, FP32)
+    rig.serves = ActivePlan("another", 200.0, FP32)
     late = replace(OVER, at=200.1)
     assert rig.receive(late, late) == ["bf16"]
     assert rig.receive(late.of("another")) == ["fp32"]
@@ -126,7 +126,7 @@ def test_late_verdicts_on_a_replaced_generation_are_ignored(rig: Rig) -> None:
 def test_a_generation_loaded_by_the_same_plan_starts_with_a_new_state_too(rig: Rig) -> None:
     rig.receive(OVER)
     rig.told[0].set_result(None)
-    rig.serves = Answers("plan", 60.0, FP32)
+    rig.serves = ActivePlan("plan", 60.0, FP32)
     assert rig.receive(OVER) == ["bf16", "fp32"]
 
 
@@ -134,9 +134,9 @@ def test_an_old_order_of_fp32_for_the_same_plan_is_replaced_by_bf16(rig: Rig) ->
     """A generation loaded by that plan again carries the old order out, here after another plan has served."""
     rig.receive(OVER)
     rig.told[0].set_result(None)
-    rig.serves = Answers("another", 200.0, FP32)
+    rig.serves = ActivePlan("another", 200.0, FP32)
     assert rig.receive(replace(WITHIN, at=201.0).of("another")) == ["bf16"]
-    rig.serves = Answers("plan", 300.0, FP32)
+    rig.serves = ActivePlan("plan", 300.0, FP32)
     assert rig.receive(replace(WITHIN, at=301.0), replace(WITHIN, at=302.0)) == ["bf16"]
     assert rig.orders[-1] == ("bf16", "")
 
@@ -145,7 +145,7 @@ def test_a_replacement_is_ordered_to_serve_bf16_without_a_verdict(rig: Rig) -> N
     """The replacement may never be sampled."""
     rig.receive(OVER)
     rig.told[0].set_result(None)
-    rig.serves = Answers("plan", 60.0, FP32)
+    rig.serves = ActivePlan("plan", 60.0, FP32)
     rig.owner.maintain()
     assert [precision for precision, _ in rig.orders] == ["fp32", "bf16"]
     rig.owner.maintain()
@@ -161,7 +161,7 @@ def test_the_same_generation_gets_no_second_order_while_fp32_is_loaded_or_serves
 
 def test_a_reference_loaded_for_a_replaced_generation_is_not_a_transition(rig: Rig) -> None:
     rig.receive(OVER)
-    rig.serves = Answers("another", 90.0, FP32)
+    rig.serves = ActivePlan("another", 90.0, FP32)
     rig.receive(WITHIN)
     rig.told[0].set_result(None)
     assert rig.transitions == []

@@ -43,14 +43,14 @@ class Rig:
             raise self.fails
         return dict.fromkeys(outputs, feeds["x"] * 2), "bf16-weights"
 
-    def give(self, sample: Sample, observer: OutcomeObserver) -> None:
+    def send(self, sample: Sample, observer: OutcomeObserver) -> None:
         self.handed.append(sample)
 
-    def forget(self) -> None:
+    def finish(self) -> None:
         self.forgotten = True
 
     def offer(self, sample: Sample) -> None:
-        self.probe.give(sample, self)
+        self.probe.send(sample, self)
 
     def sampled(self, outcome: Literal["measured", "dropped", "failed"], samples: int) -> None:
         self.counted.append((outcome, samples))
@@ -138,5 +138,5 @@ def test_if_no_thread_can_be_started_only_the_sample_is_dropped(
 
 
 def test_forget_is_passed_on(rig: Rig) -> None:
-    rig.probe.forget()
+    rig.probe.finish()
     assert rig.forgotten

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bf16kit.drift import Budget, SampleDrift
-from service.drift.recent import HALF_LIFE, LEAST, PER_REQUEST, REQUESTS, Estimate, Recent, estimates
+from service.drift.recent import HALF_LIFE, LEAST, PER_REQUEST, REQUESTS, Estimate, RecentRows, estimates
 
 
 def row(
@@ -21,7 +21,7 @@ def row(
 
 
 def judged(rows: list[SampleDrift], **bounds: float) -> dict[str, Estimate]:
-    recent = Recent()
+    recent = RecentRows()
     for each in rows:
         recent.add([each], 1.0, [False])
     budget = Budget.from_dict({name.replace("__", "."): bound for name, bound in bounds.items()})
@@ -84,7 +84,7 @@ def test_only_a_drift_of_zero_is_within_a_bound_of_zero() -> None:
 
 
 def test_agreement_counts_the_converters_ties_by_weight_and_effective_samples() -> None:
-    recent = Recent()
+    recent = RecentRows()
     for index in range(100):
         recent.add([row(top1=(index % 2, 1))], 1.0 if index % 2 else 9.0, [False])
     (found,) = estimates(recent.window(), Budget.from_dict({"top1_agreement": 0.5}))
@@ -94,7 +94,7 @@ def test_agreement_counts_the_converters_ties_by_weight_and_effective_samples() 
 
 @pytest.mark.parametrize("rows", [1, PER_REQUEST, PER_REQUEST + 1, 128])
 def test_each_request_counts_as_one_sample_whatever_its_size(rows: int) -> None:
-    recent = Recent()
+    recent = RecentRows()
     for _ in range(REQUESTS + 10):
         recent.add([row()] * rows, 1.0, [False] * rows)
     window = recent.window()
@@ -106,7 +106,7 @@ def test_each_request_counts_as_one_sample_whatever_its_size(rows: int) -> None:
 def test_a_large_request_has_the_mean_of_all_its_rows_and_keeps_the_worst_rows() -> None:
     """This holds even if the rows are sorted, and however far the worst are from the others."""
     rng = np.random.default_rng(0)
-    recent, all_rows = Recent(), list[SampleDrift]()
+    recent, all_rows = RecentRows(), list[SampleDrift]()
     for _ in range(400):
         sizes = np.sort(1e-3 * np.exp(0.3 * rng.standard_normal(100)))
         rows = [row(float(size), sqnr_db=float(-20 * np.log10(size)), max_abs=0.1) for size in sizes]
@@ -122,7 +122,7 @@ def test_a_large_request_has_the_mean_of_all_its_rows_and_keeps_the_worst_rows()
 
 
 def test_all_nonfinite_elements_of_a_large_request_are_counted_at_once() -> None:
-    recent = Recent()
+    recent = RecentRows()
     rows = [row(math.inf, bad=3) if index in (41, 77) or index > 90 else row() for index in range(100)]
     recent.add(rows, 1.0, [False] * 100)
     (found,) = estimates(recent.window(), Budget.from_dict({"nonfinite": 1}))
@@ -131,7 +131,7 @@ def test_all_nonfinite_elements_of_a_large_request_are_counted_at_once() -> None
 
 @pytest.mark.parametrize("inexact", [1, 5])
 def test_few_inexact_rows_among_exact_ones_have_an_estimate_and_no_interval(inexact: int) -> None:
-    recent = Recent()
+    recent = RecentRows()
     for index in range(20):
         recent.add([row(sqnr_db=50.0 if index < inexact else math.inf)], 1.0, [False])
     (found,) = estimates(recent.window(), Budget.from_dict({"sqnr_db": 40.0}))
@@ -140,7 +140,7 @@ def test_few_inexact_rows_among_exact_ones_have_an_estimate_and_no_interval(inex
 
 
 def test_old_rows_and_rows_from_before_a_change_leave_the_window() -> None:
-    recent = Recent()
+    recent = RecentRows()
     for index in range(REQUESTS + 10):
         recent.add([row(float(index))], 1.0, [index % 2 == 0])
     window = recent.window()
@@ -153,13 +153,13 @@ def test_old_rows_and_rows_from_before_a_change_leave_the_window() -> None:
 
 
 def test_an_empty_window_has_size_zero() -> None:
-    assert Recent().window().size == 0
+    assert RecentRows().window().size == 0
 
 
 def test_the_window_holds_the_newest_requests_in_order_after_its_rings_wrap_around() -> None:
     """Compare the window with a plain list of the same rows."""
     random = np.random.default_rng(5)
-    recent, kept, since = Recent(), list[tuple[int, float, float, bool]](), 0
+    recent, kept, since = RecentRows(), list[tuple[int, float, float, bool]](), 0
     for request in range(1, 3 * REQUESTS):
         rows = int(random.integers(1, PER_REQUEST + 1))
         weight, outside = float(random.uniform(0.5, 2)), [bool(each) for each in random.integers(0, 2, rows)]

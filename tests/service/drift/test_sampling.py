@@ -14,11 +14,21 @@ import pytest
 from bench.serving.traffic import INPUTS, Clock, arrivals
 from service.drift.observer import Outcome, OutcomeObserver
 from service.drift.policy import ShadowPolicy
-from service.drift.sampling import BURST, MOST_WAITING, Chooser, Handing, Sample, TokenBucket, copies, size_of, some_of
+from service.drift.sampling import (
+    BURST,
+    MOST_WAITING,
+    Chooser,
+    Sample,
+    SampleForwarder,
+    TokenBucket,
+    copies,
+    random_indices,
+    size_of,
+)
 from service.request import Reply, Request
 
 
-class Hand:
+class Sender:
     """Keeps the samples that it gets, and reports ``outcome`` for each if it is not None."""
 
     def __init__(self, outcome: Outcome | None = None) -> None:
@@ -26,12 +36,12 @@ class Hand:
         self.forgotten = False
         self._outcome = outcome
 
-    def give(self, sample: Sample, observer: OutcomeObserver) -> None:
+    def send(self, sample: Sample, observer: OutcomeObserver) -> None:
         self.samples.append(sample)
         if self._outcome is not None:
             observer.sampled(self._outcome, sample.rows)
 
-    def forget(self) -> None:
+    def finish(self) -> None:
         self.forgotten = True
 
 
@@ -88,7 +98,7 @@ def test_a_rare_shape_is_measured_within_three_minutes_at_the_defaults() -> None
 
 def test_each_row_is_as_likely_as_any_other() -> None:
     chance = random.Random(3)
-    seen = Counter(row for _ in range(6000) for row in some_of(10, 3, chance.random))
+    seen = Counter(row for _ in range(6000) for row in random_indices(10, 3, chance.random))
     assert len(seen) == 10
     assert max(abs(count - 1800) for count in seen.values()) < 5 * math.sqrt(1800 * 0.7)
 
@@ -96,11 +106,11 @@ def test_each_row_is_as_likely_as_any_other() -> None:
 def test_the_chosen_rows_are_distinct_and_sorted() -> None:
     chance = random.Random(4)
     for _ in range(200):
-        rows = some_of(9, 5, chance.random)
+        rows = random_indices(9, 5, chance.random)
         assert rows == sorted(set(rows))
         assert set(rows) <= set(range(9))
-    assert some_of(4, 4, chance.random) == [0, 1, 2, 3]
-    assert some_of(9, 2, lambda: 0.0) == [0, 1]
+    assert random_indices(4, 4, chance.random) == [0, 1, 2, 3]
+    assert random_indices(9, 2, lambda: 0.0) == [0, 1]
 
 
 def test_a_sample_has_the_probability_with_which_its_rows_were_chosen() -> None:
@@ -145,18 +155,20 @@ def test_a_sample_that_another_process_drops_lowers_the_rate_too() -> None:
     """The other process reports the drop later, to the observer that it got with the sample."""
     heard, crowded = Heard(), list[str]()
 
-    handing = Handing(Hand("dropped"), ShadowPolicy(rate=1), heard, batch_axis=None, draw=lambda: 0.0)
-    handing._chooser._strata.crowd = lambda: crowded.append("crowd")  # type: ignore[method-assign]
-    handing.offer(Request({"x": np.zeros(2)}), Reply({}, "bf16"))
+    forwarder = SampleForwarder(Sender("dropped"), ShadowPolicy(rate=1), heard, batch_axis=None, draw=lambda: 0.0)
+    forwarder._chooser._strata.crowd = lambda: crowded.append("crowd")  # type: ignore[method-assign]
+    forwarder.offer(Request({"x": np.zeros(2)}), Reply({}, "bf16"))
     assert heard.samples == {"dropped": 1}
     assert crowded == ["crowd"]
 
 
 def test_a_sample_names_its_profile_because_the_expected_drift_depends_on_it() -> None:
-    hand = Hand()
-    handing = Handing(hand, ShadowPolicy(rate=1), Heard(), batch_axis=None, profile="cpu-bf16", draw=lambda: 0.0)
-    handing.offer(Request({"x": np.zeros(2)}), Reply({}, "bf16"))
-    assert [sample.profile for sample in hand.samples] == ["cpu-bf16"]
+    sender = Sender()
+    forwarder = SampleForwarder(
+        sender, ShadowPolicy(rate=1), Heard(), batch_axis=None, profile="cpu-bf16", draw=lambda: 0.0
+    )
+    forwarder.offer(Request({"x": np.zeros(2)}), Reply({}, "bf16"))
+    assert [sample.profile for sample in sender.samples] == ["cpu-bf16"]
 
 
 def test_samples_without_an_outcome_are_limited_in_number_and_bytes() -> None:
@@ -164,23 +176,23 @@ def test_samples_without_an_outcome_are_limited_in_number_and_bytes() -> None:
     heard, given = Heard(), list[tuple[Sample, OutcomeObserver]]()
 
     class Keeping:
-        def give(self, sample: Sample, observer: OutcomeObserver) -> None:
+        def send(self, sample: Sample, observer: OutcomeObserver) -> None:
             given.append((sample, observer))
 
-        def forget(self) -> None:
+        def finish(self) -> None:
             """Nothing to forget."""
 
     policy = ShadowPolicy(rate=1, max_per_second=10_000, max_bytes=1000)
-    handing = Handing(Keeping(), policy, heard, batch_axis=None, draw=lambda: 0.0)
+    forwarder = SampleForwarder(Keeping(), policy, heard, batch_axis=None, draw=lambda: 0.0)
     large, small = (Request({"x": np.zeros(size, np.uint8)}) for size in (600, 1))
-    handing.offer(large, Reply({}, "bf16"))
-    handing.offer(large, Reply({}, "bf16"))
+    forwarder.offer(large, Reply({}, "bf16"))
+    forwarder.offer(large, Reply({}, "bf16"))
     assert (len(given), heard.samples) == (1, {"dropped": 1})
     for _ in range(MOST_WAITING):
-        handing.offer(small, Reply({}, "bf16"))
+        forwarder.offer(small, Reply({}, "bf16"))
     assert (len(given), heard.samples) == (MOST_WAITING, {"dropped": 2})
     given[0][1].sampled("measured", 1)
-    handing.offer(small, Reply({}, "bf16"))
+    forwarder.offer(small, Reply({}, "bf16"))
     assert (len(given), heard.samples) == (MOST_WAITING + 1, {"dropped": 2, "measured": 1})
 
 
@@ -196,26 +208,26 @@ def test_the_bucket_refills_at_its_rate_and_holds_a_burst() -> None:
 
 def test_a_sample_holds_copies_of_its_rows_and_not_the_message_or_the_batch() -> None:
     """A view would keep both alive, and its values would change with their memory."""
-    hand = Hand()
+    sender = Sender()
     message = np.ones((1000, 2), np.float32)
     batch = message * np.float32(1.01)
     alive = weakref.ref(message), weakref.ref(batch)
-    handing = Handing(hand, ShadowPolicy(rate=1, max_rows=2), Heard(), batch_axis=0, draw=lambda: 0.0)
-    handing.offer(Request({"x": message[:5]}, rows=5), Reply({"y": batch[:5]}, "bf16"))
+    forwarder = SampleForwarder(sender, ShadowPolicy(rate=1, max_rows=2), Heard(), batch_axis=0, draw=lambda: 0.0)
+    forwarder.offer(Request({"x": message[:5]}, rows=5), Reply({"y": batch[:5]}, "bf16"))
     message[:], batch[:] = 7, 8
     del message, batch
     assert [array() for array in alive] == [None, None]
-    (sample,) = hand.samples
+    (sample,) = sender.samples
     assert sample.feeds["x"].tolist() == [[1, 1], [1, 1]]
     assert np.allclose(sample.outputs["y"], 1.01)
 
 
 def test_nothing_is_sampled_after_stop_and_close_gives_the_reference_back() -> None:
-    hand = Hand()
-    handing = Handing(hand, ShadowPolicy(rate=1), Heard(), batch_axis=0, draw=lambda: 0.0)
-    handing.stop()
-    handing.offer(Request({"x": np.zeros((1, 2))}, rows=1), Reply({}, "bf16"))
-    assert not hand.samples
-    was_forgotten = hand.forgotten
-    handing.close()
-    assert (was_forgotten, hand.forgotten) == (False, True)
+    sender = Sender()
+    forwarder = SampleForwarder(sender, ShadowPolicy(rate=1), Heard(), batch_axis=0, draw=lambda: 0.0)
+    forwarder.stop()
+    forwarder.offer(Request({"x": np.zeros((1, 2))}, rows=1), Reply({}, "bf16"))
+    assert not sender.samples
+    was_forgotten = sender.forgotten
+    forwarder.close()
+    assert (was_forgotten, sender.forgotten) == (False, True)

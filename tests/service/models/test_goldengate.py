@@ -172,7 +172,7 @@ def test_a_model_without_golden_samples_has_no_gate(make: Callable[..., Made], t
     from artifacts import write_words
 
     made = make(write_words)
-    made.gate.suspect()
+    made.gate.note_failed_run()
     assert not made.gate.timetable.due(time.monotonic() + 1e6)
     assert "bf16kit_golden_gate_passed{" not in made.metrics.expose()[0].decode()
 

@@ -16,9 +16,9 @@ from waiting import until
 
 from bf16kit.errors import Unavailable
 from service.drift.fallbackpolicy import FallbackPolicy
-from service.drift.owner import FallbackOwner, Order
+from service.drift.owner import FallbackOwner, PrecisionOrder
 from service.drift.verdict import DriftVerdict
-from service.models.deciding import OneServer
+from service.models.deciding import SingleProcess
 from service.models.directory import stamp_of
 from service.models.plan import Plan, Wish
 from service.models.policy import Serving
@@ -52,8 +52,8 @@ def serve(repository: Repository, *plans: Plan) -> None:
     repository.want(Wish("mlp", plans)).result(60)
 
 
-def order(plan: Plan, precision: str = "fp32") -> Order:
-    return Order("mlp", 1, plan.digest, precision, "drift")  # type: ignore[arg-type]  # one of its literals
+def order(plan: Plan, precision: str = "fp32") -> PrecisionOrder:
+    return PrecisionOrder("mlp", 1, plan.digest, precision, "drift")  # type: ignore[arg-type]  # one of its literals
 
 
 def precision(repository: Repository) -> str:
@@ -66,8 +66,8 @@ def test_an_ordered_precision_serves_and_a_replacement_begins_with_bf16(
 ) -> None:
     repository.start()
     serve(repository, plan)
-    server = OneServer(lambda: repository)
-    before = server.answers("mlp", 1)
+    server = SingleProcess(lambda: repository)
+    before = server.active_plan("mlp", 1)
     assert before is not None
     assert (before.plan, before.policy) == (plan.digest, plan.serving.fallback)
     server.order(order(plan)).result(60)
@@ -79,7 +79,7 @@ def test_an_ordered_precision_serves_and_a_replacement_begins_with_bf16(
     assert 'bf16kit_fallback_active{model="mlp",version="1"} 0.0' in metrics.expose()[0].decode()
     with pytest.raises(Unavailable, match="is not loaded here"):
         server.order(order(plan)).result(60)
-    after = server.answers("mlp", 1)
+    after = server.active_plan("mlp", 1)
     assert after is not None
     assert after[:2] != before[:2]
     server.transition("mlp", 1, "fp32")
@@ -124,7 +124,7 @@ def test_a_model_unloaded_and_loaded_again_by_the_same_plan_begins_with_bf16(
     serve(repository, plan)
     repository.order(order(plan)).result(60)
     serve(repository)
-    assert OneServer(lambda: repository).answers("mlp", 1) is None
+    assert SingleProcess(lambda: repository).active_plan("mlp", 1) is None
     serve(repository, plan)
     assert "model 'mlp' version 1-fp32" not in [thread.name for thread in threading.enumerate()], "nothing is loaded"
     assert precision(repository) == "bf16"
@@ -138,7 +138,7 @@ def test_a_plan_loaded_again_after_another_plan_begins_with_bf16(repository: Rep
     """
     policy = FallbackPolicy(policy="fp32", min_stay_seconds=0)
     plan, another = (replace(plan, serving=Serving(max_queue_size=size, fallback=policy)) for size in (1, 2))
-    owner = FallbackOwner(OneServer(lambda: repository), lambda *key: None)
+    owner = FallbackOwner(SingleProcess(lambda: repository), lambda *key: None)
     over = DriftVerdict("mlp", 1, "over", "rounding", "y", "relative_l2", 2.0, 1.5, 2.5, 300.0, 300, False, 0.0)
     repository.start()
     serve(repository, plan)

@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from service.shadow.blame import FORGIVEN_SECONDS, Blame
-from service.shadow.board import Board, Key, Work, label_of
+from service.shadow.blame import FORGIVEN_SECONDS, CrashTracker
+from service.shadow.board import ActivityTracker, Key, Work, label_of
 
 M, N = ("m", 1), ("n", 1)
 
@@ -17,17 +17,17 @@ class Rig:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.blame = Blame(lambda: self.now)
+        self.blame = CrashTracker(lambda: self.now)
 
     def one_by_one(self) -> bool:
         return self.blame.one_by_one
 
     def dies(self, *at_work: tuple[Key, Work], after: float = 1.0) -> Key | None:
         file = self.blame.begin()
-        board = Board(file)
+        tracker = ActivityTracker(file)
         os.close(file)
         self.now += after
-        held = [board.at_work(label_of(key), work) for key, work in at_work]
+        held = [tracker.track(label_of(key), work) for key, work in at_work]
         for each in held:
             each.__enter__()
         culprit = self.blame.died([M, N])

@@ -1,4 +1,4 @@
-"""The board: what the process with the references is doing, as its leader reads it."""
+"""The tracker: what the process with the references is doing, as its leader reads it."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from collections.abc import Iterator
 
 import pytest
 
-from service.shadow.board import Board, new_board
+from service.shadow.board import ActivityTracker, new_tracker_memory
 
 M, N = "model 'm' version 1", "model 'n' version 1"
 DYING = """
 import os, signal, sys
-from service.shadow.board import Board
-with Board(int(sys.argv[1])).at_work("model 'm' version 1", "running"):
+from service.shadow.board import ActivityTracker
+with ActivityTracker(int(sys.argv[1])).track("model 'm' version 1", "running"):
     os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
 @pytest.fixture
 def file() -> Iterator[int]:
-    made = new_board()
+    made = new_tracker_memory()
     yield made
     os.close(made)
 
@@ -32,15 +32,15 @@ def file() -> Iterator[int]:
 def test_another_process_reads_what_a_dead_process_was_doing(file: int) -> None:
     done = subprocess.run([sys.executable, "-c", DYING, str(file)], pass_fds=[file], check=False)
     assert done.returncode == -signal.SIGKILL
-    assert Board(file).read([M, N]) == {M: "running"}
+    assert ActivityTracker(file).read([M, N]) == {M: "running"}
 
 
 def test_finished_work_is_not_shown(file: int) -> None:
-    board, reading = Board(file), Board(file)
-    with board.at_work(M, "running"):
-        with board.at_work(N, "loading"):
+    tracker, reading = ActivityTracker(file), ActivityTracker(file)
+    with tracker.track(M, "running"):
+        with tracker.track(N, "loading"):
             assert reading.read([M, N]) == {M: "running", N: "loading"}
-        with pytest.raises(ZeroDivisionError), board.at_work(N, "loading"):
+        with pytest.raises(ZeroDivisionError), tracker.track(N, "loading"):
             raise ZeroDivisionError
         assert reading.read([M, N]) == {M: "running"}
         assert reading.read([N]) == {}
@@ -48,28 +48,28 @@ def test_finished_work_is_not_shown(file: int) -> None:
 
 
 def test_work_beyond_the_boards_room_runs_without_being_shown() -> None:
-    board = Board()
-    held = [board.at_work(f"model {number}", "running") for number in range(300)]
+    tracker = ActivityTracker()
+    held = [tracker.track(f"model {number}", "running") for number in range(300)]
     for each in held:
         each.__enter__()
-    assert len(board.read(f"model {number}" for number in range(300))) == 256
+    assert len(tracker.read(f"model {number}" for number in range(300))) == 256
     for each in held:
         each.__exit__(None, None, None)
-    assert board.read(f"model {number}" for number in range(300)) == {}
+    assert tracker.read(f"model {number}" for number in range(300)) == {}
 
 
 def test_in_one_by_one_mode_the_second_waits_for_the_first() -> None:
-    board, told = Board(one_by_one=True), threading.Event()
+    tracker, told = ActivityTracker(one_by_one=True), threading.Event()
 
     def second() -> None:
-        with board.at_work(N, "running"):
+        with tracker.track(N, "running"):
             told.set()
 
-    with board.at_work(M, "running"):
+    with tracker.track(M, "running"):
         thread = threading.Thread(target=second)
         thread.start()
         assert not told.wait(0.05)
-        assert board.read([M, N]) == {M: "running"}
+        assert tracker.read([M, N]) == {M: "running"}
     assert told.wait(20)
     thread.join()
 

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from bf16kit.tensors import TensorSpec
 from service.peers.channel import Body
 from service.peers.peer import Message
-from service.shadow.counting import CountingBoth
+from service.shadow.counting import CombinedMetrics
 from service.shadow.gauges import Gauges
 from service.telemetry.metrics import Metrics
 
@@ -27,7 +27,7 @@ def test_both_processes_are_shown_as_one_and_a_dead_ones_counts_stay() -> None:
     for each in (mine, measured):
         each.opened(1, OUTPUTS)
     asked: list[Future[Body]] = []
-    counting = CountingBoth(own, lambda: asked[-1] if asked else None, lambda: [("m", 1)])
+    counting = CombinedMetrics(own, lambda: asked[-1] if asked else None, lambda: [("m", 1)])
 
     def value(series: str) -> float | None:
         lines = counting.expose()[0].decode().splitlines()

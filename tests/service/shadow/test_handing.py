@@ -19,7 +19,7 @@ from service.drift.sampling import Sample
 from service.models.plan import Plan
 from service.models.policy import Serving
 from service.peers.channel import Body
-from service.shadow.handing import PlannedHand
+from service.shadow.handing import PlanSampleSender
 from service.shadow.samples import unpack
 
 SAMPLE = Sample({"x": np.zeros((2, 4), np.float32)}, {"y": np.zeros((2, 4), np.float32)}, rows=2, nbytes=64)
@@ -58,28 +58,28 @@ def leader() -> Leader:
 
 
 @pytest.fixture
-def hand(leader: Leader) -> Iterator[PlannedHand]:
-    made = PlannedHand("m", PLAN, leader.ask)
+def sender(leader: Leader) -> Iterator[PlanSampleSender]:
+    made = PlanSampleSender("m", PLAN, leader.ask)
     yield made
-    made.forget()
+    made.finish()
 
 
-def test_each_samples_outcome_is_counted_by_its_own_observer(hand: PlannedHand, leader: Leader) -> None:
+def test_each_samples_outcome_is_counted_by_its_own_observer(sender: PlanSampleSender, leader: Leader) -> None:
     observers = [Observer(), Observer(), Observer()]
     for observer in observers:
-        hand.give(SAMPLE, observer)
+        sender.send(SAMPLE, observer)
     until(lambda: leader.asked)
     leader.answer.set_result({"outcomes": ["measured", "dropped", "failed"]})
     assert [each.told for each in observers] == [[("measured", 2)], [("dropped", 2)], [("failed", 2)]]
 
 
 def test_samples_taken_at_about_the_same_time_are_sent_together(
-    hand: PlannedHand, leader: Leader, monkeypatch: pytest.MonkeyPatch
+    sender: PlanSampleSender, leader: Leader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("service.shadow.handing.TOGETHER_S", 0.5)
     given = 0
     while not leader.asked:
-        hand.give(SAMPLE, Observer())
+        sender.send(SAMPLE, Observer())
         given += 1
         time.sleep(0.005)
     body, samples = leader.asked[0]
@@ -89,23 +89,23 @@ def test_samples_taken_at_about_the_same_time_are_sent_together(
     assert (body["model"], body["version"], body["nbytes"]) == ("m", 1, len(samples) * 64)
 
 
-def test_samples_lost_with_their_process_are_counted_as_failed(hand: PlannedHand, leader: Leader) -> None:
+def test_samples_lost_with_their_process_are_counted_as_failed(sender: PlanSampleSender, leader: Leader) -> None:
     leader.answer.set_exception(Unavailable("the shadow of this server has ended"))
     observer = Observer()
-    hand.give(SAMPLE, observer)
+    sender.send(SAMPLE, observer)
     until(lambda: observer.told)
     assert observer.told == [("failed", 2)]
 
 
-def test_samples_without_a_file_count_as_failed_and_the_next_are_sent(hand: PlannedHand, leader: Leader) -> None:
+def test_samples_without_a_file_count_as_failed_and_the_next_are_sent(sender: PlanSampleSender, leader: Leader) -> None:
     observer = Observer()
-    hand.give(SAMPLE, Observer())  # starts the sending thread
+    sender.send(SAMPLE, Observer())  # starts the sending thread
     until(lambda: leader.asked)
     with no_more_files():
-        hand.give(SAMPLE, observer)
+        sender.send(SAMPLE, observer)
         until(lambda: observer.told)
     assert observer.told == [("failed", 2)]
-    hand.give(SAMPLE, Observer())
+    sender.send(SAMPLE, Observer())
     until(lambda: len(leader.asked) == 2)
 
 
@@ -113,11 +113,11 @@ def test_samples_that_wait_or_arrive_after_an_unload_are_dropped(
     leader: Leader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gone: list[str] = []
-    hand = PlannedHand("m", PLAN, leader.ask, lambda name, wish: gone.append(name), together_s=60.0)
+    sender = PlanSampleSender("m", PLAN, leader.ask, lambda name, wish: gone.append(name), together_s=60.0)
     observer = Observer()
-    hand.give(SAMPLE, observer)
-    hand.forget()
-    hand.give(SAMPLE, observer)
+    sender.send(SAMPLE, observer)
+    sender.finish()
+    sender.send(SAMPLE, observer)
     assert observer.told == [("dropped", 2)] * 2
     assert gone == ["m"]
     assert leader.asked == []
@@ -134,16 +134,16 @@ def test_an_unload_waits_for_samples_that_are_being_sent() -> None:
         seen.append("sent")
         return Future()
 
-    hand = PlannedHand("m", PLAN, ask, lambda name, wish: seen.append("gone"))
+    sender = PlanSampleSender("m", PLAN, ask, lambda name, wish: seen.append("gone"))
 
-    def forget() -> None:
-        hand.forget()
+    def finish() -> None:
+        sender.finish()
         forgot.set()
 
-    hand.give(SAMPLE, Observer())
+    sender.send(SAMPLE, Observer())
     assert sending.wait(20)
-    threading.Thread(target=forget).start()
-    until(lambda: hand._waiting.ended)
+    threading.Thread(target=finish).start()
+    until(lambda: sender._waiting.ended)
     assert not forgot.wait(0.05)
     go.set()
     assert forgot.wait(20)
@@ -166,11 +166,11 @@ def test_after_any_error_samples_count_as_failed_and_the_next_are_sent(
             told.set_result({"outcomes": ["measured"]})
         return told
 
-    hand = PlannedHand("m", PLAN, ask)
+    sender = PlanSampleSender("m", PLAN, ask)
     for observer in observers:
-        hand.give(SAMPLE, observer)
+        sender.send(SAMPLE, observer)
         until(lambda observer=observer: observer.told)  # type: ignore[misc]
-    hand.forget()
+    sender.finish()
     assert [each.told for each in observers] == [[("failed", 2)]] * 3 + [[("measured", 2)]]
     assert [record.getMessage() for record in caplog.records] == [
         "model 'm': samples for live drift cannot be handed on: MemoryError()"
@@ -181,11 +181,11 @@ def test_without_a_thread_samples_are_dropped_without_an_error(leader: Leader, m
     def start(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    hand, observer = PlannedHand("m", PLAN, leader.ask), Observer()
+    sender, observer = PlanSampleSender("m", PLAN, leader.ask), Observer()
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", start)
-        hand.give(SAMPLE, observer)
+        sender.send(SAMPLE, observer)
     assert observer.told == [("dropped", 2)]
-    hand.give(SAMPLE, Observer())
+    sender.send(SAMPLE, Observer())
     until(lambda: leader.asked)
-    hand.forget()
+    sender.finish()

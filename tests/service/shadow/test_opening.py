@@ -1,4 +1,4 @@
-"""Opening an fp32 reference, and showing on the board when it runs or is loaded."""
+"""Opening an fp32 reference, and showing on the tracker when it runs or is loaded."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from service.contract import Array
 from service.drift.policy import ShadowPolicy
 from service.models.opening import open_artifact
 from service.models.policy import Serving
-from service.shadow.board import Board
+from service.shadow.board import ActivityTracker
 from service.shadow.memory import Memory
-from service.shadow.opening import OnBoard, open_reference
+from service.shadow.opening import TrackedReference, open_reference
 
 NAME = "model 'm' version 1"
 
 
 class Reading:
-    """A reference that reads the board while it runs."""
+    """A reference that reads the tracker while it runs."""
 
     up = True
 
-    def __init__(self, board: Board) -> None:
+    def __init__(self, tracker: ActivityTracker) -> None:
         self.seen: list[dict[str, str]] = []
         self.closed = False
-        self._board = board
+        self._tracker = tracker
 
     def run(self, feeds: Mapping[str, Array], outputs: Sequence[str], *, seconds: float) -> dict[str, Array]:
-        self.seen.append(dict(self._board.read([NAME])))
+        self.seen.append(dict(self._tracker.read([NAME])))
         return dict.fromkeys(outputs, feeds["x"])
 
     def close(self) -> None:
@@ -41,13 +41,13 @@ class Reading:
 
 
 def test_the_board_shows_a_running_reference() -> None:
-    board = Board()
-    reading = Reading(board)
-    reference = OnBoard(NAME, reading, board)
+    tracker = ActivityTracker()
+    reading = Reading(tracker)
+    reference = TrackedReference(NAME, reading, tracker)
     x = np.ones((1, 3), np.float32)
     np.testing.assert_array_equal(reference.run({"x": x}, ("y",), seconds=1.0)["y"], x)
     assert reading.seen == [{NAME: "running"}]
-    assert board.read([NAME]) == {}
+    assert tracker.read([NAME]) == {}
     ups = [reference.up]
     reading.up = False
     assert [*ups, reference.up] == [True, False]
@@ -57,17 +57,17 @@ def test_the_board_shows_a_running_reference() -> None:
 
 def test_the_board_shows_a_reference_that_is_being_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_mlp(tmp_path / "m" / "1")
-    board, seen = Board(), list[dict[str, str]]()
+    tracker, seen = ActivityTracker(), list[dict[str, str]]()
 
     class Looking(Memory):
         def load(self, *arguments: object) -> object:  # type: ignore[override]  # whatever they are
-            seen.append(dict(board.read([NAME])))
+            seen.append(dict(tracker.read([NAME])))
             return super().load(*arguments)  # type: ignore[arg-type]  # as they came
 
     opened = open_artifact(tmp_path / "m" / "1", Serving())
-    reference = open_reference(NAME, ShadowPolicy(), opened, Looking(), board)
+    reference = open_reference(NAME, ShadowPolicy(), opened, Looking(), tracker)
     assert seen == [{NAME: "loading"}]
-    assert board.read([NAME]) == {}
+    assert tracker.read([NAME]) == {}
     assert reference.run({"x": np.ones((1, 16), np.float32)}, ("y",), seconds=20.0)["y"].shape == (1, 16)
     reference.close()
 
@@ -78,4 +78,4 @@ def test_a_reference_without_room_in_the_container_is_rejected(tmp_path: Path, m
     monkeypatch.setattr(controlgroup, "memory", lambda: controlgroup.Memory(limit=1 << 20, left=100))
     expected = r"its weights are \d+ bytes in fp32, and 0 MB are left of the 1 MB that this container may take; raise"
     with pytest.raises(ConfigError, match=expected):
-        open_reference(NAME, ShadowPolicy(), opened, Memory(), Board())
+        open_reference(NAME, ShadowPolicy(), opened, Memory(), ActivityTracker())

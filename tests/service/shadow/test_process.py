@@ -15,8 +15,8 @@ from service.peers.channel import Body
 from service.peers.child import SILENT_SECONDS
 from service.peers.peer import Message
 from service.process.config import ServerConfig
-from service.shadow.board import Board
-from service.shadow.counting import CountingBoth
+from service.shadow.board import ActivityTracker
+from service.shadow.counting import CombinedMetrics
 from service.shadow.process import _MOST_SAMPLES, ShadowProcess
 from service.telemetry.metrics import Metrics
 
@@ -30,12 +30,12 @@ def served() -> list[tuple[str, int]]:
 
 
 @pytest.fixture
-def counting(served: list[tuple[str, int]]) -> CountingBoth:
-    return CountingBoth(Metrics(), lambda: None, lambda: served)
+def counting(served: list[tuple[str, int]]) -> CombinedMetrics:
+    return CombinedMetrics(Metrics(), lambda: None, lambda: served)
 
 
 @pytest.fixture
-def shadow(tmp_path: Path, counting: CountingBoth) -> Iterator[ShadowProcess]:
+def shadow(tmp_path: Path, counting: CombinedMetrics) -> Iterator[ShadowProcess]:
     process = ShadowProcess(
         ServerConfig(repository=tmp_path), counting.receive, counting.process_died, forgotten=counting.forget
     )
@@ -83,7 +83,7 @@ def test_samples_that_wait_for_the_process_are_dropped_when_their_model_is_unloa
 
 
 def test_a_model_unloaded_while_the_process_is_dead_is_not_shown_as_down(
-    shadow: ShadowProcess, give: Give, counting: CountingBoth, served: list[tuple[str, int]]
+    shadow: ShadowProcess, give: Give, counting: CombinedMetrics, served: list[tuple[str, int]]
 ) -> None:
     give()
     give("other")
@@ -119,7 +119,7 @@ def test_the_process_may_be_silent_for_longer_than_a_worker(shadow: ShadowProces
 
 
 def test_a_missing_reference_is_reported_as_down_from_the_first_sample_on(
-    give: Give, counting: CountingBoth, shadow: ShadowProcess, monkeypatch: pytest.MonkeyPatch
+    give: Give, counting: CombinedMetrics, shadow: ShadowProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This also holds if the process never starts: an alert needs a value."""
 
@@ -136,7 +136,7 @@ def test_a_missing_reference_is_reported_as_down_from_the_first_sample_on(
 
 
 def test_a_wanted_reference_that_the_process_does_not_report_is_down(
-    shadow: ShadowProcess, give: Give, counting: CountingBoth
+    shadow: ShadowProcess, give: Give, counting: CombinedMetrics
 ) -> None:
     give()
     give("other")
@@ -153,7 +153,7 @@ def wanted() -> set[str]:
 
 
 @pytest.fixture
-def several(tmp_path: Path, counting: CountingBoth, wanted: set[str]) -> Iterator[ShadowProcess]:
+def several(tmp_path: Path, counting: CombinedMetrics, wanted: set[str]) -> Iterator[ShadowProcess]:
     config = ServerConfig(repository=tmp_path)
     process = ShadowProcess(
         config, counting.receive, counting.process_died, shared=True, wanted=lambda model, version, wish: wish in wanted
@@ -163,7 +163,7 @@ def several(tmp_path: Path, counting: CountingBoth, wanted: set[str]) -> Iterato
 
 
 def test_a_sample_that_arrives_after_an_unload_does_not_load_the_model_again(
-    several: ShadowProcess, wanted: set[str], counting: CountingBoth, served: list[tuple[str, int]], file: int
+    several: ShadowProcess, wanted: set[str], counting: CombinedMetrics, served: list[tuple[str, int]], file: int
 ) -> None:
     """Such a sample may come from a worker that was killed: everything it had sent is still read."""
 
@@ -184,29 +184,29 @@ def test_a_sample_that_arrives_after_an_unload_does_not_load_the_model_again(
 
 
 def test_a_reference_that_ends_the_process_twice_stays_off_until_a_reload(
-    shadow: ShadowProcess, give: Give, counting: CountingBoth, caplog: pytest.LogCaptureFixture
+    shadow: ShadowProcess, give: Give, counting: CombinedMetrics, caplog: pytest.LogCaptureFixture
 ) -> None:
     def dies(label: str) -> None:
         """Simulate the death of the process while it loads this reference."""
-        board = Board(file := shadow._blame.begin())
+        tracker = ActivityTracker(file := shadow._blame.begin())
         os.close(file)
-        with board.at_work(label, "loading"):
+        with tracker.track(label, "loading"):
             shadow._bury()
 
     give()
     give("other")
     dies("model 'm' version 1")
-    assert shadow.why_off("m", 1) == ""
+    assert shadow.off_reason("m", 1) == ""
     dies("model 'm' version 1")
     reason = "the process that measures died 2 times in a row while the fp32 reference of this model was being loaded"
-    assert shadow.why_off("m", 1).startswith(reason)
-    assert shadow.why_off("other", 1) == ""
+    assert shadow.off_reason("m", 1).startswith(reason)
+    assert shadow.off_reason("other", 1) == ""
     assert f"model 'm' version 1: no live drift: {reason}" in caplog.text
     assert give().result(0) == {"outcomes": ["failed"]}
     assert not give("other").done(), "it waits for the next process"
     assert {each.labels["model"]: each.value for each in counting.samples([UP])} == {"m": 0.0, "other": 0.0}
     newer = give(wish="newer")
-    assert (newer.done(), shadow.why_off("m", 1)) == (False, "")
+    assert (newer.done(), shadow.off_reason("m", 1)) == (False, "")
 
 
 def test_the_leaders_own_report_does_not_overwrite_a_later_one_of_the_process(tmp_path: Path, file: int) -> None:

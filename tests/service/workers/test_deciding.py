@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from bf16kit.errors import ArtifactError, Unavailable
-from service.drift.owner import Order
+from service.drift.owner import PrecisionOrder
 from service.models.plan import Plan, Wish
 from service.models.policy import Serving
 from service.peers.peer import ENDED
@@ -21,7 +21,7 @@ from service.workers.deciding import WorkerProcesses
 from service.workers.fleet import Fleet
 
 PLAN = Plan(3, Path("/models/m/3"), Serving(), "stamp")
-ORDER = Order("m", 3, PLAN.digest, "fp32", "drift")
+ORDER = PrecisionOrder("m", 3, PLAN.digest, "fp32", "drift")
 BF16 = replace(ORDER, precision="bf16", reason="")
 
 
@@ -51,14 +51,14 @@ def fleet(tmp_path: Path) -> Iterator[AskedFleet]:
 def test_the_plan_that_answers_is_the_wanted_one_since_its_last_change(fleet: AskedFleet) -> None:
     now = 100.0
     workers = WorkerProcesses(fleet, lambda: now)
-    assert workers.answers("m", 3) is None
+    assert workers.active_plan("m", 3) is None
     fleet.change({"m": Wish("m", (PLAN,))})
-    first = workers.answers("m", 3)
+    first = workers.active_plan("m", 3)
     assert first is not None
     assert (first.plan, first.policy) == (PLAN.digest, PLAN.serving.fallback)
-    assert workers.answers("m", 4) is None
+    assert workers.active_plan("m", 4) is None
     workers.changed("m", [3])
-    second = workers.answers("m", 3)
+    second = workers.active_plan("m", 3)
     assert second is not None
     assert second.since == now
     assert second != first, "another generation, if by the same plan"
@@ -114,11 +114,11 @@ def test_a_version_that_did_not_change_keeps_its_order(fleet: AskedFleet) -> Non
     workers = WorkerProcesses(fleet, lambda: 100.0)
     fleet.change({"m": Wish("m", (PLAN, replace(PLAN, version=4)))})
     workers.order(ORDER)
-    before = workers.answers("m", 3)
+    before = workers.active_plan("m", 3)
     workers.changed("m", [4])
-    assert workers.answers("m", 3) == before
+    assert workers.active_plan("m", 3) == before
     assert fleet.told == [("precision", "m/3")], "a worker that is started now answers as the others do"
-    changed = workers.answers("m", 4)
+    changed = workers.active_plan("m", 4)
     assert changed is not None
     assert changed.since == 100.0
 
