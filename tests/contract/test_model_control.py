@@ -199,7 +199,7 @@ def test_a_model_is_unloading_until_its_requests_in_flight_are_complete(
 
 
 @pytest.mark.long
-def test_of_concurrent_loads_and_unloads_the_last_request_counts(
+def test_concurrent_loads_and_unloads_end_as_the_last_request_says(
     tmp_path: Path, client: InferenceServerClient, loads: Held
 ) -> None:
     put(tmp_path)

@@ -208,7 +208,7 @@ def test_the_extension_is_declared_only_if_it_is_enabled(client: Any, address: s
         (("in", [2, 16], "INT64", 256), "INVALID_ARGUMENT", "input 'x' has datatype 'INT64', expected FP32"),
     ],
 )
-def test_an_input_that_is_not_in_shared_memory_is_rejected(
+def test_an_invalid_input_in_shared_memory_is_rejected(
     client: Any, memory: Memory, x: tuple[Any, ...], code: str, words: str
 ) -> None:
     memory("in", X.nbytes, X)

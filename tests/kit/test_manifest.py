@@ -211,7 +211,7 @@ class TestVersions:
         with pytest.raises(ArtifactError, match=f"given.0.{next(iter(wrong))}"):
             Manifest.loads(sealed(fields), "manifest.json")
 
-    def test_an_amended_manifest_again_has_the_lowest_possible_version(self) -> None:
+    def test_an_amended_manifest_gets_the_lowest_possible_version(self) -> None:
         entry = ProfileEntry(format="onnx", graph="cpu.onnx", precision="bf16", verified="host")
         made = manifest().amended(profiles={"cpu-bf16": entry})
         assert made.schema_version == 4

@@ -102,7 +102,7 @@ def test_results_are_the_same_without_the_library(patterns: Words, what: str, mo
 
 
 @pytest.mark.parametrize("words", [SPECIAL[:0], SPECIAL[:1], SPECIAL[-3:]], ids=["none", "zero", "NaN"])
-def test_the_census_of_no_value_of_zero_and_of_nan_is_the_same_without_the_library(
+def test_the_census_of_empty_zero_and_nan_is_the_same_without_the_library(
     words: Words, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiled = numerics.census(words.view(np.float32))

@@ -15,7 +15,7 @@ from bf16kit import panels
 from bf16kit.numerics import BF16
 from bf16kit.panels import WIDTH, pack, strips, unpack
 
-# Up to more than two panels, with every kind of tail, and also without rows or columns.
+# Up to three panels with every kind of tail, and matrices without rows or columns.
 SIDES = st.integers(0, 2 * WIDTH + 5)
 AXES = st.sampled_from([0, 1])
 

@@ -141,7 +141,7 @@ class TestPublishing:
             assert staged.publish(manifest).manifest.files[name].bytes == len(before)
         Artifact.open(tmp_path / "1", verify=True)
 
-    def test_each_file_is_hashed_once_however_many_drafts_there_are(
+    def test_each_file_is_hashed_once_for_any_number_of_drafts(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         read: list[str] = []

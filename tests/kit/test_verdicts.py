@@ -44,7 +44,7 @@ def test_a_lower_bound_is_worded_as_one() -> None:
     )
 
 
-def test_quantiles_that_the_budget_bounds_stand_below_their_metric() -> None:
+def test_quantiles_that_the_budget_bounds_are_listed_below_their_metric() -> None:
     rows = [row.metric for row in figures(reported.manifest(), {}).drift if row.profile == "cpu"]
     assert rows[:3] == ["relative_l2", "relative_l2.p99", "cosine_distance"]
 

@@ -55,7 +55,7 @@ def test_a_goal_that_is_not_reached_is_missed() -> None:
     assert found.verdict == "missed"
 
 
-def test_a_share_of_a_limit() -> None:
+def test_a_goal_against_a_limit_is_judged_as_a_share_of_it() -> None:
     (found,) = judged(timed(), [Goal("work", "cpu", "fp32 arithmetic", 0.85)])
     assert found.value == pytest.approx(0.9)
     assert found.verdict == "met"

@@ -43,7 +43,7 @@ def test_every_process_has_every_turn_of_every_side(subject: Subject, tmp_path: 
         for name in (ONNX_RUNTIME.name, SPINLESS.name):
             assert [[len(turn) for turn in process] for process in sides[name]] == [[2, 2, 2], [2, 2, 2]]
     assert timed.errors["two rows"][SPINLESS.name] == 0.0
-    if openvino.name in timed.absent:  # it is not installed
+    if openvino.name in timed.absent:  # OpenVINO is not installed here
         assert "OpenVINO is not installed" in timed.absent[openvino.name]
     assert not (tmp_path / "root" / "copies").exists()
 

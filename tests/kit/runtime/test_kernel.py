@@ -67,7 +67,7 @@ def test_a_named_path_that_this_processor_cannot_run_is_an_error(
 
 
 @built
-def test_an_untested_path_runs_only_if_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_opt_in_path_runs_only_if_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert available().path not in kernel.OPT_IN
     monkeypatch.setenv(VARIABLE, "amx")
     if {"amx_tile", "amx_bf16"} <= set(Path("/proc/cpuinfo").read_text().split()):
@@ -201,7 +201,7 @@ def test_a_runtime_reports_the_path_that_runs_and_its_accumulation(path: str, mo
         info = runtime().info
     except ConfigError as error:
         pytest.skip(str(error))
-    runs = "avx512f" if path == "avx512_bf16" else path  # this graph has nothing for instructions for bf16
+    runs = "avx512f" if path == "avx512_bf16" else path  # no node of this graph uses instructions for bf16
     assert (info.kernel, info.accumulation, info.note, info.advice) == (runs, "fp32", "", "")
 
 

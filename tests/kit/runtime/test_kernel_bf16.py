@@ -16,7 +16,7 @@ from bf16kit.errors import ConfigError
 from bf16kit.runtime import kernel
 
 pytestmark = pytest.mark.skipif(not kernel.LIBRARY.exists(), reason="the kernel was not built: no C++17 compiler")
-K, N = 301, 72  # none divides by a pair, a panel, a chain of sums, or a vector
+K, N = 301, 72  # K is odd; neither is a multiple of a panel, a chain of sums, or a vector of 16
 Array = NDArray[Any]
 
 

@@ -20,7 +20,7 @@ from bf16kit.runtime.session import open_session
 
 pytestmark = pytest.mark.skipif(not kernel.LIBRARY.exists(), reason="the kernel was not built: no C++17 compiler")
 Array = NDArray[Any]
-K, N = 300, 72  # neither divides by a panel, a chain of sums, or a vector
+K, N = 300, 72  # neither is a multiple of a panel, a chain of sums, or a vector of 16
 
 
 @pytest.fixture(autouse=True)

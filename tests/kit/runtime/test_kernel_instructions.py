@@ -29,7 +29,7 @@ compiler = pytest.mark.skipif(
 
 
 @pytest.mark.skipif(not kernel.LIBRARY.exists(), reason="the kernel was not built: no C++17 compiler")
-def test_each_function_of_the_library_has_its_path_s_instructions_only() -> None:
+def test_each_function_of_the_library_has_only_instructions_of_its_path() -> None:
     functions = used(kernel.LIBRARY)
     assert {name: sorted(found - allowed(name)) for name, found in functions.items() if found - allowed(name)} == {}
     for path, has in PATHS.items():  # each path has all of its instructions, so the search above can find them
@@ -60,7 +60,7 @@ def test_functions_that_objects_share_run_on_any_processor(source: Path, tmp_pat
 
 
 @compiler
-def test_a_shared_function_compiled_within_a_path_is_found(tmp_path: Path) -> None:
+def test_a_shared_function_compiled_within_a_path_is_detected(tmp_path: Path) -> None:
     """This happens if a header is included after the pragma that begins a path's target."""
     source = tmp_path / "wrong.cpp"
     source.write_text(

@@ -247,7 +247,7 @@ def test_running_a_closed_runtime_fails() -> None:
 
 
 @pytest.mark.skipif(has_cuda(), reason="the installed ONNX Runtime has CUDA")
-def test_cuda_without_a_cuda_build_says_what_to_install() -> None:
+def test_the_error_for_cuda_without_a_cuda_build_says_what_to_install() -> None:
     with pytest.raises(DeviceUnavailable, match=r"no CUDA provider; install bf16kit\[gpu\]"):
         runtime(graphs.mlp(), device="cuda:0")
 

@@ -68,7 +68,7 @@ def test_a_chain_of_definitions_is_rejected_beyond_its_limit(chain: str) -> None
         scriptcode.check({RECORD: CHAINS[chain](scriptcode.DEEPEST_CALLS)})
 
 
-def test_a_chain_through_records_and_a_circle_are_found() -> None:
+def test_a_chain_through_records_and_a_circle_are_rejected() -> None:
     """The case of a record's name does not matter, because torch ignores it."""
     there = {
         f"m/CODE/__torch__/M{k}.py": f"class C(Module):\n  a : __torch__.m{k + 1}.C\n"

@@ -274,7 +274,7 @@ def test_running_a_closed_runtime_fails(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
-def test_cuda_without_a_device_says_what_is_missing(tmp_path: Path) -> None:
+def test_the_error_for_cuda_without_a_device_says_what_is_missing(tmp_path: Path) -> None:
     with pytest.raises(DeviceUnavailable, match="sees no CUDA device"):
         TorchScriptRuntime(traced_layer(tmp_path), [X], [Y], device="cuda:0")
 
