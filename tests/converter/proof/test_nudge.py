@@ -1,4 +1,4 @@
-"""The reference with its weights moved by a few ulps, as a model for another fp32 program; its weights are mapped."""
+"""The reference with its weights moved by a few ulps, to stand for another fp32 program; its weights are mapped."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def test_a_profile_that_the_artifact_lacks_is_rejected(cli: Cli, small: Artifact
 
 
 @pytest.mark.parametrize("kind", ["npz", "safetensors", "directory", "function"])
-def test_samples_of_every_kind(cli: Cli, mlp: Artifact, tmp_path: Path, kind: str) -> None:
+def test_samples_of_every_kind_are_accepted(cli: Cli, mlp: Artifact, tmp_path: Path, kind: str) -> None:
     x = np.random.default_rng(1).standard_normal((4, 16)).astype(np.float32)
     given: object = "feeders:three"
     if kind == "function":
@@ -70,7 +70,7 @@ def test_drift_over_budget_exits_with_1_and_shows_the_table(cli: Cli, mlp: Artif
     assert " NO" in done.out
 
 
-def test_json_says_what_the_text_says(cli: Cli, mlp: Artifact) -> None:
+def test_json_has_each_metric_with_its_bound_and_share_of_the_budget(cli: Cli, mlp: Artifact) -> None:
     found = json.loads(cli("verify", mlp.path, "--profile", "cpu", "--json").published().out)
     assert found.keys() == {"version", "path", "model", "origin", "samples", "rows", "ran", "over", "within"}
     assert (found["version"], found["within"], found["over"], found["samples"]) == (1, True, [], 2)

@@ -23,7 +23,7 @@ def test_a_model_further_from_fp32_than_before_is_worse() -> None:
     assert Comparison([_row("cpu", 0.02, 0.01)]).made_worse(by_labels=False) is None
 
 
-def test_the_worst_profile_counts() -> None:
+def test_the_worst_profile_decides() -> None:
     """A good profile may get worse if the worst one improves. A profile that did not exist before does not count."""
     assert Comparison([_row("cpu", 0.001, 0.002), _row("cuda", 0.03, 0.01)]).made_worse(by_labels=False) is None
     assert Comparison([_row("cpu", 0.001, 0.0), _row("cuda", 0.03, 0.04)]).made_worse(by_labels=False)

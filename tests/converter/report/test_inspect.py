@@ -78,7 +78,7 @@ def test_weights_in_c_order_are_reported(cli: Cli, tmp_path: Path, target: Path)
     assert "layout      C order" in cli("inspect", target).published().out
 
 
-def test_a_narrow_terminal_cuts_nothing(cli: Cli, mlp: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_narrow_terminal_truncates_nothing(cli: Cli, mlp: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "20")
     out = cli("inspect", mlp.path).published().out
     assert all(entry.sha256 in out for entry in mlp.manifest.files.values())

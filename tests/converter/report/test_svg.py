@@ -34,7 +34,7 @@ def test_an_empty_range_has_one_tick() -> None:
     assert list(ticks(3, 3)) == [3]
 
 
-def test_numbers_of_ticks_are_short() -> None:
+def test_the_labels_of_ticks_are_short() -> None:
     assert [number(v) for v in (0.0, 20.0, 0.005, 0.30000000000000004, 1e6)] == ["0", "20", "0.005", "0.3", "1e+06"]
 
 

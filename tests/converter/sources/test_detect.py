@@ -92,7 +92,7 @@ def test_tensorflows_directories_and_keras_archives_are_recognised(tmp_path: Pat
         (b"\x00" * 600, "first bytes 00 00"),
     ],
 )
-def test_files_that_are_not_checkpoints_are_rejected_with_what_they_are(
+def test_files_that_are_not_checkpoints_are_rejected_with_a_description(
     tmp_path: Path, content: bytes, said: str
 ) -> None:
     (tmp_path / "model.pt").write_bytes(content)

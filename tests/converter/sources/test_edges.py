@@ -28,7 +28,9 @@ def _model(shape: Sequence[int | str | None] | None, dtype: int = TensorProto.FL
         (["2*n + 1", 1], ("2*n + 1", 1)),
     ],
 )
-def test_free_dimensions_have_names_given_or_made(shape: list[int | str | None], dims: tuple[int | str, ...]) -> None:
+def test_free_dimensions_keep_their_names_or_get_generated_ones(
+    shape: list[int | str | None], dims: tuple[int | str, ...]
+) -> None:
     assert input_specs(_model(shape))[0].shape == dims
     assert output_specs(_model(shape))[0].shape == dims
 

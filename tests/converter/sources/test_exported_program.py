@@ -83,7 +83,7 @@ def test_dimensions_may_be_named_and_fixed_with_input(cli: Cli, tmp_path: Path, 
         cli("checkpoint", source, "--out", other, "--input", wrong, *ONNX_ONLY).refused(2, "--input ")
 
 
-def test_tied_weights_become_one(cli: Cli, tmp_path: Path, target: Path) -> None:
+def test_tied_weights_keep_both_names(cli: Cli, tmp_path: Path, target: Path) -> None:
     source = written(tmp_path, seeded(Tied()), torch.zeros(2, 3, dtype=torch.int64))
     cli("checkpoint", source, "--out", target, *ONNX_ONLY).published()
     names = [entry.name for entry in Artifact.open(target).manifest.checkpoint]

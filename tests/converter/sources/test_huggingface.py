@@ -90,7 +90,7 @@ def test_a_bare_model_serves_its_hidden_states_and_every_tensor_is_restored(
     assert_restored(tmp_path / "fp32.safetensors", original)
 
 
-def test_masked_tokens_change_nothing(artifact: Artifact) -> None:
+def test_masked_tokens_do_not_change_the_outputs_of_the_others(artifact: Artifact) -> None:
     ids = np.array([[5, 6, 7, 0, 0]])
     mask = np.array([[1, 1, 1, 0, 0]])
     padded = {"input_ids": ids, "attention_mask": mask, "token_type_ids": np.zeros_like(ids)}
@@ -120,7 +120,7 @@ def test_a_regression_head_has_no_top1_agreement(cli: Cli, tmp_path: Path, targe
 
 
 @pytest.mark.long
-def test_shards_and_named_dimensions(cli: Cli, tmp_path: Path, target: Path, copied: Path) -> None:
+def test_shards_and_named_dimensions_are_supported(cli: Cli, tmp_path: Path, target: Path, copied: Path) -> None:
     whole = load_file(copied / "model.safetensors")
     (copied / "model.safetensors").unlink()
     names = sorted(whole)

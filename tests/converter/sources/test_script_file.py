@@ -116,7 +116,7 @@ def test_code_that_would_do_more_than_compute_is_rejected_and_not_loaded(
 def test_torch_runs_default_values_while_it_loads_a_file(
     mlp: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Therefore the code is checked as text first: torch creates the file while it loads the module, before a call."""
+    """Therefore the code is checked as text first: torch creates the file while it loads the module."""
     monkeypatch.chdir(tmp_path)
     path = _with_code(mlp, "x: Tensor) ->", 'x: Tensor, y: Tensor=torch.from_file("executed", True, 4)) ->')
     torch.jit.load(str(path))  # type: ignore[no-untyped-call]  # torch's own

@@ -72,7 +72,7 @@ def test_a_tied_weight_saved_once_fills_both_names(cli: Cli, tmp_path: Path, tar
     assert_restored(tmp_path / "fp32.safetensors", {k: v.numpy() for k, v in state.items()})
 
 
-def test_arguments_of_the_factory_and_a_sharded_checkpoint(cli: Cli, tmp_path: Path, target: Path) -> None:
+def test_a_sharded_checkpoint_is_fitted_into_a_factory_with_arguments(cli: Cli, tmp_path: Path, target: Path) -> None:
     state = {k: v.clone() for k, v in seeded(Mlp(hidden=32)).state_dict().items()}
     save_file({k: v for k, v in state.items() if k.startswith("up")}, tmp_path / "a.safetensors")
     save_file({k: v for k, v in state.items() if k.startswith("down")}, tmp_path / "b.safetensors")

@@ -111,7 +111,7 @@ def test_a_sparse_initializer_gives_a_value(tmp_path: Path) -> None:
     onnx_soundness.check(tmp_path / "m.onnx", model)
 
 
-def test_a_function_is_defined_once(tmp_path: Path) -> None:
+def test_a_function_that_is_defined_twice_is_rejected(tmp_path: Path) -> None:
     opsets = [helper.make_opsetid("", graphs.OPSET)]
     model = graphs.mlp()
     for overload in ("", "other", ""):

@@ -143,7 +143,9 @@ def test_an_accepted_map_is_reported_as_unconfirmed(cli: Cli, target: Path, mlp_
 
 
 @pytest.mark.long
-def test_a_convolutional_model_with_batch_statistics(cli: Cli, tmp_path: Path, target: Path) -> None:
+def test_a_convolutional_model_with_batch_statistics_is_converted_and_restored(
+    cli: Cli, tmp_path: Path, target: Path
+) -> None:
     """HWIO kernels are stored once, as OIHW, and restored as HWIO. torch's counters of batches are the model's own."""
     state = {name: tensor.numpy() for name, tensor in seeded(Cnn()).state_dict().items()}
     convs = {f"Conv_{i}": state[f"features.{3 * i}.weight"].transpose(2, 3, 1, 0) for i in range(2)}
@@ -242,7 +244,7 @@ def test_rules_rename_a_torch_state_dict_too(cli: Cli, tmp_path: Path, target: P
 
 
 @pytest.mark.long  # two conversions, and a process to read each
-def test_a_directory_of_orbax_steps(cli: Cli, tmp_path: Path, target: Path) -> None:
+def test_a_directory_of_orbax_steps_is_converted(cli: Cli, tmp_path: Path, target: Path) -> None:
     """The newest step is taken, or the one that --step names, and the item of --item; the optimizer is left out."""
     pytest.importorskip("tensorstore", reason="the extra `orbax` is not installed")
     root = tmp_path / "run"

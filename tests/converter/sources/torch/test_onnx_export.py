@@ -107,7 +107,7 @@ def test_batch_norm_is_left_for_the_conversion_to_fold() -> None:
     assert [node.op_type for node in graph.graph].count("BatchNormalization") == 2
 
 
-def test_dropout_and_batch_norm_are_those_of_evaluation() -> None:
+def test_dropout_and_batch_norm_are_exported_in_evaluation_mode() -> None:
     module = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5), nn.BatchNorm1d(16)).train()
     graph = to_onnx(adapt(module, X), tensors(module))
     assert "Dropout" not in [node.op_type for node in graph.graph]
@@ -131,7 +131,7 @@ def test_inputs_are_passed_by_keyword_when_the_model_knows_their_names() -> None
     ("name", "kind"),
     [("logits", "logits"), ("start_logits", "logits"), ("last_hidden_state", "embedding"), ("y", "other")],
 )
-def test_kinds_of_outputs(name: str, kind: str) -> None:
+def test_the_name_of_an_output_gives_its_kind(name: str, kind: str) -> None:
     assert kind_of(name) == kind
 
 
