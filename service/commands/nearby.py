@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bf16kit.errors import ConfigError
-from service.transport.healthclient import Door, Trust
+from service.transport.healthclient import ClientTls, Endpoint
 
 _PREFIX = "BF16KIT_"
 _TOKEN = "BF16KIT_TOKEN"  # noqa: S105 -- the name of a variable
@@ -29,7 +29,7 @@ class Nearby:
         self._flags = flags
         self._written = _mapping(file) if file is not None else {}
 
-    def door(self, certificate: Path | None = None, key: Path | None = None) -> Door:
+    def door(self, certificate: Path | None = None, key: Path | None = None) -> Endpoint:
         """Return the server's address and the credentials to use there.
 
         ``certificate`` and ``key`` are used if the server requires client certificates. Raises ConfigError for settings
@@ -37,11 +37,11 @@ class Nearby:
         """
         socket = self._text("grpc_socket")
         if socket:  # without TLS
-            return Door(f"unix:{socket}", token=self._token())
+            return Endpoint(f"unix:{socket}", token=self._token())
         host = self._text("host") or "127.0.0.1"
         host = _EVERYWHERE.get(host, host)
         target = f"[{host}]:{self._port()}" if ":" in host else f"{host}:{self._port()}"
-        return Door(target, self._trust(certificate, key), self._token())
+        return Endpoint(target, self._trust(certificate, key), self._token())
 
     def _given(self, name: str) -> Any:
         for value in (self._flags.get(name), os.environ.get(_PREFIX + name.upper()), self._written.get(name)):
@@ -62,7 +62,7 @@ class Nearby:
             raise ConfigError(f"grpc_port {text!r}: give the port that the server listens on, 1 to {_LARGEST_PORT}")
         return int(text)
 
-    def _trust(self, certificate: Path | None, key: Path | None) -> Trust | None:
+    def _trust(self, certificate: Path | None, key: Path | None) -> ClientTls | None:
         own, own_key, authority = (self._path(f"tls_{name}") for name in ("certificate", "key", "client_ca"))
         if own is None or own_key is None:
             return None
@@ -72,11 +72,11 @@ class Nearby:
         pair = CertificateFiles(own, own_key, authority).current()
         name = name_of(pair)
         if authority is None:
-            return Trust(pair.certificate, name)
+            return ClientTls(pair.certificate, name)
         if certificate is None or key is None:
-            return Trust(pair.certificate, name, pair.certificate, pair.key)
+            return ClientTls(pair.certificate, name, pair.certificate, pair.key)
         shown = CertificateFiles(certificate, key).current()
-        return Trust(pair.certificate, name, shown.certificate, shown.key)
+        return ClientTls(pair.certificate, name, shown.certificate, shown.key)
 
     def _token(self) -> str:
         """Return the token, if health checks need one: from the environment, else from the server's token file."""

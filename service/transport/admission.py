@@ -1,6 +1,6 @@
 """Bounds how much the server holds at once. Further calls are rejected before they are read, so the client sees it.
 
-A call takes a place when its headers arrive, and gives it back when gRPC has nothing left to do for it. A client that
+A call acquires a place when its headers arrive, and releases it when gRPC has nothing left to do for it. A client that
 does not read its response therefore keeps its place, and the bytes of its response stay counted.
 """
 
@@ -24,37 +24,37 @@ class Shares:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self.taken = 0
-        self._held: dict[str, int] = {}
+        self.in_use = 0
+        self._by_holder: dict[str, int] = {}
 
-    def take(self, holder: str) -> bool:
-        """Take one more place for ``holder``. Return whether it may have one."""
-        own = self._held.get(holder, 0)
-        if self.full or own >= self._part(own):
+    def acquire(self, holder: str) -> bool:
+        """Acquire one more place for ``holder``. Return whether it may have one."""
+        own = self._by_holder.get(holder, 0)
+        if self.full or own >= self._fair_share(own):
             return False
-        self._held[holder] = own + 1
-        self.taken += 1
+        self._by_holder[holder] = own + 1
+        self.in_use += 1
         return True
 
     @property
     def full(self) -> bool:
-        return self.taken >= self.limit
+        return self.in_use >= self.limit
 
-    def _part(self, own: int) -> int:
+    def _fair_share(self, own: int) -> int:
         """Return how many places a holder that has ``own`` may have at present."""
-        if 2 * self.taken < self.limit:
+        if 2 * self.in_use < self.limit:
             return self.limit
-        if 8 * self.taken < 7 * self.limit:
-            return max(1, self.limit // (len(self._held) + (own == 0)))
+        if 8 * self.in_use < 7 * self.limit:
+            return max(1, self.limit // (len(self._by_holder) + (own == 0)))
         return max(1, self.limit // 32)
 
-    def give(self, holder: str) -> None:
-        own = self._held[holder] - 1
-        self.taken -= 1
+    def release(self, holder: str) -> None:
+        own = self._by_holder[holder] - 1
+        self.in_use -= 1
         if own:
-            self._held[holder] = own
+            self._by_holder[holder] = own
         else:
-            del self._held[holder]
+            del self._by_holder[holder]
 
 
 class ByteBudget:
@@ -66,93 +66,102 @@ class ByteBudget:
     def __init__(self, limit: int = 1 << 62) -> None:
         self.lock = threading.Lock()
         self._limit = limit
-        self._taken = 0
+        self._in_use = 0
 
     @property
-    def crowded(self) -> bool:
-        return 2 * self._taken >= self._limit
+    def under_pressure(self) -> bool:
+        return 2 * self._in_use >= self._limit
 
-    def take(self, nbytes: int, own: int) -> None:
-        """Take bytes for a call that already holds ``own``. Raises :class:`Overloaded`. The caller holds the lock."""
-        if self._taken > own and self._taken + nbytes > self._limit:
+    def acquire(self, nbytes: int, own: int) -> None:
+        """Reserve bytes for a call that already holds ``own``. Raises :class:`Overloaded`.
+
+        The caller holds the lock.
+        """
+        if self._in_use > own and self._in_use + nbytes > self._limit:
             raise Overloaded(
-                f"requests and responses hold {self._taken} bytes, the limit is {self._limit}; try again later",
+                f"requests and responses hold {self._in_use} bytes, the limit is {self._limit}; try again later",
                 "bytes",
             )
-        self._taken += nbytes
+        self._in_use += nbytes
 
-    def give(self, nbytes: int) -> None:
-        """Give bytes back. The caller holds the lock."""
-        self._taken -= nbytes
+    def release(self, nbytes: int) -> None:
+        """Release bytes. The caller holds the lock."""
+        self._in_use -= nbytes
 
 
 class Place:
-    """One call's place behind a :class:`Door`, with the bytes that it holds. :meth:`leave` gives all back, once."""
+    """One call's place in an :class:`Admission`, with the bytes that it holds. :meth:`release` releases all, once."""
 
-    __slots__ = ("_budget", "_door", "_left", "client", "nbytes")
+    __slots__ = ("_admission", "_budget", "_released", "client", "nbytes")
 
-    def __init__(self, door: Door, client: str) -> None:
+    def __init__(self, admission: Admission, client: str) -> None:
         self.client = client
         self.nbytes = 0
-        self._door = door
-        self._budget = door.budget
-        self._left = False
+        self._admission = admission
+        self._budget = admission.budget
+        self._released = False
 
-    def add(self, nbytes: int) -> None:
-        """Take bytes. Raises :class:`Overloaded` if all calls together hold too much. No effect after :meth:`leave`."""
+    def add_bytes(self, nbytes: int) -> None:
+        """Reserve bytes. Raises :class:`Overloaded` if all calls together hold too much.
+
+        No effect after :meth:`release`.
+        """
         with self._budget.lock:
-            if not self._left:
-                self._budget.take(nbytes, self.nbytes)
+            if not self._released:
+                self._budget.acquire(nbytes, self.nbytes)
                 self.nbytes += nbytes
 
-    def remove(self, nbytes: int) -> None:
+    def remove_bytes(self, nbytes: int) -> None:
         with self._budget.lock:
-            if not self._left:
-                self._budget.give(nbytes)
+            if not self._released:
+                self._budget.release(nbytes)
                 self.nbytes -= nbytes
 
-    def leave(self) -> None:
+    def release(self) -> None:
         with self._budget.lock:
-            if self._left:
+            if self._released:
                 return
-            self._left = True
-            self._budget.give(self.nbytes)
-        self._door.leave(self.client)
+            self._released = True
+            self._budget.release(self.nbytes)
+        self._admission.release(self.client)
 
 
-class Held:
+class CallBytes:
     """The bytes of one request and its response, as part of what the call's place holds."""
 
-    __slots__ = ("_largest", "_nbytes", "_place")
+    __slots__ = ("_largest_total", "_nbytes", "_place")
 
     def __init__(self, place: Place) -> None:
         self._place = place
-        self._nbytes = self._largest = 0
+        self._nbytes = self._largest_total = 0
 
-    def hold(self, nbytes: int) -> None:
-        """Hold ``nbytes`` for the request. Repeated calls count the largest number. Raises as :meth:`Place.add`."""
-        if nbytes > self._largest:
-            self._add(nbytes - self._largest)
-            self._largest = nbytes
+    def reserve(self, nbytes: int) -> None:
+        """Reserve ``nbytes`` for the request. Repeated calls count the largest number.
 
-    def hold_more(self, nbytes: int) -> None:
-        """Hold ``nbytes`` in addition: for a response that the client has yet to read, or for data in shared memory.
+        Raises as :meth:`Place.add_bytes`.
+        """
+        if nbytes > self._largest_total:
+            self._add(nbytes - self._largest_total)
+            self._largest_total = nbytes
 
-        Raises as :meth:`Place.add`.
+    def reserve_more(self, nbytes: int) -> None:
+        """Reserve ``nbytes`` in addition: for a response that the client has yet to read, or for data in shared memory.
+
+        Raises as :meth:`Place.add_bytes`.
         """
         self._add(nbytes)
 
     def release(self) -> None:
-        """Give all bytes back: the client has the response."""
-        self._place.remove(self._nbytes)
+        """Release all bytes: the client has the response."""
+        self._place.remove_bytes(self._nbytes)
         self._nbytes = 0
 
     def _add(self, nbytes: int) -> None:
-        self._place.add(nbytes)
+        self._place.add_bytes(nbytes)
         self._nbytes += nbytes
 
 
-class Door:
+class Admission:
     """Admits at most ``limit`` calls at a time, whose bytes count against ``budget``.
 
     ``adaptive`` may lower the limit for a time.
@@ -178,11 +187,11 @@ class Door:
         self._empty = threading.Condition(self._lock)
 
     @property
-    def crowded(self) -> bool:
+    def under_pressure(self) -> bool:
         """Whether half of the places or bytes are taken. Slow clients then get less time."""
-        return 2 * self._shares.taken >= self.limit or self.budget.crowded
+        return 2 * self._shares.in_use >= self.limit or self.budget.under_pressure
 
-    def enter(self, client: str) -> Place:
+    def admit(self, client: str) -> Place:
         """Return a place for a call of ``client``.
 
         Raises :class:`Overloaded` if it gets none, or :meth:`close`'s error.
@@ -192,7 +201,7 @@ class Door:
                 raise self._closed()
             if self._adaptive is not None:
                 self._shares.limit = self._adaptive.now
-            if not self._shares.take(client):
+            if not self._shares.acquire(client):
                 if self._adaptive is not None and self._shares.limit < self.limit:
                     self._adaptive.refused()
                 limit = f"{self._shares.limit} {self._what} is the limit of this server"
@@ -203,11 +212,11 @@ class Door:
                 raise Overloaded(f"{limit}, and this connection has its share; try again later", "connection_share")
         return Place(self, client)
 
-    def leave(self, client: str) -> None:
+    def release(self, client: str) -> None:
         """Free a place."""
         with self._lock:
-            self._shares.give(client)
-            if not self._shares.taken:
+            self._shares.release(client)
+            if not self._shares.in_use:
                 self._empty.notify_all()
 
     def close(self, error: Callable[[], RequestError]) -> None:
@@ -218,7 +227,7 @@ class Door:
     def wait_empty(self, until: float) -> bool:
         """Wait until no call is inside. Return False if one still is at ``until`` (:func:`time.monotonic` seconds)."""
         with self._lock:
-            return self._empty.wait_for(lambda: not self._shares.taken, max(0.0, until - time.monotonic()))
+            return self._empty.wait_for(lambda: not self._shares.in_use, max(0.0, until - time.monotonic()))
 
 
 class FairShares:
@@ -231,15 +240,15 @@ class FairShares:
         self._reason = reason
         self._lock = threading.Lock()
 
-    def take(self, holder: str) -> None:
-        """Take a place. Raises :class:`Overloaded` if ``holder`` already has its share."""
+    def acquire(self, holder: str) -> None:
+        """Acquire a place. Raises :class:`Overloaded` if ``holder`` already has its share."""
         with self._lock:
-            if not self._shares.take(holder):
+            if not self._shares.acquire(holder):
                 raise Overloaded(
                     f"{self._what} {holder!r} has its share of the {self._limit} requests in flight; try again later",
                     self._reason,
                 )
 
-    def give(self, holder: str) -> None:
+    def release(self, holder: str) -> None:
         with self._lock:
-            self._shares.give(holder)
+            self._shares.release(holder)

@@ -16,12 +16,12 @@ from google.protobuf.message import DecodeError, Message
 
 from bf16kit.errors import Cancelled, DeadlineExceeded, InvalidRequest, RequestError, Unavailable
 from service.request import Cancellation
-from service.transport.admission import Held, Place
+from service.transport.admission import CallBytes, Place
 from service.transport.arrival import Arrival
 from service.transport.claims import Claimed
 from service.transport.credentials import Metadata
 from service.transport.status import Status
-from service.transport.watchdog import Patience
+from service.transport.watchdog import CallTimeouts
 from service.wire.inflate import Inflater
 
 if TYPE_CHECKING:
@@ -53,14 +53,14 @@ class Rpc:
     reads: bool = True
     claim: Callable[[bytes], Claimed | None] | None = None
 
-    def parsed(self, data: bytes, hold: Callable[[int], None]) -> Message:
-        """Return the message in ``data``. ``hold`` is called with its size in bytes, and may raise.
+    def parsed(self, data: bytes, reserve: Callable[[int], None]) -> Message:
+        """Return the message in ``data``. ``reserve`` is called with its size in bytes, and may raise.
 
         Raises InvalidRequest if ``data`` is no such message.
         """
-        data = self.inflate(data, hold)
+        data = self.inflate(data, reserve)
         try:
-            message: Message = self.parse(data, hold)
+            message: Message = self.parse(data, reserve)
         except DecodeError:
             raise InvalidRequest("the request is not a message of this RPC: its bytes cannot be parsed") from None
         return message
@@ -80,7 +80,7 @@ class Call:
         self._lane = lane
         self._arrival: Arrival | None = None
         self._place: Place | None = None
-        self._held: Held | None = None
+        self._call_bytes: CallBytes | None = None
         self._refused: RequestError | None = None
         self._aborted = self._over = False
 
@@ -112,16 +112,16 @@ class Call:
         self._aborted = True
         self.context.abort(status.code, status.details)
 
-    def hold_more(self, nbytes: int) -> None:
+    def reserve_more(self, nbytes: int) -> None:
         """Count ``nbytes`` of a response or of shared memory until the call ends. Raises Overloaded if there is no
         room."""
-        if self._held is not None:
-            self._held.hold_more(nbytes)
+        if self._call_bytes is not None:
+            self._call_bytes.reserve_more(nbytes)
 
     def admit(self, client: str) -> bool:
         """Take a place for ``client``. False: the call is rejected, and :meth:`_check_admitted` raises the error."""
         try:
-            self._place = self._lane.door.enter(client)
+            self._place = self._lane.admission.admit(client)
         except RequestError as error:
             self._refused = error
         return self._refused is None
@@ -171,30 +171,30 @@ class Call:
         """Release everything: gRPC has nothing left to do for the call."""
         self._over = True
         self.cancellation.cancel()
-        self._lane.receiving.done(self)
-        self._lane.sending.done(self)
+        self._lane.receive_timeouts.clear(self)
+        self._lane.send_timeouts.clear(self)
         if self._place is not None:
-            self._place.leave()
+            self._place.release()
 
-    def _waits(self, patience: Patience, end: Callable[[], None]) -> None:
-        """Start this client's timeout; end it at once if the call is over, because :meth:`_ended` has run already."""
-        patience.begin(self, end)
+    def _start_timeout(self, timeouts: CallTimeouts, on_timeout: Callable[[], None]) -> None:
+        """Start this client's timeout; clear it at once if the call is over, because :meth:`_ended` has run already."""
+        timeouts.start(self, on_timeout)
         if self._over:
-            patience.done(self)
+            timeouts.clear(self)
 
     def _expire(self) -> None:
         """End the call: the client has kept the server waiting for too long."""
         self._lane.refused("too_slow")
         (self._arrival or self.context).cancel()
 
-    def _parsed(self, data: bytes, held: Held) -> Message:
+    def _parsed(self, data: bytes, call_bytes: CallBytes) -> Message:
         """Parse a message and count its bytes. Large ones wait their turn, and the client may leave meanwhile."""
 
-        def hold(nbytes: int) -> None:
+        def reserve(nbytes: int) -> None:
             self._check_wanted()
-            held.hold(nbytes)
+            call_bytes.reserve(nbytes)
 
-        return self._rpc.parsed(data, hold)
+        return self._rpc.parsed(data, reserve)
 
 
 class OneRequest(Call):
@@ -209,7 +209,7 @@ class OneRequest(Call):
             return super().start(arrival, submit, run)
         self._arrival = arrival
         arrival.when_ended(self._ended)
-        self._waits(self._lane.receiving, self._expire)
+        self._start_timeout(self._lane.receive_timeouts, self._expire)
         return arrival.read(self.received, lambda: self._answer(arrival, submit, run))
 
     def _answer(self, arrival: Arrival, submit: Callable[[], object], run: Callable[[], object]) -> None:
@@ -227,19 +227,19 @@ class OneRequest(Call):
     def received(self, data: bytes) -> bytes:
         """Keep the message, which is complete. It is parsed on the call's own thread."""
         self._data = data
-        self._lane.receiving.done(self)
+        self._lane.receive_timeouts.clear(self)
         return data
 
     def _receive(self, messages: Iterator[bytes], place: Place) -> Message:
         if self._arrival is None:
-            self._waits(self._lane.receiving, self._expire)
+            self._start_timeout(self._lane.receive_timeouts, self._expire)
             self._data = next(messages, None)
         data, self._data = self._data, None
         if data is None:
             raise InvalidRequest("the call ended without a request")
-        self._held = Held(place)
+        self._call_bytes = CallBytes(place)
         self.nbytes = len(data)
-        return self._parsed(data, self._held)
+        return self._parsed(data, self._call_bytes)
 
 
 class UnaryCall(OneRequest):
@@ -255,7 +255,7 @@ class UnaryCall(OneRequest):
             response = self._lane.status(error)
         if isinstance(response, Status):
             self.abort(response)
-        self._waits(self._lane.sending, self._expire)  # until the call has ended: the client may not read
+        self._start_timeout(self._lane.send_timeouts, self._expire)  # until the call has ended: the client may not read
         return response
 
 
@@ -277,8 +277,8 @@ class WatchCall(OneRequest):
         """Return ``send`` with a timeout, because it blocks while the client does not read."""
 
         def send_in_time(response: Any) -> None:
-            self._waits(self._lane.sending, self._expire)
+            self._start_timeout(self._lane.send_timeouts, self._expire)
             send(response)
-            self._lane.sending.done(self)
+            self._lane.send_timeouts.clear(self)
 
         return send_in_time

@@ -37,7 +37,7 @@ class Calling(Protocol):
 
     def metadatum(self, key: str) -> str | bytes | None: ...
 
-    def hold_more(self, nbytes: int) -> None:
+    def reserve_more(self, nbytes: int) -> None:
         """Count ``nbytes`` of a response or of shared memory until the call ends. Raises Overloaded if there is no
         room."""
         ...

@@ -10,7 +10,7 @@ from bf16kit.errors import Cancelled, DeadlineExceeded, Unavailable
 from service.transport.calling import Calling
 
 # Part of the call's remaining time, in seconds and as a share, that is left for its client to read the outcome.
-_LAST_WORDS_S, _LAST_PART = 0.25, 0.1
+_RESPONSE_S, _RESPONSE_PART = 0.25, 0.1
 
 
 class Changes:
@@ -36,7 +36,7 @@ class Changes:
         call.cancellation.subscribe(woken.set)
         try:
             if not self._draining:
-                woken.wait(_patience(call.deadline))
+                woken.wait(_wait_seconds(call.deadline))
             if change.done():
                 return change.result()
             if self._draining:
@@ -49,8 +49,8 @@ class Changes:
             self._waiting.discard(woken)
 
 
-def _patience(deadline: float | None) -> float | None:
+def _wait_seconds(deadline: float | None) -> float | None:
     if deadline is None:
         return None
     left = deadline - time.monotonic()
-    return max(0.0, left - min(_LAST_WORDS_S, _LAST_PART * left))
+    return max(0.0, left - min(_RESPONSE_S, _RESPONSE_PART * left))

@@ -1,6 +1,6 @@
 """The RPCs without a gRPC server, for a caller that has the messages' bytes, such as another system's proxy.
 
-The same servicers answer, behind the same doors and checks. The caller is responsible for what gRPC does for a
+The same servicers answer, behind the same limits and checks. The caller is responsible for what gRPC does for a
 connection: timeouts for slow clients, keepalive and TLS.
 """
 
@@ -17,7 +17,7 @@ from bf16kit.errors import Cancelled, DeadlineExceeded, RequestError
 from service.contract import Registry
 from service.operations import Operations
 from service.request import Cancellation, Tracer
-from service.transport.admission import Door, Held, Place
+from service.transport.admission import Admission, CallBytes, Place
 from service.transport.call import Rpc
 from service.transport.claims import Claimed
 from service.transport.credentials import Access, Metadata, Needs
@@ -40,7 +40,7 @@ class DirectCall:
     that may block. It calls :meth:`end`, from any thread, when the client has left or has everything.
     """
 
-    def __init__(self, rpc: Rpc, door: Door, refuse: Refuse, max_bytes: int, metadata: Metadata) -> None:
+    def __init__(self, rpc: Rpc, admission: Admission, refuse: Refuse, max_bytes: int, metadata: Metadata) -> None:
         self.started = time.monotonic()
         self.cancellation = Cancellation()
         self.claimed: Claimed | None = None
@@ -49,11 +49,11 @@ class DirectCall:
         self.client = ""
         self.deadline: float | None = None
         self._rpc = rpc
-        self._door = door
+        self._admission = admission
         self._refuse = refuse
         self._max_bytes = max_bytes
         self._place: Place | None = None
-        self._held: Held | None = None
+        self._call_bytes: CallBytes | None = None
 
     @property
     def kind(self) -> Kind:
@@ -66,20 +66,20 @@ class DirectCall:
     def metadatum(self, key: str) -> str | bytes | None:
         return next((value for name, value in self.metadata or () if name == key), None)
 
-    def hold_more(self, nbytes: int) -> None:
-        if self._held is not None:
-            self._held.hold_more(nbytes)
+    def reserve_more(self, nbytes: int) -> None:
+        if self._call_bytes is not None:
+            self._call_bytes.reserve_more(nbytes)
 
     # --- for the caller -----------------------------------------------------------------------------------------------
 
-    def enter(self, client: str, deadline: float | None) -> Status | None:
+    def admit(self, client: str, deadline: float | None) -> Status | None:
         """Take a place for ``client``, first of all. Return the status that rejects the call if there is none.
 
         ``deadline`` is in :func:`time.monotonic` seconds.
         """
         self.client, self.deadline = client, deadline
         try:
-            self._place = self._door.enter(client)
+            self._place = self._admission.admit(client)
         except RequestError as error:
             return self._refuse(error)
         return None
@@ -93,7 +93,7 @@ class DirectCall:
 
     def answers(self, messages: Iterator[bytes]) -> Iterator[Answer]:
         """Answer a streaming RPC. A status is the last item. An item counts as received when the next is requested."""
-        held: list[Held] = []
+        held: list[CallBytes] = []
         try:
             for response in self._rpc.answer(self._requests(messages, held), self):
                 yield self._written(response)
@@ -118,7 +118,7 @@ class DirectCall:
         """Release everything: no client waits for the call any more. May be called repeatedly."""
         self.cancellation.cancel()
         if self._place is not None:
-            self._place.leave()
+            self._place.release()
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -128,31 +128,31 @@ class DirectCall:
     def _message(self, data: bytes) -> Any:
         if not self._rpc.reads:
             return None
-        self._held = self._new_held()
+        self._call_bytes = self._new_call_bytes()
         self.nbytes = len(data)
-        return self._parsed(data, self._held)
+        return self._parsed(data, self._call_bytes)
 
-    def _requests(self, messages: Iterator[bytes], held: list[Held]) -> Iterator[StreamRequest]:
+    def _requests(self, messages: Iterator[bytes], held: list[CallBytes]) -> Iterator[StreamRequest]:
         for data in messages:
-            held.append(self._new_held())
-            yield StreamRequest(self._parsed(data, held[-1]), held[-1].hold_more)
+            held.append(self._new_call_bytes())
+            yield StreamRequest(self._parsed(data, held[-1]), held[-1].reserve_more)
 
-    def _new_held(self) -> Held:
+    def _new_call_bytes(self) -> CallBytes:
         assert self._place is not None  # noqa: S101 -- whoever brings a call lets it enter first
-        return Held(self._place)
+        return CallBytes(self._place)
 
-    def _parsed(self, data: bytes, held: Held) -> Any:
+    def _parsed(self, data: bytes, held: CallBytes) -> Any:
         if len(data) > self._max_bytes:
             raise _TooLarge(len(data), self._max_bytes)
 
-        def hold(nbytes: int) -> None:
+        def reserve(nbytes: int) -> None:
             if self.cancellation.cancelled:
                 raise Cancelled("the client left before its request was read")
-            held.hold(nbytes)
+            held.reserve(nbytes)
 
         if self.deadline is not None and time.monotonic() >= self.deadline:
             raise DeadlineExceeded("the deadline passed before the request was read")
-        return self._rpc.parsed(data, hold)
+        return self._rpc.parsed(data, reserve)
 
 
 class _TooLarge(Exception):
@@ -171,8 +171,10 @@ def too_large(nbytes: int, most: int) -> Status:
 class _DirectLane:
     """A :class:`service.transport.handlers.Entrance` without gRPC."""
 
-    def __init__(self, door: Door, services: Services, refused: Callable[[str], None], max_bytes: int) -> None:
-        self._door = door
+    def __init__(
+        self, admission: Admission, services: Services, refused: Callable[[str], None], max_bytes: int
+    ) -> None:
+        self._admission = admission
         self._services = services
         self._refused = refused
         self._max_bytes = max_bytes
@@ -182,7 +184,7 @@ class _DirectLane:
             needs.check(metadata)
         except RequestError as error:
             return self._status(error)
-        return DirectCall(rpc, self._door, self._status, self._max_bytes, metadata)
+        return DirectCall(rpc, self._admission, self._status, self._max_bytes, metadata)
 
     def refuse(self, error: RequestError, needs: Needs, metadata: Metadata) -> DirectCall | Status:
         try:
@@ -217,8 +219,8 @@ class Direct:
     ) -> None:
         self._services = services = Services(registry, refused, options, access, operations, tracer)
 
-        def lane(door: Door) -> _DirectLane:
-            return _DirectLane(door, services, refused, options.max_message_bytes)
+        def lane(admission: Admission) -> _DirectLane:
+            return _DirectLane(admission, services, refused, options.max_message_bytes)
 
         self._openers: dict[str, Opener[DirectCall | Status]] = services.openers(
             Lanes(
@@ -230,8 +232,8 @@ class Direct:
                 reflection=lane(services.reflection),
             )
         )
-        doors = (services.inference, services.control, services.changes)
-        self.threads: ThreadPoolExecutor = services.pool("direct", sum(map(services.threads_for, doors)))
+        admissions = (services.inference, services.control, services.changes)
+        self.threads: ThreadPoolExecutor = services.pool("direct", sum(map(services.threads_for, admissions)))
         streaming = (services.streams, services.reflection)
         self.streams: ThreadPoolExecutor = services.pool("direct-stream", sum(map(services.threads_for, streaming)))
 
@@ -249,7 +251,7 @@ class Direct:
         call = self._openers[path](metadata)
         if isinstance(call, Status):
             return call
-        return call.enter(client, deadline) or call
+        return call.admit(client, deadline) or call
 
     def stop(self, grace: float) -> bool:
         """Reject new calls and let those in flight finish. Return False if some did not within ``grace`` seconds."""

@@ -91,9 +91,9 @@ class HealthServicer:
         registry.subscribe(self._changed)
 
     @property
-    def held_up(self) -> bool:
-        """Whether news wait for threads that are sending to slow watchers. These then get less time."""
-        return self._senders.waited_for
+    def has_backlog(self) -> bool:
+        """Whether status changes wait for threads that are sending to slow watchers. These then get less time."""
+        return self._senders.has_backlog
 
     def check(self, request: health_pb2.HealthCheckRequest, call: object) -> health_pb2.HealthCheckResponse:
         status = self._now.get(request.service)

@@ -19,7 +19,7 @@ class NotServing(Bf16kitError):
 
 
 @dataclass(frozen=True, slots=True)
-class Trust:
+class ClientTls:
     """The TLS settings of a client.
 
     ``certificates``: trusted certificates (PEM). ``name``: the name that the server's certificate must be for.
@@ -33,22 +33,22 @@ class Trust:
 
 
 @dataclass(frozen=True, slots=True)
-class Door:
+class Endpoint:
     """The server's address, as a gRPC target, and the credentials that it requires."""
 
     target: str
-    trust: Trust | None = None
+    trust: ClientTls | None = None
     token: str = field(default="", repr=False)
 
 
-def check(door: Door, service: str, seconds: float) -> str:
+def check(endpoint: Endpoint, service: str, seconds: float) -> str:
     """Check a service, waiting at most ``seconds``. Return "SERVING".
 
     ``service`` is a model's name, or "" for the server, which serves once every model is ready. Raises
     :class:`NotServing`, with the reason, for any other result and if there is none.
     """
-    metadata = (("authorization", f"Bearer {door.token}"),) if door.token else None
-    with _channel(door) as channel:
+    metadata = (("authorization", f"Bearer {endpoint.token}"),) if endpoint.token else None
+    with _channel(endpoint) as channel:
         call: grpc.UnaryUnaryMultiCallable[health_pb2.HealthCheckRequest, health_pb2.HealthCheckResponse] = (
             channel.unary_unary(
                 _CHECK,
@@ -59,25 +59,25 @@ def check(door: Door, service: str, seconds: float) -> str:
         try:
             reply = call(health_pb2.HealthCheckRequest(service=service), timeout=seconds, metadata=metadata)
         except grpc.RpcError as error:
-            raise NotServing(f"{door.target}: {_why(error, service, seconds)}") from None
+            raise NotServing(f"{endpoint.target}: {_failure_reason(error, service, seconds)}") from None
     status = _Status.Name(reply.status)
     if reply.status != health_pb2.HealthCheckResponse.SERVING:
-        raise NotServing(f"{door.target}: {status}: {_what(service)} is not ready; the server's log says why")
+        raise NotServing(f"{endpoint.target}: {status}: {_what(service)} is not ready; the server's log says why")
     return status
 
 
-def _channel(door: Door) -> grpc.Channel:
+def _channel(endpoint: Endpoint) -> grpc.Channel:
     options: list[tuple[str, int | str]] = [("grpc.enable_http_proxy", 0)]  # the server is on this machine
-    if door.trust is None:
-        return grpc.insecure_channel(door.target, options)
-    trust = door.trust
+    if endpoint.trust is None:
+        return grpc.insecure_channel(endpoint.target, options)
+    trust = endpoint.trust
     options.append(("grpc.ssl_target_name_override", trust.name))
     return grpc.secure_channel(
-        door.target, grpc.ssl_channel_credentials(trust.certificates, trust.key, trust.chain), options
+        endpoint.target, grpc.ssl_channel_credentials(trust.certificates, trust.key, trust.chain), options
     )
 
 
-def _why(error: grpc.RpcError, service: str, seconds: float) -> str:
+def _failure_reason(error: grpc.RpcError, service: str, seconds: float) -> str:
     code, details = error.code(), brief(error.details() or "")
     if code is grpc.StatusCode.NOT_FOUND:
         return f"serves no {_what(service)}"

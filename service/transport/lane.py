@@ -15,13 +15,13 @@ from typing import Any, TypeAlias
 import grpc
 
 from bf16kit.errors import Forbidden, Overloaded, RequestError, Unauthenticated, Unavailable
-from service.transport.admission import Door
+from service.transport.admission import Admission
 from service.transport.arrival import find_arrival as find_arrival
 from service.transport.call import Call, Rpc, UnaryCall, WatchCall
 from service.transport.credentials import Metadata, Needs
 from service.transport.status import Status, StatusTable
 from service.transport.streamcall import StreamCall
-from service.transport.watchdog import Patience
+from service.transport.watchdog import CallTimeouts
 
 _REASONS: dict[type[Exception], str] = {
     Unauthenticated: "unauthenticated",
@@ -101,17 +101,17 @@ class Lane:
     def __init__(
         self,
         name: str,
-        door: Door,
+        admission: Admission,
         threads: int,
-        receiving: Patience,
-        sending: Patience,
+        receive_timeouts: CallTimeouts,
+        send_timeouts: CallTimeouts,
         statuses: StatusTable,
         refused: Callable[[str], None],
     ) -> None:
-        self.door = door
+        self.admission = admission
         self.threads: ThreadPoolExecutor = _Admitting(threads, name)
-        self.receiving = receiving
-        self.sending = sending
+        self.receive_timeouts = receive_timeouts
+        self.send_timeouts = send_timeouts
         self.refused = refused
         self._statuses = statuses
 

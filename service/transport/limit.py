@@ -35,7 +35,7 @@ class AdaptiveLimit:
         self._forget()
 
     def refused(self) -> None:
-        """Count a call rejected for lack of room: by its model's queue, or at the door while the limit is lowered."""
+        """Count a call rejected for lack of room: by its model's queue, or on admission while the limit is lowered."""
         self._refused += 1
         self._turn()
 

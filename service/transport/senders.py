@@ -28,7 +28,7 @@ class Senders:
         self._others: dict[str, deque[_Sending]] = {}
 
     @property
-    def waited_for(self) -> bool:
+    def has_backlog(self) -> bool:
         """Whether a send waits for a thread, or for other sends to its client."""
         return bool(self._readers or self._others)
 

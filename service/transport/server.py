@@ -13,22 +13,22 @@ from service.operations import Operations
 from service.process import ports
 from service.process.certificates import CertificateFiles
 from service.request import Tracer
-from service.transport.admission import Door
+from service.transport.admission import Admission
 from service.transport.credentials import Access, server_credentials
 from service.transport.handlers import Handlers, Lanes
 from service.transport.lane import Handler, Lane
 from service.transport.options import TransportOptions as TransportOptions
-from service.transport.services import CONTROL_CALLS, LAST_WORDS_SECONDS, REFLECTION_SECONDS, Services
-from service.transport.watchdog import Patience, Watchdog
+from service.transport.services import CONTROL_CALLS, FINAL_WAIT_SECONDS, REFLECTION_SECONDS, Services
+from service.transport.watchdog import CallTimeouts, Watchdog
 
 _SLOW_CONTROL_CALLS = 8  # control calls that may be slow to send their few bytes
 # Time for slow clients once half of the server's places are taken. Not shorter: the delay may be the server's own, with
 # thousands of earlier calls on gRPC's one thread.
-_HURRIED_SECONDS = 3.0
-_DEAF_SECONDS = 1.0  # for a watcher to read a few bytes while others' news wait
+_SECONDS_UNDER_PRESSURE = 3.0
+_SLOW_WATCHER_SECONDS = 1.0  # for a watcher to read a few bytes while others' news wait
 # A thread that repeatedly sleeps for a moment and wakes in time shows that its process has no backlog.
 _NAP_SECONDS, _PUNCTUAL_SECONDS, _PUNCTUAL_NAPS = 0.002, 0.005, 40
-_CATCH_UP_SECONDS = 2.0  # at most
+_MAX_DELIVERY_SECONDS = 2.0  # at most
 _MIN_PING_INTERVAL_MS = 10_000  # between a client's keepalive pings; gRPC's own limit of 5 minutes drops Triton clients
 _PING_SECONDS = 20.0  # at most, for the response to the server's ping
 # Many more than are admitted: calls are rejected here instead of being held back in clients.
@@ -55,10 +55,10 @@ class Transport:
         self._options = options
         self._refused = refused
         self._certificates = certificates
-        self._patiences: list[Patience] = []
+        self._timeouts: list[CallTimeouts] = []
         self._services = Services(registry, refused, options, access, operations, tracer)
         handlers = Handlers(self._services.openers(self._lanes()))
-        self._watchdog = Watchdog(self._patiences)
+        self._watchdog = Watchdog(self._timeouts)
         # Each lane bounds its own calls: with a common bound, one lane's calls could shut out another's.
         self._server = grpc.server(
             self._services.pool("grpc", 1),
@@ -79,7 +79,7 @@ class Transport:
             if self._options.unix_socket:
                 self._server.add_insecure_port(f"unix:{self._options.unix_socket}")
         except RuntimeError:  # gRPC's own text names neither the cause nor the remedy
-            raise _why_not_bound(host, port) from None
+            raise _bind_error(host, port) from None
         self._server.start()
         self._watchdog.start()
         return bound
@@ -91,36 +91,38 @@ class Transport:
         that the server waits for work only. Returns False if a call was still in flight after ``grace`` seconds.
         """
         until = time.monotonic() + grace
-        for patience in self._patiences:
-            patience.stop(grace)
+        for timeouts in self._timeouts:
+            timeouts.shorten(grace)
         self._services.drain(until)
         if not self._services.empty(0.0):
-            catch_up(until)
+            wait_for_delivery(until)
         # gRPC cancels only after the check below.
-        self._server.stop(max(0.0, until - time.monotonic()) + LAST_WORDS_SECONDS)
+        self._server.stop(max(0.0, until - time.monotonic()) + FINAL_WAIT_SECONDS)
         answered = self._services.empty(until)
         self._server.stop(0)
         self._watchdog.stop()
-        self._services.empty(time.monotonic() + LAST_WORDS_SECONDS)
+        self._services.empty(time.monotonic() + FINAL_WAIT_SECONDS)
         self._services.close()
         return answered
 
     def _lanes(self) -> Lanes[Handler]:
         options, services = self._options, self._services
         receive, send = options.receive_seconds, options.send_seconds
-        slow = max(1, options.max_request_bytes // options.max_message_bytes)
+        max_slow = max(1, options.max_request_bytes // options.max_message_bytes)
         return Lanes(
-            inference=self._lane("grpc-infer", services.inference, receive, send, slow=slow),
+            inference=self._lane("grpc-infer", services.inference, receive, send, max_slow=max_slow),
             streams=self._lane("grpc-open-stream", services.streams, options.stream_idle_seconds, send),
-            control=self._lane("grpc-control", services.control, receive, send, slow=_SLOW_CONTROL_CALLS),
-            changes=self._lane("grpc-change", services.changes, receive, send, slow=_SLOW_CONTROL_CALLS),
+            control=self._lane("grpc-control", services.control, receive, send, max_slow=_SLOW_CONTROL_CALLS),
+            changes=self._lane("grpc-change", services.changes, receive, send, max_slow=_SLOW_CONTROL_CALLS),
             watches=self._lane(
                 "grpc-watch",
                 services.watches,
                 receive,
-                slow=_SLOW_CONTROL_CALLS,
+                max_slow=_SLOW_CONTROL_CALLS,
                 threads=CONTROL_CALLS,
-                sending=Patience(_HURRIED_SECONDS, _DEAF_SECONDS, lambda: services.health.held_up),
+                send_timeouts=CallTimeouts(
+                    _SECONDS_UNDER_PRESSURE, _SLOW_WATCHER_SECONDS, lambda: services.health.has_backlog
+                ),
             ),
             reflection=self._lane("grpc-reflection", services.reflection, REFLECTION_SECONDS, REFLECTION_SECONDS),
         )
@@ -128,41 +130,46 @@ class Transport:
     def _lane(
         self,
         name: str,
-        door: Door,
+        admission: Admission,
         receive_seconds: float,
         send_seconds: float = 0.0,
         *,
-        slow: int | None = None,
+        max_slow: int | None = None,
         threads: int | None = None,
-        sending: Patience | None = None,
+        send_timeouts: CallTimeouts | None = None,
     ) -> Lane:
         services = self._services
-        idle = door is services.streams  # streams are idle by nature
-        receiving = Patience(
-            receive_seconds, receive_seconds if idle else _HURRIED_SECONDS, lambda: door.crowded, slow=slow
+        idle = admission is services.streams  # streams are idle by nature
+        receive_timeouts = CallTimeouts(
+            receive_seconds,
+            receive_seconds if idle else _SECONDS_UNDER_PRESSURE,
+            lambda: admission.under_pressure,
+            max_slow=max_slow,
         )
-        sending = sending or Patience(send_seconds, _HURRIED_SECONDS, lambda: door.crowded)
-        self._patiences += [receiving, sending]
-        count = threads or services.threads_for(door)
-        lane = Lane(name, door, count, receiving, sending, services.statuses, self._refused)
+        send_timeouts = send_timeouts or CallTimeouts(
+            send_seconds, _SECONDS_UNDER_PRESSURE, lambda: admission.under_pressure
+        )
+        self._timeouts += [receive_timeouts, send_timeouts]
+        count = threads or services.threads_for(admission)
+        lane = Lane(name, admission, count, receive_timeouts, send_timeouts, services.statuses, self._refused)
         services.keep(lane.threads)
         return lane
 
 
-def catch_up(until: float) -> None:
+def wait_for_delivery(until: float) -> None:
     """Wait until gRPC's one thread has delivered the calls that have arrived: a stop cancels undelivered ones.
 
     Delivered calls are rejected by now. A client may safely repeat a rejected call, but does not know the outcome of a
     cancelled one. While a hundred other threads compete for the processor, that thread is late, and so is this one.
     """
-    until, punctual = min(until, time.monotonic() + _CATCH_UP_SECONDS), 0
-    while (begun := time.monotonic()) < until and punctual < _PUNCTUAL_NAPS:
+    until, punctual = min(until, time.monotonic() + _MAX_DELIVERY_SECONDS), 0
+    while (started := time.monotonic()) < until and punctual < _PUNCTUAL_NAPS:
         time.sleep(_NAP_SECONDS)
-        punctual = punctual + 1 if time.monotonic() - begun < _PUNCTUAL_SECONDS else 0
+        punctual = punctual + 1 if time.monotonic() - started < _PUNCTUAL_SECONDS else 0
 
 
 def _channel_arguments(options: TransportOptions) -> list[tuple[str, int]]:
-    patience = _ms(min(options.keepalive_seconds, _PING_SECONDS))
+    timeout_ms = _ms(min(options.keepalive_seconds, _PING_SECONDS))
     arguments = {
         # gRPC's default is on: a second server on the same port would silently receive half of the calls
         "grpc.so_reuseport": int(options.share_port),
@@ -175,9 +182,9 @@ def _channel_arguments(options: TransportOptions) -> list[tuple[str, int]]:
         "grpc.server.max_pending_requests_hard_limit": 2 * options.max_in_flight,
         "grpc.server_handshake_timeout_ms": _HANDSHAKE_MS,
         "grpc.keepalive_time_ms": _ms(options.keepalive_seconds),
-        "grpc.keepalive_timeout_ms": patience,  # for bytes that TCP has sent
+        "grpc.keepalive_timeout_ms": timeout_ms,  # for bytes that TCP has sent
         # For the response to a ping: a minute by default, whatever the timeout above.
-        "grpc.http2.ping_timeout_ms": patience,
+        "grpc.http2.ping_timeout_ms": timeout_ms,
         "grpc.keepalive_permit_without_calls": 1,
         "grpc.http2.min_ping_interval_without_data_ms": _MIN_PING_INTERVAL_MS,
         "grpc.max_connection_idle_ms": _ms(options.max_connection_idle_seconds),
@@ -198,7 +205,7 @@ def _address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _why_not_bound(host: str, port: int) -> ConfigError:
+def _bind_error(host: str, port: int) -> ConfigError:
     """Find why ``host:port`` cannot be listened on, by another attempt with a plain socket."""
     try:
         ports.listen(host, port, "--grpc-port").close()

@@ -22,8 +22,8 @@ from service.transport.limit import AdaptiveLimit
 from service.transport.requestlog import log_request
 from service.transport.status import Status, StatusTable
 from service.transport.streamcall import StreamRequest
-from service.transport.streams import OrderedAnswers
-from service.transport.turns import Line, Turns
+from service.transport.streams import OrderedResponses
+from service.transport.turns import StreamScheduler, StreamTurns
 from service.wire.memory import SharedMemory
 from service.wire.parameters import RequestParameters, check_request, wants_final_mark
 from service.wire.request import InferenceCodec
@@ -50,8 +50,8 @@ class InferenceServicer:
         shares: FairShares,
         limit: AdaptiveLimit,
         stream_readers: Executor,
-        stream_answerers: Executor,
-        turns: Turns,
+        stream_workers: Executor,
+        scheduler: StreamScheduler,
         stream_window: int,
         memory: SharedMemory = SharedMemory(),  # noqa: B008 -- frozen: it is off
         tracer: Tracer | None = None,
@@ -63,8 +63,8 @@ class InferenceServicer:
         self._shares = shares
         self._limit = limit
         self._stream_readers = stream_readers
-        self._stream_answerers = stream_answerers
-        self._turns = turns
+        self._stream_workers = stream_workers
+        self._scheduler = scheduler
         self._stream_window = stream_window
         self._memory = memory
         self._tracer = tracer
@@ -83,7 +83,7 @@ class InferenceServicer:
     # --- inference --------------------------------------------------------------------------------------------------
 
     def ModelInfer(self, message: pb.ModelInferRequest, call: Calling) -> pb.ModelInferResponse | Status:
-        return self._answer(message, call, call.started, call.hold_more)
+        return self._answer(message, call, call.started, call.reserve_more)
 
     def claim(self, data: bytes) -> Claimed | None:
         """Claim the model of the ModelInferRequest in ``data``, to answer it at once; None if it cannot be claimed.
@@ -101,21 +101,23 @@ class InferenceServicer:
     def ModelStreamInfer(
         self, requests: Iterator[StreamRequest], call: Calling
     ) -> Iterator[pb.ModelStreamInferResponse | Status]:
-        line = Line(self._turns, call.client)
+        turns = StreamTurns(self._scheduler, call.client)
 
         def answer(request: StreamRequest) -> _Answered:
             message: pb.ModelInferRequest = request.message
             try:
-                return message, self._answer(message, call, self._clock(), request.hold_more, patient=True)
+                return message, self._answer(message, call, self._clock(), request.reserve_more, patient=True)
             finally:
-                line.leave(message.model_name)
+                turns.release(message.model_name)
 
         def end() -> None:
             answers.close()
-            line.close()
+            turns.close()
 
-        in_turn = line.in_turn(requests, lambda request: request.message.model_name)
-        answers = OrderedAnswers(in_turn, answer, self._stream_readers, self._stream_answerers, self._stream_window)
+        admitted_requests = turns.admitted(requests, lambda request: request.message.model_name)
+        answers = OrderedResponses(
+            admitted_requests, answer, self._stream_readers, self._stream_workers, self._stream_window
+        )
         call.cancellation.subscribe(end)
         ends_on_error = call.metadatum("triton_grpc_error") == "true"
         self._open.add(end)
@@ -136,7 +138,7 @@ class InferenceServicer:
         message: pb.ModelInferRequest,
         call: Calling,
         started: float,
-        hold_more: Callable[[int], None],
+        reserve_more: Callable[[int], None],
         *,
         patient: bool = False,
     ) -> pb.ModelInferResponse | Status:
@@ -151,7 +153,7 @@ class InferenceServicer:
                 codec = self._codec(model)
                 asked = check_request(message.parameters) if message.parameters else RequestParameters()
                 deadline = _earlier(deadline, asked.timeout, started)
-                request, answers = codec.decode(message, asked.priority, deadline, call.cancellation, hold_more)
+                request, answers = codec.decode(message, asked.priority, deadline, call.cancellation, reserve_more)
                 request.patient = patient
                 request.nbytes = call.nbytes
                 request.claim = None if claimed is None else claimed.claim
@@ -159,7 +161,7 @@ class InferenceServicer:
                 if answers.sinks and call.cancellation.cancelled:
                     # It may belong to other requests now.
                     raise Cancelled("the client left before its shared memory was written to")
-                response = codec.encode(message.id, reply, answers, hold_more)
+                response = codec.encode(message.id, reply, answers, reserve_more)
             code = self._seen(call, ends)
             if not patient:
                 self._limit.answered((model.name, model.version), self._clock() - started)
@@ -194,11 +196,11 @@ class InferenceServicer:
     def _infer(self, model: Model, request: Request) -> Reply:
         if request.patient:
             return model.infer(request)
-        self._shares.take(model.name)
+        self._shares.acquire(model.name)
         try:
             return model.infer(request)
         finally:
-            self._shares.give(model.name)
+            self._shares.release(model.name)
 
     def _codec(self, model: Model) -> InferenceCodec:
         codec = self._codecs.get(model)

@@ -14,7 +14,7 @@ from bf16kit.errors import Unavailable
 from service.contract import Registry
 from service.operations import Operations
 from service.request import Tracer
-from service.transport.admission import ByteBudget, Door, FairShares
+from service.transport.admission import Admission, ByteBudget, FairShares
 from service.transport.control import ControlServicer
 from service.transport.credentials import Access, Needs
 from service.transport.handlers import SERVICE, Lanes, Opener, Table
@@ -23,7 +23,7 @@ from service.transport.limit import AdaptiveLimit
 from service.transport.options import TransportOptions
 from service.transport.servicer import InferenceServicer
 from service.transport.status import StatusTable
-from service.transport.turns import Turns
+from service.transport.turns import StreamScheduler
 from service.wire.memory import SharedMemory
 
 CONTROL_CALLS = 128  # concurrent calls for health, metadata and statistics
@@ -31,12 +31,12 @@ _CHANGES = 32  # concurrent calls that wait for a load or unload
 _REFLECTION_STREAMS = 16
 REFLECTION_SECONDS = 10.0  # between two requests of one stream
 _SPARE_THREADS = 4  # to reject calls whose client is only known on a thread
-LAST_WORDS_SECONDS = 1.0  # wait of a stopping server for watchers to be notified, and for calls to end
+FINAL_WAIT_SECONDS = 1.0  # wait of a stopping server for watchers to be notified, and for calls to end
 H = TypeVar("H")
 
 
 class Services:
-    """One server's servicers, with a door for each kind of calls. ``refused`` is called as by ``Transport``."""
+    """One server's servicers, with an admission for each kind of calls. ``refused`` is called as by ``Transport``."""
 
     def __init__(
         self,
@@ -53,12 +53,12 @@ class Services:
         self._access = access
         self._max_message_bytes = options.max_message_bytes
         limit, budget = AdaptiveLimit(options.max_in_flight), ByteBudget(options.max_request_bytes)
-        self.inference = Door(options.max_in_flight, "requests in flight", budget=budget, adaptive=limit)
-        self.streams = Door(options.max_streams, "open streams", reason="streams", budget=budget)
-        self.control = Door(CONTROL_CALLS, "calls for health and metadata", reason="control")
-        self.changes = Door(_CHANGES, "loads and unloads of models", reason="control")
-        self.watches = Door(options.max_watches, "health watches", reason="watches")
-        self.reflection = Door(_REFLECTION_STREAMS, "reflection streams", reason="reflection")
+        self.inference = Admission(options.max_in_flight, "requests in flight", budget=budget, adaptive=limit)
+        self.streams = Admission(options.max_streams, "open streams", reason="streams", budget=budget)
+        self.control = Admission(CONTROL_CALLS, "calls for health and metadata", reason="control")
+        self.changes = Admission(_CHANGES, "loads and unloads of models", reason="control")
+        self.watches = Admission(options.max_watches, "health watches", reason="watches")
+        self.reflection = Admission(_REFLECTION_STREAMS, "reflection streams", reason="reflection")
         self._servicer = InferenceServicer(
             registry,
             refused,
@@ -66,8 +66,8 @@ class Services:
             FairShares(options.max_in_flight, "model", "model_share"),
             limit,
             stream_readers=self.pool("grpc-stream-reader", options.max_streams + _SPARE_THREADS),
-            stream_answerers=self.pool("grpc-stream", options.max_in_flight),
-            turns=Turns(options.max_in_flight),
+            stream_workers=self.pool("grpc-stream", options.max_in_flight),
+            scheduler=StreamScheduler(options.max_in_flight),
             stream_window=options.stream_window,
             memory=SharedMemory(operations.regions, options.max_message_bytes),
             tracer=tracer,
@@ -88,18 +88,18 @@ class Services:
         self._pools.append(pool)
         return pool
 
-    def threads_for(self, door: Door) -> int:
-        """Return how many threads a lane of ``door`` needs for all calls that it admits."""
-        return door.limit + _SPARE_THREADS
+    def threads_for(self, admission: Admission) -> int:
+        """Return how many threads a lane of ``admission`` needs for all calls that it admits."""
+        return admission.limit + _SPARE_THREADS
 
     def drain(self, until: float) -> None:
         """Reject new work, report NOT_SERVING to watchers, and end streams and waits that would outlast any timeout."""
-        for door in (self.inference, self.streams):
-            door.close(lambda: Unavailable("the server is shutting down; try another", "draining"))
-        self.health.shut_down(min(max(0.0, until - time.monotonic()), LAST_WORDS_SECONDS))
+        for admission in (self.inference, self.streams):
+            admission.close(lambda: Unavailable("the server is shutting down; try another", "draining"))
+        self.health.shut_down(min(max(0.0, until - time.monotonic()), FINAL_WAIT_SECONDS))
         self._servicer.drain()
         self._control.drain()
-        self.changes.wait_empty(min(until, time.monotonic() + LAST_WORDS_SECONDS))
+        self.changes.wait_empty(min(until, time.monotonic() + FINAL_WAIT_SECONDS))
 
     def empty(self, until: float) -> bool:
         """Wait until no call is inside. Return False if one still is at ``until`` (:func:`time.monotonic` seconds)."""
@@ -109,7 +109,7 @@ class Services:
         """End the threads, and wait a moment for them: a run that was cut off may never end."""
         closing = threading.Thread(target=self._close_pools, name="grpc-closing", daemon=True)
         closing.start()
-        closing.join(LAST_WORDS_SECONDS)
+        closing.join(FINAL_WAIT_SECONDS)
 
     def _close_pools(self) -> None:
         for pool in self._pools:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import grpc
 
-from service.transport.admission import Held, Place
+from service.transport.admission import CallBytes, Place
 from service.transport.call import Call, Rpc
 from service.transport.status import Status
 
@@ -21,10 +21,10 @@ _READ_AHEAD_BYTES = 8 << 20
 
 
 class StreamRequest(NamedTuple):
-    """One message of a stream. ``hold_more`` counts bytes for it, like :meth:`Call.hold_more`."""
+    """One message of a stream. ``reserve_more`` counts bytes for it, like :meth:`Call.reserve_more`."""
 
     message: Any
-    hold_more: Callable[[int], None]
+    reserve_more: Callable[[int], None]
 
 
 class StreamCall(Call):
@@ -32,7 +32,7 @@ class StreamCall(Call):
 
     def __init__(self, rpc: Rpc, lane: Lane) -> None:
         super().__init__(rpc, lane)
-        self._unanswered: deque[Held] = deque()  # in the order of the requests and responses
+        self._unanswered: deque[CallBytes] = deque()  # in the order of the requests and responses
         self._fewer = threading.Condition()
 
     def __call__(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[Any]:
@@ -41,9 +41,9 @@ class StreamCall(Call):
             for response in self._rpc.answer(self._receive(messages, place), self):
                 if isinstance(response, Status):
                     self.abort(response)
-                self._waits(self._lane.sending, self._expire)
+                self._start_timeout(self._lane.send_timeouts, self._expire)
                 yield response
-                self._lane.sending.done(self)
+                self._lane.send_timeouts.clear(self)
                 self._answered()
         except grpc.RpcError:
             raise
@@ -55,14 +55,14 @@ class StreamCall(Call):
     def _receive(self, messages: Iterator[bytes], place: Place) -> Iterator[StreamRequest]:
         while True:
             self._wait_for_room(place)
-            self._waits(self._lane.receiving, self._idle)
+            self._start_timeout(self._lane.receive_timeouts, self._idle)
             data = next(messages, None)
-            self._lane.receiving.done(self)
+            self._lane.receive_timeouts.clear(self)
             if data is None:
                 return
-            held = Held(place)
-            self._unanswered.append(held)
-            yield StreamRequest(self._parsed(data, held), held.hold_more)
+            call_bytes = CallBytes(place)
+            self._unanswered.append(call_bytes)
+            yield StreamRequest(self._parsed(data, call_bytes), call_bytes.reserve_more)
 
     def _wait_for_room(self, place: Place) -> None:
         """Wait while the pending requests and their responses are too large. A single one may be."""
@@ -83,6 +83,6 @@ class StreamCall(Call):
     def _idle(self) -> None:
         """Handle a stream without requests for long: end it, unless the client still waits for responses."""
         if self._unanswered:
-            self._waits(self._lane.receiving, self._idle)
+            self._start_timeout(self._lane.receive_timeouts, self._idle)
         else:
             self._expire()

@@ -12,10 +12,10 @@ Q = TypeVar("Q")
 A = TypeVar("A")
 
 
-class OrderedAnswers(Generic[Q, A]):
-    """Iterates over ``answer(request)`` in the order of ``requests``, with at most ``window`` of them in flight.
+class OrderedResponses(Generic[Q, A]):
+    """Iterates over ``respond(request)`` in the order of ``requests``, with at most ``window`` of them in flight.
 
-    A reader, on a thread of ``readers``, takes the next request while earlier ones run on threads of ``answerers``. It
+    A reader, on a thread of ``readers``, takes the next request while earlier ones run on threads of ``workers``. It
     stops reading while the window is full, so the transport's flow control holds the client back. The iteration ends
     with ``requests``, or, after :meth:`close`, once the requests read so far are answered.
     """
@@ -23,24 +23,24 @@ class OrderedAnswers(Generic[Q, A]):
     def __init__(
         self,
         requests: Iterator[Q],
-        answer: Callable[[Q], A],
+        respond: Callable[[Q], A],
         readers: Executor,
-        answerers: Executor,
+        workers: Executor,
         window: int,
     ) -> None:
         self._requests = requests
-        self._answer = answer
+        self._respond = respond
         self._readers = readers
-        self._answerers = answerers
+        self._workers = workers
         self._room = threading.Semaphore(window)
-        self._answers: SimpleQueue[Future[A] | None] = SimpleQueue()
+        self._responses: SimpleQueue[Future[A] | None] = SimpleQueue()
         self._closed = False
 
     def __iter__(self) -> Iterator[A]:
         self._readers.submit(self._read)
         try:
-            while (answer := self._answers.get()) is not None:
-                yield answer.result()
+            while (response := self._responses.get()) is not None:
+                yield response.result()
                 self._room.release()
         finally:
             self.close()
@@ -49,7 +49,7 @@ class OrderedAnswers(Generic[Q, A]):
         """Read no further request. A reader that waits for one stays until its ``requests`` end."""
         self._closed = True
         self._room.release()
-        self._answers.put(None)
+        self._responses.put(None)
 
     def _read(self) -> None:
         try:
@@ -57,9 +57,9 @@ class OrderedAnswers(Generic[Q, A]):
                 request = next(self._requests, None)
                 if request is None:
                     break
-                self._answers.put(self._answerers.submit(self._answer, request))
+                self._responses.put(self._workers.submit(self._respond, request))
         except BaseException as error:  # noqa: BLE001 -- it belongs to the one who iterates
-            broken: Future[A] = Future()
-            broken.set_exception(error)
-            self._answers.put(broken)
-        self._answers.put(None)
+            failed: Future[A] = Future()
+            failed.set_exception(error)
+            self._responses.put(failed)
+        self._responses.put(None)

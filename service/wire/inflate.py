@@ -29,26 +29,26 @@ class Inflater:
         self._max_bytes = max_bytes
         self._one_at_a_time = threading.Lock()
 
-    def __call__(self, data: bytes, hold: Callable[[int], None]) -> bytes:
+    def __call__(self, data: bytes, reserve: Callable[[int], None]) -> bytes:
         """Return ``data`` decompressed, or as it is if it is not compressed.
 
-        ``hold`` is called with the bytes that the request takes so far, and may raise. Raises InvalidRequest if
+        ``reserve`` is called with the bytes that the request takes so far, and may raise. Raises InvalidRequest if
         ``data`` cannot be decompressed, or is too large when it is.
         """
         if not _compressed(data):
-            hold(len(data))
+            reserve(len(data))
             return data
         inflate = zlib.decompressobj(_AUTO)
         inflated = _more(inflate, data, min(_SMALL, self._max_bytes + 1))
         if not inflate.eof and len(inflated) <= self._max_bytes:
             with self._one_at_a_time:
-                hold(len(data))  # others may have taken long, and the client may have left
+                reserve(len(data))  # others may have taken long, and the client may have left
                 inflated += _more(inflate, inflate.unconsumed_tail, self._max_bytes + 1 - len(inflated))
         if len(inflated) > self._max_bytes:
             raise InvalidRequest(f"the request has more than {self._max_bytes} bytes once it is decompressed")
         if not inflate.eof or inflate.unused_data:
             raise InvalidRequest("the request cannot be decompressed: it is truncated, or has extra bytes at its end")
-        hold(len(inflated))
+        reserve(len(inflated))
         return inflated
 
 

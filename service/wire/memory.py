@@ -9,7 +9,7 @@ from bf16kit.errors import InvalidRequest, Unsupported
 from service.operations import Regions, RegionSlice
 from service.wire.parameters import RegionPlace
 
-Hold = Callable[[int], None]  # called with the bytes that are about to be allocated; may raise
+Reserve = Callable[[int], None]  # called with the bytes that are about to be allocated; may raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +28,11 @@ class SharedMemory:
             raise Unsupported(f"{what} is in shared memory, which is off; send it in the request")
         return self.regions.lease(*place)
 
-    def read(self, what: str, place: RegionPlace, hold: Hold | None) -> bytes:
-        """Return a copy of an input. ``hold`` is called with its size before it is made."""
+    def read(self, what: str, place: RegionPlace, reserve: Reserve | None) -> bytes:
+        """Return a copy of an input. ``reserve`` is called with its size before it is made."""
         lease = self.lease(what, place)
-        if hold is not None:
-            hold(place.byte_size)
+        if reserve is not None:
+            reserve(place.byte_size)
         return lease.read()
 
     def check_size(self, nbytes: int) -> None:

@@ -13,7 +13,7 @@ from service.request import PRECISIONS, Cancellation, Precision, Reply, Request
 from service.wire.answers import Answers, Sink
 from service.wire.bounds import BoundsCheck, item_size
 from service.wire.classes import top_classes
-from service.wire.memory import Hold, SharedMemory
+from service.wire.memory import Reserve, SharedMemory
 from service.wire.parameters import Parameters, RegionPlace, class_count, output_datatype, region_place
 from service.wire.tensors import (
     Array,
@@ -52,30 +52,30 @@ class InferenceCodec:
         priority: int,
         deadline: float | None,
         cancellation: Cancellation,
-        hold: Hold | None = None,
+        reserve: Reserve | None = None,
     ) -> tuple[Request, Answers]:
         """Return the checked request in ``message``, and how to return its outputs. ``deadline``: monotonic seconds.
 
-        ``hold`` is called with the size of what is about to be read from shared memory. Raises :class:`InvalidRequest`
-        naming the input, what came and what was expected.
+        ``reserve`` is called with the size of what is about to be read from shared memory. Raises
+        :class:`InvalidRequest` naming the input, what came and what was expected.
         """
         answers, wanted = self._all, None
         if message.outputs:
             answers = self._answers(message.outputs)
             wanted = tuple(answers.dtypes)
-        feeds = self._feeds(message, hold)
+        feeds = self._feeds(message, reserve)
         sizes = check_feeds(self._specs, feeds)
         rows = self._rows(feeds)
         self._bounds.check_request(feeds, sizes, answers.dtypes)
         return Request(feeds, rows, wanted, deadline, cancellation, priority), answers
 
     def encode(
-        self, request_id: str, reply: Reply, answers: Answers, hold: Hold | None = None
+        self, request_id: str, reply: Reply, answers: Answers, reserve: Reserve | None = None
     ) -> pb.ModelInferResponse:
         """Return the response: outputs in the order of ``reply``, each in ``raw_output_contents``.
 
         The raw entry of an output in shared memory is empty. The parameter ``precision`` says what made the outputs:
-        bf16 or fp32. ``hold`` is called with the response's size before it is encoded, and may raise. Raises
+        bf16 or fp32. ``reserve`` is called with the response's size before it is encoded, and may raise. Raises
         :class:`InvalidRequest` if the response is larger than the model's limit.
         """
         dtypes, sinks, made = answers.dtypes, answers.sinks, reply.outputs
@@ -84,8 +84,8 @@ class InferenceCodec:
             made = {**made, name: top_classes(name, made[name], count, batched=self._rows_first, labels=labels)}
         nbytes = sum(array.size * item_size(dtypes[name]) for name, array in made.items())
         self._bounds.check_answer(nbytes)
-        if hold is not None:
-            hold(nbytes)
+        if reserve is not None:
+            reserve(nbytes)
         response = pb.ModelInferResponse.FromString(self._heads[reply.told])
         if request_id:
             response.id = request_id
@@ -100,7 +100,7 @@ class InferenceCodec:
                 raw.append(encode_raw(dtype, array))
         return response
 
-    def _feeds(self, message: pb.ModelInferRequest, hold: Hold | None) -> dict[str, Array]:
+    def _feeds(self, message: pb.ModelInferRequest, reserve: Reserve | None) -> dict[str, Array]:
         inputs, raw = message.inputs, message.raw_input_contents
         if raw and len(raw) != len(inputs):
             _check_entries(message)
@@ -113,7 +113,7 @@ class InferenceCodec:
             if tensor.parameters and (place := region_place(f"input {quoted(name)}", tensor.parameters)) is not None:
                 shared += place.byte_size
                 self._memory.check_size(shared)
-                feeds[name] = self._feed(name, tensor, None, place, hold)
+                feeds[name] = self._feed(name, tensor, None, place, reserve)
             else:
                 feeds[name] = self._feed(name, tensor, raw[used] if raw else None)
                 used += 1
@@ -127,7 +127,7 @@ class InferenceCodec:
         tensor: pb.ModelInferRequest.InferInputTensor,
         raw: bytes | None,
         place: RegionPlace | None = None,
-        hold: Hold | None = None,
+        reserve: Reserve | None = None,
     ) -> Array:
         known = self._inputs.get(name)
         if known is None:
@@ -140,7 +140,7 @@ class InferenceCodec:
         shape = tuple(tensor.shape)
         if place is not None:
             check_raw_size(name, dtype, shape, place.byte_size)  # before it is read
-            raw = self._memory.read(f"input {name!r}", place, hold)
+            raw = self._memory.read(f"input {name!r}", place, reserve)
         if raw is None:
             array = decode_contents(name, dtype, shape, tensor.contents)
         elif tensor.HasField("contents") and tensor.contents.ListFields():  # MLServer's clients send them empty

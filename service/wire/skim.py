@@ -47,16 +47,16 @@ def parser(kind: Descriptor, max_bytes: int | None = None) -> Parse:
     """
     parse, known, one_at_a_time = GetMessageClass(kind).FromString, _known(kind), threading.Lock()
 
-    def bounded(data: bytes, hold: Callable[[int], None]) -> Message:
+    def bounded(data: bytes, reserve: Callable[[int], None]) -> Message:
         if len(data) <= _SMALL:
             return parse(data)
         if max_bytes is not None and len(data) > max_bytes:
             raise InvalidRequest(f"the request has {len(data)} bytes, expected at most {max_bytes} for a {kind.name}")
         with one_at_a_time:
-            hold(len(data))  # others may have taken long, and the client may have left
+            reserve(len(data))  # others may have taken long, and the client may have left
             skim = _Skim(data)
             skim.count(0, len(data), known)
-            hold(len(data) + skim.swelling)
+            reserve(len(data) + skim.swelling)
             return parse(data)
 
     return bounded

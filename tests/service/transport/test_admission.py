@@ -8,105 +8,105 @@ import time
 import pytest
 
 from bf16kit.errors import Overloaded, Unavailable
-from service.transport.admission import ByteBudget, Door, FairShares, Held, Shares
+from service.transport.admission import Admission, ByteBudget, CallBytes, FairShares, Shares
 
 
 class TestShares:
     def test_a_single_holder_gets_none_of_the_last_eighth_of_the_places(self) -> None:
         shares = Shares(64)
-        assert [shares.take("flood") for _ in range(64)] == [True] * 56 + [False] * 8
+        assert [shares.acquire("flood") for _ in range(64)] == [True] * 56 + [False] * 8
 
     def test_any_holder_may_take_places_while_half_are_free(self) -> None:
         shares = Shares(16)
         for holder in "abc":
-            assert shares.take(holder)
-        assert all(shares.take("d") for _ in range(5))
+            assert shares.acquire(holder)
+        assert all(shares.acquire("d") for _ in range(5))
 
     def test_each_holder_gets_an_equal_part_when_places_are_few(self) -> None:
         shares = Shares(64)
-        while shares.take("flood"):
+        while shares.acquire("flood"):
             pass
-        assert shares.take("other")
-        assert shares.take("other")
-        assert not shares.take("other")  # the reserved eighth is for holders of at most two of the 64 places
+        assert shares.acquire("other")
+        assert shares.acquire("other")
+        assert not shares.acquire("other")  # the reserved eighth is for holders of at most two of the 64 places
         for _ in range(10):
-            shares.give("flood")
-        assert not shares.take("flood")  # "flood" holds 46, and its part is 32 now
-        assert shares.take("other")
+            shares.release("flood")
+        assert not shares.acquire("flood")  # "flood" holds 46, and its part is 32 now
+        assert shares.acquire("other")
 
     def test_a_few_flooding_holders_leave_room_for_others(self) -> None:
         shares = Shares(64)
         for _ in range(100):
             for flood in "abcd":
-                shares.take(flood)
-        assert shares.take("honest")
+                shares.acquire(flood)
+        assert shares.acquire("honest")
 
     def test_the_limit_holds_for_newcomers_too(self) -> None:
         shares = Shares(4)
-        assert [shares.take(holder) for holder in "abcde"] == [True] * 4 + [False]
-        shares.give("a")
-        assert shares.take("e")
+        assert [shares.acquire(holder) for holder in "abcde"] == [True] * 4 + [False]
+        shares.release("a")
+        assert shares.acquire("e")
 
 
 class TestDoor:
     def test_a_call_over_the_limit_is_rejected_with_the_limit(self) -> None:
-        door = Door(2, "requests in flight")
-        places = [door.enter("a"), door.enter("b")]
+        admission = Admission(2, "requests in flight")
+        places = [admission.admit("a"), admission.admit("b")]
         with pytest.raises(Overloaded, match="2 requests in flight is the limit of this server; try") as refused:
-            door.enter("c")
+            admission.admit("c")
         assert refused.value.reason == "in_flight"
-        places[0].leave()
-        door.enter("c")
+        places[0].release()
+        admission.admit("c")
 
     def test_a_place_is_given_back_once(self) -> None:
-        door = Door(1, "calls")
-        place = door.enter("a")
-        place.leave()
-        place.leave()
-        door.enter("a")
+        admission = Admission(1, "calls")
+        place = admission.admit("a")
+        place.release()
+        place.release()
+        admission.admit("a")
         with pytest.raises(Overloaded):
-            door.enter("b")
+            admission.admit("b")
 
     def test_a_client_over_its_share_is_rejected_with_that_reason(self) -> None:
-        door = Door(8, "calls")
+        admission = Admission(8, "calls")
         for _ in range(7):
-            door.enter("flood")
+            admission.admit("flood")
         with pytest.raises(Overloaded, match=r"8 calls is the limit .* this connection has its share") as refused:
-            door.enter("flood")
+            admission.admit("flood")
         assert refused.value.reason == "connection_share"
-        door.enter("other")
+        admission.admit("other")
 
     def test_a_closed_door_rejects_every_call_with_its_error(self) -> None:
-        door = Door(8, "calls")
-        door.close(lambda: Unavailable("going away"))
+        admission = Admission(8, "calls")
+        admission.close(lambda: Unavailable("going away"))
         with pytest.raises(Unavailable, match="going away"):
-            door.enter("a")
+            admission.admit("a")
 
     def test_wait_empty_waits_until_the_last_call_leaves(self) -> None:
-        door = Door(8, "calls")
-        assert door.wait_empty(time.monotonic() - 1)
-        place = door.enter("a")
-        assert not door.wait_empty(time.monotonic() + 0.01)
-        threading.Timer(0.02, place.leave).start()
-        assert door.wait_empty(time.monotonic() + 30)
+        admission = Admission(8, "calls")
+        assert admission.wait_empty(time.monotonic() - 1)
+        place = admission.admit("a")
+        assert not admission.wait_empty(time.monotonic() + 0.01)
+        threading.Timer(0.02, place.release).start()
+        assert admission.wait_empty(time.monotonic() + 30)
 
     def test_a_door_is_crowded_when_half_of_its_places_are_taken(self) -> None:
-        door = Door(4, "calls")
-        door.enter("a")
-        assert not door.crowded
-        door.enter("a")
-        assert door.crowded
+        admission = Admission(4, "calls")
+        admission.admit("a")
+        assert not admission.under_pressure
+        admission.admit("a")
+        assert admission.under_pressure
 
 
 def test_many_requests_for_one_model_leave_room_for_another() -> None:
     shares = FairShares(8, "model", "model_share")
     for _ in range(7):
-        shares.take("busy")
+        shares.acquire("busy")
     with pytest.raises(Overloaded, match="model 'busy' has its share of the 8 requests in flight") as refused:
-        shares.take("busy")
+        shares.acquire("busy")
     assert refused.value.reason == "model_share"
-    shares.take("other")
-    shares.give("busy")
+    shares.acquire("other")
+    shares.release("busy")
 
 
 class TestBytes:
@@ -117,72 +117,72 @@ class TestBytes:
         return ByteBudget(100)
 
     @pytest.fixture
-    def door(self, budget: ByteBudget) -> Door:
-        return Door(10, "calls", budget=budget)
+    def admission(self, budget: ByteBudget) -> Admission:
+        return Admission(10, "calls", budget=budget)
 
-    def test_bytes_are_limited_except_for_a_single_call(self, door: Door) -> None:
-        first, second = door.enter("a"), door.enter("a")
-        Held(first).hold(150)
+    def test_bytes_are_limited_except_for_a_single_call(self, admission: Admission) -> None:
+        first, second = admission.admit("a"), admission.admit("a")
+        CallBytes(first).reserve(150)
         with pytest.raises(Overloaded, match="requests and responses hold 150 bytes, the limit is 100") as refused:
-            Held(second).hold(1)
+            CallBytes(second).reserve(1)
         assert refused.value.reason == "bytes"
-        first.leave()
-        Held(second).hold(100)
+        first.release()
+        CallBytes(second).reserve(100)
 
-    def test_two_doors_share_one_budget(self, door: Door, budget: ByteBudget) -> None:
-        other = Door(10, "streams", budget=budget)
-        Held(door.enter("a")).hold(60)
-        assert other.crowded
+    def test_two_doors_share_one_budget(self, admission: Admission, budget: ByteBudget) -> None:
+        other = Admission(10, "streams", budget=budget)
+        CallBytes(admission.admit("a")).reserve(60)
+        assert other.under_pressure
         with pytest.raises(Overloaded, match="hold 60 bytes"):
-            Held(other.enter("a")).hold(41)
+            CallBytes(other.admit("a")).reserve(41)
 
-    def test_a_call_that_left_gives_its_bytes_back_once_and_holds_no_more(self, door: Door) -> None:
-        place = door.enter("a")
-        held = Held(place)
-        held.hold(60)
-        place.leave()
-        place.leave()
-        held.hold(70)
-        held.hold_more(90)
+    def test_a_call_that_left_gives_its_bytes_back_once_and_holds_no_more(self, admission: Admission) -> None:
+        place = admission.admit("a")
+        held = CallBytes(place)
+        held.reserve(60)
+        place.release()
+        place.release()
+        held.reserve(70)
+        held.reserve_more(90)
         held.release()
-        Held(door.enter("a")).hold(100)
+        CallBytes(admission.admit("a")).reserve(100)
         with pytest.raises(Overloaded, match="hold 100 bytes"):
-            Held(door.enter("a")).hold(1)
+            CallBytes(admission.admit("a")).reserve(1)
 
-    def test_the_largest_of_several_sizes_of_one_request_counts(self, door: Door) -> None:
-        held, other = Held(door.enter("a")), Held(door.enter("a"))
+    def test_the_largest_of_several_sizes_of_one_request_counts(self, admission: Admission) -> None:
+        held, other = CallBytes(admission.admit("a")), CallBytes(admission.admit("a"))
         for nbytes in (10, 60, 30):
-            held.hold(nbytes)
-        other.hold(40)
+            held.reserve(nbytes)
+        other.reserve(40)
         with pytest.raises(Overloaded, match="hold 100 bytes"):
-            Held(door.enter("a")).hold(1)
+            CallBytes(admission.admit("a")).reserve(1)
 
-    def test_a_response_counts_in_addition_to_its_request(self, door: Door) -> None:
-        held, other = Held(door.enter("a")), Held(door.enter("a"))
-        held.hold(10)
-        held.hold_more(150)  # allowed, because no other call holds bytes
-        crowded = [door.crowded]
+    def test_a_response_counts_in_addition_to_its_request(self, admission: Admission) -> None:
+        held, other = CallBytes(admission.admit("a")), CallBytes(admission.admit("a"))
+        held.reserve(10)
+        held.reserve_more(150)  # allowed, because no other call holds bytes
+        crowded = [admission.under_pressure]
         with pytest.raises(Overloaded, match="hold 160 bytes"):
-            other.hold_more(1)
+            other.reserve_more(1)
         held.release()
-        crowded.append(door.crowded)
+        crowded.append(admission.under_pressure)
         assert crowded == [True, False]
-        other.hold_more(100)
+        other.reserve_more(100)
 
-    def test_each_request_of_a_stream_counts_until_it_is_released(self, door: Door) -> None:
-        stream = door.enter("a")
-        first, second, other = Held(stream), Held(stream), Held(door.enter("b"))
-        first.hold(30)
-        second.hold(30)
-        second.hold_more(20)
+    def test_each_request_of_a_stream_counts_until_it_is_released(self, admission: Admission) -> None:
+        stream = admission.admit("a")
+        first, second, other = CallBytes(stream), CallBytes(stream), CallBytes(admission.admit("b"))
+        first.reserve(30)
+        second.reserve(30)
+        second.reserve_more(20)
         assert stream.nbytes == 80
         with pytest.raises(Overloaded, match="hold 80 bytes"):
-            other.hold(21)
+            other.reserve(21)
         first.release()
         first.release()
         assert stream.nbytes == 50
-        other.hold(50)
+        other.reserve(50)
         with pytest.raises(Overloaded, match="hold 100 bytes"):
-            second.hold_more(1)
-        stream.leave()
-        other.hold_more(50)
+            second.reserve_more(1)
+        stream.release()
+        other.reserve_more(50)

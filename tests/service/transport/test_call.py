@@ -88,9 +88,9 @@ def test_a_rejected_call_takes_no_thread_of_a_lane() -> None:
 def test_a_rejected_call_stays_rejected_when_a_place_becomes_free() -> None:
     """A rejected call runs on gRPC's one thread: waiting there for its request would block the server permanently."""
     with serving(LoopbackModel(), max_in_flight=1) as served:
-        lane, door = served.transport._lanes().inference, served.transport._services.inference
+        lane, admission = served.transport._lanes().inference, served.transport._services.inference
         assert isinstance(lane, Lane)
-        place = door.enter("somebody")
+        place = admission.admit("somebody")
         rpc = Rpc(
             Inflater(1 << 20),
             parser(pb.DESCRIPTOR.message_types_by_name["ModelInferRequest"]),
@@ -98,9 +98,9 @@ def test_a_rejected_call_stays_rejected_when_a_place_becomes_free() -> None:
             lambda *_: None,
         )
         call = UnaryCall(rpc, lane)
-        lane.door = door
+        lane.admission = admission
         assert not call.admit("ipv4:203.0.113.7:1")
-        place.leave()
+        place.release()
         context: Any = Refusing()
         with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
             call(iter(()), context)
@@ -185,9 +185,9 @@ def test_a_client_that_leaves_before_its_call_has_a_thread_frees_its_place() -> 
         running = served.stub("ModelInfer").future(infer_request(x=X))
         assert gate.started.wait(30)
         waiting = served.stub("ModelInfer").future(infer_request(x=X))
-        until(lambda: served.transport._services.inference._shares.taken == 2)
+        until(lambda: served.transport._services.inference._shares.in_use == 2)
         waiting.cancel()
-        until(lambda: served.transport._services.inference._shares.taken == 1)
+        until(lambda: served.transport._services.inference._shares.in_use == 1)
         gate.go.set()
         assert running.result(30)
     assert len(served.log.seen) == 1  # the other was never read
@@ -200,7 +200,7 @@ def test_a_bug_in_admission_ends_a_call_and_not_the_server(monkeypatch: pytest.M
             patched.setattr(UnaryCall, "start", lambda *_: 1 // 0)
             assert served.refusal("ModelInfer", infer_request(x=X))[0] is grpc.StatusCode.CANCELLED
         assert served.call("ModelInfer", infer_request(x=X)).model_name == "echo"
-        assert served.transport._services.inference._shares.taken <= 1  # the last call's, until gRPC reports its end
+        assert served.transport._services.inference._shares.in_use <= 1  # the last call's, until gRPC reports its end
 
 
 def test_a_request_that_does_not_arrive_in_time_ends_its_call() -> None:
@@ -292,7 +292,7 @@ def test_unread_responses_count_as_held_bytes_and_the_next_request_is_rejected()
         budget = served.transport._services.inference.budget
         for answers in (1, 2, 3):  # of 1 MiB each
             deaf.call(INFER, MESSAGE)
-            until(lambda answers=answers: budget._taken > answers << 20)  # type: ignore[misc]
+            until(lambda answers=answers: budget._in_use > answers << 20)  # type: ignore[misc]
         with pytest.raises(grpc.RpcError, match="requests and responses hold 31") as refused:
             served.call("ModelInfer", infer_request(x=X))
         assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -304,23 +304,23 @@ def test_a_stream_stops_reading_at_its_byte_limit_and_continues_after_a_response
     rows = np.ones((1 << 18, 3), np.float32)  # 3 MiB, and 3 MiB in the response
     model = LoopbackModel(run=gate, max_batch_size=len(rows))
     with serving(model, max_streams=1) as served:
-        door = served.transport._services.streams
+        admission = served.transport._services.streams
         answers = served.stub("ModelStreamInfer")(iter([infer_request(x=rows) for _ in range(6)]), timeout=60)
         assert gate.started.wait(30)
         until(lambda: len(model.seen) == 3)  # with two requests there is room for one more, with three there is not
         time.sleep(0.2)
-        assert (len(model.seen), door.budget._taken >> 20) == (3, 9)
+        assert (len(model.seen), admission.budget._in_use >> 20) == (3, 9)
         gate.go.set()
         assert [answer.error_message for answer in answers] == [""] * 6
-        until(lambda: door.wait_empty(0))
-        assert door.budget._taken == 0
+        until(lambda: admission.wait_empty(0))
+        assert admission.budget._in_use == 0
 
 
 def test_a_response_in_a_stream_that_exceeds_the_byte_limit_becomes_an_error() -> None:
     wide = LoopbackModel(run=lambda feeds: {"y": np.ones((1, 1 << 18), np.float32)}, max_batch_size=1)
     with serving(wide, max_request_bytes=(1 << 20) + 4096) as served, RawConnection(served.port, window=0) as deaf:
         deaf.call(INFER, MESSAGE)
-        until(lambda: served.transport._services.inference.budget._taken > 1 << 20)
+        until(lambda: served.transport._services.inference.budget._in_use > 1 << 20)
         (answer,) = served.stub("ModelStreamInfer")(iter([infer_request(x=X)]), timeout=30)
         assert "requests and responses hold" in answer.error_message
 
@@ -336,7 +336,7 @@ def test_a_stream_that_waits_for_room_ends_with_its_client() -> None:
         stream.cancel()
         until(lambda: served.transport._services.streams.wait_empty(0))
         gate.go.set()
-        assert served.transport._services.streams.budget._taken == 0
+        assert served.transport._services.streams.budget._in_use == 0
         stay = threading.Event()
 
         def open_end() -> Iterator[pb.ModelInferRequest]:

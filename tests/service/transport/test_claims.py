@@ -54,7 +54,7 @@ def test_a_quick_model_is_answered_on_grpcs_own_thread() -> None:
     with serving(LoopbackModel(run=run, inline=True)) as served:
         assert answered_on_grpc(served, run, infer_request(x=X))
         assert served.call("ModelInfer", infer_request(x=X)).outputs[0].shape == [1, 3]
-        until(lambda: served.transport._services.inference._shares.taken == 0)
+        until(lambda: served.transport._services.inference._shares.in_use == 0)
 
 
 def test_a_slow_model_is_not_answered_on_grpcs_own_thread() -> None:
@@ -223,7 +223,7 @@ def test_every_one_of_many_concurrent_requests_is_answered(calls: int) -> None:
         assert answered_on_grpc(served, run, infer_request(x=X))
         futures = [served.stub("ModelInfer").future(infer_request(x=X)) for _ in range(calls)]
         assert all(future.result(60).outputs for future in futures)
-        until(lambda: served.transport._services.inference._shares.taken == 0)
+        until(lambda: served.transport._services.inference._shares.in_use == 0)
 
 
 def test_a_small_request_that_takes_long_is_not_answered_on_grpcs_own_thread() -> None:

@@ -170,7 +170,7 @@ def test_a_stream_gives_its_held_bytes_back(desk: Desk) -> None:
     call = desk.open(STREAM)
     for _ in call.answers(infer_request(x=X).SerializeToString() for _ in range(50)):
         pass
-    assert desk.direct._services.streams.budget._taken == 0
+    assert desk.direct._services.streams.budget._in_use == 0
     call.end()
 
 

@@ -15,7 +15,7 @@ from loopback import LoopbackModel, LoopbackRegistry, RequestLog, Served, infer_
 
 from bf16kit.protocol import inference_pb2 as pb
 from service.transport import lane as lane_module
-from service.transport.admission import Door
+from service.transport.admission import Admission
 from service.transport.health import HealthServicer
 
 X = np.ones((1, 3), np.float32)
@@ -95,7 +95,7 @@ def test_a_call_whose_admission_fails_ends_and_grpcs_own_thread_continues(
         monkeypatch.setattr(lane_module, "find_arrival", lambda arguments: None)
     with serving(LoopbackModel()) as served, caplog.at_level(logging.ERROR):
         with monkeypatch.context() as broken:
-            broken.setattr(Door, "enter", _fail)
+            broken.setattr(Admission, "admit", _fail)
             ended, details = served.refusal("ModelInfer", infer_request(x=X))
         assert ended is code
         assert "secret" not in details

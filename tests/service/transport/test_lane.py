@@ -55,7 +55,7 @@ def run_held(served: Served, gate: Gated, calls: int = 1) -> list[Any]:
     """
     begun = [served.stub("ModelInfer").future(infer_request(x=X)) for _ in range(calls)]
     assert gate.started.wait(30)
-    until(lambda: served.transport._services.inference._shares.taken == calls)
+    until(lambda: served.transport._services.inference._shares.in_use == calls)
     return begun
 
 
@@ -94,7 +94,7 @@ def test_requests_for_one_model_beyond_its_share_are_rejected(gate: Gated) -> No
         assert served.call("ModelInfer", infer_request("other", x=X)).model_name == "other"
         gate.go.set()
         assert [call.result(30).model_name for call in held + begun] == ["echo"] * 7
-        assert limit.taken == 0
+        assert limit.in_use == 0
 
 
 def test_a_rejection_by_a_full_queue_is_counted_by_the_model(gate: Gated) -> None:
@@ -127,7 +127,7 @@ def test_responses_beyond_the_byte_limit_become_rejections() -> None:
     wide = LoopbackModel(run=lambda feeds: {"y": np.ones((1, 1 << 18), np.float32)}, max_batch_size=1)
     with serving(wide, max_request_bytes=(1 << 20) + 4096) as served, RawConnection(served.port, window=0) as deaf:
         deaf.call(INFER, MESSAGE)
-        until(lambda: served.transport._services.inference.budget._taken > 1 << 20)
+        until(lambda: served.transport._services.inference.budget._in_use > 1 << 20)
         assert served.refusal("ModelInfer", infer_request(x=X))[0] is StatusCode.RESOURCE_EXHAUSTED
         assert served.log.refusals == ["bytes"]
         (answer,) = served.stub("ModelStreamInfer")(iter([infer_request(x=X)]), timeout=30)
@@ -210,7 +210,7 @@ def _control_refused(served: Served) -> bool:
 def test_calls_during_a_shutdown_are_rejected(gate: Gated, monkeypatch: pytest.MonkeyPatch) -> None:
     """The shutdown is paused where the server has closed its doors but gRPC has not closed its port."""
     go_on = threading.Event()
-    monkeypatch.setattr(server_module, "catch_up", lambda until: go_on.wait(30))
+    monkeypatch.setattr(server_module, "wait_for_delivery", lambda until: go_on.wait(30))
     with serving(LoopbackModel(run=gate)) as served, gate:
         (held,) = run_held(served, gate)
         stopping = threading.Thread(target=served.transport.stop, args=(30.0,))

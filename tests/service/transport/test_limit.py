@@ -9,7 +9,7 @@ from loopback import LoopbackModel, infer_request, serving
 
 from bf16kit.errors import Overloaded
 from service.request import Reply, Request
-from service.transport.admission import Door
+from service.transport.admission import Admission
 from service.transport.limit import AdaptiveLimit
 
 
@@ -95,20 +95,20 @@ def test_a_rejection_by_a_models_queue_counts_as_overload(monkeypatch: pytest.Mo
 def test_rejections_at_the_door_count_only_while_the_limit_is_lowered() -> None:
     """Clients that hold all places and do nothing do not overload a model."""
     weather = Weather(most=4, least=1)
-    door = Door(4, "calls", adaptive=weather.limit)
-    full = [door.enter(f"client {number}") for number in range(4)]
+    admission = Admission(4, "calls", adaptive=weather.limit)
+    full = [admission.admit(f"client {number}") for number in range(4)]
     weather.limit.answered("m", 0.001)
     for _ in range(50):
         with pytest.raises(Overloaded):
-            door.enter("another")
+            admission.admit("another")
         weather.time += 0.02
         weather.limit.answered("m", 1.0)
     assert weather.limit.now == 4
-    full.pop().leave()
+    full.pop().release()
     weather.limit.now = 3
     for _ in range(50):
         with pytest.raises(Overloaded, match="3 calls is the limit of this server while models refuse most"):
-            door.enter("another")
+            admission.admit("another")
     assert weather.limit._refused == 50
 
 

@@ -38,11 +38,11 @@ def test_a_client_that_does_not_read_takes_at_most_two_threads(deaf: Deaf) -> No
     sent = [senders.submit("deaf", deaf.to("deaf")) for _ in range(9)]
     assert senders.submit("good", lambda: None).result(30) is None
     until(lambda: deaf.begun == ["deaf", "deaf"])
-    until(lambda: senders.waited_for)
+    until(lambda: senders.has_backlog)
     deaf.go.set()
     for each in sent:
         each.result(30)
-    assert not senders.waited_for
+    assert not senders.has_backlog
     until(lambda: senders._free == 3)
     assert not senders._busy
     senders.shutdown(wait=True)
@@ -84,7 +84,7 @@ def test_nothing_is_sent_after_the_shutdown(deaf: Deaf) -> None:
     until(lambda: deaf.begun)
     senders.shutdown(wait=False)
     assert waiting.cancelled()
-    assert not senders.waited_for
+    assert not senders.has_backlog
     with pytest.raises(RuntimeError):
         senders.submit("c", deaf.to("c"))
     deaf.go.set()

@@ -23,7 +23,7 @@ from bf16kit.protocol import inference_pb2 as pb
 from service.contract import Array
 from service.transport.handlers import SERVICE, Handlers
 from service.transport.lane import Lane
-from service.transport.server import Transport, TransportOptions, catch_up
+from service.transport.server import Transport, TransportOptions, wait_for_delivery
 
 X = np.ones((2, 3), np.float32)
 
@@ -129,7 +129,7 @@ def test_catch_up_waits_in_a_busy_process_and_hardly_in_an_idle_one() -> None:
 
     def seconds(at_most: float) -> float:
         begun = time.monotonic()
-        catch_up(begun + at_most)
+        wait_for_delivery(begun + at_most)
         return time.monotonic() - begun
 
     busy = [threading.Thread(target=spin) for _ in range(4)]
@@ -190,8 +190,8 @@ def test_a_stop_waits_half_of_its_time_for_an_inactive_client_and_is_clean(clien
     with serving(LoopbackModel()) as served, RawConnection(served.port, window=0) as idle:
         takes = client == "does not take its answer"
         stream = idle.call(f"/{SERVICE}/{method}", infer_request(x=X).SerializeToString() if takes else None)
-        doors = (served.transport._services.inference, served.transport._services.streams)
-        until(lambda: served.log.seen if takes else any(door._shares.taken for door in doors))
+        admissions = (served.transport._services.inference, served.transport._services.streams)
+        until(lambda: served.log.seen if takes else any(admission._shares.in_use for admission in admissions))
         begun = time.monotonic()
         assert served.transport.stop(grace=4)
         assert time.monotonic() - begun < 3.5

@@ -127,15 +127,15 @@ def test_streams_to_a_stuck_model_do_not_delay_other_streams() -> None:
     with serving(LoopbackModel("stuck", run=gate), LoopbackModel(), max_in_flight=32, max_streams=16) as served:
         streams = [served.stub("ModelStreamInfer")(forty("stuck"), timeout=60) for _ in range(10)]
         assert gate.started.wait(30)
-        turns = served.transport._services._servicer._turns
-        until(lambda: turns._models.taken == 28 and len(turns._waiting) == 10)  # all of them are held back
+        turns = served.transport._services._servicer._scheduler
+        until(lambda: turns._models.in_use == 28 and len(turns._waiting) == 10)  # all of them are held back
         with another_client(served) as other:
             answers = list(other.stub("ModelStreamInfer")(iter([numbered(n) for n in range(40)]), timeout=5))
         assert [answer.infer_response.id for answer in answers] == [str(n) for n in range(40)]
         gate.go.set()
         for stream in streams:
             assert not any(answer.error_message for answer in stream)  # held back, and none of them rejected
-        assert turns._models.taken == 0
+        assert turns._models.in_use == 0
 
 
 def test_streams_of_one_connection_to_several_models_delay_no_other_connection() -> None:
@@ -143,10 +143,10 @@ def test_streams_of_one_connection_to_several_models_delay_no_other_connection()
     gate = Gate()
     models = [LoopbackModel(f"stuck{n}", run=gate) for n in range(8)]
     with serving(*models, LoopbackModel(), max_in_flight=32, max_streams=16) as served:
-        turns = served.transport._services._servicer._turns
+        turns = served.transport._services._servicer._scheduler
         call = served.stub("ModelStreamInfer")
         streams = [call(forty(f"stuck{n}"), timeout=60) for n in range(4)]
-        until(lambda: turns._clients.taken == 28 and len(turns._waiting) == 4)
+        until(lambda: turns._clients.in_use == 28 and len(turns._waiting) == 4)
         streams += [call(forty(f"stuck{n}"), timeout=60) for n in range(4, 8)]
         until(lambda: len(turns._waiting) == 8)
         with another_client(served) as other:
@@ -160,7 +160,7 @@ def test_a_held_back_stream_ends_with_its_client_or_the_server() -> None:
     gate = Gate()
     with serving(LoopbackModel(run=gate), max_in_flight=8) as served:
         left, kept = (served.stub("ModelStreamInfer")(forty("echo"), timeout=60) for _ in range(2))
-        turns = served.transport._services._servicer._turns
+        turns = served.transport._services._servicer._scheduler
         until(lambda: len(turns._waiting) == 2)
         left.cancel()
         until(lambda: len(turns._waiting) == 1)

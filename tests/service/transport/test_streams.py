@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from service.transport.streams import OrderedAnswers
+from service.transport.streams import OrderedResponses
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def test_requests_run_concurrently_and_are_answered_in_order(pool: ThreadPoolExe
         together.wait()  # passes only when three run at once
         return request * 10
 
-    assert list(OrderedAnswers(iter([1, 2, 3]), answer, pool, pool, window=3)) == [10, 20, 30]
+    assert list(OrderedResponses(iter([1, 2, 3]), answer, pool, pool, window=3)) == [10, 20, 30]
 
 
 def test_no_more_than_the_window_is_read_ahead(pool: ThreadPoolExecutor) -> None:
@@ -43,7 +43,7 @@ def test_no_more_than_the_window_is_read_ahead(pool: ThreadPoolExecutor) -> None
         release.wait(30)
         return request
 
-    answers = iter(OrderedAnswers(requests(), answer, pool, pool, window=2))
+    answers = iter(OrderedResponses(requests(), answer, pool, pool, window=2))
     taker = pool.submit(list, answers)
     assert full.wait(30)
     assert len(read) == 2
@@ -56,7 +56,7 @@ def test_closing_ends_the_iteration_and_frees_the_reader(pool: ThreadPoolExecuto
         while True:
             yield 1
 
-    answers = OrderedAnswers(endless(), lambda request: request, pool, pool, window=1)
+    answers = OrderedResponses(endless(), lambda request: request, pool, pool, window=1)
     taken = iter(answers)
     assert next(taken) == 1
     answers.close()
@@ -68,7 +68,7 @@ def test_an_error_in_the_requests_is_raised_after_the_responses_before_it(pool: 
         yield 1
         raise ConnectionError("the caller left")
 
-    taken = iter(OrderedAnswers(broken(), lambda request: request, pool, pool, window=4))
+    taken = iter(OrderedResponses(broken(), lambda request: request, pool, pool, window=4))
     assert next(taken) == 1
     with pytest.raises(ConnectionError):
         next(taken)

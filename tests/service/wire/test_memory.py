@@ -61,8 +61,8 @@ def request(*shared: str, **sent: np.ndarray[tuple[int, ...], np.dtype[np.float3
 def decode(
     message: pb.ModelInferRequest, memory: SharedMemory, held: list[int] | None = None
 ) -> tuple[Request, Answers]:
-    hold = None if held is None else held.append
-    return InferenceCodec(MODEL, memory).decode(message, 0, None, Cancellation(), hold)
+    reserve = None if held is None else held.append
+    return InferenceCodec(MODEL, memory).decode(message, 0, None, Cancellation(), reserve)
 
 
 @pytest.mark.parametrize("shared", ["a", "b", "c", "ab", "ac", "bc", "abc"])
