@@ -16,13 +16,13 @@ class Calibration:
     """``rows``: the relative_l2 of each measured sample, by profile and output. ``ranges``: the input ranges, by input
     name.
 
-    Both are empty if the samples were random: live inputs do not resemble random ones. ``why`` is the reason why
+    Both are empty if the samples were random: live inputs do not resemble random ones. ``missing_reason`` explains why
     something is missing.
     """
 
     rows: Mapping[str, Mapping[str, Sequence[float]]] = field(default_factory=dict)
     ranges: Mapping[str, InputRange] = field(default_factory=dict)
-    why: str = "its artifact keeps no measurements"
+    missing_reason: str = "its artifact keeps no measurements"
 
     @classmethod
     def of(cls, manifest: Manifest, measurements: Measurements | None) -> Calibration:
@@ -32,12 +32,12 @@ class Calibration:
         """
         if measurements is None:
             return cls()
-        told = {profile for profile, entry in manifest.drift.items() if not drawn_at_random(entry.source)}
-        if not told:
-            return cls(why="it was measured on random inputs")
+        usable = {profile for profile, entry in manifest.drift.items() if not drawn_at_random(entry.source)}
+        if not usable:
+            return cls(missing_reason="it was measured on random inputs")
         rows = {
             profile: {output: columns.relative_l2 for output, columns in entry.outputs.items()}
             for profile, entry in measurements.profiles.items()
-            if profile in told
+            if profile in usable
         }
         return cls(rows, measurements.inputs, "too few samples were measured")

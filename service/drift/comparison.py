@@ -16,8 +16,8 @@ from bf16kit.tensors import TensorSpec
 from service.contract import Array
 from service.drift.calibration import Calibration
 from service.drift.census import RangeChecker
-from service.drift.detector import LEARN, Detector, Expected
-from service.drift.diagnosis import diagnose, worst
+from service.drift.detector import LEARNING_ROWS, Detector, Expected
+from service.drift.diagnosis import diagnose, worst_cause
 from service.drift.observer import DriftObserver
 from service.drift.recent import REQUESTS, Estimate, RecentRows, Window, estimates
 from service.drift.sampling import Sample
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 _WEIGHTS = 256  # requests whose weights decide which weight is common
 
 
-class _Judged(NamedTuple):
+class _OutputVerdict(NamedTuple):
     """The verdict on one output after its newest sample."""
 
     estimates: list[Estimate]
@@ -42,21 +42,21 @@ class _Output:
         self.spec = spec
         self.recent = RecentRows()
         self.detector = Detector(expected, outputs)
-        self.judged = _Judged([], "none", 0.0)
+        self.verdict = _OutputVerdict([], "none", 0.0)
         self.newest = 0  # number of the last request that asked for this output
 
     def restart(self) -> None:
         self.recent = RecentRows()
         self.detector.restart()
-        self.judged = _Judged([], "none", 0.0)
+        self.verdict = _OutputVerdict([], "none", 0.0)
 
     def judge(self, window: Window, found: list[Estimate]) -> None:
-        ails = self.detector.alarm or any(each.low > 1 for each in found)
-        cause = diagnose(window, self.detector.expected) if ails else "none"
-        self.judged = _Judged(found, cause, window.size)
+        unhealthy = self.detector.alarm or any(each.low > 1 for each in found)
+        cause = diagnose(window, self.detector.expected) if unhealthy else "none"
+        self.verdict = _OutputVerdict(found, cause, window.size)
 
 
-class _Common:
+class _CommonWeight:
     """The weights of the newest requests, sorted, to find the weight of a common request."""
 
     def __init__(self) -> None:
@@ -97,10 +97,10 @@ class Comparison:
         self._label = f"model {model!r} version {version}"
         self._calibration = calibration or Calibration()
         self._clock = clock
-        self._census = RangeChecker(self._calibration.ranges, batch_axis)
+        self._ranges = RangeChecker(self._calibration.ranges, batch_axis)
         self._profile: str | None = None
         self._outputs: dict[str, _Output] = {}
-        self._common = _Common()
+        self._common = _CommonWeight()
         self._samples = self._requests = 0
         self._verdict = DriftVerdict.unknown(model, version)
 
@@ -123,9 +123,9 @@ class Comparison:
 
         Raises ArtifactError if a reference output has no rows; then none of the request's outputs count.
         """
-        drifts = self._measured(expected, sample)
+        drifts = self._row_drifts(expected, sample)
         if self._profile != sample.profile:
-            self._begin(sample.profile)
+            self._start_profile(sample.profile)
         weight = 1.0 / sample.probability
         self._common.add(weight)
         self._requests += 1
@@ -133,10 +133,10 @@ class Comparison:
         for name, rows in drifts.items():
             self._add(self._outputs[name], rows, weight, outside, observer)
         self._samples += sample.rows
-        self._verdict = self._judged()
+        self._verdict = self._new_verdict()
         observer.judged(self._verdict.state == "over", self._verdict.cause)
 
-    def _measured(self, expected: Mapping[str, Array], sample: Sample) -> dict[str, list[SampleDrift]]:
+    def _row_drifts(self, expected: Mapping[str, Array], sample: Sample) -> dict[str, list[SampleDrift]]:
         found = {}
         for spec in self._specs:
             if spec.name in sample.outputs:
@@ -146,14 +146,16 @@ class Comparison:
                 found[spec.name] = rows
         return found
 
-    def _begin(self, profile: str) -> None:
+    def _start_profile(self, profile: str) -> None:
         """Start afresh for the sample's profile: another arithmetic answers now, and other drift is expected of it."""
         rows = self._calibration.rows.get(profile, {})
         known = {spec.name: Expected.of(rows.get(spec.name, ()), len(self._specs)) for spec in self._specs}
         if any(expected is None for expected in known.values()):
-            why = self._calibration.why
             _log.info(
-                "%s: the spread of drift is learned from the first %d live rows in budget: %s", self._label, LEARN, why
+                "%s: the spread of drift is learned from the first %d live rows in budget: %s",
+                self._label,
+                LEARNING_ROWS,
+                self._calibration.missing_reason,
             )
         self._profile = profile
         self._outputs = {spec.name: _Output(spec, known[spec.name], len(self._specs)) for spec in self._specs}
@@ -161,7 +163,7 @@ class Comparison:
 
     def _outside(self, sample: Sample, observer: DriftObserver) -> list[bool]:
         """Return for each row of the sample whether any input is outside its range."""
-        found = self._census.outside(sample.feeds, sample.rows)
+        found = self._ranges.outside(sample.feeds, sample.rows)
         for name, rows in found.items():
             observer.out_of_range(name, int(rows.sum()))  # report 0 as well: it shows that the input has a range
         return [any(row) for row in zip(*found.values(), strict=True)] if found else [False] * sample.rows
@@ -177,9 +179,9 @@ class Comparison:
         output.newest = self._requests
         output.recent.add(rows, weight, outside)
         drifts = [row.relative_l2 for row in rows]
-        change = detector.add(drifts, self._share(weight), clean=self._clean(rows))
+        change = detector.add(drifts, self._detector_weight(weight), within_budget=self._within_budget(rows))
         if change:
-            output.recent.keep(detector.since if change == "risen" else detector.below)
+            output.recent.keep_newest(detector.since if change == "risen" else detector.below)
         if change == "risen":
             observer.changed(name)
         window = output.recent.window()
@@ -189,38 +191,38 @@ class Comparison:
             observer.budget_ratio(name, each.metric, each.ratio, each.low, each.high)
         observer.recent(name, window.size, detector.score)
 
-    def _clean(self, rows: list[SampleDrift]) -> bool:
+    def _within_budget(self, rows: list[SampleDrift]) -> bool:
         """Whether the expected drift may be learnt from these rows: all of them are within budget."""
         bound = self._budget.bound("relative_l2")
         most = math.inf if bound is None else bound
         return all(math.isfinite(row.relative_l2) and row.relative_l2 <= most for row in rows)
 
-    def _share(self, weight: float) -> float:
+    def _detector_weight(self, weight: float) -> float:
         """Return the weight of a request in the detector, at most 1.
 
         A request of a kind that is sampled more often than a common one counts less, in proportion.
         """
         return min(1.0, weight / self._common.high)
 
-    def _judged(self) -> DriftVerdict:
+    def _new_verdict(self) -> DriftVerdict:
         # An output that none of the last REQUESTS requests asked for has no recent drift.
         outputs = [each for each in self._outputs.values() if each.newest > self._requests - REQUESTS]
-        seen = [(output, each) for output in outputs for each in output.judged.estimates]
-        over = [pair for pair in seen if pair[1].low > 1]
-        open_ = [pair for pair in seen if not pair[1].high <= 1]
-        state: State = "over" if over else "unknown" if open_ or not seen else "within"
-        output, nearest = max(over or open_ or seen, key=lambda pair: pair[1].ratio, default=(None, None))
+        bounds = [(output, each) for output in outputs for each in output.verdict.estimates]
+        over = [pair for pair in bounds if pair[1].low > 1]
+        undecided = [pair for pair in bounds if not pair[1].high <= 1]
+        state: State = "over" if over else "unknown" if undecided or not bounds else "within"
+        output, nearest = max(over or undecided or bounds, key=lambda pair: pair[1].ratio, default=(None, None))
         return DriftVerdict(
             model=self._verdict.model,
             version=self._verdict.version,
             state=state,
-            cause=worst([each.judged.cause for each in outputs]),
+            cause=worst_cause([each.verdict.cause for each in outputs]),
             output=output.spec.name if output else "",
             metric=nearest.metric if nearest else "",
             ratio=nearest.ratio if nearest else 0.0,
             low=nearest.low if nearest else 0.0,
             high=nearest.high if nearest else math.inf,
-            effective_samples=output.judged.effective if output else 0.0,
+            effective_samples=output.verdict.effective if output else 0.0,
             samples=self._samples,
             changed=any(each.detector.alarm for each in outputs),
             at=self._clock(),

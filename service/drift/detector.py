@@ -32,8 +32,8 @@ DOUBLING = math.log(2)
 ALLOWANCE = 0.6 * DOUBLING  # live drift may stay at 1.5 times the expected drift without an alarm
 CLIP = math.log(64)
 REQUESTS = 10  # fewest requests that can give an alarm: a few odd ones must not
-FEWEST = 16  # fewest rows to estimate a spread from
-LEARN = 200  # rows to learn the expected drift from if the artifact has none
+MIN_ROWS = 16  # fewest rows to estimate a spread from
+LEARNING_ROWS = 200  # rows to learn the expected drift from if the artifact has none
 _LEAST_SPREAD = 0.05  # standard deviation of log drift; MiniLM has 0.07
 _HEAVY = ((0.9, 1.0), (0.1, 3.0))  # shares and spreads of Tukey's contaminated normal
 _NORMAL = np.linspace(-9, 9, 721)
@@ -64,12 +64,12 @@ class Expected:
     def of(cls, relative_l2: Sequence[float], outputs: int = 1) -> Self | None:
         """Estimate the expected log drift from the measured relative_l2 of each row.
 
-        Returns None if fewer than :data:`FEWEST` rows are finite, or if more than a tenth are not finite.
+        Returns None if fewer than :data:`MIN_ROWS` rows are finite, or if more than a tenth are not finite.
         """
         rows = np.asarray(relative_l2, np.float64)
         finite = log_drift(rows[np.isfinite(rows)])
         n = len(finite)
-        if n < FEWEST or n < 0.9 * len(rows):
+        if n < MIN_ROWS or n < 0.9 * len(rows):
             return None
         spread = max(float(finite.std(ddof=1)) / math.sqrt(_chi_squared(n - 1) / (n - 1)), _LEAST_SPREAD)
         centre = float(finite.mean()) + _MARGIN * spread / math.sqrt(n)
@@ -98,7 +98,7 @@ class Detector:
         self._outputs = outputs
         self._threshold = threshold(outputs)
         self._sum = 0.0
-        self._clean: list[float] = []
+        self._learning: list[float] = []
 
     @property
     def score(self) -> float | None:
@@ -109,16 +109,16 @@ class Detector:
         """Forget the sum and the alarm. The expected drift is kept."""
         self._sum, self.since, self.below, self.alarm = 0.0, 0, 0, False
 
-    def add(self, relative_l2: Sequence[float], weight: float = 1.0, *, clean: bool = True) -> Change:
+    def add(self, relative_l2: Sequence[float], weight: float = 1.0, *, within_budget: bool = True) -> Change:
         """Add one request's rows. Return "risen" if they give the alarm, "ended" if the sum is 0 again, else "".
 
-        ``weight``, in (0, 1], is the request's weight. A request that is not ``clean`` is not learnt from.
+        ``weight``, in (0, 1], is the request's weight. A request that is not ``within_budget`` is not learnt from.
         """
         if self.expected is None:
-            self._learn(relative_l2, clean)
+            self._learn(relative_l2, within_budget)
             return ""
-        away = np.clip(log_drift(np.asarray(relative_l2, np.float64)) - self.expected.centre, -CLIP, CLIP)
-        step = self.expected.root * weight * (float(away.mean()) - ALLOWANCE)
+        deviation = np.clip(log_drift(np.asarray(relative_l2, np.float64)) - self.expected.centre, -CLIP, CLIP)
+        step = self.expected.root * weight * (float(deviation.mean()) - ALLOWANCE)
         # A sum above the threshold would only keep the alarm up after its cause has ended.
         self._sum = min(max(0.0, self._sum + min(step, self._threshold / REQUESTS)), self._threshold)
         over = self._sum >= self._threshold * (1 - 1e-9)
@@ -130,12 +130,12 @@ class Detector:
         self.alarm = over or (self.alarm and self._sum > 0)
         return change
 
-    def _learn(self, relative_l2: Sequence[float], clean: bool) -> None:
-        if clean:
-            self._clean += relative_l2
-        if len(self._clean) >= LEARN:
-            self.expected = Expected.of(self._clean, self._outputs)
-            self._clean.clear()
+    def _learn(self, relative_l2: Sequence[float], within_budget: bool) -> None:
+        if within_budget:
+            self._learning += relative_l2
+        if len(self._learning) >= LEARNING_ROWS:
+            self.expected = Expected.of(self._learning, self._outputs)
+            self._learning.clear()
 
 
 def _root(values: NDArray[np.float64], density: NDArray[np.float64], most: float) -> float:

@@ -43,6 +43,6 @@ def diagnose(window: Window, expected: Expected | None) -> Cause:
     return "rounding"
 
 
-def worst(causes: list[Cause]) -> Cause:
+def worst_cause(causes: list[Cause]) -> Cause:
     """Return the worst cause of several outputs; "none" without any."""
     return min(causes, key=_WORST_FIRST.index, default="none")

@@ -26,7 +26,7 @@ from service.drift.verdict import DriftVerdict
 
 MOST_BYTES = 16 << 20  # of one row: its inputs and both outputs
 HALF_LIFE = 64  # rows after which the worst row's drift counts half: evidence should be recent
-_FORGOTTEN = 4 * HALF_LIFE  # rows after which it counts nothing, however bad it was
+_MAX_AGE = 4 * HALF_LIFE  # rows after which it counts nothing, however bad it was
 _PACKAGES = ("numpy", "onnxruntime", "onnxruntime-gpu", "torch")
 
 
@@ -51,13 +51,13 @@ class _Row:
     rows: int
     of_rows: int
     at: float  # Unix seconds
-    number: int  # rows measured before it
+    measured_before: int  # rows
 
     @property
     def nbytes(self) -> int:
         return size_of(self.feeds) + size_of(self.served) + size_of(self.reference)
 
-    def kept(self) -> _Row:
+    def copied(self) -> _Row:
         """Return a copy in memory of its own: a view would keep the whole sample alive."""
         return replace(self, feeds=copies(self.feeds), served=copies(self.served), reference=copies(self.reference))
 
@@ -93,7 +93,7 @@ class EvidenceRecorder:
         self._measured = 0  # rows
         self._worst: _Row | None = None  # the worst row before a breach
         self._breach: _Breach | None = None
-        self._over = False
+        self._in_breach = False
         self._too_large = 0  # bytes of a breach's row that was too large to keep
 
     def verdict(self) -> DriftVerdict:
@@ -103,29 +103,29 @@ class EvidenceRecorder:
     def restart(self) -> None:
         """Start anew, because another precision answers now. The last breach is kept."""
         self._comparison.restart()
-        self._worst, self._over = None, False
+        self._worst, self._in_breach = None, False
 
     def observe(self, expected: Mapping[str, Array], sample: Sample, observer: DriftObserver) -> None:
         """See :meth:`service.drift.comparison.Comparison.observe`."""
-        heard = _Heard(observer)
-        self._comparison.observe(expected, sample, heard)
+        row_drifts = _RowDrifts(observer)
+        self._comparison.observe(expected, sample, row_drifts)
         verdict = self._comparison.verdict()
         over = verdict.state == "over" or verdict.cause == "broken"
-        row = self._row(expected, sample, heard.rows, verdict if over else None)
+        row = self._worst_row(expected, sample, row_drifts.rows, verdict if over else None)
         self._measured += sample.rows
         if over:
-            self._record_breach(row, verdict, new=not self._over)
-        elif row is not None and (self._worst is None or self._fresh(row) > self._fresh(self._worst)):
-            self._worst = row.kept()
-        self._over = over
+            self._record_breach(row, verdict, new=not self._in_breach)
+        elif row is not None and (self._worst is None or self._decayed_ratio(row) > self._decayed_ratio(self._worst)):
+            self._worst = row.copied()
+        self._in_breach = over
 
     def evidence(self, files: Mapping[str, str]) -> Evidence:
         """Return the evidence of the newest breach. ``files`` maps the artifact's files to their sha256.
 
         Raises NotFound if there was no breach. For any thread.
         """
-        breach, name = self._breach, self._comparison.verdict()
-        label = f"model {name.model!r} version {name.version}"
+        breach, verdict = self._breach, self._comparison.verdict()
+        label = f"model {verdict.model!r} version {verdict.version}"
         if breach is None and self._too_large:
             raise NotFound(
                 f"{label}: the rows of its last breach have {self._too_large} bytes each;"
@@ -149,9 +149,9 @@ class EvidenceRecorder:
             return
         kept = None if new or self._breach is None else self._breach.row
         if kept is None or self._ratio(worst.drift, verdict) > self._ratio(kept.drift, verdict):
-            self._breach = _Breach(worst.kept(), verdict)
+            self._breach = _Breach(worst.copied(), verdict)
 
-    def _row(
+    def _worst_row(
         self,
         expected: Mapping[str, Array],
         sample: Sample,
@@ -164,10 +164,10 @@ class EvidenceRecorder:
             return None
         by_row = [{output: rows[at] for output, rows in drift.items()} for at in range(count)]
         worst = max(range(count), key=lambda at: self._ratio(by_row[at], verdict))
-        parted = self._batch_axis is not None and count == sample.rows
+        separable = self._batch_axis is not None and count == sample.rows
 
         def cut(arrays: Mapping[str, Array]) -> dict[str, Array]:
-            if not parted or self._batch_axis is None:
+            if not separable or self._batch_axis is None:
                 return dict(arrays)
             window = (slice(None),) * self._batch_axis + (slice(worst, worst + 1),)
             return {name: array[window] for name, array in arrays.items()}
@@ -179,10 +179,10 @@ class EvidenceRecorder:
             drift=by_row[worst],
             profile=sample.profile,
             precision=sample.precision,
-            rows=1 if parted else sample.rows,
+            rows=1 if separable else sample.rows,
             of_rows=sample.rows,
             at=self._clock(),
-            number=self._measured,
+            measured_before=self._measured,
         )
         if row.nbytes > self._most_bytes:
             if verdict is not None:
@@ -190,10 +190,10 @@ class EvidenceRecorder:
             return None
         return row
 
-    def _fresh(self, row: _Row) -> float:
+    def _decayed_ratio(self, row: _Row) -> float:
         """Return a pre-breach row's drift ÷ budget, halved for every :data:`HALF_LIFE` rows measured since."""
-        age = self._measured - row.number
-        return 0.0 if age > _FORGOTTEN else self._ratio(row.drift, None) * 0.5 ** (age / HALF_LIFE)
+        age = self._measured - row.measured_before
+        return 0.0 if age > _MAX_AGE else self._ratio(row.drift, None) * 0.5 ** (age / HALF_LIFE)
 
     def _ratio(self, drift: Mapping[str, SampleDrift], verdict: DriftVerdict | None) -> float:
         """Return one row's drift ÷ budget for the bound that the verdict names, else the worst of all bounds."""
@@ -225,7 +225,7 @@ class EvidenceRecorder:
         )
 
 
-class _Heard:
+class _RowDrifts:
     """Forwards every call to an observer, and keeps the drift of each row of one sample."""
 
     def __init__(self, observer: DriftObserver) -> None:

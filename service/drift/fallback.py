@@ -17,7 +17,7 @@ from service.drift.fallbackpolicy import FallbackPolicy
 from service.drift.verdict import DriftVerdict
 
 Phase = Literal["bf16", "warming", "fp32"]
-_WORDS = {
+_CAUSE_TEXTS = {
     "rounding": "of the size that rounding explains",
     "broken": "more than rounding explains: something is broken",
     "out_of_range": "with inputs outside the calibrated range",
@@ -36,14 +36,14 @@ class Fallback:
         self._policy = policy
         self._since = now  # when this phase began
         self._over_at = now  # when a verdict "over" last came while fp32 answered
-        self._falls = 0  # falls to fp32 in a row
+        self._fallbacks = 0  # falls to fp32 in a row
         self._retry_at = now
 
     @property
     def stay(self) -> float:
         """The minimum time that fp32 answers, in seconds, counted from when bf16 was last over its budget."""
         longest = self._policy.longest_stay_seconds
-        return min(longest, self._policy.min_stay_seconds * 2.0 ** min(self._falls - 1, 64))
+        return min(longest, self._policy.min_stay_seconds * 2.0 ** min(self._fallbacks - 1, 64))
 
     def receive(self, verdict: DriftVerdict, now: float) -> bool:
         """Apply a verdict. Return whether the phase or the reason changed."""
@@ -54,7 +54,7 @@ class Fallback:
         if self.phase == "warming":
             return False
         if verdict.state == "over":
-            return self._fall(verdict, now)
+            return self._fall_back(verdict, now)
         if verdict.state == "within" and self.reason:
             self.reason = ""
             return True
@@ -63,23 +63,23 @@ class Fallback:
     def warmed(self, now: float) -> None:
         """Enter phase fp32: the reference is loaded and answers from now on."""
         if now - self._since >= self._policy.longest_stay_seconds:
-            self._falls = 0
-        self._falls += 1
+            self._fallbacks = 0
+        self._fallbacks += 1
         self.phase, self._since, self._over_at = "fp32", now, now
 
-    def failed(self, why: str, now: float) -> None:
+    def failed(self, error: str, now: float) -> None:
         """Return to phase bf16, because fp32 cannot answer. A later verdict triggers the next attempt."""
         self.phase, self._retry_at = "bf16", now + self._policy.retry_seconds
-        self.reason = f"{self.reason}; fp32 cannot answer: {why}"
+        self.reason = f"{self.reason}; fp32 cannot answer: {error}"
 
-    def _fall(self, verdict: DriftVerdict, now: float) -> bool:
-        said = not self.reason
-        if said:
+    def _fall_back(self, verdict: DriftVerdict, now: float) -> bool:
+        new = not self.reason
+        if new:
             self.reason = describe(verdict)
         if self._policy.policy == "fp32" and now >= self._retry_at:
             self.phase, self.reason = "warming", describe(verdict)
             return True
-        return said
+        return new
 
     def _return(self, verdict: DriftVerdict, now: float) -> bool:
         if verdict.state == "over":
@@ -99,9 +99,9 @@ class Fallback:
 def describe(verdict: DriftVerdict) -> str:
     """Describe a breach: which bound is over, by how much, and the kind of fault it looks like."""
     if not verdict.metric:
-        return "the golden samples can no longer be run"  # see service.drift.gate.over
-    said = (
+        return "the golden samples can no longer be run"  # see service.drift.gate.breach_verdict
+    text = (
         f"{verdict.metric} of output {verdict.output!r} is {verdict.ratio:.3g} times its budget"
         f" (95 %: {verdict.low:.3g} to {verdict.high:.3g}, {verdict.effective_samples:.0f} effective samples)"
     )
-    return f"{said}, {_WORDS[verdict.cause]}" if verdict.cause in _WORDS else said
+    return f"{text}, {_CAUSE_TEXTS[verdict.cause]}" if verdict.cause in _CAUSE_TEXTS else text

@@ -30,7 +30,7 @@ class FallbackPolicy(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _word(cls, value: Any) -> Any:
+    def _from_scalar(cls, value: Any) -> Any:
         return {"policy": value} if isinstance(value, (str, bool)) else value
 
     @field_validator("policy", mode="before")
@@ -45,7 +45,7 @@ class FallbackPolicy(BaseModel):
         return value
 
     @model_validator(mode="after")
-    def _stays_grow(self) -> FallbackPolicy:
+    def _ordered_stays(self) -> FallbackPolicy:
         if self.longest_stay_seconds < self.min_stay_seconds:
             raise ValueError(
                 f"longest_stay_seconds is {self.longest_stay_seconds:g}, less than min_stay_seconds,"

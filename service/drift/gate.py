@@ -22,7 +22,7 @@ _EDGE = 0.25  # share of a process's time slot at each end in which the gate doe
 
 def judge(
     expected: Mapping[str, Array],
-    answered: Mapping[str, Array],
+    actual: Mapping[str, Array],
     specs: Sequence[TensorSpec],
     batch_axis: int | None,
     budget: Budget,
@@ -32,11 +32,11 @@ def judge(
     Raises ArtifactError if the golden samples lack an output, or hold it in another shape than the model's.
     """
     breaches: list[Breach] = []
-    words: list[str] = []
+    summaries: list[str] = []
     for spec in specs:
         if spec.name not in expected:
             raise ArtifactError(f"the golden samples hold no output {spec.name!r}; convert the checkpoint again")
-        theirs, ours = expected[spec.name], answered[spec.name]
+        theirs, ours = expected[spec.name], actual[spec.name]
         if theirs.shape != ours.shape:
             raise ArtifactError(
                 f"the golden samples' output {spec.name!r} has shape {list(theirs.shape)}, and the model gives"
@@ -44,11 +44,13 @@ def judge(
             )
         summary = DriftSummary.of(measure(theirs, ours, spec, batch_axis))
         breaches += budget.breaches(spec.name, summary)
-        words.append(f"{spec.name} relative_l2 {summary.judged('relative_l2'):.2g}")
-    return breaches, ", ".join(words)
+        summaries.append(f"{spec.name} relative_l2 {summary.judged('relative_l2'):.2g}")
+    return breaches, ", ".join(summaries)
 
 
-def over(model: str, version: int, breaches: Sequence[Breach], budget: Budget, rows: int, at: float) -> DriftVerdict:
+def breach_verdict(
+    model: str, version: int, breaches: Sequence[Breach], budget: Budget, rows: int, at: float
+) -> DriftVerdict:
     """Return the verdict for a gate that did not pass: over budget, cause ``broken``.
 
     It cannot be rounding, because the same samples were within budget when the model was loaded. Empty ``breaches``
@@ -80,41 +82,41 @@ class Timetable:
     :func:`time.monotonic` seconds. Any thread may call :meth:`note_failed_run`; the other methods are for one thread.
     """
 
-    def __init__(self, seconds: float, rank: ProcessRank, begun: float, draw: Callable[[], float]) -> None:
+    def __init__(self, seconds: float, rank: ProcessRank, start: float, draw: Callable[[], float]) -> None:
         self._seconds = seconds
         self._rank = rank
-        self._begun = begun
+        self._start = start
         self._draw = draw
-        self._suspected = False
-        self._ended = begun
-        self._again = math.inf
+        self._run_failed = False
+        self._ended = start
+        self._retry_at = math.inf
         self._round = 0
         self._scheduled = self._in_round(0) if seconds else math.inf
 
     def note_failed_run(self) -> None:
         """Note that a run has failed, so the device's outputs should be checked."""
-        self._suspected = True
+        self._run_failed = True
 
-    def due(self, now: float) -> str:
+    def due_reason(self, now: float) -> str:
         """Return why the gate is due now; "" if it is not."""
-        if self._suspected and now >= self._ended + LEAST_SECONDS:
+        if self._run_failed and now >= self._ended + LEAST_SECONDS:
             return "after a run that failed"
-        if now >= self._again:
+        if now >= self._retry_at:
             return "again, for it was not passed"
         return "on schedule" if now >= self._scheduled else ""
 
     def begin(self) -> None:
         """Note that the gate starts. A run that fails from now on makes it due again."""
-        self._suspected = False
+        self._run_failed = False
 
     def end(self, now: float, outcome: Outcome) -> None:
         """Note that the gate has ended with ``outcome``, and schedule the next one."""
         self._ended = now
-        self._again = math.inf if outcome == "passed" else now + RETRY_SECONDS
+        self._retry_at = math.inf if outcome == "passed" else now + RETRY_SECONDS
         while self._scheduled <= now:
             self._round += 1
             self._scheduled = self._in_round(self._round)
 
     def _in_round(self, number: int) -> float:
         share = _EDGE + (1 - 2 * _EDGE) * self._draw()
-        return self._begun + self._seconds * (number + (self._rank.number + share) / self._rank.count)
+        return self._start + self._seconds * (number + (self._rank.number + share) / self._rank.count)

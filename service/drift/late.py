@@ -12,10 +12,10 @@ _Item = TypeVar("_Item")
 
 
 class BackgroundQueue(Generic[_Item]):
-    """A queue whose thread calls ``work`` with the waiting items, in order, at most ``at_once`` of them at a time.
+    """A queue whose thread calls ``work`` with the waiting items, in order, at most ``max_batch`` of them at a time.
 
-    ``work`` should not raise. At most ``most`` items may wait. Items that arrive within ``gather_s`` seconds of the
-    first are handed over together with it. ``begin`` runs on the thread before anything else.
+    ``work`` should not raise. At most ``max_waiting`` items may wait. Items that arrive within ``gather_s`` seconds of
+    the first are handed over together with it. ``on_start`` runs on the thread before anything else.
     """
 
     def __init__(
@@ -23,17 +23,17 @@ class BackgroundQueue(Generic[_Item]):
         name: str,
         work: Callable[[Sequence[_Item]], None],
         *,
-        most: int | None = None,
-        at_once: int | None = None,
+        max_waiting: int | None = None,
+        max_batch: int | None = None,
         gather_s: float = 0.0,
-        begin: Callable[[], None] = lambda: None,
+        on_start: Callable[[], None] = lambda: None,
     ) -> None:
         self._name = name
         self._work = work
-        self._most = most
-        self._at_once = at_once
+        self._max_waiting = max_waiting
+        self._max_batch = max_batch
         self._gather_s = gather_s
-        self._begin = begin
+        self._on_start = on_start
         self._items: list[_Item] = []
         self._wake = threading.Condition()
         self._ended = False
@@ -49,7 +49,7 @@ class BackgroundQueue(Generic[_Item]):
         Raises RuntimeError if the system cannot start the thread for the first item.
         """
         with self._wake:
-            if self._ended or (self._most is not None and len(self._items) >= self._most):
+            if self._ended or (self._max_waiting is not None and len(self._items) >= self._max_waiting):
                 return False
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name=self._name, daemon=True)
@@ -65,8 +65,8 @@ class BackgroundQueue(Generic[_Item]):
         with self._wake:
             self._ended = True
             self._wake.notify()
-            left, self._items = self._items, []
-        return left
+            waiting, self._items = self._items, []
+        return waiting
 
     def join(self, deadline: float = math.inf) -> bool:
         """Wait for work in progress, after :meth:`end`. Return False if it still runs at ``deadline``.
@@ -80,7 +80,7 @@ class BackgroundQueue(Generic[_Item]):
         return not thread.is_alive()
 
     def _run(self) -> None:
-        self._begin()
+        self._on_start()
         while True:
             with self._wake:
                 self._wake.wait_for(lambda: self._items or self._ended)
@@ -88,6 +88,6 @@ class BackgroundQueue(Generic[_Item]):
                     self._wake.wait_for(lambda: self._ended, self._gather_s)
                 if self._ended:
                     return
-                taken = self._items[: self._at_once]
-                del self._items[: self._at_once]
-            self._work(taken)
+                batch = self._items[: self._max_batch]
+                del self._items[: self._max_batch]
+            self._work(batch)

@@ -38,9 +38,9 @@ class PrecisionOrder:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, told: Mapping[str, Any]) -> Self:
+    def from_json(cls, fields: Mapping[str, Any]) -> Self:
         """Parse :meth:`to_json`'s output without checks: processes of one server trust each other."""
-        return cls(told["model"], told["version"], told["plan"], told["precision"], told["reason"])
+        return cls(fields["model"], fields["version"], fields["plan"], fields["precision"], fields["reason"])
 
 
 class ActivePlan(NamedTuple):
@@ -113,7 +113,7 @@ class FallbackOwner:
             before = state.fallback.phase
             if not state.fallback.receive(verdict, now):
                 return
-            self._act(key, state, before)
+            self._apply(key, state, before)
 
     def maintain(self) -> None:
         """Called at intervals. Two cases need it.
@@ -148,7 +148,7 @@ class FallbackOwner:
             self._order(key, state, "bf16")
         return state
 
-    def _act(self, key: _Key, state: _State, before: str) -> None:
+    def _apply(self, key: _Key, state: _State, before: str) -> None:
         """Log the new phase or reason, and order what follows from it."""
         label, fallback = f"model {key[0]!r} version {key[1]}", state.fallback
         if fallback.phase == "warming":
@@ -159,7 +159,7 @@ class FallbackOwner:
         self._order(key, state, "bf16")
         if before == "fp32":
             _log.warning("%s: bf16 answers again: its drift is clearly within the budget", label)
-            self._changed(key, "bf16")
+            self._precision_changed(key, "bf16")
         elif fallback.reason:
             _log.error("%s is over its drift budget: %s", label, fallback.reason)
         else:
@@ -173,7 +173,7 @@ class FallbackOwner:
             if error is None:
                 state.fallback.warmed(self._clock())
                 _log.warning("%s: fp32 answers: %s", label, state.fallback.reason)
-                self._changed(key, "fp32")
+                self._precision_changed(key, "fp32")
                 return
             # A runtime's error text belongs in the log; remote clients must not see it.
             public = isinstance(error, Bf16kitError) and not isinstance(error, RuntimeFailure)
@@ -182,7 +182,7 @@ class FallbackOwner:
             state.fallback.failed(brief(error) if public else "the server's log says why", self._clock())
             self._order(key, state, "bf16")
 
-    def _changed(self, key: _Key, to: Precision) -> None:
+    def _precision_changed(self, key: _Key, to: Precision) -> None:
         self._processes.transition(*key, to)
         self._restart(*key)
 

@@ -80,15 +80,15 @@ class ShadowPolicy(BaseModel):
 
     @field_validator("reference")
     @classmethod
-    def _known(cls, value: str) -> str:
+    def _valid_reference(cls, value: str) -> str:
         if value not in (PROCESS, OFF) and Remote.parse(value) is None:
-            host = (found := _REMOTE.fullmatch(value)) is not None and not is_host(found[2])
+            bad_host = (found := _REMOTE.fullmatch(value)) is not None and not is_host(found[2])
             raise ValueError(
                 f"give {PROCESS}, {OFF} or grpc://HOST:PORT/MODEL[/VERSION], over TLS grpcs://HOST:PORT/MODEL[/VERSION]"
                 + (
                     f"; HOST is a name of at most {LONGEST_HOST} letters, digits, '-', '_' and '.', an IPv4 address, or"
                     " an IPv6 address in brackets"
-                    if host
+                    if bad_host
                     else ""
                 )
             )

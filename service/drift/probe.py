@@ -18,7 +18,7 @@ from service.drift.shadow import QUEUE_SIZE, lower_priority
 
 _log = logging.getLogger(__name__)
 Run = Callable[[Mapping[str, Array], Sequence[str]], tuple[dict[str, Array], str]]
-_Given = tuple[Sample, OutcomeObserver]
+_Item = tuple[Sample, OutcomeObserver]
 
 
 class Probe:
@@ -34,18 +34,18 @@ class Probe:
         self._precision = precision
         self._run = run
         self._sender = sender
-        self._most = most_bytes
+        self._max_bytes = most_bytes
         self._lock = threading.Lock()
-        self._held = 0
-        self._waiting = BackgroundQueue[_Given](
-            f"{name}-probe", self._work, most=QUEUE_SIZE, at_once=1, begin=lower_priority
+        self._bytes_in_use = 0
+        self._queue = BackgroundQueue[_Item](
+            f"{name}-probe", self._process, max_waiting=QUEUE_SIZE, max_batch=1, on_start=lower_priority
         )
 
     def send(self, sample: Sample, observer: OutcomeObserver) -> None:
         """See :meth:`service.drift.sampling.SampleSender.send`."""
         if sample.precision == self._precision:
             self._sender.send(sample, observer)
-        elif not self._keep(sample, observer):
+        elif not self._enqueue(sample, observer):
             observer.sampled("dropped", sample.rows)
 
     def finish(self) -> None:
@@ -54,38 +54,38 @@ class Probe:
 
     def stop(self) -> None:
         """Start no further work, and drop the waiting samples. Does not wait for work in progress."""
-        for sample, observer in self._waiting.end():
+        for sample, observer in self._queue.end():
             observer.sampled("dropped", sample.rows)
 
     def close(self, deadline: float = math.inf) -> bool:
         """End the thread. False when it still runs at ``deadline``, in :func:`time.monotonic` seconds."""
         self.stop()
-        return self._waiting.join(deadline)
+        return self._queue.join(deadline)
 
-    def _keep(self, sample: Sample, observer: OutcomeObserver) -> bool:
+    def _enqueue(self, sample: Sample, observer: OutcomeObserver) -> bool:
         with self._lock:
-            if self._held + sample.nbytes > self._most:
+            if self._bytes_in_use + sample.nbytes > self._max_bytes:
                 return False
-            self._held += sample.nbytes
-        kept = False
+            self._bytes_in_use += sample.nbytes
+        queued = False
         try:
-            kept = self._waiting.put((sample, observer))
+            queued = self._queue.put((sample, observer))
         except RuntimeError as error:  # the system has no thread left; the client gets its response all the same
             _log.warning("%s: a sample that fp32 answered cannot be run on bf16: %s", self._name, error)
-        if not kept:
-            self._give_back(sample)
-        return kept
+        if not queued:
+            self._release(sample)
+        return queued
 
-    def _give_back(self, sample: Sample) -> None:
+    def _release(self, sample: Sample) -> None:
         with self._lock:
-            self._held -= sample.nbytes
+            self._bytes_in_use -= sample.nbytes
 
     # --- the thread ---------------------------------------------------------------------------------------------------
 
-    def _work(self, taken: Sequence[_Given]) -> None:
-        for sample, observer in taken:
+    def _process(self, items: Sequence[_Item]) -> None:
+        for sample, observer in items:
             self._measure(sample, observer)
-            self._give_back(sample)
+            self._release(sample)
 
     def _measure(self, sample: Sample, observer: OutcomeObserver) -> None:
         try:

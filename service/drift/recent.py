@@ -28,19 +28,19 @@ HALF_LIFE = 400  # measured requests
 REQUESTS = 2048  # an older request would weigh less than a thirtieth
 PER_REQUEST = 8  # rows; the default of shadow.max_rows
 _ROWS = REQUESTS * PER_REQUEST  # capacity in rows: enough for all recent requests
-_FADED = np.exp2(-np.arange(REQUESTS) / HALF_LIFE)  # the weight of a request by the number of requests after it
+_DECAY = np.exp2(-np.arange(REQUESTS) / HALF_LIFE)  # the weight of a request by the number of requests after it
 _Scalar = TypeVar("_Scalar", bound=np.generic)
-LEAST = 8.0  # effective samples; below them no interval is given
-_SHARES = {"p50": 0.5, "p99": 0.99}
+MIN_EFFECTIVE_SIZE = 8.0  # effective samples; below them no interval is given
+_QUANTILES = {"p50": 0.5, "p99": 0.99}
 _COLUMNS = (*DISTRIBUTIONS, "top1_matches", "top1_rows", "nonfinite")
-_BAD = {
+_WORSE_SIGN = {
     "relative_l2": 1,
     "cosine_distance": 1,
     "max_abs": 1,
     "sqnr_db": -1,
     "nonfinite": 1,
 }  # 1: larger is worse; -1: smaller is worse
-_ANYTHING = (-math.inf, math.inf)
+_UNBOUNDED = (-math.inf, math.inf)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,52 +80,57 @@ class RecentRows:
         self._weights = np.zeros(_ROWS)
         self._requests = np.zeros(_ROWS, np.int64)  # counted from 1
         self._outside = np.zeros(_ROWS, np.bool_)
-        self._begins = [0] * REQUESTS  # first row of each request, by request number modulo REQUESTS
+        self._first_rows = [0] * REQUESTS  # first row of each request, by request number modulo REQUESTS
         self._next = self._request = self._since = 0
 
     def add(self, drifts: Sequence[SampleDrift], weight: float, outside: Sequence[bool]) -> None:
         """Add one request's rows, each of which stands for ``weight`` rows."""
         self._request += 1
-        self._begins[self._request % REQUESTS] = self._next
+        self._first_rows[self._request % REQUESTS] = self._next
         values = np.array([[getattr(drift, name) for drift in drifts] for name in _COLUMNS], np.float64)
-        kept, shares = _kept(values)
+        kept, shares = _select_rows(values)
         count = values[_COLUMNS.index("nonfinite")]
         count[count.argmax()] += count.sum() - count[kept].sum()  # rows that are not kept still count
-        places = np.arange(self._next, self._next + len(kept)) % _ROWS
-        self._columns[:, places] = values[:, kept]
-        self._weights[places], self._requests[places] = weight * shares, self._request
-        self._outside[places] = np.asarray(outside, np.bool_)[kept]
+        entries = np.arange(self._next, self._next + len(kept)) % _ROWS
+        self._columns[:, entries] = values[:, kept]
+        self._weights[entries], self._requests[entries] = weight * shares, self._request
+        self._outside[entries] = np.asarray(outside, np.bool_)[kept]
         self._next += len(kept)
 
-    def keep(self, requests: int) -> None:
+    def keep_newest(self, requests: int) -> None:
         """Forget all but the newest ``requests``, because older ones are from before a change."""
         self._since = self._request - requests + 1
 
     def window(self) -> Window:
         """Return the recent rows. The arrays may be views, valid until the next request is added."""
         oldest = max(1, self._since, self._request - REQUESTS + 1)
-        begin = self._begins[oldest % REQUESTS] if oldest <= self._request else self._next
-        requests = self._rows(self._requests, begin)
-        weights = self._rows(self._weights, begin) * _FADED[self._request - requests]
+        first_row = self._first_rows[oldest % REQUESTS] if oldest <= self._request else self._next
+        requests = self._rows(self._requests, first_row)
+        weights = self._rows(self._weights, first_row) * _DECAY[self._request - requests]
         clusters = requests - oldest
         size = weighted.effective_size(weights, clusters)
-        return Window(self._rows(self._columns, begin), weights, clusters, self._rows(self._outside, begin), size)
+        return Window(
+            self._rows(self._columns, first_row), weights, clusters, self._rows(self._outside, first_row), size
+        )
 
-    def _rows(self, ring: NDArray[_Scalar], begin: int) -> NDArray[_Scalar]:
-        """Return the rows from ``begin`` on, the oldest first. Copies only if they wrap around the end of the ring."""
-        first = begin % _ROWS
-        end = first + self._next - begin
+    def _rows(self, ring: NDArray[_Scalar], first_row: int) -> NDArray[_Scalar]:
+        """Return the rows from ``first_row`` on, the oldest first.
+
+        Copies only if they wrap around the end of the ring.
+        """
+        start = first_row % _ROWS
+        end = start + self._next - first_row
         if end <= _ROWS:
-            return ring[..., first:end]
-        return np.concatenate((ring[..., first:], ring[..., : end - _ROWS]), axis=-1)
+            return ring[..., start:end]
+        return np.concatenate((ring[..., start:], ring[..., : end - _ROWS]), axis=-1)
 
 
-def _kept(values: NDArray[np.float64]) -> tuple[NDArray[np.int64], Values]:
+def _select_rows(values: NDArray[np.float64]) -> tuple[NDArray[np.int64], Values]:
     """Return the indices of the rows of ``values`` [metrics, rows] to keep, and how many rows each stands for."""
     rows = values.shape[1]
     if rows <= PER_REQUEST:
         return np.arange(rows), np.ones(rows)
-    worst = np.unique([(sign * values[_COLUMNS.index(name)]).argmax() for name, sign in _BAD.items()])
+    worst = np.unique([(sign * values[_COLUMNS.index(name)]).argmax() for name, sign in _WORSE_SIGN.items()])
     others = np.setdiff1d(np.arange(rows), worst)
     room = PER_REQUEST - len(worst)
     spaced = others[((np.arange(room) + 0.5) * len(others) / room).astype(np.int64)]
@@ -139,23 +144,23 @@ def estimates(window: Window, budget: Budget) -> Iterator[Estimate]:
     none of n effective samples is over such a bound, at most 3 ÷ n of all answered rows are (with 95 % confidence).
     """
     for bound in budget.as_dict():
-        found = _measured(window, bound)
+        found = _interval(window, bound)
         if found is not None:
             ratio, *ends = (budget.ratio(bound, value) for value in _clipped(found, bound))
             yield Estimate(bound, ratio, min(ends), max(ends))
 
 
-def _measured(window: Window, bound: str) -> Interval | None:
+def _interval(window: Window, bound: str) -> Interval | None:
     metric, _, part = bound.partition(".")
     if metric == "nonfinite":
-        return _certain(float(window["nonfinite"].sum()))
+        return _exact(float(window["nonfinite"].sum()))
     if metric == "top1_agreement":
         return _agreement(window)
     values = window[metric]
     if part == "worst" or (metric == "max_abs" and not part):
-        return _certain(float(values.min() if metric == "sqnr_db" else values.max()))
+        return _exact(float(values.min() if metric == "sqnr_db" else values.max()))
     if part:
-        return _quantile(window, metric, _SHARES[part])
+        return _quantile(window, metric, _QUANTILES[part])
     return _mean(window, metric)
 
 
@@ -168,21 +173,21 @@ def _mean(window: Window, metric: str) -> Interval:
     floor = metric == "sqnr_db"
     worst = float(values.min() if floor else values.max())
     if math.isinf(worst):
-        return _certain(worst)
+        return _exact(worst)
     finite = np.isfinite(values)
     if not finite.all():
         values, weights, clusters = values[finite], weights[finite], clusters[finite]
         size = weighted.effective_size(weights, clusters)
-    if min(window.size, size) < LEAST:
-        return Interval(float(np.average(values, weights=weights)), *_ANYTHING)
+    if min(window.size, size) < MIN_EFFECTIVE_SIZE:
+        return Interval(float(np.average(values, weights=weights)), *_UNBOUNDED)
     return weighted.mean(values, weights, clusters, positive=not floor, size=size)
 
 
 def _quantile(window: Window, metric: str, share: float) -> Interval:
     sign = -1.0 if metric == "sqnr_db" else 1.0  # the quantile is taken on the bad side
     found = weighted.quantile(sign * window[metric], window.weights, share, max(window.size, 1.0))
-    if window.size < LEAST:
-        found = Interval(found.estimate, *_ANYTHING)
+    if window.size < MIN_EFFECTIVE_SIZE:
+        found = Interval(found.estimate, *_UNBOUNDED)
     return Interval(sign * found.estimate, *sorted((sign * found.low, sign * found.high)))
 
 
@@ -195,10 +200,10 @@ def _agreement(window: Window) -> Interval | None:
     if not rows:
         return None
     share = min(1.0, float(np.dot(window.weights, window["top1_matches"])) / rows)
-    return weighted.wilson(share, window.size) if window.size >= LEAST else Interval(share, 0.0, 1.0)
+    return weighted.wilson(share, window.size) if window.size >= MIN_EFFECTIVE_SIZE else Interval(share, 0.0, 1.0)
 
 
-def _certain(value: float) -> Interval:
+def _exact(value: float) -> Interval:
     return Interval(value, value, value)
 
 

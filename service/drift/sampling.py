@@ -24,7 +24,7 @@ from service.request import Reply, Request, Timings
 
 MOST_WAITING = 64  # samples of one model in flight: being sent, waiting for the reference or being measured
 BURST = 8.0  # samples at once, after a while without any
-_NEVER = Timings()
+_NO_TIMINGS = Timings()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class TokenBucket:
 class Chooser:
     """Chooses requests to measure at random, and copies the rows to measure.
 
-    It must be told the outcome of its samples (:meth:`sampled`): after a dropped one it chooses fewer.
+    It must receive the outcome of its samples (:meth:`sampled`): after a dropped one it chooses fewer.
     """
 
     def __init__(
@@ -95,15 +95,15 @@ class Chooser:
         self._strata = Strata(policy, inputs, clock)
         self._tokens = TokenBucket(policy.max_per_second, clock)
 
-    def choose(self, request: Request, reply: Reply, hold: Callable[[int], bool]) -> Sample | None:
+    def choose(self, request: Request, reply: Reply, reserve: Callable[[int], bool]) -> Sample | None:
         """Return the request's sample if it is chosen and there is room, else None.
 
-        ``hold`` reserves a number of bytes, and returns whether there was room for them.
+        ``reserve`` reserves a number of bytes, and returns whether there was room for them.
         """
         rows = request.rows
         if rows == 0:
             return None
-        probability = self._strata.probability(request.feeds, (request.timings or _NEVER).arrived)
+        probability = self._strata.probability(request.feeds, (request.timings or _NO_TIMINGS).arrived)
         if self._draw() >= probability:
             return None
         kept = None
@@ -121,7 +121,7 @@ class Chooser:
         if nbytes > self._policy.max_bytes:  # it never fits, even into an empty queue
             self._observer.sampled("dropped", rows)
             return None
-        if not hold(nbytes):
+        if not reserve(nbytes):
             self.sampled("dropped", rows)
             return None
         feeds, outputs = (copies(*part) for part in parts)
@@ -130,7 +130,7 @@ class Chooser:
     def sampled(self, outcome: Outcome, samples: int) -> None:
         """Report the outcome of samples that this chose; see :class:`OutcomeObserver`."""
         if outcome == "dropped":
-            self._strata.crowd()
+            self._strata.note_dropped_sample()
         self._observer.sampled(outcome, samples)
 
 
@@ -161,9 +161,9 @@ class SampleForwarder:
         """``profile`` is the artifact's profile that answers."""
         self._sender = sender
         self._profile = profile
-        self._most = policy.max_bytes
+        self._max_bytes = policy.max_bytes
         self._lock = threading.Lock()
-        self._waiting = self._held = 0  # samples without an outcome yet, and their bytes
+        self._in_flight = self._bytes_in_use = 0  # samples without an outcome yet, and their bytes
         self._chooser = Chooser(policy, observer, batch_axis, draw, inputs)
         self._closed = False
 
@@ -171,10 +171,10 @@ class SampleForwarder:
         """Choose at random whether to measure this request. Never blocks, never raises."""
         if self._closed:
             return
-        sample = self._chooser.choose(request, reply, self._hold)
+        sample = self._chooser.choose(request, reply, self._reserve)
         if sample is not None:
-            held = _Held(self._chooser, sample.nbytes, self._give_back)
-            self._sender.send(replace(sample, profile=self._profile), held)
+            pending = _PendingSample(self._chooser, sample.nbytes, self._release)
+            self._sender.send(replace(sample, profile=self._profile), pending)
 
     def stop(self) -> None:
         self._closed = True
@@ -184,45 +184,45 @@ class SampleForwarder:
         self._closed = True
         self._sender.finish()
 
-    def _hold(self, nbytes: int) -> bool:
+    def _reserve(self, nbytes: int) -> bool:
         with self._lock:
-            if self._waiting >= MOST_WAITING or self._held + nbytes > self._most:
+            if self._in_flight >= MOST_WAITING or self._bytes_in_use + nbytes > self._max_bytes:
                 return False
-            self._waiting += 1
-            self._held += nbytes
+            self._in_flight += 1
+            self._bytes_in_use += nbytes
             return True
 
-    def _give_back(self, nbytes: int) -> None:
+    def _release(self, nbytes: int) -> None:
         with self._lock:
-            self._waiting -= 1
-            self._held -= nbytes
+            self._in_flight -= 1
+            self._bytes_in_use -= nbytes
 
 
-class _Held:
+class _PendingSample:
     """Receives the outcome of one sample, and releases its room."""
 
-    __slots__ = ("_give_back", "_nbytes", "_observer")
+    __slots__ = ("_nbytes", "_observer", "_release")
 
-    def __init__(self, observer: OutcomeObserver, nbytes: int, give_back: Callable[[int], None]) -> None:
+    def __init__(self, observer: OutcomeObserver, nbytes: int, release: Callable[[int], None]) -> None:
         self._observer = observer
         self._nbytes = nbytes
-        self._give_back = give_back
+        self._release = release
 
     def sampled(self, outcome: Outcome, samples: int) -> None:
-        self._give_back(self._nbytes)
+        self._release(self._nbytes)
         self._observer.sampled(outcome, samples)
 
 
 def random_indices(rows: int, count: int, draw: Callable[[], float]) -> list[int]:
     """Return ``count`` distinct ones of ``rows``, equally likely, sorted (the first steps of the Fisher-Yates
     shuffle)."""
-    moved: dict[int, int] = {}
-    found = []
+    swapped: dict[int, int] = {}
+    indices = []
     for at in range(count):
         other = at + int(draw() * (rows - at))
-        found.append(moved.get(other, other))
-        moved[other] = moved.get(at, at)
-    return sorted(found)
+        indices.append(swapped.get(other, other))
+        swapped[other] = swapped.get(at, at)
+    return sorted(indices)
 
 
 def size_of(arrays: Mapping[str, Array], kept: Sequence[int] | None = None, batch_axis: int | None = None) -> int:

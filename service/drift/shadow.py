@@ -1,7 +1,7 @@
 """Live drift: samples of live requests are run again on the fp32 reference, and compared.
 
 Each model has one low-priority thread with a short queue. A sample that finds the queue full is dropped, and its
-``told`` hears that.
+``on_outcome`` is called with that.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ LONGEST_RUN_S = 60.0  # of one reference run: a longer one delays other samples 
 # long while request threads wait.
 NICENESS = 10
 
-Told = Callable[[Outcome], None]
+OnOutcome = Callable[[Outcome], None]
 _Restart = Literal["restart"]
 _RESTART: Final = "restart"
 
 
 @dataclass(frozen=True, slots=True)
-class _Waiting:
+class _QueuedSample:
     sample: Sample
-    told: Told
+    on_outcome: OnOutcome
 
 
 class Reference(Protocol):
@@ -60,7 +60,7 @@ class Reference(Protocol):
 class Shadow:
     """Measures one model's samples. :meth:`start` loads the reference in the background; :meth:`close` ends the thread.
 
-    ``measured`` is called on that thread after each measured sample.
+    ``on_measured`` is called on that thread after each measured sample.
     """
 
     def __init__(
@@ -71,19 +71,19 @@ class Shadow:
         observer: ReferenceObserver,
         *,
         name: str,
-        measured: Callable[[], object] = lambda: None,
+        on_measured: Callable[[], object] = lambda: None,
     ) -> None:
         self._load = load
         self._comparison = comparison
-        self._most = policy.max_bytes
+        self._max_bytes = policy.max_bytes
         self._observer = observer
         self._name = name
-        self._measured = measured
+        self._on_measured = on_measured
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)
-        self._waiting: deque[_Waiting | _Restart] = deque()
+        self._queue: deque[_QueuedSample | _Restart] = deque()
         self._samples = 0  # samples in the queue
-        self._held = 0  # bytes of the samples that wait or are measured
+        self._bytes_in_use = 0  # bytes of the samples that wait or are measured
         self._closed = False
         self._up = False
         self._thread = threading.Thread(target=self._work, name=f"{name}-shadow", daemon=True)
@@ -92,33 +92,33 @@ class Shadow:
         if self._thread.ident is None and not self._closed:
             self._thread.start()
 
-    def put(self, sample: Sample, told: Told) -> None:
-        """Queue a sample. ``told`` hears its outcome, on any thread: "dropped" if there is no room."""
+    def put(self, sample: Sample, on_outcome: OnOutcome) -> None:
+        """Queue a sample. ``on_outcome`` is called with its outcome, on any thread: "dropped" if there is no room."""
         with self._lock:
-            room = self._samples < QUEUE_SIZE and self._held + sample.nbytes <= self._most
-            if taken := room and not self._closed:
-                self._held += sample.nbytes
+            room = self._samples < QUEUE_SIZE and self._bytes_in_use + sample.nbytes <= self._max_bytes
+            if queued := room and not self._closed:
+                self._bytes_in_use += sample.nbytes
                 self._samples += 1
-                self._waiting.append(_Waiting(sample, told))
+                self._queue.append(_QueuedSample(sample, on_outcome))
                 self._wake.notify()
-        if not taken:
-            told("dropped")
+        if not queued:
+            on_outcome("dropped")
 
     def restart(self) -> None:
         """Forget recent drift once the samples queued so far are measured: another precision answers from now on."""
         with self._lock:
-            self._waiting.append(_RESTART)
+            self._queue.append(_RESTART)
             self._wake.notify()
 
     def stop(self) -> None:
         """Tell the thread to end after its current sample. Does not wait for it."""
         with self._lock:
             self._closed = True
-            left = [each for each in self._waiting if each != _RESTART]
-            self._waiting.clear()
+            dropped = [each for each in self._queue if each != _RESTART]
+            self._queue.clear()
             self._wake.notify()
-        for each in left:
-            each.told("dropped")
+        for each in dropped:
+            each.on_outcome("dropped")
 
     def close(self, deadline: float = math.inf) -> bool:
         """End the thread. Return False if it still runs at ``deadline``, in :func:`time.monotonic` seconds.
@@ -135,30 +135,30 @@ class Shadow:
 
     def _work(self) -> None:
         lower_priority()  # before loading: the threads that a session starts inherit it
-        reference = None if self._closed else self._loaded()
-        while (waiting := self._next()) is not None:
-            if waiting == _RESTART:
+        reference = None if self._closed else self._load_reference()
+        while (item := self._next()) is not None:
+            if item == _RESTART:
                 self._comparison.restart()
                 continue
-            outcome = self._measure(reference, waiting.sample)
+            outcome = self._measure(reference, item.sample)
             with self._lock:
-                self._held -= waiting.sample.nbytes
-            waiting.told(outcome)
+                self._bytes_in_use -= item.sample.nbytes
+            item.on_outcome(outcome)
         if reference is not None:
             reference.close()
 
-    def _next(self) -> _Waiting | _Restart | None:
+    def _next(self) -> _QueuedSample | _Restart | None:
         """Return the oldest item of the queue; None once the shadow is closed."""
         with self._wake:
-            self._wake.wait_for(lambda: self._waiting or self._closed)
+            self._wake.wait_for(lambda: self._queue or self._closed)
             if self._closed:
                 return None
-            first = self._waiting.popleft()
+            first = self._queue.popleft()
             self._samples -= first != _RESTART
             return first
 
-    def _loaded(self) -> Reference | None:
-        begun = time.monotonic()
+    def _load_reference(self) -> Reference | None:
+        start = time.monotonic()
         try:
             reference = self._load()
         except Exception as error:  # noqa: BLE001 - the model serves without a reference too, and the error is logged
@@ -166,11 +166,11 @@ class Shadow:
             _log.error("%s: no live drift: the fp32 reference cannot be loaded: %s", self._name, reason)
             return None
         if reference.up:
-            _log.info("%s: live drift on: fp32 reference loaded in %.1f s", self._name, time.monotonic() - begun)
-        self._tell(reference.up)
+            _log.info("%s: live drift on: fp32 reference loaded in %.1f s", self._name, time.monotonic() - start)
+        self._report_up(reference.up)
         return reference
 
-    def _tell(self, up: bool) -> None:
+    def _report_up(self, up: bool) -> None:
         if up != self._up:
             self._up = up
             self._observer.reference_up(up)
@@ -181,7 +181,7 @@ class Shadow:
         try:
             return self._compare(reference, sample)
         finally:
-            self._tell(reference.up)
+            self._report_up(reference.up)
 
     def _compare(self, reference: Reference, sample: Sample) -> Outcome:
         try:
@@ -196,7 +196,7 @@ class Shadow:
             _log.exception("%s: a shadow sample failed", self._name)
             return "failed"
         self._observer.last_sample(time.time())
-        self._measured()
+        self._on_measured()
         return "measured"
 
 

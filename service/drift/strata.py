@@ -25,15 +25,15 @@ FAST, SLOW = 0.05, 0.95  # latency quantiles, per class of sizes, that separate 
 _STEP = 0.05  # relative step of the running quantiles
 _MEMORY_S = 60.0  # a request of this age counts 1/e
 # Initial estimate of a new kind: its weight, in seconds, and its rate, in requests per second.
-_YOUNG_S, _YOUNG_RATE = 3.0, 1 / 30
+_INITIAL_S, _INITIAL_RATE = 3.0, 1 / 30
 _WINDOW_S = 1.0  # interval between estimates of rates and probabilities; shorter in a burst
 _TINY_S = 1e-6  # lowest start of a quantile: one that starts at 0 would stay there
 _SHORTEST_S = 0.25  # shortest time over which a rate is estimated
-_SOON = 32  # requests after which to look for a burst, in addition to half of those expected in a window
-_TELLING = 16  # requests, observed or expected, from which a factor of two is not chance
-_GONE = 1e-6  # requests per second: a class of sizes with a lower rate is forgotten
+_CHECK_AFTER = 32  # requests after which to look for a burst, in addition to half of those expected in a window
+_SIGNIFICANT_COUNT = 16  # requests, observed or expected, from which a factor of two is not chance
+_MIN_RATE = 1e-6  # requests per second: a class of sizes with a lower rate is forgotten
 _HEADROOM = 0.8  # target as a share of max_per_second: arrivals at random have bursts
-_LEAST_PACE = 1 / 16  # lowest share of that target, even if samples find no room
+_MIN_TARGET_SHARE = 1 / 16  # lowest share of that target, even if samples find no room
 
 Sizes = tuple[int, ...]
 _OTHER: Sizes = (-1,)  # all sizes beyond MOST_SIZES classes
@@ -42,50 +42,52 @@ _OTHER: Sizes = (-1,)  # all sizes beyond MOST_SIZES classes
 class Stratum:
     """One kind of requests: its rate, per second, and the probability that one of them is measured.
 
-    ``came`` counts requests in the current window. Threads increment it without a lock and may lose a count: it is an
-    estimate.
+    ``arrivals`` counts requests in the current window. Threads increment it without a lock and may lose a count: it is
+    an estimate.
     """
 
-    __slots__ = ("_seconds", "_seen", "came", "probability", "rate")
+    __slots__ = ("_requests", "_seconds", "arrivals", "probability", "rate")
 
     def __init__(self) -> None:
-        self.came = 0
+        self.arrivals = 0
         self.probability = 0.0
-        self._seconds = _YOUNG_S  # observed seconds, with exponential decay
-        self._seen = _YOUNG_RATE * _YOUNG_S  # requests in them
-        self.rate = _YOUNG_RATE
+        self._seconds = _INITIAL_S  # observed seconds, with exponential decay
+        self._requests = _INITIAL_RATE * _INITIAL_S  # requests in them
+        self.rate = _INITIAL_RATE
 
-    def pace(self, seconds: float, surge: float) -> float:
+    def current_rate(self, seconds: float, surge: float) -> float:
         """Return the current rate, ``seconds`` into the window, while all requests together come ``surge`` times as
         often as expected.
 
         It is the known rate, unless this window shows more than twice as much.
         """
-        known, recent = self.rate * surge, self.came / max(seconds, _SHORTEST_S)
-        return recent if self.came >= _TELLING and recent > 2 * known else known
+        known, recent = self.rate * surge, self.arrivals / max(seconds, _SHORTEST_S)
+        return recent if self.arrivals >= _SIGNIFICANT_COUNT and recent > 2 * known else known
 
-    def roll(self, seconds: float, surge: float) -> None:
+    def end_window(self, seconds: float, surge: float) -> None:
         """End the window after ``seconds``.
 
         A rate of half or twice the expected one replaces it at once; smaller differences are noise and are averaged.
         """
         expected = self.rate * surge * seconds
-        if tells(self.came, expected):
-            self._seconds, self._seen = seconds, max(1.0, self.came)
+        if is_significant(self.arrivals, expected):
+            self._seconds, self._requests = seconds, max(1.0, self.arrivals)
         else:
-            kept = math.exp(-seconds / _MEMORY_S)
-            self._seconds = self._seconds * kept + seconds
-            self._seen = self._seen * surge * kept + self.came
-        self.rate = max(self._seen / self._seconds, _GONE / 10)
-        self.came = 0
+            decay = math.exp(-seconds / _MEMORY_S)
+            self._seconds = self._seconds * decay + seconds
+            self._requests = self._requests * surge * decay + self.arrivals
+        self.rate = max(self._requests / self._seconds, _MIN_RATE / 10)
+        self.arrivals = 0
 
 
-def tells(came: int, expected: float) -> bool:
-    """Whether ``came`` differs from ``expected`` by more than chance: by a factor of two, of enough requests."""
-    return (came >= _TELLING and came > 2 * expected) or (expected >= _TELLING and came < expected / 2)
+def is_significant(arrivals: int, expected: float) -> bool:
+    """Whether ``arrivals`` differs from ``expected`` by more than chance: by a factor of two, of enough requests."""
+    return (arrivals >= _SIGNIFICANT_COUNT and arrivals > 2 * expected) or (
+        expected >= _SIGNIFICANT_COUNT and arrivals < expected / 2
+    )
 
 
-class _Sizes:
+class _SizeClass:
     """Requests of one class of sizes, in three strata by latency. ``low`` and ``high`` are the latency quantiles, in
     seconds.
 
@@ -98,7 +100,7 @@ class _Sizes:
         self.low = self.high = max(seconds, _TINY_S)
         self.strata = (Stratum(), Stratum(), Stratum())
 
-    def place(self, seconds: float) -> Stratum:
+    def classify(self, seconds: float) -> Stratum:
         """Return the stratum of a request of this latency, by earlier ones' quantiles, and update the quantiles."""
         low, high = self.low, self.high
         fast, slow = seconds < low, seconds > high
@@ -118,16 +120,16 @@ class Strata:
         self, policy: ShadowPolicy, inputs: Sequence[TensorSpec], clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._share = policy.rate
-        self._most = _HEADROOM * policy.max_per_second
+        self._max_rate = _HEADROOM * policy.max_per_second
         self._dims = free_dimensions(inputs)
         self._clock = clock
-        self._sizes: dict[Sizes, _Sizes] = {}
+        self._size_classes: dict[Sizes, _SizeClass] = {}
         self._lock = threading.Lock()
-        self._began = clock()
-        self._due = self._began + _WINDOW_S
-        self._left = _SOON  # requests until the next look for a burst
-        self._pace = 1.0
-        self._crowded = False
+        self._window_start = clock()
+        self._window_end = self._window_start + _WINDOW_S
+        self._until_check = _CHECK_AFTER  # requests until the next look for a burst
+        self._target_share = 1.0
+        self._sample_dropped = False
 
     def probability(self, feeds: Mapping[str, Array], arrived: float) -> float:
         """Return the probability, in (0, 1], for a request that is answered now.
@@ -136,27 +138,27 @@ class Strata:
         """
         now = self._clock()
         key = tuple([feeds[name].shape[axis].bit_length() for name, axis in self._dims])
-        sizes = self._sizes.get(key)
-        if sizes is None:
-            sizes = self._sizes_of(key, now - arrived)
-        stratum = sizes.place(now - arrived)
-        stratum.came += 1
-        self._left -= 1
-        if self._left <= 0 or now >= self._due or not stratum.probability:
-            self._plan(now)
+        size_class = self._size_classes.get(key)
+        if size_class is None:
+            size_class = self._size_class_of(key, now - arrived)
+        stratum = size_class.classify(now - arrived)
+        stratum.arrivals += 1
+        self._until_check -= 1
+        if self._until_check <= 0 or now >= self._window_end or not stratum.probability:
+            self._update(now)
         return stratum.probability or self._share
 
-    def crowd(self) -> None:
+    def note_dropped_sample(self) -> None:
         """Note that a chosen sample found no room, so that fewer are chosen for a while."""
-        self._crowded = True
+        self._sample_dropped = True
 
-    def _sizes_of(self, key: Sizes, seconds: float) -> _Sizes:
+    def _size_class_of(self, key: Sizes, seconds: float) -> _SizeClass:
         with self._lock:
-            if key not in self._sizes and len(self._sizes) >= MOST_SIZES:
+            if key not in self._size_classes and len(self._size_classes) >= MOST_SIZES:
                 key = _OTHER
-            return self._sizes.setdefault(key, _Sizes(seconds))
+            return self._size_classes.setdefault(key, _SizeClass(seconds))
 
-    def _plan(self, now: float) -> None:
+    def _update(self, now: float) -> None:
         """Compute new probabilities, and end the window if it is over.
 
         One thread at a time; others skip it instead of waiting.
@@ -164,36 +166,39 @@ class Strata:
         if not self._lock.acquire(blocking=False):
             return
         try:
-            strata = [stratum for sizes in self._sizes.values() for stratum in sizes.strata]
-            seconds = now - self._began
+            strata = [stratum for each in self._size_classes.values() for stratum in each.strata]
+            seconds = now - self._window_start
             if seconds >= _WINDOW_S:
-                self._roll(strata, seconds)
-                self._began, self._due, seconds = now, now + _WINDOW_S, 0.0
+                self._end_window(strata, seconds)
+                self._window_start, self._window_end, seconds = now, now + _WINDOW_S, 0.0
             surge = max(1.0, _surge(strata, max(seconds, _SHORTEST_S)))
-            rates = [stratum.pace(seconds, surge) for stratum in strata]
+            rates = [stratum.current_rate(seconds, surge) for stratum in strata]
             total = sum(rates)
-            wanted = allocated(rates, min(self._share * total, self._most * self._pace))
-            for stratum, rate, part in zip(strata, rates, wanted, strict=True):
+            targets = allocated(rates, min(self._share * total, self._max_rate * self._target_share))
+            for stratum, rate, part in zip(strata, rates, targets, strict=True):
                 stratum.probability = min(1.0, part / rate)
-            self._left = _SOON + round(total * _WINDOW_S / 2)
+            self._until_check = _CHECK_AFTER + round(total * _WINDOW_S / 2)
         finally:
             self._lock.release()
 
-    def _roll(self, strata: Sequence[Stratum], seconds: float) -> None:
+    def _end_window(self, strata: Sequence[Stratum], seconds: float) -> None:
         surge = _surge(strata, seconds)
         for stratum in strata:
-            stratum.roll(seconds, surge)
-        gone = [key for key, sizes in self._sizes.items() if all(stratum.rate < _GONE for stratum in sizes.strata)]
-        for key in gone:
-            del self._sizes[key]
-        self._pace = max(self._pace / 2, _LEAST_PACE) if self._crowded else min(1.0, self._pace * 1.1)
-        self._crowded = False
+            stratum.end_window(seconds, surge)
+        idle = [key for key, each in self._size_classes.items() if all(one.rate < _MIN_RATE for one in each.strata)]
+        for key in idle:
+            del self._size_classes[key]
+        if self._sample_dropped:
+            self._target_share = max(self._target_share / 2, _MIN_TARGET_SHARE)
+        else:
+            self._target_share = min(1.0, self._target_share * 1.1)
+        self._sample_dropped = False
 
 
 def _surge(strata: Sequence[Stratum], seconds: float) -> float:
     """Return requests observed ÷ expected in ``seconds``, over all strata; 1 if the difference may be chance."""
-    came, expected = sum(stratum.came for stratum in strata), sum(stratum.rate for stratum in strata) * seconds
-    return max(1, came) / expected if tells(came, expected) else 1.0
+    arrivals, expected = sum(stratum.arrivals for stratum in strata), sum(stratum.rate for stratum in strata) * seconds
+    return max(1, arrivals) / expected if is_significant(arrivals, expected) else 1.0
 
 
 def free_dimensions(inputs: Sequence[TensorSpec]) -> tuple[tuple[str, int], ...]:

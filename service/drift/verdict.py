@@ -49,12 +49,12 @@ class DriftVerdict:
         """Return the verdict for a model of which nothing was measured."""
         return cls(model, version, "unknown", "none", "", "", 0.0, 0.0, math.inf, 0.0, 0, False, 0.0)
 
-    def of(self, plan: str) -> Self:
+    def with_plan(self, plan: str) -> Self:
         """Return the same verdict with ``plan`` set."""
         return replace(self, plan=plan)
 
     @property
-    def told(self) -> tuple[State, Cause, bool]:
+    def status(self) -> tuple[State, Cause, bool]:
         """The fields whose change is reported at once."""
         return self.state, self.cause, self.changed
 
@@ -69,26 +69,26 @@ class DriftVerdict:
         }
 
     @classmethod
-    def from_json(cls, told: Mapping[str, Any]) -> Self:
+    def from_json(cls, fields: Mapping[str, Any]) -> Self:
         """Parse :meth:`to_json`'s output.
 
         Raises ValueError for an unknown state or cause, and KeyError for a missing field.
         """
-        if told["state"] not in STATES or told["cause"] not in CAUSES:
-            raise ValueError(f"a verdict of state {told['state']!r} and cause {told['cause']!r}")
+        if fields["state"] not in STATES or fields["cause"] not in CAUSES:
+            raise ValueError(f"a verdict of state {fields['state']!r} and cause {fields['cause']!r}")
         return cls(
-            model=str(told["model"]),
-            version=int(told["version"]),
-            state=told["state"],
-            cause=told["cause"],
-            output=str(told["output"]),
-            metric=str(told["metric"]),
-            ratio=float(told["ratio"]),
-            low=float(told["low"]),
-            high=float(told["high"]),
-            effective_samples=float(told["effective_samples"]),
-            samples=int(told["samples"]),
-            changed=bool(told["changed"]),
-            at=float(told["at"]),
-            plan=str(told["plan"]),
+            model=str(fields["model"]),
+            version=int(fields["version"]),
+            state=fields["state"],
+            cause=fields["cause"],
+            output=str(fields["output"]),
+            metric=str(fields["metric"]),
+            ratio=float(fields["ratio"]),
+            low=float(fields["low"]),
+            high=float(fields["high"]),
+            effective_samples=float(fields["effective_samples"]),
+            samples=int(fields["samples"]),
+            changed=bool(fields["changed"]),
+            at=float(fields["at"]),
+            plan=str(fields["plan"]),
         )

@@ -35,8 +35,8 @@ def effective_size(weights: Values, clusters: Clusters) -> float:
     """
     if not len(weights):
         return 0.0
-    whole = np.bincount(clusters, weights)
-    return float(whole.sum() ** 2 / np.square(whole).sum())
+    per_request = np.bincount(clusters, weights)
+    return float(per_request.sum() ** 2 / np.square(per_request).sum())
 
 
 def mean(values: Values, weights: Values, clusters: Clusters, *, positive: bool, size: float | None = None) -> Interval:
@@ -54,14 +54,14 @@ def mean(values: Values, weights: Values, clusters: Clusters, *, positive: bool,
         size = effective_size(weights, clusters)
     residuals = np.bincount(clusters, weights * (values - centre))
     error = math.sqrt(float(np.square(residuals).sum()) * size / max(size - 1, 1e-9)) / float(total)
-    freedom = student(size - 1)
+    t_quantile = student(size - 1)
     # Infinite even for an error of 0: so few samples do not establish it.
-    reach = freedom * error if math.isfinite(freedom) else math.inf
+    half_width = t_quantile * error if math.isfinite(t_quantile) else math.inf
     if not positive:
-        return Interval(centre, centre - reach, centre + reach)
-    if centre <= 0 or reach == 0:
+        return Interval(centre, centre - half_width, centre + half_width)
+    if centre <= 0 or half_width == 0:
         return Interval(centre, centre, centre)
-    factor = math.exp(min(reach / centre, 700.0))
+    factor = math.exp(min(half_width / centre, 700.0))
     return Interval(centre, centre / factor, centre * factor)
 
 

@@ -18,7 +18,7 @@ from bf16kit.drift import Breach
 from bf16kit.errors import Bf16kitError
 from bf16kit.wording import brief
 from service.contract import GATE_FAILED
-from service.drift.gate import Outcome, ProcessRank, Timetable, judge, over
+from service.drift.gate import Outcome, ProcessRank, Timetable, breach_verdict, judge
 from service.drift.shadow import lower_priority
 from service.drift.verdict import DriftVerdict
 from service.models.lease import Lease
@@ -107,7 +107,7 @@ class GoldenGate:
         self._outcome = outcome
         self._metrics.gate(outcome, at)
         if outcome == "failed" or self._errors > 1:
-            self._on_verdict(over(self._name, self._version, breaches, self._opened.budget, self._rows, at))
+            self._on_verdict(breach_verdict(self._name, self._version, breaches, self._opened.budget, self._rows, at))
         return outcome
 
     @property
@@ -177,7 +177,7 @@ class GoldenSchedule:
     def look(self) -> None:
         """Run the gates that are due."""
         for model in self._serving():
-            why = model.gate.timetable.due(self._clock())
+            why = model.gate.timetable.due_reason(self._clock())
             if not why or self._stopped.is_set() or not model.leases.take():
                 continue
             with Lease(model.leases, model):

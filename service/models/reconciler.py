@@ -272,7 +272,7 @@ class Reconciler:
             plan.serving,
             slot.series,
             None if self._new_sender is None else self._new_sender(slot.name, plan),
-            lambda verdict: self._on_verdict(verdict.of(digest)),
+            lambda verdict: self._on_verdict(verdict.with_plan(digest)),
             self._rank,
             fp32=partial(
                 load_fp32, slot.label, loaded.opened, plan.serving, threads=self._threads, weights=self._weights

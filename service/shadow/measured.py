@@ -12,7 +12,7 @@ from service.drift.evidence import EvidenceRecorder
 from service.drift.observer import Outcome
 from service.drift.policy import ShadowPolicy
 from service.drift.sampling import Sample, TokenBucket
-from service.drift.shadow import QUEUE_SIZE, Shadow, Told
+from service.drift.shadow import QUEUE_SIZE, OnOutcome, Shadow
 from service.drift.verdict import DriftVerdict
 from service.models.plan import Plan
 from service.peers.channel import Body
@@ -24,7 +24,7 @@ class EarlySample:
     """A sample that arrived before its artifact was open."""
 
     sample: Sample
-    told: Told
+    told: OnOutcome
 
 
 @dataclass(eq=False)
@@ -41,7 +41,7 @@ class MeasuredVersion:
     verdict: DriftVerdict | None = None  # the newest
     recorder: EvidenceRecorder | None = None  # set if evidence is kept
     files: Mapping[str, str] = field(default_factory=dict)  # the artifact's files and their sha256
-    told: DriftVerdict | None = None
+    reported: DriftVerdict | None = None  # the last verdict that the server was sent
 
     @cached_property
     def digest(self) -> str:
@@ -52,7 +52,7 @@ class MeasuredVersion:
     def policy(self) -> ShadowPolicy:
         return self.plan.serving.shadow
 
-    def put(self, sample: Sample, told: Told) -> None:
+    def put(self, sample: Sample, told: OnOutcome) -> None:
         """Queue a sample; see :meth:`Shadow.put`. The caller holds the lock."""
         if self.failed:
             told("failed")

@@ -219,7 +219,7 @@ class References:
             model.policy,
             model.metrics,
             name=name,
-            measured=lambda: self._judge(model, comparison.verdict),
+            on_measured=lambda: self._judge(model, comparison.verdict),
         )
 
     def _judge(self, model: MeasuredVersion, verdict: Callable[[], DriftVerdict]) -> None:
@@ -227,15 +227,15 @@ class References:
 
         Changes are reported at once, everything else together with the counts.
         """
-        model.verdict = verdict().of(model.digest)
-        if model.told is None or model.verdict.told != model.told.told:
+        model.verdict = verdict().with_plan(model.digest)
+        if model.reported is None or model.verdict.status != model.reported.status:
             self._tell_verdict(model)
 
     def _tell_verdict(self, model: MeasuredVersion) -> None:
         with self._lock:
             verdict, live = model.verdict, model in self._models.values()
-            news = live and verdict is not None and verdict is not model.told
-            model.told = verdict
+            news = live and verdict is not None and verdict is not model.reported
+            model.reported = verdict
         if news and verdict is not None:
             self._peer.tell("verdict", verdict.to_json())
 

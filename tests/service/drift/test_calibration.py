@@ -41,10 +41,10 @@ def test_a_calibration_holds_rows_by_profile_and_ranges_by_input() -> None:
 def test_measurements_on_random_inputs_say_nothing_about_live_inputs(source: str) -> None:
     found = Calibration.of(Manifest({"cpu": entry(source)}), measured("cpu"))  # type: ignore[arg-type]
     assert (found.rows, found.ranges) == ({}, {})
-    assert "random" in found.why
+    assert "random" in found.missing_reason
 
 
 def test_an_artifact_without_measurements_sets_no_expectation() -> None:
     found = Calibration.of(Manifest({"cpu": entry("s.npz")}), None)  # type: ignore[arg-type]
     assert (found.rows, found.ranges) == ({}, {})
-    assert "no measurements" in found.why
+    assert "no measurements" in found.missing_reason

@@ -11,8 +11,8 @@ from bf16kit.inputranges import InputRange
 from bf16kit.tensors import TensorSpec
 from service.contract import Array
 from service.drift.calibration import Calibration
-from service.drift.comparison import _WEIGHTS, Comparison, _Common
-from service.drift.detector import LEARN
+from service.drift.comparison import _WEIGHTS, Comparison, _CommonWeight
+from service.drift.detector import LEARNING_ROWS
 from service.drift.recent import HALF_LIFE, REQUESTS
 from service.drift.sampling import Sample
 from service.drift.verdict import DriftVerdict
@@ -267,8 +267,8 @@ def test_the_expected_drift_is_learned_if_no_spread_was_measured(calibration: Ca
     live = Live(calibration)
     live.send(3.0, 20)  # over budget: nothing is learned from these
     live.comparison.restart()
-    live.send(4e-3, LEARN - 1)
-    assert live.heard.scores == [None] * (LEARN + 19)
+    live.send(4e-3, LEARNING_ROWS - 1)
+    assert live.heard.scores == [None] * (LEARNING_ROWS + 19)
     live.send(4e-3, 200)
     assert live.heard.alarms == []
     assert live.heard.scores[-1] is not None
@@ -328,7 +328,7 @@ def test_without_a_batch_axis_a_request_is_one_row() -> None:
 
 
 def test_the_common_weight_is_the_nine_tenths_quantile_of_the_newest_weights() -> None:
-    random, common, weights = np.random.default_rng(3), _Common(), list[float]()
+    random, common, weights = np.random.default_rng(3), _CommonWeight(), list[float]()
     for _ in range(3 * _WEIGHTS):
         weights.append(float(random.choice([1.0, 2.0, 100.0, random.lognormal()])))
         common.add(weights[-1])

@@ -9,7 +9,17 @@ import pytest
 from numpy.typing import NDArray
 
 from bf16kit.drift import TIE
-from service.drift.detector import ALLOWANCE, CLIP, FEWEST, HORIZON, LEARN, REQUESTS, Detector, Expected, threshold
+from service.drift.detector import (
+    ALLOWANCE,
+    CLIP,
+    HORIZON,
+    LEARNING_ROWS,
+    MIN_ROWS,
+    REQUESTS,
+    Detector,
+    Expected,
+    threshold,
+)
 
 CENTRE = 4e-3  # MiniLM's
 SPREADS = (0.07, 0.1, 0.3)  # MiniLM has 0.07 to 0.11
@@ -123,17 +133,17 @@ def test_a_request_with_half_the_weight_moves_the_score_half_as_far() -> None:
     assert whole.score == pytest.approx(2 * (half.score or 0))
 
 
-@pytest.mark.parametrize("rows", [[], [CENTRE] * (FEWEST - 1), [CENTRE] * 50 + [math.inf] * 10])
+@pytest.mark.parametrize("rows", [[], [CENTRE] * (MIN_ROWS - 1), [CENTRE] * 50 + [math.inf] * 10])
 def test_too_few_rows_or_many_infinite_ones_set_no_expectation(rows: list[float]) -> None:
     assert Expected.of(rows) is None
 
 
 def test_the_spread_of_few_rows_is_estimated_larger_than_measured() -> None:
-    few, many = (Expected.of(list(drawn(np.random.default_rng(6), 0.3, n))) for n in (FEWEST, 5000))
+    few, many = (Expected.of(list(drawn(np.random.default_rng(6), 0.3, n))) for n in (MIN_ROWS, 5000))
     assert few is not None
     assert many is not None
     assert many.spread == pytest.approx(0.3, rel=0.05)
-    of_few = np.log(drawn(np.random.default_rng(6), 0.3, FEWEST)).std(ddof=1)
+    of_few = np.log(drawn(np.random.default_rng(6), 0.3, MIN_ROWS)).std(ddof=1)
     assert few.spread == pytest.approx(
         of_few * math.sqrt(15 / 7.261), rel=1e-3
     )  # from the chi-squared table, 5 % below
@@ -144,8 +154,8 @@ def test_the_expected_drift_is_learned_from_clean_samples_only() -> None:
     rng = np.random.default_rng(9)
     detector = Detector(None)
     for drift in drawn(rng, 0.1, 100, 50.0):
-        detector.add([drift], clean=False)
-    for drift in drawn(rng, 0.1, LEARN):
+        detector.add([drift], within_budget=False)
+    for drift in drawn(rng, 0.1, LEARNING_ROWS):
         assert detector.score is None
         detector.add([drift])
     assert detector.expected is not None

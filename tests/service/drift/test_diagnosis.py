@@ -6,7 +6,7 @@ import pytest
 
 from bf16kit.drift import SampleDrift
 from service.drift.detector import Expected
-from service.drift.diagnosis import diagnose, worst
+from service.drift.diagnosis import diagnose, worst_cause
 from service.drift.recent import RecentRows, Window
 from service.drift.verdict import Cause
 
@@ -68,7 +68,7 @@ def test_rows_count_by_their_weight() -> None:
 
 
 def test_the_worst_cause_of_several_outputs_is_reported() -> None:
-    assert worst(["none", "rounding", "out_of_range", "broken"]) == "broken"
-    assert worst(["none", "rounding", "out_of_range"]) == "out_of_range"
-    assert worst(["none", "rounding"]) == "rounding"
-    assert worst([]) == "none"
+    assert worst_cause(["none", "rounding", "out_of_range", "broken"]) == "broken"
+    assert worst_cause(["none", "rounding", "out_of_range"]) == "out_of_range"
+    assert worst_cause(["none", "rounding"]) == "rounding"
+    assert worst_cause([]) == "none"

@@ -9,7 +9,7 @@ import pytest
 from bf16kit.drift import Budget
 from service.drift.fallback import Fallback, describe
 from service.drift.fallbackpolicy import FallbackPolicy
-from service.drift.gate import over
+from service.drift.gate import breach_verdict
 from service.drift.verdict import DriftVerdict
 
 WITHIN = DriftVerdict("m", 1, "within", "none", "y", "relative_l2", 0.5, 0.4, 0.6, 300.0, 400, False, 1.0)
@@ -45,7 +45,7 @@ def test_the_description_of_a_breach_has_its_bound_its_size_and_its_cause() -> N
     )
     assert said.endswith("something is broken")
     assert describe(replace(OVER, cause="none")).endswith("samples)")
-    assert describe(over("m", 1, [], Budget({}), 1, 1.0)) == "the golden samples can no longer be run"
+    assert describe(breach_verdict("m", 1, [], Budget({}), 1, 1.0)) == "the golden samples can no longer be run"
 
 
 @pytest.mark.parametrize(

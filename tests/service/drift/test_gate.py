@@ -5,7 +5,7 @@ import math
 import pytest
 
 from bf16kit.drift import Breach, Budget
-from service.drift.gate import LEAST_SECONDS, RETRY_SECONDS, ProcessRank, Timetable, over
+from service.drift.gate import LEAST_SECONDS, RETRY_SECONDS, ProcessRank, Timetable, breach_verdict
 
 HOUR = 3600.0
 
@@ -17,15 +17,15 @@ def middle() -> float:
 def test_the_gate_is_due_once_in_each_period_at_a_random_moment() -> None:
     drawn = iter([0.0, 1.0, 0.5])
     table = Timetable(HOUR, ProcessRank(), 0.0, lambda: next(drawn))
-    assert not table.due(0.25 * HOUR - 1)
-    assert table.due(0.25 * HOUR) == "on schedule"
+    assert not table.due_reason(0.25 * HOUR - 1)
+    assert table.due_reason(0.25 * HOUR) == "on schedule"
     table.begin()
     table.end(0.25 * HOUR + 5, "passed")
-    assert not table.due(1.75 * HOUR - 1)
-    assert table.due(1.75 * HOUR)
+    assert not table.due_reason(1.75 * HOUR - 1)
+    assert table.due_reason(1.75 * HOUR)
     table.end(1.75 * HOUR, "passed")
-    assert table.due(2.5 * HOUR)
-    assert not table.due(2.5 * HOUR - 1)
+    assert table.due_reason(2.5 * HOUR)
+    assert not table.due_reason(2.5 * HOUR - 1)
 
 
 def test_the_workers_parts_of_the_period_do_not_overlap() -> None:
@@ -34,7 +34,7 @@ def test_the_workers_parts_of_the_period_do_not_overlap() -> None:
     for number in range(3):
         for share in (0.0, 1.0):
             table = Timetable(HOUR, ProcessRank(number, 3), 0.0, lambda share=share: share)  # type: ignore[misc]
-            moments.append(next(at for at in range(int(HOUR)) if table.due(float(at))))
+            moments.append(next(at for at in range(int(HOUR)) if table.due_reason(float(at))))
     assert moments == sorted(moments)
     assert min(later - earlier for earlier, later in zip(moments[1::2], moments[2::2], strict=False)) > 500
 
@@ -42,26 +42,26 @@ def test_the_workers_parts_of_the_period_do_not_overlap() -> None:
 def test_periods_that_were_missed_are_not_made_up_for() -> None:
     table = Timetable(10.0, ProcessRank(), 0.0, middle)
     table.end(1000.0, "passed")
-    assert not table.due(1000.0)
-    assert table.due(1005.0)
+    assert not table.due_reason(1000.0)
+    assert table.due_reason(1005.0)
 
 
 def test_without_a_schedule_a_failed_run_still_triggers_the_gate() -> None:
     table = Timetable(0.0, ProcessRank(), 0.0, middle)
-    assert not table.due(1e9)
+    assert not table.due_reason(1e9)
     table.note_failed_run()
-    assert not table.due(LEAST_SECONDS - 1)
-    assert table.due(LEAST_SECONDS) == "after a run that failed"
+    assert not table.due_reason(LEAST_SECONDS - 1)
+    assert table.due_reason(LEAST_SECONDS) == "after a run that failed"
     table.begin()
     table.end(20.0, "passed")
-    assert not table.due(1e9)
+    assert not table.due_reason(1e9)
 
 
 def test_runs_that_keep_failing_trigger_the_gate_only_at_intervals() -> None:
     table, runs = Timetable(0.0, ProcessRank(), 0.0, middle), 0
     for now in range(100):
         table.note_failed_run()
-        if table.due(float(now)):
+        if table.due_reason(float(now)):
             table.begin()
             table.end(float(now), "passed")
             runs += 1
@@ -74,7 +74,7 @@ def test_a_failure_while_the_gate_runs_triggers_it_again_afterwards() -> None:
     table.begin()
     table.note_failed_run()
     table.end(50.0, "passed")
-    assert table.due(50.0 + LEAST_SECONDS)
+    assert table.due_reason(50.0 + LEAST_SECONDS)
 
 
 @pytest.mark.parametrize("seconds", [0.0, HOUR])
@@ -82,21 +82,21 @@ def test_a_failure_while_the_gate_runs_triggers_it_again_afterwards() -> None:
 def test_a_gate_that_was_not_passed_is_run_again_soon(seconds: float, outcome: str) -> None:
     table = Timetable(seconds, ProcessRank(), 0.0, middle)
     table.end(1.0, outcome)  # type: ignore[arg-type]
-    assert not table.due(RETRY_SECONDS)
-    assert table.due(1.0 + RETRY_SECONDS) == "again, for it was not passed"
+    assert not table.due_reason(RETRY_SECONDS)
+    assert table.due_reason(1.0 + RETRY_SECONDS) == "again, for it was not passed"
     table.end(1.0 + RETRY_SECONDS, "passed")
-    assert not table.due(0.5 * HOUR - 1)
+    assert not table.due_reason(0.5 * HOUR - 1)
 
 
 def test_the_verdict_names_the_bound_that_is_exceeded_most() -> None:
     budget = Budget({"relative_l2": 0.01, "max_abs": 1.0})
     breaches = [Breach("y", "max_abs", 3.0, 1.0), Breach("z", "relative_l2", 0.05, 0.01)]
-    found = over("m", 2, breaches, budget, 4, 12.5)
+    found = breach_verdict("m", 2, breaches, budget, 4, 12.5)
     assert (found.model, found.version, found.state, found.cause) == ("m", 2, "over", "broken")
     assert (found.output, found.metric, found.samples, found.at) == ("z", "relative_l2", 4, 12.5)
     assert found.ratio == found.low == found.high == pytest.approx(5.0)
 
 
 def test_samples_that_could_not_be_run_are_infinitely_over() -> None:
-    found = over("m", 1, [], Budget({}), 1, 0.0)
+    found = breach_verdict("m", 1, [], Budget({}), 1, 0.0)
     assert (found.state, found.cause, found.output, found.low) == ("over", "broken", "", math.inf)

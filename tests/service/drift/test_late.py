@@ -37,7 +37,7 @@ def threads(name: str) -> int:
 
 def test_the_thread_starts_with_the_first_item(rig: Rig) -> None:
     begun: list[str] = []
-    late = BackgroundQueue("late", rig.work, begin=lambda: begun.append(threading.current_thread().name))
+    late = BackgroundQueue("late", rig.work, on_start=lambda: begun.append(threading.current_thread().name))
     assert threads("late") == 0
     assert late.put(1)
     until(lambda: rig.done == [[1]])
@@ -49,7 +49,7 @@ def test_the_thread_starts_with_the_first_item(rig: Rig) -> None:
 
 def test_waiting_items_are_processed_together_up_to_the_limit(rig: Rig) -> None:
     rig.go.clear()
-    late = BackgroundQueue("late", rig.work, at_once=2)
+    late = BackgroundQueue("late", rig.work, max_batch=2)
     for item in range(6):
         late.put(item)
     rig.go.set()
@@ -71,7 +71,7 @@ def test_items_that_come_soon_after_the_first_are_processed_with_it(rig: Rig) ->
 
 def test_the_number_of_waiting_items_is_limited(rig: Rig) -> None:
     rig.go.clear()
-    late = BackgroundQueue("late", rig.work, most=2, at_once=1)
+    late = BackgroundQueue("late", rig.work, max_waiting=2, max_batch=1)
     assert late.put(0)
     until(lambda: not late._items, 20, "at work")
     assert [late.put(1), late.put(2)] == [True, True]
@@ -85,7 +85,7 @@ def test_end_returns_the_waiting_items_and_the_running_ones_are_finished(rig: Ri
     assert (late.end(), late.put(2), late.ended) == ([1], False, True)
     assert late.join(), "it does not gather to the end"
     rig.go.clear()
-    late = BackgroundQueue("late", rig.work, at_once=1)
+    late = BackgroundQueue("late", rig.work, max_batch=1)
     late.put(3)
     until(lambda: not late._items, 20, "at work")
     assert late.end() == []

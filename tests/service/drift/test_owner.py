@@ -108,7 +108,7 @@ def test_a_replacement_starts_with_a_new_state(rig: Rig) -> None:
     rig.receive(OVER)
     rig.told[0].set_result(None)
     rig.serves = ActivePlan("another", 200.0, FP32)
-    within, over = WITHIN.of("another"), OVER.of("another")
+    within, over = WITHIN.with_plan("another"), OVER.with_plan("another")
     assert rig.receive(over) == ["bf16"], "measured before it was loaded"
     assert rig.receive(replace(within, at=300.0)) == []
     assert rig.receive(replace(over, at=300.0)) == ["fp32"]
@@ -120,7 +120,7 @@ def test_late_verdicts_on_a_replaced_generation_are_ignored(rig: Rig) -> None:
     rig.serves = ActivePlan("another", 200.0, FP32)
     late = replace(OVER, at=200.1)
     assert rig.receive(late, late) == ["bf16"]
-    assert rig.receive(late.of("another")) == ["fp32"]
+    assert rig.receive(late.with_plan("another")) == ["fp32"]
 
 
 def test_a_generation_loaded_by_the_same_plan_starts_with_a_new_state_too(rig: Rig) -> None:
@@ -135,7 +135,7 @@ def test_an_old_order_of_fp32_for_the_same_plan_is_replaced_by_bf16(rig: Rig) ->
     rig.receive(OVER)
     rig.told[0].set_result(None)
     rig.serves = ActivePlan("another", 200.0, FP32)
-    assert rig.receive(replace(WITHIN, at=201.0).of("another")) == ["bf16"]
+    assert rig.receive(replace(WITHIN, at=201.0).with_plan("another")) == ["bf16"]
     rig.serves = ActivePlan("plan", 300.0, FP32)
     assert rig.receive(replace(WITHIN, at=301.0), replace(WITHIN, at=302.0)) == ["bf16"]
     assert rig.orders[-1] == ("bf16", "")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bf16kit.drift import Budget, SampleDrift
-from service.drift.recent import HALF_LIFE, LEAST, PER_REQUEST, REQUESTS, Estimate, RecentRows, estimates
+from service.drift.recent import HALF_LIFE, MIN_EFFECTIVE_SIZE, PER_REQUEST, REQUESTS, Estimate, RecentRows, estimates
 
 
 def row(
@@ -29,7 +29,9 @@ def judged(rows: list[SampleDrift], **bounds: float) -> dict[str, Estimate]:
 
 
 def test_fewer_than_the_least_samples_have_an_estimate_and_no_interval() -> None:
-    few = judged([row()] * int(LEAST - 1), relative_l2=1e-2, sqnr_db=40, top1_agreement=0.9, relative_l2__p50=1e-2)
+    few = judged(
+        [row()] * int(MIN_EFFECTIVE_SIZE - 1), relative_l2=1e-2, sqnr_db=40, top1_agreement=0.9, relative_l2__p50=1e-2
+    )
     for bound in ("relative_l2", "sqnr_db", "relative_l2.p50"):
         assert few[bound].ratio == pytest.approx(0.1)
         assert (few[bound].low, few[bound].high) == (0.0, math.inf)
@@ -146,7 +148,7 @@ def test_old_rows_and_rows_from_before_a_change_leave_the_window() -> None:
     window = recent.window()
     assert (len(window.weights), float(window["relative_l2"][0])) == (REQUESTS, 10.0)
     assert window.outside[:2].tolist() == [True, False]
-    recent.keep(5)
+    recent.keep_newest(5)
     assert len(recent.window().weights) == 5
     recent.add([row()], 1.0, [False])
     assert len(recent.window().weights) == 6
@@ -167,7 +169,7 @@ def test_the_window_holds_the_newest_requests_in_order_after_its_rings_wrap_arou
         recent.add(drifts, weight, outside)
         kept += [(request, drift.relative_l2, weight, out) for drift, out in zip(drifts, outside, strict=True)]
         if request % 1500 == 700:
-            recent.keep(request % 7)
+            recent.keep_newest(request % 7)
             since = request - request % 7 + 1
         if request % 397 and request % 1500 not in (700, 701):
             continue

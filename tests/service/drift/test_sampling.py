@@ -144,7 +144,7 @@ def test_the_size_is_that_of_the_copies_and_texts_count_by_their_characters() ->
 def test_a_sample_without_room_lowers_the_rate_but_one_that_never_fits_does_not(nbytes: int, slower: bool) -> None:
     heard, crowded = Heard(), list[str]()
     chooser = Chooser(ShadowPolicy(rate=1, max_bytes=100), heard, None, lambda: 0.0)
-    chooser._strata.crowd = lambda: crowded.append("crowd")  # type: ignore[method-assign]
+    chooser._strata.note_dropped_sample = lambda: crowded.append("crowd")  # type: ignore[method-assign]
     request, reply = Request({"x": np.zeros(nbytes, np.uint8)}), Reply({}, "bf16")
     assert chooser.choose(request, reply, lambda nbytes: False) is None
     assert heard.samples == {"dropped": 1}
@@ -156,7 +156,7 @@ def test_a_sample_that_another_process_drops_lowers_the_rate_too() -> None:
     heard, crowded = Heard(), list[str]()
 
     forwarder = SampleForwarder(Sender("dropped"), ShadowPolicy(rate=1), heard, batch_axis=None, draw=lambda: 0.0)
-    forwarder._chooser._strata.crowd = lambda: crowded.append("crowd")  # type: ignore[method-assign]
+    forwarder._chooser._strata.note_dropped_sample = lambda: crowded.append("crowd")  # type: ignore[method-assign]
     forwarder.offer(Request({"x": np.zeros(2)}), Reply({}, "bf16"))
     assert heard.samples == {"dropped": 1}
     assert crowded == ["crowd"]

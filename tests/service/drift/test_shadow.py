@@ -113,10 +113,10 @@ def make(reference: Reference, heard: Heard) -> Iterator[Make]:
     def build(
         load: Callable[[], Reference] = lambda: reference,
         max_bytes: int = 1 << 20,
-        measured: Callable[[], object] = int,
+        on_measured: Callable[[], object] = int,
     ) -> Shadow:
         comparison, policy = Comparison(SPECS, 0, Budget()), ShadowPolicy(max_bytes=max_bytes)
-        shadow = Shadow(load, comparison, policy, heard, name="m", measured=measured)
+        shadow = Shadow(load, comparison, policy, heard, name="m", on_measured=on_measured)
         shadow.start()
         shadows.append(shadow)
         return shadow
@@ -182,7 +182,7 @@ def test_samples_that_wait_are_bounded_by_their_bytes(make: Make, heard: Heard, 
     assert heard.samples == {"dropped": 1}
     reference.gate.set()
     until(lambda: heard.samples["measured"] == 3)
-    until(lambda: not shadow._held)
+    until(lambda: not shadow._bytes_in_use)
     heard.put(shadow, rows=4)  # alone, and still too large
     heard.put(shadow, rows=3)
     until(lambda: heard.samples["measured"] == 6)
@@ -207,7 +207,7 @@ def test_samples_that_wait_when_the_shadow_is_stopped_are_dropped(
 def test_the_callback_for_a_measured_sample_comes_after_its_time_is_set(make: Make, heard: Heard) -> None:
     told: list[float] = []
     begun = time.time()
-    heard.put(make(measured=lambda: told.append(heard.at)))
+    heard.put(make(on_measured=lambda: told.append(heard.at)))
     until(lambda: heard.samples["measured"])
     assert heard.up == [True]
     assert begun <= told[0] <= time.time()

@@ -144,7 +144,7 @@ def test_fewer_requests_are_chosen_while_samples_find_no_room() -> None:
             clock.now += 1 / 200
             total += strata.probability({"x": np.zeros((1, 16), np.float32)}, clock.now - 0.01)
         if crowded:
-            strata.crowd()
+            strata.note_dropped_sample()
         return total
 
     for _ in range(5):
@@ -170,8 +170,8 @@ def test_the_size_classes_that_clients_create_are_limited_and_forgotten() -> Non
     for _ in range(2000):
         clock.now += 0.01
         offer([2 ** chance.randrange(10) for _ in range(6)])
-    assert len(strata._sizes) == MOST_SIZES + 1
+    assert len(strata._size_classes) == MOST_SIZES + 1
     for _ in range(3):
         clock.now += 3600
         offer([1] * 6)
-    assert len(strata._sizes) < 3
+    assert len(strata._size_classes) < 3

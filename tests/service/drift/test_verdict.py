@@ -13,7 +13,7 @@ OVER = DriftVerdict(
 )
 
 
-@pytest.mark.parametrize("verdict", [OVER, OVER.of("plan"), DriftVerdict.unknown("m", 1)])
+@pytest.mark.parametrize("verdict", [OVER, OVER.with_plan("plan"), DriftVerdict.unknown("m", 1)])
 def test_a_verdict_with_infinities_survives_json(verdict: DriftVerdict) -> None:
     assert DriftVerdict.from_json(json.loads(json.dumps(verdict.to_json(), allow_nan=False))) == verdict
 
@@ -30,4 +30,4 @@ def test_an_unknown_state_or_cause_is_an_error(field: str) -> None:
 
 
 def test_told_holds_what_must_be_reported_at_once() -> None:
-    assert OVER.told == ("over", "broken", True)
+    assert OVER.status == ("over", "broken", True)

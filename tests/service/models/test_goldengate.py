@@ -160,12 +160,12 @@ def test_samples_that_cannot_be_run_are_reported_after_the_second_error(
 def test_a_failed_run_triggers_the_gate_unless_its_inputs_are_the_cause(make: Callable[..., Made]) -> None:
     made = make(golden_seconds=0)
     later = time.monotonic() + 1e6
-    assert not made.gate.timetable.due(later)
+    assert not made.gate.timetable.due_reason(later)
     for error, due in ((InputRefused("index", "index"), False), (RuntimeFailure("a device error"), True)):
         _fail(made, error)
         with pytest.raises(Exception, match=r"index|device"):
             made.model.infer(ONE)
-        assert bool(made.gate.timetable.due(later)) is due
+        assert bool(made.gate.timetable.due_reason(later)) is due
 
 
 def test_a_model_without_golden_samples_has_no_gate(make: Callable[..., Made], tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_a_model_without_golden_samples_has_no_gate(make: Callable[..., Made], t
 
     made = make(write_words)
     made.gate.note_failed_run()
-    assert not made.gate.timetable.due(time.monotonic() + 1e6)
+    assert not made.gate.timetable.due_reason(time.monotonic() + 1e6)
     assert "bf16kit_golden_gate_passed{" not in made.metrics.expose()[0].decode()
 
 
