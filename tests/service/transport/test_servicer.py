@@ -307,9 +307,9 @@ def test_an_rpc_that_is_not_served_is_unimplemented_with_the_reason(served: Serv
 
 
 def test_an_unknown_rpc_is_unimplemented(served: Served) -> None:
-    ignore_verdict: Any = served.channel.unary_unary("/inference.GRPCInferenceService/TraceSetting")
+    unknown_rpc: Any = served.channel.unary_unary("/inference.GRPCInferenceService/TraceSetting")
     with pytest.raises(grpc.RpcError) as refused:
-        ignore_verdict(b"", timeout=30)
+        unknown_rpc(b"", timeout=30)
     assert refused.value.code() is StatusCode.UNIMPLEMENTED
 
 
