@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from service.commands.layouts import WORTH, Layout
+from service.commands.layouts import WORTHWHILE_GAIN, Layout
 
 
-class Seen(NamedTuple):
+class Measurement(NamedTuple):
     """Rows per second, and the p99 latency in seconds, with this number of clients."""
 
     clients: int
@@ -23,11 +23,11 @@ class Candidate:
 
     layout: Layout
     max_rows: int
-    seen: tuple[Seen, ...]
+    measurements: tuple[Measurement, ...]
 
-    def best(self, target: float | None) -> Seen | None:
+    def best(self, target: float | None) -> Measurement | None:
         """Return the measurement with the most rows per second of those within ``target`` seconds of p99, or None."""
-        within = [each for each in self.seen if target is None or each.p99 <= target]
+        within = [each for each in self.measurements if target is None or each.p99 <= target]
         return max(within, key=lambda each: each.rate, default=None)
 
 
@@ -37,7 +37,7 @@ class Advice:
 
     layout: Layout
     max_rows: int
-    at: Seen
+    at: Measurement
     reason: str
 
 
@@ -48,33 +48,37 @@ def advise(candidates: Sequence[Candidate], target: float | None) -> Advice:
     """
     reached = [(each, best) for each in candidates if (best := each.best(target)) is not None]
     if not reached:
-        nearest, at = min(((each, min(each.seen, key=_p99)) for each in candidates), key=lambda pair: pair[1].p99)
-        nearest_told = f"{_told(nearest)}, p99 {_ms(at.p99)} at {_at(at)}"
-        why = f"no layout keeps p99 within {_ms(target or 0)}: the nearest is {nearest_told}"
-        return Advice(nearest.layout, nearest.max_rows, at, why)
+        nearest, at = min(
+            ((each, min(each.measurements, key=_p99)) for each in candidates), key=lambda pair: pair[1].p99
+        )
+        closest = f"{_label(nearest)}, p99 {_ms(at.p99)} at {_clients(at)}"
+        reason = f"no layout keeps p99 within {_ms(target or 0)}: the nearest is {closest}"
+        return Advice(nearest.layout, nearest.max_rows, at, reason)
     most = max(best.rate for _, best in reached)
-    chosen, at = min((pair for pair in reached if pair[1].rate * WORTH >= most), key=lambda pair: pair[0].layout)
+    chosen, at = min(
+        (pair for pair in reached if pair[1].rate * WORTHWHILE_GAIN >= most), key=lambda pair: pair[0].layout
+    )
     bound = "" if target is None else f" within {_ms(target)}"
-    why = f"{_told(chosen)} gave {at.rate:.4g} rows/s{bound} at {_at(at)}, p99 {_ms(at.p99)}"
+    reason = f"{_label(chosen)} gave {at.rate:.4g} rows/s{bound} at {_clients(at)}, p99 {_ms(at.p99)}"
     others = [pair for pair in reached if pair[0] is not chosen]
     if others:
         other, least = max(others, key=lambda pair: pair[1].rate)
-        why += f"; the next best, {_told(other)}, {least.rate:.4g} ({least.rate / at.rate - 1:+.0%})"
+        reason += f"; the next best, {_label(other)}, {least.rate:.4g} ({least.rate / at.rate - 1:+.0%})"
         if least.rate > at.rate:
-            why += ", less than 3 % more, which is not worth a lone client's latency"
-    return Advice(chosen.layout, chosen.max_rows, at, why)
+            reason += ", less than 3 % more, which is not worth a lone client's latency"
+    return Advice(chosen.layout, chosen.max_rows, at, reason)
 
 
-def _told(each: Candidate) -> str:
-    return each.layout.told() + (f" with batches of up to {each.max_rows}" if each.max_rows else "")
+def _label(each: Candidate) -> str:
+    return each.layout.description() + (f" with batches of up to {each.max_rows}" if each.max_rows else "")
 
 
-def _at(seen: Seen) -> str:
-    return f"{seen.clients} client{'' if seen.clients == 1 else 's'}"
+def _clients(measurement: Measurement) -> str:
+    return f"{measurement.clients} client{'' if measurement.clients == 1 else 's'}"
 
 
-def _p99(seen: Seen) -> float:
-    return seen.p99
+def _p99(measurement: Measurement) -> float:
+    return measurement.p99
 
 
 def _ms(seconds: float) -> str:

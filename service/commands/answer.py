@@ -25,21 +25,21 @@ config_file = click.option(
 )
 
 
-def say(text: str) -> None:
+def echo(text: str) -> None:
     """Write lines to standard output. Control characters, for example in a model's name, are escaped."""
     from bf16kit.text import printable
 
     click.echo(printable(text))
 
 
-def say_json(value: Any) -> None:
+def echo_json(value: Any) -> None:
     """Write one JSON object to standard output."""
     from bf16kit.document import dumps
 
     click.echo(dumps(value))
 
 
-def end(command: str, reason: str, code: int) -> NoReturn:
+def fail(command: str, reason: str, code: int) -> NoReturn:
     """Write one line to standard error, and exit with ``code``."""
     from bf16kit.text import printable
 
@@ -48,15 +48,15 @@ def end(command: str, reason: str, code: int) -> NoReturn:
 
 
 @contextmanager
-def expected(command: str) -> Iterator[None]:
+def exit_on_errors(command: str) -> Iterator[None]:
     """Turn expected errors into one line and an exit code: 2 for wrong usage, 130 for Ctrl-C, 1 for all others."""
     from bf16kit.errors import Bf16kitError, RequestError, UsageError
 
     try:
         yield
     except (UsageError, RequestError) as error:
-        end(command, str(error), USAGE)
+        fail(command, str(error), USAGE)
     except Bf16kitError as error:
-        end(command, str(error), FAILED)
+        fail(command, str(error), FAILED)
     except KeyboardInterrupt:
-        end(command, "interrupted", INTERRUPTED)
+        fail(command, "interrupted", INTERRUPTED)

@@ -61,15 +61,15 @@ def bench(
 
     bound_heap()
     configure("error")
-    with answer.expected("bench"):
+    with answer.exit_on_errors("bench"):
         kernel.chosen()
         config = load_config({"repository": repository, "device": device}, file)
         options = Options.parse(model, config, **given)  # type: ignore[arg-type]  # click has checked them
         found = measure(options)
         if not as_json:
-            answer.say(text(found))
+            answer.echo(text(found))
         difference = found.write() if options.write else ""
     if as_json:
-        answer.say_json(found.record())
+        answer.echo_json(found.record())
     elif options.write:
-        answer.say(difference or f"{found.file} has these values already")
+        answer.echo(difference or f"{found.file} has these values already")

@@ -17,11 +17,11 @@ from bf16kit.runtime import loading as runtimes
 from bf16kit.runtime.hardware import available_cpus
 from bf16kit.runtime.weightstore import OWN, Remembering
 from bf16kit.wording import quoted
-from service.commands.callers import at_once
+from service.commands.callers import concurrent_calls
 from service.commands.inputs import inputs_of
-from service.commands.layouts import Layout, layouts, smallest_worth
-from service.commands.measured import Measured, Options
-from service.commands.turns import ROUNDS, Cell, repeat, take_turns
+from service.commands.layouts import Layout, layouts, smallest_worthwhile
+from service.commands.measured import BenchResult, Options
+from service.commands.turns import ROUNDS, Cell, measure_in_turns, sequential_calls
 from service.contract import Array
 from service.models import choosing, loading
 from service.models.directory import directories_in, wish_of
@@ -38,7 +38,7 @@ _CLOSE_SECONDS = 30.0
 _Feeds = Mapping[int, Mapping[str, Array]]
 
 
-def measure(options: Options) -> Measured:
+def measure(options: Options) -> BenchResult:
     """Load the model as the server does, and measure it. Raises NotFound, or the error that prevents loading it."""
     plan = _plan(options)
     store = Remembering(OWN)
@@ -48,7 +48,7 @@ def measure(options: Options) -> Measured:
         stack.callback(loaded.close)
         opened = loaded.opened
         inputs = inputs_of(opened, options.samples, options.shapes)
-        measured = Measured(options, plan, loaded, inputs)
+        measured = BenchResult(options, plan, loaded, inputs)
 
         def load(profile: str, threads: int | None) -> Runtime:
             runtime = runtimes.load(opened.artifact, profile, device=loaded.info.device, threads=threads, weights=store)
@@ -59,8 +59,8 @@ def measure(options: Options) -> Measured:
         feeds = {rows: inputs.rows(rows) for rows in sizes}
         _measure_alone(measured, load, feeds)
         wanted = layouts(loaded.info.device)
-        measured.now = _now(measured)
-        needed = {*wanted, *((measured.now[0],) if measured.now is not None else ())}
+        measured.current = _current_settings(measured)
+        needed = {*wanted, *((measured.current[0],) if measured.current is not None else ())}
         given = {each: load(loaded.info.profile, each.threads or None) for each in needed}
         _measure_bare(measured, {layout: given[layout] for layout in wanted}, feeds)
         _measure_served(measured, given, stack)
@@ -70,32 +70,32 @@ def measure(options: Options) -> Measured:
 # --- the three tables -------------------------------------------------------------------------------------------------
 
 
-def _measure_alone(measured: Measured, load: Callable[[str, int | None], Runtime], feeds: _Feeds) -> None:
+def _measure_alone(measured: BenchResult, load: Callable[[str, int | None], Runtime], feeds: _Feeds) -> None:
     """Measure one run at a time, on each profile that may serve, with the server's number of threads."""
     opened, serving, config = measured.loaded.opened, measured.plan.serving, measured.options.config
     threads = serving.threads or config.threads
     names, _ = runtimes.choose_profiles(opened.artifact, serving.profile, config.device)
     for number, name in enumerate(names):
         native = kernel.multiplies_bf16()
-        why = choosing.passed_over(opened.artifact.manifest, name, opened.budget, native=native) if number else ""
-        if why:
-            measured.passed.append(f"profile {name} is skipped: {why}")
+        reason = choosing.passed_over(opened.artifact.manifest, name, opened.budget, native=native) if number else ""
+        if reason:
+            measured.skipped.append(f"profile {name} is skipped: {reason}")
             continue
         runtime = measured.loaded.runtime if name == measured.loaded.info.profile else load(name, threads)
         for rows, fed in feeds.items():
-            measured.alone[name, rows] = Cell(repeat(_running(runtime, fed), rows))
-    _take_turns(measured.alone.values(), measured.options, 0, "the runtime alone")
+            measured.alone[name, rows] = Cell(sequential_calls(_run_call(runtime, fed), rows))
+    _measure_in_turns(measured.alone.values(), measured.options, 0, "the runtime alone")
 
 
-def _measure_bare(measured: Measured, given: Mapping[Layout, Runtime], feeds: _Feeds) -> None:
+def _measure_bare(measured: BenchResult, given: Mapping[Layout, Runtime], feeds: _Feeds) -> None:
     """Measure each layout with as many runs at once as it has instances."""
     for layout, runtime in given.items():
         for rows, fed in feeds.items():
-            measured.bare[layout, rows] = Cell(at_once(_running(runtime, fed), layout.instances, rows))
-    _take_turns(measured.bare.values(), measured.options, 1, "layouts, the runtime alone")
+            measured.bare[layout, rows] = Cell(concurrent_calls(_run_call(runtime, fed), layout.instances, rows))
+    _measure_in_turns(measured.bare.values(), measured.options, 1, "layouts, the runtime alone")
 
 
-def _measure_served(measured: Measured, given: Mapping[Layout, Runtime], stack: ExitStack) -> None:
+def _measure_served(measured: BenchResult, given: Mapping[Layout, Runtime], stack: ExitStack) -> None:
     """Measure clients through the batcher, each layout with its smallest worthwhile batch size.
 
     That is the smallest batch with which the bare runtime is within 3 % of its best rate and, if there is a target,
@@ -104,25 +104,29 @@ def _measure_served(measured: Measured, given: Mapping[Layout, Runtime], stack: 
     rows = measured.options.request_rows
     request = measured.inputs.rows(rows)
     settings = {(layout, _batch(measured, layout)) for layout, _ in measured.bare}
-    if measured.now is not None and not 0 < measured.now[1] < rows:  # smaller batches would reject these requests
-        settings.add(measured.now)
+    if (
+        measured.current is not None and not 0 < measured.current[1] < rows
+    ):  # smaller batches would reject these requests
+        settings.add(measured.current)
     for layout, max_rows in sorted(settings):
         model = _generation(measured, given[layout], layout, max_rows)
         model.start()
         stack.callback(partial(_close, model))
         for clients in CLIENTS:
-            measured.served[layout, max_rows, clients] = Cell(at_once(_asking(model, request, rows), clients, rows))
-    _take_turns(measured.served.values(), measured.options, 2, "clients, through the batcher")
+            measured.served[layout, max_rows, clients] = Cell(
+                concurrent_calls(_infer_call(model, request, rows), clients, rows)
+            )
+    _measure_in_turns(measured.served.values(), measured.options, 2, "clients, through the batcher")
 
 
-def _take_turns(cells: Collection[Cell], options: Options, table: int, label: str) -> None:
+def _measure_in_turns(cells: Collection[Cell], options: Options, table: int, label: str) -> None:
     for cell in cells:
         cell.run(0.0)  # the first turn of each is slower, and not counted
     with click.progressbar(length=len(cells) * ROUNDS, label=label, file=sys.stderr) as bar:
-        take_turns(list(cells), options.seconds * _SHARES[table], lambda: bar.update(1))
+        measure_in_turns(list(cells), options.seconds * _SHARES[table], lambda: bar.update(1))
 
 
-def _running(runtime: Runtime, feeds: Mapping[str, Array]) -> Callable[[], object]:
+def _run_call(runtime: Runtime, feeds: Mapping[str, Array]) -> Callable[[], object]:
     return lambda: runtime.run(feeds)
 
 
@@ -130,7 +134,7 @@ def _close(model: Generation) -> None:
     model.close(time.monotonic() + _CLOSE_SECONDS)
 
 
-def _asking(model: Generation, feeds: Mapping[str, Array], rows: int) -> Callable[[], object]:
+def _infer_call(model: Generation, feeds: Mapping[str, Array], rows: int) -> Callable[[], object]:
     return lambda: model.infer(Request(feeds=dict(feeds), rows=rows))
 
 
@@ -165,7 +169,7 @@ def _rows(options: Options, loaded: Loaded) -> tuple[int, ...]:
     return tuple(rows for power in range(most.bit_length()) if (rows := 1 << power) >= options.request_rows)
 
 
-def _now(measured: Measured) -> tuple[Layout, int] | None:
+def _current_settings(measured: BenchResult) -> tuple[Layout, int] | None:
     """Return the layout and batch size of the server's current settings.
 
     None if they are no layout: with ``instances: auto`` a batch that runs alone may have more threads than others.
@@ -178,18 +182,18 @@ def _now(measured: Measured) -> tuple[Layout, int] | None:
     return Layout(measured.loaded.instances, threads), measured.loaded.opened.max_batch_size
 
 
-def _batch(measured: Measured, layout: Layout) -> int:
+def _batch(measured: BenchResult, layout: Layout) -> int:
     if measured.loaded.opened.batch_axis is None:
         return 0
     cells = {rows: cell for (each, rows), cell in measured.bare.items() if each == layout}
     target = measured.options.target
     within = {rows: cell for rows, cell in cells.items() if target is None or cell.percentile(0.99) <= target}
     least = min(cells)
-    best = smallest_worth({rows: cell.rate for rows, cell in (within or {least: cells[least]}).items()})
+    best = smallest_worthwhile({rows: cell.rate for rows, cell in (within or {least: cells[least]}).items()})
     return max(best, measured.options.request_rows)
 
 
-def _generation(measured: Measured, runtime: Runtime, layout: Layout, max_rows: int) -> Generation:
+def _generation(measured: BenchResult, runtime: Runtime, layout: Layout, max_rows: int) -> Generation:
     """Return the model as it would be served with these settings, with a queue that has room for all clients."""
     changes: dict[str, object] = {
         "instances": layout.instances,

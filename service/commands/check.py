@@ -28,12 +28,12 @@ def check(models: tuple[str, ...], load: bool, ports: bool, as_json: bool, file:
     bound_heap()
     configure("error")
     checks = Checks(models, load=load, ports=ports)
-    with answer.expected("check"):
+    with answer.exit_on_errors("check"):
         for finding in checks.run(flags, file):
             if not as_json:
-                answer.say(finding.line())
+                answer.echo(finding.line())
     if as_json:
-        answer.say_json({"version": 1, "ok": not checks.failed, "findings": checks.findings})
+        answer.echo_json({"version": 1, "ok": not checks.failed, "findings": checks.findings})
     else:
-        answer.say(checks.summary())
+        answer.echo(checks.summary())
     sys.exit(answer.FAILED if checks.failed else 0)

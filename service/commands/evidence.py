@@ -39,11 +39,11 @@ def evidence(model: str, version: int | None, out: Path, force: bool, **given: o
     --artifact DIRECTORY` names the layer that diverged on it. Exit codes: 0; 1 no evidence, or access denied;
     2 wrong usage.
     """
-    from service.commands.fetching import Door, check_free, fetch, write
+    from service.commands.fetching import Endpoint, check_free, fetch, write
 
-    with answer.expected("evidence"):
+    with answer.exit_on_errors("evidence"):
         check_free(out, force=force)
-        door = Door.of(**given)  # type: ignore[arg-type]  # click has checked them
-        found = fetch(door, model, version)
+        endpoint = Endpoint.of(**given)  # type: ignore[arg-type]  # click has checked them
+        found = fetch(endpoint, model, version)
         write(out, found.data, force=force)
-    answer.say(found.told(out))
+    answer.echo(found.summary(out))

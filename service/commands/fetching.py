@@ -28,7 +28,7 @@ class Refused(Bf16kitError):
 
 
 @dataclass(frozen=True, slots=True)
-class Door:
+class Endpoint:
     """The address of a server's HTTP port, and the credentials to use there."""
 
     host: str
@@ -40,8 +40,8 @@ class Door:
     def of(
         cls, server: str, token_file: Path | None, ca: Path | None, certificate: Path | None, key: Path | None
     ) -> Self:
-        """Return the door for the command's options. Raises UsageError for options that cannot be used."""
-        scheme, host, port = _parted(server)
+        """Return the endpoint for the command's options. Raises UsageError for options that cannot be used."""
+        scheme, host, port = _split_address(server)
         if (certificate is None) != (key is None):
             raise UsageError("give --certificate and --key together")
         secure = scheme == "https" or ca is not None or certificate is not None
@@ -62,13 +62,13 @@ class Door:
 
 
 @dataclass(frozen=True, slots=True)
-class Fetched:
+class FetchedEvidence:
     """Evidence as bytes, and parsed."""
 
     data: bytes
     evidence: Evidence
 
-    def told(self, out: Path) -> str:
+    def summary(self, out: Path) -> str:
         """Return one paragraph that describes the file, without any of the payload."""
         header = self.evidence.header
         verdict = header.verdict
@@ -80,19 +80,19 @@ class Fetched:
         )
 
 
-def fetch(door: Door, model: str, version: int | None) -> Fetched:
+def fetch(endpoint: Endpoint, model: str, version: int | None) -> FetchedEvidence:
     """Fetch the evidence for the newest breach of ``model``.
 
-    Raises Refused with the server's words, or UsageError if no HTTP server answers or the response is no evidence.
+    Raises Refused with the server's message, or UsageError if no HTTP server answers or the response is no evidence.
     """
     try:
         query = f"?model={quote(model, safe='')}"
     except UnicodeEncodeError:
         raise UsageError(f"MODEL {quoted(model)}: is not valid UTF-8, so it cannot be a model's name") from None
     query += "" if version is None else f"&version={version}"
-    headers = {"Authorization": f"Bearer {door.token}"} if door.token else {}
-    where = f"{door.host}:{door.port}"
-    connection = door.connect()
+    headers = {"Authorization": f"Bearer {endpoint.token}"} if endpoint.token else {}
+    where = f"{endpoint.host}:{endpoint.port}"
+    connection = endpoint.connect()
     try:
         connection.request("GET", EVIDENCE + query, headers=headers)
         response = connection.getresponse()
@@ -106,9 +106,9 @@ def fetch(door: Door, model: str, version: int | None) -> Fetched:
     finally:
         connection.close()
     if response.status == HTTPStatus.OK:
-        return Fetched(data, Evidence.loads(data, where))
-    words = brief(data[:4096].decode("utf-8", "replace"))
-    raise Refused(f"{where}: {words or f'answered {response.status} {response.reason}'}")
+        return FetchedEvidence(data, Evidence.loads(data, where))
+    text = brief(data[:4096].decode("utf-8", "replace"))
+    raise Refused(f"{where}: {text or f'answered {response.status} {response.reason}'}")
 
 
 def check_free(out: Path, *, force: bool) -> None:
@@ -139,7 +139,7 @@ def write(out: Path, data: bytes, *, force: bool) -> None:
         raise UsageError(f"{out}: cannot be written: {error.strerror}") from None
 
 
-def _parted(server: str) -> tuple[str, str, int]:
+def _split_address(server: str) -> tuple[str, str, int]:
     """Split ``--server`` into scheme ("" for none), host and port. Raises UsageError for anything else."""
     try:
         parts = urlsplit(server if "://" in server else f"//{server}")

@@ -42,13 +42,13 @@ def health(
     controlgroup.end_first()  # it takes tens of MB: if memory runs out, the kernel must kill it, not the server
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # the one line of output has gRPC's reason
     from bf16kit.errors import Bf16kitError
-    from service.commands.nearby import Nearby
+    from service.commands.nearby import LocalServer
     from service.transport.healthclient import check
 
     try:
         if (certificate is None) != (key is None):
             raise Bf16kitError("give --certificate and --key together")
-        status = check(Nearby(flags, file).door(certificate, key), model, seconds)
+        status = check(LocalServer(flags, file).endpoint(certificate, key), model, seconds)
     except Bf16kitError as error:
-        answer.end("health", str(error), answer.FAILED)
-    answer.say(status)
+        answer.fail("health", str(error), answer.FAILED)
+    answer.echo(status)

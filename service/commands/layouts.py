@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from bf16kit.runtime.hardware import available_cpus
 
 #: The least gain in rate for which a larger batch, or another layout, is worth its latency.
-WORTH = 1.03
+WORTHWHILE_GAIN = 1.03
 MOST_INSTANCES = 64  # the limit of serving.yaml
 
 
@@ -22,8 +22,8 @@ class Layout:
     def __str__(self) -> str:
         return f"{self.instances} × {self.threads}" if self.threads else f"{self.instances}"
 
-    def told(self) -> str:
-        """Return the layout in words."""
+    def description(self) -> str:
+        """Return the layout as text."""
         instances = f"{self.instances} instance{'' if self.instances == 1 else 's'}"
         if not self.threads:
             return instances
@@ -40,10 +40,10 @@ def layouts(device: str) -> list[Layout]:
     return [Layout(instances, count // instances) for instances in numbers if instances <= MOST_INSTANCES]
 
 
-def smallest_worth(rates: Mapping[int, float]) -> int:
+def smallest_worthwhile(rates: Mapping[int, float]) -> int:
     """Return the smallest batch whose rate is within 3 % of the best.
 
     ``rates`` has rows per second by batch size in rows, and is not empty.
     """
     best = max(rates.values())
-    return min(rows for rows, rate in rates.items() if rate * WORTH >= best)
+    return min(rows for rows, rate in rates.items() if rate * WORTHWHILE_GAIN >= best)

@@ -23,11 +23,11 @@ def list_models(repository: str | None, file: Path | None, as_json: bool) -> Non
     from service.commands.listing import VERSION, read_repository, text
     from service.process.config import load_config
 
-    with answer.expected("list"):
+    with answer.exit_on_errors("list"):
         config = load_config({"repository": repository}, file)
         rows = read_repository(config.repository)
     if as_json:
-        answer.say_json({"version": VERSION, "repository": str(config.repository), "models": rows})
+        answer.echo_json({"version": VERSION, "repository": str(config.repository), "models": rows})
     else:
-        answer.say(text(config.repository, rows))
+        answer.echo(text(config.repository, rows))
     sys.exit(answer.FAILED if any(row.problem for row in rows) else 0)

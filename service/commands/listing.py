@@ -84,9 +84,9 @@ def text(root: Path, rows: Sequence[Row]) -> str:
         "source",
         "made with",
     )
-    told = [table(f"Models in {root}", columns, map(_cells, rows))]
-    told += [f"{row.label}: {row.why}" for row in rows if row.why]
-    return "\n".join(told)
+    lines = [table(f"Models in {root}", columns, map(_cells, rows))]
+    lines += [f"{row.label}: {row.why}" for row in rows if row.why]
+    return "\n".join(lines)
 
 
 def _cells(row: Row) -> tuple[object, ...]:
@@ -132,15 +132,15 @@ def _version(directory: Path, version: int, serving: Serving, *, served: bool) -
     manifest = artifact.manifest
     policy = serving.version_policy.model_dump(mode="json", exclude_none=True)
     why = "" if served else f"version_policy is {', '.join(f'{key}: {value}' for key, value in policy.items())}"
-    nothing = served and not manifest.profiles  # an export for other programs
-    if nothing:
+    no_profile = served and not manifest.profiles  # an export for other programs
+    if no_profile:
         why = f"holds no profile to serve, only {', '.join(manifest.exports) or 'weights'} for other programs"
     return Row(
         model=directory.name,
         version=version,
-        served=served and not nothing,
+        served=served and not no_profile,
         why=why,
-        problem=why if nothing else "",
+        problem=why if no_profile else "",
         profiles=tuple(_profiles(manifest, budget)),
         weight_bytes=weight_bytes(manifest),
         residual=any(tensor.residual is not None for tensor in manifest.tensors),

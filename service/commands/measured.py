@@ -11,7 +11,7 @@ from bf16kit.errors import UsageError
 from bf16kit.runtime.hardware import available_cpus
 from bf16kit.text import table
 from bf16kit.wording import quoted
-from service.commands.advice import Advice, Candidate, Seen, advise
+from service.commands.advice import Advice, Candidate, Measurement, advise
 from service.commands.inputs import Inputs
 from service.commands.layouts import Layout
 from service.commands.servingfile import update
@@ -63,7 +63,7 @@ class Options:
 
 
 @dataclass(slots=True)
-class Measured:
+class BenchResult:
     """The measurements of all tables, and the advice that follows from them."""
 
     options: Options
@@ -73,8 +73,8 @@ class Measured:
     alone: dict[tuple[str, int], Cell] = field(default_factory=dict)  # by profile and rows
     bare: dict[tuple[Layout, int], Cell] = field(default_factory=dict)  # by layout and rows
     served: dict[tuple[Layout, int, int], Cell] = field(default_factory=dict)  # by layout, max_batch_size and clients
-    now: tuple[Layout, int] | None = None  # the current settings; None: chosen at load (instances: auto)
-    passed: list[str] = field(default_factory=list)  # profiles that were not measured, and why
+    current: tuple[Layout, int] | None = None  # the current settings; None: chosen at load (instances: auto)
+    skipped: list[str] = field(default_factory=list)  # profiles that were not measured, and why
 
     def write(self) -> str:
         """Write the advice into serving.yaml; return the difference, "" if there is none. Raises ConfigError."""
@@ -86,9 +86,9 @@ class Measured:
 
     @property
     def advice(self) -> Advice:
-        found: dict[tuple[Layout, int], list[Seen]] = {}
+        found: dict[tuple[Layout, int], list[Measurement]] = {}
         for (layout, rows, clients), cell in self.served.items():
-            found.setdefault((layout, rows), []).append(Seen(clients, cell.rate, cell.percentile(0.99)))
+            found.setdefault((layout, rows), []).append(Measurement(clients, cell.rate, cell.percentile(0.99)))
         return advise([Candidate(*key, tuple(seen)) for key, seen in found.items()], self.options.target)
 
     def changes(self) -> dict[str, int]:
@@ -121,39 +121,39 @@ class Measured:
             "choice": self.loaded.info.choice,
             "cores": available_cpus(),
             "inputs": {"origin": self.inputs.origin, "shapes": self.inputs.shapes},
-            "passed_over": self.passed,
+            "passed_over": self.skipped,
             "alone": [{"profile": name, "rows": rows} | _figures(c) for (name, rows), c in self.alone.items()],
             "bare": [_layout(layout) | {"rows": rows} | _figures(c) for (layout, rows), c in self.bare.items()],
             "served": [
                 _layout(layout) | {"max_batch_size": rows, "clients": clients} | _figures(cell)
                 for (layout, rows, clients), cell in self.served.items()
             ],
-            "now": None if self.now is None else _layout(self.now[0]) | {"max_batch_size": self.now[1]},
+            "now": None if self.current is None else _layout(self.current[0]) | {"max_batch_size": self.current[1]},
             "suggested": self.changes(),
             "reason": self.advice.reason,
             "steady": self.steady,
         }
 
 
-def text(measured: Measured) -> str:
+def text(measured: BenchResult) -> str:
     """Return the three tables, and the advice below them."""
     info, advice = measured.loaded.info, measured.advice
     label = f"model {measured.options.model!r} version {measured.plan.version}"
     shapes = ", ".join(f"{name}{shape}" for name, shape in measured.inputs.shapes.items())
-    now = "instances: auto" if measured.now is None else _told(measured, *measured.now)
-    asked = measured.options.request_rows
+    now = "instances: auto" if measured.current is None else _setting(measured, *measured.current)
+    rows = measured.options.request_rows
     return "\n".join(
         [
             f"{label} on {info.device}, {available_cpus()} cores; rows of {shapes}, {measured.inputs.origin}",
             *([info.choice] if info.choice else []),
-            *measured.passed,
+            *measured.skipped,
             "",
             table("The runtime alone, one run at a time", ("profile", "rows", *_CELL), _alone(measured)),
             "",
             table(f"{_LAYOUT} on {info.profile}, as many runs at once", ("layout", "rows", *_CELL), _bare(measured)),
             "",
             table(
-                f"{_LAYOUT} through the batcher, for clients that wait for each answer; rows of a request: {asked}",
+                f"{_LAYOUT} through the batcher, for clients that wait for each answer; rows of a request: {rows}",
                 ("layout", "max_batch_size", "clients", *_CELL),
                 _served(measured),
             ),
@@ -176,20 +176,20 @@ def _cell(cell: Cell) -> tuple[object, ...]:
     return cell.percentile(0.5) * 1e3, cell.percentile(0.99) * 1e3, f"{cell.rate:.4g}", f"{low:.4g}…{high:.4g}"
 
 
-def _alone(measured: Measured) -> Iterator[tuple[object, ...]]:
+def _alone(measured: BenchResult) -> Iterator[tuple[object, ...]]:
     return ((profile, rows, *_cell(cell)) for (profile, rows), cell in measured.alone.items())
 
 
-def _bare(measured: Measured) -> Iterator[tuple[object, ...]]:
+def _bare(measured: BenchResult) -> Iterator[tuple[object, ...]]:
     return ((layout, rows, *_cell(cell)) for (layout, rows), cell in measured.bare.items())
 
 
-def _served(measured: Measured) -> Iterator[tuple[object, ...]]:
+def _served(measured: BenchResult) -> Iterator[tuple[object, ...]]:
     return ((layout, rows, clients, *_cell(cell)) for (layout, rows, clients), cell in measured.served.items())
 
 
-def _told(measured: Measured, layout: Layout, max_rows: int) -> str:
-    return f"{layout.told()}, max_batch_size {max_rows}" if measured.batches else layout.told()
+def _setting(measured: BenchResult, layout: Layout, max_rows: int) -> str:
+    return f"{layout.description()}, max_batch_size {max_rows}" if measured.batches else layout.description()
 
 
 def _layout(layout: Layout) -> dict[str, int | None]:
@@ -204,7 +204,7 @@ def _figures(cell: Cell) -> dict[str, Any]:
         "rows_per_s": cell.rate,
         "slowest": low,
         "fastest": high,
-        "calls": sum(len(turn.took) for turn in cell.turns),
+        "calls": sum(len(turn.latencies) for turn in cell.turns),
     }
 
 

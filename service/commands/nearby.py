@@ -17,19 +17,19 @@ from service.transport.healthclient import ClientTls, Endpoint
 _PREFIX = "BF16KIT_"
 _TOKEN = "BF16KIT_TOKEN"  # noqa: S105 -- the name of a variable
 _PORT = 8001
-_EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 -- listened on, not by us
+_WILDCARD_HOSTS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 -- listened on, not by us
 _LARGEST_PORT = 65535
 
 
-class Nearby:
+class LocalServer:
     """The server's settings, each from its flag, else its variable, else its key in ``file``."""
 
     def __init__(self, flags: Mapping[str, Any], file: Path | None) -> None:
         """Raises ConfigError for a file that cannot be read."""
         self._flags = flags
-        self._written = _mapping(file) if file is not None else {}
+        self._from_file = _mapping(file) if file is not None else {}
 
-    def door(self, certificate: Path | None = None, key: Path | None = None) -> Endpoint:
+    def endpoint(self, certificate: Path | None = None, key: Path | None = None) -> Endpoint:
         """Return the server's address and the credentials to use there.
 
         ``certificate`` and ``key`` are used if the server requires client certificates. Raises ConfigError for settings
@@ -39,18 +39,18 @@ class Nearby:
         if socket:  # without TLS
             return Endpoint(f"unix:{socket}", token=self._token())
         host = self._text("host") or "127.0.0.1"
-        host = _EVERYWHERE.get(host, host)
+        host = _WILDCARD_HOSTS.get(host, host)
         target = f"[{host}]:{self._port()}" if ":" in host else f"{host}:{self._port()}"
         return Endpoint(target, self._trust(certificate, key), self._token())
 
-    def _given(self, name: str) -> Any:
-        for value in (self._flags.get(name), os.environ.get(_PREFIX + name.upper()), self._written.get(name)):
+    def _setting(self, name: str) -> Any:
+        for value in (self._flags.get(name), os.environ.get(_PREFIX + name.upper()), self._from_file.get(name)):
             if value not in (None, ""):
                 return value
         return None
 
     def _text(self, name: str) -> str:
-        value = self._given(name)
+        value = self._setting(name)
         return "" if value is None else str(value)
 
     def _path(self, name: str) -> Path | None:
@@ -75,12 +75,12 @@ class Nearby:
             return ClientTls(pair.certificate, name)
         if certificate is None or key is None:
             return ClientTls(pair.certificate, name, pair.certificate, pair.key)
-        shown = CertificateFiles(certificate, key).current()
-        return ClientTls(pair.certificate, name, shown.certificate, shown.key)
+        client = CertificateFiles(certificate, key).current()
+        return ClientTls(pair.certificate, name, client.certificate, client.key)
 
     def _token(self) -> str:
         """Return the token, if health checks need one: from the environment, else from the server's token file."""
-        free = self._given("token_free")
+        free = self._setting("token_free")
         if free is None or "health" in str(free):
             return ""
         from service.process.tokens import is_token, read_tokens

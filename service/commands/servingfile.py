@@ -23,13 +23,13 @@ def update(file: Path, changes: Mapping[str, int]) -> str:
     without comments. The file is replaced in one step. Raises ConfigError if the file is invalid, or cannot be written.
     """
     load_serving(file.parent)  # an invalid file is not edited: the operator must fix it first
-    there = os.path.lexists(file)
-    known = read_mapping(file) if there else {}
+    exists = os.path.lexists(file)
+    known = read_mapping(file) if exists else {}
     changes = {key: value for key, value in changes.items() if known.get(key) != value}
     if not changes:
         return ""
     try:
-        before = file.read_text("utf-8") if there else ""
+        before = file.read_text("utf-8") if exists else ""
         after = _edited(before, changes)
         if _parsed(after) != {**known, **changes}:  # flow style, several documents, keys in quotes
             after = yaml.safe_dump({**known, **changes}, sort_keys=False)
@@ -60,14 +60,14 @@ def _parsed(text: str) -> object:
 def _replace(file: Path, text: str) -> None:
     """Write a new file, then rename it to ``file``, so that readers see the old contents or the new."""
     handle, name = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
-    beside = Path(name)
+    temporary = Path(name)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as stream:
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())
-        beside.chmod(file.stat().st_mode & 0o777 if file.exists() else 0o644)
-        beside.replace(file)
+        temporary.chmod(file.stat().st_mode & 0o777 if file.exists() else 0o644)
+        temporary.replace(file)
     except BaseException:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise

@@ -14,7 +14,7 @@ ROUNDS = 5
 class Turn(NamedTuple):
     """One turn: the seconds of each call, the number of rows of all calls, and the seconds of the turn."""
 
-    took: list[float]
+    latencies: list[float]
     rows: int
     seconds: float
 
@@ -38,15 +38,15 @@ class Cell:
 
     def percentile(self, share: float) -> float:
         """Return this percentile of the seconds of all calls. With few calls, the p99 is the slowest one."""
-        took = sorted(second for turn in self.turns for second in turn.took)
-        return took[min(len(took) - 1, int(share * len(took)))]
+        latencies = sorted(second for turn in self.turns for second in turn.latencies)
+        return latencies[min(len(latencies) - 1, int(share * len(latencies)))]
 
     @property
     def _rates(self) -> list[float]:
         return [turn.rows / turn.seconds for turn in self.turns]
 
 
-def take_turns(cells: Sequence[Cell], seconds: float, done: Callable[[], object], rounds: int = ROUNDS) -> None:
+def measure_in_turns(cells: Sequence[Cell], seconds: float, done: Callable[[], object], rounds: int = ROUNDS) -> None:
     """Measure every cell ``rounds`` times, for ``seconds`` in all; every other round is in reverse order."""
     each = seconds / max(1, len(cells) * rounds)
     for turn in range(rounds):
@@ -55,17 +55,17 @@ def take_turns(cells: Sequence[Cell], seconds: float, done: Callable[[], object]
             done()
 
 
-def repeat(call: Callable[[], object], rows: int) -> Callable[[float], Turn]:
+def sequential_calls(call: Callable[[], object], rows: int) -> Callable[[float], Turn]:
     """Return a measurement that calls ``call``, with ``rows`` rows each, one call after the other."""
 
     def run(seconds: float) -> Turn:
-        took, start = [], time.perf_counter()
+        latencies, start = [], time.perf_counter()
         while True:
-            began = time.perf_counter()
+            started = time.perf_counter()
             call()
             now = time.perf_counter()
-            took.append(now - began)
+            latencies.append(now - started)
             if now - start >= seconds:
-                return Turn(took, rows * len(took), now - start)
+                return Turn(latencies, rows * len(latencies), now - start)
 
     return run

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from service.commands.advice import Candidate, Seen, advise
+from service.commands.advice import Candidate, Measurement, advise
 from service.commands.layouts import Layout
 
 ONE, TWO = Layout(1, 2), Layout(2, 1)
 
 
 def candidate(layout: Layout, *seen: tuple[int, float, float], rows: int = 8) -> Candidate:
-    return Candidate(layout, rows, tuple(Seen(*each) for each in seen))
+    return Candidate(layout, rows, tuple(Measurement(*each) for each in seen))
 
 
 def test_the_best_rate_wins_and_the_sentence_has_the_numbers() -> None:

@@ -17,7 +17,7 @@ from waiting import until
 
 from bf16kit.runtime.hardware import available_cpus
 from bf16kit.tensors import TensorSpec
-from service.commands.layouts import Layout, layouts, smallest_worth
+from service.commands.layouts import Layout, layouts, smallest_worthwhile
 from service.models import spreading
 from service.models.policy import load_serving
 
@@ -199,5 +199,5 @@ def test_layouts_use_no_core_twice() -> None:
 
 
 def test_the_smallest_batch_within_three_percent_of_the_best_is_chosen() -> None:
-    assert smallest_worth({1: 50.0, 2: 97.0, 4: 98.0, 8: 100.0}) == 4
-    assert smallest_worth({1: 50.0, 8: 100.0, 16: 90.0}) == 8
+    assert smallest_worthwhile({1: 50.0, 2: 97.0, 4: 98.0, 8: 100.0}) == 4
+    assert smallest_worthwhile({1: 50.0, 8: 100.0, 16: 90.0}) == 8
