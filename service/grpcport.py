@@ -18,7 +18,7 @@ from service.request import Tracer
 from service.telemetry.tracesettings import TraceSettings
 from service.telemetry.vocabulary import TraceOutcome
 from service.transport.credentials import Access
-from service.transport.direct import Direct
+from service.transport.direct import DirectTransport
 from service.transport.options import TransportOptions
 from service.transport.server import Transport
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from service.telemetry.tracing import Tracing
 
 
-class Front(Protocol):
-    """The source of requests that a drain stops: a :class:`Transport` or a :class:`Direct`."""
+class RequestSource(Protocol):
+    """The source of requests that a drain stops: a :class:`Transport` or a :class:`DirectTransport`."""
 
     def stop(self, grace: float) -> bool: ...
 
@@ -46,17 +46,17 @@ def build_transport(
     return Transport(registry, refused, options, access, credentials.certificates, operations, tracer)
 
 
-def build_direct(
+def build_direct_transport(
     config: ServerConfig,
     registry: Registry,
     refused: Callable[[str], None],
     credentials: Credentials,
     operations: Operations,
     tracer: Tracer | None = None,
-) -> Direct:
+) -> DirectTransport:
     """Return the same RPCs without a port, for a caller that brings requests by another way."""
     access = Access(credentials.tokens, frozenset(config.token_free))
-    return Direct(registry, refused, transport_options(config), access, operations, tracer)
+    return DirectTransport(registry, refused, transport_options(config), access, operations, tracer)
 
 
 def open_tracing(
@@ -90,11 +90,11 @@ def extensions(config: ServerConfig, *, explicit: bool) -> tuple[str, ...]:
     return ("logging", "trace", *memory, *(MODEL_CONTROL if explicit else ()))
 
 
-def drain(repository: Repository, front: Front, seconds: float) -> Ending:
+def drain(repository: Repository, source: RequestSource, seconds: float) -> Ending:
     """Reject new requests, and give those in flight ``seconds`` to finish. Returns how that ended."""
     until = time.monotonic() + seconds
     repository.drain()
-    answered = front.stop(seconds)
+    answered = source.stop(seconds)
     freed = repository.close(max(1.0, until - time.monotonic()))
     return Ending(answered, freed and answered)
 

@@ -77,7 +77,7 @@ class Cancellation:
 class Claim(Protocol):
     """The right to run one request at once, on the thread that holds the claim: for a thread that must not wait."""
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """Release the claim; does nothing if a request has used it."""
         ...
 

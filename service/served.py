@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from service.drift.owner import FallbackOwner
-from service.grpcport import Front, drain, extensions, guarded, open_tracing
+from service.grpcport import RequestSource, drain, extensions, guarded, open_tracing
 from service.httpport import open_http
 from service.models.controller import Controller
 from service.models.deciding import SingleProcess
@@ -116,7 +116,7 @@ class Served:
         self._shadow.maintain()
         self._owner.maintain()
 
-    def drain(self, front: Front) -> Ending:
+    def drain(self, source: RequestSource) -> Ending:
         """Report not ready, then reject new requests, then wait for those in flight. HTTP is served until the end."""
         self._ticking.stop()
         self._heap.stop()
@@ -129,7 +129,7 @@ class Served:
             time.sleep(config.lame_duck_seconds)  # a second signal ends the process at once
         begun = time.monotonic()
         _log.info("draining for up to %g s", config.drain_seconds)
-        ending = drain(self.repository, front, config.drain_seconds)
+        ending = drain(self.repository, source, config.drain_seconds)
         if self.tracing is not None:
             left = begun + config.drain_seconds - time.monotonic()
             self.tracing.close(min(_LAST_TRACES_SECONDS, max(1.0, left)))

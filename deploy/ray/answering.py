@@ -10,7 +10,7 @@ from typing import Any
 
 from deploy.ray.calls import RPCS, Rpc, unsteered
 from deploy.ray.frames import Frame
-from service.transport.direct import Answer, Direct, DirectCall
+from service.transport.direct import DirectCall, DirectResponse, DirectTransport
 from service.transport.status import Status
 
 
@@ -20,7 +20,7 @@ class Answering:
     None of them raises, because Ray would send the text of an exception to the client.
     """
 
-    direct: Direct
+    direct: DirectTransport
 
     def _open(self, rpc: Rpc, context: Any) -> DirectCall | Status:
         metadata, left = unsteered(context.invocation_metadata() or ())
@@ -35,7 +35,7 @@ class Answering:
             return Frame.of(call)
         try:
             loop = asyncio.get_running_loop()
-            return Frame.of(await loop.run_in_executor(self.direct.threads, call.answer, data))
+            return Frame.of(await loop.run_in_executor(self.direct.threads, call.respond, data))
         finally:
             call.end()
 
@@ -49,7 +49,7 @@ class Answering:
         feeding = asyncio.ensure_future(feed.all(requests))
         try:
             loop = asyncio.get_running_loop()
-            answers = call.answers(iter(feed))
+            answers = call.respond_stream(iter(feed))
             while (answer := await loop.run_in_executor(self.direct.streams, next, answers, None)) is not None:
                 yield Frame.of(answer)
         finally:
@@ -63,9 +63,9 @@ class Answering:
         if isinstance(call, Status):
             yield Frame.of(call)
             return
-        loop, told = asyncio.get_running_loop(), asyncio.Queue[Answer | None]()
+        loop, told = asyncio.get_running_loop(), asyncio.Queue[DirectResponse | None]()
 
-        def send(answer: Answer | None) -> None:
+        def send(answer: DirectResponse | None) -> None:
             loop.call_soon_threadsafe(told.put_nowait, answer)
 
         try:

@@ -21,7 +21,7 @@ from deploy.ray.answering import Answering
 from deploy.ray.calls import Rpc
 from deploy.ray.frames import Frame
 from deploy.ray.reports import FrontModels, FrontRegistry, Report, Reports, Wanted
-from service.grpcport import build_direct
+from service.grpcport import build_direct_transport
 from service.operations import Operations
 from service.process.config import ServerConfig
 from service.process.credentials import Credentials
@@ -53,7 +53,7 @@ class Front(Answering):
         registry = FrontRegistry(self._reports)
         self._credentials = Credentials.of(self._config)
         operations = Operations(models=FrontModels(registry, self._reports))
-        self.direct = build_direct(self._config, registry, metrics.refused, self._credentials, operations)
+        self.direct = build_direct_transport(self._config, registry, metrics.refused, self._credentials, operations)
         history = History(lambda: metrics.samples(NAMES))
         self._pages: Routes = routes(registry, metrics, StatusPage(registry, history).look)
         self._tickings = [

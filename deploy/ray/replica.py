@@ -17,7 +17,7 @@ from bf16kit import controlgroup
 from deploy.ray.answering import Answering
 from deploy.ray.calls import FRONT
 from ray import serve
-from service.grpcport import build_direct
+from service.grpcport import build_direct_transport
 from service.models.plan import Wish
 from service.process.config import LOOPBACK, ServerConfig
 from service.process.heap import bound_heap
@@ -52,7 +52,7 @@ class Replica(Answering):
         self._name = uuid.uuid4().hex[:12]
         self._ended = threading.Event()
         self._served = served = Served(self._config, [Wish.from_json(wish)])
-        self.direct = build_direct(
+        self.direct = build_direct_transport(
             self._config,
             served.repository,
             served.metrics.refused,

@@ -55,8 +55,8 @@ class IdleClaim:
         self._held = False
         return True
 
-    def give_back(self) -> None:
-        """See :meth:`service.request.Claim.give_back`."""
+    def release(self) -> None:
+        """See :meth:`service.request.Claim.release`."""
         if self._held:
             self._held = False
             self._release()

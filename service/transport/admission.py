@@ -200,10 +200,10 @@ class Admission:
             if self._closed is not None:
                 raise self._closed()
             if self._adaptive is not None:
-                self._shares.limit = self._adaptive.now
+                self._shares.limit = self._adaptive.current
             if not self._shares.acquire(client):
                 if self._adaptive is not None and self._shares.limit < self.limit:
-                    self._adaptive.refused()
+                    self._adaptive.count_refusal()
                 limit = f"{self._shares.limit} {self._what} is the limit of this server"
                 if self._shares.limit < self.limit:
                     limit += " while models refuse most requests"

@@ -28,7 +28,7 @@ except (ImportError, AttributeError):  # pragma: no cover -- another grpcio
     _EVENT = _STATE = None
 
 _VERSIONS = range(80, 86)  # grpcio 1.x: the tests have passed with the first and the last
-_KNOWN = _STATE is not None and int(grpc.__version__.split(".")[1]) in _VERSIONS
+_SUPPORTED = _STATE is not None and int(grpc.__version__.split(".")[1]) in _VERSIONS
 
 
 class Arrival:
@@ -49,7 +49,7 @@ class Arrival:
     def cancel(self) -> None:
         self._event.call.cancel()
 
-    def when_ended(self, ended: Callable[[], None]) -> None:
+    def on_end(self, ended: Callable[[], None]) -> None:
         """Call ``ended``, on gRPC's own thread, once gRPC has nothing left to do for the call.
 
         Must be called from where the call was found.
@@ -77,7 +77,7 @@ class Arrival:
 
 def find_arrival(arguments: tuple[Any, ...]) -> tuple[Any, Arrival] | None:
     """Return the behavior in the arguments with which grpcio submits a call to an executor, and the call's arrival."""
-    if not _KNOWN or len(arguments) != 7:
+    if not _SUPPORTED or len(arguments) != 7:
         return None
     _, event, state, behavior, *_ = arguments
     if type(event) is not _EVENT or type(state) is not _STATE:

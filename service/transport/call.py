@@ -18,7 +18,7 @@ from bf16kit.errors import Cancelled, DeadlineExceeded, InvalidRequest, RequestE
 from service.request import Cancellation
 from service.transport.admission import CallBytes, Place
 from service.transport.arrival import Arrival
-from service.transport.claims import Claimed
+from service.transport.claims import ClaimedModel
 from service.transport.credentials import Metadata
 from service.transport.status import Status
 from service.transport.watchdog import CallTimeouts
@@ -33,14 +33,14 @@ _NEVER = 1e9  # seconds: gRPC gives a call without a deadline a time remaining b
 
 @dataclass(frozen=True)
 class Rpc:
-    """One RPC: how its messages are parsed and serialised, and the function that answers it.
+    """One RPC: how its messages are parsed and serialised, and the function that handles it.
 
-    * ``answer`` of a ``unary`` RPC takes the request and the call, and returns the response or a :class:`Status`.
-    * ``answer`` of a ``stream`` takes an iterator of :class:`~service.transport.streamcall.StreamRequest`. It yields
+    * ``handler`` of a ``unary`` RPC takes the request and the call, and returns the response or a :class:`Status`.
+    * ``handler`` of a ``stream`` takes an iterator of :class:`~service.transport.streamcall.StreamRequest`. It yields
       such a result for each, in order.
-    * ``answer`` of a ``watch`` takes the request, the call and a function that sends a response (None ends the stream).
-      It returns at once.
-    * ``reads`` False: the request is empty, and is not waited for.
+    * ``handler`` of a ``watch`` takes the request, the call and a function that sends a response (None ends the
+      stream). It returns at once.
+    * ``reads_request`` False: the request is empty, and is not waited for.
     * ``claim`` inspects a request's bytes on gRPC's own thread. With its result the request is answered on that thread,
       which must not take long.
     """
@@ -48,10 +48,10 @@ class Rpc:
     inflate: Inflater
     parse: Callable[[bytes, Callable[[int], None]], Any]
     serialize: Callable[[Any], bytes]
-    answer: Callable[..., Any]
+    handler: Callable[..., Any]
     kind: Literal["unary", "stream", "watch"] = "unary"
-    reads: bool = True
-    claim: Callable[[bytes], Claimed | None] | None = None
+    reads_request: bool = True
+    claim: Callable[[bytes], ClaimedModel | None] | None = None
 
     def parsed(self, data: bytes, reserve: Callable[[int], None]) -> Message:
         """Return the message in ``data``. ``reserve`` is called with its size in bytes, and may raise.
@@ -72,7 +72,7 @@ class Call:
     def __init__(self, rpc: Rpc, lane: Lane) -> None:
         self.started = time.monotonic()
         self.cancellation = Cancellation()
-        self.claimed: Claimed | None = None
+        self.claimed: ClaimedModel | None = None
         self.nbytes = 0  # bytes of its only request as received; 0: it has several, or the request is not there yet
         self.context: Any = None
         self.experimental_thread_pool = lane.threads  # gRPC's name: where it runs the call
@@ -81,7 +81,7 @@ class Call:
         self._arrival: Arrival | None = None
         self._place: Place | None = None
         self._call_bytes: CallBytes | None = None
-        self._refused: RequestError | None = None
+        self._rejection: RequestError | None = None
         self._aborted = self._over = False
 
     @property
@@ -119,17 +119,17 @@ class Call:
             self._call_bytes.reserve_more(nbytes)
 
     def admit(self, client: str) -> bool:
-        """Take a place for ``client``. False: the call is rejected, and :meth:`_check_admitted` raises the error."""
+        """Acquire a place for ``client``. False: the call is rejected, and :meth:`_check_admitted` raises the error."""
         try:
             self._place = self._lane.admission.admit(client)
         except RequestError as error:
-            self._refused = error
-        return self._refused is None
+            self._rejection = error
+        return self._rejection is None
 
     def start(self, arrival: Arrival, submit: Callable[[], object], run: Callable[[], object]) -> None:
         """Start an admitted call: ``submit`` hands it to a thread, ``run`` runs it on this one, gRPC's own."""
         self._arrival = arrival
-        arrival.when_ended(self._ended)
+        arrival.on_end(self._on_end)
         self._hand_over(arrival, submit)
 
     def _hand_over(self, arrival: Arrival, submit: Callable[[], object]) -> None:
@@ -141,7 +141,7 @@ class Call:
 
     def give_up(self, arrival: Arrival) -> None:
         """Cancel a call that cannot run."""
-        self._ended()
+        self._on_end()
         arrival.cancel()
 
     def _check_admitted(self, context: grpc.ServicerContext) -> Place:
@@ -150,24 +150,24 @@ class Call:
         Raises the error that rejects the call, or Cancelled or DeadlineExceeded if it is over.
         """
         self.context = context
-        if self._refused is None and self._place is None:  # the client was unknown until now
+        if self._rejection is None and self._place is None:  # the client was unknown until now
             self.admit(context.peer())
-        if self._refused is not None or self._place is None:
+        if self._rejection is not None or self._place is None:
             # Also with a place taken just now: this may be gRPC's own thread, which must not wait for a request.
-            raise self._refused or Unavailable("the call was not admitted")
-        if self._arrival is None and not context.add_callback(self._ended):  # it ended before it got this thread
-            self._ended()
-        self._check_wanted()
+            raise self._rejection or Unavailable("the call was not admitted")
+        if self._arrival is None and not context.add_callback(self._on_end):  # it ended before it got this thread
+            self._on_end()
+        self._check_client_waits()
         return self._place
 
-    def _check_wanted(self) -> None:
+    def _check_client_waits(self) -> None:
         """Raises Cancelled or DeadlineExceeded if the client does not wait for the response any more."""
         if self._over:
             raise Cancelled("the client left before its request was read")
         if self.context.time_remaining() <= 0:
             raise DeadlineExceeded("the deadline passed before the request was read")
 
-    def _ended(self) -> None:
+    def _on_end(self) -> None:
         """Release everything: gRPC has nothing left to do for the call."""
         self._over = True
         self.cancellation.cancel()
@@ -177,7 +177,7 @@ class Call:
             self._place.release()
 
     def _start_timeout(self, timeouts: CallTimeouts, on_timeout: Callable[[], None]) -> None:
-        """Start this client's timeout; clear it at once if the call is over, because :meth:`_ended` has run already."""
+        """Start this client's timeout; clear it at once if the call is over: :meth:`_on_end` has run already."""
         timeouts.start(self, on_timeout)
         if self._over:
             timeouts.clear(self)
@@ -187,11 +187,11 @@ class Call:
         self._lane.refused("too_slow")
         (self._arrival or self.context).cancel()
 
-    def _parsed(self, data: bytes, call_bytes: CallBytes) -> Message:
+    def _parse(self, data: bytes, call_bytes: CallBytes) -> Message:
         """Parse a message and count its bytes. Large ones wait their turn, and the client may leave meanwhile."""
 
         def reserve(nbytes: int) -> None:
-            self._check_wanted()
+            self._check_client_waits()
             call_bytes.reserve(nbytes)
 
         return self._rpc.parsed(data, reserve)
@@ -205,15 +205,15 @@ class OneRequest(Call):
         self._data: bytes | None = None
 
     def start(self, arrival: Arrival, submit: Callable[[], object], run: Callable[[], object]) -> None:
-        if not self._rpc.reads:
+        if not self._rpc.reads_request:
             return super().start(arrival, submit, run)
         self._arrival = arrival
-        arrival.when_ended(self._ended)
+        arrival.on_end(self._on_end)
         self._start_timeout(self._lane.receive_timeouts, self._expire)
-        return arrival.read(self.received, lambda: self._answer(arrival, submit, run))
+        return arrival.read(self.received, lambda: self._run(arrival, submit, run))
 
-    def _answer(self, arrival: Arrival, submit: Callable[[], object], run: Callable[[], object]) -> None:
-        """Answer the request, on this thread if its model is idle and quick: another thread would only add delay."""
+    def _run(self, arrival: Arrival, submit: Callable[[], object], run: Callable[[], object]) -> None:
+        """Run the request, on this thread if its model is idle and quick: another thread would only add delay."""
         if self._rpc.claim is not None and self._data is not None and len(self._data) <= _SMALL:
             self.claimed = self._rpc.claim(self._data)
         if self.claimed is None:
@@ -222,7 +222,7 @@ class OneRequest(Call):
         try:
             run()
         finally:
-            self.claimed.give_back()
+            self.claimed.release()
 
     def received(self, data: bytes) -> bytes:
         """Keep the message, which is complete. It is parsed on the call's own thread."""
@@ -239,7 +239,7 @@ class OneRequest(Call):
             raise InvalidRequest("the call ended without a request")
         self._call_bytes = CallBytes(place)
         self.nbytes = len(data)
-        return self._parsed(data, self._call_bytes)
+        return self._parse(data, self._call_bytes)
 
 
 class UnaryCall(OneRequest):
@@ -248,7 +248,7 @@ class UnaryCall(OneRequest):
     def __call__(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Any:
         try:
             place = self._check_admitted(context)
-            response = self._rpc.answer(self._receive(messages, place) if self._rpc.reads else None, self)
+            response = self._rpc.handler(self._receive(messages, place) if self._rpc.reads_request else None, self)
         except grpc.RpcError:  # raised by gRPC: the client has left
             raise
         except Exception as error:  # noqa: BLE001 -- the table decides what the client may know
@@ -267,7 +267,7 @@ class WatchCall(OneRequest):
     def __call__(self, messages: Iterator[bytes], context: grpc.ServicerContext, send: Callable[[Any], None]) -> None:
         try:
             place = self._check_admitted(context)
-            self._rpc.answer(self._receive(messages, place), self, self._sender(send))
+            self._rpc.handler(self._receive(messages, place), self, self._sender(send))
         except grpc.RpcError:
             raise
         except Exception as error:  # noqa: BLE001 -- as above

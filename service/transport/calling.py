@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Protocol
 
 from service.request import Cancellation
-from service.transport.claims import Claimed
+from service.transport.claims import ClaimedModel
 from service.transport.credentials import Metadata
 
 
-class Calling(Protocol):
+class CallContext(Protocol):
     """One call, as an RPC sees it.
 
     ``started`` and ``deadline`` are :func:`time.monotonic` seconds; ``nbytes`` is the size of its only request.
@@ -17,7 +17,7 @@ class Calling(Protocol):
 
     started: float
     cancellation: Cancellation
-    claimed: Claimed | None
+    claimed: ClaimedModel | None
     nbytes: int
 
     @property

@@ -7,7 +7,7 @@ import time
 from concurrent.futures import Future
 
 from bf16kit.errors import Cancelled, DeadlineExceeded, Unavailable
-from service.transport.calling import Calling
+from service.transport.calling import CallContext
 
 # Part of the call's remaining time, in seconds and as a share, that is left for its client to read the outcome.
 _RESPONSE_S, _RESPONSE_PART = 0.25, 0.1
@@ -25,7 +25,7 @@ class Changes:
         for woken in tuple(self._waiting):
             woken.set()
 
-    def wait(self, change: Future[None], call: Calling, doing: str) -> None:
+    def wait(self, change: Future[None], call: CallContext, doing: str) -> None:
         """Return when ``change`` is done, or raise its error.
 
         The deadline, a client that leaves and a server that stops end the wait, but not the change.

@@ -8,11 +8,11 @@ from service.contract import Model, Registry
 from service.request import Claim
 
 
-class Claimed:
+class ClaimedModel:
     """A ``claim`` of a model, and the lease that keeps it: this model answers even if it is replaced meanwhile.
 
     A second look-up in the registry could return a busy model, and the request would wait for it. As a context manager
-    it yields the model. Only :meth:`give_back` releases what it holds.
+    it yields the model. Only :meth:`release` releases what it holds.
     """
 
     __slots__ = ("_lease", "claim", "model")
@@ -27,13 +27,13 @@ class Claimed:
 
     def __exit__(self, *_: object) -> None: ...
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """Release the claim and the lease, once, when the call is over."""
-        self.claim.give_back()
+        self.claim.release()
         self._lease.__exit__(None, None, None)
 
 
-def claim_model(registry: Registry, name: str, version: str, nbytes: int) -> Claimed | None:
+def claim_model(registry: Registry, name: str, version: str, nbytes: int) -> ClaimedModel | None:
     """Claim the model for a request whose message has ``nbytes``.
 
     Returns None if the model is busy, or not known to be quick at that size. Raises the registry's errors.
@@ -45,10 +45,10 @@ def claim_model(registry: Registry, name: str, version: str, nbytes: int) -> Cla
     try:
         lease = registry.acquire(name, version)
         if lease.__enter__() is model:
-            return Claimed(model, claim, lease)
+            return ClaimedModel(model, claim, lease)
         lease.__exit__(None, None, None)
     except BaseException:
-        claim.give_back()
+        claim.release()
         raise
-    claim.give_back()  # the model was replaced between get() and acquire()
+    claim.release()  # the model was replaced between get() and acquire()
     return None

@@ -11,19 +11,19 @@ from bf16kit.protocol import inference_pb2 as pb
 from bf16kit.wording import quoted
 from service.contract import Registry
 from service.operations import ModelControl, Operations, Region, Regions, RegistryModels, Settings
-from service.transport.calling import Calling
+from service.transport.calling import CallContext
 from service.transport.changes import Changes
-from service.transport.credentials import Needs
+from service.transport.credentials import RequiredScope
 from service.wire import metadata, settings
 from service.wire.repository import check_repository, check_unload, load_config
 
-_NOTHING = Needs(None, None)
+_NO_SCOPE = RequiredScope(None, None)
 
 # Begins like Triton's message.
 _NOT_EXPLICIT = "explicit model load / unload is not allowed; start with --model-control explicit"
 _NO_MEMORY = "shared memory is off; start with shared_memory: true, or send tensors in raw_input_contents"
 #: For RPCs that this server may not answer: the reason, and the alternative.
-OFF = {
+OFF_REASONS = {
     "RepositoryModelLoad": _NOT_EXPLICIT,
     "RepositoryModelUnload": _NOT_EXPLICIT,
     "SystemSharedMemoryStatus": _NO_MEMORY,
@@ -56,7 +56,7 @@ SETTINGS = ("TraceSetting", "LogSettings")
 class ControlServicer:
     """One method per RPC, named as in the protocol, with the request and its call."""
 
-    def __init__(self, registry: Registry, operations: Operations, manage: Needs = _NOTHING) -> None:
+    def __init__(self, registry: Registry, operations: Operations, manage: RequiredScope = _NO_SCOPE) -> None:
         """``manage`` is required of calls that change settings."""
         self._registry = registry
         self._operations = operations
@@ -64,44 +64,44 @@ class ControlServicer:
         self._changes = Changes()
         self._manage = manage
 
-    def answers(self, rpc: str) -> bool:
-        """Whether this server answers ``rpc``, or rejects it with the text in :data:`OFF`."""
+    def offers(self, rpc: str) -> bool:
+        """Whether this server answers ``rpc``, or rejects it with the text in :data:`OFF_REASONS`."""
         part = _PARTS.get(rpc)
-        return rpc not in OFF if part is None else getattr(self._operations, part) is not None
+        return rpc not in OFF_REASONS if part is None else getattr(self._operations, part) is not None
 
     def drain(self) -> None:
         """End all waits for a model to load or unload."""
         self._changes.drain()
 
-    def ServerLive(self, message: pb.ServerLiveRequest, call: Calling) -> pb.ServerLiveResponse:
+    def ServerLive(self, message: pb.ServerLiveRequest, call: CallContext) -> pb.ServerLiveResponse:
         return pb.ServerLiveResponse(live=self._registry.live)
 
-    def ServerReady(self, message: pb.ServerReadyRequest, call: Calling) -> pb.ServerReadyResponse:
+    def ServerReady(self, message: pb.ServerReadyRequest, call: CallContext) -> pb.ServerReadyResponse:
         return pb.ServerReadyResponse(ready=self._registry.ready)
 
-    def ModelReady(self, message: pb.ModelReadyRequest, call: Calling) -> pb.ModelReadyResponse:
+    def ModelReady(self, message: pb.ModelReadyRequest, call: CallContext) -> pb.ModelReadyResponse:
         return pb.ModelReadyResponse(ready=self._registry.is_ready(message.name, message.version))
 
-    def ServerMetadata(self, message: pb.ServerMetadataRequest, call: Calling) -> pb.ServerMetadataResponse:
+    def ServerMetadata(self, message: pb.ServerMetadataRequest, call: CallContext) -> pb.ServerMetadataResponse:
         return metadata.server_metadata(self._operations.extensions)
 
-    def ModelMetadata(self, message: pb.ModelMetadataRequest, call: Calling) -> pb.ModelMetadataResponse:
+    def ModelMetadata(self, message: pb.ModelMetadataRequest, call: CallContext) -> pb.ModelMetadataResponse:
         model = self._registry.get(message.name, message.version)
         return metadata.model_metadata(model, self._registry.versions(model.name))
 
-    def ModelConfig(self, message: pb.ModelConfigRequest, call: Calling) -> pb.ModelConfigResponse:
+    def ModelConfig(self, message: pb.ModelConfigRequest, call: CallContext) -> pb.ModelConfigResponse:
         return metadata.model_config(self._registry.get(message.name, message.version))
 
-    def ModelStatistics(self, message: pb.ModelStatisticsRequest, call: Calling) -> pb.ModelStatisticsResponse:
+    def ModelStatistics(self, message: pb.ModelStatisticsRequest, call: CallContext) -> pb.ModelStatisticsResponse:
         """Return statistics of every ready model, of every ready version of ``name``, or of one version."""
         return metadata.model_statistics(self._models.statistics(message.name, message.version))
 
-    def RepositoryIndex(self, message: pb.RepositoryIndexRequest, call: Calling) -> pb.RepositoryIndexResponse:
+    def RepositoryIndex(self, message: pb.RepositoryIndexRequest, call: CallContext) -> pb.RepositoryIndexResponse:
         check_repository(message.repository_name)
         return metadata.repository_index(self._models.index(), message.ready)
 
     def RepositoryModelLoad(
-        self, message: pb.RepositoryModelLoadRequest, call: Calling
+        self, message: pb.RepositoryModelLoadRequest, call: CallContext
     ) -> pb.RepositoryModelLoadResponse:
         """Respond once the model is served."""
         check_repository(message.repository_name)
@@ -110,13 +110,13 @@ class ControlServicer:
             change = self._control.load(name, load_config(message.parameters))
             self._changes.wait(change, call, f"loading model {quoted(name)}")
         except (InvalidRequest, NotFound, Unavailable) as error:
-            told = copy(error)  # other calls may wait for the same change and raise the same error
-            told.args = (f"failed to load {quoted(name)}: {error}",)  # Triton's wording, which clients search for
-            raise told from None
+            named = copy(error)  # other calls may wait for the same change and raise the same error
+            named.args = (f"failed to load {quoted(name)}: {error}",)  # Triton's wording, which clients search for
+            raise named from None
         return pb.RepositoryModelLoadResponse()
 
     def RepositoryModelUnload(
-        self, message: pb.RepositoryModelUnloadRequest, call: Calling
+        self, message: pb.RepositoryModelUnloadRequest, call: CallContext
     ) -> pb.RepositoryModelUnloadResponse:
         """Respond once the model's last request is answered."""
         check_repository(message.repository_name)
@@ -131,41 +131,41 @@ class ControlServicer:
             raise Unsupported("models cannot be loaded over the network")  # unreachable: see answers()
         return self._operations.control
 
-    def TraceSetting(self, message: pb.TraceSettingRequest, call: Calling) -> pb.TraceSettingResponse:
+    def TraceSetting(self, message: pb.TraceSettingRequest, call: CallContext) -> pb.TraceSettingResponse:
         changes = settings.trace_changes(message)
         return settings.trace_response(self._update(self._operations.traces, call, changes, message.model_name))
 
-    def LogSettings(self, message: pb.LogSettingsRequest, call: Calling) -> pb.LogSettingsResponse:
+    def LogSettings(self, message: pb.LogSettingsRequest, call: CallContext) -> pb.LogSettingsResponse:
         return settings.log_response(self._update(self._operations.logs, call, settings.log_changes(message)))
 
     def _update(
-        self, found: Settings | None, call: Calling, changes: settings.Settings, model: str = ""
+        self, target: Settings | None, call: CallContext, changes: settings.Settings, model: str = ""
     ) -> settings.Settings:
-        if found is None:
+        if target is None:
             raise Unsupported("there are no such settings")  # unreachable: see answers()
         if changes:
             self._manage.check(call.metadata)
-        return found.update(changes, model)
+        return target.update(changes, model)
 
     def SystemSharedMemoryStatus(
-        self, message: pb.SystemSharedMemoryStatusRequest, call: Calling
+        self, message: pb.SystemSharedMemoryStatusRequest, call: CallContext
     ) -> pb.SystemSharedMemoryStatusResponse:
         return metadata.regions_status(self._regions.status(message.name))
 
     def SystemSharedMemoryRegister(
-        self, message: pb.SystemSharedMemoryRegisterRequest, call: Calling
+        self, message: pb.SystemSharedMemoryRegisterRequest, call: CallContext
     ) -> pb.SystemSharedMemoryRegisterResponse:
         self._regions.register(Region(message.name, message.key, message.offset, message.byte_size))
         return pb.SystemSharedMemoryRegisterResponse()
 
     def SystemSharedMemoryUnregister(
-        self, message: pb.SystemSharedMemoryUnregisterRequest, call: Calling
+        self, message: pb.SystemSharedMemoryUnregisterRequest, call: CallContext
     ) -> pb.SystemSharedMemoryUnregisterResponse:
         self._regions.unregister(message.name)
         return pb.SystemSharedMemoryUnregisterResponse()
 
     def CudaSharedMemoryStatus(
-        self, message: pb.CudaSharedMemoryStatusRequest, call: Calling
+        self, message: pb.CudaSharedMemoryStatusRequest, call: CallContext
     ) -> pb.CudaSharedMemoryStatusResponse:
         """Return no regions. perf_analyzer unregisters all regions of both kinds before it uses either."""
         if message.name:
@@ -173,7 +173,7 @@ class ControlServicer:
         return pb.CudaSharedMemoryStatusResponse()
 
     def CudaSharedMemoryUnregister(
-        self, message: pb.CudaSharedMemoryUnregisterRequest, call: Calling
+        self, message: pb.CudaSharedMemoryUnregisterRequest, call: CallContext
     ) -> pb.CudaSharedMemoryUnregisterResponse:
         return pb.CudaSharedMemoryUnregisterResponse()
 

@@ -54,7 +54,7 @@ class Access:
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
+class RequiredScope:
     """The requirement of a call: one of ``tokens`` with this ``scope``. If either is None, there is no requirement."""
 
     tokens: TokenFile | None

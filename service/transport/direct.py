@@ -19,38 +19,40 @@ from service.operations import Operations
 from service.request import Cancellation, Tracer
 from service.transport.admission import Admission, CallBytes, Place
 from service.transport.call import Rpc
-from service.transport.claims import Claimed
-from service.transport.credentials import Access, Metadata, Needs
+from service.transport.claims import ClaimedModel
+from service.transport.credentials import Access, Metadata, RequiredScope
 from service.transport.handlers import Lanes, Opener
-from service.transport.lane import why_refused
+from service.transport.lane import refusal_reason
 from service.transport.options import TransportOptions
 from service.transport.services import Services
 from service.transport.status import Status
 from service.transport.streamcall import StreamRequest
 
 Kind = Literal["unary", "stream", "watch"]
-Answer = bytes | Status  # the serialised response, or the status instead
-Refuse = Callable[[Exception], Status]
+DirectResponse = bytes | Status  # the serialised response, or the status instead
+ErrorToStatus = Callable[[Exception], Status]
 
 
 class DirectCall:
-    """One call. The RPC uses it as a :class:`~service.transport.calling.Calling`.
+    """One call. The RPC uses it as a :class:`~service.transport.calling.CallContext`.
 
-    The caller uses one of :meth:`answer`, :meth:`answers` and :meth:`watch`, according to :attr:`kind`, on a thread
-    that may block. It calls :meth:`end`, from any thread, when the client has left or has everything.
+    The caller uses one of :meth:`respond`, :meth:`respond_stream` and :meth:`watch`, according to :attr:`kind`, on a
+    thread that may block. It calls :meth:`end`, from any thread, when the client has left or has everything.
     """
 
-    def __init__(self, rpc: Rpc, admission: Admission, refuse: Refuse, max_bytes: int, metadata: Metadata) -> None:
+    def __init__(
+        self, rpc: Rpc, admission: Admission, to_status: ErrorToStatus, max_bytes: int, metadata: Metadata
+    ) -> None:
         self.started = time.monotonic()
         self.cancellation = Cancellation()
-        self.claimed: Claimed | None = None
+        self.claimed: ClaimedModel | None = None
         self.nbytes = 0
         self.metadata = metadata
         self.client = ""
         self.deadline: float | None = None
         self._rpc = rpc
         self._admission = admission
-        self._refuse = refuse
+        self._to_status = to_status
         self._max_bytes = max_bytes
         self._place: Place | None = None
         self._call_bytes: CallBytes | None = None
@@ -73,7 +75,7 @@ class DirectCall:
     # --- for the caller -----------------------------------------------------------------------------------------------
 
     def admit(self, client: str, deadline: float | None) -> Status | None:
-        """Take a place for ``client``, first of all. Return the status that rejects the call if there is none.
+        """Acquire a place for ``client``, first of all. Return the status that rejects the call if there is none.
 
         ``deadline`` is in :func:`time.monotonic` seconds.
         """
@@ -81,38 +83,41 @@ class DirectCall:
         try:
             self._place = self._admission.admit(client)
         except RequestError as error:
-            return self._refuse(error)
+            return self._to_status(error)
         return None
 
-    def answer(self, data: bytes) -> Answer:
-        """Answer a unary RPC. Never raises."""
+    def respond(self, data: bytes) -> DirectResponse:
+        """Respond to a unary RPC. Never raises."""
         try:
-            return self._written(self._rpc.answer(self._message(data), self))
+            return self._serialized(self._rpc.handler(self._message(data), self))
         except Exception as error:  # noqa: BLE001 -- the table decides what the client may know
-            return self._refuse(error)
+            return self._to_status(error)
 
-    def answers(self, messages: Iterator[bytes]) -> Iterator[Answer]:
-        """Answer a streaming RPC. A status is the last item. An item counts as received when the next is requested."""
-        held: list[CallBytes] = []
+    def respond_stream(self, messages: Iterator[bytes]) -> Iterator[DirectResponse]:
+        """Respond to a streaming RPC. A status is the last item.
+
+        An item counts as received when the next is requested.
+        """
+        call_bytes: list[CallBytes] = []
         try:
-            for response in self._rpc.answer(self._requests(messages, held), self):
-                yield self._written(response)
+            for response in self._rpc.handler(self._requests(messages, call_bytes), self):
+                yield self._serialized(response)
                 if isinstance(response, Status):
                     return
-                held.pop(0).release()
+                call_bytes.pop(0).release()
         except Exception as error:  # noqa: BLE001 -- as above
-            yield self._refuse(error)
+            yield self._to_status(error)
 
-    def watch(self, data: bytes, send: Callable[[Answer | None], None]) -> None:
-        """Answer a watch, whose responses come when there is news. ``send`` must not block; it gets None at the end."""
+    def watch(self, data: bytes, send: Callable[[DirectResponse | None], None]) -> None:
+        """Respond to a watch, whose responses come at each change. ``send`` must not block; it gets None at the end."""
         try:
-            self._rpc.answer(
+            self._rpc.handler(
                 self._message(data),
                 self,
                 lambda response: send(None if response is None else self._rpc.serialize(response)),
             )
         except Exception as error:  # noqa: BLE001 -- as above
-            send(self._refuse(error))
+            send(self._to_status(error))
 
     def end(self) -> None:
         """Release everything: no client waits for the call any more. May be called repeatedly."""
@@ -122,33 +127,33 @@ class DirectCall:
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _written(self, response: Any) -> Answer:
+    def _serialized(self, response: Any) -> DirectResponse:
         return response if isinstance(response, Status) else self._rpc.serialize(response)
 
     def _message(self, data: bytes) -> Any:
-        if not self._rpc.reads:
+        if not self._rpc.reads_request:
             return None
         self._call_bytes = self._new_call_bytes()
         self.nbytes = len(data)
-        return self._parsed(data, self._call_bytes)
+        return self._parse(data, self._call_bytes)
 
-    def _requests(self, messages: Iterator[bytes], held: list[CallBytes]) -> Iterator[StreamRequest]:
+    def _requests(self, messages: Iterator[bytes], call_bytes: list[CallBytes]) -> Iterator[StreamRequest]:
         for data in messages:
-            held.append(self._new_call_bytes())
-            yield StreamRequest(self._parsed(data, held[-1]), held[-1].reserve_more)
+            call_bytes.append(self._new_call_bytes())
+            yield StreamRequest(self._parse(data, call_bytes[-1]), call_bytes[-1].reserve_more)
 
     def _new_call_bytes(self) -> CallBytes:
         assert self._place is not None  # noqa: S101 -- whoever brings a call lets it enter first
         return CallBytes(self._place)
 
-    def _parsed(self, data: bytes, held: CallBytes) -> Any:
+    def _parse(self, data: bytes, call_bytes: CallBytes) -> Any:
         if len(data) > self._max_bytes:
             raise _TooLarge(len(data), self._max_bytes)
 
         def reserve(nbytes: int) -> None:
             if self.cancellation.cancelled:
                 raise Cancelled("the client left before its request was read")
-            held.reserve(nbytes)
+            call_bytes.reserve(nbytes)
 
         if self.deadline is not None and time.monotonic() >= self.deadline:
             raise DeadlineExceeded("the deadline passed before the request was read")
@@ -169,7 +174,7 @@ def too_large(nbytes: int, most: int) -> Status:
 
 
 class _DirectLane:
-    """A :class:`service.transport.handlers.Entrance` without gRPC."""
+    """A :class:`service.transport.handlers.LaneProtocol` without gRPC."""
 
     def __init__(
         self, admission: Admission, services: Services, refused: Callable[[str], None], max_bytes: int
@@ -179,16 +184,16 @@ class _DirectLane:
         self._refused = refused
         self._max_bytes = max_bytes
 
-    def open(self, rpc: Rpc, needs: Needs, metadata: Metadata) -> DirectCall | Status:
+    def open(self, rpc: Rpc, required: RequiredScope, metadata: Metadata) -> DirectCall | Status:
         try:
-            needs.check(metadata)
+            required.check(metadata)
         except RequestError as error:
             return self._status(error)
         return DirectCall(rpc, self._admission, self._status, self._max_bytes, metadata)
 
-    def refuse(self, error: RequestError, needs: Needs, metadata: Metadata) -> DirectCall | Status:
+    def reject(self, error: RequestError, required: RequiredScope, metadata: Metadata) -> DirectCall | Status:
         try:
-            needs.check(metadata)
+            required.check(metadata)
         except RequestError as forbidden:
             error = forbidden
         return self._status(error)
@@ -196,12 +201,12 @@ class _DirectLane:
     def _status(self, error: Exception) -> Status:
         if isinstance(error, _TooLarge):
             return error.status
-        if reason := why_refused(error):
+        if reason := refusal_reason(error):
             self._refused(reason)
         return self._services.statuses.of(error)
 
 
-class Direct:
+class DirectTransport:
     """All RPCs of a server, by path.
 
     ``threads`` and ``streams`` are pools for callers that wait for responses: with a thread for each call that is
@@ -257,6 +262,6 @@ class Direct:
         """Reject new calls and let those in flight finish. Return False if some did not within ``grace`` seconds."""
         until = time.monotonic() + grace
         self._services.drain(until)
-        answered = self._services.empty(until)
+        answered = self._services.wait_empty(until)
         self._services.close()
         return answered

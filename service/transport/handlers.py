@@ -15,12 +15,12 @@ from bf16kit.errors import RequestError, Unsupported
 from bf16kit.protocol import inference_pb2 as pb
 from service.process.tokens import Scope
 from service.transport.call import Rpc
-from service.transport.calling import Calling
-from service.transport.control import CHANGES, OFF, SETTINGS, ControlServicer
-from service.transport.credentials import Access, Metadata, Needs
+from service.transport.calling import CallContext
+from service.transport.control import CHANGES, OFF_REASONS, SETTINGS, ControlServicer
+from service.transport.credentials import Access, Metadata, RequiredScope
 from service.transport.health import HealthServicer
 from service.transport.lane import Handler
-from service.transport.reflection import reflection_answer
+from service.transport.reflection import reflection_handler
 from service.transport.servicer import InferenceServicer
 from service.transport.status import StatusTable
 from service.wire.inflate import Inflater
@@ -32,7 +32,7 @@ _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
 _REFLECTION = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
 
 _PROBES = ("ServerLive", "ServerReady", "ModelReady")
-_LARGEST_QUESTION = 64 << 10  # largest request without tensors, in bytes
+_MAX_BYTES_WITHOUT_TENSORS = 64 << 10  # largest request without tensors, in bytes
 _EMPTY = ("ServerLive", "ServerReady", "ServerMetadata")  # their requests are empty
 
 
@@ -41,26 +41,26 @@ _H = TypeVar("_H", covariant=True)
 Opener = Callable[[Metadata], H]  # given a call's metadata, returns its handler
 
 
-class Entrance(Protocol[_H]):
+class LaneProtocol(Protocol[_H]):
     """Where calls of one kind come in. :class:`~service.transport.lane.Lane` is gRPC's."""
 
-    def open(self, rpc: Rpc, needs: Needs, metadata: Metadata) -> _H: ...
-    def refuse(self, error: RequestError, needs: Needs, metadata: Metadata) -> _H: ...
+    def open(self, rpc: Rpc, required: RequiredScope, metadata: Metadata) -> _H: ...
+    def reject(self, error: RequestError, required: RequiredScope, metadata: Metadata) -> _H: ...
 
 
 @dataclass(frozen=True)
 class Lanes(Generic[H]):
     """The entrances for separate kinds of calls."""
 
-    inference: Entrance[H]
-    streams: Entrance[H]
-    control: Entrance[H]
-    changes: Entrance[H]
-    watches: Entrance[H]
-    reflection: Entrance[H]
+    inference: LaneProtocol[H]
+    streams: LaneProtocol[H]
+    control: LaneProtocol[H]
+    changes: LaneProtocol[H]
+    watches: LaneProtocol[H]
+    reflection: LaneProtocol[H]
 
 
-class Handlers(grpc.ServerInterceptor):
+class HandlerInterceptor(grpc.ServerInterceptor):
     """The interceptor that gives gRPC a handler when the headers of a call have arrived.
 
     It is an interceptor because of two constraints. :meth:`register` makes gRPC queue the calls of each RPC separately
@@ -87,7 +87,7 @@ def _never(message: bytes, context: grpc.ServicerContext) -> None:
     context.abort(grpc.StatusCode.INTERNAL, "the call came by no lane")
 
 
-class Table(Generic[H]):
+class RpcTable(Generic[H]):
     """Each RPC's lane, the method that answers it, and the scope that its token needs."""
 
     def __init__(self, lanes: Lanes[H], access: Access, statuses: StatusTable, max_message_bytes: int) -> None:
@@ -95,7 +95,7 @@ class Table(Generic[H]):
         self._access = access
         self._statuses = statuses
         self._inflate_tensors = Inflater(max_message_bytes)
-        self._inflate_question = Inflater(_LARGEST_QUESTION)
+        self._inflate_small = Inflater(_MAX_BYTES_WITHOUT_TENSORS)
 
     def openers(
         self, servicer: InferenceServicer, control: ControlServicer, health: HealthServicer
@@ -109,16 +109,16 @@ class Table(Generic[H]):
             paths[f"/{SERVICE}/{method.name}"] = self._inference(method, servicer, control)
         lanes, probe = self._lanes, self._access.scope_of("health")
 
-        def watch(request: Any, call: Calling, send: Any) -> None:
+        def watch(request: Any, call: CallContext, send: Any) -> None:
             health.watch(request, call.client, call.cancellation, send)
 
         check, watching = _HEALTH.methods_by_name["Check"], _HEALTH.methods_by_name["Watch"]
         paths[f"/{_HEALTH.full_name}/Check"] = self._opener(lanes.control, check, health.check, probe)
         paths[f"/{_HEALTH.full_name}/Watch"] = self._opener(lanes.watches, watching, watch, probe, kind="watch")
         info, scope = _REFLECTION.methods_by_name["ServerReflectionInfo"], self._access.scope_of("reflection")
-        answer = reflection_answer((SERVICE, _HEALTH.full_name, _REFLECTION.full_name))
+        handler = reflection_handler((SERVICE, _HEALTH.full_name, _REFLECTION.full_name))
         paths[f"/{_REFLECTION.full_name}/{info.name}"] = self._opener(
-            lanes.reflection, info, answer, scope, kind="stream"
+            lanes.reflection, info, handler, scope, kind="stream"
         )
         return paths
 
@@ -128,21 +128,21 @@ class Table(Generic[H]):
             return self._opener(lanes.inference, method, servicer.ModelInfer, "infer", claim=servicer.claim)
         if name == "ModelStreamInfer":
             return self._opener(lanes.streams, method, servicer.ModelStreamInfer, "infer", kind="stream")
-        manages = name in OFF and name not in SETTINGS
+        manages = name in OFF_REASONS and name not in SETTINGS
         scope = self._access.scope_of("health") if name in _PROBES else "manage" if manages else "read"
-        if not control.answers(name):
-            refused = Unsupported(f"{name}: {OFF[name]}")
-            return lambda metadata: lanes.control.refuse(refused, self._needs(scope), metadata)
+        if not control.offers(name):
+            error = Unsupported(f"{name}: {OFF_REASONS[name]}")
+            return lambda metadata: lanes.control.reject(error, self._required_scope(scope), metadata)
         lane = lanes.changes if name in CHANGES else lanes.control
-        return self._opener(lane, method, getattr(control, name), scope, reads=name not in _EMPTY)
+        return self._opener(lane, method, getattr(control, name), scope, reads_request=name not in _EMPTY)
 
-    def _opener(self, lane: Entrance[H], method: Any, answer: Any, scope: Scope | None, **more: Any) -> Opener[H]:
-        asks = scope != "infer"
-        inflate = self._inflate_question if asks else self._inflate_tensors
-        parse = parser(method.input_type, _LARGEST_QUESTION if asks else None)
+    def _opener(self, lane: LaneProtocol[H], method: Any, handler: Any, scope: Scope | None, **more: Any) -> Opener[H]:
+        without_tensors = scope != "infer"
+        inflate = self._inflate_small if without_tensors else self._inflate_tensors
+        parse = parser(method.input_type, _MAX_BYTES_WITHOUT_TENSORS if without_tensors else None)
         serialize = GetMessageClass(method.output_type).SerializeToString
-        rpc, needs = Rpc(inflate, parse, serialize, answer, **more), self._needs(scope)
-        return lambda metadata: lane.open(rpc, needs, metadata)
+        rpc, required = Rpc(inflate, parse, serialize, handler, **more), self._required_scope(scope)
+        return lambda metadata: lane.open(rpc, required, metadata)
 
-    def _needs(self, scope: Scope | None) -> Needs:
-        return Needs(self._access.tokens, scope)
+    def _required_scope(self, scope: Scope | None) -> RequiredScope:
+        return RequiredScope(self._access.tokens, scope)

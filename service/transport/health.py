@@ -34,21 +34,21 @@ Send = Callable[[health_pb2.HealthCheckResponse | None], None]
 class _Watcher:
     """An open Watch. ``send`` sends a message, or ends the stream with None. One thread at a time uses it."""
 
-    __slots__ = ("_ended", "_lock", "_sending", "_told", "client", "reads", "send", "service")
+    __slots__ = ("_ended", "_last_sent", "_lock", "_sending", "client", "has_read", "send", "service")
 
     def __init__(self, service: str, client: str, send: Send) -> None:
         self.service = service
         self.client = client
-        self.reads = False  # the client has read a message
+        self.has_read = False  # the client has read a message
         self.send = send
         self._lock = threading.Lock()
         self._sending = self._ended = False
-        self._told: int | None = None
+        self._last_sent: int | None = None
 
-    def start(self) -> bool:
-        """Return whether the caller is to send the news.
+    def start_sending(self) -> bool:
+        """Return whether the caller is to send the status.
 
-        False if another thread is sending, which will see them too.
+        False if another thread is sending, which will see this change too.
         """
         with self._lock:
             if self._sending or self._ended:
@@ -56,14 +56,14 @@ class _Watcher:
             self._sending = True
             return True
 
-    def news(self, now: Callable[[], int]) -> int | None:
+    def next_status(self, current: Callable[[], int]) -> int | None:
         """Return the status to send; None if the client already has it, and this thread is done."""
         with self._lock:
-            status = now()  # under the lock: a change is seen either here or by the next thread that starts
-            if self._told == status:
+            status = current()  # under the lock: a change is seen either here or by the next thread that starts
+            if self._last_sent == status:
                 self._sending = False
                 return None
-            self._told = status
+            self._last_sent = status
             return status
 
     def end(self) -> None:
@@ -87,8 +87,8 @@ class HealthServicer:
         self._watchers: set[_Watcher] = set()
         self._closed = False
         self._lock = threading.Lock()
-        self._now = self._statuses()
-        registry.subscribe(self._changed)
+        self._current = self._statuses()
+        registry.subscribe(self._on_change)
 
     @property
     def has_backlog(self) -> bool:
@@ -96,7 +96,7 @@ class HealthServicer:
         return self._senders.has_backlog
 
     def check(self, request: health_pb2.HealthCheckRequest, call: object) -> health_pb2.HealthCheckResponse:
-        status = self._now.get(request.service)
+        status = self._current.get(request.service)
         if status is None:
             raise NotFound(f"unknown service {quoted(request.service)}; for a model, give its name")
         return _response(status)
@@ -108,47 +108,47 @@ class HealthServicer:
         watcher = _Watcher(request.service, client, send)
         self._watchers.add(watcher)
         cancellation.subscribe(lambda: self._watchers.discard(watcher))
-        self._tell(watcher)
+        self._notify(watcher)
 
-    def shut_down(self, patience: float) -> None:
+    def shut_down(self, timeout: float) -> None:
         """Report everything but the process as NOT_SERVING, for good, and end the watches, for which a stop would wait.
 
-        Waits at most ``patience`` seconds for clients that do not read.
+        Waits at most ``timeout`` seconds for clients that do not read.
         """
         with self._lock:
             self._closed = True
-            self._now = self._statuses()
-        told = [task for watcher in tuple(self._watchers) if (task := self._tell(watcher)) is not None]
-        _, deaf = wait(told, timeout=patience)
-        self._senders.shutdown(wait=not deaf)
+            self._current = self._statuses()
+        sends = [task for watcher in tuple(self._watchers) if (task := self._notify(watcher)) is not None]
+        _, unfinished = wait(sends, timeout=timeout)
+        self._senders.shutdown(wait=not unfinished)
 
-    def _changed(self) -> None:
+    def _on_change(self) -> None:
         with self._lock:
-            self._now = self._statuses()
+            self._current = self._statuses()
         for watcher in tuple(self._watchers):
-            self._tell(watcher)
+            self._notify(watcher)
 
-    def _tell(self, watcher: _Watcher) -> Future[None] | None:
-        """Have a thread send the news to ``watcher``. Return None if there is nothing to wait for."""
-        if not watcher.start():
+    def _notify(self, watcher: _Watcher) -> Future[None] | None:
+        """Have a thread send the status to ``watcher``. Return None if there is nothing to wait for."""
+        if not watcher.start_sending():
             return None
         try:
-            return self._senders.submit(watcher.client, lambda: self._send(watcher), reads=watcher.reads)
+            return self._senders.submit(watcher.client, lambda: self._send(watcher), reads=watcher.has_read)
         except RuntimeError:  # shut down meanwhile: an open stream would delay the drain
             watcher.end()
             return None
 
     def _send(self, watcher: _Watcher) -> None:
         try:
-            self._send_news(watcher)
+            self._send_changes(watcher)
         except Exception:  # noqa: BLE001 -- nobody looks at what a thread of a pool raises
             _log.exception("a health watcher cannot be told of %r", watcher.service[:200])
             self._watchers.discard(watcher)
 
-    def _send_news(self, watcher: _Watcher) -> None:
-        while (status := watcher.news(lambda: self._now.get(watcher.service, _SERVICE_UNKNOWN))) is not None:
+    def _send_changes(self, watcher: _Watcher) -> None:
+        while (status := watcher.next_status(lambda: self._current.get(watcher.service, _SERVICE_UNKNOWN))) is not None:
             watcher.send(_response(status))
-            watcher.reads = True
+            watcher.has_read = True
         if self._closed:
             watcher.end()
 

@@ -18,12 +18,12 @@ from bf16kit.errors import Forbidden, Overloaded, RequestError, Unauthenticated,
 from service.transport.admission import Admission
 from service.transport.arrival import find_arrival as find_arrival
 from service.transport.call import Call, Rpc, UnaryCall, WatchCall
-from service.transport.credentials import Metadata, Needs
+from service.transport.credentials import Metadata, RequiredScope
 from service.transport.status import Status, StatusTable
 from service.transport.streamcall import StreamCall
 from service.transport.watchdog import CallTimeouts
 
-_REASONS: dict[type[Exception], str] = {
+_REFUSAL_REASONS: dict[type[Exception], str] = {
     Unauthenticated: "unauthenticated",
     Forbidden: "forbidden",
 }
@@ -115,10 +115,10 @@ class Lane:
         self.refused = refused
         self._statuses = statuses
 
-    def open(self, rpc: Rpc, needs: Needs, metadata: Metadata) -> Handler:
+    def open(self, rpc: Rpc, required: RequiredScope, metadata: Metadata) -> Handler:
         """Return the handler of a call whose headers have arrived."""
         try:
-            needs.check(metadata)
+            required.check(metadata)
         except RequestError as error:
             return refusal(self.status(error))
         # All as streams of requests, of which one is read: otherwise gRPC would read the request before admission.
@@ -130,25 +130,25 @@ class Lane:
         call = UnaryCall(rpc, self)
         return grpc.stream_unary_rpc_method_handler(call, call.received, rpc.serialize)
 
-    def refuse(self, error: RequestError, needs: Needs, metadata: Metadata) -> Handler:
+    def reject(self, error: RequestError, required: RequiredScope, metadata: Metadata) -> Handler:
         """Return the handler of a call that is always rejected.
 
         A caller without the required token gets that error instead.
         """
         try:
-            needs.check(metadata)
+            required.check(metadata)
         except RequestError as forbidden:
             error = forbidden
         return refusal(self.status(error))
 
     def status(self, error: Exception) -> Status:
         """Return the status for an error that ended a call before it reached a model, and count its reason."""
-        reason = why_refused(error)
+        reason = refusal_reason(error)
         if reason:
             self.refused(reason)
         return self._statuses.of(error)
 
 
-def why_refused(error: Exception) -> str:
+def refusal_reason(error: Exception) -> str:
     """Return the metrics' reason for a call that ended before it reached a model; "" if they have none."""
-    return error.reason if isinstance(error, Overloaded | Unavailable) else _REASONS.get(type(error), "")
+    return error.reason if isinstance(error, Overloaded | Unavailable) else _REFUSAL_REASONS.get(type(error), "")

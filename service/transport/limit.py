@@ -20,46 +20,46 @@ _MODELS = 1024  # models remembered
 
 
 class AdaptiveLimit:
-    """The limit :attr:`now`, between ``least`` and ``most``, adapted to reported rejections and responses.
+    """The limit :attr:`current`, between ``least`` and ``most``, adapted to reported rejections and responses.
 
     Any thread may report. It takes no lock, because a lost count now and then changes nothing.
     """
 
     def __init__(self, most: int, least: int = 16, clock: Callable[[], float] = time.monotonic) -> None:
-        self.now = most
+        self.current = most
         self._most = most
         self._least = min(least, most)
         self._clock = clock
-        self._alone: dict[Hashable, float] = {}  # seconds of each model's fastest responses
+        self._fastest: dict[Hashable, float] = {}  # seconds of each model's fastest responses
         self._since = clock()
-        self._forget()
+        self._reset()
 
-    def refused(self) -> None:
+    def count_refusal(self) -> None:
         """Count a call rejected for lack of room: by its model's queue, or on admission while the limit is lowered."""
         self._refused += 1
-        self._turn()
+        self._adjust()
 
-    def answered(self, model: Hashable, seconds: float) -> None:
-        """Count a call answered ``seconds`` after its headers arrived."""
-        alone = min(seconds, self._alone.get(model, seconds) * _DRIFT)
-        if model in self._alone or len(self._alone) < _MODELS:
-            self._alone[model] = alone
-        self._answered += 1
-        self._slow += seconds > _SLOWER * alone + _SLACK_S
-        self._turn()
+    def count_response(self, model: Hashable, seconds: float) -> None:
+        """Count a call completed ``seconds`` after its headers arrived."""
+        fastest = min(seconds, self._fastest.get(model, seconds) * _DRIFT)
+        if model in self._fastest or len(self._fastest) < _MODELS:
+            self._fastest[model] = fastest
+        self._completed += 1
+        self._slow += seconds > _SLOWER * fastest + _SLACK_S
+        self._adjust()
 
-    def _turn(self) -> None:
+    def _adjust(self) -> None:
         """Adjust the limit at the end of a window."""
         now = self._clock()
         if now - self._since < _WINDOW_S:
             return
-        masses = self._refused > self._answered
-        if masses and 2 * self._slow > self._answered:
-            self.now = max(self._least, int(self.now * _SHRINK))
-        elif not masses:
-            self.now = min(self._most, int(self.now * _GROW) + 1)
+        mostly_refused = self._refused > self._completed
+        if mostly_refused and 2 * self._slow > self._completed:
+            self.current = max(self._least, int(self.current * _SHRINK))
+        elif not mostly_refused:
+            self.current = min(self._most, int(self.current * _GROW) + 1)
         self._since = now
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
-        self._refused = self._answered = self._slow = 0
+    def _reset(self) -> None:
+        self._refused = self._completed = self._slow = 0

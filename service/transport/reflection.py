@@ -21,7 +21,7 @@ PUBLIC_FILE = "inference.proto"
 _PUBLIC = "inference"
 
 
-def reflection_answer(services: Sequence[str]) -> Callable[[Iterator[StreamRequest], Any], Iterator[Any]]:
+def reflection_handler(services: Sequence[str]) -> Callable[[Iterator[StreamRequest], Any], Iterator[Any]]:
     """Return the function that answers a stream of reflection requests about ``services`` and the files they need."""
     servicer = reflection.ReflectionServicer(services, pool=public_pool())
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain
 
-_AT_ONCE = 2  # sends to one client at a time
-_Sending = tuple[Future[None], Callable[[], None]]
+_MAX_PER_CLIENT = 2  # sends to one client at a time
+_QueuedSend = tuple[Future[None], Callable[[], None]]
 
 
 class Senders:
@@ -24,8 +24,8 @@ class Senders:
         self._closed = False
         self._lock = threading.Lock()
         self._busy: Counter[str] = Counter()
-        self._readers: dict[str, deque[_Sending]] = {}
-        self._others: dict[str, deque[_Sending]] = {}
+        self._readers: dict[str, deque[_QueuedSend]] = {}
+        self._others: dict[str, deque[_QueuedSend]] = {}
 
     @property
     def has_backlog(self) -> bool:
@@ -42,7 +42,7 @@ class Senders:
             if self._closed:
                 raise RuntimeError("nothing is sent any more")
             (self._readers if reads else self._others).setdefault(client, deque()).append((sent, send))
-            if self._free and self._busy[client] < _AT_ONCE:
+            if self._free and self._busy[client] < _MAX_PER_CLIENT:
                 self._threads.submit(self._work)
                 self._free -= 1
         return sent
@@ -70,7 +70,7 @@ class Senders:
         """Return the next send: of the first client below its limit, which then moves behind the others."""
         with self._lock:
             for waiting in (self._readers, self._others):
-                client = next((client for client in waiting if self._busy[client] < _AT_ONCE), None)
+                client = next((client for client in waiting if self._busy[client] < _MAX_PER_CLIENT), None)
                 if client is not None:
                     break
             else:

@@ -15,7 +15,7 @@ from service.process.certificates import CertificateFiles
 from service.request import Tracer
 from service.transport.admission import Admission
 from service.transport.credentials import Access, server_credentials
-from service.transport.handlers import Handlers, Lanes
+from service.transport.handlers import HandlerInterceptor, Lanes
 from service.transport.lane import Handler, Lane
 from service.transport.options import TransportOptions as TransportOptions
 from service.transport.services import CONTROL_CALLS, FINAL_WAIT_SECONDS, REFLECTION_SECONDS, Services
@@ -57,7 +57,7 @@ class Transport:
         self._certificates = certificates
         self._timeouts: list[CallTimeouts] = []
         self._services = Services(registry, refused, options, access, operations, tracer)
-        handlers = Handlers(self._services.openers(self._lanes()))
+        handlers = HandlerInterceptor(self._services.openers(self._lanes()))
         self._watchdog = Watchdog(self._timeouts)
         # Each lane bounds its own calls: with a common bound, one lane's calls could shut out another's.
         self._server = grpc.server(
@@ -94,14 +94,14 @@ class Transport:
         for timeouts in self._timeouts:
             timeouts.shorten(grace)
         self._services.drain(until)
-        if not self._services.empty(0.0):
+        if not self._services.wait_empty(0.0):
             wait_for_delivery(until)
         # gRPC cancels only after the check below.
         self._server.stop(max(0.0, until - time.monotonic()) + FINAL_WAIT_SECONDS)
-        answered = self._services.empty(until)
+        answered = self._services.wait_empty(until)
         self._server.stop(0)
         self._watchdog.stop()
-        self._services.empty(time.monotonic() + FINAL_WAIT_SECONDS)
+        self._services.wait_empty(time.monotonic() + FINAL_WAIT_SECONDS)
         self._services.close()
         return answered
 

@@ -16,8 +16,8 @@ from bf16kit.protocol import inference_pb2 as pb
 from service.contract import Model, Registry, Slot
 from service.request import REFUSALS, Observation, Reply, Request, Tracer
 from service.transport.admission import FairShares
-from service.transport.calling import Calling
-from service.transport.claims import Claimed, claim_model
+from service.transport.calling import CallContext
+from service.transport.claims import ClaimedModel, claim_model
 from service.transport.limit import AdaptiveLimit
 from service.transport.requestlog import log_request
 from service.transport.status import Status, StatusTable
@@ -30,9 +30,9 @@ from service.wire.request import InferenceCodec
 from service.wire.skim import asked_model
 
 # Features that make even a small message slow: megabytes to read or write, or 65,536 strings to create.
-_LONG = (b"shared_memory_region", b"classification")
+_SLOW_FEATURES = (b"shared_memory_region", b"classification")
 _UNKNOWN_OUTCOME = grpc.StatusCode.INTERNAL
-_Answered = tuple[pb.ModelInferRequest, pb.ModelInferResponse | Status]
+_StreamResult = tuple[pb.ModelInferRequest, pb.ModelInferResponse | Status]
 
 
 class InferenceServicer:
@@ -82,16 +82,16 @@ class InferenceServicer:
 
     # --- inference --------------------------------------------------------------------------------------------------
 
-    def ModelInfer(self, message: pb.ModelInferRequest, call: Calling) -> pb.ModelInferResponse | Status:
-        return self._answer(message, call, call.started, call.reserve_more)
+    def ModelInfer(self, message: pb.ModelInferRequest, call: CallContext) -> pb.ModelInferResponse | Status:
+        return self._respond(message, call, call.started, call.reserve_more)
 
-    def claim(self, data: bytes) -> Claimed | None:
+    def claim(self, data: bytes) -> ClaimedModel | None:
         """Claim the model of the ModelInferRequest in ``data``, to answer it at once; None if it cannot be claimed.
 
         Never blocks, and rejects nothing.
         """
         name, version = asked_model(data)
-        if not name or any(word in data for word in _LONG):
+        if not name or any(feature in data for feature in _SLOW_FEATURES):
             return None
         try:
             return claim_model(self._registry, name, version, len(data))
@@ -99,24 +99,24 @@ class InferenceServicer:
             return None
 
     def ModelStreamInfer(
-        self, requests: Iterator[StreamRequest], call: Calling
+        self, requests: Iterator[StreamRequest], call: CallContext
     ) -> Iterator[pb.ModelStreamInferResponse | Status]:
         turns = StreamTurns(self._scheduler, call.client)
 
-        def answer(request: StreamRequest) -> _Answered:
+        def respond(request: StreamRequest) -> _StreamResult:
             message: pb.ModelInferRequest = request.message
             try:
-                return message, self._answer(message, call, self._clock(), request.reserve_more, patient=True)
+                return message, self._respond(message, call, self._clock(), request.reserve_more, patient=True)
             finally:
                 turns.release(message.model_name)
 
         def end() -> None:
-            answers.close()
+            responses.close()
             turns.close()
 
         admitted_requests = turns.admitted(requests, lambda request: request.message.model_name)
-        answers = OrderedResponses(
-            admitted_requests, answer, self._stream_readers, self._stream_workers, self._stream_window
+        responses = OrderedResponses(
+            admitted_requests, respond, self._stream_readers, self._stream_workers, self._stream_window
         )
         call.cancellation.subscribe(end)
         ends_on_error = call.metadatum("triton_grpc_error") == "true"
@@ -124,7 +124,7 @@ class InferenceServicer:
         try:
             if self._draining:
                 end()
-            for message, result in answers:
+            for message, result in responses:
                 if ends_on_error and isinstance(result, Status):
                     yield result
                 yield _stream_response(message, result)
@@ -133,10 +133,10 @@ class InferenceServicer:
         if self._draining:
             raise Unavailable("the server is shutting down; open the stream again on another", "draining")
 
-    def _answer(
+    def _respond(
         self,
         message: pb.ModelInferRequest,
-        call: Calling,
+        call: CallContext,
         started: float,
         reserve_more: Callable[[int], None],
         *,
@@ -145,15 +145,15 @@ class InferenceServicer:
         """Return the response to one request, or the status that rejects it. Observes either, and never raises."""
         model: Model | None = None
         request: Request | None = None
-        deadline = ends = call.deadline
+        deadline = client_deadline = call.deadline
         code = _UNKNOWN_OUTCOME
         try:
             claimed = call.claimed
             with claimed or self._registry.acquire(message.model_name, message.model_version) as model:
                 codec = self._codec(model)
-                asked = check_request(message.parameters) if message.parameters else RequestParameters()
-                deadline = _earlier(deadline, asked.timeout, started)
-                request, answers = codec.decode(message, asked.priority, deadline, call.cancellation, reserve_more)
+                parameters = check_request(message.parameters) if message.parameters else RequestParameters()
+                deadline = _earlier(deadline, parameters.timeout, started)
+                request, answers = codec.decode(message, parameters.priority, deadline, call.cancellation, reserve_more)
                 request.patient = patient
                 request.nbytes = call.nbytes
                 request.claim = None if claimed is None else claimed.claim
@@ -162,9 +162,9 @@ class InferenceServicer:
                     # It may belong to other requests now.
                     raise Cancelled("the client left before its shared memory was written to")
                 response = codec.encode(message.id, reply, answers, reserve_more)
-            code = self._seen(call, ends)
+            code = self._client_code(call, client_deadline)
             if not patient:
-                self._limit.answered((model.name, model.version), self._clock() - started)
+                self._limit.count_response((model.name, model.version), self._clock() - started)
             return response
         except Exception as error:  # noqa: BLE001 -- the client always gets a status, and the metrics a code
             status = self._refusal(error, deadline, message, model)
@@ -180,16 +180,16 @@ class InferenceServicer:
             if error.reason in REFUSALS:
                 self._refused(error.reason)
             else:  # rejected by the model's queue, which has counted it in the model's metrics
-                self._limit.refused()
+                self._limit.count_refusal()
         if isinstance(error, Cancelled) and deadline is not None and self._clock() >= deadline:
             # gRPC reports a deadline that passed in the same way as a client that left
             return Status(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline passed before the request ran")
-        name, version = _asked(message, model)
+        name, version = _name_and_version(message, model)
         return self._statuses.of(error, {"model": name, "version": version or None, "request_id": message.id or None})
 
-    def _seen(self, call: Calling, ends: float | None) -> grpc.StatusCode:
+    def _client_code(self, call: CallContext, client_deadline: float | None) -> grpc.StatusCode:
         """Return the code that the client sees: it may have stopped waiting while the request ran."""
-        if ends is not None and self._clock() >= ends:
+        if client_deadline is not None and self._clock() >= client_deadline:
             return grpc.StatusCode.DEADLINE_EXCEEDED
         return grpc.StatusCode.CANCELLED if call.cancellation.cancelled else grpc.StatusCode.OK
 
@@ -211,7 +211,7 @@ class InferenceServicer:
     def _observe(
         self,
         message: pb.ModelInferRequest,
-        call: Calling,
+        call: CallContext,
         model: Model | None,
         request: Request | None,
         code: grpc.StatusCode,
@@ -222,15 +222,17 @@ class InferenceServicer:
         Only the name of an existing model becomes a label.
         """
         served: Model | Slot | None = model or self._find(message)
-        name, version = _asked(message, served)
+        name, version = _name_and_version(message, served)
         timings, rows = (None, 0) if request is None else (request.timings, request.rows)
         trace = None if self._tracer is None else self._tracer.sample(name, call.metadatum)
-        seen = Observation(name, version, message.id, code.name, seconds, timings, rows, trace.id if trace else "")
+        observation = Observation(
+            name, version, message.id, code.name, seconds, timings, rows, trace.id if trace else ""
+        )
         if served is not None:
-            served.observe(seen)
-        log_request(seen)
+            served.observe(observation)
+        log_request(observation)
         if trace is not None:
-            trace.end("ModelStreamInfer" if call.streams else "ModelInfer", seen)
+            trace.end("ModelStreamInfer" if call.streams else "ModelInfer", observation)
 
     def _find(self, message: pb.ModelInferRequest) -> Slot | None:
         try:
@@ -250,7 +252,7 @@ def _stream_response(
     return pb.ModelStreamInferResponse(infer_response=result)
 
 
-def _asked(message: pb.ModelInferRequest, served: Model | Slot | None) -> tuple[str, str]:
+def _name_and_version(message: pb.ModelInferRequest, served: Model | Slot | None) -> tuple[str, str]:
     """Return the model and version that were used; without them, those that the client named."""
     return (served.name, str(served.version)) if served else (message.model_name, message.model_version)
 

@@ -16,8 +16,8 @@ from service.operations import Operations
 from service.request import Tracer
 from service.transport.admission import Admission, ByteBudget, FairShares
 from service.transport.control import ControlServicer
-from service.transport.credentials import Access, Needs
-from service.transport.handlers import SERVICE, Lanes, Opener, Table
+from service.transport.credentials import Access, RequiredScope
+from service.transport.handlers import SERVICE, Lanes, Opener, RpcTable
 from service.transport.health import HealthServicer
 from service.transport.limit import AdaptiveLimit
 from service.transport.options import TransportOptions
@@ -72,11 +72,11 @@ class Services:
             memory=SharedMemory(operations.regions, options.max_message_bytes),
             tracer=tracer,
         )
-        self._control = ControlServicer(registry, operations, Needs(access.tokens, "manage"))
+        self._control = ControlServicer(registry, operations, RequiredScope(access.tokens, "manage"))
 
     def openers(self, lanes: Lanes[H]) -> dict[str, Opener[H]]:
-        """Return the function that opens a call of each RPC in its lane; see :meth:`Table.openers`."""
-        table = Table(lanes, self._access, self.statuses, self._max_message_bytes)
+        """Return the function that opens a call of each RPC in its lane; see :meth:`RpcTable.openers`."""
+        table = RpcTable(lanes, self._access, self.statuses, self._max_message_bytes)
         return table.openers(self._servicer, self._control, self.health)
 
     def pool(self, name: str, threads: int) -> ThreadPoolExecutor:
@@ -101,7 +101,7 @@ class Services:
         self._control.drain()
         self.changes.wait_empty(min(until, time.monotonic() + FINAL_WAIT_SECONDS))
 
-    def empty(self, until: float) -> bool:
+    def wait_empty(self, until: float) -> bool:
         """Wait until no call is inside. Return False if one still is at ``until`` (:func:`time.monotonic` seconds)."""
         return self.inference.wait_empty(until) and self.streams.wait_empty(until)
 

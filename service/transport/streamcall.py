@@ -38,7 +38,7 @@ class StreamCall(Call):
     def __call__(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[Any]:
         try:
             place = self._check_admitted(context)
-            for response in self._rpc.answer(self._receive(messages, place), self):
+            for response in self._rpc.handler(self._receive(messages, place), self):
                 if isinstance(response, Status):
                     self.abort(response)
                 self._start_timeout(self._lane.send_timeouts, self._expire)
@@ -62,7 +62,7 @@ class StreamCall(Call):
                 return
             call_bytes = CallBytes(place)
             self._unanswered.append(call_bytes)
-            yield StreamRequest(self._parsed(data, call_bytes), call_bytes.reserve_more)
+            yield StreamRequest(self._parse(data, call_bytes), call_bytes.reserve_more)
 
     def _wait_for_room(self, place: Place) -> None:
         """Wait while the pending requests and their responses are too large. A single one may be."""
@@ -75,8 +75,8 @@ class StreamCall(Call):
         with self._fewer:
             self._fewer.notify_all()
 
-    def _ended(self) -> None:
-        super()._ended()
+    def _on_end(self) -> None:
+        super()._on_end()
         with self._fewer:
             self._fewer.notify_all()
 

@@ -419,7 +419,7 @@ def quick(bench: Bench) -> Bench:
     for _ in range(200):
         values(bench.call(1.0))
         if (claim := bench.batcher.claim(SIZE)) is not None:
-            claim.give_back()
+            claim.release()
             return bench
     raise AssertionError("no run was quick")
 
@@ -430,8 +430,8 @@ def test_a_quick_model_that_is_idle_can_be_claimed_once_per_instance(make: Make)
     assert first is not None
     assert second is not None
     assert batcher.claim(SIZE) is None
-    first.give_back()
-    first.give_back()  # the second call has no effect
+    first.release()
+    first.release()  # the second call has no effect
     assert batcher.claim(SIZE) is not None
     assert batcher.claim(SIZE) is None
 
@@ -466,7 +466,7 @@ def test_a_claim_for_a_large_request_needs_quick_runs_of_large_requests(make: Ma
     assert bench.batcher.claim(20 * SIZE) is None
     claim = bench.batcher.claim(SIZE)
     assert claim is not None
-    claim.give_back()
+    claim.release()
     for _ in range(100):
         values(bench.call(1.0, nbytes=20 * SIZE))
     assert bench.batcher.claim(20 * SIZE) is not None
@@ -486,7 +486,7 @@ def test_a_claim_lets_its_request_run_and_is_then_used_up(make: Make) -> None:
     assert values(bench.call(3.0, claim=claim)) == [6.0]
     assert values(waiting) == [2.0]  # it was woken when the claimed run ended
     assert claim is not None
-    claim.give_back()  # no effect: the request has used the claim
+    claim.release()  # no effect: the request has used the claim
     until(lambda: bench.batcher.claim(SIZE))  # as soon as the thread of the other request has released the runtime
     assert bench.batcher.claim(SIZE) is None
 
@@ -496,7 +496,7 @@ def test_giving_back_a_claim_wakes_a_waiting_request(make: Make) -> None:
     claim = bench.batcher.claim(SIZE)
     waiting = bench.queue(1.0)
     assert claim is not None
-    claim.give_back()
+    claim.release()
     assert values(waiting) == [2.0]
 
 
@@ -511,7 +511,7 @@ def test_a_claim_on_another_generation_has_no_effect(make: Make) -> None:
     assert (values(held), values(waiting)) == ([0.0], [2.0])
     assert old.batcher.claim(SIZE) is None
     assert claim is not None
-    claim.give_back()
+    claim.release()
     assert old.batcher.claim(SIZE) is not None
 
 

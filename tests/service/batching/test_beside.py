@@ -201,7 +201,7 @@ def test_nothing_runs_beside_a_claim_whose_request_is_not_known_yet(make: Make) 
     assert claim is not None
     waiting = bench.queue(4)
     assert bench.run.begun == []
-    claim.give_back()
+    claim.release()
     waiting.result(20)
 
 

@@ -17,7 +17,7 @@ from rawgrpc import RawConnection
 from waiting import until
 
 from service.transport import server
-from service.transport.handlers import SERVICE, Handlers
+from service.transport.handlers import SERVICE, HandlerInterceptor
 
 X = np.ones((2, 3), np.float32)
 READY = f"/{SERVICE}/ServerReady"
@@ -119,14 +119,14 @@ def test_a_call_over_the_limit_of_its_connection_is_rejected(monkeypatch: pytest
 def test_too_many_calls_that_wait_for_grpcs_thread_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     """gRPC queues the calls that its one thread has not reached; that queue must be bounded."""
     begun, go = threading.Event(), threading.Event()
-    intercept = Handlers.intercept_service
+    intercept = HandlerInterceptor.intercept_service
 
-    def slowly(self: Handlers, continuation: Any, details: grpc.HandlerCallDetails) -> Any:
+    def slowly(self: HandlerInterceptor, continuation: Any, details: grpc.HandlerCallDetails) -> Any:
         begun.set()
         assert go.wait(30)
         return intercept(self, continuation, details)
 
-    monkeypatch.setattr(Handlers, "intercept_service", slowly)
+    monkeypatch.setattr(HandlerInterceptor, "intercept_service", slowly)
     with serving(LoopbackModel(), max_in_flight=4) as served:
         calls = [served.stub("ModelInfer").future(infer_request(x=X), timeout=30) for _ in range(60)]
         assert begun.wait(30)

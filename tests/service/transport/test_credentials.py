@@ -108,14 +108,14 @@ class TestTokens:
         return Access(TokenFile(file))
 
     def test_each_call_needs_its_scope(self, access: Access) -> None:
-        needs = {
+        required = {
             "infer": ("ModelInfer", infer_request(x=X)),
             "read": ("ModelMetadata", pb.ModelMetadataRequest(name="echo")),
         }
         holders = {"application-0123456": {"infer"}, "scraper-0123456789": {"read"}}
         with secured(access) as (port, log), grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
             for token, scopes in {**holders, "operator-012345678": {"infer", "read"}}.items():
-                for scope, (method, message) in needs.items():
+                for scope, (method, message) in required.items():
                     if scope in scopes:
                         call(channel, method, message, token)
                     else:

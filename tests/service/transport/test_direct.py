@@ -17,7 +17,7 @@ from loopback import Gate, LoopbackModel, LoopbackRegistry, RequestLog, infer_re
 
 from bf16kit.protocol import inference_pb2 as pb
 from service.operations import Operations
-from service.transport.direct import Answer, Direct, DirectCall
+from service.transport.direct import DirectCall, DirectResponse, DirectTransport
 from service.transport.handlers import SERVICE
 from service.transport.options import TransportOptions
 from service.transport.status import Status
@@ -29,12 +29,14 @@ WATCH = "/grpc.health.v1.Health/Watch"
 
 
 class Desk:
-    """A caller of :class:`Direct`, as another system's proxy is."""
+    """A caller of :class:`DirectTransport`, as another system's proxy is."""
 
     def __init__(self, *models: LoopbackModel, **options: Any) -> None:
         self.models, self.log = models, RequestLog()
         self.registry = LoopbackRegistry(models)
-        self.direct = Direct(self.registry, self.log.refused, TransportOptions(**options), operations=Operations())
+        self.direct = DirectTransport(
+            self.registry, self.log.refused, TransportOptions(**options), operations=Operations()
+        )
         for model in models:
             model.log = self.log
             model.batcher.start()
@@ -44,12 +46,12 @@ class Desk:
         assert isinstance(call, DirectCall)
         return call
 
-    def ask(self, path: str, data: bytes, deadline: float | None = None) -> Answer:
+    def ask(self, path: str, data: bytes, deadline: float | None = None) -> DirectResponse:
         call = self.direct.open(path, (), "ipv4:127.0.0.1:1", deadline)
         if isinstance(call, Status):
             return call
         try:
-            return call.answer(data)
+            return call.respond(data)
         finally:
             call.end()
 
@@ -66,7 +68,7 @@ def desk() -> Iterator[Desk]:
     desk.close()
 
 
-def told(answer: Answer) -> tuple[StatusCode, str]:
+def told(answer: DirectResponse) -> tuple[StatusCode, str]:
     assert isinstance(answer, Status), answer
     return answer.code, answer.details
 
@@ -125,7 +127,7 @@ def test_a_request_that_leaves_the_queue_is_not_run() -> None:
     first = desk.direct.threads.submit(desk.ask, INFER, data)
     assert gate.started.wait(30)
     second = desk.open(INFER)
-    waiting = desk.direct.threads.submit(second.answer, data)
+    waiting = desk.direct.threads.submit(second.respond, data)
     until(lambda: len(desk.models[0].seen) == 2)
     second.end()
     assert told(waiting.result(30))[0] is StatusCode.CANCELLED
@@ -152,7 +154,7 @@ def test_calls_beyond_max_in_flight_are_rejected() -> None:
 def test_a_stream_is_answered_in_order(desk: Desk) -> None:
     call = desk.open(STREAM)
     messages = [infer_request(x=X), infer_request("nobody", x=X), infer_request(x=X)]
-    answers = list(call.answers(message.SerializeToString() for message in messages))
+    answers = list(call.respond_stream(message.SerializeToString() for message in messages))
     call.end()
     parsed = [pb.ModelStreamInferResponse.FromString(each) for each in answers if isinstance(each, bytes)]
     assert [bool(each.error_message) for each in parsed] == [False, True, False]
@@ -161,21 +163,21 @@ def test_a_stream_is_answered_in_order(desk: Desk) -> None:
 
 def test_a_stream_with_a_message_that_cannot_be_parsed_ends_with_the_status(desk: Desk) -> None:
     call = desk.open(STREAM)
-    answers = list(call.answers(iter([infer_request(x=X).SerializeToString(), b"\xff"])))
+    answers = list(call.respond_stream(iter([infer_request(x=X).SerializeToString(), b"\xff"])))
     call.end()
     assert told(answers[-1])[0] is StatusCode.INVALID_ARGUMENT
 
 
 def test_a_stream_gives_its_held_bytes_back(desk: Desk) -> None:
     call = desk.open(STREAM)
-    for _ in call.answers(infer_request(x=X).SerializeToString() for _ in range(50)):
+    for _ in call.respond_stream(infer_request(x=X).SerializeToString() for _ in range(50)):
         pass
     assert desk.direct._services.streams.budget._in_use == 0
     call.end()
 
 
 def test_a_watch_gets_changes_and_ends_with_the_server(desk: Desk) -> None:
-    said: SimpleQueue[Answer | None] = SimpleQueue()
+    said: SimpleQueue[DirectResponse | None] = SimpleQueue()
     call = desk.open(WATCH)
     call.watch(health_pb2.HealthCheckRequest().SerializeToString(), said.put)
 

@@ -72,7 +72,7 @@ def test_a_watcher_gets_not_serving_and_the_end_at_shutdown() -> None:
     servicer = HealthServicer(LoopbackRegistry([LoopbackModel("m")]), SERVICE)
     servicer.watch(health_pb2.HealthCheckRequest(service="m"), "somebody", Cancellation(), sent.append)
     until(lambda: sent)
-    servicer.shut_down(patience=30)
+    servicer.shut_down(timeout=30)
     assert [answer and answer.status for answer in sent] == [SERVING, NOT_SERVING, None]
 
 
@@ -84,7 +84,7 @@ def test_at_shutdown_the_process_stays_live_and_its_watches_end() -> None:
     question = health_pb2.HealthCheckRequest(service="grpc.health.v1.Health")
     servicer.watch(question, "somebody", Cancellation(), sent.append)
     until(lambda: sent)
-    servicer.shut_down(patience=30)
+    servicer.shut_down(timeout=30)
     assert [answer and answer.status for answer in sent] == [SERVING, None]
     assert servicer.check(question, None).status == SERVING
 
@@ -136,7 +136,7 @@ def test_a_watcher_whose_send_fails_is_logged_and_removed(caplog: pytest.LogCapt
     servicer.watch(health_pb2.HealthCheckRequest(service="m"), "somebody", Cancellation(), fail)
     until(lambda: "cannot be told of 'm'" in caplog.text)
     until(lambda: not servicer._watchers)
-    servicer.shut_down(patience=30)
+    servicer.shut_down(timeout=30)
 
 
 def test_a_watch_that_begins_after_the_shutdown_ends_at_once() -> None:
@@ -144,6 +144,6 @@ def test_a_watch_that_begins_after_the_shutdown_ends_at_once() -> None:
 
     sent: list[Any] = []
     servicer = HealthServicer(LoopbackRegistry([LoopbackModel("m")]), SERVICE)
-    servicer.shut_down(patience=30)
+    servicer.shut_down(timeout=30)
     servicer.watch(health_pb2.HealthCheckRequest(service="m"), "somebody", Cancellation(), sent.append)
     assert sent == [None]

@@ -60,7 +60,7 @@ def _reflect(served: Served) -> object:
         pytest.param(LoopbackRegistry, "get", _metadata, _fail, id="a control call"),
         pytest.param(RequestLog, "request", _infer, _fail, id="metrics of a request"),
         pytest.param(RequestLog, "request", _stream, _fail, id="metrics of a stream's request"),
-        pytest.param(HealthServicer, "_tell", _watch, _fail, id="a watch"),
+        pytest.param(HealthServicer, "_notify", _watch, _fail, id="a watch"),
         pytest.param(reflection.ReflectionServicer, "ServerReflectionInfo", _reflect, _fail_after_one, id="a stream"),
     ],
 )

@@ -22,12 +22,12 @@ class Weather:
         """Report ``answers`` and ``refusals`` in every tenth of a second. Return the limit afterwards."""
         for _ in range(round(seconds * 10)):
             for _ in range(answers):
-                self.limit.answered(model, taking)
+                self.limit.count_response(model, taking)
             for _ in range(refusals):
-                self.limit.refused()
+                self.limit.count_refusal()
             self.time += 0.11
-            self.limit.answered(model, taking)
-        return self.limit.now
+            self.limit.count_response(model, taking)
+        return self.limit.current
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def test_the_limit_falls_to_its_minimum_in_overload(weather: Weather) -> None:
 
 def test_the_limit_falls_no_further_once_responses_are_fast(weather: Weather) -> None:
     weather.blow(0.4, answers=20, refusals=180, taking=1.0)
-    between = weather.limit.now
+    between = weather.limit.current
     assert 16 < between < 256
     assert weather.blow(5, answers=20, refusals=180, taking=0.015) == between
 
@@ -85,7 +85,7 @@ def test_a_rejection_by_a_models_queue_counts_as_overload(monkeypatch: pytest.Mo
             raise Overloaded("the queue is full", "queue_full")
 
     told: list[AdaptiveLimit] = []
-    monkeypatch.setattr(AdaptiveLimit, "refused", lambda limit: told.append(limit))
+    monkeypatch.setattr(AdaptiveLimit, "count_refusal", lambda limit: told.append(limit))
     with serving(Full()) as served:
         code, _ = served.refusal("ModelInfer", infer_request(x=np.ones((1, 3), np.float32)))
     assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -97,15 +97,15 @@ def test_rejections_at_the_door_count_only_while_the_limit_is_lowered() -> None:
     weather = Weather(most=4, least=1)
     admission = Admission(4, "calls", adaptive=weather.limit)
     full = [admission.admit(f"client {number}") for number in range(4)]
-    weather.limit.answered("m", 0.001)
+    weather.limit.count_response("m", 0.001)
     for _ in range(50):
         with pytest.raises(Overloaded):
             admission.admit("another")
         weather.time += 0.02
-        weather.limit.answered("m", 1.0)
-    assert weather.limit.now == 4
+        weather.limit.count_response("m", 1.0)
+    assert weather.limit.current == 4
     full.pop().release()
-    weather.limit.now = 3
+    weather.limit.current = 3
     for _ in range(50):
         with pytest.raises(Overloaded, match="3 calls is the limit of this server while models refuse most"):
             admission.admit("another")
@@ -118,7 +118,7 @@ def test_a_rejection_for_a_models_share_does_not_count_as_overload(monkeypatch: 
             raise Overloaded("the model has its share", "model_share")
 
     told: list[AdaptiveLimit] = []
-    monkeypatch.setattr(AdaptiveLimit, "refused", lambda limit: told.append(limit))
+    monkeypatch.setattr(AdaptiveLimit, "count_refusal", lambda limit: told.append(limit))
     with serving(Shared()) as served:
         code, _ = served.refusal("ModelInfer", infer_request(x=np.ones((1, 3), np.float32)))
     assert code is grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -21,7 +21,7 @@ from waiting import until
 from bf16kit.errors import ConfigError
 from bf16kit.protocol import inference_pb2 as pb
 from service.contract import Array
-from service.transport.handlers import SERVICE, Handlers
+from service.transport.handlers import SERVICE, HandlerInterceptor
 from service.transport.lane import Lane
 from service.transport.server import Transport, TransportOptions, wait_for_delivery
 
@@ -242,15 +242,15 @@ def test_health_checks_do_not_wait_behind_inferences_that_grpc_has_not_delivered
 ) -> None:
     asked: list[str] = []
     begun, go = threading.Event(), threading.Event()
-    intercept = Handlers.intercept_service
+    intercept = HandlerInterceptor.intercept_service
 
-    def slowly(self: Handlers, continuation: Any, details: grpc.HandlerCallDetails) -> Any:
+    def slowly(self: HandlerInterceptor, continuation: Any, details: grpc.HandlerCallDetails) -> Any:
         asked.append(details.method.rsplit("/")[-1])
         begun.set()
         assert go.wait(30)
         return intercept(self, continuation, details)
 
-    monkeypatch.setattr(Handlers, "intercept_service", slowly)
+    monkeypatch.setattr(HandlerInterceptor, "intercept_service", slowly)
     with serving(LoopbackModel()) as served:
         inferences = [served.stub("ModelInfer").future(infer_request(x=X)) for _ in range(100)]
         assert begun.wait(30)

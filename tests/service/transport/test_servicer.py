@@ -21,7 +21,7 @@ from bf16kit.tensors import TensorSpec
 from service.contract import Array, Bounds
 from service.request import Cancellation
 from service.transport.call import Rpc
-from service.transport.credentials import Needs
+from service.transport.credentials import RequiredScope
 from service.wire.inflate import Inflater
 from service.wire.skim import parser
 
@@ -376,7 +376,7 @@ def test_a_call_whose_client_left_before_it_had_a_thread_is_not_run(served: Serv
         pb.ModelInferResponse.SerializeToString,
         infer,
     )
-    handler: Any = served.transport._lanes().inference.open(rpc, Needs(None, None), None)
+    handler: Any = served.transport._lanes().inference.open(rpc, RequiredScope(None, None), None)
     with pytest.raises(RuntimeError, match="CANCELLED"):
         handler.stream_unary(iter([b"is not parsed either"]), Gone())
     assert served.registry.find("echo", "").calls == 0
