@@ -12,7 +12,7 @@ from service.httpport import open_http
 from service.models.controller import Controller
 from service.models.deciding import SingleProcess
 from service.models.listing import Listing
-from service.models.plan import Wish
+from service.models.plan import DesiredModel
 from service.models.poll import Poll
 from service.models.repository import Repository
 from service.models.retries import Retries
@@ -41,10 +41,10 @@ class Served:
     """The models, metrics and HTTP port of one process. The constructor binds the HTTP port and starts nothing.
 
     Call :meth:`start`, then :meth:`maintain` about ten times a second, then :meth:`drain`; in any case :meth:`close`.
-    ``wishes``: serve exactly these; the repository is not read, and clients cannot load models.
+    ``desired_models``: serve exactly these; the repository is not read, and clients cannot load models.
     """
 
-    def __init__(self, config: ServerConfig, wishes: Iterable[Wish] | None = None) -> None:
+    def __init__(self, config: ServerConfig, desired_models: Iterable[DesiredModel] | None = None) -> None:
         self.config = config
         self.metrics = Metrics()
         self._owner = FallbackOwner(
@@ -71,11 +71,11 @@ class Served:
             on_verdict=self._owner.receive,
         )
         self._controller, self._poll = None, None
-        if wishes is None:
+        if desired_models is None:
             self._controller = Controller(
                 config.repository,
-                self.repository.want,
-                self.repository.desire,
+                self.repository.apply,
+                self.repository.apply_all,
                 config.model_control,
                 config.load_model,
                 Retries(self.repository.models),
@@ -84,7 +84,7 @@ class Served:
             if config.model_control == "poll":
                 self._poll = Poll(self._controller, config.poll_seconds)
         else:
-            self.repository.desire(wishes)
+            self.repository.apply_all(desired_models)
         self.credentials = Credentials.of(config)
         self._traces, self.tracing = open_tracing(config, self.repository, self.metrics.traced)
         self.operations = self._operations()

@@ -88,7 +88,7 @@ def _run(file: Path | None, given: dict[str, Any]) -> None:
             raise
         raise ConfigError("this needs Ray: pip install 'bf16kit[ray]'") from None
     if own["print_config"]:
-        _print(cluster.as_config(config, scaling, _wishes(config), own["proxies"]))
+        _print(cluster.as_config(config, scaling, _desired_models(config), own["proxies"]))
         return
     stop = Stop()
     configure(config.log_level, config.log_format)
@@ -117,10 +117,10 @@ def _run(file: Path | None, given: dict[str, Any]) -> None:
         sys.exit(_EXIT_UNCLEAN)
 
 
-def _wishes(config: Any) -> Any:
+def _desired_models(config: Any) -> Any:
     from service.models.directory import Directory
 
-    return Directory(config.repository).look().wishes
+    return Directory(config.repository).scan().desired_models
 
 
 def _print(config: dict[str, Any]) -> None:

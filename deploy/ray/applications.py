@@ -20,7 +20,7 @@ from deploy.ray.replica import Replica
 from deploy.ray.settings import Scaling, check
 from ray import serve
 from service.models.directory import Directory
-from service.models.plan import Wish
+from service.models.plan import DesiredModel
 from service.process.config import ServerConfig, explain
 from service.process.memory import PART
 
@@ -58,8 +58,8 @@ def model(arguments: Mapping[str, Any]) -> Any:
     ``model``, a name in the repository.
     """
     config, scaling = _config(arguments), Scaling.from_json(dict(arguments.get("scaling", {})))
-    placed = place(_wish(arguments, config), config)
-    return deployment(placed, scaling).bind(described(placed.config, scaling.cpus), placed.wish.to_json())
+    placed = place(_desired(arguments, config), config)
+    return deployment(placed, scaling).bind(described(placed.config, scaling.cpus), placed.desired.to_json())
 
 
 def deployment(placed: Place, scaling: Scaling) -> Any:
@@ -115,22 +115,24 @@ def _config(arguments: Mapping[str, Any]) -> ServerConfig:
         raise ConfigError(explain(error, ServerConfig, "config")) from None
 
 
-def _wish(arguments: Mapping[str, Any], config: ServerConfig) -> Wish:
+def _desired(arguments: Mapping[str, Any], config: ServerConfig) -> DesiredModel:
     if "wish" in arguments:
-        return Wish.from_json(arguments["wish"])
-    return Directory(config.repository).wish(arguments["model"])
+        return DesiredModel.from_json(arguments["wish"])
+    return Directory(config.repository).desired_model(arguments["model"])
 
 
-def all_of(config: ServerConfig, scaling: Scaling, wishes: Mapping[str, Wish]) -> dict[str, dict[str, Any]]:
+def all_of(
+    config: ServerConfig, scaling: Scaling, desired_models: Mapping[str, DesiredModel]
+) -> dict[str, dict[str, Any]]:
     """Return the arguments of every application, by its name, the front's first."""
-    models = {name: sorted(wish.versions) for name, wish in wishes.items()}
+    models = {name: sorted(desired.versions) for name, desired in desired_models.items()}
     found: dict[str, dict[str, Any]] = {FRONT: {"config": described(config, scaling.cpus), "models": models}}
-    for name, wish in wishes.items():
-        placed = place(wish, config)
+    for name, desired in desired_models.items():
+        placed = place(desired, config)
         found[application(name)] = {
             "config": described(placed.config, scaling.cpus),
             "scaling": scaling.as_json(),
-            "wish": placed.wish.to_json(),
+            "wish": placed.desired.to_json(),
         }
     return found
 

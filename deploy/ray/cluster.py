@@ -24,7 +24,7 @@ from ray.serve.api import RunTarget
 from ray.serve.exceptions import RayServeException
 from service.contract import State
 from service.models.directory import Directory
-from service.models.plan import Wish
+from service.models.plan import DesiredModel
 from service.models.retries import Retries
 from service.process.config import ENV_PREFIX, ServerConfig
 from service.process.ports import listen
@@ -122,7 +122,7 @@ class Deployed:
         self._config = config
         self._scaling = scaling
         self._directory = Directory(config.repository)
-        self._wishes: dict[str, Wish] | None = None
+        self._desired_models: dict[str, DesiredModel] | None = None
         self._notes: set[str] = set()
         self._places: list[SlotState] = []
         self._retries = Retries(lambda: self._places)
@@ -130,7 +130,7 @@ class Deployed:
     @property
     def names(self) -> list[str]:
         """The names of the applications."""
-        return [FRONT, *map(application, self._wishes or ())]
+        return [FRONT, *map(application, self._desired_models or ())]
 
     def follow(self) -> None:
         """Deploy and remove models as the repository changes; does not wait.
@@ -139,36 +139,38 @@ class Deployed:
 
         Raises ConfigError when the repository cannot be listed.
         """
-        seen = self._directory.look(self._wishes)
-        for note in sorted({*seen.notes} - self._notes):
+        scan = self._directory.scan(self._desired_models)
+        for note in sorted({*scan.notes} - self._notes):
             _log.warning("%s", note)
-        self._notes = {*seen.notes}
-        before = self._wishes
-        if before == seen.wishes:
+        self._notes = {*scan.notes}
+        before = self._desired_models
+        if before == scan.desired_models:
             return
-        if not seen.wishes:
+        if not scan.desired_models:
             _log.warning("%s", self._directory.nothing_to_serve(self._config.model_control))
         if before is None:
-            arguments = applications.all_of(self._config, self._scaling, seen.wishes)[FRONT]
+            arguments = applications.all_of(self._config, self._scaling, scan.desired_models)[FRONT]
             _run([RunTarget(applications.front(arguments), FRONT, "/", _LOG)])
-        self._deploy([wish for name, wish in seen.wishes.items() if wish != (before or {}).get(name)])
-        for name in sorted((before or {}).keys() - seen.wishes.keys()):
+        self._deploy([desired for name, desired in scan.desired_models.items() if desired != (before or {}).get(name)])
+        for name in sorted((before or {}).keys() - scan.desired_models.keys()):
             _log.info("model %r: removed", name)
             serve.delete(application(name), _blocking=False)
-        self._wishes = seen.wishes  # only now: after an error, the next call deploys it again
+        self._desired_models = scan.desired_models  # only now: after an error, the next call deploys it again
 
-    def _deploy(self, wishes: Sequence[Wish]) -> None:
-        arguments = applications.all_of(self._config, self._scaling, {wish.name: wish for wish in wishes})
+    def _deploy(self, desired_models: Sequence[DesiredModel]) -> None:
+        arguments = applications.all_of(
+            self._config, self._scaling, {desired.name: desired for desired in desired_models}
+        )
         targets = []
-        for wish in wishes:
-            app = application(wish.name)
-            _log.info("model %r: deploying version %s", wish.name, ", ".join(map(str, sorted(wish.versions))))
+        for desired in desired_models:
+            app = application(desired.name)
+            _log.info("model %r: deploying version %s", desired.name, ", ".join(map(str, sorted(desired.versions))))
             targets.append(RunTarget(applications.model(arguments[app]), app, applications.route(app), _LOG))
-            takes = self._scaling.takes(place(wish, self._config).memory)
+            takes = self._scaling.takes(place(desired, self._config).memory)
             if not _fits(takes):
                 _log.warning(
                     "model %r: no node of the cluster has the resources of a replica, %s; waiting for one that has",
-                    wish.name,
+                    desired.name,
                     ", ".join(f"{amount:,.10g} {of}" for of, amount in takes.items()),
                 )
         _run(targets)
@@ -180,14 +182,14 @@ class Deployed:
         """
         self._places = [
             SlotState(name, version, _STATES.get(states[application(name)], "loading"))
-            for name, wish in (self._wishes or {}).items()
-            for version in wish.versions
+            for name, desired in (self._desired_models or {}).items()
+            for version in desired.versions
         ]
-        self._deploy(self._retries.due(self._wishes or {}))
+        self._deploy(self._retries.due(self._desired_models or {}))
 
     def remind(self) -> None:
         """Tell the front which models there are; a restarted front knows only those of its start."""
-        models = {name: sorted(wish.versions) for name, wish in (self._wishes or {}).items()}
+        models = {name: sorted(desired.versions) for name, desired in (self._desired_models or {}).items()}
         serve.get_app_handle(FRONT).want.remote(models)
 
     def states(self) -> dict[str, str]:
@@ -241,13 +243,15 @@ def follow(deployed: Deployed, config: ServerConfig, stop: Stop) -> None:
         told = now
 
 
-def as_config(config: ServerConfig, scaling: Scaling, wishes: dict[str, Wish], location: str) -> dict[str, Any]:
+def as_config(
+    config: ServerConfig, scaling: Scaling, desired_models: dict[str, DesiredModel], location: str
+) -> dict[str, Any]:
     """Return Ray Serve's own configuration of all applications, as for ``serve deploy``.
 
     It is also the ``serveConfigV2`` of a RayService.
     """
     listed = []
-    for name, arguments in applications.all_of(config, scaling, wishes).items():
+    for name, arguments in applications.all_of(config, scaling, desired_models).items():
         function, route = ("front", "/") if name == FRONT else ("model", applications.route(name))
         path = f"deploy.ray.applications:{function}"
         listed.append({"name": name, "route_prefix": route, "import_path": path, "args": arguments})

@@ -12,7 +12,7 @@ from pathlib import Path
 from bf16kit.artifact import Artifact
 from bf16kit.errors import ArtifactError
 from bf16kit.manifest import Manifest
-from service.models.plan import Plan, Wish
+from service.models.plan import DesiredModel, Plan
 from service.process.config import ServerConfig
 from service.process.memory import PART
 from service.shadow.memory import fp32_bytes
@@ -30,24 +30,24 @@ _REFERENCE_RUN_BYTES = 128 << 20  # eight rows at most, unless shadow.max_rows s
 class Place:
     """The place of one replica. ``refused`` says why one of the versions cannot be served; "" if all may be.
 
-    ``config`` and ``wish`` are what it is started with: the given ones, with limits that fit ``memory``.
+    ``config`` and ``desired`` are what it is started with: the given ones, with limits that fit ``memory``.
     """
 
     model: str
     memory: int  # bytes
     config: ServerConfig
-    wish: Wish
+    desired: DesiredModel
     refused: str = ""
 
 
-def place(wish: Wish, config: ServerConfig) -> Place:
+def place(desired: DesiredModel, config: ServerConfig) -> Place:
     """Return the place of one model's replica, served as ``config`` says.
 
     A model whose artifacts cannot be opened has a place, too: its replica reports why it is not served. Placing the
     result again gives the same place.
     """
     base, measured, refused, plans = PROCESS_BYTES, False, "", []
-    for plan in wish.plans:
+    for plan in desired.plans:
         try:
             manifest = Artifact.open(Path(plan.path), verify=False).manifest
         except ArtifactError as error:
@@ -63,7 +63,9 @@ def place(wish: Wish, config: ServerConfig) -> Place:
     requests, message = _at_most(config, "max_request_bytes", share), _at_most(config, "max_message_bytes", share)
     bounded = config.model_copy(update={"max_request_bytes": requests, "max_message_bytes": message})
     # A single request is accepted up to these sizes, whatever else is in use.
-    return Place(wish.name, base + max(requests, message), bounded, Wish(wish.name, tuple(plans)), refused)
+    return Place(
+        desired.name, base + max(requests, message), bounded, DesiredModel(desired.name, tuple(plans)), refused
+    )
 
 
 def _at_most(config: ServerConfig, key: str, share: int) -> int:

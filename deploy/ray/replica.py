@@ -18,7 +18,7 @@ from deploy.ray.answering import Answering
 from deploy.ray.calls import FRONT
 from ray import serve
 from service.grpcport import build_direct_transport
-from service.models.plan import Wish
+from service.models.plan import DesiredModel
 from service.process.config import LOOPBACK, ServerConfig
 from service.process.heap import bound_heap
 from service.process.logs import configure
@@ -36,13 +36,13 @@ _RETRY_SECONDS = 1.0
 
 
 class Replica(Answering):
-    """``wish`` is what to serve, as JSON: a replica that is started later serves the same as the others.
+    """``desired`` is what to serve, as JSON: a replica that is started later serves the same as the others.
 
     Ray sends it requests once the constructor returns. By then the model has passed every gate, including its golden
     samples. Otherwise it raises RuntimeError with the reason, and Ray tries again.
     """
 
-    def __init__(self, config: Mapping[str, Any], wish: str) -> None:
+    def __init__(self, config: Mapping[str, Any], desired: str) -> None:
         bound_heap()
         # No lame duck here: whoever removes it has told load balancers before, so no request arrives by the time Ray
         # stops it.
@@ -51,7 +51,7 @@ class Replica(Answering):
         _announce(self._config)
         self._name = uuid.uuid4().hex[:12]
         self._ended = threading.Event()
-        self._served = served = Served(self._config, [Wish.from_json(wish)])
+        self._served = served = Served(self._config, [DesiredModel.from_json(desired)])
         self.direct = build_direct_transport(
             self._config,
             served.repository,

@@ -24,7 +24,7 @@ from service.commands.measured import BenchResult, Options
 from service.commands.turns import ROUNDS, Cell, measure_in_turns, sequential_calls
 from service.contract import Array
 from service.models import choosing, loading
-from service.models.directory import directories_in, wish_of
+from service.models.directory import desired_model_of, directories_in
 from service.models.generation import Generation
 from service.models.loading import Loaded
 from service.models.plan import Plan
@@ -148,7 +148,7 @@ def _plan(options: Options) -> Plan:
             f"the repository has no model {quoted(options.model)}; it has {', '.join(directories) or 'none'}"
         )
     directory = directories[options.model]
-    plan = wish_of(directory).plans[-1]
+    plan = desired_model_of(directory).plans[-1]
     if plan.broken:
         raise ConfigError(plan.broken)
     if options.version is None or options.version == plan.version:

@@ -16,9 +16,9 @@ from bf16kit.wording import brief, quoted
 from service.grpcport import open_tracing
 from service.models import loading
 from service.models.controller import Controller
-from service.models.directory import directories_in, wish_of
+from service.models.directory import desired_model_of, directories_in
 from service.models.opening import open_artifact
-from service.models.plan import Plan, Wish
+from service.models.plan import DesiredModel, Plan
 from service.models.repository import Repository
 from service.process import ports
 from service.process.config import ServerConfig, load_config
@@ -103,15 +103,15 @@ class Checks:
                 raise NotFound(f"the repository has no model {quoted(name)}; it has {', '.join(directories) or 'none'}")
         for name in self._models or directories:
             try:
-                wish = wish_of(directories[name])
+                desired = desired_model_of(directories[name])
             except ConfigError as error:
                 yield Finding(f"model {name!r}", "failed" if self._models else "note", str(error))
                 continue
-            yield from self._versions(wish, config)
+            yield from self._versions(desired, config)
 
-    def _versions(self, wish: Wish, config: ServerConfig) -> Iterator[Finding]:
-        for plan in wish.plans:
-            subject = f"model {wish.name!r} version {plan.version}"
+    def _versions(self, desired: DesiredModel, config: ServerConfig) -> Iterator[Finding]:
+        for plan in desired.plans:
+            subject = f"model {desired.name!r} version {plan.version}"
             yield _attempt(subject, partial(self._version, plan, config))
 
     def _version(self, plan: Plan, config: ServerConfig) -> str:
@@ -185,9 +185,9 @@ def _traces(config: ServerConfig) -> str:
 
 def _repository(config: ServerConfig) -> str:
     """Check the repository. Raises ConfigError if a server would exit, or never be ready."""
-    controller = Controller(config.repository, _want, _desire, config.model_control, config.load_model)
+    controller = Controller(config.repository, _apply, _apply_all, config.model_control, config.load_model)
     controller.begin()
-    count = len(controller.wishes)
+    count = len(controller.desired_models)
     if not count and config.model_control != "explicit":
         raise ConfigError(
             f"{config.repository} has no model; put artifacts under <model>/<version>/, or it will not be ready"
@@ -196,10 +196,10 @@ def _repository(config: ServerConfig) -> str:
     return f"{config.repository}, {count} model{'s'[: count != 1]} at start{later.get(config.model_control, '')}"
 
 
-def _want(wish: Wish) -> Future[None]:
-    """Accept a wish as a reconciler would, but load nothing."""
+def _apply(desired: DesiredModel) -> Future[None]:
+    """Accept a desired model as a reconciler would, but load nothing."""
     return Future()
 
 
-def _desire(wishes: Iterable[Wish]) -> None:
-    """Accept all wishes as a reconciler would, but load nothing."""
+def _apply_all(desired_models: Iterable[DesiredModel]) -> None:
+    """Accept all desired models as a reconciler would, but load nothing."""

@@ -14,7 +14,7 @@ from bf16kit.manifest import Manifest
 from bf16kit.text import size, table
 from bf16kit.verdicts import DriftRow, rows_of, share, tightest_of
 from bf16kit.wording import brief
-from service.models.directory import directories_in, versions_in, wish_of
+from service.models.directory import desired_model_of, directories_in, versions_in
 from service.models.opening import weight_bytes
 from service.models.policy import Serving
 
@@ -109,11 +109,11 @@ def _used(tightest: DriftRow | None) -> str:
 def _model(directory: Path) -> Iterator[Row]:
     name = directory.name
     try:
-        wish = wish_of(directory)
+        desired = desired_model_of(directory)
     except ConfigError as error:
         yield Row(name, 0, served=False, why=str(error))
         return
-    chosen, any_plan = wish.versions, wish.plans[0]  # all versions of a model are served with the same settings
+    chosen, any_plan = desired.versions, desired.plans[0]  # all versions of a model are served with the same settings
     for version in versions_in(directory):
         if any_plan.broken:
             yield Row(name, version, served=False, why=any_plan.broken, problem=any_plan.broken)

@@ -1,6 +1,6 @@
 """Decides which models are wanted, by ``model_control``: all in the repository, all as it changes, or those asked for.
 
-It knows directories and wishes, and neither loads nor runs models. So it also works in a process without models.
+It knows directories and desired models, and neither loads nor runs models: it also works in a process without models.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Literal, TypeAlias
 from bf16kit.errors import ConfigError, NotFound
 from service.models.directory import Directory
 from service.models.override import Override
-from service.models.plan import Wish
+from service.models.plan import DesiredModel
 from service.models.retries import Retries
 from service.operations import Indexed
 
@@ -25,7 +25,7 @@ ALL = "*"  # as the only name in ``load_model``: load every model at start
 
 
 class Controller:
-    """Decides what is wanted, and tells it to ``want`` (one model) and ``desire`` (all models).
+    """Decides what is wanted, and passes it to ``apply`` (one model) and ``apply_all`` (all models).
 
     With one process these are the methods of :class:`~service.models.reconciler.Reconciler`. ``start_up`` names the
     models that ``explicit`` loads at start. ``retries`` tells :meth:`poll` which failed models to try again.
@@ -35,27 +35,27 @@ class Controller:
     def __init__(
         self,
         root: Path,
-        want: Callable[[Wish], Future[None]],
-        desire: Callable[[Iterable[Wish]], object],
+        apply: Callable[[DesiredModel], Future[None]],
+        apply_all: Callable[[Iterable[DesiredModel]], object],
         mode: Mode = "none",
         start_up: Sequence[str] = (),
         retries: Retries | None = None,
     ) -> None:
         self.mode = mode
         self._directory = Directory(root)
-        self._want = want
-        self._desire = desire
+        self._apply = apply
+        self._apply_all = apply_all
         self._start_up = start_up
         self._retries = retries
-        self._lock = threading.RLock()  # held from look to wish, so that the newest look is the last one told
-        self._wishes: dict[str, Wish] = {}
-        self._past: dict[str, frozenset[int]] = {}  # versions that were ever wanted
+        self._lock = threading.RLock()  # held from scan to apply, so that the newest scan is applied last
+        self._desired_models: dict[str, DesiredModel] = {}
+        self._past_versions: dict[str, frozenset[int]] = {}  # versions that were ever desired
         self._notes: set[str] = set()
 
     @property
-    def wishes(self) -> Mapping[str, Wish]:
-        """The wishes now, by model name."""
-        return dict(self._wishes)
+    def desired_models(self) -> Mapping[str, DesiredModel]:
+        """The models that are desired now, by name."""
+        return dict(self._desired_models)
 
     def begin(self) -> None:
         """Want the models to start with.
@@ -63,29 +63,29 @@ class Controller:
         Raises ConfigError if the repository cannot be listed, or lacks one of them.
         """
         if self.mode != "explicit" or tuple(self._start_up) == (ALL,):
-            self._tell(self._look())
+            self._set_all(self._scan())
         else:
-            self._tell({name: self._named(name) for name in self._start_up})
-        if not self._wishes and self.mode != "explicit":
+            self._set_all({name: self._startup_model(name) for name in self._start_up})
+        if not self._desired_models and self.mode != "explicit":
             _log.warning("%s", self._directory.nothing_to_serve(self.mode))
 
     def load(self, name: str, config: str | None = None) -> Future[None]:
         with self._lock:
             override = None if config is None else Override(name, config)
-            wish = self._directory.wish(name, None if override is None else override.change)
+            desired = self._directory.desired_model(name, None if override is None else override.change)
             if override is not None:
-                override.check(wish)
-            self._remember({**self._wishes, name: wish})
-            return self._want(wish)
+                override.check(desired)
+            self._remember({**self._desired_models, name: desired})
+            return self._apply(desired)
 
     def unload(self, name: str) -> Future[None]:
         with self._lock:
-            if name not in self._wishes:  # a model that does not exist is unloaded already
-                nothing: Future[None] = Future()
-                nothing.set_result(None)
-                return nothing
-            self._remember({known: wish for known, wish in self._wishes.items() if known != name})
-            return self._want(Wish(name))
+            if name not in self._desired_models:  # a model that does not exist is unloaded already
+                future: Future[None] = Future()
+                future.set_result(None)
+                return future
+            self._remember({known: desired for known, desired in self._desired_models.items() if known != name})
+            return self._apply(DesiredModel(name))
 
     def poll(self, settle: Callable[[], object]) -> None:
         """Want what the repository holds now.
@@ -96,19 +96,19 @@ class Controller:
         """
         with self._lock:
             try:
-                first = self._look()
-                second = first if first == self._wishes else self._look_again(settle)
+                first = self._scan()
+                second = first if first == self._desired_models else self._rescan(settle)
             except ConfigError as error:
-                self._note([str(error)])
+                self._log_new([str(error)])
                 return
-            names = sorted({*self._wishes, *first, *second})
-            seen = {n: second.get(n) if first.get(n) == second.get(n) else self._wishes.get(n) for n in names}
-            wishes = {name: wish for name, wish in seen.items() if wish is not None}
-            if wishes != self._wishes:
-                self._tell(wishes)
-            for wish in [] if self._retries is None else self._retries.due(wishes):
-                _log.info("model %r could not be loaded; trying again", wish.name)
-                self._want(wish)
+            names = sorted({*self._desired_models, *first, *second})
+            seen = {n: second.get(n) if first.get(n) == second.get(n) else self._desired_models.get(n) for n in names}
+            desired_models = {name: desired for name, desired in seen.items() if desired is not None}
+            if desired_models != self._desired_models:
+                self._set_all(desired_models)
+            for desired in [] if self._retries is None else self._retries.due(desired_models):
+                _log.info("model %r could not be loaded; trying again", desired.name)
+                self._apply(desired)
 
     def index(self, served: Iterable[Indexed]) -> list[Indexed]:
         """Return the repository's index: ``served``, plus unloaded versions and models that were never asked for.
@@ -122,7 +122,7 @@ class Controller:
             names = []
         known = {(line.name, line.version) for line in lines}
         for name in names:
-            past = [str(v) for v in sorted(self._past.get(name, ())) if self._directory.has_version(name, v)]
+            past = [str(v) for v in sorted(self._past_versions.get(name, ())) if self._directory.has_version(name, v)]
             lines += [Indexed(name, v, "UNAVAILABLE", "unloaded") for v in past if (name, v) not in known]
         named = {line.name for line in lines}
         lines += [Indexed(name) for name in names if name not in named]
@@ -130,34 +130,34 @@ class Controller:
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _named(self, name: str) -> Wish:
+    def _startup_model(self, name: str) -> DesiredModel:
         try:
-            return self._directory.wish(name)
+            return self._directory.desired_model(name)
         except NotFound as error:
             known = ", ".join(self._directory.names()) or "none"
             raise ConfigError(f"load_model: {error}; its models are {known}") from None
 
-    def _look(self) -> dict[str, Wish]:
-        seen = self._directory.look(self._wishes if self.mode == "poll" else None)
-        self._note(seen.notes)
-        return seen.wishes
+    def _scan(self) -> dict[str, DesiredModel]:
+        scan = self._directory.scan(self._desired_models if self.mode == "poll" else None)
+        self._log_new(scan.notes)
+        return scan.desired_models
 
-    def _look_again(self, settle: Callable[[], object]) -> dict[str, Wish]:
+    def _rescan(self, settle: Callable[[], object]) -> dict[str, DesiredModel]:
         settle()
-        return self._look()
+        return self._scan()
 
-    def _note(self, notes: Sequence[str]) -> None:
-        """Log the notes that were not in the previous look."""
+    def _log_new(self, notes: Sequence[str]) -> None:
+        """Log the notes that the previous scan did not have."""
         for note in notes:
             if note not in self._notes:
                 _log.warning("%s", note)
         self._notes = set(notes)
 
-    def _tell(self, wishes: Mapping[str, Wish]) -> None:
-        self._remember(wishes)
-        self._desire(wishes.values())
+    def _set_all(self, desired_models: Mapping[str, DesiredModel]) -> None:
+        self._remember(desired_models)
+        self._apply_all(desired_models.values())
 
-    def _remember(self, wishes: Mapping[str, Wish]) -> None:
-        self._wishes = dict(wishes)
-        for name, wish in wishes.items():
-            self._past[name] = self._past.get(name, frozenset()) | wish.versions
+    def _remember(self, desired_models: Mapping[str, DesiredModel]) -> None:
+        self._desired_models = dict(desired_models)
+        for name, desired in desired_models.items():
+            self._past_versions[name] = self._past_versions.get(name, frozenset()) | desired.versions

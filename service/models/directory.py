@@ -13,7 +13,7 @@ from typing import NamedTuple
 from bf16kit.errors import ConfigError, NotFound
 from bf16kit.manifest import MANIFEST
 from bf16kit.wording import quoted, refused
-from service.models.plan import Plan, Wish
+from service.models.plan import DesiredModel, Plan
 from service.models.policy import Serving, load_serving
 
 # Names become metric labels, health services and log lines.
@@ -23,10 +23,10 @@ _VERSION_NAME = re.compile(rf"[1-9][0-9]{{0,{LONGEST_VERSION - 1}}}")
 Change = Callable[[Serving], Serving]
 
 
-class Seen(NamedTuple):
-    """The result of one look at the repository: wishes by model name, and why other directories were passed over."""
+class RepositoryScan(NamedTuple):
+    """The result of one scan of the repository: desired models by name, and why other directories were passed over."""
 
-    wishes: dict[str, Wish]
+    desired_models: dict[str, DesiredModel]
     notes: list[str]
 
 
@@ -42,13 +42,13 @@ class Directory:
 
     def nothing_to_serve(self, mode: str) -> str:
         """Return why no model is served, and a remedy, for the log. ``mode`` is the server's model_control."""
-        then = " and restart" if mode == "none" else ""
+        restart = " and restart" if mode == "none" else ""
         return (
-            f"repository {self.root} {self._lack()}: serving, but not ready;"
-            f" put artifacts under <model>/<version>/{then}"
+            f"repository {self.root} {self._emptiness()}: serving, but not ready;"
+            f" put artifacts under <model>/<version>/{restart}"
         )
 
-    def _lack(self) -> str:
+    def _emptiness(self) -> str:
         if _holds_manifest(self.root):
             return f"is an artifact itself, with its {MANIFEST}"
         with contextlib.suppress(OSError):  # it was listed a moment ago
@@ -61,33 +61,33 @@ class Directory:
     def has_version(self, name: str, version: int) -> bool:
         return (self.root / name / str(version)).is_dir()
 
-    def wish(self, name: str, change: Change | None = None) -> Wish:
+    def desired_model(self, name: str, change: Change | None = None) -> DesiredModel:
         """Return what model ``name`` asks for; ``change`` is applied to its ``serving.yaml``. Raises NotFound."""
         if not self.holds(name):
             raise NotFound(f"the repository has no model {quoted(name)}")
-        return wish_of(self.root / name, change)
+        return desired_model_of(self.root / name, change)
 
-    def look(self, earlier: Mapping[str, Wish] | None = None) -> Seen:
-        """Return what all models ask for. ``earlier`` has the previous wishes by name.
+    def scan(self, earlier: Mapping[str, DesiredModel] | None = None) -> RepositoryScan:
+        """Return what all models ask for. ``earlier`` has the previous desired models by name.
 
         With ``earlier``, a version without a manifest is being copied or replaced, so its previous plan is kept. The
         same holds for a model whose directory cannot be read. Raises ConfigError if the root cannot be listed.
         """
-        seen = Seen({}, [])
+        scan = RepositoryScan({}, [])
         for directory in directories_in(self.root):
             name = directory.name
-            before = None if earlier is None else earlier.get(name, Wish(name))
+            previous = None if earlier is None else earlier.get(name, DesiredModel(name))
             try:
-                wish = wish_of(directory) if before is None else _finished(directory, before)
+                desired = desired_model_of(directory) if previous is None else _finished(directory, previous)
             except OSError as error:
-                seen.notes.append(f"{directory} cannot be read now: {refused(error)}")
-                wish = before or Wish(name)
+                scan.notes.append(f"{directory} cannot be read now: {refused(error)}")
+                desired = previous or DesiredModel(name)
             except ConfigError as error:
-                seen.notes.append(str(error))
+                scan.notes.append(str(error))
                 continue
-            if wish.plans:
-                seen.wishes[name] = wish
-        return seen
+            if desired.plans:
+                scan.desired_models[name] = desired
+        return scan
 
 
 def directories_in(root: Path) -> list[Path]:
@@ -109,32 +109,32 @@ def versions_in(directory: Path) -> list[int]:
         raise ConfigError(f"{directory} is skipped: it cannot be listed: {refused(error)}") from None
 
 
-def wish_of(directory: Path, change: Change | None = None) -> Wish:
+def desired_model_of(directory: Path, change: Change | None = None) -> DesiredModel:
     """Return what a model's directory asks for; ``change`` is applied to its ``serving.yaml``.
 
     Raises ConfigError if it is not a model's directory, which is passed over then.
     """
-    return _wish(directory, _check(directory, versions_in(directory)), change)
+    return _desired_model(directory, _check(directory, versions_in(directory)), change)
 
 
-def _finished(directory: Path, before: Wish) -> Wish:
-    """Return the wish for the versions that are complete or were wanted before.
+def _finished(directory: Path, previous: DesiredModel) -> DesiredModel:
+    """Return the desired model with the versions that are complete or were wanted before.
 
     A version that was wanted before keeps its previous plan while it has no manifest. Raises OSError if the directory
     cannot be listed.
     """
-    wanted = {plan.version: plan for plan in before.plans}
+    wanted = {plan.version: plan for plan in previous.plans}
     versions = _check(directory, _versions_in(directory))
-    there = [version for version in versions if version in wanted or stamp_of(directory / str(version))]
-    if not there:
-        closed = [version for version in versions if not _may_be_read(directory / str(version))]
-        if closed:
-            whom = f"user {os.geteuid()} may not read {directory / str(closed[-1])}"
-            raise ConfigError(f"{directory} is skipped: {whom}")
+    usable = [version for version in versions if version in wanted or stamp_of(directory / str(version))]
+    if not usable:
+        unreadable = [version for version in versions if not _may_be_read(directory / str(version))]
+        if unreadable:
+            reason = f"user {os.geteuid()} may not read {directory / str(unreadable[-1])}"
+            raise ConfigError(f"{directory} is skipped: {reason}")
         raise ConfigError(f"{directory} is skipped: none of its versions has a {MANIFEST} yet")
-    wish = _wish(directory, there)
-    plans = (plan if plan.finished else wanted.get(plan.version, plan) for plan in wish.plans)
-    return Wish(wish.name, tuple(plans))
+    desired = _desired_model(directory, usable)
+    plans = (plan if plan.finished else wanted.get(plan.version, plan) for plan in desired.plans)
+    return DesiredModel(desired.name, tuple(plans))
 
 
 def _check(directory: Path, versions: list[int]) -> list[int]:
@@ -145,21 +145,21 @@ def _check(directory: Path, versions: list[int]) -> list[int]:
     if not _holds_manifest(directory):
         raise ConfigError(f"{directory} is skipped: it has no version directory (a positive integer)")
     if _VERSION_NAME.fullmatch(directory.name):
-        whose = f"{directory.parent} is a model: give the directory above that as the repository"
-        raise ConfigError(f"{directory} is skipped: it is a version, and {whose}")
+        remedy = f"{directory.parent} is a model: give the directory above that as the repository"
+        raise ConfigError(f"{directory} is skipped: it is a version, and {remedy}")
     raise ConfigError(
         f"{directory} is skipped: it is an artifact; put it into a version's directory, {directory / '1'}"
     )
 
 
-def _wish(directory: Path, versions: list[int], change: Change | None = None) -> Wish:
+def _desired_model(directory: Path, versions: list[int], change: Change | None = None) -> DesiredModel:
     serving, broken = Serving(), ""
     try:
         serving = load_serving(directory) if change is None else change(load_serving(directory))
         versions = serving.version_policy.choose(versions)
     except ConfigError as error:
         broken, versions = str(error), versions[-1:]
-    return Wish(directory.name, tuple(_plan(directory, version, serving, broken) for version in versions))
+    return DesiredModel(directory.name, tuple(_plan(directory, version, serving, broken) for version in versions))
 
 
 def _plan(directory: Path, version: int, serving: Serving, broken: str = "") -> Plan:
@@ -172,10 +172,10 @@ def stamp_of(path: Path) -> str:
     digest, manifest = hashlib.sha256(), False
     try:
         for file in sorted(path.iterdir()):
-            seen, name = _stat(file), file.name
-            digest.update(f"{name}\0{seen.st_ino} {seen.st_size} {seen.st_mtime_ns}\0".encode(errors="replace"))
+            status, name = _stat(file), file.name
+            digest.update(f"{name}\0{status.st_ino} {status.st_size} {status.st_mtime_ns}\0".encode(errors="replace"))
             manifest = manifest or name == MANIFEST
-    except OSError:  # removed meanwhile: the next look will see that
+    except OSError:  # removed meanwhile: the next scan will see that
         return ""
     return digest.hexdigest() if manifest else ""
 

@@ -15,7 +15,7 @@ from pydantic_core import PydanticCustomError
 from bf16kit.errors import InvalidRequest
 from bf16kit.wording import brief, quoted
 from service.models.described import Described, Tensor
-from service.models.plan import Wish
+from service.models.plan import DesiredModel
 from service.models.policy import Serving
 from service.process.config import explain
 
@@ -189,11 +189,11 @@ class Override:
         except ValidationError as error:
             raise InvalidRequest(brief(explain(error, Serving, _WHERE))) from None
 
-    def check(self, wish: Wish) -> None:
-        """Check that the resulting wish can be served, and has the inputs and outputs that the client described."""
-        for plan in wish.plans:
+    def check(self, desired: DesiredModel) -> None:
+        """Check that the resulting model can be served, and has the inputs and outputs that the client described."""
+        for plan in desired.plans:
             if plan.broken:
-                raise InvalidRequest(f"model {wish.name!r} cannot be served with this configuration: {plan.broken}")
+                raise InvalidRequest(f"model {desired.name!r} cannot be served with this configuration: {plan.broken}")
             self._described.check(plan.path)
 
 

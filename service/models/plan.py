@@ -1,6 +1,6 @@
-"""Plans and wishes: which versions of a model to serve, from which directory, and how.
+"""Plans and desired models: which versions of a model to serve, from which directory, and how.
 
-Wishes may be made in one process and fulfilled in another, so they can be written as JSON.
+They may be made in one process and applied in another, so they can be written as JSON.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class DesiredModel:
     """The versions of one model to serve, ascending. Without plans, the model is to be unloaded."""
 
     name: str
@@ -58,8 +58,8 @@ class Wish:
         return json.dumps({"name": self.name, "plans": [_plan_to_dict(plan) for plan in self.plans]})
 
     @classmethod
-    def from_json(cls, text: str) -> Wish:
-        """Return the wish that :meth:`to_json` wrote. The text comes from a process of this server, and is trusted."""
+    def from_json(cls, text: str) -> DesiredModel:
+        """Return what :meth:`to_json` wrote. The text comes from a process of this server, and is trusted."""
         written = json.loads(text)
         return cls(written["name"], tuple(_plan_of(plan) for plan in written["plans"]))
 

@@ -1,7 +1,7 @@
 """The reconciler: it knows which models are wanted, and one thread changes what is served accordingly.
 
-Callers only say what is wanted, as a :class:`Wish` per model; the newest wish counts. The thread fulfils the wishes one
-at a time, in the order in which they came.
+Callers only say what is wanted, as a :class:`DesiredModel` per model; the newest one counts. The thread applies them
+one at a time, in the order in which they came.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from service.models.fp32 import load_fp32
 from service.models.generation import Generation
 from service.models.goldengate import OnVerdict, ignore_verdict
 from service.models.orders import Orders
-from service.models.plan import Plan, Wish
+from service.models.plan import DesiredModel, Plan
 from service.models.slot import Slot
 from service.models.slottable import Slots, SlotTable
-from service.models.waiting import Waiting, tell
+from service.models.waiting import PendingChange, complete
 from service.process import garbage
 from service.telemetry.metrics import Metrics
 
@@ -41,7 +41,7 @@ _STOPPING = "the server is shutting down; try another"
 
 
 class Reconciler:
-    """Owns the slots. :meth:`want` may be called before :meth:`start`; :meth:`close` is final.
+    """Owns the slots. :meth:`apply` may be called before :meth:`start`; :meth:`close` is final.
 
     ``changed`` is called, on any thread, after every change of a slot.
     """
@@ -75,8 +75,8 @@ class Reconciler:
         self._unload_seconds = unload_seconds
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)
-        self._waiting: dict[str, Waiting] = {}
-        self._at_work: Wish | None = None
+        self._pending: dict[str, PendingChange] = {}
+        self._in_progress: DesiredModel | None = None
         self._closed = False
         self._advice = Advice()
         self._thread = threading.Thread(target=self._work, name="reconciler", daemon=True)
@@ -94,54 +94,57 @@ class Reconciler:
         """See :attr:`SlotTable.ready`."""
         return self._table.ready
 
-    def want(self, wish: Wish) -> Future[None]:
-        """Ask for a model to be served as ``wish`` says. New versions get a slot in state ``loading`` at once.
+    def apply(self, desired: DesiredModel) -> Future[None]:
+        """Ask for a model to be served as ``desired`` says. New versions get a slot in state ``loading`` at once.
 
-        The future ends when the wish is fulfilled. It fails with Unavailable if a version cannot be loaded (with the
+        The future ends when that is done. It fails with Unavailable if a version cannot be loaded (with the
         reason), if the server shuts down, or if the opposite was wanted before the thread came to it.
         """
-        told = self._ask(wish)
-        assert told is not None  # noqa: S101 - for the type checker
-        return told
+        future = self._enqueue(desired)
+        assert future is not None  # noqa: S101 - for the type checker
+        return future
 
-    def _ask(self, wish: Wish, *, unless_tried: bool = False) -> Future[None] | None:
-        """Queue ``wish`` for the thread. With ``unless_tried``, return None if that would only repeat an attempt."""
-        told: Future[None] = Future()
+    def _enqueue(self, desired: DesiredModel, *, unless_tried: bool = False) -> Future[None] | None:
+        """Queue ``desired`` for the thread. With ``unless_tried``, return None if that would only repeat an attempt."""
+        future: Future[None] = Future()
         with self._lock:
             if self._closed:
-                told.set_exception(Unavailable(_STOPPING))
-                return told
-            if unless_tried and self._tried(wish):
+                future.set_exception(Unavailable(_STOPPING))
+                return future
+            if unless_tried and self._was_tried(desired):
                 return None
-            earlier = self._waiting.get(wish.name, Waiting(wish))
-            same = bool(earlier.wish.plans) == bool(wish.plans)
-            self._waiting[wish.name] = Waiting(wish, [*(earlier.told if same else ()), told])
-            overtaken = [] if same else earlier.told
-            self._table.add(wish, awaited=self._thread.ident is None or not self.ready)
+            earlier = self._pending.get(desired.name, PendingChange(desired))
+            same = bool(earlier.desired.plans) == bool(desired.plans)
+            self._pending[desired.name] = PendingChange(desired, [*(earlier.futures if same else ()), future])
+            superseded = [] if same else earlier.futures
+            self._table.add(desired, awaited=self._thread.ident is None or not self.ready)
             self._wake.notify()
-        tell(overtaken, Unavailable(f"model {wish.name!r} is being {'loaded' if wish.plans else 'unloaded'} instead"))
+        complete(
+            superseded,
+            Unavailable(f"model {desired.name!r} is being {'loaded' if desired.plans else 'unloaded'} instead"),
+        )
         self._changed()
-        return told
+        return future
 
-    def desire(self, wishes: Iterable[Wish]) -> dict[str, Future[None]]:
+    def apply_all(self, desired_models: Iterable[DesiredModel]) -> dict[str, Future[None]]:
         """Ask for exactly these models; all others are unloaded. Returns a future per model that changes, by name.
 
-        A model that could not be loaded, or is being loaded, is tried again only if its plan has changed. :meth:`want`
+        A model that could not be loaded, or is being loaded, is tried again only if its plan has changed. :meth:`apply`
         always tries.
         """
-        wanted = {wish.name: wish for wish in wishes}
+        wanted = {desired.name: desired for desired in desired_models}
         with self._lock:
-            known = (*self.slots, *self._waiting)
+            known = (*self.slots, *self._pending)
         for name in known:
-            wanted.setdefault(name, Wish(name))
-        asked = {name: self._ask(wanted[name], unless_tried=True) for name in sorted(wanted)}
-        return {name: told for name, told in asked.items() if told is not None}
+            wanted.setdefault(name, DesiredModel(name))
+        futures = {name: self._enqueue(wanted[name], unless_tried=True) for name in sorted(wanted)}
+        return {name: future for name, future in futures.items() if future is not None}
 
-    def _tried(self, wish: Wish) -> bool:
-        """Return whether ``wish`` was tried already, or is being tried. Call it with the lock held."""
-        if wish.name in self._waiting or not self._table.of(wish.name).keys() >= wish.versions:
+    def _was_tried(self, desired: DesiredModel) -> bool:
+        """Return whether ``desired`` was tried already, or is being tried. Call it with the lock held."""
+        if desired.name in self._pending or not self._table.of(desired.name).keys() >= desired.versions:
             return False
-        return wish == self._at_work or self._table.tried(wish)
+        return desired == self._in_progress or self._table.tried(desired)
 
     def close(self, deadline: float = math.inf) -> bool:
         """Unload everything, in parallel. Returns False if something was still running at ``deadline``.
@@ -151,12 +154,12 @@ class Reconciler:
         """
         with self._lock:
             self._closed = True
-            abandoned, self._waiting = self._waiting, {}
+            abandoned, self._pending = self._pending, {}
             self._wake.notify()
             slots = self._table.all()
             models = [model for slot in slots if (model := slot.withdraw("unloaded")) is not None]
-        for waiting in abandoned.values():
-            tell(waiting.told, Unavailable(_STOPPING))
+        for change in abandoned.values():
+            complete(change.futures, Unavailable(_STOPPING))
         with ThreadPoolExecutor(max(1, len(models)), "unload") as unloading:
             clean = all(list(unloading.map(lambda model: model.close(deadline), models)))
         if self._thread.ident is not None:
@@ -170,40 +173,40 @@ class Reconciler:
     # --- the thread ---------------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        while (waiting := self._next()) is not None:
+        while (change := self._next()) is not None:
             error: Exception | None = None
             try:
-                self._fulfil(waiting.wish)
+                self._reconcile(change.desired)
             except Bf16kitError as refused:
                 error = refused
             except Exception as bug:  # noqa: BLE001 - this thread must live on for the other models
-                _log.exception("model %r: reconciling failed unexpectedly", waiting.wish.name)
+                _log.exception("model %r: reconciling failed unexpectedly", change.desired.name)
                 error = bug
-            self._at_work = None
-            tell(waiting.told, error)
+            self._in_progress = None
+            complete(change.futures, error)
 
-    def _next(self) -> Waiting | None:
-        """Block until there is a wish, and return the oldest; None when the reconciler is closed."""
+    def _next(self) -> PendingChange | None:
+        """Block until there is a change, and return the oldest; None when the reconciler is closed."""
         with self._wake:
-            self._wake.wait_for(lambda: self._waiting or self._closed)
+            self._wake.wait_for(lambda: self._pending or self._closed)
             if self._closed:
                 return None
-            waiting = self._waiting.pop(next(iter(self._waiting)))
-            self._at_work = waiting.wish
-            return waiting
+            change = self._pending.pop(next(iter(self._pending)))
+            self._in_progress = change.desired
+            return change
 
-    def _fulfil(self, wish: Wish) -> None:
+    def _reconcile(self, desired: DesiredModel) -> None:
         """Load the versions, then unload the model's others. If none can be loaded, what is served stays."""
-        slots = self._table.of(wish.name)
-        tried = {plan.version: self._serve(slots[plan.version], plan) for plan in wish.plans}
-        failed = {version: reason for version, reason in tried.items() if reason}
+        slots = self._table.of(desired.name)
+        reasons = {plan.version: self._serve(slots[plan.version], plan) for plan in desired.plans}
+        failed = {version: reason for version, reason in reasons.items() if reason}
         if self._closed:
             raise Unavailable(_STOPPING)
-        if len(failed) < len(wish.plans) or not wish.plans:
-            self._unload(wish)
+        if len(failed) < len(desired.plans) or not desired.plans:
+            self._unload(desired)
         if failed:
-            which = "; ".join(f"version {version} cannot be loaded: {reason}" for version, reason in failed.items())
-            raise Unavailable(f"model {wish.name!r}: {which}")
+            details = "; ".join(f"version {version} cannot be loaded: {reason}" for version, reason in failed.items())
+            raise Unavailable(f"model {desired.name!r}: {details}")
 
     def _serve(self, slot: Slot, plan: Plan) -> str:
         """Load ``plan`` and let it answer. Returns the reason if that fails, else ""."""
@@ -213,7 +216,7 @@ class Reconciler:
             slot.keep()
             return ""
         slot.begin(plan)
-        begun = time.monotonic()
+        started = time.monotonic()
         try:
             if plan.broken:
                 raise ConfigError(plan.broken)
@@ -225,9 +228,9 @@ class Reconciler:
                 weights=self._weights,
                 agreement=self._agree(plan),
             )
-            if not self._waiting and slot.model is None:  # before it answers; at a start, once for all models
+            if not self._pending and slot.model is None:  # before it answers; at a start, once for all models
                 garbage.settle()
-            replaced = self._publish(slot, plan, loaded, begun)
+            replaced = self._publish(slot, plan, loaded, started)
         except Bf16kitError as error:
             reason = slot.fail(str(error), _NOT_FOR_CALLERS if isinstance(error, RuntimeFailure) else "")
         except Exception:  # noqa: BLE001 - a bug in loading one model must not take the others down
@@ -244,7 +247,7 @@ class Reconciler:
         self._changed()
         return reason
 
-    def _publish(self, slot: Slot, plan: Plan, loaded: loading.Loaded, begun: float) -> Generation | None:
+    def _publish(self, slot: Slot, plan: Plan, loaded: loading.Loaded, started: float) -> Generation | None:
         """Put what was loaded into the slot. Returns the generation that it replaces, if any."""
         with self._lock:
             if self._closed:
@@ -255,7 +258,7 @@ class Reconciler:
                 slot.series = self._metrics.add(slot.name, slot.version)
             model = self._generation(slot, plan, loaded)
             model.start()
-            seconds = time.monotonic() - begun
+            seconds = time.monotonic() - started
             model.metrics.ready(True, seconds)
             # before it is published: the log has the line when clients see the model ready
             _log.info("%s is ready after %.2f s: %s", slot.label, seconds, loaded.summary)
@@ -280,29 +283,29 @@ class Reconciler:
             changed=self._changed,
         )
 
-    def _unload(self, wish: Wish) -> None:
+    def _unload(self, desired: DesiredModel) -> None:
         """Unload all versions of the model that are not wanted."""
         with self._lock:
-            slots = {} if self._closed else self._table.of(wish.name)
-            gone = [slot for version, slot in slots.items() if version not in self._wanted(wish)]
-            if not gone:
+            slots = {} if self._closed else self._table.of(desired.name)
+            removed = [slot for version, slot in slots.items() if version not in self._wanted(desired)]
+            if not removed:
                 return
-            for slot in gone:
+            for slot in removed:
                 self.orders.forget(slot)
-            self._table.remove(wish.name, gone)
-            models = [slot.withdraw("unloaded") for slot in gone]
-            self.leaving = tuple(gone)
+            self._table.remove(desired.name, removed)
+            models = [slot.withdraw("unloaded") for slot in removed]
+            self.leaving = tuple(removed)
         self._changed()
-        for slot, model in zip(gone, models, strict=True):
+        for slot, model in zip(removed, models, strict=True):
             if model is not None:
                 model.close(time.monotonic() + self._unload_seconds)
             self._metrics.remove(slot.series)
             _log.info("%s is unloaded", slot.label)
         self.leaving = ()
-        del slots, gone, models, slot, model
+        del slots, removed, models, slot, model
         garbage.settle()
 
-    def _wanted(self, wish: Wish) -> frozenset[int]:
-        """Return the versions of ``wish``, and of a newer wish in the queue, whose versions have slots already."""
-        newer = self._waiting.get(wish.name)
-        return wish.versions if newer is None else wish.versions | newer.wish.versions
+    def _wanted(self, desired: DesiredModel) -> frozenset[int]:
+        """Return the versions of ``desired``, and of a newer change in the queue, whose versions have slots already."""
+        newer = self._pending.get(desired.name)
+        return desired.versions if newer is None else desired.versions | newer.desired.versions

@@ -17,7 +17,7 @@ from service.models.directory import LONGEST_VERSION
 from service.models.generation import Generation
 from service.models.goldengate import GoldenSchedule, OnVerdict, ignore_verdict
 from service.models.lease import Lease
-from service.models.plan import Plan, Wish
+from service.models.plan import DesiredModel, Plan
 from service.models.reconciler import UNLOAD_SECONDS, NewSender, Reconciler
 from service.models.slot import Slot
 from service.models.slottable import Slots
@@ -31,7 +31,7 @@ _NO_VERSION = 0  # a version that does not exist: versions begin at 1
 class Repository:
     """The models of one process: see :class:`service.contract.Registry`.
 
-    Say with :meth:`want` and :meth:`desire`, before or after :meth:`start`, which models to serve. To end, call
+    Say with :meth:`apply` and :meth:`apply_all`, before or after :meth:`start`, which models to serve. To end, call
     :meth:`drain`, then :meth:`close`.
 
     ``ready_when_empty``: the server is ready without models, as when clients load them. ``agree`` returns the agreement
@@ -78,17 +78,17 @@ class Repository:
         self._reconciler.start()
         self._schedule.start()
 
-    def want(self, wish: Wish) -> Future[None]:
-        """See :meth:`Reconciler.want`."""
+    def apply(self, desired: DesiredModel) -> Future[None]:
+        """See :meth:`Reconciler.apply`."""
         if self._stopping:
             refused: Future[None] = Future()
             refused.set_exception(Unavailable("the server is shutting down; try another", "draining"))
             return refused
-        return self._reconciler.want(wish)
+        return self._reconciler.apply(desired)
 
-    def desire(self, wishes: Iterable[Wish]) -> Mapping[str, Future[None]]:
-        """See :meth:`Reconciler.desire`; does nothing once the server stops."""
-        return {} if self._stopping else self._reconciler.desire(wishes)
+    def apply_all(self, desired_models: Iterable[DesiredModel]) -> Mapping[str, Future[None]]:
+        """See :meth:`Reconciler.apply_all`; does nothing once the server stops."""
+        return {} if self._stopping else self._reconciler.apply_all(desired_models)
 
     def order(self, order: PrecisionOrder) -> Future[None]:
         """See :meth:`service.models.orders.Orders.give`."""

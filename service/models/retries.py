@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from service.contract import State
-from service.models.plan import Wish
+from service.models.plan import DesiredModel
 
 FIRST_SECONDS = 30.0  # from the poll that finds a model not loaded to the first retry
 LONGEST_SECONDS = 3600.0  # longest pause between two retries
@@ -34,7 +34,7 @@ class Place(Protocol):
 
 @dataclass(slots=True)
 class _Tries:
-    wish: Wish
+    desired: DesiredModel
     due: float
     pause: float
 
@@ -50,26 +50,26 @@ class Retries:
         self._clock = clock
         self._tries: dict[str, _Tries] = {}
 
-    def due(self, wishes: Mapping[str, Wish]) -> list[Wish]:
-        """Return those of ``wishes`` to try again now. A wish that has changed starts again with the first pause."""
+    def due(self, desired_models: Mapping[str, DesiredModel]) -> list[DesiredModel]:
+        """Return the ``desired_models`` to try again now. One that has changed starts again with the first pause."""
         now = self._clock()
         served = {(place.name, place.version): place for place in self._places()}
         tries = self._tries
         self._tries = {}
         due = []
-        for name, wish in wishes.items():
-            places = [served.get((name, plan.version)) for plan in wish.plans]
+        for name, desired in desired_models.items():
+            places = [served.get((name, plan.version)) for plan in desired.plans]
             if all(place is not None and _as_wanted(place) for place in places):
                 continue
-            if any(plan.broken for plan in wish.plans):
+            if any(plan.broken for plan in desired.plans):
                 continue
             known = tries.get(name)
-            if known is None or known.wish != wish:
-                known = _Tries(wish, now + FIRST_SECONDS, FIRST_SECONDS)
+            if known is None or known.desired != desired:
+                known = _Tries(desired, now + FIRST_SECONDS, FIRST_SECONDS)
             elif now >= known.due and not any(place is not None and place.state == "loading" for place in places):
                 known.pause = min(2 * known.pause, LONGEST_SECONDS)
                 known.due = now + known.pause
-                due.append(wish)
+                due.append(desired)
             self._tries[name] = known
         return due
 

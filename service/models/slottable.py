@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from service.models.plan import Wish
+from service.models.plan import DesiredModel
 from service.models.slot import Slot
 from service.telemetry.metrics import Metrics
 
@@ -38,27 +38,27 @@ class SlotTable:
         """Return the slots of one model, by version."""
         return self.slots.get(name, {})
 
-    def tried(self, wish: Wish) -> bool:
-        """Return whether ``wish``, whose versions have slots, has been tried as far as possible.
+    def tried(self, desired: DesiredModel) -> bool:
+        """Return whether ``desired``, whose versions have slots, has been tried as far as possible.
 
         That is so if each plan was the last one tried in its slot, and no other version is left to unload. Other
         versions stay if none of the plans is served.
         """
-        slots = self.of(wish.name)
-        served = [plan for plan in wish.plans if slots[plan.version].serves(plan)]
-        others = slots.keys() - wish.versions
-        return all(slots[plan.version].tried == plan for plan in wish.plans) and not (
-            others and (served or not wish.plans)
+        slots = self.of(desired.name)
+        served = [plan for plan in desired.plans if slots[plan.version].serves(plan)]
+        others = slots.keys() - desired.versions
+        return all(slots[plan.version].tried == plan for plan in desired.plans) and not (
+            others and (served or not desired.plans)
         )
 
-    def add(self, wish: Wish, *, awaited: bool) -> None:
-        """Add a slot for every version of ``wish`` that has none."""
-        known = self.of(wish.name)
-        versions = [version for version in wish.versions if version not in known]
-        new = {v: Slot(wish.name, v, self._metrics.add(wish.name, v), awaited=awaited) for v in versions}
+    def add(self, desired: DesiredModel, *, awaited: bool) -> None:
+        """Add a slot for every version of ``desired`` that has none."""
+        known = self.of(desired.name)
+        versions = [version for version in desired.versions if version not in known]
+        new = {v: Slot(desired.name, v, self._metrics.add(desired.name, v), awaited=awaited) for v in versions}
         if new:
             all_of_it = dict(sorted({**known, **new}.items()))
-            self.slots = dict(sorted({**self.slots, wish.name: all_of_it}.items()))
+            self.slots = dict(sorted({**self.slots, desired.name: all_of_it}.items()))
 
     def remove(self, name: str, gone: Iterable[Slot]) -> None:
         """Remove these slots of a model."""

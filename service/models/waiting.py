@@ -1,4 +1,4 @@
-"""Wishes that wait for the reconciler's thread, and the futures of their callers."""
+"""Changes that wait for the reconciler's thread, and the futures of their callers."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from service.models.plan import Wish
+from service.models.plan import DesiredModel
 
 
 @dataclass(slots=True)
-class Waiting:
-    """A wish, and the futures ``told`` that end when it is fulfilled or has failed."""
+class PendingChange:
+    """A desired model, and the futures that end when it is applied or has failed."""
 
-    wish: Wish
-    told: list[Future[None]] = field(default_factory=list)
+    desired: DesiredModel
+    futures: list[Future[None]] = field(default_factory=list)
 
 
-def tell(futures: Iterable[Future[None]], error: Exception | None) -> None:
+def complete(futures: Iterable[Future[None]], error: Exception | None) -> None:
     """End the futures: with ``error``, or successfully for None."""
     for future in futures:
         if not future.set_running_or_notify_cancel():

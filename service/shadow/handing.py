@@ -12,7 +12,7 @@ from bf16kit.errors import Unavailable
 from service.drift.late import BackgroundQueue
 from service.drift.observer import Outcome, OutcomeObserver
 from service.drift.sampling import Sample
-from service.models.plan import Plan, Wish
+from service.models.plan import DesiredModel, Plan
 from service.peers.channel import Body
 from service.shadow.samples import pack
 
@@ -36,7 +36,7 @@ class PlanSampleSender:
         name: str,
         plan: Plan,
         ask: Ask,
-        gone: Callable[[str, str], None] = lambda name, wish: None,
+        gone: Callable[[str, str], None] = lambda name, desired: None,
         *,
         together_s: float = TOGETHER_S,
     ) -> None:
@@ -48,8 +48,8 @@ class PlanSampleSender:
         self._waiting = BackgroundQueue[_Given](f"{name}-samples", self._work, gather_s=together_s)
 
     @cached_property
-    def _wish(self) -> str:
-        return Wish(self._name, (self._plan,)).to_json()
+    def _desired(self) -> str:
+        return DesiredModel(self._name, (self._plan,)).to_json()
 
     def send(self, sample: Sample, observer: OutcomeObserver) -> None:
         """See :meth:`service.drift.sampling.SampleSender.send`."""
@@ -66,7 +66,7 @@ class PlanSampleSender:
         for sample, observer in self._waiting.end():
             observer.sampled("dropped", sample.rows)
         self._waiting.join()  # samples sent after gone() would have the model measured again
-        self._gone(self._name, self._wish)
+        self._gone(self._name, self._desired)
 
     # --- the thread ---------------------------------------------------------------------------------------------------
 
@@ -79,7 +79,7 @@ class PlanSampleSender:
 
     def _send(self, given: Sequence[_Given]) -> None:
         told = _told(given)
-        model = {"model": self._name, "version": self._plan.version, "wish": self._wish}
+        model = {"model": self._name, "version": self._plan.version, "wish": self._desired}
         body, file = pack([sample for sample, _ in given])
         try:
             asked = self._ask("samples", {**body, **model}, [file])

@@ -31,7 +31,7 @@ class EarlySample:
 class MeasuredVersion:
     """A version whose samples are measured."""
 
-    wish: str
+    desired: str
     plan: Plan
     metrics: ModelMetrics
     tokens: TokenBucket

@@ -34,7 +34,7 @@ NAME = "the shadow"
 SILENT_SECONDS = 120.0
 _MOST_BYTES = 256 << 20  # of samples sent to it and not yet measured
 _MOST_SAMPLES = 2 * QUEUE_SIZE  # per model; the process drops samples beyond its queue, but only while it runs
-#: Whether a version is to be served as a wish (JSON) describes it; the wish holds this version only.
+#: Whether a version is to be served as this desired model (JSON) says; it holds this version only.
 Wanted = Callable[[str, int, str], bool]
 
 
@@ -82,7 +82,7 @@ class ShadowProcess:
         self._asked.set_result({})
         self._talks = False  # it has answered since it started, which takes a second or two
         self._early: list[_Early] = []  # samples that came before it had started
-        self._wishes: dict[Key, str] = {}  # the versions that it measures
+        self._desired_models: dict[Key, str] = {}  # the versions that it measures
         self._off: dict[Key, str] = {}  # versions that stay off because they kill it again and again, and why
         self._gauges = Gauges()
         self._blame = CrashTracker()
@@ -112,7 +112,7 @@ class ShadowProcess:
         return self._off.get((model, version), "")
 
     def maintain(self) -> None:
-        if self._wishes or self._child.pid is not None:
+        if self._desired_models or self._child.pid is not None:
             self._child.maintain()
 
     def close(self) -> None:
@@ -135,7 +135,7 @@ class ShadowProcess:
         body: Body = {**message.body, "shared": self._shared}
         key = _key(body)
         with self._lock:  # held until the samples are sent, so that "forget" for the model follows them
-            new = key not in self._wishes
+            new = key not in self._desired_models
             refused = self._refused(key, body)
             if not refused:
                 self._hand_on(body, message.files[0], told)
@@ -149,21 +149,21 @@ class ShadowProcess:
         """Call :meth:`give`, with the signature of a request to a supervisor."""
         return self.give(Message(dict(body), tuple(files)))
 
-    def forget(self, model: str, wish: str = "") -> None:
+    def forget(self, model: str, desired: str = "") -> None:
         """Drop the references of a model that was reloaded or unloaded.
 
-        With ``wish``, only the version loaded by it; else all of its versions that are not wanted as they were.
+        With ``desired``, only the version loaded by it; else all of its versions that are not wanted as they were.
         """
 
         def is_gone(key: Key, known: str) -> bool:
-            if wish:
-                return key[0] == model and known == wish
+            if desired:
+                return key[0] == model and known == desired
             return key[0] == model and (self._wanted is None or not self._wanted(*key, known))
 
         with self._lock:
-            gone = [key for key, known in self._wishes.items() if is_gone(key, known)]
+            gone = [key for key, known in self._desired_models.items() if is_gone(key, known)]
             for key in gone:
-                del self._wishes[key]
+                del self._desired_models[key]
                 self._off.pop(key, None)
             early = [each for each in self._early if is_gone(each.key, each.body["wish"])]
             self._early = [each for each in self._early if each not in early]
@@ -196,9 +196,9 @@ class ShadowProcess:
         """Return the outcome of these samples if they are not to be handed on, else "". The caller holds the lock."""
         if self._wanted is not None and not self._wanted(*key, body["wish"]):
             return "dropped"  # in flight while their model was unloaded
-        if self._wishes.get(key) != body["wish"]:
+        if self._desired_models.get(key) != body["wish"]:
             self._off.pop(key, None)  # it applied to the version loaded before
-            self._wishes[key] = body["wish"]
+            self._desired_models[key] = body["wish"]
         if key in self._off:
             return "failed"
         room = self._held + int(body["nbytes"]) <= _MOST_BYTES and self._unanswered[key] < _MOST_SAMPLES
@@ -242,9 +242,9 @@ class ShadowProcess:
             os.close(board)
         with self._lock:
             early, self._early = self._early, []
-            for key, wish in self._wishes.items():
+            for key, desired in self._desired_models.items():
                 if key not in self._off:
-                    peer.tell("measure", {"wish": wish})
+                    peer.tell("measure", {"wish": desired})
             for each in early:  # a concurrent "forget" for a model follows them
                 if each.key not in self._off:
                     self._ask(peer, each.body, each.file, each.told)
@@ -272,7 +272,7 @@ class ShadowProcess:
 
     def _known(self) -> list[Key]:
         with self._lock:
-            return list(self._wishes)
+            return list(self._desired_models)
 
     def _bury(self) -> None:
         """Handle its death: its counts and its list of models are kept, and a reference that killed it stays off."""

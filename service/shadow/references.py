@@ -26,7 +26,7 @@ from service.drift.verdict import DriftVerdict
 from service.models.comparing import new_comparison
 from service.models.directory import stamp_of
 from service.models.opening import Opened, open_artifact
-from service.models.plan import Wish
+from service.models.plan import DesiredModel
 from service.peers.channel import Body, Channel
 from service.peers.peer import TELL_SECONDS, Message, Peer
 from service.peers.signals import leave_signals_to_the_parent
@@ -145,13 +145,13 @@ class References:
     # --- models, with the lock held -----------------------------------------------------------------------------------
 
     def _model(self, text: str) -> MeasuredVersion:
-        """Return what measures the samples of this wish. It replaces what measured another wish of the same version."""
-        known = next((model for model in self._models.values() if model.wish == text), None)
+        """Return what measures the samples of this version, instead of what measured another plan of it."""
+        known = next((model for model in self._models.values() if model.desired == text), None)
         if known is not None:
             return known
-        wish = Wish.from_json(text)
-        (plan,) = wish.plans
-        key = wish.name, plan.version
+        desired = DesiredModel.from_json(text)
+        (plan,) = desired.plans
+        key = desired.name, plan.version
         known = self._models.get(key)
         if known is not None and known.plan == plan:
             return known

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from bf16kit.errors import Bf16kitError, Unavailable
-from service.models.plan import Wish
+from service.models.plan import DesiredModel
 from service.peers.peer import ENDED
 from service.workers.fleet import Fleet
 
@@ -23,7 +23,7 @@ _AT_ONCE_SECONDS = 20.0  # for quick requests: a worker that does not answer is 
 
 
 class ModelChanges:
-    """Applies wishes to all workers. :meth:`want` and :meth:`desire` are called by the reconciler.
+    """Applies desired models to all workers. :meth:`apply` and :meth:`apply_all` are called by the controller.
 
     ``changed`` is called with a model's name and those of its versions that all workers have reloaded or unloaded.
     """
@@ -31,29 +31,29 @@ class ModelChanges:
     def __init__(self, fleet: Fleet, changed: Changed = lambda model, versions: None) -> None:
         self._fleet = fleet
         self._on_changed = changed
-        self._failed: dict[str, Wish] = {}  # wishes that a worker failed to fulfil; its slots hold the reason
+        self._failed: dict[str, DesiredModel] = {}  # what a worker failed to apply; its slots hold the reason
         self._thread = ThreadPoolExecutor(1, "changes")
 
-    def want(self, wish: Wish) -> Future[None]:
-        """Return a future that ends when every worker serves ``wish``.
+    def apply(self, desired: DesiredModel) -> Future[None]:
+        """Return a future that ends when every worker serves ``desired``.
 
-        A worker that dies meanwhile gets the wish at its restart.
+        A worker that dies meanwhile gets it at its restart.
         """
-        return self._thread.submit(self._fulfil, wish)
+        return self._thread.submit(self._apply_everywhere, desired)
 
-    def desire(self, wishes: Iterable[Wish]) -> None:
+    def apply_all(self, desired_models: Iterable[DesiredModel]) -> None:
         """Serve these models and no others.
 
         Before any worker runs, this sets the models that all of them start with.
         """
-        wanted, before = {wish.name: wish for wish in wishes}, self._fleet.wishes
+        wanted, before = {desired.name: desired for desired in desired_models}, self._fleet.desired_models
         if not self._fleet.running:
             self._fleet.change(wanted)
             return
         for name in sorted({*before, *wanted}):
-            wish = wanted.get(name, Wish(name))
-            if wish != before.get(name, Wish(name)) or self._failed.get(name, wish) != wish:
-                self.want(wish).add_done_callback(_note)
+            desired = wanted.get(name, DesiredModel(name))
+            if desired != before.get(name, DesiredModel(name)) or self._failed.get(name, desired) != desired:
+                self.apply(desired).add_done_callback(_note)
 
     def close(self) -> None:
         """Start no further change. A change in progress continues."""
@@ -61,30 +61,34 @@ class ModelChanges:
 
     # --- the thread ---------------------------------------------------------------------------------------------------
 
-    def _fulfil(self, wish: Wish) -> None:
-        before = self._fleet.wishes
-        after = {**before, wish.name: wish} if wish.plans else {n: w for n, w in before.items() if n != wish.name}
-        if wish.plans:
-            self._fleet.change(before, trying=wish)
+    def _apply_everywhere(self, desired: DesiredModel) -> None:
+        before = self._fleet.desired_models
+        after = (
+            {**before, desired.name: desired}
+            if desired.plans
+            else {n: w for n, w in before.items() if n != desired.name}
+        )
+        if desired.plans:
+            self._fleet.change(before, trying=desired)
             try:
-                first = self._try(wish, before.get(wish.name))
+                first = self._try(desired, before.get(desired.name))
             finally:
                 self._fleet.change(before)
         else:
             first = ""
-        self._failed.pop(wish.name, None)
+        self._failed.pop(desired.name, None)
         self._fleet.change(after)  # workers that start from now on begin with it
         others = [name for name in self._fleet.running if name != first]
-        failed = self._all(others, wish)
-        if failed is not None and wish.plans:
+        failed = self._all(others, desired)
+        if failed is not None and desired.plans:
             self._fleet.change(before)
-            self._all(self._fleet.running, before.get(wish.name, Wish(wish.name)))
+            self._all(self._fleet.running, before.get(desired.name, DesiredModel(desired.name)))
             raise failed
-        if versions := _changed(before.get(wish.name, Wish(wish.name)), wish):
-            self._on_changed(wish.name, versions)
+        if versions := _changed(before.get(desired.name, DesiredModel(desired.name)), desired):
+            self._on_changed(desired.name, versions)
 
-    def _try(self, wish: Wish, before: Wish | None) -> str:
-        """Have one worker load ``wish``, and return the worker's name.
+    def _try(self, desired: DesiredModel, before: DesiredModel | None) -> str:
+        """Have one worker load ``desired``, and return the worker's name.
 
         If that fails, restore what it served and raise its error.
         """
@@ -92,25 +96,25 @@ class ModelChanges:
         if first is None:
             raise Unavailable("no worker of this server is running; try again")
         try:
-            self._fleet.ask_one(first, "want", {"wish": wish.to_json()}).result()
+            self._fleet.ask_one(first, "want", {"wish": desired.to_json()}).result()
         except Bf16kitError:
-            self._failed[wish.name] = wish
-            if before is not None and not _serves_as_before(wish, before):
+            self._failed[desired.name] = desired
+            if before is not None and not _serves_as_before(desired, before):
                 self._all([first], before)
             raise
         return first
 
-    def _all(self, names: Iterable[str], wish: Wish) -> Bf16kitError | None:
-        """Have these workers serve ``wish``.
+    def _all(self, names: Iterable[str], desired: DesiredModel) -> Bf16kitError | None:
+        """Have these workers serve ``desired``.
 
-        Return the first error of one that still runs: a dead one gets the wish anyway.
+        Return the first error of one that still runs: a dead one gets it anyway.
         """
-        pending = {name: self._fleet.ask_one(name, "want", {"wish": wish.to_json()}) for name in names}
+        pending = {name: self._fleet.ask_one(name, "want", {"wish": desired.to_json()}) for name in names}
         wait(pending.values())
         for name, future in pending.items():
             error = future.exception()
             if isinstance(error, Bf16kitError) and not died(error):
-                _log.error("%s: model %r: %s", name, wish.name, error)
+                _log.error("%s: model %r: %s", name, desired.name, error)
                 return error
         return None
 
@@ -150,13 +154,13 @@ class FleetSettings:
             return now
 
 
-def _serves_as_before(wish: Wish, before: Wish) -> bool:
-    """Whether a worker that could not fulfil ``wish`` still serves what it did: nothing new, and everything it had."""
-    new = [plan for plan in wish.plans if plan not in before.plans]
-    return len(new) == 1 and (len(wish.plans) == 1 or all(plan in wish.plans for plan in before.plans))
+def _serves_as_before(desired: DesiredModel, before: DesiredModel) -> bool:
+    """Whether a worker that failed to apply ``desired`` serves what it did: nothing new, and everything it had."""
+    new = [plan for plan in desired.plans if plan not in before.plans]
+    return len(new) == 1 and (len(desired.plans) == 1 or all(plan in desired.plans for plan in before.plans))
 
 
-def _changed(before: Wish, after: Wish) -> list[int]:
+def _changed(before: DesiredModel, after: DesiredModel) -> list[int]:
     """Return the versions that are now served differently, or not at all."""
     return sorted(
         {plan.version for plan in (*before.plans, *after.plans) if plan not in before.plans or plan not in after.plans}

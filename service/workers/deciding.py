@@ -41,8 +41,8 @@ class WorkerProcesses:
             self._fleet.forget(_REMEMBERED, f"{model}/{version}")
 
     def active_plan(self, model: str, version: int) -> ActivePlan | None:
-        wish = self._fleet.wishes.get(model)
-        plan = None if wish is None else next((plan for plan in wish.plans if plan.version == version), None)
+        desired = self._fleet.desired_models.get(model)
+        plan = None if desired is None else next((plan for plan in desired.plans if plan.version == version), None)
         if plan is None:
             return None
         with self._lock:

@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from bf16kit.errors import Unavailable
-from service.models.plan import Wish
+from service.models.plan import DesiredModel
 from service.peers.channel import Body
 from service.peers.child import SILENT_SECONDS, Child
 from service.peers.peer import ENDED, Answer, Handler, Message, Peer
@@ -51,8 +51,8 @@ class Fleet:
         self._weights.start()
         table = open_regions(config)
         self._regions = None if table is None else FleetRegions(table, self._peers)
-        self._wishes: dict[str, Wish] = {}
-        self._trying: Wish | None = None
+        self._desired_models: dict[str, DesiredModel] = {}
+        self._trying: DesiredModel | None = None
         self._state: dict[tuple[str, str], Mapping[str, Any]] = {}  # remembered messages, by kind and name
         self._handlers = dict(handlers or {})
         self._on_death = on_death
@@ -69,14 +69,14 @@ class Fleet:
         self._callbacks.append(callback)
 
     @property
-    def wishes(self) -> Mapping[str, Wish]:
+    def desired_models(self) -> Mapping[str, DesiredModel]:
         """What every worker is to serve, by model. A restarted worker gets them."""
-        return dict(self._wishes)
+        return dict(self._desired_models)
 
-    def change(self, wishes: Mapping[str, Wish], trying: Wish | None = None) -> None:
-        """Set the wishes, and ``trying``, the one being tried. Sends nothing to running workers."""
+    def change(self, desired_models: Mapping[str, DesiredModel], trying: DesiredModel | None = None) -> None:
+        """Set the desired models, and ``trying``, the one being tried. Sends nothing to running workers."""
         with self._lock:
-            self._wishes, self._trying = dict(wishes), trying
+            self._desired_models, self._trying = dict(desired_models), trying
             changed = self._refresh_view()
         if changed:
             self._changed()
@@ -91,12 +91,14 @@ class Fleet:
         with self._lock:
             self._state.pop((kind, name), None)
 
-    def wants(self, model: str, version: int, wish: str) -> bool:
-        """Whether ``wish`` (JSON) is the one this version is to be served by, or is being tried with."""
+    def wants(self, model: str, version: int, desired: str) -> bool:
+        """Whether ``desired`` (JSON) is the one this version is to be served by, or is being tried with."""
         with self._lock:
-            wishes = [each for each in (self._wishes.get(model), self._trying) if each is not None]
-        plans = [plan for each in wishes if each.name == model for plan in each.plans if plan.version == version]
-        return any(Wish(model, (plan,)).to_json() == wish for plan in plans)
+            desired_models = [each for each in (self._desired_models.get(model), self._trying) if each is not None]
+        plans = [
+            plan for each in desired_models if each.name == model for plan in each.plans if plan.version == version
+        ]
+        return any(DesiredModel(model, (plan,)).to_json() == desired for plan in plans)
 
     def ask(self, kind: str, body: Mapping[str, Any] | None = None) -> dict[str, Future[Body]]:
         """Ask every running worker, by name. Those that already serve come first."""
@@ -193,7 +195,7 @@ class Fleet:
         with self._lock, nullcontext() if regions is None else regions.lock:
             others = any(report is not None and report.listening for report in self._reports)
             with self._weights.connect() as weights:
-                start = {"config": config, "number": index + 1, "patient": others, **self._desired()}
+                start = {"config": config, "number": index + 1, "patient": others, **self._desired_as_json()}
                 peer.tell("start", start, [weights.fileno()])
             if regions is not None:
                 regions.tell_all(peer)
@@ -215,12 +217,12 @@ class Fleet:
         if changed:
             self._changed()
 
-    def _desired(self) -> dict[str, list[str]]:
-        return {"wishes": [wish.to_json() for wish in self._wishes.values()]}
+    def _desired_as_json(self) -> dict[str, list[str]]:
+        return {"wishes": [desired.to_json() for desired in self._desired_models.values()]}
 
     def _wanted(self) -> list[Key]:
-        wishes = [*self._wishes.values(), *([] if self._trying is None else [self._trying])]
-        return [(wish.name, plan.version) for wish in wishes for plan in wish.plans]
+        desired_models = [*self._desired_models.values(), *([] if self._trying is None else [self._trying])]
+        return [(desired.name, plan.version) for desired in desired_models for plan in desired.plans]
 
     def _merged_view(self) -> View:
         return View.of(self._reports, self._wanted(), retired=self._retired)

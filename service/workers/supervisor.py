@@ -113,8 +113,8 @@ class Supervisor:
         self._logs = LogSettings(config.log_level, config.log_format)
         self.controller = Controller(
             config.repository,
-            self._models.want,
-            self._models.desire,
+            self._models.apply,
+            self._models.apply_all,
             config.model_control,
             config.load_model,
             Retries(lambda: self.fleet.view.slots.values()),

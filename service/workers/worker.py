@@ -18,7 +18,7 @@ from bf16kit.orphans import end_with
 from service.drift.gate import ProcessRank
 from service.drift.owner import PrecisionOrder
 from service.grpcport import build_transport, drain, extensions, guarded, open_tracing
-from service.models.plan import Wish
+from service.models.plan import DesiredModel
 from service.models.repository import Repository
 from service.operations import Operations, Settings
 from service.peers.channel import Body, Channel
@@ -90,7 +90,7 @@ class Worker:
             "the supervisor",
             {
                 "start": self._start,
-                "want": self._want,
+                "want": self._apply,
                 "settings": self._set,
                 "counts": lambda message: self._counts(),
                 "view": self._on_view,
@@ -189,7 +189,7 @@ class Worker:
             on_verdict=lambda verdict: self._peer.tell("verdict", verdict.to_json()),
             rank=ProcessRank(body["number"] - 1, config.workers),
         )
-        repository.desire(Wish.from_json(wish) for wish in body["wishes"])
+        repository.apply_all(DesiredModel.from_json(desired) for desired in body["wishes"])
         registry = MergedRegistry(repository, self._latest_view)
         try:
             traces, tracing = open_tracing(config, repository, metrics.traced)
@@ -214,8 +214,8 @@ class Worker:
             extensions=extensions(config, explicit=config.model_control == "explicit"),
         )
 
-    def _want(self, message: Message) -> Any:
-        return self._served.want(Wish.from_json(message.body["wish"]))
+    def _apply(self, message: Message) -> Any:
+        return self._served.apply(DesiredModel.from_json(message.body["wish"]))
 
     def _set(self, message: Message) -> Body:
         body, _ = message.body, self._served

@@ -29,11 +29,11 @@ def placed(root: Path, serving: str = "", **given: Any) -> Place:
     if not (root / "m").exists():
         write_mlp(root / "m" / "1")
     (root / "m" / "serving.yaml").write_text(serving)
-    return place(Directory(root).wish("m"), ServerConfig(repository=root, **given))
+    return place(Directory(root).desired_model("m"), ServerConfig(repository=root, **given))
 
 
 def bound(found: Place) -> int | None:
-    return found.wish.plans[0].serving.shadow.reference_memory_bytes
+    return found.desired.plans[0].serving.shadow.reference_memory_bytes
 
 
 def test_requests_get_a_quarter_of_the_reserved_memory(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_placing_a_placed_model_again_gives_the_same_memory(tmp_path: Path) -> N
     """Ray's configuration file contains the computed values, and is read again where the application is built."""
     first = placed(tmp_path)
     config = ServerConfig(**first.config.model_dump(mode="json"))
-    assert place(first.wish, config).memory == first.memory
+    assert place(first.desired, config).memory == first.memory
 
 
 def test_an_artifact_that_cannot_be_opened_is_still_placed(tmp_path: Path) -> None:
@@ -105,4 +105,4 @@ def test_an_artifact_that_cannot_be_opened_is_still_placed(tmp_path: Path) -> No
     found = placed(tmp_path)
     assert found.refused
     assert found.memory > 0
-    assert found.wish.plans
+    assert found.desired.plans

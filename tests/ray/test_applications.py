@@ -14,7 +14,7 @@ from raycluster import PATIENCE
 
 from bf16kit.errors import ConfigError
 from service.models.directory import Directory
-from service.models.plan import Wish
+from service.models.plan import DesiredModel
 from service.process.config import ServerConfig
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # warnings of Ray and its libraries
@@ -33,7 +33,7 @@ def _deployment(repository: Path, **scaling: Any) -> Any:
     from deploy.ray.placement import place
     from deploy.ray.settings import Scaling
 
-    placed = place(Directory(repository).wish("a"), ServerConfig(repository=repository, drain_seconds=7))
+    placed = place(Directory(repository).desired_model("a"), ServerConfig(repository=repository, drain_seconds=7))
     return applications.deployment(placed, Scaling(**scaling))._deployment_config
 
 
@@ -69,15 +69,15 @@ def test_the_reserved_memory_limits_the_replica(repository: Path) -> None:
     from deploy.ray.placement import place
     from deploy.ray.settings import Scaling
 
-    config, wish = ServerConfig(repository=repository), Directory(repository).wish("a")
-    told = applications.all_of(config, Scaling(), {"a": wish})["bf16kit.a"]
+    config, desired = ServerConfig(repository=repository), Directory(repository).desired_model("a")
+    told = applications.all_of(config, Scaling(), {"a": desired})["bf16kit.a"]
     for arguments in (told, {"config": {"repository": str(repository)}, "model": "a"}):
         deployed = applications.model(arguments)._bound_deployment
         reserved = deployed._replica_config.ray_actor_options["memory"]
         given, wished = deployed._replica_config.init_args
-        assert reserved == place(wish, config).memory
+        assert reserved == place(desired, config).memory
         assert given["max_request_bytes"] == reserved // 4 == told["config"]["max_request_bytes"]
-        assert Wish.from_json(wished).plans[0].serving.shadow.reference_memory_bytes
+        assert DesiredModel.from_json(wished).plans[0].serving.shadow.reference_memory_bytes
 
 
 def test_the_fronts_request_limit_fits_its_reserved_memory(repository: Path) -> None:

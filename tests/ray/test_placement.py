@@ -35,7 +35,7 @@ def test_a_replica_takes_no_more_memory_than_ray_reserves(served: Served, reposi
         return _measured(served) > 0
 
     until(sampled, PATIENCE, "a sample that is measured")
-    placed = place(Directory(repository).wish("mlp"), ServerConfig(repository=repository))
+    placed = place(Directory(repository).desired_model("mlp"), ServerConfig(repository=repository))
     assert not placed.refused
     held = [_held(pid) for pid in replicas("mlp")]
     assert held
@@ -52,7 +52,7 @@ def test_a_larger_artifact_reserves_more_memory(repository: Path, tmp_path: Path
     written = write_mlp(tmp_path / "large" / "1", width=1024)
     weights = sum(entry.bytes for name, entry in written.manifest.files.items() if name.startswith("weights."))
     large, small = (
-        place(Directory(root).wish(name), ServerConfig(repository=root)).memory
+        place(Directory(root).desired_model(name), ServerConfig(repository=root)).memory
         for root, name in ((tmp_path, "large"), (repository, "mlp"))
     )
     assert large - small >= 3 * weights  # the model itself, and its reference of twice the size

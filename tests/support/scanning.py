@@ -19,9 +19,9 @@ class Scanning(Controller):
 
     def begin(self) -> None:
         super().begin()
-        threading.Thread(target=self._scan, name="scanning", daemon=True).start()
+        threading.Thread(target=self._scan_repeatedly, name="scanning", daemon=True).start()
 
-    def _scan(self) -> None:
+    def _scan_repeatedly(self) -> None:
         while True:
             with contextlib.suppress(ConfigError):
                 super().begin()

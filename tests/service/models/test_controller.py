@@ -16,31 +16,31 @@ from othersfiles import closed, open_place
 
 from bf16kit.errors import ConfigError, InvalidRequest, NotFound
 from service.models.controller import Controller, Mode
-from service.models.plan import Wish
+from service.models.plan import DesiredModel
 from service.operations import Indexed
 
 
 class Told:
-    """A stand-in for the reconciler: it holds the newest wishes by model, and counts the calls."""
+    """A stand-in for the reconciler: it holds the newest desired models by name, and counts the calls."""
 
     def __init__(self) -> None:
-        self.wanted: dict[str, Wish] = {}
+        self.wanted: dict[str, DesiredModel] = {}
         self.times = 0
 
-    def want(self, wish: Wish) -> Future[None]:
+    def apply(self, desired: DesiredModel) -> Future[None]:
         self.times += 1
-        self.wanted[wish.name] = wish
+        self.wanted[desired.name] = desired
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def desire(self, wishes: Iterable[Wish]) -> None:
+    def apply_all(self, desired_models: Iterable[DesiredModel]) -> None:
         self.times += 1
-        self.wanted = {wish.name: wish for wish in wishes}
+        self.wanted = {desired.name: desired for desired in desired_models}
 
     @property
     def versions(self) -> dict[str, list[int]]:
-        return {name: sorted(wish.versions) for name, wish in self.wanted.items()}
+        return {name: sorted(desired.versions) for name, desired in self.wanted.items()}
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def told() -> Told:
 @pytest.fixture
 def control(tmp_path: Path, told: Told) -> Callable[..., Controller]:
     def make(mode: Mode, *start_up: str) -> Controller:
-        return Controller(tmp_path, told.want, told.desire, mode, start_up)
+        return Controller(tmp_path, told.apply, told.apply_all, mode, start_up)
 
     return make
 
@@ -123,7 +123,7 @@ def test_an_unreadable_version_of_another_user_is_not_mistaken_for_a_copy_in_pro
     with open_place() as place:
         version = shutil.copytree(artifact, place / "mlp" / "1")
         with closed(version) as user:
-            Controller(place, told.want, told.desire, "poll", ()).poll(lambda: None)
+            Controller(place, told.apply, told.apply_all, "poll", ()).poll(lambda: None)
         assert caplog.messages == [f"{place / 'mlp'} is skipped: user {user} may not read {version}"]
 
 
@@ -307,7 +307,7 @@ def test_an_invalid_load_is_rejected_and_changes_nothing(control: Control, told:
     explicit = control("explicit")
     explicit.begin()
     explicit.load("m")
-    wishes = explicit.wishes
+    desired_models = explicit.desired_models
     for name, config, error in (
         ("n", None, NotFound),
         ("../m", None, NotFound),
@@ -318,7 +318,7 @@ def test_an_invalid_load_is_rejected_and_changes_nothing(control: Control, told:
         with pytest.raises(error):
             explicit.load(name, config)
     explicit.unload("n").result(0)
-    assert (explicit.wishes, told.times) == (wishes, 2)
+    assert (explicit.desired_models, told.times) == (desired_models, 2)
 
 
 # --- the index --------------------------------------------------------------------------------------------------------
@@ -345,5 +345,5 @@ def test_the_index_lists_served_unloaded_and_never_loaded_models(tmp_path: Path,
 
 
 def test_the_index_lists_served_models_if_the_repository_cannot_be_listed(tmp_path: Path, told: Told) -> None:
-    gone = Controller(tmp_path / "gone", told.want, told.desire)
+    gone = Controller(tmp_path / "gone", told.apply, told.apply_all)
     assert gone.index([Indexed("m", "1", "READY")]) == [Indexed("m", "1", "READY")]

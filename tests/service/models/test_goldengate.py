@@ -22,7 +22,7 @@ from service.models import loading
 from service.models.directory import stamp_of
 from service.models.generation import Generation
 from service.models.goldengate import GoldenGate, GoldenSchedule
-from service.models.plan import Plan, Wish
+from service.models.plan import DesiredModel, Plan
 from service.models.policy import Serving
 from service.models.repository import Repository
 from service.request import Request
@@ -225,7 +225,7 @@ def test_a_verdict_names_the_plan_by_which_the_model_was_loaded(tmp_path: Path) 
     repository = Repository(Metrics(), device="cpu", threads=1, on_verdict=heard.append)
     repository.start()
     try:
-        repository.want(Wish("m", (plan,))).result(60)
+        repository.apply(DesiredModel("m", (plan,))).result(60)
         faults.flip(os.getpid(), faults.stored(path, "w"))
         with repository.acquire("m", "1") as model:
             assert model.gate.run("on schedule") == "failed"

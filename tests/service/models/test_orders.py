@@ -20,7 +20,7 @@ from service.drift.owner import FallbackOwner, PrecisionOrder
 from service.drift.verdict import DriftVerdict
 from service.models.deciding import SingleProcess
 from service.models.directory import stamp_of
-from service.models.plan import Plan, Wish
+from service.models.plan import DesiredModel, Plan
 from service.models.policy import Serving
 from service.models.repository import Repository
 from service.request import Request
@@ -49,7 +49,7 @@ def repository(metrics: Metrics) -> Iterator[Repository]:
 
 
 def serve(repository: Repository, *plans: Plan) -> None:
-    repository.want(Wish("mlp", plans)).result(60)
+    repository.apply(DesiredModel("mlp", plans)).result(60)
 
 
 def order(plan: Plan, precision: str = "fp32") -> PrecisionOrder:

@@ -1,11 +1,11 @@
-"""A wish stays the same when it is sent from one process to another."""
+"""A desired model stays the same when it is sent from one process to another."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-from service.models.plan import Plan, Wish
+from service.models.plan import DesiredModel, Plan
 from service.models.policy import Serving
 
 
@@ -26,8 +26,8 @@ def test_a_wish_is_the_same_after_it_was_written_and_read() -> None:
         Plan(1, Path("/models/m/1"), serving, "stamp"),
         Plan(4, Path("/models/m/4"), Serving(), "", "a reason ≠ ascii"),
     )
-    for wish in (Wish("m", plans), Wish("gone")):
-        written = wish.to_json()
-        assert Wish.from_json(written) == wish
+    for desired in (DesiredModel("m", plans), DesiredModel("gone")):
+        written = desired.to_json()
+        assert DesiredModel.from_json(written) == desired
         assert isinstance(json.loads(written), dict)
     assert [plan.finished for plan in plans] == [True, False]

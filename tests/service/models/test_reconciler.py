@@ -22,7 +22,7 @@ from waiting import until
 from bf16kit.errors import NotFound, Unavailable
 from service.models import loading
 from service.models.generation import Generation
-from service.models.plan import Wish
+from service.models.plan import DesiredModel
 from service.models.reconciler import Reconciler
 from service.process import garbage
 from service.request import Request
@@ -531,17 +531,17 @@ def test_a_model_that_fails_to_load_during_a_scan_is_not_tried_again_by_that_sca
     loads.go.clear()
     repository.scan()
     until(lambda: loads.begun == ["a/1"])
-    real = Reconciler._tried
+    real = Reconciler._was_tried
 
-    def look(reconciler: Reconciler, wish: Wish) -> bool:
-        found = real(reconciler, wish)
+    def look(reconciler: Reconciler, desired: DesiredModel) -> bool:
+        found = real(reconciler, desired)
         loads.go.set()
         with contextlib.suppress(AssertionError):  # no load begins meanwhile, because the scan holds the lock
-            until(lambda: wish.name == "a" or loads.begun == ["a/1", "m/1"], 0.5)
+            until(lambda: desired.name == "a" or loads.begun == ["a/1", "m/1"], 0.5)
         return found
 
     with monkeypatch.context() as patched:
-        patched.setattr(Reconciler, "_tried", look)
+        patched.setattr(Reconciler, "_was_tried", look)
         repository.scan()
     put(tmp_path, "z")
     repository.load("z").result(60)

@@ -14,7 +14,7 @@ from bf16kit.errors import RuntimeFailure
 from service.contract import State
 from service.models import loading
 from service.models.controller import Controller
-from service.models.plan import Plan, Wish
+from service.models.plan import DesiredModel, Plan
 from service.models.policy import Serving
 from service.models.repository import Repository
 from service.models.retries import FIRST_SECONDS, LONGEST_SECONDS, Retries
@@ -22,8 +22,10 @@ from service.telemetry.metrics import Metrics
 from service.workers.view import SlotState
 
 
-def wish(*versions: int, stamp: str = "1", broken: str = "") -> Wish:
-    return Wish("m", tuple(Plan(version, Path("m") / str(version), Serving(), stamp, broken) for version in versions))
+def desired(*versions: int, stamp: str = "1", broken: str = "") -> DesiredModel:
+    return DesiredModel(
+        "m", tuple(Plan(version, Path("m") / str(version), Serving(), stamp, broken) for version in versions)
+    )
 
 
 class World:
@@ -37,10 +39,10 @@ class World:
     def put(self, state: State, reason: str = "", version: int = 1) -> None:
         self.places = [SlotState("m", version, state, reason)]
 
-    def due(self, wanted: Wish | None = None, after: float = 0.0) -> bool:
+    def due(self, wanted: DesiredModel | None = None, after: float = 0.0) -> bool:
         """Return whether ``wanted`` is due ``after`` seconds later."""
         self.now += after
-        wanted = wanted or wish(1)
+        wanted = wanted or desired(1)
         return self.retries.due({"m": wanted}) == [wanted]
 
 
@@ -71,8 +73,8 @@ def test_a_model_whose_replacement_failed_is_tried_again_while_the_old_one_serve
 
 def test_a_version_without_a_slot_is_tried_again(world: World) -> None:
     world.put("ready")
-    assert not world.due(wish(1, 2))
-    assert world.due(wish(1, 2), after=FIRST_SECONDS)
+    assert not world.due(desired(1, 2))
+    assert world.due(desired(1, 2), after=FIRST_SECONDS)
 
 
 def test_a_model_is_not_tried_again_while_it_loads_and_its_pauses_keep_growing(world: World) -> None:
@@ -94,12 +96,12 @@ def test_the_pauses_start_again_after_a_model_served_or_its_files_changed(world:
     world.put("unavailable", "a worker that was started again could not load it")
     assert not world.due()
     assert world.due(after=FIRST_SECONDS)
-    assert not world.due(wish(1, stamp="2"), after=LONGEST_SECONDS)  # its files have changed: it loads anyway
-    assert world.due(wish(1, stamp="2"), after=FIRST_SECONDS)
+    assert not world.due(desired(1, stamp="2"), after=LONGEST_SECONDS)  # its files have changed: it loads anyway
+    assert world.due(desired(1, stamp="2"), after=FIRST_SECONDS)
 
 
 def test_a_model_whose_serving_yaml_is_invalid_is_not_tried_again(world: World) -> None:
-    broken = wish(1, broken="serving.yaml: unknown key 'x'")
+    broken = desired(1, broken="serving.yaml: unknown key 'x'")
     assert not world.due(broken)
     assert not world.due(broken, after=LONGEST_SECONDS)
 
@@ -139,7 +141,7 @@ def test_a_polled_model_serves_once_the_cause_of_its_failed_load_has_passed(
     write_mlp(tmp_path / "m" / "1")
     now = 0.0
     control = Controller(
-        tmp_path, repository.want, repository.desire, "poll", retries=Retries(repository.models, lambda: now)
+        tmp_path, repository.apply, repository.apply_all, "poll", retries=Retries(repository.models, lambda: now)
     )
     control.begin()
     until(lambda: repository.find("m", "").state == "unavailable")

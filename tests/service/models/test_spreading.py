@@ -20,7 +20,7 @@ from bf16kit.runtime.weightstore import OWN, Fill, Remembering
 from service.models import loading, spreading
 from service.models.engine import SpreadEngine
 from service.models.generation import Generation
-from service.models.plan import Plan, Wish
+from service.models.plan import DesiredModel, Plan
 from service.models.policy import AUTO, Serving
 from service.models.spreading import MOST, SECONDS, Spread, spread_out
 from service.request import Request
@@ -214,8 +214,8 @@ def test_both_sessions_read_one_copy_of_the_weights(tmp_path: Path) -> None:
 def test_auto_is_read_and_survives_being_sent_to_another_process() -> None:
     serving = Serving.model_validate({"instances": "auto"})
     assert serving.instances == AUTO
-    wish = Wish("mlp", (Plan(1, Path("/x"), serving),))
-    assert Wish.from_json(wish.to_json()) == wish
+    desired = DesiredModel("mlp", (Plan(1, Path("/x"), serving),))
+    assert DesiredModel.from_json(desired.to_json()) == desired
 
 
 def test_sessions_that_are_loaded_together_share_their_copy_of_the_weights() -> None:

@@ -113,7 +113,7 @@ def test_samples_that_wait_or_arrive_after_an_unload_are_dropped(
     leader: Leader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gone: list[str] = []
-    sender = PlanSampleSender("m", PLAN, leader.ask, lambda name, wish: gone.append(name), together_s=60.0)
+    sender = PlanSampleSender("m", PLAN, leader.ask, lambda name, desired: gone.append(name), together_s=60.0)
     observer = Observer()
     sender.send(SAMPLE, observer)
     sender.finish()
@@ -134,7 +134,7 @@ def test_an_unload_waits_for_samples_that_are_being_sent() -> None:
         seen.append("sent")
         return Future()
 
-    sender = PlanSampleSender("m", PLAN, ask, lambda name, wish: seen.append("gone"))
+    sender = PlanSampleSender("m", PLAN, ask, lambda name, desired: seen.append("gone"))
 
     def finish() -> None:
         sender.finish()

@@ -54,8 +54,8 @@ def file() -> Iterator[int]:
 def give(shadow: ShadowProcess, file: int) -> Give:
     """Return a function that hands one sample over."""
 
-    def given(model: str = "m", wish: str = "w") -> Future[Body]:
-        body = {"model": model, "version": 1, "wish": wish, "nbytes": 10, "samples": [{}]}
+    def given(model: str = "m", desired: str = "w") -> Future[Body]:
+        body = {"model": model, "version": 1, "wish": desired, "nbytes": 10, "samples": [{}]}
         return shadow.ask("samples", body, [file])
 
     return given
@@ -70,7 +70,7 @@ def test_samples_that_wait_for_the_process_are_dropped_when_their_model_is_unloa
 ) -> None:
     """Otherwise a model would be measured that is no longer served."""
     opened = open_files()
-    given = [give(), give("other"), give(wish="newer")]
+    given = [give(), give("other"), give(desired="newer")]
     assert open_files() == opened + 3
     shadow.forget("m", "w")
     assert given[0].result(0) == {"outcomes": ["dropped"]}
@@ -148,7 +148,7 @@ def test_a_wanted_reference_that_the_process_does_not_report_is_down(
 
 @pytest.fixture
 def wanted() -> set[str]:
-    """Return the wishes that several workers are to serve."""
+    """Return the versions that several workers are to serve."""
     return {"w", "v"}
 
 
@@ -156,7 +156,11 @@ def wanted() -> set[str]:
 def several(tmp_path: Path, counting: CombinedMetrics, wanted: set[str]) -> Iterator[ShadowProcess]:
     config = ServerConfig(repository=tmp_path)
     process = ShadowProcess(
-        config, counting.receive, counting.process_died, shared=True, wanted=lambda model, version, wish: wish in wanted
+        config,
+        counting.receive,
+        counting.process_died,
+        shared=True,
+        wanted=lambda model, version, desired: desired in wanted,
     )
     yield process
     process.close()
@@ -167,8 +171,8 @@ def test_a_sample_that_arrives_after_an_unload_does_not_load_the_model_again(
 ) -> None:
     """Such a sample may come from a worker that was killed: everything it had sent is still read."""
 
-    def give(wish: str, version: int) -> Future[Body]:
-        body = {"model": "m", "version": version, "wish": wish, "nbytes": 10, "samples": [{}]}
+    def give(desired: str, version: int) -> Future[Body]:
+        body = {"model": "m", "version": version, "wish": desired, "nbytes": 10, "samples": [{}]}
         return several.ask("samples", body, [file])
 
     served[:] = [("m", 1), ("m", 2)]
@@ -205,7 +209,7 @@ def test_a_reference_that_ends_the_process_twice_stays_off_until_a_reload(
     assert give().result(0) == {"outcomes": ["failed"]}
     assert not give("other").done(), "it waits for the next process"
     assert {each.labels["model"]: each.value for each in counting.samples([UP])} == {"m": 0.0, "other": 0.0}
-    newer = give(wish="newer")
+    newer = give(desired="newer")
     assert (newer.done(), shadow.off_reason("m", 1)) == (False, "")
 
 

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from bf16kit.errors import Bf16kitError, Unavailable
-from service.models.plan import Plan, Wish
+from service.models.plan import DesiredModel, Plan
 from service.models.policy import Serving
 from service.peers.channel import Body
 from service.workers.changes import ModelChanges
 
 
-def wish(*versions: int, name: str = "m", stamp: str = "") -> Wish:
-    return Wish(name, tuple(Plan(version, Path("/nowhere"), Serving(), stamp) for version in versions))
+def desired(*versions: int, name: str = "m", stamp: str = "") -> DesiredModel:
+    return DesiredModel(name, tuple(Plan(version, Path("/nowhere"), Serving(), stamp) for version in versions))
 
 
 class Workers:
@@ -28,30 +28,30 @@ class Workers:
 
     def __init__(self, count: int = 3) -> None:
         self.running = [f"worker {number}" for number in range(1, count + 1)]
-        self.wishes: Mapping[str, Wish] = {}
-        self.serves: dict[str, dict[str, Wish]] = {name: {} for name in self.running}
+        self.desired_models: Mapping[str, DesiredModel] = {}
+        self.serves: dict[str, dict[str, DesiredModel]] = {name: {} for name in self.running}
         self.told: list[str] = []
-        self.wrong: dict[str, Bf16kitError] = {}  # the error of a worker that gets a wish with plans
-        self.tried: list[Wish | None] = []
+        self.wrong: dict[str, Bf16kitError] = {}  # the error of a worker that gets a model with plans
+        self.tried: list[DesiredModel | None] = []
 
-    def change(self, wishes: Mapping[str, Wish], trying: Wish | None = None) -> None:
-        self.wishes = dict(wishes)
+    def change(self, desired_models: Mapping[str, DesiredModel], trying: DesiredModel | None = None) -> None:
+        self.desired_models = dict(desired_models)
         self.tried.append(trying)
 
     def ask_one(self, name: str, kind: str, body: Mapping[str, Any]) -> Future[Body]:
         assert kind == "want"
         told: Future[Body] = Future()
-        asked = Wish.from_json(body["wish"])
+        asked = DesiredModel.from_json(body["wish"])
         self.told.append(name)
         error = self.wrong.get(name)
-        if error is not None and asked.plans and asked != self.wishes.get("old"):
+        if error is not None and asked.plans and asked != self.desired_models.get("old"):
             told.set_exception(error)
         else:
             self.serves[name][asked.name] = asked
             told.set_result({})
         return told
 
-    def all_serve(self) -> list[Wish | None]:
+    def all_serve(self) -> list[DesiredModel | None]:
         return [serves.get("m") for serves in self.serves.values()]
 
 
@@ -80,111 +80,111 @@ DIED = Unavailable("worker 2 of this server has ended; try again", "ended")
 def test_a_load_is_tried_in_one_worker_and_then_made_in_all(
     workers: Workers, changes: ModelChanges, changed: list[tuple[str, list[int]]]
 ) -> None:
-    changes.want(wish(1)).result(20)
+    changes.apply(desired(1)).result(20)
     assert workers.told == ["worker 1", "worker 2", "worker 3"]
-    assert workers.all_serve() == [wish(1)] * 3
-    assert workers.wishes == {"m": wish(1)}
-    assert wish(1) in workers.tried, "what is tried is told to be on its way"
+    assert workers.all_serve() == [desired(1)] * 3
+    assert workers.desired_models == {"m": desired(1)}
+    assert desired(1) in workers.tried, "what is tried is told to be on its way"
     assert changed == [("m", [1])]
 
 
 def test_a_load_that_fails_in_the_first_worker_reaches_no_other(
     workers: Workers, changes: ModelChanges, changed: list[tuple[str, list[int]]]
 ) -> None:
-    changes.want(wish(1)).result(20)
+    changes.apply(desired(1)).result(20)
     workers.told.clear()
     workers.wrong["worker 1"] = DAMAGED
-    assert changes.want(wish(2)).exception(20) is DAMAGED
+    assert changes.apply(desired(2)).exception(20) is DAMAGED
     assert workers.told == ["worker 1"], "it serves what it did, and its slot says why no more"
-    assert workers.wishes == {"m": wish(1)}, "who is started now begins with what serves"
+    assert workers.desired_models == {"m": desired(1)}, "who is started now begins with what serves"
     assert changed == [("m", [1])]
 
 
 def test_the_first_worker_reverts_if_it_fails_to_load_one_of_several_versions(
     workers: Workers, changes: ModelChanges
 ) -> None:
-    changes.want(wish(1)).result(20)
+    changes.apply(desired(1)).result(20)
     workers.told.clear()
     workers.wrong["worker 1"] = DAMAGED
-    workers.wishes = {**workers.wishes, "old": wish(1)}
-    assert changes.want(wish(1, 2, 3)).exception(20) is DAMAGED
+    workers.desired_models = {**workers.desired_models, "old": desired(1)}
+    assert changes.apply(desired(1, 2, 3)).exception(20) is DAMAGED
     assert workers.told == ["worker 1", "worker 1"]
-    assert workers.serves["worker 1"]["m"] == wish(1)
+    assert workers.serves["worker 1"]["m"] == desired(1)
 
 
 def test_a_version_that_failed_to_load_is_dropped_once_it_is_no_longer_wanted(
     workers: Workers, changes: ModelChanges
 ) -> None:
-    changes.want(wish(1)).result(20)
+    changes.apply(desired(1)).result(20)
     workers.wrong["worker 1"] = DAMAGED
-    workers.wishes = {**workers.wishes, "old": wish(1)}
-    assert changes.want(wish(1, 2)).exception(20) is DAMAGED
+    workers.desired_models = {**workers.desired_models, "old": desired(1)}
+    assert changes.apply(desired(1, 2)).exception(20) is DAMAGED
     workers.told.clear()
-    changes.desire([wish(1), wish(1, name="old")])
-    changes.want(Wish("no such")).result(20)
+    changes.apply_all([desired(1), desired(1, name="old")])
+    changes.apply(DesiredModel("no such")).result(20)
     assert workers.told[0] == "worker 1"
 
 
 def test_all_workers_revert_a_load_that_fails_in_a_later_one(workers: Workers, changes: ModelChanges) -> None:
-    changes.want(wish(1)).result(20)
+    changes.apply(desired(1)).result(20)
     workers.wrong["worker 3"] = DAMAGED
-    assert changes.want(wish(2)).exception(20) is DAMAGED
-    assert workers.all_serve()[:2] == [wish(1)] * 2
-    assert workers.serves["worker 3"]["m"] == wish(1)
-    assert workers.wishes == {"m": wish(1)}
+    assert changes.apply(desired(2)).exception(20) is DAMAGED
+    assert workers.all_serve()[:2] == [desired(1)] * 2
+    assert workers.serves["worker 3"]["m"] == desired(1)
+    assert workers.desired_models == {"m": desired(1)}
 
 
 def test_a_new_model_is_unloaded_everywhere_if_a_later_worker_fails(workers: Workers, changes: ModelChanges) -> None:
     workers.wrong["worker 3"] = DAMAGED
-    assert changes.want(wish(1)).exception(20) is DAMAGED
-    assert workers.all_serve() == [Wish("m")] * 3
-    assert workers.wishes == {}
+    assert changes.apply(desired(1)).exception(20) is DAMAGED
+    assert workers.all_serve() == [DesiredModel("m")] * 3
+    assert workers.desired_models == {}
 
 
 def test_a_worker_that_dies_during_a_load_does_not_fail_it(workers: Workers, changes: ModelChanges) -> None:
     workers.wrong["worker 2"] = DIED
-    changes.want(wish(1)).result(20)
-    assert workers.wishes == {"m": wish(1)}, "it is started with it"
+    changes.apply(desired(1)).result(20)
+    assert workers.desired_models == {"m": desired(1)}, "it is started with it"
 
 
 def test_a_load_that_kills_the_first_worker_is_tried_in_no_other(workers: Workers, changes: ModelChanges) -> None:
     workers.wrong["worker 1"] = DIED
-    assert changes.want(wish(1)).exception(20) is DIED
+    assert changes.apply(desired(1)).exception(20) is DIED
     assert workers.told == ["worker 1"]
-    assert workers.wishes == {}
+    assert workers.desired_models == {}
 
 
 def test_an_unload_reaches_all_workers_and_a_repeated_load_is_no_change(
     workers: Workers, changes: ModelChanges, changed: list[tuple[str, list[int]]]
 ) -> None:
-    changes.want(wish(1)).result(20)
-    changes.want(wish(1)).result(20)
+    changes.apply(desired(1)).result(20)
+    changes.apply(desired(1)).result(20)
     assert changed == [("m", [1])]
-    changes.want(Wish("m")).result(20)
-    assert workers.all_serve() == [Wish("m")] * 3
-    assert workers.wishes == {}
+    changes.apply(DesiredModel("m")).result(20)
+    assert workers.all_serve() == [DesiredModel("m")] * 3
+    assert workers.desired_models == {}
 
 
 def test_a_load_without_a_worker_is_unavailable(workers: Workers, changes: ModelChanges) -> None:
     workers.running = []
-    assert isinstance(changes.want(wish(1)).exception(20), Unavailable)
+    assert isinstance(changes.apply(desired(1)).exception(20), Unavailable)
 
 
 def test_wishes_from_before_the_start_hold_for_all_and_later_only_changes_are_sent(
     workers: Workers, changes: ModelChanges
 ) -> None:
     running, workers.running = workers.running, []
-    changes.desire([wish(1), wish(1, name="other")])
+    changes.apply_all([desired(1), desired(1, name="other")])
     assert workers.told == []
-    assert set(workers.wishes) == {"m", "other"}
+    assert set(workers.desired_models) == {"m", "other"}
     workers.running = running
-    changes.desire([wish(1), wish(1, name="new")])
-    changes.want(Wish("no such")).result(20)  # ends after the changes above: they are made one after another
-    assert set(workers.wishes) == {"m", "new"}
+    changes.apply_all([desired(1), desired(1, name="new")])
+    changes.apply(DesiredModel("no such")).result(20)  # ends after the changes above: they are made one after another
+    assert set(workers.desired_models) == {"m", "new"}
     assert workers.serves["worker 2"] == {
-        "new": wish(1, name="new"),
-        "other": Wish("other"),
-        "no such": Wish("no such"),
+        "new": desired(1, name="new"),
+        "other": DesiredModel("other"),
+        "no such": DesiredModel("no such"),
     }
 
 
@@ -192,8 +192,8 @@ def test_only_versions_with_a_different_plan_are_reported_as_changed(
     changes: ModelChanges, changed: list[tuple[str, list[int]]]
 ) -> None:
     """The other versions continue, and what is known of them is kept."""
-    changes.want(wish(1, 2)).result(20)
-    changes.want(wish(2, 3)).result(20)
-    changes.want(Wish("m", (*wish(2).plans, *wish(3, stamp="newer").plans))).result(20)
-    changes.want(Wish("m")).result(20)
+    changes.apply(desired(1, 2)).result(20)
+    changes.apply(desired(2, 3)).result(20)
+    changes.apply(DesiredModel("m", (*desired(2).plans, *desired(3, stamp="newer").plans))).result(20)
+    changes.apply(DesiredModel("m")).result(20)
     assert changed == [("m", [1, 2]), ("m", [1, 3]), ("m", [3]), ("m", [2, 3])]

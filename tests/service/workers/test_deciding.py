@@ -13,7 +13,7 @@ import pytest
 
 from bf16kit.errors import ArtifactError, Unavailable
 from service.drift.owner import PrecisionOrder
-from service.models.plan import Plan, Wish
+from service.models.plan import DesiredModel, Plan
 from service.models.policy import Serving
 from service.peers.peer import ENDED
 from service.process.config import ServerConfig
@@ -52,7 +52,7 @@ def test_the_plan_that_answers_is_the_wanted_one_since_its_last_change(fleet: As
     now = 100.0
     workers = WorkerProcesses(fleet, lambda: now)
     assert workers.active_plan("m", 3) is None
-    fleet.change({"m": Wish("m", (PLAN,))})
+    fleet.change({"m": DesiredModel("m", (PLAN,))})
     first = workers.active_plan("m", 3)
     assert first is not None
     assert (first.plan, first.policy) == (PLAN.digest, PLAN.serving.fallback)
@@ -112,7 +112,7 @@ def test_an_order_is_dropped_when_its_version_changes(fleet: AskedFleet) -> None
 
 def test_a_version_that_did_not_change_keeps_its_order(fleet: AskedFleet) -> None:
     workers = WorkerProcesses(fleet, lambda: 100.0)
-    fleet.change({"m": Wish("m", (PLAN, replace(PLAN, version=4)))})
+    fleet.change({"m": DesiredModel("m", (PLAN, replace(PLAN, version=4)))})
     workers.order(ORDER)
     before = workers.active_plan("m", 3)
     workers.changed("m", [4])
@@ -126,13 +126,13 @@ def test_a_version_that_did_not_change_keeps_its_order(fleet: AskedFleet) -> Non
 def test_the_current_and_the_tried_plan_are_both_wanted_during_a_change(fleet: AskedFleet) -> None:
     rich = Serving(max_dims={"seq": 8}, labels={"y": ("a", "b")}, shadow={"rate": 0.5}, fallback={"policy": "fp32"})  # type: ignore[arg-type]
     tried = replace(PLAN, serving=rich)
-    told = [Wish("m", (plan,)).to_json() for plan in (PLAN, tried)]
+    told = [DesiredModel("m", (plan,)).to_json() for plan in (PLAN, tried)]
     assert not fleet.wants("m", 3, told[0])
-    fleet.change({"m": Wish("m", (PLAN,))}, trying=Wish("m", (tried,)))
+    fleet.change({"m": DesiredModel("m", (PLAN,))}, trying=DesiredModel("m", (tried,)))
     assert [fleet.wants("m", 3, each) for each in told] == [True, True]
-    (travelled,) = Wish.from_json(told[1]).plans
-    assert fleet.wants("m", 3, Wish("m", (travelled,)).to_json()), "as a worker says it, who was told"
+    (travelled,) = DesiredModel.from_json(told[1]).plans
+    assert fleet.wants("m", 3, DesiredModel("m", (travelled,)).to_json()), "as a worker says it, who was told"
     assert not fleet.wants("m", 4, told[0])
     assert not fleet.wants("other", 3, told[0])
-    fleet.change({"m": Wish("m", (tried,))})
+    fleet.change({"m": DesiredModel("m", (tried,))})
     assert [fleet.wants("m", 3, each) for each in told] == [False, True]
