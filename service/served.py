@@ -60,7 +60,7 @@ class Served:
             self._counting.receive,
             self._counting.process_died,
             self._owner.receive,
-            forgotten=self._counting.forget,
+            on_forget=self._counting.forget,
         )
         self.repository = Repository(
             self.metrics,

@@ -16,14 +16,14 @@ from contextlib import contextmanager, nullcontext
 from typing import Literal
 
 Key = tuple[str, int]  # a model's name and version
-#: Work on a reference. Opening its artifact is part of loading.
-Work = Literal["loading", "running"]
-_WORKS: tuple[Work, ...] = ("loading", "running")
+#: What is done with a reference. Opening its artifact is part of loading.
+Activity = Literal["loading", "running"]
+_ACTIVITIES: tuple[Activity, ...] = ("loading", "running")
 _FREE = 0
 _DIGEST = 16  # bytes
-_PLACE = 1 + _DIGEST
-_PLACES = 256  # one thread per model; any more at once are not noted
-_BYTES = _PLACE * _PLACES
+_SLOT_BYTES = 1 + _DIGEST
+_SLOTS = 256  # one thread per model; any more at once are not noted
+_BYTES = _SLOT_BYTES * _SLOTS
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
@@ -37,39 +37,39 @@ class ActivityTracker:
         """``file`` is a descriptor from :func:`new_tracker_memory`, which the caller closes; −1 uses memory of this
         process. Raises OSError."""
         self._memory = mmap.mmap(file, _BYTES)
-        self._free = list(range(_PLACES))
-        self._turn = threading.Lock() if one_by_one else nullcontext()
+        self._free_slots = list(range(_SLOTS))
+        self._exclusive = threading.Lock() if one_by_one else nullcontext()
 
     @contextmanager
-    def track(self, label: str, work: Work) -> Iterator[None]:
+    def track(self, label: str, activity: Activity) -> Iterator[None]:
         """Note that the reference of model ``label`` is being loaded or run, for the duration of the context."""
-        with self._turn:
+        with self._exclusive:
             try:
-                place = self._free.pop()
+                slot = self._free_slots.pop()
             except IndexError:
                 yield
                 return
-            at = place * _PLACE
-            self._memory[at + 1 : at + _PLACE] = _digest(label)
-            self._memory[at] = 1 + _WORKS.index(work)  # last, so that a half-written entry does not count
+            offset = slot * _SLOT_BYTES
+            self._memory[offset + 1 : offset + _SLOT_BYTES] = _digest(label)
+            self._memory[offset] = 1 + _ACTIVITIES.index(activity)  # last, so that a half-written entry does not count
             try:
                 yield
             finally:
-                self._memory[at] = _FREE
-                self._free.append(place)
+                self._memory[offset] = _FREE
+                self._free_slots.append(slot)
 
-    def read(self, labels: Iterable[str]) -> dict[str, Work]:
+    def read(self, labels: Iterable[str]) -> dict[str, Activity]:
         """Return what is done with those of ``labels`` that are active.
 
         One that is both being loaded and run counts as loading.
         """
-        names = {_digest(label): label for label in labels}
-        found: dict[str, Work] = {}
-        for at in range(0, _BYTES, _PLACE):
-            label = names.get(self._memory[at + 1 : at + _PLACE])
-            state = self._memory[at]
+        by_digest = {_digest(label): label for label in labels}
+        found: dict[str, Activity] = {}
+        for offset in range(0, _BYTES, _SLOT_BYTES):
+            label = by_digest.get(self._memory[offset + 1 : offset + _SLOT_BYTES])
+            state = self._memory[offset]
             if label is not None and state != _FREE and found.get(label) != "loading":
-                found[label] = _WORKS[state - 1]
+                found[label] = _ACTIVITIES[state - 1]
         return found
 
     def close(self) -> None:

@@ -20,20 +20,21 @@ _PATIENCE_SECONDS = 2.0  # wait for the shadow's current counts; without them it
 class CombinedMetrics:
     """This process' metrics and the shadow's.
 
-    ``own`` holds this process' metrics. ``ask`` asks the shadow for its counts; it returns None if there is no shadow.
-    ``wanted`` returns the versions that are served.
+    ``own`` holds this process' metrics. ``ask_shadow`` asks the shadow for its counts; it returns None if there is no
+    shadow.
+    ``served`` returns the versions that are served.
     """
 
     def __init__(
-        self, own: Metrics, ask: Callable[[], Future[Body] | None], wanted: Callable[[], Iterable[Key]]
+        self, own: Metrics, ask_shadow: Callable[[], Future[Body] | None], served: Callable[[], Iterable[Key]]
     ) -> None:
         self._own = own
-        self._ask = ask
-        self._shadow = Whole(lambda: [(name, str(version)) for name, version in wanted()])
+        self._ask_shadow = ask_shadow
+        self._shadow = Whole(lambda: [(name, str(version)) for name, version in served()])
 
-    def receive(self, told: Message) -> None:
+    def receive(self, report: Message) -> None:
         """Take over what the shadow has counted so far."""
-        self._shadow.update(NAME, map(Family.from_json, told.body["metrics"]))
+        self._shadow.update(NAME, map(Family.from_json, report.body["metrics"]))
 
     def process_died(self) -> None:
         """Note that the shadow died. Its counts are kept."""
@@ -45,9 +46,9 @@ class CombinedMetrics:
 
     def expose(self, accept: str = "") -> tuple[bytes, str]:
         """See :meth:`Metrics.expose`; asks the shadow for its current counts first."""
-        asked = self._ask()
-        if asked is not None:
-            wait([self._heard(asked)], _PATIENCE_SECONDS)
+        request = self._ask_shadow()
+        if request is not None:
+            wait([self._received(request)], _PATIENCE_SECONDS)
         measured = self._shadow.families()
         return expose(added(self._own.snapshot(), measured), accept) if measured else self._own.expose(accept)
 
@@ -59,16 +60,16 @@ class CombinedMetrics:
         names = list(names)
         return chain(self._own.samples(names), self._shadow.samples(names))
 
-    def _heard(self, asked: Future[Body]) -> Future[None]:
-        """Return a future that ends once the shadow's answer is counted."""
-        heard: Future[None] = Future()
+    def _received(self, request: Future[Body]) -> Future[None]:
+        """Return a future that ends once the shadow's response is counted."""
+        received: Future[None] = Future()
 
         def count(done: Future[Body]) -> None:
             try:
                 if done.exception() is None:
                     self.receive(Message(done.result()))
             finally:
-                heard.set_result(None)
+                received.set_result(None)
 
-        asked.add_done_callback(count)
-        return heard
+        request.add_done_callback(count)
+        return received

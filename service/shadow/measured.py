@@ -24,7 +24,7 @@ class EarlySample:
     """A sample that arrived before its artifact was open."""
 
     sample: Sample
-    told: OnOutcome
+    on_outcome: OnOutcome
 
 
 @dataclass(eq=False)
@@ -52,35 +52,35 @@ class MeasuredVersion:
     def policy(self) -> ShadowPolicy:
         return self.plan.serving.shadow
 
-    def put(self, sample: Sample, told: OnOutcome) -> None:
+    def put(self, sample: Sample, on_outcome: OnOutcome) -> None:
         """Queue a sample; see :meth:`Shadow.put`. The caller holds the lock."""
         if self.failed:
-            told("failed")
+            on_outcome("failed")
         elif self.shadow is not None:
-            self.shadow.put(sample, told)
-        elif len(self.early) < QUEUE_SIZE and self._held + sample.nbytes <= self.policy.max_bytes:
-            self.early.append(EarlySample(sample, told))
+            self.shadow.put(sample, on_outcome)
+        elif len(self.early) < QUEUE_SIZE and self._early_bytes + sample.nbytes <= self.policy.max_bytes:
+            self.early.append(EarlySample(sample, on_outcome))
         else:
-            told("dropped")
+            on_outcome("dropped")
 
     @property
-    def _held(self) -> int:
+    def _early_bytes(self) -> int:
         return sum(each.sample.nbytes for each in self.early)
 
 
 class Outcomes:
-    """Collects the outcomes of samples that came in one message, and answers it once the last is known."""
+    """Collects the outcomes of samples that came in one message, and completes ``response`` once the last is known."""
 
     def __init__(self, count: int) -> None:
-        self.answer = Future[Body]()
+        self.response = Future[Body]()
         self._outcomes: list[Outcome | None] = [None] * count
         self._left = count
         self._lock = threading.Lock()
 
-    def told(self, at: int, outcome: Outcome) -> None:
+    def record(self, at: int, outcome: Outcome) -> None:
         with self._lock:
             self._outcomes[at] = outcome
             self._left -= 1
             last = not self._left
         if last:
-            self.answer.set_result({"outcomes": self._outcomes})
+            self.response.set_result({"outcomes": self._outcomes})

@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 _DEFAULT_FACTOR, _DEFAULT_BESIDE = 2, 1 << 30
 # Of the process beside its references, before the system refuses more: samples, stacks, freed memory.
 _HEADROOM = 512 << 20
-_REFUSED = re.compile(r"alloc", re.IGNORECASE)  # std::bad_alloc, "Failed to allocate memory", "bad allocation"
+_OUT_OF_MEMORY = re.compile(r"alloc", re.IGNORECASE)  # std::bad_alloc, "Failed to allocate memory", "bad allocation"
 _REMEDY = (
     "drift of this model is not measured until the model is loaded again: raise shadow.reference_memory_bytes in its"
     " serving.yaml, lower shadow.max_rows, or have another server run the reference (shadow.reference: grpc://…)"
@@ -71,36 +71,36 @@ def default_bound(weights: int, room: controlgroup.Memory | None = None) -> int:
     return wanted if room is None else max(0, min(wanted, room.left - for_requests(room)))
 
 
-class Memory:
-    """The memory of all references of this process. ``held`` returns the bytes that the process takes."""
+class ReferenceMemory:
+    """The memory of all references of this process. ``in_use`` returns the bytes that the process takes."""
 
-    def __init__(self, held: Callable[[], int] = resident, *, limit: bool = False) -> None:
+    def __init__(self, in_use: Callable[[], int] = resident, *, limit: bool = False) -> None:
         """``limit``: have the system refuse memory above all bounds together. The process must serve the references
         only."""
-        self.held = held
+        self.in_use = in_use
         self._limit = limit
         self._lock = threading.Lock()
         self._loading = threading.Lock()
         self._bounded: list[BoundedReference] = []
         self._base = 0  # memory of the process without references
-        self._at_work = 0  # references being loaded, run or freed
-        self._begun = 0  # how many such operations have begun
+        self._running = 0  # references being loaded, run or freed
+        self._started = 0  # how many such operations have started
 
     def load(self, name: str, bound: int, load: Callable[[], Runtime]) -> BoundedReference:
         """Load a reference that may take ``bound`` bytes.
 
         Raises ConfigError if it takes more, and whatever ``load`` raises.
         """
-        with self._loading, self.working():  # memory taken by another meanwhile would be counted as this one's
+        with self._loading, self.allocating():  # memory taken by another meanwhile would be counted as this one's
             give_back()
-            before = self.held()
+            before = self.in_use()
             with self._lock:
                 if not self._bounded:
                     self._base = before
             self._set_limit(bound)
             runtime = load()
             give_back()
-            taken = max(0, self.held() - before)
+            taken = max(0, self.in_use() - before)
             if taken > bound:
                 runtime.close()
                 del runtime
@@ -115,27 +115,27 @@ class Memory:
             return reference
 
     @contextmanager
-    def working(self) -> Iterator[Callable[[], bool]]:
+    def allocating(self) -> Iterator[Callable[[], bool]]:
         """Mark that a reference allocates or frees memory.
 
-        Yields a function that tells whether no other has since the start.
+        Yields a function that returns whether no other has since the start.
         """
         with self._lock:
-            alone = not self._at_work
-            self._at_work += 1
-            self._begun += 1
-            begun = self._begun
+            alone = not self._running
+            self._running += 1
+            self._started += 1
+            started = self._started
         try:
-            yield lambda: alone and begun == self._begun
+            yield lambda: alone and started == self._started
         finally:
             with self._lock:
-                self._at_work -= 1
+                self._running -= 1
 
     def is_over(self, reference: BoundedReference) -> bool:
         """Whether a reference exceeds its bound, both by its own runs and by the process' memory less all others'."""
         with self._lock:
             others = sum(each.taken for each in self._bounded if each is not reference)
-        return reference.taken > reference.bound < self.held() - self._base - others
+        return reference.taken > reference.bound < self.in_use() - self._base - others
 
     def forget(self, reference: BoundedReference) -> None:
         with self._lock:
@@ -158,7 +158,7 @@ class Memory:
 class BoundedReference:
     """A :class:`service.drift.shadow.Reference`: a runtime that is freed once it takes too much memory."""
 
-    def __init__(self, name: str, bound: int, runtime: Runtime, taken: int, memory: Memory) -> None:
+    def __init__(self, name: str, bound: int, runtime: Runtime, taken: int, memory: ReferenceMemory) -> None:
         self.bound = bound
         self.taken = self._loaded = taken  # by loading it, later also by its runs
         self._name = name
@@ -173,38 +173,38 @@ class BoundedReference:
         """See :meth:`service.drift.shadow.Reference.run`."""
         if self._runtime is None:
             raise Unavailable("the fp32 reference was unloaded")
-        with self._memory.working() as alone:
-            before = self._memory.held()
+        with self._memory.allocating() as alone:
+            before = self._memory.in_use()
             try:
                 return self._runtime.run(feeds, outputs, seconds=seconds)
             except (MemoryError, RuntimeFailure) as error:
-                if isinstance(error, MemoryError) or _REFUSED.search(str(error)):
-                    self._give_up("a run exceeded the memory limit shared by all references; its own bound is")
+                if isinstance(error, MemoryError) or _OUT_OF_MEMORY.search(str(error)):
+                    self._unload("a run exceeded the memory limit shared by all references; its own bound is")
                     raise Unavailable("the fp32 reference was unloaded") from None
                 raise
             finally:
-                more = self._memory.held() - before
+                more = self._memory.in_use() - before
                 if self.up and alone():  # memory taken by another meanwhile is not this one's
-                    self._took(more)
+                    self._add_taken(more)
 
-    def _took(self, more: int) -> None:
+    def _add_taken(self, more: int) -> None:
         """Count the memory that a run took; negative if it freed what an earlier run had taken."""
         self.taken = max(self._loaded, self.taken + more)
         if self._memory.is_over(self):
-            self._give_up(f"it uses {self.taken} bytes of memory, over")
+            self._unload(f"it uses {self.taken} bytes of memory, over")
 
     def close(self) -> None:
         if self._runtime is not None:
-            with self._memory.working():
+            with self._memory.allocating():
                 self._runtime.close()
                 self._runtime = None
                 self._memory.forget(self)
 
-    def _give_up(self, why: str) -> None:
+    def _unload(self, reason: str) -> None:
         _log.error(
             "%s: the fp32 reference is unloaded: %s shadow.reference_memory_bytes %d; %s",
             self._name,
-            why,
+            reason,
             self.bound,
             _REMEDY,
         )

@@ -13,7 +13,7 @@ from service.drift.policy import ShadowPolicy
 from service.drift.shadow import Reference
 from service.models.opening import Opened
 from service.shadow.board import ActivityTracker
-from service.shadow.memory import Memory, default_bound, fp32_bytes
+from service.shadow.memory import ReferenceMemory, default_bound, fp32_bytes
 
 _log = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ def open_reference(
     name: str,
     policy: ShadowPolicy,
     opened: Opened,
-    memory: Memory,
+    memory: ReferenceMemory,
     tracker: ActivityTracker,
     authority: Path | None = None,
 ) -> Reference:

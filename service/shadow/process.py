@@ -23,8 +23,8 @@ from service.peers.peer import ENDED, Handler, Message, Peer
 from service.process.config import ServerConfig
 from service.shadow.blame import CrashTracker
 from service.shadow.board import Key, label_of
-from service.shadow.fetching import fetch
-from service.shadow.gauges import Gauges
+from service.shadow.fetching import fetch_evidence
+from service.shadow.gauges import LastGauges
 
 _log = logging.getLogger(__name__)
 REFERENCES = "service.shadow.references"
@@ -35,13 +35,13 @@ SILENT_SECONDS = 120.0
 _MOST_BYTES = 256 << 20  # of samples sent to it and not yet measured
 _MOST_SAMPLES = 2 * QUEUE_SIZE  # per model; the process drops samples beyond its queue, but only while it runs
 #: Whether a version is to be served as this desired model (JSON) says; it holds this version only.
-Wanted = Callable[[str, int, str], bool]
+IsWanted = Callable[[str, int, str], bool]
 
 
 class _Early(NamedTuple):
     body: Body
     file: int
-    told: Future[Body]
+    outcomes: Future[Body]
 
     @property
     def key(self) -> Key:
@@ -52,10 +52,10 @@ class ShadowProcess:
     """Runs the process from the first sample on, for as long as the leading thread calls :meth:`maintain`.
 
     ``counts`` receives its counts, ``process_died`` its death, and ``verdicts`` the verdicts on models' recent drift.
-    ``forgotten`` is told that some of a model's versions will not be counted any more. These callbacks run on threads
+    ``on_forget`` is called when some of a model's versions will not be counted any more. These callbacks run on threads
     that must not block. ``shared``: several processes choose samples, and the policy's rate applies to all of them
-    together. ``wanted`` then says which versions they serve, because a sample may arrive after its model was unloaded
-    everywhere else.
+    together. ``is_wanted`` then says which versions they serve, because a sample may arrive after its model was
+    unloaded everywhere else.
     """
 
     def __init__(
@@ -65,33 +65,33 @@ class ShadowProcess:
         on_death: Callable[[], None],
         verdicts: Callable[[DriftVerdict], None] = lambda verdict: None,
         *,
-        forgotten: Callable[[str, Collection[int]], None] = lambda model, versions: None,
+        on_forget: Callable[[str, Collection[int]], None] = lambda model, versions: None,
         shared: bool = False,
-        wanted: Wanted | None = None,
+        is_wanted: IsWanted | None = None,
     ) -> None:
         self._config = config
         self._counts = counts
         self._on_death = on_death
-        self._forgotten = forgotten
+        self._on_forget = on_forget
         self._shared = shared
-        self._wanted = wanted
+        self._is_wanted = is_wanted
         self._lock = threading.RLock()  # reporting a sample's outcome may call back into this class
-        self._held = 0
-        self._unanswered: Counter[Key] = Counter()  # samples
-        self._asked: Future[Body] = Future()  # the last request for its counts
-        self._asked.set_result({})
-        self._talks = False  # it has answered since it started, which takes a second or two
+        self._bytes_in_flight = 0
+        self._in_flight: Counter[Key] = Counter()  # samples
+        self._counts_request: Future[Body] = Future()  # the last request for its counts
+        self._counts_request.set_result({})
+        self._responding = False  # it has answered since it started, which takes a second or two
         self._early: list[_Early] = []  # samples that came before it had started
         self._desired_models: dict[Key, str] = {}  # the versions that it measures
         self._off: dict[Key, str] = {}  # versions that stay off because they kill it again and again, and why
-        self._gauges = Gauges()
-        self._blame = CrashTracker()
+        self._gauges = LastGauges()
+        self._crashes = CrashTracker()
         handlers: dict[str, Handler] = {
-            "counts": self._hear,
+            "counts": self._receive_counts,
             "verdict": lambda message: verdicts(DriftVerdict.from_json(message.body)),
         }
         self._child = Child(
-            NAME, REFERENCES, handlers, self._begin, self._bury, silent_seconds=SILENT_SECONDS, expendable=True
+            NAME, REFERENCES, handlers, self._start, self._handle_death, silent_seconds=SILENT_SECONDS, expendable=True
         )
 
     @property
@@ -100,12 +100,12 @@ class ShadowProcess:
 
     def ask_counts(self) -> Future[Body] | None:
         """Ask for its current counts; None if it does not run or has not answered yet, also since the last request."""
-        if (peer := self.peer) is None or not self._talks or not self._asked.done():
+        if (peer := self.peer) is None or not self._responding or not self._counts_request.done():
             return None
-        told: Future[Body] = Future()
-        self._asked = told
-        peer.ask("counts").add_done_callback(lambda done: self._pass_on(done, told))
-        return told
+        counts: Future[Body] = Future()
+        self._counts_request = counts
+        peer.ask("counts").add_done_callback(lambda done: self._forward_counts(done, counts))
+        return counts
 
     def off_reason(self, model: str, version: int) -> str:
         """Return why a reference stays off, for users; "" if it does not."""
@@ -124,30 +124,30 @@ class ShadowProcess:
             early, self._early = self._early, []
         for each in early:
             os.close(each.file)
-            each.told.set_exception(Unavailable(f"{NAME} of this server has ended", ENDED))
+            each.outcomes.set_exception(Unavailable(f"{NAME} of this server has ended", ENDED))
 
-    def give(self, message: Message) -> Future[Body]:
+    def forward(self, message: Message) -> Future[Body]:
         """Hand samples on. The future gives their outcomes, or fails with Unavailable if the process dies with them.
 
         Raises OSError, or fails with it, if no file descriptor is left.
         """
-        told: Future[Body] = Future()
+        outcomes: Future[Body] = Future()
         body: Body = {**message.body, "shared": self._shared}
         key = _key(body)
         with self._lock:  # held until the samples are sent, so that "forget" for the model follows them
             new = key not in self._desired_models
-            refused = self._refused(key, body)
-            if not refused:
-                self._hand_on(body, message.files[0], told)
+            rejection = self._rejection(key, body)
+            if not rejection:
+                self._send_or_keep(body, message.files[0], outcomes)
             if new:
-                self._tell_left()
-        if refused:
-            told.set_result({"outcomes": [refused] * len(body["samples"])})
-        return told
+                self._report_gauges()
+        if rejection:
+            outcomes.set_result({"outcomes": [rejection] * len(body["samples"])})
+        return outcomes
 
     def ask(self, kind: str, body: Mapping[str, object], files: list[int]) -> Future[Body]:
-        """Call :meth:`give`, with the signature of a request to a supervisor."""
-        return self.give(Message(dict(body), tuple(files)))
+        """Call :meth:`forward`, with the signature of a request to a supervisor."""
+        return self.forward(Message(dict(body), tuple(files)))
 
     def forget(self, model: str, desired: str = "") -> None:
         """Drop the references of a model that was reloaded or unloaded.
@@ -158,7 +158,7 @@ class ShadowProcess:
         def is_gone(key: Key, known: str) -> bool:
             if desired:
                 return key[0] == model and known == desired
-            return key[0] == model and (self._wanted is None or not self._wanted(*key, known))
+            return key[0] == model and (self._is_wanted is None or not self._is_wanted(*key, known))
 
         with self._lock:
             gone = [key for key, known in self._desired_models.items() if is_gone(key, known)]
@@ -168,18 +168,18 @@ class ShadowProcess:
             early = [each for each in self._early if is_gone(each.key, each.body["wish"])]
             self._early = [each for each in self._early if each not in early]
             peer = self.peer
-            asked = peer.ask("forget", {"keys": gone}) if peer is not None and gone else None
+            request = peer.ask("forget", {"keys": gone}) if peer is not None and gone else None
         for each in early:
             os.close(each.file)
-            self._count_out(each.body)
-            each.told.set_result({"outcomes": ["dropped"] * len(each.body["samples"])})
+            self._release(each.body)
+            each.outcomes.set_result({"outcomes": ["dropped"] * len(each.body["samples"])})
         versions = [version for _, version in gone]
-        if asked is not None:
-            asked.add_done_callback(lambda done: self._forget(model, versions, done))
+        if request is not None:
+            request.add_done_callback(lambda done: self._forget(model, versions, done))
         elif peer is None:
             with self._lock:
-                self._tell_left()
-            self._forgotten(model, versions)
+                self._report_gauges()
+            self._on_forget(model, versions)
 
     def restart(self, model: str, version: int) -> None:
         """Begin recent drift anew: another precision answers from now on."""
@@ -187,59 +187,59 @@ class ShadowProcess:
             peer.tell("restart", {"model": model, "version": version})
 
     def evidence(self, model: str, version: int) -> bytes:
-        """See :func:`service.shadow.fetching.fetch`."""
-        return fetch(lambda: self.peer, model, version)
+        """See :func:`service.shadow.fetching.fetch_evidence`."""
+        return fetch_evidence(lambda: self.peer, model, version)
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _refused(self, key: Key, body: Body) -> str:
+    def _rejection(self, key: Key, body: Body) -> str:
         """Return the outcome of these samples if they are not to be handed on, else "". The caller holds the lock."""
-        if self._wanted is not None and not self._wanted(*key, body["wish"]):
+        if self._is_wanted is not None and not self._is_wanted(*key, body["wish"]):
             return "dropped"  # in flight while their model was unloaded
         if self._desired_models.get(key) != body["wish"]:
             self._off.pop(key, None)  # it applied to the version loaded before
             self._desired_models[key] = body["wish"]
         if key in self._off:
             return "failed"
-        room = self._held + int(body["nbytes"]) <= _MOST_BYTES and self._unanswered[key] < _MOST_SAMPLES
+        room = self._bytes_in_flight + int(body["nbytes"]) <= _MOST_BYTES and self._in_flight[key] < _MOST_SAMPLES
         return "" if room else "dropped"
 
-    def _hand_on(self, body: Body, file: int, told: Future[Body]) -> None:
+    def _send_or_keep(self, body: Body, file: int, outcomes: Future[Body]) -> None:
         """Send the samples, or keep them until the process starts. The caller holds the lock."""
         peer = self.peer
         if peer is None:
-            self._early.append(_Early(body, os.dup(file), told))
-        self._held += int(body["nbytes"])
-        self._unanswered[_key(body)] += len(body["samples"])
+            self._early.append(_Early(body, os.dup(file), outcomes))
+        self._bytes_in_flight += int(body["nbytes"])
+        self._in_flight[_key(body)] += len(body["samples"])
         if peer is not None:
-            self._ask(peer, body, file, told)
+            self._send(peer, body, file, outcomes)
 
-    def _ask(self, peer: Peer, body: Body, file: int, told: Future[Body]) -> None:
-        asked = peer.ask("samples", body, [file])
-        asked.add_done_callback(partial(self._answer, body, told))
+    def _send(self, peer: Peer, body: Body, file: int, outcomes: Future[Body]) -> None:
+        request = peer.ask("samples", body, [file])
+        request.add_done_callback(partial(self._complete, body, outcomes))
 
-    def _answer(self, body: Body, told: Future[Body], done: Future[Body]) -> None:
-        self._count_out(body)
+    def _complete(self, body: Body, outcomes: Future[Body], done: Future[Body]) -> None:
+        self._release(body)
         error = done.exception()
         if error is None:
             with self._lock:
-                self._talks = True
-            told.set_result(done.result())
+                self._responding = True
+            outcomes.set_result(done.result())
         else:
-            told.set_exception(error)
+            outcomes.set_exception(error)
 
-    def _count_out(self, body: Body) -> None:
+    def _release(self, body: Body) -> None:
         with self._lock:
-            self._held -= int(body["nbytes"])
-            self._unanswered[_key(body)] -= len(body["samples"])
+            self._bytes_in_flight -= int(body["nbytes"])
+            self._in_flight[_key(body)] -= len(body["samples"])
 
-    def _begin(self, peer: Peer) -> None:
-        config, board = self._config, self._blame.begin()
-        told = config.model_dump(mode="json", include={"log_level", "log_format", "evidence", "reference_ca"})
+    def _start(self, peer: Peer) -> None:
+        config, tracker_memory = self._config, self._crashes.process_started()
+        settings = config.model_dump(mode="json", include={"log_level", "log_format", "evidence", "reference_ca"})
         try:
-            peer.tell("start", {**told, "one_by_one": self._blame.one_by_one}, [board])
+            peer.tell("start", {**settings, "one_by_one": self._crashes.one_by_one}, [tracker_memory])
         finally:
-            os.close(board)
+            os.close(tracker_memory)
         with self._lock:
             early, self._early = self._early, []
             for key, desired in self._desired_models.items():
@@ -247,54 +247,54 @@ class ShadowProcess:
                     peer.tell("measure", {"wish": desired})
             for each in early:  # a concurrent "forget" for a model follows them
                 if each.key not in self._off:
-                    self._ask(peer, each.body, each.file, each.told)
+                    self._send(peer, each.body, each.file, each.outcomes)
                 else:
-                    self._count_out(each.body)
-                    each.told.set_result({"outcomes": ["failed"] * len(each.body["samples"])})
+                    self._release(each.body)
+                    each.outcomes.set_result({"outcomes": ["failed"] * len(each.body["samples"])})
                 os.close(each.file)
 
-    def _hear(self, message: Message) -> None:
-        with self._lock:  # _tell_left() meanwhile would look like counters that restart
-            self._talks = True
-            self._counts(Message(self._whole(message.body)))
+    def _receive_counts(self, message: Message) -> None:
+        with self._lock:  # _report_gauges() meanwhile would look like counters that restart
+            self._responding = True
+            self._counts(Message(self._with_gauges(message.body)))
 
-    def _pass_on(self, done: Future[Body], told: Future[Body]) -> None:
+    def _forward_counts(self, done: Future[Body], counts: Future[Body]) -> None:
         error = done.exception()
         if error is None:
-            told.set_result(self._whole(done.result()))
+            counts.set_result(self._with_gauges(done.result()))
         else:
-            told.set_exception(error)
+            counts.set_exception(error)
 
-    def _whole(self, told: Body) -> Body:
+    def _with_gauges(self, counts: Body) -> Body:
         """Return its counts, with expected references that it does not mention marked as down."""
-        self._gauges.keep(told["metrics"])
-        return {**told, "metrics": self._gauges.whole(told["metrics"], self._known())}
+        self._gauges.keep(counts["metrics"])
+        return {**counts, "metrics": self._gauges.with_missing_down(counts["metrics"], self._known())}
 
     def _known(self) -> list[Key]:
         with self._lock:
             return list(self._desired_models)
 
-    def _bury(self) -> None:
+    def _handle_death(self) -> None:
         """Handle its death: its counts and its list of models are kept, and a reference that killed it stays off."""
-        culprit = self._blame.died(self._known())
+        culprit = self._crashes.process_died(self._known())
         if culprit is not None:
             _log.error("%s: no live drift: %s", label_of(culprit.key), culprit.reason)
         with self._lock:
             if culprit is not None:
                 self._off[culprit.key] = culprit.reason
-            self._talks = False
+            self._responding = False
             self._on_death()
-            self._tell_left()
+            self._report_gauges()
 
-    def _tell_left(self) -> None:
+    def _report_gauges(self) -> None:
         """Report what outlives it for its models, unless it reports itself. The caller holds the lock."""
-        if not self._talks:
-            self._counts(Message({"metrics": self._gauges.left(self._known()), "statistics": []}))
+        if not self._responding:
+            self._counts(Message({"metrics": self._gauges.after_death(self._known()), "statistics": []}))
 
     def _forget(self, model: str, versions: Collection[int], done: Future[Body]) -> None:
         if done.exception() is None:
-            self._hear(Message(done.result()))  # without that model
-        self._forgotten(model, versions)
+            self._receive_counts(Message(done.result()))  # without that model
+        self._on_forget(model, versions)
 
 
 def _key(body: Body) -> Key:

@@ -34,9 +34,9 @@ from service.process.heap import HeapTrimmer, bound_heap
 from service.process.logs import configure
 from service.process.ticking import Ticking
 from service.shadow.board import ActivityTracker, Key, label_of
-from service.shadow.fetching import KIND, answer
+from service.shadow.fetching import EVIDENCE, send_evidence
 from service.shadow.measured import MeasuredVersion, Outcomes
-from service.shadow.memory import Memory
+from service.shadow.memory import ReferenceMemory
 from service.shadow.opening import open_reference
 from service.shadow.samples import unpack
 from service.telemetry.metrics import Metrics
@@ -53,7 +53,7 @@ class References:
 
     def __init__(self, end: socket.socket) -> None:
         self._metrics = Metrics()
-        self._memory = Memory(limit=True)
+        self._memory = ReferenceMemory(limit=True)
         self._tracker = ActivityTracker()  # private until the server sends the shared one
         self._models: dict[Key, MeasuredVersion] = {}
         self._lock = threading.RLock()  # reporting a sample's outcome may call back into this class
@@ -64,11 +64,11 @@ class References:
         handlers = {
             "start": self._start,
             "ping": lambda message: None,
-            "measure": self._begin,
-            "samples": self._sampled,
+            "measure": self._measure,
+            "samples": self._receive_samples,
             "restart": self._restart,
             "forget": self._forget,
-            KIND: lambda message: answer(message, self._evidence_of),
+            EVIDENCE: lambda message: send_evidence(message, self._evidence_of),
             "counts": lambda message: self._counts(),
         }
         self._peer = Peer(Channel(end), "the server", handlers, self._ended.set)
@@ -77,16 +77,16 @@ class References:
         """Measure until the server ends or closes the channel. Never returns."""
         self._peer.start()
         HeapTrimmer().start()
-        Ticking("counting", TELL_SECONDS, self._tell).start()
+        Ticking("counting", TELL_SECONDS, self._report).start()
         self._ended.wait()
         os._exit(0)  # a reference may be running, and its result is not needed
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         self._peer.tell("counts", self._counts())
         with self._lock:
             models = list(self._models.values())
         for model in models:
-            self._tell_verdict(model)
+            self._report_verdict(model)
 
     def _counts(self) -> Body:
         return {"metrics": [family.as_json() for family in self._metrics.snapshot(MEASURED)], "statistics": []}
@@ -110,11 +110,11 @@ class References:
             self._reference_ca = Path(path)
         self._tracker = ActivityTracker(message.files[0], one_by_one=message.body["one_by_one"])
 
-    def _begin(self, message: Message) -> None:
+    def _measure(self, message: Message) -> None:
         with self._lock:
             self._model(message.body["wish"])
 
-    def _sampled(self, message: Message) -> Future[Body]:
+    def _receive_samples(self, message: Message) -> Future[Body]:
         body = message.body
         samples = unpack(body, message.files[0])
         outcomes = Outcomes(len(samples))
@@ -123,10 +123,10 @@ class References:
             for at, sample in enumerate(samples):
                 # Each sender keeps to the rate; this enforces it for all together.
                 if body["shared"] and not model.tokens.take():
-                    outcomes.told(at, "dropped")
+                    outcomes.record(at, "dropped")
                 else:
-                    model.put(sample, partial(outcomes.told, at))
-        return outcomes.answer
+                    model.put(sample, partial(outcomes.record, at))
+        return outcomes.response
 
     def _restart(self, message: Message) -> None:
         with self._lock:
@@ -169,7 +169,7 @@ class References:
         model.failed = True
         early, model.early = model.early, []
         for each in early:
-            each.told("dropped")
+            each.on_outcome("dropped")
         if model.shadow is not None:
             model.shadow.stop()
 
@@ -179,7 +179,7 @@ class References:
         label = label_of(key)
         try:
             with self._tracker.track(label, "loading"):
-                opened = self._opened(model)
+                opened = self._open_unchanged(model)
             model.metrics.opened(opened.weight_bytes, opened.outputs)
             shadow = self._new_shadow(key, model, opened)
         except Exception as error:  # noqa: BLE001 -- whoever waits for what becomes of a sample must be told
@@ -191,7 +191,7 @@ class References:
                 model.failed = True
                 early, model.early = model.early, []
             for each in early:
-                each.told("failed")
+                each.on_outcome("failed")
             return
         with self._lock:
             if model.failed:  # forgotten meanwhile
@@ -200,9 +200,9 @@ class References:
             shadow.start()
             early, model.early = model.early, []
             for each in early:
-                shadow.put(each.sample, each.told)
+                shadow.put(each.sample, each.on_outcome)
 
-    def _opened(self, model: MeasuredVersion) -> Opened:
+    def _open_unchanged(self, model: MeasuredVersion) -> Opened:
         if stamp_of(model.plan.path) != model.plan.stamp:
             raise ArtifactError("its files have changed since it was loaded")
         return open_artifact(model.plan.path, model.plan.serving)
@@ -219,19 +219,19 @@ class References:
             model.policy,
             model.metrics,
             name=name,
-            on_measured=lambda: self._judge(model, comparison.verdict),
+            on_measured=lambda: self._update_verdict(model, comparison.verdict),
         )
 
-    def _judge(self, model: MeasuredVersion, verdict: Callable[[], DriftVerdict]) -> None:
+    def _update_verdict(self, model: MeasuredVersion, verdict: Callable[[], DriftVerdict]) -> None:
         """Update the verdict after each sample.
 
         Changes are reported at once, everything else together with the counts.
         """
         model.verdict = verdict().with_plan(model.digest)
         if model.reported is None or model.verdict.status != model.reported.status:
-            self._tell_verdict(model)
+            self._report_verdict(model)
 
-    def _tell_verdict(self, model: MeasuredVersion) -> None:
+    def _report_verdict(self, model: MeasuredVersion) -> None:
         with self._lock:
             verdict, live = model.verdict, model in self._models.values()
             news = live and verdict is not None and verdict is not model.reported

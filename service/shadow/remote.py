@@ -31,7 +31,7 @@ _LARGEST_OPTION = 2**31 - 1  # of a channel option, an int32
 _SERVICE = "inference.GRPCInferenceService"  # the name on the wire; the messages' package has another name
 _RPCS = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods_by_name
 #: With these codes it rejects the sample; any other code counts as unreachable.
-_REFUSALS = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_RANGE)
+_REJECTIONS = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_RANGE)
 _FREE = -1
 
 
@@ -57,7 +57,7 @@ class RemoteReference:
         self._outputs = {spec.name: spec for spec in outputs}
         self._clock = clock
         self._pause = 0.0
-        self._due = clock()
+        self._retry_at = clock()
         self._largest = min(most_bytes + _BESIDE_TENSORS, _LARGEST_OPTION)
         self._authority = authority
         self._trusted: bytes | None = None
@@ -65,24 +65,24 @@ class RemoteReference:
 
     def connect(self) -> None:
         """Check that the server has the expected model, unless it is too early to try again. Raises nothing."""
-        if self.up or self._clock() < self._due:
+        if self.up or self._clock() < self._retry_at:
             return
-        asked = pb.ModelMetadataRequest(name=self._remote.model, version=self._remote.version)
-        begun = self._clock()
+        request = pb.ModelMetadataRequest(name=self._remote.model, version=self._remote.version)
+        start = self._clock()
         try:
             self._open()
-            told = self._metadata(asked, timeout=SECONDS)
+            response = self._metadata(request, timeout=SECONDS)
         except ConfigError as error:
-            self._away(str(error))
+            self._mark_down(str(error))
             return
         except grpc.RpcError as error:
-            self._away(_said(error))
+            self._mark_down(_describe(error))
             return
-        if why := self._differs(told):
-            self._away(why)
+        if reason := self._mismatch(response):
+            self._mark_down(reason)
             return
         self.up, self._pause = True, 0.0
-        _log.info("%s: live drift on: %s answers after %.1f s", self._name, self._remote, self._clock() - begun)
+        _log.info("%s: live drift on: %s answers after %.1f s", self._name, self._remote, self._clock() - start)
 
     def run(self, feeds: Mapping[str, Array], outputs: Sequence[str], *, seconds: float) -> dict[str, Array]:
         """See :meth:`service.drift.shadow.Reference.run`."""
@@ -90,14 +90,14 @@ class RemoteReference:
         if not self.up:
             raise Unavailable(f"{self._remote} does not answer")
         try:
-            told = self._infer(self._request(feeds, outputs), timeout=min(seconds, SECONDS))
+            response = self._infer(self._request(feeds, outputs), timeout=min(seconds, SECONDS))
         except grpc.RpcError as error:
             code = error.code()  # its message may quote the inputs, which must not be logged
-            if code in _REFUSALS:
+            if code in _REJECTIONS:
                 raise RuntimeFailure(f"{self._remote} rejected a sample with {code.name}") from None
-            self._away(code.name)
+            self._mark_down(code.name)
             raise Unavailable(f"{self._remote} does not answer") from None
-        return self._answer(told, feeds, outputs)
+        return self._outputs_of(response, feeds, outputs)
 
     def close(self) -> None:
         self.up = False
@@ -139,38 +139,38 @@ class RemoteReference:
             response_deserializer=GetMessageClass(rpc.output_type).FromString,
         )
 
-    def _away(self, why: str) -> None:
+    def _mark_down(self, reason: str) -> None:
         """Mark the server as unreachable and schedule the next attempt, later each time.
 
         Each failed attempt is logged once.
         """
         self.up = False
         self._pause = min(_LONGEST_PAUSE_S, max(_FIRST_PAUSE_S, 2 * self._pause))
-        self._due = self._clock() + self._pause
+        self._retry_at = self._clock() + self._pause
         _log.warning(
             "%s: no live drift: %s cannot serve as the fp32 reference: %s; trying again in %.0f s or later",
             self._name,
             self._remote,
-            why,
+            reason,
             self._pause,
         )
 
-    def _differs(self, told: pb.ModelMetadataResponse) -> str:
+    def _mismatch(self, response: pb.ModelMetadataResponse) -> str:
         """Return why the server's model cannot be the same; "" if it can."""
         for side, specs, others in (
-            ("input", self._inputs, told.inputs),
-            ("output", tuple(self._outputs.values()), told.outputs),
+            ("input", self._inputs, response.inputs),
+            ("output", tuple(self._outputs.values()), response.outputs),
         ):
-            there = {other.name: other for other in others}
+            by_name = {other.name: other for other in others}
             for spec in specs:
-                other = there.get(spec.name)
+                other = by_name.get(spec.name)
                 if other is None:
-                    return f"it has no {side} {spec.name!r}; it has {', '.join(sorted(there)) or 'none'}"
+                    return f"it has no {side} {spec.name!r}; it has {', '.join(sorted(by_name)) or 'none'}"
                 if other.datatype != BY_NAME[spec.dtype].oip:
                     return f"its {side} {spec.name!r} is {other.datatype}, not {BY_NAME[spec.dtype].oip}"
                 if not _fits(spec.shape, other.shape):
                     return f"its {side} {spec.name!r} has shape {list(other.shape)}, not {describe(spec.shape)}"
-        more = sorted({each.name for each in told.inputs} - {spec.name for spec in self._inputs})
+        more = sorted({each.name for each in response.inputs} - {spec.name for spec in self._inputs})
         return f"it has an input {more[0]!r}, which this model does not have" if more else ""
 
     def _request(self, feeds: Mapping[str, Array], outputs: Sequence[str]) -> pb.ModelInferRequest:
@@ -183,19 +183,19 @@ class RemoteReference:
             request.outputs.add(name=name)
         return request
 
-    def _answer(
-        self, told: pb.ModelInferResponse, feeds: Mapping[str, Array], outputs: Sequence[str]
+    def _outputs_of(
+        self, response: pb.ModelInferResponse, feeds: Mapping[str, Array], outputs: Sequence[str]
     ) -> dict[str, Array]:
         found = {}
         try:
-            for number, tensor in enumerate(told.outputs):
+            for number, tensor in enumerate(response.outputs):
                 if tensor.name not in outputs:
                     continue
                 dtype, shape = BY_NAME[self._outputs[tensor.name].dtype], tuple(tensor.shape)
                 if tensor.datatype != dtype.oip:
                     raise RuntimeFailure(f"{self._remote} returned {tensor.name!r} not as {dtype.oip}")
-                if told.raw_output_contents:
-                    found[tensor.name] = decode_raw(tensor.name, dtype, shape, told.raw_output_contents[number])
+                if response.raw_output_contents:
+                    found[tensor.name] = decode_raw(tensor.name, dtype, shape, response.raw_output_contents[number])
                 else:
                     found[tensor.name] = decode_contents(tensor.name, dtype, shape, tensor.contents)
         except (InvalidRequest, IndexError):
@@ -212,5 +212,5 @@ def _fits(ours: Sequence[int | str], theirs: Sequence[int]) -> bool:
     )
 
 
-def _said(error: grpc.RpcError) -> str:
+def _describe(error: grpc.RpcError) -> str:
     return f"{error.code().name}: {brief(error.details() or 'no reason', 200)}"

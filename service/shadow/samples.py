@@ -24,12 +24,12 @@ _PLAIN = ("rows", "nbytes", "probability", "precision", "profile")  # fields of 
 
 def pack(samples: Sequence[Sample]) -> tuple[Body, int]:
     """Return the samples' description and the descriptor of their file, which the caller closes."""
-    described: list[Body] = []
+    descriptions: list[Body] = []
     raws: list[bytes] = []
     for sample in samples:
         parts = [*_raw("feeds", sample.feeds), *_raw("outputs", sample.outputs)]
         plain = {name: getattr(sample, name) for name in _PLAIN}
-        described.append(plain | {"tensors": [tensor for tensor, _ in parts]})
+        descriptions.append(plain | {"tensors": [tensor for tensor, _ in parts]})
         raws += [raw for _, raw in parts]
     file = os.memfd_create("bf16kit-samples", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -39,12 +39,12 @@ def pack(samples: Sequence[Sample]) -> tuple[Body, int]:
     except BaseException:
         os.close(file)
         raise
-    return {"samples": described, "nbytes": sum(sample.nbytes for sample in samples)}, file
+    return {"samples": descriptions, "nbytes": sum(sample.nbytes for sample in samples)}, file
 
 
-def unpack(told: Mapping[str, Any], file: int) -> list[Sample]:
+def unpack(description: Mapping[str, Any], file: int) -> list[Sample]:
     """Return the samples, in memory of their own. Raises ValueError if the file differs from its description."""
-    samples: Sequence[Mapping[str, Any]] = told["samples"]
+    samples: Sequence[Mapping[str, Any]] = description["samples"]
     size = sum(nbytes for sample in samples for *_, nbytes in sample["tensors"])
     if os.fstat(file).st_size != size:
         raise ValueError(f"samples of {os.fstat(file).st_size} bytes are described as {size}")
@@ -61,9 +61,9 @@ def unpack(told: Mapping[str, Any], file: int) -> list[Sample]:
 
 
 def _write(file: io.RawIOBase | io.FileIO, content: bytes) -> None:
-    left = memoryview(content)
-    while left:
-        left = left[file.write(left) or 0 :]
+    remaining = memoryview(content)
+    while remaining:
+        remaining = remaining[file.write(remaining) or 0 :]
 
 
 def _raw(kind: str, arrays: Mapping[str, Array]) -> list[tuple[list[Any], bytes]]:

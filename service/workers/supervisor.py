@@ -92,7 +92,7 @@ class Supervisor:
             "unload": self._later(lambda body: self.controller.unload(body["name"])),
             "settings": self._later(self._settings),
             agreements.KIND: agreements.Agreements().answer,
-            "samples": lambda worker, message: self.shadow.give(message),
+            "samples": lambda worker, message: self.shadow.forward(message),
             "verdict": lambda worker, message: self._owner.receive(DriftVerdict.from_json(message.body)),
         }
         self.fleet = Fleet(config, port, handlers=handlers, on_death=lambda worker: self.counting.process_died(worker))
@@ -102,9 +102,9 @@ class Supervisor:
             lambda message: self.counting.receive(SHADOW, message.body),
             lambda: self.counting.process_died(SHADOW),
             lambda verdict: self._owner.receive(verdict),
-            forgotten=lambda model, versions: self.counting.forget(model, versions),
+            on_forget=lambda model, versions: self.counting.forget(model, versions),
             shared=True,
-            wanted=self.fleet.wants,
+            is_wanted=self.fleet.wants,
         )
         self._workers = WorkerProcesses(self.fleet)
         self._owner = FallbackOwner(self._workers, self.shadow.restart)

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from service.shadow.blame import FORGIVEN_SECONDS, CrashTracker
-from service.shadow.board import ActivityTracker, Key, Work, label_of
+from service.shadow.board import Activity, ActivityTracker, Key, label_of
 
 M, N = ("m", 1), ("n", 1)
 
@@ -17,20 +17,20 @@ class Rig:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.blame = CrashTracker(lambda: self.now)
+        self.crashes = CrashTracker(lambda: self.now)
 
     def one_by_one(self) -> bool:
-        return self.blame.one_by_one
+        return self.crashes.one_by_one
 
-    def dies(self, *at_work: tuple[Key, Work], after: float = 1.0) -> Key | None:
-        file = self.blame.begin()
+    def dies(self, *running: tuple[Key, Activity], after: float = 1.0) -> Key | None:
+        file = self.crashes.process_started()
         tracker = ActivityTracker(file)
         os.close(file)
         self.now += after
-        held = [tracker.track(label_of(key), work) for key, work in at_work]
-        for each in held:
+        contexts = [tracker.track(label_of(key), activity) for key, activity in running]
+        for each in contexts:
             each.__enter__()
-        culprit = self.blame.died([M, N])
+        culprit = self.crashes.process_died([M, N])
         return None if culprit is None else culprit.key
 
 
@@ -56,7 +56,7 @@ def test_after_a_death_with_several_references_the_next_one_decides(rig: Rig) ->
 
 @pytest.mark.parametrize("between", [(), ((N, "running"),)])
 def test_a_death_with_another_or_no_reference_restarts_the_count(
-    rig: Rig, between: tuple[tuple[Key, Work], ...]
+    rig: Rig, between: tuple[tuple[Key, Activity], ...]
 ) -> None:
     rig.dies((M, "running"))
     assert rig.dies(*between) is None
@@ -72,4 +72,4 @@ def test_a_death_after_a_long_run_restarts_the_count(rig: Rig) -> None:
 
 
 def test_no_reference_is_blamed_before_the_first_start(rig: Rig) -> None:
-    assert rig.blame.died([M]) is None
+    assert rig.crashes.process_died([M]) is None

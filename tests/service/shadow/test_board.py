@@ -49,11 +49,11 @@ def test_finished_work_is_not_shown(file: int) -> None:
 
 def test_work_beyond_the_boards_room_runs_without_being_shown() -> None:
     tracker = ActivityTracker()
-    held = [tracker.track(f"model {number}", "running") for number in range(300)]
-    for each in held:
+    contexts = [tracker.track(f"model {number}", "running") for number in range(300)]
+    for each in contexts:
         each.__enter__()
     assert len(tracker.read(f"model {number}" for number in range(300))) == 256
-    for each in held:
+    for each in contexts:
         each.__exit__(None, None, None)
     assert tracker.read(f"model {number}" for number in range(300)) == {}
 

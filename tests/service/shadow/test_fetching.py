@@ -12,7 +12,7 @@ from bf16kit.errors import NotFound, Unavailable
 from service.peers.channel import Body, Channel
 from service.peers.peer import Handler, Peer
 from service.shadow import fetching
-from service.shadow.fetching import KIND, answer, fetch
+from service.shadow.fetching import EVIDENCE, fetch_evidence, send_evidence
 
 Join = Callable[[Handler], Peer]
 
@@ -24,7 +24,7 @@ def join() -> Iterator[Join]:
 
     def connect(handler: Handler) -> Peer:
         ends = socket.socketpair()
-        for end, name, handlers in zip(ends, ("here", "there"), ({}, {KIND: handler}), strict=True):
+        for end, name, handlers in zip(ends, ("here", "there"), ({}, {EVIDENCE: handler}), strict=True):
             peers.append(Peer(Channel(end), name, handlers, lambda: None))
             peers[-1].start()
         return peers[-2]
@@ -41,8 +41,8 @@ def test_large_evidence_arrives_complete(join: Join) -> None:
         asked.append((model, version))
         return bytes(range(256)) * (1 << 16)
 
-    here = join(lambda message: answer(message, evidence))
-    assert fetch(lambda: here, "m", 3) == bytes(range(256)) * (1 << 16)
+    here = join(lambda message: send_evidence(message, evidence))
+    assert fetch_evidence(lambda: here, "m", 3) == bytes(range(256)) * (1 << 16)
     assert asked == [("m", 3)]
 
 
@@ -51,15 +51,15 @@ def test_each_cause_of_missing_evidence_has_its_error(join: Join, monkeypatch: p
         raise NotFound("no breach yet")
 
     with pytest.raises(NotFound, match="no live sample has been measured"):
-        fetch(lambda: None, "m", 1)
-    here = join(lambda message: answer(message, none))
+        fetch_evidence(lambda: None, "m", 1)
+    here = join(lambda message: send_evidence(message, none))
     with pytest.raises(NotFound, match="no breach yet"):
-        fetch(lambda: here, "m", 1)
+        fetch_evidence(lambda: here, "m", 1)
     here.close()
     with pytest.raises(Unavailable):
-        fetch(lambda: here, "m", 1)
-    monkeypatch.setattr(fetching, "SECONDS", 0.01)
+        fetch_evidence(lambda: here, "m", 1)
+    monkeypatch.setattr(fetching, "TIMEOUT_SECONDS", 0.01)
     never: Future[Body] = Future()
     silent = join(lambda message: never)
     with pytest.raises(Unavailable, match="did not answer within"):
-        fetch(lambda: silent, "m", 1)
+        fetch_evidence(lambda: silent, "m", 1)

@@ -76,7 +76,7 @@ def test_each_samples_outcome_is_counted_by_its_own_observer(sender: PlanSampleS
 def test_samples_taken_at_about_the_same_time_are_sent_together(
     sender: PlanSampleSender, leader: Leader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("service.shadow.handing.TOGETHER_S", 0.5)
+    monkeypatch.setattr("service.shadow.handing.GATHER_S", 0.5)
     given = 0
     while not leader.asked:
         sender.send(SAMPLE, Observer())
@@ -113,7 +113,7 @@ def test_samples_that_wait_or_arrive_after_an_unload_are_dropped(
     leader: Leader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gone: list[str] = []
-    sender = PlanSampleSender("m", PLAN, leader.ask, lambda name, desired: gone.append(name), together_s=60.0)
+    sender = PlanSampleSender("m", PLAN, leader.ask, lambda name, desired: gone.append(name), gather_s=60.0)
     observer = Observer()
     sender.send(SAMPLE, observer)
     sender.finish()
@@ -143,7 +143,7 @@ def test_an_unload_waits_for_samples_that_are_being_sent() -> None:
     sender.send(SAMPLE, Observer())
     assert sending.wait(20)
     threading.Thread(target=finish).start()
-    until(lambda: sender._waiting.ended)
+    until(lambda: sender._queue.ended)
     assert not forgot.wait(0.05)
     go.set()
     assert forgot.wait(20)

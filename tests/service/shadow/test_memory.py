@@ -17,7 +17,7 @@ from bf16kit.errors import ConfigError, RuntimeFailure, Unavailable
 from bf16kit.runtime import Array, RuntimeInfo
 from bf16kit.runtime.loading import load_reference
 from bf16kit.tensors import TensorSpec
-from service.shadow.memory import BoundedReference, Memory, default_bound, fp32_bytes, resident
+from service.shadow.memory import BoundedReference, ReferenceMemory, default_bound, fp32_bytes, resident
 
 SPECS = (TensorSpec("x", "float32", ("batch", 2)),)
 FEEDS = {"x": np.ones((1, 2), np.float32)}
@@ -83,7 +83,7 @@ def process() -> Process:
 
 @pytest.fixture
 def load(process: Process) -> Load:
-    memory = Memory(process)
+    memory = ReferenceMemory(process)
 
     def loaded(bound: int, taken: int = 0, more: int = 0, error: Exception | None = None) -> BoundedReference:
         return memory.load("m", bound, lambda: Growing(process, taken, more, error))
@@ -139,7 +139,7 @@ def test_memory_freed_meanwhile_does_not_count(process: Process, load: Load) -> 
 
 @pytest.mark.parametrize("what", ["load", "run", "close"])
 def test_what_another_reference_takes_or_frees_during_a_run_does_not_count(what: str, process: Process) -> None:
-    memory = Memory(process)
+    memory = ReferenceMemory(process)
     other = memory.load("other", 1000, lambda: Growing(process, taken=400, more=400))
 
     def meanwhile() -> None:
@@ -159,7 +159,7 @@ def test_what_another_reference_takes_or_frees_during_a_run_does_not_count(what:
 
 def test_growth_during_concurrent_runs_counts_for_neither_reference(process: Process) -> None:
     """Nor for the run that began first and ended last, nor for a run while a third reference is loaded."""
-    memory = Memory(process)
+    memory = ReferenceMemory(process)
     inner = memory.load("inner", 100, lambda: Growing(process, more=400))
     outer = memory.load("outer", 100, lambda: Nested(process, lambda: run(inner)))
     run(outer)
@@ -177,7 +177,7 @@ def test_growth_during_concurrent_runs_counts_for_neither_reference(process: Pro
 
 
 def test_memory_that_a_run_frees_is_subtracted_but_not_below_the_loaded_size(process: Process) -> None:
-    memory = Memory(process)
+    memory = ReferenceMemory(process)
     runtime = Growing(process)
 
     def loaded() -> Growing:
@@ -221,7 +221,7 @@ def test_a_reference_stays_within_the_default_limit_for_its_weights(tmp_path: Pa
     artifact = write_mlp(tmp_path / "mlp" / "1", width=512)
     weights = fp32_bytes(artifact.manifest)
     assert weights == 2 * 512 * 512 * 4
-    reference = Memory().load("m", default_bound(weights), lambda: load_reference(artifact, threads=1))
+    reference = ReferenceMemory().load("m", default_bound(weights), lambda: load_reference(artifact, threads=1))
     assert reference.up
     reference.close()
 
@@ -230,8 +230,8 @@ def test_the_system_denies_memory_over_the_sum_of_all_limits() -> None:
     """Tested in a separate process, because its limit stays in force."""
     program = """
 import numpy as np
-from service.shadow.memory import Memory
-Memory(limit=True).load("m", 1 << 20, lambda: None)
+from service.shadow.memory import ReferenceMemory
+ReferenceMemory(limit=True).load("m", 1 << 20, lambda: None)
 np.ones(200 << 20, np.uint8)
 try:
     np.ones(2 << 30, np.uint8)

@@ -16,7 +16,7 @@ from service.drift.policy import ShadowPolicy
 from service.models.opening import open_artifact
 from service.models.policy import Serving
 from service.shadow.board import ActivityTracker
-from service.shadow.memory import Memory
+from service.shadow.memory import ReferenceMemory
 from service.shadow.opening import TrackedReference, open_reference
 
 NAME = "model 'm' version 1"
@@ -59,7 +59,7 @@ def test_the_board_shows_a_reference_that_is_being_loaded(tmp_path: Path, monkey
     write_mlp(tmp_path / "m" / "1")
     tracker, seen = ActivityTracker(), list[dict[str, str]]()
 
-    class Looking(Memory):
+    class Looking(ReferenceMemory):
         def load(self, *arguments: object) -> object:  # type: ignore[override]  # whatever they are
             seen.append(dict(tracker.read([NAME])))
             return super().load(*arguments)  # type: ignore[arg-type]  # as they came
@@ -78,4 +78,4 @@ def test_a_reference_without_room_in_the_container_is_rejected(tmp_path: Path, m
     monkeypatch.setattr(controlgroup, "memory", lambda: controlgroup.Memory(limit=1 << 20, left=100))
     expected = r"its weights are \d+ bytes in fp32, and 0 MB are left of the 1 MB that this container may take; raise"
     with pytest.raises(ConfigError, match=expected):
-        open_reference(NAME, ShadowPolicy(), opened, Memory(), ActivityTracker())
+        open_reference(NAME, ShadowPolicy(), opened, ReferenceMemory(), ActivityTracker())

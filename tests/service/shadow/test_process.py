@@ -37,7 +37,7 @@ def counting(served: list[tuple[str, int]]) -> CombinedMetrics:
 @pytest.fixture
 def shadow(tmp_path: Path, counting: CombinedMetrics) -> Iterator[ShadowProcess]:
     process = ShadowProcess(
-        ServerConfig(repository=tmp_path), counting.receive, counting.process_died, forgotten=counting.forget
+        ServerConfig(repository=tmp_path), counting.receive, counting.process_died, on_forget=counting.forget
     )
     yield process
     process.close()
@@ -78,7 +78,7 @@ def test_samples_that_wait_for_the_process_are_dropped_when_their_model_is_unloa
     assert not given[2].done(), "of what was loaded in its place"
     shadow.forget("m")
     assert given[2].result(0) == {"outcomes": ["dropped"]}
-    assert (open_files(), shadow._held, shadow._unanswered.total()) == (opened + 1, 10, 1)
+    assert (open_files(), shadow._bytes_in_flight, shadow._in_flight.total()) == (opened + 1, 10, 1)
     assert [each.body["model"] for each in shadow._early] == ["other"]
 
 
@@ -90,8 +90,8 @@ def test_a_model_unloaded_while_the_process_is_dead_is_not_shown_as_down(
     theirs = Metrics()
     for model, version in served:
         theirs.add(model, version).reference_up(True)
-    shadow._hear(Message({"metrics": [family.as_json() for family in theirs.snapshot("bf16kit_drift_")]}))
-    shadow._bury()
+    shadow._receive_counts(Message({"metrics": [family.as_json() for family in theirs.snapshot("bf16kit_drift_")]}))
+    shadow._handle_death()
 
     def up() -> dict[str, float]:
         return {series.labels["model"]: series.value for series in counting.samples([UP])}
@@ -100,7 +100,7 @@ def test_a_model_unloaded_while_the_process_is_dead_is_not_shown_as_down(
     served.remove(("m", 1))
     shadow.forget("m", "w")
     assert up() == {"other": 0}
-    shadow._bury()  # again, before the process has reported anything
+    shadow._handle_death()  # again, before the process has reported anything
     assert up() == {"other": 0}
 
 
@@ -109,7 +109,7 @@ def test_samples_without_a_file_take_no_room(shadow: ShadowProcess, give: Give) 
         for _ in range(_MOST_SAMPLES + 1):
             with pytest.raises(OSError, match="Too many open files"):
                 give()
-    assert (shadow._held, shadow._unanswered.total()) == (0, 0)
+    assert (shadow._bytes_in_flight, shadow._in_flight.total()) == (0, 0)
     assert not give().done()
 
 
@@ -142,7 +142,7 @@ def test_a_wanted_reference_that_the_process_does_not_report_is_down(
     give("other")
     theirs = Metrics()
     theirs.add("m", 1).reference_up(True)
-    shadow._hear(Message({"metrics": [family.as_json() for family in theirs.snapshot("bf16kit_drift_")]}))
+    shadow._receive_counts(Message({"metrics": [family.as_json() for family in theirs.snapshot("bf16kit_drift_")]}))
     assert {each.labels["model"]: each.value for each in counting.samples([UP])} == {"m": 1.0, "other": 0.0}
 
 
@@ -160,7 +160,7 @@ def several(tmp_path: Path, counting: CombinedMetrics, wanted: set[str]) -> Iter
         counting.receive,
         counting.process_died,
         shared=True,
-        wanted=lambda model, version, desired: desired in wanted,
+        is_wanted=lambda model, version, desired: desired in wanted,
     )
     yield process
     process.close()
@@ -192,10 +192,10 @@ def test_a_reference_that_ends_the_process_twice_stays_off_until_a_reload(
 ) -> None:
     def dies(label: str) -> None:
         """Simulate the death of the process while it loads this reference."""
-        tracker = ActivityTracker(file := shadow._blame.begin())
+        tracker = ActivityTracker(file := shadow._crashes.process_started())
         os.close(file)
         with tracker.track(label, "loading"):
-            shadow._bury()
+            shadow._handle_death()
 
     give()
     give("other")
@@ -219,7 +219,7 @@ def test_the_leaders_own_report_does_not_overwrite_a_later_one_of_the_process(tm
     theirs = Metrics()
     theirs.add("m", 1).reference_up(True)
     told = Message({"metrics": [family.as_json() for family in theirs.snapshot("bf16kit_drift_")]})
-    telling = threading.Thread(target=lambda: process._hear(told))
+    telling = threading.Thread(target=lambda: process._receive_counts(told))
 
     def receive(message: Message) -> None:
         if telling.ident is None:

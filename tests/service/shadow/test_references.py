@@ -25,11 +25,11 @@ print(*found[0])
 
 def test_outcomes_are_returned_in_order_once_all_are_known() -> None:
     outcomes = Outcomes(3)
-    outcomes.told(2, "measured")
-    outcomes.told(0, "dropped")
-    assert not outcomes.answer.done()
-    outcomes.told(1, "failed")
-    assert outcomes.answer.result() == {"outcomes": ["dropped", "failed", "measured"]}
+    outcomes.record(2, "measured")
+    outcomes.record(0, "dropped")
+    assert not outcomes.response.done()
+    outcomes.record(1, "failed")
+    assert outcomes.response.result() == {"outcomes": ["dropped", "failed", "measured"]}
 
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="Linux has it")

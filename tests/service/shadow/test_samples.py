@@ -31,10 +31,10 @@ SAMPLE = Sample(
 
 def test_a_sample_is_unchanged_by_packing_and_unpacking() -> None:
     other = Sample({"x": np.ones(1)}, {"y": np.zeros(1)}, rows=1, nbytes=1)
-    told, file = pack([other, SAMPLE])
-    first, found = unpack(json.loads(json.dumps(told)), file)
+    description, file = pack([other, SAMPLE])
+    first, found = unpack(json.loads(json.dumps(description)), file)
     os.close(file)
-    assert told["nbytes"] == 100
+    assert description["nbytes"] == 100
     np.testing.assert_array_equal(first.feeds["x"], other.feeds["x"])
     assert (found.rows, found.nbytes) == (2, 99)
     assert (found.probability, found.precision, found.profile) == (1 / 3, "bf16", "cpu-bf16")
@@ -65,8 +65,8 @@ def test_the_file_cannot_be_changed_while_it_is_read() -> None:
 
 
 def test_a_file_that_does_not_match_its_description_is_rejected() -> None:
-    told, file = pack([SAMPLE])
-    told["samples"][0]["tensors"].pop()
+    description, file = pack([SAMPLE])
+    description["samples"][0]["tensors"].pop()
     with pytest.raises(ValueError, match="are described as"):
-        unpack(told, file)
+        unpack(description, file)
     os.close(file)
