@@ -15,12 +15,12 @@ from bf16kit.manifest import RESIDUAL, Plan, ProfileEntry
 from bf16kit.numerics import Census
 from bf16kit.publish import StagingArtifact
 from converter.attempt import describe
-from converter.formats.alone import Held, records, write_alone
-from converter.formats.lossless import check_alone
+from converter.formats.alone import FileRecords, records, write_without_graph
+from converter.formats.lossless import check_without_graph
 from converter.formats.weights import StoredWeights
 from converter.model import Source
 from converter.options import Options
-from converter.process.memory import release
+from converter.process.memory import release_memory
 from converter.process.progress import Progress
 from converter.proof.certify import Certified, certify
 from converter.proof.itself import Itself
@@ -28,13 +28,13 @@ from converter.proof.oracle import Asked
 from converter.proof.samples import Samples
 
 
-def check_wanted(options: Options, source: Source) -> str:
+def check_options(options: Options, source: Source) -> str:
     """Return a note on what is left out of the artifact because ``source`` has no ONNX graph.
 
     Raises :class:`ConversionError` with the reason if an option needs the graph. Raises :class:`UsageError` if an
     option sets how weights are rounded, because torch supports only one way.
     """
-    why = source.ungraphed
+    why = source.no_graph_reason
     if "onnx" in options.formats:
         raise ConversionError(f"{options.source}: no ONNX graph can be made of it: {why}; {_REMEDY}")
     if options.export is not None:
@@ -71,27 +71,29 @@ def prove(
     oracle = source.oracle
     if oracle is None or not asked.answers:
         raise ConversionError(
-            f"{options.source}: {source.ungraphed}; and the format that torch runs cannot be checked: {asked.how}"
+            f"{options.source}: {source.no_graph_reason}; and the format that torch runs cannot be checked: {asked.how}"
         )
     stored = _write(options, source, _held_in(traced, stage), stage, progress)
     manifest = describe(options, source, Plan(), stored, traced)
     with progress.step("comparing with the source", source.checkpoint.nbytes) as advance:
-        check_alone(stage.draft(manifest), source.checkpoint.tensors, advance)
-    release()
+        check_without_graph(stage.draft(manifest), source.checkpoint.tensors, advance)
+    release_memory()
     told = replace(asked, how=f"{asked.how}, which is the reference")
     certified = certify(stage, manifest, calibration, options, progress, told, Itself(oracle, source.rowwise))
     if not certified.manifest.profiles:
-        raise ConversionError("; ".join([f"{options.source}: no ONNX: {source.ungraphed}", *certified.notes]))
+        raise ConversionError("; ".join([f"{options.source}: no ONNX: {source.no_graph_reason}", *certified.notes]))
     return certified, stored.census
 
 
-def _held_in(traced: Mapping[str, ProfileEntry], stage: StagingArtifact) -> Held:
+def _held_in(traced: Mapping[str, ProfileEntry], stage: StagingArtifact) -> FileRecords:
     """Return the records of the weights in the first ``traced`` file."""
     return records(stage.path / next(iter(traced.values())).graph)
 
 
-def _write(options: Options, source: Source, held: Held, stage: StagingArtifact, progress: Progress) -> StoredWeights:
+def _write(
+    options: Options, source: Source, held: FileRecords, stage: StagingArtifact, progress: Progress
+) -> StoredWeights:
     checkpoint = source.checkpoint
     with progress.step("writing weights", checkpoint.nbytes) as advance, ExitStack() as files:
         residual = files.enter_context(stage.writer(RESIDUAL)) if options.residual else None
-        return write_alone(checkpoint.tensors, held, residual, advance)
+        return write_without_graph(checkpoint.tensors, held, residual, advance)

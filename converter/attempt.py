@@ -26,7 +26,7 @@ from converter.plan.decisions import Islands
 from converter.plan.overrides import Overrides
 from converter.plan.profiles import PROFILES
 from converter.process import versions
-from converter.process.memory import release
+from converter.process.memory import release_memory
 from converter.process.progress import Progress
 from converter.proof import golden
 from converter.proof.certify import Certified, certify
@@ -61,7 +61,7 @@ class Attempt:
             islands=islands,
             profiles=(*options.onnx_profiles, *options.optional_profiles),
         )
-        planned = _of_use(planned, options)
+        planned = _without_idle_profiles(planned, options)
         for path in (*(stage.path / name for name in _FILES), *stage.path.glob(_EXPORTED)):  # of an earlier attempt
             path.unlink(missing_ok=True)
         stored, exported, planned = _write(options, source, prepared, planned, stage, progress)
@@ -74,11 +74,11 @@ class Attempt:
         reference = None if options.residual else Reference(prepared.reference, prepared.matches)
         census = stored.census
         del stored
-        release()
+        release_memory()
         return certify(stage, manifest, self.calibration, options, progress, self.asked, reference), census
 
 
-def _of_use(planned: Planned, options: Options) -> Planned:
+def _without_idle_profiles(planned: Planned, options: Options) -> Planned:
     """Return ``planned`` without profiles in which no product rounds its activations: they would equal another one.
 
     Raises :class:`UsageError` if such a profile was asked for.

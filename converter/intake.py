@@ -16,7 +16,7 @@ from converter.model import Source
 from converter.options import Options
 from converter.passes import Prepared
 from converter.plan.profiles import PROFILES
-from converter.process.memory import release
+from converter.process.memory import release_memory
 from converter.process.progress import Progress
 from converter.proof import answered, samples
 from converter.proof.judging import check_budget, with_kinds
@@ -46,7 +46,7 @@ def read(
     return source
 
 
-def draw_samples(options: Options, source: Source, progress: Progress) -> Samples:
+def load_samples(options: Options, source: Source, progress: Progress) -> Samples:
     """Load the samples asked for, or generate random ones.
 
     For an ONNX file, the samples may show other dimensions than it declares. From here on those shown are used, unless
@@ -117,13 +117,13 @@ def trace(
         traced = TRACED[name]
         try:
             if module is None:
-                raise ConversionError(f"--format {name}: {_NO_MODULE}" if options.insists_on(name) else _NO_MODULE)
-            with progress.step(traced.doing):
+                raise ConversionError(f"--format {name}: {_NO_MODULE}" if options.requires(name) else _NO_MODULE)
+            with progress.step(traced.step_name):
                 traced.write(module, stage.path / traced.file, strictly=source.graph is None)
         except ConversionError as error:
             if source.graph is None and not written:
-                raise ConversionError(f"no ONNX: {source.ungraphed}; no {traced.title}: {error}") from error
-            if options.insists_on(name):
+                raise ConversionError(f"no ONNX: {source.no_graph_reason}; no {traced.title}: {error}") from error
+            if options.requires(name):
                 raise
             notes.append(f"no {traced.title}: {error}")
             continue
@@ -163,4 +163,4 @@ def check_base(
         base = PROFILES["cuda" if "cuda" in profiles else profiles[0]].base(prepared)
         with progress.step("checking the prepared graph"):
             check_prepared(asked, prepared, base, (source.inputs, source.outputs), calibration.feeds, stage.path)
-            release()
+            release_memory()

@@ -86,13 +86,14 @@ class Source:
     """A checkpoint made runnable, with an oracle that tells the source's own answers.
 
     ``graph`` is fp32; its initializers are views of the checkpoint's memory wherever they hold the same bytes. It is
-    None if torch has no graph that ONNX can express. Then ``ungraphed`` says why, and ``rowwise`` says whether each
-    row's outputs depend on that row alone. ``module`` is None for sources that torch cannot trace. The pipeline drops
-    ``module`` and ``oracle`` as soon as they are used, which frees their files and memory. A source that cannot answer
-    has no oracle, and ``unasked`` says why. ``notes`` are sentences for the user. ``tools`` are the packages whose
-    versions shape the graph, ``foreign`` the versions of packages in another Python. ``beside`` are files that an
-    export in the source's own format stores beside its weights. ``proposed`` is the map by which weights were placed,
-    as a file of rules, until samples confirm it. ``given`` are files besides the checkpoint that shaped the source.
+    None if torch has no graph that ONNX can express. Then ``no_graph_reason`` says why, and ``rowwise`` says whether
+    each row's outputs depend on that row alone. ``module`` is None for sources that torch cannot trace. The pipeline
+    drops ``module`` and ``oracle`` as soon as they are used, which frees their files and memory. A source that cannot
+    answer has no oracle, and ``no_oracle_reason`` says why. ``notes`` are sentences for the user. ``tools`` are the
+    packages whose versions shape the graph, ``foreign`` the versions of packages in another Python. ``beside`` are
+    files that an export in the source's own format stores beside its weights. ``proposed`` is the map by which weights
+    were placed, as a file of rules, until samples confirm it. ``given`` are files besides the checkpoint that shaped
+    the source.
     """
 
     checkpoint: Checkpoint
@@ -103,12 +104,12 @@ class Source:
     sampler: Sampler | None = None
     tools: tuple[str, ...] = ()
     oracle: Oracle | None = None
-    unasked: str = "sources of this kind cannot be run"
+    no_oracle_reason: str = "sources of this kind cannot be run"
     notes: tuple[str, ...] = ()
     beside: Mapping[str, bytes] = field(default_factory=dict)
     proposed: str | None = None
     foreign: Mapping[str, str] = field(default_factory=dict)
-    ungraphed: str = ""
+    no_graph_reason: str = ""
     rowwise: bool = True
     given: tuple[GivenEntry, ...] = ()
 

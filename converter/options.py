@@ -35,7 +35,8 @@ class Options:
     """The options of one conversion. Empty ``formats`` mean ONNX, and TorchScript where the source allows it.
 
     ``optional`` are profiles that the user did not ask for. Each is written if it is of use, judged by the same budget
-    as the others, and left out with a note if it is over. ``shaped`` are further options for the manifest to record.
+    as the others, and left out with a note if it is over. ``recorded_extra`` are further options for the manifest to
+    record.
     """
 
     source: Path
@@ -69,21 +70,21 @@ class Options:
     step: int | None = None
     item: str | None = None
     signature: str | None = None
-    shaped: Mapping[str, Any] = field(default_factory=dict)
+    recorded_extra: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def wants_onnx(self) -> bool:
+    def writes_onnx(self) -> bool:
         return not self.formats or "onnx" in self.formats
 
     @property
     def onnx_profiles(self) -> tuple[Profile, ...]:
         """The profiles that must be written as ONNX graphs."""
-        return self.profiles if self.wants_onnx else ()
+        return self.profiles if self.writes_onnx else ()
 
     @property
     def optional_profiles(self) -> tuple[Profile, ...]:
         """The profiles to write as well, if they are of use."""
-        return self.optional if self.wants_onnx else ()
+        return self.optional if self.writes_onnx else ()
 
     @property
     def traced(self) -> tuple[Format, ...]:
@@ -99,9 +100,9 @@ class Options:
     @property
     def stores_export(self) -> bool:
         """Whether the artifact's weights are those of its export: no ONNX graph needs them in another layout."""
-        return self.export is not None and not self.wants_onnx
+        return self.export is not None and not self.writes_onnx
 
-    def insists_on(self, name: str) -> bool:
+    def requires(self, name: str) -> bool:
         """Whether the format ``name`` was asked for; then it is an error, not a note, if the source cannot give it."""
         return name in self.formats
 
@@ -122,7 +123,7 @@ class Options:
             "with_past": self.with_past,
             **({} if self.weights is None else {"weights": self.weights}),
             **({} if self.signature is None else {"signature": self.signature}),
-            **self.shaped,
+            **self.recorded_extra,
         }
 
 

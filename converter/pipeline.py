@@ -18,9 +18,9 @@ from converter.model import Source
 from converter.options import Options
 from converter.passes import prepare
 from converter.plan.decisions import Islands
-from converter.process.memory import Garbage
-from converter.process.naming import naming
-from converter.process.progress import Progress, Silent
+from converter.process.memory import FrozenHeap
+from converter.process.naming import prefix_errors
+from converter.process.progress import Progress, SilentProgress
 from converter.proof.certify import Certified
 from converter.proof.explanation import tables
 from converter.proof.judging import check_judged, judge
@@ -33,7 +33,7 @@ from converter.search.trials import Deadline
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class Judgement:
     """The caller's judgement of an artifact before it is published, and its manifest, which may have fewer profiles."""
 
     manifest: Manifest
@@ -42,7 +42,7 @@ class Judged:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
+class ProvidedInputs:
     """Inputs that a calling program provides, in place of those the conversion would find itself.
 
     ``read`` returns the source. ``samples`` are the samples to measure on (None: as the options say). ``judge``
@@ -51,7 +51,7 @@ class Given:
 
     read: Callable[[Callable[[int], None]], Source]
     samples: Samples | None = None
-    judge: Callable[[StagingArtifact, Manifest, Progress], Judged] | None = None
+    judge: Callable[[StagingArtifact, Manifest, Progress], Judgement] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Result:
     notes: tuple[str, ...]
 
 
-def convert(options: Options, progress: Progress | None = None, given: Given | None = None) -> Result:
+def convert(options: Options, progress: Progress | None = None, given: ProvidedInputs | None = None) -> Result:
     """Convert ``options.source`` into an artifact at ``options.target``; nothing is published unless all succeeds.
 
     Raises :class:`~bf16kit.errors.UsageError` for bad options or unreadable input,
@@ -70,25 +70,29 @@ def convert(options: Options, progress: Progress | None = None, given: Given | N
     :class:`~bf16kit.errors.RuntimeFailure` if a written file does not run, and :class:`~bf16kit.errors.BudgetExceeded`
     if drift is over budget and the options do not allow that.
     """
-    progress = progress or Silent()
+    progress = progress or SilentProgress()
     notes: list[str] = []
-    with Garbage() as garbage, naming(options.source), staging(options.target.path, force=options.force) as stage:
-        with garbage.uncollected():
+    with (
+        FrozenHeap() as garbage,
+        prefix_errors(options.source),
+        staging(options.target.path, force=options.force) as stage,
+    ):
+        with garbage.without_collection():
             source = intake.read(options, progress, None if given is None else given.read)
         notes += source.notes
         if source.graph is None:
-            notes.append(alone.check_wanted(options, source))
+            notes.append(alone.check_options(options, source))
         own = None if given is None else given.samples
-        calibration = own or intake.draw_samples(options, source, progress)
+        calibration = own or intake.load_samples(options, source, progress)
         if not (options.samples or own):
             notes.append(f"drift was measured on {calibration.origin}, because --samples was not given")
         asked = intake.ask_source(source, calibration, stage, progress)
         notes += intake.check_answers(options, source, calibration, asked, stage, progress)
         profiles = intake.trace(options, source, stage, progress, notes)
-        garbage.settle()
+        garbage.collect()
         proven = _prove(options, source, profiles, calibration, asked, stage, progress)
         del source
-        garbage.settle()
+        garbage.collect()
         certified = proven.certified
         notes += [*proven.notes, *certified.notes]
         notes += _remarks(options, certified.manifest)

@@ -33,7 +33,7 @@ class Executor(Protocol):
         ...
 
 
-class Here:
+class LocalExecutor:
     """Runs conversions as processes of this machine."""
 
     def __init__(self) -> None:
@@ -66,6 +66,6 @@ def start_process(command: list[str], log: Path, directory: Path | None = None) 
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
-            env=children.variables(),
+            env=children.environment(),
             cwd=directory,
         )

@@ -32,7 +32,7 @@ _VERSION = re.compile(r"[1-9][0-9]*")
 _ERROR = "error: "
 _LONGEST = 2000  # characters of an error
 _OVER_BUDGET = 1  # also Python's exit code for a program that crashed, so the message must be checked too
-_CANNOT = 3  # the exit code for a model that cannot be converted; also used for a process that died
+_FAILED = 3  # the exit code for a model that cannot be converted; also used for a process that died
 
 Status = Literal["converted", "done before", "over budget", "failed", "interrupted"]
 Start = Callable[[list[str], Path], Process]
@@ -60,36 +60,36 @@ def convert(item: Item, repository: Path, *, force: bool = False, start: Start |
     With ``force``, the newest version is replaced, whatever it was made from. ``start`` starts the process; its output
     goes to a log beside the record. Raises OSError if the repository cannot be written to.
     """
-    if item.refused:
-        return Outcome(item.model, item.source.name, "failed", 2, detail=item.refused)
+    if item.problem:
+        return Outcome(item.model, item.source.name, "failed", 2, detail=item.problem)
     began = time.monotonic()
     try:
         digest = item.digest()
     except OSError as error:
         where = "" if error.filename in (None, str(item.source)) else f"{error.filename} "
-        said = f"{where}cannot be read: {error.strerror or error}"
-        return Outcome(item.model, item.source.name, "failed", 2, detail=said)
+        message = f"{where}cannot be read: {error.strerror or error}"
+        return Outcome(item.model, item.source.name, "failed", 2, detail=message)
     records = repository / RECORDS
     records.mkdir(parents=True, exist_ok=True)
     record = records / f"{item.model}.json"
-    kept = _read(record)
-    done = _done(repository, item.model, kept, digest)
+    previous = _read(record)
+    done = _converted_version(repository, item.model, previous, digest)
     if done is not None and not force:
         return Outcome(item.model, item.source.name, "done before", 0, done, _drift(repository, item.model, done))
-    version = _version(repository, item.model, force=force)
+    version = _next_version(repository, item.model, force=force)
     target = repository / item.model / str(version)
-    begun: dict[str, object] = {"digest": digest, "version": version}
+    started: dict[str, object] = {"digest": digest, "version": version}
     before = _fingerprint(target)
-    _write(record, {**begun, "instead_of": before})
+    _write(record, {**started, "instead_of": before})
     command = children.command("converter.cli", "checkpoint", str(item.source), "--out", str(target))
     log = record.with_suffix(".log")
     process = (start or start_process)([*command, *(["--force"] if force else []), *item.arguments], log)
     code = process.wait()
     now = _fingerprint(target)
     if code == 0:
-        _write(record, {**begun, "manifest": now})
+        _write(record, {**started, "manifest": now})
     elif now == before:
-        _restore(record, kept)
+        _restore(record, previous)
     return _outcome(item, repository, version, code, log, time.monotonic() - began)
 
 
@@ -99,20 +99,20 @@ def _outcome(item: Item, repository: Path, version: int, code: int, log: Path, s
         return Outcome(item.model, name, "converted", 0, version, _drift(repository, item.model, version), seconds)
     if code in (130, -signal.SIGINT):
         return Outcome(item.model, name, "interrupted", 130, seconds=seconds)
-    detail, told = _said(log)
-    over = code == _OVER_BUDGET and told
+    detail, ours = _error_message(log)
+    over = code == _OVER_BUDGET and ours
     status: Status = "over budget" if over else "failed"
     if code == _OVER_BUDGET and not over:
         detail = f"ended without a message, exit code 1; see {log}"
-        code = _CANNOT
+        code = _FAILED
     if code < 0:
         killed = f"killed by {signal.Signals(-code).name}"
         detail = f"{killed} (out of memory?)" if code == -signal.SIGKILL else f"{killed}; see {log}"
-        code = _CANNOT
+        code = _FAILED
     return Outcome(item.model, name, status, code, None, detail or f"exit code {code}; see {log}", seconds)
 
 
-def _said(log: Path) -> tuple[str, bool]:
+def _error_message(log: Path) -> tuple[str, bool]:
     """Return the message of the error that ended the process, and whether this program wrote it."""
     text = log.read_text(errors="replace")
     _, own, message = text.rpartition(f"bf16-convert: {_ERROR}")
@@ -122,14 +122,14 @@ def _said(log: Path) -> tuple[str, bool]:
     return message.strip()[:_LONGEST] if found else "", False
 
 
-def _done(repository: Path, model: str, kept: dict[str, object], digest: str) -> int | None:
+def _converted_version(repository: Path, model: str, previous: dict[str, object], digest: str) -> int | None:
     """Return the version that was made with this ``digest``, if it exists and nothing has replaced it; else None."""
-    version = kept.get("version")
-    if kept.get("digest") != digest or type(version) is not int:
+    version = previous.get("version")
+    if previous.get("digest") != digest or type(version) is not int:
         return None
     path = repository / model / str(version)
     now = _fingerprint(path)
-    published = kept["manifest"] == now if "manifest" in kept else kept.get("instead_of", now) != now
+    published = previous["manifest"] == now if "manifest" in previous else previous.get("instead_of", now) != now
     if now is None or not published:
         return None
     try:
@@ -147,7 +147,7 @@ def _fingerprint(version: Path) -> str | None:
         return None
 
 
-def _version(repository: Path, model: str, *, force: bool) -> int:
+def _next_version(repository: Path, model: str, *, force: bool) -> int:
     """Return the version to write: the one after the newest published or, with ``force``, the newest itself."""
     directory = repository / model
     names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
@@ -175,13 +175,13 @@ def _read(record: Path) -> dict[str, object]:
 
 def _write(record: Path, fields: dict[str, object]) -> None:
     """Write the record atomically."""
-    beside = record.with_suffix(f".{os.getpid()}.tmp")
-    beside.write_text(json.dumps(fields, sort_keys=True) + "\n")
-    beside.replace(record)
+    temporary = record.with_suffix(f".{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(fields, sort_keys=True) + "\n")
+    temporary.replace(record)
 
 
-def _restore(record: Path, kept: dict[str, object]) -> None:
-    if kept:
-        _write(record, kept)
+def _restore(record: Path, previous: dict[str, object]) -> None:
+    if previous:
+        _write(record, previous)
     else:
         record.unlink(missing_ok=True)

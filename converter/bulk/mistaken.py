@@ -11,7 +11,7 @@ from converter.sources.orbax import layout
 
 _SHOWN = 5
 # The files that identify such a directory: one of them among many checkpoints makes it a model or a foreign format.
-_MARKS = (
+_MARKERS = (
     *("config.json", "modules.json", "*.safetensors.index.json", "saved_model.pb", "manifest.json"),
     *("_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt"),
     *("Manifest.json", "coremldata.bin", "model_index.json", "rank0.engine", "meta.pt", "*.distcp", "zero_to_fp32.py"),
@@ -20,13 +20,13 @@ _MARKS = (
 )
 
 
-def taken_for(directory: Path) -> str:
+def explain_recognition(directory: Path) -> str:
     """Say what ``directory`` is taken for, because of which files, and what to do about it; the end of a message."""
     try:
         what = f"is taken for one source, {recognise(directory).value}"
     except SourceError as error:
         what = f"is taken for one source, and {str(error).removeprefix(f'{directory}: ')}"
-    found = _found(directory)
+    found = _markers_in(directory)
     if not found:
         return f"{directory} {what}"
     names = listed([*found[:_SHOWN], *([f"{len(found) - _SHOWN} more"] if len(found) > _SHOWN else [])])
@@ -36,6 +36,6 @@ def taken_for(directory: Path) -> str:
     )
 
 
-def _found(directory: Path) -> list[str]:
-    names = {path.name for mark in _MARKS for path in directory.glob(mark)}
+def _markers_in(directory: Path) -> list[str]:
+    names = {path.name for pattern in _MARKERS for path in directory.glob(pattern)}
     return sorted(names) + [f"{path.name}/" for path in layout.trees(directory) if path.name not in names]

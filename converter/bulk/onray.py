@@ -37,14 +37,14 @@ from converter.bulk.executor import Process, start_process
 from converter.process import children
 
 _ATTEMPTS = 3
-_LOOK_SECONDS = 0.5
-_LAST_WORDS_SECONDS = 30.0  # time to end for a conversion that was told to stop
-_CANNOT = 3  # the exit code if a conversion's node died in every attempt
+_POLL_SECONDS = 0.5
+_GRACE_SECONDS = 30.0  # time to end for a conversion that was told to stop
+_FAILED = 3  # the exit code if a conversion's node died in every attempt
 _INTERRUPTED = 130
 Say = Callable[[str], None]
 
 
-class OnRay:
+class RayExecutor:
     """Runs ``jobs`` conversions at a time; None means one per node. See :class:`converter.bulk.executor.Executor`.
 
     Raises UsageError if no cluster answers, or if a node does not see the same files or runs another version.
@@ -55,7 +55,7 @@ class OnRay:
         nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
         if not nodes:
             raise UsageError(f"--ray {address}: no node of the cluster has a CPU")
-        nodes = _answering(nodes, source, repository, say)
+        nodes = _responding_nodes(nodes, source, repository, say)
         if not nodes:
             raise UsageError(f"--ray {address}: no node of the cluster answers; check `ray status`")
         self.jobs = jobs or len(nodes)
@@ -90,12 +90,12 @@ class OnRay:
 class _Task:
     """A conversion on a node; see :class:`converter.bulk.executor.Process`. If its node dies, it is started again."""
 
-    def __init__(self, begin: Callable[[], Any], model: str, say: Say) -> None:
-        self._begin = begin
+    def __init__(self, submit: Callable[[], Any], model: str, say: Say) -> None:
+        self._submit = submit
         self._model = model
         self._say = say
         self._cancelled = False
-        self._reference = begin()
+        self._reference = submit()
 
     def cancel(self) -> None:
         self._cancelled = True
@@ -119,22 +119,22 @@ class _Task:
                 then = f"it is started again, attempt {attempt + 1} of {_ATTEMPTS}" if again else "no attempt is left"
                 self._say(f"{self._model}: the process or node that converted it died ({type(error).__name__}); {then}")
                 if again:
-                    self._reference = self._begin()
-        return _CANNOT
+                    self._reference = self._submit()
+        return _FAILED
 
 
 def _run(command: list[str], log: str, directory: str) -> int:
     """Run this program's command line on a node, by the node's Python, and return its exit code."""
-    following = children.command("converter.process.following", str(os.getpid()))
-    process = start_process([*following, sys.executable, *command[1:]], Path(log), Path(directory))
+    prefix = children.command("converter.process.following", str(os.getpid()))
+    process = start_process([*prefix, sys.executable, *command[1:]], Path(log), Path(directory))
     try:
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                return process.wait(_LOOK_SECONDS)
+                return process.wait(_POLL_SECONDS)
     except BaseException:
         process.send_signal(signal.SIGINT)
         try:
-            process.wait(_LAST_WORDS_SECONDS)
+            process.wait(_GRACE_SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()
         raise
@@ -149,7 +149,7 @@ def _join(address: str) -> None:
         raise UsageError(f"--ray {address}: cannot connect to a Ray cluster: {first_line(error)}") from None
 
 
-def _answering(nodes: list[dict[str, Any]], source: Path, repository: Path, say: Say) -> list[dict[str, Any]]:
+def _responding_nodes(nodes: list[dict[str, Any]], source: Path, repository: Path, say: Say) -> list[dict[str, Any]]:
     """Return ``nodes`` without those that have just died, which Ray takes some seconds to notice.
 
     Every other node must see the checkpoints and a file that this process has just written, and run the same version.
@@ -161,54 +161,54 @@ def _answering(nodes: list[dict[str, Any]], source: Path, repository: Path, say:
     records.mkdir(parents=True, exist_ok=True)
     token = records / f"{secrets.token_hex(8)}.tmp"
     token.write_text(token.name)
-    seen = str(token), str(source.absolute()), str(Path.cwd())
+    paths = str(token), str(source.absolute()), str(Path.cwd())
     try:
-        asked = {node["NodeID"]: _on(node).remote(*seen) for node in nodes}
-        here = _look(*seen)
-        answering = []
+        futures = {node["NodeID"]: _file_view_on(node).remote(*paths) for node in nodes}
+        own_view = _file_view(*paths)
+        responding = []
         for node in nodes:
             try:
-                found = ray.get(asked[node["NodeID"]])
+                view = ray.get(futures[node["NodeID"]])
             except (NodeDiedError, TaskUnschedulableError, WorkerCrashedError):
                 say(f"node {node['NodeManagerAddress']} does not answer, so nothing is converted there")
                 continue
-            answering.append(node)
-            for what, path in zip(("token", "source", "directory"), (str(repository), *seen[1:]), strict=True):
-                if found[what] != here[what]:
+            responding.append(node)
+            for what, path in zip(("token", "source", "directory"), (str(repository), *paths[1:]), strict=True):
+                if view[what] != own_view[what]:
                     raise UsageError(
                         f"--ray: node {node['NodeManagerAddress']} does not see the same {path} as this machine; put"
                         " the checkpoints, the repository and the working directory on a file system that all nodes"
                         " share"
                     )
-            if found["version"] != here["version"]:
+            if view["version"] != own_view["version"]:
                 raise UsageError(
-                    f"--ray: node {node['NodeManagerAddress']} has bf16kit {found['version']}, and this machine"
-                    f" {here['version']}; install the same version on all nodes"
+                    f"--ray: node {node['NodeManagerAddress']} has bf16kit {view['version']}, and this machine"
+                    f" {own_view['version']}; install the same version on all nodes"
                 )
-        return answering
+        return responding
     finally:
         token.unlink(missing_ok=True)
 
 
-def _on(node: dict[str, Any]) -> Any:
+def _file_view_on(node: dict[str, Any]) -> Any:
     where = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-    return ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=where)(_look)
+    return ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=where)(_file_view)
 
 
-def _look(token: str, source: str, directory: str) -> dict[str, str]:
+def _file_view(token: str, source: str, directory: str) -> dict[str, str]:
     """Return what a machine sees: equal on all machines that see the same files."""
     try:
-        told = Path(token).read_text()
+        token_text = Path(token).read_text()
     except OSError:
-        told = ""
+        token_text = ""
     try:
         names = sorted(f"{path.name} {path.stat().st_size}" for path in Path(source).iterdir())
-        listed = hashlib.sha256("\n".join(names).encode()).hexdigest()
+        listing_digest = hashlib.sha256("\n".join(names).encode()).hexdigest()
     except OSError:
-        listed = ""
+        listing_digest = ""
     return {
-        "token": told,
-        "source": listed,
+        "token": token_text,
+        "source": listing_digest,
         "directory": str(Path(directory).is_dir()),
         "version": bf16kit.__version__,
     }

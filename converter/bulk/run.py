@@ -27,28 +27,28 @@ def run(
     outcomes = dict[str, Outcome]()
     total = len(worklist.items)
 
-    def one(item: Item) -> Outcome:
+    def convert_one(item: Item) -> Outcome:
         if executor.stopped:
             return Outcome(item.model, item.source.name, "interrupted", INTERRUPTED)
         return convert(item, repository, force=force, start=executor.start)
 
     interrupted = False
     with ThreadPoolExecutor(jobs) as pool:
-        futures = [pool.submit(one, item) for item in worklist.items]
+        futures = [pool.submit(convert_one, item) for item in worklist.items]
         while len(outcomes) < total:
             try:
                 for future in as_completed(futures):
                     outcome = future.result()
                     if outcome.model not in outcomes:
                         outcomes[outcome.model] = outcome
-                        say(f"[{len(outcomes)}/{total}] {line(outcome)}")
+                        say(f"[{len(outcomes)}/{total}] {outcome_line(outcome)}")
             except KeyboardInterrupt:
                 interrupted = True
                 executor.stop()
     return [outcomes[item.model] for item in worklist.items], interrupted
 
 
-def line(outcome: Outcome) -> str:
+def outcome_line(outcome: Outcome) -> str:
     """Describe one result in a line."""
     version = "" if outcome.version is None else f" version {outcome.version}"
     seconds = f", {outcome.seconds:.0f} s" if outcome.seconds >= 1 else ""
@@ -70,11 +70,11 @@ def summary(outcomes: Sequence[Outcome], worklist: Worklist) -> str:
         )
         for each in outcomes
     ]
-    told = [table(_title(outcomes), columns, rows)]
-    more = len(worklist.passed_over) - _SHOWN
-    told += [f"skipped: {each}" for each in worklist.passed_over[:_SHOWN]]
-    told += [f"skipped: {more} more"] if more > 0 else []
-    return "\n".join(told)
+    lines = [table(_title(outcomes), columns, rows)]
+    more = len(worklist.skipped) - _SHOWN
+    lines += [f"skipped: {each}" for each in worklist.skipped[:_SHOWN]]
+    lines += [f"skipped: {more} more"] if more > 0 else []
+    return "\n".join(lines)
 
 
 def _title(outcomes: Sequence[Outcome]) -> str:
@@ -82,6 +82,6 @@ def _title(outcomes: Sequence[Outcome]) -> str:
     return f"{done} of {len(outcomes)} checkpoints converted"
 
 
-def worst(outcomes: Sequence[Outcome], *, interrupted: bool) -> int:
+def worst_exit_code(outcomes: Sequence[Outcome], *, interrupted: bool) -> int:
     """Return the exit code of the whole run: the largest of all."""
     return INTERRUPTED if interrupted else max((outcome.code for outcome in outcomes), default=0)

@@ -28,31 +28,31 @@ _WITHOUT_WEIGHTS = frozenset(
 _SHOWN = 5
 _LONGEST_NAME = 255  # bytes of a file's name
 
-Configure = Callable[[str, str], "Configured"]
+Configure = Callable[[str, str], "ModelSettings"]
 
 
 @dataclass(frozen=True, slots=True)
-class Configured:
+class ModelSettings:
     """The settings of one model: its name, arguments of `bf16-convert checkpoint`, and the files that these name."""
 
     model: str
     arguments: tuple[str, ...]
-    named: tuple[Path, ...] = ()
+    referenced: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One checkpoint: ``files`` hold all of its bytes, ``named`` are the files and directories that its arguments name.
+    """One checkpoint. ``files`` hold all its bytes; ``referenced`` are the files and directories its arguments name.
 
-    ``refused`` says why it cannot be read at all; "" if it can.
+    ``problem`` says why it cannot be read at all; "" if it can.
     """
 
     model: str
     source: Path
     files: tuple[Path, ...]
     arguments: tuple[str, ...]
-    refused: str = ""
-    named: tuple[Path, ...] = ()
+    problem: str = ""
+    referenced: tuple[Path, ...] = ()
 
     def digest(self) -> str:
         """Return the sha256 of its arguments, and of names and bytes of its files and of those its arguments name.
@@ -63,17 +63,17 @@ class Item:
         found = hashlib.sha256(json.dumps(self.arguments).encode())
         for path in self.files:
             found.update(f"\n{_digest(path)}  {path.relative_to(self.source.parent)}".encode())
-        for path in (file for each in self.named for file in _named_files(each)):
+        for path in (file for each in self.referenced for file in _referenced_files(each)):
             found.update(f"\nnamed {_digest(path)}  {path}".encode())
         return found.hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class Worklist:
-    """The items to convert, by name; ``passed_over`` are other files, each with the reason why it is no checkpoint."""
+    """The items to convert, by name; ``skipped`` are other files, each with the reason why it is no checkpoint."""
 
     items: tuple[Item, ...]
-    passed_over: tuple[str, ...]
+    skipped: tuple[str, ...]
 
 
 def is_collection(path: Path) -> bool:
@@ -97,7 +97,7 @@ def collect(directory: Path, configure: Configure, repository: Path | None = Non
     none, or if two would have the same name.
     """
     kinds: dict[Path, Kind | str] = {}
-    passed_over: dict[Path, str] = {}
+    skipped: dict[Path, str] = {}
     shards: set[Path] = set()
     for path in sorted(directory.iterdir()):
         if path.name.startswith(".") or (repository is not None and path.resolve() == repository.resolve()):
@@ -107,16 +107,16 @@ def collect(directory: Path, configure: Configure, repository: Path | None = Non
             shards.update(_shards(path) if kind is Kind.SHARDED else ())
             kinds[path] = kind
         except NoCheckpoint as error:
-            passed_over[path] = _without_path(error, path)
+            skipped[path] = _without_path(error, path)
         except SourceError as error:
             kinds[path] = _without_path(error, path)
-    beside = tuple(path for path in passed_over if _may_hold_weights(path))
-    items = [_item(path, kind, beside, configure) for path, kind in kinds.items() if path not in shards]
+    possible_weights = tuple(path for path in skipped if _may_hold_weights(path))
+    items = [_item(path, kind, possible_weights, configure) for path, kind in kinds.items() if path not in shards]
     if not items:
-        raise UsageError(f"{directory}: holds no checkpoint{_listed(passed_over.values())}")
+        raise UsageError(f"{directory}: holds no checkpoint{_listed(skipped.values())}")
     _check_names(items)
-    said = (f"{path.name}: {why}" for path, why in passed_over.items() if path not in _used(items))
-    return Worklist(tuple(items), tuple(said))
+    reasons = (f"{path.name}: {why}" for path, why in skipped.items() if path not in _files_of(items))
+    return Worklist(tuple(items), tuple(reasons))
 
 
 def model_name(file: str) -> str:
@@ -128,21 +128,21 @@ def model_name(file: str) -> str:
     return path.stem if path.suffix.lower() in _SUFFIXES else file
 
 
-def _item(path: Path, kind: Kind | str, beside: tuple[Path, ...], configure: Configure) -> Item:
-    asked = configure(path.name, model_name(path.name))
-    refused = kind if isinstance(kind, str) else ""
-    files = () if refused else _files(path, kind, beside)
-    return Item(asked.model, path, files, asked.arguments, refused, asked.named)
+def _item(path: Path, kind: Kind | str, possible_weights: tuple[Path, ...], configure: Configure) -> Item:
+    settings = configure(path.name, model_name(path.name))
+    problem = kind if isinstance(kind, str) else ""
+    files = () if problem else _files(path, kind, possible_weights)
+    return Item(settings.model, path, files, settings.arguments, problem, settings.referenced)
 
 
-def _files(path: Path, kind: Kind | str, beside: tuple[Path, ...]) -> tuple[Path, ...]:
+def _files(path: Path, kind: Kind | str, possible_weights: tuple[Path, ...]) -> tuple[Path, ...]:
     if path.is_dir():
         return tuple(sorted(found for found in path.rglob("*") if found.is_file()))
     if kind is Kind.SHARDED:
         return (path, *(shard for shard in _shards(path) if shard.is_file()))
     # External data may have any name. One file too many only converts once too often; one too few would keep an
     # outdated artifact.
-    return (path, *beside) if kind is Kind.ONNX else (path,)
+    return (path, *possible_weights) if kind is Kind.ONNX else (path,)
 
 
 def _shards(index: Path) -> list[Path]:
@@ -162,7 +162,7 @@ def _may_hold_weights(path: Path) -> bool:
     return path.is_file() and path.suffix.lower() not in _WITHOUT_WEIGHTS
 
 
-def _named_files(path: Path) -> list[Path]:
+def _referenced_files(path: Path) -> list[Path]:
     """Return the files that are read for ``path``: itself, an ONNX graph's weights beside it, or samples in it."""
     if path.is_dir():
         return sorted(file for file in path.iterdir() if file.suffix in SUFFIXES and file.is_file())
@@ -194,7 +194,7 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _used(items: Sequence[Item]) -> set[Path]:
+def _files_of(items: Sequence[Item]) -> set[Path]:
     return {path for item in items for path in item.files}
 
 

@@ -183,7 +183,7 @@ def checkpoint(
         from converter.commands.collection import convert_all
 
         context.exit(convert_all(context, source, out, _check))
-    _refuse_one_without_version(source, out)
+    _reject_single_source_without_version(source, out)
     if (per_model, jobs, ray) != (None, None, None):
         raise click.UsageError(
             f"--per-model, --jobs and --ray are only for a directory of checkpoints, and {source} is not one;"
@@ -219,16 +219,16 @@ def _is_collection(source: Path, out: Path) -> bool:
     return is_collection(source)
 
 
-def _refuse_one_without_version(source: Path, out: Path) -> None:
+def _reject_single_source_without_version(source: Path, out: Path) -> None:
     """Reject ``out`` if it would do only for many checkpoints; say why the directory is taken for one source."""
     if _VERSION.fullmatch(out.name) or not source.is_dir():
         return
     from bf16kit.errors import UsageError
-    from converter.bulk.mistaken import taken_for
+    from converter.bulk.mistaken import explain_recognition
 
     raise UsageError(
         f"--out {out}: must end in MODEL/VERSION, with a version of 1 or more, and ends in {out.absolute().name!r}."
-        f" A path without a version is allowed only for a directory of checkpoints, and {taken_for(source)}"
+        f" A path without a version is allowed only for a directory of checkpoints, and {explain_recognition(source)}"
     )
 
 

@@ -30,28 +30,30 @@ def convert_all(context: click.Context, source: Path, repository: Path, check: C
     ``check`` is called with each command line before work begins, and raises :class:`UsageError` for a wrong one. Names
     that no model can have raise it too.
     """
-    from converter.bulk.run import run, summary, worst
-    from converter.bulk.worklist import Configured, collect
+    from converter.bulk.run import run, summary, worst_exit_code
+    from converter.bulk.worklist import ModelSettings, collect
     from converter.options import parse_model_name, parse_target
 
-    given = _given(context)
+    common = _common_arguments(context)
     per_model = context.params["per_model"]
-    own = {} if per_model is None else _read_all(per_model)
+    own_options = {} if per_model is None else _read_option_files(per_model)
     used: set[str] = set()
 
-    def configure(file: str, model: str) -> Configured:
-        found = [name for name in (file, model) if name in own]
+    def configure(file: str, model: str) -> ModelSettings:
+        found = [name for name in (file, model) if name in own_options]
         used.update(found)
-        fields = dict(own[found[0]]) if found else {}
+        fields = dict(own_options[found[0]]) if found else {}
         name = fields.pop(_NAME, model)
         if not isinstance(name, str):
             raise UsageError(f"{per_model}/{found[0]}.yaml: name is {name!r}, expected the model's name")
         parse_model_name(f"{per_model}/{found[0]}.yaml" if found else file, name)
-        arguments = {**given, **_arguments(context, fields, f"{per_model}/{found[0] if found else ''}.yaml")}
-        return Configured(name, tuple(text for texts in arguments.values() for text in texts), _named(arguments))
+        arguments = {**common, **_arguments(context, fields, f"{per_model}/{found[0] if found else ''}.yaml")}
+        return ModelSettings(
+            name, tuple(text for texts in arguments.values() for text in texts), _referenced_files(arguments)
+        )
 
     worklist = collect(source, configure, repository)
-    unused = sorted(own.keys() - used)
+    unused = sorted(own_options.keys() - used)
     if unused:
         raise UsageError(
             f"{per_model}/{unused[0]}.yaml: {source} has no checkpoint of that name; rename or remove the file"
@@ -66,12 +68,12 @@ def convert_all(context: click.Context, source: Path, repository: Path, check: C
     click.echo(
         f"bf16-convert: {len(worklist.items)} checkpoint{'' if len(worklist.items) == 1 else 's'} in {source}", err=True
     )
-    with _place(context.params["ray"], source, repository, context.params["jobs"], _say) as (executor, jobs):
+    with _executor(context.params["ray"], source, repository, context.params["jobs"], _say) as (executor, jobs):
         outcomes, interrupted = run(worklist, repository, executor, jobs=jobs, force=context.params["force"], say=_say)
     from converter.commands.common import say
 
     say(summary(outcomes, worklist))
-    return worst(outcomes, interrupted=interrupted)
+    return worst_exit_code(outcomes, interrupted=interrupted)
 
 
 def _say(text: str) -> None:
@@ -79,29 +81,29 @@ def _say(text: str) -> None:
 
 
 @contextmanager
-def _place(
+def _executor(
     address: str | None, source: Path, repository: Path, jobs: int | None, say: Callable[[str], None]
 ) -> Iterator[tuple[Executor, int]]:
     """Yield the executor of the conversions, and how many run at a time. Raises UsageError if Ray is not available."""
     if address is None:
-        from converter.bulk.executor import Here
+        from converter.bulk.executor import LocalExecutor
 
-        yield Here(), jobs or 1
+        yield LocalExecutor(), jobs or 1
         return
     try:
-        from converter.bulk.onray import OnRay
+        from converter.bulk.onray import RayExecutor
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] != "ray":
             raise
         raise UsageError("--ray needs Ray: pip install 'bf16kit[ray]'") from None
-    cluster = OnRay(address, source, repository, jobs, say)
+    cluster = RayExecutor(address, source, repository, jobs, say)
     try:
         yield cluster, cluster.jobs
     finally:
         cluster.close()
 
 
-def _named(arguments: Arguments) -> tuple[Path, ...]:
+def _referenced_files(arguments: Arguments) -> tuple[Path, ...]:
     """Return the files and directories that options name; functions named instead are left out."""
     paths = (Path(arguments[name][-1]) for name in _NAMING if arguments.get(name))
     return tuple(path for path in paths if _exists(path))
@@ -114,13 +116,13 @@ def _exists(path: Path) -> bool:
         return False
 
 
-def _given(context: click.Context) -> dict[str, list[str]]:
+def _common_arguments(context: click.Context) -> dict[str, list[str]]:
     """Return the options that the command line set for every model."""
     found: dict[str, list[str]] = {}
     for option in _options(context).values():
         name = option.name or ""
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            found[name] = _texts(option, context.params[name])
+            found[name] = _to_arguments(option, context.params[name])
     return found
 
 
@@ -130,7 +132,7 @@ def _options(context: click.Context) -> dict[str, click.Option]:
     return {option.opts[0].removeprefix("--"): option for option in options}
 
 
-def _texts(option: click.Option, value: Any) -> list[str]:
+def _to_arguments(option: click.Option, value: Any) -> list[str]:
     flag = option.opts[0]
     if option.is_flag:
         return [flag] if value else option.secondary_opts[:1]
@@ -138,7 +140,7 @@ def _texts(option: click.Option, value: Any) -> list[str]:
     return [text for each in values for text in (flag, str(each))]
 
 
-def _read_all(directory: Path) -> dict[str, Mapping[str, Any]]:
+def _read_option_files(directory: Path) -> dict[str, Mapping[str, Any]]:
     """Return the options in each ``NAME.yaml`` of ``directory``, by NAME."""
     if not directory.is_dir():
         raise UsageError(f"--per-model {directory}: no such directory")
@@ -168,7 +170,7 @@ def _arguments(context: click.Context, fields: Mapping[str, Any], where: str) ->
         if option is None:
             known = ", ".join(sorted([*options, _NAME]))
             raise UsageError(f"{where}: unknown option {str(key)!r}; known: {known}")
-        found[option.name or ""] = [] if value is None else _texts(option, _value(option, key, value, where))
+        found[option.name or ""] = [] if value is None else _to_arguments(option, _value(option, key, value, where))
     return found
 
 

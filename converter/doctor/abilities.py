@@ -9,7 +9,7 @@ from converter.doctor.parts import Part
 
 _TORCH = ("onnxruntime", "onnxscript", "torch")
 
-# One line each: the name for users, and names from `parts.LOOK`. A new source or format gets its line here.
+# One line each: the name for users, and names from `parts.CHECKS`. A new source or format gets its line here.
 SOURCES: Mapping[str, Sequence[str]] = {
     "ONNX": ("onnxruntime", "onnxscript"),
     "Hugging Face directory": (*_TORCH, "transformers"),
@@ -38,7 +38,7 @@ OTHERS: Mapping[str, Sequence[str]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Ability:
+class Capability:
     """A source, a format or another ability: whether it is available here, and the parts that are missing."""
 
     name: str
@@ -46,10 +46,10 @@ class Ability:
     missing: tuple[str, ...]
 
 
-def abilities(needs: Mapping[str, Sequence[str]], found: Mapping[str, Part]) -> list[Ability]:
+def capabilities(needs: Mapping[str, Sequence[str]], found: Mapping[str, Part]) -> list[Capability]:
     """Return each line of ``needs``, judged by the parts ``found``."""
     lines = []
     for name, needed in needs.items():
         missing = tuple(part for part in needed if not found[part].found)
-        lines.append(Ability(name, not missing, missing))
+        lines.append(Capability(name, not missing, missing))
     return lines

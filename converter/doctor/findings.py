@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from bf16kit.text import table
-from converter.doctor.abilities import FORMATS, OTHERS, SOURCES, Ability, abilities
+from converter.doctor.abilities import FORMATS, OTHERS, SOURCES, Capability, capabilities
 from converter.doctor.parts import Part, parts
 
 
@@ -16,16 +16,16 @@ def record() -> dict[str, Any]:
     return {
         "version": 1,
         "installed": [{"name": part.name, "found": part.found, "remedy": part.remedy} for part in found.values()],
-        "sources": [_entry(ability) for ability in abilities(SOURCES, found)],
-        "formats": [_entry(ability) for ability in abilities(FORMATS, found)],
-        "others": [_entry(ability) for ability in abilities(OTHERS, found)],
+        "sources": [_entry(ability) for ability in capabilities(SOURCES, found)],
+        "formats": [_entry(ability) for ability in capabilities(FORMATS, found)],
+        "others": [_entry(ability) for ability in capabilities(OTHERS, found)],
     }
 
 
 def describe() -> str:
     """Return tables of what is installed, read and written, and the commands that install what is missing."""
     found = parts()
-    sources, formats, others = (abilities(needs, found) for needs in (SOURCES, FORMATS, OTHERS))
+    sources, formats, others = (capabilities(needs, found) for needs in (SOURCES, FORMATS, OTHERS))
     sections = [
         table("Installed", ("part", "found"), [(part.name, part.found or "missing") for part in found.values()]),
         table("Sources that can be converted now", ("source", "now"), _rows(sources)),
@@ -36,12 +36,15 @@ def describe() -> str:
     return "\n\n".join(sections)
 
 
-def _entry(ability: Ability) -> dict[str, Any]:
+def _entry(ability: Capability) -> dict[str, Any]:
     return {"name": ability.name, "possible": ability.possible, "missing": list(ability.missing)}
 
 
-def _rows(found: Sequence[Ability]) -> list[tuple[str, str]]:
-    return [(one.name, "yes" if one.possible else f"no: needs {', '.join(one.missing)}") for one in found]
+def _rows(found: Sequence[Capability]) -> list[tuple[str, str]]:
+    return [
+        (capability.name, "yes" if capability.possible else f"no: needs {', '.join(capability.missing)}")
+        for capability in found
+    ]
 
 
 def _remedies(found: Any) -> Iterator[str]:

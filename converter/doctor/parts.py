@@ -25,20 +25,20 @@ class Part:
 
 
 def parts() -> dict[str, Part]:
-    """Return every part of :data:`LOOK`, by name. Nothing large is imported; a check that fails counts as missing."""
-    return {name: look(name) for name, look in LOOK.items()}
+    """Return every part of :data:`CHECKS`, by name. Nothing large is imported; a check that fails counts as missing."""
+    return {name: check(name) for name, check in CHECKS.items()}
 
 
 def _package(*names: str, extra: str) -> Callable[[str], Part]:
     """Return a check for one of the packages ``names`` in this Python; bf16kit's ``extra`` installs it."""
 
-    def look(name: str) -> Part:
+    def check(name: str) -> Part:
         from converter.process import versions
 
         found = next((v for v in map(versions.version_of, names) if v is not None), "")
         return Part(name, found, "" if found else f"pip install 'bf16kit[{extra}]'")
 
-    return look
+    return check
 
 
 def _python(name: str) -> Part:
@@ -97,7 +97,7 @@ def _lines(file: Path) -> list[str]:
 
 
 # One line each, in the order of the report. A part that a new source or format needs gets its line here.
-LOOK: Mapping[str, Callable[[str], Part]] = {
+CHECKS: Mapping[str, Callable[[str], Part]] = {
     "python": _python,
     "processor": _processor,
     "CPU kernel": _kernel,

@@ -24,7 +24,7 @@ from bf16kit.residual import encode_chunks
 from bf16kit.runtime.exported.records import located
 from bf16kit.tensors import Array as Array
 from bf16kit.weightfile import ALIGNMENT, WeightWriter, raw
-from converter.formats.weights import Passengers, StoredWeights, checkpoint_entry, tensor_entry
+from converter.formats.weights import SharedNames, StoredWeights, checkpoint_entry, tensor_entry
 from converter.graph.names import FreshNames
 from converter.plan.ranges import complaint
 
@@ -32,7 +32,7 @@ _SHOWN = 5  # complaints named in an error
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class FileRecords:
     """The records of ``file`` by their sha256."""
 
     file: str
@@ -43,7 +43,7 @@ class Held:
         return self.records.get(hashlib.sha256(raw(array)).digest()) if array.size else None
 
 
-def records(path: Path) -> Held:
+def records(path: Path) -> FileRecords:
     """Return the uncompressed, aligned records of the zip file at ``path``, which torch has just written."""
     found: dict[bytes, Segment] = {}
     with zipfile.ZipFile(path) as archive, path.open("rb") as file:
@@ -54,12 +54,12 @@ def records(path: Path) -> Held:
                 if record.offset % ALIGNMENT == 0:
                     digest = hashlib.sha256(data[record.offset : record.offset + record.nbytes]).digest()
                     found.setdefault(digest, Segment(offset=record.offset, bytes=record.nbytes))
-    return Held(path.name, found)
+    return FileRecords(path.name, found)
 
 
-def write_alone(
+def write_without_graph(
     checkpoint: Mapping[str, Array],
-    held: Held,
+    held: FileRecords,
     residual: WeightWriter | None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> StoredWeights:
@@ -72,7 +72,7 @@ def write_alone(
     entries: list[CheckpointEntry] = []
     counted: dict[str, Census] = {}
     complaints: list[str] = []
-    passengers = Passengers(FreshNames())
+    passengers = SharedNames(FreshNames())
     for name, array in checkpoint.items():
         stored, is_new = passengers.take(name, array)
         if is_new:
@@ -91,7 +91,7 @@ def write_alone(
     return StoredWeights(tensors, tuple(entries), {}, counted)
 
 
-def _entry(name: str, array: Array, held: Held, residual: WeightWriter | None) -> TensorEntry | None:
+def _entry(name: str, array: Array, held: FileRecords, residual: WeightWriter | None) -> TensorEntry | None:
     """Return the entry of ``array``, after writing its missing part; None if there is no residual to write it to."""
     if array.dtype == np.float32 and array.ndim:
         values = np.ascontiguousarray(array)

@@ -46,7 +46,7 @@ class Selection:
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class ExportedTensor:
     """The place of an exported tensor: ``segment`` counts from the start of ``file``."""
 
     file: str
@@ -64,7 +64,7 @@ class Exported:
 
     selection: Selection
     files: list[str] = field(default_factory=list)
-    tensors: dict[str, Written] = field(default_factory=dict)
+    tensors: dict[str, ExportedTensor] = field(default_factory=dict)
     census: dict[str, Census] = field(default_factory=dict)
 
 
@@ -134,7 +134,7 @@ def write_export(
                 for chunk in chunks:
                     file.write(chunk)
                 where = Segment(offset=len(head) + place.start, bytes=place.nbytes)
-                done.tensors[place.name] = Written(name, place.dtype, where, segment)
+                done.tensors[place.name] = ExportedTensor(name, place.dtype, where, segment)
         done.files.append(name)
     if len(groups) > 1:
         (directory / INDEX).write_bytes(_index(done))

@@ -76,7 +76,7 @@ def check(
         raise ConversionError(f"what was written cannot be read back: {error}; nothing was published") from error
 
 
-def check_alone(artifact: Artifact, checkpoint: Mapping[str, Array], advance: Advance) -> None:
+def check_without_graph(artifact: Artifact, checkpoint: Mapping[str, Array], advance: Advance) -> None:
     """Do as :func:`check` for an artifact without a graph, whose tensors are the checkpoint's own."""
     stored = {entry.name: entry for entry in artifact.manifest.tensors}
     try:

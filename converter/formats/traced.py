@@ -11,7 +11,7 @@ from converter.model import TorchModel
 
 
 @dataclass(frozen=True, slots=True)
-class Traced:
+class TracedFormat:
     """One such format: its file in an artifact, its name for users, and the description of its step for the progress.
 
     The format's name is also the profile's. Writing leaves the module unchanged and always gives the same bytes.
@@ -20,7 +20,7 @@ class Traced:
     format: Literal["torchscript", "pt2"]
     file: str
     title: str
-    doing: str
+    step_name: str
 
     def write(self, model: TorchModel, path: Path, *, strictly: bool = False) -> None:
         """Write ``model`` in bf16 to ``path``; raise :class:`~bf16kit.errors.ConversionError` if torch cannot.
@@ -42,10 +42,10 @@ class Traced:
             narrow_and_export(model, path)
 
 
-TRACED: Mapping[str, Traced] = {
+TRACED: Mapping[str, TracedFormat] = {
     traced.format: traced
     for traced in (
-        Traced("torchscript", "model.torchscript.pt", "TorchScript", "tracing TorchScript"),
-        Traced("pt2", "model.pt2", "torch.export program", "exporting with torch.export"),
+        TracedFormat("torchscript", "model.torchscript.pt", "TorchScript", "tracing TorchScript"),
+        TracedFormat("pt2", "model.pt2", "torch.export program", "exporting with torch.export"),
     )
 }

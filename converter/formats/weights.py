@@ -130,7 +130,7 @@ class _Store:
 
     def source(self, checkpoint: Mapping[str, NDArray[Any]], residual: WeightWriter) -> tuple[CheckpointEntry, ...]:
         """Return the place of each checkpoint tensor; write those that are stored nowhere yet, equal ones once."""
-        passengers = Passengers(FreshNames(self.tensors))
+        passengers = SharedNames(FreshNames(self.tensors))
         entries = []
         for name, array in checkpoint.items():
             match = self.prepared.matches.get(name)
@@ -219,7 +219,7 @@ class _Store:
         return self.small[digest]
 
 
-class Passengers:
+class SharedNames:
     """The names under which checkpoint tensors are stored; equal tensors share one."""
 
     def __init__(self, names: FreshNames) -> None:

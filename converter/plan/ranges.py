@@ -35,10 +35,10 @@ def check_ranges(
         if tensor is None or tensor.dtype != ir.DataType.FLOAT:
             continue
         counts = found[name] if name in found else take_census(tensor)
-        said = complaint(counts, name in narrow and is_weight(value), name in narrow and not saturate)
-        if said is not None:
+        problem = complaint(counts, name in narrow and is_weight(value), name in narrow and not saturate)
+        if problem is not None:
             folded = " (with BatchNorm folded in)" if name in prepared.folds else ""
-            complaints.append(f"tensor {name!r}{folded}: {said}")
+            complaints.append(f"tensor {name!r}{folded}: {problem}")
     if complaints:
         more = f"\nand {len(complaints) - _SHOWN} more tensors" if len(complaints) > _SHOWN else ""
         raise RangeError("\n".join(complaints[:_SHOWN]) + more)

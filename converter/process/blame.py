@@ -23,13 +23,13 @@ def blame(error: BaseException) -> str:
 
     If all frames are in packages, return the innermost of those.
     """
-    said = str(error)
-    if _CARRIED in said:
-        frames = [(found["file"], int(found["line"])) for found in _FRAME.finditer(said)]
-        last = [line.strip() for line in said.splitlines() if line.strip()][-1]
+    text = str(error)
+    if _CARRIED in text:
+        frames = [(found["file"], int(found["line"])) for found in _FRAME.finditer(text)]
+        last = [line.strip() for line in text.splitlines() if line.strip()][-1]
         return brief(last) + _place(frames)
-    words = f"it called sys.exit({error.code!r})" if isinstance(error, SystemExit) else first_line(error)
-    return words + place(error)
+    message = f"it called sys.exit({error.code!r})" if isinstance(error, SystemExit) else first_line(error)
+    return message + place(error)
 
 
 def place(error: BaseException) -> str:
@@ -38,9 +38,9 @@ def place(error: BaseException) -> str:
 
 
 def _place(frames: list[tuple[str, int]]) -> str:
-    theirs = [(file, line) for file, line in frames if not (file.startswith("<") or Path(file).is_relative_to(_OURS))]
-    own = [(file, line) for file, line in theirs if not any(map(Path(file).is_relative_to, _INSTALLED))]
-    if not theirs:
+    outside = [(file, line) for file, line in frames if not (file.startswith("<") or Path(file).is_relative_to(_OURS))]
+    own = [(file, line) for file, line in outside if not any(map(Path(file).is_relative_to, _INSTALLED))]
+    if not outside:
         return ""
-    file, line = (own or theirs)[-1]
+    file, line = (own or outside)[-1]
     return f" ({file}, line {line})"

@@ -18,7 +18,7 @@ def command(module: str, *arguments: str) -> list[str]:
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
-def variables() -> dict[str, str]:
+def environment() -> dict[str, str]:
     """Return the environment for the child, with which it finds the code that this process runs, installed or not."""
     path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
     return {**os.environ, "PYTHONPATH": path}

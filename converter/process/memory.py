@@ -34,15 +34,15 @@ def keep_few_primitives() -> None:
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16")
 
 
-class Garbage:
+class FrozenHeap:
     """Keeps garbage collections from visiting long-lived objects during one conversion.
 
     Each full collection would visit the half million objects of torch and transformers, which takes longer than
-    creating what it collects. Objects are set aside (``gc.freeze``) until the next :meth:`settle`, at the latest until
+    creating what it collects. Objects are set aside (``gc.freeze``) until the next :meth:`collect`, at the latest until
     the block ends. If the calling program has set objects aside already, they are left so, and none are set aside here.
     """
 
-    def __enter__(self) -> Garbage:
+    def __enter__(self) -> FrozenHeap:
         self._sets_aside = gc.get_freeze_count() == 0
         return self
 
@@ -51,8 +51,8 @@ class Garbage:
             gc.unfreeze()
 
     @contextmanager
-    def uncollected(self) -> Iterator[None]:
-        """Disable collection in the block, and set aside all objects at its end, until :meth:`settle`.
+    def without_collection(self) -> Iterator[None]:
+        """Disable collection in the block, and set aside all objects at its end, until :meth:`collect`.
 
         For imports, and for work that leaves little garbage: no garbage is freed before then.
         """
@@ -66,16 +66,16 @@ class Garbage:
             if collects:
                 gc.enable()
 
-    def settle(self) -> None:
-        """Do as :func:`release`, including objects that were set aside; set aside what is left."""
+    def collect(self) -> None:
+        """Do as :func:`release_memory`, including objects that were set aside; set aside what is left."""
         if self._sets_aside:
             gc.unfreeze()
-        release()
+        release_memory()
         if self._sets_aside:
             gc.freeze()
 
 
-def release() -> None:
+def release_memory() -> None:
     """Collect garbage, and make the C library return its free pages, which it would otherwise keep."""
     gc.collect()
     give_back()

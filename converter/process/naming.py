@@ -10,7 +10,7 @@ from bf16kit.errors import ConversionError, RuntimeFailure, SourceError
 
 
 @contextlib.contextmanager
-def naming(source: Path) -> Iterator[None]:
+def prefix_errors(source: Path) -> Iterator[None]:
     """Put the path before errors that do not name ``source``; report memory or recursion limits as errors of it."""
     try:
         yield

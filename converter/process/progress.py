@@ -23,7 +23,7 @@ class Progress(Protocol):
         ...
 
 
-class Silent:
+class SilentProgress:
     """Shows nothing: for tests and for programs that call the converter."""
 
     @contextmanager
@@ -31,7 +31,7 @@ class Silent:
         yield lambda _: None
 
 
-class Lines:
+class LineProgress:
     """Writes a line when a step begins, then one every few seconds with bytes and time left."""
 
     def __init__(self, stream: IO[str], clock: Callable[[], float] = time.monotonic) -> None:
@@ -40,26 +40,26 @@ class Lines:
 
     @contextmanager
     def step(self, name: str, total: int | None = None) -> Iterator[Advance]:
-        start = said = self._clock()
+        start = last_written = self._clock()
         done = 0
 
         def advance(count: int) -> None:
-            nonlocal said, done
+            nonlocal last_written, done
             done += count
             now = self._clock()
-            if now - said >= _INTERVAL:
-                said = now
-                self._say(f"{name}: {_amount(done, total)}{_left(done, total, now - start)}")
+            if now - last_written >= _INTERVAL:
+                last_written = now
+                self._write(f"{name}: {_amount(done, total)}{_left(done, total, now - start)}")
 
-        self._say(name)
+        self._write(name)
         yield advance
 
-    def _say(self, line: str) -> None:
+    def _write(self, line: str) -> None:
         self._stream.write(f"bf16-convert: {line}\n")
         self._stream.flush()
 
 
-class Bar:
+class BarProgress:
     """Shows a progress bar with bytes and time left, on the terminal ``stream``."""
 
     def __init__(self, stream: IO[str]) -> None:
@@ -79,7 +79,7 @@ class Bar:
             transient=True,
         )
 
-    def __enter__(self) -> Bar:
+    def __enter__(self) -> BarProgress:
         self._bar.start()
         return self
 
@@ -99,9 +99,9 @@ class Bar:
 def on(stream: IO[str]) -> Iterator[Progress]:
     """Yield the progress that suits ``stream``: a bar on a terminal, lines elsewhere."""
     if not stream.isatty():
-        yield Lines(stream)
+        yield LineProgress(stream)
         return
-    with Bar(stream) as bar:
+    with BarProgress(stream) as bar:
         yield bar
 
 

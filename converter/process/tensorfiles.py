@@ -47,11 +47,11 @@ class TensorFiles(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func not in _MAKERS or not _fills_its_memory(result) or _is_of(result, args):
+        if func not in _MAKERS or not _fills_its_memory(result) or _shares_memory(result, args):
             return result
-        return self._moved(result, filled=func not in _UNFILLED)
+        return self._to_file(result, filled=func not in _UNFILLED)
 
-    def _moved(self, tensor: torch.Tensor, *, filled: bool) -> torch.Tensor:
+    def _to_file(self, tensor: torch.Tensor, *, filled: bool) -> torch.Tensor:
         try:
             with scratch_file(tensor.nbytes, self._directory) as (path, _):
                 file = torch.from_file(str(path), shared=True, size=tensor.nbytes, dtype=torch.uint8)
@@ -75,7 +75,7 @@ def _fills_its_memory(result: Any) -> bool:
     )
 
 
-def _is_of(result: torch.Tensor, args: Sequence[Any]) -> bool:
+def _shares_memory(result: torch.Tensor, args: Sequence[Any]) -> bool:
     """Whether ``result`` shares the memory of an argument: ``float()`` returns a float32 tensor itself."""
     place = result.untyped_storage().data_ptr()
     return any(isinstance(arg, torch.Tensor) and arg.untyped_storage().data_ptr() == place for arg in args)

@@ -21,7 +21,7 @@ from converter.formats.traced import TRACED
 from converter.graph.requirements import required
 from converter.model import Feeds
 from converter.options import Options
-from converter.process.memory import release
+from converter.process.memory import release_memory
 from converter.process.progress import Progress
 from converter.proof import golden, measure, oracle
 from converter.proof.exported import Reference
@@ -82,7 +82,7 @@ def certify(
         apart = isinstance(source, Itself) and not source.rowwise
         axis = None if apart else measure.batch_axis(reference, reference.inputs, reference.outputs, samples.feeds)
         reference.close()
-        release()
+        release_memory()
         checked = oracle.certify(
             asked,
             samples.feeds,
@@ -90,7 +90,7 @@ def certify(
             None if isinstance(source, Itself) else partial(_nudged, draft, source, asked, stage.path),
             stage.path,
         )
-        release()
+        release_memory()
     manifest = manifest.amended(oracle=checked)
     manifest, notes = as_seen(manifest, samples.feeds, expected)
     certified = Certified(with_axis(manifest, axis), notes=[*oracle.remarks(checked), *notes])
@@ -99,12 +99,12 @@ def certify(
     for profile in sorted(manifest.profiles):
         with progress.step(f"measuring the drift of {profile}"):
             _certify_profile(certified, stage, profile, samples, expected, options)
-        release()
+        release_memory()
     for export in sorted(manifest.exports):
         with progress.step(f"measuring the drift of the export {export}"):
             graph = None if isinstance(source, Itself) else source
             _certify_export(certified, stage, export, samples, expected, options, graph)
-        release()
+        release_memory()
     _keep_golden(certified, stage, samples.feeds, expected, options)
     expected.close()
     return certified
@@ -154,7 +154,7 @@ def _certify_profile(
     except RuntimeFailure as error:
         if profile in options.optional_profiles:
             note = f"no profile {profile}: the written graph does not run on the samples: {error}"
-        elif profile in TRACED and not options.insists_on(profile):
+        elif profile in TRACED and not options.requires(profile):
             note = f"no {TRACED[profile].title}: the traced module does not run on the samples: {error}"
         else:
             raise

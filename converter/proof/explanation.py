@@ -16,7 +16,7 @@ from bf16kit.text import table
 from converter.graph.operators import WEIGHTED
 from converter.model import Feeds
 from converter.plan.profiles import PROFILES
-from converter.process.memory import release
+from converter.process.memory import release_memory
 from converter.process.progress import Progress
 from converter.proof import remedy, samples
 from converter.proof.explain import layer, reference, trace
@@ -59,7 +59,7 @@ def explain(path: Path, given: str | None, profiles: Sequence[str], *, as_json: 
     with reference(artifact) as graph:
         for profile in dict.fromkeys(profiles or onnx or ("cpu",)):
             found.append(explained(graph, artifact, feeds, profile))
-            release()
+            release_memory()
     if as_json:
         return json.dumps({"samples": origin, "profiles": [as_dict(each) for each in found]}, indent=1)
     return "\n\n".join(text(each, origin) for each in found)

@@ -50,7 +50,7 @@ def ask(source: Source, feeds: Sequence[Feeds], scratch: Path) -> Asked:
     """
     oracle = source.oracle
     if oracle is None:
-        return Asked((), source.unasked)
+        return Asked((), source.no_oracle_reason)
     chosen = feeds[:FEEDS]
     kept = Spool(scratch)
     unstable: list[str] = []

@@ -15,7 +15,7 @@ from bf16kit.runtime.loading import load_reference
 from bf16kit.text import table
 from bf16kit.verdicts import DriftRow, rows_of
 from converter.model import Feeds
-from converter.process.memory import release
+from converter.process.memory import release_memory
 from converter.proof import measure, samples
 from converter.proof.judging import breaches
 from converter.proof.runs import how, run_export, run_profile
@@ -94,7 +94,7 @@ def verify(path: Path, given: str | None, profiles: Sequence[str]) -> Verified:
         if profile not in exports and not run.emulated and how(run.info):
             ran.append(f"{profile} ran: {'; '.join(filter(None, (how(run.info), run.info.advice)))}")
         over += breaches(profile, budget, summaries)
-        release()
+        release_memory()
     return Verified(path, artifact.manifest.model, origin, samples, tuple(rows), tuple(ran), tuple(over))
 
 
@@ -117,5 +117,5 @@ def _answered(artifact: Artifact, given: str) -> _Answered:
         expected = measure.spool(reference, found, None)
     finally:
         reference.close()
-        release()
+        release_memory()
     return found.feeds, expected, found.origin

@@ -22,7 +22,7 @@ from bf16kit.runtime import Runtime
 from bf16kit.runtime.loading import load_reference
 from bf16kit.tensors import TensorSpec
 from converter.model import Array, Feeds
-from converter.process.memory import release
+from converter.process.memory import release_memory
 from converter.proof import measure
 from converter.proof.measure import Drifts
 from converter.proof.running import open_profile
@@ -153,7 +153,7 @@ def _answered(runtime: Runtime, model: str, feeds: Sequence[Feeds], grades: _Gra
         kept.append(answer)
     grades.close(model)
     runtime.close()
-    release()
+    release_memory()
     return kept
 
 
@@ -175,7 +175,7 @@ def _measured(
             drifts.append({s.name: drift.measure(expected[s.name], answer[s.name], s, axis) for s in outputs})
     grades.close(model)
     runtime.close()
-    release()
+    release_memory()
     return [measure.summarise(drifts) for drifts in found]
 
 

@@ -12,7 +12,7 @@ from bf16kit.manifest import Manifest
 from bf16kit.publish import StagingArtifact
 from bf16kit.recovery import RecoveryEntry
 from converter.options import Options
-from converter.pipeline import Judged
+from converter.pipeline import Judgement
 from converter.process.progress import Progress
 from converter.proof.judging import without
 from converter.recovery.batches import Batch
@@ -47,7 +47,7 @@ class Judge:
     place: Path
     instead_of: MadeWorse | None = None
 
-    def __call__(self, stage: StagingArtifact, manifest: Manifest, progress: Progress) -> Judged:
+    def __call__(self, stage: StagingArtifact, manifest: Manifest, progress: Progress) -> Judgement:
         budget = self.options.budget
         with progress.step("comparing with the original's fp32 answers"):
             draft = stage.draft(manifest)
@@ -66,7 +66,7 @@ class Judge:
             drift=[row for row in found.drift if row.profile in manifest.profiles],
             accuracy=found.accuracy,
         )
-        return Judged(manifest, entry, tuple(notes))
+        return Judgement(manifest, entry, tuple(notes))
 
     def _check_worse(self, found: Comparison) -> None:
         """Raise :class:`MadeWorse` if the original weights did better in bf16; never for those weights themselves."""

@@ -13,9 +13,9 @@ from bf16kit.tensors import TensorSpec
 from converter import intake
 from converter.model import Checkpoint, Source, TorchModel
 from converter.options import Options, Target
-from converter.pipeline import Given, Result, convert
-from converter.process.memory import release
-from converter.process.naming import naming
+from converter.pipeline import ProvidedInputs, Result, convert
+from converter.process.memory import release_memory
+from converter.process.naming import prefix_errors
 from converter.process.progress import Progress
 from converter.proof.samples import Samples, load
 from converter.recovery import precision
@@ -42,7 +42,7 @@ def recover(options: Options, settings: Settings, progress: Progress) -> Result:
     check_installed()
     where = precision.device(settings.device)
     check_target(options)
-    with naming(options.source), workplace(options.target, resume=settings.resume) as place:
+    with prefix_errors(options.source), workplace(options.target, resume=settings.resume) as place:
         resuming = _resuming(settings, place)
         source = intake.read(options, progress)
         model = source.module
@@ -53,7 +53,7 @@ def recover(options: Options, settings: Settings, progress: Progress) -> Result:
             )
         if source.graph is None:
             raise ConversionError(
-                f"{options.source}: cannot be recovered, because it has no ONNX graph: {source.ungraphed}"
+                f"{options.source}: cannot be recovered, because it has no ONNX graph: {source.no_graph_reason}"
             )
         loader = Loader("--data", settings.data, model.inputs, options.seed)
         judging = _judging(settings, loader, model, options)
@@ -64,15 +64,15 @@ def recover(options: Options, settings: Settings, progress: Progress) -> Result:
         before = _as_it_is(options, source, place, samples, progress)
         trained = find(model.module, checkpoint.tensors, before)
         taught = train(model, outputs, trained, loader, settings, options.seed, place, progress)
-        release()
-        shaped = replace(options, search=False, shaped={"recovery": settings.recorded(checkpoint.sha256)})
+        release_memory()
+        shaped = replace(options, search=False, recorded_extra={"recovery": settings.recorded(checkpoint.sha256)})
 
         def write(state: State, judge: Judge) -> Result:
             tensors = recovered(checkpoint.tensors, trained, state)
             put(model.module, trained, tensors)
             again = Checkpoint(f"{checkpoint.format}, recovered", digest(tensors), tensors)
             rewritten = replace(source, checkpoint=again, module=model)
-            given = Given(read=lambda _: _exported(rewritten), samples=samples, judge=judge)
+            given = ProvidedInputs(read=lambda _: _exported(rewritten), samples=samples, judge=judge)
             return convert(shaped, progress, given)
 
         judge = Judge(options, settings, before, judging, taught, checkpoint.sha256, place.path)
@@ -173,7 +173,7 @@ def _as_it_is(options: Options, source: Source, place: Place, samples: Samples, 
         )
         # A copy of the value, because converting drops the module and the oracle, and changes the graph.
         own = None if options.samples is not None else samples
-        given = Given(read=lambda _: replace(source), samples=own)
+        given = ProvidedInputs(read=lambda _: replace(source), samples=own)
         convert(plain, progress, given)
     return Artifact.open(target.path)
 

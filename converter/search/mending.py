@@ -16,7 +16,7 @@ from converter.passes import Prepared
 from converter.plan import make_plan
 from converter.plan.decisions import Islands
 from converter.plan.profiles import PROFILES, Profile
-from converter.process.memory import release
+from converter.process.memory import release_memory
 from converter.process.progress import Progress
 from converter.proof.certify import Certified
 from converter.proof.samples import Samples
@@ -54,7 +54,7 @@ class Mending:
         """
         wanted = self._wanted(certified)
         found = [self._mended(name, certified) for name in wanted]
-        release()
+        release_memory()
         return merged(self.results.values()) if any(found) else None
 
     def sentences(self) -> list[str]:

@@ -84,7 +84,7 @@ def test_torchscript_is_required_only_if_named() -> None:
         return Options(source=Path("x"), target=parse_target(Path("r/m/1")), formats=formats)  # type: ignore[arg-type]
 
     def wishes(options: Options) -> tuple[bool, bool, bool]:
-        return options.wants_onnx, "torchscript" in options.traced, options.insists_on("torchscript")
+        return options.writes_onnx, "torchscript" in options.traced, options.requires("torchscript")
 
     assert wishes(given()) == (True, True, False)
     assert wishes(given("torchscript")) == (False, True, True)

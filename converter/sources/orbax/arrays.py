@@ -139,7 +139,7 @@ def _child(item: Path) -> Iterator[_Child]:
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
-        env=children.variables(),
+        env=children.environment(),
     )
     try:
         yield _Child(item, process)

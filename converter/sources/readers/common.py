@@ -48,7 +48,7 @@ def exported(
         graph = to_onnx(model, checkpoint.tensors if bound is None else bound)
     except Untranslatable as error:
         untouched.check("torch.onnx.export")
-        return ungraphed(checkpoint, model, sampler, tools, why=str(error))
+        return no_graph_reason(checkpoint, model, sampler, tools, why=str(error))
     untouched.check("torch.onnx.export")
     return Source(
         checkpoint,
@@ -62,7 +62,7 @@ def exported(
     )
 
 
-def ungraphed(
+def no_graph_reason(
     checkpoint: Checkpoint, model: TorchModel, sampler: Sampler | None, tools: tuple[str, ...] = (), *, why: str
 ) -> Source:
     """Return ``model`` as a source without a graph, for formats that torch runs; ``why`` says why ONNX failed."""
@@ -78,5 +78,5 @@ def ungraphed(
         sampler,
         ("torch", *tools),
         oracles.of_module(model),
-        ungraphed=why,
+        no_graph_reason=why,
     )

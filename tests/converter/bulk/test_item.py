@@ -84,7 +84,7 @@ def test_the_outcome_states_how_the_process_ended(
 
 def test_a_rejected_source_starts_no_process(item: Item, tmp_path: Path) -> None:
     started = _Started("")
-    refused = Item("g", item.source, (), (), refused="is a GGUF file")
+    refused = Item("g", item.source, (), (), problem="is a GGUF file")
     assert convert(refused, tmp_path / "r", start=started) == Outcome(
         "g", "m.onnx", "failed", 2, detail="is a GGUF file"
     )

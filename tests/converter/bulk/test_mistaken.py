@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from converter.bulk.mistaken import taken_for
+from converter.bulk.mistaken import explain_recognition
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ def test_the_stray_file_is_named(tmp_path: Path, stray: str, what: str) -> None:
     (tmp_path / stray).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / stray).write_text("{}")
     (tmp_path / "good.pt").write_text("")
-    said = taken_for(tmp_path)
+    said = explain_recognition(tmp_path)
     assert what in said
     first = f"{stray.partition('/')[0]}/" if "/" in stray else stray
     assert f"because it contains {first}; to convert the checkpoints beside it, move it to another directory" in said
@@ -33,5 +33,5 @@ def test_the_stray_file_is_named(tmp_path: Path, stray: str, what: str) -> None:
 def test_many_stray_files_are_counted(tmp_path: Path) -> None:
     for index in range(7):
         (tmp_path / f"{index}.pdparams").write_text("")
-    said = taken_for(tmp_path)
+    said = explain_recognition(tmp_path)
     assert "because it contains 0.pdparams, 1.pdparams, 2.pdparams, 3.pdparams, 4.pdparams and 2 more; to" in said

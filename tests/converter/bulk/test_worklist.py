@@ -12,11 +12,11 @@ from safetensors.numpy import save_file
 
 import graphs
 from bf16kit.errors import UsageError
-from converter.bulk.worklist import Configured, Worklist, collect, is_collection, model_name
+from converter.bulk.worklist import ModelSettings, Worklist, collect, is_collection, model_name
 
 
 def _collect(directory: Path, **arguments: str) -> Worklist:
-    return collect(directory, lambda file, model: Configured(model, (arguments.get(file.partition(".")[0], ""),)))
+    return collect(directory, lambda file, model: ModelSettings(model, (arguments.get(file.partition(".")[0], ""),)))
 
 
 def _weights(path: Path) -> Path:
@@ -49,19 +49,19 @@ def test_checkpoints_are_found_by_content_and_the_rest_is_passed_over(tmp_path: 
     (tmp_path / "empty").mkdir()
     (tmp_path / ".cache").mkdir()
     found = _collect(tmp_path)
-    assert [(item.model, item.source.name, item.refused) for item in found.items] == [
+    assert [(item.model, item.source.name, item.problem) for item in found.items] == [
         ("a", "a.onnx", ""),
         ("b.weights", "b.weights", ""),
         ("hf", "hf", ""),
     ]
-    assert [each.partition(":")[0] for each in found.passed_over] == ["empty", "notes.txt", "samples.npz"]
+    assert [each.partition(":")[0] for each in found.skipped] == ["empty", "notes.txt", "samples.npz"]
 
 
 def test_damaged_and_foreign_files_are_listed_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "a.gguf").write_bytes(b"GGUF\x03\0\0\0")
     (tmp_path / "b.pt").write_bytes(b"PK\x03\x04 and nothing more")
     (tmp_path / "c.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
-    assert [item.refused.partition(" (")[0] for item in _collect(tmp_path).items] == [
+    assert [item.problem.partition(" (")[0] for item in _collect(tmp_path).items] == [
         "is a GGUF file",
         "is a truncated or damaged zip archive",
         "is a Git LFS pointer, not the file it points to",
@@ -105,7 +105,7 @@ def test_the_error_for_a_directory_without_checkpoints_lists_what_is_there(tmp_p
 def test_the_repository_may_be_in_the_directory_of_checkpoints(tmp_path: Path) -> None:
     _weights(tmp_path / "a.safetensors")
     (tmp_path / "out").mkdir()
-    assert collect(tmp_path, lambda _, model: Configured(model, ()), tmp_path / "out").passed_over == ()
+    assert collect(tmp_path, lambda _, model: ModelSettings(model, ()), tmp_path / "out").skipped == ()
 
 
 def test_a_digest_changes_with_every_byte_and_every_argument(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_an_index_that_names_no_files_does_not_affect_other_checkpoints(
         "z.safetensors.index.json",
     ):  # a single index would make the directory one model
         (tmp_path / name).write_text(json.dumps({"weight_map": weight_map}))
-    found = {item.model: item.refused for item in _collect(tmp_path).items}
+    found = {item.model: item.problem for item in _collect(tmp_path).items}
     assert found["b"] == ""
     unhashable = isinstance(weight_map["a"], (list, dict))
     assert found["a"] == found["z"] == ("is not the index of a sharded checkpoint" if unhashable else "")
@@ -143,7 +143,7 @@ class TestFilesNamedByOptions:
     def _digest(self, directory: Path, *named: Path) -> str:
         (directory / "models").mkdir(exist_ok=True)
         _weights(directory / "models" / "a.safetensors")
-        return collect(directory / "models", lambda _, model: Configured(model, (), named)).items[0].digest()
+        return collect(directory / "models", lambda _, model: ModelSettings(model, (), named)).items[0].digest()
 
     def test_a_file(self, tmp_path: Path) -> None:
         rules = tmp_path / "rules.yaml"

@@ -11,8 +11,8 @@ from converting import Cli, process
 from savedmodels import stand_in
 
 from bf16kit.runtime import kernel
-from converter.doctor.abilities import FORMATS, OTHERS, SOURCES, abilities
-from converter.doctor.parts import LOOK, Part, parts
+from converter.doctor.abilities import FORMATS, OTHERS, SOURCES, capabilities
+from converter.doctor.parts import CHECKS, Part, parts
 from converter.sources.tensorflow import environment
 
 
@@ -57,7 +57,7 @@ def test_doctor_succeeds_on_a_misconfigured_machine(cli: Cli, monkeypatch: pytes
 
 
 def test_every_part_that_a_line_needs_is_looked_for() -> None:
-    assert {part for needs in (*SOURCES.values(), *FORMATS.values(), *OTHERS.values()) for part in needs} <= set(LOOK)
+    assert {part for needs in (*SOURCES.values(), *FORMATS.values(), *OTHERS.values()) for part in needs} <= set(CHECKS)
 
 
 def test_every_missing_part_has_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +69,7 @@ def test_every_missing_part_has_a_remedy(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_line_names_all_missing_parts() -> None:
     found = {"a": Part("a", "1"), "b": Part("b", ""), "c": Part("c", "")}
-    (line,) = abilities({"thing": ("a", "b", "c")}, found)
+    (line,) = capabilities({"thing": ("a", "b", "c")}, found)
     assert (line.possible, line.missing) == (False, ("b", "c"))
 
 

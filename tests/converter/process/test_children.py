@@ -19,7 +19,7 @@ def test_code_in_the_working_directory_is_not_run(tmp_path: Path, monkeypatch: p
     (tmp_path / "mine").mkdir()
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "mine"))
     done = subprocess.run(
-        children.command("converter.cli", "--version"), cwd=tmp_path, env=children.variables(), capture_output=True
+        children.command("converter.cli", "--version"), cwd=tmp_path, env=children.environment(), capture_output=True
     )
     assert (done.returncode, done.stderr) == (0, b"")
-    assert children.variables()["PYTHONPATH"].split(os.pathsep)[1:] == [str(tmp_path / "mine")]
+    assert children.environment()["PYTHONPATH"].split(os.pathsep)[1:] == [str(tmp_path / "mine")]

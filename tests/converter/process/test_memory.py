@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from converter.process.memory import Garbage, keep_few_primitives, release
+from converter.process.memory import FrozenHeap, keep_few_primitives, release_memory
 
 
 class Knot:
@@ -28,48 +28,48 @@ def nothing_set_aside() -> Iterator[None]:
 
 
 def test_objects_of_the_block_are_set_aside_until_the_end() -> None:
-    with Garbage() as garbage:
-        with garbage.uncollected():
+    with FrozenHeap() as garbage:
+        with garbage.without_collection():
             kept = Knot()
         assert not any(each is kept for each in gc.get_objects())
-        garbage.settle()
+        garbage.collect()
         assert not any(each is kept for each in gc.get_objects())
     assert any(each is kept for each in gc.get_objects())
     assert gc.get_freeze_count() == 0
 
 
 def test_garbage_of_the_block_stays_until_settle() -> None:
-    with Garbage() as garbage:
-        with garbage.uncollected():
+    with FrozenHeap() as garbage:
+        with garbage.without_collection():
             alive = weakref.ref(Knot())
-        release()
+        release_memory()
         assert alive() is not None
-        garbage.settle()
+        garbage.collect()
         assert alive() is None
 
 
 def test_objects_that_become_garbage_later_are_freed_by_settle() -> None:
-    with Garbage() as garbage:
+    with FrozenHeap() as garbage:
         knot = Knot()
         alive = weakref.ref(knot)
-        garbage.settle()
+        garbage.collect()
         del knot
-        release()
+        release_memory()
         assert alive() is not None, "it was set aside"
-        garbage.settle()
+        garbage.collect()
         assert alive() is None
 
 
 def test_objects_created_after_settle_are_freed_by_any_release() -> None:
-    with Garbage() as garbage:
-        garbage.settle()
+    with FrozenHeap() as garbage:
+        garbage.collect()
         alive = weakref.ref(Knot())
-        release()
+        release_memory()
         assert alive() is None
 
 
 def test_nothing_stays_set_aside_after_an_error() -> None:
-    with pytest.raises(ZeroDivisionError), Garbage() as garbage, garbage.uncollected():
+    with pytest.raises(ZeroDivisionError), FrozenHeap() as garbage, garbage.without_collection():
         raise ZeroDivisionError
     assert gc.get_freeze_count() == 0
     assert gc.isenabled()
@@ -78,7 +78,7 @@ def test_nothing_stays_set_aside_after_an_error() -> None:
 def test_a_collector_that_was_off_stays_off() -> None:
     gc.disable()
     try:
-        with Garbage() as garbage, garbage.uncollected():
+        with FrozenHeap() as garbage, garbage.without_collection():
             pass
         assert not gc.isenabled()
     finally:
@@ -88,10 +88,10 @@ def test_a_collector_that_was_off_stays_off() -> None:
 def test_objects_that_the_calling_program_set_aside_stay_so() -> None:
     kept = Knot()
     gc.freeze()
-    with Garbage() as garbage:
-        garbage.settle()
+    with FrozenHeap() as garbage:
+        garbage.collect()
         alive = weakref.ref(Knot())
-        garbage.settle()
+        garbage.collect()
         assert alive() is None
     assert not any(each is kept for each in gc.get_objects())
 

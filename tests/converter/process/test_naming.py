@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bf16kit.errors import Bf16kitError, ConversionError, RuntimeFailure, UsageError
-from converter.process.naming import naming
+from converter.process.naming import prefix_errors
 
 SOURCE = Path("models/m.onnx")
 
@@ -24,7 +24,7 @@ SOURCE = Path("models/m.onnx")
     ],
 )
 def test_an_error_names_its_source(raised: Exception, said: str) -> None:
-    with pytest.raises(Bf16kitError) as found, naming(SOURCE):
+    with pytest.raises(Bf16kitError) as found, prefix_errors(SOURCE):
         raise raised
     assert str(found.value) == said
     assert isinstance(found.value, type(raised) if isinstance(raised, Bf16kitError) else ConversionError)

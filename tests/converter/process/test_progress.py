@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from converter.process.progress import Bar, Lines, Silent, on
+from converter.process.progress import BarProgress, LineProgress, SilentProgress, on
 
 
 class Clock:
@@ -21,7 +21,7 @@ class Clock:
 
 def test_a_step_prints_a_line_at_its_start_and_then_every_five_seconds() -> None:
     stream, clock = io.StringIO(), Clock()
-    with Lines(stream, clock).step("writing weights", 100_000_000) as advance:
+    with LineProgress(stream, clock).step("writing weights", 100_000_000) as advance:
         for _ in range(10):
             clock.now += 1.0
             advance(5_000_000)
@@ -34,7 +34,7 @@ def test_a_step_prints_a_line_at_its_start_and_then_every_five_seconds() -> None
 
 def test_a_step_of_unknown_length_shows_no_time_left() -> None:
     stream, clock = io.StringIO(), Clock()
-    with Lines(stream, clock).step("reading") as advance:
+    with LineProgress(stream, clock).step("reading") as advance:
         clock.now = 6.0
         advance(1500)
     assert stream.getvalue().splitlines()[-1] == "bf16-convert: reading: 1.5 kB"
@@ -43,7 +43,7 @@ def test_a_step_of_unknown_length_shows_no_time_left() -> None:
 def test_a_step_that_exceeds_its_known_length_shows_only_what_is_done() -> None:
     """An ONNX file of a few kB may have gigabytes of external data."""
     stream, clock = io.StringIO(), Clock()
-    with Lines(stream, clock).step("reading", 1000) as advance:
+    with LineProgress(stream, clock).step("reading", 1000) as advance:
         clock.now = 6.0
         advance(1500)
     assert stream.getvalue().splitlines()[-1] == "bf16-convert: reading: 1.5 kB"
@@ -52,7 +52,7 @@ def test_a_step_that_exceeds_its_known_length_shows_only_what_is_done() -> None:
 def test_a_stream_that_is_not_a_terminal_gets_lines() -> None:
     stream = io.StringIO()
     with on(stream) as progress:
-        assert isinstance(progress, Lines)
+        assert isinstance(progress, LineProgress)
 
 
 def test_a_terminal_gets_a_bar_with_bytes() -> None:
@@ -62,7 +62,7 @@ def test_a_terminal_gets_a_bar_with_bytes() -> None:
 
     stream = Terminal()
     with on(stream) as progress:
-        assert isinstance(progress, Bar)
+        assert isinstance(progress, BarProgress)
         with progress.step("writing weights", 2_000_000) as advance:
             advance(1_000_000)
     assert "writing weights" in stream.getvalue()
@@ -70,6 +70,6 @@ def test_a_terminal_gets_a_bar_with_bytes() -> None:
 
 
 def test_silent_progress_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    with Silent().step("anything", 1) as advance:
+    with SilentProgress().step("anything", 1) as advance:
         advance(1)
     assert capsys.readouterr() == ("", "")

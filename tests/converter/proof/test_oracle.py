@@ -166,7 +166,7 @@ def _source(answers: Any) -> Source:
         inputs=(),
         outputs=(),
         oracle=None if answers is None else Oracle(answers, "a test"),
-        unasked="it has no module",
+        no_oracle_reason="it has no module",
     )
 
 

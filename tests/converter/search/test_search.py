@@ -18,7 +18,7 @@ from converter.passes import prepare
 from converter.plan import make_plan
 from converter.plan.decisions import Islands
 from converter.plan.profiles import PROFILES, Profile
-from converter.process.progress import Silent
+from converter.process.progress import SilentProgress
 from converter.proof.measure import Drifts
 from converter.search import search as of_the_search
 from converter.search.learnt import Learnt
@@ -47,7 +47,7 @@ def _search(
 
     deadline = deadline or Deadline.after(5)
     task = Task(prepared, PROFILES[profile], replan, Islands(), edges, built.feeds, budget or Budget(), deadline)
-    return search(replace(task, learnt=learnt or Learnt()), Silent())
+    return search(replace(task, learnt=learnt or Learnt()), SilentProgress())
 
 
 def _found(result: SearchResult) -> tuple[frozenset[str], frozenset[str]]:
