@@ -71,12 +71,12 @@ def open_tracing(
     if not exports:
         return settings, None
     try:
-        from service.telemetry.tracing import Otlp, Tracing
+        from service.telemetry.tracing import OtlpExporter, Tracing
     except ModuleNotFoundError as error:
         if not (error.name or "").startswith("opentelemetry"):
             raise
         raise ConfigError("trace_exporter: otlp needs OpenTelemetry: pip install 'bf16kit[otel]'") from None
-    return settings, Tracing(settings, Otlp(config.trace_endpoint), counted)
+    return settings, Tracing(settings, OtlpExporter(config.trace_endpoint), counted)
 
 
 def guarded(config: ServerConfig, settings: Settings) -> Settings:

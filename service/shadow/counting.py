@@ -12,7 +12,7 @@ from service.shadow.board import Key
 from service.shadow.process import NAME
 from service.telemetry.metrics import Metrics, expose
 from service.telemetry.readings import Sample
-from service.telemetry.whole import Family, Whole, added
+from service.telemetry.whole import Family, MergedMetrics, merge
 
 _PATIENCE_SECONDS = 2.0  # wait for the shadow's current counts; without them its last ones are used
 
@@ -30,7 +30,7 @@ class CombinedMetrics:
     ) -> None:
         self._own = own
         self._ask_shadow = ask_shadow
-        self._shadow = Whole(lambda: [(name, str(version)) for name, version in served()])
+        self._shadow = MergedMetrics(lambda: [(name, str(version)) for name, version in served()])
 
     def receive(self, report: Message) -> None:
         """Take over what the shadow has counted so far."""
@@ -50,7 +50,7 @@ class CombinedMetrics:
         if request is not None:
             wait([self._received(request)], _PATIENCE_SECONDS)
         measured = self._shadow.families()
-        return expose(added(self._own.snapshot(), measured), accept) if measured else self._own.expose(accept)
+        return expose(merge(self._own.snapshot(), measured), accept) if measured else self._own.expose(accept)
 
     def samples(self, names: Iterable[str]) -> Iterator[Sample]:
         """See :meth:`Metrics.samples`.

@@ -10,7 +10,7 @@ from service.contract import GATE_FAILED
 from service.status_http import amounts
 from service.status_http.markup import code, fact, grouped_table, meter
 from service.status_http.views import ModelView, Running
-from service.telemetry.history import Recent
+from service.telemetry.history import RecentActivity
 from service.telemetry.livedrift import LiveDrift
 
 MOST_OUTPUTS = 20  # rows of the table of drift, and names of tensors
@@ -41,7 +41,7 @@ def troubles(model: ModelView) -> list[str]:
     return found
 
 
-def drift_part(recent: Recent, running: Running, now: float, off: str = "") -> str:
+def drift_part(recent: RecentActivity, running: Running, now: float, off: str = "") -> str:
     """Return the heading, the table and the facts as HTML.
 
     ``now`` is in Unix seconds. ``off`` is why the reference stays off.
@@ -56,7 +56,7 @@ def drift_part(recent: Recent, running: Running, now: float, off: str = "") -> s
 _KINDS = {"over budget": "unavailable", "within budget": "ready", "not known yet": "loading", "not measured": "loading"}
 
 
-def _state(recent: Recent) -> str:
+def _state(recent: RecentActivity) -> str:
     """Return the state that holds with 95 % confidence."""
     if recent.drift.over:
         return "over budget"
@@ -66,7 +66,7 @@ def _state(recent: Recent) -> str:
     return "within budget" if highs and all(high is not None and high < 1 for high in highs) else "not known yet"
 
 
-def _table(recent: Recent, running: Running) -> str:
+def _table(recent: RecentActivity, running: Running) -> str:
     if not recent.ratios:
         return f'<p class="muted">No sample was measured yet. {_budget(running)}</p>'
     shown = list(recent.ratios)[:MOST_OUTPUTS]
@@ -96,7 +96,7 @@ def _heading(output: str, drift: LiveDrift) -> str:
     return ", ".join([code(output), *words])
 
 
-def _bound(recent: Recent, output: str, metric: str, ratio: float, budget: Budget) -> tuple[str, ...]:
+def _bound(recent: RecentActivity, output: str, metric: str, ratio: float, budget: Budget) -> tuple[str, ...]:
     low, high = (side.get(output, {}).get(metric) for side in (recent.drift.low, recent.drift.high))
     over = low is not None and low > 1
     words = f'<span class="share{" over" if over else ""}">{amounts.share(ratio)}</span>'
@@ -124,7 +124,7 @@ def _budget(running: Running) -> str:
 # --- causes and actions -----------------------------------------------------------------------------------------------
 
 
-def _facts(recent: Recent, running: Running, now: float, off: str) -> str:
+def _facts(recent: RecentActivity, running: Running, now: float, off: str) -> str:
     drift = recent.drift
     facts = [
         fact(

@@ -9,7 +9,7 @@ from service.status_http.drifting import MOST_OUTPUTS, drift_part, golden
 from service.status_http.markup import code, details, fact, figure, grouped_table, table
 from service.status_http.sparkline import sparkline
 from service.status_http.views import SPAN_SECONDS, WINDOW_SECONDS, ModelView, Running
-from service.telemetry.history import TICKS, Recent
+from service.telemetry.history import TICKS, RecentActivity
 from service.telemetry.quantiles import Durations
 from service.telemetry.vocabulary import SECONDS
 
@@ -45,7 +45,7 @@ def model_section(model: ModelView, anchor: str, now: float) -> str:
 # --- load -------------------------------------------------------------------------------------------------------------
 
 
-def _trends(model: ModelView, recent: Recent) -> str:
+def _trends(model: ModelView, recent: RecentActivity) -> str:
     counts, trend = recent.counts, recent.trend
     batches = f", mean batch {amounts.number(counts.rows / counts.batches)}" if counts.batches else ""
     rows = f"{amounts.number(recent.per_second(counts.rows))} rows/s{batches}"
@@ -79,7 +79,7 @@ def _trends(model: ModelView, recent: Recent) -> str:
     )
 
 
-def _drift_figure(ratio: float | None, recent: Recent) -> str:
+def _drift_figure(ratio: float | None, recent: RecentActivity) -> str:
     words = f"{amounts.plural(recent.total.samples.get('measured', 0), 'sample')} measured"
     if dropped := recent.total.samples.get("dropped", 0):
         words += f", {dropped:,} dropped"
@@ -93,7 +93,7 @@ def _drift_figure(ratio: float | None, recent: Recent) -> str:
     return figure("Drift, of its budget", amounts.share(ratio), words, over=over, picture=picture)
 
 
-def _latency(recent: Recent) -> str:
+def _latency(recent: RecentActivity) -> str:
     phases = (("request", recent.request), ("queue", recent.queue), ("compute", recent.compute))
     columns = ("phase", "mean", "p50", "p90", "p99")
     caption = f"{_window(recent).capitalize()}; compute time is per batch"
@@ -111,7 +111,7 @@ def latency(percentile: float | None) -> str:
     return f"over {amounts.seconds(SECONDS[-1])}" if beyond else amounts.seconds(percentile)
 
 
-def _window(recent: Recent) -> str:
+def _window(recent: RecentActivity) -> str:
     return f"last {amounts.duration(min(recent.seconds, WINDOW_SECONDS))}"
 
 
@@ -148,7 +148,7 @@ def _batching(running: Running) -> str:
 # --- folded details ---------------------------------------------------------------------------------------------------
 
 
-def _outcomes(recent: Recent) -> str:
+def _outcomes(recent: RecentActivity) -> str:
     now, total = recent.counts, recent.total
     kinds = (
         ("answered, by gRPC status", now.codes, total.codes),

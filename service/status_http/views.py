@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 import bf16kit
 from bf16kit.tensors import BY_NAME, TensorSpec, describe
 from service.contract import Model, Registry, Slot
-from service.telemetry.history import TICK_SECONDS, TICKS, WINDOW_TICKS, Door, History, Recent
+from service.telemetry.history import TICK_SECONDS, TICKS, WINDOW_TICKS, EarlyRejections, History, RecentActivity
 
 WINDOW_SECONDS = TICK_SECONDS * WINDOW_TICKS
 SPAN_SECONDS = TICK_SECONDS * TICKS
@@ -75,7 +75,7 @@ class ModelView:
     state: str
     reason: str
     running: Running | None = None
-    recent: Recent | None = None
+    recent: RecentActivity | None = None
     reference_off: str = ""  # why its fp32 reference stays off; "" if it does not
 
     @property
@@ -108,7 +108,7 @@ class ServerView:
     http_port: int
     ready: bool
     models: tuple[ModelView, ...]
-    door: Door
+    door: EarlyRejections
 
     @property
     def waits_for(self) -> tuple[ModelView, ...]:
@@ -163,7 +163,7 @@ class Status:
             door=door,
         )
 
-    def _view(self, slot: Slot, recent: Recent | None) -> ModelView:
+    def _view(self, slot: Slot, recent: RecentActivity | None) -> ModelView:
         model, reason = slot.model, slot.reason
         running = None if model is None else Running.of(model)
         off = self._why_off(slot.name, slot.version)

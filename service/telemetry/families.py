@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from service.telemetry import vocabulary as words
+from service.telemetry import vocabulary
 from service.telemetry.weighted import WeightedHistogram
 from service.telemetry.whole import Mode
 
@@ -21,7 +21,7 @@ _PROCESS_MODES: Mapping[str, Mode] = {
 }
 
 
-class Maker:
+class FamilyFactory:
     """Makes the metric families of one registry. All of them have the model's labels."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -45,28 +45,32 @@ class Maker:
 class Families:
     """The metrics of models, registered once per process. Each gauge states how several workers' values combine."""
 
-    def __init__(self, make: Maker) -> None:
-        self._of_requests(make)
-        self._of_models(make)
-        self._of_drift(make)
-        self._of_verdicts(make)
-        self._of_actions(make)
+    def __init__(self, factory: FamilyFactory) -> None:
+        self._add_request_families(factory)
+        self._add_model_families(factory)
+        self._add_drift_families(factory)
+        self._add_verdict_families(factory)
+        self._add_action_families(factory)
 
-    def _of_requests(self, make: Maker) -> None:
-        counter, gauge, histogram = make.counter, make.gauge, make.histogram
+    def _add_request_families(self, factory: FamilyFactory) -> None:
+        counter, gauge, histogram = factory.counter, factory.gauge, factory.histogram
         self.requests = counter("requests_total", "Requests answered, by gRPC status code.", "code")
         self.rows = counter("rows_total", "Rows run: the sum of all batch sizes.")
         self.executions = counter("executions_total", "Batches run.")
         self.rejected = counter("rejected_total", "Requests rejected or dropped before they ran.", "reason")
-        self.request_seconds = histogram("request_duration_seconds", "Time from arrival to response.", words.SECONDS)
-        self.queue_seconds = histogram("queue_duration_seconds", "Time a request waited for its batch.", words.SECONDS)
-        self.compute_seconds = histogram("compute_duration_seconds", "Time one batch took to run.", words.SECONDS)
-        self.batch_rows = histogram("batch_rows", "Rows in one batch.", words.ROWS)
+        self.request_seconds = histogram(
+            "request_duration_seconds", "Time from arrival to response.", vocabulary.SECONDS
+        )
+        self.queue_seconds = histogram(
+            "queue_duration_seconds", "Time a request waited for its batch.", vocabulary.SECONDS
+        )
+        self.compute_seconds = histogram("compute_duration_seconds", "Time one batch took to run.", vocabulary.SECONDS)
+        self.batch_rows = histogram("batch_rows", "Rows in one batch.", vocabulary.ROWS)
         self.queue_depth = gauge("queue_depth", "Requests waiting for a batch.", mode="sum")
         self.in_flight = gauge("requests_in_flight", "Requests waiting or running.", mode="sum")
 
-    def _of_models(self, make: Maker) -> None:
-        gauge = make.gauge
+    def _add_model_families(self, factory: FamilyFactory) -> None:
+        gauge = factory.gauge
         self.ready = gauge("model_ready", "1 while the model is ready, else 0.", mode="min")
         self.load_seconds = gauge("model_load_seconds", "Time from opening the artifact to ready.", mode="max")
         self.weight_bytes = gauge("model_weight_bytes", "Bytes of stored weights that the model maps.", mode="max")
@@ -75,11 +79,13 @@ class Families:
             "backend", "device", "profile", "precision", "accumulation", mode="max",
         )  # fmt: skip
 
-    def _of_drift(self, make: Maker) -> None:
-        counter, gauge, weighted = make.counter, make.gauge, make.weighted
-        self.relative_l2 = weighted("drift_relative_l2", "Relative L2 error of live rows.", words.RELATIVE_L2, "output")
-        self.cosine = weighted("drift_cosine_distance", "Cosine distance of live rows.", words.COSINE, "output")
-        self.max_abs = weighted("drift_max_abs", "Largest difference of live rows.", words.MAX_ABS, "output")
+    def _add_drift_families(self, factory: FamilyFactory) -> None:
+        counter, gauge, weighted = factory.counter, factory.gauge, factory.weighted
+        self.relative_l2 = weighted(
+            "drift_relative_l2", "Relative L2 error of live rows.", vocabulary.RELATIVE_L2, "output"
+        )
+        self.cosine = weighted("drift_cosine_distance", "Cosine distance of live rows.", vocabulary.COSINE, "output")
+        self.max_abs = weighted("drift_max_abs", "Largest difference of live rows.", vocabulary.MAX_ABS, "output")
         self.top1_matches = counter("drift_top1_matches_total", "Rows of logits with fp32's top class.", "output")
         self.top1_rows = counter("drift_top1_rows_total", "Rows of logits compared.", "output")
         self.nonfinite = counter("drift_nonfinite_total", "Elements not finite where fp32's are finite.", "output")
@@ -95,8 +101,8 @@ class Families:
         )
         self.baseline = gauge("drift_baseline", "Drift measured at conversion.", "output", "metric", mode="max")
 
-    def _of_verdicts(self, make: Maker) -> None:
-        counter, gauge = make.counter, make.gauge
+    def _add_verdict_families(self, factory: FamilyFactory) -> None:
+        counter, gauge = factory.counter, factory.gauge
         self.budget_ratio = gauge(
             "drift_budget_ratio", "Recent drift as a share of its budget; over 1 is a breach.",
             "output", "metric", mode="max",
@@ -118,8 +124,8 @@ class Families:
         )  # fmt: skip
         self.changes = counter("drift_changes_total", "Alarms of the change detector.", "output")
 
-    def _of_actions(self, make: Maker) -> None:
-        counter, gauge = make.counter, make.gauge
+    def _add_action_families(self, factory: FamilyFactory) -> None:
+        counter, gauge = factory.counter, factory.gauge
         self.answers = counter("answers_total", "Requests answered, by the precision that answered.", "precision")
         self.fallback_active = gauge("fallback_active", "1 while fp32 answers instead of bf16.", mode="max")
         self.fallback_transitions = counter("fallback_transitions_total", "Switches between bf16 and fp32.", "to")

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.request import REFUSALS
-from service.telemetry import vocabulary as words
+from service.telemetry import vocabulary
 from service.telemetry.livedrift import ACTIVE, LiveDrift
 from service.telemetry.quantiles import Durations, durations, quantiles
 from service.telemetry.readings import (
@@ -75,7 +75,7 @@ class Trend:
 
 
 @dataclass(frozen=True, slots=True)
-class Recent:
+class RecentActivity:
     """One model over the last :attr:`seconds`, at most five minutes. ``total`` counts since it was loaded."""
 
     seconds: float
@@ -96,14 +96,14 @@ class Recent:
 
 
 @dataclass(frozen=True, slots=True)
-class Door:
+class EarlyRejections:
     """Requests rejected before they reached a model, by reason, without zeros."""
 
     recent: Mapping[str, int]
     total: Mapping[str, int]
 
 
-class _Track:
+class _CounterHistory:
     """The growth of one owner's counters per tick, the newest last; NaN for ticks before the owner existed."""
 
     def __init__(self, size: int, totals: Totals) -> None:
@@ -151,8 +151,8 @@ class History:
         self._lock = threading.Lock()
         self._at = clock()
         self._lengths: deque[float] = deque([0.0] * TICKS, TICKS)  # lengths of the ticks, in seconds
-        self._models: dict[Key, _Track] = {}
-        self._door = _Track(len(REFUSALS), np.zeros(len(REFUSALS)))
+        self._models: dict[Key, _CounterHistory] = {}
+        self._early_rejections = _CounterHistory(len(REFUSALS), np.zeros(len(REFUSALS)))
 
     def tick(self) -> None:
         """Store the growth since the last tick. Models that no longer exist are dropped."""
@@ -160,26 +160,28 @@ class History:
             read, now = Reading(self._source()), self._clock()
             self._lengths.append(now - self._at)
             self._at = now
-            self._door.append(read.refused)
+            self._early_rejections.append(read.refused)
             tracks = {key: self._track(key, totals) for key, totals in read.totals.items()}
             for key, track in tracks.items():
                 track.append(read.totals[key], read.ratio(key))
                 track.precision(_falls_back(read, key), self._wall())
             self._models = tracks
 
-    def read(self) -> tuple[dict[Key, Recent], Door]:
+    def read(self) -> tuple[dict[Key, RecentActivity], EarlyRejections]:
         """Return the recent activity of every model, by name and version, and the rejections before a model was
         reached."""
         with self._lock:
             read, since = Reading(self._source()), self._clock() - self._at
             models = {key: self._recent(key, totals, read, since) for key, totals in read.totals.items()}
-            door = Door(_named(REFUSALS, self._door.window(read.refused)), _named(REFUSALS, read.refused))
-        return models, door
+            rejections = EarlyRejections(
+                _named(REFUSALS, self._early_rejections.window(read.refused)), _named(REFUSALS, read.refused)
+            )
+        return models, rejections
 
-    def _track(self, key: Key, totals: Totals) -> _Track:
-        return self._models.get(key) or _Track(COLUMNS, totals)
+    def _track(self, key: Key, totals: Totals) -> _CounterHistory:
+        return self._models.get(key) or _CounterHistory(COLUMNS, totals)
 
-    def _recent(self, key: Key, totals: Totals, read: Reading, since: float) -> Recent:
+    def _recent(self, key: Key, totals: Totals, read: Reading, since: float) -> RecentActivity:
         track = self._track(key, totals)
         window = track.window(totals)
         seen = ~np.isnan(track.rows[:, 0])
@@ -187,7 +189,7 @@ class History:
         drift, gauges = read.drift.get(key, {}), read.gauges.get(key, {})
         track.precision(_falls_back(read, key), self._wall())
         request, queue, compute = (_durations(window, name) for name in HISTOGRAMS)
-        return Recent(
+        return RecentActivity(
             seconds=float(lengths[-WINDOW_TICKS:][seen[-WINDOW_TICKS:]].sum() + since),
             counts=_counts(window),
             total=_counts(totals),
@@ -211,8 +213,8 @@ def _counts(totals: Totals) -> Counts:
     part = LAYOUT.parts
     return Counts(
         codes=_named(CODES, totals[part["bf16kit_requests_total"]]),
-        rejected=_named(words.REJECTIONS, totals[part["bf16kit_rejected_total"]]),
-        samples=_named(words.OUTCOMES, totals[part["bf16kit_drift_samples_total"]]),
+        rejected=_named(vocabulary.REJECTIONS, totals[part["bf16kit_rejected_total"]]),
+        samples=_named(vocabulary.OUTCOMES, totals[part["bf16kit_drift_samples_total"]]),
         rows=int(totals[part["bf16kit_rows_total"]].sum()),
         batches=int(totals[part["bf16kit_executions_total"]].sum()),
     )
@@ -224,7 +226,7 @@ def _named(names: Sequence[str], counts: Totals) -> dict[str, int]:
 
 def _durations(totals: Totals, name: str) -> Durations:
     return durations(
-        words.SECONDS, totals[LAYOUT.parts[f"{name}_bucket"]], float(totals[LAYOUT.parts[f"{name}_sum"]].sum())
+        vocabulary.SECONDS, totals[LAYOUT.parts[f"{name}_bucket"]], float(totals[LAYOUT.parts[f"{name}_sum"]].sum())
     )
 
 
@@ -236,10 +238,10 @@ def _trend(rows: Rows, lengths: Totals) -> Trend:
     part, lengths = LAYOUT.parts, np.maximum(lengths, 1e-3)
     requests = rows[:, part["bf16kit_requests_total"]].sum(axis=1) / lengths
     waiting = rows[:, part[f"{queue}_sum"]].sum(axis=1) / lengths
-    p99 = quantiles(words.SECONDS, rows[:, part[f"{request}_bucket"]].astype(np.float64), 0.99)
-    return Trend(_listed(requests), _listed(p99), _listed(waiting), _listed(rows[:, -1].astype(np.float64)))
+    p99 = quantiles(vocabulary.SECONDS, rows[:, part[f"{request}_bucket"]].astype(np.float64), 0.99)
+    return Trend(_rounded(requests), _rounded(p99), _rounded(waiting), _rounded(rows[:, -1].astype(np.float64)))
 
 
-def _listed(values: Totals) -> tuple[float | None, ...]:
+def _rounded(values: Totals) -> tuple[float | None, ...]:
     """Round to four digits, more than a chart can show."""
     return tuple(None if value != value else float(f"{value:.4g}") for value in values.tolist())

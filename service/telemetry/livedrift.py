@@ -60,32 +60,32 @@ class LiveDrift:
     @classmethod
     def of(cls, values: Values, fallback_since: float | None = None) -> LiveDrift:
         """Build from one model's ``values`` of the metrics in :data:`LABELS`. Any may be missing."""
-        passed, up = _alone(values, _PASSED), _alone(values, _UP)
+        passed, up = _single_value(values, _PASSED), _single_value(values, _UP)
         return cls(
-            low=_bounds(values, _LOW),
-            high=_bounds(values, _HIGH),
+            low=_interval_ends(values, _LOW),
+            high=_interval_ends(values, _HIGH),
             effective_samples={name: value for (name,), value in values.get(_EFFECTIVE, {}).items()},
             change_score={name: _finite(value) for (name,), value in values.get(_SCORE, {}).items()},
             changes=round(sum(values.get(_CHANGES, {}).values())),
-            over=_alone(values, _OVER) == 1,
+            over=_single_value(values, _OVER) == 1,
             cause=next((cause for (cause,), value in values.get(_CAUSE, {}).items() if value == 1), ""),
             out_of_range={name: round(rows) for (name,), rows in values.get(_OUT_OF_RANGE, {}).items() if rows},
-            last_sample=_alone(values, _LAST),
+            last_sample=_single_value(values, _LAST),
             reference_up=None if up is None else up == 1,
             gate_passed=None if passed is None else passed == 1,
-            gate_at=_alone(values, _AT),
-            fallback=_alone(values, ACTIVE) == 1,
+            gate_at=_single_value(values, _AT),
+            fallback=_single_value(values, ACTIVE) == 1,
             fallback_since=fallback_since,
             falls=round(values.get(_FALLS, {}).get(("fp32",), 0)),
             answers={precision: round(count) for (precision,), count in values.get(_ANSWERS, {}).items()},
         )
 
 
-def _alone(values: Values, name: str) -> float | None:
+def _single_value(values: Values, name: str) -> float | None:
     return values.get(name, {}).get(())
 
 
-def _bounds(values: Values, name: str) -> dict[str, dict[str, float | None]]:
+def _interval_ends(values: Values, name: str) -> dict[str, dict[str, float | None]]:
     bounds: dict[str, dict[str, float | None]] = {}
     for (output, metric), value in values.get(name, {}).items():
         bounds.setdefault(output, {})[metric] = _finite(value)

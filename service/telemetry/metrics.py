@@ -25,8 +25,8 @@ from prometheus_client.samples import Exemplar as PrometheusExemplar
 from prometheus_client.samples import Sample, Timestamp
 
 from service.request import REFUSALS
-from service.telemetry import vocabulary as words
-from service.telemetry.families import Families, Maker
+from service.telemetry import vocabulary
+from service.telemetry.families import Families, FamilyFactory
 from service.telemetry.modelmetrics import ModelMetrics
 from service.telemetry.whole import Exemplar, Family, Mode, Series
 
@@ -36,8 +36,8 @@ class Metrics:
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self._registry = registry or CollectorRegistry()
-        maker = Maker(self._registry)
-        self._modes, self._families = maker.modes, Families(maker)
+        factory = FamilyFactory(self._registry)
+        self._modes, self._families = factory.modes, Families(factory)
         self._models: dict[tuple[str, int], ModelMetrics] = {}
         refused = Counter(
             "bf16kit_refused_total",
@@ -49,7 +49,7 @@ class Metrics:
         traced = Counter(
             "bf16kit_traces_total", "Traced requests, by outcome of the export.", ["outcome"], registry=self._registry
         )
-        self._traced = {outcome: traced.labels(outcome) for outcome in words.TRACE_OUTCOMES}
+        self._traced = {outcome: traced.labels(outcome) for outcome in vocabulary.TRACE_OUTCOMES}
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=self._registry)
 
@@ -74,7 +74,7 @@ class Metrics:
             for family in self._families.all():
                 family.remove_by_labels({"model": model, "version": str(version)})
 
-    def traced(self, outcome: words.TraceOutcome, traces: int) -> None:
+    def traced(self, outcome: vocabulary.TraceOutcome, traces: int) -> None:
         """Count the outcome of traced requests."""
         self._traced[outcome].inc(traces)
 
@@ -87,13 +87,13 @@ class Metrics:
         for family in self._registry.restricted_registry(names).collect():
             yield from family.samples
 
-    def snapshot(self, begins: str = "") -> list[Family]:
-        """Return all families whose names begin with ``begins``, to be added to other processes'."""
+    def snapshot(self, prefix: str = "") -> list[Family]:
+        """Return all families whose names begin with ``prefix``, to be added to other processes'."""
         collected = _WithoutCreationTimes(self._registry).collect()
         return [
             _family(metric, self._modes.get(metric.name, "sum"))
             for metric in collected
-            if metric.name.startswith(begins)
+            if metric.name.startswith(prefix)
         ]
 
     def expose(self, accept: str = "") -> tuple[bytes, str]:
@@ -106,7 +106,7 @@ class Metrics:
 
 def expose(families: Iterable[Family], accept: str = "") -> tuple[bytes, str]:
     """Like :meth:`Metrics.expose`, for families that were added up."""
-    return _encoded(_Added(list(families)), accept)
+    return _encoded(_FamilyCollector(list(families)), accept)
 
 
 def _encoded(collector: Collector, accept: str) -> tuple[bytes, str]:
@@ -117,8 +117,8 @@ def _encoded(collector: Collector, accept: str) -> tuple[bytes, str]:
 def _family(metric: Metric, mode: Mode) -> Family:
     series = []
     for sample in metric.samples:
-        told = sample.exemplar
-        exemplar = None if told is None else Exemplar(dict(told.labels), told.value, _seconds(told.timestamp))
+        source = sample.exemplar
+        exemplar = None if source is None else Exemplar(dict(source.labels), source.value, _seconds(source.timestamp))
         series.append(Series(sample.name, dict(sample.labels), sample.value, exemplar))
     return Family(metric.name, metric.type, metric.documentation, mode, series)
 
@@ -127,7 +127,7 @@ def _seconds(timestamp: float | Timestamp | None) -> float | None:
     return None if timestamp is None else float(timestamp)
 
 
-class _Added(Collector):
+class _FamilyCollector(Collector):
     """A collector of given families, in prometheus_client's types."""
 
     def __init__(self, families: Iterable[Family]) -> None:
@@ -136,8 +136,8 @@ class _Added(Collector):
     def collect(self) -> Iterator[Metric]:
         for family in self._families:
             metric = Metric(family.name, family.text, family.kind)
-            for name, labels, value, told in family.series:
-                exemplar = None if told is None else PrometheusExemplar(told.labels, told.value, told.timestamp)
+            for name, labels, value, source in family.series:
+                exemplar = None if source is None else PrometheusExemplar(source.labels, source.value, source.timestamp)
                 metric.add_sample(name, labels, value, exemplar=exemplar)
             yield metric
 

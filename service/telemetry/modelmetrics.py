@@ -10,7 +10,7 @@ from bf16kit.drift import SampleDrift
 from bf16kit.runtime import RuntimeInfo
 from bf16kit.tensors import TensorSpec
 from service.request import Observation
-from service.telemetry import vocabulary as words
+from service.telemetry import vocabulary
 
 if TYPE_CHECKING:
     from prometheus_client import Counter, Gauge, Histogram
@@ -38,35 +38,35 @@ class ModelMetrics:
         self.exposed = True  # False once others have replaced them, or the model is unloaded
         self._families = families
         self._labels = (model, str(version))
-        self._later: dict[tuple[Gauge, tuple[str, ...]], Gauge] = {}  # see _late
+        self._late_gauges: dict[tuple[Gauge, tuple[str, ...]], Gauge] = {}  # see _set_late_gauge
         f = families
-        self._requests = {code: self._of(f.requests, code) for code in words.CODES}
-        self._rejected = {reason: self._of(f.rejected, reason) for reason in words.REJECTIONS}
-        self._samples = {outcome: self._of(f.samples, outcome) for outcome in words.OUTCOMES}
-        self._rows, self._executions = self._of(f.rows), self._of(f.executions)
-        self._request_seconds, self._queue_seconds = self._of(f.request_seconds), self._of(f.queue_seconds)
-        self._compute_seconds, self._batch_rows = self._of(f.compute_seconds), self._of(f.batch_rows)
+        self._requests = {code: self._child(f.requests, code) for code in vocabulary.CODES}
+        self._rejected = {reason: self._child(f.rejected, reason) for reason in vocabulary.REJECTIONS}
+        self._samples = {outcome: self._child(f.samples, outcome) for outcome in vocabulary.OUTCOMES}
+        self._rows, self._executions = self._child(f.rows), self._child(f.executions)
+        self._request_seconds, self._queue_seconds = self._child(f.request_seconds), self._child(f.queue_seconds)
+        self._compute_seconds, self._batch_rows = self._child(f.compute_seconds), self._child(f.batch_rows)
         # Bound methods of prometheus_client, called directly because they run once or twice per request.
-        self.queued = self._of(f.queue_depth).inc
-        self.in_flight = self._of(f.in_flight).inc
-        self._ready, self._load_seconds = self._of(f.ready), self._of(f.load_seconds)
-        self._weight_bytes = self._of(f.weight_bytes)
+        self.queued = self._child(f.queue_depth).inc
+        self.in_flight = self._child(f.in_flight).inc
+        self._ready, self._load_seconds = self._child(f.ready), self._child(f.load_seconds)
+        self._weight_bytes = self._child(f.weight_bytes)
         self._outputs: dict[str, _OutputSeries] = {}
-        self._answers = {precision: self._of(f.answers, precision) for precision in words.PRECISIONS}
-        self._fallback_active = self._of(f.fallback_active)
-        self._fallback_failures = self._of(f.fallback_failures)
-        self._transitions = {to: self._of(f.fallback_transitions, to) for to in words.PRECISIONS}
-        self._gate_runs = {outcome: self._of(f.gate_runs, outcome) for outcome in words.GATE_OUTCOMES}
-        self._over_budget = self._of(f.over_budget)
-        self._causes = {cause: self._of(f.cause, cause) for cause in words.CAUSES}
+        self._answers = {precision: self._child(f.answers, precision) for precision in vocabulary.PRECISIONS}
+        self._fallback_active = self._child(f.fallback_active)
+        self._fallback_failures = self._child(f.fallback_failures)
+        self._transitions = {to: self._child(f.fallback_transitions, to) for to in vocabulary.PRECISIONS}
+        self._gate_runs = {outcome: self._child(f.gate_runs, outcome) for outcome in vocabulary.GATE_OUTCOMES}
+        self._over_budget = self._child(f.over_budget)
+        self._causes = {cause: self._child(f.cause, cause) for cause in vocabulary.CAUSES}
 
-    def _of(self, family: _Child, *labels: str) -> _Child:
+    def _child(self, family: _Child, *labels: str) -> _Child:
         return family.labels(*self._labels, *labels)
 
-    def _weighted(self, family: WeightedHistogram, output: str) -> WeightedSeries:
+    def _weighted_child(self, family: WeightedHistogram, output: str) -> WeightedSeries:
         return family.labels(*self._labels, output)
 
-    def _late(self, family: Gauge, value: float, *labels: str) -> None:
+    def _set_late_gauge(self, family: Gauge, value: float, *labels: str) -> None:
         """Set a gauge whose series appears with its first value.
 
         It is looked up by labels only while exposed: afterwards the labels may belong to another generation's series,
@@ -74,8 +74,8 @@ class ModelMetrics:
         """
         if self.exposed:
             key = family, labels
-            if (series := self._later.get(key)) is None:
-                series = self._later[key] = self._of(family, *labels)
+            if (series := self._late_gauges.get(key)) is None:
+                series = self._late_gauges[key] = self._child(family, *labels)
             series.set(value)
 
     # --- loading ------------------------------------------------------------------------------------------------------
@@ -87,14 +87,14 @@ class ModelMetrics:
         for spec in outputs:
             logits = spec.kind == "logits"
             self._outputs[spec.name] = _OutputSeries(
-                relative_l2=self._weighted(f.relative_l2, spec.name),
-                cosine=self._weighted(f.cosine, spec.name),
-                max_abs=self._weighted(f.max_abs, spec.name),
-                nonfinite=self._of(f.nonfinite, spec.name),
-                top1=(self._of(f.top1_matches, spec.name), self._of(f.top1_rows, spec.name)) if logits else None,
+                relative_l2=self._weighted_child(f.relative_l2, spec.name),
+                cosine=self._weighted_child(f.cosine, spec.name),
+                max_abs=self._weighted_child(f.max_abs, spec.name),
+                nonfinite=self._child(f.nonfinite, spec.name),
+                top1=(self._child(f.top1_matches, spec.name), self._child(f.top1_rows, spec.name)) if logits else None,
             )
-            self._of(f.effective_samples, spec.name)
-            self._of(f.changes, spec.name)
+            self._child(f.effective_samples, spec.name)
+            self._child(f.changes, spec.name)
 
     def loaded(self, info: RuntimeInfo, baseline: Mapping[str, Mapping[str, float]]) -> None:
         """Set what is known once the runtime is loaded.
@@ -102,10 +102,10 @@ class ModelMetrics:
         ``baseline`` is the manifest's drift, by output and then metric.
         """
         labels = (info.backend, info.device, info.profile, info.precision, info.accumulation)
-        self._of(self._families.info, *labels).set(1)
+        self._child(self._families.info, *labels).set(1)
         for output, metrics in baseline.items():
             for metric, value in metrics.items():
-                self._of(self._families.baseline, output, metric).set(value)
+                self._child(self._families.baseline, output, metric).set(value)
 
     def ready(self, is_ready: bool, load_seconds: float | None = None) -> None:
         self._ready.set(1 if is_ready else 0)
@@ -114,20 +114,20 @@ class ModelMetrics:
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    def request(self, seen: Observation) -> None:
+    def request(self, observation: Observation) -> None:
         """Count a request that is over.
 
         The wait of failed requests counts too; otherwise waits would look shorter than they are.
         """
-        series = self._requests.get(seen.code)
-        if series is None and self.exposed:  # see _late
-            series = self._requests[seen.code] = self._of(self._families.requests, seen.code)
+        series = self._requests.get(observation.code)
+        if series is None and self.exposed:  # see _set_late_gauge
+            series = self._requests[observation.code] = self._child(self._families.requests, observation.code)
         if series is not None:
             series.inc()
-        exemplar = {"trace_id": seen.trace} if seen.trace else None
-        self._request_seconds.observe(seen.seconds, exemplar)
-        if seen.timings is not None:
-            self._queue_seconds.observe(seen.timings.queue, exemplar)
+        exemplar = {"trace_id": observation.trace} if observation.trace else None
+        self._request_seconds.observe(observation.seconds, exemplar)
+        if observation.timings is not None:
+            self._queue_seconds.observe(observation.timings.queue, exemplar)
 
     def rejected(self, reason: str) -> None:
         """Count a rejected request. ``reason`` is one of :data:`~service.telemetry.vocabulary.REJECTIONS`."""
@@ -141,7 +141,7 @@ class ModelMetrics:
 
     # --- drift --------------------------------------------------------------------------------------------------------
 
-    def sampled(self, outcome: words.Outcome, samples: int) -> None:
+    def sampled(self, outcome: vocabulary.Outcome, samples: int) -> None:
         self._samples[outcome].inc(samples)
 
     def drift(self, output: str, sample: SampleDrift, weight: float = 1.0) -> None:
@@ -150,9 +150,9 @@ class ModelMetrics:
         Elements that are not finite are counted unweighted: the metric counts what was observed and estimates nothing.
         """
         series = self._outputs[output]
-        series.relative_l2.observe(words.finite(sample.relative_l2), weight)
-        series.cosine.observe(words.finite(sample.cosine_distance), weight)
-        series.max_abs.observe(words.finite(sample.max_abs), weight)
+        series.relative_l2.observe(vocabulary.finite(sample.relative_l2), weight)
+        series.cosine.observe(vocabulary.finite(sample.cosine_distance), weight)
+        series.max_abs.observe(vocabulary.finite(sample.max_abs), weight)
         series.nonfinite.inc(sample.nonfinite)
         if series.top1 is not None:
             series.top1[0].inc(sample.top1_matches * weight)
@@ -165,18 +165,18 @@ class ModelMetrics:
         """
         f = self._families
         for family, value in ((f.budget_ratio, ratio), (f.budget_ratio_low, low), (f.budget_ratio_high, high)):
-            self._late(family, value, output, metric)
+            self._set_late_gauge(family, value, output, metric)
 
     def recent(self, output: str, effective_samples: float, change_score: float | None) -> None:
         """Set the effective sample size and the change detector's sum ÷ threshold (None: not calibrated yet)."""
-        self._late(self._families.effective_samples, effective_samples, output)
+        self._set_late_gauge(self._families.effective_samples, effective_samples, output)
         if change_score is not None:
-            self._late(self._families.change_score, change_score, output)
+            self._set_late_gauge(self._families.change_score, change_score, output)
 
     def changed(self, output: str) -> None:
         """Count an alarm of the change detector."""
         if self.exposed:
-            self._of(self._families.changes, output).inc()
+            self._child(self._families.changes, output).inc()
 
     def out_of_range(self, name: str, rows: int) -> None:
         """Count measured rows of an input outside its calibrated range.
@@ -184,7 +184,7 @@ class ModelMetrics:
         A call with 0 creates the series of an input with a range.
         """
         if self.exposed:
-            self._of(self._families.out_of_range, name).inc(rows)
+            self._child(self._families.out_of_range, name).inc(rows)
 
     def judged(self, over: bool, cause: str) -> None:
         """Set whether drift is over budget, and its cause.
@@ -197,15 +197,15 @@ class ModelMetrics:
 
     def last_sample(self, at: float) -> None:
         """Set when drift was last measured, in Unix seconds."""
-        self._late(self._families.last_sample, at)
+        self._set_late_gauge(self._families.last_sample, at)
 
     def reference_up(self, up: bool) -> None:
         """Set whether the fp32 reference answers. Never called if none is configured."""
-        self._late(self._families.reference_up, 1 if up else 0)
+        self._set_late_gauge(self._families.reference_up, 1 if up else 0)
 
     # --- fallback and golden gate -------------------------------------------------------------------------------------
 
-    def answered(self, precision: words.Precision) -> None:
+    def answered(self, precision: vocabulary.Precision) -> None:
         """Count a request answered in this precision."""
         self._answers[precision].inc()
 
@@ -217,12 +217,12 @@ class ModelMetrics:
         """Count a failure to load fp32 for answering."""
         self._fallback_failures.inc()
 
-    def transition(self, to: words.Precision) -> None:
+    def transition(self, to: vocabulary.Precision) -> None:
         """Count a change of the precision that answers."""
         self._transitions[to].inc()
 
-    def gate(self, outcome: words.GateOutcome, at: float) -> None:
+    def gate(self, outcome: vocabulary.GateOutcome, at: float) -> None:
         """Count a run of the golden gate at Unix time ``at``. An ``error``, which gives no result, is not passed."""
         self._gate_runs[outcome].inc()
-        self._late(self._families.gate_passed, 1 if outcome == "passed" else 0)
-        self._late(self._families.gate_at, at)
+        self._set_late_gauge(self._families.gate_passed, 1 if outcome == "passed" else 0)
+        self._set_late_gauge(self._families.gate_at, at)

@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.request import REFUSALS
-from service.telemetry import vocabulary as words
+from service.telemetry import vocabulary
 from service.telemetry.livedrift import LABELS
 
 _OTHER = "other"
-CODES = (*words.CODES, _OTHER)
+CODES = (*vocabulary.CODES, _OTHER)
 HISTOGRAMS = tuple(f"bf16kit_{phase}_duration_seconds" for phase in ("request", "queue", "compute"))
 RATIO, BASELINE = "bf16kit_drift_budget_ratio", "bf16kit_drift_baseline"
 DEPTH, IN_FLIGHT = "bf16kit_queue_depth", "bf16kit_requests_in_flight"
@@ -55,8 +55,8 @@ class Layout:
     def __init__(self) -> None:
         groups = (
             ("bf16kit_requests_total", "code", CODES),
-            ("bf16kit_rejected_total", "reason", words.REJECTIONS),
-            ("bf16kit_drift_samples_total", "outcome", words.OUTCOMES),
+            ("bf16kit_rejected_total", "reason", vocabulary.REJECTIONS),
+            ("bf16kit_drift_samples_total", "outcome", vocabulary.OUTCOMES),
         )
         self.columns: dict[tuple[str, str], int] = {}
         self.parts: dict[str, slice] = {}
@@ -68,7 +68,7 @@ class Layout:
             self._append(name, ("",))
         for name in HISTOGRAMS:
             self._label[f"{name}_bucket"] = "le"
-            self._append(f"{name}_bucket", (*map(str, words.SECONDS), "+Inf"))
+            self._append(f"{name}_bucket", (*map(str, vocabulary.SECONDS), "+Inf"))
             self._append(f"{name}_sum", ("",))
         self.size = len(self.columns)
 
@@ -103,9 +103,9 @@ class Reading:
         self.live: dict[Key, dict[str, dict[tuple[str, ...], float]]] = {}
         self.refused = np.zeros(len(REFUSALS))
         for sample in samples:
-            self._take(sample.name, sample.labels, sample.value)
+            self._add(sample.name, sample.labels, sample.value)
 
-    def _take(self, name: str, labels: Mapping[str, str], value: float) -> None:
+    def _add(self, name: str, labels: Mapping[str, str], value: float) -> None:
         if name == _REFUSED:
             if (reason := labels["reason"]) in REFUSALS:
                 self.refused[REFUSALS.index(reason)] += value
@@ -118,7 +118,7 @@ class Reading:
             row = self.totals[key] = np.zeros(LAYOUT.size)
         if name in (RATIO, BASELINE):
             drift = self.drift.setdefault(key, {RATIO: {}, BASELINE: {}})
-            drift[name].setdefault(labels["output"], {})[labels["metric"]] = words.finite(value)
+            drift[name].setdefault(labels["output"], {})[labels["metric"]] = vocabulary.finite(value)
         elif name in (DEPTH, IN_FLIGHT):
             self.gauges.setdefault(key, {})[name] = round(value)
         elif name in LABELS:

@@ -30,26 +30,26 @@ _CODES = (  # in the order of their numbers
 _ERRORS = ("UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS")
 
 
-class Ended(NamedTuple):
-    """A finished traced request. ``context`` is its parent's; ``number`` is its trace id."""
+class FinishedRequest(NamedTuple):
+    """A finished traced request. ``context`` is its parent's; ``trace_id`` is its trace id."""
 
     context: Context
-    number: int
+    trace_id: int
     rpc: str
-    seen: Observation
+    observation: Observation
     ended_ns: int  # since the epoch
-    ended: float  # the same moment on the clock of Timings, in seconds
+    ended_at: float  # the same moment on the clock of Timings, in seconds
 
     def at(self, moment: float) -> int:
         """Convert a moment on that clock to ns since the epoch."""
-        return self.ended_ns - round((self.ended - moment) * 1e9)
+        return self.ended_ns - round((self.ended_at - moment) * 1e9)
 
 
-class Recorder:
+class SpanRecorder:
     """Makes spans of finished requests with OpenTelemetry's own tracer. For one thread."""
 
     def __init__(self) -> None:
-        self._made: list[Any] = []
+        self._spans: list[Any] = []
         self._ids = _Ids()
         provider: Any = TracerProvider(
             sampler=ALWAYS_ON,  # only sampled requests come here
@@ -60,42 +60,46 @@ class Recorder:
         )
         provider.add_span_processor(self)
         self._tracer = provider.get_tracer("bf16kit", bf16kit.__version__)
-        self._batches: OrderedDict[tuple[str, str, float], list[Any]] = OrderedDict()
+        self._contexts_by_batch: OrderedDict[tuple[str, str, float], list[Any]] = OrderedDict()
 
-    def spans(self, batch: list[Ended]) -> list[Any]:
+    def spans(self, batch: list[FinishedRequest]) -> list[Any]:
         """Return the spans of these requests."""
-        self._made = []
-        for ended in batch:
-            self._record(ended)
-        return self._made
+        self._spans = []
+        for request in batch:
+            self._record(request)
+        return self._spans
 
-    def _record(self, ended: Ended) -> None:
-        seen, phases = ended.seen, list(_phases(ended))
-        self._ids.trace = ended.number
-        begun = min([ended.at(ended.ended - seen.seconds), *(start for _, start, _ in phases)])
+    def _record(self, request: FinishedRequest) -> None:
+        observation, phases = request.observation, list(_phases(request))
+        self._ids.trace = request.trace_id
+        start_ns = min([request.at(request.ended_at - observation.seconds), *(start for _, start, _ in phases)])
         server = self._tracer.start_span(
-            f"{_SERVICE}/{ended.rpc}", ended.context, api.SpanKind.SERVER, _attributes(ended), start_time=begun
+            f"{_SERVICE}/{request.rpc}", request.context, api.SpanKind.SERVER, _attributes(request), start_time=start_ns
         )
-        if seen.code in _ERRORS:
-            server.set_status(api.Status(api.StatusCode.ERROR, seen.code))
+        if observation.code in _ERRORS:
+            server.set_status(api.Status(api.StatusCode.ERROR, observation.code))
         inside = api.set_span_in_context(server, Context())
         for name, start, end in phases:
-            more = self._of_batch(seen, seen.timings, server) if name == "run" and seen.timings else {}
+            more = (
+                self._batch_details(observation, observation.timings, server)
+                if name == "run" and observation.timings
+                else {}
+            )
             self._tracer.start_span(name, inside, start_time=start, **more).end(end)
-        server.end(ended.ended_ns)
+        server.end(request.ended_ns)
 
-    def _of_batch(self, seen: Observation, timings: Timings, server: Any) -> dict[str, Any]:
+    def _batch_details(self, observation: Observation, timings: Timings, server: Any) -> dict[str, Any]:
         """Return the attributes and links of a run's span.
 
         They are the batch's rows, unless it failed, and links to earlier spans of requests in the same batch.
         """
-        key = (seen.model, seen.version, timings.begun)
-        shared = self._batches.setdefault(key, [])
+        key = (observation.model, observation.version, timings.begun)
+        shared = self._contexts_by_batch.setdefault(key, [])
         links = [api.Link(context) for context in shared]
         if len(shared) < _LINKS:
             shared.append(server.get_span_context())
-        if len(self._batches) > _BATCHES:
-            self._batches.popitem(last=False)
+        if len(self._contexts_by_batch) > _BATCHES:
+            self._contexts_by_batch.popitem(last=False)
         return {"attributes": {"bf16kit.batch.rows": timings.rows} if timings.rows else {}, "links": links}
 
     # --- OpenTelemetry's interface of span processors -----------------------------------------------------------------
@@ -103,7 +107,7 @@ class Recorder:
     def on_start(self, span: Any, parent_context: Any = None) -> None: ...
     def _on_ending(self, span: Any) -> None: ...
     def on_end(self, span: Any) -> None:
-        self._made.append(span)
+        self._spans.append(span)
 
 
 class _Ids:
@@ -121,36 +125,36 @@ class _Ids:
         return True
 
 
-def _phases(ended: Ended) -> Iterator[tuple[str, int, int]]:
+def _phases(request: FinishedRequest) -> Iterator[tuple[str, int, int]]:
     """Yield the phases of a request that took time: name, begin and end in ns since the epoch."""
-    timings = ended.seen.timings
+    timings = request.observation.timings
     if timings is None:
         return
     if timings.queue > 0:
-        yield "queue", ended.at(timings.arrived), ended.at(timings.arrived + timings.queue)
+        yield "queue", request.at(timings.arrived), request.at(timings.arrived + timings.queue)
     moment = timings.begun
     parts = ("gather", timings.compute_input), ("run", timings.compute_infer), ("split", timings.compute_output)
     for name, seconds in parts:
         if seconds > 0:
-            yield name, ended.at(moment), ended.at(moment + seconds)
+            yield name, request.at(moment), request.at(moment + seconds)
         moment += seconds
 
 
-def _attributes(ended: Ended) -> dict[str, str | int]:
-    seen = ended.seen
+def _attributes(request: FinishedRequest) -> dict[str, str | int]:
+    observation = request.observation
     known: dict[str, str | int] = {
         "rpc.system": "grpc",
         "rpc.service": _SERVICE,
-        "rpc.method": ended.rpc,
-        "rpc.grpc.status_code": _CODES.index(seen.code),
-        "bf16kit.model.name": seen.model,
+        "rpc.method": request.rpc,
+        "rpc.grpc.status_code": _CODES.index(observation.code),
+        "bf16kit.model.name": observation.model,
     }
-    told: dict[str, str | int] = {
-        "bf16kit.model.version": seen.version,
-        "bf16kit.request.id": seen.request_id,
-        "bf16kit.request.rows": seen.rows,
+    optional: dict[str, str | int] = {
+        "bf16kit.model.version": observation.version,
+        "bf16kit.request.id": observation.request_id,
+        "bf16kit.request.rows": observation.rows,
     }
-    return known | {name: value for name, value in told.items() if value}
+    return known | {name: value for name, value in optional.items() if value}
 
 
 def _resource() -> Any:

@@ -61,7 +61,7 @@ class ModelStatistics:
 
     def execution(self, requests: int, rows: int, timings: Timings) -> None:
         """Count a batch of ``requests`` requests that has run."""
-        now, size = time.time(), _counted_as(rows)
+        now, size = time.time(), _size_bucket(rows)
         with self._lock:
             self._last_inference = now
             self._rows += rows
@@ -72,20 +72,20 @@ class ModelStatistics:
                 same_size = self._by_size[size] = _Phases()
             same_size.add(1, timings)
 
-    def request(self, seen: Observation) -> None:
+    def request(self, observation: Observation) -> None:
         """Count a request that is over. As in Triton, queue time counts for answered requests only."""
         with self._lock:
-            if not seen.answered:
-                self._fail.add(seen.seconds)
+            if not observation.answered:
+                self._fail.add(observation.seconds)
                 return
-            self._success.add(seen.seconds)
-            if seen.timings is not None:
-                self._queue.add(seen.timings.queue)
+            self._success.add(observation.seconds)
+            if observation.timings is not None:
+                self._queue.add(observation.timings.queue)
 
     def snapshot(self) -> StatisticsSnapshot:
         """Return one consistent view, sorted by batch size. Requests wait only while the counters are copied."""
         with self._lock:
-            seen = StatisticsSnapshot(
+            totals = StatisticsSnapshot(
                 last_inference_ms=int(self._last_inference * 1e3),
                 inference_count=self._rows,
                 execution_count=self._executions,
@@ -99,10 +99,10 @@ class ModelStatistics:
             )
             by_size = [(size, replace(phases)) for size, phases in self._by_size.items()]
         by_size.sort(key=itemgetter(0))
-        return replace(seen, batches=tuple(_freeze(size, phases) for size, phases in by_size))
+        return replace(totals, batches=tuple(_freeze(size, phases) for size, phases in by_size))
 
 
-def _counted_as(rows: int) -> int:
+def _size_bucket(rows: int) -> int:
     return rows if rows <= _SIZES_APART else 1 << (rows - 1).bit_length()
 
 

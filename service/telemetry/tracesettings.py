@@ -21,7 +21,7 @@ _NAMES = ("trace_level", "trace_rate", "trace_count", *_FIXED)
 
 
 @dataclass(frozen=True, slots=True)
-class _Choice:
+class _Overrides:
     """The settings made for the server or for one model. None: not set, so the layer above applies."""
 
     level: bool | None = None  # TIMESTAMPS, or OFF
@@ -41,9 +41,9 @@ class TraceSettings:
         self.on = exports  # False: nothing is traced, so sampled() need not be called
         self._exports = exports
         self._find = find
-        self._start = _Choice(exports, rate, _UNLIMITED)
-        self._chosen: dict[str, _Choice] = {"": _Choice()}
-        self._holds = {"": self._start}  # the settings in effect, for the server and each model with settings
+        self._start = _Overrides(exports, rate, _UNLIMITED)
+        self._overrides: dict[str, _Overrides] = {"": _Overrides()}
+        self._in_effect = {"": self._start}  # the settings in effect, for the server and each model with settings
         self._seen = {"": 0}  # requests that belong to no trace
         self._lock = threading.Lock()
 
@@ -53,13 +53,13 @@ class TraceSettings:
             self._find(model)
         wanted = {name: tuple(str(value) for value in values) for name, values in changes.items()}
         with self._lock:
-            choice = self._chosen.get(model, _Choice())
+            overrides = self._overrides.get(model, _Overrides())
             for name, values in wanted.items():
-                choice = self._changed(choice, name, values)
+                overrides = self._changed(overrides, name, values)
             if wanted:
-                self._chosen[model] = choice
+                self._overrides[model] = overrides
                 self._seen[model] = 0
-                self._layer()
+                self._update_in_effect()
             now = self._effective(model)
         return {
             "trace_level": ("TIMESTAMPS" if now.level else "OFF",),
@@ -68,17 +68,17 @@ class TraceSettings:
             **{name: (value,) for name, (value, _) in _FIXED.items()},
         }
 
-    def sampled(self, model: str, asked: bool | None) -> bool:
+    def sampled(self, model: str, parent_sampled: bool | None) -> bool:
         """Whether this request of ``model`` is traced.
 
-        ``asked`` is the sampled flag of the request's trace; None without one.
+        ``parent_sampled`` is the sampled flag of the request's trace; None without one.
         """
         with self._lock:
-            scope = model if model in self._holds else ""
-            now = self._holds[scope]
-            if not now.level or now.count == 0 or asked is False:
+            scope = model if model in self._in_effect else ""
+            now = self._in_effect[scope]
+            if not now.level or now.count == 0 or parent_sampled is False:
                 return False
-            if asked is None:
+            if parent_sampled is None:
                 self._seen[scope] += 1
                 if self._seen[scope] % (now.rate or 1):
                     return False
@@ -86,38 +86,38 @@ class TraceSettings:
                 self._count_down(scope)
             return True
 
-    def _layer(self) -> None:
-        self._holds = {model: self._effective(model) for model in self._chosen}
-        self.on = any(choice.level for choice in self._holds.values())
+    def _update_in_effect(self) -> None:
+        self._in_effect = {model: self._effective(model) for model in self._overrides}
+        self.on = any(overrides.level for overrides in self._in_effect.values())
 
-    def _effective(self, model: str) -> _Choice:
+    def _effective(self, model: str) -> _Overrides:
         """Return the settings in effect for ``model``: its own, else the server's, else those of the start."""
         found = self._start
-        for choice in (self._chosen[""], self._chosen.get(model, _Choice())):
-            said = {field.name: getattr(choice, field.name) for field in fields(choice)}
-            found = replace(found, **{name: value for name, value in said.items() if value is not None})
+        for overrides in (self._overrides[""], self._overrides.get(model, _Overrides())):
+            values_set = {field.name: getattr(overrides, field.name) for field in fields(overrides)}
+            found = replace(found, **{name: value for name, value in values_set.items() if value is not None})
         return found
 
     def _count_down(self, scope: str) -> None:
         """Decrement the count of traces: the model's, or the server's if the model has none."""
-        whose = scope if self._chosen[scope].count is not None else ""
-        choice = self._chosen[whose]
-        self._chosen[whose] = replace(choice, count=(choice.count or 0) - 1)
-        self._layer()
+        owner = scope if self._overrides[scope].count is not None else ""
+        overrides = self._overrides[owner]
+        self._overrides[owner] = replace(overrides, count=(overrides.count or 0) - 1)
+        self._update_in_effect()
 
-    def _changed(self, choice: _Choice, name: str, values: tuple[str, ...]) -> _Choice:
+    def _changed(self, overrides: _Overrides, name: str, values: tuple[str, ...]) -> _Overrides:
         if name == "trace_level":
-            return replace(choice, level=self._level(values))
+            return replace(overrides, level=self._level(values))
         if name == "trace_rate":
-            return replace(choice, rate=_number(name, values, 1))
+            return replace(overrides, rate=_number(name, values, 1))
         if name == "trace_count":
-            return replace(choice, count=_number(name, values, _UNLIMITED))
+            return replace(overrides, count=_number(name, values, _UNLIMITED))
         if name not in _FIXED:
             raise InvalidRequest(f"unknown trace setting {quoted(name)}; the settings are {', '.join(_NAMES)}")
-        fixed, why = _FIXED[name]
+        fixed, reason = _FIXED[name]
         if values not in ((), (fixed,)):
-            raise InvalidRequest(f"{name} cannot be changed: {why}")
-        return choice
+            raise InvalidRequest(f"{name} cannot be changed: {reason}")
+        return overrides
 
     def _level(self, values: tuple[str, ...]) -> bool | None:
         if values == ("TIMESTAMPS",) and not self._exports:

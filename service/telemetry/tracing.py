@@ -22,14 +22,14 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from bf16kit.errors import ConfigError
 from service.request import Observation
-from service.telemetry.spans import LONGEST_TEXT, Ended, Recorder
+from service.telemetry.spans import LONGEST_TEXT, FinishedRequest, SpanRecorder
 from service.telemetry.tracesettings import TraceSettings
 from service.telemetry.vocabulary import TraceOutcome
 
 _log = logging.getLogger(__name__)
-_WAITING = 2048  # requests; further ones are not traced
-_TOGETHER = 100  # requests exported at once: up to 500 spans
-_EVERY_S = 1.0
+_MOST_WAITING = 2048  # requests; further ones are not traced
+_BATCH_SIZE = 100  # requests exported at once: up to 500 spans
+_INTERVAL_S = 1.0
 _GIVE_UP_S = 1.0  # wait for an aborted export to end
 _PROPAGATOR = TraceContextTextMapPropagator()
 
@@ -46,7 +46,7 @@ class Exporter(Protocol):
         ...
 
 
-class _Heard(logging.Handler):
+class _LastError(logging.Handler):
     """Keeps the last error that was logged."""
 
     last = ""
@@ -56,7 +56,7 @@ class _Heard(logging.Handler):
             self.last = record.getMessage()[:LONGEST_TEXT]
 
 
-class Otlp:
+class OtlpExporter:
     """Exports over gRPC to ``endpoint``, or, if that is empty, as the OTEL_EXPORTER_OTLP_… variables say.
 
     Raises ConfigError. OpenTelemetry logs each failed attempt separately; the last one is kept as the reason of a
@@ -71,16 +71,16 @@ class Otlp:
             self._exporter: Any = OTLPSpanExporter(endpoint=endpoint or None)
         except Exception as error:  # noqa: BLE001 -- of a kind of its own for each variable
             raise ConfigError(f"trace_exporter: the OTEL_… variables cannot be used: {error}") from None
-        self._heard = _Heard()
+        self._last_error = _LastError()
         everything = logging.getLogger("opentelemetry")
-        everything.handlers[:] = [self._heard]
+        everything.handlers[:] = [self._last_error]
         everything.propagate = False
 
     def export(self, spans: list[Any]) -> str:
         """See :meth:`Exporter.export`."""
         if self._exporter.export(spans).name == "SUCCESS":
             return ""
-        return self._heard.last or "the collector did not answer in time"
+        return self._last_error.last or "the collector did not answer in time"
 
     def close(self) -> None:
         """See :meth:`Exporter.close`."""
@@ -90,38 +90,38 @@ class Otlp:
 class Trace:
     """A :class:`service.request.Trace`, which is handed over for export when its request ends."""
 
-    __slots__ = ("_hand_over", "context", "id", "number")
+    __slots__ = ("_enqueue", "context", "id", "trace_id")
 
-    def __init__(self, hand_over: Callable[[Ended], None], context: Context, number: int) -> None:
-        self._hand_over = hand_over
+    def __init__(self, enqueue: Callable[[FinishedRequest], None], context: Context, trace_id: int) -> None:
+        self._enqueue = enqueue
         self.context = context
-        self.number = number
-        self.id = f"{number:032x}"
+        self.trace_id = trace_id
+        self.id = f"{trace_id:032x}"
 
-    def end(self, rpc: str, seen: Observation) -> None:
+    def end(self, rpc: str, observation: Observation) -> None:
         """See :meth:`service.request.Trace.end`."""
-        short = seen._replace(
-            model=seen.model[:LONGEST_TEXT],
-            version=seen.version[:LONGEST_TEXT],
-            request_id=seen.request_id[:LONGEST_TEXT],
+        short = observation._replace(
+            model=observation.model[:LONGEST_TEXT],
+            version=observation.version[:LONGEST_TEXT],
+            request_id=observation.request_id[:LONGEST_TEXT],
         )
-        self._hand_over(Ended(self.context, self.number, rpc, short, time.time_ns(), time.monotonic()))
+        self._enqueue(FinishedRequest(self.context, self.trace_id, rpc, short, time.time_ns(), time.monotonic()))
 
 
 class Tracing:
     """A :class:`service.request.Tracer`. :meth:`start` begins exporting; :meth:`close` sends what still waits.
 
-    ``counted`` is called with an outcome and the number of traced requests that had it.
+    ``count_outcome`` is called with an outcome and the number of traced requests that had it.
     """
 
     def __init__(
-        self, settings: TraceSettings, exporter: Exporter, counted: Callable[[TraceOutcome, int], None]
+        self, settings: TraceSettings, exporter: Exporter, count_outcome: Callable[[TraceOutcome, int], None]
     ) -> None:
         self._settings = settings
         self._exporter = exporter
-        self._counted = counted
-        self._recorder = Recorder()
-        self._ended: deque[Ended] = deque()
+        self._count_outcome = count_outcome
+        self._recorder = SpanRecorder()
+        self._queue: deque[FinishedRequest] = deque()
         self._wake = threading.Event()
         self._closing = self._failing = False
         self._thread = threading.Thread(target=self._run, name="traces", daemon=True)
@@ -133,15 +133,15 @@ class Tracing:
         """See :meth:`service.request.Tracer.sample`."""
         if not self._settings.on:
             return None
-        given, context = header("traceparent"), Context()
-        if isinstance(given, str):
+        traceparent, context = header("traceparent"), Context()
+        if isinstance(traceparent, str):
             context = _PROPAGATOR.extract(
-                {"traceparent": given, "tracestate": str(header("tracestate") or "")}, context
+                {"traceparent": traceparent, "tracestate": str(header("tracestate") or "")}, context
             )
         parent = api.get_current_span(context).get_span_context()
         if not self._settings.sampled(model, bool(parent.trace_flags.sampled) if parent.is_valid else None):
             return None
-        return Trace(self._take_over, context, parent.trace_id or random.getrandbits(128))
+        return Trace(self._enqueue, context, parent.trace_id or random.getrandbits(128))
 
     def close(self, seconds: float) -> None:
         """Export waiting traces, for at most ``seconds``. The rest is lost and counted."""
@@ -150,17 +150,17 @@ class Tracing:
         self._thread.join(max(0.0, seconds))
         self._exporter.close()  # aborts an export in progress
         self._thread.join(_GIVE_UP_S)
-        if self._ended:
-            self._counted("dropped", len(self._ended))
-            _log.warning("%d traces are lost: they could not be delivered before the server ended", len(self._ended))
+        if self._queue:
+            self._count_outcome("dropped", len(self._queue))
+            _log.warning("%d traces are lost: they could not be delivered before the server ended", len(self._queue))
 
-    def _take_over(self, ended: Ended) -> None:
-        waiting = len(self._ended)
-        if waiting >= _WAITING or self._closing:
-            self._counted("dropped", 1)
+    def _enqueue(self, request: FinishedRequest) -> None:
+        waiting = len(self._queue)
+        if waiting >= _MOST_WAITING or self._closing:
+            self._count_outcome("dropped", 1)
             return
-        self._ended.append(ended)
-        if waiting >= _TOGETHER:
+        self._queue.append(request)
+        if waiting >= _BATCH_SIZE:
             self._wake.set()
 
     # --- on the thread ------------------------------------------------------------------------------------------------
@@ -168,24 +168,24 @@ class Tracing:
     def _run(self) -> None:
         last = False
         while not last:
-            self._wake.wait(_EVERY_S)
+            self._wake.wait(_INTERVAL_S)
             self._wake.clear()
             last = self._closing
             while batch := self._batch():
                 self._export(batch)
 
-    def _batch(self) -> list[Ended]:
-        return [self._ended.popleft() for _ in range(min(_TOGETHER, len(self._ended)))]
+    def _batch(self) -> list[FinishedRequest]:
+        return [self._queue.popleft() for _ in range(min(_BATCH_SIZE, len(self._queue)))]
 
-    def _export(self, batch: list[Ended]) -> None:
+    def _export(self, batch: list[FinishedRequest]) -> None:
         try:
-            why = self._exporter.export(self._recorder.spans(batch))
+            reason = self._exporter.export(self._recorder.spans(batch))
         except Exception as error:  # noqa: BLE001 -- this thread must live on
-            why = f"{type(error).__name__}: {error}"
-        self._counted("failed" if why else "exported", len(batch))
-        if bool(why) is not self._failing:  # logged when failures begin and end, not for every batch
-            self._failing = bool(why)
-            if why:
-                _log.warning("traces are being lost; requests are still served: %s", why)
+            reason = f"{type(error).__name__}: {error}"
+        self._count_outcome("failed" if reason else "exported", len(batch))
+        if bool(reason) is not self._failing:  # logged when failures begin and end, not for every batch
+            self._failing = bool(reason)
+            if reason:
+                _log.warning("traces are being lost; requests are still served: %s", reason)
             else:
                 _log.info("traces are delivered again")

@@ -33,7 +33,7 @@ class WeightedSeries:
             self._weights[bisect.bisect_left(self._bounds, amount)] += weight
             self._sum += amount * weight
 
-    def told(self) -> tuple[list[tuple[str, float]], float]:
+    def snapshot(self) -> tuple[list[tuple[str, float]], float]:
         """Return the cumulative buckets, as (bound, count), and the sum.
 
         OpenMetrics requires whole counts. Each is rounded only here, so it is off by at most half a row and never
@@ -87,6 +87,6 @@ class WeightedHistogram(Collector):
         with self._lock:
             present = list(self._series.items())
         for values, series in present:
-            buckets, total = series.told()
+            buckets, total = series.snapshot()
             family.add_metric(values, buckets, total)
         yield family

@@ -54,7 +54,7 @@ class Family:
     series: Sequence[Series] = field(default_factory=tuple)
 
     @property
-    def counts(self) -> bool:
+    def cumulative(self) -> bool:
         """Whether it only grows while its process lives."""
         return self.kind in ("counter", "histogram")
 
@@ -62,21 +62,21 @@ class Family:
         return [self.name, self.kind, self.text, self.mode, self.series]
 
     @classmethod
-    def from_json(cls, told: Sequence[Any]) -> Self:
+    def from_json(cls, fields: Sequence[Any]) -> Self:
         series = []
-        for name, labels, value, exemplar in told[4]:
+        for name, labels, value, exemplar in fields[4]:
             series.append(Series(name, labels, value, None if exemplar is None else Exemplar(*exemplar)))
-        return cls(told[0], told[1], told[2], told[3], series)
+        return cls(fields[0], fields[1], fields[2], fields[3], series)
 
 
-class Whole:
+class MergedMetrics:
     """The metrics of several processes as one server's.
 
-    ``wanted`` returns the served models and versions. Counts of dead processes for other models are dropped.
+    ``served`` returns the served models and versions. Counts of dead processes for other models are dropped.
     """
 
-    def __init__(self, wanted: Callable[[], Iterable[tuple[str, str]]]) -> None:
-        self._wanted = wanted
+    def __init__(self, served: Callable[[], Iterable[tuple[str, str]]]) -> None:
+        self._served = served
         self._lock = threading.Lock()
         self._latest: dict[str, Mapping[str, Family]] = {}  # by process, then by name
         self._kept: dict[tuple[str, ...], tuple[Family, Series]] = {}  # counts of series and processes that are gone
@@ -86,7 +86,7 @@ class Whole:
         newest = {family.name: family for family in families}
         with self._lock:
             for name, family in self._latest.get(process, {}).items():
-                if family.counts:
+                if family.cumulative:
                     now = newest.get(name)
                     self._keep(family, {} if now is None else {each.key: each.value for each in now.series})
             self._latest[process] = newest
@@ -95,23 +95,23 @@ class Whole:
         """Note that ``process`` died. Its counts are kept."""
         with self._lock:
             for family in self._latest.pop(process, {}).values():
-                if family.counts:
+                if family.cumulative:
                     self._keep(family, {})
 
     def forget(self, model: str, versions: Collection[int]) -> None:
         """Drop kept counts of versions that were reloaded: they belong to earlier generations."""
-        gone = {(model, str(version)) for version in versions}
+        reloaded = {(model, str(version)) for version in versions}
         with self._lock:
-            self._drop(lambda key: key in gone)
+            self._drop(lambda key: key in reloaded)
 
     def families(self) -> list[Family]:
         """Return the whole server's families, in the order of their first report."""
         with self._lock:
             live = {each.model for families in self._latest.values() for f in families.values() for each in f.series}
-            stay = live | {None} | set(self._wanted())
-            self._drop(lambda key: key not in stay)
+            needed = live | {None} | set(self._served())
+            self._drop(lambda key: key not in needed)
             kept = (replace(family, series=[series]) for family, series in self._kept.values())
-            return added(kept, *(families.values() for families in self._latest.values()))
+            return merge(kept, *(families.values() for families in self._latest.values()))
 
     def samples(self, names: Iterable[str]) -> Iterator[Series]:
         """Yield the series with these sample names."""
@@ -127,26 +127,26 @@ class Whole:
                 _, before = self._kept.get(key, (family, series._replace(value=0.0)))
                 self._kept[key] = family, series._replace(value=before.value + series.value)
 
-    def _drop(self, which: Callable[[tuple[str, str] | None], bool]) -> None:
-        self._kept = {key: kept for key, kept in self._kept.items() if not which(kept[1].model)}
+    def _drop(self, condition: Callable[[tuple[str, str] | None], bool]) -> None:
+        self._kept = {key: kept for key, kept in self._kept.items() if not condition(kept[1].model)}
 
 
-def added(*many: Iterable[Family]) -> list[Family]:
+def merge(*many: Iterable[Family]) -> list[Family]:
     """Combine several processes' families into one list, in the order given."""
-    merged: dict[str, _Merged] = {}
+    merged: dict[str, _MergedFamily] = {}
     for family in chain.from_iterable(many):
-        into = merged.setdefault(family.name, _Merged(family))
+        into = merged.setdefault(family.name, _MergedFamily(family))
         for each in family.series:
             into.add(each)
     return [each.family() for each in merged.values()]
 
 
-class _Merged:
+class _MergedFamily:
     """Combines one family of several processes."""
 
-    def __init__(self, like: Family) -> None:
-        self._like = like
-        self._merge = _MERGE["sum" if like.counts else like.mode]
+    def __init__(self, template: Family) -> None:
+        self._template = template
+        self._merge = _MERGE["sum" if template.cumulative else template.mode]
         self._series: dict[tuple[str, ...], Series] = {}
 
     def add(self, series: Series) -> None:
@@ -158,5 +158,5 @@ class _Merged:
         self._series[series.key] = series
 
     def family(self) -> Family:
-        like = self._like
-        return Family(like.name, like.kind, like.text, like.mode, list(self._series.values()))
+        template = self._template
+        return Family(template.name, template.kind, template.text, template.mode, list(self._series.values()))

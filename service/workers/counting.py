@@ -9,7 +9,7 @@ from typing import Any
 from service.contract import StatisticsSnapshot
 from service.peers.channel import Body
 from service.telemetry.metrics import Metrics, expose
-from service.telemetry.whole import Family, Series, Whole
+from service.telemetry.whole import Family, MergedMetrics, Series
 from service.workers.statistics import MergedStatistics, StatisticsByVersion, from_json
 from service.workers.view import Key
 
@@ -26,7 +26,7 @@ class Counting:
     def __init__(self, own: Metrics, ask: Ask, wanted: Callable[[], Iterable[Key]]) -> None:
         self._own = own
         self._ask = ask
-        self._metrics = Whole(lambda: [(name, str(version)) for name, version in wanted()])
+        self._metrics = MergedMetrics(lambda: [(name, str(version)) for name, version in wanted()])
         self._statistics = MergedStatistics()
 
     def receive(self, process: str, report: Mapping[str, Any]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from loopback import LoopbackModel, LoopbackRegistry
 
 from service.status_http.views import ModelView, Running, ServerView, Status
-from service.telemetry.history import TICKS, Counts, Door, History, Recent, Trend
+from service.telemetry.history import TICKS, Counts, EarlyRejections, History, RecentActivity, Trend
 from service.telemetry.livedrift import LiveDrift
 from service.telemetry.metrics import Metrics
 from service.telemetry.quantiles import Durations
@@ -69,7 +69,9 @@ def live(*, output: str = "sentence_embedding", ratio: float = 0.36, **changes: 
     return LiveDrift(**(fields | changes))  # type: ignore[arg-type]
 
 
-def recent(*, output: str = "sentence_embedding", ratio: float = 0.36, phase: float = 0.0, **drift: object) -> Recent:
+def recent(
+    *, output: str = "sentence_embedding", ratio: float = 0.36, phase: float = 0.0, **drift: object
+) -> RecentActivity:
     """Return five minutes of a busy model. ``drift`` are further arguments of :func:`live`."""
     waves = [1 + 0.4 * math.sin(phase + at / 9) + 0.1 * math.sin(at * 1.7) for at in range(TICKS)]
     counts = Counts({"OK": 12_900, "RESOURCE_EXHAUSTED": 31}, {"queue_full": 31}, {"measured": 380}, 40_100, 9_500)
@@ -80,7 +82,7 @@ def recent(*, output: str = "sentence_embedding", ratio: float = 0.36, phase: fl
         waiting=tuple(3 * wave for wave in waves),
         drift=tuple(ratio * (0.9 + 0.1 * wave) for wave in waves),
     )
-    return Recent(
+    return RecentActivity(
         seconds=300.0,
         counts=counts,
         total=total,
@@ -108,7 +110,7 @@ def server(models: Sequence[ModelView], **changes: object) -> ServerView:
         "http_port": 8002,
         "ready": all(model.state == "ready" for model in models) and bool(models),
         "models": tuple(models),
-        "door": Door({"in_flight": 2}, {"in_flight": 12, "too_slow": 1}),
+        "door": EarlyRejections({"in_flight": 2}, {"in_flight": 12, "too_slow": 1}),
     }
     return ServerView(**(fields | changes))  # type: ignore[arg-type]
 

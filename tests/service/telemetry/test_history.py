@@ -9,7 +9,7 @@ from exposed import everything
 from bf16kit.runtime import RuntimeInfo
 from bf16kit.tensors import TensorSpec
 from service.request import Observation, Timings
-from service.telemetry.history import TICK_SECONDS, TICKS, WINDOW_TICKS, History, Recent
+from service.telemetry.history import TICK_SECONDS, TICKS, WINDOW_TICKS, History, RecentActivity
 from service.telemetry.metrics import Metrics
 from service.telemetry.modelmetrics import ModelMetrics
 from service.telemetry.readings import NAMES
@@ -47,7 +47,7 @@ class Watched:
             self.history.tick()
 
     @property
-    def recent(self) -> Recent:
+    def recent(self) -> RecentActivity:
         return self.history.read()[0][KEY]
 
 

@@ -6,7 +6,7 @@ import pytest
 from exposed import everything
 
 from bf16kit.tensors import TensorSpec
-from service.telemetry.history import History, Recent
+from service.telemetry.history import History, RecentActivity
 from service.telemetry.livedrift import LiveDrift
 from service.telemetry.metrics import Metrics
 from service.telemetry.modelmetrics import ModelMetrics
@@ -28,7 +28,7 @@ class Watched:
         return series
 
     @property
-    def recent(self) -> Recent:
+    def recent(self) -> RecentActivity:
         return self.history.read()[0]["m", "1"]
 
     @property

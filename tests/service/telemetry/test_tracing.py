@@ -33,7 +33,7 @@ from bf16kit.errors import ConfigError, RuntimeFailure
 from bf16kit.tensors import Array
 from service.request import Observation, Timings
 from service.telemetry.tracesettings import TraceSettings
-from service.telemetry.tracing import Otlp, Tracing
+from service.telemetry.tracing import OtlpExporter, Tracing
 
 X = np.ones((2, 3), np.float32)
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -53,7 +53,7 @@ class Outcomes(Counter[str]):
 def tracing(endpoint: str, rate: int = 1, seconds: float = 20.0) -> Iterator[tuple[Tracing, Outcomes]]:
     outcomes = Outcomes()
     settings = TraceSettings(exports=True, rate=rate, find=lambda model: model)
-    tracing = Tracing(settings, Otlp(endpoint), outcomes)
+    tracing = Tracing(settings, OtlpExporter(endpoint), outcomes)
     tracing.start()
     try:
         yield tracing, outcomes
@@ -221,8 +221,8 @@ def test_a_clients_strings_are_shortened_before_they_are_queued() -> None:
     trace = tracer.sample("m", lambda key: None)
     assert trace is not None
     trace.end("ModelInfer", Observation("m" * 10**6, "v" * 10**6, "i" * 10**6, "NOT_FOUND", 0.1))
-    (waits,) = tracer._ended
-    assert [len(text) for text in waits.seen[:3]] == [256, 256, 256]
+    (waits,) = tracer._queue
+    assert [len(text) for text in waits.observation[:3]] == [256, 256, 256]
 
 
 class Stuck:
@@ -334,20 +334,20 @@ def test_an_invalid_environment_variable_is_a_configuration_error(
 ) -> None:
     monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match="OTEL_"):
-        Otlp("")
+        OtlpExporter("")
 
 
 def test_a_stop_aborts_an_export_that_takes_too_long() -> None:
     """The collector accepts connections and never responds: the exporter would wait for 10 s."""
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         outcomes = Outcomes()
-        exporter = Otlp(f"http://127.0.0.1:{deaf.getsockname()[1]}")
+        exporter = OtlpExporter(f"http://127.0.0.1:{deaf.getsockname()[1]}")
         tracer = Tracing(TraceSettings(exports=True, rate=1, find=str), exporter, outcomes)
         tracer.start()
         trace = tracer.sample("m", lambda key: None)
         assert trace is not None
         trace.end("ModelInfer", Observation("m", "1", "", "OK", 0.1))
-        until(lambda: not tracer._ended, what="the export")
+        until(lambda: not tracer._queue, what="the export")
         begun = time.monotonic()
         tracer.close(0.1)
         until(lambda: not tracer._thread.is_alive(), 5)

@@ -41,12 +41,12 @@ def test_counts_are_integers_never_fall_and_are_within_half_a_row(
     before = [0.0] * (len(BOUNDS) + 1)
     for at, (value, weight) in enumerate(seen):
         series.observe(value, weight)
-        now = [count for _, count in series.told()[0]]
+        now = [count for _, count in series.snapshot()[0]]
         assert all(count == int(count) and count >= was for count, was in zip(now, before, strict=True))
         for count, bound in zip(now, (*BOUNDS, math.inf), strict=True):
             assert abs(count - math.fsum(w for v, w in seen[: at + 1] if v <= bound)) < 0.5 + 1e-6
         before = now
-    assert series.told()[1] == pytest.approx(math.fsum(v * w for v, w in seen))
+    assert series.snapshot()[1] == pytest.approx(math.fsum(v * w for v, w in seen))
 
 
 def test_series_are_removed_by_label_and_the_others_stay() -> None:

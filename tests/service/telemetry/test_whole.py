@@ -16,7 +16,7 @@ from bf16kit.tensors import TensorSpec
 from service.request import Observation, Timings
 from service.telemetry.metrics import Metrics, expose
 from service.telemetry.modelmetrics import ModelMetrics
-from service.telemetry.whole import Family, Series, Whole
+from service.telemetry.whole import Family, MergedMetrics, Series
 
 M = {"model": "m", "version": "1"}
 INFO = RuntimeInfo("onnxruntime", "cpu", "cpu", "bf16-weights", "fp32")
@@ -31,12 +31,12 @@ def gauge(value: float, mode: str) -> Family:
     return Family(f"g_{mode}", "gauge", "A gauge.", mode, [Series(f"g_{mode}", M, value)])  # type: ignore[arg-type]
 
 
-def value_of(whole: Whole, name: str = "c_total") -> float | None:
+def value_of(whole: MergedMetrics, name: str = "c_total") -> float | None:
     return next((series.value for series in whole.samples([name])), None)
 
 
-def whole() -> Whole:
-    return Whole(lambda: WANTED)
+def whole() -> MergedMetrics:
+    return MergedMetrics(lambda: WANTED)
 
 
 def test_counters_are_summed_and_gauges_combined_by_their_mode() -> None:
@@ -90,7 +90,7 @@ def test_counts_from_before_a_reload_of_the_model_are_dropped() -> None:
 
 
 def test_series_of_a_model_that_no_process_has_or_wants_are_removed() -> None:
-    adding = Whole(list)
+    adding = MergedMetrics(list)
     adding.update("a", [counter(3), Family("p", "counter", "No model's.", "sum", [Series("p_total", {}, 2.0)])])
     adding.update("b", [counter(2)])
     adding.process_died("b")
@@ -110,7 +110,7 @@ def measured(metrics: Metrics, seconds: float, trace: str = "") -> ModelMetrics:
     return model
 
 
-def two() -> Whole:
+def two() -> MergedMetrics:
     adding = whole()
     for process, seconds in (("a", 0.3), ("b", 3.0)):
         metrics = Metrics()
