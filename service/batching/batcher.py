@@ -14,19 +14,28 @@ import time
 from collections.abc import Hashable
 
 from bf16kit.errors import Cancelled, DeadlineExceeded, InputRefused, InvalidRequest, Overloaded, RequestError
-from service.batching.claim import IdleClaim, Quickness
+from service.batching.claim import IdleClaim, RunTimePredictor
 from service.batching.execution import Execution, Run
 from service.batching.gather import signature
 from service.batching.policy import BatchObserver, BatchPolicy
 from service.batching.queue import Job, Queue
-from service.batching.slots import Slots
-from service.batching.waiting import LEFT, TOO_LATE, Waiting, invalid, unloading, until, why_over, word
+from service.batching.slots import ExecutionSlots
+from service.batching.waiting import (
+    CLIENT_LEFT,
+    TOO_LATE,
+    PendingRequest,
+    expiry_error,
+    invalid_input_error,
+    lock_timeout,
+    rejection_label,
+    unloading_error,
+)
 from service.request import Reply, Request, Timings
 
-_PACE_S = 0.02  # the least time between two run times reported to the queue by inline runs
+_OBSERVE_S = 0.02  # the least time between two run times reported to the queue by inline runs
 _ROOM_S = 0.1  # how often a request that waits for room checks that its client is still there
 _LONG_S = 5e-4  # a shorter batch is over soon after another thread was woken for it: beside others it gains nothing
-_Job = Job[Waiting]
+_Job = Job[PendingRequest]
 
 
 class Batcher:
@@ -40,14 +49,16 @@ class Batcher:
         self._policy = policy
         self._inline = policy.inline and policy.max_delay_s == 0
         self._observer = observer
-        self._queue: Queue[Waiting] = Queue(policy.queue())
+        self._queue: Queue[PendingRequest] = Queue(policy.queue())
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)  # work for an executor, or the end
         self._wake_beside = threading.Condition(self._lock)  # the same, for executors of batches beside others
         self._room = threading.Condition(self._lock)  # room in the queue, for patient requests
-        self._slots = Slots(policy.instances, policy.beside if policy.batches and policy.max_delay_s == 0 else 0)
-        self._paced = -math.inf
-        self._quickness = Quickness()
+        self._slots = ExecutionSlots(
+            policy.instances, policy.beside if policy.batches and policy.max_delay_s == 0 else 0
+        )
+        self._last_observed = -math.inf
+        self._predictor = RunTimePredictor()
         self._execution = Execution(run, policy.axis, observer)
         self._closed = False
         roles = [False] * policy.instances + [True] * self._slots.beside
@@ -71,11 +82,11 @@ class Batcher:
             self._wake_beside.notify_all()
             self._room.notify_all()
             now = time.monotonic()
-            refused = self._queue.clear()
-            for job in refused:
-                self._left(job, unloading(), now)
-        for job in refused:
-            job.work.fail(unloading())
+            dropped = self._queue.clear()
+            for job in dropped:
+                self._record_dropped(job, unloading_error(), now)
+        for job in dropped:
+            job.work.fail(unloading_error())
         started = [thread for thread in self._threads if thread.ident is not None]
         for thread in started:
             thread.join(None if deadline == math.inf else max(0.0, deadline - time.monotonic()))
@@ -92,10 +103,10 @@ class Batcher:
         DeadlineExceeded, Cancelled, Overloaded (queue full), Unavailable (closed), or what the runtime raised.
         """
         arrived = time.monotonic()
-        over = why_over(request, arrived)
-        if over is not None:
-            self._observer.rejected(word(over))
-            raise over
+        expired = expiry_error(request, arrived)
+        if expired is not None:
+            self._observer.rejected(rejection_label(expired))
+            raise expired
         if self._policy.batches and request.rows > self._policy.max_rows:
             raise InvalidRequest(f"the request has {request.rows} rows; max_batch_size is {self._policy.max_rows}")
         level = self._level(request.priority)
@@ -106,19 +117,19 @@ class Batcher:
         if self._inline and self._claim_beside(request, shape):
             return self._run_inline(request, arrived)
         job = self._enqueue(request, shape, arrived, level)
-        return self._outcome(job)
+        return self._await_reply(job)
 
     def claim(self, nbytes: int) -> IdleClaim | None:
         """See :meth:`service.contract.Model.claim`."""
-        quick = self._inline and self._quickness.quick(nbytes)
+        quick = self._inline and self._predictor.is_quick(nbytes)
         return IdleClaim(self.release) if quick and self._claim_idle() else None
 
     def release(self, request: Request | None = None) -> None:
         """End a run outside the executors, or a claim that was not used. Wakes an executor if requests wait."""
         with self._lock:
-            self._slots.left(request)
+            self._slots.caller_finished(request)
             if len(self._queue):
-                self._call()
+                self._wake_executor()
 
     # --- the client's side --------------------------------------------------------------------------------------------
 
@@ -134,31 +145,31 @@ class Batcher:
         with self._lock:
             if len(self._queue) or not self._slots.idle or self._closed:
                 return False
-            self._slots.claimed(request)
+            self._slots.caller_started(request)
             return True
 
     def _claim_beside(self, request: Request, shape: Hashable) -> bool:
         with self._lock:
             if len(self._queue) or self._closed or not self._fits_beside(shape, request.rows):
                 return False
-            self._slots.claimed(request)
+            self._slots.caller_started(request)
             return True
 
     def _run_inline(self, request: Request, arrived: float) -> Reply:
-        busy = time.thread_time()
+        cpu_start = time.thread_time()
         try:
             try:
                 outputs, precision = self._run(request.feeds, request.outputs)
             finally:
                 ended = time.monotonic()
                 timings = request.timings = Timings(0.0, 0.0, ended - arrived, 0.0, arrived, arrived, request.rows)
-                self._quickness.observe(request.nbytes, time.thread_time() - busy)
-            if ended - self._paced > _PACE_S:
-                self._paced = ended
+                self._predictor.observe(request.nbytes, time.thread_time() - cpu_start)
+            if ended - self._last_observed > _OBSERVE_S:
+                self._last_observed = ended
                 self._observe(self._shape(request), request.rows, timings.compute_infer)
             self._observer.executed(1, request.rows, timings)
         except InputRefused as error:
-            raise invalid(error) from error
+            raise invalid_input_error(error) from error
         finally:
             self.release(request)
         return Reply(outputs, precision)
@@ -179,7 +190,7 @@ class Batcher:
 
     def _enqueue(self, request: Request, shape: Hashable, arrived: float, level: int) -> _Job:
         job: _Job = Job(
-            Waiting(request),
+            PendingRequest(request),
             arrived,
             rows=request.rows,
             shape=shape,
@@ -192,7 +203,7 @@ class Batcher:
             while not self._put(job):
                 self._room.wait(_ROOM_S)
             self._observer.queued(1)
-            self._call(job)
+            self._wake_executor(job)
         return job
 
     def _put(self, job: _Job) -> bool:
@@ -200,13 +211,13 @@ class Batcher:
         request = job.work.request
         if self._closed:
             self._observer.rejected("draining")
-            raise unloading()
+            raise unloading_error()
         now = time.monotonic()
-        over = why_over(request, now) if request.patient else None  # it may have waited for room for long
-        if over is not None:
-            job.work.stamp(job.arrived, now)
-            self._observer.rejected(word(over))
-            raise over
+        expired = expiry_error(request, now) if request.patient else None  # it may have waited for room for long
+        if expired is not None:
+            job.work.set_timings(job.arrived, now)
+            self._observer.rejected(rejection_label(expired))
+            raise expired
         try:
             self._queue.put(job)
         except Overloaded as error:
@@ -216,31 +227,31 @@ class Batcher:
             raise
         return True
 
-    def _outcome(self, job: _Job) -> Reply:
+    def _await_reply(self, job: _Job) -> Reply:
         """Wait for the job; at its deadline, or when its client leaves, take it out unless it is already running."""
         cancellation = job.work.request.cancellation
 
-        def leave() -> None:
-            self._withdraw(job, Cancelled(LEFT))
+        def on_cancel() -> None:
+            self._withdraw(job, Cancelled(CLIENT_LEFT))
 
         if cancellation is not None:
-            cancellation.subscribe(leave)
+            cancellation.subscribe(on_cancel)
         try:
-            if not job.work.wait(until(job.deadline)):
+            if not job.work.wait(lock_timeout(job.deadline)):
                 self._withdraw(job, DeadlineExceeded(TOO_LATE))
                 job.work.wait(-1)
             return job.work.result()
         finally:
             if cancellation is not None:
-                cancellation.unsubscribe(leave)
+                cancellation.unsubscribe(on_cancel)
 
-    def _withdraw(self, job: _Job, why: RequestError) -> None:
+    def _withdraw(self, job: _Job, error: RequestError) -> None:
         """Fail a job that still waits; do nothing if it runs already."""
         with self._lock:
             if not self._queue.remove(job):
                 return
-            self._left(job, why, time.monotonic())
-        job.work.fail(why)
+            self._record_dropped(job, error, time.monotonic())
+        job.work.fail(error)
 
     # --- the executors' side ------------------------------------------------------------------------------------------
 
@@ -255,7 +266,7 @@ class Batcher:
                 self._execution.run(batch, self._observe)
             finally:
                 with self._lock:
-                    self._slots.ended(batch[0].shape, beside)
+                    self._slots.batch_ended(batch[0].shape, beside)
 
     def _next_batch(self, beside: bool) -> list[_Job]:
         """Block until there is a batch, and return it; return an empty list when the batcher is closed."""
@@ -264,18 +275,18 @@ class Batcher:
             while not self._closed:
                 now = time.monotonic()
                 self._expire(now)
-                batch = self._queue.take(now, self._fits if beside else self._idle)
+                batch = self._queue.pop_batch(now, self._fits if beside else self._idle)
                 if batch:
-                    self._slots.begun(batch[0].shape, beside)
+                    self._slots.batch_started(batch[0].shape, beside)
                     self._room.notify_all()
                     self._observer.queued(-len(batch))
-                    self._call()
+                    self._wake_executor()
                     return batch
-                until = self._queue.next_wakeup(now) if self._slots.idle and not beside else None
-                wake.wait(None if until is None else until - now)
+                wakeup = self._queue.next_wakeup(now) if self._slots.idle and not beside else None
+                wake.wait(None if wakeup is None else wakeup - now)
             return []
 
-    def _call(self, job: _Job | None = None) -> None:
+    def _wake_executor(self, job: _Job | None = None) -> None:
         """Wake an executor if one may run ``job``, or without ``job`` the first one in the queue."""
         if self._slots.idle:
             self._wake.notify()
@@ -291,11 +302,11 @@ class Batcher:
     def _expire(self, now: float) -> None:
         for job in self._queue.expire(now):
             error = DeadlineExceeded(TOO_LATE)
-            self._left(job, error, now)
+            self._record_dropped(job, error, now)
             job.work.fail(error)
 
-    def _left(self, job: _Job, why: RequestError, now: float) -> None:
+    def _record_dropped(self, job: _Job, error: RequestError, now: float) -> None:
         """Record that a job has left the queue without having run."""
-        job.work.stamp(job.arrived, now)
+        job.work.set_timings(job.arrived, now)
         self._observer.queued(-1)
-        self._observer.rejected(word(why))
+        self._observer.rejected(rejection_label(error))

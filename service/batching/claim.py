@@ -12,7 +12,7 @@ _RECENT = 0.1  # weight of the newest run in the moving average
 _CLASSES = 64  # size classes, one for each power of two: more than messages can have
 
 
-class Quickness:
+class RunTimePredictor:
     """Predicts whether the next run is quick, from the thread time of past runs, by the size of their messages.
 
     Sizes are kept apart because small requests say nothing about large ones. Thread time is used because much of the
@@ -23,7 +23,7 @@ class Quickness:
     def __init__(self) -> None:
         self._expected = [math.inf] * _CLASSES  # seconds, by the bit length of the size; inf: nothing is known yet
 
-    def quick(self, nbytes: int) -> bool:
+    def is_quick(self, nbytes: int) -> bool:
         return self._expected[nbytes.bit_length()] < _QUICK_S
 
     def observe(self, nbytes: int, seconds: float) -> None:
@@ -39,24 +39,24 @@ class IdleClaim:
     ``release`` returns the run to its batcher, and identifies that batcher.
     """
 
-    __slots__ = ("_held", "_release")
+    __slots__ = ("_release", "_unused")
 
     def __init__(self, release: Callable[[], None]) -> None:
         self._release = release
-        self._held = True
+        self._unused = True
 
     def use(self, release: Callable[[], None]) -> bool:
         """Use the claim, once, if it belongs to the batcher with this ``release``. Returns whether it did.
 
         After True, the caller must call ``release`` when the run is over.
         """
-        if not self._held or self._release != release:
+        if not self._unused or self._release != release:
             return False
-        self._held = False
+        self._unused = False
         return True
 
     def release(self) -> None:
         """See :meth:`service.request.Claim.release`."""
-        if self._held:
-            self._held = False
+        if self._unused:
+            self._unused = False
             self._release()

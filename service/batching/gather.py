@@ -27,7 +27,7 @@ def gather(requests: Sequence[Request], axis: int | None) -> Mapping[str, Array]
     }
 
 
-def wanted(requests: Sequence[Request]) -> tuple[str, ...] | None:
+def requested_outputs(requests: Sequence[Request]) -> tuple[str, ...] | None:
     """Return the outputs to compute: all that any request asks for, in order of asking; None = all."""
     if len(requests) == 1:
         return requests[0].outputs

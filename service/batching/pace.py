@@ -15,23 +15,23 @@ class Pace:
     """
 
     def __init__(self) -> None:
-        self._any: float | None = None
-        self._of: dict[Hashable, float] = {}
+        self._overall: float | None = None
+        self._by_shape: dict[Hashable, float] = {}
 
     def observe(self, shape: Hashable, rows: int, seconds: float) -> None:
         """Record that a batch of ``rows`` rows of this shape ran for ``seconds``."""
         per_row = seconds / max(rows, 1)
-        self._any = _moved(self._any, per_row)
-        known = self._of.pop(shape, None)
-        if known is None and len(self._of) >= _SHAPES:
-            del self._of[next(iter(self._of))]  # the shape that has not run for the longest time
-        self._of[shape] = _moved(known, per_row)
+        self._overall = _moving_average(self._overall, per_row)
+        known = self._by_shape.pop(shape, None)
+        if known is None and len(self._by_shape) >= _SHAPES:
+            del self._by_shape[next(iter(self._by_shape))]  # the shape that has not run for the longest time
+        self._by_shape[shape] = _moving_average(known, per_row)
 
     def seconds(self, shape: Hashable, rows: int) -> float:
         """Return the expected run time of ``rows`` rows of this shape in seconds; 0 while nothing has run."""
-        per_row = self._of.get(shape, self._any)
+        per_row = self._by_shape.get(shape, self._overall)
         return 0.0 if per_row is None else per_row * max(rows, 1)
 
 
-def _moved(average: float | None, value: float) -> float:
+def _moving_average(average: float | None, value: float) -> float:
     return value if average is None else average + _WEIGHT * (value - average)

@@ -23,7 +23,7 @@ _Key = tuple[int, float, int]
 _by_key = attrgetter("key")
 
 
-def _any(_: object) -> bool:
+def _always(_: object) -> bool:
     return True
 
 
@@ -87,12 +87,12 @@ class Queue(Generic[Work]):
         self._policy = policy
         self.pace = Pace() if pace is None else pace
         self._groups: dict[Hashable, _Group[Work]] = {}
-        self._places = itertools.count()
+        self._sequence = itertools.count()
         self._counts = [0] * len(policy.levels)
         self._seconds = [0.0] * len(policy.levels)  # expected run time of the waiting jobs, by level
         self._rows = 0
         self._nbytes = 0
-        self._soonest = math.inf  # a lower bound of the deadlines in the queue
+        self._earliest_deadline = math.inf  # a lower bound of the deadlines in the queue
 
     def __len__(self) -> int:
         return sum(self._counts)
@@ -100,15 +100,15 @@ class Queue(Generic[Work]):
     def put(self, job: Job[Work]) -> None:
         """Add ``job``. Raises :class:`Overloaded`, which names the limit that is reached."""
         job.cost = self.pace.seconds(job.shape, job.rows)
-        self._refuse(job)
+        self._check_limits(job)
         urgency = min(job.deadline, job.arrived + PATIENCE_S)
-        job.key = (job.level, urgency, next(self._places))
+        job.key = (job.level, urgency, next(self._sequence))
         group = self._groups.get(job.shape)
         if group is None:
             group = self._groups[job.shape] = _Group()
         insort(group.jobs, job, key=_by_key)
         group.rows += job.rows
-        self._soonest = min(self._soonest, job.deadline)
+        self._earliest_deadline = min(self._earliest_deadline, job.deadline)
         self._count(job, 1)
 
     def remove(self, job: Job[Work]) -> bool:
@@ -125,15 +125,15 @@ class Queue(Generic[Work]):
 
     def expire(self, now: float) -> list[Job[Work]]:
         """Remove and return the jobs whose deadline has passed."""
-        if now < self._soonest:
+        if now < self._earliest_deadline:
             return []
-        late = [job for job in self if job.deadline <= now]
-        for job in late:
+        expired = [job for job in self if job.deadline <= now]
+        for job in expired:
             self.remove(job)
-        self._soonest = min((job.deadline for job in self), default=math.inf)
-        return late
+        self._earliest_deadline = min((job.deadline for job in self), default=math.inf)
+        return expired
 
-    def take(self, now: float, fits: Callable[[Job[Work]], bool] = _any) -> list[Job[Work]]:
+    def pop_batch(self, now: float, fits: Callable[[Job[Work]], bool] = _always) -> list[Job[Work]]:
         """Remove and return the next batch.
 
         It is empty if nothing waits, if a fuller batch should be waited for (:meth:`next_wakeup`), or if the job that
@@ -166,7 +166,7 @@ class Queue(Generic[Work]):
         return min(full, key=_by_key, default=None)
 
     def next_wakeup(self, now: float) -> float | None:
-        """Return when :meth:`take` will have a batch if no job is added: ``now`` or later; None if nothing waits."""
+        """Return when :meth:`pop_batch` will have a batch if no job is added; None if nothing waits."""
         if not self._groups:
             return None
         if self.first(now) is not None:
@@ -186,7 +186,7 @@ class Queue(Generic[Work]):
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _refuse(self, job: Job[Work]) -> None:
+    def _check_limits(self, job: Job[Work]) -> None:
         level = self._policy.levels[job.level]
         if self._counts[job.level] >= level.max_requests:
             raise Overloaded(f"the queue is full: {level.max_requests} requests are waiting; try again later")

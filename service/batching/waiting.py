@@ -11,10 +11,10 @@ from bf16kit.errors import Cancelled, DeadlineExceeded, InputRefused, InvalidReq
 from service.request import Reply, Request, Timings
 
 TOO_LATE = "the deadline passed before the request ran"
-LEFT = "the client left before the request ran"
+CLIENT_LEFT = "the client left before the request ran"
 
 
-class Waiting:
+class PendingRequest:
     """A request whose caller waits for the result.
 
     ``_done`` is locked from the start; releasing it wakes the one thread that waits.
@@ -37,10 +37,10 @@ class Waiting:
         self._error = error
         self._done.release()
 
-    def stamp(self, arrived: float, left: float, begun: float = 0.0, ended: float = 0.0) -> None:
+    def set_timings(self, arrived: float, left: float, started: float = 0.0, ended: float = 0.0) -> None:
         """Set the timings of a request that is about to fail: its queue time, and its run time if it has run."""
-        queue, compute = max(0.0, left - arrived), ended - begun
-        self.request.timings = Timings(queue, compute_infer=compute, arrived=arrived, begun=begun)
+        queue, compute = max(0.0, left - arrived), ended - started
+        self.request.timings = Timings(queue, compute_infer=compute, arrived=arrived, begun=started)
 
     def wait(self, timeout: float) -> bool:
         """Wait at most ``timeout`` seconds (−1: no limit); return whether the result is there."""
@@ -54,31 +54,31 @@ class Waiting:
         return self._reply
 
 
-def unloading() -> Unavailable:
+def unloading_error() -> Unavailable:
     """Return the error for requests that wait, or arrive, when the batcher is closed."""
     return Unavailable("the model is being unloaded; try again later", "draining")
 
 
-def invalid(error: InputRefused) -> InvalidRequest:
+def invalid_input_error(error: InputRefused) -> InvalidRequest:
     """Return the error for the client whose inputs the runtime has rejected."""
     return InvalidRequest(f"the model cannot run on these inputs: {error.reason}")
 
 
-def until(deadline: float) -> float:
+def lock_timeout(deadline: float) -> float:
     """Return the timeout in seconds for a lock that is waited for until ``deadline``; −1 = no limit."""
     return -1.0 if deadline == math.inf else min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)
 
 
-def why_over(request: Request, now: float) -> RequestError | None:
-    """Return why this request must not run any more, or None if it may."""
+def expiry_error(request: Request, now: float) -> RequestError | None:
+    """Return the error for a request that must not run any more, or None if it may."""
     if request.deadline is not None and request.deadline <= now:
         return DeadlineExceeded(TOO_LATE)
     if request.cancellation is not None and request.cancellation.cancelled:
-        return Cancelled(LEFT)
+        return Cancelled(CLIENT_LEFT)
     return None
 
 
-def word(error: RequestError) -> Literal["deadline", "cancelled", "draining"]:
+def rejection_label(error: RequestError) -> Literal["deadline", "cancelled", "draining"]:
     """Return the metrics' name for a request that ended with ``error``."""
     if isinstance(error, Unavailable):
         return "draining"

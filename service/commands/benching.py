@@ -77,7 +77,7 @@ def _measure_alone(measured: BenchResult, load: Callable[[str, int | None], Runt
     names, _ = runtimes.choose_profiles(opened.artifact, serving.profile, config.device)
     for number, name in enumerate(names):
         native = kernel.multiplies_bf16()
-        reason = choosing.passed_over(opened.artifact.manifest, name, opened.budget, native=native) if number else ""
+        reason = choosing.skip_reason(opened.artifact.manifest, name, opened.budget, native=native) if number else ""
         if reason:
             measured.skipped.append(f"profile {name} is skipped: {reason}")
             continue

@@ -13,7 +13,7 @@ from bf16kit.tensors import BY_NAME, TensorSpec, check_feeds, describe
 from bf16kit.wording import brief, quoted
 from service.contract import Array
 from service.models.loading import golden_of
-from service.models.opening import Opened
+from service.models.opening import OpenedArtifact
 
 _SHAPE = re.compile(r"(?P<name>.+)=(?P<dims>\d+(?:[x,]\d+)*)")
 
@@ -42,7 +42,7 @@ class Inputs:
         return {name: list(array.shape) for name, array in self.rows(1).items()}
 
 
-def inputs_of(opened: Opened, samples: Path | None, shapes: Sequence[str]) -> Inputs:
+def inputs_of(opened: OpenedArtifact, samples: Path | None, shapes: Sequence[str]) -> Inputs:
     """Return the inputs: those of ``samples``, else the golden samples, else zeros.
 
     An input with a shape in ``shapes`` gets that shape, filled with its values over and over. Raises UsageError for a

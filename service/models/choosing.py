@@ -16,12 +16,12 @@ from bf16kit.manifest import Manifest
 SECONDS = 0.3  # limit on the measurement of one model; the last round may exceed it
 ROUNDS = 31
 #: The first, most accurate profile wins unless it takes this many times as long: less is noise between two starts.
-WORTH = 1.1
+LEAST_SPEEDUP = 1.1
 
 Clock = Callable[[], float]
 
 
-def passed_over(manifest: Manifest, profile: str, budget: Budget, *, native: bool) -> str:
+def skip_reason(manifest: Manifest, profile: str, budget: Budget, *, native: bool) -> str:
     """Return why ``auto`` does not try ``profile``, which is not the first choice; "" if it does.
 
     ``budget`` is the drift budget in force, which may be stricter than the artifact's. ``native``: the processor has
@@ -47,7 +47,7 @@ def medians(
     times: dict[str, list[float]] = {name: [] for name in runs}
     order, rounds, start = list(runs), 0, clock()
     while True:
-        began = clock()
+        round_start = clock()
         for name in order:
             before = clock()
             runs[name]()
@@ -55,25 +55,27 @@ def medians(
         order.reverse()
         rounds += 1
         now = clock()
-        if rounds == ROUNDS or now - start + (now - began) > seconds:  # another round would take as long as this one
+        if (
+            rounds == ROUNDS or now - start + (now - round_start) > seconds
+        ):  # another round would take as long as this one
             return {name: statistics.median(found) for name, found in times.items()}, rounds
 
 
-def fastest(taken: Mapping[str, float], rounds: int) -> tuple[str, str]:
+def fastest(run_times: Mapping[str, float], rounds: int) -> tuple[str, str]:
     """Return the profile to serve, and why.
 
-    ``taken`` has the median run time in seconds by profile, the most accurate profile first.
+    ``run_times`` has the median run time in seconds by profile, the most accurate profile first.
     """
-    first = next(iter(taken))
-    best = min(taken, key=lambda name: taken[name])
-    if best != first and taken[first] < WORTH * taken[best]:
+    first = next(iter(run_times))
+    best = min(run_times, key=lambda name: run_times[name])
+    if best != first and run_times[first] < LEAST_SPEEDUP * run_times[best]:
         best = first
-    others = ", ".join(f"{name} {_ms(seconds)}" for name, seconds in taken.items() if name != best)
-    words = f"auto: {_ms(taken[best])} a run, {others} (medians of {rounds} on the golden samples)"
-    if best == first and min(taken.values()) < taken[first]:
-        words += "; less than a tenth faster counts as no faster"
-    return best, words
+    others = ", ".join(f"{name} {_milliseconds(seconds)}" for name, seconds in run_times.items() if name != best)
+    reason = f"auto: {_milliseconds(run_times[best])} a run, {others} (medians of {rounds} on the golden samples)"
+    if best == first and min(run_times.values()) < run_times[first]:
+        reason += "; less than a tenth faster counts as no faster"
+    return best, reason
 
 
-def _ms(seconds: float) -> str:
+def _milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms"

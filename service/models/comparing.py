@@ -8,12 +8,12 @@ from bf16kit.errors import ArtifactError
 from bf16kit.wording import brief
 from service.drift.calibration import Calibration
 from service.drift.comparison import Comparison
-from service.models.opening import Opened
+from service.models.opening import OpenedArtifact
 
 _log = logging.getLogger(__name__)
 
 
-def new_comparison(model: str, version: int, opened: Opened) -> Comparison:
+def new_comparison(model: str, version: int, opened: OpenedArtifact) -> Comparison:
     """Return the comparison for one version, with the budget in force, which may differ from the artifact's.
 
     It reads the artifact's measurements. If they cannot be read, the expected drift is learnt from live samples

@@ -32,17 +32,17 @@ class SwitchedEngine:
 
     def __init__(self, bf16: Engine) -> None:
         self.bf16 = bf16
-        self._fp32: _Used | None = None
+        self._fp32: _SharedRuntime | None = None
 
     def run(self, feeds: Mapping[str, Array], outputs: Sequence[str] | None) -> tuple[dict[str, Array], str]:
         """See :meth:`Engine.run`."""
         fp32 = self._fp32
-        if fp32 is None or not fp32.take():
+        if fp32 is None or not fp32.acquire():
             return self.bf16.run(feeds, outputs)
         try:
             return fp32.runtime.run(feeds, outputs), fp32.runtime.info.precision
         finally:
-            fp32.give_back()
+            fp32.release()
 
     @property
     def switched(self) -> bool:
@@ -54,16 +54,16 @@ class SwitchedEngine:
 
         The previous fp32 runtime is closed when its last batch has ended.
         """
-        used, self._fp32 = self._fp32, None if fp32 is None else _Used(fp32)
-        if used is not None:
-            used.end()
+        previous, self._fp32 = self._fp32, None if fp32 is None else _SharedRuntime(fp32)
+        if previous is not None:
+            previous.end()
 
     def close(self) -> None:
         self.switch(None)
         self.bf16.close()
 
 
-class _Used:
+class _SharedRuntime:
     """A runtime that is closed when its last run has ended after :meth:`end`."""
 
     def __init__(self, runtime: Runtime) -> None:
@@ -71,24 +71,24 @@ class _Used:
         self._lock = threading.Lock()
         self._runs = 1  # runs in progress, plus 1 until end()
 
-    def take(self) -> bool:
+    def acquire(self) -> bool:
         """Begin a run. Returns False if the runtime has ended."""
         with self._lock:
             if self._runs:
                 self._runs += 1
             return self._runs > 0
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         with self._lock:
             self._runs -= 1
             last = not self._runs
         if last:
             self.runtime.close()
 
-    end = give_back
+    end = release
 
 
-class SpreadEngine(Engine):
+class ParallelEngine(Engine):
     """Runs a batch on all threads if no other batch runs; otherwise on ``narrow``, which has few threads.
 
     Threads that share a batch wait for each other at every operator. With work for all cores, several batches side by

@@ -9,13 +9,15 @@ from bf16kit.errors import ArtifactError
 from bf16kit.runtime import Runtime
 from bf16kit.runtime.weightstore import OWN, WeightStore
 from service.models.loading import check_golden, golden_of, warm_up
-from service.models.opening import Opened
+from service.models.opening import OpenedArtifact
 from service.models.policy import Serving
 
 _log = logging.getLogger(__name__)
 
 
-def load_fp32(label: str, opened: Opened, serving: Serving, *, threads: int | None, weights: WeightStore) -> Runtime:
+def load_fp32(
+    label: str, opened: OpenedArtifact, serving: Serving, *, threads: int | None, weights: WeightStore
+) -> Runtime:
     """Return the reference of ``opened``, on ``threads`` threads unless ``serving`` sets another number.
 
     Its large weights are in ``weights`` if processes share that store. Otherwise ONNX Runtime packs its own copy, which

@@ -15,11 +15,11 @@ from service.contract import Answering, Array, Bounds, Meaning
 from service.drift.gate import ProcessRank
 from service.drift.probe import Probe
 from service.drift.sampling import SampleForwarder, SampleSender
-from service.models.engine import Engine, SpreadEngine, SwitchedEngine
+from service.models.engine import Engine, ParallelEngine, SwitchedEngine
 from service.models.goldengate import GoldenGate, OnVerdict, ignore_verdict
 from service.models.lease import Leases
 from service.models.loading import Loaded
-from service.models.opening import Opened, baseline
+from service.models.opening import OpenedArtifact, baseline
 from service.models.policy import Serving
 from service.models.standby import Standby
 from service.request import Claim, Observation, Precision, Reply, Request, Timings
@@ -72,7 +72,7 @@ class Generation:
         self.statistics = ModelStatistics(opened.weight_bytes)
         self.metrics = metrics
         self.leases = Leases()
-        bf16 = Engine(loaded.runtime) if loaded.narrow is None else SpreadEngine(loaded.runtime, loaded.narrow)
+        bf16 = Engine(loaded.runtime) if loaded.narrow is None else ParallelEngine(loaded.runtime, loaded.narrow)
         self._engine = SwitchedEngine(bf16)
         self._standby = Standby(self.label, self._engine, fp32, self._switched, metrics.fallback_failed)
         self._changed = changed
@@ -198,7 +198,9 @@ class Generation:
         )
         return Batcher(self._run, policy, self, name=f"{self.name}-{self.version}")
 
-    def _new_shadow(self, opened: Opened, serving: Serving, sender: SampleSender | None) -> SampleForwarder | None:
+    def _new_shadow(
+        self, opened: OpenedArtifact, serving: Serving, sender: SampleSender | None
+    ) -> SampleForwarder | None:
         if sender is None or not serving.shadow.on:
             return None
         if opened.artifact.manifest.reference is None and serving.shadow.remote is None:

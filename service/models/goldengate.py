@@ -178,7 +178,7 @@ class GoldenSchedule:
         """Run the gates that are due."""
         for model in self._serving():
             why = model.gate.timetable.due_reason(self._clock())
-            if not why or self._stopped.is_set() or not model.leases.take():
+            if not why or self._stopped.is_set() or not model.leases.acquire():
                 continue
             with Lease(model.leases, model):
                 model.gate.timetable.begin()

@@ -33,13 +33,13 @@ from service.drift.gate import judge
 from service.models import choosing
 from service.models.agreement import OWN_CHOICE, Agreement
 from service.models.choosing import Clock
-from service.models.opening import Opened, open_artifact
+from service.models.opening import OpenedArtifact, open_artifact
 from service.models.policy import AUTO, Serving
 from service.models.room import check_room
-from service.models.spreading import ROWS, Spread, spread_out
+from service.models.spreading import ROWS, Parallelism, choose_parallelism
 
 _log = logging.getLogger(__name__)
-_AGREED = "auto: as another worker of this server has measured"
+_AGREED_REASON = "auto: as another worker of this server has measured"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Loaded:
     both, for the log.
     """
 
-    opened: Opened
+    opened: OpenedArtifact
     runtime: Runtime
     info: RuntimeInfo
     golden: str
@@ -67,7 +67,7 @@ class Loaded:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _Resources:
     """Where a runtime runs: its device, the threads of one execution, and the store of its copied weights."""
 
     device: str
@@ -76,7 +76,7 @@ class _Place:
 
 
 @dataclass(frozen=True, slots=True)
-class _Ready:
+class _Candidate:
     """A runtime that may answer, and its verdict on the golden samples."""
 
     runtime: Runtime
@@ -103,118 +103,126 @@ def load(
     from bf16kit.runtime import loading
 
     opened = open_artifact(path, serving)
-    profiles, where = loading.choose_profiles(opened.artifact, serving.profile, device)
+    profiles, chosen_device = loading.choose_profiles(opened.artifact, serving.profile, device)
     agreed = agreement.known() if len(profiles) > 1 else ""
     first, *others = (agreed,) if agreed in profiles else profiles
     if weights is OWN:  # in a shared store the weights may be in memory already
         check_room(opened, first)
-    ready: dict[str, _Ready] = {}
+    candidates: dict[str, _Candidate] = {}
     try:
         if serving.instances == AUTO:
             weights = Remembering(weights)
-        place = _Place(where, threads if serving.threads is None else serving.threads, weights)
-        ready[first] = _ready(opened, serving, first, place)
-        why = [_try(ready, opened, serving, each, place) for each in others]
-        profile, words = _choose(ready, opened, clock)
+        resources = _Resources(chosen_device, threads if serving.threads is None else serving.threads, weights)
+        candidates[first] = _load_candidate(opened, serving, first, resources)
+        skipped = [_try_candidate(candidates, opened, serving, each, resources) for each in others]
+        profile, reason = _choose(candidates, opened, clock)
         if others:
-            profile, words = _settle(agreement, ready, profile, words)
+            profile, reason = _agree(agreement, candidates, profile, reason)
         elif agreed:
-            words = _AGREED
-        spread = _spread(ready[profile], opened, serving, profile, place, clock)
+            reason = _AGREED_REASON
+        parallelism = _parallelism(candidates[profile], opened, serving, profile, resources, clock)
         try:
             opened.artifact.verify()  # again: files may have been replaced while they were loaded
         except BaseException:
-            spread.close()
+            parallelism.close()
             raise
     except BaseException:
-        for each in ready.values():
+        for each in candidates.values():
             each.runtime.close()
         raise
-    chosen = ready.pop(profile)
-    for each in ready.values():
+    chosen = candidates.pop(profile)
+    for each in candidates.values():
         each.runtime.close()
-    info = replace(chosen.runtime.info, choice="; ".join(filter(None, [words, *why])))
+    info = replace(chosen.runtime.info, choice="; ".join(filter(None, [reason, *skipped])))
     batches = f"batches of up to {opened.max_batch_size} rows" if opened.max_batch_size else "no batching"
-    summary = "; ".join(filter(None, [_describe(info), batches, spread.why, chosen.verdict]))
-    return Loaded(opened, chosen.runtime, info, chosen.verdict, summary, spread.instances, spread.narrow, chosen.golden)
+    summary = "; ".join(filter(None, [_describe(info), batches, parallelism.reason, chosen.verdict]))
+    return Loaded(
+        opened, chosen.runtime, info, chosen.verdict, summary, parallelism.instances, parallelism.narrow, chosen.golden
+    )
 
 
-def _ready(opened: Opened, serving: Serving, profile: str, place: _Place) -> _Ready:
+def _load_candidate(opened: OpenedArtifact, serving: Serving, profile: str, resources: _Resources) -> _Candidate:
     """Load ``profile``, warm it up and check its golden samples."""
     from bf16kit.runtime import loading
 
     try:
         runtime = loading.load(
-            opened.artifact, profile, device=place.device, threads=place.threads, weights=place.weights
+            opened.artifact, profile, device=resources.device, threads=resources.threads, weights=resources.weights
         )
     except MemoryError as error:
         raise RuntimeFailure(f"profile {profile} cannot be loaded: {str(error) or 'out of memory'}") from error
     try:
         golden = golden_of(opened.artifact, profile)
         warm_up(runtime, opened, serving.warmup, golden)
-        return _Ready(runtime, golden, check_golden(runtime, opened, golden))
+        return _Candidate(runtime, golden, check_golden(runtime, opened, golden))
     except BaseException:
         runtime.close()
         raise
 
 
-def _try(ready: dict[str, _Ready], opened: Opened, serving: Serving, profile: str, place: _Place) -> str:
-    """Add ``profile`` to ``ready``, or return why it is passed over. A failure of it does not fail the model."""
+def _try_candidate(
+    candidates: dict[str, _Candidate], opened: OpenedArtifact, serving: Serving, profile: str, resources: _Resources
+) -> str:
+    """Add ``profile`` to ``candidates``, or return the reason why it is skipped. Its failure is not the model's."""
     native = kernel.multiplies_bf16()
-    why = choosing.passed_over(opened.artifact.manifest, profile, opened.budget, native=native)
-    if not why:
+    reason = choosing.skip_reason(opened.artifact.manifest, profile, opened.budget, native=native)
+    if not reason:
         try:
-            ready[profile] = _ready(opened, serving, profile, place)
+            candidates[profile] = _load_candidate(opened, serving, profile, resources)
         except BudgetExceeded as error:
-            why = str(error)
+            reason = str(error)
         except Bf16kitError as error:  # a runtime's text is for the log, never for clients
             _log.warning("%s: profile %s was skipped: %s", opened.artifact.path, profile, brief(error))
-            why = "it does not run here (the log says why)"
-    return f"auto: {profile} was skipped, {why}" if why else ""
+            reason = "it does not run here (the log says why)"
+    return f"auto: {profile} was skipped, {reason}" if reason else ""
 
 
-def _choose(ready: Mapping[str, _Ready], opened: Opened, clock: Clock) -> tuple[str, str]:
+def _choose(candidates: Mapping[str, _Candidate], opened: OpenedArtifact, clock: Clock) -> tuple[str, str]:
     """Return the profile that answers, of those that are ready, and why; "" if there is only one."""
-    first = next(iter(ready))
-    if len(ready) == 1:
+    first = next(iter(candidates))
+    if len(candidates) == 1:
         return first, ""
     # All profiles are timed on the same samples: a profile's own samples may have other shapes.
-    feeds = _feeds(opened, 1, None) if (golden := ready[first].golden) is None else golden.inputs
+    feeds = _feeds(opened, 1, None) if (golden := candidates[first].golden) is None else golden.inputs
 
     def run(runtime: Runtime) -> Callable[[], object]:
         return lambda: runtime.run(feeds)
 
-    return choosing.fastest(*choosing.medians({name: run(each.runtime) for name, each in ready.items()}, clock=clock))
+    return choosing.fastest(
+        *choosing.medians({name: run(each.runtime) for name, each in candidates.items()}, clock=clock)
+    )
 
 
-def _settle(agreement: Agreement, ready: Mapping[str, _Ready], profile: str, words: str) -> tuple[str, str]:
+def _agree(agreement: Agreement, candidates: Mapping[str, _Candidate], profile: str, reason: str) -> tuple[str, str]:
     """Return the profile that all processes agree on. Raises RuntimeFailure if it does not run in this process."""
     settled = agreement.settle(profile)
     if settled == profile:
-        return profile, words
-    if settled not in ready:
+        return profile, reason
+    if settled not in candidates:
         raise RuntimeFailure(
             f"another worker of this server serves profile {settled}, which does not run in this one; name a profile in"
             " serving.yaml"
         )
-    return settled, _AGREED
+    return settled, _AGREED_REASON
 
 
-def _spread(chosen: _Ready, opened: Opened, serving: Serving, profile: str, place: _Place, clock: Clock) -> Spread:
+def _parallelism(
+    chosen: _Candidate, opened: OpenedArtifact, serving: Serving, profile: str, resources: _Resources, clock: Clock
+) -> Parallelism:
     """Return how many batches run at once: as ``serving`` says, or as measured here for ``auto``."""
     if serving.instances != AUTO:
-        return Spread(serving.instances)
+        return Parallelism(serving.instances)
     rows = min(opened.max_batch_size, ROWS) or 1
-    return spread_out(
+    return choose_parallelism(
         chosen.runtime,
-        lambda threads: _ready(opened, serving, profile, replace(place, threads=threads)).runtime,
+        lambda threads: _load_candidate(opened, serving, profile, replace(resources, threads=threads)).runtime,
         _feeds(opened, rows, chosen.golden),
-        place.threads or available_cpus(),
+        resources.threads or available_cpus(),
         clock=clock,
     )
 
 
-def warm_up(runtime: Runtime, opened: Opened, rows: Sequence[int], golden: Golden | None) -> None:
+def warm_up(runtime: Runtime, opened: OpenedArtifact, rows: Sequence[int], golden: Golden | None) -> None:
     """Run once with each number of rows, so that no client waits for the allocations of a first run."""
     for count in rows:
         if count > 1 and opened.batch_axis is None:
@@ -222,7 +230,7 @@ def warm_up(runtime: Runtime, opened: Opened, rows: Sequence[int], golden: Golde
         _run(runtime, opened, _feeds(opened, count, golden))
 
 
-def check_golden(runtime: Runtime, opened: Opened, golden: Golden | None) -> str:
+def check_golden(runtime: Runtime, opened: OpenedArtifact, golden: Golden | None) -> str:
     """Run the golden samples and check their drift against the budget; return a summary for the log.
 
     Raises :class:`BudgetExceeded` naming the output, the metric, the measured value and the bound.
@@ -245,19 +253,19 @@ def golden_of(artifact: Artifact, profile: str | None = None) -> Golden | None:
     name = manifest.golden_of(profile)
     if name is None:
         return None
-    golden, where = artifact.golden(profile), artifact.path / name
+    golden, path = artifact.golden(profile), artifact.path / name
     try:
         check_feeds([entry.spec() for entry in manifest.inputs], golden.inputs)
     except InvalidRequest as error:
-        raise ArtifactError(f"{where}: {error}") from None
+        raise ArtifactError(f"{path}: {error}") from None
     axis = manifest.batch_axis
     for name, array in golden.inputs.items():
         if axis is not None and axis < array.ndim and not array.shape[axis]:
-            raise ArtifactError(f"{where}: input {name!r} has shape {list(array.shape)}, which is less than one sample")
+            raise ArtifactError(f"{path}: input {name!r} has shape {list(array.shape)}, which is less than one sample")
     return golden
 
 
-def _run(runtime: Runtime, opened: Opened, feeds: Mapping[str, Array]) -> dict[str, Array]:
+def _run(runtime: Runtime, opened: OpenedArtifact, feeds: Mapping[str, Array]) -> dict[str, Array]:
     """Run once, and check the outputs' dtypes and ranks against the manifest, which clients rely on.
 
     Raises ArtifactError naming the output.
@@ -289,7 +297,7 @@ def _describe(info: RuntimeInfo) -> str:
     )
 
 
-def _feeds(opened: Opened, rows: int, golden: Golden | None) -> Mapping[str, Array]:
+def _feeds(opened: OpenedArtifact, rows: int, golden: Golden | None) -> Mapping[str, Array]:
     """Return feeds of ``rows`` rows: the first golden row repeated, or zeros without golden samples."""
     axis = opened.batch_axis
     if golden is not None:

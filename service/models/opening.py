@@ -19,7 +19,7 @@ from service.models.policy import DEFAULT_MAX_BATCH_SIZE, Serving
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class OpenedArtifact:
     """A verified artifact, and the settings that follow from its manifest and ``serving.yaml``."""
 
     artifact: Artifact
@@ -32,7 +32,7 @@ class Opened:
     first_run_seconds: float  # time limit of one run before the model is ready
 
 
-def open_artifact(path: Path, serving: Serving) -> Opened:
+def open_artifact(path: Path, serving: Serving) -> OpenedArtifact:
     """Open and check an artifact.
 
     Raises ArtifactError (damaged, no artifact, of a newer schema) or ConfigError (``serving.yaml`` does not fit it).
@@ -48,7 +48,7 @@ def open_artifact(path: Path, serving: Serving) -> Opened:
     _check_dims(serving, inputs)
     _check_meaning(serving, inputs, outputs)
     axis = manifest.batch_axis if _share_batch_dimension((*inputs, *outputs), manifest.batch_axis) else None
-    return Opened(
+    return OpenedArtifact(
         artifact=artifact,
         inputs=inputs,
         outputs=outputs,

@@ -134,7 +134,7 @@ class Repository:
                 if error.reason:
                     self.find(name, version).series.rejected(error.reason)
                 raise
-            if model.leases.take():
+            if model.leases.acquire():
                 return Lease(model.leases, model)
             # The model was replaced or unloaded between the two calls: look again.
 

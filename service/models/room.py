@@ -11,12 +11,12 @@ import logging
 from bf16kit import controlgroup
 from bf16kit.controlgroup import RESERVE
 from bf16kit.errors import ConfigError
-from service.models.opening import Opened
+from service.models.opening import OpenedArtifact
 
 _log = logging.getLogger(__name__)
 
 
-def check_room(opened: Opened, profile: str) -> None:
+def check_room(opened: OpenedArtifact, profile: str) -> None:
     """Raise ConfigError if the container has no room for the weights of ``profile`` and a little memory to run them.
 
     The memory that loading and running take in addition is not known before. If that is too much, the log's last line
@@ -34,7 +34,7 @@ def check_room(opened: Opened, profile: str) -> None:
     _log.info("%s: %.0f MB of weights are loaded now; %s", opened.artifact.path, least / 1e6, memory)
 
 
-def least_bytes(opened: Opened, profile: str) -> int:
+def least_bytes(opened: OpenedArtifact, profile: str) -> int:
     """Return the least memory in bytes that loading ``profile`` takes: its stored weights.
 
     Mapped weights do not count, since the kernel can reclaim them.

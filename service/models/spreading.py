@@ -1,6 +1,6 @@
 """``instances: auto``: chooses between one batch on all threads, and several at once on a few threads each.
 
-The choice with more rows per second wins. It is measured when a model is loaded, for a fraction of a second. A spread
+The choice with more rows per second wins. It is measured when a model is loaded, for a fraction of a second. A parallel
 model has a second session for the batches side by side; both sessions read the same copy of the weights.
 """
 
@@ -21,18 +21,18 @@ from service.models.choosing import Clock
 _log = logging.getLogger(__name__)
 SECONDS = 0.4  # limit on the measurement of one model, without first runs and the last round
 ROWS = 8  # of a measured batch: about what a few dozen clients cause
-MOST = 8  # instances at most: with more of them single batches would be slow
+MAX_INSTANCES = 8  # instances at most: with more of them single batches would be slow
 #: The least gain in throughput for which several instances are used, since they take memory of their own.
-WORTH = 1.05
+LEAST_GAIN = 1.05
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class Parallelism:
     """How many batches run at once, the runtime for batches side by side (None: there is none), and why."""
 
     instances: int = 1
     narrow: Runtime | None = None
-    why: str = ""
+    reason: str = ""
 
     def close(self) -> None:
         """Free the second session of a model that is not going to be served."""
@@ -40,28 +40,28 @@ class Spread:
             self.narrow.close()
 
 
-def spread_out(
+def choose_parallelism(
     wide: Runtime, load: Callable[[int], Runtime], feeds: Mapping[str, Array], threads: int, *, clock: Clock
-) -> Spread:
+) -> Parallelism:
     """Decide whether ``wide``, which runs on ``threads`` threads, gets a second session on fewer; ``load`` loads it."""
-    instances = min(threads, MOST)
+    instances = min(threads, MAX_INSTANCES)
     if wide.info.backend != "onnxruntime" or wide.info.device != "cpu" or instances == 1:
-        return Spread(why="auto: 1 instance; more need ONNX Runtime on a CPU with 2 threads or more")
+        return Parallelism(reason="auto: 1 instance; more need ONNX Runtime on a CPU with 2 threads or more")
     try:
         narrow = load(threads // instances)
     except Bf16kitError as error:
         _log.warning("instances is auto, and a second session failed: %s", brief(error))
-        return Spread(why="auto: 1 instance, a second session failed (the log says why)")
+        return Parallelism(reason="auto: 1 instance, a second session failed (the log says why)")
     try:
         gain, rounds = _gain(wide, narrow, feeds, instances, clock)
     except BaseException:
         narrow.close()
         raise
-    how = f"{instances} at once do {gain:.2f} times the rows of one with all threads (medians of {rounds})"
-    if gain < WORTH:
+    measured = f"{instances} at once do {gain:.2f} times the rows of one with all threads (medians of {rounds})"
+    if gain < LEAST_GAIN:
         narrow.close()
-        return Spread(why=f"auto: 1 instance, {how}")
-    return Spread(instances, narrow, f"auto: {instances} instances, {how}")
+        return Parallelism(reason=f"auto: 1 instance, {measured}")
+    return Parallelism(instances, narrow, f"auto: {instances} instances, {measured}")
 
 
 def _gain(

@@ -11,7 +11,7 @@ from bf16kit.errors import ConfigError
 from service.contract import Array
 from service.drift.policy import ShadowPolicy
 from service.drift.shadow import Reference
-from service.models.opening import Opened
+from service.models.opening import OpenedArtifact
 from service.shadow.board import ActivityTracker
 from service.shadow.memory import ReferenceMemory, default_bound, fp32_bytes
 
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 def open_reference(
     name: str,
     policy: ShadowPolicy,
-    opened: Opened,
+    opened: OpenedArtifact,
     memory: ReferenceMemory,
     tracker: ActivityTracker,
     authority: Path | None = None,

@@ -25,7 +25,7 @@ from service.drift.shadow import NICENESS, Shadow
 from service.drift.verdict import DriftVerdict
 from service.models.comparing import new_comparison
 from service.models.directory import stamp_of
-from service.models.opening import Opened, open_artifact
+from service.models.opening import OpenedArtifact, open_artifact
 from service.models.plan import DesiredModel
 from service.peers.channel import Body, Channel
 from service.peers.peer import TELL_SECONDS, Message, Peer
@@ -202,12 +202,12 @@ class References:
             for each in early:
                 shadow.put(each.sample, each.on_outcome)
 
-    def _open_unchanged(self, model: MeasuredVersion) -> Opened:
+    def _open_unchanged(self, model: MeasuredVersion) -> OpenedArtifact:
         if stamp_of(model.plan.path) != model.plan.stamp:
             raise ArtifactError("its files have changed since it was loaded")
         return open_artifact(model.plan.path, model.plan.serving)
 
-    def _new_shadow(self, key: Key, model: MeasuredVersion, opened: Opened) -> Shadow:
+    def _new_shadow(self, key: Key, model: MeasuredVersion, opened: OpenedArtifact) -> Shadow:
         name = label_of(key)
         comparison = new_comparison(*key, opened)
         if self._keeps_evidence:

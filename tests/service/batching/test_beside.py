@@ -196,7 +196,7 @@ def test_a_quick_request_waits_for_the_running_one(make: Make, monkeypatch: pyte
 
 def test_nothing_runs_beside_a_claim_whose_request_is_not_known_yet(make: Make) -> None:
     bench = make(inline=True)
-    bench.batcher._quickness.observe(100, 1e-6)
+    bench.batcher._predictor.observe(100, 1e-6)
     claim = bench.batcher.claim(100)
     assert claim is not None
     waiting = bench.queue(4)

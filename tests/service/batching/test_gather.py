@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from bf16kit.errors import RuntimeFailure
-from service.batching.gather import gather, signature, split, wanted
+from service.batching.gather import gather, requested_outputs, signature, split
 from service.request import Request
 
 
@@ -40,13 +40,13 @@ def test_a_batch_axis_that_is_not_the_first_is_joined_and_split_too() -> None:
 
 def test_each_request_gets_only_the_outputs_it_requested_in_its_order() -> None:
     requests = [request(1, ("b", "a")), request(1, ("c",))]
-    assert wanted(requests) == ("b", "a", "c")
+    assert requested_outputs(requests) == ("b", "a", "c")
     outputs = {name: np.zeros((2, 1)) for name in ("b", "a", "c")}
     assert [list(part) for part in split(outputs, requests, axis=0)] == [["b", "a"], ["c"]]
 
 
 def test_one_request_for_all_outputs_makes_the_batch_compute_all() -> None:
-    assert wanted([request(1, ("b",)), request(1, None)]) is None
+    assert requested_outputs([request(1, ("b",)), request(1, None)]) is None
 
 
 def test_an_output_with_the_wrong_number_of_rows_is_a_failure_of_the_model() -> None:

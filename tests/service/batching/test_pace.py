@@ -41,4 +41,4 @@ def test_the_shapes_not_run_for_the_longest_time_are_forgotten_first() -> None:
         pace.observe(shape, 1, 1.0)
         pace.observe("always", 1, 5.0)
     assert pace.seconds("always", 1) == 5.0
-    assert len(pace._of) == 256
+    assert len(pace._by_shape) == 256

@@ -30,13 +30,13 @@ class TestOrder:
         waiting = queue(max_rows=2)
         for name in "abcde":
             put(waiting, name)
-        assert [names(waiting.take(0.0)) for _ in range(4)] == ["a b", "c d", "e", ""]
+        assert [names(waiting.pop_batch(0.0)) for _ in range(4)] == ["a b", "c d", "e", ""]
 
     def test_the_earliest_deadline_goes_first(self) -> None:
         waiting = queue(max_rows=1)
         put(waiting, "late", deadline=0.9)
         put(waiting, "soon", deadline=0.1)
-        assert names(waiting.take(0.0)) == "soon"
+        assert names(waiting.pop_batch(0.0)) == "soon"
 
     def test_a_request_without_a_deadline_ranks_as_if_due_a_second_after_arrival(self) -> None:
         """Otherwise a stream of requests with deadlines would keep a request without one waiting forever."""
@@ -44,20 +44,20 @@ class TestOrder:
         put(waiting, "patient", 0.0)
         put(waiting, "in time", 0.5, deadline=PATIENCE_S - 0.1)
         put(waiting, "later", 0.5, deadline=PATIENCE_S + 0.1)
-        assert [names(waiting.take(0.5)) for _ in range(3)] == ["in time", "patient", "later"]
+        assert [names(waiting.pop_batch(0.5)) for _ in range(3)] == ["in time", "patient", "later"]
 
     def test_an_urgent_level_goes_before_any_deadline(self) -> None:
         waiting = queue(max_rows=1, levels=(LevelPolicy(), LevelPolicy()))
         put(waiting, "low", level=1, deadline=0.01)
         put(waiting, "high", level=0)
-        assert [names(waiting.take(0.0)) for _ in range(2)] == ["high", "low"]
+        assert [names(waiting.pop_batch(0.0)) for _ in range(2)] == ["high", "low"]
 
     def test_lower_levels_fill_the_batch_of_an_urgent_request(self) -> None:
         waiting = queue(max_rows=3, levels=(LevelPolicy(), LevelPolicy()))
         for name in "ab":
             put(waiting, name, level=1)
         put(waiting, "high", level=0)
-        assert names(waiting.take(0.0)) == "high a b"
+        assert names(waiting.pop_batch(0.0)) == "high a b"
 
 
 class TestBatches:
@@ -67,23 +67,23 @@ class TestBatches:
         put(waiting, "b", rows=1, shape="t")
         put(waiting, "c", rows=3, shape="s")
         put(waiting, "d", rows=2, shape="s")
-        assert [names(waiting.take(0.0)) for _ in range(3)] == ["a d", "b", "c"]
+        assert [names(waiting.pop_batch(0.0)) for _ in range(3)] == ["a d", "b", "c"]
 
     def test_without_batching_every_request_runs_alone(self) -> None:
         waiting = queue(max_rows=0)
         put(waiting, "a"), put(waiting, "b")
-        assert names(waiting.take(0.0)) == "a"
+        assert names(waiting.pop_batch(0.0)) == "a"
 
     def test_a_full_batch_of_any_shape_does_not_wait_for_another_shapes_delay(self) -> None:
         waiting = queue(max_rows=2, max_delay_s=1.5)
         put(waiting, "alone", 0.0, shape="s")
         put(waiting, "x", 0.1, shape="t")
-        assert waiting.take(0.1) == []
+        assert waiting.pop_batch(0.1) == []
         put(waiting, "y", 0.2, shape="t")
-        assert names(waiting.take(0.2)) == "x y"
-        assert waiting.take(0.3) == []
+        assert names(waiting.pop_batch(0.2)) == "x y"
+        assert waiting.pop_batch(0.3) == []
         assert waiting.next_wakeup(0.3) == 1.5
-        assert names(waiting.take(1.5)) == "alone"
+        assert names(waiting.pop_batch(1.5)) == "alone"
 
     def test_full_batches_do_not_starve_a_shape_that_is_due(self) -> None:
         waiting = queue(max_rows=2, max_delay_s=1.0, levels=(LevelPolicy(1000),))
@@ -93,7 +93,7 @@ class TestBatches:
             now = tick / 10
             for _ in range(4):
                 put(waiting, "full", now, shape="t")
-            taken.append(names(waiting.take(now)))
+            taken.append(names(waiting.pop_batch(now)))
         assert taken.index("alone") == 10
 
     def test_a_younger_requests_deadline_ends_the_delay(self) -> None:
@@ -102,13 +102,13 @@ class TestBatches:
         put(waiting, "old", 0.0, shape="s")
         put(waiting, "young", 0.1, shape="t", deadline=0.4)
         assert waiting.next_wakeup(0.1) == 0.1
-        assert names(waiting.take(0.1)) == "young"
+        assert names(waiting.pop_batch(0.1)) == "young"
 
     def test_the_request_that_makes_a_batch_due_is_in_that_batch(self) -> None:
         waiting = queue(max_rows=4, max_delay_s=1.0)
         put(waiting, "first", 0.9, rows=3, deadline=5.0)
         put(waiting, "due", 0.0, rows=2, deadline=9.0)
-        assert names(waiting.take(1.0)) == "due"
+        assert names(waiting.pop_batch(1.0)) == "due"
 
 
 class TestRoom:
@@ -127,7 +127,7 @@ class TestRoom:
             put(waiting, "b", nbytes=41)
         assert refused.value.reason == "queue_bytes"
         put(waiting, "c", nbytes=40)
-        waiting.take(0.0)
+        waiting.pop_batch(0.0)
         put(waiting, "d", nbytes=100)
 
     def test_the_wait_expected_from_the_measured_pace_is_limited(self) -> None:
@@ -183,7 +183,7 @@ class TestLeaving:
         assert names(waiting.expire(0.5)) == ""
         assert names(waiting.expire(1.0)) == "short"
         assert names(waiting.expire(3.0)) == "long"
-        assert names(waiting.take(3.0)) == "none"
+        assert names(waiting.pop_batch(3.0)) == "none"
 
     def test_clear_removes_and_returns_all_requests(self) -> None:
         waiting = queue()
@@ -218,7 +218,7 @@ def test_every_job_leaves_once_and_all_totals_return_to_zero() -> None:
         else:
             late = waiting.expire(now)
             assert all(job.deadline <= now for job in late)
-            batch = waiting.take(now)
+            batch = waiting.pop_batch(now)
             assert sum(job.rows for job in batch) <= 8
             assert len({job.shape for job in batch}) <= 1
             assert all(job.deadline > now for job in batch)

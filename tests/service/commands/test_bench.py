@@ -104,8 +104,8 @@ def test_requests_larger_than_max_batch_size_are_measured_with_larger_batches(re
 def test_instances_auto_is_not_mistaken_for_a_layout(
     repository: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``WORTH`` is 0, so two instances count as worth it on any machine, however small the gain."""
-    monkeypatch.setattr(spreading, "WORTH", 0.0)
+    """``LEAST_GAIN`` is 0, so two instances count as worth it on any machine, however small the gain."""
+    monkeypatch.setattr(spreading, "LEAST_GAIN", 0.0)
     (repository / "mlp" / "serving.yaml").write_text("instances: auto\nthreads: 2\n")
     found = read(run("bench", "mlp", "--repository", repository, *QUICK, "--json"))
     assert found["now"] is None

@@ -8,7 +8,7 @@ import pytest
 
 from bf16kit.drift import Budget
 from bf16kit.manifest import DriftEntry, Manifest, Source
-from service.models.choosing import ROUNDS, SECONDS, fastest, medians, passed_over
+from service.models.choosing import ROUNDS, SECONDS, fastest, medians, skip_reason
 
 
 class Clock:
@@ -86,17 +86,17 @@ def test_the_fastest_profile_is_chosen_or_the_most_accurate_if_the_gain_is_small
 
 
 def test_a_profile_within_budget_is_tried_where_the_processor_has_the_instructions() -> None:
-    assert passed_over(manifest(6e-3), "cpu-bf16", Budget(), native=True) == ""
-    assert passed_over(manifest(6e-3), "cpu-bf16", Budget(), native=False) == "this processor emulates it"
+    assert skip_reason(manifest(6e-3), "cpu-bf16", Budget(), native=True) == ""
+    assert skip_reason(manifest(6e-3), "cpu-bf16", Budget(), native=False) == "this processor emulates it"
 
 
 def test_a_profile_over_the_budget_in_force_is_not_tried() -> None:
     """``serving.yaml`` may set a stricter budget than the artifact's."""
-    why = passed_over(manifest(6e-3), "cpu-bf16", Budget().override({"relative_l2": 5e-3}), native=True)
+    why = skip_reason(manifest(6e-3), "cpu-bf16", Budget().override({"relative_l2": 5e-3}), native=True)
     assert why == "its drift is over budget: output 'y': relative_l2 is 0.006, the budget allows at most 0.005"
-    assert "over budget" in passed_over(manifest(math.nan), "cpu-bf16", Budget(), native=True)
+    assert "over budget" in skip_reason(manifest(math.nan), "cpu-bf16", Budget(), native=True)
 
 
 def test_a_profile_whose_drift_was_never_measured_is_not_tried() -> None:
-    assert passed_over(manifest(None), "cpu-bf16", Budget(), native=True) == "its drift was never measured"
-    assert passed_over(manifest(None), "torchscript", Budget(), native=True) == "its drift was never measured"
+    assert skip_reason(manifest(None), "cpu-bf16", Budget(), native=True) == "its drift was never measured"
+    assert skip_reason(manifest(None), "torchscript", Budget(), native=True) == "its drift was never measured"

@@ -18,12 +18,12 @@ from bf16kit.measurements import Measurements, ProfileMeasurements, SampleColumn
 from bf16kit.publish import staging
 from service.drift.sampling import Sample
 from service.models.comparing import new_comparison
-from service.models.opening import Opened, open_artifact
+from service.models.opening import OpenedArtifact, open_artifact
 from service.models.policy import Serving
 from service.telemetry.metrics import Metrics
 
 
-def measured_artifact(tmp_path: Path, data: bytes) -> Opened:
+def measured_artifact(tmp_path: Path, data: bytes) -> OpenedArtifact:
     """Return an artifact whose measurements file contains ``data``."""
     plain = write_mlp(tmp_path / "plain" / "1")
     with staging(tmp_path / "m" / "1") as stage:
@@ -36,7 +36,7 @@ def measured_artifact(tmp_path: Path, data: bytes) -> Opened:
     return open_artifact(tmp_path / "m" / "1", Serving())
 
 
-def score(opened: Opened) -> float | None:
+def score(opened: OpenedArtifact) -> float | None:
     """Return the detector's score after one row with a hundred times the measured drift; None if it has none."""
     comparison, metrics = new_comparison("m", 3, opened), Metrics()
     series = metrics.add("m", 3)

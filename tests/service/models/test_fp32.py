@@ -12,19 +12,19 @@ from artifacts import write_mlp
 from bf16kit.errors import ArtifactError, BudgetExceeded, ConfigError
 from bf16kit.runtime.weightstore import OWN, Remembering
 from service.models.fp32 import load_fp32
-from service.models.opening import Opened, open_artifact
+from service.models.opening import OpenedArtifact, open_artifact
 from service.models.policy import Serving
 
 
 @pytest.fixture
-def opened(tmp_path: Path) -> Opened:
+def opened(tmp_path: Path) -> OpenedArtifact:
     write_mlp(tmp_path / "mlp" / "1")
     return open_artifact(tmp_path / "mlp" / "1", Serving())
 
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_the_reference_matches_the_golden_samples_and_takes_its_weights_from_the_store(
-    opened: Opened, shared: bool
+    opened: OpenedArtifact, shared: bool
 ) -> None:
     store = Remembering(OWN)
     runtime = load_fp32("m", opened, Serving(), threads=1, weights=store if shared else OWN)
@@ -34,7 +34,7 @@ def test_the_reference_matches_the_golden_samples_and_takes_its_weights_from_the
     assert len(store.given) == shared
 
 
-def test_the_reference_is_warmed_up_and_checked_before_it_serves(opened: Opened, tmp_path: Path) -> None:
+def test_the_reference_is_warmed_up_and_checked_before_it_serves(opened: OpenedArtifact, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="warmup asks for 2 rows"):
         load_fp32("m", replace(opened, batch_axis=None), Serving(warmup=(2,)), threads=1, weights=OWN)
     spoilt = write_mlp(tmp_path / "mlp" / "2", spoil=1.0).path
@@ -42,7 +42,7 @@ def test_the_reference_is_warmed_up_and_checked_before_it_serves(opened: Opened,
         load_fp32("m", open_artifact(spoilt, Serving()), Serving(), threads=1, weights=OWN)
 
 
-def test_an_artifact_that_was_replaced_in_place_is_rejected(opened: Opened) -> None:
+def test_an_artifact_that_was_replaced_in_place_is_rejected(opened: OpenedArtifact) -> None:
     """The served weights were copied when they were loaded; the reference would be another model's."""
     with (opened.artifact.path / "weights.bf16").open("r+b") as file:
         file.write(b"\xff\xff")
@@ -50,7 +50,7 @@ def test_an_artifact_that_was_replaced_in_place_is_rejected(opened: Opened) -> N
         load_fp32("m", opened, Serving(), threads=1, weights=OWN)
 
 
-def test_an_artifact_without_a_reference_is_an_error(opened: Opened) -> None:
+def test_an_artifact_without_a_reference_is_an_error(opened: OpenedArtifact) -> None:
     manifest = opened.artifact.manifest.model_copy(update={"reference": None})
     bare = replace(opened, artifact=replace(opened.artifact, manifest=manifest))
     with pytest.raises(ArtifactError, match="no fp32 reference"):

@@ -11,7 +11,7 @@ from service.models.lease import Lease, Leases
 
 def test_a_lease_is_held_until_its_context_ends_even_by_an_error() -> None:
     leases = Leases()
-    assert leases.take()
+    assert leases.acquire()
 
     def work() -> None:
         with Lease(leases, "model") as held:
@@ -26,23 +26,23 @@ def test_a_lease_is_held_until_its_context_ends_even_by_an_error() -> None:
 
 def test_no_lease_is_given_after_the_end_and_existing_leases_stay_valid() -> None:
     leases = Leases()
-    assert leases.take()
+    assert leases.acquire()
     leases.end()
-    assert not leases.take()
+    assert not leases.acquire()
     assert not leases.wait(time.monotonic())
-    leases.give_back()
+    leases.release()
     assert leases.wait(time.monotonic())
 
 
 def test_waiting_ends_with_the_last_holder() -> None:
     leases = Leases()
-    assert leases.take()
-    assert leases.take()
+    assert leases.acquire()
+    assert leases.acquire()
     leases.end()
     waiting = threading.Thread(target=leases.wait, args=(math.inf,))
     waiting.start()
-    leases.give_back()
+    leases.release()
     assert waiting.is_alive()
-    leases.give_back()
+    leases.release()
     waiting.join(30)
     assert not waiting.is_alive()

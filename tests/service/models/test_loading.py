@@ -19,7 +19,7 @@ from bf16kit.runtime.loading import load
 from bf16kit.tensors import TensorSpec
 from service.models import loading
 from service.models.loading import Loaded, check_golden, golden_of, warm_up
-from service.models.opening import Opened, baseline, open_artifact
+from service.models.opening import OpenedArtifact, baseline, open_artifact
 from service.models.policy import Serving
 
 
@@ -39,7 +39,7 @@ def without_batch_axis(tmp_path: Path) -> Path:
     return path
 
 
-def opened(path: Path, **serving: object) -> Opened:
+def opened(path: Path, **serving: object) -> OpenedArtifact:
     return open_artifact(path, Serving.model_validate(serving))
 
 

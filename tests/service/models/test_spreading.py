@@ -18,11 +18,11 @@ from bf16kit.errors import BudgetExceeded, RuntimeFailure
 from bf16kit.runtime import Runtime, RuntimeInfo
 from bf16kit.runtime.weightstore import OWN, Fill, Remembering
 from service.models import loading, spreading
-from service.models.engine import SpreadEngine
+from service.models.engine import ParallelEngine
 from service.models.generation import Generation
 from service.models.plan import DesiredModel, Plan
 from service.models.policy import AUTO, Serving
-from service.models.spreading import MOST, SECONDS, Spread, spread_out
+from service.models.spreading import MAX_INSTANCES, SECONDS, Parallelism, choose_parallelism
 from service.request import Request
 from service.telemetry.metrics import Metrics
 
@@ -66,10 +66,10 @@ class Clock:
 
 def spread(
     wide_s: float, narrow_s: float, threads: int = 4, info: RuntimeInfo = INFO
-) -> tuple[Spread, Session, Clock, list[int]]:
+) -> tuple[Parallelism, Session, Clock, list[int]]:
     """Measure sessions whose runs take these seconds. ``narrow_s`` is the sum over all runs that run at once."""
     clock, asked = Clock(), list[int]()
-    parts = min(threads, MOST)
+    parts = min(threads, MAX_INSTANCES)
     narrow = Session(take=lambda: clock.pass_by(narrow_s / parts))
     wide = Session(info, lambda: clock.pass_by(wide_s))
 
@@ -77,7 +77,7 @@ def spread(
         asked.append(count)
         return narrow  # type: ignore[return-value]  # a fake
 
-    found = spread_out(wide, load, {}, threads, clock=clock)  # type: ignore[arg-type]
+    found = choose_parallelism(wide, load, {}, threads, clock=clock)  # type: ignore[arg-type]
     return found, narrow, clock, asked
 
 
@@ -85,19 +85,19 @@ def test_several_instances_are_used_if_they_process_more_rows() -> None:
     found, narrow, clock, asked = spread(wide_s=0.010, narrow_s=0.030)
     assert (found.instances, asked, narrow.closed) == (4, [1], False)
     assert found.narrow is not None
-    assert found.why.startswith("auto: 4 instances, 4 at once do 1.33 times the rows of one with all threads")
+    assert found.reason.startswith("auto: 4 instances, 4 at once do 1.33 times the rows of one with all threads")
     assert clock.now <= SECONDS + 0.04  # plus the first run of each session
 
 
 def test_a_small_gain_is_not_worth_a_second_session() -> None:
     found, narrow, _, _ = spread(wide_s=0.010, narrow_s=0.039)
     assert (found.instances, found.narrow, narrow.closed) == (1, None, True)
-    assert "1.03 times" in found.why
+    assert "1.03 times" in found.reason
 
 
 def test_many_threads_are_divided_among_a_few_instances() -> None:
     found, _, _, asked = spread(wide_s=0.010, narrow_s=0.010, threads=64)
-    assert (found.instances, asked) == (MOST, [64 // MOST])
+    assert (found.instances, asked) == (MAX_INSTANCES, [64 // MAX_INSTANCES])
 
 
 @pytest.mark.parametrize("info", [replace(INFO, device="cuda:0"), replace(INFO, backend="torchscript")])
@@ -115,7 +115,7 @@ def test_a_second_session_that_fails_does_not_fail_the_model() -> None:
     def load(threads: int) -> Runtime:
         raise BudgetExceeded(f"over it on {threads}")
 
-    found = spread_out(Session(), load, {}, 2, clock=Clock())  # type: ignore[arg-type]
+    found = choose_parallelism(Session(), load, {}, 2, clock=Clock())  # type: ignore[arg-type]
     assert (found.instances, found.narrow) == (1, None)
 
 
@@ -125,7 +125,7 @@ def test_a_measurement_that_fails_leaves_no_session_behind() -> None:
 
     narrow = Session(take=fail)
     with pytest.raises(RuntimeError, match="on purpose"):
-        spread_out(Session(), lambda _: narrow, {}, 2, clock=Clock())  # type: ignore[arg-type, return-value]
+        choose_parallelism(Session(), lambda _: narrow, {}, 2, clock=Clock())  # type: ignore[arg-type, return-value]
     assert narrow.closed
 
 
@@ -137,7 +137,7 @@ def test_a_lone_batch_gets_all_threads_and_one_beside_it_gets_few() -> None:
         assert gate.wait(20)
 
     wide, narrow = Session(take=block), Session()
-    engine = SpreadEngine(wide, narrow)  # type: ignore[arg-type]
+    engine = ParallelEngine(wide, narrow)  # type: ignore[arg-type]
     first = threading.Thread(target=engine.run, args=({}, None))
     first.start()
     assert entered.wait(20)
@@ -157,7 +157,7 @@ def test_a_failed_run_no_longer_counts_as_running() -> None:
         raise RuntimeError("on purpose")
 
     wide, narrow = Session(take=fail), Session()
-    engine = SpreadEngine(wide, narrow)  # type: ignore[arg-type]
+    engine = ParallelEngine(wide, narrow)  # type: ignore[arg-type]
     for _ in range(2):
         with pytest.raises(RuntimeError):
             engine.run({}, None)
@@ -178,7 +178,7 @@ def test_the_summary_of_a_real_model_gives_the_measured_number_of_instances(tmp_
 def test_both_sessions_give_concurrent_requests_the_same_outputs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(spreading, "WORTH", 0.0)  # two instances on any machine
+    monkeypatch.setattr(spreading, "LEAST_GAIN", 0.0)  # two instances on any machine
     artifact = write_mlp(tmp_path / "mlp" / "1")
     serving = Serving.model_validate({"instances": "auto", "shadow": {"rate": 0}})
     loaded = loading.load(artifact.path, serving, device="cpu", threads=2)
