@@ -23,7 +23,7 @@ def open_http(config: ServerConfig, pages: Routes, metrics: Metrics, credentials
         limits=http_limits(config),
         access=Access(credentials.tokens, config.tls_client_ca is not None, config.host),
         certificates=credentials.certificates,
-        refused=metrics.refused,
+        on_refused=metrics.refused,
     )
 
 
@@ -33,7 +33,7 @@ def http_limits(config: ServerConfig) -> Limits:
         connections=config.http_max_connections,
         request_seconds=config.http_request_seconds,
         idle_seconds=config.http_idle_seconds,
-        answer_seconds=config.http_idle_seconds,
+        response_seconds=config.http_idle_seconds,
         header_bytes=config.http_max_header_bytes,
     )
 

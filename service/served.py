@@ -29,7 +29,7 @@ from service.shadow.process import ShadowProcess
 from service.sharedmemory import open_regions
 from service.status_http.evidence import evidence_route
 from service.status_http.pages import routes
-from service.status_http.views import Status
+from service.status_http.views import StatusReader
 from service.telemetry.history import NAMES, TICK_SECONDS, History
 from service.telemetry.metrics import Metrics
 
@@ -89,9 +89,9 @@ class Served:
         self._traces, self.tracing = open_tracing(config, self.repository, self.metrics.traced)
         self.operations = self._operations()
         self._history = History(lambda: self._counting.samples(NAMES))
-        self._status = Status(self.repository, self._history, off_reason=self._shadow.off_reason)
+        self._status = StatusReader(self.repository, self._history, off_reason=self._shadow.off_reason)
         evidence = evidence_route(self.repository, self._shadow.evidence if config.evidence else None)
-        pages = routes(self.repository, self._counting, self._status.look, evidence)
+        pages = routes(self.repository, self._counting, self._status.snapshot, evidence)
         self.http = open_http(config, pages, self.metrics, self.credentials)
         self._heap = HeapTrimmer()
         self._ticking = Ticking("history", TICK_SECONDS, self._history.tick)

@@ -28,7 +28,7 @@ from service.process.credentials import Credentials
 from service.process.logs import configure
 from service.process.ticking import Ticking
 from service.status_http.pages import Routes, routes
-from service.status_http.views import Status as StatusPage
+from service.status_http.views import StatusReader
 from service.telemetry.history import NAMES, TICK_SECONDS, History
 from service.telemetry.metrics import Metrics
 from service.transport.status import Status
@@ -55,7 +55,7 @@ class Front(Answering):
         operations = Operations(models=FrontModels(registry, self._reports))
         self.direct = build_direct_transport(self._config, registry, metrics.refused, self._credentials, operations)
         history = History(lambda: metrics.samples(NAMES))
-        self._pages: Routes = routes(registry, metrics, StatusPage(registry, history).look)
+        self._pages: Routes = routes(registry, metrics, StatusReader(registry, history).snapshot)
         self._tickings = [
             Ticking("history", TICK_SECONDS, history.tick),
             Ticking("reports", _MAINTAIN_SECONDS, self._reports.maintain),
@@ -97,7 +97,7 @@ class Front(Answering):
             return Response(json.dumps(told), media_type="application/json")
         if route is None or request.method not in ("GET", "HEAD"):
             return Response("not found\n", 404)
-        asked = request.url.query if route.asks else request.headers.get("accept", "")
+        asked = request.url.query if route.takes_query else request.headers.get("accept", "")
         try:
             page = await asyncio.get_running_loop().run_in_executor(None, route.make, asked)
         except Exception:  # noqa: BLE001 -- of what this says nothing, Ray would tell the client

@@ -39,13 +39,13 @@ class Limits:
     connections: int = 256
     request_seconds: float = 5.0  # from the connection to its first whole request, TLS handshake included
     idle_seconds: float = 15.0  # from a response to the next whole request
-    answer_seconds: float = 15.0  # for a client to receive a response
+    response_seconds: float = 15.0  # for a client to receive a response
     header_bytes: int = 16 << 10
     headers: int = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class HttpRequest:
     """A request: the parts that this port reads."""
 
     path: str
@@ -57,24 +57,24 @@ class Asked:
     first: bool  # of its connection
 
 
-Answer = Callable[[Asked], Awaitable[Page]]
+Handler = Callable[[HttpRequest], Awaitable[Page]]
 
 
-class Conversation:
+class HttpConnection:
     """Serves one socket; see :meth:`run`.
 
     ``since`` is when the client last sent a request or received a piece of its response, on the loop's clock.
     """
 
-    def __init__(self, peer: socket.socket, limits: Limits, answer: Answer, refused: Callable[[str], None]) -> None:
-        self._progress()
+    def __init__(self, peer: socket.socket, limits: Limits, handle: Handler, on_refused: Callable[[str], None]) -> None:
+        self._record_progress()
         self._peer = peer
         self._limits = limits
-        self._answer = answer
-        self._refused = refused
+        self._handle = handle
+        self._on_refused = on_refused
         self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=limits.header_bytes)
         self._first = True
-        self._begun = False  # some bytes of a request have arrived
+        self._receiving = False  # some bytes of a request have arrived
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def run(self, context: ssl.SSLContext | None) -> None:
@@ -91,41 +91,41 @@ class Conversation:
 
     def evict(self) -> None:
         """Tell a client that has begun a request that its connection is needed. The caller ends :meth:`run`."""
-        self._refused("http_connections")
-        if self._begun and self._streams is not None and self._http.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            words = "too many connections; try again"
+        self._on_refused("http_connections")
+        if self._receiving and self._streams is not None and self._http.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            message = "too many connections; try again"
             with contextlib.suppress(OSError, h11.ProtocolError):
-                page = text(HTTPStatus.SERVICE_UNAVAILABLE, words, ("Retry-After", "1"))
+                page = text(HTTPStatus.SERVICE_UNAVAILABLE, message, ("Retry-After", "1"))
                 self._streams[1].write(self._head(page, last=True) + page.body)
 
     async def _serve(self, context: ssl.SSLContext | None) -> None:
-        patience = self._limits.request_seconds
-        while (request := await self._next(patience, context)) is not None:
-            async with asyncio.timeout(self._limits.answer_seconds):
-                again = await self._respond(request)
-            if not again:
-                await self._part()
+        request_timeout = self._limits.request_seconds
+        while (request := await self._next_request(request_timeout, context)) is not None:
+            async with asyncio.timeout(self._limits.response_seconds):
+                keep_alive = await self._respond(request)
+            if not keep_alive:
+                await self._close_gracefully()
                 return
-            self._begun = bool(self._http.trailing_data[0])
-            self._progress()
-            patience = self._limits.idle_seconds
+            self._receiving = bool(self._http.trailing_data[0])
+            self._record_progress()
+            request_timeout = self._limits.idle_seconds
 
-    def _progress(self) -> None:
+    def _record_progress(self) -> None:
         self.since = asyncio.get_running_loop().time()
 
-    async def _next(self, seconds: float, context: ssl.SSLContext | None) -> h11.Request | Page | None:
+    async def _next_request(self, timeout: float, context: ssl.SSLContext | None) -> h11.Request | Page | None:
         """Return the next request, or the page that rejects it; None if the client has hung up or sends nothing."""
         try:
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(timeout):
                 if self._streams is None:
-                    self._streams = await _open(self._peer, context, seconds)
-                return await self._request(self._streams[0])
+                    self._streams = await _open(self._peer, context, timeout)
+                return await self._read_request(self._streams[0])
         except TimeoutError:
-            return _TOO_SLOW if self._begun else None
+            return _TOO_SLOW if self._receiving else None
         except h11.RemoteProtocolError as error:
             return _malformed(error)
 
-    async def _request(self, reader: asyncio.StreamReader) -> h11.Request | None:
+    async def _read_request(self, reader: asyncio.StreamReader) -> h11.Request | None:
         while True:
             event = self._http.next_event()
             if isinstance(event, h11.Request):
@@ -133,7 +133,7 @@ class Conversation:
             if event is not h11.NEED_DATA:  # the connection is closed, or switches to another protocol
                 return None
             data = await reader.read(_READ)
-            self._begun = self._begun or bool(data)
+            self._receiving = self._receiving or bool(data)
             self._http.receive_data(data)
 
     async def _respond(self, request: h11.Request | Page) -> bool:
@@ -141,12 +141,12 @@ class Conversation:
         if isinstance(request, Page):
             page, last, with_body = request, True, True
         else:
-            self._progress()
-            page = self._wrong(request) or await self._answer(self._asked(request))
-            last = page.status == HTTPStatus.METHOD_NOT_ALLOWED or not self._read_to_its_end()
+            self._record_progress()
+            page = self._rejection(request) or await self._handle(self._parsed(request))
+            last = page.status == HTTPStatus.METHOD_NOT_ALLOWED or not self._ends_with_headers()
             with_body = request.method != b"HEAD"
-        if page.refused:
-            self._refused(page.refused)
+        if page.rejection:
+            self._on_refused(page.rejection)
         await self._send(page, last, with_body)
         if last or self._http.our_state is not h11.DONE or self._http.their_state is not h11.DONE:
             return False
@@ -161,14 +161,14 @@ class Conversation:
         for start in range(0, len(page.body) if with_body else 0, _CHUNK):
             writer.write(self._http.send(h11.Data(data=page.body[start : start + _CHUNK])) or b"")
             await writer.drain()
-            self._progress()
+            self._record_progress()
         writer.write(self._http.send(h11.EndOfMessage()) or b"")
         await writer.drain()
 
-    async def _part(self) -> None:
+    async def _close_gracefully(self) -> None:
         """Close an answered connection gently, so that the client gets the response: unread bytes would reset it."""
         reader, writer = self._connected
-        self._progress()
+        self._record_progress()
         async with asyncio.timeout(_LINGER_SECONDS):
             if not writer.can_write_eof():  # TLS has its own closing handshake
                 writer.close()
@@ -189,7 +189,7 @@ class Conversation:
         headers += [*_HEADERS, *page.headers, *([("Connection", "close")] if last else [])]
         return self._http.send(h11.Response(status_code=page.status, reason=page.status.phrase, headers=headers)) or b""
 
-    def _read_to_its_end(self) -> bool:
+    def _ends_with_headers(self) -> bool:
         """Whether the request ends with its headers.
 
         A request with a body is answered too, but its body is not read.
@@ -199,22 +199,22 @@ class Conversation:
         except h11.RemoteProtocolError:
             return False
 
-    def _wrong(self, request: h11.Request) -> Page | None:
+    def _rejection(self, request: h11.Request) -> Page | None:
         if request.method not in (b"GET", b"HEAD"):
-            words = "this port answers GET and HEAD only"
-            return text(HTTPStatus.METHOD_NOT_ALLOWED, words, ("Allow", "GET, HEAD"), refused="http_malformed")
+            message = "this port answers GET and HEAD only"
+            return text(HTTPStatus.METHOD_NOT_ALLOWED, message, ("Allow", "GET, HEAD"), rejection="http_malformed")
         if len(request.headers) > self._limits.headers:
-            words = f"{len(request.headers)} headers, over the limit of {self._limits.headers}; send fewer"
-            return text(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, words, refused="http_malformed")
+            message = f"{len(request.headers)} headers, over the limit of {self._limits.headers}; send fewer"
+            return text(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, message, rejection="http_malformed")
         return None
 
-    def _asked(self, request: h11.Request) -> Asked:
+    def _parsed(self, request: h11.Request) -> HttpRequest:
         def header(name: bytes) -> str:
             return ", ".join(value.decode("latin-1") for key, value in request.headers if key == name)
 
         _, writer = self._connected
-        path, query = _parted(request.target)
-        return Asked(
+        path, query = _split_target(request.target)
+        return HttpRequest(
             path=path,
             query=query,
             accept=header(b"accept"),
@@ -225,7 +225,7 @@ class Conversation:
         )
 
 
-_TOO_SLOW = text(HTTPStatus.REQUEST_TIMEOUT, "the request took too long to arrive", refused="http_timeout")
+_TOO_SLOW = text(HTTPStatus.REQUEST_TIMEOUT, "the request took too long to arrive", rejection="http_timeout")
 
 
 def _malformed(error: h11.RemoteProtocolError) -> Page:
@@ -234,10 +234,10 @@ def _malformed(error: h11.RemoteProtocolError) -> Page:
     Its status is 400; 431 for headers that are too large; 501 for an unknown transfer coding.
     """
     status = HTTPStatus(error.error_status_hint)
-    return text(status, f"{status.phrase.lower()}: the request cannot be parsed", refused="http_malformed")
+    return text(status, f"{status.phrase.lower()}: the request cannot be parsed", rejection="http_malformed")
 
 
-def _parted(target: bytes) -> tuple[str, str]:
+def _split_target(target: bytes) -> tuple[str, str]:
     """Split a request target into path and query."""
     try:
         found = urlsplit(target.decode("latin-1"))

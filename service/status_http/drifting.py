@@ -9,7 +9,7 @@ from bf16kit.budget import Budget
 from service.contract import GATE_FAILED
 from service.status_http import amounts
 from service.status_http.markup import code, fact, grouped_table, meter
-from service.status_http.views import ModelView, Running
+from service.status_http.views import ModelView, RuntimeView
 from service.telemetry.history import RecentActivity
 from service.telemetry.livedrift import LiveDrift
 
@@ -21,27 +21,27 @@ _CAUSES = {
 }
 
 
-def troubles(model: ModelView) -> list[str]:
+def problems(model: ModelView) -> list[str]:
     """Describe what an operator should look at, the worst first; empty for a healthy model."""
     if model.recent is None:
         return []
-    drift, found = model.recent.drift, []
+    drift, problems_found = model.recent.drift, []
     if drift.over:
-        found.append(f"drift is {amounts.share(model.drift_ratio)} of its budget")
+        problems_found.append(f"drift is {amounts.share(model.drift_ratio)} of its budget")
     if drift.cause == "broken":
-        found.append("is broken: it differs from fp32 by more than rounding explains")
+        problems_found.append("is broken: it differs from fp32 by more than rounding explains")
     if drift.gate_passed is False:
-        found.append("failed its last golden gate")
+        problems_found.append("failed its last golden gate")
     if drift.fallback:
-        found.append("answers in fp32, because bf16 went over its budget")
+        problems_found.append("answers in fp32, because bf16 went over its budget")
     if model.reference_off:
-        found.append(f"drift is not measured: {model.reference_off}")
+        problems_found.append(f"drift is not measured: {model.reference_off}")
     elif drift.reference_up is False:
-        found.append("drift is not measured: its fp32 reference is loading or has died")
-    return found
+        problems_found.append("drift is not measured: its fp32 reference is loading or has died")
+    return problems_found
 
 
-def drift_part(recent: RecentActivity, running: Running, now: float, off: str = "") -> str:
+def drift_part(recent: RecentActivity, running: RuntimeView, now: float, off: str = "") -> str:
     """Return the heading, the table and the facts as HTML.
 
     ``now`` is in Unix seconds. ``off`` is why the reference stays off.
@@ -66,7 +66,7 @@ def _state(recent: RecentActivity) -> str:
     return "within budget" if highs and all(high is not None and high < 1 for high in highs) else "not known yet"
 
 
-def _table(recent: RecentActivity, running: Running) -> str:
+def _table(recent: RecentActivity, running: RuntimeView) -> str:
     if not recent.ratios:
         return f'<p class="muted">No sample was measured yet. {_budget(running)}</p>'
     shown = list(recent.ratios)[:MOST_OUTPUTS]
@@ -85,24 +85,24 @@ def _table(recent: RecentActivity, running: Running) -> str:
 
 def _heading(output: str, drift: LiveDrift) -> str:
     """Return an output's name, effective samples and the state of its change detector."""
-    words = []
+    parts = []
     if (effective := drift.effective_samples.get(output)) is not None:
-        words.append(f"{amounts.number(effective)} effective samples")
+        parts.append(f"{amounts.number(effective)} effective samples")
     if output in drift.change_score:
         score = drift.change_score[output]
         alarm = score is None or score >= 1
-        said = f"change detector at {amounts.share(score)} of its threshold"
-        words.append(f'<span class="over">{said}: changed</span>' if alarm else said)
-    return ", ".join([code(output), *words])
+        text = f"change detector at {amounts.share(score)} of its threshold"
+        parts.append(f'<span class="over">{text}: changed</span>' if alarm else text)
+    return ", ".join([code(output), *parts])
 
 
 def _bound(recent: RecentActivity, output: str, metric: str, ratio: float, budget: Budget) -> tuple[str, ...]:
     low, high = (side.get(output, {}).get(metric) for side in (recent.drift.low, recent.drift.high))
     over = low is not None and low > 1
-    words = f'<span class="share{" over" if over else ""}">{amounts.share(ratio)}</span>'
+    percentage = f'<span class="share{" over" if over else ""}">{amounts.share(ratio)}</span>'
     return (
         escape(metric),
-        f"{meter(ratio)} {words}",
+        f"{meter(ratio)} {percentage}",
         _interval(low, high),
         amounts.number(budget.measured(metric, ratio)),
         amounts.number(budget.bound(metric)),
@@ -116,7 +116,7 @@ def _interval(low: float | None, high: float | None) -> str:
     return f'<span class="range">{amounts.share(low)} to {amounts.share(high)}</span>'
 
 
-def _budget(running: Running) -> str:
+def _budget(running: RuntimeView) -> str:
     listed = ", ".join(f"{name} {amounts.number(bound)}" for name, bound in running.budget.items())
     return f"The budget: {escape(listed)}." if listed else "There is no budget."
 
@@ -124,7 +124,7 @@ def _budget(running: Running) -> str:
 # --- causes and actions -----------------------------------------------------------------------------------------------
 
 
-def _facts(recent: RecentActivity, running: Running, now: float, off: str) -> str:
+def _facts(recent: RecentActivity, running: RuntimeView, now: float, off: str) -> str:
     drift = recent.drift
     facts = [
         fact(
@@ -145,24 +145,24 @@ def _marked(text: str, bad: bool) -> str:
     return f'<span class="over">{escape(text)}</span>' if bad else escape(text)
 
 
-def _answers(drift: LiveDrift, running: Running, now: float) -> str:
+def _answers(drift: LiveDrift, running: RuntimeView, now: float) -> str:
     """Return the precision that answers, since when, and the reason if it is not bf16 or should not be."""
-    said = _marked("fp32" if drift.fallback else "bf16", drift.fallback)
+    text = _marked("fp32" if drift.fallback else "bf16", drift.fallback)
     if drift.fallback_since is not None:
-        said += f" since {_moment(drift.fallback_since, now)}"
+        text += f" since {_moment(drift.fallback_since, now)}"
     if running.active_precision_reason:
-        said += f": {escape(running.active_precision_reason)}"
+        text += f": {escape(running.active_precision_reason)}"
     if drift.falls:
-        said += f'<br><span class="muted">fell back {amounts.plural(drift.falls, "time")} since it was loaded</span>'
-    return said
+        text += f'<br><span class="muted">fell back {amounts.plural(drift.falls, "time")} since it was loaded</span>'
+    return text
 
 
-def golden(running: Running) -> str:
+def golden(running: RuntimeView) -> str:
     """Return the result of the last golden gate."""
     return f"<span{' class=over' if running.golden.startswith(GATE_FAILED) else ''}>{escape(running.golden)}</span>"
 
 
-def _gate(drift: LiveDrift, running: Running, now: float) -> str:
+def _gate(drift: LiveDrift, running: RuntimeView, now: float) -> str:
     if drift.gate_passed is None or drift.gate_at is None:
         return golden(running)
     result = "passed" if drift.gate_passed else _marked("failed", bad=True)
@@ -170,18 +170,18 @@ def _gate(drift: LiveDrift, running: Running, now: float) -> str:
 
 
 def _reference(drift: LiveDrift, now: float, off: str) -> str:
-    words = {
+    states = {
         None: "not loaded: no sample was taken yet, or shadow is off",
         True: "up",
         False: _marked(off or "loading, or has died: drift is not measured", bad=True),
     }
     last = "" if drift.last_sample is None else f"; last sample {_moment(drift.last_sample, now)}"
-    return words[drift.reference_up] + last
+    return states[drift.reference_up] + last
 
 
 def _moment(at: float, now: float) -> str:
     """Format a time of day, with the date if it is not today's, and how long ago it was."""
     moment, today = datetime.fromtimestamp(at, UTC), datetime.fromtimestamp(now, UTC).date()
-    said = moment.strftime("%H:%M:%S" if moment.date() == today else "%Y-%m-%d %H:%M:%S")
+    text = moment.strftime("%H:%M:%S" if moment.date() == today else "%Y-%m-%d %H:%M:%S")
     stamp = moment.isoformat(timespec="seconds")
-    return f'<time datetime="{stamp}">{said} UTC</time> ({amounts.duration(max(0.0, now - at))} ago)'
+    return f'<time datetime="{stamp}">{text} UTC</time> ({amounts.duration(max(0.0, now - at))} ago)'

@@ -35,7 +35,7 @@ def evidence_route(registry: Registry, fetch: Fetch | None) -> Route:
         if fetch is None:
             return text(HTTPStatus.NOT_FOUND, OFF)
         try:
-            name, version = _asked(query)
+            name, version = _parse_query(query)
             slot = registry.find(name, version)
             data = fetch(slot.name, slot.version)
         except RequestError as error:
@@ -46,17 +46,17 @@ def evidence_route(registry: Registry, fetch: Fetch | None) -> Route:
         )  # fmt: skip
         return Page(HTTPStatus.OK, CONTENT_TYPE, data)
 
-    return Route(make, asks=True, scope="manage")
+    return Route(make, takes_query=True, scope="manage")
 
 
-def _asked(query: str) -> tuple[str, str]:
+def _parse_query(query: str) -> tuple[str, str]:
     """Return the model and the version requested; version "" is the newest. Raises InvalidRequest."""
     try:
-        found = parse_qs(query, keep_blank_values=True, strict_parsing=True, max_num_fields=8)
+        parameters = parse_qs(query, keep_blank_values=True, strict_parsing=True, max_num_fields=8)
     except ValueError:
-        found = {}
-    unknown = sorted(found.keys() - {"model", "version"})
-    if unknown or len(found.get("model", ())) != 1 or len(found.get("version", ("",))) != 1:
-        word = f"; {quoted(unknown[0])} is not a parameter of this page" if unknown else ""
-        raise InvalidRequest(f"request /evidence?model=NAME, with &version=N for one that is not the newest{word}")
-    return found["model"][0], found.get("version", [""])[0]
+        parameters = {}
+    unknown = sorted(parameters.keys() - {"model", "version"})
+    if unknown or len(parameters.get("model", ())) != 1 or len(parameters.get("version", ("",))) != 1:
+        hint = f"; {quoted(unknown[0])} is not a parameter of this page" if unknown else ""
+        raise InvalidRequest(f"request /evidence?model=NAME, with &version=N for one that is not the newest{hint}")
+    return parameters["model"][0], parameters.get("version", [""])[0]

@@ -14,9 +14,9 @@ def code(text: str) -> str:
     return f"<code>{escape(text)}</code>"
 
 
-def figure(name: str, value: str, words: str = "", *, over: bool = False, picture: str = "") -> str:
+def figure(name: str, value: str, note: str = "", *, over: bool = False, picture: str = "") -> str:
     """A number with its name, in a ``dl``."""
-    small = f"<small>{escape(words)}</small>" if words else ""
+    small = f"<small>{escape(note)}</small>" if note else ""
     kind = ' class="over"' if over else ""
     return f"<div><dt>{escape(name)}</dt><dd><span{kind}>{escape(value)}</span>{small}{picture}</dd></div>"
 
@@ -29,20 +29,20 @@ def fact(name: str, cell: str) -> str:
 Rows = Iterable[Sequence[str]]
 
 
-def table(caption: str, columns: Sequence[str], rows: Rows, *, words: int = 1, wide: int = 0) -> str:
+def table(caption: str, columns: Sequence[str], rows: Rows, *, text_columns: int = 1, wide: int = 0) -> str:
     """Return a table. Cells are HTML.
 
-    The first of ``columns`` names the row. The first ``words`` columns hold text, the others numbers. The last ``wide``
-    columns are hidden on a phone.
+    The first of ``columns`` names the row. The first ``text_columns`` columns hold text, the others numbers. The last
+    ``wide`` columns are hidden on a phone.
     """
-    return grouped_table(caption, columns, {"": rows}, words=words, wide=wide)
+    return grouped_table(caption, columns, {"": rows}, text_columns=text_columns, wide=wide)
 
 
 def grouped_table(
-    caption: str, columns: Sequence[str], groups: Mapping[str, Rows], *, words: int = 1, wide: int = 0
+    caption: str, columns: Sequence[str], groups: Mapping[str, Rows], *, text_columns: int = 1, wide: int = 0
 ) -> str:
     """Return a :func:`table` whose rows are in groups, each under its name, which is HTML."""
-    kinds = [_kind(at >= words, at >= len(columns) - wide) for at in range(len(columns))]
+    kinds = [_kind(at >= text_columns, at >= len(columns) - wide) for at in range(len(columns))]
     head = "".join(f'<th scope="col"{kind}>{escape(column)}</th>' for column, kind in zip(columns, kinds, strict=True))
     bodies = "\n".join(_body(name, rows, kinds) for name, rows in groups.items())
     return f"<table>\n<caption>{escape(caption)}</caption>\n<thead><tr>{head}</tr></thead>\n{bodies}\n</table>"

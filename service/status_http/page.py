@@ -9,7 +9,7 @@ from html import escape
 
 from bf16kit.wording import brief
 from service.status_http import amounts
-from service.status_http.drifting import troubles
+from service.status_http.drifting import problems
 from service.status_http.markup import code, details, figure, table
 from service.status_http.section import latency, model_section
 from service.status_http.style import STYLE
@@ -45,11 +45,11 @@ def status_page(server: ServerView, *, refreshing: bool = False) -> str:
     if left:
         sections.append(f"<p>{left:,} more models are in the table above and in /status.json.</p>")
     overview = _models(server, anchors) if len(server.models) > 1 else ""
-    body = [_verdict(server, anchors), _figures(server), overview, *(sections or [_EMPTY]), _door(server)]
-    words = "ready" if server.ready else "not ready"
+    body = [_verdict(server, anchors), _figures(server), overview, *(sections or [_EMPTY]), _early_rejections(server)]
+    state = "ready" if server.ready else "not ready"
     return "\n".join(
         [
-            _head(words, server.ready, refreshing),
+            _head(state, server.ready, refreshing),
             "<body>",
             '<a class="skip" href="#main">Skip to content</a>',
             _header(server, refreshing),
@@ -68,22 +68,22 @@ def _detailed(models: tuple[ModelView, ...]) -> list[ModelView]:
     if len(models) <= MOST_SECTIONS:
         return list(models)
 
-    def calm(model: ModelView) -> tuple[bool, bool, float, int]:
+    def priority(model: ModelView) -> tuple[bool, bool, float, int]:
         answered = 0 if model.recent is None else model.recent.counts.answered
-        return model.state == "ready", not troubles(model), -(model.drift_ratio or 0.0), -answered
+        return model.state == "ready", not problems(model), -(model.drift_ratio or 0.0), -answered
 
-    chosen = {id(model) for model in sorted(models, key=calm)[:MOST_SECTIONS]}
+    chosen = {id(model) for model in sorted(models, key=priority)[:MOST_SECTIONS]}
     return [model for model in models if id(model) in chosen]
 
 
-def _head(words: str, ready: bool, refreshing: bool) -> str:
+def _head(state: str, ready: bool, refreshing: bool) -> str:
     refresh = f'<meta http-equiv="refresh" content="{REFRESH_SECONDS}">\n' if refreshing else ""
     icon = _ICON.format(colour="1e8e3e" if ready else "b3261e")
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f'{refresh}<meta name="color-scheme" content="light dark">\n<link rel="icon" href="{icon}">\n'
-        f"<title>bf16-serve: {words}</title>\n<style>{STYLE}</style>\n</head>"
+        f"<title>bf16-serve: {state}</title>\n<style>{STYLE}</style>\n</head>"
     )
 
 
@@ -111,40 +111,42 @@ def _time(at: str) -> str:
 
 
 def _verdict(server: ServerView, anchors: dict[int, str]) -> str:
-    waits = server.waits_for
-    found = {id(model): troubles(model) for model in server.models}
-    ill = [model for model in server.models if found[id(model)]]
-    bad = not server.ready or bool(ill)
+    not_ready = server.not_ready
+    found = {id(model): problems(model) for model in server.models}
+    failing = [model for model in server.models if found[id(model)]]
+    bad = not server.ready or bool(failing)
     mark = f'<span class="mark{" no" if bad else ""}" aria-hidden="true">{"✗" if bad else "✓"}</span>'
-    items = [_item(model, anchors, _state(model)) for model in waits]
-    items += [_item(model, anchors, "; ".join(found[id(model)])) for model in ill]
+    items = [_item(model, anchors, _state(model)) for model in not_ready]
+    items += [_item(model, anchors, "; ".join(found[id(model)])) for model in failing]
     left = [f"<li>and {len(items) - _MOST_REASONS} more</li>"] if len(items) > _MOST_REASONS else []
     listed = "\n".join(["<ul>", *items[:_MOST_REASONS], *left, "</ul>\n"]) if items else ""
     return (
         f'<section class="verdict{" bad" if bad else ""}" aria-labelledby="verdict">\n'
-        f'<h2 id="verdict">{mark} {_headline(server, ill)}</h2>\n{listed}</section>'
+        f'<h2 id="verdict">{mark} {_headline(server, failing)}</h2>\n{listed}</section>'
     )
 
 
-def _headline(server: ServerView, ill: list[ModelView]) -> str:
+def _headline(server: ServerView, failing: list[ModelView]) -> str:
     models = amounts.plural(len(server.models), "model")
     if server.ready:
-        over = sum(model.over_budget for model in ill)
-        what = f"{amounts.plural(over, 'model')} over the drift budget" if over else f"{len(ill):,} with problems"
-        return f"Ready: {models} {'answers' if len(server.models) == 1 else 'answer'}{f', and {what}' if ill else ''}"
+        over = sum(model.over_budget for model in failing)
+        what = f"{amounts.plural(over, 'model')} over the drift budget" if over else f"{len(failing):,} with problems"
+        return (
+            f"Ready: {models} {'answers' if len(server.models) == 1 else 'answer'}{f', and {what}' if failing else ''}"
+        )
     if not server.models:
         return "Not ready: there are no models"
-    waits = len(server.waits_for)
-    if not waits:
+    waiting = len(server.not_ready)
+    if not waiting:
         return "Not ready: every model is ready, but the server is starting or stopping"
-    return f"Not ready: {waits:,} of {models} {'does' if waits == 1 else 'do'} not answer"
+    return f"Not ready: {waiting:,} of {models} {'does' if waiting == 1 else 'do'} not answer"
 
 
-def _item(model: ModelView, anchors: dict[int, str], words: str) -> str:
+def _item(model: ModelView, anchors: dict[int, str], text: str) -> str:
     anchor = anchors.get(id(model))
     name = escape(model.label) if anchor is None else f'<a href="#{anchor}">{escape(model.label)}</a>'
     mark = '<span class="mark wait" aria-hidden="true">…</span>' if model.state == "loading" else _NO
-    return f"<li>{mark} {name}: {escape(words)}</li>"
+    return f"<li>{mark} {name}: {escape(text)}</li>"
 
 
 def _state(model: ModelView) -> str:
@@ -159,13 +161,16 @@ _NO = '<span class="mark no" aria-hidden="true">✗</span>'
 
 
 def _figures(server: ServerView) -> str:
-    seen = [model.recent for model in server.models if model.recent is not None]
-    answered = sum(recent.per_second(recent.counts.answered) for recent in seen)
-    waiting, in_flight = sum(recent.queue_depth for recent in seen), sum(recent.in_flight for recent in seen)
-    slowest = max((p99 for recent in seen if (p99 := recent.request.p99) is not None), default=None)
-    rejected = sum(sum(recent.counts.rejected.values()) for recent in seen) + sum(server.door.recent.values())
+    recents = [model.recent for model in server.models if model.recent is not None]
+    answered = sum(recent.per_second(recent.counts.answered) for recent in recents)
+    waiting, in_flight = (
+        sum(recent.queue_depth for recent in recents),
+        sum(recent.in_flight for recent in recents),
+    )
+    slowest = max((p99 for recent in recents if (p99 := recent.request.p99) is not None), default=None)
+    rejected = sum(sum(recent.counts.rejected.values()) for recent in recents) + sum(server.door.recent.values())
     worst = max((ratio for model in server.models if (ratio := model.drift_ratio) is not None), default=None)
-    ready = len(server.models) - len(server.waits_for)
+    ready = len(server.models) - len(server.not_ready)
     return "\n".join(
         [
             '<dl class="figures">',
@@ -182,7 +187,7 @@ def _figures(server: ServerView) -> str:
     )
 
 
-def _door(server: ServerView) -> str:
+def _early_rejections(server: ServerView) -> str:
     """Return the table of requests rejected before they reached a model."""
     recent, total = server.door.recent, server.door.total
     if not total:
@@ -200,7 +205,7 @@ def _models(server: ServerView, anchors: dict[int, str]) -> str:
         f"Last {amounts.duration(WINDOW_SECONDS)}; drift as a share of its budget",
         columns,
         rows,
-        words=3,
+        text_columns=3,
         wide=4,
     )
     return f'<section aria-labelledby="models">\n<h2 id="models">Models</h2>\n{body}\n</section>'

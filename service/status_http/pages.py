@@ -22,45 +22,45 @@ _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^][:@/\s]+)(:\d{1,5})?", re.ASCII)  # 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """One response. ``refused`` is the reason that the metrics count if it is a rejection."""
+    """One response. ``rejection`` is the reason that the metrics count if it is a rejection."""
 
     status: HTTPStatus
     content_type: str
     body: bytes
     headers: tuple[tuple[str, str], ...] = ()
-    refused: str = ""
+    rejection: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
     """What answers a path.
 
-    ``make`` gets the request's Accept header, or its query if ``asks``. A ``probe`` is cheap and open to everybody. For
-    other paths a token needs ``scope``.
+    ``make`` gets the request's Accept header, or its query if ``takes_query``. A ``probe`` is cheap and open to
+    everybody. For other paths a token needs ``scope``.
     """
 
     make: Callable[[str], Page]
     probe: bool = False
-    asks: bool = False
+    takes_query: bool = False
     scope: Scope = "read"
 
 
 Routes = Mapping[str, Route]
 
 
-class Scraped(Protocol):
+class MetricsSource(Protocol):
     """The part of :class:`service.telemetry.metrics.Metrics` that the port reads."""
 
     def expose(self, accept: str = "") -> tuple[bytes, str]: ...
 
 
 def routes(
-    registry: Registry, metrics: Scraped, look: Callable[[], ServerView], evidence: Route | None = None
+    registry: Registry, metrics: MetricsSource, snapshot: Callable[[], ServerView], evidence: Route | None = None
 ) -> Routes:
     """Return the routes: ``/metrics``, ``/livez`` and ``/readyz``; the status page at ``/`` and ``/watch``, and as JSON
     at ``/status.json``; and ``evidence``, if given.
 
-    ``look`` returns what the status page shows.
+    ``snapshot`` returns what the status page shows.
     """
 
     def scrape(accept: str) -> Page:
@@ -73,22 +73,22 @@ def routes(
     def ready(_: str) -> Page:
         return _probe(registry.ready, "ready")
 
-    def people(_: str) -> Page:
-        return _html(status_page(look()))
+    def status_html(_: str) -> Page:
+        return _html(status_page(snapshot()))
 
-    def watchers(_: str) -> Page:
-        return _html(status_page(look(), refreshing=True))
+    def status_watch(_: str) -> Page:
+        return _html(status_page(snapshot(), refreshing=True))
 
-    def programs(_: str) -> Page:
-        return Page(HTTPStatus.OK, "application/json", look().as_json())
+    def status_json(_: str) -> Page:
+        return Page(HTTPStatus.OK, "application/json", snapshot().as_json())
 
     return {
         "/metrics": Route(scrape),
         "/livez": Route(live, probe=True),
         "/readyz": Route(ready, probe=True),
-        "/status.json": Route(programs),
-        "/watch": Route(watchers),
-        "/": Route(people),
+        "/status.json": Route(status_json),
+        "/watch": Route(status_watch),
+        "/": Route(status_html),
         **({} if evidence is None else {EVIDENCE: evidence}),
     }
 
@@ -97,9 +97,9 @@ def _html(page: str) -> Page:
     return Page(HTTPStatus.OK, "text/html; charset=utf-8", page.encode("utf-8", "replace"))
 
 
-def text(status: HTTPStatus, words: str, *headers: tuple[str, str], refused: str = "") -> Page:
+def text(status: HTTPStatus, message: str, *headers: tuple[str, str], rejection: str = "") -> Page:
     """Return a page of one line."""
-    return Page(status, TEXT, f"{words}\n".encode("utf-8", "replace"), headers, refused)
+    return Page(status, TEXT, f"{message}\n".encode("utf-8", "replace"), headers, rejection)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,25 +118,25 @@ class Access:
     def refusal(self, authorization: str, has_certificate: bool, scope: Scope = "read", host: str = "") -> Page | None:
         """Return why this client, which requested ``host``, is rejected; None if it may see the page."""
         if self.client_certificate and not has_certificate:
-            words = "this page needs a client certificate of the configured authority"
-            return text(HTTPStatus.FORBIDDEN, words, refused="unauthenticated")
+            message = "this page needs a client certificate of the configured authority"
+            return text(HTTPStatus.FORBIDDEN, message, rejection="unauthenticated")
         if self.tokens is None:
-            if scope == "manage" and not self.client_certificate and not self._is_here(host):
-                words = "without tokens this page is served only for requests to localhost or 127.0.0.1"
-                return text(HTTPStatus.FORBIDDEN, words, refused="forbidden")
+            if scope == "manage" and not self.client_certificate and not self._is_local(host):
+                message = "without tokens this page is served only for requests to localhost or 127.0.0.1"
+                return text(HTTPStatus.FORBIDDEN, message, rejection="forbidden")
             return None
         scopes = self.tokens.scopes(authorization)
         if scopes is None:
-            words = "this page needs a token: send 'Authorization: Bearer TOKEN'"
+            message = "this page needs a token: send 'Authorization: Bearer TOKEN'"
             challenge = ("WWW-Authenticate", 'Bearer realm="bf16kit"')
-            return text(HTTPStatus.UNAUTHORIZED, words, challenge, refused="unauthenticated")
+            return text(HTTPStatus.UNAUTHORIZED, message, challenge, rejection="unauthenticated")
         if scope not in scopes:
             challenge = ("WWW-Authenticate", f'Bearer realm="bf16kit", error="insufficient_scope", scope="{scope}"')
-            words = f"this token lacks the scope {scope!r}"
-            return text(HTTPStatus.FORBIDDEN, words, challenge, refused="forbidden")
+            message = f"this token lacks the scope {scope!r}"
+            return text(HTTPStatus.FORBIDDEN, message, challenge, rejection="forbidden")
         return None
 
-    def _is_here(self, host: str) -> bool:
+    def _is_local(self, host: str) -> bool:
         """Whether a Host header names this machine."""
         found = _HOST.fullmatch(host)
         if found is None:
@@ -148,7 +148,7 @@ class Access:
             return name in LOOPBACK or name == self.host.lower()
 
 
-def _probe(good: bool, word: str) -> Page:
-    if good:
-        return text(HTTPStatus.OK, word)
-    return text(HTTPStatus.SERVICE_UNAVAILABLE, f"not {word}; see / for the reason")
+def _probe(ok: bool, state: str) -> Page:
+    if ok:
+        return text(HTTPStatus.OK, state)
+    return text(HTTPStatus.SERVICE_UNAVAILABLE, f"not {state}; see / for the reason")

@@ -16,11 +16,14 @@ _LONGEST_PAUSE_SECONDS = 0.2
 _WAITING = 32  # distinct pages; a scraper requests one
 _FAILED = text(HTTPStatus.INTERNAL_SERVER_ERROR, "internal error; the server's log has the details")
 _BUSY = text(
-    HTTPStatus.SERVICE_UNAVAILABLE, "too many pages are requested; try again", ("Retry-After", "1"), refused="http_busy"
+    HTTPStatus.SERVICE_UNAVAILABLE,
+    "too many pages are requested; try again",
+    ("Retry-After", "1"),
+    rejection="http_busy",
 )
 
 
-class Rendering:
+class PageRenderer:
     """Renders pages for the event loop, without blocking it. A page is never older than the request for it."""
 
     def __init__(self, pages: Routes) -> None:
@@ -36,7 +39,7 @@ class Rendering:
         """
         route = self._pages[path]
         if route.probe:
-            return _made(path, route, accept)
+            return _render(path, route, accept)
         key = path, accept
         job = self._waiting.get(key)
         if job is None:
@@ -44,21 +47,21 @@ class Rendering:
                 return _BUSY
             # Only the loop looks up and adds entries. The thread only removes one, before it reads anything.
             self._waiting[key] = job = Future()
-            self._threads.submit(self._make, key, job, route)
+            self._threads.submit(self._render_job, key, job, route)
         return await asyncio.shield(asyncio.wrap_future(job))
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _make(self, key: tuple[str, str], job: Future[Page], route: Route) -> None:
-        begun = time.monotonic()
+    def _render_job(self, key: tuple[str, str], job: Future[Page], route: Route) -> None:
+        started = time.monotonic()
         self._waiting.pop(key, None)
-        job.set_result(_made(key[0], route, key[1]))
+        job.set_result(_render(key[0], route, key[1]))
         # Take at most a quarter of this thread's time, so that clients without pauses do not slow down inference.
-        time.sleep(min(3 * (time.monotonic() - begun), _LONGEST_PAUSE_SECONDS))
+        time.sleep(min(3 * (time.monotonic() - started), _LONGEST_PAUSE_SECONDS))
 
 
-def _made(path: str, route: Route, accept: str) -> Page:
+def _render(path: str, route: Route, accept: str) -> Page:
     try:
         return route.make(accept)
     except Exception:  # noqa: BLE001 -- an empty answer would tell neither a scraper nor the operator

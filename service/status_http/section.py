@@ -8,7 +8,7 @@ from service.status_http import amounts
 from service.status_http.drifting import MOST_OUTPUTS, drift_part, golden
 from service.status_http.markup import code, details, fact, figure, grouped_table, table
 from service.status_http.sparkline import sparkline
-from service.status_http.views import SPAN_SECONDS, WINDOW_SECONDS, ModelView, Running
+from service.status_http.views import SPAN_SECONDS, WINDOW_SECONDS, ModelView, RuntimeView
 from service.telemetry.history import TICKS, RecentActivity
 from service.telemetry.quantiles import Durations
 from service.telemetry.vocabulary import SECONDS
@@ -32,9 +32,9 @@ def model_section(model: ModelView, anchor: str, now: float) -> str:
         parts.append(f'<p class="reason {state}">{escape(model.reason)}</p>')
     if model.recent is not None and model.running is not None:
         parts += [_trends(model, model.recent), drift_part(model.recent, model.running, now, model.reference_off)]
-        parts.append(f'<div class="pair">\n{_latency(model.recent)}\n{_how(model.running)}\n</div>')
+        parts.append(f'<div class="pair">\n{_latency(model.recent)}\n{_configuration(model.running)}\n</div>')
     elif model.running is not None:
-        parts.append(_how(model.running, fact("Golden gate", golden(model.running))))
+        parts.append(_configuration(model.running, fact("Golden gate", golden(model.running))))
     if model.recent is not None:
         parts.append(details("Answers and rejections by reason", _outcomes(model.recent)))
     if model.running is not None:
@@ -80,17 +80,17 @@ def _trends(model: ModelView, recent: RecentActivity) -> str:
 
 
 def _drift_figure(ratio: float | None, recent: RecentActivity) -> str:
-    words = f"{amounts.plural(recent.total.samples.get('measured', 0), 'sample')} measured"
+    note = f"{amounts.plural(recent.total.samples.get('measured', 0), 'sample')} measured"
     if dropped := recent.total.samples.get("dropped", 0):
-        words += f", {dropped:,} dropped"
+        note += f", {dropped:,} dropped"
     if failed := recent.total.samples.get("failed", 0):
-        words += f", {failed:,} failed"
+        note += f", {failed:,} failed"
     picture = sparkline("Drift against its budget", _SPAN, recent.trend.drift, amounts.share, length=TICKS, bound=1.0)
     if ratio is None:
-        return figure("Drift, of its budget", amounts.NONE, words, picture=picture)
+        return figure("Drift, of its budget", amounts.NONE, note, picture=picture)
     over = recent.drift.over
-    words += "; over its budget" if over else ""
-    return figure("Drift, of its budget", amounts.share(ratio), words, over=over, picture=picture)
+    note += "; over its budget" if over else ""
+    return figure("Drift, of its budget", amounts.share(ratio), note, over=over, picture=picture)
 
 
 def _latency(recent: RecentActivity) -> str:
@@ -118,7 +118,7 @@ def _window(recent: RecentActivity) -> str:
 # --- configuration ----------------------------------------------------------------------------------------------------
 
 
-def _how(running: Running, *more: str) -> str:
+def _configuration(running: RuntimeView, *more: str) -> str:
     profile = escape(running.profile) + (f"; {escape(running.choice)}" if running.choice else "")
     proof = _PROOFS.get(running.accumulation, running.accumulation)
     facts = [
@@ -136,7 +136,7 @@ def _how(running: Running, *more: str) -> str:
     return "\n".join(["<div>", "<h3>How it runs</h3>", '<dl class="facts">', *facts, "</dl>", "</div>"])
 
 
-def _batching(running: Running) -> str:
+def _batching(running: RuntimeView) -> str:
     at_once = "one batch at once" if running.instances == 1 else f"{running.instances} batches at once"
     if not running.max_batch_size:
         return f"off, {at_once}"
@@ -164,7 +164,7 @@ def _outcomes(recent: RecentActivity) -> str:
     return grouped_table("Requests", ("", _window(recent), "since it was loaded"), groups)
 
 
-def _tensors(running: Running) -> str:
+def _tensors(running: RuntimeView) -> str:
     return (
         '<dl class="facts">'
         + fact("Inputs", _lines(running.inputs))

@@ -21,26 +21,26 @@ from typing import Any
 
 from service.process import ports
 from service.process.certificates import CertificateFiles
-from service.status_http.conversation import Asked, Conversation, Limits
+from service.status_http.conversation import HttpConnection, HttpRequest, Limits
 from service.status_http.pages import Access, Page, Routes, text
-from service.status_http.rendering import Rendering
+from service.status_http.rendering import PageRenderer
 
 _log = logging.getLogger(__name__)
 _BACKLOG = 1024  # connections held by the system until they are accepted
 _SEND_BUFFER = 128 << 10  # bytes of a response held by the system for a client that does not read
-_ANSWERED_AT_ONCE = 16  # requests answered at a time; a probe that is its connection's first request goes ahead
+_MOST_CONCURRENT_REQUESTS = 16  # requests answered at a time; a probe that is its connection's first request goes ahead
 # Connections accepted in a row. Reading and answering a probe takes seven turns of the loop: connections that come
 # later must not delay it.
-_ACCEPTED_AT_ONCE = 8
+_ACCEPT_BURST = 8
 _PAUSE_SECONDS = 0.05  # before accepting again when there are no file descriptors left
-_SAY_AGAIN_SECONDS = 60.0
+_WARNING_INTERVAL_SECONDS = 60.0
 
 
 class HttpServer:
     """The HTTP server. The constructor binds, so that a port in use shows before any load; :meth:`start` serves.
 
-    ``refused`` is called with the reason of each rejection, on the server's thread. Raises :class:`ConfigError` if the
-    address cannot be bound.
+    ``on_refused`` is called with the reason of each rejection, on the server's thread. Raises :class:`ConfigError` if
+    the address cannot be bound.
     """
 
     def __init__(
@@ -52,18 +52,18 @@ class HttpServer:
         limits: Limits | None = None,
         access: Access | None = None,
         certificates: CertificateFiles | None = None,
-        refused: Callable[[str], None] = lambda reason: None,
+        on_refused: Callable[[str], None] = lambda reason: None,
     ) -> None:
         self._listener = _listen(host, port)
         self._pages = pages
         self._limits = limits or Limits()
         self._access = access or Access()
         self._certificates = certificates
-        self._refused = refused
-        self._rendering = Rendering(pages)
-        self._open: dict[Conversation, asyncio.Task[None]] = {}
-        self._turns = asyncio.Semaphore(_ANSWERED_AT_ONCE)
-        self._said = -_SAY_AGAIN_SECONDS
+        self._on_refused = on_refused
+        self._renderer = PageRenderer(pages)
+        self._open: dict[HttpConnection, asyncio.Task[None]] = {}
+        self._slots = asyncio.Semaphore(_MOST_CONCURRENT_REQUESTS)
+        self._last_warning = -_WARNING_INTERVAL_SECONDS
         self._stop: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
         self._thread = threading.Thread(target=self._run, name="http", daemon=True)
 
@@ -81,7 +81,7 @@ class HttpServer:
                 loop, stop = self._stop.result()
                 loop.call_soon_threadsafe(stop.set)
             self._thread.join()
-        self._rendering.close()
+        self._renderer.close()
         self._listener.close()
 
     # --- the loop's thread --------------------------------------------------------------------------------------------
@@ -119,54 +119,54 @@ class HttpServer:
                 continue
             if len(self._open) >= self._limits.connections:
                 self._make_room(f"it has {len(self._open)} connections, its limit")
-            self._begin(peer)
-            if count % _ACCEPTED_AT_ONCE == 0:
+            self._start_connection(peer)
+            if count % _ACCEPT_BURST == 0:
                 await asyncio.sleep(0)  # a flood of connections must not delay the open ones
 
-    def _begin(self, peer: socket.socket) -> None:
-        conversation = Conversation(peer, self._limits, self._answer, self._refused)
+    def _start_connection(self, peer: socket.socket) -> None:
+        connection = HttpConnection(peer, self._limits, self._handle, self._on_refused)
         context = None if self._certificates is None else self._certificates.current().context
-        talk: Coroutine[Any, Any, None] = conversation.run(context)
-        task = asyncio.get_running_loop().create_task(talk)
-        self._open[conversation] = task
+        serving: Coroutine[Any, Any, None] = connection.run(context)
+        task = asyncio.get_running_loop().create_task(serving)
+        self._open[connection] = task
 
         def end(task: asyncio.Task[None]) -> None:
-            self._open.pop(conversation, None)
-            conversation.close()
+            self._open.pop(connection, None)
+            connection.close()
             if not task.cancelled() and (error := task.exception()) is not None:
                 _log.error("a connection to the HTTP port failed", exc_info=error)
 
         task.add_done_callback(end)
 
-    def _make_room(self, why: str) -> None:
+    def _make_room(self, reason: str) -> None:
         """Close the connection that has been idle longest: no request sent, nothing of a response received."""
         if not self._open:
             return
-        victim = min(self._open, key=lambda conversation: conversation.since)
+        victim = min(self._open, key=lambda connection: connection.since)
         victim.evict()
         self._open.pop(victim).cancel()
         now = time.monotonic()
-        if now - self._said >= _SAY_AGAIN_SECONDS:
-            self._said = now
-            _log.warning("HTTP port: %s: closing the connections that have been idle longest", why)
+        if now - self._last_warning >= _WARNING_INTERVAL_SECONDS:
+            self._last_warning = now
+            _log.warning("HTTP port: %s: closing the connections that have been idle longest", reason)
 
-    async def _answer(self, asked: Asked) -> Page:
-        """Answer a request.
+    async def _handle(self, request: HttpRequest) -> Page:
+        """Handle a request.
 
         A new connection's first probe goes ahead of busy clients, so that hundreds of them cannot delay it.
         """
-        route = self._pages.get(asked.path)
-        if route is None or not (route.probe and asked.first):
-            async with self._turns:
+        route = self._pages.get(request.path)
+        if route is None or not (route.probe and request.first):
+            async with self._slots:
                 await asyncio.sleep(0)
         if route is None or not route.probe:
             scope = "read" if route is None else route.scope
-            refusal = self._access.refusal(asked.authorization, asked.has_certificate, scope, asked.host)
+            refusal = self._access.refusal(request.authorization, request.has_certificate, scope, request.host)
             if refusal is not None:
                 return refusal
         if route is None:
             return text(HTTPStatus.NOT_FOUND, f"not found; the pages are {', '.join(self._pages)}")
-        return await self._rendering.page(asked.path, asked.query if route.asks else asked.accept)
+        return await self._renderer.page(request.path, request.query if route.takes_query else request.accept)
 
 
 def _unexpected(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

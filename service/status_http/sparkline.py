@@ -7,16 +7,22 @@ from html import escape
 
 _HEIGHT = 40
 _TOP = 2  # room for the line's own width
-Words = Callable[[float | None], str]
+Format = Callable[[float | None], str]
 Point = tuple[int, int]
 
 
 def sparkline(
-    name: str, span: str, points: Sequence[float | None], words: Words, *, length: int, bound: float | None = None
+    name: str,
+    span: str,
+    points: Sequence[float | None],
+    fmt: Format,
+    *,
+    length: int,
+    bound: float | None = None,
 ) -> str:
     """Draw ``points``, the oldest first, aligned to the right edge, with room for ``length`` of them.
 
-    A dashed line is drawn at ``bound``. ``words`` formats one value. A missing value leaves a gap. Without any value
+    A dashed line is drawn at ``bound``. ``fmt`` formats one value. A missing value leaves a gap. Without any value
     nothing is drawn, and the text says so.
     """
     points = points[-length:]
@@ -24,12 +30,12 @@ def sparkline(
     if not known:
         return f'<p class="spark none">{escape(name)}: nothing to draw yet</p>'
     top = max(max(known), bound or 0.0) or 1.0
-    said = f"{name}, {span}: last {words(known[-1])}, least {words(min(known))}, most {words(max(known))}"
+    label = f"{name}, {span}: last {fmt(known[-1])}, least {fmt(min(known))}, most {fmt(max(known))}"
     runs = _runs(points, length - len(points), top)
     limit = "" if bound is None else f'<path class="limit" d="M0 {_y(bound, top)}H{length - 1}"/>'
     return (
         f'<svg class="spark" viewBox="0 0 {length - 1} {_HEIGHT}" preserveAspectRatio="none" role="img"'
-        f' aria-label="{escape(said)}"><path class="trace" d="{"".join(map(_path, runs))}"/>{limit}</svg>'
+        f' aria-label="{escape(label)}"><path class="trace" d="{"".join(map(_path, runs))}"/>{limit}</svg>'
     )
 
 

@@ -19,7 +19,7 @@ SPAN_SECONDS = TICK_SECONDS * TICKS
 
 
 @dataclass(frozen=True, slots=True)
-class Running:
+class RuntimeView:
     """How a model runs. The fields up to ``note`` are those of :class:`bf16kit.runtime.RuntimeInfo`."""
 
     backend: str
@@ -42,7 +42,7 @@ class Running:
     active_precision_reason: str = ""
 
     @classmethod
-    def of(cls, model: Model) -> Running:
+    def of(cls, model: Model) -> RuntimeView:
         info = model.info
         return cls(
             backend=info.backend,
@@ -60,8 +60,8 @@ class Running:
             max_batch_size=model.max_batch_size,
             max_queue_delay_seconds=model.max_queue_delay_s,
             instances=model.instances,
-            inputs=tuple(map(_described, model.inputs)),
-            outputs=tuple(map(_described, model.outputs)),
+            inputs=tuple(map(_describe, model.inputs)),
+            outputs=tuple(map(_describe, model.outputs)),
             budget=model.budget,
         )
 
@@ -74,7 +74,7 @@ class ModelView:
     version: int
     state: str
     reason: str
-    running: Running | None = None
+    running: RuntimeView | None = None
     recent: RecentActivity | None = None
     reference_off: str = ""  # why its fp32 reference stays off; "" if it does not
 
@@ -111,7 +111,7 @@ class ServerView:
     door: EarlyRejections
 
     @property
-    def waits_for(self) -> tuple[ModelView, ...]:
+    def not_ready(self) -> tuple[ModelView, ...]:
         """The models that keep the server from being ready."""
         return tuple(model for model in self.models if model.state != "ready")
 
@@ -119,7 +119,7 @@ class ServerView:
         return json.dumps(dataclasses.asdict(self), allow_nan=False).encode()
 
 
-class Status:
+class StatusReader:
     """Reads a registry and a history. ``clock`` returns Unix seconds."""
 
     def __init__(
@@ -136,15 +136,15 @@ class Status:
         self._history = history
         self._workers = workers
         self._clock = clock
-        self._why_off = off_reason
-        self._begun = time.monotonic()
+        self._off_reason = off_reason
+        self._started = time.monotonic()
         self._ports = 0, 0
 
     def listening(self, grpc_port: int, http_port: int) -> None:
         """Set the ports, once they are known."""
         self._ports = grpc_port, http_port
 
-    def look(self) -> ServerView:
+    def snapshot(self) -> ServerView:
         """Return the server's current view."""
         now = self._clock()
         recent, door = self._history.read()
@@ -154,7 +154,7 @@ class Status:
             at=datetime.fromtimestamp(now, UTC).isoformat(timespec="seconds"),
             at_seconds=now,
             version=bf16kit.__version__,
-            uptime_seconds=round(time.monotonic() - self._begun, 1),
+            uptime_seconds=round(time.monotonic() - self._started, 1),
             workers=self._workers,
             grpc_port=self._ports[0],
             http_port=self._ports[1],
@@ -165,10 +165,10 @@ class Status:
 
     def _view(self, slot: Slot, recent: RecentActivity | None) -> ModelView:
         model, reason = slot.model, slot.reason
-        running = None if model is None else Running.of(model)
-        off = self._why_off(slot.name, slot.version)
+        running = None if model is None else RuntimeView.of(model)
+        off = self._off_reason(slot.name, slot.version)
         return ModelView(slot.name, slot.version, slot.state, reason, running, recent, off)
 
 
-def _described(spec: TensorSpec) -> str:
+def _describe(spec: TensorSpec) -> str:
     return f"{spec.name}: {BY_NAME[spec.dtype].oip} {describe(spec.shape)}"

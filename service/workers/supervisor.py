@@ -28,7 +28,7 @@ from service.shadow.process import NAME as SHADOW
 from service.shadow.process import ShadowProcess
 from service.status_http.evidence import evidence_route
 from service.status_http.pages import routes
-from service.status_http.views import Status
+from service.status_http.views import StatusReader
 from service.telemetry.history import NAMES, TICK_SECONDS, History
 from service.telemetry.metrics import Metrics
 from service.workers import agreements
@@ -55,9 +55,9 @@ def supervise(config: ServerConfig, stop: Stop, started: Started) -> Ending:
         supervisor = Supervisor(config, port.port)
         fleet, overview = supervisor.fleet, Overview(supervisor.fleet, supervisor.counting.statistics_of)
         history = History(lambda: supervisor.counting.samples(NAMES))
-        status = Status(overview, history, workers=config.workers, off_reason=supervisor.shadow.off_reason)
+        status = StatusReader(overview, history, workers=config.workers, off_reason=supervisor.shadow.off_reason)
         evidence = evidence_route(overview, supervisor.shadow.evidence if config.evidence else None)
-        pages = routes(overview, supervisor.counting, status.look, evidence)
+        pages = routes(overview, supervisor.counting, status.snapshot, evidence)
         http = open_http(config, pages, supervisor.metrics, Credentials.of(config))
         status.listening(port.port, http.port)
         ticking = Ticking("history", TICK_SECONDS, history.tick)

@@ -52,7 +52,7 @@ def test_every_limit_of_the_http_port_has_the_value_of_its_key(tmp_path: Path) -
         http_max_header_bytes=2048,
     )
     assert http_limits(config) == Limits(
-        connections=9, request_seconds=8, idle_seconds=7, answer_seconds=7, header_bytes=2048
+        connections=9, request_seconds=8, idle_seconds=7, response_seconds=7, header_bytes=2048
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from loopback import LoopbackModel, LoopbackRegistry
 
-from service.status_http.views import ModelView, Running, ServerView, Status
+from service.status_http.views import ModelView, RuntimeView, ServerView, StatusReader
 from service.telemetry.history import TICKS, Counts, EarlyRejections, History, RecentActivity, Trend
 from service.telemetry.livedrift import LiveDrift
 from service.telemetry.metrics import Metrics
@@ -16,10 +16,10 @@ from service.telemetry.quantiles import Durations
 
 def look_at(*models: LoopbackModel) -> ServerView:
     """Return the view of a server with these models, which got no requests yet."""
-    return Status(LoopbackRegistry(models), History(lambda: Metrics().samples([]))).look()
+    return StatusReader(LoopbackRegistry(models), History(lambda: Metrics().samples([]))).snapshot()
 
 
-def running(**changes: object) -> Running:
+def running(**changes: object) -> RuntimeView:
     """Return a model that runs on a CPU."""
     fields: dict[str, object] = {
         "backend": "onnxruntime",
@@ -39,7 +39,7 @@ def running(**changes: object) -> Running:
         "outputs": ("sentence_embedding: FP32 [batch,384]",),
         "budget": {"relative_l2": 0.015, "cosine_distance": 5e-4, "nonfinite": 0.0},
     }
-    return Running(**(fields | changes))  # type: ignore[arg-type]
+    return RuntimeView(**(fields | changes))  # type: ignore[arg-type]
 
 
 AT = 1_767_323_045.0  # 2026-01-02T03:04:05, the time of the view

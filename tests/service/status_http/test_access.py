@@ -73,7 +73,7 @@ def get(
 
 def test_with_a_token_file_everything_but_the_probes_needs_the_scope_read(serve: Serve, tokens: TokenFile) -> None:
     heard: list[str] = []
-    server = serve(access=Access(tokens), refused=heard.append)
+    server = serve(access=Access(tokens), on_refused=heard.append)
     assert get(server, "/livez")[0] == 200
     assert get(server, "/metrics", Authorization=f"Bearer {READER}")[0] == 200
     code, headers, _ = get(server, "/metrics")
@@ -178,7 +178,7 @@ def test_without_tokens_a_manage_page_is_served_only_for_hosts_of_this_machine(
 ) -> None:
     """A browser sends the host name of the address it requests, and another site's name may resolve to this machine."""
     heard: list[str] = []
-    server = serve(access=Access(host="its.name"), refused=heard.append)
+    server = serve(access=Access(host="its.name"), on_refused=heard.append)
     code, _, body = get(server, "/evidence", Host=host)
     assert code == answered
     if code == 403:

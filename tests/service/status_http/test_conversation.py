@@ -16,7 +16,7 @@ from service.status_http.conversation import Limits
 from service.status_http.pages import Page, Route, text
 from service.status_http.server import HttpServer
 
-LIMITS = Limits(connections=8, request_seconds=0.5, idle_seconds=0.5, answer_seconds=0.5, headers=20)
+LIMITS = Limits(connections=8, request_seconds=0.5, idle_seconds=0.5, response_seconds=0.5, headers=20)
 LARGE = b"x" * (32 << 20)
 PAGES = {
     "/livez": Route(lambda _: text(HTTPStatus.OK, "live"), probe=True),
@@ -32,7 +32,7 @@ class Heard(list[str]):
 @contextmanager
 def serving(limits: Limits = LIMITS) -> Iterator[tuple[HttpServer, Heard]]:
     heard = Heard()
-    server = HttpServer("127.0.0.1", 0, PAGES, limits=limits, refused=heard.append)
+    server = HttpServer("127.0.0.1", 0, PAGES, limits=limits, on_refused=heard.append)
     server.start()
     try:
         yield server, heard
@@ -166,7 +166,7 @@ def test_a_client_that_does_not_read_is_disconnected_and_others_are_served() -> 
 
 
 def test_a_large_response_arrives_complete() -> None:
-    answer, _ = ask(b"GET /large HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", Limits(answer_seconds=30))
+    answer, _ = ask(b"GET /large HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", Limits(response_seconds=30))
     assert answer.encode().endswith(b"\r\n\r\n" + LARGE)
 
 
@@ -177,9 +177,9 @@ def test_at_the_connection_limit_the_connection_that_waited_longest_is_closed() 
         idle = [stack.enter_context(connect(server)) for _ in range(8)]
         until(lambda: len(server._open) == 8)
         assert status(exchange(idle[1])) == 200  # since this response it has waited for less time than the rest
-        until(lambda: not any(each._begun for each in server._open))
+        until(lambda: not any(each._receiving for each in server._open))
         idle[2].sendall(b"GET /livez HT")
-        until(lambda: any(each._begun for each in server._open))
+        until(lambda: any(each._receiving for each in server._open))
         for _ in range(3):
             assert status(exchange(stack.enter_context(connect(server)))) == 200
         assert everything(idle[0]) == everything(idle[3]) == ""
@@ -194,7 +194,7 @@ def test_the_page_gets_the_clients_accept_headers() -> None:
 
 
 def test_closing_the_server_ends_connections_in_every_state() -> None:
-    with serving(Limits(request_seconds=60, idle_seconds=60, answer_seconds=60)) as (server, _):
+    with serving(Limits(request_seconds=60, idle_seconds=60, response_seconds=60)) as (server, _):
         peers = [connect(server) for _ in range(4)]
         peers[1].sendall(b"GET /li")
         peers[2].sendall(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")

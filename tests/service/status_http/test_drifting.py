@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 from statusviews import AT, FALLEN, live, recent, running, server
 
-from service.status_http.drifting import drift_part, troubles
+from service.status_http.drifting import drift_part, problems
 from service.status_http.page import status_page
-from service.status_http.views import ModelView, Running
+from service.status_http.views import ModelView, RuntimeView
 
 
-def part(*, specs: Running | None = None, **changes: object) -> str:
+def part(*, specs: RuntimeView | None = None, **changes: object) -> str:
     return drift_part(recent(**changes), specs or running(), AT)  # type: ignore[arg-type]
 
 
@@ -103,7 +103,7 @@ def test_an_fp32_fallback_is_shown_with_its_start_reason_and_count() -> None:
 
 def test_problems_are_listed_and_a_ratio_above_1_alone_is_none() -> None:
     def told(**changes: object) -> list[str]:
-        return troubles(ModelView("m", 1, "ready", "", running(), recent(**changes)))  # type: ignore[arg-type]
+        return problems(ModelView("m", 1, "ready", "", running(), recent(**changes)))  # type: ignore[arg-type]
 
     assert told() == []
     assert told(gate_passed=None, reference_up=None) == [], "what has not happened yet is no trouble"
@@ -112,9 +112,9 @@ def test_problems_are_listed_and_a_ratio_above_1_alone_is_none() -> None:
     assert [words[:10] for words in told(ratio=1.31, gate_passed=False, reference_up=False)] == [
         "drift is 1", "is broken:", "failed its", "answers in", "drift is n",
     ]  # fmt: skip
-    assert troubles(ModelView("m", 1, "ready", "")) == []
+    assert problems(ModelView("m", 1, "ready", "")) == []
     off = ModelView("m", 1, "ready", "", running(), recent(reference_up=False), "it died twice")
-    assert troubles(off) == ["drift is not measured: it died twice"]
+    assert problems(off) == ["drift is not measured: it died twice"]
 
 
 def test_a_fallback_is_a_problem_even_within_the_budget() -> None:

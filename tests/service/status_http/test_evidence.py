@@ -15,7 +15,7 @@ from service.process.tokens import TokenFile
 from service.status_http.evidence import Fetch, evidence_route
 from service.status_http.pages import Access, routes
 from service.status_http.server import HttpServer
-from service.status_http.views import Status
+from service.status_http.views import StatusReader
 from service.telemetry.history import History
 from service.telemetry.metrics import Metrics
 
@@ -32,7 +32,9 @@ def serve(tmp_path: Path) -> Iterator[Open]:
 
     def start(fetch: Fetch | None) -> HttpServer:
         registry, metrics = LoopbackRegistry([LoopbackModel("m"), LoopbackModel("m", version=3)]), Metrics()
-        pages = routes(registry, metrics, Status(registry, History(lambda: ())).look, evidence_route(registry, fetch))
+        pages = routes(
+            registry, metrics, StatusReader(registry, History(lambda: ())).snapshot, evidence_route(registry, fetch)
+        )
         server = HttpServer("127.0.0.1", 0, pages, access=Access(TokenFile(tmp_path / "tokens")))
         servers.append(server)
         server.start()

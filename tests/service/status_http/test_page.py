@@ -13,7 +13,7 @@ from statusviews import look_at, recent, running, server
 from bf16kit.runtime import RuntimeInfo
 from service.contract import GATE_FAILED
 from service.status_http.page import MOST_SECTIONS, status_page
-from service.status_http.views import ModelView, Status
+from service.status_http.views import ModelView, StatusReader
 from service.telemetry.history import History
 from service.telemetry.metrics import Metrics
 from service.telemetry.quantiles import Durations
@@ -143,7 +143,7 @@ def test_drift_over_budget_is_shown_for_a_ready_server() -> None:
 def test_a_stopping_server_is_shown_as_not_ready_while_its_models_are() -> None:
     registry = LoopbackRegistry([LoopbackModel("echo")])
     registry.draining = True
-    page = status_page(Status(registry, History(lambda: Metrics().samples([]))).look())
+    page = status_page(StatusReader(registry, History(lambda: Metrics().samples([]))).snapshot())
     assert "Not ready: every model is ready, but the server is starting or stopping" in page
 
 

@@ -5,7 +5,7 @@ import threading
 from http import HTTPStatus
 
 from service.status_http.pages import Page, Route, text
-from service.status_http.rendering import Rendering
+from service.status_http.rendering import PageRenderer
 
 
 class Slow:
@@ -25,7 +25,7 @@ class Slow:
 
 def test_waiting_requests_for_one_page_share_a_rendering_and_probes_do_not_wait() -> None:
     slow = Slow()
-    rendering = Rendering({"/slow": Route(slow), "/livez": Route(lambda _: text(HTTPStatus.OK, "live"), probe=True)})
+    rendering = PageRenderer({"/slow": Route(slow), "/livez": Route(lambda _: text(HTTPStatus.OK, "live"), probe=True)})
 
     async def scenario() -> list[Page]:
         at_work = [asyncio.create_task(rendering.page("/slow", f"first {i}")) for i in range(2)]
@@ -46,7 +46,7 @@ def test_waiting_requests_for_one_page_share_a_rendering_and_probes_do_not_wait(
 
 def test_a_request_does_not_get_a_page_whose_rendering_had_begun_before() -> None:
     slow = Slow()
-    rendering = Rendering({"/slow": Route(slow)})
+    rendering = PageRenderer({"/slow": Route(slow)})
 
     async def scenario() -> None:
         early = asyncio.create_task(rendering.page("/slow", ""))
@@ -63,7 +63,7 @@ def test_a_request_does_not_get_a_page_whose_rendering_had_begun_before() -> Non
 
 def test_too_many_different_waiting_pages_are_503() -> None:
     slow = Slow()
-    rendering = Rendering({"/slow": Route(slow)})
+    rendering = PageRenderer({"/slow": Route(slow)})
 
     async def scenario() -> list[int]:
         tasks = [asyncio.create_task(rendering.page("/slow", str(i))) for i in range(2)]

@@ -14,7 +14,7 @@ from waiting import until
 from bf16kit.errors import ConfigError
 from service.status_http.pages import Page, Route, routes
 from service.status_http.server import HttpServer
-from service.status_http.views import Status
+from service.status_http.views import StatusReader
 from service.telemetry.history import History
 from service.telemetry.metrics import Metrics
 from service.telemetry.readings import NAMES
@@ -33,8 +33,8 @@ def repository(tmp_path: Path) -> Iterator[Controlled]:
 @pytest.fixture
 def server(repository: Controlled) -> Iterator[HttpServer]:
     metrics = Metrics()
-    status = Status(repository, History(lambda: metrics.samples(NAMES)))
-    server = HttpServer("127.0.0.1", 0, routes(repository, metrics, status.look))
+    status = StatusReader(repository, History(lambda: metrics.samples(NAMES)))
+    server = HttpServer("127.0.0.1", 0, routes(repository, metrics, status.snapshot))
     server.start()
     yield server
     server.close()
@@ -139,8 +139,8 @@ def test_the_page_that_refreshes_itself_has_its_own_path(server: HttpServer) -> 
 
 def test_only_livez_and_readyz_are_probes(repository: Controlled) -> None:
     metrics = Metrics()
-    status = Status(repository, History(lambda: metrics.samples(NAMES)))
-    paths = routes(repository, metrics, status.look)
+    status = StatusReader(repository, History(lambda: metrics.samples(NAMES)))
+    paths = routes(repository, metrics, status.snapshot)
     assert {path for path, route in paths.items() if route.probe} == {"/livez", "/readyz"}
 
 
