@@ -6,17 +6,17 @@ from service.grpcport import build_transport
 from service.httpport import announce
 from service.process.config import ServerConfig
 from service.process.stop import Ending, Started, Stop
-from service.served import Served
+from service.served import ModelServer
 
 _MAINTAIN_SECONDS = 0.1
 
 
-def serve_alone(config: ServerConfig, stop: Stop, started: Started) -> Ending:
+def serve_single_process(config: ServerConfig, stop: Stop, started: Started) -> Ending:
     """Serve until ``stop`` is set, then drain. The server is live at once, and ready when its models are loaded.
 
     Raises ConfigError for a port in use.
     """
-    served = Served(config)
+    served = ModelServer(config)
     try:
         transport = build_transport(
             config, served.repository, served.metrics.refused, served.credentials, served.operations, served.tracing

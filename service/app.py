@@ -15,6 +15,6 @@ def run(config: ServerConfig, stop: Stop, started: Started = lambda grpc_port, h
         from service.workers.supervisor import supervise
 
         return supervise(config, stop, started)
-    from service.alone import serve_alone  # imports gRPC and the runtimes, which a supervisor does not need
+    from service.alone import serve_single_process  # imports gRPC and the runtimes, which a supervisor does not need
 
-    return serve_alone(config, stop, started)
+    return serve_single_process(config, stop, started)

@@ -86,10 +86,10 @@ def main(context: click.Context, /, file: Path | None, **flags: object) -> None:
     except Bf16kitError as error:
         click.echo(f"bf16-serve: {error}", err=True)
         sys.exit(EXIT_USAGE)
-    if not ending.freed:
+    if not ending.threads_ended:
         # A thread is still in native code (it loads or runs a model). A normal exit of the interpreter would crash it.
         logging.shutdown()
-        os._exit(0 if ending.answered else EXIT_UNCLEAN)
+        os._exit(0 if ending.completed else EXIT_UNCLEAN)
 
 
 def _refuse_misplaced(context: click.Context) -> None:
@@ -114,23 +114,23 @@ def _serve(file: Path | None, flags: dict[str, object]) -> Ending:
     from bf16kit import controlgroup
     from bf16kit.runtime import kernel
     from service.process.config import load_config
-    from service.process.environment import unread
-    from service.process.files import allow_open_files
+    from service.process.environment import unknown_variables
+    from service.process.files import raise_open_file_limit
     from service.process.heap import bound_heap
     from service.process.logs import configure
-    from service.process.memory import announce, bounded
+    from service.process.memory import announce, fit_to_memory
     from service.process.stop import Stop
 
     bound_heap()  # before any thread starts: each thread chooses its malloc arena once
     stop = Stop()
     stop.on_signals()  # before the slow imports, so that a signal during them is not lost
     memory = controlgroup.memory()
-    config = bounded(load_config(flags, file), memory)
-    allow_open_files()
+    config = fit_to_memory(load_config(flags, file), memory)
+    raise_open_file_limit()
     kernel.chosen()  # report a wrong BF16KIT_KERNEL_PATH now, not when the first model loads
     configure(config.log_level, config.log_format)
     announce(config, memory)
-    if ignored := unread(os.environ):
+    if ignored := unknown_variables(os.environ):
         logging.getLogger(__name__).warning("%s", ignored)
     from service.app import run
 

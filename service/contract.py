@@ -34,7 +34,7 @@ class Bounds:
 
 
 @dataclass(frozen=True, slots=True)
-class Meaning:
+class TensorSemantics:
     """The meaning of a model's tensors, as ``serving.yaml`` declares it, by tensor name.
 
     ``labels`` has the class labels of an output, the first for index 0; ``formats`` the image layouts of inputs.
@@ -68,7 +68,7 @@ class Scheduling:
 
 
 @dataclass(frozen=True, slots=True)
-class Answering:
+class ActivePrecision:
     """The precision that answers now, and why, as text for operators.
 
     ``reason`` says why fp32 answers, or what is wrong with bf16 while it still answers; it is empty otherwise.
@@ -144,13 +144,13 @@ class Model(Protocol):
     @property
     def bounds(self) -> Bounds: ...
     @property
-    def meaning(self) -> Meaning: ...
+    def semantics(self) -> TensorSemantics: ...
     @property
     def scheduling(self) -> Scheduling: ...
     @property
     def info(self) -> RuntimeInfo: ...
     @property
-    def answering(self) -> Answering: ...
+    def active_precision(self) -> ActivePrecision: ...
     @property
     def golden(self) -> str:
         """The result of the newest run of the golden samples, as text for operators.
@@ -182,7 +182,7 @@ class Model(Protocol):
         """
         ...
 
-    def observe(self, seen: Observation) -> None:
+    def observe(self, observation: Observation) -> None:
         """Count a request to this model, whether or not it reached :meth:`infer`."""
         ...
 
@@ -206,7 +206,7 @@ class Slot(Protocol):
         """The generation that answers, or None. For inspection only: it may be unloaded at any time."""
         ...
 
-    def observe(self, seen: Observation) -> None:
+    def observe(self, observation: Observation) -> None:
         """Count a request for this version that reached no generation."""
         ...
 

@@ -60,7 +60,7 @@ def build_direct_transport(
 
 
 def open_tracing(
-    config: ServerConfig, registry: Registry, counted: Callable[[TraceOutcome, int], None]
+    config: ServerConfig, registry: Registry, count_traces: Callable[[TraceOutcome, int], None]
 ) -> tuple[TraceSettings, Tracing | None]:
     """Return the trace settings, and the tracing that exports spans, not started yet; None if spans are not exported.
 
@@ -76,7 +76,7 @@ def open_tracing(
         if not (error.name or "").startswith("opentelemetry"):
             raise
         raise ConfigError("trace_exporter: otlp needs OpenTelemetry: pip install 'bf16kit[otel]'") from None
-    return settings, Tracing(settings, OtlpExporter(config.trace_endpoint), counted)
+    return settings, Tracing(settings, OtlpExporter(config.trace_endpoint), count_traces)
 
 
 def guarded(config: ServerConfig, settings: Settings) -> Settings:
@@ -94,9 +94,9 @@ def drain(repository: Repository, source: RequestSource, seconds: float) -> Endi
     """Reject new requests, and give those in flight ``seconds`` to finish. Returns how that ended."""
     until = time.monotonic() + seconds
     repository.drain()
-    answered = source.stop(seconds)
+    completed = source.stop(seconds)
     freed = repository.close(max(1.0, until - time.monotonic()))
-    return Ending(answered, freed and answered)
+    return Ending(completed, freed and completed)
 
 
 def transport_options(config: ServerConfig) -> TransportOptions:

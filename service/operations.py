@@ -20,7 +20,7 @@ Setting: TypeAlias = bool | int | str
 
 
 @dataclass(frozen=True, slots=True)
-class Indexed:
+class IndexEntry:
     """One line of the repository's index. A model that was never loaded has neither version nor state."""
 
     name: str
@@ -30,13 +30,13 @@ class Indexed:
 
 
 @dataclass(frozen=True, slots=True)
-class Counted:
+class VersionStatistics:
     """The statistics of one ready version of a model, over all processes. ``device`` is as in ``RuntimeInfo``."""
 
     name: str
     version: int
     device: str
-    seen: StatisticsSnapshot
+    snapshot: StatisticsSnapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +52,11 @@ class Region:
 class Models(Protocol):
     """The models that are served, and their statistics."""
 
-    def index(self) -> Sequence[Indexed]:
+    def index(self) -> Sequence[IndexEntry]:
         """Return every known model and version, sorted by name and version."""
         ...
 
-    def statistics(self, name: str, version: str) -> Sequence[Counted]:
+    def statistics(self, name: str, version: str) -> Sequence[VersionStatistics]:
         """Return the statistics of every ready version, or of those of ``name``, or of the one ``version``.
 
         Raises NotFound.
@@ -70,11 +70,11 @@ class RegistryModels:
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
 
-    def index(self) -> Sequence[Indexed]:
+    def index(self) -> Sequence[IndexEntry]:
         slots = self._registry.models()
-        return [Indexed(slot.name, str(slot.version), _STATES[slot.state], slot.reason) for slot in slots]
+        return [IndexEntry(slot.name, str(slot.version), _STATES[slot.state], slot.reason) for slot in slots]
 
-    def statistics(self, name: str, version: str) -> Sequence[Counted]:
+    def statistics(self, name: str, version: str) -> Sequence[VersionStatistics]:
         if version:
             found = [self._registry.get(name, version)]
         else:
@@ -82,7 +82,10 @@ class RegistryModels:
                 self._registry.find(name, "")  # raises NotFound for what does not exist
             slots = (slot for slot in self._registry.models() if name in ("", slot.name))
             found = [model for slot in slots if (model := slot.model) is not None]
-        return [Counted(model.name, model.version, model.info.device, model.statistics.snapshot()) for model in found]
+        return [
+            VersionStatistics(model.name, model.version, model.info.device, model.statistics.snapshot())
+            for model in found
+        ]
 
 
 #: The protocol's extensions of a server that has :class:`ModelControl`.

@@ -88,7 +88,7 @@ class Request:
 
     ``rows`` is the size of the batch axis (1 for a model without one). ``deadline`` is in :func:`time.monotonic`
     seconds. ``outputs`` names the outputs in the order wanted; ``None`` means all. ``priority`` is 1 for the most
-    urgent, 0 for the model's default. A ``patient`` request waits for room in a full queue; others are rejected.
+    urgent, 0 for the model's default. A ``waits_for_room`` request waits for room in a full queue; others are rejected.
 
     ``timings`` is set by the code that spends the time, however the request ends; it is None until the request has
     waited or run. ``nbytes`` is the size of the request's message, 0 if the transport does not know it. ``claim`` is
@@ -101,7 +101,7 @@ class Request:
     deadline: float | None = None
     cancellation: Cancellation | None = None
     priority: int = 0
-    patient: bool = False
+    waits_for_room: bool = False
     timings: Timings | None = None
     nbytes: int = 0
     claim: Claim | None = None
@@ -112,8 +112,8 @@ class Timings:
     """Where the time of one request went, in seconds.
 
     ``queue`` and ``arrived`` are the request's own; all other values are those of its whole batch. If the run failed,
-    ``compute_infer`` holds all of the run. ``arrived`` (when it entered the queue) and ``begun`` (when the batch began)
-    are :func:`time.monotonic` seconds, 0 if that did not happen. ``rows`` is the size of the batch.
+    ``compute_infer`` holds all of the run. ``arrived`` (when it entered the queue) and ``batch_started`` are
+    :func:`time.monotonic` seconds, 0 if that did not happen. ``rows`` is the size of the batch.
     """
 
     queue: float = 0.0
@@ -121,13 +121,13 @@ class Timings:
     compute_infer: float = 0.0
     compute_output: float = 0.0
     arrived: float = 0.0
-    begun: float = 0.0
+    batch_started: float = 0.0
     rows: int = 0
 
     def queued(self, arrived: float, taken: float) -> Timings:
         """Return the timings of a request of this batch that waited from ``arrived`` until it was ``taken``."""
         phases = self.compute_input, self.compute_infer, self.compute_output
-        return Timings(taken - arrived, *phases, arrived, self.begun, self.rows)
+        return Timings(taken - arrived, *phases, arrived, self.batch_started, self.rows)
 
     @property
     def compute(self) -> float:
@@ -145,7 +145,7 @@ class Reply:
     precision: str
 
     @property
-    def told(self) -> Precision:
+    def reported_precision(self) -> Precision:
         """The precision as clients and metrics name it: fp32 if everything ran in fp32, else bf16."""
         return "fp32" if self.precision == "fp32" else "bf16"
 
@@ -167,7 +167,7 @@ class Observation(NamedTuple):
     trace: str = ""  # the id of the request's trace, in hexadecimal; empty: it is not traced
 
     @property
-    def answered(self) -> bool:
+    def succeeded(self) -> bool:
         return self.code == "OK"
 
 
@@ -179,7 +179,7 @@ class Trace(Protocol):
         """The trace id in hexadecimal, as in W3C's ``traceparent``."""
         ...
 
-    def end(self, rpc: str, seen: Observation) -> None:
+    def end(self, rpc: str, observation: Observation) -> None:
         """Record the end of the request, with its outcome. Never blocks and never raises."""
         ...
 

@@ -22,7 +22,7 @@ from service.process.credentials import Credentials
 from service.process.heap import HeapTrimmer
 from service.process.logsettings import LogSettings
 from service.process.stop import Ending
-from service.process.ticking import Ticking
+from service.process.ticking import PeriodicThread
 from service.shadow.counting import CombinedMetrics
 from service.shadow.handing import PlanSampleSender
 from service.shadow.process import ShadowProcess
@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 _LAST_TRACES_SECONDS = 3.0  # the longest that a stop waits to export the last traces
 
 
-class Served:
+class ModelServer:
     """The models, metrics and HTTP port of one process. The constructor binds the HTTP port and starts nothing.
 
     Call :meth:`start`, then :meth:`maintain` about ten times a second, then :meth:`drain`; in any case :meth:`close`.
@@ -94,7 +94,7 @@ class Served:
         pages = routes(self.repository, self._counting, self._status.snapshot, evidence)
         self.http = open_http(config, pages, self.metrics, self.credentials)
         self._heap = HeapTrimmer()
-        self._ticking = Ticking("history", TICK_SECONDS, self._history.tick)
+        self._ticking = PeriodicThread("history", TICK_SECONDS, self._history.tick)
 
     def start(self, grpc_port: int, listening: Callable[[], object] = lambda: None) -> None:
         """Serve HTTP, call ``listening``, then load the models in the background."""
@@ -134,7 +134,7 @@ class Served:
             left = begun + config.drain_seconds - time.monotonic()
             self.tracing.close(min(_LAST_TRACES_SECONDS, max(1.0, left)))
         self.http.close()
-        if not ending.answered:
+        if not ending.completed:
             _log.warning("requests were cut off: still in flight after %g s", config.drain_seconds)
         _log.info("stopped after %.2f s", time.monotonic() - begun)
         return ending

@@ -72,7 +72,7 @@ def main(file: Path | None, **given: Any) -> None:
 def _run(file: Path | None, given: dict[str, Any]) -> None:
     from deploy.ray.settings import Scaling, check
     from service.process.config import load_config
-    from service.process.environment import unread
+    from service.process.environment import unknown_variables
     from service.process.logs import configure
     from service.process.stop import Stop
 
@@ -93,7 +93,7 @@ def _run(file: Path | None, given: dict[str, Any]) -> None:
     stop = Stop()
     configure(config.log_level, config.log_format)
     log = logging.getLogger("deploy.ray")
-    if ignored := unread(os.environ):
+    if ignored := unknown_variables(os.environ):
         log.warning("%s", ignored)
     cluster.join(own["address"], config)
     stop.on_signals()  # after ray.init, which installs handlers of its own

@@ -26,7 +26,7 @@ from service.operations import Operations
 from service.process.config import ServerConfig
 from service.process.credentials import Credentials
 from service.process.logs import configure
-from service.process.ticking import Ticking
+from service.process.ticking import PeriodicThread
 from service.status_http.pages import Routes, routes
 from service.status_http.views import StatusReader
 from service.telemetry.history import NAMES, TICK_SECONDS, History
@@ -57,8 +57,8 @@ class Front(Answering):
         history = History(lambda: metrics.samples(NAMES))
         self._pages: Routes = routes(registry, metrics, StatusReader(registry, history).snapshot)
         self._tickings = [
-            Ticking("history", TICK_SECONDS, history.tick),
-            Ticking("reports", _MAINTAIN_SECONDS, self._reports.maintain),
+            PeriodicThread("history", TICK_SECONDS, history.tick),
+            PeriodicThread("reports", _MAINTAIN_SECONDS, self._reports.maintain),
         ]
         for ticking in self._tickings:
             ticking.start()

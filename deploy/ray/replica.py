@@ -22,7 +22,7 @@ from service.models.plan import DesiredModel
 from service.process.config import LOOPBACK, ServerConfig
 from service.process.heap import bound_heap
 from service.process.logs import configure
-from service.served import Served
+from service.served import ModelServer
 from service.workers.described import describe
 from service.workers.statistics import as_json
 from service.workers.view import SlotState
@@ -51,7 +51,7 @@ class Replica(Answering):
         _announce(self._config)
         self._name = uuid.uuid4().hex[:12]
         self._ended = threading.Event()
-        self._served = served = Served(self._config, [DesiredModel.from_json(desired)])
+        self._served = served = ModelServer(self._config, [DesiredModel.from_json(desired)])
         self.direct = build_direct_transport(
             self._config,
             served.repository,

@@ -13,7 +13,7 @@ from bf16kit.errors import NotFound, Unavailable
 from bf16kit.wording import quoted
 from service.contract import GATE_FAILED, Model, Slot, State, StatisticsSnapshot
 from service.models.repository import parse_version
-from service.operations import Counted, RegistryModels
+from service.operations import RegistryModels, VersionStatistics
 from service.workers.described import ModelDescription, SummedStatistics
 from service.workers.overview import OverviewSlot
 from service.workers.statistics import add, from_json
@@ -251,7 +251,9 @@ class FrontModels(RegistryModels):
         super().__init__(registry)
         self._reports = reports
 
-    def statistics(self, name: str, version: str) -> Sequence[Counted]:
+    def statistics(self, name: str, version: str) -> Sequence[VersionStatistics]:
         found = super().statistics(name, version)
         seen = self._reports.counted((each.name, each.version) for each in found)
-        return [Counted(each.name, each.version, each.device, seen[each.name, each.version]) for each in found]
+        return [
+            VersionStatistics(each.name, each.version, each.device, seen[each.name, each.version]) for each in found
+        ]

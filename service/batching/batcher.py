@@ -213,7 +213,7 @@ class Batcher:
             self._observer.rejected("draining")
             raise unloading_error()
         now = time.monotonic()
-        expired = expiry_error(request, now) if request.patient else None  # it may have waited for room for long
+        expired = expiry_error(request, now) if request.waits_for_room else None  # it may have waited for room for long
         if expired is not None:
             job.work.set_timings(job.arrived, now)
             self._observer.rejected(rejection_label(expired))
@@ -221,7 +221,7 @@ class Batcher:
         try:
             self._queue.put(job)
         except Overloaded as error:
-            if request.patient:
+            if request.waits_for_room:
                 return False
             self._observer.rejected(error.reason)
             raise

@@ -74,7 +74,7 @@ class Execution:
         parts = split(outputs, requests, self._axis)
         done = time.monotonic()
         rows = sum(job.rows for job in batch)
-        phases = Timings(0.0, gathered - started, ran - gathered, done - ran, begun=started, rows=rows)
+        phases = Timings(0.0, gathered - started, ran - gathered, done - ran, batch_started=started, rows=rows)
         on_timed(batch[0].shape, rows, done - started)
         self._observer.executed(len(batch), rows, phases)
         for job, part in zip(batch, parts, strict=True):

@@ -40,7 +40,7 @@ class PendingRequest:
     def set_timings(self, arrived: float, left: float, started: float = 0.0, ended: float = 0.0) -> None:
         """Set the timings of a request that is about to fail: its queue time, and its run time if it has run."""
         queue, compute = max(0.0, left - arrived), ended - started
-        self.request.timings = Timings(queue, compute_infer=compute, arrived=arrived, begun=started)
+        self.request.timings = Timings(queue, compute_infer=compute, arrived=arrived, batch_started=started)
 
     def wait(self, timeout: float) -> bool:
         """Wait at most ``timeout`` seconds (−1: no limit); return whether the result is there."""

@@ -23,7 +23,7 @@ from service.models.repository import Repository
 from service.process import ports
 from service.process.config import ServerConfig, load_config
 from service.process.credentials import certificates_of, reference_ca_of, tokens_of
-from service.process.environment import unread
+from service.process.environment import unknown_variables
 from service.process.tokens import SCOPES
 from service.process.validity import valid_until
 from service.regions.files import check_system
@@ -75,7 +75,7 @@ class Checks:
             yield Finding("configuration", "failed", str(error))
             return
         yield Finding("configuration", "ok", _sources(flags, file))
-        if ignored := unread(os.environ):
+        if ignored := unknown_variables(os.environ):
             yield Finding("environment", "note", ignored)
         yield _attempt("CPU kernel", _kernel)
         yield _attempt("TLS", lambda: _tls(config))
@@ -153,7 +153,7 @@ def _tls(config: ServerConfig) -> str:
     if certificates is None:
         return "off, both ports speak plain text"
     ends = valid_until(certificates.current())
-    clients = ", clients show certificates" if certificates.asks_clients else ""
+    clients = ", clients show certificates" if certificates.mutual_tls else ""
     return f"{config.tls_certificate} fits its key and is valid until {ends:%Y-%m-%d %H:%M} UTC{clients}"
 
 

@@ -17,7 +17,7 @@ from service.models.directory import Directory
 from service.models.override import Override
 from service.models.plan import DesiredModel
 from service.models.retries import Retries
-from service.operations import Indexed
+from service.operations import IndexEntry
 
 _log = logging.getLogger(__name__)
 Mode: TypeAlias = Literal["none", "poll", "explicit"]
@@ -110,7 +110,7 @@ class Controller:
                 _log.info("model %r could not be loaded; trying again", desired.name)
                 self._apply(desired)
 
-    def index(self, served: Iterable[Indexed]) -> list[Indexed]:
+    def index(self, served: Iterable[IndexEntry]) -> list[IndexEntry]:
         """Return the repository's index: ``served``, plus unloaded versions and models that were never asked for.
 
         ``served`` has what is loaded, loading, unloading, or cannot be loaded.
@@ -123,9 +123,9 @@ class Controller:
         known = {(line.name, line.version) for line in lines}
         for name in names:
             past = [str(v) for v in sorted(self._past_versions.get(name, ())) if self._directory.has_version(name, v)]
-            lines += [Indexed(name, v, "UNAVAILABLE", "unloaded") for v in past if (name, v) not in known]
+            lines += [IndexEntry(name, v, "UNAVAILABLE", "unloaded") for v in past if (name, v) not in known]
         named = {line.name for line in lines}
-        lines += [Indexed(name) for name in names if name not in named]
+        lines += [IndexEntry(name) for name in names if name not in named]
         return sorted(lines, key=lambda line: (line.name, int(line.version or 0)))
 
     # --- inside -------------------------------------------------------------------------------------------------------

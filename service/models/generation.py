@@ -11,7 +11,7 @@ from bf16kit.errors import InputRefused, RuntimeFailure, Unsupported
 from bf16kit.runtime import Runtime, RuntimeInfo
 from service.batching.batcher import Batcher
 from service.batching.policy import BatchPolicy
-from service.contract import Answering, Array, Bounds, Meaning
+from service.contract import ActivePrecision, Array, Bounds, TensorSemantics
 from service.drift.gate import ProcessRank
 from service.drift.probe import Probe
 from service.drift.sampling import SampleForwarder, SampleSender
@@ -65,7 +65,7 @@ class Generation:
         self.max_queue_delay_s = serving.max_queue_delay_ms / 1e3
         self.instances = loaded.instances
         self.bounds = Bounds(serving.max_dims, serving.max_response_bytes)
-        self.meaning = Meaning(serving.labels, serving.formats)
+        self.semantics = TensorSemantics(serving.labels, serving.formats)
         self.scheduling = serving.scheduling()
         self.info: RuntimeInfo = info
         self.budget = opened.budget.as_dict()
@@ -104,22 +104,22 @@ class Generation:
             reply = self._batcher.submit(request)
         finally:
             self.metrics.in_flight(-1)
-        self.metrics.answered(reply.told)
+        self.metrics.answered(reply.reported_precision)
         if self._shadow is not None:
             self._shadow.offer(request, reply)
         return reply
 
     @property
-    def answering(self) -> Answering:
+    def active_precision(self) -> ActivePrecision:
         """See :class:`service.contract.Model`."""
-        return self._standby.answering
+        return self._standby.active_precision
 
     def answer_with(self, precision: Precision, reason: str) -> Future[None]:
         """See :meth:`service.models.standby.Standby.order`."""
         return self._standby.order(precision, reason)
 
-    def _switched(self, answering: Answering) -> None:
-        self.metrics.fallback(answering.precision == "fp32")
+    def _switched(self, active: ActivePrecision) -> None:
+        self.metrics.fallback(active.precision == "fp32")
         self._changed()
 
     def claim(self, nbytes: int) -> Claim | None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from service.models.controller import Controller
 from service.models.repository import Repository
-from service.operations import Indexed, RegistryModels
+from service.operations import IndexEntry, RegistryModels
 
 
 class Listing(RegistryModels):
@@ -17,8 +17,8 @@ class Listing(RegistryModels):
         self._repository = repository
         self._controller = controller
 
-    def index(self) -> Sequence[Indexed]:
+    def index(self) -> Sequence[IndexEntry]:
         served = super().index()
         known = {(line.name, line.version) for line in served}
-        leaving = [Indexed(slot.name, str(slot.version), "UNLOADING") for slot in self._repository.leaving()]
+        leaving = [IndexEntry(slot.name, str(slot.version), "UNLOADING") for slot in self._repository.leaving()]
         return self._controller.index([*served, *(line for line in leaving if (line.name, line.version) not in known)])

@@ -229,7 +229,7 @@ class Reconciler:
                 agreement=self._agree(plan),
             )
             if not self._pending and slot.model is None:  # before it answers; at a start, once for all models
-                garbage.settle()
+                garbage.collect_and_freeze()
             replaced = self._publish(slot, plan, loaded, started)
         except Bf16kitError as error:
             reason = slot.fail(str(error), _NOT_FOR_CALLERS if isinstance(error, RuntimeFailure) else "")
@@ -242,7 +242,7 @@ class Reconciler:
             if replaced is not None:
                 replaced.close(time.monotonic() + self._unload_seconds)
                 del replaced
-                garbage.settle()
+                garbage.collect_and_freeze()
             return ""
         self._changed()
         return reason
@@ -303,7 +303,7 @@ class Reconciler:
             _log.info("%s is unloaded", slot.label)
         self.leaving = ()
         del slots, removed, models, slot, model
-        garbage.settle()
+        garbage.collect_and_freeze()
 
     def _wanted(self, desired: DesiredModel) -> frozenset[int]:
         """Return the versions of ``desired``, and of a newer change in the queue, whose versions have slots already."""

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from bf16kit.errors import Bf16kitError, Unavailable
 from bf16kit.runtime import Runtime
 from bf16kit.wording import brief
-from service.contract import Answering
+from service.contract import ActivePrecision
 from service.models.engine import SwitchedEngine
 from service.request import Precision
 
@@ -23,8 +23,8 @@ _log = logging.getLogger(__name__)
 class Standby:
     """Switches the precision that answers to the one that :meth:`order` names. ``load`` returns the warm reference.
 
-    ``changed`` is called, on any thread, after every change of :attr:`answering`; ``failed`` when the reference could
-    not be loaded.
+    ``changed`` is called, on any thread, after every change of :attr:`active_precision`; ``failed`` when the reference
+    could not be loaded.
     """
 
     def __init__(
@@ -32,10 +32,10 @@ class Standby:
         label: str,
         engine: SwitchedEngine,
         load: Callable[[], Runtime],
-        changed: Callable[[Answering], None],
+        changed: Callable[[ActivePrecision], None],
         failed: Callable[[], None],
     ) -> None:
-        self.answering = Answering()
+        self.active_precision = ActivePrecision()
         self._label = label
         self._engine = engine
         self._load = load
@@ -112,11 +112,11 @@ class Standby:
         self._failed()
 
     def _show(self) -> None:
-        """Update :attr:`answering`. Call it with the lock held."""
-        answering = Answering("fp32" if self._engine.switched else "bf16", self._reason)
-        if answering != self.answering:
-            self.answering = answering
-            self._changed(answering)
+        """Update :attr:`active_precision`. Call it with the lock held."""
+        active = ActivePrecision("fp32" if self._engine.switched else "bf16", self._reason)
+        if active != self.active_precision:
+            self.active_precision = active
+            self._changed(active)
 
     def _work(self) -> None:
         error: Exception | None = None

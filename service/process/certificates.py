@@ -9,7 +9,7 @@ from pathlib import Path
 
 from bf16kit.errors import ConfigError
 from bf16kit.wording import refused
-from service.process.files import Watched
+from service.process.files import ReloadedFiles
 
 _log = logging.getLogger(__name__)
 
@@ -38,10 +38,10 @@ class CertificateFiles:
     def __init__(self, certificate: Path, key: Path, client_ca: Path | None = None) -> None:
         self._certificate, self._key, self._client_ca = certificate, key, client_ca
         paths = (certificate, key) if client_ca is None else (certificate, key, client_ca)
-        self._watched = Watched(paths, self._load, self._keep)
+        self._watched = ReloadedFiles(paths, self._load, self._keep)
 
     @property
-    def asks_clients(self) -> bool:
+    def mutual_tls(self) -> bool:
         """Whether clients are asked for certificates too (mTLS)."""
         return self._client_ca is not None
 

@@ -24,7 +24,7 @@ _OF_A_SERVICE = re.compile(r".*_SERVICE_(HOST|PORT.*)|.*_PORT_\d+_(TCP|UDP|SCTP)
 _ALIKE = 0.8  # similarity, of 1: a missing or wrong letter, or two swapped ones
 
 
-def unread(environment: Mapping[str, str]) -> str:
+def unknown_variables(environment: Mapping[str, str]) -> str:
     """Return a message that names the variables that nothing reads; "" if there are none.
 
     Each is shown with the most similar known one, and without its value, which may be a secret.

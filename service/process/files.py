@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 _T = TypeVar("_T")
-LOOK_SECONDS = 1.0  # the least time between two checks of the files: a stat per request would be waste
+CHECK_SECONDS = 1.0  # the least time between two checks of the files: a stat per request would be waste
 _MOST_OPEN_FILES = 65_536
 
 
-def allow_open_files() -> None:
+def raise_open_file_limit() -> None:
     """Raise the soft limit of open files: the usual 1,024 would be used up by idle connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_OPEN_FILES)
@@ -22,7 +22,7 @@ def allow_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-class Watched(Generic[_T]):
+class ReloadedFiles(Generic[_T]):
     """The value that ``read`` makes of ``paths``. The constructor reads it, and passes on what ``read`` raises.
 
     Later, :meth:`current` reads again if a file has changed. If that fails, the last good value stays in force, and
@@ -46,7 +46,7 @@ class Watched(Generic[_T]):
         self._value = read()
 
     def current(self) -> _T:
-        if self._clock() - self._looked >= LOOK_SECONDS and self._lock.acquire(blocking=False):
+        if self._clock() - self._looked >= CHECK_SECONDS and self._lock.acquire(blocking=False):
             try:
                 self._refresh()
             finally:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 
 
-def settle() -> None:
+def collect_and_freeze() -> None:
     """Collect garbage, frozen objects included, and freeze the rest. Call it after a load and after an unload.
 
     All threads wait meanwhile, for tens of milliseconds.

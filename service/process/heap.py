@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 from bf16kit.heap import trimmer
-from service.process.ticking import Ticking
+from service.process.ticking import PeriodicThread
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # parameter numbers of mallopt
 # Smaller blocks come from the heap. glibc's own threshold rises to this value as large blocks are freed. Mapping each
@@ -51,7 +51,7 @@ class HeapTrimmer:
         self._busy_seconds = busy_seconds
         self._tick_s = tick_s
         self._busy, self._trimmed = busy_seconds(), -_WORK_S  # CPU seconds at the last tick, at the last trim
-        self._ticking = Ticking("heap", tick_s, self._tick)
+        self._ticking = PeriodicThread("heap", tick_s, self._tick)
 
     def start(self) -> None:
         if self._trim is not None:

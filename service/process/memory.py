@@ -13,7 +13,7 @@ _LEAST_CONTAINER = 96 << 20  # measured: enough for a server without a model, an
 _LEAST = 1 << 20  # bytes: a server that accepts less is useless
 
 
-def bounded(config: ServerConfig, memory: Memory | None) -> ServerConfig:
+def fit_to_memory(config: ServerConfig, memory: Memory | None) -> ServerConfig:
     """Return ``config`` with lower ``max_request_bytes`` and ``max_message_bytes`` in a small container.
 
     Limits that were set explicitly stay as they are.

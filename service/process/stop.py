@@ -15,8 +15,8 @@ Started = Callable[[int, int], None]  # called with the gRPC port and the HTTP p
 class Ending(NamedTuple):
     """How the server ended."""
 
-    answered: bool  # every accepted request got its response
-    freed: bool  # no thread is still loading or running a model
+    completed: bool  # every accepted request got its response
+    threads_ended: bool  # no thread is still loading or running a model
 
 
 class Stop:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 _log = logging.getLogger(__name__)
 
 
-class Ticking:
+class PeriodicThread:
     """Calls ``tick`` every ``seconds``, on a daemon thread called ``name``. Exceptions are logged; it goes on."""
 
     def __init__(self, name: str, seconds: float, tick: Callable[[], object]) -> None:

@@ -17,7 +17,7 @@ from typing import Literal, get_args
 
 from bf16kit.errors import ConfigError
 from bf16kit.wording import refused
-from service.process.files import Watched
+from service.process.files import ReloadedFiles
 
 _log = logging.getLogger(__name__)
 Scope = Literal["infer", "read", "manage"]
@@ -40,7 +40,7 @@ class TokenFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._watched: Watched[_Table] = Watched((path,), self._load, self._keep)
+        self._watched: ReloadedFiles[_Table] = ReloadedFiles((path,), self._load, self._keep)
         if not self._watched.current():
             raise ConfigError(f"token_file {path} holds no token; write lines of 'token scope[,scope]'")
 

@@ -32,7 +32,7 @@ from service.peers.peer import TELL_SECONDS, Message, Peer
 from service.peers.signals import leave_signals_to_the_parent
 from service.process.heap import HeapTrimmer, bound_heap
 from service.process.logs import configure
-from service.process.ticking import Ticking
+from service.process.ticking import PeriodicThread
 from service.shadow.board import ActivityTracker, Key, label_of
 from service.shadow.fetching import EVIDENCE, send_evidence
 from service.shadow.measured import MeasuredVersion, Outcomes
@@ -77,7 +77,7 @@ class References:
         """Measure until the server ends or closes the channel. Never returns."""
         self._peer.start()
         HeapTrimmer().start()
-        Ticking("counting", TELL_SECONDS, self._report).start()
+        PeriodicThread("counting", TELL_SECONDS, self._report).start()
         self._ended.wait()
         os._exit(0)  # a reference may be running, and its result is not needed
 

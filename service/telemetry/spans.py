@@ -93,7 +93,7 @@ class SpanRecorder:
 
         They are the batch's rows, unless it failed, and links to earlier spans of requests in the same batch.
         """
-        key = (observation.model, observation.version, timings.begun)
+        key = (observation.model, observation.version, timings.batch_started)
         shared = self._contexts_by_batch.setdefault(key, [])
         links = [api.Link(context) for context in shared]
         if len(shared) < _LINKS:
@@ -132,7 +132,7 @@ def _phases(request: FinishedRequest) -> Iterator[tuple[str, int, int]]:
         return
     if timings.queue > 0:
         yield "queue", request.at(timings.arrived), request.at(timings.arrived + timings.queue)
-    moment = timings.begun
+    moment = timings.batch_started
     parts = ("gather", timings.compute_input), ("run", timings.compute_infer), ("split", timings.compute_output)
     for name, seconds in parts:
         if seconds > 0:

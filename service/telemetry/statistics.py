@@ -75,7 +75,7 @@ class ModelStatistics:
     def request(self, observation: Observation) -> None:
         """Count a request that is over. As in Triton, queue time counts for answered requests only."""
         with self._lock:
-            if not observation.answered:
+            if not observation.succeeded:
                 self._fail.add(observation.seconds)
                 return
             self._success.add(observation.seconds)

@@ -31,7 +31,7 @@ def server_credentials(files: CertificateFiles) -> grpc.ServerCredentials:
         return _configuration(current)
 
     # The stubs omit that None means "unchanged".
-    return grpc.dynamic_ssl_server_credentials(_configuration(latest), changed, files.asks_clients)  # type: ignore[arg-type]
+    return grpc.dynamic_ssl_server_credentials(_configuration(latest), changed, files.mutual_tls)  # type: ignore[arg-type]
 
 
 def _configuration(certificates: Certificates) -> grpc.ServerCertificateConfiguration:

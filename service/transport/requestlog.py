@@ -27,4 +27,4 @@ def log_request(observation: Observation) -> None:
         "queue_s": timings and timings.queue,
         "compute_s": timings and timings.compute,
     }
-    _log.debug("request %s", "answered" if observation.answered else "not answered", extra=fields)
+    _log.debug("request %s", "answered" if observation.succeeded else "not answered", extra=fields)

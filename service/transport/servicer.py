@@ -106,7 +106,7 @@ class InferenceServicer:
         def respond(request: StreamRequest) -> _StreamResult:
             message: pb.ModelInferRequest = request.message
             try:
-                return message, self._respond(message, call, self._clock(), request.reserve_more, patient=True)
+                return message, self._respond(message, call, self._clock(), request.reserve_more, waits_for_room=True)
             finally:
                 turns.release(message.model_name)
 
@@ -140,7 +140,7 @@ class InferenceServicer:
         started: float,
         reserve_more: Callable[[int], None],
         *,
-        patient: bool = False,
+        waits_for_room: bool = False,
     ) -> pb.ModelInferResponse | Status:
         """Return the response to one request, or the status that rejects it. Observes either, and never raises."""
         model: Model | None = None
@@ -154,7 +154,7 @@ class InferenceServicer:
                 parameters = check_request(message.parameters) if message.parameters else RequestParameters()
                 deadline = _earlier(deadline, parameters.timeout, started)
                 request, answers = codec.decode(message, parameters.priority, deadline, call.cancellation, reserve_more)
-                request.patient = patient
+                request.waits_for_room = waits_for_room
                 request.nbytes = call.nbytes
                 request.claim = None if claimed is None else claimed.claim
                 reply = self._infer(model, request)
@@ -163,7 +163,7 @@ class InferenceServicer:
                     raise Cancelled("the client left before its shared memory was written to")
                 response = codec.encode(message.id, reply, answers, reserve_more)
             code = self._client_code(call, client_deadline)
-            if not patient:
+            if not waits_for_room:
                 self._limit.count_response((model.name, model.version), self._clock() - started)
             return response
         except Exception as error:  # noqa: BLE001 -- the client always gets a status, and the metrics a code
@@ -194,7 +194,7 @@ class InferenceServicer:
         return grpc.StatusCode.CANCELLED if call.cancellation.cancelled else grpc.StatusCode.OK
 
     def _infer(self, model: Model, request: Request) -> Reply:
-        if request.patient:
+        if request.waits_for_room:
             return model.infer(request)
         self._shares.acquire(model.name)
         try:

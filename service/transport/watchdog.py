@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 
-from service.process.ticking import Ticking
+from service.process.ticking import PeriodicThread
 
 _TICK_S = 0.1
 _LEAST_S = 1.0  # least time for a client while the server stops
@@ -84,7 +84,7 @@ class CallTimeouts:
         return since + max(_LEAST_S, (until - since) / 2)
 
 
-class Watchdog(Ticking):
+class Watchdog(PeriodicThread):
     """One thread that checks all timeouts ten times a second."""
 
     def __init__(self, timeouts: Sequence[CallTimeouts]) -> None:

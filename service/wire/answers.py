@@ -28,7 +28,7 @@ class Sink:
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
+class OutputOptions:
     """How to return the outputs, by name; ``dtypes`` is in the order of the response.
 
     ``sinks`` has the outputs that go into shared memory. ``classes`` has the number of classes of outputs returned as

@@ -10,7 +10,7 @@ import bf16kit
 from bf16kit.protocol import inference_pb2 as pb
 from bf16kit.tensors import BY_NAME, TensorSpec
 from service.contract import Duration, Model, QueueBounds, Scheduling, StatisticsSnapshot
-from service.operations import Counted, Indexed, Region
+from service.operations import IndexEntry, Region, VersionStatistics
 
 SERVER_NAME = "bf16kit"
 #: The extensions that are always on. perf_analyzer requires ``statistics``.
@@ -97,12 +97,12 @@ def _queue_policy(bounds: QueueBounds) -> pb.ModelQueuePolicy:
     )
 
 
-def model_statistics(models: Iterable[Counted]) -> pb.ModelStatisticsResponse:
+def model_statistics(models: Iterable[VersionStatistics]) -> pb.ModelStatisticsResponse:
     """Return counts and durations of the ready models; the device of others is not known yet."""
-    return pb.ModelStatisticsResponse(model_stats=[_statistics(counted, counted.seen) for counted in models])
+    return pb.ModelStatisticsResponse(model_stats=[_statistics(counted, counted.snapshot) for counted in models])
 
 
-def repository_index(lines: Iterable[Indexed], ready_only: bool) -> pb.RepositoryIndexResponse:
+def repository_index(lines: Iterable[IndexEntry], ready_only: bool) -> pb.RepositoryIndexResponse:
     """Return every version with its state and the reason for it, if there is one."""
     index = pb.RepositoryIndexResponse.ModelIndex
     return pb.RepositoryIndexResponse(
@@ -123,7 +123,7 @@ def regions_status(regions: Iterable[Region]) -> pb.SystemSharedMemoryStatusResp
 
 
 def _model_input(model: Model, spec: TensorSpec, axis: int | None) -> pb.ModelInput:
-    form = f"FORMAT_{model.meaning.formats.get(spec.name, 'NONE')}"
+    form = f"FORMAT_{model.semantics.formats.get(spec.name, 'NONE')}"
     return pb.ModelInput(name=spec.name, data_type=_data_type(spec), dims=_dims(spec, axis), format=form)
 
 
@@ -166,25 +166,25 @@ def _properties(model: Model) -> dict[str, str]:
         "note": info.note,
         "choice": info.choice,
         "golden": model.golden,
-        "active_precision": model.answering.precision,
-        "active_precision_reason": model.answering.reason,
+        "active_precision": model.active_precision.precision,
+        "active_precision_reason": model.active_precision.reason,
     }
 
 
-def _statistics(model: Counted, seen: StatisticsSnapshot) -> pb.ModelStatistics:
+def _statistics(model: VersionStatistics, snapshot: StatisticsSnapshot) -> pb.ModelStatistics:
     return pb.ModelStatistics(
         name=model.name,
         version=str(model.version),
-        last_inference=seen.last_inference_ms,
-        inference_count=seen.inference_count,
-        execution_count=seen.execution_count,
+        last_inference=snapshot.last_inference_ms,
+        inference_count=snapshot.inference_count,
+        execution_count=snapshot.execution_count,
         inference_stats=pb.InferStatistics(
-            success=_duration(seen.success),
-            fail=_duration(seen.fail),
-            queue=_duration(seen.queue),
-            compute_input=_duration(seen.compute_input),
-            compute_infer=_duration(seen.compute_infer),
-            compute_output=_duration(seen.compute_output),
+            success=_duration(snapshot.success),
+            fail=_duration(snapshot.fail),
+            queue=_duration(snapshot.queue),
+            compute_input=_duration(snapshot.compute_input),
+            compute_infer=_duration(snapshot.compute_infer),
+            compute_output=_duration(snapshot.compute_output),
             cache_hit=pb.StatisticDuration(),
             cache_miss=pb.StatisticDuration(),
         ),
@@ -195,16 +195,20 @@ def _statistics(model: Counted, seen: StatisticsSnapshot) -> pb.ModelStatistics:
                 compute_infer=_duration(batch.compute_infer),
                 compute_output=_duration(batch.compute_output),
             )
-            for batch in seen.batches
+            for batch in snapshot.batches
         ],
-        memory_usage=_memory(model, seen),
+        memory_usage=_memory(model, snapshot),
     )
 
 
-def _memory(model: Counted, seen: StatisticsSnapshot) -> Sequence[pb.MemoryUsage]:
+def _memory(model: VersionStatistics, snapshot: StatisticsSnapshot) -> Sequence[pb.MemoryUsage]:
     device, _, index = model.device.partition(":")
     kind = "GPU" if device == "cuda" else "CPU"
-    return [pb.MemoryUsage(type=kind, id=int(index or 0), byte_size=seen.weight_bytes)] if seen.weight_bytes else ()
+    return (
+        [pb.MemoryUsage(type=kind, id=int(index or 0), byte_size=snapshot.weight_bytes)]
+        if snapshot.weight_bytes
+        else ()
+    )
 
 
 def _duration(duration: Duration) -> pb.StatisticDuration:

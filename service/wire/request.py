@@ -10,7 +10,7 @@ from bf16kit.tensors import BY_NAME, BY_OIP, DType, check_feeds, describe
 from bf16kit.wording import quoted
 from service.contract import Model
 from service.request import PRECISIONS, Cancellation, Precision, Reply, Request
-from service.wire.answers import Answers, Sink
+from service.wire.answers import OutputOptions, Sink
 from service.wire.bounds import BoundsCheck, item_size
 from service.wire.classes import top_classes
 from service.wire.memory import Reserve, SharedMemory
@@ -38,12 +38,12 @@ class InferenceCodec:
         self._specs = model.inputs
         self._inputs = {spec.name: (spec, BY_NAME[spec.dtype]) for spec in model.inputs}
         self._outputs: Mapping[str, DType] = {spec.name: BY_NAME[spec.dtype] for spec in model.outputs}
-        self._all = Answers(self._outputs)
+        self._all = OutputOptions(self._outputs)
         self._memory = memory
         self._batch_axis = model.batch_axis
         self._max_rows = model.max_batch_size
         self._rows_first = model.max_batch_size > 0 and model.batch_axis == 0
-        self._labels = model.meaning.labels
+        self._labels = model.semantics.labels
         self._bounds = BoundsCheck(model)
 
     def decode(
@@ -53,7 +53,7 @@ class InferenceCodec:
         deadline: float | None,
         cancellation: Cancellation,
         reserve: Reserve | None = None,
-    ) -> tuple[Request, Answers]:
+    ) -> tuple[Request, OutputOptions]:
         """Return the checked request in ``message``, and how to return its outputs. ``deadline``: monotonic seconds.
 
         ``reserve`` is called with the size of what is about to be read from shared memory. Raises
@@ -70,7 +70,7 @@ class InferenceCodec:
         return Request(feeds, rows, wanted, deadline, cancellation, priority), answers
 
     def encode(
-        self, request_id: str, reply: Reply, answers: Answers, reserve: Reserve | None = None
+        self, request_id: str, reply: Reply, answers: OutputOptions, reserve: Reserve | None = None
     ) -> pb.ModelInferResponse:
         """Return the response: outputs in the order of ``reply``, each in ``raw_output_contents``.
 
@@ -86,7 +86,7 @@ class InferenceCodec:
         self._bounds.check_answer(nbytes)
         if reserve is not None:
             reserve(nbytes)
-        response = pb.ModelInferResponse.FromString(self._heads[reply.told])
+        response = pb.ModelInferResponse.FromString(self._heads[reply.reported_precision])
         if request_id:
             response.id = request_id
         outputs, raw = response.outputs, response.raw_output_contents
@@ -161,7 +161,7 @@ class InferenceCodec:
             )
         return rows
 
-    def _answers(self, outputs: Sequence[pb.ModelInferRequest.InferRequestedOutputTensor]) -> Answers:
+    def _answers(self, outputs: Sequence[pb.ModelInferRequest.InferRequestedOutputTensor]) -> OutputOptions:
         """Return the requested outputs in their order, and how to return each."""
         dtypes: dict[str, DType] = {}
         sinks: dict[str, Sink] = {}
@@ -179,7 +179,7 @@ class InferenceCodec:
             if output.parameters:
                 dtypes[name] = BY_OIP[output_datatype(name, native.oip, output.parameters)]
                 self._add_ways(name, output.parameters, dtypes, sinks, classes)
-        return Answers(dtypes, sinks, classes)
+        return OutputOptions(dtypes, sinks, classes)
 
     def _add_ways(
         self,

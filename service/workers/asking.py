@@ -9,7 +9,7 @@ from typing import Any
 
 from bf16kit.errors import Unavailable
 from service.contract import Registry
-from service.operations import Counted, Indexed, RegistryModels, Setting, Settings
+from service.operations import IndexEntry, RegistryModels, Setting, Settings, VersionStatistics
 from service.peers.channel import Body
 from service.workers.statistics import from_json
 
@@ -24,13 +24,13 @@ class ModelsProxy(RegistryModels):
         super().__init__(registry)
         self._ask = ask
 
-    def index(self) -> Sequence[Indexed]:
-        return [Indexed(*line) for line in _result(self._ask("index", {}))["lines"]]
+    def index(self) -> Sequence[IndexEntry]:
+        return [IndexEntry(*line) for line in _result(self._ask("index", {}))["lines"]]
 
-    def statistics(self, name: str, version: str) -> Sequence[Counted]:
+    def statistics(self, name: str, version: str) -> Sequence[VersionStatistics]:
         found = super().statistics(name, version)
         merged = from_json(_result(self._ask("statistics", {}))["statistics"])
-        return [replace(each, seen=merged.get((each.name, each.version), each.seen)) for each in found]
+        return [replace(each, snapshot=merged.get((each.name, each.version), each.snapshot)) for each in found]
 
 
 class ControlProxy:

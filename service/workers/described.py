@@ -9,7 +9,15 @@ from typing import Any, NoReturn
 from bf16kit.errors import Unavailable
 from bf16kit.runtime import RuntimeInfo
 from bf16kit.tensors import TensorSpec
-from service.contract import Answering, Bounds, Meaning, Model, QueueBounds, Scheduling, StatisticsSnapshot
+from service.contract import (
+    ActivePrecision,
+    Bounds,
+    Model,
+    QueueBounds,
+    Scheduling,
+    StatisticsSnapshot,
+    TensorSemantics,
+)
 from service.request import Observation, Request
 
 
@@ -22,13 +30,13 @@ def describe(model: Model) -> dict[str, Any]:
         "max_batch_size": model.max_batch_size,
         "max_queue_delay_s": model.max_queue_delay_s,
         "instances": model.instances,
-        "formats": dict(model.meaning.formats),  # labels are only needed for responses, and there are many
+        "formats": dict(model.semantics.formats),  # labels are only needed for responses, and there are many
         "bounds": {"dims": dict(model.bounds.dims), "response_bytes": model.bounds.response_bytes},
         "info": asdict(model.info),
         "scheduling": asdict(model.scheduling),
-        "meaning": asdict(model.meaning),
+        "meaning": asdict(model.semantics),
         "golden": model.golden,
-        "answering": asdict(model.answering),
+        "answering": asdict(model.active_precision),
         "budget": dict(model.budget),
     }
 
@@ -52,12 +60,12 @@ class ModelDescription:
         self.max_queue_delay_s: float = fields["max_queue_delay_s"]
         self.instances: int = fields["instances"]
         self.bounds = Bounds(**fields["bounds"])
-        self.meaning = Meaning(formats=fields["formats"])
+        self.semantics = TensorSemantics(formats=fields["formats"])
         self.info = RuntimeInfo(**fields["info"])
         self.scheduling = _scheduling(fields["scheduling"])
-        self.meaning = Meaning(**fields["meaning"])
+        self.semantics = TensorSemantics(**fields["meaning"])
         self.golden: str = fields["golden"]
-        self.answering = Answering(**fields["answering"])
+        self.active_precision = ActivePrecision(**fields["answering"])
         self.budget: Mapping[str, float] = fields["budget"]
         self.statistics = statistics
 

@@ -15,7 +15,7 @@ from service.httpport import announce, open_http
 from service.models.controller import Controller
 from service.models.poll import Poll
 from service.models.retries import Retries
-from service.operations import Indexed
+from service.operations import IndexEntry
 from service.peers.channel import Body
 from service.peers.peer import Answer, Message
 from service.process.config import ServerConfig
@@ -23,7 +23,7 @@ from service.process.credentials import Credentials
 from service.process.logsettings import LogSettings
 from service.process.ports import ReservedPort
 from service.process.stop import Ending, Started, Stop
-from service.process.ticking import Ticking
+from service.process.ticking import PeriodicThread
 from service.shadow.process import NAME as SHADOW
 from service.shadow.process import ShadowProcess
 from service.status_http.evidence import evidence_route
@@ -60,7 +60,7 @@ def supervise(config: ServerConfig, stop: Stop, started: Started) -> Ending:
         pages = routes(overview, supervisor.counting, status.snapshot, evidence)
         http = open_http(config, pages, supervisor.metrics, Credentials.of(config))
         status.listening(port.port, http.port)
-        ticking = Ticking("history", TICK_SECONDS, history.tick)
+        ticking = PeriodicThread("history", TICK_SECONDS, history.tick)
         try:
             supervisor.start()
             http.start()
@@ -153,7 +153,7 @@ class Supervisor:
 
     def _index(self) -> list[list[str]]:
         served = [
-            Indexed(
+            IndexEntry(
                 slot.name,
                 str(slot.version),
                 "UNLOADING" if slot.reason == UNLOADING else slot.state.upper(),
@@ -221,7 +221,7 @@ def _drain(config: ServerConfig, fleet: Fleet) -> Ending:
     started_at = time.monotonic()
     _log.info("draining for up to %g s", config.drain_seconds)
     ending = fleet.drain(config.drain_seconds)
-    if not ending.answered:
+    if not ending.completed:
         _log.warning("requests were cut off: still in flight after %g s", config.drain_seconds)
     _log.info("stopped after %.2f s", time.monotonic() - started_at)
     return ending

@@ -30,7 +30,7 @@ from service.process.heap import HeapTrimmer, bound_heap
 from service.process.logs import configure
 from service.process.logsettings import LogSettings
 from service.process.stop import Ending
-from service.process.ticking import Ticking
+from service.process.ticking import PeriodicThread
 from service.shadow.handing import PlanSampleSender
 from service.sharedmemory import new_table
 from service.telemetry.metrics import Metrics
@@ -136,7 +136,7 @@ class Worker:
         self._report()
         if start.tracing is not None:
             start.tracing.start()
-        heap, counting = HeapTrimmer(), Ticking("counting", TELL_SECONDS, self._tell_counts)
+        heap, counting = HeapTrimmer(), PeriodicThread("counting", TELL_SECONDS, self._tell_counts)
         heap.start()
         counting.start()
         order = self._drains.get()
@@ -149,7 +149,7 @@ class Worker:
         self._end(order, ending)
 
     def _end(self, order: _Drain, ending: Ending) -> None:
-        order.done.set_result({"answered": ending.answered, "freed": ending.freed})
+        order.done.set_result({"answered": ending.completed, "freed": ending.threads_ended})
         logging.shutdown()
         # The supervisor closes the channel when it has the answer, which ends this process.
         time.sleep(_LAST_WORDS_SECONDS)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from service.alone import serve_alone
+from service.alone import serve_single_process
 from service.drift.owner import FallbackOwner
 from service.process.config import ServerConfig
 from service.process.stop import Stop
@@ -18,7 +18,7 @@ def test_the_owner_of_the_fallback_is_called_at_intervals(tmp_path: Path, monkey
     tended = threading.Event()
     monkeypatch.setattr(FallbackOwner, "maintain", lambda self: tended.set())
     stop, config = Stop(), ServerConfig(repository=tmp_path, grpc_port=0, http_port=0, drain_seconds=1)
-    thread = threading.Thread(target=serve_alone, args=(config, stop, lambda *ports: None))
+    thread = threading.Thread(target=serve_single_process, args=(config, stop, lambda *ports: None))
     thread.start()
     try:
         assert tended.wait(60)

@@ -23,7 +23,16 @@ from bf16kit.tensors import BY_NAME, TensorSpec
 from service.batching.batcher import Batcher
 from service.batching.policy import BatchPolicy
 from service.batching.queue import LevelPolicy
-from service.contract import Answering, Array, Bounds, Duration, Meaning, Scheduling, State, StatisticsSnapshot
+from service.contract import (
+    ActivePrecision,
+    Array,
+    Bounds,
+    Duration,
+    Scheduling,
+    State,
+    StatisticsSnapshot,
+    TensorSemantics,
+)
 from service.operations import Operations
 from service.process.certificates import CertificateFiles
 from service.request import Claim, Observation, Reply, Request, Timings, Tracer
@@ -45,7 +54,7 @@ class _Quiet:
 
 
 @dataclass
-class Counted:
+class VersionStatistics:
     """Fixed statistics."""
 
     seen: StatisticsSnapshot = field(
@@ -91,7 +100,7 @@ class LoopbackModel:
         state: State = "ready",
         info: RuntimeInfo = INFO,
         bounds: Bounds = Bounds(),  # noqa: B008 - frozen
-        meaning: Meaning = Meaning(),  # noqa: B008 - frozen
+        semantics: TensorSemantics = TensorSemantics(),  # noqa: B008 - frozen
         inline: bool = False,
     ) -> None:
         self.name = name
@@ -103,15 +112,15 @@ class LoopbackModel:
         self.max_queue_delay_s = 0.002
         self.instances = 1
         self.info = info
-        self.answering = Answering()
+        self.active_precision = ActivePrecision()
         self.golden = "golden samples within budget (y relative_l2 0.0017)"
         self.budget: Mapping[str, float] = {"relative_l2": 0.015, "cosine_distance": 0.0005}
         self.bounds = bounds
-        self.meaning = meaning
+        self.semantics = semantics
         self.scheduling = Scheduling()
         self.state: State = state
         self.reason = "" if state == "ready" else f"it is {state}"
-        self.statistics = Counted()
+        self.statistics = VersionStatistics()
         self.log = RequestLog()
         self.calls = 0
         self.seen: list[Request] = []

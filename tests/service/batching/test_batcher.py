@@ -590,7 +590,7 @@ def test_a_patient_requests_wait_for_room_is_queue_time(make: Make) -> None:
     bench.hold()
     bench.queue(1.0)
     with pytest.raises(DeadlineExceeded):
-        bench.call(2.0, patient=True, deadline=time.monotonic() + 0.05).result(20)
+        bench.call(2.0, waits_for_room=True, deadline=time.monotonic() + 0.05).result(20)
     assert 0.04 < bench.timings().queue < 20
     assert bench.heard.rejections == {"deadline": 1}
 

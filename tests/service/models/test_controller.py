@@ -17,7 +17,7 @@ from othersfiles import closed, open_place
 from bf16kit.errors import ConfigError, InvalidRequest, NotFound
 from service.models.controller import Controller, Mode
 from service.models.plan import DesiredModel
-from service.operations import Indexed
+from service.operations import IndexEntry
 
 
 class Told:
@@ -330,13 +330,13 @@ def test_the_index_lists_served_unloaded_and_never_loaded_models(tmp_path: Path,
     (tmp_path / "b" / "serving.yaml").write_text("version_policy: all")
     explicit = control("explicit")
     explicit.begin()
-    never = [Indexed("a"), Indexed("b"), Indexed("c")]
+    never = [IndexEntry("a"), IndexEntry("b"), IndexEntry("c")]
     assert explicit.index([]) == never
     explicit.load("b")
-    ready = [Indexed("b", "10", "READY"), Indexed("b", "2", "READY")]
+    ready = [IndexEntry("b", "10", "READY"), IndexEntry("b", "2", "READY")]
     assert explicit.index(ready) == [never[0], ready[1], ready[0], never[2]]
     explicit.unload("b")
-    unloaded = [Indexed("b", version, "UNAVAILABLE", "unloaded") for version in ("2", "10")]
+    unloaded = [IndexEntry("b", version, "UNAVAILABLE", "unloaded") for version in ("2", "10")]
     assert explicit.index([]) == [never[0], *unloaded, never[2]]
     shutil.rmtree(tmp_path / "b" / "2")
     assert explicit.index([]) == [never[0], unloaded[1], never[2]]
@@ -346,4 +346,4 @@ def test_the_index_lists_served_unloaded_and_never_loaded_models(tmp_path: Path,
 
 def test_the_index_lists_served_models_if_the_repository_cannot_be_listed(tmp_path: Path, told: Told) -> None:
     gone = Controller(tmp_path / "gone", told.apply, told.apply_all)
-    assert gone.index([Indexed("m", "1", "READY")]) == [Indexed("m", "1", "READY")]
+    assert gone.index([IndexEntry("m", "1", "READY")]) == [IndexEntry("m", "1", "READY")]

@@ -58,7 +58,7 @@ def order(plan: Plan, precision: str = "fp32") -> PrecisionOrder:
 
 def precision(repository: Repository) -> str:
     with repository.acquire("mlp", "1") as model:
-        return model.infer(Request({"x": X})).told
+        return model.infer(Request({"x": X})).reported_precision
 
 
 def test_an_ordered_precision_serves_and_a_replacement_begins_with_bf16(
@@ -96,7 +96,7 @@ def test_an_order_given_before_the_load_is_applied_after_it(repository: Reposito
     serve(repository, plan)
     repository.order(order(plan)).result(60)
     with repository.acquire("mlp", "1") as model:
-        assert model.answering.reason == "drift"
+        assert model.active_precision.reason == "drift"
     assert precision(repository) == "fp32"
 
 
@@ -105,7 +105,7 @@ def test_a_waiting_order_is_applied_without_a_second_order(repository: Repositor
 
     def look() -> None:
         slot = repository.find("mlp", "1")
-        if slot.model is not None and slot.model.answering.precision == "fp32" and not done.done():
+        if slot.model is not None and slot.model.active_precision.precision == "fp32" and not done.done():
             done.set_result(None)
 
     repository.order(order(plan))

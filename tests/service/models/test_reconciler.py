@@ -586,13 +586,13 @@ def test_a_reload_stops_requests_once_and_frees_the_replaced_model(
     repository.load("m").result(60)
     replaced = weakref.ref(repository.get("m", ""))
     stops = []
-    settle = garbage.settle
+    settle = garbage.collect_and_freeze
 
     def counted() -> None:
         stops.append(1)
         settle()
 
-    monkeypatch.setattr(garbage, "settle", counted)
+    monkeypatch.setattr(garbage, "collect_and_freeze", counted)
     serving = tmp_path / "m" / "serving.yaml"
     serving.write_text(serving.read_text("utf-8") + "max_queue_delay_ms: 3\n", "utf-8")
     repository.load("m").result(60)

@@ -11,7 +11,7 @@ from waiting import until
 
 from bf16kit.errors import ArtifactError, Unavailable
 from bf16kit.runtime import Runtime
-from service.contract import Answering
+from service.contract import ActivePrecision
 from service.models.engine import Engine, SwitchedEngine
 from service.models.standby import Standby
 
@@ -39,7 +39,7 @@ class Rig:
     def __init__(self) -> None:
         self.load = Loading()
         self.engine = SwitchedEngine(Engine(Held("bf16")))
-        self.told: list[Answering] = []
+        self.told: list[ActivePrecision] = []
         self.failures = 0
         self.standby = Standby("the model", self.engine, self.load, self.told.append, self._failed)
 
@@ -57,9 +57,9 @@ def test_an_ordered_precision_serves_and_is_reported_with_its_reason(rig: Rig) -
         rig.standby.order(precision, reason).result(30)  # type: ignore[arg-type]  # one of its literals
         assert rig.engine.switched == (precision == "fp32")
     assert not rig.load.made[0].open, "nothing of it stays in memory"
-    assert rig.told == [Answering("fp32", "drift"), Answering("bf16", "")]
+    assert rig.told == [ActivePrecision("fp32", "drift"), ActivePrecision("bf16", "")]
     assert rig.load.begun == 1
-    assert rig.standby.answering == Answering()
+    assert rig.standby.active_precision == ActivePrecision()
 
 
 def test_bf16_serves_until_fp32_is_warm(rig: Rig) -> None:
@@ -77,7 +77,7 @@ def test_bf16_serves_until_fp32_is_warm(rig: Rig) -> None:
 
 def test_a_change_of_the_reason_alone_is_reported_too(rig: Rig) -> None:
     rig.standby.order("bf16", "over its budget").result(30)
-    assert rig.told == [Answering("bf16", "over its budget")]
+    assert rig.told == [ActivePrecision("bf16", "over its budget")]
 
 
 def test_if_fp32_cannot_be_loaded_bf16_keeps_serving_and_fp32_can_be_tried_again(
@@ -124,6 +124,6 @@ def test_an_order_fails_if_no_thread_can_be_started_and_can_be_tried_again(
         context.setattr(threading.Thread, "start", refuse)
         with pytest.raises(RuntimeError, match="can't start new thread"):
             rig.standby.order("fp32", "drift").result(0)
-    assert (rig.engine.switched, rig.failures, rig.standby.answering) == (False, 1, Answering())
+    assert (rig.engine.switched, rig.failures, rig.standby.active_precision) == (False, 1, ActivePrecision())
     rig.standby.order("fp32", "drift").result(30)
     assert (rig.engine.switched, rig.failures) == (True, 1)

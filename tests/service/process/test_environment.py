@@ -3,11 +3,11 @@ from __future__ import annotations
 import pytest
 
 from service.process.config import ServerConfig
-from service.process.environment import unread
+from service.process.environment import unknown_variables
 
 
 def test_a_misspelt_setting_is_reported_with_the_nearest_known_one() -> None:
-    said = unread({"BF16KIT_GRPC_PROT": "9000", "PATH": "/bin", "BF16KIT_HTTP_PORT": "9001"})
+    said = unknown_variables({"BF16KIT_GRPC_PROT": "9000", "PATH": "/bin", "BF16KIT_HTTP_PORT": "9001"})
     assert said == (
         "unknown environment variables are ignored: 'BF16KIT_GRPC_PROT' (BF16KIT_GRPC_PORT?);"
         " docs/operations.md names every setting"
@@ -15,7 +15,7 @@ def test_a_misspelt_setting_is_reported_with_the_nearest_known_one() -> None:
 
 
 def test_an_unknown_variable_is_reported_without_its_value() -> None:
-    said = unread({"BF16KIT_PASSWORD": "hunter2"})
+    said = unknown_variables({"BF16KIT_PASSWORD": "hunter2"})
     assert "variables are ignored: 'BF16KIT_PASSWORD';" in said
     assert "hunter2" not in said
 
@@ -23,7 +23,7 @@ def test_an_unknown_variable_is_reported_without_its_value() -> None:
 def test_every_setting_and_every_other_known_variable_is_accepted() -> None:
     others = ("CONFIG", "KERNEL_PATH", "TOKEN", "HEALTH_CERTIFICATE", "HEALTH_KEY", "TENSORFLOW_PYTHON")
     names = [f"BF16KIT_{name}".upper() for name in (*ServerConfig.model_fields, *others)]
-    assert unread(dict.fromkeys([*names, "bf16kit_grpc_port"], "x")) == ""
+    assert unknown_variables(dict.fromkeys([*names, "bf16kit_grpc_port"], "x")) == ""
 
 
 @pytest.mark.parametrize(
@@ -39,12 +39,12 @@ def test_every_setting_and_every_other_known_variable_is_accepted() -> None:
     ],
 )
 def test_variables_that_kubernetes_sets_for_a_service_are_not_reported(name: str, value: str) -> None:
-    assert unread({name: value}) == ""
+    assert unknown_variables({name: value}) == ""
 
 
 def test_a_plain_port_variable_is_reported() -> None:
-    assert "'BF16KIT_PORT'" in unread({"BF16KIT_PORT": "9000"})
+    assert "'BF16KIT_PORT'" in unknown_variables({"BF16KIT_PORT": "9000"})
 
 
 def test_many_unknown_variables_are_shortened_to_a_count() -> None:
-    assert "and 3 more" in unread({f"BF16KIT_X{number}": "" for number in range(8)})
+    assert "and 3 more" in unknown_variables({f"BF16KIT_X{number}": "" for number in range(8)})

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from service.process.files import LOOK_SECONDS, Watched
+from service.process.files import CHECK_SECONDS, ReloadedFiles
 
 
 class Clock:
@@ -19,7 +19,7 @@ class Clock:
         return self.now
 
     def tick(self) -> None:
-        self.now += LOOK_SECONDS
+        self.now += CHECK_SECONDS
 
 
 def never(error: Exception) -> None:
@@ -38,7 +38,7 @@ def test_a_file_is_read_again_only_after_it_was_replaced(tmp_path: Path) -> None
         reads.append(1)
         return read_number(path)
 
-    watched = Watched((path,), read, never, clock)
+    watched = ReloadedFiles((path,), read, never, clock)
     clock.tick()
     assert (watched.current(), len(reads)) == (1, 1)
     (tmp_path / "new").write_text("2")
@@ -53,7 +53,7 @@ def test_a_link_to_another_file_is_a_change_as_kubernetes_makes_it(tmp_path: Pat
     (tmp_path / "a").write_text("1")
     (tmp_path / "b").write_text("2")
     link.symlink_to("a")
-    watched = Watched((link,), lambda: read_number(link), never, clock)
+    watched = ReloadedFiles((link,), lambda: read_number(link), never, clock)
     (tmp_path / "next").symlink_to("b")
     (tmp_path / "next").rename(link)
     clock.tick()
@@ -63,7 +63,7 @@ def test_a_link_to_another_file_is_a_change_as_kubernetes_makes_it(tmp_path: Pat
 def test_a_file_that_cannot_be_read_keeps_the_last_value_and_is_reported_once(tmp_path: Path) -> None:
     path, clock, told = tmp_path / "f", Clock(), list[Exception]()
     path.write_text("1")
-    watched = Watched((path,), lambda: read_number(path), told.append, clock)
+    watched = ReloadedFiles((path,), lambda: read_number(path), told.append, clock)
     path.write_text("half a num")
     for _ in range(3):
         clock.tick()
@@ -81,7 +81,7 @@ def test_the_soft_limit_of_open_files_is_raised_to_the_hard_one() -> None:
     """Tested in a separate process: a hard limit cannot be raised again."""
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 512))\n"
-        "from service.process.files import allow_open_files; allow_open_files()\n"
+        "from service.process.files import raise_open_file_limit; raise_open_file_limit()\n"
         "assert resource.getrlimit(resource.RLIMIT_NOFILE) == (512, 512)"
     )
     if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 512:

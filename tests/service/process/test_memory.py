@@ -9,7 +9,7 @@ import pytest
 
 from bf16kit.controlgroup import Memory
 from service.process.config import ServerConfig, load_config
-from service.process.memory import announce, bounded
+from service.process.memory import announce, fit_to_memory
 
 MIB = 1 << 20
 
@@ -19,31 +19,31 @@ def config(tmp_path: Path, **flags: object) -> ServerConfig:
 
 
 def test_requests_get_a_quarter_of_a_small_container(tmp_path: Path) -> None:
-    found = bounded(config(tmp_path), Memory(limit=1024 * MIB, left=900 * MIB))
+    found = fit_to_memory(config(tmp_path), Memory(limit=1024 * MIB, left=900 * MIB))
     assert (found.max_request_bytes, found.max_message_bytes) == (256 * MIB, 64 * MIB)
-    found = bounded(config(tmp_path), Memory(limit=128 * MIB, left=100 * MIB))
+    found = fit_to_memory(config(tmp_path), Memory(limit=128 * MIB, left=100 * MIB))
     assert (found.max_request_bytes, found.max_message_bytes) == (32 * MIB, 32 * MIB)
 
 
 def test_workers_share_the_memory_for_requests(tmp_path: Path) -> None:
-    found = bounded(config(tmp_path, workers=4), Memory(limit=1024 * MIB, left=900 * MIB))
+    found = fit_to_memory(config(tmp_path, workers=4), Memory(limit=1024 * MIB, left=900 * MIB))
     assert found.max_request_bytes == 64 * MIB
 
 
 def test_without_a_limit_and_in_a_large_container_the_defaults_apply(tmp_path: Path) -> None:
     asked = config(tmp_path)
-    assert bounded(asked, None) == asked
-    assert bounded(asked, Memory(limit=64 << 30, left=1 << 30)) == asked
+    assert fit_to_memory(asked, None) == asked
+    assert fit_to_memory(asked, Memory(limit=64 << 30, left=1 << 30)) == asked
 
 
 def test_a_configured_limit_is_not_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BF16KIT_MAX_REQUEST_BYTES", str(300 * MIB))
-    found = bounded(config(tmp_path), Memory(limit=128 * MIB, left=100 * MIB))
+    found = fit_to_memory(config(tmp_path), Memory(limit=128 * MIB, left=100 * MIB))
     assert (found.max_request_bytes, found.max_message_bytes) == (300 * MIB, 32 * MIB)
 
 
 def test_a_message_may_have_1_mib_however_small_the_container(tmp_path: Path) -> None:
-    found = bounded(config(tmp_path, workers=2), Memory(limit=MIB, left=0))
+    found = fit_to_memory(config(tmp_path, workers=2), Memory(limit=MIB, left=0))
     assert found.max_message_bytes == MIB
 
 
@@ -52,7 +52,7 @@ def test_the_log_states_the_containers_limit_and_those_derived_from_it(
 ) -> None:
     caplog.set_level(logging.INFO)
     small = Memory(limit=512 * MIB, left=500 * MIB)
-    announce(bounded(config(tmp_path), small), small)
+    announce(fit_to_memory(config(tmp_path), small), small)
     assert caplog.messages == [
         "memory: 524 MB are left of the 537 MB that this container may take; requests may use 134217728 bytes of it,"
         " one message at most 67108864"

@@ -8,12 +8,12 @@ import threading
 import pytest
 from waiting import until
 
-from service.process.ticking import Ticking
+from service.process.ticking import PeriodicThread
 
 
 def test_the_task_is_repeated_until_the_stop() -> None:
     ticks: list[str] = []
-    ticking = Ticking("clock", 0.001, lambda: ticks.append(threading.current_thread().name))
+    ticking = PeriodicThread("clock", 0.001, lambda: ticks.append(threading.current_thread().name))
     assert ticks == []
     ticking.start()
     until(lambda: len(ticks) > 2)
@@ -31,7 +31,7 @@ def test_an_error_is_logged_and_the_task_is_repeated(caplog: pytest.LogCaptureFi
         ticks.append(1)
         raise ValueError("out of order")
 
-    ticking = Ticking("clock", 0.001, fail)
+    ticking = PeriodicThread("clock", 0.001, fail)
     with caplog.at_level(logging.ERROR):
         ticking.start()
         until(lambda: len(ticks) > 2)
@@ -41,4 +41,4 @@ def test_an_error_is_logged_and_the_task_is_repeated(caplog: pytest.LogCaptureFi
 
 
 def test_a_thread_that_never_started_can_be_stopped() -> None:
-    Ticking("clock", 1, lambda: None).stop()
+    PeriodicThread("clock", 1, lambda: None).stop()

@@ -129,7 +129,7 @@ def test_where_client_certificates_are_required_only_probes_work_without(
 def test_a_renewed_certificate_is_used_for_new_connections(
     serve: Serve, authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(files, "CHECK_SECONDS", 0.0)
     certificate, key = tmp_path / "tls.crt", tmp_path / "tls.key"
 
     def install(name: str) -> bytes:

@@ -14,7 +14,7 @@ from bf16kit.tensors import TensorSpec
 from service.operations import Region
 from service.regions.table import RegionLimits, RegionTable
 from service.request import Cancellation, Reply, Request
-from service.wire.answers import Answers
+from service.wire.answers import OutputOptions
 from service.wire.memory import SharedMemory
 from service.wire.request import InferenceCodec
 
@@ -60,7 +60,7 @@ def request(*shared: str, **sent: np.ndarray[tuple[int, ...], np.dtype[np.float3
 
 def decode(
     message: pb.ModelInferRequest, memory: SharedMemory, held: list[int] | None = None
-) -> tuple[Request, Answers]:
+) -> tuple[Request, OutputOptions]:
     reserve = None if held is None else held.append
     return InferenceCodec(MODEL, memory).decode(message, 0, None, Cancellation(), reserve)
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from loopback import Counted, LoopbackModel, LoopbackRegistry
+from loopback import LoopbackModel, LoopbackRegistry, VersionStatistics
 
 import bf16kit
 from bf16kit.protocol import inference_pb2 as pb
 from bf16kit.runtime import RuntimeInfo
 from bf16kit.tensors import BY_NAME, TensorSpec
-from service.contract import Answering, BatchStatistics, Duration, Meaning, StatisticsSnapshot
-from service.operations import Indexed, RegistryModels
+from service.contract import ActivePrecision, BatchStatistics, Duration, StatisticsSnapshot, TensorSemantics
+from service.operations import IndexEntry, RegistryModels
 from service.wire.metadata import model_config, model_metadata, model_statistics, repository_index, server_metadata
 
 IDS = TensorSpec("ids", "int64", ("batch", "seq"))
@@ -46,7 +46,7 @@ def test_free_dimensions_are_minus_one_and_properties_describe_how_the_model_run
 
 def test_the_metadata_has_the_current_precision_and_its_reason() -> None:
     model = LoopbackModel()
-    model.answering = Answering("fp32", "y is 1.4 times its budget")
+    model.active_precision = ActivePrecision("fp32", "y is 1.4 times its budget")
     properties = model_metadata(model, [1]).properties
     assert properties["active_precision"] == "fp32"
     assert properties["active_precision_reason"] == "y is 1.4 times its budget"
@@ -92,7 +92,7 @@ def test_an_image_input_has_its_format() -> None:
     shape = ("batch", 3, 8, 8)
     model = LoopbackModel(
         inputs=[TensorSpec("image", "float32", shape), TensorSpec("mask", "float32", shape)],
-        meaning=Meaning(formats={"image": "NCHW"}),
+        semantics=TensorSemantics(formats={"image": "NCHW"}),
     )
     formats = [spec.format for spec in model_config(model).config.input]
     assert formats == [pb.ModelInput.FORMAT_NCHW, pb.ModelInput.FORMAT_NONE]
@@ -109,7 +109,7 @@ def test_a_model_on_a_gpu_has_its_device_number() -> None:
 def test_statistics_are_carried_field_by_field() -> None:
     batch = BatchStatistics(4, Duration(1, 10), Duration(1, 20), Duration(1, 30))
     model = LoopbackModel("m")
-    model.statistics = Counted(
+    model.statistics = VersionStatistics(
         StatisticsSnapshot(
             last_inference_ms=123,
             inference_count=9,
@@ -137,7 +137,7 @@ def test_statistics_are_carried_field_by_field() -> None:
 
 def test_the_index_gives_every_version_its_state_and_reason() -> None:
     loopback = [LoopbackModel("a"), LoopbackModel("b", state="loading"), LoopbackModel("c", state="unavailable")]
-    models = [*RegistryModels(LoopbackRegistry(loopback)).index(), Indexed("d")]
+    models = [*RegistryModels(LoopbackRegistry(loopback)).index(), IndexEntry("d")]
     listed = [(m.name, m.version, m.state, m.reason) for m in repository_index(models, ready_only=False).models]
     assert listed == [
         ("a", "1", "READY", ""),

@@ -11,7 +11,7 @@ from service.workers.described import ModelDescription, SummedStatistics, descri
 
 ALIKE = (
     *("name", "version", "inputs", "outputs", "batch_axis", "max_batch_size", "max_queue_delay_s", "instances"),
-    *("bounds", "scheduling", "meaning", "info", "golden", "budget"),
+    *("bounds", "scheduling", "semantics", "info", "golden", "budget"),
 )
 
 
