@@ -133,7 +133,7 @@ def _plain(clock: Clock, chance: random.Random, dropped: _Dropped) -> _Choose:
     def choose(request: Request, reply: Reply) -> float | None:
         if chance.random() >= policy.rate:
             return None
-        if bucket.take():
+        if bucket.try_acquire():
             return policy.rate
         dropped.sampled("dropped", 1)
         return None

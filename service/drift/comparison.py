@@ -181,7 +181,7 @@ class Comparison:
         drifts = [row.relative_l2 for row in rows]
         change = detector.add(drifts, self._detector_weight(weight), within_budget=self._within_budget(rows))
         if change:
-            output.recent.keep_newest(detector.since if change == "risen" else detector.below)
+            output.recent.keep_newest(detector.change_age if change == "risen" else detector.recovery_age)
         if change == "risen":
             observer.changed(name)
         window = output.recent.window()
@@ -194,8 +194,8 @@ class Comparison:
     def _within_budget(self, rows: list[SampleDrift]) -> bool:
         """Whether the expected drift may be learnt from these rows: all of them are within budget."""
         bound = self._budget.bound("relative_l2")
-        most = math.inf if bound is None else bound
-        return all(math.isfinite(row.relative_l2) and row.relative_l2 <= most for row in rows)
+        highest = math.inf if bound is None else bound
+        return all(math.isfinite(row.relative_l2) and row.relative_l2 <= highest for row in rows)
 
     def _detector_weight(self, weight: float) -> float:
         """Return the weight of a request in the detector, at most 1.

@@ -34,7 +34,7 @@ CLIP = math.log(64)
 REQUESTS = 10  # fewest requests that can give an alarm: a few odd ones must not
 MIN_ROWS = 16  # fewest rows to estimate a spread from
 LEARNING_ROWS = 200  # rows to learn the expected drift from if the artifact has none
-_LEAST_SPREAD = 0.05  # standard deviation of log drift; MiniLM has 0.07
+_MIN_SPREAD = 0.05  # standard deviation of log drift; MiniLM has 0.07
 _HEAVY = ((0.9, 1.0), (0.1, 3.0))  # shares and spreads of Tukey's contaminated normal
 _NORMAL = np.linspace(-9, 9, 721)
 _DENSITY = np.exp(-np.square(_NORMAL) / 2)
@@ -71,13 +71,13 @@ class Expected:
         n = len(finite)
         if n < MIN_ROWS or n < 0.9 * len(rows):
             return None
-        spread = max(float(finite.std(ddof=1)) / math.sqrt(_chi_squared(n - 1) / (n - 1)), _LEAST_SPREAD)
+        spread = max(float(finite.std(ddof=1)) / math.sqrt(_chi_squared(n - 1) / (n - 1)), _MIN_SPREAD)
         centre = float(finite.mean()) + _MARGIN * spread / math.sqrt(n)
-        most = threshold(outputs) / (REQUESTS * (DOUBLING - ALLOWANCE))
+        max_root = threshold(outputs) / (REQUESTS * (DOUBLING - ALLOWANCE))
         heavy = np.concatenate([width * spread * _NORMAL for _, width in _HEAVY])
         density = np.concatenate([share * _DENSITY for share, _ in _HEAVY])
         equal = np.full(n, 1.0 / n)
-        root = min(_root(heavy, density, most), _root(finite - centre, equal, most))
+        root = min(_root(heavy, density, max_root), _root(finite - centre, equal, max_root))
         return cls(centre, spread, root)
 
 
@@ -93,8 +93,8 @@ class Detector:
         self.expected = expected
         self.learnt = expected is None
         self.alarm = False
-        self.since = 0  # requests since the sum was last 0, which is the age of a change
-        self.below = 0  # requests since the sum was last at the threshold, which is the age of a change back
+        self.change_age = 0  # requests since the sum was last 0, which is the age of a change
+        self.recovery_age = 0  # requests since the sum was last at the threshold, which is the age of a change back
         self._outputs = outputs
         self._threshold = threshold(outputs)
         self._sum = 0.0
@@ -107,7 +107,7 @@ class Detector:
 
     def restart(self) -> None:
         """Forget the sum and the alarm. The expected drift is kept."""
-        self._sum, self.since, self.below, self.alarm = 0.0, 0, 0, False
+        self._sum, self.change_age, self.recovery_age, self.alarm = 0.0, 0, 0, False
 
     def add(self, relative_l2: Sequence[float], weight: float = 1.0, *, within_budget: bool = True) -> Change:
         """Add one request's rows. Return "risen" if they give the alarm, "ended" if the sum is 0 again, else "".
@@ -122,8 +122,8 @@ class Detector:
         # A sum above the threshold would only keep the alarm up after its cause has ended.
         self._sum = min(max(0.0, self._sum + min(step, self._threshold / REQUESTS)), self._threshold)
         over = self._sum >= self._threshold * (1 - 1e-9)
-        self.since = self.since + 1 if self._sum > 0 else 0
-        self.below = 0 if over else self.below + 1
+        self.change_age = self.change_age + 1 if self._sum > 0 else 0
+        self.recovery_age = 0 if over else self.recovery_age + 1
         change: Change = "" if self.alarm or not over else "risen"
         if self.alarm and self._sum == 0:
             change = "ended"
@@ -138,17 +138,19 @@ class Detector:
             self._learning.clear()
 
 
-def _root(values: NDArray[np.float64], density: NDArray[np.float64], most: float) -> float:
-    """Return θ in (0, ``most``] with E[exp(θ (clip(value) - ALLOWANCE))] = 1; ``most`` if the expectation stays at or
-    below 1."""
+def _root(values: NDArray[np.float64], density: NDArray[np.float64], max_root: float) -> float:
+    """Return θ in (0, ``max_root``] with E[exp(θ (clip(value) - ALLOWANCE))] = 1.
+
+    Returns ``max_root`` if the expectation stays at or below 1.
+    """
     steps = np.clip(values, -CLIP, CLIP) - ALLOWANCE
 
     def exceeds(root: float) -> bool:
         return float(np.dot(density, np.exp(root * steps))) > 1
 
-    if not exceeds(most):
-        return most
-    low, high = 0.0, most
+    if not exceeds(max_root):
+        return max_root
+    low, high = 0.0, max_root
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (low, middle) if exceeds(middle) else (middle, high)

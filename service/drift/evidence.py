@@ -1,7 +1,7 @@
 """Evidence of a breach, kept in memory: the worst live row of the newest breach, with inputs, served and fp32 outputs.
 
 The process that measures samples keeps it, for the newest breach of each model version only, in at most
-:data:`MOST_BYTES`. It is dropped with the model or the process and is never written to disk. A caller gets it on
+:data:`MAX_BYTES`. It is dropped with the model or the process and is never written to disk. A caller gets it on
 request, if the server permits that.
 """
 
@@ -24,7 +24,7 @@ from service.drift.observer import DriftObserver
 from service.drift.sampling import Sample, copies, size_of
 from service.drift.verdict import DriftVerdict
 
-MOST_BYTES = 16 << 20  # of one row: its inputs and both outputs
+MAX_BYTES = 16 << 20  # of one row: its inputs and both outputs
 HALF_LIFE = 64  # rows after which the worst row's drift counts half: evidence should be recent
 _MAX_AGE = 4 * HALF_LIFE  # rows after which it counts nothing, however bad it was
 _PACKAGES = ("numpy", "onnxruntime", "onnxruntime-gpu", "torch")
@@ -82,13 +82,13 @@ class EvidenceRecorder:
         batch_axis: int | None,
         budget: Budget,
         *,
-        most_bytes: int = MOST_BYTES,
+        max_bytes: int = MAX_BYTES,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._comparison = comparison
         self._batch_axis = batch_axis
         self._budget = budget
-        self._most_bytes = most_bytes
+        self._max_bytes = max_bytes
         self._clock = clock
         self._measured = 0  # rows
         self._worst: _Row | None = None  # the worst row before a breach
@@ -129,7 +129,7 @@ class EvidenceRecorder:
         if breach is None and self._too_large:
             raise NotFound(
                 f"{label}: the rows of its last breach have {self._too_large} bytes each;"
-                f" at most {self._most_bytes} are kept"
+                f" at most {self._max_bytes} are kept"
             )
         if breach is None:
             raise NotFound(f"{label} has not been over its budget since its fp32 reference was loaded")
@@ -184,7 +184,7 @@ class EvidenceRecorder:
             at=self._clock(),
             measured_before=self._measured,
         )
-        if row.nbytes > self._most_bytes:
+        if row.nbytes > self._max_bytes:
             if verdict is not None:
                 self._too_large = row.nbytes
             return None

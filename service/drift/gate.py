@@ -16,7 +16,7 @@ from service.drift.verdict import DriftVerdict
 #: ``error``: the samples could not be run.
 Outcome = Literal["passed", "failed", "error"]
 RETRY_SECONDS = 60.0  # after a gate that did not pass: damaged memory stays damaged, but a device may recover
-LEAST_SECONDS = 10.0  # between two gates: a runtime that fails all the time must not run the samples all the time
+MIN_INTERVAL_SECONDS = 10.0  # between two gates: a runtime that always fails must not run the samples all the time
 _EDGE = 0.25  # share of a process's time slot at each end in which the gate does not begin
 
 
@@ -99,7 +99,7 @@ class Timetable:
 
     def due_reason(self, now: float) -> str:
         """Return why the gate is due now; "" if it is not."""
-        if self._run_failed and now >= self._ended + LEAST_SECONDS:
+        if self._run_failed and now >= self._ended + MIN_INTERVAL_SECONDS:
             return "after a run that failed"
         if now >= self._retry_at:
             return "again, for it was not passed"

@@ -25,16 +25,16 @@ class Probe:
     """A :class:`~service.drift.sampling.SampleSender` in front of another, which replaces outputs of another precision.
 
     Samples of ``precision`` are passed on unchanged. For other samples ``run`` computes the outputs again, on a
-    low-priority thread that starts when it is first needed. Samples that find no room are dropped: ``most_bytes``
+    low-priority thread that starts when it is first needed. Samples that find no room are dropped: ``max_bytes``
     bounds those that wait.
     """
 
-    def __init__(self, name: str, precision: str, run: Run, sender: SampleSender, most_bytes: int) -> None:
+    def __init__(self, name: str, precision: str, run: Run, sender: SampleSender, max_bytes: int) -> None:
         self._name = name
         self._precision = precision
         self._run = run
         self._sender = sender
-        self._max_bytes = most_bytes
+        self._max_bytes = max_bytes
         self._lock = threading.Lock()
         self._bytes_in_use = 0
         self._queue = BackgroundQueue[_Item](

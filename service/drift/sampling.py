@@ -22,7 +22,7 @@ from service.drift.policy import ShadowPolicy
 from service.drift.strata import Strata
 from service.request import Reply, Request, Timings
 
-MOST_WAITING = 64  # samples of one model in flight: being sent, waiting for the reference or being measured
+MAX_IN_FLIGHT = 64  # samples of one model in flight: being sent, waiting for the reference or being measured
 BURST = 8.0  # samples at once, after a while without any
 _NO_TIMINGS = Timings()
 
@@ -60,7 +60,7 @@ class TokenBucket:
         self._at = clock()
         self._lock = threading.Lock()
 
-    def take(self) -> bool:
+    def try_acquire(self) -> bool:
         with self._lock:
             now = self._clock()
             self._tokens = min(self._capacity, self._tokens + (now - self._at) * self._rate)
@@ -113,7 +113,7 @@ class Chooser:
             rows = self._policy.max_rows
             kept = random_indices(request.rows, rows, self._draw)
             probability *= rows / request.rows
-        if not self._tokens.take():
+        if not self._tokens.try_acquire():
             self._observer.sampled("dropped", rows)
             return None
         parts = [(arrays, kept, self._batch_axis) for arrays in (request.feeds, reply.outputs)]
@@ -186,7 +186,7 @@ class SampleForwarder:
 
     def _reserve(self, nbytes: int) -> bool:
         with self._lock:
-            if self._in_flight >= MOST_WAITING or self._bytes_in_use + nbytes > self._max_bytes:
+            if self._in_flight >= MAX_IN_FLIGHT or self._bytes_in_use + nbytes > self._max_bytes:
                 return False
             self._in_flight += 1
             self._bytes_in_use += nbytes

@@ -22,10 +22,10 @@ from service.contract import Array
 from service.drift.evidence import SampleComparer
 from service.drift.observer import Outcome, ReferenceObserver
 from service.drift.policy import ShadowPolicy
-from service.drift.sampling import MOST_WAITING, Sample
+from service.drift.sampling import MAX_IN_FLIGHT, Sample
 
 _log = logging.getLogger(__name__)
-QUEUE_SIZE = MOST_WAITING
+QUEUE_SIZE = MAX_IN_FLIGHT
 LONGEST_RUN_S = 60.0  # of one reference run: a longer one delays other samples too much to be worth it
 # Not 19: this thread holds Python's lock now and then. If the kernel never scheduled it, it would hold the lock for
 # long while request threads wait.

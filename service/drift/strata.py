@@ -20,7 +20,7 @@ from bf16kit.tensors import TensorSpec
 from service.contract import Array
 from service.drift.policy import ShadowPolicy
 
-MOST_SIZES = 32  # classes of input sizes; any further sizes share one more class
+MAX_SIZES = 32  # classes of input sizes; any further sizes share one more class
 FAST, SLOW = 0.05, 0.95  # latency quantiles, per class of sizes, that separate fast and slow requests from the rest
 _STEP = 0.05  # relative step of the running quantiles
 _MEMORY_S = 60.0  # a request of this age counts 1/e
@@ -154,7 +154,7 @@ class Strata:
 
     def _size_class_of(self, key: Sizes, seconds: float) -> _SizeClass:
         with self._lock:
-            if key not in self._size_classes and len(self._size_classes) >= MOST_SIZES:
+            if key not in self._size_classes and len(self._size_classes) >= MAX_SIZES:
                 key = _OTHER
             return self._size_classes.setdefault(key, _SizeClass(seconds))
 

@@ -14,15 +14,14 @@ from service.telemetry.metrics import Metrics, expose
 from service.telemetry.readings import Sample
 from service.telemetry.whole import Family, MergedMetrics, merge
 
-_PATIENCE_SECONDS = 2.0  # wait for the shadow's current counts; without them its last ones are used
+_TIMEOUT_SECONDS = 2.0  # wait for the shadow's current counts; without them its last ones are used
 
 
 class CombinedMetrics:
     """This process' metrics and the shadow's.
 
     ``own`` holds this process' metrics. ``ask_shadow`` asks the shadow for its counts; it returns None if there is no
-    shadow.
-    ``served`` returns the versions that are served.
+    shadow. ``served`` returns the versions that are served.
     """
 
     def __init__(
@@ -48,7 +47,7 @@ class CombinedMetrics:
         """See :meth:`Metrics.expose`; asks the shadow for its current counts first."""
         request = self._ask_shadow()
         if request is not None:
-            wait([self._received(request)], _PATIENCE_SECONDS)
+            wait([self._counted(request)], _TIMEOUT_SECONDS)
         measured = self._shadow.families()
         return expose(merge(self._own.snapshot(), measured), accept) if measured else self._own.expose(accept)
 
@@ -60,16 +59,16 @@ class CombinedMetrics:
         names = list(names)
         return chain(self._own.samples(names), self._shadow.samples(names))
 
-    def _received(self, request: Future[Body]) -> Future[None]:
+    def _counted(self, request: Future[Body]) -> Future[None]:
         """Return a future that ends once the shadow's response is counted."""
-        received: Future[None] = Future()
+        counted: Future[None] = Future()
 
         def count(done: Future[Body]) -> None:
             try:
                 if done.exception() is None:
                     self.receive(Message(done.result()))
             finally:
-                received.set_result(None)
+                counted.set_result(None)
 
         request.add_done_callback(count)
-        return received
+        return counted

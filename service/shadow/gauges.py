@@ -30,7 +30,7 @@ class LastGauges:
 
     def after_death(self, known: Sequence[Key]) -> list[FamilyJson]:
         """Return the gauges for the models of ``known`` while the process is dead or has not reported anything yet."""
-        kept = [_after_death(_only(family, known)) for family in self._kept]
+        kept = [_after_death(_only_known(family, known)) for family in self._kept]
         if not any(family[0] == _REFERENCE_UP for family in kept):
             kept.append(self._no_references)
         return self.with_missing_down(kept, known)
@@ -49,7 +49,7 @@ def _with_missing_down(family: Sequence[Any], known: Iterable[Key]) -> FamilyJso
     return [*head, [*series, *([_REFERENCE_UP, {"model": name, "version": str(n)}, 0.0, None] for name, n in missing)]]
 
 
-def _only(family: Sequence[Any], known: Container[Key]) -> FamilyJson:
+def _only_known(family: Sequence[Any], known: Container[Key]) -> FamilyJson:
     *head, series = family
     return [*head, [each for each in series if _key(each[1]) in known]]
 

@@ -74,13 +74,13 @@ class Outcomes:
     def __init__(self, count: int) -> None:
         self.response = Future[Body]()
         self._outcomes: list[Outcome | None] = [None] * count
-        self._left = count
+        self._remaining = count
         self._lock = threading.Lock()
 
     def record(self, at: int, outcome: Outcome) -> None:
         with self._lock:
             self._outcomes[at] = outcome
-            self._left -= 1
-            last = not self._left
+            self._remaining -= 1
+            last = not self._remaining
         if last:
             self.response.set_result({"outcomes": self._outcomes})

@@ -28,7 +28,7 @@ from service.process.memory import for_requests
 _log = logging.getLogger(__name__)
 # A loaded reference was measured to take 1.08 to 1.33 times its fp32 weights, for 34 MB of weights and more, plus 11
 # MB. The memory of a run depends on the model. The bound is generous: it is for runs that take memory without end.
-_DEFAULT_FACTOR, _DEFAULT_BESIDE = 2, 1 << 30
+_DEFAULT_FACTOR, _DEFAULT_EXTRA = 2, 1 << 30
 # Of the process beside its references, before the system refuses more: samples, stacks, freed memory.
 _HEADROOM = 512 << 20
 _OUT_OF_MEMORY = re.compile(r"alloc", re.IGNORECASE)  # std::bad_alloc, "Failed to allocate memory", "bad allocation"
@@ -67,7 +67,7 @@ def default_bound(weights: int, room: controlgroup.Memory | None = None) -> int:
 
     In a container it is at most what ``room`` has left beside the memory kept for requests.
     """
-    wanted = _DEFAULT_FACTOR * weights + _DEFAULT_BESIDE
+    wanted = _DEFAULT_FACTOR * weights + _DEFAULT_EXTRA
     return wanted if room is None else max(0, min(wanted, room.left - for_requests(room)))
 
 

@@ -32,13 +32,13 @@ NAME = "the shadow"
 # Longest time without an answer. The process runs only while no other needs a processor, so it may be silent for long;
 # nobody waits for it meanwhile.
 SILENT_SECONDS = 120.0
-_MOST_BYTES = 256 << 20  # of samples sent to it and not yet measured
-_MOST_SAMPLES = 2 * QUEUE_SIZE  # per model; the process drops samples beyond its queue, but only while it runs
+_MAX_BYTES = 256 << 20  # of samples sent to it and not yet measured
+_MAX_SAMPLES = 2 * QUEUE_SIZE  # per model; the process drops samples beyond its queue, but only while it runs
 #: Whether a version is to be served as this desired model (JSON) says; it holds this version only.
 IsWanted = Callable[[str, int, str], bool]
 
 
-class _Early(NamedTuple):
+class _EarlyMessage(NamedTuple):
     body: Body
     file: int
     outcomes: Future[Body]
@@ -81,7 +81,7 @@ class ShadowProcess:
         self._counts_request: Future[Body] = Future()  # the last request for its counts
         self._counts_request.set_result({})
         self._responding = False  # it has answered since it started, which takes a second or two
-        self._early: list[_Early] = []  # samples that came before it had started
+        self._early: list[_EarlyMessage] = []  # samples that came before it had started
         self._desired_models: dict[Key, str] = {}  # the versions that it measures
         self._off: dict[Key, str] = {}  # versions that stay off because they kill it again and again, and why
         self._gauges = LastGauges()
@@ -201,14 +201,14 @@ class ShadowProcess:
             self._desired_models[key] = body["wish"]
         if key in self._off:
             return "failed"
-        room = self._bytes_in_flight + int(body["nbytes"]) <= _MOST_BYTES and self._in_flight[key] < _MOST_SAMPLES
+        room = self._bytes_in_flight + int(body["nbytes"]) <= _MAX_BYTES and self._in_flight[key] < _MAX_SAMPLES
         return "" if room else "dropped"
 
     def _send_or_keep(self, body: Body, file: int, outcomes: Future[Body]) -> None:
         """Send the samples, or keep them until the process starts. The caller holds the lock."""
         peer = self.peer
         if peer is None:
-            self._early.append(_Early(body, os.dup(file), outcomes))
+            self._early.append(_EarlyMessage(body, os.dup(file), outcomes))
         self._bytes_in_flight += int(body["nbytes"])
         self._in_flight[_key(body)] += len(body["samples"])
         if peer is not None:

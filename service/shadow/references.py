@@ -112,17 +112,17 @@ class References:
 
     def _measure(self, message: Message) -> None:
         with self._lock:
-            self._model(message.body["wish"])
+            self._find_or_add(message.body["wish"])
 
     def _receive_samples(self, message: Message) -> Future[Body]:
         body = message.body
         samples = unpack(body, message.files[0])
         outcomes = Outcomes(len(samples))
         with self._lock:
-            model = self._model(body["wish"])
+            model = self._find_or_add(body["wish"])
             for at, sample in enumerate(samples):
                 # Each sender keeps to the rate; this enforces it for all together.
-                if body["shared"] and not model.tokens.take():
+                if body["shared"] and not model.tokens.try_acquire():
                     outcomes.record(at, "dropped")
                 else:
                     model.put(sample, partial(outcomes.record, at))
@@ -144,12 +144,12 @@ class References:
 
     # --- models, with the lock held -----------------------------------------------------------------------------------
 
-    def _model(self, text: str) -> MeasuredVersion:
-        """Return what measures the samples of this version, instead of what measured another plan of it."""
-        known = next((model for model in self._models.values() if model.desired == text), None)
+    def _find_or_add(self, desired_json: str) -> MeasuredVersion:
+        """Return the measured version for this desired model. It replaces the same version loaded by another plan."""
+        known = next((model for model in self._models.values() if model.desired == desired_json), None)
         if known is not None:
             return known
-        desired = DesiredModel.from_json(text)
+        desired = DesiredModel.from_json(desired_json)
         (plan,) = desired.plans
         key = desired.name, plan.version
         known = self._models.get(key)
@@ -158,7 +158,7 @@ class References:
         if known is not None:
             self._close(known)
         tokens = TokenBucket(plan.serving.shadow.max_per_second)
-        model = MeasuredVersion(text, plan, self._metrics.add(*key), tokens)
+        model = MeasuredVersion(desired_json, plan, self._metrics.add(*key), tokens)
         model.metrics.reference_up(False)
         self._models[key] = model
         self._opening.submit(self._open, key, model)

@@ -26,7 +26,7 @@ from service.wire.tensors import decode_contents, decode_raw, encode_raw
 _log = logging.getLogger(__name__)
 SECONDS = 10.0  # timeout of one call: a longer one delays other samples too much to be worth it
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
-_BESIDE_TENSORS = 1 << 20  # bytes of a message besides its tensors
+_MESSAGE_OVERHEAD = 1 << 20  # bytes of a message besides its tensors
 _LARGEST_OPTION = 2**31 - 1  # of a channel option, an int32
 _SERVICE = "inference.GRPCInferenceService"  # the name on the wire; the messages' package has another name
 _RPCS = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods_by_name
@@ -44,11 +44,11 @@ class RemoteReference:
         remote: Remote,
         inputs: Sequence[TensorSpec],
         outputs: Sequence[TensorSpec],
-        most_bytes: int,
+        max_bytes: int,
         authority: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``most_bytes`` bounds the outputs of one sample. ``authority``: PEM file to check certificates against, over
+        """``max_bytes`` bounds the outputs of one sample. ``authority``: PEM file to check certificates against, over
         TLS; it is read at each attempt to connect. None: the certificates that come with gRPC."""
         self.up = False
         self._name = name
@@ -58,7 +58,7 @@ class RemoteReference:
         self._clock = clock
         self._pause = 0.0
         self._retry_at = clock()
-        self._largest = min(most_bytes + _BESIDE_TENSORS, _LARGEST_OPTION)
+        self._largest = min(max_bytes + _MESSAGE_OVERHEAD, _LARGEST_OPTION)
         self._authority = authority
         self._trusted: bytes | None = None
         self._channel: grpc.Channel | None = None

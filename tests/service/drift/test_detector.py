@@ -101,7 +101,7 @@ def test_the_detector_reports_how_long_ago_the_change_began() -> None:
     while not detector.alarm:
         detector.add([float(drawn(rng, 0.1, 1, 3.0)[0])])
         count += 1
-    assert abs(detector.since - count) <= 1
+    assert abs(detector.change_age - count) <= 1
 
 
 def test_lower_drift_is_not_a_change_and_neither_is_30_percent_more() -> None:

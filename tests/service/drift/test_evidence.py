@@ -231,7 +231,7 @@ def test_the_evidence_has_its_own_memory() -> None:
 
 def test_a_row_over_the_size_limit_is_not_kept_and_the_error_says_so() -> None:
     told = Told()
-    recorder = EvidenceRecorder(told, 0, BUDGET, most_bytes=71)
+    recorder = EvidenceRecorder(told, 0, BUDGET, max_bytes=71)
     told.say("over")
     put(recorder, 0.5)
     with pytest.raises(NotFound, match="have 72 bytes each; at most 71 are kept"):
@@ -240,7 +240,7 @@ def test_a_row_over_the_size_limit_is_not_kept_and_the_error_says_so() -> None:
 
 def test_rows_that_are_too_large_are_no_breach_by_themselves() -> None:
     told = Told()
-    recorder = EvidenceRecorder(told, 0, BUDGET, most_bytes=71)
+    recorder = EvidenceRecorder(told, 0, BUDGET, max_bytes=71)
     told.say("within")
     put(recorder, 0.001)
     with pytest.raises(NotFound, match="model 'm' version 1 has not been over its budget"):
@@ -249,7 +249,7 @@ def test_rows_that_are_too_large_are_no_breach_by_themselves() -> None:
 
 def test_a_breach_with_too_large_rows_replaces_the_evidence_of_the_breach_before() -> None:
     told = Told((Y,), None)
-    recorder = EvidenceRecorder(told, None, BUDGET, most_bytes=100)
+    recorder = EvidenceRecorder(told, None, BUDGET, max_bytes=100)
     steps: tuple[tuple[State, tuple[float, ...], float | None], ...] = (
         ("over", (0.9,), 0.9),
         ("over", (0.95, 0.95), 0.9),  # still the same breach

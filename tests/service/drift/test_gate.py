@@ -5,7 +5,7 @@ import math
 import pytest
 
 from bf16kit.drift import Breach, Budget
-from service.drift.gate import LEAST_SECONDS, RETRY_SECONDS, ProcessRank, Timetable, breach_verdict
+from service.drift.gate import MIN_INTERVAL_SECONDS, RETRY_SECONDS, ProcessRank, Timetable, breach_verdict
 
 HOUR = 3600.0
 
@@ -50,8 +50,8 @@ def test_without_a_schedule_a_failed_run_still_triggers_the_gate() -> None:
     table = Timetable(0.0, ProcessRank(), 0.0, middle)
     assert not table.due_reason(1e9)
     table.note_failed_run()
-    assert not table.due_reason(LEAST_SECONDS - 1)
-    assert table.due_reason(LEAST_SECONDS) == "after a run that failed"
+    assert not table.due_reason(MIN_INTERVAL_SECONDS - 1)
+    assert table.due_reason(MIN_INTERVAL_SECONDS) == "after a run that failed"
     table.begin()
     table.end(20.0, "passed")
     assert not table.due_reason(1e9)
@@ -74,7 +74,7 @@ def test_a_failure_while_the_gate_runs_triggers_it_again_afterwards() -> None:
     table.begin()
     table.note_failed_run()
     table.end(50.0, "passed")
-    assert table.due_reason(50.0 + LEAST_SECONDS)
+    assert table.due_reason(50.0 + MIN_INTERVAL_SECONDS)
 
 
 @pytest.mark.parametrize("seconds", [0.0, HOUR])

@@ -34,7 +34,7 @@ class Rig:
         self.go.set()
         self.at_work = False
         self.fails: Exception | None = None
-        self.probe = Probe("m", "bf16-weights", self._run, self, most_bytes=10_000)
+        self.probe = Probe("m", "bf16-weights", self._run, self, max_bytes=10_000)
 
     def _run(self, feeds: Mapping[str, Array], outputs: Sequence[str]) -> tuple[dict[str, Array], str]:
         self.at_work = True

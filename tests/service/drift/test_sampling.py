@@ -16,7 +16,7 @@ from service.drift.observer import Outcome, OutcomeObserver
 from service.drift.policy import ShadowPolicy
 from service.drift.sampling import (
     BURST,
-    MOST_WAITING,
+    MAX_IN_FLIGHT,
     Chooser,
     Sample,
     SampleForwarder,
@@ -188,22 +188,22 @@ def test_samples_without_an_outcome_are_limited_in_number_and_bytes() -> None:
     forwarder.offer(large, Reply({}, "bf16"))
     forwarder.offer(large, Reply({}, "bf16"))
     assert (len(given), heard.samples) == (1, {"dropped": 1})
-    for _ in range(MOST_WAITING):
+    for _ in range(MAX_IN_FLIGHT):
         forwarder.offer(small, Reply({}, "bf16"))
-    assert (len(given), heard.samples) == (MOST_WAITING, {"dropped": 2})
+    assert (len(given), heard.samples) == (MAX_IN_FLIGHT, {"dropped": 2})
     given[0][1].sampled("measured", 1)
     forwarder.offer(small, Reply({}, "bf16"))
-    assert (len(given), heard.samples) == (MOST_WAITING + 1, {"dropped": 2, "measured": 1})
+    assert (len(given), heard.samples) == (MAX_IN_FLIGHT + 1, {"dropped": 2, "measured": 1})
 
 
 def test_the_bucket_refills_at_its_rate_and_holds_a_burst() -> None:
     clock = Clock()
     bucket = TokenBucket(2.0, clock)
-    assert [bucket.take() for _ in range(3)] == [True, True, False]
+    assert [bucket.try_acquire() for _ in range(3)] == [True, True, False]
     clock.now = 0.5
-    assert [bucket.take() for _ in range(2)] == [True, False]
+    assert [bucket.try_acquire() for _ in range(2)] == [True, False]
     clock.now = 100.0
-    assert sum(bucket.take() for _ in range(20)) == BURST
+    assert sum(bucket.try_acquire() for _ in range(20)) == BURST
 
 
 def test_a_sample_holds_copies_of_its_rows_and_not_the_message_or_the_batch() -> None:

@@ -13,7 +13,7 @@ import pytest
 from bench.serving.traffic import INPUTS, Clock, arrivals
 from bf16kit.tensors import TensorSpec
 from service.drift.policy import ShadowPolicy
-from service.drift.strata import MOST_SIZES, Strata, allocated, free_dimensions
+from service.drift.strata import MAX_SIZES, Strata, allocated, free_dimensions
 
 DEFAULTS = ShadowPolicy()
 BUSY = {16: 200.0, 64: 20.0, 500: 1 / 60}  # requests per second by length; the longest comes once a minute
@@ -170,7 +170,7 @@ def test_the_size_classes_that_clients_create_are_limited_and_forgotten() -> Non
     for _ in range(2000):
         clock.now += 0.01
         offer([2 ** chance.randrange(10) for _ in range(6)])
-    assert len(strata._size_classes) == MOST_SIZES + 1
+    assert len(strata._size_classes) == MAX_SIZES + 1
     for _ in range(3):
         clock.now += 3600
         offer([1] * 6)

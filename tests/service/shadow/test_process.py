@@ -17,7 +17,7 @@ from service.peers.peer import Message
 from service.process.config import ServerConfig
 from service.shadow.board import ActivityTracker
 from service.shadow.counting import CombinedMetrics
-from service.shadow.process import _MOST_SAMPLES, ShadowProcess
+from service.shadow.process import _MAX_SAMPLES, ShadowProcess
 from service.telemetry.metrics import Metrics
 
 UP = "bf16kit_drift_reference_up"
@@ -106,7 +106,7 @@ def test_a_model_unloaded_while_the_process_is_dead_is_not_shown_as_down(
 
 def test_samples_without_a_file_take_no_room(shadow: ShadowProcess, give: Give) -> None:
     with no_more_files():
-        for _ in range(_MOST_SAMPLES + 1):
+        for _ in range(_MAX_SAMPLES + 1):
             with pytest.raises(OSError, match="Too many open files"):
                 give()
     assert (shadow._bytes_in_flight, shadow._in_flight.total()) == (0, 0)
