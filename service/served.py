@@ -13,7 +13,7 @@ from service.models.controller import Controller
 from service.models.deciding import SingleProcess
 from service.models.listing import Listing
 from service.models.plan import DesiredModel
-from service.models.poll import Poll
+from service.models.poll import RepositoryPoller
 from service.models.repository import Repository
 from service.models.retries import Retries
 from service.operations import Operations, RegistryModels
@@ -82,7 +82,7 @@ class ModelServer:
             )
             self._controller.begin()
             if config.model_control == "poll":
-                self._poll = Poll(self._controller, config.poll_seconds)
+                self._poll = RepositoryPoller(self._controller, config.poll_seconds)
         else:
             self.repository.apply_all(desired_models)
         self.credentials = Credentials.of(config)

@@ -31,7 +31,7 @@ class Tensor(BaseModel):
     optional: Literal[False] = False
 
 
-class Described(NamedTuple):
+class TensorDescriptions(NamedTuple):
     """The inputs and outputs that a client described."""
 
     input: Sequence[Tensor]
@@ -48,9 +48,12 @@ class Described(NamedTuple):
             manifest = Artifact.open(artifact, verify=False).manifest
         except (OSError, ArtifactError):
             return
-        for field, told, have in (("input", self.input, manifest.inputs), ("output", self.output, manifest.outputs)):
-            by_name = {entry.name: entry for entry in have}
-            for tensor in told:
+        for field, described, entries in (
+            ("input", self.input, manifest.inputs),
+            ("output", self.output, manifest.outputs),
+        ):
+            by_name = {entry.name: entry for entry in entries}
+            for tensor in described:
                 _check(field, tensor, by_name.get(tensor.name), manifest.batch_axis)
 
 

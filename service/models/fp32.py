@@ -26,7 +26,7 @@ def load_fp32(
     """
     from bf16kit.runtime.loading import load_reference
 
-    artifact, begun = opened.artifact, time.monotonic()
+    artifact, started = opened.artifact, time.monotonic()
     if artifact.manifest.reference is None:
         raise ArtifactError(f"{artifact.path} has no fp32 reference; convert the checkpoint again with the residual")
     threads = threads if serving.threads is None else serving.threads
@@ -38,5 +38,5 @@ def load_fp32(
     except BaseException:
         runtime.close()
         raise
-    _log.info("%s: the fp32 reference is warm after %.2f s: %s", label, time.monotonic() - begun, verdict)
+    _log.info("%s: the fp32 reference is warm after %.2f s: %s", label, time.monotonic() - started, verdict)
     return runtime

@@ -27,10 +27,10 @@ from service.telemetry.modelmetrics import ModelMetrics
 from service.telemetry.statistics import ModelStatistics
 
 _log = logging.getLogger(__name__)
-_MOMENT_S = 0.2  # the least time for idle threads to end, even after the deadline
+_LEAST_CLOSE_S = 0.2  # the least time for idle threads to end, even after the deadline
 
 
-def _none() -> Runtime:
+def _no_reference() -> Runtime:
     raise Unsupported("no fp32 reference can be loaded here")
 
 
@@ -48,7 +48,7 @@ class Generation:
         on_verdict: OnVerdict = ignore_verdict,
         rank: ProcessRank = ProcessRank(),  # noqa: B008 -- frozen
         *,
-        fp32: Callable[[], Runtime] = _none,
+        fp32: Callable[[], Runtime] = _no_reference,
         changed: Callable[[], None] = lambda: None,
     ) -> None:
         """``sender`` sends samples to the process that has the reference; None: drift is not measured.
@@ -74,7 +74,7 @@ class Generation:
         self.leases = Leases()
         bf16 = Engine(loaded.runtime) if loaded.narrow is None else ParallelEngine(loaded.runtime, loaded.narrow)
         self._engine = SwitchedEngine(bf16)
-        self._standby = Standby(self.label, self._engine, fp32, self._switched, metrics.fallback_failed)
+        self._standby = Standby(self.label, self._engine, fp32, self._on_switch, metrics.fallback_failed)
         self._changed = changed
         self._probe: Probe | None = None
         self._batcher = self._new_batcher(serving)
@@ -92,7 +92,7 @@ class Generation:
     @property
     def golden(self) -> str:
         """See :attr:`service.contract.Model.golden`."""
-        return self.gate.words
+        return self.gate.description
 
     def start(self) -> None:
         self._batcher.start()
@@ -118,7 +118,7 @@ class Generation:
         """See :meth:`service.models.standby.Standby.order`."""
         return self._standby.order(precision, reason)
 
-    def _switched(self, active: ActivePrecision) -> None:
+    def _on_switch(self, active: ActivePrecision) -> None:
         self.metrics.fallback(active.precision == "fp32")
         self._changed()
 
@@ -139,21 +139,21 @@ class Generation:
         """
         self.leases.end()
         self._standby.close()
-        for measuring in (self._shadow, self._probe):
-            if measuring is not None:
-                measuring.stop()
-        left = [] if self.leases.wait(deadline) else ["requests"]
-        deadline = max(deadline, time.monotonic() + _MOMENT_S)
+        for drift_part in (self._shadow, self._probe):
+            if drift_part is not None:
+                drift_part.stop()
+        running = [] if self.leases.wait(deadline) else ["requests"]
+        deadline = max(deadline, time.monotonic() + _LEAST_CLOSE_S)
         if not self._batcher.close(deadline):
-            left.append("a batch")
+            running.append("a batch")
         if self._probe is not None and not self._probe.close(deadline):
-            left.append("a sample that bf16 runs beside fp32")
+            running.append("a sample that bf16 runs beside fp32")
         if self._shadow is not None:
             self._shadow.close()
         self._engine.close()
-        if left:
-            _log.warning("%s: unloaded before these had ended: %s", self.label, " and ".join(left))
-        return not left
+        if running:
+            _log.warning("%s: unloaded before these had ended: %s", self.label, " and ".join(running))
+        return not running
 
     # --- observing the batcher ----------------------------------------------------------------------------------------
 

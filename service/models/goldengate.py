@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from service.models.generation import Generation
 
 _log = logging.getLogger(__name__)
-_LOOK_SECONDS = 1.0  # how often the schedule is checked
+_CHECK_SECONDS = 1.0  # how often the schedule is checked
 _REMEDY = (
     "its results changed since it was loaded; load it again (restart the server, or unload and load the"
     " model); if it happens again, check the machine's memory and the device"
@@ -43,7 +43,7 @@ def ignore_verdict(verdict: DriftVerdict) -> None:
 
 
 class GoldenGate:
-    """The golden gate of one generation. :meth:`run` is for one thread; ``note_failed_run`` and ``words`` are for any.
+    """The golden gate of one generation. :meth:`run` is for one thread, the rest for any.
 
     ``on_verdict`` receives the verdict of every gate that failed, and of a gate that could not be run twice in a row,
     since a single error may be a short lack of memory. Passed gates are not reported.
@@ -71,7 +71,7 @@ class GoldenGate:
         self._clock = clock
         self._errors = 0
         self._outcome: Outcome = "passed"
-        self.words = loaded.golden
+        self.description = loaded.golden
         self.timetable = Timetable(seconds if self._golden is not None else 0.0, rank, time.monotonic(), random.random)
         if self._golden is not None:
             metrics.gate("passed", clock())  # loading has checked the samples already
@@ -81,12 +81,12 @@ class GoldenGate:
         if self._golden is not None:
             self.timetable.note_failed_run()
 
-    def run(self, why: str) -> Outcome:
-        """Run and judge the golden samples; record, log and report the outcome. ``why`` is for the log."""
+    def run(self, reason: str) -> Outcome:
+        """Run and judge the golden samples; record, log and report the outcome. ``reason`` is for the log."""
         breaches: list[Breach] = []
-        words = error = ""
+        description = error = ""
         try:
-            words = self._judge(breaches)
+            description = self._judge(breaches)
         except Bf16kitError as found:
             error = brief(found)
         except Exception as bug:  # noqa: BLE001 -- the gates of other models must go on
@@ -97,13 +97,13 @@ class GoldenGate:
         at = self._clock()
         moment = datetime.fromtimestamp(at, UTC).isoformat(timespec="seconds")
         if outcome == "passed":
-            self.words = f"golden samples within budget ({words}), run again {moment}"
+            self.description = f"golden samples within budget ({description}), run again {moment}"
             _log.log(
                 logging.INFO if self._outcome != "passed" else logging.DEBUG,
-                "%s: golden gate passed %s (%s)", self._label, why, words,
+                "%s: golden gate passed %s (%s)", self._label, reason, description,
             )  # fmt: skip
         else:
-            self._say(outcome, why, moment, breaches, error)
+            self._log_failure(outcome, reason, moment, breaches, error)
         self._outcome = outcome
         self._metrics.gate(outcome, at)
         if outcome == "failed" or self._errors > 1:
@@ -124,27 +124,29 @@ class GoldenGate:
     def _judge(self, breaches: list[Breach]) -> str:
         """Run the samples on every runtime, and add to ``breaches``. Returns the last run's drift as text."""
         assert self._golden is not None  # noqa: S101 -- nothing is due without
-        opened, words = self._opened, ""
+        opened, description = self._opened, ""
         for runtime in self._runtimes:
-            answered = runtime.run(self._golden.inputs, seconds=opened.first_run_seconds)
-            found, words = judge(self._golden.outputs, answered, opened.outputs, opened.batch_axis, opened.budget)
+            runtime_outputs = runtime.run(self._golden.inputs, seconds=opened.first_run_seconds)
+            found, description = judge(
+                self._golden.outputs, runtime_outputs, opened.outputs, opened.batch_axis, opened.budget
+            )
             breaches += found
-        return words
+        return description
 
-    def _say(self, outcome: Outcome, why: str, moment: str, breaches: list[Breach], error: str) -> None:
-        """Log a gate that was not passed, and set :attr:`words`.
+    def _log_failure(self, outcome: Outcome, reason: str, moment: str, breaches: list[Breach], error: str) -> None:
+        """Log a gate that was not passed, and set :attr:`description`.
 
-        The text of an error goes to the log alone: clients can read the words in the metadata.
+        The text of an error goes to the log alone: clients can read the description in the metadata.
         """
         if outcome == "error":
-            self.words = f"{GATE_FAILED} {moment}: the golden samples could not be run; the server's log says why"
-            _log.error("%s: golden gate %s: the golden samples could not be run: %s", self._label, why, error)
+            self.description = f"{GATE_FAILED} {moment}: the golden samples could not be run; the server's log says why"
+            _log.error("%s: golden gate %s: the golden samples could not be run: %s", self._label, reason, error)
             return
         found = "; ".join(map(str, breaches))
-        self.words = f"{GATE_FAILED} {moment}: golden samples are over the drift budget: {found}"
+        self.description = f"{GATE_FAILED} {moment}: golden samples are over the drift budget: {found}"
         _log.error(
             "%s: golden gate failed %s: golden samples are over the drift budget: %s; %s",
-            self._label, why, found, _REMEDY,
+            self._label, reason, found, _REMEDY,
         )  # fmt: skip
 
 
@@ -174,22 +176,22 @@ class GoldenSchedule:
         """Begin no more gates. A gate that is running holds a lease, so unloading its model waits for it."""
         self._stopped.set()
 
-    def look(self) -> None:
+    def run_due(self) -> None:
         """Run the gates that are due."""
         for model in self._serving():
-            why = model.gate.timetable.due_reason(self._clock())
-            if not why or self._stopped.is_set() or not model.leases.acquire():
+            reason = model.gate.timetable.due_reason(self._clock())
+            if not reason or self._stopped.is_set() or not model.leases.acquire():
                 continue
             with Lease(model.leases, model):
                 model.gate.timetable.begin()
-                outcome = model.gate.run(why)
+                outcome = model.gate.run(reason)
                 model.gate.timetable.end(self._clock(), outcome)
             self._changed()
 
     def _work(self) -> None:
         lower_priority()
-        while not self._stopped.wait(_LOOK_SECONDS):
+        while not self._stopped.wait(_CHECK_SECONDS):
             try:
-                self.look()
+                self.run_due()
             except Exception:  # noqa: BLE001 -- this thread must live on
                 _log.exception("the golden gate's schedule failed; it will run again")

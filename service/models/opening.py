@@ -46,7 +46,7 @@ def open_artifact(path: Path, serving: Serving) -> OpenedArtifact:
             "fallback is fp32, but the artifact has no fp32 reference; set fallback: alert, or convert again"
         )
     _check_dims(serving, inputs)
-    _check_meaning(serving, inputs, outputs)
+    _check_labels_and_formats(serving, inputs, outputs)
     axis = manifest.batch_axis if _share_batch_dimension((*inputs, *outputs), manifest.batch_axis) else None
     return OpenedArtifact(
         artifact=artifact,
@@ -100,7 +100,7 @@ def _check_dims(serving: Serving, inputs: Sequence[TensorSpec]) -> None:
             raise ConfigError(f"serving.yaml sets max_dims for {name!r}, which is not a free dimension: {known}")
 
 
-def _check_meaning(serving: Serving, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> None:
+def _check_labels_and_formats(serving: Serving, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> None:
     for key, named, specs in (("labels", serving.labels, outputs), ("formats", serving.formats, inputs)):
         known = [spec.name for spec in specs]
         for name in named:
@@ -109,11 +109,11 @@ def _check_meaning(serving: Serving, inputs: Sequence[TensorSpec], outputs: Sequ
 
 
 def _max_batch_size(serving: Serving, axis: int | None) -> int:
-    asked = serving.max_batch_size
+    requested = serving.max_batch_size
     if axis is not None:
-        return DEFAULT_MAX_BATCH_SIZE if asked is None else asked
-    if asked:
+        return DEFAULT_MAX_BATCH_SIZE if requested is None else requested
+    if requested:
         raise ConfigError(
-            f"serving.yaml asks for max_batch_size {asked}, but this artifact declares no batch axis; leave it out"
+            f"serving.yaml asks for max_batch_size {requested}, but this artifact declares no batch axis; leave it out"
         )
     return 0

@@ -17,21 +17,21 @@ class Orders:
         self._orders: dict[tuple[str, int], PrecisionOrder] = {}
         self._lock = threading.Lock()
 
-    def give(self, order: PrecisionOrder, slot: Slot | None) -> Future[None]:
+    def apply(self, order: PrecisionOrder, slot: Slot | None) -> Future[None]:
         """Remember the order, and apply it in ``slot``, the slot of its model and version.
 
         The future fails with Unavailable if another generation answers there, or none. The order is then applied when
-        the generation that it is for is :meth:`published`.
+        the generation that it is for is :meth:`on_published`.
         """
         with self._lock:
             self._orders[order.model, order.version] = order
-            told = None if slot is None else self._carry_out(slot)
-        if told is None:
-            told = Future()
-            told.set_exception(Unavailable(f"model {order.model!r} version {order.version} is not loaded here"))
-        return told
+            future = None if slot is None else self._apply(slot)
+        if future is None:
+            future = Future()
+            future.set_exception(Unavailable(f"model {order.model!r} version {order.version} is not loaded here"))
+        return future
 
-    def published(self, slot: Slot) -> None:
+    def on_published(self, slot: Slot) -> None:
         """Apply the order to the slot's new generation. An order for another plan is dropped.
 
         If that other plan is loaded again, it is a new generation, of which nothing is known yet.
@@ -41,14 +41,14 @@ class Orders:
             order = self._orders.get(key)
             if order is not None and loaded is not None and order.plan != loaded[1].digest:
                 del self._orders[key]
-            self._carry_out(slot)
+            self._apply(slot)
 
     def forget(self, slot: Slot) -> None:
         """Drop the order of a slot that is unloaded: when loaded again, the model begins with bf16."""
         with self._lock:
             self._orders.pop((slot.name, slot.version), None)
 
-    def _carry_out(self, slot: Slot) -> Future[None] | None:
+    def _apply(self, slot: Slot) -> Future[None] | None:
         order, loaded = self._orders.get((slot.name, slot.version)), slot.loaded
         if order is None or loaded is None:
             return None

@@ -14,36 +14,36 @@ from pydantic_core import PydanticCustomError
 
 from bf16kit.errors import InvalidRequest
 from bf16kit.wording import brief, quoted
-from service.models.described import Described, Tensor
+from service.models.described import Tensor, TensorDescriptions
 from service.models.plan import DesiredModel
 from service.models.policy import Serving
 from service.process.config import explain
 
 _MICROSECONDS = 1e-3  # in milliseconds
 #: Parameters of the ModelConfig response that report how the model runs; they are ignored if a client sends them back.
-_TOLD = (
+_REPORTED = (
     *("precision", "accumulation", "kernel", "device", "note", "choice"),
     *("golden", "active_precision", "active_precision_reason"),
 )
-_WHERE = "load parameter 'config'"
+_SUBJECT = "load parameter 'config'"
 _UNSET: tuple[Any, ...] = (None, "", 0, [], {})  # how protobuf's printers write a field that was never set
 
 
-def _unsent(value: Any) -> Any:
+def _require_unset(value: Any) -> Any:
     if value in _UNSET:
         return None
     raise ValueError("is not supported")
 
 
-def _no_truth(value: Any) -> Any:
+def _reject_bool(value: Any) -> Any:
     if isinstance(value, bool):  # a bool is an int in Python
         raise PydanticCustomError("no_number", "Expected a number")
     return value
 
 
-_Nothing = Annotated[None, BeforeValidator(_unsent)]
+_Unsupported = Annotated[None, BeforeValidator(_require_unset)]
 #: The ranges of single keys are checked with those of serving.yaml.
-_Number = Annotated[int, BeforeValidator(_no_truth), Field(ge=0, lt=1 << 63)]
+_Number = Annotated[int, BeforeValidator(_reject_bool), Field(ge=0, lt=1 << 63)]
 
 
 class _Part(BaseModel):
@@ -97,9 +97,9 @@ class _QueuePolicy(_Part):
 
 
 class _DynamicBatching(_Part):
-    preferred_batch_size: _Nothing = None
+    preferred_batch_size: _Unsupported = None
     max_queue_delay_microseconds: _Number | None = None
-    preserve_ordering: _Nothing = None
+    preserve_ordering: _Unsupported = None
     priority_levels: _Number | None = None
     default_priority_level: _Number | None = None
     default_queue_policy: _QueuePolicy = _QueuePolicy()
@@ -128,7 +128,7 @@ class _InstanceGroup(_Part):
 
 
 class _Transactions(_Part):
-    decoupled: _Nothing = None
+    decoupled: _Unsupported = None
 
 
 class _Parameter(_Part):
@@ -178,7 +178,7 @@ class Override:
     def __init__(self, model: str, config: str) -> None:
         parsed = _parse(model, config)
         self._changes = parsed.serving()
-        self._described = Described(parsed.input, parsed.output)
+        self._tensors = TensorDescriptions(parsed.input, parsed.output)
 
     def change(self, serving: Serving) -> Serving:
         """Return ``serving`` with the changes applied."""
@@ -187,39 +187,41 @@ class Override:
         try:
             return Serving.model_validate(changes)
         except ValidationError as error:
-            raise InvalidRequest(brief(explain(error, Serving, _WHERE))) from None
+            raise InvalidRequest(brief(explain(error, Serving, _SUBJECT))) from None
 
     def check(self, desired: DesiredModel) -> None:
         """Check that the resulting model can be served, and has the inputs and outputs that the client described."""
         for plan in desired.plans:
             if plan.broken:
                 raise InvalidRequest(f"model {desired.name!r} cannot be served with this configuration: {plan.broken}")
-            self._described.check(plan.path)
+            self._tensors.check(plan.path)
 
 
 def _parse(model: str, config: str) -> _ModelConfig:
     try:
         written = json.loads(config)
     except (ValueError, RecursionError):
-        raise InvalidRequest(f"{_WHERE}: is not JSON: give a ModelConfig, as the RPC of that name returns it") from None
+        raise InvalidRequest(
+            f"{_SUBJECT}: is not JSON: give a ModelConfig, as the RPC of that name returns it"
+        ) from None
     if not isinstance(written, dict):
-        raise InvalidRequest(f"{_WHERE}: expected a JSON object, a ModelConfig")
+        raise InvalidRequest(f"{_SUBJECT}: expected a JSON object, a ModelConfig")
     unknown = [key for key, value in written.items() if key not in _KNOWN and value not in _UNSET]
     if unknown:
-        raise InvalidRequest(f"{_WHERE}: {quoted(unknown[0])} is not supported; the fields are {_CHANGEABLE}")
+        raise InvalidRequest(f"{_SUBJECT}: {quoted(unknown[0])} is not supported; the fields are {_CHANGEABLE}")
     try:
         parsed = _ModelConfig.model_validate({key: value for key, value in written.items() if key in _KNOWN})
     except ValidationError as error:
-        raise InvalidRequest(brief(f"{_WHERE}: {_explained(error)}")) from None
+        raise InvalidRequest(brief(f"{_SUBJECT}: {_explain(error)}")) from None
     if parsed.name not in ("", model):
-        raise InvalidRequest(f"{_WHERE}: its name is {quoted(parsed.name)}, the model's is {quoted(model)}")
+        raise InvalidRequest(f"{_SUBJECT}: its name is {quoted(parsed.name)}, the model's is {quoted(model)}")
     for key in parsed.parameters:
-        if key != "profile" and key not in _TOLD:
-            raise InvalidRequest(f"{_WHERE}: parameter {quoted(key)} is not supported; the only one is 'profile'")
+        if key != "profile" and key not in _REPORTED:
+            raise InvalidRequest(f"{_SUBJECT}: parameter {quoted(key)} is not supported; the only one is 'profile'")
     return parsed
 
 
-def _explained(error: ValidationError) -> str:
+def _explain(error: ValidationError) -> str:
     first = error.errors(include_url=False)[0]
     field = quoted(".".join(map(str, first["loc"])))
     if first["type"] in ("extra_forbidden", "value_error"):

@@ -46,7 +46,7 @@ class VersionPolicy(_Part):
 
     @model_validator(mode="before")
     @classmethod
-    def _word(cls, value: Any) -> Any:
+    def _from_text(cls, value: Any) -> Any:
         return {"all": True} if value == "all" else value
 
     @model_validator(mode="after")

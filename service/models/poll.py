@@ -11,7 +11,7 @@ _log = logging.getLogger(__name__)
 SETTLE_S = 1.0  # a model that still changes after this time is left for the next poll
 
 
-class Poll:
+class RepositoryPoller:
     """Polls every ``seconds``. Changes are seen by size, inode and time of files, so that any file system will do."""
 
     def __init__(self, controller: Controller, seconds: float, settle_seconds: float = SETTLE_S) -> None:

@@ -19,7 +19,7 @@ from bf16kit.runtime.weightstore import OWN, WeightStore
 from service.drift.gate import ProcessRank
 from service.drift.sampling import SampleSender
 from service.models import loading
-from service.models.advice import Advice
+from service.models.advice import AdviceLog
 from service.models.agreement import OWN_CHOICE, Agreement
 from service.models.fp32 import load_fp32
 from service.models.generation import Generation
@@ -78,7 +78,7 @@ class Reconciler:
         self._pending: dict[str, PendingChange] = {}
         self._in_progress: DesiredModel | None = None
         self._closed = False
-        self._advice = Advice()
+        self._advice = AdviceLog()
         self._thread = threading.Thread(target=self._work, name="reconciler", daemon=True)
 
     def start(self) -> None:
@@ -144,7 +144,7 @@ class Reconciler:
         """Return whether ``desired`` was tried already, or is being tried. Call it with the lock held."""
         if desired.name in self._pending or not self._table.of(desired.name).keys() >= desired.versions:
             return False
-        return desired == self._in_progress or self._table.tried(desired)
+        return desired == self._in_progress or self._table.was_tried(desired)
 
     def close(self, deadline: float = math.inf) -> bool:
         """Unload everything, in parallel. Returns False if something was still running at ``deadline``.
@@ -213,9 +213,9 @@ class Reconciler:
         if self._closed:
             return _STOPPING
         if slot.serves(plan):
-            slot.keep()
+            slot.clear_reason()
             return ""
-        slot.begin(plan)
+        slot.start_loading(plan)
         started = time.monotonic()
         try:
             if plan.broken:
@@ -238,7 +238,7 @@ class Reconciler:
             reason = slot.fail("an unexpected error, see the server's log")
         else:
             self._changed()
-            self._advice.give(slot.label, loaded.runtime.info)
+            self._advice.log(slot.label, loaded.runtime.info)
             if replaced is not None:
                 replaced.close(time.monotonic() + self._unload_seconds)
                 del replaced
@@ -263,7 +263,7 @@ class Reconciler:
             # before it is published: the log has the line when clients see the model ready
             _log.info("%s is ready after %.2f s: %s", slot.label, seconds, loaded.summary)
             slot.publish(model, plan)
-            self.orders.published(slot)
+            self.orders.on_published(slot)
             return replaced
 
     def _generation(self, slot: Slot, plan: Plan, loaded: loading.Loaded) -> Generation:

@@ -91,8 +91,8 @@ class Repository:
         return {} if self._stopping else self._reconciler.apply_all(desired_models)
 
     def order(self, order: PrecisionOrder) -> Future[None]:
-        """See :meth:`service.models.orders.Orders.give`."""
-        return self._reconciler.orders.give(order, self._slots.get(order.model, {}).get(order.version))
+        """See :meth:`service.models.orders.Orders.apply`."""
+        return self._reconciler.orders.apply(order, self._slots.get(order.model, {}).get(order.version))
 
     def transition(self, model: str, version: int, to: Precision) -> None:
         """Count that another precision answers for this version, if it is served here."""

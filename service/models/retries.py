@@ -19,7 +19,7 @@ FIRST_SECONDS = 30.0  # from the poll that finds a model not loaded to the first
 LONGEST_SECONDS = 3600.0  # longest pause between two retries
 
 
-class Place(Protocol):
+class SlotLike(Protocol):
     """The part of :class:`service.contract.Slot` that is needed here."""
 
     @property
@@ -33,47 +33,47 @@ class Place(Protocol):
 
 
 @dataclass(slots=True)
-class _Tries:
+class _RetryState:
     desired: DesiredModel
     due: float
     pause: float
 
 
 class Retries:
-    """The retries of the models in ``places``. For one thread, which calls it at every poll.
+    """The retries of the models in ``slots``. For one thread, which calls it at every poll.
 
     ``clock`` returns seconds.
     """
 
-    def __init__(self, places: Callable[[], Iterable[Place]], clock: Callable[[], float] = time.monotonic) -> None:
-        self._places = places
+    def __init__(self, slots: Callable[[], Iterable[SlotLike]], clock: Callable[[], float] = time.monotonic) -> None:
+        self._slots = slots
         self._clock = clock
-        self._tries: dict[str, _Tries] = {}
+        self._states: dict[str, _RetryState] = {}
 
     def due(self, desired_models: Mapping[str, DesiredModel]) -> list[DesiredModel]:
         """Return the ``desired_models`` to try again now. One that has changed starts again with the first pause."""
         now = self._clock()
-        served = {(place.name, place.version): place for place in self._places()}
-        tries = self._tries
-        self._tries = {}
+        served = {(slot.name, slot.version): slot for slot in self._slots()}
+        states = self._states
+        self._states = {}
         due = []
         for name, desired in desired_models.items():
-            places = [served.get((name, plan.version)) for plan in desired.plans]
-            if all(place is not None and _as_wanted(place) for place in places):
+            slots = [served.get((name, plan.version)) for plan in desired.plans]
+            if all(slot is not None and _serves_as_desired(slot) for slot in slots):
                 continue
             if any(plan.broken for plan in desired.plans):
                 continue
-            known = tries.get(name)
-            if known is None or known.desired != desired:
-                known = _Tries(desired, now + FIRST_SECONDS, FIRST_SECONDS)
-            elif now >= known.due and not any(place is not None and place.state == "loading" for place in places):
-                known.pause = min(2 * known.pause, LONGEST_SECONDS)
-                known.due = now + known.pause
+            retry = states.get(name)
+            if retry is None or retry.desired != desired:
+                retry = _RetryState(desired, now + FIRST_SECONDS, FIRST_SECONDS)
+            elif now >= retry.due and not any(slot is not None and slot.state == "loading" for slot in slots):
+                retry.pause = min(2 * retry.pause, LONGEST_SECONDS)
+                retry.due = now + retry.pause
                 due.append(desired)
-            self._tries[name] = known
+            self._states[name] = retry
         return due
 
 
-def _as_wanted(place: Place) -> bool:
+def _serves_as_desired(slot: SlotLike) -> bool:
     """Return whether the slot serves what is wanted: a reason beside a ready model says that its replacement failed."""
-    return place.state == "ready" and not place.reason
+    return slot.state == "ready" and not slot.reason

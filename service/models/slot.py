@@ -17,7 +17,7 @@ LONGEST_REASON = 1000  # characters
 
 
 @dataclass(frozen=True, slots=True)
-class _Now:
+class _Status:
     """State, reason and generation in one object, so that readers see them consistently without a lock."""
 
     state: State
@@ -35,7 +35,7 @@ class Slot:
         self.series = series  # the generation's metrics; before there is one, they count rejected requests
         self.awaited = awaited  # the server is not ready without it
         self.tried: Plan | None = None  # the newest plan that was loaded, or failed to load
-        self._now = _Now("loading", "loading")
+        self._status = _Status("loading", "loading")
 
     @property
     def label(self) -> str:
@@ -43,21 +43,21 @@ class Slot:
 
     @property
     def state(self) -> State:
-        return self._now.state
+        return self._status.state
 
     @property
     def reason(self) -> str:
-        return self._now.reason
+        return self._status.reason
 
     @property
     def model(self) -> Generation | None:
-        return self._now.model
+        return self._status.model
 
     @property
     def loaded(self) -> tuple[Generation, Plan] | None:
         """The generation and the plan by which it was loaded; None without a generation."""
-        now = self._now
-        return None if now.model is None or now.plan is None else (now.model, now.plan)
+        status = self._status
+        return None if status.model is None or status.plan is None else (status.model, status.plan)
 
     def observe(self, seen: Observation) -> None:
         """See :meth:`service.contract.Slot.observe`."""
@@ -65,21 +65,21 @@ class Slot:
 
     def serves(self, plan: Plan) -> bool:
         """Return whether the generation that answers was loaded by this very plan."""
-        return self._now.plan == plan
+        return self._status.plan == plan
 
-    def keep(self) -> None:
+    def clear_reason(self) -> None:
         """Clear the reason: the generation that answers is the one wanted, even if a replacement failed before."""
-        self._now = replace(self._now, reason="")
+        self._status = replace(self._status, reason="")
 
-    def begin(self, plan: Plan) -> None:
+    def start_loading(self, plan: Plan) -> None:
         """Note that ``plan`` is about to be loaded. The generation that answers stays."""
         self.tried = plan
-        if self._now.model is None:
-            self._now = _Now("loading", "loading")
+        if self._status.model is None:
+            self._status = _Status("loading", "loading")
 
     def publish(self, model: Generation, plan: Plan) -> None:
         """Let ``model`` answer from now on."""
-        self._now = _Now("ready", "", model, plan)
+        self._status = _Status("ready", "", model, plan)
 
     def fail(self, reason: str, public: str = "") -> str:
         """Note that a load failed. The previous generation goes on answering; without one, the slot is unavailable.
@@ -89,17 +89,17 @@ class Slot:
         """
         reason = brief(reason, LONGEST_REASON)
         public = public or reason
-        if self._now.model is not None:
+        if self._status.model is not None:
             _log.error("%s: the previously loaded version still serves; its replacement failed: %s", self.label, reason)
-            told = f"the previously loaded version still serves; its replacement failed: {public}"
-            self._now = replace(self._now, reason=told)
+            text = f"the previously loaded version still serves; its replacement failed: {public}"
+            self._status = replace(self._status, reason=text)
             return public
         _log.error("%s is unavailable: %s", self.label, reason)
         self.series.ready(False)
-        self._now = _Now("unavailable", public)
+        self._status = _Status("unavailable", public)
         return public
 
     def withdraw(self, reason: str) -> Generation | None:
         """Let nothing answer from now on. Returns the generation that did, for closing."""
-        model, self._now = self._now.model, _Now("unavailable", reason)
+        model, self._status = self._status.model, _Status("unavailable", reason)
         return model

@@ -38,7 +38,7 @@ class SlotTable:
         """Return the slots of one model, by version."""
         return self.slots.get(name, {})
 
-    def tried(self, desired: DesiredModel) -> bool:
+    def was_tried(self, desired: DesiredModel) -> bool:
         """Return whether ``desired``, whose versions have slots, has been tried as far as possible.
 
         That is so if each plan was the last one tried in its slot, and no other version is left to unload. Other
@@ -57,11 +57,11 @@ class SlotTable:
         versions = [version for version in desired.versions if version not in known]
         new = {v: Slot(desired.name, v, self._metrics.add(desired.name, v), awaited=awaited) for v in versions}
         if new:
-            all_of_it = dict(sorted({**known, **new}.items()))
-            self.slots = dict(sorted({**self.slots, desired.name: all_of_it}.items()))
+            all_versions = dict(sorted({**known, **new}.items()))
+            self.slots = dict(sorted({**self.slots, desired.name: all_versions}.items()))
 
     def remove(self, name: str, gone: Iterable[Slot]) -> None:
         """Remove these slots of a model."""
-        out = tuple(gone)
-        kept = {version: slot for version, slot in self.of(name).items() if slot not in out}
-        self.slots = {each: held for each, held in {**self.slots, name: kept}.items() if held}
+        removed = tuple(gone)
+        kept = {version: slot for version, slot in self.of(name).items() if slot not in removed}
+        self.slots = {each: versions for each, versions in {**self.slots, name: kept}.items() if versions}

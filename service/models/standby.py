@@ -44,7 +44,7 @@ class Standby:
         self._lock = threading.Lock()
         self._wanted: Precision = "bf16"
         self._reason = ""
-        self._waiting: list[Future[None]] = []
+        self._pending: list[Future[None]] = []
         self._loading = False
         self._closed = False
 
@@ -54,55 +54,55 @@ class Standby:
         The future fails with the error of loading the reference, or with Unavailable if another order came first or the
         model is unloaded.
         """
-        told: Future[None] = Future()
+        future: Future[None] = Future()
         with self._lock:
             if self._closed:
-                told.set_exception(Unavailable(f"{self._label} is unloaded"))
-                return told
+                future.set_exception(Unavailable(f"{self._label} is unloaded"))
+                return future
             self._wanted, self._reason = precision, reason
-            overtaken: list[Future[None]] = []
+            superseded: list[Future[None]] = []
             error: RuntimeError | None = None
             if precision == "fp32" and not self._engine.switched:
-                error = self._begin()
+                error = self._start_loading()
                 if error is None:
-                    self._waiting.append(told)
-                    return told
+                    self._pending.append(future)
+                    return future
             elif precision == "bf16":
-                overtaken, self._waiting = self._waiting, []
+                superseded, self._pending = self._pending, []
                 self._engine.switch(None)
             if error is None:
-                self._show()
-        for each in overtaken:
+                self._update_active_precision()
+        for each in superseded:
             each.set_exception(Unavailable(f"{self._label} is to answer in bf16 instead"))
         if error is None:
-            told.set_result(None)
+            future.set_result(None)
         else:
-            self._lost(error)
-            told.set_exception(error)
-        return told
+            self._load_failed(error)
+            future.set_exception(error)
+        return future
 
     def close(self) -> None:
         """Switch no more. A reference that is still being loaded is closed when it is there."""
         with self._lock:
             self._closed = True
-            waiting, self._waiting = self._waiting, []
-        for each in waiting:
+            pending, self._pending = self._pending, []
+        for each in pending:
             each.set_exception(Unavailable(f"{self._label} is unloaded"))
 
-    def _begin(self) -> RuntimeError | None:
+    def _start_loading(self) -> RuntimeError | None:
         """Start the thread that loads the reference, unless it runs. Returns the error if no thread can be started.
 
         Call it with the lock held.
         """
         if not self._loading:
             try:
-                threading.Thread(target=self._work, name=f"{self._label}-fp32", daemon=True).start()
+                threading.Thread(target=self._load_reference, name=f"{self._label}-fp32", daemon=True).start()
             except RuntimeError as error:
                 return error
             self._loading = True
         return None
 
-    def _lost(self, error: Exception) -> None:
+    def _load_failed(self, error: Exception) -> None:
         _log.error(
             "%s: the fp32 reference cannot be loaded to answer: %s",
             self._label,
@@ -111,31 +111,31 @@ class Standby:
         )
         self._failed()
 
-    def _show(self) -> None:
+    def _update_active_precision(self) -> None:
         """Update :attr:`active_precision`. Call it with the lock held."""
         active = ActivePrecision("fp32" if self._engine.switched else "bf16", self._reason)
         if active != self.active_precision:
             self.active_precision = active
             self._changed(active)
 
-    def _work(self) -> None:
+    def _load_reference(self) -> None:
         error: Exception | None = None
         runtime: Runtime | None = None
         try:
             runtime = self._load()
-        except Exception as met:  # noqa: BLE001 - bf16 goes on, and the callers get the error
-            error = met
-            self._lost(met)
+        except Exception as caught:  # noqa: BLE001 - bf16 goes on, and the callers get the error
+            error = caught
+            self._load_failed(caught)
         with self._lock:
             self._loading = False
-            waiting, self._waiting = self._waiting, []
+            pending, self._pending = self._pending, []
             if runtime is not None and self._wanted == "fp32" and not self._closed:
                 self._engine.switch(runtime)
-                self._show()
+                self._update_active_precision()
                 runtime = None
         if runtime is not None:
             runtime.close()  # it was not switched on: no longer wanted
-        for each in waiting:
+        for each in pending:
             if error is None:
                 each.set_result(None)
             else:

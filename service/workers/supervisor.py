@@ -13,7 +13,7 @@ from service.drift.owner import FallbackOwner
 from service.drift.verdict import DriftVerdict
 from service.httpport import announce, open_http
 from service.models.controller import Controller
-from service.models.poll import Poll
+from service.models.poll import RepositoryPoller
 from service.models.retries import Retries
 from service.operations import IndexEntry
 from service.peers.channel import Body
@@ -120,7 +120,7 @@ class Supervisor:
             Retries(lambda: self.fleet.view.slots.values()),
         )
         self.controller.begin()
-        self._poll = Poll(self.controller, config.poll_seconds) if config.model_control == "poll" else None
+        self._poll = RepositoryPoller(self.controller, config.poll_seconds) if config.model_control == "poll" else None
         self._answering = ThreadPoolExecutor(_ANSWERING, "answering")
 
     def start(self) -> None:

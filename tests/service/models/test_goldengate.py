@@ -181,8 +181,8 @@ def test_the_schedule_runs_only_the_gates_that_are_due(make: Callable[..., Made]
     due, quiet, told = make(golden_seconds=60), make(lambda path: None, golden_seconds=0), []
     now = time.monotonic() + 60
     schedule = GoldenSchedule(lambda: [due.model, quiet.model], lambda: told.append(1), lambda: now)
-    schedule.look()
-    schedule.look()
+    schedule.run_due()
+    schedule.run_due()
     assert (due.runs("passed"), quiet.runs("passed"), len(told)) == (2, 1, 1)
 
 
@@ -190,7 +190,7 @@ def test_the_gate_of_an_unloaded_model_does_not_run(make: Callable[..., Made]) -
     made = make(golden_seconds=60)
     made.model.leases.end()
     schedule = GoldenSchedule(lambda: [made.model], lambda: None, lambda: time.monotonic() + 1e6)
-    schedule.look()
+    schedule.run_due()
     assert made.runs("passed") == 1
 
 
