@@ -10,79 +10,81 @@ from pathlib import Path
 
 from conformance import reports
 from conformance.checks import CHECKS
-from conformance.models import Usage, discover, given, preference
+from conformance.models import UsageError, discover, parse_input, preference
 from conformance.protocol import inference_pb2 as pb
 from conformance.reports import Result
-from conformance.runner import chosen, described, run
-from conformance.session import Options, Session, locked
+from conformance.runner import run, select_checks, server_label
+from conformance.session import Options, Session, restricted_extensions
 from conformance.target import Target, connect
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the suite against a server; return the exit code."""
-    asked = _parser().parse_args(arguments)
-    if asked.list:
+    args = _parser().parse_args(arguments)
+    if args.list:
         sys.stdout.write("".join(f"{c.id}  [{c.level.value}]  {c.rule} ({c.source})\n" for c in CHECKS))
         return 0
     try:
-        if not asked.address:
-            raise Usage("say which server: HOST:PORT")
-        results, server = _tried(asked)
-        _written(asked, results, server)
-    except (Usage, OSError) as error:
+        if not args.address:
+            raise UsageError("say which server: HOST:PORT")
+        results, server = _run_checks(args)
+        _write_reports(args, results, server)
+    except (UsageError, OSError) as error:
         sys.stderr.write(f"conformance: {error}\n")
         return 2
     return 1 if reports.failed(results) else 0
 
 
-def _tried(asked: argparse.Namespace) -> tuple[list[Result], str]:
-    metadata = [(key.lower(), value) for key, _, value in (text.partition("=") for text in asked.metadata)]
-    authority = None if asked.tls is None else Path(asked.tls).read_bytes() if asked.tls else b""
-    with connect(asked.address, authority) as channel:
-        target = Target(channel, asked.timeout, metadata)
-        if not target.wait(asked.patience):
-            raise Usage(f"no gRPC server answers at {asked.address}")
-        session = _session(asked, target)
-        server = described(session)
-        checks = chosen(CHECKS, asked.check, asked.skip)
+def _run_checks(args: argparse.Namespace) -> tuple[list[Result], str]:
+    metadata = [(key.lower(), value) for key, _, value in (text.partition("=") for text in args.metadata)]
+    authority = None if args.tls is None else Path(args.tls).read_bytes() if args.tls else b""
+    with connect(args.address, authority) as channel:
+        target = Target(channel, args.timeout, metadata)
+        if not target.wait(args.patience):
+            raise UsageError(f"no gRPC server answers at {args.address}")
+        session = _session(args, target)
+        server = server_label(session)
+        checks = select_checks(CHECKS, args.check, args.skip)
         if not checks:
-            raise Usage("no check has such an id; --list lists them")
+            raise UsageError("no check has such an id; --list lists them")
         return run(session, checks), server
 
 
-def _session(asked: argparse.Namespace, target: Target) -> Session:
-    models = discover(target, asked.model, dict(given(text) for text in asked.input))
+def _session(args: argparse.Namespace, target: Target) -> Session:
+    models = discover(target, args.model, dict(parse_input(text) for text in args.input))
     metadata = target.call("ServerMetadata", pb.ServerMetadataRequest())
     declared = metadata.message.extensions if metadata.ok else ()
     options = Options(
-        asked.control, asked.same_host or _local(asked.address), asked.dangerous, asked.patience, asked.region_prefix
+        args.control, args.same_host or _local(args.address), args.dangerous, args.patience, args.region_prefix
     )
-    answering = [m for m in sorted(models, key=preference) if _answers(target, Session(target, m, models, frozenset()))]
-    if not answering:
+    usable = [m for m in sorted(models, key=preference) if _responds(target, Session(target, m, models, frozenset()))]
+    if not usable:
         session = Session(target, models[0], models, frozenset())
         refused = target.call("ModelInfer", session.request())
-        raise Usage(
+        raise UsageError(
             f"no model answers to inputs made up from its metadata ({models[0].name}: {refused});"
             " say what one wants with --input NAME=SHAPE/VALUES"
         )
-    picked = answering[0] if not asked.model else next(m for m in models if m in answering)
-    extensions = frozenset([*declared, *asked.assume])
-    return Session(target, picked, answering, extensions, options, locked(target, picked.name, extensions))
+    main_model = usable[0] if not args.model else next(m for m in models if m in usable)
+    extensions = frozenset([*declared, *args.assume])
+    return Session(
+        target, main_model, usable, extensions, options, restricted_extensions(target, main_model.name, extensions)
+    )
 
 
-def _answers(target: Target, session: Session) -> bool:
+def _responds(target: Target, session: Session) -> bool:
     return target.call("ModelInfer", session.request()).ok
 
 
-def _written(asked: argparse.Namespace, results: list[Result], server: str) -> None:
-    if asked.junit:
-        Path(asked.junit).write_bytes(reports.junit(results, server))
-    if asked.table:
-        Path(asked.table).write_text(reports.table(results, server))
-    if asked.json:
+def _write_reports(args: argparse.Namespace, results: list[Result], server: str) -> None:
+    if args.junit:
+        Path(args.junit).write_bytes(reports.junit(results, server))
+    if args.table:
+        Path(args.table).write_text(reports.table(results, server))
+    if args.json:
         sys.stdout.write(reports.as_json(results, server))
     else:
-        sys.stdout.write(f"{server}\n{reports.lines(results, all_of_them=asked.verbose)}\n")
+        sys.stdout.write(f"{server}\n{reports.lines(results, all_of_them=args.verbose)}\n")
 
 
 def _local(address: str) -> bool:

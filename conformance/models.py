@@ -12,20 +12,23 @@ from conformance.wire import DATATYPES, Tensor, filled
 _ANY = 4  # size of a dimension that may have any
 
 
-class Usage(Exception):
+class UsageError(Exception):
     """The user's request cannot be carried out."""
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class InputSetting:
     """The user's settings for an input: its shape, batch dimension included, and the values to repeat."""
 
     shape: tuple[int, ...]
     values: tuple[float, ...] = ()
 
 
-def given(text: str) -> tuple[str, Given]:
-    """Parse ``NAME=2,16``, ``NAME=2,16/101,2023,102`` or ``NAME=2,16/0..30000``; :class:`Usage` for anything else."""
+def parse_input(text: str) -> tuple[str, InputSetting]:
+    """Parse ``NAME=2,16``, ``NAME=2,16/101,2023,102`` or ``NAME=2,16/0..30000``.
+
+    Raises :class:`UsageError` for anything else.
+    """
     name, equals, rest = text.partition("=")
     shape, _, values = rest.partition("/")
     try:
@@ -39,8 +42,10 @@ def given(text: str) -> tuple[str, Given]:
     except ValueError:
         equals = ""
     if not equals or not name or (sizes and min(sizes) < 0):
-        raise Usage(f"--input {text!r}: expected NAME=SHAPE or NAME=SHAPE/VALUES, as ids=1,8/101,2023 or x=2,16/0..1")
-    return name, Given(sizes, numbers)
+        raise UsageError(
+            f"--input {text!r}: expected NAME=SHAPE or NAME=SHAPE/VALUES, as ids=1,8/101,2023 or x=2,16/0..1"
+        )
+    return name, InputSetting(sizes, numbers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +55,7 @@ class Model:
     name: str
     metadata: pb.ModelMetadataResponse
     config: pb.ModelConfig | None = None
-    known: Mapping[str, Given] = field(default_factory=dict)
+    known: Mapping[str, InputSetting] = field(default_factory=dict)
 
     @property
     def max_batch_size(self) -> int:
@@ -80,9 +85,9 @@ class Model:
     def shape(self, name: str, rows: int = 1) -> tuple[int, ...]:
         """Return a shape for an input, with ``rows`` rows if the model batches."""
         spec = next(tensor for tensor in self.inputs if tensor.name == name)
-        said = self.known.get(name)
+        setting = self.known.get(name)
         open_sizes = (self._size(axis) if size < 0 else size for axis, size in enumerate(spec.shape))
-        sizes = said.shape if said and said.shape else tuple(open_sizes)
+        sizes = setting.shape if setting and setting.shape else tuple(open_sizes)
         return (rows, *sizes[1:]) if self.max_batch_size > 0 and sizes else tuple(sizes)
 
     def _size(self, axis: int) -> int:
@@ -91,39 +96,39 @@ class Model:
         It is the size that the user gave another input there, because the two often agree.
         """
         for spec in self.inputs:
-            said = self.known.get(spec.name)
-            if said and axis < len(said.shape) and axis < len(spec.shape) and spec.shape[axis] < 0:
-                return said.shape[axis]
+            setting = self.known.get(spec.name)
+            if setting and axis < len(setting.shape) and axis < len(spec.shape) and spec.shape[axis] < 0:
+                return setting.shape[axis]
         return _ANY
 
     def feed(self, name: str, rows: int = 1) -> Tensor:
         """Return a value for one input."""
         spec = next(tensor for tensor in self.inputs if tensor.name == name)
-        said = self.known.get(name)
-        return filled(spec.datatype, self.shape(name, rows), said.values if said else None)
+        setting = self.known.get(name)
+        return filled(spec.datatype, self.shape(name, rows), setting.values if setting else None)
 
     def feeds(self, rows: int = 1) -> dict[str, Tensor]:
         """Return a value for every input."""
         return {spec.name: self.feed(spec.name, rows) for spec in self.inputs}
 
 
-def discover(target: Target, names: Sequence[str], inputs: Mapping[str, Given]) -> list[Model]:
-    """Return the models called ``names``, or else those in the repository's index. Raises :class:`Usage`."""
+def discover(target: Target, names: Sequence[str], inputs: Mapping[str, InputSetting]) -> list[Model]:
+    """Return the models called ``names``, or else those in the repository's index. Raises :class:`UsageError`."""
     if not names:
         index = target.call("RepositoryIndex", pb.RepositoryIndexRequest(ready=True))
         if not index.ok:
-            raise Usage(f"the server does not list its models ({index}); name one with --model")
+            raise UsageError(f"the server does not list its models ({index}); name one with --model")
         names = list(dict.fromkeys(m.name for m in index.message.models if m.state in ("READY", "")))
         if not names:
-            raise Usage("the server lists no model that is ready; load one")
+            raise UsageError("the server lists no model that is ready; load one")
     models = [_describe(target, name, inputs) for name in names]
     found = [model for model in models if model is not None]
     if not found:
-        raise Usage(f"the server gives no metadata of {', '.join(names)}")
+        raise UsageError(f"the server gives no metadata of {', '.join(names)}")
     return found
 
 
-def _describe(target: Target, name: str, inputs: Mapping[str, Given]) -> Model | None:
+def _describe(target: Target, name: str, inputs: Mapping[str, InputSetting]) -> Model | None:
     metadata = target.call("ModelMetadata", pb.ModelMetadataRequest(name=name))
     if not metadata.ok or any(spec.datatype not in DATATYPES for spec in metadata.message.inputs):
         return None

@@ -13,11 +13,11 @@ from conformance.suite import Check, Level
 
 
 class Outcome(enum.Enum):
-    """The outcome of a check. ``TOLD``: a rule of level SHOULD was broken."""
+    """The outcome of a check. ``WARNED``: a rule of level SHOULD was broken."""
 
     PASSED = "pass"
     FAILED = "FAIL"
-    TOLD = "told"
+    WARNED = "told"
     SKIPPED = "skip"
 
 
@@ -30,13 +30,13 @@ class Result:
     seconds: float
     sent: str = ""
     expected: str = ""
-    came: str = ""
-    why: str = ""
+    actual: str = ""
+    reason: str = ""
 
     @property
-    def words(self) -> str:
+    def details(self) -> str:
         """Why it was skipped, or what was expected and came."""
-        return self.why or (f"expected {self.expected}; came {self.came}" if self.expected else "")
+        return self.reason or (f"expected {self.expected}; came {self.actual}" if self.expected else "")
 
 
 def failed(results: Sequence[Result]) -> bool:
@@ -51,7 +51,7 @@ def summary(results: Sequence[Result]) -> str:
     which = f" ({levels[Level.MUST]} MUST, {levels[Level.TRITON]} TRITON)" if seen[Outcome.FAILED] else ""
     seconds = sum(result.seconds for result in results)
     return (
-        f"{seen[Outcome.PASSED]} passed, {seen[Outcome.FAILED]} failed{which}, {seen[Outcome.TOLD]} told,"
+        f"{seen[Outcome.PASSED]} passed, {seen[Outcome.FAILED]} failed{which}, {seen[Outcome.WARNED]} told,"
         f" {seen[Outcome.SKIPPED]} skipped, of {len(results)} checks in {seconds:.1f} s"
     )
 
@@ -61,13 +61,13 @@ def lines(results: Sequence[Result], *, all_of_them: bool = False) -> str:
     parts = []
     for result in results:
         head = f"{result.outcome.value}  {result.check.id}  [{result.check.level.value}]"
-        if result.outcome in (Outcome.FAILED, Outcome.TOLD):
+        if result.outcome in (Outcome.FAILED, Outcome.WARNED):
             parts.append(
                 f"{head}\n  rule      {result.check.rule} ({result.check.source})\n  sent      {_short(result.sent)}\n"
-                f"  expected  {result.expected}\n  came      {_short(result.came)}"
+                f"  expected  {result.expected}\n  came      {_short(result.actual)}"
             )
         elif all_of_them:
-            parts.append(head + (f"  {result.why}" if result.why else ""))
+            parts.append(head + (f"  {result.reason}" if result.reason else ""))
     return "\n".join([*parts, summary(results)])
 
 
@@ -83,7 +83,7 @@ def table(results: Sequence[Result], server: str) -> str:
             result.check.level.value,
             result.outcome.value,
             result.check.rule,
-            result.words,
+            result.details,
         )
         rows.append("| " + " | ".join(_cell(cell) for cell in cells) + " |")
     return "\n".join(rows) + "\n"
@@ -101,8 +101,8 @@ def as_json(results: Sequence[Result], server: str) -> str:
             "outcome": result.outcome.value,
             "sent": _short(result.sent, 2000),
             "expected": result.expected,
-            "came": _short(result.came, 2000),
-            "why": result.why,
+            "came": _short(result.actual, 2000),
+            "why": result.reason,
         }
         for result in results
     ]
@@ -123,12 +123,12 @@ def junit(results: Sequence[Result], server: str) -> bytes:
     for result in results:
         group, _, name = result.check.id.partition(".")
         case = ElementTree.SubElement(suite, "testcase", classname=group, name=name, time=f"{result.seconds:.3f}")
-        text = _printable(f"{result.check.rule}\nsent: {_short(result.sent)}\n{result.words}")
+        text = _printable(f"{result.check.rule}\nsent: {_short(result.sent)}\n{result.details}")
         if result.outcome is Outcome.FAILED:
-            ElementTree.SubElement(case, "failure", message=_printable(result.words)[:500]).text = text
+            ElementTree.SubElement(case, "failure", message=_printable(result.details)[:500]).text = text
         elif result.outcome is Outcome.SKIPPED:
-            ElementTree.SubElement(case, "skipped", message=_printable(result.why))
-        elif result.outcome is Outcome.TOLD:
+            ElementTree.SubElement(case, "skipped", message=_printable(result.reason))
+        elif result.outcome is Outcome.WARNED:
             ElementTree.SubElement(case, "system-out").text = text
     return bytes(ElementTree.tostring(suite, encoding="utf-8", xml_declaration=True))
 

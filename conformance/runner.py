@@ -12,7 +12,7 @@ from conformance.session import Session
 from conformance.suite import Check, Failed, Level, Skipped
 
 
-def chosen(checks: Iterable[Check], only: Sequence[str], without: Sequence[str]) -> list[Check]:
+def select_checks(checks: Iterable[Check], only: Sequence[str], without: Sequence[str]) -> list[Check]:
     """Return the checks whose id is in ``only`` (all if empty) and not in ``without``. Both may contain ``*``."""
 
     def listed(check: Check, patterns: Sequence[str]) -> bool:
@@ -22,39 +22,39 @@ def chosen(checks: Iterable[Check], only: Sequence[str], without: Sequence[str])
 
 
 def run(
-    session: Session, checks: Iterable[Check], told: Callable[[Result], None] = lambda result: None
+    session: Session, checks: Iterable[Check], on_result: Callable[[Result], None] = lambda result: None
 ) -> list[Result]:
-    """Run every check and return its result; ``told`` gets each one.
+    """Run every check and return its result; ``on_result`` gets each one.
 
     A check of an extension that the server does not declare is skipped.
     """
     results = []
     for check in checks:
-        result = _made(session, check)
-        told(result)
+        result = _run_check(session, check)
+        on_result(result)
         results.append(result)
     return results
 
 
-def _made(session: Session, check: Check) -> Result:
+def _run_check(session: Session, check: Check) -> Result:
     if check.needs and check.needs not in session.extensions:
-        return Result(check, Outcome.SKIPPED, 0.0, why=f"the server does not declare {check.needs}")
-    if check.needs in session.closed:
+        return Result(check, Outcome.SKIPPED, 0.0, reason=f"the server does not declare {check.needs}")
+    if check.needs in session.restricted:
         return Result(
-            check, Outcome.SKIPPED, 0.0, why=f"it wants credentials (--metadata): {session.closed[check.needs]}"
+            check, Outcome.SKIPPED, 0.0, reason=f"it wants credentials (--metadata): {session.restricted[check.needs]}"
         )
     started = time.monotonic()
     try:
         check.run(session)
     except Skipped as skipped:
-        return Result(check, Outcome.SKIPPED, time.monotonic() - started, why=str(skipped))
+        return Result(check, Outcome.SKIPPED, time.monotonic() - started, reason=str(skipped))
     except Failed as broken:
-        outcome = Outcome.TOLD if check.level is Level.SHOULD else Outcome.FAILED
-        return Result(check, outcome, time.monotonic() - started, broken.sent, broken.expected, broken.came)
+        outcome = Outcome.WARNED if check.level is Level.SHOULD else Outcome.FAILED
+        return Result(check, outcome, time.monotonic() - started, broken.sent, broken.expected, broken.actual)
     return Result(check, Outcome.PASSED, time.monotonic() - started)
 
 
-def described(session: Session) -> str:
+def server_label(session: Session) -> str:
     """Return the server's own name and version."""
     answer = session.target.call("ServerMetadata", pb.ServerMetadataRequest())
     return f"{answer.message.name} {answer.message.version}" if answer.ok else "a server without metadata"

@@ -10,8 +10,8 @@ from google.protobuf.message import Message
 from conformance import judging
 from conformance.models import Model
 from conformance.protocol import inference_pb2 as pb
-from conformance.suite import Code, Failed, Question, Skipped
-from conformance.target import Answer, Target
+from conformance.suite import Code, Failed, InvalidCall, Skipped
+from conformance.target import Response, Target
 from conformance.wire import Array, Tensor, encode, fill_contents
 
 #: For each extension with RPCs of its own, a call that changes nothing, for a model's name.
@@ -48,15 +48,15 @@ class Session:
     extensions: frozenset[str]
     options: Options = field(default_factory=Options)
     # extensions whose RPCs need credentials, each with the rejection
-    closed: Mapping[str, str] = field(default_factory=dict)
-    _asked: dict[str, tuple[Question, Answer]] = field(default_factory=dict)
+    restricted: Mapping[str, str] = field(default_factory=dict)
+    _invalid_calls: dict[str, tuple[InvalidCall, Response]] = field(default_factory=dict)
 
-    def asked(self, name: str, ask: Callable[[Session], Question]) -> tuple[Question, Answer]:
-        """Return the question and its answer; it is asked only once, however many checks use it."""
-        if name not in self._asked:
-            question = ask(self)
-            self._asked[name] = question, self.target.call(question.rpc, question.message)
-        return self._asked[name]
+    def call_once(self, name: str, make_call: Callable[[Session], InvalidCall]) -> tuple[InvalidCall, Response]:
+        """Return the call and its response; it is made only once, however many checks use it."""
+        if name not in self._invalid_calls:
+            call = make_call(self)
+            self._invalid_calls[name] = call, self.target.call(call.rpc, call.message)
+        return self._invalid_calls[name]
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
@@ -86,11 +86,11 @@ class Session:
 
     def infer(self, request: pb.ModelInferRequest) -> pb.ModelInferResponse:
         """Send a request that must succeed, and return the response; :class:`Failed` if it does not."""
-        answer = self.target.call("ModelInfer", request)
-        if not answer.ok:
-            raise Failed("an answer", answer, request)
-        response: pb.ModelInferResponse = answer.message
-        return response
+        response = self.target.call("ModelInfer", request)
+        if not response.ok:
+            raise Failed("an answer", response, request)
+        message: pb.ModelInferResponse = response.message
+        return message
 
     def outputs(self, request: pb.ModelInferRequest, model: Model | None = None) -> dict[str, Array]:
         """Send a request that must succeed, and return its outputs, checked against the protocol and the metadata."""
@@ -99,9 +99,9 @@ class Session:
 
     def alive(self) -> None:
         """Raise :class:`Failed` if the server no longer responds."""
-        answer = self.target.call("ServerLive", pb.ServerLiveRequest())
-        if not answer.ok or not answer.message.live:
-            raise Failed("the server to live on", answer, "ServerLive after what came before")
+        response = self.target.call("ServerLive", pb.ServerLiveRequest())
+        if not response.ok or not response.message.live:
+            raise Failed("the server to live on", response, "ServerLive after what came before")
         self.infer(self.request())
 
     # --- models of the server ---------------------------------------------------------------------------------------
@@ -141,12 +141,14 @@ class Session:
         raise Skipped(f"no model here takes {rows} rows at once, as far as its configuration says")
 
 
-def locked(target: Target, model: str, extensions: Iterable[str]) -> dict[str, str]:
+def restricted_extensions(target: Target, model: str, extensions: Iterable[str]) -> dict[str, str]:
     """Return those of ``extensions`` that need credentials, each with the server's rejection."""
     refused = {}
     for extension in extensions:
         if extension in PROBES:
-            answer = target.call(*PROBES[extension](model))
-            if answer.code in _LOCKED or (answer.code is Code.UNAVAILABLE and "restricted" in answer.details):  # Triton
-                refused[extension] = str(answer)
+            response = target.call(*PROBES[extension](model))
+            if response.code in _LOCKED or (
+                response.code is Code.UNAVAILABLE and "restricted" in response.details
+            ):  # Triton
+                refused[extension] = str(response)
     return refused

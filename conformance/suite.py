@@ -28,10 +28,10 @@ class Level(enum.Enum):
 class Failed(Exception):
     """A rule was broken: what was sent, what was expected, what was received."""
 
-    def __init__(self, expected: str, came: object, sent: object = "") -> None:
-        super().__init__(f"expected {expected}; came {came}")
+    def __init__(self, expected: str, actual: object, sent: object = "") -> None:
+        super().__init__(f"expected {expected}; came {actual}")
         self.expected = expected
-        self.came = str(came)
+        self.actual = str(actual)
         self.sent = str(sent)
 
 
@@ -58,18 +58,18 @@ def check(
     return lambda run: Check(name, level, source, rule, run, needs)
 
 
-def must(condition: object, expected: str, came: object, sent: object = "") -> None:
+def must(condition: object, expected: str, actual: object, sent: object = "") -> None:
     """Raise :class:`Failed` unless ``condition``."""
     if not condition:
-        raise Failed(expected, came, sent)
+        raise Failed(expected, actual, sent)
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class InvalidCall:
     """A message for an RPC, and words of which a good rejection contains at least one."""
 
     message: Message
-    words: Sequence[str] = ()
+    keywords: Sequence[str] = ()
     rpc: str = "ModelInfer"
 
 
@@ -79,7 +79,7 @@ def refusal(
     source: str,
     rule: str,
     codes: Iterable[Code],
-    ask: Callable[[Session], Question],
+    make_call: Callable[[Session], InvalidCall],
     needs: str = "",
 ) -> tuple[Check, ...]:
     """Return three checks of one call that must be rejected: that it is, with which status, and naming what was wrong.
@@ -89,22 +89,22 @@ def refusal(
     allowed = tuple(codes)
 
     def refused(session: Session) -> None:
-        question, answer = session.asked(name, ask)
-        must(not answer.ok, f"{question.rpc} to be refused", answer, question.message)
+        call, response = session.call_once(name, make_call)
+        must(not response.ok, f"{call.rpc} to be refused", response, call.message)
 
     def by_code(session: Session) -> None:
-        question, answer = session.asked(name, ask)
-        if answer.ok:
+        call, response = session.call_once(name, make_call)
+        if response.ok:
             raise Skipped("it was answered, which is told of by the check before")
         wanted = " or ".join(code.name for code in allowed)
-        must(answer.code in allowed, wanted, answer, question.message)
+        must(response.code in allowed, wanted, response, call.message)
 
     def by_text(session: Session) -> None:
-        question, answer = session.asked(name, ask)
-        if answer.ok or not question.words:
-            raise Skipped("there is no refusal to read" if answer.ok else "nothing in particular is to be named")
-        wanted = " or ".join(repr(word) for word in question.words)
-        must(any(word in answer.details for word in question.words), f"a text with {wanted}", answer, question.message)
+        call, response = session.call_once(name, make_call)
+        if response.ok or not call.keywords:
+            raise Skipped("there is no refusal to read" if response.ok else "nothing in particular is to be named")
+        wanted = " or ".join(repr(word) for word in call.keywords)
+        must(any(word in response.details for word in call.keywords), f"a text with {wanted}", response, call.message)
 
     return (
         Check(name, level, source, rule, refused, needs),

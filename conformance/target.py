@@ -20,7 +20,7 @@ Metadata = Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Response:
     """The result of a call: a message, or a status and its text."""
 
     message: Any
@@ -36,7 +36,7 @@ class Answer:
 
 
 @dataclass(slots=True)
-class Conversation:
+class StreamResponse:
     """The result of a stream: its messages in order, and its final status."""
 
     messages: list[Any] = field(default_factory=list)
@@ -44,8 +44,8 @@ class Conversation:
     details: str = ""
 
     def __str__(self) -> str:
-        said = "; ".join(brief(message) for message in self.messages) or "no message"
-        return f"{said}; then {self.code.name}{f': {self.details[:300]!r}' if self.details else ''}"
+        text = "; ".join(brief(message) for message in self.messages) or "no message"
+        return f"{text}; then {self.code.name}{f': {self.details[:300]!r}' if self.details else ''}"
 
 
 class Target:
@@ -66,7 +66,7 @@ class Target:
             return False
         return True
 
-    def call(self, rpc: str, message: Message, *, timeout: float | None = None, gzip: bool = False) -> Answer:
+    def call(self, rpc: str, message: Message, *, timeout: float | None = None, gzip: bool = False) -> Response:
         """Make one call of the inference service and return its result."""
         send = self._channel.unary_unary(
             f"/{SERVICE}/{rpc}",
@@ -92,18 +92,18 @@ class Target:
         future: grpc.Future[Any] = send.future(message, timeout=self._timeout, metadata=self._metadata)
         return future
 
-    def finish(self, future: grpc.Future[Any]) -> Answer:
+    def finish(self, future: grpc.Future[Any]) -> Response:
         """Return the result of a call that was started."""
         return self._outcome(future.result)
 
-    def raw(self, path: str, data: bytes) -> Answer:
+    def raw(self, path: str, data: bytes) -> Response:
         """Send bytes to any path and return the result; its message is bytes."""
         send = self._channel.unary_unary(path, request_serializer=bytes, response_deserializer=bytes)
         return self._outcome(lambda: send(data, timeout=self._timeout, metadata=self._metadata))
 
-    def stream(self, requests: Iterable[pb.ModelInferRequest], metadata: Metadata = ()) -> Conversation:
+    def stream(self, requests: Iterable[pb.ModelInferRequest], metadata: Metadata = ()) -> StreamResponse:
         """Send ``requests`` to ``ModelStreamInfer`` and return all responses."""
-        return self.converse(
+        return self.call_stream(
             f"/{SERVICE}/ModelStreamInfer",
             requests,
             pb.ModelInferRequest.SerializeToString,
@@ -111,7 +111,7 @@ class Target:
             metadata,
         )
 
-    def converse(
+    def call_stream(
         self,
         path: str,
         requests: Iterable[Any],
@@ -119,28 +119,28 @@ class Target:
         parse: Callable[[bytes], Any],
         metadata: Metadata = (),
         most: int = 1000,
-    ) -> Conversation:
+    ) -> StreamResponse:
         """Send ``requests`` to any stream and return at most ``most`` responses."""
-        seen = Conversation()
+        stream = StreamResponse()
         send = self._channel.stream_stream(path, request_serializer=serialize, response_deserializer=parse)
         answers = send(iter(requests), timeout=self._timeout, metadata=(*self._metadata, *metadata))
         try:
             for message in answers:
-                seen.messages.append(message)
-                if len(seen.messages) == most:
+                stream.messages.append(message)
+                if len(stream.messages) == most:
                     answers.cancel()
-                    return seen
+                    return stream
         except grpc.RpcError as error:
-            seen.code, seen.details = _status(error)
-        return seen
+            stream.code, stream.details = _status(error)
+        return stream
 
-    def _outcome(self, call: Callable[[], Any]) -> Answer:
+    def _outcome(self, call: Callable[[], Any]) -> Response:
         try:
-            return Answer(call(), grpc.StatusCode.OK)
+            return Response(call(), grpc.StatusCode.OK)
         except grpc.RpcError as error:
-            return Answer(None, *_status(error))
+            return Response(None, *_status(error))
         except grpc.FutureCancelledError:
-            return Answer(None, grpc.StatusCode.CANCELLED)
+            return Response(None, grpc.StatusCode.CANCELLED)
 
 
 def connect(address: str, authority: bytes | None = None) -> grpc.Channel:

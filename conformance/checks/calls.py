@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import struct
 
-from conformance.checks.metadata import NOBODY
-from conformance.checks.sources import GRPC, SEEN
+from conformance.checks.metadata import UNKNOWN_NAME
+from conformance.checks.sources import GRPC, OBSERVED
 from conformance.protocol import inference_pb2 as pb
 from conformance.session import Session
 from conformance.suite import Code, Level, check, must
@@ -22,9 +22,9 @@ _REFUSED = (Code.INVALID_ARGUMENT, Code.RESOURCE_EXHAUSTED, Code.NOT_FOUND, Code
 )
 def deadline(session: Session) -> None:
     for microseconds in (1, 10, 100, 1000, 10_000):
-        answer = session.target.call("ModelInfer", session.request(), timeout=microseconds / 1e6)
-        in_time = answer.ok or answer.code is Code.DEADLINE_EXCEEDED
-        must(in_time, "DEADLINE_EXCEEDED, or an answer", answer, f"a deadline of {microseconds} microseconds")
+        response = session.target.call("ModelInfer", session.request(), timeout=microseconds / 1e6)
+        in_time = response.ok or response.code is Code.DEADLINE_EXCEEDED
+        must(in_time, "DEADLINE_EXCEEDED, or an answer", response, f"a deadline of {microseconds} microseconds")
     session.alive()
 
 
@@ -35,13 +35,13 @@ def cancelled(session: Session) -> None:
     session.alive()
 
 
-@check("call.large-id", Level.TRITON, SEEN, "An id of 5 MB is returned, or the message refused for its size.")
+@check("call.large-id", Level.TRITON, OBSERVED, "An id of 5 MB is returned, or the message refused for its size.")
 def large_id(session: Session) -> None:
     request = session.request(request_id="i" * 5_000_000)
-    answer = session.target.call("ModelInfer", request)
-    must(answer.ok or answer.code in _REFUSED, "an answer, or a refusal for the size", answer, "an id of 5 MB")
-    if answer.ok:
-        must(answer.message.id == request.id, "the id", f"one of {len(answer.message.id)} characters")
+    response = session.target.call("ModelInfer", request)
+    must(response.ok or response.code in _REFUSED, "an answer, or a refusal for the size", response, "an id of 5 MB")
+    if response.ok:
+        must(response.message.id == request.id, "the id", f"one of {len(response.message.id)} characters")
     session.alive()
 
 
@@ -53,48 +53,51 @@ def large_id(session: Session) -> None:
 )
 def long_model_name(session: Session) -> None:
     request = session.request()
-    request.model_name = NOBODY * 4000
-    answer = session.target.call("ModelInfer", request)
+    request.model_name = UNKNOWN_NAME * 4000
+    response = session.target.call("ModelInfer", request)
     session.alive()
     must(
-        answer.code in (Code.NOT_FOUND, Code.INVALID_ARGUMENT),
+        response.code in (Code.NOT_FOUND, Code.INVALID_ARGUMENT),
         "NOT_FOUND or INVALID_ARGUMENT",
-        answer,
+        response,
         "a model's name of 100 kB",
     )
 
 
-@check("call.many-dimensions", Level.TRITON, SEEN, "A shape of 100,000 dimensions is refused.")
+@check("call.many-dimensions", Level.TRITON, OBSERVED, "A shape of 100,000 dimensions is refused.")
 def many_dimensions(session: Session) -> None:
     request = session.request()
     request.inputs[0].shape[:] = [1] * 100_000
-    answer = session.target.call("ModelInfer", request)
+    response = session.target.call("ModelInfer", request)
     session.alive()
-    must(not answer.ok, "a refusal", answer, "a shape of 100,000 dimensions")
+    must(not response.ok, "a refusal", response, "a shape of 100,000 dimensions")
 
 
-@check("call.many-inputs", Level.TRITON, SEEN, "Ten thousand inputs do not hurt the server.")
+@check("call.many-inputs", Level.TRITON, OBSERVED, "Ten thousand inputs do not hurt the server.")
 def many_inputs(session: Session) -> None:
     request = session.request()
     for number in range(10_000):
         request.inputs.add(name=f"i{number}", datatype="FP32", shape=[1])
         request.raw_input_contents.append(bytes(4))
-    answer = session.target.call("ModelInfer", request)
+    response = session.target.call("ModelInfer", request)
     session.alive()
     must(
-        answer.code not in (Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED), "an answer or a refusal", answer, "10,000 inputs"
+        response.code not in (Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED),
+        "an answer or a refusal",
+        response,
+        "10,000 inputs",
     )
 
 
 @check("call.truncated", Level.MUST, GRPC, "A message that ends inside a field is refused.")
 def truncated(session: Session) -> None:
-    whole = session.request().SerializeToString()
-    for size in (1, len(whole) // 2, len(whole) - 1):
-        data = whole[:size]
+    message = session.request().SerializeToString()
+    for size in (1, len(message) // 2, len(message) - 1):
+        data = message[:size]
         if _parses(data):
             continue  # the cut is between two fields
-        answer = session.target.raw(f"/{SERVICE}/ModelInfer", data)
-        must(not answer.ok, "a refusal", answer, f"the first {size} of {len(whole)} bytes of a request")
+        response = session.target.raw(f"/{SERVICE}/ModelInfer", data)
+        must(not response.ok, "a refusal", response, f"the first {size} of {len(message)} bytes of a request")
     session.alive()
 
 
@@ -106,8 +109,8 @@ def truncated(session: Session) -> None:
 )
 def announced_length(session: Session) -> None:
     huge = b"\x3a" + b"\xff\xff\xff\xff\x07" + struct.pack("<I", 1)  # raw_input_contents of 2^31 - 1 bytes
-    answer = session.target.raw(f"/{SERVICE}/ModelInfer", huge)
-    must(not answer.ok, "a refusal", answer, "raw_input_contents that announce 2 GB")
+    response = session.target.raw(f"/{SERVICE}/ModelInfer", huge)
+    must(not response.ok, "a refusal", response, "raw_input_contents that announce 2 GB")
     session.alive()
 
 

@@ -7,11 +7,11 @@ import re
 import numpy as np
 
 from conformance import judging
-from conformance.checks.sources import SEEN, extension
+from conformance.checks.sources import OBSERVED, extension
 from conformance.models import Model
 from conformance.protocol import inference_pb2 as pb
 from conformance.session import Session
-from conformance.suite import Code, Level, Question, Skipped, check, must, refusal
+from conformance.suite import Code, InvalidCall, Level, Skipped, check, must, refusal
 from conformance.wire import Array
 
 _NEEDS = "classification"
@@ -94,29 +94,43 @@ def rows(session: Session) -> None:
     must(shape == [2, 1], "shape [2, 1]", shape)
 
 
-@check("classification.more-than-there-are", Level.TRITON, SEEN, "More classes than there are: all there are.", _NEEDS)
+@check(
+    "classification.more-than-there-are", Level.TRITON, OBSERVED, "More classes than there are: all there are.", _NEEDS
+)
 def more(session: Session) -> None:
     model, name, array = _output(session)
-    there = array[0].size if model.max_batch_size > 0 else array.size
-    shape, _ = _classes(session, _request(session, model, name, there + 1))
-    must(shape[-1] == there, f"{there} classes", shape)
+    class_count = array[0].size if model.max_batch_size > 0 else array.size
+    shape, _ = _classes(session, _request(session, model, name, class_count + 1))
+    must(shape[-1] == class_count, f"{class_count} classes", shape)
 
 
-def _zero(session: Session) -> Question:
+def _zero(session: Session) -> InvalidCall:
     model, name, _ = _output(session)
-    return Question(_request(session, model, name, 0), ["classification", "classes", name])
+    return InvalidCall(_request(session, model, name, 0), ["classification", "classes", name])
 
 
-def _text(session: Session) -> Question:
+def _text(session: Session) -> InvalidCall:
     model, name, _ = _output(session)
     request = _request(session, model, name, 1)
     request.outputs[0].parameters["classification"].string_param = "2"
-    return Question(request, ["classification", "classes", name])
+    return InvalidCall(request, ["classification", "classes", name])
 
 
 NONE = refusal(
-    "classification.of-none", Level.TRITON, SEEN, "classification is 1 or more.", [Code.INVALID_ARGUMENT], _zero, _NEEDS
+    "classification.of-none",
+    Level.TRITON,
+    OBSERVED,
+    "classification is 1 or more.",
+    [Code.INVALID_ARGUMENT],
+    _zero,
+    _NEEDS,
 )
 TEXT = refusal(
-    "classification.a-string", Level.TRITON, SEEN, "classification is an int64.", [Code.INVALID_ARGUMENT], _text, _NEEDS
+    "classification.a-string",
+    Level.TRITON,
+    OBSERVED,
+    "classification is an int64.",
+    [Code.INVALID_ARGUMENT],
+    _text,
+    _NEEDS,
 )

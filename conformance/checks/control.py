@@ -8,13 +8,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from conformance.checks.metadata import NOBODY
-from conformance.checks.sources import SEEN, extension
+from conformance.checks.metadata import UNKNOWN_NAME
+from conformance.checks.sources import OBSERVED, extension
 from conformance.models import Model
 from conformance.protocol import inference_pb2 as pb
 from conformance.session import Session
-from conformance.suite import Check, Code, Level, Question, Skipped, check, must, refusal
-from conformance.target import Answer
+from conformance.suite import Check, Code, InvalidCall, Level, Skipped, check, must, refusal
+from conformance.target import Response
 
 _NEEDS = "model_repository"
 _SOURCE = extension(_NEEDS)
@@ -22,12 +22,12 @@ _GONE = (Code.NOT_FOUND, Code.UNAVAILABLE)
 
 
 def _index(session: Session, *, ready: bool = False) -> list[pb.RepositoryIndexResponse.ModelIndex]:
-    answer = session.target.call("RepositoryIndex", pb.RepositoryIndexRequest(ready=ready))
-    must(answer.ok, "the index", answer, f"ready={ready}")
-    return list(answer.message.models)
+    response = session.target.call("RepositoryIndex", pb.RepositoryIndexRequest(ready=ready))
+    must(response.ok, "the index", response, f"ready={ready}")
+    return list(response.message.models)
 
 
-def _load(session: Session, name: str, **parameters: str | int) -> Answer:
+def _load(session: Session, name: str, **parameters: str | int) -> Response:
     request = pb.RepositoryModelLoadRequest(model_name=name)
     for key, value in parameters.items():
         if isinstance(value, str):
@@ -37,13 +37,13 @@ def _load(session: Session, name: str, **parameters: str | int) -> Answer:
     return session.target.call("RepositoryModelLoad", request, timeout=60)
 
 
-def _unload(session: Session, name: str) -> Answer:
+def _unload(session: Session, name: str) -> Response:
     return session.target.call("RepositoryModelUnload", pb.RepositoryModelUnloadRequest(model_name=name), timeout=60)
 
 
 def _ready(session: Session, name: str) -> bool:
-    answer = session.target.call("ModelReady", pb.ModelReadyRequest(name=name))
-    return answer.ok and bool(answer.message.ready)
+    response = session.target.call("ModelReady", pb.ModelReadyRequest(name=name))
+    return response.ok and bool(response.message.ready)
 
 
 def _controlled(session: Session) -> Model:
@@ -77,9 +77,9 @@ def ready_only(session: Session) -> None:
 
 
 NAMED_REPOSITORY = refusal(
-    "index.named-repository", Level.TRITON, SEEN, "An index of one named repository is not had.",
+    "index.named-repository", Level.TRITON, OBSERVED, "An index of one named repository is not had.",
     [Code.UNIMPLEMENTED, Code.INVALID_ARGUMENT, Code.NOT_FOUND],
-    lambda session: Question(pb.RepositoryIndexRequest(repository_name=NOBODY), ["repository_name"], "RepositoryIndex"), _NEEDS,
+    lambda session: InvalidCall(pb.RepositoryIndexRequest(repository_name=UNKNOWN_NAME), ["repository_name"], "RepositoryIndex"), _NEEDS,
 )  # fmt: skip
 
 
@@ -93,10 +93,10 @@ NAMED_REPOSITORY = refusal(
 def unload(session: Session) -> None:
     model = _controlled(session)
     try:
-        answer = _unload(session, model.name)
-        must(answer.ok, "an empty answer", answer, model.name)
-        ends = time.monotonic() + session.options.patience
-        while _ready(session, model.name) and time.monotonic() < ends:
+        response = _unload(session, model.name)
+        must(response.ok, "an empty answer", response, model.name)
+        deadline = time.monotonic() + session.options.patience
+        while _ready(session, model.name) and time.monotonic() < deadline:
             time.sleep(0.05)
         must(not _ready(session, model.name), "ready: false", "ready: true", model.name)
         request = session.request(model)
@@ -123,8 +123,8 @@ def unload(session: Session) -> None:
 def load(session: Session) -> None:
     model = _controlled(session)
     _unload(session, model.name)
-    answer = _load(session, model.name)
-    must(answer.ok, "an empty answer", answer, model.name)
+    response = _load(session, model.name)
+    must(response.ok, "an empty answer", response, model.name)
     must(_ready(session, model.name), "ready: true", "ready: false", model.name)
     session.outputs(session.request(model), model)
 
@@ -140,19 +140,19 @@ def reload(session: Session) -> None:
     model = _controlled(session)
     session.outputs(session.request(model), model)
     loading = session.target.start("RepositoryModelLoad", pb.RepositoryModelLoadRequest(model_name=model.name))
-    asked = 0
-    while not loading.done() or not asked:
+    sent = 0
+    while not loading.done() or not sent:
         session.outputs(session.request(model), model)
-        asked += 1
-    answer = session.target.finish(loading)
-    must(answer.ok, "an empty answer", answer, model.name)
+        sent += 1
+    response = session.target.finish(loading)
+    must(response.ok, "an empty answer", response, model.name)
     session.outputs(session.request(model), model)
 
 
 @check(
     "control.unload-twice",
     Level.TRITON,
-    SEEN,
+    OBSERVED,
     "Unload of a model that is not loaded is no error (or NOT_FOUND).",
     _NEEDS,
 )
@@ -160,26 +160,26 @@ def unload_twice(session: Session) -> None:
     model = _controlled(session)
     try:
         _unload(session, model.name)
-        for name in (model.name, NOBODY):
-            answer = _unload(session, name)
-            must(answer.ok or answer.code is Code.NOT_FOUND, "an empty answer or NOT_FOUND", answer, name)
+        for name in (model.name, UNKNOWN_NAME):
+            response = _unload(session, name)
+            must(response.ok or response.code is Code.NOT_FOUND, "an empty answer or NOT_FOUND", response, name)
     finally:
         _load(session, model.name)
 
 
-def _bad_load(name: str, rule: str, codes: list[Code], call: Callable[[Session, Model], Answer]) -> Check:
+def _bad_load(name: str, rule: str, codes: list[Code], call: Callable[[Session, Model], Response]) -> Check:
     def run(session: Session) -> None:
         model = _controlled(session)
-        answer = call(session, model)
-        must(answer.code in codes, " or ".join(code.name for code in codes), answer, name)
+        response = call(session, model)
+        must(response.code in codes, " or ".join(code.name for code in codes), response, name)
         session.outputs(session.request(model), model)
 
-    return Check(f"control.{name}", Level.TRITON, SEEN, f"{rule} What served goes on serving.", run, _NEEDS)
+    return Check(f"control.{name}", Level.TRITON, OBSERVED, f"{rule} What served goes on serving.", run, _NEEDS)
 
 
 _INVALID, _CANNOT = [Code.INVALID_ARGUMENT], [Code.INTERNAL, Code.INVALID_ARGUMENT, Code.NOT_FOUND, Code.UNIMPLEMENTED]
 UNKNOWN_MODEL = _bad_load(
-    "load-unknown", "Load of a model that is not there is refused.", _CANNOT, lambda s, m: _load(s, NOBODY)
+    "load-unknown", "Load of a model that is not there is refused.", _CANNOT, lambda s, m: _load(s, UNKNOWN_NAME)
 )
 UNKNOWN_PARAMETER = _bad_load("load-unknown-parameter", "Parameters of a load that are not known are refused.", [*_INVALID, Code.UNIMPLEMENTED], lambda s, m: _load(s, m.name, conformance="x"))  # fmt: skip
 CONFIG_NUMBER = _bad_load(

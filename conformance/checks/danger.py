@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from conformance.checks.regions import NEEDS, input_in, region
+from conformance.checks.regions import NEEDS, region, request_with_region
 from conformance.checks.sources import OIP
 from conformance.session import Session
 from conformance.suite import Level, Skipped, check, must
@@ -23,9 +23,9 @@ def classes_of_strings(session: Session) -> None:
     model, name = session.with_output("BYTES")
     request = session.request(model, outputs=[name])
     request.outputs[0].parameters["classification"].int64_param = 1
-    answer = session.target.call("ModelInfer", request)
+    response = session.target.call("ModelInfer", request)
     session.alive()
-    must(not answer.ok, "a refusal", answer, request)
+    must(not response.ok, "a refusal", response, request)
 
 
 @check(
@@ -38,9 +38,9 @@ def classes_of_strings(session: Session) -> None:
 def region_shrunk(session: Session) -> None:
     _allowed(session)
     with region(session) as memory:
-        request = input_in(memory, offset=8192)
+        request = request_with_region(memory, offset=8192)
         session.infer(request)
         os.truncate(memory.path, 4096)
-        answer = session.target.call("ModelInfer", request)
+        response = session.target.call("ModelInfer", request)
         session.alive()
-        must(not answer.ok, "a refusal", answer, request)
+        must(not response.ok, "a refusal", response, request)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 
-from conformance.checks.sources import OIP, SEEN
+from conformance.checks.sources import OBSERVED, OIP
 from conformance.protocol import inference_pb2 as pb
 from conformance.session import Session
-from conformance.suite import Check, Code, Level, Question, must, refusal
+from conformance.suite import Check, Code, InvalidCall, Level, must, refusal
 from conformance.wire import DATATYPES, encode, fill_contents, same
 
 
@@ -42,8 +42,8 @@ TYPED = tuple(
 )
 
 
-def _typed_half(datatype: str) -> Callable[[Session], Question]:
-    def ask(session: Session) -> Question:
+def _typed_half(datatype: str) -> Callable[[Session], InvalidCall]:
+    def make_call(session: Session) -> InvalidCall:
         model, name = session.with_input(datatype)
         message = pb.ModelInferRequest(model_name=model.name)
         for key, tensor in model.feeds().items():
@@ -53,9 +53,9 @@ def _typed_half(datatype: str) -> Callable[[Session], Question]:
             else:
                 made.contents.fp32_contents.extend([1.0] * tensor.array.size)
         raw_only = [spec.name for spec in model.inputs if DATATYPES[spec.datatype].field is None]
-        return Question(message, [name, *raw_only])
+        return InvalidCall(message, [name, *raw_only])
 
-    return ask
+    return make_call
 
 
 FP16_TYPED, BF16_TYPED = (
@@ -67,20 +67,20 @@ FP16_TYPED, BF16_TYPED = (
 )  # fmt: skip
 
 
-def _framed(frame: Callable[[bytes], bytes]) -> Callable[[Session], Question]:
-    def ask(session: Session) -> Question:
+def _framed(frame: Callable[[bytes], bytes]) -> Callable[[Session], InvalidCall]:
+    def make_call(session: Session) -> InvalidCall:
         model, name = session.with_input("BYTES")
         request = session.request(model)
         at = [tensor.name for tensor in request.inputs].index(name)
         request.raw_input_contents[at] = frame(encode(model.feed(name)))
-        return Question(request, [name])
+        return InvalidCall(request, [name])
 
-    return ask
+    return make_call
 
 
 _FRAMING = "BYTES: a 4-byte little-endian length before each element, as many elements as the shape has."
 BYTES_SHORT, BYTES_PAST_END, BYTES_FEWER, BYTES_MORE, BYTES_HUGE = (
-    refusal(f"datatype.BYTES.{name}", Level.TRITON, SEEN, _FRAMING, [Code.INVALID_ARGUMENT], _framed(frame))
+    refusal(f"datatype.BYTES.{name}", Level.TRITON, OBSERVED, _FRAMING, [Code.INVALID_ARGUMENT], _framed(frame))
     for name, frame in (
         ("cut-length", lambda raw: b"\x01\x00"),
         ("past-the-end", lambda raw: raw[:-1]),

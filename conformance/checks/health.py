@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
-from conformance.checks.metadata import NOBODY
-from conformance.checks.sources import GRPC, HEALTH, SEEN
+from conformance.checks.metadata import UNKNOWN_NAME
+from conformance.checks.sources import GRPC, HEALTH, OBSERVED
 from conformance.protocol import probes_pb2 as probes
 from conformance.session import Session
 from conformance.suite import Code, Level, Skipped, check, must
-from conformance.target import SERVICE, Answer
+from conformance.target import SERVICE, Response
 
 _CHECK, _WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
 _SERVING = probes.HealthCheckResponse.SERVING
 
 
-def _health(session: Session, service: str) -> Answer:
-    answer = session.target.raw(_CHECK, probes.HealthCheckRequest(service=service).SerializeToString())
-    return Answer(probes.HealthCheckResponse.FromString(answer.message), answer.code) if answer.ok else answer
+def _health(session: Session, service: str) -> Response:
+    response = session.target.raw(_CHECK, probes.HealthCheckRequest(service=service).SerializeToString())
+    return Response(probes.HealthCheckResponse.FromString(response.message), response.code) if response.ok else response
 
 
 @check(
-    "health.check", Level.TRITON, SEEN, "grpc.health.v1 Check of the whole server is SERVING while the server is ready."
+    "health.check",
+    Level.TRITON,
+    OBSERVED,
+    "grpc.health.v1 Check of the whole server is SERVING while the server is ready.",
 )
 def whole(session: Session) -> None:
-    answer = _health(session, "")
-    must(answer.ok, "SERVING", answer, "Check of ''")
-    must(answer.message.status == _SERVING, "SERVING", answer, "Check of ''")
+    response = _health(session, "")
+    must(response.ok, "SERVING", response, "Check of ''")
+    must(response.message.status == _SERVING, "SERVING", response, "Check of ''")
 
 
 @check(
@@ -34,10 +37,10 @@ def whole(session: Session) -> None:
     "A service's own name can be asked for: inference.GRPCInferenceService is SERVING.",
 )
 def service(session: Session) -> None:
-    answer = _health(session, SERVICE)
-    if answer.code is Code.UNIMPLEMENTED:
+    response = _health(session, SERVICE)
+    if response.code is Code.UNIMPLEMENTED:
         raise Skipped("the server has no health service")
-    must(answer.ok and answer.message.status == _SERVING, "SERVING", answer, f"Check of {SERVICE!r}")
+    must(response.ok and response.message.status == _SERVING, "SERVING", response, f"Check of {SERVICE!r}")
 
 
 @check(
@@ -47,10 +50,10 @@ def service(session: Session) -> None:
     "If the service name is not registered, the server returns NOT_FOUND.",
 )
 def unknown_service(session: Session) -> None:
-    answer = _health(session, NOBODY)
-    if answer.code is Code.UNIMPLEMENTED:
+    response = _health(session, UNKNOWN_NAME)
+    if response.code is Code.UNIMPLEMENTED:
         raise Skipped("the server has no health service")
-    must(answer.code is Code.NOT_FOUND, "NOT_FOUND", answer, f"Check of {NOBODY!r}")
+    must(response.code is Code.NOT_FOUND, "NOT_FOUND", response, f"Check of {UNKNOWN_NAME!r}")
 
 
 @check(
@@ -60,16 +63,16 @@ def unknown_service(session: Session) -> None:
     "Watch sends the current status at once; a server without it answers UNIMPLEMENTED.",
 )
 def watch(session: Session) -> None:
-    seen = session.target.converse(
+    stream = session.target.call_stream(
         _WATCH,
         [probes.HealthCheckRequest(service="")],
         probes.HealthCheckRequest.SerializeToString,
         probes.HealthCheckResponse.FromString,
         most=1,
     )
-    if seen.code is Code.UNIMPLEMENTED:
+    if stream.code is Code.UNIMPLEMENTED:
         raise Skipped("the server has no Watch")
-    must(seen.messages and seen.messages[0].status == _SERVING, "SERVING", seen, "Watch of ''")
+    must(stream.messages and stream.messages[0].status == _SERVING, "SERVING", stream, "Watch of ''")
 
 
 @check(
@@ -80,14 +83,14 @@ def watch(session: Session) -> None:
 )
 def reflection(session: Session) -> None:
     for version in ("v1", "v1alpha"):
-        seen = session.target.converse(
+        stream = session.target.call_stream(
             f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
             [probes.ServerReflectionRequest(list_services="*")],
             probes.ServerReflectionRequest.SerializeToString,
             probes.ServerReflectionResponse.FromString,
         )
-        if seen.code is not Code.UNIMPLEMENTED:
-            names = [s.name for message in seen.messages for s in message.list_services_response.service]
-            must(SERVICE in names, f"{SERVICE} among the services", seen, "list_services")
+        if stream.code is not Code.UNIMPLEMENTED:
+            names = [s.name for message in stream.messages for s in message.list_services_response.service]
+            must(SERVICE in names, f"{SERVICE} among the services", stream, "list_services")
             return
     raise Skipped("the server has no reflection")

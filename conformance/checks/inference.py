@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from conformance import judging
-from conformance.checks.sources import GRPC, OIP, SEEN
+from conformance.checks.sources import GRPC, OBSERVED, OIP
 from conformance.session import Session
 from conformance.suite import Code, Failed, Level, Skipped, check, must
 from conformance.wire import same
@@ -34,7 +34,7 @@ def all_outputs(session: Session) -> None:
 @check(
     "infer.raw-outputs",
     Level.TRITON,
-    SEEN,
+    OBSERVED,
     "Answers come in raw_output_contents, one for each output: tritonclient reads no other.",
 )
 def raw_outputs(session: Session) -> None:
@@ -72,14 +72,14 @@ def each_version(session: Session) -> None:
 )
 def request_id(session: Session) -> None:
     for sent in ("1", "a b/c\u2028é", "x" * 1000):
-        came = session.infer(session.request(request_id=sent)).id
-        must(came == sent, f"id {sent[:40]!r}", repr(came[:40]))
+        received = session.infer(session.request(request_id=sent)).id
+        must(received == sent, f"id {sent[:40]!r}", repr(received[:40]))
 
 
-@check("infer.no-id", Level.TRITON, SEEN, "A request without an id is answered without one.")
+@check("infer.no-id", Level.TRITON, OBSERVED, "A request without an id is answered without one.")
 def no_id(session: Session) -> None:
-    came = session.infer(session.request()).id
-    must(not came, "no id", repr(came))
+    received = session.infer(session.request()).id
+    must(not received, "no id", repr(received))
 
 
 @check("infer.one-output", Level.MUST, OIP, "outputs: the requested output tensors; no others are returned.")
@@ -112,17 +112,17 @@ def some_outputs(session: Session) -> None:
 @check(
     "infer.same-output-twice",
     Level.TRITON,
-    SEEN,
+    OBSERVED,
     "An output that is requested twice is returned once (or refused as an invalid argument), never twice.",
 )
 def same_output_twice(session: Session) -> None:
     name = session.model.outputs[0].name
     request = session.request(outputs=[name, name])
-    answer = session.target.call("ModelInfer", request)
-    if answer.ok:
-        judging.outputs(session.model, request, answer.message)
+    response = session.target.call("ModelInfer", request)
+    if response.ok:
+        judging.outputs(session.model, request, response.message)
     else:
-        must(answer.code is Code.INVALID_ARGUMENT, "INVALID_ARGUMENT, if it is refused", answer, request)
+        must(response.code is Code.INVALID_ARGUMENT, "INVALID_ARGUMENT, if it is refused", response, request)
 
 
 @check(
@@ -144,7 +144,7 @@ def typed(session: Session) -> None:
 @check(
     "infer.batch",
     Level.TRITON,
-    SEEN,
+    OBSERVED,
     "With max_batch_size > 0, up to so many rows come in one request; each is answered as if alone.",
 )
 def batch(session: Session) -> None:
@@ -163,7 +163,7 @@ def batch(session: Session) -> None:
 @check(
     "infer.no-rows",
     Level.TRITON,
-    SEEN,
+    OBSERVED,
     "A size of 0 is answered with tensors that are empty alike, or refused as an invalid argument.",
 )
 def no_rows(session: Session) -> None:
@@ -174,11 +174,11 @@ def no_rows(session: Session) -> None:
     feeds = {name: type(t)(t.datatype, t.array[:0]) for name, t in model.feeds(1).items()}
     request = session.request(model, feeds=feeds)
     request.raw_input_contents[:] = [b""] * len(feeds)
-    answer = session.target.call("ModelInfer", request)
-    if answer.ok:
-        judging.outputs(model, request, answer.message)
+    response = session.target.call("ModelInfer", request)
+    if response.ok:
+        judging.outputs(model, request, response.message)
     else:
-        must(answer.code is Code.INVALID_ARGUMENT, "INVALID_ARGUMENT, if it is refused", answer, request)
+        must(response.code is Code.INVALID_ARGUMENT, "INVALID_ARGUMENT, if it is refused", response, request)
 
 
 @check(
@@ -204,8 +204,8 @@ def optional_input(session: Session) -> None:
     "A message compressed with gzip is read; a server without it answers UNIMPLEMENTED.",
 )
 def compressed(session: Session) -> None:
-    answer = session.target.call("ModelInfer", session.request(), gzip=True)
-    must(answer.ok or answer.code is Code.UNIMPLEMENTED, "an answer", answer, "a request compressed with gzip")
+    response = session.target.call("ModelInfer", session.request(), gzip=True)
+    must(response.ok or response.code is Code.UNIMPLEMENTED, "an answer", response, "a request compressed with gzip")
 
 
 @check(
@@ -214,7 +214,7 @@ def compressed(session: Session) -> None:
 def side_by_side(session: Session) -> None:
     waiting = [session.target.start("ModelInfer", session.request(request_id=str(k))) for k in range(16)]
     for number, future in enumerate(waiting):
-        answer = session.target.finish(future)
-        if not answer.ok:
-            raise Failed("16 requests to be answered", answer, f"request {number} of 16")
-        must(answer.message.id == str(number), f"id {number}", answer.message.id)
+        response = session.target.finish(future)
+        if not response.ok:
+            raise Failed("16 requests to be answered", response, f"request {number} of 16")
+        must(response.message.id == str(number), f"id {number}", response.message.id)

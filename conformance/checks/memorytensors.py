@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from conformance.checks.regions import NEEDS, SIZE, SOURCE, Memory, Placed, at_region, input_in, numbers_out, region
-from conformance.checks.sources import SEEN
+from conformance.checks.regions import (
+    NEEDS,
+    SIZE,
+    SOURCE,
+    Memory,
+    RegionPlace,
+    numeric_output,
+    region,
+    region_refusal,
+    request_with_region,
+)
+from conformance.checks.sources import OBSERVED
 from conformance.session import Session
 from conformance.suite import Check, Code, Level, Skipped, check, must
-from conformance.target import Answer
+from conformance.target import Response
 from conformance.wire import DATATYPES, decode, encode, same
 
 # --- tensors in regions ---------------------------------------------------------------------------------------------
@@ -25,7 +35,7 @@ def input_in_region(session: Session) -> None:
     plain = session.outputs(session.request())
     for offset in (0, 4096):
         with region(session) as memory:
-            request = input_in(memory, offset=offset)
+            request = request_with_region(memory, offset=offset)
             for name, array in session.outputs(request).items():
                 must(same(array, plain[name]), f"{name!r} as for the same data sent raw", array.ravel()[:4], request)
 
@@ -38,12 +48,12 @@ def input_in_region(session: Session) -> None:
     NEEDS,
 )
 def output_in_region(session: Session) -> None:
-    model, name, size = numbers_out(session)
+    model, name, size = numeric_output(session)
     plain = session.outputs(session.request())[name]
     with region(session) as memory:
         for offset in (None, 8192):
             request = session.request(outputs=[name])
-            Placed(memory.name, size, offset).put(request.outputs[0])
+            RegionPlace(memory.name, size, offset).put(request.outputs[0])
             response = session.infer(request)
             (output,) = response.outputs
             must(
@@ -62,12 +72,12 @@ def output_in_region(session: Session) -> None:
             must(same(array, plain), f"{name!r} in the region as in an answer", array.ravel()[:4], request)
 
 
-@check("memory.larger-output", Level.TRITON, SEEN, "A place for an output may be larger than the output.", NEEDS)
+@check("memory.larger-output", Level.TRITON, OBSERVED, "A place for an output may be larger than the output.", NEEDS)
 def larger_output(session: Session) -> None:
-    _, name, size = numbers_out(session)
+    _, name, size = numeric_output(session)
     with region(session) as memory:
         request = session.request(outputs=[name])
-        Placed(memory.name, size + 64).put(request.outputs[0])
+        RegionPlace(memory.name, size + 64).put(request.outputs[0])
         session.infer(request)
         rest = memory.path.read_bytes()[size:]
         must(not any(rest), "nothing written behind the output", "bytes that are not 0")
@@ -82,7 +92,7 @@ def larger_output(session: Session) -> None:
 )
 def read_anew(session: Session) -> None:
     with region(session) as memory:
-        request = input_in(memory)
+        request = request_with_region(memory)
         first = session.outputs(request)
         data = [encode(tensor) for tensor in session.model.feeds().values()]
         kinds = [DATATYPES[tensor.datatype].numpy.kind for tensor in session.model.feeds().values()]
@@ -105,65 +115,65 @@ def read_anew(session: Session) -> None:
 
 
 def _at_input(
-    name: str, level: Level, source: str, rule: str, codes: list[Code], place: Callable[[Memory, int], Placed]
+    name: str, level: Level, source: str, rule: str, codes: list[Code], place: Callable[[Memory, int], RegionPlace]
 ) -> tuple[Check, ...]:
     """Return checks that a wrong place of an input is rejected; ``place`` gets the region and the input's true size."""
 
-    def call(memory: Memory) -> Answer:
+    def call(memory: Memory) -> Response:
         session = memory.session
         size = len(session.request().raw_input_contents[0])
-        return session.target.call("ModelInfer", input_in(memory, place(memory, size)))
+        return session.target.call("ModelInfer", request_with_region(memory, place(memory, size)))
 
-    return at_region(name, level, source, rule, codes, call)
+    return region_refusal(name, level, source, rule, codes, call)
 
 
 _INVALID = [Code.INVALID_ARGUMENT, Code.OUT_OF_RANGE]
 _LOST = [Code.NOT_FOUND, Code.INVALID_ARGUMENT]
 _BOUNDS = "What is read lies within the region."
-UNKNOWN_REGION = _at_input("input-unknown-region", Level.MUST, SOURCE, "A region must be registered before it is used.", _LOST, lambda m, size: Placed(f"{m.name}-not", size))  # fmt: skip
-WITHOUT_SIZE = _at_input("input-without-size", Level.MUST, SOURCE, "shared_memory_region and shared_memory_byte_size are both given, or it is an error.", _INVALID, lambda m, size: Placed(m.name, None))  # fmt: skip
-SHORT = _at_input("input-too-short", Level.TRITON, SEEN, "The size in the region is that of the shape.", _INVALID, lambda m, size: Placed(m.name, size - 1))  # fmt: skip
-LONG = _at_input("input-too-long", Level.TRITON, SEEN, "The size in the region is that of the shape.", _INVALID, lambda m, size: Placed(m.name, size + 4))  # fmt: skip
-BEYOND = _at_input("input-beyond-the-end", Level.TRITON, SEEN, _BOUNDS, _INVALID, lambda m, size: Placed(m.name, size, SIZE - size + 1))  # fmt: skip
+UNKNOWN_REGION = _at_input("input-unknown-region", Level.MUST, SOURCE, "A region must be registered before it is used.", _LOST, lambda m, size: RegionPlace(f"{m.name}-not", size))  # fmt: skip
+WITHOUT_SIZE = _at_input("input-without-size", Level.MUST, SOURCE, "shared_memory_region and shared_memory_byte_size are both given, or it is an error.", _INVALID, lambda m, size: RegionPlace(m.name, None))  # fmt: skip
+SHORT = _at_input("input-too-short", Level.TRITON, OBSERVED, "The size in the region is that of the shape.", _INVALID, lambda m, size: RegionPlace(m.name, size - 1))  # fmt: skip
+LONG = _at_input("input-too-long", Level.TRITON, OBSERVED, "The size in the region is that of the shape.", _INVALID, lambda m, size: RegionPlace(m.name, size + 4))  # fmt: skip
+BEYOND = _at_input("input-beyond-the-end", Level.TRITON, OBSERVED, _BOUNDS, _INVALID, lambda m, size: RegionPlace(m.name, size, SIZE - size + 1))  # fmt: skip
 BEHIND = _at_input(
-    "input-behind-the-end", Level.TRITON, SEEN, _BOUNDS, _INVALID, lambda m, size: Placed(m.name, size, SIZE)
+    "input-behind-the-end", Level.TRITON, OBSERVED, _BOUNDS, _INVALID, lambda m, size: RegionPlace(m.name, size, SIZE)
 )
 NEGATIVE = _at_input(
-    "input-negative-offset", Level.TRITON, SEEN, _BOUNDS, _INVALID, lambda m, size: Placed(m.name, size, -1)
+    "input-negative-offset", Level.TRITON, OBSERVED, _BOUNDS, _INVALID, lambda m, size: RegionPlace(m.name, size, -1)
 )
 FAR = _at_input(
-    "input-overflow", Level.TRITON, SEEN, _BOUNDS, _INVALID, lambda m, size: Placed(m.name, size, 2**63 - 1)
+    "input-overflow", Level.TRITON, OBSERVED, _BOUNDS, _INVALID, lambda m, size: RegionPlace(m.name, size, 2**63 - 1)
 )
 NEGATIVE_SIZE = _at_input(
-    "input-negative-size", Level.TRITON, SEEN, _BOUNDS, _INVALID, lambda m, size: Placed(m.name, -1)
+    "input-negative-size", Level.TRITON, OBSERVED, _BOUNDS, _INVALID, lambda m, size: RegionPlace(m.name, -1)
 )
 
 
-def _with_contents(memory: Memory) -> Answer:
+def _with_contents(memory: Memory) -> Response:
     session = memory.session
     if session.model.raw_only:
         raise Skipped("the model has an FP16 or BF16 input, which have no contents")
-    request = input_in(memory)
+    request = request_with_region(memory)
     request.inputs[0].contents.CopyFrom(session.request(typed=True).inputs[0].contents)
     return session.target.call("ModelInfer", request)
 
 
-AND_CONTENTS = at_region("input-and-contents", Level.MUST, SOURCE, "When these parameters are set for an input the contents field must not be set.", _INVALID, _with_contents)  # fmt: skip
+AND_CONTENTS = region_refusal("input-and-contents", Level.MUST, SOURCE, "When these parameters are set for an input the contents field must not be set.", _INVALID, _with_contents)  # fmt: skip
 
 
-def _output_at(place: Callable[[Memory, int], Placed]) -> Callable[[Memory], Answer]:
-    def call(memory: Memory) -> Answer:
-        _, name, size = numbers_out(memory.session)
+def _output_at(place: Callable[[Memory, int], RegionPlace]) -> Callable[[Memory], Response]:
+    def call(memory: Memory) -> Response:
+        _, name, size = numeric_output(memory.session)
         request = memory.session.request(outputs=[name])
         place(memory, size).put(request.outputs[0])
-        answer = memory.session.target.call("ModelInfer", request)
-        must(not any(memory.path.read_bytes()) or answer.ok, "nothing written of an answer that is refused", "bytes")
-        return answer
+        response = memory.session.target.call("ModelInfer", request)
+        must(not any(memory.path.read_bytes()) or response.ok, "nothing written of an answer that is refused", "bytes")
+        return response
 
     return call
 
 
-OUTPUT_SHORT = at_region("output-too-short", Level.TRITON, SEEN, "A place for an output holds all of it.", [*_INVALID, Code.INTERNAL], _output_at(lambda m, size: Placed(m.name, size - 1)))  # fmt: skip
-OUTPUT_UNKNOWN = at_region("output-unknown-region", Level.MUST, SOURCE, "A region must be registered before it is used.", _LOST, _output_at(lambda m, size: Placed(f"{m.name}-not", size)))  # fmt: skip
-OUTPUT_BEYOND = at_region("output-beyond-the-end", Level.TRITON, SEEN, "What is written lies within the region.", _INVALID, _output_at(lambda m, size: Placed(m.name, size, SIZE - size + 1)))  # fmt: skip
-OUTPUT_FAR = at_region("output-overflow", Level.TRITON, SEEN, "What is written lies within the region.", _INVALID, _output_at(lambda m, size: Placed(m.name, size, 2**63 - 1)))  # fmt: skip
+OUTPUT_SHORT = region_refusal("output-too-short", Level.TRITON, OBSERVED, "A place for an output holds all of it.", [*_INVALID, Code.INTERNAL], _output_at(lambda m, size: RegionPlace(m.name, size - 1)))  # fmt: skip
+OUTPUT_UNKNOWN = region_refusal("output-unknown-region", Level.MUST, SOURCE, "A region must be registered before it is used.", _LOST, _output_at(lambda m, size: RegionPlace(f"{m.name}-not", size)))  # fmt: skip
+OUTPUT_BEYOND = region_refusal("output-beyond-the-end", Level.TRITON, OBSERVED, "What is written lies within the region.", _INVALID, _output_at(lambda m, size: RegionPlace(m.name, size, SIZE - size + 1)))  # fmt: skip
+OUTPUT_FAR = region_refusal("output-overflow", Level.TRITON, OBSERVED, "What is written lies within the region.", _INVALID, _output_at(lambda m, size: RegionPlace(m.name, size, 2**63 - 1)))  # fmt: skip

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from conformance.checks.sources import OIP, SEEN, extension
+from conformance.checks.sources import OBSERVED, OIP, extension
 from conformance.protocol import inference_pb2 as pb
 from conformance.session import Session
-from conformance.suite import Code, Level, Question, Skipped, check, must, refusal
+from conformance.suite import Code, InvalidCall, Level, Skipped, check, must, refusal
 from conformance.wire import DATATYPES
 
-NOBODY = "conformance-no-such-model"
+UNKNOWN_NAME = "conformance-no-such-model"
 _CONFIG = extension("model_configuration")
 _OF_TYPE = {pb.TYPE_STRING: "BYTES"}
 
@@ -18,21 +18,21 @@ def model_ready(session: Session) -> None:
     for model in session.models:
         for version in ("", *model.metadata.versions):
             request = pb.ModelReadyRequest(name=model.name, version=version)
-            answer = session.target.call("ModelReady", request)
-            must(answer.ok and answer.message.ready, "ready: true", answer, request)
+            response = session.target.call("ModelReady", request)
+            must(response.ok and response.message.ready, "ready: true", response, request)
 
 
 @check(
     "model.ready-unknown",
     Level.TRITON,
-    SEEN,
+    OBSERVED,
     "ModelReady of a model or a version that is not there is false, no error.",
 )
 def unknown_is_not_ready(session: Session) -> None:
-    for name, version in ((NOBODY, ""), (session.model.name, "987654321")):
+    for name, version in ((UNKNOWN_NAME, ""), (session.model.name, "987654321")):
         request = pb.ModelReadyRequest(name=name, version=version)
-        answer = session.target.call("ModelReady", request)
-        must(answer.ok and not answer.message.ready, "ready: false", answer, request)
+        response = session.target.call("ModelReady", request)
+        must(response.ok and not response.message.ready, "ready: false", response, request)
 
 
 @check(
@@ -43,9 +43,9 @@ def unknown_is_not_ready(session: Session) -> None:
 )
 def metadata(session: Session) -> None:
     for model in session.models:
-        said = model.metadata
-        must(said.name == model.name, f"name {model.name!r}", repr(said.name), model.name)
-        for tensors in (said.inputs, said.outputs):
+        reported = model.metadata
+        must(reported.name == model.name, f"name {model.name!r}", repr(reported.name), model.name)
+        for tensors in (reported.inputs, reported.outputs):
             names = [tensor.name for tensor in tensors]
             must(
                 tensors and all(names) and len({*names}) == len(names), "tensors of different names", names, model.name
@@ -60,22 +60,27 @@ def versions(session: Session) -> None:
     for model in session.models:
         for version in model.metadata.versions:
             request = pb.ModelMetadataRequest(name=model.name, version=version)
-            answer = session.target.call("ModelMetadata", request)
-            must(answer.ok and version in answer.message.versions, f"metadata of version {version}", answer, request)
+            response = session.target.call("ModelMetadata", request)
+            must(
+                response.ok and version in response.message.versions,
+                f"metadata of version {version}",
+                response,
+                request,
+            )
 
 
 metadata_unknown = refusal(
     "model.metadata-unknown", Level.MUST, OIP, "ModelMetadata of an unknown model is an error.", [Code.NOT_FOUND],
-    lambda session: Question(pb.ModelMetadataRequest(name=NOBODY), [NOBODY], "ModelMetadata"),
+    lambda session: InvalidCall(pb.ModelMetadataRequest(name=UNKNOWN_NAME), [UNKNOWN_NAME], "ModelMetadata"),
 )  # fmt: skip
 metadata_unknown_version = refusal(
     "model.metadata-unknown-version", Level.MUST, OIP, "ModelMetadata of an unknown version is an error.", [Code.NOT_FOUND],
-    lambda session: Question(pb.ModelMetadataRequest(name=session.model.name, version="987654321"), ["987654321"], "ModelMetadata"),
+    lambda session: InvalidCall(pb.ModelMetadataRequest(name=session.model.name, version="987654321"), ["987654321"], "ModelMetadata"),
 )  # fmt: skip
 metadata_no_number = refusal(
     "model.metadata-bad-version", Level.MUST, OIP, "ModelMetadata of a version that is no number is an error.",
     [Code.INVALID_ARGUMENT, Code.NOT_FOUND],
-    lambda session: Question(pb.ModelMetadataRequest(name=session.model.name, version="newest"), ["newest"], "ModelMetadata"),
+    lambda session: InvalidCall(pb.ModelMetadataRequest(name=session.model.name, version="newest"), ["newest"], "ModelMetadata"),
 )  # fmt: skip
 
 
@@ -107,7 +112,7 @@ def config(session: Session) -> None:
 @check(
     "config.batch-dimension",
     Level.TRITON,
-    SEEN,
+    OBSERVED,
     "With max_batch_size > 0 the shapes of the metadata are -1 and then the configuration's dims; without it, the dims.",
     "model_configuration",
 )
@@ -124,10 +129,10 @@ def batch_dimension(session: Session) -> None:
 
 config_unknown = refusal(
     "config.unknown", Level.MUST, _CONFIG, "ModelConfig of an unknown model is an error.", [Code.NOT_FOUND],
-    lambda session: Question(pb.ModelConfigRequest(name=NOBODY), [NOBODY], "ModelConfig"), "model_configuration",
+    lambda session: InvalidCall(pb.ModelConfigRequest(name=UNKNOWN_NAME), [UNKNOWN_NAME], "ModelConfig"), "model_configuration",
 )  # fmt: skip
 config_unknown_version = refusal(
     "config.unknown-version", Level.MUST, _CONFIG, "ModelConfig of an unknown version is an error.", [Code.NOT_FOUND],
-    lambda session: Question(pb.ModelConfigRequest(name=session.model.name, version="987654321"), ["987654321"], "ModelConfig"),
+    lambda session: InvalidCall(pb.ModelConfigRequest(name=session.model.name, version="987654321"), ["987654321"], "ModelConfig"),
     "model_configuration",
 )  # fmt: skip

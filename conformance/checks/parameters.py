@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from conformance.checks.sources import OIP, SEEN, extension
+from conformance.checks.sources import OBSERVED, OIP, extension
 from conformance.protocol import inference_pb2 as pb
 from conformance.session import Session
-from conformance.suite import Check, Code, Level, Question, check, must, refusal
+from conformance.suite import Check, Code, InvalidCall, Level, check, must, refusal
 
 Set = Callable[[pb.InferParameter], None]
 
@@ -49,7 +49,7 @@ def unknown(session: Session) -> None:
 @check(
     "parameters.unknown-of-tensors",
     Level.TRITON,
-    SEEN,
+    OBSERVED,
     "Parameters of an input or of a requested output that are not known change nothing.",
 )
 def unknown_of_tensors(session: Session) -> None:
@@ -85,19 +85,19 @@ def priority(session: Session) -> None:
 @check(
     "parameters.sequence-of-stateless",
     Level.TRITON,
-    SEEN,
+    OBSERVED,
     "A model without sequences answers a request with sequence_id as one without (or refuses it as an invalid argument).",
 )
 def sequence_of_stateless(session: Session) -> None:
     request = _with(session, sequence_id=_integer(7), sequence_start=_truth(True), sequence_end=_truth(True))
-    answer = session.target.call("ModelInfer", request)
-    must(answer.ok or answer.code is Code.INVALID_ARGUMENT, "an answer or INVALID_ARGUMENT", answer, request)
+    response = session.target.call("ModelInfer", request)
+    must(response.ok or response.code is Code.INVALID_ARGUMENT, "an answer or INVALID_ARGUMENT", response, request)
 
 
 def _refused(name: str, needs: str, rule: str, **parameters: Set) -> tuple[Check, ...]:
     return refusal(
-        f"parameters.{name}", Level.TRITON, SEEN, rule, [Code.INVALID_ARGUMENT],
-        lambda session: Question(_with(session, **parameters), [*parameters, "triton_"]), needs,
+        f"parameters.{name}", Level.TRITON, OBSERVED, rule, [Code.INVALID_ARGUMENT],
+        lambda session: InvalidCall(_with(session, **parameters), [*parameters, "triton_"]), needs,
     )  # fmt: skip
 
 

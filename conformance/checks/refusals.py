@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from conformance.checks.metadata import NOBODY
-from conformance.checks.sources import OIP, SEEN
+from conformance.checks.metadata import UNKNOWN_NAME
+from conformance.checks.sources import OBSERVED, OIP
 from conformance.protocol import inference_pb2 as pb
 from conformance.session import Session
-from conformance.suite import Check, Code, Level, Question, Skipped, refusal
+from conformance.suite import Check, Code, InvalidCall, Level, Skipped, refusal
 from conformance.wire import DATATYPES, encode, filled
 
 Edit = Callable[[Session, pb.ModelInferRequest], list[str]]
@@ -23,11 +23,11 @@ def _bad(
 ) -> tuple[Check, ...]:
     """Return checks of a request that is valid except for ``edit``; it returns words that a rejection should name."""
 
-    def ask(session: Session) -> Question:
+    def make_call(session: Session) -> InvalidCall:
         request = session.request()
-        return Question(request, edit(session, request))
+        return InvalidCall(request, edit(session, request))
 
-    return refusal(f"request.{name}", level, source, rule, codes, ask)
+    return refusal(f"request.{name}", level, source, rule, codes, make_call)
 
 
 def _first(request: pb.ModelInferRequest) -> pb.ModelInferRequest.InferInputTensor:
@@ -35,8 +35,8 @@ def _first(request: pb.ModelInferRequest) -> pb.ModelInferRequest.InferInputTens
 
 
 def _unknown_model(session: Session, request: pb.ModelInferRequest) -> list[str]:
-    request.model_name = NOBODY
-    return [NOBODY]
+    request.model_name = UNKNOWN_NAME
+    return [UNKNOWN_NAME]
 
 
 def _no_model(session: Session, request: pb.ModelInferRequest) -> list[str]:
@@ -60,10 +60,10 @@ def _no_inputs(session: Session, request: pb.ModelInferRequest) -> list[str]:
     return names
 
 
-def _missing_input(session: Session) -> Question:
+def _missing_input(session: Session) -> InvalidCall:
     model, needed = session.several_inputs()
     feeds = {name: tensor for name, tensor in model.feeds().items() if name != needed[-1]}
-    return Question(session.request(model, feeds=feeds), [needed[-1]])
+    return InvalidCall(session.request(model, feeds=feeds), [needed[-1]])
 
 
 def _extra_input(session: Session, request: pb.ModelInferRequest) -> list[str]:
@@ -149,11 +149,11 @@ def _no_data(session: Session, request: pb.ModelInferRequest) -> list[str]:
     return [tensor.name for tensor in request.inputs]
 
 
-def _raw_for_all_but_one(session: Session) -> Question:
+def _raw_for_all_but_one(session: Session) -> InvalidCall:
     model, needed = session.several_inputs()
     request = session.request(model)
     del request.raw_input_contents[-1]
-    return Question(request, ["raw_input_contents", *needed])
+    return InvalidCall(request, ["raw_input_contents", *needed])
 
 
 def _both(session: Session, request: pb.ModelInferRequest) -> list[str]:
@@ -213,29 +213,33 @@ NO_MODEL = _bad(
 UNKNOWN_VERSION = _bad(
     "unknown-version", Level.MUST, OIP, "An unknown version is an error.", _version("987654321"), [Code.NOT_FOUND]
 )
-VERSION_A_WORD = _bad("version-a-word", Level.TRITON, SEEN, "A version is a number.", _version("newest"))
-VERSION_NEGATIVE = _bad("version-negative", Level.TRITON, SEEN, "A version is not negative.", _version("-1"))
-VERSION_TOO_LARGE = _bad("version-30-digits", Level.TRITON, SEEN, "A version is a number of 64 bits.", _version("9" * 30), [Code.INVALID_ARGUMENT, Code.NOT_FOUND])  # fmt: skip
-NO_INPUTS = _bad("no-inputs", Level.TRITON, SEEN, "Every input that is not optional is there.", _no_inputs)
-MISSING_INPUT = refusal("request.missing-input", Level.TRITON, SEEN, "Every input that is not optional is there.", _INVALID, _missing_input)  # fmt: skip
-EXTRA_INPUT = _bad("extra-input", Level.TRITON, SEEN, "Inputs that the model does not have are refused.", _extra_input)
-RENAMED_INPUT = _bad("unknown-input", Level.TRITON, SEEN, "Inputs that the model does not have are refused.", _renamed_input)  # fmt: skip
-SAME_INPUT_TWICE = _bad("same-input-twice", Level.TRITON, SEEN, "Each input is there once.", _same_input_twice)
+VERSION_A_WORD = _bad("version-a-word", Level.TRITON, OBSERVED, "A version is a number.", _version("newest"))
+VERSION_NEGATIVE = _bad("version-negative", Level.TRITON, OBSERVED, "A version is not negative.", _version("-1"))
+VERSION_TOO_LARGE = _bad("version-30-digits", Level.TRITON, OBSERVED, "A version is a number of 64 bits.", _version("9" * 30), [Code.INVALID_ARGUMENT, Code.NOT_FOUND])  # fmt: skip
+NO_INPUTS = _bad("no-inputs", Level.TRITON, OBSERVED, "Every input that is not optional is there.", _no_inputs)
+MISSING_INPUT = refusal("request.missing-input", Level.TRITON, OBSERVED, "Every input that is not optional is there.", _INVALID, _missing_input)  # fmt: skip
+EXTRA_INPUT = _bad(
+    "extra-input", Level.TRITON, OBSERVED, "Inputs that the model does not have are refused.", _extra_input
+)
+RENAMED_INPUT = _bad("unknown-input", Level.TRITON, OBSERVED, "Inputs that the model does not have are refused.", _renamed_input)  # fmt: skip
+SAME_INPUT_TWICE = _bad("same-input-twice", Level.TRITON, OBSERVED, "Each input is there once.", _same_input_twice)
 OTHER_DATATYPE = _bad(
-    "other-datatype", Level.TRITON, SEEN, "An input has the datatype of the metadata.", _other_datatype
+    "other-datatype", Level.TRITON, OBSERVED, "An input has the datatype of the metadata.", _other_datatype
 )
 UNKNOWN_DATATYPE = _bad(
-    "unknown-datatype", Level.TRITON, SEEN, "A datatype is one of the protocol's.", _no_datatype("FLOAT")
+    "unknown-datatype", Level.TRITON, OBSERVED, "A datatype is one of the protocol's.", _no_datatype("FLOAT")
 )
 LOWERCASE_DATATYPE = _bad(
-    "lowercase-datatype", Level.TRITON, SEEN, "A datatype is written in capitals.", _no_datatype("fp32")
+    "lowercase-datatype", Level.TRITON, OBSERVED, "A datatype is written in capitals.", _no_datatype("fp32")
 )
-NO_DATATYPE = _bad("no-datatype", Level.TRITON, SEEN, "An input names its datatype.", _no_datatype(""))
-OTHER_SIZE = _bad("other-size", Level.TRITON, SEEN, "An input has the sizes of the metadata.", _reshaped(_fixed_size))
-RANK_TOO_HIGH = _bad("rank-too-high", Level.TRITON, SEEN, "An input has as many dimensions as the metadata.", _reshaped(lambda shape, _: [*shape, 1]))  # fmt: skip
-RANK_TOO_LOW = _bad("no-shape", Level.TRITON, SEEN, "An input says its shape.", _shape_only(lambda shape: []))
-NEGATIVE_SIZE = _bad("negative-size", Level.TRITON, SEEN, "Sizes in a request are not negative.", _shape_only(lambda shape: [-1, *shape[1:]]))  # fmt: skip
-ALL_NEGATIVE = _bad("sizes-negative-alike", Level.TRITON, SEEN, "Sizes in a request are not negative, even where their product is not.", _shape_only(lambda shape: [-size for size in shape] if len(shape) > 1 else [-1]))  # fmt: skip
+NO_DATATYPE = _bad("no-datatype", Level.TRITON, OBSERVED, "An input names its datatype.", _no_datatype(""))
+OTHER_SIZE = _bad(
+    "other-size", Level.TRITON, OBSERVED, "An input has the sizes of the metadata.", _reshaped(_fixed_size)
+)
+RANK_TOO_HIGH = _bad("rank-too-high", Level.TRITON, OBSERVED, "An input has as many dimensions as the metadata.", _reshaped(lambda shape, _: [*shape, 1]))  # fmt: skip
+RANK_TOO_LOW = _bad("no-shape", Level.TRITON, OBSERVED, "An input says its shape.", _shape_only(lambda shape: []))
+NEGATIVE_SIZE = _bad("negative-size", Level.TRITON, OBSERVED, "Sizes in a request are not negative.", _shape_only(lambda shape: [-1, *shape[1:]]))  # fmt: skip
+ALL_NEGATIVE = _bad("sizes-negative-alike", Level.TRITON, OBSERVED, "Sizes in a request are not negative, even where their product is not.", _shape_only(lambda shape: [-size for size in shape] if len(shape) > 1 else [-1]))  # fmt: skip
 HUGE_SIZE = _bad("huge-size", Level.MUST, OIP, _MATCH, _shape_only(lambda shape: [2**63 - 1, *shape[1:]]))
 HUGE_SIZE_32 = _bad("huge-size-in-32-bits", Level.MUST, OIP, _MATCH, _shape_only(lambda shape: [shape[0] + 2**33, *shape[1:]]))  # fmt: skip
 SHORT = _bad("raw-too-short", Level.MUST, OIP, _MATCH, _raw_of(lambda raw: raw[:-1]))
@@ -248,18 +252,18 @@ TYPED_SHORT = _bad("typed-too-short", Level.MUST, OIP, "The size of typed conten
 TYPED_LONG = _bad("typed-too-long", Level.MUST, OIP, "The size of typed contents must match what is expected by the tensor's shape.", _typed_of(_one_value_more))  # fmt: skip
 TYPED_ELSEWHERE = _bad("typed-in-another-field", Level.MUST, OIP, "Typed data is in the repeated field that matches the tensor's data type.", _typed_of(_other_field))  # fmt: skip
 UNKNOWN_OUTPUT = _bad(
-    "unknown-output", Level.TRITON, SEEN, "Outputs that the model does not have are refused.", _unknown_output
+    "unknown-output", Level.TRITON, OBSERVED, "Outputs that the model does not have are refused.", _unknown_output
 )
 
 
-def _too_many_rows(session: Session) -> Question:
+def _too_many_rows(session: Session) -> InvalidCall:
     model = session.batching(1)
     if model.max_batch_size > 4096:
         raise Skipped(f"the largest batch is of {model.max_batch_size} rows")
-    return Question(session.request(model, rows=model.max_batch_size + 1), [str(model.max_batch_size), "batch"])
+    return InvalidCall(session.request(model, rows=model.max_batch_size + 1), [str(model.max_batch_size), "batch"])
 
 
 TOO_MANY_ROWS = refusal(
-    "request.batch-too-large", Level.TRITON, SEEN, "No more rows than max_batch_size come in one request.", _INVALID,
+    "request.batch-too-large", Level.TRITON, OBSERVED, "No more rows than max_batch_size come in one request.", _INVALID,
     _too_many_rows, "model_configuration",
 )  # fmt: skip

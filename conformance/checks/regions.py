@@ -13,12 +13,12 @@ from uuid import uuid4
 
 import numpy as np
 
-from conformance.checks.sources import SEEN, extension
+from conformance.checks.sources import OBSERVED, extension
 from conformance.models import Model
 from conformance.protocol import inference_pb2 as pb
 from conformance.session import Session
 from conformance.suite import Check, Code, Level, Skipped, must
-from conformance.target import Answer
+from conformance.target import Response
 
 NEEDS = "system_shared_memory"
 SOURCE = extension(NEEDS)
@@ -41,17 +41,17 @@ class Memory:
     def path(self) -> Path:
         return _DIRECTORY / self.name
 
-    def register(self, offset: int = 0, byte_size: int = SIZE, key: str = "", name: str | None = None) -> Answer:
+    def register(self, offset: int = 0, byte_size: int = SIZE, key: str = "", name: str | None = None) -> Response:
         request = pb.SystemSharedMemoryRegisterRequest(
             name=self.name if name is None else name, key=key or self.key, offset=offset, byte_size=byte_size
         )
         return self.session.target.call("SystemSharedMemoryRegister", request)
 
-    def unregister(self, name: str | None = None) -> Answer:
+    def unregister(self, name: str | None = None) -> Response:
         request = pb.SystemSharedMemoryUnregisterRequest(name=self.name if name is None else name)
         return self.session.target.call("SystemSharedMemoryUnregister", request)
 
-    def status(self, name: str = "") -> Answer:
+    def status(self, name: str = "") -> Response:
         return self.session.target.call("SystemSharedMemoryStatus", pb.SystemSharedMemoryStatusRequest(name=name))
 
     def write(self, data: bytes, offset: int = 0) -> None:
@@ -69,8 +69,8 @@ def region(session: Session, *, registered: bool = True) -> Iterator[Memory]:
     memory.path.write_bytes(bytes(SIZE))
     try:
         if registered:
-            answer = memory.register()
-            must(answer.ok, "the region to be registered", answer, memory.key)
+            response = memory.register()
+            must(response.ok, "the region to be registered", response, memory.key)
         yield memory
     finally:
         memory.unregister()
@@ -78,7 +78,7 @@ def region(session: Session, *, registered: bool = True) -> Iterator[Memory]:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class RegionPlace:
     """A tensor's place in a region, as its parameters state it."""
 
     region: str
@@ -95,7 +95,7 @@ class Placed:
             tensor.parameters["shared_memory_offset"].int64_param = self.offset
 
 
-def input_in(memory: Memory, place: Placed | None = None, offset: int = 0) -> pb.ModelInferRequest:
+def request_with_region(memory: Memory, place: RegionPlace | None = None, offset: int = 0) -> pb.ModelInferRequest:
     """Return a request whose inputs lie one after the other in the region; ``place`` replaces the first input's place.
 
     If any input is in a region, all are: none is raw.
@@ -108,13 +108,13 @@ def input_in(memory: Memory, place: Placed | None = None, offset: int = 0) -> pb
     del request.raw_input_contents[:]
     for number, (tensor, raw) in enumerate(zip(request.inputs, data, strict=True)):
         memory.write(raw, at)
-        own = Placed(memory.name, len(raw), at if offset or number else None)
+        own = RegionPlace(memory.name, len(raw), at if offset or number else None)
         (place if place and not number else own).put(tensor)
         at += len(raw)
     return request
 
 
-def numbers_out(session: Session) -> tuple[Model, str, int]:
+def numeric_output(session: Session) -> tuple[Model, str, int]:
     """Return an output of the model with elements of fixed size, and the size of one row of it in bytes."""
     outputs = session.outputs(session.request())
     for name, array in outputs.items():
@@ -123,23 +123,23 @@ def numbers_out(session: Session) -> tuple[Model, str, int]:
     raise Skipped("no output of the model has elements of a fixed size")
 
 
-def at_region(
-    name: str, level: Level, source: str, rule: str, codes: list[Code], call: Callable[[Memory], Answer]
+def region_refusal(
+    name: str, level: Level, source: str, rule: str, codes: list[Code], call: Callable[[Memory], Response]
 ) -> tuple[Check, ...]:
     """Return checks that a call about a region is rejected, and with one of the status ``codes``."""
 
     def run(session: Session) -> None:
         with region(session) as memory:
-            answer = call(memory)
-            must(not answer.ok, "a refusal", answer, name)
+            response = call(memory)
+            must(not response.ok, "a refusal", response, name)
 
     def status(session: Session) -> None:
         with region(session) as memory:
-            answer = call(memory)
+            response = call(memory)
             wanted = " or ".join(code.name for code in codes)
-            must(answer.code in codes, wanted, answer, name)
+            must(response.code in codes, wanted, response, name)
 
     return (
         Check(f"memory.{name}", level, source, rule, run, NEEDS),
-        Check(f"memory.{name}/status", Level.TRITON, SEEN, f"{rule} Which status.", status, NEEDS),
+        Check(f"memory.{name}/status", Level.TRITON, OBSERVED, f"{rule} Which status.", status, NEEDS),
     )

@@ -5,11 +5,11 @@ Changed settings are restored.
 
 from __future__ import annotations
 
-from conformance.checks.metadata import NOBODY
-from conformance.checks.sources import SEEN, extension
+from conformance.checks.metadata import UNKNOWN_NAME
+from conformance.checks.sources import OBSERVED, extension
 from conformance.protocol import inference_pb2 as pb
 from conformance.session import Session
-from conformance.suite import Code, Level, Question, Skipped, check, must, refusal
+from conformance.suite import Code, InvalidCall, Level, Skipped, check, must, refusal
 
 _TRACE, _LOG = extension("trace"), extension("logging")
 
@@ -18,18 +18,18 @@ def _trace(session: Session, model: str = "", **settings: list[str]) -> dict[str
     request = pb.TraceSettingRequest(model_name=model)
     for name, values in settings.items():
         request.settings[name].value.extend(values)
-    answer = session.target.call("TraceSetting", request)
-    must(answer.ok, "the settings", answer, request)
-    return {name: list(setting.value) for name, setting in answer.message.settings.items()}
+    response = session.target.call("TraceSetting", request)
+    must(response.ok, "the settings", response, request)
+    return {name: list(setting.value) for name, setting in response.message.settings.items()}
 
 
 def _log(session: Session, level: int | None = None) -> dict[str, pb.LogSettingsResponse.SettingValue]:
     request = pb.LogSettingsRequest()
     if level is not None:
         request.settings["log_verbose_level"].uint32_param = level
-    answer = session.target.call("LogSettings", request)
-    must(answer.ok, "the settings", answer, request)
-    return dict(answer.message.settings)
+    response = session.target.call("LogSettings", request)
+    must(response.ok, "the settings", response, request)
+    return dict(response.message.settings)
 
 
 @check(
@@ -95,36 +95,36 @@ def _changeable(session: Session, rpc: str) -> None:
         trace.settings["trace_rate"].value.extend(_trace(session).get("trace_rate", []))
     else:
         log.settings["log_verbose_level"].uint32_param = _log(session)["log_verbose_level"].uint32_param
-    answer = session.target.call(rpc, trace if rpc == "TraceSetting" else log)
-    if answer.code in (Code.UNIMPLEMENTED, Code.PERMISSION_DENIED):
-        raise Skipped(f"settings can be read, and not changed: {answer}")
+    response = session.target.call(rpc, trace if rpc == "TraceSetting" else log)
+    if response.code in (Code.UNIMPLEMENTED, Code.PERMISSION_DENIED):
+        raise Skipped(f"settings can be read, and not changed: {response}")
 
 
-def _bad_trace(session: Session, model: str = "", **settings: str) -> Question:
+def _bad_trace(session: Session, model: str = "", **settings: str) -> InvalidCall:
     _changeable(session, "TraceSetting")
     request = pb.TraceSettingRequest(model_name=model)
     for name, value in settings.items():
         request.settings[name].value.append(value)
-    return Question(request, [model, *settings] if model else [*settings], "TraceSetting")
+    return InvalidCall(request, [model, *settings] if model else [*settings], "TraceSetting")
 
 
-def _bad_log(session: Session, name: str, **value: object) -> Question:
+def _bad_log(session: Session, name: str, **value: object) -> InvalidCall:
     _changeable(session, "LogSettings")
     request = pb.LogSettingsRequest()
     request.settings[name].CopyFrom(pb.LogSettingsRequest.SettingValue(**value))  # type: ignore[arg-type]  # one of three
-    return Question(request, [name], "LogSettings")
+    return InvalidCall(request, [name], "LogSettings")
 
 
 TRACE_UNKNOWN_MODEL = refusal(
-    "trace.unknown-model", Level.TRITON, SEEN, "Settings of an unknown model are an error.",
-    [Code.INVALID_ARGUMENT, Code.NOT_FOUND], lambda session: _bad_trace(session, NOBODY), "trace",
+    "trace.unknown-model", Level.TRITON, OBSERVED, "Settings of an unknown model are an error.",
+    [Code.INVALID_ARGUMENT, Code.NOT_FOUND], lambda session: _bad_trace(session, UNKNOWN_NAME), "trace",
 )  # fmt: skip
 TRACE_RATE = refusal(
-    "trace.rate-a-word", Level.TRITON, SEEN, "trace_rate is a number.", [Code.INVALID_ARGUMENT],
+    "trace.rate-a-word", Level.TRITON, OBSERVED, "trace_rate is a number.", [Code.INVALID_ARGUMENT],
     lambda session: _bad_trace(session, trace_rate="often"), "trace",
 )  # fmt: skip
 TRACE_FILE = refusal(
-    "trace.file", Level.TRITON, SEEN, "The file that traces go to is not a client's to choose.",
+    "trace.file", Level.TRITON, OBSERVED, "The file that traces go to is not a client's to choose.",
     [Code.UNIMPLEMENTED, Code.INVALID_ARGUMENT, Code.PERMISSION_DENIED],
     lambda session: _bad_trace(session, trace_file="/tmp/conformance"), "trace",  # noqa: S108 -- must be refused
 )  # fmt: skip
@@ -140,8 +140,8 @@ TRACE_FILE = refusal(
 def log_settings(session: Session) -> None:
     settings = _log(session)
     for name, kind in (("log_info", "bool_param"), ("log_error", "bool_param"), ("log_verbose_level", "uint32_param")):
-        came = settings[name].WhichOneof("parameter_choice") if name in settings else "nothing"
-        must(came == kind, f"{name} as {kind}", came)
+        received = settings[name].WhichOneof("parameter_choice") if name in settings else "nothing"
+        must(received == kind, f"{name} as {kind}", received)
 
 
 @check("log.change", Level.MUST, _LOG, "Only the specified settings are updated, and all are returned.", "logging")
@@ -161,15 +161,15 @@ def log_change(session: Session) -> None:
 
 
 LOG_TYPE = refusal(
-    "log.wrong-type", Level.TRITON, SEEN, "log_info is a bool.", [Code.INVALID_ARGUMENT],
+    "log.wrong-type", Level.TRITON, OBSERVED, "log_info is a bool.", [Code.INVALID_ARGUMENT],
     lambda session: _bad_log(session, "log_info", string_param="yes"), "logging",
 )  # fmt: skip
 LOG_FORMAT = refusal(
-    "log.unknown-format", Level.TRITON, SEEN, "log_format is one of those that there are.", [Code.INVALID_ARGUMENT],
+    "log.unknown-format", Level.TRITON, OBSERVED, "log_format is one of those that there are.", [Code.INVALID_ARGUMENT],
     lambda session: _bad_log(session, "log_format", string_param="conformance"), "logging",
 )  # fmt: skip
 LOG_FILE = refusal(
-    "log.file", Level.TRITON, SEEN, "The file that the log goes to is not a client's to choose.",
+    "log.file", Level.TRITON, OBSERVED, "The file that the log goes to is not a client's to choose.",
     [Code.UNIMPLEMENTED, Code.INVALID_ARGUMENT, Code.PERMISSION_DENIED],
     lambda session: _bad_log(session, "log_file", string_param="/tmp/conformance"), "logging",  # noqa: S108 -- must be refused
 )  # fmt: skip

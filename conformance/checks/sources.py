@@ -1,7 +1,7 @@
 """The sources of rules."""
 
 OIP = "Open Inference Protocol, gRPC"
-SEEN = "Triton 2.51, as observed"
+OBSERVED = "Triton 2.51, as observed"
 GRPC = "gRPC"
 HEALTH = "gRPC health checking protocol"
 

@@ -4,50 +4,52 @@ from __future__ import annotations
 
 import time
 
-from conformance.checks.metadata import NOBODY
+from conformance.checks.metadata import UNKNOWN_NAME
 from conformance.checks.sources import extension
 from conformance.models import Model
 from conformance.protocol import inference_pb2 as pb
 from conformance.session import Session
-from conformance.suite import Code, Level, Question, check, must, refusal
+from conformance.suite import Code, InvalidCall, Level, check, must, refusal
 
 _NEEDS = "statistics"
 _SOURCE = extension(_NEEDS)
 
 
-def _of(session: Session, model: Model, version: str = "") -> pb.ModelStatistics:
+def _statistics(session: Session, model: Model, version: str = "") -> pb.ModelStatistics:
     """Return the statistics of one version; without a version, the sums of the fields that the checks need."""
     request = pb.ModelStatisticsRequest(name=model.name, version=version)
-    answer = session.target.call("ModelStatistics", request)
-    must(answer.ok and answer.message.model_stats, "statistics", answer, request)
+    response = session.target.call("ModelStatistics", request)
+    must(response.ok and response.message.model_stats, "statistics", response, request)
     total = pb.ModelStatistics(name=model.name)
-    for seen in answer.message.model_stats:
-        must(seen.name == model.name, f"statistics of {model.name!r} alone", seen.name, request)
-        total.inference_count += seen.inference_count
-        total.execution_count += seen.execution_count
-        total.inference_stats.success.count += seen.inference_stats.success.count
-        total.inference_stats.success.ns += seen.inference_stats.success.ns
-        total.inference_stats.compute_infer.count += seen.inference_stats.compute_infer.count
-        total.last_inference = max(total.last_inference, seen.last_inference)
-        total.batch_stats.extend(seen.batch_stats)
+    for statistics in response.message.model_stats:
+        must(statistics.name == model.name, f"statistics of {model.name!r} alone", statistics.name, request)
+        total.inference_count += statistics.inference_count
+        total.execution_count += statistics.execution_count
+        total.inference_stats.success.count += statistics.inference_stats.success.count
+        total.inference_stats.success.ns += statistics.inference_stats.success.ns
+        total.inference_stats.compute_infer.count += statistics.inference_stats.compute_infer.count
+        total.last_inference = max(total.last_inference, statistics.last_inference)
+        total.batch_stats.extend(statistics.batch_stats)
     return total
 
 
-def _after(session: Session, model: Model, success: int) -> pb.ModelStatistics:
+def _wait_for_successes(session: Session, model: Model, success: int) -> pb.ModelStatistics:
     """Return the statistics once they count ``success`` requests; they may lag behind the responses."""
-    ends = time.monotonic() + session.options.patience
+    deadline = time.monotonic() + session.options.patience
     while True:
-        seen = _of(session, model)
-        if seen.inference_stats.success.count >= success or time.monotonic() > ends:
-            return seen
+        statistics = _statistics(session, model)
+        if statistics.inference_stats.success.count >= success or time.monotonic() > deadline:
+            return statistics
         time.sleep(0.02)
 
 
-def _asked(session: Session, model: Model, requests: int, rows: int) -> tuple[pb.ModelStatistics, pb.ModelStatistics]:
-    before = _of(session, model)
+def _send_requests(
+    session: Session, model: Model, requests: int, rows: int
+) -> tuple[pb.ModelStatistics, pb.ModelStatistics]:
+    before = _statistics(session, model)
     for _ in range(requests):
         session.infer(session.request(model, rows=rows))
-    return before, _after(session, model, before.inference_stats.success.count + requests)
+    return before, _wait_for_successes(session, model, before.inference_stats.success.count + requests)
 
 
 @check(
@@ -58,7 +60,7 @@ def _asked(session: Session, model: Model, requests: int, rows: int) -> tuple[pb
     _NEEDS,
 )
 def success(session: Session) -> None:
-    before, after = _asked(session, session.model, 3, 1)
+    before, after = _send_requests(session, session.model, 3, 1)
     grown = after.inference_stats.success.count - before.inference_stats.success.count
     must(grown == 3, "success.count 3 more after 3 requests", f"{grown} more")
     must(after.inference_stats.success.ns > before.inference_stats.success.ns, "success.ns to grow", "no more")
@@ -73,7 +75,7 @@ def success(session: Session) -> None:
 )
 def rows(session: Session) -> None:
     model = session.batching()
-    before, after = _asked(session, model, 3, 2)
+    before, after = _send_requests(session, model, 3, 2)
     grown = after.inference_count - before.inference_count
     must(grown == 6, "inference_count 6 more after 3 requests of 2 rows", f"{grown} more")
     runs = after.execution_count - before.execution_count
@@ -82,13 +84,13 @@ def rows(session: Session) -> None:
 
 @check("statistics.refused", Level.MUST, _SOURCE, "inference_count and success count successful requests only.", _NEEDS)
 def refused(session: Session) -> None:
-    before = _of(session, session.model)
+    before = _statistics(session, session.model)
     request = session.request()
     request.raw_input_contents[0] += b"\0"
-    answer = session.target.call("ModelInfer", request)
-    must(not answer.ok, "a refusal", answer, request)
+    response = session.target.call("ModelInfer", request)
+    must(not response.ok, "a refusal", response, request)
     session.infer(session.request())
-    after = _after(session, session.model, before.inference_stats.success.count + 1)
+    after = _wait_for_successes(session, session.model, before.inference_stats.success.count + 1)
     grown = after.inference_stats.success.count - before.inference_stats.success.count
     must(grown == 1, "success.count 1 more after one request answered and one refused", f"{grown} more")
 
@@ -101,7 +103,7 @@ def refused(session: Session) -> None:
     _NEEDS,
 )
 def last_inference(session: Session) -> None:
-    before, after = _asked(session, session.model, 1, 1)
+    before, after = _send_requests(session, session.model, 1, 1)
     must(after.last_inference >= before.last_inference, "last_inference not to go back", after.last_inference)
     ago = abs(time.time() * 1000 - after.last_inference)
     must(ago < 86_400_000, "milliseconds since the epoch, about now", after.last_inference)
@@ -115,7 +117,7 @@ def last_inference(session: Session) -> None:
     _NEEDS,
 )
 def batches(session: Session) -> None:
-    _, after = _asked(session, session.model, 1, 1)
+    _, after = _send_requests(session, session.model, 1, 1)
     runs = sum(batch.compute_infer.count for batch in after.batch_stats)
     must(runs == after.execution_count, f"batches that add up to {after.execution_count} executions", runs)
 
@@ -130,9 +132,9 @@ def batches(session: Session) -> None:
 def versions(session: Session) -> None:
     for model in session.models:
         known = {*model.metadata.versions}
-        answer = session.target.call("ModelStatistics", pb.ModelStatisticsRequest(name=model.name))
-        listed = {seen.version for seen in answer.message.model_stats} if answer.ok else set()
-        must(answer.ok and known <= listed, f"versions {sorted(known)} of {model.name!r}", answer)
+        response = session.target.call("ModelStatistics", pb.ModelStatisticsRequest(name=model.name))
+        listed = {statistics.version for statistics in response.message.model_stats} if response.ok else set()
+        must(response.ok and known <= listed, f"versions {sorted(known)} of {model.name!r}", response)
         for version in known:
             request = pb.ModelStatisticsRequest(name=model.name, version=version)
             one = session.target.call("ModelStatistics", request)
@@ -146,14 +148,14 @@ def versions(session: Session) -> None:
 
 @check("statistics.all-models", Level.MUST, _SOURCE, "No name: statistics for all models.", _NEEDS)
 def all_models(session: Session) -> None:
-    answer = session.target.call("ModelStatistics", pb.ModelStatisticsRequest())
-    listed = {seen.name for seen in answer.message.model_stats} if answer.ok else set()
+    response = session.target.call("ModelStatistics", pb.ModelStatisticsRequest())
+    listed = {statistics.name for statistics in response.message.model_stats} if response.ok else set()
     wanted = {model.name for model in session.models}
-    must(answer.ok and wanted <= listed, f"{sorted(wanted)} among them", answer)
+    must(response.ok and wanted <= listed, f"{sorted(wanted)} among them", response)
 
 
 UNKNOWN = refusal(
     "statistics.unknown-model", Level.MUST, _SOURCE, "Statistics of an unknown model are an error.",
     [Code.INVALID_ARGUMENT, Code.NOT_FOUND],  # Triton returns the first; for every other RPC it returns the second
-    lambda session: Question(pb.ModelStatisticsRequest(name=NOBODY), [NOBODY], "ModelStatistics"), _NEEDS,
+    lambda session: InvalidCall(pb.ModelStatisticsRequest(name=UNKNOWN_NAME), [UNKNOWN_NAME], "ModelStatistics"), _NEEDS,
 )  # fmt: skip

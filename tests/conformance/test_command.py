@@ -16,7 +16,7 @@ from twists import put, refusing
 
 from conformance.cli import main
 from conformance.compare import main as compare
-from conformance.models import Given, Usage, given
+from conformance.models import InputSetting, UsageError, parse_input
 
 ECHO = ("--model", "echo", "--check", "server.*", "--check", "infer.id")
 
@@ -143,10 +143,10 @@ def test_an_extension_that_is_not_declared_is_skipped_unless_assumed(capsys: pyt
 
 
 def test_an_input_is_described_by_its_shape_and_values() -> None:
-    assert given("ids=1,8/101,2023,102") == ("ids", Given((1, 8), (101.0, 2023.0, 102.0)))
-    assert given("x=2,16") == ("x", Given((2, 16)))
-    name, said = given("x=2/0..7")
+    assert parse_input("ids=1,8/101,2023,102") == ("ids", InputSetting((1, 8), (101.0, 2023.0, 102.0)))
+    assert parse_input("x=2,16") == ("x", InputSetting((2, 16)))
+    name, said = parse_input("x=2/0..7")
     assert (name, said.values) == ("x", tuple(float(k) for k in range(8)))
     for bad in ("x", "x=a", "=1", "x=-1,2", "x=1/a..b"):
-        with pytest.raises(Usage):
-            given(bad)
+        with pytest.raises(UsageError):
+            parse_input(bad)
