@@ -51,18 +51,17 @@ def load(path: Path) -> Any:
     check(path)
     import torch
 
+    from bf16kit.runtime.torchscript import load_module
+
     try:
         with quiet():
-            module = torch.jit.load(str(path), map_location="cpu")
-            module.eval()
-            graph = module.graph
-            torch._C._jit_pass_inline(graph)
+            module = load_module(path, torch.device("cpu"))
     except Exception as error:  # torch raises errors of any kind, and a module may have no forward
         raise SourceError(f"{path}: torch cannot load it: {first_line(error)}") from error
     for kind in _operators(module):
         if not kind.startswith(_NAMESPACES) or kind.startswith(_FORBIDDEN):
             raise SourceError(f"{path}: its code uses the operator {kind[:80]}, which no model needs")
-    scriptgraph.replace_devices(graph, "cpu")
+    scriptgraph.replace_devices(module.graph, "cpu")
     return module
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from architectures import Cnn, Mlp, Tied, seeded
+from deepscript import with_code
 from scriptedmodels import How, Named, Recurrent, save
 
 from bf16kit.errors import SourceError
@@ -198,6 +199,15 @@ def test_an_operator_that_the_word_list_misses_is_rejected_when_it_is_compiled(
     monkeypatch.setattr(script_file, "_WORD", re.compile("no such word"))
     path = _with_code(mlp, "    up = self.up\n", f"    up = self.up\n    {_CALL}\n")
     with pytest.raises(SourceError, match="its code uses the operator aten::save, which no model needs"):
+        script_file.load(path)
+
+
+def test_code_that_inlining_would_multiply_is_rejected(tmp_path: Path) -> None:
+    doubling = "def f0(x: Tensor) -> Tensor:\n  return torch.add(x, 1)\n" + "".join(
+        f"def f{k}(x: Tensor) -> Tensor:\n  return __torch__.f{k - 1}(__torch__.f{k - 1}(x))\n" for k in range(1, 41)
+    )
+    path = with_code(tmp_path / "m.pt", doubling, "__torch__.f40(input)")
+    with pytest.raises(SourceError, match="more than 500000 operations once its calls are inlined"):
         script_file.load(path)
 
 

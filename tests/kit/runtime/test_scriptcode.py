@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import warnings
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
+from deepscript import first_crash, with_code
 
 from bf16kit.errors import RuntimeFailure
 from bf16kit.runtime import scriptcode, scriptrecords
@@ -42,16 +37,6 @@ FORMS: dict[str, Callable[[int], str]] = {
         HEAD + "".join(" " * k + "if True:\n" for k in range(2, n + 2)) + " " * (n + 2) + "pass\n" + RETURN
     ),
 }
-CHAINS: dict[str, Callable[[int], str]] = {
-    "functions": lambda n: (
-        "".join(f"def f{k}(x: Tensor) -> Tensor:\n  return __torch__.f{k + 1}(x)\n" for k in range(n))
-        + f"def f{n}(x: Tensor) -> Tensor:\n{RETURN}"
-    ),
-    "classes": lambda n: (
-        "".join(f"class C{k}(NamedTuple):\n  a : __torch__.C{k + 1}\n" for k in range(n))
-        + f"class C{n}(NamedTuple):\n  a : Tensor\n"
-    ),
-}
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -59,27 +44,6 @@ def test_a_deep_form_is_rejected_and_a_shallow_one_is_not(form: str) -> None:
     scriptcode.check({RECORD: FORMS[form](90)})
     with pytest.raises(RuntimeFailure, match=r"the code in 'archive/code/__torch__.py' has .* nested deeper than 1000"):
         scriptcode.check({RECORD: FORMS[form](1100)})
-
-
-@pytest.mark.parametrize("chain", CHAINS)
-def test_a_chain_of_definitions_is_rejected_beyond_its_limit(chain: str) -> None:
-    scriptcode.check({RECORD: CHAINS[chain](scriptcode.DEEPEST_CALLS - 1)})
-    with pytest.raises(RuntimeFailure, match="in a circle or a chain of more than 300"):
-        scriptcode.check({RECORD: CHAINS[chain](scriptcode.DEEPEST_CALLS)})
-
-
-def test_a_chain_through_records_and_a_circle_are_rejected() -> None:
-    """The case of a record's name does not matter, because torch ignores it."""
-    there = {
-        f"m/CODE/__torch__/M{k}.py": f"class C(Module):\n  a : __torch__.m{k + 1}.C\n"
-        for k in range(scriptcode.DEEPEST_CALLS + 1)
-    }
-    with pytest.raises(RuntimeFailure, match="in a circle or a chain"):
-        scriptcode.check(there)
-    circle = "class A(Module):\n  a : __torch__.B\nclass B(Module):\n  a : Optional[__torch__.A]\n"
-    with pytest.raises(RuntimeFailure, match="in a circle or a chain"):
-        scriptcode.check({RECORD: circle})
-    scriptcode.check({RECORD: "class A(Module):\n  def f(self: __torch__.A) -> __torch__.A:\n    return self\n"})
 
 
 def test_long_code_that_is_flat_passes() -> None:
@@ -96,46 +60,12 @@ def test_quotes_that_torch_does_not_write_do_not_hide_nesting(hidden: str) -> No
         scriptcode.check({RECORD: HEAD + "  y = " + hidden.format("(" * 1100) + "\n" + RETURN})
 
 
-_LOAD_EACH = """
-import sys, warnings
-import torch
-warnings.simplefilter("ignore")
-for path in sys.argv[1:]:
-    print(path, flush=True)
-    try:
-        torch.jit.load(path).graph
-    except RuntimeError:
-        pass  # torch may reject it, as long as it survives
-"""
-
-
 @pytest.mark.long
 def test_torch_survives_the_deepest_code_that_is_accepted(tmp_path: Path) -> None:
     """Code ten times as deep crashes the process: see the docstring of ``bf16kit.runtime.scriptcode``."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch deprecates TorchScript
-        saved: Any = torch.jit.script(torch.nn.ReLU())
-        torch.jit.save(saved, tmp_path / "relu.pt")
-    paths = [str(_with_code(tmp_path, form)) for form in [*FORMS, *CHAINS]]
-    done = subprocess.run([sys.executable, "-c", _LOAD_EACH, *paths], capture_output=True, text=True, check=False)
-    assert done.stdout.split() == paths  # if the process crashed, the last path printed is the cause
-    assert done.returncode == 0
-
-
-def _with_code(directory: Path, form: str) -> Path:
-    """Return a file that :func:`scriptrecords.check` accepts, whose module calls a function or class nested nearly as
-    deep as that check allows."""
-    limit = 290 if form in CHAINS else 800 if form in ("elif", "blocks", "brackets", "lists", "signs", "not") else 240
-    code = (CHAINS[form] if form in CHAINS else FORMS[form])(limit)
-    path = directory / f"{form.replace(' ', '_')}.pt"
-    with zipfile.ZipFile(directory / "relu.pt") as archive:
-        records = {name: archive.read(name) for name in archive.namelist()}
-    with zipfile.ZipFile(path, "w") as archive:
-        for name, data in records.items():
-            used = b"__torch__.f0(input)" if form == "functions" else b"__torch__.f(input)"
-            archive.writestr(name, data.replace(b"    _0 = ", b"    _1 = " + used + b"\n    _0 = "))
-        name = next(name for name in records if "/code/" in name).partition("/code/")[0]
-        uses = "def f(x: Tensor) -> Optional[__torch__.C0]:\n  return None\n" if form == "classes" else ""
-        archive.writestr(f"{name}/code/__torch__.py", code + uses)
-    scriptrecords.check(path)
-    return path
+    paths = []
+    for number, (form, make) in enumerate(FORMS.items()):
+        depth = 800 if form in ("elif", "blocks", "brackets", "lists", "signs", "not") else 240
+        paths.append(with_code(tmp_path / f"{number}.pt", make(depth)))
+        scriptrecords.check(paths[-1])
+    assert first_crash(paths) == ""
