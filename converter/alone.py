@@ -23,8 +23,8 @@ from converter.options import Options
 from converter.process.memory import release_memory
 from converter.process.progress import Progress
 from converter.proof.certify import Certified, certify
-from converter.proof.itself import Itself
-from converter.proof.oracle import Asked
+from converter.proof.itself import OracleReference
+from converter.proof.oracle import OracleRun
 from converter.proof.samples import Samples
 
 
@@ -59,7 +59,7 @@ def prove(
     source: Source,
     traced: Mapping[str, ProfileEntry],
     calibration: Samples,
-    asked: Asked,
+    oracle_run: OracleRun,
     stage: StagingArtifact,
     progress: Progress,
 ) -> tuple[Certified, Mapping[str, Census]]:
@@ -69,17 +69,20 @@ def prove(
     source has no answers to compare with, or if no profile is left that runs.
     """
     oracle = source.oracle
-    if oracle is None or not asked.answers:
+    if oracle is None or not oracle_run.outputs:
         raise ConversionError(
-            f"{options.source}: {source.no_graph_reason}; and the format that torch runs cannot be checked: {asked.how}"
+            f"{options.source}: {source.no_graph_reason}; and the format that torch runs cannot be checked:"
+            f" {oracle_run.how}"
         )
     stored = _write(options, source, _held_in(traced, stage), stage, progress)
     manifest = describe(options, source, Plan(), stored, traced)
     with progress.step("comparing with the source", source.checkpoint.nbytes) as advance:
         check_without_graph(stage.draft(manifest), source.checkpoint.tensors, advance)
     release_memory()
-    told = replace(asked, how=f"{asked.how}, which is the reference")
-    certified = certify(stage, manifest, calibration, options, progress, told, Itself(oracle, source.rowwise))
+    reference_run = replace(oracle_run, how=f"{oracle_run.how}, which is the reference")
+    certified = certify(
+        stage, manifest, calibration, options, progress, reference_run, OracleReference(oracle, source.rowwise)
+    )
     if not certified.manifest.profiles:
         raise ConversionError("; ".join([f"{options.source}: no ONNX: {source.no_graph_reason}", *certified.notes]))
     return certified, stored.census

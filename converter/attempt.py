@@ -30,11 +30,11 @@ from converter.process.memory import release_memory
 from converter.process.progress import Progress
 from converter.proof import golden
 from converter.proof.certify import Certified, certify
-from converter.proof.exported import Reference
-from converter.proof.oracle import Asked
+from converter.proof.exported import GraphReference
+from converter.proof.oracle import OracleRun
 from converter.proof.samples import Samples
 
-_FILES = (BF16_FILE, FP32_FILE, RESIDUAL, INDEX, *map(graph_file, PROFILES), *map(golden.own, PROFILES))
+_FILES = (BF16_FILE, FP32_FILE, RESIDUAL, INDEX, *map(graph_file, PROFILES), *map(golden.file_name, PROFILES))
 _EXPORTED = "model*.safetensors"
 
 
@@ -47,7 +47,7 @@ class Attempt:
     prepared: Prepared
     traced: Mapping[str, ProfileEntry]
     calibration: Samples
-    asked: Asked
+    oracle_run: OracleRun
     stage: StagingArtifact
     progress: Progress
 
@@ -71,11 +71,11 @@ class Attempt:
         if exported is not None:
             manifest = manifest.amended(exports=_describe_export(options, source, exported, stage))
         _check_lossless(options, source, prepared, stored, stage.draft(manifest), exported, progress)
-        reference = None if options.residual else Reference(prepared.reference, prepared.matches)
+        reference = None if options.residual else GraphReference(prepared.reference, prepared.matches)
         census = stored.census
         del stored
         release_memory()
-        return certify(stage, manifest, self.calibration, options, progress, self.asked, reference), census
+        return certify(stage, manifest, self.calibration, options, progress, self.oracle_run, reference), census
 
 
 def _without_idle_profiles(planned: Planned, options: Options) -> Planned:

@@ -19,8 +19,8 @@ from converter.plan.profiles import PROFILES
 from converter.process.memory import release_memory
 from converter.process.progress import Progress
 from converter.proof import answered, samples
-from converter.proof.judging import check_budget, with_kinds
-from converter.proof.oracle import Asked, ask
+from converter.proof.judging import check_budget, with_output_kinds
+from converter.proof.oracle import OracleRun, run_oracle
 from converter.proof.preparation import check_prepared
 from converter.proof.random_samples import generate
 from converter.proof.samples import Samples
@@ -41,7 +41,7 @@ def read(
     total = sources.nbytes(options.source)
     with progress.step(f"reading {options.source.name}", total) as advance:
         source = sources.read(options, advance) if reader is None else reader(advance)
-    source.outputs = with_kinds(source.outputs, options.outputs)
+    source.outputs = with_output_kinds(source.outputs, options.outputs)
     source.notes = tuple(dict.fromkeys((*check_budget(options.budget, source.outputs), *source.notes)))
     return source
 
@@ -53,13 +53,13 @@ def load_samples(options: Options, source: Source, progress: Progress) -> Sample
     ``--input`` gave the dimensions.
     """
     oracle = source.oracle
-    runs = None if oracle is None else lambda feeds: deque(oracle.answers(feeds), maxlen=0)
+    run_source = None if oracle is None else lambda feeds: deque(oracle.answers(feeds), maxlen=0)
     with progress.step("checking the samples"):
         if options.samples is None:
-            return generate(source.inputs, source.graph, source.sampler, options.seed, runs)
+            return generate(source.inputs, source.graph, source.sampler, options.seed, run_source)
         strange = source.checkpoint.format in _DECLARING and not options.inputs
         names = [spec.name for spec in source.outputs]
-        found = samples.load(options.samples, source.inputs, runs if strange else None, outputs=names)
+        found = samples.load(options.samples, source.inputs, run_source if strange else None, outputs=names)
     if found.inputs:
         source.inputs = found.inputs
         if source.graph is not None:
@@ -67,20 +67,25 @@ def load_samples(options: Options, source: Source, progress: Progress) -> Sample
     return found
 
 
-def ask_source(source: Source, calibration: Samples, stage: StagingArtifact, progress: Progress) -> Asked:
+def ask_source(source: Source, calibration: Samples, stage: StagingArtifact, progress: Progress) -> OracleRun:
     """Record the source's own answers, before narrowing and folding change it.
 
     The oracle is released afterwards, unless it is the only reference there will be.
     """
     with progress.step("asking the source itself"):
-        asked = ask(source, calibration.feeds, stage.path)
+        oracle_run = run_oracle(source, calibration.feeds, stage.path)
     if source.graph is not None:
         source.oracle = None
-    return asked
+    return oracle_run
 
 
 def check_answers(
-    options: Options, source: Source, calibration: Samples, asked: Asked, stage: StagingArtifact, progress: Progress
+    options: Options,
+    source: Source,
+    calibration: Samples,
+    oracle_run: OracleRun,
+    stage: StagingArtifact,
+    progress: Progress,
 ) -> Iterator[str]:
     """Compare the source's answers with the outputs that came with the samples; yield a sentence on the result.
 
@@ -92,7 +97,7 @@ def check_answers(
     if not calibration.expected:
         raise refuted(f"{options.source}", f"{calibration.origin} holds inputs but no outputs", source.proposed or "")
     with progress.step("comparing with the expected outputs"):
-        wrong = answered.check(source, calibration, asked, stage.path)
+        wrong = answered.check(source, calibration, oracle_run, stage.path)
     if wrong is not None and source.proposed is not None:
         raise refuted(f"{options.source}", wrong, source.proposed)
     if wrong is not None:
@@ -152,7 +157,7 @@ def check_base(
     options: Options,
     source: Source,
     prepared: Prepared,
-    asked: Asked,
+    oracle_run: OracleRun,
     calibration: Samples,
     stage: StagingArtifact,
     progress: Progress,
@@ -162,5 +167,5 @@ def check_base(
     if profiles:
         base = PROFILES["cuda" if "cuda" in profiles else profiles[0]].base(prepared)
         with progress.step("checking the prepared graph"):
-            check_prepared(asked, prepared, base, (source.inputs, source.outputs), calibration.feeds, stage.path)
+            check_prepared(oracle_run, prepared, base, (source.inputs, source.outputs), calibration.feeds, stage.path)
             release_memory()

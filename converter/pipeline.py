@@ -22,9 +22,9 @@ from converter.process.memory import FrozenHeap
 from converter.process.naming import prefix_errors
 from converter.process.progress import Progress, SilentProgress
 from converter.proof.certify import Certified
-from converter.proof.explanation import tables
-from converter.proof.judging import check_judged, judge
-from converter.proof.oracle import Asked
+from converter.proof.explanation import measure_layers
+from converter.proof.judging import check_stated_bounds, judge
+from converter.proof.oracle import OracleRun
 from converter.proof.samples import Samples
 from converter.publishing import measured, publish
 from converter.search.mending import Mending
@@ -86,30 +86,39 @@ def convert(options: Options, progress: Progress | None = None, given: ProvidedI
         calibration = own or intake.load_samples(options, source, progress)
         if not (options.samples or own):
             notes.append(f"drift was measured on {calibration.origin}, because --samples was not given")
-        asked = intake.ask_source(source, calibration, stage, progress)
-        notes += intake.check_answers(options, source, calibration, asked, stage, progress)
+        oracle_run = intake.ask_source(source, calibration, stage, progress)
+        notes += intake.check_answers(options, source, calibration, oracle_run, stage, progress)
         profiles = intake.trace(options, source, stage, progress, notes)
         garbage.collect()
-        proven = _prove(options, source, profiles, calibration, asked, stage, progress)
+        proven = _prove(options, source, profiles, calibration, oracle_run, stage, progress)
         del source
         garbage.collect()
         certified = proven.certified
         notes += [*proven.notes, *certified.notes]
         notes += _remarks(options, certified.manifest)
-        check_judged(options.budget, certified.manifest)
-        manifest, left_out = judge(certified.over, certified.manifest, options, stage)
+        check_stated_bounds(options.budget, certified.manifest)
+        manifest, left_out = judge(certified.breaches, certified.manifest, options, stage)
         notes += left_out
         judged = None
         if given is not None and given.judge is not None:
             judged = given.judge(stage, manifest, progress)
             manifest = judged.manifest
             notes += judged.notes
-        mend = [name for name, words in certified.over.items() if words and options.search]
-        late = Deadline.after(options.search_minutes).over
+        remedies_for = [name for name, found in certified.breaches.items() if found and options.search]
+        expired = Deadline.after(options.search_minutes).over
         draft = stage.draft(manifest)
         # Measuring one profile's layers takes a tenth of a conversion: optional profiles leave that to `explain`.
         unasked = options.optional_profiles
-        layers = tables(draft, calibration.feeds, stage.path, progress, notes, mend=mend, late=late, without=unasked)
+        layers = measure_layers(
+            draft,
+            calibration.feeds,
+            stage.path,
+            progress,
+            notes,
+            remedies_for=remedies_for,
+            expired=expired,
+            without=unasked,
+        )
         measurements = measured(manifest, certified, layers, proven.census, proven.searches, calibration.feeds)
         if judged is not None:
             measurements = measurements.model_copy(update={"recovery": judged.recovery})
@@ -139,20 +148,20 @@ def _prove(
     source: Source,
     profiles: Mapping[str, ProfileEntry],
     calibration: Samples,
-    asked: Asked,
+    oracle_run: OracleRun,
     stage: StagingArtifact,
     progress: Progress,
 ) -> _Proven:
     """Plan, narrow, write and run, until the result is within budget or nothing more can be done about it."""
     if source.graph is None:
-        return _Proven(*alone.prove(options, source, profiles, calibration, asked, stage, progress))
+        return _Proven(*alone.prove(options, source, profiles, calibration, oracle_run, stage, progress))
     with progress.step("planning"):
         prepared = prepare(source.graph, source.checkpoint.tensors, orders=source.checkpoint.orders)
         if options.stores_export:
             prepared = unfolded(prepared, source.checkpoint.tensors)
     notes = list(intake.unknown(options, prepared))
-    intake.check_base(options, source, prepared, asked, calibration, stage, progress)
-    attempt = Attempt(options, source, prepared, profiles, calibration, asked, stage, progress)
+    intake.check_base(options, source, prepared, oracle_run, calibration, stage, progress)
+    attempt = Attempt(options, source, prepared, profiles, calibration, oracle_run, stage, progress)
     mending = Mending(prepared, options, calibration, progress, stage.path)
     certified, census = attempt.prove(Islands())
     while (islands := mending.islands(certified)) is not None:

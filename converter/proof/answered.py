@@ -13,41 +13,41 @@ import numpy as np
 
 from converter.model import Source
 from converter.proof.nudge import nudge
-from converter.proof.oracle import Asked, measure
-from converter.proof.running import open_source
+from converter.proof.oracle import OracleRun, measure
+from converter.proof.running import open_fp32_graph
 from converter.proof.samples import Samples
 
 if TYPE_CHECKING:
     from bf16kit.runtime.onnx import OnnxRuntime
 
 
-def check(source: Source, samples: Samples, asked: Asked, scratch: Path) -> str | None:
+def check(source: Source, samples: Samples, oracle_run: OracleRun, scratch: Path) -> str | None:
     """Return how the outputs of ``source`` differ from the expected ones, as a sentence; None if they agree.
 
-    ``asked`` holds the source's outputs; ``samples`` holds the expected outputs that came with them.
+    ``oracle_run`` holds the source's outputs; ``samples`` holds the expected outputs that came with them.
     """
-    if not asked.answers:
-        return f"the model could not be run: {asked.how}"
-    count = len(asked.answers)
+    if not oracle_run.outputs:
+        return f"the model could not be run: {oracle_run.how}"
+    count = len(oracle_run.outputs)
     expected = list(samples.expected[:count])
-    names = [name for name in asked.answers[0] if all(name in feed for feed in expected)]
+    names = [name for name in oracle_run.outputs[0] if all(name in feed for feed in expected)]
     if not names:
         return "the samples do not hold outputs for every input"
-    own = [{name: np.asarray(answer[name]) for name in names} for answer in asked.answers]
+    own = [{name: np.asarray(outputs[name]) for name in names} for outputs in oracle_run.outputs]
 
     graph = source.graph
 
     def nudged(random: np.random.Generator) -> OnnxRuntime:
         assert graph is not None  # noqa: S101 - not asked without one
-        return open_source(
+        return open_fp32_graph(
             graph,
             source.inputs,
             source.outputs,
             scratch,
-            lambda _name, tensor: nudge(tensor.numpy(), random, asked.roundoff),
+            lambda _name, tensor: nudge(tensor.numpy(), random, oracle_run.roundoff),
         )
 
-    wanted = Asked([{name: feed[name] for name in names} for feed in expected], "the samples", asked.roundoff)
+    wanted = OracleRun([{name: feed[name] for name in names} for feed in expected], "the samples", oracle_run.roundoff)
     found = measure(wanted, samples.feeds, own, None if graph is None else nudged, scratch)
     wrong = [(name, figure) for name, figure in found.outputs.items() if not figure.relative_l2 <= figure.bound]
     return (

@@ -24,21 +24,23 @@ from converter.options import Options
 from converter.process.memory import release_memory
 from converter.process.progress import Progress
 from converter.proof import golden, measure, oracle
-from converter.proof.exported import Reference
-from converter.proof.itself import Itself
-from converter.proof.judging import over, without
+from converter.proof.exported import GraphReference
+from converter.proof.itself import OracleReference
+from converter.proof.judging import find_breaches, without_profiles
 from converter.proof.measure import Drifts
 from converter.proof.nudge import open_nudged
-from converter.proof.oracle import Asked
-from converter.proof.running import open_source
+from converter.proof.oracle import OracleRun
+from converter.proof.running import open_fp32_graph
 from converter.proof.runs import Run, run_as_served, run_export
-from converter.proof.samples import Samples, how_to_give
-from converter.proof.seen import as_seen, edges, with_axis
+from converter.proof.samples import Samples, samples_usage
+from converter.proof.seen import edges, with_batch_axis, with_observed_shapes
 from converter.proof.spool import Spool
 
-_QUOTED = 160  # characters of ONNX Runtime's reason; the rest of the message is as long again
-_NOT_SEEN = "no batch axis: it was not confirmed that two samples run together give the same outputs as run apart"
-_BY_NUMBERS = (
+_MAX_REASON = 160  # characters of ONNX Runtime's reason; the rest of the message is as long again
+_AXIS_UNCONFIRMED = (
+    "no batch axis: it was not confirmed that two samples run together give the same outputs as run apart"
+)
+_ROWS_INTERACT = (
     "no batch axis: the model branches on values in its inputs, so one sample may change how another is computed"
 )
 
@@ -50,7 +52,7 @@ class Certified:
 
     manifest: Manifest
     runs: dict[str, Run] = field(default_factory=dict)
-    over: dict[str, list[str]] = field(default_factory=dict)
+    breaches: dict[str, list[str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -65,12 +67,12 @@ def certify(
     samples: Samples,
     options: Options,
     progress: Progress,
-    asked: Asked,
-    source: Reference | Itself | None = None,
+    oracle_run: OracleRun,
+    source: GraphReference | OracleReference | None = None,
 ) -> Certified:
     """Run the files in ``stage`` on ``samples``: certify the reference, write golden samples, and measure drift.
 
-    ``asked`` holds the source's own outputs. ``source`` is the reference if the artifact keeps none: the source's
+    ``oracle_run`` holds the source's own outputs. ``source`` is the reference if the artifact keeps none: the source's
     graph, or the source itself. Raises :class:`RuntimeFailure` if a graph does not load or run, and
     :class:`~bf16kit.errors.ConversionError` if the reference does not match the source. An optional profile that does
     not run is dropped instead, and so is a torch module whose format was not asked for.
@@ -79,33 +81,35 @@ def certify(
         draft = stage.draft(manifest)
         reference = _open_reference(draft, *edges(manifest), source, stage.path)
         expected = _expected(reference, samples, stage)
-        apart = isinstance(source, Itself) and not source.rowwise
-        axis = None if apart else measure.batch_axis(reference, reference.inputs, reference.outputs, samples.feeds)
+        rows_interact = isinstance(source, OracleReference) and not source.rowwise
+        axis = (
+            None if rows_interact else measure.batch_axis(reference, reference.inputs, reference.outputs, samples.feeds)
+        )
         reference.close()
         release_memory()
         checked = oracle.certify(
-            asked,
+            oracle_run,
             samples.feeds,
             expected,
-            None if isinstance(source, Itself) else partial(_nudged, draft, source, asked, stage.path),
+            None if isinstance(source, OracleReference) else partial(_nudged, draft, source, oracle_run, stage.path),
             stage.path,
         )
         release_memory()
     manifest = manifest.amended(oracle=checked)
-    manifest, notes = as_seen(manifest, samples.feeds, expected)
-    certified = Certified(with_axis(manifest, axis), notes=[*oracle.remarks(checked), *notes])
+    manifest, notes = with_observed_shapes(manifest, samples.feeds, expected)
+    certified = Certified(with_batch_axis(manifest, axis), notes=[*oracle.remarks(checked), *notes])
     if axis is None:
-        certified.notes.append(_BY_NUMBERS if apart else _NOT_SEEN)
+        certified.notes.append(_ROWS_INTERACT if rows_interact else _AXIS_UNCONFIRMED)
     for profile in sorted(manifest.profiles):
         with progress.step(f"measuring the drift of {profile}"):
             _certify_profile(certified, stage, profile, samples, expected, options)
         release_memory()
     for export in sorted(manifest.exports):
         with progress.step(f"measuring the drift of the export {export}"):
-            graph = None if isinstance(source, Itself) else source
+            graph = None if isinstance(source, OracleReference) else source
             _certify_export(certified, stage, export, samples, expected, options, graph)
         release_memory()
-    _keep_golden(certified, stage, samples.feeds, expected, options)
+    _write_golden(certified, stage, samples.feeds, expected, options)
     expected.close()
     return certified
 
@@ -114,20 +118,20 @@ def _open_reference(
     draft: Artifact,
     inputs: Sequence[TensorSpec],
     outputs: Sequence[TensorSpec],
-    source: Reference | Itself | None,
+    source: GraphReference | OracleReference | None,
     scratch: Path,
 ) -> Runtime:
     if source is None:
         return load_reference(draft, scratch=scratch)
-    if isinstance(source, Itself):
+    if isinstance(source, OracleReference):
         return source.open(inputs, outputs)
-    return open_source(source.model, inputs, outputs, scratch)
+    return open_fp32_graph(source.model, inputs, outputs, scratch)
 
 
 def _nudged(
-    draft: Artifact, source: Reference | None, asked: Asked, scratch: Path, random: np.random.Generator
+    draft: Artifact, source: GraphReference | None, oracle_run: OracleRun, scratch: Path, random: np.random.Generator
 ) -> Runtime:
-    return open_nudged(draft, None if source is None else source.model, random, asked.roundoff, scratch)
+    return open_nudged(draft, None if source is None else source.model, random, oracle_run.roundoff, scratch)
 
 
 def _expected(reference: Runtime, samples: Samples, stage: StagingArtifact) -> Spool:
@@ -135,8 +139,8 @@ def _expected(reference: Runtime, samples: Samples, stage: StagingArtifact) -> S
         return measure.spool(reference, samples, stage.path)
     except RuntimeFailure as error:
         raise RuntimeFailure(
-            f"the fp32 reference does not run on {samples.origin}: {brief(error, _QUOTED)}\nIf these samples do not"
-            f" fit the model, pass others with {how_to_give(reference.inputs)}"
+            f"the fp32 reference does not run on {samples.origin}: {brief(error, _MAX_REASON)}\nIf these samples do not"
+            f" fit the model, pass others with {samples_usage(reference.inputs)}"
         ) from error
 
 
@@ -158,7 +162,7 @@ def _certify_profile(
             note = f"no {TRACED[profile].title}: the traced module does not run on the samples: {error}"
         else:
             raise
-        certified.manifest = without(stage, manifest, [profile])
+        certified.manifest = without_profiles(stage, manifest, [profile])
         certified.notes.append(note)
         return
     advice = f"{run.info.note}: {run.info.advice}"
@@ -177,7 +181,7 @@ def _certify_export(
     samples: Samples,
     expected: Sequence[Feeds],
     options: Options,
-    source: Reference | None,
+    source: GraphReference | None,
 ) -> None:
     """Measure the drift of the export's files in the reference's arithmetic; other programs may compute otherwise."""
     manifest = certified.manifest
@@ -187,7 +191,7 @@ def _certify_export(
     _record(certified, export, f"export {export}", run, samples, options)
 
 
-def _record(certified: Certified, name: str, called: str, run: Run, samples: Samples, options: Options) -> None:
+def _record(certified: Certified, name: str, label: str, run: Run, samples: Samples, options: Options) -> None:
     """Record the drift of ``run``, and where it exceeds the budget."""
     certified.runs[name] = run
     summaries = measure.summarise(run.drifts)
@@ -195,7 +199,7 @@ def _record(certified: Certified, name: str, called: str, run: Run, samples: Sam
     entry = DriftEntry(samples=count, source=samples.origin, outputs=measure.as_dict(summaries), emulated=run.emulated)
     manifest = certified.manifest
     certified.manifest = manifest.model_copy(update={"drift": manifest.drift | {name: entry}})
-    certified.over[name] = [f"{called}, {breach}" for breach in over(options.budget, run.drifts)]
+    certified.breaches[name] = [f"{label}, {breach}" for breach in find_breaches(options.budget, run.drifts)]
 
 
 def _verified(stage: StagingArtifact, manifest: Manifest, profile: str, run: Run) -> ProfileEntry:
@@ -213,7 +217,7 @@ def _verified(stage: StagingArtifact, manifest: Manifest, profile: str, run: Run
     return entry.model_copy(update={"verified": "device" if profile == "cuda" else "host", "note": note})
 
 
-def _keep_golden(
+def _write_golden(
     certified: Certified, stage: StagingArtifact, feeds: Sequence[Feeds], expected: Sequence[Feeds], options: Options
 ) -> None:
     """Write the golden samples and read them back.
@@ -225,23 +229,25 @@ def _keep_golden(
     manifest, budget = certified.manifest, options.budget
     if any(entry.dtype == "string" for entry in (*manifest.inputs, *manifest.outputs)):
         return  # safetensors has no strings
-    answered = {p: run.by_sample() for p, run in certified.runs.items() if not certified.over[p]}
-    number = golden.choose(budget, [drifts for p, drifts in answered.items() if p not in options.optional_profiles])
+    drifts_by_profile = {p: run.by_sample() for p, run in certified.runs.items() if not certified.breaches[p]}
+    number = golden.choose(
+        budget, [drifts for p, drifts in drifts_by_profile.items() if p not in options.optional_profiles]
+    )
     if number:
         certified.notes.append(
             f"the golden samples, on which a server checks each start, are sample {number}: the first on which every"
             " profile is within budget"
         )
     kept, profiles = {golden.NAME: number}, dict(manifest.profiles)
-    for profile, drifts in answered.items():
+    for profile, drifts in drifts_by_profile.items():
         chosen = number
-        if profile in options.optional_profiles and over(budget, [drifts[number]]):
+        if profile in options.optional_profiles and find_breaches(budget, [drifts[number]]):
             chosen = golden.choose(budget, [drifts])
-            kept[golden.own(profile)] = chosen
-            profiles[profile] = profiles[profile].model_copy(update={"golden": golden.own(profile)})
-        breaches = over(budget, [drifts[chosen]])
-        called = "export" if profile in manifest.exports else "profile"
-        certified.over[profile] = [f"{called} {profile}, {each}, on the golden samples alone" for each in breaches]
+            kept[golden.file_name(profile)] = chosen
+            profiles[profile] = profiles[profile].model_copy(update={"golden": golden.file_name(profile)})
+        breaches = find_breaches(budget, [drifts[chosen]])
+        label = "export" if profile in manifest.exports else "profile"
+        certified.breaches[profile] = [f"{label} {profile}, {each}, on the golden samples alone" for each in breaches]
     for name, chosen in kept.items():
         golden.write(stage.path / name, feeds[chosen], expected[chosen])
     certified.manifest = manifest.amended(golden=golden.NAME, profiles=profiles)

@@ -33,7 +33,7 @@ SAME = Distance(0.0, 0.0)
 INCOMPARABLE = Distance(math.inf, math.inf)
 
 
-def between(a: Array, b: Array) -> Distance:
+def measure_distance(a: Array, b: Array) -> Distance:
     """Return the distance between two arrays of any dtypes, computed in float64, in blocks.
 
     Values that stand for minus infinity (masked logits) and are equal in both are left out, because they would dominate
@@ -58,7 +58,7 @@ def between(a: Array, b: Array) -> Distance:
     return Distance(float(np.sqrt(squares[0] / squares[1:].max())), largest)
 
 
-def leave_out(array: Array, source: Array, changed: Sequence[Array]) -> Array:
+def mask_unstable(array: Array, source: Array, changed: Sequence[Array]) -> Array:
     """Return ``array``, with each non-float value taken from ``source`` where one of the ``changed`` arrays differs.
 
     A float array is returned as it is. If noise flips an index, a flag or a number of rows, it says nothing about which

@@ -56,7 +56,7 @@ class Trace:
         """Return the SQNR in dB of a ``value`` that both graphs have."""
         return decibels(self.powers[value.name or ""].ratio)
 
-    def line(self, value: ir.Value) -> float:
+    def expected_sqnr(self, value: ir.Value) -> float:
         """Return the expected SQNR of ``value``, in dB."""
         return decibels(self.expected[value])
 
@@ -74,12 +74,12 @@ def layer(traced: Trace, node: ir.Node, depths: Mapping[ir.Value, int] | None = 
         weight=_weight(node),
         depth=depths[value],
         sqnr_db=traced.sqnr(seen),
-        expected_db=traced.line(seen),
+        expected_db=traced.expected_sqnr(seen),
     )
 
 
 @contextmanager
-def reference(artifact: Artifact, scratch: Path | None = None) -> Iterator[Graph]:
+def open_reference(artifact: Artifact, scratch: Path | None = None) -> Iterator[Graph]:
     """Open the fp32 graph of ``artifact``, its weights rebuilt while the block runs; ArtifactError without one."""
     name = artifact.manifest.reference
     if name is None and artifact.manifest.checkpoint:

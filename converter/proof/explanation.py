@@ -19,8 +19,8 @@ from converter.plan.profiles import PROFILES
 from converter.process.memory import release_memory
 from converter.process.progress import Progress
 from converter.proof import remedy, samples
-from converter.proof.explain import layer, reference, trace
-from converter.proof.keeping import Late, never
+from converter.proof.explain import layer, open_reference, trace
+from converter.proof.keeping import Expired, never
 from converter.proof.probing import Graph
 from converter.report.layers import series
 
@@ -56,30 +56,30 @@ def explain(path: Path, given: str | None, profiles: Sequence[str], *, as_json: 
         )
     feeds, origin = _feeds(artifact, given)
     found = []
-    with reference(artifact) as graph:
+    with open_reference(artifact) as graph:
         for profile in dict.fromkeys(profiles or onnx or ("cpu",)):
-            found.append(explained(graph, artifact, feeds, profile))
+            found.append(explain_profile(graph, artifact, feeds, profile))
             release_memory()
     if as_json:
         return json.dumps({"samples": origin, "profiles": [as_dict(each) for each in found]}, indent=1)
     return "\n\n".join(text(each, origin) for each in found)
 
 
-def tables(
+def measure_layers(
     artifact: Artifact,
     feeds: Sequence[Feeds],
     scratch: Path,
     progress: Progress,
     notes: list[str],
     *,
-    mend: Collection[str] = (),
-    late: Late = never,
+    remedies_for: Collection[str] = (),
+    expired: Expired = never,
     without: Collection[str] = (),
 ) -> dict[str, Layers]:
     """Measure the layers of all ONNX profiles, except those in ``without``, on the first of ``feeds``; by profile.
 
-    For the profiles in ``mend``, also look for a remedy. No verdict needs these tables. So a graph that does not run
-    becomes a note in ``notes``, and an artifact without a reference has no tables.
+    For the profiles in ``remedies_for``, also look for a remedy. No verdict needs these tables. So a graph that does
+    not run becomes a note in ``notes``, and an artifact without a reference has no tables.
     """
     found_onnx = (name for name, entry in artifact.manifest.profiles.items() if entry.format == "onnx")
     profiles = sorted(set(found_onnx) - set(without))
@@ -87,38 +87,45 @@ def tables(
         return {}
     found: dict[str, Layers] = {}
     try:
-        with progress.step("measuring each layer's SQNR"), reference(artifact, scratch) as graph:
+        with progress.step("measuring each layer's SQNR"), open_reference(artifact, scratch) as graph:
             for profile in profiles:
-                mended = profile in mend
-                told = explained(graph, artifact, feeds[:_FEEDS], profile, mend=mended, late=late, scratch=scratch)
-                found[profile] = told.entry(MOST_LAYERS // len(profiles))
+                explanation = explain_profile(
+                    graph,
+                    artifact,
+                    feeds[:_FEEDS],
+                    profile,
+                    find_remedy=profile in remedies_for,
+                    expired=expired,
+                    scratch=scratch,
+                )
+                found[profile] = explanation.entry(MOST_LAYERS // len(profiles))
     except (RuntimeFailure, ConversionError) as error:
         notes.append(f"the SQNR of layers was not measured: {error}")
     return found
 
 
-def explained(
+def explain_profile(
     reference: Graph,
     artifact: Artifact,
     feeds: Sequence[Feeds],
     profile: str,
     *,
-    mend: bool = True,
-    late: Late = never,
+    find_remedy: bool = True,
+    expired: Expired = never,
     scratch: Path | None = None,
 ) -> Explanation:
-    """Measure ``profile`` on ``feeds``; with ``mend``, also look for a remedy until ``late`` returns true.
+    """Measure ``profile`` on ``feeds``; with ``find_remedy``, also look for a remedy until ``expired`` returns true.
 
     Errors: those of :func:`converter.proof.explain.trace`.
     """
     traced = trace(reference, artifact, feeds, profile)
-    found = remedy.departure(traced, Budget.from_dict(artifact.manifest.budget))
+    found = remedy.find_noisy_output(traced, Budget.from_dict(artifact.manifest.budget))
     if found is None or found.node is None:
         return Explanation(profile, tuple(traced.layers()), DiagnosisEntry(ails=found is not None))
-    mend = mend and PROFILES[profile].searched
-    mended = remedy.find(traced, artifact, profile, feeds, found, late, scratch) if mend else None
-    tried = mend and (mended is not None or not late())
-    diagnosis = DiagnosisEntry(ails=True, leaves=layer(traced, found.node), remedy=mended, tried=tried)
+    find_remedy = find_remedy and PROFILES[profile].searched
+    best = remedy.find_remedy(traced, artifact, profile, feeds, found, expired, scratch) if find_remedy else None
+    tried = find_remedy and (best is not None or not expired())
+    diagnosis = DiagnosisEntry(ails=True, leaves=layer(traced, found.node), remedy=best, tried=tried)
     return Explanation(profile, tuple(traced.layers()), diagnosis)
 
 
@@ -137,14 +144,14 @@ def as_dict(explanation: Explanation) -> dict[str, object]:
     return found | explanation.diagnosis.model_dump(mode="json")
 
 
-def text(explanation: Explanation, origin: str, unsought: str = "") -> str:
+def text(explanation: Explanation, origin: str, no_remedy_reason: str = "") -> str:
     """Return the explanation as text: a table of the layers that matter, and the diagnosis.
 
-    ``origin`` says which samples were run. ``unsought`` says why no remedy was looked for; the default names this
-    profile.
+    ``origin`` says which samples were run. ``no_remedy_reason`` says why no remedy was looked for; the default names
+    this profile.
     """
-    unsought = unsought or f"No remedy was looked for on profile {explanation.profile}."
-    shown = [each for each in explanation.layers if _is_shown(each)]
+    no_remedy_reason = no_remedy_reason or f"No remedy was looked for on profile {explanation.profile}."
+    shown = [each for each in explanation.layers if _is_notable(each)]
     rows = [
         (each.depth, each.name, each.op, each.weight, f"{each.sqnr_db:.1f}", f"{each.expected_db:.1f}", _mark(each))
         for each in shown
@@ -154,11 +161,11 @@ def text(explanation: Explanation, origin: str, unsought: str = "") -> str:
         " the SQNR expected of rounding alone"
     )
     columns = ("depth", "node", "op", "weight", "SQNR dB", "expected", "")
-    told = series(explanation.profile, explanation.entry(len(explanation.layers)), unsought=unsought)
+    told = series(explanation.profile, explanation.entry(len(explanation.layers)), no_remedy_reason=no_remedy_reason)
     return "\n".join([table(title, columns, rows), told.told, *([f"  {told.option}"] if told.option else [])])
 
 
-def _is_shown(each: LayerEntry) -> bool:
+def _is_notable(each: LayerEntry) -> bool:
     """Whether a layer has weights, is a product, or is below the line; ``--json`` has all layers."""
     return bool(each.weight) or each.op in WEIGHTED or bool(_mark(each))
 

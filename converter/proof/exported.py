@@ -23,17 +23,17 @@ from converter.graph.equality import in_fp32
 from converter.model import Array
 from converter.passes import Match
 from converter.plan import is_matrix
-from converter.proof.running import open_source
+from converter.proof.running import open_fp32_graph
 
 NOTE = "when verified: its tensors, converted to fp32, in the fp32 reference"
 REARRANGED = NOTE + "; weights that the reference holds in another order were rounded as well"
 _SUFFIX = ".safetensors"
 
-_Own = Callable[[str, ir.TensorProtocol], Array]
+_ReadInitializer = Callable[[str, ir.TensorProtocol], Array]
 
 
 @dataclass(frozen=True, slots=True)
-class Reference:
+class GraphReference:
     """The fp32 graph for an artifact that keeps none, and which of its initializers holds which checkpoint tensor."""
 
     model: ir.Model
@@ -45,16 +45,16 @@ class _Graph:
     """A graph in which tensors of an export replace initializers.
 
     ``holders`` maps a checkpoint tensor's name to the initializer that holds it, and the order of its axes there.
-    ``own`` returns an initializer as the reference has it.
+    ``read_initializer`` returns an initializer as the reference has it.
     """
 
     model: ir.Model
     holders: Mapping[str, tuple[str, Sequence[int] | None]]
-    own: _Own
+    read_initializer: _ReadInitializer
 
 
 def open_export(
-    artifact: Artifact, name: str, source: Reference | None = None, scratch: Path | None = None
+    artifact: Artifact, name: str, source: GraphReference | None = None, scratch: Path | None = None
 ) -> tuple[Runtime, str]:
     """Open the reference with the tensors of the export ``name``; also return a note on how that was done.
 
@@ -63,9 +63,11 @@ def open_export(
     are rounded as well. Raises :class:`ArtifactError` without a reference.
     """
     tensors = tensors_of(artifact, name)
-    graph = _kept(artifact) if source is None else _given(source)
-    present = {tensor: held for tensor, held in graph.holders.items() if held[0] in graph.model.graph.initializers}
-    loose = any(
+    graph = _graph_of_artifact(artifact) if source is None else _graph_of_source(source)
+    present = {
+        tensor: holder for tensor, holder in graph.holders.items() if holder[0] in graph.model.graph.initializers
+    }
+    rounds_others = any(
         array.dtype == BF16 and is_matrix(array.shape) and tensor not in present for tensor, array in tensors.items()
     )
     places = {value: (tensor, order) for tensor, (value, order) in reversed(present.items()) if tensor in tensors}
@@ -73,13 +75,15 @@ def open_export(
     def read_tensor(value: str, tensor: ir.TensorProtocol) -> Array:
         if value in places:
             exported, order = places[value]
-            return _in_place(tensors[exported], order, tensor)
-        array = graph.own(value, tensor)
-        return in_fp32(to_bf16(array)) if loose and array.dtype == np.float32 and is_matrix(array.shape) else array
+            return _as_graph_holds(tensors[exported], order, tensor)
+        array = graph.read_initializer(value, tensor)
+        return (
+            in_fp32(to_bf16(array)) if rounds_others and array.dtype == np.float32 and is_matrix(array.shape) else array
+        )
 
     manifest = artifact.manifest
     inputs, outputs = ([entry.spec() for entry in edges] for edges in (manifest.inputs, manifest.outputs))
-    return open_source(graph.model, inputs, outputs, scratch, read_tensor), REARRANGED if loose else NOTE
+    return open_fp32_graph(graph.model, inputs, outputs, scratch, read_tensor), REARRANGED if rounds_others else NOTE
 
 
 def tensors_of(artifact: Artifact, name: str) -> dict[str, Array]:
@@ -91,26 +95,26 @@ def tensors_of(artifact: Artifact, name: str) -> dict[str, Array]:
     return found
 
 
-def _kept(artifact: Artifact) -> _Graph:
+def _graph_of_artifact(artifact: Artifact) -> _Graph:
     manifest = artifact.manifest
     if manifest.reference is None:
         raise ArtifactError(f"{artifact.path}: keeps no fp32 reference, so its export cannot be run")
     reader = Artifact(artifact.path, manifest, artifact.copies)
 
-    def own(value: str, tensor: ir.TensorProtocol) -> Array:
+    def read_initializer(value: str, tensor: ir.TensorProtocol) -> Array:
         rebuilt = isinstance(tensor, ir.ExternalTensor) and tensor.location == REBUILT
         return reader.restore(value) if rebuilt else tensor.numpy()
 
     holders = {entry.name: (entry.tensor, entry.permutation) for entry in manifest.checkpoint}
-    return _Graph(ir.load(artifact.file(manifest.reference)), holders, own)
+    return _Graph(ir.load(artifact.file(manifest.reference)), holders, read_initializer)
 
 
-def _given(source: Reference) -> _Graph:
+def _graph_of_source(source: GraphReference) -> _Graph:
     holders = {name: (match.initializer, match.permutation) for name, match in source.matches.items()}
     return _Graph(source.model, holders, lambda _value, tensor: tensor.numpy())
 
 
-def _in_place(array: Array, order: Sequence[int] | None, tensor: ir.TensorProtocol) -> Array:
+def _as_graph_holds(array: Array, order: Sequence[int] | None, tensor: ir.TensorProtocol) -> Array:
     """Return an exported tensor as the graph holds it: in its order of axes, and in fp32 if it computes in fp32."""
     placed = array if order is None else array.transpose(np.argsort(order))
     return np.ascontiguousarray(in_fp32(placed) if tensor.dtype == ir.DataType.FLOAT else placed)

@@ -12,26 +12,26 @@ from bf16kit.budget import Budget
 from bf16kit.errors import ConversionError
 from converter.graph.equality import same_bits
 from converter.model import Feeds
-from converter.proof.judging import over
+from converter.proof.judging import find_breaches
 from converter.proof.measure import Drifts
 
 NAME = "golden.safetensors"
 
 
-def own(profile: str) -> str:
+def file_name(profile: str) -> str:
     """Return the name of the file with golden samples for ``profile`` alone."""
     return f"golden.{profile}.safetensors"
 
 
-def choose(budget: Budget, answered: Collection[Mapping[int, Drifts]]) -> int:
+def choose(budget: Budget, runs: Collection[Mapping[int, Drifts]]) -> int:
     """Return the number of the first sample on which all profiles are within ``budget``; 0 if there is none.
 
-    ``answered`` has the drift of each profile by sample number. A budget bounds the mean over many samples, but a
+    ``runs`` has the drift of each profile by sample number. A budget bounds the mean over many samples, but a
     server judges a single one. One sample over budget does not make the model worse: the model may cancel most of that
     sample's signal.
     """
-    shared = set.intersection(*map(set, answered)) if answered else set()
-    return next((n for n in sorted(shared) if not any(over(budget, [found[n]]) for found in answered)), 0)
+    shared = set.intersection(*map(set, runs)) if runs else set()
+    return next((n for n in sorted(shared) if not any(find_breaches(budget, [found[n]]) for found in runs)), 0)
 
 
 def write(path: Path, feeds: Feeds, outputs: Feeds) -> None:
@@ -50,9 +50,9 @@ def check(artifact: Artifact, name: str, feeds: Feeds, outputs: Feeds) -> None:
     Raises :class:`ConversionError` that names the array which differs from the reference's input or output.
     """
     kept = artifact.golden_in(name)
-    for what, meant, found in (("input", feeds, kept.inputs), ("output", outputs, kept.outputs)):
-        wrong = [n for n in meant.keys() | found.keys() if n not in meant or n not in found]
-        wrong += [n for n in meant if n in found and not same_bits(np.asarray(meant[n]), found[n])]
+    for what, expected, found in (("input", feeds, kept.inputs), ("output", outputs, kept.outputs)):
+        wrong = [n for n in expected.keys() | found.keys() if n not in expected or n not in found]
+        wrong += [n for n in expected if n in found and not same_bits(np.asarray(expected[n]), found[n])]
         if wrong:
             raise ConversionError(
                 f"{name}: {what} {min(wrong)!r} differs from the reference's; nothing was published. Run the"

@@ -14,7 +14,7 @@ from converter.model import Oracle
 
 
 @dataclass(frozen=True, slots=True)
-class Itself:
+class OracleReference:
     """The source in place of a reference graph.
 
     ``rowwise`` is false if one row's input may change another row's outputs. Then no batch axis may be declared,
@@ -24,12 +24,12 @@ class Itself:
     oracle: Oracle
     rowwise: bool
 
-    def open(self, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> Answering:
+    def open(self, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> OracleRuntime:
         """Return a runtime that takes ``inputs`` and computes ``outputs``."""
-        return Answering(self.oracle, inputs, outputs)
+        return OracleRuntime(self.oracle, inputs, outputs)
 
 
-class Answering(Edges):
+class OracleRuntime(Edges):
     """A :class:`bf16kit.runtime.Runtime` that calls ``oracle``."""
 
     def __init__(self, oracle: Oracle, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> None:
@@ -47,8 +47,8 @@ class Answering(Edges):
         """See :meth:`bf16kit.runtime.Runtime.run`."""
         if self._oracle is None:
             raise RuntimeFailure("the model is closed")
-        (answer,) = self._oracle([dict(feeds)])
-        return answer if outputs is None else {name: answer[name] for name in outputs}
+        (found,) = self._oracle([dict(feeds)])
+        return found if outputs is None else {name: found[name] for name in outputs}
 
     def close(self) -> None:
         """Release the source. ``run`` fails from now on."""

@@ -24,7 +24,7 @@ _KEEP_WEIGHTS = "Keep the weights that cause it in fp32 (--keep-fp32 REGEX)"
 _Entry = TypeVar("_Entry")
 
 
-def with_kinds(outputs: Sequence[TensorSpec], kinds: Mapping[str, Kind]) -> tuple[TensorSpec, ...]:
+def with_output_kinds(outputs: Sequence[TensorSpec], kinds: Mapping[str, Kind]) -> tuple[TensorSpec, ...]:
     """Return ``outputs`` with the kinds given by ``--output``; UsageError for a name that no output has."""
     names = [spec.name for spec in outputs]
     for name in kinds:
@@ -53,7 +53,7 @@ def check_budget(budget: Budget, outputs: Sequence[TensorSpec]) -> list[str]:
     return []
 
 
-def breaches(profile: str, budget: Budget, summaries: Mapping[str, DriftSummary]) -> list[str]:
+def describe_breaches(profile: str, budget: Budget, summaries: Mapping[str, DriftSummary]) -> list[str]:
     """Describe where ``summaries`` exceed ``budget``, one sentence each."""
     return [
         f"profile {profile}, {breach}"
@@ -62,13 +62,13 @@ def breaches(profile: str, budget: Budget, summaries: Mapping[str, DriftSummary]
     ]
 
 
-def over(budget: Budget, drifts: Sequence[Drifts]) -> list[Breach]:
+def find_breaches(budget: Budget, drifts: Sequence[Drifts]) -> list[Breach]:
     """Return where ``drifts``, one entry per sample, exceed ``budget``."""
     summaries = measure.summarise(drifts)
     return [breach for output in sorted(summaries) for breach in budget.breaches(output, summaries[output])]
 
 
-def check_judged(budget: Budget, manifest: Manifest) -> None:
+def check_stated_bounds(budget: Budget, manifest: Manifest) -> None:
     """Raise UsageError if a bound that the user stated judged no output in any profile."""
     summaries = [DriftSummary(e.samples, stats) for e in manifest.drift.values() for stats in e.outputs.values()]
     for name in sorted(budget.stated):
@@ -77,48 +77,52 @@ def check_judged(budget: Budget, manifest: Manifest) -> None:
 
 
 def judge(
-    over: Mapping[str, Sequence[str]], manifest: Manifest, options: Options, stage: StagingArtifact
+    breaches: Mapping[str, Sequence[str]], manifest: Manifest, options: Options, stage: StagingArtifact
 ) -> tuple[Manifest, list[str]]:
-    """Return the manifest to publish, and notes; ``over`` describes where each profile exceeds the budget.
+    """Return the manifest to publish, and notes; ``breaches`` describes where each profile exceeds the budget.
 
     An optional profile over budget is always left out, because the user did not ask for it. For any other profile,
     raises :class:`BudgetExceeded` unless the options allow drift over budget, or allow profiles to be dropped and one
     is left.
     """
-    over = {profile: words for profile, words in over.items() if words}
-    manifest, left_out = _without_optional(over, manifest, options, stage)
-    over = {name: words for name, words in over.items() if name in manifest.profiles or name in manifest.exports}
-    if not over:
+    breaches = {profile: found for profile, found in breaches.items() if found}
+    manifest, left_out = _without_optional(breaches, manifest, options, stage)
+    breaches = {
+        name: found for name, found in breaches.items() if name in manifest.profiles or name in manifest.exports
+    }
+    if not breaches:
         return manifest, left_out
-    manifest, notes = _judged(over, manifest, options, stage)
+    manifest, notes = _judged(breaches, manifest, options, stage)
     return manifest, [*left_out, *notes]
 
 
 def _without_optional(
-    over: Mapping[str, Sequence[str]], manifest: Manifest, options: Options, stage: StagingArtifact
+    breaches: Mapping[str, Sequence[str]], manifest: Manifest, options: Options, stage: StagingArtifact
 ) -> tuple[Manifest, list[str]]:
-    dropped = [profile for profile in options.optional_profiles if profile in over]
+    dropped = [profile for profile in options.optional_profiles if profile in breaches]
     notes = [
         f"no profile {profile}, which is faster on some processors: drift over budget; to write it, pass --profile"
         f" {profile} and keep the nodes that cause it in fp32 (--keep-fp32 REGEX)"
-        + "".join(f"\n  {breach}" for breach in over[profile])
+        + "".join(f"\n  {breach}" for breach in breaches[profile])
         for profile in dropped
     ]
-    return (without(stage, manifest, dropped) if dropped else manifest), notes
+    return (without_profiles(stage, manifest, dropped) if dropped else manifest), notes
 
 
 def _judged(
-    over: Mapping[str, Sequence[str]], manifest: Manifest, options: Options, stage: StagingArtifact
+    breaches: Mapping[str, Sequence[str]], manifest: Manifest, options: Options, stage: StagingArtifact
 ) -> tuple[Manifest, list[str]]:
     """Do as :func:`judge` for profiles that are over budget and were asked for."""
-    listed = "".join(f"\n  {breach}" for profile in sorted(over) for breach in over[profile])
+    listed = "".join(f"\n  {breach}" for profile in sorted(breaches) for breach in breaches[profile])
     if options.allow_over_budget:
         return manifest, [f"drift over budget, published because of --allow-over-budget:{listed}"]
-    droppable = over.keys() <= manifest.profiles.keys()  # an export was asked for, and may hold the weights
-    if options.drop_failing_profiles and droppable and manifest.profiles.keys() - over.keys():
-        dropped = f"left out, drift over budget: {', '.join(sorted(over))}{listed}"
-        return without(stage, manifest, over.keys()), [dropped]
-    raise BudgetExceeded(f"drift over budget, nothing published:{listed}\n{_remedies(over.keys(), manifest, options)}")
+    droppable = breaches.keys() <= manifest.profiles.keys()  # an export was asked for, and may hold the weights
+    if options.drop_failing_profiles and droppable and manifest.profiles.keys() - breaches.keys():
+        dropped = f"left out, drift over budget: {', '.join(sorted(breaches))}{listed}"
+        return without_profiles(stage, manifest, breaches.keys()), [dropped]
+    raise BudgetExceeded(
+        f"drift over budget, nothing published:{listed}\n{_remedies(breaches.keys(), manifest, options)}"
+    )
 
 
 def _remedies(failing: Collection[str], manifest: Manifest, options: Options) -> str:
@@ -143,17 +147,17 @@ def _remedies(failing: Collection[str], manifest: Manifest, options: Options) ->
     return f"The search cannot mend {titles}, because torch.autocast decides where it rounds: {leave}, {others}"
 
 
-def without(stage: StagingArtifact, manifest: Manifest, profiles: Collection[str]) -> Manifest:
+def without_profiles(stage: StagingArtifact, manifest: Manifest, profiles: Collection[str]) -> Manifest:
     """Return the manifest without ``profiles``, and delete their graphs from the staging directory."""
     for profile in profiles:
         entry = manifest.profiles[profile]
         for name in (entry.graph, entry.golden):
             if name is not None:
                 (stage.path / name).unlink()
-    plan = manifest.plan.model_copy(update={"nodes": _less(manifest.plan.nodes, profiles)})
-    left = _less(manifest.profiles, profiles)
-    return manifest.amended(profiles=left, drift=_less(manifest.drift, profiles), plan=plan)
+    plan = manifest.plan.model_copy(update={"nodes": _excluding(manifest.plan.nodes, profiles)})
+    left = _excluding(manifest.profiles, profiles)
+    return manifest.amended(profiles=left, drift=_excluding(manifest.drift, profiles), plan=plan)
 
 
-def _less(entries: Mapping[str, _Entry], names: Collection[str]) -> dict[str, _Entry]:
+def _excluding(entries: Mapping[str, _Entry], names: Collection[str]) -> dict[str, _Entry]:
     return {name: entry for name, entry in entries.items() if name not in names}

@@ -29,7 +29,7 @@ from converter.proof.explain import Trace, decibels
 from converter.proof.probing import Graph, compare
 from converter.proof.spool import Spool
 
-Late = Callable[[], bool]  # returns whether the time for trials is over
+Expired = Callable[[], bool]  # returns whether the time for trials is over
 
 
 def never() -> bool:
@@ -37,11 +37,11 @@ def never() -> bool:
     return False
 
 
-class Trials:
+class RemedyTrials:
     """A profile, rebuilt in memory with further nodes in fp32, and the SQNR of one output.
 
-    Once ``late`` returns true, an untried set of nodes counts as no improvement. Rounded weights are kept in a file in
-    ``scratch``.
+    Once ``expired`` returns true, an untried set of nodes counts as no improvement. Rounded weights are kept in a file
+    in ``scratch``.
     """
 
     def __init__(
@@ -51,23 +51,23 @@ class Trials:
         profile: str,
         feeds: Sequence[Feeds],
         output: ir.Value,
-        late: Late = never,
+        expired: Expired = never,
         scratch: Path | None = None,
     ) -> None:
         self._trace = trace
         self._artifact = artifact
         self._feeds = feeds
         self._output = output.name or ""
-        self._late = late
+        self._late = expired
         self._profile = replace(PROFILES[profile], uses_kernel=False)
         halves = {entry.tensor for entry in artifact.manifest.checkpoint if is_half(entry.dtype)}
-        self._prepared = prepare(_whole(trace.reference), halves=halves)
+        self._prepared = prepare(_with_weights(trace.reference), halves=halves)
         self._tried: dict[tuple[str, ...], float] = {}
         self._rounded = Spool(scratch)
         self._places: dict[str, int] = {}
         plan = artifact.manifest.plan
         self._islands = Islands(_searched(plan.nodes[profile]), _searched(plan.tensors))
-        self.known = frozenset(entry.name for entry in plan.nodes[profile])
+        self.planned_nodes = frozenset(entry.name for entry in plan.nodes[profile])
 
     def sqnr(self, keep: tuple[str, ...]) -> float:
         """Return the SQNR in dB of the output with the nodes ``keep`` in fp32."""
@@ -104,7 +104,7 @@ class Trials:
             if tensor is not None and not stays_inline(tensor):
                 weights[name] = self._narrowed(name, tensor) if name in narrow else tensor.numpy()
                 value.type = ir.TensorType(ir.DataType.from_numpy(weights[name].dtype))
-                value.const_value = _elsewhere(name, weights[name])
+                value.const_value = _external_tensor(name, weights[name])
         return Graph(run([Emulate()], model), self._artifact.path, weights)
 
     def _narrowed(self, name: str, tensor: ir.TensorProtocol) -> Array:
@@ -124,7 +124,7 @@ def _searched(entries: Iterable[PlanEntry]) -> dict[str, str]:
     return {entry.name: entry.reason for entry in entries if entry.code == "budget"}
 
 
-def _whole(reference: Graph) -> ir.Model:
+def _with_weights(reference: Graph) -> ir.Model:
     """Return the reference with its weights, to be prepared as the conversion did."""
     model = reference.model.clone()
     for name, array in reference.external.items():
@@ -132,6 +132,6 @@ def _whole(reference: Graph) -> ir.Model:
     return model
 
 
-def _elsewhere(name: str, array: Array) -> ir.TensorProtocol:
+def _external_tensor(name: str, array: Array) -> ir.TensorProtocol:
     dtype, shape = ir.DataType.from_numpy(array.dtype), ir.Shape(array.shape)
     return ir.ExternalTensor(REBUILT, 0, array.nbytes, dtype, shape=shape, name=name)

@@ -19,12 +19,12 @@ from converter.proof.samples import Samples
 from converter.proof.spool import Spool
 
 # Allowed relative_l2 between two samples run together and run apart: fp32 arithmetic in another order, and no more.
-_SAME = 1e-4
+_TOLERANCE = 1e-4
 
 Drifts = dict[str, list[SampleDrift]]  # by output, a row per sample
 
 
-def answers(runtime: Runtime, feeds: Sequence[Feeds]) -> Iterator[Feeds]:
+def run_all(runtime: Runtime, feeds: Sequence[Feeds]) -> Iterator[Feeds]:
     """Yield the outputs of ``runtime`` for each of ``feeds``, one at a time."""
     return (runtime.run(feed) for feed in feeds)
 
@@ -36,14 +36,14 @@ def spool(runtime: Runtime, samples: Samples, directory: Path | None) -> Spool:
     allowed: masked logits hold them.
     """
     kept = Spool(directory)
-    for answer in answers(runtime, samples.feeds):
-        for name, array in answer.items():
-            _check_answer(array, f"sample {len(kept)} of {samples.origin}", name)
-        kept.append(answer)
+    for outputs in run_all(runtime, samples.feeds):
+        for name, array in outputs.items():
+            _reject_nan(array, f"sample {len(kept)} of {samples.origin}", name)
+        kept.append(outputs)
     return kept
 
 
-def _check_answer(array: Array, sample: str, output: str) -> None:
+def _reject_nan(array: Array, sample: str, output: str) -> None:
     count = int(np.isnan(array).sum()) if array.dtype.kind == "f" else 0
     if count:
         raise SamplesError(
@@ -57,10 +57,10 @@ def drifts(
 ) -> list[Drifts]:
     """Return the drift of ``candidate``'s outputs, each released once measured, from ``reference``'s, by sample."""
     found: list[Drifts] = []
-    for answer in candidate:  # zip would hold its last pair while the next outputs are computed
+    for actual in candidate:  # zip would hold its last pair while the next outputs are computed
         expected = reference[len(found)]
-        found.append({s.name: drift.measure(expected[s.name], answer[s.name], s, batch_axis) for s in outputs})
-        del expected, answer
+        found.append({s.name: drift.measure(expected[s.name], actual[s.name], s, batch_axis) for s in outputs})
+        del expected, actual
     if len(found) != len(reference):
         raise ValueError(f"{len(found)} answers to {len(reference)} samples")
     return found
@@ -116,10 +116,10 @@ def _same(together: Feeds, apart: Sequence[Feeds], spec: TensorSpec) -> bool:
         return False
     expected = np.concatenate([row[spec.name] for row in apart])
     found = drift.measure(expected, together[spec.name], spec, 0)
-    return all(sample.relative_l2 <= _SAME and not sample.nonfinite for sample in found)
+    return all(sample.relative_l2 <= _TOLERANCE and not sample.nonfinite for sample in found)
 
 
-def named_alike(outputs: Sequence[TensorSpec], name: str) -> tuple[TensorSpec, ...]:
+def with_batch_dimension(outputs: Sequence[TensorSpec], name: str) -> tuple[TensorSpec, ...]:
     """Return ``outputs`` with their first dimension called ``name``, once it was proved to be the batch."""
     return tuple(replace(spec, shape=(name, *spec.shape[1:])) for spec in outputs)
 

@@ -17,7 +17,7 @@ from bf16kit.artifact import Artifact
 from bf16kit.runtime import Runtime
 from bf16kit.runtime.externaldata import REBUILT
 from converter.model import FP32_ROUNDOFF, Array, Feeds
-from converter.proof.running import open_source
+from converter.proof.running import open_fp32_graph
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -65,7 +65,7 @@ def open_nudged(
     inputs = [entry.spec() for entry in manifest.inputs]
     outputs = [entry.spec() for entry in manifest.outputs]
     if source is not None:
-        return open_source(
+        return open_fp32_graph(
             source, inputs, outputs, scratch, lambda _name, tensor: nudge(tensor.numpy(), random, roundoff)
         )
     model = ir.load(artifact.file(manifest.reference or ""))
@@ -75,4 +75,4 @@ def open_nudged(
         rebuilt = isinstance(tensor, ir.ExternalTensor) and tensor.location == REBUILT
         return nudge(reader.restore(name) if rebuilt else tensor.numpy(), random, roundoff)
 
-    return open_source(model, inputs, outputs, scratch, read)
+    return open_fp32_graph(model, inputs, outputs, scratch, read)

@@ -18,31 +18,31 @@ from bf16kit.errors import ConversionError, RuntimeFailure
 from bf16kit.manifest import OracleEntry, OracleFigure
 from bf16kit.runtime import Runtime
 from converter.model import FP32_ROUNDOFF, Feeds, Source
-from converter.proof.distance import Distance, between, is_float, leave_out
+from converter.proof.distance import Distance, is_float, mask_unstable, measure_distance
 from converter.proof.nudge import nudged_feeds
 from converter.proof.spool import Spool
 
-FEEDS = 4  # the source answers this many samples, the first ones
+FEEDS = 4  # the source runs on this many samples, the first ones
 FLOOR = 64 * FP32_ROUNDOFF
 # In unit roundoffs, like FLOOR. Smaller, because fp16 rounds once per node, fp32 once per term of a sum.
 _COARSE_FLOOR = 8
 _MULTIPLE = 4  # the bound is this many times the change that nudging the weights by 16 ulps causes
 _RUNS = 3
-_TELLING = 1e-3  # a bound above this could hide faults as large as bf16's own drift, so a note says so
+_LARGEST_USEFUL_BOUND = 1e-3  # a bound above this could hide faults as large as bf16's own drift, so a note says so
 
 OpenNudged = Callable[[np.random.Generator], Runtime]
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class OracleRun:
     """The source's own outputs for the first samples; if there are none, ``how`` says why the source was not run."""
 
-    answers: Sequence[Feeds]
+    outputs: Sequence[Feeds]
     how: str
     roundoff: float = FP32_ROUNDOFF
 
 
-def ask(source: Source, feeds: Sequence[Feeds], scratch: Path) -> Asked:
+def run_oracle(source: Source, feeds: Sequence[Feeds], scratch: Path) -> OracleRun:
     """Run ``source`` on the first :data:`FEEDS` of ``feeds``; its outputs are kept in an unnamed file in ``scratch``.
 
     A source that cannot be run, or gives different outputs for the same feed each time, is no error: the result says
@@ -50,25 +50,27 @@ def ask(source: Source, feeds: Sequence[Feeds], scratch: Path) -> Asked:
     """
     oracle = source.oracle
     if oracle is None:
-        return Asked((), source.no_oracle_reason)
+        return OracleRun((), source.no_oracle_reason)
     chosen = feeds[:FEEDS]
-    kept = Spool(scratch)
+    outputs = Spool(scratch)
     unstable: list[str] = []
     try:
-        for answer in oracle.answers([*chosen, chosen[0]]):
-            if len(kept) < len(chosen):
-                kept.append(answer)
+        for found in oracle.answers([*chosen, chosen[0]]):
+            if len(outputs) < len(chosen):
+                outputs.append(found)
                 continue
-            unstable = [name for name, array in kept[0].items() if between(array, answer[name]).relative_l2 > FLOOR]
+            unstable = [
+                name for name, array in outputs[0].items() if measure_distance(array, found[name]).relative_l2 > FLOOR
+            ]
     except RuntimeFailure as error:
-        return Asked((), f"{oracle.how}: {error}")
+        return OracleRun((), f"{oracle.how}: {error}")
     if unstable:
-        return Asked((), f"{oracle.how} gives different outputs for the same input (output {unstable[0]!r})")
-    return Asked(kept, oracle.how, oracle.roundoff)
+        return OracleRun((), f"{oracle.how} gives different outputs for the same input (output {unstable[0]!r})")
+    return OracleRun(outputs, oracle.how, oracle.roundoff)
 
 
 def certify(
-    asked: Asked,
+    oracle_run: OracleRun,
     feeds: Sequence[Feeds],
     expected: Sequence[Feeds],
     nudged: OpenNudged | None,
@@ -82,37 +84,37 @@ def certify(
     cannot be nudged; then any difference beyond the floor is an error. Raises :class:`ConversionError` that names the
     outputs whose difference exceeds this model's fp32 noise.
     """
-    if not asked.answers:
-        return OracleEntry(checked=False, how=asked.how)
-    entry = measure(asked, feeds, expected, nudged, scratch)
-    _judge(entry, what)
+    if not oracle_run.outputs:
+        return OracleEntry(checked=False, how=oracle_run.how)
+    entry = measure(oracle_run, feeds, expected, nudged, scratch)
+    _check_bounds(entry, what)
     return entry
 
 
 def measure(
-    asked: Asked,
+    oracle_run: OracleRun,
     feeds: Sequence[Feeds],
     expected: Sequence[Feeds],
     nudged: OpenNudged | None,
     scratch: Path | None = None,
 ) -> OracleEntry:
-    """Measure how far ``expected`` is from the outputs in ``asked``, by output, and the noise bound; do not judge.
+    """Measure how far ``expected`` is from the outputs in ``oracle_run``, by output, and the noise bound; do not judge.
 
     The arguments are those of :func:`certify`.
     """
-    floor = FLOOR if asked.roundoff <= FP32_ROUNDOFF else _COARSE_FLOOR * asked.roundoff
-    found = {name: _worst(asked.answers, expected, name) for name in expected[0]}
+    floor = FLOOR if oracle_run.roundoff <= FP32_ROUNDOFF else _COARSE_FLOOR * oracle_run.roundoff
+    found = {name: _worst(oracle_run.outputs, expected, name) for name in expected[0]}
     bounds = {name: floor if is_float(expected[0][name]) else 0.0 for name in found}
     if nudged is not None and any(found[name].relative_l2 > bounds[name] for name in found):
-        noise = _Noise.of(asked, feeds, expected, nudged, scratch)
+        noise = _Noise.of(oracle_run, feeds, expected, nudged, scratch)
         for name in found:
             if bounds[name]:
-                bounds[name] = max(floor, _MULTIPLE * noise.figure(name))
-            found[name] = noise.without_unstable(asked.answers, expected, name)
+                bounds[name] = max(floor, _MULTIPLE * noise.largest_change(name))
+            found[name] = noise.without_unstable(oracle_run.outputs, expected, name)
     return OracleEntry(
         checked=True,
-        how=asked.how,
-        feeds=len(asked.answers),
+        how=oracle_run.how,
+        feeds=len(oracle_run.outputs),
         outputs={
             name: OracleFigure(relative_l2=distance.relative_l2, max_abs=distance.max_abs, bound=bounds[name])
             for name, distance in found.items()
@@ -120,12 +122,15 @@ def measure(
     )
 
 
-def _worst(answers: Sequence[Feeds], expected: Sequence[Feeds], name: str) -> Distance:
-    if name not in answers[0]:
+def _worst(oracle_outputs: Sequence[Feeds], expected: Sequence[Feeds], name: str) -> Distance:
+    if name not in oracle_outputs[0]:
         raise ConversionError(
-            f"the fp32 reference has an output {name!r}, which the source lacks; the source has {', '.join(answers[0])}"
+            f"the fp32 reference has an output {name!r}, which the source lacks; the source has"
+            f" {', '.join(oracle_outputs[0])}"
         )
-    return max(between(own[name], reference[name]) for own, reference in zip(answers, expected, strict=False))
+    return max(
+        measure_distance(own[name], reference[name]) for own, reference in zip(oracle_outputs, expected, strict=False)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,31 +143,33 @@ class _Noise:
     @classmethod
     def of(
         cls,
-        asked: Asked,
+        oracle_run: OracleRun,
         feeds: Sequence[Feeds],
         expected: Sequence[Feeds],
         nudged: OpenNudged,
         scratch: Path | None,
     ) -> _Noise:
-        chosen = feeds[: len(asked.answers)]
-        runs = [_run(nudged, chosen, np.random.default_rng(seed), asked.roundoff, scratch) for seed in range(_RUNS)]
+        chosen = feeds[: len(oracle_run.outputs)]
+        runs = [
+            _run(nudged, chosen, np.random.default_rng(seed), oracle_run.roundoff, scratch) for seed in range(_RUNS)
+        ]
         return cls(expected[: len(chosen)], [run for run in runs if run is not None])
 
-    def figure(self, name: str) -> float:
+    def largest_change(self, name: str) -> float:
         """Return the largest relative change of an output."""
         distances = [
-            between(reference[name], run[index][name]).relative_l2
+            measure_distance(reference[name], run[index][name]).relative_l2
             for run in self.runs
             for index, reference in enumerate(self.expected)
         ]
         return max(distances, default=0.0)
 
-    def without_unstable(self, answers: Sequence[Feeds], expected: Sequence[Feeds], name: str) -> Distance:
+    def without_unstable(self, oracle_outputs: Sequence[Feeds], expected: Sequence[Feeds], name: str) -> Distance:
         """Return the distance from the source's outputs; values that noise flips (integers and flags) are left out."""
         worst = []
-        for index, (own, reference) in enumerate(zip(answers, expected, strict=False)):
+        for index, (own, reference) in enumerate(zip(oracle_outputs, expected, strict=False)):
             changed = [run[index][name] for run in self.runs]
-            worst.append(between(own[name], leave_out(reference[name], own[name], changed)))
+            worst.append(measure_distance(own[name], mask_unstable(reference[name], own[name], changed)))
         return max(worst)
 
 
@@ -171,25 +178,25 @@ def _run(
 ) -> Spool | None:
     """Return the nudged reference's outputs; None if it does not run, because noise changed a computed size."""
     runtime = nudged(random)
-    kept = Spool(scratch)
+    outputs = Spool(scratch)
     try:
         for feed in nudged_feeds(feeds, random, roundoff):
-            kept.append(runtime.run(feed))
+            outputs.append(runtime.run(feed))
     except RuntimeFailure:
         return None
     finally:
         runtime.close()
-    return kept
+    return outputs
 
 
-def _judge(entry: OracleEntry, what: str) -> None:
-    over = [(name, figure) for name, figure in entry.outputs.items() if not figure.relative_l2 <= figure.bound]
-    if not over:
+def _check_bounds(entry: OracleEntry, what: str) -> None:
+    failing = [(name, figure) for name, figure in entry.outputs.items() if not figure.relative_l2 <= figure.bound]
+    if not failing:
         return
     listed = "".join(
         f"\n  output {name!r}: relative_l2 is {figure.relative_l2:.3g} (max_abs {figure.max_abs:.3g}), this model's"
         f" fp32 noise explains at most {figure.bound:.3g}"
-        for name, figure in over
+        for name, figure in failing
     )
     raise ConversionError(
         f"{what} does not give the outputs of the source itself ({entry.how}), nothing published:{listed}\nReading,"
@@ -202,12 +209,12 @@ def remarks(entry: OracleEntry) -> Iterator[str]:
     """Yield notes on the check for the user: that there was none, or that it proves little."""
     if not entry.checked:
         yield f"the fp32 reference was not checked against the source itself: {entry.how}"
-    for name, figure in _vague(entry.outputs):
+    for name, figure in _loose_bounds(entry.outputs):
         yield (
             f"output {name!r} amplifies fp32 noise so much that its check against the source proves little: differences"
             f" up to {figure.bound:.3g} would pass, {figure.relative_l2:.3g} was found"
         )
 
 
-def _vague(outputs: Mapping[str, OracleFigure]) -> list[tuple[str, OracleFigure]]:
-    return [(name, figure) for name, figure in sorted(outputs.items()) if figure.bound > _TELLING]
+def _loose_bounds(outputs: Mapping[str, OracleFigure]) -> list[tuple[str, OracleFigure]]:
+    return [(name, figure) for name, figure in sorted(outputs.items()) if figure.bound > _LARGEST_USEFUL_BOUND]

@@ -20,8 +20,8 @@ from converter.formats.onnx import serialize
 from converter.model import Feeds
 from converter.passes import Prepared
 from converter.proof.nudge import nudge
-from converter.proof.oracle import Asked, certify
-from converter.proof.running import open_source, placed
+from converter.proof.oracle import OracleRun, certify
+from converter.proof.running import open_fp32_graph, with_external_weights
 from converter.proof.spool import Spool
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def check_prepared(
-    asked: Asked,
+    oracle_run: OracleRun,
     prepared: Prepared,
     model: ir.Model,
     edges: tuple[Sequence[TensorSpec], Sequence[TensorSpec]],
@@ -42,18 +42,20 @@ def check_prepared(
     in a file in ``scratch`` while it runs. Raises :class:`~bf16kit.errors.ConversionError` if the difference exceeds
     fp32 noise.
     """
-    if not asked.answers or not _changed(prepared, model):
+    if not oracle_run.outputs or not _changed(prepared, model):
         return
-    runtime = open_source(model, *edges, scratch)
+    runtime = open_fp32_graph(model, *edges, scratch)
     found = Spool(scratch)
-    for feed in feeds[: len(asked.answers)]:
+    for feed in feeds[: len(oracle_run.outputs)]:
         found.append(runtime.run(feed))
     runtime.close()
 
     def nudged(random: np.random.Generator) -> OnnxRuntime:
-        return open_source(model, *edges, scratch, lambda _name, tensor: nudge(tensor.numpy(), random, asked.roundoff))
+        return open_fp32_graph(
+            model, *edges, scratch, lambda _name, tensor: nudge(tensor.numpy(), random, oracle_run.roundoff)
+        )
 
-    certify(asked, feeds, found, nudged, scratch, what="the prepared graph, before rounding,")
+    certify(oracle_run, feeds, found, nudged, scratch, what="the prepared graph, before rounding,")
 
 
 def _changed(prepared: Prepared, model: ir.Model) -> bool:
@@ -61,4 +63,4 @@ def _changed(prepared: Prepared, model: ir.Model) -> bool:
 
 
 def _structure(model: ir.Model) -> bytes:
-    return serialize(placed(model, lambda _name, tensor: (REBUILT, 0, tensor.nbytes)))
+    return serialize(with_external_weights(model, lambda _name, tensor: (REBUILT, 0, tensor.nbytes)))

@@ -96,11 +96,11 @@ def compare(
     bytes of values of each are in memory at a time. Raises :class:`~bf16kit.errors.RuntimeFailure` if a graph does not
     run.
     """
-    there = frozenset(_values(candidate.model))
+    available = frozenset(_values(candidate.model))
     here = [name for name in _values(reference.model) if only is None or name in only]
-    pairs = {name: found for name in here if (found := _find(name, there)) is not None}
+    pairs = {name: found for name in here if (found := _find(name, available)) is not None}
     names, powers = list(pairs), dict[str, Power]()
-    sides = _Side(reference), _Side(candidate)
+    sides = _Sessions(reference), _Sessions(candidate)
     start, count = 0, _FIRST
     while start < len(names):
         part = {name: pairs[name] for name in names[start : start + count]}
@@ -116,19 +116,19 @@ def _values(model: ir.Model) -> list[str]:
     return [value.name for value in outputs if value.name and value.dtype == ir.DataType.FLOAT]
 
 
-def _find(name: str, there: Container[str]) -> str | None:
-    return next((found for suffix in (*_WIDENED, "") if (found := name + suffix) in there), None)
+def _find(name: str, available: Container[str]) -> str | None:
+    return next((found for suffix in (*_WIDENED, "") if (found := name + suffix) in available), None)
 
 
 def _compare(
-    sides: tuple[_Side, _Side], pairs: Mapping[str, str], feeds: Sequence[Feeds], powers: dict[str, Power]
+    sides: tuple[_Sessions, _Sessions], pairs: Mapping[str, str], feeds: Sequence[Feeds], powers: dict[str, Power]
 ) -> int:
     """Add ``pairs`` of values to ``powers``; return the largest number of bytes they took in one run."""
-    there = dict.fromkeys(pairs.values())
-    largest, runtimes = 0, (sides[0].open(list(pairs)), sides[1].open(list(there)))
+    available = dict.fromkeys(pairs.values())
+    largest, runtimes = 0, (sides[0].open(list(pairs)), sides[1].open(list(available)))
     try:
         for feed in feeds:
-            expected, found = runtimes[0].run(feed, list(pairs)), runtimes[1].run(feed, list(there))
+            expected, found = runtimes[0].run(feed, list(pairs)), runtimes[1].run(feed, list(available))
             largest = max(largest, sum(array.nbytes for array in expected.values()))
             for name, other in pairs.items():
                 if expected[name].shape == found[other].shape:
@@ -139,17 +139,17 @@ def _compare(
     return largest
 
 
-class _Side:
+class _Sessions:
     """One of two graphs, parsed once for all its sessions, which differ only in their outputs."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
         self._inputs = [_spec(value) for value in graph.model.graph.inputs]
-        whole = ir.to_proto(graph.model)
-        self._nodes = [(node, {*node.output} - {""}, {*_read(node)}) for node in whole.graph.node]
-        self._values = {value.name: value for value in (*whole.graph.value_info, *whole.graph.output)}
+        proto = ir.to_proto(graph.model)
+        self._nodes = [(node, {*node.output} - {""}, {*_values_read(node)}) for node in proto.graph.node]
+        self._values = {value.name: value for value in (*proto.graph.value_info, *proto.graph.output)}
         self._rest = onnx.ModelProto()
-        self._rest.CopyFrom(whole)
+        self._rest.CopyFrom(proto)
         for part in ("node", "value_info", "output"):
             self._rest.graph.ClearField(part)
 
@@ -186,14 +186,14 @@ class _Side:
         return kept[::-1]
 
 
-def _read(node: onnx.NodeProto) -> Iterator[str]:
+def _values_read(node: onnx.NodeProto) -> Iterator[str]:
     """Yield the names of the values that ``node`` and its subgraphs read."""
     yield from node.input
     for attribute in node.attribute:
         for body in (attribute.g, *attribute.graphs):
             yield from (value.name for value in body.output)
             for inner in body.node:
-                yield from _read(inner)
+                yield from _values_read(inner)
 
 
 def _spec(value: ir.Value) -> TensorSpec:

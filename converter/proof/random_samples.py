@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 COUNT = 8  # feeds
 ROWS = 2  # size of the first named dimension: two, so that batching can be tested
-_TRIED = 2  # feeds per attempt: sizes that do not run fail at once
+_FEEDS_PER_ATTEMPT = 2  # feeds per attempt: sizes that do not run fail at once
 _DEFAULT_BOUND = 2  # for an integer that indexes no known table: a flag or a mask
 
-Runs = Callable[[Sequence[Feeds]], object]
+RunSource = Callable[[Sequence[Feeds]], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,69 +39,75 @@ class _Sizes:
 
     rows: int = ROWS
     lengths: tuple[int, int] = (4, 32)
-    picture: tuple[int, int] = (64, 64)
+    image: tuple[int, int] = (64, 64)
 
 
 # Multiples of 32, for networks with five halvings; 48 × 192 is a line of text; 576 samples are a window of audio.
 _ATTEMPTS = (
     _Sizes(),
     _Sizes(rows=1),
-    _Sizes(picture=(224, 224), lengths=(128, 160)),
-    _Sizes(picture=(48, 192), lengths=(576, 576)),
-    _Sizes(rows=1, picture=(224, 224), lengths=(576, 576)),
-    _Sizes(rows=1, lengths=(1, 1), picture=(320, 320)),
+    _Sizes(image=(224, 224), lengths=(128, 160)),
+    _Sizes(image=(48, 192), lengths=(576, 576)),
+    _Sizes(rows=1, image=(224, 224), lengths=(576, 576)),
+    _Sizes(rows=1, lengths=(1, 1), image=(320, 320)),
 )
 
 
 def generate(
-    inputs: Sequence[TensorSpec], graph: ir.Model | None, sampler: Sampler | None, seed: int, runs: Runs | None = None
+    inputs: Sequence[TensorSpec],
+    graph: ir.Model | None,
+    sampler: Sampler | None,
+    seed: int,
+    run_source: RunSource | None = None,
 ) -> Samples:
     """Return :data:`COUNT` feeds: from ``sampler`` if given, else random within the bounds found in ``graph``.
 
-    ``runs`` runs the source on feeds; it is None if the source cannot run. If the source runs on none of the sizes, the
-    first sizes are used. The next step that runs the model then reports what is wrong.
+    ``run_source`` runs the source on feeds; it is None if the source cannot run. If the source runs on none of the
+    sizes, the first sizes are used. The next step that runs the model then reports what is wrong.
     """
     if sampler is not None:
-        speaks = any(spec.name == "input_ids" for spec in inputs)
-        what = "random token sequences" if speaks else "random inputs of the kind that the model takes"
+        is_text = any(spec.name == "input_ids" for spec in inputs)
+        what = "random token sequences" if is_text else "random inputs of the kind that the model takes"
         return Samples(tuple(sampler(seed, COUNT)), f"{what} (seed {seed})")
-    within = {} if graph is None else {value.name or "": _Within.of(value) for value in graph.graph.inputs}
+    ranges = {} if graph is None else {value.name or "": _IntegerRange.of(value) for value in graph.graph.inputs}
     free = any(isinstance(dim, str) for spec in inputs for dim in spec.shape)
-    for sizes in _ATTEMPTS if free and runs is not None else ():
-        feeds = _random(inputs, within, seed, sizes)
-        tried = tuple(islice(feeds, _TRIED))  # the others are made on demand: an input may be wide
-        if runs is None or _run(runs, tried):
+    for sizes in _ATTEMPTS if free and run_source is not None else ():
+        feeds = _random(inputs, ranges, seed, sizes)
+        tried = tuple(islice(feeds, _FEEDS_PER_ATTEMPT))  # the others are made on demand: an input may be wide
+        if run_source is None or _can_run(run_source, tried):
             return Samples((*tried, *feeds), f"random inputs (seed {seed})")
-        if sizes is _ATTEMPTS[0] and not _run(runs, ()):
+        if sizes is _ATTEMPTS[0] and not _can_run(run_source, ()):
             break  # it cannot even be loaded, so no sizes would help
-    return Samples(tuple(_random(inputs, within, seed, _ATTEMPTS[0])), f"random inputs (seed {seed})")
+    return Samples(tuple(_random(inputs, ranges, seed, _ATTEMPTS[0])), f"random inputs (seed {seed})")
 
 
-def _run(runs: Runs, feeds: Sequence[Feeds]) -> bool:
+def _can_run(run_source: RunSource, feeds: Sequence[Feeds]) -> bool:
     try:
-        runs(feeds)
+        run_source(feeds)
     except RuntimeFailure:
         return False
     return True
 
 
 @dataclass(frozen=True, slots=True)
-class _Within:
+class _IntegerRange:
     """The allowed values of an integer input: less than ``bound``, or one of ``choices``."""
 
     bound: int | None = None
     choices: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, value: ir.Value) -> _Within:
+    def of(cls, value: ir.Value) -> _IntegerRange:
         return cls(index_bound(value), compared_with(value))
 
 
-def _random(inputs: Sequence[TensorSpec], within: Mapping[str, _Within], seed: int, sizes: _Sizes) -> Iterator[Feeds]:
+def _random(
+    inputs: Sequence[TensorSpec], ranges: Mapping[str, _IntegerRange], seed: int, sizes: _Sizes
+) -> Iterator[Feeds]:
     random = np.random.default_rng(seed)
     for _ in range(COUNT):
         chosen = _choose(inputs, sizes, random)
-        yield {spec.name: _values(spec, chosen, within.get(spec.name, _Within()), random) for spec in inputs}
+        yield {spec.name: _values(spec, chosen, ranges.get(spec.name, _IntegerRange()), random) for spec in inputs}
 
 
 def _choose(inputs: Sequence[TensorSpec], sizes: _Sizes, random: np.random.Generator) -> dict[str, int]:
@@ -113,7 +119,7 @@ def _choose(inputs: Sequence[TensorSpec], sizes: _Sizes, random: np.random.Gener
             if axis == 0:
                 chosen[dim] = sizes.rows
             elif len(spec.shape) >= 4:
-                chosen[dim] = sizes.picture[0 if axis < _width(spec) else 1]
+                chosen[dim] = sizes.image[0 if axis < _width(spec) else 1]
             else:
                 chosen[dim] = int(random.integers(sizes.lengths[0], sizes.lengths[1] + 1))
     return chosen
@@ -124,24 +130,24 @@ def _width(spec: TensorSpec) -> int:
     return len(spec.shape) - (2 if spec.shape[-1] in (1, 3, 4) else 1)
 
 
-def _values(spec: TensorSpec, chosen: Mapping[str, int], within: _Within, random: np.random.Generator) -> Array:
+def _values(spec: TensorSpec, chosen: Mapping[str, int], allowed: _IntegerRange, random: np.random.Generator) -> Array:
     shape = tuple(dim if isinstance(dim, int) else chosen[dim] for dim in spec.shape)
     dtype = BY_NAME[spec.dtype].numpy
     if dtype.kind == "b":
         return random.integers(0, 2, shape).astype(dtype)
     if dtype.kind in "iu":
-        return _integers(spec, shape, within, random).astype(dtype)
+        return _integers(spec, shape, allowed, random).astype(dtype)
     if dtype.kind == "O":
         return np.full(shape, b"sample", dtype)
     return random.standard_normal(shape).astype(dtype)
 
 
-def _integers(spec: TensorSpec, shape: tuple[int, ...], within: _Within, random: np.random.Generator) -> Array:
+def _integers(spec: TensorSpec, shape: tuple[int, ...], allowed: _IntegerRange, random: np.random.Generator) -> Array:
     dtype = BY_NAME[spec.dtype].numpy
     if "mask" in spec.name.lower():
         return np.ones(shape, dtype)
-    if within.choices:
-        return random.choice(within.choices, shape)
-    is_picture = dtype == np.uint8 and len(shape) >= 3 and within.bound is None
-    bound = 256 if is_picture else min(within.bound or _DEFAULT_BOUND, np.iinfo(dtype).max)
+    if allowed.choices:
+        return random.choice(allowed.choices, shape)
+    is_image = dtype == np.uint8 and len(shape) >= 3 and allowed.bound is None
+    bound = 256 if is_image else min(allowed.bound or _DEFAULT_BOUND, np.iinfo(dtype).max)
     return random.integers(0, bound, shape)

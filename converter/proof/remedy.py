@@ -24,17 +24,17 @@ from converter.graph.operators import EXACT, WEIGHTED
 from converter.model import Feeds
 from converter.proof.expectation import operands
 from converter.proof.explain import Trace
-from converter.proof.keeping import Late, Trials, never
+from converter.proof.keeping import Expired, RemedyTrials, never
 
-_LEVELS = 5  # levels of rounding nodes before a node that are tried
-_SINGLES = 12  # nodes on the path that are tried one by one
-_MOST = 24  # nodes that a remedy may name, at most
-_GAIN = 1.0  # dB that one more node must gain
-_WORTH = 3.0  # dB that a remedy must gain
+_MAX_LEVELS = 5  # levels of rounding nodes before a node that are tried
+_MAX_SINGLES = 12  # nodes on the path that are tried one by one
+_MAX_NODES = 24  # nodes that a remedy may name, at most
+_MIN_GAIN = 1.0  # dB that one more node must gain
+_MIN_TOTAL_GAIN = 3.0  # dB that a remedy must gain
 
 
 @dataclass(frozen=True, slots=True)
-class Departure:
+class NoisyOutput:
     """An output that needs mending, the path its noise takes, and the SQNR in dB to reach.
 
     ``path`` holds values, from the output upstream. Each is the one farthest below the line among the inputs of the
@@ -49,46 +49,46 @@ class Departure:
     readers: tuple[ir.Node, ...] = ()
 
 
-def departure(trace: Trace, budget: Budget) -> Departure | None:
+def find_noisy_output(trace: Trace, budget: Budget) -> NoisyOutput | None:
     """Return the departure of the worst output that is off the line or exceeds ``budget`` in relative_l2, else None."""
     bound = budget.bounds.get("relative_l2", math.inf)
     allowed = -20 * math.log10(bound) if 0 < bound < math.inf else -math.inf
     found = []
     for output in (value for value in trace.graph.outputs if value.producer() is not None):  # no input passed through
-        goal = max(trace.line(output) - MARGIN_DB, allowed)
+        goal = max(trace.expected_sqnr(output) - MARGIN_DB, allowed)
         if trace.has(output) and trace.sqnr(output) < goal:
             path = _path(trace, output)
-            found.append(Departure(output, path, goal, *_leaves(trace, path)))
+            found.append(NoisyOutput(output, path, goal, *_noise_source(trace, path)))
     return max(found, key=lambda each: each.goal - trace.sqnr(each.output), default=None)
 
 
-def find(
+def find_remedy(
     trace: Trace,
     artifact: Artifact,
     profile: str,
     feeds: Sequence[Feeds],
-    found: Departure,
-    late: Late = never,
+    found: NoisyOutput,
+    expired: Expired = never,
     scratch: Path | None = None,
 ) -> RemedyEntry | None:
     """Return the smallest set found of nodes that, kept in fp32, bring the output to its goal, or nearest to it.
 
-    Once ``late`` returns true, nothing more is tried. Temporary files go to ``scratch``. Returns None if the best set
-    gains less than 3 dB. Raises what :func:`converter.passes.prepare` and running a graph raise.
+    Once ``expired`` returns true, nothing more is tried. Temporary files go to ``scratch``. Returns None if the best
+    set gains less than 3 dB. Raises what :func:`converter.passes.prepare` and running a graph raise.
     """
     if found.node is None:
         return None
-    trials = Trials(trace, artifact, profile, feeds, found.output, late, scratch)
+    trials = RemedyTrials(trace, artifact, profile, feeds, found.output, expired, scratch)
     before = trace.sqnr(found.output)
-    before_it = _levels(trace, [found.node], trials.known)
-    around_it = _levels(trace, [found.node, *found.readers], trials.known)  # a bf16 reader rounds what it reads
-    best = _best(trials, chain(before_it, around_it), found.goal)
+    before_it = _levels(trace, [found.node], trials.planned_nodes)
+    around_it = _levels(trace, [found.node, *found.readers], trials.planned_nodes)  # a bf16 reader rounds what it reads
+    best = _first_reaching(trials, chain(before_it, around_it), found.goal)
     if trials.sqnr(best) < found.goal:
-        best = _grown(trials, best, _on_the_way(trace, found.path, trials.known), found.goal)
+        best = _extended(trials, best, _rounding_on_path(trace, found.path, trials.planned_nodes), found.goal)
     reached = trials.sqnr(best)
-    if reached < before + _WORTH:
+    if reached < before + _MIN_TOTAL_GAIN:
         return None
-    best = trials.pruned(best, min(found.goal, reached - _GAIN / 2))
+    best = trials.pruned(best, min(found.goal, reached - _MIN_GAIN / 2))
     return RemedyEntry(
         keep_fp32=pattern(best),
         nodes=list(best),
@@ -104,68 +104,68 @@ def pattern(names: Sequence[str]) -> str:
     return f"^{one_of}$" if len(names) == 1 else f"^({one_of})$"
 
 
-def _best(trials: Trials, sets: Iterable[tuple[str, ...]], goal: float) -> tuple[str, ...]:
+def _first_reaching(trials: RemedyTrials, sets: Iterable[tuple[str, ...]], goal: float) -> tuple[str, ...]:
     """Return the first of ``sets`` that reaches ``goal``, else the one that comes nearest."""
     best: tuple[str, ...] = ()
     for nodes in sets:
-        if trials.sqnr(nodes) > trials.sqnr(best) + _GAIN:
+        if trials.sqnr(nodes) > trials.sqnr(best) + _MIN_GAIN:
             best = nodes
         if trials.sqnr(best) >= goal:
             break
     return best
 
 
-def _grown(trials: Trials, chosen: tuple[str, ...], names: Iterable[str], goal: float) -> tuple[str, ...]:
+def _extended(trials: RemedyTrials, chosen: tuple[str, ...], names: Iterable[str], goal: float) -> tuple[str, ...]:
     """Return ``chosen`` extended by the ``names`` that gain most, one after the other, until ``goal`` is reached."""
     order = sorted(names, key=lambda name: trials.sqnr((*chosen, name)), reverse=True)
     for name in order:
         if trials.sqnr(chosen) >= goal:
             break
-        if name not in chosen and trials.sqnr((*chosen, name)) > trials.sqnr(chosen) + _GAIN:
+        if name not in chosen and trials.sqnr((*chosen, name)) > trials.sqnr(chosen) + _MIN_GAIN:
             chosen = (*chosen, name)
     return chosen
 
 
 def _path(trace: Trace, output: ir.Value) -> tuple[ir.Value, ...]:
     path = [output]
-    while sources := _between(trace, path[-1])[1]:
-        path.append(max(sources, key=lambda source: _below(trace, source)))
+    while sources := _nearest_sources(trace, path[-1])[1]:
+        path.append(max(sources, key=lambda source: _shortfall(trace, source)))
     return tuple(path)
 
 
-def _leaves(trace: Trace, path: Sequence[ir.Value]) -> tuple[ir.Node | None, tuple[ir.Node, ...]]:
+def _noise_source(trace: Trace, path: Sequence[ir.Value]) -> tuple[ir.Node | None, tuple[ir.Node, ...]]:
     """Return the node where the last stretch below the line before the output begins, and the nodes that read it.
 
     If several nodes were fused into one, the product is returned. A stretch lasts as long as values are below the line
     by half the margin, so that one value near the edge does not split it.
     """
-    below = [_below(trace, value) for value in path]
-    begin = next((index for index, fall in enumerate(below) if fall > MARGIN_DB), None)
+    below = [_shortfall(trace, value) for value in path]
+    begin = next((index for index, shortfall in enumerate(below) if shortfall > MARGIN_DB), None)
     if begin is None:
         return None, ()
     stretch = takewhile(lambda index: below[index] > MARGIN_DB / 2, range(begin, len(path)))
     first = max(index for index in stretch if below[index] > MARGIN_DB)
-    nodes, _ = _between(trace, path[first])
-    readers = _between(trace, path[first - 1])[0] if first else ()
+    nodes, _ = _nearest_sources(trace, path[first])
+    readers = _nearest_sources(trace, path[first - 1])[0] if first else ()
     return next((node for node in nodes if node.op_type in WEIGHTED), nodes[0]), tuple(readers)
 
 
-def _on_the_way(trace: Trace, path: Sequence[ir.Value], known: Collection[str]) -> list[str]:
+def _rounding_on_path(trace: Trace, path: Sequence[ir.Value], known: Collection[str]) -> list[str]:
     """Return a few rounding nodes that compute the values of ``path``, in order of how far their results fall."""
-    falls: dict[str, float] = {}
+    added: dict[str, float] = {}
     for value, source in pairwise(path):
-        for node in _between(trace, value)[0]:
+        for node in _nearest_sources(trace, value)[0]:
             if (name := node.name or "") in known and _rounds(trace, node):
-                falls[name] = _below(trace, value) - _below(trace, source)
-    return sorted(falls, key=lambda name: -falls[name])[:_SINGLES]
+                added[name] = _shortfall(trace, value) - _shortfall(trace, source)
+    return sorted(added, key=lambda name: -added[name])[:_MAX_SINGLES]
 
 
-def _below(trace: Trace, value: ir.Value) -> float:
+def _shortfall(trace: Trace, value: ir.Value) -> float:
     """Return the dB below the line; 0 for a value that only the reference has."""
-    return trace.line(value) - trace.sqnr(value) if trace.has(value) else 0.0
+    return trace.expected_sqnr(value) - trace.sqnr(value) if trace.has(value) else 0.0
 
 
-def _between(trace: Trace, value: ir.Value) -> tuple[list[ir.Node], list[ir.Value]]:
+def _nearest_sources(trace: Trace, value: ir.Value) -> tuple[list[ir.Node], list[ir.Value]]:
     """Return the nodes that compute ``value``, and the nearest values they read that both graphs have."""
     nodes: list[ir.Node] = []
     sources: list[ir.Value] = []
@@ -184,9 +184,9 @@ def _levels(trace: Trace, nodes: Sequence[ir.Node], known: Collection[str]) -> I
     """Yield growing sets of names: ``nodes``, then with the nearest rounding nodes before them, and so on."""
     chosen: dict[ir.Node, None] = dict.fromkeys(nodes)
     edge = list(nodes)
-    for _ in range(_LEVELS):
+    for _ in range(_MAX_LEVELS):
         names = tuple(name for n in chosen if (name := n.name or "") in known and _rounds(trace, n))
-        if len(names) > _MOST:
+        if len(names) > _MAX_NODES:
             return
         if names:
             yield names

@@ -25,7 +25,7 @@ from bf16kit.tensors import BY_NAME, Array, check_feeds
 from bf16kit.text import table
 from bf16kit.wording import quoted
 from converter.proof import explanation
-from converter.proof.explain import reference
+from converter.proof.explain import open_reference
 from converter.proof.running import open_profile
 
 #: The part of the served drift that may remain between the served output and the one computed here. At 1/4, the
@@ -35,7 +35,7 @@ EXPLAINED = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Again:
+class Rerun:
     """One output, run again here. Distances are relative to the norm of the reference's output at the time of serving.
 
     ``served`` is the distance between the served output and the reference then. ``left`` is that between the served
@@ -71,22 +71,28 @@ def explain_evidence(path: Path, where: Path, *, as_json: bool = False) -> str:
     evidence = Evidence.read(path)
     artifact = Artifact.open(where)
     profile = _check(evidence, artifact, path)
-    again = _again(evidence, artifact, profile)
+    reruns = _rerun(evidence, artifact, profile)
     layers = None
     if artifact.manifest.profiles[profile].format == "onnx":
-        with reference(artifact) as graph:
-            layers = explanation.explained(graph, artifact, (evidence.feeds,), profile, mend=_mends(again))
+        with open_reference(artifact) as graph:
+            layers = explanation.explain_profile(
+                graph, artifact, (evidence.feeds,), profile, find_remedy=_all_reproduced(reruns)
+            )
     if as_json:
-        told = document.plain(evidence.header) | {"tensors": None}
-        rows = [{**document.plain(each), "reproduced": each.reproduced} for each in again]
+        header = document.plain(evidence.header) | {"tensors": None}
+        rows = [{**document.plain(each), "reproduced": each.reproduced} for each in reruns]
         profiles = [] if layers is None else [explanation.as_dict(layers)]
-        return document.dumps({"evidence": told, "again": rows, "profiles": profiles})
-    parts = [_heading(evidence), _table(evidence, again), _told(again)]
+        return document.dumps({"evidence": header, "again": rows, "profiles": profiles})
+    parts = [_heading(evidence), _table(evidence, reruns), _conclusion(reruns)]
     if layers is None:
         parts.append("The layers of a module that torch runs cannot be explained.")
     else:
-        why = "" if _mends(again) else "No remedy was looked for, because the artifact does not give what was served."
-        parts.append(explanation.text(layers, str(path), why))
+        reason = (
+            ""
+            if _all_reproduced(reruns)
+            else "No remedy was looked for, because the artifact does not give what was served."
+        )
+        parts.append(explanation.text(layers, str(path), reason))
     return "\n\n".join(parts)
 
 
@@ -98,7 +104,7 @@ def _check(evidence: Evidence, artifact: Artifact, path: Path) -> str:
     entry = manifest.profiles.get(header.profile)
     if entry is None:
         raise UsageError(f"{path}: was served by profile {header.profile!r}, which {artifact.path} does not have")
-    for name in _deciding(manifest, entry.graph):
+    for name in _relevant_files(manifest, entry.graph):
         there, here = header.files.get(name), manifest.files[name].sha256
         if there != here:
             raise UsageError(
@@ -121,20 +127,20 @@ def _check(evidence: Evidence, artifact: Artifact, path: Path) -> str:
     return header.profile
 
 
-def _deciding(manifest: Manifest, graph: str) -> list[str]:
+def _relevant_files(manifest: Manifest, graph: str) -> list[str]:
     """Return the files that decide the outputs of a profile and the reference; reports and measurements do not."""
     names = {graph, manifest.reference, *(tensor.file for tensor in manifest.tensors)}
     names |= {"residual.bin"} if any(tensor.residual is not None for tensor in manifest.tensors) else set()
     return sorted(name for name in names if name is not None)
 
 
-def _again(evidence: Evidence, artifact: Artifact, profile: str) -> list[Again]:
+def _rerun(evidence: Evidence, artifact: Artifact, profile: str) -> list[Rerun]:
     names = list(evidence.served)
     runtime, _ = open_profile(artifact, profile)
     here = _run(runtime, evidence.feeds, names)
     fp32 = _run(load_reference(artifact), evidence.feeds, names)
     return [
-        Again(
+        Rerun(
             name,
             served=_distance(evidence.served[name], evidence.reference[name], evidence.reference[name]),
             left=_distance(evidence.served[name], here[name], evidence.reference[name]),
@@ -168,9 +174,9 @@ def _distance(one: Array, other: Array, scale: Array) -> float:
     return difference / norm if norm and math.isfinite(difference) else math.inf
 
 
-def _mends(again: list[Again]) -> bool:
+def _all_reproduced(reruns: list[Rerun]) -> bool:
     """Whether to look for a remedy: fp32 islands cannot mend outputs that the artifact did not give."""
-    return all(each.reproduced for each in again)
+    return all(each.reproduced for each in reruns)
 
 
 def _heading(evidence: Evidence) -> str:
@@ -192,23 +198,23 @@ def _number(value: object) -> str:
         return "?"
 
 
-def _table(evidence: Evidence, again: list[Again]) -> str:
+def _table(evidence: Evidence, reruns: list[Rerun]) -> str:
     bound = Budget.from_dict(evidence.header.budget).bounds.get("relative_l2")
-    rows = [(each.output, each.served, bound, each.left, each.reference) for each in again]
+    rows = [(each.output, each.served, bound, each.left, each.reference) for each in reruns]
     columns = ("output", "served – reference", "budget", "served – the artifact here", "reference here – there")
     return table("Distances on this input, relative to the reference's output", columns, rows)
 
 
-def _told(again: list[Again]) -> str:
-    worst = max(again, key=lambda each: each.left / each.served if each.served else 0.0)
-    if not all(each.same_reference for each in again):
-        each = max(again, key=lambda each: each.reference)
+def _conclusion(reruns: list[Rerun]) -> str:
+    worst = max(reruns, key=lambda each: each.left / each.served if each.served else 0.0)
+    if not all(each.same_reference for each in reruns):
+        each = max(reruns, key=lambda each: each.reference)
         return (
             f"The fp32 reference gives a different output {each.output!r} here than there ({each.reference:.3g}):"
             " the process that measured drift was damaged, or computes differently. What follows was measured on"
             " this machine."
         )
-    if all(each.reproduced for each in again):
+    if all(each.reproduced for each in reruns):
         return "The artifact gives here what was served: the model itself has this drift on this input."
     return (
         f"The artifact does not give what was served: output {worst.output!r} is {worst.left:.3g} away from it here,"

@@ -77,7 +77,7 @@ def _emulated(artifact: Artifact, profile: str) -> OnnxRuntime:
     )
 
 
-def open_source(
+def open_fp32_graph(
     model: ir.Model,
     inputs: Sequence[TensorSpec],
     outputs: Sequence[TensorSpec],
@@ -103,14 +103,14 @@ def open_source(
             segment = file.append(read(name, tensor))
             return _WEIGHTS, segment.offset, segment.bytes
 
-        data = serialize(placed(model, place))
+        data = serialize(with_external_weights(model, place))
         file.close()
         return OnnxRuntime(
             data, inputs, outputs, profile="reference", precision="fp32", base_dir=Path(directory), arena=arena
         )
 
 
-def placed(model: ir.Model, place: Callable[[str, ir.TensorProtocol], tuple[str, int, int]]) -> ir.Model:
+def with_external_weights(model: ir.Model, place: Callable[[str, ir.TensorProtocol], tuple[str, int, int]]) -> ir.Model:
     """Return a copy of ``model`` with weights as external data: ``place`` gives each one's file, offset and bytes."""
     slim = model.clone()
     for name, value in slim.graph.initializers.items():

@@ -11,12 +11,12 @@ from bf16kit.runtime import RuntimeInfo
 from converter.formats.traced import TRACED
 from converter.model import Feeds
 from converter.proof import measure
-from converter.proof.exported import Reference, open_export
+from converter.proof.exported import GraphReference, open_export
 from converter.proof.measure import Drifts
 from converter.proof.running import open_profile, open_traced
 from converter.proof.seen import edges
 
-_BOTH = 8  # samples that a torch module is run on in both arithmetics: this CPU's and the other
+_MAX_SAMPLES = 8  # samples that a torch module is run on in both arithmetics: this CPU's and the other
 _ARITHMETICS = {"bf16": "bf16", "bf16-weights": "fp32, to which a CPU without bf16 instructions widens it"}
 
 
@@ -55,7 +55,7 @@ def run_profile(artifact: Artifact, profile: str, feeds: Sequence[Feeds], expect
     outputs = edges(manifest)[1]
     runtime, emulated = open_profile(artifact, profile)
     try:
-        found = measure.drifts(expected, measure.answers(runtime, feeds), outputs, manifest.batch_axis)
+        found = measure.drifts(expected, measure.run_all(runtime, feeds), outputs, manifest.batch_axis)
         return Run(found, runtime.info, emulated)
     finally:
         runtime.close()
@@ -66,14 +66,14 @@ def run_export(
     export: str,
     feeds: Sequence[Feeds],
     expected: Sequence[Feeds],
-    source: Reference | None = None,
+    source: GraphReference | None = None,
     scratch: Path | None = None,
 ) -> Run:
     """Run the reference on ``feeds`` with the tensors of ``export``; ``source`` replaces a missing reference."""
     runtime, note = open_export(artifact, export, source, scratch)
     try:
         outputs, axis = edges(artifact.manifest)[1], artifact.manifest.batch_axis
-        return Run(measure.drifts(expected, measure.answers(runtime, feeds), outputs, axis), runtime.info, False, note)
+        return Run(measure.drifts(expected, measure.run_all(runtime, feeds), outputs, axis), runtime.info, False, note)
     finally:
         runtime.close()
 
@@ -84,32 +84,32 @@ def _worse_arithmetic(
     """Run a torch module in bf16 and in fp32, to which CPUs without bf16 instructions widen it; return the worse run.
 
     Returns None if the module has nothing in bf16. A server may use either arithmetic. Both run on the same
-    :data:`_BOTH` of ``feeds`` at most, so that the result does not depend on this CPU. A run takes ten times as long on
-    a CPU without bf16 instructions.
+    :data:`_MAX_SAMPLES` of ``feeds`` at most, so that the result does not depend on this CPU. A run takes ten times as
+    long on a CPU without bf16 instructions.
     """
     outputs, axis = edges(artifact.manifest)[1], artifact.manifest.batch_axis
-    step = -(-len(feeds) // _BOTH)
-    asked, answers = feeds[::step], expected[::step]
-    own = run_profile(artifact, profile, asked, answers)
+    step = -(-len(feeds) // _MAX_SAMPLES)
+    chosen, references = feeds[::step], expected[::step]
+    own = run_profile(artifact, profile, chosen, references)
     if own.info.precision == "fp32":
         return None
     runtime = open_traced(artifact, profile, native_bf16=own.info.precision != "bf16")
     try:
-        other = measure.drifts(answers, measure.answers(runtime, asked), outputs, axis)
+        other = measure.drifts(references, measure.run_all(runtime, chosen), outputs, axis)
         found = {own.info.precision: own.drifts, runtime.info.precision: other}
     finally:
         runtime.close()
-    worse = max(sorted(found), key=lambda precision: _mean(found[precision]))
-    some = f" on {len(asked)} of {len(feeds)} samples" if step > 1 else ""
+    worse = max(sorted(found), key=lambda precision: _worst_mean(found[precision]))
+    some = f" on {len(chosen)} of {len(feeds)} samples" if step > 1 else ""
     note = f"when verified: run in both arithmetics{some}; the drift is that of {_ARITHMETICS[worse]}, the worse"
     return Run(found[worse], own.info, own.emulated, note, step)
 
 
-def _mean(found: Sequence[Drifts]) -> float:
+def _worst_mean(found: Sequence[Drifts]) -> float:
     """Return the largest mean relative_l2 of any output."""
     return max(summary.stats["relative_l2"]["mean"] for summary in measure.summarise(found).values())
 
 
-def how(info: RuntimeInfo) -> str:
+def describe_run(info: RuntimeInfo) -> str:
     """Describe what was special about a run that was not emulated; "" if nothing was."""
     return f"on the CPU kernel, path {info.kernel}" if info.kernel else info.note

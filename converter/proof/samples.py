@@ -40,7 +40,7 @@ class Samples:
 def load(
     given: str,
     inputs: Sequence[TensorSpec],
-    runs: Callable[[Sequence[Feeds]], object] | None = None,
+    run_source: Callable[[Sequence[Feeds]], object] | None = None,
     *,
     outputs: Collection[str] = (),
 ) -> Samples:
@@ -48,19 +48,19 @@ def load(
 
     Arrays named like one of ``outputs`` are not inputs: they become ``Samples.expected``.
 
-    ``runs`` runs the source on feeds; it is given if the names of dimensions may be wrong. Samples that contradict
-    those names are accepted if the source runs on them: then the names are wrong, and ``Samples.inputs`` has the
-    corrected specs. Raises :class:`SamplesError` if the samples cannot be read, there are none, or one does not match
-    ``inputs``.
+    ``run_source`` runs the source on feeds; it is given if the names of dimensions may be wrong. Samples that
+    contradict those names are accepted if the source runs on them: then the names are wrong, and ``Samples.inputs`` has
+    the corrected specs. Raises :class:`SamplesError` if the samples cannot be read, there are none, or one does not
+    match ``inputs``.
     """
     try:
         return _load(given, inputs, outputs)
     except SamplesError as contradiction:
-        if runs is None or not _names_repeat(inputs):
+        if run_source is None or not _names_repeat(inputs):
             raise
         try:
             loose = _load(given, loosened(inputs), outputs)
-            runs(loose.feeds)
+            run_source(loose.feeds)
         except (SamplesError, RuntimeFailure):
             raise contradiction from None
     shapes = [{name: array.shape for name, array in feed.items()} for feed in loose.feeds]
@@ -73,7 +73,7 @@ def of_artifact(given: str, manifest: Manifest) -> Samples:
     return load(given, inputs, outputs=[entry.name for entry in manifest.outputs])
 
 
-def how_to_give(inputs: Sequence[TensorSpec]) -> str:
+def samples_usage(inputs: Sequence[TensorSpec]) -> str:
     """Say how a user gives samples for ``inputs``, in words to copy."""
     keys = ", ".join(f"{spec.name}=…" if spec.name.isidentifier() else f"**{{{spec.name!r}: …}}" for spec in inputs)
     described = ", ".join(f"{spec.name} {spec.dtype}{describe(spec.shape)}" for spec in inputs)
@@ -92,21 +92,23 @@ def _load(given: str, inputs: Sequence[TensorSpec], outputs: Collection[str]) ->
     path = Path(given)
     if path.is_dir():
         read = [(file, _read_file(file)) for file in _files(path)]
-        return _of(read, inputs, outputs, f"the directory {path.resolve().name}")
+        return _samples_from(read, inputs, outputs, f"the directory {path.resolve().name}")
     if path.exists():
-        return _of([(path, _read_file(path))], inputs, outputs, f"the file {path.name}")
+        return _samples_from([(path, _read_file(path))], inputs, outputs, f"the file {path.name}")
     if is_import_spec(given):
-        return _of(_yielded(given), inputs, outputs, given)
+        return _samples_from(_call_function(given), inputs, outputs, given)
     raise SamplesError(f"--samples {given}: no such file or directory, and not a function such as pkg.mod:name")
 
 
-def _of(
+def _samples_from(
     read: Sequence[tuple[object, Feeds]], inputs: Sequence[TensorSpec], outputs: Collection[str], origin: str
 ) -> Samples:
     """Build samples from the feeds ``read``, each with the place it was found at."""
-    answers = frozenset(outputs) - {spec.name for spec in inputs}
-    feeds = tuple(_checked(where, {k: v for k, v in feed.items() if k not in answers}, inputs) for where, feed in read)
-    expected = tuple({k: v for k, v in feed.items() if k in answers} for _, feed in read)
+    output_names = frozenset(outputs) - {spec.name for spec in inputs}
+    feeds = tuple(
+        _checked(where, {k: v for k, v in feed.items() if k not in output_names}, inputs) for where, feed in read
+    )
+    expected = tuple({k: v for k, v in feed.items() if k in output_names} for _, feed in read)
     return Samples(feeds, origin, expected=expected if any(expected) else ())
 
 
@@ -117,7 +119,7 @@ def _files(path: Path) -> list[Path]:
     return files
 
 
-def _yielded(given: str) -> list[tuple[object, Feeds]]:
+def _call_function(given: str) -> list[tuple[object, Feeds]]:
     function = import_callable("--samples", given)
     try:
         yielded = list(itertools.islice(iter(function()), LIMIT))

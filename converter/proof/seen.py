@@ -17,18 +17,20 @@ def edges(manifest: Manifest) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec,
     return tuple(entry.spec() for entry in manifest.inputs), tuple(entry.spec() for entry in manifest.outputs)
 
 
-def as_seen(manifest: Manifest, feeds: Sequence[Feeds], answers: Sequence[Feeds]) -> tuple[Manifest, list[str]]:
-    """Correct the outputs' dimensions (names, sizes and number) where the ``answers`` contradict them.
+def with_observed_shapes(
+    manifest: Manifest, feeds: Sequence[Feeds], found: Sequence[Feeds]
+) -> tuple[Manifest, list[str]]:
+    """Correct the outputs' dimensions (names, sizes and number) where the ``found`` outputs contradict them.
 
     Also returns a note on each corrected output.
     """
     inputs = [entry.spec() for entry in manifest.inputs]
     declared = [entry.spec() for entry in manifest.outputs]
     runs = [
-        {name: array.shape for name, array in (feed | answer).items()}
-        for feed, answer in zip(feeds, answers, strict=True)
+        {name: array.shape for name, array in (feed | outputs).items()}
+        for feed, outputs in zip(feeds, found, strict=True)
     ]
-    given = [as_given(spec, _of_one_rank(spec.name, [run[spec.name] for run in runs])) for spec in declared]
+    given = [as_given(spec, _check_one_rank(spec.name, [run[spec.name] for run in runs])) for spec in declared]
     outputs = reconciled([*inputs, *name_all(given, known=inputs)], runs)[len(inputs) :]
     notes = [
         f"output {was.name!r} is declared as {describe(was.shape)}, but the model gives"
@@ -39,7 +41,7 @@ def as_seen(manifest: Manifest, feeds: Sequence[Feeds], answers: Sequence[Feeds]
     return manifest.model_copy(update={"outputs": [SpecEntry.of(spec) for spec in outputs]}), notes
 
 
-def _of_one_rank(output: str, shapes: Sequence[tuple[int, ...]]) -> Sequence[tuple[int, ...]]:
+def _check_one_rank(output: str, shapes: Sequence[tuple[int, ...]]) -> Sequence[tuple[int, ...]]:
     for shape in shapes:
         if len(shape) != len(shapes[0]):
             raise ConversionError(
@@ -49,10 +51,10 @@ def _of_one_rank(output: str, shapes: Sequence[tuple[int, ...]]) -> Sequence[tup
     return shapes
 
 
-def with_axis(manifest: Manifest, axis: int | None) -> Manifest:
+def with_batch_axis(manifest: Manifest, axis: int | None) -> Manifest:
     """Declare the batch axis, and name every output's batch dimension as the inputs name it."""
     if axis is None:
         return manifest
     outputs: Sequence[TensorSpec] = [entry.spec() for entry in manifest.outputs]
-    outputs = measure.named_alike(outputs, str(manifest.inputs[0].shape[0]))
+    outputs = measure.with_batch_dimension(outputs, str(manifest.inputs[0].shape[0]))
     return manifest.model_copy(update={"batch_axis": axis, "outputs": [SpecEntry.of(spec) for spec in outputs]})

@@ -19,7 +19,7 @@ _ALIGNMENT = 64  # bytes
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _StoredArray:
     """The place of an array in the file."""
 
     offset: int
@@ -43,18 +43,18 @@ class Spool(Sequence[Feeds]):
         self._file = tempfile.TemporaryFile(dir=on_disk(directory), buffering=0)  # noqa: SIM115 - open as long as this object
         weakref.finalize(self, self._file.close)  # closed with this object at the latest
         self._end = 0
-        self._answers: list[dict[str, _Place | Array]] = []
+        self._entries: list[dict[str, _StoredArray | Array]] = []
 
-    def append(self, answer: Feeds) -> None:
-        """Write ``answer`` to the end of the file; raise OSError if there is no space."""
-        self._answers.append({name: self._put(array) for name, array in answer.items()})
+    def append(self, outputs: Feeds) -> None:
+        """Write ``outputs`` to the end of the file; raise OSError if there is no space."""
+        self._entries.append({name: self._write(array) for name, array in outputs.items()})
 
     def close(self) -> None:
         """Release the file's space. Arrays that are still in use stay readable."""
         self._file.close()
 
     def __len__(self) -> int:
-        return len(self._answers)
+        return len(self._entries)
 
     @overload
     def __getitem__(self, index: int) -> Feeds: ...
@@ -63,12 +63,12 @@ class Spool(Sequence[Feeds]):
     def __getitem__(self, index: int | slice) -> Feeds | Sequence[Feeds]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        return {name: self._get(place) for name, place in self._answers[index].items()}
+        return {name: self._read(place) for name, place in self._entries[index].items()}
 
-    def _put(self, array: Array) -> _Place | Array:
+    def _write(self, array: Array) -> _StoredArray | Array:
         if array.dtype.hasobject:
             return array
-        place = _Place(self._end, array.dtype, array.shape)
+        place = _StoredArray(self._end, array.dtype, array.shape)
         data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
         self._file.seek(place.offset)
         while data:  # a raw file may write less than it was given
@@ -76,7 +76,7 @@ class Spool(Sequence[Feeds]):
         self._end += place.nbytes + -place.nbytes % _ALIGNMENT
         return place
 
-    def _get(self, place: _Place | Array) -> Array:
+    def _read(self, place: _StoredArray | Array) -> Array:
         if isinstance(place, np.ndarray):
             return place
         if place.nbytes == 0:  # cannot be mapped

@@ -17,8 +17,8 @@ from bf16kit.verdicts import DriftRow, rows_of
 from converter.model import Feeds
 from converter.process.memory import release_memory
 from converter.proof import measure, samples
-from converter.proof.judging import breaches
-from converter.proof.runs import how, run_export, run_profile
+from converter.proof.judging import describe_breaches
+from converter.proof.runs import describe_run, run_export, run_profile
 from converter.report.inspect import DRIFT, drift_cells
 
 VERSION = 1  # of the format that `verify --json` writes
@@ -71,7 +71,7 @@ def verify(path: Path, given: str | None, profiles: Sequence[str]) -> Verified:
     for profile in chosen:
         if profile not in known:
             raise ArtifactError(f"{path}: has no profile {profile}; it has {', '.join(known)}")
-    answered = None if given is None else _answered(artifact, given)
+    given_samples = None if given is None else _run_samples(artifact, given)
     origin = ""
     rows: list[DriftRow] = []
     over: list[str] = []
@@ -85,23 +85,23 @@ def verify(path: Path, given: str | None, profiles: Sequence[str]) -> Verified:
                 " no fp32 reference"
             )
             continue
-        feeds, expected, origin = answered or _golden(artifact, profile)
+        feeds, expected, origin = given_samples or _golden(artifact, profile)
         run = (run_export if profile in exports else run_profile)(artifact, profile, feeds, expected)
         summaries = measure.summarise(run.drifts)
         for output, summary in sorted(summaries.items()):
             rows += rows_of(profile, output, summary, budget, run.emulated)
             samples = summary.samples
-        if profile not in exports and not run.emulated and how(run.info):
-            ran.append(f"{profile} ran: {'; '.join(filter(None, (how(run.info), run.info.advice)))}")
-        over += breaches(profile, budget, summaries)
+        if profile not in exports and not run.emulated and describe_run(run.info):
+            ran.append(f"{profile} ran: {'; '.join(filter(None, (describe_run(run.info), run.info.advice)))}")
+        over += describe_breaches(profile, budget, summaries)
         release_memory()
     return Verified(path, artifact.manifest.model, origin, samples, tuple(rows), tuple(ran), tuple(over))
 
 
-_Answered = tuple[tuple[Feeds, ...], Sequence[Feeds], str]
+_Expected = tuple[tuple[Feeds, ...], Sequence[Feeds], str]
 
 
-def _golden(artifact: Artifact, profile: str) -> _Answered:
+def _golden(artifact: Artifact, profile: str) -> _Expected:
     """Return feeds and the reference's outputs by which a server judges ``profile``, and their name for messages."""
     if artifact.manifest.golden is None:
         raise UsageError(f"{artifact.path}: keeps no golden samples (a model with strings); give some with --samples")
@@ -109,7 +109,7 @@ def _golden(artifact: Artifact, profile: str) -> _Answered:
     return (kept.inputs,), [kept.outputs], "the golden samples"
 
 
-def _answered(artifact: Artifact, given: str) -> _Answered:
+def _run_samples(artifact: Artifact, given: str) -> _Expected:
     """Return the given samples, the reference's outputs for them, and their name for messages."""
     found = samples.of_artifact(given, artifact.manifest)
     reference = load_reference(artifact)

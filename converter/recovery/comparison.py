@@ -148,7 +148,7 @@ class _Grades:
 
 def _answered(runtime: Runtime, model: str, feeds: Sequence[Feeds], grades: _Grades, scratch: Path) -> Spool:
     kept = Spool(scratch)
-    for place, answer in enumerate(measure.answers(runtime, feeds)):
+    for place, answer in enumerate(measure.run_all(runtime, feeds)):
         grades.see(place, answer)
         kept.append(answer)
     grades.close(model)
@@ -168,7 +168,7 @@ def _measured(
 ) -> list[dict[str, DriftSummary]]:
     """Return the drift of ``runtime`` from each of ``references``, by output; every feed is run once."""
     found: list[list[Drifts]] = [[] for _ in references]
-    for place, answer in enumerate(measure.answers(runtime, feeds)):
+    for place, answer in enumerate(measure.run_all(runtime, feeds)):
         grades.see(place, answer)
         for reference, drifts in zip(references, found, strict=True):
             expected: Mapping[str, Array] = reference[place]

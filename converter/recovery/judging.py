@@ -14,7 +14,7 @@ from bf16kit.recovery import RecoveryEntry
 from converter.options import Options
 from converter.pipeline import Judgement
 from converter.process.progress import Progress
-from converter.proof.judging import without
+from converter.proof.judging import without_profiles
 from converter.recovery.batches import Batch
 from converter.recovery.comparison import Comparison, compare, worse_answers
 from converter.recovery.settings import Settings
@@ -83,7 +83,7 @@ class Judge:
         unasked = [profile for profile in over if profile in self.options.optional_profiles]
         notes = [f"no profile {profile}: {words}" for profile in unasked for words in over[profile]]
         if unasked:
-            manifest = without(stage, manifest, unasked)
+            manifest = without_profiles(stage, manifest, unasked)
         failed = "".join(f"\n  {word}" for profile in sorted(over) if profile not in unasked for word in over[profile])
         if not failed:
             return manifest, notes

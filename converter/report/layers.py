@@ -17,7 +17,8 @@ class LayerSeries:
 
     ``first_off`` is the first layer whose SQNR is :data:`MARGIN_DB` below the expected line; None if there is none.
     ``diagnosis`` is what the layers say about the outputs; None in older artifacts. ``within`` says whether the profile
-    is within the budget. ``unsought`` is a sentence on why no remedy was looked for, if the budget is not the reason.
+    is within the budget. ``no_remedy_reason`` is a sentence on why no remedy was looked for, if the budget is not the
+    reason.
     """
 
     profile: str
@@ -26,7 +27,7 @@ class LayerSeries:
     first_off: LayerEntry | None
     diagnosis: DiagnosisEntry | None = None
     within: bool = True
-    unsought: str = ""
+    no_remedy_reason: str = ""
 
     @property
     def leaves(self) -> LayerEntry | None:
@@ -45,7 +46,7 @@ class LayerSeries:
         return (
             ""
             if self.diagnosis is None
-            else " ".join(_told(self.diagnosis, self.first_off, self.within, self.unsought))
+            else " ".join(_told(self.diagnosis, self.first_off, self.within, self.no_remedy_reason))
         )
 
     def worst(self) -> list[LayerEntry]:
@@ -70,14 +71,14 @@ def layer_series(measured: Measurements, failing: Collection[str] = ()) -> Itera
             yield series(profile, entry.layers, within=profile not in failing)
 
 
-def series(profile: str, layers: Layers, *, within: bool = True, unsought: str = "") -> LayerSeries:
+def series(profile: str, layers: Layers, *, within: bool = True, no_remedy_reason: str = "") -> LayerSeries:
     """Sort the layers of one profile by depth."""
     rows = tuple(sorted(layers.rows, key=lambda row: row.depth))
     first = next((row for row in rows if shortfall(row) > MARGIN_DB), None)
-    return LayerSeries(profile, layers.measured, rows, first, layers.diagnosis, within, unsought)
+    return LayerSeries(profile, layers.measured, rows, first, layers.diagnosis, within, no_remedy_reason)
 
 
-def _told(found: DiagnosisEntry, first_off: LayerEntry | None, within: bool, unsought: str) -> Iterator[str]:
+def _told(found: DiagnosisEntry, first_off: LayerEntry | None, within: bool, no_remedy_reason: str) -> Iterator[str]:
     if not found.ails:
         yield "Every output has the SQNR expected of rounding to bf16, so its drift comes from all layers alike."
         if first_off is not None:
@@ -95,10 +96,10 @@ def _told(found: DiagnosisEntry, first_off: LayerEntry | None, within: bool, uns
             f"SQNR falls below the expected line at {found.leaves.name} ({found.leaves.op}):"
             f" {found.leaves.sqnr_db:.1f} dB, expected {found.leaves.expected_db:.1f} dB."
         )
-        yield _mended(found, within, unsought)
+        yield _mended(found, within, no_remedy_reason)
 
 
-def _mended(found: DiagnosisEntry, within: bool, unsought: str) -> str:
+def _mended(found: DiagnosisEntry, within: bool, no_remedy_reason: str) -> str:
     remedy = found.remedy
     if remedy is not None:
         return (
@@ -107,7 +108,7 @@ def _mended(found: DiagnosisEntry, within: bool, unsought: str) -> str:
         )
     if found.tried:
         return "Keeping a few nodes before it in fp32 does not mend it; look at its inputs or its weights."
-    if unsought:
-        return unsought
+    if no_remedy_reason:
+        return no_remedy_reason
     why = "No remedy is needed, because the budget is met" if within else "No remedy was looked for"
     return f"{why}; bf16-convert explain looks for one."

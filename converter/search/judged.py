@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from bf16kit.budget import Breach, Budget
 from bf16kit.drift import DriftSummary
 from converter.proof import measure
-from converter.proof.judging import over
+from converter.proof.judging import find_breaches
 from converter.proof.measure import Drifts
 from converter.search.choice import Units
 from converter.search.ranking import Unit
@@ -39,7 +39,7 @@ class Judged:
     def _of(self, units: Units) -> tuple[list[Breach], dict[str, DriftSummary]]:
         if units not in self._known:
             drifts = self._drifts(units)
-            self._known[units] = over(self._budget, drifts), measure.summarise(drifts)
+            self._known[units] = find_breaches(self._budget, drifts), measure.summarise(drifts)
         return self._known[units]
 
 

@@ -50,7 +50,7 @@ class Mending:
     def islands(self, certified: Certified) -> Islands | None:
         """Return the islands to write and certify next; None if nothing is over budget or nothing more can be done.
 
-        If a search found nothing, the reason is added to ``certified.over`` for its profile.
+        If a search found nothing, the reason is added to ``certified.breaches`` for its profile.
         """
         wanted = self._wanted(certified)
         found = [self._mended(name, certified) for name in wanted]
@@ -73,7 +73,7 @@ class Mending:
         """
         if not self._options.search or self._options.allow_over_budget:
             return ()
-        return [name for name, profile in PROFILES.items() if profile.searched and certified.over.get(name)]
+        return [name for name, profile in PROFILES.items() if profile.searched and certified.breaches.get(name)]
 
     def _mended(self, name: str, certified: Certified) -> bool:
         """Search for new islands for the profile ``name``; return whether there are any."""
@@ -86,12 +86,12 @@ class Mending:
             result = search(self._task(name, share, certified, self._deadline), self._progress)
             if result.error:
                 self._tried[name] = len(_SHARES)
-                certified.over[name].append(result.error)
+                certified.breaches[name].append(result.error)
                 return False
             if result.islands and (before is None or result.kept() != before.kept()):
                 self.results[name] = result
                 return True
-        certified.over[name].append(_NOT_BORNE_OUT)
+        certified.breaches[name].append(_NOT_BORNE_OUT)
         return False
 
     def _task(self, name: str, share: float, certified: Certified, deadline: Deadline) -> Task:

@@ -16,7 +16,7 @@ from converter.passes import Prepared
 from converter.plan.decisions import Islands
 from converter.plan.profiles import Profile
 from converter.process.progress import Progress
-from converter.proof.judging import over
+from converter.proof.judging import find_breaches
 from converter.proof.measure import Drifts
 from converter.search.candidates import bf16_alone, bf16_of, candidates
 from converter.search.choice import Choice, Units, cost
@@ -107,7 +107,7 @@ class _Search:
         units = candidates(self._base, self._plan, self._task.profile, self._costs)
         learnt = self._task.learnt
         before = learnt.before = learnt.before or self._trials.drifts(self._bf16)
-        breaches = over(self._task.budget, before)
+        breaches = find_breaches(self._task.budget, before)
         if not breaches or not units:
             return self._result(frozenset(), {})
         self._before = ratio(self._task.budget, before)
@@ -132,7 +132,7 @@ class _Search:
                 return self._hopeless()
             worth = {unit: judged.worth(found, unit) for unit in found}
             drifts = self._drifts(found)
-            if not over(self._task.budget, drifts):
+            if not find_breaches(self._task.budget, drifts):
                 return self._result(found, worth, drifts, self._blame(found))
         return self.best_known()
 
@@ -145,7 +145,7 @@ class _Search:
         steps = {2**step - 1 for step in range(len(known).bit_length())} | {len(known) - 1}
         for units in (known[step] for step in sorted(steps) if known):
             drifts = self._drifts(units)
-            if not over(self._task.budget, drifts):
+            if not find_breaches(self._task.budget, drifts):
                 return self._result(units, self._known_worth(units), drifts)
         return SearchResult(self._task.profile.name, complete=False, error=_NO_TIME)
 
@@ -157,7 +157,7 @@ class _Search:
         found = {
             units
             for (units, on), drifts in self._task.learnt.tried.items()
-            if samples in (None, on) and not over(budget, drifts)
+            if samples in (None, on) and not find_breaches(budget, drifts)
         }
         return sorted(found, key=_by_cost)
 
@@ -234,7 +234,7 @@ class _Search:
         weights = [unit for unit in found if unit.kind == "weight"]
         if not weights or not self._task.profile.rounds:
             return ""
-        breaches = over(self._task.budget, self._trials.drifts(Bf16(frozenset(), self._bf16.weights)))
+        breaches = find_breaches(self._task.budget, self._trials.drifts(Bf16(frozenset(), self._bf16.weights)))
         return self._blamed(breaches[0]) if breaches else ""
 
     def _blamed(self, breach: Breach) -> str:
@@ -249,13 +249,12 @@ class _Search:
     def _hopeless(self) -> SearchResult:
         task = self._task
         left = self._with(frozenset(self._units()))
-        why = (
-            f"drift is over budget even with all candidates in fp32: {over(task.budget, self._trials.drifts(left))[0]}"
-        )
+        breach = find_breaches(task.budget, self._trials.drifts(left))[0]
+        reason = f"drift is over budget even with all candidates in fp32: {breach}"
         names = [*sorted(left.weights), *sorted(left.nodes)]
         if names:
-            why += f"; still bf16, because of --bf16 or because they move bf16 data: {first_few(names, _NAMED)}"
-        return SearchResult(task.profile.name, error=f"the search found no islands: {why}")
+            reason += f"; still bf16, because of --bf16 or because they move bf16 data: {first_few(names, _NAMED)}"
+        return SearchResult(task.profile.name, error=f"the search found no islands: {reason}")
 
     def _island(self, unit: Unit, worth: tuple[Breach, float] | None) -> Island:
         names = frozenset({unit.name})

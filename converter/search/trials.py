@@ -19,7 +19,7 @@ from converter.graph.step import run
 from converter.model import Array, Feeds
 from converter.proof import measure
 from converter.proof.measure import Drifts
-from converter.proof.running import open_source
+from converter.proof.running import open_fp32_graph
 from converter.proof.spool import Spool
 from converter.search.switches import Switch, positions
 
@@ -103,7 +103,7 @@ class Trials:
         self._switch = switch = Switch(forms, bf16.weights, saturated)
         model = run([switch], base.clone())
         inputs, outputs = (*edges.inputs, switch.spec), (*edges.outputs, *switch.shape_specs)
-        self._runtime: Runtime = open_source(model, inputs, outputs, scratch, arena=True)
+        self._runtime: Runtime = open_fp32_graph(model, inputs, outputs, scratch, arena=True)
         self._names = [spec.name for spec in edges.outputs]
         self._expected = Spool(scratch)
         for answer in self._answers(range(len(feeds)), self._positions(Bf16())):

@@ -14,7 +14,7 @@ from bf16kit.artifact import Artifact
 from bf16kit.errors import ConversionError
 from bf16kit.runtime import kernel, torchscript
 from bf16kit.tensors import describe
-from converter.proof.seen import _of_one_rank
+from converter.proof.seen import _check_one_rank
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ def test_an_outputs_shape_is_what_the_model_gives_whatever_is_declared(
 
 def test_an_output_whose_rank_depends_on_the_sample_is_rejected_by_name() -> None:
     with pytest.raises(ConversionError, match=r"output 'y' is \[2,3\] for one sample and \[3\] for another; export"):
-        _of_one_rank("y", [(2, 3), (4, 3), (3,)])
+        _check_one_rank("y", [(2, 3), (4, 3), (3,)])
 
 
 def test_a_long_error_of_onnx_runtime_leaves_room_for_the_remedy(cli: Cli, tmp_path: Path) -> None:

@@ -7,44 +7,44 @@ import math
 import numpy as np
 import pytest
 
-from converter.proof.distance import INCOMPARABLE, SAME, between
+from converter.proof.distance import INCOMPARABLE, SAME, measure_distance
 from converter.proof.nudge import ULPS, nudge
 
 X = np.random.default_rng(0).standard_normal((4, 100)).astype(np.float32)
 
 
 def test_the_difference_is_relative_to_the_larger_norm() -> None:
-    found = between(X, 2 * X)
+    found = measure_distance(X, 2 * X)
     assert found.relative_l2 == pytest.approx(0.5)
     assert found.max_abs == pytest.approx(float(np.abs(X).max()))
-    assert between(np.zeros(3), np.array([0, 1e-9, 0])).relative_l2 == 1
-    assert between(X, X.copy()) == SAME
-    assert between(X.astype(np.float16), X).relative_l2 < 1e-3
+    assert measure_distance(np.zeros(3), np.array([0, 1e-9, 0])).relative_l2 == 1
+    assert measure_distance(X, X.copy()) == SAME
+    assert measure_distance(X.astype(np.float16), X).relative_l2 < 1e-3
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_values_that_are_not_finite_must_be_the_same_in_both_outputs(value: float) -> None:
     other = X.copy()
     other[1, 2] = value
-    assert between(X, other) == INCOMPARABLE
-    assert between(other, X) == INCOMPARABLE
-    assert between(other, other.copy()) == SAME
+    assert measure_distance(X, other) == INCOMPARABLE
+    assert measure_distance(other, X) == INCOMPARABLE
+    assert measure_distance(other, other.copy()) == SAME
 
 
 def test_masked_logits_do_not_hide_differences_of_the_others() -> None:
     masked = np.where(np.arange(100) % 2, X, np.float32(-1e9))
     wrong = np.where(np.arange(100) % 2, X * np.float32(1.01), np.float32(-1e9))
-    assert between(masked, wrong).relative_l2 == pytest.approx(0.01, rel=0.02)
+    assert measure_distance(masked, wrong).relative_l2 == pytest.approx(0.01, rel=0.02)
     clamped = np.where(masked < -1e8, np.float32(-3.3895314e38), masked)
     lowest = np.where(masked < -1e8, np.float32(-3.4028235e38), masked)
-    assert between(lowest, clamped) == SAME
+    assert measure_distance(lowest, clamped) == SAME
 
 
 def test_different_shapes_and_different_strings_are_incomparable() -> None:
-    assert between(X, X[:2]) == INCOMPARABLE
+    assert measure_distance(X, X[:2]) == INCOMPARABLE
     words = np.array([b"a", b"b"], object)
-    assert between(words, words.copy()) == SAME
-    assert between(words, words[::-1]) == INCOMPARABLE
+    assert measure_distance(words, words.copy()) == SAME
+    assert measure_distance(words, words[::-1]) == INCOMPARABLE
 
 
 def test_nudging_moves_values_by_ulps_and_leaves_extreme_values_unchanged() -> None:

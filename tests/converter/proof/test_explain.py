@@ -12,12 +12,12 @@ from bf16kit.artifact import Artifact
 from bf16kit.errors import ArtifactError
 from bf16kit.measurements import LayerEntry
 from converter.model import Feeds
-from converter.proof.explain import reference, trace
+from converter.proof.explain import open_reference, trace
 
 
 def layers(artifact: Artifact, feeds: Sequence[Feeds], profile: str) -> list[LayerEntry]:
     """Return the layers of ``profile``, measured on ``feeds``."""
-    with reference(artifact) as graph:
+    with open_reference(artifact) as graph:
         return trace(graph, artifact, feeds, profile).layers()
 
 

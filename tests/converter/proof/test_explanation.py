@@ -85,7 +85,7 @@ def test_a_model_within_budget_is_diagnosed_without_another_run(
     def tried(*_: object) -> None:
         raise AssertionError("a remedy was looked for")
 
-    monkeypatch.setattr(remedy, "Trials", tried)
+    monkeypatch.setattr(remedy, "RemedyTrials", tried)
     onnx.save(troubled.cancellation(4), tmp_path / "m.onnx")
     cli("checkpoint", tmp_path / "m.onnx", "--out", target, "--budget", "relative_l2=0.5").published()
     found = _diagnosis(target)

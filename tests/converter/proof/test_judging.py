@@ -21,7 +21,7 @@ from bf16kit.runtime import Runtime
 from bf16kit.tensors import TensorSpec
 from converter.options import Options, parse_target
 from converter.proof import runs
-from converter.proof.judging import check_budget, judge, with_kinds
+from converter.proof.judging import check_budget, judge, with_output_kinds
 from converter.proof.running import open_profile
 
 OUTPUT = TensorSpec("y", "float32", ("batch", 4))
@@ -64,9 +64,9 @@ def test_an_unjudged_default_bound_is_noted_if_an_output_could_hold_logits() -> 
     (note,) = check_budget(Budget(), [OUTPUT, replace(OUTPUT, name="z")])
     assert "('y' is of kind other, 'z' is of kind other)" in note
     assert note.endswith("--output NAME:logits")
-    assert check_budget(Budget(), with_kinds([OUTPUT], {"y": "embedding"})) == []
+    assert check_budget(Budget(), with_output_kinds([OUTPUT], {"y": "embedding"})) == []
     assert check_budget(Budget.parse(["top1_agreement=none"]), [OUTPUT]) == []
-    assert check_budget(Budget.parse(["top1_agreement=1"]), with_kinds([OUTPUT], {"y": "logits"})) == []
+    assert check_budget(Budget.parse(["top1_agreement=1"]), with_output_kinds([OUTPUT], {"y": "logits"})) == []
 
 
 def test_a_stated_bound_remains_stated_when_another_is_added() -> None:

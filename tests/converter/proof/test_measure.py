@@ -11,7 +11,7 @@ from peaks import measured_alone
 from bf16kit.errors import RuntimeFailure, SamplesError
 from bf16kit.runtime import Array, RuntimeInfo
 from bf16kit.tensors import TensorSpec
-from converter.proof.measure import answers, batch_axis, drifts, named_alike, spool, summarise
+from converter.proof.measure import batch_axis, drifts, run_all, spool, summarise, with_batch_dimension
 from converter.proof.samples import Samples
 
 IN = (TensorSpec("x", "float32", ("n", 4)),)
@@ -42,7 +42,7 @@ samples = Samples(tuple({"x": np.array([seed])} for seed in range(60)), "the tes
 before = anonymous()
 with peak_anonymous() as peak:
     expected = measure.spool(Random(0), samples, None)
-    found = measure.drifts(expected, measure.answers(Random(1e-3), samples.feeds), [spec], 0)
+    found = measure.drifts(expected, measure.run_all(Random(1e-3), samples.feeds), [spec], 0)
 assert measure.summarise(found)["y"].samples == 60
 print(peak.bytes - before, one)
 """
@@ -117,13 +117,13 @@ def test_two_feeds_of_one_row_and_the_same_shape_are_a_pair() -> None:
 
 
 def test_a_proved_batch_axis_has_one_name_in_inputs_and_outputs() -> None:
-    assert named_alike(OUT, "n") == (TensorSpec("y", "float32", ("n", 4)),)
+    assert with_batch_dimension(OUT, "n") == (TensorSpec("y", "float32", ("n", 4)),)
 
 
 def test_drift_is_summarised_over_the_rows_of_all_feeds() -> None:
     feeds = [{"x": np.ones((rows, 4), np.float32)} for rows in (1, 2)]
-    expected = list(answers(Computed(lambda x: x), feeds))
-    found = list(answers(Computed(lambda x: x * np.float32(1.5)), feeds))
+    expected = list(run_all(Computed(lambda x: x), feeds))
+    found = list(run_all(Computed(lambda x: x * np.float32(1.5)), feeds))
     summary = summarise(drifts(expected, found, OUT, 0))["y"]
     assert summary.samples == 3
     assert summary.judged("relative_l2") == pytest.approx(0.5)
@@ -132,7 +132,7 @@ def test_drift_is_summarised_over_the_rows_of_all_feeds() -> None:
 
 def test_a_sample_without_an_output_is_an_error() -> None:
     feeds = [{"x": np.ones((1, 4), np.float32)}] * 2
-    expected = list(answers(Computed(lambda x: x), feeds))
+    expected = list(run_all(Computed(lambda x: x), feeds))
     with pytest.raises(ValueError, match="1 answers to 2 samples"):
         drifts(expected, expected[:1], OUT, 0)
 

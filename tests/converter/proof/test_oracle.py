@@ -22,12 +22,12 @@ from bf16kit.errors import ConversionError, RuntimeFailure
 from bf16kit.runtime import Runtime
 from converter.model import Feeds, Oracle, Source, TorchModel
 from converter.proof import oracle
-from converter.proof.oracle import FEEDS, FLOOR, Asked, ask, certify
+from converter.proof.oracle import FEEDS, FLOOR, OracleRun, certify, run_oracle
 from converter.sources.torch import onnx_export
 
 
-def _answering(*outputs: NDArray[Any], how: str = "a test") -> Asked:
-    return Asked(tuple({"y": output} for output in outputs), how)
+def _answering(*outputs: NDArray[Any], how: str = "a test") -> OracleRun:
+    return OracleRun(tuple({"y": output} for output in outputs), how)
 
 
 def _never(_random: np.random.Generator) -> Runtime:
@@ -171,7 +171,7 @@ def _source(answers: Any) -> Source:
 
 
 def test_a_source_that_cannot_run_is_recorded_as_not_checked(tmp_path: Path) -> None:
-    entry = certify(ask(_source(None), FEED, tmp_path), FEED, [{"y": Y}], _never)
+    entry = certify(run_oracle(_source(None), FEED, tmp_path), FEED, [{"y": Y}], _never)
     assert not entry.checked
     assert next(oracle.remarks(entry)) == (
         "the fp32 reference was not checked against the source itself: it has no module"
@@ -184,7 +184,7 @@ def test_a_source_that_fails_is_recorded_as_not_checked(tmp_path: Path) -> None:
             raise RuntimeFailure("it broke")
         yield {}
 
-    assert ask(_source(failing), FEED, tmp_path) == Asked((), "a test: it broke")
+    assert run_oracle(_source(failing), FEED, tmp_path) == OracleRun((), "a test: it broke")
 
 
 def test_a_source_that_draws_random_numbers_is_recorded_as_not_checked(tmp_path: Path) -> None:
@@ -194,16 +194,16 @@ def test_a_source_that_draws_random_numbers_is_recorded_as_not_checked(tmp_path:
         for _ in feeds:
             yield {"y": random.standard_normal(3)}
 
-    assert "gives different outputs for the same input" in ask(_source(drawing), FEED, tmp_path).how
+    assert "gives different outputs for the same input" in run_oracle(_source(drawing), FEED, tmp_path).how
 
 
 def test_outputs_are_stored_without_leaving_a_file_behind(tmp_path: Path) -> None:
     def answering(feeds: Sequence[Feeds]) -> Iterator[Feeds]:
         yield from ({"y": Y, "s": np.array([b"word"], object)} for _ in feeds)
 
-    asked = ask(_source(answering), FEED, tmp_path)
-    assert len(asked.answers) == len(FEED)
-    np.testing.assert_array_equal(asked.answers[0]["y"], Y)
+    oracle_run = run_oracle(_source(answering), FEED, tmp_path)
+    assert len(oracle_run.outputs) == len(FEED)
+    np.testing.assert_array_equal(oracle_run.outputs[0]["y"], Y)
     assert tree(tmp_path) == []
 
 

@@ -140,12 +140,12 @@ def test_uint8_images_use_the_whole_range_of_values() -> None:
 
 
 def _runs_when(fits: Callable[[dict[str, np.ndarray]], bool]) -> Callable[[Sequence[dict[str, np.ndarray]]], None]:
-    def runs(feeds: Sequence[dict[str, np.ndarray]]) -> None:
+    def run_source(feeds: Sequence[dict[str, np.ndarray]]) -> None:
         for feed in feeds:
             if not fits(feed):
                 raise RuntimeFailure("the wrong size\nin node 7")
 
-    return runs
+    return run_source
 
 
 @pytest.mark.parametrize(
@@ -159,8 +159,8 @@ def _runs_when(fits: Callable[[dict[str, np.ndarray]], bool]) -> Callable[[Seque
 )
 def test_sizes_that_the_source_does_not_run_on_are_skipped(shape: tuple[int | str, ...], fits: object) -> None:
     specs = (TensorSpec("x", "float32", shape),)
-    runs = _runs_when(lambda feed: fits(feed["x"]))  # type: ignore[operator]
-    found = generate(specs, read(graphs.mlp()), None, seed=0, runs=runs)
+    run_source = _runs_when(lambda feed: fits(feed["x"]))  # type: ignore[operator]
+    found = generate(specs, read(graphs.mlp()), None, seed=0, run_source=run_source)
     assert all(fits(feed["x"]) for feed in found.feeds)  # type: ignore[operator]
 
 
@@ -169,12 +169,12 @@ def test_if_no_sizes_run_the_first_sizes_are_used() -> None:
     specs = (TensorSpec("x", "float32", ("n", 2)),)
     tried: list[int] = []
 
-    def runs(feeds: Sequence[dict[str, np.ndarray]]) -> None:
+    def run_source(feeds: Sequence[dict[str, np.ndarray]]) -> None:
         tried.extend(len(feed["x"]) for feed in feeds)
         if feeds:
             raise RuntimeFailure("no")
 
-    found = generate(specs, read(graphs.mlp()), None, seed=0, runs=runs)
+    found = generate(specs, read(graphs.mlp()), None, seed=0, run_source=run_source)
     assert set(tried) == {1, 2}
     assert len(found.feeds[0]["x"]) == ROWS
 
@@ -183,11 +183,11 @@ def test_a_source_that_cannot_be_loaded_is_not_tried_again() -> None:
     """A damaged file may declare inputs of millions of numbers, so each further try would be expensive."""
     tried: list[int] = []
 
-    def runs(feeds: Sequence[dict[str, np.ndarray]]) -> None:
+    def run_source(feeds: Sequence[dict[str, np.ndarray]]) -> None:
         tried.append(len(feeds))
         raise RuntimeFailure("not a graph")
 
-    found = generate((TensorSpec("x", "float32", ("n", 2)),), read(graphs.mlp()), None, seed=0, runs=runs)
+    found = generate((TensorSpec("x", "float32", ("n", 2)),), read(graphs.mlp()), None, seed=0, run_source=run_source)
     assert tried == [2, 0]
     assert len(found.feeds) == 8
 

@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 
 import graphs
 from bf16kit.artifact import Artifact
-from converter.proof.explain import reference, trace
-from converter.proof.keeping import Trials
+from converter.proof.explain import open_reference, trace
+from converter.proof.keeping import RemedyTrials
 from converter.proof.remedy import pattern
 
 PUBLISHED_ANYHOW = (*ONNX_ONLY, "--allow-over-budget", "--no-search")
@@ -88,10 +88,10 @@ def test_a_trial_without_further_islands_equals_the_profile(cli: Cli, target: Pa
     artifact = Artifact.open(target)
     assert any(entry.code == "budget" for entry in artifact.manifest.plan.nodes["cuda"])
     feeds = [artifact.golden().inputs]
-    with reference(artifact) as graph:
+    with open_reference(artifact) as graph:
         traced = trace(graph, artifact, feeds, profile)
         (output,) = traced.graph.outputs
-        trials = Trials(traced, artifact, profile, feeds, output)
+        trials = RemedyTrials(traced, artifact, profile, feeds, output)
         assert trials.sqnr(()) == pytest.approx(traced.sqnr(output), abs=0.5)
 
 
@@ -103,10 +103,10 @@ def test_a_trial_folds_batchnorm_where_the_conversion_did(cli: Cli, tmp_path: Pa
     cli("checkpoint", source, "--out", target, *model, *ONNX_ONLY).published()
     artifact = Artifact.open(target)
     feeds = [artifact.golden().inputs]
-    with reference(artifact) as graph:
+    with open_reference(artifact) as graph:
         traced = trace(graph, artifact, feeds, "cpu")
         (output,) = traced.graph.outputs
-        assert Trials(traced, artifact, "cpu", feeds, output).sqnr(()) > 100
+        assert RemedyTrials(traced, artifact, "cpu", feeds, output).sqnr(()) > 100
 
 
 def _bf16(tensor: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from lowered import specs
 
 import graphs
 from bf16kit.runtime import scratch
-from converter.proof.running import open_source
+from converter.proof.running import open_fp32_graph
 
 
 @pytest.mark.parametrize(("in_memory", "expected"), [("", "stage"), ("stage", "system")])
@@ -32,7 +32,7 @@ def test_weights_are_mapped_from_a_directory_on_disk(
 
     monkeypatch.setattr(tempfile, "mkdtemp", recorded)
     model = ir.from_proto(graphs.mlp())
-    runtime = open_source(model, specs(model.graph.inputs), specs(model.graph.outputs), tmp_path / "stage")
+    runtime = open_fp32_graph(model, specs(model.graph.inputs), specs(model.graph.outputs), tmp_path / "stage")
     runtime.run({"x": np.zeros((1, 16), np.float32)})
     runtime.close()
     assert used == [tmp_path / expected]

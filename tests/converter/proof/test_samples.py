@@ -14,7 +14,7 @@ import graphs
 from bf16kit.artifact import Artifact
 from bf16kit.errors import SamplesError
 from bf16kit.tensors import TensorSpec
-from converter.proof.samples import LIMIT, how_to_give, load
+from converter.proof.samples import LIMIT, load, samples_usage
 
 _X = (TensorSpec("x", "float32", ("batch", 16)),)
 
@@ -173,7 +173,7 @@ def test_a_model_that_fails_on_random_inputs_is_converted_with_given_samples(
 
 def test_the_advice_on_giving_samples_can_be_pasted() -> None:
     specs = (TensorSpec("in:0", "float32", ("n", 2)), TensorSpec("rate", "int64", ()))
-    said = how_to_give(specs)
+    said = samples_usage(specs)
     assert "numpy.savez('sample.npz', **{'in:0': …}, rate=…)" in said
     assert "the model takes in:0 float32[n,2], rate int64[]" in said
 

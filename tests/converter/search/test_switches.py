@@ -12,7 +12,7 @@ import graphs
 from converter.graph.operators import bf16_form
 from converter.graph.step import run
 from converter.model import Array
-from converter.proof.running import open_source
+from converter.proof.running import open_fp32_graph
 from converter.search.switches import Switch, positions
 
 X = graphs.values(4, 16)
@@ -34,7 +34,7 @@ def answer(
     switch = Switch(forms, {"w0", "w1"}, saturated)
     inputs, outputs = specs(model.graph.inputs), specs(model.graph.outputs)
     changed = run([switch], model)
-    runtime = open_source(changed, (*inputs, switch.spec), (*outputs, *switch.shape_specs))
+    runtime = open_fp32_graph(changed, (*inputs, switch.spec), (*outputs, *switch.shape_specs))
     found = runtime.run({"x": X * np.float32(x), switch.input: positions(switch.sites, nodes, weights)}, ["y"])
     return found["y"]
 
