@@ -35,7 +35,7 @@ class RequestSource(Protocol):
 def build_transport(
     config: ServerConfig,
     registry: Registry,
-    refused: Callable[[str], None],
+    count_refusal: Callable[[str], None],
     credentials: Credentials,
     operations: Operations = Operations(),  # noqa: B008 -- frozen: nothing but inference and looking
     tracer: Tracer | None = None,
@@ -43,20 +43,20 @@ def build_transport(
     """Return a transport that is not started yet. Several workers share its port."""
     access = Access(credentials.tokens, frozenset(config.token_free))
     options = transport_options(config)
-    return Transport(registry, refused, options, access, credentials.certificates, operations, tracer)
+    return Transport(registry, count_refusal, options, access, credentials.certificates, operations, tracer)
 
 
 def build_direct_transport(
     config: ServerConfig,
     registry: Registry,
-    refused: Callable[[str], None],
+    count_refusal: Callable[[str], None],
     credentials: Credentials,
     operations: Operations,
     tracer: Tracer | None = None,
 ) -> DirectTransport:
     """Return the same RPCs without a port, for a caller that brings requests by another way."""
     access = Access(credentials.tokens, frozenset(config.token_free))
-    return DirectTransport(registry, refused, transport_options(config), access, operations, tracer)
+    return DirectTransport(registry, count_refusal, transport_options(config), access, operations, tracer)
 
 
 def open_tracing(

@@ -23,7 +23,7 @@ from service.process.config import ENV_PREFIX, ServerConfig
 from service.transport.direct import too_large
 from service.transport.services import REFLECTION_SECONDS
 from service.transport.status import Status
-from service.wire.skim import named_model
+from service.wire.skim import peek_model
 
 _log = logging.getLogger("ray.serve")  # Ray's logger, which writes to the proxy's file
 _NEVER = 1e9  # seconds: for a call without a deadline gRPC reports a larger time remaining
@@ -149,7 +149,7 @@ def _tell(context: Any, told: bytes | Status) -> bytes:
 
 
 def _application(rpc: Rpc, data: bytes) -> str:
-    model = named_model(data) if rpc.path in (INFER, STREAM) else ""
+    model = peek_model(data) if rpc.path in (INFER, STREAM) else ""
     return application(model) if model else FRONT
 
 

@@ -184,7 +184,7 @@ class Call:
 
     def _expire(self) -> None:
         """End the call: the client has kept the server waiting for too long."""
-        self._lane.refused("too_slow")
+        self._lane.count_refusal("too_slow")
         (self._arrival or self.context).cancel()
 
     def _parse(self, data: bytes, call_bytes: CallBytes) -> Message:

@@ -128,7 +128,7 @@ class ControlServicer:
     @property
     def _control(self) -> ModelControl:
         if self._operations.control is None:
-            raise Unsupported("models cannot be loaded over the network")  # unreachable: see answers()
+            raise Unsupported("models cannot be loaded over the network")  # unreachable: see offers()
         return self._operations.control
 
     def TraceSetting(self, message: pb.TraceSettingRequest, call: CallContext) -> pb.TraceSettingResponse:
@@ -142,7 +142,7 @@ class ControlServicer:
         self, target: Settings | None, call: CallContext, changes: settings.Settings, model: str = ""
     ) -> settings.Settings:
         if target is None:
-            raise Unsupported("there are no such settings")  # unreachable: see answers()
+            raise Unsupported("there are no such settings")  # unreachable: see offers()
         if changes:
             self._manage.check(call.metadata)
         return target.update(changes, model)

@@ -177,11 +177,11 @@ class _DirectLane:
     """A :class:`service.transport.handlers.LaneProtocol` without gRPC."""
 
     def __init__(
-        self, admission: Admission, services: Services, refused: Callable[[str], None], max_bytes: int
+        self, admission: Admission, services: Services, count_refusal: Callable[[str], None], max_bytes: int
     ) -> None:
         self._admission = admission
         self._services = services
-        self._refused = refused
+        self._count_refusal = count_refusal
         self._max_bytes = max_bytes
 
     def open(self, rpc: Rpc, required: RequiredScope, metadata: Metadata) -> DirectCall | Status:
@@ -202,7 +202,7 @@ class _DirectLane:
         if isinstance(error, _TooLarge):
             return error.status
         if reason := refusal_reason(error):
-            self._refused(reason)
+            self._count_refusal(reason)
         return self._services.statuses.of(error)
 
 
@@ -216,16 +216,16 @@ class DirectTransport:
     def __init__(
         self,
         registry: Registry,
-        refused: Callable[[str], None],
+        count_refusal: Callable[[str], None],
         options: TransportOptions,
         access: Access = Access(),  # noqa: B008 -- frozen: everybody may call everything
         operations: Operations = Operations(),  # noqa: B008 -- frozen: nothing but inference and looking
         tracer: Tracer | None = None,
     ) -> None:
-        self._services = services = Services(registry, refused, options, access, operations, tracer)
+        self._services = services = Services(registry, count_refusal, options, access, operations, tracer)
 
         def lane(admission: Admission) -> _DirectLane:
-            return _DirectLane(admission, services, refused, options.max_message_bytes)
+            return _DirectLane(admission, services, count_refusal, options.max_message_bytes)
 
         self._openers: dict[str, Opener[DirectCall | Status]] = services.openers(
             Lanes(

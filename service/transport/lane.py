@@ -95,7 +95,7 @@ def _done() -> Future[Any]:
 class Lane:
     """The entrance for one kind of calls: their places, their threads and their timeouts.
 
-    ``refused`` is called with the reason of every rejection before a call reaches a model.
+    ``count_refusal`` is called with the reason of every rejection before a call reaches a model.
     """
 
     def __init__(
@@ -106,13 +106,13 @@ class Lane:
         receive_timeouts: CallTimeouts,
         send_timeouts: CallTimeouts,
         statuses: StatusTable,
-        refused: Callable[[str], None],
+        count_refusal: Callable[[str], None],
     ) -> None:
         self.admission = admission
         self.threads: ThreadPoolExecutor = _Admitting(threads, name)
         self.receive_timeouts = receive_timeouts
         self.send_timeouts = send_timeouts
-        self.refused = refused
+        self.count_refusal = count_refusal
         self._statuses = statuses
 
     def open(self, rpc: Rpc, required: RequiredScope, metadata: Metadata) -> Handler:
@@ -145,7 +145,7 @@ class Lane:
         """Return the status for an error that ended a call before it reached a model, and count its reason."""
         reason = refusal_reason(error)
         if reason:
-            self.refused(reason)
+            self.count_refusal(reason)
         return self._statuses.of(error)
 
 

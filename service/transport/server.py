@@ -39,13 +39,14 @@ _HANDSHAKE_MS = 10_000  # a connection that is not HTTP/2 by then is closed
 class Transport:
     """The gRPC server. :meth:`start` binds and serves. :meth:`stop` drains and may be called more than once.
 
-    ``refused`` is called with one of :data:`~service.request.REFUSALS` for each rejection other than a model's own.
+    ``count_refusal`` is called with one of :data:`~service.request.REFUSALS` for each rejection other than a
+    model's own.
     """
 
     def __init__(
         self,
         registry: Registry,
-        refused: Callable[[str], None],
+        count_refusal: Callable[[str], None],
         options: TransportOptions,
         access: Access = Access(),  # noqa: B008 -- frozen: everybody may call everything
         certificates: CertificateFiles | None = None,
@@ -53,10 +54,10 @@ class Transport:
         tracer: Tracer | None = None,
     ) -> None:
         self._options = options
-        self._refused = refused
+        self._count_refusal = count_refusal
         self._certificates = certificates
         self._timeouts: list[CallTimeouts] = []
-        self._services = Services(registry, refused, options, access, operations, tracer)
+        self._services = Services(registry, count_refusal, options, access, operations, tracer)
         handlers = HandlerInterceptor(self._services.openers(self._lanes()))
         self._watchdog = Watchdog(self._timeouts)
         # Each lane bounds its own calls: with a common bound, one lane's calls could shut out another's.
@@ -151,7 +152,7 @@ class Transport:
         )
         self._timeouts += [receive_timeouts, send_timeouts]
         count = threads or services.threads_for(admission)
-        lane = Lane(name, admission, count, receive_timeouts, send_timeouts, services.statuses, self._refused)
+        lane = Lane(name, admission, count, receive_timeouts, send_timeouts, services.statuses, self._count_refusal)
         services.keep(lane.threads)
         return lane
 

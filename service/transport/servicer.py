@@ -27,7 +27,7 @@ from service.transport.turns import StreamScheduler, StreamTurns
 from service.wire.memory import SharedMemory
 from service.wire.parameters import RequestParameters, check_request, wants_final_mark
 from service.wire.request import InferenceCodec
-from service.wire.skim import asked_model
+from service.wire.skim import peek_model_and_version
 
 # Features that make even a small message slow: megabytes to read or write, or 65,536 strings to create.
 _SLOW_FEATURES = (b"shared_memory_region", b"classification")
@@ -45,7 +45,7 @@ class InferenceServicer:
     def __init__(
         self,
         registry: Registry,
-        refused: Callable[[str], None],
+        count_refusal: Callable[[str], None],
         statuses: StatusTable,
         shares: FairShares,
         limit: AdaptiveLimit,
@@ -58,7 +58,7 @@ class InferenceServicer:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._registry = registry
-        self._refused = refused
+        self._count_refusal = count_refusal
         self._statuses = statuses
         self._shares = shares
         self._limit = limit
@@ -90,7 +90,7 @@ class InferenceServicer:
 
         Never blocks, and rejects nothing.
         """
-        name, version = asked_model(data)
+        name, version = peek_model_and_version(data)
         if not name or any(feature in data for feature in _SLOW_FEATURES):
             return None
         try:
@@ -153,15 +153,17 @@ class InferenceServicer:
                 codec = self._codec(model)
                 parameters = check_request(message.parameters) if message.parameters else RequestParameters()
                 deadline = _earlier(deadline, parameters.timeout, started)
-                request, answers = codec.decode(message, parameters.priority, deadline, call.cancellation, reserve_more)
+                request, output_options = codec.decode(
+                    message, parameters.priority, deadline, call.cancellation, reserve_more
+                )
                 request.waits_for_room = waits_for_room
                 request.nbytes = call.nbytes
                 request.claim = None if claimed is None else claimed.claim
                 reply = self._infer(model, request)
-                if answers.sinks and call.cancellation.cancelled:
+                if output_options.sinks and call.cancellation.cancelled:
                     # It may belong to other requests now.
                     raise Cancelled("the client left before its shared memory was written to")
-                response = codec.encode(message.id, reply, answers, reserve_more)
+                response = codec.encode(message.id, reply, output_options, reserve_more)
             code = self._client_code(call, client_deadline)
             if not waits_for_room:
                 self._limit.count_response((model.name, model.version), self._clock() - started)
@@ -178,7 +180,7 @@ class InferenceServicer:
     ) -> Status:
         if isinstance(error, Overloaded):
             if error.reason in REFUSALS:
-                self._refused(error.reason)
+                self._count_refusal(error.reason)
             else:  # rejected by the model's queue, which has counted it in the model's metrics
                 self._limit.count_refusal()
         if isinstance(error, Cancelled) and deadline is not None and self._clock() >= deadline:

@@ -36,12 +36,12 @@ H = TypeVar("H")
 
 
 class Services:
-    """One server's servicers, with an admission for each kind of calls. ``refused`` is called as by ``Transport``."""
+    """One server's servicers, with an admission for each kind of calls. ``count_refusal`` is as in ``Transport``."""
 
     def __init__(
         self,
         registry: Registry,
-        refused: Callable[[str], None],
+        count_refusal: Callable[[str], None],
         options: TransportOptions,
         access: Access,
         operations: Operations,
@@ -61,7 +61,7 @@ class Services:
         self.reflection = Admission(_REFLECTION_STREAMS, "reflection streams", reason="reflection")
         self._servicer = InferenceServicer(
             registry,
-            refused,
+            count_refusal,
             self.statuses,
             FairShares(options.max_in_flight, "model", "model_share"),
             limit,

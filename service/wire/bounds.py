@@ -11,8 +11,8 @@ from service.contract import Bounds, Model
 
 # The most elements that an empty tensor may have if its empty dimensions are counted as 1. An empty tensor costs the
 # client nothing, but a model may make a large one of it: the sum of [2^26,0] along its last axis has 256 MiB.
-_LARGEST_EMPTY = 1 << 20
-_SMALLEST_BYTES = 4  # of one element of a BYTES tensor: the length of an empty string
+_MAX_EMPTY_ELEMENTS = 1 << 20
+_MIN_ITEM_BYTES = 4  # of one element of a BYTES tensor: the length of an empty string
 
 
 class BoundsCheck:
@@ -22,7 +22,7 @@ class BoundsCheck:
         self._bounds: Bounds = model.bounds
         known = {dim for spec in model.inputs for dim in spec.shape if isinstance(dim, str)}
         self._dims = {name: bound for name, bound in self._bounds.dims.items() if name in known}
-        self._empty = {spec.name: max(_fixed(spec), _LARGEST_EMPTY) for spec in model.inputs}
+        self._empty = {spec.name: max(_fixed(spec), _MAX_EMPTY_ELEMENTS) for spec in model.inputs}
         self._outputs = {spec.name: _size_of(spec) for spec in model.outputs if known.issuperset(_free(spec))}
 
     def check_request(self, feeds: Mapping[str, Array], sizes: Mapping[str, int], wanted: Mapping[str, DType]) -> None:
@@ -38,14 +38,14 @@ class BoundsCheck:
                 )
         if 0 in sizes.values():
             self._check_empty(feeds)
-        answer = 0
+        response_bytes = 0
         for name, dtype in wanted.items():
             if name in self._outputs:
                 fixed, free = self._outputs[name]
-                answer += math.prod([sizes[dim] for dim in free], start=fixed) * item_size(dtype)
-        self.check_answer(answer)
+                response_bytes += math.prod([sizes[dim] for dim in free], start=fixed) * item_size(dtype)
+        self.check_response(response_bytes)
 
-    def check_answer(self, nbytes: int) -> None:
+    def check_response(self, nbytes: int) -> None:
         """Raise InvalidRequest if ``nbytes`` bytes of outputs are too many for one response."""
         bound = self._bounds.response_bytes
         if nbytes > bound:
@@ -62,7 +62,7 @@ class BoundsCheck:
 
 def item_size(dtype: DType) -> int:
     """Return the bytes of one element on the wire; for BYTES, the least."""
-    return _SMALLEST_BYTES if dtype.oip == "BYTES" else dtype.numpy.itemsize
+    return _MIN_ITEM_BYTES if dtype.oip == "BYTES" else dtype.numpy.itemsize
 
 
 def _free(spec: TensorSpec) -> Sequence[str]:

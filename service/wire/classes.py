@@ -11,7 +11,7 @@ from bf16kit import numerics
 from bf16kit.errors import InvalidRequest
 from bf16kit.tensors import Array
 
-_MOST = 1 << 16  # strings of one output: each is some 100 bytes in memory
+_MAX_CLASSES = 1 << 16  # strings of one output: each is some 100 bytes in memory
 
 
 def top_classes(name: str, array: Array, count: int, *, batched: bool, labels: Sequence[str] = ()) -> Array:
@@ -25,14 +25,14 @@ def top_classes(name: str, array: Array, count: int, *, batched: bool, labels: S
         array = numerics.to_fp32(array)
     rows = array.reshape(len(array), math.prod(array.shape[1:])) if batched else array.reshape(1, array.size)
     count = min(count, rows.shape[1])
-    if len(rows) * count > _MOST:
-        raise InvalidRequest(f"output {name!r} would have {len(rows) * count} classes, expected at most {_MOST}")
-    whole = rows.dtype.kind in "iu"
-    form = "%d" if whole else "%f"
-    answer = np.empty((len(rows), count), np.object_)
+    if len(rows) * count > _MAX_CLASSES:
+        raise InvalidRequest(f"output {name!r} would have {len(rows) * count} classes, expected at most {_MAX_CLASSES}")
+    is_integer = rows.dtype.kind in "iu"
+    number_format = "%d" if is_integer else "%f"
+    classes = np.empty((len(rows), count), np.object_)
     for row, values in enumerate(rows):  # row by row: the sort order takes twice the memory of the values
-        falling = ~values if whole else -values  # ~ reverses the order of integers, and never overflows
-        for column, index in enumerate(np.argsort(falling, kind="stable")[:count]):
+        sort_keys = ~values if is_integer else -values  # ~ reverses the order of integers, and never overflows
+        for column, index in enumerate(np.argsort(sort_keys, kind="stable")[:count]):
             label = f":{labels[index]}" if index < len(labels) else ""
-            answer[row, column] = f"{form % values[index]}:{index}{label}"
-    return answer if batched else answer[0]
+            classes[row, column] = f"{number_format % values[index]}:{index}{label}"
+    return classes if batched else classes[0]

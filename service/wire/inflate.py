@@ -39,11 +39,11 @@ class Inflater:
             reserve(len(data))
             return data
         inflate = zlib.decompressobj(_AUTO)
-        inflated = _more(inflate, data, min(_SMALL, self._max_bytes + 1))
+        inflated = _inflate_up_to(inflate, data, min(_SMALL, self._max_bytes + 1))
         if not inflate.eof and len(inflated) <= self._max_bytes:
             with self._one_at_a_time:
                 reserve(len(data))  # others may have taken long, and the client may have left
-                inflated += _more(inflate, inflate.unconsumed_tail, self._max_bytes + 1 - len(inflated))
+                inflated += _inflate_up_to(inflate, inflate.unconsumed_tail, self._max_bytes + 1 - len(inflated))
         if len(inflated) > self._max_bytes:
             raise InvalidRequest(f"the request has more than {self._max_bytes} bytes once it is decompressed")
         if not inflate.eof or inflate.unused_data:
@@ -52,7 +52,7 @@ class Inflater:
         return inflated
 
 
-def _more(inflate: Any, data: bytes, most: int) -> bytes:
+def _inflate_up_to(inflate: Any, data: bytes, most: int) -> bytes:
     """Decompress up to ``most`` bytes. ``most`` is at least 1: for zlib, 0 means no limit."""
     try:
         more: bytes = inflate.decompress(data, most)

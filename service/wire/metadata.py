@@ -76,13 +76,13 @@ def _version_policy(versions: int | tuple[int, ...] | None) -> pb.ModelVersionPo
     return policy(specific=policy.Specific(versions=versions))
 
 
-def _dynamic_batching(how: Scheduling, delay_s: float) -> pb.ModelDynamicBatching:
+def _dynamic_batching(scheduling: Scheduling, delay_s: float) -> pb.ModelDynamicBatching:
     return pb.ModelDynamicBatching(
         max_queue_delay_microseconds=round(delay_s * 1e6),
-        priority_levels=how.priority_levels,
-        default_priority_level=how.default_level if how.priority_levels else 0,
-        default_queue_policy=_queue_policy(how.bounds),
-        priority_queue_policy={level: _queue_policy(bounds) for level, bounds in how.by_level.items()},
+        priority_levels=scheduling.priority_levels,
+        default_priority_level=scheduling.default_level if scheduling.priority_levels else 0,
+        default_queue_policy=_queue_policy(scheduling.bounds),
+        priority_queue_policy={level: _queue_policy(bounds) for level, bounds in scheduling.by_level.items()},
     )
 
 
@@ -99,7 +99,7 @@ def _queue_policy(bounds: QueueBounds) -> pb.ModelQueuePolicy:
 
 def model_statistics(models: Iterable[VersionStatistics]) -> pb.ModelStatisticsResponse:
     """Return counts and durations of the ready models; the device of others is not known yet."""
-    return pb.ModelStatisticsResponse(model_stats=[_statistics(counted, counted.snapshot) for counted in models])
+    return pb.ModelStatisticsResponse(model_stats=[_statistics(model, model.snapshot) for model in models])
 
 
 def repository_index(lines: Iterable[IndexEntry], ready_only: bool) -> pb.RepositoryIndexResponse:
@@ -123,8 +123,8 @@ def regions_status(regions: Iterable[Region]) -> pb.SystemSharedMemoryStatusResp
 
 
 def _model_input(model: Model, spec: TensorSpec, axis: int | None) -> pb.ModelInput:
-    form = f"FORMAT_{model.semantics.formats.get(spec.name, 'NONE')}"
-    return pb.ModelInput(name=spec.name, data_type=_data_type(spec), dims=_dims(spec, axis), format=form)
+    image_format = f"FORMAT_{model.semantics.formats.get(spec.name, 'NONE')}"
+    return pb.ModelInput(name=spec.name, data_type=_data_type(spec), dims=_dims(spec, axis), format=image_format)
 
 
 def _tensor_metadata(spec: TensorSpec) -> pb.ModelMetadataResponse.TensorMetadata:

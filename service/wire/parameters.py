@@ -106,11 +106,11 @@ def output_datatype(name: str, native: str, parameters: Parameters) -> str:
     """
     if "datatype" not in parameters:
         return native
-    asked = _expected(f"output {name!r}", "datatype", parameters, "string_param").string_param
-    if asked == native or (asked in ("BF16", "FP16") and native == "FP32"):
-        return asked
+    requested = _expected(f"output {name!r}", "datatype", parameters, "string_param").string_param
+    if requested == native or (requested in ("BF16", "FP16") and native == "FP32"):
+        return requested
     also = ", BF16 or FP16" if native == "FP32" else ""
-    raise InvalidRequest(f"output {name!r} was requested as {quoted(asked)}, but is available as {native}{also}")
+    raise InvalidRequest(f"output {name!r} was requested as {quoted(requested)}, but is available as {native}{also}")
 
 
 def class_count(name: str, parameters: Parameters) -> int:

@@ -38,7 +38,7 @@ class InferenceCodec:
         self._specs = model.inputs
         self._inputs = {spec.name: (spec, BY_NAME[spec.dtype]) for spec in model.inputs}
         self._outputs: Mapping[str, DType] = {spec.name: BY_NAME[spec.dtype] for spec in model.outputs}
-        self._all = OutputOptions(self._outputs)
+        self._all_outputs = OutputOptions(self._outputs)
         self._memory = memory
         self._batch_axis = model.batch_axis
         self._max_rows = model.max_batch_size
@@ -59,18 +59,18 @@ class InferenceCodec:
         ``reserve`` is called with the size of what is about to be read from shared memory. Raises
         :class:`InvalidRequest` naming the input, what came and what was expected.
         """
-        answers, wanted = self._all, None
+        output_options, wanted = self._all_outputs, None
         if message.outputs:
-            answers = self._answers(message.outputs)
-            wanted = tuple(answers.dtypes)
+            output_options = self._output_options(message.outputs)
+            wanted = tuple(output_options.dtypes)
         feeds = self._feeds(message, reserve)
         sizes = check_feeds(self._specs, feeds)
         rows = self._rows(feeds)
-        self._bounds.check_request(feeds, sizes, answers.dtypes)
-        return Request(feeds, rows, wanted, deadline, cancellation, priority), answers
+        self._bounds.check_request(feeds, sizes, output_options.dtypes)
+        return Request(feeds, rows, wanted, deadline, cancellation, priority), output_options
 
     def encode(
-        self, request_id: str, reply: Reply, answers: OutputOptions, reserve: Reserve | None = None
+        self, request_id: str, reply: Reply, output_options: OutputOptions, reserve: Reserve | None = None
     ) -> pb.ModelInferResponse:
         """Return the response: outputs in the order of ``reply``, each in ``raw_output_contents``.
 
@@ -78,12 +78,12 @@ class InferenceCodec:
         bf16 or fp32. ``reserve`` is called with the response's size before it is encoded, and may raise. Raises
         :class:`InvalidRequest` if the response is larger than the model's limit.
         """
-        dtypes, sinks, made = answers.dtypes, answers.sinks, reply.outputs
-        for name, count in answers.classes.items():
+        dtypes, sinks, made = output_options.dtypes, output_options.sinks, reply.outputs
+        for name, count in output_options.classes.items():
             labels = self._labels.get(name, ())
             made = {**made, name: top_classes(name, made[name], count, batched=self._rows_first, labels=labels)}
         nbytes = sum(array.size * item_size(dtypes[name]) for name, array in made.items())
-        self._bounds.check_answer(nbytes)
+        self._bounds.check_response(nbytes)
         if reserve is not None:
             reserve(nbytes)
         response = pb.ModelInferResponse.FromString(self._heads[reply.reported_precision])
@@ -161,7 +161,7 @@ class InferenceCodec:
             )
         return rows
 
-    def _answers(self, outputs: Sequence[pb.ModelInferRequest.InferRequestedOutputTensor]) -> OutputOptions:
+    def _output_options(self, outputs: Sequence[pb.ModelInferRequest.InferRequestedOutputTensor]) -> OutputOptions:
         """Return the requested outputs in their order, and how to return each."""
         dtypes: dict[str, DType] = {}
         sinks: dict[str, Sink] = {}
@@ -178,10 +178,10 @@ class InferenceCodec:
             dtypes[name] = native
             if output.parameters:
                 dtypes[name] = BY_OIP[output_datatype(name, native.oip, output.parameters)]
-                self._add_ways(name, output.parameters, dtypes, sinks, classes)
+                self._add_output_options(name, output.parameters, dtypes, sinks, classes)
         return OutputOptions(dtypes, sinks, classes)
 
-    def _add_ways(
+    def _add_output_options(
         self,
         name: str,
         parameters: Parameters,

@@ -18,15 +18,15 @@ from google.protobuf.message_factory import GetMessageClass
 from bf16kit.errors import InvalidRequest
 
 _SMALL = 16 << 10  # bytes; a smaller message is not checked: parsed, it takes 1 MiB at most
-_FIELDS = 1 << 16  # the most fields of a larger message, nested ones included
-_INTEGERS = 8 << 20  # the most integers in shapes and contents; each has one byte or more on the wire
+_MAX_FIELDS = 1 << 16  # the most fields of a larger message, nested ones included
+_MAX_INTEGERS = 8 << 20  # the most integers in shapes and contents; each has one byte or more on the wire
 _INTEGER_BYTES = 16  # bytes in memory: eight in the message, and eight in the array made from it
 _FIELD_BYTES = 100  # bytes in memory of an empty field
-_TEXT = 1 << 20  # the most bytes of a name, an id or other text: Python copies and hashes texts again and again
+_MAX_TEXT = 1 << 20  # the most bytes of a name, an id or other text: Python copies and hashes texts again and again
 _MODEL_NAME, _MODEL_VERSION = 0x0A, 0x12  # tags of ModelInferRequest's first two fields, which are strings
 _LONGEST_VARINT = 10  # bytes
-_MOST_LOOKED_AT = 64  # the most fields that asked_model looks at
-_OUTERMOST = 1 << 12  # the most outermost fields that named_model looks at
+_MAX_LEADING_FIELDS = 64  # the most fields that peek_model_and_version reads
+_MAX_OUTER_FIELDS = 1 << 12  # the most outermost fields that peek_model reads
 _FIXED = {1: 8, 2: 0, 5: 4}  # bytes of a value by wire type, if the field has no length
 
 #: By field number: the fields of a nested message, 'text' for strings, 'packed' for integers that may be packed.
@@ -54,15 +54,15 @@ def parser(kind: Descriptor, max_bytes: int | None = None) -> Parse:
             raise InvalidRequest(f"the request has {len(data)} bytes, expected at most {max_bytes} for a {kind.name}")
         with one_at_a_time:
             reserve(len(data))  # others may have taken long, and the client may have left
-            skim = _Skim(data)
-            skim.count(0, len(data), known)
-            reserve(len(data) + skim.swelling)
+            scanner = _Scanner(data)
+            scanner.count(0, len(data), known)
+            reserve(len(data) + scanner.extra_memory)
             return parse(data)
 
     return bounded
 
 
-def asked_model(data: bytes) -> tuple[str, str]:
+def peek_model_and_version(data: bytes) -> tuple[str, str]:
     """Return the model and version that a ModelInferRequest names in its first fields.
 
     protobuf's libraries write them first, since they write fields in order. Returns empty strings if the message does
@@ -70,38 +70,38 @@ def asked_model(data: bytes) -> tuple[str, str]:
     """
     name, at = _short_text(data, 0, _MODEL_NAME)
     version, at = _short_text(data, at, _MODEL_VERSION)
-    return (name, version) if name and _names_nothing(data, at) else ("", "")
+    return (name, version) if name and _names_no_model(data, at) else ("", "")
 
 
-def named_model(data: bytes) -> str:
+def peek_model(data: bytes) -> str:
     """Return the model that a ModelInferRequest of any size names, without parsing or copying it.
 
     Only its outermost fields are read. Returns "" if they name none, are not a message's, or are too many.
     """
-    skim, at, name = _Skim(data), 0, b""
+    scanner, at, name = _Scanner(data), 0, b""
     try:
-        for _ in range(_OUTERMOST):
+        for _ in range(_MAX_OUTER_FIELDS):
             if at >= len(data):
                 break
-            tag, at = skim.varint(at)
+            tag, at = scanner.varint(at)
             size = 0
             if tag & 7 == 2:
-                size, at = skim.varint(at)
+                size, at = scanner.varint(at)
             if tag == _MODEL_NAME:
-                name = data[at : at + min(size, _TEXT)]
-            at = skim.varint(at)[1] if tag & 7 == 0 else at + size + _FIXED[tag & 7]
+                name = data[at : at + min(size, _MAX_TEXT)]
+            at = scanner.varint(at)[1] if tag & 7 == 0 else at + size + _FIXED[tag & 7]
     except (IndexError, ValueError, KeyError):
         return ""
     return name.decode("utf-8", "replace")
 
 
-def _names_nothing(data: bytes, at: int) -> bool:
+def _names_no_model(data: bytes, at: int) -> bool:
     """Return whether the fields from ``at`` on certainly name no model or version: protobuf uses the last of two.
 
     All fields of a ModelInferRequest have a length; those of small requests a length of one or two bytes.
     """
     try:
-        for _ in range(_MOST_LOOKED_AT):
+        for _ in range(_MAX_LEADING_FIELDS):
             if at == len(data):
                 return True
             tag, size = data[at], data[at + 1]
@@ -128,7 +128,7 @@ def _short_text(data: bytes, at: int, tag: int) -> tuple[str, int]:
     return data[start:end].decode("utf-8", "replace"), end
 
 
-class _Skim:
+class _Scanner:
     """One pass over the bytes of a message. It ends at the first error, which protobuf will report."""
 
     def __init__(self, data: bytes) -> None:
@@ -137,7 +137,7 @@ class _Skim:
         self._integers = 0
 
     @property
-    def swelling(self) -> int:
+    def extra_memory(self) -> int:
         """The memory in bytes that the skimmed fields take beyond their size on the wire."""
         return self._fields * _FIELD_BYTES + self._integers * _INTEGER_BYTES
 
@@ -152,10 +152,10 @@ class _Skim:
     def _field(self, at: int, end: int, known: _Known) -> int:
         """Return where the next field begins. Raises IndexError or ValueError if the message is broken."""
         self._fields += 1
-        if self._fields > _FIELDS:
+        if self._fields > _MAX_FIELDS:
             raise InvalidRequest(
-                f"the request has more than {_FIELDS} fields; send numbers in raw_input_contents, one field for each"
-                " tensor, and fewer strings"
+                f"the request has more than {_MAX_FIELDS} fields; send numbers in raw_input_contents, one field for"
+                " each tensor, and fewer strings"
             )
         tag, at = self.varint(at)
         kind = tag & 7
@@ -172,17 +172,17 @@ class _Skim:
 
     def _count_value(self, at: int, end: int, known: _Known | Literal["text", "packed"]) -> None:
         if known == "text":
-            if end - at > _TEXT:
-                raise InvalidRequest(f"the request has a string of {end - at} bytes, expected at most {_TEXT}")
+            if end - at > _MAX_TEXT:
+                raise InvalidRequest(f"the request has a string of {end - at} bytes, expected at most {_MAX_TEXT}")
             return
         if known != "packed":
             self.count(at, end, known)
             return
         # The last byte of each integer is below 0x80, and no other is.
         self._integers += int(np.count_nonzero(np.frombuffer(self._data, np.uint8)[at:end] < 0x80))
-        if self._integers > _INTEGERS:
+        if self._integers > _MAX_INTEGERS:
             raise InvalidRequest(
-                f"the request has more than {_INTEGERS} integers in shapes and contents; send tensors in"
+                f"the request has more than {_MAX_INTEGERS} integers in shapes and contents; send tensors in"
                 " raw_input_contents"
             )
 

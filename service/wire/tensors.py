@@ -20,7 +20,7 @@ from bf16kit.tensors import BY_OIP, DType, TensorSpec
 from bf16kit.tensors import Array as Array
 from bf16kit.wording import quoted
 
-_MOST_STRINGS = 1 << 16  # of a BYTES tensor: a string of two bytes has six on the wire, and some 140 in memory
+_MAX_STRINGS = 1 << 16  # of a BYTES tensor: a string of two bytes has six on the wire, and some 140 in memory
 _LENGTH = 4  # bytes of the little-endian length before each element of a BYTES tensor
 _PIECE = 1 << 16  # numbers of typed contents that are converted at a time
 _MAX_EXTENT = 2**31 - 1  # the product of an empty tensor's other dimensions: free on the wire, maybe not in the model
@@ -109,7 +109,7 @@ def decode_contents(name: str, dtype: DType, shape: tuple[int, ...], contents: p
     if dtype.oip == "BYTES":
         return _objects(name, values, shape)
     try:
-        return _gathered(values, dtype, count).reshape(shape)
+        return _converted(values, dtype, count).reshape(shape)
     except OverflowError:
         raise InvalidRequest(f"input {name!r} holds a value outside the range of {dtype.oip}") from None
 
@@ -148,7 +148,7 @@ def _narrowed(dtype: DType, array: Array) -> Array:
         return array.astype(np.float16)
 
 
-def _gathered(values: Iterable[Any], dtype: DType, count: int) -> Array:
+def _converted(values: Iterable[Any], dtype: DType, count: int) -> Array:
     """Return the numbers of a repeated field. Converted piece by piece: numpy holds Python's lock during each."""
     if count <= _PIECE:
         return np.fromiter(values, dtype.numpy, count)
@@ -161,8 +161,8 @@ def _gathered(values: Iterable[Any], dtype: DType, count: int) -> Array:
 
 def _split_bytes(name: str, count: int, data: bytes) -> list[bytes]:
     """Return the ``count`` length-prefixed elements in ``data``, whose size has been checked against ``count``."""
-    if count > _MOST_STRINGS:
-        raise InvalidRequest(f"input {name!r} has {count} BYTES elements, expected at most {_MOST_STRINGS}")
+    if count > _MAX_STRINGS:
+        raise InvalidRequest(f"input {name!r} has {count} BYTES elements, expected at most {_MAX_STRINGS}")
     elements = []
     at = 0
     for index in range(count):

@@ -16,7 +16,7 @@ from wireedits import field
 
 from bf16kit.errors import Cancelled, InvalidRequest
 from bf16kit.protocol import inference_pb2 as pb
-from service.wire.skim import asked_model, named_model, parser
+from service.wire.skim import parser, peek_model, peek_model_and_version
 
 REQUEST = pb.DESCRIPTOR.message_types_by_name["ModelInferRequest"]
 QUESTION = pb.DESCRIPTOR.message_types_by_name["ModelMetadataRequest"]
@@ -99,7 +99,7 @@ def test_a_message_without_tensors_has_its_own_size_limit() -> None:
 @pytest.mark.parametrize(("name", "version"), [("echo", ""), ("echo", "3"), ("n" * 127, "1"), ("é", "1")])
 def test_the_model_of_a_request_is_known_before_the_message_is_parsed(name: str, version: str) -> None:
     message = pb.ModelInferRequest(model_name=name, model_version=version, id="7", raw_input_contents=[b"x"])
-    assert asked_model(message.SerializeToString()) == (name, version)
+    assert peek_model_and_version(message.SerializeToString()) == (name, version)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_the_model_of_a_request_is_known_before_the_message_is_parsed(name: str,
     ids=["nothing", "cut short", "a long name", "another order"],
 )
 def test_the_model_is_not_known_if_the_message_begins_differently(data: bytes) -> None:
-    assert asked_model(data)[0] == ""
+    assert peek_model_and_version(data)[0] == ""
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_the_model_is_not_known_if_the_message_begins_differently(data: bytes) -
 )
 def test_the_model_is_not_known_if_another_may_be_named_later(behind: bytes) -> None:
     """If a field is repeated, protobuf takes the last: one model would be checked and another one run."""
-    assert asked_model(field(1, b"quick") + field(2, b"1") + behind) == ("", "")
+    assert peek_model_and_version(field(1, b"quick") + field(2, b"1") + behind) == ("", "")
 
 
 def test_the_model_known_before_parsing_equals_the_parsed_one() -> None:
@@ -135,7 +135,7 @@ def test_the_model_known_before_parsing_equals_the_parsed_one() -> None:
     pieces += [b"\x8a\x00\x01z", b"\x08\x01", b"\x0b\x0c", b"\x3a\x81\x00c"]
     for _ in range(20_000):
         data = field(1, b"m") + b"".join(draw.choices(pieces, k=draw.randrange(5)))
-        if (asked := asked_model(data)) == ("", ""):
+        if (asked := peek_model_and_version(data)) == ("", ""):
             continue
         with suppress(DecodeError):
             message = parse(data)
@@ -151,22 +151,22 @@ class TestNamedModel:
         message = pb.ModelInferRequest(model_name="m", model_version="3", id="7")
         message.inputs.add(name="x", datatype="FP32", shape=[1, 1 << 20])
         message.raw_input_contents.append(bytes(4 << 20))
-        assert named_model(message.SerializeToString()) == "m"
+        assert peek_model(message.SerializeToString()) == "m"
 
     def test_the_last_of_two_names_counts_as_in_protobuf(self) -> None:
         one, other = (pb.ModelInferRequest(model_name=name).SerializeToString() for name in ("one", "other"))
         data = one + pb.ModelInferRequest(raw_input_contents=[bytes(100)]).SerializeToString() + other
-        assert named_model(data) == pb.ModelInferRequest.FromString(data).model_name == "other"
+        assert peek_model(data) == pb.ModelInferRequest.FromString(data).model_name == "other"
 
     @pytest.mark.parametrize("data", [b"", b"\x0a", b"\xff" * 20, b"\x0b\x0c", b"\x0a\x01m\x12", b"\x10\x01"])
     def test_bytes_that_are_no_message_give_no_wrong_name(self, data: bytes) -> None:
-        assert named_model(data) in ("", "m")
+        assert peek_model(data) in ("", "m")
 
     @given(st.binary(max_size=200))
     def test_any_valid_message_is_read_as_by_protobuf(self, data: bytes) -> None:
         try:
             name = pb.ModelInferRequest.FromString(data).model_name
         except DecodeError:
-            named_model(data)  # must not raise
+            peek_model(data)  # must not raise
             return
-        assert named_model(data) in ("", name)
+        assert peek_model(data) in ("", name)
