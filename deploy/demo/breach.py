@@ -40,15 +40,17 @@ def show(artifact: Path, repository: Path) -> None:
     damage(artifact, repository)
     with served(repository) as (grpc_address, http_address), Client(grpc_address) as client:
         before = client.embed(SENTENCE)
-        begun, more = time.perf_counter(), cycle(sentences(200))
+        started, more = time.perf_counter(), cycle(sentences(200))
 
-        def fallen() -> live_drift.LiveDrift | None:
+        def drift_once_fp32_answers() -> live_drift.LiveDrift | None:
             client.embed(next(more))
             return live_drift.read(http_address) if client.precision == "fp32" else None
 
-        drift = wait("fp32 to answer in bf16's place", fallen, seconds=60)
+        drift = wait("fp32 to answer in bf16's place", drift_once_fp32_answers, seconds=60)
         measured = drift.outcomes.get("measured", 0)
-        print(f"   fp32 answers after {time.perf_counter() - begun:.1f} s and {measured:.0f} measured samples, because")
+        print(
+            f"   fp32 answers after {time.perf_counter() - started:.1f} s and {measured:.0f} measured samples, because"
+        )
         print(f"   {_reason(http_address)}")
         after = client.embed(SENTENCE)
         print(f"   the same sentence, embedded before and after: cosine {float(np.dot(before, after)):.4f}")

@@ -16,7 +16,7 @@ from running import DemoFailed, served
 
 ROOT = Path(__file__).parents[2]
 # Enables everything that is off by default, so that the suite checks all that a client can ask for.
-OPEN = {
+ENABLED = {
     "BF16KIT_SHARED_MEMORY": "true",
     "BF16KIT_CHANGE_SETTINGS": "true",
     "BF16KIT_MODEL_CONTROL": "explicit",
@@ -24,7 +24,7 @@ OPEN = {
 }
 # Real tokens for this input; the suite makes ones for the model's other inputs. Streams belong to the extension
 # "sequence", of which the server implements nothing else, so the server does not declare it.
-ASKED = (
+SUITE_ARGUMENTS = (
     "--input", "input_ids=1,8/101,7592,1010,2088,999,102", "--control", MODEL, "--region-prefix", "bf16kit_",
     "--assume", "sequence",
 )  # fmt: skip
@@ -33,9 +33,9 @@ ASKED = (
 def main(arguments: list[str]) -> int:
     """Run the suite against a server of the demo's repository."""
     try:
-        os.environ |= OPEN
+        os.environ |= ENABLED
         with served(REPOSITORY) as (address, _):
-            command = [sys.executable, "-m", "conformance", address, "--model", MODEL, *ASKED, *arguments]
+            command = [sys.executable, "-m", "conformance", address, "--model", MODEL, *SUITE_ARGUMENTS, *arguments]
             return subprocess.run(command, cwd=ROOT, check=False).returncode
     except DemoFailed as failure:
         print(f"conformance: {failure}", file=sys.stderr)

@@ -46,7 +46,7 @@ def main() -> int:
         with served(REPOSITORY) as (grpc_address, http_address), Client(grpc_address) as client:
             print_similarity(np.stack([client.embed(sentence) for sentence in EVERYDAY]))
             print_latency([_timed(client, sentence) for sentence in sentences(200)])
-            print_drift(ask_until_measured(client, http_address))
+            print_drift(wait_until_measured(client, http_address))
         print_sizes(artifact)
         breach.show(artifact, REPOSITORY.with_name("demo-damaged"))
     except (DemoFailed, PublishFailed, FileNotFoundError, triton.InferenceServerException) as failure:
@@ -70,7 +70,7 @@ def _timed(client: Client, sentence: str) -> float:
     return time.perf_counter() - started
 
 
-def ask_until_measured(client: Client, http_address: str, wanted: int = 100) -> LiveDrift:
+def wait_until_measured(client: Client, http_address: str, wanted: int = 100) -> LiveDrift:
     """Return the live drift once ``wanted`` requests were measured; sends more sentences until then.
 
     The shadow never delays a response: while the fp32 reference is loading or busy it drops samples, and counts them.

@@ -34,22 +34,22 @@ def publish(repository: Path) -> Path:
     environment = {**os.environ, "PYTHONPATH": str(HERE)}
     result = subprocess.run([*command, "--samples", "minilm:calibration"], env=environment, check=False)
     if result.returncode != 0:
-        raise PublishFailed(why(result.returncode))
-    serve_as_the_demo(target.parent)
+        raise PublishFailed(exit_reason(result.returncode))
+    write_serving_yaml(target.parent)
     return target
 
 
-def serve_as_the_demo(model: Path) -> None:
+def write_serving_yaml(model: Path) -> None:
     """Write ``serving.yaml`` of ``model`` atomically; :func:`main` takes it as a sign that everything is there."""
-    part, whole = model / ".serving.yaml.part", model / "serving.yaml"
+    temporary, final = model / ".serving.yaml.part", model / "serving.yaml"
     try:
-        part.write_bytes((HERE / "serving.yaml").read_bytes())
-        part.replace(whole)
+        temporary.write_bytes((HERE / "serving.yaml").read_bytes())
+        temporary.replace(final)
     except OSError as error:
-        raise PublishFailed(f"{whole} cannot be written: {refused(error)}") from None
+        raise PublishFailed(f"{final} cannot be written: {refused(error)}") from None
 
 
-def why(code: int, memory: Callable[[], Memory | None] = controlgroup.memory) -> str:
+def exit_reason(code: int, memory: Callable[[], Memory | None] = controlgroup.memory) -> str:
     """Explain a conversion that ended with ``code``; one that the system killed could not print a message."""
     if code != -signal.SIGKILL:
         return f"bf16-convert ended with exit code {code}; its message is above"

@@ -80,7 +80,7 @@ def _variable(name: str, query: str) -> Any:
 
 
 def _panel(panel: Panel) -> Any:
-    made = _BUILDERS[panel.kind]().title(panel.title).description(panel.words).datasource(_SOURCE)
+    made = _BUILDERS[panel.kind]().title(panel.title).description(panel.description).datasource(_SOURCE)
     made = made.span(panel.width).height(_HEIGHTS.get(panel.kind, 8))
     made = made.unit(panel.unit) if panel.kind in ("stat", "lines") else made
     for letter, query in zip("ABCD", panel.queries, strict=False):

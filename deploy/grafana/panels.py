@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-OF = 'job=~"$job", instance=~"$instance"'
-MODEL = f'{OF}, model=~"$model"'
+SERVER = 'job=~"$job", instance=~"$instance"'
+MODEL = f'{SERVER}, model=~"$model"'
 NAME = "{{model}} v{{version}}"
 KEYS = "job, instance, model, version"
-HOW = "instance, model, version, backend, device, profile, precision, accumulation"
+INFO_LABELS = "instance, model, version, backend, device, profile, precision, accumulation"
 
 
 @dataclass(frozen=True)
@@ -29,19 +29,19 @@ class Panel:
 
     kind: Literal["stat", "lines", "heat", "states", "table"]
     title: str
-    words: str
+    description: str
     queries: tuple[Query, ...]
     unit: str = "short"
     bound: float | None = None
     width: int = 8
 
 
-def _lines(title: str, words: str, *queries: Query, unit: str = "short", bound: float | None = None) -> Panel:
-    return Panel("lines", title, words, queries, unit, bound)
+def _lines(title: str, description: str, *queries: Query, unit: str = "short", bound: float | None = None) -> Panel:
+    return Panel("lines", title, description, queries, unit, bound)
 
 
-def _stat(title: str, words: str, expression: str, unit: str = "short", bound: float | None = 0.5) -> Panel:
-    return Panel("stat", title, words, (Query(expression),), unit, bound, width=4)
+def _stat(title: str, description: str, expression: str, unit: str = "short", bound: float | None = 0.5) -> Panel:
+    return Panel("stat", title, description, (Query(expression),), unit, bound, width=4)
 
 
 def _rate(metric: str, labels: str = MODEL) -> str:
@@ -59,7 +59,7 @@ def _quantile(share: float, metric: str) -> str:
 NOW = (
     _stat(
         "Alerts firing", "Alerts of the rules in deploy/prometheus/rules.",
-        f'count(ALERTS{{alertstate="firing", alertname=~"Bf16.+", {OF}}}) or vector(0)',
+        f'count(ALERTS{{alertstate="firing", alertname=~"Bf16.+", {SERVER}}}) or vector(0)',
     ),
     _stat("Versions not ready", "", f"count(bf16kit_model_ready{{{MODEL}}} == 0) or vector(0)"),
     _stat("Over budget", "Drift is over budget with 95 % confidence.", f"sum(bf16kit_drift_over_budget{{{MODEL}}})"),
@@ -190,16 +190,16 @@ SERVING = (
     _lines(
         "Rejected requests", "Rejected by a model's queue, or by the server before they reached a model.",
         Query(f"sum by (model, reason) ({_rate('bf16kit_rejected_total')}) > 0", "{{model}} {{reason}}"),
-        Query(f"sum by (reason) ({_rate('bf16kit_refused_total', OF)}) > 0", "server: {{reason}}"), unit="reqps",
+        Query(f"sum by (reason) ({_rate('bf16kit_refused_total', SERVER)}) > 0", "server: {{reason}}"), unit="reqps",
     ),
     _lines(
         "Memory", "Resident memory of all processes of a server.",
-        Query(f"process_resident_memory_bytes{{{OF}}}", "{{instance}}"), unit="bytes",
+        Query(f"process_resident_memory_bytes{{{SERVER}}}", "{{instance}}"), unit="bytes",
     ),
-    _lines("CPU cores used", "", Query(_rate("process_cpu_seconds_total", OF), "{{instance}}")),
+    _lines("CPU cores used", "", Query(_rate("process_cpu_seconds_total", SERVER), "{{instance}}")),
     Panel(
         "table", "Models: backend, device, profile and precision", "",
-        (Query(f"max by ({HOW}) (bf16kit_model_info{{{MODEL}}})"),), width=24,
+        (Query(f"max by ({INFO_LABELS}) (bf16kit_model_info{{{MODEL}}})"),), width=24,
     ),
 )  # fmt: skip
 

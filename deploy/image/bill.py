@@ -46,14 +46,14 @@ def interpreter(version: str) -> Component:
     return {"type": "application", "name": "python", "version": version, "bom-ref": purl, "purl": purl}
 
 
-def bill(found: Component, others: Iterable[Component], image: str, version: str) -> Component:
+def bill_of_materials(found: Component, others: Iterable[Component], image: str, version: str) -> Component:
     """Return ``found``, a document of the Python packages, as one of ``image`` that also contains the ``others``."""
     components = sorted([*found["components"], *others], key=lambda component: str(component["bom-ref"]))
-    named = {"type": "container", "name": image, "version": version, "bom-ref": f"{image}@{version}"}
-    held = {"ref": named["bom-ref"], "dependsOn": [component["bom-ref"] for component in components]}
-    dependencies = [held, *found.get("dependencies", [])]
+    image_component = {"type": "container", "name": image, "version": version, "bom-ref": f"{image}@{version}"}
+    contents = {"ref": image_component["bom-ref"], "dependsOn": [component["bom-ref"] for component in components]}
+    dependencies = [contents, *found.get("dependencies", [])]
     return found | {
-        "metadata": found.get("metadata", {}) | {"component": named},
+        "metadata": found.get("metadata", {}) | {"component": image_component},
         "components": components,
         "dependencies": sorted(dependencies, key=lambda dependency: str(dependency["ref"])),
     }
@@ -85,7 +85,7 @@ def main(image: str, version: str, target: Path) -> None:
     """Write the bill of materials of ``image`` to ``target``."""
     listing = subprocess.run(_DPKG, check=True, stdout=subprocess.PIPE, text=True).stdout
     others = [*debian(listing, _release()), interpreter(platform.python_version())]
-    text = json.dumps(bill(_python_packages(), others, image, version), indent=1, sort_keys=True) + "\n"
+    text = json.dumps(bill_of_materials(_python_packages(), others, image, version), indent=1, sort_keys=True) + "\n"
     _check(text)
     target.write_text(text, "utf-8")
 

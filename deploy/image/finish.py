@@ -47,12 +47,12 @@ def prune(packages: Path) -> int:
 
     Returns the number of bytes removed.
     """
-    doomed = [packages / name for name in _DIRECTORIES]
-    doomed += [found for name in _TESTED for found in sorted((packages / name).rglob("tests"))]
-    doomed += [found for found in sorted(packages.rglob("*")) if found.suffix in _SUFFIXES and found.is_file()]
-    doomed += sorted(packages.rglob("__pycache__"))
+    unwanted = [packages / name for name in _DIRECTORIES]
+    unwanted += [found for name in _TESTED for found in sorted((packages / name).rglob("tests"))]
+    unwanted += [found for found in sorted(packages.rglob("*")) if found.suffix in _SUFFIXES and found.is_file()]
+    unwanted += sorted(packages.rglob("__pycache__"))
     removed = 0
-    for path in doomed:
+    for path in unwanted:
         if path.is_dir():
             removed += sum(file.lstat().st_size for file in path.rglob("*") if not file.is_dir())
             shutil.rmtree(path)
@@ -70,18 +70,18 @@ def compile_tree(sources: Iterator[Path], root: Path, bytecode: Path, mode: py_c
     """
     count = 0
     for source in sorted(sources):
-        seen = Path("/") / source.relative_to(root)
-        name = Path(importlib.util.cache_from_source(str(seen))).name
-        target = bytecode / seen.parent.relative_to("/") / name
+        image_path = Path("/") / source.relative_to(root)
+        name = Path(importlib.util.cache_from_source(str(image_path))).name
+        target = bytecode / image_path.parent.relative_to("/") / name
         try:
-            py_compile.compile(str(source), str(target), str(seen), doraise=True, invalidation_mode=mode)
+            py_compile.compile(str(source), str(target), str(image_path), doraise=True, invalidation_mode=mode)
         except (py_compile.PyCompileError, ValueError):
             continue
         count += 1
     return count
 
 
-def settle(tree: Path, epoch: int) -> None:
+def set_timestamps(tree: Path, epoch: int) -> None:
     """Set every time stamp in ``tree``, including its own, to ``epoch``, seconds since 1970."""
     for directory, _, files in os.walk(tree, topdown=False):
         for name in (*files, ""):
@@ -109,15 +109,15 @@ def main() -> None:
     parser.add_argument("--uncompiled", action="append", default=[], metavar="PACKAGE", help="a package never imported")
     chosen = parser.parse_args()
     tree = chosen.under / chosen.environment.relative_to("/")
-    epoch, begun = int(os.environ["SOURCE_DATE_EPOCH"]), time.monotonic()
+    epoch, started = int(os.environ["SOURCE_DATE_EPOCH"]), time.monotonic()
     removed = sum(prune(packages) for packages in sorted(tree.glob("lib/python3*/site-packages")))
     modes = py_compile.PycInvalidationMode
     own = (path for path in _python(tree / "lib") if not set(chosen.uncompiled) & set(path.parts))
     count = compile_tree(own, chosen.under, tree / BYTECODE, modes.UNCHECKED_HASH)
     if chosen.standard_library:
         count += compile_tree(_standard_library(), Path("/"), tree / BYTECODE, modes.CHECKED_HASH)
-    settle(chosen.under if chosen.under != Path("/") else tree, epoch)
-    print(f"{tree}: {removed / 1e6:.0f} MB removed, {count} modules compiled, {time.monotonic() - begun:.0f} s")
+    set_timestamps(chosen.under if chosen.under != Path("/") else tree, epoch)
+    print(f"{tree}: {removed / 1e6:.0f} MB removed, {count} modules compiled, {time.monotonic() - started:.0f} s")
 
 
 if __name__ == "__main__":

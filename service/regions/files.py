@@ -19,7 +19,7 @@ from bf16kit.tensors import Array
 
 # Follow no links, do not block on a pipe, and do not pass the descriptor on to child processes.
 _FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-MOST_AT_ONCE = 0x7FFFF000  # bytes: Linux transfers no more in one call
+LARGEST_COPY = 0x7FFFF000  # bytes: Linux transfers no more in one call
 
 
 class SharedFile:
@@ -40,7 +40,7 @@ class SharedFile:
         self._offset = offset
         self._mapped, self._address = _map(descriptor, offset, byte_size)
 
-    def is_of(self, descriptor: int) -> bool:
+    def is_same_file(self, descriptor: int) -> bool:
         """Return whether ``descriptor`` has the same file open."""
         return os.path.sameopenfile(self.descriptor, descriptor)
 
@@ -56,7 +56,7 @@ class SharedFile:
         return _copy(data.ctypes.data, self._address + at, data.nbytes)
 
 
-def open_plain(path: Path) -> int:
+def open_regular_file(path: Path) -> int:
     """Open a regular file that has one name; another hard link could be a name that is not allowed. Raises OSError."""
     descriptor = os.open(path, _FLAGS)
     found = os.fstat(descriptor)

@@ -15,7 +15,7 @@ from bf16kit.errors import AlreadyExists, InvalidRequest, NotFound, Overloaded
 from bf16kit.tensors import Array
 from bf16kit.wording import quoted
 from service.operations import Region
-from service.regions.files import MOST_AT_ONCE, SharedFile, open_plain
+from service.regions.files import LARGEST_COPY, SharedFile, open_regular_file
 
 DIRECTORY = Path("/dev/shm")  # noqa: S108 -- it is where POSIX shared memory lies
 _LONGEST_NAME = 255  # characters
@@ -87,7 +87,7 @@ class RegionTable:
         ``descriptor`` stays the caller's. Does nothing if the same region is registered already.
         """
         known = self._registered.get(region.name)
-        if known is not None and known.region == region and known.file.is_of(descriptor):
+        if known is not None and known.region == region and known.file.is_same_file(descriptor):
             return
         self._add(region, SharedFile(os.dup(descriptor), region.offset, region.byte_size))
 
@@ -115,9 +115,9 @@ class RegionTable:
                 f"{byte_size} bytes from offset {offset} are not within shared memory region {quoted(name)} of"
                 f" {region.byte_size} bytes"
             )
-        if byte_size > MOST_AT_ONCE:
+        if byte_size > LARGEST_COPY:
             raise InvalidRequest(
-                f"{byte_size} bytes of shared memory are too many for one tensor; the limit is {MOST_AT_ONCE}"
+                f"{byte_size} bytes of shared memory are too many for one tensor; the limit is {LARGEST_COPY}"
             )
         return RegionSlice(name, file, offset, byte_size)
 
@@ -139,7 +139,7 @@ class RegionTable:
         if not file.startswith(self._limits.prefix) or file in ("", ".", "..") or "/" in file or "\0" in file:
             raise self._not_usable(region)
         try:
-            descriptor = open_plain(self._directory / file)
+            descriptor = open_regular_file(self._directory / file)
         except (OSError, UnicodeEncodeError):  # no reason given: it would tell clients about files of others
             raise self._not_usable(region) from None
         return SharedFile(descriptor, region.offset, region.byte_size)

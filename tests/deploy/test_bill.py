@@ -22,7 +22,7 @@ def test_installed_debian_packages_are_listed_by_their_package_url() -> None:
 
 def test_all_components_are_in_one_document_about_the_image() -> None:
     others = [*bill.debian(DPKG, "debian-12"), bill.interpreter("3.11.9")]
-    made = bill.bill(FOUND, others, "bf16kit:server", "0.1.0")
+    made = bill.bill_of_materials(FOUND, others, "bf16kit:server", "0.1.0")
     assert [component["name"] for component in made["components"]] == ["numpy", "libc6", "libssl3", "python"]
     assert made["metadata"]["component"]["name"] == "bf16kit:server"
     assert made["metadata"]["tools"] == {}
@@ -32,4 +32,4 @@ def test_all_components_are_in_one_document_about_the_image() -> None:
 
 def test_the_order_of_components_does_not_depend_on_the_order_found() -> None:
     debian = bill.debian(DPKG, "debian-12")
-    assert bill.bill(FOUND, debian, "i", "1") == bill.bill(FOUND, debian[::-1], "i", "1")
+    assert bill.bill_of_materials(FOUND, debian, "i", "1") == bill.bill_of_materials(FOUND, debian[::-1], "i", "1")

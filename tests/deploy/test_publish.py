@@ -10,7 +10,7 @@ from pathlib import Path
 import publish
 import pytest
 from othersfiles import closed, open_place
-from publish import main, why
+from publish import exit_reason, main
 from waiting import until
 
 from bf16kit.controlgroup import Memory
@@ -18,25 +18,27 @@ from bf16kit.controlgroup import Memory
 
 def test_the_message_about_a_killed_conversion_has_the_containers_memory() -> None:
     narrow = Memory(limit=300 << 20, left=0, ended=1)
-    assert why(-signal.SIGKILL, lambda: narrow) == (
+    assert exit_reason(-signal.SIGKILL, lambda: narrow) == (
         "bf16-convert was killed, as the system does when memory runs out: this container may take 315 MB; give it more"
         " (CONVERT_MEMORY=4g docker compose up)"
     )
-    assert why(-signal.SIGKILL, lambda: None) == "bf16-convert was killed, as the system does when memory runs out"
+    assert (
+        exit_reason(-signal.SIGKILL, lambda: None) == "bf16-convert was killed, as the system does when memory runs out"
+    )
 
 
 def test_a_failed_conversion_is_reported_with_its_exit_code_only() -> None:
-    assert why(1, lambda: None) == "bf16-convert ended with exit code 1; its message is above"
+    assert exit_reason(1, lambda: None) == "bf16-convert ended with exit code 1; its message is above"
 
 
 def test_a_full_volume_gets_no_partial_serving_yaml(tmp_path: Path) -> None:
     """The limit is ten bytes per file, and serving.yaml has more."""
-    code = "import pathlib, publish, sys; publish.serve_as_the_demo(pathlib.Path(sys.argv[1]))"
+    code = "import pathlib, publish, sys; publish.write_serving_yaml(pathlib.Path(sys.argv[1]))"
     command = ["prlimit", "--fsize=10", sys.executable, "-c", code, str(tmp_path)]
     done = subprocess.run(command, cwd=publish.HERE, capture_output=True, text=True, check=False)
     assert f"PublishFailed: {tmp_path}/serving.yaml cannot be written: File too large" in done.stderr
     assert not (tmp_path / "serving.yaml").exists()
-    publish.serve_as_the_demo(tmp_path)
+    publish.write_serving_yaml(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["serving.yaml"]
 
 
