@@ -104,9 +104,8 @@ def test_artifacts_of_unknown_schemas_are_rejected(refused: Refused) -> None:
 
 
 def test_a_model_larger_than_the_containers_memory_is_rejected_before_loading(refused: Refused) -> None:
-    container = refused["too little memory"]
-    judged(container, "ERROR", "minilm", "MB of memory at least", "that this container may take; raise the container's")
-    assert container.state["Running"]
+    words = ("MB of memory at least", "that this container may take; raise the container's")
+    judged(refused["too little memory"], "ERROR", "minilm", *words)
 
 
 def test_without_memory_for_the_reference_the_model_serves_and_the_log_reports_it(

@@ -13,7 +13,6 @@ from twists import INFERENCE, RAW, TYPED, never_refuses, refuses_as
 
 from conformance.checks import CHECKS
 from conformance.models import Model, discover, preference
-from conformance.protocol import inference_pb2 as pb
 from conformance.reports import Outcome, Result
 from conformance.runner import run, select_checks
 from conformance.session import Options, Session
@@ -117,9 +116,3 @@ def test_every_check_is_tested_with_a_wrong_server() -> None:
 def test_ids_are_unique_and_every_check_has_a_rule_and_a_source() -> None:
     assert len({check.id for check in CHECKS}) == len(CHECKS)
     assert all(check.rule.endswith((".", "status.", "wrong.")) and check.source for check in CHECKS)
-
-
-def test_the_suite_reads_the_servers_metadata() -> None:
-    with oip_server() as address, connect(address) as channel:
-        answer = Target(channel).call("ServerMetadata", pb.ServerMetadataRequest())
-    assert (answer.message.name, answer.message.version) == ("echo", "1.0")

@@ -8,6 +8,7 @@ import pytest
 from converting import MLP, Cli
 
 from bf16kit.artifact import Artifact
+from bf16kit.runtime.loading import load_reference
 
 _ALWAYS = {
     "golden.safetensors",
@@ -39,8 +40,9 @@ def test_the_requested_onnx_profiles_are_written(
 
 def test_torchscript_alone_keeps_the_weights_for_its_reference(cli: Cli, mlp_file: Path, target: Path) -> None:
     cli("checkpoint", mlp_file, "--out", target, *MLP, "--format", "torchscript").published()
-    manifest = Artifact.open(target).manifest
-    assert set(manifest.profiles) == {"torchscript"}
+    artifact = Artifact.open(target)
+    assert list(artifact.manifest.profiles) == ["torchscript"]
+    assert load_reference(artifact).info.profile == "reference"
     assert {path.name for path in target.iterdir()} == _ALWAYS | {"model.torchscript.pt", "manifest.json"}
     cli("verify", target).published()
 

@@ -83,9 +83,14 @@ def test_slowloris_is_cut_off_at_the_request_timeout(attacked: Attacked) -> None
     assert refusals(watched, "http_timeout") > 0
 
 
-def test_clients_that_never_read_use_little_memory(attacked: Attacked) -> None:
-    """Each client requests the metrics a hundred times, with the smallest receive buffer possible."""
+def test_clients_that_never_read_use_little_memory_and_are_disconnected(attacked: Attacked) -> None:
+    """Each client requests the metrics a hundred times, with the smallest receive buffer possible.
+
+    These clients cannot see that the server has closed their connections, because they would have to read first. The
+    number of the server's file descriptors shows it.
+    """
     watched = attacked()
+    before = watched.server.metric("process_open_fds")
     where = ("127.0.0.1", watched.http_port)
     with contextlib.ExitStack() as stack:
         peers = []
@@ -98,6 +103,11 @@ def test_clients_that_never_read_use_little_memory(attacked: Attacked) -> None:
                 peer.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n" * 100)
             peers.append(peer)
         everything_answers(watched)
+        assert watched.server.metric("process_open_fds") > before + 100, "not one of them has been disconnected so far"
+        until(
+            lambda: watched.server.metric("process_open_fds") <= before + 2, 30, "every client that never reads cut off"
+        )
+        assert len(peers) == MANY
     assert watched.highest < watched.before + (64 << 10), "kB held for those who do not read"
 
 

@@ -222,13 +222,25 @@ def test_error_messages_reveal_no_other_region_or_file(
     target: Target, client: Any, make: Callable[[str, bytes], Path]
 ) -> None:
     """Triton's error for a request that is too large contained the name of one of its own regions (CVE-2025-23320)."""
-    path = make("theirs", bytes(4096))
-    client.register_system_shared_memory("theirs", path.name, 4096)
-    x = triton.InferInput("x", [1 << 40, 16], "FP32")
-    x.set_shared_memory("mine", 1 << 46)
-    with pytest.raises(InferenceServerException) as refused:
-        client.infer("mlp", [x])
-    assert "theirs" not in str(refused.value.message())
-    with pytest.raises(InferenceServerException) as refused:
-        client.register_system_shared_memory("theirs", "something", 64)
-    assert path.name not in str(refused.value.message())
+    theirs, mine = make("of-another", bytes(4096)), make("mine", bytes(4096))
+    client.register_system_shared_memory("another", theirs.name, 4096)
+    client.register_system_shared_memory("mine", mine.name, 4096)
+    large = triton.InferInput("x", [1 << 40, 16], "FP32")
+    large.set_shared_memory("mine", 1 << 46)
+    register = client.register_system_shared_memory
+    requests: list[tuple[str, Callable[[], object]]] = [
+        (REFUSED, lambda: client.infer("mlp", [large])),
+        ("StatusCode.NOT_FOUND", lambda: ask(client, source="missing")),
+        ("StatusCode.NOT_FOUND", lambda: client.get_system_shared_memory_status("missing")),
+        (REFUSED, lambda: register("new", f"{PREFIX}missing", 64)),
+        (REFUSED, lambda: register("new", mine.name, 1 << 20)),
+        ("StatusCode.ALREADY_EXISTS", lambda: register("mine", mine.name, 64)),
+    ]
+    for status, send in requests:
+        with pytest.raises(InferenceServerException) as refused:
+            send()
+        assert refused.value.status() == status
+        assert "another" not in str(refused.value.message())
+    with pytest.raises(InferenceServerException, match="is registered already") as refused:
+        register("another", mine.name, 64)
+    assert theirs.name not in str(refused.value.message())

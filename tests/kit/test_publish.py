@@ -7,15 +7,16 @@ import os
 import signal
 import subprocess
 import sys
-import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NoReturn
+from types import FrameType
+from typing import Any, NoReturn
 
 import pytest
 from small import publish_small, write_small
 
-from bf16kit import digests, rename
+from bf16kit import digests, publish, rename
 from bf16kit.artifact import Artifact
 from bf16kit.errors import ArtifactDamaged, ArtifactError, ArtifactExists, UsageError
 from bf16kit.manifest import MANIFEST, FileEntry
@@ -265,23 +266,29 @@ class TestTargetExists:
         assert names(tmp_path / "1") == []
 
     def test_a_reader_never_misses_an_artifact_that_is_being_replaced(self, tmp_path: Path) -> None:
-        """The name always leads to a complete artifact, the old one or the new one."""
-        publish_small(tmp_path / "1")
-        done = threading.Event()
-        looked: list[bool] = []
+        """The name leads to a complete artifact before every line of the code that replaces it.
 
-        def look() -> None:
-            while not done.is_set():
-                looked.append((tmp_path / "1" / MANIFEST).exists())
+        The old and the new artifact have the same bytes.
+        """
+        path = publish_small(tmp_path / "1").path
+        expected = {name: (path / name).read_bytes() for name in names(path)}
+        looked: Counter[str] = Counter()
 
-        reader = threading.Thread(target=look)
-        reader.start()
-        for _ in range(20):
-            publish_small(tmp_path / "1", force=True)
-        done.set()
-        reader.join()
-        assert looked
-        assert all(looked)
+        def look(frame: FrameType, event: str, argument: object) -> Any:
+            file = frame.f_code.co_filename
+            if file not in (publish.__file__, rename.__file__):
+                return None
+            looked[file] += 1
+            assert {name: (path / name).read_bytes() for name in expected} == expected, f"at line {frame.f_lineno}"
+            return look
+
+        before = sys.gettrace()
+        sys.settrace(look)
+        try:
+            publish_small(path, force=True)
+        finally:
+            sys.settrace(before)
+        assert looked.keys() == {publish.__file__, rename.__file__}
 
 
 class TestKilled:

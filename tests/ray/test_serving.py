@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -219,7 +220,16 @@ def test_reflection_lists_the_services(served: Served) -> None:
 
 
 class TestMetrics:
-    def test_the_replicas_metrics_count_every_request(self, served: Served, plain: Any) -> None:
+    def test_every_replica_is_a_target_for_prometheus(self, served: Served) -> None:
+        """Each target has the metrics of one replica, which serves one model."""
+        until(lambda: len(served.targets()) == 4, PATIENCE, "two replicas of each model among the targets")
+        targets = served.targets()
+        assert len(set(targets)) == 4
+        pages = [served.get(f"http://{target}/metrics") for target in targets]
+        ready = [re.findall(r'^bf16kit_model_ready{model="(\w+)",version="1"} 1\.0$', page, re.M) for page in pages]
+        assert sorted(ready) == [["mlp"], ["mlp"], ["slow"], ["slow"]]
+
+    def test_the_replicas_metrics_count_every_request(self, served: Served) -> None:
         before = served.metric("bf16kit_requests_total", model="mlp", code="OK")
         assert all(served.infer()[0] is StatusCode.OK for _ in range(10))
         assert served.metric("bf16kit_requests_total", model="mlp", code="OK") == before + 10

@@ -37,8 +37,10 @@ class FakeRuntime:
         for index, (result, arguments, function) in self._entries().items():
             chosen = (replaced or {}).get(index, function)
             self._table[index] = self._function(result, chosen, *arguments) if chosen else None
-        for index in replaced or {}:
+        for index, replacement in (replaced or {}).items():
             if index not in self._entries():
+                if replacement is not None:
+                    raise ValueError(f"position {index}: add its types to _entries, or replace it with None")
                 self._table[index] = None
         self._version = ctypes.create_string_buffer(version.encode())
         get_api = self._function(P, lambda asked: ctypes.addressof(self._table) if asked in (1, 21) else None, C)

@@ -155,6 +155,21 @@ def loop(width: int = 16, seed: int = 0) -> ModelProto:
     )
 
 
+def causal(fill: float) -> ModelProto:
+    """Return a graph with a causal mask of 32 × 32 values stored as a matrix, as older exporters write it."""
+    mask = np.triu(np.full((32, 32), fill, np.float32), 1)
+    return model(
+        [
+            helper.make_node("MatMul", ["x", "w"], ["scores"]),
+            helper.make_node("Add", ["scores", "mask"], ["masked"]),
+            helper.make_node("Softmax", ["masked"], ["y"], axis=-1),
+        ],
+        [edge("x", [32, 32])],
+        [edge("y", [32, 32])],
+        [initializer("w", values(32, 32)), initializer("mask", mask)],
+    )
+
+
 def constant_nodes(width: int = 16, seed: int = 0) -> ModelProto:
     """x [batch, width] → MatMul with a weight held in a Constant node → y."""
     weight = numpy_helper.from_array(values(width, width, seed=seed), "weight_value")

@@ -11,9 +11,11 @@ import pytest
 from architectures import Cnn, save
 from converting import ONNX_ONLY, Cli
 from numpy.typing import NDArray
+from safetensors.torch import load_file
 
 import graphs
-from bf16kit.numerics import to_bf16
+from bf16kit.artifact import Artifact
+from bf16kit.numerics import LOWEST, to_bf16
 from converter.formats.lossless import Rounding, _misrounded
 
 BITS = np.random.default_rng(0).integers(0, 1 << 32, 1 << 16, np.uint32)
@@ -74,3 +76,18 @@ def test_correct_conversions_with_folded_weights_pass(
 def test_a_correct_conversion_with_weights_in_bodies_passes(cli: Cli, target: Path, tmp_path: Path) -> None:
     onnx.save(graphs.if_branches(), tmp_path / "if.onnx")
     cli("checkpoint", tmp_path / "if.onnx", "--out", target, *ONNX_ONLY).published()
+
+
+@pytest.mark.parametrize("format", ["onnx", "safetensors"])
+def test_a_correct_conversion_that_clamps_a_mask_passes(cli: Cli, target: Path, tmp_path: Path, format: str) -> None:
+    """Rounding the mask without clamping it would give infinity."""
+    lowest = float(np.finfo(np.float32).min)
+    onnx.save(graphs.causal(lowest), tmp_path / "causal.onnx")
+    cli("checkpoint", tmp_path / "causal.onnx", "--out", target, "--format", format, "--no-report").published()
+    if format == "onnx":
+        mask = Artifact.open(target).tensor("mask")
+    else:
+        mask = load_file(target / "model.safetensors")["mask"].float().numpy()
+    assert float(mask.astype(np.float32).min()) == LOWEST
+    cli("restore", target, "--out", tmp_path / "fp32.safetensors").published()
+    assert load_file(tmp_path / "fp32.safetensors")["mask"].numpy().min() == lowest

@@ -60,23 +60,8 @@ def test_a_mask_of_minus_infinity_is_not_clamped(tmp_path: Path) -> None:
     assert np.isnan(made.run_emulated(feeds)["y"][2]).all()
 
 
-def _causal(fill: float) -> ModelProto:
-    """Return a graph with a causal mask stored as a matrix, as older exporters write it."""
-    mask = np.triu(np.full((32, 32), fill, np.float32), 1)
-    return graphs.model(
-        [
-            helper.make_node("MatMul", ["x", "w"], ["scores"]),
-            helper.make_node("Add", ["scores", "mask"], ["masked"]),
-            helper.make_node("Softmax", ["masked"], ["y"], axis=-1),
-        ],
-        [graphs.edge("x", [32, 32])],
-        [graphs.edge("y", [32, 32])],
-        [graphs.initializer("w", graphs.values(32, 32)), graphs.initializer("mask", mask)],
-    )
-
-
 def test_a_mask_stored_in_bf16_is_clamped_there_and_restored_exactly(tmp_path: Path) -> None:
-    made = lower(tmp_path / "m" / "1", _causal(float(_LOWEST)))
+    made = lower(tmp_path / "m" / "1", graphs.causal(float(_LOWEST)))
     feeds = {"x": graphs.values(32, 32, seed=5)}
     assert float(made.artifact.tensor("mask").astype(np.float32).min()) == LOWEST
     assert np.isfinite(made.run_emulated(feeds)["y"]).all()
@@ -85,7 +70,7 @@ def test_a_mask_stored_in_bf16_is_clamped_there_and_restored_exactly(tmp_path: P
 
 
 def test_a_mask_kept_in_fp32_is_clamped_for_the_profiles_and_kept_for_the_reference(tmp_path: Path) -> None:
-    made = lower(tmp_path / "m" / "1", _causal(float(_LOWEST)), keep_fp32=["^mask$"])
+    made = lower(tmp_path / "m" / "1", graphs.causal(float(_LOWEST)), keep_fp32=["^mask$"])
     feeds = {"x": graphs.values(32, 32, seed=5)}
     assert made.stored.aliases == {"mask": "mask.lowered"}
     assert np.isfinite(made.run_emulated(feeds)["y"]).all()
@@ -94,7 +79,7 @@ def test_a_mask_kept_in_fp32_is_clamped_for_the_profiles_and_kept_for_the_refere
 
 
 def test_infinities_in_a_mask_matrix_are_not_a_range_error(tmp_path: Path) -> None:
-    made = lower(tmp_path / "m" / "1", _causal(-np.inf))
+    made = lower(tmp_path / "m" / "1", graphs.causal(-np.inf))
     assert np.isneginf(made.artifact.tensor("mask").astype(np.float32)[0, 1:]).all()
 
 

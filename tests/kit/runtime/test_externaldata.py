@@ -6,7 +6,7 @@ from pathlib import Path
 
 import onnx
 import pytest
-from onnx import helper
+from onnx import TensorProto, helper
 
 import graphs
 from bf16kit.errors import ArtifactError, RuntimeFailure
@@ -21,10 +21,11 @@ def saved(model: onnx.ModelProto, location: str, path: Path) -> Path:
 
 
 def test_initializers_are_listed_by_the_file_they_are_in(tmp_path: Path) -> None:
-    path = saved(graphs.mlp(), "weights.fp32", tmp_path / "m.onnx")
-    names = [tensor.name for tensor in graphs.mlp().graph.initializer]
-    assert initializers(path, "weights.fp32") == names[:1]
-    assert initializers(path, "weights.bf16") == []
+    stored: dict[int, str] = {TensorProto.BFLOAT16: "weights.bf16", TensorProto.FLOAT: "weights.fp32"}
+    path = graphs.save_external(graphs.narrow(graphs.mlp()), tmp_path / "cpu.onnx", stored)
+    assert initializers(path, "weights.bf16") == ["w0", "w1"]
+    assert initializers(path, "weights.fp32") == ["b0", "b1"]
+    assert initializers(path, "residual.rebuilt") == []
 
 
 def test_a_file_of_the_artifact_is_allowed(tmp_path: Path) -> None:
@@ -162,5 +163,6 @@ def test_a_second_offset_is_rejected(tmp_path: Path) -> None:
 
 def test_a_file_that_is_not_onnx_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "m.onnx").write_text("hello")
-    with pytest.raises(RuntimeFailure, match=r"m\.onnx is not an ONNX file"):
-        check_locations(tmp_path / "m.onnx", set())
+    for read in (lambda path: check_locations(path, set()), lambda path: initializers(path, "residual.rebuilt")):
+        with pytest.raises(RuntimeFailure, match=r"m\.onnx is not an ONNX file"):
+            read(tmp_path / "m.onnx")

@@ -17,7 +17,6 @@ from peaks import measured_alone
 
 import graphs
 from bf16kit.errors import DeviceUnavailable, InputRefused, RuntimeFailure
-from bf16kit.runtime.externaldata import initializers
 from bf16kit.runtime.loading import load
 from bf16kit.runtime.onnx import OnnxRuntime
 from bf16kit.runtime.session import has_cuda
@@ -117,19 +116,6 @@ def test_a_graph_given_as_bytes_finds_its_data_in_base_dir(tmp_path: Path) -> No
     x = graphs.values(1, 16)
     loaded = OnnxRuntime(path.read_bytes(), *specs(narrowed), base_dir=tmp_path)
     assert np.array_equal(loaded.run({"x": x})["y"], runtime(narrowed, path).run({"x": x})["y"])
-
-
-def test_initializers_are_listed_by_the_file_they_are_in(tmp_path: Path) -> None:
-    path = graphs.save_external(graphs.narrow(graphs.mlp()), tmp_path / "cpu.onnx", STORED)
-    assert initializers(path, "weights.bf16") == ["w0", "w1"]
-    assert initializers(path, "weights.fp32") == ["b0", "b1"]
-    assert initializers(path, "residual.rebuilt") == []
-
-
-def test_listing_the_initializers_of_a_file_that_is_not_onnx_fails(tmp_path: Path) -> None:
-    (tmp_path / "reference.onnx").write_bytes(b"\xff not a graph")
-    with pytest.raises(RuntimeFailure, match=r"reference\.onnx is not an ONNX file"):
-        initializers(tmp_path / "reference.onnx", "residual.rebuilt")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int32", "int64", "bool", "string", "uint8", "float64"])

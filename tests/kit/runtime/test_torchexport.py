@@ -185,9 +185,7 @@ def test_a_program_with_an_unknown_operator_is_rejected_and_runs_nothing(
     assert [found.name for found in tmp_path.iterdir()] == ["m.pt2"]
 
 
-def test_an_operator_that_this_torch_lacks_is_named_in_the_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mlp_program: bytes
-) -> None:
+def test_an_operator_that_this_torch_lacks_is_named_in_the_error(tmp_path: Path, mlp_program: bytes) -> None:
     path = tmp_path / "m.pt2"
     path.write_bytes(files.changed(mlp_program, files.MODEL, call("torch.ops.aten.linear.of_tomorrow")))
     with pytest.raises(RuntimeFailure, match=r"of_tomorrow', which torch .* does not have"):

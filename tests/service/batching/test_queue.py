@@ -105,9 +105,10 @@ class TestBatches:
         assert names(waiting.pop_batch(0.1)) == "young"
 
     def test_the_request_that_makes_a_batch_due_is_in_that_batch(self) -> None:
-        waiting = queue(max_rows=4, max_delay_s=1.0)
-        put(waiting, "first", 0.9, rows=3, deadline=5.0)
-        put(waiting, "due", 0.0, rows=2, deadline=9.0)
+        """It is in the batch even if a request that is not due comes before it in the order of deadlines."""
+        waiting = queue(max_rows=4, max_delay_s=0.5)
+        put(waiting, "first", 0.9, rows=3, deadline=1.45)  # due at 1.4; its place is 1.45
+        put(waiting, "due", 0.5, rows=2)  # due at 1.0; its place is 1.5, PATIENCE_S after its arrival
         assert names(waiting.pop_batch(1.0)) == "due"
 
 

@@ -7,7 +7,9 @@ import shutil
 import socket
 import subprocess
 import sys
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 from artifacts import write_mlp
@@ -16,6 +18,7 @@ from tlsfiles import Authority
 from waiting import until
 
 from bf16kit.artifact import Artifact
+from service.models import loading
 
 ANY_PORT = ("--grpc-port", "0", "--http-port", "0", "--device", "cpu")
 
@@ -204,10 +207,23 @@ def test_an_option_before_the_command_is_rejected_and_not_ignored(repository: Pa
     assert "--repository is given before the command; put it after check" in result.stderr
 
 
-def test_all_models_of_the_repository_are_checked_in_one_run(repository: Path, run: Run) -> None:
-    """Each model is loaded in turn. The test does not measure whether a model is freed before the next is loaded."""
+def test_all_models_are_checked_in_one_run_and_each_is_freed_before_the_next_is_loaded(
+    repository: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("a", "b"):
         shutil.copytree(repository / "mlp", repository / name)
+    sessions: list[weakref.ref[object]] = []
+    in_memory: list[int] = []  # sessions of earlier models when each load begins
+    load = loading.load
+
+    def recorded(*arguments: Any, **options: Any) -> loading.Loaded:
+        in_memory.append(sum(session() is not None for session in sessions))
+        loaded = load(*arguments, **options)
+        sessions.append(weakref.ref(loaded.runtime._session))  # type: ignore[attr-defined]  # ONNX Runtime's session
+        return loaded
+
+    monkeypatch.setattr(loading, "load", recorded)
     result = run("check", "--repository", repository, *ANY_PORT)
     assert result.exit_code == 0
     assert result.stdout.count("golden samples within budget") == 3
+    assert in_memory == [0, 0, 0]

@@ -88,19 +88,7 @@ def test_an_ordered_precision_serves_and_a_replacement_begins_with_bf16(
 
 
 def test_an_order_given_before_the_load_is_applied_after_it(repository: Repository, plan: Plan) -> None:
-    """A restarted worker then serves in the same precision as the other workers."""
-    told = [repository.order(order(plan))]
-    with pytest.raises(Unavailable):
-        told[0].result(0)
-    repository.start()
-    serve(repository, plan)
-    repository.order(order(plan)).result(60)
-    with repository.acquire("mlp", "1") as model:
-        assert model.active_precision.reason == "drift"
-    assert precision(repository) == "fp32"
-
-
-def test_a_waiting_order_is_applied_without_a_second_order(repository: Repository, plan: Plan) -> None:
+    """A restarted worker then serves in the same precision as the other workers. It needs no second order."""
     done: Future[None] = Future()
 
     def look() -> None:
@@ -108,11 +96,14 @@ def test_a_waiting_order_is_applied_without_a_second_order(repository: Repositor
         if slot.model is not None and slot.model.active_precision.precision == "fp32" and not done.done():
             done.set_result(None)
 
-    repository.order(order(plan))
+    with pytest.raises(Unavailable):
+        repository.order(order(plan)).result(0)
     repository.subscribe(look)
     repository.start()
     serve(repository, plan)
     done.result(60)
+    with repository.acquire("mlp", "1") as model:
+        assert model.active_precision.reason == "drift"
     assert precision(repository) == "fp32"
 
 

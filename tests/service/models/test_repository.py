@@ -271,11 +271,11 @@ def test_versions_follow_the_policy_and_the_newest_ready_one_serves(tmp_path: Pa
         repository.get("mlp", "1")
 
 
-@pytest.mark.parametrize("version", ["x", "-1", "1.0", " 1", "²"])
-def test_a_version_that_is_not_a_number_is_an_invalid_request(tmp_path: Path, scan: Open, version: str) -> None:
+def test_the_error_for_a_version_that_is_not_a_number_has_tritons_words(tmp_path: Path, scan: Open) -> None:
+    """The contract of registries has the other versions that are no numbers."""
     write_mlp(tmp_path / "mlp" / "1")
     with pytest.raises(InvalidRequest, match=r"failed to get model version .* is not an integer"):
-        scan().get("mlp", version)
+        scan().get("mlp", "1.0")
 
 
 @pytest.mark.parametrize("version", ["0", "7", "9" * 30, "9" * 5000])

@@ -216,9 +216,17 @@ def test_a_bad_archive_is_rejected_and_its_pickles_are_not_executed(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_pickle_in_a_trusted_archive_is_marked(mlp_archive: bytes, tmp_path: Path) -> None:
+def test_a_pickle_in_a_trusted_archive_is_marked_and_not_executed(
+    mlp_archive: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reader does not unpickle: only code that loads the module for a user who trusts it may do so."""
+    monkeypatch.chdir(tmp_path)
+    buffer = io.BytesIO()
+    torch.save(Canary(), buffer)
     change, _ = REFUSED["a pickled weight"]
-    assert read(change(mlp_archive), trust_pickle=True).tensors["up.weight"].pickled
+    archive = files.with_records(change(mlp_archive), **{"data/weights/weight_0": buffer.getvalue()})
+    assert read(archive, trust_pickle=True).tensors["up.weight"].pickled
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_objects_are_rejected_even_in_trusted_archives(mlp_archive: bytes) -> None:
