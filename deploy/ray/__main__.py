@@ -97,10 +97,10 @@ def _run(file: Path | None, given: dict[str, Any]) -> None:
         log.warning("%s", ignored)
     cluster.join(own["address"], config)
     stop.on_signals()  # after ray.init, which installs handlers of its own
-    deployed = cluster.Deployed(config, scaling)
+    deployed = cluster.RepositoryDeployment(config, scaling)
     try:
         cluster.open_ports(config, own["proxies"])
-        deployed.follow()
+        deployed.deploy_changes()
     except cluster.FAILURES as error:
         raise ConfigError(f"the cluster rejected the deployment: {first_line(error)}") from None
     log.info(

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from bf16kit.errors import ConfigError
 from deploy.ray.calls import FRONT, application
 from deploy.ray.front import Front
-from deploy.ray.placement import Place, place
+from deploy.ray.placement import Placement, place
 from deploy.ray.replica import Replica
 from deploy.ray.settings import Scaling, check
 from ray import serve
@@ -28,7 +28,7 @@ _FRONT_MEMORY = 256 << 20
 _FRONT_CALLS = 4096  # health watches last as long as their clients
 _PER_REPLICA = 4  # times the target: requests that one replica gets at most
 _SURGE_PERCENT = 25  # of the replicas, rounded up: that many new ones are ready before as many old ones are stopped
-_TRIES = 3  # to start a replica: a damaged artifact stays damaged
+_MAX_STARTS = 3  # to start a replica: a damaged artifact stays damaged
 _ENVIRONMENT = {"ORT_DISABLE_TELEMETRY": "1"}
 
 
@@ -48,7 +48,7 @@ def front(arguments: Mapping[str, Any]) -> Any:
     )
     config = _config(arguments)  # the front gets requests for models that do not exist, of any size
     config = config.model_copy(update={"max_request_bytes": min(config.max_request_bytes, _FRONT_MEMORY // PART)})
-    return deployed.bind(described(config, 1.0), dict(arguments.get("models", {})))
+    return deployed.bind(config_as_json(config, 1.0), dict(arguments.get("models", {})))
 
 
 def model(arguments: Mapping[str, Any]) -> Any:
@@ -59,10 +59,10 @@ def model(arguments: Mapping[str, Any]) -> Any:
     """
     config, scaling = _config(arguments), Scaling.from_json(dict(arguments.get("scaling", {})))
     placed = place(_desired(arguments, config), config)
-    return deployment(placed, scaling).bind(described(placed.config, scaling.cpus), placed.desired.to_json())
+    return deployment(placed, scaling).bind(config_as_json(placed.config, scaling.cpus), placed.desired.to_json())
 
 
-def deployment(placed: Place, scaling: Scaling) -> Any:
+def deployment(placed: Placement, scaling: Scaling) -> Any:
     """Return the deployment of one model: where replicas fit, and how many, by the number of requests in flight."""
     options: dict[str, Any] = {
         "num_cpus": scaling.cpus,
@@ -92,19 +92,19 @@ def deployment(placed: Place, scaling: Scaling) -> Any:
         max_surge_percent=0 if scaling.per_node else _SURGE_PERCENT,
         health_check_period_s=2,
         health_check_timeout_s=10,
-        max_constructor_retry_count=_TRIES,
+        max_constructor_retry_count=_MAX_STARTS,
         graceful_shutdown_wait_loop_s=0.5,
         graceful_shutdown_timeout_s=placed.config.drain_seconds,
         **number,
     )
 
 
-def described(config: ServerConfig, cpus: float) -> dict[str, Any]:
+def config_as_json(config: ServerConfig, cpus: float) -> dict[str, Any]:
     """Return a server's configuration as JSON. A replica has as many threads as CPUs."""
-    told: dict[str, Any] = config.model_dump(mode="json")
-    told["repository"] = str(Path(config.repository).absolute())
-    told["threads"] = config.threads or max(1, int(cpus))
-    return told
+    fields: dict[str, Any] = config.model_dump(mode="json")
+    fields["repository"] = str(Path(config.repository).absolute())
+    fields["threads"] = config.threads or max(1, int(cpus))
+    return fields
 
 
 def _config(arguments: Mapping[str, Any]) -> ServerConfig:
@@ -121,16 +121,16 @@ def _desired(arguments: Mapping[str, Any], config: ServerConfig) -> DesiredModel
     return Directory(config.repository).desired_model(arguments["model"])
 
 
-def all_of(
+def all_arguments(
     config: ServerConfig, scaling: Scaling, desired_models: Mapping[str, DesiredModel]
 ) -> dict[str, dict[str, Any]]:
     """Return the arguments of every application, by its name, the front's first."""
     models = {name: sorted(desired.versions) for name, desired in desired_models.items()}
-    found: dict[str, dict[str, Any]] = {FRONT: {"config": described(config, scaling.cpus), "models": models}}
+    found: dict[str, dict[str, Any]] = {FRONT: {"config": config_as_json(config, scaling.cpus), "models": models}}
     for name, desired in desired_models.items():
         placed = place(desired, config)
         found[application(name)] = {
-            "config": described(placed.config, scaling.cpus),
+            "config": config_as_json(placed.config, scaling.cpus),
             "scaling": scaling.as_json(),
             "wish": placed.desired.to_json(),
         }

@@ -18,9 +18,9 @@ FRONT = "bf16kit"  # the application for everything that concerns no single mode
 APPLICATION = "application"  # Ray's metadata key, by which its proxy chooses an application
 SECONDS_LEFT = "bf16kit-seconds-left"  # until the client's deadline, which gRPC does not pass on as metadata
 # Settings that Ray's proxies read from the environment, the only way to pass them.
-IN_PROXIES = ("max_message_bytes", "stream_idle_seconds", "overload_status")
+PROXY_SETTINGS = ("max_message_bytes", "stream_idle_seconds", "overload_status")
 # Ray's own metadata: values from a client must not reach Ray.
-_STEERING = (APPLICATION, SECONDS_LEFT, "request_id", "multiplexed_model_id", "session_id")
+_ROUTING_KEYS = (APPLICATION, SECONDS_LEFT, "request_id", "multiplexed_model_id", "session_id")
 
 
 class Rpc(NamedTuple):
@@ -36,7 +36,7 @@ def _rpc(service: str, method: Any) -> Rpc:
     return Rpc(f"/{service}/{method.name}", method.name, kind)
 
 
-def _all() -> Iterable[Rpc]:
+def _rpcs() -> Iterable[Rpc]:
     health = health_pb2.DESCRIPTOR.services_by_name["Health"]
     reflection = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
     inference = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
@@ -44,7 +44,7 @@ def _all() -> Iterable[Rpc]:
         yield from (_rpc(name, method) for method in service.methods)
 
 
-RPCS: Mapping[str, Rpc] = {rpc.path: rpc for rpc in _all()}
+RPCS: Mapping[str, Rpc] = {rpc.path: rpc for rpc in _rpcs()}
 INFER = f"/{SERVICE}/ModelInfer"
 STREAM = f"/{SERVICE}/ModelStreamInfer"
 
@@ -54,15 +54,15 @@ def application(model: str) -> str:
     return f"{FRONT}.{model}"
 
 
-def steered(metadata: Iterable[tuple[str, str | bytes]], app: str, seconds_left: float | None) -> Metadata:
+def add_routing(metadata: Iterable[tuple[str, str | bytes]], app: str, seconds_left: float | None) -> Metadata:
     """Return a client's metadata plus what Ray's proxy and the replica need."""
-    kept = tuple((name, value) for name, value in metadata if name not in _STEERING)
+    kept = tuple((name, value) for name, value in metadata if name not in _ROUTING_KEYS)
     left = () if seconds_left is None else ((SECONDS_LEFT, f"{max(0.0, seconds_left):.6f}"),)
     return (*kept, (APPLICATION, app), *left)
 
 
-def unsteered(metadata: Iterable[tuple[str, str | bytes]]) -> tuple[Metadata, float | None]:
+def strip_routing(metadata: Iterable[tuple[str, str | bytes]]) -> tuple[Metadata, float | None]:
     """Return the client's own metadata, and the seconds until its deadline; None: no deadline."""
     found = tuple((name, value) for name, value in metadata)
     left = next((float(value) for name, value in found if name == SECONDS_LEFT), None)
-    return tuple(pair for pair in found if pair[0] not in _STEERING), left
+    return tuple(pair for pair in found if pair[0] not in _ROUTING_KEYS), left

@@ -15,7 +15,7 @@ from bf16kit.errors import ConfigError
 from bf16kit.rayaddress import knock
 from bf16kit.wording import first_line
 from deploy.ray import applications
-from deploy.ray.calls import FRONT, IN_PROXIES, application
+from deploy.ray.calls import FRONT, PROXY_SETTINGS, application
 from deploy.ray.placement import place
 from deploy.ray.settings import Scaling
 from ray import serve
@@ -33,12 +33,12 @@ from service.workers.view import SlotState
 
 _log = logging.getLogger(__name__)
 _ADDRESS = "RAY_ADDRESS"  # Ray's own variable
-_OWN = "local"  # Ray's name for a new cluster
+_NEW_CLUSTER = "local"  # Ray's name for a new cluster
 INGRESS = "deploy.ray.ingress.add_inference"
 _LOG = {"log_level": "WARNING", "enable_access_log": False}
 _ROOT = Path(__file__).parents[2]
-_LOOK_SECONDS = 1.0
-_REMOVED_LOOK_SECONDS = 0.2
+_CHECK_SECONDS = 1.0
+_REMOVED_CHECK_SECONDS = 0.2
 _REMOVE_SECONDS = 15.0  # beyond the time that requests have to end, for Ray to stop the rest
 # Ray restarts by itself what it has not given up; that counts as loading.
 _STATES: Mapping[str, State] = {"RUNNING": "ready", "DEPLOY_FAILED": "unavailable"}
@@ -56,18 +56,18 @@ def join(address: str | None, config: ServerConfig) -> None:
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_SERVE_GRPC_MAX_MESSAGE_SIZE", str(config.max_message_bytes))
-    for key in IN_PROXIES:
+    for key in PROXY_SETTINGS:
         os.environ.setdefault(f"{ENV_PREFIX}{key.upper()}", str(getattr(config, key)))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
-    given = "--address" if address else _ADDRESS
-    address = address or os.environ.get(_ADDRESS) or _OWN
+    source = "--address" if address else _ADDRESS
+    address = address or os.environ.get(_ADDRESS) or _NEW_CLUSTER
     try:
         knock(address)
-        ray.init(address=address, include_dashboard=False if address == _OWN else None, logging_level="WARNING")
+        ray.init(address=address, include_dashboard=False if address == _NEW_CLUSTER else None, logging_level="WARNING")
     except (OSError, ValueError, RuntimeError) as error:
-        if address == _OWN:
+        if address == _NEW_CLUSTER:
             raise ConfigError(f"no Ray cluster starts on this machine: {first_line(error)}") from None
-        raise ConfigError(f"{given} {address}: no Ray cluster is reached: {first_line(error)}") from None
+        raise ConfigError(f"{source} {address}: no Ray cluster is reached: {first_line(error)}") from None
 
 
 def open_ports(config: ServerConfig, location: str) -> None:
@@ -97,10 +97,10 @@ def _run(targets: list[RunTarget]) -> None:
         serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
 
 
-def _fits(takes: Mapping[str, float]) -> bool:
+def _fits_a_node(resources: Mapping[str, float]) -> bool:
     """Return whether some node has all these resources, in use or not."""
     return any(
-        node["Alive"] and all(node["Resources"].get(of, 0.0) >= amount for of, amount in takes.items())
+        node["Alive"] and all(node["Resources"].get(name, 0.0) >= amount for name, amount in resources.items())
         for node in ray.nodes()
     )
 
@@ -115,8 +115,8 @@ def _listens_here(location: str) -> bool:
     )
 
 
-class Deployed:
-    """The applications of one repository. :meth:`follow` deploys only what has changed since the last call."""
+class RepositoryDeployment:
+    """The applications of one repository. :meth:`deploy_changes` deploys only what has changed since the last call."""
 
     def __init__(self, config: ServerConfig, scaling: Scaling) -> None:
         self._config = config
@@ -124,15 +124,15 @@ class Deployed:
         self._directory = Directory(config.repository)
         self._desired_models: dict[str, DesiredModel] | None = None
         self._notes: set[str] = set()
-        self._places: list[SlotState] = []
-        self._retries = Retries(lambda: self._places)
+        self._slots: list[SlotState] = []
+        self._retries = Retries(lambda: self._slots)
 
     @property
     def names(self) -> list[str]:
         """The names of the applications."""
         return [FRONT, *map(application, self._desired_models or ())]
 
-    def follow(self) -> None:
+    def deploy_changes(self) -> None:
         """Deploy and remove models as the repository changes; does not wait.
 
         Models load in parallel, and one that cannot be served does not delay the others.
@@ -149,7 +149,7 @@ class Deployed:
         if not scan.desired_models:
             _log.warning("%s", self._directory.nothing_to_serve(self._config.model_control))
         if before is None:
-            arguments = applications.all_of(self._config, self._scaling, scan.desired_models)[FRONT]
+            arguments = applications.all_arguments(self._config, self._scaling, scan.desired_models)[FRONT]
             _run([RunTarget(applications.front(arguments), FRONT, "/", _LOG)])
         self._deploy([desired for name, desired in scan.desired_models.items() if desired != (before or {}).get(name)])
         for name in sorted((before or {}).keys() - scan.desired_models.keys()):
@@ -158,7 +158,7 @@ class Deployed:
         self._desired_models = scan.desired_models  # only now: after an error, the next call deploys it again
 
     def _deploy(self, desired_models: Sequence[DesiredModel]) -> None:
-        arguments = applications.all_of(
+        arguments = applications.all_arguments(
             self._config, self._scaling, {desired.name: desired for desired in desired_models}
         )
         targets = []
@@ -166,12 +166,12 @@ class Deployed:
             app = application(desired.name)
             _log.info("model %r: deploying version %s", desired.name, ", ".join(map(str, sorted(desired.versions))))
             targets.append(RunTarget(applications.model(arguments[app]), app, applications.route(app), _LOG))
-            takes = self._scaling.takes(place(desired, self._config).memory)
-            if not _fits(takes):
+            resources = self._scaling.resources(place(desired, self._config).memory)
+            if not _fits_a_node(resources):
                 _log.warning(
                     "model %r: no node of the cluster has the resources of a replica, %s; waiting for one that has",
                     desired.name,
-                    ", ".join(f"{amount:,.10g} {of}" for of, amount in takes.items()),
+                    ", ".join(f"{amount:,.10g} {name}" for name, amount in resources.items()),
                 )
         _run(targets)
 
@@ -180,17 +180,17 @@ class Deployed:
 
         ``states`` are those of :meth:`states`.
         """
-        self._places = [
+        self._slots = [
             SlotState(name, version, _STATES.get(states[application(name)], "loading"))
             for name, desired in (self._desired_models or {}).items()
             for version in desired.versions
         ]
         self._deploy(self._retries.due(self._desired_models or {}))
 
-    def remind(self) -> None:
+    def resend_models(self) -> None:
         """Tell the front which models there are; a restarted front knows only those of its start."""
         models = {name: sorted(desired.versions) for name, desired in (self._desired_models or {}).items()}
-        serve.get_app_handle(FRONT).want.remote(models)
+        serve.get_app_handle(FRONT).set_models.remote(models)
 
     def states(self) -> dict[str, str]:
         """Return Ray's state of each application, by its name: RUNNING, DEPLOYING, UNHEALTHY and so on."""
@@ -218,29 +218,29 @@ class Deployed:
             if time.monotonic() > until:
                 _log.warning("not removed in time: %s; Ray continues to remove it", ", ".join(left))
                 return
-            time.sleep(_REMOVED_LOOK_SECONDS)
+            time.sleep(_REMOVED_CHECK_SECONDS)
 
 
-def follow(deployed: Deployed, config: ServerConfig, stop: Stop) -> None:
+def follow(deployed: RepositoryDeployment, config: ServerConfig, stop: Stop) -> None:
     """Log the applications' states until ``stop`` and, with ``model_control: poll``, follow the repository."""
-    told: dict[str, str] = {}
+    logged: dict[str, str] = {}
     until_poll = config.poll_seconds
-    while not stop.wait(_LOOK_SECONDS):
-        until_poll -= _LOOK_SECONDS
+    while not stop.wait(_CHECK_SECONDS):
+        until_poll -= _CHECK_SECONDS
         try:
             if config.model_control == "poll" and until_poll <= 0:
                 until_poll = config.poll_seconds
-                deployed.follow()
-            deployed.remind()
+                deployed.deploy_changes()
+            deployed.resend_models()
             now = deployed.states()
             deployed.retry(now)
         except Exception as error:  # noqa: BLE001 -- of the cluster or a file system; what serves goes on serving
             _log.warning("looking at the cluster and the repository failed; it will run again: %s", first_line(error))
             continue
         for name, state in now.items():
-            if told.get(name) != state:
+            if logged.get(name) != state:
                 _log.info("%s: %s", name, state)
-        told = now
+        logged = now
 
 
 def as_config(
@@ -251,7 +251,7 @@ def as_config(
     It is also the ``serveConfigV2`` of a RayService.
     """
     listed = []
-    for name, arguments in applications.all_of(config, scaling, desired_models).items():
+    for name, arguments in applications.all_arguments(config, scaling, desired_models).items():
         function, route = ("front", "/") if name == FRONT else ("model", applications.route(name))
         path = f"deploy.ray.applications:{function}"
         listed.append({"name": name, "route_prefix": route, "import_path": path, "args": arguments})

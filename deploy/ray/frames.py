@@ -10,7 +10,7 @@ from grpc import StatusCode
 
 from service.transport.status import Status
 
-_ANSWER, _STATUS = b"\x00", b"\x01"
+_RESPONSE, _STATUS = b"\x00", b"\x01"
 _CODES = {int(code.value[0]): code for code in StatusCode}
 
 
@@ -23,19 +23,19 @@ class Frame:
         self._data = data
 
     @classmethod
-    def of(cls, answer: bytes | Status) -> Frame:
-        if isinstance(answer, bytes):
-            return cls(_ANSWER + answer)
-        code: int = answer.code.value[0]
-        return cls(_STATUS + bytes((code,)) + answer.details.encode())
+    def of(cls, response: bytes | Status) -> Frame:
+        if isinstance(response, bytes):
+            return cls(_RESPONSE + response)
+        code: int = response.code.value[0]
+        return cls(_STATUS + bytes((code,)) + response.details.encode())
 
     def SerializeToString(self) -> bytes:  # noqa: N802 -- protobuf's name, which Ray calls
         return self._data
 
 
-def opened(data: bytes) -> bytes | Status:
+def parse_frame(data: bytes) -> bytes | Status:
     """Return what :meth:`Frame.of` was given; ValueError for bytes that are no frame."""
-    if data[:1] == _ANSWER:
+    if data[:1] == _RESPONSE:
         return data[1:]
     if data[:1] == _STATUS and len(data) > 1 and data[1] in _CODES:
         return Status(_CODES[data[1]], data[2:].decode("utf-8", "replace"))

@@ -17,10 +17,10 @@ from grpc import StatusCode
 from starlette.requests import Request
 from starlette.responses import Response
 
-from deploy.ray.answering import Answering
+from deploy.ray.answering import RpcMethods
 from deploy.ray.calls import Rpc
 from deploy.ray.frames import Frame
-from deploy.ray.reports import FrontModels, FrontRegistry, Report, Reports, Wanted
+from deploy.ray.reports import FrontModels, FrontRegistry, ModelVersions, Report, Reports
 from service.grpcport import build_direct_transport
 from service.operations import Operations
 from service.process.config import ServerConfig
@@ -42,14 +42,14 @@ _NOT_HERE = Status(
 _CHANGES = ("RepositoryModelLoad", "RepositoryModelUnload")
 
 
-class Front(Answering):
-    """The front, of which there is one. ``models`` are those to serve, versions by name; :meth:`want` replaces them."""
+class Front(RpcMethods):
+    """The only front. ``models``: those to serve, versions by name; :meth:`set_models` replaces them."""
 
-    def __init__(self, config: Mapping[str, Any], models: Wanted) -> None:
+    def __init__(self, config: Mapping[str, Any], models: ModelVersions) -> None:
         self._config = ServerConfig(**{**config, "model_control": "none"})
         configure(self._config.log_level, self._config.log_format)
         metrics, self._reports = Metrics(), Reports()
-        self._reports.want(models)
+        self._reports.set_models(models)
         registry = FrontRegistry(self._reports)
         self._credentials = Credentials.of(self._config)
         operations = Operations(models=FrontModels(registry, self._reports))
@@ -64,23 +64,23 @@ class Front(Answering):
             ticking.start()
         self._stopped = threading.Event()
 
-    async def want(self, models: Wanted) -> None:
+    async def set_models(self, models: ModelVersions) -> None:
         """Set the models to serve from now on."""
-        self._reports.want(models)
+        self._reports.set_models(models)
 
     async def retire(self) -> None:
         """Be not ready from now on; requests that still arrive are answered."""
         self._reports.retire()
 
-    async def answer_one(self, rpc: Rpc, data: bytes, context: Any) -> Frame:
-        return Frame.of(_NOT_HERE) if rpc.method in _CHANGES else await super().answer_one(rpc, data, context)
+    async def respond_unary(self, rpc: Rpc, data: bytes, context: Any) -> Frame:
+        return Frame.of(_NOT_HERE) if rpc.method in _CHANGES else await super().respond_unary(rpc, data, context)
 
-    async def report(self, told: Mapping[str, Any]) -> float:
+    async def report(self, fields: Mapping[str, Any]) -> float:
         """Take a replica's report; return the seconds until its next one."""
-        if told.get("gone"):
-            self._reports.forget(told["replica"])
+        if fields.get("gone"):
+            self._reports.forget(fields["replica"])
             return 0.0
-        return self._reports.receive(Report.from_json(told))
+        return self._reports.receive(Report.from_json(fields))
 
     async def targets(self) -> list[str]:
         """Return the addresses at which replicas are scraped, ``host:port``."""
@@ -93,13 +93,13 @@ class Front(Answering):
         if not (route is not None and route.probe) and not self._may_read(request.headers.get("authorization")):
             return Response("a token with the scope read is needed\n", 401, {"WWW-Authenticate": "Bearer"})
         if path == "/targets":
-            told = [{"targets": await self.targets(), "labels": {"job": "bf16kit"}}]
-            return Response(json.dumps(told), media_type="application/json")
+            targets = [{"targets": await self.targets(), "labels": {"job": "bf16kit"}}]
+            return Response(json.dumps(targets), media_type="application/json")
         if route is None or request.method not in ("GET", "HEAD"):
             return Response("not found\n", 404)
-        asked = request.url.query if route.takes_query else request.headers.get("accept", "")
+        argument = request.url.query if route.takes_query else request.headers.get("accept", "")
         try:
-            page = await asyncio.get_running_loop().run_in_executor(None, route.make, asked)
+            page = await asyncio.get_running_loop().run_in_executor(None, route.make, argument)
         except Exception:  # noqa: BLE001 -- of what this says nothing, Ray would tell the client
             _log.exception("the page %s cannot be made", path)
             return Response("internal error; the log of the front has the details\n", 500)
@@ -112,6 +112,6 @@ class Front(Answering):
                 ticking.stop()
             self.direct.stop(0)
 
-    def _may_read(self, given: str | None) -> bool:
+    def _may_read(self, authorization: str | None) -> bool:
         tokens = self._credentials.tokens
-        return tokens is None or "read" in (tokens.scopes(given or "") or ())
+        return tokens is None or "read" in (tokens.scopes(authorization or "") or ())

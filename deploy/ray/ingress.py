@@ -16,9 +16,9 @@ from typing import Any
 
 import grpc
 
-from deploy.ray.calls import FRONT, IN_PROXIES, INFER, RPCS, STREAM, Rpc, application, steered
-from deploy.ray.frames import opened
-from deploy.ray.requests import Requests
+from deploy.ray.calls import FRONT, INFER, PROXY_SETTINGS, RPCS, STREAM, Rpc, add_routing, application
+from deploy.ray.frames import parse_frame
+from deploy.ray.requests import StreamRequests
 from service.process.config import ENV_PREFIX, ServerConfig
 from service.transport.direct import too_large
 from service.transport.services import REFLECTION_SECONDS
@@ -47,61 +47,63 @@ class Ingress(grpc.GenericRpcHandler):
 
     def __init__(self) -> None:
         self._method_handlers: dict[str, Any] = {rpc.path: _handler(rpc) for rpc in RPCS.values()}
-        self._max_bytes, self._idle_seconds, overload = map(_setting, IN_PROXIES)
+        self._max_bytes, self._idle_seconds, overload = map(_setting, PROXY_SETTINGS)
         self._full = Status(grpc.StatusCode[overload], _FULL.details)
 
     def service(self, handler_call_details: Any) -> Any:
         rpc = RPCS.get(handler_call_details.method)
         if rpc is None:
             return None  # gRPC responds UNIMPLEMENTED
-        rays = self._method_handlers[rpc.path]
+        ray_handler = self._method_handlers[rpc.path]
         if rpc.kind == "unary":
-            return rays._replace(unary_unary=self._answers_one(rpc, rays.unary_unary))
+            return ray_handler._replace(unary_unary=self._unary_handler(rpc, ray_handler.unary_unary))
         if rpc.kind == "watch":
-            return rays._replace(unary_stream=self._answers_many(rpc, rays.unary_stream))
-        return rays._replace(stream_stream=self._answers_many(rpc, rays.stream_stream))
+            return ray_handler._replace(unary_stream=self._stream_handler(rpc, ray_handler.unary_stream))
+        return ray_handler._replace(stream_stream=self._stream_handler(rpc, ray_handler.stream_stream))
 
-    def _answers_one(self, rpc: Rpc, rays: Callable[..., Any]) -> Callable[..., Any]:
-        async def answer(data: bytes, context: Any) -> bytes:
+    def _unary_handler(self, rpc: Rpc, ray_handler: Callable[..., Any]) -> Callable[..., Any]:
+        async def respond(data: bytes, context: Any) -> bytes:
             if len(data) > self._max_bytes:
-                return _tell(context, too_large(len(data), self._max_bytes))
-            told = await _ask(rays, data, context, _application(rpc, data))
-            if told is None:  # no such application: the front knows the reason
-                told = await _ask(rays, data, context, FRONT)
-            return _tell(context, self._worded(_UNKNOWN if told is None else told))
+                return _finish(context, too_large(len(data), self._max_bytes))
+            response = await _call_application(ray_handler, data, context, _application(rpc, data))
+            if response is None:  # no such application: the front knows the reason
+                response = await _call_application(ray_handler, data, context, FRONT)
+            return _finish(context, self._client_result(_UNKNOWN if response is None else response))
 
-        return answer
+        return respond
 
-    def _answers_many(self, rpc: Rpc, rays: Callable[..., Any]) -> Callable[..., Any]:
-        async def answers(request: Any, context: Any) -> AsyncIterator[bytes]:
-            requests = Requests(request, self._patience(rpc)) if rpc.kind == "stream" else None
+    def _stream_handler(self, rpc: Rpc, ray_handler: Callable[..., Any]) -> Callable[..., Any]:
+        async def respond(request: Any, context: Any) -> AsyncIterator[bytes]:
+            requests = StreamRequests(request, self._idle_timeout(rpc)) if rpc.kind == "stream" else None
             app = FRONT
             if rpc.path == STREAM and requests is not None:
                 app = _application(rpc, await requests.first() or b"")
-            ended: Status | None = (requests.ending if requests is not None else None) or _UNKNOWN
+            end_status: Status | None = (requests.end_status if requests is not None else None) or _UNKNOWN
             for name in dict.fromkeys((app, FRONT)):
-                if ended is _UNKNOWN:  # no such application: the front knows the reason
-                    ended = None
-                    async for told in _each(rays, request if requests is None else requests.all(), context, name):
-                        if isinstance(told, Status):
-                            ended = told
+                if end_status is _UNKNOWN:  # no such application: the front knows the reason
+                    end_status = None
+                    async for response in _stream_from_application(
+                        ray_handler, request if requests is None else requests.all(), context, name
+                    ):
+                        if isinstance(response, Status):
+                            end_status = response
                             continue
-                        yield told
+                        yield response
                         if requests is not None:
-                            requests.answered()
-            ended = ended or (requests.ending if requests is not None else None)
-            if ended is not None:
-                _tell(context, self._worded(ended))
+                            requests.count_response()
+            end_status = end_status or (requests.end_status if requests is not None else None)
+            if end_status is not None:
+                _finish(context, self._client_result(end_status))
 
-        return answers
+        return respond
 
-    def _worded(self, told: bytes | Status) -> bytes | Status:
-        """Return the status for the client when Ray has no replica or its queue is full; else ``told``."""
-        if told is _UNKNOWN:
+    def _client_result(self, response: bytes | Status) -> bytes | Status:
+        """Return the status for the client when Ray has no replica or its queue is full; else ``response``."""
+        if response is _UNKNOWN:
             return _STARTING
-        return self._full if told is _FULL else told
+        return self._full if response is _FULL else response
 
-    def _patience(self, rpc: Rpc) -> float:
+    def _idle_timeout(self, rpc: Rpc) -> float:
         """Return how many seconds a stream waits for its next request."""
         return self._idle_seconds if rpc.path == STREAM else REFLECTION_SECONDS
 
@@ -125,26 +127,28 @@ def _handler(rpc: Rpc) -> Any:
 _UNKNOWN = Status(grpc.StatusCode.NOT_FOUND, "")
 
 
-async def _ask(rays: Callable[..., Any], data: bytes, context: Any, app: str) -> bytes | Status | None:
+async def _call_application(
+    ray_handler: Callable[..., Any], data: bytes, context: Any, app: str
+) -> bytes | Status | None:
     """Return the response of a replica of ``app``; None if there is none."""
-    asked = _Asked(context, app)
+    call_context = _CallContext(context, app)
     try:
-        answer = await rays(data, asked)
-        failure = asked.failure()
+        frame = await ray_handler(data, call_context)
+        failure = call_context.failure()
         if failure is _UNKNOWN:
             return None
-        return opened(answer) if failure is None else failure
+        return parse_frame(frame) if failure is None else failure
     except asyncio.CancelledError:
         raise
     except Exception as error:  # noqa: BLE001 -- nothing of it is for the client
         return _unexpected(error)
 
 
-def _tell(context: Any, told: bytes | Status) -> bytes:
-    if isinstance(told, bytes):
-        return told
-    context.set_code(told.code)
-    context.set_details(told.details)
+def _finish(context: Any, response: bytes | Status) -> bytes:
+    if isinstance(response, bytes):
+        return response
+    context.set_code(response.code)
+    context.set_details(response.details)
     return b""
 
 
@@ -153,16 +157,18 @@ def _application(rpc: Rpc, data: bytes) -> str:
     return application(model) if model else FRONT
 
 
-async def _each(rays: Callable[..., Any], request: Any, context: Any, app: str) -> AsyncIterator[bytes | Status]:
+async def _stream_from_application(
+    ray_handler: Callable[..., Any], request: Any, context: Any, app: str
+) -> AsyncIterator[bytes | Status]:
     """Yield the responses of the replica of ``app``; a status is the last."""
-    asked = _Asked(context, app)
+    call_context = _CallContext(context, app)
     try:
-        async for data in rays(request, asked):
-            told = opened(data)
-            yield told
-            if isinstance(told, Status):
+        async for frame in ray_handler(request, call_context):
+            response = parse_frame(frame)
+            yield response
+            if isinstance(response, Status):
                 return
-        failure = asked.failure()
+        failure = call_context.failure()
     except asyncio.CancelledError:
         raise
     except Exception as error:  # noqa: BLE001 -- nothing of it is for the client
@@ -171,13 +177,13 @@ async def _each(rays: Callable[..., Any], request: Any, context: Any, app: str) 
         yield failure
 
 
-class _Asked:
+class _CallContext:
     """The context of a call for Ray's handler. It keeps Ray's own status and details from the client."""
 
     def __init__(self, context: Any, app: str) -> None:
         left = context.time_remaining()
         self._context = context
-        self._metadata = steered(
+        self._metadata = add_routing(
             context.invocation_metadata() or (), app, None if left is None or left > _NEVER else left
         )
         self._code: Any = None

@@ -27,7 +27,7 @@ _REFERENCE_RUN_BYTES = 128 << 20  # eight rows at most, unless shadow.max_rows s
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Placement:
     """The place of one replica. ``refused`` says why one of the versions cannot be served; "" if all may be.
 
     ``config`` and ``desired`` are what it is started with: the given ones, with limits that fit ``memory``.
@@ -40,7 +40,7 @@ class Place:
     refused: str = ""
 
 
-def place(desired: DesiredModel, config: ServerConfig) -> Place:
+def place(desired: DesiredModel, config: ServerConfig) -> Placement:
     """Return the place of one model's replica, served as ``config`` says.
 
     A model whose artifacts cannot be opened has a place, too: its replica reports why it is not served. Placing the
@@ -60,15 +60,15 @@ def place(desired: DesiredModel, config: ServerConfig) -> Place:
     if measured:
         base += REFERENCE_PROCESS_BYTES
     share = base // (PART - 1)  # so that it is 1/PART of the total
-    requests, message = _at_most(config, "max_request_bytes", share), _at_most(config, "max_message_bytes", share)
+    requests, message = _limit(config, "max_request_bytes", share), _limit(config, "max_message_bytes", share)
     bounded = config.model_copy(update={"max_request_bytes": requests, "max_message_bytes": message})
     # A single request is accepted up to these sizes, whatever else is in use.
-    return Place(
+    return Placement(
         desired.name, base + max(requests, message), bounded, DesiredModel(desired.name, tuple(plans)), refused
     )
 
 
-def _at_most(config: ServerConfig, key: str, share: int) -> int:
+def _limit(config: ServerConfig, key: str, share: int) -> int:
     given: int = getattr(config, key)
     return given if key in config.model_fields_set else min(given, share)
 

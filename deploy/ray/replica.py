@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 import ray
 from bf16kit import controlgroup
-from deploy.ray.answering import Answering
+from deploy.ray.answering import RpcMethods
 from deploy.ray.calls import FRONT
 from ray import serve
 from service.grpcport import build_direct_transport
@@ -29,13 +29,13 @@ from service.workers.view import SlotState
 
 _log = logging.getLogger(__name__)
 _MAINTAIN_SECONDS = 0.1
-_LOOK_SECONDS = 0.05
+_CHECK_SECONDS = 0.05
 _REPORT_SECONDS = 5.0  # for one report; the next one repeats everything
-_LAST_WORDS_SECONDS = 2 * _REPORT_SECONDS  # for a report, and for the one that says it was the last
+_FINAL_REPORT_SECONDS = 2 * _REPORT_SECONDS  # for a report, and for the one that says it was the last
 _RETRY_SECONDS = 1.0
 
 
-class Replica(Answering):
+class Replica(RpcMethods):
     """``desired`` is what to serve, as JSON: a replica that is started later serves the same as the others.
 
     Ray sends it requests once the constructor returns. By then the model has passed every gate, including its golden
@@ -48,7 +48,7 @@ class Replica(Answering):
         # stops it.
         self._config = ServerConfig(**{**config, "http_port": 0, "model_control": "none", "lame_duck_seconds": 0})
         configure(self._config.log_level, self._config.log_format)
-        _announce(self._config)
+        _log_memory(self._config)
         self._name = uuid.uuid4().hex[:12]
         self._ended = threading.Event()
         self._served = served = ModelServer(self._config, [DesiredModel.from_json(desired)])
@@ -72,12 +72,12 @@ class Replica(Answering):
     def _wait_until_loaded(self) -> None:
         slots = self._served.repository.models
         while any(slot.state == "loading" for slot in slots()):
-            self._ended.wait(_LOOK_SECONDS)
+            self._ended.wait(_CHECK_SECONDS)
         if any(slot.state == "ready" for slot in slots()):
             return
-        said = "; ".join(f"version {slot.version}: {slot.reason}" for slot in slots()) or "it has no version"
+        reasons = "; ".join(f"version {slot.version}: {slot.reason}" for slot in slots()) or "it has no version"
         self._end()
-        raise RuntimeError(f"the model cannot be served: {said}")
+        raise RuntimeError(f"the model cannot be served: {reasons}")
 
     def check_health(self) -> None:
         """Raise RuntimeError if no version is ready.
@@ -100,7 +100,7 @@ class Replica(Answering):
     def _end(self) -> None:
         self._ended.set()
         for thread in self._threads:
-            thread.join(_LAST_WORDS_SECONDS)
+            thread.join(_FINAL_REPORT_SECONDS)
         self._served.drain(self.direct)
         self._served.close()
 
@@ -113,29 +113,29 @@ class Replica(Answering):
     def _report(self) -> None:
         seconds = 0.0
         while not self._ended.wait(seconds):
-            seconds = self._tell_front()
+            seconds = self._report_once()
         # Here, not in _end(): that may run on Ray's event loop, where waiting for a response is impossible.
-        self._tell_front()
-        self._say({"replica": self._name, "gone": True})
+        self._report_once()
+        self._send({"replica": self._name, "gone": True})
 
-    def _tell_front(self) -> float:
+    def _report_once(self) -> float:
         """Send a report to the front; return the seconds until the next one."""
         slots = []
-        counted = {}
+        statistics = {}
         for slot in self._served.repository.models():
             model = slot.model
             described = None if model is None else describe(model)
             slots.append(list(SlotState(slot.name, slot.version, slot.state, slot.reason, described)))
             if model is not None:
-                counted[model.name, model.version] = model.statistics.snapshot()
-        told = {"replica": self._name, "target": self._target(), "slots": slots, "statistics": as_json(counted)}
-        return self._say(told) or _RETRY_SECONDS
+                statistics[model.name, model.version] = model.statistics.snapshot()
+        report = {"replica": self._name, "target": self._target(), "slots": slots, "statistics": as_json(statistics)}
+        return self._send(report) or _RETRY_SECONDS
 
-    def _say(self, told: Mapping[str, Any]) -> float | None:
-        """Return the front's answer, or None if it does not respond now; a later report repeats everything."""
+    def _send(self, report: Mapping[str, Any]) -> float | None:
+        """Return the front's response, or None if it does not respond now; a later report repeats everything."""
         try:
             front = serve.get_app_handle(FRONT)
-            return float(front.report.remote(dict(told)).result(timeout_s=_REPORT_SECONDS))
+            return float(front.report.remote(dict(report)).result(timeout_s=_REPORT_SECONDS))
         except Exception as error:  # noqa: BLE001 -- Ray's, of many kinds; this thread must live on
             if not self._ended.is_set():
                 _log.info("this replica could not report to the front: %s", type(error).__name__)
@@ -148,7 +148,7 @@ class Replica(Answering):
         return f"{host}:{self._served.http.port}"
 
 
-def _announce(config: ServerConfig) -> None:
+def _log_memory(config: ServerConfig) -> None:
     """Log the replica's memory reservation and limits, and warn if its node has less."""
     reserved = int(ray.get_runtime_context().get_assigned_resources().get("memory", 0))
     _log.info(

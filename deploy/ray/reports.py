@@ -21,9 +21,9 @@ from service.workers.view import Key, SlotState
 
 _RANK: dict[State, int] = {"ready": 0, "loading": 1, "unavailable": 2}
 _PER_SECOND = 100  # reports per second that the front gets, whatever the number of replicas
-_SILENT = 3.5  # intervals without a report after which a replica counts as gone
+_SILENT_INTERVALS = 3.5  # intervals without a report after which a replica counts as gone
 _SLACK_SECONDS = 3.0
-Wanted = Mapping[str, Sequence[int]]  # versions by model
+ModelVersions = Mapping[str, Sequence[int]]  # versions by model
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,19 +33,19 @@ class Report:
     replica: str
     target: str
     slots: tuple[SlotState, ...]
-    counted: Mapping[Key, StatisticsSnapshot]
+    statistics: Mapping[Key, StatisticsSnapshot]
 
     @classmethod
-    def from_json(cls, told: Mapping[str, Any]) -> Report:
-        slots = tuple(SlotState(*slot) for slot in told["slots"])
-        return cls(told["replica"], told["target"], slots, from_json(told["statistics"]))
+    def from_json(cls, fields: Mapping[str, Any]) -> Report:
+        slots = tuple(SlotState(*slot) for slot in fields["slots"])
+        return cls(fields["replica"], fields["target"], slots, from_json(fields["statistics"]))
 
 
-class _Heard(NamedTuple):
+class _LatestReport(NamedTuple):
     """A replica's newest report: when it came, and when the one before it came (-inf: there was none)."""
 
-    at: float
-    before: float
+    received: float
+    previous: float
     report: Report
 
 
@@ -58,18 +58,18 @@ class Reports:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._news = threading.Condition()
-        self._heard: dict[str, _Heard] = {}
+        self._changed = threading.Condition()
+        self._latest: dict[str, _LatestReport] = {}
         self._past: dict[Key, StatisticsSnapshot] = {}
         self._failed: dict[Key, SlotState] = {}  # reports of replicas that could not be started
         self._retired = False
-        self._wanted: Wanted = {}
+        self._wanted: ModelVersions = {}
         self._callbacks: list[Callable[[], None]] = []
 
     @property
     def interval(self) -> float:
         """Seconds between two reports of one replica."""
-        return max(1.0, len(self._heard) / _PER_SECOND)
+        return max(1.0, len(self._latest) / _PER_SECOND)
 
     def subscribe(self, callback: Callable[[], None]) -> None:
         self._callbacks.append(callback)
@@ -81,47 +81,48 @@ class Reports:
     def retire(self) -> None:
         """Be not ready from now on, so that load balancers send no more requests."""
         self._retired = True
-        self._tell()
+        self._notify()
 
-    def want(self, wanted: Wanted) -> None:
+    def set_models(self, wanted: ModelVersions) -> None:
         """Set what is to be served, whether or not a replica has reported it."""
-        with self._news:
+        with self._changed:
             self._wanted = dict(wanted)
             self._failed = {key: slot for key, slot in self._failed.items() if key[1] in wanted.get(key[0], ())}
-        self._tell()
+        self._notify()
 
     def receive(self, report: Report) -> float:
         """Store a report; return the seconds until the next one is due."""
-        with self._news:
-            last = self._heard.get(report.replica)
-            self._heard[report.replica] = _Heard(self._clock(), -math.inf if last is None else last.at, report)
+        with self._changed:
+            last = self._latest.get(report.replica)
+            previous = -math.inf if last is None else last.received
+            self._latest[report.replica] = _LatestReport(self._clock(), previous, report)
             for slot in report.slots:
                 if slot.state == "unavailable":
                     self._failed[slot.key] = slot
                 elif slot.state == "ready":
                     self._failed.pop(slot.key, None)
-            self._news.notify_all()
-        self._tell()
+            self._changed.notify_all()
+        self._notify()
         return self.interval
 
     def forget(self, replica: str) -> None:
         """Remove a replica that has ended, and add its counts to the totals."""
-        with self._news:
-            last = self._heard.pop(replica, None)
-            for key, counted in ({} if last is None else last.report.counted).items():
-                self._past[key] = add(self._past.get(key, StatisticsSnapshot()), counted)
-            self._news.notify_all()
-        self._tell()
+        with self._changed:
+            last = self._latest.pop(replica, None)
+            for key, statistics in ({} if last is None else last.report.statistics).items():
+                self._past[key] = add(self._past.get(key, StatisticsSnapshot()), statistics)
+            self._changed.notify_all()
+        self._notify()
 
     def maintain(self) -> None:
         """Forget replicas that no longer report."""
-        late = self._clock() - _SILENT * self.interval - _SLACK_SECONDS
-        for replica in [name for name, heard in list(self._heard.items()) if heard.at < late]:
+        oldest = self._clock() - _SILENT_INTERVALS * self.interval - _SLACK_SECONDS
+        for replica in [name for name, latest in list(self._latest.items()) if latest.received < oldest]:
             self.forget(replica)
 
     def reports(self) -> list[Report]:
-        with self._news:
-            return [heard.report for heard in self._heard.values()]
+        with self._changed:
+            return [latest.report for latest in self._latest.values()]
 
     def slots(self) -> dict[Key, SlotState]:
         """Return the state of each wanted version by name and version, ascending."""
@@ -131,41 +132,41 @@ class Reports:
             for version in versions
         }
         found |= {key: slot for key, slot in list(self._failed.items()) if key in found}
-        told: dict[Key, SlotState] = {}
+        reported: dict[Key, SlotState] = {}
         for report in self.reports():
             for slot in report.slots:
-                if slot.name in self._wanted and (slot.key not in told or _better(slot, told[slot.key])):
-                    told[slot.key] = slot
-        return dict(sorted({**found, **told}.items()))
+                if slot.name in self._wanted and (slot.key not in reported or _better(slot, reported[slot.key])):
+                    reported[slot.key] = slot
+        return dict(sorted({**found, **reported}.items()))
 
-    def counted(self, keys: Iterable[Key]) -> dict[Key, StatisticsSnapshot]:
+    def totals(self, keys: Iterable[Key]) -> dict[Key, StatisticsSnapshot]:
         """Return the totals of ``keys`` over all replicas, after each has reported twice since this call, or has gone.
 
         Twice, because the first report may have been on its way, with counts from before a request that has ended.
         """
-        wanted, asked = set(keys), self._clock()
+        wanted, since = set(keys), self._clock()
         involved = {report.replica for report in self.reports() if wanted & {slot.key for slot in report.slots}}
 
-        def all_have_said() -> bool:
-            return all(self._heard[name].before > asked for name in involved if name in self._heard)
+        def all_reported_twice() -> bool:
+            return all(self._latest[name].previous > since for name in involved if name in self._latest)
 
-        with self._news:
-            self._news.wait_for(all_have_said, _SILENT * self.interval)
+        with self._changed:
+            self._changed.wait_for(all_reported_twice, _SILENT_INTERVALS * self.interval)
             total = {key: self._past.get(key, StatisticsSnapshot()) for key in wanted}
-            for heard in self._heard.values():
-                for key in wanted & heard.report.counted.keys():
-                    total[key] = add(total[key], heard.report.counted[key])
+            for latest in self._latest.values():
+                for key in wanted & latest.report.statistics.keys():
+                    total[key] = add(total[key], latest.report.statistics[key])
         return total
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         for callback in self._callbacks:
             callback()
 
 
-def _better(slot: SlotState, than: SlotState) -> bool:
-    """Return whether ``slot`` is to be shown rather than ``than``; of equals, one whose golden gate failed."""
-    if _RANK[slot.state] != _RANK[than.state]:
-        return _RANK[slot.state] < _RANK[than.state]
+def _better(slot: SlotState, other: SlotState) -> bool:
+    """Return whether ``slot`` is to be shown rather than ``other``; of equals, one whose golden gate failed."""
+    if _RANK[slot.state] != _RANK[other.state]:
+        return _RANK[slot.state] < _RANK[other.state]
     return slot.model is not None and slot.model.get("golden", "").startswith(GATE_FAILED)
 
 
@@ -191,8 +192,8 @@ class FrontRegistry:
         slot = self.find(name, version)
         if slot.state == "unavailable":
             raise _not_ready(slot, version)
-        why = "its route is being made" if slot.state == "ready" else "it is loading"
-        raise Unavailable(f"model {slot.name!r} version {slot.version} has no replica yet: {why}; try again later")
+        reason = "its route is being made" if slot.state == "ready" else "it is loading"
+        raise Unavailable(f"model {slot.name!r} version {slot.version} has no replica yet: {reason}; try again later")
 
     def get(self, name: str, version: str) -> Model:
         slot = self.find(name, version)
@@ -222,7 +223,7 @@ class FrontRegistry:
             return False
 
     def models(self) -> Sequence[Slot]:
-        return [_slot(slot) for slot in self._reports.slots().values()]
+        return [_overview_slot(slot) for slot in self._reports.slots().values()]
 
     def versions(self, name: str) -> list[int]:
         return [slot.version for slot in self.models() if slot.name == name and slot.state == "ready"]
@@ -237,7 +238,7 @@ def _not_ready(slot: Slot, version: str) -> NotFound:
     return NotFound(f"{which} of model {slot.name!r} is {'not ' if version else ''}ready; its replicas' log says why")
 
 
-def _slot(slot: SlotState) -> OverviewSlot:
+def _overview_slot(slot: SlotState) -> OverviewSlot:
     model = None
     if slot.model is not None:
         model = ModelDescription(slot.name, slot.version, slot.model, SummedStatistics(StatisticsSnapshot))
@@ -253,7 +254,7 @@ class FrontModels(RegistryModels):
 
     def statistics(self, name: str, version: str) -> Sequence[VersionStatistics]:
         found = super().statistics(name, version)
-        seen = self._reports.counted((each.name, each.version) for each in found)
+        totals = self._reports.totals((each.name, each.version) for each in found)
         return [
-            VersionStatistics(each.name, each.version, each.device, seen[each.name, each.version]) for each in found
+            VersionStatistics(each.name, each.version, each.device, totals[each.name, each.version]) for each in found
         ]

@@ -10,7 +10,7 @@ from grpc import StatusCode
 from service.transport.status import Status
 
 
-class Requests:
+class StreamRequests:
     """The requests of one client's stream.
 
     A client that sends nothing for ``seconds`` while no response is outstanding is silent: its stream then ends.
@@ -20,22 +20,22 @@ class Requests:
         self._requests = requests
         self._seconds = seconds
         self._read: list[bytes] = []  # looked at by first(), and still to be passed on
-        self._unanswered = 0
-        self.silent = False
+        self._outstanding = 0
+        self.timed_out = False
 
     @property
-    def ending(self) -> Status | None:
+    def end_status(self) -> Status | None:
         """The status for a silent client: the code with which `bf16-serve` ends its stream."""
-        if not self.silent:
+        if not self.timed_out:
             return None
         return Status(
             StatusCode.CANCELLED,
             f"no request arrived on this stream for {self._seconds:g} s; open a new stream for the next one",
         )
 
-    def answered(self) -> None:
+    def count_response(self) -> None:
         """Count a response that the client has received."""
-        self._unanswered -= 1
+        self._outstanding -= 1
 
     async def first(self) -> bytes | None:
         """Return the first request, which :meth:`all` still yields; None if there is none."""
@@ -46,7 +46,7 @@ class Requests:
 
     async def all(self) -> AsyncIterator[bytes]:
         while (data := self._read.pop() if self._read else await self._next()) is not None:
-            self._unanswered += 1
+            self._outstanding += 1
             yield data
 
     async def _next(self) -> bytes | None:
@@ -56,8 +56,8 @@ class Requests:
         coming = asyncio.ensure_future(read())
         try:
             while not (await asyncio.wait({coming}, timeout=self._seconds))[0]:
-                if not self._unanswered:
-                    self.silent = True
+                if not self._outstanding:
+                    self.timed_out = True
                     return None
             return coming.result()
         finally:

@@ -40,7 +40,7 @@ class Scaling:
             if not (math.isfinite(value) and value >= least):
                 raise ConfigError(f"{name} is {value}; give {least} or more")
 
-    def takes(self, memory: int) -> dict[str, float]:
+    def resources(self, memory: int) -> dict[str, float]:
         """Return the resources of a node that one replica of ``memory`` bytes needs, by Ray's names."""
         return {"CPU": self.cpus, "memory": memory, **({"GPU": self.gpus} if self.gpus else {})}
 
@@ -48,12 +48,12 @@ class Scaling:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, told: dict[str, Any]) -> Self:
-        unknown = sorted(told.keys() - {field.name for field in fields(cls)})
+    def from_json(cls, values: dict[str, Any]) -> Self:
+        unknown = sorted(values.keys() - {field.name for field in fields(cls)})
         if unknown:
             raise ConfigError(f"scaling: unknown key {unknown[0]!r}")
         try:
-            return cls(**told)
+            return cls(**values)
         except TypeError as error:  # text instead of a number
             raise ConfigError(f"scaling: {error}") from None
 
@@ -82,10 +82,10 @@ _NOT_HERE = {
 
 def check(config: ServerConfig) -> ServerConfig:
     """Return ``config`` if replicas on many machines can be served with it. Raises :class:`ConfigError` otherwise."""
-    for name, why in _NOT_HERE.items():
+    for name, reason in _NOT_HERE.items():
         value = getattr(config, name)
         if value != ServerConfig.model_fields[name].default:
-            raise ConfigError(f"{name} is {value!r}, which is not supported with Ray: {why}")
+            raise ConfigError(f"{name} is {value!r}, which is not supported with Ray: {reason}")
     if not config.grpc_port or not config.http_port or config.grpc_port == config.http_port:
         raise ConfigError(
             f"grpc_port is {config.grpc_port} and http_port {config.http_port}; give two that differ, and not 0: Ray's"

@@ -16,8 +16,8 @@ from grpc import StatusCode
 from waiting import until
 
 from bf16kit.errors import ConfigError, InvalidRequest, NotFound, Unavailable
-from deploy.ray.calls import APPLICATION, RPCS, SECONDS_LEFT, steered, unsteered
-from deploy.ray.frames import Frame, opened
+from deploy.ray.calls import APPLICATION, RPCS, SECONDS_LEFT, add_routing, strip_routing
+from deploy.ray.frames import Frame, parse_frame
 from deploy.ray.ingress import Ingress
 from deploy.ray.reports import FrontModels, FrontRegistry, Report, Reports
 from deploy.ray.settings import Scaling, check
@@ -33,23 +33,23 @@ INFER = f"/{SERVICE}/ModelInfer"
 class TestFrames:
     @pytest.mark.parametrize("answer", [b"", b"\x00\x01", Status(StatusCode.NOT_FOUND, "no model ‘m’"), b"\x01" * 9])
     def test_a_frame_returns_the_response_or_status_put_into_it(self, answer: bytes | Status) -> None:
-        assert opened(Frame.of(answer).SerializeToString()) == answer
+        assert parse_frame(Frame.of(answer).SerializeToString()) == answer
 
     @pytest.mark.parametrize("data", [b"", b"\x02", b"\x01", b"\x01\xff"])
     def test_bytes_that_are_not_a_frame_are_rejected(self, data: bytes) -> None:
         with pytest.raises(ValueError, match="is not the start of a frame"):
-            opened(data)
+            parse_frame(data)
 
 
 class TestMetadata:
     def test_a_replica_gets_the_clients_metadata_and_the_deadline(self) -> None:
-        sent = steered([("traceparent", "00-1"), ("application", "mine"), (SECONDS_LEFT, "9")], "bf16kit.m", 1.5)
+        sent = add_routing([("traceparent", "00-1"), ("application", "mine"), (SECONDS_LEFT, "9")], "bf16kit.m", 1.5)
         assert (APPLICATION, "bf16kit.m") in sent
         assert [name for name, _ in sent].count(APPLICATION) == 1
-        assert unsteered(sent) == ((("traceparent", "00-1"),), 1.5)
+        assert strip_routing(sent) == ((("traceparent", "00-1"),), 1.5)
 
     def test_a_call_without_a_deadline_has_none(self) -> None:
-        assert unsteered(steered([], "bf16kit.m", None)) == ((), None)
+        assert strip_routing(add_routing([], "bf16kit.m", None)) == ((), None)
 
 
 def report(replica: str, *slots: SlotState, count: int = 0) -> Report:
@@ -66,7 +66,7 @@ class TestReports:
             ready.append(registry.ready)
 
         look()
-        reports.want({"m": [1]})
+        reports.set_models({"m": [1]})
         look()
         reports.receive(report("a", SlotState("m", 1, "loading")))
         look()
@@ -80,7 +80,7 @@ class TestReports:
     def test_a_replica_that_stops_reporting_is_forgotten(self) -> None:
         now = [0.0]
         reports = Reports(lambda: now[0])
-        reports.want({"m": [1]})
+        reports.set_models({"m": [1]})
         reports.receive(report("a", SlotState("m", 1, "ready")))
         now[0] = 6.0
         reports.maintain()
@@ -92,7 +92,7 @@ class TestReports:
     def test_the_reason_for_a_failed_start_is_kept_after_the_replica_is_gone(self) -> None:
         """Ray starts the replica three times and then reports nothing; clients get the message of a plain server."""
         reports = Reports()
-        reports.want({"m": [1]})
+        reports.set_models({"m": [1]})
         reports.receive(report("a", SlotState("m", 1, "unavailable", "a digest is wrong")))
         reports.forget("a")
         assert FrontRegistry(reports).find("m", "").reason == "a digest is wrong"
@@ -105,7 +105,7 @@ class TestReports:
 
     def test_retired_models_are_not_ready_but_still_serve(self) -> None:
         reports, told = Reports(), list[bool]()
-        reports.want({"m": [1]})
+        reports.set_models({"m": [1]})
         reports.receive(report("a", SlotState("m", 1, "ready")))
         registry = FrontRegistry(reports)
         registry.subscribe(lambda: told.append(registry.ready))
@@ -123,13 +123,13 @@ class TestReports:
     @pytest.mark.parametrize(("version", "error"), [("", Unavailable), ("2", NotFound), ("one", InvalidRequest)])
     def test_the_error_of_a_request_for_a_model_without_a_replica(self, version: str, error: type[Exception]) -> None:
         reports = Reports()
-        reports.want({"m": [1]})
+        reports.set_models({"m": [1]})
         with pytest.raises(error):
             FrontRegistry(reports).acquire("m", version)
 
     def test_a_ready_replica_with_a_failed_golden_gate_is_the_one_shown(self) -> None:
         reports = Reports()
-        reports.want({"m": [1]})
+        reports.set_models({"m": [1]})
         for name, golden in (("a", "fine"), ("b", "FAILED: over budget"), ("c", "fine")):
             reports.receive(report(name, SlotState("m", 1, "ready", "", {"golden": golden})))
         found = reports.slots()["m", 1].model
@@ -140,20 +140,20 @@ class TestReports:
     def test_statistics_sum_all_replicas_and_keep_the_counts_of_removed_ones(self) -> None:
         now = iter(range(1000))
         reports = Reports(lambda: float(next(now)))
-        reports.want({"m": [1]})
+        reports.set_models({"m": [1]})
         for name, count in (("a", 3), ("b", 4)):
             reports.receive(report(name, SlotState("m", 1, "ready"), count=count))
         reports.forget("a")
-        assert reports.counted([("m", 1)])["m", 1].inference_count == 7
+        assert reports.totals([("m", 1)])["m", 1].inference_count == 7
 
     def test_statistics_wait_for_a_second_report_after_the_request(self) -> None:
         """The first report may have been on its way already: its counts may lack a request that has ended since."""
         reports, found = Reports(), list[int]()
-        reports.want({"m": [1]})
+        reports.set_models({"m": [1]})
         reports.receive(report("a", SlotState("m", 1, "ready"), count=5))
-        asking = threading.Thread(target=lambda: found.append(reports.counted([("m", 1)])["m", 1].inference_count))
+        asking = threading.Thread(target=lambda: found.append(reports.totals([("m", 1)])["m", 1].inference_count))
         asking.start()
-        until(lambda: len(reports._news._waiters) == 1, 10, "the question")  # type: ignore[attr-defined]
+        until(lambda: len(reports._changed._waiters) == 1, 10, "the question")  # type: ignore[attr-defined]
         reports.receive(report("a", SlotState("m", 1, "ready"), count=6))
         asking.join(0.2)
         assert asking.is_alive()

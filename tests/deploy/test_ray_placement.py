@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from artifacts import write_mlp
 
-from deploy.ray.placement import REFERENCE_PROCESS_BYTES, Place, place
+from deploy.ray.placement import REFERENCE_PROCESS_BYTES, Placement, place
 from service.models.directory import Directory
 from service.process.config import ServerConfig
 from service.process.memory import for_requests
@@ -25,14 +25,14 @@ def _nothing_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
 
 
-def placed(root: Path, serving: str = "", **given: Any) -> Place:
+def placed(root: Path, serving: str = "", **given: Any) -> Placement:
     if not (root / "m").exists():
         write_mlp(root / "m" / "1")
     (root / "m" / "serving.yaml").write_text(serving)
     return place(Directory(root).desired_model("m"), ServerConfig(repository=root, **given))
 
 
-def bound(found: Place) -> int | None:
+def bound(found: Placement) -> int | None:
     return found.desired.plans[0].serving.shadow.reference_memory_bytes
 
 

@@ -69,8 +69,8 @@ def served(cluster: Any, repository: Path) -> Iterator[Served]:
     )
     program.join(cluster.address, config)
     program.open_ports(config, "HeadOnly")
-    deployed = program.Deployed(config, Scaling(min_replicas=2, max_replicas=2, cpus=0.6))
-    deployed.follow()
+    deployed = program.RepositoryDeployment(config, Scaling(min_replicas=2, max_replicas=2, cpus=0.6))
+    deployed.deploy_changes()
     with grpc.insecure_channel(f"127.0.0.1:{ports[0]}") as channel:
         found = Served(channel, f"127.0.0.1:{ports[0]}", f"http://127.0.0.1:{ports[1]}", deployed, cluster)
         until(found.all_running, PATIENCE, "all applications running")

@@ -59,8 +59,8 @@ def test_one_replica_per_node_allows_no_surge_during_updates(repository: Path) -
 def test_a_replica_has_a_thread_for_each_of_its_processors(repository: Path) -> None:
     from deploy.ray import applications
 
-    assert applications.described(ServerConfig(repository=repository), 4.0)["threads"] == 4
-    assert applications.described(ServerConfig(repository=repository, threads=2), 4.0)["threads"] == 2
+    assert applications.config_as_json(ServerConfig(repository=repository), 4.0)["threads"] == 4
+    assert applications.config_as_json(ServerConfig(repository=repository, threads=2), 4.0)["threads"] == 2
 
 
 def test_the_reserved_memory_limits_the_replica(repository: Path) -> None:
@@ -70,7 +70,7 @@ def test_the_reserved_memory_limits_the_replica(repository: Path) -> None:
     from deploy.ray.settings import Scaling
 
     config, desired = ServerConfig(repository=repository), Directory(repository).desired_model("a")
-    told = applications.all_of(config, Scaling(), {"a": desired})["bf16kit.a"]
+    told = applications.all_arguments(config, Scaling(), {"a": desired})["bf16kit.a"]
     for arguments in (told, {"config": {"repository": str(repository)}, "model": "a"}):
         deployed = applications.model(arguments)._bound_deployment
         reserved = deployed._replica_config.ray_actor_options["memory"]
@@ -103,11 +103,11 @@ def test_a_deployment_that_failed_is_sent_again_at_the_next_scan(
 
     monkeypatch.setattr("ray.serve.run_many", run_many)
     monkeypatch.setattr("ray.nodes", list)
-    deployed = cluster.Deployed(ServerConfig(repository=repository), Scaling())
+    deployed = cluster.RepositoryDeployment(ServerConfig(repository=repository), Scaling())
     with pytest.raises(RuntimeError):
-        deployed.follow()
+        deployed.deploy_changes()
     for _ in range(2):
-        deployed.follow()
+        deployed.deploy_changes()
     assert told == 2 * [["bf16kit"], ["bf16kit.a", "bf16kit.b"]]
 
 
@@ -119,9 +119,9 @@ def test_an_empty_repository_is_logged_once(
 
     told: list[str] = []
     monkeypatch.setattr("ray.serve.run_many", lambda targets, **more: told.extend(each.name for each in targets))
-    deployed = cluster.Deployed(ServerConfig(repository=tmp_path), Scaling())
+    deployed = cluster.RepositoryDeployment(ServerConfig(repository=tmp_path), Scaling())
     for _ in range(2):
-        deployed.follow()
+        deployed.deploy_changes()
     assert caplog.messages == [
         f"repository {tmp_path} is empty: serving, but not ready; put artifacts under <model>/<version>/ and restart"
     ]

@@ -27,7 +27,7 @@ def test_a_new_version_replaces_the_old_one_without_a_failed_call(served: Served
     with Volley(served.infer) as volley:
         until(lambda: volley.calls > 20, PATIENCE, "calls")
         write_mlp(repository / "mlp" / "2")
-        served.deployed.follow()
+        served.deployed.deploy_changes()
         until(lambda: "2" in _versions(volley), PATIENCE, "an answer of the new version")
         until(lambda: served.states()["bf16kit.mlp"] == "RUNNING", PATIENCE, "the end of the deployment")
     assert set(volley.codes) == {"OK"}, volley.words
@@ -40,8 +40,8 @@ def test_a_damaged_version_does_not_replace_the_serving_one(served: Served, repo
     weights = repository / "mlp" / "3" / "weights.bf16"
     weights.write_bytes(bytes(weights.stat().st_size))
     with Volley(served.infer) as volley:
-        served.deployed.follow()
-        served.deployed.remind()
+        served.deployed.deploy_changes()
+        served.deployed.resend_models()
         until(lambda: served.states()["bf16kit.mlp"] != "RUNNING", PATIENCE, "the deployment to begin")
         until(lambda: served.states()["bf16kit.mlp"] in ("DEPLOY_FAILED", "UNHEALTHY"), PATIENCE, "its failure")
     assert set(volley.codes) == {"OK"}, volley.words
@@ -51,8 +51,8 @@ def test_a_damaged_version_does_not_replace_the_serving_one(served: Served, repo
     reasons = {(m.name, m.version): m.reason for m in pb.RepositoryIndexResponse.FromString(index).models}
     assert "sha256" in reasons["mlp", "3"], "also once its last replica has been given up"
     shutil.rmtree(repository / "mlp" / "3")
-    served.deployed.follow()
-    served.deployed.remind()
+    served.deployed.deploy_changes()
+    served.deployed.resend_models()
     until(served.all_running, PATIENCE, "all applications running again")
 
 
