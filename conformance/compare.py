@@ -39,9 +39,9 @@ def _read(files: str) -> Run:
 def _counts(runs: Mapping[str, Run]) -> list[str]:
     lines = ["| server | passed | MUST broken | TRITON broken | told | skipped |", "|---|---|---|---|---|---|"]
     for name, run in runs.items():
-        seen = Counter(check["outcome"] for check in run.values())
+        counts = Counter(check["outcome"] for check in run.values())
         broken = Counter(check["level"] for check in run.values() if check["outcome"] == "FAIL")
-        cells = (name, seen["pass"], broken["MUST"], broken["TRITON"], seen["told"], seen["skip"])
+        cells = (name, counts["pass"], broken["MUST"], broken["TRITON"], counts["told"], counts["skip"])
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return lines
 
@@ -52,8 +52,8 @@ def _broken(runs: Mapping[str, Run]) -> list[str]:
     for name, run in runs.items():
         for id, check in run.items():
             if check["outcome"] == "FAIL" and check["level"] == "MUST":
-                came = f"expected {check['expected']}; came {check['came']}"
-                lines.append(f"| `{id}`: {check['rule']} | {name} | {_cell(came)} |")
+                outcome = f"expected {check['expected']}; came {check['came']}"
+                lines.append(f"| `{id}`: {check['rule']} | {name} | {_cell(outcome)} |")
     return lines
 
 

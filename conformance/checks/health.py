@@ -24,7 +24,7 @@ def _health(session: Session, service: str) -> Response:
     OBSERVED,
     "grpc.health.v1 Check of the whole server is SERVING while the server is ready.",
 )
-def whole(session: Session) -> None:
+def server_health(session: Session) -> None:
     response = _health(session, "")
     must(response.ok, "SERVING", response, "Check of ''")
     must(response.message.status == _SERVING, "SERVING", response, "Check of ''")

@@ -128,9 +128,9 @@ def _at_input(
 
 
 _INVALID = [Code.INVALID_ARGUMENT, Code.OUT_OF_RANGE]
-_LOST = [Code.NOT_FOUND, Code.INVALID_ARGUMENT]
+_NOT_REGISTERED = [Code.NOT_FOUND, Code.INVALID_ARGUMENT]
 _BOUNDS = "What is read lies within the region."
-UNKNOWN_REGION = _at_input("input-unknown-region", Level.MUST, SOURCE, "A region must be registered before it is used.", _LOST, lambda m, size: RegionPlace(f"{m.name}-not", size))  # fmt: skip
+UNKNOWN_REGION = _at_input("input-unknown-region", Level.MUST, SOURCE, "A region must be registered before it is used.", _NOT_REGISTERED, lambda m, size: RegionPlace(f"{m.name}-not", size))  # fmt: skip
 WITHOUT_SIZE = _at_input("input-without-size", Level.MUST, SOURCE, "shared_memory_region and shared_memory_byte_size are both given, or it is an error.", _INVALID, lambda m, size: RegionPlace(m.name, None))  # fmt: skip
 SHORT = _at_input("input-too-short", Level.TRITON, OBSERVED, "The size in the region is that of the shape.", _INVALID, lambda m, size: RegionPlace(m.name, size - 1))  # fmt: skip
 LONG = _at_input("input-too-long", Level.TRITON, OBSERVED, "The size in the region is that of the shape.", _INVALID, lambda m, size: RegionPlace(m.name, size + 4))  # fmt: skip
@@ -174,6 +174,6 @@ def _output_at(place: Callable[[Memory, int], RegionPlace]) -> Callable[[Memory]
 
 
 OUTPUT_SHORT = region_refusal("output-too-short", Level.TRITON, OBSERVED, "A place for an output holds all of it.", [*_INVALID, Code.INTERNAL], _output_at(lambda m, size: RegionPlace(m.name, size - 1)))  # fmt: skip
-OUTPUT_UNKNOWN = region_refusal("output-unknown-region", Level.MUST, SOURCE, "A region must be registered before it is used.", _LOST, _output_at(lambda m, size: RegionPlace(f"{m.name}-not", size)))  # fmt: skip
+OUTPUT_UNKNOWN = region_refusal("output-unknown-region", Level.MUST, SOURCE, "A region must be registered before it is used.", _NOT_REGISTERED, _output_at(lambda m, size: RegionPlace(f"{m.name}-not", size)))  # fmt: skip
 OUTPUT_BEYOND = region_refusal("output-beyond-the-end", Level.TRITON, OBSERVED, "What is written lies within the region.", _INVALID, _output_at(lambda m, size: RegionPlace(m.name, size, SIZE - size + 1)))  # fmt: skip
 OUTPUT_FAR = region_refusal("output-overflow", Level.TRITON, OBSERVED, "What is written lies within the region.", _INVALID, _output_at(lambda m, size: RegionPlace(m.name, size, 2**63 - 1)))  # fmt: skip

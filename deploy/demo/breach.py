@@ -19,7 +19,7 @@ import numpy as np
 import onnx
 from client import Client
 from publish import MODEL
-from running import served, shown, wait
+from running import display_path, running_server, wait
 from sentences import sentences
 
 from bf16kit.artifact import Artifact
@@ -36,9 +36,12 @@ SENTENCE = "A man is eating a piece of bread."
 
 def show(artifact: Path, repository: Path) -> None:
     """Damage a copy of ``artifact`` in ``repository``, serve it, and report until fp32 replaces bf16."""
-    print(f"\n== a copy damaged on purpose, in {shown(repository)}: {' and '.join(SWAPPED)} trade places", flush=True)
+    print(
+        f"\n== a copy damaged on purpose, in {display_path(repository)}: {' and '.join(SWAPPED)} trade places",
+        flush=True,
+    )
     damage(artifact, repository)
-    with served(repository) as (grpc_address, http_address), Client(grpc_address) as client:
+    with running_server(repository) as (grpc_address, http_address), Client(grpc_address) as client:
         before = client.embed(SENTENCE)
         started, more = time.perf_counter(), cycle(sentences(200))
 

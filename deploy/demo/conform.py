@@ -12,7 +12,7 @@ from pathlib import Path
 
 from demo import REPOSITORY
 from publish import MODEL
-from running import DemoFailed, served
+from running import DemoFailed, running_server
 
 ROOT = Path(__file__).parents[2]
 # Enables everything that is off by default, so that the suite checks all that a client can ask for.
@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> int:
     """Run the suite against a server of the demo's repository."""
     try:
         os.environ |= ENABLED
-        with served(REPOSITORY) as (address, _):
+        with running_server(REPOSITORY) as (address, _):
             command = [sys.executable, "-m", "conformance", address, "--model", MODEL, *SUITE_ARGUMENTS, *arguments]
             return subprocess.run(command, cwd=ROOT, check=False).returncode
     except DemoFailed as failure:

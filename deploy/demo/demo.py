@@ -22,7 +22,7 @@ from client import Client
 from live_drift import LiveDrift
 from numpy.typing import NDArray
 from publish import PublishFailed, publish
-from running import DemoFailed, served, shown, wait
+from running import DemoFailed, display_path, running_server, wait
 from sentences import sentences
 
 REPOSITORY = Path(__file__).parents[2] / "build" / "demo"
@@ -43,7 +43,7 @@ def main() -> int:
     """Run the demo; 0 when all of it worked."""
     try:
         artifact = convert()
-        with served(REPOSITORY) as (grpc_address, http_address), Client(grpc_address) as client:
+        with running_server(REPOSITORY) as (grpc_address, http_address), Client(grpc_address) as client:
             print_similarity(np.stack([client.embed(sentence) for sentence in EVERYDAY]))
             print_latency([_timed(client, sentence) for sentence in sentences(200)])
             print_drift(wait_until_measured(client, http_address))
@@ -60,7 +60,7 @@ def main() -> int:
 
 def convert() -> Path:
     """Convert the checkpoint into the demo's repository; return the artifact's directory."""
-    print(f"== converting all-MiniLM-L6-v2 (fp32) into {shown(REPOSITORY)}", flush=True)
+    print(f"== converting all-MiniLM-L6-v2 (fp32) into {display_path(REPOSITORY)}", flush=True)
     return publish(REPOSITORY)
 
 
@@ -124,9 +124,9 @@ def print_sizes(artifact: Path) -> None:
     print(f"\n== sizes (the fp32 checkpoint has {source / MB:.1f} MB)")
     for name, size in files.items():
         print(f"   {name:<24}{size / MB:9.2f} MB")
-    served = sum(files.get(name, 0) for name in SERVED_FILES)
-    print(f"   {served / source:.3f} of the checkpoint for one ONNX profile ({', '.join(SERVED_FILES)})")
-    restorable = served + files.get("residual.bin", 0)
+    served_bytes = sum(files.get(name, 0) for name in SERVED_FILES)
+    print(f"   {served_bytes / source:.3f} of the checkpoint for one ONNX profile ({', '.join(SERVED_FILES)})")
+    restorable = served_bytes + files.get("residual.bin", 0)
     print(f"   {restorable / source:.3f} with residual.bin, which restores the fp32 checkpoint bit for bit")
 
 

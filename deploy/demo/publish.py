@@ -29,7 +29,7 @@ class PublishFailed(Exception):
 def publish(repository: Path) -> Path:
     """Convert with real sentences as calibration samples, replacing any existing artifact; return its directory."""
     target = repository / MODEL / "1"
-    command = [program("bf16-convert"), "checkpoint", str(minilm.checkpoint()), "--out", str(target), "--force"]
+    command = [program_path("bf16-convert"), "checkpoint", str(minilm.checkpoint()), "--out", str(target), "--force"]
     # The converter imports `minilm:calibration` from this directory.
     environment = {**os.environ, "PYTHONPATH": str(HERE)}
     result = subprocess.run([*command, "--samples", "minilm:calibration"], env=environment, check=False)
@@ -60,7 +60,7 @@ def exit_reason(code: int, memory: Callable[[], Memory | None] = controlgroup.me
     return f"{killed}: this container may take {limit}; give it more (CONVERT_MEMORY=4g docker compose up)"
 
 
-def program(name: str) -> str:
+def program_path(name: str) -> str:
     """Return the path of a command in the environment that runs this file, even if it is not on PATH."""
     return str(Path(sys.executable).with_name(name))
 

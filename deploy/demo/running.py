@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from publish import program
+from publish import program_path
 
 LOGS = Path(__file__).parents[2] / "build"
 T = TypeVar("T")
@@ -25,12 +25,12 @@ class DemoFailed(Exception):
 
 
 @contextmanager
-def served(repository: Path) -> Iterator[tuple[str, str]]:
+def running_server(repository: Path) -> Iterator[tuple[str, str]]:
     """Start a server on free ports; yield its gRPC and HTTP addresses once ready; then stop it and wait for its end."""
     log = LOGS / f"{repository.name}-server.log"
     grpc_port, http_port = _free_ports(2)
-    print(f"\n== serving on 127.0.0.1:{grpc_port} (gRPC) and :{http_port} (HTTP); log: {shown(log)}")
-    command = [program("bf16-serve"), "--repository", str(repository), "--device", "cpu"]
+    print(f"\n== serving on 127.0.0.1:{grpc_port} (gRPC) and :{http_port} (HTTP); log: {display_path(log)}")
+    command = [program_path("bf16-serve"), "--repository", str(repository), "--device", "cpu"]
     command += ["--grpc-port", str(grpc_port), "--http-port", str(http_port)]
     started = time.perf_counter()
     with log.open("w") as out:
@@ -41,15 +41,15 @@ def served(repository: Path) -> Iterator[tuple[str, str]]:
         yield f"127.0.0.1:{grpc_port}", f"127.0.0.1:{http_port}"
         server.send_signal(signal.SIGTERM)
         if (code := server.wait(timeout=60)) != 0:
-            raise DemoFailed(f"the server ended with exit code {code} on SIGTERM; see {shown(log)}")
+            raise DemoFailed(f"the server ended with exit code {code} on SIGTERM; see {display_path(log)}")
     except subprocess.TimeoutExpired:
-        raise DemoFailed(f"the server did not end within a minute of SIGTERM; see {shown(log)}") from None
+        raise DemoFailed(f"the server did not end within a minute of SIGTERM; see {display_path(log)}") from None
     finally:
         server.kill()
         server.wait()
 
 
-def shown(path: Path) -> str:
+def display_path(path: Path) -> str:
     """Return ``path`` relative to the working directory."""
     return os.path.relpath(path)
 

@@ -89,7 +89,9 @@ class BenchResult:
         found: dict[tuple[Layout, int], list[Measurement]] = {}
         for (layout, rows, clients), cell in self.served.items():
             found.setdefault((layout, rows), []).append(Measurement(clients, cell.rate, cell.percentile(0.99)))
-        return advise([Candidate(*key, tuple(seen)) for key, seen in found.items()], self.options.target)
+        return advise(
+            [Candidate(*key, tuple(measurements)) for key, measurements in found.items()], self.options.target
+        )
 
     def changes(self) -> dict[str, int]:
         """Return the advice as keys of serving.yaml."""

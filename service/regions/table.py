@@ -163,10 +163,10 @@ class RegionTable:
                     " (shared_memory_max_regions); unregister some",
                     "regions",
                 )
-            taken = sum(known.region.byte_size for known in self._registered.values())
-            if taken + region.byte_size > self._limits.nbytes:
+            in_use = sum(known.region.byte_size for known in self._registered.values())
+            if in_use + region.byte_size > self._limits.nbytes:
                 raise Overloaded(
-                    f"{taken} bytes of shared memory are registered, and {region.byte_size} more are over the limit of"
+                    f"{in_use} bytes of shared memory are registered, and {region.byte_size} more are over the limit of"
                     f" {self._limits.nbytes} (shared_memory_max_bytes); unregister some",
                     "regions",
                 )

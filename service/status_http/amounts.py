@@ -40,8 +40,8 @@ def size(value: int) -> str:
 
 def duration(value: float) -> str:
     """``93784`` → ``1 d 2 h``."""
-    whole = int(value)
-    parts = (whole // 86400, "d"), (whole // 3600 % 24, "h"), (whole // 60 % 60, "min"), (whole % 60, "s")
+    total = int(value)
+    parts = (total // 86400, "d"), (total // 3600 % 24, "h"), (total // 60 % 60, "min"), (total % 60, "s")
     first = next((at for at, (amount, _) in enumerate(parts) if amount), len(parts) - 1)
     return " ".join(f"{amount}{_SPACE}{unit}" for amount, unit in parts[first : first + 2] if amount or first == 3)
 

@@ -101,8 +101,8 @@ def _latency(recent: RecentActivity) -> str:
     return f"<div>\n<h3>Latency</h3>\n{phased}\n</div>"
 
 
-def _phase(name: str, seen: Durations) -> tuple[str, ...]:
-    return name, amounts.seconds(seen.mean), latency(seen.p50), latency(seen.p90), latency(seen.p99)
+def _phase(name: str, durations: Durations) -> tuple[str, ...]:
+    return name, amounts.seconds(durations.mean), latency(durations.p50), latency(durations.p90), latency(durations.p99)
 
 
 def latency(percentile: float | None) -> str:
@@ -155,9 +155,9 @@ def _outcomes(recent: RecentActivity) -> str:
         ("rejected before it ran", now.rejected, total.rejected),
     )
     groups = {
-        kind: [(code(name), f"{seen.get(name, 0):,}", f"{count:,}") for name, count in every.items()]
-        for kind, seen, every in kinds
-        if every
+        kind: [(code(name), f"{recently.get(name, 0):,}", f"{count:,}") for name, count in in_total.items()]
+        for kind, recently, in_total in kinds
+        if in_total
     }
     if not groups:
         return "<p>No request has come yet.</p>"

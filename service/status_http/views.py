@@ -147,7 +147,7 @@ class StatusReader:
     def snapshot(self) -> ServerView:
         """Return the server's current view."""
         now = self._clock()
-        recent, door = self._history.read()
+        recent, rejections = self._history.read()
         slots = self._registry.models()
         models = tuple(self._view(slot, recent.get((slot.name, str(slot.version)))) for slot in slots)
         return ServerView(
@@ -160,7 +160,7 @@ class StatusReader:
             http_port=self._ports[1],
             ready=self._registry.ready,
             models=models,
-            door=door,
+            door=rejections,
         )
 
     def _view(self, slot: Slot, recent: RecentActivity | None) -> ModelView:

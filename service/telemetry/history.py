@@ -184,13 +184,13 @@ class History:
     def _recent(self, key: Key, totals: Totals, read: Reading, since: float) -> RecentActivity:
         track = self._track(key, totals)
         window = track.window(totals)
-        seen = ~np.isnan(track.rows[:, 0])
+        recorded = ~np.isnan(track.rows[:, 0])
         lengths = np.array(self._lengths)
         drift, gauges = read.drift.get(key, {}), read.gauges.get(key, {})
         track.precision(_falls_back(read, key), self._wall())
         request, queue, compute = (_durations(window, name) for name in HISTOGRAMS)
         return RecentActivity(
-            seconds=float(lengths[-WINDOW_TICKS:][seen[-WINDOW_TICKS:]].sum() + since),
+            seconds=float(lengths[-WINDOW_TICKS:][recorded[-WINDOW_TICKS:]].sum() + since),
             counts=_counts(window),
             total=_counts(totals),
             request=request,
@@ -201,7 +201,7 @@ class History:
             ratios=drift.get(RATIO, {}),
             baseline=drift.get(BASELINE, {}),
             drift=LiveDrift.of(read.live.get(key, {}), track.fallback_since),
-            trend=_trend(track.rows[seen], lengths[seen]),
+            trend=_trend(track.rows[recorded], lengths[recorded]),
         )
 
 

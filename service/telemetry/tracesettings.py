@@ -44,7 +44,7 @@ class TraceSettings:
         self._start = _Overrides(exports, rate, _UNLIMITED)
         self._overrides: dict[str, _Overrides] = {"": _Overrides()}
         self._in_effect = {"": self._start}  # the settings in effect, for the server and each model with settings
-        self._seen = {"": 0}  # requests that belong to no trace
+        self._requests = {"": 0}  # requests that belong to no trace
         self._lock = threading.Lock()
 
     def update(self, changes: Mapping[str, Sequence[_Value]], model: str = "") -> Mapping[str, Sequence[_Value]]:
@@ -58,7 +58,7 @@ class TraceSettings:
                 overrides = self._changed(overrides, name, values)
             if wanted:
                 self._overrides[model] = overrides
-                self._seen[model] = 0
+                self._requests[model] = 0
                 self._update_in_effect()
             now = self._effective(model)
         return {
@@ -79,8 +79,8 @@ class TraceSettings:
             if not now.level or now.count == 0 or parent_sampled is False:
                 return False
             if parent_sampled is None:
-                self._seen[scope] += 1
-                if self._seen[scope] % (now.rate or 1):
+                self._requests[scope] += 1
+                if self._requests[scope] % (now.rate or 1):
                     return False
             if now.count != _UNLIMITED:
                 self._count_down(scope)
