@@ -50,7 +50,7 @@ class _Output:
         self.detector.restart()
         self.verdict = _OutputVerdict([], "none", 0.0)
 
-    def judge(self, window: Window, found: list[Estimate]) -> None:
+    def update_verdict(self, window: Window, found: list[Estimate]) -> None:
         unhealthy = self.detector.alarm or any(each.low > 1 for each in found)
         cause = diagnose(window, self.detector.expected) if unhealthy else "none"
         self.verdict = _OutputVerdict(found, cause, window.size)
@@ -186,7 +186,7 @@ class Comparison:
             observer.changed(name)
         window = output.recent.window()
         found = list(estimates(window, self._budget))
-        output.judge(window, found)
+        output.update_verdict(window, found)
         for each in found:
             observer.budget_ratio(name, each.metric, each.ratio, each.low, each.high)
         observer.recent(name, window.size, detector.score)

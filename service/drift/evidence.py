@@ -90,11 +90,11 @@ class EvidenceRecorder:
         self._budget = budget
         self._max_bytes = max_bytes
         self._clock = clock
-        self._measured = 0  # rows
+        self._measured_rows = 0
         self._worst: _Row | None = None  # the worst row before a breach
         self._breach: _Breach | None = None
         self._in_breach = False
-        self._too_large = 0  # bytes of a breach's row that was too large to keep
+        self._oversized_bytes = 0  # size of a breach's row that was too large to keep
 
     def verdict(self) -> DriftVerdict:
         """Return the comparison's verdict."""
@@ -112,7 +112,7 @@ class EvidenceRecorder:
         verdict = self._comparison.verdict()
         over = verdict.state == "over" or verdict.cause == "broken"
         row = self._worst_row(expected, sample, row_drifts.rows, verdict if over else None)
-        self._measured += sample.rows
+        self._measured_rows += sample.rows
         if over:
             self._record_breach(row, verdict, new=not self._in_breach)
         elif row is not None and (self._worst is None or self._decayed_ratio(row) > self._decayed_ratio(self._worst)):
@@ -126,9 +126,9 @@ class EvidenceRecorder:
         """
         breach, verdict = self._breach, self._comparison.verdict()
         label = f"model {verdict.model!r} version {verdict.version}"
-        if breach is None and self._too_large:
+        if breach is None and self._oversized_bytes:
             raise NotFound(
-                f"{label}: the rows of its last breach have {self._too_large} bytes each;"
+                f"{label}: the rows of its last breach have {self._oversized_bytes} bytes each;"
                 f" at most {self._max_bytes} are kept"
             )
         if breach is None:
@@ -182,17 +182,17 @@ class EvidenceRecorder:
             rows=1 if separable else sample.rows,
             of_rows=sample.rows,
             at=self._clock(),
-            measured_before=self._measured,
+            measured_before=self._measured_rows,
         )
         if row.nbytes > self._max_bytes:
             if verdict is not None:
-                self._too_large = row.nbytes
+                self._oversized_bytes = row.nbytes
             return None
         return row
 
     def _decayed_ratio(self, row: _Row) -> float:
         """Return a pre-breach row's drift ÷ budget, halved for every :data:`HALF_LIFE` rows measured since."""
-        age = self._measured - row.measured_before
+        age = self._measured_rows - row.measured_before
         return 0.0 if age > _MAX_AGE else self._ratio(row.drift, None) * 0.5 ** (age / HALF_LIFE)
 
     def _ratio(self, drift: Mapping[str, SampleDrift], verdict: DriftVerdict | None) -> float:

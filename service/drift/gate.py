@@ -36,13 +36,13 @@ def judge(
     for spec in specs:
         if spec.name not in expected:
             raise ArtifactError(f"the golden samples hold no output {spec.name!r}; convert the checkpoint again")
-        theirs, ours = expected[spec.name], actual[spec.name]
-        if theirs.shape != ours.shape:
+        reference, served = expected[spec.name], actual[spec.name]
+        if reference.shape != served.shape:
             raise ArtifactError(
-                f"the golden samples' output {spec.name!r} has shape {list(theirs.shape)}, and the model gives"
-                f" {list(ours.shape)}; convert the checkpoint again"
+                f"the golden samples' output {spec.name!r} has shape {list(reference.shape)}, and the model gives"
+                f" {list(served.shape)}; convert the checkpoint again"
             )
-        summary = DriftSummary.of(measure(theirs, ours, spec, batch_axis))
+        summary = DriftSummary.of(measure(reference, served, spec, batch_axis))
         breaches += budget.breaches(spec.name, summary)
         summaries.append(f"{spec.name} relative_l2 {summary.judged('relative_l2'):.2g}")
     return breaches, ", ".join(summaries)
@@ -88,10 +88,10 @@ class Timetable:
         self._start = start
         self._draw = draw
         self._run_failed = False
-        self._ended = start
+        self._last_end = start
         self._retry_at = math.inf
         self._round = 0
-        self._scheduled = self._in_round(0) if seconds else math.inf
+        self._scheduled = self._time_in_round(0) if seconds else math.inf
 
     def note_failed_run(self) -> None:
         """Note that a run has failed, so the device's outputs should be checked."""
@@ -99,7 +99,7 @@ class Timetable:
 
     def due_reason(self, now: float) -> str:
         """Return why the gate is due now; "" if it is not."""
-        if self._run_failed and now >= self._ended + MIN_INTERVAL_SECONDS:
+        if self._run_failed and now >= self._last_end + MIN_INTERVAL_SECONDS:
             return "after a run that failed"
         if now >= self._retry_at:
             return "again, for it was not passed"
@@ -111,12 +111,12 @@ class Timetable:
 
     def end(self, now: float, outcome: Outcome) -> None:
         """Note that the gate has ended with ``outcome``, and schedule the next one."""
-        self._ended = now
+        self._last_end = now
         self._retry_at = math.inf if outcome == "passed" else now + RETRY_SECONDS
         while self._scheduled <= now:
             self._round += 1
-            self._scheduled = self._in_round(self._round)
+            self._scheduled = self._time_in_round(self._round)
 
-    def _in_round(self, number: int) -> float:
+    def _time_in_round(self, number: int) -> float:
         share = _EDGE + (1 - 2 * _EDGE) * self._draw()
         return self._start + self._seconds * (number + (self._rank.number + share) / self._rank.count)

@@ -127,9 +127,10 @@ class ShadowProcess:
             each.outcomes.set_exception(Unavailable(f"{NAME} of this server has ended", ENDED))
 
     def forward(self, message: Message) -> Future[Body]:
-        """Hand samples on. The future gives their outcomes, or fails with Unavailable if the process dies with them.
+        """Forward samples to the process.
 
-        Raises OSError, or fails with it, if no file descriptor is left.
+        The future gives their outcomes, or fails with Unavailable if the process dies with them. Raises OSError, or
+        fails with it, if no file descriptor is left.
         """
         outcomes: Future[Body] = Future()
         body: Body = {**message.body, "shared": self._shared}
@@ -193,7 +194,7 @@ class ShadowProcess:
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _rejection(self, key: Key, body: Body) -> str:
-        """Return the outcome of these samples if they are not to be handed on, else "". The caller holds the lock."""
+        """Return the outcome of these samples if they are not to be sent, else "". The caller holds the lock."""
         if self._is_wanted is not None and not self._is_wanted(*key, body["wish"]):
             return "dropped"  # in flight while their model was unloaded
         if self._desired_models.get(key) != body["wish"]:
