@@ -5,13 +5,13 @@ from __future__ import annotations
 from service.grpcport import build_transport
 from service.httpport import announce
 from service.process.config import ServerConfig
-from service.process.stop import Ending, Started, Stop
+from service.process.stop import Ending, OnStarted, Stop
 from service.served import ModelServer
 
 _MAINTAIN_SECONDS = 0.1
 
 
-def serve_single_process(config: ServerConfig, stop: Stop, started: Started) -> Ending:
+def serve_single_process(config: ServerConfig, stop: Stop, on_started: OnStarted) -> Ending:
     """Serve until ``stop`` is set, then drain. The server is live at once, and ready when its models are loaded.
 
     Raises ConfigError for a port in use.
@@ -28,7 +28,7 @@ def serve_single_process(config: ServerConfig, stop: Stop, started: Started) -> 
 
     def listening() -> None:
         announce(config, port, served.http.port)
-        started(port, served.http.port)
+        on_started(port, served.http.port)
 
     try:
         served.start(port, listening)

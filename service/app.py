@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from service.process.config import ServerConfig
-from service.process.stop import Ending, Started, Stop
+from service.process.stop import Ending, OnStarted, Stop
 
 
-def run(config: ServerConfig, stop: Stop, started: Started = lambda grpc_port, http_port: None) -> Ending:
+def run(config: ServerConfig, stop: Stop, on_started: OnStarted = lambda grpc_port, http_port: None) -> Ending:
     """Serve until ``stop`` is set, then drain. The server is live at once, and ready when its models are loaded.
 
     Raises ConfigError for a port in use.
@@ -14,7 +14,7 @@ def run(config: ServerConfig, stop: Stop, started: Started = lambda grpc_port, h
     if config.workers > 1:
         from service.workers.supervisor import supervise
 
-        return supervise(config, stop, started)
+        return supervise(config, stop, on_started)
     from service.alone import serve_single_process  # imports gRPC and the runtimes, which a supervisor does not need
 
-    return serve_single_process(config, stop, started)
+    return serve_single_process(config, stop, on_started)

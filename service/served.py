@@ -94,7 +94,7 @@ class ModelServer:
         pages = routes(self.repository, self._counting, self._status.snapshot, evidence)
         self.http = open_http(config, pages, self.metrics, self.credentials)
         self._heap = HeapTrimmer()
-        self._ticking = PeriodicThread("history", TICK_SECONDS, self._history.tick)
+        self._history_thread = PeriodicThread("history", TICK_SECONDS, self._history.tick)
 
     def start(self, grpc_port: int, listening: Callable[[], object] = lambda: None) -> None:
         """Serve HTTP, call ``listening``, then load the models in the background."""
@@ -109,7 +109,7 @@ class ModelServer:
         if self.tracing is not None:
             self.tracing.start()
         self._heap.start()
-        self._ticking.start()
+        self._history_thread.start()
 
     def maintain(self) -> None:
         """Do the periodic work of shadow process and fallback. Call it about ten times a second, on one thread."""
@@ -118,7 +118,7 @@ class ModelServer:
 
     def drain(self, source: RequestSource) -> Ending:
         """Report not ready, then reject new requests, then wait for those in flight. HTTP is served until the end."""
-        self._ticking.stop()
+        self._history_thread.stop()
         self._heap.stop()
         if self._poll is not None:
             self._poll.stop()
@@ -127,16 +127,16 @@ class ModelServer:
             _log.info("stopping: not ready, but still serving for another %g s", config.lame_duck_seconds)
             self.repository.retire()
             time.sleep(config.lame_duck_seconds)  # a second signal ends the process at once
-        begun = time.monotonic()
+        started = time.monotonic()
         _log.info("draining for up to %g s", config.drain_seconds)
         ending = drain(self.repository, source, config.drain_seconds)
         if self.tracing is not None:
-            left = begun + config.drain_seconds - time.monotonic()
-            self.tracing.close(min(_LAST_TRACES_SECONDS, max(1.0, left)))
+            remaining = started + config.drain_seconds - time.monotonic()
+            self.tracing.close(min(_LAST_TRACES_SECONDS, max(1.0, remaining)))
         self.http.close()
         if not ending.completed:
             _log.warning("requests were cut off: still in flight after %g s", config.drain_seconds)
-        _log.info("stopped after %.2f s", time.monotonic() - begun)
+        _log.info("stopped after %.2f s", time.monotonic() - started)
         return ending
 
     def close(self) -> None:

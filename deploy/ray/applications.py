@@ -22,7 +22,7 @@ from ray import serve
 from service.models.directory import Directory
 from service.models.plan import DesiredModel
 from service.process.config import ServerConfig, explain
-from service.process.memory import PART
+from service.process.memory import MEMORY_DIVISOR
 
 _FRONT_MEMORY = 256 << 20
 _FRONT_CALLS = 4096  # health watches last as long as their clients
@@ -47,7 +47,9 @@ def front(arguments: Mapping[str, Any]) -> Any:
         graceful_shutdown_timeout_s=2,
     )
     config = _config(arguments)  # the front gets requests for models that do not exist, of any size
-    config = config.model_copy(update={"max_request_bytes": min(config.max_request_bytes, _FRONT_MEMORY // PART)})
+    config = config.model_copy(
+        update={"max_request_bytes": min(config.max_request_bytes, _FRONT_MEMORY // MEMORY_DIVISOR)}
+    )
     return deployed.bind(config_as_json(config, 1.0), dict(arguments.get("models", {})))
 
 

@@ -14,7 +14,7 @@ from bf16kit.errors import ArtifactError
 from bf16kit.manifest import Manifest
 from service.models.plan import DesiredModel, Plan
 from service.process.config import ServerConfig
-from service.process.memory import PART
+from service.process.memory import MEMORY_DIVISOR
 from service.shadow.memory import fp32_bytes
 
 # Memory of a replica without a model, and of its second process, which runs the fp32 references: what their imports
@@ -59,7 +59,7 @@ def place(desired: DesiredModel, config: ServerConfig) -> Placement:
         measured = measured or plan.serving.shadow.remote is not None or _has_reference(plan, manifest)
     if measured:
         base += REFERENCE_PROCESS_BYTES
-    share = base // (PART - 1)  # so that it is 1/PART of the total
+    share = base // (MEMORY_DIVISOR - 1)  # so that it is 1/MEMORY_DIVISOR of the total
     requests, message = _limit(config, "max_request_bytes", share), _limit(config, "max_message_bytes", share)
     bounded = config.model_copy(update={"max_request_bytes": requests, "max_message_bytes": message})
     # A single request is accepted up to these sizes, whatever else is in use.

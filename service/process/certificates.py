@@ -38,7 +38,7 @@ class CertificateFiles:
     def __init__(self, certificate: Path, key: Path, client_ca: Path | None = None) -> None:
         self._certificate, self._key, self._client_ca = certificate, key, client_ca
         paths = (certificate, key) if client_ca is None else (certificate, key, client_ca)
-        self._watched = ReloadedFiles(paths, self._load, self._keep)
+        self._files = ReloadedFiles(paths, self._load, self._log_failure)
 
     @property
     def mutual_tls(self) -> bool:
@@ -47,7 +47,7 @@ class CertificateFiles:
 
     def current(self) -> Certificates:
         """Return the contents now; the same object until the files change."""
-        return self._watched.current()
+        return self._files.current()
 
     def _load(self) -> Certificates:
         certificate = _read("tls_certificate", self._certificate)
@@ -60,7 +60,7 @@ class CertificateFiles:
             context.load_cert_chain(self._certificate, self._key, password="")
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"tls_certificate {self._certificate} and tls_key {self._key} cannot be used: {_reason(error)};"
+                f"tls_certificate {self._certificate} and tls_key {self._key} cannot be used: {_openssl_reason(error)};"
                 " give a PEM certificate (with its chain) and its own key, unencrypted"
             ) from None
         if client_ca is not None:
@@ -69,7 +69,7 @@ class CertificateFiles:
         _log.debug("TLS certificate read from %s", self._certificate)
         return Certificates(certificate, key, client_ca, context)
 
-    def _keep(self, error: Exception) -> None:
+    def _log_failure(self, error: Exception) -> None:
         _log.error("the TLS files changed and cannot be used; the old ones stay in force: %s", error)
 
 
@@ -79,7 +79,7 @@ def read_authority(key: str, path: Path) -> bytes:
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=certificates.decode("ascii"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{key} {path} cannot be used: {_reason(error)}; give PEM certificates") from None
+        raise ConfigError(f"{key} {path} cannot be used: {_openssl_reason(error)}; give PEM certificates") from None
     return certificates
 
 
@@ -90,7 +90,7 @@ def _read(key: str, path: Path) -> bytes:
         raise ConfigError(f"{key} {path}: cannot be read: {refused(error)}") from None
 
 
-def _reason(error: Exception) -> str:
+def _openssl_reason(error: Exception) -> str:
     """Return OpenSSL's reason, without its source file and line; never the contents of a file."""
     if isinstance(error, ssl.SSLError) and error.reason:
         return error.reason.lower().replace("_", " ")

@@ -109,7 +109,7 @@ class ServerConfig(BaseSettings):
         "tls_certificate", "tls_key", "tls_client_ca", "reference_ca", "token_file", "grpc_socket", mode="before"
     )
     @classmethod
-    def _named(cls, value: Any) -> Any:
+    def _path_not_empty(cls, value: Any) -> Any:
         """Reject an empty path, which comes from an unset variable.
 
         To treat it as absent would switch the protection off.
@@ -120,7 +120,7 @@ class ServerConfig(BaseSettings):
 
     @field_validator("load_model", "token_free", mode="before")
     @classmethod
-    def _listed(cls, value: Any) -> Any:
+    def _parse_list(cls, value: Any) -> Any:
         """Parse a list from a variable or flag: a,b or ["a", "b"]."""
         if not isinstance(value, str):
             return value
@@ -132,7 +132,7 @@ class ServerConfig(BaseSettings):
             raise ValueError("""give names with commas between them, or a list in JSON: ["a", "b"]""") from None
 
     @model_validator(mode="after")
-    def _tls_is_whole(self) -> Self:
+    def _tls_is_complete(self) -> Self:
         if (self.tls_certificate is None) != (self.tls_key is None):
             given, missing = ("tls_certificate", "tls_key") if self.tls_certificate else ("tls_key", "tls_certificate")
             raise ValueError(f"{given} is given without {missing}; TLS needs both")
@@ -143,7 +143,7 @@ class ServerConfig(BaseSettings):
         return self
 
     @model_validator(mode="after")
-    def _evidence_is_not_for_everybody(self) -> Self:
+    def _evidence_is_protected(self) -> Self:
         if self.evidence and self.token_file is None and self.host not in LOOPBACK:
             raise ValueError(
                 f"evidence is given with host {self.host} and no token_file: anyone who reaches the HTTP port could"
@@ -152,7 +152,7 @@ class ServerConfig(BaseSettings):
         return self
 
     @model_validator(mode="after")
-    def _start_up_models(self) -> Self:
+    def _load_model_is_consistent(self) -> Self:
         if self.load_model and self.model_control != "explicit":
             raise ValueError(f"load_model is given with model_control {self.model_control}; it needs explicit")
         if "*" in self.load_model and len(self.load_model) > 1:
@@ -174,7 +174,7 @@ def load_config(flags: Mapping[str, Any], file: Path | None = None) -> ServerCon
 
     Raises :class:`ConfigError` for a file that cannot be read, an unknown key, or a value out of range.
     """
-    written = {} if file is None else read_mapping(file)
+    file_values = {} if file is None else read_mapping(file)
 
     class Layered(ServerConfig):
         @classmethod
@@ -186,15 +186,15 @@ def load_config(flags: Mapping[str, Any], file: Path | None = None) -> ServerCon
             dotenv_settings: PydanticBaseSettingsSource,
             file_secret_settings: PydanticBaseSettingsSource,
         ) -> tuple[PydanticBaseSettingsSource, ...]:
-            return init_settings, env_settings, InitSettingsSource(settings_cls, written)
+            return init_settings, env_settings, InitSettingsSource(settings_cls, file_values)
 
     given = {key: value for key, value in flags.items() if value not in (None, ())}
     try:
         config = Layered(**given)
     except ValidationError as error:
-        said = explain(error, ServerConfig, _where(error, given, file, written))
-        nowhere = error.errors()[0]["type"] == "missing"
-        raise ConfigError(f"{said}; give {_REPOSITORY}" if nowhere else said) from None
+        text = explain(error, ServerConfig, _source_of(error, given, file, file_values))
+        is_missing = error.errors()[0]["type"] == "missing"
+        raise ConfigError(f"{text}; give {_REPOSITORY}" if is_missing else text) from None
     if not config.repository.is_dir():
         raise ConfigError(
             f"repository {str(config.repository)!r} is not a directory; create it, or give another with --repository"
@@ -202,7 +202,9 @@ def load_config(flags: Mapping[str, Any], file: Path | None = None) -> ServerCon
     return config
 
 
-def _where(error: ValidationError, flags: Mapping[str, Any], file: Path | None, written: Mapping[str, Any]) -> str:
+def _source_of(
+    error: ValidationError, flags: Mapping[str, Any], file: Path | None, file_values: Mapping[str, Any]
+) -> str:
     """Return the source of the bad value or unknown key: the variable, the file, or "configuration"."""
     key = str(next(iter(error.errors()[0]["loc"]), ""))
     variable = ENV_PREFIX + key.upper()
@@ -210,7 +212,7 @@ def _where(error: ValidationError, flags: Mapping[str, Any], file: Path | None, 
         return "configuration"
     if key in ServerConfig.model_fields and os.environ.get(variable):
         return f"{variable} in the environment"
-    return str(file) if key in written else "configuration"
+    return str(file) if key in file_values else "configuration"
 
 
 def read_mapping(file: Path) -> dict[str, Any]:

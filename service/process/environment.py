@@ -20,8 +20,8 @@ _OTHERS = (
     "TOKEN",
 )
 # Variables that Kubernetes sets in every pod for a Service whose name begins with bf16kit: no typos.
-_OF_A_SERVICE = re.compile(r".*_SERVICE_(HOST|PORT.*)|.*_PORT_\d+_(TCP|UDP|SCTP).*")
-_ALIKE = 0.8  # similarity, of 1: a missing or wrong letter, or two swapped ones
+_KUBERNETES_SERVICE = re.compile(r".*_SERVICE_(HOST|PORT.*)|.*_PORT_\d+_(TCP|UDP|SCTP).*")
+_MIN_SIMILARITY = 0.8  # similarity, of 1: a missing or wrong letter, or two swapped ones
 
 
 def unknown_variables(environment: Mapping[str, str]) -> str:
@@ -31,17 +31,19 @@ def unknown_variables(environment: Mapping[str, str]) -> str:
     """
     known = [ENV_PREFIX + name.upper() for name in (*ServerConfig.model_fields, *_OTHERS)]
     given = (name for name in sorted(environment) if name.upper().startswith(ENV_PREFIX))
-    unknown = [name for name in given if name.upper() not in known and not _of_a_service(name, environment[name])]
+    unknown = [
+        name for name in given if name.upper() not in known and not _is_set_by_kubernetes(name, environment[name])
+    ]
     if not unknown:
         return ""
-    told = first_few([_with_what_is_meant(name, known) for name in unknown])
-    return f"unknown environment variables are ignored: {told}; docs/operations.md names every setting"
+    listed = first_few([_with_suggestion(name, known) for name in unknown])
+    return f"unknown environment variables are ignored: {listed}; docs/operations.md names every setting"
 
 
-def _with_what_is_meant(name: str, known: list[str]) -> str:
-    alike = difflib.get_close_matches(name.upper(), known, 1, _ALIKE)
-    return f"{quoted(name)} ({alike[0]}?)" if alike else quoted(name)
+def _with_suggestion(name: str, known: list[str]) -> str:
+    similar = difflib.get_close_matches(name.upper(), known, 1, _MIN_SIMILARITY)
+    return f"{quoted(name)} ({similar[0]}?)" if similar else quoted(name)
 
 
-def _of_a_service(name: str, value: str) -> bool:
-    return _OF_A_SERVICE.fullmatch(name) is not None or (name.endswith("_PORT") and "://" in value)
+def _is_set_by_kubernetes(name: str, value: str) -> bool:
+    return _KUBERNETES_SERVICE.fullmatch(name) is not None or (name.endswith("_PORT") and "://" in value)

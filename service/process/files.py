@@ -26,27 +26,27 @@ class ReloadedFiles(Generic[_T]):
     """The value that ``read`` makes of ``paths``. The constructor reads it, and passes on what ``read`` raises.
 
     Later, :meth:`current` reads again if a file has changed. If that fails, the last good value stays in force, and
-    ``failed`` is called once per change. The value keeps its identity until the files change.
+    ``on_error`` is called once per change. The value keeps its identity until the files change.
     """
 
     def __init__(
         self,
         paths: tuple[Path, ...],
         read: Callable[[], _T],
-        failed: Callable[[Exception], None],
+        on_error: Callable[[Exception], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._paths = paths
         self._read = read
-        self._failed = failed
+        self._on_error = on_error
         self._clock = clock
         self._lock = threading.Lock()
-        self._signature = self._look()
-        self._looked = clock()
+        self._signature = self._current_signature()
+        self._checked_at = clock()
         self._value = read()
 
     def current(self) -> _T:
-        if self._clock() - self._looked >= CHECK_SECONDS and self._lock.acquire(blocking=False):
+        if self._clock() - self._checked_at >= CHECK_SECONDS and self._lock.acquire(blocking=False):
             try:
                 self._refresh()
             finally:
@@ -54,18 +54,18 @@ class ReloadedFiles(Generic[_T]):
         return self._value
 
     def _refresh(self) -> None:
-        self._looked = self._clock()
-        signature = self._look()
+        self._checked_at = self._clock()
+        signature = self._current_signature()
         if signature == self._signature:
             return
         try:
             self._value = self._read()
         except Exception as error:  # noqa: BLE001 -- a half-written file must not end the server
-            self._failed(error)
+            self._on_error(error)
         # The signature is older than the read: a change during the read causes another read.
         self._signature = signature
 
-    def _look(self) -> tuple[object, ...]:
+    def _current_signature(self) -> tuple[object, ...]:
         return tuple(_signature(path) for path in self._paths)
 
 

@@ -17,11 +17,11 @@ from service.process.ticking import PeriodicThread
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # parameter numbers of mallopt
 # Smaller blocks come from the heap. glibc's own threshold rises to this value as large blocks are freed. Mapping each
 # block anew would double the time of an 8 MiB request, because of page faults.
-_MAPPED_FROM = 32 << 20
-_KEPT = 8 << 20  # bytes kept at the end of each arena, for the next messages
+_MMAP_BYTES = 32 << 20
+_KEPT_BYTES = 8 << 20  # bytes kept at the end of each arena, for the next messages
 _ARENAS = 2  # more arenas gain nothing: Python's lock lets few allocations run at once
 _IDLE = 0.1  # of one core's time: below this the server is idle
-_WORK_S = 0.1  # CPU seconds since the last trim that make another worthwhile
+_MIN_WORK_S = 0.1  # CPU seconds since the last trim that make another worthwhile
 _TICK_S = 2.0
 
 
@@ -34,8 +34,8 @@ def bound_heap() -> None:
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        for what, value in ((_ARENA_MAX, _ARENAS), (_MMAP_THRESHOLD, _MAPPED_FROM), (_TRIM_THRESHOLD, _KEPT)):
-            mallopt(what, value)
+        for parameter, value in ((_ARENA_MAX, _ARENAS), (_MMAP_THRESHOLD, _MMAP_BYTES), (_TRIM_THRESHOLD, _KEPT_BYTES)):
+            mallopt(parameter, value)
 
 
 class HeapTrimmer:
@@ -50,7 +50,7 @@ class HeapTrimmer:
         self._trim = trim or trimmer()
         self._busy_seconds = busy_seconds
         self._tick_s = tick_s
-        self._busy, self._trimmed = busy_seconds(), -_WORK_S  # CPU seconds at the last tick, at the last trim
+        self._busy, self._trimmed = busy_seconds(), -_MIN_WORK_S  # CPU seconds at the last tick, at the last trim
         self._ticking = PeriodicThread("heap", tick_s, self._tick)
 
     def start(self) -> None:
@@ -62,6 +62,6 @@ class HeapTrimmer:
 
     def _tick(self) -> None:
         self._busy, before = self._busy_seconds(), self._busy
-        if self._trim and self._busy - before <= _IDLE * self._tick_s and self._busy - self._trimmed >= _WORK_S:
+        if self._trim and self._busy - before <= _IDLE * self._tick_s and self._busy - self._trimmed >= _MIN_WORK_S:
             self._trim()
             self._trimmed = self._busy = self._busy_seconds()

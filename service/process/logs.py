@@ -17,18 +17,18 @@ Format = Literal["text", "json"]
 #: The fields, given through ``extra``, that are logged beside the message. Other attributes of a record are never
 #: written, so a payload or secret attached to a record does not reach the log.
 FIELDS = ("model", "version", "request_id", "code", "incident", "trace_id", "worker")
-FIGURES = ("total_s", "queue_s", "compute_s")  # numeric fields, in seconds: numbers in JSON
+NUMERIC_FIELDS = ("total_s", "queue_s", "compute_s")  # numeric fields, in seconds: numbers in JSON
 _LONGEST_FIELD = 256  # characters: clients choose request ids
 # Terminal control characters, and characters that join or reorder text (Unicode's bidirectional controls).
-_PLAIN = re.compile(r"[A-Za-z0-9._:/+-]+")
+_PLAIN_WORD = re.compile(r"[A-Za-z0-9._:/+-]+")
 _CONTROL = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
-class OneLine(logging.Formatter):
+class TextFormatter(logging.Formatter):
     """A formatter for text: one line per event. Newlines become ``|``, so that no text from outside can forge an event.
 
-    Control characters are written as ``\\x1b``, so that no text can change what a terminal shows. FIELDS and FIGURES
-    follow the message as ``name=value``. A value is quoted as in JSON unless it is one plain word.
+    Control characters are written as ``\\x1b``, so that no text can change what a terminal shows. FIELDS and
+    NUMERIC_FIELDS follow the message as ``name=value``. A value is quoted as in JSON unless it is one plain word.
     """
 
     def __init__(self) -> None:
@@ -36,17 +36,17 @@ class OneLine(logging.Formatter):
         self.converter = time.gmtime
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 -- the library's name
-        named = (f" {name}={_word(value)}" for name, value in _carried(record).items())
+        named = (f" {name}={_quoted_if_needed(value)}" for name, value in _extra_fields(record).items())
         return super().formatMessage(record) + "".join(named)
 
     def format(self, record: logging.LogRecord) -> str:
         return _CONTROL.sub(_escaped, " | ".join(super().format(record).splitlines()).replace("\t", " "))
 
 
-class JsonLine(logging.Formatter):
+class JsonFormatter(logging.Formatter):
     """A formatter for JSON: one object per line.
 
-    Its keys are ``time``, ``level``, ``logger``, ``message``, ``exception`` if there is one, FIELDS and FIGURES.
+    Its keys are ``time``, ``level``, ``logger``, ``message``, ``exception`` if there is one, FIELDS and NUMERIC_FIELDS.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -58,19 +58,19 @@ class JsonLine(logging.Formatter):
         }
         if record.exc_info and record.exc_info[0] is not None:
             event["exception"] = self.formatException(record.exc_info)
-        event |= _carried(record)
+        event |= _extra_fields(record)
         # ASCII only, so that no character can end the line. Lone surrogates are escaped: not every reader accepts them.
         return json.dumps({key: _unicode(value) if isinstance(value, str) else value for key, value in event.items()})
 
 
-FORMATS: dict[Format, type[logging.Formatter]] = {"text": OneLine, "json": JsonLine}
+FORMATS: dict[Format, type[logging.Formatter]] = {"text": TextFormatter, "json": JsonFormatter}
 
 
 def configure(level: str, kind: Format = "text", worker: int | None = None) -> None:
     """Log everything from ``level`` (a name) up to standard error. ``worker`` is added to every event."""
     handler = logging.StreamHandler(sys.stderr)
     if worker is not None:
-        _mark(worker)
+        _add_worker_to_records(worker)
     handler.setFormatter(FORMATS[kind]())
     root = logging.getLogger()
     root.handlers[:] = [handler]
@@ -84,17 +84,17 @@ def adjust(levels: Set[int], kind: Format) -> None:
     Levels above ERROR are logged with ERROR.
     """
     for handler in logging.getLogger().handlers:
-        if isinstance(handler.formatter, OneLine | JsonLine):
+        if isinstance(handler.formatter, TextFormatter | JsonFormatter):
             handler.setFormatter(FORMATS[kind]())
             handler.filters[:] = [lambda record: min(record.levelno, logging.ERROR) in levels]
     logging.getLogger().setLevel(min(levels, default=logging.CRITICAL + 1))
 
 
-def _mark(worker: int) -> None:
-    made = logging.getLogRecordFactory()
+def _add_worker_to_records(worker: int) -> None:
+    original = logging.getLogRecordFactory()
 
     def make(*arguments: Any, **named: Any) -> logging.LogRecord:
-        record = made(*arguments, **named)
+        record = original(*arguments, **named)
         record.worker = worker
         return record
 
@@ -120,15 +120,15 @@ def _escaped(found: re.Match[str]) -> str:
     return found[0].encode("unicode_escape").decode("ascii")
 
 
-def _carried(record: logging.LogRecord) -> dict[str, str | float]:
-    """Return the FIELDS and FIGURES of the event, cut to a limited length."""
+def _extra_fields(record: logging.LogRecord) -> dict[str, str | float]:
+    """Return the FIELDS and NUMERIC_FIELDS of the event, cut to a limited length."""
     given = vars(record)
     fields = {name: str(given[name])[:_LONGEST_FIELD] for name in FIELDS if given.get(name) is not None}
-    return fields | {name: round(float(given[name]), 6) for name in FIGURES if given.get(name) is not None}
+    return fields | {name: round(float(given[name]), 6) for name in NUMERIC_FIELDS if given.get(name) is not None}
 
 
-def _word(value: str | float) -> str:
-    return value if isinstance(value, str) and _PLAIN.fullmatch(value) else json.dumps(value)
+def _quoted_if_needed(value: str | float) -> str:
+    return value if isinstance(value, str) and _PLAIN_WORD.fullmatch(value) else json.dumps(value)
 
 
 def _unicode(text: str) -> str:

@@ -44,15 +44,17 @@ class LogSettings:
         if model:
             raise InvalidRequest("log settings apply to the whole server; leave the model's name out")
         with self._lock:
-            wanted = self._values | {name: self._checked(name, values) for name, values in changes.items()}
-            if wanted != self._values:
-                told = ", ".join(f"{name}={wanted[name]}" for name in wanted if wanted[name] != self._values[name])
-                _log.warning("log settings changed: %s", told)  # first: the change may switch warnings off
-                self._values = wanted
-                adjust(_levels(wanted), _FORMATS[str(wanted["log_format"])])
-            return {name: (value,) for name, value in wanted.items()}
+            updated = self._values | {name: self._validated(name, values) for name, values in changes.items()}
+            if updated != self._values:
+                changed = ", ".join(
+                    f"{name}={updated[name]}" for name in updated if updated[name] != self._values[name]
+                )
+                _log.warning("log settings changed: %s", changed)  # first: the change may switch warnings off
+                self._values = updated
+                adjust(_levels(updated), _FORMATS[str(updated["log_format"])])
+            return {name: (value,) for name, value in updated.items()}
 
-    def _checked(self, name: str, values: Sequence[_Value]) -> _Value:
+    def _validated(self, name: str, values: Sequence[_Value]) -> _Value:
         """Return the new value of ``name``. Raises InvalidRequest for an unknown name or a wrong value."""
         default = self._defaults.get(name)
         if default is None:

@@ -8,7 +8,7 @@ from bf16kit.controlgroup import Memory
 from service.process.config import ServerConfig
 
 _log = logging.getLogger(__name__)
-PART = 4  # requests and responses, over all workers, may take 1/PART of the container's memory
+MEMORY_DIVISOR = 4  # requests and responses, over all workers, may take 1/MEMORY_DIVISOR of the container's memory
 _LEAST_CONTAINER = 96 << 20  # measured: enough for a server without a model, and its health check
 _LEAST = 1 << 20  # bytes: a server that accepts less is useless
 
@@ -20,7 +20,7 @@ def fit_to_memory(config: ServerConfig, memory: Memory | None) -> ServerConfig:
     """
     if memory is None:
         return config
-    share = max(_LEAST, for_requests(memory) // config.workers)
+    share = max(_LEAST, request_bytes(memory) // config.workers)
     smaller = {
         key: share
         for key in ("max_request_bytes", "max_message_bytes")
@@ -29,9 +29,9 @@ def fit_to_memory(config: ServerConfig, memory: Memory | None) -> ServerConfig:
     return config.model_copy(update=smaller)
 
 
-def for_requests(memory: Memory) -> int:
+def request_bytes(memory: Memory) -> int:
     """Return the bytes of the container's memory that requests may use."""
-    return memory.limit // PART
+    return memory.limit // MEMORY_DIVISOR
 
 
 def announce(config: ServerConfig, memory: Memory | None) -> None:

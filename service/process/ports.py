@@ -19,7 +19,7 @@ def listen(host: str, port: int, flag: str, backlog: int = 1) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=backlog)
     except (OSError, UnicodeError) as error:  # UnicodeError: a host that cannot be a domain name
-        raise ConfigError(_why(host, port, flag, error)) from None
+        raise ConfigError(_failure_message(host, port, flag, error)) from None
 
 
 class ReservedPort:
@@ -30,7 +30,7 @@ class ReservedPort:
     """
 
     def __init__(self, host: str, port: int) -> None:
-        self._held: list[socket.socket] = []
+        self._sockets: list[socket.socket] = []
         self.port = port
         try:
             addresses = dict.fromkeys(
@@ -38,16 +38,16 @@ class ReservedPort:
                 for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
             )
         except (OSError, UnicodeError) as error:
-            raise ConfigError(_why(host, port, "--grpc-port", error)) from None
+            raise ConfigError(_failure_message(host, port, "--grpc-port", error)) from None
         failed: OSError | None = None
         for family, address in addresses:
             try:
-                self._hold(family, (address[0], self.port, *address[2:]))
+                self._bind(family, (address[0], self.port, *address[2:]))
             except OSError as error:  # as in gRPC, this machine may lack some addresses of a name
                 failed = error
-        if failed is not None and (failed.errno == errno.EADDRINUSE or not self._held):
+        if failed is not None and (failed.errno == errno.EADDRINUSE or not self._sockets):
             self.close()
-            raise ConfigError(_why(host, port, "--grpc-port", failed))
+            raise ConfigError(_failure_message(host, port, "--grpc-port", failed))
 
     def __enter__(self) -> Self:
         return self
@@ -57,28 +57,28 @@ class ReservedPort:
 
     def close(self) -> None:
         """Release the port."""
-        for each in self._held:
+        for each in self._sockets:
             each.close()
 
-    def _hold(self, family: int, address: tuple[object, ...]) -> None:
-        held = socket.socket(family, socket.SOCK_STREAM)
+    def _bind(self, family: int, address: tuple[object, ...]) -> None:
+        bound = socket.socket(family, socket.SOCK_STREAM)
         if family == socket.AF_INET6:
-            held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # as gRPC does: [::] covers IPv4 as well
+            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # as gRPC does: [::] covers IPv4 as well
         # SO_REUSEADDR for the bind: recently closed connections do not block the port, a listening program does.
         # Afterwards only SO_REUSEPORT stays on, so that another program cannot bind with SO_REUSEADDR alone.
         try:
-            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            held.bind(address)
-            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
-            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(address)
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         except OSError:
-            held.close()
+            bound.close()
             raise
-        self._held.append(held)
-        self.port = int(held.getsockname()[1])
+        self._sockets.append(bound)
+        self.port = int(bound.getsockname()[1])
 
 
-def _why(host: str, port: int, flag: str, error: OSError | UnicodeError) -> str:
+def _failure_message(host: str, port: int, flag: str, error: OSError | UnicodeError) -> str:
     if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
         return f"port {port} on {host} is in use by another program; stop it, or choose another {flag}"
     reason = error.strerror if isinstance(error, OSError) and error.strerror else error

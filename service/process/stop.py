@@ -9,7 +9,7 @@ import signal
 from collections.abc import Callable
 from typing import NamedTuple
 
-Started = Callable[[int, int], None]  # called with the gRPC port and the HTTP port
+OnStarted = Callable[[int, int], None]  # called with the gRPC port and the HTTP port
 
 
 class Ending(NamedTuple):

@@ -40,8 +40,8 @@ class TokenFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._watched: ReloadedFiles[_Table] = ReloadedFiles((path,), self._load, self._keep)
-        if not self._watched.current():
+        self._file: ReloadedFiles[_Table] = ReloadedFiles((path,), self._load, self._log_failure)
+        if not self._file.current():
             raise ConfigError(f"token_file {path} holds no token; write lines of 'token scope[,scope]'")
 
     def scopes(self, authorization: str) -> Scopes | None:
@@ -54,10 +54,10 @@ class TokenFile:
 
     def scopes_of(self, token: str) -> Scopes | None:
         """Return the scopes of a bare token, or None if it is unknown."""
-        asked = _digest(token)
+        given_digest = _digest(token)
         granted: Scopes | None = None
-        for known, scopes in self._watched.current().items():
-            if hmac.compare_digest(known, asked):  # no early exit: every token costs the same
+        for known, scopes in self._file.current().items():
+            if hmac.compare_digest(known, given_digest):  # no early exit: every token costs the same
                 granted = scopes
         return granted
 
@@ -77,7 +77,7 @@ class TokenFile:
             _log.warning("token_file %s holds no token: every request that needs a token is rejected", self._path)
         return table
 
-    def _keep(self, error: Exception) -> None:
+    def _log_failure(self, error: Exception) -> None:
         _log.error("the token file changed and cannot be used; the old tokens stay in force: %s", error)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from bf16kit.errors import ConfigError
 from service.process.certificates import Certificates
 
-_FLIGHTS = 10  # at most; a TLS handshake has three or four
+_MAX_ROUNDS = 10  # at most; a TLS handshake has three or four
 
 
 def valid_until(certificates: Certificates) -> datetime:
@@ -18,7 +18,7 @@ def valid_until(certificates: Certificates) -> datetime:
 
     The handshake's client trusts this very certificate: whether real clients trust its issuer is not checked.
     """
-    return datetime.fromtimestamp(ssl.cert_time_to_seconds(_shown(certificates)["notAfter"]), UTC)
+    return datetime.fromtimestamp(ssl.cert_time_to_seconds(_client_view(certificates)["notAfter"]), UTC)
 
 
 def name_of(certificates: Certificates) -> str:
@@ -26,15 +26,15 @@ def name_of(certificates: Certificates) -> str:
 
     Raises ConfigError if there is none, or as :func:`valid_until` does.
     """
-    shown = _shown(certificates)
-    names = [name for kind, name in shown.get("subjectAltName", ()) if kind in ("DNS", "IP Address")]
-    common = [value for part in shown.get("subject", ()) for key, value in part if key == "commonName"]
+    peer_certificate = _client_view(certificates)
+    names = [name for kind, name in peer_certificate.get("subjectAltName", ()) if kind in ("DNS", "IP Address")]
+    common = [value for part in peer_certificate.get("subject", ()) for key, value in part if key == "commonName"]
     if not names and not common:
         raise ConfigError("tls_certificate: names no host, so no client would accept it; replace it")
     return str((names or common)[0]).replace("*", "any", 1)
 
 
-def _shown(certificates: Certificates) -> Mapping[str, Any]:
+def _client_view(certificates: Certificates) -> Mapping[str, Any]:
     """Return the certificate as :meth:`ssl.SSLSocket.getpeercert` shows it to a client that trusts it."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
@@ -44,16 +44,16 @@ def _shown(certificates: Certificates) -> Mapping[str, Any]:
     client = context.wrap_bio(to_client, to_server)
     server = certificates.context.wrap_bio(to_server, to_client, server_side=True)
     try:
-        for _ in range(_FLIGHTS):
+        for _ in range(_MAX_ROUNDS):
             if all([_step(client), _step(server)]):
                 break
     except ssl.SSLError as error:
         reason = getattr(error, "verify_message", None) or error.reason or "the handshake failed"
         raise ConfigError(f"tls_certificate: no client would accept it: {reason}; replace it") from None
-    shown = client.getpeercert()
-    if not shown or "notAfter" not in shown:
+    peer_certificate = client.getpeercert()
+    if not peer_certificate or "notAfter" not in peer_certificate:
         raise ConfigError("tls_certificate: a TLS handshake with it never ends; replace it")
-    return shown
+    return peer_certificate
 
 
 def _step(side: ssl.SSLObject) -> bool:

@@ -23,7 +23,7 @@ from bf16kit.heap import give_back
 from bf16kit.manifest import Manifest
 from bf16kit.runtime import Runtime
 from service.contract import Array
-from service.process.memory import for_requests
+from service.process.memory import request_bytes
 
 _log = logging.getLogger(__name__)
 # A loaded reference was measured to take 1.08 to 1.33 times its fp32 weights, for 34 MB of weights and more, plus 11
@@ -68,7 +68,7 @@ def default_bound(weights: int, room: controlgroup.Memory | None = None) -> int:
     In a container it is at most what ``room`` has left beside the memory kept for requests.
     """
     wanted = _DEFAULT_FACTOR * weights + _DEFAULT_EXTRA
-    return wanted if room is None else max(0, min(wanted, room.left - for_requests(room)))
+    return wanted if room is None else max(0, min(wanted, room.left - request_bytes(room)))
 
 
 class ReferenceMemory:

@@ -22,7 +22,7 @@ from service.process.config import ServerConfig
 from service.process.credentials import Credentials
 from service.process.logsettings import LogSettings
 from service.process.ports import ReservedPort
-from service.process.stop import Ending, Started, Stop
+from service.process.stop import Ending, OnStarted, Stop
 from service.process.ticking import PeriodicThread
 from service.shadow.process import NAME as SHADOW
 from service.shadow.process import ShadowProcess
@@ -46,7 +46,7 @@ _MAINTAIN_SECONDS = 0.1
 _ANSWERING = 8  # threads for workers' requests; loading a model occupies none of them
 
 
-def supervise(config: ServerConfig, stop: Stop, started: Started) -> Ending:
+def supervise(config: ServerConfig, stop: Stop, on_started: OnStarted) -> Ending:
     """Serve with ``config.workers`` processes until ``stop`` is set, then drain them all.
 
     Raises ConfigError if a port is in use. The calling thread must live as long as the workers.
@@ -65,7 +65,7 @@ def supervise(config: ServerConfig, stop: Stop, started: Started) -> Ending:
             supervisor.start()
             http.start()
             announce(config, port.port, http.port)
-            started(port.port, http.port)
+            on_started(port.port, http.port)
             ticking.start()
             while not stop.wait(_MAINTAIN_SECONDS):
                 supervisor.maintain()

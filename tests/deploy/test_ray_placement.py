@@ -12,7 +12,7 @@ from artifacts import write_mlp
 from deploy.ray.placement import REFERENCE_PROCESS_BYTES, Placement, place
 from service.models.directory import Directory
 from service.process.config import ServerConfig
-from service.process.memory import for_requests
+from service.process.memory import request_bytes
 from service.shadow.memory import fp32_bytes
 
 MIB = 1 << 20
@@ -41,7 +41,7 @@ def test_requests_get_a_quarter_of_the_reserved_memory(tmp_path: Path) -> None:
     from bf16kit.controlgroup import Memory
 
     found = placed(tmp_path)
-    assert found.config.max_request_bytes == for_requests(Memory(found.memory, 0)) < 512 * MIB
+    assert found.config.max_request_bytes == request_bytes(Memory(found.memory, 0)) < 512 * MIB
     assert found.config.max_message_bytes == 64 * MIB
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ownlog import own_log
 
 from service.process import logs
-from service.process.logs import JsonLine, OneLine
+from service.process.logs import JsonFormatter, TextFormatter
 
 
 def record(message: str, *args: object, error: BaseException | None = None, **extra: object) -> logging.LogRecord:
@@ -38,11 +38,11 @@ HOSTILE = "a\n2026-01-01T00:00:00.000Z INFO forged\r\nb\u2028c\u2029d\x85e\x0bf\
 
 
 def test_an_event_is_one_line_with_time_in_utc_level_and_origin() -> None:
-    line = OneLine().format(record("model %r is ready", "m"))
+    line = TextFormatter().format(record("model %r is ready", "m"))
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z INFO service\.x: model 'm' is ready", line)
 
 
-@pytest.mark.parametrize("formatter", [OneLine(), JsonLine()], ids=["text", "json"])
+@pytest.mark.parametrize("formatter", [TextFormatter(), JsonFormatter()], ids=["text", "json"])
 def test_no_text_can_forge_a_second_event_or_command_a_terminal(formatter: logging.Formatter) -> None:
     line = formatter.format(record("name %s", HOSTILE, request_id=HOSTILE))
     assert len(line.splitlines()) == 1
@@ -52,7 +52,7 @@ def test_no_text_can_forge_a_second_event_or_command_a_terminal(formatter: loggi
 
 @given(st.text(st.characters(exclude_categories=())))
 def test_any_text_is_one_line_in_both_formats(text: str) -> None:
-    for formatter in (OneLine(), JsonLine()):
+    for formatter in (TextFormatter(), JsonFormatter()):
         line = formatter.format(record("%s", text, request_id=text))
         assert len(line.splitlines()) == 1
         line.encode("utf-8")
@@ -60,13 +60,15 @@ def test_any_text_is_one_line_in_both_formats(text: str) -> None:
 
 
 def test_a_traceback_is_part_of_its_event() -> None:
-    line = OneLine().format(record("failed", error=failure()))
+    line = TextFormatter().format(record("failed", error=failure()))
     assert len(line.splitlines()) == 1
     assert "ValueError: why | and how" in line
 
 
 def test_a_json_event_has_its_fields() -> None:
-    event = parsed(JsonLine().format(record("model %r is ready", "m", error=failure(), incident="c0ffee", version=3)))
+    event = parsed(
+        JsonFormatter().format(record("model %r is ready", "m", error=failure(), incident="c0ffee", version=3))
+    )
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z", event.pop("time"))
     assert "ValueError: why\nand how" in event.pop("exception")
     assert event == {
@@ -75,7 +77,7 @@ def test_a_json_event_has_its_fields() -> None:
 
 
 def test_other_attributes_of_a_record_are_not_logged_and_a_long_id_is_cut() -> None:
-    event = parsed(JsonLine().format(record("x", payload="secret", token="secret", request_id="i" * 10_000)))
+    event = parsed(JsonFormatter().format(record("x", payload="secret", token="secret", request_id="i" * 10_000)))
     assert "secret" not in json.dumps(event)
     assert event["request_id"] == "i" * 256
 

@@ -114,4 +114,4 @@ def test_no_token_is_kept_or_logged_in_plain_text(path: Path, caplog: pytest.Log
     tokens = TokenFile(path)
     tokens.scopes(f"Bearer {READER}")
     assert READER not in caplog.text
-    assert READER not in repr(vars(tokens)) + repr(vars(tokens._watched))
+    assert READER not in repr(vars(tokens)) + repr(vars(tokens._file))
