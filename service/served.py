@@ -11,7 +11,7 @@ from service.grpcport import RequestSource, drain, extensions, guarded, open_tra
 from service.httpport import open_http
 from service.models.controller import Controller
 from service.models.deciding import SingleProcess
-from service.models.listing import Listing
+from service.models.listing import RepositoryListing
 from service.models.plan import DesiredModel
 from service.models.poll import RepositoryPoller
 from service.models.repository import Repository
@@ -80,7 +80,7 @@ class ModelServer:
                 config.load_model,
                 Retries(self.repository.models),
             )
-            self._controller.begin()
+            self._controller.apply_initial()
             if config.model_control == "poll":
                 self._poll = RepositoryPoller(self._controller, config.poll_seconds)
         else:
@@ -148,7 +148,9 @@ class ModelServer:
         explicit = controller is not None and config.model_control == "explicit"
         logs = LogSettings(config.log_level, config.log_format)
         return Operations(
-            models=RegistryModels(self.repository) if controller is None else Listing(self.repository, controller),
+            models=RegistryModels(self.repository)
+            if controller is None
+            else RepositoryListing(self.repository, controller),
             control=controller if explicit else None,
             regions=open_regions(config),
             logs=guarded(config, logs),

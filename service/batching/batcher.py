@@ -49,13 +49,13 @@ class Batcher:
         self._policy = policy
         self._inline = policy.inline and policy.max_delay_s == 0
         self._observer = observer
-        self._queue: Queue[PendingRequest] = Queue(policy.queue())
+        self._queue: Queue[PendingRequest] = Queue(policy.queue_policy())
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)  # work for an executor, or the end
         self._wake_beside = threading.Condition(self._lock)  # the same, for executors of batches beside others
         self._room = threading.Condition(self._lock)  # room in the queue, for patient requests
         self._slots = ExecutionSlots(
-            policy.instances, policy.beside if policy.batches and policy.max_delay_s == 0 else 0
+            policy.instances, policy.beside if policy.batching_enabled and policy.max_delay_s == 0 else 0
         )
         self._last_observed = -math.inf
         self._predictor = RunTimePredictor()
@@ -107,7 +107,7 @@ class Batcher:
         if expired is not None:
             self._observer.rejected(rejection_label(expired))
             raise expired
-        if self._policy.batches and request.rows > self._policy.max_rows:
+        if self._policy.batching_enabled and request.rows > self._policy.max_rows:
             raise InvalidRequest(f"the request has {request.rows} rows; max_batch_size is {self._policy.max_rows}")
         level = self._level(request.priority)
         claimed = isinstance(request.claim, IdleClaim) and request.claim.use(self.release)
@@ -186,7 +186,7 @@ class Batcher:
     def _shape(self, request: Request) -> Hashable:
         """Return what must be equal for two requests to share a batch."""
         axis = self._policy.axis
-        return signature(request.feeds, axis) if self._policy.batches and axis is not None else ()
+        return signature(request.feeds, axis) if self._policy.batching_enabled and axis is not None else ()
 
     def _enqueue(self, request: Request, shape: Hashable, arrived: float, level: int) -> _Job:
         job: _Job = Job(

@@ -46,9 +46,9 @@ class BatchPolicy:
     inline: bool = False
 
     @property
-    def batches(self) -> bool:
+    def batching_enabled(self) -> bool:
         return self.axis is not None and self.max_rows > 0
 
-    def queue(self) -> QueuePolicy:
-        rows = self.max_rows if self.batches else 0
+    def queue_policy(self) -> QueuePolicy:
+        rows = self.max_rows if self.batching_enabled else 0
         return QueuePolicy(rows, self.max_delay_s, self.max_bytes, self.instances, self.levels)

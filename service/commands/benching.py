@@ -26,7 +26,7 @@ from service.contract import Array
 from service.models import choosing, loading
 from service.models.directory import desired_model_of, directories_in
 from service.models.generation import Generation
-from service.models.loading import Loaded
+from service.models.loading import LoadedModel
 from service.models.plan import Plan
 from service.models.policy import DEFAULT_MAX_BATCH_SIZE, Serving
 from service.request import Request
@@ -158,7 +158,7 @@ def _plan(options: Options) -> Plan:
     return Plan(options.version, directory / str(options.version), plan.serving)
 
 
-def _rows(options: Options, loaded: Loaded) -> tuple[int, ...]:
+def _rows(options: Options, loaded: LoadedModel) -> tuple[int, ...]:
     if loaded.opened.batch_axis is None:
         if options.rows or options.request_rows > 1:
             raise UsageError("this model has no batch axis; leave --rows and --request-rows out")

@@ -186,7 +186,7 @@ def _traces(config: ServerConfig) -> str:
 def _repository(config: ServerConfig) -> str:
     """Check the repository. Raises ConfigError if a server would exit, or never be ready."""
     controller = Controller(config.repository, _apply, _apply_all, config.model_control, config.load_model)
-    controller.begin()
+    controller.apply_initial()
     count = len(controller.desired_models)
     if not count and config.model_control != "explicit":
         raise ConfigError(

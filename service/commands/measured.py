@@ -16,7 +16,7 @@ from service.commands.inputs import Inputs
 from service.commands.layouts import Layout
 from service.commands.servingfile import update
 from service.commands.turns import ROUNDS, Cell
-from service.models.loading import Loaded
+from service.models.loading import LoadedModel
 from service.models.plan import Plan
 from service.models.policy import FILE_NAME
 from service.process.config import ServerConfig
@@ -68,7 +68,7 @@ class BenchResult:
 
     options: Options
     plan: Plan
-    loaded: Loaded
+    loaded: LoadedModel
     inputs: Inputs
     alone: dict[tuple[str, int], Cell] = field(default_factory=dict)  # by profile and rows
     bare: dict[tuple[Layout, int], Cell] = field(default_factory=dict)  # by layout and rows

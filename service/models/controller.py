@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias
 
 from bf16kit.errors import ConfigError, NotFound
 from service.models.directory import Directory
-from service.models.override import Override
+from service.models.override import ConfigOverride
 from service.models.plan import DesiredModel
 from service.models.retries import Retries
 from service.operations import IndexEntry
@@ -57,8 +57,8 @@ class Controller:
         """The models that are desired now, by name."""
         return dict(self._desired_models)
 
-    def begin(self) -> None:
-        """Want the models to start with.
+    def apply_initial(self) -> None:
+        """Apply the models to start with.
 
         Raises ConfigError if the repository cannot be listed, or lacks one of them.
         """
@@ -71,7 +71,7 @@ class Controller:
 
     def load(self, name: str, config: str | None = None) -> Future[None]:
         with self._lock:
-            override = None if config is None else Override(name, config)
+            override = None if config is None else ConfigOverride(name, config)
             desired = self._directory.desired_model(name, None if override is None else override.change)
             if override is not None:
                 override.check(desired)
@@ -88,7 +88,7 @@ class Controller:
             return self._apply(DesiredModel(name))
 
     def poll(self, settle: Callable[[], object]) -> None:
-        """Want what the repository holds now.
+        """Apply what the repository holds now.
 
         Models that have changed are read again after ``settle``; those that still change, such as a copy in progress,
         are left for the next poll. Models that have not changed but could not be loaded are tried again when that is

@@ -18,10 +18,10 @@ from service.drift.sampling import SampleForwarder, SampleSender
 from service.models.engine import Engine, ParallelEngine, SwitchedEngine
 from service.models.goldengate import GoldenGate, OnVerdict, ignore_verdict
 from service.models.lease import Leases
-from service.models.loading import Loaded
+from service.models.loading import LoadedModel
 from service.models.opening import OpenedArtifact, baseline
 from service.models.policy import Serving
-from service.models.standby import Standby
+from service.models.standby import ReferenceStandby
 from service.request import Claim, Observation, Precision, Reply, Request, Timings
 from service.telemetry.modelmetrics import ModelMetrics
 from service.telemetry.statistics import ModelStatistics
@@ -41,7 +41,7 @@ class Generation:
         self,
         name: str,
         version: int,
-        loaded: Loaded,
+        loaded: LoadedModel,
         serving: Serving,
         metrics: ModelMetrics,
         sender: SampleSender | None = None,
@@ -74,7 +74,7 @@ class Generation:
         self.leases = Leases()
         bf16 = Engine(loaded.runtime) if loaded.narrow is None else ParallelEngine(loaded.runtime, loaded.narrow)
         self._engine = SwitchedEngine(bf16)
-        self._standby = Standby(self.label, self._engine, fp32, self._on_switch, metrics.fallback_failed)
+        self._standby = ReferenceStandby(self.label, self._engine, fp32, self._on_switch, metrics.fallback_failed)
         self._changed = changed
         self._probe: Probe | None = None
         self._batcher = self._new_batcher(serving)
@@ -114,8 +114,8 @@ class Generation:
         """See :class:`service.contract.Model`."""
         return self._standby.active_precision
 
-    def answer_with(self, precision: Precision, reason: str) -> Future[None]:
-        """See :meth:`service.models.standby.Standby.order`."""
+    def switch_precision(self, precision: Precision, reason: str) -> Future[None]:
+        """See :meth:`service.models.standby.ReferenceStandby.order`."""
         return self._standby.order(precision, reason)
 
     def _on_switch(self, active: ActivePrecision) -> None:

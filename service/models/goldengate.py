@@ -22,7 +22,7 @@ from service.drift.gate import Outcome, ProcessRank, Timetable, breach_verdict, 
 from service.drift.shadow import lower_priority
 from service.drift.verdict import DriftVerdict
 from service.models.lease import Lease
-from service.models.loading import Loaded
+from service.models.loading import LoadedModel
 from service.telemetry.modelmetrics import ModelMetrics
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class GoldenGate:
         self,
         name: str,
         version: int,
-        loaded: Loaded,
+        loaded: LoadedModel,
         metrics: ModelMetrics,
         *,
         seconds: float,

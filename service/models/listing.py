@@ -9,7 +9,7 @@ from service.models.repository import Repository
 from service.operations import IndexEntry, RegistryModels
 
 
-class Listing(RegistryModels):
+class RepositoryListing(RegistryModels):
     """See :class:`service.operations.Models`. The index also has models in the repository that are not served."""
 
     def __init__(self, repository: Repository, controller: Controller) -> None:
@@ -20,5 +20,7 @@ class Listing(RegistryModels):
     def index(self) -> Sequence[IndexEntry]:
         served = super().index()
         known = {(line.name, line.version) for line in served}
-        leaving = [IndexEntry(slot.name, str(slot.version), "UNLOADING") for slot in self._repository.leaving()]
-        return self._controller.index([*served, *(line for line in leaving if (line.name, line.version) not in known)])
+        unloading = [IndexEntry(slot.name, str(slot.version), "UNLOADING") for slot in self._repository.unloading()]
+        return self._controller.index(
+            [*served, *(line for line in unloading if (line.name, line.version) not in known)]
+        )

@@ -43,7 +43,7 @@ _AGREED_REASON = "auto: as another worker of this server has measured"
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedModel:
     """A runtime that has passed every check before it may answer.
 
     ``info`` says how the model runs and why that was chosen, ``golden`` how the golden samples came out, ``summary``
@@ -93,7 +93,7 @@ def load(
     weights: WeightStore = OWN,
     agreement: Agreement = OWN_CHOICE,
     clock: Clock = time.perf_counter,
-) -> Loaded:
+) -> LoadedModel:
     """Load and check the artifact at ``path``. A failure leaves nothing behind.
 
     ``device`` is the server's ``--device``. ``threads`` is the number of threads of one execution if ``serving.yaml``
@@ -136,7 +136,7 @@ def load(
     info = replace(chosen.runtime.info, choice="; ".join(filter(None, [reason, *skipped])))
     batches = f"batches of up to {opened.max_batch_size} rows" if opened.max_batch_size else "no batching"
     summary = "; ".join(filter(None, [_describe(info), batches, parallelism.reason, chosen.verdict]))
-    return Loaded(
+    return LoadedModel(
         opened, chosen.runtime, info, chosen.verdict, summary, parallelism.instances, parallelism.narrow, chosen.golden
     )
 

@@ -10,7 +10,7 @@ from service.drift.owner import PrecisionOrder
 from service.models.slot import Slot
 
 
-class Orders:
+class PrecisionOrders:
     """Remembers the newest order for each version, and applies it to the generation that answers."""
 
     def __init__(self) -> None:
@@ -53,4 +53,4 @@ class Orders:
         if order is None or loaded is None:
             return None
         model, plan = loaded
-        return model.answer_with(order.precision, order.reason) if plan.digest == order.plan else None
+        return model.switch_precision(order.precision, order.reason) if plan.digest == order.plan else None

@@ -172,7 +172,7 @@ class _ModelConfig(_Part):
         return changes
 
 
-class Override:
+class ConfigOverride:
     """A client's ``config`` for model ``model``. The constructor and methods raise InvalidRequest naming the field."""
 
     def __init__(self, model: str, config: str) -> None:

@@ -24,7 +24,7 @@ from service.models.agreement import OWN_CHOICE, Agreement
 from service.models.fp32 import load_fp32
 from service.models.generation import Generation
 from service.models.goldengate import OnVerdict, ignore_verdict
-from service.models.orders import Orders
+from service.models.orders import PrecisionOrders
 from service.models.plan import DesiredModel, Plan
 from service.models.slot import Slot
 from service.models.slottable import Slots, SlotTable
@@ -61,8 +61,8 @@ class Reconciler:
         on_verdict: OnVerdict = ignore_verdict,
         rank: ProcessRank = ProcessRank(),  # noqa: B008 -- frozen
     ) -> None:
-        self.orders = Orders()
-        self.leaving: tuple[Slot, ...] = ()  # removed slots whose last requests are in flight
+        self.orders = PrecisionOrders()
+        self.unloading: tuple[Slot, ...] = ()  # removed slots whose last requests are in flight
         self._table = SlotTable(metrics, ready_when_empty=ready_when_empty)
         self._metrics = metrics
         self._changed = changed
@@ -247,7 +247,7 @@ class Reconciler:
         self._changed()
         return reason
 
-    def _publish(self, slot: Slot, plan: Plan, loaded: loading.Loaded, started: float) -> Generation | None:
+    def _publish(self, slot: Slot, plan: Plan, loaded: loading.LoadedModel, started: float) -> Generation | None:
         """Put what was loaded into the slot. Returns the generation that it replaces, if any."""
         with self._lock:
             if self._closed:
@@ -266,7 +266,7 @@ class Reconciler:
             self.orders.on_published(slot)
             return replaced
 
-    def _generation(self, slot: Slot, plan: Plan, loaded: loading.Loaded) -> Generation:
+    def _generation(self, slot: Slot, plan: Plan, loaded: loading.LoadedModel) -> Generation:
         digest = plan.digest
         return Generation(
             slot.name,
@@ -294,14 +294,14 @@ class Reconciler:
                 self.orders.forget(slot)
             self._table.remove(desired.name, removed)
             models = [slot.withdraw("unloaded") for slot in removed]
-            self.leaving = tuple(removed)
+            self.unloading = tuple(removed)
         self._changed()
         for slot, model in zip(removed, models, strict=True):
             if model is not None:
                 model.close(time.monotonic() + self._unload_seconds)
             self._metrics.remove(slot.series)
             _log.info("%s is unloaded", slot.label)
-        self.leaving = ()
+        self.unloading = ()
         del slots, removed, models, slot, model
         garbage.collect_and_freeze()
 

@@ -91,7 +91,7 @@ class Repository:
         return {} if self._stopping else self._reconciler.apply_all(desired_models)
 
     def order(self, order: PrecisionOrder) -> Future[None]:
-        """See :meth:`service.models.orders.Orders.apply`."""
+        """See :meth:`service.models.orders.PrecisionOrders.apply`."""
         return self._reconciler.orders.apply(order, self._slots.get(order.model, {}).get(order.version))
 
     def transition(self, model: str, version: int, to: Precision) -> None:
@@ -172,9 +172,9 @@ class Repository:
     def models(self) -> list[Slot]:
         return [slot for versions in self._slots.values() for slot in versions.values()]
 
-    def leaving(self) -> Sequence[Slot]:
+    def unloading(self) -> Sequence[Slot]:
         """The removed slots whose last requests are still in flight."""
-        return self._reconciler.leaving
+        return self._reconciler.unloading
 
     def versions(self, name: str) -> list[int]:
         return [version for version, slot in self._slots.get(name, {}).items() if slot.state == "ready"]

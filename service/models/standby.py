@@ -20,7 +20,7 @@ from service.request import Precision
 _log = logging.getLogger(__name__)
 
 
-class Standby:
+class ReferenceStandby:
     """Switches the precision that answers to the one that :meth:`order` names. ``load`` returns the warm reference.
 
     ``changed`` is called, on any thread, after every change of :attr:`active_precision`; ``failed`` when the reference

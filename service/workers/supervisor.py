@@ -119,7 +119,7 @@ class Supervisor:
             config.load_model,
             Retries(lambda: self.fleet.view.slots.values()),
         )
-        self.controller.begin()
+        self.controller.apply_initial()
         self._poll = RepositoryPoller(self.controller, config.poll_seconds) if config.model_control == "poll" else None
         self._answering = ThreadPoolExecutor(_ANSWERING, "answering")
 

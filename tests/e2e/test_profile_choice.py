@@ -23,7 +23,7 @@ from bf16kit.runtime import loading as runtimes
 from converter.cli import run
 from service.models import loading
 from service.models.agreement import Agreement
-from service.models.loading import Loaded
+from service.models.loading import LoadedModel
 from service.models.policy import Serving
 
 pytestmark = pytest.mark.skipif(not kernel.LIBRARY.exists(), reason="the kernel was not built: no C++17 compiler")
@@ -99,7 +99,7 @@ class Settled:
 
 def loaded(
     path: Path, clock: Callable[[], float] | None = None, agreement: Agreement | None = None, **serving: object
-) -> Loaded:
+) -> LoadedModel:
     more: dict[str, Any] = {} if clock is None else {"clock": clock}
     if agreement is not None:
         more["agreement"] = agreement

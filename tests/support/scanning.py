@@ -17,14 +17,14 @@ PAUSE_S = 0.1
 class Scanning(Controller):
     """Reads its repository again every :data:`PAUSE_S`, as if it were starting."""
 
-    def begin(self) -> None:
-        super().begin()
+    def apply_initial(self) -> None:
+        super().apply_initial()
         threading.Thread(target=self._scan_repeatedly, name="scanning", daemon=True).start()
 
     def _scan_repeatedly(self) -> None:
         while True:
             with contextlib.suppress(ConfigError):
-                super().begin()
+                super().apply_initial()
             time.sleep(PAUSE_S)
 
 

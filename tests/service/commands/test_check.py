@@ -216,7 +216,7 @@ def test_all_models_are_checked_in_one_run_and_each_is_freed_before_the_next_is_
     in_memory: list[int] = []  # sessions of earlier models when each load begins
     load = loading.load
 
-    def recorded(*arguments: Any, **options: Any) -> loading.Loaded:
+    def recorded(*arguments: Any, **options: Any) -> loading.LoadedModel:
         in_memory.append(sum(session() is not None for session in sessions))
         loaded = load(*arguments, **options)
         sessions.append(weakref.ref(loaded.runtime._session))  # type: ignore[attr-defined]  # ONNX Runtime's session

@@ -97,22 +97,22 @@ def test_a_server_starts_with_all_models_or_with_those_named(control: Control, t
         ("explicit", ("c", "a"), ["a", "c"]),
         ("explicit", ("*",), ["a", "b", "c"]),
     ):
-        control(mode, *named).begin()
+        control(mode, *named).apply_initial()
         assert sorted(told.wanted) == wanted
 
 
 def test_a_missing_model_in_load_model_is_a_configuration_error(control: Control, put: Put) -> None:
     put("a")
     with pytest.raises(ConfigError, match="load_model: the repository has no model 'b'; its models are a"):
-        control("explicit", "a", "b").begin()
+        control("explicit", "a", "b").apply_initial()
 
 
 def test_an_empty_repository_is_logged_except_in_explicit_mode(
     control: Control, caplog: pytest.LogCaptureFixture
 ) -> None:
-    control("explicit").begin()
+    control("explicit").apply_initial()
     assert caplog.messages == []
-    control("poll").begin()
+    control("poll").apply_initial()
     assert "is empty: serving, but not ready" in caplog.messages[-1]
     assert "restart" not in caplog.messages[-1]
 
@@ -132,7 +132,7 @@ def test_an_artifact_at_the_wrong_depth_is_logged_with_its_correct_place(
 ) -> None:
     """New users mount a model or a version instead of the repository, or a model without version directories."""
     shutil.copytree(artifact, tmp_path / "1")
-    control("none").begin()
+    control("none").apply_initial()
     assert caplog.messages == [
         f"{tmp_path / '1'} is skipped: it is a version, and {tmp_path} is a model: give the directory"
         " above that as the repository",
@@ -141,12 +141,12 @@ def test_an_artifact_at_the_wrong_depth_is_logged_with_its_correct_place(
     ]
     (tmp_path / "1").rename(tmp_path / "mlp")
     caplog.clear()
-    control("none").begin()
+    control("none").apply_initial()
     assert caplog.messages[0].endswith(
         f"it is an artifact; put it into a version's directory, {tmp_path / 'mlp' / '1'}"
     )
     shutil.copytree(tmp_path / "mlp", tmp_path, dirs_exist_ok=True)
-    control("none").begin()
+    control("none").apply_initial()
     assert f"repository {tmp_path} is an artifact itself, with its manifest.json: serving" in caplog.messages[-1]
 
 
@@ -158,7 +158,7 @@ def test_a_poll_updates_the_wishes_only_if_models_are_added_changed_or_removed(
 ) -> None:
     put("a")
     poll = control("poll")
-    poll.begin()
+    poll.apply_initial()
     for _ in range(2):
         poll.poll(still)
     assert told.times == 1
@@ -185,7 +185,7 @@ def test_a_copy_in_progress_is_ignored_until_it_has_a_manifest_and_stops_changin
 ) -> None:
     put("m")
     poll = control("poll")
-    poll.begin()
+    poll.apply_initial()
     target = put("m", 2)
     manifest, weights = (target / "manifest.json").read_bytes(), (target / "weights.bf16").read_bytes()
     (target / "manifest.json").unlink()
@@ -218,7 +218,7 @@ def test_the_wish_for_a_version_does_not_change_while_its_files_are_replaced(
 ) -> None:
     target = put("m")
     poll = control("poll")
-    poll.begin()
+    poll.apply_initial()
     before = told.wanted["m"]
     for file in ("manifest.json", "weights.bf16", "cpu.onnx"):
         (target / file).unlink()
@@ -242,7 +242,7 @@ def test_wishes_stay_if_a_directory_cannot_be_listed_and_the_error_is_logged_onc
 ) -> None:
     put("m")
     poll = control("poll")
-    poll.begin()
+    poll.apply_initial()
     before, lists = told.wanted, Path.iterdir
 
     def fails(path: Path) -> Iterable[Path]:
@@ -268,7 +268,7 @@ def test_a_skipped_directory_is_logged_once(
     (tmp_path / "spaced name" / "1").mkdir(parents=True)
     (tmp_path / "coming" / "1").mkdir(parents=True)
     poll = control("poll")
-    poll.begin()
+    poll.apply_initial()
     for _ in range(3):
         poll.poll(still)
     assert [line.partition(" is skipped: ")[0].rpartition("/")[2] for line in caplog.messages] == [
@@ -283,7 +283,7 @@ def test_a_skipped_directory_is_logged_once(
 def test_a_configuration_applies_to_one_load_only(control: Control, told: Told, put: Put) -> None:
     put("m", serving="max_batch_size: 16\nmax_queue_size: 7")
     explicit = control("explicit")
-    explicit.begin()
+    explicit.apply_initial()
     explicit.load("m", json.dumps({"max_batch_size": 4}))
     (plan,) = told.wanted["m"].plans
     assert (plan.serving.max_batch_size, plan.serving.max_queue_size) == (4, 7)
@@ -297,7 +297,7 @@ def test_a_manifest_that_is_a_pipe_does_not_block_a_load_with_inputs(control: Co
     (target / "manifest.json").unlink()
     os.mkfifo(target / "manifest.json")
     explicit = control("explicit")
-    explicit.begin()
+    explicit.apply_initial()
     explicit.load("m", '{"input": [{"name": "x"}]}')
     assert told.wanted["m"].versions == {1}
 
@@ -305,7 +305,7 @@ def test_a_manifest_that_is_a_pipe_does_not_block_a_load_with_inputs(control: Co
 def test_an_invalid_load_is_rejected_and_changes_nothing(control: Control, told: Told, put: Put) -> None:
     put("m")
     explicit = control("explicit")
-    explicit.begin()
+    explicit.apply_initial()
     explicit.load("m")
     desired_models = explicit.desired_models
     for name, config, error in (
@@ -329,7 +329,7 @@ def test_the_index_lists_served_unloaded_and_never_loaded_models(tmp_path: Path,
         put(name, version)
     (tmp_path / "b" / "serving.yaml").write_text("version_policy: all")
     explicit = control("explicit")
-    explicit.begin()
+    explicit.apply_initial()
     never = [IndexEntry("a"), IndexEntry("b"), IndexEntry("c")]
     assert explicit.index([]) == never
     explicit.load("b")

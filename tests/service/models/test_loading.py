@@ -18,7 +18,7 @@ from bf16kit.manifest import DriftEntry
 from bf16kit.runtime.loading import load
 from bf16kit.tensors import TensorSpec
 from service.models import loading
-from service.models.loading import Loaded, check_golden, golden_of, warm_up
+from service.models.loading import LoadedModel, check_golden, golden_of, warm_up
 from service.models.opening import OpenedArtifact, baseline, open_artifact
 from service.models.policy import Serving
 
@@ -210,7 +210,7 @@ def test_weights_are_mapped_where_serving_yaml_says_so(tmp_path: Path) -> None:
     np.testing.assert_array_equal(kept.runtime.run({"x": x})["y"], shared.runtime.run({"x": x})["y"])
 
 
-def whole_gate(path: Path, **serving: object) -> Loaded:
+def whole_gate(path: Path, **serving: object) -> LoadedModel:
     return loading.load(path, Serving.model_validate(serving), device="cpu", threads=1)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from bf16kit.errors import InvalidRequest
-from service.models.override import Override
+from service.models.override import ConfigOverride
 from service.models.policy import Serving
 
 YAML: dict[str, Any] = {
@@ -51,18 +51,18 @@ YAML: dict[str, Any] = {
     ],
 )
 def test_only_the_named_fields_change(config: dict[str, Any], changes: dict[str, Any]) -> None:
-    changed = Override("m", json.dumps(config)).change(Serving.model_validate(YAML))
+    changed = ConfigOverride("m", json.dumps(config)).change(Serving.model_validate(YAML))
     assert changed == Serving.model_validate({**YAML, **changes})
 
 
 def test_removing_a_priority_level_that_serving_yaml_configures_is_rejected() -> None:
     with pytest.raises(InvalidRequest, match="priority level 3 is asked for, but priority_levels is 2"):
-        Override("m", '{"dynamic_batching": {"priority_levels": 2}}').change(Serving.model_validate(YAML))
+        ConfigOverride("m", '{"dynamic_batching": {"priority_levels": 2}}').change(Serving.model_validate(YAML))
 
 
 def test_true_is_not_a_number() -> None:
     with pytest.raises(InvalidRequest, match="'max_batch_size' is 'True': expected a number"):
-        Override("m", '{"max_batch_size": true}')
+        ConfigOverride("m", '{"max_batch_size": true}')
 
 
 @pytest.mark.parametrize(
@@ -70,4 +70,4 @@ def test_true_is_not_a_number() -> None:
 )
 def test_a_field_without_a_counterpart_is_rejected_by_name(field: str) -> None:
     with pytest.raises(InvalidRequest, match=f"'{field}' is not supported; the fields are version_policy"):
-        Override("m", json.dumps({field: {"enable": True}}))
+        ConfigOverride("m", json.dumps({field: {"enable": True}}))

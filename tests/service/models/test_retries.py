@@ -113,7 +113,7 @@ class Room:
         self.there = False
         self._load = loading.load
 
-    def load(self, *given: Any, **more: Any) -> loading.Loaded:
+    def load(self, *given: Any, **more: Any) -> loading.LoadedModel:
         if not self.there:
             raise RuntimeFailure("no room for weights")
         return self._load(*given, **more)
@@ -143,7 +143,7 @@ def test_a_polled_model_serves_once_the_cause_of_its_failed_load_has_passed(
     control = Controller(
         tmp_path, repository.apply, repository.apply_all, "poll", retries=Retries(repository.models, lambda: now)
     )
-    control.begin()
+    control.apply_initial()
     until(lambda: repository.find("m", "").state == "unavailable")
     room.there = True
     control.poll(lambda: None)

@@ -13,7 +13,7 @@ from bf16kit.errors import ArtifactError, Unavailable
 from bf16kit.runtime import Runtime
 from service.contract import ActivePrecision
 from service.models.engine import Engine, SwitchedEngine
-from service.models.standby import Standby
+from service.models.standby import ReferenceStandby
 
 
 class Loading:
@@ -41,7 +41,7 @@ class Rig:
         self.engine = SwitchedEngine(Engine(Held("bf16")))
         self.told: list[ActivePrecision] = []
         self.failures = 0
-        self.standby = Standby("the model", self.engine, self.load, self.told.append, self._failed)
+        self.standby = ReferenceStandby("the model", self.engine, self.load, self.told.append, self._failed)
 
     def _failed(self) -> None:
         self.failures += 1
