@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -73,20 +72,15 @@ def test_each_samples_outcome_is_counted_by_its_own_observer(sender: PlanSampleS
     assert [each.told for each in observers] == [[("measured", 2)], [("dropped", 2)], [("failed", 2)]]
 
 
-def test_samples_taken_at_about_the_same_time_are_sent_together(
-    sender: PlanSampleSender, leader: Leader, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("service.shadow.handing.GATHER_S", 0.5)
-    given = 0
-    while not leader.asked:
+def test_samples_taken_at_about_the_same_time_are_sent_together(leader: Leader) -> None:
+    sender = PlanSampleSender("m", PLAN, leader.ask, gather_s=2.0)
+    for _ in range(10):
         sender.send(SAMPLE, Observer())
-        given += 1
-        time.sleep(0.005)
+    until(lambda: leader.asked)
     body, samples = leader.asked[0]
-    assert given - 1 <= len(samples) <= given
-    assert len(samples) > 5
-    assert [sample.nbytes for sample in samples] == [64] * len(samples)
-    assert (body["model"], body["version"], body["nbytes"]) == ("m", 1, len(samples) * 64)
+    assert [sample.nbytes for sample in samples] == [64] * 10
+    assert (body["model"], body["version"], body["nbytes"]) == ("m", 1, 640)
+    sender.finish()
 
 
 def test_samples_lost_with_their_process_are_counted_as_failed(sender: PlanSampleSender, leader: Leader) -> None:
