@@ -79,7 +79,7 @@ def open_tracing(
     return settings, Tracing(settings, OtlpExporter(config.trace_endpoint), count_traces)
 
 
-def guarded(config: ServerConfig, settings: Settings) -> Settings:
+def read_only_unless_enabled(config: ServerConfig, settings: Settings) -> Settings:
     """Return ``settings``, read-only unless the configuration lets clients change them."""
     return settings if config.change_settings else ReadOnly(settings, "start with change_settings: true")
 

@@ -124,10 +124,10 @@ class Timings:
     batch_started: float = 0.0
     rows: int = 0
 
-    def queued(self, arrived: float, taken: float) -> Timings:
-        """Return the timings of a request of this batch that waited from ``arrived`` until it was ``taken``."""
+    def queued(self, arrived: float, dequeued: float) -> Timings:
+        """Return the timings of a request of this batch that waited from ``arrived`` until it was ``dequeued``."""
         phases = self.compute_input, self.compute_infer, self.compute_output
-        return Timings(taken - arrived, *phases, arrived, self.batch_started, self.rows)
+        return Timings(dequeued - arrived, *phases, arrived, self.batch_started, self.rows)
 
     @property
     def compute(self) -> float:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from service.drift.owner import FallbackOwner
-from service.grpcport import RequestSource, drain, extensions, guarded, open_tracing
+from service.grpcport import RequestSource, drain, extensions, open_tracing, read_only_unless_enabled
 from service.httpport import open_http
 from service.models.controller import Controller
 from service.models.deciding import SingleProcess
@@ -153,7 +153,7 @@ class ModelServer:
             else RepositoryListing(self.repository, controller),
             control=controller if explicit else None,
             regions=open_regions(config),
-            logs=guarded(config, logs),
-            traces=guarded(config, self._traces),
+            logs=read_only_unless_enabled(config, logs),
+            traces=read_only_unless_enabled(config, self._traces),
             extensions=extensions(config, explicit=explicit),
         )

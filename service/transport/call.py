@@ -82,7 +82,7 @@ class Call:
         self._place: Place | None = None
         self._call_bytes: CallBytes | None = None
         self._rejection: RequestError | None = None
-        self._aborted = self._over = False
+        self._aborted = self._has_ended = False
 
     @property
     def deadline(self) -> float | None:
@@ -104,7 +104,7 @@ class Call:
         found: Metadata = self.context.invocation_metadata()
         return found
 
-    def metadatum(self, key: str) -> str | bytes | None:
+    def metadata_value(self, key: str) -> str | bytes | None:
         return next((value for name, value in self.metadata or () if name == key), None)
 
     def abort(self, status: Status) -> None:
@@ -162,14 +162,14 @@ class Call:
 
     def _check_client_waits(self) -> None:
         """Raises Cancelled or DeadlineExceeded if the client does not wait for the response any more."""
-        if self._over:
+        if self._has_ended:
             raise Cancelled("the client left before its request was read")
         if self.context.time_remaining() <= 0:
             raise DeadlineExceeded("the deadline passed before the request was read")
 
     def _on_end(self) -> None:
         """Release everything: gRPC has nothing left to do for the call."""
-        self._over = True
+        self._has_ended = True
         self.cancellation.cancel()
         self._lane.receive_timeouts.clear(self)
         self._lane.send_timeouts.clear(self)
@@ -179,10 +179,10 @@ class Call:
     def _start_timeout(self, timeouts: CallTimeouts, on_timeout: Callable[[], None]) -> None:
         """Start this client's timeout; clear it at once if the call is over: :meth:`_on_end` has run already."""
         timeouts.start(self, on_timeout)
-        if self._over:
+        if self._has_ended:
             timeouts.clear(self)
 
-    def _expire(self) -> None:
+    def _end_slow_call(self) -> None:
         """End the call: the client has kept the server waiting for too long."""
         self._lane.count_refusal("too_slow")
         (self._arrival or self.context).cancel()
@@ -209,7 +209,7 @@ class OneRequest(Call):
             return super().start(arrival, submit, run)
         self._arrival = arrival
         arrival.on_end(self._on_end)
-        self._start_timeout(self._lane.receive_timeouts, self._expire)
+        self._start_timeout(self._lane.receive_timeouts, self._end_slow_call)
         return arrival.read(self.received, lambda: self._run(arrival, submit, run))
 
     def _run(self, arrival: Arrival, submit: Callable[[], object], run: Callable[[], object]) -> None:
@@ -232,7 +232,7 @@ class OneRequest(Call):
 
     def _receive(self, messages: Iterator[bytes], place: Place) -> Message:
         if self._arrival is None:
-            self._start_timeout(self._lane.receive_timeouts, self._expire)
+            self._start_timeout(self._lane.receive_timeouts, self._end_slow_call)
             self._data = next(messages, None)
         data, self._data = self._data, None
         if data is None:
@@ -255,14 +255,15 @@ class UnaryCall(OneRequest):
             response = self._lane.status(error)
         if isinstance(response, Status):
             self.abort(response)
-        self._start_timeout(self._lane.send_timeouts, self._expire)  # until the call has ended: the client may not read
+        # Until the call has ended: the client may not read.
+        self._start_timeout(self._lane.send_timeouts, self._end_slow_call)
         return response
 
 
 class WatchCall(OneRequest):
-    """A behavior for gRPC: one request, and responses that other threads send when there is news."""
+    """A behavior for gRPC: one request, and responses that other threads send at each change."""
 
-    experimental_non_blocking = True  # gRPC's name: the thread is free once the answer returns
+    experimental_non_blocking = True  # gRPC's name: the thread is free once the handler returns
 
     def __call__(self, messages: Iterator[bytes], context: grpc.ServicerContext, send: Callable[[Any], None]) -> None:
         try:
@@ -277,7 +278,7 @@ class WatchCall(OneRequest):
         """Return ``send`` with a timeout, because it blocks while the client does not read."""
 
         def send_in_time(response: Any) -> None:
-            self._start_timeout(self._lane.send_timeouts, self._expire)
+            self._start_timeout(self._lane.send_timeouts, self._end_slow_call)
             send(response)
             self._lane.send_timeouts.clear(self)
 

@@ -52,5 +52,5 @@ class Changes:
 def _wait_seconds(deadline: float | None) -> float | None:
     if deadline is None:
         return None
-    left = deadline - time.monotonic()
-    return max(0.0, left - min(_RESPONSE_S, _RESPONSE_PART * left))
+    remaining = deadline - time.monotonic()
+    return max(0.0, remaining - min(_RESPONSE_S, _RESPONSE_PART * remaining))

@@ -65,7 +65,7 @@ class DirectCall:
     def streams(self) -> bool:
         return self._rpc.kind == "stream"
 
-    def metadatum(self, key: str) -> str | bytes | None:
+    def metadata_value(self, key: str) -> str | bytes | None:
         return next((value for name, value in self.metadata or () if name == key), None)
 
     def reserve_more(self, nbytes: int) -> None:
@@ -203,7 +203,7 @@ class _DirectLane:
             return error.status
         if reason := refusal_reason(error):
             self._count_refusal(reason)
-        return self._services.statuses.of(error)
+        return self._services.statuses.for_error(error)
 
 
 class DirectTransport:
@@ -262,6 +262,6 @@ class DirectTransport:
         """Reject new calls and let those in flight finish. Return False if some did not within ``grace`` seconds."""
         until = time.monotonic() + grace
         self._services.drain(until)
-        answered = self._services.wait_empty(until)
+        completed = self._services.wait_empty(until)
         self._services.close()
-        return answered
+        return completed

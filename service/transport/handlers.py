@@ -74,7 +74,7 @@ class HandlerInterceptor(grpc.ServerInterceptor):
     def register(self, server: grpc.Server) -> None:
         for path in self._open:
             service, method = path.lstrip("/").split("/")
-            server.add_registered_method_handlers(service, {method: grpc.unary_unary_rpc_method_handler(_never)})
+            server.add_registered_method_handlers(service, {method: grpc.unary_unary_rpc_method_handler(_unreachable)})
 
     def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Any], handler_call_details: grpc.HandlerCallDetails
@@ -83,7 +83,7 @@ class HandlerInterceptor(grpc.ServerInterceptor):
         return None if opened is None else opened(handler_call_details.invocation_metadata)
 
 
-def _never(message: bytes, context: grpc.ServicerContext) -> None:
+def _unreachable(message: bytes, context: grpc.ServicerContext) -> None:
     context.abort(grpc.StatusCode.INTERNAL, "the call came by no lane")
 
 
@@ -136,12 +136,14 @@ class RpcTable(Generic[H]):
         lane = lanes.changes if name in CHANGES else lanes.control
         return self._opener(lane, method, getattr(control, name), scope, reads_request=name not in _EMPTY)
 
-    def _opener(self, lane: LaneProtocol[H], method: Any, handler: Any, scope: Scope | None, **more: Any) -> Opener[H]:
+    def _opener(
+        self, lane: LaneProtocol[H], method: Any, handler: Any, scope: Scope | None, **rpc_options: Any
+    ) -> Opener[H]:
         without_tensors = scope != "infer"
         inflate = self._inflate_small if without_tensors else self._inflate_tensors
         parse = parser(method.input_type, _MAX_BYTES_WITHOUT_TENSORS if without_tensors else None)
         serialize = GetMessageClass(method.output_type).SerializeToString
-        rpc, required = Rpc(inflate, parse, serialize, handler, **more), self._required_scope(scope)
+        rpc, required = Rpc(inflate, parse, serialize, handler, **rpc_options), self._required_scope(scope)
         return lambda metadata: lane.open(rpc, required, metadata)
 
     def _required_scope(self, scope: Scope | None) -> RequiredScope:

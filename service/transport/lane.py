@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # generic for type checkers only
 
 
-class _Refusal:
+class _Rejection:
     """A behavior that rejects a call with one status, whatever the arity of the RPC."""
 
     def __init__(self, status: Status) -> None:
@@ -42,23 +42,23 @@ class _Refusal:
         context.abort(self._status.code, self._status.details)
 
 
-def refusal(status: Status) -> Handler:
+def rejection_handler(status: Status) -> Handler:
     """Return a handler that answers ``status`` and reads nothing."""
-    return grpc.stream_unary_rpc_method_handler(_Refusal(status))
+    return grpc.stream_unary_rpc_method_handler(_Rejection(status))
 
 
-class _Inline(ThreadPoolExecutor):
+class _InlineExecutor(ThreadPoolExecutor):
     """An executor that runs its task at once: for rejections, which do not block and are not worth a thread."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         fn(*args, **kwargs)
-        return _done()
+        return _finished_future()
 
 
-_INLINE = _Inline(1)
+_INLINE = _InlineExecutor(1)
 
 
-class _Admitting(ThreadPoolExecutor):
+class _AdmittingExecutor(ThreadPoolExecutor):
     """A lane's threads, for calls that are admitted and have work to do."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
@@ -73,7 +73,7 @@ class _Admitting(ThreadPoolExecutor):
                 return submit(fn, *args, **kwargs)
             except RuntimeError as error:
                 _log.warning("no thread can be started for a call, which is not answered: %s", error)
-                return _done()
+                return _finished_future()
         call, arrival = found
         try:
             if not call.admit(arrival.client):
@@ -82,10 +82,10 @@ class _Admitting(ThreadPoolExecutor):
         except Exception:  # noqa: BLE001 -- see above
             _log.exception("a call cannot be started; cancelling it")
             call.give_up(arrival)
-        return _done()
+        return _finished_future()
 
 
-def _done() -> Future[Any]:
+def _finished_future() -> Future[Any]:
     """Return a finished future. gRPC only uses it to count calls in flight, and only if their number is bounded."""
     done: Future[Any] = Future()
     done.set_result(None)
@@ -109,7 +109,7 @@ class Lane:
         count_refusal: Callable[[str], None],
     ) -> None:
         self.admission = admission
-        self.threads: ThreadPoolExecutor = _Admitting(threads, name)
+        self.threads: ThreadPoolExecutor = _AdmittingExecutor(threads, name)
         self.receive_timeouts = receive_timeouts
         self.send_timeouts = send_timeouts
         self.count_refusal = count_refusal
@@ -120,7 +120,7 @@ class Lane:
         try:
             required.check(metadata)
         except RequestError as error:
-            return refusal(self.status(error))
+            return rejection_handler(self.status(error))
         # All as streams of requests, of which one is read: otherwise gRPC would read the request before admission.
         if rpc.kind == "stream":
             return grpc.stream_stream_rpc_method_handler(StreamCall(rpc, self), None, rpc.serialize)
@@ -139,14 +139,14 @@ class Lane:
             required.check(metadata)
         except RequestError as forbidden:
             error = forbidden
-        return refusal(self.status(error))
+        return rejection_handler(self.status(error))
 
     def status(self, error: Exception) -> Status:
         """Return the status for an error that ended a call before it reached a model, and count its reason."""
         reason = refusal_reason(error)
         if reason:
             self.count_refusal(reason)
-        return self._statuses.of(error)
+        return self._statuses.for_error(error)
 
 
 def refusal_reason(error: Exception) -> str:

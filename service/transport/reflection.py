@@ -25,10 +25,10 @@ def reflection_handler(services: Sequence[str]) -> Callable[[Iterator[StreamRequ
     """Return the function that answers a stream of reflection requests about ``services`` and the files they need."""
     servicer = reflection.ReflectionServicer(services, pool=public_pool())
 
-    def answer(requests: Iterator[StreamRequest], call: Any) -> Iterator[Any]:
+    def handle(requests: Iterator[StreamRequest], call: Any) -> Iterator[Any]:
         yield from servicer.ServerReflectionInfo((request.message for request in requests), call)
 
-    return answer
+    return handle
 
 
 def public_pool() -> DescriptorPool:

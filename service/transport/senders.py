@@ -57,8 +57,8 @@ class Senders:
         self._threads.shutdown(wait=wait)
 
     def _work(self) -> None:
-        while (taken := self._next()) is not None:
-            client, sent, send = taken
+        while (queued_send := self._next()) is not None:
+            client, sent, send = queued_send
             send()
             sent.set_result(None)
             with self._lock:

@@ -25,7 +25,7 @@ _SLOW_CONTROL_CALLS = 8  # control calls that may be slow to send their few byte
 # Time for slow clients once half of the server's places are taken. Not shorter: the delay may be the server's own, with
 # thousands of earlier calls on gRPC's one thread.
 _SECONDS_UNDER_PRESSURE = 3.0
-_SLOW_WATCHER_SECONDS = 1.0  # for a watcher to read a few bytes while others' news wait
+_SLOW_WATCHER_SECONDS = 1.0  # for a watcher to read a few bytes while others wait
 # A thread that repeatedly sleeps for a moment and wakes in time shows that its process has no backlog.
 _NAP_SECONDS, _PUNCTUAL_SECONDS, _PUNCTUAL_NAPS = 0.002, 0.005, 40
 _MAX_DELIVERY_SECONDS = 2.0  # at most
@@ -99,12 +99,12 @@ class Transport:
             wait_for_delivery(until)
         # gRPC cancels only after the check below.
         self._server.stop(max(0.0, until - time.monotonic()) + FINAL_WAIT_SECONDS)
-        answered = self._services.wait_empty(until)
+        completed = self._services.wait_empty(until)
         self._server.stop(0)
         self._watchdog.stop()
         self._services.wait_empty(time.monotonic() + FINAL_WAIT_SECONDS)
         self._services.close()
-        return answered
+        return completed
 
     def _lanes(self) -> Lanes[Handler]:
         options, services = self._options, self._services
@@ -153,7 +153,7 @@ class Transport:
         self._timeouts += [receive_timeouts, send_timeouts]
         count = threads or services.threads_for(admission)
         lane = Lane(name, admission, count, receive_timeouts, send_timeouts, services.statuses, self._count_refusal)
-        services.keep(lane.threads)
+        services.close_with_services(lane.threads)
         return lane
 
 

@@ -119,7 +119,7 @@ class InferenceServicer:
             admitted_requests, respond, self._stream_readers, self._stream_workers, self._stream_window
         )
         call.cancellation.subscribe(end)
-        ends_on_error = call.metadatum("triton_grpc_error") == "true"
+        ends_on_error = call.metadata_value("triton_grpc_error") == "true"
         self._open.add(end)
         try:
             if self._draining:
@@ -187,7 +187,9 @@ class InferenceServicer:
             # gRPC reports a deadline that passed in the same way as a client that left
             return Status(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline passed before the request ran")
         name, version = _name_and_version(message, model)
-        return self._statuses.of(error, {"model": name, "version": version or None, "request_id": message.id or None})
+        return self._statuses.for_error(
+            error, {"model": name, "version": version or None, "request_id": message.id or None}
+        )
 
     def _client_code(self, call: CallContext, client_deadline: float | None) -> grpc.StatusCode:
         """Return the code that the client sees: it may have stopped waiting while the request ran."""
@@ -226,7 +228,7 @@ class InferenceServicer:
         served: Model | Slot | None = model or self._find(message)
         name, version = _name_and_version(message, served)
         timings, rows = (None, 0) if request is None else (request.timings, request.rows)
-        trace = None if self._tracer is None else self._tracer.sample(name, call.metadatum)
+        trace = None if self._tracer is None else self._tracer.sample(name, call.metadata_value)
         observation = Observation(
             name, version, message.id, code.name, seconds, timings, rows, trace.id if trace else ""
         )

@@ -81,9 +81,9 @@ class Services:
 
     def pool(self, name: str, threads: int) -> ThreadPoolExecutor:
         """Create a thread pool that ends with these services."""
-        return self.keep(ThreadPoolExecutor(threads, name))
+        return self.close_with_services(ThreadPoolExecutor(threads, name))
 
-    def keep(self, pool: ThreadPoolExecutor) -> ThreadPoolExecutor:
+    def close_with_services(self, pool: ThreadPoolExecutor) -> ThreadPoolExecutor:
         """Return ``pool``, and end it with these services."""
         self._pools.append(pool)
         return pool

@@ -58,20 +58,20 @@ class StatusTable:
     def __init__(self, overload: StatusCode = StatusCode.RESOURCE_EXHAUSTED) -> None:
         self._codes = {**CODES, Overloaded: overload}
 
-    def of(self, error: Exception, about: Mapping[str, object] | None = None) -> Status:
+    def for_error(self, error: Exception, request_fields: Mapping[str, object] | None = None) -> Status:
         """Return the status for ``error``.
 
-        An error that is not a RequestError is logged here with a new incident id. ``about`` adds facts on its request,
-        with the keys of :data:`service.process.logs.FIELDS`.
+        An error that is not a RequestError is logged here with a new incident id. ``request_fields`` adds facts on its
+        request, with the keys of :data:`service.process.logs.FIELDS`.
         """
         if isinstance(error, RequestError):
             for kind in type(error).__mro__:
                 if kind in self._codes:
                     return Status(self._codes[kind], _shortened(str(error)))
-        return _incident(error, about or {})
+        return _incident(error, request_fields or {})
 
 
-def _incident(error: Exception, about: Mapping[str, object]) -> Status:
+def _incident(error: Exception, request_fields: Mapping[str, object]) -> Status:
     """Return the status for a failure that the client did not cause.
 
     The client gets an incident id; the log gets the id and the error's text.
@@ -80,7 +80,7 @@ def _incident(error: Exception, about: Mapping[str, object]) -> Status:
     kind = "failure" if isinstance(error, Bf16kitError) else "bug"
     _log.error(
         "incident %s: %s while answering a request: %s", incident, kind, error,
-        exc_info=error, extra={**about, "code": StatusCode.INTERNAL.name, "incident": incident},
+        exc_info=error, extra={**request_fields, "code": StatusCode.INTERNAL.name, "incident": incident},
     )  # fmt: skip
     return Status(StatusCode.INTERNAL, f"internal error, incident {incident}; the server's log has the details")
 

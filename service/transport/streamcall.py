@@ -32,8 +32,8 @@ class StreamCall(Call):
 
     def __init__(self, rpc: Rpc, lane: Lane) -> None:
         super().__init__(rpc, lane)
-        self._unanswered: deque[CallBytes] = deque()  # in the order of the requests and responses
-        self._fewer = threading.Condition()
+        self._pending_bytes: deque[CallBytes] = deque()  # in the order of the requests and responses
+        self._bytes_released = threading.Condition()
 
     def __call__(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[Any]:
         try:
@@ -41,10 +41,10 @@ class StreamCall(Call):
             for response in self._rpc.handler(self._receive(messages, place), self):
                 if isinstance(response, Status):
                     self.abort(response)
-                self._start_timeout(self._lane.send_timeouts, self._expire)
+                self._start_timeout(self._lane.send_timeouts, self._end_slow_call)
                 yield response
                 self._lane.send_timeouts.clear(self)
-                self._answered()
+                self._release_oldest()
         except grpc.RpcError:
             raise
         except Exception as error:
@@ -55,34 +55,34 @@ class StreamCall(Call):
     def _receive(self, messages: Iterator[bytes], place: Place) -> Iterator[StreamRequest]:
         while True:
             self._wait_for_room(place)
-            self._start_timeout(self._lane.receive_timeouts, self._idle)
+            self._start_timeout(self._lane.receive_timeouts, self._on_idle)
             data = next(messages, None)
             self._lane.receive_timeouts.clear(self)
             if data is None:
                 return
             call_bytes = CallBytes(place)
-            self._unanswered.append(call_bytes)
+            self._pending_bytes.append(call_bytes)
             yield StreamRequest(self._parse(data, call_bytes), call_bytes.reserve_more)
 
     def _wait_for_room(self, place: Place) -> None:
         """Wait while the pending requests and their responses are too large. A single one may be."""
-        with self._fewer:
-            self._fewer.wait_for(lambda: self._over or place.nbytes < _READ_AHEAD_BYTES)
+        with self._bytes_released:
+            self._bytes_released.wait_for(lambda: self._has_ended or place.nbytes < _READ_AHEAD_BYTES)
 
-    def _answered(self) -> None:
+    def _release_oldest(self) -> None:
         """Release the oldest request: the client has read its response."""
-        self._unanswered.popleft().release()
-        with self._fewer:
-            self._fewer.notify_all()
+        self._pending_bytes.popleft().release()
+        with self._bytes_released:
+            self._bytes_released.notify_all()
 
     def _on_end(self) -> None:
         super()._on_end()
-        with self._fewer:
-            self._fewer.notify_all()
+        with self._bytes_released:
+            self._bytes_released.notify_all()
 
-    def _idle(self) -> None:
+    def _on_idle(self) -> None:
         """Handle a stream without requests for long: end it, unless the client still waits for responses."""
-        if self._unanswered:
-            self._start_timeout(self._lane.receive_timeouts, self._idle)
+        if self._pending_bytes:
+            self._start_timeout(self._lane.receive_timeouts, self._on_idle)
         else:
-            self._expire()
+            self._end_slow_call()

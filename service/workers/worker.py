@@ -17,7 +17,7 @@ from bf16kit.errors import Bf16kitError, Unavailable
 from bf16kit.orphans import end_with
 from service.drift.gate import ProcessRank
 from service.drift.owner import PrecisionOrder
-from service.grpcport import build_transport, drain, extensions, guarded, open_tracing
+from service.grpcport import build_transport, drain, extensions, open_tracing, read_only_unless_enabled
 from service.models.plan import DesiredModel
 from service.models.repository import Repository
 from service.operations import Operations, Settings
@@ -209,8 +209,8 @@ class Worker:
             models=ModelsProxy(registry, ask),
             control=ControlProxy(ask) if config.model_control == "explicit" else None,
             regions=self._regions,
-            logs=guarded(config, SettingsProxy(self._settings["logs"], "logs", ask)),
-            traces=guarded(config, SettingsProxy(self._settings["traces"], "traces", ask)),
+            logs=read_only_unless_enabled(config, SettingsProxy(self._settings["logs"], "logs", ask)),
+            traces=read_only_unless_enabled(config, SettingsProxy(self._settings["traces"], "traces", ask)),
             extensions=extensions(config, explicit=config.model_control == "explicit"),
         )
 
