@@ -27,7 +27,7 @@ from converter.proof.judging import check_stated_bounds, judge
 from converter.proof.oracle import OracleRun
 from converter.proof.samples import Samples
 from converter.publishing import measured, publish
-from converter.search.mending import Mending
+from converter.search.mending import IslandSearches
 from converter.search.result import SearchResult
 from converter.search.trials import Deadline
 
@@ -105,7 +105,7 @@ def convert(options: Options, progress: Progress | None = None, given: ProvidedI
             manifest = judged.manifest
             notes += judged.notes
         remedies_for = [name for name, found in certified.breaches.items() if found and options.search]
-        expired = Deadline.after(options.search_minutes).over
+        expired = Deadline.after(options.search_minutes).expired
         draft = stage.draft(manifest)
         # Measuring one profile's layers takes a tenth of a conversion: optional profiles leave that to `explain`.
         unasked = options.optional_profiles
@@ -162,11 +162,13 @@ def _prove(
     notes = list(intake.unknown(options, prepared))
     intake.check_base(options, source, prepared, oracle_run, calibration, stage, progress)
     attempt = Attempt(options, source, prepared, profiles, calibration, oracle_run, stage, progress)
-    mending = Mending(prepared, options, calibration, progress, stage.path)
+    island_searches = IslandSearches(prepared, options, calibration, progress, stage.path)
     certified, census = attempt.prove(Islands())
-    while (islands := mending.islands(certified)) is not None:
+    while (islands := island_searches.next_islands(certified)) is not None:
         certified, census = attempt.prove(islands)
-    return _Proven(certified, census, notes, mending.results, mending.sentences(), mending.remarks())
+    return _Proven(
+        certified, census, notes, island_searches.results, island_searches.sentences(), island_searches.remarks()
+    )
 
 
 def _remarks(options: Options, manifest: Manifest) -> Iterator[str]:

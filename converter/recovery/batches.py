@@ -46,10 +46,10 @@ def check_labels(batch: Batch, output: str, shape: Sequence[int]) -> None:
             f"{batch.where}: labels have shape {list(labels.shape)}, expected {list(shape[:-1])} for output"
             f" {output!r} of shape {list(shape)}"
         )
-    strange = labels[(labels != IGNORED) & ((labels < 0) | (labels >= classes))]
-    if strange.size:
+    invalid = labels[(labels != IGNORED) & ((labels < 0) | (labels >= classes))]
+    if invalid.size:
         raise UsageError(
-            f"{batch.where}: label {strange[0]} is not one of the {classes} classes of output {output!r}, expected 0"
+            f"{batch.where}: label {invalid[0]} is not one of the {classes} classes of output {output!r}, expected 0"
             f" to {classes - 1}, or {IGNORED} for a row to ignore"
         )
 
@@ -82,16 +82,16 @@ class Loader:
                 else:
                     yield batch
             if empty:
-                raise UsageError(self._nothing(number))
+                raise UsageError(self._empty_message(number))
 
     def first(self, most: int) -> list[Batch]:
         """Return the first batches of the first pass, at most ``most``; raises as :meth:`endless` does."""
         found = list(itertools.islice(self._pass(0), most))
         if not found:
-            raise UsageError(self._nothing(0))
+            raise UsageError(self._empty_message(0))
         return found
 
-    def _nothing(self, number: int) -> str:
+    def _empty_message(self, number: int) -> str:
         if number == 0:
             return f"{self._name}: yielded nothing; it must give batches of {_inputs(self._inputs)}"
         return (
@@ -100,12 +100,12 @@ class Loader:
         )
 
     def _pass(self, number: int) -> Iterator[Batch]:
-        chance = _Chance(self._seed + number)
-        with self._blamed("when called"), chance.own():
+        random_state = _RandomState(self._seed + number)
+        with self._user_errors("when called"), random_state.restored():
             batches = self._iterator(self._function())
         for index in itertools.count():
             place = f"batch {index}" if number == 0 else f"batch {index} of pass {number + 1}"
-            with self._blamed(place), chance.own():
+            with self._user_errors(place), random_state.restored():
                 given = next(batches, _END)
             if given is _END:
                 return
@@ -120,7 +120,7 @@ class Loader:
         return iter(given)
 
     @contextmanager
-    def _blamed(self, place: str) -> Iterator[None]:
+    def _user_errors(self, place: str) -> Iterator[None]:
         """Run the user's code, which may raise anything; report the error with the user's own file and line."""
         try:
             yield
@@ -171,7 +171,7 @@ class Loader:
 _END = object()
 
 
-class _Chance:
+class _RandomState:
     """The state of Python's, numpy's and torch's random generators while the user's loader runs."""
 
     def __init__(self, seed: int) -> None:
@@ -180,7 +180,7 @@ class _Chance:
             self._state = _state()
 
     @contextmanager
-    def own(self) -> Iterator[None]:
+    def restored(self) -> Iterator[None]:
         """Restore the loader's generators as this context last left them."""
         with _restoring():
             _set_state(self._state)
@@ -240,11 +240,11 @@ def _check_numbers(where: str, name: str, array: Array) -> None:
     """Reject NaN. Infinite values may be intended: a mask that is added to scores holds them."""
     if array.dtype.kind not in "fV":  # V: bfloat16
         return
-    lost = np.isnan(array)
-    if lost.any():
-        first = [int(index) for index in np.argwhere(lost)[0]]
+    nan = np.isnan(array)
+    if nan.any():
+        first = [int(index) for index in np.argwhere(nan)[0]]
         raise UsageError(
-            f"{where}: input {name!r} holds NaN in {np.count_nonzero(lost)} of {array.size} elements, the first at"
+            f"{where}: input {name!r} holds NaN in {np.count_nonzero(nan)} of {array.size} elements, the first at"
             f" {first}; leave out such samples, or replace the NaN"
         )
 

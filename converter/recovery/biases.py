@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from converter.recovery.lessons import Lesson
-from converter.recovery.yardstick import State, Yardstick, published
+from converter.recovery.lessons import TeacherBatch
+from converter.recovery.yardstick import State, ValidationLoss, as_published
 
 # By the operation's name in torch and aten: the position of the bias among the arguments, unless it is passed by
 # keyword, and the axis of the output along which it is added. Operations, not modules: programs of torch.export and
@@ -30,61 +30,61 @@ _ADDED = {
     "batch_norm": (2, 1),
     "convolution": (2, 1),
 } | {f"conv{transposed}{rank}d": (2, 1) for transposed in ("", "_transpose") for rank in (1, 2, 3)}
-_See = Callable[[str, torch.Tensor, int], torch.Tensor | None]
+_OnOutput = Callable[[str, torch.Tensor, int], torch.Tensor | None]
 
 
-def corrected(yardstick: Yardstick, state: State) -> tuple[dict[str, torch.Tensor], int]:
+def corrected(validation_loss: ValidationLoss, state: State) -> tuple[dict[str, torch.Tensor], int]:
     """Return ``state`` with biases that give each layer's rounded outputs fp32's mean, and how many were corrected.
 
     Layers are corrected in the order in which they run, each after those before it. This takes one pass over the
-    yardstick's lessons; a bias moves by the mean of the lessons' corrections. Only biases of one dimension that stay
-    fp32 are moved.
+    batches of ``validation_loss``; a bias moves by the mean of the batches' corrections. Only biases of one dimension
+    that stay fp32 are moved.
     """
-    own = [entry.names[0] for entry in yardstick.trained if not entry.rounds and state[entry.names[0]].ndim == 1]
+    own = [entry.names[0] for entry in validation_loss.trained if not entry.rounds and state[entry.names[0]].ndim == 1]
     found, seen = dict(state), set[str]()
-    for count, lesson in enumerate(yardstick.lessons, 1):
-        wanted = _means(yardstick, own, lesson)
-        seen |= wanted.keys()
-        _correct(yardstick, found, lesson, wanted, count)
+    for count, batch in enumerate(validation_loss.batches, 1):
+        target_means = _means(validation_loss, own, batch)
+        seen |= target_means.keys()
+        _correct(validation_loss, found, batch, target_means, count)
     return found, len(seen)
 
 
 def _correct(
-    yardstick: Yardstick,
+    validation_loss: ValidationLoss,
     state: dict[str, torch.Tensor],
-    lesson: Lesson,
-    wanted: dict[str, list[torch.Tensor]],
+    batch: TeacherBatch,
+    target_means: dict[str, list[torch.Tensor]],
     count: int,
 ) -> None:
-    """Move the biases in ``state`` by their share of the correction from ``lesson``, the ``count``-th."""
-    calls = {name: len(means) for name, means in wanted.items()}
+    """Move the biases in ``state`` by their share of the correction from ``batch``, the ``count``-th."""
+    calls = {name: len(means) for name, means in target_means.items()}
 
-    def mend(name: str, output: torch.Tensor, axis: int) -> torch.Tensor | None:
-        if not wanted[name]:  # rounded, the module may run a layer more often than in fp32
+    def correct_bias(name: str, output: torch.Tensor, axis: int) -> torch.Tensor | None:
+        if not target_means[name]:  # rounded, the module may run a layer more often than in fp32
             return None
-        missing = wanted[name].pop(0) - _mean(output, axis)
+        missing = target_means[name].pop(0) - _mean(output, axis)
         missing = torch.where(torch.isfinite(missing), missing, 0.0)
         state[name] = (state[name].double() + missing / (count * calls[name])).float()
         shape = [1] * output.ndim
         shape[axis] = -1
         return output + missing.reshape(shape).to(output.dtype)
 
-    held = published(yardstick.trained, state)
-    with torch.no_grad(), _Layers({name: held[name] for name in wanted}, mend):
-        yardstick.answers(held, lesson)
+    held = as_published(validation_loss.trained, state)
+    with torch.no_grad(), _BiasOutputs({name: held[name] for name in target_means}, correct_bias):
+        validation_loss.outputs(held, batch)
 
 
-def _means(yardstick: Yardstick, names: Sequence[str], lesson: Lesson) -> dict[str, list[torch.Tensor]]:
+def _means(validation_loss: ValidationLoss, names: Sequence[str], batch: TeacherBatch) -> dict[str, list[torch.Tensor]]:
     """Return the fp32 means, in fp64, of the channels to which each bias is added: one tensor per addition."""
     found: dict[str, list[torch.Tensor]] = {}
-    module = yardstick.teacher.model.module
+    module = validation_loss.teacher.model.module
     biases = {name: module.get_parameter(name) for name in names}
 
-    def see(name: str, output: torch.Tensor, axis: int) -> None:
+    def record_mean(name: str, output: torch.Tensor, axis: int) -> None:
         found.setdefault(name, []).append(_mean(output, axis))
 
-    with torch.no_grad(), torch.autocast(lesson.inputs[0].device.type, enabled=False), _Layers(biases, see):
-        module(*(tensor.clone() for tensor in lesson.inputs))
+    with torch.no_grad(), torch.autocast(batch.inputs[0].device.type, enabled=False), _BiasOutputs(biases, record_mean):
+        module(*(tensor.clone() for tensor in batch.inputs))
     return found
 
 
@@ -93,24 +93,24 @@ def _mean(output: torch.Tensor, axis: int) -> torch.Tensor:
     return output.detach().double().movedim(axis, -1).flatten(0, -2).mean(0)
 
 
-class _Layers(TorchFunctionMode):
-    """While active, passes the output of each operation that adds one of ``biases`` to ``see``, which may replace
+class _BiasOutputs(TorchFunctionMode):
+    """While active, passes the output of each operation that adds one of ``biases`` to ``on_output``, which may replace
     it."""
 
-    def __init__(self, biases: Mapping[str, torch.Tensor], see: _See) -> None:
+    def __init__(self, biases: Mapping[str, torch.Tensor], on_output: _OnOutput) -> None:
         super().__init__()
         self._names = {id(bias): name for name, bias in biases.items()}
         self._sizes = {name: len(bias) for name, bias in biases.items()}
-        self._see = see
+        self._on_output = on_output
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        place, axis = _ADDED.get(getattr(func, "__name__", "").partition(".")[0], (None, 0))  # aten's: linear.default
-        if place is None or not isinstance(output, torch.Tensor) or output.ndim < 2:
+        index, axis = _ADDED.get(getattr(func, "__name__", "").partition(".")[0], (None, 0))  # aten's: linear.default
+        if index is None or not isinstance(output, torch.Tensor) or output.ndim < 2:
             return output
-        bias = (kwargs or {}).get("bias", args[place] if place < len(args) else None)
+        bias = (kwargs or {}).get("bias", args[index] if index < len(args) else None)
         name = self._names.get(id(bias))
         if name is None or output.shape[axis] != self._sizes[name]:  # a bias shared by all channels has another size
             return output
-        mended = self._see(name, output, axis)
-        return output if mended is None else mended
+        replaced = self._on_output(name, output, axis)
+        return output if replaced is None else replaced

@@ -40,7 +40,7 @@ class Comparison:
 
     drift: list[RecoveredDrift] = field(default_factory=list)
     accuracy: list[AccuracyEntry] = field(default_factory=list)
-    over: dict[str, list[str]] = field(default_factory=dict)
+    breaches: dict[str, list[str]] = field(default_factory=dict)
 
     def accuracy_of(self, model: str) -> AccuracyEntry | None:
         """Return the accuracy counted for ``model``, or None without labels."""
@@ -53,7 +53,9 @@ class Comparison:
         counts before and after, so one may lose if the worst one gains.
         """
         if by_labels:
-            pairs = [(self.accuracy_of(bf16_before(name)), self.accuracy_of(bf16_after(name))) for name in self.over]
+            pairs = [
+                (self.accuracy_of(bf16_before(name)), self.accuracy_of(bf16_after(name))) for name in self.breaches
+            ]
             counted = [(was.share, now.share) for was, now in pairs if was is not None and now is not None]
             was, now = (min((pair[side] for pair in counted), default=0.0) for side in (0, 1))
             return f"{now:.4f} of the labelled rows are right, {was:.4f} before" if now < was else None
@@ -79,49 +81,49 @@ def compare(before: Artifact, after: Artifact, batches: Sequence[Batch], budget:
     """
     found = Comparison()
     outputs = [entry.spec() for entry in after.manifest.outputs]
-    grades = _Grades(outputs, batches)
+    counter = _AccuracyCounter(outputs, batches)
     axis = before.manifest.batch_axis
     feeds = [batch.feeds for batch in batches]
-    original = _answered(load_reference(before), REFERENCE, feeds, grades, scratch)
-    own = _answered(load_reference(after), RECOVERED, feeds, grades, scratch)
+    original = _run_reference(load_reference(before), REFERENCE, feeds, counter, scratch)
+    own = _run_reference(load_reference(after), RECOVERED, feeds, counter, scratch)
     for profile in sorted(after.manifest.profiles):
         was: Mapping[str, DriftSummary] = {}
         if profile in before.manifest.profiles:
             runtime, _ = open_profile(before, profile)
-            (was,) = _measured(runtime, bf16_before(profile), feeds, [original], outputs, axis, grades)
+            (was,) = _measured(runtime, bf16_before(profile), feeds, [original], outputs, axis, counter)
         runtime, _ = open_profile(after, profile)
-        now, rest = _measured(runtime, bf16_after(profile), feeds, [original, own], outputs, axis, grades)
+        now, rest = _measured(runtime, bf16_after(profile), feeds, [original, own], outputs, axis, counter)
         for output in sorted(now):
             found.drift += _rows(profile, output, budget, was.get(output), now[output], rest[output])
-        found.over[profile] = [
+        found.breaches[profile] = [
             f"profile {profile}, {breach}" for output in sorted(now) for breach in budget.breaches(output, now[output])
         ]
     original.close()
     own.close()
-    found.accuracy = grades.entries
+    found.accuracy = counter.entries
     return found
 
 
-def worse_answers(found: Comparison, budget: Budget) -> dict[str, list[str]]:
+def accuracy_breaches(found: Comparison, budget: Budget) -> dict[str, list[str]]:
     """Return, by profile, sentences on where a recovered artifact has fewer rows right than fp32 had.
 
     The share may be lower by as much as the budget lets top-1 differ.
     """
     reference, bound = found.accuracy_of(REFERENCE), budget.bound("top1_agreement")
-    over: dict[str, list[str]] = {profile: [] for profile in found.over}
+    breaches: dict[str, list[str]] = {profile: [] for profile in found.breaches}
     if reference is None or bound is None:
-        return over
-    for profile, words in over.items():
+        return breaches
+    for profile, lines in breaches.items():
         now = found.accuracy_of(bf16_after(profile))
         if now is not None and now.share < reference.share - (1 - bound):
-            words.append(
+            lines.append(
                 f"profile {profile}: accuracy {now.share:.4f} on {now.rows} labelled rows, fp32 had"
                 f" {reference.share:.4f}, and the budget allows {1 - bound:.3g} less (top1_agreement={bound:g})"
             )
-    return over
+    return breaches
 
 
-class _Grades:
+class _AccuracyCounter:
     """Counts the labelled rows that each model gets right."""
 
     def __init__(self, outputs: Sequence[TensorSpec], batches: Sequence[Batch]) -> None:
@@ -130,28 +132,30 @@ class _Grades:
         self.entries: list[AccuracyEntry] = []
         self._correct = self._rows = 0
 
-    def see(self, place: int, answer: Feeds) -> None:
-        labels = self.batches[place].labels
+    def count(self, index: int, outputs: Feeds) -> None:
+        labels = self.batches[index].labels
         if self.logits is None or labels is None:
             return
-        logits = answer[self.logits]
-        check_labels(self.batches[place], self.logits, logits.shape)
+        logits = outputs[self.logits]
+        check_labels(self.batches[index], self.logits, logits.shape)
         counts = labels != IGNORED
         self._correct += int(np.count_nonzero((logits.argmax(-1) == labels) & counts))
         self._rows += int(np.count_nonzero(counts))
 
-    def close(self, model: str) -> None:
+    def finish(self, model: str) -> None:
         if self._rows:
             self.entries.append(AccuracyEntry(model=model, correct=self._correct, rows=self._rows))
         self._correct = self._rows = 0
 
 
-def _answered(runtime: Runtime, model: str, feeds: Sequence[Feeds], grades: _Grades, scratch: Path) -> Spool:
+def _run_reference(
+    runtime: Runtime, model: str, feeds: Sequence[Feeds], counter: _AccuracyCounter, scratch: Path
+) -> Spool:
     kept = Spool(scratch)
-    for place, answer in enumerate(measure.run_all(runtime, feeds)):
-        grades.see(place, answer)
-        kept.append(answer)
-    grades.close(model)
+    for index, outputs in enumerate(measure.run_all(runtime, feeds)):
+        counter.count(index, outputs)
+        kept.append(outputs)
+    counter.finish(model)
     runtime.close()
     release_memory()
     return kept
@@ -164,16 +168,16 @@ def _measured(
     references: Sequence[Sequence[Feeds]],
     outputs: Sequence[TensorSpec],
     axis: int | None,
-    grades: _Grades,
+    counter: _AccuracyCounter,
 ) -> list[dict[str, DriftSummary]]:
     """Return the drift of ``runtime`` from each of ``references``, by output; every feed is run once."""
     found: list[list[Drifts]] = [[] for _ in references]
-    for place, answer in enumerate(measure.run_all(runtime, feeds)):
-        grades.see(place, answer)
+    for index, actual in enumerate(measure.run_all(runtime, feeds)):
+        counter.count(index, actual)
         for reference, drifts in zip(references, found, strict=True):
-            expected: Mapping[str, Array] = reference[place]
-            drifts.append({s.name: drift.measure(expected[s.name], answer[s.name], s, axis) for s in outputs})
-    grades.close(model)
+            expected: Mapping[str, Array] = reference[index]
+            drifts.append({s.name: drift.measure(expected[s.name], actual[s.name], s, axis) for s in outputs})
+    counter.finish(model)
     runtime.close()
     release_memory()
     return [measure.summarise(drifts) for drifts in found]

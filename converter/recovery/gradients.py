@@ -28,7 +28,7 @@ class _Counts:
 
 
 @dataclass
-class Survey:
+class GradientCounts:
     """The counts of one step, by (weights or activations, format, scale)."""
 
     step: int
@@ -41,12 +41,12 @@ class Survey:
         values = values[torch.isfinite(values) & (values != 0)]
         for name, dtype in _FORMATS.items():
             for scale in self.scales:
-                held = (values * scale).to(dtype).float().abs()
+                scaled = (values * scale).to(dtype).float().abs()
                 counts = self.counts.setdefault((of, name, scale), _Counts())
                 counts.values += values.numel()
-                counts.vanished += int((held == 0).sum())
-                counts.subnormal += int(((held > 0) & (held < torch.finfo(dtype).smallest_normal)).sum())
-                counts.overflowed += int(torch.isinf(held).sum())
+                counts.vanished += int((scaled == 0).sum())
+                counts.subnormal += int(((scaled > 0) & (scaled < torch.finfo(dtype).smallest_normal)).sum())
+                counts.overflowed += int(torch.isinf(scaled).sum())
 
     def entries(self) -> list[GradientEntry]:
         """Return one entry for each combination, in the order of the table."""
@@ -65,15 +65,15 @@ class Survey:
         ]
 
 
-def survey(
+def count_gradients(
     step: int, scale: float, module: torch.nn.Module, weights: Sequence[torch.Tensor], loss: Callable[[], torch.Tensor]
 ) -> list[GradientEntry]:
     """Survey the gradients of ``loss()``, a pass of ``module`` in fp32, for ``weights`` and each layer's output.
 
     They are counted without a scale and with ``scale``. The stored gradients of ``weights`` do not change.
     """
-    found = Survey(step, sorted({1.0, scale}))
-    with _watched(module, lambda gradient: found.add("activations", gradient)):
+    found = GradientCounts(step, sorted({1.0, scale}))
+    with _gradient_hooks(module, lambda gradient: found.add("activations", gradient)):
         value = loss()
         for gradient in torch.autograd.grad(value, list(weights), allow_unused=True):
             if gradient is not None:
@@ -82,12 +82,12 @@ def survey(
 
 
 @contextmanager
-def _watched(module: torch.nn.Module, see: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """While active, passes ``see`` the gradient of every tensor that a layer (a module without submodules) returns."""
+def _gradient_hooks(module: torch.nn.Module, on_gradient: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """While active, calls ``on_gradient`` with the gradient of each tensor that a layer without submodules returns."""
 
     def hook(_module: torch.nn.Module, _given: object, output: object) -> None:
         if isinstance(output, torch.Tensor) and output.requires_grad:
-            output.register_hook(see)
+            output.register_hook(on_gradient)
 
     handles = [part.register_forward_hook(hook) for part in module.modules() if not any(part.children())]
     try:

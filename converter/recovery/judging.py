@@ -16,13 +16,13 @@ from converter.pipeline import Judgement
 from converter.process.progress import Progress
 from converter.proof.judging import without_profiles
 from converter.recovery.batches import Batch
-from converter.recovery.comparison import Comparison, compare, worse_answers
+from converter.recovery.comparison import Comparison, accuracy_breaches, compare
 from converter.recovery.settings import Settings
-from converter.recovery.training import Taught
+from converter.recovery.training import TrainingResult
 
 
 @dataclass(frozen=True, slots=True)
-class Judging:
+class EvaluationData:
     """The batches that judge a recovered artifact, their name, and whether they were held out of training."""
 
     batches: Sequence[Batch]
@@ -41,28 +41,28 @@ class Judge:
     options: Options
     settings: Settings
     before: Artifact
-    judging: Judging
-    taught: Taught
+    evaluation: EvaluationData
+    training_result: TrainingResult
     recovered_from: str
-    place: Path
-    instead_of: MadeWorse | None = None
+    directory: Path
+    rejection: MadeWorse | None = None
 
     def __call__(self, stage: StagingArtifact, manifest: Manifest, progress: Progress) -> Judgement:
         budget = self.options.budget
         with progress.step("comparing with the original's fp32 answers"):
             draft = stage.draft(manifest)
-            found = compare(self.before, draft, self.judging.batches, budget, stage.path)
+            found = compare(self.before, draft, self.evaluation.batches, budget, stage.path)
         self._check_worse(found)
-        over = worse_answers(found, budget) if self.settings.loss == "cross-entropy" else found.over
-        manifest, notes = self._kept(stage, manifest, {profile: words for profile, words in over.items() if words})
+        breaches = accuracy_breaches(found, budget) if self.settings.loss == "cross-entropy" else found.breaches
+        manifest, notes = self._kept(stage, manifest, {profile: lines for profile, lines in breaches.items() if lines})
         notes += self._remarks(found)
         entry = RecoveryEntry(
             recovered_from=self.recovered_from,
-            judged_on=self.judging.origin,
-            samples=len(self.judging.batches),
-            held_out=self.judging.held_out,
-            training=self.taught.training,
-            gradients=list(self.taught.gradients),
+            judged_on=self.evaluation.origin,
+            samples=len(self.evaluation.batches),
+            held_out=self.evaluation.held_out,
+            training=self.training_result.training,
+            gradients=list(self.training_result.gradients),
             drift=[row for row in found.drift if row.profile in manifest.profiles],
             accuracy=found.accuracy,
         )
@@ -70,35 +70,37 @@ class Judge:
 
     def _check_worse(self, found: Comparison) -> None:
         """Raise :class:`MadeWorse` if the original weights did better in bf16; never for those weights themselves."""
-        if self.taught.unchanged or self.instead_of is not None:
+        if self.training_result.unchanged or self.rejection is not None:
             return
-        words = found.made_worse(by_labels=self.settings.loss == "cross-entropy")
-        if words is not None:
-            raise MadeWorse(words)
+        reason = found.made_worse(by_labels=self.settings.loss == "cross-entropy")
+        if reason is not None:
+            raise MadeWorse(reason)
 
     def _kept(
-        self, stage: StagingArtifact, manifest: Manifest, over: dict[str, list[str]]
+        self, stage: StagingArtifact, manifest: Manifest, breaches: dict[str, list[str]]
     ) -> tuple[Manifest, list[str]]:
         """Return ``manifest`` without optional profiles over the budget; raise :class:`BudgetExceeded` for others."""
-        unasked = [profile for profile in over if profile in self.options.optional_profiles]
-        notes = [f"no profile {profile}: {words}" for profile in unasked for words in over[profile]]
-        if unasked:
-            manifest = without_profiles(stage, manifest, unasked)
-        failed = "".join(f"\n  {word}" for profile in sorted(over) if profile not in unasked for word in over[profile])
+        optional = [profile for profile in breaches if profile in self.options.optional_profiles]
+        notes = [f"no profile {profile}: {breach}" for profile in optional for breach in breaches[profile]]
+        if optional:
+            manifest = without_profiles(stage, manifest, optional)
+        failed = "".join(
+            f"\n  {breach}" for profile in sorted(breaches) if profile not in optional for breach in breaches[profile]
+        )
         if not failed:
             return manifest, notes
         if self.options.allow_over_budget:
             return manifest, [*notes, f"not recovered, published because of --allow-over-budget:{failed}"]
         raise BudgetExceeded(
             "not recovered, nothing published; drift from the fp32 outputs of the original weights, on"
-            f" {self.judging.origin}:{failed}\nTry more --steps or another --learning-rate (remove {self.place}"
+            f" {self.evaluation.origin}:{failed}\nTry more --steps or another --learning-rate (remove {self.directory}"
             " first), keep the nodes that cause it in fp32 (--keep-fp32 REGEX), raise the --budget, or publish this"
             " with --resume --allow-over-budget"
         )
 
     def _remarks(self, found: Comparison) -> list[str]:
         notes = []
-        if not self.judging.held_out:
+        if not self.evaluation.held_out:
             notes.append(
                 "recovery was judged on its training data; pass --eval PKG.MOD:LOADER to judge it on other data"
             )
@@ -109,15 +111,15 @@ class Judge:
                 "bf16 was within budget before recovery, so none was needed; bf16-convert checkpoint gives an"
                 " artifact of the original weights"
             )
-        if self.instead_of is not None:
+        if self.rejection is not None:
             notes.append(
                 "the original weights were published, rounded, because the trained weights did worse on"
-                f" {self.judging.origin}: {self.instead_of}"
+                f" {self.evaluation.origin}: {self.rejection}"
             )
-        elif self.taught.unchanged:
+        elif self.training_result.unchanged:
             notes.append(
                 "the original weights were published, rounded, because training never reached a lower loss than"
-                f" theirs ({self.taught.training.loss_before:.3g}); try a lower --learning-rate"
+                f" theirs ({self.training_result.training.loss_before:.3g}); try a lower --learning-rate"
                 f" ({self.settings.learning_rate:g}), or more --steps"
             )
         worse = [row for row in judged if row.before is not None and row.after > row.before]

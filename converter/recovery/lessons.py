@@ -14,7 +14,7 @@ from converter.recovery.loss import cross_entropy, distillation, logits_of
 from converter.recovery.settings import Loss
 
 
-class Lesson:
+class TeacherBatch:
     """A batch on its device with its fp32 outputs. Lightning leaves an object of this class alone: no move, no cast."""
 
     __slots__ = ("inputs", "labels", "reference")
@@ -35,18 +35,18 @@ class Teacher:
         if where.type != "cpu":
             model.module.to(where)
 
-    def lesson(self, batch: Batch) -> Lesson:
+    def compute(self, batch: Batch) -> TeacherBatch:
         """Return ``batch`` with its fp32 outputs; raise :class:`UsageError` if nothing can be learnt from them."""
         inputs = [torch.from_numpy(batch.feeds[spec.name].copy()).to(self._where) for spec in self.model.inputs]
         with torch.no_grad(), torch.autocast(self._where.type, enabled=False):
-            answers = self.model.module(*(tensor.clone() for tensor in inputs))
-        reference = dict(zip(self.model.outputs, answers, strict=True))
+            computed = self.model.module(*(tensor.clone() for tensor in inputs))
+        reference = dict(zip(self.model.outputs, computed, strict=True))
         if self._loss == "distillation":
-            _check_answers(batch, reference)
+            _check_outputs(batch, reference)
             labels = None
         else:
             labels = self._labels(batch, reference).to(self._where)
-        return Lesson(inputs, reference, labels)
+        return TeacherBatch(inputs, reference, labels)
 
     def _labels(self, batch: Batch, reference: Mapping[str, torch.Tensor]) -> torch.Tensor:
         if self._logits is None:
@@ -62,26 +62,26 @@ class Teacher:
         check_labels(batch, self._logits, reference[self._logits].shape)
         return torch.from_numpy(batch.labels)
 
-    def loss(self, answers: Mapping[str, torch.Tensor], lesson: Lesson) -> torch.Tensor:
-        """Return the loss of ``answers`` for ``lesson``."""
-        if lesson.labels is None:
-            return distillation(answers, lesson.reference, len(lesson.inputs[0]))
+    def loss(self, outputs: Mapping[str, torch.Tensor], batch: TeacherBatch) -> torch.Tensor:
+        """Return the loss of ``outputs`` for ``batch``."""
+        if batch.labels is None:
+            return distillation(outputs, batch.reference, len(batch.inputs[0]))
         assert self._logits is not None  # noqa: S101 - without logits it would have no labels
-        return cross_entropy(answers[self._logits], lesson.labels)
+        return cross_entropy(outputs[self._logits], batch.labels)
 
 
-def _check_answers(batch: Batch, reference: Mapping[str, torch.Tensor]) -> None:
+def _check_outputs(batch: Batch, reference: Mapping[str, torch.Tensor]) -> None:
     """Reject outputs with NaN or without a finite value. Some infinite values may be intended: masked logits."""
-    for name, answer in reference.items():
-        if not answer.is_floating_point():
+    for name, output in reference.items():
+        if not output.is_floating_point():
             continue
-        lost = int(torch.isnan(answer).sum())
-        if lost:
+        nans = int(torch.isnan(output).sum())
+        if nans:
             raise UsageError(
-                f"{batch.where}: the fp32 model gives NaN in {lost} of {answer.numel()} elements of output {name!r},"
+                f"{batch.where}: the fp32 model gives NaN in {nans} of {output.numel()} elements of output {name!r},"
                 " so there is nothing to learn; leave out the batch, or check its values"
             )
-        if not bool(torch.isfinite(answer).any()):
+        if not bool(torch.isfinite(output).any()):
             raise UsageError(
                 f"{batch.where}: the fp32 model gives no finite value in output {name!r}; leave out the batch, or"
                 " check its values"

@@ -12,8 +12,8 @@ from bf16kit.tensors import TensorSpec
 _SMALLEST = 1e-12  # of a squared norm: an output of zeros has no relative distance
 
 
-def distillation(answers: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor], rows: int) -> torch.Tensor:
-    """Return the mean over outputs and samples of ‖c − r‖² ÷ ‖r‖², in fp32; c of ``answers``, r of ``reference``.
+def distillation(outputs: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor], rows: int) -> torch.Tensor:
+    """Return the mean over outputs and samples of ‖c − r‖² ÷ ‖r‖², in fp32; c of ``outputs``, r of ``reference``.
 
     This is the square of the drift budget's ``relative_l2``. A sample is a row of the first axis if every output has
     ``rows`` of them, else a whole output. Elements that are infinite in r, such as masked logits, are left out. Integer
@@ -22,7 +22,7 @@ def distillation(answers: Mapping[str, torch.Tensor], reference: Mapping[str, to
     batched = all(tensor.ndim > 0 and tensor.shape[0] == rows for tensor in reference.values())
     distances = []
     for name, r in reference.items():
-        c = answers[name]
+        c = outputs[name]
         if not (c.is_floating_point() and r.is_floating_point()):
             continue
         r, c = (tensor.float().reshape(rows if batched else 1, -1) for tensor in (r, c))

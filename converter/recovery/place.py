@@ -14,14 +14,14 @@ from typing import Any, BinaryIO, cast
 
 from bf16kit.errors import UsageError
 from converter.options import Target
-from converter.recovery.settings import place
+from converter.recovery.settings import recovery_path
 
 _PLAN = "recovery.json"
 _LAST = "last.ckpt"
 ORIGINAL = "original"
 
 
-class Place:
+class RecoveryDirectory:
     """A locked directory with the last checkpoint, the artifact of the original weights, and the options."""
 
     def __init__(self, path: Path) -> None:
@@ -39,48 +39,50 @@ class Place:
         found = self.checkpoint
         return found if found.is_file() else None
 
-    def keep(self, write: Callable[[BinaryIO], object]) -> None:
+    def write_checkpoint(self, write: Callable[[BinaryIO], object]) -> None:
         """Write a checkpoint by ``write`` into a file that is synced and renamed: a killed run leaves the previous one.
 
         Raises :class:`UsageError` if the file cannot be written, for example because the disk is full.
         """
         partial = self.path / f"{_LAST}.tmp"
-        watched = None
+        recorder = None
         try:
             with partial.open("wb") as file:
-                watched = _Watched(file)
-                write(cast("BinaryIO", watched))
+                recorder = _ErrorRecorder(file)
+                write(cast("BinaryIO", recorder))
                 file.flush()
                 os.fsync(file.fileno())
             partial.replace(self.checkpoint)
             _sync(self.path)
         except Exception as error:
             partial.unlink(missing_ok=True)  # the partial file takes space that the user has to free
-            cause = error if watched is None or watched.failed is None else watched.failed
+            cause = error if recorder is None or recorder.failed is None else recorder.failed
             if not isinstance(cause, OSError):
                 raise
-            raise UsageError(self._not_kept(cause)) from error
+            raise UsageError(self._write_error(cause)) from error
 
-    def _not_kept(self, error: OSError) -> str:
+    def _write_error(self, error: OSError) -> str:
         free = shutil.disk_usage(self.path).free >> 20
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        why = f"disk full ({free} MiB free)" if full else f"cannot be written ({error.strerror or error})"
+        problem = f"disk full ({free} MiB free)" if full else f"cannot be written ({error.strerror or error})"
         remedy = "free some space" if full else "mend that"
         if self.last is None:
-            return f"{self.checkpoint}: {why}, so no checkpoint was kept; {remedy}, or choose an --out on another disk"
+            return (
+                f"{self.checkpoint}: {problem}, so no checkpoint was kept; {remedy}, or choose an --out on another disk"
+            )
         return (
-            f"{self.checkpoint}: {why}; the checkpoint before it is intact: {remedy}, and continue with --resume (a"
+            f"{self.checkpoint}: {problem}; the checkpoint before it is intact: {remedy}, and continue with --resume (a"
             " larger --checkpoint-every writes fewer checkpoints; each replaces the last)"
         )
 
-    def agree(self, asked: Mapping[str, Any]) -> None:
+    def check_options(self, current: Mapping[str, Any]) -> None:
         """Record the options at the start of a recovery; when it is resumed, check that they are the same.
 
         Raises :class:`UsageError` that names the first option that differs. Weights trained half by one option and half
         by another would match no options at all.
         """
         file = self.path / _PLAN
-        now = json.loads(json.dumps(asked))
+        now = json.loads(json.dumps(current))
         if self.last is None or not file.is_file():
             shutil.rmtree(self.path / ORIGINAL, ignore_errors=True)  # of a killed run, perhaps with other options
             file.write_text(json.dumps(now, sort_keys=True, indent=1) + "\n", "utf-8")
@@ -98,12 +100,12 @@ class Place:
 
 
 @contextlib.contextmanager
-def workplace(target: Target, *, resume: bool) -> Iterator[Place]:
+def open_directory(target: Target, *, resume: bool) -> Iterator[RecoveryDirectory]:
     """Yield the directory of a recovery to ``target``; remove it if ``finished``, or if nothing can be resumed from it.
 
     Raises :class:`UsageError` if another recovery uses it, or if it holds a checkpoint and ``resume`` is false.
     """
-    path = place(target)
+    path = recovery_path(target)
     made = tuple(parent for parent in path.parents if not parent.exists())
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -115,7 +117,7 @@ def workplace(target: Target, *, resume: bool) -> Iterator[Place]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise UsageError(f"{path}: another recovery to {target.path} is running") from None
-        found = Place(path)
+        found = RecoveryDirectory(path)
         if found.last is not None and not resume:
             raise UsageError(
                 f"{path}: holds an unfinished recovery; continue it with --resume, or remove that directory to start"
@@ -133,7 +135,7 @@ def workplace(target: Target, *, resume: bool) -> Iterator[Place]:
         os.close(lock)
 
 
-class _Watched:
+class _ErrorRecorder:
     """A file that remembers why writing failed, because torch.save may report another error."""
 
     def __init__(self, file: BinaryIO) -> None:

@@ -46,7 +46,7 @@ class Scaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The settings of one recovery; ``every`` is the number of steps between checkpoints."""
+    """The settings of one recovery; ``checkpoint_every`` is the number of steps between checkpoints."""
 
     data: str
     evaluation: str | None
@@ -56,7 +56,7 @@ class Settings:
     loss: Loss
     learning_rate: float
     device: str
-    every: int
+    checkpoint_every: int
     resume: bool
 
     def recorded(self, recovered_from: str) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def parse_settings(given: Mapping[str, Any]) -> Settings:
         loss=given["loss"],
         learning_rate=rate,
         device=given["device"],
-        every=given["every"] or max(1, steps // 10),
+        checkpoint_every=given["every"] or max(1, steps // 10),
         resume=given["resume"],
     )
 
@@ -147,6 +147,6 @@ def _count(text: str, value: str) -> int:
     return int(value)
 
 
-def place(target: Target) -> Path:
+def recovery_path(target: Target) -> Path:
     """Return the directory beside ``target`` from which an interrupted recovery can be resumed."""
     return target.path.with_name(f".{target.path.name}.recovery")

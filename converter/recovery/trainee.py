@@ -13,21 +13,21 @@ import torch
 from bf16kit.errors import ConversionError
 from converter.model import TorchModel
 from converter.recovery.batches import seed_all
-from converter.recovery.gradients import survey
-from converter.recovery.lessons import Lesson
+from converter.recovery.gradients import count_gradients
+from converter.recovery.lessons import TeacherBatch
 from converter.recovery.settings import Settings
-from converter.recovery.weights import Trained, straight_through
-from converter.recovery.yardstick import Yardstick
+from converter.recovery.weights import TrainedParameter, straight_through
+from converter.recovery.yardstick import ValidationLoss
 
 _SMALLEST_SIZE = 1e-3  # the least size of a tensor that scales its steps, so that a tensor of zeros can move
-_FACTS = "bf16kit_recovery"
+_STATE_KEY = "bf16kit_recovery"
 
 
 @dataclass
-class Facts:
+class TrainingFacts:
     """The facts recorded while training; they are stored in the checkpoints.
 
-    ``looks`` are the yardstick's losses by step, from 0 on. ``slower`` is the factor by which the learning rate was
+    ``looks`` are the validation losses by step, from 0 on. ``slower`` is the factor by which the learning rate was
     reduced.
     """
 
@@ -45,32 +45,37 @@ class Facts:
 
 
 @dataclass
-class Kept:
-    """The best weights so far, in fp32 by first name: those after ``step``, with the yardstick's ``loss``."""
+class BestWeights:
+    """The best weights so far, in fp32 by first name: those after ``step``, with their validation ``loss``."""
 
     step: int
     loss: float
     state: dict[str, torch.Tensor]
 
 
-class Trainee(lightning.LightningModule):  # type: ignore[misc,unused-ignore]  # lightning may not be installed
+class StudentModule(lightning.LightningModule):  # type: ignore[misc,unused-ignore]  # lightning may not be installed
     """The module of ``student``, whose parameters are the masters: in fp32, or in bf16 for ``bf16-true``.
 
     Dropout is off and the statistics of BatchNorm are fixed, because the model is trained as it is served.
     """
 
     def __init__(
-        self, student: TorchModel, trained: Sequence[Trained], yardstick: Yardstick, settings: Settings, seed: int
+        self,
+        student: TorchModel,
+        trained: Sequence[TrainedParameter],
+        validation_loss: ValidationLoss,
+        settings: Settings,
+        seed: int,
     ) -> None:
         super().__init__()
         self.student = student.module
         self._names = student.outputs
         self._trained = tuple(trained)
-        self._yardstick = yardstick
+        self._validation_loss = validation_loss
         self._settings = settings
         self._seed = seed
-        self.facts = Facts()
-        self.kept = Kept(0, math.inf, {})
+        self.facts = TrainingFacts()
+        self.best = BestWeights(0, math.inf, {})
         self.gradients: list[Any] = []
         parameters = dict(self.student.named_parameters(remove_duplicate=False))
         learnt = {entry.names[0] for entry in trained}
@@ -84,7 +89,7 @@ class Trainee(lightning.LightningModule):  # type: ignore[misc,unused-ignore]  #
     def _true(self) -> bool:
         return self._settings.precision == "bf16-true"
 
-    def masters(self) -> list[tuple[Trained, torch.Tensor]]:
+    def masters(self) -> list[tuple[TrainedParameter, torch.Tensor]]:
         """Return what is trained, each with its parameter."""
         parameters = dict(self.student.named_parameters(remove_duplicate=False))
         return [(entry, parameters[entry.names[0]]) for entry in self._trained]
@@ -93,13 +98,13 @@ class Trainee(lightning.LightningModule):  # type: ignore[misc,unused-ignore]  #
         """Return a copy of what is trained, in fp32, by first name."""
         return {entry.names[0]: master.detach().float().clone() for entry, master in self.masters()}
 
-    def put(self, state: dict[str, torch.Tensor]) -> None:
+    def load_weights(self, state: dict[str, torch.Tensor]) -> None:
         """Set the parameters to ``state``."""
         with torch.no_grad():
             for entry, master in self.masters():
                 master.copy_(state[entry.names[0]])
 
-    def loss(self, lesson: Lesson, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def loss(self, batch: TeacherBatch, *, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return the loss of the model as the artifact would hold it; float inputs are cast to ``dtype``, if given."""
         found = {
             name: straight_through(master, None if entry.scale is None else entry.scale.to(master.device))
@@ -107,26 +112,26 @@ class Trainee(lightning.LightningModule):  # type: ignore[misc,unused-ignore]  #
             if entry.rounds
             for name in entry.names
         }
-        inputs = [tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor for tensor in lesson.inputs]
-        answers = dict(zip(self._names, torch.func.functional_call(self.student, found, tuple(inputs)), strict=True))
-        return self._yardstick.teacher.loss(answers, lesson)
+        inputs = [tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor for tensor in batch.inputs]
+        outputs = dict(zip(self._names, torch.func.functional_call(self.student, found, tuple(inputs)), strict=True))
+        return self._validation_loss.teacher.loss(outputs, batch)
 
-    def take_survey(self, step: int, lesson: Lesson, scale: float) -> None:
-        """Survey the gradients of ``lesson`` in fp32; the student must be in fp32."""
+    def record_gradients(self, step: int, batch: TeacherBatch, scale: float) -> None:
+        """Survey the gradients of ``batch`` in fp32; the student must be in fp32."""
         weights = [master for _, master in self.masters()]
         where = weights[0].device.type
         with torch.autocast(where, enabled=False), torch.enable_grad():
-            self.gradients += survey(step, scale, self.student, weights, lambda: self.loss(lesson))
+            self.gradients += count_gradients(step, scale, self.student, weights, lambda: self.loss(batch))
 
     # --- what Lightning's trainer calls -------------------------------------------------------------------------------
 
-    def training_step(self, lesson: Lesson, _index: int) -> torch.Tensor:
+    def training_step(self, batch: TeacherBatch, _index: int) -> torch.Tensor:
         step = self.global_step
         seed_all(self._seed + step)  # random numbers that a model draws are the same after a resume
-        watch = _Computed(self.student) if not self.facts.computed else None
-        loss = self.loss(lesson, dtype=torch.bfloat16 if self._true else None)
-        if watch is not None:
-            self.facts.computed = watch.seen()
+        recorder = _DtypeRecorder(self.student) if not self.facts.computed else None
+        loss = self.loss(batch, dtype=torch.bfloat16 if self._true else None)
+        if recorder is not None:
+            self.facts.computed = recorder.finish()
         value = float(loss.detach())
         if not math.isfinite(value):
             raise ConversionError(_not_finite(step, f"the loss is {value}", self._settings))
@@ -151,7 +156,7 @@ class Trainee(lightning.LightningModule):  # type: ignore[misc,unused-ignore]  #
         ]
         return torch.optim.AdamW(groups, betas=(0.9, 0.99), weight_decay=0.0)
 
-    def on_train_batch_start(self, _lesson: Lesson, _index: int) -> None:
+    def on_train_batch_start(self, _batch: TeacherBatch, _index: int) -> None:
         rate = self._settings.learning_rate * self.facts.slower * schedule(self.global_step, self._settings.steps)
         for group in self.optimizers(use_pl_optimizer=False).param_groups:
             group["lr"] = rate * group["share"]
@@ -182,40 +187,40 @@ class Trainee(lightning.LightningModule):  # type: ignore[misc,unused-ignore]  #
                 self.facts.updates_lost += int((moved & (was == master)).sum())
         self._before = []
         steps, step = self._settings.steps, self.global_step
-        if step == steps or step % looking(steps) == 0:
-            self._look(step)
+        if step == steps or step % validation_interval(steps) == 0:
+            self._validate(step)
 
-    def _look(self, step: int) -> None:
+    def _validate(self, step: int) -> None:
         """Keep the weights if they are the best so far; else restore the best ones and halve the learning rate."""
         state = self.state()
-        loss = self._yardstick.loss(state)
+        loss = self._validation_loss.loss(state)
         self.facts.looks.append((step, loss))
-        if loss < self.kept.loss:
-            self.kept = Kept(step, loss, state)
+        if loss < self.best.loss:
+            self.best = BestWeights(step, loss, state)
             return
-        self.put(self.kept.state)
+        self.load_weights(self.best.state)
         self.optimizers(use_pl_optimizer=False).state.clear()  # its momentum belongs to the abandoned weights
         self.facts.slower /= 2
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint[_FACTS] = {
+        checkpoint[_STATE_KEY] = {
             "facts": vars(self.facts),
-            "kept": vars(self.kept),
+            "kept": vars(self.best),
             "gradients": [entry.model_dump(mode="json") for entry in self.gradients],
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         from bf16kit.recovery import GradientEntry
 
-        found = checkpoint[_FACTS]
-        self.facts = Facts(**found["facts"])
+        found = checkpoint[_STATE_KEY]
+        self.facts = TrainingFacts(**found["facts"])
         where = next(iter(self.student.parameters())).device
         state = {name: tensor.to(where) for name, tensor in found["kept"]["state"].items()}
-        self.kept = Kept(found["kept"]["step"], found["kept"]["loss"], state)
+        self.best = BestWeights(found["kept"]["step"], found["kept"]["loss"], state)
         self.gradients = [GradientEntry(**entry) for entry in found["gradients"]]
 
 
-def looking(steps: int) -> int:
+def validation_interval(steps: int) -> int:
     """Return the steps between looks. Not those between checkpoints, which may change when training is resumed."""
     return max(1, steps // 10)
 
@@ -226,7 +231,7 @@ def schedule(step: int, steps: int) -> float:
     return min((step + 1) / warm, (steps - step) / max(1, steps - warm))
 
 
-class _Computed:
+class _DtypeRecorder:
     """Records the dtype of the first product's output in a forward pass."""
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -238,7 +243,7 @@ class _Computed:
         if isinstance(output, torch.Tensor) and not self._found:
             self._found = str(output.dtype).removeprefix("torch.")
 
-    def seen(self) -> str:
+    def finish(self) -> str:
         for handle in self._handles:
             handle.remove()
         return self._found or "unknown"

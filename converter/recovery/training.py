@@ -1,4 +1,4 @@
-"""The training of a recovery: Lightning's loop over lessons, with checkpoints from which it can be resumed."""
+"""The training of a recovery: Lightning's loop over batches, with checkpoints from which it can be resumed."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from converter.process.quiet import first_line, quiet
 from converter.recovery import precision
 from converter.recovery.batches import Loader
 from converter.recovery.biases import corrected
-from converter.recovery.lessons import Lesson, Teacher
-from converter.recovery.place import Place
+from converter.recovery.lessons import Teacher, TeacherBatch
+from converter.recovery.place import RecoveryDirectory
 from converter.recovery.settings import FIRST_SCALE, Settings
-from converter.recovery.weights import Trained
-from converter.recovery.yardstick import BATCHES, State, Yardstick
+from converter.recovery.weights import TrainedParameter
+from converter.recovery.yardstick import BATCHES, State, ValidationLoss
 
 if TYPE_CHECKING:
-    from converter.recovery.trainee import Trainee
+    from converter.recovery.trainee import StudentModule
 
 
 @dataclass(frozen=True, slots=True)
-class Taught:
+class TrainingResult:
     """The result of training: the weights that it kept, in fp32 on the CPU, by first name, and what was recorded.
 
     ``step`` is the step after which they were kept; 0 means before any, perhaps with corrected biases. ``start`` are
@@ -62,49 +62,49 @@ def check_installed() -> None:
 def train(
     model: TorchModel,
     outputs: Sequence[TensorSpec],
-    trained: Sequence[Trained],
+    trained: Sequence[TrainedParameter],
     loader: Loader,
     settings: Settings,
     seed: int,
-    place: Place,
+    directory: RecoveryDirectory,
     progress: Progress,
-) -> Taught:
+) -> TrainingResult:
     """Train a copy of ``model`` on the outputs of ``model`` itself, or on labels, as ``settings`` say.
 
-    Resumes from the last checkpoint in ``place`` if there is one. Raises :class:`ConversionError` if the loss is not
-    finite, if a gradient is not finite without loss scaling, or if every step was skipped. Raises :class:`UsageError`
-    for batches that do not match the model.
+    Resumes from the last checkpoint in ``directory`` if there is one. Raises :class:`ConversionError` if the loss is
+    not finite, if a gradient is not finite without loss scaling, or if every step was skipped. Raises
+    :class:`UsageError` for batches that do not match the model.
     """
-    from converter.recovery.trainee import Trainee
+    from converter.recovery.trainee import StudentModule
 
     where = precision.device(settings.device)
     student = replace(model, module=copy.deepcopy(model.module))
     teacher = Teacher(model, outputs, settings.loss, where)
-    last = place.last
-    begun = 0 if last is None else _begun(last, settings)
+    last = directory.last
+    start_step = 0 if last is None else _last_step(last, settings)
     scale = settings.scaling.factor if settings.scaling.kind != "none" else FIRST_SCALE
     with _full_fp32():
-        lessons = [teacher.lesson(batch) for batch in loader.first(BATCHES)]  # the same ones at every start
-        yardstick = Yardstick(teacher, trained, lessons, settings.precision)
-        trainee = Trainee(student, trained, yardstick, settings, seed)
-        trainee.student.to(where)
-        start = trainee.state()
-        if begun == 0:
-            trainee.facts.scale_first = settings.scaling.factor
+        batches = [teacher.compute(batch) for batch in loader.first(BATCHES)]  # the same ones at every start
+        validation_loss = ValidationLoss(teacher, trained, batches, settings.precision)
+        student_module = StudentModule(student, trained, validation_loss, settings, seed)
+        student_module.student.to(where)
+        start = student_module.state()
+        if start_step == 0:
+            student_module.facts.scale_first = settings.scaling.factor
             with progress.step("measuring gradients"):
-                trainee.take_survey(0, lessons[0], scale)
+                student_module.record_gradients(0, batches[0], scale)
             with progress.step("correcting biases"):
-                _correct(trainee, yardstick, start)
-        stream = _Lessons(map(teacher.lesson, loader.endless(begun)), settings.steps - begun)
-        if last is None or begun < settings.steps:
-            scale_last = _fit(trainee, stream, settings, place, progress, where)
+                _correct_biases(student_module, validation_loss, start)
+        stream = _RemainingBatches(map(teacher.compute, loader.endless(start_step)), settings.steps - start_step)
+        if last is None or start_step < settings.steps:
+            scale_last = _fit(student_module, stream, settings, directory, progress, where)
         else:
-            scale_last = _load(trainee, last)
-        trainee.student.float().to(where)
+            scale_last = _load(student_module, last)
+        student_module.student.float().to(where)
         with progress.step("measuring gradients"):
-            trainee.take_survey(settings.steps, lessons[0], scale)
+            student_module.record_gradients(settings.steps, batches[0], scale)
     model.module.cpu()
-    facts, kept = trainee.facts, trainee.kept
+    facts, best = student_module.facts, student_module.best
     if facts.skipped >= settings.steps:
         raise ConversionError(
             f"recovery: all {settings.steps} steps were skipped, because their gradients were not finite in fp16"
@@ -124,36 +124,38 @@ def train(
         scaling=str(settings.scaling),
         scale_first=facts.scale_first,
         scale_last=scale_last,
-        weights=sum(master.numel() for _, master in trainee.masters()),
+        weights=sum(master.numel() for _, master in student_module.masters()),
         updates_lost=facts.updates_lost / max(1, facts.updates) if settings.precision == "bf16-true" else None,
         biases_corrected=facts.biases,
-        yardstick=len(lessons),
+        yardstick=len(batches),
         loss_before=facts.loss_before,
         looks=[LookEntry(step=step, loss=loss) for step, loss in facts.looks],
-        kept=kept.step,
+        kept=best.step,
         rate_share=facts.slower,
     )
-    return Taught(_on_cpu(start), _on_cpu(kept.state), kept.step, entry, trainee.gradients)
+    return TrainingResult(_on_cpu(start), _on_cpu(best.state), best.step, entry, student_module.gradients)
 
 
 def _on_cpu(state: State) -> State:
     return {name: held.cpu() for name, held in state.items()}
 
 
-def _correct(trainee: Trainee, yardstick: Yardstick, start: State) -> None:
-    """Before the first step, give ``trainee`` biases that compensate rounding, if that lowers the loss."""
-    from converter.recovery.trainee import Kept
+def _correct_biases(student_module: StudentModule, validation_loss: ValidationLoss, start: State) -> None:
+    """Before the first step, give ``student_module`` biases that compensate rounding, if that lowers the loss."""
+    from converter.recovery.trainee import BestWeights
 
-    facts = trainee.facts
-    facts.loss_before = yardstick.loss(start)
-    trainee.kept = Kept(0, facts.loss_before if math.isfinite(facts.loss_before) else math.inf, dict(start))
-    found, count = corrected(yardstick, start)
-    loss = yardstick.loss(found) if count else math.nan
-    if loss < trainee.kept.loss:
+    facts = student_module.facts
+    facts.loss_before = validation_loss.loss(start)
+    student_module.best = BestWeights(
+        0, facts.loss_before if math.isfinite(facts.loss_before) else math.inf, dict(start)
+    )
+    found, count = corrected(validation_loss, start)
+    loss = validation_loss.loss(found) if count else math.nan
+    if loss < student_module.best.loss:
         facts.biases = count
-        trainee.kept = Kept(0, loss, found)
-        trainee.put(found)
-    facts.looks.append((0, trainee.kept.loss))
+        student_module.best = BestWeights(0, loss, found)
+        student_module.load_weights(found)
+    facts.looks.append((0, student_module.best.loss))
 
 
 class _full_fp32:  # noqa: N801 - reads as the context that it is
@@ -169,24 +171,29 @@ class _full_fp32:  # noqa: N801 - reads as the context that it is
         torch.backends.cudnn.allow_tf32 = self._before[1]
 
 
-class _Lessons(torch.utils.data.IterableDataset[Lesson]):
-    """The remaining lessons of a training, once."""
+class _RemainingBatches(torch.utils.data.IterableDataset[TeacherBatch]):
+    """The remaining batches of a training, once."""
 
-    def __init__(self, lessons: Iterator[Lesson], count: int) -> None:
-        self._lessons, self._count = lessons, count
+    def __init__(self, batches: Iterator[TeacherBatch], count: int) -> None:
+        self._batches, self._count = batches, count
 
-    def __iter__(self) -> Iterator[Lesson]:
-        return itertools.islice(self._lessons, self._count)
+    def __iter__(self) -> Iterator[TeacherBatch]:
+        return itertools.islice(self._batches, self._count)
 
 
 def _fit(
-    trainee: Trainee, lessons: _Lessons, settings: Settings, place: Place, progress: Progress, where: torch.device
+    student_module: StudentModule,
+    batches: _RemainingBatches,
+    settings: Settings,
+    directory: RecoveryDirectory,
+    progress: Progress,
+    where: torch.device,
 ) -> float:
     """Run Lightning's loop; return the loss scale at the end."""
     import lightning
     from lightning.pytorch.plugins.environments import LightningEnvironment
 
-    keeper, deterministic = _keeper(settings, place, progress), torch.are_deterministic_algorithms_enabled()
+    keeper, deterministic = _keeper(settings, directory, progress), torch.are_deterministic_algorithms_enabled()
     arithmetic = precision.plugin(settings.precision, settings.scaling, where)
     with quiet():
         trainer = lightning.Trainer(
@@ -195,7 +202,7 @@ def _fit(
             max_steps=settings.steps,
             max_epochs=-1,
             # so that no environment variable makes it a cluster
-            plugins=[arithmetic, LightningEnvironment(), _writer(place)],
+            plugins=[arithmetic, LightningEnvironment(), _writer(directory)],
             callbacks=[keeper],
             logger=False,
             enable_checkpointing=False,  # `keeper` writes them, and never leaves half a file
@@ -203,11 +210,16 @@ def _fit(
             enable_model_summary=False,
             use_distributed_sampler=False,
             deterministic="warn",
-            default_root_dir=place.path,
+            default_root_dir=directory.path,
         )
-        data = torch.utils.data.DataLoader(lessons, batch_size=None)
+        data = torch.utils.data.DataLoader(batches, batch_size=None)
         try:
-            trainer.fit(trainee, data, ckpt_path=None if place.last is None else str(place.last), weights_only=True)
+            trainer.fit(
+                student_module,
+                data,
+                ckpt_path=None if directory.last is None else str(directory.last),
+                weights_only=True,
+            )
         except SystemExit:  # Lightning raises it on Control-C
             raise KeyboardInterrupt from None
         finally:
@@ -219,8 +231,8 @@ def _fit(
     return float(scaler.get_scale()) if scaler is not None else 1.0
 
 
-def _keeper(settings: Settings, place: Place, progress: Progress) -> Any:
-    """Return a callback that stores a checkpoint every ``settings.every`` steps and at the end; reports progress."""
+def _keeper(settings: Settings, directory: RecoveryDirectory, progress: Progress) -> Any:
+    """Return a callback that reports progress, and stores a checkpoint every few steps and at the end."""
     import lightning
 
     class Keeper(lightning.Callback):  # type: ignore[misc,unused-ignore]  # lightning may not be installed
@@ -230,14 +242,16 @@ def _keeper(settings: Settings, place: Place, progress: Progress) -> Any:
 
         def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
             if self._step is None:
-                end = min(settings.steps, (trainer.global_step // settings.every + 1) * settings.every)
+                end = min(
+                    settings.steps, (trainer.global_step // settings.checkpoint_every + 1) * settings.checkpoint_every
+                )
                 self._step = progress.step(f"training, steps {trainer.global_step + 1} to {end} of {settings.steps}")
                 self._step.__enter__()
 
-        def on_train_batch_end(self, trainer: Any, trainee: Any, *_: Any) -> None:
-            trainee.end_step()
-            if trainer.global_step % settings.every == 0 or trainer.global_step == settings.steps:
-                trainer.save_checkpoint(place.checkpoint)
+        def on_train_batch_end(self, trainer: Any, student_module: Any, *_: Any) -> None:
+            student_module.end_step()
+            if trainer.global_step % settings.checkpoint_every == 0 or trainer.global_step == settings.steps:
+                trainer.save_checkpoint(directory.checkpoint)
                 self.close()
 
         def close(self) -> None:
@@ -248,18 +262,18 @@ def _keeper(settings: Settings, place: Place, progress: Progress) -> Any:
     return Keeper()
 
 
-def _writer(place: Place) -> Any:
-    """Return the writer of checkpoints into ``place``. Lightning's own would write to a file in /tmp and move it."""
+def _writer(directory: RecoveryDirectory) -> Any:
+    """Return the writer of checkpoints into ``directory``. Lightning's own would write a file in /tmp and move it."""
     from lightning.pytorch.plugins import TorchCheckpointIO
 
     class Writer(TorchCheckpointIO):  # type: ignore[misc,unused-ignore]  # lightning may not be installed
         def save_checkpoint(self, checkpoint: dict[str, Any], *_: Any, **__: Any) -> None:
-            place.keep(lambda file: torch.save(checkpoint, file))
+            directory.write_checkpoint(lambda file: torch.save(checkpoint, file))
 
     return Writer()
 
 
-def _begun(last: Path, settings: Settings) -> int:
+def _last_step(last: Path, settings: Settings) -> int:
     """Return the step that the last checkpoint was written after."""
     try:
         found = torch.load(last, weights_only=True, map_location="cpu")["global_step"]
@@ -273,9 +287,9 @@ def _begun(last: Path, settings: Settings) -> int:
     return found
 
 
-def _load(trainee: Trainee, last: Path) -> float:
+def _load(student_module: StudentModule, last: Path) -> float:
     """Load the end state of a training that had finished; return its loss scale."""
     found = torch.load(last, weights_only=True, map_location="cpu")
-    trainee.load_state_dict(found["state_dict"])
-    trainee.on_load_checkpoint(found)
+    student_module.load_state_dict(found["state_dict"])
+    student_module.on_load_checkpoint(found)
     return float(found.get("MixedPrecision", {}).get("scale", 1.0))

@@ -20,12 +20,12 @@ from converter.process.progress import Progress
 from converter.proof.samples import Samples, load
 from converter.recovery import precision
 from converter.recovery.batches import Loader, check_labels
-from converter.recovery.judging import Judge, Judging, MadeWorse
+from converter.recovery.judging import EvaluationData, Judge, MadeWorse
 from converter.recovery.loss import logits_of
-from converter.recovery.place import ORIGINAL, Place, workplace
+from converter.recovery.place import ORIGINAL, RecoveryDirectory, open_directory
 from converter.recovery.settings import Settings
 from converter.recovery.training import check_installed, train
-from converter.recovery.weights import digest, find, put, recovered
+from converter.recovery.weights import copy_to_module, digest, find_trainable, recovered
 from converter.recovery.yardstick import State
 
 JUDGED = 1000  # batches that a recovery is judged on, at most: as many as --samples takes
@@ -42,8 +42,8 @@ def recover(options: Options, settings: Settings, progress: Progress) -> Result:
     check_installed()
     where = precision.device(settings.device)
     check_target(options)
-    with prefix_errors(options.source), workplace(options.target, resume=settings.resume) as place:
-        resuming = _resuming(settings, place)
+    with prefix_errors(options.source), open_directory(options.target, resume=settings.resume) as directory:
+        resuming = _resuming(settings, directory)
         source = intake.read(options, progress)
         model = source.module
         if model is None:
@@ -56,39 +56,39 @@ def recover(options: Options, settings: Settings, progress: Progress) -> Result:
                 f"{options.source}: cannot be recovered, because it has no ONNX graph: {source.no_graph_reason}"
             )
         loader = Loader("--data", settings.data, model.inputs, options.seed)
-        judging = _judging(settings, loader, model, options)
+        evaluation_data = _evaluation_data(settings, loader, model, options)
         checkpoint, outputs = source.checkpoint, source.outputs
-        _check_labels(outputs, judging)
-        place.agree(_asked(options, settings, checkpoint, where.type))
-        samples = _samples(options, source, judging)
-        before = _as_it_is(options, source, place, samples, progress)
-        trained = find(model.module, checkpoint.tensors, before)
-        taught = train(model, outputs, trained, loader, settings, options.seed, place, progress)
+        _check_labels(outputs, evaluation_data)
+        directory.check_options(_options_to_check(options, settings, checkpoint, where.type))
+        samples = _samples(options, source, evaluation_data)
+        before = _convert_original(options, source, directory, samples, progress)
+        trained = find_trainable(model.module, checkpoint.tensors, before)
+        training_result = train(model, outputs, trained, loader, settings, options.seed, directory, progress)
         release_memory()
         shaped = replace(options, search=False, recorded_extra={"recovery": settings.recorded(checkpoint.sha256)})
 
         def write(state: State, judge: Judge) -> Result:
             tensors = recovered(checkpoint.tensors, trained, state)
-            put(model.module, trained, tensors)
-            again = Checkpoint(f"{checkpoint.format}, recovered", digest(tensors), tensors)
-            rewritten = replace(source, checkpoint=again, module=model)
+            copy_to_module(model.module, trained, tensors)
+            recovered_checkpoint = Checkpoint(f"{checkpoint.format}, recovered", digest(tensors), tensors)
+            rewritten = replace(source, checkpoint=recovered_checkpoint, module=model)
             given = ProvidedInputs(read=lambda _: _exported(rewritten), samples=samples, judge=judge)
             return convert(shaped, progress, given)
 
-        judge = Judge(options, settings, before, judging, taught, checkpoint.sha256, place.path)
+        judge = Judge(options, settings, before, evaluation_data, training_result, checkpoint.sha256, directory.path)
         try:
-            result = write(taught.state, judge)
+            result = write(training_result.state, judge)
         except MadeWorse as worse:
-            result = write(taught.start, replace(judge, instead_of=worse))
-        place.finished = True
+            result = write(training_result.start, replace(judge, rejection=worse))
+        directory.finished = True
     notes = precision.notes(settings.precision, settings.scaling, where)
     return Result(result.artifact, (*resuming, *notes, *result.notes))
 
 
-def _resuming(settings: Settings, place: Place) -> list[str]:
+def _resuming(settings: Settings, directory: RecoveryDirectory) -> list[str]:
     """Return a note if --resume found no checkpoint. That is no error: jobs that may be killed always pass --resume."""
-    if settings.resume and place.last is None:
-        return [f"--resume: {place.path} held no checkpoint, so this recovery began at step 1"]
+    if settings.resume and directory.last is None:
+        return [f"--resume: {directory.path} held no checkpoint, so this recovery began at step 1"]
     return []
 
 
@@ -99,25 +99,25 @@ def check_target(options: Options) -> None:
     check(options.target.path, options.force)
 
 
-def _judging(settings: Settings, loader: Loader, model: TorchModel, options: Options) -> Judging:
+def _evaluation_data(settings: Settings, loader: Loader, model: TorchModel, options: Options) -> EvaluationData:
     if settings.evaluation is None:
-        return Judging(loader.first(JUDGED), f"{settings.data}, the training data", held_out=False)
+        return EvaluationData(loader.first(JUDGED), f"{settings.data}, the training data", held_out=False)
     evaluation = Loader("--eval", settings.evaluation, model.inputs, options.seed)
-    return Judging(evaluation.first(JUDGED), settings.evaluation, held_out=True)
+    return EvaluationData(evaluation.first(JUDGED), settings.evaluation, held_out=True)
 
 
-def _check_labels(outputs: Sequence[TensorSpec], judging: Judging) -> None:
+def _check_labels(outputs: Sequence[TensorSpec], evaluation_data: EvaluationData) -> None:
     """Reject labels out of range before hours of training, as counting right rows would do after them."""
     name = logits_of(outputs)
     *dims, classes = next((spec.shape for spec in outputs if spec.name == name and spec.shape), ("unknown",))
-    for batch in judging.batches:
+    for batch in evaluation_data.batches:
         if isinstance(classes, int) and name is not None and batch.labels is not None:
             sizes = batch.labels.shape[: len(dims)]
             known = [size if isinstance(dim, str) else dim for dim, size in zip(dims, sizes, strict=False)]
             check_labels(batch, name, (*known, *(dim for dim in dims[len(known) :] if isinstance(dim, int)), classes))
 
 
-def _samples(options: Options, source: Source, judging: Judging) -> Samples:
+def _samples(options: Options, source: Source, evaluation_data: EvaluationData) -> Samples:
     """Return the samples to measure drift on: the given ones, else the batches that recovery is judged on.
 
     Outputs that came with them are left out, because they are the original's.
@@ -125,10 +125,10 @@ def _samples(options: Options, source: Source, judging: Judging) -> Samples:
     if options.samples is not None:
         given = load(options.samples, source.inputs, outputs=[spec.name for spec in source.outputs])
         return Samples(given.feeds, given.origin)
-    return Samples(tuple(batch.feeds for batch in judging.batches), judging.origin)
+    return Samples(tuple(batch.feeds for batch in evaluation_data.batches), evaluation_data.origin)
 
 
-def _asked(options: Options, settings: Settings, checkpoint: Checkpoint, where: str) -> dict[str, Any]:
+def _options_to_check(options: Options, settings: Settings, checkpoint: Checkpoint, where: str) -> dict[str, Any]:
     """Return all options that determine the result, or the artifact of the original weights, to be checked at a resume.
 
     A file may hold several kinds of weights, and its digest does not say which were chosen.
@@ -158,9 +158,11 @@ def _asked(options: Options, settings: Settings, checkpoint: Checkpoint, where: 
     }
 
 
-def _as_it_is(options: Options, source: Source, place: Place, samples: Samples, progress: Progress) -> Artifact:
+def _convert_original(
+    options: Options, source: Source, directory: RecoveryDirectory, samples: Samples, progress: Progress
+) -> Artifact:
     """Return the artifact of the original weights, which tells what is rounded and what bf16 and fp32 gave before."""
-    target = Target(place.path / ORIGINAL, options.target.model, options.target.version)
+    target = Target(directory.path / ORIGINAL, options.target.model, options.target.version)
     if not target.path.exists():
         plain = replace(
             options,

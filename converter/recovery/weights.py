@@ -27,7 +27,7 @@ _FLOATS = ("float32", "float64", "float16", "bfloat16")
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
+class TrainedParameter:
     """A parameter of the module, with all its names there, and the checkpoint's ``tensors`` that hold it.
 
     If ``rounds``, the artifact stores it in bf16, multiplied by ``scale`` (float64, broadcast; None: 1).
@@ -39,7 +39,9 @@ class Trained:
     scale: torch.Tensor | None = None
 
 
-def find(module: torch.nn.Module, checkpoint: Mapping[str, Array], artifact: Artifact) -> tuple[Trained, ...]:
+def find_trainable(
+    module: torch.nn.Module, checkpoint: Mapping[str, Array], artifact: Artifact
+) -> tuple[TrainedParameter, ...]:
     """Return what can be trained of ``module``, which was made from ``checkpoint``, as ``artifact`` was.
 
     Not trained are parameters that no tensor of the checkpoint holds unchanged. Nor are those by which BatchNorm scales
@@ -55,7 +57,7 @@ def find(module: torch.nn.Module, checkpoint: Mapping[str, Array], artifact: Art
     return found
 
 
-def _find(module: torch.nn.Module, checkpoint: Mapping[str, Array], artifact: Artifact) -> Iterator[Trained]:
+def _find(module: torch.nn.Module, checkpoint: Mapping[str, Array], artifact: Artifact) -> Iterator[TrainedParameter]:
     manifest = artifact.manifest
     stored = {entry.name: entry for entry in manifest.checkpoint}
     folded = {entry.name for entry in manifest.plan.tensors if entry.code == "reference_only"}
@@ -76,7 +78,7 @@ def _find(module: torch.nn.Module, checkpoint: Mapping[str, Array], artifact: Ar
         if not entries or (not own and any(_scales(entry, folded, names[key]) for entry in entries)):
             continue
         rounds, scale = _rounding(artifact, manifest, entries[0], parameter.ndim)
-        yield Trained(tuple(names[key]), tuple(tensors), rounds, scale)
+        yield TrainedParameter(tuple(names[key]), tuple(tensors), rounds, scale)
 
 
 def _scales(entry: CheckpointEntry, folded: set[str], names: Sequence[str]) -> bool:
@@ -170,7 +172,7 @@ def rounded(weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
 
 
 def recovered(
-    checkpoint: Mapping[str, Array], trained: Sequence[Trained], state: Mapping[str, torch.Tensor]
+    checkpoint: Mapping[str, Array], trained: Sequence[TrainedParameter], state: Mapping[str, torch.Tensor]
 ) -> dict[str, Array]:
     """Return ``checkpoint`` with the trained values of ``state`` (by the module's names), in its dtypes and order.
 
@@ -187,7 +189,9 @@ def recovered(
     return found
 
 
-def put(module: torch.nn.Module, trained: Sequence[Trained], checkpoint: Mapping[str, Array]) -> None:
+def copy_to_module(
+    module: torch.nn.Module, trained: Sequence[TrainedParameter], checkpoint: Mapping[str, Array]
+) -> None:
     """Copy the values that ``checkpoint`` holds for ``trained`` into ``module``."""
     parameters = dict(module.named_parameters(remove_duplicate=False))
     with torch.no_grad():

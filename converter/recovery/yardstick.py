@@ -10,41 +10,45 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from converter.recovery.lessons import Lesson, Teacher
+from converter.recovery.lessons import Teacher, TeacherBatch
 from converter.recovery.precision import arithmetic
 from converter.recovery.settings import Precision
-from converter.recovery.weights import Trained, rounded
+from converter.recovery.weights import TrainedParameter, rounded
 
 BATCHES = 8
 State = Mapping[str, torch.Tensor]  # what is trained, in fp32, by each parameter's first name
 
 
-class Yardstick:
-    """Measures the loss on ``lessons``, in the arithmetic of ``precision``, with the fp32 module's own buffers."""
+class ValidationLoss:
+    """Measures the loss on ``batches``, in the arithmetic of ``precision``, with the fp32 module's own buffers."""
 
     def __init__(
-        self, teacher: Teacher, trained: Sequence[Trained], lessons: Sequence[Lesson], precision: Precision
+        self,
+        teacher: Teacher,
+        trained: Sequence[TrainedParameter],
+        batches: Sequence[TeacherBatch],
+        precision: Precision,
     ) -> None:
-        self.teacher, self.trained, self.lessons = teacher, tuple(trained), tuple(lessons)
+        self.teacher, self.trained, self.batches = teacher, tuple(trained), tuple(batches)
         self.precision = precision
 
     def loss(self, state: State) -> float:
-        """Return the mean loss over the lessons; NaN or infinite if the outputs are."""
-        held = published(self.trained, state)
+        """Return the mean loss over the batches; NaN or infinite if the outputs are."""
+        held = as_published(self.trained, state)
         with torch.no_grad():
-            losses = [float(self.teacher.loss(self.answers(held, lesson), lesson)) for lesson in self.lessons]
+            losses = [float(self.teacher.loss(self.outputs(held, batch), batch)) for batch in self.batches]
         return sum(losses) / len(losses)
 
-    def answers(self, held: State, lesson: Lesson) -> dict[str, torch.Tensor]:
+    def outputs(self, held: State, batch: TeacherBatch) -> dict[str, torch.Tensor]:
         """Return the module's outputs, by name, with ``held`` in place of its own parameters."""
         model = self.teacher.model
-        inputs = tuple(tensor.clone() for tensor in lesson.inputs)
+        inputs = tuple(tensor.clone() for tensor in batch.inputs)
         with arithmetic(self.precision, inputs[0].device):
             found = torch.func.functional_call(model.module, dict(held), inputs)
         return dict(zip(model.outputs, found, strict=True))
 
 
-def published(trained: Sequence[Trained], state: State) -> dict[str, torch.Tensor]:
+def as_published(trained: Sequence[TrainedParameter], state: State) -> dict[str, torch.Tensor]:
     """Return ``state`` as the artifact would hold it, in fp32, under every name of each parameter."""
     found: dict[str, torch.Tensor] = {}
     for entry in trained:

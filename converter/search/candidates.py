@@ -31,13 +31,13 @@ def candidates(model: ir.Model, plan: Plan, profile: Profile, costs: Costs) -> l
     precision.
     """
     bf16 = bf16_of(plan, profile)
-    asked = _asked(plan.tensors)
-    free = bf16.nodes - _asked(plan.nodes.get(profile.name, ()))
+    requested = _requested(plan.tensors)
+    free = bf16.nodes - _requested(plan.nodes.get(profile.name, ()))
     nodes = [n for n in model.graph if n.name in free and (n.op_type not in MOVEMENT or n.op_type in MERGING)]
     readers = _readers(nodes, bf16.weights, model.opset_imports[""])
     rank = {node: index for index, node in enumerate(model.graph.all_nodes())}
     placed: list[tuple[float, Unit]] = []
-    for name in sorted(bf16.weights - asked):
+    for name in sorted(bf16.weights - requested):
         value = model.graph.initializers.get(name)
         uses = [] if value is None else [use.node for use in value.uses()]
         first = min((rank[node] for node in (*readers.get(name, ()), *uses)), default=0)
@@ -75,5 +75,5 @@ def _names(entries: Iterable[PlanEntry]) -> frozenset[str]:
     return frozenset(entry.name for entry in entries if entry.precision == "bf16")
 
 
-def _asked(entries: Iterable[PlanEntry]) -> frozenset[str]:
+def _requested(entries: Iterable[PlanEntry]) -> frozenset[str]:
     return frozenset(entry.name for entry in entries if entry.code == "asked_for")

@@ -7,18 +7,23 @@ from collections.abc import Callable, Iterable, Sequence
 
 from converter.search.ranking import Group, Unit
 
-_ENOUGH = 1 / 64  # share of the tolerated variance; groups that together leave less than this are taken in any order
+_NEGLIGIBLE = (
+    1 / 64
+)  # share of the tolerated variance; groups that together leave less than this are taken in any order
 
 Units = frozenset[Unit]
 
 
-class Choice:
-    """Finds a set of islands. ``suffices`` tells whether one meets the budget; ``sufficing`` are those that do."""
+class MinimalSetFinder:
+    """Finds a small set of islands.
 
-    def __init__(self, suffices: Callable[[Units], bool]) -> None:
-        self._suffices = suffices
+    ``within_budget`` tells whether a set meets the budget; ``sets_within_budget`` are those that do.
+    """
+
+    def __init__(self, within_budget: Callable[[Units], bool]) -> None:
+        self._within_budget = within_budget
         self._known: dict[Units, bool] = {}
-        self.sufficing: list[Units] = []
+        self.sets_within_budget: list[Units] = []
 
     def find(self, groups: Sequence[Group], tolerance: float, known: Units | None = None) -> Units | None:
         """Return a set that suffices, or None if not even all units do.
@@ -44,9 +49,9 @@ class Choice:
             before = len(left)
             position = 0
             while position < len(left):
-                spared = left[:position] + left[position + size :]
-                if self._try(frozenset(spared)):
-                    left = spared
+                remaining = left[:position] + left[position + size :]
+                if self._try(frozenset(remaining)):
+                    left = remaining
                 else:
                     position += size
             if size == 1 and len(left) == before:
@@ -55,9 +60,9 @@ class Choice:
 
     def _try(self, units: Units) -> bool:
         if units not in self._known:
-            self._known[units] = self._suffices(units)
+            self._known[units] = self._within_budget(units)
             if self._known[units]:
-                self.sufficing.append(units)
+                self.sets_within_budget.append(units)
         return self._known[units]
 
 
@@ -66,37 +71,37 @@ def steps_of(groups: Sequence[Group], tolerance: float) -> list[Units]:
 
     A weight comes with the nodes that read it. Units that were not told apart come together.
     """
-    parts = [_Part(group, index) for index, group in enumerate(groups)]
+    parts = [_PendingGroup(group, index) for index, group in enumerate(groups)]
     by_name = {(unit.kind, unit.name): part for part in parts for unit in part.units}
     for part in parts:
         part.needs = {id(p): p for u in part.units for r in u.readers if (p := by_name.get(("node", r))) is not None}
     steps: list[Units] = []
     waiting = {id(part): part for part in parts}
     while waiting:
-        careful = sum(part.variance for part in waiting.values()) > _ENOUGH * tolerance**2
+        one_at_a_time = sum(part.variance for part in waiting.values()) > _NEGLIGIBLE * tolerance**2
         ordered = sorted(waiting.values(), key=lambda part: part.rank(waiting))
-        for part in ordered[:1] if careful else ordered:
-            brought = [p for key, p in part.needs.items() if key in waiting and p is not part]
+        for part in ordered[:1] if one_at_a_time else ordered:
+            weight_readers = [p for key, p in part.needs.items() if key in waiting and p is not part]
             if id(part) in waiting:
-                steps.append(frozenset(u for p in (part, *brought) for u in p.units))
-            for done in (part, *brought):
+                steps.append(frozenset(u for p in (part, *weight_readers) for u in p.units))
+            for done in (part, *weight_readers):
                 waiting.pop(id(done), None)
     return steps
 
 
-class _Part:
+class _PendingGroup:
     """A group that is to become a step."""
 
     def __init__(self, group: Group, index: int) -> None:
         self.units = group.units
         self.variance = group.variance
         self.index = index
-        self.needs: dict[int, _Part] = {}
+        self.needs: dict[int, _PendingGroup] = {}
 
-    def rank(self, waiting: dict[int, _Part]) -> tuple[float, float, int]:
-        brought = [part for key, part in self.needs.items() if key in waiting and part is not self]
-        gain = self.variance + sum(part.variance for part in brought)
-        price = cost(self.units) + sum(cost(part.units) for part in brought)
+    def rank(self, waiting: dict[int, _PendingGroup]) -> tuple[float, float, int]:
+        weight_readers = [part for key, part in self.needs.items() if key in waiting and part is not self]
+        gain = self.variance + sum(part.variance for part in weight_readers)
+        price = cost(self.units) + sum(cost(part.units) for part in weight_readers)
         ratio = gain if math.isinf(gain) else gain / price
         return -ratio, price, self.index
 

@@ -14,7 +14,7 @@ from converter.search.choice import Units
 from converter.search.ranking import Unit
 
 
-class Judged:
+class BudgetJudge:
     """Judges sets of islands by ``budget``. ``drifts`` tries one set; results are kept, so each set is tried once."""
 
     def __init__(self, budget: Budget, drifts: Callable[[Units], list[Drifts]]) -> None:
@@ -22,7 +22,7 @@ class Judged:
         self._drifts = drifts
         self._known: dict[Units, tuple[list[Breach], dict[str, DriftSummary]]] = {}
 
-    def suffices(self, units: Units) -> bool:
+    def within_budget(self, units: Units) -> bool:
         """Whether a profile with the islands ``units`` is within the budget."""
         return not self.breaches(units)
 

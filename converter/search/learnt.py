@@ -10,7 +10,7 @@ from converter.search.ranking import Group
 
 
 @dataclass(slots=True)
-class Learnt:
+class SearchCache:
     """``before`` is the drift without islands. ``groups`` are the candidates as ranked; ``ranked`` is false if time ran
     out. ``tried`` has the drifts of every set of islands that was tried, by the samples it was tried on.
 

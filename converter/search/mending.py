@@ -20,7 +20,7 @@ from converter.process.memory import release_memory
 from converter.process.progress import Progress
 from converter.proof.certify import Certified
 from converter.proof.samples import Samples
-from converter.search.learnt import Learnt
+from converter.search.learnt import SearchCache
 from converter.search.result import SearchResult, merged
 from converter.search.search import Task, search
 from converter.search.trials import Deadline, Edges
@@ -28,7 +28,7 @@ from converter.search.trials import Deadline, Edges
 _SHARES = (1.0, 0.9, 0.75)  # of the budget, for a profile's first, second and third search
 
 
-class Mending:
+class IslandSearches:
     """The searches of one conversion; temporary files go to ``scratch``.
 
     ``results`` has each profile's last result, by profile name.
@@ -44,16 +44,16 @@ class Mending:
         self._scratch = scratch
         self._deadline: Deadline | None = None  # starts with the first search
         self._tried: dict[str, int] = {}
-        self._learnt: dict[str, tuple[Islands, Learnt]] = {}  # with the other profiles' islands at that time
+        self._caches: dict[str, tuple[Islands, SearchCache]] = {}  # with the other profiles' islands at that time
         self.results: dict[str, SearchResult] = {}
 
-    def islands(self, certified: Certified) -> Islands | None:
+    def next_islands(self, certified: Certified) -> Islands | None:
         """Return the islands to write and certify next; None if nothing is over budget or nothing more can be done.
 
         If a search found nothing, the reason is added to ``certified.breaches`` for its profile.
         """
-        wanted = self._wanted(certified)
-        found = [self._mended(name, certified) for name in wanted]
+        over_budget = self._profiles_over_budget(certified)
+        found = [self._search_profile(name, certified) for name in over_budget]
         release_memory()
         return merged(self.results.values()) if any(found) else None
 
@@ -65,7 +65,7 @@ class Mending:
         """Return the notes of the searches, which the measurements do not hold."""
         return [note for _, result in sorted(self.results.items()) for note in result.notes]
 
-    def _wanted(self, certified: Certified) -> Sequence[str]:
+    def _profiles_over_budget(self, certified: Certified) -> Sequence[str]:
         """Return the profiles to search for, in the order of ``PROFILES``: those that only round weights come first.
 
         Torch modules are never searched: torch.autocast decides their islands. cpu-bf16 is not searched either, but
@@ -75,7 +75,7 @@ class Mending:
             return ()
         return [name for name, profile in PROFILES.items() if profile.searched and certified.breaches.get(name)]
 
-    def _mended(self, name: str, certified: Certified) -> bool:
+    def _search_profile(self, name: str, certified: Certified) -> bool:
         """Search for new islands for the profile ``name``; return whether there are any."""
         if self._deadline is None:
             self._deadline = Deadline.after(self._options.search_minutes)
@@ -83,22 +83,22 @@ class Mending:
             share = _SHARES[self._tried.get(name, 0)]
             self._tried[name] = self._tried.get(name, 0) + 1
             before = self.results.pop(name, None)
-            result = search(self._task(name, share, certified, self._deadline), self._progress)
+            result = search(self._make_task(name, share, certified, self._deadline), self._progress)
             if result.error:
                 self._tried[name] = len(_SHARES)
                 certified.breaches[name].append(result.error)
                 return False
-            if result.islands and (before is None or result.kept() != before.kept()):
+            if result.islands and (before is None or result.as_islands() != before.as_islands()):
                 self.results[name] = result
                 return True
-        certified.breaches[name].append(_NOT_BORNE_OUT)
+        certified.breaches[name].append(_NOT_CONFIRMED)
         return False
 
-    def _task(self, name: str, share: float, certified: Certified, deadline: Deadline) -> Task:
+    def _make_task(self, name: str, share: float, certified: Certified, deadline: Deadline) -> Task:
         manifest = certified.manifest
         others = merged(self.results.values())
-        if name not in self._learnt or self._learnt[name][0] != others:
-            self._learnt[name] = others, Learnt()
+        if name not in self._caches or self._caches[name][0] != others:
+            self._caches[name] = others, SearchCache()
         inputs, outputs = (tuple(entry.spec() for entry in edges) for edges in (manifest.inputs, manifest.outputs))
         return Task(
             prepared=self._prepared,
@@ -110,7 +110,7 @@ class Mending:
             budget=self._options.budget.tightened(share),
             deadline=deadline,
             saturate=self._options.saturate,
-            learnt=self._learnt[name][1],
+            cache=self._caches[name][1],
             scratch=self._scratch,
         )
 
@@ -124,6 +124,6 @@ class Mending:
         ).plan
 
 
-_NOT_BORNE_OUT = (
+_NOT_CONFIRMED = (
     "the search for fp32 islands found sets that suffice, but running the written graph did not confirm any"
 )

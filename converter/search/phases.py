@@ -21,6 +21,6 @@ class Phases:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def tell(self, phase: str) -> None:
+    def start(self, phase: str) -> None:
         self._stack.close()
         self._stack.enter_context(self._progress.step(f"searching fp32 islands of {self._profile}: {phase}"))

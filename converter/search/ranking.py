@@ -42,18 +42,18 @@ class Group:
 
 
 def rank(
-    units: Sequence[Unit], error: Callable[[Sequence[Unit]], float], tolerance: float, over: Callable[[], bool]
+    units: Sequence[Unit], error: Callable[[Sequence[Unit]], float], tolerance: float, expired: Callable[[], bool]
 ) -> tuple[list[Group], bool]:
     """Split ``units`` into groups; return these in the units' order, and whether splitting was completed.
 
-    ``error`` measures a set of units alone. ``tolerance`` is the error that all may cause together. Once ``over``
+    ``error`` measures a set of units alone. ``tolerance`` is the error that all may cause together. Once ``expired``
     returns true, the remaining groups stay unsplit.
     """
     first = Group(tuple(units), error(units))
     places = {first: 0}
     waiting = [(-first.variance, 0, first)] if len(units) > 1 else []
     while waiting and sum(-v for v, _, _ in waiting) > (_NEGLIGIBLE * tolerance) ** 2:
-        if over():
+        if expired():
             return sorted(places, key=places.__getitem__), False
         _, start, group = heapq.heappop(waiting)
         del places[group]

@@ -10,7 +10,7 @@ from typing import Literal
 from bf16kit.measurements import IslandEntry, SearchEntry
 from converter.plan.decisions import Islands
 
-_SHOWN = 12
+_MAX_ROWS = 12
 _REMEDIES = {"node": "computes in fp32", "weight": "stored in fp32"}
 
 
@@ -71,7 +71,7 @@ class SearchResult:
     notes: tuple[str, ...] = ()
     error: str = ""
 
-    def kept(self) -> Islands:
+    def as_islands(self) -> Islands:
         """Return the islands as the plan takes them: nodes and tensors separately, each with its reason."""
         reasons = {kind: self._reasons(kind) for kind in ("node", "weight")}
         return Islands(reasons["node"], reasons["weight"])
@@ -97,9 +97,11 @@ class SearchResult:
         """Return the sentences for the user: which islands, what they are worth, and how much is bf16 now."""
         if not self.islands:
             return list(self.notes)
-        rows = [f"\n  {i.kind} {i.name} ({i.op}){': ' if i.worth() else ''}{i.worth()}" for i in self.islands[:_SHOWN]]
-        if len(self.islands) > _SHOWN:
-            rows.append(f"\n  and {len(self.islands) - _SHOWN} more, in the plan")
+        rows = [
+            f"\n  {i.kind} {i.name} ({i.op}){': ' if i.worth() else ''}{i.worth()}" for i in self.islands[:_MAX_ROWS]
+        ]
+        if len(self.islands) > _MAX_ROWS:
+            rows.append(f"\n  and {len(self.islands) - _MAX_ROWS} more, in the plan")
         shares = f"{self.bytes_now:.1%} of the weights' bytes ({self.bytes_before:.1%} before)"
         if self.flops_before:
             shares += f" and {self.flops_now:.1%} of the arithmetic ({self.flops_before:.1%} before)"
@@ -118,7 +120,7 @@ def merged(results: Iterable[SearchResult]) -> Islands:
     nodes: dict[str, str] = {}
     tensors: dict[str, str] = {}
     for result in results:
-        kept = result.kept()
+        kept = result.as_islands()
         nodes = dict(kept.nodes) | nodes
         tensors = dict(kept.tensors) | tensors
     return Islands(nodes, tensors)

@@ -19,14 +19,14 @@ from converter.process.progress import Progress
 from converter.proof.judging import find_breaches
 from converter.proof.measure import Drifts
 from converter.search.candidates import bf16_alone, bf16_of, candidates
-from converter.search.choice import Choice, Units, cost
+from converter.search.choice import MinimalSetFinder, Units, cost
 from converter.search.costs import Costs
-from converter.search.judged import Judged, ratio
-from converter.search.learnt import Learnt
+from converter.search.judged import BudgetJudge, ratio
+from converter.search.learnt import SearchCache
 from converter.search.phases import Phases
 from converter.search.ranking import Group, Unit, rank
 from converter.search.result import Island, SearchResult
-from converter.search.trials import Bf16, Deadline, Edges, OutOfTime, Trials, Where, typical
+from converter.search.trials import Bf16, Deadline, Edges, ErrorScope, OutOfTime, Trials, typical
 
 Replan = Callable[[Islands, Profile], Plan]  # returns the plan of one profile with these islands
 
@@ -41,7 +41,7 @@ class Task:
     """The goal of a search: islands for ``profile`` with which the outputs for ``feeds`` are within ``budget``.
 
     ``islands`` exist already and stay. With ``saturate``, weights that overflow become the largest finite number.
-    ``learnt`` holds results of earlier searches with another budget, and is extended. Temporary files go to
+    ``cache`` holds results of earlier searches with another budget, and is extended. Temporary files go to
     ``scratch``.
     """
 
@@ -54,7 +54,7 @@ class Task:
     budget: Budget
     deadline: Deadline
     saturate: bool = False
-    learnt: Learnt = field(default_factory=Learnt)
+    cache: SearchCache = field(default_factory=SearchCache)
     scratch: Path | None = None
 
 
@@ -88,49 +88,49 @@ class _Search:
         self._base = task.profile.base(task.prepared)
         self._plan = task.replan(task.islands, task.profile)
         self._bf16 = bf16_of(self._plan, task.profile)
-        phases.tell("preparing")
+        phases.start("preparing")
         # A search that continues an earlier one opens its session even if time has run out: it has known sets to check.
-        deadline = Deadline(math.inf) if task.learnt.tried else task.deadline
+        deadline = Deadline(math.inf) if task.cache.tried else task.deadline
         self._trials = Trials(
             self._base, self._bf16, task.edges, task.feeds, deadline, saturate=task.saturate, scratch=task.scratch
         )
         everything = frozenset(e.name for e in self._plan.tensors)
         self._costs = Costs.of(self._base, everything, self._trials.shapes())
-        self._trials.keep_to(task.deadline)
-        self._choices: list[Choice] = []
-        self._groups: list[Group] = task.learnt.groups
-        self._ranked = task.learnt.ranked
+        self._trials.set_deadline(task.deadline)
+        self._finders: list[MinimalSetFinder] = []
+        self._groups: list[Group] = task.cache.groups
+        self._ranked = task.cache.ranked
         self._before = 0.0
 
     def run(self) -> SearchResult:
         """Run the search and return its result. Raises :class:`OutOfTime`."""
         units = candidates(self._base, self._plan, self._task.profile, self._costs)
-        learnt = self._task.learnt
-        before = learnt.before = learnt.before or self._trials.drifts(self._bf16)
+        cache = self._task.cache
+        before = cache.before = cache.before or self._trials.drifts(self._bf16)
         breaches = find_breaches(self._task.budget, before)
         if not breaches or not units:
             return self._result(frozenset(), {})
         self._before = ratio(self._task.budget, before)
-        where = Where.worst(before, {breach.output for breach in breaches})
-        tolerance = self._tolerance(breaches, where.error(before))
-        if not learnt.groups:
-            self._phases.tell(f"where the error comes from, among {len(units)} candidates")
+        scope = ErrorScope.worst(before, {breach.output for breach in breaches})
+        tolerance = self._tolerance(breaches, scope.error(before))
+        if not cache.groups:
+            self._phases.start(f"where the error comes from, among {len(units)} candidates")
             ranking = self._task.deadline.part(_RANKING)
-            learnt.groups, learnt.ranked = rank(units, partial(self._error, where), tolerance, ranking.over)
-            self._groups, self._ranked = learnt.groups, learnt.ranked
-        self._phases.tell("the smallest set within budget")
-        return self._choose(typical(before), tolerance)
+            cache.groups, cache.ranked = rank(units, partial(self._error, scope), tolerance, ranking.expired)
+            self._groups, self._ranked = cache.groups, cache.ranked
+        self._phases.start("the smallest set within budget")
+        return self._find_minimal(typical(before), tolerance)
 
-    def _choose(self, samples: Sequence[int], tolerance: float) -> SearchResult:
+    def _find_minimal(self, samples: Sequence[int], tolerance: float) -> SearchResult:
         """Choose on a few ``samples``; if all of them do not confirm the set, choose again with less of the budget."""
         for share in _SHARES if len(samples) < len(self._task.feeds) else (1.0,):
-            judged = Judged(self._task.budget.tightened(share), lambda units: self._drifts(units, samples))
-            self._choices.append(Choice(judged.suffices))
-            known = self._known(self._task.budget.tightened(share), samples)
-            found = self._choices[-1].find(self._groups, share * tolerance, known[0] if known else None)
+            judge = BudgetJudge(self._task.budget.tightened(share), lambda units: self._drifts(units, samples))
+            self._finders.append(MinimalSetFinder(judge.within_budget))
+            known = self._known_sets(self._task.budget.tightened(share), samples)
+            found = self._finders[-1].find(self._groups, share * tolerance, known[0] if known else None)
             if found is None:
-                return self._hopeless()
-            worth = {unit: judged.worth(found, unit) for unit in found}
+                return self._no_solution()
+            worth = {unit: judge.worth(found, unit) for unit in found}
             drifts = self._drifts(found)
             if not find_breaches(self._task.budget, drifts):
                 return self._result(found, worth, drifts, self._blame(found))
@@ -139,9 +139,9 @@ class _Search:
     def best_known(self) -> SearchResult:
         """Return the best known set that all samples confirm, after a few more runs; an error if there is none."""
         self._ranked = False
-        self._trials.keep_to(Deadline(math.inf))
-        known = sorted({units for choice in self._choices for units in choice.sufficing}, key=_by_cost)
-        known = known or self._known(self._task.budget)
+        self._trials.set_deadline(Deadline(math.inf))
+        known = sorted({units for finder in self._finders for units in finder.sets_within_budget}, key=_by_cost)
+        known = known or self._known_sets(self._task.budget)
         steps = {2**step - 1 for step in range(len(known).bit_length())} | {len(known) - 1}
         for units in (known[step] for step in sorted(steps) if known):
             drifts = self._drifts(units)
@@ -152,11 +152,11 @@ class _Search:
     def close(self) -> None:
         self._trials.close()
 
-    def _known(self, budget: Budget, samples: Sequence[int] | None = None) -> list[Units]:
+    def _known_sets(self, budget: Budget, samples: Sequence[int] | None = None) -> list[Units]:
         """Return the sets known to meet ``budget``, on exactly ``samples`` or (None) on any, the cheapest first."""
         found = {
             units
-            for (units, on), drifts in self._task.learnt.tried.items()
+            for (units, on), drifts in self._task.cache.tried.items()
             if samples in (None, on) and not find_breaches(budget, drifts)
         }
         return sorted(found, key=_by_cost)
@@ -164,26 +164,26 @@ class _Search:
     def _known_worth(self, units: Units) -> dict[Unit, tuple[Breach, float]]:
         """Return the worth of those ``units`` that were tried without before time ran out."""
         worth: dict[Unit, tuple[Breach, float]] = {}
-        tried = self._task.learnt.tried
+        tried = self._task.cache.tried
         for without, samples in tried:
             if len(units - without) == 1 and without < units and (units, samples) in tried:
-                judged = Judged(self._task.budget, partial(self._drifts, samples=samples))
+                judge = BudgetJudge(self._task.budget, partial(self._drifts, samples=samples))
                 (unit,) = units - without
-                if unit not in worth and not judged.suffices(without):
-                    worth[unit] = judged.worth(units, unit)
+                if unit not in worth and not judge.within_budget(without):
+                    worth[unit] = judge.worth(units, unit)
         return worth
 
     def _drifts(self, units: Units, samples: Sequence[int] | None = None) -> list[Drifts]:
-        tried = self._task.learnt.tried
+        tried = self._task.cache.tried
         key = units, tuple(range(len(self._task.feeds)) if samples is None else samples)
         if key not in tried:
-            tried[key] = self._trials.drifts(self._with(units), samples)
+            tried[key] = self._trials.drifts(self._bf16_with(units), samples)
         return tried[key]
 
-    def _error(self, where: Where, alone: Sequence[Unit]) -> float:
-        return self._trials.error(bf16_alone(alone), where)
+    def _error(self, scope: ErrorScope, alone: Sequence[Unit]) -> float:
+        return self._trials.error(bf16_alone(alone), scope)
 
-    def _with(self, units: Units) -> Bf16:
+    def _bf16_with(self, units: Units) -> Bf16:
         """Return what is bf16 with ``units`` as islands, by the plan, so that it equals what will be written."""
         alone = bf16_alone(units)
         islands = Islands(
@@ -211,7 +211,7 @@ class _Search:
         blame: str = "",
     ) -> SearchResult:
         task, costs = self._task, self._costs
-        now = self._with(found)
+        now = self._bf16_with(found)
         order = [unit for group in self._groups for unit in group.units if unit in found]
         notes = () if self._ranked else (_NOT_MINIMAL.format(task.profile.name),)
         return SearchResult(
@@ -235,9 +235,9 @@ class _Search:
         if not weights or not self._task.profile.rounds:
             return ""
         breaches = find_breaches(self._task.budget, self._trials.drifts(Bf16(frozenset(), self._bf16.weights)))
-        return self._blamed(breaches[0]) if breaches else ""
+        return self._describe_blame(breaches[0]) if breaches else ""
 
-    def _blamed(self, breach: Breach) -> str:
+    def _describe_blame(self, breach: Breach) -> str:
         guilty = [group for group in self._groups if any(unit.kind == "weight" for unit in group.units)]
         worst = max(guilty, key=lambda group: group.error)
         names = ", ".join(unit.name for unit in worst.units if unit.kind == "weight")
@@ -246,9 +246,9 @@ class _Search:
             f" cause is the weight {names}, whose rounding alone gives a relative_l2 of {worst.error:.3g}"
         )
 
-    def _hopeless(self) -> SearchResult:
+    def _no_solution(self) -> SearchResult:
         task = self._task
-        left = self._with(frozenset(self._units()))
+        left = self._bf16_with(frozenset(self._units()))
         breach = find_breaches(task.budget, self._trials.drifts(left))[0]
         reason = f"drift is over budget even with all candidates in fp32: {breach}"
         names = [*sorted(left.weights), *sorted(left.nodes)]

@@ -2,7 +2,7 @@
 
 One graph per plan would need a session per plan, with its own copy of the weights. Instead, every reader of a value x
 that bf16 would round takes ``If(switch, rounded, x)``, where ``rounded`` is a Cast to bf16 and a Cast back. A rounding
-that is switched off costs a copy. (``Where(switch, rounded, x)`` always rounds, and took twice the time of all the
+that is switched off costs a copy. (``ErrorScope(switch, rounded, x)`` always rounds, and took twice the time of all the
 rest.)
 """
 
@@ -90,9 +90,9 @@ class Switch(Step):
         each: list[ir.Value] = []
         for value in [v for v in values_of(graph) if v.dtype == FLOAT and v.name]:
             self._switch(graph, value, each, fresh)
-        _part(graph, switches, each, fresh)
+        _split(graph, switches, each, fresh)
         for node in nodes:
-            self._tell_shape(graph, node, fresh)
+            self._output_shape(graph, node, fresh)
         graph.inputs.append(switches)
         return bool(self.sites)
 
@@ -104,8 +104,8 @@ class Switch(Step):
             site = Site(*owner, self._reader(node, index), is_weight)
             if any((site.weight, site.producer, site.reader)) and node.op_type not in SHAPE_ONLY:
                 groups.setdefault(site, []).append((node, index))
-        whole = value.is_graph_output() and any(owner)
-        if whole:
+        replaces_output = value.is_graph_output() and any(owner)
+        if replaces_output:
             groups.setdefault(Site(*owner, "", is_weight), [])
         if not groups:
             return
@@ -116,7 +116,7 @@ class Switch(Step):
             self.sites.append(site)
             for node, index in uses:
                 node.replace_input_with(index, switched)
-            if whole and not site.reader:
+            if replaces_output and not site.reader:
                 _become_output(graph, value, switched, fresh)
         made.insert()
 
@@ -133,7 +133,7 @@ class Switch(Step):
         form = self.forms.get(node.name or "")
         return node.name or "" if form is not None and index in form.inputs else ""
 
-    def _tell_shape(self, graph: ir.Graph, node: ir.Node, fresh: FreshNames) -> None:
+    def _output_shape(self, graph: ir.Graph, node: ir.Node, fresh: FreshNames) -> None:
         value = next((output for output in node.outputs if output.dtype == FLOAT and output.name), None)
         if value is None:
             return
@@ -227,7 +227,7 @@ def _switch_of(value: ir.Value, fresh: FreshNames) -> ir.Value:
     return ir.Value(name=name, type=ir.TensorType(ir.DataType.BOOL), shape=ir.Shape([1]))
 
 
-def _part(graph: ir.Graph, switches: ir.Value, each: Sequence[ir.Value], fresh: FreshNames) -> None:
+def _split(graph: ir.Graph, switches: ir.Value, each: Sequence[ir.Value], fresh: FreshNames) -> None:
     """Make each value of ``each`` one element of ``switches``, in order, by one Split: Gathers took as long as Conv."""
     if each:
         sizes = _constant(graph, "switches/sizes", np.ones(len(each), np.int64), fresh)

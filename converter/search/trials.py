@@ -23,8 +23,8 @@ from converter.proof.running import open_fp32_graph
 from converter.proof.spool import Spool
 from converter.search.switches import Switch, positions
 
-WORST = 2  # samples on which a single rounding is measured
-MOST = 16  # samples on which a set of islands is tried
+MAX_WORST_SAMPLES = 2  # samples on which a single rounding is measured
+MAX_SAMPLES = 16  # samples on which a set of islands is tried
 
 
 class OutOfTime(Exception):
@@ -43,7 +43,7 @@ class Deadline:
     def after(cls, minutes: float, clock: Callable[[], float] = time.monotonic) -> Deadline:
         return cls(60 * minutes, clock, clock())
 
-    def over(self) -> bool:
+    def expired(self) -> bool:
         """Whether the time has run out."""
         return self.clock() - self.start > self.seconds
 
@@ -54,7 +54,7 @@ class Deadline:
 
     def check(self) -> None:
         """Raise :class:`OutOfTime` if the time has run out."""
-        if self.over():
+        if self.expired():
             raise OutOfTime
 
 
@@ -106,22 +106,22 @@ class Trials:
         self._runtime: Runtime = open_fp32_graph(model, inputs, outputs, scratch, arena=True)
         self._names = [spec.name for spec in edges.outputs]
         self._expected = Spool(scratch)
-        for answer in self._answers(range(len(feeds)), self._positions(Bf16())):
+        for answer in self._run_samples(range(len(feeds)), self._positions(Bf16())):
             self._expected.append(answer)
 
     def drifts(self, bf16: Bf16, samples: Sequence[int] | None = None) -> list[Drifts]:
         """Return the drift of each sample, of all or of those numbered, from fp32 outputs if ``bf16`` is rounded."""
         chosen = range(len(self._feeds)) if samples is None else samples
-        return self._measured(chosen, self._positions(bf16), self._edges.outputs)
+        return self._measure_drift(chosen, self._positions(bf16), self._edges.outputs)
 
-    def error(self, bf16: Bf16, where: Where) -> float:
+    def error(self, bf16: Bf16, scope: ErrorScope) -> float:
         """Return the relative L2 error that these roundings alone cause: mean over the samples, for the worst output.
 
         Nodes read weights as they are stored, so that the error of rounding a weight is attributed to the weight.
         """
-        on = positions(self._switch.sites, bf16.nodes, bf16.weights, reading_weights=False)
-        outputs = [spec for spec in self._edges.outputs if spec.name in where.outputs]
-        found = self._measured(where.samples, on, outputs)
+        switched = positions(self._switch.sites, bf16.nodes, bf16.weights, reading_weights=False)
+        outputs = [spec for spec in self._edges.outputs if spec.name in scope.outputs]
+        found = self._measure_drift(scope.samples, switched, outputs)
         return max(_relative(summary) for summary in measure.summarise(found).values())
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -130,7 +130,7 @@ class Trials:
         found = self._runtime.run({**self._feeds[0], self._switch.input: self._positions(Bf16())}, names)
         return {node: tuple(int(n) for n in found[name]) for node, name in self._switch.shapes.items()}
 
-    def keep_to(self, deadline: Deadline) -> None:
+    def set_deadline(self, deadline: Deadline) -> None:
         """Replace the deadline: raise :class:`OutOfTime` once ``deadline`` has passed."""
         self._deadline = deadline
 
@@ -138,48 +138,48 @@ class Trials:
         self._runtime.close()
         self._expected.close()
 
-    def _measured(self, samples: Sequence[int], on: Array, outputs: Sequence[TensorSpec]) -> list[Drifts]:
+    def _measure_drift(self, samples: Sequence[int], switched: Array, outputs: Sequence[TensorSpec]) -> list[Drifts]:
         found: list[Drifts] = []
-        for index, answer in zip(samples, self._answers(samples, on), strict=True):
+        for index, answer in zip(samples, self._run_samples(samples, switched), strict=True):
             found += measure.drifts([self._expected[index]], [answer], outputs, self._edges.batch_axis)
         return found
 
-    def _answers(self, samples: Sequence[int], on: Array) -> Iterator[Feeds]:
+    def _run_samples(self, samples: Sequence[int], switched: Array) -> Iterator[Feeds]:
         for index in samples:
             self._deadline.check()
-            yield self._runtime.run({**self._feeds[index], self._switch.input: on}, self._names)
+            yield self._runtime.run({**self._feeds[index], self._switch.input: switched}, self._names)
 
     def _positions(self, bf16: Bf16) -> Array:
         return positions(self._switch.sites, bf16.nodes, bf16.weights)
 
 
 def typical(drifts: Sequence[Drifts]) -> tuple[int, ...]:
-    """Return the numbers of at most :data:`MOST` samples, evenly spaced from the smallest drift to the largest."""
-    if len(drifts) <= MOST:
+    """Return the numbers of up to :data:`MAX_SAMPLES` samples, evenly spaced from the smallest drift to the largest."""
+    if len(drifts) <= MAX_SAMPLES:
         return tuple(range(len(drifts)))
-    far = [max(_relative(DriftSummary.of(rows)) for rows in one.values()) for one in drifts]
-    order = sorted(range(len(far)), key=lambda i: (far[i], i))
-    return tuple(sorted(order[round(step * (len(order) - 1) / (MOST - 1))] for step in range(MOST)))
+    errors = [max(_relative(DriftSummary.of(rows)) for rows in one.values()) for one in drifts]
+    order = sorted(range(len(errors)), key=lambda i: (errors[i], i))
+    return tuple(sorted(order[round(step * (len(order) - 1) / (MAX_SAMPLES - 1))] for step in range(MAX_SAMPLES)))
 
 
 @dataclass(frozen=True, slots=True)
-class Where:
+class ErrorScope:
     """The samples and the outputs in which an error is measured."""
 
     samples: tuple[int, ...]
     outputs: frozenset[str]
 
     @classmethod
-    def worst(cls, drifts: Sequence[Drifts], outputs: Collection[str]) -> Where:
-        """Choose the samples in which ``outputs`` are farthest from the reference, at most :data:`WORST` of them."""
-        far = [max(_relative(DriftSummary.of(one[output])) for output in outputs) for one in drifts]
-        order = sorted(range(len(far)), key=lambda i: (-far[i], i))
-        return cls(tuple(sorted(order[:WORST])), frozenset(outputs))
+    def worst(cls, drifts: Sequence[Drifts], outputs: Collection[str]) -> ErrorScope:
+        """Choose the samples where ``outputs`` are farthest from the reference, up to :data:`MAX_WORST_SAMPLES`."""
+        errors = [max(_relative(DriftSummary.of(one[output])) for output in outputs) for one in drifts]
+        order = sorted(range(len(errors)), key=lambda i: (-errors[i], i))
+        return cls(tuple(sorted(order[:MAX_WORST_SAMPLES])), frozenset(outputs))
 
     def error(self, drifts: Sequence[Drifts]) -> float:
         """Return the error in ``drifts``, known for all samples, as :meth:`Trials.error` would measure it."""
-        there = [drifts[i] for i in self.samples]
-        return max(_relative(s) for output, s in measure.summarise(there).items() if output in self.outputs)
+        measured = [drifts[i] for i in self.samples]
+        return max(_relative(s) for output, s in measure.summarise(measured).items() if output in self.outputs)
 
 
 def _relative(summary: DriftSummary) -> float:

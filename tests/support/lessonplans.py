@@ -12,8 +12,8 @@ from converter.model import TorchModel
 from converter.recovery.batches import Batch
 from converter.recovery.lessons import Teacher
 from converter.recovery.settings import Loss, Precision
-from converter.recovery.weights import Trained
-from converter.recovery.yardstick import Yardstick
+from converter.recovery.weights import TrainedParameter
+from converter.recovery.yardstick import ValidationLoss
 
 
 class Outputs(nn.Module):
@@ -28,13 +28,15 @@ class Outputs(nn.Module):
         return tuple(found.values()) if isinstance(found, dict) else (found,)
 
 
-def trained(module: nn.Module) -> tuple[Trained, ...]:
+def trained(module: nn.Module) -> tuple[TrainedParameter, ...]:
     """Return all parameters of ``module``; those of two or more dimensions are rounded."""
     names: dict[int, list[str]] = {}
     parameters = dict(Outputs(module).named_parameters(remove_duplicate=False))
     for name, parameter in parameters.items():
         names.setdefault(id(parameter), []).append(name)
-    return tuple(Trained(tuple(found), tuple(found), parameters[found[0]].ndim > 1) for found in names.values())
+    return tuple(
+        TrainedParameter(tuple(found), tuple(found), parameters[found[0]].ndim > 1) for found in names.values()
+    )
 
 
 def teacher(module: nn.Module, names: Sequence[str] = ("y",), loss: Loss = "distillation", rank: int = 2) -> Teacher:
@@ -52,17 +54,20 @@ def _arity(module: nn.Module) -> int:
 
 
 def yardstick(
-    of: Teacher, batches: Sequence[Sequence[torch.Tensor]], held: Sequence[Trained], precision: Precision = "32-true"
-) -> Yardstick:
+    of: Teacher,
+    batches: Sequence[Sequence[torch.Tensor]],
+    held: Sequence[TrainedParameter],
+    precision: Precision = "32-true",
+) -> ValidationLoss:
     """Return a yardstick whose lessons are ``batches``, each with one tensor per input."""
     lessons = [
-        of.lesson(Batch({spec.name: t.numpy() for spec, t in zip(of.model.inputs, batch, strict=True)}))
+        of.compute(Batch({spec.name: t.numpy() for spec, t in zip(of.model.inputs, batch, strict=True)}))
         for batch in batches
     ]
-    return Yardstick(of, held, lessons, precision)
+    return ValidationLoss(of, held, lessons, precision)
 
 
-def state(of: Teacher, held: Sequence[Trained]) -> dict[str, torch.Tensor]:
+def state(of: Teacher, held: Sequence[TrainedParameter]) -> dict[str, torch.Tensor]:
     """Return copies of the module's parameters for ``held``, by first name."""
     parameters = dict(of.model.module.named_parameters(remove_duplicate=False))
     return {entry.names[0]: parameters[entry.names[0]].detach().clone() for entry in held}

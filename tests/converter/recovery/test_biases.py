@@ -12,8 +12,8 @@ from architectures import Cnn, Mlp, Several, seeded
 from torch import nn
 
 from converter.recovery.biases import corrected
-from converter.recovery.weights import Trained
-from converter.recovery.yardstick import State, Yardstick, published
+from converter.recovery.weights import TrainedParameter
+from converter.recovery.yardstick import State, ValidationLoss, as_published
 
 
 def _random(*shape: int, seed: int = 0, level: float = 0.0) -> torch.Tensor:
@@ -22,17 +22,17 @@ def _random(*shape: int, seed: int = 0, level: float = 0.0) -> torch.Tensor:
 
 def _prepared(
     module: nn.Module, batches: Sequence[Sequence[torch.Tensor]], names: Sequence[str] = ("y",), **more: Any
-) -> tuple[Yardstick, dict[str, torch.Tensor]]:
+) -> tuple[ValidationLoss, dict[str, torch.Tensor]]:
     teacher, held = lessonplans.teacher(module, names, rank=batches[0][0].ndim), lessonplans.trained(module)
     return lessonplans.yardstick(teacher, batches, held, **more), lessonplans.state(teacher, held)
 
 
-def _answers(yardstick: Yardstick, state: State | None, lesson: int = 0) -> torch.Tensor:
+def _answers(yardstick: ValidationLoss, state: State | None, lesson: int = 0) -> torch.Tensor:
     """Return the last output of a lesson: with ``state`` as published, or of the fp32 model if it is None."""
     if state is None:
-        return list(yardstick.lessons[lesson].reference.values())[-1]
+        return list(yardstick.batches[lesson].reference.values())[-1]
     with torch.no_grad():
-        return list(yardstick.answers(published(yardstick.trained, state), yardstick.lessons[lesson]).values())[-1]
+        return list(yardstick.outputs(as_published(yardstick.trained, state), yardstick.batches[lesson]).values())[-1]
 
 
 def test_for_inputs_far_from_zero_nearly_all_rounding_error_is_corrected() -> None:
@@ -84,10 +84,10 @@ def test_convolutions_and_batchnorm_are_corrected_per_channel() -> None:
                     {name: out.movedim(axis, -1).flatten(0, -2)}
                 )
             )
-            lesson = yardstick.lessons[0]
-            held = {} if weights is None else published(yardstick.trained, weights)
+            lesson = yardstick.batches[0]
+            held = {} if weights is None else as_published(yardstick.trained, weights)
             with torch.no_grad():
-                yardstick.answers(held, lesson)
+                yardstick.outputs(held, lesson)
             handle.remove()
         found.append({name: value.mean(0) for name, value in seen.items()})
     for name, _ in layers:
@@ -106,8 +106,8 @@ def test_a_layer_that_runs_twice_is_corrected_by_the_mean_of_both_runs() -> None
 def test_biases_that_are_rounded_are_not_corrected() -> None:
     module = seeded(Mlp(16, 10, 10))
     yardstick, before = _prepared(module, [(_random(32, 16, level=9),)])
-    rounds = tuple(Trained(entry.names, entry.tensors, True, entry.scale) for entry in yardstick.trained)
-    yardstick = Yardstick(yardstick.teacher, rounds, yardstick.lessons, "32-true")
+    rounds = tuple(TrainedParameter(entry.names, entry.tensors, True, entry.scale) for entry in yardstick.trained)
+    yardstick = ValidationLoss(yardstick.teacher, rounds, yardstick.batches, "32-true")
     after, count = corrected(yardstick, before)
     assert count == 0
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -156,7 +156,7 @@ def test_the_average_error_of_the_arithmetic_is_corrected_too() -> None:
     for precision in ("32-true", "bf16-mixed"):
         yardstick, before = _prepared(module, [(x,)], precision=precision)
         after, _ = corrected(yardstick, before)
-        yardstick = Yardstick(yardstick.teacher, yardstick.trained, yardstick.lessons, "bf16-mixed")
+        yardstick = ValidationLoss(yardstick.teacher, yardstick.trained, yardstick.batches, "bf16-mixed")
         missing.append((_answers(yardstick, None).mean(0) - _answers(yardstick, after).float().mean(0)).abs().max())
     assert float(missing[1]) < float(missing[0]) / 3
 

@@ -14,7 +14,7 @@ import torch
 
 from bf16kit.errors import UsageError
 from converter.options import Target, parse_target
-from converter.recovery.place import workplace
+from converter.recovery.place import open_directory
 
 
 @pytest.fixture
@@ -28,20 +28,20 @@ def _keep(file: BinaryIO) -> None:
 
 def _interrupt(goal: Target) -> None:
     """Run a recovery to ``goal`` that fails after its first checkpoint."""
-    with contextlib.suppress(RuntimeError), workplace(goal, resume=False) as place:
-        place.keep(_keep)
+    with contextlib.suppress(RuntimeError), open_directory(goal, resume=False) as place:
+        place.write_checkpoint(_keep)
         raise RuntimeError
 
 
 def test_a_recovery_without_a_checkpoint_leaves_nothing(goal: Target, tmp_path: Path) -> None:
-    with workplace(goal, resume=False) as place:
+    with open_directory(goal, resume=False) as place:
         (place.path / "original").mkdir()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_checkpoint_is_kept_until_the_recovery_has_finished(goal: Target) -> None:
     _interrupt(goal)
-    with workplace(goal, resume=True) as place:
+    with open_directory(goal, resume=True) as place:
         assert place.last is not None
         assert place.last.read_bytes() == b"weights"
         place.finished = True
@@ -50,51 +50,51 @@ def test_a_checkpoint_is_kept_until_the_recovery_has_finished(goal: Target) -> N
 
 def test_a_recovery_with_a_checkpoint_is_not_restarted_without_resume(goal: Target) -> None:
     _interrupt(goal)
-    with pytest.raises(UsageError, match="--resume, or remove that directory"), workplace(goal, resume=False):
+    with pytest.raises(UsageError, match="--resume, or remove that directory"), open_directory(goal, resume=False):
         pass
 
 
 def test_resume_without_a_checkpoint_starts_a_recovery(goal: Target) -> None:
     """A job that may be killed at any time can thus always be started with the same command."""
-    with workplace(goal, resume=True) as place:
+    with open_directory(goal, resume=True) as place:
         assert place.last is None
 
 
 def test_a_second_recovery_to_a_target_is_rejected_while_the_first_runs(goal: Target) -> None:
     with (
-        workplace(goal, resume=False),
+        open_directory(goal, resume=False),
         pytest.raises(UsageError, match=r"another recovery to .* is running"),
-        workplace(goal, resume=True),
+        open_directory(goal, resume=True),
     ):
         pass
 
 
 def test_options_that_changed_since_the_checkpoint_are_named(goal: Target) -> None:
-    with workplace(goal, resume=False) as place:
-        place.agree({"--steps": 10, "--seed": 0})
-        place.agree({"--steps": 20, "--seed": 0})  # nothing was trained yet
-        place.keep(_keep)
-        place.agree({"--steps": 20, "--seed": 0})
+    with open_directory(goal, resume=False) as place:
+        place.check_options({"--steps": 10, "--seed": 0})
+        place.check_options({"--steps": 20, "--seed": 0})  # nothing was trained yet
+        place.write_checkpoint(_keep)
+        place.check_options({"--steps": 20, "--seed": 0})
         with pytest.raises(UsageError, match="--resume: --steps is 30 now, and was 20 when this recovery began"):
-            place.agree({"--steps": 30, "--seed": 0})
+            place.check_options({"--steps": 30, "--seed": 0})
         (place.path / "recovery.json").write_text("{")
         with pytest.raises(UsageError, match="damaged; remove"):
-            place.agree({"--steps": 20, "--seed": 0})
+            place.check_options({"--steps": 20, "--seed": 0})
 
 
 def test_a_failed_write_leaves_the_previous_checkpoint_and_says_what_to_do(goal: Target) -> None:
-    with workplace(goal, resume=False) as place:
+    with open_directory(goal, resume=False) as place:
         with pytest.raises(UsageError, match=r"disk full .*, so no checkpoint was kept; free some space"):
-            place.keep(lambda _: _full())
-        place.keep(_keep)
+            place.write_checkpoint(lambda _: _full())
+        place.write_checkpoint(_keep)
         with pytest.raises(
             UsageError, match=r"last.ckpt: disk full .* is intact: free some space, and continue with --res"
         ):
-            place.keep(lambda _: _full())
+            place.write_checkpoint(lambda _: _full())
         with pytest.raises(UsageError, match=r"cannot be written \(Input/output error\)"):
-            place.keep(lambda _: _broken())
+            place.write_checkpoint(lambda _: _broken())
         with pytest.raises(ValueError, match="a bug"):
-            place.keep(lambda _: _strange())
+            place.write_checkpoint(lambda _: _strange())
         assert place.last is not None
         assert place.last.read_bytes() == b"weights"
         assert sorted(path.name for path in place.path.iterdir()) == ["last.ckpt"]
@@ -119,8 +119,8 @@ from converter.options import parse_target
 from converter.recovery.place import workplace
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 with workplace(parse_target(Path(sys.argv[1])), resume=True) as place:
-    place.keep(lambda file: torch.save({"w": torch.ones(1000)}, file))
-    place.keep(lambda file: torch.save({"w": torch.ones(1 << 20)}, file))
+    place.write_checkpoint(lambda file: torch.save({"w": torch.ones(1000)}, file))
+    place.write_checkpoint(lambda file: torch.save({"w": torch.ones(1 << 20)}, file))
 """
 
 
@@ -129,7 +129,7 @@ def test_a_full_disk_is_reported_also_if_torch_writes(goal: Target) -> None:
     done = subprocess.run([sys.executable, "-c", _WRITE, goal.path], capture_output=True, text=True, check=False)
     assert "bf16kit.errors.UsageError" in done.stderr, done.stderr
     assert "disk full (" in done.stderr
-    with workplace(goal, resume=True) as place:
+    with open_directory(goal, resume=True) as place:
         assert place.last is not None
         assert len(torch.load(place.last, weights_only=True)["w"]) == 1000
 
@@ -144,7 +144,7 @@ def half(file):
     file._file.flush()
     os.kill(os.getpid(), signal.SIGKILL)
 with workplace(parse_target(Path(sys.argv[1])), resume=True) as place:
-    place.keep(half)
+    place.write_checkpoint(half)
 """
 
 
@@ -152,11 +152,11 @@ def test_a_recovery_killed_during_a_write_continues_from_the_previous_checkpoint
     _interrupt(goal)
     done = subprocess.run([sys.executable, "-c", _DIE, goal.path], capture_output=True, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    with workplace(goal, resume=True) as place:
+    with open_directory(goal, resume=True) as place:
         assert (place.path / "last.ckpt.tmp").read_bytes() == b"half of"
         assert place.last is not None
         assert place.last.read_bytes() == b"weights"
-        place.keep(lambda file: file.write(b"more"))
+        place.write_checkpoint(lambda file: file.write(b"more"))
         assert place.last.read_bytes() == b"more"
         assert not (place.path / "last.ckpt.tmp").exists()
 
@@ -166,6 +166,6 @@ def test_leftovers_of_a_recovery_killed_before_its_first_checkpoint_are_not_used
     path = goal.path.with_name(".1.recovery")
     (path / "original" / "1").mkdir(parents=True)
     (path / "recovery.json").write_text('{"--seed": 0}')
-    with workplace(goal, resume=False) as place:
-        place.agree({"--seed": 1})
+    with open_directory(goal, resume=False) as place:
+        place.check_options({"--seed": 1})
         assert not (place.path / "original").exists()

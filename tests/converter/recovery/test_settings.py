@@ -60,9 +60,9 @@ def test_loss_scaling_of_bf16_is_rejected_with_the_reason(text: str, precision: 
 
 
 def test_a_checkpoint_is_kept_every_tenth_of_the_steps() -> None:
-    assert parse_settings(GIVEN).every == 2
-    assert parse_settings(GIVEN | {"every": 7}).every == 7
-    assert parse_settings(GIVEN | {"steps": 3}).every == 1
+    assert parse_settings(GIVEN).checkpoint_every == 2
+    assert parse_settings(GIVEN | {"every": 7}).checkpoint_every == 7
+    assert parse_settings(GIVEN | {"steps": 3}).checkpoint_every == 1
 
 
 @pytest.mark.parametrize("steps", [0, -1])

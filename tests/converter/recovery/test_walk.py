@@ -13,9 +13,9 @@ import pytest
 from bf16kit.errors import UsageError
 from converter.model import Checkpoint
 from converter.options import Options, parse_inputs, parse_target
-from converter.recovery.place import workplace
+from converter.recovery.place import open_directory
 from converter.recovery.settings import Scaling, Settings
-from converter.recovery.walk import _asked
+from converter.recovery.walk import _options_to_check
 
 SETTINGS = Settings(
     data="m:loader",
@@ -26,7 +26,7 @@ SETTINGS = Settings(
     loss="distillation",
     learning_rate=1e-3,
     device="cpu",
-    every=1,
+    checkpoint_every=1,
     resume=True,
 )
 
@@ -38,12 +38,12 @@ def _checkpoint(value: float) -> Checkpoint:
 
 def _resume(options: Options, then: Options, checkpoint: Checkpoint) -> None:
     """Begin a recovery with ``options``; resume it with the options ``then`` and the weights of ``checkpoint``."""
-    with contextlib.suppress(RuntimeError), workplace(options.target, resume=False) as place:
-        place.agree(_asked(options, SETTINGS, _checkpoint(0), "cpu"))
-        place.keep(lambda file: file.write(b"weights"))
+    with contextlib.suppress(RuntimeError), open_directory(options.target, resume=False) as place:
+        place.check_options(_options_to_check(options, SETTINGS, _checkpoint(0), "cpu"))
+        place.write_checkpoint(lambda file: file.write(b"weights"))
         raise RuntimeError
-    with workplace(options.target, resume=True) as place:
-        place.agree(_asked(then, SETTINGS, checkpoint, "cpu"))
+    with open_directory(options.target, resume=True) as place:
+        place.check_options(_options_to_check(then, SETTINGS, checkpoint, "cpu"))
 
 
 @pytest.fixture
@@ -79,8 +79,10 @@ def test_changed_rules_are_rejected_but_the_same_rules_in_another_file_are_not(
     with pytest.raises(UsageError, match=r"^--resume: --map is 'sha256 .* now, and was 'sha256 "):
         _resume(options, replace(options, map=tmp_path / "other.yaml"), _checkpoint(0))
     (tmp_path / "other.yaml").write_text("rules: []")
-    with workplace(options.target, resume=True) as place:
-        place.agree(_asked(replace(options, map=tmp_path / "other.yaml"), SETTINGS, _checkpoint(0), "cpu"))
+    with open_directory(options.target, resume=True) as place:
+        place.check_options(
+            _options_to_check(replace(options, map=tmp_path / "other.yaml"), SETTINGS, _checkpoint(0), "cpu")
+        )
 
 
 def test_other_weights_of_the_same_file_are_rejected(options: Options) -> None:

@@ -15,7 +15,15 @@ from bf16kit.artifact import Artifact
 from bf16kit.errors import ConversionError
 from bf16kit.numerics import to_bf16
 from converter.cli import run
-from converter.recovery.weights import Trained, digest, find, put, recovered, rounded, straight_through
+from converter.recovery.weights import (
+    TrainedParameter,
+    copy_to_module,
+    digest,
+    find_trainable,
+    recovered,
+    rounded,
+    straight_through,
+)
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -38,13 +46,13 @@ def cnn(tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.nn.Module, Arti
 
 
 @pytest.fixture(scope="module")
-def trained(cnn: tuple[torch.nn.Module, Artifact]) -> dict[str, Trained]:
+def trained(cnn: tuple[torch.nn.Module, Artifact]) -> dict[str, TrainedParameter]:
     module, artifact = cnn
-    return {entry.names[0]: entry for entry in find(module, _checkpoint(module), artifact)}
+    return {entry.names[0]: entry for entry in find_trainable(module, _checkpoint(module), artifact)}
 
 
 def test_the_rounded_weights_are_those_that_the_artifact_holds_in_bf16(
-    cnn: tuple[torch.nn.Module, Artifact], trained: dict[str, Trained]
+    cnn: tuple[torch.nn.Module, Artifact], trained: dict[str, TrainedParameter]
 ) -> None:
     """BatchNorm is folded into the convolutions: the products of weights and factors are rounded, not the weights."""
     module, artifact = cnn
@@ -59,14 +67,14 @@ def test_the_rounded_weights_are_those_that_the_artifact_holds_in_bf16(
         np.testing.assert_allclose(held.numpy(), stored, rtol=2**-23)
 
 
-def test_batchnorms_factors_are_not_trained_but_its_shifts_are(trained: dict[str, Trained]) -> None:
+def test_batchnorms_factors_are_not_trained_but_its_shifts_are(trained: dict[str, TrainedParameter]) -> None:
     """The product of weight and factor is rounded; training the factor as well would change the rounded product."""
     assert not {"features.1.weight", "features.4.weight"} & trained.keys()
     assert {"features.1.bias", "features.4.bias", "features.3.bias", "head.weight", "head.bias"} <= trained.keys()
 
 
 def test_converting_the_trained_weights_again_loses_nothing(
-    cnn: tuple[torch.nn.Module, Artifact], trained: dict[str, Trained], tmp_path: Path
+    cnn: tuple[torch.nn.Module, Artifact], trained: dict[str, TrainedParameter], tmp_path: Path
 ) -> None:
     module, artifact = cnn
     checkpoint = _checkpoint(module)
@@ -106,14 +114,14 @@ def test_tied_weights_are_one_parameter_with_all_its_names(tmp_path: Path) -> No
         save(tmp_path / "tied.pt", module), tmp_path / "m" / "1",
         *("--model", "architectures:Tied", "--input", "ids:int64:batch,seq"),
     )  # fmt: skip
-    found = {entry.names: entry for entry in find(module, _checkpoint(module), artifact)}
+    found = {entry.names: entry for entry in find_trainable(module, _checkpoint(module), artifact)}
     tied = found["table.weight", "out.weight"]
     assert set(tied.tensors) == {"table.weight", "out.weight"}
     assert tied.rounds
     state = dict(module.state_dict()) | {"table.weight": torch.ones(64, 16)}
     tensors = recovered(_checkpoint(module), tuple(found.values()), state)
     assert np.array_equal(tensors["table.weight"], tensors["out.weight"])
-    put(module, tuple(found.values()), tensors)
+    copy_to_module(module, tuple(found.values()), tensors)
     assert module.out.weight[0, 0].item() == 1.0
 
 
@@ -136,7 +144,7 @@ def test_a_module_without_the_checkpoints_weights_is_rejected(mlp: Artifact) -> 
     module = Mlp()
     other = {name: array + 1 for name, array in _checkpoint(module).items()}
     with pytest.raises(ConversionError, match=r"nothing to train: .* --bf16 REGEX makes more of them bf16"):
-        find(module, other, mlp)
+        find_trainable(module, other, mlp)
 
 
 def test_the_digest_is_of_names_dtypes_shapes_and_bytes() -> None:

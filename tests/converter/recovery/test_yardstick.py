@@ -14,8 +14,8 @@ from torch import nn
 from bf16kit.errors import UsageError
 from converter.recovery.batches import Batch
 from converter.recovery.loss import distillation
-from converter.recovery.weights import Trained, rounded
-from converter.recovery.yardstick import published
+from converter.recovery.weights import TrainedParameter, rounded
+from converter.recovery.yardstick import as_published
 
 
 def _x(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -54,22 +54,22 @@ def test_products_have_the_precision_of_the_training(precision: Any) -> None:
     held = lessonplans.trained(module)
     exact = lessonplans.yardstick(teacher, [(_x(8, 16),)], held)
     other = lessonplans.yardstick(teacher, [(_x(8, 16),)], held, precision)
-    answers = other.answers({}, other.lessons[0])["y"]
+    answers = other.outputs({}, other.batches[0])["y"]
     assert answers.dtype == (torch.float16 if precision == "16-mixed" else torch.bfloat16)
-    assert exact.answers({}, exact.lessons[0])["y"].dtype == torch.float32
+    assert exact.outputs({}, exact.batches[0])["y"].dtype == torch.float32
 
 
 def test_a_parameter_of_two_names_is_published_under_both() -> None:
     module = seeded(Tied())
     held = lessonplans.trained(module)
     tied = next(entry for entry in held if len(entry.names) == 2)
-    found = published(held, {entry.names[0]: torch.ones(3) for entry in held})
+    found = as_published(held, {entry.names[0]: torch.ones(3) for entry in held})
     assert set(tied.names) <= found.keys()
 
 
 def test_a_folded_factor_is_rounded_with_its_weight() -> None:
     weight, scale = _x(4, 4), torch.linspace(0.1, 3, 4, dtype=torch.float64).reshape(4, 1)
-    found = published([Trained(("w",), ("w",), True, scale)], {"w": weight})
+    found = as_published([TrainedParameter(("w",), ("w",), True, scale)], {"w": weight})
     assert torch.equal(found["w"], rounded(weight, scale))
     assert not torch.equal(found["w"], rounded(weight, None))
 
@@ -78,7 +78,7 @@ def test_the_cross_entropy_loss_uses_the_labels() -> None:
     module = seeded(Mlp())
     teacher = lessonplans.teacher(module, loss="cross-entropy")
     x, labels = _x(4, 16), np.array([1, 2, -100, 3])
-    lesson = teacher.lesson(Batch({"a": x.numpy()}, labels))
+    lesson = teacher.compute(Batch({"a": x.numpy()}, labels))
     with torch.no_grad():
         expected = torch.nn.functional.cross_entropy(module(x), torch.from_numpy(labels))
         assert float(teacher.loss({"y": module(x)}, lesson)) == pytest.approx(float(expected))
@@ -88,9 +88,9 @@ def test_labels_that_fit_no_class_are_rejected() -> None:
     teacher = lessonplans.teacher(seeded(Mlp()), loss="cross-entropy")
     batch = Batch({"a": _x(4, 16).numpy()}, np.array([0, 1, 2, 10]), "--data m:f: batch 3")
     with pytest.raises(UsageError, match=r"^--data m:f: batch 3: label 10 is not one of the 10 classes of output 'y'"):
-        teacher.lesson(batch)
+        teacher.compute(batch)
     with pytest.raises(UsageError, match="--data gives no labels"):
-        teacher.lesson(Batch(batch.feeds))
+        teacher.compute(Batch(batch.feeds))
 
 
 class _Masking(nn.Module):
@@ -108,8 +108,8 @@ def test_fp32_outputs_with_nan_or_without_a_finite_value_are_rejected() -> None:
     """Some infinite values may be intended. NaN, or an output without any finite value, is an error."""
     teacher = lessonplans.teacher(_Masking())
     fine = torch.tensor([[2.0, 1.0], [1.0, 1.0]])
-    assert bool(torch.isinf(teacher.lesson(Batch({"a": fine.numpy()})).reference["y"]).any())
+    assert bool(torch.isinf(teacher.compute(Batch({"a": fine.numpy()})).reference["y"]).any())
     with pytest.raises(UsageError, match=r"^b 1: the fp32 model gives NaN in 2 of 4 elements of output 'y'"):
-        teacher.lesson(Batch({"a": torch.tensor([[2.0, 1.0], [1.0, -1.0]]).numpy()}, where="b 1"))
+        teacher.compute(Batch({"a": torch.tensor([[2.0, 1.0], [1.0, -1.0]]).numpy()}, where="b 1"))
     with pytest.raises(UsageError, match=r"^b 2: the fp32 model gives no finite value in output 'y'"):
-        teacher.lesson(Batch({"a": fine[1:].numpy()}, where="b 2"))
+        teacher.compute(Batch({"a": fine[1:].numpy()}, where="b 2"))

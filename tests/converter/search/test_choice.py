@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 
-from converter.search.choice import Choice, Units, cost
+from converter.search.choice import MinimalSetFinder, Units, cost
 from converter.search.ranking import Group, Unit
 
 
@@ -18,11 +18,11 @@ def test_units_of_one_group_are_removed_in_reverse_order_of_their_names() -> Non
     random.Random(0).shuffle(names)
     tried: list[Units] = []
 
-    def suffices(units: Units) -> bool:
+    def within_budget(units: Units) -> bool:
         tried.append(units)
         return len(units) >= 16
 
-    found = Choice(suffices).find([Group(tuple(map(unit, names)), 1.0)], 0.1)
+    found = MinimalSetFinder(within_budget).find([Group(tuple(map(unit, names)), 1.0)], 0.1)
     assert found is not None
     assert sorted(each.name for each in found) == sorted(names)[:16], "the last ones are taken out first"
 
@@ -33,11 +33,11 @@ def test_the_choice_begins_with_a_set_that_is_known_to_suffice() -> None:
     guilty = frozenset(units[2:4])
     tried: list[Units] = []
 
-    def suffices(chosen: Units) -> bool:
+    def within_budget(chosen: Units) -> bool:
         tried.append(chosen)
         return guilty <= chosen
 
-    assert Choice(suffices).find(groups, 0.1, frozenset(units[1:5])) == guilty
+    assert MinimalSetFinder(within_budget).find(groups, 0.1, frozenset(units[1:5])) == guilty
     assert all(each <= frozenset(units[1:5]) for each in tried)
 
 

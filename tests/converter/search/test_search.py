@@ -21,7 +21,7 @@ from converter.plan.profiles import PROFILES, Profile
 from converter.process.progress import SilentProgress
 from converter.proof.measure import Drifts
 from converter.search import search as of_the_search
-from converter.search.learnt import Learnt
+from converter.search.learnt import SearchCache
 from converter.search.result import SearchResult
 from converter.search.search import Task, search
 from converter.search.trials import Deadline, Edges, Trials, typical
@@ -36,7 +36,7 @@ def _search(
     deadline: Deadline | None = None,
     budget: Budget | None = None,
     bf16: Sequence[str] = (),
-    learnt: Learnt | None = None,
+    cache: SearchCache | None = None,
 ) -> SearchResult:
     model = ir.from_proto(built.proto)
     edges = Edges(specs(model.graph.inputs), specs(model.graph.outputs), None)
@@ -47,12 +47,12 @@ def _search(
 
     deadline = deadline or Deadline.after(5)
     task = Task(prepared, PROFILES[profile], replan, Islands(), edges, built.feeds, budget or Budget(), deadline)
-    return search(replace(task, learnt=learnt or Learnt()), SilentProgress())
+    return search(replace(task, cache=cache or SearchCache()), SilentProgress())
 
 
 def _found(result: SearchResult) -> tuple[frozenset[str], frozenset[str]]:
     assert not result.error
-    kept = result.kept()
+    kept = result.as_islands()
     return frozenset(kept.nodes), frozenset(kept.tensors)
 
 
@@ -138,26 +138,26 @@ class TestAnotherBudget:
     """A second search on the same graph, with a tighter budget."""
 
     def test_nothing_is_ranked_again_and_no_set_tried_twice(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        learnt = Learnt()
-        _search(softmax(), "cuda", learnt=learnt)
-        known = set(learnt.tried)
+        cache = SearchCache()
+        _search(softmax(), "cuda", cache=cache)
+        known = set(cache.tried)
 
         def ranked_again(*_: object) -> float:
             raise AssertionError("ranked again")
 
         monkeypatch.setattr(Trials, "error", ranked_again)
         tighter = Budget().tightened(0.9)
-        again = _search(softmax(), "cuda", budget=tighter, learnt=learnt)
+        again = _search(softmax(), "cuda", budget=tighter, cache=cache)
         assert _found(again) == _found(_search_freely(monkeypatch, softmax(), tighter))
-        assert known <= set(learnt.tried)
-        tried = set(learnt.tried)
-        _search(softmax(), "cuda", budget=tighter, learnt=learnt)
-        assert set(learnt.tried) == tried
+        assert known <= set(cache.tried)
+        tried = set(cache.tried)
+        _search(softmax(), "cuda", budget=tighter, cache=cache)
+        assert set(cache.tried) == tried
 
     def test_a_set_that_the_first_search_found_sufficient_is_used_if_time_runs_out(self) -> None:
-        learnt, built = Learnt(), cancellation()
-        _search(built, "cuda", learnt=learnt)
-        found = _search(built, "cuda", Deadline(-1.0), Budget().tightened(0.9), learnt=learnt)
+        cache, built = SearchCache(), cancellation()
+        _search(built, "cuda", cache=cache)
+        found = _search(built, "cuda", Deadline(-1.0), Budget().tightened(0.9), cache=cache)
         nodes, weights = _found(found)
         assert nodes >= built.nodes
         assert weights >= built.weights
