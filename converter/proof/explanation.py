@@ -161,8 +161,16 @@ def text(explanation: Explanation, origin: str, no_remedy_reason: str = "") -> s
         " the SQNR expected of rounding alone"
     )
     columns = ("depth", "node", "op", "weight", "SQNR dB", "expected", "")
-    told = series(explanation.profile, explanation.entry(len(explanation.layers)), no_remedy_reason=no_remedy_reason)
-    return "\n".join([table(title, columns, rows), told.told, *([f"  {told.option}"] if told.option else [])])
+    shown_series = series(
+        explanation.profile, explanation.entry(len(explanation.layers)), no_remedy_reason=no_remedy_reason
+    )
+    return "\n".join(
+        [
+            table(title, columns, rows),
+            shown_series.summary,
+            *([f"  {shown_series.option}"] if shown_series.option else []),
+        ]
+    )
 
 
 def _is_notable(each: LayerEntry) -> bool:

@@ -26,7 +26,7 @@ from converter.report.islands import (
     Island,
     IslandGroup,
     PlanGroup,
-    Searched,
+    SearchSummary,
     island_groups,
     islands,
     plan_groups,
@@ -57,7 +57,7 @@ class Sizes:
 
 
 @dataclass(frozen=True, slots=True)
-class Reference:
+class ReferenceCheck:
     """The distance of the fp32 reference from the source's outputs: the worst relative_l2, and its bound."""
 
     checked: bool
@@ -80,7 +80,7 @@ class Figures:
     layout: str
     batch_axis: int | None
     oracle: OracleEntry | None
-    reference: Reference
+    reference: ReferenceCheck
     verdicts: tuple[Verdict, ...]
     drift: tuple[DriftRow, ...]
     samples: tuple[SampleSeries, ...]
@@ -89,7 +89,7 @@ class Figures:
     measured_tensors: int
     islands: tuple[Island, ...]
     island_groups: tuple[IslandGroup, ...]
-    searches: tuple[Searched, ...]
+    searches: tuple[SearchSummary, ...]
     plan: tuple[PlanGroup, ...]
     inputs: tuple[SpecEntry, ...]
     outputs: tuple[SpecEntry, ...]
@@ -188,15 +188,15 @@ def layout(manifest: Manifest) -> str:
     return f"{len(panels)} of {len(narrow)} bf16 tensors, {share:.0%} of their bytes, in panels of {WIDTH} columns"
 
 
-def reference(oracle: OracleEntry | None) -> Reference:
+def reference(oracle: OracleEntry | None) -> ReferenceCheck:
     """Return the oracle's result for the fp32 reference."""
     if oracle is None:
-        return Reference(
+        return ReferenceCheck(
             False, None, None, "not checked against the source, because the artifact is older than that check"
         )
     worst = max(oracle.outputs.values(), key=lambda figure: figure.relative_l2, default=None)
     if not oracle.checked or worst is None:
-        return Reference(False, None, None, f"not checked against the source: {oracle.how}")
+        return ReferenceCheck(False, None, None, f"not checked against the source: {oracle.how}")
     count = f"{oracle.feeds} sample{'' if oracle.feeds == 1 else 's'}"
     sentence = f"within {worst.relative_l2:.2g} of {oracle.how} ({count}; fp32 noise explains {worst.bound:.2g})"
-    return Reference(True, worst.relative_l2, worst.bound, sentence)
+    return ReferenceCheck(True, worst.relative_l2, worst.bound, sentence)

@@ -97,9 +97,9 @@ def _head(artifact: Artifact, found: Figures) -> str:
     lines += [f"weights     {span.remark} in {span.name}" for span in found.spans if span.remark][:5]
     lines += [f"search      {search.sentence}" for search in found.searches]
     lines += [
-        f"layers      {series.profile}: {series.told}{' ' if series.option else ''}{series.option}"
+        f"layers      {series.profile}: {series.summary}{' ' if series.option else ''}{series.option}"
         for series in found.layers
-        if series.told
+        if series.summary
     ]
     return "\n".join(lines)
 
@@ -129,19 +129,20 @@ def _exports(found: Figures) -> str:
     if not found.exports:
         return ""
     rows = [
-        (name, few(entry.files), entry.precision, entry.verified, entry.note) for name, entry in found.exports.items()
+        (name, abbreviated(entry.files), entry.precision, entry.verified, entry.note)
+        for name, entry in found.exports.items()
     ]
     return table("Exports, for other programs", ("name", "files", "precision", "verified", "note"), rows)
 
 
-def few(names: Sequence[str]) -> str:
+def abbreviated(names: Sequence[str]) -> str:
     """Join the first names into words of a sentence, with the number of the others."""
     more = len(names) - _FEW
     return listed(names) if more <= 0 else f"{', '.join(names[:_FEW])} and {more} more"
 
 
 def _plan(found: Figures) -> str:
-    rows = [(group.of, group.precision, group.told, group.count) for group in found.plan]
+    rows = [(group.of, group.precision, group.summary, group.count) for group in found.plan]
     return table("Precision plan", ("of", "precision", "reason", "count"), rows)
 
 

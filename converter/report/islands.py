@@ -36,13 +36,13 @@ class PlanGroup:
     count: int
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         """The reasons in one line."""
         if self.code == SEARCHED:
             return "kept in fp32 to meet the budget; the table of islands has the reasons"
         alone = len(self.reasons) == 1
-        said = "; ".join(each.reason if alone else f"{each.reason} ({each.count:,})" for each in self.reasons)
-        return f"{said}; and {self.more:,} more reasons" if self.more else said
+        joined = "; ".join(each.reason if alone else f"{each.reason} ({each.count:,})" for each in self.reasons)
+        return f"{joined}; and {self.more:,} more reasons" if self.more else joined
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Island:
 
 
 @dataclass(frozen=True, slots=True)
-class Searched:
+class SearchSummary:
     """The result of the search for fp32 islands in one profile, in numbers and in a sentence."""
 
     profile: str
@@ -71,14 +71,14 @@ class Searched:
     sentence: str
 
 
-def searches(measured: Measurements) -> Iterator[Searched]:
+def searches(measured: Measurements) -> Iterator[SearchSummary]:
     """Yield the searches that were made."""
     for profile, entry in sorted(measured.profiles.items()):
         if entry.search is not None:
-            yield Searched(profile, entry.search, _told(profile, entry.search))
+            yield SearchSummary(profile, entry.search, _describe_search(profile, entry.search))
 
 
-def _told(profile: str, found: SearchEntry) -> str:
+def _describe_search(profile: str, found: SearchEntry) -> str:
     arithmetic = f" and {found.bf16_flops:.0%} of its arithmetic" if found.bf16_flops else ""
     text = (
         f"A search of {found.candidates:,} candidates reduced the drift of {profile} from {_times(found.before)} to"

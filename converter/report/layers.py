@@ -41,12 +41,12 @@ class LayerSeries:
         return "" if remedy is None else f"--keep-fp32 {shlex.quote(remedy.keep_fp32)}"
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         """Sentences on what the layers say about the outputs; "" if unknown. :attr:`option` is meant to follow."""
         return (
             ""
             if self.diagnosis is None
-            else " ".join(_told(self.diagnosis, self.first_off, self.within, self.no_remedy_reason))
+            else " ".join(_diagnosis_sentences(self.diagnosis, self.first_off, self.within, self.no_remedy_reason))
         )
 
     def worst(self) -> list[LayerEntry]:
@@ -59,7 +59,7 @@ def shortfall(row: LayerEntry) -> float:
     return -math.inf if row.sqnr_db >= MOST_DB else row.expected_db - row.sqnr_db
 
 
-def called(row: LayerEntry) -> str:
+def layer_name(row: LayerEntry) -> str:
     """Return the user's name for the layer: its weight if it has one, because exporters make up names of nodes."""
     return row.weight or row.name
 
@@ -78,12 +78,15 @@ def series(profile: str, layers: Layers, *, within: bool = True, no_remedy_reaso
     return LayerSeries(profile, layers.measured, rows, first, layers.diagnosis, within, no_remedy_reason)
 
 
-def _told(found: DiagnosisEntry, first_off: LayerEntry | None, within: bool, no_remedy_reason: str) -> Iterator[str]:
+def _diagnosis_sentences(
+    found: DiagnosisEntry, first_off: LayerEntry | None, within: bool, no_remedy_reason: str
+) -> Iterator[str]:
     if not found.ails:
         yield "Every output has the SQNR expected of rounding to bf16, so its drift comes from all layers alike."
         if first_off is not None:
             yield (
-                f"The first layer below the expected SQNR is {called(first_off)}; later layers average its error away."
+                f"The first layer below the expected SQNR is {layer_name(first_off)}; later layers average its"
+                " error away."
             )
         yield "No remedy is needed."
     elif found.leaves is None:
@@ -96,10 +99,10 @@ def _told(found: DiagnosisEntry, first_off: LayerEntry | None, within: bool, no_
             f"SQNR falls below the expected line at {found.leaves.name} ({found.leaves.op}):"
             f" {found.leaves.sqnr_db:.1f} dB, expected {found.leaves.expected_db:.1f} dB."
         )
-        yield _mended(found, within, no_remedy_reason)
+        yield _describe_remedy(found, within, no_remedy_reason)
 
 
-def _mended(found: DiagnosisEntry, within: bool, no_remedy_reason: str) -> str:
+def _describe_remedy(found: DiagnosisEntry, within: bool, no_remedy_reason: str) -> str:
     remedy = found.remedy
     if remedy is not None:
         return (
@@ -110,5 +113,5 @@ def _mended(found: DiagnosisEntry, within: bool, no_remedy_reason: str) -> str:
         return "Keeping a few nodes before it in fp32 does not mend it; look at its inputs or its weights."
     if no_remedy_reason:
         return no_remedy_reason
-    why = "No remedy is needed, because the budget is met" if within else "No remedy was looked for"
-    return f"{why}; bf16-convert explain looks for one."
+    reason = "No remedy is needed, because the budget is met" if within else "No remedy was looked for"
+    return f"{reason}; bf16-convert explain looks for one."

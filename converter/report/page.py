@@ -16,8 +16,8 @@ from bf16kit.text import printable, size
 from bf16kit.verdicts import share
 from converter.report import plots, recovery
 from converter.report.figures import Figures, figures
-from converter.report.inspect import drift, few, needs
-from converter.report.layers import called
+from converter.report.inspect import abbreviated, drift, needs
+from converter.report.layers import layer_name
 
 NAME = "report.html"
 ROWS = 200  # rows of a table; a browser must be able to open the page of a model with 50,000 nodes
@@ -46,7 +46,7 @@ def render(
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=_shown
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=_escape_controls
     )
     environment.filters |= {
         "bytes": size,
@@ -54,9 +54,9 @@ def render(
         "number": _number,
         "share": _share,
         "first": _first,
-        "called": called,
+        "layer_name": layer_name,
         "needs": needs,
-        "few": few,
+        "abbreviated": abbreviated,
         "drift_cells": recovery.drift_cells,
         "gradient_cells": recovery.gradient_cells,
     }
@@ -76,7 +76,7 @@ def summary(artifact: Artifact, notes: Sequence[str]) -> str:
         f"weights and graphs {size(found.sizes.graphs_and_weights)}, {found.sizes.ratio:.3f} × the checkpoint;"
         f" with the residual {found.sizes.ratio_with_residual:.3f} ×",
         *([f"profiles {', '.join(sorted(manifest.profiles))}"] if manifest.profiles else []),
-        *(f"export {name}: {few(entry.files)}" for name, entry in sorted(manifest.exports.items())),
+        *(f"export {name}: {abbreviated(entry.files)}" for name, entry in sorted(manifest.exports.items())),
         *([f"the fp32 reference is {found.reference.sentence}"] if found.reference.checked else []),
         *(f"note: {note}" for note in notes),
     ]
@@ -87,8 +87,8 @@ def _plots(found: Figures) -> dict[str, list[Any]]:
     """Return the pictures as markup, which needs no further escaping."""
     from markupsafe import Markup
 
-    def safe(drawn: list[str]) -> list[Any]:
-        return [Markup(picture) for picture in drawn]  # noqa: S704 - converter.report.svg escapes what it draws
+    def safe(markup: list[str]) -> list[Any]:
+        return [Markup(picture) for picture in markup]  # noqa: S704 - converter.report.svg escapes what it draws
 
     return {
         "sizes": safe([plots.sizes_bars(found.sizes)]),
@@ -108,7 +108,7 @@ def _entries(manifest: Manifest) -> list[tuple[str, list[PlanEntry]]]:
     return [("tensors", manifest.plan.tensors), *((f"{p} nodes", e) for p, e in sorted(manifest.plan.nodes.items()))]
 
 
-def _shown(value: Any) -> Any:
+def _escape_controls(value: Any) -> Any:
     """Escape control characters except line ends, in all values of the template that are no pictures."""
     from markupsafe import Markup
 

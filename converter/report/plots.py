@@ -9,7 +9,7 @@ from bf16kit.measurements import MARGIN_DB, MOST_DB
 from bf16kit.text import size
 from bf16kit.verdicts import SampleSeries
 from converter.report.figures import Sizes
-from converter.report.layers import LayerSeries, called, shortfall
+from converter.report.layers import LayerSeries, layer_name, shortfall
 from converter.report.spans import HIGHEST, LOWEST, NORMAL, Span
 from converter.report.svg import BOTTOM, LEFT, RIGHT, TOP, WIDTH, Picture, Scale, axes, line, power_of_two, shortened
 
@@ -26,8 +26,8 @@ def sizes_bars(sizes: Sizes) -> str:
     ]
     if sizes.residual:
         bars.append(("residual, which restores fp32", sizes.residual, "bar rest"))
-    told = "; ".join(f"{name} {size(count)}" for name, count, _ in bars)
-    picture = Picture("sizes", "Sizes", f"Bars: {told}.", 44.0 * len(bars) + 4)
+    description = "; ".join(f"{name} {size(count)}" for name, count, _ in bars)
+    picture = Picture("sizes", "Sizes", f"Bars: {description}.", 44.0 * len(bars) + 4)
     scale = Scale(0, max(1, *(count for _, count, _ in bars)), 0, WIDTH)
     for row, (name, count, kind) in enumerate(bars):
         y = 44.0 * row
@@ -45,7 +45,7 @@ def sample_dots(series: SampleSeries, key: str) -> str:
     x = Scale(0, max(1, series.measured - 1), LEFT + 8, WIDTH - RIGHT)
     y = Scale(0, top, _HEIGHT - BOTTOM, TOP)
     limit = min((bound for name, bound in series.bounds if name == "relative_l2"), default=math.inf)
-    shown = chosen([value if math.isfinite(value) else math.inf for value in series.values])
+    shown = sampled_points([value if math.isfinite(value) else math.inf for value in series.values])
     above = sum(value > limit for value in series.values)
     picture = Picture(
         key,
@@ -77,7 +77,7 @@ def layer_dots(series: LayerSeries, key: str) -> str:
     y = Scale(min(0.0, low) if low < 12 else low - 6, high + 6, _HEIGHT - BOTTOM, TOP)
     drawn = [row for row in series.rows if row.sqnr_db < MOST_DB]
     exact = len(series.rows) - len(drawn)
-    shown = chosen([shortfall(row) for row in drawn])
+    shown = sampled_points([shortfall(row) for row in drawn])
     off = series.first_off
     picture = Picture(
         key,
@@ -87,7 +87,7 @@ def layer_dots(series: LayerSeries, key: str) -> str:
             "all are on the line expected of rounding to bf16."
             if off is None
             else (
-                f"the first below the expected line is {called(off)}: {off.sqnr_db:.3g} dB, expected"
+                f"the first below the expected line is {layer_name(off)}: {off.sqnr_db:.3g} dB, expected"
                 f" {off.expected_db:.3g}."
             )
         ),
@@ -96,8 +96,8 @@ def layer_dots(series: LayerSeries, key: str) -> str:
     axes(picture, x, y, "depth", "SQNR, dB")
     for row in (drawn[i] for i in shown):
         kind = "over" if shortfall(row) > MARGIN_DB else ""
-        told = f"{called(row)} ({row.name}, {row.op}): {row.sqnr_db:.1f} dB, expected {row.expected_db:.1f}"
-        picture.dot(x(row.depth), y(row.sqnr_db), kind, told)
+        description = f"{layer_name(row)} ({row.name}, {row.op}): {row.sqnr_db:.1f} dB, expected {row.expected_db:.1f}"
+        picture.dot(x(row.depth), y(row.sqnr_db), kind, description)
     line(picture, _expected(series, x, y), "expected")
     return picture.svg()
 
@@ -117,12 +117,16 @@ def span_bars(spans: Sequence[Span], measured: int, key: str) -> str:
     bottom = top + row_height * len(spans)
     x = Scale(LOWEST - 17, HIGHEST + 6, 0, WIDTH)
     lossy = [span for span in spans if span.remark]
-    told = "; ".join(f"{span.name}: {span.remark}" for span in lossy)
+    description = "; ".join(f"{span.name}: {span.remark}" for span in lossy)
     picture = Picture(
         key,
         "Range of the values of bf16 tensors",
         f"{len(spans)} of {measured} tensors. "
-        + (f"bf16 does not hold these at full precision: {told}." if told else ("bf16 holds all at full precision.")),
+        + (
+            f"bf16 does not hold these at full precision: {description}."
+            if description
+            else ("bf16 holds all at full precision.")
+        ),
         bottom + 26,
     )
     for exponent in (NORMAL, -64, 0, 64, HIGHEST):
@@ -148,7 +152,7 @@ def _span(picture: Picture, span: Span, x: Scale, y: float) -> None:
         picture.add("rect", class_=kind, x=start, y=y + 22, width=max(3.0, end - start), height=6, rx=2)
 
 
-def chosen(badness: Sequence[float]) -> list[int]:
+def sampled_points(badness: Sequence[float]) -> list[int]:
     """Choose the points to draw: all up to :data:`DOTS`; of more, the worst :data:`DOTS` ÷ 10 and the others evenly."""
     if len(badness) <= DOTS:
         return list(range(len(badness)))

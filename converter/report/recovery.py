@@ -63,13 +63,13 @@ def sentences(training: TrainingEntry) -> list[str]:
             else ""
         ),
     ]
-    found += _kept(training)
+    found += _describe_kept(training)
     if training.updates_lost is not None:
         found.append(f"weights without an fp32 copy: {_percent(training.updates_lost)} of updates were rounded away")
     return found
 
 
-def _kept(training: TrainingEntry) -> list[str]:
+def _describe_kept(training: TrainingEntry) -> list[str]:
     """Describe which weights were kept; empty for artifacts of an earlier version, which published the last ones."""
     if training.kept is None or training.loss_before is None:
         return []

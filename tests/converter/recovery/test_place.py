@@ -116,9 +116,9 @@ _WRITE = """
 import resource, sys, torch
 from pathlib import Path
 from converter.options import parse_target
-from converter.recovery.place import workplace
+from converter.recovery.place import open_directory
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-with workplace(parse_target(Path(sys.argv[1])), resume=True) as place:
+with open_directory(parse_target(Path(sys.argv[1])), resume=True) as place:
     place.write_checkpoint(lambda file: torch.save({"w": torch.ones(1000)}, file))
     place.write_checkpoint(lambda file: torch.save({"w": torch.ones(1 << 20)}, file))
 """
@@ -138,12 +138,12 @@ _DIE = """
 import os, signal, sys
 from pathlib import Path
 from converter.options import parse_target
-from converter.recovery.place import workplace
+from converter.recovery.place import open_directory
 def half(file):
     file.write(b"half of")
     file._file.flush()
     os.kill(os.getpid(), signal.SIGKILL)
-with workplace(parse_target(Path(sys.argv[1])), resume=True) as place:
+with open_directory(parse_target(Path(sys.argv[1])), resume=True) as place:
     place.write_checkpoint(half)
 """
 

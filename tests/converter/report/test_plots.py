@@ -132,8 +132,8 @@ def test_the_layers_state_the_diagnosis_and_the_remedy(
     found: DiagnosisEntry | None, within: bool, said: str, option: str
 ) -> None:
     told = series("cpu", Layers(measured=2, rows=[FINE, DIP], diagnosis=found), within=within)
-    assert said in told.told
-    assert bool(told.told) == bool(said)
+    assert said in told.summary
+    assert bool(told.summary) == bool(said)
     assert told.option == option
 
 
