@@ -15,7 +15,7 @@ from bf16kit.manifest import RESIDUAL, Plan, ProfileEntry
 from bf16kit.numerics import Census
 from bf16kit.publish import StagingArtifact
 from converter.attempt import describe
-from converter.formats.alone import FileRecords, records, write_without_graph
+from converter.formats.alone import FileRecords, read_records, write_without_graph
 from converter.formats.lossless import check_without_graph
 from converter.formats.weights import StoredWeights
 from converter.model import Source
@@ -34,19 +34,19 @@ def check_options(options: Options, source: Source) -> str:
     Raises :class:`ConversionError` with the reason if an option needs the graph. Raises :class:`UsageError` if an
     option sets how weights are rounded, because torch supports only one way.
     """
-    why = source.no_graph_reason
+    reason = source.no_graph_reason
     if "onnx" in options.formats:
-        raise ConversionError(f"{options.source}: no ONNX graph can be made of it: {why}; {_REMEDY}")
+        raise ConversionError(f"{options.source}: no ONNX graph can be made of it: {reason}; {_REMEDY}")
     if options.export is not None:
         raise ConversionError(
             f"{options.source}: --format {options.export}: an export is checked by running it as an ONNX graph, and"
-            f" no ONNX graph can be made: {why}; {_REMEDY}"
+            f" no ONNX graph can be made: {reason}; {_REMEDY}"
         )
     for flag, given in (("--subnormals flush", options.subnormals == "flush"), ("--saturate", options.saturate)):
         if given:
-            raise UsageError(f"{flag}: is for ONNX, and no ONNX graph can be made of {options.source}: {why}")
+            raise UsageError(f"{flag}: is for ONNX, and no ONNX graph can be made of {options.source}: {reason}")
     return (
-        f"no ONNX: {why}; the artifact holds only what torch runs. It has no fp32 islands, and no fp32 reference for"
+        f"no ONNX: {reason}; the artifact holds only what torch runs. It has no fp32 islands, and no fp32 reference for"
         " live drift and fallback"
     )
 
@@ -74,7 +74,7 @@ def prove(
             f"{options.source}: {source.no_graph_reason}; and the format that torch runs cannot be checked:"
             f" {oracle_run.how}"
         )
-    stored = _write(options, source, _held_in(traced, stage), stage, progress)
+    stored = _write(options, source, _weight_records(traced, stage), stage, progress)
     manifest = describe(options, source, Plan(), stored, traced)
     with progress.step("comparing with the source", source.checkpoint.nbytes) as advance:
         check_without_graph(stage.draft(manifest), source.checkpoint.tensors, advance)
@@ -88,15 +88,15 @@ def prove(
     return certified, stored.census
 
 
-def _held_in(traced: Mapping[str, ProfileEntry], stage: StagingArtifact) -> FileRecords:
+def _weight_records(traced: Mapping[str, ProfileEntry], stage: StagingArtifact) -> FileRecords:
     """Return the records of the weights in the first ``traced`` file."""
-    return records(stage.path / next(iter(traced.values())).graph)
+    return read_records(stage.path / next(iter(traced.values())).graph)
 
 
 def _write(
-    options: Options, source: Source, held: FileRecords, stage: StagingArtifact, progress: Progress
+    options: Options, source: Source, weight_records: FileRecords, stage: StagingArtifact, progress: Progress
 ) -> StoredWeights:
     checkpoint = source.checkpoint
     with progress.step("writing weights", checkpoint.nbytes) as advance, ExitStack() as files:
         residual = files.enter_context(stage.writer(RESIDUAL)) if options.residual else None
-        return write_without_graph(checkpoint.tensors, held, residual, advance)
+        return write_without_graph(checkpoint.tensors, weight_records, residual, advance)

@@ -84,7 +84,9 @@ def _without_idle_profiles(planned: Planned, options: Options) -> Planned:
     Raises :class:`UsageError` if such a profile was asked for.
     """
     idle = [
-        name for name, nodes in planned.plan.nodes.items() if PROFILES[name].rounds_products and not _rounding(nodes)
+        name
+        for name, nodes in planned.plan.nodes.items()
+        if PROFILES[name].rounds_products and not _has_rounding(nodes)
     ]
     for name in idle:
         if name in options.onnx_profiles:
@@ -96,7 +98,7 @@ def _without_idle_profiles(planned: Planned, options: Options) -> Planned:
     return replace(planned, plan=planned.plan.model_copy(update={"nodes": nodes}))
 
 
-def _rounding(nodes: Sequence[PlanEntry]) -> bool:
+def _has_rounding(nodes: Sequence[PlanEntry]) -> bool:
     return any(entry.code == "rounds" for entry in nodes)
 
 
@@ -107,7 +109,9 @@ def _write(
     if not options.stores_export:
         stored = _write_weights(options, source, prepared, planned, stage, progress)
         exported = (
-            None if options.export is None else _write_beside(options, source, prepared, planned, stage, progress)
+            None
+            if options.export is None
+            else _write_separate_export(options, source, prepared, planned, stage, progress)
         )
         return stored, exported, planned
     checkpoint = source.checkpoint
@@ -127,7 +131,7 @@ def _write(
     return stored, exported, replace(planned, plan=plan)
 
 
-def _write_beside(
+def _write_separate_export(
     options: Options, source: Source, prepared: Prepared, planned: Planned, stage: StagingArtifact, progress: Progress
 ) -> Exported:
     """Write the export as a separate copy, because the profiles' own weights are stored in panels."""
@@ -143,9 +147,9 @@ def _describe_export(
     options: Options, source: Source, exported: Exported, stage: StagingArtifact
 ) -> dict[str, ExportEntry]:
     """Write the files that go beside the export, and return the manifest's entry for ``exported``."""
-    for name, content in source.beside.items():
+    for name, content in source.export_files.items():
         (stage.path / name).write_bytes(content)
-    files = [*exported.files, *sorted(source.beside)]
+    files = [*exported.files, *sorted(source.export_files)]
     return {str(options.export): ExportEntry(files=files, precision="bf16-weights", verified="no")}
 
 
@@ -203,7 +207,7 @@ def describe(
             tensors=len(checkpoint.tensors),
         ),
         given=list(source.given),
-        tools={**versions.versions(source.tools), **source.foreign},
+        tools={**versions.versions(source.tools), **source.foreign_versions},
         seed=options.seed,
         options=options.recorded(),
     )

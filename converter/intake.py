@@ -10,7 +10,7 @@ from bf16kit.manifest import ProfileEntry
 from bf16kit.publish import StagingArtifact
 from converter import sources
 from converter.formats.traced import TRACED
-from converter.graph.cuda_support import stand_in
+from converter.graph.cuda_support import other_release_note
 from converter.graph.types import untyped
 from converter.model import Source
 from converter.options import Options
@@ -53,13 +53,13 @@ def load_samples(options: Options, source: Source, progress: Progress) -> Sample
     ``--input`` gave the dimensions.
     """
     oracle = source.oracle
-    run_source = None if oracle is None else lambda feeds: deque(oracle.answers(feeds), maxlen=0)
+    run_source = None if oracle is None else lambda feeds: deque(oracle.outputs(feeds), maxlen=0)
     with progress.step("checking the samples"):
         if options.samples is None:
             return generate(source.inputs, source.graph, source.sampler, options.seed, run_source)
-        strange = source.checkpoint.format in _DECLARING and not options.inputs
+        may_contradict = source.checkpoint.format in _DECLARING and not options.inputs
         names = [spec.name for spec in source.outputs]
-        found = samples.load(options.samples, source.inputs, run_source if strange else None, outputs=names)
+        found = samples.load(options.samples, source.inputs, run_source if may_contradict else None, outputs=names)
     if found.inputs:
         source.inputs = found.inputs
         if source.graph is not None:
@@ -67,7 +67,9 @@ def load_samples(options: Options, source: Source, progress: Progress) -> Sample
     return found
 
 
-def ask_source(source: Source, calibration: Samples, stage: StagingArtifact, progress: Progress) -> OracleRun:
+def record_source_outputs(
+    source: Source, calibration: Samples, stage: StagingArtifact, progress: Progress
+) -> OracleRun:
     """Record the source's own answers, before narrowing and folding change it.
 
     The oracle is released afterwards, unless it is the only reference there will be.
@@ -79,7 +81,7 @@ def ask_source(source: Source, calibration: Samples, stage: StagingArtifact, pro
     return oracle_run
 
 
-def check_answers(
+def check_expected_outputs(
     options: Options,
     source: Source,
     calibration: Samples,
@@ -92,20 +94,22 @@ def check_answers(
     If they differ, raises :class:`~bf16kit.errors.UsageError` with the proposed map where there is one, else
     :class:`ConversionError`.
     """
-    if source.proposed is None and not calibration.expected:
+    if source.proposed_rules is None and not calibration.expected:
         return
     if not calibration.expected:
-        raise refuted(f"{options.source}", f"{calibration.origin} holds inputs but no outputs", source.proposed or "")
+        raise refuted(
+            f"{options.source}", f"{calibration.origin} holds inputs but no outputs", source.proposed_rules or ""
+        )
     with progress.step("comparing with the expected outputs"):
         wrong = answered.check(source, calibration, oracle_run, stage.path)
-    if wrong is not None and source.proposed is not None:
-        raise refuted(f"{options.source}", wrong, source.proposed)
+    if wrong is not None and source.proposed_rules is not None:
+        raise refuted(f"{options.source}", wrong, source.proposed_rules)
     if wrong is not None:
         raise ConversionError(
             f"{options.source}: the model does not give the outputs in {calibration.origin}: {wrong}; either the"
             " architecture or the weights differ, or those outputs were not computed in fp32"
         )
-    how = "the proposed map is confirmed" if source.proposed is not None else "the expected outputs are confirmed"
+    how = "the proposed map is confirmed" if source.proposed_rules is not None else "the expected outputs are confirmed"
     yield f"{how}: the model's outputs equal those in {calibration.origin} within fp32 noise"
 
 
@@ -140,7 +144,7 @@ def trace(
     return written
 
 
-def unknown(options: Options, prepared: Prepared) -> Iterator[str]:
+def unknown_notes(options: Options, prepared: Prepared) -> Iterator[str]:
     """Yield a note on each thing unknown about the graph or the device, and what that costs."""
     nodes, all_nodes = untyped(prepared.folded), sum(1 for _ in prepared.folded.graph.all_nodes())
     if nodes:
@@ -148,12 +152,12 @@ def unknown(options: Options, prepared: Prepared) -> Iterator[str]:
             f"the output types of {len(nodes)} of {all_nodes} nodes could not be inferred, the first"
             f" {nodes[0].name!r} ({nodes[0].op_type}); these nodes, and those that read their outputs, stay in fp32"
         )
-    sentence = stand_in() if "cuda" in options.onnx_profiles else None
+    sentence = other_release_note() if "cuda" in options.onnx_profiles else None
     if sentence is not None:
         yield sentence
 
 
-def check_base(
+def check_prepared_graph(
     options: Options,
     source: Source,
     prepared: Prepared,

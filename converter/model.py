@@ -23,7 +23,7 @@ Sampler = Callable[[int, int], Iterator[Feeds]]  # (seed, count) → plausible f
 FP32_ROUNDOFF = 2.0**-24
 
 _CHUNK = 1 << 20
-_UNPLAIN = re.compile(r"[\x00-\x1f/\\]")  # characters that no name in a manifest may have
+_NOT_IN_NAMES = re.compile(r"[\x00-\x1f/\\]")  # characters that no name in a manifest may have
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,19 +66,19 @@ class TorchModel:
 class Oracle:
     """The source itself, which answers feeds as it did before the conversion changed anything.
 
-    ``answers`` yields the source's outputs by name, for one feed after the other, and releases what it holds at its
+    ``outputs`` yields the source's outputs by name, for one feed after the other, and releases what it holds at its
     end. It raises :class:`~bf16kit.errors.RuntimeFailure` if the source does not run. ``how`` is a phrase for messages
-    that says what computes the answers. ``roundoff`` is the unit roundoff of the least precise arithmetic the source
+    that says what computes the outputs. ``roundoff`` is the unit roundoff of the least precise arithmetic the source
     uses.
     """
 
-    answers: Callable[[Sequence[Feeds]], Iterator[Feeds]]
+    outputs: Callable[[Sequence[Feeds]], Iterator[Feeds]]
     how: str
     roundoff: float = FP32_ROUNDOFF
 
     def __call__(self, feeds: Sequence[Feeds]) -> list[Feeds]:
-        """Return all answers at once; for few and small ones."""
-        return list(self.answers(feeds))
+        """Return all outputs at once; for few and small ones."""
+        return list(self.outputs(feeds))
 
 
 @dataclass(slots=True)
@@ -90,10 +90,10 @@ class Source:
     each row's outputs depend on that row alone. ``module`` is None for sources that torch cannot trace. The pipeline
     drops ``module`` and ``oracle`` as soon as they are used, which frees their files and memory. A source that cannot
     answer has no oracle, and ``no_oracle_reason`` says why. ``notes`` are sentences for the user. ``tools`` are the
-    packages whose versions shape the graph, ``foreign`` the versions of packages in another Python. ``beside`` are
-    files that an export in the source's own format stores beside its weights. ``proposed`` is the map by which weights
-    were placed, as a file of rules, until samples confirm it. ``given`` are files besides the checkpoint that shaped
-    the source.
+    packages whose versions shape the graph, ``foreign_versions`` the versions of packages in another Python.
+    ``export_files`` are files that an export in the source's own format stores beside its weights. ``proposed_rules``
+    is the map by which weights were placed, as a file of rules, until samples confirm it. ``given`` are files besides
+    the checkpoint that shaped the source.
     """
 
     checkpoint: Checkpoint
@@ -106,9 +106,9 @@ class Source:
     oracle: Oracle | None = None
     no_oracle_reason: str = "sources of this kind cannot be run"
     notes: tuple[str, ...] = ()
-    beside: Mapping[str, bytes] = field(default_factory=dict)
-    proposed: str | None = None
-    foreign: Mapping[str, str] = field(default_factory=dict)
+    export_files: Mapping[str, bytes] = field(default_factory=dict)
+    proposed_rules: str | None = None
+    foreign_versions: Mapping[str, str] = field(default_factory=dict)
     no_graph_reason: str = ""
     rowwise: bool = True
     given: tuple[GivenEntry, ...] = ()
@@ -129,7 +129,7 @@ def digest_files(paths: Sequence[Path], advance: Callable[[int], None]) -> str:
 def given_file(option: Literal["--map", "--model"], path: Path) -> GivenEntry:
     """Return the manifest's entry for the file at ``path``, which ``option`` named."""
     digest = _digest(path, lambda _: None)
-    name = _UNPLAIN.sub("_", path.name.encode("utf-8", "replace").decode())
+    name = _NOT_IN_NAMES.sub("_", path.name.encode("utf-8", "replace").decode())
     return GivenEntry(option=option, name=name, sha256=digest, bytes=path.stat().st_size)
 
 

@@ -62,7 +62,7 @@ class Result:
     notes: tuple[str, ...]
 
 
-def convert(options: Options, progress: Progress | None = None, given: ProvidedInputs | None = None) -> Result:
+def convert(options: Options, progress: Progress | None = None, provided: ProvidedInputs | None = None) -> Result:
     """Convert ``options.source`` into an artifact at ``options.target``; nothing is published unless all succeeds.
 
     Raises :class:`~bf16kit.errors.UsageError` for bad options or unreadable input,
@@ -73,42 +73,42 @@ def convert(options: Options, progress: Progress | None = None, given: ProvidedI
     progress = progress or SilentProgress()
     notes: list[str] = []
     with (
-        FrozenHeap() as garbage,
+        FrozenHeap() as heap,
         prefix_errors(options.source),
         staging(options.target.path, force=options.force) as stage,
     ):
-        with garbage.without_collection():
-            source = intake.read(options, progress, None if given is None else given.read)
+        with heap.without_collection():
+            source = intake.read(options, progress, None if provided is None else provided.read)
         notes += source.notes
         if source.graph is None:
             notes.append(alone.check_options(options, source))
-        own = None if given is None else given.samples
-        calibration = own or intake.load_samples(options, source, progress)
-        if not (options.samples or own):
+        provided_samples = None if provided is None else provided.samples
+        calibration = provided_samples or intake.load_samples(options, source, progress)
+        if not (options.samples or provided_samples):
             notes.append(f"drift was measured on {calibration.origin}, because --samples was not given")
-        oracle_run = intake.ask_source(source, calibration, stage, progress)
-        notes += intake.check_answers(options, source, calibration, oracle_run, stage, progress)
+        oracle_run = intake.record_source_outputs(source, calibration, stage, progress)
+        notes += intake.check_expected_outputs(options, source, calibration, oracle_run, stage, progress)
         profiles = intake.trace(options, source, stage, progress, notes)
-        garbage.collect()
+        heap.collect()
         proven = _prove(options, source, profiles, calibration, oracle_run, stage, progress)
         del source
-        garbage.collect()
+        heap.collect()
         certified = proven.certified
         notes += [*proven.notes, *certified.notes]
-        notes += _remarks(options, certified.manifest)
+        notes += _artifact_notes(options, certified.manifest)
         check_stated_bounds(options.budget, certified.manifest)
         manifest, left_out = judge(certified.breaches, certified.manifest, options, stage)
         notes += left_out
         judged = None
-        if given is not None and given.judge is not None:
-            judged = given.judge(stage, manifest, progress)
+        if provided is not None and provided.judge is not None:
+            judged = provided.judge(stage, manifest, progress)
             manifest = judged.manifest
             notes += judged.notes
         remedies_for = [name for name, found in certified.breaches.items() if found and options.search]
         expired = Deadline.after(options.search_minutes).expired
         draft = stage.draft(manifest)
         # Measuring one profile's layers takes a tenth of a conversion: optional profiles leave that to `explain`.
-        unasked = options.optional_profiles
+        optional = options.optional_profiles
         layers = measure_layers(
             draft,
             calibration.feeds,
@@ -117,7 +117,7 @@ def convert(options: Options, progress: Progress | None = None, given: ProvidedI
             notes,
             remedies_for=remedies_for,
             expired=expired,
-            without=unasked,
+            without=optional,
         )
         measurements = measured(manifest, certified, layers, proven.census, proven.searches, calibration.feeds)
         if judged is not None:
@@ -159,8 +159,8 @@ def _prove(
         prepared = prepare(source.graph, source.checkpoint.tensors, orders=source.checkpoint.orders)
         if options.stores_export:
             prepared = unfolded(prepared, source.checkpoint.tensors)
-    notes = list(intake.unknown(options, prepared))
-    intake.check_base(options, source, prepared, oracle_run, calibration, stage, progress)
+    notes = list(intake.unknown_notes(options, prepared))
+    intake.check_prepared_graph(options, source, prepared, oracle_run, calibration, stage, progress)
     attempt = Attempt(options, source, prepared, profiles, calibration, oracle_run, stage, progress)
     island_searches = IslandSearches(prepared, options, calibration, progress, stage.path)
     certified, census = attempt.prove(Islands())
@@ -171,7 +171,7 @@ def _prove(
     )
 
 
-def _remarks(options: Options, manifest: Manifest) -> Iterator[str]:
+def _artifact_notes(options: Options, manifest: Manifest) -> Iterator[str]:
     """Yield notes on properties of the artifact that its owner may not expect."""
     if not any(entry.dtype == "bfloat16" for entry in manifest.tensors):
         yield "no weight became bf16, so no memory is saved: all are small, one-dimensional or kept in fp32"

@@ -41,11 +41,11 @@ def restore(artifact: Path, out: Path, *, force: bool, progress: Progress) -> st
     entries = sorted(opened.manifest.checkpoint, key=lambda entry: entry.name)
     total = sum(_nbytes(entry) for entry in entries)
     try:
-        with _beside(out) as file:
+        with _temporary_file(out) as file:
             _write(file, opened, entries, total, progress)
             Path(file.name).replace(out)
     except OSError as error:
-        raise _explained(out, error) from error
+        raise _write_error(out, error) from error
     return f"restored {len(entries)} tensors, {size(total)}, to {out}"
 
 
@@ -59,7 +59,7 @@ def _check_target(out: Path, force: bool) -> None:
 
 
 @contextlib.contextmanager
-def _beside(out: Path) -> Iterator[BinaryIO]:
+def _temporary_file(out: Path) -> Iterator[BinaryIO]:
     """Open a new file beside ``out``, and remove it at the end unless it was renamed.
 
     The file stays locked until its process ends, however it ends. So an unlocked file was left by a killed run: those
@@ -92,7 +92,7 @@ def _write(
         os.fsync(file.fileno())
 
 
-def _explained(out: Path, error: OSError) -> UsageError:
+def _write_error(out: Path, error: OSError) -> UsageError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         free = shutil.disk_usage(out.parent).free >> 20
         return UsageError(f"{out}: disk full ({free} MiB free), nothing was written; free some space")

@@ -8,10 +8,10 @@ import numpy as np
 import onnx_ir as ir
 
 from bf16kit.runtime.kernel import DOMAIN
-from converter.cpukernel.attention import Choice, Mask
+from converter.cpukernel.attention import Mask, SelectionMask
 from converter.cpukernel.attentionop import AttentionVariant, attributes, function
 from converter.cpukernel.functions import define
-from converter.cpukernel.work import Work
+from converter.cpukernel.work import KernelWork
 from converter.graph.initializers import initializer
 from converter.graph.names import FreshNames, all_value_names
 from converter.graph.step import Step
@@ -32,7 +32,7 @@ class Attend(Step):
 
     name = "use the CPU kernel's attention"
 
-    def __init__(self, work: Work, rounding: Collection[str] = ()) -> None:
+    def __init__(self, work: KernelWork, rounding: Collection[str] = ()) -> None:
         super().__init__()
         self._work = work
         self._rounding = rounding
@@ -47,10 +47,12 @@ class Attend(Step):
             operands = [attention.q.value, attention.k.value, attention.v.value]
             mask = masks.sum(attention.masks, attention.values)
             inputs = operands if mask is None else [*operands, mask]
-            made = ir.node(variant.op_type, inputs, attributes(attention), domain=DOMAIN, name=attention.values.name)
-            model.graph.insert_before(attention.values, made)
-            output, given = made.outputs[0], attention.result.outputs[0]
-            output.type, output.shape = given.type, ir.Shape(attention.shape)
+            kernel_node = ir.node(
+                variant.op_type, inputs, attributes(attention), domain=DOMAIN, name=attention.values.name
+            )
+            model.graph.insert_before(attention.values, kernel_node)
+            output, old_output = kernel_node.outputs[0], attention.result.outputs[0]
+            output.type, output.shape = old_output.type, ir.Shape(attention.shape)
             replace_output(model.graph, attention.result, output)
             model.graph.remove(attention.nodes[-2::-1], safe=True)
         if found:
@@ -64,17 +66,17 @@ class _Masks:
     def __init__(self, model: ir.Model) -> None:
         self._graph = model.graph
         self._fresh = FreshNames(all_value_names(model) | {node.name or "" for node in model.graph.all_nodes()})
-        self._added: dict[Choice, ir.Value] = {}
+        self._added: dict[SelectionMask, ir.Value] = {}
 
     def sum(self, masks: Sequence[Mask], before: ir.Node) -> ir.Value | None:
         """Return one value for all ``masks``, computed before the node ``before``; None if there are no masks."""
         total: ir.Value | None = None
         for mask in masks:
-            value = self._number(mask, before) if isinstance(mask, Choice) else mask
+            value = self._number(mask, before) if isinstance(mask, SelectionMask) else mask
             total = value if total is None else self._insert(ir.node("Add", [total, value]), before)
         return total
 
-    def _number(self, mask: Choice, before: ir.Node) -> ir.Value:
+    def _number(self, mask: SelectionMask, before: ir.Node) -> ir.Value:
         """Return a value that is ``mask.number`` where the mask hides, and 0 elsewhere."""
         if mask not in self._added:
             hidden, shown = (self._constant(number) for number in (mask.number, 0.0))

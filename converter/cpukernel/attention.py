@@ -15,8 +15,7 @@ import onnx_ir as ir
 
 from converter.cpukernel.heads import Operand, columns_first
 from converter.graph.initializers import const
-from converter.graph.values import Dim, dim, known_shape, only_reader, plain, same_dims
-from converter.graph.values import number as constant
+from converter.graph.values import Dim, constant_number, is_onnx_operator, known_shape, only_reader, same_dim, same_dims
 
 FLOAT = ir.DataType.FLOAT
 _HIDDEN = -1e30  # no score changes this number when added to it
@@ -25,7 +24,7 @@ _LONGEST = 8  # nodes between a product and its Softmax, at most
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class SelectionMask:
     """A mask that selects: where ``condition`` equals ``hides``, ``number`` replaces a score, which then has no
     weight."""
 
@@ -34,7 +33,7 @@ class Choice:
     number: float
 
 
-Mask = ir.Value | Choice
+Mask = ir.Value | SelectionMask
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +68,14 @@ class Attention:
         return self.q.batch, self.q.rows, self.q.heads * self.v.columns
 
     @property
-    def forms(self) -> str:
+    def layouts(self) -> str:
         """One letter each for q, k and v: r if its heads are in rows, h if they are split."""
         return "".join("r" if each.in_rows else "h" for each in (self.q, self.k, self.v))
 
 
 def attentions(model: ir.Model) -> list[Attention]:
     """Return the attentions of the main graph, in order. Requires: types and shapes are known."""
-    found = (_attention(node) for node in model.graph if node.op_type == "Softmax" and plain(node))
+    found = (_attention(node) for node in model.graph if node.op_type == "Softmax" and is_onnx_operator(node))
     return [attention for attention in found if attention is not None]
 
 
@@ -91,34 +90,34 @@ def _attention(softmax: ir.Node) -> Attention | None:
     product, values = traced.product, merged[0]
     nodes = (*reversed(traced.nodes), softmax, *merged)
     q = Operand.of(product.inputs[0])
-    turned = columns_first(product.inputs[1])
-    k = None if turned is None else turned.ungrouped()
+    transposed = columns_first(product.inputs[1])
+    k = None if transposed is None else transposed.ungrouped()
     v = Operand.of(values.inputs[1], scaled=False)
     v = None if v is None else v.ungrouped(scaled=False)
     if q is None or k is None or v is None:
         return None
     attention = Attention(q, k, v, traced.scale * q.scale * k.scale, traced.masks, softmax, values, nodes)
-    return _rows_alone(attention) if _fits(attention) else None
+    return _trim_merge(attention) if _fits(attention) else None
 
 
 def _fits(found: Attention) -> bool:
     q, k, v = found.q, found.k, found.v
-    if not (dim(q.batch, k.batch) and dim(k.batch, v.batch) and dim(k.rows, v.rows)):
+    if not (same_dim(q.batch, k.batch) and same_dim(k.batch, v.batch) and same_dim(k.rows, v.rows)):
         return False
     if q.columns != k.columns or k.heads != v.heads or k.shared != v.shared:
         return False
     return q.heads == k.heads * k.shared or (k.heads, k.shared) == (1, 1)
 
 
-def _rows_alone(found: Attention) -> Attention | None:
+def _trim_merge(found: Attention) -> Attention | None:
     """Return the attention up to the Reshape that merges the heads into rows.
 
     If the Reshape does something else, the attention ends before it, and the Reshape reads merged heads. None if the
     Reshape might then give another result.
     """
     merged = found.result
-    given, wanted = known_shape(merged.outputs[0]), found.shape
-    if given is not None and len(given) == 3 and all(map(dim, given, wanted)):
+    actual, expected = known_shape(merged.outputs[0]), found.shape
+    if actual is not None and len(actual) == 3 and all(map(same_dim, actual, expected)):
         return found
     sizes = const(merged.inputs[1])
     if sizes is None or 0 in sizes.numpy():  # 0 copies a dimension, which merged heads would change
@@ -141,7 +140,7 @@ class _Trace:
 
 def _trace(value: ir.Value | None, depth: int = _LONGEST) -> _Trace | None:
     node = None if value is None else value.producer()
-    if value is None or node is None or depth == 0 or not plain(node) or only_reader(value) is None:
+    if value is None or node is None or depth == 0 or not is_onnx_operator(node) or only_reader(value) is None:
         return None
     if node.op_type == "MatMul":
         shape = known_shape(value)
@@ -164,16 +163,16 @@ def _steps(node: ir.Node) -> Iterator[tuple[ir.Value | None, Mask | float]]:
     inputs: Sequence[ir.Value | None] = node.inputs
     if node.op_type == "Where":
         for scores, other, hides in ((inputs[1], inputs[2], False), (inputs[2], inputs[1], True)):
-            number = constant(other, rank=_RANK)
+            number = constant_number(other, rank=_RANK)
             if number is not None and number <= _HIDDEN and inputs[0] is not None:
-                yield scores, Choice(inputs[0], hides, number)
+                yield scores, SelectionMask(inputs[0], hides, number)
     elif node.op_type == "Div":
-        divisor = constant(inputs[1], rank=_RANK)
+        divisor = constant_number(inputs[1], rank=_RANK)
         if divisor:
             yield inputs[0], 1 / divisor
     elif node.op_type in ("Mul", "Add"):
         for scores, other in ((inputs[0], inputs[1]), (inputs[1], inputs[0])):
-            factor = constant(other, rank=_RANK)
+            factor = constant_number(other, rank=_RANK)
             if node.op_type == "Mul" and factor is not None:
                 yield scores, factor
             elif node.op_type == "Add" and other is not None and other.dtype == FLOAT and other.shape is not None:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from converter.cpukernel.products import Product, takes_bias
 from converter.graph.initializers import const, dims
-from converter.graph.values import number, only_reader
+from converter.graph.values import constant_number, only_reader
 
 Activation = Literal["none", "relu", "gelu", "gelu_tanh", "silu"]
 Numbers = NDArray[np.float64]
@@ -116,7 +116,7 @@ def _elementwise(node: ir.Node, values: list[ir.Value]) -> bool:
     """Whether ``node`` reads only ``values`` and constant numbers."""
     if node.domain != "" or node.op_type not in _FUNCTIONS or node.graph is not values[0].graph:
         return False
-    return all(value in values or number(value, rank=1) is not None for value in node.inputs)
+    return all(value in values or constant_number(value, rank=1) is not None for value in node.inputs)
 
 
 def _evaluate(x: ir.Value, nodes: tuple[ir.Node, ...]) -> Numbers:
@@ -124,7 +124,7 @@ def _evaluate(x: ir.Value, nodes: tuple[ir.Node, ...]) -> Numbers:
     known: dict[ir.Value | None, Numbers] = {x: _PROBES}
     with np.errstate(all="ignore"):
         for node in nodes:
-            inputs = [known[v] if v in known else np.float64(number(v, rank=1) or 0.0) for v in node.inputs]
+            inputs = [known[v] if v in known else np.float64(constant_number(v, rank=1) or 0.0) for v in node.inputs]
             known[node.outputs[0]] = _FUNCTIONS[node.op_type](node, *inputs)
     return known[nodes[-1].outputs[0]]
 

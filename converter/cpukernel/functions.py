@@ -18,7 +18,7 @@ import onnx_ir as ir
 
 from bf16kit.runtime.kernel import DOMAIN
 from converter.cpukernel.epilogues import Activation
-from converter.cpukernel.panelnodes import cuts, form, matrix_nodes
+from converter.cpukernel.panelnodes import matrix_nodes, panel_form, panel_shapes
 from converter.cpukernel.products import Layout
 
 VERSION = 1
@@ -28,7 +28,7 @@ _OLDEST_IR = 8  # the first IR version with functions in a model
 
 
 @dataclass(frozen=True, slots=True)
-class Variant:
+class ProductVariant:
     """One variant of the operator. ``lists`` names the integer lists among its attributes. With ``rounds``, x is
     rounded to bf16 before the product."""
 
@@ -39,18 +39,20 @@ class Variant:
     rounds: bool = False
 
     @classmethod
-    def of(cls, layout: Layout, k: int, n: int, *, bias: bool, activation: Activation, rounds: bool = False) -> Variant:
+    def of(
+        cls, layout: Layout, k: int, n: int, *, bias: bool, activation: Activation, rounds: bool = False
+    ) -> ProductVariant:
         return cls(layout, tuple(lists(layout, k, n)), bias, activation, rounds)
 
     @property
     def op_type(self) -> str:
         """The operator's name, as ``MatMul_panels_tail_bias_relu``; kernels/ort/operators.cpp registers them all."""
-        words: list[str] = [stem(1, self.rounds), form(self.lists) if self.layout == "panels" else self.layout]
+        parts: list[str] = [stem(1, self.rounds), panel_form(self.lists) if self.layout == "panels" else self.layout]
         if self.bias:
-            words.append("bias")
+            parts.append("bias")
         if self.activation != "none":
-            words.append(self.activation)
-        return "_".join(words)
+            parts.append(self.activation)
+        return "_".join(parts)
 
 
 def stem(count: int, rounds: bool) -> str:
@@ -65,16 +67,16 @@ def rounds_activations(op_type: str) -> bool:
 
 def lists(layout: Layout, k: int, n: int) -> dict[str, list[int]]:
     """Return the attributes that are integer lists. Only the function reads them: functions cannot compute sizes."""
-    return cuts(k, n) if layout == "panels" else {}
+    return panel_shapes(k, n) if layout == "panels" else {}
 
 
-def function(variant: Variant, opset: int) -> ir.Function:
+def function(variant: ProductVariant, opset: int) -> ir.Function:
     """Return the function of ``variant`` in the operators of ``opset``, 13 or newer.
 
     X [..., k], W (k·n in panels, or [n, k]), and the bias [n] if it has one → Y [..., n].
     """
     inputs = [ir.Value(name=name) for name in ("X", "W", "B")[: 3 if variant.bias else 2]]
-    body = Body(opset)
+    body = FunctionBody(opset)
     x = body.rounded(inputs[0]) if variant.rounds else inputs[0]
     result = body.product(x, _matrix(body, variant, inputs[1]), inputs[2] if variant.bias else None)
     result = _ACTIVATIONS[variant.activation](body, result)
@@ -89,7 +91,7 @@ def define(model: ir.Model, functions: Iterable[ir.Function]) -> None:
     model.ir_version = max(model.ir_version, _OLDEST_IR)
 
 
-class Body:
+class FunctionBody:
     """The nodes of a function, each output with a name."""
 
     def __init__(self, opset: int) -> None:
@@ -129,13 +131,13 @@ class Body:
     def number(self, value: float) -> ir.Value:
         return self.add("Constant", value_float=float(value))
 
-    def integers(self, attribute: str) -> ir.Value:
+    def integers_attribute(self, attribute: str) -> ir.Value:
         """Return the integer list that the caller passes as ``attribute``."""
-        return self._told("value_ints", attribute, ir.AttributeType.INTS)
+        return self._attribute_constant("value_ints", attribute, ir.AttributeType.INTS)
 
-    def told_number(self, attribute: str) -> ir.Value:
+    def number_attribute(self, attribute: str) -> ir.Value:
         """Return the number that the caller passes as ``attribute``."""
-        return self._told("value_float", attribute, ir.AttributeType.FLOAT)
+        return self._attribute_constant("value_float", attribute, ir.AttributeType.FLOAT)
 
     def over_rows(self, op: str, x: ir.Value) -> ir.Value:
         """Apply ``op``, ReduceMax or ReduceMean, to ``x`` over its last dimension, which stays with size 1."""
@@ -143,27 +145,27 @@ class Body:
             return self.add(op, x, self.add("Constant", value_ints=[-1]), keepdims=1)
         return self.add(op, x, axes=[-1], keepdims=1)
 
-    def _told(self, name: str, attribute: str, kind: ir.AttributeType) -> ir.Value:
+    def _attribute_constant(self, name: str, attribute: str, kind: ir.AttributeType) -> ir.Value:
         self.extend([ir.Node("", "Constant", [], [ir.RefAttr(name, attribute, kind)])])
         return self.nodes[-1].outputs[0]
 
 
-def _matrix(body: Body, variant: Variant, weight: ir.Value) -> ir.Value:
+def _matrix(body: FunctionBody, variant: ProductVariant, weight: ir.Value) -> ir.Value:
     if variant.layout == "transposed":
         return body.add("Transpose", weight, perm=[1, 0])
-    body.extend(matrix_nodes(weight, {name: body.integers(name) for name in variant.lists}))
+    body.extend(matrix_nodes(weight, {name: body.integers_attribute(name) for name in variant.lists}))
     return body.nodes[-1].outputs[0]
 
 
-def _none(body: Body, x: ir.Value) -> ir.Value:
+def _none(body: FunctionBody, x: ir.Value) -> ir.Value:
     return x
 
 
-def _relu(body: Body, x: ir.Value) -> ir.Value:
+def _relu(body: FunctionBody, x: ir.Value) -> ir.Value:
     return body.add("Relu", x)
 
 
-def _gelu(body: Body, x: ir.Value) -> ir.Value:
+def _gelu(body: FunctionBody, x: ir.Value) -> ir.Value:
     """x·½·(1 + erf(x/√2)); before ONNX has Gelu, in the form that ONNX Runtime fuses."""
     if body.opset >= _GELU_SINCE:
         return body.add("Gelu", x)
@@ -171,7 +173,7 @@ def _gelu(body: Body, x: ir.Value) -> ir.Value:
     return body.add("Mul", body.add("Mul", x, body.add("Add", erf, body.number(1))), body.number(0.5))
 
 
-def _gelu_tanh(body: Body, x: ir.Value) -> ir.Value:
+def _gelu_tanh(body: FunctionBody, x: ir.Value) -> ir.Value:
     """x·½·(1 + tanh(√(2/π)·(x + 0.044715·x³)))."""
     if body.opset >= _GELU_SINCE:
         return body.add("Gelu", x, approximate="tanh")
@@ -181,11 +183,11 @@ def _gelu_tanh(body: Body, x: ir.Value) -> ir.Value:
     return body.add("Mul", body.add("Mul", x, doubled), body.number(0.5))
 
 
-def _silu(body: Body, x: ir.Value) -> ir.Value:
+def _silu(body: FunctionBody, x: ir.Value) -> ir.Value:
     return body.add("Mul", x, body.add("Sigmoid", x))
 
 
-_ACTIVATIONS: Mapping[Activation, Callable[[Body, ir.Value], ir.Value]] = {
+_ACTIVATIONS: Mapping[Activation, Callable[[FunctionBody, ir.Value], ir.Value]] = {
     "none": _none,
     "relu": _relu,
     "gelu": _gelu,

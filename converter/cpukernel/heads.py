@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
-from converter.graph.values import Dim, dim, known_shape, number, plain
+from converter.graph.values import Dim, constant_number, is_onnx_operator, known_shape, same_dim
 
 _RANK = 4  # of a constant that scales heads
 
@@ -40,42 +40,42 @@ class Operand:
         if not isinstance(heads, int) or not isinstance(columns, int) or 0 in (heads, columns):
             return None
         found = cls(value, False, batch, heads, rows, columns, scale)
-        view = _moved(value, [0, 2, 1, 3])
+        view = _before_transpose(value, [0, 2, 1, 3])
         return found if view is None else found.in_rows_of(view, scaled=scaled) or found
 
     def in_rows_of(self, view: ir.Value, *, scaled: bool = True) -> Operand | None:
         """Return this operand, read from the rows that ``view`` [batch, rows, heads, columns] splits into heads;
         or None."""
         producer = view.producer()
-        if producer is None or producer.op_type != "Reshape" or not plain(producer):
+        if producer is None or producer.op_type != "Reshape" or not is_onnx_operator(producer):
             return None
         rows, scale = _unscaled(producer.inputs[0]) if scaled else (producer.inputs[0], 1.0)
         shape = known_shape(rows)
         if rows is None or shape is None or len(shape) != 3 or shape[2] != self.heads * self.columns:
             return None
-        if not dim(shape[0], self.batch) or not dim(shape[1], self.rows):
+        if not same_dim(shape[0], self.batch) or not same_dim(shape[1], self.rows):
             return None
         return replace(self, value=rows, in_rows=True, scale=self.scale * scale)
 
     def ungrouped(self, *, scaled: bool = True) -> Operand:
         """Return this operand without the Unsqueeze or Reshape, Expand and Reshape that repeat each head for a
         group."""
-        merged = _made_by(self.value, "Reshape")
-        repeated = None if merged is None else _made_by(merged.inputs[0], "Expand")
-        parted = None if repeated is None else repeated.inputs[0]
-        apart = _made_by(parted, "Unsqueeze") or _made_by(parted, "Reshape")
-        source = None if apart is None else apart.inputs[0]
+        merged = _producer(self.value, "Reshape")
+        repeated = None if merged is None else _producer(merged.inputs[0], "Expand")
+        unsqueezed = None if repeated is None else repeated.inputs[0]
+        unsqueeze = _producer(unsqueezed, "Unsqueeze") or _producer(unsqueezed, "Reshape")
+        source = None if unsqueeze is None else unsqueeze.inputs[0]
         wide, shape = (None if repeated is None else known_shape(repeated.outputs[0])), known_shape(source)
         if self.in_rows or wide is None or shape is None or len(wide) != 5 or len(shape) != 4:
             return self
-        single = known_shape(parted)
+        single = known_shape(unsqueezed)
         heads, shared = shape[1], wide[2]
         if not isinstance(heads, int) or not isinstance(shared, int) or heads * shared != self.heads:
             return self
         fits = (
             single is not None and len(single) == 5 and single[2] == 1 and wide[1] == heads and wide[4] == self.columns
         )
-        if not fits or not (dim(wide[0], shape[0]) and dim(wide[3], shape[2]) and shape[3] == self.columns):
+        if not fits or not (same_dim(wide[0], shape[0]) and same_dim(wide[3], shape[2]) and shape[3] == self.columns):
             return self
         found = Operand.of(source, scaled=scaled)
         return self if found is None else replace(found, scale=self.scale * found.scale, shared=shared)
@@ -84,11 +84,11 @@ class Operand:
 def columns_first(value: ir.Value | None) -> Operand | None:
     """Return the operand whose transpose [batch, heads, columns, rows] is ``value``."""
     value, scale = _unscaled(value)
-    turned = _moved(value, [0, 1, 3, 2])
-    if turned is not None:
-        found = Operand.of(turned)
+    transposed = _before_transpose(value, [0, 1, 3, 2])
+    if transposed is not None:
+        found = Operand.of(transposed)
         return None if found is None else replace(found, scale=scale * found.scale)
-    view, shape = _moved(value, [0, 2, 3, 1]), known_shape(value)
+    view, shape = _before_transpose(value, [0, 2, 3, 1]), known_shape(value)
     if value is None or view is None or shape is None:
         return None
     batch, heads, columns, rows = shape
@@ -97,29 +97,29 @@ def columns_first(value: ir.Value | None) -> Operand | None:
     return Operand(view, False, batch, heads, rows, columns, scale).in_rows_of(view)
 
 
-def _made_by(value: ir.Value | None, op: str) -> ir.Node | None:
+def _producer(value: ir.Value | None, op: str) -> ir.Node | None:
     node = None if value is None else value.producer()
-    return node if node is not None and node.op_type == op and plain(node) else None
+    return node if node is not None and node.op_type == op and is_onnx_operator(node) else None
 
 
-def _moved(value: ir.Value | None, order: Sequence[int]) -> ir.Value | None:
+def _before_transpose(value: ir.Value | None, order: Sequence[int]) -> ir.Value | None:
     """Return the input of the Transpose in this ``order`` that made ``value``, or None."""
-    node = _made_by(value, "Transpose")
-    given = None if node is None else node.attributes.get("perm")
-    return node.inputs[0] if node is not None and given is not None and list(given.as_ints()) == list(order) else None
+    node = _producer(value, "Transpose")
+    perm = None if node is None else node.attributes.get("perm")
+    return node.inputs[0] if node is not None and perm is not None and list(perm.as_ints()) == list(order) else None
 
 
 def _unscaled(value: ir.Value | None) -> tuple[ir.Value | None, float]:
     """Return the value that ``value`` is a multiple of, and the factor, which may be the left or right operand."""
     scale = 1.0
     while value is not None:
-        node = _made_by(value, "Mul") or _made_by(value, "Div")
+        node = _producer(value, "Mul") or _producer(value, "Div")
         if node is None:
             break
         left, right = node.inputs[0], node.inputs[1]
-        factor = number(right, rank=_RANK)
+        factor = constant_number(right, rank=_RANK)
         if factor is None and node.op_type == "Mul":
-            left, factor = right, number(left, rank=_RANK)
+            left, factor = right, constant_number(left, rank=_RANK)
         shape, source = known_shape(value), known_shape(left)
         if not factor or shape is None or source is None or len(shape) != len(source):
             break

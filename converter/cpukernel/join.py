@@ -9,7 +9,7 @@ import onnx_ir as ir
 from bf16kit.errors import ConversionError
 from bf16kit.runtime.kernel import DOMAIN
 from converter.cpukernel.functions import define
-from converter.cpukernel.joined import JOINABLE, MOST, Joined, attributes, function
+from converter.cpukernel.joined import JOINABLE, MOST, JoinedVariant, attributes, function
 from converter.graph.step import Step
 from converter.passes.rewriting import replace_output
 
@@ -69,10 +69,10 @@ def _constant(value: ir.Value | None) -> bool:
     return all(each is not None and each.is_initializer() for each in producer.inputs)
 
 
-def _join(graph: ir.Graph, group: Sequence[ir.Node]) -> Joined:
+def _join(graph: ir.Graph, group: Sequence[ir.Node]) -> JoinedVariant:
     """Replace ``group`` by one node, and return its operator."""
     first = group[0]
-    joined = Joined(len(group), *JOINABLE[first.op_type])
+    joined = JoinedVariant(len(group), *JOINABLE[first.op_type])
     inputs = [first.inputs[0], *(node.inputs[1] for node in group)]
     if joined.bias:
         inputs += [node.inputs[2] for node in group]
@@ -82,9 +82,9 @@ def _join(graph: ir.Graph, group: Sequence[ir.Node]) -> Joined:
             graph.remove(producer)
             graph.insert_before(first, producer)
     sizes = attributes(first.attributes["k"].as_int(), [node.attributes["n"].as_int() for node in group])
-    made = ir.node(joined.op_type, inputs, sizes, domain=DOMAIN, num_outputs=len(group), name=first.name)
-    graph.insert_before(first, made)
-    for node, value in zip(group, made.outputs, strict=True):
+    kernel_node = ir.node(joined.op_type, inputs, sizes, domain=DOMAIN, num_outputs=len(group), name=first.name)
+    graph.insert_before(first, kernel_node)
+    for node, value in zip(group, kernel_node.outputs, strict=True):
         old = node.outputs[0]
         value.type, value.shape = old.type, old.shape
         replace_output(graph, node, value)

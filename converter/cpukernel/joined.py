@@ -12,16 +12,16 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from converter.cpukernel.functions import Body, Variant, lists, stem
+from converter.cpukernel.functions import FunctionBody, ProductVariant, lists, stem
 from converter.cpukernel.panelnodes import matrix_nodes
 
 MOST = 3  # products in one node
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class JoinedVariant:
     """An operator of ``count`` products, 2 to :data:`MOST`, all with a bias or all without; ``rounds`` is as in
-    :class:`~converter.cpukernel.functions.Variant`."""
+    :class:`~converter.cpukernel.functions.ProductVariant`."""
 
     count: int
     bias: bool
@@ -34,7 +34,7 @@ class Joined:
 
 
 def _single(bias: bool, rounds: bool) -> str:
-    return Variant("panels", ("panels", "matrix"), bias, "none", rounds).op_type
+    return ProductVariant("panels", ("panels", "matrix"), bias, "none", rounds).op_type
 
 
 # The operators of single products that may be joined, with whether each has a bias and whether it rounds.
@@ -53,7 +53,7 @@ def attributes(k: int, columns: Sequence[int]) -> dict[str, int | list[int]]:
     return found
 
 
-def function(joined: Joined, opset: int) -> ir.Function:
+def function(joined: JoinedVariant, opset: int) -> ir.Function:
     """Return the function of ``joined`` in the operators of ``opset``, 13 or newer.
 
     X [..., k], W1, W2 … (k·n1, k·n2 … in whole panels), and the biases B1 [n1], B2 [n2] … if they have one
@@ -63,12 +63,16 @@ def function(joined: Joined, opset: int) -> ir.Function:
     x = ir.Value(name="X")
     weights = [ir.Value(name=f"W{position}") for position in positions]
     biases = [ir.Value(name=f"B{position}") for position in positions if joined.bias]
-    body, outputs, names = Body(opset), [], ["k"]
+    body, outputs, names = FunctionBody(opset), [], ["k"]
     activations = body.rounded(x) if joined.rounds else x
     for position, weight in zip(positions, weights, strict=True):
-        told = {name: f"{name}{position}" for name in ("panels", "matrix")}
-        names += [f"n{position}", *told.values()]
-        body.extend(matrix_nodes(weight, {name: body.integers(attribute) for name, attribute in told.items()}))
+        attribute_names = {name: f"{name}{position}" for name in ("panels", "matrix")}
+        names += [f"n{position}", *attribute_names.values()]
+        body.extend(
+            matrix_nodes(
+                weight, {name: body.integers_attribute(attribute) for name, attribute in attribute_names.items()}
+            )
+        )
         bias = biases[position - 1] if joined.bias else None
         outputs.append(body.product(activations, body.nodes[-1].outputs[0], bias))
     for position, output in zip(positions, outputs, strict=True):

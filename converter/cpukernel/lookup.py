@@ -8,9 +8,9 @@ import onnx_ir as ir
 
 from bf16kit.errors import ConversionError
 from bf16kit.runtime.kernel import DOMAIN
-from converter.cpukernel.functions import Body, define
-from converter.cpukernel.panelnodes import cuts, form, matrix_nodes
-from converter.cpukernel.work import Work
+from converter.cpukernel.functions import FunctionBody, define
+from converter.cpukernel.panelnodes import matrix_nodes, panel_form, panel_shapes
+from converter.cpukernel.work import KernelWork
 from converter.graph.initializers import const, dims
 from converter.graph.names import FreshNames, all_value_names
 from converter.graph.step import Step
@@ -31,7 +31,7 @@ class LookUp(Step):
 
     name = "look rows up in panels"
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: KernelWork) -> None:
         super().__init__()
         self._work = work
 
@@ -43,14 +43,14 @@ class LookUp(Step):
         opset, functions = model.opset_imports[""], {}
         for node, table in found.items():
             n, k = _size(table)
-            lists = cuts(k, n)
+            lists = panel_shapes(k, n)
             attributes: dict[str, int | list[int]] = {"k": k, "n": n, **lists}
             inputs = [_indices(node, fresh), table]
-            made = ir.node(op_type(lists), inputs, attributes, domain=DOMAIN, name=node.name)
-            functions[made.op_type] = function(lists, opset)
-            output, given = made.outputs[0], node.outputs[0]
-            output.type, output.shape = given.type, given.shape
-            model.graph.insert_before(node, made)
+            kernel_node = ir.node(op_type(lists), inputs, attributes, domain=DOMAIN, name=node.name)
+            functions[kernel_node.op_type] = function(lists, opset)
+            output, old_output = kernel_node.outputs[0], node.outputs[0]
+            output.type, output.shape = old_output.type, old_output.shape
+            model.graph.insert_before(node, kernel_node)
             replace_output(model.graph, node, output)
         define(model, functions.values())
         return True
@@ -63,8 +63,8 @@ class LookUp(Step):
 
 
 def op_type(lists: Collection[str]) -> str:
-    """Return the operator's name for a table with these :func:`cuts`; kernels/ort/operators.cpp registers them all."""
-    return f"Gather_{form(lists)}"
+    """Return the operator's name for tables of these :func:`panel_shapes`; kernels/ort/operators.cpp has them all."""
+    return f"Gather_{panel_form(lists)}"
 
 
 def function(lists: Collection[str], opset: int) -> ir.Function:
@@ -74,8 +74,8 @@ def function(lists: Collection[str], opset: int) -> ir.Function:
     the table which ONNX Runtime folds at load is bf16.
     """
     indices, weight = ir.Value(name="I"), ir.Value(name="W")
-    body = Body(opset)
-    body.extend(matrix_nodes(weight, {name: body.integers(name) for name in lists}))
+    body = FunctionBody(opset)
+    body.extend(matrix_nodes(weight, {name: body.integers_attribute(name) for name in lists}))
     table = body.add("Transpose", body.nodes[-1].outputs[0], perm=[1, 0])
     rows = body.add("Cast", body.add("Gather", table, indices, axis=0), to=int(FLOAT))
     rows.name = "Y"

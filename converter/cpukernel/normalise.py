@@ -5,9 +5,9 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from bf16kit.runtime.kernel import DOMAIN
-from converter.cpukernel.functions import Body, define
+from converter.cpukernel.functions import FunctionBody, define
 from converter.cpukernel.norms import Norm, NormVariant
-from converter.cpukernel.work import Work
+from converter.cpukernel.work import KernelWork
 from converter.graph.step import Step
 from converter.passes.rewriting import replace_output
 
@@ -22,7 +22,7 @@ class Normalise(Step):
 
     name = "use the CPU kernel's normalisation"
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: KernelWork) -> None:
         super().__init__()
         self._work = work
 
@@ -40,7 +40,7 @@ class Normalise(Step):
 def _replace(graph: ir.Graph, norm: Norm, variant: NormVariant) -> None:
     add, last = norm.add, norm.result
     operands = [norm.x] if add is None else [*add.inputs]
-    made = ir.node(
+    kernel_node = ir.node(
         variant.op_type,
         [*operands, norm.scale, *([] if norm.bias is None else [norm.bias])],
         {"epsilon": norm.epsilon},
@@ -48,13 +48,13 @@ def _replace(graph: ir.Graph, norm: Norm, variant: NormVariant) -> None:
         num_outputs=2 if variant.gives_sum else 1,
         name=last.name,
     )
-    graph.insert_before(norm.nodes[0] if add is None else add, made)
-    made.outputs[0].type, made.outputs[0].shape = last.outputs[0].type, last.outputs[0].shape
-    replace_output(graph, last, made.outputs[0])
+    graph.insert_before(norm.nodes[0] if add is None else add, kernel_node)
+    kernel_node.outputs[0].type, kernel_node.outputs[0].shape = last.outputs[0].type, last.outputs[0].shape
+    replace_output(graph, last, kernel_node.outputs[0])
     graph.remove(norm.nodes[-2::-1], safe=True)
     if add is not None and variant.gives_sum:
-        made.outputs[1].type, made.outputs[1].shape = norm.x.type, norm.x.shape
-        replace_output(graph, add, made.outputs[1])
+        kernel_node.outputs[1].type, kernel_node.outputs[1].shape = norm.x.type, norm.x.shape
+        replace_output(graph, add, kernel_node.outputs[1])
     elif add is not None:
         graph.remove(add, safe=True)
 
@@ -67,7 +67,7 @@ def function(variant: NormVariant, opset: int) -> ir.Function:
     """
     names = ["X", *(["S"] if variant.adds else []), "W", *(["B"] if variant.has_bias else [])]
     inputs = [ir.Value(name=name) for name in names]
-    body = Body(opset)
+    body = FunctionBody(opset)
     total = body.add("Add", *inputs[:2]) if variant.adds else inputs[0]
     weights = inputs[2 if variant.adds else 1 :]
     result = _root_mean_square(body, total, *weights) if variant.rms else _layer_norm(body, total, *weights)
@@ -77,13 +77,13 @@ def function(variant: NormVariant, opset: int) -> ir.Function:
     return body.function(variant.op_type, inputs, outputs, ("epsilon",))
 
 
-def _layer_norm(body: Body, x: ir.Value, *weights: ir.Value) -> ir.Value:
-    told = ir.RefAttr("epsilon", "epsilon", ir.AttributeType.FLOAT)
-    body.extend([ir.Node("", "LayerNormalization", [x, *weights], [ir.AttrInt64("axis", -1), told])])
+def _layer_norm(body: FunctionBody, x: ir.Value, *weights: ir.Value) -> ir.Value:
+    epsilon = ir.RefAttr("epsilon", "epsilon", ir.AttributeType.FLOAT)
+    body.extend([ir.Node("", "LayerNormalization", [x, *weights], [ir.AttrInt64("axis", -1), epsilon])])
     return body.nodes[-1].outputs[0]
 
 
-def _root_mean_square(body: Body, x: ir.Value, scale: ir.Value) -> ir.Value:
+def _root_mean_square(body: FunctionBody, x: ir.Value, scale: ir.Value) -> ir.Value:
     mean = body.over_rows("ReduceMean", body.add("Mul", x, x))
-    root = body.add("Sqrt", body.add("Add", mean, body.told_number("epsilon")))
+    root = body.add("Sqrt", body.add("Add", mean, body.number_attribute("epsilon")))
     return body.add("Mul", body.add("Div", x, root), scale)

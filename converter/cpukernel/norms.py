@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from converter.cpukernel.rootmeansquare import root_mean_square
 from converter.graph.initializers import const, const_dims
-from converter.graph.values import known_shape, plain, same_dims
+from converter.graph.values import is_onnx_operator, known_shape, same_dims
 
 FLOAT = ir.DataType.FLOAT
 _EPSILON = 1e-5  # the operators' default
@@ -68,7 +68,7 @@ class NormVariant:
 
 def norms(model: ir.Model) -> list[Norm]:
     """Return the normalisations of the main graph, in order. Requires: types and shapes are known."""
-    found = (_layer_norm(node) or _rms_norm(node) for node in model.graph if plain(node))
+    found = (_layer_norm(node) or _rms_norm(node) for node in model.graph if is_onnx_operator(node))
     return [norm for norm in found if norm is not None]
 
 
@@ -83,8 +83,12 @@ def _rms_norm(node: ir.Node) -> Norm | None:
     if node.op_type == "RMSNormalization":
         found = _operator(node, rms=True)
     else:
-        spelled = root_mean_square(node)
-        found = None if spelled is None else Norm(spelled.nodes, spelled.x, spelled.scale, None, spelled.epsilon, True)
+        written_out = root_mean_square(node)
+        found = (
+            None
+            if written_out is None
+            else Norm(written_out.nodes, written_out.x, written_out.scale, None, written_out.epsilon, True)
+        )
     return None if found is None else replace(found, add=_sum(found.x))
 
 
@@ -106,7 +110,7 @@ def _operator(node: ir.Node, *, rms: bool) -> Norm | None:
 def _sum(total: ir.Value) -> ir.Node | None:
     """Return the Add that computes ``total`` from two computed values of its shape, or None."""
     add = total.producer()
-    if add is None or add.op_type != "Add" or not plain(add):
+    if add is None or add.op_type != "Add" or not is_onnx_operator(add):
         return None
     fits = all(value is not None and _computed(value) and same_dims(value, total) for value in add.inputs)
     return add if fits else None

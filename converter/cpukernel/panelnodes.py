@@ -9,7 +9,7 @@ import onnx_ir as ir
 from bf16kit.panels import WIDTH
 
 
-def cuts(k: int, n: int) -> dict[str, list[int]]:
+def panel_shapes(k: int, n: int) -> dict[str, list[int]]:
     """Return the int64 lists that :func:`matrix_nodes` reads for a matrix of [k, n], by name.
 
     The names tell which of three forms the nodes have: only whole panels, whole panels and a narrower last one, or only
@@ -24,8 +24,8 @@ def cuts(k: int, n: int) -> dict[str, list[int]]:
     return {"parts": [k * whole, k * rest], "panels": [panels, k, WIDTH], "whole": [k, whole], "tail": [k, rest]}
 
 
-def form(lists: Collection[str]) -> str:
-    """Return which of the three forms :func:`cuts` describes, as in the names of the kernel's operators."""
+def panel_form(lists: Collection[str]) -> str:
+    """Return which of the three forms :func:`panel_shapes` describes, as in the names of the kernel's operators."""
     if "panels" not in lists:
         return "panels_narrow"
     return "panels_tail" if "tail" in lists else "panels"
@@ -34,8 +34,8 @@ def form(lists: Collection[str]) -> str:
 def matrix_nodes(weight: ir.Value, lists: Mapping[str, ir.Value]) -> list[ir.Node]:
     """Return nodes, without names, that turn ``weight``, k·n elements in panels, into its matrix [k, n].
 
-    The last node's output is the matrix. ``lists`` holds :func:`cuts` as values. Requires: opset 13 or newer, where
-    Split takes the sizes of its parts as an input.
+    The last node's output is the matrix. ``lists`` holds :func:`panel_shapes` as values. Requires: opset 13 or newer,
+    where Split takes the sizes of its parts as an input.
     """
     if "panels" not in lists:
         return [ir.node("Reshape", [weight, lists["matrix"]])]

@@ -72,7 +72,7 @@ def products(model: ir.Model, narrow: Collection[str]) -> dict[ir.Node, Product]
     return {product.node: product for product in found if product is not None}
 
 
-def panelled(readers: Mapping[ir.Node, Product]) -> dict[str, int]:
+def panelled_weights(readers: Mapping[ir.Node, Product]) -> dict[str, int]:
     """Return the initializers to store in panels, each with the axis that holds the columns: see :class:`Product`.
 
     ``readers`` are all :func:`products` of the graph. Every reader of such a weight is a product, directly or after a
@@ -85,13 +85,13 @@ def panelled(readers: Mapping[ir.Node, Product]) -> dict[str, int]:
     return {
         weight.name or "": next(iter(found))
         for weight, found in axes.items()
-        if len(found) == 1 and len(const_dims(weight)) == 2 and _kernel_s_alone(weight, next(iter(found)), readers)
+        if len(found) == 1 and len(const_dims(weight)) == 2 and _only_kernel_reads(weight, next(iter(found)), readers)
     }
 
 
 def lookups(model: ir.Model, tables: Collection[str]) -> dict[ir.Node, ir.Value]:
     """Return the nodes of the main graph that look rows up in the matrices named in ``tables``, each with its table."""
-    found = {node: node.inputs[0] for node in model.graph if _takes_rows(node)}
+    found = {node: node.inputs[0] for node in model.graph if _gathers_rows(node)}
     return {node: table for node, table in found.items() if table is not None and table.name in tables}
 
 
@@ -114,13 +114,13 @@ def is_transposition(node: ir.Node | None) -> bool:
 
 
 def _product(node: ir.Node, narrow: Collection[str]) -> Product | None:
-    reader = {"MatMul": _matrix_product, "Gemm": _matrix_product, "Conv": _convolution}.get(node.op_type)
-    if reader is None or node.domain != "":
+    matcher = {"MatMul": _matrix_product, "Gemm": _matrix_product, "Conv": _convolution}.get(node.op_type)
+    if matcher is None or node.domain != "":
         return None
     left = node.inputs[0]
     if left is None or left.dtype != ir.DataType.FLOAT or left.is_initializer():
         return None
-    product = reader(node)
+    product = matcher(node)
     return product if product is not None and product.weight.name in narrow else None
 
 
@@ -165,12 +165,12 @@ def _plain(gemm: ir.Node, columns: int) -> bool:
     return added is None or (_number(gemm, "beta", 1.0) == 1 and takes_bias(added, columns))
 
 
-def _kernel_s_alone(weight: ir.Value, axis: int, readers: Mapping[ir.Node, Product]) -> bool:
+def _only_kernel_reads(weight: ir.Value, axis: int, readers: Mapping[ir.Node, Product]) -> bool:
     """Whether only products, with their columns along ``axis``, and the kernel's look-ups read ``weight``."""
     for node, position in weight.uses():
         if _multiplies(node, position, readers):
             continue
-        if axis == 0 and position == 0 and node.graph is weight.graph and _takes_rows(node):
+        if axis == 0 and position == 0 and node.graph is weight.graph and _gathers_rows(node):
             continue
         if node.graph is None or not is_transposition(node) or node.outputs[0].is_graph_output():
             return False
@@ -183,7 +183,7 @@ def _multiplies(node: ir.Node, position: int, readers: Mapping[ir.Node, Product]
     return node in readers and position == 1
 
 
-def _takes_rows(node: ir.Node) -> bool:
+def _gathers_rows(node: ir.Node) -> bool:
     """Whether ``node`` gathers along the first axis of a matrix."""
     return node.op_type == "Gather" and node.domain == "" and _integer(node, "axis", 0) in (0, -2)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from converter.graph.initializers import const, const_dims
-from converter.graph.values import known_shape, number, only_reader
+from converter.graph.values import constant_number, known_shape, only_reader
 
 FLOAT = ir.DataType.FLOAT
 
@@ -27,10 +27,10 @@ def root_mean_square(mean: ir.Node) -> RootMeanSquare | None:
     square = _square(mean)
     x = None if square is None else square.inputs[0]
     shape = known_shape(x)
-    if square is None or x is None or x.dtype != FLOAT or not shape or not _of_rows(mean, len(shape)):
+    if square is None or x is None or x.dtype != FLOAT or not shape or not _over_last_axis(mean, len(shape)):
         return None
     added = only_reader(mean.outputs[0])
-    epsilon = None if added is None or added.op_type != "Add" else _other(added, mean.outputs[0], len(shape))
+    epsilon = None if added is None or added.op_type != "Add" else _other_operand(added, mean.outputs[0], len(shape))
     if added is None or epsilon is None or not 0 <= epsilon < float("inf"):
         return None
     divided = _divided(x, added.outputs[0], len(shape))
@@ -50,17 +50,17 @@ def _square(mean: ir.Node) -> ir.Node | None:
     if value is None or node is None or only_reader(value) is not mean or node.domain != "":
         return None
     if node.op_type == "Pow":
-        return node if number(node.inputs[1], rank=0) == 2 else None
+        return node if constant_number(node.inputs[1], rank=0) == 2 else None
     return node if node.op_type == "Mul" and node.inputs[0] is node.inputs[1] else None
 
 
-def _of_rows(mean: ir.Node, rank: int) -> bool:
+def _over_last_axis(mean: ir.Node, rank: int) -> bool:
     """Whether ``mean`` is taken over the last of ``rank`` dimensions, which stays with size 1."""
-    keep, told = mean.attributes.get("keepdims"), mean.attributes.get("axes")
-    given = const(mean.inputs[1]) if len(mean.inputs) > 1 else None
-    axes = [] if told is None else list(told.as_ints())
-    if given is not None:
-        axes = [int(axis) for axis in given.numpy().reshape(-1)]
+    keep, axes_attribute = mean.attributes.get("keepdims"), mean.attributes.get("axes")
+    axes_tensor = const(mean.inputs[1]) if len(mean.inputs) > 1 else None
+    axes = [] if axes_attribute is None else list(axes_attribute.as_ints())
+    if axes_tensor is not None:
+        axes = [int(axis) for axis in axes_tensor.numpy().reshape(-1)]
     return axes in ([-1], [rank - 1]) and (keep is None or keep.as_int() == 1)
 
 
@@ -69,7 +69,7 @@ def _divided(x: ir.Value, shifted: ir.Value, rank: int) -> tuple[ir.Node, ...] |
     root = only_reader(shifted)
     if root is None:
         return None
-    power = number(root.inputs[1], rank=0) if root.op_type == "Pow" and root.inputs[0] is shifted else None
+    power = constant_number(root.inputs[1], rank=0) if root.op_type == "Pow" and root.inputs[0] is shifted else None
     if root.op_type != "Sqrt" and power not in (0.5, -0.5):
         return None
     nodes, inverse = [root], power == -0.5
@@ -87,10 +87,10 @@ def _divided(x: ir.Value, shifted: ir.Value, rank: int) -> tuple[ir.Node, ...] |
 def _reciprocal(node: ir.Node, value: ir.Value, rank: int) -> bool:
     """Whether ``node`` computes 1 / ``value``."""
     if node.op_type == "Div":
-        return node.inputs[1] is value and number(node.inputs[0], rank=rank) == 1
+        return node.inputs[1] is value and constant_number(node.inputs[0], rank=rank) == 1
     return node.op_type == "Reciprocal"
 
 
-def _other(node: ir.Node, value: ir.Value, rank: int) -> float | None:
+def _other_operand(node: ir.Node, value: ir.Value, rank: int) -> float | None:
     """Return the constant number that is the other operand of ``node``, beside ``value``."""
-    return number(node.inputs[1] if node.inputs[0] is value else node.inputs[0], rank=rank)
+    return constant_number(node.inputs[1] if node.inputs[0] is value else node.inputs[0], rank=rank)

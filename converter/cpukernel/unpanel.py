@@ -79,9 +79,9 @@ class Unpanel(Step):
         k, n = entry.shape[::-1] if columns_first else entry.shape
         count, tail = divmod(n, WIDTH)
         if count == 0:
-            _become(value, self._part(value.name or "", entry, 0, (k, tail)))
+            _set_tensor(value, self._part(value.name or "", entry, 0, (k, tail)))
             return nodes.add("Transpose", [value], entry.shape, perm=[1, 0]) if columns_first else value
-        _become(value, self._part(value.name or "", entry, 0, (count, k, WIDTH)))
+        _set_tensor(value, self._part(value.name or "", entry, 0, (count, k, WIDTH)))
         if columns_first:
             moved = nodes.add("Transpose", [value], (count, WIDTH, k), perm=[0, 2, 1])
             whole = nodes.reshape(moved, (count * WIDTH, k))
@@ -104,7 +104,7 @@ class Unpanel(Step):
         return part
 
 
-def _become(initializer: ir.Value, tensor: ir.ExternalTensor) -> None:
+def _set_tensor(initializer: ir.Value, tensor: ir.ExternalTensor) -> None:
     initializer.const_value, initializer.type, initializer.shape = tensor, ir.TensorType(BFLOAT16), tensor.shape
 
 

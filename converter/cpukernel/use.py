@@ -8,8 +8,8 @@ import onnx_ir as ir
 
 from bf16kit.errors import ConversionError
 from bf16kit.runtime.kernel import DOMAIN
-from converter.cpukernel.functions import Variant, define, function, lists
-from converter.cpukernel.work import Fused, Work
+from converter.cpukernel.functions import ProductVariant, define, function, lists
+from converter.cpukernel.work import FusedProduct, KernelWork
 from converter.graph.initializers import const_dims, initializer
 from converter.graph.names import FreshNames, all_value_names
 from converter.graph.step import Step
@@ -30,7 +30,7 @@ class UseKernel(Step):
 
     name = "use the CPU kernel"
 
-    def __init__(self, work: Work, rounding: Collection[str] = ()) -> None:
+    def __init__(self, work: KernelWork, rounding: Collection[str] = ()) -> None:
         super().__init__()
         self._work = work
         self._rounding = rounding
@@ -58,33 +58,35 @@ class UseKernel(Step):
 class _Rewriting:
     """The rewriting of one product and its epilogue into one node."""
 
-    def __init__(self, graph: ir.Graph, fresh: FreshNames, fused: Fused, rounds: bool) -> None:
+    def __init__(self, graph: ir.Graph, fresh: FreshNames, fused: FusedProduct, rounds: bool) -> None:
         self._graph = graph
         self._fresh = fresh
         self._product = fused.product
         self._layout = fused.layout
         self._rounds = rounds
-        self._old = old = fused.epilogue
-        between = None if old.reshape is None else old.reshape.inputs[0]
-        self._given = old.result if between is None else between
+        self._epilogue = epilogue = fused.epilogue
+        between = None if epilogue.reshape is None else epilogue.reshape.inputs[0]
+        self._old_output = epilogue.result if between is None else between
 
-    def run(self) -> Variant:
+    def run(self) -> ProductVariant:
         """Insert the new node, remove the old ones, and return the new node's variant."""
-        product, old, node = self._product, self._old, self._product.node
-        variant = Variant.of(
+        product, epilogue, node = self._product, self._epilogue, self._product.node
+        variant = ProductVariant.of(
             self._layout,
             product.k,
             product.n,
-            bias=old.bias is not None,
-            activation=old.activation,
+            bias=epilogue.bias is not None,
+            activation=epilogue.activation,
             rounds=self._rounds,
         )
-        inputs = [node.inputs[0], self._weight(), *([] if old.bias is None else [self._bias(old.bias)])]
+        inputs = [node.inputs[0], self._weight(), *([] if epilogue.bias is None else [self._bias(epilogue.bias)])]
         pixel = node.op_type == "Conv"
         if pixel:
             inputs[0] = self._rows()
-        made = ir.node(variant.op_type, inputs, self._attributes(), domain=DOMAIN, name=node.name)
-        result = self._insert(made, self._given.type, (*self._batch(), product.n) if pixel else self._given.shape)
+        kernel_node = ir.node(variant.op_type, inputs, self._attributes(), domain=DOMAIN, name=node.name)
+        result = self._insert(
+            kernel_node, self._old_output.type, (*self._batch(), product.n) if pixel else self._old_output.shape
+        )
         if pixel:
             result = self._image(result)
         self._replace(result)
@@ -92,7 +94,7 @@ class _Rewriting:
 
     def _attributes(self) -> dict[str, int | str | list[int]]:
         k, n = self._product.k, self._product.n
-        sizes = {"k": k, "n": n, "layout": self._layout, "activation": self._old.activation}
+        sizes = {"k": k, "n": n, "layout": self._layout, "activation": self._epilogue.activation}
         return {**sizes, **lists(self._layout, k, n)}
 
     def _weight(self) -> ir.Value:
@@ -109,20 +111,20 @@ class _Rewriting:
 
     def _batch(self) -> tuple[int | ir.SymbolicDim | None]:
         """Return the first dimension of a Conv's output, as far as it is known."""
-        shape = self._given.shape
+        shape = self._old_output.shape
         return (None if shape is None else shape[0],)
 
     def _rows(self) -> ir.Value:
         """Return the single pixels of a Conv, one row each."""
         pixels = self._product.node.inputs[0]
         flat = ir.node("Flatten", [pixels], attributes={"axis": 1})
-        return self._insert(flat, self._given.type, (*self._batch(), self._product.k))
+        return self._insert(flat, self._old_output.type, (*self._batch(), self._product.k))
 
     def _image(self, rows: ir.Value) -> ir.Value:
         """Return rows as images of a single pixel."""
         spatial = range(2, len(const_dims(self._product.weight)))
         axes = initializer(self._graph, self._name("axes"), ir.tensor(list(spatial)))
-        return self._insert(ir.node("Unsqueeze", [rows, axes]), rows.type, self._given.shape)
+        return self._insert(ir.node("Unsqueeze", [rows, axes]), rows.type, self._old_output.shape)
 
     def _insert(self, node: ir.Node, kind: ir.TypeProtocol | None, shape: ir.Shape | Sequence[_Dim] | None) -> ir.Value:
         """Insert ``node`` before the product that it replaces, and return its output."""
@@ -133,22 +135,22 @@ class _Rewriting:
         self._graph.insert_before(self._product.node, node)
         return output
 
-    def _name(self, word: str) -> str:
-        return self._fresh.make(f"{self._product.node.name}/{word}")
+    def _name(self, suffix: str) -> str:
+        return self._fresh.make(f"{self._product.node.name}/{suffix}")
 
     def _replace(self, result: ir.Value) -> None:
         """Make ``result`` replace the product's output. If a Reshape stays, its output replaces that of the
         activation."""
-        new = {self._given: result}
-        if self._old.reshape is not None:
-            new[self._old.result] = self._old.reshape.outputs[0]
-        names = [old.name for old in new]
-        for old, value in new.items():
-            value.type, value.shape = old.type, old.shape
-            old.replace_all_uses_with(value, replace_graph_outputs=True)
-        self._graph.remove([self._product.node, *self._old.nodes], safe=True)
-        for (old, value), name in zip(new.items(), names, strict=True):
-            old.name = None
+        new = {self._old_output: result}
+        if self._epilogue.reshape is not None:
+            new[self._epilogue.result] = self._epilogue.reshape.outputs[0]
+        names = [epilogue.name for epilogue in new]
+        for epilogue, value in new.items():
+            value.type, value.shape = epilogue.type, epilogue.shape
+            epilogue.replace_all_uses_with(value, replace_graph_outputs=True)
+        self._graph.remove([self._product.node, *self._epilogue.nodes], safe=True)
+        for (epilogue, value), name in zip(new.items(), names, strict=True):
+            epilogue.name = None
             value.name = name
 
 

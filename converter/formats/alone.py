@@ -43,7 +43,7 @@ class FileRecords:
         return self.records.get(hashlib.sha256(raw(array)).digest()) if array.size else None
 
 
-def records(path: Path) -> FileRecords:
+def read_records(path: Path) -> FileRecords:
     """Return the uncompressed, aligned records of the zip file at ``path``, which torch has just written."""
     found: dict[bytes, Segment] = {}
     with zipfile.ZipFile(path) as archive, path.open("rb") as file:
@@ -59,29 +59,29 @@ def records(path: Path) -> FileRecords:
 
 def write_without_graph(
     checkpoint: Mapping[str, Array],
-    held: FileRecords,
+    records: FileRecords,
     residual: WeightWriter | None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> StoredWeights:
-    """Record where each tensor of ``checkpoint`` is, and write those that are not ``held`` to ``residual``.
+    """Record where each tensor of ``checkpoint`` is, and write those without a record to ``residual``.
 
-    If ``residual`` is None, nothing can be restored, and only tensors that are held are recorded. ``progress`` is
+    If ``residual`` is None, nothing can be restored, and only tensors with a record are listed. ``progress`` is
     called with bytes of the checkpoint. Raises :class:`RangeError` for values that bf16 cannot hold.
     """
     tensors: dict[str, TensorEntry] = {}
     entries: list[CheckpointEntry] = []
     counted: dict[str, Census] = {}
     complaints: list[str] = []
-    passengers = SharedNames(FreshNames())
+    shared_names = SharedNames(FreshNames())
     for name, array in checkpoint.items():
-        stored, is_new = passengers.take(name, array)
+        stored, is_new = shared_names.assign(name, array)
         if is_new:
-            entry = _entry(stored, array, held, residual)
+            entry = _entry(stored, array, records, residual)
             if entry is not None:
                 tensors[stored] = entry
             if array.dtype == np.float32:
                 counts, rounded = census(np.ascontiguousarray(array)), entry is not None and entry.dtype == "bfloat16"
-                complaints += [f"tensor {name!r}: {said}" for said in _complaints(counts, rounded=rounded)]
+                complaints += [f"tensor {name!r}: {problem}" for problem in _complaints(counts, rounded=rounded)]
                 counted |= {stored: counts} if rounded else {}
         if residual is not None:
             entries.append(checkpoint_entry(name, array, stored, None))
@@ -91,29 +91,29 @@ def write_without_graph(
     return StoredWeights(tensors, tuple(entries), {}, counted)
 
 
-def _entry(name: str, array: Array, held: FileRecords, residual: WeightWriter | None) -> TensorEntry | None:
+def _entry(name: str, array: Array, records: FileRecords, residual: WeightWriter | None) -> TensorEntry | None:
     """Return the entry of ``array``, after writing its missing part; None if there is no residual to write it to."""
     if array.dtype == np.float32 and array.ndim:
         values = np.ascontiguousarray(array)
         bf16 = to_bf16(values)
-        place = held.find(bf16)
-        if place is not None:
-            entry = tensor_entry(name, bf16, held.file, place)
+        segment = records.find(bf16)
+        if segment is not None:
+            entry = tensor_entry(name, bf16, records.file, segment)
             if residual is None:
                 return entry
             return entry.model_copy(update={"residual": residual.append_chunks(encode_chunks(values, bf16))})
-    place = held.find(array)
-    if place is not None:
-        return tensor_entry(name, array, held.file, place)
+    segment = records.find(array)
+    if segment is not None:
+        return tensor_entry(name, array, records.file, segment)
     return None if residual is None else tensor_entry(name, array, RESIDUAL, residual.append(array))
 
 
 def _complaints(counts: Census, *, rounded: bool) -> list[str]:
     """Return what is wrong with a tensor, which, unlike a graph's, cannot be clamped or left in fp32."""
-    said = complaint(counts, finite=rounded, in_range=False)
-    if said is None and rounded and counts.overflow:
-        said = (
+    problem = complaint(counts, finite=rounded, in_range=False)
+    if problem is None and rounded and counts.overflow:
+        problem = (
             f"{counts.overflow} of {counts.count} values overflow bfloat16 (largest magnitude {counts.max_abs:.6g}),"
             " and --saturate and --keep-fp32 are for ONNX; clamp them in the module"
         )
-    return [] if said is None else [said]
+    return [] if problem is None else [problem]

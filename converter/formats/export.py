@@ -24,7 +24,7 @@ from converter.formats import safetensors
 from converter.formats.narrowed import Narrowing, Rounding
 from converter.formats.safetensors import Place
 from converter.graph.equality import OTHER_FLOATS, in_fp32
-from converter.graph.initializers import Computed, rows_of
+from converter.graph.initializers import ComputedTensor, rows_of
 from converter.passes import Prepared
 from converter.passes.masks import is_weight
 from converter.plan import is_matrix
@@ -116,8 +116,8 @@ def write_export(
     ``residual`` gets what restores the rounded tensors. ``progress`` is called with bytes of the checkpoint. Raises
     :class:`RangeError` for weights that bf16 cannot hold; the files written so far are then useless.
     """
-    done = Exported(selection)
-    groups = _grouped(checkpoint, shards)
+    exported = Exported(selection)
+    groups = _names_by_file(checkpoint, shards)
     for number, names in enumerate(groups, start=1):
         name = SINGLE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         with (directory / name).open("xb") as file:
@@ -125,25 +125,25 @@ def write_export(
             head = safetensors.header(data, metadata={"format": "pt"}, alignment=ALIGNMENT)
             file.write(head)
             for place in sorted(data, key=lambda place: place.start):
-                segment, chunks = None, _as_it_is(checkpoint[place.name], progress)
+                residual_segment, chunks = None, _unchanged_chunks(checkpoint[place.name], progress)
                 if place.name in selection.rounded:
-                    passing = _narrowing(checkpoint[place.name], place.name, selection, rounding, progress)
-                    segment = _pass(passing, checkpoint[place.name], residual)
-                    done.census[place.name] = passing.census
-                    chunks = iter([raw(passing.bf16)])
+                    narrowing = _narrowing(checkpoint[place.name], place.name, selection, rounding, progress)
+                    residual_segment = _write_residual(narrowing, checkpoint[place.name], residual)
+                    exported.census[place.name] = narrowing.census
+                    chunks = iter([raw(narrowing.bf16)])
                 for chunk in chunks:
                     file.write(chunk)
-                where = Segment(offset=len(head) + place.start, bytes=place.nbytes)
-                done.tensors[place.name] = ExportedTensor(name, place.dtype, where, segment)
-        done.files.append(name)
+                segment = Segment(offset=len(head) + place.start, bytes=place.nbytes)
+                exported.tensors[place.name] = ExportedTensor(name, place.dtype, segment, residual_segment)
+        exported.files.append(name)
     if len(groups) > 1:
-        (directory / INDEX).write_bytes(_index(done))
-        done.files.append(INDEX)
-    _check_ranges(done.census, selection, rounding)
-    return done
+        (directory / INDEX).write_bytes(_index(exported))
+        exported.files.append(INDEX)
+    _check_ranges(exported.census, selection, rounding)
+    return exported
 
 
-def _grouped(checkpoint: Mapping[str, Array], shards: Sequence[Sequence[str]]) -> list[list[str]]:
+def _names_by_file(checkpoint: Mapping[str, Array], shards: Sequence[Sequence[str]]) -> list[list[str]]:
     """Return the names in each file; tensors in no shard go to the last."""
     groups = [list(names) for names in shards] or [[]]
     known = {name for names in groups for name in names}
@@ -169,7 +169,7 @@ def _width(dtype: str) -> int:
     return BF16.itemsize if dtype == "bfloat16" else np.dtype(dtype).itemsize
 
 
-def _as_it_is(array: Array, progress: Callable[[int], None]) -> Iterator[memoryview]:
+def _unchanged_chunks(array: Array, progress: Callable[[int], None]) -> Iterator[memoryview]:
     step = max(1, _ROWS_BYTES // max(1, array.nbytes // max(1, len(array)))) if array.ndim else 1
     for start in range(0, len(array) if array.ndim else 1, step):
         block = rows_of(array, slice(start, start + step))
@@ -181,18 +181,18 @@ def _narrowing(
     array: Array, name: str, selection: Selection, rounding: Rounding, progress: Callable[[int], None]
 ) -> Narrowing:
     tensor = fp32_tensor(array, name)
-    wanted = rounding.saturate or name in selection.masks
+    may_saturate = rounding.saturate or name in selection.masks
     # As in weights.bf16: infinities stay (they are masks) in a tensor where nothing overflows.
-    saturate = wanted and take_census(tensor).overflow > 0
+    saturate = may_saturate and take_census(tensor).overflow > 0
     return Narrowing(tensor, np.empty(array.shape, BF16), Rounding(rounding.subnormals, saturate), progress)
 
 
-def _pass(passing: Narrowing, array: Array, residual: WeightWriter | None) -> Segment | None:
+def _write_residual(narrowing: Narrowing, array: Array, residual: WeightWriter | None) -> Segment | None:
     if residual is None:
-        for _ in passing.blocks():
+        for _ in narrowing.blocks():
             pass
         return None
-    return residual.append_chunks(passing.residual(passing.tensor, None, lowbits.needed(array.dtype.name)))
+    return residual.append_chunks(narrowing.residual(narrowing.tensor, None, lowbits.needed(array.dtype.name)))
 
 
 def fp32_tensor(array: Array, name: str) -> ir.TensorProtocol:
@@ -200,19 +200,19 @@ def fp32_tensor(array: Array, name: str) -> ir.TensorProtocol:
     if array.dtype.name not in OTHER_FLOATS:
         return ir.Tensor(array, name=name)
     like = ir.Tensor(np.broadcast_to(np.zeros((), np.float32), array.shape), name=name)
-    return Computed(lambda rows: in_fp32(rows_of(array, rows)), like)
+    return ComputedTensor(lambda rows: in_fp32(rows_of(array, rows)), like)
 
 
-def _index(done: Exported) -> bytes:
-    total = sum(written.segment.bytes for written in done.tensors.values())
-    weight_map = {name: written.file for name, written in done.tensors.items()}
+def _index(exported: Exported) -> bytes:
+    total = sum(written.segment.bytes for written in exported.tensors.values())
+    weight_map = {name: written.file for name, written in exported.tensors.items()}
     fields = {"metadata": {"total_size": total}, "weight_map": weight_map}
     return (json.dumps(fields, indent=2, sort_keys=True) + "\n").encode()
 
 
 def _check_ranges(found: Mapping[str, Census], selection: Selection, rounding: Rounding) -> None:
     for name, counts in sorted(found.items()):
-        held = rounding.saturate or name in selection.masks
-        said = complaint(counts, name in selection.weights, not held)
-        if said is not None:
-            raise RangeError(f"tensor {name!r}: {said}")
+        saturates = rounding.saturate or name in selection.masks
+        problem = complaint(counts, name in selection.weights, not saturates)
+        if problem is not None:
+            raise RangeError(f"tensor {name!r}: {problem}")

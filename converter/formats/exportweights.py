@@ -94,27 +94,33 @@ def write_as_export(
     narrow = narrowed(plan.tensors) & matched
     selection = select(checkpoint, prepared, narrow, overrides)
     if not residual:
-        done = write_export(checkpoint, shards, selection, directory, rounding, progress=progress)
-        entries = _Entries(prepared, checkpoint, selection, done)
-        return StoredWeights(entries.tensors, (), {}, entries.census), done, _planned(plan, narrow)
-    with writer(RESIDUAL) as low, writer(FP32_FILE) as beside:
-        done = write_export(checkpoint, shards, selection, directory, rounding, residual=low, progress=progress)
-        entries = _Entries(prepared, checkpoint, selection, done)
+        exported = write_export(checkpoint, shards, selection, directory, rounding, progress=progress)
+        entries = _ManifestEntries(prepared, checkpoint, selection, exported)
+        return StoredWeights(entries.tensors, (), {}, entries.census), exported, _plan_as_written(plan, narrow)
+    with writer(RESIDUAL) as residual_file, writer(FP32_FILE) as fp32_file:
+        exported = write_export(
+            checkpoint, shards, selection, directory, rounding, residual=residual_file, progress=progress
+        )
+        entries = _ManifestEntries(prepared, checkpoint, selection, exported)
         for name, tensor in sorted(stored_tensors(prepared.reference).items()):
             if name not in entries.tensors:
                 array = tensor.numpy()
-                entries.tensors[name] = tensor_entry(name, array, FP32_FILE, beside.append(array))
-        checked = tuple(entries.checkpoint)
+                entries.tensors[name] = tensor_entry(name, array, FP32_FILE, fp32_file.append(array))
+        checkpoint_entries = tuple(entries.checkpoint)
     if all(entry.file != FP32_FILE for entry in entries.tensors.values()):
         (directory / FP32_FILE).unlink()
-    return StoredWeights(entries.tensors, checked, {}, entries.census), done, _planned(plan, narrow)
+    return (
+        StoredWeights(entries.tensors, checkpoint_entries, {}, entries.census),
+        exported,
+        _plan_as_written(plan, narrow),
+    )
 
 
-class _Entries:
+class _ManifestEntries:
     """The manifest's entries for an export's tensors. The first tensor that holds an initializer takes its name."""
 
     def __init__(
-        self, prepared: Prepared, checkpoint: Mapping[str, Array], selection: Selection, done: Exported
+        self, prepared: Prepared, checkpoint: Mapping[str, Array], selection: Selection, exported: Exported
     ) -> None:
         self.tensors: dict[str, TensorEntry] = {}
         self.checkpoint: list[CheckpointEntry] = []
@@ -129,9 +135,9 @@ class _Entries:
             if stored not in self.tensors:
                 if order is not None:  # for example a square matrix with a twin that is not transposed
                     stored, order = names.make(name), None
-                self.tensors[stored] = _entry(stored, array, done, name)
+                self.tensors[stored] = _entry(stored, array, exported, name)
             if rounded:
-                self.census[stored] = done.census[name]
+                self.census[stored] = exported.census[name]
             dtype = "float32" if rounded and array.dtype == np.float64 else array.dtype.name
             self.checkpoint.append(
                 CheckpointEntry(
@@ -144,8 +150,8 @@ class _Entries:
             )
 
 
-def _entry(stored: str, array: Array, done: Exported, name: str) -> TensorEntry:
-    written = done.tensors[name]
+def _entry(stored: str, array: Array, exported: Exported, name: str) -> TensorEntry:
+    written = exported.tensors[name]
     return TensorEntry(
         name=stored,
         dtype=written.dtype,
@@ -157,7 +163,7 @@ def _entry(stored: str, array: Array, done: Exported, name: str) -> TensorEntry:
     )
 
 
-def _planned(plan: Plan, narrow: frozenset[str]) -> Plan:
+def _plan_as_written(plan: Plan, narrow: frozenset[str]) -> Plan:
     """Return ``plan`` with fp32 for each tensor that was not written in bf16."""
     return plan.model_copy(update={"tensors": [_kept(entry, narrow) for entry in plan.tensors]})
 

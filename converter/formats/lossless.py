@@ -87,14 +87,14 @@ def check_without_graph(artifact: Artifact, checkpoint: Mapping[str, Array], adv
         raise ConversionError(f"what was written cannot be read back: {error}; nothing was published") from error
 
 
-def check_export(directory: Path, done: Exported, checkpoint: Mapping[str, Array], rounding: Rounding) -> None:
+def check_export(directory: Path, exported: Exported, checkpoint: Mapping[str, Array], rounding: Rounding) -> None:
     """Read the export's files in ``directory`` back, as another program would, and compare them with ``checkpoint``.
 
     Raises :class:`ConversionError` that names the first tensor that differs.
     """
     found: dict[str, Array] = {}
     try:
-        for name in done.files:
+        for name in exported.files:
             if name != INDEX:
                 found |= read(directory / name)
     except ArtifactDamaged as error:
@@ -102,12 +102,12 @@ def check_export(directory: Path, done: Exported, checkpoint: Mapping[str, Array
     if found.keys() != checkpoint.keys():
         raise _fault(min(found.keys() ^ checkpoint.keys()), "is missing from either the checkpoint or its export")
     for name, array in checkpoint.items():
-        if name not in done.selection.rounded:
+        if name not in exported.selection.rounded:
             _check_same(name, array, found[name], "is not exported unchanged")
             continue
         if found[name].dtype != BF16 or found[name].shape != array.shape:
             raise _fault(name, f"is exported with another dtype or shape ({_difference(array, found[name])})")
-        allowed = replace(rounding, saturate=rounding.saturate or name in done.selection.masks)
+        allowed = replace(rounding, saturate=rounding.saturate or name in exported.selection.masks)
         wrong = sum(
             int(np.count_nonzero(_misrounded(in_fp32(block), stored, None, allowed)))
             for block, stored, _ in _blocks(array, found[name], None, None)
@@ -122,9 +122,9 @@ def _check_restored(artifact: Artifact, checkpoint: Mapping[str, Array], advance
     entries = artifact.manifest.checkpoint
     if entries:
         missing = sorted(checkpoint.keys() - {entry.name for entry in entries})
-        lost = next((name for name in missing if checkpoint[name].dtype != np.float64), None)
-        if lost is not None:
-            raise _fault(lost, "was not written, so it could not be restored")
+        unrestored = next((name for name in missing if checkpoint[name].dtype != np.float64), None)
+        if unrestored is not None:
+            raise _fault(unrestored, "was not written, so it could not be restored")
     for name, array in artifact.checkpoint_tensors():
         source = checkpoint.get(name)
         if source is None:

@@ -27,13 +27,13 @@ class Rounding:
 class Narrowing:
     """An fp32 ``tensor`` that is rounded into ``bf16``, of the same shape.
 
-    ``census`` is complete after all blocks. ``done`` is called with the fp32 bytes of each block.
+    ``census`` is complete after all blocks. ``on_progress`` is called with the fp32 bytes of each block.
     """
 
     tensor: ir.TensorProtocol
     bf16: NDArray[Any]
     rounding: Rounding
-    done: Callable[[int], None]
+    on_progress: Callable[[int], None]
     census: Census = field(default_factory=Census)
 
     def blocks(self) -> Iterator[tuple[slice, NDArray[np.float32]]]:
@@ -43,7 +43,7 @@ class Narrowing:
             place = rows_of(self.bf16, rows)
             to_bf16(array, subnormals=self.rounding.subnormals, saturate=self.rounding.saturate, out=place)
             yield rows, array
-            self.done(array.nbytes)
+            self.on_progress(array.nbytes)
 
     def residual(
         self, original: ir.TensorProtocol, scale: Scale | None, low_bits: int = 16
@@ -55,6 +55,6 @@ class Narrowing:
         encoder = Encoder(self.bf16.shape, scale, 16 if scale is not None else low_bits)
         read = None if original is self.tensor else reader(original)
         for rows, array in self.blocks():
-            words = array if read is None else np.asarray(read(rows), order="C")
-            yield from encoder.rows(words, rows_of(self.bf16, rows))
+            values = array if read is None else np.asarray(read(rows), order="C")
+            yield from encoder.rows(values, rows_of(self.bf16, rows))
         yield from encoder.finish()

@@ -121,14 +121,14 @@ def _write(
         if tensor is None:
             raise ConversionError(f"initializer {name!r} has no data")
         if stays_inline(tensor):
-            value.const_value = _own(tensor, name)
+            value.const_value = _copied(tensor, name)
         else:
             value.const_value = external(name, ir.Shape(value.shape or dims(tensor)))
             value.const_value.name = name
     path.write_bytes(serialize(model))
 
 
-def _own(tensor: ir.TensorProtocol, name: str) -> ir.TensorProtocol:
+def _copied(tensor: ir.TensorProtocol, name: str) -> ir.TensorProtocol:
     """Copy an inline tensor for this graph: the graphs share the original, and it can have only one name."""
     if isinstance(tensor, ir.StringTensor):
         return ir.StringTensor(tensor.raw, shape=ir.Shape(dims(tensor)), name=name)

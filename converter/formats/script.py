@@ -86,15 +86,15 @@ class _Narrowing:
         """Narrow every product and every fused operator; return how many there were."""
         found = list(scriptgraph.nodes(self._graph))
         products = sum(self._narrow(node) for node in found if node.kind() in _PRODUCTS)
-        return products + sum(self._store(node) for node in found if node.kind() in _FUSED)
+        return products + sum(self._store_matrices(node) for node in found if node.kind() in _FUSED)
 
     def _narrow(self, node: Any) -> bool:
-        place, others = _PRODUCTS[node.kind()]
-        weight = self._tensor(node.inputsAt(place))
+        position, others = _PRODUCTS[node.kind()]
+        weight = self._tensor(node.inputsAt(position))
         if weight is None or not _is_matrix(weight):
             return False
-        node.replaceInput(place, self._rounded(weight))
-        for other in (place for place in others if place < node.inputsSize()):
+        node.replaceInput(position, self._rounded(weight))
+        for other in (position for position in others if position < node.inputsSize()):
             value = node.inputsAt(other)
             constant = self._tensor(value)
             if constant is not None:
@@ -108,23 +108,23 @@ class _Narrowing:
         node.output().replaceAllUsesAfterNodeWith(wide, wide.output())
         return True
 
-    def _store(self, node: Any) -> bool:
+    def _store_matrices(self, node: Any) -> bool:
         """Store the matrices that ``node`` reads, also in a list, in bf16, and widen them for it."""
         stored = False
-        for place in range(node.inputsSize()):
-            value = node.inputsAt(place)
+        for position in range(node.inputsSize()):
+            value = node.inputsAt(position)
             if value.type().kind() == "ListType" and value.node().kind() == "prim::ListConstruct":
-                stored = self._store(value.node()) or stored
+                stored = self._store_matrices(value.node()) or stored
                 continue
             weight = self._tensor(value)
             if weight is not None and _is_matrix(weight):
-                node.replaceInput(place, self._wide(weight))
+                node.replaceInput(position, self._wide(weight))
                 stored = True
         return stored
 
     def _wide(self, weight: Any) -> Any:
         """Return ``weight`` stored in bf16 and widened again, at the start of the graph."""
-        key = _place(weight)
+        key = _storage_key(weight)
         if key not in self._widened:
             wide = self._cast(self._rounded(weight), scriptgraph.FLOAT32, self._head)
             wide.insertBefore(self._head)
@@ -139,7 +139,7 @@ class _Narrowing:
         """Return ``tensor`` in bf16, a constant at the start of the graph."""
         import torch
 
-        key = _place(tensor)
+        key = _storage_key(tensor)
         if key not in self._weights:
             self._graph.setInsertPoint(self._head)
             self._weights[key] = self._graph.insertConstant(tensor.detach().to(torch.bfloat16))
@@ -158,5 +158,5 @@ def _is_matrix(tensor: Any) -> bool:
     return tensor.dtype is torch.float32 and tensor.ndim > 1
 
 
-def _place(tensor: Any) -> tuple[Any, ...]:
+def _storage_key(tensor: Any) -> tuple[Any, ...]:
     return tensor.data_ptr(), tuple(tensor.shape), tensor.stride()

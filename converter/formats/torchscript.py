@@ -38,7 +38,11 @@ def narrow_and_trace(model: TorchModel, path: Path, *, strictly: bool = False) -
     try:
         with quiet(), torch.no_grad():
             _forget_classes()
-            with narrowed(model.module, path.parent) as module, _without_trainers(module), _warned(strictly):
+            with (
+                narrowed(model.module, path.parent) as module,
+                _without_trainers(module),
+                _rejecting_trace_warnings(strictly),
+            ):
                 traced = torch.jit.trace(Edges(module).eval(), model.example, check_trace=False)
                 torch.jit.save(traced, str(raw))
     except ConversionError:
@@ -65,18 +69,18 @@ def _forget_classes() -> None:
 
 
 @contextmanager
-def _warned(strictly: bool) -> Iterator[None]:
+def _rejecting_trace_warnings(strictly: bool) -> Iterator[None]:
     """Raise ConversionError for torch's warnings while tracing, if ``strictly``."""
     from torch.jit._trace import TracerWarning
 
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always", TracerWarning)
         yield
-    said = next((one.message for one in found if issubclass(one.category, TracerWarning)), None)
-    if strictly and said is not None:
+    warning = next((one.message for one in found if issubclass(one.category, TracerWarning)), None)
+    if strictly and warning is not None:
         raise ConversionError(
             "a trace would fix choices that depend on the example input (a branch, a size); script the module"
-            f" instead, with torch.jit.script(module).save('model.pt'), and convert that file: {brief(said)}"
+            f" instead, with torch.jit.script(module).save('model.pt'), and convert that file: {brief(warning)}"
         )
 
 
@@ -86,15 +90,15 @@ def _without_trainers(module: torch.nn.Module) -> Iterator[None]:
 
     Lightning's own ``to_torchscript`` sets the same mark.
     """
-    found = {part_of for part in module.modules() for part_of in type(part).__mro__ if _MARK in vars(part_of)}
-    before = [(part_of, vars(part_of)[_MARK]) for part_of in found]
+    classes = {cls for part in module.modules() for cls in type(part).__mro__ if _MARK in vars(cls)}
+    before = [(cls, vars(cls)[_MARK]) for cls in classes]
     try:
-        for part_of in found:
-            setattr(part_of, _MARK, True)
+        for cls in classes:
+            setattr(cls, _MARK, True)
         yield
     finally:
-        for part_of, mark in before:
-            setattr(part_of, _MARK, mark)
+        for cls, mark in before:
+            setattr(cls, _MARK, mark)
 
 
 def rewrite_archive(raw: Path, path: Path) -> None:

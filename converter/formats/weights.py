@@ -79,58 +79,62 @@ def write_weights(
     Raises :class:`~bf16kit.errors.RangeError` if bf16 cannot hold the weights; the files are then useless.
     """
     narrow = narrowed(plan.tensors)
-    done = progress or (lambda _: None)
+    on_progress = progress or (lambda _: None)
     with writer(BF16_FILE) as bf16_file, writer(FP32_FILE) as fp32_file:
         low_bits = _low_bits(prepared, checkpoint)
-        store = _Store(prepared, bf16_file, fp32_file, panels, done, Rounding(subnormals, saturate), low_bits)
+        weights_writer = _WeightsWriter(
+            prepared, bf16_file, fp32_file, panels, on_progress, Rounding(subnormals, saturate), low_bits
+        )
         if not residual:
-            store.profiles(narrow, None)
-            return store.result((), narrow)
+            weights_writer.write_profiles(narrow, None)
+            return weights_writer.result((), narrow)
         with writer(RESIDUAL) as residual_file:
-            store.profiles(narrow, residual_file)
-            store.reference_only()
-            entries = store.source(checkpoint, residual_file)
-        return store.result(entries, narrow)
+            weights_writer.write_profiles(narrow, residual_file)
+            weights_writer.write_reference_only()
+            entries = weights_writer.write_checkpoint(checkpoint, residual_file)
+        return weights_writer.result(entries, narrow)
 
 
 @dataclass
-class _Store:
+class _WeightsWriter:
     """The tensors written so far."""
 
     prepared: Prepared
     bf16_file: WeightWriter
     fp32_file: WeightWriter
     panels: Mapping[str, int]
-    done: Progress
+    on_progress: Progress
     rounding: Rounding
     low_bits: Mapping[str, int]
     census: dict[str, Census] = field(default_factory=dict)
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
-    small: dict[bytes, Segment] = field(default_factory=dict)
+    small_segments: dict[bytes, Segment] = field(default_factory=dict)
 
-    def profiles(self, narrow: frozenset[str], residual: WeightWriter | None) -> None:
+    def write_profiles(self, narrow: frozenset[str], residual: WeightWriter | None) -> None:
         """Write the tensors that the profiles' graphs read, and the residual of those that were rounded."""
         names = FreshNames((*stored_tensors(self.prepared.folded), *stored_tensors(self.prepared.reference)))
         for name, tensor in sorted(stored_tensors(self.prepared.folded).items()):
             if name in narrow:
                 self._narrow(name, tensor, residual, names)
-            elif residual is not None and self._differs(name):
+            elif residual is not None and self._differs_from_source(name):
                 # the reference keeps the name and the source's bytes
                 self.aliases[name] = names.make(f"{name}.lowered")
-                self._keep(self.aliases[name], name, tensor)
+                self._write_unchanged(self.aliases[name], name, tensor)
             else:
-                self._keep(name, name, tensor)
+                self._write_unchanged(name, name, tensor)
 
-    def reference_only(self) -> None:
+    def write_reference_only(self) -> None:
         """Write the tensors that only the reference reads: BatchNorm's parameters, replaced biases."""
         for name, tensor in sorted(stored_tensors(self.prepared.reference).items()):
             if name not in self.tensors:
-                self._add(name, tensor.numpy(), self.fp32_file, FP32_FILE)
+                self._write_tensor(name, tensor.numpy(), self.fp32_file, FP32_FILE)
 
-    def source(self, checkpoint: Mapping[str, NDArray[Any]], residual: WeightWriter) -> tuple[CheckpointEntry, ...]:
+    def write_checkpoint(
+        self, checkpoint: Mapping[str, NDArray[Any]], residual: WeightWriter
+    ) -> tuple[CheckpointEntry, ...]:
         """Return the place of each checkpoint tensor; write those that are stored nowhere yet, equal ones once."""
-        passengers = SharedNames(FreshNames(self.tensors))
+        shared_names = SharedNames(FreshNames(self.tensors))
         entries = []
         for name, array in checkpoint.items():
             match = self.prepared.matches.get(name)
@@ -138,10 +142,10 @@ class _Store:
                 dtype = np.dtype(np.float32) if match.narrowed else array.dtype
                 entries.append(checkpoint_entry(name, array, match.initializer, match.permutation, dtype))
                 continue
-            stored, is_new = passengers.take(name, array)
+            stored, is_new = shared_names.assign(name, array)
             if is_new:
-                self._add(stored, array, residual, RESIDUAL)
-                self.done(array.nbytes)
+                self._write_tensor(stored, array, residual, RESIDUAL)
+                self.on_progress(array.nbytes)
             entries.append(checkpoint_entry(name, array, stored, None))
         return tuple(entries)
 
@@ -152,22 +156,22 @@ class _Store:
     def _narrow(self, name: str, tensor: ir.TensorProtocol, residual: WeightWriter | None, names: FreshNames) -> None:
         axis, bf16 = self.panels.get(name), np.empty(dims(tensor), BF16)
         original = const(self.prepared.reference.graph.initializers.get(name))
-        passing = Narrowing(tensor, bf16, self._rounding(tensor), self.done)
+        narrowing = Narrowing(tensor, bf16, self._rounding(tensor), self.on_progress)
         if residual is None or original is None:
             segment = scale = None
-            for _ in passing.blocks():
+            for _ in narrowing.blocks():
                 pass
         else:
             scale = self._scale(name)
-            segment = residual.append_chunks(passing.residual(original, scale, self.low_bits.get(name, 16)))
-        self.census[name] = passing.census
+            segment = residual.append_chunks(narrowing.residual(original, scale, self.low_bits.get(name, 16)))
+        self.census[name] = narrowing.census
         written = self.bf16_file.append_chunks(strips(bf16, axis))
         entry = tensor_entry(name, bf16, BF16_FILE, written, axis)
         if segment is not None:
             entry = entry.model_copy(update={"residual": segment})
         if scale is not None:
             scale_name = names.make(f"{name}.scale")
-            self._add(scale_name, scale.values, self.fp32_file, FP32_FILE)
+            self._write_tensor(scale_name, scale.values, self.fp32_file, FP32_FILE)
             entry = entry.model_copy(update={"scale": scale_name, "scale_axis": scale.axis})
         self.tensors[name] = entry
 
@@ -180,43 +184,43 @@ class _Store:
         fold = self.prepared.folds.get(name)
         return None if fold is None else Scale(fold.axis, fold.scale)
 
-    def _keep(self, stored_as: str, name: str, tensor: ir.TensorProtocol) -> None:
+    def _write_unchanged(self, stored_as: str, name: str, tensor: ir.TensorProtocol) -> None:
         """Write a tensor that the profiles read unchanged."""
 
-        def passing() -> Iterator[memoryview]:
+        def chunks() -> Iterator[memoryview]:
             counts = Census()
             for _, array in blocks(tensor):
                 if array.dtype == np.float32:
                     counts += census(array)
                 yield raw(array)
-                self.done(array.nbytes)
+                self.on_progress(array.nbytes)
             self.census[name] = counts
 
-        segment = self._once(tensor.numpy()) if tensor.nbytes <= _SMALL else None
+        segment = self._write_once(tensor.numpy()) if tensor.nbytes <= _SMALL else None
         if segment is None:
-            segment = self.fp32_file.append_chunks(passing())
+            segment = self.fp32_file.append_chunks(chunks())
         else:
-            deque(passing(), maxlen=0)  # so that they are counted too
+            deque(chunks(), maxlen=0)  # so that they are counted too
         like = np.empty(0, tensor.dtype.numpy())
         self.tensors[stored_as] = tensor_entry(stored_as, like, FP32_FILE, segment, shape=dims(tensor))
 
-    def _differs(self, name: str) -> bool:
+    def _differs_from_source(self, name: str) -> bool:
         return name in self.prepared.folds or name in self.prepared.clamped
 
-    def _add(self, name: str, array: NDArray[Any], file: WeightWriter, file_name: str) -> None:
-        segment = self._once(array) if file is self.fp32_file and array.nbytes <= _SMALL else file.append(array)
+    def _write_tensor(self, name: str, array: NDArray[Any], file: WeightWriter, file_name: str) -> None:
+        segment = self._write_once(array) if file is self.fp32_file and array.nbytes <= _SMALL else file.append(array)
         self.tensors[name] = tensor_entry(name, array, file_name, segment)
 
-    def _once(self, array: NDArray[Any]) -> Segment:
+    def _write_once(self, array: NDArray[Any]) -> Segment:
         """Return the place of ``array``'s bytes in weights.fp32, and write them if they are not there yet.
 
         A BatchNorm that is only a product and a sum has the bytes of the folded scale and of the bias.
         """
         data = raw(array)
         digest = sha256(data).digest()
-        if digest not in self.small:
-            self.small[digest] = self.fp32_file.append(array)
-        return self.small[digest]
+        if digest not in self.small_segments:
+            self.small_segments[digest] = self.fp32_file.append(array)
+        return self.small_segments[digest]
 
 
 class SharedNames:
@@ -226,7 +230,7 @@ class SharedNames:
         self._names = names
         self._known: dict[Fingerprint, list[tuple[NDArray[Any], str]]] = {}
 
-    def take(self, name: str, array: NDArray[Any]) -> tuple[str, bool]:
+    def assign(self, name: str, array: NDArray[Any]) -> tuple[str, bool]:
         """Return the name under which ``array``, the checkpoint's ``name``, is stored, and whether that is new."""
         twins = self._known.setdefault(fingerprint(array), [])
         stored = next((other for twin, other in twins if same_bits(twin, array)), None)

@@ -38,15 +38,15 @@ def _rows(gather: ir.Node) -> int | None:
 
 def compared_with(value: ir.Value) -> tuple[int, ...]:
     """Return the integers that ``value`` is compared with for equality, sorted: a sample rate, a mode; () for none."""
-    return tuple(sorted(set(_compared(value))))
+    return tuple(sorted(set(_compared_integers(value))))
 
 
-def _compared(value: ir.Value) -> Iterator[int]:
+def _compared_integers(value: ir.Value) -> Iterator[int]:
     for node, position in value.uses():
         if node.domain == "" and node.op_type == "Equal":
             yield from _number(node.inputs[1 - position])
         elif node.op_type in _TRANSPARENT and position == 0:
-            yield from _compared(node.outputs[0])
+            yield from _compared_integers(node.outputs[0])
 
 
 def _number(value: ir.Value | None) -> Iterator[int]:

@@ -14,7 +14,7 @@ _NAMES = {
 }  # the table's names: bfloat16, float, int64
 
 
-def lacking(model: onnx.ModelProto, table: KernelTable) -> list[str]:
+def missing_kernels(model: onnx.ModelProto, table: KernelTable) -> list[str]:
     """Describe the bf16 nodes for whose dtypes ``table`` has no kernel; [] if all have one.
 
     Nodes without bf16 are left out: if CUDA has no kernel for them, they run on the CPU, which has all of those. Nodes
@@ -29,8 +29,8 @@ def lacking(model: onnx.ModelProto, table: KernelTable) -> list[str]:
         if BF16 not in of_node:
             continue
         domain = "" if node.domain == "ai.onnx" else node.domain
-        since, constraints = _bound(node, domain, opsets.get(domain, 1), dtypes)
-        if not table.takes(domain, node.op_type, since, constraints):
+        since, constraints = _version_and_dtypes(node, domain, opsets.get(domain, 1), dtypes)
+        if not table.accepts_dtypes(domain, node.op_type, since, constraints):
             label = f"{domain}.{node.op_type}" if domain else node.op_type
             taken = ", ".join(f"{name} {dtype}" for name, dtype in sorted(constraints.items()))
             wrong.append(f"{node.name}: {label}-{since} of {taken}")
@@ -44,7 +44,9 @@ def _dtypes(graph: onnx.GraphProto) -> dict[str, str]:
     return {name: _NAMES[number] for name, number in (*tensors, *typed)}
 
 
-def _bound(node: onnx.NodeProto, domain: str, opset: int, dtypes: Mapping[str, str]) -> tuple[int, dict[str, str]]:
+def _version_and_dtypes(
+    node: onnx.NodeProto, domain: str, opset: int, dtypes: Mapping[str, str]
+) -> tuple[int, dict[str, str]]:
     """Return the version of the operator, and the dtype of each of its type constraints, by ONNX's schema.
 
     com.microsoft has no schemas here: the result is version 1 without constraints.

@@ -49,7 +49,7 @@ class Kernel:
     last: int
     types: Mapping[str, frozenset[str]]
 
-    def of(self, since: int) -> bool:
+    def covers(self, since: int) -> bool:
         """Whether it covers version ``since`` of the operator."""
         return since == self.first or self.first < since <= self.last
 
@@ -84,14 +84,16 @@ class KernelTable:
             )
         return _table(version)
 
-    def has(self, domain: str, op: str, since: int) -> bool:
+    def has_bf16_kernel(self, domain: str, op: str, since: int) -> bool:
         """Whether a plan may let version ``since`` of the operator compute in bf16."""
-        return op in _PLANNED.get(domain, ()) and any(kernel.of(since) for kernel in self.kernels.get((domain, op), ()))
+        return op in _PLANNED.get(domain, ()) and any(
+            kernel.covers(since) for kernel in self.kernels.get((domain, op), ())
+        )
 
-    def takes(self, domain: str, op: str, since: int, dtypes: Mapping[str, str]) -> bool:
+    def accepts_dtypes(self, domain: str, op: str, since: int, dtypes: Mapping[str, str]) -> bool:
         """Whether a kernel runs version ``since`` on ``dtypes``, by type constraint; others may be any."""
         return any(
-            kernel.of(since) and all(dtype in kernel.types.get(name, {dtype}) for name, dtype in dtypes.items())
+            kernel.covers(since) and all(dtype in kernel.types.get(name, {dtype}) for name, dtype in dtypes.items())
             for kernel in self.kernels.get((domain, op), ())
         )
 
@@ -123,7 +125,7 @@ def _table(version: str) -> KernelTable:
     return KernelTable(version, opset, ir_version, kernels)
 
 
-def stand_in() -> str | None:
+def other_release_note() -> str | None:
     """Return a sentence if the kernels come from another ONNX Runtime's table than the installed one's; else None."""
     table, installed = KernelTable.load().onnxruntime, versions.onnxruntime()
     if installed in (None, table):

@@ -10,7 +10,7 @@ from converter.graph.names import FreshNames
 
 UNKNOWN = "?"
 # What exporters write for an unknown dimension. PaddlePaddle's exporter calls every one of them "?".
-_NOBODYS = frozenset({"", UNKNOWN, "*", "-1", "None", "unk", "unknown"})
+_PLACEHOLDERS = frozenset({"", UNKNOWN, "*", "-1", "None", "unk", "unknown"})
 
 Shape = tuple[int, ...]
 Place = tuple[int, int]  # index of the spec, axis
@@ -18,10 +18,10 @@ Place = tuple[int, int]  # index of the spec, axis
 
 def is_named(dim: int | str | None) -> bool:
     """Whether ``dim`` is a free dimension with a name that distinguishes it from others."""
-    return isinstance(dim, str) and dim.strip() not in _NOBODYS
+    return isinstance(dim, str) and dim.strip() not in _PLACEHOLDERS
 
 
-def name_all(specs: Sequence[TensorSpec], known: Iterable[TensorSpec] = ()) -> tuple[TensorSpec, ...]:
+def name_dimensions(specs: Sequence[TensorSpec], known: Iterable[TensorSpec] = ()) -> tuple[TensorSpec, ...]:
     """Return ``specs`` with a name of its own, from tensor and axis, for each dimension without a real name.
 
     ``known`` are specs whose names are taken. :func:`is_named` decides which names are real.
@@ -41,9 +41,11 @@ def name_all(specs: Sequence[TensorSpec], known: Iterable[TensorSpec] = ()) -> t
     )
 
 
-def loosened(specs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
+def with_distinct_dimensions(specs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
     """Return ``specs`` with a different name for every free dimension, so that only the sizes are demanded."""
-    return name_all([replace(s, shape=tuple(d if isinstance(d, int) else UNKNOWN for d in s.shape)) for s in specs])
+    return name_dimensions(
+        [replace(s, shape=tuple(d if isinstance(d, int) else UNKNOWN for d in s.shape)) for s in specs]
+    )
 
 
 def reconciled(specs: Sequence[TensorSpec], seen: Iterable[Mapping[str, Shape]]) -> tuple[TensorSpec, ...]:
@@ -68,7 +70,7 @@ def reconciled(specs: Sequence[TensorSpec], seen: Iterable[Mapping[str, Shape]])
     return tuple(replace(spec, shape=tuple(shape)) for spec, shape in zip(specs, shapes, strict=True))
 
 
-def as_given(spec: TensorSpec, shapes: Collection[Shape]) -> TensorSpec:
+def corrected_by(spec: TensorSpec, shapes: Collection[Shape]) -> TensorSpec:
     """Return ``spec`` corrected by ``shapes``, which are all of one rank.
 
     A size that one of them contradicts becomes unknown; if the spec has another rank, all sizes do.

@@ -32,7 +32,7 @@ def dims(tensor: ir.TensorProtocol) -> tuple[int, ...]:
     return tuple(int(size) for size in tensor.shape.numpy())
 
 
-class Computed(ir.LazyTensor):
+class ComputedTensor(ir.LazyTensor):
     """An fp32 tensor of ``like``'s shape, computed each time it is read, as a whole or a block of rows at a time.
 
     ``compute(rows)`` returns the rows of a slice along the first axis; for a scalar, the scalar.
@@ -52,7 +52,7 @@ def rows_of(array: NDArray[Any], rows: slice) -> NDArray[Any]:
 
 def reader(tensor: ir.TensorProtocol) -> Callable[[slice], NDArray[Any]]:
     """Return a function that reads rows of ``tensor``, or a scalar itself; a computed tensor computes only those."""
-    if isinstance(tensor, Computed):
+    if isinstance(tensor, ComputedTensor):
         return tensor.rows
     array = tensor.numpy()
     return lambda rows: rows_of(array, rows)

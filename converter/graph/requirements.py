@@ -8,7 +8,7 @@ from pathlib import Path
 import onnx
 
 from bf16kit.versions import order
-from converter.graph.cuda_nodes import lacking
+from converter.graph.cuda_nodes import missing_kernels
 from converter.graph.cuda_support import KernelTable, releases
 from converter.process import versions
 
@@ -28,15 +28,17 @@ def required(profile: str, graphs: Sequence[Path], *, on_device: bool = False) -
     opset = max((o.version for m in models for o in m.opset_import if o.domain in ("", "ai.onnx")), default=0)
     ir_version = max((model.ir_version for model in models), default=0)
     installed = versions.onnxruntime()
-    loads = next((release for release, *most in _LOADS if opset <= most[0] and ir_version <= most[1]), installed)
-    needed = [loads] if loads else []
+    oldest_loading = next(
+        (release for release, *most in _LOADS if opset <= most[0] and ir_version <= most[1]), installed
+    )
+    needed = [oldest_loading] if oldest_loading else []
     if profile == "cuda":
-        least = with_kernels(models)
+        least = oldest_with_kernels(models)
         needed.append(min(least, installed, key=order) if on_device and installed else least)
     return {"onnxruntime": max(needed, key=order)} if needed else {}
 
 
-def with_kernels(models: Sequence[onnx.ModelProto]) -> str:
+def oldest_with_kernels(models: Sequence[onnx.ModelProto]) -> str:
     """Return the first release from which on all known ones have a CUDA kernel for every bf16 node of ``models``.
 
     If even the newest lacks one, return the newest: running on a device will show whether it works.
@@ -44,7 +46,7 @@ def with_kernels(models: Sequence[onnx.ModelProto]) -> str:
     known = releases()
     least = known[-1]
     for release in reversed(known):
-        if any(lacking(model, KernelTable.load(release)) for model in models):
+        if any(missing_kernels(model, KernelTable.load(release)) for model in models):
             break
         least = release
     return least

@@ -62,7 +62,7 @@ class InferTypes(Step):
 
 def _infer_foreign(model: ir.Model) -> bool:
     """Infer the output types of known operators of other domains; return whether anything was inferred."""
-    learnt = False
+    inferred = False
     for node in model.graph.all_nodes():
         same_shape = node.op_type in _SAME_SHAPE.get(node.domain, ())
         if not same_shape and node.op_type not in _SAME_TYPE.get(node.domain, ()):
@@ -71,10 +71,10 @@ def _infer_foreign(model: ir.Model) -> bool:
         types = (value.dtype for value in node.inputs if value is not None and value.dtype is not None)
         dtype = next((dtype for dtype in types if dtype.is_floating_point()), None)
         if output.dtype is None and dtype is not None:
-            output.type, learnt = ir.TensorType(dtype), True
+            output.type, inferred = ir.TensorType(dtype), True
         if same_shape and output.shape is None and data is not None and data.shape is not None:
-            output.shape, learnt = data.shape, True
-    return learnt
+            output.shape, inferred = data.shape, True
+    return inferred
 
 
 def untyped(model: ir.Model) -> list[ir.Node]:
@@ -102,11 +102,11 @@ def _is_sequence(value: ir.Value, found: set[ir.Value]) -> bool:
     if node is None or index is None:
         return False
     if node.op_type == "Identity":
-        handed_on = list(node.inputs[:1])
+        passed_on = list(node.inputs[:1])
     else:
         place = index + 1 if node.op_type == "Loop" else index  # the outputs of a Loop's body start with its condition
         bodies = [a.as_graph() for a in node.attributes.values() if a.type == ir.AttributeType.GRAPH]
-        handed_on = [body.outputs[place] for body in bodies if place < len(body.outputs)]
-    if node.op_type in _SEQUENCES or any(value in found for value in handed_on):
+        passed_on = [body.outputs[place] for body in bodies if place < len(body.outputs)]
+    if node.op_type in _SEQUENCES or any(value in found for value in passed_on):
         return True
-    return any(value is not None and isinstance(value.type, ir.SequenceType | ir.OptionalType) for value in handed_on)
+    return any(value is not None and isinstance(value.type, ir.SequenceType | ir.OptionalType) for value in passed_on)

@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from converter.graph.initializers import Computed, const, dims, initializer, reader
+from converter.graph.initializers import ComputedTensor, const, dims, initializer, reader
 from converter.graph.names import FreshNames, all_value_names
 from converter.graph.step import Step
 from converter.passes.linear import Linear, linear_before
@@ -68,15 +68,15 @@ class FoldBatchNorm(Step):
             return
         scale = np.where(np.abs(scale) < SMALLEST_SCALE, np.copysign(SMALLEST_SCALE, scale), scale)
         folded = self.folds.get(linear.weight.name)
-        whole = scale if folded is None else folded.scale * scale
-        if not (_fits(whole) and np.all(np.abs(whole) >= SMALLEST_SCALE)):
+        total_scale = scale if folded is None else folded.scale * scale
+        if not (_fits(total_scale) and np.all(np.abs(total_scale) >= SMALLEST_SCALE)):
             return
-        self.folds[linear.weight.name] = Fold(linear.axis, whole.astype(np.float32))
+        self.folds[linear.weight.name] = Fold(linear.axis, total_scale.astype(np.float32))
         bias = np.clip(linear.bias * scale + shift, -_LARGEST, _LARGEST)
         linear.weight.const_value = _scaled(linear, scale)
         name = fresh.make(f"{linear.weight.name}.folded_bias")
         linear.replace_bias(initializer(graph, name, ir.tensor(bias.astype(np.float32), name=name)))
-        linear.take_over(graph, node)
+        linear.replace_batchnorm(graph, node)
 
 
 def _fits(values: NDArray[np.float64] | float) -> bool:
@@ -117,4 +117,4 @@ def _scaled(linear: Linear, scale: NDArray[np.float64]) -> ir.TensorProtocol:
         np.multiply(array, factor, out=out, dtype=np.float64, casting="same_kind")
         return out
 
-    return Computed(compute, like=tensor)
+    return ComputedTensor(compute, like=tensor)

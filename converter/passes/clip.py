@@ -23,7 +23,7 @@ class ClipToMinMax(Rewrite):
             return False
         if all(bound is None for bound in node.inputs[1:]):
             return False
-        return not self.kernels.has("", "Clip", since_version(node, opset) or 0)
+        return not self.kernels.has_bf16_kernel("", "Clip", since_version(node, opset) or 0)
 
     def rewrite(self, graph: ir.Graph, node: ir.Node, fresh: FreshNames) -> None:
         current, output = node.inputs[0], node.outputs[0]

@@ -9,7 +9,7 @@ import onnx_ir as ir
 from converter.graph.initializers import const, initializer
 from converter.graph.names import FreshNames, all_value_names
 from converter.graph.step import Step
-from converter.graph.values import Dim, dim, integer, plain
+from converter.graph.values import Dim, constant_integer, is_onnx_operator, same_dim
 from converter.passes.rewriting import replace_output
 
 _DEEPEST = 8  # nodes between a Range and the look-up, at most
@@ -31,15 +31,15 @@ class GatherAllToUnsqueeze(Step):
         if model.opset_imports[""] < _AXES_ARE_AN_INPUT:
             return False
         graph, fresh, found = model.graph, FreshNames(all_value_names(model)), False
-        for node in [each for each in graph if each.op_type == "GatherND" and plain(each)]:
+        for node in [each for each in graph if each.op_type == "GatherND" and is_onnx_operator(each)]:
             axes = _added_axes(node)
             if axes is not None:
                 name = fresh.make(f"{node.name}/axes")
-                told = initializer(graph, name, ir.tensor(axes, dtype=ir.DataType.INT64, name=name))
-                made = ir.node("Unsqueeze", [node.inputs[0], told], name=node.name)
-                output, given = made.outputs[0], node.outputs[0]
-                output.type, output.shape = given.type, given.shape
-                graph.insert_before(node, made)
+                axes_value = initializer(graph, name, ir.tensor(axes, dtype=ir.DataType.INT64, name=name))
+                unsqueeze = ir.node("Unsqueeze", [node.inputs[0], axes_value], name=node.name)
+                output, old_output = unsqueeze.outputs[0], node.outputs[0]
+                output.type, output.shape = old_output.type, old_output.shape
+                graph.insert_before(node, unsqueeze)
                 replace_output(graph, node, output)
                 found = True
         return found
@@ -57,7 +57,7 @@ def _added_axes(node: ir.Node) -> list[int] | None:
         return None
     axes = [each.axis for each in found]
     rank = len(shape) - (len(data.shape) - len(found))
-    if axes != sorted(set(axes)) or any(not dim(e.size, d) for e, d in zip(found, data.shape, strict=False)):
+    if axes != sorted(set(axes)) or any(not same_dim(e.size, d) for e, d in zip(found, data.shape, strict=False)):
         return None
     added = [axis for axis in range(rank) if axis not in axes]
     return added if all(shape[axis] == 1 for axis in added) else None
@@ -75,7 +75,7 @@ class _Coordinate:
 def _coordinates(indices: ir.Value) -> list[_Coordinate] | None:
     """Return the coordinates that ``indices`` hold along their last axis, or None."""
     joined = indices.producer()
-    if joined is None or joined.op_type != "Concat" or not plain(joined) or indices.shape is None:
+    if joined is None or joined.op_type != "Concat" or not is_onnx_operator(joined) or indices.shape is None:
         return None
     last = len(indices.shape) - 1
     if joined.attributes["axis"].as_int() not in (-1, last):
@@ -91,10 +91,10 @@ def _coordinates(indices: ir.Value) -> list[_Coordinate] | None:
 
 def _coordinate(value: ir.Value | None, depth: int = _DEEPEST) -> _Coordinate | None:
     node = None if value is None else value.producer()
-    if value is None or value.shape is None or node is None or not plain(node) or depth == 0:
+    if value is None or value.shape is None or node is None or not is_onnx_operator(node) or depth == 0:
         return None
     if node.op_type == "Range":
-        whole = integer(node.inputs[0]) == 0 and integer(node.inputs[2]) == 1
+        whole = constant_integer(node.inputs[0]) == 0 and constant_integer(node.inputs[2]) == 1
         return _Coordinate(0, value.shape[0], 1) if whole and len(value.shape) == 1 else None
     if node.op_type not in ("Unsqueeze", "Expand"):
         return None
@@ -104,10 +104,10 @@ def _coordinate(value: ir.Value | None, depth: int = _DEEPEST) -> _Coordinate | 
     rank = len(value.shape)
     if node.op_type == "Expand":  # dimensions are added in front
         axis = found.axis + rank - found.rank
-        return _Coordinate(axis, found.size, rank) if dim(value.shape[axis], found.size) else None
-    told = const(node.inputs[1])
-    if told is None:
+        return _Coordinate(axis, found.size, rank) if same_dim(value.shape[axis], found.size) else None
+    axes_tensor = const(node.inputs[1])
+    if axes_tensor is None:
         return None
-    added = {int(axis) % rank for axis in told.numpy().reshape(-1)}
+    added = {int(axis) % rank for axis in axes_tensor.numpy().reshape(-1)}
     kept = [axis for axis in range(rank) if axis not in added]
     return _Coordinate(kept[found.axis], found.size, rank)

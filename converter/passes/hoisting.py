@@ -28,7 +28,7 @@ class HoistInitializers(Step):
         for graph in model.graphs():
             for name, value in tuple(graph.initializers.items()):
                 if value.is_graph_output():
-                    _part_from_output(graph, value, fresh)
+                    _separate_from_output(graph, value, fresh)
                 if graph is not model.graph:
                     graph.initializers.pop(value.name or name)
                     if value.name == name and uses[name] > 1:
@@ -43,7 +43,7 @@ class HoistInitializers(Step):
                 raise ConversionError(f"body {graph.name!r} still holds {next(iter(graph.initializers))!r}")
 
 
-def _part_from_output(graph: ir.Graph, value: ir.Value, fresh: FreshNames) -> None:
+def _separate_from_output(graph: ir.Graph, value: ir.Value, fresh: FreshNames) -> None:
     """Make an Identity produce the output under its own name; the initializer takes a new name."""
     name = value.name or "output"
     identity = ir.node("Identity", [value], name=fresh.make(f"{name}/identity"))

@@ -45,7 +45,7 @@ class Linear:
             side = 0 if self.add.inputs[1] is self.node.outputs[0] else 1
             self.add.replace_input_with(side, bias)
 
-    def take_over(self, graph: ir.Graph, batchnorm: ir.Node) -> None:
+    def replace_batchnorm(self, graph: ir.Graph, batchnorm: ir.Node) -> None:
         """Make the operator's output replace the BatchNorm's, under the BatchNorm's name, and remove the BatchNorm."""
         old = batchnorm.outputs[0]
         new = self.last.outputs[0]

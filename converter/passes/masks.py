@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from bf16kit.numerics import LARGEST, OVERFLOW
 from converter.graph.equality import Array
-from converter.graph.initializers import Computed, reader
+from converter.graph.initializers import ComputedTensor, reader
 from converter.graph.operators import MOVEMENT, WEIGHTED
 from converter.graph.step import Step
 
@@ -73,7 +73,7 @@ def _clamped(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
         limited = np.clip(array, np.float32(-LARGEST), np.float32(LARGEST))
         return np.where(np.isinf(array), array, limited).astype(np.float32)
 
-    return Computed(compute, like=tensor)
+    return ComputedTensor(compute, like=tensor)
 
 
 def _clamp_fill(node: ir.Node) -> bool:

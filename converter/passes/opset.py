@@ -103,7 +103,7 @@ class RaiseOpset(Step):
         since = since_version(node, opset)
         return (
             since is not None
-            and self._kernels.has(node.domain, node.op_type, since)
+            and self._kernels.has_bf16_kernel(node.domain, node.op_type, since)
             and bf16_form(node, opset) is not None
         )
 

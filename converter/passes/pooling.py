@@ -27,7 +27,7 @@ class GlobalAverageToReduceMean(Rewrite):
         source = node.inputs[0]
         if source is None or source.dtype != ir.DataType.FLOAT or source.shape is None:
             return False
-        return not self.kernels.has("", "GlobalAveragePool", since_version(node, opset) or 0)
+        return not self.kernels.has_bf16_kernel("", "GlobalAveragePool", since_version(node, opset) or 0)
 
     def rewrite(self, graph: ir.Graph, node: ir.Node, fresh: FreshNames) -> None:
         source, output = node.inputs[0], node.outputs[0]

@@ -8,7 +8,7 @@ import onnx_ir as ir
 
 from converter.graph.initializers import const
 from converter.graph.step import Step
-from converter.graph.values import Dim, dim, integer, known_shape, plain
+from converter.graph.values import Dim, constant_integer, is_onnx_operator, known_shape, same_dim
 
 Shape = Sequence[Dim]
 
@@ -31,7 +31,7 @@ class DropTruths(Step):
 
     def apply(self, model: ir.Model) -> bool:
         modified = False
-        for node in [each for each in model.graph if each.op_type == "And" and plain(each)]:
+        for node in [each for each in model.graph if each.op_type == "And" and is_onnx_operator(each)]:
             modified = _drop(model.graph, node) or modified
         return modified
 
@@ -40,9 +40,9 @@ def _drop(graph: ir.Graph, node: ir.Node) -> bool:
     output = node.outputs[0]
     for truth, kept in ((node.inputs[0], node.inputs[1]), (node.inputs[1], node.inputs[0])):
         shape = known_shape(kept)
-        if kept is None or shape is None or output.is_graph_output() or not _holds(truth):
+        if kept is None or shape is None or output.is_graph_output() or not _always_true(truth):
             continue
-        smaller = _smaller(output, shape)
+        smaller = _new_shapes(output, shape)
         if smaller is not None:
             for value, dims in smaller.items():
                 value.shape = ir.Shape(dims)
@@ -52,7 +52,7 @@ def _drop(graph: ir.Graph, node: ir.Node) -> bool:
     return False
 
 
-def _smaller(value: ir.Value, shape: Shape, depth: int = _DEEPEST) -> dict[ir.Value, Shape] | None:
+def _new_shapes(value: ir.Value, shape: Shape, depth: int = _DEEPEST) -> dict[ir.Value, Shape] | None:
     """Return the new shapes of ``value``, which now has ``shape``, and of the values computed from it.
 
     None if the change reaches an output of the graph, or a node that is not known to broadcast it to the previous
@@ -64,10 +64,10 @@ def _smaller(value: ir.Value, shape: Shape, depth: int = _DEEPEST) -> dict[ir.Va
         return None
     found = {value: shape}
     for node, _ in value.uses():
-        if node.op_type not in _BROADCASTS or not plain(node) or node.graph is not value.graph:
+        if node.op_type not in _BROADCASTS or not is_onnx_operator(node) or node.graph is not value.graph:
             return None
         given = _broadcast([shape if read is value else known_shape(read) for read in node.inputs])
-        further = None if given is None else _smaller(node.outputs[0], given, depth - 1)
+        further = None if given is None else _new_shapes(node.outputs[0], given, depth - 1)
         if further is None:
             return None
         found |= further
@@ -75,7 +75,7 @@ def _smaller(value: ir.Value, shape: Shape, depth: int = _DEEPEST) -> dict[ir.Va
 
 
 def _same(a: Shape, b: Shape | None) -> bool:
-    return b is not None and len(a) == len(b) and all(map(dim, a, b))
+    return b is not None and len(a) == len(b) and all(map(same_dim, a, b))
 
 
 def _broadcast(shapes: Sequence[Shape | None]) -> Shape | None:
@@ -88,7 +88,7 @@ def _broadcast(shapes: Sequence[Shape | None]) -> Shape | None:
         for axis, size in enumerate(shape, len(found) - len(shape)):
             if found[axis] == 1:
                 found[axis] = size
-            elif size != 1 and not dim(size, found[axis]):
+            elif size != 1 and not same_dim(size, found[axis]):
                 return None
     return found
 
@@ -96,33 +96,33 @@ def _broadcast(shapes: Sequence[Shape | None]) -> Shape | None:
 # --- conditions that are always true ----------------------------------------------------------------------------------
 
 
-def _holds(value: ir.Value | None, depth: int = _DEEPEST) -> bool:
+def _always_true(value: ir.Value | None, depth: int = _DEEPEST) -> bool:
     """Whether every element of ``value`` is true, whatever the graph is fed."""
     tensor = const(value)
     if tensor is not None:
         return bool(tensor.numpy().all())
     node = None if value is None else value.producer()
-    if node is None or not plain(node) or depth == 0:
+    if node is None or not is_onnx_operator(node) or depth == 0:
         return False
     if node.op_type in _MOVED:
-        return _holds(node.inputs[0], depth - 1)
+        return _always_true(node.inputs[0], depth - 1)
     if node.op_type == "And":
-        return all(_holds(operand, depth - 1) for operand in node.inputs)
+        return all(_always_true(operand, depth - 1) for operand in node.inputs)
     if node.op_type not in ("GreaterOrEqual", "LessOrEqual"):
         return False
     greater, less = node.inputs if node.op_type == "GreaterOrEqual" else reversed(node.inputs)
-    least, bound = _least(greater), const(less)
+    least, bound = _lower_bound(greater), const(less)
     return least is not None and bound is not None and bool((bound.numpy() <= least).all())
 
 
-def _least(value: ir.Value | None, depth: int = _DEEPEST) -> int | None:
+def _lower_bound(value: ir.Value | None, depth: int = _DEEPEST) -> int | None:
     """Return a lower bound of the elements of ``value``: the start of a range of integers; None if not known."""
     node = None if value is None else value.producer()
-    if node is None or not plain(node) or depth == 0:
+    if node is None or not is_onnx_operator(node) or depth == 0:
         return None
     if node.op_type in _MOVED:
-        return _least(node.inputs[0], depth - 1)
+        return _lower_bound(node.inputs[0], depth - 1)
     if node.op_type != "Range":
         return None
-    start, step = integer(node.inputs[0]), integer(node.inputs[2])
+    start, step = constant_integer(node.inputs[0]), constant_integer(node.inputs[2])
     return start if step is not None and step > 0 else None

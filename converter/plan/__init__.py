@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from bf16kit.manifest import Plan, PlanEntry
-from converter.cpukernel.work import Work
+from converter.cpukernel.work import KernelWork
 from converter.graph.cuda_support import KernelTable
 from converter.graph.initializers import dims, stays_inline
 from converter.graph.operators import label
@@ -27,7 +27,7 @@ class Planned:
     """A plan, and the work that the CPU kernel does in a profile that uses it; empty if no profile does."""
 
     plan: Plan
-    work: Work
+    work: KernelWork
 
 
 def make_plan(
@@ -54,7 +54,9 @@ def make_plan(
     nodes: dict[str, list[PlanEntry]] = {}
     chosen = [PROFILES[name] for name in profiles]
     # One for all profiles that use the kernel: they start from the same graph and share the weights.
-    work = next((Work.of(profile.base(prepared), narrow) for profile in chosen if profile.uses_kernel), Work())
+    work = next(
+        (KernelWork.of(profile.base(prepared), narrow) for profile in chosen if profile.uses_kernel), KernelWork()
+    )
     for profile in chosen:
         base = profile.base(prepared)
         nodes[profile.name] = _entries(base, profile.place(base, narrow, kernels, overrides, work))

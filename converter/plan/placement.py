@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 import onnx_ir as ir
 
-from converter.cpukernel.work import Work
+from converter.cpukernel.work import KernelWork
 from converter.graph.cuda_support import KernelTable
 from converter.graph.operators import (
     CONTROL_FLOW,
@@ -29,7 +29,7 @@ from converter.plan.overrides import Overrides
 FLOAT = ir.DataType.FLOAT
 
 
-def place_cpu(model: ir.Model, narrow: Collection[str], work: Work) -> dict[str, Decision]:
+def place_cpu(model: ir.Model, narrow: Collection[str], work: KernelWork) -> dict[str, Decision]:
     """Decide for the cpu profile: everything computes in fp32, but tables are looked up as they are stored.
 
     ``narrow`` names the initializers stored in bf16; ``work`` is what the CPU kernel does in ``model``. ONNX Runtime
@@ -69,7 +69,9 @@ def place_cpu(model: ir.Model, narrow: Collection[str], work: Work) -> dict[str,
     return decisions
 
 
-def place_cpu_bf16(model: ir.Model, narrow: Collection[str], overrides: Overrides, work: Work) -> dict[str, Decision]:
+def place_cpu_bf16(
+    model: ir.Model, narrow: Collection[str], overrides: Overrides, work: KernelWork
+) -> dict[str, Decision]:
     """Decide for the cpu-bf16 profile: as for cpu, but the kernel's products round their activations to bf16.
 
     A product kept in fp32 does not round what it reads, as in the cpu profile. A node of an attention kept in fp32
@@ -132,7 +134,7 @@ def _without_kernel(node: ir.Node, opset: int, kernels: KernelTable) -> Decision
     since = since_version(node, opset)
     if since is None:
         return _fp32("unknown", f"{label(node)} is not an operator of opset {opset}, so its types are unknown")
-    if not kernels.has(node.domain, node.op_type, since):
+    if not kernels.has_bf16_kernel(node.domain, node.op_type, since):
         reason = f"no bf16 kernel for {label(node)}-{since} on CUDA in ONNX Runtime {kernels.onnxruntime}"
         return _fp32("no_kernel", reason)
     form = bf16_form(node, opset)

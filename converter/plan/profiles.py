@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from converter.cpukernel.work import Work
+from converter.cpukernel.work import KernelWork
 from converter.graph.cuda_support import KernelTable
 from converter.passes import Prepared
 from converter.plan.decisions import Decision
 from converter.plan.overrides import Overrides
 from converter.plan.placement import place_cpu, place_cpu_bf16, place_cuda
 
-Place = Callable[[ir.Model, frozenset[str], KernelTable, Overrides, Work], Mapping[str, Decision]]
+Place = Callable[[ir.Model, frozenset[str], KernelTable, Overrides, KernelWork], Mapping[str, Decision]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,7 @@ def run_oracle(source: Source, feeds: Sequence[Feeds], scratch: Path) -> OracleR
     outputs = Spool(scratch)
     unstable: list[str] = []
     try:
-        for found in oracle.answers([*chosen, chosen[0]]):
+        for found in oracle.outputs([*chosen, chosen[0]]):
             if len(outputs) < len(chosen):
                 outputs.append(found)
                 continue

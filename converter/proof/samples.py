@@ -14,7 +14,7 @@ import numpy as np
 from bf16kit.errors import InvalidRequest, RuntimeFailure, SamplesError
 from bf16kit.manifest import Manifest
 from bf16kit.tensors import TensorSpec, check_feeds, describe
-from converter.graph.dimensions import loosened, reconciled
+from converter.graph.dimensions import reconciled, with_distinct_dimensions
 from converter.model import Array, Feeds
 from converter.process.imports import import_callable, is_import_spec
 from converter.process.quiet import first_line
@@ -59,7 +59,7 @@ def load(
         if run_source is None or not _names_repeat(inputs):
             raise
         try:
-            loose = _load(given, loosened(inputs), outputs)
+            loose = _load(given, with_distinct_dimensions(inputs), outputs)
             run_source(loose.feeds)
         except (SamplesError, RuntimeFailure):
             raise contradiction from None

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from bf16kit.errors import ConversionError
 from bf16kit.manifest import Manifest, SpecEntry
 from bf16kit.tensors import TensorSpec, describe
-from converter.graph.dimensions import as_given, name_all, reconciled
+from converter.graph.dimensions import corrected_by, name_dimensions, reconciled
 from converter.model import Feeds
 from converter.proof import measure
 
@@ -30,8 +30,8 @@ def with_observed_shapes(
         {name: array.shape for name, array in (feed | outputs).items()}
         for feed, outputs in zip(feeds, found, strict=True)
     ]
-    given = [as_given(spec, _check_one_rank(spec.name, [run[spec.name] for run in runs])) for spec in declared]
-    outputs = reconciled([*inputs, *name_all(given, known=inputs)], runs)[len(inputs) :]
+    given = [corrected_by(spec, _check_one_rank(spec.name, [run[spec.name] for run in runs])) for spec in declared]
+    outputs = reconciled([*inputs, *name_dimensions(given, known=inputs)], runs)[len(inputs) :]
     notes = [
         f"output {was.name!r} is declared as {describe(was.shape)}, but the model gives"
         f" {describe(runs[0][was.name])}; the artifact declares {describe(now.shape)}"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from bf16kit.errors import ConversionError
 from bf16kit.tensors import BY_ONNX, Kind, TensorSpec, describe
 from bf16kit.wording import quoted
-from converter.graph.dimensions import UNKNOWN, name_all
+from converter.graph.dimensions import UNKNOWN, name_dimensions
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -22,12 +22,14 @@ def input_specs(model: ir.Model) -> tuple[TensorSpec, ...]:
     Raises :class:`ConversionError` for sequences, optionals, unknown ranks, dtypes that bf16kit does not serve, and
     sizes that do not fit any memory.
     """
-    return name_all([_spec(value, "other") for value in model.graph.inputs])
+    return name_dimensions([_spec(value, "other") for value in model.graph.inputs])
 
 
 def output_specs(model: ir.Model) -> tuple[TensorSpec, ...]:
     """Return the graph's outputs as :func:`input_specs` does, each with the kind that its name suggests."""
-    return name_all([_spec(value, kind_of(value.name or "")) for value in model.graph.outputs], input_specs(model))
+    return name_dimensions(
+        [_spec(value, kind_of(value.name or "")) for value in model.graph.outputs], input_specs(model)
+    )
 
 
 def kind_of(name: str) -> Kind:

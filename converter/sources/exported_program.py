@@ -14,7 +14,7 @@ from bf16kit.errors import RuntimeFailure, SourceError
 from bf16kit.runtime.exported.archive import Archive, Stored, read_archive
 from bf16kit.runtime.exported.graph import Program, parse_program
 from bf16kit.tensors import BY_NAME, TensorSpec
-from converter.graph.dimensions import UNKNOWN, name_all
+from converter.graph.dimensions import UNKNOWN, name_dimensions
 from converter.graph.equality import OTHER_FLOATS
 from converter.model import Array
 
@@ -54,7 +54,7 @@ class Exported:
                 dims.append(names.setdefault(dim, first))
             dtype = "float32" if edge.dtype in self.halves else edge.dtype
             specs.append(TensorSpec(edge.name, dtype, tuple(dims)))
-        return name_all(specs)
+        return name_dimensions(specs)
 
 
 def read_file(path: Path, *, trust_pickle: bool) -> Exported:

@@ -31,7 +31,7 @@ def of_module(model: TorchModel) -> Oracle:
     Raises nothing here. The module must be unchanged since loading when the oracle runs: see :class:`Untouched`.
     """
 
-    def answers(feeds: Sequence[Feeds]) -> Iterator[Feeds]:
+    def outputs(feeds: Sequence[Feeds]) -> Iterator[Feeds]:
         import torch
 
         precision = (
@@ -44,7 +44,7 @@ def of_module(model: TorchModel) -> Oracle:
         finally:
             torch.set_float32_matmul_precision(precision)
 
-    return Oracle(answers, "the torch module in evaluation mode, fp32, on the CPU")
+    return Oracle(outputs, "the torch module in evaluation mode, fp32, on the CPU")
 
 
 def _run(model: TorchModel, feed: Feeds) -> Feeds:
@@ -98,7 +98,7 @@ def _stamps(module: torch.nn.Module) -> dict[str, tuple[int, int, bool]]:
 def of_onnx(path: Path, model: ir.Model) -> Oracle:
     """Return the oracle of the file at ``path`` in ONNX Runtime without optimisations; ``model`` is the parsed file."""
 
-    def answers(feeds: Sequence[Feeds]) -> Iterator[Feeds]:
+    def outputs(feeds: Sequence[Feeds]) -> Iterator[Feeds]:
         from bf16kit.runtime.session import open_session
 
         session = open_session(path, optimise=False)
@@ -109,7 +109,7 @@ def of_onnx(path: Path, model: ir.Model) -> Oracle:
         finally:
             del session
 
-    return Oracle(answers, "the untouched ONNX file in ONNX Runtime, no optimisation", roundoff(model))
+    return Oracle(outputs, "the untouched ONNX file in ONNX Runtime, no optimisation", roundoff(model))
 
 
 def _run_onnx(session: Any, feed: Feeds, dtypes: Mapping[str, np.dtype[Any]]) -> Feeds:

@@ -23,7 +23,7 @@ from onnx import helper
 import graphs
 from bf16kit.panels import strips
 from bf16kit.residual import Encoder
-from converter.cpukernel.functions import Variant
+from converter.cpukernel.functions import ProductVariant
 from converter.formats import autocast, narrowed, weights
 from converter.formats import onnx as writing
 from converter.graph.names import FreshNames, all_value_names
@@ -320,8 +320,10 @@ def test_a_kernel_product_that_does_not_round_as_planned_is_rejected(
     rounds: bool, cli: Cli, wide: Path, target: Path, monkeypatch: Patch
 ) -> None:
     """Only the name of the kernel's operator states whether it rounds its activations."""
-    written = Variant.of.__func__  # type: ignore[attr-defined]
-    monkeypatch.setattr(Variant, "of", classmethod(lambda cls, *a, **k: written(cls, *a, **(k | {"rounds": rounds}))))
+    written = ProductVariant.of.__func__  # type: ignore[attr-defined]
+    monkeypatch.setattr(
+        ProductVariant, "of", classmethod(lambda cls, *a, **k: written(cls, *a, **(k | {"rounds": rounds})))
+    )
     done = cli("checkpoint", wide, "--out", target, *ONNX_ONLY)
     profile, wanted = ("cpu", "not round") if rounds else ("cpu-bf16", "round")
     _refused(done, target, 3, f"{profile}.onnx: product 'matmul0' should {wanted} its activations, and is", PLAN)

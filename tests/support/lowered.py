@@ -23,7 +23,7 @@ from bf16kit.runtime.loading import load, load_reference
 from bf16kit.runtime.onnx import OnnxRuntime
 from bf16kit.runtime.session import open_session
 from bf16kit.tensors import BY_ONNX, TensorSpec
-from converter.cpukernel.work import Work
+from converter.cpukernel.work import KernelWork
 from converter.formats.onnx import write_graphs
 from converter.formats.weights import StoredWeights, write_weights
 from converter.passes import Prepared, prepare
@@ -120,7 +120,7 @@ def lower(
     planned = make_plan(prepared, profiles=profiles, **plan)
     made = planned.plan
     if panels is not None:
-        planned = replace(planned, work=Work.of(prepared.folded, narrowed(made.tensors), panels))
+        planned = replace(planned, work=KernelWork.of(prepared.folded, narrowed(made.tensors), panels))
     with staging(target) as staged:
         stored = write_weights(
             prepared,

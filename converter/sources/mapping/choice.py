@@ -34,7 +34,7 @@ class Chosen:
 
     mapped: Mapped
     notes: tuple[str, ...] = ()
-    proposed: str | None = None
+    proposed_rules: str | None = None
 
 
 def choose(options: Options, leaves: Mapping[str, Array], slots: Slots) -> Chosen:
@@ -53,7 +53,7 @@ def choose(options: Options, leaves: Mapping[str, Array], slots: Slots) -> Chose
         return Chosen(rules.apply(found.rules(), leaves, slots), (note,))
     if options.samples is None:
         raise _unconfirmed(options, found, "")
-    return Chosen(rules.apply(found.rules(), leaves, slots), proposed=found.text())
+    return Chosen(rules.apply(found.rules(), leaves, slots), proposed_rules=found.text())
 
 
 def _unconfirmed(options: Options, found: Proposal, what: str) -> UnconfirmedMap:

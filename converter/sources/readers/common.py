@@ -48,7 +48,7 @@ def exported(
         graph = to_onnx(model, checkpoint.tensors if bound is None else bound)
     except Untranslatable as error:
         untouched.check("torch.onnx.export")
-        return no_graph_reason(checkpoint, model, sampler, tools, why=str(error))
+        return source_without_graph(checkpoint, model, sampler, tools, why=str(error))
     untouched.check("torch.onnx.export")
     return Source(
         checkpoint,
@@ -62,7 +62,7 @@ def exported(
     )
 
 
-def no_graph_reason(
+def source_without_graph(
     checkpoint: Checkpoint, model: TorchModel, sampler: Sampler | None, tools: tuple[str, ...] = (), *, why: str
 ) -> Source:
     """Return ``model`` as a source without a graph, for formats that torch runs; ``why`` says why ONNX failed."""

@@ -30,7 +30,7 @@ def read(options: Options, _kind: Kind, advance: Advance) -> Source:
         raise UsageError("--model: a Hugging Face directory brings its own architecture")
     tensors, files = huggingface.read_tensors(options.source)
     precisions.check_range(options.source, tensors)
-    beside = companions(options.source) if options.export == "hf" else {}
+    export_files = companions(options.source) if options.export == "hf" else {}
     indices = [file for file in files if file.name == _INDEX]
     shards = safetensors_file.shards(indices[0]) if indices else ()
     checkpoint = Checkpoint("huggingface", digest_files(files, advance), tensors, shards)
@@ -45,4 +45,4 @@ def read(options: Options, _kind: Kind, advance: Advance) -> Source:
             *left_behind(options.source),
             *([_SENTENCE] if huggingface.is_sentence(options.source) else []),
         )
-    return replace(source, outputs=outputs, notes=notes, beside=beside)
+    return replace(source, outputs=outputs, notes=notes, export_files=export_files)

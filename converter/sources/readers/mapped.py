@@ -43,7 +43,7 @@ def _into_module(options: Options, checkpoint: Checkpoint, notes: Sequence[str])
     model = adapt(statedict.in_fp32(module), inputs_of(options))
     source = exported(checkpoint, model, None, bound=chosen.mapped.tensors)
     notes = (*not_served(model.outputs, model.left_out), *notes, *chosen.notes)
-    return replace(source, notes=notes, proposed=chosen.proposed)
+    return replace(source, notes=notes, proposed_rules=chosen.proposed_rules)
 
 
 def _into_graph(options: Options, checkpoint: Checkpoint, notes: Sequence[str]) -> Source:
@@ -67,7 +67,7 @@ def _into_graph(options: Options, checkpoint: Checkpoint, notes: Sequence[str]) 
         tools=("onnxscript",),
         oracle=_oracle(graph, path.name, options.target.path.parent),
         notes=(*notes, *chosen.notes),
-        proposed=chosen.proposed,
+        proposed_rules=chosen.proposed_rules,
         given=tuple(given_file("--model", file) for file in files),
     )
 
@@ -76,7 +76,7 @@ def _fill(graph: ir.Model, name: str, array: Array) -> None:
     """Set an initializer to ``array``, which has its shape, in the initializer's dtype."""
     import onnx_ir as ir
 
-    from converter.graph.initializers import Computed, rows_of
+    from converter.graph.initializers import ComputedTensor, rows_of
 
     value = graph.graph.initializers[name]
     like = value.const_value
@@ -84,7 +84,7 @@ def _fill(graph: ir.Model, name: str, array: Array) -> None:
     if like.dtype is not ir.DataType.FLOAT:
         value.const_value = ir.Tensor(array.astype(like.dtype.numpy()), name=name)
     elif array.dtype.name in OTHER_FLOATS:
-        value.const_value = Computed(lambda rows: in_fp32(rows_of(array, rows)), like)
+        value.const_value = ComputedTensor(lambda rows: in_fp32(rows_of(array, rows)), like)
         value.const_value.name = name
     else:
         value.const_value = ir.Tensor(array.astype("float32", copy=False), name=name)
@@ -94,7 +94,7 @@ def _oracle(graph: ir.Model, name: str, directory: Path) -> Oracle:
     """Return the oracle of the filled graph, which is written to a temporary directory while the oracle runs."""
     import tempfile
 
-    def answers(feeds: Sequence[Feeds]) -> Iterator[Feeds]:
+    def outputs(feeds: Sequence[Feeds]) -> Iterator[Feeds]:
         import onnx_ir as ir
 
         from converter.sources import oracles
@@ -102,6 +102,6 @@ def _oracle(graph: ir.Model, name: str, directory: Path) -> Oracle:
         with tempfile.TemporaryDirectory(prefix=".bf16kit-graph-", dir=directory) as place:
             path = Path(place) / "graph.onnx"
             ir.save(graph, path, external_data="weights.bin")
-            yield from oracles.of_onnx(path, graph).answers(feeds)
+            yield from oracles.of_onnx(path, graph).outputs(feeds)
 
-    return Oracle(answers, f"the graph of {name} with the checkpoint's weights in ONNX Runtime, no optimisation")
+    return Oracle(outputs, f"the graph of {name} with the checkpoint's weights in ONNX Runtime, no optimisation")

@@ -94,8 +94,8 @@ def _source(options: Options, model: _Model, child: Child, advance: Advance) -> 
         inputs,
         outputs,
         tools=("onnxscript",),
-        foreign=child.versions,
-        oracle=Oracle(lambda feeds: child.answers(feeds, names), _how(model, child), oracles.roundoff(graph)),
+        foreign_versions=child.versions,
+        oracle=Oracle(lambda feeds: child.outputs(feeds, names), _how(model, child), oracles.roundoff(graph)),
         notes=(*model.chosen.notes, *notes, *precisions.notes(tensors, residual=options.residual)),
     )
 

@@ -11,7 +11,7 @@ from bf16kit.tensors import TensorSpec
 from converter.model import Checkpoint, Source, TorchModel, digest_files
 from converter.options import Options
 from converter.sources.detect import Kind
-from converter.sources.readers.common import Advance, exported, inputs_of, no_graph_reason
+from converter.sources.readers.common import Advance, exported, inputs_of, source_without_graph
 
 if TYPE_CHECKING:
     import torch
@@ -57,12 +57,12 @@ def _followed(itself: TorchModel, found: Mapping[str, torch.Tensor], checkpoint:
     try:
         model = adapt(followed, itself.inputs, call=_positional)
     except ConversionError as error:
-        return no_graph_reason(checkpoint, itself, None, why=_why(followed.stopped, str(error)))
+        return source_without_graph(checkpoint, itself, None, why=_why(followed.stopped, str(error)))
     if model.outputs != itself.outputs:
         why = (
             f"the file gives {', '.join(itself.outputs)}, but its translated operators give {', '.join(model.outputs)}"
         )
-        return no_graph_reason(checkpoint, itself, None, why=why)
+        return source_without_graph(checkpoint, itself, None, why=why)
     source = exported(checkpoint, replace(model, script=script), None)
     return (
         replace(source, no_graph_reason=_why(followed.stopped, source.no_graph_reason))

@@ -91,7 +91,7 @@ class Child:
             raise Failed(brief(reply["error"], 1000))
         return reply
 
-    def answers(self, feeds: Sequence[Feeds], outputs: Sequence[str]) -> Iterator[Feeds]:
+    def outputs(self, feeds: Sequence[Feeds], outputs: Sequence[str]) -> Iterator[Feeds]:
         """Yield the opened signature's outputs for each of ``feeds``. Raises :class:`RuntimeFailure`."""
         for feed in feeds:
             given = {name: self.directory / f"feed-{index}.npy" for index, name in enumerate(feed)}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from converter.graph.equality import OTHER_FLOATS, Fingerprint, fingerprint, in_fp32, same_bits
-from converter.graph.initializers import Computed, rows_of
+from converter.graph.initializers import ComputedTensor, rows_of
 from converter.graph.names import FreshNames, all_value_names
 from converter.model import Array
 
@@ -64,7 +64,7 @@ def _tensor(array: Array, like: ir.TensorProtocol, name: str | None) -> ir.Tenso
 
     if not _is_other(array) or like.dtype is not ir.DataType.FLOAT:
         return ir.Tensor(array, name=name)
-    computed = Computed(lambda rows: in_fp32(rows_of(array, rows)), like)
+    computed = ComputedTensor(lambda rows: in_fp32(rows_of(array, rows)), like)
     computed.name = name
     return computed
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from bf16kit.errors import ConversionError
 from bf16kit.tensors import BY_NAME, TensorSpec
 from bf16kit.wording import quoted
-from converter.graph.dimensions import UNKNOWN, name_all
+from converter.graph.dimensions import UNKNOWN, name_dimensions
 from converter.process.quiet import first_line, quiet
 from converter.sources.edges import kind_of
 
@@ -42,7 +42,7 @@ def output_specs(model: TorchModel) -> tuple[TensorSpec, ...]:
             )
         dims = tuple(_dim(sizes, pair) for pair in zip(one.shape, other.shape, strict=True))
         found.append(TensorSpec(name, _dtype(name, one), dims, kind_of(name)))
-    return name_all(found, model.inputs)
+    return name_dimensions(found, model.inputs)
 
 
 def _run(model: TorchModel, example: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

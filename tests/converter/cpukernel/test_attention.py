@@ -11,7 +11,7 @@ from attending import Spelling
 from onnx import ModelProto, NodeProto, helper
 
 import graphs
-from converter.cpukernel.attention import Attention, Choice, attentions
+from converter.cpukernel.attention import Attention, SelectionMask, attentions
 from converter.graph.types import InferTypes
 
 
@@ -36,7 +36,7 @@ def const(proto: ModelProto, name: str, array: Any) -> None:
 def test_attention_extends_from_query_key_and_value_to_the_merged_heads() -> None:
     (attention,) = found(attending.attention(Spelling()))
     values = attention.q.value.name, attention.k.value.name, attention.v.value.name
-    assert (values, attention.forms, attention.scale) == (("q", "k", "v"), "rrr", 0.25)
+    assert (values, attention.layouts, attention.scale) == (("q", "k", "v"), "rrr", 0.25)
     assert [each.name for each in attention.masks if isinstance(each, ir.Value)] == ["mask"]
     assert (attention.q.heads, attention.k.heads, attention.q.columns, attention.v.columns) == (4, 4, 8, 16)
     assert [each.op_type for each in attention.nodes] == [
@@ -48,7 +48,7 @@ def test_attention_extends_from_query_key_and_value_to_the_merged_heads() -> Non
 def test_a_selection_of_a_number_that_no_score_reaches_is_a_mask(mask: str, hides: bool) -> None:
     (attention,) = found(attending.attention(Spelling(mask=mask)))
     (choice,) = attention.masks
-    assert isinstance(choice, Choice)
+    assert isinstance(choice, SelectionMask)
     assert (choice.condition.name, choice.hides, choice.number) == ("mask", hides, attending.LOWEST)
 
 
@@ -144,7 +144,7 @@ def test_values_that_are_scaled_keep_their_factor() -> None:
     del proto.graph.node[:]
     proto.graph.node.extend(nodes)
     (attention,) = found(proto)
-    assert (attention.forms, attention.v.value.name, attention.scale) == ("rrh", "doubled", 0.25)
+    assert (attention.layouts, attention.v.value.name, attention.scale) == ("rrh", "doubled", 0.25)
 
 
 def test_keys_that_are_an_output_as_well_are_still_read_in_rows() -> None:
@@ -152,7 +152,7 @@ def test_keys_that_are_an_output_as_well_are_still_read_in_rows() -> None:
     turned = next(each for each in proto.graph.node if [*each.attribute] and [*each.attribute[0].ints] == [0, 1, 3, 2])
     proto.graph.output.append(graphs.edge(turned.input[0]))
     (attention,) = found(proto)
-    assert (attention.forms, attention.k.value.name) == ("rrr", "k")
+    assert (attention.layouts, attention.k.value.name) == ("rrr", "k")
 
 
 def test_a_reshape_that_keeps_heads_apart_is_not_a_merge() -> None:

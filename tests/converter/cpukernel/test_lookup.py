@@ -18,7 +18,7 @@ import graphs
 from bf16kit.errors import ConversionError, RuntimeFailure
 from bf16kit.runtime.kernel import VARIABLE
 from converter.cpukernel.lookup import LookUp
-from converter.cpukernel.work import Work
+from converter.cpukernel.work import KernelWork
 from converter.passes import run
 
 _WIDTH = 40
@@ -182,4 +182,4 @@ def test_a_table_in_panels_that_an_unsupported_gather_reads_is_rejected() -> Non
     proto = _tied(50, ["batch"])
     proto.graph.node[0].attribute.append(helper.make_attribute("axis", 1))
     with pytest.raises(ConversionError, match="node 'lookup' reads 'table', which is stored in panels"):
-        run([LookUp(Work(panels={"table": 0}))], ir.from_proto(proto))
+        run([LookUp(KernelWork(panels={"table": 0}))], ir.from_proto(proto))

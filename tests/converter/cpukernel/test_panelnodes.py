@@ -8,7 +8,7 @@ import pytest
 
 import graphs
 from bf16kit.panels import pack
-from converter.cpukernel.panelnodes import cuts, form, matrix_nodes
+from converter.cpukernel.panelnodes import matrix_nodes, panel_form, panel_shapes
 from converter.graph.initializers import dims
 
 
@@ -16,7 +16,7 @@ from converter.graph.initializers import dims
 def test_the_nodes_give_the_matrix_that_was_packed(k: int, n: int) -> None:
     matrix = graphs.values(k, n).reshape(k, n).astype(ml_dtypes.bfloat16)
     weight = _value("w", ir.tensor(pack(matrix, 1)))
-    lists = {name: _value(name, ir.tensor(np.array(sizes))) for name, sizes in cuts(k, n).items()}
+    lists = {name: _value(name, ir.tensor(np.array(sizes))) for name, sizes in panel_shapes(k, n).items()}
     nodes = matrix_nodes(weight, lists)
     widened = ir.node("Cast", [nodes[-1].outputs[0]], attributes={"to": 1})
     result = widened.outputs[0]
@@ -30,7 +30,7 @@ def test_the_nodes_give_the_matrix_that_was_packed(k: int, n: int) -> None:
 
 
 def test_the_form_depends_on_the_number_of_columns() -> None:
-    assert [form(cuts(8, n)) for n in (64, 50, 20)] == ["panels", "panels_tail", "panels_narrow"]
+    assert [panel_form(panel_shapes(8, n)) for n in (64, 50, 20)] == ["panels", "panels_tail", "panels_narrow"]
 
 
 def _value(name: str, tensor: ir.TensorProtocol) -> ir.Value:

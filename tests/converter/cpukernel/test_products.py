@@ -32,9 +32,9 @@ def _model(nodes: Sequence[NodeProto], weight: tuple[int, int] = (32, 48)) -> ir
     return run([InferTypes()], ir.from_proto(proto))
 
 
-def panelled(model: ir.Model, narrow: Collection[str]) -> dict[str, int]:
+def panelled_weights(model: ir.Model, narrow: Collection[str]) -> dict[str, int]:
     """Return the weights of ``narrow`` that are stored in panels, with the axis of the panels."""
-    return module.panelled(products(model, narrow))
+    return module.panelled_weights(products(model, narrow))
 
 
 def _gemm(bias: str | None = None, **attributes: Any) -> list[NodeProto]:
@@ -43,13 +43,13 @@ def _gemm(bias: str | None = None, **attributes: Any) -> list[NodeProto]:
 
 
 def test_a_weight_of_a_matmul_is_panelled_along_its_columns() -> None:
-    assert panelled(_model([helper.make_node("MatMul", ["x", "w"], ["y"])]), {"w"}) == {"w": 1}
+    assert panelled_weights(_model([helper.make_node("MatMul", ["x", "w"], ["y"])]), {"w"}) == {"w": 1}
 
 
 @pytest.mark.parametrize("bias", [None, "row", "wide"])
 def test_a_gemm_s_weight_is_panelled_along_the_product_s_columns(bias: str | None) -> None:
-    assert panelled(_model(_gemm(bias)), {"w"}) == {"w": 1}
-    assert panelled(_model(_gemm(bias, transB=1), (48, 32)), {"w"}) == {"w": 0}
+    assert panelled_weights(_model(_gemm(bias)), {"w"}) == {"w": 1}
+    assert panelled_weights(_model(_gemm(bias, transB=1), (48, 32)), {"w"}) == {"w": 0}
 
 
 def test_a_product_has_its_weight_sizes_and_bias() -> None:
@@ -72,11 +72,11 @@ def test_a_product_has_its_weight_sizes_and_bias() -> None:
 def test_a_gemm_that_is_more_than_a_product_and_a_bias_is_not_replaced(
     bias: str | None, attributes: dict[str, float]
 ) -> None:
-    assert panelled(_model(_gemm(bias, **attributes)), {"w"}) == {}
+    assert panelled_weights(_model(_gemm(bias, **attributes)), {"w"}) == {}
 
 
 def test_a_gemm_without_c_may_have_any_beta() -> None:
-    assert panelled(_model(_gemm(beta=0.5)), {"w"}) == {"w": 1}
+    assert panelled_weights(_model(_gemm(beta=0.5)), {"w"}) == {"w": 1}
 
 
 def test_a_gemm_that_transposes_its_rows_is_not_replaced() -> None:
@@ -86,16 +86,16 @@ def test_a_gemm_that_transposes_its_rows_is_not_replaced() -> None:
         [graphs.edge("y")],
         [graphs.initializer("w", graphs.values(32, 48))],
     )
-    assert panelled(run([InferTypes()], ir.from_proto(proto)), {"w"}) == {}
+    assert panelled_weights(run([InferTypes()], ir.from_proto(proto)), {"w"}) == {}
 
 
 def test_a_gemm_with_a_computed_bias_is_not_replaced() -> None:
     nodes = [helper.make_node("Neg", ["row"], ["c"]), *_gemm("c")]
-    assert panelled(_model(nodes), {"w"}) == {}
+    assert panelled_weights(_model(nodes), {"w"}) == {}
 
 
 def test_a_weight_kept_in_fp32_is_not_panelled() -> None:
-    assert panelled(_model(_gemm()), set()) == {}
+    assert panelled_weights(_model(_gemm()), set()) == {}
 
 
 def test_a_weight_that_two_products_read_in_the_same_way_is_panelled_once() -> None:
@@ -104,19 +104,19 @@ def test_a_weight_that_two_products_read_in_the_same_way_is_panelled_once() -> N
         helper.make_node("Gemm", ["x", "w"], ["b"]),
         helper.make_node("Add", ["a", "b"], ["y"]),
     ]
-    assert panelled(_model(nodes), {"w"}) == {"w": 1}
+    assert panelled_weights(_model(nodes), {"w"}) == {"w": 1}
 
 
 def test_a_weight_that_products_read_both_ways_keeps_its_rows() -> None:
     nodes = [helper.make_node("MatMul", ["x", "w"], ["a"]), helper.make_node("Gemm", ["a", "w"], ["y"], transB=1)]
     model = _model(nodes)
-    assert panelled(model, {"w"}) == {}
+    assert panelled_weights(model, {"w"}) == {}
     assert [product.axis for product in products(model, {"w"}).values()] == [1, 0]
 
 
 def test_a_weight_that_is_transposed_for_products_alone_is_panelled_along_its_rows() -> None:
     nodes = [helper.make_node("Transpose", ["w"], ["t"], perm=[1, 0]), helper.make_node("MatMul", ["x", "t"], ["y"])]
-    assert panelled(_model(nodes, (48, 32)), {"w"}) == {"w": 0}
+    assert panelled_weights(_model(nodes, (48, 32)), {"w"}) == {"w": 0}
 
 
 def _looked_up(axis: int = 0) -> NodeProto:
@@ -132,16 +132,16 @@ def test_a_table_that_is_looked_up_and_multiplied_is_panelled_along_its_rows(pro
     else:
         nodes.append(helper.make_node("MatMul", ["x", "t"], ["y"]))
     model = _model(nodes, (48, 32))
-    assert panelled(model, {"w"}) == {"w": 0}
+    assert panelled_weights(model, {"w"}) == {"w": 0}
     assert {node.op_type: table.name for node, table in lookups(model, {"w"}).items()} == {"Gather": "w"}
 
 
 def test_a_table_that_is_only_looked_up_keeps_its_rows() -> None:
-    assert panelled(_model([_looked_up()], (48, 32)), {"w"}) == {}
+    assert panelled_weights(_model([_looked_up()], (48, 32)), {"w"}) == {}
 
 
 def test_a_table_whose_rows_are_not_the_product_s_columns_keeps_its_rows() -> None:
-    assert panelled(_model([_looked_up(), helper.make_node("MatMul", ["x", "w"], ["y"])]), {"w"}) == {}
+    assert panelled_weights(_model([_looked_up(), helper.make_node("MatMul", ["x", "w"], ["y"])]), {"w"}) == {}
 
 
 def test_a_table_that_a_body_looks_up_keeps_its_rows() -> None:
@@ -155,7 +155,7 @@ def test_a_table_that_a_body_looks_up_keeps_its_rows() -> None:
         helper.make_node("Gemm", ["x", "w"], ["y"], transB=1),
     ]
     model = _model(nodes, (48, 32))
-    assert panelled(model, {"w"}) == {}
+    assert panelled_weights(model, {"w"}) == {}
     assert [product.layout({}) for product in products(model, {"w"}).values()] == ["transposed"]
 
 
@@ -171,7 +171,7 @@ def test_a_weight_that_another_node_also_reads_keeps_its_rows(reader: str) -> No
         helper.make_node("Abs", ["rows"], ["z"]),
     ]
     model = _model(nodes, (48, 32))
-    assert panelled(model, {"w"}) == {}
+    assert panelled_weights(model, {"w"}) == {}
     assert [product.axis for product in products(model, {"w"}).values()] == [0]
 
 
@@ -179,17 +179,17 @@ def test_a_product_with_its_weight_on_the_left_is_not_replaced() -> None:
     nodes = [helper.make_node("Transpose", ["x"], ["t"]), helper.make_node("MatMul", ["w", "t"], ["y"])]
     model = _model(nodes, (48, 32))
     assert products(model, {"w"}) == {}
-    assert panelled(model, {"w"}) == {}
+    assert panelled_weights(model, {"w"}) == {}
 
 
 def test_a_weight_that_a_body_reads_keeps_its_rows() -> None:
     model = run([InferTypes()], ir.from_proto(graphs.if_branches()))
-    assert panelled(model, {"captured"}) == {}
+    assert panelled_weights(model, {"captured"}) == {}
     proto = graphs.if_branches()
     proto.graph.node.append(helper.make_node("MatMul", ["x", "captured"], ["z"]))
     proto.graph.output.append(graphs.edge("z", ["batch", 16]))
     model = run([InferTypes()], ir.from_proto(proto))
-    assert panelled(model, {"captured"}) == {}
+    assert panelled_weights(model, {"captured"}) == {}
     assert [product.weight.name for product in products(model, {"captured"}).values()] == ["captured"]
 
 
@@ -200,4 +200,4 @@ def test_a_stack_of_matrices_is_not_replaced() -> None:
         [graphs.edge("y")],
         [graphs.initializer("w", graphs.values(2, 32, 48))],
     )
-    assert panelled(run([InferTypes()], ir.from_proto(proto)), {"w"}) == {}
+    assert panelled_weights(run([InferTypes()], ir.from_proto(proto)), {"w"}) == {}

@@ -13,7 +13,7 @@ from onnx import ModelProto, NodeProto, TensorProto, helper
 import graphs
 from bf16kit.errors import ConversionError
 from converter.cpukernel.use import UseKernel
-from converter.cpukernel.work import Work
+from converter.cpukernel.work import KernelWork
 from converter.graph.types import InferTypes
 from converter.passes import run
 
@@ -236,4 +236,4 @@ def test_a_convolution_of_more_pixels_is_not_replaced(tmp_path: Path) -> None:
 def test_a_weight_in_panels_that_another_node_reads_is_rejected() -> None:
     model = run([InferTypes()], ir.from_proto(graphs.mlp((16, 32))))
     with pytest.raises(ConversionError, match=r"node 'matmul0' reads 'w0', which is stored in panels"):
-        run([UseKernel(Work(panels={"w0": 1}))], model)
+        run([UseKernel(KernelWork(panels={"w0": 1}))], model)

@@ -15,11 +15,11 @@ from normed import residual
 import graphs
 from bf16kit.runtime.kernel import DOMAIN
 from converter.cpukernel import work
-from converter.cpukernel.attention import Choice, attentions
+from converter.cpukernel.attention import SelectionMask, attentions
 from converter.cpukernel.epilogues import Epilogue, epilogue
 from converter.cpukernel.norms import norms
 from converter.cpukernel.products import Product, products
-from converter.cpukernel.work import Work
+from converter.cpukernel.work import KernelWork
 from converter.graph.types import InferTypes
 from converter.passes import run
 
@@ -64,13 +64,13 @@ def test_attention_is_found_again_in_a_clone_by_names(mask: str) -> None:
     """Queries, keys, values and masks are inputs of the graph or outputs of its nodes."""
     model = run([InferTypes()], ir.from_proto(attending.attention(Spelling(mask=mask))))
     clone = model.clone()
-    (here,), (there,) = attentions(model), Work.of(model, set()).attentions_in(clone)
+    (here,), (there,) = attentions(model), KernelWork.of(model, set()).attentions_in(clone)
     assert [node.graph for node in (*there.nodes, there.softmax, there.values)] == [clone.graph] * (len(here.nodes) + 2)
     assert [node.name for node in there.nodes] == [node.name for node in here.nodes]
     assert (there.softmax.name, there.values.name) == (here.softmax.name, here.values.name)
     read = [
         [found.q.value, found.k.value, found.v.value]
-        + [each.condition if isinstance(each, Choice) else each for each in found.masks]
+        + [each.condition if isinstance(each, SelectionMask) else each for each in found.masks]
         for found in (here, there)
     ]
     assert [value.name for value in read[1]] == [value.name for value in read[0]]
@@ -81,7 +81,7 @@ def test_attention_is_found_again_in_a_clone_by_names(mask: str) -> None:
 def test_a_sum_that_is_normalised_is_found_again_in_a_clone_by_names() -> None:
     model = run([InferTypes()], ir.from_proto(residual()))
     clone = model.clone()
-    (here,), (there,) = norms(model), Work.of(model, set()).norms_in(clone)
+    (here,), (there,) = norms(model), KernelWork.of(model, set()).norms_in(clone)
     assert here.add is not None
     assert there.add is not None
     assert (there.add.name, there.result.name, there.x.name) == (here.add.name, here.result.name, here.x.name)
@@ -92,7 +92,7 @@ def test_a_sum_that_is_normalised_is_found_again_in_a_clone_by_names() -> None:
 
 def test_products_are_found_again_in_a_clone_by_names() -> None:
     model = run([InferTypes()], ir.from_proto(graphs.mlp((32, 64, 32))))
-    found = Work.of(model, {"w0", "w1"})
+    found = KernelWork.of(model, {"w0", "w1"})
     assert found.panels == {"w0": 1, "w1": 1}
     clone = model.clone()
     there = found.fused_in(clone)

@@ -14,7 +14,7 @@ from bf16kit.numerics import BF16, census, to_bf16
 from bf16kit.residual import Scale, encode
 from converter.formats.narrowed import Narrowing, Rounding
 from converter.graph import initializers
-from converter.graph.initializers import Computed, blocks, rows_of
+from converter.graph.initializers import ComputedTensor, blocks, rows_of
 
 WRITE = """
 import sys
@@ -60,7 +60,7 @@ def weight(shape: tuple[int, ...]) -> NDArray[np.float32]:
 def test_blocks_are_the_tensor_in_order(shape: tuple[int, ...], block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(initializers, "_BLOCK", block)
     array = weight(shape)
-    for tensor in (ir.Tensor(array), Computed(lambda rows: rows_of(array, rows), ir.Tensor(array))):
+    for tensor in (ir.Tensor(array), ComputedTensor(lambda rows: rows_of(array, rows), ir.Tensor(array))):
         found = [part for _, part in blocks(tensor)]
         assert b"".join(part.tobytes() for part in found) == array.tobytes()
         assert all(part.flags.c_contiguous for part in found)
@@ -77,7 +77,7 @@ def test_a_weight_narrowed_in_blocks_equals_one_narrowed_whole(
     scale = Scale(1, np.linspace(0.1, 3, 40, dtype=np.float32)) if folded else None
     stored = array * scale.values if scale is not None else array
     original = ir.Tensor(array)
-    tensor = Computed(lambda rows: stored[rows], original) if folded else original
+    tensor = ComputedTensor(lambda rows: stored[rows], original) if folded else original
     bf16 = np.empty((100, 40), BF16)
     told: list[int] = []
     passing = Narrowing(tensor, bf16, Rounding("keep", False), told.append)

@@ -12,7 +12,7 @@ from onnx import TensorProto, helper
 import graphs
 from bf16kit.artifact import Artifact
 from bf16kit.versions import is_older
-from converter.graph.cuda_nodes import lacking
+from converter.graph.cuda_nodes import missing_kernels
 from converter.graph.cuda_support import KernelTable, releases
 from converter.process import versions
 
@@ -62,7 +62,7 @@ def test_a_graph_planned_for_a_release_has_kernels_in_it_and_in_all_later_ones(
     entry = artifact.manifest.profiles["cuda"]
     least = entry.requires["onnxruntime"]
     assert not is_older(release, least)
-    having = [each for each in releases() if lacking(graph, KernelTable.load(each)) == []]
+    having = [each for each in releases() if missing_kernels(graph, KernelTable.load(each)) == []]
     assert having == [each for each in releases() if not is_older(each, least)]
     narrow = {
         value.name for value in graph.graph.value_info if value.type.tensor_type.elem_type == TensorProto.BFLOAT16
@@ -77,7 +77,7 @@ def test_the_manifest_states_the_first_release_with_all_kernels(
 ) -> None:
     artifact = _converted("1.31.1", source, target, cli, monkeypatch)
     assert artifact.manifest.profiles["cuda"].requires == {"onnxruntime": "1.30.0"}
-    (missing,) = lacking(_graph(artifact), KernelTable.load("1.29.0"))
+    (missing,) = missing_kernels(_graph(artifact), KernelTable.load("1.29.0"))
     assert "ReduceMean-18 of T bfloat16" in missing
 
 
@@ -87,11 +87,11 @@ def test_a_node_without_a_kernel_is_found() -> None:
     nodes = [helper.make_node("MaxPool", ["x"], ["y"], name="pool", kernel_shape=[2, 2])]
     proto = graphs.model(nodes, [graphs.edge("x", [1, 1, 4, 4], narrow)], [graphs.edge("y", [1, 1, 3, 3], narrow)])
     proto.opset_import[0].version = 22
-    assert lacking(proto, KernelTable.load()) == ["pool: MaxPool-22 of T bfloat16"]
+    assert missing_kernels(proto, KernelTable.load()) == ["pool: MaxPool-22 of T bfloat16"]
 
 
 def test_nodes_without_bf16_need_no_entry_in_the_table() -> None:
     proto = graphs.model(
         [helper.make_node("Elu", ["x"], ["y"], name="elu")], [graphs.edge("x", [4])], [graphs.edge("y", [4])]
     )
-    assert lacking(proto, KernelTable.load()) == []
+    assert missing_kernels(proto, KernelTable.load()) == []

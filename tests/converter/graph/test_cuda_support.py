@@ -9,7 +9,7 @@ from converting import ONNX_ONLY, Cli
 
 from bf16kit.artifact import Artifact
 from bf16kit.versions import order
-from converter.graph.cuda_support import KernelTable, releases, stand_in
+from converter.graph.cuda_support import KernelTable, other_release_note, releases
 from converter.process import versions
 
 NEWEST = "1.31.1"
@@ -54,41 +54,41 @@ def test_the_tables_show_in_which_release_a_kernel_appeared() -> None:
         ("MatMul", 13): "1.24.1",
     }
     for (op, since), release in gained.items():
-        having = [each for each in releases() if KernelTable.load(each).has("", op, since)]
+        having = [each for each in releases() if KernelTable.load(each).has_bf16_kernel("", op, since)]
         assert having == list(releases())[releases().index(release) :], op
 
 
 def test_a_kernel_without_a_last_version_is_for_its_first_version_only() -> None:
     """ONNX Runtime matches such kernels this way, because it knows nothing of later versions of an operator."""
     before, after = (KernelTable.load(release) for release in ("1.24.4", "1.25.0"))
-    assert before.has("", "Flatten", 13)
-    assert not before.has("", "Flatten", 21)
-    assert after.has("", "Flatten", 21)
+    assert before.has_bf16_kernel("", "Flatten", 13)
+    assert not before.has_bf16_kernel("", "Flatten", 21)
+    assert after.has_bf16_kernel("", "Flatten", 21)
     assert [(kernel.first, kernel.last) for kernel in before.kernels["", "Flatten"]][-1] == (13, 0)
 
 
 def test_a_kernel_takes_a_node_only_if_all_its_dtypes_match() -> None:
     table = KernelTable.load(NEWEST)
-    assert table.takes("", "Where", 16, {"B": "bool", "T": "bfloat16"})
-    assert not table.takes("", "Where", 16, {"B": "bfloat16", "T": "bfloat16"})
-    assert table.takes("", "LayerNormalization", 17, {"T": "bfloat16", "U": "float"})
-    assert not table.takes("", "LayerNormalization", 17, {"T": "bfloat16", "U": "bfloat16"})
-    assert table.takes("", "Cast", 13, {"T1": "bfloat16", "T2": "float"})
-    assert table.takes(
+    assert table.accepts_dtypes("", "Where", 16, {"B": "bool", "T": "bfloat16"})
+    assert not table.accepts_dtypes("", "Where", 16, {"B": "bfloat16", "T": "bfloat16"})
+    assert table.accepts_dtypes("", "LayerNormalization", 17, {"T": "bfloat16", "U": "float"})
+    assert not table.accepts_dtypes("", "LayerNormalization", 17, {"T": "bfloat16", "U": "bfloat16"})
+    assert table.accepts_dtypes("", "Cast", 13, {"T1": "bfloat16", "T2": "float"})
+    assert table.accepts_dtypes(
         "", "Gather", 13, {"T": "bfloat16", "tensor(int64)": "int64"}
     )  # int64 is under no constraint of the kernel
 
 
 def test_an_operator_whose_dtype_is_an_attribute_is_not_planned_in_bf16() -> None:
     table = KernelTable.load(NEWEST)
-    assert table.takes("", "ConstantOfShape", 21, {"T2": "bfloat16"})
-    assert not table.has("", "ConstantOfShape", 21)  # its dtype is an attribute
+    assert table.accepts_dtypes("", "ConstantOfShape", 21, {"T2": "bfloat16"})
+    assert not table.has_bf16_kernel("", "ConstantOfShape", 21)  # its dtype is an attribute
 
 
 def test_a_note_states_that_another_version_s_table_is_used(
     cli: Cli, onnx_file: Path, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert stand_in() is None
+    assert other_release_note() is None
     _install(monkeypatch, "1.25.1")
     out = cli("checkpoint", onnx_file, "--out", target, *ONNX_ONLY).published().out
     assert (

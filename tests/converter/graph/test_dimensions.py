@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from bf16kit.tensors import TensorSpec
-from converter.graph.dimensions import as_given, is_named, loosened, name_all, reconciled
+from converter.graph.dimensions import corrected_by, is_named, name_dimensions, reconciled, with_distinct_dimensions
 
 
 def _spec(name: str, *shape: int | str) -> TensorSpec:
@@ -25,17 +25,23 @@ def test_a_name_that_distinguishes_dimensions_is_a_name(dim: str) -> None:
 
 
 def test_every_unknown_dimension_gets_its_own_unused_name() -> None:
-    named = name_all([_spec("x", "?", 3, "?", "?"), _spec("y", "x_0", "?")])
+    named = name_dimensions([_spec("x", "?", 3, "?", "?"), _spec("y", "x_0", "?")])
     assert [spec.shape for spec in named] == [("x_0_1", 3, "x_2", "x_3"), ("x_0", "y_1")]
 
 
 def test_an_output_that_is_an_input_has_the_names_of_the_input_s_dimensions() -> None:
-    inputs = name_all([_spec("x", "?", 4)])
-    assert name_all([_spec("x", "?", 4), _spec("y", "?", 4)], inputs) == (_spec("x", "x_0", 4), _spec("y", "y_0", 4))
+    inputs = name_dimensions([_spec("x", "?", 4)])
+    assert name_dimensions([_spec("x", "?", 4), _spec("y", "?", 4)], inputs) == (
+        _spec("x", "x_0", 4),
+        _spec("y", "y_0", 4),
+    )
 
 
 def test_loosened_specs_demand_only_fixed_sizes() -> None:
-    assert loosened([_spec("x", "n", "n", 4), _spec("y", "n")]) == (_spec("x", "x_0", "x_1", 4), _spec("y", "y_0"))
+    assert with_distinct_dimensions([_spec("x", "n", "n", 4), _spec("y", "n")]) == (
+        _spec("x", "x_0", "x_1", 4),
+        _spec("y", "y_0"),
+    )
 
 
 def test_names_that_every_run_confirms_are_kept() -> None:
@@ -71,4 +77,4 @@ def test_a_tensor_that_no_run_has_keeps_its_names() -> None:
 def test_sizes_that_shapes_contradict_become_unknown(
     declared: tuple[Any, ...], shapes: list[Any], given: tuple[Any, ...]
 ) -> None:
-    assert as_given(TensorSpec("y", "float32", declared), shapes).shape == given
+    assert corrected_by(TensorSpec("y", "float32", declared), shapes).shape == given

@@ -160,7 +160,7 @@ _ANSWERS = _READY + (
 def test_feeds_and_outputs_are_passed_unchanged(start: Start) -> None:
     child = start(_ANSWERS + "np.save(file, found['x'] * 2)\n    reply()")
     feeds = [{"x": np.arange(6, dtype=np.float32).reshape(2, 3)}, {"x": np.ones((0, 3), np.float32)}]
-    for feed, answer in zip(feeds, child.answers(feeds, ("y", "z")), strict=True):
+    for feed, answer in zip(feeds, child.outputs(feeds, ("y", "z")), strict=True):
         assert set(answer) == {"y", "z"}
         for array in answer.values():
             np.testing.assert_array_equal(array, feed["x"] * 2)
@@ -182,13 +182,13 @@ def test_feeds_and_outputs_are_passed_unchanged(start: Start) -> None:
 def test_invalid_outputs_are_rejected_and_take_no_memory(start: Start, writes: str) -> None:
     child = start(_ANSWERS + writes + "\n    reply()")
     with pytest.raises(RuntimeFailure, match="TensorFlow's answer cannot be read"):
-        list(child.answers([{"x": np.ones(1, np.float32)}], ("y",)))
+        list(child.outputs([{"x": np.ones(1, np.float32)}], ("y",)))
 
 
 def test_a_failure_on_a_feed_is_reported(start: Start) -> None:
     child = start(_READY + 'for line in ASK: reply(error="InvalidArgumentError: indices[0] = 9 is not in [0, 4)")')
     with pytest.raises(RuntimeFailure, match=r"TensorFlow failed on it: InvalidArgumentError: indices\[0\] = 9"):
-        list(child.answers([{"x": np.ones(1, np.float32)}], ("y",)))
+        list(child.outputs([{"x": np.ones(1, np.float32)}], ("y",)))
 
 
 # --- directories ------------------------------------------------------------------------------------------------------

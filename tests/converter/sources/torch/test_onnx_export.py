@@ -17,7 +17,7 @@ from bf16kit.errors import ConversionError
 from bf16kit.runtime.onnx import OnnxRuntime
 from bf16kit.tensors import TensorSpec
 from converter.formats.onnx import serialize
-from converter.graph.initializers import Computed
+from converter.graph.initializers import ComputedTensor
 from converter.sources.edges import kind_of, output_specs
 from converter.sources.torch.onnx_export import adapt, to_onnx
 
@@ -49,7 +49,7 @@ def test_weights_of_another_precision_are_computed_when_they_are_read(dtype: Any
     found = to_onnx(adapt(module, X), checkpoint).graph.initializers
     for name in ("up.weight", "down.weight"):
         tensor = found[name].const_value
-        assert isinstance(tensor, Computed)
+        assert isinstance(tensor, ComputedTensor)
         np.testing.assert_array_equal(tensor.numpy(), checkpoint[name].astype(np.float32))
 
 
