@@ -24,7 +24,7 @@ from converter.proof.oracle import OracleRun, run_oracle
 from converter.proof.preparation import check_prepared
 from converter.proof.random_samples import generate
 from converter.proof.samples import Samples
-from converter.sources.mapping.choice import refuted
+from converter.sources.mapping.choice import map_refuted
 from converter.sources.onnx_file import name_inputs
 
 _NO_MODULE = "this format is made from a torch module, and the source is read as an ONNX graph"
@@ -97,13 +97,13 @@ def check_expected_outputs(
     if source.proposed_rules is None and not calibration.expected:
         return
     if not calibration.expected:
-        raise refuted(
+        raise map_refuted(
             f"{options.source}", f"{calibration.origin} holds inputs but no outputs", source.proposed_rules or ""
         )
     with progress.step("comparing with the expected outputs"):
         wrong = answered.check(source, calibration, oracle_run, stage.path)
     if wrong is not None and source.proposed_rules is not None:
-        raise refuted(f"{options.source}", wrong, source.proposed_rules)
+        raise map_refuted(f"{options.source}", wrong, source.proposed_rules)
     if wrong is not None:
         raise ConversionError(
             f"{options.source}: the model does not give the outputs in {calibration.origin}: {wrong}; either the"

@@ -31,7 +31,7 @@ class Kind(Enum):
     KERAS = "a Keras model"
 
 
-_LIGHTNINGS_KEY = b"pytorch-lightning_version"
+_LIGHTNING_KEY = b"pytorch-lightning_version"
 
 
 def recognise(path: Path) -> Kind:
@@ -46,12 +46,12 @@ def recognise(path: Path) -> Kind:
     if not path.is_dir() and not path.is_file():  # reading a pipe may block forever
         raise SourceError(f"{path}: neither a file nor a directory")
     try:
-        return _of_directory(path) if path.is_dir() else _of_file(path)
+        return _directory_kind(path) if path.is_dir() else _file_kind(path)
     except OSError as error:
         raise SourceError(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
-def _of_directory(path: Path) -> Kind:
+def _directory_kind(path: Path) -> Kind:
     foreign.refuse_directory(path)
     if (path / "saved_model.pb").is_file():
         return Kind.SAVED_MODEL
@@ -72,7 +72,7 @@ def _of_directory(path: Path) -> Kind:
     )
 
 
-def _of_file(path: Path) -> Kind:
+def _file_kind(path: Path) -> Kind:
     with path.open("rb") as file:
         head = file.read(512)
     if not head:
@@ -80,27 +80,27 @@ def _of_file(path: Path) -> Kind:
     if not _opens_safetensors(head):
         foreign.refuse_file(path, head)
     if head.startswith(b"PK\x03\x04"):
-        return _of_zip(path)
+        return _zip_kind(path)
     if head[0] == 0x80 and len(head) > 1 and head[1] in range(2, 6):  # the PROTO opcode that opens a pickle
         return Kind.PICKLE
     if _opens_safetensors(head):
         return Kind.SAFETENSORS
-    if flax_file.opens(head):
+    if flax_file.may_be_flax(head):
         return Kind.FLAX
     if head.lstrip().startswith(b"{"):
-        return _of_json(path)
+        return _json_kind(path)
     if head[0] == 0x08:  # protobuf field 1, varint: ModelProto.ir_version; no text begins with a backspace
         return Kind.ONNX
     if head.startswith(b"version https://git-lfs"):
         raise SourceError(f"{path}: is a Git LFS pointer, not the file it points to (run `git lfs pull`)")
-    raise NoCheckpoint(f"{path}: {_looks_like(head)}; expected safetensors, torch, ONNX or a model directory")
+    raise NoCheckpoint(f"{path}: {_describe_unknown(head)}; expected safetensors, torch, ONNX or a model directory")
 
 
 def _opens_safetensors(head: bytes) -> bool:
     return len(head) > 8 and int.from_bytes(head[:8], "little") <= HEADER_LIMIT and head[8:9] == b"{"
 
 
-def _of_zip(path: Path) -> Kind:
+def _zip_kind(path: Path) -> Kind:
     try:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
@@ -113,26 +113,26 @@ def _of_zip(path: Path) -> Kind:
     if "archive_format" in inner or "serialized_exported_program.json" in inner:
         return Kind.EXPORTED
     if "data.pkl" in inner:
-        return Kind.LIGHTNING if _speaks_of_lightning(path) else Kind.TORCH_ZIP
+        return Kind.LIGHTNING if _mentions_lightning(path) else Kind.TORCH_ZIP
     if "model.weights.h5" in inner:
         return Kind.KERAS
     raise NoCheckpoint(f"{path}: is a zip archive, but not one that torch wrote")
 
 
-def _speaks_of_lightning(path: Path) -> bool:
+def _mentions_lightning(path: Path) -> bool:
     """Return whether the pickle contains the key of Lightning checkpoints; the reader checks where it is."""
     with zipfile.ZipFile(path) as archive:
         for info in archive.infolist():
             stored = info.compress_type == zipfile.ZIP_STORED and info.file_size == info.compress_size
             if info.filename.endswith("data.pkl") and stored and info.file_size <= path.stat().st_size:
                 try:
-                    return _LIGHTNINGS_KEY in archive.read(info)
+                    return _LIGHTNING_KEY in archive.read(info)
                 except (zipfile.BadZipFile, ValueError, EOFError, RuntimeError):
                     return False  # damaged: torch's reader explains it
     return False
 
 
-def _of_json(path: Path) -> Kind:
+def _json_kind(path: Path) -> Kind:
     try:
         fields = json.loads(path.read_bytes())
     except (ValueError, RecursionError):  # not JSON, or nested too deeply
@@ -143,7 +143,7 @@ def _of_json(path: Path) -> Kind:
     raise NoCheckpoint(f"{path}: is JSON, but not the index of a sharded checkpoint (it has no weight_map)")
 
 
-def _looks_like(head: bytes) -> str:
+def _describe_unknown(head: bytes) -> str:
     text = head.decode(errors="replace").removesuffix("\ufffd")  # the last character may be incomplete
     if "\ufffd" not in text and all(character.isprintable() or character.isspace() for character in text):
         return "is a text file, not a checkpoint"

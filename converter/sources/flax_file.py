@@ -22,7 +22,7 @@ from bf16kit.errors import SourceError
 from bf16kit.tensors import BY_NAME
 from bf16kit.wording import quoted
 from converter.model import Array
-from converter.sources.shelf import Form, shelf
+from converter.sources.shelf import ArraySpec, array_file
 
 _DEEPEST = 64
 _MOST_RANK = 32
@@ -50,7 +50,7 @@ _FIXED_EXTENSIONS = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}
 class _Leaf:
     """An array: its dtype and shape, and its bytes in the file, in one piece or several."""
 
-    form: Form
+    spec: ArraySpec
     pieces: tuple[memoryview, ...]
 
 
@@ -58,7 +58,7 @@ class _Damaged(Exception):
     """The message says what is wrong, and where in the file."""
 
 
-def opens(head: bytes) -> bool:
+def may_be_flax(head: bytes) -> bool:
     """Return whether a file that begins with ``head`` may be Flax's: a nonempty map whose first key is text."""
     if not head:
         return False
@@ -86,13 +86,13 @@ def read_file(path: Path, wanted: Callable[[str], bool], directory: Path) -> tup
     except _Damaged as damaged:
         raise SourceError(f"{path}: truncated or damaged: not a Flax checkpoint ({damaged})") from None
     chosen = {name: leaf for name, leaf in leaves.items() if wanted(name)}
-    with shelf({name: leaf.form for name, leaf in chosen.items()}, directory, path) as room:
+    with array_file({name: leaf.spec for name, leaf in chosen.items()}, directory, path) as destination:
         for name, leaf in chosen.items():
-            flat, start = room.arrays[name].reshape(-1).view(np.uint8), 0
+            flat, start = destination.arrays[name].reshape(-1).view(np.uint8), 0
             for piece in filter(None, leaf.pieces):
                 flat[start : start + len(piece)] = np.frombuffer(piece, np.uint8)
                 start += len(piece)
-        return dict(room.arrays), tuple(sorted(leaves.keys() - chosen.keys()))
+        return dict(destination.arrays), tuple(sorted(leaves.keys() - chosen.keys()))
 
 
 def _leaves(data: memoryview) -> dict[str, _Leaf]:
@@ -131,11 +131,11 @@ def _walk(prefix: str, value: Any) -> Iterator[tuple[str, _Leaf]]:
 def _number(value: Any) -> _Leaf | None:
     """Return a Python number as an array without dimensions."""
     if isinstance(value, bool):
-        return _Leaf(Form("bool", ()), (memoryview(bytes([value])),))
+        return _Leaf(ArraySpec("bool", ()), (memoryview(bytes([value])),))
     if isinstance(value, int) and -(2**63) <= value < 2**63:
-        return _Leaf(Form("int64", ()), (memoryview(struct.pack("<q", value)),))
+        return _Leaf(ArraySpec("int64", ()), (memoryview(struct.pack("<q", value)),))
     if isinstance(value, float):
-        return _Leaf(Form("float64", ()), (memoryview(struct.pack("<d", value)),))
+        return _Leaf(ArraySpec("float64", ()), (memoryview(struct.pack("<d", value)),))
     return None
 
 
@@ -161,7 +161,7 @@ class _Reader:
         if tag <= 0x7F or tag >= 0xE0:
             return tag if tag <= 0x7F else tag - 256
         if tag in _NUMBERS:
-            return struct.unpack(_NUMBERS[tag], self._take(struct.calcsize(_NUMBERS[tag])))[0]
+            return struct.unpack(_NUMBERS[tag], self._read_bytes(struct.calcsize(_NUMBERS[tag])))[0]
         if tag in (0xC0, 0xC2, 0xC3):
             return {0xC0: None, 0xC2: False, 0xC3: True}[tag]
         return self._sized(tag, depth)
@@ -176,7 +176,7 @@ class _Reader:
         if 0xA0 <= tag <= 0xBF or tag in (0xD9, 0xDA, 0xDB):
             return self._text(tag & 0x1F if tag <= 0xBF else self._unsigned({0xD9: 1, 0xDA: 2, 0xDB: 4}[tag]))
         if tag in (0xC4, 0xC5, 0xC6):
-            return self._take(self._unsigned({0xC4: 1, 0xC5: 2, 0xC6: 4}[tag]))
+            return self._read_bytes(self._unsigned({0xC4: 1, 0xC5: 2, 0xC6: 4}[tag]))
         if tag in _FIXED_EXTENSIONS or tag in (0xC7, 0xC8, 0xC9):
             size = _FIXED_EXTENSIONS.get(tag) or self._unsigned({0xC7: 1, 0xC8: 2, 0xC9: 4}[tag])
             return self._extension(self._unsigned(1), size)
@@ -191,20 +191,20 @@ class _Reader:
             if key in found:
                 raise _Damaged(f"the key {quoted(key)} occurs twice")
             found[key] = self.value(depth + 1)
-        return _joined(found) if _CHUNKED in found else found
+        return _join_chunks(found) if _CHUNKED in found else found
 
     def _extension(self, kind: int, size: int) -> Any:
         end = self.position + size
-        data = self._take(size)
+        data = self._read_bytes(size)
         if kind == _COMPLEX:
             return None
         if kind not in (_ARRAY, _SCALAR):
             raise _Damaged(f"extension {kind} before byte {end} is not one of Flax's")
         inner = _Reader(data, most=_MOST_RANK + 4)  # the list, its shape and sizes, dtype and bytes
-        described = inner.value(_DEEPEST - 2)
-        if inner.position != len(data) or not isinstance(described, list) or len(described) != 3:
+        fields = inner.value(_DEEPEST - 2)
+        if inner.position != len(data) or not isinstance(fields, list) or len(fields) != 3:
             raise _Damaged(f"the array before byte {end} is not [shape, dtype, bytes]")
-        return _leaf(described, end)
+        return _leaf(fields, end)
 
     def _count(self, count: int, least: int) -> int:
         """Return ``count`` if that many values of at least ``least`` bytes each fit the rest of the data."""
@@ -216,14 +216,14 @@ class _Reader:
 
     def _text(self, size: int) -> str:
         try:
-            return str(self._take(size), "utf-8")
+            return str(self._read_bytes(size), "utf-8")
         except UnicodeDecodeError:
             raise _Damaged(f"the text before byte {self.position} is not UTF-8") from None
 
     def _unsigned(self, size: int) -> int:
-        return int.from_bytes(self._take(size), "big")
+        return int.from_bytes(self._read_bytes(size), "big")
 
-    def _take(self, size: int) -> memoryview:
+    def _read_bytes(self, size: int) -> memoryview:
         left = len(self._data) - self.position
         if size > left:
             raise _Damaged(f"{size} bytes are needed at byte {self.position}, and {left} are left")
@@ -231,32 +231,32 @@ class _Reader:
         return self._data[self.position - size : self.position]
 
 
-def _leaf(described: list[Any], end: int) -> _Leaf:
-    shape, dtype, data = described
+def _leaf(fields: list[Any], end: int) -> _Leaf:
+    shape, dtype, data = fields
     dtype = str(dtype, "ascii", "replace") if isinstance(dtype, memoryview) else dtype
     if not isinstance(dtype, str) or dtype not in BY_NAME or dtype == "string":
         known = ", ".join(name for name in BY_NAME if name != "string")
         raise _Damaged(f"the array before byte {end} has the unknown dtype {quoted(str(dtype))}; known: {known}")
     if not isinstance(shape, list) or not _are_sizes(shape) or not isinstance(data, memoryview):
         raise _Damaged(f"the array before byte {end} is not [shape, dtype, bytes]")
-    form = Form(dtype, tuple(shape))
-    if form.nbytes != len(data):
+    spec = ArraySpec(dtype, tuple(shape))
+    if spec.nbytes != len(data):
         raise _Damaged(f"the array before byte {end} is {dtype}{shape}, and has {len(data)} bytes")
-    return _Leaf(form, (data,))
+    return _Leaf(spec, (data,))
 
 
-def _joined(parts: Mapping[str, Any]) -> _Leaf:
+def _join_chunks(parts: Mapping[str, Any]) -> _Leaf:
     """Join an array that was split: ``shape`` and ``chunks`` are maps with the keys ``0``, ``1``, …"""
     shape, chunks = _in_order(parts.get("shape")), _in_order(parts.get("chunks"))
     if not chunks or not _are_sizes(shape) or not all(isinstance(chunk, _Leaf) for chunk in chunks):
         raise _Damaged("a parted array has no shape or no chunks")
-    form = Form(chunks[0].form.dtype, tuple(shape))
-    if any(chunk.form.dtype != form.dtype for chunk in chunks):
+    spec = ArraySpec(chunks[0].spec.dtype, tuple(shape))
+    if any(chunk.spec.dtype != spec.dtype for chunk in chunks):
         raise _Damaged("a parted array has chunks of several dtypes")
-    found = sum(chunk.form.nbytes for chunk in chunks)
-    if found != form.nbytes:
-        raise _Damaged(f"a parted array is {form.dtype}{list(shape)}, and its chunks have {found} bytes")
-    return _Leaf(form, tuple(piece for chunk in chunks for piece in chunk.pieces))
+    chunk_bytes = sum(chunk.spec.nbytes for chunk in chunks)
+    if chunk_bytes != spec.nbytes:
+        raise _Damaged(f"a parted array is {spec.dtype}{list(shape)}, and its chunks have {chunk_bytes} bytes")
+    return _Leaf(spec, tuple(piece for chunk in chunks for piece in chunk.pieces))
 
 
 def _in_order(given: Any) -> list[Any]:

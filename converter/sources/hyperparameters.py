@@ -22,12 +22,12 @@ def arguments(
     the factory has a parameter called ``argument``. Otherwise the names that its signature does not accept are left
     out.
     """
-    taken, any_name = _parameters(factory)
-    if argument in taken and found:
+    accepted, any_name = _parameters(factory)
+    if argument in accepted and found:
         given = {argument: dict(found)} | dict(explicit)
-        whole = f"{argument}={{{', '.join(found)}}}"
-        return given, [f"hyper-parameters of the file passed to --model: {whole}"] if argument not in explicit else []
-    usable = {name: value for name, value in found.items() if any_name or name in taken}
+        text = f"{argument}={{{', '.join(found)}}}"
+        return given, [f"hyper-parameters of the file passed to --model: {text}"] if argument not in explicit else []
+    usable = {name: value for name, value in found.items() if any_name or name in accepted}
     overruled = [name for name in usable if name in explicit]
     used = {name: value for name, value in usable.items() if name not in explicit}
     ignored = [name for name in found if name not in usable and name not in explicit]

@@ -150,9 +150,9 @@ def _hyper_parameters(loaded: Mapping[Any, Any]) -> dict[str, Any]:
 def _training(loaded: Mapping[Any, Any], weights: Mapping[str, Array]) -> Iterator[str]:
     """Yield what the file says about its training: Lightning's version, the progress, and the precision."""
     named = (("epoch", "epoch"), ("global step", "global_step"))
-    far = [f"{word} {_text(loaded[key])}" for word, key in named if type(loaded.get(key)) is int]
-    about = ", ".join([f"Lightning {_text(loaded[VERSION])}", *far])
-    yield f"{about}: {_precision(loaded, weights)}"
+    progress = [f"{label} {_text(loaded[key])}" for label, key in named if type(loaded.get(key)) is int]
+    summary = ", ".join([f"Lightning {_text(loaded[VERSION])}", *progress])
+    yield f"{summary}: {_precision(loaded, weights)}"
 
 
 def _precision(loaded: Mapping[Any, Any], weights: Mapping[str, Array]) -> str:
@@ -161,8 +161,8 @@ def _precision(loaded: Mapping[Any, Any], weights: Mapping[str, Array]) -> str:
         if isinstance(value, Mapping) and "scale" in value and "growth_factor" in value:
             scale = value["scale"]
             amount = f", last at {scale:g}" if isinstance(scale, float) else ""
-            kept = f"{_text(key)} keeps the scaler{amount}"
-            return f"trained in 16-mixed, its gradients scaled ({kept}); weights in {_list(dtypes)}"
+            scaler = f"{_text(key)} keeps the scaler{amount}"
+            return f"trained in 16-mixed, its gradients scaled ({scaler}); weights in {_list(dtypes)}"
     if dtypes == {"bfloat16"}:
         return "weights in bf16, as bf16-true trains them: rounding them loses nothing"
     if dtypes == {"float16"}:

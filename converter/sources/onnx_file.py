@@ -38,8 +38,8 @@ def read_graph(path: Path) -> tuple[ir.Model, list[Path]]:
     # Up to IR version 3 weights had to be listed among the inputs, but callers do not feed them.
     for value in [value for value in model.graph.inputs if value.name in model.graph.initializers]:
         model.graph.inputs.remove(value)
-    _settle_initializers(model)
-    _forget_names(model)
+    _correct_initializer_types(model)
+    _drop_dimension_names(model)
     return model, [path, *_external_files(path, model)]
 
 
@@ -67,7 +67,7 @@ def _check_readable(path: Path) -> None:
         graph = onnx.load(path, load_external_data=False).graph
     except Exception:  # noqa: BLE001 - damaged, which the caller reports
         return
-    made = {name: node.op_type for node in graph.node for name in node.output}
+    producers = {name: node.op_type for node in graph.node for name in node.output}
     for edge in (*graph.input, *graph.output):
         kind = edge.type.WhichOneof("value")
         if kind == "map_type" or (kind == "sequence_type" and edge.type.sequence_type.elem_type.HasField("map_type")):
@@ -76,14 +76,14 @@ def _check_readable(path: Path) -> None:
             remedy = "; export it without ZipMap (skl2onnx: options={'zipmap': False})"
             raise ConversionError(
                 f"{path}: {edge.name!r} is {what}, and bf16kit serves tensors only"
-                f"{remedy if made.get(edge.name) == 'ZipMap' else ''}"
+                f"{remedy if producers.get(edge.name) == 'ZipMap' else ''}"
             )
     for node in graph.node:
         if any(attribute.type == onnx.AttributeProto.SPARSE_TENSOR for attribute in node.attribute):
             raise ConversionError(f"{path}: constant {node.output[0]!r} is sparse; make it dense")
 
 
-def _settle_initializers(model: ir.Model) -> None:
+def _correct_initializer_types(model: ir.Model) -> None:
     """Set each initializer's type and shape to those of its tensor, because a separate declaration may differ.
 
     Files of IR version 3 declare weights as inputs, possibly with free dimensions. ONNX Runtime ignores the declaration
@@ -97,7 +97,7 @@ def _settle_initializers(model: ir.Model) -> None:
             value.shape = ir.Shape(dims(value.const_value))
 
 
-def _forget_names(model: ir.Model) -> None:
+def _drop_dimension_names(model: ir.Model) -> None:
     """Drop the names of free dimensions inside the graph, and of inputs and outputs whose names distinguish nothing.
 
     Names inside the graph are another program's guesses. ONNX Runtime trusts them, and gives values with equal names
@@ -108,14 +108,16 @@ def _forget_names(model: ir.Model) -> None:
     edges = {*model.graph.inputs, *model.graph.outputs}
     for value in (value for graph in model.graphs() for value in values_of(graph)):
         if value.shape is not None and not value.is_initializer():
-            value.shape = ir.Shape([d if _is_size(d) or (value in edges and _says(d)) else None for d in value.shape])
+            value.shape = ir.Shape(
+                [d if _is_size(d) or (value in edges and _is_meaningful(d)) else None for d in value.shape]
+            )
 
 
 def _is_size(dim: int | ir.SymbolicDim) -> bool:
     return isinstance(dim, int) and dim >= 0  # some exporters write −1 for a free dimension
 
 
-def _says(dim: int | ir.SymbolicDim) -> bool:
+def _is_meaningful(dim: int | ir.SymbolicDim) -> bool:
     return not isinstance(dim, int) and is_named(dim.value)
 
 
@@ -171,14 +173,16 @@ def _check_size(path: Path, location: Path, end: int) -> None:
         raise SourceError(f"{location}: truncated: {location.stat().st_size} bytes, {path.name} needs {end}")
 
 
-def settle_edges(model: ir.Model, given: Sequence[TensorSpec]) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+def resolve_edges(
+    model: ir.Model, given: Sequence[TensorSpec]
+) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
     """Return the graph's inputs, with the dimension names of ``--input``, and its outputs.
 
     Raises :class:`UsageError` when a given name or dtype differs from the graph's.
     """
     import onnx_ir as ir
 
-    inputs = settle_inputs(input_specs(model), given)
+    inputs = resolve_inputs(input_specs(model), given)
     name_inputs(model, inputs)
     outputs = output_specs(model)
     for value in model.graph.outputs:
@@ -187,8 +191,8 @@ def settle_edges(model: ir.Model, given: Sequence[TensorSpec]) -> tuple[tuple[Te
     return inputs, outputs
 
 
-def settle_inputs(own: Sequence[TensorSpec], given: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
-    """Return a model's ``own`` inputs, with the dimension names and sizes of ``--input``; errors as `settle_edges`."""
+def resolve_inputs(own: Sequence[TensorSpec], given: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
+    """Return a model's ``own`` inputs, with the dimension names and sizes of ``--input``; errors as `resolve_edges`."""
     inputs = tuple(_chosen(spec, given) for spec in own)
     unknown = sorted({spec.name for spec in given} - {spec.name for spec in inputs})
     if unknown:

@@ -28,7 +28,7 @@ _ROUNDOFF = {"FLOAT16": 2.0**-11, "BFLOAT16": 2.0**-8}
 def of_module(model: TorchModel) -> Oracle:
     """Return the oracle of ``model``'s module, on the CPU, without gradients, with matrix products in full fp32.
 
-    Raises nothing here. The module must be unchanged since loading when the oracle runs: see :class:`Untouched`.
+    Raises nothing here. The module must be unchanged since loading when the oracle runs: see :class:`UnchangedTensors`.
     """
 
     def outputs(feeds: Sequence[Feeds]) -> Iterator[Feeds]:
@@ -67,7 +67,7 @@ def _to_numpy(tensor: torch.Tensor) -> Array:
     return np.asarray((plain.float() if plain.dtype is torch.bfloat16 else plain).contiguous().numpy())
 
 
-class Untouched:
+class UnchangedTensors:
     """Checks that a module's parameters and buffers do not change between its loading and the oracle's run.
 
     torch counts the changes of each tensor, and a replaced tensor has another address, so nothing is copied or hashed.
@@ -75,11 +75,11 @@ class Untouched:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
-        self._before = _stamps(module)
+        self._before = _tensor_versions(module)
 
     def check(self, what: str) -> None:
         """Raise :class:`ConversionError` naming the first tensor that ``what`` changed, added or removed."""
-        after = _stamps(self._module)
+        after = _tensor_versions(self._module)
         for name in sorted(self._before.keys() | after.keys()):
             if self._before.get(name) != after.get(name):
                 raise ConversionError(
@@ -88,7 +88,7 @@ class Untouched:
                 )
 
 
-def _stamps(module: torch.nn.Module) -> dict[str, tuple[int, int, bool]]:
+def _tensor_versions(module: torch.nn.Module) -> dict[str, tuple[int, int, bool]]:
     return {
         name: (tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version, module.training)
         for name, tensor in module.state_dict(keep_vars=True).items()
@@ -136,11 +136,11 @@ def roundoff(model: ir.Model) -> float:
     found = {FP32_ROUNDOFF}
     for node in model.graph.all_nodes():
         if node.op_type not in _EXACT:
-            found.update(_ROUNDOFF.get(_given(value), FP32_ROUNDOFF) for value in node.inputs)
+            found.update(_ROUNDOFF.get(_declared_type(value), FP32_ROUNDOFF) for value in node.inputs)
     return max(found)
 
 
-def _given(value: ir.Value | None) -> str:
+def _declared_type(value: ir.Value | None) -> str:
     """Return the type of an operator's input if the file states it: of a weight, an input, or a Cast's result."""
     if value is None:
         return ""

@@ -43,9 +43,9 @@ def select(
     """
     bare = _without_compiled(tensors, state)
     ranked = _prefixes(bare, state)
-    fitting = [prefix for prefix in ranked if not any(mismatches(_behind(bare, prefix), state))]
-    prefix = _chosen(fitting, ranked, weights)
-    chosen = _behind(bare, prefix)
+    fitting = [prefix for prefix in ranked if not any(mismatches(_with_prefix(bare, prefix), state))]
+    prefix = _choose_prefix(fitting, ranked, weights)
+    chosen = _with_prefix(bare, prefix)
     problems = list(mismatches(chosen, state))
     if problems:
         raise SourceError(mismatch_message("the checkpoint does not fit the model", problems))
@@ -75,30 +75,30 @@ def _prefixes(tensors: Mapping[str, Array], state: Mapping[str, torch.Tensor]) -
     return sorted(found, key=lambda prefix: (-found[prefix], len(prefix), prefix))
 
 
-def _behind(tensors: Mapping[str, Array], prefix: str) -> dict[str, Array]:
+def _with_prefix(tensors: Mapping[str, Array], prefix: str) -> dict[str, Array]:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
-def _chosen(fitting: list[str], ranked: list[str], weights: str | None) -> str:
+def _choose_prefix(fitting: list[str], ranked: list[str], weights: str | None) -> str:
     averaged = [prefix for prefix in fitting if _AVERAGED.search(prefix)]
     trained = [prefix for prefix in fitting if prefix not in averaged]
     if weights is not None and weights not in ("ema", "model"):
-        return _named(weights, ranked)
+        return _named_prefix(weights, ranked)
     if weights == "ema" and fitting and not averaged:
         raise UsageError("--weights ema: the checkpoint holds no averaged weights of this model; leave it out")
-    wanted = averaged if weights == "ema" else trained or averaged
-    if len(wanted) > 1 and "" not in wanted:
-        shown = ", ".join(repr(prefix) for prefix in wanted[:_NAMED])
+    candidates = averaged if weights == "ema" else trained or averaged
+    if len(candidates) > 1 and "" not in candidates:
+        shown = ", ".join(repr(prefix) for prefix in candidates[:_NAMED])
         raise UsageError(
             f"the checkpoint has weights of this model under several prefixes, {shown}; choose one, such as"
-            f" --weights {wanted[0]}"
+            f" --weights {candidates[0]}"
         )
-    if wanted:
-        return "" if "" in wanted else wanted[0]
+    if candidates:
+        return "" if "" in candidates else candidates[0]
     return ranked[0] if ranked else ""
 
 
-def _named(weights: str, ranked: list[str]) -> str:
+def _named_prefix(weights: str, ranked: list[str]) -> str:
     prefix = weights if weights.endswith(".") or not weights else f"{weights}."
     if prefix not in ranked:
         shown = ", ".join(repr(found) for found in ranked[:_NAMED]) or "none"
@@ -106,14 +106,14 @@ def _named(weights: str, ranked: list[str]) -> str:
     return prefix
 
 
-def _notes(prefix: str, others: list[str], left: list[str]) -> list[str]:
+def _notes(prefix: str, others: list[str], remaining: list[str]) -> list[str]:
     notes = []
     if prefix:
         notes.append(f"the model's weights are those whose names begin with {prefix!r}")
     if others:
         shown = ", ".join(repr(other) for other in others[:_NAMED])
         notes.append(f"the checkpoint also has weights of this model under {shown}; --weights PREFIX takes those")
-    apart = [name for name in left if not any(name.startswith(other) for other in others if other)]
-    if apart:
-        notes.append(f"tensors that the model does not use, stored only for restore: {first_few(apart, _NAMED)}")
+    unused = [name for name in remaining if not any(name.startswith(other) for other in others if other)]
+    if unused:
+        notes.append(f"tensors that the model does not use, stored only for restore: {first_few(unused, _NAMED)}")
     return notes

@@ -86,12 +86,12 @@ def _shard_path(index: Path, shard: str) -> Path:
 
 
 def _header(path: Path) -> dict[str, Any]:
-    there = path.stat().st_size - 8
+    following = path.stat().st_size - 8
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
-        if size > max(there, 0):  # a false length must be rejected even if only little would be read
+        if size > max(following, 0):  # a false length must be rejected even if only little would be read
             raise SourceError(
-                f"{path}: truncated: its header claims {size} bytes, but only {max(there, 0)} follow its length"
+                f"{path}: truncated: its header claims {size} bytes, but only {max(following, 0)} follow its length"
             )
         if size > HEADER_LIMIT:
             raise SourceError(f"{path}: damaged: its header claims {size} bytes; safetensors allows {HEADER_LIMIT}")

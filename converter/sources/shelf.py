@@ -17,7 +17,7 @@ _ALIGNMENT = 64  # bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class ArraySpec:
     """An array before memory is allocated: ``dtype`` is a key of :data:`~bf16kit.tensors.BY_NAME`."""
 
     dtype: str
@@ -29,7 +29,7 @@ class Form:
 
 
 @dataclass(frozen=True, slots=True)
-class Shelf:
+class ArrayFile:
     """The file, which has its name only while it is filled, and each array's offset in it and view of it."""
 
     path: Path
@@ -38,23 +38,23 @@ class Shelf:
 
 
 @contextmanager
-def shelf(forms: Mapping[str, Form], directory: Path, source: Path) -> Iterator[Shelf]:
-    """Allocate an array for each of ``forms`` in a temporary file in ``directory``.
+def array_file(specs: Mapping[str, ArraySpec], directory: Path, source: Path) -> Iterator[ArrayFile]:
+    """Allocate an array for each of ``specs`` in a temporary file in ``directory``.
 
     If that has no room, the file is in the system's directory, even if that is in memory. The arrays are writable and
     aligned, and stay valid after the block. Raises :class:`SourceError` naming ``source`` when there is no room.
     """
     offsets, end = {}, 0
-    for name, form in forms.items():
+    for name, spec in specs.items():
         offsets[name] = end
-        end += form.nbytes + -form.nbytes % _ALIGNMENT
+        end += spec.nbytes + -spec.nbytes % _ALIGNMENT
     try:
         with _file(max(end, 1), directory) as (path, data):
             views = {
-                name: data[start : start + forms[name].nbytes].view(BY_NAME[forms[name].dtype].numpy)
+                name: data[start : start + specs[name].nbytes].view(BY_NAME[specs[name].dtype].numpy)
                 for name, start in offsets.items()
             }
-            yield Shelf(path, offsets, {name: views[name].reshape(forms[name].shape) for name in forms})
+            yield ArrayFile(path, offsets, {name: views[name].reshape(specs[name].shape) for name in specs})
     except NoScratch as error:
         raise SourceError(
             f"{source}: its {end / 1e6:.0f} MB of arrays do not fit in the temporary directory: {error}"

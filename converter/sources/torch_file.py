@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _FORBIDDEN = re.compile(r"GLOBAL (\S+)")
 _ZIPS = (Kind.TORCH_ZIP, Kind.LIGHTNING)
 _NAMED = 5
-_WITHOUT = (
+_LIGHTNING_REMEDY = (
     "the cause is usually a hyper-parameter: train with save_hyperparameters(ignore=[...]) for values that are not"
     " numbers or text, or save the file again without its 'hyper_parameters' if you trust it"
 )
@@ -82,7 +82,7 @@ def _load(path: Path, kind: Kind, *, trust_pickle: bool) -> Any:
         what = f" ({found[1]})" if found else ""
         remedy = "save its state_dict() instead"
         if kind is Kind.LIGHTNING:
-            what, remedy = _culprits(path) or what, _WITHOUT
+            what, remedy = _unsafe_globals(path) or what, _LIGHTNING_REMEDY
         raise SourceError(
             f"{path}: holds more than tensors{what}, and loading that could run any code; {remedy}, or pass"
             " --trust-pickle if you trust whoever made it"
@@ -91,7 +91,7 @@ def _load(path: Path, kind: Kind, *, trust_pickle: bool) -> Any:
         raise SourceError(f"{path}: torch cannot load it: {first_line(error)}") from error
 
 
-def _culprits(path: Path) -> str:
+def _unsafe_globals(path: Path) -> str:
     """Name the classes and functions that a checkpoint's pickle asks for beside tensors; "" if it cannot be read."""
     import torch
 

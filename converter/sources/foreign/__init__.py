@@ -47,5 +47,5 @@ def refuse_missing(path: Path) -> None:
 def _refuse(path: Path, name: str | None, detail: str = "") -> None:
     if name is not None:
         foreign = TABLE[name]
-        error = NoCheckpoint if foreign.data else SourceError
+        error = NoCheckpoint if foreign.may_hold_weights else SourceError
         raise error(f"{path}: is {foreign.what}{detail}, which is not converted; {foreign.remedy}")

@@ -16,62 +16,68 @@ Found = tuple[str, str]  # the name in the table, and a text to append to its de
 def of_directory(path: Path) -> Found | None:
     """Return the foreign format of the directory ``path``, with details that the table does not have; or None."""
     config = _json(path / "config.json")
-    for name, is_one in _MARKS if config else (*_MARKS, *_WEAK_MARKS):
+    for name, is_one in _MARKERS if config else (*_MARKERS, *_WEAK_MARKERS):
         if is_one(path):
             return name, ""
     adapter = _json(path / "adapter_config.json")
     if adapter and not config:
-        base = _named(adapter.get("base_model_name_or_path"))
+        base = _shortened(adapter.get("base_model_name_or_path"))
         return "adapter", f" ({base})" if base else ""
-    how = _quantised(path, config)
-    return ("quantised", f" ({how})") if how else None
+    quantization = _quantised(path, config)
+    return ("quantised", f" ({quantization})") if quantization else None
 
 
-def _has(*names: str) -> Callable[[Path], bool]:
+def _has_all(*names: str) -> Callable[[Path], bool]:
     return lambda path: all((path / name).exists() for name in names)
 
 
-def _holds(pattern: str) -> Callable[[Path], bool]:
+def _has_match(pattern: str) -> Callable[[Path], bool]:
     return lambda path: next(path.glob(pattern), None) is not None
 
 
 def _is_checkpoint(path: Path) -> bool:
     """Return whether the directory has TensorFlow variables without the graph that a SavedModel has."""
-    return _holds("*.data-00000-of-*")(path) and _holds("*.index")(path)
+    return _has_match("*.data-00000-of-*")(path) and _has_match("*.index")(path)
 
 
-_MARKS: tuple[tuple[str, Callable[[Path], bool]], ...] = (
-    ("coreml package", _has("Manifest.json", "Data/com.apple.CoreML")),
-    ("coreml compiled", _has("coremldata.bin")),
-    ("diffusers", _has("model_index.json")),
-    ("trtllm", _has("rank0.engine")),
+_MARKERS: tuple[tuple[str, Callable[[Path], bool]], ...] = (
+    ("coreml package", _has_all("Manifest.json", "Data/com.apple.CoreML")),
+    ("coreml compiled", _has_all("coremldata.bin")),
+    ("diffusers", _has_all("model_index.json")),
+    ("trtllm", _has_all("rank0.engine")),
 )
 # These may also be beside a complete Hugging Face model, where a trainer left them.
-_WEAK_MARKS: tuple[tuple[str, Callable[[Path], bool]], ...] = (
-    ("lightning shards", _has("meta.pt", ".metadata")),
-    ("distributed", _holds("*.distcp")),
-    ("deepspeed", _has("zero_to_fp32.py")),
-    ("paddle", _holds("*.pdiparams")),
-    ("paddle", _holds("*.pdparams")),
+_WEAK_MARKERS: tuple[tuple[str, Callable[[Path], bool]], ...] = (
+    ("lightning shards", _has_all("meta.pt", ".metadata")),
+    ("distributed", _has_match("*.distcp")),
+    ("deepspeed", _has_all("zero_to_fp32.py")),
+    ("paddle", _has_match("*.pdiparams")),
+    ("paddle", _has_match("*.pdparams")),
     ("tensorflow checkpoint", _is_checkpoint),
-    ("mlflow", _has("MLmodel")),
+    ("mlflow", _has_all("MLmodel")),
 )
 
 
 def _quantised(path: Path, config: dict[str, Any]) -> str:
     """Describe how the weights of a Hugging Face directory are quantised; "" when they are not."""
-    said = config.get("quantization_config")
+    quantization = config.get("quantization_config")
     for name in ("quantize_config.json", "quant_config.json"):  # written by the first tools of GPTQ and AWQ
-        said = said or _json(path / name)
-    said = said or (config.get("quantization") if isinstance(config.get("quantization"), dict) else None)  # MLX
-    if not isinstance(said, dict) or not said:
+        quantization = quantization or _json(path / name)
+    quantization = quantization or (
+        config.get("quantization") if isinstance(config.get("quantization"), dict) else None
+    )  # MLX
+    if not isinstance(quantization, dict) or not quantization:
         return ""
-    method = _named(said.get("quant_method")) or _named(said.get("quant_type")) or "quantization_config in config.json"
-    bits = said.get("bits", said.get("w_bit"))
+    method = (
+        _shortened(quantization.get("quant_method"))
+        or _shortened(quantization.get("quant_type"))
+        or "quantization_config in config.json"
+    )
+    bits = quantization.get("bits", quantization.get("w_bit"))
     return f"{method}, {bits} bits" if isinstance(bits, int) else method
 
 
-def _named(value: object) -> str:
+def _shortened(value: object) -> str:
     return value[:_NAME_LIMIT] if isinstance(value, str) else ""
 
 

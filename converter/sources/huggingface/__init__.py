@@ -20,11 +20,11 @@ from converter.sources.huggingface.directory import Directory, weights
 from converter.sources.torch.onnx_export import adapt, not_served
 
 if TYPE_CHECKING:
-    from converter.sources.huggingface.unserved import Plain
+    from converter.sources.huggingface.unserved import BasicOutputModule
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedModel:
     """The model of a directory adapted to positional inputs, a sampler for it, and notes for its owner."""
 
     model: TorchModel
@@ -47,26 +47,28 @@ def read_tensors(path: Path) -> tuple[dict[str, Array], list[Path]]:
     return tensors, [*directory.files, *files]
 
 
-def is_sentence(path: Path) -> bool:
+def is_sentence_transformer(path: Path) -> bool:
     """Return whether the directory at ``path`` has sentence-transformers modules after the transformer."""
     return Directory.open(path).parts is not None
 
 
-def load(options: Options, tensors: Mapping[str, Array]) -> Loaded:
+def load(options: Options, tensors: Mapping[str, Array]) -> LoadedModel:
     """Build the directory's model over the memory of ``tensors``."""
     from converter.sources.huggingface.module import load_module
-    from converter.sources.huggingface.unserved import Plain
+    from converter.sources.huggingface.unserved import BasicOutputModule
 
     directory = Directory.open(options.source)
-    behind = tuple(part.prefix for part in directory.parts or ())
-    own = {name: tensor for name, tensor in tensors.items() if not (behind and name.startswith(behind))}
+    module_prefixes = tuple(part.prefix for part in directory.parts or ())
+    own = {
+        name: tensor for name, tensor in tensors.items() if not (module_prefixes and name.startswith(module_prefixes))
+    }
     module, notes = load_module(directory, own, options.target.path.parent)
-    plain = Plain.of(module)
+    plain = BasicOutputModule.of(module)
     if options.with_past:
         loaded = _with_past(options, directory, module)
     else:
-        loaded = _whole(options, directory, module, tensors)
-    return replace(loaded, notes=(*notes, *loaded.notes, *_left_out(options, directory, loaded.model, plain)))
+        loaded = _without_past(options, directory, module, tensors)
+    return replace(loaded, notes=(*notes, *loaded.notes, *_unserved_outputs(options, directory, loaded.model, plain)))
 
 
 def output_kind(options: Options, spec: TensorSpec) -> TensorSpec:
@@ -76,7 +78,7 @@ def output_kind(options: Options, spec: TensorSpec) -> TensorSpec:
     return replace(spec, kind="regression") if spec.kind == "logits" and regresses else spec
 
 
-def _whole(options: Options, directory: Directory, module: Any, tensors: Mapping[str, Array]) -> Loaded:
+def _without_past(options: Options, directory: Directory, module: Any, tensors: Mapping[str, Array]) -> LoadedModel:
     """Load the model for one forward pass, with every input that it declares or those of ``--input``."""
     notes: list[str] = []
     if options.inputs:
@@ -91,12 +93,12 @@ def _whole(options: Options, directory: Directory, module: Any, tensors: Mapping
         module = sentence(directory, module, tensors)
         call = _call_with_feeds
     for candidate in edges.batches(inputs) if not options.inputs else (inputs,):
-        if not samples.understands(candidate):
-            return Loaded(adapt(module, candidate, call=call), None, tuple(notes))
+        if not samples.can_generate(candidate):
+            return LoadedModel(adapt(module, candidate, call=call), None, tuple(notes))
         sampler = samples.sampler(directory, candidate)
         example = next(iter(sampler(0, 1)))
         try:
-            return Loaded(adapt(module, candidate, call=call, example=example), sampler, tuple(notes))
+            return LoadedModel(adapt(module, candidate, call=call, example=example), sampler, tuple(notes))
         except ConversionError:
             if candidate is inputs:
                 raise
@@ -107,7 +109,7 @@ def _call_with_feeds(module: Any, feeds: dict[str, Any]) -> Any:
     return module(feeds)
 
 
-def _with_past(options: Options, directory: Directory, module: Any) -> Loaded:
+def _with_past(options: Options, directory: Directory, module: Any) -> LoadedModel:
     from converter.sources.huggingface.caches import Cache
 
     if options.inputs:
@@ -118,10 +120,10 @@ def _with_past(options: Options, directory: Directory, module: Any) -> Loaded:
     inputs = cache.inputs()
     sampler = cache.sampler(directory, inputs)
     model = adapt(module, inputs, call=cache.call, example=next(iter(sampler(0, 1))))
-    return Loaded(model, sampler, ())
+    return LoadedModel(model, sampler, ())
 
 
-def _left_out(options: Options, directory: Directory, model: TorchModel, plain: Plain) -> list[str]:
+def _unserved_outputs(options: Options, directory: Directory, model: TorchModel, plain: BasicOutputModule) -> list[str]:
     """Return a note on outputs of ``plain`` that ``model`` does not serve.
 
     The cache of a sentence model is not mentioned, because it has no use.
@@ -129,7 +131,7 @@ def _left_out(options: Options, directory: Directory, model: TorchModel, plain: 
     from converter.sources.huggingface.caches import is_causal
     from converter.sources.huggingface.unserved import CACHE
 
-    unmissed = {CACHE} if options.with_past or directory.parts is not None else set()
-    missing = [name for name in plain.left_out(model) if name not in unmissed]
+    expected = {CACHE} if options.with_past or directory.parts is not None else set()
+    missing = [name for name in plain.left_out(model) if name not in expected]
     remedy = "--with-past serves the cache" if CACHE in missing and is_causal(plain.module) else ""
     return not_served(model.outputs, missing, remedy)

@@ -47,7 +47,7 @@ class Cache:
         with quiet(), torch.no_grad():
             ids = torch.ones((1, 3), dtype=torch.int64)
             layers = module(input_ids=ids, use_cache=True, return_dict=True).get("past_key_values")
-        tensors = [tensor for layer in getattr(layers, "layers", ()) for tensor in _of_layer(layer)]
+        tensors = [tensor for layer in getattr(layers, "layers", ()) for tensor in _keys_and_values(layer)]
         if not tensors or not all(isinstance(t, torch.Tensor) and t.ndim == 4 and t.shape[2] == 3 for t in tensors):
             raise UsageError(f"--with-past: {name} keeps more than keys and values; leave the option out")
         names = [f"past_key_values.{index // 2}.{_PARTS[index % 2]}" for index in range(len(tensors))]
@@ -67,20 +67,20 @@ class Cache:
         from transformers import DynamicCache
 
         ids, mask = feeds["input_ids"], feeds["attention_mask"]
-        given = [feeds[spec.name] for spec in self.specs]
+        cache_tensors = [feeds[spec.name] for spec in self.specs]
         extra = {}
         if "position_ids" in inspect.signature(module.forward).parameters:
             extra["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
         # Without the config, a layer with a sliding window is only masked, and still keeps the whole past.
-        cache = DynamicCache(list(zip(given[::2], given[1::2], strict=True)))
+        cache = DynamicCache(list(zip(cache_tensors[::2], cache_tensors[1::2], strict=True)))
         output = module(
             input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, return_dict=True, **extra
         )
-        answer = dict(named_tensors(output))
+        outputs = dict(named_tensors(output))
         for index, layer in enumerate(output.past_key_values.layers):
-            for part, tensor in zip(_PARTS, _of_layer(layer), strict=True):
-                answer[f"present.{index}.{part}"] = tensor
-        return answer
+            for part, tensor in zip(_PARTS, _keys_and_values(layer), strict=True):
+                outputs[f"present.{index}.{part}"] = tensor
+        return outputs
 
     def sampler(self, directory: Directory, inputs: Sequence[TensorSpec]) -> Sampler:
         """Return a sampler of feeds in the middle of a text; the second row starts later and is padded at the left."""
@@ -115,5 +115,5 @@ def is_causal(module: Any) -> bool:
     return takes and not getattr(module.config, "is_encoder_decoder", False)
 
 
-def _of_layer(layer: Any) -> tuple[Any, Any]:
+def _keys_and_values(layer: Any) -> tuple[Any, Any]:
     return getattr(layer, "keys", None), getattr(layer, "values", None)

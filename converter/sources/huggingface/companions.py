@@ -79,7 +79,7 @@ def companions(path: Path) -> dict[str, bytes]:
     return found | {name: _content(root, name) for name in _NAMES if (root / name).is_file()}
 
 
-def left_behind(path: Path) -> tuple[str, ...]:
+def uncopied_files_note(path: Path) -> tuple[str, ...]:
     """Return a note on files that :func:`companions` does not copy but a model may need, such as code."""
     root = Directory.open(path).path
     names = sorted(
@@ -99,25 +99,25 @@ def in_bf16(config: dict[str, Any]) -> dict[str, Any]:
 
     transformers 5 reads ``dtype`` first and older releases know only ``torch_dtype``, so both are written.
     """
-    return _stated(config) | dict.fromkeys(_DTYPES, "bfloat16")
+    return _with_bf16_dtypes(config) | dict.fromkeys(_DTYPES, "bfloat16")
 
 
-def _stated(config: dict[str, Any]) -> dict[str, Any]:
-    changed = {key: _stated(value) if isinstance(value, dict) else value for key, value in config.items()}
+def _with_bf16_dtypes(config: dict[str, Any]) -> dict[str, Any]:
+    changed = {key: _with_bf16_dtypes(value) if isinstance(value, dict) else value for key, value in config.items()}
     return changed | {key: "bfloat16" for key in _DTYPES if isinstance(config.get(key), str)}
 
 
 def _content(root: Path, name: str) -> bytes:
     path = root / name
     real = Path(os.path.realpath(path))
-    if not any(real.is_relative_to(place) for place in _places(root)):
+    if not any(real.is_relative_to(root_directory) for root_directory in _allowed_roots(root)):
         raise SourceError(
             f"{path}: a link out of the directory, to {real}; replace the link with the file to export it"
         )
     return read_bounded(path, LARGEST, SourceError, "more than any tokenizer or config has")
 
 
-def _places(root: Path) -> Iterator[Path]:
+def _allowed_roots(root: Path) -> Iterator[Path]:
     """Yield where files of the directory may be: inside it or, in the Hub's cache, among the model's blobs."""
     real = Path(os.path.realpath(root))
     yield real

@@ -17,7 +17,7 @@ _PARTS = ("text_config", "vision_config", "audio_config", "encoder", "decoder") 
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SentenceModule:
     """One sentence-transformers module after the transformer, as listed in ``modules.json``."""
 
     kind: str  # Pooling, Normalize, Dense
@@ -41,7 +41,7 @@ class Directory:
     config: Mapping[str, Any]
     preprocessor: Mapping[str, Any]
     tokenizer: Mapping[str, Any]
-    parts: tuple[Part, ...] | None
+    parts: tuple[SentenceModule, ...] | None
     files: tuple[Path, ...]
 
     @classmethod
@@ -81,7 +81,7 @@ def weights(path: Path) -> tuple[dict[str, Array], list[Path]]:
     raise SourceError(f"{path}: has a config.json, but neither model.safetensors, its index, nor pytorch_model.bin")
 
 
-def _parts(path: Path, listing: Path) -> tuple[Path, tuple[Part, ...]]:
+def _parts(path: Path, listing: Path) -> tuple[Path, tuple[SentenceModule, ...]]:
     """Return the transformer's directory and the modules after it."""
     entries = _load(listing)
     if not isinstance(entries, list) or not all(_is_entry(entry) for entry in entries):
@@ -92,9 +92,11 @@ def _parts(path: Path, listing: Path) -> tuple[Path, tuple[Part, ...]]:
             f"{listing}: its first module is a {transformers['type'] or 'nothing'}; only directories that begin with a"
             " Transformer are converted"
         )
-    parts = [Part(entry["type"].rpartition(".")[2], _inside(path, listing, entry["path"])) for entry in others]
+    parts = [
+        SentenceModule(entry["type"].rpartition(".")[2], _inside(path, listing, entry["path"])) for entry in others
+    ]
     root = _inside(path, listing, transformers["path"])
-    return root, tuple(Part(part.kind, part.path, _optional(part.path / "config.json")) for part in parts)
+    return root, tuple(SentenceModule(part.kind, part.path, _optional(part.path / "config.json")) for part in parts)
 
 
 def _is_entry(entry: Any) -> bool:

@@ -39,9 +39,9 @@ def declared(module: Any, directory: Directory) -> tuple[tuple[TensorSpec, ...],
     """
     parameters = inspect.signature(module.forward).parameters
     notes: list[str] = []
-    specs = [_described(name, module, directory, notes) for name in _main_inputs(module, parameters)]
+    specs = [_input_spec(name, module, directory, notes) for name in _main_inputs(module, parameters)]
     names = [spec.name for spec in specs]
-    specs += [_companion(name, specs) for name in _companions(names, module, directory, parameters)]
+    specs += [_companion_spec(name, specs) for name in _companion_names(names, module, directory, parameters)]
     known = {spec.name for spec in specs}
     for name, parameter in parameters.items():
         required = parameter.default is inspect.Parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
@@ -71,7 +71,7 @@ def _main_inputs(module: Any, parameters: Mapping[str, Any]) -> list[str]:
     return [main, *(name for name in found if name != main)]
 
 
-def _companions(names: list[str], module: Any, directory: Directory, parameters: Mapping[str, Any]) -> list[str]:
+def _companion_names(names: list[str], module: Any, directory: Directory, parameters: Mapping[str, Any]) -> list[str]:
     """Return masks, segments and the decoder's inputs, if the model uses them."""
     found = []
     if "attention_mask" in parameters and ("input_ids" in names or _masks_audio(names, directory)):
@@ -95,15 +95,19 @@ def _has_segments(directory: Directory) -> bool:
     return int(directory.setting("type_vocab_size") or 0) > 1
 
 
-def _companion(name: str, specs: list[TensorSpec]) -> TensorSpec:
+def _companion_spec(name: str, specs: list[TensorSpec]) -> TensorSpec:
     if name.startswith("decoder_"):
         return TensorSpec(name, "int64", (BATCH, DECODER_SEQ))
-    beside = next(spec for spec in specs if spec.name in ("input_ids", "input_values", "input_features"))
-    steps = beside.shape[1] if beside.shape[1:] == (beside.shape[1],) or beside.shape[1] == FRAMES else beside.shape[-1]
+    main_input = next(spec for spec in specs if spec.name in ("input_ids", "input_values", "input_features"))
+    steps = (
+        main_input.shape[1]
+        if main_input.shape[1:] == (main_input.shape[1],) or main_input.shape[1] == FRAMES
+        else main_input.shape[-1]
+    )
     return TensorSpec(name, "int64", (BATCH, steps))
 
 
-def _described(name: str, module: Any, directory: Directory, notes: list[str]) -> TensorSpec:
+def _input_spec(name: str, module: Any, directory: Directory, notes: list[str]) -> TensorSpec:
     """Return the input called ``name`` with its dtype and shape."""
     if name == "input_ids":
         return TensorSpec(name, "int64", (BATCH, SEQ))

@@ -24,7 +24,7 @@ def sampler(directory: Directory, inputs: Sequence[TensorSpec]) -> Sampler:
     def sample(seed: int, count: int) -> Iterator[Feeds]:
         random = np.random.default_rng(seed)
         for _ in range(count):
-            yield _Feed(directory, inputs, random).make()
+            yield _FeedGenerator(directory, inputs, random).make()
 
     return sample
 
@@ -34,12 +34,12 @@ def vocabulary(directory: Directory) -> int:
     return _number(directory, "vocab_size", 2)
 
 
-def understands(inputs: Sequence[TensorSpec]) -> bool:
+def can_generate(inputs: Sequence[TensorSpec]) -> bool:
     """Return whether this module can make values for all of ``inputs``."""
-    return all(spec.name.removeprefix("decoder_") in _MAKERS for spec in inputs)
+    return all(spec.name.removeprefix("decoder_") in _GENERATORS for spec in inputs)
 
 
-class _Feed:
+class _FeedGenerator:
     """One feed: the sizes of its dimensions, drawn once, and the length of each row."""
 
     def __init__(self, directory: Directory, inputs: Sequence[TensorSpec], random: np.random.Generator) -> None:
@@ -52,7 +52,7 @@ class _Feed:
 
     def _make(self, spec: TensorSpec) -> Array:
         shape = tuple(self._size(dim, axis) for axis, dim in enumerate(spec.shape))
-        values = _MAKERS[spec.name.removeprefix("decoder_")](self, spec, shape)
+        values = _GENERATORS[spec.name.removeprefix("decoder_")](self, spec, shape)
         return np.ascontiguousarray(values.astype(BY_NAME[spec.dtype].numpy))
 
     def _size(self, dim: int | str, axis: int) -> int:
@@ -117,13 +117,13 @@ class _Feed:
         return np.clip(self.random.standard_normal(shape) * 0.5, -1.0, 1.5)
 
 
-_MAKERS = {
-    "input_ids": _Feed.tokens,
-    "attention_mask": _Feed.mask,
-    "token_type_ids": _Feed.segments,
-    "pixel_values": _Feed.image,
-    "input_values": _Feed.wave,
-    "input_features": _Feed.spectrum,
+_GENERATORS = {
+    "input_ids": _FeedGenerator.tokens,
+    "attention_mask": _FeedGenerator.mask,
+    "token_type_ids": _FeedGenerator.segments,
+    "pixel_values": _FeedGenerator.image,
+    "input_values": _FeedGenerator.wave,
+    "input_features": _FeedGenerator.spectrum,
 }
 
 

@@ -9,7 +9,7 @@ import torch
 
 from bf16kit.errors import SourceError
 from converter.model import Array
-from converter.sources.huggingface.directory import Directory, Part
+from converter.sources.huggingface.directory import Directory, SentenceModule
 from converter.sources.statedict import mismatch_message, to_torch
 
 Feeds = dict[str, torch.Tensor]
@@ -51,7 +51,7 @@ def sentence(directory: Directory, transformer: torch.nn.Module, tensors: Mappin
     return Sentence(transformer, [step for part in directory.parts or () for step in _steps(part, tensors)])
 
 
-def _steps(part: Part, tensors: Mapping[str, Array]) -> list[torch.nn.Module]:
+def _steps(part: SentenceModule, tensors: Mapping[str, Array]) -> list[torch.nn.Module]:
     if part.kind == "Dropout":
         return []
     if part.kind == "Normalize":
@@ -122,7 +122,7 @@ _POOLINGS = {
 }
 
 
-def _modes(part: Part) -> tuple[str, ...]:
+def _modes(part: SentenceModule) -> tuple[str, ...]:
     stated: Any = part.config.get("pooling_mode")
     if stated is None:
         stated = [mode for switch, mode in _SWITCHES.items() if part.config.get(switch)] or "mean"
@@ -150,7 +150,7 @@ class _Dense(torch.nn.Module):
         return result
 
 
-def _dense(part: Part, tensors: Mapping[str, Array]) -> _Dense:
+def _dense(part: SentenceModule, tensors: Mapping[str, Array]) -> _Dense:
     where, config = part.path / "config.json", part.config
     if config.get("use_residual") or config.get("module_input_name", "sentence_embedding") != "sentence_embedding":
         raise SourceError(f"{where}: a Dense module with a residual or another input is not supported")

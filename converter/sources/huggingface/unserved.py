@@ -16,45 +16,45 @@ _SWITCHES = ("use_cache", "output_hidden_states", "output_attentions")
 
 
 @dataclass(frozen=True)
-class Plain:
+class BasicOutputModule:
     """A transformers module that returns neither a cache nor a list of every layer's states, whatever its config says.
 
-    ``switched`` are the settings that were switched off: the config of the module or a part, and the setting's name.
+    ``disabled`` are the settings that were switched off: the config of the module or a part, and the setting's name.
     """
 
     module: torch.nn.Module
-    switched: tuple[tuple[Any, str], ...]
+    disabled: tuple[tuple[Any, str], ...]
 
     @classmethod
-    def of(cls, module: Any) -> Plain:
+    def of(cls, module: Any) -> BasicOutputModule:
         """Return ``module``, in which these settings are switched off in place."""
-        switched = []
+        disabled = []
         for part in module.modules():
             config = getattr(part, "config", None)
             for name in _SWITCHES:
                 if getattr(config, name, False):
                     setattr(config, name, False)
-                    switched.append((config, name))
+                    disabled.append((config, name))
         module.config.return_dict = True
-        return cls(module, tuple(switched))
+        return cls(module, tuple(disabled))
 
     def left_out(self, model: TorchModel) -> tuple[str, ...]:
         """Return the outputs by the original config that ``model`` does not serve, from a run on its example."""
-        if not self.switched:
+        if not self.disabled:
             return model.left_out
-        answers: list[Any] = []
-        hook = self.module.register_forward_hook(lambda _module, _inputs, answer: answers.append(answer))
+        outputs: list[Any] = []
+        hook = self.module.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
         try:
             self._switch(on=True)
             with quiet(), torch.no_grad():
                 model.module(*model.example)
         except Exception:  # noqa: BLE001 - of any kind; with the settings off it works, and that is what is served
-            return (*model.left_out, *sorted({f"what {name} in its config adds" for _, name in self.switched}))
+            return (*model.left_out, *sorted({f"what {name} in its config adds" for _, name in self.disabled}))
         finally:
             hook.remove()
             self._switch(on=False)
-        return left_out(answers[-1])
+        return left_out(outputs[-1])
 
     def _switch(self, *, on: bool) -> None:
-        for config, name in self.switched:
+        for config, name in self.disabled:
             setattr(config, name, on)

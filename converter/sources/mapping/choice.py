@@ -10,7 +10,7 @@ from converter.model import Array
 from converter.options import Options
 from converter.sources.mapping import rules
 from converter.sources.mapping.proposal import Proposal, propose
-from converter.sources.mapping.rules import Mapped
+from converter.sources.mapping.rules import MappedTensors
 from converter.sources.mapping.slots import Slots
 
 _NEXT = (
@@ -29,44 +29,45 @@ class UnconfirmedMap(UsageError):
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class ChosenMap:
     """The map, notes on it, and the rules that samples must still confirm, if any."""
 
-    mapped: Mapped
+    mapped: MappedTensors
     notes: tuple[str, ...] = ()
     proposed_rules: str | None = None
 
 
-def choose(options: Options, leaves: Mapping[str, Array], slots: Slots) -> Chosen:
+def choose(options: Options, leaves: Mapping[str, Array], slots: Slots) -> ChosenMap:
     """Return the map from ``leaves`` to ``slots``.
 
     Raises :class:`UnconfirmedMap` if there is only a proposal, and it is incomplete or neither ``--accept-map`` nor
     samples can confirm it. Raises :class:`~bf16kit.errors.SourceError` when a given map does not fit.
     """
     if options.map is not None:
-        return Chosen(rules.apply(rules.read(options.map), leaves, slots))
+        return ChosenMap(rules.apply(rules.read(options.map), leaves, slots))
     found = propose(leaves, slots)
     if not found.complete or (options.accept_map and not found.certain):
         raise _unconfirmed(options, found, "--accept-map cannot accept this map: " if options.accept_map else "")
     if options.accept_map:
         note = f"--accept-map: {len(found.entries)} leaves were placed by the proposed map, which was not confirmed"
-        return Chosen(rules.apply(found.rules(), leaves, slots), (note,))
+        return ChosenMap(rules.apply(found.rules(), leaves, slots), (note,))
     if options.samples is None:
         raise _unconfirmed(options, found, "")
-    return Chosen(rules.apply(found.rules(), leaves, slots), proposed_rules=found.text())
+    return ChosenMap(rules.apply(found.rules(), leaves, slots), proposed_rules=found.text())
 
 
-def _unconfirmed(options: Options, found: Proposal, what: str) -> UnconfirmedMap:
+def _unconfirmed(options: Options, found: Proposal, prefix: str) -> UnconfirmedMap:
     remarks = "".join(f"\n  {remark}" for remark in found.remarks())
-    how = "complete the rules on standard output and pass them as --map" if not found.complete else _NEXT
+    instruction = "complete the rules on standard output and pass them as --map" if not found.complete else _NEXT
     if options.accept_map:
-        how = "complete or correct the rules on standard output and pass them as --map"
+        instruction = "complete or correct the rules on standard output and pass them as --map"
     return UnconfirmedMap(
-        f"{options.source}: {what}a map of its {len(found.entries)} leaves to the model is proposed; {how}{remarks}",
+        f"{options.source}: {prefix}a map of its {len(found.entries)} leaves to the model is proposed;"
+        f" {instruction}{remarks}",
         found.text(),
     )
 
 
-def refuted(source: str, why: str, rules: str) -> UnconfirmedMap:
+def map_refuted(source: str, reason: str, rules: str) -> UnconfirmedMap:
     """Return the error for a proposal that samples do not confirm, and why."""
-    return UnconfirmedMap(f"{source}: the proposed map is not confirmed: {why}; {_NEXT}", rules)
+    return UnconfirmedMap(f"{source}: the proposed map is not confirmed: {reason}; {_NEXT}", rules)

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from converter.sources.mapping.words import likeness, numbers_of, words_of
+from converter.sources.mapping.words import numbers_of, similarity, words_of
 
 Fits = Callable[[str, str], bool]
 
@@ -20,37 +20,39 @@ class Pair:
 
     left: str
     right: str
-    why: str
+    reason: str
     guessed: bool = False
 
 
 def pair(lefts: Sequence[str], rights: Sequence[str], fits: Fits) -> list[Pair]:
     """Pair as many of ``lefts`` as have a counterpart among ``rights``; guesses follow the order of both."""
     found: list[Pair] = []
-    for some, others in _apart(lefts, rights, fits):
+    for some, others in _independent_groups(lefts, rights, fits):
         found += _resolve(some, others, fits)
     return found
 
 
-def _apart(lefts: Sequence[str], rights: Sequence[str], fits: Fits) -> Iterator[tuple[list[str], list[str]]]:
+def _independent_groups(
+    lefts: Sequence[str], rights: Sequence[str], fits: Fits
+) -> Iterator[tuple[list[str], list[str]]]:
     """Split the names into groups; no name of one group fits a name of another."""
-    left_todo = list(lefts)
-    near = {left: [right for right in rights if fits(left, right)] for left in lefts}
+    remaining = list(lefts)
+    candidates = {left: [right for right in rights if fits(left, right)] for left in lefts}
     owners: dict[str, list[str]] = defaultdict(list)
-    for left, several in near.items():
+    for left, several in candidates.items():
         for right in several:
             owners[right].append(left)
     seen: set[str] = set()
-    for start in left_todo:
+    for start in remaining:
         if start in seen:
             continue
         some, todo = {start}, [start]
         while todo:
-            more = {other for right in near[todo.pop()] for other in owners[right]} - some
+            more = {other for right in candidates[todo.pop()] for other in owners[right]} - some
             some |= more
             todo += more
         seen |= some
-        reached = {right for left in some for right in near[left]}
+        reached = {right for left in some for right in candidates[left]}
         yield [left for left in lefts if left in some], [right for right in rights if right in reached]
 
 
@@ -63,8 +65,8 @@ def _resolve(lefts: list[str], rights: list[str], fits: Fits) -> Iterator[Pair]:
         best = _best(left, right, fits)
         if best is None:
             break
-        (a, b), why = best
-        yield from _counted(left.pop(a), right.pop(b), why)
+        (a, b), reason = best
+        yield from _pairs_in_order(left.pop(a), right.pop(b), reason)
     rest, others = ({name for names in series.values() for name in names} for series in (left, right))
     yield from _guesses([name for name in lefts if name in rest], [name for name in rights if name in others], fits)
 
@@ -85,10 +87,10 @@ def _best(
     The last two series are returned even if they are not similar.
     """
     scores = {
-        (a, b): likeness(a, b)
+        (a, b): similarity(a, b)
         for a, some in left.items()
         for b, others in right.items()
-        if _go_together(some, others, fits)
+        if _series_match(some, others, fits)
     }
     if len(left) == len(right) == 1 and scores:
         return next(iter(scores)), "the only one left of its shape"
@@ -99,16 +101,16 @@ def _best(
     return None
 
 
-def _go_together(some: Sequence[str], others: Sequence[str], fits: Fits) -> bool:
+def _series_match(some: Sequence[str], others: Sequence[str], fits: Fits) -> bool:
     """Return whether two series have equal lengths, unique numbers, and elements that fit one by one."""
     if len(some) != len(others) or not all(map(fits, some, others)):
         return False
     return all(len({numbers_of(name) for name in names}) == len(names) for names in (some, others))
 
 
-def _counted(some: Sequence[str], others: Sequence[str], why: str) -> Iterator[Pair]:
+def _pairs_in_order(some: Sequence[str], others: Sequence[str], reason: str) -> Iterator[Pair]:
     for a, b in zip(some, others, strict=True):
-        yield Pair(a, b, why if len(some) == 1 else f"{why}, in numerical order")
+        yield Pair(a, b, reason if len(some) == 1 else f"{reason}, in numerical order")
 
 
 def _guesses(lefts: Sequence[str], rights: list[str], fits: Fits) -> Iterator[Pair]:

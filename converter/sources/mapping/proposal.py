@@ -15,7 +15,7 @@ from converter.sources.mapping import rules
 from converter.sources.mapping.pairing import Pair, pair
 from converter.sources.mapping.rules import Rule, Rules
 from converter.sources.mapping.slots import Slot, Slots
-from converter.sources.mapping.turns import Turn
+from converter.sources.mapping.turns import LayoutStep
 
 # Flax's and Haiku's names for torch's weight, bias, running_mean and running_var.
 _ROLES = {
@@ -31,12 +31,12 @@ _MAIN = ("params", "batch_stats")
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A leaf, the tensor that it fills (None: dropped), its turns, and the reason."""
+    """A leaf, the tensor that it fills (None: dropped), the steps to its layout, and the reason."""
 
     leaf: str
     to: str | None
-    turns: tuple[Turn, ...]
-    why: str
+    steps: tuple[LayoutStep, ...]
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +65,15 @@ class Proposal:
 
     def rules(self) -> Rules:
         """Return the map as rules."""
-        made = (Rule(re.compile(re.escape(e.leaf)), e.to and e.to.replace("\\", r"\\"), e.turns) for e in self.entries)
+        made = (Rule(re.compile(re.escape(e.leaf)), e.to and e.to.replace("\\", r"\\"), e.steps) for e in self.entries)
         return Rules(tuple(made), tuple(re.compile(re.escape(name)) for name in self.keep))
 
     def text(self) -> str:
         """Return the map as a file for ``--map``, with its uncertainties at the top."""
-        head = ["# Proposed by bf16-convert from shapes and names. Check it before you use it with --map."]
-        head += [f"# {line}" for line in self.remarks()]
-        entries = [(entry.leaf, entry.to, entry.turns, entry.why) for entry in self.entries]
-        return "\n".join([*head, *rules.lines(entries, self.keep)])
+        header = ["# Proposed by bf16-convert from shapes and names. Check it before you use it with --map."]
+        header += [f"# {line}" for line in self.remarks()]
+        entries = [(entry.leaf, entry.to, entry.steps, entry.reason) for entry in self.entries]
+        return "\n".join([*header, *rules.lines(entries, self.keep)])
 
     def remarks(self) -> Iterator[str]:
         """Yield a sentence for each thing that is uncertain or missing."""
@@ -88,14 +88,16 @@ class Proposal:
 def propose(leaves: Mapping[str, Array], slots: Slots) -> Proposal:
     """Propose a map from ``leaves`` to ``slots``: whole layers first, then the remaining ones individually."""
     collections = {name.partition(".")[0] for name in leaves}
-    beside = collections.difference(_MAIN) if "params" in collections else set()
-    used = {name: array for name, array in leaves.items() if _is_weight(name, array, beside)}
+    other_collections = collections.difference(_MAIN) if "params" in collections else set()
+    used = {name: array for name, array in leaves.items() if _is_weight(name, array, other_collections)}
     open_slots = {n: slot for n, slot in slots.by_name.items() if slot.floating and n not in slots.twins}
     pairs = list(_by_layers(used, open_slots))
     done = {found.left for found in pairs}, {found.right for found in pairs}
     rest = {name: array for name, array in used.items() if name not in done[0]}
     others = {name: slot for name, slot in open_slots.items() if name not in done[1]}
-    pairs += pair(list(rest), list(others), lambda leaf, slot: _turns(leaf, rest[leaf].shape, others[slot]) is not None)
+    pairs += pair(
+        list(rest), list(others), lambda leaf, slot: _layout_steps(leaf, rest[leaf].shape, others[slot]) is not None
+    )
     placed = {found.left: found for found in pairs}
     filled = {found.right for found in pairs}
     entries = [
@@ -115,13 +117,17 @@ def propose(leaves: Mapping[str, Array], slots: Slots) -> Proposal:
 def _entry(name: str, array: Array, found: Pair | None, slots: Slots) -> Entry:
     if found is None:
         return Entry(name, None, (), "not a weight of the model")
-    turns = _turns(name, array.shape, slots.by_name[found.right])
-    return Entry(name, found.right, turns or (), found.why)
+    steps = _layout_steps(name, array.shape, slots.by_name[found.right])
+    return Entry(name, found.right, steps or (), found.reason)
 
 
-def _is_weight(name: str, array: Array, beside: Set[str]) -> bool:
-    """Return whether a leaf is a weight of the model: no counter or random key, not in a collection ``beside``."""
-    return array.dtype.kind not in "iub" and name.rpartition(".")[2] != "step" and name.partition(".")[0] not in beside
+def _is_weight(name: str, array: Array, other_collections: Set[str]) -> bool:
+    """Return whether a leaf is a weight of the model: no counter or random key, and not in ``other_collections``."""
+    return (
+        array.dtype.kind not in "iub"
+        and name.rpartition(".")[2] != "step"
+        and name.partition(".")[0] not in other_collections
+    )
 
 
 def _keys(leaf: str) -> list[str]:
@@ -148,16 +154,16 @@ def _by_layers(leaves: Mapping[str, Array], slots: Mapping[str, Slot]) -> Iterat
     def fits(layer: str, other: str) -> bool:
         some, others = left[layer], right[other]
         return some.keys() == others.keys() and all(
-            _turns(some[role], leaves[some[role]].shape, slots[others[role]]) is not None for role in some
+            _layout_steps(some[role], leaves[some[role]].shape, slots[others[role]]) is not None for role in some
         )
 
     for found in pair(list(left), list(right), fits):
         for role, name in left[found.left].items():
-            yield Pair(name, right[found.right][role], found.why, found.guessed)
+            yield Pair(name, right[found.right][role], found.reason, found.guessed)
 
 
-def _turns(leaf: str, shape: Sequence[int], slot: Slot) -> tuple[Turn, ...] | None:
-    """Return the turns that make a leaf fill ``slot``; None when it does not fit."""
+def _layout_steps(leaf: str, shape: Sequence[int], slot: Slot) -> tuple[LayoutStep, ...] | None:
+    """Return the steps that make a leaf fill ``slot``; None when it does not fit."""
     last = _keys(leaf)[-1]
     role = _ROLES.get(last, "")
     if role and slot.role and role != slot.role:
@@ -169,7 +175,7 @@ def _turns(leaf: str, shape: Sequence[int], slot: Slot) -> tuple[Turn, ...] | No
     if slot.use == "conv" and last in _KERNELS:
         order = (len(shape) - 1, len(shape) - 2, *range(len(shape) - 2))
         fits = len(shape) == len(slot.shape) > 2 and tuple(shape[axis] for axis in order) == slot.shape
-        return (Turn("transpose", order),) if fits else None
+        return (LayoutStep("transpose", order),) if fits else None
     if tuple(shape) == slot.shape:
         return ()
     if slot.use == "matmul" or (slot.use == "plain" and len(slot.shape) == 1 and role in ("", "bias")):
@@ -177,22 +183,22 @@ def _turns(leaf: str, shape: Sequence[int], slot: Slot) -> tuple[Turn, ...] | No
     return None
 
 
-def _to_linear(shape: tuple[int, ...], wanted: tuple[int, ...]) -> tuple[Turn, ...] | None:
+def _to_linear(shape: tuple[int, ...], target: tuple[int, ...]) -> tuple[LayoutStep, ...] | None:
     """Turn [in, out] into [out, in]; either may be several axes, such as heads."""
-    if len(shape) < 2 or len(wanted) != 2:
+    if len(shape) < 2 or len(target) != 2:
         return None
-    flat = _flattened(shape, (wanted[1], wanted[0]))
-    return None if flat is None else (*flat, Turn("transpose", (1, 0)))
+    flat = _flattened(shape, (target[1], target[0]))
+    return None if flat is None else (*flat, LayoutStep("transpose", (1, 0)))
 
 
-def _flattened(shape: tuple[int, ...], wanted: tuple[int, ...]) -> tuple[Turn, ...] | None:
+def _flattened(shape: tuple[int, ...], target: tuple[int, ...]) -> tuple[LayoutStep, ...] | None:
     """Merge neighbouring axes: the first ones, the last ones, or all."""
-    if shape == wanted:
+    if shape == target:
         return ()
-    if len(shape) <= len(wanted) or len(wanted) not in (1, 2) or math.prod(shape) != math.prod(wanted):
+    if len(shape) <= len(target) or len(target) not in (1, 2) or math.prod(shape) != math.prod(target):
         return None
-    fits = len(wanted) == 1 or any(math.prod(shape[:cut]) == wanted[0] for cut in range(1, len(shape)))
-    return (Turn("reshape", wanted),) if fits else None
+    fits = len(target) == 1 or any(math.prod(shape[:cut]) == target[0] for cut in range(1, len(shape)))
+    return (LayoutStep("reshape", target),) if fits else None
 
 
 def _some(names: Sequence[str]) -> str:

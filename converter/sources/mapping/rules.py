@@ -24,7 +24,7 @@ from bf16kit.wording import quoted
 from converter.model import Array
 from converter.sources.mapping import turns
 from converter.sources.mapping.slots import Slots
-from converter.sources.mapping.turns import Turn
+from converter.sources.mapping.turns import LayoutStep
 from converter.sources.statedict import mismatch_message
 
 _MOST = 4 << 20  # bytes of a rules file
@@ -40,7 +40,7 @@ class Rule:
 
     match: re.Pattern[str]
     to: str | None
-    steps: tuple[Turn, ...] = ()
+    steps: tuple[LayoutStep, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Rules:
 
 
 @dataclass(frozen=True, slots=True)
-class Mapped:
+class MappedTensors:
     """The model's tensors as views of the leaves, the axis orders of transposed leaves, and the kept tensors' names."""
 
     tensors: Mapping[str, Array]
@@ -109,13 +109,13 @@ def _pattern(given: Any, where: str) -> re.Pattern[str]:
         raise UsageError(f"{where}: {quoted(given)} is not a regular expression: {error}") from None
 
 
-def apply(rules: Rules, leaves: Mapping[str, Array], slots: Slots) -> Mapped:
+def apply(rules: Rules, leaves: Mapping[str, Array], slots: Slots) -> MappedTensors:
     """Make the tensors of ``slots`` from ``leaves``.
 
     Raises :class:`SourceError` naming the first five problems: leaves that match no rule, that two rules send to one
     tensor, or that do not fit their tensor, and tensors that nothing fills.
     """
-    wanted = slots.shapes
+    shapes = slots.shapes
     tensors: dict[str, Array] = {}
     orders: dict[str, tuple[int, ...]] = {}
     problems = []
@@ -124,15 +124,15 @@ def apply(rules: Rules, leaves: Mapping[str, Array], slots: Slots) -> Mapped:
         if rule is None:
             problems.append(f"no rule: {name} {list(array.shape)}")
         elif to is not None:
-            problem = _fill(tensors, orders, name, array, rule.steps, to, wanted)
+            problem = _fill(tensors, orders, name, array, rule.steps, to, shapes)
             problems += [problem] if problem else []
-    kept = frozenset(name for name in wanted if name not in tensors and _kept(rules, name))
+    kept = frozenset(name for name in shapes if name not in tensors and _kept(rules, name))
     filled = {*tensors, *kept, *(slots.twins.get(name, name) for name in tensors)}
-    missing = [name for name in wanted if name not in filled and slots.twins.get(name, name) not in filled]
-    problems += [f"missing: {name} {list(wanted[name])}" for name in missing]
+    missing = [name for name in shapes if name not in filled and slots.twins.get(name, name) not in filled]
+    problems += [f"missing: {name} {list(shapes[name])}" for name in missing]
     if problems:
         raise SourceError(mismatch_message("the rules do not make the checkpoint fit the model", problems))
-    return Mapped(tensors, orders, kept)
+    return MappedTensors(tensors, orders, kept)
 
 
 def _first(rules: Sequence[Rule], name: str) -> tuple[Rule | None, str | None]:
@@ -159,12 +159,12 @@ def _fill(
     orders: dict[str, tuple[int, ...]],
     name: str,
     array: Array,
-    steps: Sequence[Turn],
+    steps: Sequence[LayoutStep],
     to: str,
-    wanted: Mapping[str, tuple[int, ...]],
+    shapes: Mapping[str, tuple[int, ...]],
 ) -> str | None:
     """Fill the tensor of a leaf's rule; return the problem, or None."""
-    if to not in wanted:
+    if to not in shapes:
         return f"unexpected: {name} is sent to {to}, which the model lacks"
     if to in tensors:
         return f"twice: {name} is sent to {to}, which another leaf fills"
@@ -172,25 +172,25 @@ def _fill(
         shape = turns.shape_after(array.shape, steps)
     except UsageError as error:
         return f"shape: {name}: {error}"
-    if shape != wanted[to]:
-        return f"shape: {name} becomes {list(shape)}, and {to} is {list(wanted[to])} in the model"
-    tensors[to] = turns.turned(array, steps)
-    order = turns.order(array.ndim, steps)
+    if shape != shapes[to]:
+        return f"shape: {name} becomes {list(shape)}, and {to} is {list(shapes[to])} in the model"
+    tensors[to] = turns.apply_steps(array, steps)
+    order = turns.axis_order(array.ndim, steps)
     if order is not None and order != tuple(range(array.ndim)):
         orders[name] = order
     return None
 
 
-def lines(entries: Sequence[tuple[str, str | None, Sequence[Turn], str]], keep: Sequence[str]) -> Iterator[str]:
+def lines(entries: Sequence[tuple[str, str | None, Sequence[LayoutStep], str]], keep: Sequence[str]) -> Iterator[str]:
     """Yield the lines of a rules file.
 
     Each entry is a leaf's name, its tensor (None: dropped), its steps, and the reason.
     """
     yield "rules:"
-    for name, to, steps, why in entries:
-        does = f"to: {_scalar(_template(to))}" if to is not None else "drop: true"
-        turned = f", steps: [{', '.join(map(str, steps))}]" if steps else ""
-        yield f"- {{match: {_scalar(re.escape(name))}, {does}{turned}}}{f'  # {why}' if why else ''}"
+    for name, to, steps, reason in entries:
+        action = f"to: {_scalar(_template(to))}" if to is not None else "drop: true"
+        steps_text = f", steps: [{', '.join(map(str, steps))}]" if steps else ""
+        yield f"- {{match: {_scalar(re.escape(name))}, {action}{steps_text}}}{f'  # {reason}' if reason else ''}"
     if keep:
         yield "keep:  # of the model; nothing in the checkpoint fits"
         yield from (f"- {_scalar(re.escape(name))}" for name in keep)

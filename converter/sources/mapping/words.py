@@ -36,7 +36,7 @@ def numbers_of(name: str) -> tuple[int, ...]:
     return tuple(int(part) for part in _PARTS.findall(name) if part.isdigit() and len(part) < 10)
 
 
-def likeness(a: tuple[str, ...], b: tuple[str, ...]) -> float:
+def similarity(a: tuple[str, ...], b: tuple[str, ...]) -> float:
     """Return the share of words that two names have in common, from 0 to 1."""
     common = len(set(a) & set(b))
     return 2 * common / (len(set(a)) + len(set(b))) if common else 0.0

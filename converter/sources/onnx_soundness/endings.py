@@ -15,7 +15,7 @@ from converter.sources.onnx_soundness.walk import bodies, quoted
 _ENDLESS = 10**9  # iterations of a Loop that take unreasonably long
 _MOST = 2**36  # elements of a value with a constant shape
 _SHAPES = {"ConstantOfShape": 0, "Expand": 1}  # the input that gives the shape of the result
-_MADE = ("RandomNormal", "RandomUniform")  # an attribute gives the shape of the result
+_SHAPED_BY_ATTRIBUTE = ("RandomNormal", "RandomUniform")  # an attribute gives the shape of the result
 _LONGEST_RANGE = 2**24  # numbers of a constant Range: shape inference computes all of them
 
 
@@ -37,10 +37,10 @@ def _constants(graph: GraphProto) -> Mapping[str, TensorProto]:
 
 def _check_end(path: Path, node: NodeProto, constants: Mapping[str, TensorProto]) -> None:
     """Raise :class:`ConversionError` if constants make the node run, or its result grow, beyond the limits."""
-    if node.domain not in ("", "ai.onnx") or node.op_type not in ("Range", "Loop", *_SHAPES, *_MADE):
+    if node.domain not in ("", "ai.onnx") or node.op_type not in ("Range", "Loop", *_SHAPES, *_SHAPED_BY_ATTRIBUTE):
         return
     numbers = [_number(constants.get(name)) for name in node.input[:3]]
-    shape = _made(node, constants)
+    shape = _result_shape(node, constants)
     if math.prod(max(size, 1) for size in shape) > _MOST:
         raise ConversionError(f"{path}: {node.op_type} {quoted(node.name)} makes a tensor of shape {shape[:6]}")
     if node.op_type == "Range" and len(numbers) == 3:
@@ -48,20 +48,26 @@ def _check_end(path: Path, node: NodeProto, constants: Mapping[str, TensorProto]
         if start is not None and limit is not None and delta and (limit - start) // delta > _LONGEST_RANGE:
             raise ConversionError(f"{path}: Range {quoted(node.name)} counts to {(limit - start) // delta}")
     if node.op_type == "Loop" and len(numbers) > 1 and _keeps_going(node):
-        turns, condition = numbers[:2]
-        bounded = bool(node.input[0]) and (turns is None or turns < _ENDLESS)
+        iterations, condition = numbers[:2]
+        bounded = bool(node.input[0]) and (iterations is None or iterations < _ENDLESS)
         if not bounded and (condition or not node.input[1]):
-            why = f"runs {turns} times" if turns is not None else "never ends: its condition is always true"
-            raise ConversionError(f"{path}: Loop {quoted(node.name)} {why}")
+            problem = (
+                f"runs {iterations} times" if iterations is not None else "never ends: its condition is always true"
+            )
+            raise ConversionError(f"{path}: Loop {quoted(node.name)} {problem}")
 
 
-def _made(node: NodeProto, constants: Mapping[str, TensorProto]) -> list[int]:
+def _result_shape(node: NodeProto, constants: Mapping[str, TensorProto]) -> list[int]:
     """Return the shape of the result of ``node`` if constants or an attribute give it; else []."""
     place = _SHAPES.get(node.op_type)
     if place is not None and place < len(node.input):
         return _shape_of(constants.get(node.input[place]))
-    said = (attribute.ints for attribute in node.attribute if attribute.name == "shape" and node.op_type in _MADE)
-    return list(next(said, []))
+    shapes = (
+        attribute.ints
+        for attribute in node.attribute
+        if attribute.name == "shape" and node.op_type in _SHAPED_BY_ATTRIBUTE
+    )
+    return list(next(shapes, []))
 
 
 def _shape_of(tensor: TensorProto | None) -> list[int]:

@@ -19,9 +19,9 @@ def check_names(path: Path, graph: GraphProto) -> None:
     """
     initializers = [tensor.name for tensor in graph.initializer]
     inputs = [value.name for value in graph.input]
-    made = [name for node in graph.node for name in node.output if name]
-    given = [*set(inputs).union(initializers), *made]
-    for names in (initializers, inputs, given):
+    produced = [name for node in graph.node for name in node.output if name]
+    defined = [*set(inputs).union(initializers), *produced]
+    for names in (initializers, inputs, defined):
         seen: set[str] = set()
         for name in names:
             if name in seen:
@@ -75,15 +75,15 @@ def check_outputs(path: Path, model: ModelProto) -> None:
     _check_graph(path, model.graph, ())
     for function in model.functions:
         _check_bodies(path, function.node, set(function.input))
-        made = (name for node in function.node for name in node.output)
-        _check_given(path, function.output, {*function.input, *made}, ())
+        produced = (name for node in function.node for name in node.output)
+        _check_outputs_defined(path, function.output, {*function.input, *produced}, ())
 
 
 def _check_graph(path: Path, graph: GraphProto, outer: Collection[str]) -> None:
     sources = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
     sources |= {tensor.values.name for tensor in graph.sparse_initializer}
-    made = (name for node in graph.node for name in node.output if name)
-    _check_given(path, [value.name for value in graph.output], sources.union(made), outer)
+    produced = (name for node in graph.node for name in node.output if name)
+    _check_outputs_defined(path, [value.name for value in graph.output], sources.union(produced), outer)
     _check_bodies(path, graph.node, sources.union(outer))
 
 
@@ -98,12 +98,14 @@ def _check_bodies(path: Path, nodes: Iterable[NodeProto], before: set[str]) -> N
         before.update(filter(None, node.output))
 
 
-def _check_given(path: Path, outputs: Iterable[str], given: Collection[str], outer: Collection[str]) -> None:
+def _check_outputs_defined(
+    path: Path, outputs: Iterable[str], defined: Collection[str], outer: Collection[str]
+) -> None:
     for name in outputs:
-        if name and name not in given and name in outer:
+        if name and name not in defined and name in outer:
             raise ConversionError(
                 f"{path}: a body returns {quoted(name)}, a value of the graph around it, which ONNX Runtime does not"
                 " run; put an Identity between them"
             )
-        if name not in given:
+        if name not in defined:
             raise SourceError(f"{path}: damaged: no node, input or initializer gives the output {quoted(name)}")

@@ -18,7 +18,7 @@ from bf16kit.wording import brief, quoted
 from converter.model import Array
 from converter.process import children
 from converter.sources.orbax import layout
-from converter.sources.shelf import Form, shelf
+from converter.sources.shelf import ArraySpec, array_file
 
 _CHILD = "converter.sources.orbax.child"
 _MOST_METADATA = 64 << 20  # bytes; a model of 10,000 arrays has 4 MB
@@ -28,10 +28,10 @@ _CLAIM, _ALLOWANCE = 64, 1 << 30
 _NOT_ARRAYS = ("string", "None", "Dict", "List", "Tuple", "NamedTuple")
 
 Advance = Callable[[int], None]
-Chosen = Callable[[str], bool]
+Selector = Callable[[str], bool]
 
 
-def read_item(item: Path, wanted: Chosen, directory: Path) -> tuple[dict[str, Array], tuple[str, ...], list[Path]]:
+def read_item(item: Path, wanted: Selector, directory: Path) -> tuple[dict[str, Array], tuple[str, ...], list[Path]]:
     """Return the ``wanted`` arrays in ``item``, by their keys joined with dots; the names of the others; and its files.
 
     The arrays are in a temporary file in ``directory``. Raises :class:`SourceError` when ``item`` is damaged,
@@ -41,21 +41,25 @@ def read_item(item: Path, wanted: Chosen, directory: Path) -> tuple[dict[str, Ar
         raise UsageError(f"{item}: an Orbax checkpoint is read with tensorstore: pip install 'bf16kit[orbax]'")
     item = item.resolve()
     files = layout.files_of(item)
-    names, complete = _listed(item, files)
+    names, complete = _listed_arrays(item, files)
     with _child(item) as child:
         child.ask(root=str(item), ocdbt=layout.MANIFEST in files, missing_is_zero=not complete, names=names)
-        forms = {name: Form(dtype, tuple(shape)) for name, (dtype, shape, _) in child.answer("arrays").items()}
-        chosen = {name: form for name, form in forms.items() if wanted(name)}
-        _check_claim(item, chosen, sum(files.values()))
-        with shelf(chosen, directory, item) as room:
-            child.ask(file=str(room.path), offsets=dict(room.offsets))
-            for _ in chosen:
-                child.answer("read")
-            child.answer("done")
-            return dict(room.arrays), tuple(sorted(forms.keys() - chosen.keys())), [item / name for name in files]
+        specs = {name: ArraySpec(dtype, tuple(shape)) for name, (dtype, shape, _) in child.receive("arrays").items()}
+        selected = {name: spec for name, spec in specs.items() if wanted(name)}
+        _check_claimed_bytes(item, selected, sum(files.values()))
+        with array_file(selected, directory, item) as destination:
+            child.ask(file=str(destination.path), offsets=dict(destination.offsets))
+            for _ in selected:
+                child.receive("read")
+            child.receive("done")
+            return (
+                dict(destination.arrays),
+                tuple(sorted(specs.keys() - selected.keys())),
+                [item / name for name in files],
+            )
 
 
-def _listed(item: Path, files: Mapping[str, int]) -> tuple[list[str] | None, bool]:
+def _listed_arrays(item: Path, files: Mapping[str, int]) -> tuple[list[str] | None, bool]:
     """Return the arrays that ``_METADATA`` lists, None if there is no such file, and whether every chunk must exist.
 
     Newer versions of Orbax state in this file that they also write chunks of zeros. In older checkpoints a missing
@@ -82,14 +86,14 @@ def _listed(item: Path, files: Mapping[str, int]) -> tuple[list[str] | None, boo
 
 def _array_name(leaf: Any) -> str | None:
     """Return a leaf's path in the store, its keys joined with dots; None if it is no array."""
-    about = leaf["value_metadata"]
-    if about.get("skip_deserialize") or about["value_type"] in _NOT_ARRAYS:
+    metadata = leaf["value_metadata"]
+    if metadata.get("skip_deserialize") or metadata["value_type"] in _NOT_ARRAYS:
         return None
     return ".".join(str(key["key"]) for key in leaf["key_metadata"])
 
 
-def _check_claim(item: Path, forms: Mapping[str, Form], stored: int) -> None:
-    claimed = sum(form.nbytes for form in forms.values())
+def _check_claimed_bytes(item: Path, specs: Mapping[str, ArraySpec], stored: int) -> None:
+    claimed = sum(spec.nbytes for spec in specs.values())
     if claimed > _CLAIM * stored + _ALLOWANCE:
         raise SourceError(
             f"{item}: its arrays claim {size(claimed)}, but its files have {size(stored)}; weights do not"
@@ -103,29 +107,29 @@ class _Child:
     def __init__(self, item: Path, process: subprocess.Popen[str]) -> None:
         self._item, self._process = item, process
 
-    def ask(self, **what: Any) -> None:
-        with _unbroken():
-            _pipe(self._process.stdin).write(json.dumps(what) + "\n")
+    def ask(self, **request: Any) -> None:
+        with _ignoring_broken_pipe():
+            _pipe(self._process.stdin).write(json.dumps(request) + "\n")
             _pipe(self._process.stdin).flush()
 
-    def answer(self, expected: str) -> Any:
+    def receive(self, expected: str) -> Any:
         """Return the child's message under the key ``expected``; :class:`SourceError` for anything else."""
         line = _pipe(self._process.stdout).readline()
         try:
-            said = json.loads(line)
+            message = json.loads(line)
         except ValueError:
-            raise self._died() from None
-        if "refused" in said:
-            raise SourceError(f"{self._item}: {brief(said['refused'])}")
-        if expected not in said:
-            raise self._died()
-        return said[expected]
+            raise self._death_error() from None
+        if "refused" in message:
+            raise SourceError(f"{self._item}: {brief(message['refused'])}")
+        if expected not in message:
+            raise self._death_error()
+        return message[expected]
 
-    def _died(self) -> SourceError:
+    def _death_error(self) -> SourceError:
         code = self._process.wait()
-        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        ending = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         return SourceError(
-            f"{self._item}: tensorstore ended with {how} while it read this: the files are damaged, or need more"
+            f"{self._item}: tensorstore ended with {ending} while it read this: the files are damaged, or need more"
             " memory than their arrays have"
         )
 
@@ -150,7 +154,7 @@ def _child(item: Path) -> Iterator[_Child]:
 
 
 @contextmanager
-def _unbroken() -> Iterator[None]:
+def _ignoring_broken_pipe() -> Iterator[None]:
     """Ignore a broken pipe: that the process has ended shows when its answer is read."""
     try:
         yield

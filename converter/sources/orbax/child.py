@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from converter.sources.orbax.zarrays import READERS, Described, Refused
+from converter.sources.orbax.zarrays import READERS, ArrayMetadata, RejectedArray
 
 _BASE = 1 << 30  # bytes besides the arrays: code, thread stacks, nodes of the B-tree
 _AT_ONCE = min(8, len(os.sched_getaffinity(0)))  # chunks that are decoded at a time
@@ -29,18 +29,20 @@ _NODES = 64 << 20  # bytes of B-tree nodes that are cached
 
 def main() -> None:
     """Serve one parent."""
-    asked = _hear()
-    _limit(_BASE)
-    store = _Store(Path(asked["root"]), ocdbt=asked["ocdbt"], missing_is_zero=asked["missing_is_zero"])
-    found = store.arrays(asked["names"])
-    _say({"arrays": {name: [array.dtype, list(array.shape), array.nbytes] for name, array in found.items()}})
-    wanted = _hear()
-    at_once = (min(_AT_ONCE, array.count) * array.chunk_bytes for array in map(found.__getitem__, wanted["offsets"]))
-    _limit(_BASE + 3 * max(at_once, default=0))
-    for name, offset in wanted["offsets"].items():
-        store.write(name, found[name], Path(wanted["file"]), offset)
-        _say({"read": found[name].nbytes})
-    _say({"done": True})
+    request = _receive()
+    _limit_memory(_BASE)
+    store = _Store(Path(request["root"]), ocdbt=request["ocdbt"], missing_is_zero=request["missing_is_zero"])
+    found = store.arrays(request["names"])
+    _send({"arrays": {name: [array.dtype, list(array.shape), array.nbytes] for name, array in found.items()}})
+    write_request = _receive()
+    at_once = (
+        min(_AT_ONCE, array.count) * array.chunk_bytes for array in map(found.__getitem__, write_request["offsets"])
+    )
+    _limit_memory(_BASE + 3 * max(at_once, default=0))
+    for name, offset in write_request["offsets"].items():
+        store.write(name, found[name], Path(write_request["file"]), offset)
+        _send({"read": found[name].nbytes})
+    _send({"done": True})
 
 
 class _Store:
@@ -65,7 +67,7 @@ class _Store:
         )
         self._keys: Any = tensorstore.KvStore.open(self._spec, context=self._context).result()
 
-    def arrays(self, names: list[str] | None) -> dict[str, Described]:
+    def arrays(self, names: list[str] | None) -> dict[str, ArrayMetadata]:
         """Return every array by its path, or those of ``names``, which must exist with all their chunks."""
         counts: dict[str, int] = {}
         kinds: dict[str, str] = {}
@@ -80,24 +82,26 @@ class _Store:
                 counts[owner] = counts.get(owner, 0) + 1
         wanted = sorted(kinds) if names is None else names
         if sum(map(len, wanted)) > _LONGEST_NAMES:
-            raise Refused(f"the names of its arrays have more than {_LONGEST_NAMES} characters together")
-        return {name: self._described(name, kinds, counts.get(name, 0)) for name in wanted}
+            raise RejectedArray(f"the names of its arrays have more than {_LONGEST_NAMES} characters together")
+        return {name: self._array_metadata(name, kinds, counts.get(name, 0)) for name in wanted}
 
-    def _described(self, name: str, kinds: dict[str, str], chunks: int) -> Described:
+    def _array_metadata(self, name: str, kinds: dict[str, str], chunks: int) -> ArrayMetadata:
         if name not in kinds:
-            raise Refused(f"array {name!r} is in the checkpoint's list, but not in its files; the copy is incomplete")
+            raise RejectedArray(
+                f"array {name!r} is in the checkpoint's list, but not in its files; the copy is incomplete"
+            )
         text = self._keys.read(f"{name}/{kinds[name]}").result().value
         try:
             array = READERS[kinds[name]](text)
-        except Refused as refused:
-            raise Refused(f"array {name!r} {refused}") from None
+        except RejectedArray as refused:
+            raise RejectedArray(f"array {name!r} {refused}") from None
         if array.count > max(chunks, _MOST_ABSENT):
-            raise Refused(f"array {name!r} has {chunks} of its {array.count} chunks; that is no checkpoint")
+            raise RejectedArray(f"array {name!r} has {chunks} of its {array.count} chunks; that is no checkpoint")
         if chunks < array.count and not self._missing_is_zero:
-            raise Refused(f"array {name!r} has {chunks} of its {array.count} chunks; the copy is incomplete")
+            raise RejectedArray(f"array {name!r} has {chunks} of its {array.count} chunks; the copy is incomplete")
         return array
 
-    def write(self, name: str, array: Described, file: Path, offset: int) -> None:
+    def write(self, name: str, array: ArrayMetadata, file: Path, offset: int) -> None:
         """Write the values of an array to ``file``, starting at ``offset``, little-endian, in C order."""
         import numpy as np
 
@@ -114,7 +118,7 @@ class _Store:
             context=self._context,
         ).result()
         if opened.dtype.name != array.dtype or tuple(opened.shape) != array.shape:
-            raise Refused(f"array {name!r} is read as {opened.dtype.name}{list(opened.shape)}")
+            raise RejectedArray(f"array {name!r} is read as {opened.dtype.name}{list(opened.shape)}")
         if not array.nbytes:
             return
         mapped = np.memmap(file, np.uint8, mode="r+", offset=offset, shape=(array.nbytes,))
@@ -122,7 +126,7 @@ class _Store:
         try:
             self._library.array(values).write(opened).result()
         except ValueError as error:
-            raise Refused(f"array {name!r} cannot be read: {_plain(error)}") from None
+            raise RejectedArray(f"array {name!r} cannot be read: {_plain(error)}") from None
 
 
 def _owner(key: str, kinds: dict[str, str]) -> str | None:
@@ -143,23 +147,23 @@ def _plain(error: Exception) -> str:
     return re.sub(r"0x[0-9a-f]{6,}", "…", " ".join(text.split()))[:240]
 
 
-def _limit(more: int) -> None:
-    """Limit this process to ``more`` bytes of data beyond what it has now."""
+def _limit_memory(additional: int) -> None:
+    """Limit this process to ``additional`` bytes of data beyond what it has now."""
     used = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData"))
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    wanted = (int(used.split()[1]) << 10) + more
+    limit = (int(used.split()[1]) << 10) + additional
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # it may be killed for this, and a core dump is of no use
-    resource.setrlimit(resource.RLIMIT_DATA, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
+    resource.setrlimit(resource.RLIMIT_DATA, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
 
 
-def _hear() -> Any:
+def _receive() -> Any:
     line = sys.stdin.readline()
     if not line:
         sys.exit(0)  # the parent has ended
     return json.loads(line)
 
 
-def _say(message: dict[str, Any]) -> None:
+def _send(message: dict[str, Any]) -> None:
     sys.stdout.write(json.dumps(message) + "\n")
     sys.stdout.flush()
 
@@ -167,9 +171,9 @@ def _say(message: dict[str, Any]) -> None:
 if __name__ == "__main__":
     try:
         main()
-    except Refused as refused:
-        _say({"refused": str(refused)})
+    except RejectedArray as refused:
+        _send({"refused": str(refused)})
     except MemoryError:
-        _say({"refused": "needs more memory than its arrays have"})
+        _send({"refused": "needs more memory than its arrays have"})
     except Exception as error:  # noqa: BLE001 - whatever tensorstore raises, the parent reports it
-        _say({"refused": f"cannot be read: {_plain(error)}"})
+        _send({"refused": f"cannot be read: {_plain(error)}"})

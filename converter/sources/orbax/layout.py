@@ -43,9 +43,9 @@ def locate(path: Path, step: int | None, item: str | None) -> Path:
     and none was chosen. Raises :class:`SourceError` when there are no arrays.
     """
     if _is_item(path):
-        _refuse(path, step, item)
+        _reject_options(path, step, item)
         return path
-    found = _of_step(path, step)
+    found = _step_directory(path, step)
     if _is_item(found):
         if item is not None:
             raise UsageError(f"--item {item}: {found} is a single item; leave out --item")
@@ -60,13 +60,13 @@ def locate(path: Path, step: int | None, item: str | None) -> Path:
     return items[item] if item is not None else next(iter(items.values()))
 
 
-def _refuse(path: Path, step: int | None, item: str | None) -> None:
+def _reject_options(path: Path, step: int | None, item: str | None) -> None:
     given = f"--step {step}" if step is not None else f"--item {item}" if item is not None else None
     if given is not None:
         raise UsageError(f"{given}: {path} is a single item; leave out the option, or name the directory above")
 
 
-def _of_step(path: Path, step: int | None) -> Path:
+def _step_directory(path: Path, step: int | None) -> Path:
     steps = _steps(path)
     if not steps:
         refuse_several(path)
@@ -75,8 +75,8 @@ def _of_step(path: Path, step: int | None) -> Path:
             return steps[max(steps)]
         return path
     if step not in steps:
-        there = ", ".join(map(str, sorted(steps)[-10:])) or "no step"
-        raise UsageError(f"--step {step}: {path} has {there}")
+        available = ", ".join(map(str, sorted(steps)[-10:])) or "no step"
+        raise UsageError(f"--step {step}: {path} has {available}")
     return steps[step]
 
 

@@ -27,12 +27,12 @@ _COMPRESSORS = frozenset({"zstd", "gzip", "zlib", "blosc", "bz2"})
 _CODECS = frozenset({"bytes", "transpose", "crc32c", "zstd", "gzip", "blosc", "sharding_indexed"})
 
 
-class Refused(Exception):
+class RejectedArray(Exception):
     """An array that is rejected; the message says what is wrong with it, without its name."""
 
 
 @dataclass(frozen=True)
-class Described:
+class ArrayMetadata:
     """One array: numpy's name for its dtype, its shape, its chunks' shape, and tensorstore's driver."""
 
     driver: str
@@ -54,74 +54,76 @@ class Described:
         return math.prod(-(-size // chunk) for size, chunk in zip(self.shape, self.chunks, strict=True))
 
 
-def zarr2(text: bytes) -> Described:
-    """Parse a ``.zarray``. Raises :class:`Refused`."""
+def zarr2(text: bytes) -> ArrayMetadata:
+    """Parse a ``.zarray``. Raises :class:`RejectedArray`."""
     fields = _fields(text)
     compressor = fields.get("compressor")
     if compressor is not None and _name(compressor, "id") not in _COMPRESSORS:
-        raise Refused(f"has the unknown compressor {_shown(compressor)}")
+        raise RejectedArray(f"has the unknown compressor {_shown(compressor)}")
     if fields.get("filters"):
-        raise Refused(f"has filters, {_shown(fields['filters'])}, which no Orbax checkpoint has")
+        raise RejectedArray(f"has filters, {_shown(fields['filters'])}, which no Orbax checkpoint has")
     dtype = fields.get("dtype")
-    return _described("zarr", _zarr2_dtype(dtype), fields.get("shape"), fields.get("chunks"), dtype)
+    return _array_metadata("zarr", _zarr2_dtype(dtype), fields.get("shape"), fields.get("chunks"), dtype)
 
 
-def zarr3(text: bytes) -> Described:
-    """Parse a ``zarr.json``. Raises :class:`Refused`."""
+def zarr3(text: bytes) -> ArrayMetadata:
+    """Parse a ``zarr.json``. Raises :class:`RejectedArray`."""
     fields = _fields(text)
     if fields.get("node_type") != "array":
-        raise Refused(f"is {_shown(fields.get('node_type'))}, not an array")
+        raise RejectedArray(f"is {_shown(fields.get('node_type'))}, not an array")
     if fields.get("storage_transformers"):
-        raise Refused("has storage transformers, which no Orbax checkpoint has")
+        raise RejectedArray("has storage transformers, which no Orbax checkpoint has")
     grid = fields.get("chunk_grid")
     if not isinstance(grid, dict) or grid.get("name") != "regular" or not isinstance(grid.get("configuration"), dict):
-        raise Refused(f"has the unknown chunk grid {_shown(grid)}")
+        raise RejectedArray(f"has the unknown chunk grid {_shown(grid)}")
     _check_codecs(fields.get("codecs"))
     dtype = fields.get("data_type")
     known = dtype if isinstance(dtype, str) and dtype in _ITEMSIZES else None
-    return _described("zarr3", known, fields.get("shape"), grid["configuration"].get("chunk_shape"), dtype)
+    return _array_metadata("zarr3", known, fields.get("shape"), grid["configuration"].get("chunk_shape"), dtype)
 
 
-READERS: dict[str, Callable[[bytes], Described]] = {".zarray": zarr2, "zarr.json": zarr3}
+READERS: dict[str, Callable[[bytes], ArrayMetadata]] = {".zarray": zarr2, "zarr.json": zarr3}
 
 
 def _fields(text: bytes) -> dict[str, Any]:
     if len(text) > _MOST_TEXT:
-        raise Refused(f"has {len(text)} bytes of metadata; the limit is {_MOST_TEXT}")
+        raise RejectedArray(f"has {len(text)} bytes of metadata; the limit is {_MOST_TEXT}")
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError):
-        raise Refused("has metadata that is not JSON") from None
+        raise RejectedArray("has metadata that is not JSON") from None
     if not isinstance(fields, dict):
-        raise Refused("has metadata that is not a JSON object")
+        raise RejectedArray("has metadata that is not a JSON object")
     return fields
 
 
 def _check_codecs(codecs: Any, depth: int = 0) -> None:
     if not isinstance(codecs, list) or len(codecs) > 8 or depth > 2:
-        raise Refused(f"has no readable list of codecs: {_shown(codecs)}")
+        raise RejectedArray(f"has no readable list of codecs: {_shown(codecs)}")
     for codec in codecs:
         name = _name(codec, "name")
         if name not in _CODECS:
-            raise Refused(f"has the unknown codec {_shown(codec)}")
+            raise RejectedArray(f"has the unknown codec {_shown(codec)}")
         if name == "sharding_indexed":
             inner = codec.get("configuration")
             if not isinstance(inner, dict):
-                raise Refused(f"has shards without a configuration: {_shown(codec)}")
+                raise RejectedArray(f"has shards without a configuration: {_shown(codec)}")
             _check_codecs(inner.get("codecs"), depth + 1)
             _check_codecs(inner.get("index_codecs"), depth + 1)
             _sizes(inner.get("chunk_shape"), "parts of shards", least=1)
 
 
-def _described(driver: str, dtype: str | None, shape: Any, chunks: Any, said: Any) -> Described:
+def _array_metadata(driver: str, dtype: str | None, shape: Any, chunks: Any, declared: Any) -> ArrayMetadata:
     if dtype is None:
-        raise Refused(f"has the dtype {_shown(said)}, which bf16kit does not know; known: {', '.join(_ITEMSIZES)}")
+        raise RejectedArray(
+            f"has the dtype {_shown(declared)}, which bf16kit does not know; known: {', '.join(_ITEMSIZES)}"
+        )
     sizes, pieces = _sizes(shape, "shape", least=0), _sizes(chunks, "chunks", least=1)
     if len(sizes) != len(pieces):
-        raise Refused(f"has shape {list(sizes)} in chunks of {list(pieces)}")
-    found = Described(driver, dtype, sizes, pieces)
+        raise RejectedArray(f"has shape {list(sizes)} in chunks of {list(pieces)}")
+    found = ArrayMetadata(driver, dtype, sizes, pieces)
     if found.chunk_bytes > max(_OVERHANG * found.nbytes, _SMALL):
-        raise Refused(
+        raise RejectedArray(
             f"has chunks of {list(pieces)}, {found.chunk_bytes} bytes each, and shape {list(sizes)}, {found.nbytes}"
             f" bytes; a chunk is at most {_OVERHANG} times its array, or {_SMALL} bytes"
         )
@@ -130,21 +132,21 @@ def _described(driver: str, dtype: str | None, shape: Any, chunks: Any, said: An
 
 def _sizes(given: Any, what: str, *, least: int) -> tuple[int, ...]:
     if not isinstance(given, list) or len(given) > _MOST_RANK:
-        raise Refused(f"has {what} {_shown(given)}, expected a list of at most {_MOST_RANK} sizes")
+        raise RejectedArray(f"has {what} {_shown(given)}, expected a list of at most {_MOST_RANK} sizes")
     if not all(type(size) is int and least <= size <= LARGEST for size in given):
-        raise Refused(f"has {what} {_shown(given)}, in which not all values are sizes")
+        raise RejectedArray(f"has {what} {_shown(given)}, in which not all values are sizes")
     if math.prod(filter(None, given)) > LARGEST:  # also without elements, because numpy computes strides
-        raise Refused(f"has {what} {_shown(given)}, which does not fit in any memory")
+        raise RejectedArray(f"has {what} {_shown(given)}, which does not fit in any memory")
     return tuple(given)
 
 
-def _zarr2_dtype(said: Any) -> str | None:
+def _zarr2_dtype(declared: Any) -> str | None:
     """Return numpy's name for a dtype such as ``<f4``; tensorstore writes ``bfloat16`` by name, little-endian."""
-    if said == "bfloat16":
+    if declared == "bfloat16":
         return "bfloat16"
-    if not isinstance(said, str) or said[:1] not in ("<", "|"):
+    if not isinstance(declared, str) or declared[:1] not in ("<", "|"):
         return None
-    return _KINDS.get(said[1:])
+    return _KINDS.get(declared[1:])
 
 
 def _name(given: Any, key: str) -> Any:

@@ -43,13 +43,13 @@ def exported(
     from converter.sources.edges import output_specs
     from converter.sources.torch.onnx_export import Untranslatable, to_onnx
 
-    untouched = oracles.Untouched(model.module)
+    unchanged = oracles.UnchangedTensors(model.module)
     try:
         graph = to_onnx(model, checkpoint.tensors if bound is None else bound)
     except Untranslatable as error:
-        untouched.check("torch.onnx.export")
-        return source_without_graph(checkpoint, model, sampler, tools, why=str(error))
-    untouched.check("torch.onnx.export")
+        unchanged.check("torch.onnx.export")
+        return source_without_graph(checkpoint, model, sampler, tools, reason=str(error))
+    unchanged.check("torch.onnx.export")
     return Source(
         checkpoint,
         graph,
@@ -63,9 +63,9 @@ def exported(
 
 
 def source_without_graph(
-    checkpoint: Checkpoint, model: TorchModel, sampler: Sampler | None, tools: tuple[str, ...] = (), *, why: str
+    checkpoint: Checkpoint, model: TorchModel, sampler: Sampler | None, tools: tuple[str, ...] = (), *, reason: str
 ) -> Source:
-    """Return ``model`` as a source without a graph, for formats that torch runs; ``why`` says why ONNX failed."""
+    """Return ``model`` as a source without a graph, for formats that torch runs; ``reason`` says why ONNX failed."""
     from converter.sources import oracles
     from converter.sources.torch.shown import output_specs
 
@@ -78,5 +78,5 @@ def source_without_graph(
         sampler,
         ("torch", *tools),
         oracles.of_module(model),
-        no_graph_reason=why,
+        no_graph_reason=reason,
     )

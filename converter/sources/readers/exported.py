@@ -14,7 +14,7 @@ from converter.sources.readers.common import Advance, exported
 def read(options: Options, _kind: Kind, advance: Advance) -> Source:
     """Return the file as a source: a module that calls the program's operators, exported like any other module."""
     from converter.sources import exported_program, onnx_file, precisions, statedict
-    from converter.sources.oracles import Untouched
+    from converter.sources.oracles import UnchangedTensors
     from converter.sources.torch.onnx_export import adapt
     from converter.sources.torch.program import ProgramModule
 
@@ -26,11 +26,11 @@ def read(options: Options, _kind: Kind, advance: Advance) -> Source:
         module = ProgramModule(found.program, found.tensors, found.parameters, found.halves)
     except RuntimeFailure as error:
         raise SourceError(f"{options.source}: {error}") from None
-    inputs = onnx_file.settle_inputs(found.inputs(), options.inputs)
+    inputs = onnx_file.resolve_inputs(found.inputs(), options.inputs)
     checkpoint = Checkpoint("torch-export", digest_files([options.source], advance), found.tensors)
     widened = statedict.in_fp32(module).eval()
-    untouched = Untouched(widened)  # its tensors share the checkpoint's memory
+    unchanged = UnchangedTensors(widened)  # its tensors share the checkpoint's memory
     model = adapt(widened, inputs)
-    untouched.check("running the program")
+    unchanged.check("running the program")
     notes = (*found.notes, *precisions.notes(found.tensors, residual=options.residual))
     return replace(exported(checkpoint, model, None), notes=notes)

@@ -24,7 +24,7 @@ _SENTENCE = (
 def read(options: Options, _kind: Kind, advance: Advance) -> Source:
     """Return the directory as a source; :class:`UsageError` for a ``--model``, which it does not need."""
     from converter.sources import huggingface, precisions, safetensors_file
-    from converter.sources.huggingface.companions import companions, left_behind
+    from converter.sources.huggingface.companions import companions, uncopied_files_note
 
     if options.model is not None:
         raise UsageError("--model: a Hugging Face directory brings its own architecture")
@@ -42,7 +42,7 @@ def read(options: Options, _kind: Kind, advance: Advance) -> Source:
         notes = (
             *notes,
             _LOADED,
-            *left_behind(options.source),
-            *([_SENTENCE] if huggingface.is_sentence(options.source) else []),
+            *uncopied_files_note(options.source),
+            *([_SENTENCE] if huggingface.is_sentence_transformer(options.source) else []),
         )
     return replace(source, outputs=outputs, notes=notes, export_files=export_files)

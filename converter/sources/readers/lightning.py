@@ -25,25 +25,25 @@ def read(options: Options, _kind: Kind, advance: Advance) -> Source:
         if options.weights is not None:
             raise UsageError(f"--weights: is for Lightning checkpoints, and {options.source} is not one")
         return weights.read(options, Kind.TORCH_ZIP, advance)
-    tensors, of_weights = found.choose(options.weights)
+    tensors, weights_notes = found.choose(options.weights)
     precisions.check_range(options.source, tensors)
-    arguments, of_arguments = hyperparameters.arguments(
+    arguments, argument_notes = hyperparameters.arguments(
         statedict.factory_of(options), options.model_args, found.hyper_parameters, found.argument
     )
-    told = replace(options, model_args=arguments)
+    with_arguments = replace(options, model_args=arguments)
     prefix = None if options.weights == "ema" and found.averaged is not None else options.weights
-    outline = statedict.outline(told) if found.hyper_parameters else None
+    outline = statedict.outline(with_arguments) if found.hyper_parameters else None
     if outline is not None:  # check this before allocating the memory that the file's arguments imply
         prefixes.select(outline, tensors, prefix)
-    module = statedict.build(told)
-    of_names = prefixes.fit_behind_prefix(module, tensors, prefix)
+    module = statedict.build(with_arguments)
+    prefix_notes = prefixes.fit_behind_prefix(module, tensors, prefix)
     checkpoint = Checkpoint("lightning", digest_files([options.source], advance), tensors)
     model = adapt(statedict.in_fp32(module), inputs_of(options))
     notes = (
         *found.notes,
-        *of_weights,
-        *of_arguments,
-        *of_names,
+        *weights_notes,
+        *argument_notes,
+        *prefix_notes,
         *not_served(model.outputs, model.left_out),
         *precisions.notes(tensors, residual=options.residual),
     )

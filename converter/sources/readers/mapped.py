@@ -55,7 +55,7 @@ def _into_graph(options: Options, checkpoint: Checkpoint, notes: Sequence[str]) 
     if kind is not Kind.ONNX:
         raise UsageError(f"--model {path}: is {kind.value}; expected pkg.mod:factory, or an ONNX graph")
     graph, files = onnx_file.read_graph(path)
-    inputs, outputs = onnx_file.settle_edges(graph, options.inputs)
+    inputs, outputs = onnx_file.resolve_edges(graph, options.inputs)
     chosen = choose(options, checkpoint.tensors, slots.of_graph(graph))
     for name, array in chosen.mapped.tensors.items():
         _fill(graph, name, array)

@@ -18,7 +18,7 @@ def read(options: Options, _kind: Kind, advance: Advance) -> Source:
         raise UsageError("--model: an ONNX file brings its own architecture")
     model, files = onnx_file.read_graph(options.source)
     oracle = oracles.of_onnx(options.source, model)
-    inputs, outputs = onnx_file.settle_edges(model, options.inputs)
+    inputs, outputs = onnx_file.resolve_edges(model, options.inputs)
     tensors = floating_tensors(model)
     if not any(tensor.dtype.name == "float32" for tensor in tensors.values()):
         raise ConversionError(f"{options.source}: holds no fp32 weights, so there is nothing to convert")

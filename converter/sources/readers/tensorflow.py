@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from converter.model import Array
     from converter.sources.tensorflow.bundle import Bundle
     from converter.sources.tensorflow.environment import Environment
-    from converter.sources.tensorflow.process import Child
-    from converter.sources.tensorflow.savedmodel import Chosen
+    from converter.sources.tensorflow.process import TensorFlowProcess
+    from converter.sources.tensorflow.savedmodel import ServedSignature
 
 _OPSET = 18  # the newest that tf2onnx writes
 _DAMAGED = ("DataLossError", "hecksum")  # in TensorFlow's errors for variables whose bytes changed
@@ -38,7 +38,7 @@ class _Model:
     format: str
     files: tuple[Path, ...]
     prefix: Path
-    chosen: Chosen
+    chosen: ServedSignature
     stored: Bundle
 
 
@@ -56,17 +56,17 @@ def read(options: Options, kind: Kind, advance: Advance) -> Source:
         kerasfile.check(options.source)
         python = environment.require()
         kerasfile.check_version(python)
-        child = _started(options.source, python)
+        child = _start(options.source, python)
         exported, model_file = child.directory / "exported", child.directory / "model.keras"
         # Keras chooses its loader by the file name, and only this loader is safe.
         model_file.symlink_to(options.source.resolve())
         _ask(options.source, child, "export", model=str(model_file), to=str(exported))
-        return _source(options, _looked_at(options, exported, "keras", (options.source,)), child, advance)
-    model = _looked_at(options, options.source, "saved-model", ())
-    return _source(options, model, _started(options.source, environment.require()), advance)
+        return _source(options, _checked_model(options, exported, "keras", (options.source,)), child, advance)
+    model = _checked_model(options, options.source, "saved-model", ())
+    return _source(options, model, _start(options.source, environment.require()), advance)
 
 
-def _looked_at(options: Options, directory: Path, form: str, files: tuple[Path, ...]) -> _Model:
+def _checked_model(options: Options, directory: Path, form: str, files: tuple[Path, ...]) -> _Model:
     from converter.sources import precisions
     from converter.sources.tensorflow import bundle, savedmodel
 
@@ -77,14 +77,14 @@ def _looked_at(options: Options, directory: Path, form: str, files: tuple[Path, 
     return _Model(options.source, form, files or (directory / savedmodel.FILE, *stored.files), prefix, chosen, stored)
 
 
-def _source(options: Options, model: _Model, child: Child, advance: Advance) -> Source:
+def _source(options: Options, model: _Model, child: TensorFlowProcess, advance: Advance) -> Source:
     from converter.sources import oracles, precisions
-    from converter.sources.onnx_file import settle_edges
+    from converter.sources.onnx_file import resolve_edges
 
     sha256 = digest_files(model.files, advance)
     graph = _translated(model, child)
     tensors, notes = _tensors(model, graph)
-    inputs, outputs = settle_edges(graph, options.inputs)
+    inputs, outputs = resolve_edges(graph, options.inputs)
     unused = sorted(model.chosen.inputs.keys() - {spec.name for spec in inputs})
     notes += [f"input {quoted(name)} has no effect on any output, and is left out" for name in unused]
     names = tuple(model.chosen.outputs)
@@ -95,30 +95,32 @@ def _source(options: Options, model: _Model, child: Child, advance: Advance) -> 
         outputs,
         tools=("onnxscript",),
         foreign_versions=child.versions,
-        oracle=Oracle(lambda feeds: child.outputs(feeds, names), _how(model, child), oracles.roundoff(graph)),
+        oracle=Oracle(
+            lambda feeds: child.outputs(feeds, names), _oracle_description(model, child), oracles.roundoff(graph)
+        ),
         notes=(*model.chosen.notes, *notes, *precisions.notes(tensors, residual=options.residual)),
     )
 
 
-def _started(source: Path, environment: Environment) -> Child:
-    from converter.sources.tensorflow.process import Child, Failed
+def _start(source: Path, environment: Environment) -> TensorFlowProcess:
+    from converter.sources.tensorflow.process import TensorFlowError, TensorFlowProcess
 
     try:
-        return Child(environment)
-    except Failed as error:
+        return TensorFlowProcess(environment)
+    except TensorFlowError as error:
         raise ConversionError(f"{source}: {environment.python} cannot translate it: {error}") from None
 
 
-def _ask(source: Path, child: Child, do: str, **what: object) -> None:
-    from converter.sources.tensorflow.process import Failed
+def _ask(source: Path, child: TensorFlowProcess, do: str, **arguments: object) -> None:
+    from converter.sources.tensorflow.process import TensorFlowError
 
     try:
-        child.ask(do, **what)
-    except Failed as error:
-        said = str(error)
-        if any(word in said for word in _DAMAGED):
-            raise SourceError(f"{source}: truncated or damaged: TensorFlow says {said}") from None
-        raise ConversionError(f"{source}: {_FAILED[do]}: {said}") from None
+        child.ask(do, **arguments)
+    except TensorFlowError as error:
+        message = str(error)
+        if any(marker in message for marker in _DAMAGED):
+            raise SourceError(f"{source}: truncated or damaged: TensorFlow says {message}") from None
+        raise ConversionError(f"{source}: {_FAILED[do]}: {message}") from None
 
 
 _FAILED = {
@@ -129,10 +131,10 @@ _FAILED = {
 }
 
 
-def _translated(model: _Model, child: Child) -> ir.Model:
+def _translated(model: _Model, child: TensorFlowProcess) -> ir.Model:
     from converter.sources.onnx_file import read_graph
-    from converter.sources.tensorflow.batchnorms import gather
-    from converter.sources.tensorflow.graphnames import settle
+    from converter.sources.tensorflow.batchnorms import restore_batchnorms
+    from converter.sources.tensorflow.graphnames import make_reproducible
 
     graph, written = child.directory / "graph.pb", child.directory / "model.onnx"
     graph.write_bytes(model.chosen.graph)
@@ -149,8 +151,8 @@ def _translated(model: _Model, child: Child) -> ir.Model:
     _ask(model.source, child, "translate", to=str(written), opset=_OPSET)
     found, _ = read_graph(written)
     written.unlink()
-    settle(found)
-    gather(found)
+    make_reproducible(found)
+    restore_batchnorms(found)
     return found
 
 
@@ -174,6 +176,6 @@ def _any_fp32(tensors: Mapping[str, Array]) -> bool:
     return any(tensor.dtype.name == "float32" for tensor in tensors.values())
 
 
-def _how(model: _Model, child: Child) -> str:
+def _oracle_description(model: _Model, child: TensorFlowProcess) -> str:
     version = child.versions.get("tensorflow", "")
     return f"TensorFlow {version} running the model's own signature {quoted(model.chosen.signature)} on the CPU"

@@ -40,38 +40,37 @@ def read(options: Options, _kind: Kind, advance: Advance) -> Source:
     checkpoint = Checkpoint("torchscript", digest_files([options.source], advance), tensors)
     inputs = _in_order(inputs_of(options), list(input_names(script)))
     itself = replace(adapt(script, inputs, call=_positional), script=script)
-    source = _followed(itself, found, checkpoint)
+    source = _translated(itself, found, checkpoint)
     oracle = replace(oracles.of_module(itself), how="the TorchScript file itself, on the CPU")
     notes = precisions.notes(tensors, residual=options.residual)
     rowwise = source.graph is not None or not script_file.decides_by_numbers(script)
     return replace(source, oracle=oracle, notes=notes, rowwise=rowwise)
 
 
-def _followed(itself: TorchModel, found: Mapping[str, torch.Tensor], checkpoint: Checkpoint) -> Source:
-    """Return ``itself`` as a source, with a graph if its operators can be followed into one."""
+def _translated(original: TorchModel, found: Mapping[str, torch.Tensor], checkpoint: Checkpoint) -> Source:
+    """Return ``original`` as a source, with a graph if its operators can be followed into one."""
     from converter.sources.torch.interpreted import Interpreted
     from converter.sources.torch.onnx_export import adapt
 
-    script = itself.script
-    followed = Interpreted(script, found)
+    script = original.script
+    translated = Interpreted(script, found)
     try:
-        model = adapt(followed, itself.inputs, call=_positional)
+        model = adapt(translated, original.inputs, call=_positional)
     except ConversionError as error:
-        return source_without_graph(checkpoint, itself, None, why=_why(followed.stopped, str(error)))
-    if model.outputs != itself.outputs:
-        why = (
-            f"the file gives {', '.join(itself.outputs)}, but its translated operators give {', '.join(model.outputs)}"
-        )
-        return source_without_graph(checkpoint, itself, None, why=why)
+        return source_without_graph(checkpoint, original, None, reason=_failure_reason(translated.stopped, str(error)))
+    if model.outputs != original.outputs:
+        given, computed = ", ".join(original.outputs), ", ".join(model.outputs)
+        reason = f"the file gives {given}, but its translated operators give {computed}"
+        return source_without_graph(checkpoint, original, None, reason=reason)
     source = exported(checkpoint, replace(model, script=script), None)
     return (
-        replace(source, no_graph_reason=_why(followed.stopped, source.no_graph_reason))
+        replace(source, no_graph_reason=_failure_reason(translated.stopped, source.no_graph_reason))
         if source.no_graph_reason
         else source
     )
 
 
-def _why(operator: str, reason: str) -> str:
+def _failure_reason(operator: str, reason: str) -> str:
     """Return the reason why ONNX failed, with the name of the file's operator if that is known."""
     if operator in _DECIDING:
         return (

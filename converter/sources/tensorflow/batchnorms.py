@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 _RANK = 4
 
 
-def gather(model: ir.Model) -> int:
+def restore_batchnorms(model: ir.Model) -> int:
     """Rewrite each fp32 Conv, Mul by [1, C, 1, 1], Add of [1, C, 1, 1] in the main graph as Conv, BatchNormalization.
 
     Returns how many were rewritten.
     """
     from converter.graph.initializers import const_dims
 
-    made = _Made(model.graph, FreshNames(all_value_names(model)))
+    added = _AddedInitializers(model.graph, FreshNames(all_value_names(model)))
     count = 0
     for node in list(model.graph):
         scaled = _only_reader(node, "Mul") if node.op_type == "Conv" and node.domain == "" else None
@@ -36,7 +36,7 @@ def gather(model: ir.Model) -> int:
         scale, shift = _channels(scaled, node.outputs[0]), _channels(shifted, scaled.outputs[0])
         kernel = const_dims(node.inputs[1])
         if scale is not None and shift is not None and scale.shape == shift.shape == kernel[:1]:
-            _replace(made, (node, scaled, shifted), (scale, shift))
+            _replace(added, (node, scaled, shifted), (scale, shift))
             count += 1
     return count
 
@@ -62,7 +62,7 @@ def _channels(node: ir.Node, given: ir.Value) -> Array | None:
 
 
 @dataclass
-class _Made:
+class _AddedInitializers:
     """The initializers that were added to ``graph``; a mean and a variance are shared by number of channels."""
 
     graph: ir.Graph
@@ -85,7 +85,7 @@ class _Made:
         return initializer(self.graph, own, ir.tensor(array, name=own))
 
 
-def _replace(made: _Made, nodes: tuple[ir.Node, ir.Node, ir.Node], affine: tuple[Array, Array]) -> None:
+def _replace(added: _AddedInitializers, nodes: tuple[ir.Node, ir.Node, ir.Node], affine: tuple[Array, Array]) -> None:
     import numpy as np
     import onnx_ir as ir
 
@@ -93,19 +93,19 @@ def _replace(made: _Made, nodes: tuple[ir.Node, ir.Node, ir.Node], affine: tuple
     name = shifted.name or "batch_normalization"
     scale, shift = affine
     values = [
-        made.initializer(f"{name}.scale", scale),
-        made.initializer(f"{name}.shift", shift),
-        made.constant("mean", np.zeros_like(scale)),
-        made.constant("variance", np.ones_like(scale)),
+        added.initializer(f"{name}.scale", scale),
+        added.initializer(f"{name}.shift", shift),
+        added.constant("mean", np.zeros_like(scale)),
+        added.constant("variance", np.ones_like(scale)),
     ]
-    output, spent = shifted.outputs[0], [*scaled.inputs, *shifted.inputs]
+    output, old_inputs = shifted.outputs[0], [*scaled.inputs, *shifted.inputs]
     node = ir.node("BatchNormalization", [convolution.outputs[0], *values], {"epsilon": 0.0}, name=name)
     node.outputs[0].shape, node.outputs[0].type = output.shape, output.type
-    made.graph.insert_after(shifted, node)
+    added.graph.insert_after(shifted, node)
     ir.convenience.replace_all_uses_with(output, node.outputs[0], replace_graph_outputs=True)
-    kept, output.name = output.name, None
-    node.outputs[0].name = kept
-    made.graph.remove((shifted, scaled), safe=True)
-    for value in spent:  # otherwise the artifact would contain both forms
+    name_of_output, output.name = output.name, None
+    node.outputs[0].name = name_of_output
+    added.graph.remove((shifted, scaled), safe=True)
+    for value in old_inputs:  # otherwise the artifact would contain both forms
         if value is not None and not value.uses() and value.is_initializer():
-            made.graph.initializers.pop(value.name or "", None)
+            added.graph.initializers.pop(value.name or "", None)

@@ -152,7 +152,7 @@ def _tensor(index: Path, name: str, entry: Any, shards: list[tuple[Path, mmap.mm
             f"{index}: variable {quoted(name)} is stored in slices (a partitioned variable); save the model without a"
             " partitioner"
         )
-    if not _sound(shape) or entry.shape.unknown_rank:
+    if not _is_valid_shape(shape) or entry.shape.unknown_rank:
         raise SourceError(f"{index}: truncated or damaged: the shape of {quoted(name)} is invalid")
     if math.prod(shape) * dtype.itemsize != entry.size:
         raise SourceError(
@@ -167,13 +167,13 @@ def _bytes(index: Path, name: str, entry: Any, shards: list[tuple[Path, mmap.mma
     if not 0 <= entry.shard < len(shards) or min(entry.offset, entry.size) < 0:
         raise SourceError(f"{index}: truncated or damaged: the position of {quoted(name)} is invalid")
     path, data = shards[entry.shard]
-    there = 0 if data is None else len(data)
-    if entry.offset + entry.size > there:
-        raise SourceError(f"{path}: truncated: {there} bytes, {quoted(name)} ends at {entry.offset + entry.size}")
+    available = 0 if data is None else len(data)
+    if entry.offset + entry.size > available:
+        raise SourceError(f"{path}: truncated: {available} bytes, {quoted(name)} ends at {entry.offset + entry.size}")
     return memoryview(data or b"")[entry.offset : entry.offset + entry.size]
 
 
-def _sound(shape: tuple[int, ...]) -> bool:
+def _is_valid_shape(shape: tuple[int, ...]) -> bool:
     """Return whether numpy can count the elements of ``shape``.
 
     The other sizes may be too large even if one is 0.
@@ -184,7 +184,9 @@ def _sound(shape: tuple[int, ...]) -> bool:
 
 def _check_overlaps(index: Path, found: list[tuple[str, Any]], shards: list[tuple[Path, mmap.mmap | None]]) -> None:
     """Limit the tensors' total size to that of the files, because a small index may list the same bytes many times."""
-    said = sum(max(0, entry.size) for key, entry in found if key and not entry.slices)
-    there = sum(len(data) for _, data in shards if data is not None)
-    if said > there:
-        raise SourceError(f"{index}: truncated or damaged: its tensors need {said} bytes, and the files have {there}")
+    claimed = sum(max(0, entry.size) for key, entry in found if key and not entry.slices)
+    available = sum(len(data) for _, data in shards if data is not None)
+    if claimed > available:
+        raise SourceError(
+            f"{index}: truncated or damaged: its tensors need {claimed} bytes, and the files have {available}"
+        )

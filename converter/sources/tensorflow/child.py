@@ -31,7 +31,7 @@ _LONGEST_NAME = 100  # characters of a name in a message
 _GROWTH, _SMALL = 50, 1 << 20  # limits of the archive (.kerasfile): a growth factor, and bytes that are always allowed
 
 
-class Opened:
+class OpenedGraph:
     """A graph with its variables in a session, and the tensors of one signature."""
 
     def __init__(self, graph: Any, session: Any, inputs: Mapping[str, str], outputs: Mapping[str, str]) -> None:
@@ -39,7 +39,7 @@ class Opened:
         self.inputs, self.outputs = inputs, outputs
 
 
-_opened: Opened | None = None
+_opened: OpenedGraph | None = None
 
 
 def start(request: Request) -> Reply:
@@ -123,7 +123,7 @@ def load(request: Request) -> Reply:
             outputs[name] = tf.identity(found, name=f"{_OUTPUT}{index}").name
         for tensor in request["inputs"].values():
             graph.as_graph_element(tensor, allow_tensor=True, allow_operation=False)
-    _opened = Opened(graph, session, request["inputs"], outputs)
+    _opened = OpenedGraph(graph, session, request["inputs"], outputs)
     return {}
 
 
@@ -139,11 +139,14 @@ def translate(request: Request) -> Reply:
         frozen = tf.compat.v1.graph_util.convert_variables_to_constants(
             opened.session, opened.graph.as_graph_def(), nodes
         )
-    onnx.save(_beside("translation").translated(frozen, opened.inputs, opened.outputs, request["opset"]), request["to"])
+    onnx.save(
+        _sibling_module("translation").translated(frozen, opened.inputs, opened.outputs, request["opset"]),
+        request["to"],
+    )
     return {}
 
 
-def answer(request: Request) -> Reply:
+def run_signature(request: Request) -> Reply:
     """Run the signature on the arrays in the files ``feeds``, and write its outputs to the files ``answers``."""
     import numpy
 
@@ -157,7 +160,7 @@ def answer(request: Request) -> Reply:
     return {}
 
 
-def _beside(name: str) -> Any:
+def _sibling_module(name: str) -> Any:
     """Import the module ``name`` from this file's directory by path, so that no other file there is importable."""
     spec = importlib.util.spec_from_file_location(f"bf16kit_{name}", Path(__file__).with_name(f"{name}.py"))
     assert spec is not None  # noqa: S101 - the file is there
@@ -172,7 +175,7 @@ _ACTIONS: dict[str, Callable[[Request], Reply]] = {
     "export": export,
     "load": load,
     "translate": translate,
-    "answer": answer,
+    "answer": run_signature,
 }
 
 
@@ -189,12 +192,12 @@ def main() -> None:
         try:
             reply = _ACTIONS[request["do"]](request)
         except Exception as error:  # noqa: BLE001 - the converter reports every error
-            reply = {"error": _said(error)}
+            reply = {"error": _error_text(error)}
         replies.write(json.dumps(reply) + "\n")
         replies.flush()
 
 
-def _said(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     lines: list[str] = [line for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {' '.join(lines)}"[:_LONGEST]
 

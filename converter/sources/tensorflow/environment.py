@@ -21,7 +21,7 @@ PREPARE = (
 _SECONDS = 60
 _TENSORFLOWS = ("tensorflow", "tensorflow-cpu", "tensorflow-intel", "tensorflow-aarch64", "tf-nightly")
 # Run by the other Python, of any version from 3.8 on; imports only Python's own modules.
-_ASK = f"""
+_VERSIONS_SCRIPT = f"""
 import json, sys
 from importlib.metadata import PackageNotFoundError, version
 def of(*names):
@@ -74,21 +74,23 @@ def require() -> Environment:
 
 def _versions(python: Path) -> dict[str, str | None]:
     try:
-        done = subprocess.run(
-            [str(python), "-I", "-c", _ASK],  # before 3.11 only -I keeps the working directory off the path
+        finished = subprocess.run(
+            [str(python), "-I", "-c", _VERSIONS_SCRIPT],  # before 3.11 only -I keeps the working directory off the path
             capture_output=True,
             text=True,
             timeout=_SECONDS,
             stdin=subprocess.DEVNULL,
             env=variables(),
         )
-        found = json.loads(done.stdout) if done.returncode == 0 else None
+        found = json.loads(finished.stdout) if finished.returncode == 0 else None
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UsageError(f"{python}: cannot be run: {brief(error)}") from None
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        raise UsageError(f"{python}: does not run as a Python: {brief(done.stderr.strip() or done.stdout.strip())}")
+        raise UsageError(
+            f"{python}: does not run as a Python: {brief(finished.stderr.strip() or finished.stdout.strip())}"
+        )
     return {str(name): None if value is None else str(value) for name, value in found.items()}
 
 
@@ -99,5 +101,5 @@ def variables() -> dict[str, str]:
     hash seed makes sets iterate in the same order on every run, which tf2onnx's names depend on.
     """
     own = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    said = ("PYTHONSAFEPATH", "PYTHONNOUSERSITE", "PYTHONDONTWRITEBYTECODE")
-    return {**own, **dict.fromkeys(said, "1"), "PYTHONHASHSEED": "0"}
+    isolation = ("PYTHONSAFEPATH", "PYTHONNOUSERSITE", "PYTHONDONTWRITEBYTECODE")
+    return {**own, **dict.fromkeys(isolation, "1"), "PYTHONHASHSEED": "0"}

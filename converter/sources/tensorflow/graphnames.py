@@ -19,7 +19,7 @@ _CONSTANT = "constant"
 Key = tuple[str, ...]
 
 
-def settle(model: ir.Model) -> None:
+def make_reproducible(model: ir.Model) -> None:
     """Order nodes by dependency and TensorFlow's name, and rename them and their values accordingly.
 
     Inputs and outputs, which clients see, keep their names. Constants are numbered, because tf2onnx gives them the name
@@ -33,21 +33,21 @@ def settle(model: ir.Model) -> None:
     used = [value for node in nodes for value in (*node.inputs, *node.outputs) if value is not None]
     declared = [value for graph in model.graphs() for value in values_of(graph)]
     ordered = [value for value in dict.fromkeys((*used, *declared)) if value not in edges and value.name]
-    wanted = [_CONSTANT if value.is_initializer() else plain(value.name or "") for value in ordered]
+    base_names = [_CONSTANT if value.is_initializer() else base_name(value.name or "") for value in ordered]
     for number, value in enumerate(ordered):  # temporary names, so that no two collide
         value.name = f"\0{number}"
     fresh = FreshNames(edge.name for edge in edges if edge.name)
-    for value, name in zip(ordered, wanted, strict=True):
+    for value, name in zip(ordered, base_names, strict=True):
         value.name = fresh.make(name)
     fresh = FreshNames(())
     for node in nodes:
-        node.name = fresh.make(plain(node.name or node.op_type))
+        node.name = fresh.make(base_name(node.name or node.op_type))
     for graph in model.graphs():
         for value in sorted(graph.initializers.values(), key=lambda value: value.name or ""):
             graph.register_initializer(graph.initializers.pop(value.name or ""))
 
 
-def plain(name: str) -> str:
+def base_name(name: str) -> str:
     """Return ``name`` without parts that carry no information."""
     return _CALLS.sub("", _NUMBERS.sub("", name)) or "value"
 
@@ -89,7 +89,7 @@ def _order(graph: ir.Graph, keys: dict[ir.Value, str]) -> None:
 def _key(node: ir.Node, keys: dict[ir.Value, str]) -> Key:
     read = ("" if value is None else keys.get(value, "") for value in node.inputs)
     attributes = sorted(f"{name}={attribute.value}" for name, attribute in node.attributes.items() if _small(attribute))
-    return (plain(node.name or ""), node.op_type, *read, *attributes)
+    return (base_name(node.name or ""), node.op_type, *read, *attributes)
 
 
 def _small(attribute: ir.Attr) -> bool:

@@ -25,7 +25,7 @@ _UNICODE_PATH = b"up"  # an extra field that Python 3.12 and newer read as a rec
 _OLDEST = (3, 13, 2)  # older `safe_mode`s let code through in several ways (docs/converting.md)
 _VERSION = re.compile(r"(\d+)\.(\d+)(?:\.(\d+))?")
 _CODE = "is code, which is not run"
-_REFUSED = {
+_REJECTED_CLASSES = {
     "Lambda": _CODE,
     "__typespec__": "is a type of TensorFlow's that Keras would look up by its name",
     "__lambda__": _CODE,
@@ -43,13 +43,14 @@ _REFUSED = {
 
 def check_version(environment: Environment) -> None:
     """Raise :class:`UsageError` if the Keras of ``environment`` is missing, or too old to load untrusted files."""
-    said = environment.versions.get("keras")
-    found = _VERSION.match(said or "")
-    if found is None or tuple(int(part or 0) for part in found.groups()) < _OLDEST:
+    version = environment.versions.get("keras")
+    match = _VERSION.match(version or "")
+    if match is None or tuple(int(part or 0) for part in match.groups()) < _OLDEST:
         oldest = ".".join(map(str, _OLDEST))
         raise UsageError(
-            f"{environment.python} has {'no Keras' if said is None else f'Keras {said}'}, and a .keras file is loaded"
-            f" with Keras {oldest} or newer, which does not run what such files may hold: pip install 'keras>={oldest}'"
+            f"{environment.python} has {'no Keras' if version is None else f'Keras {version}'}, and a .keras file is"
+            f" loaded with Keras {oldest} or newer, which does not run what such files may hold: pip install"
+            f" 'keras>={oldest}'"
         )
 
 
@@ -120,8 +121,8 @@ def _check_object(path: Path, found: dict[str, Any]) -> None:
     what = f"{path}: layer {quoted(str(called))} ({quoted(str(name))})" if called else f"{path}: {quoted(str(name))}"
     if not isinstance(name, str):
         raise SourceError(f"{path}: truncated or damaged: a class is called {quoted(str(name))}")
-    if name in _REFUSED:
-        raise ConversionError(f"{what} {_REFUSED[name]}; {_REMEDY}")
+    if name in _REJECTED_CLASSES:
+        raise ConversionError(f"{what} {_REJECTED_CLASSES[name]}; {_REMEDY}")
     if name.startswith("__") and module is None:
         return  # a tuple, an array or bytes, which Keras writes in this form
     if name == "function":
@@ -133,14 +134,14 @@ def _check_object(path: Path, found: dict[str, Any]) -> None:
         raise ConversionError(f"{what}{of} is not one of Keras' own, and its code is not in the file; {_REMEDY}")
 
 
-def _check_function(path: Path, module: Any, called: Any, registered: Any) -> None:
+def _check_function(path: Path, module: Any, name: Any, registered: Any) -> None:
     """Check a function, which ``config`` names, by its module.
 
     A name alone is not safe: ``utils.get_file`` of the module ``keras`` opens files.
     """
     own = isinstance(module, str) and _FUNCTIONS.fullmatch(module)
-    if not own or not isinstance(called, str) or not called.isidentifier() or registered not in (None, called):
+    if not own or not isinstance(name, str) or not name.isidentifier() or registered not in (None, name):
         raise ConversionError(
-            f"{path}: the function {quoted(str(called))} of module {quoted(str(module))} is not one of Keras' own"
+            f"{path}: the function {quoted(str(name))} of module {quoted(str(module))} is not one of Keras' own"
             f" activations, initializers, losses, metrics or operators; {_REMEDY}"
         )

@@ -7,12 +7,12 @@ these are lists of what is allowed. docs/decisions/0066-tensorflow-apart.md has 
 from __future__ import annotations
 
 
-def _words(text: str) -> frozenset[str]:
+def _name_set(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
 # Needed to restore stored variables into a graph; writes nothing but variables and tables in memory.
-RESTORING = _words(
+RESTORING = _name_set(
     """
     Assign AssignVariableOp Cast Const HashTableV2 Identity IdentityN LookupTableImportV2 MutableHashTableV2 NoOp Pack
     PartitionedCall Placeholder PlaceholderWithDefault ReadVariableOp Reshape RestoreV2 ShardedFilename Split
@@ -22,7 +22,7 @@ RESTORING = _words(
 
 # Operators that only compute numbers from numbers, and those that carry values, variables and calls around them. They
 # are all that tf2onnx 1.17 translates, and some that it recognises but does not translate.
-COMPUTING = _words(
+COMPUTING = _name_set(
     """
     Abs Acos Acosh Add AddN AddV2 AdjustContrastv2 AdjustHue AdjustSaturation All Any ArgMax ArgMin Asin Asinh Assert
     Atan Atan2 Atanh AvgPool AvgPool3D BatchMatMul BatchMatMulV2 BatchMatMulV3 BatchToSpaceND BiasAdd BiasAddV1
@@ -68,7 +68,7 @@ _UNKNOWN = (
     "ONNX has no counterpart that tf2onnx translates it to",
     "write that step with other operators, or leave it out of the model that you export",
 )
-_WORDS = (
+_REASONS = (
     (("PyFunc", "NumpyFunction"), _CODE),
     (
         ("ReadFile", "WriteFile", "MatchingFiles", "Save", "Restore", "Reader", "Dataset", "Filename", "Checkpoint"),
@@ -83,4 +83,4 @@ _WORDS = (
 
 def refusal(op: str) -> tuple[str, str]:
     """Return why ``op`` is rejected, and the remedy."""
-    return next((words for parts, words in _WORDS if any(part in op for part in parts)), _UNKNOWN)
+    return next((reason for parts, reason in _REASONS if any(part in op for part in parts)), _UNKNOWN)

@@ -39,27 +39,28 @@ _QUIET = {
 }
 
 
-class Failed(Exception):
+class TensorFlowError(Exception):
     """TensorFlow rejected a request, died or did not respond; the message says which, for users."""
 
 
-class Child:
+class TensorFlowProcess:
     """The process, and a directory of its own for exchanging files; both end with this object.
 
-    Raises :class:`Failed` when it cannot be started. ``seconds`` limits each request, ``memory`` (bytes) its data.
+    Raises :class:`TensorFlowError` when it cannot be started. ``seconds`` limits each request, ``memory`` (bytes) its
+    data.
     """
 
     def __init__(self, environment: Environment, seconds: float | None = None, memory: int | None = None) -> None:
-        self._seconds = seconds if seconds is not None else _bound()
+        self._seconds = seconds if seconds is not None else _time_limit()
         self.directory, lock = _directory()
-        self._said = self.directory / "said"
+        self._output_path = self.directory / "said"
         try:
-            with self._said.open("wb") as said:
+            with self._output_path.open("wb") as output:
                 self._process = subprocess.Popen(
                     [str(environment.python), str(_SCRIPT)],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
-                    stderr=said,
+                    stderr=output,
                     cwd=self.directory,
                     env={**variables(), **_QUIET, "KERAS_HOME": str(self.directory), "TMPDIR": str(self.directory)},
                     start_new_session=True,  # so that processes it starts are killed with it
@@ -67,44 +68,44 @@ class Child:
                 )
         except OSError as error:
             _remove(self.directory, lock)
-            raise Failed(f"{environment.python} cannot be started: {error.strerror}") from None
-        self.close = weakref.finalize(self, _end, self._process, self.directory, lock)
-        reply = self.ask("start", memory=_memory() if memory is None else memory)
+            raise TensorFlowError(f"{environment.python} cannot be started: {error.strerror}") from None
+        self.close = weakref.finalize(self, _terminate, self._process, self.directory, lock)
+        reply = self.ask("start", memory=_memory_limit() if memory is None else memory)
         self.versions: dict[str, str] = _texts(reply.get("versions"))
 
-    def ask(self, do: str, **what: Any) -> dict[str, Any]:
-        """Send one request and return the reply; :class:`Failed` if there is none, or if it reports an error."""
-        sent = json.dumps({"do": do, **what}).encode() + b"\n"
+    def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
+        """Send one request and return the reply; :class:`TensorFlowError` if there is none or it reports an error."""
+        request = json.dumps({"do": do, **arguments}).encode() + b"\n"
         assert self._process.stdin is not None  # noqa: S101 - a pipe
         try:
-            self._process.stdin.write(sent)
+            self._process.stdin.write(request)
         except BrokenPipeError:
-            raise Failed(self._death()) from None
-        line = self._line(time.monotonic() + self._seconds)
+            raise TensorFlowError(self._death_message()) from None
+        line = self._read_line(time.monotonic() + self._seconds)
         try:
             reply = json.loads(line)
         except (ValueError, RecursionError):
             reply = None
         if not isinstance(reply, dict):
-            raise self._broken(f"sent an invalid reply: {brief(line[:200].decode(errors='replace'))}")
+            raise self._protocol_error(f"sent an invalid reply: {brief(line[:200].decode(errors='replace'))}")
         if "error" in reply:
-            raise Failed(brief(reply["error"], 1000))
+            raise TensorFlowError(brief(reply["error"], 1000))
         return reply
 
     def outputs(self, feeds: Sequence[Feeds], outputs: Sequence[str]) -> Iterator[Feeds]:
         """Yield the opened signature's outputs for each of ``feeds``. Raises :class:`RuntimeFailure`."""
         for feed in feeds:
-            given = {name: self.directory / f"feed-{index}.npy" for index, name in enumerate(feed)}
-            for name, file in given.items():
+            feed_files = {name: self.directory / f"feed-{index}.npy" for index, name in enumerate(feed)}
+            for name, file in feed_files.items():
                 np.save(file, feed[name], allow_pickle=False)
-            found = {name: self.directory / f"answer-{index}.npy" for index, name in enumerate(outputs)}
+            output_files = {name: self.directory / f"answer-{index}.npy" for index, name in enumerate(outputs)}
             try:
-                self.ask("answer", feeds=_strings(given), answers=_strings(found))
-            except Failed as error:
+                self.ask("answer", feeds=_strings(feed_files), answers=_strings(output_files))
+            except TensorFlowError as error:
                 raise RuntimeFailure(f"TensorFlow failed on it: {error}") from None
-            yield {name: _loaded(file) for name, file in found.items()}
+            yield {name: _loaded(file) for name, file in output_files.items()}
 
-    def _line(self, deadline: float) -> bytes:
+    def _read_line(self, deadline: float) -> bytes:
         assert self._process.stdout is not None  # noqa: S101 - a pipe
         line = bytearray()
         with selectors.DefaultSelector() as selector:
@@ -112,34 +113,34 @@ class Child:
             while not line.endswith(b"\n"):
                 left = deadline - time.monotonic()  # limits the whole line, even one that arrives byte by byte
                 if left <= 0 or not selector.select(left):
-                    raise self._broken(
+                    raise self._protocol_error(
                         f"did not answer within {self._seconds:g} s; set the environment variable {SECONDS} to"
                         " allow more"
                     )
                 part = os.read(self._process.stdout.fileno(), 1 << 16)
                 if not part:
-                    raise Failed(self._death())
+                    raise TensorFlowError(self._death_message())
                 line += part
                 if len(line) > _LONGEST_REPLY:
-                    raise self._broken(f"sent more than {_LONGEST_REPLY} bytes")
+                    raise self._protocol_error(f"sent more than {_LONGEST_REPLY} bytes")
         return bytes(line)
 
-    def _broken(self, what: str) -> Failed:
+    def _protocol_error(self, what: str) -> TensorFlowError:
         """End the process, because its output can no longer be trusted, and return the error."""
         self.close()
-        return Failed(f"TensorFlow's process {what}")
+        return TensorFlowError(f"TensorFlow's process {what}")
 
-    def _death(self) -> str:
+    def _death_message(self) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(5)  # its output is closed, so it is about to end
-        code, said = self._process.poll(), _tail(self._said)
+        code, last_output = self._process.poll(), _tail(self._output_path)
         self.close()
-        how = "closed its output" if code is None else f"ended with exit code {code}"
+        ending = "closed its output" if code is None else f"ended with exit code {code}"
         if code is not None and code < 0:
-            how = f"was killed by {_signal(-code)}"
+            ending = f"was killed by {_signal(-code)}"
             if -code in (signal.SIGKILL, signal.SIGABRT):
-                how += " (out of memory?)"
-        return f"TensorFlow's process {how}" + (f"; its last output: {said}" if said else "")
+                ending += " (out of memory?)"
+        return f"TensorFlow's process {ending}" + (f"; its last output: {last_output}" if last_output else "")
 
 
 def _texts(value: object) -> dict[str, str]:
@@ -160,7 +161,7 @@ def _loaded(file: Path) -> Array:
     return array
 
 
-def _bound() -> float:
+def _time_limit() -> float:
     text = os.environ.get(SECONDS, str(_SECONDS))
     try:
         seconds = float(text)
@@ -171,7 +172,7 @@ def _bound() -> float:
     return seconds
 
 
-def _memory() -> int:
+def _memory_limit() -> int:
     """Return the memory of the machine, or of the container, in bytes.
 
     It becomes the process' limit, so that a larger allocation fails before the system kills something.
@@ -201,17 +202,17 @@ def _signal(number: int) -> str:
 def _directory() -> tuple[Path, IO[bytes]]:
     """Create a directory and a lock that shows that it is in use; remove directories of killed processes."""
     parent = on_disk()
-    for left in parent.glob(f"{_PREFIX}*"):
+    for stale in parent.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
-            if left.lstat().st_uid == os.getuid():
-                _remove_stale(left)
+            if stale.lstat().st_uid == os.getuid():
+                _remove_stale(stale)
     while True:
         directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-        held = (directory / _LOCK).open("xb")
-        fcntl.flock(held, fcntl.LOCK_EX)
-        if os.fstat(held.fileno()).st_nlink:  # no other process took it for stale before it was locked
-            return directory, held
-        held.close()
+        lock = (directory / _LOCK).open("xb")
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if os.fstat(lock.fileno()).st_nlink:  # no other process took it for stale before it was locked
+            return directory, lock
+        lock.close()
 
 
 def _remove_stale(directory: Path) -> None:
@@ -225,7 +226,7 @@ def _remove(directory: Path, lock: IO[bytes]) -> None:
     lock.close()
 
 
-def _end(process: subprocess.Popen[bytes], directory: Path, lock: IO[bytes]) -> None:
+def _terminate(process: subprocess.Popen[bytes], directory: Path, lock: IO[bytes]) -> None:
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
     for pipe in (process.stdin, process.stdout):

@@ -6,14 +6,14 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 
-def reached(graph: Any, roots: Iterable[str]) -> Iterator[tuple[Any, str]]:
+def reachable_nodes(graph: Any, roots: Iterable[str]) -> Iterator[tuple[Any, str]]:
     """Yield each node that ``roots`` (names of tensors or nodes) need, with its function ("" for the graph).
 
     A called function counts as a whole. Unknown names are left to TensorFlow, which rejects them.
     """
     functions = {function.signature.name: function for function in graph.library.function}
     called: list[str] = []
-    for node in _before(graph, roots):
+    for node in _dependencies(graph, roots):
         yield node, ""
         called += _calls(node, functions)
     seen: set[str] = set()
@@ -32,7 +32,7 @@ def node_of(tensor: str) -> str:
     return tensor.removeprefix("^").partition(":")[0]
 
 
-def _before(graph: Any, roots: Iterable[str]) -> Iterator[Any]:
+def _dependencies(graph: Any, roots: Iterable[str]) -> Iterator[Any]:
     nodes: dict[str, list[Any]] = {}
     for node in graph.node:  # a duplicate name, which TensorFlow rejects, must not hide a node here
         nodes.setdefault(node.name, []).append(node)

@@ -13,7 +13,7 @@ from bf16kit.wording import quoted
 from converter.graph.names import FreshNames
 from converter.sources.tensorflow.messages import message
 from converter.sources.tensorflow.operators import COMPUTING, RESTORING, refusal
-from converter.sources.tensorflow.reach import reached
+from converter.sources.tensorflow.reach import reachable_nodes
 
 DEFAULT = "serving_default"
 FILE = "saved_model.pb"
@@ -25,7 +25,7 @@ _OWN = "__saved_model_"  # prefix of signatures that TensorFlow adds for its own
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class ServedSignature:
     """One signature of a SavedModel: its tensors by the names that clients use, and the graph for TensorFlow.
 
     ``graph`` is a MetaGraphDef without what is not needed: collections, assets and Python's objects.
@@ -38,14 +38,14 @@ class Chosen:
     notes: tuple[str, ...] = ()
 
 
-def choose(directory: Path, signature: str | None) -> Chosen:
+def choose(directory: Path, signature: str | None) -> ServedSignature:
     """Return the signature that ``--signature`` names, or the default one, after checking its operators.
 
     Raises :class:`SourceError` for a damaged file, :class:`UsageError` naming the signatures if the requested one does
     not exist, and :class:`ConversionError` for strings and operators that cannot be converted.
     """
     path = directory / FILE
-    graph = _serving(path, _parsed(path))
+    graph = _serving_graph(path, _parsed(path))
     signatures = _by_key(path, "signature", graph.signatures)
     name = _name(path, [name for name in signatures if not name.startswith(_OWN)], signature)
     inputs = _tensors(path, name, "input", signatures[name].inputs)
@@ -57,18 +57,18 @@ def choose(directory: Path, signature: str | None) -> Chosen:
         _check_restoring(path, graph)
     for field in ("collections", "assets", "objects"):
         graph.ClearField(field)
-    apart = _apart(inputs, outputs)
+    new_names = _distinct_names(inputs, outputs)
     notes = tuple(
-        f"output {quoted(was)} was renamed to {quoted(name)}, because an input has the same name"
-        for was, name in apart.items()
-        if was != name
+        f"output {quoted(old)} was renamed to {quoted(name)}, because an input has the same name"
+        for old, name in new_names.items()
+        if old != name
     )
-    return Chosen(
-        name, inputs, {apart[was]: tensor for was, tensor in outputs.items()}, graph.SerializeToString(), notes
+    return ServedSignature(
+        name, inputs, {new_names[old]: tensor for old, tensor in outputs.items()}, graph.SerializeToString(), notes
     )
 
 
-def _apart(inputs: Mapping[str, str], outputs: Mapping[str, str]) -> dict[str, str]:
+def _distinct_names(inputs: Mapping[str, str], outputs: Mapping[str, str]) -> dict[str, str]:
     """Return a name for each output: its own, unless an input has it, which TensorFlow allows but ONNX does not."""
     fresh = FreshNames((*inputs, *outputs))
     return {name: fresh.make(f"{name}_output") if name in inputs else name for name in outputs}
@@ -95,7 +95,7 @@ def _parsed(path: Path) -> Any:
     return model
 
 
-def _serving(path: Path, model: Any) -> Any:
+def _serving_graph(path: Path, model: Any) -> Any:
     """Return the graph for serving, or the only one."""
     graphs = [graph for graph in model.meta_graphs if list(graph.info.tags) == ["serve"]]
     graphs = graphs or list(model.meta_graphs)
@@ -115,18 +115,18 @@ def _by_key(path: Path, what: str, entries: Sequence[Any]) -> dict[str, Any]:
     return dict(sorted(found.items()))
 
 
-def _name(path: Path, names: Sequence[str], asked: str | None) -> str:
+def _name(path: Path, names: Sequence[str], requested: str | None) -> str:
     if not names:
         raise ConversionError(
             f"{path}: has no signature, so its inputs and outputs are unknown; save it again with"
             " tf.saved_model.save(module, directory, signatures=module.FUNCTION.get_concrete_function(…)), or, from"
             " Keras, with model.export(directory)"
         )
-    if asked is None and DEFAULT not in names:
+    if requested is None and DEFAULT not in names:
         if len(names) == 1:
             return names[0]
         raise UsageError(f"{path}: has no signature {DEFAULT!r}; choose one with --signature: {_listed(names)}")
-    name = DEFAULT if asked is None else asked
+    name = DEFAULT if requested is None else requested
     if name not in names:
         raise UsageError(f"--signature {name}: {path} has {_listed(names)}")
     return name
@@ -160,22 +160,22 @@ _AS_FP32 = (
 
 
 def _check_computing(path: Path, signature: str, graph: Any, outputs: Iterable[str]) -> None:
-    allowed, refused = COMPUTING | _functions(graph), dict[str, str]()
-    for node, function in reached(graph, outputs):
+    allowed, rejected = COMPUTING | _functions(graph), dict[str, str]()
+    for node, function in reachable_nodes(graph, outputs):
         if node.op not in allowed:
             of = f" of function {quoted(function)}" if function else ""
-            refused.setdefault(node.op, f"node {quoted(node.name)}{of}")
+            rejected.setdefault(node.op, f"node {quoted(node.name)}{of}")
         if _BFLOAT16 in _types(node):
             raise ConversionError(
                 f"{path}: node {quoted(node.name)} ({_shown(node.op)}) computes in bfloat16; {_AS_FP32}"
             )
-    if not refused:
+    if not rejected:
         return
     lines = []
-    for op, where in sorted(refused.items())[:_MOST_NAMED]:
-        why, remedy = refusal(op)
-        lines.append(f"\n  {_shown(op)}: {why} ({where}); {remedy}")
-    more = f"\n  and {len(refused) - _MOST_NAMED} others" if len(refused) > _MOST_NAMED else ""
+    for op, where in sorted(rejected.items())[:_MOST_NAMED]:
+        reason, remedy = refusal(op)
+        lines.append(f"\n  {_shown(op)}: {reason} ({where}); {remedy}")
+    more = f"\n  and {len(rejected) - _MOST_NAMED} others" if len(rejected) > _MOST_NAMED else ""
     raise ConversionError(
         f"{path}: signature {quoted(signature)} needs operators that are not converted:{''.join(lines)}{more}"
     )
@@ -183,7 +183,7 @@ def _check_computing(path: Path, signature: str, graph: Any, outputs: Iterable[s
 
 def _check_restoring(path: Path, graph: Any) -> None:
     allowed = RESTORING | _functions(graph.graph)
-    for node, function in reached(graph.graph, [graph.saver.restore_op]):
+    for node, function in reachable_nodes(graph.graph, [graph.saver.restore_op]):
         if node.op not in allowed:
             where = f" in function {quoted(function)}" if function else ""
             raise ConversionError(

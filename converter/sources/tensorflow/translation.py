@@ -21,7 +21,7 @@ def translated(frozen: Any, inputs: Mapping[str, str], outputs: Mapping[str, str
     import tensorflow as tf
     from tf2onnx import optimizer, tfonnx
 
-    _leave_weights_alone()
+    _disable_weight_folding()
     names = {tensor: name for name, tensor in (*inputs.items(), *outputs.items())}
     with tf.Graph().as_default() as graph:
         tf.import_graph_def(_simplified(_inlined(frozen, list(names)), list(names)), name="")
@@ -41,7 +41,7 @@ def translated(frozen: Any, inputs: Mapping[str, str], outputs: Mapping[str, str
     return model
 
 
-def _leave_weights_alone() -> None:
+def _disable_weight_folding() -> None:
     """Stop tf2onnx from folding what follows a convolution into its weights.
 
     The converter does that itself, and can undo it when weights are restored.
@@ -51,7 +51,7 @@ def _leave_weights_alone() -> None:
     back_to_back_optimizer._func_map.pop(("Conv", "BatchNormalization"), None)
     handle = transpose_optimizer.TransposeOptimizer._mul_handler
 
-    def keeping(self: Any, transposed: Any, node: Any) -> Any:
+    def patched(self: Any, transposed: Any, node: Any) -> Any:
         convolution, single = transposed.inputs[0], self._nodes_has_single_consumer_node
         self._nodes_has_single_consumer_node = lambda nodes: nodes[0] is not convolution and single(nodes)
         try:
@@ -59,7 +59,7 @@ def _leave_weights_alone() -> None:
         finally:
             del self._nodes_has_single_consumer_node
 
-    transpose_optimizer.TransposeOptimizer._mul_handler = keeping
+    transpose_optimizer.TransposeOptimizer._mul_handler = patched
 
 
 def _inlined(graph: Any, tensors: list[str]) -> Any:

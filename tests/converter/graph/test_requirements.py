@@ -70,7 +70,9 @@ def test_a_release_that_lost_a_kernel_excludes_all_releases_before_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No release has lost one yet. The manifest can only state "this release or later"."""
-    monkeypatch.setattr(requirements, "lacking", lambda _, table: ["lost"] if table.onnxruntime == "1.26.0" else [])
+    monkeypatch.setattr(
+        requirements, "missing_kernels", lambda _, table: ["lost"] if table.onnxruntime == "1.26.0" else []
+    )
     assert required("cuda", [_graph(tmp_path / "a.onnx", 22)]) == {"onnxruntime": "1.27.0"}
 
 

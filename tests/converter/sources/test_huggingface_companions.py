@@ -14,7 +14,7 @@ from converting import Cli
 from bf16kit.artifact import Artifact
 from bf16kit.errors import SourceError
 from converter.sources.huggingface import companions as module
-from converter.sources.huggingface.companions import companions, in_bf16, left_behind
+from converter.sources.huggingface.companions import companions, in_bf16, uncopied_files_note
 
 
 def _directory(path: Path, **config: Any) -> Path:
@@ -54,14 +54,14 @@ def test_files_that_are_not_copied_are_named(tmp_path: Path) -> None:
     for name in (*known, "training_args.bin", "flax_model.msgpack"):
         (tmp_path / name).write_text("")
     (tmp_path / "onnx").mkdir()
-    assert left_behind(tmp_path) == ()
+    assert uncopied_files_note(tmp_path) == ()
     for name in ("modeling_custom.py", "words.dict"):
         (tmp_path / name).write_text("")
-    (note,) = left_behind(tmp_path)
+    (note,) = uncopied_files_note(tmp_path)
     assert note.startswith("not copied beside the exported weights: 'modeling_custom.py' and 'words.dict'; copy those")
     for index in range(20):
         (tmp_path / f"{index:02}.dict").write_text("")
-    assert "'09.dict' and 12 more; " in left_behind(tmp_path)[0]
+    assert "'09.dict' and 12 more; " in uncopied_files_note(tmp_path)[0]
 
 
 def test_the_config_states_bfloat16_wherever_it_stated_a_dtype() -> None:

@@ -18,7 +18,7 @@ from bf16kit.artifact import Artifact
 from bf16kit.runtime.loading import load, load_reference
 from converter.process.quiet import quiet
 from converter.sources.huggingface import sentence
-from converter.sources.huggingface.directory import Part
+from converter.sources.huggingface.directory import SentenceModule
 
 CPU = ("--format", "onnx", "--profile", "cpu", "--no-report")
 FEEDS = {
@@ -87,7 +87,7 @@ def test_pooling_equals_that_of_sentence_transformers(mode: str, padded: str, tm
     mask = torch.tensor([[1, 1, 1, 1, 0, 0, 0], [1] * 7, [1, 0, 0, 0, 0, 0, 0]])
     if padded == "left":
         mask = mask.flip(1)
-    part = Part("Pooling", tmp_path, {"pooling_mode": mode})
+    part = SentenceModule("Pooling", tmp_path, {"pooling_mode": mode})
     [ours] = sentence._steps(part, {})
     expected = theirs.Pooling(8, pooling_mode=mode)({"token_embeddings": tokens, "attention_mask": mask})
     torch.testing.assert_close(ours(tokens, mask), expected["sentence_embedding"])
@@ -95,7 +95,7 @@ def test_pooling_equals_that_of_sentence_transformers(mode: str, padded: str, tm
 
 def test_several_pooling_switches_of_older_files_may_be_set_together(tmp_path: Path) -> None:
     switches = {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": True, "pooling_mode_max_tokens": False}
-    [pooling] = sentence._steps(Part("Pooling", tmp_path, switches), {})
+    [pooling] = sentence._steps(SentenceModule("Pooling", tmp_path, switches), {})
     tokens, mask = torch.arange(24.0).reshape(1, 3, 8), torch.ones((1, 3))
     torch.testing.assert_close(pooling(tokens, mask), torch.cat([tokens[:, 0], tokens.mean(dim=1)], dim=1))
 

@@ -9,7 +9,7 @@ import pytest
 
 from bf16kit.tensors import TensorSpec
 from converter.process.quiet import quiet
-from converter.sources.huggingface.unserved import Plain
+from converter.sources.huggingface.unserved import BasicOutputModule
 from converter.sources.torch.onnx_export import adapt
 
 IDS = (TensorSpec("input_ids", "int64", ("batch", "seq")),)
@@ -38,7 +38,7 @@ def module(name: str, **config: Any) -> Any:
 def test_outputs_that_the_config_requests_are_named_and_not_computed(
     name: str, config: dict[str, Any], left_out: set[str]
 ) -> None:
-    plain = Plain.of(module(name, **config))
+    plain = BasicOutputModule.of(module(name, **config))
     model = adapt(plain.module, IDS)
     assert not model.left_out
     assert set(plain.left_out(model)) == left_out
@@ -48,7 +48,7 @@ def test_outputs_that_the_config_requests_are_named_and_not_computed(
 def test_a_model_that_fails_with_the_outputs_of_its_config_is_served_without_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    plain = Plain.of(module("gpt2"))
+    plain = BasicOutputModule.of(module("gpt2"))
     model = adapt(plain.module, IDS)
 
     def failing(*_: object, **__: object) -> None:

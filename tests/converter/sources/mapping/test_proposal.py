@@ -13,7 +13,7 @@ from torch import nn
 from converter.sources.mapping import rules
 from converter.sources.mapping.proposal import Proposal, propose
 from converter.sources.mapping.slots import of_module
-from converter.sources.mapping.words import likeness, numbers_of, words_of
+from converter.sources.mapping.words import numbers_of, similarity, words_of
 
 Leaves = dict[str, NDArray[np.float32]]
 
@@ -31,7 +31,7 @@ def _to(found: Proposal) -> dict[str, str | None]:
 
 
 def _steps(found: Proposal, leaf: str) -> list[str]:
-    return next([str(turn) for turn in entry.turns] for entry in found.entries if entry.leaf == leaf)
+    return next([str(turn) for turn in entry.steps] for entry in found.entries if entry.leaf == leaf)
 
 
 def test_shapes_decide_if_they_differ_whatever_the_names() -> None:
@@ -161,5 +161,5 @@ def test_words_of_different_frameworks_are_unified() -> None:
     assert words_of("encoder.layers.3.self_attn.q_proj") == ("encoder", "layer", "self", "attention", "query", "dense")
     assert words_of("LayerNorm_0") == ("layer", "norm")
     assert numbers_of("layers_10.conv2d") == (10, 2)
-    assert likeness(words_of("attention.query"), words_of("attn.q_proj")) == 0.8
-    assert likeness(("a",), ("b",)) == 0
+    assert similarity(words_of("attention.query"), words_of("attn.q_proj")) == 0.8
+    assert similarity(("a",), ("b",)) == 0

@@ -229,7 +229,7 @@ def test_names_that_are_too_long_together_are_rejected(tmp_path: Path) -> None:
     with arrays._child(item) as child:
         child.ask(root=str(item), ocdbt=True, missing_is_zero=False, names=["n" * 4096] * 17_000)
         with pytest.raises(SourceError, match="more than 67108864 characters together"):
-            child.answer("arrays")
+            child.receive("arrays")
 
 
 def test_arrays_that_claim_more_than_any_weights_compress_to_are_rejected(

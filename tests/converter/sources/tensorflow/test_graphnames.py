@@ -7,7 +7,7 @@ import onnx_ir as ir
 import pytest
 
 import graphs
-from converter.sources.tensorflow.graphnames import settle
+from converter.sources.tensorflow.graphnames import make_reproducible
 
 
 def _numbered(numbers: tuple[int, int, int]) -> ir.Model:
@@ -32,7 +32,7 @@ def _numbered(numbers: tuple[int, int, int]) -> ir.Model:
 
 def test_numbers_and_names_of_inlined_calls_are_removed() -> None:
     model = _numbered((7, 12, 9))
-    settle(model)
+    make_reproducible(model)
     assert [node.name for node in model.graph] == ["dense/MatMul", "Add"]
     assert [value.name for node in model.graph for value in node.outputs] == ["dense/MatMul:0", "y"]
     assert list(model.graph.initializers) == ["constant", "constant_1"]
@@ -42,8 +42,8 @@ def test_numbers_and_names_of_inlined_calls_are_removed() -> None:
 @pytest.mark.parametrize("numbers", [(1, 2, 3), (30, 4, 5), (2, 1, 1)])
 def test_other_numbers_give_the_same_bytes(numbers: tuple[int, int, int]) -> None:
     one, other = _numbered((7, 12, 9)), _numbered(numbers)
-    settle(one)
-    settle(other)
+    make_reproducible(one)
+    make_reproducible(other)
     assert ir.to_proto(one).SerializeToString() == ir.to_proto(other).SerializeToString()
 
 
@@ -55,7 +55,7 @@ def test_values_in_the_bodies_of_branches_are_renamed_too() -> None:
             for value in node.outputs:
                 if value not in model.graph.outputs:
                     value.name = f"{value.name}__{id(value) % 97}"
-    settle(model)
+    make_reproducible(model)
     onnx.checker.check_model(ir.to_proto(model))
     assert len(ir.to_proto(model).graph.node) == len(before.graph.node)
     assert not [
@@ -74,7 +74,7 @@ def test_nodes_that_may_be_in_any_order_are_put_in_one_order(turned: bool) -> No
     nodes = [*(reversed(nodes) if turned else nodes), helper.make_node("Add", ["a__1", "b__2"], ["y"], name="Add")]
     weights = [graphs.initializer("w", graphs.values(4, 4)), graphs.initializer("v", graphs.values(4, 4, seed=1))]
     model = ir.from_proto(graphs.model(nodes, [graphs.edge("x", ["n", 4])], [graphs.edge("y", ["n", 4])], weights))
-    settle(model)
+    make_reproducible(model)
     assert [node.name for node in model.graph] == ["MatMul", "MatMul_1", "Add"]
     assert _bytes(model) == _bytes(_settled(nodes[::-1][1:] + nodes[2:], weights))
 
@@ -83,7 +83,7 @@ def _settled(nodes: list[onnx.NodeProto], weights: list[onnx.TensorProto]) -> ir
     model = ir.from_proto(
         graphs.model(nodes, [graphs.edge("x", ["n", 4])], [graphs.edge("y", ["n", 4])], weights[::-1])
     )
-    settle(model)
+    make_reproducible(model)
     return model
 
 

@@ -15,9 +15,9 @@ from waiting import until
 from bf16kit.errors import RuntimeFailure, UsageError
 from converter.sources.tensorflow import process
 from converter.sources.tensorflow.environment import Environment
-from converter.sources.tensorflow.process import Child, Failed
+from converter.sources.tensorflow.process import TensorFlowError, TensorFlowProcess
 
-Start = Callable[..., Child]
+Start = Callable[..., TensorFlowProcess]
 _READY = 'ASK.readline(); reply(versions={"tensorflow": "2.21.0"})\n'
 
 
@@ -26,8 +26,8 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
     """Return a function that starts a program with the given code, and its files in the test's own directory."""
     monkeypatch.setattr(process, "on_disk", lambda: tmp_path)
 
-    def call(code: str, seconds: float = 30.0) -> Child:
-        return Child(Environment(stand_in(tmp_path / "python", code), {}, True), seconds, memory=1 << 40)
+    def call(code: str, seconds: float = 30.0) -> TensorFlowProcess:
+        return TensorFlowProcess(Environment(stand_in(tmp_path / "python", code), {}, True), seconds, memory=1 << 40)
 
     return call
 
@@ -71,7 +71,7 @@ def _lives(pid: int) -> bool:
 
 def test_an_error_reply_is_raised_with_its_text_and_the_process_continues(start: Start) -> None:
     child = start(_READY + 'ASK.readline(); reply(error="ValueError: no such op"); ASK.readline(); reply(fine=1)')
-    with pytest.raises(Failed, match=r"^ValueError: no such op$"):
+    with pytest.raises(TensorFlowError, match=r"^ValueError: no such op$"):
         child.ask("translate")
     assert child.ask("again") == {"fine": 1}
 
@@ -96,7 +96,7 @@ def test_an_error_reply_is_raised_with_its_text_and_the_process_continues(start:
 def test_the_end_of_the_process_and_invalid_replies_are_reported(
     start: Start, tmp_path: Path, code: str, said: str
 ) -> None:
-    with pytest.raises(Failed, match=said):
+    with pytest.raises(TensorFlowError, match=said):
         start(code)
     assert not list(tmp_path.glob("bf16kit-tensorflow-*"))
 
@@ -106,7 +106,7 @@ def test_a_process_that_does_not_reply_is_ended_and_the_time_limit_is_named(star
     child._seconds = 0.2
     pid = child._process.pid
     with pytest.raises(
-        Failed, match=r"did not answer within 0.2 s; set the environment variable BF16KIT_TENSORFLOW_SECONDS"
+        TensorFlowError, match=r"did not answer within 0.2 s; set the environment variable BF16KIT_TENSORFLOW_SECONDS"
     ):
         child.ask("translate")
     assert not Path(f"/proc/{pid}").exists()
@@ -116,7 +116,7 @@ def test_a_process_that_sends_single_bytes_does_not_extend_the_time_limit(start:
     drips = 'while True: sys.stdout.write(" "); sys.stdout.flush(); time.sleep(0.01)'
     child = start(_READY + "ASK.readline()\n" + drips)  # only after the request: the reply to the start is a line
     child._seconds = 0.3
-    with pytest.raises(Failed, match=r"did not answer within 0\.3 s"):
+    with pytest.raises(TensorFlowError, match=r"did not answer within 0\.3 s"):
         child.ask("translate")
 
 
@@ -129,14 +129,14 @@ def test_a_reply_after_the_time_limit_is_not_read_even_if_it_is_ready(start: Sta
     with selectors.DefaultSelector() as selector:
         selector.register(child._process.stdout, selectors.EVENT_READ)
         assert selector.select(60)
-    with pytest.raises(Failed, match="did not answer within 30 s"):
-        child._line(time.monotonic() - 1)
+    with pytest.raises(TensorFlowError, match="did not answer within 30 s"):
+        child._read_line(time.monotonic() - 1)
 
 
 def test_a_python_that_cannot_be_started_is_reported(tmp_path: Path) -> None:
     (tmp_path / "python").write_text("no program")
-    with pytest.raises(Failed, match="cannot be started: Permission denied"):
-        Child(Environment(tmp_path / "python", {}, True), 1.0)
+    with pytest.raises(TensorFlowError, match="cannot be started: Permission denied"):
+        TensorFlowProcess(Environment(tmp_path / "python", {}, True), 1.0)
 
 
 @pytest.mark.parametrize("text", ["soon", "0", "-1", "nan", "inf"])
@@ -145,7 +145,7 @@ def test_an_invalid_time_limit_is_rejected(
 ) -> None:
     monkeypatch.setenv(process.SECONDS, text)
     with pytest.raises(UsageError, match=f"{process.SECONDS}={text}: expected a number of seconds above 0"):
-        Child(Environment(tmp_path / "python", {}, True))
+        TensorFlowProcess(Environment(tmp_path / "python", {}, True))
 
 
 # --- outputs ----------------------------------------------------------------------------------------------------------
@@ -213,5 +213,5 @@ def test_directories_of_killed_converters_are_removed_and_those_in_use_are_not(s
 def test_the_real_program_reports_that_tensorflow_is_not_installed() -> None:
     import sys
 
-    with pytest.raises(Failed, match="ModuleNotFoundError: No module named 'tensorflow'"):
-        Child(Environment(Path(sys.executable), {}, False))
+    with pytest.raises(TensorFlowError, match="ModuleNotFoundError: No module named 'tensorflow'"):
+        TensorFlowProcess(Environment(Path(sys.executable), {}, False))

@@ -12,7 +12,7 @@ from savedmodels import STRING, meta_graph, mlp_graph, node, tensor, write
 from bf16kit.errors import Bf16kitError, ConversionError, SourceError, UsageError
 from converter.sources.tensorflow.messages import message
 from converter.sources.tensorflow.operators import COMPUTING, RESTORING, refusal
-from converter.sources.tensorflow.savedmodel import Chosen, choose
+from converter.sources.tensorflow.savedmodel import ServedSignature, choose
 
 Signatures = Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]]
 _IN, _OUT = {"x": tensor("x:0", -1, 4)}, {"y": tensor("y:0", -1, 4)}
@@ -25,7 +25,7 @@ def _refused(path: Path, kind: type[Bf16kitError], signature: str | None = None)
     return str(refused.value)
 
 
-def _parsed(chosen: Chosen) -> Any:
+def _parsed(chosen: ServedSignature) -> Any:
     graph = message("MetaGraph")()
     graph.ParseFromString(chosen.graph)
     return graph
