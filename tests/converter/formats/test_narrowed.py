@@ -26,14 +26,14 @@ from bf16kit.panels import strips
 from bf16kit.residual import Scale
 from bf16kit.weightfile import WeightWriter
 from converter.formats.narrowed import Narrowing, Rounding
-from converter.graph.initializers import Computed
+from converter.graph.initializers import ComputedTensor
 from peaks import anonymous, peak_anonymous
 
 def write(path, rows, kind):
     mapped = np.memmap(path / "source", np.float32, mode="r", shape=(rows, 4096)).view(np.ndarray)
     tensor = ir.Tensor(mapped)
     factor = np.float32(1.5)
-    folded = Computed(lambda chosen: mapped[chosen] * factor, tensor)
+    folded = ComputedTensor(lambda chosen: mapped[chosen] * factor, tensor)
     scale = Scale(1, np.full(4096, factor))
     weight, scale = (tensor, None) if kind == "plain" else (folded, scale)
     bf16 = np.empty((rows, 4096), BF16)

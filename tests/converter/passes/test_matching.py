@@ -73,7 +73,7 @@ PREPARE = """
 import graphs
 import numpy as np
 import onnx_ir as ir
-from converter.graph.initializers import Computed, rows_of
+from converter.graph.initializers import ComputedTensor, rows_of
 from converter.passes import prepare
 from converter.process.memory import map_large_blocks
 from peaks import anonymous, peak_anonymous
@@ -82,7 +82,8 @@ def prepared(width):
     model, checkpoint = ir.from_proto(graphs.mlp((width,) * 13)), {}
     for name, value in model.graph.initializers.items():
         half = checkpoint[name] = value.const_value.numpy().astype(np.float16)
-        value.const_value = Computed(lambda rows, half=half: rows_of(half, rows).astype(np.float32), value.const_value)
+        read = lambda rows, half=half: rows_of(half, rows).astype(np.float32)
+        value.const_value = ComputedTensor(read, value.const_value)
     before = anonymous()
     with peak_anonymous() as peak:
         found = prepare(model, checkpoint)
