@@ -14,7 +14,7 @@ from bf16kit.errors import ConversionError, UsageError
 from bf16kit.manifest import RESIDUAL, Plan, ProfileEntry
 from bf16kit.numerics import Census
 from bf16kit.publish import StagingArtifact
-from converter.attempt import describe
+from converter.attempt import draft_manifest
 from converter.formats.alone import FileRecords, read_records, write_without_graph
 from converter.formats.lossless import check_without_graph
 from converter.formats.weights import StoredWeights
@@ -75,7 +75,7 @@ def prove(
             f" {oracle_run.how}"
         )
     stored = _write(options, source, _weight_records(traced, stage), stage, progress)
-    manifest = describe(options, source, Plan(), stored, traced)
+    manifest = draft_manifest(options, source, Plan(), stored, traced)
     with progress.step("comparing with the source", source.checkpoint.nbytes) as advance:
         check_without_graph(stage.draft(manifest), source.checkpoint.tensors, advance)
     release_memory()

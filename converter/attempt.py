@@ -67,7 +67,7 @@ class Attempt:
         stored, exported, planned = _write(options, source, prepared, planned, stage, progress)
         with progress.step("writing graphs"):
             profiles = {**self.traced, **_write_graphs(options, prepared, planned, stored, stage)}
-        manifest = describe(options, source, planned.plan, stored, profiles)
+        manifest = draft_manifest(options, source, planned.plan, stored, profiles)
         if exported is not None:
             manifest = manifest.amended(exports=_describe_export(options, source, exported, stage))
         _check_lossless(options, source, prepared, stored, stage.draft(manifest), exported, progress)
@@ -185,7 +185,7 @@ def _write_graphs(
     }
 
 
-def describe(
+def draft_manifest(
     options: Options, source: Source, plan: Plan, stored: StoredWeights, profiles: Mapping[str, ProfileEntry]
 ) -> Manifest:
     """Return the manifest with all that is known before anything has run."""

@@ -109,11 +109,13 @@ def check_expected_outputs(
             f"{options.source}: the model does not give the outputs in {calibration.origin}: {wrong}; either the"
             " architecture or the weights differ, or those outputs were not computed in fp32"
         )
-    how = "the proposed map is confirmed" if source.proposed_rules is not None else "the expected outputs are confirmed"
-    yield f"{how}: the model's outputs equal those in {calibration.origin} within fp32 noise"
+    confirmation = (
+        "the proposed map is confirmed" if source.proposed_rules is not None else "the expected outputs are confirmed"
+    )
+    yield f"{confirmation}: the model's outputs equal those in {calibration.origin} within fp32 noise"
 
 
-def trace(
+def write_traced_formats(
     options: Options, source: Source, stage: StagingArtifact, progress: Progress, notes: list[str]
 ) -> dict[str, ProfileEntry]:
     """Write the wanted formats that are made from the torch module, and release the module.

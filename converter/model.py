@@ -126,7 +126,7 @@ def digest_files(paths: Sequence[Path], advance: Callable[[int], None]) -> str:
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
-def given_file(option: Literal["--map", "--model"], path: Path) -> GivenEntry:
+def given_entry(option: Literal["--map", "--model"], path: Path) -> GivenEntry:
     """Return the manifest's entry for the file at ``path``, which ``option`` named."""
     digest = _digest(path, lambda _: None)
     name = _NOT_IN_NAMES.sub("_", path.name.encode("utf-8", "replace").decode())

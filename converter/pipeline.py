@@ -26,7 +26,7 @@ from converter.proof.explanation import measure_layers
 from converter.proof.judging import check_stated_bounds, judge
 from converter.proof.oracle import OracleRun
 from converter.proof.samples import Samples
-from converter.publishing import measured, publish
+from converter.publishing import build_measurements, publish
 from converter.search.mending import IslandSearches
 from converter.search.result import SearchResult
 from converter.search.trials import Deadline
@@ -88,7 +88,7 @@ def convert(options: Options, progress: Progress | None = None, provided: Provid
             notes.append(f"drift was measured on {calibration.origin}, because --samples was not given")
         oracle_run = intake.record_source_outputs(source, calibration, stage, progress)
         notes += intake.check_expected_outputs(options, source, calibration, oracle_run, stage, progress)
-        profiles = intake.trace(options, source, stage, progress, notes)
+        profiles = intake.write_traced_formats(options, source, stage, progress, notes)
         heap.collect()
         proven = _prove(options, source, profiles, calibration, oracle_run, stage, progress)
         del source
@@ -119,7 +119,9 @@ def convert(options: Options, progress: Progress | None = None, provided: Provid
             expired=expired,
             without=optional,
         )
-        measurements = measured(manifest, certified, layers, proven.census, proven.searches, calibration.feeds)
+        measurements = build_measurements(
+            manifest, certified, layers, proven.census, proven.searches, calibration.feeds
+        )
         if judged is not None:
             measurements = measurements.model_copy(update={"recovery": judged.recovery})
         # Without `sentences`: the page reads a search's results from the measurements, and shows them beside the

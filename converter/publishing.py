@@ -18,7 +18,7 @@ from converter.report import page
 from converter.search.result import SearchResult
 
 
-def measured(
+def build_measurements(
     manifest: Manifest,
     certified: Certified,
     layers: Mapping[str, Layers],

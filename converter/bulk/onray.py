@@ -41,7 +41,7 @@ _POLL_SECONDS = 0.5
 _GRACE_SECONDS = 30.0  # time to end for a conversion that was told to stop
 _FAILED = 3  # the exit code if a conversion's node died in every attempt
 _INTERRUPTED = 130
-Say = Callable[[str], None]
+Notify = Callable[[str], None]
 
 
 class RayExecutor:
@@ -50,12 +50,12 @@ class RayExecutor:
     Raises UsageError if no cluster answers, or if a node does not see the same files or runs another version.
     """
 
-    def __init__(self, address: str, source: Path, repository: Path, jobs: int | None, say: Say) -> None:
+    def __init__(self, address: str, source: Path, repository: Path, jobs: int | None, notify: Notify) -> None:
         _join(address)
         nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
         if not nodes:
             raise UsageError(f"--ray {address}: no node of the cluster has a CPU")
-        nodes = _responding_nodes(nodes, source, repository, say)
+        nodes = _responding_nodes(nodes, source, repository, notify)
         if not nodes:
             raise UsageError(f"--ray {address}: no node of the cluster answers; check `ray status`")
         self.jobs = jobs or len(nodes)
@@ -63,13 +63,13 @@ class RayExecutor:
         processors = sum(node["Resources"]["CPU"] for node in nodes)
         each = max(1, min(int(processors // self.jobs), *(int(node["Resources"]["CPU"]) for node in nodes)))
         self._remote = ray.remote(num_cpus=each, max_retries=0, scheduling_strategy="SPREAD")(_run)
-        self._say = say
+        self._notify = notify
         self._lock = threading.Lock()
         self._running: set[_Task] = set()
 
     def start(self, command: list[str], log: Path) -> Process:
         directory = str(Path.cwd())
-        task = _Task(lambda: self._remote.remote(command, str(log.absolute()), directory), log.stem, self._say)
+        task = _Task(lambda: self._remote.remote(command, str(log.absolute()), directory), log.stem, self._notify)
         with self._lock:
             self._running.add(task)
             if self.stopped:
@@ -90,10 +90,10 @@ class RayExecutor:
 class _Task:
     """A conversion on a node; see :class:`converter.bulk.executor.Process`. If its node dies, it is started again."""
 
-    def __init__(self, submit: Callable[[], Any], model: str, say: Say) -> None:
+    def __init__(self, submit: Callable[[], Any], model: str, notify: Notify) -> None:
         self._submit = submit
         self._model = model
-        self._say = say
+        self._notify = notify
         self._cancelled = False
         self._reference = submit()
 
@@ -117,7 +117,9 @@ class _Task:
                     return _INTERRUPTED
                 again = attempt < _ATTEMPTS
                 then = f"it is started again, attempt {attempt + 1} of {_ATTEMPTS}" if again else "no attempt is left"
-                self._say(f"{self._model}: the process or node that converted it died ({type(error).__name__}); {then}")
+                self._notify(
+                    f"{self._model}: the process or node that converted it died ({type(error).__name__}); {then}"
+                )
                 if again:
                     self._reference = self._submit()
         return _FAILED
@@ -149,7 +151,9 @@ def _join(address: str) -> None:
         raise UsageError(f"--ray {address}: cannot connect to a Ray cluster: {first_line(error)}") from None
 
 
-def _responding_nodes(nodes: list[dict[str, Any]], source: Path, repository: Path, say: Say) -> list[dict[str, Any]]:
+def _responding_nodes(
+    nodes: list[dict[str, Any]], source: Path, repository: Path, notify: Notify
+) -> list[dict[str, Any]]:
     """Return ``nodes`` without those that have just died, which Ray takes some seconds to notice.
 
     Every other node must see the checkpoints and a file that this process has just written, and run the same version.
@@ -170,7 +174,7 @@ def _responding_nodes(nodes: list[dict[str, Any]], source: Path, repository: Pat
             try:
                 view = ray.get(futures[node["NodeID"]])
             except (NodeDiedError, TaskUnschedulableError, WorkerCrashedError):
-                say(f"node {node['NodeManagerAddress']} does not answer, so nothing is converted there")
+                notify(f"node {node['NodeManagerAddress']} does not answer, so nothing is converted there")
                 continue
             responding.append(node)
             for what, path in zip(("token", "source", "directory"), (str(repository), *paths[1:]), strict=True):

@@ -14,11 +14,11 @@ from converter.bulk.worklist import Item, Worklist
 INTERRUPTED = 130
 _SHOWN = 10  # lines on what was passed over
 
-Say = Callable[[str], None]
+Notify = Callable[[str], None]
 
 
 def run(
-    worklist: Worklist, repository: Path, executor: Executor, *, jobs: int, force: bool, say: Say
+    worklist: Worklist, repository: Path, executor: Executor, *, jobs: int, force: bool, notify: Notify
 ) -> tuple[list[Outcome], bool]:
     """Convert every item by ``executor``, ``jobs`` at a time, and report each result as it comes.
 
@@ -41,7 +41,7 @@ def run(
                     outcome = future.result()
                     if outcome.model not in outcomes:
                         outcomes[outcome.model] = outcome
-                        say(f"[{len(outcomes)}/{total}] {outcome_line(outcome)}")
+                        notify(f"[{len(outcomes)}/{total}] {outcome_line(outcome)}")
             except KeyboardInterrupt:
                 interrupted = True
                 executor.stop()

@@ -115,7 +115,7 @@ def collect(directory: Path, configure: Configure, repository: Path | None = Non
     if not items:
         raise UsageError(f"{directory}: holds no checkpoint{_listed(skipped.values())}")
     _check_names(items)
-    reasons = (f"{path.name}: {why}" for path, why in skipped.items() if path not in _files_of(items))
+    reasons = (f"{path.name}: {reason}" for path, reason in skipped.items() if path not in _files_of(items))
     return Worklist(tuple(items), tuple(reasons))
 
 
@@ -168,8 +168,8 @@ def _referenced_files(path: Path) -> list[Path]:
         return sorted(file for file in path.iterdir() if file.suffix in SUFFIXES and file.is_file())
     if not path.is_file() or not _is_graph(path):
         return [path] if path.is_file() else []
-    beside = (each for each in path.parent.iterdir() if _may_hold_weights(each) and not _is_checkpoint(each))
-    return [path, *sorted(beside)]
+    possible_weights = (each for each in path.parent.iterdir() if _may_hold_weights(each) and not _is_checkpoint(each))
+    return [path, *sorted(possible_weights)]
 
 
 def _is_graph(path: Path) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from bf16kit import errors
-from converter.commands.common import PATH, debug_option, json_option, samples_option, say
+from converter.commands.common import PATH, debug_option, echo, json_option, samples_option
 
 
 @click.command()
@@ -20,7 +20,7 @@ def inspect(artifact: Path, as_json: bool, debug: bool) -> None:
     from bf16kit import document
     from converter.report.inspect import describe, record
 
-    say(document.dumps(record(artifact)) if as_json else describe(artifact))
+    echo(document.dumps(record(artifact)) if as_json else describe(artifact))
 
 
 @click.command()
@@ -43,7 +43,7 @@ def verify(artifact: Path, samples: str | None, profiles: tuple[str, ...], as_js
 
     kernel.chosen()
     verified = verify_artifact(artifact, samples, profiles)
-    say(document.dumps(verified.record()) if as_json else verified.text())
+    echo(document.dumps(verified.record()) if as_json else verified.text())
     verified.check()
 
 
@@ -82,11 +82,11 @@ def explain(
                 f"{artifact}: is a file, expected an artifact's directory; if it is an evidence file, pass"
                 " --artifact DIRECTORY as well"
             )
-        say(explain_artifact(artifact, samples, profiles, as_json=as_json))
+        echo(explain_artifact(artifact, samples, profiles, as_json=as_json))
         return
     if samples is not None or profiles:
         raise errors.UsageError("an evidence file holds its own sample and profile; leave out --samples and --profile")
-    say(explain_evidence(artifact, of, as_json=as_json))
+    echo(explain_evidence(artifact, of, as_json=as_json))
 
 
 @click.command()
@@ -102,5 +102,5 @@ def restore(artifact: Path, out: Path, force: bool, debug: bool) -> None:
     from converter.process import progress
     from converter.restore import restore as restore_artifact
 
-    with progress.on(sys.stderr) as bar:
-        say(restore_artifact(artifact, out, force=force, progress=bar))
+    with progress.for_stream(sys.stderr) as bar:
+        echo(restore_artifact(artifact, out, force=force, progress=bar))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from converter.commands.common import PATH, debug_option, say
+from converter.commands.common import PATH, debug_option, echo
 
 if TYPE_CHECKING:
     from converter.options import Options
@@ -202,12 +202,12 @@ def checkpoint(
 
     options = options_of(**given)
     try:
-        with progress.on(sys.stderr) as bar:
+        with progress.for_stream(sys.stderr) as bar:
             result = convert(options, bar)
     except UnconfirmedMap as unconfirmed:
-        say(unconfirmed.rules)
+        echo(unconfirmed.rules)
         raise
-    say(page.summary(result.artifact, result.notes))
+    echo(page.summary(result.artifact, result.notes))
 
 
 def _is_collection(source: Path, out: Path) -> bool:

@@ -68,21 +68,23 @@ def convert_all(context: click.Context, source: Path, repository: Path, check: C
     click.echo(
         f"bf16-convert: {len(worklist.items)} checkpoint{'' if len(worklist.items) == 1 else 's'} in {source}", err=True
     )
-    with _executor(context.params["ray"], source, repository, context.params["jobs"], _say) as (executor, jobs):
-        outcomes, interrupted = run(worklist, repository, executor, jobs=jobs, force=context.params["force"], say=_say)
-    from converter.commands.common import say
+    with _executor(context.params["ray"], source, repository, context.params["jobs"], _notify) as (executor, jobs):
+        outcomes, interrupted = run(
+            worklist, repository, executor, jobs=jobs, force=context.params["force"], notify=_notify
+        )
+    from converter.commands.common import echo
 
-    say(summary(outcomes, worklist))
+    echo(summary(outcomes, worklist))
     return worst_exit_code(outcomes, interrupted=interrupted)
 
 
-def _say(text: str) -> None:
+def _notify(text: str) -> None:
     click.echo(f"bf16-convert: {text}", err=True)
 
 
 @contextmanager
 def _executor(
-    address: str | None, source: Path, repository: Path, jobs: int | None, say: Callable[[str], None]
+    address: str | None, source: Path, repository: Path, jobs: int | None, notify: Callable[[str], None]
 ) -> Iterator[tuple[Executor, int]]:
     """Yield the executor of the conversions, and how many run at a time. Raises UsageError if Ray is not available."""
     if address is None:
@@ -96,7 +98,7 @@ def _executor(
         if (error.name or "").split(".")[0] != "ray":
             raise
         raise UsageError("--ray needs Ray: pip install 'bf16kit[ray]'") from None
-    cluster = RayExecutor(address, source, repository, jobs, say)
+    cluster = RayExecutor(address, source, repository, jobs, notify)
     try:
         yield cluster, cluster.jobs
     finally:

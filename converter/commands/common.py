@@ -19,6 +19,6 @@ json_option = click.option(
 )
 
 
-def say(text: str) -> None:
+def echo(text: str) -> None:
     """Print ``text`` with its control characters made harmless."""
     click.echo(printable(text))

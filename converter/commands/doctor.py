@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from converter.commands.common import debug_option, json_option, say
+from converter.commands.common import debug_option, echo, json_option
 
 
 @click.command()
@@ -15,4 +15,4 @@ def doctor(as_json: bool, debug: bool) -> None:
     from bf16kit import document
     from converter.doctor.findings import describe, record
 
-    say(document.dumps(record()) if as_json else describe())
+    echo(document.dumps(record()) if as_json else describe())

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from converter.commands.checkpoint import checkpoint, options_of
-from converter.commands.common import say
+from converter.commands.common import echo
 from converter.recovery.settings import LOSSES, PRECISIONS
 
 # A search for islands is the alternative to a recovery, and a recovery converts one model only.
@@ -95,9 +95,9 @@ def recover(debug: bool, **given: Any) -> None:
     memory.map_large_blocks()
     settings = parse_settings({name: given.pop(name) for name in _OWN})
     options = options_of(**given, search=False, search_minutes=1.0)
-    with progress.on(sys.stderr) as bar:
+    with progress.for_stream(sys.stderr) as bar:
         result = run(options, settings, bar)
-    say(page.summary(result.artifact, result.notes))
+    echo(page.summary(result.artifact, result.notes))
     found = result.artifact.measurements()
     if found is not None and found.recovery is not None:
-        say("\n" + recovery.text(found.recovery))
+        echo("\n" + recovery.text(found.recovery))

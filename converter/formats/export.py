@@ -96,9 +96,9 @@ def _is_float(array: Array) -> bool:
 
 
 def _rounds(name: str, array: Array, overrides: Overrides) -> bool:
-    if overrides.keeps(name) is not None:
+    if overrides.keep_fp32_pattern(name) is not None:
         return False
-    return overrides.forces(name) is not None or is_matrix(array.shape)
+    return overrides.bf16_pattern(name) is not None or is_matrix(array.shape)
 
 
 def write_export(

@@ -63,14 +63,14 @@ def prepare(
     checkpoint: Mapping[str, NDArray[Any]] | None = None,
     *,
     orders: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
-    halves: Collection[str] = (),
+    half_precision: Collection[str] = (),
     kernels: KernelTable | None = None,
 ) -> Prepared:
     """Prepare ``model`` (fp32, any opset ONNX Runtime accepts; changed in place) for narrowing.
 
     ``checkpoint`` holds the source's tensors by name. Initializers that match one of them, as it is or transposed, take
     its name. ``orders`` gives the order of axes in the graph for tensors that are permuted otherwise. BatchNorm is not
-    folded into tensors that are bf16 or fp16 in the checkpoint or named in ``halves``. Raises
+    folded into tensors that are bf16 or fp16 in the checkpoint or named in ``half_precision``. Raises
     :class:`~bf16kit.errors.ConversionError` that names the failed step.
     """
     kernels = kernels or KernelTable.load()
@@ -78,7 +78,7 @@ def prepare(
     checkpoint = checkpoint or {}
     matches = match(reference.graph, checkpoint, orders)
     found = {match.initializer for name, match in matches.items() if is_half(checkpoint[name].dtype.name)}
-    fold = FoldBatchNorm(found.union(halves))
+    fold = FoldBatchNorm(found.union(half_precision))
     clamp = ClampMasks()
     simpler = [RemoveIdentities(), GatherAllToUnsqueeze(), DropTruths()]
     lowering = [*simpler, RaiseOpset(kernels), fold, clamp, DropUnused(), InferTypes()]

@@ -37,17 +37,18 @@ class FoldBatchNorm(Step):
 
     A BatchNorm stays if the weight or the value before it has another reader, in training mode, or if its parameters
     are not constants. It also stays after a ConvTranspose with groups, and if fp32 cannot hold a channel's scale, shift
-    or weights. Weights named in ``halves`` are not multiplied either: bf16 or fp16 values would be rounded once more,
-    and take 16 low bits to restore. A scale of zero (a pruned channel) becomes :data:`SMALLEST_SCALE`. ``folds`` maps
-    each weight to the scale it was multiplied by, from one BatchNorm or several in a row. Requires: types are known.
+    or weights. Weights named in ``half_precision`` are not multiplied either: bf16 or fp16 values would be rounded once
+    more, and take 16 low bits to restore. A scale of zero (a pruned channel) becomes :data:`SMALLEST_SCALE`. ``folds``
+    maps each weight to the scale it was multiplied by, from one BatchNorm or several in a row. Requires: types are
+    known.
     """
 
     name = "fold BatchNorm"
 
-    def __init__(self, halves: Collection[str] = ()) -> None:
+    def __init__(self, half_precision: Collection[str] = ()) -> None:
         super().__init__()
         self.folds: dict[str, Fold] = {}
-        self._halves = halves
+        self._half_precision = half_precision
 
     def apply(self, model: ir.Model) -> bool:
         fresh = FreshNames(all_value_names(model))
@@ -59,7 +60,7 @@ class FoldBatchNorm(Step):
     def _fold(self, graph: ir.Graph, node: ir.Node, fresh: FreshNames) -> None:
         affine = _affine(node)
         linear = linear_before(node)
-        if affine is None or linear is None or linear.weight.name is None or linear.weight.name in self._halves:
+        if affine is None or linear is None or linear.weight.name is None or linear.weight.name in self._half_precision:
             return
         scale, shift = affine
         if len(scale) != linear.channels or not (_fits(scale) and _fits(shift)):

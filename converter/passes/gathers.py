@@ -94,8 +94,8 @@ def _coordinate(value: ir.Value | None, depth: int = _DEEPEST) -> _Coordinate | 
     if value is None or value.shape is None or node is None or not is_onnx_operator(node) or depth == 0:
         return None
     if node.op_type == "Range":
-        whole = constant_integer(node.inputs[0]) == 0 and constant_integer(node.inputs[2]) == 1
-        return _Coordinate(0, value.shape[0], 1) if whole and len(value.shape) == 1 else None
+        is_full_range = constant_integer(node.inputs[0]) == 0 and constant_integer(node.inputs[2]) == 1
+        return _Coordinate(0, value.shape[0], 1) if is_full_range and len(value.shape) == 1 else None
     if node.op_type not in ("Unsqueeze", "Expand"):
         return None
     found = _coordinate(node.inputs[0], depth - 1)

@@ -101,10 +101,10 @@ def _entry(name: str, op: str, decision: Decision) -> PlanEntry:
 def _storage(value: ir.Value, readers: list[str], overrides: Overrides) -> Decision:
     """Decide how to store ``value``; ``readers`` are the names of the nodes that read it."""
     name = value.name or ""
-    kept = overrides.kept_tensor(name, readers)
+    kept = overrides.tensor_override(name, readers)
     if kept is not None:
         return kept
-    forced = overrides.forces(name)
+    forced = overrides.bf16_pattern(name)
     if forced is not None:
         return Decision("bf16", "asked_for", f"requested by --bf16 {forced}")
     shape = () if value.const_value is None else dims(value.const_value)

@@ -28,22 +28,22 @@ class Overrides:
         """Compile the patterns; raise UsageError for one that is not a regular expression."""
         return cls(_compile("--keep-fp32", keep_fp32), _compile("--bf16", bf16), islands or Islands())
 
-    def kept_node(self, name: str) -> Decision | None:
+    def node_override(self, name: str) -> Decision | None:
         """Return why the node ``name`` stays fp32, if the user or the search says so."""
-        return _kept(self.keeps(name), self.islands.nodes.get(name))
+        return _kept(self.keep_fp32_pattern(name), self.islands.nodes.get(name))
 
-    def kept_tensor(self, name: str, readers: Iterable[str]) -> Decision | None:
+    def tensor_override(self, name: str, readers: Iterable[str]) -> Decision | None:
         """Return why the tensor ``name``, read by ``readers``, stays fp32, if the user or the search says so."""
-        pattern = next((p for each in (name, *readers) if (p := self.keeps(each)) is not None), None)
+        pattern = next((p for each in (name, *readers) if (p := self.keep_fp32_pattern(each)) is not None), None)
         return _kept(pattern, self.islands.tensors.get(name))
 
-    def keeps(self, name: str) -> str | None:
+    def keep_fp32_pattern(self, name: str) -> str | None:
         """Return the ``--keep-fp32`` pattern that matches ``name``, if any."""
         return _first(self.keep_fp32, name)
 
-    def forces(self, name: str) -> str | None:
+    def bf16_pattern(self, name: str) -> str | None:
         """Return the ``--bf16`` pattern that matches ``name``, if any; None if ``--keep-fp32`` matches too."""
-        return None if self.keeps(name) is not None else _first(self.bf16, name)
+        return None if self.keep_fp32_pattern(name) is not None else _first(self.bf16, name)
 
     def check(self, names: Collection[str]) -> None:
         """Raise UsageError for a pattern that matches none of ``names``: most likely a typing error."""

@@ -80,12 +80,12 @@ def place_cpu_bf16(
     decisions = place_cpu(model, narrow, work)
     for fused in work.fused:
         name = _name(fused.product.node)
-        decisions[name] = overrides.kept_node(name) or Decision(
+        decisions[name] = overrides.node_override(name) or Decision(
             "bf16", "rounds", "bf16 weight, activations rounded to bf16 before they are multiplied, fp32 accumulation"
         )
     for attention in work.attentions:
         names = [_name(node) for node in (attention.product, attention.softmax, attention.values)]
-        kept = {name: decision for name in names if (decision := overrides.kept_node(name)) is not None}
+        kept = {name: decision for name in names if (decision := overrides.node_override(name)) is not None}
         rounds = Decision("bf16", "rounds", "inputs rounded to bf16, fp32 accumulation, in the CPU kernel's attention")
         decisions |= kept or dict.fromkeys((names[0], names[-1]), rounds)
     return decisions
@@ -121,10 +121,10 @@ def _island(node: ir.Node, opset: int, kernels: KernelTable, overrides: Override
         return _fp32("control_flow", f"{node.op_type} runs its body in fp32")
     if FLOAT not in [o.dtype for o in node.outputs if o.name] or node.op_type == "Cast":
         return _fp32("no_floats", f"gives {_dtypes(node)}, nothing to narrow")
-    kept = overrides.kept_node(_name(node))
+    kept = overrides.node_override(_name(node))
     if kept is not None:
         return kept
-    if node.op_type in NORMALISATIONS and overrides.forces(_name(node)) is None:
+    if node.op_type in NORMALISATIONS and overrides.bf16_pattern(_name(node)) is None:
         return _fp32("normalises", "normalisation computes in fp32 with fp32 scale and bias, as in torch.autocast")
     return _without_kernel(node, opset, kernels)
 
@@ -151,7 +151,7 @@ def _fp32(code: Code, reason: str) -> Decision:
 
 
 def _pointless(node: ir.Node, varying: Collection[ir.Value], overrides: Overrides) -> Decision | None:
-    if overrides.forces(_name(node)) is not None or any(v in varying for v in node.inputs if v is not None):
+    if overrides.bf16_pattern(_name(node)) is not None or any(v in varying for v in node.inputs if v is not None):
         return None
     return _fp32(
         "not_varying", "computed only from integers and constants (positions, masks): exact in fp32, and small"
@@ -159,7 +159,7 @@ def _pointless(node: ir.Node, varying: Collection[ir.Value], overrides: Override
 
 
 def _accept(node: ir.Node, overrides: Overrides) -> Decision:
-    pattern = overrides.forces(_name(node))
+    pattern = overrides.bf16_pattern(_name(node))
     if pattern is not None:
         return Decision("bf16", "asked_for", f"requested by --bf16 {pattern}")
     if node.op_type in PRODUCTS:
@@ -173,7 +173,7 @@ def _withdraw(
     forms: dict[ir.Node, Bf16Form], narrow: Collection[str], overrides: Overrides, decisions: dict[str, Decision]
 ) -> None:
     """Withdraw decisions for bf16 that would only add casts; ``forms`` holds the accepted nodes, in graph order."""
-    forced = {node for node in forms if overrides.forces(_name(node)) is not None}
+    forced = {node for node in forms if overrides.bf16_pattern(_name(node)) is not None}
     for node in [n for n in forms if n.op_type in MOVEMENT and n not in forced]:
         if not any(v.producer() in forms or v.name in narrow for v in _data(node, forms[node])):
             del forms[node]

@@ -18,7 +18,7 @@ _FRAME = re.compile(r'^\s*File "(?P<file>.+)", line (?P<line>\d+)', re.MULTILINE
 _CARRIED = "Original Traceback"  # torch's DataLoader writes this for an error in one of its workers
 
 
-def blame(error: BaseException) -> str:
+def describe_user_error(error: BaseException) -> str:
     """Return ``ValueError: message (file.py, line 3)``: the innermost frame outside bf16kit and installed packages.
 
     If all frames are in packages, return the innermost of those.
@@ -29,11 +29,11 @@ def blame(error: BaseException) -> str:
         last = [line.strip() for line in text.splitlines() if line.strip()][-1]
         return brief(last) + _place(frames)
     message = f"it called sys.exit({error.code!r})" if isinstance(error, SystemExit) else first_line(error)
-    return message + place(error)
+    return message + user_frame(error)
 
 
-def place(error: BaseException) -> str:
-    """Return the `` (file.py, line 3)`` of :func:`blame`; empty if only bf16kit's own files are in the traceback."""
+def user_frame(error: BaseException) -> str:
+    """Return the `` (file.py, line 3)`` of :func:`describe_user_error`; empty if all frames are bf16kit's own."""
     return _place([(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)])
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bf16kit.errors import UsageError
-from converter.process.blame import place
+from converter.process.blame import user_frame
 
 _LIGHTNING = (
     "a LightningModule needs Lightning: pip install 'bf16kit[lightning]', or name a factory of the plain torch module"
@@ -40,7 +40,7 @@ def import_callable(flag: str, text: str) -> Callable[..., Any]:
     except Exception as error:  # the user's module runs at import and may raise anything
         remedy = _remedy(error)
         raise UsageError(
-            f"{flag} {text}: cannot import {module_name}: {type(error).__name__}: {error}{place(error)}{remedy}"
+            f"{flag} {text}: cannot import {module_name}: {type(error).__name__}: {error}{user_frame(error)}{remedy}"
         ) from error
     for part in attribute.split("."):
         if not hasattr(found, part):

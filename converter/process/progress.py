@@ -49,7 +49,7 @@ class LineProgress:
             now = self._clock()
             if now - last_written >= _INTERVAL:
                 last_written = now
-                self._write(f"{name}: {_amount(done, total)}{_left(done, total, now - start)}")
+                self._write(f"{name}: {_amount(done, total)}{_time_left(done, total, now - start)}")
 
         self._write(name)
         yield advance
@@ -96,7 +96,7 @@ class BarProgress:
 
 
 @contextmanager
-def on(stream: IO[str]) -> Iterator[Progress]:
+def for_stream(stream: IO[str]) -> Iterator[Progress]:
     """Yield the progress that suits ``stream``: a bar on a terminal, lines elsewhere."""
     if not stream.isatty():
         yield LineProgress(stream)
@@ -109,7 +109,7 @@ def _amount(done: int, total: int | None) -> str:
     return size(done) if total is None or done > total else f"{size(done)} of {size(total)}"
 
 
-def _left(done: int, total: int | None, elapsed: float) -> str:
+def _time_left(done: int, total: int | None, elapsed: float) -> str:
     if total is None or not 0 < done < total:
         return ""
     return f", {elapsed * (total - done) / done:.0f} s left"

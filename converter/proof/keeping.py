@@ -61,7 +61,7 @@ class RemedyTrials:
         self._late = expired
         self._profile = replace(PROFILES[profile], uses_kernel=False)
         halves = {entry.tensor for entry in artifact.manifest.checkpoint if is_half(entry.dtype)}
-        self._prepared = prepare(_with_weights(trace.reference), halves=halves)
+        self._prepared = prepare(_with_weights(trace.reference), half_precision=halves)
         self._tried: dict[tuple[str, ...], float] = {}
         self._rounded = Spool(scratch)
         self._places: dict[str, int] = {}

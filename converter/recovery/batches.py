@@ -19,7 +19,7 @@ import numpy as np
 from bf16kit.errors import InvalidRequest, UsageError
 from bf16kit.tensors import TensorSpec, check_feeds, describe
 from converter.model import Array, Feeds
-from converter.process.blame import blame
+from converter.process.blame import describe_user_error
 from converter.process.imports import import_callable
 from converter.process.quiet import first_line
 
@@ -127,7 +127,7 @@ class Loader:
         except UsageError:
             raise
         except (Exception, SystemExit) as error:
-            raise UsageError(f"{self._name}: failed, {place}: {blame(error)}") from error
+            raise UsageError(f"{self._name}: failed, {place}: {describe_user_error(error)}") from error
 
     def _batch(self, given: Any, where: str) -> Batch:
         feeds, labels = self._parts(given, where)

@@ -182,10 +182,10 @@ def _convert_original(
 
 def _exported(source: Source) -> Source:
     """Export ``source`` again: its graph still holds other weights."""
-    from converter.sources.readers.common import exported
+    from converter.sources.readers.common import exported_source
 
     assert source.module is not None  # noqa: S101 - it was trained
-    found = exported(source.checkpoint, source.module, source.sampler)
+    found = exported_source(source.checkpoint, source.module, source.sampler)
     kinds = {spec.name: spec.kind for spec in source.outputs}
     outputs = tuple(replace(spec, kind=kinds.get(spec.name, spec.kind)) for spec in found.outputs)
     return replace(found, outputs=outputs, tools=(*source.tools, "lightning"), notes=source.notes, given=source.given)

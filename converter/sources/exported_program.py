@@ -32,7 +32,7 @@ class Exported:
     notes: tuple[str, ...]
 
     @property
-    def halves(self) -> frozenset[str]:
+    def non_fp32_dtypes(self) -> frozenset[str]:
         """The parameters' dtypes other than fp32: the module is made to compute in fp32 instead."""
         return frozenset(self.tensors[name].dtype.name for name in self.parameters) & frozenset(OTHER_FLOATS)
 
@@ -52,7 +52,7 @@ class Exported:
                     continue
                 first = _BATCH if axis == 0 and not names else f"{edge.name}_{axis}"
                 dims.append(names.setdefault(dim, first))
-            dtype = "float32" if edge.dtype in self.halves else edge.dtype
+            dtype = "float32" if edge.dtype in self.non_fp32_dtypes else edge.dtype
             specs.append(TensorSpec(edge.name, dtype, tuple(dims)))
         return name_dimensions(specs)
 

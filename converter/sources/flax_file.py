@@ -68,8 +68,10 @@ def may_be_flax(head: bytes) -> bool:
     return 0xA1 <= head[skip] <= 0xBF or head[skip] in (0xD9, 0xDA, 0xDB)
 
 
-def read_file(path: Path, wanted: Callable[[str], bool], directory: Path) -> tuple[dict[str, Array], tuple[str, ...]]:
-    """Return the ``wanted`` arrays of ``path``, by their keys joined with dots, and the names of the others.
+def read_file(
+    path: Path, is_wanted: Callable[[str], bool], directory: Path
+) -> tuple[dict[str, Array], tuple[str, ...]]:
+    """Return the arrays of ``path`` that ``is_wanted``, by their keys joined with dots, and the names of the others.
 
     The arrays are in the file's order, in a temporary file in ``directory``.
 
@@ -85,7 +87,7 @@ def read_file(path: Path, wanted: Callable[[str], bool], directory: Path) -> tup
         leaves = _leaves(memoryview(mapped))
     except _Damaged as damaged:
         raise SourceError(f"{path}: truncated or damaged: not a Flax checkpoint ({damaged})") from None
-    chosen = {name: leaf for name, leaf in leaves.items() if wanted(name)}
+    chosen = {name: leaf for name, leaf in leaves.items() if is_wanted(name)}
     with array_file({name: leaf.spec for name, leaf in chosen.items()}, directory, path) as destination:
         for name, leaf in chosen.items():
             flat, start = destination.arrays[name].reshape(-1).view(np.uint8), 0

@@ -58,8 +58,8 @@ def batches(inputs: tuple[TensorSpec, ...]) -> list[tuple[TensorSpec, ...]]:
     """
     if not {"input_ids", "pixel_values"} <= {spec.name for spec in inputs}:
         return [inputs]
-    apart = [replace(s, shape=(IMAGES, *s.shape[1:])) if s.name == "pixel_values" else s for s in inputs]
-    return [tuple(apart), inputs]
+    separate_batches = [replace(s, shape=(IMAGES, *s.shape[1:])) if s.name == "pixel_values" else s for s in inputs]
+    return [tuple(separate_batches), inputs]
 
 
 def _main_inputs(module: Any, parameters: Mapping[str, Any]) -> list[str]:

@@ -57,8 +57,8 @@ def _check_attribute(path: Path, node: NodeProto, attribute: AttributeProto, sch
         return
     numbers = (attribute.type, int(expected.type.value))  # type: ignore[attr-defined]  # an enum
     if numbers[0] != numbers[1]:
-        found, wanted = (AttributeProto.AttributeType.Name(number) for number in numbers)
-        raise SourceError(f"{what} is {found}, expected {wanted}")
+        actual_type, expected_type = (AttributeProto.AttributeType.Name(number) for number in numbers)
+        raise SourceError(f"{what} is {actual_type}, expected {expected_type}")
 
 
 def _check_edges(
@@ -68,9 +68,9 @@ def _check_edges(
     edges: Sequence[str] = getattr(node, kind)
     least, most = bounds
     if not least <= len(edges) <= most:
-        wanted = str(least) if least == most else f"{least} or more" if most > _ANY else f"{least} to {most}"
+        expected_count = str(least) if least == most else f"{least} or more" if most > _ANY else f"{least} to {most}"
         text = f"{_what(path, node)} has {len(edges)} {kind}{'s' if len(edges) != 1 else ''}"
-        raise SourceError(f"{text}, and {quoted(node.op_type)} needs {wanted}")
+        raise SourceError(f"{text}, and {quoted(node.op_type)} needs {expected_count}")
     for name, parameter in zip(edges, declared, strict=False):
         if not name and parameter.option == _SINGLE:
             raise SourceError(f"{_what(path, node)} lacks the {kind} {parameter.name!r} of {quoted(node.op_type)}")

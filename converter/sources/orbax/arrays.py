@@ -31,8 +31,8 @@ Advance = Callable[[int], None]
 Selector = Callable[[str], bool]
 
 
-def read_item(item: Path, wanted: Selector, directory: Path) -> tuple[dict[str, Array], tuple[str, ...], list[Path]]:
-    """Return the ``wanted`` arrays in ``item``, by their keys joined with dots; the names of the others; and its files.
+def read_item(item: Path, is_wanted: Selector, directory: Path) -> tuple[dict[str, Array], tuple[str, ...], list[Path]]:
+    """Return the arrays of ``item`` that ``is_wanted``, by keys joined with dots; the names of the others; its files.
 
     The arrays are in a temporary file in ``directory``. Raises :class:`SourceError` when ``item`` is damaged,
     incomplete or links to places outside it, and :class:`UsageError` when tensorstore is not installed.
@@ -45,7 +45,7 @@ def read_item(item: Path, wanted: Selector, directory: Path) -> tuple[dict[str, 
     with _child(item) as child:
         child.ask(root=str(item), ocdbt=layout.MANIFEST in files, missing_is_zero=not complete, names=names)
         specs = {name: ArraySpec(dtype, tuple(shape)) for name, (dtype, shape, _) in child.receive("arrays").items()}
-        selected = {name: spec for name, spec in specs.items() if wanted(name)}
+        selected = {name: spec for name, spec in specs.items() if is_wanted(name)}
         _check_claimed_bytes(item, selected, sum(files.values()))
         with array_file(selected, directory, item) as destination:
             child.ask(file=str(destination.path), offsets=dict(destination.offsets))

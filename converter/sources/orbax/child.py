@@ -80,10 +80,10 @@ class _Store:
             owner = _owner(key, kinds)
             if owner is not None:
                 counts[owner] = counts.get(owner, 0) + 1
-        wanted = sorted(kinds) if names is None else names
-        if sum(map(len, wanted)) > _LONGEST_NAMES:
+        array_names = sorted(kinds) if names is None else names
+        if sum(map(len, array_names)) > _LONGEST_NAMES:
             raise RejectedArray(f"the names of its arrays have more than {_LONGEST_NAMES} characters together")
-        return {name: self._array_metadata(name, kinds, counts.get(name, 0)) for name in wanted}
+        return {name: self._array_metadata(name, kinds, counts.get(name, 0)) for name in array_names}
 
     def _array_metadata(self, name: str, kinds: dict[str, str], chunks: int) -> ArrayMetadata:
         if name not in kinds:

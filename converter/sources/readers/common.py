@@ -26,7 +26,7 @@ def inputs_of(options: Options) -> tuple[TensorSpec, ...]:
     return options.inputs
 
 
-def exported(
+def exported_source(
     checkpoint: Checkpoint,
     model: TorchModel,
     sampler: Sampler | None,

@@ -8,7 +8,7 @@ from bf16kit.errors import RuntimeFailure, SourceError, UsageError
 from converter.model import Checkpoint, Source, digest_files
 from converter.options import Options
 from converter.sources.detect import Kind
-from converter.sources.readers.common import Advance, exported
+from converter.sources.readers.common import Advance, exported_source
 
 
 def read(options: Options, _kind: Kind, advance: Advance) -> Source:
@@ -23,7 +23,7 @@ def read(options: Options, _kind: Kind, advance: Advance) -> Source:
     found = exported_program.read_file(options.source, trust_pickle=options.trust_pickle)
     precisions.check_range(options.source, found.tensors)
     try:
-        module = ProgramModule(found.program, found.tensors, found.parameters, found.halves)
+        module = ProgramModule(found.program, found.tensors, found.parameters, found.non_fp32_dtypes)
     except RuntimeFailure as error:
         raise SourceError(f"{options.source}: {error}") from None
     inputs = onnx_file.resolve_inputs(found.inputs(), options.inputs)
@@ -33,4 +33,4 @@ def read(options: Options, _kind: Kind, advance: Advance) -> Source:
     model = adapt(widened, inputs)
     unchanged.check("running the program")
     notes = (*found.notes, *precisions.notes(found.tensors, residual=options.residual))
-    return replace(exported(checkpoint, model, None), notes=notes)
+    return replace(exported_source(checkpoint, model, None), notes=notes)

@@ -8,7 +8,7 @@ from bf16kit.errors import UsageError
 from converter.model import Checkpoint, Source, digest_files
 from converter.options import Options
 from converter.sources.detect import Kind
-from converter.sources.readers.common import Advance, exported
+from converter.sources.readers.common import Advance, exported_source
 
 _INDEX = "model.safetensors.index.json"
 _LOADED = (
@@ -35,7 +35,7 @@ def read(options: Options, _kind: Kind, advance: Advance) -> Source:
     shards = safetensors_file.shards(indices[0]) if indices else ()
     checkpoint = Checkpoint("huggingface", digest_files(files, advance), tensors, shards)
     loaded = huggingface.load(options, tensors)
-    source = exported(checkpoint, loaded.model, loaded.sampler, ("transformers",))
+    source = exported_source(checkpoint, loaded.model, loaded.sampler, ("transformers",))
     outputs = tuple(huggingface.output_kind(options, spec) for spec in source.outputs)
     notes = (*loaded.notes, *precisions.notes(tensors, residual=options.residual))
     if options.export == "hf":

@@ -12,7 +12,7 @@ from converter.model import Checkpoint, Source, digest_files
 from converter.options import Options
 from converter.sources.detect import Kind
 from converter.sources.readers import weights
-from converter.sources.readers.common import Advance, exported, inputs_of
+from converter.sources.readers.common import Advance, exported_source, inputs_of
 
 
 def read(options: Options, _kind: Kind, advance: Advance) -> Source:
@@ -47,4 +47,4 @@ def read(options: Options, _kind: Kind, advance: Advance) -> Source:
         *not_served(model.outputs, model.left_out),
         *precisions.notes(tensors, residual=options.residual),
     )
-    return replace(exported(checkpoint, model, None), notes=notes)
+    return replace(exported_source(checkpoint, model, None), notes=notes)

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 from bf16kit.errors import UsageError
 from converter.graph.equality import OTHER_FLOATS, in_fp32
-from converter.model import Array, Checkpoint, Feeds, Oracle, Source, given_file
+from converter.model import Array, Checkpoint, Feeds, Oracle, Source, given_entry
 from converter.options import Options
 from converter.process.imports import is_import_spec
 from converter.sources.mapping import slots
 from converter.sources.mapping.choice import choose
-from converter.sources.readers.common import exported, inputs_of
+from converter.sources.readers.common import exported_source, inputs_of
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -28,7 +28,7 @@ def is_graph(options: Options) -> bool:
 def read(options: Options, checkpoint: Checkpoint, notes: Sequence[str]) -> Source:
     """Return the model that ``--model`` names, filled with the tensors of ``checkpoint``, as a source."""
     source = (_into_graph if is_graph(options) else _into_module)(options, checkpoint, notes)
-    rules = () if options.map is None else (given_file("--map", options.map),)
+    rules = () if options.map is None else (given_entry("--map", options.map),)
     return replace(source, given=(*source.given, *rules))
 
 
@@ -41,7 +41,7 @@ def _into_module(options: Options, checkpoint: Checkpoint, notes: Sequence[str])
     statedict.fit(module, chosen.mapped.tensors, kept=chosen.mapped.kept)
     checkpoint = replace(checkpoint, orders=chosen.mapped.orders)
     model = adapt(statedict.in_fp32(module), inputs_of(options))
-    source = exported(checkpoint, model, None, bound=chosen.mapped.tensors)
+    source = exported_source(checkpoint, model, None, bound=chosen.mapped.tensors)
     notes = (*not_served(model.outputs, model.left_out), *notes, *chosen.notes)
     return replace(source, notes=notes, proposed_rules=chosen.proposed_rules)
 
@@ -68,7 +68,7 @@ def _into_graph(options: Options, checkpoint: Checkpoint, notes: Sequence[str]) 
         oracle=_oracle(graph, path.name, options.target.path.parent),
         notes=(*notes, *chosen.notes),
         proposed_rules=chosen.proposed_rules,
-        given=tuple(given_file("--model", file) for file in files),
+        given=tuple(given_entry("--model", file) for file in files),
     )
 
 

@@ -11,7 +11,7 @@ from bf16kit.tensors import TensorSpec
 from converter.model import Checkpoint, Source, TorchModel, digest_files
 from converter.options import Options
 from converter.sources.detect import Kind
-from converter.sources.readers.common import Advance, exported, inputs_of, source_without_graph
+from converter.sources.readers.common import Advance, exported_source, inputs_of, source_without_graph
 
 if TYPE_CHECKING:
     import torch
@@ -62,7 +62,7 @@ def _translated(original: TorchModel, found: Mapping[str, torch.Tensor], checkpo
         given, computed = ", ".join(original.outputs), ", ".join(model.outputs)
         reason = f"the file gives {given}, but its translated operators give {computed}"
         return source_without_graph(checkpoint, original, None, reason=reason)
-    source = exported(checkpoint, replace(model, script=script), None)
+    source = exported_source(checkpoint, replace(model, script=script), None)
     return (
         replace(source, no_graph_reason=_failure_reason(translated.stopped, source.no_graph_reason))
         if source.no_graph_reason

@@ -12,7 +12,7 @@ from converter.model import Array, Checkpoint, Source, digest_files
 from converter.options import Options
 from converter.sources.detect import Kind
 from converter.sources.readers import mapped
-from converter.sources.readers.common import Advance, exported, inputs_of
+from converter.sources.readers.common import Advance, exported_source, inputs_of
 
 if TYPE_CHECKING:
     import torch
@@ -53,7 +53,7 @@ def read(options: Options, kind: Kind, advance: Advance) -> Source:
         raise UsageError(f"--map: {options.source} brings its own module; leave it out")
     model = adapt(statedict.in_fp32(module), inputs_of(options))
     notes = (*not_served(model.outputs, model.left_out), *notes)
-    return replace(exported(checkpoint, model, None), notes=notes)
+    return replace(exported_source(checkpoint, model, None), notes=notes)
 
 
 def _tensors(options: Options, kind: Kind) -> tuple[Mapping[str, Array], list[Path], torch.nn.Module | None]:

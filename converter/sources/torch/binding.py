@@ -36,9 +36,9 @@ def bind(model: ir.Model, tensors: Mapping[str, Array]) -> None:
             continue
         array = np.asarray(value.const_value.numpy())
         found, view = _lookup(array, tensors, known)
-        wanted = found or _own_name(value.name or "", tensors)
-        if wanted != value.name and wanted not in model.graph.initializers:
-            value.name = names.make(wanted)  # an input or a node's output may already have this name
+        target_name = found or _own_name(value.name or "", tensors)
+        if target_name != value.name and target_name not in model.graph.initializers:
+            value.name = names.make(target_name)  # an input or a node's output may already have this name
         value.const_value = _tensor(array.copy() if view is None else view, value.const_value, value.name)
 
 
@@ -48,9 +48,9 @@ def _lookup(
     if array.nbytes < _SMALL:
         return None, None
     for transposed in (False, True) if array.ndim == 2 else (False,):
-        wanted = array.T if transposed else array
-        for name in known.get(fingerprint(wanted), ()):
-            if same_bits(tensors[name], wanted, as_fp32=_is_other(tensors[name])):
+        candidate = array.T if transposed else array
+        for name in known.get(fingerprint(candidate), ()):
+            if same_bits(tensors[name], candidate, as_fp32=_is_other(tensors[name])):
                 return name, tensors[name].T if transposed else tensors[name]
     return None, None
 

@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from converter.process.progress import BarProgress, LineProgress, SilentProgress, on
+from converter.process.progress import BarProgress, LineProgress, SilentProgress, for_stream
 
 
 class Clock:
@@ -51,7 +51,7 @@ def test_a_step_that_exceeds_its_known_length_shows_only_what_is_done() -> None:
 
 def test_a_stream_that_is_not_a_terminal_gets_lines() -> None:
     stream = io.StringIO()
-    with on(stream) as progress:
+    with for_stream(stream) as progress:
         assert isinstance(progress, LineProgress)
 
 
@@ -61,7 +61,7 @@ def test_a_terminal_gets_a_bar_with_bytes() -> None:
             return True
 
     stream = Terminal()
-    with on(stream) as progress:
+    with for_stream(stream) as progress:
         assert isinstance(progress, BarProgress)
         with progress.step("writing weights", 2_000_000) as advance:
             advance(1_000_000)
