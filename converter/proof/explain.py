@@ -46,7 +46,7 @@ class Trace:
         Nodes whose result went into a fused operator, or is not fp32, are left out.
         """
         depths = expectation.depth(self.graph)
-        return [layer(self, node, depths) for node in self.graph if self.has(node.outputs[0])]
+        return [layer_entry(self, node, depths) for node in self.graph if self.has(node.outputs[0])]
 
     def has(self, value: ir.Value) -> bool:
         """Whether both graphs have ``value``."""
@@ -61,7 +61,7 @@ class Trace:
         return decibels(self.expected[value])
 
 
-def layer(traced: Trace, node: ir.Node, depths: Mapping[ir.Value, int] | None = None) -> LayerEntry:
+def layer_entry(traced: Trace, node: ir.Node, depths: Mapping[ir.Value, int] | None = None) -> LayerEntry:
     """Return ``node`` as a layer; if its result went into a fused operator, with the SQNR of that operator's result."""
     value = node.outputs[0]
     seen = value

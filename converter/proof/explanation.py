@@ -19,7 +19,7 @@ from converter.plan.profiles import PROFILES
 from converter.process.memory import release_memory
 from converter.process.progress import Progress
 from converter.proof import remedy, samples
-from converter.proof.explain import layer, open_reference, trace
+from converter.proof.explain import layer_entry, open_reference, trace
 from converter.proof.keeping import Expired, never
 from converter.proof.probing import Graph
 from converter.report.layers import series
@@ -40,10 +40,10 @@ class Explanation:
         return Layers(measured=len(self.layers), rows=list(thin(self.layers, most)), diagnosis=self.diagnosis)
 
 
-def explain(path: Path, given: str | None, profiles: Sequence[str], *, as_json: bool = False) -> str:
+def explain(path: Path, argument: str | None, profiles: Sequence[str], *, as_json: bool = False) -> str:
     """Explain the layers of ``profiles`` (of all ONNX profiles if none is named), as text or JSON.
 
-    ``given`` are samples as for ``--samples``; if None, the golden samples are run. Raises
+    ``argument`` are samples as for ``--samples``; if None, the golden samples are run. Raises
     :class:`~bf16kit.errors.ArtifactError` or a subclass if the artifact is damaged, or has no such profile or no fp32
     reference, and :class:`~bf16kit.errors.SamplesError` for bad samples.
     """
@@ -54,7 +54,7 @@ def explain(path: Path, given: str | None, profiles: Sequence[str], *, as_json: 
             f"{path}: is an export without ONNX profiles, so it has no layers to explain; convert the checkpoint"
             " again with --format onnx"
         )
-    feeds, origin = _feeds(artifact, given)
+    feeds, origin = _feeds(artifact, argument)
     found = []
     with open_reference(artifact) as graph:
         for profile in dict.fromkeys(profiles or onnx or ("cpu",)):
@@ -125,13 +125,13 @@ def explain_profile(
     find_remedy = find_remedy and PROFILES[profile].searched
     best = remedy.find_remedy(traced, artifact, profile, feeds, found, expired, scratch) if find_remedy else None
     tried = find_remedy and (best is not None or not expired())
-    diagnosis = DiagnosisEntry(ails=True, leaves=layer(traced, found.node), remedy=best, tried=tried)
+    diagnosis = DiagnosisEntry(ails=True, leaves=layer_entry(traced, found.node), remedy=best, tried=tried)
     return Explanation(profile, tuple(traced.layers()), diagnosis)
 
 
-def _feeds(artifact: Artifact, given: str | None) -> tuple[tuple[Feeds, ...], str]:
-    if given is not None:
-        found = samples.of_artifact(given, artifact.manifest)
+def _feeds(artifact: Artifact, argument: str | None) -> tuple[tuple[Feeds, ...], str]:
+    if argument is not None:
+        found = samples.of_artifact(argument, artifact.manifest)
         return found.feeds, found.origin
     if artifact.manifest.golden is None:
         raise UsageError(f"{artifact.path}: keeps no golden samples (a model with strings); give some with --samples")

@@ -58,7 +58,7 @@ class RemedyTrials:
         self._artifact = artifact
         self._feeds = feeds
         self._output = output.name or ""
-        self._late = expired
+        self._expired = expired
         self._profile = replace(PROFILES[profile], uses_kernel=False)
         halves = {entry.tensor for entry in artifact.manifest.checkpoint if is_half(entry.dtype)}
         self._prepared = prepare(_with_weights(trace.reference), half_precision=halves)
@@ -72,7 +72,7 @@ class RemedyTrials:
     def sqnr(self, keep: tuple[str, ...]) -> float:
         """Return the SQNR in dB of the output with the nodes ``keep`` in fp32."""
         if keep not in self._tried:
-            if self._late():
+            if self._expired():
                 return -MOST_DB
             powers = compare(self._trace.reference, self._candidate(keep), self._feeds, {self._output})
             self._tried[keep] = decibels(powers[self._output].ratio)

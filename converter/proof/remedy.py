@@ -67,7 +67,7 @@ def find_remedy(
     artifact: Artifact,
     profile: str,
     feeds: Sequence[Feeds],
-    found: NoisyOutput,
+    noisy: NoisyOutput,
     expired: Expired = never,
     scratch: Path | None = None,
 ) -> RemedyEntry | None:
@@ -76,23 +76,23 @@ def find_remedy(
     Once ``expired`` returns true, nothing more is tried. Temporary files go to ``scratch``. Returns None if the best
     set gains less than 3 dB. Raises what :func:`converter.passes.prepare` and running a graph raise.
     """
-    if found.node is None:
+    if noisy.node is None:
         return None
-    trials = RemedyTrials(trace, artifact, profile, feeds, found.output, expired, scratch)
-    before = trace.sqnr(found.output)
-    before_it = _levels(trace, [found.node], trials.planned_nodes)
-    around_it = _levels(trace, [found.node, *found.readers], trials.planned_nodes)  # a bf16 reader rounds what it reads
-    best = _first_reaching(trials, chain(before_it, around_it), found.goal)
-    if trials.sqnr(best) < found.goal:
-        best = _extended(trials, best, _rounding_on_path(trace, found.path, trials.planned_nodes), found.goal)
+    trials = RemedyTrials(trace, artifact, profile, feeds, noisy.output, expired, scratch)
+    before = trace.sqnr(noisy.output)
+    before_it = _levels(trace, [noisy.node], trials.planned_nodes)
+    around_it = _levels(trace, [noisy.node, *noisy.readers], trials.planned_nodes)  # a bf16 reader rounds what it reads
+    best = _first_reaching(trials, chain(before_it, around_it), noisy.goal)
+    if trials.sqnr(best) < noisy.goal:
+        best = _extended(trials, best, _rounding_on_path(trace, noisy.path, trials.planned_nodes), noisy.goal)
     reached = trials.sqnr(best)
     if reached < before + _MIN_TOTAL_GAIN:
         return None
-    best = trials.pruned(best, min(found.goal, reached - _MIN_GAIN / 2))
+    best = trials.pruned(best, min(noisy.goal, reached - _MIN_GAIN / 2))
     return RemedyEntry(
         keep_fp32=pattern(best),
         nodes=list(best),
-        output=found.output.name or "",
+        output=noisy.output.name or "",
         before_db=before,
         after_db=trials.sqnr(best),
     )

@@ -62,14 +62,14 @@ def _allowed(served: float) -> float:
     return EXPLAINED * served if math.isfinite(served) else EXPLAINED
 
 
-def explain_evidence(path: Path, where: Path, *, as_json: bool = False) -> str:
-    """Explain the evidence in the file ``path`` with the artifact in ``where``, as text or JSON.
+def explain_evidence(path: Path, artifact_path: Path, *, as_json: bool = False) -> str:
+    """Explain the evidence in the file ``path`` with the artifact in ``artifact_path``, as text or JSON.
 
     Raises :class:`~bf16kit.errors.UsageError` for a file that is no evidence or belongs to another artifact, and
     :class:`~bf16kit.errors.ArtifactError` or a subclass if the artifact is damaged.
     """
     evidence = Evidence.read(path)
-    artifact = Artifact.open(where)
+    artifact = Artifact.open(artifact_path)
     profile = _check(evidence, artifact, path)
     reruns = _rerun(evidence, artifact, profile)
     layers = None

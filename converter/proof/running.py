@@ -26,7 +26,7 @@ from converter.proof.emulate import emulation
 if TYPE_CHECKING:
     from bf16kit.runtime.onnx import OnnxRuntime
 
-Read = Callable[[str, ir.TensorProtocol], Array]
+ReadWeight = Callable[[str, ir.TensorProtocol], Array]
 
 _WEIGHTS = "fp32.weights"
 
@@ -82,7 +82,7 @@ def open_fp32_graph(
     inputs: Sequence[TensorSpec],
     outputs: Sequence[TensorSpec],
     scratch: Path | None = None,
-    read: Read = lambda _name, tensor: tensor.numpy(),
+    read: ReadWeight = lambda _name, tensor: tensor.numpy(),
     *,
     arena: bool = False,
 ) -> OnnxRuntime:

@@ -38,7 +38,7 @@ class Samples:
 
 
 def load(
-    given: str,
+    argument: str,
     inputs: Sequence[TensorSpec],
     run_source: Callable[[Sequence[Feeds]], object] | None = None,
     *,
@@ -54,12 +54,12 @@ def load(
     match ``inputs``.
     """
     try:
-        return _load(given, inputs, outputs)
+        return _load(argument, inputs, outputs)
     except SamplesError as contradiction:
         if run_source is None or not _names_repeat(inputs):
             raise
         try:
-            loose = _load(given, with_distinct_dimensions(inputs), outputs)
+            loose = _load(argument, with_distinct_dimensions(inputs), outputs)
             run_source(loose.feeds)
         except (SamplesError, RuntimeFailure):
             raise contradiction from None
@@ -67,10 +67,10 @@ def load(
     return replace(loose, inputs=reconciled(inputs, shapes))
 
 
-def of_artifact(given: str, manifest: Manifest) -> Samples:
+def of_artifact(argument: str, manifest: Manifest) -> Samples:
     """Load the samples that ``--samples`` names for a converted model, without the outputs that came with them."""
     inputs = [entry.spec() for entry in manifest.inputs]
-    return load(given, inputs, outputs=[entry.name for entry in manifest.outputs])
+    return load(argument, inputs, outputs=[entry.name for entry in manifest.outputs])
 
 
 def samples_usage(inputs: Sequence[TensorSpec]) -> str:
@@ -88,16 +88,16 @@ def _names_repeat(inputs: Sequence[TensorSpec]) -> bool:
     return len(set(named)) < len(named)
 
 
-def _load(given: str, inputs: Sequence[TensorSpec], outputs: Collection[str]) -> Samples:
-    path = Path(given)
+def _load(argument: str, inputs: Sequence[TensorSpec], outputs: Collection[str]) -> Samples:
+    path = Path(argument)
     if path.is_dir():
         read = [(file, _read_file(file)) for file in _files(path)]
         return _samples_from(read, inputs, outputs, f"the directory {path.resolve().name}")
     if path.exists():
         return _samples_from([(path, _read_file(path))], inputs, outputs, f"the file {path.name}")
-    if is_import_spec(given):
-        return _samples_from(_call_function(given), inputs, outputs, given)
-    raise SamplesError(f"--samples {given}: no such file or directory, and not a function such as pkg.mod:name")
+    if is_import_spec(argument):
+        return _samples_from(_call_function(argument), inputs, outputs, argument)
+    raise SamplesError(f"--samples {argument}: no such file or directory, and not a function such as pkg.mod:name")
 
 
 def _samples_from(
@@ -106,7 +106,7 @@ def _samples_from(
     """Build samples from the feeds ``read``, each with the place it was found at."""
     output_names = frozenset(outputs) - {spec.name for spec in inputs}
     feeds = tuple(
-        _checked(where, {k: v for k, v in feed.items() if k not in output_names}, inputs) for where, feed in read
+        _checked(location, {k: v for k, v in feed.items() if k not in output_names}, inputs) for location, feed in read
     )
     expected = tuple({k: v for k, v in feed.items() if k in output_names} for _, feed in read)
     return Samples(feeds, origin, expected=expected if any(expected) else ())
@@ -119,30 +119,30 @@ def _files(path: Path) -> list[Path]:
     return files
 
 
-def _call_function(given: str) -> list[tuple[object, Feeds]]:
-    function = import_callable("--samples", given)
+def _call_function(argument: str) -> list[tuple[object, Feeds]]:
+    function = import_callable("--samples", argument)
     try:
         yielded = list(itertools.islice(iter(function()), LIMIT))
     except Exception as error:  # the user's function may raise anything
-        raise SamplesError(f"--samples {given}: the function failed: {first_line(error)}") from error
+        raise SamplesError(f"--samples {argument}: the function failed: {first_line(error)}") from error
     if not yielded:
-        raise SamplesError(f"--samples {given}: the function yielded nothing")
-    return [(f"{given}, sample {i}", _arrays(given, i, y)) for i, y in enumerate(yielded)]
+        raise SamplesError(f"--samples {argument}: the function yielded nothing")
+    return [(f"{argument}, sample {i}", _arrays(argument, i, y)) for i, y in enumerate(yielded)]
 
 
-def _arrays(given: str, index: int, yielded: Any) -> Feeds:
+def _arrays(argument: str, index: int, yielded: Any) -> Feeds:
     if not isinstance(yielded, Mapping):
         raise SamplesError(
-            f"--samples {given}: sample {index} is {type(yielded).__name__}, expected a dict of an array per input"
+            f"--samples {argument}: sample {index} is {type(yielded).__name__}, expected a dict of an array per input"
         )
-    return {str(name): _array(f"{given}: sample {index}", name, value) for name, value in yielded.items()}
+    return {str(name): _array(f"{argument}: sample {index}", name, value) for name, value in yielded.items()}
 
 
-def _array(where: str, name: object, value: Any) -> Array:
+def _array(location: str, name: object, value: Any) -> Array:
     try:
         return np.asarray(value)
     except (ValueError, TypeError, RuntimeError) as error:  # ragged lists; tensors that require a gradient
-        raise SamplesError(f"--samples {where}: input {str(name)!r} is not an array: {first_line(error)}") from None
+        raise SamplesError(f"--samples {location}: input {str(name)!r} is not an array: {first_line(error)}") from None
 
 
 def _read_file(path: Path) -> Feeds:
@@ -171,12 +171,14 @@ def _read_npz(path: Path) -> Feeds:
             return {name: loaded[name] for name in loaded.files}
 
 
-def _checked(where: object, feeds: Feeds, inputs: Sequence[TensorSpec]) -> Feeds:
+def _checked(location: object, feeds: Feeds, inputs: Sequence[TensorSpec]) -> Feeds:
     try:
         check_feeds(inputs, feeds)
     except InvalidRequest as error:
-        raise SamplesError(f"--samples {where}: {error}") from None
+        raise SamplesError(f"--samples {location}: {error}") from None
     if any(array.size == 0 for array in feeds.values()):
         shapes = ", ".join(f"{name}{describe(array.shape)}" for name, array in feeds.items())
-        raise SamplesError(f"--samples {where}: a sample without elements cannot be measured ({shapes}); leave it out")
+        raise SamplesError(
+            f"--samples {location}: a sample without elements cannot be measured ({shapes}); leave it out"
+        )
     return {spec.name: np.asarray(feeds[spec.name], order="C") for spec in inputs}

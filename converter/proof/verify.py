@@ -58,8 +58,8 @@ class Verified:
             raise BudgetExceeded("drift over budget:" + "".join(f"\n  {breach}" for breach in self.over))
 
 
-def verify(path: Path, given: str | None, profiles: Sequence[str]) -> Verified:
-    """Measure the drift of ``profiles`` (of all profiles and exports if none is named); ``given`` as for ``--samples``.
+def verify(path: Path, argument: str | None, profiles: Sequence[str]) -> Verified:
+    """Measure the drift of ``profiles`` (all profiles and exports if none is named); ``argument`` as for ``--samples``.
 
     Raises :class:`ArtifactError` or a subclass if the artifact is damaged or has no such profile, and
     :class:`~bf16kit.errors.SamplesError` for bad samples.
@@ -71,7 +71,7 @@ def verify(path: Path, given: str | None, profiles: Sequence[str]) -> Verified:
     for profile in chosen:
         if profile not in known:
             raise ArtifactError(f"{path}: has no profile {profile}; it has {', '.join(known)}")
-    given_samples = None if given is None else _run_samples(artifact, given)
+    given_samples = None if argument is None else _run_samples(artifact, argument)
     origin = ""
     rows: list[DriftRow] = []
     over: list[str] = []
@@ -109,9 +109,9 @@ def _golden(artifact: Artifact, profile: str) -> _Expected:
     return (kept.inputs,), [kept.outputs], "the golden samples"
 
 
-def _run_samples(artifact: Artifact, given: str) -> _Expected:
+def _run_samples(artifact: Artifact, argument: str) -> _Expected:
     """Return the given samples, the reference's outputs for them, and their name for messages."""
-    found = samples.of_artifact(given, artifact.manifest)
+    found = samples.of_artifact(argument, artifact.manifest)
     reference = load_reference(artifact)
     try:
         expected = measure.spool(reference, found, None)

@@ -29,11 +29,11 @@ IGNORED = -100  # torch's value for a label that does not count
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """An array per input, and the labels of its rows if the loader gave any; ``where`` names the batch in messages."""
+    """An array per input, and the labels of its rows if the loader gave any; ``location`` names it in messages."""
 
     feeds: Feeds
     labels: Array | None = None
-    where: str = "batch"
+    location: str = "batch"
 
 
 def check_labels(batch: Batch, output: str, shape: Sequence[int]) -> None:
@@ -43,13 +43,13 @@ def check_labels(batch: Batch, output: str, shape: Sequence[int]) -> None:
         return
     if labels.shape != tuple(shape[:-1]):
         raise UsageError(
-            f"{batch.where}: labels have shape {list(labels.shape)}, expected {list(shape[:-1])} for output"
+            f"{batch.location}: labels have shape {list(labels.shape)}, expected {list(shape[:-1])} for output"
             f" {output!r} of shape {list(shape)}"
         )
     invalid = labels[(labels != IGNORED) & ((labels < 0) | (labels >= classes))]
     if invalid.size:
         raise UsageError(
-            f"{batch.where}: label {invalid[0]} is not one of the {classes} classes of output {output!r}, expected 0"
+            f"{batch.location}: label {invalid[0]} is not one of the {classes} classes of output {output!r}, expected 0"
             f" to {classes - 1}, or {IGNORED} for a row to ignore"
         )
 
@@ -104,68 +104,69 @@ class Loader:
         with self._user_errors("when called"), random_state.restored():
             batches = self._iterator(self._function())
         for index in itertools.count():
-            place = f"batch {index}" if number == 0 else f"batch {index} of pass {number + 1}"
-            with self._user_errors(place), random_state.restored():
-                given = next(batches, _END)
-            if given is _END:
+            position = f"batch {index}" if number == 0 else f"batch {index} of pass {number + 1}"
+            with self._user_errors(position), random_state.restored():
+                item = next(batches, _END)
+            if item is _END:
                 return
-            yield self._batch(given, f"{self._name}: {place}")
+            yield self._batch(item, f"{self._name}: {position}")
 
-    def _iterator(self, given: Any) -> Iterator[Any]:
-        if not hasattr(given, "__iter__") and not hasattr(given, "__getitem__"):
+    def _iterator(self, item: Any) -> Iterator[Any]:
+        if not hasattr(item, "__iter__") and not hasattr(item, "__getitem__"):
             raise UsageError(
-                f"{self._name}: gave {type(given).__name__}, expected batches to iterate over: a generator, a list or a"
+                f"{self._name}: gave {type(item).__name__}, expected batches to iterate over: a generator, a list or a"
                 f" DataLoader of {_inputs(self._inputs)}"
             )
-        return iter(given)
+        return iter(item)
 
     @contextmanager
-    def _user_errors(self, place: str) -> Iterator[None]:
+    def _user_errors(self, position: str) -> Iterator[None]:
         """Run the user's code, which may raise anything; report the error with the user's own file and line."""
         try:
             yield
         except UsageError:
             raise
         except (Exception, SystemExit) as error:
-            raise UsageError(f"{self._name}: failed, {place}: {describe_user_error(error)}") from error
+            raise UsageError(f"{self._name}: failed, {position}: {describe_user_error(error)}") from error
 
-    def _batch(self, given: Any, where: str) -> Batch:
-        feeds, labels = self._parts(given, where)
+    def _batch(self, item: Any, location: str) -> Batch:
+        feeds, labels = self._parts(item, location)
         try:
             check_feeds(self._inputs, feeds)
         except InvalidRequest as error:
-            raise UsageError(f"{where}: {error}") from None
+            raise UsageError(f"{location}: {error}") from None
         if any(array.size == 0 for array in feeds.values()):
             shapes = ", ".join(f"{name}{describe(array.shape)}" for name, array in feeds.items())
-            raise UsageError(f"{where}: has no elements ({shapes}); leave empty batches out")
+            raise UsageError(f"{location}: has no elements ({shapes}); leave empty batches out")
         for name, array in feeds.items():
-            _check_numbers(where, name, array)
-        return Batch({spec.name: np.asarray(feeds[spec.name], order="C") for spec in self._inputs}, labels, where)
+            _check_numbers(location, name, array)
+        return Batch({spec.name: np.asarray(feeds[spec.name], order="C") for spec in self._inputs}, labels, location)
 
-    def _parts(self, given: Any, where: str) -> tuple[Feeds, Array | None]:
+    def _parts(self, item: Any, location: str) -> tuple[Feeds, Array | None]:
         names = [spec.name for spec in self._inputs]
         labels = None
-        if isinstance(given, tuple | list) and len(given) == 2 and isinstance(given[0], Mapping):
-            given, labels = given
-        if isinstance(given, Mapping):
-            fields = dict(given)
+        if isinstance(item, tuple | list) and len(item) == 2 and isinstance(item[0], Mapping):
+            item, labels = item
+        if isinstance(item, Mapping):
+            fields = dict(item)
             if LABELS not in names and labels is None:
                 labels = fields.pop(LABELS, None)
-        elif isinstance(given, tuple | list):
-            if len(given) not in (len(names), len(names) + 1):
+        elif isinstance(item, tuple | list):
+            if len(item) not in (len(names), len(names) + 1):
                 raise UsageError(
-                    f"{where}: has {len(given)} parts; the model takes {_inputs(self._inputs)}, and labels may follow"
+                    f"{location}: has {len(item)} parts; the model takes {_inputs(self._inputs)}, and labels may follow"
                 )
-            fields = dict(zip(names, given, strict=False))
-            labels = given[len(names)] if len(given) > len(names) else None
+            fields = dict(zip(names, item, strict=False))
+            labels = item[len(names)] if len(item) > len(names) else None
         elif len(names) == 1:
-            fields = {names[0]: given}
+            fields = {names[0]: item}
         else:
             raise UsageError(
-                f"{where}: is {type(given).__name__}; expected a mapping of an array per input: {_inputs(self._inputs)}"
+                f"{location}: is {type(item).__name__}; expected a mapping of an array per input:"
+                f" {_inputs(self._inputs)}"
             )
-        feeds = {str(name): _array(where, str(name), value) for name, value in fields.items()}
-        return feeds, None if labels is None else _labels(where, labels)
+        feeds = {str(name): _array(location, str(name), value) for name, value in fields.items()}
+        return feeds, None if labels is None else _labels(location, labels)
 
 
 _END = object()
@@ -229,14 +230,14 @@ def _restoring() -> Iterator[None]:
         _set_state(before)
 
 
-def _array(where: str, name: str, value: Any) -> Array:
+def _array(location: str, name: str, value: Any) -> Array:
     try:
         return np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)
     except (ValueError, TypeError, RuntimeError) as error:  # ragged lists, tensors of another kind
-        raise UsageError(f"{where}: input {name!r} is not an array: {first_line(error)}") from None
+        raise UsageError(f"{location}: input {name!r} is not an array: {first_line(error)}") from None
 
 
-def _check_numbers(where: str, name: str, array: Array) -> None:
+def _check_numbers(location: str, name: str, array: Array) -> None:
     """Reject NaN. Infinite values may be intended: a mask that is added to scores holds them."""
     if array.dtype.kind not in "fV":  # V: bfloat16
         return
@@ -244,15 +245,15 @@ def _check_numbers(where: str, name: str, array: Array) -> None:
     if nan.any():
         first = [int(index) for index in np.argwhere(nan)[0]]
         raise UsageError(
-            f"{where}: input {name!r} holds NaN in {np.count_nonzero(nan)} of {array.size} elements, the first at"
+            f"{location}: input {name!r} holds NaN in {np.count_nonzero(nan)} of {array.size} elements, the first at"
             f" {first}; leave out such samples, or replace the NaN"
         )
 
 
-def _labels(where: str, value: Any) -> Array:
-    labels = _array(where, LABELS, value)
+def _labels(location: str, value: Any) -> Array:
+    labels = _array(location, LABELS, value)
     if labels.dtype.kind not in "iu":
-        raise UsageError(f"{where}: labels are {labels.dtype.name}; expected class numbers as int64")
+        raise UsageError(f"{location}: labels are {labels.dtype.name}; expected class numbers as int64")
     return labels.astype(np.int64)
 
 

@@ -33,7 +33,7 @@ _ADDED = {
 _OnOutput = Callable[[str, torch.Tensor, int], torch.Tensor | None]
 
 
-def corrected(validation_loss: ValidationLoss, state: State) -> tuple[dict[str, torch.Tensor], int]:
+def correct_biases(validation_loss: ValidationLoss, state: State) -> tuple[dict[str, torch.Tensor], int]:
     """Return ``state`` with biases that give each layer's rounded outputs fp32's mean, and how many were corrected.
 
     Layers are corrected in the order in which they run, each after those before it. This takes one pass over the
@@ -69,9 +69,9 @@ def _correct(
         shape[axis] = -1
         return output + missing.reshape(shape).to(output.dtype)
 
-    held = as_published(validation_loss.trained, state)
-    with torch.no_grad(), _BiasOutputs({name: held[name] for name in target_means}, correct_bias):
-        validation_loss.outputs(held, batch)
+    published = as_published(validation_loss.trained, state)
+    with torch.no_grad(), _BiasOutputs({name: published[name] for name in target_means}, correct_bias):
+        validation_loss.outputs(published, batch)
 
 
 def _means(validation_loss: ValidationLoss, names: Sequence[str], batch: TeacherBatch) -> dict[str, list[torch.Tensor]]:

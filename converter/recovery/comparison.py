@@ -90,9 +90,9 @@ def compare(before: Artifact, after: Artifact, batches: Sequence[Batch], budget:
         was: Mapping[str, DriftSummary] = {}
         if profile in before.manifest.profiles:
             runtime, _ = open_profile(before, profile)
-            (was,) = _measured(runtime, bf16_before(profile), feeds, [original], outputs, axis, counter)
+            (was,) = _measure_drift(runtime, bf16_before(profile), feeds, [original], outputs, axis, counter)
         runtime, _ = open_profile(after, profile)
-        now, rest = _measured(runtime, bf16_after(profile), feeds, [original, own], outputs, axis, counter)
+        now, rest = _measure_drift(runtime, bf16_after(profile), feeds, [original, own], outputs, axis, counter)
         for output in sorted(now):
             found.drift += _rows(profile, output, budget, was.get(output), now[output], rest[output])
         found.breaches[profile] = [
@@ -161,7 +161,7 @@ def _run_reference(
     return kept
 
 
-def _measured(
+def _measure_drift(
     runtime: Runtime,
     model: str,
     feeds: Sequence[Feeds],

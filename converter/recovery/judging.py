@@ -54,7 +54,9 @@ class Judge:
             found = compare(self.before, draft, self.evaluation.batches, budget, stage.path)
         self._check_worse(found)
         breaches = accuracy_breaches(found, budget) if self.settings.loss == "cross-entropy" else found.breaches
-        manifest, notes = self._kept(stage, manifest, {profile: lines for profile, lines in breaches.items() if lines})
+        manifest, notes = self._drop_failing_optional(
+            stage, manifest, {profile: lines for profile, lines in breaches.items() if lines}
+        )
         notes += self._remarks(found)
         entry = RecoveryEntry(
             recovered_from=self.recovered_from,
@@ -76,7 +78,7 @@ class Judge:
         if reason is not None:
             raise MadeWorse(reason)
 
-    def _kept(
+    def _drop_failing_optional(
         self, stage: StagingArtifact, manifest: Manifest, breaches: dict[str, list[str]]
     ) -> tuple[Manifest, list[str]]:
         """Return ``manifest`` without optional profiles over the budget; raise :class:`BudgetExceeded` for others."""

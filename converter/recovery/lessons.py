@@ -28,24 +28,24 @@ class TeacherBatch:
 class Teacher:
     """The fp32 module, which computes the reference outputs of every batch before training uses it."""
 
-    def __init__(self, model: TorchModel, outputs: Sequence[TensorSpec], loss: Loss, where: torch.device) -> None:
+    def __init__(self, model: TorchModel, outputs: Sequence[TensorSpec], loss: Loss, device: torch.device) -> None:
         self.model = model
-        self._loss, self._where = loss, where
+        self._loss, self._device = loss, device
         self._logits = logits_of(outputs)
-        if where.type != "cpu":
-            model.module.to(where)
+        if device.type != "cpu":
+            model.module.to(device)
 
     def compute(self, batch: Batch) -> TeacherBatch:
         """Return ``batch`` with its fp32 outputs; raise :class:`UsageError` if nothing can be learnt from them."""
-        inputs = [torch.from_numpy(batch.feeds[spec.name].copy()).to(self._where) for spec in self.model.inputs]
-        with torch.no_grad(), torch.autocast(self._where.type, enabled=False):
+        inputs = [torch.from_numpy(batch.feeds[spec.name].copy()).to(self._device) for spec in self.model.inputs]
+        with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
             computed = self.model.module(*(tensor.clone() for tensor in inputs))
         reference = dict(zip(self.model.outputs, computed, strict=True))
         if self._loss == "distillation":
             _check_outputs(batch, reference)
             labels = None
         else:
-            labels = self._labels(batch, reference).to(self._where)
+            labels = self._labels(batch, reference).to(self._device)
         return TeacherBatch(inputs, reference, labels)
 
     def _labels(self, batch: Batch, reference: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -78,11 +78,11 @@ def _check_outputs(batch: Batch, reference: Mapping[str, torch.Tensor]) -> None:
         nans = int(torch.isnan(output).sum())
         if nans:
             raise UsageError(
-                f"{batch.where}: the fp32 model gives NaN in {nans} of {output.numel()} elements of output {name!r},"
+                f"{batch.location}: the fp32 model gives NaN in {nans} of {output.numel()} elements of output {name!r},"
                 " so there is nothing to learn; leave out the batch, or check its values"
             )
         if not bool(torch.isfinite(output).any()):
             raise UsageError(
-                f"{batch.where}: the fp32 model gives no finite value in output {name!r}; leave out the batch, or"
+                f"{batch.location}: the fp32 model gives no finite value in output {name!r}; leave out the batch, or"
                 " check its values"
             )

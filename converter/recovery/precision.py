@@ -28,10 +28,10 @@ def dtype(precision: Precision) -> torch.dtype:
     return _DTYPES[precision]
 
 
-def arithmetic(precision: Precision, where: torch.device) -> torch.autocast:
+def arithmetic(precision: Precision, device: torch.device) -> torch.autocast:
     """Return the context in which products of fp32 weights are computed as ``precision`` says."""
     computed = dtype(precision)
-    return torch.autocast(where.type, computed, enabled=computed != torch.float32)
+    return torch.autocast(device.type, computed, enabled=computed != torch.float32)
 
 
 def device(given: str) -> torch.device:
@@ -50,17 +50,17 @@ def device(given: str) -> torch.device:
     return torch.device("cuda", int(number or 0))
 
 
-def scaler(scaling: Scaling, where: torch.device) -> torch.amp.GradScaler:
+def scaler(scaling: Scaling, device: torch.device) -> torch.amp.GradScaler:
     """Return the scaler of the loss, which also skips steps with gradients that are not finite; ``none`` does
     neither."""
     if scaling.kind == "none":
-        return torch.amp.GradScaler(where.type, enabled=False)
+        return torch.amp.GradScaler(device.type, enabled=False)
     if scaling.kind == "static":
-        return torch.amp.GradScaler(where.type, scaling.factor, _UP, _DOWN, 1)
-    return torch.amp.GradScaler(where.type, scaling.factor, GROWTH, BACKOFF, scaling.interval)
+        return torch.amp.GradScaler(device.type, scaling.factor, _UP, _DOWN, 1)
+    return torch.amp.GradScaler(device.type, scaling.factor, GROWTH, BACKOFF, scaling.interval)
 
 
-def plugin(precision: Precision, scaling: Scaling, where: torch.device) -> Any:
+def plugin(precision: Precision, scaling: Scaling, device: torch.device) -> Any:
     """Return Lightning's plugin for ``precision``; its autocast computes in :func:`dtype`, also on a CPU."""
     from lightning.pytorch.plugins import HalfPrecision, MixedPrecision
     from lightning.pytorch.plugins.precision import Precision as FullPrecision
@@ -70,14 +70,14 @@ def plugin(precision: Precision, scaling: Scaling, where: torch.device) -> Any:
     if precision == "bf16-true":
         return HalfPrecision("bf16-true")
     if precision == "bf16-mixed":
-        return MixedPrecision("bf16-mixed", where.type)
-    return MixedPrecision("16-mixed", where.type, scaler(scaling, where))
+        return MixedPrecision("bf16-mixed", device.type)
+    return MixedPrecision("16-mixed", device.type, scaler(scaling, device))
 
 
-def notes(precision: Precision, scaling: Scaling, where: torch.device) -> list[str]:
+def notes(precision: Precision, scaling: Scaling, device: torch.device) -> list[str]:
     """Return notes for the user on the chosen arithmetic."""
     found = []
-    if precision == "16-mixed" and where.type == "cpu":
+    if precision == "16-mixed" and device.type == "cpu":
         found.append(
             "--precision 16-mixed on a CPU: this recovery computed its products in fp16; Lightning's own trainer"
             " would have used bf16 without notice"

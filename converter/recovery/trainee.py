@@ -86,7 +86,7 @@ class StudentModule(lightning.LightningModule):  # type: ignore[misc,unused-igno
     # --- the model ----------------------------------------------------------------------------------------------------
 
     @property
-    def _true(self) -> bool:
+    def _is_bf16_true(self) -> bool:
         return self._settings.precision == "bf16-true"
 
     def masters(self) -> list[tuple[TrainedParameter, torch.Tensor]]:
@@ -119,8 +119,8 @@ class StudentModule(lightning.LightningModule):  # type: ignore[misc,unused-igno
     def record_gradients(self, step: int, batch: TeacherBatch, scale: float) -> None:
         """Survey the gradients of ``batch`` in fp32; the student must be in fp32."""
         weights = [master for _, master in self.masters()]
-        where = weights[0].device.type
-        with torch.autocast(where, enabled=False), torch.enable_grad():
+        device = weights[0].device.type
+        with torch.autocast(device, enabled=False), torch.enable_grad():
             self.gradients += count_gradients(step, scale, self.student, weights, lambda: self.loss(batch))
 
     # --- what Lightning's trainer calls -------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ class StudentModule(lightning.LightningModule):  # type: ignore[misc,unused-igno
         step = self.global_step
         seed_all(self._seed + step)  # random numbers that a model draws are the same after a resume
         recorder = _DtypeRecorder(self.student) if not self.facts.computed else None
-        loss = self.loss(batch, dtype=torch.bfloat16 if self._true else None)
+        loss = self.loss(batch, dtype=torch.bfloat16 if self._is_bf16_true else None)
         if recorder is not None:
             self.facts.computed = recorder.finish()
         value = float(loss.detach())
@@ -169,7 +169,7 @@ class StudentModule(lightning.LightningModule):  # type: ignore[misc,unused-igno
             self.facts.skipped += 1
             if self._settings.scaling.kind == "none":
                 raise ConversionError(_not_finite(self.global_step, "a gradient is not finite", self._settings))
-        elif self._true:
+        elif self._is_bf16_true:
             self._before = [master.detach().clone() for _, master in self.masters()]
 
     # --- after a step -------------------------------------------------------------------------------------------------
@@ -214,8 +214,8 @@ class StudentModule(lightning.LightningModule):  # type: ignore[misc,unused-igno
 
         found = checkpoint[_STATE_KEY]
         self.facts = TrainingFacts(**found["facts"])
-        where = next(iter(self.student.parameters())).device
-        state = {name: tensor.to(where) for name, tensor in found["kept"]["state"].items()}
+        device = next(iter(self.student.parameters())).device
+        state = {name: tensor.to(device) for name, tensor in found["kept"]["state"].items()}
         self.best = BestWeights(found["kept"]["step"], found["kept"]["loss"], state)
         self.gradients = [GradientEntry(**entry) for entry in found["gradients"]]
 

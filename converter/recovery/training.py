@@ -20,7 +20,7 @@ from converter.process.progress import Progress
 from converter.process.quiet import first_line, quiet
 from converter.recovery import precision
 from converter.recovery.batches import Loader
-from converter.recovery.biases import corrected
+from converter.recovery.biases import correct_biases
 from converter.recovery.lessons import Teacher, TeacherBatch
 from converter.recovery.place import RecoveryDirectory
 from converter.recovery.settings import FIRST_SCALE, Settings
@@ -77,9 +77,9 @@ def train(
     """
     from converter.recovery.trainee import StudentModule
 
-    where = precision.device(settings.device)
+    device = precision.device(settings.device)
     student = replace(model, module=copy.deepcopy(model.module))
-    teacher = Teacher(model, outputs, settings.loss, where)
+    teacher = Teacher(model, outputs, settings.loss, device)
     last = directory.last
     start_step = 0 if last is None else _last_step(last, settings)
     scale = settings.scaling.factor if settings.scaling.kind != "none" else FIRST_SCALE
@@ -87,7 +87,7 @@ def train(
         batches = [teacher.compute(batch) for batch in loader.first(BATCHES)]  # the same ones at every start
         validation_loss = ValidationLoss(teacher, trained, batches, settings.precision)
         student_module = StudentModule(student, trained, validation_loss, settings, seed)
-        student_module.student.to(where)
+        student_module.student.to(device)
         start = student_module.state()
         if start_step == 0:
             student_module.facts.scale_first = settings.scaling.factor
@@ -97,10 +97,10 @@ def train(
                 _correct_biases(student_module, validation_loss, start)
         stream = _RemainingBatches(map(teacher.compute, loader.endless(start_step)), settings.steps - start_step)
         if last is None or start_step < settings.steps:
-            scale_last = _fit(student_module, stream, settings, directory, progress, where)
+            scale_last = _fit(student_module, stream, settings, directory, progress, device)
         else:
             scale_last = _load(student_module, last)
-        student_module.student.float().to(where)
+        student_module.student.float().to(device)
         with progress.step("measuring gradients"):
             student_module.record_gradients(settings.steps, batches[0], scale)
     model.module.cpu()
@@ -116,7 +116,7 @@ def train(
         skipped=facts.skipped,
         precision=settings.precision,
         computed=facts.computed,
-        device=where.type,
+        device=device.type,
         loss=settings.loss,
         loss_first=facts.loss_first,
         loss_last=facts.loss_last,
@@ -149,7 +149,7 @@ def _correct_biases(student_module: StudentModule, validation_loss: ValidationLo
     student_module.best = BestWeights(
         0, facts.loss_before if math.isfinite(facts.loss_before) else math.inf, dict(start)
     )
-    found, count = corrected(validation_loss, start)
+    found, count = correct_biases(validation_loss, start)
     loss = validation_loss.loss(found) if count else math.nan
     if loss < student_module.best.loss:
         facts.biases = count
@@ -187,18 +187,18 @@ def _fit(
     settings: Settings,
     directory: RecoveryDirectory,
     progress: Progress,
-    where: torch.device,
+    device: torch.device,
 ) -> float:
     """Run Lightning's loop; return the loss scale at the end."""
     import lightning
     from lightning.pytorch.plugins.environments import LightningEnvironment
 
     keeper, deterministic = _keeper(settings, directory, progress), torch.are_deterministic_algorithms_enabled()
-    arithmetic = precision.plugin(settings.precision, settings.scaling, where)
+    arithmetic = precision.plugin(settings.precision, settings.scaling, device)
     with quiet():
         trainer = lightning.Trainer(
-            accelerator="cpu" if where.type == "cpu" else "cuda",
-            devices=1 if where.type == "cpu" else [where.index or 0],
+            accelerator="cpu" if device.type == "cpu" else "cuda",
+            devices=1 if device.type == "cpu" else [device.index or 0],
             max_steps=settings.steps,
             max_epochs=-1,
             # so that no environment variable makes it a cluster
@@ -238,7 +238,6 @@ def _keeper(settings: Settings, directory: RecoveryDirectory, progress: Progress
     class Keeper(lightning.Callback):  # type: ignore[misc,unused-ignore]  # lightning may not be installed
         def __init__(self) -> None:
             self._step: Any = None
-            self._said = -1
 
         def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
             if self._step is None:

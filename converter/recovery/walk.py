@@ -25,7 +25,7 @@ from converter.recovery.loss import logits_of
 from converter.recovery.place import ORIGINAL, RecoveryDirectory, open_directory
 from converter.recovery.settings import Settings
 from converter.recovery.training import check_installed, train
-from converter.recovery.weights import copy_to_module, digest, find_trainable, recovered
+from converter.recovery.weights import copy_to_module, digest, find_trainable, recovered_tensors
 from converter.recovery.yardstick import State
 
 JUDGED = 1000  # batches that a recovery is judged on, at most: as many as --samples takes
@@ -40,10 +40,10 @@ def recover(options: Options, settings: Settings, progress: Progress) -> Result:
     :class:`BudgetExceeded` if recovery did not succeed.
     """
     check_installed()
-    where = precision.device(settings.device)
+    device = precision.device(settings.device)
     check_target(options)
     with prefix_errors(options.source), open_directory(options.target, resume=settings.resume) as directory:
-        resuming = _resuming(settings, directory)
+        resuming = _resume_notes(settings, directory)
         source = intake.read(options, progress)
         model = source.module
         if model is None:
@@ -59,7 +59,7 @@ def recover(options: Options, settings: Settings, progress: Progress) -> Result:
         evaluation_data = _evaluation_data(settings, loader, model, options)
         checkpoint, outputs = source.checkpoint, source.outputs
         _check_labels(outputs, evaluation_data)
-        directory.check_options(_options_to_check(options, settings, checkpoint, where.type))
+        directory.check_options(_options_to_check(options, settings, checkpoint, device.type))
         samples = _samples(options, source, evaluation_data)
         before = _convert_original(options, source, directory, samples, progress)
         trained = find_trainable(model.module, checkpoint.tensors, before)
@@ -68,7 +68,7 @@ def recover(options: Options, settings: Settings, progress: Progress) -> Result:
         shaped = replace(options, search=False, recorded_extra={"recovery": settings.recorded(checkpoint.sha256)})
 
         def write(state: State, judge: Judge) -> Result:
-            tensors = recovered(checkpoint.tensors, trained, state)
+            tensors = recovered_tensors(checkpoint.tensors, trained, state)
             copy_to_module(model.module, trained, tensors)
             recovered_checkpoint = Checkpoint(f"{checkpoint.format}, recovered", digest(tensors), tensors)
             rewritten = replace(source, checkpoint=recovered_checkpoint, module=model)
@@ -81,11 +81,11 @@ def recover(options: Options, settings: Settings, progress: Progress) -> Result:
         except MadeWorse as worse:
             result = write(training_result.start, replace(judge, rejection=worse))
         directory.finished = True
-    notes = precision.notes(settings.precision, settings.scaling, where)
+    notes = precision.notes(settings.precision, settings.scaling, device)
     return Result(result.artifact, (*resuming, *notes, *result.notes))
 
 
-def _resuming(settings: Settings, directory: RecoveryDirectory) -> list[str]:
+def _resume_notes(settings: Settings, directory: RecoveryDirectory) -> list[str]:
     """Return a note if --resume found no checkpoint. That is no error: jobs that may be killed always pass --resume."""
     if settings.resume and directory.last is None:
         return [f"--resume: {directory.path} held no checkpoint, so this recovery began at step 1"]
@@ -128,7 +128,7 @@ def _samples(options: Options, source: Source, evaluation_data: EvaluationData) 
     return Samples(tuple(batch.feeds for batch in evaluation_data.batches), evaluation_data.origin)
 
 
-def _options_to_check(options: Options, settings: Settings, checkpoint: Checkpoint, where: str) -> dict[str, Any]:
+def _options_to_check(options: Options, settings: Settings, checkpoint: Checkpoint, device: str) -> dict[str, Any]:
     """Return all options that determine the result, or the artifact of the original weights, to be checked at a resume.
 
     A file may hold several kinds of weights, and its digest does not say which were chosen.
@@ -137,7 +137,7 @@ def _options_to_check(options: Options, settings: Settings, checkpoint: Checkpoi
     recorded["the source's sha256"] = recorded.pop("--recovered-from")
     return recorded | {
         "--data": settings.data,
-        "--device": where,
+        "--device": device,
         "--seed": options.seed,
         "--model": options.model,
         "--model-args": dict(options.model_args),

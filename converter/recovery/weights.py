@@ -66,9 +66,9 @@ def _find(module: torch.nn.Module, checkpoint: Mapping[str, Array], artifact: Ar
     normalises = {name for name, part in module.named_modules() if isinstance(part, _NORMS)}
     names: dict[int, list[str]] = defaultdict(list)
     parameters: dict[int, torch.Tensor] = {}
-    for name, held in module.named_parameters(remove_duplicate=False):
-        names[id(held)].append(name)
-        parameters[id(held)] = held
+    for name, named in module.named_parameters(remove_duplicate=False):
+        names[id(named)].append(name)
+        parameters[id(named)] = named
     for key, parameter in parameters.items():
         if not parameter.is_floating_point():
             continue
@@ -171,7 +171,7 @@ def rounded(weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
     return (product.double() / scale).to(weight.dtype)
 
 
-def recovered(
+def recovered_tensors(
     checkpoint: Mapping[str, Array], trained: Sequence[TrainedParameter], state: Mapping[str, torch.Tensor]
 ) -> dict[str, Array]:
     """Return ``checkpoint`` with the trained values of ``state`` (by the module's names), in its dtypes and order.
@@ -201,8 +201,8 @@ def copy_to_module(
 
 def digest(checkpoint: Mapping[str, Array]) -> str:
     """Return the sha256 over names, dtypes, shapes and bytes of all tensors, in order of their names."""
-    whole = hashlib.sha256()
+    total = hashlib.sha256()
     for name in sorted(checkpoint):
         array = checkpoint[name]
-        whole.update(f"{name}\0{array.dtype.name}\0{array.shape}\0{_digest(array)}\n".encode())
-    return whole.hexdigest()
+        total.update(f"{name}\0{array.dtype.name}\0{array.shape}\0{_digest(array)}\n".encode())
+    return total.hexdigest()

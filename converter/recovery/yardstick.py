@@ -34,17 +34,17 @@ class ValidationLoss:
 
     def loss(self, state: State) -> float:
         """Return the mean loss over the batches; NaN or infinite if the outputs are."""
-        held = as_published(self.trained, state)
+        published = as_published(self.trained, state)
         with torch.no_grad():
-            losses = [float(self.teacher.loss(self.outputs(held, batch), batch)) for batch in self.batches]
+            losses = [float(self.teacher.loss(self.outputs(published, batch), batch)) for batch in self.batches]
         return sum(losses) / len(losses)
 
-    def outputs(self, held: State, batch: TeacherBatch) -> dict[str, torch.Tensor]:
-        """Return the module's outputs, by name, with ``held`` in place of its own parameters."""
+    def outputs(self, published: State, batch: TeacherBatch) -> dict[str, torch.Tensor]:
+        """Return the module's outputs, by name, with ``published`` in place of its own parameters."""
         model = self.teacher.model
         inputs = tuple(tensor.clone() for tensor in batch.inputs)
         with arithmetic(self.precision, inputs[0].device):
-            found = torch.func.functional_call(model.module, dict(held), inputs)
+            found = torch.func.functional_call(model.module, dict(published), inputs)
         return dict(zip(model.outputs, found, strict=True))
 
 

@@ -66,14 +66,14 @@ class Picture:
         )
 
 
-def axes(picture: Picture, x: Scale, y: Scale, x_name: str, y_name: str, x_whole: bool = True) -> None:
+def axes(picture: Picture, x: Scale, y: Scale, x_name: str, y_name: str, x_integers: bool = True) -> None:
     """Draw both axes of ``picture`` with ticks, horizontal grid lines and names."""
     bottom = y.start
     for value in ticks(y.low, y.high):
         at = y(value)
         picture.add("line", class_="grid", x1=x.start, x2=x.end, y1=at, y2=at)
         picture.add("text", number(value), class_="tick", x=x.start - 6, y=at + 4, text_anchor="end")
-    for value in ticks(x.low, x.high, whole=x_whole):
+    for value in ticks(x.low, x.high, integers=x_integers):
         picture.add("text", number(value), class_="tick", x=x(value), y=bottom + 18, text_anchor="middle")
         picture.add("line", class_="axis", x1=x(value), x2=x(value), y1=bottom, y2=bottom + 4)
     picture.add("line", class_="axis", x1=x.start, x2=x.end, y1=bottom, y2=bottom)
@@ -87,7 +87,7 @@ def line(picture: Picture, points: Sequence[tuple[float, float]], kind: str) -> 
     picture.add("path", d=path, class_=f"line {kind}")
 
 
-def ticks(low: float, high: float, count: int = 5, whole: bool = False) -> Iterator[float]:
+def ticks(low: float, high: float, count: int = 5, integers: bool = False) -> Iterator[float]:
     """Yield about ``count`` round numbers from ``low`` to ``high``, at most."""
     if not (math.isfinite(low) and math.isfinite(high)) or high <= low:
         yield low
@@ -95,7 +95,7 @@ def ticks(low: float, high: float, count: int = 5, whole: bool = False) -> Itera
     rough = (high - low) / count
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
-    if whole:
+    if integers:
         step = max(1.0, step)
     for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1):
         yield i * step

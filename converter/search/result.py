@@ -120,9 +120,9 @@ def merged(results: Iterable[SearchResult]) -> Islands:
     nodes: dict[str, str] = {}
     tensors: dict[str, str] = {}
     for result in results:
-        kept = result.as_islands()
-        nodes = dict(kept.nodes) | nodes
-        tensors = dict(kept.tensors) | tensors
+        found = result.as_islands()
+        nodes = dict(found.nodes) | nodes
+        tensors = dict(found.tensors) | tensors
     return Islands(nodes, tensors)
 
 

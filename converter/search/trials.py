@@ -106,8 +106,8 @@ class Trials:
         self._runtime: Runtime = open_fp32_graph(model, inputs, outputs, scratch, arena=True)
         self._names = [spec.name for spec in edges.outputs]
         self._expected = Spool(scratch)
-        for answer in self._run_samples(range(len(feeds)), self._positions(Bf16())):
-            self._expected.append(answer)
+        for actual in self._run_samples(range(len(feeds)), self._positions(Bf16())):
+            self._expected.append(actual)
 
     def drifts(self, bf16: Bf16, samples: Sequence[int] | None = None) -> list[Drifts]:
         """Return the drift of each sample, of all or of those numbered, from fp32 outputs if ``bf16`` is rounded."""
@@ -140,8 +140,8 @@ class Trials:
 
     def _measure_drift(self, samples: Sequence[int], switched: Array, outputs: Sequence[TensorSpec]) -> list[Drifts]:
         found: list[Drifts] = []
-        for index, answer in zip(samples, self._run_samples(samples, switched), strict=True):
-            found += measure.drifts([self._expected[index]], [answer], outputs, self._edges.batch_axis)
+        for index, actual in zip(samples, self._run_samples(samples, switched), strict=True):
+            found += measure.drifts([self._expected[index]], [actual], outputs, self._edges.batch_axis)
         return found
 
     def _run_samples(self, samples: Sequence[int], switched: Array) -> Iterator[Feeds]:

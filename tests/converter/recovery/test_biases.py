@@ -11,7 +11,7 @@ import torch
 from architectures import Cnn, Mlp, Several, seeded
 from torch import nn
 
-from converter.recovery.biases import corrected
+from converter.recovery.biases import correct_biases
 from converter.recovery.weights import TrainedParameter
 from converter.recovery.yardstick import State, ValidationLoss, as_published
 
@@ -39,7 +39,7 @@ def test_for_inputs_far_from_zero_nearly_all_rounding_error_is_corrected() -> No
     """The inputs' level times the rounding error of a row of weights is one number per channel, as a bias is."""
     batches = [(torch.from_numpy(feeds["x"]),) for feeds in recovering.unlabelled()]
     yardstick, before = _prepared(recovering.shifted(), batches)
-    after, count = corrected(yardstick, before)
+    after, count = correct_biases(yardstick, before)
     assert count == 2
     assert yardstick.loss(after) < yardstick.loss(before) / 50
     assert {name for name in before if not torch.equal(before[name], after[name])} == {
@@ -49,7 +49,7 @@ def test_for_inputs_far_from_zero_nearly_all_rounding_error_is_corrected() -> No
 
 def test_the_mean_of_every_channel_equals_that_of_fp32() -> None:
     yardstick, before = _prepared(seeded(Mlp()), [(_random(64, 16, level=3),)])
-    after, _ = corrected(yardstick, before)
+    after, _ = correct_biases(yardstick, before)
     wanted = _answers(yardstick, None).mean(0)
     assert not torch.allclose(_answers(yardstick, before).mean(0), wanted, atol=1e-4)
     assert torch.allclose(_answers(yardstick, after).mean(0), wanted, atol=1e-6)
@@ -60,7 +60,7 @@ def test_several_batches_have_equal_weight() -> None:
     module = nn.Sequential(nn.Linear(16, 8))
     batches = [(_random(64, 16, seed=seed, level=seed * 5.0),) for seed in range(3)]
     yardstick, before = _prepared(module, batches)
-    after, _ = corrected(yardstick, before)
+    after, _ = correct_biases(yardstick, before)
     missing = [_answers(yardstick, None, at) - _answers(yardstick, after, at) for at in range(3)]
     assert float(torch.cat(missing).mean(0).abs().max()) < 1e-5
     assert float(missing[2].mean(0).abs().max()) > 1e-3
@@ -71,7 +71,7 @@ def test_convolutions_and_batchnorm_are_corrected_per_channel() -> None:
     module = seeded(Cnn())
     module.get_buffer("features.1.running_mean").add_(1.0)
     yardstick, before = _prepared(module, [(_random(16, 3, 16, 16, level=2),)])
-    after, count = corrected(yardstick, before)
+    after, count = correct_biases(yardstick, before)
     assert count == 4
     seen: dict[str, torch.Tensor] = {}
     layers = [("inner.features.1", 1), ("inner.features.3", 1), ("inner.features.4", 1), ("inner.head", -1)]
@@ -98,7 +98,7 @@ def test_a_layer_that_runs_twice_is_corrected_by_the_mean_of_both_runs() -> None
     module = seeded(Several())
     batch = (_random(32, 16, level=20), _random(32, 8, level=20))
     yardstick, before = _prepared(module, [batch], ("scores", "embedding"))
-    after, count = corrected(yardstick, before)
+    after, count = correct_biases(yardstick, before)
     assert count == 2
     assert yardstick.loss(after) < yardstick.loss(before) / 10
 
@@ -108,7 +108,7 @@ def test_biases_that_are_rounded_are_not_corrected() -> None:
     yardstick, before = _prepared(module, [(_random(32, 16, level=9),)])
     rounds = tuple(TrainedParameter(entry.names, entry.tensors, True, entry.scale) for entry in yardstick.trained)
     yardstick = ValidationLoss(yardstick.teacher, rounds, yardstick.batches, "32-true")
-    after, count = corrected(yardstick, before)
+    after, count = correct_biases(yardstick, before)
     assert count == 0
     assert all(torch.equal(before[name], after[name]) for name in before)
 
@@ -133,7 +133,7 @@ class _Operators(nn.Module):
 def test_layers_without_a_module_are_corrected_too() -> None:
     """The operation that adds a bias identifies it. A normalisation's factor and a single number are not biases."""
     yardstick, before = _prepared(_Operators(), [(_random(64, 16, level=30),)])
-    after, count = corrected(yardstick, before)
+    after, count = correct_biases(yardstick, before)
     assert count == 3
     for name in ("inner.factor", "inner.single"):
         assert torch.equal(after[name], before[name])
@@ -144,7 +144,7 @@ def test_layers_without_a_module_are_corrected_too() -> None:
 def test_values_that_are_not_finite_move_no_bias() -> None:
     """On these inputs fp16 overflows and fp32 does not."""
     yardstick, before = _prepared(seeded(Mlp()), [(_random(8, 16, level=1e5),)], precision="16-mixed")
-    after, _ = corrected(yardstick, before)
+    after, _ = correct_biases(yardstick, before)
     assert all(bool(torch.isfinite(value).all()) for value in after.values())
 
 
@@ -155,7 +155,7 @@ def test_the_average_error_of_the_arithmetic_is_corrected_too() -> None:
     missing = []
     for precision in ("32-true", "bf16-mixed"):
         yardstick, before = _prepared(module, [(x,)], precision=precision)
-        after, _ = corrected(yardstick, before)
+        after, _ = correct_biases(yardstick, before)
         yardstick = ValidationLoss(yardstick.teacher, yardstick.trained, yardstick.batches, "bf16-mixed")
         missing.append((_answers(yardstick, None).mean(0) - _answers(yardstick, after).float().mean(0)).abs().max())
     assert float(missing[1]) < float(missing[0]) / 3
@@ -163,6 +163,6 @@ def test_the_average_error_of_the_arithmetic_is_corrected_too() -> None:
 
 def test_the_module_is_left_unchanged() -> None:
     yardstick, before = _prepared(seeded(Mlp()), [(_random(8, 16),)])
-    corrected(yardstick, before)
+    correct_biases(yardstick, before)
     for name, value in lessonplans.state(yardstick.teacher, yardstick.trained).items():
         assert torch.equal(value, before[name])

@@ -20,7 +20,7 @@ from converter.recovery.weights import (
     copy_to_module,
     digest,
     find_trainable,
-    recovered,
+    recovered_tensors,
     rounded,
     straight_through,
 )
@@ -79,7 +79,7 @@ def test_converting_the_trained_weights_again_loses_nothing(
     module, artifact = cnn
     checkpoint = _checkpoint(module)
     state = {name: tensor * 1.01 if "weight" in name else tensor for name, tensor in module.state_dict().items()}
-    tensors = recovered(checkpoint, tuple(trained.values()), state)
+    tensors = recovered_tensors(checkpoint, tuple(trained.values()), state)
     assert tensors.keys() == checkpoint.keys()
     assert np.array_equal(tensors["features.1.running_var"], checkpoint["features.1.running_var"])
     again = Cnn()
@@ -119,7 +119,7 @@ def test_tied_weights_are_one_parameter_with_all_its_names(tmp_path: Path) -> No
     assert set(tied.tensors) == {"table.weight", "out.weight"}
     assert tied.rounds
     state = dict(module.state_dict()) | {"table.weight": torch.ones(64, 16)}
-    tensors = recovered(_checkpoint(module), tuple(found.values()), state)
+    tensors = recovered_tensors(_checkpoint(module), tuple(found.values()), state)
     assert np.array_equal(tensors["table.weight"], tensors["out.weight"])
     copy_to_module(module, tuple(found.values()), tensors)
     assert module.out.weight[0, 0].item() == 1.0

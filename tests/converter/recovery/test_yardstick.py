@@ -110,6 +110,6 @@ def test_fp32_outputs_with_nan_or_without_a_finite_value_are_rejected() -> None:
     fine = torch.tensor([[2.0, 1.0], [1.0, 1.0]])
     assert bool(torch.isinf(teacher.compute(Batch({"a": fine.numpy()})).reference["y"]).any())
     with pytest.raises(UsageError, match=r"^b 1: the fp32 model gives NaN in 2 of 4 elements of output 'y'"):
-        teacher.compute(Batch({"a": torch.tensor([[2.0, 1.0], [1.0, -1.0]]).numpy()}, where="b 1"))
+        teacher.compute(Batch({"a": torch.tensor([[2.0, 1.0], [1.0, -1.0]]).numpy()}, location="b 1"))
     with pytest.raises(UsageError, match=r"^b 2: the fp32 model gives no finite value in output 'y'"):
-        teacher.compute(Batch({"a": fine[1:].numpy()}, where="b 2"))
+        teacher.compute(Batch({"a": fine[1:].numpy()}, location="b 2"))

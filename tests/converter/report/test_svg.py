@@ -27,7 +27,7 @@ def test_ticks_are_round_numbers_within_the_range(low: float, high: float, expec
 
 
 def test_ticks_of_counts_are_whole_numbers() -> None:
-    assert list(ticks(0, 1, whole=True)) == [0, 1]
+    assert list(ticks(0, 1, integers=True)) == [0, 1]
 
 
 def test_an_empty_range_has_one_tick() -> None:
