@@ -20,7 +20,7 @@ from bf16kit.guards import check_file, check_references, read_manifest
 from bf16kit.manifest import RESIDUAL, CheckpointEntry, Manifest, Segment, TensorEntry
 from bf16kit.measurements import MAX_BYTES, Measurements
 from bf16kit.panels import unpack
-from bf16kit.reading import read_segment, readable
+from bf16kit.reading import damaged_if_unreadable, read_segment
 from bf16kit.residual import Decoder, Scale
 from bf16kit.tensors import BY_NAME
 from bf16kit.tensors import Array as Array
@@ -167,7 +167,7 @@ class Artifact:
         from safetensors.numpy import load
 
         path = self.file(name)
-        with readable(path):
+        with damaged_if_unreadable(path):
             data = path.read_bytes()  # load_file would map it
         try:
             arrays = load(data)
@@ -180,12 +180,12 @@ class Artifact:
         if self.manifest.measurements is None:
             return None
         path = self.file(self.manifest.measurements)
-        with readable(path), path.open("rb") as file:
+        with damaged_if_unreadable(path), path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
         return Measurements.loads(data, path)
 
     def _sha256(self, name: str) -> str:
-        with readable(self.path / name):
+        with damaged_if_unreadable(self.path / name):
             return self._digests.entry(self.path / name).sha256
 
     @cached_property

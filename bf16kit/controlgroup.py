@@ -54,7 +54,7 @@ def cpus(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> float | None:
     return min(found, default=None)
 
 
-def end_first(process: int | str = "self") -> None:
+def maximize_oom_score(process: int | str = "self") -> None:
     """Have the kernel kill this process before others when memory runs out, in the container or on the machine.
 
     Does nothing on systems other than Linux, or when the process has ended.

@@ -28,7 +28,7 @@ class Digests:
         known = self._known.get(path)
         if known is not None and known[0] == stamp:
             return known[1]
-        _outwait(stamp)
+        _wait_for_next_tick(stamp)
         entry = _read(path)
         self._known[path] = (stamp, entry)
         return entry
@@ -39,7 +39,7 @@ def _stamp(path: Path) -> _Stamp:
     return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
-def _outwait(stamp: _Stamp) -> None:
+def _wait_for_next_tick(stamp: _Stamp) -> None:
     """Sleep until a later change would get another stamp; return at once for files older than a tick."""
     age = time.time_ns() - stamp[3]
     if 0 <= age < _TICK_NS:

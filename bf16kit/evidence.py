@@ -31,18 +31,18 @@ Part = Literal["input", "served", "reference"]
 _STORED = {"bfloat16": np.dtype(np.uint16), "string": np.dtype(np.uint8)}
 
 
-class _Kept(BaseModel):
+class _FrozenModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class TensorNote(_Kept):
+class TensorMetadata(_FrozenModel):
     """A tensor's original dtype and shape: ``dtype`` is a key of :data:`bf16kit.tensors.BY_NAME`."""
 
     dtype: str
     shape: tuple[Annotated[int, Field(ge=0, le=MOST_BYTES)], ...]
 
 
-class Header(_Kept):
+class Header(_FrozenModel):
     """The context of the tensors. Numbers that are not finite are the strings inf, -inf and nan.
 
     ``drift`` is this sample's own, by output and metric. ``verdict`` is the one over all recent samples
@@ -64,10 +64,10 @@ class Header(_Kept):
     verdict: dict[str, Any]
     files: dict[str, str]
     versions: dict[str, str]
-    tensors: dict[str, TensorNote] = {}
+    tensors: dict[str, TensorMetadata] = {}
 
 
-class _Found(NamedTuple):
+class _SafetensorsFile(NamedTuple):
     metadata: dict[str, str]
     tensors: dict[str, Array]
 
@@ -86,8 +86,12 @@ class Evidence:
         from safetensors.numpy import save
 
         parts = {"input": self.feeds, "served": self.served, "reference": self.reference}
-        arrays = {f"{part}:{name}": array for part, held in parts.items() for name, array in held.items()}
-        notes = {name: TensorNote(dtype=_dtype(array), shape=array.shape) for name, array in arrays.items()}
+        arrays = {
+            f"{part}:{name}": array
+            for part, tensors_by_name in parts.items()
+            for name, array in tensors_by_name.items()
+        }
+        notes = {name: TensorMetadata(dtype=_dtype(array), shape=array.shape) for name, array in arrays.items()}
         header = self.header.model_copy(update={"tensors": notes})
         return save({name: _stored(array) for name, array in arrays.items()}, {KEY: header.model_dump_json()})
 
@@ -128,7 +132,7 @@ class Evidence:
         return cls.loads(read_bounded(path, MOST_BYTES, UsageError, "the limit for evidence"), str(path))
 
 
-def _parse(data: bytes, where: str) -> _Found:
+def _parse(data: bytes, where: str) -> _SafetensorsFile:
     from safetensors import SafetensorError
     from safetensors.numpy import load
 
@@ -138,17 +142,17 @@ def _parse(data: bytes, where: str) -> _Found:
         metadata = json.loads(data[8 : 8 + size]).get("__metadata__") or {}
     except (SafetensorError, ValueError, KeyError, AttributeError) as error:
         raise UsageError(f"{where}: is not evidence, or is damaged ({brief(error)})") from None
-    return _Found(metadata, tensors)
+    return _SafetensorsFile(metadata, tensors)
 
 
 def _header(text: str, where: str) -> Header:
     try:
-        told = json.loads(text)
-        if isinstance(told, dict) and isinstance(told.get("format"), int) and told["format"] > FORMAT:
+        fields = json.loads(text)
+        if isinstance(fields, dict) and isinstance(fields.get("format"), int) and fields["format"] > FORMAT:
             raise UsageError(
-                f"{where}: is of format {told['format']}, written by a newer bf16kit; this one knows {FORMAT}"
+                f"{where}: is of format {fields['format']}, written by a newer bf16kit; this one knows {FORMAT}"
             )
-        return Header.model_validate(told)
+        return Header.model_validate(fields)
     except (ValidationError, ValueError, RecursionError) as error:
         first = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
         raise UsageError(f"{where}: has a header that cannot be read: {first}") from None
@@ -171,8 +175,8 @@ def _stored(array: Array) -> Array:
     """Return ``array`` in a dtype that safetensors supports, C-contiguous."""
     if array.dtype == np.object_:
         return np.frombuffer(json.dumps(list(_texts(array))).encode() or b"", np.uint8)
-    whole = np.asarray(array, order="C")
-    return whole.view(np.uint16) if array.dtype.name == "bfloat16" else whole
+    contiguous = np.asarray(array, order="C")
+    return contiguous.view(np.uint16) if array.dtype.name == "bfloat16" else contiguous
 
 
 def _texts(array: Array) -> Iterator[str]:
@@ -180,7 +184,7 @@ def _texts(array: Array) -> Iterator[str]:
         yield each if isinstance(each, str) else bytes(each).decode("utf-8", "replace")
 
 
-def _restored(stored: Array, note: TensorNote, where: str) -> Array:
+def _restored(stored: Array, note: TensorMetadata, where: str) -> Array:
     dtype = BY_NAME[note.dtype]
     if stored.dtype != _STORED.get(note.dtype, dtype.numpy):
         raise UsageError(f"{where} is of dtype {stored.dtype.name}, its header says {note.dtype}: fetch it again")
@@ -191,7 +195,7 @@ def _restored(stored: Array, note: TensorNote, where: str) -> Array:
     return stored.view(dtype.numpy) if note.dtype in _STORED else stored
 
 
-def _strings(stored: Array, note: TensorNote, where: str) -> Array:
+def _strings(stored: Array, note: TensorMetadata, where: str) -> Array:
     try:
         texts = json.loads(stored.tobytes())
         if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from bf16kit.errors import ArtifactDamaged, ArtifactError
 from bf16kit.manifest import MANIFEST, RESIDUAL, FileEntry, Manifest, plain_name
-from bf16kit.reading import readable
+from bf16kit.reading import damaged_if_unreadable
 
 _MAX_MANIFEST = 256 << 20  # bytes; a manifest of a very large model is a few MB
 
@@ -19,7 +19,7 @@ def read_manifest(path: Path) -> Manifest:
     Raises :class:`ArtifactError` or a subclass if it is missing or not valid.
     """
     where = path / MANIFEST
-    with readable(where):
+    with damaged_if_unreadable(where):
         if not path.is_dir():
             what = "not a directory, as an artifact is" if path.exists() else "no such directory"
             raise ArtifactError(f"{path}: {what}")
@@ -35,7 +35,7 @@ def read_manifest(path: Path) -> Manifest:
 
 def check_file(path: Path, name: str, entry: FileEntry) -> None:
     """Check a file before it is read: plain name, present, no link out of the artifact, regular, of the listed size."""
-    with readable(path / name):
+    with damaged_if_unreadable(path / name):
         _check_inside(path, name)
         found = (path / name).stat()
     if not stat.S_ISREG(found.st_mode):

@@ -6,17 +6,17 @@ import ctypes
 from collections.abc import Callable
 
 
-def trimmer() -> Callable[[], object] | None:
+def find_malloc_trim() -> Callable[[], object] | None:
     """Return a function that has the C library return its free pages; None if it has no such function (musl, macOS)."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     return None if trim is None else lambda: trim(0)
 
 
-def give_back() -> None:
+def release_free_memory() -> None:
     """Return the free pages now, which takes a millisecond or two.
 
     Later allocations must get pages from the system again.
     """
-    trim = trimmer()
+    trim = find_malloc_trim()
     if trim is not None:
         trim()

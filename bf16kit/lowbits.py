@@ -14,14 +14,14 @@ _GROUP = 8
 _BITS = {"float32": 16, "float16": 3, "bfloat16": 0}
 
 
-def needed(dtype: str) -> int:
+def bits_needed(dtype: str) -> int:
     """Return how many bits the low half of an fp32 number needs when it was widened from ``dtype``."""
     return _BITS.get(dtype, 16)
 
 
 def is_half(dtype: str) -> bool:
     """Return whether ``dtype`` has 16 bits, so that its low halves need fewer bits than fp32's."""
-    return needed(dtype) < _BITS["float32"]
+    return bits_needed(dtype) < _BITS["float32"]
 
 
 def packed_size(elements: int, count: int) -> int:
@@ -35,7 +35,10 @@ def pack(low: NDArray[np.uint16], count: int) -> bytes:
         raise ValueError(f"low halves that need more than {count} bits")
     filled = np.zeros((low.size + _GROUP - 1) // _GROUP * _GROUP, np.uint16)
     filled[: low.size] = low
-    planes = [np.packbits((filled >> np.uint16(bit)).astype(np.uint8) & 1, bitorder="little") for bit in _kept(count)]
+    planes = [
+        np.packbits((filled >> np.uint16(bit)).astype(np.uint8) & 1, bitorder="little")
+        for bit in _kept_bit_positions(count)
+    ]
     return np.stack(planes, axis=1).tobytes() if planes else b""
 
 
@@ -43,11 +46,11 @@ def unpack(data: memoryview, elements: int, count: int) -> NDArray[np.uint16]:
     """Return the low halves of ``elements`` from :func:`packed_size` bytes."""
     low = np.zeros(elements, np.uint16)
     planes = np.frombuffer(data, np.uint8).reshape(-1, max(count, 1))
-    for index, bit in enumerate(_kept(count)):
+    for index, bit in enumerate(_kept_bit_positions(count)):
         plane = np.unpackbits(planes[:, index], count=elements, bitorder="little")
         low |= plane.astype(np.uint16) << np.uint16(bit)
     return low
 
 
-def _kept(count: int) -> range:
+def _kept_bit_positions(count: int) -> range:
     return range(16 - count, 16)

@@ -41,7 +41,7 @@ from bf16kit.entries import (
 )
 from bf16kit.errors import ArtifactDamaged, ArtifactError, ManifestVersionError
 from bf16kit.measured import DriftEntry, Number, OracleEntry, OracleFigure
-from bf16kit.schema import NEWS, SCHEMA_VERSION, SINCE_3, SINCE_5, SINCE_6, needed
+from bf16kit.schema import ADDITIONS, SCHEMA_VERSION, SINCE_3, SINCE_5, SINCE_6, required_schema_version
 from bf16kit.tensors import Kind, TensorSpec
 
 __all__ = [
@@ -192,7 +192,7 @@ class Manifest(_Entry):
     tools: dict[str, str] = {}
     seed: int = 0
     options: dict[str, JsonValue] = {}
-    schema_version: int = Field(default_factory=needed)  # last: it is computed from the fields above
+    schema_version: int = Field(default_factory=required_schema_version)  # last: it is computed from the fields above
 
     @model_serializer(mode="wrap")
     def _written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -205,9 +205,9 @@ class Manifest(_Entry):
         tensors = {t.name: t for t in self.tensors}
         if len(tensors) != len(self.tensors):
             raise ValueError("two tensors have the same name")
-        least = needed(dict(self))
+        least = required_schema_version(dict(self))
         if self.schema_version < least:
-            raise ValueError(f"schema version {self.schema_version} has no {NEWS[least]}; version {least} has")
+            raise ValueError(f"schema version {self.schema_version} has no {ADDITIONS[least]}; version {least} has")
         for tensor in self.tensors:
             check_scale(tensor, tensors)
         for entry in self.checkpoint:
@@ -217,7 +217,7 @@ class Manifest(_Entry):
     def amended(self, **changes: object) -> Manifest:
         """Return a copy with ``changes``, which are not validated, at the lowest schema version that can express it."""
         changed = self.model_copy(update=changes)
-        return changed.model_copy(update={"schema_version": needed(dict(changed))})
+        return changed.model_copy(update={"schema_version": required_schema_version(dict(changed))})
 
     def golden_of(self, profile: str | None) -> str | None:
         """Return the file of the golden samples for ``profile``: its own if it has them, else the manifest's."""

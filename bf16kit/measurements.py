@@ -61,7 +61,7 @@ class SampleColumns(_Entry):
     @classmethod
     def of(cls, drifts: Sequence[SampleDrift], most: int) -> SampleColumns:
         """Return at most ``most`` of ``drifts``, evenly spaced, as columns."""
-        rows = thin(drifts, most)
+        rows = downsample(drifts, most)
         logits = any(row.top1_rows for row in rows)
         return cls(
             measured=len(drifts),
@@ -150,7 +150,7 @@ class CensusEntry(_Entry):
     min_abs_nonzero: Magnitude
 
     @property
-    def room(self) -> float:
+    def headroom(self) -> float:
         """Binades between the tensor's values and the nearer end of bf16's normal range; negative beyond an end."""
         above = math.log2(OVERFLOW / self.max_abs) if self.max_abs else math.inf
         below = math.log2(self.min_abs_nonzero / SMALLEST_NORMAL) if self.min_abs_nonzero else math.inf
@@ -161,7 +161,7 @@ class CensusEntry(_Entry):
         """Sort key from worst to best: shares that become non-finite, zero and subnormal, then the room."""
         count = max(1, self.count)
         lost = (self.nan + self.inf + self.overflow, self.flushed_to_zero, self.subnormal)
-        return (*(-elements / count for elements in lost), self.room)
+        return (*(-elements / count for elements in lost), self.headroom)
 
 
 class Ranges(_Entry):
@@ -236,7 +236,7 @@ class Measurements(_Entry):
             del fields["recovery"]
         return (json.dumps(fields, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
-    def fitted(self) -> Measurements:
+    def within_size_limit(self) -> Measurements:
         """Return measurements that fit :data:`MAX_BYTES`.
 
         When very long names make the file too large, layers, search and tensors are left out.
@@ -287,7 +287,7 @@ def ranges(census: Mapping[str, Census]) -> Ranges:
     return Ranges(measured=len(entries), tensors=dict(worst))
 
 
-def thin(rows: Sequence[T], most: int) -> Sequence[T]:
+def downsample(rows: Sequence[T], most: int) -> Sequence[T]:
     """Return at most ``most`` of ``rows``, evenly spaced, including the first."""
     kept = min(len(rows), most)
     return [rows[i * len(rows) // kept] for i in range(kept)]

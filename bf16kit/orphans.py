@@ -10,7 +10,7 @@ import sys
 _PR_SET_PDEATHSIG = 1
 
 
-def end_with(parent: int) -> None:
+def die_with_parent(parent: int) -> None:
     """Have the kernel kill this process when ``parent``, which started it, dies; exit at once if it already has.
 
     Only Linux can do this. Elsewhere a process that reads from its parent notices the end of the channel.

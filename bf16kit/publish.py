@@ -22,7 +22,7 @@ from bf16kit.errors import ArtifactExists, Bf16kitError, UsageError
 from bf16kit.manifest import MANIFEST, FileEntry, Manifest, plain_name
 from bf16kit.rename import exchange, rename_new
 from bf16kit.weightfile import WeightWriter
-from bf16kit.wording import refused
+from bf16kit.wording import os_error_text
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -40,8 +40,13 @@ def staging(target: str | Path, *, force: bool = False) -> Iterator[StagingArtif
     target = Path(target).absolute()
     check_target(target, force)
     # explained twice: creating the directory may fail, and a full disk must be detected before the directory is removed
-    with _parents(target) as made, _explained(target), _locked_directory(target) as path, _explained(target):
-        staged = StagingArtifact(target, path, force, made)
+    with (
+        _created_parents(target) as created,
+        _explaining_disk_errors(target),
+        _locked_directory(target) as path,
+        _explaining_disk_errors(target),
+    ):
+        staged = StagingArtifact(target, path, force, created)
         try:
             yield staged
         finally:
@@ -51,11 +56,11 @@ def staging(target: str | Path, *, force: bool = False) -> Iterator[StagingArtif
 class StagingArtifact:
     """An artifact being written. ``path`` is a directory that takes any file with a plain name."""
 
-    def __init__(self, target: Path, path: Path, force: bool, made: Sequence[Path] = ()) -> None:
+    def __init__(self, target: Path, path: Path, force: bool, created: Sequence[Path] = ()) -> None:
         self.target = target
         self.path = path
         self._force = force
-        self._made = tuple(made)
+        self._created_parents = tuple(created)
         self._writers: dict[str, WeightWriter] = {}
         self._digests = Digests()
 
@@ -84,7 +89,7 @@ class StagingArtifact:
         # A directory's name is stored in its parent: without this sync a crash may lose the artifact and its new
         # parents.
         _sync(self.target.parent)
-        for directory in self._made:
+        for directory in self._created_parents:
             with contextlib.suppress(PermissionError):  # may be unreadable; the artifact is published anyway
                 _sync(directory.parent)
         return Artifact.open(self.target, verify=False)
@@ -135,26 +140,26 @@ def check_target(target: Path, force: bool) -> None:
 
 
 @contextlib.contextmanager
-def _parents(target: Path) -> Iterator[tuple[Path, ...]]:
+def _created_parents(target: Path) -> Iterator[tuple[Path, ...]]:
     """Create the directories above the target, and remove them if nothing was published in them.
 
     Yields the created ones, innermost first.
     """
-    made = tuple(parent for parent in target.parents if not parent.exists())
+    created = tuple(parent for parent in target.parents if not parent.exists())
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"{target.parent}: cannot be created ({refused(error)})") from None
+        raise UsageError(f"{target.parent}: cannot be created ({os_error_text(error)})") from None
     try:
-        yield made
+        yield created
     finally:
         with contextlib.suppress(OSError):  # not empty: published, or used by another
-            for parent in made:
+            for parent in created:
                 parent.rmdir()
 
 
 @contextlib.contextmanager
-def _explained(target: Path) -> Iterator[None]:
+def _explaining_disk_errors(target: Path) -> Iterator[None]:
     """Raise UsageError when the cause of a failure is a disk that is full or not writable."""
     try:
         yield
@@ -169,7 +174,7 @@ def _explained(target: Path) -> Iterator[None]:
                 " directory on another disk"
             ) from error
         if isinstance(error, OSError) and code in _DENIED and _below(error, target.parent):
-            raise UsageError(f"{target}: cannot be written ({refused(error)})") from error
+            raise UsageError(f"{target}: cannot be written ({os_error_text(error)})") from error
         raise
 
 

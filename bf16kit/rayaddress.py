@@ -8,7 +8,7 @@ _SECONDS = 5.0
 _LAST_PORT = 65_535
 
 
-def knock(address: str) -> None:
+def check_reachable(address: str) -> None:
     """Raise OSError if ``address`` is HOST:PORT and nothing listens there.
 
     Other addresses are not checked, such as "auto" or ray://HOST:PORT: Ray gives up on those by itself.

@@ -11,23 +11,23 @@ from numpy.typing import NDArray
 
 from bf16kit.entries import Segment
 from bf16kit.errors import ArtifactDamaged, Bf16kitError
-from bf16kit.wording import refused
+from bf16kit.wording import os_error_text
 
 
 @contextlib.contextmanager
-def readable(path: Path) -> Iterator[None]:
+def damaged_if_unreadable(path: Path) -> Iterator[None]:
     """Turn an OSError within the block into ArtifactDamaged: ``path`` is missing or may not be read."""
     try:
         yield
     except OSError as error:
-        raise ArtifactDamaged(f"{path}: missing or unreadable ({refused(error)})") from None
+        raise ArtifactDamaged(f"{path}: missing or unreadable ({os_error_text(error)})") from None
 
 
 def read_segment(path: Path, segment: Segment, out: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
     """Read the bytes of ``segment``, into ``out`` when given. ArtifactDamaged if the file ends before them."""
     found = np.empty(segment.bytes, np.uint8) if out is None else out
     done = 0
-    with readable(path), path.open("rb", buffering=0) as file:
+    with damaged_if_unreadable(path), path.open("rb", buffering=0) as file:
         file.seek(segment.offset)
         while done < segment.bytes and (count := file.readinto(found[done:].data)):
             done += count
@@ -47,7 +47,7 @@ def read_bounded(path: Path, most: int, error: type[Bf16kitError], why: str, *, 
         with path.open("rb") as file:
             data = file.read(most + 1)
     except OSError as failure:
-        raise error(f"{where}: cannot be read: {refused(failure)}") from None
+        raise error(f"{where}: cannot be read: {os_error_text(failure)}") from None
     if len(data) > most:
         raise error(f"{where}: larger than {most >> 20} MiB, {why}")
     return data

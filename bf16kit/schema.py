@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from bf16kit.manifest import Plan, ProfileEntry
 
 SCHEMA_VERSION = 6  # the newest
-NEWS = {
+ADDITIONS = {
     2: "panels",
     3: "oracle, measurements, requirements, reason codes or bounds of quantiles",
     4: "profile cpu-bf16 or golden samples of a profile's own",
@@ -22,7 +22,7 @@ SINCE_5 = ("exports",)
 SINCE_6 = ("given",)
 
 
-def needed(fields: dict[str, Any]) -> int:
+def required_schema_version(fields: dict[str, Any]) -> int:
     """Return the oldest schema version that can express ``fields``, so that old readers reject no more than needed."""
     plan: Plan | None = fields.get("plan")
     plans = () if plan is None else (plan.tensors, *plan.nodes.values())

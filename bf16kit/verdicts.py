@@ -105,7 +105,7 @@ def tightest_of(rows: Iterable[DriftRow]) -> DriftRow | None:
     return max((row for row in rows if row.used is not None), key=lambda r: (not r.within, r.used or 0.0), default=None)
 
 
-def share(used: float) -> str:
+def format_budget_ratio(used: float) -> str:
     """Format drift ÷ budget for users."""
     if not math.isfinite(used):
         return "∞ ×"
@@ -116,10 +116,10 @@ def share(used: float) -> str:
     return f"{used:.3g} ×" if used < 1000 else f"{used:,.0f} ×"
 
 
-def share_of_budget(used: float) -> str:
+def describe_budget_ratio(used: float) -> str:
     """Format drift ÷ budget in words: a percentage *of* the budget, or a multiple of the budget."""
-    said = share(used)
-    return f"{said} {'of ' if said.endswith('%') else ''}the budget"
+    text = format_budget_ratio(used)
+    return f"{text} {'of ' if text.endswith('%') else ''}the budget"
 
 
 def sample_series(manifest: Manifest, measured: Measurements) -> Iterator[SampleSeries]:
@@ -143,4 +143,4 @@ def _closest(row: DriftRow | None) -> str:
         return "nothing is bounded"
     floor = row.metric.partition(".")[0] in ("top1_agreement", "sqnr_db")
     allowed = f"at least {row.bound:.3g} is required" if floor else f"at most {row.bound:.3g} is allowed"
-    return f"{row.metric} of {row.output} is {row.measured:.3g}, {allowed} ({share_of_budget(row.used)})"
+    return f"{row.metric} of {row.output} is {row.measured:.3g}, {allowed} ({describe_budget_ratio(row.used)})"

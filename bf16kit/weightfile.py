@@ -25,7 +25,7 @@ class WeightWriter:
 
     def append(self, array: NDArray[Any]) -> Segment:
         """Write ``array`` in C order, little-endian; return its segment. A contiguous array is not copied."""
-        return self.append_chunks([raw(array)])
+        return self.append_chunks([little_endian_bytes(array)])
 
     def append_chunks(self, chunks: Iterable[bytes | memoryview]) -> Segment:
         """Write pieces one after the other as one segment, which need not fit in memory."""
@@ -51,7 +51,7 @@ class WeightWriter:
         self._position += len(view)
 
 
-def raw(array: NDArray[Any]) -> memoryview:
+def little_endian_bytes(array: NDArray[Any]) -> memoryview:
     """Return the bytes of ``array`` in C order, little-endian; a view if the array is contiguous."""
     little = np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<"), copy=False)
     return little.reshape(-1).view(np.uint8).data

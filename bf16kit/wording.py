@@ -55,13 +55,13 @@ def _without_addresses(text: str) -> str:
     return _ADDRESS.sub("…", _UNIT.sub("", text))
 
 
-def refused(error: OSError) -> str:
+def os_error_text(error: OSError) -> str:
     """Return the system's message for ``error``.
 
     A PermissionError's includes the user id, because a container's user seldom owns the files.
     """
-    said = error.strerror or str(error)
-    return f"{said} to user {os.geteuid()}" if isinstance(error, PermissionError) else said
+    message = error.strerror or str(error)
+    return f"{message} to user {os.geteuid()}" if isinstance(error, PermissionError) else message
 
 
 def first_few(names: Sequence[str], most: int = 5) -> str:

@@ -46,7 +46,7 @@ def publish(
 ) -> Artifact:
     """Write measurements and report into ``stage``, and rename it into place."""
     with progress.step("publishing"):
-        measurements = measurements.fitted()
+        measurements = measurements.within_size_limit()
         (stage.path / MEASUREMENTS).write_bytes(measurements.dumps())
         manifest = manifest.amended(measurements=MEASUREMENTS)
         if options.report:

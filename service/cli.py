@@ -127,7 +127,7 @@ def _serve(file: Path | None, flags: dict[str, object]) -> Ending:
     memory = controlgroup.memory()
     config = fit_to_memory(load_config(flags, file), memory)
     raise_open_file_limit()
-    kernel.chosen()  # report a wrong BF16KIT_KERNEL_PATH now, not when the first model loads
+    kernel.configured_kernel()  # report a wrong BF16KIT_KERNEL_PATH now, not when the first model loads
     configure(config.log_level, config.log_format)
     announce(config, memory)
     if ignored := unknown_variables(os.environ):

@@ -20,18 +20,18 @@ from bf16kit.reading import read_segment
 from bf16kit.runtime import Array
 from bf16kit.runtime.externaldata import CopiedTensors, Regions
 from bf16kit.runtime.rebuilt import VIRTUAL_FILE, Weights
-from bf16kit.runtime.scratch import NoScratch, scratch_file
-from bf16kit.runtime.weightstore import OWN, WeightStore
+from bf16kit.runtime.scratch import ScratchUnavailable, scratch_file
+from bf16kit.runtime.weightstore import PRIVATE_STORE, WeightStore
 from bf16kit.tensors import BY_ONNX
 
 
 @contextmanager
-def copied(
+def copied_weights(
     artifact: Artifact,
     graph: Path,
     scratch: Path | None = None,
     given: Collection[str] = (),
-    store: WeightStore = OWN,
+    store: WeightStore = PRIVATE_STORE,
 ) -> Iterator[Weights]:
     """Yield the weights of ``graph``, one of the artifact's, for a session that is opened within the block.
 
@@ -50,7 +50,7 @@ def copied(
             del mapped
             model = tensors.graph_at(path.name)
             yield Weights(model, "in a temporary file", base_dir=path.parent, values=_values(artifact, tensors, store))
-    except NoScratch as reason:
+    except ScratchUnavailable as reason:
         tensors = CopiedTensors(graph)
         buffer = np.empty(tensors.file.size, np.uint8)
         _fill(buffer, artifact, tensors.file)
@@ -81,7 +81,7 @@ def _key(artifact: Artifact, regions: Regions) -> str:
     return "\n".join(parts)
 
 
-def _fill(place: Array, artifact: Artifact, regions: Regions) -> None:
+def _fill(destination: Array, artifact: Artifact, regions: Regions) -> None:
     for region, start in regions:
         segment = Segment(offset=region.offset, bytes=region.nbytes)
-        read_segment(artifact.file(region.location), segment, place[start : start + region.nbytes])
+        read_segment(artifact.file(region.location), segment, destination[start : start + region.nbytes])

@@ -14,11 +14,11 @@ _LINGER_S = 10.0  # how long the thread stays without deadlines, because runs co
 class _Deadline:
     """The deadline of one run, compared by identity."""
 
-    __slots__ = ("at", "over")
+    __slots__ = ("at", "on_expiry")
 
-    def __init__(self, at: float, over: Callable[[], None]) -> None:
+    def __init__(self, at: float, on_expiry: Callable[[], None]) -> None:
         self.at = at
-        self.over = over
+        self.on_expiry = on_expiry
 
 
 class Deadlines:
@@ -38,12 +38,12 @@ class Deadlines:
         self._running = False
 
     @contextlib.contextmanager
-    def after(self, seconds: float, over: Callable[[], None]) -> Iterator[None]:
-        """Call ``over``, on the thread, unless the block ends within ``seconds``; it must neither block nor raise.
+    def after(self, seconds: float, on_expiry: Callable[[], None]) -> Iterator[None]:
+        """Call ``on_expiry``, on the thread, unless the block ends within ``seconds``; it must neither block nor raise.
 
         It may still be called while the block ends. Raises RuntimeError when the system cannot start another thread.
         """
-        deadline = _Deadline(self._clock() + seconds, over)
+        deadline = _Deadline(self._clock() + seconds, on_expiry)
         with self._wake:
             if not self._running:
                 threading.Thread(target=self._watch, name="deadlines", daemon=True).start()
@@ -73,7 +73,7 @@ class Deadlines:
                 if not late:
                     self._wake.wait(min(first - now, threading.TIMEOUT_MAX))
             for each in late:
-                each.over()
+                each.on_expiry()
 
 
 #: One per process: a caller never has to see the deadlines of others.

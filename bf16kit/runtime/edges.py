@@ -6,7 +6,7 @@ from bf16kit.runtime import RuntimeInfo
 from bf16kit.tensors import TensorSpec
 
 
-class Edges:
+class RuntimeProperties:
     """The properties of :class:`bf16kit.runtime.Runtime`, read from attributes that the subclass sets."""
 
     _inputs: tuple[TensorSpec, ...]

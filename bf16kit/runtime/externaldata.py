@@ -122,7 +122,7 @@ class GatheredTensors:
             else:
                 move = next(files)
                 start, nbytes = move.target, move.nbytes
-            _place(tensor, location, start, nbytes)
+            _set_external_data(tensor, location, start, nbytes)
         return bytes(self._model.SerializeToString())
 
 
@@ -154,7 +154,7 @@ class CopiedTensors:
         """
         for tensor, extent in self._extents:
             start = 0 if tensor.name in self._given else self.file.target(extent)
-            _place(tensor, location, start, extent.nbytes)
+            _set_external_data(tensor, location, start, extent.nbytes)
         return bytes(self._model.SerializeToString())
 
 
@@ -175,7 +175,7 @@ def _moves(path: Path, tensors: Iterable[TensorProto]) -> tuple[list[Move], int]
     return moves, size
 
 
-def _place(tensor: TensorProto, location: str, offset: int, nbytes: int) -> None:
+def _set_external_data(tensor: TensorProto, location: str, offset: int, nbytes: int) -> None:
     del tensor.external_data[:]
     for key, value in (("location", location), ("offset", offset), ("length", nbytes)):
         tensor.external_data.add(key=key, value=str(value))
@@ -211,50 +211,51 @@ def _check_extent(path: Path, tensor: TensorProto, location: str, size: int | No
 
     ``size`` is the size of the file ``location`` in bytes, None if it does not exist.
     """
-    place = f"{path}: tensor {tensor.name!r} in {location!r}"
-    offset = _number(place, tensor, "offset", 0)
-    needed = _nbytes(place, tensor)
-    length = _number(place, tensor, "length", needed or 0)
+    description = f"{path}: tensor {tensor.name!r} in {location!r}"
+    offset = _number(description, tensor, "offset", 0)
+    needed = _nbytes(description, tensor)
+    length = _number(description, tensor, "length", needed or 0)
     if offset % ALIGNMENT:
         raise ArtifactError(
-            f"{place} starts at byte {offset}, which is not a multiple of {ALIGNMENT}; convert the checkpoint again"
+            f"{description} starts at byte {offset}, which is not a multiple of {ALIGNMENT}; convert the checkpoint"
+            " again"
         )
     if needed is not None and length != needed:
         raise ArtifactError(
-            f"{place} has {length} bytes, but its shape {list(tensor.dims)} and dtype need {needed}; convert the"
+            f"{description} has {length} bytes, but its shape {list(tensor.dims)} and dtype need {needed}; convert the"
             " checkpoint again"
         )
     if size is not None and offset + length > size:
         raise ArtifactError(
-            f"{place} ends at byte {offset + length}, beyond the {size} bytes of the file; the graph belongs to"
+            f"{description} ends at byte {offset + length}, beyond the {size} bytes of the file; the graph belongs to"
             " another file, or this file is truncated: copy the artifact again, or convert the checkpoint again"
         )
 
 
 def _extent(path: Path, tensor: TensorProto) -> Extent:
-    place = f"{path}: tensor {tensor.name!r}"
-    nbytes = _nbytes(place, tensor)
+    description = f"{path}: tensor {tensor.name!r}"
+    nbytes = _nbytes(description, tensor)
     if nbytes is None:
-        nbytes = _number(place, tensor, "length", 0)
-    return Extent(_locations(tensor)[0], _number(place, tensor, "offset", 0), nbytes)
+        nbytes = _number(description, tensor, "length", 0)
+    return Extent(_locations(tensor)[0], _number(description, tensor, "offset", 0), nbytes)
 
 
-def _number(place: str, tensor: TensorProto, key: str, default: int) -> int:
+def _number(description: str, tensor: TensorProto, key: str, default: int) -> int:
     """Return the value of ``key`` in bytes, or ``default`` if it is absent; ArtifactError if it is given twice."""
     values = [entry.value for entry in tensor.external_data if entry.key == key]
     if len(values) > 1:
-        raise ArtifactError(f"{place} has {len(values)} values of {key}, expected one")
+        raise ArtifactError(f"{description} has {len(values)} values of {key}, expected one")
     if not values:
         return default
     if not (values[0].isascii() and values[0].isdecimal() and len(values[0]) < 20):
-        raise ArtifactError(f"{place} has the {key} {values[0][:40]!r}, which is not a number of bytes")
+        raise ArtifactError(f"{description} has the {key} {values[0][:40]!r}, which is not a number of bytes")
     return int(values[0])
 
 
-def _nbytes(place: str, tensor: TensorProto) -> int | None:
+def _nbytes(description: str, tensor: TensorProto) -> int | None:
     """Return the size of the elements in bytes; None if their type is unknown, which ONNX Runtime will report."""
     if any(dim < 0 for dim in tensor.dims):
-        raise ArtifactError(f"{place} has the shape {list(tensor.dims)}; no dimension may be negative")
+        raise ArtifactError(f"{description} has the shape {list(tensor.dims)}; no dimension may be negative")
     known = BY_ONNX.get(tensor.data_type)
     return None if known is None else known.numpy.itemsize * math.prod(tensor.dims)
 

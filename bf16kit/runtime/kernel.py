@@ -61,12 +61,12 @@ NOT_NEEDED = Kernel()
 def kernel_for(model: Path | bytes) -> Kernel:
     """Return the kernel for the ONNX graph ``model`` on the CPU: :data:`NOT_NEEDED` if it has no node of our domain.
 
-    Raises :class:`ConfigError` as :func:`available` does.
+    Raises :class:`ConfigError` as :func:`usable_kernel` does.
     """
-    parsed = _parsed(model)
+    parsed = _parse_graph(model)
     functions = (function.node for function in parsed.functions if function.domain != DOMAIN)
-    operators = {name for nodes in (parsed.graph.node, *functions) for name in _ours(nodes)}
-    return available(rounds=any(BF16 in name for name in operators)) if operators else NOT_NEEDED
+    operators = {name for nodes in (parsed.graph.node, *functions) for name in _kernel_operators(nodes)}
+    return usable_kernel(rounds=any(BF16 in name for name in operators)) if operators else NOT_NEEDED
 
 
 def read_as_stored(model: Path | bytes, *, kernel: bool) -> frozenset[str]:
@@ -75,22 +75,22 @@ def read_as_stored(model: Path | bytes, *, kernel: bool) -> frozenset[str]:
     These are bfloat16 weights of the library's operators if the ``kernel`` runs them, and bfloat16 and float32 tables
     of a ``Gather`` whose indices are not constant.
     """
-    graph = _parsed(model).graph
-    constant = _constant(graph)
-    ours, tables, others = set[str](), set[str](), {output.name for output in graph.output}
-    for node in _all(graph.node):
+    graph = _parse_graph(model).graph
+    constant = _constant_values(graph)
+    kernel_inputs, tables, other_inputs = set[str](), set[str](), {output.name for output in graph.output}
+    for node in _all_nodes(graph.node):
         for position, name in enumerate(node.input):
             is_table = (node.domain, node.op_type, position) == ("", "Gather", 0) and node.input[1] not in constant
-            (ours if node.domain == DOMAIN else tables if is_table else others).add(name)
+            (kernel_inputs if node.domain == DOMAIN else tables if is_table else other_inputs).add(name)
     if not kernel:
-        others |= ours
+        other_inputs |= kernel_inputs
     types = {tensor.name: tensor.data_type for tensor in graph.initializer}
-    bf16 = {name for name in ours | tables if types.get(name) == BY_NAME["bfloat16"].onnx}
-    fp32 = {name for name in tables - ours if types.get(name) == BY_NAME["float32"].onnx}
-    return frozenset((bf16 | fp32) - others)
+    bf16 = {name for name in kernel_inputs | tables if types.get(name) == BY_NAME["bfloat16"].onnx}
+    fp32 = {name for name in tables - kernel_inputs if types.get(name) == BY_NAME["float32"].onnx}
+    return frozenset((bf16 | fp32) - other_inputs)
 
 
-def _constant(graph: GraphProto) -> set[str]:
+def _constant_values(graph: GraphProto) -> set[str]:
     """Return the names of values that are constant: ONNX Runtime may compute them when it opens a session."""
     found = {tensor.name for tensor in graph.initializer} - {edge.name for edge in graph.input}
     for node in graph.node:
@@ -99,12 +99,15 @@ def _constant(graph: GraphProto) -> set[str]:
     return found
 
 
-def available(*, rounds: bool = False) -> Kernel:
-    """Return the kernel on this machine, from the environment as it is now; :class:`ConfigError` as :func:`chosen`."""
-    kernel = chosen(rounds=rounds)
-    refusal = _refusal() if kernel.path else ""
-    if refusal:
-        return _without(f"this ONNX Runtime and its library do not fit ({refusal})", f"install {_ONNXRUNTIME}")
+def usable_kernel(*, rounds: bool = False) -> Kernel:
+    """Return the kernel on this machine, from the environment as it is now.
+
+    Raises :class:`ConfigError` as :func:`configured_kernel` does.
+    """
+    kernel = configured_kernel(rounds=rounds)
+    error = _registration_error() if kernel.path else ""
+    if error:
+        return _no_kernel(f"this ONNX Runtime and its library do not fit ({error})", f"install {_ONNXRUNTIME}")
     return kernel
 
 
@@ -113,12 +116,12 @@ def multiplies_bf16() -> bool:
 
     Other paths emulate such products, which then take as long as fp32 products, or longer.
     """
-    path = available(rounds=True).path
-    return bool(path) and path != available().path
+    path = usable_kernel(rounds=True).path
+    return bool(path) and path != usable_kernel().path
 
 
-def chosen(*, rounds: bool = False) -> Kernel:
-    """Return what :func:`available` returns unless ONNX Runtime refuses the library; does not import ONNX Runtime.
+def configured_kernel(*, rounds: bool = False) -> Kernel:
+    """Return what :func:`usable_kernel` returns unless ONNX Runtime refuses the library; does not import ONNX Runtime.
 
     ``rounds``: the path for products that round their activations to bf16. ``avx512_bf16`` is only for those; for
     others it means ``avx512f``.
@@ -126,38 +129,38 @@ def chosen(*, rounds: bool = False) -> Kernel:
     Raises :class:`ConfigError` when ``BF16KIT_KERNEL_PATH`` names an unknown path, or one that this processor cannot
     run. A user who names a path does not want another one silently.
     """
-    wanted = os.environ.get(VARIABLE, "")
-    if wanted and wanted not in (*PATHS, *OPT_IN, OFF):
+    configured = os.environ.get(VARIABLE, "")
+    if configured and configured not in (*PATHS, *OPT_IN, OFF):
         raise ConfigError(
-            f"{VARIABLE} is {wanted!r}; allowed are {', '.join((*PATHS, *OPT_IN))} and {OFF}; unset it for the fastest"
-            " path that this processor runs"
+            f"{VARIABLE} is {configured!r}; allowed are {', '.join((*PATHS, *OPT_IN))} and {OFF}; unset it for the"
+            " fastest path that this processor runs"
         )
-    if wanted == OFF:
-        return _without(f"it is switched off by {VARIABLE}={OFF}", f"unset {VARIABLE} to use it")
+    if configured == OFF:
+        return _no_kernel(f"it is switched off by {VARIABLE}={OFF}", f"unset {VARIABLE} to use it")
     if not LIBRARY.exists():
-        if (installed := _installed()) is not None:
-            return _without(
+        if (installed := _installed_library()) is not None:
+            return _no_kernel(
                 f"bf16kit is imported from {LIBRARY.parents[2]}, where it was not built, and not from"
                 f" {installed.parents[2]}, where it was",
                 "start the program in a directory other than its sources, or install those (pip install -e)",
             )
-        return _without(_NOT_BUILT, _REINSTALL)
+        return _no_kernel(_NOT_BUILT, _REINSTALL)
     try:
         library = ctypes.CDLL(str(LIBRARY))
-        ask = library.bf16kit_kernel_path_bf16 if rounds else library.bf16kit_kernel_path
+        path_function = library.bf16kit_kernel_path_bf16 if rounds else library.bf16kit_kernel_path
     except (OSError, AttributeError) as error:  # built for another machine, damaged, or another library
-        return _without(f"its library cannot be loaded ({error})", _REINSTALL)
-    ask.restype, ask.argtypes = ctypes.c_char_p, ()
-    path: bytes | None = ask()
+        return _no_kernel(f"its library cannot be loaded ({error})", _REINSTALL)
+    path_function.restype, path_function.argtypes = ctypes.c_char_p, ()
+    path: bytes | None = path_function()
     if path is None:
         raise ConfigError(
-            f"{VARIABLE} is {wanted!r}, which this processor cannot run; name another of {', '.join(PATHS)}, or unset"
-            " it for the fastest path that it runs"
+            f"{VARIABLE} is {configured!r}, which this processor cannot run; name another of {', '.join(PATHS)}, or"
+            " unset it for the fastest path that it runs"
         )
     return Kernel(path.decode())
 
 
-def _installed() -> Path | None:
+def _installed_library() -> Path | None:
     """Return the library of an installed bf16kit that is not the imported one.
 
     ``python -m`` in a directory of sources imports those instead of the installed package.
@@ -169,11 +172,11 @@ def _installed() -> Path | None:
     return None
 
 
-def _without(why: str, remedy: str) -> Kernel:
-    return Kernel("", f"no CPU kernel, because {why}", f"{_COST}; {remedy}")
+def _no_kernel(reason: str, remedy: str) -> Kernel:
+    return Kernel("", f"no CPU kernel, because {reason}", f"{_COST}; {remedy}")
 
 
-def _refusal() -> str:
+def _registration_error() -> str:
     """Return why ONNX Runtime cannot register the library, "" when it can.
 
     The library checks the runtime's version and the result of a first call to it.
@@ -187,7 +190,7 @@ def _refusal() -> str:
     return ""
 
 
-def _parsed(model: Path | bytes) -> ModelProto:
+def _parse_graph(model: Path | bytes) -> ModelProto:
     """Parse the graph without its external data.
 
     If it cannot be parsed the result is an empty graph: ONNX Runtime reports the error better.
@@ -203,15 +206,15 @@ def _parsed(model: Path | bytes) -> ModelProto:
         return onnx.ModelProto()
 
 
-def _ours(nodes: Iterable[NodeProto]) -> Iterator[str]:
+def _kernel_operators(nodes: Iterable[NodeProto]) -> Iterator[str]:
     """Yield the library's operators among ``nodes`` and in their subgraphs."""
-    return (node.op_type for node in _all(nodes) if node.domain == DOMAIN)
+    return (node.op_type for node in _all_nodes(nodes) if node.domain == DOMAIN)
 
 
-def _all(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
+def _all_nodes(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
     """Yield ``nodes`` and the nodes of their subgraphs."""
     for node in nodes:
         yield node
         for attribute in node.attribute:
             for inner in (attribute.g, *attribute.graphs):
-                yield from _all(inner.node)
+                yield from _all_nodes(inner.node)

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from bf16kit.artifact import Artifact
 from bf16kit.errors import ArtifactError, ConfigError, DeviceUnavailable, RuntimeFailure
-from bf16kit.heap import give_back
+from bf16kit.heap import release_free_memory
 from bf16kit.manifest import ProfileEntry
 from bf16kit.runtime import Runtime
 from bf16kit.runtime.device import CPU, canonical
-from bf16kit.runtime.weightstore import OWN, WeightStore
+from bf16kit.runtime.weightstore import PRIVATE_STORE, WeightStore
 from bf16kit.tensors import TensorSpec
 
 AUTO = "auto"
@@ -30,7 +30,7 @@ def load(
     device: str = CPU,
     threads: int | None = None,
     scratch: Path | None = None,
-    weights: WeightStore = OWN,
+    weights: WeightStore = PRIVATE_STORE,
 ) -> Runtime:
     """Load the artifact's ``profile`` (cpu, cpu-bf16, cuda, torchscript, pt2) on ``device`` and probe its accumulation.
 
@@ -59,7 +59,7 @@ def load(
         from bf16kit.runtime.torchexport import TorchExportRuntime
 
         return TorchExportRuntime(path, inputs, outputs, device=device, threads=threads)
-    from bf16kit.runtime.copied import copied
+    from bf16kit.runtime.copied import copied_weights
     from bf16kit.runtime.externaldata import check_locations
     from bf16kit.runtime.kernel import kernel_for, read_as_stored
     from bf16kit.runtime.onnx import OnnxRuntime
@@ -70,7 +70,7 @@ def load(
     check_locations(path, artifact.manifest.files)
     given = read_as_stored(path, kernel=bool(kernel_for(path).path)) if artifact.copies and device == CPU else ()
     mapped = nullcontext(Weights(path, ""))
-    with copied(artifact, path, scratch, given, weights) if artifact.copies else mapped as found:
+    with copied_weights(artifact, path, scratch, given, weights) if artifact.copies else mapped as found:
         runtime = OnnxRuntime(
             found.model,
             inputs,
@@ -90,7 +90,7 @@ def load(
             f"profile {profile} needs fp32 accumulation, but the accumulation probe found"
             f" {runtime.info.accumulation} here; use profile cpu"
         )
-    give_back()  # memory of reading the graph and of the probe: 3 MB
+    release_free_memory()  # memory of reading the graph and of the probe: 3 MB
     return runtime
 
 
@@ -114,7 +114,7 @@ def load_reference(
     """
     from bf16kit.runtime.externaldata import REBUILT, check_locations
     from bf16kit.runtime.onnx import OnnxRuntime
-    from bf16kit.runtime.rebuilt import rebuilt
+    from bf16kit.runtime.rebuilt import rebuilt_weights
 
     name = artifact.manifest.reference
     if name is None:
@@ -124,7 +124,7 @@ def load_reference(
     graph = artifact.file(name)
     check_locations(graph, {*artifact.manifest.files, REBUILT})
     inputs, outputs = _edges(artifact)
-    with rebuilt(artifact, graph, scratch, weights) as found:
+    with rebuilt_weights(artifact, graph, scratch, weights) as found:
         if artifact.copies:
             artifact.verify()  # checks that the files did not change while they were read
         return OnnxRuntime(

@@ -10,15 +10,15 @@ from typing import Any
 from bf16kit.errors import InputRefused, RuntimeFailure
 from bf16kit.runtime import Array, RuntimeInfo, ortvalue
 from bf16kit.runtime.device import CPU, canonical
-from bf16kit.runtime.edges import Edges
+from bf16kit.runtime.edges import RuntimeProperties
 from bf16kit.runtime.kernel import NOT_NEEDED, kernel_for
 from bf16kit.runtime.probe import probe_onnx
-from bf16kit.runtime.session import Session, ending_after, open_session
+from bf16kit.runtime.session import Session, open_session, run_options_with_timeout
 from bf16kit.tensors import TensorSpec
 from bf16kit.wording import brief
 
 
-class OnnxRuntime(Edges):
+class OnnxRuntime(RuntimeProperties):
     """One ONNX graph, loaded: a :class:`bf16kit.runtime.Runtime`.
 
     ``profile`` and ``precision`` are reported in :class:`RuntimeInfo`; the accumulation is probed on ``device``, with
@@ -93,7 +93,7 @@ class OnnxRuntime(Edges):
         names = self._output_names if outputs is None else list(outputs)
         if seconds is None:
             return self._run(session, names, feeds, None)
-        with ending_after(seconds) as options:
+        with run_options_with_timeout(seconds) as options:
             try:
                 return self._run(session, names, feeds, options)
             except RuntimeFailure as error:
@@ -126,9 +126,9 @@ _ONNX_TYPES = {"float32": "float", "float64": "double"}  # ONNX Runtime's names 
 
 def _failure(error: Exception) -> RuntimeFailure:
     text = f"ONNX Runtime failed: {brief(error)}"
-    _, found, said = str(error).rpartition(_STATUS)
-    if type(error).__name__ == "InvalidArgument" or (found and _BLAMES_INPUT.search(said)):
-        return InputRefused(text, brief(said))
+    _, found, message = str(error).rpartition(_STATUS)
+    if type(error).__name__ == "InvalidArgument" or (found and _BLAMES_INPUT.search(message)):
+        return InputRefused(text, brief(message))
     return RuntimeFailure(text)
 
 

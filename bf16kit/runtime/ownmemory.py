@@ -18,7 +18,7 @@ LARGE_PAGE = 2 << 20  # bytes, on x86-64 and on most of arm64
 _ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)  # only on Linux
 
 
-def own_memory(size: int) -> NDArray[np.uint8]:
+def allocate_in_large_pages(size: int) -> NDArray[np.uint8]:
     """Allocate ``size`` zero bytes that start at a large page. The rest beyond whole large pages takes small pages.
 
     Raises :class:`MemoryError` when there is no room in the address space, or in the container.
@@ -29,10 +29,10 @@ def own_memory(size: int) -> NDArray[np.uint8]:
         mapping = mmap.mmap(-1, size + LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise no_room(size, error) from error
-    whole = np.frombuffer(mapping, np.uint8)
-    start = -whole.ctypes.data % LARGE_PAGE
+    buffer = np.frombuffer(mapping, np.uint8)
+    start = -buffer.ctypes.data % LARGE_PAGE
     large = size // LARGE_PAGE * LARGE_PAGE
     if large and _ADVICE is not None:
         with contextlib.suppress(OSError):  # a kernel built without large pages
             mapping.madvise(_ADVICE, start, large)
-    return whole[start : start + size]
+    return buffer[start : start + size]

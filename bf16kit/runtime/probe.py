@@ -87,13 +87,13 @@ def probe_onnx(device: str, precision: str, library: Path | None = None) -> Accu
     ``fp32`` multiply fp32 activations by widened bf16 weights, by the CPU kernel in ``library`` or without it by ONNX
     Runtime. Raises :class:`~bf16kit.errors.RuntimeFailure` when the device cannot do that.
     """
-    from bf16kit.runtime.session import failing_as, open_session
+    from bf16kit.runtime.session import as_runtime_failure, open_session
 
     rounds = precision == "bf16" and device == CPU
     session = open_session(_graph(precision, rounds), device=device, threads=1, library=library)
 
     def product(x: NDArray[np.float32]) -> NDArray[Any]:
-        with failing_as(f"the accumulation probe failed on {device}"):
+        with as_runtime_failure(f"the accumulation probe failed on {device}"):
             return np.asarray(session.run(["y"], {"x": x})[0])
 
     return classify_rounding(product) if rounds else classify(product)

@@ -17,7 +17,7 @@ from bf16kit.reading import read_segment
 from bf16kit.runtime import Array
 from bf16kit.runtime.externaldata import REBUILT, GatheredTensors, Move, initializers
 from bf16kit.runtime.inplace import read_in_place
-from bf16kit.runtime.scratch import NoScratch, scratch_file
+from bf16kit.runtime.scratch import ScratchUnavailable, scratch_file
 from bf16kit.runtime.weightstore import WeightStore
 
 VIRTUAL_FILE = "weights"  # the name of a file that does not exist
@@ -36,7 +36,7 @@ class Weights:
 
 
 @contextmanager
-def rebuilt(
+def rebuilt_weights(
     artifact: Artifact, graph: Path, scratch: Path | None = None, store: WeightStore | None = None
 ) -> Iterator[Weights]:
     """Yield the weights of ``graph``, the artifact's reference, for a session that is opened within the block.
@@ -53,7 +53,7 @@ def rebuilt(
             where = "in a temporary file" if store is None else "in memory for whoever serves it"
             values = {} if store is None else _values(artifact, gathered, store)
             yield Weights(gathered.graph_at(path.name), where, base_dir=path.parent, values=values)
-    except NoScratch as reason:
+    except ScratchUnavailable as reason:
         gathered = GatheredTensors(graph)
         if artifact.copies:  # a session that opens the graph by its path also maps the other files that the graph names
             buffer = np.empty(gathered.size, np.uint8)
@@ -88,13 +88,13 @@ def _values(artifact: Artifact, gathered: GatheredTensors, store: WeightStore) -
 def _write(moves: Iterable[Move], artifact: Artifact, mapped: Array) -> None:
     reader = _reader(artifact)
     for move in moves:
-        place = mapped[move.target : move.target + move.nbytes]
+        destination = mapped[move.target : move.target + move.nbytes]
         if move.location == REBUILT:
             shape = reader.shape(move.name)
-            reader.restore(move.name, place.view(np.float32).reshape(shape))
+            reader.restore(move.name, destination.view(np.float32).reshape(shape))
         else:
             segment = Segment(offset=move.offset, bytes=move.nbytes)
-            read_segment(artifact.file(move.location), segment, place)
+            read_segment(artifact.file(move.location), segment, destination)
 
 
 def _reader(artifact: Artifact) -> Artifact:

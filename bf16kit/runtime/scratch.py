@@ -18,7 +18,7 @@ _PREFIX = ".bf16kit-weights-"
 _IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 
 
-class NoScratch(Exception):
+class ScratchUnavailable(Exception):
     """There is no room for a temporary file; the message says where and why."""
 
 
@@ -30,10 +30,10 @@ def scratch_file(
 
     ``directory`` None is the system's. A descriptor or mapping that was opened within the block stays valid. The
     process locks the file while it has a name, so that the next call can remove a file that a killed process left.
-    Raises :class:`NoScratch` when the directory cannot be written, lacks the room, which is reserved at once, or is in
-    memory and ``in_memory`` is false.
+    Raises :class:`ScratchUnavailable` when the directory cannot be written, lacks the room, which is reserved at once,
+    or is in memory and ``in_memory`` is false.
     """
-    directory = _usable(directory, in_memory)
+    directory = _scratch_directory(directory, in_memory)
     _remove_stale(directory)
     with contextlib.ExitStack() as stack:
         yield _mapped_file(stack, directory, size)  # not stored in a variable, so that the caller can drop the mapping
@@ -49,8 +49,8 @@ def _mapped_file(stack: contextlib.ExitStack, directory: Path, size: int) -> tup
         return Path(name), np.memmap(name, np.uint8, mode="r+", shape=(size,)).view(np.ndarray)
     except OSError as error:
         room = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        why = f"has no room for {size / 1e6:.0f} MB" if room else f"cannot be used ({error.strerror})"
-        raise NoScratch(f"{directory} {why}") from error
+        reason = f"has no room for {size / 1e6:.0f} MB" if room else f"cannot be used ({error.strerror})"
+        raise ScratchUnavailable(f"{directory} {reason}") from error
 
 
 def _locked_file(directory: Path) -> tuple[int, str]:
@@ -88,13 +88,13 @@ def _in_memory(directory: Path) -> bool:
     return _file_system(directory.resolve()) in _IN_MEMORY
 
 
-def _usable(directory: Path | None, in_memory: bool) -> Path:
+def _scratch_directory(directory: Path | None, in_memory: bool) -> Path:
     try:
         found = (directory or Path(tempfile.gettempdir())).resolve()
     except FileNotFoundError:  # tempfile found no directory that it can write
-        raise NoScratch("no directory for temporary files can be written") from None
+        raise ScratchUnavailable("no directory for temporary files can be written") from None
     if not in_memory and _in_memory(found):
-        raise NoScratch(f"{found} lies in memory")
+        raise ScratchUnavailable(f"{found} lies in memory")
     return found
 
 

@@ -18,7 +18,7 @@ from bf16kit.runtime import scriptcode, torchzip
 _DEEPEST = 200  # nesting of modules and lists
 _LARGEST = 256 << 20  # bytes of a pickle, which may be compressed
 LARGEST_CODE = 64 << 20  # bytes of all code, unpacked; the code of a large traced transformer is 2 MB
-_READ = ("/data.pkl", "/constants.pkl")  # traced_inputs.pkl, whose records are empty, is not
+_PICKLES = ("/data.pkl", "/constants.pkl")  # traced_inputs.pkl, whose records are empty, is not
 _ITEM_BYTES = {
     "Double": 8, "Float": 4, "Half": 2, "BFloat16": 2, "Long": 8, "Int": 4, "Short": 2, "Char": 1, "Byte": 1, "Bool": 1,
     "ComplexFloat": 8, "ComplexDouble": 16,
@@ -38,9 +38,9 @@ def check(path: Path) -> dict[str, str]:
                 name = info.filename.lower()  # torch ignores case here
                 if name.endswith("/model.json"):
                     raise RuntimeFailure("torch abandoned its format in 2019; save it again with a newer torch")
-                if name.endswith(_READ) and info.file_size > _LARGEST:
+                if name.endswith(_PICKLES) and info.file_size > _LARGEST:
                     raise RuntimeFailure(f"{name} has {info.file_size} bytes, but a module's has a few thousand")
-                if name.endswith(_READ):  # its tensors are in data/0, data/1 …, constants/0 …
+                if name.endswith(_PICKLES):  # its tensors are in data/0, data/1 …, constants/0 …
                     _check_pickle(name, archive.read(info), sizes)
             return _code(archive, [info for info in records if scriptcode.is_code(info.filename)])
     except RuntimeFailure as error:
@@ -58,8 +58,8 @@ def _code(archive: zipfile.ZipFile, records: list[zipfile.ZipInfo]) -> dict[str,
 
 
 def _check_pickle(name: str, data: bytes, sizes: dict[str, int]) -> None:
-    read = _Storages(data)
-    if name.endswith("/data.pkl") and not isinstance(read.root, _Anything):
+    read = _StorageUnpickler(data)
+    if name.endswith("/data.pkl") and not isinstance(read.root, _AnyObject):
         raise RuntimeFailure(f"{name} holds a {type(read.root).__name__}, expected a module")
     _check_depth(name, read.root)
     for kind, key, count in read.found:
@@ -74,20 +74,20 @@ def _check_pickle(name: str, data: bytes, sizes: dict[str, int]) -> None:
 def _check_depth(name: str, root: Any) -> None:
     """Limit the nesting: torch unpacks nested objects by recursion and would overflow its stack."""
     deepest: dict[int, int] = {}
-    waiting = [(root, 0)]
-    while waiting:
-        value, depth = waiting.pop()
+    pending = [(root, 0)]
+    while pending:
+        value, depth = pending.pop()
         if depth > _DEEPEST:
             raise RuntimeFailure(f"{name} nests values more than {_DEEPEST} deep")
-        parts = value.parts if isinstance(value, _Anything) else value
+        parts = value.parts if isinstance(value, _AnyObject) else value
         if isinstance(parts, dict):
             parts = [*parts.keys(), *parts.values()]
         if isinstance(parts, list | tuple | set | frozenset) and deepest.get(id(value), -1) < depth:
             deepest[id(value)] = depth
-            waiting += [(part, depth + 1) for part in parts]
+            pending += [(part, depth + 1) for part in parts]
 
 
-class _Storages(pickle._Unpickler):
+class _StorageUnpickler(pickle._Unpickler):
     """The storages that a pickle names: type, record and elements. Nothing it names is imported, called or created.
 
     Uses the unpickler written in Python: the one in C allocates as much memory as a malicious pickle asks for.
@@ -99,28 +99,28 @@ class _Storages(pickle._Unpickler):
         self.root = self.load()
 
     def find_class(self, module: str, name: str) -> Any:
-        return type(name, (_Anything,), {})
+        return type(name, (_AnyObject,), {})
 
-    def persistent_load(self, pid: Any) -> _Anything:
-        word, kind, key, _, count = pid
-        if word != "storage" or not isinstance(count, int):
+    def persistent_load(self, pid: Any) -> _AnyObject:
+        tag, kind, key, _, count = pid
+        if tag != "storage" or not isinstance(count, int):
             raise pickle.UnpicklingError("a reference to something that is not a storage")
         self.found.append((getattr(kind, "__name__", ""), str(key), count))
-        return _Anything()
+        return _AnyObject()
 
 
-class _Anything:
+class _AnyObject:
     """Accepts anything that a pickle does to an object, and only stores the arguments."""
 
     parts: list[Any]
 
     def __new__(cls, *given: Any) -> Self:
-        made = super().__new__(cls)
-        made.parts = list(given)
-        return made
+        instance = super().__new__(cls)
+        instance.parts = list(given)
+        return instance
 
     def __init__(self, *_: Any) -> None: ...
-    def __call__(self, *given: Any) -> _Anything:
+    def __call__(self, *given: Any) -> _AnyObject:
         self.parts += given
         return self
 

@@ -40,11 +40,11 @@ _CUDA_OPTIONS = {
 
 def check_version(profile: str, requires: Mapping[str, str]) -> None:
     """Raise :class:`RuntimeFailure` when the installed ONNX Runtime is older than ``profile`` ``requires``."""
-    least = requires.get("onnxruntime")
-    if least is not None and is_older(ort.__version__, least):
+    required = requires.get("onnxruntime")
+    if required is not None and is_older(ort.__version__, required):
         raise RuntimeFailure(
-            f"profile {profile} needs ONNX Runtime {least} or later, but {ort.__version__} is installed; upgrade it, or"
-            " convert the checkpoint again where it is installed"
+            f"profile {profile} needs ONNX Runtime {required} or later, but {ort.__version__} is installed; upgrade it,"
+            " or convert the checkpoint again where it is installed"
         )
 
 
@@ -101,7 +101,7 @@ def open_session(
         options.add_external_initializers_from_files_in_memory(list(files), list(files.values()), sizes)
     providers = _providers(device)
     name = name or (model.name if isinstance(model, Path) else f"a graph of {len(model)} bytes")
-    with failing_as(f"ONNX Runtime cannot load {name} on {device}"):
+    with as_runtime_failure(f"ONNX Runtime cannot load {name} on {device}"):
         if library is not None:
             options.register_custom_ops_library(str(library))
         # Without enable_fallback=0 a provider that fails is replaced by another one, with a message to the terminal.
@@ -121,7 +121,7 @@ def has_cuda() -> bool:
 
 
 @contextlib.contextmanager
-def ending_after(seconds: float) -> Iterator[Any]:
+def run_options_with_timeout(seconds: float) -> Iterator[Any]:
     """Yield run options that make ONNX Runtime abort the run, between two nodes, after ``seconds``.
 
     Their ``terminate`` is then true.
@@ -133,7 +133,7 @@ def ending_after(seconds: float) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def failing_as(what: str) -> Iterator[None]:
+def as_runtime_failure(what: str) -> Iterator[None]:
     """Turn any exception of ONNX Runtime into :class:`RuntimeFailure`: they share no base but Exception."""
     try:
         yield

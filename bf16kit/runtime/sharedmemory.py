@@ -22,15 +22,15 @@ _MAP_FIXED = 0x10
 _MADV_COLLAPSE = 25
 
 
-def filled(size: int, fill: Fill) -> int:
+def create_filled(size: int, fill: Fill) -> int:
     """Return the descriptor of new sealed memory of ``size`` bytes that ``fill`` wrote.
 
     Raises the errors of :func:`bf16kit.sealedmemory.create` and of ``fill``.
     """
     descriptor = create(size)
     try:
-        mapping, memory = _mapped(descriptor, size, mmap.PROT_READ | mmap.PROT_WRITE)
-        _enlarge(descriptor, memory)
+        mapping, memory = _map_at_large_page(descriptor, size, mmap.PROT_READ | mmap.PROT_WRITE)
+        _collapse_into_large_pages(descriptor, memory)
         reserve(descriptor, size)
         fill(memory)
         del memory
@@ -42,15 +42,15 @@ def filled(size: int, fill: Fill) -> int:
     return descriptor
 
 
-def mapped(descriptor: int, size: int) -> tuple[mmap.mmap, NDArray[np.uint8]]:
+def map_read_only(descriptor: int, size: int) -> tuple[mmap.mmap, NDArray[np.uint8]]:
     """Map ``size`` bytes of sealed memory read-only; return the mapping and the array.
 
     A view keeps the mapping alive.
     """
-    return _mapped(descriptor, size, mmap.PROT_READ)
+    return _map_at_large_page(descriptor, size, mmap.PROT_READ)
 
 
-def _mapped(descriptor: int, size: int, protection: int) -> tuple[mmap.mmap, NDArray[np.uint8]]:
+def _map_at_large_page(descriptor: int, size: int, protection: int) -> tuple[mmap.mmap, NDArray[np.uint8]]:
     """Map ``size`` bytes at the start of a large page; return the mapping and the array.
 
     Only memory that starts at a large page can be in large pages, and Python's ``mmap`` takes no address. So this
@@ -62,17 +62,17 @@ def _mapped(descriptor: int, size: int, protection: int) -> tuple[mmap.mmap, NDA
         reserved = mmap.mmap(-1, size + LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=protection)
     except OSError as error:
         raise no_room(size, error) from error
-    whole = np.frombuffer(reserved, np.uint8)
-    start = -whole.ctypes.data % LARGE_PAGE
-    address = whole.ctypes.data + start
+    buffer = np.frombuffer(reserved, np.uint8)
+    start = -buffer.ctypes.data % LARGE_PAGE
+    address = buffer.ctypes.data + start
     system = _system()
     if system.mmap(address, size, protection, mmap.MAP_SHARED | _MAP_FIXED, descriptor, 0) != address:
         code = ctypes.get_errno()
         raise no_room(size, OSError(code, os.strerror(code)))
-    return reserved, whole[start : start + size]
+    return reserved, buffer[start : start + size]
 
 
-def _enlarge(descriptor: int, memory: NDArray[np.uint8]) -> None:
+def _collapse_into_large_pages(descriptor: int, memory: NDArray[np.uint8]) -> None:
     """Move ``memory`` into large pages, except for the last partial one; pages stay small if that is impossible.
 
     The kernel makes a large page from the small pages that exist, and from zeros. One existing page each is enough, and

@@ -23,9 +23,9 @@ from bf16kit.runtime.device import CPU
 from bf16kit.runtime.exported import operators
 from bf16kit.runtime.exported.archive import Archive, read_archive
 from bf16kit.runtime.exported.graph import Graph, Node, Program, parse_program
-from bf16kit.runtime.exported.steps import Bound, Step, Values, made_by, read_by
+from bf16kit.runtime.exported.steps import BoundProgram, Step, Values, assigned_names, referenced_names
 from bf16kit.runtime.exported.values import Device, DType, Layout, MemoryFormat
-from bf16kit.runtime.exportedguards import guarded
+from bf16kit.runtime.exportedguards import with_argument_checks
 from bf16kit.runtime.torchscript import (
     TorchRuntime,
     last_line,
@@ -69,13 +69,13 @@ class TorchExportRuntime(TorchRuntime):
             is_bf16 = any(tensor.dtype is torch.bfloat16 for tensor in tensors.values())
             native = self._computes_in_bf16(is_bf16, native_bf16)
             halves = ("bfloat16",) if is_bf16 and not native else ()
-            self._bound: Bound | None = bind(program, self._device, widened=halves)
+            self._bound: BoundProgram | None = bind(program, self._device, widened=halves)
         except RuntimeFailure as error:
             raise RuntimeFailure(f"{path.name}: {error}") from None
         _check_edges(path, program, self._inputs, self._outputs)
-        held = {place: _placed(tensor, self._device, widen=bool(halves)) for place, tensor in tensors.items()}
-        self._values: Values = {value: held[id(arrays[fqn])] for value, fqn in program.tensors.items()}
-        self._info = self._described("torchexport", "pt2", is_bf16, native)
+        placed = {key: _to_device(tensor, self._device, widen=bool(halves)) for key, tensor in tensors.items()}
+        self._values: Values = {value: placed[id(arrays[fqn])] for value, fqn in program.tensors.items()}
+        self._info = self._runtime_info("torchexport", "pt2", is_bf16, native)
 
     def run(
         self, feeds: Mapping[str, Array], outputs: Sequence[str] | None = None, *, seconds: float | None = None
@@ -89,10 +89,10 @@ class TorchExportRuntime(TorchRuntime):
             with torch.inference_mode():
                 # Copies, each in memory of its own: a program can access all the memory that its inputs are in.
                 given = [to_tensor(np.array(feeds[spec.name], order="C")).to(self._device) for spec in self._inputs]
-                results = bound.flat(values | dict(zip(bound.inputs, given, strict=True)))
+                results = bound.run_graph(values | dict(zip(bound.inputs, given, strict=True)))
                 found = {spec.name: tensor for spec, tensor in zip(self._outputs, results, strict=True)}
-                wanted = found if outputs is None else {name: found[name] for name in outputs}
-                return {name: to_array(tensor, self._dtypes[name]) for name, tensor in wanted.items()}
+                requested = found if outputs is None else {name: found[name] for name in outputs}
+                return {name: to_array(tensor, self._dtypes[name]) for name, tensor in requested.items()}
         except Exception as error:  # whatever an operator raises
             raise RuntimeFailure(f"torch.export's program failed: {last_line(error)}") from error
 
@@ -130,7 +130,9 @@ def read_file(path: Path) -> Archive:
     return read_archive(memoryview(data))
 
 
-def bind(program: Program, device: torch.device, *, widened: Collection[str] = (), wrap: Wrap | None = None) -> Bound:
+def bind(
+    program: Program, device: torch.device, *, widened: Collection[str] = (), wrap: Wrap | None = None
+) -> BoundProgram:
     """Bind ``program`` to ``device``; dtypes in ``widened`` become float32.
 
     ``wrap`` may replace an ATen operator, by name.
@@ -140,7 +142,7 @@ def bind(program: Program, device: torch.device, *, widened: Collection[str] = (
     binder = _Binder(device, frozenset(widened), wrap)
     fixed = frozenset({*program.tensors, *(edge.name for edge in program.inputs)})
     steps, results = binder.graph(program.graph, fixed)
-    return Bound(tuple(edge.name for edge in program.inputs), steps, results, program.outputs)
+    return BoundProgram(tuple(edge.name for edge in program.inputs), steps, results, program.outputs)
 
 
 class _Binder:
@@ -150,29 +152,31 @@ class _Binder:
     def graph(self, graph: Graph, fixed: frozenset[str]) -> tuple[tuple[Step, ...], tuple[Any, ...]]:
         results = tuple(map(self._argument, graph.results))
         last: dict[str, int] = {}
-        for place, node in enumerate(graph.nodes):
-            for name in read_by((*node.args, *node.kwargs.values())):
-                last[name] = place
-        kept = {*fixed, *read_by(graph.results)}
-        spent: dict[int, list[str]] = {}
-        made = {name for node in graph.nodes for name in made_by(node.outputs)}
-        for name, place in last.items():
+        for position, node in enumerate(graph.nodes):
+            for name in referenced_names((*node.args, *node.kwargs.values())):
+                last[name] = position
+        kept = {*fixed, *referenced_names(graph.results)}
+        dead_values: dict[int, list[str]] = {}
+        made = {name for node in graph.nodes for name in assigned_names(node.outputs)}
+        for name, position in last.items():
             if name not in kept and name in made:
-                spent.setdefault(place, []).append(name)
-        return tuple(self._step(node, tuple(spent.get(place, ()))) for place, node in enumerate(graph.nodes)), results
+                dead_values.setdefault(position, []).append(name)
+        return tuple(
+            self._step(node, tuple(dead_values.get(position, ()))) for position, node in enumerate(graph.nodes)
+        ), results
 
-    def _step(self, node: Node, spent: tuple[str, ...]) -> Step:
+    def _step(self, node: Node, dead_values: tuple[str, ...]) -> Step:
         function, args = self._function(node)
         bound = tuple(map(self._argument, args))
         kwargs = {key: self._argument(value) for key, value in node.kwargs.items()}
-        return Step(function, bound, kwargs, node.outputs, node.single, spent)
+        return Step(function, bound, kwargs, node.outputs, node.single, dead_values)
 
     def _function(self, node: Node) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         if node.target in (operators.GRAD_MODE, operators.AUTOCAST):
-            return self._inner(node)
+            return self._bind_subgraph(node)
         module, _, rest = node.target.rpartition(".")
         if module in _MODULES:
-            return _of_numbers(node.target, getattr(_MODULES[module], rest)), node.args
+            return _sizes_only(node.target, getattr(_MODULES[module], rest)), node.args
         name = module.removeprefix("torch.ops.aten.")
         packet = getattr(torch.ops.aten, name, None)
         found = getattr(packet, rest, None)
@@ -180,26 +184,26 @@ class _Binder:
             raise RuntimeFailure(f"uses the operator {node.target!r}, which torch {torch.__version__} does not have")
         if name not in operators.IN_PLACE and name not in operators.RUNNING and _writes(found):
             raise RuntimeFailure(f"uses the operator {node.target!r}, which writes into its inputs")
-        return guarded(name, found, found if self._wrap is None else self._wrap(name, found)), node.args
+        return with_argument_checks(name, found, found if self._wrap is None else self._wrap(name, found)), node.args
 
-    def _inner(self, node: Node) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    def _bind_subgraph(self, node: Node) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """Bind a graph that runs in a torch mode.
 
         The node's arguments are the mode's settings, the graph, and its inputs.
         """
-        place = next((i for i, value in enumerate(node.args) if isinstance(value, Graph)), None)
-        if place is None or node.kwargs or len(node.args) - place - 1 != len(node.args[place].inputs):
+        position = next((i for i, value in enumerate(node.args) if isinstance(value, Graph)), None)
+        if position is None or node.kwargs or len(node.args) - position - 1 != len(node.args[position].inputs):
             raise RuntimeFailure(f"operator {node.target!r} does not get a graph and that graph's inputs")
-        graph = node.args[place]
+        graph = node.args[position]
         steps, results = self.graph(graph, frozenset(graph.inputs))
-        bound = Bound(graph.inputs, steps, results)
-        mode = self._autocast(node.args[:place]) if node.target == operators.AUTOCAST else nullcontext
+        bound = BoundProgram(graph.inputs, steps, results)
+        mode = self._autocast(node.args[:position]) if node.target == operators.AUTOCAST else nullcontext
 
         def run(*given: Any) -> list[Any]:
             with mode():
-                return bound.flat(dict(zip(graph.inputs, given, strict=True)))
+                return bound.run_graph(dict(zip(graph.inputs, given, strict=True)))
 
-        return run, node.args[place + 1 :]
+        return run, node.args[position + 1 :]
 
     def _autocast(self, settings: tuple[Any, ...]) -> Callable[[], Any]:
         dtype, enabled = (*settings[1:3], True)[:2] if len(settings) > 1 else (None, True)
@@ -230,7 +234,7 @@ def _writes(operator: torch._ops.OpOverload) -> bool:
     )
 
 
-def _of_numbers(target: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _sizes_only(target: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``function`` so that it accepts and returns sizes only.
 
     Tensors would bypass the operators' guards and the check of writes. The product of a large integer, a string or a
@@ -238,7 +242,7 @@ def _of_numbers(target: str, function: Callable[..., Any]) -> Callable[..., Any]
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        found = function(*args, **kwargs) if not any(map(_is_no_size, (*args, *kwargs.values()))) else None
+        found = function(*args, **kwargs) if not any(map(_is_not_a_size, (*args, *kwargs.values()))) else None
         if found is None or (type(found) is int and not -_LARGEST <= found < _LARGEST):
             raise RuntimeFailure(f"operator {target!r} is given a value that is not a size")
         return found
@@ -246,7 +250,7 @@ def _of_numbers(target: str, function: Callable[..., Any]) -> Callable[..., Any]
     return run
 
 
-def _is_no_size(value: Any) -> bool:
+def _is_not_a_size(value: Any) -> bool:
     return isinstance(value, torch.Tensor | list | str)
 
 
@@ -254,6 +258,6 @@ _LARGEST = 2**63
 _MODULES: Mapping[str, Any] = {"_operator": operator, "torch": torch, "math": math}
 
 
-def _placed(tensor: torch.Tensor, device: torch.device, *, widen: bool) -> torch.Tensor:
+def _to_device(tensor: torch.Tensor, device: torch.device, *, widen: bool) -> torch.Tensor:
     found = tensor.float() if widen and tensor.dtype is torch.bfloat16 else tensor
     return found.to(device)

@@ -19,7 +19,7 @@ from torch.jit._recursive import wrap_cpp_module
 from bf16kit.errors import DeviceUnavailable, RuntimeFailure
 from bf16kit.runtime import Accumulation, Array, RuntimeInfo, scriptgraph, scriptrecords
 from bf16kit.runtime.device import CPU, canonical
-from bf16kit.runtime.edges import Edges
+from bf16kit.runtime.edges import RuntimeProperties
 from bf16kit.runtime.hardware import available_cpus, cpu_has_bf16
 from bf16kit.runtime.probe import classify, weights
 from bf16kit.tensors import TensorSpec
@@ -31,7 +31,7 @@ WIDENED = "this CPU has no bf16 instructions: the bf16 module was widened to fp3
 MOST_NODES = 500_000
 
 
-class TorchRuntime(Edges):
+class TorchRuntime(RuntimeProperties):
     """The base of both torch runtimes: edges, device, threads, and the description in ``_info``.
 
     ``name`` is the format's, for messages. Raises :class:`DeviceUnavailable` when the device cannot be used.
@@ -51,7 +51,7 @@ class TorchRuntime(Edges):
         """Return whether the model computes in bf16; ``native_bf16`` is the runtime's argument."""
         return is_bf16 and (native_bf16 if native_bf16 is not None else self._name != CPU or cpu_has_bf16())
 
-    def _described(self, backend: str, profile: str, is_bf16: bool, native: bool) -> RuntimeInfo:
+    def _runtime_info(self, backend: str, profile: str, is_bf16: bool, native: bool) -> RuntimeInfo:
         return RuntimeInfo(
             backend,
             self._name,
@@ -88,7 +88,7 @@ class TorchScriptRuntime(TorchRuntime):
         native = self._computes_in_bf16(is_bf16, native_bf16)
         if is_bf16 and not native:
             _widen(module)
-        self._info = self._described("torchscript", "torchscript", is_bf16, native)
+        self._info = self._runtime_info("torchscript", "torchscript", is_bf16, native)
         self._module: Any = module
 
     def run(
@@ -103,8 +103,8 @@ class TorchScriptRuntime(TorchRuntime):
             with torch.inference_mode():
                 arguments = [to_tensor(feeds[spec.name]).to(self._device) for spec in self._inputs]
                 tensors = self._named(module(*arguments))
-                wanted = tensors if outputs is None else {name: tensors[name] for name in outputs}
-                return {name: to_array(tensor, self._dtypes[name]) for name, tensor in wanted.items()}
+                requested = tensors if outputs is None else {name: tensors[name] for name in outputs}
+                return {name: to_array(tensor, self._dtypes[name]) for name, tensor in requested.items()}
         except RuntimeFailure:
             raise
         except Exception as error:  # whatever the module's code raises

@@ -1,7 +1,7 @@
 """Stores for copied weights: in memory of this process, or in memory that several processes share.
 
-Code that copies weights asks a :class:`WeightStore` for memory. The default is :data:`OWN`; a program that starts
-several processes passes a store that shares.
+Code that copies weights asks a :class:`WeightStore` for memory. The default is :data:`PRIVATE_STORE`; a program that
+starts several processes passes a store that shares.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from bf16kit.runtime.ownmemory import own_memory
+from bf16kit.runtime.ownmemory import allocate_in_large_pages
 
 #: Writes all of the bytes it is given, and keeps no reference to them. It raises if the bytes cannot be right.
 Fill = Callable[[NDArray[np.uint8]], None]
@@ -32,21 +32,21 @@ class WeightStore(Protocol):
         ...
 
 
-class OwnMemory:
+class PrivateWeightStore:
     """A :class:`WeightStore` that shares nothing: new memory for each call, in large pages if the system has them."""
 
     def get(self, key: str, size: int, fill: Fill) -> NDArray[np.uint8]:
         """See :class:`WeightStore`."""
-        memory = own_memory(size)
+        memory = allocate_in_large_pages(size)
         fill(memory)
         memory.flags.writeable = False
         return memory
 
 
-OWN = OwnMemory()
+PRIVATE_STORE = PrivateWeightStore()
 
 
-class Remembering:
+class CachingWeightStore:
     """A :class:`WeightStore` that asks another one only once per key and size.
 
     It is for sessions of one model that are loaded together. Drop it after loading: the arrays stay with the sessions.
@@ -54,10 +54,10 @@ class Remembering:
 
     def __init__(self, store: WeightStore) -> None:
         self._store = store
-        self.given: dict[tuple[str, int], NDArray[np.uint8]] = {}
+        self.arrays: dict[tuple[str, int], NDArray[np.uint8]] = {}
 
     def get(self, key: str, size: int, fill: Fill) -> NDArray[np.uint8]:
         """See :class:`WeightStore`."""
-        if (key, size) not in self.given:
-            self.given[key, size] = self._store.get(key, size, fill)
-        return self.given[key, size]
+        if (key, size) not in self.arrays:
+            self.arrays[key, size] = self._store.get(key, size, fill)
+        return self.arrays[key, size]

@@ -22,7 +22,7 @@ from typing import Literal
 from bf16kit.artifact import Artifact
 from bf16kit.errors import ArtifactError
 from bf16kit.manifest import MANIFEST
-from bf16kit.verdicts import drift_rows, share, tightest_of
+from bf16kit.verdicts import drift_rows, format_budget_ratio, tightest_of
 from converter.bulk.executor import Process, start_process
 from converter.bulk.worklist import Item
 from converter.process import children
@@ -161,7 +161,9 @@ def _drift(repository: Path, model: str, version: int) -> str:
     rows = list(drift_rows(manifest))
     tightest = {name: tightest_of([row for row in rows if row.profile == name]) for name in sorted(manifest.drift)}
     return ", ".join(
-        f"{name} {share(row.used)}" for name, row in tightest.items() if row is not None and row.used is not None
+        f"{name} {format_budget_ratio(row.used)}"
+        for name, row in tightest.items()
+        if row is not None and row.used is not None
     )
 
 

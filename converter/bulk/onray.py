@@ -31,7 +31,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import bf16kit
 from bf16kit.errors import UsageError
-from bf16kit.rayaddress import knock
+from bf16kit.rayaddress import check_reachable
 from bf16kit.wording import first_line
 from converter.bulk.executor import Process, start_process
 from converter.process import children
@@ -145,7 +145,7 @@ def _run(command: list[str], log: str, directory: str) -> int:
 def _join(address: str) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
-        knock(address)
+        check_reachable(address)
         ray.init(address=address, log_to_driver=False, logging_level="ERROR", ignore_reinit_error=True)
     except (OSError, ValueError, RuntimeError) as error:
         raise UsageError(f"--ray {address}: cannot connect to a Ray cluster: {first_line(error)}") from None

@@ -41,7 +41,7 @@ def verify(artifact: Path, samples: str | None, profiles: tuple[str, ...], as_js
     from bf16kit.runtime import kernel
     from converter.proof.verify import verify as verify_artifact
 
-    kernel.chosen()
+    kernel.configured_kernel()
     verified = verify_artifact(artifact, samples, profiles)
     echo(document.dumps(verified.record()) if as_json else verified.text())
     verified.check()
@@ -75,7 +75,7 @@ def explain(
     from converter.proof.explanation import explain as explain_artifact
     from converter.proof.reproduction import explain_evidence
 
-    kernel.chosen()
+    kernel.configured_kernel()
     if of is None:
         if artifact.is_file():
             raise errors.UsageError(

@@ -196,7 +196,7 @@ def checkpoint(
     from converter.report import page
     from converter.sources.mapping.choice import UnconfirmedMap
 
-    kernel.chosen()  # reports a wrong BF16KIT_KERNELPATH now, not when all is written and the first graph runs
+    kernel.configured_kernel()  # reports a wrong BF16KIT_KERNELPATH now, not when the first graph runs
     memory.map_large_blocks()
     memory.keep_few_primitives()
 

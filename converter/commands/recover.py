@@ -91,7 +91,7 @@ def recover(debug: bool, **given: Any) -> None:
     from converter.recovery.walk import recover as run
     from converter.report import page, recovery
 
-    kernel.chosen()
+    kernel.configured_kernel()
     memory.map_large_blocks()
     settings = parse_settings({name: given.pop(name) for name in _OWN})
     options = options_of(**given, search=False, search_minutes=1.0)

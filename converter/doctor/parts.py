@@ -64,7 +64,7 @@ def _kernel(name: str) -> Part:
     from bf16kit.runtime import kernel
 
     try:
-        found = kernel.chosen()
+        found = kernel.configured_kernel()
     except errors.ConfigError as error:
         return Part(name, "", str(error))
     return Part(name, found.path, "" if found.path else f"{found.note}: {found.advice}")

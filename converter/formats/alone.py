@@ -23,7 +23,7 @@ from bf16kit.numerics import Census, census, to_bf16
 from bf16kit.residual import encode_chunks
 from bf16kit.runtime.exported.records import located
 from bf16kit.tensors import Array as Array
-from bf16kit.weightfile import ALIGNMENT, WeightWriter, raw
+from bf16kit.weightfile import ALIGNMENT, WeightWriter, little_endian_bytes
 from converter.formats.weights import SharedNames, StoredWeights, checkpoint_entry, tensor_entry
 from converter.graph.names import FreshNames
 from converter.plan.ranges import complaint
@@ -40,7 +40,7 @@ class FileRecords:
 
     def find(self, array: Array) -> Segment | None:
         """Return the record with the bytes of ``array`` in C order, or None."""
-        return self.records.get(hashlib.sha256(raw(array)).digest()) if array.size else None
+        return self.records.get(hashlib.sha256(little_endian_bytes(array)).digest()) if array.size else None
 
 
 def read_records(path: Path) -> FileRecords:

@@ -19,7 +19,7 @@ from bf16kit.errors import RangeError
 from bf16kit.manifest import Segment
 from bf16kit.numerics import BF16, Census
 from bf16kit.tensors import Array as Array
-from bf16kit.weightfile import ALIGNMENT, WeightWriter, raw
+from bf16kit.weightfile import ALIGNMENT, WeightWriter, little_endian_bytes
 from converter.formats import safetensors
 from converter.formats.narrowed import Narrowing, Rounding
 from converter.formats.safetensors import Place
@@ -130,7 +130,7 @@ def write_export(
                     narrowing = _narrowing(checkpoint[place.name], place.name, selection, rounding, progress)
                     residual_segment = _write_residual(narrowing, checkpoint[place.name], residual)
                     exported.census[place.name] = narrowing.census
-                    chunks = iter([raw(narrowing.bf16)])
+                    chunks = iter([little_endian_bytes(narrowing.bf16)])
                 for chunk in chunks:
                     file.write(chunk)
                 segment = Segment(offset=len(head) + place.start, bytes=place.nbytes)
@@ -173,7 +173,7 @@ def _unchanged_chunks(array: Array, progress: Callable[[int], None]) -> Iterator
     step = max(1, _ROWS_BYTES // max(1, array.nbytes // max(1, len(array)))) if array.ndim else 1
     for start in range(0, len(array) if array.ndim else 1, step):
         block = rows_of(array, slice(start, start + step))
-        yield raw(block)
+        yield little_endian_bytes(block)
         progress(block.nbytes)
 
 
@@ -192,7 +192,7 @@ def _write_residual(narrowing: Narrowing, array: Array, residual: WeightWriter |
         for _ in narrowing.blocks():
             pass
         return None
-    return residual.append_chunks(narrowing.residual(narrowing.tensor, None, lowbits.needed(array.dtype.name)))
+    return residual.append_chunks(narrowing.residual(narrowing.tensor, None, lowbits.bits_needed(array.dtype.name)))
 
 
 def fp32_tensor(array: Array, name: str) -> ir.TensorProtocol:

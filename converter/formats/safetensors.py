@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from bf16kit.errors import ArtifactDamaged, UsageError
-from bf16kit.reading import readable
+from bf16kit.reading import damaged_if_unreadable
 from bf16kit.tensors import BY_NAME
 from bf16kit.tensors import Array as Array
 
@@ -74,7 +74,7 @@ def read(path: Path) -> dict[str, Array]:
     """
     from safetensors import SafetensorError, safe_open
 
-    with readable(path):
+    with damaged_if_unreadable(path):
         try:
             with safe_open(path, framework="numpy"):
                 pass

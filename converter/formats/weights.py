@@ -20,7 +20,7 @@ from bf16kit.numerics import BF16, Census, Subnormals, census
 from bf16kit.panels import strips
 from bf16kit.residual import Scale
 from bf16kit.tensors import BY_NAME, BY_ONNX
-from bf16kit.weightfile import WeightWriter, raw
+from bf16kit.weightfile import WeightWriter, little_endian_bytes
 from converter.formats.narrowed import Narrowing, Rounding
 from converter.graph.equality import Fingerprint, fingerprint, same_bits
 from converter.graph.initializers import blocks, const, dims, stays_inline
@@ -192,7 +192,7 @@ class _WeightsWriter:
             for _, array in blocks(tensor):
                 if array.dtype == np.float32:
                     counts += census(array)
-                yield raw(array)
+                yield little_endian_bytes(array)
                 self.on_progress(array.nbytes)
             self.census[name] = counts
 
@@ -216,7 +216,7 @@ class _WeightsWriter:
 
         A BatchNorm that is only a product and a sum has the bytes of the folded scale and of the bias.
         """
-        data = raw(array)
+        data = little_endian_bytes(array)
         digest = sha256(data).digest()
         if digest not in self.small_segments:
             self.small_segments[digest] = self.fp32_file.append(array)
@@ -242,7 +242,9 @@ class SharedNames:
 
 def _low_bits(prepared: Prepared, checkpoint: Mapping[str, NDArray[Any]]) -> dict[str, int]:
     """Return the number of low bits that may be nonzero, for each initializer that is a widened checkpoint tensor."""
-    return {match.initializer: lowbits.needed(checkpoint[name].dtype.name) for name, match in prepared.matches.items()}
+    return {
+        match.initializer: lowbits.bits_needed(checkpoint[name].dtype.name) for name, match in prepared.matches.items()
+    }
 
 
 def stored_tensors(model: ir.Model) -> dict[str, ir.TensorProtocol]:

@@ -13,7 +13,7 @@ from importlib import resources
 from typing import Any
 
 from bf16kit.errors import UsageError
-from bf16kit.versions import is_older, order
+from bf16kit.versions import is_older, version_key
 from converter.process import versions
 
 _FILE = "cuda_kernels.json"
@@ -100,7 +100,7 @@ class KernelTable:
 
 def releases() -> tuple[str, ...]:
     """Return the releases that have a table, oldest first."""
-    return tuple(sorted(_read()["releases"], key=order))
+    return tuple(sorted(_read()["releases"], key=version_key))
 
 
 @cache

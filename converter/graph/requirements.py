@@ -7,7 +7,7 @@ from pathlib import Path
 
 import onnx
 
-from bf16kit.versions import order
+from bf16kit.versions import version_key
 from converter.graph.cuda_nodes import missing_kernels
 from converter.graph.cuda_support import KernelTable, releases
 from converter.process import versions
@@ -34,8 +34,8 @@ def required(profile: str, graphs: Sequence[Path], *, on_device: bool = False) -
     needed = [oldest_loading] if oldest_loading else []
     if profile == "cuda":
         least = oldest_with_kernels(models)
-        needed.append(min(least, installed, key=order) if on_device and installed else least)
-    return {"onnxruntime": max(needed, key=order)} if needed else {}
+        needed.append(min(least, installed, key=version_key) if on_device and installed else least)
+    return {"onnxruntime": max(needed, key=version_key)} if needed else {}
 
 
 def oldest_with_kernels(models: Sequence[onnx.ModelProto]) -> str:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import os
 import sys
 
-from bf16kit.orphans import end_with
+from bf16kit.orphans import die_with_parent
 
 
 def main() -> None:
     """Run COMMAND in this process; Linux kills it with its parent, on other systems it continues."""
     parent, command = int(sys.argv[1]), sys.argv[2:]
-    end_with(parent)
+    die_with_parent(parent)
     os.execv(command[0], command)  # noqa: S606 -- the command line of this program
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
-from bf16kit.heap import give_back
+from bf16kit.heap import release_free_memory
 
 _M_MMAP_THRESHOLD = -3  # glibc's number for mallopt
 _LARGE = 256 << 10  # bytes
@@ -78,4 +78,4 @@ class FrozenHeap:
 def release_memory() -> None:
     """Collect garbage, and make the C library return its free pages, which it would otherwise keep."""
     gc.collect()
-    give_back()
+    release_free_memory()

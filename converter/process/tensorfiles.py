@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from bf16kit.runtime.scratch import NoScratch, scratch_file
+from bf16kit.runtime.scratch import ScratchUnavailable, scratch_file
 
 _LARGE = 1 << 20  # bytes; smaller tensors stay in memory
 _UNFILLED = (torch.empty, torch.empty_like)
@@ -55,7 +55,7 @@ class TensorFiles(TorchFunctionMode):
         try:
             with scratch_file(tensor.nbytes, self._directory) as (path, _):
                 file = torch.from_file(str(path), shared=True, size=tensor.nbytes, dtype=torch.uint8)
-        except NoScratch:
+        except ScratchUnavailable:
             return tensor
         moved = torch.empty(0, dtype=tensor.dtype).set_(file.untyped_storage(), 0, tensor.size(), tensor.stride())
         if filled:

@@ -15,7 +15,7 @@ import onnx_ir as ir
 from bf16kit.artifact import Artifact
 from bf16kit.errors import ArtifactError
 from bf16kit.measurements import MOST_DB, LayerEntry
-from bf16kit.runtime.rebuilt import rebuilt
+from bf16kit.runtime.rebuilt import rebuilt_weights
 from converter.graph.operators import label
 from converter.model import Feeds
 from converter.plan import narrowed
@@ -91,7 +91,7 @@ def open_reference(artifact: Artifact, scratch: Path | None = None) -> Iterator[
             f"{artifact.path}: was converted with --no-residual and keeps no fp32 reference to compare with;"
             " convert the checkpoint again with the residual"
         )
-    with rebuilt(artifact, artifact.file(name), scratch) as weights:
+    with rebuilt_weights(artifact, artifact.file(name), scratch) as weights:
         base = weights.base_dir or artifact.path
         model = ir.load(weights.model) if isinstance(weights.model, Path) else _parsed(weights.model)
         ir.external_data.set_base_dir(model.graph, base)

@@ -11,7 +11,7 @@ from bf16kit.artifact import Artifact
 from bf16kit.budget import Budget
 from bf16kit.document import plain
 from bf16kit.errors import ConversionError, RuntimeFailure, UsageError
-from bf16kit.measurements import MARGIN_DB, MOST_LAYERS, DiagnosisEntry, LayerEntry, Layers, thin
+from bf16kit.measurements import MARGIN_DB, MOST_LAYERS, DiagnosisEntry, LayerEntry, Layers, downsample
 from bf16kit.text import table
 from converter.graph.operators import WEIGHTED
 from converter.model import Feeds
@@ -37,7 +37,7 @@ class Explanation:
 
     def entry(self, most: int) -> Layers:
         """Return this with at most ``most`` layers, as ``measurements.json`` stores it."""
-        return Layers(measured=len(self.layers), rows=list(thin(self.layers, most)), diagnosis=self.diagnosis)
+        return Layers(measured=len(self.layers), rows=list(downsample(self.layers, most)), diagnosis=self.diagnosis)
 
 
 def explain(path: Path, argument: str | None, profiles: Sequence[str], *, as_json: bool = False) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from bf16kit.errors import RuntimeFailure
 from bf16kit.runtime import Array, RuntimeInfo
 from bf16kit.runtime.device import CPU
-from bf16kit.runtime.edges import Edges
+from bf16kit.runtime.edges import RuntimeProperties
 from bf16kit.tensors import TensorSpec
 from converter.model import Oracle
 
@@ -29,7 +29,7 @@ class OracleReference:
         return OracleRuntime(self.oracle, inputs, outputs)
 
 
-class OracleRuntime(Edges):
+class OracleRuntime(RuntimeProperties):
     """A :class:`bf16kit.runtime.Runtime` that calls ``oracle``."""
 
     def __init__(self, oracle: Oracle, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> None:

@@ -11,7 +11,7 @@ from bf16kit.document import plain
 from bf16kit.manifest import ProfileEntry
 from bf16kit.tensors import describe as describe_shape
 from bf16kit.text import listed, size, table
-from bf16kit.verdicts import DriftRow, share
+from bf16kit.verdicts import DriftRow, format_budget_ratio
 from converter.report import recovery
 from converter.report.figures import Figures, figures
 
@@ -70,7 +70,7 @@ DRIFT = ("profile", "output", "metric", "measured", "worst", "budget", "used", "
 def drift_cells(row: DriftRow) -> tuple[object, ...]:
     """Return one row of the table with the columns :data:`DRIFT`."""
     profile = f"{row.profile}, emulated" if row.emulated else row.profile
-    used = None if row.used is None else share(row.used)
+    used = None if row.used is None else format_budget_ratio(row.used)
     return profile, row.output, row.metric, row.measured, row.worst, row.bound, used, "yes" if row.within else "NO"
 
 

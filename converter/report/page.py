@@ -13,7 +13,7 @@ from bf16kit.manifest import FileEntry, Manifest, PlanEntry
 from bf16kit.measurements import Measurements
 from bf16kit.tensors import describe as describe_shape
 from bf16kit.text import printable, size
-from bf16kit.verdicts import share
+from bf16kit.verdicts import format_budget_ratio
 from converter.report import plots, recovery
 from converter.report.figures import Figures, figures
 from converter.report.inspect import abbreviated, drift, needs
@@ -120,7 +120,7 @@ def _number(value: float | None) -> str:
 
 
 def _share(value: float | None) -> str:
-    return "–" if value is None else share(value)
+    return "–" if value is None else format_budget_ratio(value)
 
 
 def _first(rows: Sequence[Any], most: int) -> list[Any]:

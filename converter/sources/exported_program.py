@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from bf16kit.errors import RuntimeFailure, SourceError
-from bf16kit.runtime.exported.archive import Archive, Stored, read_archive
+from bf16kit.runtime.exported.archive import Archive, StoredTensor, read_archive
 from bf16kit.runtime.exported.graph import Program, parse_program
 from bf16kit.tensors import BY_NAME, TensorSpec
 from converter.graph.dimensions import UNKNOWN, name_dimensions
@@ -80,20 +80,20 @@ def _tensors(archive: Archive) -> dict[str, Array]:
     """Return contiguous arrays by name, one array for all names of the same elements."""
     found: dict[object, Array] = {}
     for name, stored in archive.tensors.items():
-        key = name if stored.pickled else stored.place
+        key = name if stored.pickled else stored.storage_key
         if key not in found:
             found[key] = _tensor(archive, stored)
-    return {name: found[name if stored.pickled else stored.place] for name, stored in archive.tensors.items()}
+    return {name: found[name if stored.pickled else stored.storage_key] for name, stored in archive.tensors.items()}
 
 
-def _tensor(archive: Archive, stored: Stored) -> Array:
+def _tensor(archive: Archive, stored: StoredTensor) -> Array:
     array = _unpickled(archive, stored) if stored.pickled else archive.tensor(stored.name)
     if array.dtype.name not in BY_NAME:
         raise RuntimeFailure(f"tensor {stored.name!r} is {array.dtype.name}, which bf16kit does not store")
     return np.asarray(array, order="C")
 
 
-def _unpickled(archive: Archive, stored: Stored) -> Array:
+def _unpickled(archive: Archive, stored: StoredTensor) -> Array:
     """Load a pickled tensor from an archive whose author is trusted, as a plain tensor whatever its class was."""
     import io
 

@@ -115,12 +115,12 @@ def of_onnx(path: Path, model: ir.Model) -> Oracle:
 def _run_onnx(session: Any, feed: Feeds, dtypes: Mapping[str, np.dtype[Any]]) -> Feeds:
     """Return the outputs for ``feed``, whose arrays are converted to the file's dtypes."""
     from bf16kit.runtime import ortvalue
-    from bf16kit.runtime.session import failing_as
+    from bf16kit.runtime.session import as_runtime_failure
 
     names = [edge.name for edge in session.get_outputs()]
     given = {name: np.asarray(array.astype(dtypes[name], copy=False), order="C") for name, array in feed.items()}
     half = any(edge.type == "tensor(bfloat16)" for edge in (*session.get_inputs(), *session.get_outputs()))
-    with failing_as("ONNX Runtime failed on it"):
+    with as_runtime_failure("ONNX Runtime failed on it"):
         values = ortvalue.run(session, names, given) if half else session.run(names, given)
     return dict(zip(names, values, strict=True))
 

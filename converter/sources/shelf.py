@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bf16kit.errors import SourceError
-from bf16kit.runtime.scratch import NoScratch, scratch_file
+from bf16kit.runtime.scratch import ScratchUnavailable, scratch_file
 from bf16kit.tensors import BY_NAME
 from converter.model import Array
 
@@ -55,7 +55,7 @@ def array_file(specs: Mapping[str, ArraySpec], directory: Path, source: Path) ->
                 for name, start in offsets.items()
             }
             yield ArrayFile(path, offsets, {name: views[name].reshape(specs[name].shape) for name in specs})
-    except NoScratch as error:
+    except ScratchUnavailable as error:
         raise SourceError(
             f"{source}: its {end / 1e6:.0f} MB of arrays do not fit in the temporary directory: {error}"
         ) from None
@@ -66,6 +66,6 @@ def _file(size: int, directory: Path) -> Iterator[tuple[Path, Array]]:
     with ExitStack() as stack:
         try:
             found = stack.enter_context(scratch_file(size, directory))
-        except NoScratch:  # a container whose disk is in memory: the arrays would be in memory in any case
+        except ScratchUnavailable:  # a container whose disk is in memory: the arrays would be in memory in any case
             found = stack.enter_context(scratch_file(size, in_memory=True))
         yield found

@@ -16,7 +16,7 @@ import minilm
 
 from bf16kit import controlgroup
 from bf16kit.controlgroup import Memory
-from bf16kit.wording import refused
+from bf16kit.wording import os_error_text
 
 HERE = Path(__file__).parent
 MODEL = "minilm"
@@ -46,7 +46,7 @@ def write_serving_yaml(model: Path) -> None:
         temporary.write_bytes((HERE / "serving.yaml").read_bytes())
         temporary.replace(final)
     except OSError as error:
-        raise PublishFailed(f"{final} cannot be written: {refused(error)}") from None
+        raise PublishFailed(f"{final} cannot be written: {os_error_text(error)}") from None
 
 
 def exit_reason(code: int, memory: Callable[[], Memory | None] = controlgroup.memory) -> str:
@@ -74,7 +74,7 @@ def main(repository: Path) -> int:
         publish(repository)
     except PermissionError as failure:
         remedy = f"let that user write to {repository}, or run as another (docker run --user)"
-        print(f"publish failed: {failure.filename}: {refused(failure)}; {remedy}", file=sys.stderr)
+        print(f"publish failed: {failure.filename}: {os_error_text(failure)}; {remedy}", file=sys.stderr)
         return 1
     except (PublishFailed, FileNotFoundError) as failure:
         print(f"publish failed: {failure}", file=sys.stderr)

@@ -12,7 +12,7 @@ from typing import Any
 
 import ray
 from bf16kit.errors import ConfigError
-from bf16kit.rayaddress import knock
+from bf16kit.rayaddress import check_reachable
 from bf16kit.wording import first_line
 from deploy.ray import applications
 from deploy.ray.calls import FRONT, PROXY_SETTINGS, application
@@ -62,7 +62,7 @@ def join(address: str | None, config: ServerConfig) -> None:
     source = "--address" if address else _ADDRESS
     address = address or os.environ.get(_ADDRESS) or _NEW_CLUSTER
     try:
-        knock(address)
+        check_reachable(address)
         ray.init(address=address, include_dashboard=False if address == _NEW_CLUSTER else None, logging_level="WARNING")
     except (OSError, ValueError, RuntimeError) as error:
         if address == _NEW_CLUSTER:

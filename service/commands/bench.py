@@ -62,7 +62,7 @@ def bench(
     bound_heap()
     configure("error")
     with answer.exit_on_errors("bench"):
-        kernel.chosen()
+        kernel.configured_kernel()
         config = load_config({"repository": repository, "device": device}, file)
         options = Options.parse(model, config, **given)  # type: ignore[arg-type]  # click has checked them
         found = measure(options)

@@ -15,7 +15,7 @@ from bf16kit.errors import ConfigError, NotFound, UsageError
 from bf16kit.runtime import Runtime, kernel
 from bf16kit.runtime import loading as runtimes
 from bf16kit.runtime.hardware import available_cpus
-from bf16kit.runtime.weightstore import OWN, Remembering
+from bf16kit.runtime.weightstore import PRIVATE_STORE, CachingWeightStore
 from bf16kit.wording import quoted
 from service.commands.callers import concurrent_calls
 from service.commands.inputs import inputs_of
@@ -41,7 +41,7 @@ _Feeds = Mapping[int, Mapping[str, Array]]
 def measure(options: Options) -> BenchResult:
     """Load the model as the server does, and measure it. Raises NotFound, or the error that prevents loading it."""
     plan = _plan(options)
-    store = Remembering(OWN)
+    store = CachingWeightStore(PRIVATE_STORE)
     config = options.config
     loaded = loading.load(plan.path, plan.serving, device=config.device, threads=config.threads, weights=store)
     with ExitStack() as stack:

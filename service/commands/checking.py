@@ -144,7 +144,7 @@ def _sources(flags: Mapping[str, Any], file: Path | None) -> str:
 
 
 def _kernel() -> str:
-    found = kernel.chosen()
+    found = kernel.configured_kernel()
     return f"path {found.path}" if found.path else f"{found.note}: {found.advice}"
 
 

@@ -39,7 +39,7 @@ def health(
     Give the settings that the server was started with: the environment (BF16KIT_GRPC_PORT and so on), server.yaml,
     or the same flags. Exit codes: 0 ready; 1 not ready, or no answer: one line says why.
     """
-    controlgroup.end_first()  # it takes tens of MB: if memory runs out, the kernel must kill it, not the server
+    controlgroup.maximize_oom_score()  # if memory runs out, the kernel must kill this process, not the server
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # the one line of output has gRPC's reason
     from bf16kit.errors import Bf16kitError
     from service.commands.nearby import LocalServer

@@ -12,7 +12,7 @@ from bf16kit.drift import DriftSummary
 from bf16kit.errors import Bf16kitError, ConfigError
 from bf16kit.manifest import Manifest
 from bf16kit.text import size, table
-from bf16kit.verdicts import DriftRow, rows_of, share, tightest_of
+from bf16kit.verdicts import DriftRow, format_budget_ratio, rows_of, tightest_of
 from bf16kit.wording import brief
 from service.models.directory import desired_model_of, directories_in, versions_in
 from service.models.opening import weight_bytes
@@ -103,7 +103,7 @@ def _cells(row: Row) -> tuple[object, ...]:
 def _used(tightest: DriftRow | None) -> str:
     if tightest is None or tightest.used is None:
         return "?"
-    return share(tightest.used) if tightest.within else f"{share(tightest.used)} OVER"
+    return format_budget_ratio(tightest.used) if tightest.within else f"{format_budget_ratio(tightest.used)} OVER"
 
 
 def _model(directory: Path) -> Iterator[Row]:

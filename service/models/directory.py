@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from bf16kit.errors import ConfigError, NotFound
 from bf16kit.manifest import MANIFEST
-from bf16kit.wording import quoted, refused
+from bf16kit.wording import os_error_text, quoted
 from service.models.plan import DesiredModel, Plan
 from service.models.policy import Serving, load_serving
 
@@ -80,7 +80,7 @@ class Directory:
             try:
                 desired = desired_model_of(directory) if previous is None else _finished(directory, previous)
             except OSError as error:
-                scan.notes.append(f"{directory} cannot be read now: {refused(error)}")
+                scan.notes.append(f"{directory} cannot be read now: {os_error_text(error)}")
                 desired = previous or DesiredModel(name)
             except ConfigError as error:
                 scan.notes.append(str(error))
@@ -95,7 +95,7 @@ def directories_in(root: Path) -> list[Path]:
     try:
         return [d for d in sorted(root.iterdir()) if d.is_dir() and not d.name.startswith(".")]
     except OSError as error:
-        raise ConfigError(f"repository {root}: cannot be listed: {refused(error)}") from None
+        raise ConfigError(f"repository {root}: cannot be listed: {os_error_text(error)}") from None
 
 
 def versions_in(directory: Path) -> list[int]:
@@ -106,7 +106,7 @@ def versions_in(directory: Path) -> list[int]:
     try:
         return _versions_in(directory)
     except OSError as error:
-        raise ConfigError(f"{directory} is skipped: it cannot be listed: {refused(error)}") from None
+        raise ConfigError(f"{directory} is skipped: it cannot be listed: {os_error_text(error)}") from None
 
 
 def desired_model_of(directory: Path, change: Change | None = None) -> DesiredModel:

@@ -7,7 +7,7 @@ import time
 
 from bf16kit.errors import ArtifactError
 from bf16kit.runtime import Runtime
-from bf16kit.runtime.weightstore import OWN, WeightStore
+from bf16kit.runtime.weightstore import PRIVATE_STORE, WeightStore
 from service.models.loading import check_golden, golden_of, warm_up
 from service.models.opening import OpenedArtifact
 from service.models.policy import Serving
@@ -30,7 +30,7 @@ def load_fp32(
     if artifact.manifest.reference is None:
         raise ArtifactError(f"{artifact.path} has no fp32 reference; convert the checkpoint again with the residual")
     threads = threads if serving.threads is None else serving.threads
-    runtime = load_reference(artifact, threads=threads, weights=None if weights is OWN else weights)
+    runtime = load_reference(artifact, threads=threads, weights=None if weights is PRIVATE_STORE else weights)
     try:
         golden = golden_of(artifact)
         warm_up(runtime, opened, serving.warmup, golden)

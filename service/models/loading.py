@@ -25,7 +25,7 @@ from bf16kit.errors import (
 from bf16kit.manifest import MANIFEST
 from bf16kit.runtime import Runtime, RuntimeInfo, kernel
 from bf16kit.runtime.hardware import available_cpus
-from bf16kit.runtime.weightstore import OWN, Remembering, WeightStore
+from bf16kit.runtime.weightstore import PRIVATE_STORE, CachingWeightStore, WeightStore
 from bf16kit.tensors import BY_NAME, TensorSpec, check_feeds, describe
 from bf16kit.wording import brief
 from service.contract import Array
@@ -90,7 +90,7 @@ def load(
     *,
     device: str,
     threads: int | None,
-    weights: WeightStore = OWN,
+    weights: WeightStore = PRIVATE_STORE,
     agreement: Agreement = OWN_CHOICE,
     clock: Clock = time.perf_counter,
 ) -> LoadedModel:
@@ -106,12 +106,12 @@ def load(
     profiles, chosen_device = loading.choose_profiles(opened.artifact, serving.profile, device)
     agreed = agreement.known() if len(profiles) > 1 else ""
     first, *others = (agreed,) if agreed in profiles else profiles
-    if weights is OWN:  # in a shared store the weights may be in memory already
+    if weights is PRIVATE_STORE:  # in a shared store the weights may be in memory already
         check_room(opened, first)
     candidates: dict[str, _Candidate] = {}
     try:
         if serving.instances == AUTO:
-            weights = Remembering(weights)
+            weights = CachingWeightStore(weights)
         resources = _Resources(chosen_device, threads if serving.threads is None else serving.threads, weights)
         candidates[first] = _load_candidate(opened, serving, first, resources)
         skipped = [_try_candidate(candidates, opened, serving, each, resources) for each in others]

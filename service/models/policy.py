@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from bf16kit.errors import ConfigError
-from bf16kit.wording import refused
+from bf16kit.wording import os_error_text
 from service.batching.queue import LevelPolicy
 from service.contract import QueueBounds, Scheduling
 from service.drift.fallbackpolicy import FallbackPolicy
@@ -165,7 +165,7 @@ def load_serving(model_dir: Path) -> Serving:
     try:
         _check_plain(file, f"{file}:", _LARGEST_FILE)
     except OSError as error:
-        raise ConfigError(f"{file}: cannot be read: {refused(error)}") from None
+        raise ConfigError(f"{file}: cannot be read: {os_error_text(error)}") from None
     content = read_mapping(file)
     if isinstance(labels := content.get("labels"), dict):
         content["labels"] = {output: _read_labels(file, str(output), name) for output, name in labels.items()}
@@ -185,7 +185,7 @@ def _read_labels(serving: Path, output: str, name: object) -> tuple[str, ...]:
         _check_plain(file, f"{key}: {name}", _LARGEST_LABELS)
         return tuple(file.read_text("utf-8").rstrip().splitlines())
     except OSError as error:
-        raise ConfigError(f"{key}: {name} cannot be read: {refused(error)}") from None
+        raise ConfigError(f"{key}: {name} cannot be read: {os_error_text(error)}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{key}: {name} is not UTF-8") from None
 

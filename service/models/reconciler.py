@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
 from bf16kit.errors import Bf16kitError, ConfigError, RuntimeFailure, Unavailable
-from bf16kit.runtime.weightstore import OWN, WeightStore
+from bf16kit.runtime.weightstore import PRIVATE_STORE, WeightStore
 from service.drift.gate import ProcessRank
 from service.drift.sampling import SampleSender
 from service.models import loading
@@ -53,7 +53,7 @@ class Reconciler:
         *,
         device: str = "auto",
         threads: int | None = None,
-        weights: WeightStore = OWN,
+        weights: WeightStore = PRIVATE_STORE,
         unload_seconds: float = UNLOAD_SECONDS,
         ready_when_empty: bool = False,
         new_sender: NewSender | None = None,

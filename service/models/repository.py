@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 
 from bf16kit.errors import InvalidRequest, NotFound, Unavailable
-from bf16kit.runtime.weightstore import OWN, WeightStore
+from bf16kit.runtime.weightstore import PRIVATE_STORE, WeightStore
 from bf16kit.wording import quoted, without_long_words
 from service.drift.gate import ProcessRank
 from service.drift.owner import PrecisionOrder
@@ -46,7 +46,7 @@ class Repository:
         *,
         device: str = "auto",
         threads: int | None = None,
-        weights: WeightStore = OWN,
+        weights: WeightStore = PRIVATE_STORE,
         unload_seconds: float = UNLOAD_SECONDS,
         ready_when_empty: bool = False,
         new_sender: NewSender | None = None,

@@ -160,7 +160,7 @@ class Child:
                     env=None if self._environment is None else dict(self._environment),
                 )
             if self._expendable:
-                controlgroup.end_first(self._process.pid)
+                controlgroup.maximize_oom_score(self._process.pid)
             self._peer_ended, self._cpu_seconds_before = False, 0.0
             self._started = self._last_answer = self._pinged = self._tended = now
             self.peer = peer

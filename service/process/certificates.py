@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bf16kit.errors import ConfigError
-from bf16kit.wording import refused
+from bf16kit.wording import os_error_text
 from service.process.files import ReloadedFiles
 
 _log = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ def _read(key: str, path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"{key} {path}: cannot be read: {refused(error)}") from None
+        raise ConfigError(f"{key} {path}: cannot be read: {os_error_text(error)}") from None
 
 
 def _openssl_reason(error: Exception) -> str:

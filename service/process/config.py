@@ -19,7 +19,7 @@ from pydantic_settings import (
 )
 
 from bf16kit.errors import ConfigError
-from bf16kit.wording import refused
+from bf16kit.wording import os_error_text
 
 ENV_PREFIX = "BF16KIT_"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")  # hosts that only programs on this machine can reach
@@ -220,7 +220,7 @@ def read_mapping(file: Path) -> dict[str, Any]:
     try:
         content = yaml.safe_load(file.read_text("utf-8"))
     except OSError as error:
-        raise ConfigError(f"{file}: cannot be read: {refused(error)}") from None
+        raise ConfigError(f"{file}: cannot be read: {os_error_text(error)}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: no UTF-8; 2001-99-99 is no date
         raise ConfigError(f"{file}: is not YAML: {' '.join(str(error).split())}") from None
     if content is None:

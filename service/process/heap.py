@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable
 
-from bf16kit.heap import trimmer
+from bf16kit.heap import find_malloc_trim
 from service.process.ticking import PeriodicThread
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # parameter numbers of mallopt
@@ -47,7 +47,7 @@ class HeapTrimmer:
         busy_seconds: Callable[[], float] = time.process_time,
         tick_s: float = _TICK_S,
     ) -> None:
-        self._trim = trim or trimmer()
+        self._trim = trim or find_malloc_trim()
         self._busy_seconds = busy_seconds
         self._tick_s = tick_s
         self._busy, self._trimmed = busy_seconds(), -_MIN_WORK_S  # CPU seconds at the last tick, at the last trim

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from bf16kit.errors import ConfigError
-from bf16kit.wording import refused
+from bf16kit.wording import os_error_text
 from service.process.files import ReloadedFiles
 
 _log = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class TokenFile:
                 mode = stat.S_IMODE(self._path.stat().st_mode)
                 content = file.read(LARGEST_FILE + 1)
         except OSError as error:
-            raise ConfigError(f"token_file {self._path}: cannot be read: {refused(error)}") from None
+            raise ConfigError(f"token_file {self._path}: cannot be read: {os_error_text(error)}") from None
         if len(content) > LARGEST_FILE:
             raise ConfigError(f"token_file {self._path} is over {LARGEST_FILE} bytes; remove unneeded tokens")
         if mode & stat.S_IROTH:
@@ -92,7 +92,7 @@ def read_tokens(path: Path) -> list[tuple[str, Scopes]]:
         with path.open("rb") as file:
             content = file.read(LARGEST_FILE + 1)[:LARGEST_FILE]
     except OSError as error:
-        raise ConfigError(f"token_file {path}: cannot be read: {refused(error)}") from None
+        raise ConfigError(f"token_file {path}: cannot be read: {os_error_text(error)}") from None
     table = _parse(content, str(path))
     lines = (line.partition("#")[0].split() for line in content.decode("ascii").splitlines())
     return [(words[0], table[_digest(words[0])]) for words in lines if words]

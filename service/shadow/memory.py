@@ -19,7 +19,7 @@ from pathlib import Path
 
 from bf16kit import controlgroup
 from bf16kit.errors import ConfigError, RuntimeFailure, Unavailable
-from bf16kit.heap import give_back
+from bf16kit.heap import release_free_memory
 from bf16kit.manifest import Manifest
 from bf16kit.runtime import Runtime
 from service.contract import Array
@@ -92,19 +92,19 @@ class ReferenceMemory:
         Raises ConfigError if it takes more, and whatever ``load`` raises.
         """
         with self._loading, self.allocating():  # memory taken by another meanwhile would be counted as this one's
-            give_back()
+            release_free_memory()
             before = self.in_use()
             with self._lock:
                 if not self._bounded:
                     self._base = before
             self._set_limit(bound)
             runtime = load()
-            give_back()
+            release_free_memory()
             taken = max(0, self.in_use() - before)
             if taken > bound:
                 runtime.close()
                 del runtime
-                give_back()
+                release_free_memory()
                 raise ConfigError(
                     f"it uses {taken} bytes of memory, over shadow.reference_memory_bytes {bound}, and was unloaded;"
                     f" {_REMEDY}"
@@ -141,7 +141,7 @@ class ReferenceMemory:
         with self._lock:
             if reference in self._bounded:
                 self._bounded.remove(reference)
-        give_back()
+        release_free_memory()
 
     def _set_limit(self, more: int) -> None:
         """Set the system's limit before loading a reference that may take ``more`` bytes."""

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from bf16kit.errors import ArtifactError, Bf16kitError, NotFound
-from bf16kit.orphans import end_with
+from bf16kit.orphans import die_with_parent
 from service.drift.evidence import EvidenceRecorder
 from service.drift.sampling import TokenBucket
 from service.drift.shadow import NICENESS, Shadow
@@ -255,7 +255,7 @@ def run_when_idle() -> None:
 def main() -> None:
     """Entry point: ``python -m service.shadow.references DESCRIPTOR PARENT``."""
     leave_signals_to_the_parent()
-    end_with(int(sys.argv[2]))
+    die_with_parent(int(sys.argv[2]))
     run_when_idle()
     bound_heap()
     References(socket.socket(fileno=int(sys.argv[1]))).run()

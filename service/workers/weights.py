@@ -11,8 +11,8 @@ import weakref
 import numpy as np
 from numpy.typing import NDArray
 
-from bf16kit.runtime.sharedmemory import filled, mapped
-from bf16kit.runtime.weightstore import OWN, Fill, WeightStore
+from bf16kit.runtime.sharedmemory import create_filled, map_read_only
+from bf16kit.runtime.weightstore import PRIVATE_STORE, Fill, WeightStore
 from bf16kit.sealedmemory import UnfitMemory, check
 from service.workers.weightowner import FILL, FILLED, HERE, MOST_BYTES, MOST_DESCRIPTORS, REFUSED, REQUEST
 
@@ -29,7 +29,9 @@ class SharedWeights:
     has no memory to share.
     """
 
-    def __init__(self, owner: socket.socket, *, patience_s: float = PATIENCE_S, own: WeightStore = OWN) -> None:
+    def __init__(
+        self, owner: socket.socket, *, patience_s: float = PATIENCE_S, own: WeightStore = PRIVATE_STORE
+    ) -> None:
         self._owner = owner
         self._patience_s = patience_s
         self._own = own
@@ -44,7 +46,7 @@ class SharedWeights:
             _log.warning("%.0f MB of weights are copied for this process alone: %s", size / 1e6, reason)
             return self._own.get(key, size, fill)
         try:
-            mapping, memory = mapped(descriptor, size)
+            mapping, memory = map_read_only(descriptor, size)
         except BaseException:
             use.close()
             raise
@@ -81,7 +83,7 @@ class SharedWeights:
 
     def _filled(self, use: socket.socket, size: int, fill: Fill) -> int:
         try:
-            descriptor = filled(size, fill)
+            descriptor = create_filled(size, fill)
         except OSError as error:
             raise _NotShared(f"this system has no memory that can be shared ({error.strerror})") from error
         try:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from bf16kit.errors import Bf16kitError, Unavailable
-from bf16kit.orphans import end_with
+from bf16kit.orphans import die_with_parent
 from service.drift.gate import ProcessRank
 from service.drift.owner import PrecisionOrder
 from service.grpcport import build_transport, drain, extensions, open_tracing, read_only_unless_enabled
@@ -274,7 +274,7 @@ class Worker:
 def main() -> None:
     """Entry point: ``python -m service.workers.worker DESCRIPTOR PARENT``."""
     leave_signals_to_the_parent()
-    end_with(int(sys.argv[2]))
+    die_with_parent(int(sys.argv[2]))
     bound_heap()
     Worker(socket.socket(fileno=int(sys.argv[1]))).run()
 

@@ -37,7 +37,9 @@ from bf16kit.tensors import Array
 from service.drift.shadow import QUEUE_SIZE
 
 pytestmark = [
-    pytest.mark.skipif(not kernel.chosen().path, reason="weights that are read as stored need the CPU kernel"),
+    pytest.mark.skipif(
+        not kernel.configured_kernel().path, reason="weights that are read as stored need the CPU kernel"
+    ),
     pytest.mark.skipif(
         prometheusprocess.find() is None, reason="no prometheus on PATH (Debian: apt-get install prometheus)"
     ),

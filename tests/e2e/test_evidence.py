@@ -21,7 +21,9 @@ from bf16kit.artifact import Artifact
 from bf16kit.evidence import Evidence
 from bf16kit.runtime import kernel
 
-pytestmark = pytest.mark.skipif(not kernel.chosen().path, reason="weights that are read as stored need the CPU kernel")
+pytestmark = pytest.mark.skipif(
+    not kernel.configured_kernel().path, reason="weights that are read as stored need the CPU kernel"
+)
 MANAGE = "manager-0123456789abcdef"
 OVER = 'bf16kit_drift_over_budget{model="m",version="1"}'
 SECRET = 1234.5  # a client's value, in every row

@@ -17,7 +17,9 @@ from workerprocesses import Client
 
 from bf16kit.runtime import kernel
 
-pytestmark = pytest.mark.skipif(not kernel.chosen().path, reason="weights that are read as stored need the CPU kernel")
+pytestmark = pytest.mark.skipif(
+    not kernel.configured_kernel().path, reason="weights that are read as stored need the CPU kernel"
+)
 PASSED = 'bf16kit_golden_gate_passed{model="m",version="1"}'
 FAILED = 'bf16kit_golden_gate_runs_total{model="m",outcome="failed",version="1"}'
 

@@ -112,7 +112,9 @@ def test_nothing_outside_the_visible_hierarchy_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux has it")
 def test_a_process_can_ask_to_be_killed_first() -> None:
-    script = "from bf16kit import controlgroup as c; c.end_first(); print(open('/proc/self/oom_score_adj').read())"
+    script = (
+        "from bf16kit import controlgroup as c; c.maximize_oom_score(); print(open('/proc/self/oom_score_adj').read())"
+    )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert int(done.stdout) == 1000
-    controlgroup.end_first(2**31 - 1)  # no such process: no failure
+    controlgroup.maximize_oom_score(2**31 - 1)  # no such process: no failure

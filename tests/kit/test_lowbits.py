@@ -42,7 +42,7 @@ def test_numbers_from_a_narrower_dtype_are_restored_from_few_bytes(dtype: str, m
     source = np.random.default_rng(0).permutation(source)
     fp32 = source.astype(np.float32)
     bf16 = to_bf16(fp32)
-    encoder = Encoder(fp32.shape, low_bits=lowbits.needed(dtype))
+    encoder = Encoder(fp32.shape, low_bits=lowbits.bits_needed(dtype))
     cuts = [0, 5, 12, 4099, fp32.size]
     pieces = [p for a, b in itertools.pairwise(cuts) for p in encoder.rows(fp32[a:b], bf16[a:b])]
     segment = b"".join([*map(bytes, pieces), *encoder.finish()])

@@ -24,9 +24,9 @@ from bf16kit.measurements import (
     ProfileMeasurements,
     SampleColumns,
     SearchEntry,
+    downsample,
     ranges,
     sample_columns,
-    thin,
 )
 from bf16kit.numerics import Census, census
 
@@ -64,7 +64,7 @@ def test_old_measurements_without_input_ranges_are_read_and_written_unchanged() 
     old = _measured().model_copy(update={"inputs": {}})
     assert b'"inputs"' not in old.dumps()
     assert Measurements.loads(old.dumps(), "m") == old
-    assert _measured().fitted().inputs == _measured().inputs
+    assert _measured().within_size_limit().inputs == _measured().inputs
 
 
 def test_an_output_that_is_not_logits_has_no_top1_columns() -> None:
@@ -83,8 +83,8 @@ def test_thousands_of_samples_are_thinned_evenly_and_their_count_is_kept() -> No
 
 
 def test_few_rows_are_not_thinned() -> None:
-    assert list(thin("abc", 10)) == ["a", "b", "c"]
-    assert list(thin("", 10)) == []
+    assert list(downsample("abc", 10)) == ["a", "b", "c"]
+    assert list(downsample("", 10)) == []
 
 
 def test_of_too_many_tensors_the_worst_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,8 +105,8 @@ def test_of_too_many_tensors_the_worst_are_kept(monkeypatch: pytest.MonkeyPatch)
 
 def test_room_is_the_number_of_binades_to_the_nearer_end() -> None:
     found = ranges({"w": Census(count=2, max_abs=2.0**120, min_abs_nonzero=2.0**-120), "zeros": Census(count=2)})
-    assert found.tensors["w"].room == pytest.approx(6.0)
-    assert math.isinf(found.tensors["zeros"].room)
+    assert found.tensors["w"].headroom == pytest.approx(6.0)
+    assert math.isinf(found.tensors["zeros"].headroom)
 
 
 def _edit(change: Callable[[dict[str, Any]], object]) -> bytes:
@@ -168,9 +168,13 @@ def test_a_damaged_file_is_rejected_or_can_be_written_and_read_again(data: st.Da
 def test_very_long_names_cost_rows_but_not_the_whole_file(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "x" * 10_000
     measured = _measured().model_copy(update={"ranges": ranges({name: Census(count=1)})})
-    assert measured.fitted() is measured
+    assert measured.within_size_limit() is measured
     monkeypatch.setattr(measurements, "MAX_BYTES", 8_000)
-    fitted = measured.fitted()
-    assert Measurements.loads(fitted.dumps(), "m") == fitted
-    assert (fitted.ranges.measured, fitted.ranges.tensors, fitted.profiles["cpu"].layers) == (1, {}, None)
-    assert fitted.profiles["cpu"].outputs == measured.profiles["cpu"].outputs
+    within_size_limit = measured.within_size_limit()
+    assert Measurements.loads(within_size_limit.dumps(), "m") == within_size_limit
+    assert (
+        within_size_limit.ranges.measured,
+        within_size_limit.ranges.tensors,
+        within_size_limit.profiles["cpu"].layers,
+    ) == (1, {}, None)
+    assert within_size_limit.profiles["cpu"].outputs == measured.profiles["cpu"].outputs

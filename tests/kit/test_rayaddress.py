@@ -1,4 +1,4 @@
-"""``knock``: a trial connection to the address of a Ray cluster."""
+"""``check_reachable``: a trial connection to the address of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from bf16kit.rayaddress import knock
+from bf16kit.rayaddress import check_reachable
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
@@ -17,21 +17,21 @@ def test_an_address_with_a_listener_is_accepted(host: str) -> None:
     except OSError:
         pytest.skip(f"this machine has no {host}")
     with listening:
-        knock(f"{host}:{listening.getsockname()[1]}")
+        check_reachable(f"{host}:{listening.getsockname()[1]}")
 
 
 def test_an_address_without_a_listener_is_an_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
     with pytest.raises(OSError, match="refused"):
-        knock(f"127.0.0.1:{port}")
+        check_reachable(f"127.0.0.1:{port}")
 
 
 def test_an_impossible_port_is_an_os_error_too() -> None:
     with pytest.raises(OSError, match="port 99999 is over 65535"):
-        knock("127.0.0.1:99999")
+        check_reachable("127.0.0.1:99999")
 
 
 @pytest.mark.parametrize("address", ["", "auto", "local", "ray://127.0.0.1:1", "127.0.0.1", "host:port", ":1"])
 def test_an_address_that_is_not_host_and_port_is_left_to_ray(address: str) -> None:
-    knock(address)
+    check_reachable(address)

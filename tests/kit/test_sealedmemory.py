@@ -14,7 +14,7 @@ import pytest
 
 from bf16kit import controlgroup, sealedmemory
 from bf16kit.controlgroup import RESERVE, Memory
-from bf16kit.runtime.ownmemory import own_memory
+from bf16kit.runtime.ownmemory import allocate_in_large_pages
 from bf16kit.sealedmemory import UnfitMemory
 
 SIZE = 8192
@@ -112,7 +112,7 @@ def test_more_than_the_machine_has_is_a_memory_error_and_leaves_no_descriptor() 
     assert descriptors() == before
 
 
-@pytest.mark.parametrize("make", [sealedmemory.create, own_memory])
+@pytest.mark.parametrize("make", [sealedmemory.create, allocate_in_large_pages])
 def test_more_than_the_containers_limit_is_a_memory_error(
     make: Callable[[int], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,7 @@ import pytest
 import reported
 
 from bf16kit.manifest import DriftEntry, Manifest
-from bf16kit.verdicts import share
+from bf16kit.verdicts import format_budget_ratio
 from converter.report.figures import figures
 
 
@@ -72,4 +72,4 @@ def test_a_lack_of_measurements_is_reported() -> None:
     ],
 )
 def test_shares_of_a_budget(used: float, said: str) -> None:
-    assert share(used) == said
+    assert format_budget_ratio(used) == said

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from bf16kit.wording import brief, first_line, quoted, refused, without_long_words
+from bf16kit.wording import brief, first_line, os_error_text, quoted, without_long_words
 
 
 @pytest.mark.parametrize(
@@ -73,9 +73,9 @@ def test_only_the_start_of_text_from_a_peer_is_quoted() -> None:
 
 
 def test_an_error_about_permissions_names_the_user() -> None:
-    assert refused(PermissionError(13, "Permission denied")) == f"Permission denied to user {os.geteuid()}"
-    assert refused(OSError(30, "Read-only file system")) == "Read-only file system"
-    assert refused(OSError("no number")) == "no number"
+    assert os_error_text(PermissionError(13, "Permission denied")) == f"Permission denied to user {os.geteuid()}"
+    assert os_error_text(OSError(30, "Read-only file system")) == "Read-only file system"
+    assert os_error_text(OSError("no number")) == "no number"
 
 
 def test_a_long_word_takes_no_time() -> None:

@@ -12,6 +12,6 @@ def use(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make sessions use ``path`` for the rest of the test. Skip the test if the processor lacks what it needs."""
     monkeypatch.setenv(kernel.VARIABLE, path)
     try:
-        kernel.available()
+        kernel.usable_kernel()
     except ConfigError as error:
         pytest.skip(str(error))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from bf16kit.runtime.exported import operators
-from bf16kit.runtime.exportedguards import guarded
+from bf16kit.runtime.exportedguards import with_argument_checks
 
 _MEMORY = 3 << 30  # bytes that a call may allocate
 _SIZES = (0, 1, 2, 3, 4, 5, 8, 17)
@@ -83,7 +83,7 @@ def call(name: str, seed: int, count: int) -> int:
         if len(args) < sum(not each.kwarg_only for each in overload._schema.arguments):
             args = args[: next((i for i, each in enumerate(overload._schema.arguments) if each not in arguments), None)]
         try:
-            guarded(name, overload, overload)(*args)
+            with_argument_checks(name, overload, overload)(*args)
             answered += 1
         except Exception:  # noqa: BLE001 - an operator may raise anything, but must not crash the process
             continue

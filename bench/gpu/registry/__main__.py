@@ -18,7 +18,7 @@ from typing import Any
 
 from bench.gpu.registry import standins
 from bench.gpu.registry.rows import Row, table
-from bf16kit.versions import order
+from bf16kit.versions import version_key
 
 # The first of each minor release that bf16kit installs with, and those that are pinned or were.
 RELEASES = (
@@ -76,7 +76,11 @@ def written(of: dict[str, Iterable[Row]]) -> str:
         + "\n  }"
         for domain, ops in sorted(made["kernels"].items())
     )
-    head: dict[str, Any] = {"provider": "CUDAExecutionProvider", "source": _SOURCE, "releases": sorted(of, key=order)}
+    head: dict[str, Any] = {
+        "provider": "CUDAExecutionProvider",
+        "source": _SOURCE,
+        "releases": sorted(of, key=version_key),
+    }
     lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
     sets = ",\n".join(f"  {json.dumps(each)}" for each in made["sets"])
     return "{\n" + ",\n".join([*lines, f' "sets": [\n{sets}\n ]', f' "kernels": {{\n{domains}\n }}']) + "\n}\n"

@@ -13,23 +13,23 @@ from typing import TYPE_CHECKING, Any
 
 from bf16kit.errors import RuntimeFailure
 from bf16kit.runtime.exported import operators
-from bf16kit.runtime.exported.steps import made_by, read_by
+from bf16kit.runtime.exported.steps import assigned_names, referenced_names
 from bf16kit.runtime.exported.values import Ref
 
 if TYPE_CHECKING:
     from bf16kit.runtime.exported.graph import Graph, Node
 
-_OWN = operators.FRESH | operators.IN_PLACE
+_RETURNS_OWN_MEMORY = operators.FRESH | operators.IN_PLACE
 _ATEN = "torch.ops.aten."
 _MEAN, _VARIANCE, _TRAINING = 3, 4, 5  # positions of a batch norm's arguments
 
 
 def check_writes(graph: Graph) -> None:
     """Raise :class:`RuntimeFailure` if ``graph`` may write into an input, a weight or a part of one."""
-    _own(graph, frozenset())
+    _owned_values(graph, frozenset())
 
 
-def _own(graph: Graph, own: Iterable[str]) -> set[str]:
+def _owned_values(graph: Graph, own: Iterable[str]) -> set[str]:
     """Return the values of ``graph`` whose memory the program allocated; ``own`` are those among its inputs.
 
     A name may be assigned twice, as at run time: the last assignment counts.
@@ -37,27 +37,27 @@ def _own(graph: Graph, own: Iterable[str]) -> set[str]:
     found = set(own)
     for node in graph.nodes:
         _check(node, found)
-        for name, is_own in _given(node, found):
+        for name, is_own in _output_ownership(node, found):
             (found.add if is_own else found.discard)(name)
     return found
 
 
-def _given(node: Node, own: set[str]) -> list[tuple[str, bool]]:
+def _output_ownership(node: Node, own: set[str]) -> list[tuple[str, bool]]:
     """Return the names of the outputs of ``node``, each with whether its memory is the program's own."""
-    place = next((i for i, value in enumerate(node.args) if hasattr(value, "nodes")), None)
-    if place is None:
+    position = next((i for i, value in enumerate(node.args) if hasattr(value, "nodes")), None)
+    if position is None:
         # _check has already shown that what is written in place is the program's own.
-        fresh = _name(node) in _OWN or not node.target.startswith(_ATEN)
-        is_own = fresh or read_by((*node.args, *node.kwargs.values())) <= own
-        return [(name, is_own) for name in made_by(node.outputs) if name]
-    graph = node.args[place]
-    given = zip(graph.inputs, node.args[place + 1 :], strict=False)
-    within = _own(graph, (name for name, value in given if read_by([value]) <= own))
-    results = [read_by([result]) <= within for result in graph.results]
+        fresh = _name(node) in _RETURNS_OWN_MEMORY or not node.target.startswith(_ATEN)
+        is_own = fresh or referenced_names((*node.args, *node.kwargs.values())) <= own
+        return [(name, is_own) for name in assigned_names(node.outputs) if name]
+    graph = node.args[position]
+    given = zip(graph.inputs, node.args[position + 1 :], strict=False)
+    within = _owned_values(graph, (name for name, value in given if referenced_names([value]) <= own))
+    results = [referenced_names([result]) <= within for result in graph.results]
     if len(results) != len(node.outputs):
         results = [all(results)] * len(node.outputs)
     pairs = zip(node.outputs, results, strict=True)
-    return [(name, is_own) for output, is_own in pairs for name in made_by([output]) if name]
+    return [(name, is_own) for output, is_own in pairs for name in assigned_names([output]) if name]
 
 
 def _name(node: Node) -> str:
@@ -77,11 +77,11 @@ def _check(node: Node, own: set[str]) -> None:
     elif name in operators.RUNNING and not node.target.endswith(".no_stats"):
         stats = [_argument(node, _MEAN, "running_mean"), _argument(node, _VARIANCE, "running_var")]
         training = _argument(node, _TRAINING, operators.RUNNING[name])
-        if training is not False and not read_by(stats) <= own:
+        if training is not False and not referenced_names(stats) <= own:
             raise RuntimeFailure(
                 f"operator {node.target!r} writes into its running statistics; export the module in evaluation mode"
             )
 
 
-def _argument(node: Node, place: int, name: str) -> Any:
-    return node.args[place] if place < len(node.args) else node.kwargs.get(name)
+def _argument(node: Node, position: int, name: str) -> Any:
+    return node.args[position] if position < len(node.args) else node.kwargs.get(name)

@@ -13,7 +13,7 @@ import re
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from dataclasses import field as made
+from dataclasses import field as dataclass_field
 from typing import Any
 
 import numpy as np
@@ -35,11 +35,11 @@ _MOST_AXES = 64  # of numpy's arrays
 _STRIDED = 7  # torch's number for a plain strided tensor: neither sparse nor in a backend's own layout
 _MOST_VIEWS = 4  # times the file's bytes, for all tensors: torch writes a record per storage, and tensors may share it
 
-Place = tuple[Record, str, tuple[int, ...], tuple[int, ...], int]
+StorageKey = tuple[Record, str, tuple[int, ...], tuple[int, ...], int]
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredTensor:
     """One tensor: ``strides`` and ``offset`` are in elements of its record.
 
     For a ``pickled`` one, dtype, shape and strides are unknown.
@@ -55,7 +55,7 @@ class Stored:
     pickled: bool = False
 
     @property
-    def place(self) -> Place:
+    def storage_key(self) -> StorageKey:
         """Equal for names that refer to the same elements of one record."""
         return self.record, self.dtype, self.shape, self.strides, self.offset
 
@@ -75,9 +75,9 @@ class Archive:
     """
 
     program: Mapping[str, Any]
-    tensors: Mapping[str, Stored]
+    tensors: Mapping[str, StoredTensor]
     data: memoryview
-    _views: dict[Place, Array] = made(default_factory=dict, repr=False)
+    _views: dict[StorageKey, Array] = dataclass_field(default_factory=dict, repr=False)
 
     def record(self, record: Record) -> memoryview:
         """Return the bytes of ``record``."""
@@ -89,11 +89,11 @@ class Archive:
         A record at an unaligned offset is copied.
         """
         stored = self.tensors[name]
-        if stored.place not in self._views:
-            self._views[stored.place] = self._view(stored)
-        return self._views[stored.place]
+        if stored.storage_key not in self._views:
+            self._views[stored.storage_key] = self._view(stored)
+        return self._views[stored.storage_key]
 
-    def _view(self, stored: Stored) -> Array:
+    def _view(self, stored: StoredTensor) -> Array:
         dtype = BY_NAME[stored.dtype].numpy
         if not stored.record.nbytes:
             return np.zeros(stored.shape, dtype)
@@ -164,7 +164,7 @@ def _json(records: Mapping[str, Record], name: str, data: memoryview) -> dict[st
 
 def _tensors(
     records: Mapping[str, Record], model: str, data: memoryview, trust_pickle: bool
-) -> Iterator[tuple[str, Stored]]:
+) -> Iterator[tuple[str, StoredTensor]]:
     seen: set[str] = set()
     for folder, suffix, kind in _CONFIGS:
         config = _json(records, f"{folder}{model}{suffix}", data)
@@ -179,7 +179,7 @@ def _tensors(
 
 def _stored(
     records: Mapping[str, Record], folder: str, what: str, name: str, entry: dict[str, Any], trust_pickle: bool
-) -> Stored:
+) -> StoredTensor:
     file = text(field(entry, "path_name"), what)
     pickled = field(entry, "use_pickle")
     if file.startswith(("custom_obj_", "opaque_obj_")):
@@ -192,11 +192,11 @@ def _stored(
             raise RuntimeFailure(
                 f"{what} is a pickle, which can run any code; --trust-pickle reads it, for files of people you trust"
             )
-        return Stored(name, entry.get("is_param") is True, record, "", pickled=True)
+        return StoredTensor(name, entry.get("is_param") is True, record, "", pickled=True)
     return _strided(name, entry, record, what, file)
 
 
-def _strided(name: str, entry: dict[str, Any], record: Record, what: str, file: str) -> Stored:
+def _strided(name: str, entry: dict[str, Any], record: Record, what: str, file: str) -> StoredTensor:
     meta = mapping(field(entry, "tensor_meta"), what)
     number = integer(field(meta, "dtype"), what)
     if number not in DTYPES:
@@ -207,7 +207,7 @@ def _strided(name: str, entry: dict[str, Any], record: Record, what: str, file: 
     (offset,) = _sizes([field(meta, "storage_offset")], what)
     if len(shape) != len(strides):
         raise RuntimeFailure(f"{what} has {len(shape)} sizes and {len(strides)} strides")
-    needed = _needed(shape, strides, offset, BY_NAME[DTYPES[number]].numpy.itemsize, what)
+    needed = _needed_bytes(shape, strides, offset, BY_NAME[DTYPES[number]].numpy.itemsize, what)
     if needed > record.nbytes:
         raise RuntimeFailure(
             f"{what} takes {needed} bytes from record {file!r}, which has {record.nbytes}; where it is an expanded"
@@ -215,10 +215,10 @@ def _strided(name: str, entry: dict[str, Any], record: Record, what: str, file: 
         )
     if not needed:
         record = Record(record.offset, 0, 0)
-    return Stored(name, entry.get("is_param") is True, record, DTYPES[number], shape, strides, offset)
+    return StoredTensor(name, entry.get("is_param") is True, record, DTYPES[number], shape, strides, offset)
 
 
-def _needed(shape: tuple[int, ...], strides: tuple[int, ...], offset: int, itemsize: int, what: str) -> int:
+def _needed_bytes(shape: tuple[int, ...], strides: tuple[int, ...], offset: int, itemsize: int, what: str) -> int:
     """Return the bytes that a tensor's record must have.
 
     The record must hold the last element, and as many elements as the tensor has once it is copied: strides of 0 would
@@ -232,8 +232,8 @@ def _needed(shape: tuple[int, ...], strides: tuple[int, ...], offset: int, items
     elements = math.prod(shape)
     if not elements:
         return 0
-    reached = offset + 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    return max(reached, elements) * itemsize
+    end = offset + 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    return max(end, elements) * itemsize
 
 
 def _sizes(values: Any, what: str) -> tuple[int, ...]:
@@ -252,7 +252,7 @@ def _check_views(archive: Archive) -> None:
     A view that is not contiguous, or is widened, is copied. Many views of the same bytes, or records that overlap,
     would multiply the memory.
     """
-    total = sum({stored.place: stored.nbytes for stored in archive.tensors.values()}.values())
+    total = sum({stored.storage_key: stored.nbytes for stored in archive.tensors.values()}.values())
     if total > _MOST_VIEWS * len(archive.data):
         raise RuntimeFailure(
             f"takes {total} bytes of tensors from a file of {len(archive.data)}, more than {_MOST_VIEWS} times as many;"

@@ -15,21 +15,21 @@ from bf16kit.runtime.exported.values import (
     Layout,
     MemoryFormat,
     Ref,
+    boolean,
     field,
     integer,
     listed,
     mapping,
     name,
     number,
-    truth,
+    option,
     union,
-    word,
 )
 
 _MOST = 1_000_000  # values in a list
 
 
-def read(value: Any, what: str, graph: Callable[[Any], Any]) -> Any:
+def read_argument(value: Any, what: str, graph: Callable[[Any], Any]) -> Any:
     """Read an argument: a plain value, a :class:`Ref`, an option, or a list of them.
 
     Options are classes of :mod:`bf16kit.runtime.exported.values`. ``graph`` reads an argument that is itself a graph.
@@ -69,7 +69,7 @@ def _symbolic(value: Any, what: str) -> Any:
     tag, found = union(value, what)
     if tag == "as_name":
         return Ref(name(found, what))
-    plain = {"as_int": integer, "as_float": number, "as_bool": truth}
+    plain = {"as_int": integer, "as_float": number, "as_bool": boolean}
     if tag not in plain:
         raise RuntimeFailure(f"{what} is given a size of kind {tag[:80]!r}, which bf16kit does not know")
     return plain[tag](found, what)
@@ -108,8 +108,8 @@ _PLAIN = {
     "as_optional_tensor": _optional,
     "as_int": integer,
     "as_float": number,
-    "as_bool": truth,
-    "as_string": word,
+    "as_bool": boolean,
+    "as_string": option,
     "as_scalar_type": _dtype,
     "as_memory_format": _memory_format,
     "as_layout": _layout,
@@ -120,7 +120,7 @@ _LISTS = {
     "as_optional_tensors": _optional,
     "as_ints": integer,
     "as_floats": number,
-    "as_bools": truth,
+    "as_bools": boolean,
     "as_sym_ints": _symbolic,
     "as_sym_floats": _symbolic,
     "as_sym_bools": _symbolic,

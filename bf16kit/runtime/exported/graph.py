@@ -36,8 +36,8 @@ _POSITIONAL = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Edge:
-    """An input or output.
+class TensorInput:
+    """A tensor that the program takes.
 
     A free dimension is the program's symbol for it, or "?" for an expression of several symbols.
     """
@@ -77,7 +77,7 @@ class Program:
     ``outputs`` are names for ``graph.results``, "" for those that are no tensors.
     """
 
-    inputs: tuple[Edge, ...]
+    inputs: tuple[TensorInput, ...]
     tensors: Mapping[str, str]
     graph: Graph
     outputs: tuple[str, ...]
@@ -103,11 +103,11 @@ def parse_program(program: Mapping[str, Any], stored: Mapping[str, object]) -> P
     _check_outputs(signature)
     graph = _graph(values, 0)
     check_writes(graph)
-    return Program(inputs, tensors, graph, output_names(module, graph.results, [edge.name for edge in inputs]))
+    return Program(inputs, tensors, graph, output_names(module, graph.results, [each.name for each in inputs]))
 
 
-def _inputs(signature: Mapping[str, Any], metas: Mapping[str, Any]) -> tuple[tuple[Edge, ...], dict[str, str]]:
-    edges: list[Edge] = []
+def _inputs(signature: Mapping[str, Any], metas: Mapping[str, Any]) -> tuple[tuple[TensorInput, ...], dict[str, str]]:
+    inputs: list[TensorInput] = []
     tensors: dict[str, str] = {}
     for spec in listed(field(signature, "input_specs"), "input_specs"):
         kind, value = union(spec, "input_specs")
@@ -119,27 +119,27 @@ def _inputs(signature: Mapping[str, Any], metas: Mapping[str, Any]) -> tuple[tup
                 continue
             if tag != "as_tensor":
                 raise RuntimeFailure(f"has a non-tensor input ({tag.removeprefix('as_')}); export it without")
-            given = name(field(mapping(argument, kind), "name"), kind)
-            edges.append(_edge(given, metas))
+            input_name = name(field(mapping(argument, kind), "name"), kind)
+            inputs.append(_tensor_input(input_name, metas))
             continue
-        target = {"parameter": "parameter_name", "buffer": "buffer_name", "tensor_constant": "tensor_constant_name"}
-        if kind not in target:
+        name_field = {"parameter": "parameter_name", "buffer": "buffer_name", "tensor_constant": "tensor_constant_name"}
+        if kind not in name_field:
             raise RuntimeFailure(f"has an input of kind {kind[:80]!r}, which is not a tensor")
-        known = mapping(value, kind)
-        taken = name(field(mapping(field(known, "arg"), kind), "name"), kind)
-        tensors[taken] = text(field(known, target[kind]), kind)
-    if not edges:
+        spec_fields = mapping(value, kind)
+        value_name = name(field(mapping(field(spec_fields, "arg"), kind), "name"), kind)
+        tensors[value_name] = text(field(spec_fields, name_field[kind]), kind)
+    if not inputs:
         raise RuntimeFailure("has no input that is a tensor")
-    return tuple(edges), tensors
+    return tuple(inputs), tensors
 
 
-def _edge(given: str, metas: Mapping[str, Any]) -> Edge:
-    what = f"input {given!r}"
-    meta = mapping(field(metas, given), what)
+def _tensor_input(name: str, metas: Mapping[str, Any]) -> TensorInput:
+    what = f"input {name!r}"
+    meta = mapping(field(metas, name), what)
     code = integer(field(meta, "dtype"), what)
     if code not in DTYPES:
         raise RuntimeFailure(f"{what} has torch's scalar type {code}, which bf16kit does not support")
-    return Edge(given, DTYPES[code], tuple(_dim(size, what) for size in listed(field(meta, "sizes"), what)))
+    return TensorInput(name, DTYPES[code], tuple(_dim(size, what) for size in listed(field(meta, "sizes"), what)))
 
 
 def _dim(size: Any, what: str) -> int | str:
@@ -164,14 +164,16 @@ def _check_outputs(signature: Mapping[str, Any]) -> None:
 def _graph(found: Mapping[str, Any], depth: int) -> Graph:
     if depth > _DEEPEST:
         raise RuntimeFailure(f"nests graphs more than {_DEEPEST} deep")
-    inputs = tuple(filter(None, (_given(value) for value in listed(field(found, "inputs"), "inputs"))))
+    inputs = tuple(filter(None, (_input_name(value) for value in listed(field(found, "inputs"), "inputs"))))
     nodes = listed(field(found, "nodes"), "nodes")
     if len(nodes) > _MOST:
         raise RuntimeFailure(f"has {len(nodes)} nodes, over the limit of {_MOST}")
     return Graph(
         inputs,
         tuple(node for each in nodes if (node := _node(mapping(each, "nodes"), depth)) is not None),
-        tuple(arguments.read(value, "outputs", _no_graph) for value in listed(field(found, "outputs"), "outputs")),
+        tuple(
+            arguments.read_argument(value, "outputs", _no_graph) for value in listed(field(found, "outputs"), "outputs")
+        ),
     )
 
 
@@ -179,7 +181,7 @@ def _no_graph(_graph: Any) -> Any:
     raise RuntimeFailure("gives a graph")
 
 
-def _given(value: Any) -> str | None:
+def _input_name(value: Any) -> str | None:
     tag, argument = union(value, "inputs")
     if tag == "as_tensor":
         return name(field(mapping(argument, "inputs"), "name"), "inputs")
@@ -204,7 +206,7 @@ def _node(node: Mapping[str, Any], depth: int) -> Node | None:
     kwargs: dict[str, Any] = {}
     for given in listed(field(node, "inputs"), what):
         argument = mapping(given, what)
-        value = arguments.read(field(argument, "arg"), what, inner)
+        value = arguments.read_argument(field(argument, "arg"), what, inner)
         named = text(argument.get("name", ""), what)
         if argument.get("kind") == _POSITIONAL or not named or not operator:
             args.append(value)

@@ -13,18 +13,18 @@ Values = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One call, ready to run: ``spent`` are values that no later call reads."""
+    """One call, ready to run: ``dead_values`` are values that no later call reads."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     outputs: tuple[Any, ...]
     single: bool
-    spent: tuple[str, ...]
+    dead_values: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
+class BoundProgram:
     """A program whose operators were resolved, and whose dtypes and devices were chosen."""
 
     inputs: tuple[str, ...]
@@ -37,59 +37,59 @@ class Bound:
 
         ``values`` has the inputs and tensors by their names in the graph. It is modified.
         """
-        found = self.flat(values)
+        found = self.run_graph(values)
         return {name: value for name, value in zip(self.outputs, found, strict=True) if name}
 
-    def flat(self, values: Values) -> list[Any]:
+    def run_graph(self, values: Values) -> list[Any]:
         """Return the graph's results, in their order."""
         for step in self.steps:
             result = step.function(
-                *[_filled(value, values) for value in step.args],
-                **{key: _filled(value, values) for key, value in step.kwargs.items()},
+                *[_resolve(value, values) for value in step.args],
+                **{key: _resolve(value, values) for key, value in step.kwargs.items()},
             )
             if step.single:
                 values[step.outputs[0]] = result
             else:
-                _spread(step.outputs, result, values)
-            for name in step.spent:
+                _assign(step.outputs, result, values)
+            for name in step.dead_values:
                 del values[name]
-        return [_filled(value, values) for value in self.results]
+        return [_resolve(value, values) for value in self.results]
 
 
-def _filled(value: Any, values: Values) -> Any:
+def _resolve(value: Any, values: Values) -> Any:
     kind = type(value)
     if kind is Ref:
         return values[value.name]
     if kind is list:
-        return [_filled(item, values) for item in value]
+        return [_resolve(item, values) for item in value]
     return value
 
 
-def _spread(names: tuple[Any, ...], result: Any, values: Values) -> None:
+def _assign(names: tuple[Any, ...], result: Any, values: Values) -> None:
     """Assign each item of ``result`` to its name; an item that is a list has a tuple of names."""
     if not names or names == (None,):
         return
     for name, item in zip(names, result, strict=True):
         if isinstance(name, tuple):
-            _spread(name, item, values)
+            _assign(name, item, values)
         elif name is not None:
             values[name] = item
 
 
-def read_by(values: Any) -> set[str]:
+def referenced_names(values: Any) -> set[str]:
     """Return the names that ``values`` refer to."""
     found: set[str] = set()
     for value in values:
         if isinstance(value, Ref):
             found.add(value.name)
         elif isinstance(value, list):
-            found |= read_by(value)
+            found |= referenced_names(value)
     return found
 
 
-def made_by(outputs: Any) -> set[str]:
+def assigned_names(outputs: Any) -> set[str]:
     """Return the names of an operator's ``outputs``."""
     found: set[str] = set()
     for output in outputs:
-        found |= made_by(output) if isinstance(output, tuple) else {output}
+        found |= assigned_names(output) if isinstance(output, tuple) else {output}
     return found

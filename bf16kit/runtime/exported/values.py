@@ -27,7 +27,7 @@ STRIDED = 7
 SYMBOLIC_LARGEST = 2**47  # elements of one tensor: more than any machine can map
 _LARGEST_INTEGER = 2**63
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,999}")
-_WORD = re.compile(r"[\w\-, .>()]{0,200}", re.ASCII)
+_OPTION = re.compile(r"[\w\-, .>()]{0,200}", re.ASCII)
 _FLOATS = ("Infinity", "-Infinity", "NaN")
 
 
@@ -90,7 +90,7 @@ def integer(value: Any, what: str) -> int:
     return value
 
 
-def truth(value: Any, what: str) -> bool:
+def boolean(value: Any, what: str) -> bool:
     """``value`` as true or false."""
     if not isinstance(value, bool):
         raise RuntimeFailure(f"{what}: expected true or false, got {_brief(value)}")
@@ -117,10 +117,10 @@ def name(value: Any, what: str) -> str:
     return found
 
 
-def word(value: Any, what: str) -> str:
+def option(value: Any, what: str) -> str:
     """Return ``value`` as an option of an operator, such as ``tanh`` or an equation of einsum."""
     found = text(value, what)
-    if not _WORD.fullmatch(found):
+    if not _OPTION.fullmatch(found):
         raise RuntimeFailure(f"{what}: {_brief(found)} is not an option that an operator takes")
     return found
 

@@ -17,7 +17,7 @@ from onnx import ModelProto, helper
 import graphs
 from bf16kit.errors import ConfigError, RuntimeFailure
 from bf16kit.runtime import kernel
-from bf16kit.runtime.session import failing_as, open_session
+from bf16kit.runtime.session import as_runtime_failure, open_session
 
 pytestmark = pytest.mark.skipif(not kernel.LIBRARY.exists(), reason="the kernel was not built: no C++17 compiler")
 Array = NDArray[Any]
@@ -48,7 +48,7 @@ def model(op: str, **attributes: Any) -> ModelProto:
 def run(made: ModelProto, *inputs: Array, threads: int = 1) -> Array:
     """Return the result. Raises :class:`~bf16kit.errors.RuntimeFailure` if the load or the run fails."""
     session = open_session(made.SerializeToString(), threads=threads, library=kernel.LIBRARY)
-    with failing_as("running"):
+    with as_runtime_failure("running"):
         return np.asarray(session.run(["y"], dict(zip(("q", "k", "v", "m"), inputs, strict=False)))[0])
 
 
@@ -75,7 +75,7 @@ def paths_of(operator: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for path in kernel.PATHS[:-1]:
         monkeypatch.setenv(kernel.VARIABLE, path)
         with contextlib.suppress(ConfigError):
-            found.add(kernel.available(rounds=operator == "AttentionBf16").path)
+            found.add(kernel.usable_kernel(rounds=operator == "AttentionBf16").path)
     monkeypatch.delenv(kernel.VARIABLE)
     return sorted(found)
 

@@ -22,11 +22,11 @@ import graphs
 from bf16kit.artifact import Artifact
 from bf16kit.errors import ArtifactDamaged
 from bf16kit.runtime import Array
-from bf16kit.runtime.copied import copied
+from bf16kit.runtime.copied import copied_weights
 from bf16kit.runtime.kernel import DOMAIN, LIBRARY, read_as_stored
 from bf16kit.runtime.loading import load, load_reference
-from bf16kit.runtime.ownmemory import LARGE_PAGE, own_memory
-from bf16kit.runtime.weightstore import OWN, Fill
+from bf16kit.runtime.ownmemory import LARGE_PAGE, allocate_in_large_pages
+from bf16kit.runtime.weightstore import PRIVATE_STORE, Fill
 from bf16kit.tensors import TensorSpec
 from converter.cli import run
 
@@ -95,14 +95,14 @@ def test_a_file_with_several_tensors_is_copied_once(tmp_path: Path) -> None:
     """The copies take the size of the files, no matter how many tensors of the graph refer to them."""
     artifact = Artifact.open(artifacts.write_tables(tmp_path / "tables" / "1", rows=100, count=8).path, copies=True)
     size = artifact.manifest.files["weights.bf16"].bytes
-    with copied(artifact, artifact.file("cpu.onnx"), Path("nowhere")) as weights:
+    with copied_weights(artifact, artifact.file("cpu.onnx"), Path("nowhere")) as weights:
         assert [array.nbytes for array in weights.files.values()] == [size + -size % 64]
 
 
 def test_a_graph_without_weights_in_files_needs_no_copy(product: Artifact, tmp_path: Path) -> None:
     graph = tmp_path / "empty.onnx"
     graph.write_bytes(b"")
-    with copied(product, graph, tmp_path) as weights:
+    with copied_weights(product, graph, tmp_path) as weights:
         assert (weights.where, weights.files, weights.base_dir) == ("in the graph", {}, None)
 
 
@@ -172,7 +172,7 @@ def test_a_session_that_outlives_its_runtime_keeps_its_weights(product: Artifact
     runtime.close()
     del runtime
     gc.collect()
-    taken = [own_memory(2 * WIDTH * WIDTH) for _ in range(4)]
+    taken = [allocate_in_large_pages(2 * WIDTH * WIDTH) for _ in range(4)]
     for memory in taken:
         memory[:] = 255
     np.testing.assert_array_equal(session.run(None, {"x": X})[0], right)
@@ -247,7 +247,7 @@ class Kept:
     def get(self, key: str, size: int, fill: Fill) -> NDArray[np.uint8]:
         self.keys.append(key)
         self.sizes.append(size)
-        return OWN.get(key, size, fill)
+        return PRIVATE_STORE.get(key, size, fill)
 
 
 @KERNEL
@@ -269,7 +269,7 @@ def test_weights_that_changed_before_the_copy_are_not_stored(product: Artifact, 
 
     class Store:
         def get(self, key: str, size: int, fill: Fill) -> NDArray[np.uint8]:
-            memory = OWN.get(key, size, fill)
+            memory = PRIVATE_STORE.get(key, size, fill)
             kept.append(memory)
             return memory
 

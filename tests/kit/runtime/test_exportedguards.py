@@ -13,7 +13,7 @@ import torch
 
 from bf16kit.errors import RuntimeFailure
 from bf16kit.runtime.exported import operators
-from bf16kit.runtime.exportedguards import guarded
+from bf16kit.runtime.exportedguards import with_argument_checks
 
 SUPPORT = Path(__file__).parents[2] / "support"
 
@@ -21,7 +21,7 @@ SUPPORT = Path(__file__).parents[2] / "support"
 def call(target: str, *args: Any, **kwargs: Any) -> Any:
     name, overload = target.split(".")
     operator = getattr(getattr(torch.ops.aten, name), overload)
-    return guarded(name, operator, operator)(*args, **kwargs)
+    return with_argument_checks(name, operator, operator)(*args, **kwargs)
 
 
 X = torch.ones(2, 4096, 1, 1)

@@ -15,7 +15,7 @@ from onnx import ModelProto, helper
 import graphs
 from bf16kit.errors import ConfigError
 from bf16kit.runtime import kernel, quietort
-from bf16kit.runtime.kernel import NOT_NEEDED, PATHS, VARIABLE, Kernel, available, kernel_for
+from bf16kit.runtime.kernel import NOT_NEEDED, PATHS, VARIABLE, Kernel, kernel_for, usable_kernel
 from bf16kit.runtime.onnx import OnnxRuntime
 from bf16kit.tensors import TensorSpec
 
@@ -40,8 +40,8 @@ def nothing_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_fastest_path_that_this_processor_can_run_is_chosen() -> None:
     flags = set(Path("/proc/cpuinfo").read_text().split())
     expected = "avx512f" if "avx512f" in flags else "avx2" if {"avx2", "fma"} <= flags else "portable"
-    assert available() == Kernel(expected)
-    assert available(rounds=True) == Kernel("avx512_bf16" if "avx512_bf16" in flags else expected)
+    assert usable_kernel() == Kernel(expected)
+    assert usable_kernel(rounds=True) == Kernel("avx512_bf16" if "avx512_bf16" in flags else expected)
 
 
 @built
@@ -49,7 +49,7 @@ def test_the_fastest_path_that_this_processor_can_run_is_chosen() -> None:
 def test_the_path_that_the_variable_names_runs(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, path)
     try:
-        found = available(rounds=True)
+        found = usable_kernel(rounds=True)
     except ConfigError as error:
         pytest.skip(str(error))  # the next test covers this error
     assert found == Kernel(path)
@@ -63,18 +63,18 @@ def test_a_named_path_that_this_processor_cannot_run_is_an_error(
     monkeypatch.setattr(kernel, "PATHS", (*PATHS, "avx10"))
     monkeypatch.setenv(VARIABLE, "avx10")
     with pytest.raises(ConfigError, match=r"is 'avx10', which this processor cannot run; name another .* or unset it"):
-        available()
+        usable_kernel()
 
 
 @built
 def test_an_opt_in_path_runs_only_if_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert available().path not in kernel.OPT_IN
+    assert usable_kernel().path not in kernel.OPT_IN
     monkeypatch.setenv(VARIABLE, "amx")
     if {"amx_tile", "amx_bf16"} <= set(Path("/proc/cpuinfo").read_text().split()):
-        assert available() == Kernel("amx")
+        assert usable_kernel() == Kernel("amx")
     else:
         with pytest.raises(ConfigError, match="is 'amx', which this processor cannot run"):
-            available()
+            usable_kernel()
 
 
 @pytest.mark.parametrize("is_built", [True, False])
@@ -84,20 +84,20 @@ def test_an_unknown_path_is_an_error_that_lists_the_valid_ones(is_built: bool, m
     monkeypatch.setenv(VARIABLE, "avx10")
     expected = f"{VARIABLE} is 'avx10'; allowed are avx512_bf16, avx512f, avx2, portable, amx and off; unset it"
     with pytest.raises(ConfigError, match=expected):
-        available()
+        usable_kernel()
 
 
 @built
 def test_an_empty_variable_counts_as_unset(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = available()
+    chosen = usable_kernel()
     monkeypatch.setenv(VARIABLE, "")
-    assert available() == chosen
+    assert usable_kernel() == chosen
     assert chosen.path in PATHS
 
 
 def test_off_disables_the_kernel_and_the_note_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "off")
-    found = available()
+    found = usable_kernel()
     assert (found.path, found.library) == ("", None)
     assert found.note == f"no CPU kernel, because it is switched off by {VARIABLE}=off"
     assert "twice the memory" in found.advice
@@ -108,7 +108,7 @@ def test_the_advice_for_a_kernel_that_was_not_built_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(kernel, "LIBRARY", tmp_path / "_bf16kernel.so")
-    found = available()
+    found = usable_kernel()
     assert found.path == ""
     assert "was not built" in found.note
     assert "no C++17 compiler, or it failed (pip install -v shows why)" in found.note
@@ -127,9 +127,9 @@ def test_sources_imported_instead_of_an_installed_kernel_are_reported(
     (installed / "bf16kit-0.1.0.dist-info" / "METADATA").write_text("Name: bf16kit\nVersion: 0.1.0\n")
     monkeypatch.setattr(sys, "path", [str(installed)])  # without the checkout that these tests belong to
     monkeypatch.setattr(kernel, "LIBRARY", sources / "bf16kit" / "runtime" / kernel.LIBRARY.name)
-    assert "it was not built when" in available().note
+    assert "it was not built when" in usable_kernel().note
     library.touch()
-    found = available()
+    found = usable_kernel()
     assert found.note == (
         f"no CPU kernel, because bf16kit is imported from {sources}, where it was not built, and not from {installed},"
         " where it was"
@@ -141,12 +141,12 @@ def test_a_damaged_library_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path
     damaged = tmp_path / "_bf16kernel.so"
     damaged.write_bytes(b"\x7fELF and no more")
     monkeypatch.setattr(kernel, "LIBRARY", damaged)
-    assert (available().path, "cannot be loaded" in available().note) == ("", True)
+    assert (usable_kernel().path, "cannot be loaded" in usable_kernel().note) == ("", True)
 
 
 def test_a_library_without_the_kernels_functions_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "LIBRARY", Path(_ctypes.__file__))
-    assert (available().path, "bf16kit_kernel_path" in available().note) == ("", True)
+    assert (usable_kernel().path, "bf16kit_kernel_path" in usable_kernel().note) == ("", True)
 
 
 @built
@@ -157,7 +157,7 @@ def test_an_error_of_onnx_runtime_or_the_library_is_quoted(monkeypatch: pytest.M
             raise RuntimeError("ONNX Runtime 2.0.0 is not a release this kernel knows")
 
     monkeypatch.setattr(quietort.ort, "SessionOptions", Refusing)
-    found = available()
+    found = usable_kernel()
     assert found.path == ""
     assert "ONNX Runtime 2.0.0 is not a release this kernel knows" in found.note
     assert "install an onnxruntime of 1.24 to 1.31, which are tested, or a later 1.x" in found.advice
@@ -178,7 +178,7 @@ def test_a_file_that_is_not_a_graph_is_left_for_onnx_runtime_to_reject(tmp_path:
 def test_a_graph_with_our_nodes_at_any_level_needs_the_kernel(model: ModelProto, tmp_path: Path) -> None:
     path = tmp_path / "cpu.onnx"
     path.write_bytes(model.SerializeToString())
-    assert kernel_for(path) == kernel_for(path.read_bytes()) == available() != NOT_NEEDED
+    assert kernel_for(path) == kernel_for(path.read_bytes()) == usable_kernel() != NOT_NEEDED
 
 
 def test_importing_the_module_imports_no_heavy_package() -> None:

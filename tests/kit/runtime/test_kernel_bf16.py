@@ -31,7 +31,7 @@ def paths(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for path in kernel.PATHS[:-1]:
         monkeypatch.setenv(kernel.VARIABLE, path)
         try:
-            found.append(kernel.available(rounds=True).path)
+            found.append(kernel.usable_kernel(rounds=True).path)
         except ConfigError:
             continue
     return found

@@ -16,7 +16,7 @@ from products import LAYOUTS, product, run, session
 import graphs
 from bf16kit.errors import RuntimeFailure
 from bf16kit.runtime import kernel
-from bf16kit.runtime.session import failing_as, open_session
+from bf16kit.runtime.session import as_runtime_failure, open_session
 
 pytestmark = pytest.mark.skipif(not kernel.LIBRARY.exists(), reason="the kernel was not built: no C++17 compiler")
 K, N = 300, 72
@@ -133,7 +133,7 @@ def test_a_computed_bias_of_the_wrong_shape_is_rejected_at_run_time() -> None:
     opened = session(model)
     with (
         pytest.raises(RuntimeFailure, match=rf"the bias has 1 dimensions and {N - 1} elements; it must be \[n\]"),
-        failing_as("the run"),
+        as_runtime_failure("the run"),
     ):
         opened.run(["y"], {"x": np.zeros((2, K), np.float32), "b": np.zeros(N - 1, np.float32)})
 

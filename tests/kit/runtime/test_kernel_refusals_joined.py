@@ -13,7 +13,7 @@ from products import joined, lookup, session
 import graphs
 from bf16kit.errors import RuntimeFailure
 from bf16kit.runtime import kernel
-from bf16kit.runtime.session import failing_as
+from bf16kit.runtime.session import as_runtime_failure
 
 pytestmark = pytest.mark.skipif(not kernel.LIBRARY.exists(), reason="the kernel was not built: no C++17 compiler")
 K, COLUMNS = 40, (64, 32, 96)
@@ -83,7 +83,7 @@ def test_x_of_the_wrong_width_is_rejected_at_run_time() -> None:
     model = joined(K, COLUMNS)
     model.graph.input[0].CopyFrom(graphs.edge("x", ["rows", "width"]))
     opened = session(model)
-    with pytest.raises(RuntimeFailure, match=f"the last dimension of x is {K - 1}"), failing_as("running"):
+    with pytest.raises(RuntimeFailure, match=f"the last dimension of x is {K - 1}"), as_runtime_failure("running"):
         opened.run(None, {"x": np.zeros((2, K - 1), np.float32)})
 
 
@@ -108,5 +108,8 @@ def test_a_table_that_is_computed_is_rejected_at_load() -> None:
 @pytest.mark.parametrize("index", [64, -65, 2**40, -(2**63), 2**63 - 1])
 def test_an_index_out_of_range_is_rejected_at_run_time(index: int) -> None:
     opened = session(lookup(K, 64))
-    with pytest.raises(RuntimeFailure, match=f"index {index}.* outside of a table of 64 rows"), failing_as("running"):
+    with (
+        pytest.raises(RuntimeFailure, match=f"index {index}.* outside of a table of 64 rows"),
+        as_runtime_failure("running"),
+    ):
         opened.run(["y"], {"ids": np.array([0, index])})

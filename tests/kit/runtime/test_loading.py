@@ -15,11 +15,11 @@ import torch
 import graphs
 from bf16kit.artifact import Artifact
 from bf16kit.errors import ArtifactError, ConfigError, DeviceUnavailable
-from bf16kit.heap import trimmer
+from bf16kit.heap import find_malloc_trim
 from bf16kit.manifest import Manifest, ProfileEntry
 from bf16kit.runtime.loading import choose_profile, load, load_reference
 from bf16kit.runtime.session import has_cuda
-from bf16kit.runtime.weightstore import OWN, Remembering
+from bf16kit.runtime.weightstore import PRIVATE_STORE, CachingWeightStore
 
 WIDTH = 64
 no_cuda = pytest.mark.skipif(has_cuda() or torch.cuda.is_available(), reason="this machine may run CUDA")
@@ -56,20 +56,20 @@ def test_loading_onnx_artifacts_never_imports_torch(mlp: Artifact) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-@pytest.mark.skipif(trimmer() is None, reason="this C library keeps what it keeps")
+@pytest.mark.skipif(find_malloc_trim() is None, reason="this C library keeps what it keeps")
 def test_memory_that_loading_took_beyond_the_model_is_given_back(mlp: Artifact) -> None:
     """The probe multiplies matrices of one megabyte. After the load, less than that remains to be given back."""
     program = (
         "import sys\n"
         "from pathlib import Path\n"
         "from bf16kit.artifact import Artifact\n"
-        "from bf16kit.heap import give_back\n"
+        "from bf16kit.heap import release_free_memory\n"
         "from bf16kit.runtime.loading import load\n"
         "def resident():\n"
         "    return 4096 * int(Path('/proc/self/statm').read_text().split()[1])\n"
         "loaded = load(Artifact.open(sys.argv[1]), 'cpu')\n"
         "before = resident()\n"
-        "give_back()\n"
+        "release_free_memory()\n"
         "print(before - resident())\n"
     )
     done = subprocess.run([sys.executable, "-c", program, str(mlp.path)], stdout=subprocess.PIPE, text=True, check=True)
@@ -120,11 +120,11 @@ def test_a_low_priority_reference_gives_the_same_outputs_on_the_callers_thread(m
 
 def test_references_with_one_store_share_one_copy_of_their_weights(mlp: Artifact) -> None:
     """Several workers share their weights in this way. Sharing does not change the outputs."""
-    store = Remembering(OWN)
+    store = CachingWeightStore(PRIVATE_STORE)
     golden = mlp.golden()
     for reference in (load_reference(mlp, weights=store), load_reference(mlp, weights=store)):
         np.testing.assert_allclose(reference.run(golden.inputs)["y"], golden.outputs["y"], rtol=1e-5, atol=1e-6)
-    (memory,) = store.given.values()
+    (memory,) = store.arrays.values()
     assert memory.nbytes == 2 * WIDTH * WIDTH * 4
     assert not memory.flags.writeable
 
@@ -133,10 +133,10 @@ def test_weights_of_a_damaged_artifact_are_not_put_into_the_store(tmp_path: Path
     artifact = Artifact.open(artifacts.write_mlp(tmp_path / "mlp" / "1").path, copies=True)
     with (tmp_path / "mlp" / "1" / "residual.bin").open("r+b") as file:
         file.write(b"\xff\xff")
-    store = Remembering(OWN)
+    store = CachingWeightStore(PRIVATE_STORE)
     with pytest.raises(ArtifactError, match=r"residual\.bin"):
         load_reference(artifact, weights=store)
-    assert store.given == {}
+    assert store.arrays == {}
 
 
 def test_loading_the_reference_of_an_artifact_without_one_fails(mlp: Artifact) -> None:

@@ -13,7 +13,7 @@ from onnx import ModelProto, helper
 import graphs
 from bf16kit.errors import RuntimeFailure
 from bf16kit.runtime import kernel
-from bf16kit.runtime.session import failing_as, open_session
+from bf16kit.runtime.session import as_runtime_failure, open_session
 
 pytestmark = pytest.mark.skipif(not kernel.LIBRARY.exists(), reason="the kernel was not built: no C++17 compiler")
 Array = NDArray[Any]
@@ -40,7 +40,7 @@ def model(op: str, **attributes: Any) -> ModelProto:
 def run(made: ModelProto, *inputs: Array, threads: int = 1) -> list[Array]:
     """Return the outputs. Raises :class:`~bf16kit.errors.RuntimeFailure` if the load or the run fails."""
     session = open_session(made.SerializeToString(), threads=threads, library=kernel.LIBRARY)
-    with failing_as("running"):
+    with as_runtime_failure("running"):
         found: list[Array] = session.run(
             None, dict(zip([value.name for value in made.graph.input], inputs, strict=False))
         )

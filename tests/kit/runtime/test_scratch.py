@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from bf16kit.runtime import scratch
-from bf16kit.runtime.scratch import NoScratch, scratch_file
+from bf16kit.runtime.scratch import ScratchUnavailable, scratch_file
 
 HOLD = """
 import sys
@@ -88,12 +88,12 @@ def test_other_files_in_the_directory_are_not_removed(tmp_path: Path) -> None:
 
 
 def test_a_tmpfs_is_rejected_because_it_is_memory() -> None:
-    with pytest.raises(NoScratch, match="/dev/shm lies in memory"):
+    with pytest.raises(ScratchUnavailable, match="/dev/shm lies in memory"):
         make(100, Path("/dev/shm"))
 
 
 def test_a_directory_that_cannot_hold_files_is_named_in_the_error() -> None:
-    with pytest.raises(NoScratch, match=r"/proc/\d+ cannot be used"):
+    with pytest.raises(ScratchUnavailable, match=r"/proc/\d+ cannot be used"):
         make(100, Path("/proc/self"))
 
 
@@ -102,7 +102,7 @@ def test_the_lack_of_a_temporary_directory_is_reported(monkeypatch: pytest.Monke
         raise FileNotFoundError
 
     monkeypatch.setattr("tempfile.gettempdir", nothing)
-    with pytest.raises(NoScratch, match="no directory for temporary files"), scratch_file(100):
+    with pytest.raises(ScratchUnavailable, match="no directory for temporary files"), scratch_file(100):
         pass
 
 
@@ -111,7 +111,7 @@ def test_a_lack_of_space_is_detected_before_anything_is_written(tmp_path: Path) 
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
     try:
-        with pytest.raises(NoScratch, match="has no room for 2 MB"):
+        with pytest.raises(ScratchUnavailable, match="has no room for 2 MB"):
             make(2 << 20, tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -155,7 +155,7 @@ def test_a_file_that_cannot_be_locked_or_mapped_is_removed_and_reported(
 
     monkeypatch.setattr(what, fail)
     said = re.escape(f"{tmp_path} cannot be used (No locks available)")
-    with pytest.raises(NoScratch, match=said), scratch_file(100, tmp_path):
+    with pytest.raises(ScratchUnavailable, match=said), scratch_file(100, tmp_path):
         pass
     assert files(tmp_path) == []
 

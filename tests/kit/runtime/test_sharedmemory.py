@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from bf16kit.runtime.ownmemory import LARGE_PAGE
-from bf16kit.runtime.sharedmemory import filled, mapped
+from bf16kit.runtime.sharedmemory import create_filled, map_read_only
 from bf16kit.sealedmemory import check
 
 SIZE = 2 * LARGE_PAGE + 4321
@@ -31,12 +31,12 @@ def descriptors(of: str = "") -> list[str]:
 
 @pytest.fixture(scope="module")
 def descriptor() -> int:
-    return filled(SIZE, fill)
+    return create_filled(SIZE, fill)
 
 
 def test_filled_memory_is_sealed_and_mapped_read_only_and_aligned(descriptor: int) -> None:
     check(descriptor, SIZE)
-    _, memory = mapped(descriptor, SIZE)
+    _, memory = map_read_only(descriptor, SIZE)
     assert memory.nbytes == SIZE
     assert memory.ctypes.data % LARGE_PAGE == 0
     np.testing.assert_array_equal(memory, np.arange(SIZE) % 251)
@@ -53,7 +53,7 @@ def test_all_of_the_memory_is_allocated_before_it_is_filled() -> None:
     def look(memory: NDArray[np.uint8]) -> None:
         taken.extend(os.fstat(int(each)).st_blocks * 512 for each in descriptors("memfd:bf16kit-weights"))
 
-    os.close(filled(SIZE, look))
+    os.close(create_filled(SIZE, look))
     assert min(taken) >= SIZE
 
 
@@ -62,7 +62,7 @@ def test_a_mapping_is_removed_with_the_last_view_of_it(descriptor: int) -> None:
         return Path("/proc/self/maps").read_text().count("memfd:bf16kit-weights")
 
     before = mappings()
-    _, memory = mapped(descriptor, SIZE)
+    _, memory = map_read_only(descriptor, SIZE)
     view = memory[LARGE_PAGE : LARGE_PAGE + 1000].view(np.int8)
     del _, memory
     gc.collect()
@@ -76,7 +76,7 @@ def test_a_mapping_is_removed_with_the_last_view_of_it(descriptor: int) -> None:
 def test_shared_memory_is_in_large_pages_if_the_system_can_make_them(descriptor: int) -> None:
     if tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])) < (6, 1):
         pytest.skip("MADV_COLLAPSE came with Linux 6.1")
-    _, memory = mapped(descriptor, SIZE)
+    _, memory = map_read_only(descriptor, SIZE)
     memory.sum()
     found = _in_large_pages(memory.ctypes.data)
     if not found and not _made_large(memory):
@@ -102,10 +102,10 @@ def test_memory_that_the_filling_function_keeps_is_not_shared() -> None:
     kept: list[NDArray[np.uint8]] = []
     before = descriptors()
     with pytest.raises(BufferError):
-        filled(SIZE, kept.append)
+        create_filled(SIZE, kept.append)
     assert descriptors() == before
 
 
 def test_memory_that_cannot_be_mapped_is_a_memory_error(descriptor: int) -> None:
     with pytest.raises(MemoryError, match="no room for 4611686018427 MB of weights"):
-        mapped(descriptor, 1 << 62)
+        map_read_only(descriptor, 1 << 62)

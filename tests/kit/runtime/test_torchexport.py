@@ -214,7 +214,7 @@ def test_a_program_makes_no_tensor_on_the_device_of_its_export(tmp_path: Path) -
     device = torch.device("meta")
     bound = bind(program, device)
     held = {value: to_tensor(archive.tensor(fqn)).to(device) for value, fqn in program.tensors.items()}
-    (found,) = bound.flat(held | {"x": torch.ones(3, 16, device=device)})
+    (found,) = bound.run_graph(held | {"x": torch.ones(3, 16, device=device)})
     assert (found.device, tuple(found.shape)) == (device, (3, 16))
 
 
@@ -305,4 +305,4 @@ def test_arithmetic_on_sizes_accepts_only_sizes(target: str, args: tuple[Any, ..
     node = Node(target, args, {}, ("y",), single=True)
     bound = bind(Program((), {}, Graph(("x",), (node,), (Ref("y"),)), ("y",)), torch.device("cpu"))
     with pytest.raises(RuntimeFailure, match="is given a value that is not a size"):
-        bound.flat({"x": torch.ones(2)})
+        bound.run_graph({"x": torch.ones(2)})

@@ -30,7 +30,7 @@ from service.telemetry.metrics import Metrics
 
 ONE = Request({"x": np.ones((1, 64), np.float32)}, rows=1)
 needs_kernel = pytest.mark.skipif(
-    not kernel.chosen().path, reason="weights that are read as stored need the CPU kernel"
+    not kernel.configured_kernel().path, reason="weights that are read as stored need the CPU kernel"
 )
 
 

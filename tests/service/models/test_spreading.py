@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from bf16kit.errors import BudgetExceeded, RuntimeFailure
 from bf16kit.runtime import Runtime, RuntimeInfo
-from bf16kit.runtime.weightstore import OWN, Fill, Remembering
+from bf16kit.runtime.weightstore import PRIVATE_STORE, CachingWeightStore, Fill
 from service.models import loading, spreading
 from service.models.engine import ParallelEngine
 from service.models.generation import Generation
@@ -206,7 +206,7 @@ def test_both_sessions_read_one_copy_of_the_weights(tmp_path: Path) -> None:
     class Counting:
         def get(self, key: str, size: int, fill: Fill) -> NDArray[np.uint8]:
             asked.append((key, size))
-            return OWN.get(key, size, fill)
+            return PRIVATE_STORE.get(key, size, fill)
 
     artifact = write_product(tmp_path / "product" / "1")
     serving = Serving.model_validate({"instances": "auto"})
@@ -227,7 +227,7 @@ def test_sessions_that_are_loaded_together_share_their_copy_of_the_weights() -> 
     def fill(key: str) -> Fill:
         return lambda memory: filled.append((key, memory.size))
 
-    store = Remembering(OWN)
+    store = CachingWeightStore(PRIVATE_STORE)
     one, same, other = (store.get(key, 8, fill(key)) for key in ("a", "a", "b"))
     assert one is same
     assert other is not one

@@ -29,7 +29,7 @@ from bf16kit import sealedmemory
 from bf16kit.artifact import Artifact
 from bf16kit.runtime.kernel import LIBRARY
 from bf16kit.runtime.loading import load
-from bf16kit.runtime.sharedmemory import filled
+from bf16kit.runtime.sharedmemory import create_filled
 from service.workers.weightowner import FILL, FILLED, HERE, REFUSED, REQUEST, WeightOwner
 from service.workers.weights import LEAST, SharedWeights
 
@@ -317,11 +317,11 @@ BAD: dict[str, Callable[[], list[int]]] = {
     "may grow": unsealed("F_SEAL_GROW"),
     "may be written": unsealed("F_SEAL_WRITE"),
     "may get seals": unsealed("F_SEAL_SEAL"),
-    "too small": lambda: [filled(SIZE - 1, lambda memory: None)],
-    "too large": lambda: [filled(SIZE + 1, lambda memory: None)],
+    "too small": lambda: [create_filled(SIZE - 1, lambda memory: None)],
+    "too large": lambda: [create_filled(SIZE + 1, lambda memory: None)],
     "no memory": lambda: [os.open(os.devnull, os.O_RDONLY)],
     "nothing": list,
-    "two": lambda: [filled(SIZE, fill), filled(SIZE, fill)],
+    "two": lambda: [create_filled(SIZE, fill), create_filled(SIZE, fill)],
     "far too many": lambda: [os.open(os.devnull, os.O_RDONLY) for _ in range(9)],
 }
 
@@ -339,7 +339,7 @@ def test_invalid_memory_reaches_no_client_and_the_next_one_fills(owner: WeightOw
         assert second.recv(64) == FILL
         assert first.recv(64) == b""
         assert open_descriptors() == before - 1  # the owner is in this process, and has closed its end of that use
-        good = filled(SIZE, fill)
+        good = create_filled(SIZE, fill)
         socket.send_fds(second, [FILLED], [good])
         os.close(good)
         with raw(owner) as (_, third):
@@ -352,7 +352,7 @@ def test_invalid_memory_reaches_no_client_and_the_next_one_fills(owner: WeightOw
 def test_memory_with_the_wrong_message_is_not_accepted(owner: WeightOwner) -> None:
     with raw(owner) as (_, use):
         assert use.recv(64) == FILL
-        good = filled(SIZE, fill)
+        good = create_filled(SIZE, fill)
         socket.send_fds(use, [HERE], [good])
         os.close(good)
         assert use.recv(64) == b""
@@ -362,11 +362,11 @@ def test_memory_with_the_wrong_message_is_not_accepted(owner: WeightOwner) -> No
 def test_only_the_client_that_was_asked_to_fill_may_fill(owner: WeightOwner) -> None:
     with raw(owner) as (_, first), raw(owner) as (_, second):
         assert first.recv(64) == FILL
-        other = filled(SIZE, lambda memory: None)
+        other = create_filled(SIZE, lambda memory: None)
         socket.send_fds(second, [FILLED], [other])
         os.close(other)
         assert second.recv(64) == b""
-        good = filled(SIZE, fill)
+        good = create_filled(SIZE, fill)
         socket.send_fds(first, [FILLED], [good])
         os.close(good)
         with raw(owner) as (_, third):

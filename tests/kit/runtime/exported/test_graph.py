@@ -12,7 +12,7 @@ import torch
 
 from bf16kit.errors import RuntimeFailure
 from bf16kit.runtime.exported.archive import read_archive
-from bf16kit.runtime.exported.graph import Edge, Program, parse_program
+from bf16kit.runtime.exported.graph import Program, TensorInput, parse_program
 from bf16kit.runtime.exported.values import Device, DType, Ref
 
 Edit = Callable[[Any], object]
@@ -57,7 +57,7 @@ def test_dtypes_and_devices_are_read_and_outputs_are_named_by_their_keys() -> No
     assert DType("float32") in given
     assert Device() in given
     assert Ref("x") in given
-    assert program.inputs[1] == Edge("mask", "bool", program.inputs[0].shape)
+    assert program.inputs[1] == TensorInput("mask", "bool", program.inputs[0].shape)
 
 
 def first_node(**fields: Any) -> Edit:
