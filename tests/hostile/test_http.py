@@ -90,7 +90,6 @@ def test_clients_that_never_read_use_little_memory_and_are_disconnected(attacked
     number of the server's file descriptors shows it.
     """
     watched = attacked()
-    before = watched.server.metric("process_open_fds")
     where = ("127.0.0.1", watched.http_port)
     with contextlib.ExitStack() as stack:
         peers = []
@@ -103,11 +102,8 @@ def test_clients_that_never_read_use_little_memory_and_are_disconnected(attacked
                 peer.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n" * 100)
             peers.append(peer)
         everything_answers(watched)
-        assert watched.server.metric("process_open_fds") > before + 100, "not one of them has been disconnected so far"
-        until(
-            lambda: watched.server.metric("process_open_fds") <= before + 2, 30, "every client that never reads cut off"
-        )
-        assert len(peers) == MANY
+        assert watched.server.metric("process_open_fds") > 256, "as many connected clients as the limit permits"
+        until(lambda: watched.server.metric("process_open_fds") < 50, 30, "every client that never reads disconnected")
     assert watched.highest < watched.before + (64 << 10), "kB held for those who do not read"
 
 

@@ -226,7 +226,7 @@ class TestMetrics:
         targets = served.targets()
         assert len(set(targets)) == 4
         pages = [served.get(f"http://{target}/metrics") for target in targets]
-        ready = [re.findall(r'^bf16kit_model_ready{model="(\w+)",version="1"} 1\.0$', page, re.M) for page in pages]
+        ready = [re.findall(r'^bf16kit_model_ready{model="(\w+)",version="\d+"} 1\.0$', page, re.M) for page in pages]
         assert sorted(ready) == [["mlp"], ["mlp"], ["slow"], ["slow"]]
 
     def test_the_replicas_metrics_count_every_request(self, served: Served) -> None:

@@ -289,10 +289,10 @@ def nest(model: ModelProto, random: Random) -> None:
 
 
 def chain(model: ModelProto, random: Random) -> None:
-    """Append a chain of 50 or 1,500 nodes. Code that recurses over nodes exceeds Python's limit of 1,000 calls."""
+    """Append a chain of 50 or 1,200 nodes. Code that recurses over nodes exceeds Python's limit of 1,000 calls."""
     last = model.graph.output[0].name if model.graph.output else "x"
     op = random.choice(("Identity", "Relu", "Neg", "Sum"))
-    count = random.choice((50, 1500))
+    count = random.choice((50, 1200))
     for index in range(count):
         model.graph.node.append(helper.make_node(op, [last if not index else f"chain{index - 1}"], [f"chain{index}"]))
     if model.graph.output:
