@@ -50,6 +50,6 @@ def matrix_nodes(weight: ir.Value, lists: Mapping[str, ir.Value]) -> list[ir.Nod
 
 def _whole(weight: ir.Value, panels: ir.Value, matrix: ir.Value) -> list[ir.Node]:
     """Return the nodes for [P, k, 32] → [k, P, 32] → [k, 32·P]."""
-    parted = ir.node("Reshape", [weight, panels])
-    turned = ir.node("Transpose", [parted.outputs[0]], attributes={"perm": [1, 0, 2]})
-    return [parted, turned, ir.node("Reshape", [turned.outputs[0], matrix])]
+    reshaped = ir.node("Reshape", [weight, panels])
+    transposed = ir.node("Transpose", [reshaped.outputs[0]], attributes={"perm": [1, 0, 2]})
+    return [reshaped, transposed, ir.node("Reshape", [transposed.outputs[0], matrix])]

@@ -27,8 +27,8 @@ class Pair:
 def pair(lefts: Sequence[str], rights: Sequence[str], fits: Fits) -> list[Pair]:
     """Pair as many of ``lefts`` as have a counterpart among ``rights``; guesses follow the order of both."""
     found: list[Pair] = []
-    for some, others in _independent_groups(lefts, rights, fits):
-        found += _resolve(some, others, fits)
+    for left_group, right_group in _independent_groups(lefts, rights, fits):
+        found += _resolve(left_group, right_group, fits)
     return found
 
 
@@ -46,14 +46,14 @@ def _independent_groups(
     for start in remaining:
         if start in seen:
             continue
-        some, todo = {start}, [start]
-        while todo:
-            more = {other for right in candidates[todo.pop()] for other in owners[right]} - some
-            some |= more
-            todo += more
-        seen |= some
-        reached = {right for left in some for right in candidates[left]}
-        yield [left for left in lefts if left in some], [right for right in rights if right in reached]
+        group, pending = {start}, [start]
+        while pending:
+            more = {other for right in candidates[pending.pop()] for other in owners[right]} - group
+            group |= more
+            pending += more
+        seen |= group
+        reached = {right for left in group for right in candidates[left]}
+        yield [left for left in lefts if left in group], [right for right in rights if right in reached]
 
 
 def _resolve(lefts: list[str], rights: list[str], fits: Fits) -> Iterator[Pair]:
@@ -67,8 +67,10 @@ def _resolve(lefts: list[str], rights: list[str], fits: Fits) -> Iterator[Pair]:
             break
         (a, b), reason = best
         yield from _pairs_in_order(left.pop(a), right.pop(b), reason)
-    rest, others = ({name for names in series.values() for name in names} for series in (left, right))
-    yield from _guesses([name for name in lefts if name in rest], [name for name in rights if name in others], fits)
+    left_rest, right_rest = ({name for names in series.values() for name in names} for series in (left, right))
+    yield from _guesses(
+        [name for name in lefts if name in left_rest], [name for name in rights if name in right_rest], fits
+    )
 
 
 def _series(names: Sequence[str]) -> dict[tuple[str, ...], list[str]]:
@@ -88,9 +90,9 @@ def _best(
     """
     scores = {
         (a, b): similarity(a, b)
-        for a, some in left.items()
-        for b, others in right.items()
-        if _series_match(some, others, fits)
+        for a, left_series in left.items()
+        for b, right_series in right.items()
+        if _series_match(left_series, right_series, fits)
     }
     if len(left) == len(right) == 1 and scores:
         return next(iter(scores)), "the only one left of its shape"
@@ -101,16 +103,16 @@ def _best(
     return None
 
 
-def _series_match(some: Sequence[str], others: Sequence[str], fits: Fits) -> bool:
+def _series_match(lefts: Sequence[str], rights: Sequence[str], fits: Fits) -> bool:
     """Return whether two series have equal lengths, unique numbers, and elements that fit one by one."""
-    if len(some) != len(others) or not all(map(fits, some, others)):
+    if len(lefts) != len(rights) or not all(map(fits, lefts, rights)):
         return False
-    return all(len({numbers_of(name) for name in names}) == len(names) for names in (some, others))
+    return all(len({numbers_of(name) for name in names}) == len(names) for names in (lefts, rights))
 
 
-def _pairs_in_order(some: Sequence[str], others: Sequence[str], reason: str) -> Iterator[Pair]:
-    for a, b in zip(some, others, strict=True):
-        yield Pair(a, b, reason if len(some) == 1 else f"{reason}, in numerical order")
+def _pairs_in_order(lefts: Sequence[str], rights: Sequence[str], reason: str) -> Iterator[Pair]:
+    for a, b in zip(lefts, rights, strict=True):
+        yield Pair(a, b, reason if len(lefts) == 1 else f"{reason}, in numerical order")
 
 
 def _guesses(lefts: Sequence[str], rights: list[str], fits: Fits) -> Iterator[Pair]:

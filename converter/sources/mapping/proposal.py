@@ -151,10 +151,11 @@ def _by_layers(leaves: Mapping[str, Array], slots: Mapping[str, Slot]) -> Iterat
         if owner:
             right[owner][slot.role or attribute] = name
 
-    def fits(layer: str, other: str) -> bool:
-        some, others = left[layer], right[other]
-        return some.keys() == others.keys() and all(
-            _layout_steps(some[role], leaves[some[role]].shape, slots[others[role]]) is not None for role in some
+    def fits(layer: str, owner: str) -> bool:
+        leaf_roles, slot_roles = left[layer], right[owner]
+        return leaf_roles.keys() == slot_roles.keys() and all(
+            _layout_steps(leaf_roles[role], leaves[leaf_roles[role]].shape, slots[slot_roles[role]]) is not None
+            for role in leaf_roles
         )
 
     for found in pair(list(left), list(right), fits):

@@ -35,14 +35,14 @@ def argument(name: str, value: Any) -> Any:
     return table.get(value, value) if type(value) is int else value
 
 
-def whole(value: Any) -> Any:
+def as_integer(value: Any) -> Any:
     """Return ``value`` as an integer; a symbol stays a symbol."""
     if isinstance(value, torch.Tensor):
         return value.item()
     return value if isinstance(value, int | torch.SymInt) else int(value)
 
 
-def real(value: Any) -> Any:
+def as_float(value: Any) -> Any:
     """Return ``value`` as a floating-point number; a symbol stays a symbol."""
     if isinstance(value, torch.Tensor):
         return value.item()
@@ -132,10 +132,10 @@ PLAIN: Mapping[str, Callable[..., Any]] = {
 # Operators on tensors, with results that make a module take the branch that every exporter can trace.
 ALWAYS: Mapping[str, Callable[..., Any]] = {
     "aten::Bool": lambda value: value.item() if isinstance(value, torch.Tensor) else bool(value),
-    "aten::Float": real,
-    "aten::FloatImplicit": real,
-    "aten::Int": whole,
-    "aten::IntImplicit": whole,
+    "aten::Float": as_float,
+    "aten::FloatImplicit": as_float,
+    "aten::Int": as_integer,
+    "aten::IntImplicit": as_integer,
     "aten::ScalarImplicit": lambda value: value.item() if isinstance(value, torch.Tensor) else value,
     "aten::__is__": operator.is_,
     "aten::__isnot__": operator.is_not,

@@ -35,13 +35,14 @@ def output_specs(model: TorchModel) -> tuple[TensorSpec, ...]:
         second, larger = first, model.example
     sizes = _named_sizes(model.inputs, model.example, larger)
     found = []
-    for name, one, other in zip(model.outputs, first, second, strict=True):
-        if one.ndim != other.ndim:
+    for name, first_output, second_output in zip(model.outputs, first, second, strict=True):
+        if first_output.ndim != second_output.ndim:
             raise ConversionError(
-                f"output {quoted(name)} has {one.ndim} dimensions for one input and {other.ndim} for another"
+                f"output {quoted(name)} has {first_output.ndim} dimensions for one input and {second_output.ndim} for"
+                " another"
             )
-        dims = tuple(_dim(sizes, pair) for pair in zip(one.shape, other.shape, strict=True))
-        found.append(TensorSpec(name, _dtype(name, one), dims, kind_of(name)))
+        dims = tuple(_dim(sizes, pair) for pair in zip(first_output.shape, second_output.shape, strict=True))
+        found.append(TensorSpec(name, _dtype(name, first_output), dims, kind_of(name)))
     return name_dimensions(found, model.inputs)
 
 
@@ -71,8 +72,8 @@ def _named_sizes(
 ) -> Mapping[tuple[int, int], str]:
     """Map the sizes of free dimensions in both runs to their names; the first name if two have the same sizes."""
     found: dict[tuple[int, int], str] = {}
-    for spec, one, other in zip(inputs, first, second, strict=True):
-        for dim, sizes in zip(spec.shape, zip(one.shape, other.shape, strict=True), strict=True):
+    for spec, first_tensor, second_tensor in zip(inputs, first, second, strict=True):
+        for dim, sizes in zip(spec.shape, zip(first_tensor.shape, second_tensor.shape, strict=True), strict=True):
             if isinstance(dim, str):
                 found.setdefault(sizes, dim)
     return found
