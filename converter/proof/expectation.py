@@ -53,10 +53,12 @@ def expected(graph: ir.Graph, rounded: Rounded, mean: Callable[[ir.Value], float
         value: ROUNDING if name in rounded.tensors else 0.0 for name, value in graph.initializers.items()
     }
     for node in graph:
-        carried = _carried(node, [(value, _as_read(node, value, found, rounded)) for value in operands(node)], mean)
+        propagated = _propagated(
+            node, [(value, _as_read(node, value, found, rounded)) for value in operands(node)], mean
+        )
         own = ROUNDING if node.name in rounded.nodes and node.op_type not in EXACT else 0.0
         for output in node.outputs:
-            found[output] = carried + own
+            found[output] = propagated + own
     return found
 
 
@@ -94,7 +96,7 @@ def _is_weight(value: ir.Value) -> bool:
     )
 
 
-def _carried(node: ir.Node, terms: Collection[tuple[ir.Value, float]], mean: Callable[[ir.Value], float]) -> float:
+def _propagated(node: ir.Node, terms: Collection[tuple[ir.Value, float]], mean: Callable[[ir.Value], float]) -> float:
     if node.op_type in _SUMS:
         powers = [mean(value) for value, _ in terms]
         total = sum(powers)

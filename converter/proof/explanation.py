@@ -35,9 +35,9 @@ class Explanation:
     layers: tuple[LayerEntry, ...]
     diagnosis: DiagnosisEntry
 
-    def entry(self, most: int) -> Layers:
-        """Return this with at most ``most`` layers, as ``measurements.json`` stores it."""
-        return Layers(measured=len(self.layers), rows=list(downsample(self.layers, most)), diagnosis=self.diagnosis)
+    def entry(self, max_layers: int) -> Layers:
+        """Return this with at most ``max_layers`` layers, as ``measurements.json`` stores it."""
+        return Layers(measured=len(self.layers), rows=list(downsample(self.layers, max_layers)), diagnosis=self.diagnosis)
 
 
 def explain(path: Path, argument: str | None, profiles: Sequence[str], *, as_json: bool = False) -> str:

@@ -35,14 +35,14 @@ def nudge(array: Array, random: np.random.Generator, roundoff: float = FP32_ROUN
     """
     if array.dtype != np.float32:
         return array
-    most = int(ULPS * roundoff / FP32_ROUNDOFF)
+    max_units = int(ULPS * roundoff / FP32_ROUNDOFF)
     moved: NDArray[np.float32] = np.array(array, order="C")
     bits = moved.reshape(-1).view(np.int32)
     for start in range(0, bits.size, _CHUNK):
         chunk = bits[start : start + _CHUNK]
         magnitude = chunk & 0x7FFFFFFF
-        movable = (magnitude > most) & (magnitude < _LARGEST - most)
-        chunk[movable] += random.integers(-most, most + 1, chunk.size, np.int32)[movable]
+        movable = (magnitude > max_units) & (magnitude < _LARGEST - max_units)
+        chunk[movable] += random.integers(-max_units, max_units + 1, chunk.size, np.int32)[movable]
     return moved
 
 

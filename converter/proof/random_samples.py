@@ -67,8 +67,8 @@ def generate(
     """
     if sampler is not None:
         is_text = any(spec.name == "input_ids" for spec in inputs)
-        what = "random token sequences" if is_text else "random inputs of the kind that the model takes"
-        return Samples(tuple(sampler(seed, COUNT)), f"{what} (seed {seed})")
+        description = "random token sequences" if is_text else "random inputs of the kind that the model takes"
+        return Samples(tuple(sampler(seed, COUNT)), f"{description} (seed {seed})")
     ranges = {} if graph is None else {value.name or "": _IntegerRange.of(value) for value in graph.graph.inputs}
     free = any(isinstance(dim, str) for spec in inputs for dim in spec.shape)
     for sizes in _ATTEMPTS if free and run_source is not None else ():

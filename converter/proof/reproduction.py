@@ -105,11 +105,11 @@ def _check(evidence: Evidence, artifact: Artifact, path: Path) -> str:
     if entry is None:
         raise UsageError(f"{path}: was served by profile {header.profile!r}, which {artifact.path} does not have")
     for name in _relevant_files(manifest, entry.graph):
-        there, here = header.files.get(name), manifest.files[name].sha256
-        if there != here:
+        served_sha256, sha256 = header.files.get(name), manifest.files[name].sha256
+        if served_sha256 != sha256:
             raise UsageError(
                 f"{path}: is evidence of another artifact than {artifact.path}: {name} has the digest"
-                f" {(there or 'none')[:12]} there and {here[:12]} here; pass the artifact that was served"
+                f" {(served_sha256 or 'none')[:12]} there and {sha256[:12]} here; pass the artifact that was served"
             )
     try:
         check_feeds([each.spec() for each in manifest.inputs], evidence.feeds)
@@ -137,13 +137,13 @@ def _relevant_files(manifest: Manifest, graph: str) -> list[str]:
 def _rerun(evidence: Evidence, artifact: Artifact, profile: str) -> list[Rerun]:
     names = list(evidence.served)
     runtime, _ = open_profile(artifact, profile)
-    here = _run(runtime, evidence.feeds, names)
+    rerun = _run(runtime, evidence.feeds, names)
     fp32 = _run(load_reference(artifact), evidence.feeds, names)
     return [
         Rerun(
             name,
             served=_distance(evidence.served[name], evidence.reference[name], evidence.reference[name]),
-            left=_distance(evidence.served[name], here[name], evidence.reference[name]),
+            left=_distance(evidence.served[name], rerun[name], evidence.reference[name]),
             reference=_distance(fp32[name], evidence.reference[name], evidence.reference[name]),
         )
         for name in names

@@ -59,12 +59,12 @@ def load(
         if run_source is None or not _names_repeat(inputs):
             raise
         try:
-            loose = _load(argument, with_distinct_dimensions(inputs), outputs)
-            run_source(loose.feeds)
+            relaxed = _load(argument, with_distinct_dimensions(inputs), outputs)
+            run_source(relaxed.feeds)
         except (SamplesError, RuntimeFailure):
             raise contradiction from None
-    shapes = [{name: array.shape for name, array in feed.items()} for feed in loose.feeds]
-    return replace(loose, inputs=reconciled(inputs, shapes))
+    shapes = [{name: array.shape for name, array in feed.items()} for feed in relaxed.feeds]
+    return replace(relaxed, inputs=reconciled(inputs, shapes))
 
 
 def of_artifact(argument: str, manifest: Manifest) -> Samples:

@@ -84,9 +84,9 @@ class Loader:
             if empty:
                 raise UsageError(self._empty_message(number))
 
-    def first(self, most: int) -> list[Batch]:
-        """Return the first batches of the first pass, at most ``most``; raises as :meth:`endless` does."""
-        found = list(itertools.islice(self._pass(0), most))
+    def first(self, max_batches: int) -> list[Batch]:
+        """Return the first batches of the first pass, at most ``max_batches``; raises as :meth:`endless` does."""
+        found = list(itertools.islice(self._pass(0), max_batches))
         if not found:
             raise UsageError(self._empty_message(0))
         return found

@@ -85,21 +85,23 @@ def compare(before: Artifact, after: Artifact, batches: Sequence[Batch], budget:
     axis = before.manifest.batch_axis
     feeds = [batch.feeds for batch in batches]
     original = _run_reference(load_reference(before), REFERENCE, feeds, counter, scratch)
-    own = _run_reference(load_reference(after), RECOVERED, feeds, counter, scratch)
+    recovered = _run_reference(load_reference(after), RECOVERED, feeds, counter, scratch)
     for profile in sorted(after.manifest.profiles):
         was: Mapping[str, DriftSummary] = {}
         if profile in before.manifest.profiles:
             runtime, _ = open_profile(before, profile)
             (was,) = _measure_drift(runtime, bf16_before(profile), feeds, [original], outputs, axis, counter)
         runtime, _ = open_profile(after, profile)
-        now, rest = _measure_drift(runtime, bf16_after(profile), feeds, [original, own], outputs, axis, counter)
+        now, from_recovered = _measure_drift(
+            runtime, bf16_after(profile), feeds, [original, recovered], outputs, axis, counter
+        )
         for output in sorted(now):
-            found.drift += _rows(profile, output, budget, was.get(output), now[output], rest[output])
+            found.drift += _rows(profile, output, budget, was.get(output), now[output], from_recovered[output])
         found.breaches[profile] = [
             f"profile {profile}, {breach}" for output in sorted(now) for breach in budget.breaches(output, now[output])
         ]
     original.close()
-    own.close()
+    recovered.close()
     found.accuracy = counter.entries
     return found
 
@@ -184,12 +186,12 @@ def _measure_drift(
 
 
 def _rows(
-    profile: str, output: str, budget: Budget, was: DriftSummary | None, now: DriftSummary, own: DriftSummary
+    profile: str, output: str, budget: Budget, was: DriftSummary | None, now: DriftSummary, from_recovered: DriftSummary
 ) -> list[RecoveredDrift]:
     rows = []
     for metric in dict.fromkeys(["relative_l2", *budget.as_dict()]):
-        after, rest = now.measured(metric), own.measured(metric)
-        if after is None or rest is None:
+        after, own = now.measured(metric), from_recovered.measured(metric)
+        if after is None or own is None:
             continue
         rows.append(
             RecoveredDrift(
@@ -198,7 +200,7 @@ def _rows(
                 metric=metric,
                 before=None if was is None else was.measured(metric),
                 after=after,
-                own=rest,
+                own=own,
                 bound=budget.bound(metric),
             )
         )

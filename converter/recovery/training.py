@@ -99,7 +99,7 @@ def train(
         if last is None or start_step < settings.steps:
             scale_last = _fit(student_module, stream, settings, directory, progress, device)
         else:
-            scale_last = _load(student_module, last)
+            scale_last = _load_finished(student_module, last)
         student_module.student.float().to(device)
         with progress.step("measuring gradients"):
             student_module.record_gradients(settings.steps, batches[0], scale)
@@ -286,7 +286,7 @@ def _last_step(last: Path, settings: Settings) -> int:
     return found
 
 
-def _load(student_module: StudentModule, last: Path) -> float:
+def _load_finished(student_module: StudentModule, last: Path) -> float:
     """Load the end state of a training that had finished; return its loss scale."""
     found = torch.load(last, weights_only=True, map_location="cpu")
     student_module.load_state_dict(found["state_dict"])

@@ -28,7 +28,7 @@ from converter.recovery.training import check_installed, train
 from converter.recovery.weights import copy_to_module, digest, find_trainable, recovered_tensors
 from converter.recovery.yardstick import State
 
-JUDGED = 1000  # batches that a recovery is judged on, at most: as many as --samples takes
+MAX_BATCHES = 1000  # batches that a recovery is judged on, at most: as many as --samples takes
 
 
 def recover(options: Options, settings: Settings, progress: Progress) -> Result:
@@ -101,9 +101,9 @@ def check_target(options: Options) -> None:
 
 def _evaluation_data(settings: Settings, loader: Loader, model: TorchModel, options: Options) -> EvaluationData:
     if settings.evaluation is None:
-        return EvaluationData(loader.first(JUDGED), f"{settings.data}, the training data", held_out=False)
+        return EvaluationData(loader.first(MAX_BATCHES), f"{settings.data}, the training data", held_out=False)
     evaluation = Loader("--eval", settings.evaluation, model.inputs, options.seed)
-    return EvaluationData(evaluation.first(JUDGED), settings.evaluation, held_out=True)
+    return EvaluationData(evaluation.first(MAX_BATCHES), settings.evaluation, held_out=True)
 
 
 def _check_labels(outputs: Sequence[TensorSpec], evaluation_data: EvaluationData) -> None:
@@ -164,7 +164,7 @@ def _convert_original(
     """Return the artifact of the original weights, which tells what is rounded and what bf16 and fp32 gave before."""
     target = Target(directory.path / ORIGINAL, options.target.model, options.target.version)
     if not target.path.exists():
-        plain = replace(
+        original_options = replace(
             options,
             target=target,
             allow_over_budget=True,
@@ -174,9 +174,9 @@ def _convert_original(
             report=False,
         )
         # A copy of the value, because converting drops the module and the oracle, and changes the graph.
-        own = None if options.samples is not None else samples
-        given = ProvidedInputs(read=lambda _: replace(source), samples=own)
-        convert(plain, progress, given)
+        given_samples = None if options.samples is not None else samples
+        given = ProvidedInputs(read=lambda _: replace(source), samples=given_samples)
+        convert(original_options, progress, given)
     return Artifact.open(target.path)
 
 

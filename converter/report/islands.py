@@ -81,8 +81,8 @@ def searches(measured: Measurements) -> Iterator[SearchSummary]:
 def _describe_search(profile: str, found: SearchEntry) -> str:
     arithmetic = f" and {found.bf16_flops:.0%} of its arithmetic" if found.bf16_flops else ""
     text = (
-        f"A search of {found.candidates:,} candidates reduced the drift of {profile} from {_times(found.before)} to"
-        f" {_times(found.after)} its budget: {found.bf16_bytes:.0%} of the bytes of its weights{arithmetic} are"
+        f"A search of {found.candidates:,} candidates reduced the drift of {profile} from {_multiple(found.before)} to"
+        f" {_multiple(found.after)} its budget: {found.bf16_bytes:.0%} of the bytes of its weights{arithmetic} are"
         " bf16."
     )
     return f"{text} {found.blame}" if found.blame else text
@@ -108,7 +108,7 @@ def island_groups(islands: Iterable[Island]) -> list[IslandGroup]:
     return [IslandGroup(profile, reason, profile == "", tuple(rows)) for (profile, reason), rows in found.items()]
 
 
-def _times(ratio: float) -> str:
+def _multiple(ratio: float) -> str:
     return f"{ratio:,.0f} ×" if 1000 <= ratio < math.inf else f"{ratio:.3g} ×"
 
 

@@ -52,14 +52,14 @@ def sample_dots(series: SampleSeries, key: str) -> str:
         f"Drift of {series.output} by sample, {series.profile}",
         f"{len(shown)} of {series.measured} samples: relative_l2 from {min(series.values, default=0):.3g} to"
         f" {max(series.values, default=0):.3g}"
-        + "".join(f"; the budget bounds {_bounded(name)} at {bound:.3g}" for name, bound in series.bounds)
+        + "".join(f"; the budget bounds {_statistic_name(name)} at {bound:.3g}" for name, bound in series.bounds)
         + (f"; {above} samples are above the line" if above else ""),
         _HEIGHT,
     )
     axes(picture, x, y, "sample", "relative_l2")
     for side, (name, bound) in enumerate(series.bounds):
         line(picture, [(x.start, y(bound)), (x.end, y(bound))], "budget")
-        label, left = f"budget of {_bounded(name)}: {bound:.3g}", side % 2 == 1
+        label, left = f"budget of {_statistic_name(name)}: {bound:.3g}", side % 2 == 1
         anchor, at = ("start", x.start + 4) if left else ("end", x.end)
         picture.add("text", label, class_="note budget", x=at, y=y(bound) - 6, text_anchor=anchor)
     for row in shown:
@@ -162,6 +162,6 @@ def sampled_points(badness: Sequence[float]) -> list[int]:
     return sorted([*worst, *(others[i * len(others) // left] for i in range(left))])
 
 
-def _bounded(name: str) -> str:
+def _statistic_name(name: str) -> str:
     """Name what a bound applies to: "relative_l2" to the mean, "relative_l2.p99" to that quantile."""
     return {"": "the mean", "worst": "the worst"}.get(name.partition(".")[2], name.partition(".")[2])

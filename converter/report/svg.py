@@ -111,12 +111,12 @@ def power_of_two(exponent: int) -> str:
     return "2" + str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
 
 
-def shortened(name: str, most: int) -> str:
-    """Shorten ``name`` in the middle if it is longer than ``most``: names of layers differ at both ends."""
-    if len(name) <= most:
+def shortened(name: str, max_length: int) -> str:
+    """Shorten ``name`` in the middle if it is longer than ``max_length``: names of layers differ at both ends."""
+    if len(name) <= max_length:
         return name
-    head = (most - 1) // 2
-    return f"{name[:head]}…{name[len(name) - (most - 1 - head) :]}"
+    head = (max_length - 1) // 2
+    return f"{name[:head]}…{name[len(name) - (max_length - 1 - head) :]}"
 
 
 def escaped(text: str) -> str:

@@ -36,7 +36,7 @@ def candidates(model: ir.Model, plan: Plan, profile: Profile, costs: Costs) -> l
     nodes = [n for n in model.graph if n.name in free and (n.op_type not in MOVEMENT or n.op_type in MERGING)]
     readers = _readers(nodes, bf16.weights, model.opset_imports[""])
     rank = {node: index for index, node in enumerate(model.graph.all_nodes())}
-    placed: list[tuple[float, Unit]] = []
+    positioned: list[tuple[float, Unit]] = []
     for name in sorted(bf16.weights - requested):
         value = model.graph.initializers.get(name)
         uses = [] if value is None else [use.node for use in value.uses()]
@@ -44,11 +44,11 @@ def candidates(model: ir.Model, plan: Plan, profile: Profile, costs: Costs) -> l
         ops = ", ".join(sorted({label(node) for node in uses})) or "none"
         price = _ISLAND + costs.bytes_share(frozenset({name}))
         unit = Unit("weight", name, ops, price, tuple(node.name or "" for node in readers.get(name, ())))
-        placed.append((first - 0.5, unit))
+        positioned.append((first - 0.5, unit))
     for node in nodes:
         price = _ISLAND + costs.flops_share(frozenset({node.name or ""}))
-        placed.append((rank[node], Unit("node", node.name or "", label(node), price)))
-    return [unit for _, unit in sorted(placed, key=lambda entry: (entry[0], entry[1].name))]
+        positioned.append((rank[node], Unit("node", node.name or "", label(node), price)))
+    return [unit for _, unit in sorted(positioned, key=lambda entry: (entry[0], entry[1].name))]
 
 
 def bf16_alone(units: Iterable[Unit]) -> Bf16:

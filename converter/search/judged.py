@@ -28,15 +28,15 @@ class BudgetJudge:
 
     def breaches(self, units: Units) -> list[Breach]:
         """Return where a profile with the islands ``units`` exceeds the budget."""
-        return self._of(units)[0]
+        return self._evaluate(units)[0]
 
     def worth(self, found: Units, unit: Unit) -> tuple[Breach, float]:
         """Return the first breach if ``unit`` of ``found`` were bf16 after all, and the same figure with all of it."""
         breach = self.breaches(found - {unit})[0]
-        judged = self._of(found)[1][breach.output].judged(breach.metric)
+        judged = self._evaluate(found)[1][breach.output].judged(breach.metric)
         return breach, math.nan if judged is None else judged
 
-    def _of(self, units: Units) -> tuple[list[Breach], dict[str, DriftSummary]]:
+    def _evaluate(self, units: Units) -> tuple[list[Breach], dict[str, DriftSummary]]:
         if units not in self._known:
             drifts = self._drifts(units)
             self._known[units] = find_breaches(self._budget, drifts), measure.summarise(drifts)

@@ -248,10 +248,10 @@ class _Search:
 
     def _no_solution(self) -> SearchResult:
         task = self._task
-        left = self._bf16_with(frozenset(self._units()))
-        breach = find_breaches(task.budget, self._trials.drifts(left))[0]
+        still_bf16 = self._bf16_with(frozenset(self._units()))
+        breach = find_breaches(task.budget, self._trials.drifts(still_bf16))[0]
         reason = f"drift is over budget even with all candidates in fp32: {breach}"
-        names = [*sorted(left.weights), *sorted(left.nodes)]
+        names = [*sorted(still_bf16.weights), *sorted(still_bf16.nodes)]
         if names:
             reason += f"; still bf16, because of --bf16 or because they move bf16 data: {first_few(names, _NAMED)}"
         return SearchResult(task.profile.name, error=f"the search found no islands: {reason}")

@@ -87,10 +87,10 @@ class Switch(Step):
         self.input = fresh.make("switches")
         switches = ir.Value(name=self.input, type=ir.TensorType(ir.DataType.BOOL), shape=ir.Shape([None]))
         nodes = list(graph)
-        each: list[ir.Value] = []
+        elements: list[ir.Value] = []
         for value in [v for v in values_of(graph) if v.dtype == FLOAT and v.name]:
-            self._switch(graph, value, each, fresh)
-        _split(graph, switches, each, fresh)
+            self._switch(graph, value, elements, fresh)
+        _split(graph, switches, elements, fresh)
         for node in nodes:
             self._output_shape(graph, node, fresh)
         graph.inputs.append(switches)
@@ -117,7 +117,7 @@ class Switch(Step):
             for node, index in uses:
                 node.replace_input_with(index, switched)
             if replaces_output and not site.reader:
-                _become_output(graph, value, switched, fresh)
+                _replace_output(graph, value, switched, fresh)
         made.insert()
 
     def _owner(self, value: ir.Value) -> tuple[str, str]:
@@ -227,11 +227,11 @@ def _switch_of(value: ir.Value, fresh: FreshNames) -> ir.Value:
     return ir.Value(name=name, type=ir.TensorType(ir.DataType.BOOL), shape=ir.Shape([1]))
 
 
-def _split(graph: ir.Graph, switches: ir.Value, each: Sequence[ir.Value], fresh: FreshNames) -> None:
-    """Make each value of ``each`` one element of ``switches``, in order, by one Split: Gathers took as long as Conv."""
-    if each:
-        sizes = _constant(graph, "switches/sizes", np.ones(len(each), np.int64), fresh)
-        node = ir.Node("", "Split", [switches, sizes], outputs=each, name=fresh.make("switches/split"))
+def _split(graph: ir.Graph, switches: ir.Value, elements: Sequence[ir.Value], fresh: FreshNames) -> None:
+    """Make each of ``elements`` one element of ``switches``, in order, by one Split: Gathers took as long as Conv."""
+    if elements:
+        sizes = _constant(graph, "switches/sizes", np.ones(len(elements), np.int64), fresh)
+        node = ir.Node("", "Split", [switches, sizes], outputs=elements, name=fresh.make("switches/split"))
         graph.insert_before(next(iter(graph)), node)
 
 
@@ -240,7 +240,7 @@ def _constant(graph: ir.Graph, name: str, array: Array, fresh: FreshNames) -> ir
     return initializer(graph, name, ir.tensor(array, name=name))
 
 
-def _become_output(graph: ir.Graph, value: ir.Value, switched: ir.Value, fresh: FreshNames) -> None:
+def _replace_output(graph: ir.Graph, value: ir.Value, switched: ir.Value, fresh: FreshNames) -> None:
     """Make ``switched`` the output of ``graph`` in place of ``value``, under the same name."""
     for index, output in enumerate(graph.outputs):
         if output is value:
