@@ -68,9 +68,9 @@ class GradientCounts:
 def count_gradients(
     step: int, scale: float, module: torch.nn.Module, weights: Sequence[torch.Tensor], loss: Callable[[], torch.Tensor]
 ) -> list[GradientEntry]:
-    """Survey the gradients of ``loss()``, a pass of ``module`` in fp32, for ``weights`` and each layer's output.
+    """Count the gradients of ``loss()``, a pass of ``module`` in fp32, for ``weights`` and each layer's output.
 
-    They are counted without a scale and with ``scale``. The stored gradients of ``weights`` do not change.
+    The counts are made without a scale and with ``scale``. The stored gradients of ``weights`` do not change.
     """
     found = GradientCounts(step, sorted({1.0, scale}))
     with _gradient_hooks(module, lambda gradient: found.add("activations", gradient)):

@@ -78,9 +78,9 @@ class StudentModule(lightning.LightningModule):  # type: ignore[misc,unused-igno
         self.best = BestWeights(0, math.inf, {})
         self.gradients: list[Any] = []
         parameters = dict(self.student.named_parameters(remove_duplicate=False))
-        learnt = {entry.names[0] for entry in trained}
+        trainable = {entry.names[0] for entry in trained}
         for name, parameter in parameters.items():
-            parameter.requires_grad_(any(name == other or parameters[other] is parameter for other in learnt))
+            parameter.requires_grad_(any(name == other or parameters[other] is parameter for other in trainable))
         self._before: list[torch.Tensor] = []
 
     # --- the model ----------------------------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ class StudentModule(lightning.LightningModule):  # type: ignore[misc,unused-igno
         return self._validation_loss.teacher.loss(outputs, batch)
 
     def record_gradients(self, step: int, batch: TeacherBatch, scale: float) -> None:
-        """Survey the gradients of ``batch`` in fp32; the student must be in fp32."""
+        """Count the gradients of ``batch`` in fp32; the student must be in fp32."""
         weights = [master for _, master in self.masters()]
         device = weights[0].device.type
         with torch.autocast(device, enabled=False), torch.enable_grad():
