@@ -37,7 +37,9 @@ class Explanation:
 
     def entry(self, max_layers: int) -> Layers:
         """Return this with at most ``max_layers`` layers, as ``measurements.json`` stores it."""
-        return Layers(measured=len(self.layers), rows=list(downsample(self.layers, max_layers)), diagnosis=self.diagnosis)
+        return Layers(
+            measured=len(self.layers), rows=list(downsample(self.layers, max_layers)), diagnosis=self.diagnosis
+        )
 
 
 def explain(path: Path, argument: str | None, profiles: Sequence[str], *, as_json: bool = False) -> str:

@@ -35,7 +35,7 @@ _MIN_TOTAL_GAIN = 3.0  # dB that a remedy must gain
 
 @dataclass(frozen=True, slots=True)
 class NoisyOutput:
-    """An output with more noise than expected, the path its noise takes, and the SQNR in dB to reach.
+    """An output with more noise than expected or allowed, the path its noise takes, and the SQNR in dB to reach.
 
     ``path`` holds values, from the output upstream. Each is the one farthest below the line among the inputs of the
     value before it. ``node`` is where the path left the line, or None if it never did. ``readers`` are the nodes that
