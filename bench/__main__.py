@@ -89,7 +89,7 @@ def _run(chosen: argparse.Namespace, workspace: Path) -> int:
 
 
 def _measure(name: str, workspace: Workspace, chosen: argparse.Namespace) -> int:
-    described, others = machine.describe(), machine.Others()
+    described, others = machine.describe(), machine.OtherProgramsTime()
     result: results.Result = importlib.import_module(f"bench.{MODULES[name]}").measure(workspace, quick=chosen.quick)
     for grid in result.grids:
         print(grid.text(), end="\n\n", flush=True)

@@ -143,58 +143,60 @@ def products(graph: ir.Graph, narrow: frozenset[str]) -> Iterator[Product]:
             yield Product(node, weight.name, given.name)
 
 
-def nearest(of: Subject) -> Weights:
+def nearest(subject: Subject) -> Weights:
     """Every bf16 weight rounded as a conversion does."""
-    return {name: to_fp32(to_bf16(a)) if name in of.narrow else a for name, a in of.weights.items()}
+    return {name: to_fp32(to_bf16(a)) if name in subject.narrow else a for name, a in subject.weights.items()}
 
 
-def calibrated(of: Subject) -> tuple[Weights, list[str]]:
+def calibrated(subject: Subject) -> tuple[Weights, list[str]]:
     """All weights, and the names of those that were calibrated."""
-    found = list(products(of.graph.graph, of.narrow))
+    found = list(products(subject.graph.graph, subject.narrow))
     sums: dict[str, Array] = {}
-    inputs = {value.name for value in of.graph.graph.inputs}
-    wanted = sorted({product.given for product in found} - inputs)
+    inputs = {value.name for value in subject.graph.graph.inputs}
+    input_names = sorted({product.given for product in found} - inputs)
     generator = np.random.default_rng(0)
-    for feed, values in zip(of.calibration, run(of, of.weights, of.calibration, wanted), strict=True):
+    for feed, values in zip(
+        subject.calibration, run(subject, subject.weights, subject.calibration, input_names), strict=True
+    ):
         for product in found:
             value = feed[product.given] if product.given in inputs else values[product.given]
-            rows = product.rows(value, of.weights[product.weight].shape[2:])
-            most = max(1, _PATCHES // len(of.calibration))
+            rows = product.rows(value, subject.weights[product.weight].shape[2:])
+            most = max(1, _PATCHES // len(subject.calibration))
             if rows.shape[1] > most:
                 rows = rows[:, generator.choice(rows.shape[1], most, replace=False)]
             rows = rows.astype(np.float64)
             sums[product.weight] = sums.get(product.weight, 0) + np.swapaxes(rows, 1, 2) @ rows
-    weights = nearest(of)
+    weights = nearest(subject)
     for product in found:
-        original = of.weights[product.weight]
+        original = subject.weights[product.weight]
         chosen = calibrate(product.as_matrices(original), sums[product.weight])
         weights[product.weight] = product.as_weight(chosen, original)
     return weights, [product.weight for product in found]
 
 
-def drift(of: Subject, weights: Weights) -> float:
+def drift(subject: Subject, weights: Weights) -> float:
     """The mean relative_l2 of the first output over the held-out samples."""
-    spec, found = of.outputs[0], []
-    pairs = zip(run(of, of.weights, of.held_out), run(of, weights, of.held_out), strict=True)
+    spec, found = subject.outputs[0], []
+    pairs = zip(run(subject, subject.weights, subject.held_out), run(subject, weights, subject.held_out), strict=True)
     for expected, got in pairs:
-        found += [d.relative_l2 for d in drift_of(expected[spec.name], got[spec.name], spec, of.batch_axis)]
+        found += [d.relative_l2 for d in drift_of(expected[spec.name], got[spec.name], spec, subject.batch_axis)]
     return float(np.mean(found))
 
 
-def _compare(of: Subject) -> Iterator[Measurement]:
-    plain = nearest(of)
-    better, names = calibrated(of)
-    exact = plain | {name: of.weights[name] for name in names}
-    count = sum(of.weights[name].size for name in names)
+def _compare(subject: Subject) -> Iterator[Measurement]:
+    plain = nearest(subject)
+    better, names = calibrated(subject)
+    exact = plain | {name: subject.weights[name] for name in names}
+    count = sum(subject.weights[name].size for name in names)
     moved = sum(int(np.count_nonzero(plain[name] != better[name])) for name in names)
-    before, after = drift(of, plain), drift(of, better)
-    yield Measurement(f"{of.name}: relative_l2, nearest", before)
-    yield Measurement(f"{of.name}: relative_l2, calibrated", after)
-    yield Measurement(f"{of.name}: relative_l2, fp32 others", drift(of, exact))
-    yield Measurement(f"{of.name}: nearest ÷ calibrated", before / after, "×", at_least=_WORTH)
-    yield Measurement(f"{of.name}: weights rounded the other way", moved / count)
-    yield Measurement(f"{of.name}: residual ÷ fp32, nearest", _residual(of.weights, plain, names))
-    yield Measurement(f"{of.name}: residual ÷ fp32, calibrated", _residual(of.weights, better, names))
+    before, after = drift(subject, plain), drift(subject, better)
+    yield Measurement(f"{subject.name}: relative_l2, nearest", before)
+    yield Measurement(f"{subject.name}: relative_l2, calibrated", after)
+    yield Measurement(f"{subject.name}: relative_l2, fp32 others", drift(subject, exact))
+    yield Measurement(f"{subject.name}: nearest ÷ calibrated", before / after, "×", at_least=_WORTH)
+    yield Measurement(f"{subject.name}: weights rounded the other way", moved / count)
+    yield Measurement(f"{subject.name}: residual ÷ fp32, nearest", _residual(subject.weights, plain, names))
+    yield Measurement(f"{subject.name}: residual ÷ fp32, calibrated", _residual(subject.weights, better, names))
 
 
 def _residual(original: Weights, rounded: Weights, names: Sequence[str]) -> float:

@@ -64,9 +64,11 @@ def subject(name: str, path: Path, calibration: Sequence[Feeds], held_out: Seque
     return Subject(name, model, narrow, weights, outputs, artifact.manifest.batch_axis, calibration, held_out)
 
 
-def run(of: Subject, weights: Weights, feeds: Sequence[Feeds], names: Sequence[str] | None = None) -> Iterator[Feeds]:
+def run(
+    subject: Subject, weights: Weights, feeds: Sequence[Feeds], names: Sequence[str] | None = None
+) -> Iterator[Feeds]:
     """What the model gives with ``weights``: its outputs, or the values ``names``."""
-    model = of.graph.clone()
+    model = subject.graph.clone()
     if names is not None:
         found = {value.name: value for node in model.graph for value in node.outputs}
         model.graph.outputs.clear()
@@ -89,8 +91,8 @@ def minilm(workspace: Workspace, quick: bool) -> Subject:
 
     count = 40 if quick else 264
     feeds = list(demo.calibration(count))
-    held = 20 if quick else 64
-    return subject("all-MiniLM-L6-v2", workspace.minilm(), feeds[:-held], feeds[-held:])
+    held_out_count = 20 if quick else 64
+    return subject("all-MiniLM-L6-v2", workspace.minilm(), feeds[:-held_out_count], feeds[-held_out_count:])
 
 
 def efficientnet(workspace: Workspace, quick: bool) -> Subject | None:

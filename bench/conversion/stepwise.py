@@ -14,7 +14,7 @@ from pathlib import Path
 from bench.core import models
 
 _SAMPLE_S = 0.002
-_SAID = "bf16-convert: "
+_STEP_PREFIX = "bf16-convert: "
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +30,14 @@ def peaks(arguments: Sequence[str]) -> dict[str, Memory]:
     command = [sys.executable, "-m", "bench.conversion.process", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(models.ROOT)}
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=models.ROOT, env=environment)
-    step, found, said = [""], {"": Memory()}, list[str]()
+    step, found, lines = [""], {"": Memory()}, list[str]()
 
     def listen() -> None:
         assert process.stderr is not None
         for line in process.stderr:
-            said.append(line)
-            name = line.removeprefix(_SAID).strip()
-            if line.startswith(_SAID) and ": " not in name:  # not one of the lines that say how far a step is
+            lines.append(line)
+            name = line.removeprefix(_STEP_PREFIX).strip()
+            if line.startswith(_STEP_PREFIX) and ": " not in name:  # not one of the lines that say how far a step is
                 step[0] = name
 
     listener = threading.Thread(target=listen)
@@ -52,7 +52,7 @@ def peaks(arguments: Sequence[str]) -> dict[str, Memory]:
         time.sleep(_SAMPLE_S)
     listener.join()
     if process.returncode:
-        raise RuntimeError(f"the conversion failed with exit code {process.returncode}:\n{''.join(said)[-4000:]}")
+        raise RuntimeError(f"the conversion failed with exit code {process.returncode}:\n{''.join(lines)[-4000:]}")
     return found
 
 

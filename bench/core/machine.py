@@ -99,7 +99,7 @@ def _digest(file: Path) -> str:
 # --- who else was at work ---------------------------------------------------------------------------------------------
 
 
-class Others:
+class OtherProgramsTime:
     """How much of the processors went to other programs meanwhile, and to other machines on the same host."""
 
     def __init__(self) -> None:
@@ -109,9 +109,9 @@ class Others:
         """Since the start: fractions of all processors' time. Our own children count once they have ended."""
         (busy, stolen), own, started = self._before
         (busy_now, stolen_now), own_now = _ticks(), _own_seconds()
-        whole = (time.monotonic() - started) * (os.cpu_count() or 1) or 1.0
-        others = max(0.0, (busy_now - busy) - (own_now - own)) / whole
-        return {"other_programs": round(others, 4), "stolen": round((stolen_now - stolen) / whole, 4)}
+        available = (time.monotonic() - started) * (os.cpu_count() or 1) or 1.0
+        others = max(0.0, (busy_now - busy) - (own_now - own)) / available
+        return {"other_programs": round(others, 4), "stolen": round((stolen_now - stolen) / available, 4)}
 
 
 def _ticks() -> tuple[float, float]:

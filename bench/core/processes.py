@@ -46,7 +46,7 @@ class Server:
 
 def cpu_seconds(pid: int) -> float:
     """User and system time of process ``pid`` and those it has started so far; 0 where it cannot be seen."""
-    return sum(_ticks(member) for member in _family(pid)) / os.sysconf("SC_CLK_TCK")
+    return sum(_ticks(member) for member in _process_tree(pid)) / os.sysconf("SC_CLK_TCK")
 
 
 def _stat(pid: int) -> list[str]:
@@ -62,7 +62,7 @@ def _ticks(pid: int) -> int:
     return int(fields[11]) + int(fields[12]) if fields else 0
 
 
-def _family(pid: int) -> list[int]:
+def _process_tree(pid: int) -> list[int]:
     """``pid``, its children, and theirs."""
     parents = {int(entry.name): _stat(int(entry.name)) for entry in Path("/proc").iterdir() if entry.name.isdigit()}
     family = [pid]
@@ -73,7 +73,7 @@ def _family(pid: int) -> list[int]:
 
 def proportional_bytes(server: Server) -> int:
     """The memory of the process and of those it has started, what they share counted once (PSS)."""
-    return sum(_proportional(pid) for pid in _family(server.process.pid))
+    return sum(_proportional(pid) for pid in _process_tree(server.process.pid))
 
 
 def _proportional(pid: int) -> int:
@@ -147,9 +147,9 @@ def bare_handler(graph: Path, *flags: str) -> Iterator[Server]:
 def _free_ports(count: int) -> list[int]:
     """Ports free just now. Held together, so that they differ."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [held.getsockname()[1] for held in sockets]
-    for held in sockets:
-        held.close()
+    ports = [sock.getsockname()[1] for sock in sockets]
+    for sock in sockets:
+        sock.close()
     return ports
 
 
@@ -159,18 +159,18 @@ def _wait_until_ready(process: subprocess.Popen[str], port: int, log: Path, mode
     # A channel waits ever longer between attempts to connect; a start is timed more finely than that.
     options = [("grpc.initial_reconnect_backoff_ms", 20), ("grpc.max_reconnect_backoff_ms", 20)]
     with grpc.insecure_channel(f"127.0.0.1:{port}", options) as channel:
-        ask: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(
+        ready_call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(
             wire.MODEL_READY if model else wire.SERVER_READY
         )
-        while not _says_ready(ask, wire.ready_request(model) if model else b""):
+        while not _is_ready(ready_call, wire.ready_request(model) if model else b""):
             if process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"the server did not become ready:\n{log.read_text()[-4000:]}")
             time.sleep(_POLL_S)
 
 
-def _says_ready(ask: grpc.UnaryUnaryMultiCallable[bytes, bytes], request: bytes) -> bool:
+def _is_ready(ready_call: grpc.UnaryUnaryMultiCallable[bytes, bytes], request: bytes) -> bool:
     try:
-        return wire.is_ready(ask(request, timeout=1))
+        return wire.is_ready(ready_call(request, timeout=1))
     except grpc.RpcError:
         return False
 

@@ -85,9 +85,9 @@ def _wait(address: str, container: str) -> None:
     request, deadline = health_pb2.HealthCheckRequest().SerializeToString(), time.monotonic() + _READY_TIMEOUT_S
     while time.monotonic() < deadline:
         with grpc.insecure_channel(address) as channel:
-            ask: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(_CHECK)
+            health_check: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(_CHECK)
             try:
-                if health_pb2.HealthCheckResponse.FromString(ask(request, timeout=1)).status == 1:
+                if health_pb2.HealthCheckResponse.FromString(health_check(request, timeout=1)).status == 1:
                     return
             except grpc.RpcError:
                 pass

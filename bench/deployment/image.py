@@ -50,7 +50,7 @@ def measure(workspace: Workspace, *, quick: bool) -> Result:
     index = ("--build-arg", f"PIP_EXTRA_INDEX_URL={os.environ.get('PIP_EXTRA_INDEX_URL', '')}")
     docker("build", "--quiet", "--target", "server", "--tag", image, *index, str(ROOT))
     try:
-        layers, whole = layer_bytes(image), image_bytes(image)
+        layers, total_bytes = layer_bytes(image), image_bytes(image)
         cold, warm, cpu = _starts(image, repository, starts)
         with serving(image, repository) as container:
             health = json.loads(docker("exec", container.id, "python", "-c", _HEALTH, str(checks)))
@@ -58,7 +58,7 @@ def measure(workspace: Workspace, *, quick: bool) -> Result:
         docker("rmi", "--force", image)
     return Result(
         "image",
-        (*sizes(layers, whole), *times(cold, warm, cpu), *checked(health)),
+        (*sizes(layers, total_bytes), *times(cold, warm, cpu), *checked(health)),
         settings={
             "starts": starts,
             "health_checks": checks,
@@ -68,19 +68,19 @@ def measure(workspace: Workspace, *, quick: bool) -> Result:
     )
 
 
-def sizes(layers: Sequence[int], whole: int) -> Iterator[Measurement]:
-    """Of an image of ``whole`` bytes, of which the Dockerfile's own ``layers`` are so many each."""
+def sizes(layers: Sequence[int], total_bytes: int) -> Iterator[Measurement]:
+    """Of an image of ``total_bytes`` bytes, of which the Dockerfile's own ``layers`` are so many each."""
     own = sum(layers)
     yield Measurement("server without torch, beyond its base", own / 1e6, "MB", at_most=_MB_AT_MOST)
-    yield Measurement("its base", (whole - own) / 1e6, "MB")
+    yield Measurement("its base", (total_bytes - own) / 1e6, "MB")
     for number, size in enumerate(layers, 1):
         yield Measurement(f"layer {number} of {len(layers)}", size / 1e6, "MB")
 
 
 def times(cold: Sequence[float], warm: Sequence[float], cpu: Sequence[float]) -> Iterator[Measurement]:
     """Of starts: seconds until SERVING, and processor seconds until then, NaN where those were not to be seen."""
-    yield from _told("page cache cold", cold)
-    yield from _told("page cache warm", warm)
+    yield from _start_times("page cache cold", cold)
+    yield from _start_times("page cache warm", warm)
     name, seen = "processor time of the container until then", [used for used in cpu if not math.isnan(used)]
     if len(seen) < len(cpu):
         yield Measurement(name, math.nan, "s", absent="the engine's processes are not to be seen from here")
@@ -113,7 +113,7 @@ def _starts(image: str, repository: Path, times: int) -> tuple[list[float], list
     return cold, warm, cpu
 
 
-def _told(what: str, seconds: Sequence[float]) -> Iterator[Measurement]:
+def _start_times(what: str, seconds: Sequence[float]) -> Iterator[Measurement]:
     name = f"docker run to SERVING with MiniLM, {what}"
     if not seconds:
         yield Measurement(name, math.nan, "s", _READY_AT_MOST_S, absent="needs root, and layers as directories")

@@ -47,7 +47,7 @@ class Streams:
         return np.asarray(self.sum >= self._threshold * (1 - 1e-9))
 
 
-def begun(case: Case, streams: int, rng: np.random.Generator) -> Streams:
+def start_streams(case: Case, streams: int, rng: np.random.Generator) -> Streams:
     """Streams whose detectors know ``case.rows`` rows of drift each, measured about 1."""
     measured = np.exp(case.spread * case.draw(rng, case.rows, streams))
     found = [Expected.of([float(value) * 4e-3 for value in rows]) for rows in measured.T]
@@ -71,7 +71,7 @@ def traffic(
 
 def false_alarms(case: Case, samples: int, streams: int, rng: np.random.Generator) -> int:
     """Alarms in so many healthy samples, of all streams together; each begins anew after one."""
-    running, alarms = begun(case, streams, rng), 0
+    running, alarms = start_streams(case, streams, rng), 0
     for log_drift, weight in traffic(case, samples // streams, running, rng):
         over = running.add(log_drift, weight)
         alarms += int(over.sum())
@@ -81,7 +81,7 @@ def false_alarms(case: Case, samples: int, streams: int, rng: np.random.Generato
 
 def delays(case: Case, factor: float, streams: int, rng: np.random.Generator, most: int = 2000) -> Floats:
     """Samples until the alarm of each stream after drift has become ``factor`` times what it was; infinite: none."""
-    running = begun(case, streams, rng)
+    running = start_streams(case, streams, rng)
     for log_drift, weight in traffic(case, 300, running, rng):
         running.add(log_drift, weight)
     found = np.full(len(running.sum), np.inf)

@@ -107,10 +107,10 @@ def _four(workspace: Workspace, layers: int) -> Iterator[Measurement]:
         return lambda: bf16_serve(repository, log)
 
     name, request = artifact.parent.name, wire.infer_request(artifact.parent.name, kernel_models.feeds(1))
-    asked = wire.infer_request("mlp", models.mlp_feeds(1))
+    request = wire.infer_request("mlp", models.mlp_feeds(1))
     bf16, packed = _sum(served(artifact), request), _sum(lambda: bare_handler(graph), request)
     unpacked = _sum(lambda: bare_handler(graph, "--unpacked"), request)
-    base16, base32 = _sum(served(small), asked), _sum(lambda: bare_handler(small / "cpu.onnx"), asked)
+    base16, base32 = _sum(served(small), request), _sum(lambda: bare_handler(small / "cpu.onnx"), request)
     four = f"{_SERVERS} servers of {name}, proportional"
     yield Measurement(f"{four}: ours ÷ fp32, prepacking off", bf16 / unpacked, at_most=_FOUR_AT_MOST)
     yield Measurement(f"{four}: ours ÷ fp32, its defaults", bf16 / packed)

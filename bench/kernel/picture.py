@@ -153,21 +153,21 @@ def _styles(lines: Iterable[Line]) -> Iterator[tuple[str, str, str]]:
 
 def _labels(plane: Plane, lines: Sequence[Line], fills: Sequence[str], base: str) -> Iterator[str]:
     """Names at the right end, moved apart where lines end close together, each tied to its line."""
-    wanted = [
+    labels = [
         (plane.y(line.points[-1][1]), line.name, fill, line.ours) for line, fill in zip(lines, fills, strict=True)
     ]
-    wanted.append((plane.y(1), base, "ink", False))
-    wanted.sort(key=lambda label: label[0])
-    places = _apart([y for y, *_ in wanted])
+    labels.append((plane.y(1), base, "ink", False))
+    labels.sort(key=lambda label: label[0])
+    positions = _spread_out([y for y, *_ in labels])
     right = _WIDTH - _RIGHT
-    for (y, name, fill, strong), place in zip(wanted, places, strict=True):
-        yield f'<path class="peer cp" d="M{right + 3} {y:.1f} L{right + 14} {place:.1f}"/>'
-        yield _text(right + 18, place + 4.5, name, f"{fill} strong" if strong else fill)
+    for (y, name, fill, strong), position in zip(labels, positions, strict=True):
+        yield f'<path class="peer cp" d="M{right + 3} {y:.1f} L{right + 14} {position:.1f}"/>'
+        yield _text(right + 18, position + 4.5, name, f"{fill} strong" if strong else fill)
 
 
-def _apart(places: Sequence[float]) -> list[float]:
-    """Ascending ``places`` moved as little as a few rounds need until neighbours are far enough apart."""
-    moved = list(places)
+def _spread_out(positions: Sequence[float]) -> list[float]:
+    """Ascending ``positions`` moved as little as a few rounds need until neighbours are far enough apart."""
+    moved = list(positions)
     for _ in range(200):
         for index in range(len(moved) - 1):
             missing = _LABEL_STEP - (moved[index + 1] - moved[index])

@@ -88,19 +88,19 @@ def _claim(of: Published) -> str:
     by: dict[str, list[str]] = {_FASTER: [], _SAME: [], _SLOWER: []}
     for one in _against(of, "best fp32 peer ÷ cpu"):
         work = one["name"].partition(": ")[0]
-        by[_side(one)].append(f"{work} ({one['value']:.2f})")
+        by[_outcome(one)].append(f"{work} ({one['value']:.2f})")
     count = sum(map(len, by.values()))
     title = "Faster than fp32 on CPUs" + (
         "" if len(by[_FASTER]) == count else f" in {len(by[_FASTER])} of {count} cases"
     )
     memory = next((one for one in of.measured("kernel_memory") if one["name"].startswith("loaded model: ours")), None)
     half = f", in {memory['value']:.2f} of the memory" if memory else ""
-    said = [
+    results = [
         f"Time of the fastest of ONNX Runtime, OpenVINO and torch in fp32 ÷ ours, {_where(of)}: {_list(by[_FASTER])}"
     ]
-    said += [f"no difference seen: {_list(by[_SAME])}"] if by[_SAME] else []
-    said += [f"slower: {_list(by[_SLOWER])}"] if by[_SLOWER] else []
-    text = f"* **{title}{half}.** {'; '.join(said)}."
+    results += [f"no difference seen: {_list(by[_SAME])}"] if by[_SAME] else []
+    results += [f"slower: {_list(by[_SLOWER])}"] if by[_SLOWER] else []
+    text = f"* **{title}{half}.** {'; '.join(results)}."
     return fill(text, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False) + "\n"
 
 
@@ -110,7 +110,7 @@ def _against(of: Published, what: str) -> list[Mapping[str, Any]]:
     return [one for one in found if ", cold: " not in one["name"]]
 
 
-def _side(one: Mapping[str, Any]) -> str:
+def _outcome(one: Mapping[str, Any]) -> str:
     low, high = one["interval"]
     if low is not None and low > 1:
         return _FASTER
@@ -122,8 +122,8 @@ def _where(of: Published) -> str:
     return f"{machine['cores']} cores of {machine['cpu']} ({of.key}), {machine['date']}, commit {machine['commit']}"
 
 
-def _list(words: Sequence[str]) -> str:
-    return ", ".join(words) or "nowhere"
+def _list(names: Sequence[str]) -> str:
+    return ", ".join(names) or "nowhere"
 
 
 # --- the tables -------------------------------------------------------------------------------------------------------

@@ -39,9 +39,9 @@ class Worker:
 
     def open(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Load the model."""
-        wanted = side(request["side"])
-        host = import_module(f"bench.kernel.hosts.{wanted.host}")
-        self._open[wanted.name] = host.open_side(wanted.options, Subject.from_dict(request["subject"]))
+        requested = side(request["side"])
+        host = import_module(f"bench.kernel.hosts.{requested.host}")
+        self._open[requested.name] = host.open_side(requested.options, Subject.from_dict(request["subject"]))
         return {}
 
     def feed(self, request: Mapping[str, Any]) -> dict[str, Any]:

@@ -160,28 +160,28 @@ class _Caller:
         while len(self._calls) < connections:
             self._calls.append(self._connect())
         deadline = time.perf_counter() + seconds
-        ended, failures, answered = threading.Semaphore(0), list[str](), [0] * in_flight
+        finished, failures, completed = threading.Semaphore(0), list[str](), [0] * in_flight
 
         def send(index: int) -> None:
             call = self._calls[index % connections]
             call.future(self._request).add_done_callback(lambda call: received(index, call))
 
         def received(index: int, call: Any) -> None:
-            answered[index] += 1
+            completed[index] += 1
             if call.code() is not grpc.StatusCode.OK:
                 failures.append(str(call.details()))
             if failures or time.perf_counter() >= deadline:
-                ended.release()
+                finished.release()
             else:
                 send(index)
 
         for index in range(in_flight):
             send(index)
         for _ in range(in_flight):
-            ended.acquire()
+            finished.acquire()
         if failures:
             raise RuntimeError(f"a call failed: {failures[0]}")
-        return sum(answered)
+        return sum(completed)
 
 
 def _cpu_seconds() -> float:

@@ -72,15 +72,15 @@ def _round(workspace: Workspace, serving: str, blocks: int, seconds: float) -> l
         repository = workspace.repository("cpu_mlp", artifact, serving)
         ours = stack.enter_context(bf16_serve(repository, workspace.root / "cpu_mlp.log"))
         bare = stack.enter_context(bare_handler(artifact / "cpu.onnx"))
-        asked = [(server, stack.enter_context(Client(server.port, request))) for server in (ours, bare)]
-        for server, client in asked:
+        clients = [(server, stack.enter_context(Client(server.port, request))) for server in (ours, bare)]
+        for server, client in clients:
             _per_call(server, client, seconds / 2)
-        return [_pair(asked, seconds, in_order=block % 2 == 0) for block in range(blocks)]
+        return [_pair(clients, seconds, in_order=block % 2 == 0) for block in range(blocks)]
 
 
-def _pair(asked: list[tuple[Server, Client]], seconds: float, *, in_order: bool) -> _Block:
-    found = {server.port: _per_call(server, client, seconds) for server, client in asked[:: 1 if in_order else -1]}
-    return _Block(*(found[server.port] for server, _ in asked))
+def _pair(clients: list[tuple[Server, Client]], seconds: float, *, in_order: bool) -> _Block:
+    found = {server.port: _per_call(server, client, seconds) for server, client in clients[:: 1 if in_order else -1]}
+    return _Block(*(found[server.port] for server, _ in clients))
 
 
 def _per_call(server: Server, client: Client, seconds: float) -> float:

@@ -155,7 +155,7 @@ def _round(
         server = stack.enter_context(bf16_serve(repository, root / "drift_overhead.log"))
         clients = {side: stack.enter_context(Client(server.port, request)) for side, request in requests.items()}
         _wait_for_references(server, clients)
-        before, asked = _samples(server), dict.fromkeys(clients, 0)
+        before, calls = _samples(server), dict.fromkeys(clients, 0)
         orders = list(permutations(clients))  # each side is as often first, second and last
         for number, into in found.items():
             turns: dict[str, list[_Turn]] = {side: [] for side in clients}
@@ -166,12 +166,12 @@ def _round(
                     load = clients[side].timed_load(number, effort.seconds)
                     _settle(server)
                     turns[side].append(_Turn(load, server.own_cpu_seconds() - busy))
-                    asked[side] += warm.calls + load.calls
+                    calls[side] += warm.calls + load.calls
             for side, taken in turns.items():
                 into.turns[side].append(taken)
         after = _samples(server)
         return {
-            (side, outcome): (count - before.get((side, outcome), 0)) / asked[side]
+            (side, outcome): (count - before.get((side, outcome), 0)) / calls[side]
             for (side, outcome), count in after.items()
         }
 

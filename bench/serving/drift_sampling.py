@@ -145,17 +145,19 @@ def _simulated(choosing: Callable[[Clock, random.Random, _Dropped], _Choose], se
     clock, dropped = Clock(), _Dropped()
     choose = choosing(clock, random.Random(1000 + seed), dropped)  # noqa: S311 - simulated
     everything, drifts, weights = [], [], []
-    came = seen = None
+    first_rare_at = first_sampled_at = None
     for each in arrivals(clock, _RATES, seconds, seed):
         everything.append(each.drift[0])
         rare = each.length == _RARE
-        came = clock.now if rare and came is None else came
+        first_rare_at = clock.now if rare and first_rare_at is None else first_rare_at
         probability = choose(each.request, each.reply)
         if probability is not None:
             drifts.append(each.drift[0])
             weights.append(1 / probability)
-            seen = clock.now if rare and seen is None else seen
-    waited = 0.0 if came is None else (seconds if seen is None else seen - came)
+            first_sampled_at = clock.now if rare and first_sampled_at is None else first_sampled_at
+    waited = (
+        0.0 if first_rare_at is None else (seconds if first_sampled_at is None else first_sampled_at - first_rare_at)
+    )
     return _Round(float(np.mean(everything)), np.array(weights), np.array(drifts), waited, dropped.samples)
 
 

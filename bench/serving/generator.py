@@ -51,10 +51,10 @@ class _Ledger:
         self.answers = [Counter[bytes]() for _ in range(messages)]
         self.said: dict[str, Counter[str]] = {}
 
-    def end(self, word: str, due: float, text: str = "") -> None:
-        self.ended.setdefault(word, []).append((due, time.monotonic() - due))
+    def end(self, status: str, due: float, text: str = "") -> None:
+        self.ended.setdefault(status, []).append((due, time.monotonic() - due))
         if text:
-            _count(self.said.setdefault(word, Counter()), text)
+            _count(self.said.setdefault(status, Counter()), text)
 
     def answer(self, message: int, data: bytes) -> None:
         _count(self.answers[message], data)
@@ -175,11 +175,11 @@ class _Connection:
         self.leaving = self.closed = True
         self._end_all(CUT_OFF)
 
-    def _end_all(self, word: str) -> None:
+    def _end_all(self, status: str) -> None:
         for _, due in self.due.values():
-            self._ledger.end(word, due)
+            self._ledger.end(status, due)
         for _, due in self.waiting:
-            self._ledger.end(NOT_SENT if self.closed else word, due)
+            self._ledger.end(NOT_SENT if self.closed else status, due)
         self.due.clear()
         self.waiting.clear()
 
@@ -215,16 +215,16 @@ def _run(port: int, messages: Sequence[bytes], calls: Sequence[tuple[float, int]
     chooser = selectors.DefaultSelector()
     for connection in connections:
         chooser.register(connection.socket, selectors.EVENT_READ, connection)
-    begun = time.monotonic()
-    end, sent, total = begun + calls[-1][0], 0, len(calls)
+    started = time.monotonic()
+    end, sent, total = started + calls[-1][0], 0, len(calls)
     while sent < total or any(c.due or c.waiting for c in connections):
         now = time.monotonic()
         if now > end + _LAST_WAIT_S or all(c.closed for c in connections):
             break
-        while sent < total and begun + calls[sent][0] <= now:
-            connections[sent % count].send(calls[sent][1], begun + calls[sent][0])
+        while sent < total and started + calls[sent][0] <= now:
+            connections[sent % count].send(calls[sent][1], started + calls[sent][0])
             sent += 1
-        pause = 0.05 if sent >= total else max(0.0, begun + calls[sent][0] - now)
+        pause = 0.05 if sent >= total else max(0.0, started + calls[sent][0] - now)
         for key, _ in chooser.select(min(pause, 0.05)):
             key.data.receive()
             if key.data.closed:

@@ -42,7 +42,7 @@ class Outcome:
 
     @property
     def refused(self) -> list[float]:
-        return [took for word, calls in self.ended.items() if word in _NAMES - {"OK"} for _, took in calls]
+        return [took for status, calls in self.ended.items() if status in _NAMES - {"OK"} for _, took in calls]
 
     @property
     def lost(self) -> int:
@@ -51,7 +51,7 @@ class Outcome:
 
     @property
     def counts(self) -> dict[str, int]:
-        return {word: len(calls) for word, calls in self.ended.items()}
+        return {status: len(calls) for status, calls in self.ended.items()}
 
     def percentile(self, of: str, share: float) -> float:
         """``of``: answered, refused, or the name of a status. NaN when there are none."""
@@ -96,10 +96,10 @@ class Offering:
 
     def outcome(self) -> Outcome:
         """Waits for the end."""
-        said, errors = self._process.communicate()
+        output, errors = self._process.communicate()
         if self._process.returncode:
             raise RuntimeError(f"the load generator failed: {errors[-2000:]}")
-        found: dict[str, Any] = json.loads(said)
+        found: dict[str, Any] = json.loads(output)
         answers = [{bytes.fromhex(answer): count for answer, count in of.items()} for of in found["answers"]]
         return Outcome(found["offered"], found["ended"], answers, found["said"])
 

@@ -129,23 +129,23 @@ def _turn(found: _Found, side: str, server: Server, client: Client, case: Case, 
 
 
 def _measurements(found: _Found) -> list[Measurement]:
-    told: list[Measurement] = []
+    measurements: list[Measurement] = []
     for case in found.rate[_PLAIN]:
         name = f"{case[0]}, {case[1]} in flight"
         pairs = zip(found.rate[_RAY][case], found.rate[_PLAIN][case], strict=True)
         ratios = estimate([np.array([ray / plain]) for ray, plain in pairs])
-        told.append(Measurement.of(f"{name}: rate of Ray Serve ÷ plain", ratios))
+        measurements.append(Measurement.of(f"{name}: rate of Ray Serve ÷ plain", ratios))
         for side in (_PLAIN, _RAY):
-            told += [
+            measurements += [
                 Measurement(f"{name}: {side}", median(found.rate[side][case]), "1/s"),
                 Measurement(f"{name}: {side}, median latency", median(found.p50[side][case]), "ms"),
                 Measurement(f"{name}: {side}, 99th percentile", median(found.p99[side][case]), "ms"),
                 Measurement(f"{name}: {side}, processor time per request", median(found.work[side][case]), "ms"),
             ]
     for side in (_PLAIN, _RAY):
-        told.append(Measurement(f"{side}: memory of all its processes", median(found.memory[side]), "MB"))
-        told.append(Measurement(f"{side}: start to ready", median(found.started[side]), "s"))
-    return told
+        measurements.append(Measurement(f"{side}: memory of all its processes", median(found.memory[side]), "MB"))
+        measurements.append(Measurement(f"{side}: start to ready", median(found.started[side]), "s"))
+    return measurements
 
 
 def _grid(title: str, unit: str, values: Mapping[str, Mapping[Case, list[float]]]) -> Grid:

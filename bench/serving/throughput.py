@@ -76,23 +76,23 @@ def measure(workspace: Workspace, *, quick: bool) -> Result:
     repository = workspace.repository("throughput_minilm", artifact)
     log = workspace.root / "throughput_minilm.log"
     found = {case: _Found() for case in _CASES}
-    told: list[_Layout] = []
+    layouts: list[_Layout] = []
     sides: dict[_Case, tuple[Batches, Batches]] = {}
     for _ in range(rounds):
         with ExitStack() as stack:
             server = stack.enter_context(bf16_serve(repository, log))
-            told.append(_told(server))
-            sessions = stack.enter_context(Sessions(artifact, told[-1].profile))
+            layouts.append(_served_layout(server))
+            sessions = stack.enter_context(Sessions(artifact, layouts[-1].profile))
             for case in _CASES:
                 if case not in sides:
-                    sides[case] = _fastest(sessions, case, told[0].instances, search_s)
+                    sides[case] = _fastest(sessions, case, layouts[0].instances, search_s)
                 _round(server, sessions, case, sides[case], found[case], turns, seconds)
     return Result(
         "throughput_minilm",
         tuple(each for case in _CASES for each in _measurements(case, found[case])),
         settings={
             "model": "all-MiniLM-L6-v2, the server's defaults",
-            "served": [f"{layout.profile}, {layout.instances} at once" for layout in told],
+            "served": [f"{layout.profile}, {layout.instances} at once" for layout in layouts],
             "alike": {case.name: alike.name for case, (alike, _) in sides.items()},
             "best": {case.name: best.name for case, (_, best) in sides.items()},
             "rounds": rounds,
@@ -103,11 +103,11 @@ def measure(workspace: Workspace, *, quick: bool) -> Result:
     )
 
 
-def _told(server: Server) -> _Layout:
+def _served_layout(server: Server) -> _Layout:
     """What the server says of the model."""
     with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
-        ask: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(f"/{wire.SERVICE}/ModelConfig")
-        reply = ask(pb.ModelConfigRequest(name="minilm").SerializeToString())
+        model_config: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(f"/{wire.SERVICE}/ModelConfig")
+        reply = model_config(pb.ModelConfigRequest(name="minilm").SerializeToString())
     config = pb.ModelConfigResponse.FromString(reply).config
     return _Layout(config.parameters["profile"].string_value, config.instance_group[0].count)
 

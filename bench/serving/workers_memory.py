@@ -50,14 +50,14 @@ def measure(workspace: Workspace, *, quick: bool) -> Result:
     log = workspace.root / "workers_memory.log"
     minilm = workspace.repository("workers_memory_minilm", workspace.minilm(), _SERVING)
     small = workspace.repository("workers_memory_mlp", workspace.mlp(), _SERVING)
-    asked = wire.infer_request("minilm", models.minilm_feeds(1))
+    minilm_request = wire.infer_request("minilm", models.minilm_feeds(1))
     little = wire.infer_request("mlp", models.mlp_feeds(1))
     further = {name: list[_Memory]() for name in ("imports", "mlp", "minilm")}
     weights = list[int]()
     for _ in range(repeats):
         further["imports"].append(_difference([_imports(count) for count in _WORKERS]))
         further["mlp"].append(_difference([_server(small, log, count, little) for count in _WORKERS]))
-        found = [_server(minilm, log, count, asked) for count in _WORKERS]
+        found = [_server(minilm, log, count, minilm_request) for count in _WORKERS]
         further["minilm"].append(_difference(found))
         weights.append(found[-1].shared)
     return Result(
@@ -76,11 +76,11 @@ def _measurements(further: dict[str, list[_Memory]], weights: list[int]) -> Iter
     proportional = {name: median(each.proportional for each in found) / _MB for name, found in further.items()}
     beyond = proportional["minilm"] - proportional["imports"]
     yield Measurement("a further worker with MiniLM, beyond its imports", beyond, "MB", at_most=_AT_MOST_MB)
-    words = {"imports": "imports alone", "mlp": "a worker with a small MLP", "minilm": "a worker with MiniLM"}
+    labels = {"imports": "imports alone", "mlp": "a worker with a small MLP", "minilm": "a worker with MiniLM"}
     for name, found in further.items():
-        yield Measurement(f"a further process, {words[name]}: proportional", proportional[name], "MB")
+        yield Measurement(f"a further process, {labels[name]}: proportional", proportional[name], "MB")
         private = median(each.private for each in found) / _MB
-        yield Measurement(f"a further process, {words[name]}: private", private, "MB")
+        yield Measurement(f"a further process, {labels[name]}: private", private, "MB")
     yield Measurement("weights that all workers share", median(weights) / _MB, "MB")
 
 
@@ -93,16 +93,16 @@ def _server(repository: Path, log: Path, workers: int, request: bytes) -> _Memor
     with bf16_serve(repository, log, "--workers", str(workers)) as server:
         _ask(server.port, request)
         time.sleep(_IDLE_S)
-        return _memory(_family(server.process.pid))
+        return _memory(_process_tree(server.process.pid))
 
 
 def _ask(port: int, request: bytes) -> None:
     """Over one connection after the other: each goes to whichever worker the system likes."""
     for _ in range(_CONNECTIONS):
         with grpc.insecure_channel(f"127.0.0.1:{port}", [("grpc.use_local_subchannel_pool", 1)]) as channel:
-            ask: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(wire.INFER)
+            infer: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(wire.INFER)
             for _ in range(_REQUESTS):
-                ask(request, timeout=60)
+                infer(request, timeout=60)
 
 
 def _imports(count: int) -> _Memory:
@@ -121,10 +121,13 @@ def _importing() -> Iterator[int]:
         process.communicate()  # the end of its input ends it
 
 
-def _family(pid: int) -> list[int]:
+def _process_tree(pid: int) -> list[int]:
     """A process and its descendants."""
     children = Path(f"/proc/{pid}/task").glob("*/children")
-    return [pid, *(each for file in children for child in file.read_text().split() for each in _family(int(child)))]
+    return [
+        pid,
+        *(each for file in children for child in file.read_text().split() for each in _process_tree(int(child))),
+    ]
 
 
 def _memory(pids: list[int]) -> _Memory:

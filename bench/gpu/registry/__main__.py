@@ -32,23 +32,23 @@ _SOURCE = (
 )
 
 
-def fetched(release: str, where: Path) -> Path:
-    """The release and its stand-ins under ``where``, fetched unless they are there, or CalledProcessError."""
-    site = where / release
+def installed_release(release: str, directory: Path) -> Path:
+    """The release and its stand-ins under ``directory``, fetched unless they are there, or CalledProcessError."""
+    site = directory / release
     if (site / ".complete").exists():
         return site
-    pip = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "--dest", str(where)]
+    pip = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "--dest", str(directory)]
     subprocess.run([*pip, f"onnxruntime-gpu=={release}"], check=True)
-    (wheel,) = where.glob(f"onnxruntime_gpu-{release}-*.whl")
-    with zipfile.ZipFile(wheel) as held:
-        held.extractall(site, [name for name in held.namelist() if "providers_tensorrt" not in name])
+    (wheel,) = directory.glob(f"onnxruntime_gpu-{release}-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site, [name for name in archive.namelist() if "providers_tensorrt" not in name])
     wheel.unlink()
     standins.stand_in(site / "onnxruntime" / "capi", site / "standins")
     (site / ".complete").touch()
     return site
 
 
-def surroundings(site: Path) -> dict[str, str]:
+def environment_for(site: Path) -> dict[str, str]:
     """The environment in which Python finds that release, and it the stand-ins."""
     return os.environ | {
         "PYTHONPATH": str(site),
@@ -57,43 +57,43 @@ def surroundings(site: Path) -> dict[str, str]:
     }
 
 
-def ask(release: str, where: Path) -> list[Row]:
+def registered_kernels(release: str, directory: Path) -> list[Row]:
     """The kernels that the release's CUDA provider registers. CalledProcessError where it cannot be had, or ends."""
     command = [sys.executable, str(_ASKED)]
-    environment = surroundings(fetched(release, where))
+    environment = environment_for(installed_release(release, directory))
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     version, rows = json.loads(done.stdout)
     assert version == release
     return [(domain, op, first, last, types) for domain, op, first, last, types in rows]
 
 
-def written(of: dict[str, Iterable[Row]]) -> str:
+def kernel_table_json(kernels_by_release: dict[str, Iterable[Row]]) -> str:
     """The file: its source, the releases, and :func:`~bench.gpu.registry.rows.table`, an operator on each line."""
-    made = table(of)
+    table_fields = table(kernels_by_release)
     domains = ",\n".join(
         f"  {json.dumps(domain)}: {{\n"
         + ",\n".join(f"   {json.dumps(op)}: {json.dumps(kernels)}" for op, kernels in sorted(ops.items()))
         + "\n  }"
-        for domain, ops in sorted(made["kernels"].items())
+        for domain, ops in sorted(table_fields["kernels"].items())
     )
     head: dict[str, Any] = {
         "provider": "CUDAExecutionProvider",
         "source": _SOURCE,
-        "releases": sorted(of, key=version_key),
+        "releases": sorted(kernels_by_release, key=version_key),
     }
     lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
-    sets = ",\n".join(f"  {json.dumps(each)}" for each in made["sets"])
+    sets = ",\n".join(f"  {json.dumps(each)}" for each in table_fields["sets"])
     return "{\n" + ",\n".join([*lines, f' "sets": [\n{sets}\n ]', f' "kernels": {{\n{domains}\n }}']) + "\n}\n"
 
 
 def main() -> None:
     """Ask every release, one after another, and write the file."""
-    asked = {}
-    with tempfile.TemporaryDirectory(prefix="bf16kit-registry-") as where:
+    kernels_by_release = {}
+    with tempfile.TemporaryDirectory(prefix="bf16kit-registry-") as directory:
         for release in RELEASES:
-            asked[release] = ask(release, Path(where))
-            print(f"{release}: {len(asked[release])} kernels", flush=True)
-    TARGET.write_text(written(dict(asked)), "utf-8")
+            kernels_by_release[release] = registered_kernels(release, Path(directory))
+            print(f"{release}: {len(kernels_by_release[release])} kernels", flush=True)
+    TARGET.write_text(kernel_table_json(dict(kernels_by_release)), "utf-8")
 
 
 if __name__ == "__main__":

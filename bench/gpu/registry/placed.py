@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from bench.gpu.registry.__main__ import RELEASES, fetched, surroundings
+from bench.gpu.registry.__main__ import RELEASES, environment_for, installed_release
 
 _LOADED = Path(__file__).with_name("loaded.py")
 _PLACED = re.compile(r"VerifyEachNodeIsAssignedToAnEp\].*? placed on \[(\w+)\]\. Number of nodes: (\d+)")
@@ -26,16 +26,16 @@ class NotLoaded(Exception):
     """What ONNX Runtime said when it refused a graph."""
 
 
-def placed(graph: Path, site: Path) -> dict[str, Counter[str]]:
+def placement(graph: Path, site: Path) -> dict[str, Counter[str]]:
     """By provider, how many nodes of each operator the release in ``site`` gives it. NotLoaded where it refuses."""
     command = [sys.executable, str(_LOADED), str(graph)]
-    done = subprocess.run(command, env=surroundings(site), capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=environment_for(site), capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise NotLoaded(done.stderr.strip().splitlines()[-1][:400] if done.stderr else f"ended with {done.returncode}")
-    return told(done.stderr)
+    return parse_placement(done.stderr)
 
 
-def told(log: str) -> dict[str, Counter[str]]:
+def parse_placement(log: str) -> dict[str, Counter[str]]:
     """What a session's log says of it. Where all nodes are one provider's, it names none: they are under ``""``."""
     found: dict[str, Counter[str]] = {}
     provider = ""
@@ -49,9 +49,9 @@ def told(log: str) -> dict[str, Counter[str]]:
     return {name: +operators for name, operators in found.items()}
 
 
-def line(release: str, graph: Path, placed: Mapping[str, Counter[str]]) -> str:
+def summary_line(release: str, graph: Path, placement: Mapping[str, Counter[str]]) -> str:
     """One line for people."""
-    cuda, cpu = placed.get("CUDAExecutionProvider", Counter()), placed.get("CPUExecutionProvider", Counter())
+    cuda, cpu = placement.get("CUDAExecutionProvider", Counter()), placement.get("CPUExecutionProvider", Counter())
     there = ", ".join(f"{count} {op}" for op, count in cpu.most_common()) or "none"
     return f"{release}  {graph}: {cuda.total()} nodes on CUDA, {cpu.total()} on the CPU ({there})"
 
@@ -66,10 +66,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     refused = 0
     with tempfile.TemporaryDirectory(prefix="bf16kit-placed-") as scratch:
         for release in chosen.releases or RELEASES:
-            site = fetched(release, chosen.keep or Path(scratch))
+            site = installed_release(release, chosen.keep or Path(scratch))
             for graph in chosen.graphs:
                 try:
-                    print(line(release, graph, placed(graph, site)), flush=True)
+                    print(summary_line(release, graph, placement(graph, site)), flush=True)
                 except NotLoaded as error:
                     refused += 1
                     print(f"{release}  {graph}: refused: {error}", flush=True)

@@ -45,17 +45,17 @@ def _order(types: Types) -> str:
     return repr(sorted((name, sorted(taken)) for name, taken in types.items()))
 
 
-def table(asked: Mapping[str, Iterable[Row]]) -> dict[str, Any]:
+def table(kernels_by_release: Mapping[str, Iterable[Row]]) -> dict[str, Any]:
     """``sets``: lists of types. ``kernels``: by domain and operator, [first, last, {constraint: set}, from, to].
 
-    From and to are the first and the last release that has it; to is "" where the newest has it. ``asked`` has
-    the releases in their order.
+    From and to are the first and the last release that has it; to is "" where the newest has it.
+    ``kernels_by_release`` has the releases in their order.
     """
-    releases = list(asked)
+    releases = list(kernels_by_release)
     where: dict[tuple[str, str, int, int, str], list[int]] = defaultdict(list)
     types: dict[str, Types] = {}
     for index, release in enumerate(releases):
-        for key, kernels in narrow(asked[release]).items():
+        for key, kernels in narrow(kernels_by_release[release]).items():
             for kernel in kernels:
                 types[_order(kernel)] = kernel
                 where[(*key, _order(kernel))].append(index)

@@ -21,31 +21,31 @@ def stand_in(capi: Path, into: Path) -> None:
     into.mkdir(exist_ok=True)
     provider = capi / "libonnxruntime_providers_cuda.so"
     needed = _NEEDED.findall(_run("readelf", "-d", provider))
-    wanted = _wanted(provider)
+    symbols = _symbols_by_version(provider)
     working = into / "cuda.o"
     _run("gcc", "-c", "-fPIC", "-o", working, _CUDA)
-    ours = {line.split()[-1] for line in _run("nm", "--defined-only", "-g", working).splitlines()}
+    own_symbols = {line.split()[-1] for line in _run("nm", "--defined-only", "-g", working).splitlines()}
     # What has no version is anybody's: the first library has it.
-    loose = {name for version, names in wanted.items() if version not in needed for name in names}
+    loose = {name for version, names in symbols.items() if version not in needed for name in names}
     for index, library in enumerate(needed):
-        names = wanted.get(library, set()) | (loose if index == 0 else set())
+        names = symbols.get(library, set()) | (loose if index == 0 else set())
         source, script = into / "names.c", into / "names.map"
-        source.write_text("".join(f"long {name}(void) {{ return 0; }}\n" for name in sorted(names - ours)))
-        told = "".join(f" {name};" for name in sorted(names))
-        script.write_text(f"{library} {{ {f'global:{told}' if told else ''} local: *; }};\n")
+        source.write_text("".join(f"long {name}(void) {{ return 0; }}\n" for name in sorted(names - own_symbols)))
+        exported = "".join(f" {name};" for name in sorted(names))
+        script.write_text(f"{library} {{ {f'global:{exported}' if exported else ''} local: *; }};\n")
         flags = (f"-Wl,-soname,{library}", f"-Wl,--version-script={script}")
         _run("gcc", "-shared", "-fPIC", "-o", into / library, source, working, *flags)
     _run("g++", "-O1", "-shared", "-fPIC", "-o", capi / "libonnxruntime_providers_tensorrt.so", _PROVIDER, "-ldl")
 
 
-def _wanted(provider: Path) -> dict[str, set[str]]:
+def _symbols_by_version(provider: Path) -> dict[str, set[str]]:
     """The names that are NVIDIA's, by the version that they are wanted in."""
-    wanted: dict[str, set[str]] = defaultdict(set)
+    symbols: dict[str, set[str]] = defaultdict(set)
     for line in _run("nm", "-D", "--undefined-only", provider).splitlines():
         name, _, version = line.split()[-1].partition("@")
         if re.match(r"_*(cu|nv)", name):
-            wanted[version.lstrip("@")].add(name)
-    return wanted
+            symbols[version.lstrip("@")].add(name)
+    return symbols
 
 
 def _run(*command: str | Path) -> str:

@@ -21,8 +21,8 @@ def open_side(options: Mapping[str, str], subject: Subject) -> Prepare:
         raise Absent("OpenVINO finds no bf16 instructions here")
     graph = subject.stored if "PERFORMANCE_HINT" in options else subject.graph
     compiled = core.compile_model(str(graph), "CPU", dict(options))
-    wanted, chosen = options.get(_PRECISION, "bf16"), compiled.get_property(_PRECISION).to_string()
-    if chosen != wanted:
+    requested, chosen = options.get(_PRECISION, "bf16"), compiled.get_property(_PRECISION).to_string()
+    if chosen != requested:
         raise Absent(f"OpenVINO computes in {chosen} here")
     request: Any = compiled.create_infer_request()
 

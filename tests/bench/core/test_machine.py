@@ -69,4 +69,4 @@ def test_the_share_of_other_programs_excludes_our_own_time(monkeypatch: pytest.M
     monkeypatch.setattr(machine, "_own_seconds", lambda: next(own))
     monkeypatch.setattr("time.monotonic", lambda: next(now))
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    assert machine.Others().shares() == {"other_programs": 0.4, "stolen": 0.05}
+    assert machine.OtherProgramsTime().shares() == {"other_programs": 0.4, "stolen": 0.05}

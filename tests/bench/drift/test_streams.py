@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bench.drift.detector import cases, poisson, resampled
-from bench.drift.streams import Case, begun, delays, false_alarms, traffic
+from bench.drift.streams import Case, delays, false_alarms, start_streams, traffic
 from service.drift.detector import WEEK, Detector, Expected, threshold
 
 CASES = {case.name: case for case in [*cases(), resampled(list(4e-3 * np.exp(np.linspace(-0.2, 0.2, 200))))]}
@@ -14,7 +14,7 @@ CASES = {case.name: case for case in [*cases(), resampled(list(4e-3 * np.exp(np.
 
 @pytest.mark.parametrize("name", ["normal, spread 0.3", "half rare, weight 1/100, drifting 3, spread 0.1"])
 def test_each_of_several_streams_equals_the_servers_detector(name: str) -> None:
-    streams = begun(CASES[name], 3, np.random.default_rng(0))
+    streams = start_streams(CASES[name], 3, np.random.default_rng(0))
     alone = [Detector(Expected(centre, 0.0, root)) for centre, root in zip(streams.centre, streams._root, strict=True)]
     rng = np.random.default_rng(1)
     seen = 0

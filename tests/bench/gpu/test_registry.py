@@ -8,8 +8,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from bench.gpu.registry.__main__ import RELEASES, TARGET, written
-from bench.gpu.registry.placed import line, told
+from bench.gpu.registry.__main__ import RELEASES, TARGET, kernel_table_json
+from bench.gpu.registry.placed import parse_placement, summary_line
 from bench.gpu.registry.rows import BF16, merged, narrow, table
 
 OPEN = 2**31 - 1
@@ -54,7 +54,7 @@ def test_a_kernel_that_was_removed_and_added_again_has_both_ranges() -> None:
 
 def test_the_written_file_has_the_table_and_its_releases() -> None:
     of = {"1.9": [("", "Sin", 22, OPEN, {"T": T})], "1.10": [("com.microsoft", "Gelu", 1, OPEN, {"T": T})]}
-    read = json.loads(written(dict(of)))
+    read = json.loads(kernel_table_json(dict(of)))
     assert read["releases"] == ["1.9", "1.10"]
     assert {key: read[key] for key in ("sets", "kernels")} == table(of)
 
@@ -76,12 +76,12 @@ LOG = """\
 
 
 def test_the_placement_of_nodes_is_read_from_a_sessions_log() -> None:
-    found = told(LOG)
+    found = parse_placement(LOG)
     assert found == {"CPUExecutionProvider": {"Concat": 1}, "CUDAExecutionProvider": {"Add": 2, "MatMul": 1}}
-    assert line("1.31.1", Path("g"), found) == "1.31.1  g: 3 nodes on CUDA, 1 on the CPU (1 Concat)"
+    assert summary_line("1.31.1", Path("g"), found) == "1.31.1  g: 3 nodes on CUDA, 1 on the CPU (1 Concat)"
 
 
 def test_if_one_provider_has_all_nodes_no_node_is_named() -> None:
     head = LOG.splitlines()[1].replace("Node(s) placed", "All nodes placed").replace("CPU", "CUDA")
-    assert told(head) == {"CUDAExecutionProvider": Counter({"": 1})}
-    assert line("1.31.1", Path("g"), told(head)) == "1.31.1  g: 1 nodes on CUDA, 0 on the CPU (none)"
+    assert parse_placement(head) == {"CUDAExecutionProvider": Counter({"": 1})}
+    assert summary_line("1.31.1", Path("g"), parse_placement(head)) == "1.31.1  g: 1 nodes on CUDA, 0 on the CPU (none)"
