@@ -15,6 +15,8 @@ def run(config: ServerConfig, stop: Stop, on_started: OnStarted = lambda grpc_po
         from service.workers.supervisor import supervise
 
         return supervise(config, stop, on_started)
-    from service.alone import serve_single_process  # imports gRPC and the runtimes, which a supervisor does not need
+    from service.singleprocess import (
+        serve_single_process,
+    )  # imports gRPC and the runtimes, which a supervisor does not need
 
     return serve_single_process(config, stop, on_started)

@@ -115,10 +115,10 @@ def _serve(file: Path | None, flags: dict[str, object]) -> Ending:
     from bf16kit.runtime import kernel
     from service.process.config import load_config
     from service.process.environment import unknown_variables
-    from service.process.files import raise_open_file_limit
     from service.process.heap import bound_heap
     from service.process.logs import configure
     from service.process.memory import announce, fit_to_memory
+    from service.process.reloadedfiles import raise_open_file_limit
     from service.process.stop import Stop
 
     bound_heap()  # before any thread starts: each thread chooses its malloc arena once

@@ -6,7 +6,7 @@ import logging
 
 from service.process.config import LOOPBACK, ServerConfig
 from service.process.credentials import Credentials
-from service.status_http.conversation import Limits
+from service.status_http.connection import Limits
 from service.status_http.pages import Access, Routes
 from service.status_http.server import HttpServer
 from service.telemetry.metrics import Metrics

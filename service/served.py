@@ -10,22 +10,22 @@ from service.drift.owner import FallbackOwner
 from service.grpcport import RequestSource, drain, extensions, open_tracing, read_only_unless_enabled
 from service.httpport import open_http
 from service.models.controller import Controller
-from service.models.deciding import SingleProcess
 from service.models.listing import RepositoryListing
 from service.models.plan import DesiredModel
 from service.models.poll import RepositoryPoller
 from service.models.repository import Repository
 from service.models.retries import Retries
+from service.models.singleprocess import SingleProcess
 from service.operations import Operations, RegistryModels
 from service.process.config import ServerConfig
 from service.process.credentials import Credentials
 from service.process.heap import HeapTrimmer
 from service.process.logsettings import LogSettings
+from service.process.periodic import PeriodicThread
 from service.process.stop import Ending
-from service.process.ticking import PeriodicThread
-from service.shadow.counting import CombinedMetrics
-from service.shadow.handing import PlanSampleSender
+from service.shadow.combinedmetrics import CombinedMetrics
 from service.shadow.process import ShadowProcess
+from service.shadow.samplesender import PlanSampleSender
 from service.sharedmemory import open_regions
 from service.status_http.evidence import evidence_route
 from service.status_http.pages import routes

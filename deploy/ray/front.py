@@ -26,7 +26,7 @@ from service.operations import Operations
 from service.process.config import ServerConfig
 from service.process.credentials import Credentials
 from service.process.logs import configure
-from service.process.ticking import PeriodicThread
+from service.process.periodic import PeriodicThread
 from service.status_http.pages import Routes, routes
 from service.status_http.views import StatusReader
 from service.telemetry.history import NAMES, TICK_SECONDS, History

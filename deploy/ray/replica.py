@@ -23,7 +23,7 @@ from service.process.config import LOOPBACK, ServerConfig
 from service.process.heap import bound_heap
 from service.process.logs import configure
 from service.served import ModelServer
-from service.workers.described import describe
+from service.workers.description import describe
 from service.workers.statistics import as_json
 from service.workers.view import SlotState
 

@@ -14,7 +14,7 @@ from bf16kit.wording import quoted
 from service.contract import GATE_FAILED, Model, Slot, State, StatisticsSnapshot
 from service.models.repository import parse_version
 from service.operations import RegistryModels, VersionStatistics
-from service.workers.described import ModelDescription, SummedStatistics
+from service.workers.description import ModelDescription, SummedStatistics
 from service.workers.overview import OverviewSlot
 from service.workers.statistics import add, from_json
 from service.workers.view import Key, SlotState

@@ -17,10 +17,7 @@ from bf16kit.errors import Cancelled, DeadlineExceeded, InputRefused, InvalidReq
 from service.batching.claim import IdleClaim, RunTimePredictor
 from service.batching.execution import Execution, Run
 from service.batching.gather import signature
-from service.batching.policy import BatchObserver, BatchPolicy
-from service.batching.queue import Job, Queue
-from service.batching.slots import ExecutionSlots
-from service.batching.waiting import (
+from service.batching.pending import (
     CLIENT_LEFT,
     TOO_LATE,
     PendingRequest,
@@ -30,6 +27,9 @@ from service.batching.waiting import (
     rejection_label,
     unloading_error,
 )
+from service.batching.policy import BatchObserver, BatchPolicy
+from service.batching.queue import Job, Queue
+from service.batching.slots import ExecutionSlots
 from service.request import Reply, Request, Timings
 
 _OBSERVE_S = 0.02  # the least time between two run times reported to the queue by inline runs

@@ -7,9 +7,9 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from bf16kit.errors import InputRefused
 from service.batching.gather import gather, requested_outputs, split
+from service.batching.pending import PendingRequest, expiry_error, invalid_input_error, rejection_label
 from service.batching.policy import BatchObserver
 from service.batching.queue import Job
-from service.batching.waiting import PendingRequest, expiry_error, invalid_input_error, rejection_label
 from service.contract import Array
 from service.request import Reply, Timings
 

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import click
 
-from service.commands import answer
+from service.commands import output
 
 
 @click.command()
 @click.argument("model")
 @click.option("--version", type=click.IntRange(min=1), metavar="N", help="Which version.  [default: the newest served]")
-@answer.repository
-@answer.config_file
+@output.repository
+@output.config_file
 @click.option("--device", help="auto, cpu, or cuda:N.  [default: the server's]")
 @click.option(
     "--seconds",
@@ -41,7 +41,7 @@ from service.commands import answer
 @click.option(
     "--write", is_flag=True, help="Write the suggestion into the model's serving.yaml, and show what changed."
 )
-@answer.as_json
+@output.as_json
 def bench(
     model: str, repository: str | None, file: Path | None, device: str | None, as_json: bool, **given: object
 ) -> None:
@@ -53,23 +53,23 @@ def bench(
     served; 2 wrong usage.
     """
     from bf16kit.runtime import kernel
-    from service.commands.benching import measure
-    from service.commands.measured import Options, text
+    from service.commands.benchresult import Options, text
+    from service.commands.benchtables import measure
     from service.process.config import load_config
     from service.process.heap import bound_heap
     from service.process.logs import configure
 
     bound_heap()
     configure("error")
-    with answer.exit_on_errors("bench"):
+    with output.exit_on_errors("bench"):
         kernel.configured_kernel()
         config = load_config({"repository": repository, "device": device}, file)
         options = Options.parse(model, config, **given)  # type: ignore[arg-type]  # click has checked them
         found = measure(options)
         if not as_json:
-            answer.echo(text(found))
+            output.echo(text(found))
         difference = found.write() if options.write else ""
     if as_json:
-        answer.echo_json(found.record())
+        output.echo_json(found.record())
     elif options.write:
-        answer.echo(difference or f"{found.file} has these values already")
+        output.echo(difference or f"{found.file} has these values already")

@@ -7,33 +7,33 @@ from pathlib import Path
 
 import click
 
-from service.commands import answer
+from service.commands import output
 
 
 @click.command()
 @click.argument("models", nargs=-1, metavar="[MODEL]...")
 @click.option("--load/--no-load", default=True, help="Load each model, and run its golden samples, as a server does.")
 @click.option("--ports/--no-ports", default=True, help="Check that the ports are free (not beside a running server).")
-@answer.as_json
+@output.as_json
 def check(models: tuple[str, ...], load: bool, ports: bool, as_json: bool, file: Path | None, **flags: object) -> None:
     """Check configuration, TLS and token files, ports, and every model (or only MODEL), with the server's own code.
 
     Takes all options of the server, its environment and server.yaml. One model is loaded at a time and freed
     again. Exit codes: 0 all checks passed; 1 a check failed, and its line says why; 2 wrong usage.
     """
-    from service.commands.checking import Checks
+    from service.commands.checks import Checks
     from service.process.heap import bound_heap
     from service.process.logs import configure
 
     bound_heap()
     configure("error")
     checks = Checks(models, load=load, ports=ports)
-    with answer.exit_on_errors("check"):
+    with output.exit_on_errors("check"):
         for finding in checks.run(flags, file):
             if not as_json:
-                answer.echo(finding.line())
+                output.echo(finding.line())
     if as_json:
-        answer.echo_json({"version": 1, "ok": not checks.failed, "findings": checks.findings})
+        output.echo_json({"version": 1, "ok": not checks.failed, "findings": checks.findings})
     else:
-        answer.echo(checks.summary())
-    sys.exit(answer.FAILED if checks.failed else 0)
+        output.echo(checks.summary())
+    sys.exit(output.FAILED if checks.failed else 0)

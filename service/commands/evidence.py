@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from service.commands import answer
+from service.commands import output
 
 _FILE = click.Path(path_type=Path)
 
@@ -41,9 +41,9 @@ def evidence(model: str, version: int | None, out: Path, force: bool, **given: o
     """
     from service.commands.fetching import Endpoint, check_free, fetch, write
 
-    with answer.exit_on_errors("evidence"):
+    with output.exit_on_errors("evidence"):
         check_free(out, force=force)
         endpoint = Endpoint.of(**given)  # type: ignore[arg-type]  # click has checked them
         found = fetch(endpoint, model, version)
         write(out, found.data, force=force)
-    answer.echo(found.summary(out))
+    output.echo(found.summary(out))

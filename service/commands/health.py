@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from bf16kit import controlgroup
-from service.commands import answer
+from service.commands import output
 
 _FILE = click.Path(path_type=Path)
 
@@ -30,7 +30,7 @@ _FILE = click.Path(path_type=Path)
     help="PEM client certificate, if the server asks for one; needs --key.  [default: the server's own]",
 )
 @click.option("--key", type=_FILE, envvar="BF16KIT_HEALTH_KEY", metavar="FILE", help="PEM key of --certificate.")
-@answer.config_file
+@output.config_file
 def health(
     model: str, seconds: float, certificate: Path | None, key: Path | None, file: Path | None, **flags: object
 ) -> None:
@@ -42,7 +42,7 @@ def health(
     controlgroup.maximize_oom_score()  # if memory runs out, the kernel must kill this process, not the server
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # the one line of output has gRPC's reason
     from bf16kit.errors import Bf16kitError
-    from service.commands.nearby import LocalServer
+    from service.commands.localserver import LocalServer
     from service.transport.healthclient import check
 
     try:
@@ -50,5 +50,5 @@ def health(
             raise Bf16kitError("give --certificate and --key together")
         status = check(LocalServer(flags, file).endpoint(certificate, key), model, seconds)
     except Bf16kitError as error:
-        answer.fail("health", str(error), answer.FAILED)
-    answer.echo(status)
+        output.fail("health", str(error), output.FAILED)
+    output.echo(status)

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import click
 
-from service.commands import answer
+from service.commands import output
 
 
 @click.command("list")
-@answer.repository
-@answer.config_file
-@answer.as_json
+@output.repository
+@output.config_file
+@output.as_json
 def list_models(repository: str | None, file: Path | None, as_json: bool) -> None:
     """List models and versions: which would be served, their profiles, sizes, and drift as it was measured.
 
@@ -23,11 +23,11 @@ def list_models(repository: str | None, file: Path | None, as_json: bool) -> Non
     from service.commands.listing import VERSION, read_repository, text
     from service.process.config import load_config
 
-    with answer.exit_on_errors("list"):
+    with output.exit_on_errors("list"):
         config = load_config({"repository": repository}, file)
         rows = read_repository(config.repository)
     if as_json:
-        answer.echo_json({"version": VERSION, "repository": str(config.repository), "models": rows})
+        output.echo_json({"version": VERSION, "repository": str(config.repository), "models": rows})
     else:
-        answer.echo(text(config.repository, rows))
-    sys.exit(answer.FAILED if any(row.problem for row in rows) else 0)
+        output.echo(text(config.repository, rows))
+    sys.exit(output.FAILED if any(row.problem for row in rows) else 0)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from bf16kit.errors import Bf16kitError
 from bf16kit.wording import brief
 from service.contract import Array
-from service.drift.late import BackgroundQueue
+from service.drift.backgroundqueue import BackgroundQueue
 from service.drift.observer import OutcomeObserver
 from service.drift.sampling import Sample, SampleSender, size_of
 from service.drift.shadow import QUEUE_SIZE, lower_priority

@@ -30,13 +30,13 @@ from bf16kit.tensors import BY_NAME, TensorSpec, check_feeds, describe
 from bf16kit.wording import brief
 from service.contract import Array
 from service.drift.gate import judge
-from service.models import choosing
+from service.models import profilechoice
 from service.models.agreement import OWN_CHOICE, Agreement
-from service.models.choosing import Clock
+from service.models.memorycheck import check_room
 from service.models.opening import OpenedArtifact, open_artifact
+from service.models.parallelism import ROWS, Parallelism, choose_parallelism
 from service.models.policy import AUTO, Serving
-from service.models.room import check_room
-from service.models.spreading import ROWS, Parallelism, choose_parallelism
+from service.models.profilechoice import Clock
 
 _log = logging.getLogger(__name__)
 _AGREED_REASON = "auto: as another worker of this server has measured"
@@ -165,7 +165,7 @@ def _try_candidate(
 ) -> str:
     """Add ``profile`` to ``candidates``, or return the reason why it is skipped. Its failure is not the model's."""
     native = kernel.multiplies_bf16()
-    reason = choosing.skip_reason(opened.artifact.manifest, profile, opened.budget, native=native)
+    reason = profilechoice.skip_reason(opened.artifact.manifest, profile, opened.budget, native=native)
     if not reason:
         try:
             candidates[profile] = _load_candidate(opened, serving, profile, resources)
@@ -188,8 +188,8 @@ def _choose(candidates: Mapping[str, _Candidate], opened: OpenedArtifact, clock:
     def run(runtime: Runtime) -> Callable[[], object]:
         return lambda: runtime.run(feeds)
 
-    return choosing.fastest(
-        *choosing.medians({name: run(each.runtime) for name, each in candidates.items()}, clock=clock)
+    return profilechoice.fastest(
+        *profilechoice.medians({name: run(each.runtime) for name, each in candidates.items()}, clock=clock)
     )
 
 

@@ -14,9 +14,9 @@ from pydantic_core import PydanticCustomError
 
 from bf16kit.errors import InvalidRequest
 from bf16kit.wording import brief, quoted
-from service.models.described import Tensor, TensorDescriptions
 from service.models.plan import DesiredModel
 from service.models.policy import Serving
+from service.models.tensordescriptions import Tensor, TensorDescriptions
 from service.process.config import explain
 
 _MICROSECONDS = 1e-3  # in milliseconds

@@ -25,10 +25,10 @@ from service.models.fp32 import load_fp32
 from service.models.generation import Generation
 from service.models.goldengate import OnVerdict, ignore_verdict
 from service.models.orders import PrecisionOrders
+from service.models.pending import PendingChange, complete
 from service.models.plan import DesiredModel, Plan
 from service.models.slot import Slot
 from service.models.slottable import Slots, SlotTable
-from service.models.waiting import PendingChange, complete
 from service.process import garbage
 from service.telemetry.metrics import Metrics
 

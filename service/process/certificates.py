@@ -9,7 +9,7 @@ from pathlib import Path
 
 from bf16kit.errors import ConfigError
 from bf16kit.wording import os_error_text
-from service.process.files import ReloadedFiles
+from service.process.reloadedfiles import ReloadedFiles
 
 _log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 from bf16kit.heap import find_malloc_trim
-from service.process.ticking import PeriodicThread
+from service.process.periodic import PeriodicThread
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # parameter numbers of mallopt
 # Smaller blocks come from the heap. glibc's own threshold rises to this value as large blocks are freed. Mapping each

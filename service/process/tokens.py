@@ -17,7 +17,7 @@ from typing import Literal, get_args
 
 from bf16kit.errors import ConfigError
 from bf16kit.wording import os_error_text
-from service.process.files import ReloadedFiles
+from service.process.reloadedfiles import ReloadedFiles
 
 _log = logging.getLogger(__name__)
 Scope = Literal["infer", "read", "manage"]

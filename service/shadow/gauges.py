@@ -6,11 +6,11 @@ from collections.abc import Container, Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
-from service.shadow.board import Key
+from service.shadow.activity import Key
 from service.telemetry.metrics import Metrics
 
 _REFERENCE_UP, _LAST_SAMPLE = "bf16kit_drift_reference_up", "bf16kit_drift_last_sample_timestamp_seconds"
-#: A family, as :meth:`service.telemetry.whole.Family.as_json` returns it.
+#: A family, as :meth:`service.telemetry.merged.Family.as_json` returns it.
 FamilyJson = list[Any]
 
 

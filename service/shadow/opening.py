@@ -12,7 +12,7 @@ from service.contract import Array
 from service.drift.policy import ShadowPolicy
 from service.drift.shadow import Reference
 from service.models.opening import OpenedArtifact
-from service.shadow.board import ActivityTracker
+from service.shadow.activity import ActivityTracker
 from service.shadow.memory import ReferenceMemory, default_bound, fp32_bytes
 
 _log = logging.getLogger(__name__)

@@ -21,8 +21,8 @@ from service.peers.channel import Body
 from service.peers.child import Child
 from service.peers.peer import ENDED, Handler, Message, Peer
 from service.process.config import ServerConfig
-from service.shadow.blame import CrashTracker
-from service.shadow.board import Key, label_of
+from service.shadow.activity import Key, label_of
+from service.shadow.crashtracker import CrashTracker
 from service.shadow.fetching import fetch_evidence
 from service.shadow.gauges import LastGauges
 

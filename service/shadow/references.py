@@ -23,8 +23,8 @@ from service.drift.evidence import EvidenceRecorder
 from service.drift.sampling import TokenBucket
 from service.drift.shadow import NICENESS, Shadow
 from service.drift.verdict import DriftVerdict
-from service.models.comparing import new_comparison
 from service.models.directory import stamp_of
+from service.models.livecomparison import new_comparison
 from service.models.opening import OpenedArtifact, open_artifact
 from service.models.plan import DesiredModel
 from service.peers.channel import Body, Channel
@@ -32,10 +32,10 @@ from service.peers.peer import TELL_SECONDS, Message, Peer
 from service.peers.signals import leave_signals_to_the_parent
 from service.process.heap import HeapTrimmer, bound_heap
 from service.process.logs import configure
-from service.process.ticking import PeriodicThread
-from service.shadow.board import ActivityTracker, Key, label_of
+from service.process.periodic import PeriodicThread
+from service.shadow.activity import ActivityTracker, Key, label_of
 from service.shadow.fetching import EVIDENCE, send_evidence
-from service.shadow.measured import MeasuredVersion, Outcomes
+from service.shadow.measuredversion import MeasuredVersion, Outcomes
 from service.shadow.memory import ReferenceMemory
 from service.shadow.opening import open_reference
 from service.shadow.samples import unpack

@@ -8,10 +8,10 @@ from __future__ import annotations
 from html import escape
 
 from bf16kit.wording import brief
-from service.status_http import amounts
-from service.status_http.drifting import problems
+from service.status_http import formatting
+from service.status_http.driftsection import problems
 from service.status_http.markup import code, details, figure, table
-from service.status_http.section import latency, model_section
+from service.status_http.modelsection import latency, model_section
 from service.status_http.style import STYLE
 from service.status_http.views import SPAN_SECONDS, WINDOW_SECONDS, ModelView, ServerView
 
@@ -97,7 +97,7 @@ def _header(server: ServerView, refreshing: bool) -> str:
     return (
         "<header>\n<div>\n<h1>bf16-serve</h1>\n"
         f'<p class="muted">Version {escape(server.version)}, gRPC on port {server.grpc_port}{workers}, up for'
-        f" {amounts.duration(server.uptime_seconds)}, seen at {_time(server.at)}</p>\n</div>\n"
+        f" {formatting.duration(server.uptime_seconds)}, seen at {_time(server.at)}</p>\n</div>\n"
         f'<nav aria-label="Pages">\n<ul class="links">\n{again}\n<li><a href="/metrics">Metrics</a></li>\n'
         '<li><a href="/status.json">JSON</a></li>\n</ul>\n</nav>\n</header>'
     )
@@ -127,10 +127,12 @@ def _verdict(server: ServerView, anchors: dict[int, str]) -> str:
 
 
 def _headline(server: ServerView, failing: list[ModelView]) -> str:
-    models = amounts.plural(len(server.models), "model")
+    models = formatting.plural(len(server.models), "model")
     if server.ready:
         over = sum(model.over_budget for model in failing)
-        what = f"{amounts.plural(over, 'model')} over the drift budget" if over else f"{len(failing):,} with problems"
+        what = (
+            f"{formatting.plural(over, 'model')} over the drift budget" if over else f"{len(failing):,} with problems"
+        )
         return (
             f"Ready: {models} {'answers' if len(server.models) == 1 else 'answer'}{f', and {what}' if failing else ''}"
         )
@@ -175,12 +177,12 @@ def _figures(server: ServerView) -> str:
         [
             '<dl class="figures">',
             figure("Models ready", f"{ready:,} of {len(server.models):,}", over=ready < len(server.models)),
-            figure("Answered/s", amounts.number(answered), "all models"),
+            figure("Answered/s", formatting.number(answered), "all models"),
             figure("Highest p99", latency(slowest), "latency of a request"),
             figure("In flight", f"{in_flight:,}", f"{waiting:,} of them in a queue"),
-            figure("Rejected", f"{rejected:,}", f"in the last {amounts.duration(WINDOW_SECONDS)}"),
+            figure("Rejected", f"{rejected:,}", f"in the last {formatting.duration(WINDOW_SECONDS)}"),
             figure(
-                "Highest drift", amounts.share(worst), "of a budget", over=any(m.over_budget for m in server.models)
+                "Highest drift", formatting.share(worst), "of a budget", over=any(m.over_budget for m in server.models)
             ),
             "</dl>",
         ]
@@ -193,7 +195,7 @@ def _early_rejections(server: ServerView) -> str:
     if not total:
         return ""
     rows = [(code(reason), f"{recent.get(reason, 0):,}", f"{count:,}") for reason, count in total.items()]
-    columns = ("reason", f"last {amounts.duration(WINDOW_SECONDS)}", "since the start")
+    columns = ("reason", f"last {formatting.duration(WINDOW_SECONDS)}", "since the start")
     body = table("Requests rejected before they reached a model", columns, rows)
     return f"<section>\n{details(f'Rejected before reaching a model: {sum(total.values()):,}', body)}\n</section>"
 
@@ -202,7 +204,7 @@ def _models(server: ServerView, anchors: dict[int, str]) -> str:
     columns = ("model", "version", "state", "drift", "p99", "answered/s", "queue", "profile")
     rows = [_model(model, anchors.get(id(model))) for model in server.models]
     body = table(
-        f"Last {amounts.duration(WINDOW_SECONDS)}; drift as a share of its budget",
+        f"Last {formatting.duration(WINDOW_SECONDS)}; drift as a share of its budget",
         columns,
         rows,
         text_columns=3,
@@ -216,23 +218,23 @@ def _model(model: ModelView, anchor: str | None) -> tuple[str, ...]:
     name = escape(model.name)
     if anchor is not None:
         name = f'<a href="#{anchor}" aria-label="{escape(model.label)}">{name}</a>'
-    drift = f'<span class="over">{amounts.share(ratio)}</span>' if model.over_budget else amounts.share(ratio)
+    drift = f'<span class="over">{formatting.share(ratio)}</span>' if model.over_budget else formatting.share(ratio)
     return (
         name,
         str(model.version),
         f'<span class="state {escape(model.state)}">{escape(model.state)}</span>',
         drift,
-        amounts.NONE if recent is None else latency(recent.request.p99),
-        amounts.NONE if recent is None else amounts.number(recent.per_second(recent.counts.answered)),
-        amounts.NONE if recent is None else f"{recent.queue_depth:,}",
-        escape(model.running.profile) if model.running is not None else amounts.NONE,
+        formatting.NONE if recent is None else latency(recent.request.p99),
+        formatting.NONE if recent is None else formatting.number(recent.per_second(recent.counts.answered)),
+        formatting.NONE if recent is None else f"{recent.queue_depth:,}",
+        escape(model.running.profile) if model.running is not None else formatting.NONE,
     )
 
 
 def _footer(server: ServerView) -> str:
     return (
         "<footer>\n<p>Counts and percentiles cover the last"
-        f" {amounts.duration(WINDOW_SECONDS)}, graphs the last {amounts.duration(SPAN_SECONDS)}. A percentile"
+        f" {formatting.duration(WINDOW_SECONDS)}, graphs the last {formatting.duration(SPAN_SECONDS)}. A percentile"
         " is estimated from histogram buckets, at most a factor of 2.5 off; means are exact.</p>\n"
         '<p>Probes: <a href="/livez">/livez</a>, <a href="/readyz">/readyz</a> on port'
         f" {server.http_port}.</p>\n</footer>"

@@ -21,7 +21,7 @@ from typing import Any
 
 from service.process import ports
 from service.process.certificates import CertificateFiles
-from service.status_http.conversation import HttpConnection, HttpRequest, Limits
+from service.status_http.connection import HttpConnection, HttpRequest, Limits
 from service.status_http.pages import Access, Page, Routes, text
 from service.status_http.rendering import PageRenderer
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from service.telemetry import vocabulary
+from service.telemetry.merged import Mode
 from service.telemetry.weighted import WeightedHistogram
-from service.telemetry.whole import Mode
 
 LABELS = ("model", "version")
 AnyFamily = Counter | Gauge | Histogram | WeightedHistogram

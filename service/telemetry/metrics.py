@@ -27,8 +27,8 @@ from prometheus_client.samples import Sample, Timestamp
 from service.request import REFUSALS
 from service.telemetry import vocabulary
 from service.telemetry.families import Families, FamilyFactory
+from service.telemetry.merged import Exemplar, Family, Mode, Series
 from service.telemetry.modelmetrics import ModelMetrics
-from service.telemetry.whole import Exemplar, Family, Mode, Series
 
 
 class Metrics:

@@ -7,7 +7,7 @@ import time
 from concurrent.futures import Future
 
 from bf16kit.errors import Cancelled, DeadlineExceeded, Unavailable
-from service.transport.calling import CallContext
+from service.transport.callcontext import CallContext
 
 # Part of the call's remaining time, in seconds and as a share, that is left for its client to read the outcome.
 _RESPONSE_S, _RESPONSE_PART = 0.25, 0.1

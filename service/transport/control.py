@@ -11,7 +11,7 @@ from bf16kit.protocol import inference_pb2 as pb
 from bf16kit.wording import quoted
 from service.contract import Registry
 from service.operations import ModelControl, Operations, Region, Regions, RegistryModels, Settings
-from service.transport.calling import CallContext
+from service.transport.callcontext import CallContext
 from service.transport.changes import Changes
 from service.transport.credentials import RequiredScope
 from service.wire import metadata, settings

@@ -34,7 +34,7 @@ ErrorToStatus = Callable[[Exception], Status]
 
 
 class DirectCall:
-    """One call. The RPC uses it as a :class:`~service.transport.calling.CallContext`.
+    """One call. The RPC uses it as a :class:`~service.transport.callcontext.CallContext`.
 
     The caller uses one of :meth:`respond`, :meth:`respond_stream` and :meth:`watch`, according to :attr:`kind`, on a
     thread that may block. It calls :meth:`end`, from any thread, when the client has left or has everything.

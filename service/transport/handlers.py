@@ -15,7 +15,7 @@ from bf16kit.errors import RequestError, Unsupported
 from bf16kit.protocol import inference_pb2 as pb
 from service.process.tokens import Scope
 from service.transport.call import Rpc
-from service.transport.calling import CallContext
+from service.transport.callcontext import CallContext
 from service.transport.control import CHANGES, OFF_REASONS, SETTINGS, ControlServicer
 from service.transport.credentials import Access, Metadata, RequiredScope
 from service.transport.health import HealthServicer

@@ -16,14 +16,14 @@ from bf16kit.protocol import inference_pb2 as pb
 from service.contract import Model, Registry, Slot
 from service.request import REFUSALS, Observation, Reply, Request, Tracer
 from service.transport.admission import FairShares
-from service.transport.calling import CallContext
+from service.transport.callcontext import CallContext
 from service.transport.claims import ClaimedModel, claim_model
 from service.transport.limit import AdaptiveLimit
 from service.transport.requestlog import log_request
+from service.transport.scheduler import StreamScheduler, StreamTurns
 from service.transport.status import Status, StatusTable
 from service.transport.streamcall import StreamRequest
 from service.transport.streams import OrderedResponses
-from service.transport.turns import StreamScheduler, StreamTurns
 from service.wire.memory import SharedMemory
 from service.wire.parameters import RequestParameters, check_request, wants_final_mark
 from service.wire.request import InferenceCodec

@@ -21,9 +21,9 @@ from service.transport.handlers import SERVICE, Lanes, Opener, RpcTable
 from service.transport.health import HealthServicer
 from service.transport.limit import AdaptiveLimit
 from service.transport.options import TransportOptions
+from service.transport.scheduler import StreamScheduler
 from service.transport.servicer import InferenceServicer
 from service.transport.status import StatusTable
-from service.transport.turns import StreamScheduler
 from service.wire.memory import SharedMemory
 
 CONTROL_CALLS = 128  # concurrent calls for health, metadata and statistics

@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 
-from service.process.ticking import PeriodicThread
+from service.process.periodic import PeriodicThread
 
 _TICK_S = 0.1
 _LEAST_S = 1.0  # least time for a client while the server stops

@@ -10,10 +10,10 @@ from bf16kit.tensors import BY_NAME, BY_OIP, DType, check_feeds, describe
 from bf16kit.wording import quoted
 from service.contract import Model
 from service.request import PRECISIONS, Cancellation, Precision, Reply, Request
-from service.wire.answers import OutputOptions, Sink
 from service.wire.bounds import BoundsCheck, item_size
 from service.wire.classes import top_classes
 from service.wire.memory import Reserve, SharedMemory
+from service.wire.outputs import OutputOptions, Sink
 from service.wire.parameters import Parameters, RegionPlace, class_count, output_datatype, region_place
 from service.wire.tensors import (
     Array,

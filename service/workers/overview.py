@@ -10,7 +10,7 @@ from bf16kit.errors import NotFound, Unavailable
 from bf16kit.wording import quoted
 from service.contract import Model, Slot, State, StatisticsSnapshot
 from service.request import Observation
-from service.workers.described import ModelDescription, SummedStatistics
+from service.workers.description import ModelDescription, SummedStatistics
 from service.workers.fleet import Fleet
 from service.workers.view import SlotState
 

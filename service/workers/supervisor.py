@@ -21,9 +21,9 @@ from service.peers.peer import Answer, Message
 from service.process.config import ServerConfig
 from service.process.credentials import Credentials
 from service.process.logsettings import LogSettings
+from service.process.periodic import PeriodicThread
 from service.process.ports import ReservedPort
 from service.process.stop import Ending, OnStarted, Stop
-from service.process.ticking import PeriodicThread
 from service.shadow.process import NAME as SHADOW
 from service.shadow.process import ShadowProcess
 from service.status_http.evidence import evidence_route
@@ -32,12 +32,12 @@ from service.status_http.views import StatusReader
 from service.telemetry.history import NAMES, TICK_SECONDS, History
 from service.telemetry.metrics import Metrics
 from service.workers import agreements
-from service.workers.asking import settings_from_json
 from service.workers.changes import FleetSettings, ModelChanges
-from service.workers.counting import Counting
-from service.workers.deciding import WorkerProcesses
+from service.workers.counts import Counting
 from service.workers.fleet import Fleet
 from service.workers.overview import Overview
+from service.workers.processes import WorkerProcesses
+from service.workers.proxies import settings_from_json
 from service.workers.statistics import as_json
 from service.workers.view import UNLOADING
 

@@ -29,15 +29,15 @@ from service.process.credentials import Credentials
 from service.process.heap import HeapTrimmer, bound_heap
 from service.process.logs import configure
 from service.process.logsettings import LogSettings
+from service.process.periodic import PeriodicThread
 from service.process.stop import Ending
-from service.process.ticking import PeriodicThread
-from service.shadow.handing import PlanSampleSender
+from service.shadow.samplesender import PlanSampleSender
 from service.sharedmemory import new_table
 from service.telemetry.metrics import Metrics
 from service.workers.agreements import AgreementProxy
-from service.workers.asking import ControlProxy, ModelsProxy, SettingsProxy, settings_from_json
-from service.workers.described import describe
+from service.workers.description import describe
 from service.workers.placement import threads_of
+from service.workers.proxies import ControlProxy, ModelsProxy, SettingsProxy, settings_from_json
 from service.workers.regions import WorkerRegions
 from service.workers.registry import LatestView, MergedRegistry
 from service.workers.statistics import as_json

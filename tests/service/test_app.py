@@ -16,7 +16,7 @@ from serverprocess import ServerProcess
 from service.grpcport import transport_options
 from service.httpport import http_limits
 from service.process.config import ServerConfig
-from service.status_http.conversation import Limits
+from service.status_http.connection import Limits
 from service.transport.server import TransportOptions
 
 RENAMED = {"port": "grpc_port", "unix_socket": "grpc_socket", "overload": "overload_status"}

@@ -18,7 +18,7 @@ from waiting import until
 from bf16kit.runtime.hardware import available_cpus
 from bf16kit.tensors import TensorSpec
 from service.commands.layouts import Layout, layouts, smallest_worthwhile
-from service.models import spreading
+from service.models import parallelism
 from service.models.policy import load_serving
 
 QUICK = ("--device", "cpu", "--seconds", "1", "--rows", "1,4")
@@ -105,7 +105,7 @@ def test_instances_auto_is_not_mistaken_for_a_layout(
     repository: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``LEAST_GAIN`` is 0, so two instances count as worth it on any machine, however small the gain."""
-    monkeypatch.setattr(spreading, "LEAST_GAIN", 0.0)
+    monkeypatch.setattr(parallelism, "LEAST_GAIN", 0.0)
     (repository / "mlp" / "serving.yaml").write_text("instances: auto\nthreads: 2\n")
     found = read(run("bench", "mlp", "--repository", repository, *QUICK, "--json"))
     assert found["now"] is None

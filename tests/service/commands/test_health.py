@@ -145,7 +145,7 @@ def test_an_invalid_port_is_reported(run: Run, monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_the_command_imports_no_heavy_package_because_it_runs_every_few_seconds() -> None:
-    code = "import sys, service.commands.nearby; print(*sys.modules)"
+    code = "import sys, service.commands.localserver; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert {"grpc"} <= set(done.stdout.split())
     assert {"numpy", "onnxruntime", "pydantic", "prometheus_client", "yaml"} & set(done.stdout.split()) == set()

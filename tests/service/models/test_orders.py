@@ -18,11 +18,11 @@ from bf16kit.errors import Unavailable
 from service.drift.fallbackpolicy import FallbackPolicy
 from service.drift.owner import FallbackOwner, PrecisionOrder
 from service.drift.verdict import DriftVerdict
-from service.models.deciding import SingleProcess
 from service.models.directory import stamp_of
 from service.models.plan import DesiredModel, Plan
 from service.models.policy import Serving
 from service.models.repository import Repository
+from service.models.singleprocess import SingleProcess
 from service.request import Request
 from service.telemetry.metrics import Metrics
 

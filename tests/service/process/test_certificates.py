@@ -7,7 +7,7 @@ import pytest
 from tlsfiles import Authority, Pair
 
 from bf16kit.errors import ConfigError
-from service.process import files
+from service.process import reloadedfiles
 from service.process.certificates import CertificateFiles
 from service.process.config import ServerConfig
 from service.process.credentials import Credentials
@@ -55,7 +55,7 @@ def test_an_encrypted_key_is_rejected_without_a_password_prompt(pair: Pair, tmp_
 def test_a_new_matching_pair_is_used_and_a_mismatched_one_is_not(
     authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(files, "CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(reloadedfiles, "CHECK_SECONDS", 0.0)
     first, second = authority.sign("first"), authority.sign("second")
     certificate, key = tmp_path / "tls.crt", tmp_path / "tls.key"
     certificate.write_bytes(first.certificate.read_bytes())

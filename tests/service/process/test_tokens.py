@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bf16kit.errors import ConfigError
-from service.process import files
+from service.process import reloadedfiles
 from service.process.tokens import SCOPES, Scope, TokenFile
 
 READER = "reader-0123456789abcdef"
@@ -96,7 +96,7 @@ def test_a_file_that_every_user_can_read_gets_a_warning(path: Path, caplog: pyte
 def test_a_valid_change_takes_effect_and_a_broken_one_does_not(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(files, "CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(reloadedfiles, "CHECK_SECONDS", 0.0)
     tokens = TokenFile(path)
     path.write_text(f"{READER} inf")
     assert tokens.scopes_of(READER) == frozenset[Scope](["read"])

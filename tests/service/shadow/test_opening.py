@@ -15,7 +15,7 @@ from service.contract import Array
 from service.drift.policy import ShadowPolicy
 from service.models.opening import open_artifact
 from service.models.policy import Serving
-from service.shadow.board import ActivityTracker
+from service.shadow.activity import ActivityTracker
 from service.shadow.memory import ReferenceMemory
 from service.shadow.opening import TrackedReference, open_reference
 

@@ -15,8 +15,8 @@ from service.peers.channel import Body
 from service.peers.child import SILENT_SECONDS
 from service.peers.peer import Message
 from service.process.config import ServerConfig
-from service.shadow.board import ActivityTracker
-from service.shadow.counting import CombinedMetrics
+from service.shadow.activity import ActivityTracker
+from service.shadow.combinedmetrics import CombinedMetrics
 from service.shadow.process import _MAX_SAMPLES, ShadowProcess
 from service.telemetry.metrics import Metrics
 

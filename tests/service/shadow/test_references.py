@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from service.drift.shadow import NICENESS
-from service.shadow.measured import Outcomes
+from service.shadow.measuredversion import Outcomes
 
 PRIORITY = """
 import os, threading

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from tlsfiles import Authority, Pair
 
-from service.process import files
+from service.process import reloadedfiles
 from service.process.certificates import CertificateFiles
 from service.process.tokens import TokenFile
-from service.status_http.conversation import Limits
+from service.status_http.connection import Limits
 from service.status_http.pages import Access, Route, text
 from service.status_http.server import HttpServer
 
@@ -129,7 +129,7 @@ def test_where_client_certificates_are_required_only_probes_work_without(
 def test_a_renewed_certificate_is_used_for_new_connections(
     serve: Serve, authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(reloadedfiles, "CHECK_SECONDS", 0.0)
     certificate, key = tmp_path / "tls.crt", tmp_path / "tls.key"
 
     def install(name: str) -> bytes:

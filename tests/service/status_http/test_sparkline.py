@@ -3,12 +3,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from service.status_http import amounts
+from service.status_http import formatting
 from service.status_http.sparkline import sparkline
 
 
 def drawn(points: Sequence[float | None], bound: float | None = None, length: int = 10) -> str:
-    return sparkline("Things", "last 5 min", points, amounts.number, length=length, bound=bound)
+    return sparkline("Things", "last 5 min", points, formatting.number, length=length, bound=bound)
 
 
 def path(picture: str) -> str:
@@ -54,4 +54,4 @@ def test_without_any_value_there_is_no_sparkline() -> None:
 
 
 def test_a_name_is_escaped() -> None:
-    assert "<b>" not in sparkline("<b>", "<b>", [1.0], amounts.number, length=3)
+    assert "<b>" not in sparkline("<b>", "<b>", [1.0], formatting.number, length=3)

@@ -14,8 +14,8 @@ from bf16kit.tensors import TensorSpec
 from service.operations import Region
 from service.regions.table import RegionLimits, RegionTable
 from service.request import Cancellation, Reply, Request
-from service.wire.answers import OutputOptions
 from service.wire.memory import SharedMemory
+from service.wire.outputs import OutputOptions
 from service.wire.request import InferenceCodec
 
 MODEL = LoopbackModel(

@@ -14,9 +14,9 @@ from bf16kit.drift import SampleDrift
 from bf16kit.runtime import RuntimeInfo
 from bf16kit.tensors import TensorSpec
 from service.request import Observation, Timings
+from service.telemetry.merged import Family, MergedMetrics, Series
 from service.telemetry.metrics import Metrics, expose
 from service.telemetry.modelmetrics import ModelMetrics
-from service.telemetry.whole import Family, MergedMetrics, Series
 
 M = {"model": "m", "version": "1"}
 INFO = RuntimeInfo("onnxruntime", "cpu", "cpu", "bf16-weights", "fp32")

@@ -10,7 +10,7 @@ from typing import ClassVar
 import pytest
 from waiting import until
 
-from service.transport.turns import StreamScheduler, StreamTurns
+from service.transport.scheduler import StreamScheduler, StreamTurns
 
 
 @pytest.fixture

@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 from bf16kit.errors import BudgetExceeded, RuntimeFailure
 from bf16kit.runtime import Runtime, RuntimeInfo
 from bf16kit.runtime.weightstore import PRIVATE_STORE, CachingWeightStore, Fill
-from service.models import loading, spreading
+from service.models import loading, parallelism
 from service.models.engine import ParallelEngine
 from service.models.generation import Generation
+from service.models.parallelism import MAX_INSTANCES, SECONDS, Parallelism, choose_parallelism
 from service.models.plan import DesiredModel, Plan
 from service.models.policy import AUTO, Serving
-from service.models.spreading import MAX_INSTANCES, SECONDS, Parallelism, choose_parallelism
 from service.request import Request
 from service.telemetry.metrics import Metrics
 
@@ -170,7 +170,7 @@ def test_the_measured_gain_decides_the_instances_of_a_real_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, least: float, instances: int
 ) -> None:
     """The test sets the least gain for a second session, so that any machine gives both results."""
-    monkeypatch.setattr(spreading, "LEAST_GAIN", least)
+    monkeypatch.setattr(parallelism, "LEAST_GAIN", least)
     artifact = write_mlp(tmp_path / "mlp" / "1")
     loaded = loading.load(artifact.path, Serving.model_validate({"instances": "auto"}), device="cpu", threads=2)
     assert (loaded.instances, loaded.narrow is None) == (instances, instances == 1)
@@ -181,7 +181,7 @@ def test_the_measured_gain_decides_the_instances_of_a_real_model(
 def test_both_sessions_give_concurrent_requests_the_same_outputs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(spreading, "LEAST_GAIN", 0.0)  # two instances on any machine
+    monkeypatch.setattr(parallelism, "LEAST_GAIN", 0.0)  # two instances on any machine
     artifact = write_mlp(tmp_path / "mlp" / "1")
     serving = Serving.model_validate({"instances": "auto", "shadow": {"rate": 0}})
     loaded = loading.load(artifact.path, serving, device="cpu", threads=2)

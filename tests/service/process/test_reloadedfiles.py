@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from service.process.files import CHECK_SECONDS, ReloadedFiles
+from service.process.reloadedfiles import CHECK_SECONDS, ReloadedFiles
 
 
 class Clock:
@@ -81,7 +81,7 @@ def test_the_soft_limit_of_open_files_is_raised_to_the_hard_one() -> None:
     """Tested in a separate process: a hard limit cannot be raised again."""
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 512))\n"
-        "from service.process.files import raise_open_file_limit; raise_open_file_limit()\n"
+        "from service.process.reloadedfiles import raise_open_file_limit; raise_open_file_limit()\n"
         "assert resource.getrlimit(resource.RLIMIT_NOFILE) == (512, 512)"
     )
     if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 512:

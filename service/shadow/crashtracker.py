@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
-from service.shadow.board import Activity, ActivityTracker, Key, label_of, new_tracker_memory
+from service.shadow.activity import Activity, ActivityTracker, Key, label_of, new_tracker_memory
 
 DEATHS = 2  # in a row
 FORGIVEN_SECONDS = 3600.0  # a process that ran this long ends a row of deaths

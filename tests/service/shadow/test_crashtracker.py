@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from service.shadow.blame import FORGIVEN_SECONDS, CrashTracker
-from service.shadow.board import Activity, ActivityTracker, Key, label_of
+from service.shadow.activity import Activity, ActivityTracker, Key, label_of
+from service.shadow.crashtracker import FORGIVEN_SECONDS, CrashTracker
 
 M, N = ("m", 1), ("n", 1)
 

@@ -15,8 +15,8 @@ from bf16kit.errors import Bf16kitError
 from bf16kit.runtime import Runtime
 from bf16kit.wording import brief
 from service.contract import Array
-from service.models import choosing
-from service.models.choosing import Clock
+from service.models import profilechoice
+from service.models.profilechoice import Clock
 
 _log = logging.getLogger(__name__)
 SECONDS = 0.4  # limit on the measurement of one model, without first runs and the last round
@@ -77,5 +77,5 @@ def _gain(
         runs: Mapping[str, Callable[[], object]] = {"wide": lambda: wide.run(feeds), "narrow": at_once}
         for run in runs.values():
             run()  # the first run of each is slower
-        taken, rounds = choosing.medians(runs, seconds=SECONDS, clock=clock)
+        taken, rounds = profilechoice.medians(runs, seconds=SECONDS, clock=clock)
     return instances * taken["wide"] / taken["narrow"], rounds

@@ -8,7 +8,7 @@ import threading
 import pytest
 from waiting import until
 
-from service.process.ticking import PeriodicThread
+from service.process.periodic import PeriodicThread
 
 
 def test_the_task_is_repeated_until_the_stop() -> None:

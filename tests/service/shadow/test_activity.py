@@ -11,12 +11,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from service.shadow.board import ActivityTracker, new_tracker_memory
+from service.shadow.activity import ActivityTracker, new_tracker_memory
 
 M, N = "model 'm' version 1", "model 'n' version 1"
 DYING = """
 import os, signal, sys
-from service.shadow.board import ActivityTracker
+from service.shadow.activity import ActivityTracker
 with ActivityTracker(int(sys.argv[1])).track("model 'm' version 1", "running"):
     os.kill(os.getpid(), signal.SIGKILL)
 """

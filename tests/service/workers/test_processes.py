@@ -17,8 +17,8 @@ from service.models.plan import DesiredModel, Plan
 from service.models.policy import Serving
 from service.peers.peer import ENDED
 from service.process.config import ServerConfig
-from service.workers.deciding import WorkerProcesses
 from service.workers.fleet import Fleet
+from service.workers.processes import WorkerProcesses
 
 PLAN = Plan(3, Path("/models/m/3"), Serving(), "stamp")
 ORDER = PrecisionOrder("m", 3, PLAN.digest, "fp32", "drift")

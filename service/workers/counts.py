@@ -8,8 +8,8 @@ from typing import Any
 
 from service.contract import StatisticsSnapshot
 from service.peers.channel import Body
+from service.telemetry.merged import Family, MergedMetrics, Series
 from service.telemetry.metrics import Metrics, expose
-from service.telemetry.whole import Family, MergedMetrics, Series
 from service.workers.statistics import MergedStatistics, StatisticsByVersion, from_json
 from service.workers.view import Key
 

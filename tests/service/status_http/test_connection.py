@@ -12,7 +12,7 @@ from http import HTTPStatus
 import pytest
 from waiting import until
 
-from service.status_http.conversation import Limits
+from service.status_http.connection import Limits
 from service.status_http.pages import Page, Route, text
 from service.status_http.server import HttpServer
 

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from functools import cached_property
 
 from bf16kit.errors import Unavailable
-from service.drift.late import BackgroundQueue
+from service.drift.backgroundqueue import BackgroundQueue
 from service.drift.observer import Outcome, OutcomeObserver
 from service.drift.sampling import Sample
 from service.models.plan import DesiredModel, Plan

@@ -7,7 +7,7 @@ import json
 from loopback import LoopbackModel
 
 from service.contract import QueueBounds, Scheduling, StatisticsSnapshot
-from service.workers.described import ModelDescription, SummedStatistics, describe
+from service.workers.description import ModelDescription, SummedStatistics, describe
 
 ALIKE = (
     *("name", "version", "inputs", "outputs", "batch_axis", "max_batch_size", "max_queue_delay_s", "instances"),

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from service.alone import serve_single_process
 from service.drift.owner import FallbackOwner
 from service.process.config import ServerConfig
 from service.process.stop import Stop
+from service.singleprocess import serve_single_process
 
 
 def test_the_owner_of_the_fallback_is_called_at_intervals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

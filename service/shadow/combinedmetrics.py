@@ -8,11 +8,11 @@ from itertools import chain
 
 from service.peers.channel import Body
 from service.peers.peer import Message
-from service.shadow.board import Key
+from service.shadow.activity import Key
 from service.shadow.process import NAME
+from service.telemetry.merged import Family, MergedMetrics, merge
 from service.telemetry.metrics import Metrics, expose
 from service.telemetry.readings import Sample
-from service.telemetry.whole import Family, MergedMetrics, merge
 
 _TIMEOUT_SECONDS = 2.0  # wait for the shadow's current counts; without them its last ones are used
 

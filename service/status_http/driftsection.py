@@ -7,7 +7,7 @@ from html import escape
 
 from bf16kit.budget import Budget
 from service.contract import GATE_FAILED
-from service.status_http import amounts
+from service.status_http import formatting
 from service.status_http.markup import code, fact, grouped_table, meter
 from service.status_http.views import ModelView, RuntimeView
 from service.telemetry.history import RecentActivity
@@ -27,7 +27,7 @@ def problems(model: ModelView) -> list[str]:
         return []
     drift, problems_found = model.recent.drift, []
     if drift.over:
-        problems_found.append(f"drift is {amounts.share(model.drift_ratio)} of its budget")
+        problems_found.append(f"drift is {formatting.share(model.drift_ratio)} of its budget")
     if drift.cause == "broken":
         problems_found.append("is broken: it differs from fp32 by more than rounding explains")
     if drift.gate_passed is False:
@@ -79,7 +79,7 @@ def _table(recent: RecentActivity, running: RuntimeView) -> str:
     }
     columns = ("metric", "used", "95 % interval", "recent", "budget", "baseline")
     more = len(recent.ratios) - len(shown)
-    left = f'<p class="muted">{amounts.plural(more, "more output")} in /status.json.</p>' if more else ""
+    left = f'<p class="muted">{formatting.plural(more, "more output")} in /status.json.</p>' if more else ""
     return grouped_table("The newest samples against the fp32 reference", columns, groups, wide=3) + left
 
 
@@ -87,11 +87,11 @@ def _heading(output: str, drift: LiveDrift) -> str:
     """Return an output's name, effective samples and the state of its change detector."""
     parts = []
     if (effective := drift.effective_samples.get(output)) is not None:
-        parts.append(f"{amounts.number(effective)} effective samples")
+        parts.append(f"{formatting.number(effective)} effective samples")
     if output in drift.change_score:
         score = drift.change_score[output]
         alarm = score is None or score >= 1
-        text = f"change detector at {amounts.share(score)} of its threshold"
+        text = f"change detector at {formatting.share(score)} of its threshold"
         parts.append(f'<span class="over">{text}: changed</span>' if alarm else text)
     return ", ".join([code(output), *parts])
 
@@ -99,25 +99,25 @@ def _heading(output: str, drift: LiveDrift) -> str:
 def _bound(recent: RecentActivity, output: str, metric: str, ratio: float, budget: Budget) -> tuple[str, ...]:
     low, high = (side.get(output, {}).get(metric) for side in (recent.drift.low, recent.drift.high))
     over = low is not None and low > 1
-    percentage = f'<span class="share{" over" if over else ""}">{amounts.share(ratio)}</span>'
+    percentage = f'<span class="share{" over" if over else ""}">{formatting.share(ratio)}</span>'
     return (
         escape(metric),
         f"{meter(ratio)} {percentage}",
         _interval(low, high),
-        amounts.number(budget.measured(metric, ratio)),
-        amounts.number(budget.bound(metric)),
-        amounts.number(recent.baseline.get(output, {}).get(metric)),
+        formatting.number(budget.measured(metric, ratio)),
+        formatting.number(budget.bound(metric)),
+        formatting.number(recent.baseline.get(output, {}).get(metric)),
     )
 
 
 def _interval(low: float | None, high: float | None) -> str:
     if high is None:
-        return "not known" if not low else f"over {amounts.share(low)}"
-    return f'<span class="range">{amounts.share(low)} to {amounts.share(high)}</span>'
+        return "not known" if not low else f"over {formatting.share(low)}"
+    return f'<span class="range">{formatting.share(low)} to {formatting.share(high)}</span>'
 
 
 def _budget(running: RuntimeView) -> str:
-    listed = ", ".join(f"{name} {amounts.number(bound)}" for name, bound in running.budget.items())
+    listed = ", ".join(f"{name} {formatting.number(bound)}" for name, bound in running.budget.items())
     return f"The budget: {escape(listed)}." if listed else "There is no budget."
 
 
@@ -136,7 +136,9 @@ def _facts(recent: RecentActivity, running: RuntimeView, now: float, off: str) -
         fact("Reference", _reference(drift, now, off)),
     ]
     if drift.out_of_range:
-        rows = [f"{code(name)}: {amounts.plural(count, 'measured row')}" for name, count in drift.out_of_range.items()]
+        rows = [
+            f"{code(name)}: {formatting.plural(count, 'measured row')}" for name, count in drift.out_of_range.items()
+        ]
         facts.insert(1, fact("Out of range", "<br>".join(rows[:MOST_OUTPUTS])))
     return "\n".join(['<dl class="facts">', *facts, "</dl>"])
 
@@ -153,7 +155,7 @@ def _answers(drift: LiveDrift, running: RuntimeView, now: float) -> str:
     if running.active_precision_reason:
         text += f": {escape(running.active_precision_reason)}"
     if drift.falls:
-        text += f'<br><span class="muted">fell back {amounts.plural(drift.falls, "time")} since it was loaded</span>'
+        text += f'<br><span class="muted">fell back {formatting.plural(drift.falls, "time")} since it was loaded</span>'
     return text
 
 
@@ -184,4 +186,4 @@ def _moment(at: float, now: float) -> str:
     moment, today = datetime.fromtimestamp(at, UTC), datetime.fromtimestamp(now, UTC).date()
     text = moment.strftime("%H:%M:%S" if moment.date() == today else "%Y-%m-%d %H:%M:%S")
     stamp = moment.isoformat(timespec="seconds")
-    return f'<time datetime="{stamp}">{text} UTC</time> ({amounts.duration(max(0.0, now - at))} ago)'
+    return f'<time datetime="{stamp}">{text} UTC</time> ({formatting.duration(max(0.0, now - at))} ago)'

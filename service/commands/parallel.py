@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from service.commands.turns import Turn
+from service.commands.interleaved import Turn
 
 
 def concurrent_calls(call: Callable[[], object], callers: int, rows: int) -> Callable[[float], Turn]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 from waiting import until
 
-from service.drift.late import BackgroundQueue
+from service.drift.backgroundqueue import BackgroundQueue
 
 
 class Rig:

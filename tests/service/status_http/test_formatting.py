@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from service.status_http import amounts
+from service.status_http import formatting
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ from service.status_http import amounts
     ],
 )
 def test_numbers_have_three_significant_digits(value: float | None, words: str) -> None:
-    assert amounts.number(value) == words.replace(" ", "\u00a0")
+    assert formatting.number(value) == words.replace(" ", "\u00a0")
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def test_numbers_have_three_significant_digits(value: float | None, words: str) 
     [(None, "–"), (0, "0 s"), (4.2e-5, "42 µs"), (0.0021, "2.1 ms"), (0.25, "250 ms"), (10, "10 s"), (250, "250 s")],
 )
 def test_seconds_have_the_unit_that_fits(value: float | None, words: str) -> None:
-    assert amounts.seconds(value) == words.replace(" ", "\u00a0")
+    assert formatting.seconds(value) == words.replace(" ", "\u00a0")
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_seconds_have_the_unit_that_fits(value: float | None, words: str) -> Non
     [(None, "–"), (0, "0 %"), (0.0042, "0.42 %"), (0.137, "14 %"), (1.0, "100 %"), (9.99, "999 %"), (42.0, "42 ×")],
 )
 def test_shares_are_percent_and_multiples(value: float | None, words: str) -> None:
-    assert amounts.share(value) == words.replace(" ", "\u00a0")
+    assert formatting.share(value) == words.replace(" ", "\u00a0")
 
 
 @pytest.mark.parametrize(
@@ -52,9 +52,9 @@ def test_shares_are_percent_and_multiples(value: float | None, words: str) -> No
     ],
 )
 def test_durations_have_two_units_at_most(value: float, words: str) -> None:
-    assert amounts.duration(value).replace("\u00a0", " ") == words
+    assert formatting.duration(value).replace("\u00a0", " ") == words
 
 
 def test_sizes_and_plurals() -> None:
-    assert [amounts.size(n).replace("\u00a0", " ") for n in (1024, 45_196_288)] == ["1.0 kB", "45.2 MB"]
-    assert [amounts.plural(n, "model") for n in (0, 1, 1200)] == ["0 models", "1 model", "1,200 models"]
+    assert [formatting.size(n).replace("\u00a0", " ") for n in (1024, 45_196_288)] == ["1.0 kB", "45.2 MB"]
+    assert [formatting.plural(n, "model") for n in (0, 1, 1200)] == ["0 models", "1 model", "1,200 models"]

@@ -12,9 +12,9 @@ from bf16kit import controlgroup
 from bf16kit.controlgroup import RESERVE, Memory
 from bf16kit.errors import ConfigError, RuntimeFailure
 from service.models import loading
+from service.models.memorycheck import check_room, least_bytes
 from service.models.opening import open_artifact
 from service.models.policy import Serving
-from service.models.room import check_room, least_bytes
 
 
 @pytest.fixture

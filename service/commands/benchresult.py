@@ -13,9 +13,9 @@ from bf16kit.text import table
 from bf16kit.wording import quoted
 from service.commands.advice import Advice, Candidate, Measurement, advise
 from service.commands.inputs import Inputs
+from service.commands.interleaved import ROUNDS, Cell
 from service.commands.layouts import Layout
 from service.commands.servingfile import update
-from service.commands.turns import ROUNDS, Cell
 from service.models.loading import LoadedModel
 from service.models.plan import Plan
 from service.models.policy import FILE_NAME

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from statusviews import AT, FALLEN, live, recent, running, server
 
-from service.status_http.drifting import drift_part, problems
+from service.status_http.driftsection import drift_part, problems
 from service.status_http.page import status_page
 from service.status_http.views import ModelView, RuntimeView
 

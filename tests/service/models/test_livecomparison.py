@@ -17,7 +17,7 @@ from bf16kit.measured import DriftEntry
 from bf16kit.measurements import Measurements, ProfileMeasurements, SampleColumns
 from bf16kit.publish import staging
 from service.drift.sampling import Sample
-from service.models.comparing import new_comparison
+from service.models.livecomparison import new_comparison
 from service.models.opening import OpenedArtifact, open_artifact
 from service.models.policy import Serving
 from service.telemetry.metrics import Metrics

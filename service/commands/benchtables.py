@@ -17,13 +17,13 @@ from bf16kit.runtime import loading as runtimes
 from bf16kit.runtime.hardware import available_cpus
 from bf16kit.runtime.weightstore import PRIVATE_STORE, CachingWeightStore
 from bf16kit.wording import quoted
-from service.commands.callers import concurrent_calls
+from service.commands.benchresult import BenchResult, Options
 from service.commands.inputs import inputs_of
+from service.commands.interleaved import ROUNDS, Cell, measure_in_turns, sequential_calls
 from service.commands.layouts import Layout, layouts, smallest_worthwhile
-from service.commands.measured import BenchResult, Options
-from service.commands.turns import ROUNDS, Cell, measure_in_turns, sequential_calls
+from service.commands.parallel import concurrent_calls
 from service.contract import Array
-from service.models import choosing, loading
+from service.models import loading, profilechoice
 from service.models.directory import desired_model_of, directories_in
 from service.models.generation import Generation
 from service.models.loading import LoadedModel
@@ -77,7 +77,9 @@ def _measure_alone(measured: BenchResult, load: Callable[[str, int | None], Runt
     names, _ = runtimes.choose_profiles(opened.artifact, serving.profile, config.device)
     for number, name in enumerate(names):
         native = kernel.multiplies_bf16()
-        reason = choosing.skip_reason(opened.artifact.manifest, name, opened.budget, native=native) if number else ""
+        reason = (
+            profilechoice.skip_reason(opened.artifact.manifest, name, opened.budget, native=native) if number else ""
+        )
         if reason:
             measured.skipped.append(f"profile {name} is skipped: {reason}")
             continue

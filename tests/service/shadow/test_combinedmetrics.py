@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from bf16kit.tensors import TensorSpec
 from service.peers.channel import Body
 from service.peers.peer import Message
-from service.shadow.counting import CombinedMetrics
+from service.shadow.combinedmetrics import CombinedMetrics
 from service.shadow.gauges import LastGauges
 from service.telemetry.metrics import Metrics
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from html import escape
 
-from service.status_http import amounts
-from service.status_http.drifting import MOST_OUTPUTS, drift_part, golden
+from service.status_http import formatting
+from service.status_http.driftsection import MOST_OUTPUTS, drift_part, golden
 from service.status_http.markup import code, details, fact, figure, grouped_table, table
 from service.status_http.sparkline import sparkline
 from service.status_http.views import SPAN_SECONDS, WINDOW_SECONDS, ModelView, RuntimeView
@@ -13,7 +13,7 @@ from service.telemetry.history import TICKS, RecentActivity
 from service.telemetry.quantiles import Durations
 from service.telemetry.vocabulary import SECONDS
 
-_SPAN = f"last {amounts.duration(SPAN_SECONDS)}"
+_SPAN = f"last {formatting.duration(SPAN_SECONDS)}"
 _PROOFS = {
     "fp32": "fp32: measured on this device when the model was loaded",
     "bf16": "bf16: measured on this device when the model was loaded. Long sums lose digits",
@@ -47,18 +47,18 @@ def model_section(model: ModelView, anchor: str, now: float) -> str:
 
 def _trends(model: ModelView, recent: RecentActivity) -> str:
     counts, trend = recent.counts, recent.trend
-    batches = f", mean batch {amounts.number(counts.rows / counts.batches)}" if counts.batches else ""
-    rows = f"{amounts.number(recent.per_second(counts.rows))} rows/s{batches}"
+    batches = f", mean batch {formatting.number(counts.rows / counts.batches)}" if counts.batches else ""
+    rows = f"{formatting.number(recent.per_second(counts.rows))} rows/s{batches}"
     failed = recent.per_second(counts.failed)
     return "\n".join(
         [
             '<dl class="figures trends">',
             figure(
                 "Answered/s",
-                amounts.number(recent.per_second(counts.answered)),
-                rows + (f"; {amounts.number(failed)} rejected or failed per second" if failed else ""),
+                formatting.number(recent.per_second(counts.answered)),
+                rows + (f"; {formatting.number(failed)} rejected or failed per second" if failed else ""),
                 picture=sparkline(
-                    "Requests per second", _SPAN, trend.requests_per_second, amounts.number, length=TICKS
+                    "Requests per second", _SPAN, trend.requests_per_second, formatting.number, length=TICKS
                 ),
             ),
             figure(
@@ -69,9 +69,9 @@ def _trends(model: ModelView, recent: RecentActivity) -> str:
             ),
             figure(
                 "In the queue now",
-                amounts.number(recent.queue_depth),
+                formatting.number(recent.queue_depth),
                 f"{recent.in_flight} in flight; wait p99 {latency(recent.queue.p99)}",
-                picture=sparkline("Waiting requests", _SPAN, trend.waiting, amounts.number, length=TICKS),
+                picture=sparkline("Waiting requests", _SPAN, trend.waiting, formatting.number, length=TICKS),
             ),
             _drift_figure(model.drift_ratio, recent),
             "</dl>",
@@ -80,17 +80,19 @@ def _trends(model: ModelView, recent: RecentActivity) -> str:
 
 
 def _drift_figure(ratio: float | None, recent: RecentActivity) -> str:
-    note = f"{amounts.plural(recent.total.samples.get('measured', 0), 'sample')} measured"
+    note = f"{formatting.plural(recent.total.samples.get('measured', 0), 'sample')} measured"
     if dropped := recent.total.samples.get("dropped", 0):
         note += f", {dropped:,} dropped"
     if failed := recent.total.samples.get("failed", 0):
         note += f", {failed:,} failed"
-    picture = sparkline("Drift against its budget", _SPAN, recent.trend.drift, amounts.share, length=TICKS, bound=1.0)
+    picture = sparkline(
+        "Drift against its budget", _SPAN, recent.trend.drift, formatting.share, length=TICKS, bound=1.0
+    )
     if ratio is None:
-        return figure("Drift, of its budget", amounts.NONE, note, picture=picture)
+        return figure("Drift, of its budget", formatting.NONE, note, picture=picture)
     over = recent.drift.over
     note += "; over its budget" if over else ""
-    return figure("Drift, of its budget", amounts.share(ratio), note, over=over, picture=picture)
+    return figure("Drift, of its budget", formatting.share(ratio), note, over=over, picture=picture)
 
 
 def _latency(recent: RecentActivity) -> str:
@@ -102,17 +104,23 @@ def _latency(recent: RecentActivity) -> str:
 
 
 def _phase(name: str, durations: Durations) -> tuple[str, ...]:
-    return name, amounts.seconds(durations.mean), latency(durations.p50), latency(durations.p90), latency(durations.p99)
+    return (
+        name,
+        formatting.seconds(durations.mean),
+        latency(durations.p50),
+        latency(durations.p90),
+        latency(durations.p99),
+    )
 
 
 def latency(percentile: float | None) -> str:
     """Format a percentile. Beyond the last bucket only that bound is known."""
     beyond = percentile is not None and percentile >= SECONDS[-1]
-    return f"over {amounts.seconds(SECONDS[-1])}" if beyond else amounts.seconds(percentile)
+    return f"over {formatting.seconds(SECONDS[-1])}" if beyond else formatting.seconds(percentile)
 
 
 def _window(recent: RecentActivity) -> str:
-    return f"last {amounts.duration(min(recent.seconds, WINDOW_SECONDS))}"
+    return f"last {formatting.duration(min(recent.seconds, WINDOW_SECONDS))}"
 
 
 # --- configuration ----------------------------------------------------------------------------------------------------
@@ -127,7 +135,7 @@ def _configuration(running: RuntimeView, *more: str) -> str:
         fact("Precision", escape(running.precision)),
         fact("Accumulation", f"<span{' class=over' if running.accumulation != 'fp32' else ''}>{escape(proof)}</span>"),
         fact("CPU kernel", escape(running.kernel or "none")),
-        fact("Weights", amounts.size(running.weight_bytes)),
+        fact("Weights", formatting.size(running.weight_bytes)),
         fact("Batching", escape(_batching(running))),
         *more,
     ]
@@ -141,7 +149,7 @@ def _batching(running: RuntimeView) -> str:
     if not running.max_batch_size:
         return f"off, {at_once}"
     wait = running.max_queue_delay_seconds
-    delay = f"waiting up to {amounts.seconds(wait)} for more" if wait else "from waiting requests, without delay"
+    delay = f"waiting up to {formatting.seconds(wait)} for more" if wait else "from waiting requests, without delay"
     return f"up to {running.max_batch_size} rows, {delay}; {at_once}"
 
 

@@ -19,8 +19,8 @@ from service.drift.sampling import Sample
 from service.models.plan import Plan
 from service.models.policy import Serving
 from service.peers.channel import Body
-from service.shadow.handing import PlanSampleSender
 from service.shadow.samples import unpack
+from service.shadow.samplesender import PlanSampleSender
 
 SAMPLE = Sample({"x": np.zeros((2, 4), np.float32)}, {"y": np.zeros((2, 4), np.float32)}, rows=2, nbytes=64)
 PLAN = Plan(1, Path("m/1"), Serving(), "stamp")

@@ -8,7 +8,7 @@ import pytest
 
 from bf16kit.drift import Budget
 from bf16kit.manifest import DriftEntry, Manifest, Source
-from service.models.choosing import ROUNDS, SECONDS, fastest, medians, skip_reason
+from service.models.profilechoice import ROUNDS, SECONDS, fastest, medians, skip_reason
 
 
 class Clock:
