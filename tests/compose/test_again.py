@@ -6,7 +6,7 @@ import re
 import signal
 
 import pytest
-from composing import IMAGE, SERVICES, Stack, docker, told
+from composing import IMAGE, SERVICES, Stack, docker, output_of
 from steadyload import SteadyLoad
 from waiting import until
 
@@ -46,14 +46,14 @@ def test_a_restart_under_load_loses_no_accepted_request(stack: Stack) -> None:
         stack.compose("restart", "server")
         until(load.more(), 60, "20 answers more for each client after the restart")
     log = stack.log("server")
-    told = dict(_REQUEST.findall(log))
-    ran = {request for request, code in told.items() if code == "OK"}
+    output_of = dict(_REQUEST.findall(log))
+    ran = {request for request, code in output_of.items() if code == "OK"}
     asked = load.answered | load.failed.keys()
     assert len(ran & asked) > 100, "the log has a line for each"
     assert asked & ran <= load.answered, "the server ran these, and nobody got the answer"
     assert [request for request in load.failed if request.startswith("patient")] == []
     assert set(load.failed.values()) <= {"StatusCode.UNAVAILABLE", "StatusCode.CANCELLED"}
-    assert {told[request] for request in load.failed if request in told} <= {"UNAVAILABLE"}
+    assert {output_of[request] for request in load.failed if request in output_of} <= {"UNAVAILABLE"}
     assert "requests were cut off" not in log
     assert re.search(r"stopped after \d", log)
 
@@ -76,10 +76,10 @@ def test_a_conversion_that_is_stopped_ends_at_once() -> None:
         pytest.skip(f"the image {IMAGE}:converter is not on this machine")
     hardened = ("--read-only", "--tmpfs", "/tmp", "--cap-drop", "ALL", "--volume", "/models")
     publish = ("--entrypoint", "python", f"{IMAGE}:converter", "/opt/demo/publish.py", "/models")
-    container = told(docker("run", "--detach", *hardened, *publish))
+    container = output_of(docker("run", "--detach", *hardened, *publish))
     try:
         until(lambda: "bf16-convert" in docker("top", container).stdout, 60, "a conversion at work")
-        told(docker("stop", "--time", "30", container))
-        assert told(docker("inspect", "--format", "{{.State.ExitCode}}", container)) == str(128 + signal.SIGTERM)
+        output_of(docker("stop", "--time", "30", container))
+        assert output_of(docker("inspect", "--format", "{{.State.ExitCode}}", container)) == str(128 + signal.SIGTERM)
     finally:
         docker("rm", "--force", "--volumes", container)

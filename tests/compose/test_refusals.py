@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import tritonclient.grpc as triton
-from composing import IMAGE, ROOT, Container, Stack, docker, told
+from composing import IMAGE, ROOT, Container, Stack, docker, output_of
 from steadyload import sentence
 from waiting import until
 
@@ -36,10 +36,10 @@ def refused(stack: Stack) -> Iterator[Refused]:
     other = f"{stack.project}_other"
     shared = ("--volume", f"{models}:/models:ro")
     serve = ("--repository", "/models", "--host", "0.0.0.0")
-    told(docker("volume", "create", "--label", f"com.docker.compose.project={stack.project}", other))
+    output_of(docker("volume", "create", "--label", f"com.docker.compose.project={stack.project}", other))
     try:
         from_to = ("--volume", f"{models}:/from:ro", "--volume", f"{other}:/models")
-        told(docker("run", "--rm", "--entrypoint", "python", *from_to, f"{IMAGE}:converter", "-c", _NEWER))
+        output_of(docker("run", "--rm", "--entrypoint", "python", *from_to, f"{IMAGE}:converter", "-c", _NEWER))
         with contextlib.ExitStack() as containers:
             yield {
                 name: containers.enter_context(Container(*arguments, options=options))
@@ -113,7 +113,7 @@ def test_without_memory_for_the_reference_the_model_serves_and_the_log_reports_i
 ) -> None:
     container = refused["no room for the reference"]
     until(lambda: container.health == "healthy", 60, "readiness")
-    address = told(docker("port", container.id, "8001")).splitlines()[0]
+    address = output_of(docker("port", container.id, "8001")).splitlines()[0]
     with triton.InferenceServerClient(address) as client:
 
         def asked() -> bool:
@@ -147,7 +147,7 @@ def test_compose_reports_a_missing_gpu(stack: Stack, tmp_path: Path) -> None:
     if docker("run", "--rm", "--gpus", "1", "--entrypoint", "python", f"{IMAGE}:server", "-V").returncode == 0:
         pytest.skip("this machine has a GPU")
     second = Stack.new(f"{stack.project}-gpu", IMAGE=f"{IMAGE}-of-the-test").and_file(ROOT / "compose.gpu.yaml")
-    told(docker("tag", f"{IMAGE}:server", f"{IMAGE}-of-the-test:server-gpu"))
+    output_of(docker("tag", f"{IMAGE}:server", f"{IMAGE}-of-the-test:server-gpu"))
     try:
         done = second.run("up", "--detach", "--no-build", "--no-deps", "server")
         assert done.returncode != 0

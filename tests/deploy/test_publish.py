@@ -9,7 +9,7 @@ from pathlib import Path
 
 import publish
 import pytest
-from othersfiles import closed, open_place
+from othersfiles import unreadable, world_readable_directory
 from publish import exit_reason, main
 from waiting import until
 
@@ -60,7 +60,7 @@ def test_stopping_the_service_ends_its_converter_and_publishes_nothing(tmp_path:
 
 
 def test_a_volume_of_another_user_is_reported_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
-    with open_place() as place, closed(place) as user:
+    with world_readable_directory() as place, unreadable(place) as user:
         assert main(place) == 1
     said = capsys.readouterr().err
     assert said == (

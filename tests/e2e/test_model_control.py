@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton
 from artifacts import write_product
-from asking import Asking
+from asking import RequestLoop
 from serverprocess import Serve, ServerProcess
 from waiting import until
 
@@ -42,9 +42,9 @@ def right(made: Mapping[str, Path]) -> Mapping[str, bytes]:
 
 
 @contextlib.contextmanager
-def clients(server: ServerProcess, right: Mapping[str, bytes]) -> Iterator[list[Asking]]:
+def clients(server: ServerProcess, right: Mapping[str, bytes]) -> Iterator[list[RequestLoop]]:
     with contextlib.ExitStack() as stack:
-        asking = [stack.enter_context(Asking(server.target, "m", FEEDS, right)) for _ in range(CLIENTS)]
+        asking = [stack.enter_context(RequestLoop(server.target, "m", FEEDS, right)) for _ in range(CLIENTS)]
         for each in asking:
             each.wait_for(5)
         yield asking

@@ -107,7 +107,7 @@ def _look(port: int, where: Path) -> None:
         pytest.skip("the rest needs Chromium on PATH (Debian: apt-get install chromium)")
     with Browser(binary, where / "profile") as chromium:
         for width in (360, 1280):
-            chromium.look("light", width)
+            chromium.emulate_display("light", width)
             for path in ("/", "/watch"):
                 seen = chromium.open(f"http://127.0.0.1:{port}{path}")
                 assert (seen.requests, seen.complaints) == ([], [])

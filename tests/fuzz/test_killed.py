@@ -8,7 +8,7 @@ from random import Random
 
 import onnx
 import pytest
-from killing import Ended, Runner, files, runner
+from killing import ProcessResult, Runner, files, runner
 
 import graphs
 from bf16kit.artifact import Artifact
@@ -39,12 +39,12 @@ def _convert(source: Path, target: Path) -> tuple[str | Path, ...]:
     return "checkpoint", source, "--out", target, "--force"
 
 
-def _done(ended: Ended) -> Ended:
+def _done(ended: ProcessResult) -> ProcessResult:
     assert ended.code == 0, ended.said
     return ended
 
 
-def _kill(forked: Runner, whole: Ended, random: Random, *arguments: str | Path) -> bool:
+def _kill(forked: Runner, whole: ProcessResult, random: Random, *arguments: str | Path) -> bool:
     """Kill a run at a random point of what ``whole`` did, chosen by time or by file operation. Half of the points are
     near the end, where the new result replaces the old one. Return whether the run was killed before its end."""
     late = random.random() < 0.5

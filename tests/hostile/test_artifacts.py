@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import scanning
 from artifacts import write_product
-from asking import Asking, code_of
+from asking import RequestLoop, code_of
 from attacked import Target
 from serverprocess import ServerProcess
 from waiting import until
@@ -74,13 +74,15 @@ def warm(target: Target, *models: str) -> None:
 
 
 @contextlib.contextmanager
-def asked(target: Target, model: str, right: Mapping[str, bytes], allowed: tuple[str, ...] = ()) -> Iterator[Asking]:
+def asked(
+    target: Target, model: str, right: Mapping[str, bytes], allowed: tuple[str, ...] = ()
+) -> Iterator[RequestLoop]:
     """Yield a client that sends requests throughout the block, and check the server afterwards.
 
     Fails unless every output is correct, every code is OK or one of ``allowed``, the server stays well, its live drift
     is within budget, and its log shows no bug.
     """
-    with target.stays_well(), Asking(target.address, model, FEEDS, right) as asking:
+    with target.stays_healthy(), RequestLoop(target.address, model, FEEDS, right) as asking:
         asking.wait_for(1)
         yield asking
         asking.wait_for(20)
@@ -97,14 +99,14 @@ def asked(target: Target, model: str, right: Mapping[str, bytes], allowed: tuple
 # --- a server that does not reload changed models ---------------------------------------------------------------------
 
 
-def cut_short(version: Path, workshop: Workshop, asking: Asking) -> None:
+def cut_short(version: Path, workshop: Workshop, asking: RequestLoop) -> None:
     for size in (1 << 18, 4096, 1, 0):
         for file in version.iterdir():
             os.truncate(file, min(size, file.stat().st_size))
         asking.wait_for(20)
 
 
-def flip_bits(version: Path, workshop: Workshop, asking: Asking) -> None:
+def flip_bits(version: Path, workshop: Workshop, asking: RequestLoop) -> None:
     choice = random.Random(8)
     for _ in range(figures.amount(300, 10_000)):
         flip_bit(choice.choice(sorted(version.iterdir())), choice)
@@ -120,17 +122,17 @@ def flip_bit(file: Path, choice: random.Random) -> None:
         opened.write(bytes((byte ^ 1 << choice.randrange(4, 8),)))
 
 
-def overwrite(version: Path, workshop: Workshop, asking: Asking) -> None:
+def overwrite(version: Path, workshop: Workshop, asking: RequestLoop) -> None:
     """Overwrite as ``cp -r second/* version/`` does: each file is emptied, then written."""
     for file in (workshop.root / "second" / "1").iterdir():
         shutil.copyfile(file, version / file.name)
 
 
-def exchange_directories(version: Path, workshop: Workshop, asking: Asking) -> None:
+def exchange_directories(version: Path, workshop: Workshop, asking: RequestLoop) -> None:
     replace(version, workshop, "second")
 
 
-def delete(version: Path, workshop: Workshop, asking: Asking) -> None:
+def delete(version: Path, workshop: Workshop, asking: RequestLoop) -> None:
     shutil.rmtree(version.parent)
 
 
@@ -150,7 +152,7 @@ def settled(workshop: Workshop) -> Iterator[Target]:
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)
 def test_a_loaded_model_gives_the_same_outputs_when_its_files_are_attacked(
-    workshop: Workshop, settled: Target, attack: Callable[[Path, Workshop, Asking], None]
+    workshop: Workshop, settled: Target, attack: Callable[[Path, Workshop, RequestLoop], None]
 ) -> None:
     model = attack.__name__
     with asked(settled, model, {"first": workshop.right["first"]}) as asking:
@@ -238,7 +240,7 @@ def test_a_model_that_is_reloaded_repeatedly_is_never_wrong(workshop: Workshop, 
     assert {"first", "second"} <= asking.answered.keys()
 
 
-def settle(workshop: Workshop, version: Path, asking: Asking) -> None:
+def settle(workshop: Workshop, version: Path, asking: RequestLoop) -> None:
     """Publish an artifact last, and check that in the end only it serves."""
     replace(version, workshop, "second")
 

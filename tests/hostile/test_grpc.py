@@ -100,7 +100,7 @@ def test_health_watchers_that_do_not_read_delay_no_other_watcher(connections: Co
 def test_400_calls_without_a_request_delay_no_other_client(attack: Attack, connections: Connect) -> None:
     figures.record(how_much="400 calls over 4 connections")
     target = attack()
-    with target.stays_well():
+    with target.stays_healthy():
         begin_400(target, connections, INFER)
         for _ in range(20):
             infer(target)
@@ -109,7 +109,7 @@ def test_400_calls_without_a_request_delay_no_other_client(attack: Attack, conne
 def test_health_checks_without_a_request_delay_no_other_health_check(attack: Attack, connections: Connect) -> None:
     figures.record(how_much="400 calls over 4 connections")
     target = attack()
-    with target.stays_well():
+    with target.stays_healthy():
         begin_400(target, connections, CHECK)
         infer(target)
         time.sleep(1)
@@ -118,7 +118,7 @@ def test_health_checks_without_a_request_delay_no_other_health_check(attack: Att
 def test_silent_reflection_streams_are_ended_and_delay_no_other_call(attack: Attack, connections: Connect) -> None:
     figures.record(how_much="100 streams")
     target = attack()
-    with target.stays_well():
+    with target.stays_healthy():
         silent = connections(target.port)
         streams = [silent.call(REFLECTION) for _ in range(100)]
         infer(target)
@@ -136,7 +136,7 @@ def test_silent_reflection_streams_are_ended_and_delay_no_other_call(attack: Att
 def test_idle_streams_do_not_use_up_the_places_of_requests(attack: Attack, connections: Connect) -> None:
     figures.record(how_much="400 streams over 4 connections")
     target = attack()
-    with target.stays_well():
+    with target.stays_healthy():
         begin_400(target, connections, STREAM)
         infer(target)
 
@@ -148,7 +148,7 @@ def test_1000_idle_connections_use_little_memory_and_delay_no_other_client(
     target = attack()
     infer(target)
     before = target.rss()
-    with target.stays_well():
+    with target.stays_healthy():
         for _ in range(1000):
             connections(target.port)
         infer(target)
@@ -161,7 +161,7 @@ def test_requests_sent_a_byte_a_second_are_ended_and_delay_no_other_client(
     figures.record(how_much="50 requests")
     target = attack()
     data = framed(MESSAGE)
-    with target.stays_well():
+    with target.stays_healthy():
         slow = connections(target.port)
         streams = [slow.call(INFER) for _ in range(50)]
         for byte in range(6):
@@ -177,7 +177,7 @@ def test_requests_sent_a_byte_a_second_are_ended_and_delay_no_other_client(
 def test_unread_responses_use_up_one_connections_share_only_and_are_ended(attack: Attack, connections: Connect) -> None:
     figures.record(how_much="400 calls over one connection")
     target = attack("send_seconds: 3\n")
-    with target.stays_well():
+    with target.stays_healthy():
         deaf = connections(target.port, window=0)
         streams = [deaf.call(INFER, MESSAGE) for _ in range(400)]
         for _ in range(10):
@@ -192,7 +192,7 @@ def test_responses_read_a_byte_a_second_are_ended_and_delay_no_other_client(
 ) -> None:
     figures.record(how_much="50 calls")
     target = attack("send_seconds: 3\n")
-    with target.stays_well():
+    with target.stays_healthy():
         slow = connections(target.port, window=0)
         begun = time.monotonic()
         streams = {slow.call(path, MESSAGE) for _ in range(50)}
@@ -208,7 +208,7 @@ def test_responses_read_a_byte_a_second_are_ended_and_delay_no_other_client(
 def test_a_storm_of_resets_leaves_nothing_behind(attack: Attack, connections: Connect) -> None:
     figures.record(how_much="5,000 calls")
     target = attack()
-    with target.stays_well():
+    with target.stays_healthy():
         storm = connections(target.port)
         for _ in range(5_000):
             try:
@@ -221,7 +221,7 @@ def test_a_storm_of_resets_leaves_nothing_behind(attack: Attack, connections: Co
 def test_clients_that_cancel_everything_leave_nothing_behind(attack: Attack) -> None:
     figures.record(how_much="2,000 calls")
     target = attack()
-    with target.stays_well(), grpc.insecure_channel(target.address) as channel:
+    with target.stays_healthy(), grpc.insecure_channel(target.address) as channel:
         call: Any = channel.unary_unary(INFER)
         for _ in range(20):
             for future in [call.future(MESSAGE) for _ in range(100)]:
@@ -235,7 +235,7 @@ def test_connections_that_come_and_go_leave_nothing_behind(attack: Attack) -> No
     target = attack()
     infer(target)
     before = target.rss()
-    with target.stays_well():
+    with target.stays_healthy():
         for turn in range(1000):
             with RawConnection(target.port) as passing:
                 passing.call(INFER, MESSAGE)

@@ -90,7 +90,7 @@ def test_requests_of_mixed_lengths_do_not_make_memory_grow(served: tuple[Target,
                 call(request(model, *_LARGEST, np.random.default_rng(seed)), timeout=120)
 
     tenth(0)
-    with target.stays_well():
+    with target.stays_healthy():
         target.process.forget_peak()
         largest()
         peak = target.process.status("VmHWM") << 10  # sampling RSS would miss memory that is held for milliseconds

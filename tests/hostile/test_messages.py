@@ -19,7 +19,7 @@ import messages
 import noise
 import pytest
 from attacked import PATIENCE_S as PATIENCE_OF_A_PROBE_S
-from attacked import Target, Wellness
+from attacked import HealthMonitor, Target
 from figures import SOAK, amount
 from rawgrpc import RawConnection
 from serverprocess import ServerProcess
@@ -67,14 +67,14 @@ def target(repository: Path, oracle: Oracle) -> Iterator[Target]:
 
 
 @contextmanager
-def unharmed(target: Target, oracle: Oracle) -> Iterator[Wellness]:
+def unharmed(target: Target, oracle: Oracle) -> Iterator[HealthMonitor]:
     """Check that the server stays well during the block, and that afterwards its outputs are as before.
 
     Its memory must come back to what it was, and it must log nothing.
     """
     before, told = target.rss(), len(target.process.lines)
-    with target.stays_well() as wellness:
-        yield wellness
+    with target.stays_healthy() as monitor:
+        yield monitor
     after = Volley(target.address, oracle, first=10**9)
     after.fire(100)
     assert after.wrong == []
@@ -110,12 +110,12 @@ def test_messages_that_expand_when_parsed_use_memory_in_proportion_to_their_size
     """Two bytes of an empty input are ninety in memory, and protobuf lets no other thread run while it parses."""
     together, nbytes = amount(2, 3), amount(8, 60) << 20
     before = target.rss()
-    with unharmed(target, oracle) as wellness:
+    with unharmed(target, oracle) as monitor:
         codes = _elsewhere(send_swelling, target.address, together, nbytes)
     figures.record(how_much=f"{together * len(SWELLING)} messages of {nbytes >> 20} MiB, {together} at a time")
     assert codes == {"INVALID_ARGUMENT"}
     # The bound allows memory of one round that is still held when the next arrives; ninety times the bytes is far more.
-    assert wellness.most - before < (128 << 20) + 6 * together * nbytes
+    assert monitor.largest_rss - before < (128 << 20) + 6 * together * nbytes
 
 
 def test_requests_that_expand_when_decompressed_delay_no_other_client(target: Target, oracle: Oracle) -> None:
@@ -124,10 +124,10 @@ def test_requests_that_expand_when_decompressed_delay_no_other_client(target: Ta
     if SOAK:
         _send_bombs(target, count)  # the first of so many calls create hundreds of threads, once
     before = target.rss()
-    with unharmed(target, oracle) as wellness:
+    with unharmed(target, oracle) as monitor:
         size = _send_bombs(target, count)
     figures.record(how_much=f"{2 * count} requests of {size >> 10} KiB that are 60 MiB")
-    assert wellness.most - before < 1 << 30
+    assert monitor.largest_rss - before < 1 << 30
 
 
 def _send_bombs(target: Target, count: int) -> int:

@@ -44,7 +44,7 @@ def test_tenfold_overload_gets_correct_responses_or_rejections_and_latency_recov
     rate = capacity(target, requests)
     offered(target, requests, 10 * rate, amount(1, 15))  # creates the threads and heaps that are created once
     calm = offered(target, requests, _CALM_SHARE * rate, _CALM_SECONDS)
-    with target.stays_well():
+    with target.stays_healthy():
         storm = offered(target, requests, 10 * rate, amount(4, 60))
     after: list[Outcome] = []  # repeated if the machine is busy with something else
     while len(after) < _ATTEMPTS and (not after or median(after[-1].answered) > _AS_BEFORE * median(calm.answered)):

@@ -108,7 +108,7 @@ def test_memory_that_shrinks_and_grows_all_the_time_neither_crashes_nor_is_exten
             os.truncate(sink, size)
 
     outcomes: Counter[str] = Counter()
-    with target.stays_well(), all_the_time(shrink):
+    with target.stays_healthy(), all_the_time(shrink):
         for _ in range(amount(300, 20_000)):
             outcomes[outcome(lambda: ask(client, source=source.name, sink=sink.name))] += 1
             assert sink.stat().st_size <= X.nbytes
@@ -139,7 +139,7 @@ def test_a_region_registered_again_meanwhile_gives_the_output_of_either_file(
                 other.register_system_shared_memory("r", files[next(turn) % 2].name, X.nbytes)
 
     outcomes: Counter[str] = Counter()
-    with target.stays_well(), all_the_time(register_anew):
+    with target.stays_healthy(), all_the_time(register_anew):
         for _ in range(amount(300, 20_000)):
             answers: list[Any] = []
             outcomes[outcome(functools.partial(_keep, answers, client))] += 1
@@ -165,7 +165,7 @@ def test_keys_that_are_not_permitted_plain_files_all_get_the_same_error(
     listening.bind(str(SHM / f"{PREFIX}socket"))
     try:
         told = set()
-        with target.stays_well():
+        with target.stays_healthy():
             for name in ("link", "here", "folder", "pipe", "twice", "socket", "none", "x" * 300, "folder/x"):
                 key = f"{PREFIX}{name}"
                 with pytest.raises(InferenceServerException) as refused:
@@ -189,7 +189,7 @@ def test_sizes_and_offsets_beyond_all_bounds_are_rejected(
     path = make("small", bytes(4096))
     client.register_system_shared_memory("r", path.name, 4096)
     x = triton.InferInput("x", list(X.shape), "FP32")
-    with target.stays_well():
+    with target.stays_healthy():
         for offset, size in ((number, 1), (0, number), (number, number), (4096 - 1, number)):
             register = functools.partial(client.register_system_shared_memory, "other", path.name, size, offset)
             assert outcome(register) == REFUSED
@@ -206,7 +206,7 @@ def test_the_number_of_regions_is_limited_and_their_files_are_closed_again(
 ) -> None:
     path, process = make("many", bytes(1 << 20)), target.process.process.pid
     before = len(list(Path(f"/proc/{process}/fd").iterdir()))
-    with target.stays_well():
+    with target.stays_healthy():
         register = functools.partial(client.register_system_shared_memory, key=path.name, byte_size=4096)
         outcomes = Counter(outcome(functools.partial(register, f"r{number}")) for number in range(1100))
         assert outcomes == {"OK": 1024, "StatusCode.RESOURCE_EXHAUSTED": 76}

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import scanning
 from artifacts import write_endless, write_lookup, write_mlp, write_product
-from asking import Asking, code_of
+from asking import RequestLoop, code_of
 from attacked import Target
 from serverprocess import ServerProcess
 from tampering import tampered
@@ -99,7 +99,7 @@ def test_tampered_artifacts_are_served_or_rejected_with_one_clear_line(server: S
     said: dict[str, list[tuple[str, str]]] = {}
     codes: Counter[str] = Counter()
     target = server.target
-    with target.stays_well(), Asking(target.address, "good", FEEDS, server.right) as asking:
+    with target.stays_healthy(), RequestLoop(target.address, "good", FEEDS, server.right) as asking:
         for first in range(0, count, GROUP):
             group = {f"t{number:04}" for number in range(first, min(count, first + GROUP))}
             changes |= {name: publish(server, tmp_path, name, random.Random(name), sources) for name in sorted(group)}
@@ -126,7 +126,7 @@ def test_a_graph_that_never_ends_is_abandoned_and_the_next_model_is_loaded(serve
     for name, write in (("t9001", write_endless), ("t9002", write_mlp)):
         write(tmp_path / name / "1")
         (tmp_path / name / "serving.yaml").write_text("first_run_seconds: 1\n")
-    with server.target.stays_well(), Asking(server.target.address, "good", FEEDS, server.right) as asking:
+    with server.target.stays_healthy(), RequestLoop(server.target.address, "good", FEEDS, server.right) as asking:
         (tmp_path / "t9001").rename(server.repository / "t9001")
         until(lambda: server.target.process.metric('bf16kit_model_ready{model="t9001",version="1"}') == 0, what="t9001")
         (tmp_path / "t9002").rename(server.repository / "t9002")

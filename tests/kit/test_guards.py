@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from othersfiles import closed, open_place
+from othersfiles import unreadable, world_readable_directory
 from small import publish_small
 
 from bf16kit.artifact import Artifact
@@ -15,9 +15,9 @@ from bf16kit.errors import ArtifactDamaged
 def test_the_error_for_an_artifact_without_read_permission_names_the_user(tmp_path: Path, what: str) -> None:
     """This happens on a volume that root filled. The error says which user needs access, without a traceback."""
     published = publish_small(tmp_path / "a" / "1").path
-    with open_place() as place:
+    with world_readable_directory() as place:
         artifact = shutil.copytree(published, place / "1")
-        with closed(artifact / what) as user, pytest.raises(ArtifactDamaged) as refusal:
+        with unreadable(artifact / what) as user, pytest.raises(ArtifactDamaged) as refusal:
             Artifact.open(artifact)
     assert f"missing or unreadable (Permission denied to user {user})" in str(refusal.value)
 

@@ -21,7 +21,7 @@ from typing import Any
 import grpc
 import pytest
 from artifacts import write_mlp
-from raycluster import PATIENCE, request, told
+from raycluster import PATIENCE, call_rpc, request
 from waiting import until
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # warnings of Ray and its libraries
@@ -98,15 +98,17 @@ def test_a_model_that_cannot_be_served_is_reported_and_loaded_again(repository: 
     with _started(repository, *ports) as running, grpc.insecure_channel(f"127.0.0.1:{grpc_port}") as channel:
 
         def refused() -> tuple[Any, Any]:
-            return told(channel, "ModelInfer", request("b"), timeout=2)
+            return call_rpc(channel, "ModelInfer", request("b"), timeout=2)
 
         words = "no version of model 'b' is ready; its replicas' log says why"
         until(lambda: refused() == (grpc.StatusCode.NOT_FOUND, words), PATIENCE, "the refusal")
-        until(lambda: told(channel, "ModelInfer", request("a"))[0] is grpc.StatusCode.OK, PATIENCE, "the other model")
+        until(
+            lambda: call_rpc(channel, "ModelInfer", request("a"))[0] is grpc.StatusCode.OK, PATIENCE, "the other model"
+        )
         assert "sha256" in _page(http_port, "/status.json")[1]
         shutil.rmtree(repository / "b")  # the repository is not scanned, so nothing reports the change
         write_mlp(repository / "b" / "1")
-        until(lambda: told(channel, "ModelInfer", request("b"))[0] is grpc.StatusCode.OK, PATIENCE, "the next try")
+        until(lambda: call_rpc(channel, "ModelInfer", request("b"))[0] is grpc.StatusCode.OK, PATIENCE, "the next try")
         running.send_signal(signal.SIGTERM)
         running.communicate(timeout=PATIENCE)
     assert running.returncode == 0
@@ -138,9 +140,9 @@ def test_sigterm_ends_the_program_once_requests_in_flight_are_answered(repositor
             running.send_signal(signal.SIGTERM)
             until(lambda: _page(http_port, "/readyz")[0] == 503, 20, "no readiness")
             begun = time.monotonic()
-            asked = [pool.submit(told, channel, "ModelInfer", request(name)) for name in _MODELS]
+            asked = [pool.submit(call_rpc, channel, "ModelInfer", request(name)) for name in _MODELS]
             assert [each.result()[0] for each in asked] == [grpc.StatusCode.OK] * 2, "after the signal, too"
-            late = [pool.submit(told, channel, "ModelInfer", request(name)) for name in _MODELS]
+            late = [pool.submit(call_rpc, channel, "ModelInfer", request(name)) for name in _MODELS]
             assert [each.result()[0] for each in late] == [grpc.StatusCode.OK] * 2, "and during the removal"
         said, _ = running.communicate(timeout=PATIENCE)
         took = time.monotonic() - begun

@@ -16,7 +16,7 @@ import tritonclient.grpc as triton
 from grpc import StatusCode
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
-from raycluster import METHODS, PATIENCE, Served, X, empty, request, told
+from raycluster import METHODS, PATIENCE, Served, X, call_rpc, empty, request
 from waiting import until
 
 from bf16kit.protocol import inference_pb2 as pb
@@ -30,7 +30,7 @@ SETTINGS = ("LogSettings", "TraceSetting", "ServerMetadata")  # a replica has th
 
 def test_a_request_gets_the_same_bytes_as_from_a_plain_server(served: Served, plain: Any) -> None:
     asked = request(id="7")
-    assert served.ask("ModelInfer", asked) == told(plain, "ModelInfer", asked)
+    assert served.ask("ModelInfer", asked) == call_rpc(plain, "ModelInfer", asked)
 
 
 def test_an_unmodified_triton_client_works(served: Served) -> None:
@@ -55,7 +55,7 @@ def test_an_unmodified_triton_client_works(served: Served) -> None:
 def test_every_rpc_responds_as_a_plain_server_does(served: Served, plain: Any, method: str) -> None:
     """Each RPC gets an empty request: both servers respond, or both return the same code and message."""
     code, said = served.ask(method, empty(method))
-    other, words = told(plain, method, empty(method))
+    other, words = call_rpc(plain, method, empty(method))
     if method in SETTINGS:
         assert code in (StatusCode.OK, StatusCode.UNIMPLEMENTED)
         return
@@ -87,7 +87,7 @@ def test_models_are_not_loaded_over_the_network(served: Served, method: str) -> 
     ],
 )
 def test_rejected_requests_get_the_same_error_as_from_a_plain_server(served: Served, plain: Any, asked: bytes) -> None:
-    assert served.ask("ModelInfer", asked) == told(plain, "ModelInfer", asked)
+    assert served.ask("ModelInfer", asked) == call_rpc(plain, "ModelInfer", asked)
 
 
 def test_a_clients_metadata_cannot_redirect_its_request(served: Served) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from artifacts import write_mlp
 from grpc import StatusCode
-from raycluster import NODE, PATIENCE, Served, Volley, of_node, replicas
+from raycluster import NODE, PATIENCE, RepeatedCalls, Served, of_node, replicas
 from waiting import until
 
 from bf16kit.protocol import inference_pb2 as pb
@@ -19,18 +19,18 @@ pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # warnings
 _log = logging.getLogger(__name__)
 
 
-def _versions(volley: Volley) -> set[str]:
+def _versions(volley: RepeatedCalls) -> set[str]:
     return {pb.ModelInferResponse.FromString(answer).model_version for answer in volley.answers}
 
 
 def test_a_new_version_replaces_the_old_one_without_a_failed_call(served: Served, repository: Path) -> None:
-    with Volley(served.infer) as volley:
+    with RepeatedCalls(served.infer) as volley:
         until(lambda: volley.calls > 20, PATIENCE, "calls")
         write_mlp(repository / "mlp" / "2")
         served.deployed.deploy_changes()
         until(lambda: "2" in _versions(volley), PATIENCE, "an answer of the new version")
         until(lambda: served.states()["bf16kit.mlp"] == "RUNNING", PATIENCE, "the end of the deployment")
-    assert set(volley.codes) == {"OK"}, volley.words
+    assert set(volley.codes) == {"OK"}, volley.errors
     assert _versions(volley) == {"1", "2"}
 
 
@@ -39,12 +39,12 @@ def test_a_damaged_version_does_not_replace_the_serving_one(served: Served, repo
     write_mlp(repository / "mlp" / "3")
     weights = repository / "mlp" / "3" / "weights.bf16"
     weights.write_bytes(bytes(weights.stat().st_size))
-    with Volley(served.infer) as volley:
+    with RepeatedCalls(served.infer) as volley:
         served.deployed.deploy_changes()
         served.deployed.resend_models()
         until(lambda: served.states()["bf16kit.mlp"] != "RUNNING", PATIENCE, "the deployment to begin")
         until(lambda: served.states()["bf16kit.mlp"] in ("DEPLOY_FAILED", "UNHEALTHY"), PATIENCE, "its failure")
-    assert set(volley.codes) == {"OK"}, volley.words
+    assert set(volley.codes) == {"OK"}, volley.errors
     assert _versions(volley) == {"2"}
     _, index = served.ask("RepositoryIndex", b"")
     assert isinstance(index, bytes)
@@ -61,7 +61,7 @@ def test_every_request_succeeds_on_retry_when_a_node_dies_under_load(served: Ser
     until(served.all_running, PATIENCE, "all applications running")
     second = next(iter(served.cluster.worker_nodes))
     asked = next(model for model in ("mlp", "slow") if replicas(model, of_node(second)))
-    with Volley(lambda: served.infer(asked)) as volley, ThreadPoolExecutor(4) as pool:
+    with RepeatedCalls(lambda: served.infer(asked)) as volley, ThreadPoolExecutor(4) as pool:
         until(lambda: volley.calls > 10, PATIENCE, "calls")
         inside = [pool.submit(served.infer, "slow") for _ in range(4)]  # each waits three seconds in its replica
         until(lambda: served.metric("bf16kit_queue_depth", model="slow") > 0, PATIENCE, "requests inside of replicas")
@@ -83,6 +83,6 @@ def test_every_request_succeeds_on_retry_when_a_node_dies_under_load(served: Ser
     _log.warning("of 4 requests inside of replicas: %s", cut_off)
     assert {code for code, _ in cut_off} <= {StatusCode.UNAVAILABLE, StatusCode.RESOURCE_EXHAUSTED}
     assert not any("Traceback" in str(words) or "ray" in str(words) for _, words in cut_off)
-    assert set(volley.codes) <= {"OK", "UNAVAILABLE"}, volley.words
+    assert set(volley.codes) <= {"OK", "UNAVAILABLE"}, volley.errors
     assert not volley.unanswered
-    assert "Traceback" not in "".join(volley.words)
+    assert "Traceback" not in "".join(volley.errors)

@@ -40,26 +40,26 @@ def code_of(target: str, model: str, feeds: Mapping[str, Array]) -> str:
     return "OK"
 
 
-class Asking:
+class RequestLoop:
     """A client that sends one request over and over in a thread. Use as a context manager.
 
-    ``right`` has the correct contents of a response by name. ``answered`` counts the responses by that name, incorrect
-    ones as "". ``wrong`` describes each incorrect response, ``codes`` counts the statuses, and ``slowest`` is the
-    longest time of a request in seconds.
+    ``expected`` has the correct contents of a response by name. ``answered`` counts the responses by that name,
+    incorrect ones as "". ``wrong`` describes each incorrect response, ``codes`` counts the statuses, and ``slowest`` is
+    the longest time of a request in seconds.
     """
 
-    def __init__(self, target: str, model: str, feeds: Mapping[str, Array], right: Mapping[str, bytes]) -> None:
+    def __init__(self, target: str, model: str, feeds: Mapping[str, Array], expected: Mapping[str, bytes]) -> None:
         self._target = target
         self._message = infer_request(model, **dict(feeds)).SerializeToString()
-        self._right = right
+        self._expected = expected
         self.answered: Counter[str] = Counter()
         self.codes: Counter[str] = Counter()
         self.wrong: list[str] = []
         self.slowest = 0.0
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._ask, daemon=True)
+        self._thread = threading.Thread(target=self._send_requests, daemon=True)
 
-    def __enter__(self) -> Asking:
+    def __enter__(self) -> RequestLoop:
         self._thread.start()
         return self
 
@@ -72,20 +72,20 @@ class Asking:
         enough = self.codes["OK"] + answers
         until(lambda: self.codes["OK"] >= enough, what=f"{answers} answers")
 
-    def _ask(self) -> None:
+    def _send_requests(self) -> None:
         with grpc.insecure_channel(self._target) as channel:
             call = infer(channel)
             while not self._stop.wait(_PAUSE_S):
-                begun = time.monotonic()
+                started = time.monotonic()
                 try:
                     self._judge(b"".join(call(self._message, timeout=PATIENCE_S).raw_output_contents))
                     self.codes["OK"] += 1
                 except grpc.RpcError as error:
                     self.codes[error.code().name] += 1
-                self.slowest = max(self.slowest, time.monotonic() - begun)
+                self.slowest = max(self.slowest, time.monotonic() - started)
 
     def _judge(self, found: bytes) -> None:
-        name = next((name for name, expected in self._right.items() if found == expected), "")
+        name = next((name for name, expected in self._expected.items() if found == expected), "")
         self.answered[name] += 1
         if not name:
             self.wrong.append(f"{len(found)} bytes, which begin with {np.frombuffer(found[:16], np.float32).tolist()}")

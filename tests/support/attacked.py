@@ -18,21 +18,21 @@ GROWTH = 1.1  # the most memory that the server may hold after an attack ÷ its 
 PATIENCE_S = 1.0  # a healthy server responds to a health check within this time
 
 
-class Wellness:
+class HealthMonitor:
     """Checks the server's health every 50 ms. A call that fails is repeated after 10 ms, until a second has passed.
 
-    ``seconds`` is how long each check took. ``ill`` has the last error of each check that did not find it
-    SERVING within a second. ``most`` is the largest RSS seen.
+    ``seconds`` is how long each check took. ``failures`` has the last error of each check that did not find it
+    SERVING within a second. ``largest_rss`` is the largest RSS seen.
     """
 
     def __init__(self, target: str, rss: Callable[[], int]) -> None:
         self._target = target
         self._rss = rss
-        self.most = 0  # bytes
+        self.largest_rss = 0  # bytes
         self._stop = threading.Event()
         self.seconds: list[float] = []
-        self.ill: list[str] = []
-        self._thread = threading.Thread(target=self._ask, daemon=True)
+        self.failures: list[str] = []
+        self._thread = threading.Thread(target=self._check_repeatedly, daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -41,25 +41,25 @@ class Wellness:
         self._stop.set()
         self._thread.join()
 
-    def _ask(self) -> None:
+    def _check_repeatedly(self) -> None:
         with grpc.insecure_channel(self._target) as channel:
             stub: Any = health_pb2_grpc.HealthStub(channel)
             stub.Check(health_pb2.HealthCheckRequest(), timeout=30)
             while not self._stop.wait(0.05):
-                begun, said = time.monotonic(), "no answer"
-                while (left := begun + PATIENCE_S - time.monotonic()) > 0:
+                started, problem = time.monotonic(), "no answer"
+                while (remaining_s := started + PATIENCE_S - time.monotonic()) > 0:
                     try:
-                        status = stub.Check(health_pb2.HealthCheckRequest(), timeout=left).status
+                        status = stub.Check(health_pb2.HealthCheckRequest(), timeout=remaining_s).status
                         if status == health_pb2.HealthCheckResponse.SERVING:
                             break
-                        said = f"health status {status}"
+                        problem = f"health status {status}"
                     except grpc.RpcError as error:
-                        said = f"{error.code()}: {error.details()}"
+                        problem = f"{error.code()}: {error.details()}"
                     self._stop.wait(0.01)
                 else:
-                    self.ill.append(said)
-                self.seconds.append(time.monotonic() - begun)
-                self.most = max(self.most, self._rss())
+                    self.failures.append(problem)
+                self.seconds.append(time.monotonic() - started)
+                self.largest_rss = max(self.largest_rss, self._rss())
 
 
 class Target:
@@ -75,19 +75,21 @@ class Target:
         return self.process.status("VmRSS") << 10
 
     @contextmanager
-    def stays_well(self) -> Iterator[Wellness]:
+    def stays_healthy(self) -> Iterator[HealthMonitor]:
         """Fail if the server ends, does not answer a health check with SERVING within a second, or holds too much
         memory, during the block or after it."""
-        wellness = Wellness(self.address, self.rss)
+        monitor = HealthMonitor(self.address, self.rss)
         before = self.rss()
-        wellness.start()
+        monitor.start()
         try:
-            yield wellness
-            until(lambda: wellness.seconds, what="a health check")
+            yield monitor
+            until(lambda: monitor.seconds, what="a health check")
         finally:
-            wellness.stop()
-            figures.watched(len(wellness.seconds), max(wellness.seconds, default=0), before, wellness.most, self.rss())
+            monitor.stop()
+            figures.watched(
+                len(monitor.seconds), max(monitor.seconds, default=0), before, monitor.largest_rss, self.rss()
+            )
         assert self.process.process.poll() is None, self.process.log[-2000:]
-        assert wellness.ill == []
+        assert monitor.failures == []
         self.process.check_memory()
         until(lambda: self.rss() <= before * GROWTH, 30, f"RSS of {before >> 20} MiB, now {self.rss() >> 20}, back")

@@ -121,7 +121,7 @@ class Browser:
                 return result
             self._events.append(answer)
 
-    def look(self, scheme: Literal["light", "dark"], width: int) -> None:
+    def emulate_display(self, scheme: Literal["light", "dark"], width: int) -> None:
         """Set the colour scheme that the reader prefers, and the window's width in pixels."""
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         self.call("Emulation.setEmulatedMedia", features=features)
@@ -164,7 +164,7 @@ class Browser:
         self.call("Input.dispatchKeyEvent", type="keyDown", key=key, code=key, windowsVirtualKeyCode=codes[key], **more)
         self.call("Input.dispatchKeyEvent", type="keyUp", key=key, code=key, windowsVirtualKeyCode=codes[key])
 
-    def heard(self) -> list[tuple[str, str]]:
+    def accessibility_nodes(self) -> list[tuple[str, str]]:
         """Return what a screen reader gets of the page, in order: roles and names."""
         nodes = self.call("Accessibility.getFullAXTree")["nodes"]
         return [

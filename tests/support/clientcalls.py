@@ -36,14 +36,14 @@ def of_every_datatype() -> dict[str, Any]:
 
 
 @contextmanager
-def refused(code: grpc.StatusCode, *words: str) -> Iterator[None]:
+def refused(code: grpc.StatusCode, *expected_words: str) -> Iterator[None]:
     """Assert that a call in the block is rejected with this code and a message that contains each of these words."""
     try:
         yield
     except grpc.RpcError as error:
-        told = error.details() or ""
-        if error.code() is not code or not all(word in told for word in words):
-            raise AssertionError(f"expected {code} with {words}, came {error.code()}: {told}") from None
+        details = error.details() or ""
+        if error.code() is not code or not all(word in details for word in expected_words):
+            raise AssertionError(f"expected {code} with {expected_words}, came {error.code()}: {details}") from None
         return
     raise AssertionError(f"expected {code}, came an answer")
 

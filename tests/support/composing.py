@@ -29,7 +29,7 @@ def docker(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["docker", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
 
 
-def told(done: subprocess.CompletedProcess[str]) -> str:
+def output_of(done: subprocess.CompletedProcess[str]) -> str:
     """Return the standard output. If the exit code is not 0, the test fails and shows the end of both outputs."""
     if done.returncode != 0:
         pytest.fail(f"{done.args} ended with {done.returncode}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
@@ -77,7 +77,7 @@ class Stack:
     def compose(self, *arguments: str) -> str:
         """Return the standard output of ``docker compose …``. If the command fails, the test fails and shows both
         outputs."""
-        return told(self.run(*arguments))
+        return output_of(self.run(*arguments))
 
     def up(self, *services: str) -> None:
         """Start ``services``. Return when their dependencies are met: models converted, then the server ready."""
@@ -98,7 +98,7 @@ class Stack:
 
     def container(self, service: str) -> dict[str, Any]:
         """Return the engine's description of a service's container, including one that has ended."""
-        (found,) = json.loads(told(docker("inspect", self.compose("ps", "--all", "--quiet", service))))
+        (found,) = json.loads(output_of(docker("inspect", self.compose("ps", "--all", "--quiet", service))))
         assert isinstance(found, dict)
         return found
 
@@ -136,8 +136,8 @@ class Stack:
     def left(self) -> str:
         """Return the containers, volumes and networks of the project that the engine still has."""
         label = f"label=com.docker.compose.project={self.project}"
-        asked = (("ps", "--all"), ("volume", "ls"), ("network", "ls"))
-        return "".join(told(docker(*words, "--quiet", "--filter", label)) for words in asked)
+        commands = (("ps", "--all"), ("volume", "ls"), ("network", "ls"))
+        return "".join(output_of(docker(*command, "--quiet", "--filter", label)) for command in commands)
 
 
 class Container:
@@ -146,7 +146,7 @@ class Container:
     def __init__(self, *arguments: str, options: tuple[str, ...] = ()) -> None:
         hardened = ("--read-only", "--tmpfs", "/tmp:size=256m", "--cap-drop", "ALL", "--pids-limit", "512")
         quick = ("--health-interval", "1s", "--health-start-period", "2s", "--health-retries", "2")
-        self.id = told(docker("run", "--detach", *hardened, *quick, *options, f"{IMAGE}:server", *arguments))
+        self.id = output_of(docker("run", "--detach", *hardened, *quick, *options, f"{IMAGE}:server", *arguments))
 
     def __enter__(self) -> Self:
         return self
@@ -158,7 +158,7 @@ class Container:
 
     @property
     def state(self) -> dict[str, Any]:
-        found = json.loads(told(docker("inspect", "--format", "{{json .State}}", self.id)))
+        found = json.loads(output_of(docker("inspect", "--format", "{{json .State}}", self.id)))
         assert isinstance(found, dict)
         return found
 

@@ -27,16 +27,16 @@ class Outcome:
         assert self.code == 0, self.err
         return self
 
-    def refused(self, code: int, *said: str) -> Outcome:
+    def refused(self, code: int, *expected_texts: str) -> Outcome:
         """Return itself after asserting that the command ended with ``code`` and at least one error message.
 
-        The standard error contains each of ``said``, and no traceback.
+        The standard error contains each of ``expected_texts``, and no traceback.
         """
         assert self.code == code, (self.code, self.err)
         assert "Traceback" not in self.err
         assert "this is a bug" not in self.err, self.err
         assert self.err.count("error: ") + self.err.count("Error: ") >= 1, self.err
-        for text in said:
+        for text in expected_texts:
             assert text in self.err, self.err
         return self
 

@@ -25,7 +25,7 @@ sys.exit(f"unexpected: {{line}}")
 """
 
 
-class Engine:
+class FakeDocker:
     """Puts the program on PATH. It prints the text, and ends with the exit code, of the first entry whose words begin
     the command line; any other command fails."""
 
@@ -37,12 +37,12 @@ class Engine:
         program.chmod(0o755)
         monkeypatch.setenv("PATH", f"{directory}{os.pathsep}{os.environ['PATH']}")
 
-    def answers(self, answers: Mapping[str, str | tuple[int, str]]) -> None:
+    def set_responses(self, answers: Mapping[str, str | tuple[int, str]]) -> None:
         """Set, by the words that a command begins with, what it prints, or its exit code and its error message."""
-        told = {words: (0, answer) if isinstance(answer, str) else answer for words, answer in answers.items()}
-        (self._directory / "answers.json").write_text(json.dumps(told), "utf-8")
+        responses = {words: (0, answer) if isinstance(answer, str) else answer for words, answer in answers.items()}
+        (self._directory / "answers.json").write_text(json.dumps(responses), "utf-8")
 
     @property
-    def asked(self) -> list[list[str]]:
+    def calls(self) -> list[list[str]]:
         """The arguments of each call so far, in order."""
         return [json.loads(line) for line in (self._directory / "asked.jsonl").read_text("utf-8").splitlines()]

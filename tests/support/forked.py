@@ -40,16 +40,16 @@ class Forked:
 
     def __init__(self, process: subprocess.Popen[str], directory: Path) -> None:
         self._process = process
-        self._said = directory / "out", directory / "err"
+        self._output_files = directory / "out", directory / "err"
 
     def __call__(self, *arguments: str | Path) -> Outcome:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        for path in self._said:
+        for path in self._output_files:
             path.write_bytes(b"")
-        print(json.dumps([[*map(str, arguments)], *map(str, self._said)]), file=self._process.stdin, flush=True)
+        print(json.dumps([[*map(str, arguments)], *map(str, self._output_files)]), file=self._process.stdin, flush=True)
         code = int(self._process.stdout.readline())
-        out, err = (path.read_text("utf-8") for path in self._said)
+        out, err = (path.read_text("utf-8") for path in self._output_files)
         return Outcome(code, out, err)
 
 

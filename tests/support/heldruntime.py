@@ -10,7 +10,7 @@ import numpy as np
 from bf16kit.runtime import Array, RuntimeInfo
 
 
-class Held:
+class BlockableRuntime:
     """A runtime whose runs block while ``go`` is not set. A run fails if the runtime is closed, as in ONNX Runtime."""
 
     def __init__(self, precision: str) -> None:

@@ -67,7 +67,7 @@ for request in sys.stdin:
 
 
 @dataclass(frozen=True)
-class Ended:
+class ProcessResult:
     """How a run ended: its exit code, or minus the number of the signal that killed it, and its output."""
 
     code: int
@@ -90,24 +90,26 @@ class Runner:
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
 
-    def run(self, *arguments: str | Path) -> Ended:
+    def run(self, *arguments: str | Path) -> ProcessResult:
         """Run the command to its end."""
         return self._ask(arguments, None, 0.0, None)
 
-    def kill(self, *arguments: str | Path, line: str, after: float) -> Ended:
+    def kill(self, *arguments: str | Path, line: str, after: float) -> ProcessResult:
         """Kill the command ``after`` seconds after it wrote ``line``. It may have ended by then."""
         return self._ask(arguments, line, after, None)
 
-    def kill_at(self, *arguments: str | Path, touch: int) -> Ended:
+    def kill_at(self, *arguments: str | Path, touch: int) -> ProcessResult:
         """Kill the command just before it opens, lists, makes, renames or removes something, the ``touch``-th time."""
         return self._ask(arguments, None, 0.0, touch)
 
-    def _ask(self, arguments: tuple[str | Path, ...], line: str | None, after: float, touch: int | None) -> Ended:
+    def _ask(
+        self, arguments: tuple[str | Path, ...], line: str | None, after: float, touch: int | None
+    ) -> ProcessResult:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         print(json.dumps([[*map(str, arguments)], line, after, touch]), file=self._process.stdin, flush=True)
         answer: dict[str, Any] = json.loads(self._process.stdout.readline())
-        return Ended(**answer)
+        return ProcessResult(**answer)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ class LogFile:
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 -- close() does it
-        self._said = b""
+        self._content = b""
 
     def fileno(self) -> int:
         return self._file.fileno()
@@ -19,8 +19,8 @@ class LogFile:
     @property
     def text(self) -> str:
         if not self._file.closed:  # os.pread keeps the offset, which the process shares
-            self._said = os.pread(self.fileno(), os.fstat(self.fileno()).st_size, 0)
-        return self._said.decode(errors="replace")
+            self._content = os.pread(self.fileno(), os.fstat(self.fileno()).st_size, 0)
+        return self._content.decode(errors="replace")
 
     def close(self) -> None:
         self.text  # noqa: B018 -- to be there afterwards

@@ -47,8 +47,8 @@ def http_bytes(number: int) -> bytes:
 
 def frame(kind: int, flags: int, stream: int, body: bytes, size: int | None = None) -> bytes:
     """Return an HTTP/2 frame. ``size`` is the length in its header if it must differ from the body's."""
-    said = len(body) if size is None else size
-    return said.to_bytes(3, "big") + bytes((kind, flags)) + stream.to_bytes(4, "big") + body
+    size_field = len(body) if size is None else size
+    return size_field.to_bytes(3, "big") + bytes((kind, flags)) + stream.to_bytes(4, "big") + body
 
 
 def _noise(rng: Random) -> bytes:

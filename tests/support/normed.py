@@ -86,8 +86,8 @@ def rms(spelling: Rms) -> ModelProto:
             else add("Mul", total, total, to="sq")
         )
         axes = {"axes": list(s.axes)} if s.opset < 18 else {}
-        told = [] if axes else [const("axes", list(s.axes), np.int64)]
-        mean = add("ReduceMean", squares, *told, to="mean", keepdims=s.keepdims, **axes)
+        axes_input = [] if axes else [const("axes", list(s.axes), np.int64)]
+        mean = add("ReduceMean", squares, *axes_input, to="mean", keepdims=s.keepdims, **axes)
         shifted = add("Add", mean, const("epsilon", s.epsilon), to="shifted")
         normal = _divided(s, add, const, total, shifted)
         result = add("Mul", normal, "w", to="n")

@@ -81,10 +81,10 @@ class Extensions:
             (batch or seen.batch_stats.add(batch_size=rows)).compute_infer.count += 1
 
     def ModelStatistics(self, request: pb.ModelStatisticsRequest) -> pb.ModelStatisticsResponse:
-        asked = [self.found(request.name, request.version)] if request.name else [*self.models.values()]
+        models = [self.found(request.name, request.version)] if request.name else [*self.models.values()]
         made = pb.ModelStatisticsResponse()
         with self._lock:
-            for model in asked:
+            for model in models:
                 for version in model.versions:
                     if version == request.version or not request.version:
                         seen = model.counts.get(version, pb.ModelStatistics(name=model.name, version=version))
@@ -131,8 +131,13 @@ class Extensions:
         made = pb.SystemSharedMemoryStatusResponse()
         for name, region in self.regions.items():
             if name == request.name or not request.name:
-                told = made.regions[name]
-                told.name, told.key, told.offset, told.byte_size = name, region.key, region.offset, region.byte_size
+                status = made.regions[name]
+                status.name, status.key, status.offset, status.byte_size = (
+                    name,
+                    region.key,
+                    region.offset,
+                    region.byte_size,
+                )
         return made
 
     def SystemSharedMemoryRegister(

@@ -144,9 +144,9 @@ class OipServer(Extensions):
         self, model: Served, request: pb.ModelInferRequest, feeds: Mapping[str, Value]
     ) -> dict[str, tuple[Value, bytes]]:
         found = {f"y{name[1:]}": tensor for name, tensor in feeds.items()}
-        asked = {output.name: output.parameters for output in request.outputs} or dict.fromkeys(found)
+        requested = {output.name: output.parameters for output in request.outputs} or dict.fromkeys(found)
         made = {}
-        for name, parameters in asked.items():
+        for name, parameters in requested.items():
             if name not in found and name.removeprefix("y_") not in model.datatypes:
                 raise Refused(Code.INVALID_ARGUMENT, f"unexpected inference output {name!r}")
             if name in found:

@@ -13,7 +13,7 @@ _NOBODY = 65534
 
 
 @contextlib.contextmanager
-def open_place() -> Iterator[Path]:
+def world_readable_directory() -> Iterator[Path]:
     """Yield a directory that every user may enter (pytest's own are private), and remove it at the end."""
     place = Path(tempfile.mkdtemp())
     place.chmod(0o755)
@@ -24,7 +24,7 @@ def open_place() -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def closed(path: Path) -> Iterator[int]:
+def unreadable(path: Path) -> Iterator[int]:
     """Make ``path`` unreadable for this process, and yield the process's user id.
 
     As root, the process becomes another user meanwhile.

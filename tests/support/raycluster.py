@@ -36,7 +36,7 @@ def request(model: str = "mlp", **fields: Any) -> bytes:
     return message.SerializeToString()
 
 
-def told(
+def call_rpc(
     channel: grpc.Channel, method: str, data: bytes, timeout: float = 60.0, **more: Any
 ) -> tuple[Any, bytes | str]:
     """Call an RPC. Return OK and the response's bytes, or the error's code and details."""
@@ -84,7 +84,7 @@ class Served:
     cluster: Any
 
     def ask(self, method: str, data: bytes, timeout: float = 60.0, **more: Any) -> tuple[Any, bytes | str]:
-        return told(self.channel, method, data, timeout, **more)
+        return call_rpc(self.channel, method, data, timeout, **more)
 
     def infer(self, model: str = "mlp", timeout: float = 60.0, **fields: Any) -> tuple[Any, bytes | str]:
         return self.ask("ModelInfer", request(model, **fields), timeout)
@@ -117,20 +117,20 @@ class Served:
 
 
 @dataclass
-class Volley:
+class RepeatedCalls:
     """Makes calls on a few threads while the block runs. A call that fails is sent again, up to 100 times in all."""
 
     send: Callable[[], tuple[Any, bytes | str]]
     threads: int = 3
     codes: Counter[str] = field(default_factory=Counter)
-    words: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
     unanswered: int = 0
     answers: list[bytes] = field(default_factory=list)
     slowest: float = 0.0
     _stop: threading.Event = field(default_factory=threading.Event)
     _running: list[threading.Thread] = field(default_factory=list)
 
-    def __enter__(self) -> Volley:
+    def __enter__(self) -> RepeatedCalls:
         self._running = [threading.Thread(target=self._run) for _ in range(self.threads)]
         for thread in self._running:
             thread.start()
@@ -147,7 +147,7 @@ class Volley:
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            begun = time.monotonic()
+            started = time.monotonic()
             for _ in range(100):
                 code, answer = self.send()
                 self.codes[code.name] += 1
@@ -155,9 +155,9 @@ class Volley:
                     assert isinstance(answer, bytes)
                     self.answers.append(answer)
                     break
-                self.words.append(f"{code.name}: {answer!r}")
+                self.errors.append(f"{code.name}: {answer!r}")
                 time.sleep(0.05)
             else:
                 self.unanswered += 1
-            self.slowest = max(self.slowest, time.monotonic() - begun)
+            self.slowest = max(self.slowest, time.monotonic() - started)
             time.sleep(0.005)

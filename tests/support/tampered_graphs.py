@@ -68,16 +68,16 @@ def change_graph(file: Path, choice: random.Random) -> str:
         return change_bytes(file, choice)
     change = choice.choice(CHANGES)
     try:
-        said = change(model, choice)
+        description = change(model, choice)
     except (
         IndexError,
         ValueError,
         TypeError,
         DecodeError,
     ):  # the model has no such part, or the value does not fit
-        said = "nothing"
+        description = "nothing"
     file.write_bytes(model.SerializeToString())
-    return f"{change.__name__.strip('_').replace('_', ' ')}: {said}"
+    return f"{change.__name__.strip('_').replace('_', ' ')}: {description}"
 
 
 def _versions(model: onnx.ModelProto, choice: random.Random) -> str:

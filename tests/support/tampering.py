@@ -32,11 +32,11 @@ def tampered(source: Path, target: Path, choice: random.Random) -> str:
     shutil.copytree(source, target)
     fields = json.loads((target / "manifest.json").read_text())
     edits = choice.choices((_manifest, _graph, _golden, _weights), (6, 5, 2, 2), k=choice.choice((1, 1, 1, 2, 3)))
-    said = [edit(target, fields, choice) for edit in edits]
+    descriptions = [edit(target, fields, choice) for edit in edits]
     seal(target, fields)
     if choice.random() < 0.03:
-        said.append(_spoil_text(target / "manifest.json", choice))
-    return "; ".join(said)
+        descriptions.append(_spoil_text(target / "manifest.json", choice))
+    return "; ".join(descriptions)
 
 
 def seal(directory: Path, fields: dict[str, Any]) -> None:

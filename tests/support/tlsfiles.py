@@ -38,11 +38,11 @@ class Authority:
     def sign(self, name: str, *, days: int = 30, names: str = "DNS:localhost,IP:127.0.0.1") -> Pair:
         """Return a pair for ``names``, by default ``localhost`` and 127.0.0.1; it also works for a client."""
         pair = Pair(self._directory / f"{name}.pem", self._directory / f"{name}.key")
-        asked, extensions = self._directory / f"{name}.csr", self._directory / f"{name}.ext"
+        request_file, extensions = self._directory / f"{name}.csr", self._directory / f"{name}.ext"
         extensions.write_text(f"subjectAltName={names}\n")
-        _openssl(*_request(pair.key, name), "-out", str(asked))
+        _openssl(*_request(pair.key, name), "-out", str(request_file))
         _openssl(
-            "x509", "-req", "-in", str(asked), "-CA", str(self.pair.certificate), "-CAkey", str(self.pair.key),
+            "x509", "-req", "-in", str(request_file), "-CA", str(self.pair.certificate), "-CAkey", str(self.pair.key),
             "-CAcreateserial", "-days", str(days), "-extfile", str(extensions), "-out", str(pair.certificate),
         )  # fmt: skip
         return pair

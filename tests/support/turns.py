@@ -17,22 +17,22 @@ class Turns:
 
     def __init__(self, directory: Path) -> None:
         """Open the lock files in ``directory``, which is the same for all processes of the run."""
-        self._door = (directory / "door").open("w")
-        self._room = (directory / "room").open("w")
+        self._entry_lock = (directory / "door").open("w")
+        self._run_lock = (directory / "room").open("w")
 
     @contextmanager
     def turn(self, *, alone: bool) -> Iterator[None]:
-        fcntl.flock(self._door, fcntl.LOCK_EX)
+        fcntl.flock(self._entry_lock, fcntl.LOCK_EX)
         try:
-            fcntl.flock(self._room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+            fcntl.flock(self._run_lock, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
         finally:
-            fcntl.flock(self._door, fcntl.LOCK_UN)
+            fcntl.flock(self._entry_lock, fcntl.LOCK_UN)
         try:
             yield
         finally:
             # Unlock the file; closing it is not enough, because a process that the test forked would keep the lock.
-            fcntl.flock(self._room, fcntl.LOCK_UN)
+            fcntl.flock(self._run_lock, fcntl.LOCK_UN)
 
     def close(self) -> None:
-        self._door.close()
-        self._room.close()
+        self._entry_lock.close()
+        self._run_lock.close()

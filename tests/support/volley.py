@@ -71,41 +71,41 @@ class Volley:
         with grpc.insecure_channel(self._address, options=_OPTIONS) as channel:
             while self.messages < count and len(self.wrong) < 20:
                 number = next(self._numbers)
-                attempt, begun = messages.attempt(number), time.monotonic()
-                code, why = _outcome(channel, attempt)
-                self._note(attempt, code, why, time.monotonic() - begun)
+                attempt, started = messages.attempt(number), time.monotonic()
+                code, details = _outcome(channel, attempt)
+                self._note(attempt, code, details, time.monotonic() - started)
                 if number % EVERY == 0:
-                    self._ask(channel, number)
+                    self._send_valid(channel, number)
 
-    def _note(self, attempt: Attempt, code: grpc.StatusCode, why: str, seconds: float) -> None:
-        about = f"{attempt.number} {attempt.path}: {code.name} {why[:200]!r}"
+    def _note(self, attempt: Attempt, code: grpc.StatusCode, details: str, seconds: float) -> None:
+        about = f"{attempt.number} {attempt.path}: {code.name} {details[:200]!r}"
         with self._lock:
             self.messages += len(attempt.messages)
             self.codes[code.name] += 1
             self.by_rpc.setdefault(attempt.path.split("/")[-1], Counter())[code.name] += 1
             self.slowest = max(self.slowest, seconds)
-            if code in _NEVER or "incident" in why:
+            if code in _NEVER or "incident" in details:
                 self.wrong.append(about)
-            elif len(why) > LONGEST_DETAILS:
-                self.wrong.append(f"{about}: {len(why)} characters of details")
+            elif len(details) > LONGEST_DETAILS:
+                self.wrong.append(f"{about}: {len(details)} characters of details")
             elif seconds > HANGS_S:
                 self.wrong.append(f"{about}: after {seconds:.1f} s")
 
-    def _ask(self, channel: grpc.Channel, number: int) -> None:
+    def _send_valid(self, channel: grpc.Channel, number: int) -> None:
         """Send a valid request, raw or typed. Its response must have the same bits as the oracle's."""
         valid = messages.valid(number)
         call: Any = channel.unary_unary(messages.INFER, response_deserializer=pb.ModelInferResponse.FromString)
-        said = ""
+        problem = ""
         try:
             response = call(valid.message.SerializeToString(), timeout=2 * HANGS_S)
             if list(response.raw_output_contents) != self._oracle.answer(valid):
-                said = "is answered with other bits"
+                problem = "is answered with other bits"
         except grpc.RpcError as error:
-            said = f"{error.code()} {error.details()!r}"
+            problem = f"{error.code()} {error.details()!r}"
         with self._lock:
             self.valid += 1
-            if said:
-                self.wrong.append(f"valid request {number} for {valid.model}: {said}")
+            if problem:
+                self.wrong.append(f"valid request {number} for {valid.model}: {problem}")
 
 
 def _outcome(channel: grpc.Channel, attempt: Attempt) -> tuple[grpc.StatusCode, str]:

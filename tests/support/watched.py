@@ -77,12 +77,12 @@ class Watched:
 
     def _watch(self) -> None:
         while not self._stop.is_set():
-            begun = time.monotonic()
+            started = time.monotonic()
             try:
                 self._ask()
             except (OSError, http.client.HTTPException) as error:
-                self.failures.append(f"{type(error).__name__}: {error}, after {time.monotonic() - begun:.2f} s")
-            self.slowest = max(self.slowest, time.monotonic() - begun)
+                self.failures.append(f"{type(error).__name__}: {error}, after {time.monotonic() - started:.2f} s")
+            self.slowest = max(self.slowest, time.monotonic() - started)
             self.highest = max(self.highest, self.server.status("VmRSS"))
             self.probes += 1
             self._stop.wait(_PAUSE_SECONDS)

@@ -9,7 +9,7 @@ import uuid
 from pathlib import Path
 
 import pytest
-from engines import Engine
+from engines import FakeDocker
 from loopback import LoopbackModel
 from loopback import serving as server
 from waiting import until
@@ -26,18 +26,18 @@ ID = "f00d" * 16
 
 
 @pytest.fixture
-def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Engine:
-    return Engine(tmp_path / "bin", monkeypatch)
+def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeDocker:
+    return FakeDocker(tmp_path / "bin", monkeypatch)
 
 
-def test_only_our_own_layers_are_listed_lowest_first(engine: Engine) -> None:
-    engine.answers({"history": HISTORY, "inspect": "328345678"})
+def test_only_our_own_layers_are_listed_lowest_first(engine: FakeDocker) -> None:
+    engine.set_responses({"history": HISTORY, "inspect": "328345678"})
     assert containers.layer_bytes("i") == [239_000_000, 12_345_678]
     assert containers.image_bytes("i") == 328_345_678
 
 
-def test_the_engines_error_message_is_reported(engine: Engine) -> None:
-    engine.answers({"info": (1, "no engine"), "history": (1, "No such image: i")})
+def test_the_engines_error_message_is_reported(engine: FakeDocker) -> None:
+    engine.set_responses({"info": (1, "no engine"), "history": (1, "No such image: i")})
     with pytest.raises(RuntimeError, match=r"docker history .* ended with 1:\nNo such image: i"):
         containers.layer_bytes("i")
     assert not containers.answers()
@@ -52,46 +52,46 @@ def started(port: str, process: int) -> dict[str, str | tuple[int, str]]:
     return {"run": ID, "port": port, "inspect": str(process), "logs": "its last words", "rm": ID}
 
 
-def test_a_container_is_timed_until_it_serves_and_removed(engine: Engine, tmp_path: Path) -> None:
+def test_a_container_is_timed_until_it_serves_and_removed(engine: FakeDocker, tmp_path: Path) -> None:
     with server(LoopbackModel("m")) as served:
-        engine.answers(started(f"{served.address}\n[::]:{served.port}", os.getpid()))
+        engine.set_responses(started(f"{served.address}\n[::]:{served.port}", os.getpid()))
         with containers.serving("image", tmp_path) as container:
             assert (container.id, container.started_s > 0) == (ID, True)
             assert math.isnan(container.cpu_s)  # the process with that number belongs to no container
-            assert "rm" not in [words[0] for words in engine.asked]
-    run = engine.asked[0]
+            assert "rm" not in [words[0] for words in engine.calls]
+    run = engine.calls[0]
     assert run[-1] == "image"
     assert f"{tmp_path}:/models:ro" in run
     assert {"--read-only", "127.0.0.1::8001", "no-new-privileges:true"} <= set(run)
-    assert engine.asked[-1] == ["rm", "--force", ID]
+    assert engine.calls[-1] == ["rm", "--force", ID]
 
 
-def test_a_container_that_has_ended_has_no_processor_time(engine: Engine) -> None:
+def test_a_container_that_has_ended_has_no_processor_time(engine: FakeDocker) -> None:
     """Its process number is 0, and all processes of the machine descend from process 0."""
-    engine.answers({"inspect": "0"})
+    engine.set_responses({"inspect": "0"})
     assert math.isnan(containers._used(ID))
 
 
 def test_a_container_that_does_not_serve_is_reported_with_its_log_and_removed(
-    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: FakeDocker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(containers, "_READY_TIMEOUT_S", 0.3)
     with server(LoopbackModel("m", state="loading")) as served:
-        engine.answers(started(served.address, 0))
+        engine.set_responses(started(served.address, 0))
         with pytest.raises(RuntimeError, match="did not become ready:\nits last words"):
             containers.serving("image", tmp_path).__enter__()
-    assert engine.asked[-1] == ["rm", "--force", ID]
+    assert engine.calls[-1] == ["rm", "--force", ID]
 
 
-def test_cached_files_are_dropped_if_the_layers_are_directories(engine: Engine, tmp_path: Path) -> None:
+def test_cached_files_are_dropped_if_the_layers_are_directories(engine: FakeDocker, tmp_path: Path) -> None:
     (tmp_path / "upper").mkdir()
     (tmp_path / "upper" / "file").write_text("x", "utf-8")
     (tmp_path / "upper" / "link").symlink_to(tmp_path / "upper" / "file")
-    engine.answers({"inspect": f"{tmp_path}/upper:{tmp_path}/upper"})
+    engine.set_responses({"inspect": f"{tmp_path}/upper:{tmp_path}/upper"})
     assert containers.forget("i", tmp_path / "upper")
-    engine.answers({"inspect": f"{tmp_path}/upper:{tmp_path}/gone"})
+    engine.set_responses({"inspect": f"{tmp_path}/upper:{tmp_path}/gone"})
     assert not containers.forget("i")
-    engine.answers({"inspect": "<no value>:<no value>"})  # from an engine that stores layers in another way
+    engine.set_responses({"inspect": "<no value>:<no value>"})  # from an engine that stores layers in another way
     assert not containers.forget("i")
 
 

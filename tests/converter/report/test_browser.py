@@ -44,7 +44,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_report_loads_without_requests_fits_the_window_and_is_readable(
     chromium: Browser, page: Path, tmp_path: Path, scheme: Scheme, width: int
 ) -> None:
-    chromium.look(scheme, width)
+    chromium.emulate_display(scheme, width)
     seen = chromium.open(page)
     assert seen.requests == []
     assert seen.complaints == []
@@ -58,7 +58,7 @@ def test_the_report_loads_without_requests_fits_the_window_and_is_readable(
 
 
 def test_the_plots_have_a_dot_for_each_sample_and_layer(chromium: Browser, page: Path) -> None:
-    chromium.look("light", DESK)
+    chromium.emulate_display("light", DESK)
     chromium.open(page)
     dots = [
         chromium.evaluate(f"document.querySelectorAll('svg[aria-labelledby^={key}] .dot').length")
@@ -74,7 +74,7 @@ def test_the_plots_have_a_dot_for_each_sample_and_layer(chromium: Browser, page:
         return own.left >= box.left - 2 && own.right <= box.right + 2 && own.top >= box.top - 2
           && own.bottom <= box.bottom + 2; }); })"""
     for width in (DESK, PHONE):
-        chromium.look("light", width)
+        chromium.emulate_display("light", width)
         assert chromium.evaluate(inside), width
 
 
@@ -107,14 +107,14 @@ def test_a_very_long_hostile_name_breaks_nothing(chromium: Browser, tmp_path: Pa
     found = found.model_copy(update={"model": hostile, "drift": drift, "outputs": outputs})
     path = tmp_path / "report.html"
     path.write_text(render(found, found.files, [hostile], reported.measurements()))
-    chromium.look("light", PHONE)
+    chromium.emulate_display("light", PHONE)
     assert chromium.open(path).complaints == []
     assert chromium.evaluate("document.title").startswith("<script>")
     assert chromium.evaluate("document.documentElement.scrollWidth") == PHONE
 
 
 def test_the_report_of_a_conversion_loads_without_requests(chromium: Browser, mlp: Artifact) -> None:
-    chromium.look("light", PHONE)
+    chromium.emulate_display("light", PHONE)
     seen = chromium.open(mlp.file("report.html"))
     assert (seen.requests, seen.complaints) == ([], [])
     assert chromium.evaluate("document.documentElement.scrollWidth") == PHONE

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from artifacts import write_mlp
-from othersfiles import closed, open_place
+from othersfiles import unreadable, world_readable_directory
 
 from bf16kit.errors import ConfigError, InvalidRequest, NotFound
 from service.models.controller import Controller, Mode
@@ -120,9 +120,9 @@ def test_an_empty_repository_is_logged_except_in_explicit_mode(
 def test_an_unreadable_version_of_another_user_is_not_mistaken_for_a_copy_in_progress(
     told: Told, artifact: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with open_place() as place:
+    with world_readable_directory() as place:
         version = shutil.copytree(artifact, place / "mlp" / "1")
-        with closed(version) as user:
+        with unreadable(version) as user:
             Controller(place, told.apply, told.apply_all, "poll", ()).poll(lambda: None)
         assert caplog.messages == [f"{place / 'mlp'} is skipped: user {user} may not read {version}"]
 

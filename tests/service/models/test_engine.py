@@ -5,19 +5,19 @@ from __future__ import annotations
 import threading
 
 import pytest
-from heldruntime import Held
+from heldruntime import BlockableRuntime
 from waiting import until
 
 from service.models.engine import Engine, SwitchedEngine
 
 
 @pytest.fixture
-def bf16() -> Held:
-    return Held("bf16")
+def bf16() -> BlockableRuntime:
+    return BlockableRuntime("bf16")
 
 
 @pytest.fixture
-def engine(bf16: Held) -> SwitchedEngine:
+def engine(bf16: BlockableRuntime) -> SwitchedEngine:
     return SwitchedEngine(Engine(bf16))
 
 
@@ -25,8 +25,10 @@ def precision(engine: SwitchedEngine) -> str:
     return engine.run({}, None)[1]
 
 
-def test_fp32_serves_while_it_is_switched_on_and_is_closed_afterwards(engine: SwitchedEngine, bf16: Held) -> None:
-    fp32 = Held("fp32")
+def test_fp32_serves_while_it_is_switched_on_and_is_closed_afterwards(
+    engine: SwitchedEngine, bf16: BlockableRuntime
+) -> None:
+    fp32 = BlockableRuntime("fp32")
     assert (precision(engine), engine.switched) == ("bf16", False)
     engine.switch(fp32)
     assert (precision(engine), engine.switched) == ("fp32", True)
@@ -37,7 +39,7 @@ def test_fp32_serves_while_it_is_switched_on_and_is_closed_afterwards(engine: Sw
 
 
 def test_a_running_batch_ends_on_the_runtime_on_which_it_began(engine: SwitchedEngine) -> None:
-    fp32, seen = Held("fp32"), list[str]()
+    fp32, seen = BlockableRuntime("fp32"), list[str]()
     engine.switch(fp32)
     fp32.go.clear()
     threads = [threading.Thread(target=lambda: seen.append(precision(engine))) for _ in range(3)]
@@ -68,7 +70,7 @@ def test_no_run_fails_however_often_it_is_switched(engine: SwitchedEngine) -> No
     for thread in threads:
         thread.start()
     for _ in range(300):
-        engine.switch(Held("fp32"))
+        engine.switch(BlockableRuntime("fp32"))
         engine.switch(None)
     over.set()
     for thread in threads:
@@ -76,8 +78,8 @@ def test_no_run_fails_however_often_it_is_switched(engine: SwitchedEngine) -> No
     assert failed == []
 
 
-def test_closing_the_engine_closes_both_runtimes(engine: SwitchedEngine, bf16: Held) -> None:
-    fp32 = Held("fp32")
+def test_closing_the_engine_closes_both_runtimes(engine: SwitchedEngine, bf16: BlockableRuntime) -> None:
+    fp32 = BlockableRuntime("fp32")
     engine.switch(fp32)
     engine.close()
     assert (bf16.open, fp32.open) == (False, False)

@@ -6,7 +6,7 @@ import logging
 import threading
 
 import pytest
-from heldruntime import Held
+from heldruntime import BlockableRuntime
 from waiting import until
 
 from bf16kit.errors import ArtifactError, Unavailable
@@ -22,7 +22,7 @@ class Loading:
     def __init__(self) -> None:
         self.go = threading.Event()
         self.go.set()
-        self.made: list[Held] = []
+        self.made: list[BlockableRuntime] = []
         self.begun = 0
         self.error: Exception | None = None
 
@@ -31,14 +31,14 @@ class Loading:
         assert self.go.wait(30)
         if self.error is not None:
             raise self.error
-        self.made.append(Held("fp32"))
+        self.made.append(BlockableRuntime("fp32"))
         return self.made[-1]
 
 
 class Rig:
     def __init__(self) -> None:
         self.load = Loading()
-        self.engine = SwitchedEngine(Engine(Held("bf16")))
+        self.engine = SwitchedEngine(Engine(BlockableRuntime("bf16")))
         self.told: list[ActivePrecision] = []
         self.failures = 0
         self.standby = ReferenceStandby("the model", self.engine, self.load, self.told.append, self._failed)

@@ -90,7 +90,7 @@ def unfold(chromium: Browser) -> None:
 def test_the_page_loads_nothing_else_fits_the_window_and_has_enough_contrast(
     chromium: Browser, shown: Shown, scheme: Literal["light", "dark"], width: int
 ) -> None:
-    chromium.look(scheme, width)
+    chromium.emulate_display(scheme, width)
     seen = chromium.open(shown.address)
     assert (seen.requests, seen.complaints) == ([], [])
     unfold(chromium)
@@ -106,9 +106,9 @@ def test_the_page_loads_nothing_else_fits_the_window_and_has_enough_contrast(
 
 
 def test_a_screen_reader_gets_landmarks_headings_and_the_values_of_charts(chromium: Browser, shown: Shown) -> None:
-    chromium.look("light", DESK)
+    chromium.emulate_display("light", DESK)
     chromium.open(shown.address)
-    heard = chromium.heard()
+    heard = chromium.accessibility_nodes()
     roles = [role for role, _ in heard]
     for landmark in ("banner", "main", "contentinfo"):
         assert roles.count(landmark) == 1
@@ -140,7 +140,7 @@ def test_headings_skip_no_level_and_tables_name_rows_and_columns(chromium: Brows
 
 
 def test_the_keyboard_reaches_every_link_in_order_with_visible_focus(chromium: Browser, shown: Shown) -> None:
-    chromium.look("light", DESK)
+    chromium.emulate_display("light", DESK)
     chromium.open(shown.address)
     wanted = chromium.evaluate("[...document.querySelectorAll('a[href], summary')].map(e => e.textContent)")
     reached = []
@@ -170,7 +170,7 @@ def test_the_skip_link_works_and_enter_opens_a_section(chromium: Browser, shown:
 def test_scrolling_is_smooth_only_without_a_preference_for_reduced_motion(
     chromium: Browser, shown: Shown, motion: str, scrolling: str
 ) -> None:
-    chromium.look("light", DESK)
+    chromium.emulate_display("light", DESK)
     chromium.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-reduced-motion", "value": motion}])
     chromium.open(shown.address)
     assert chromium.evaluate("getComputedStyle(document.documentElement).scrollBehavior") == scrolling
@@ -178,7 +178,7 @@ def test_scrolling_is_smooth_only_without_a_preference_for_reduced_motion(
 
 
 def test_a_chart_line_stays_within_its_chart_and_rises_with_its_values(chromium: Browser, shown: Shown) -> None:
-    chromium.look("light", DESK)
+    chromium.emulate_display("light", DESK)
     chromium.open(shown.address)
     inside = """[...document.querySelectorAll('svg.spark')].every(svg => {
       const box = svg.getBoundingClientRect(), own = svg.querySelector('.trace').getBoundingClientRect();
@@ -196,7 +196,7 @@ def test_hostile_and_very_long_names_do_not_break_the_page(chromium: Browser, sh
     seen = recent(output=HOSTILE, ratio=1e9)
     models = [ModelView(HOSTILE, 1, "ready", "", specs, seen), ModelView(HOSTILE, 2, "unavailable", HOSTILE)]
     shown.view = server(models, version=HOSTILE)
-    chromium.look("dark", PHONE)
+    chromium.emulate_display("dark", PHONE)
     page = chromium.open(shown.address)
     assert (page.requests, page.complaints) == ([], [])
     unfold(chromium)

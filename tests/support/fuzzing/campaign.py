@@ -72,7 +72,7 @@ def warm(found: tuple[Seed, ...], work: Path) -> list[str]:
         end, problems, outcome = _attempt(Mutant(0, seed, "as it is"), work, full=True)
         faults += [f"seed {seed.name}: {problem}" for problem in problems]
         if outcome != "converted":
-            faults.append(f"seed {seed.name}: {outcome}: {end.said[-400:]}")
+            faults.append(f"seed {seed.name}: {outcome}: {end.output[-400:]}")
         for name in (end.result or {}).get("modules", []):
             if name not in sys.modules:
                 with contextlib.suppress(ImportError):  # some modules are created by others: no importer finds them
@@ -127,14 +127,14 @@ def convert(path: Path, seed: Seed, inside: Path, judging: Callable[[], None], *
     code = command(["checkpoint", str(path), "--out", str(target), *COMMON, *arguments])
     faults: list[str] = _served(path) if seed.kind == "export" else []
     judging()
-    said = (inside / "said").read_text(errors="replace")
+    output = (inside / "said").read_text(errors="replace")
     if code == 0:
         restored = inside / "out" / "fp32.safetensors"
         if command(["restore", str(target), "--out", str(restored)]) != 0:
             faults.append("published, and cannot be restored")
         else:
             faults += _guarded(lambda: judge.artifact_faults(restored, path, seed))
-    elif not full and (_ASKS_FOR_INPUTS in said or _NOBODYS in said):
+    elif not full and (_ASKS_FOR_INPUTS in output or _NOBODYS in output):
         faults += _guarded(lambda: judge.same(_read(path), path, seed))
     return {"code": code, "faults": faults, "modules": sorted(set(sys.modules) - before)}
 
@@ -211,10 +211,10 @@ def _judged(one: Mutant, end: confined.End) -> tuple[str, list[str]]:
     if end.late:
         return "late", [
             *faults,
-            f"took {end.processor:.1f} s of processor time, {end.wall:.1f} s in all: {end.said[-200:]!r}",
+            f"took {end.processor:.1f} s of processor time, {end.wall:.1f} s in all: {end.output[-200:]!r}",
         ]
     if end.signal:
-        return "crashed", [*faults, f"died of signal {end.signal}: {end.said[-500:]!r}"]
+        return "crashed", [*faults, f"died of signal {end.signal}: {end.output[-500:]!r}"]
     if end.memory > confined.MEMORY:
         faults.append(f"took {end.memory >> 20} MiB")
     if "escaped" in end.result:
@@ -222,6 +222,6 @@ def _judged(one: Mutant, end: confined.End) -> tuple[str, list[str]]:
     code, faults = end.result["code"], faults + end.result["faults"]
     if code == 0:
         return "converted", faults
-    if (_ASKS_FOR_INPUTS in end.said and "--input" in one.source.arguments) or _NOBODYS in end.said:
+    if (_ASKS_FOR_INPUTS in end.output and "--input" in one.source.arguments) or _NOBODYS in end.output:
         return "read and fitted", faults
-    return f"refused ({code})", [*faults, *judge.message_faults(end.said, code, one.source)]
+    return f"refused ({code})", [*faults, *judge.message_faults(end.output, code, one.source)]

@@ -31,7 +31,7 @@ class End:
 
     result: Any  # the returned value, after a round trip through JSON; None after a signal
     signal: int
-    said: str
+    output: str
     outside: tuple[str, ...]
     wall: float  # seconds
     processor: float  # seconds
@@ -48,19 +48,19 @@ def call(action: Callable[[Callable[[], None]], Any], inside: Path) -> End:
 
     ``action`` receives a function that stops the watch. It calls that function before it judges its own result.
     """
-    said, answer = inside / "said", inside / "answer"
+    output_file, answer = inside / "said", inside / "answer"
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     started = time.monotonic()
     child = os.fork()
     if child == 0:
-        _confined(action, inside, said, answer)
+        _confined(action, inside, output_file, answer)
     status, usage = _wait(child, started + PATIENCE)
     code = os.waitstatus_to_exitcode(status)
     answered = json.loads(answer.read_text()) if answer.is_file() and code == 0 else {"result": None, "outside": []}
     return End(
         answered["result"],
         -code if code < 0 else 0 if code == 0 else signal.SIGABRT,
-        said.read_text(errors="replace") if said.is_file() else "",
+        output_file.read_text(errors="replace") if output_file.is_file() else "",
         tuple(answered["outside"]),
         time.monotonic() - started,
         usage.ru_utime + usage.ru_stime,
@@ -80,11 +80,11 @@ def _wait(child: int, deadline: float) -> tuple[int, resource.struct_rusage]:
     return status, usage
 
 
-def _confined(action: Callable[[Callable[[], None]], Any], inside: Path, said: Path, answer: Path) -> None:
+def _confined(action: Callable[[Callable[[], None]], Any], inside: Path, output_file: Path, answer: Path) -> None:
     """Run in the forked process; never returns."""
     code = 70
     with contextlib.suppress(BaseException):
-        output = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        output = os.open(output_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         os.dup2(output, 1)
         os.dup2(output, 2)
         sys.stdout = sys.stderr = os.fdopen(output, "w", encoding="utf-8", errors="backslashreplace", buffering=1)

@@ -28,11 +28,11 @@ Array = NDArray[Any]
 Bits = tuple[str, tuple[int, ...], bytes]
 
 
-def message_faults(said: str, code: int, source: Seed) -> list[str]:
+def message_faults(output: str, code: int, source: Seed) -> list[str]:
     """Return what is wrong with an error message."""
-    parts = re.split(r"^(?:bf16-convert: error: |Error: )", said, flags=re.MULTILINE)
+    parts = re.split(r"^(?:bf16-convert: error: |Error: )", output, flags=re.MULTILINE)
     if len(parts) != 2:
-        return [f"exit code {code} with {len(parts) - 1} messages: {said[-300:]!r}"]
+        return [f"exit code {code} with {len(parts) - 1} messages: {output[-300:]!r}"]
     text = parts[1].strip()
     faults = []
     if "this is a bug" in text or "unexpected " in text[:12]:

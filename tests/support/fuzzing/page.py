@@ -103,5 +103,5 @@ def of(tallies: Sequence[dict[str, Any]], of_commit: str) -> str:
         seconds = sum(sum(tally["seconds"].values()) for tally in own) / max(count, 1)
         slowest, largest = max(tally["slowest"] for tally in own), max(tally["largest"] for tally in own)
         costs += f"| {kind} | {seconds:.2f} | {slowest[0]:.1f}: {slowest[1]} | {largest[0] >> 20}: {largest[1]} |\n"
-    said = f"{found} faults:\n\n" + "".join(f"* {fault[:200]}\n" for fault in faults[:20]) if faults else "No faults.\n"
-    return head + rows + _TAIL.format(costs=costs.rstrip(), faults=f"\n{said}")
+    text = f"{found} faults:\n\n" + "".join(f"* {fault[:200]}\n" for fault in faults[:20]) if faults else "No faults.\n"
+    return head + rows + _TAIL.format(costs=costs.rstrip(), faults=f"\n{text}")

@@ -29,13 +29,13 @@ def forbidden(records: Records, random: Random) -> None:
     """Replace the global that rebuilds tensors with another one, or put a call of another one first."""
     name = _pickled(records)
     body = records.get(name, b"")
-    asked = random.choice(GLOBALS)
+    injected_global = random.choice(GLOBALS)
     if random.random() < 0.6:
-        records[name] = body.replace(b"torch._utils\n_rebuild_tensor_v2", asked, 1).replace(
-            b"torch\nFloatStorage", asked if random.random() < 0.3 else b"torch\nFloatStorage"
+        records[name] = body.replace(b"torch._utils\n_rebuild_tensor_v2", injected_global, 1).replace(
+            b"torch\nFloatStorage", injected_global if random.random() < 0.3 else b"torch\nFloatStorage"
         )
     else:
-        records[name] = body[:2] + b"c" + asked + b"\nX\x0e\x00\x00\x00touch executed\x85R0" + body[2:]
+        records[name] = body[:2] + b"c" + injected_global + b"\nX\x0e\x00\x00\x00touch executed\x85R0" + body[2:]
 
 
 def numbers(records: Records, random: Random) -> None:
