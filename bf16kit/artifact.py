@@ -120,7 +120,7 @@ class Artifact:
         """
         entry = self._entry(name)
         if entry.dtype == "float32":
-            return _into(out, self.tensor(name))
+            return _copy_into(out, self.tensor(name))
         if entry.dtype != "bfloat16":
             raise ArtifactError(f"{self.path}: tensor {name!r} is {entry.dtype}, which was not rounded")
         if entry.residual is None:
@@ -210,7 +210,7 @@ class Artifact:
         if stored.dtype == entry.dtype and stored.residual is None:
             array = self.tensor(entry.tensor)
         else:
-            array = _as_it_was(self.restore(entry.tensor), entry.dtype)
+            array = _narrow_to(self.restore(entry.tensor), entry.dtype)
         if entry.permutation is None:
             return array
         return np.ascontiguousarray(array.transpose(entry.permutation))
@@ -226,14 +226,14 @@ class Artifact:
         return self._maps[name][segment.offset : segment.offset + segment.bytes]
 
 
-def _into(out: NDArray[np.float32] | None, array: Array) -> NDArray[np.float32]:
+def _copy_into(out: NDArray[np.float32] | None, array: Array) -> NDArray[np.float32]:
     if out is None:
         return array
     out[...] = array
     return out
 
 
-def _as_it_was(restored: NDArray[np.float32], dtype: str) -> Array:
+def _narrow_to(restored: NDArray[np.float32], dtype: str) -> Array:
     """Narrow restored fp32 values to ``dtype``, the exact inverse of widening.
 
     For bfloat16 keep the upper 16 bits, NaN payloads included.

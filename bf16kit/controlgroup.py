@@ -25,12 +25,12 @@ RESERVE = 64 << 20
 class Memory:
     """The memory of a control group, in bytes: the limit for all its processes together, and what is left of it.
 
-    ``ended`` is how many of its processes the kernel has killed so far for lack of memory.
+    ``oom_kills`` is how many of its processes the kernel has killed so far for lack of memory.
     """
 
     limit: int
     left: int
-    ended: int = 0
+    oom_kills: int = 0
 
     def has_room(self, size: int) -> bool:
         """Return whether ``size`` bytes of weights fit and leave :data:`RESERVE` bytes to run them with."""
@@ -45,7 +45,7 @@ def memory(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> Memory | None:
     found = [memory for each in _groups("memory", root, membership) if (memory := _memory_of(each)) is not None]
     if not found:
         return None
-    return Memory(min(m.limit for m in found), min(m.left for m in found), max(m.ended for m in found))
+    return Memory(min(m.limit for m in found), min(m.left for m in found), max(m.oom_kills for m in found))
 
 
 def cpus(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> float | None:

@@ -205,9 +205,11 @@ class Manifest(_Entry):
         tensors = {t.name: t for t in self.tensors}
         if len(tensors) != len(self.tensors):
             raise ValueError("two tensors have the same name")
-        least = required_schema_version(dict(self))
-        if self.schema_version < least:
-            raise ValueError(f"schema version {self.schema_version} has no {ADDITIONS[least]}; version {least} has")
+        required = required_schema_version(dict(self))
+        if self.schema_version < required:
+            raise ValueError(
+                f"schema version {self.schema_version} has no {ADDITIONS[required]}; version {required} has"
+            )
         for tensor in self.tensors:
             check_scale(tensor, tensors)
         for entry in self.checkpoint:
@@ -268,7 +270,7 @@ def _json_object(data: bytes, where: str | Path) -> dict[str, Any]:
 def _first_error(error: ValidationError) -> str:
     errors = error.errors(include_url=False, include_input=False)
     first = errors[0]
-    place = ".".join(str(part) for part in first["loc"])
+    location = ".".join(str(part) for part in first["loc"])
     message = first["msg"].removeprefix("Value error, ")
     more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
-    return f"{place}: {message}{more}" if place else f"{message}{more}"
+    return f"{location}: {message}{more}" if location else f"{message}{more}"

@@ -262,8 +262,8 @@ class Measurements(_Entry):
                 return cls.model_validate_json(data, strict=True)
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
-            place = ".".join(str(part) for part in first["loc"])
-            raise ArtifactError(f"{where}: {place}: {first['msg'].removeprefix('Value error, ')}") from None
+            location = ".".join(str(part) for part in first["loc"])
+            raise ArtifactError(f"{where}: {location}: {first['msg'].removeprefix('Value error, ')}") from None
         except (ValueError, RecursionError):
             raise ArtifactError(f"{where}: not JSON") from None
         raise ArtifactError(f"{where}: measurements of version {version!r}, this bf16kit reads {VERSION}")

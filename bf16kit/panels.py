@@ -30,8 +30,8 @@ def pack(matrix: Array, axis: int) -> Array:
     """
     columns = _columns(matrix, axis)
     flat = np.empty(matrix.size, matrix.dtype)
-    for place, panel in _panels(flat, columns):
-        place[...] = panel
+    for destination, panel in _panels(flat, columns):
+        destination[...] = panel
     return flat
 
 
@@ -48,8 +48,8 @@ def strips(array: Array, axis: int | None) -> Iterator[memoryview]:
     for first in range(0, columns.shape[1], step):
         strip = columns[:, first : first + step]
         flat = np.empty(strip.size, array.dtype)
-        for place, panel in _panels(flat, strip):
-            place[...] = panel
+        for destination, panel in _panels(flat, strip):
+            destination[...] = panel
         yield flat.view(np.uint8).data
 
 
@@ -62,8 +62,8 @@ def unpack(flat: Array, shape: Sequence[int], axis: int) -> Array:
     columns = _columns(matrix, axis)
     if flat.shape != (matrix.size,):
         raise ValueError(f"panels of {list(shape)} are {matrix.size} elements in a row, got {list(flat.shape)}")
-    for panel, place in _panels(flat, columns):
-        place[...] = panel
+    for panel, destination in _panels(flat, columns):
+        destination[...] = panel
     return matrix
 
 
@@ -80,8 +80,8 @@ def rows(flat: Array, shape: Sequence[int], axis: int, start: int, stop: int) ->
     for first in range(start - start % WIDTH, stop, WIDTH):
         wide = min(WIDTH, height - first)
         panel = flat[width * first :][: width * wide].reshape(width, wide)
-        here = slice(max(start, first), min(stop, first + WIDTH))
-        block[here.start - start : here.stop - start] = panel[:, here.start - first : here.stop - first].T
+        overlap = slice(max(start, first), min(stop, first + WIDTH))
+        block[overlap.start - start : overlap.stop - start] = panel[:, overlap.start - first : overlap.stop - first].T
     return block
 
 
@@ -97,5 +97,5 @@ def _panels(flat: Array, columns: Array) -> Iterator[tuple[Array, Array]]:
     height, width = columns.shape
     for first in range(0, width, WIDTH):
         panel = columns[:, first : first + WIDTH]
-        place = flat[height * first : height * first + panel.size]
-        yield place.reshape(panel.shape), panel
+        destination = flat[height * first : height * first + panel.size]
+        yield destination.reshape(panel.shape), panel

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from bf16kit import lowbits
 from bf16kit.native import loops
 from bf16kit.numerics import BF16, Bf16Array
-from bf16kit.residualparts import BITMAP, FOOTER, INDICES, MAGIC, MAGIC_PACKED, WHOLE, Parts, index_dtype
+from bf16kit.residualparts import ALL_BITS, BITMAP, FOOTER, INDICES, MAGIC, MAGIC_PACKED, Parts, index_dtype
 
 _CHUNK = 1 << 18  # elements: few enough that temporaries stay in the cache
 _NAN = 0x7FC00000
@@ -78,7 +78,7 @@ class Encoder:
     when ``scale`` does not fit ``shape``, and from :meth:`rows` when more bits than that are set.
     """
 
-    def __init__(self, shape: tuple[int, ...], scale: Scale | None = None, low_bits: int = WHOLE) -> None:
+    def __init__(self, shape: tuple[int, ...], scale: Scale | None = None, low_bits: int = ALL_BITS) -> None:
         _check_scale(scale, shape)
         self._shape, self._scale = shape, scale
         self._low_bits = low_bits
@@ -114,12 +114,12 @@ class Encoder:
         return self._packed(low)
 
     def _packed(self, low: NDArray[np.uint16]) -> Piece:
-        if self._low_bits == WHOLE:
+        if self._low_bits == ALL_BITS:
             return low.astype("<u2", copy=False).view(np.uint8).data
         low = np.concatenate([self._rest, low])
-        whole = low.size // 8 * 8
-        self._rest = low[whole:]
-        return lowbits.pack(low[:whole], self._low_bits)
+        full_groups = low.size // 8 * 8
+        self._rest = low[full_groups:]
+        return lowbits.pack(low[:full_groups], self._low_bits)
 
     def _predicted(self, stored: NDArray[np.uint16]) -> NDArray[np.uint32]:
         if self._scale is None:
@@ -134,7 +134,7 @@ class Encoder:
         verbatim = np.concatenate([np.empty(0, np.int64), *self._verbatim])
         yield verbatim.astype("<u8").tobytes()
         yield np.concatenate([np.empty(0, np.uint32), *self._bits]).astype("<u4").tobytes()
-        bits, magic = (0, MAGIC) if self._low_bits == WHOLE else (self._low_bits, MAGIC_PACKED)
+        bits, magic = (0, MAGIC) if self._low_bits == ALL_BITS else (self._low_bits, MAGIC_PACKED)
         yield FOOTER.pack(self._count, len(crossing), verbatim.size, form, bits, magic)
 
 

@@ -15,7 +15,7 @@ from bf16kit.errors import ArtifactDamaged
 
 # elements, bytes of the crossed part, verbatim elements, form of crossed, bits kept of each low half, magic
 FOOTER = struct.Struct("<QQQBB2x4s")
-WHOLE, MAGIC, MAGIC_PACKED = 16, b"RES1", b"RES2"  # RES1 has whole low halves, and 0 for their number of bits
+ALL_BITS, MAGIC, MAGIC_PACKED = 16, b"RES1", b"RES2"  # RES1 has whole low halves, and 0 for their number of bits
 INDICES, BITMAP = 0, 1
 
 
@@ -34,7 +34,7 @@ class Parts:
         if len(segment) < FOOTER.size:
             raise ArtifactDamaged(f"residual: a segment of {len(segment)} bytes is shorter than its footer")
         elements, crossing, verbatim, form, bits, magic = FOOTER.unpack(segment[-FOOTER.size :])
-        packed = magic == MAGIC_PACKED and bits < WHOLE
+        packed = magic == MAGIC_PACKED and bits < ALL_BITS
         if not (packed or (magic == MAGIC and bits == 0)) or form not in (INDICES, BITMAP):
             raise ArtifactDamaged("residual: a segment does not end in a residual footer")
         if elements != count:

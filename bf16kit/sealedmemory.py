@@ -51,10 +51,10 @@ def create(size: int) -> int:
         # Refuses a size that plainly exceeds the machine's memory; later the kernel would try, and kill processes.
         mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
     except OSError as error:
-        raise no_room(size, error) from error
+        raise no_room_error(size, error) from error
     descriptor = _memfd()
     try:
-        with _room(size):
+        with _explaining_no_room(size):
             os.ftruncate(descriptor, size)
     except BaseException:
         os.close(descriptor)
@@ -64,21 +64,21 @@ def create(size: int) -> int:
 
 def reserve(descriptor: int, size: int) -> None:
     """Allocate all ``size`` bytes now, so that touching them cannot fail. Raises as :func:`create` does."""
-    with _room(size):
+    with _explaining_no_room(size):
         os.posix_fallocate(descriptor, 0, size)
 
 
 @contextlib.contextmanager
-def _room(size: int) -> Iterator[None]:
+def _explaining_no_room(size: int) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         if error.errno in _FULL:
-            raise no_room(size, error) from error
+            raise no_room_error(size, error) from error
         raise
 
 
-def no_room(size: int, error: OSError) -> MemoryError:
+def no_room_error(size: int, error: OSError) -> MemoryError:
     """Return the error to raise when ``error`` says that there is no room for ``size`` bytes."""
     return MemoryError(f"no room for {size / 1e6:.0f} MB of weights: {error.strerror}")
 

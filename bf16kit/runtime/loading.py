@@ -49,7 +49,7 @@ def load(
         raise DeviceUnavailable("profile cuda needs a CUDA device, but the device is cpu; use profile cpu")
     if profile in CPU_PROFILES and device != CPU:
         raise ConfigError(f"profile {profile} runs on the CPU, not on {device}; use profile cuda, torchscript or pt2")
-    inputs, outputs = _edges(artifact)
+    inputs, outputs = _inputs_and_outputs(artifact)
     path = artifact.file(entry.graph)
     if entry.format == "torchscript":
         from bf16kit.runtime.torchscript import TorchScriptRuntime
@@ -118,12 +118,12 @@ def load_reference(
 
     name = artifact.manifest.reference
     if name is None:
-        alone = "no ONNX graph could be made of its source" if artifact.manifest.checkpoint else ""
-        remedy = alone or "convert the checkpoint again with the residual"
+        reason = "no ONNX graph could be made of its source" if artifact.manifest.checkpoint else ""
+        remedy = reason or "convert the checkpoint again with the residual"
         raise ArtifactError(f"{artifact.path} has no fp32 reference; {remedy}")
     graph = artifact.file(name)
     check_locations(graph, {*artifact.manifest.files, REBUILT})
-    inputs, outputs = _edges(artifact)
+    inputs, outputs = _inputs_and_outputs(artifact)
     with rebuilt_weights(artifact, graph, scratch, weights) as found:
         if artifact.copies:
             artifact.verify()  # checks that the files did not change while they were read
@@ -218,7 +218,7 @@ def _names(artifact: Artifact) -> str:
     return ", ".join(sorted(artifact.manifest.profiles)) or "none"
 
 
-def _edges(artifact: Artifact) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+def _inputs_and_outputs(artifact: Artifact) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
     manifest = artifact.manifest
     return tuple(entry.spec() for entry in manifest.inputs), tuple(entry.spec() for entry in manifest.outputs)
 

@@ -12,7 +12,7 @@ import mmap
 import numpy as np
 from numpy.typing import NDArray
 
-from bf16kit.sealedmemory import check_room, no_room
+from bf16kit.sealedmemory import check_room, no_room_error
 
 LARGE_PAGE = 2 << 20  # bytes, on x86-64 and on most of arm64
 _ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)  # only on Linux
@@ -28,7 +28,7 @@ def allocate_in_large_pages(size: int) -> NDArray[np.uint8]:
         # Python's default is shared memory, which has large pages only if the administrator allows it.
         mapping = mmap.mmap(-1, size + LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
-        raise no_room(size, error) from error
+        raise no_room_error(size, error) from error
     buffer = np.frombuffer(mapping, np.uint8)
     start = -buffer.ctypes.data % LARGE_PAGE
     large = size // LARGE_PAGE * LARGE_PAGE

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 TERMS = 4096
 ROWS = (1, 64)  # matrix-vector and matrix products use different kernels
 _COLUMNS = 48  # one whole panel and a narrower one, which the CPU kernel reads differently
-_SINGLE_FILE_SUM = 256  # where a single bf16 accumulator of ones stops growing
+_ONE_ACCUMULATOR_SUM = 256  # where a single bf16 accumulator of ones stops growing
 
 # Activations for a product that rounds, each with its rounded value: a tie, and a value above the midpoint.
 _ROUNDED = ((1 + 2.0**-8, 1.0), (1 + 3 * 2.0**-9, 1 + 2.0**-7))
@@ -60,7 +60,7 @@ def classify(product: Product) -> Accumulation:
         if np.array_equal(sums, np.broadcast_to(exact, sums.shape)):
             continue
         ones = sums[:, ::2]
-        if ones.min() < _SINGLE_FILE_SUM or ones.max() > TERMS:
+        if ones.min() < _ONE_ACCUMULATOR_SUM or ones.max() > TERMS:
             return "unknown"
         found = "bf16"
     return found
@@ -72,10 +72,10 @@ def classify_rounding(product: Product) -> Accumulation:
     The result is ``unknown``, too, if it rounds differently or not at all.
     """
     found = classify(product)
-    for given, meant in _ROUNDED if found == "fp32" else ():
+    for given, rounded_value in _ROUNDED if found == "fp32" else ():
         for rows in ROWS:
             sums = np.asarray(product(np.full((rows, TERMS), given, np.float32)), np.float32)
-            if not np.array_equal(sums, np.broadcast_to(meant * weights().sum(axis=0), sums.shape)):
+            if not np.array_equal(sums, np.broadcast_to(rounded_value * weights().sum(axis=0), sums.shape)):
                 return "unknown"
     return found
 

@@ -82,17 +82,17 @@ def _own_chain(name: str, body: str) -> int:
 
 def _longest_chain(lengths: Mapping[str, int], needs: Mapping[str, set[str]]) -> int | None:
     """Return the largest sum of ``lengths`` along a path of ``needs``; None if these have a circle."""
-    missing = {name: {each for each in named if each in lengths} for name, named in needs.items()}
+    unresolved = {name: {each for each in named if each in lengths} for name, named in needs.items()}
     needed_by: dict[str, list[str]] = {name: [] for name in lengths}
-    for name, named in missing.items():
+    for name, named in unresolved.items():
         for each in named:
             needed_by[each].append(name)
     totals = dict(lengths)
-    complete = [name for name, named in missing.items() if not named]
-    for done in complete:  # grows while it is read
-        for name in needed_by[done]:
-            totals[name] = max(totals[name], lengths[name] + totals[done])
-            missing[name].discard(done)
-            if not missing[name]:
+    complete = [name for name, named in unresolved.items() if not named]
+    for resolved in complete:  # grows while it is read
+        for name in needed_by[resolved]:
+            totals[name] = max(totals[name], lengths[name] + totals[resolved])
+            unresolved[name].discard(resolved)
+            if not unresolved[name]:
                 complete.append(name)
     return max(totals.values(), default=0) if len(complete) == len(lengths) else None

@@ -47,12 +47,12 @@ def convert_tensors(module: Module, graph: Graph, convert: Callable[[Tensor], Te
             converted[key] = convert(tensor)
         return converted[key]
 
-    done: set[tuple[str, ...]] = set()
+    converted_paths: set[tuple[str, ...]] = set()
     for node in nodes(graph):
         if _is_tensor_constant(node):
             node.t_("value", once(node.t("value")))
-        elif _is_tensor_attribute(node) and (path := path_of(node)) not in done:
-            done.add(path)
+        elif _is_tensor_attribute(node) and (path := path_of(node)) not in converted_paths:
+            converted_paths.add(path)
             owner = owner_of(module, node)
             owner.setattr(path[-1], once(owner.getattr(path[-1])))
 
@@ -90,14 +90,14 @@ def inlined_nodes(functions: Iterable[Function], find: Callable[[str], Function 
     sizes: dict[str, int] = {}
     total = 0
     for function in functions:
-        waiting = [str(function.qualified_name)]
-        while waiting:
-            name = waiting[-1]
+        pending = [str(function.qualified_name)]
+        while pending:
+            name = pending[-1]
             if name not in own:
                 own[name] = _nodes_and_calls(find(name))
-                waiting += [each for each in own[name][1] if each not in own]
+                pending += [each for each in own[name][1] if each not in own]
             else:
-                waiting.pop()
+                pending.pop()
                 count, calls = own[name]
                 sizes[name] = count + sum(sizes.get(each, 0) for each in calls)  # torch allows no recursion
         total += sizes[str(function.qualified_name)]

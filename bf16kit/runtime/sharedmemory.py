@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from bf16kit.runtime.ownmemory import LARGE_PAGE
 from bf16kit.runtime.weightstore import Fill
-from bf16kit.sealedmemory import create, no_room, reserve, seal
+from bf16kit.sealedmemory import create, no_room_error, reserve, seal
 
 _MAP_FIXED = 0x10
 _MADV_COLLAPSE = 25
@@ -61,14 +61,14 @@ def _map_at_large_page(descriptor: int, size: int, protection: int) -> tuple[mma
     try:
         reserved = mmap.mmap(-1, size + LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=protection)
     except OSError as error:
-        raise no_room(size, error) from error
+        raise no_room_error(size, error) from error
     buffer = np.frombuffer(reserved, np.uint8)
     start = -buffer.ctypes.data % LARGE_PAGE
     address = buffer.ctypes.data + start
     system = _system()
     if system.mmap(address, size, protection, mmap.MAP_SHARED | _MAP_FIXED, descriptor, 0) != address:
         code = ctypes.get_errno()
-        raise no_room(size, OSError(code, os.strerror(code)))
+        raise no_room_error(size, OSError(code, os.strerror(code)))
     return reserved, buffer[start : start + size]
 
 

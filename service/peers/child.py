@@ -152,7 +152,7 @@ class Child:
                 # -P: do not import from the working directory. The child ends itself when this process has died
                 # (bf16kit/orphans.py), and ignores stop signals: this process handles them.
                 command = [sys.executable, "-P", "-m", self._module, str(theirs.fileno()), str(os.getpid())]
-                self._ended_for_memory = 0 if (memory := self._memory()) is None else memory.ended
+                self._ended_for_memory = 0 if (memory := self._memory()) is None else memory.oom_kills
                 self._process = subprocess.Popen(
                     command,
                     stdin=subprocess.DEVNULL,
@@ -196,7 +196,7 @@ class Child:
         It is the cause if SIGKILL ended the process, and the container has run out of memory since its start.
         """
         memory = self._memory()
-        if code != -signal.SIGKILL or memory is None or memory.ended <= self._ended_for_memory:
+        if code != -signal.SIGKILL or memory is None or memory.oom_kills <= self._ended_for_memory:
             return ""
         return f" because memory ran out, of which this container may take {memory.limit / 1e6:.0f} MB"
 

@@ -17,7 +17,7 @@ from bf16kit.controlgroup import Memory
 
 
 def test_the_message_about_a_killed_conversion_has_the_containers_memory() -> None:
-    narrow = Memory(limit=300 << 20, left=0, ended=1)
+    narrow = Memory(limit=300 << 20, left=0, oom_kills=1)
     assert exit_reason(-signal.SIGKILL, lambda: narrow) == (
         "bf16-convert was killed, as the system does when memory runs out: this container may take 315 MB; give it more"
         " (CONVERT_MEMORY=4g docker compose up)"

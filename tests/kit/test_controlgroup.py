@@ -47,7 +47,7 @@ def test_the_smallest_limit_up_to_the_root_counts(tmp_path: Path) -> None:
         "pod/inner/memory.events": "low 0\noom 3\noom_kill 2\n",
     }
     found = controlgroup.memory(tree(tmp_path, files), member(tmp_path, "0::/pod/inner\n"))
-    assert found == Memory(limit=600, left=10, ended=2)
+    assert found == Memory(limit=600, left=10, oom_kills=2)
 
 
 def test_version_1_is_read_too(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_version_1_is_read_too(tmp_path: Path) -> None:
     }
     root = tree(tmp_path, files)
     membership = member(tmp_path, "9:memory:/docker/abc\n4:cpu,cpuacct:/docker/abc\n0::/system.slice\n")
-    assert controlgroup.memory(root, membership) == Memory(limit=1000, left=500, ended=1)
+    assert controlgroup.memory(root, membership) == Memory(limit=1000, left=500, oom_kills=1)
     assert controlgroup.cpus(root, membership) == 1.5
 
 

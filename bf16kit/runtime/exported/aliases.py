@@ -52,8 +52,8 @@ def _output_ownership(node: Node, own: set[str]) -> list[tuple[str, bool]]:
         return [(name, is_own) for name in assigned_names(node.outputs) if name]
     graph = node.args[position]
     given = zip(graph.inputs, node.args[position + 1 :], strict=False)
-    within = _owned_values(graph, (name for name, value in given if referenced_names([value]) <= own))
-    results = [referenced_names([result]) <= within for result in graph.results]
+    owned_inside = _owned_values(graph, (name for name, value in given if referenced_names([value]) <= own))
+    results = [referenced_names([result]) <= owned_inside for result in graph.results]
     if len(results) != len(node.outputs):
         results = [all(results)] * len(node.outputs)
     pairs = zip(node.outputs, results, strict=True)

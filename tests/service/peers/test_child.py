@@ -276,7 +276,7 @@ def test_the_log_says_if_a_child_was_killed_because_memory_ran_out(
 ) -> None:
     """The container's control group counts such kills; the count also has earlier kills of other processes."""
     counts = iter([7, 7 + ended])
-    child = keep(program, memory=lambda: Memory(limit=1 << 30, left=0, ended=next(counts)))
+    child = keep(program, memory=lambda: Memory(limit=1 << 30, left=0, oom_kills=next(counts)))
     buried(child, lost, 1)
     assert expected in caplog.messages[-1]
 
