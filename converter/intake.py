@@ -18,7 +18,7 @@ from converter.passes import Prepared
 from converter.plan.profiles import PROFILES
 from converter.process.memory import release_memory
 from converter.process.progress import Progress
-from converter.proof import answered, samples
+from converter.proof import givenoutputs, samples
 from converter.proof.judging import check_budget, with_output_kinds
 from converter.proof.oracle import OracleRun, run_oracle
 from converter.proof.preparation import check_prepared
@@ -101,7 +101,7 @@ def check_expected_outputs(
             f"{options.source}", f"{calibration.origin} holds inputs but no outputs", source.proposed_rules or ""
         )
     with progress.step("comparing with the expected outputs"):
-        wrong = answered.check(source, calibration, oracle_run, stage.path)
+        wrong = givenoutputs.check(source, calibration, oracle_run, stage.path)
     if wrong is not None and source.proposed_rules is not None:
         raise map_refuted(f"{options.source}", wrong, source.proposed_rules)
     if wrong is not None:

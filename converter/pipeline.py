@@ -11,7 +11,7 @@ from bf16kit.manifest import Manifest, ProfileEntry
 from bf16kit.numerics import Census
 from bf16kit.publish import StagingArtifact, staging
 from bf16kit.recovery import RecoveryEntry
-from converter import alone, intake
+from converter import intake, withoutgraph
 from converter.attempt import Attempt
 from converter.formats.exportweights import unfolded
 from converter.model import Source
@@ -27,7 +27,7 @@ from converter.proof.judging import check_stated_bounds, judge
 from converter.proof.oracle import OracleRun
 from converter.proof.samples import Samples
 from converter.publishing import build_measurements, publish
-from converter.search.mending import IslandSearches
+from converter.search.islandsearch import IslandSearches
 from converter.search.result import SearchResult
 from converter.search.trials import Deadline
 
@@ -81,7 +81,7 @@ def convert(options: Options, progress: Progress | None = None, provided: Provid
             source = intake.read(options, progress, None if provided is None else provided.read)
         notes += source.notes
         if source.graph is None:
-            notes.append(alone.check_options(options, source))
+            notes.append(withoutgraph.check_options(options, source))
         provided_samples = None if provided is None else provided.samples
         calibration = provided_samples or intake.load_samples(options, source, progress)
         if not (options.samples or provided_samples):
@@ -156,7 +156,7 @@ def _prove(
 ) -> _Proven:
     """Plan, narrow, write and run, until the result is within budget or nothing more can be done about it."""
     if source.graph is None:
-        return _Proven(*alone.prove(options, source, profiles, calibration, oracle_run, stage, progress))
+        return _Proven(*withoutgraph.prove(options, source, profiles, calibration, oracle_run, stage, progress))
     with progress.step("planning"):
         prepared = prepare(source.graph, source.checkpoint.tensors, orders=source.checkpoint.orders)
         if options.stores_export:

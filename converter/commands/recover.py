@@ -88,7 +88,7 @@ def recover(debug: bool, **given: Any) -> None:
     from bf16kit.runtime import kernel
     from converter.process import memory, progress
     from converter.recovery.settings import parse_settings
-    from converter.recovery.walk import recover as run
+    from converter.recovery.steps import recover as run
     from converter.report import page, recovery
 
     kernel.configured_kernel()

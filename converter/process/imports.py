@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bf16kit.errors import UsageError
-from converter.process.blame import user_frame
+from converter.process.usererror import user_frame
 
 _LIGHTNING = (
     "a LightningModule needs Lightning: pip install 'bf16kit[lightning]', or name a factory of the plain torch module"

@@ -25,15 +25,15 @@ from converter.process.memory import release_memory
 from converter.process.progress import Progress
 from converter.proof import golden, measure, oracle
 from converter.proof.exported import GraphReference
-from converter.proof.itself import OracleReference
 from converter.proof.judging import find_breaches, without_profiles
 from converter.proof.measure import Drifts
 from converter.proof.nudge import open_nudged
+from converter.proof.observedshapes import edges, with_batch_axis, with_observed_shapes
 from converter.proof.oracle import OracleRun
+from converter.proof.oraclereference import OracleReference
 from converter.proof.running import open_fp32_graph
 from converter.proof.runs import Run, run_as_served, run_export
 from converter.proof.samples import Samples, samples_usage
-from converter.proof.seen import edges, with_batch_axis, with_observed_shapes
 from converter.proof.spool import Spool
 
 _MAX_REASON = 160  # characters of ONNX Runtime's reason; the rest of the message is as long again

@@ -20,8 +20,8 @@ from converter.process.memory import release_memory
 from converter.process.progress import Progress
 from converter.proof import remedy, samples
 from converter.proof.explain import layer_entry, open_reference, trace
-from converter.proof.keeping import Expired, never
 from converter.proof.probing import Graph
+from converter.proof.remedytrials import Expired, never
 from converter.report.layers import series
 
 _FEEDS = 2  # samples on which a conversion measures its layers: results vary little between samples

@@ -24,7 +24,7 @@ from converter.graph.operators import EXACT, WEIGHTED
 from converter.model import Feeds
 from converter.proof.expectation import operands
 from converter.proof.explain import Trace
-from converter.proof.keeping import Expired, RemedyTrials, never
+from converter.proof.remedytrials import Expired, RemedyTrials, never
 
 _MAX_LEVELS = 5  # levels of rounding nodes before a node that are tried
 _MAX_SINGLES = 12  # nodes on the path that are tried one by one

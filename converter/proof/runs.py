@@ -13,8 +13,8 @@ from converter.model import Feeds
 from converter.proof import measure
 from converter.proof.exported import GraphReference, open_export
 from converter.proof.measure import Drifts
+from converter.proof.observedshapes import edges
 from converter.proof.running import open_profile, open_traced
-from converter.proof.seen import edges
 
 _MAX_SAMPLES = 8  # samples that a torch module is run on in both arithmetics: this CPU's and the other
 _ARITHMETICS = {"bf16": "bf16", "bf16-weights": "fp32, to which a CPU without bf16 instructions widens it"}

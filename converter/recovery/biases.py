@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from converter.recovery.lessons import TeacherBatch
-from converter.recovery.yardstick import State, ValidationLoss, as_published
+from converter.recovery.teacherbatches import TeacherBatch
+from converter.recovery.validation import State, ValidationLoss, as_published
 
 # By the operation's name in torch and aten: the position of the bias among the arguments, unless it is passed by
 # keyword, and the axis of the output along which it is added. Operations, not modules: programs of torch.export and

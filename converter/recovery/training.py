@@ -21,14 +21,14 @@ from converter.process.quiet import first_line, quiet
 from converter.recovery import precision
 from converter.recovery.batches import Loader
 from converter.recovery.biases import correct_biases
-from converter.recovery.lessons import Teacher, TeacherBatch
-from converter.recovery.place import RecoveryDirectory
+from converter.recovery.directory import RecoveryDirectory
 from converter.recovery.settings import FIRST_SCALE, Settings
+from converter.recovery.teacherbatches import Teacher, TeacherBatch
+from converter.recovery.validation import BATCHES, State, ValidationLoss
 from converter.recovery.weights import TrainedParameter
-from converter.recovery.yardstick import BATCHES, State, ValidationLoss
 
 if TYPE_CHECKING:
-    from converter.recovery.trainee import StudentModule
+    from converter.recovery.student import StudentModule
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ def train(
     not finite, if a gradient is not finite without loss scaling, or if every step was skipped. Raises
     :class:`UsageError` for batches that do not match the model.
     """
-    from converter.recovery.trainee import StudentModule
+    from converter.recovery.student import StudentModule
 
     device = precision.device(settings.device)
     student = replace(model, module=copy.deepcopy(model.module))
@@ -142,7 +142,7 @@ def _on_cpu(state: State) -> State:
 
 def _correct_biases(student_module: StudentModule, validation_loss: ValidationLoss, start: State) -> None:
     """Before the first step, give ``student_module`` biases that compensate rounding, if that lowers the loss."""
-    from converter.recovery.trainee import BestWeights
+    from converter.recovery.student import BestWeights
 
     facts = student_module.facts
     facts.loss_before = validation_loss.loss(start)

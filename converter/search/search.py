@@ -18,11 +18,11 @@ from converter.plan.profiles import Profile
 from converter.process.progress import Progress
 from converter.proof.judging import find_breaches
 from converter.proof.measure import Drifts
+from converter.search.cache import SearchCache
 from converter.search.candidates import bf16_alone, bf16_of, candidates
 from converter.search.choice import MinimalSetFinder, Units, cost
 from converter.search.costs import Costs
 from converter.search.judged import BudgetJudge, ratio
-from converter.search.learnt import SearchCache
 from converter.search.phases import Phases
 from converter.search.ranking import Group, Unit, rank
 from converter.search.result import Island, SearchResult

@@ -22,7 +22,7 @@ from bf16kit.errors import SourceError
 from bf16kit.tensors import BY_NAME
 from bf16kit.wording import quoted
 from converter.model import Array
-from converter.sources.shelf import ArraySpec, array_file
+from converter.sources.arrayfile import ArraySpec, array_file
 
 _DEEPEST = 64
 _MOST_RANK = 32

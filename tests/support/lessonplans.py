@@ -10,10 +10,10 @@ from torch import nn
 from bf16kit.tensors import TensorSpec
 from converter.model import TorchModel
 from converter.recovery.batches import Batch
-from converter.recovery.lessons import Teacher
 from converter.recovery.settings import Loss, Precision
+from converter.recovery.teacherbatches import Teacher
+from converter.recovery.validation import ValidationLoss
 from converter.recovery.weights import TrainedParameter
-from converter.recovery.yardstick import ValidationLoss
 
 
 class Outputs(nn.Module):

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from onnx import ModelProto
 
-from converter.sources.onnx_soundness.endings import check_ends
 from converter.sources.onnx_soundness.nodes import check_node
 from converter.sources.onnx_soundness.tensors import check_tensor
+from converter.sources.onnx_soundness.termination import check_ends
 from converter.sources.onnx_soundness.texts import check_texts
 from converter.sources.onnx_soundness.values import check_declared, check_functions, check_names, check_outputs
 from converter.sources.onnx_soundness.walk import Schemas, graphs, nodes

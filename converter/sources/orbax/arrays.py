@@ -17,8 +17,8 @@ from bf16kit.text import size
 from bf16kit.wording import brief, quoted
 from converter.model import Array
 from converter.process import children
+from converter.sources.arrayfile import ArraySpec, array_file
 from converter.sources.orbax import layout
-from converter.sources.shelf import ArraySpec, array_file
 
 _CHILD = "converter.sources.orbax.child"
 _MOST_METADATA = 64 << 20  # bytes; a model of 10,000 arrays has 4 MB

@@ -67,7 +67,7 @@ def source_without_graph(
 ) -> Source:
     """Return ``model`` as a source without a graph, for formats that torch runs; ``reason`` says why ONNX failed."""
     from converter.sources import oracles
-    from converter.sources.torch.shown import output_specs
+    from converter.sources.torch.outputshapes import output_specs
 
     return Source(
         checkpoint,

@@ -14,7 +14,7 @@ from bf16kit.artifact import Artifact
 from bf16kit.errors import ConversionError
 from bf16kit.runtime import kernel, torchscript
 from bf16kit.tensors import describe
-from converter.proof.seen import _check_one_rank
+from converter.proof.observedshapes import _check_one_rank
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 import graphs
 from bf16kit.artifact import Artifact
 from converter.proof.explain import open_reference, trace
-from converter.proof.keeping import RemedyTrials
 from converter.proof.remedy import pattern
+from converter.proof.remedytrials import RemedyTrials
 
 PUBLISHED_ANYHOW = (*ONNX_ONLY, "--allow-over-budget", "--no-search")
 

@@ -12,8 +12,8 @@ from architectures import Cnn, Mlp, Several, seeded
 from torch import nn
 
 from converter.recovery.biases import correct_biases
+from converter.recovery.validation import State, ValidationLoss, as_published
 from converter.recovery.weights import TrainedParameter
-from converter.recovery.yardstick import State, ValidationLoss, as_published
 
 
 def _random(*shape: int, seed: int = 0, level: float = 0.0) -> torch.Tensor:

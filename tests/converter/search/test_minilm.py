@@ -8,7 +8,7 @@ import pytest
 from converting import ONNX_ONLY, Cli
 
 from bf16kit.artifact import Artifact
-from converter.search import mending
+from converter.search import islandsearch
 
 
 @pytest.mark.slow
@@ -20,7 +20,7 @@ def test_minilm_never_begins_a_search(cli: Cli, target: Path, monkeypatch: pytes
     def searched(*_: object) -> None:
         raise AssertionError("a search began")
 
-    monkeypatch.setattr(mending, "search", searched)
+    monkeypatch.setattr(islandsearch, "search", searched)
     cli("checkpoint", minilm.checkpoint(), "--out", target, *ONNX_ONLY).published()
     plan = Artifact.open(target).manifest.plan
     assert not [

@@ -21,7 +21,7 @@ from converter.plan.profiles import PROFILES, Profile
 from converter.process.progress import SilentProgress
 from converter.proof.measure import Drifts
 from converter.search import search as of_the_search
-from converter.search.learnt import SearchCache
+from converter.search.cache import SearchCache
 from converter.search.result import SearchResult
 from converter.search.search import Task, search
 from converter.search.trials import Deadline, Edges, Trials, typical

@@ -17,7 +17,7 @@ import graphs
 from bf16kit.artifact import Artifact
 from bf16kit.drift import Budget
 from bf16kit.manifest import Manifest
-from converter.search import mending
+from converter.search import islandsearch
 from converter.search import search as of_the_search
 from converter.search.ranking import rank
 
@@ -142,12 +142,12 @@ def test_a_search_that_certification_does_not_confirm_is_repeated(
     cli: Cli, tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The search is repeated with a tighter budget, and its result is certified again."""
-    monkeypatch.setattr(mending, "_SHARES", (300.0, 0.9))
+    monkeypatch.setattr(islandsearch, "_SHARES", (300.0, 0.9))
     built = softmax()
     done = cli(*_command(built, tmp_path, target)).published()
     assert _islands(Artifact.open(target).manifest) == (built.nodes, built.weights)
     assert done.err.count("writing weights") == 3, "or the first search would have been right"
-    monkeypatch.setattr(mending, "_SHARES", (300.0,))
+    monkeypatch.setattr(islandsearch, "_SHARES", (300.0,))
     cli(*_command(built, tmp_path, target.with_name("2"))).refused(
         1, "but running the written graph did not confirm any"
     )
@@ -159,7 +159,7 @@ def test_a_model_within_budget_is_never_searched(
     def searched(*_: object) -> None:
         raise AssertionError("a search began")
 
-    monkeypatch.setattr(mending, "search", searched)
+    monkeypatch.setattr(islandsearch, "search", searched)
     command = ("checkpoint", onnx_file, "--out", target, *ONNX_ONLY)
     cli(*command).published()
     over = cli(*command, "--force", "--budget", "relative_l2=1e-6")

@@ -14,8 +14,8 @@ from torch import nn
 from bf16kit.errors import UsageError
 from converter.recovery.batches import Batch
 from converter.recovery.loss import distillation
+from converter.recovery.validation import as_published
 from converter.recovery.weights import TrainedParameter, rounded
-from converter.recovery.yardstick import as_published
 
 
 def _x(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -14,10 +14,10 @@ from bf16kit.errors import ConversionError
 from converter.model import TorchModel
 from converter.recovery.batches import seed_all
 from converter.recovery.gradients import count_gradients
-from converter.recovery.lessons import TeacherBatch
 from converter.recovery.settings import Settings
+from converter.recovery.teacherbatches import TeacherBatch
+from converter.recovery.validation import ValidationLoss
 from converter.recovery.weights import TrainedParameter, straight_through
-from converter.recovery.yardstick import ValidationLoss
 
 _SMALLEST_SIZE = 1e-3  # the least size of a tensor that scales its steps, so that a tensor of zeros can move
 _STATE_KEY = "bf16kit_recovery"

@@ -20,13 +20,13 @@ from converter.process.progress import Progress
 from converter.proof.samples import Samples, load
 from converter.recovery import precision
 from converter.recovery.batches import Loader, check_labels
+from converter.recovery.directory import ORIGINAL, RecoveryDirectory, open_directory
 from converter.recovery.judging import EvaluationData, Judge, MadeWorse
 from converter.recovery.loss import logits_of
-from converter.recovery.place import ORIGINAL, RecoveryDirectory, open_directory
 from converter.recovery.settings import Settings
 from converter.recovery.training import check_installed, train
+from converter.recovery.validation import State
 from converter.recovery.weights import copy_to_module, digest, find_trainable, recovered_tensors
-from converter.recovery.yardstick import State
 
 MAX_BATCHES = 1000  # batches that a recovery is judged on, at most: as many as --samples takes
 

@@ -20,7 +20,7 @@ from converter.process.memory import release_memory
 from converter.process.progress import Progress
 from converter.proof.certify import Certified
 from converter.proof.samples import Samples
-from converter.search.learnt import SearchCache
+from converter.search.cache import SearchCache
 from converter.search.result import SearchResult, merged
 from converter.search.search import Task, search
 from converter.search.trials import Deadline, Edges

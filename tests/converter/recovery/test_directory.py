@@ -14,7 +14,7 @@ import torch
 
 from bf16kit.errors import UsageError
 from converter.options import Target, parse_target
-from converter.recovery.place import open_directory
+from converter.recovery.directory import open_directory
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ _WRITE = """
 import resource, sys, torch
 from pathlib import Path
 from converter.options import parse_target
-from converter.recovery.place import open_directory
+from converter.recovery.directory import open_directory
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 with open_directory(parse_target(Path(sys.argv[1])), resume=True) as place:
     place.write_checkpoint(lambda file: torch.save({"w": torch.ones(1000)}, file))
@@ -138,7 +138,7 @@ _DIE = """
 import os, signal, sys
 from pathlib import Path
 from converter.options import parse_target
-from converter.recovery.place import open_directory
+from converter.recovery.directory import open_directory
 def half(file):
     file.write(b"half of")
     file._file.flush()

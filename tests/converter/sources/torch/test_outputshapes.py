@@ -10,7 +10,7 @@ import torch
 from bf16kit.errors import ConversionError
 from bf16kit.tensors import TensorSpec
 from converter.sources.torch.onnx_export import adapt
-from converter.sources.torch.shown import output_specs
+from converter.sources.torch.outputshapes import output_specs
 
 X = TensorSpec("x", "float32", ("batch", "seq", 4))
 

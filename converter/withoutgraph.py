@@ -15,16 +15,16 @@ from bf16kit.manifest import RESIDUAL, Plan, ProfileEntry
 from bf16kit.numerics import Census
 from bf16kit.publish import StagingArtifact
 from converter.attempt import draft_manifest
-from converter.formats.alone import FileRecords, read_records, write_without_graph
 from converter.formats.lossless import check_without_graph
 from converter.formats.weights import StoredWeights
+from converter.formats.withoutgraph import FileRecords, read_records, write_without_graph
 from converter.model import Source
 from converter.options import Options
 from converter.process.memory import release_memory
 from converter.process.progress import Progress
 from converter.proof.certify import Certified, certify
-from converter.proof.itself import OracleReference
 from converter.proof.oracle import OracleRun
+from converter.proof.oraclereference import OracleReference
 from converter.proof.samples import Samples
 
 

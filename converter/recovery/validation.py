@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from converter.recovery.lessons import Teacher, TeacherBatch
 from converter.recovery.precision import arithmetic
 from converter.recovery.settings import Precision
+from converter.recovery.teacherbatches import Teacher, TeacherBatch
 from converter.recovery.weights import TrainedParameter, rounded
 
 BATCHES = 8

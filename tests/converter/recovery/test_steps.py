@@ -13,9 +13,9 @@ import pytest
 from bf16kit.errors import UsageError
 from converter.model import Checkpoint
 from converter.options import Options, parse_inputs, parse_target
-from converter.recovery.place import open_directory
+from converter.recovery.directory import open_directory
 from converter.recovery.settings import Scaling, Settings
-from converter.recovery.walk import _options_to_check
+from converter.recovery.steps import _options_to_check
 
 SETTINGS = Settings(
     data="m:loader",
