@@ -101,6 +101,6 @@ def but_for_what_was_measured(files: dict[str, bytes]) -> dict[str, Any]:
 
 
 def runs(path: str) -> bool:
-    program = "from bf16kit.runtime.kernel import available; available()"
+    program = "from bf16kit.runtime.kernel import usable_kernel; usable_kernel()"
     env = {**os.environ, kernel.VARIABLE: path}
     return subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, check=False).returncode == 0
