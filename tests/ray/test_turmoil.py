@@ -60,8 +60,8 @@ def test_every_request_succeeds_on_retry_when_a_node_dies_under_load(served: Ser
     """The applications recover once there is a node for the replicas of the dead one."""
     until(served.all_running, PATIENCE, "all applications running")
     second = next(iter(served.cluster.worker_nodes))
-    asked = next(model for model in ("mlp", "slow") if replicas(model, of_node(second)))
-    with RepeatedCalls(lambda: served.infer(asked)) as volley, ThreadPoolExecutor(4) as pool:
+    model = next(each for each in ("mlp", "slow") if replicas(each, of_node(second)))  # where Ray has placed them
+    with RepeatedCalls(lambda: served.infer(model)) as volley, ThreadPoolExecutor(4) as pool:
         until(lambda: volley.calls > 10, PATIENCE, "calls")
         inside = [pool.submit(served.infer, "slow") for _ in range(4)]  # each waits three seconds in its replica
         until(lambda: served.metric("bf16kit_queue_depth", model="slow") > 0, PATIENCE, "requests inside of replicas")
@@ -83,6 +83,7 @@ def test_every_request_succeeds_on_retry_when_a_node_dies_under_load(served: Ser
     _log.warning("of 4 requests inside of replicas: %s", cut_off)
     assert {code for code, _ in cut_off} <= {StatusCode.UNAVAILABLE, StatusCode.RESOURCE_EXHAUSTED}
     assert not any("Traceback" in str(words) or "ray" in str(words) for _, words in cut_off)
-    assert set(volley.codes) <= {"OK", "UNAVAILABLE"}, volley.errors
+    full = {"RESOURCE_EXHAUSTED"} if model == "slow" else set()  # two of its requests may wait, and more are sent here
+    assert set(volley.codes) <= {"OK", "UNAVAILABLE"} | full, volley.errors
     assert not volley.unanswered
     assert "Traceback" not in "".join(volley.errors)
