@@ -56,6 +56,8 @@ def load(path: Path) -> Any:
     try:
         with quiet():
             module = load_module(path, torch.device("cpu"))
+    except RuntimeFailure as error:
+        raise SourceError(f"{path}: {error}") from None
     except Exception as error:  # torch raises errors of any kind, and a module may have no forward
         raise SourceError(f"{path}: torch cannot load it: {first_line(error)}") from error
     for kind in _operators(module):
