@@ -63,6 +63,7 @@ def test_the_page_shows_the_numbers_of_a_model_under_load(tmp_path: Path, serve:
     with asking(server.target):
         until(lambda: len(seen()["mlp"]["recent"]["trend"]["drift"]) >= 1, 60, "a tick of the history")
         until(lambda: seen()["mlp"]["recent"]["counts"]["samples"].get("measured", 0) > 20, what="samples of drift")
+        until(lambda: seen()["mlp"]["recent"]["drift"]["effective_samples"].get("y", 0) > 8, what="recent drift")
     recent = seen()["mlp"]["recent"]
     total = recent["total"]
     answered = total["codes"]["OK"]
@@ -74,7 +75,7 @@ def test_the_page_shows_the_numbers_of_a_model_under_load(tmp_path: Path, serve:
     assert 0 < recent["ratios"]["y"]["relative_l2"] < 1
     drift = recent["drift"]
     assert (drift["reference_up"], drift["gate_passed"], drift["over"], drift["fallback"]) == (True, True, False, False)
-    assert 8 < drift["effective_samples"]["y"] <= recent["counts"]["samples"]["measured"]
+    assert drift["effective_samples"]["y"] <= recent["counts"]["samples"]["measured"]
     assert drift["low"]["y"]["relative_l2"] <= recent["ratios"]["y"]["relative_l2"]
     assert 0 <= server_time(server) - drift["last_sample"] < 60
     assert drift["answers"]["bf16"] == answered
