@@ -11,7 +11,7 @@ torch writes ``self`` only to read an attribute or to call a method.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from bf16kit.errors import RuntimeFailure
@@ -33,20 +33,19 @@ class _Definition:
     needs: set[str] = field(default_factory=set)
 
 
-def check(modules: Mapping[str, list[str]]) -> None:
+def check(modules: Iterable[tuple[str, str]]) -> None:
     """Raise :class:`RuntimeFailure` if functions in the code may call one another in a circle or too long a chain.
 
-    ``modules`` has the code by the qualified name of its module. torch ignores the case of files' names, so definitions
-    whose names differ in case alone count as one.
+    ``modules`` are qualified names with their code. torch ignores the case of files' names, so definitions whose names
+    differ in case alone count as one.
     """
     definitions: dict[str, _Definition] = {}
-    for module, texts in modules.items():
-        for text in texts:
-            for own, body in _parts(_DEFINITION, text):
-                name = f"{module}.{own}".lower()
-                definition = definitions.setdefault(name, _Definition())
-                definition.chain += _own_chain(name, body)
-                definition.needs |= {each.lower() for each in _NAMED.findall(body)} - {name}
+    for module, text in modules:
+        for own, body in _parts(_DEFINITION, text):
+            name = f"{module}.{own}".lower()
+            definition = definitions.setdefault(name, _Definition())
+            definition.chain += _own_chain(name, body)
+            definition.needs |= {each.lower() for each in _NAMED.findall(body)} - {name}
     longest = _longest_chain(
         {name: each.chain for name, each in definitions.items()},
         {name: each.needs for name, each in definitions.items()},

@@ -30,11 +30,11 @@ def is_code(record: str) -> bool:
 
 def check(code: Mapping[str, str]) -> None:
     """Raise :class:`RuntimeFailure` if the ``code``, by record, or its calls nest deeper than a limit."""
-    modules: dict[str, list[str]] = {}
+    modules = []
     for record, text in code.items():
         _check_statements(record, text)
         found = _RECORD.fullmatch(record)
-        modules.setdefault(found[1].replace("/", ".") if found else "", []).append(text)
+        modules.append((found[1].replace("/", ".") if found else "", text))
     scriptcalls.check(modules)
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 import warnings
-import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from exportedfiles import packed, records
 
 _LOAD_EACH = """
 import sys, warnings
@@ -28,18 +29,26 @@ for path in sys.argv[1:]:
 
 def with_code(path: Path, code: str, use: str = "__torch__.f(input)") -> Path:
     """Write to ``path`` a module that evaluates the expression ``use``; ``code`` is that of ``__torch__``."""
+    saved = io.BytesIO()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch deprecates TorchScript
-        saved: Any = torch.jit.script(torch.nn.ReLU())
-        torch.jit.save(saved, path)
-    with zipfile.ZipFile(path) as archive:
-        records = {name: archive.read(name) for name in archive.namelist()}
-    with zipfile.ZipFile(path, "w") as archive:
-        for name, data in records.items():
-            archive.writestr(name, data.replace(b"    _0 = ", f"    _1 = {use}\n    _0 = ".encode()))
-        top = next(name for name in records if "/code/" in name).partition("/code/")[0]
-        archive.writestr(f"{top}/code/__torch__.py", code)
+        script: Any = torch.jit.script(torch.nn.ReLU())
+        torch.jit.save(script, saved)
+    first = b"    _0 = "
+    found = {
+        name: data.replace(first, f"    _1 = {use}\n".encode() + first)
+        for name, data in records(saved.getvalue()).items()
+    }
+    path.write_bytes(packed({**found, "code/__torch__.py": code.encode()}))
     return path
+
+
+def doubling(levels: int) -> str:
+    """Return the code of functions ``f0`` to ``f{levels}``, each of which calls the one before twice."""
+    return "def f0(x: Tensor) -> Tensor:\n  return torch.add(x, 1)\n" + "".join(
+        f"def f{k}(x: Tensor) -> Tensor:\n  return __torch__.f{k - 1}(__torch__.f{k - 1}(x))\n"
+        for k in range(1, levels + 1)
+    )
 
 
 def first_crash(paths: Sequence[Path]) -> str:

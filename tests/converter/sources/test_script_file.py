@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from architectures import Cnn, Mlp, Tied, seeded
-from deepscript import with_code
+from deepscript import doubling, with_code
 from scriptedmodels import How, Named, Recurrent, save
 
 from bf16kit.errors import SourceError
@@ -203,10 +203,7 @@ def test_an_operator_that_the_word_list_misses_is_rejected_when_it_is_compiled(
 
 
 def test_code_that_inlining_would_multiply_is_rejected(tmp_path: Path) -> None:
-    doubling = "def f0(x: Tensor) -> Tensor:\n  return torch.add(x, 1)\n" + "".join(
-        f"def f{k}(x: Tensor) -> Tensor:\n  return __torch__.f{k - 1}(__torch__.f{k - 1}(x))\n" for k in range(1, 41)
-    )
-    path = with_code(tmp_path / "m.pt", doubling, "__torch__.f40(input)")
+    path = with_code(tmp_path / "m.pt", doubling(40), "__torch__.f40(input)")
     with pytest.raises(
         SourceError, match=r"m\.pt: its code has more than 500000 operations once its calls are inlined"
     ):

@@ -17,6 +17,10 @@ TOO_LONG = "functions in a chain, expected at most 500"
 CIRCLE = "need one another in a circle"
 
 
+def _module(*codes: str) -> list[tuple[str, str]]:
+    return [("__torch__", code) for code in codes]
+
+
 def _functions(names: list[str]) -> str:
     calls = {name: f"__torch__.{following}(x)" for name, following in pairwise(names)}
     return "".join(f"def {name}(x: Tensor) -> Tensor:\n  return {calls.get(name, 'x')}\n" for name in names)
@@ -55,9 +59,9 @@ CHAINS: dict[str, Callable[[int], str]] = {
 
 @pytest.mark.parametrize("chain", CHAINS)
 def test_a_chain_is_rejected_beyond_the_limit_only(chain: str) -> None:
-    scriptcalls.check({"__torch__": [CHAINS[chain](scriptcalls.LONGEST)]})
+    scriptcalls.check(_module(CHAINS[chain](scriptcalls.LONGEST)))
     with pytest.raises(RuntimeFailure, match=TOO_LONG):
-        scriptcalls.check({"__torch__": [CHAINS[chain](scriptcalls.LONGEST + 1)]})
+        scriptcalls.check(_module(CHAINS[chain](scriptcalls.LONGEST + 1)))
 
 
 def test_the_chains_of_nested_classes_add_up() -> None:
@@ -65,8 +69,8 @@ def test_the_chains_of_nested_classes_add_up() -> None:
     outer = CHAINS["methods"](300).replace("M", "A").replace("training : bool", "training : bool\n  b : __torch__.B")
     inner = CHAINS["methods"](201).replace("M", "B")
     with pytest.raises(RuntimeFailure, match="its code may call 501 functions in a chain"):
-        scriptcalls.check({"__torch__": [outer, inner]})
-    scriptcalls.check({"__torch__": [outer, CHAINS["methods"](200).replace("M", "B")]})
+        scriptcalls.check(_module(outer, inner))
+    scriptcalls.check(_module(outer, CHAINS["methods"](200).replace("M", "B")))
 
 
 @pytest.mark.parametrize(
@@ -81,24 +85,23 @@ def test_the_chains_of_nested_classes_add_up() -> None:
 )
 def test_methods_that_may_call_one_another_unseen_count_as_a_chain(code: str) -> None:
     with pytest.raises(RuntimeFailure, match=TOO_LONG):
-        scriptcalls.check({"__torch__": [code]})
+        scriptcalls.check(_module(code))
 
 
 def test_definitions_whose_names_differ_in_case_alone_count_as_one() -> None:
     code = CHAINS["methods"](300)
     with pytest.raises(RuntimeFailure, match=TOO_LONG):
-        scriptcalls.check({"__torch__": [code, code.replace("M", "m")]})
+        scriptcalls.check(_module(code, code.replace("M", "m")))
 
 
 def test_a_chain_through_modules_and_a_circle_are_rejected() -> None:
-    modules = {f"__torch__.m{k}": [f"class C(Module):\n  a : __torch__.m{k + 1}.C\n"] for k in range(501)}
+    modules = [(f"__torch__.m{k}", f"class C(Module):\n  a : __torch__.m{k + 1}.C\n") for k in range(501)]
     with pytest.raises(RuntimeFailure, match=TOO_LONG):
         scriptcalls.check(modules)
     with pytest.raises(RuntimeFailure, match=CIRCLE):
-        scriptcalls.check({"__torch__": ["class A(Module):\n  a : __torch__.B\nclass B(Module):\n  a : __torch__.A\n"]})
-    scriptcalls.check(
-        {"__torch__": ["class A(Module):\n  def f(self: __torch__.A) -> __torch__.A:\n    return self\n"]}
-    )
+        scriptcalls.check(_module("class A(Module):\n  a : __torch__.B\nclass B(Module):\n  a : __torch__.A\n"))
+    itself = "class A(Module):\n  def f(self: __torch__.A) -> __torch__.A:\n    return self\n"
+    scriptcalls.check(_module(itself))
 
 
 class _Unrolled(torch.nn.Module):

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from deepscript import with_code
+from deepscript import doubling, with_code
 from numpy.typing import NDArray
 from scriptedmodels import Recurrent, save
 
@@ -256,15 +256,10 @@ def test_a_file_that_is_not_torchscript_is_a_runtime_failure(tmp_path: Path, con
         TorchScriptRuntime(tmp_path / "model.torchscript.pt", [X], [Y])
 
 
-DOUBLING = "def f0(x: Tensor) -> Tensor:\n  return torch.add(x, 1)\n" + "".join(
-    f"def f{k}(x: Tensor) -> Tensor:\n  return __torch__.f{k - 1}(__torch__.f{k - 1}(x))\n" for k in range(1, 101)
-)
-
-
 @pytest.mark.parametrize("levels", [20, 100])
 def test_code_that_inlining_would_multiply_is_rejected(tmp_path: Path, levels: int) -> None:
     """Each of these functions calls the one before twice: 2²⁰ and 2¹⁰⁰ operations."""
-    path = with_code(tmp_path / "model.torchscript.pt", DOUBLING, f"__torch__.f{levels}(input)")
+    path = with_code(tmp_path / "model.torchscript.pt", doubling(levels), f"__torch__.f{levels}(input)")
     with pytest.raises(RuntimeFailure, match="its code has more than 500000 operations once its calls are inlined"):
         TorchScriptRuntime(path, [X], [Y])
 
@@ -272,7 +267,7 @@ def test_code_that_inlining_would_multiply_is_rejected(tmp_path: Path, levels: i
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_nodes_are_counted_as_torch_inlines_them(tmp_path: Path) -> None:
     """With calls of functions, and of methods of modules, in blocks."""
-    path = with_code(tmp_path / "doubling.pt", DOUBLING, "__torch__.f5(input)")
+    path = with_code(tmp_path / "doubling.pt", doubling(5), "__torch__.f5(input)")
     for file in (path, save(tmp_path / "recurrent.pt", Recurrent(), torch.ones(2, 7, 16), "scripted")):
         unit: Any = torch._C.CompilationUnit()
         load: Any = torch._C.import_ir_module
