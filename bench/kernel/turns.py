@@ -79,7 +79,7 @@ class Piece:
 @dataclass(slots=True)
 class Timed:
     """``samples``: by piece of work and side, every run's seconds by process and turn. ``errors``: the relative L2 of
-    each side's first output from the first side's. ``notes``: who is absent, and why."""
+    each side's first output from the first side's. ``absent``: why a side is absent."""
 
     samples: dict[str, dict[str, list[list[list[float]]]]] = field(default_factory=dict)
     errors: dict[str, dict[str, float]] = field(default_factory=dict)

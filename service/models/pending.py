@@ -17,7 +17,7 @@ class PendingChange:
     futures: list[Future[None]] = field(default_factory=list)
 
 
-def complete(futures: Iterable[Future[None]], error: Exception | None) -> None:
+def complete(futures: Iterable[Future[None]], error: BaseException | None) -> None:
     """End the futures: with ``error``, or successfully for None."""
     for future in futures:
         if not future.set_running_or_notify_cancel():

@@ -219,6 +219,21 @@ class Peer:
             future.set_result(message["body"])
 
 
+def when_received(response: Future[Body], receive: Callable[[Body], object]) -> Future[None]:
+    """Return a future that ends once ``receive`` has had the response. A request that failed is left out."""
+    received: Future[None] = Future()
+
+    def finish(done: Future[Body]) -> None:
+        try:
+            if done.exception() is None:
+                receive(done.result())
+        finally:
+            received.set_result(None)
+
+    response.add_done_callback(finish)
+    return received
+
+
 def _duplicated(files: Sequence[int]) -> list[int]:
     """Return duplicates of the descriptors. Raises OSError, and leaves none open then."""
     duplicates: list[int] = []

@@ -7,7 +7,7 @@ from concurrent.futures import Future, wait
 from itertools import chain
 
 from service.peers.channel import Body
-from service.peers.peer import Message
+from service.peers.peer import Message, when_received
 from service.shadow.activity import Key
 from service.shadow.process import NAME
 from service.telemetry.merged import Family, MergedMetrics, merge
@@ -47,7 +47,7 @@ class CombinedMetrics:
         """See :meth:`Metrics.expose`; asks the shadow for its current counts first."""
         request = self._ask_shadow()
         if request is not None:
-            wait([self._counted(request)], _TIMEOUT_SECONDS)
+            wait([when_received(request, lambda body: self.receive(Message(body)))], _TIMEOUT_SECONDS)
         measured = self._shadow.families()
         return expose(merge(self._own.snapshot(), measured), accept) if measured else self._own.expose(accept)
 
@@ -58,17 +58,3 @@ class CombinedMetrics:
         """
         names = list(names)
         return chain(self._own.samples(names), self._shadow.samples(names))
-
-    def _counted(self, request: Future[Body]) -> Future[None]:
-        """Return a future that ends once the shadow's response is counted."""
-        counted: Future[None] = Future()
-
-        def count(done: Future[Body]) -> None:
-            try:
-                if done.exception() is None:
-                    self.receive(Message(done.result()))
-            finally:
-                counted.set_result(None)
-
-        request.add_done_callback(count)
-        return counted

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
+from functools import partial
 from typing import Any
 
 from service.contract import StatisticsSnapshot
 from service.peers.channel import Body
+from service.peers.peer import when_received
 from service.telemetry.merged import Family, MergedMetrics, Series
 from service.telemetry.metrics import Metrics, expose
 from service.workers.statistics import MergedStatistics, StatisticsByVersion, from_json
@@ -65,20 +67,6 @@ class Counting:
 
     def refresh(self) -> None:
         """Request every process' current counts, and wait for them."""
-        counted = [self._when_counted(process, future) for process, future in self._ask().items()]
+        counted = [when_received(answer, partial(self.receive, process)) for process, answer in self._ask().items()]
         self._metrics.update("", self._own.snapshot())
         wait(counted, _TIMEOUT_SECONDS)
-
-    def _when_counted(self, process: str, future: Future[Body]) -> Future[None]:
-        """Return a future that ends once ``process``' answer is counted."""
-        counted: Future[None] = Future()
-
-        def count(done: Future[Body]) -> None:
-            try:
-                if done.exception() is None:
-                    self.receive(process, done.result())
-            finally:
-                counted.set_result(None)
-
-        future.add_done_callback(count)
-        return counted

@@ -9,6 +9,7 @@ from typing import Any
 
 from bf16kit.errors import Unavailable
 from service.contract import Registry
+from service.models.pending import complete
 from service.operations import IndexEntry, RegistryModels, Setting, Settings, VersionStatistics
 from service.peers.channel import Body
 from service.workers.statistics import from_json
@@ -78,14 +79,5 @@ def _without_result(future: Future[Body]) -> Future[None]:
     """Return a future with the same end but without a result."""
     done: Future[None] = Future()
 
-    def finish(answered: Future[Body]) -> None:
-        error = answered.exception()
-        if not done.set_running_or_notify_cancel():
-            return
-        if error is None:
-            done.set_result(None)
-        else:
-            done.set_exception(error)
-
-    future.add_done_callback(finish)
+    future.add_done_callback(lambda answered: complete([done], answered.exception()))
     return done
