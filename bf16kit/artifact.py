@@ -22,6 +22,7 @@ from bf16kit.measurements import MAX_BYTES, Measurements
 from bf16kit.panels import unpack
 from bf16kit.reading import damaged_if_unreadable, read_segment
 from bf16kit.residual import Decoder, Scale
+from bf16kit.slices import Scales, Values
 from bf16kit.tensors import BY_NAME
 from bf16kit.tensors import Array as Array
 
@@ -30,10 +31,15 @@ _BLOCK = 4 << 20  # bytes of bf16 that are unpacked from panels at a time
 
 @dataclass(frozen=True, slots=True)
 class Golden:
-    """Golden samples: a few inputs, and the reference's outputs for them."""
+    """Golden samples: a few inputs, and the reference's outputs for them.
+
+    ``scales``, by output, are what the outputs' slices are judged against: their variation over all of the conversion's
+    samples. Artifacts before schema version 7 have none.
+    """
 
     inputs: dict[str, Array]
     outputs: dict[str, Array]
+    scales: dict[str, Scales]
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,7 +179,10 @@ class Artifact:
             arrays = load(data)
         except (SafetensorError, KeyError) as error:
             raise ArtifactDamaged(f"{path}: {error}") from None
-        return Golden(_with_prefix(arrays, "input:"), _with_prefix(arrays, "output:"))
+        scales: dict[str, list[Values]] = {}
+        for key, array in sorted(_with_prefix(arrays, "slices:").items()):  # "OUTPUT:AXIS", the axes in order
+            scales.setdefault(key.rpartition(":")[0], []).append(np.square(array.astype(np.float64)))
+        return Golden(_with_prefix(arrays, "input:"), _with_prefix(arrays, "output:"), dict(scales))
 
     def measurements(self) -> Measurements | None:
         """Return what the conversion measured, in rows, or None if it kept none; ArtifactError for an invalid file."""

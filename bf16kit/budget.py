@@ -10,11 +10,13 @@ from typing import Protocol
 
 from bf16kit.errors import UsageError
 
-METRICS = ("relative_l2", "cosine_distance", "max_abs", "sqnr_db", "top1_agreement", "nonfinite")
+METRICS = ("relative_l2", "cosine_distance", "max_abs", "sqnr_db", "top1_agreement", "nonfinite", "slice_error")
 QUANTILES = ("p50", "p99", "worst")  # that a bound may name, for example relative_l2.p99
 _FLOORS = ("sqnr_db", "top1_agreement")  # larger is better
-_NO_QUANTILES = ("top1_agreement", "nonfinite")  # one number for all samples
-_DEFAULT = MappingProxyType({"relative_l2": 1.5e-2, "cosine_distance": 5e-4, "top1_agreement": 0.99, "nonfinite": 0.0})
+_NO_QUANTILES = ("top1_agreement", "nonfinite", "slice_error")  # one number for all samples
+_DEFAULT = MappingProxyType(
+    {"relative_l2": 1.5e-2, "cosine_distance": 5e-4, "top1_agreement": 0.99, "nonfinite": 0.0, "slice_error": 0.25}
+)
 
 
 class Measured(Protocol):
@@ -22,22 +24,27 @@ class Measured(Protocol):
 
     def judged(self, bound: str) -> float | None: ...
 
+    def where(self, bound: str) -> str: ...
+
 
 @dataclass(frozen=True, slots=True)
 class Breach:
-    """One output over budget in one metric, or in one quantile of a metric; ``metric`` is the bound's name."""
+    """One output over budget in one metric, or in one quantile of a metric; ``metric`` is the bound's name.
+
+    ``where`` is the part of the output that was measured, "" for all of it.
+    """
 
     output: str
     metric: str
     measured: float
     bound: float
+    where: str = ""
 
     def __str__(self) -> str:
         relation = "at least" if _is_floor(self.metric) else "at most"
-        # The budget bounds the upper limit of the agreement, not the counted share: see bf16kit.drift.
-        counted = " at best (with its sampling error)" if self.metric == "top1_agreement" else ""
+        part = f" of {self.where}" if self.where else ""
         return (
-            f"output {self.output!r}: {self.metric} is {self.measured:.3g}{counted},"
+            f"output {self.output!r}: {self.metric}{part} is {self.measured:.3g},"
             f" the budget allows {relation} {self.bound:.3g}"
         )
 
@@ -47,9 +54,9 @@ class Budget:
     """Bounds on drift by name; a metric without a bound is unbounded. The defaults are the project's.
 
     A name is a metric, or a metric and one of :data:`QUANTILES`: ``relative_l2.p99``. A bound applies to the number
-    that :meth:`bf16kit.drift.DriftSummary.judged` returns for each output. ``relative_l2``, ``cosine_distance``,
-    ``max_abs`` and ``nonfinite`` have upper bounds; ``top1_agreement`` and ``sqnr_db`` have lower bounds. ``stated``
-    holds the names whose bounds an owner set, rather than the project.
+    that :meth:`bf16kit.drift.DriftSummary.judged` returns for each output. ``top1_agreement`` and ``sqnr_db`` have
+    lower bounds, the other metrics upper bounds. ``stated`` holds the names whose bounds an owner set, rather than the
+    project.
     """
 
     bounds: Mapping[str, float] = field(default_factory=lambda: _DEFAULT)
@@ -105,7 +112,7 @@ class Budget:
         for name, bound in self.as_dict().items():
             measured = summary.judged(name)
             if measured is not None and not _within(name, measured, bound):
-                found.append(Breach(output, name, measured, bound))
+                found.append(Breach(output, name, measured, bound, summary.where(name)))
         return found
 
     def ratio(self, name: str, measured: float) -> float:

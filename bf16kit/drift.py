@@ -1,28 +1,33 @@
 """Drift: the distance between a candidate's outputs and the reference's on the same inputs, per output and per sample.
 
-All in float64, r = reference, c = candidate, both flattened, over the elements where r is finite:
+All in float64, r = reference, c = candidate, both flattened, over the elements where r is finite and is not a fill:
 
 ``relative_l2``      ‖c−r‖ / ‖r‖
-``cosine_distance``  1 − c·r / (‖c‖‖r‖), computed as ½‖r/‖r‖ − c/‖c‖‖², which keeps its digits when the two nearly agree
+``cosine_distance``  1 − c·r / (‖c‖‖r‖), computed from c−r, which keeps its digits when the two nearly agree
 ``max_abs``          max |c−r|
 ``sqnr_db``          20·log10(‖r‖ / ‖c−r‖)
 ``top1_agreement``   share of rows (along the last axis) of a ``logits`` output where both have their largest element at
-                     the same index, or at one whose element ties with the reference's largest (:data:`TIE`)
-``nonfinite``        number of elements that are not finite where the reference is
+                     the same index, or at one whose element ties with the reference's largest (:data:`FP32_NOISE`)
+``nonfinite``        number of elements that are not finite in either and differ
+``slice_error``      the largest error of a slice ÷ its own variation over the samples (:mod:`bf16kit.slices`); only of
+                     outputs of floats, over all samples
+
+A *fill* is a constant that stands for infinity, such as the -1e9 of masked scores: the output's smallest or largest
+element, :data:`FILL` times beyond the others' usual magnitude, which the candidate also has, at most rounded to bf16.
+Fills would dominate every norm, so they are left out.
 
 A zero reference and a zero candidate have drift 0 (``sqnr_db`` +inf). A zero reference and a nonzero candidate have
-``relative_l2`` inf and ``cosine_distance`` 1. A candidate that is not finite where the reference is, or has another
-shape, is infinitely far: ``relative_l2`` and ``max_abs`` inf, ``cosine_distance`` 1, ``sqnr_db`` -inf. No value is NaN.
+``relative_l2`` inf and ``cosine_distance`` 1. A candidate with a nonfinite element, or another shape, is infinitely
+far: ``relative_l2`` and ``max_abs`` inf, ``cosine_distance`` 1, ``sqnr_db`` -inf. No value is NaN.
 
-A few samples cannot tell an agreement of 0.99 from one of 0.98. So a budget bounds the upper confidence limit of the
-agreement: Wilson's, one-sided, at 99 % (E. B. Wilson, J. Am. Stat. Assoc. 22, 1927). Rows of one sample, such as the
-tokens of a sentence, are not independent, so the limit counts samples.
+An output of one number per sample has neither an angle nor a magnitude to relate an error to, so a budget does not
+bound its ``relative_l2``, ``cosine_distance`` and ``sqnr_db``; it is one slice.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,17 +35,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bf16kit.budget import METRICS, Breach, Budget
+from bf16kit.numerics import LARGEST, OVERFLOW, to_bf16, to_fp32
+from bf16kit.slices import FP32_NOISE, Scales, SliceError, SliceSums, Values, Variation, worst_slice
 from bf16kit.tensors import TensorSpec
 
-__all__ = ["DISTRIBUTIONS", "METRICS", "Breach", "Budget", "DriftSummary", "SampleDrift", "measure"]
+__all__ = [
+    "DISTRIBUTIONS",
+    "METRICS",
+    "Breach",
+    "Budget",
+    "DriftSummary",
+    "OutputDrift",
+    "SampleDrift",
+    "compare",
+    "measure",
+]
 
 DISTRIBUTIONS = ("relative_l2", "cosine_distance", "max_abs", "sqnr_db")  # those with a value per sample
-
-# An element is tied with the row's largest when their distance is at most this share of either. It is 64 times fp32's
-# unit roundoff, a usual difference between fp32 programs that sum in another order.
-TIE = 2.0**-18
-_Z = 2.3263478740408408  # quantile of the normal distribution: 99 % lie below it
-
+OF_VECTORS = ("relative_l2", "cosine_distance", "sqnr_db")  # these mean nothing for one number per sample
+FILL = 1e3
+_TYPICAL = 512  # elements whose median magnitude is taken as usual
 _BLOCK = 1 << 20  # elements of float64 at a time, or one sample if a sample is larger
 
 
@@ -57,6 +71,22 @@ class SampleDrift:
     nonfinite: int
 
 
+@dataclass(frozen=True, slots=True)
+class OutputDrift:
+    """The drift of one output: of each sample, and the sums of its slices' errors, None for outputs without slices.
+
+    ``scales`` are what these are judged against, None if that is not known. ``scalar``: the output is one number per
+    sample. ``made``: the samples were made of others, because these were too few to judge slices and agreement by; they
+    do not count in metrics with a value per sample.
+    """
+
+    rows: list[SampleDrift]
+    noise: SliceSums | None = None
+    scales: Scales | None = None
+    scalar: bool = False
+    made: bool = False
+
+
 def measure(
     reference: NDArray[Any], candidate: NDArray[Any], spec: TensorSpec, batch_axis: int | None
 ) -> list[SampleDrift]:
@@ -65,90 +95,158 @@ def measure(
     There is only one for ``None``, or if the output does not have that axis. Integers and booleans are compared as
     float64. For strings, r is all ones, and c is 1 where the strings are equal, else 0.
     """
+    return compare(reference, candidate, spec, batch_axis).rows
+
+
+def compare(
+    reference: NDArray[Any],
+    candidate: NDArray[Any],
+    spec: TensorSpec,
+    batch_axis: int | None,
+    scales: Scales | None = None,
+    variation: Variation | None = None,
+) -> OutputDrift:
+    """Do as :func:`measure`, and sum the errors of each slice, to be judged against ``scales``.
+
+    The reference's samples are added to ``variation``.
+    """
     if reference.dtype == np.object_:
         same = reference == candidate if reference.shape == candidate.shape else np.zeros(())
         reference, candidate = np.ones(reference.shape), np.asarray(same, np.float64)
     axis = batch_axis if batch_axis is not None and batch_axis < reference.ndim else None
     if reference.shape != candidate.shape:
-        return [_INFINITELY_FAR] * (1 if axis is None else reference.shape[axis])
-    r, c = _samples_first(reference, axis), _samples_first(candidate, axis)
-    logits = spec.kind == "logits" and reference.ndim > (0 if axis is None else 1) and reference.shape[-1] > 0
-    classes = reference.shape[-1] if logits else None
-    return [drift for rows in _blocks(r) for drift in _measure(r[rows], c[rows], classes)]
+        return OutputDrift([_INFINITELY_FAR] * (1 if axis is None else reference.shape[axis]))
+    r, c = samples_first(reference, axis), samples_first(candidate, axis)
+    classes = reference.shape[-1] if spec.kind == "logits" and r.ndim > 1 and reference.shape[-1] > 0 else None
+    noise = SliceSums(spec, batch_axis) if has_slices(reference) else None
+    rows: list[SampleDrift] = []
+    for block in _blocks(r):
+        judged, error, nonfinite = difference(r[block], c[block])
+        rows += _sample_drifts(judged, error, nonfinite, *_top1(r[block], c[block], judged, classes))
+        if noise is not None:
+            noise.add(error)
+            if variation is not None:
+                variation.add(judged)
+    return OutputDrift(rows, noise, scales, math.prod(r.shape[1:]) == 1)
 
 
 _INFINITELY_FAR = SampleDrift(math.inf, 1.0, math.inf, -math.inf, 0, 0, 0)
 
 
-def _samples_first(array: NDArray[Any], axis: int | None) -> NDArray[Any]:
-    """Reshape to ``[samples, elements]``; the last axis of the array stays last."""
-    if axis is None:
-        return array.reshape(1, -1)
-    return np.moveaxis(array, axis, 0).reshape(array.shape[axis], math.prod(array.shape) // max(1, array.shape[axis]))
+def has_slices(array: NDArray[Any]) -> bool:
+    """Whether ``array``, an output, holds floats. Integers are indices, flags or counts: no noise, no variation."""
+    return array.dtype.kind == "f" or array.dtype.name == "bfloat16"
+
+
+def samples_first(array: NDArray[Any], axis: int | None) -> NDArray[Any]:
+    """Return ``array`` as ``[samples, *axes]``, where ``axis`` holds the samples; one sample for None."""
+    return array[None] if axis is None else np.moveaxis(array, axis, 0)
 
 
 def _blocks(array: NDArray[Any]) -> Iterator[slice]:
-    step = max(1, _BLOCK // max(1, array.shape[1]))
-    return (slice(start, start + step) for start in range(0, array.shape[0], step))
+    step = max(1, _BLOCK // max(1, math.prod(array.shape[1:])))
+    return (slice(start, start + step) for start in range(0, len(array), step))
 
 
-def _measure(reference: NDArray[Any], candidate: NDArray[Any], classes: int | None) -> Iterator[SampleDrift]:
-    """Drift of each row of two ``[samples, elements]`` arrays."""
-    with np.errstate(invalid="ignore"):  # casting a NaN of a narrow type raises the flag
+def add_variation(variation: Variation, reference: NDArray[Any], batch_axis: int | None) -> None:
+    """Add the samples of ``reference`` to ``variation``, without nonfinite elements and fills."""
+    samples = samples_first(reference, batch_axis if batch_axis is not None and batch_axis < reference.ndim else None)
+    for block in _blocks(samples):
+        variation.add(difference(samples[block], samples[block])[0])
+
+
+def difference(reference: NDArray[Any], candidate: NDArray[Any]) -> tuple[Values, Values, NDArray[np.int64]]:
+    """Return r and c − r of ``[samples, *axes]``, and the number of nonfinite elements that differ in each sample.
+
+    Both are NaN where r is not finite, where both hold a fill, and where c is not finite.
+    """
+    with np.errstate(invalid="ignore", over="ignore"):  # casting a NaN of a narrow type raises the flag
         r, c = reference.astype(np.float64), candidate.astype(np.float64)
-    matches, rows = _top1(r, c, classes)
-    judged = np.isfinite(r)
-    nonfinite = np.count_nonzero(judged & ~np.isfinite(c), axis=1)
-    far = nonfinite > 0
-    r[~judged] = 0.0
-    c[~judged] = 0.0
-    c[far] = r[far]  # their distances are infinite anyway; this keeps infinities out of the sums
-    relative, cosine, largest = _distances(r, c)
-    for i in range(r.shape[0]):
-        if far[i]:
-            l2, cos, peak = math.inf, 1.0, math.inf
+        error = c - r
+        none = np.zeros(len(r), np.int64)
+        if r.size == 0:
+            return r, error, none
+        low, high = float(r.min()), float(r.max())
+        finite = math.isfinite(low) and math.isfinite(high) and np.isfinite(error.sum())
+        fills = _fills(r, low, high) if finite else _fills(r, *_finite_range(r))
+        if finite and not fills:
+            return r, error, none
+        known = np.isfinite(r)
+        differ = (known != np.isfinite(c)) | (~known & (r != c) & ~(np.isnan(r) & np.isnan(c)))
+        left_out = ~known | differ
+        for fill in fills:
+            left_out |= (r == fill) & ((c == fill) | (c == _rounded(fill)))
+        r[left_out] = np.nan
+        error[left_out] = np.nan
+    return r, error, differ.reshape(len(r), -1).sum(axis=1)
+
+
+def _finite_range(r: Values) -> tuple[float, float]:
+    finite = r[np.isfinite(r)]
+    return (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
+
+
+def _fills(r: Values, low: float, high: float) -> list[float]:
+    """Return the fills among the ends ``low`` and ``high`` of the finite elements."""
+    flat = r.reshape(-1)
+    sampled = flat[:: max(1, flat.size // _TYPICAL)]
+    others = np.abs(sampled[np.isfinite(sampled) & (sampled != low) & (sampled != high)])
+    usual = max(float(np.median(others)), 2.0**-126) if others.size else math.inf
+    return [end for end in (low, high) if abs(end) > FILL * usual]
+
+
+def _rounded(fill: float) -> float:
+    """Return ``fill`` as bf16 holds it; conversions clamp constants that would overflow to the largest number."""
+    if abs(fill) >= OVERFLOW:
+        return math.copysign(LARGEST, fill)
+    return float(to_fp32(to_bf16(np.array([fill], np.float32)))[0])
+
+
+def _sample_drifts(
+    r: Values, error: Values, nonfinite: NDArray[np.int64], matches: NDArray[np.int64], top1_rows: int
+) -> Iterator[SampleDrift]:
+    """Yield the drift of each sample of ``[samples, *axes]``; elements that are NaN are left out."""
+    r, error = r.reshape(len(r), -1), error.reshape(len(error), -1)
+    if np.isnan(np.einsum("ne->", r)) or np.isnan(np.einsum("ne->", error)):
+        r, error = np.nan_to_num(r), np.nan_to_num(error)
+    peak = max(
+        float(r.max(initial=0.0)),
+        -float(r.min(initial=0.0)),
+        float(error.max(initial=0.0)),
+        -float(error.min(initial=0.0)),
+    )
+    if peak and not 1e-140 < peak < 1e140:  # float64 outputs, whose squares would leave the range
+        r, error = r / peak, error / peak
+    else:
+        peak = 1.0
+    largest = np.maximum(error.max(axis=1, initial=0.0), 0.0 - error.min(axis=1, initial=0.0)) * peak
+    rr, dd, rd = (np.einsum("ne,ne->n", a, b) for a, b in ((r, r), (error, error), (r, error)))
+    for i in range(len(r)):
+        if nonfinite[i]:
+            relative, cosine, worst = math.inf, 1.0, math.inf
         else:
-            l2, cos, peak = float(relative[i]), float(cosine[i]), float(largest[i])
-        yield SampleDrift(l2, cos, peak, _decibels(l2), int(matches[i]), rows, int(nonfinite[i]))
+            relative, cosine, worst = *_norms(float(rr[i]), float(dd[i]), float(rd[i])), float(largest[i])
+        yield SampleDrift(relative, cosine, worst, _decibels(relative), int(matches[i]), top1_rows, int(nonfinite[i]))
 
 
-def _distances(
-    r: NDArray[np.float64], c: NDArray[np.float64]
-) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """``relative_l2``, ``cosine_distance`` and ``max_abs`` of each row, all finite; overwrites ``r`` and ``c``."""
-    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-        difference = c - r
-        largest, difference_norm = _unit(difference), _norm(difference)
-        del difference
-        r_peak, c_peak = _unit(r), _unit(c)
-        r_norm, c_norm = (_norm(np.array(x)) for x in (r, c))
-        relative = (largest / r_peak) * (difference_norm / r_norm)
-        r /= r_norm[:, None]
-        c /= c_norm[:, None]
-        r -= c
-        cosine = 0.5 * np.square(_norm(r))
-    both, either = (r_peak == 0) & (c_peak == 0), (r_peak == 0) | (c_peak == 0)
-    relative = np.where(both, 0.0, np.where((r_peak == 0) | np.isnan(relative), np.inf, relative))
-    cosine = np.where(both, 0.0, np.where(either, 1.0, cosine))
-    return relative, cosine, largest
+def _norms(rr: float, dd: float, rd: float) -> tuple[float, float]:
+    """Return relative_l2 and cosine_distance from r·r, d·d and r·d, where d = c − r.
 
-
-def _unit(x: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Divide each row by its largest magnitude, in place, so that squares neither overflow nor underflow.
-
-    Returns these magnitudes, never -0, which negating a smallest value of 0 would give.
+    1 − cos = (d·d − (‖c‖−‖r‖)²) / (2‖c‖‖r‖), and ‖c‖−‖r‖ = (2r·d + d·d) / (‖c‖+‖r‖). That keeps its digits while d is
+    small; for a large d, r·c = r·r + r·d does.
     """
-    peak: NDArray[np.float64] = np.maximum(np.max(x, axis=1, initial=0.0), 0.0 - np.min(x, axis=1, initial=0.0))
-    x /= np.where(peak == 0, 1.0, peak)[:, None]
-    return peak
-
-
-def _norm(x: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the norm of each row.
-
-    ``x`` is overwritten with squares, because one sample of a large vocabulary is 51 MB.
-    """
-    return np.asarray(np.sqrt(np.add.reduce(np.square(x, out=x), axis=1)))
+    cc = max(0.0, rr + 2 * rd + dd)
+    if dd == 0:
+        return 0.0, 0.0
+    if rr == 0:
+        return math.inf, 1.0
+    if cc == 0:
+        return 1.0, 1.0
+    norms = math.sqrt(rr) * math.sqrt(cc)
+    if dd > 0.1 * rr:
+        return math.sqrt(dd / rr), min(2.0, max(0.0, 1 - (rr + rd) / norms))
+    longer = (2 * rd + dd) / (math.sqrt(rr) + math.sqrt(cc))
+    return math.sqrt(dd / rr), max(0.0, dd - longer * longer) / (2 * norms)
 
 
 def _decibels(relative_l2: float) -> float:
@@ -157,16 +255,24 @@ def _decibels(relative_l2: float) -> float:
     return -20.0 * math.log10(relative_l2) if math.isfinite(relative_l2) else -math.inf
 
 
-def _top1(r: NDArray[np.float64], c: NDArray[np.float64], classes: int | None) -> tuple[NDArray[np.int64], int]:
-    """Return how many rows of ``classes`` elements agree in each sample, and how many rows a sample has."""
+def _top1(
+    reference: NDArray[Any], candidate: NDArray[Any], judged: Values, classes: int | None
+) -> tuple[NDArray[np.int64], int]:
+    """Return how many rows of ``classes`` elements agree in each sample, and how many rows a sample has.
+
+    Fills are never the largest element.
+    """
     if classes is None:
-        return np.zeros(r.shape[0], np.int64), 0
-    rows = r.shape[1] // classes
-    r, c = r.reshape(-1, classes), c.reshape(-1, classes)
+        return np.zeros(len(reference), np.int64), 0
+    rows = math.prod(reference.shape[1:]) // classes
+    r, c = (array.astype(np.float64).reshape(-1, classes) for array in (reference, candidate))
+    fills = np.isnan(judged.reshape(-1, classes)) & np.isfinite(r) & np.isfinite(c)
+    if fills.any():
+        r, c = np.where(fills, -np.inf, r), np.where(fills, -np.inf, c)
     chosen = np.take_along_axis(r, c.argmax(axis=1)[:, None], axis=1)
     largest = np.take_along_axis(r, r.argmax(axis=1)[:, None], axis=1)
     with np.errstate(invalid="ignore"):  # infinite logits: two of the same sign are equal, but their difference is NaN
-        tied = (chosen == largest) | (largest - chosen <= TIE * np.minimum(np.abs(largest), np.abs(chosen)))
+        tied = (chosen == largest) | (largest - chosen <= FP32_NOISE * np.minimum(np.abs(largest), np.abs(chosen)))
     tied |= r.argmax(axis=1)[:, None] == c.argmax(axis=1)[:, None]
     return np.count_nonzero(tied.reshape(-1, rows), axis=1).astype(np.int64), rows
 
@@ -177,46 +283,72 @@ class DriftSummary:
 
     ``stats[metric][stat]``: metrics with a value per sample have ``mean``, ``p50``, ``p99`` and ``worst``, where
     ``p99`` and ``worst`` lie on the bad side (low for ``sqnr_db``). ``top1_agreement`` has ``mean``, the counted share,
-    and ``upper``, its upper confidence limit; it is absent when the output is not logits. ``nonfinite`` has ``total``.
+    and ``rows``; it is absent when the output is not logits. ``nonfinite`` has ``total``. ``slice_error`` has ``worst``
+    and where that is: the fields of :class:`~bf16kit.slices.SliceError`; it is absent when no slice is judged.
     """
 
     samples: int
     stats: Mapping[str, Mapping[str, float]]
 
     @classmethod
-    def of(cls, samples: Iterable[SampleDrift]) -> DriftSummary:
-        """Summarise at least one sample; ValueError for none."""
+    def of(
+        cls,
+        samples: Iterable[SampleDrift],
+        worst: SliceError | None = None,
+        *,
+        made: Iterable[SampleDrift] = (),
+        scalar: bool = False,
+    ) -> DriftSummary:
+        """Summarise at least one sample, and the ``worst`` slice; ValueError for none.
+
+        For ``made`` and ``scalar`` see :class:`OutputDrift`.
+        """
         drifts = list(samples)
         if not drifts:
             raise ValueError("no samples to summarise")
-        stats = {metric: _distribution(metric, [getattr(d, metric) for d in drifts]) for metric in DISTRIBUTIONS}
-        rows = sum(d.top1_rows for d in drifts)
+        metrics = [metric for metric in DISTRIBUTIONS if not scalar or metric not in OF_VECTORS]
+        stats = {metric: _distribution(metric, [getattr(d, metric) for d in drifts]) for metric in metrics}
+        every = [*drifts, *made]
+        rows = sum(d.top1_rows for d in every)
         if rows:
-            agreement = sum(d.top1_matches for d in drifts) / rows
-            stats["top1_agreement"] = {"mean": agreement, "upper": upper_limit(agreement, len(drifts))}
-        stats["nonfinite"] = {"total": float(sum(d.nonfinite for d in drifts))}
+            stats["top1_agreement"] = {"mean": sum(d.top1_matches for d in every) / rows, "rows": float(rows)}
+        stats["nonfinite"] = {"total": float(sum(d.nonfinite for d in every))}
+        if worst is not None:
+            where = {"axis": worst.axis, "index": worst.index, "judged": worst.judged, "slices": worst.slices}
+            stats["slice_error"] = {"worst": worst.error} | {name: float(value) for name, value in where.items()}
         return cls(len(drifts), stats)
+
+    @classmethod
+    def joined(cls, found: Sequence[OutputDrift]) -> DriftSummary:
+        """Summarise the drift of one output in several runs; ValueError if no run has a sample."""
+        scales, noise = found[0].scales, None
+        if scales is not None and found[0].noise is not None:
+            noise = found[0].noise.copy()
+            for other in found[1:]:
+                if other.noise is not None:
+                    noise.merge(other.noise)
+        worst = None if noise is None or scales is None else worst_slice(noise, scales)
+        given, made = ([row for one in found if one.made is kind for row in one.rows] for kind in (False, True))
+        return cls.of(given or made, worst, made=made if given else (), scalar=all(one.scalar for one in found))
 
     def judged(self, bound: str) -> float | None:
         """Return the number that the budget's ``bound`` applies to; ``None`` when this output has no such metric.
 
-        For a metric that is the mean of ``relative_l2``, ``cosine_distance`` and ``sqnr_db``, the worst ``max_abs``,
-        the upper limit of ``top1_agreement``, and the total of ``nonfinite``. For a quantile, such as
+        For a metric that is the mean of ``relative_l2``, ``cosine_distance``, ``sqnr_db`` and ``top1_agreement``, the
+        worst ``max_abs`` and ``slice_error``, and the total of ``nonfinite``. For a quantile, such as
         ``relative_l2.p99``, it is that quantile.
         """
         metric, _, quantile = bound.partition(".")
-        stats = self.stats.get(metric, {})
-        if quantile:
-            return stats.get(quantile)
-        return stats.get("upper", stats.get("mean")) if metric == "top1_agreement" else stats.get(_JUDGED[metric])
+        return self.stats.get(metric, {}).get(quantile or _JUDGED[metric])
 
-    def measured(self, bound: str) -> float | None:
-        """Return the measured number: as :meth:`judged`, but the counted share of ``top1_agreement``, not its limit."""
-        return self.stats.get(bound, {}).get("mean") if bound == "top1_agreement" else self.judged(bound)
+    def where(self, bound: str) -> str:
+        """Return the part of the output that :meth:`judged` is about; "" for all of it."""
+        stats = self.stats.get(bound, {})
+        return f"index {stats['index']:.0f} of axis {stats['axis']:.0f}" if "axis" in stats else ""
 
     def worst(self, bound: str) -> float | None:
-        """Return the worst sample's value; for ``top1_agreement`` and ``nonfinite`` the measured one."""
-        return self.stats.get(bound.partition(".")[0], {}).get("worst", self.measured(bound))
+        """Return the worst sample's value; for metrics without a value per sample the judged one."""
+        return self.stats.get(bound.partition(".")[0], {}).get("worst", self.judged(bound))
 
     def as_dict(self) -> dict[str, dict[str, float]]:
         """Return ``stats`` as nested dictionaries, as the manifest keeps them."""
@@ -228,18 +360,10 @@ _JUDGED = {
     "cosine_distance": "mean",
     "max_abs": "worst",
     "sqnr_db": "mean",
+    "top1_agreement": "mean",
     "nonfinite": "total",
+    "slice_error": "worst",
 }
-
-
-def upper_limit(share: float, count: int) -> float:
-    """Return Wilson's one-sided upper confidence limit, at 99 %, of a share counted over ``count`` independent samples.
-
-    It is 1 only if ``share`` is 1: once one sample disagrees, no count supports full agreement.
-    """
-    squared = _Z * _Z / count
-    spread = _Z * math.sqrt(share * (1 - share) / count + squared / (4 * count))
-    return min(1.0, (share + squared / 2 + spread) / (1 + squared)) if share < 1 else 1.0
 
 
 def _mean(ordered: list[float]) -> float:

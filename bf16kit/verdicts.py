@@ -78,13 +78,13 @@ def rows_of(profile: str, output: str, summary: DriftSummary, budget: Budget, em
     over = {breach.metric for breach in budget.breaches(output, summary)}
     names = {*METRICS, *budget.as_dict()}
     for name in sorted(names, key=lambda name: (METRICS.index(name.partition(".")[0]), name)):
-        judged, measured = summary.judged(name), summary.measured(name)
-        if judged is None or measured is None:
+        judged = summary.judged(name)
+        if judged is None:
             continue
         bound = budget.bound(name)
         used = None if bound is None else budget.ratio(name, judged)
         worst = summary.stats.get(name, {}).get("worst")
-        yield DriftRow(profile, output, name, measured, judged, worst, bound, used, name not in over, emulated)
+        yield DriftRow(profile, output, name, judged, judged, worst, bound, used, name not in over, emulated)
 
 
 def verdicts(manifest: Manifest, rows: Sequence[DriftRow]) -> Iterator[Verdict]:

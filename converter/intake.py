@@ -21,6 +21,7 @@ from converter.process.progress import Progress
 from converter.proof import givenoutputs, samples
 from converter.proof.judging import check_budget, with_output_kinds
 from converter.proof.oracle import OracleRun, run_oracle
+from converter.proof.perturbed import with_enough
 from converter.proof.preparation import check_prepared
 from converter.proof.random_samples import generate
 from converter.proof.samples import Samples
@@ -68,17 +69,21 @@ def load_samples(options: Options, source: Source, progress: Progress) -> Sample
 
 
 def record_source_outputs(
-    source: Source, calibration: Samples, stage: StagingArtifact, progress: Progress
-) -> OracleRun:
-    """Record the source's own answers, before narrowing and folding change it.
+    options: Options, source: Source, calibration: Samples, stage: StagingArtifact, progress: Progress
+) -> tuple[OracleRun, Samples]:
+    """Record the source's own answers, before narrowing and folding change it; also return enough samples to judge by.
 
     The oracle is released afterwards, unless it is the only reference there will be.
     """
     with progress.step("asking the source itself"):
         oracle_run = run_oracle(source, calibration.feeds, stage.path)
+        if source.oracle is not None:
+            calibration = with_enough(
+                calibration, source.outputs, oracle_run.outputs, source.oracle, options.budget, options.seed
+            )
     if source.graph is not None:
         source.oracle = None
-    return oracle_run
+    return oracle_run, calibration
 
 
 def check_expected_outputs(

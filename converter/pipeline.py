@@ -86,7 +86,7 @@ def convert(options: Options, progress: Progress | None = None, provided: Provid
         calibration = provided_samples or intake.load_samples(options, source, progress)
         if not (options.samples or provided_samples):
             notes.append(f"drift was measured on {calibration.origin}, because --samples was not given")
-        oracle_run = intake.record_source_outputs(source, calibration, stage, progress)
+        oracle_run, calibration = intake.record_source_outputs(options, source, calibration, stage, progress)
         notes += intake.check_expected_outputs(options, source, calibration, oracle_run, stage, progress)
         profiles = intake.write_traced_formats(options, source, stage, progress, notes)
         heap.collect()
@@ -120,7 +120,7 @@ def convert(options: Options, progress: Progress | None = None, provided: Provid
             without=optional,
         )
         measurements = build_measurements(
-            manifest, certified, layers, proven.census, proven.searches, calibration.feeds
+            manifest, certified, layers, proven.census, proven.searches, calibration.given
         )
         if judged is not None:
             measurements = measurements.model_copy(update={"recovery": judged.recovery})

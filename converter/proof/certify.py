@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from bf16kit.artifact import Artifact
+from bf16kit.drift import SampleDrift
 from bf16kit.errors import RuntimeFailure
 from bf16kit.manifest import DriftEntry, Manifest, ProfileEntry
 from bf16kit.publish import StagingArtifact
@@ -19,14 +20,14 @@ from bf16kit.tensors import TensorSpec
 from bf16kit.wording import brief
 from converter.formats.traced import TRACED
 from converter.graph.requirements import required
-from converter.model import Feeds
 from converter.options import Options
 from converter.process.memory import release_memory
 from converter.process.progress import Progress
 from converter.proof import golden, measure, oracle
+from converter.proof.batchaxis import batch_axis
 from converter.proof.exported import GraphReference
 from converter.proof.judging import find_breaches, without_profiles
-from converter.proof.measure import Drifts
+from converter.proof.measure import Expected
 from converter.proof.nudge import open_nudged
 from converter.proof.observedshapes import edges, with_batch_axis, with_observed_shapes
 from converter.proof.oracle import OracleRun
@@ -56,8 +57,8 @@ class Certified:
     notes: list[str] = field(default_factory=list)
 
     @property
-    def drifts(self) -> dict[str, Drifts]:
-        """The drift of every sample that was run, by profile."""
+    def drifts(self) -> dict[str, dict[str, list[SampleDrift]]]:
+        """The drift of every sample that was run, by profile and output."""
         return {profile: measure.joined(run.drifts) for profile, run in self.runs.items()}
 
 
@@ -80,24 +81,24 @@ def certify(
     with progress.step("running the fp32 reference"):
         draft = stage.draft(manifest)
         reference = _open_reference(draft, *edges(manifest), source, stage.path)
-        expected = _expected(reference, samples, stage)
+        answers = _expected(reference, samples, stage)
         rows_interact = isinstance(source, OracleReference) and not source.rowwise
-        axis = (
-            None if rows_interact else measure.batch_axis(reference, reference.inputs, reference.outputs, samples.feeds)
-        )
+        axis = None if rows_interact else batch_axis(reference, reference.inputs, reference.outputs, samples.feeds)
         reference.close()
         release_memory()
         checked = oracle.certify(
             oracle_run,
             samples.feeds,
-            expected,
+            answers,
             None if isinstance(source, OracleReference) else partial(_nudged, draft, source, oracle_run, stage.path),
             stage.path,
         )
         release_memory()
     manifest = manifest.amended(oracle=checked)
-    manifest, notes = with_observed_shapes(manifest, samples.feeds, expected)
+    manifest, notes = with_observed_shapes(manifest, samples.feeds, answers)
     certified = Certified(with_batch_axis(manifest, axis), notes=[*oracle.remarks(checked), *notes])
+    scales = measure.slice_scales(answers, edges(certified.manifest)[1], axis)
+    expected = Expected(samples.feeds, answers, scales, len(samples.given))
     if axis is None:
         certified.notes.append(_ROWS_INTERACT if rows_interact else _AXIS_UNCONFIRMED)
     for profile in sorted(manifest.profiles):
@@ -109,8 +110,8 @@ def certify(
             graph = None if isinstance(source, OracleReference) else source
             _certify_export(certified, stage, export, samples, expected, options, graph)
         release_memory()
-    _write_golden(certified, stage, samples.feeds, expected, options)
-    expected.close()
+    _write_golden(certified, stage, expected, options)
+    answers.close()
     return certified
 
 
@@ -149,12 +150,12 @@ def _certify_profile(
     stage: StagingArtifact,
     profile: str,
     samples: Samples,
-    expected: Sequence[Feeds],
+    expected: Expected,
     options: Options,
 ) -> None:
     manifest = certified.manifest
     try:
-        run = run_as_served(stage.draft(manifest), profile, samples.feeds, expected)
+        run = run_as_served(stage.draft(manifest), profile, expected)
     except RuntimeFailure as error:
         if profile in options.optional_profiles:
             note = f"no profile {profile}: the written graph does not run on the samples: {error}"
@@ -179,13 +180,13 @@ def _certify_export(
     stage: StagingArtifact,
     export: str,
     samples: Samples,
-    expected: Sequence[Feeds],
+    expected: Expected,
     options: Options,
     source: GraphReference | None,
 ) -> None:
     """Measure the drift of the export's files in the reference's arithmetic; other programs may compute otherwise."""
     manifest = certified.manifest
-    run = run_export(stage.draft(manifest), export, samples.feeds, expected, source, stage.path)
+    run = run_export(stage.draft(manifest), export, expected, source, stage.path)
     entry = manifest.exports[export].model_copy(update={"verified": "host", "note": run.note})
     certified.manifest = manifest.model_copy(update={"exports": manifest.exports | {export: entry}})
     _record(certified, export, f"export {export}", run, samples, options)
@@ -218,7 +219,10 @@ def _verified(stage: StagingArtifact, manifest: Manifest, profile: str, run: Run
 
 
 def _write_golden(
-    certified: Certified, stage: StagingArtifact, feeds: Sequence[Feeds], expected: Sequence[Feeds], options: Options
+    certified: Certified,
+    stage: StagingArtifact,
+    expected: Expected,
+    options: Options,
 ) -> None:
     """Write the golden samples and read them back.
 
@@ -249,8 +253,8 @@ def _write_golden(
         label = "export" if profile in manifest.exports else "profile"
         certified.breaches[profile] = [f"{label} {profile}, {each}, on the golden samples alone" for each in breaches]
     for name, chosen in kept.items():
-        golden.write(stage.path / name, feeds[chosen], expected[chosen])
+        golden.write(stage.path / name, expected.feeds[chosen], expected.outputs[chosen], expected.scales)
     certified.manifest = manifest.amended(golden=golden.NAME, profiles=profiles)
     draft = stage.draft(certified.manifest)
     for name, chosen in kept.items():
-        golden.check(draft, name, feeds[chosen], expected[chosen])
+        golden.check(draft, name, expected.feeds[chosen], expected.outputs[chosen])

@@ -13,7 +13,7 @@ from bf16kit.errors import ConversionError
 from converter.graph.equality import same_bits
 from converter.model import Feeds
 from converter.proof.judging import find_breaches
-from converter.proof.measure import Drifts
+from converter.proof.measure import Drifts, SliceScales
 
 NAME = "golden.safetensors"
 
@@ -34,13 +34,19 @@ def choose(budget: Budget, runs: Collection[Mapping[int, Drifts]]) -> int:
     return next((n for n in sorted(shared) if not any(find_breaches(budget, [found[n]]) for found in runs)), 0)
 
 
-def write(path: Path, feeds: Feeds, outputs: Feeds) -> None:
-    """Write one feed and its reference outputs under the keys ``input:NAME`` and ``output:NAME``."""
+def write(path: Path, feeds: Feeds, outputs: Feeds, scales: SliceScales) -> None:
+    """Write one feed and its reference outputs under the keys ``input:NAME`` and ``output:NAME``.
+
+    ``slices:NAME:AXIS`` is the root mean square that the errors of each slice are judged against, counting axes from 0
+    without the batch's.
+    """
     from safetensors.numpy import save
 
     # ascontiguousarray would turn a scalar into an array of one dimension
     arrays = {f"input:{name}": np.asarray(array, order="C") for name, array in feeds.items()}
     arrays |= {f"output:{name}": np.asarray(array, order="C") for name, array in outputs.items()}
+    for name, axes in scales.items():
+        arrays |= {f"slices:{name}:{axis}": np.sqrt(scale).astype(np.float32) for axis, scale in enumerate(axes)}
     path.write_bytes(save(arrays))  # save_file makes files that only their owner can read
 
 

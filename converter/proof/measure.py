@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from itertools import combinations
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from bf16kit import drift
-from bf16kit.drift import DriftSummary, SampleDrift
-from bf16kit.errors import RuntimeFailure, SamplesError
+from bf16kit.drift import DriftSummary, OutputDrift, SampleDrift
+from bf16kit.errors import SamplesError
 from bf16kit.runtime import Runtime
+from bf16kit.slices import Scales, Values, Variation
 from bf16kit.tensors import TensorSpec
 from converter.model import Array, Feeds
 from converter.proof.samples import Samples
 from converter.proof.spool import Spool
 
-# Allowed relative_l2 between two samples run together and run apart: fp32 arithmetic in another order, and no more.
-_TOLERANCE = 1e-4
-
-Drifts = dict[str, list[SampleDrift]]  # by output, a row per sample
+Drifts = dict[str, OutputDrift]  # of one feed, by output
+SliceScales = Mapping[str, Scales]  # by output, for outputs of floats
 
 
 def run_all(runtime: Runtime, feeds: Sequence[Feeds]) -> Iterator[Feeds]:
@@ -52,71 +50,70 @@ def _reject_nan(array: Array, sample: str, output: str) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """Feeds with the reference's ``outputs`` for them, and what the outputs' slices are judged against.
+
+    The feeds from number ``given`` on were made by perturbing the others.
+    """
+
+    feeds: Sequence[Feeds]
+    outputs: Sequence[Feeds]
+    scales: SliceScales
+    given: int
+
+    def every(self, step: int) -> Expected:
+        """Return every ``step``-th feed, starting with the first."""
+        return Expected(self.feeds[::step], self.outputs[::step], self.scales, -(-self.given // step))
+
+
+def joined(found: Sequence[Drifts]) -> dict[str, list[SampleDrift]]:
+    """Join the drifts of the given samples of all feeds, by output."""
+    return {output: [row for one in found if not one[output].made for row in one[output].rows] for output in found[0]}
+
+
+def slice_scales(
+    reference: Iterable[Feeds], outputs: Sequence[TensorSpec], batch_axis: int | None
+) -> dict[str, list[Values]]:
+    """Return what the slices of each output are judged against: their variation over all samples of ``reference``."""
+    found: dict[str, Variation] = {}
+    for answers in reference:
+        for spec in outputs:
+            if drift.has_slices(answers[spec.name]):
+                variation = found.setdefault(spec.name, Variation(spec, batch_axis))
+                drift.add_variation(variation, answers[spec.name], batch_axis)
+    return {name: variation.scales() for name, variation in found.items()}
+
+
 def drifts(
-    reference: Sequence[Feeds], candidate: Iterable[Feeds], outputs: Sequence[TensorSpec], batch_axis: int | None
+    reference: Sequence[Feeds],
+    candidate: Iterable[Feeds],
+    outputs: Sequence[TensorSpec],
+    batch_axis: int | None,
+    scales: SliceScales,
+    given: int | None = None,
 ) -> list[Drifts]:
-    """Return the drift of ``candidate``'s outputs, each released once measured, from ``reference``'s, by sample."""
+    """Return the drift of ``candidate``'s outputs, each released once measured, from ``reference``'s, by feed.
+
+    The outputs from number ``given`` on are for feeds that were made by perturbing others.
+    """
     found: list[Drifts] = []
     for actual in candidate:  # zip would hold its last pair while the next outputs are computed
         expected = reference[len(found)]
-        found.append({s.name: drift.measure(expected[s.name], actual[s.name], s, batch_axis) for s in outputs})
+        made = given is not None and len(found) >= given
+        measured = {
+            s.name: drift.compare(expected[s.name], actual[s.name], s, batch_axis, scales.get(s.name)) for s in outputs
+        }
+        found.append({name: replace(one, made=True) for name, one in measured.items()} if made else measured)
         del expected, actual
     if len(found) != len(reference):
         raise ValueError(f"{len(found)} answers to {len(reference)} samples")
     return found
 
 
-def joined(found: Sequence[Drifts]) -> Drifts:
-    """Join the drifts of all samples into one."""
-    return {output: [row for one in found for row in one[output]] for output in found[0]}
-
-
 def summarise(found: Sequence[Drifts]) -> dict[str, DriftSummary]:
     """Summarise drift over all samples, by output."""
-    return {output: DriftSummary.of(rows) for output, rows in joined(found).items()}
-
-
-def batch_axis(
-    runtime: Runtime, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], feeds: Sequence[Feeds]
-) -> int | None:
-    """Return 0 if the first axis is a batch axis, else None.
-
-    Every input and output must have a free first dimension, with one name for all inputs. Two samples run together must
-    give the same outputs as run apart. Also None if ``feeds`` hold no two samples of the same shape.
-    """
-    first = {spec.shape[0] if spec.shape else None for spec in inputs}
-    if len(first) != 1 or not isinstance(next(iter(first)), str):
-        return None
-    if any(not spec.shape or isinstance(spec.shape[0], int) for spec in outputs):
-        return None
-    pair = _pair(feeds)
-    if pair is None:
-        return None
-    try:
-        apart = [runtime.run({name: array[i : i + 1] for name, array in pair.items()}) for i in (0, 1)]
-        together = runtime.run(pair)
-    except RuntimeFailure:
-        return None  # a dimension that is declared free but is not
-    return 0 if all(_same(together, apart, spec) for spec in outputs) else None
-
-
-def _pair(feeds: Sequence[Feeds]) -> Feeds | None:
-    """Return two different samples in one feed: two rows of one feed, or one row each of two of the same shape."""
-    for feed in feeds:
-        if all(len(array) > 1 for array in feed.values()):
-            return {name: np.ascontiguousarray(array[:2]) for name, array in feed.items()}
-    for a, b in combinations(feeds[:100], 2):
-        if all(a[name].shape[1:] == b[name].shape[1:] for name in a):
-            return {name: np.concatenate([a[name][:1], b[name][:1]]) for name in a}
-    return None
-
-
-def _same(together: Feeds, apart: Sequence[Feeds], spec: TensorSpec) -> bool:
-    if any(len(row[spec.name]) != 1 for row in apart):
-        return False
-    expected = np.concatenate([row[spec.name] for row in apart])
-    found = drift.measure(expected, together[spec.name], spec, 0)
-    return all(sample.relative_l2 <= _TOLERANCE and not sample.nonfinite for sample in found)
+    return {output: DriftSummary.joined([one[output] for one in found]) for output in found[0]}
 
 
 def with_batch_dimension(outputs: Sequence[TensorSpec], name: str) -> tuple[TensorSpec, ...]:

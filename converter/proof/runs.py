@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bf16kit.artifact import Artifact
-from bf16kit.runtime import RuntimeInfo
+from bf16kit.runtime import Runtime, RuntimeInfo
+from bf16kit.tensors import TensorSpec
 from converter.formats.traced import TRACED
-from converter.model import Feeds
 from converter.proof import measure
 from converter.proof.exported import GraphReference, open_export
-from converter.proof.measure import Drifts
+from converter.proof.measure import Drifts, Expected
 from converter.proof.observedshapes import edges
 from converter.proof.running import open_profile, open_traced
 
@@ -35,28 +35,28 @@ class Run:
     step: int = 1
 
     def by_sample(self) -> dict[int, Drifts]:
-        """Return the drift of each sample that was run, by sample number."""
-        return {self.step * place: found for place, found in enumerate(self.drifts)}
+        """Return the drift of each given sample that was run, by sample number."""
+        numbered = {self.step * place: found for place, found in enumerate(self.drifts)}
+        return {n: found for n, found in numbered.items() if not any(output.made for output in found.values())}
 
 
-def run_as_served(artifact: Artifact, profile: str, feeds: Sequence[Feeds], expected: Sequence[Feeds]) -> Run:
+def run_as_served(artifact: Artifact, profile: str, expected: Expected) -> Run:
     """Run as :func:`run_profile` does; a torch module in the worse of the two arithmetics that a server may use."""
-    if profile in TRACED and (worse := _worse_arithmetic(artifact, profile, feeds, expected)) is not None:
+    if profile in TRACED and (worse := _worse_arithmetic(artifact, profile, expected)) is not None:
         return worse
-    return run_profile(artifact, profile, feeds, expected)
+    return run_profile(artifact, profile, expected)
 
 
-def run_profile(artifact: Artifact, profile: str, feeds: Sequence[Feeds], expected: Sequence[Feeds]) -> Run:
-    """Run ``profile`` on ``feeds`` as a server would, or emulated if there is no device for it.
+def run_profile(artifact: Artifact, profile: str, expected: Expected) -> Run:
+    """Run ``profile`` as a server would, or emulated if there is no device for it, and compare with ``expected``.
 
-    ``expected`` are the reference's outputs for ``feeds``. Each output is reduced to its drift at once.
+    Each output is reduced to its drift at once.
     """
     manifest = artifact.manifest
     outputs = edges(manifest)[1]
     runtime, emulated = open_profile(artifact, profile)
     try:
-        found = measure.drifts(expected, measure.run_all(runtime, feeds), outputs, manifest.batch_axis)
-        return Run(found, runtime.info, emulated)
+        return Run(_drifts(runtime, expected, outputs, manifest.batch_axis), runtime.info, emulated)
     finally:
         runtime.close()
 
@@ -64,50 +64,55 @@ def run_profile(artifact: Artifact, profile: str, feeds: Sequence[Feeds], expect
 def run_export(
     artifact: Artifact,
     export: str,
-    feeds: Sequence[Feeds],
-    expected: Sequence[Feeds],
+    expected: Expected,
     source: GraphReference | None = None,
     scratch: Path | None = None,
 ) -> Run:
-    """Run the reference on ``feeds`` with the tensors of ``export``; ``source`` replaces a missing reference."""
+    """Run the reference with the tensors of ``export``; ``source`` replaces a missing reference."""
     runtime, note = open_export(artifact, export, source, scratch)
     try:
         outputs, axis = edges(artifact.manifest)[1], artifact.manifest.batch_axis
-        return Run(measure.drifts(expected, measure.run_all(runtime, feeds), outputs, axis), runtime.info, False, note)
+        return Run(_drifts(runtime, expected, outputs, axis), runtime.info, False, note)
     finally:
         runtime.close()
 
 
-def _worse_arithmetic(
-    artifact: Artifact, profile: str, feeds: Sequence[Feeds], expected: Sequence[Feeds]
-) -> Run | None:
+def _worse_arithmetic(artifact: Artifact, profile: str, expected: Expected) -> Run | None:
     """Run a torch module in bf16 and in fp32, to which CPUs without bf16 instructions widen it; return the worse run.
 
     Returns None if the module has nothing in bf16. A server may use either arithmetic. Both run on the same
-    :data:`_MAX_SAMPLES` of ``feeds`` at most, so that the result does not depend on this CPU. A run takes ten times as
+    :data:`_MAX_SAMPLES` feeds at most, so that the result does not depend on this CPU. A run takes ten times as
     long on a CPU without bf16 instructions.
     """
     outputs, axis = edges(artifact.manifest)[1], artifact.manifest.batch_axis
-    step = -(-len(feeds) // _MAX_SAMPLES)
-    chosen, references = feeds[::step], expected[::step]
-    own = run_profile(artifact, profile, chosen, references)
+    step = -(-len(expected.feeds) // _MAX_SAMPLES)
+    chosen = expected.every(step)
+    own = run_profile(artifact, profile, chosen)
     if own.info.precision == "fp32":
         return None
     runtime = open_traced(artifact, profile, native_bf16=own.info.precision != "bf16")
     try:
-        other = measure.drifts(references, measure.run_all(runtime, chosen), outputs, axis)
+        other = _drifts(runtime, chosen, outputs, axis)
         found = {own.info.precision: own.drifts, runtime.info.precision: other}
     finally:
         runtime.close()
     worse = max(sorted(found), key=lambda precision: _worst_mean(found[precision]))
-    some = f" on {len(chosen)} of {len(feeds)} samples" if step > 1 else ""
+    some = f" on {len(chosen.feeds)} of {len(expected.feeds)} samples" if step > 1 else ""
     note = f"when verified: run in both arithmetics{some}; the drift is that of {_ARITHMETICS[worse]}, the worse"
     return Run(found[worse], own.info, own.emulated, note, step)
 
 
+def _drifts(
+    runtime: Runtime, expected: Expected, outputs: Sequence[TensorSpec], batch_axis: int | None
+) -> list[Drifts]:
+    found = measure.run_all(runtime, expected.feeds)
+    return measure.drifts(expected.outputs, found, outputs, batch_axis, expected.scales, expected.given)
+
+
 def _worst_mean(found: Sequence[Drifts]) -> float:
-    """Return the largest mean relative_l2 of any output."""
-    return max(summary.stats["relative_l2"]["mean"] for summary in measure.summarise(found).values())
+    """Return the largest mean relative_l2 of any output; of outputs that have none, the largest error."""
+    summaries = measure.summarise(found).values()
+    return max(summary.judged("relative_l2") or summary.judged("max_abs") or 0.0 for summary in summaries)
 
 
 def describe_run(info: RuntimeInfo) -> str:

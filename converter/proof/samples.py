@@ -28,13 +28,20 @@ class Samples:
     """Feeds that match the model's inputs, and a short description of where they came from.
 
     ``inputs`` are the model's inputs as the feeds show them, if the feeds contradict the declared ones; else empty.
-    ``expected`` holds, for each feed, the outputs that came with it, computed by another program.
+    ``expected`` holds, for each feed, the outputs that came with it, computed by another program. The last ``made``
+    feeds were made by perturbing the others.
     """
 
     feeds: tuple[Feeds, ...]
     origin: str
     inputs: tuple[TensorSpec, ...] = ()
     expected: tuple[Feeds, ...] = ()
+    made: int = 0
+
+    @property
+    def given(self) -> tuple[Feeds, ...]:
+        """The feeds without those that were made of them."""
+        return self.feeds[: len(self.feeds) - self.made]
 
 
 def load(

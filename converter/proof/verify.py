@@ -14,10 +14,10 @@ from bf16kit.errors import ArtifactError, BudgetExceeded, UsageError
 from bf16kit.runtime.loading import load_reference
 from bf16kit.text import table
 from bf16kit.verdicts import DriftRow, rows_of
-from converter.model import Feeds
 from converter.process.memory import release_memory
 from converter.proof import measure, samples
 from converter.proof.judging import describe_breaches
+from converter.proof.measure import Expected
 from converter.proof.runs import describe_run, run_export, run_profile
 from converter.report.inspect import DRIFT, drift_cells
 
@@ -85,8 +85,8 @@ def verify(path: Path, argument: str | None, profiles: Sequence[str]) -> Verifie
                 " no fp32 reference"
             )
             continue
-        feeds, expected, origin = given_samples or _golden(artifact, profile)
-        run = (run_export if profile in exports else run_profile)(artifact, profile, feeds, expected)
+        expected, origin = given_samples or _golden(artifact, profile)
+        run = (run_export if profile in exports else run_profile)(artifact, profile, expected)
         summaries = measure.summarise(run.drifts)
         for output, summary in sorted(summaries.items()):
             rows += rows_of(profile, output, summary, budget, run.emulated)
@@ -98,19 +98,16 @@ def verify(path: Path, argument: str | None, profiles: Sequence[str]) -> Verifie
     return Verified(path, artifact.manifest.model, origin, samples, tuple(rows), tuple(ran), tuple(over))
 
 
-_Expected = tuple[tuple[Feeds, ...], Sequence[Feeds], str]
-
-
-def _golden(artifact: Artifact, profile: str) -> _Expected:
-    """Return feeds and the reference's outputs by which a server judges ``profile``, and their name for messages."""
+def _golden(artifact: Artifact, profile: str) -> tuple[Expected, str]:
+    """Return feeds, the reference's outputs and slices, by which a server judges ``profile``, and their name."""
     if artifact.manifest.golden is None:
         raise UsageError(f"{artifact.path}: keeps no golden samples (a model with strings); give some with --samples")
     kept = artifact.golden(profile)
-    return (kept.inputs,), [kept.outputs], "the golden samples"
+    return Expected((kept.inputs,), [kept.outputs], kept.scales, 1), "the golden samples"
 
 
-def _run_samples(artifact: Artifact, argument: str) -> _Expected:
-    """Return the given samples, the reference's outputs for them, and their name for messages."""
+def _run_samples(artifact: Artifact, argument: str) -> tuple[Expected, str]:
+    """Return the given samples, the reference's outputs and slices for them, and their name for messages."""
     found = samples.of_artifact(argument, artifact.manifest)
     reference = load_reference(artifact)
     try:
@@ -118,4 +115,6 @@ def _run_samples(artifact: Artifact, argument: str) -> _Expected:
     finally:
         reference.close()
         release_memory()
-    return found.feeds, expected, found.origin
+    outputs = [entry.spec() for entry in artifact.manifest.outputs]
+    scales = measure.slice_scales(expected, outputs, artifact.manifest.batch_axis)
+    return Expected(found.feeds, expected, scales, len(found.feeds)), found.origin

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 
-from bf16kit import drift
 from bf16kit.artifact import Artifact
 from bf16kit.budget import Budget
 from bf16kit.drift import DriftSummary
@@ -21,10 +20,10 @@ from bf16kit.recovery import AccuracyEntry, RecoveredDrift
 from bf16kit.runtime import Runtime
 from bf16kit.runtime.loading import load_reference
 from bf16kit.tensors import TensorSpec
-from converter.model import Array, Feeds
+from converter.model import Feeds
 from converter.process.memory import release_memory
 from converter.proof import measure
-from converter.proof.measure import Drifts
+from converter.proof.measure import Drifts, SliceScales
 from converter.proof.running import open_profile
 from converter.proof.spool import Spool
 from converter.recovery.batches import IGNORED, Batch, check_labels
@@ -86,15 +85,14 @@ def compare(before: Artifact, after: Artifact, batches: Sequence[Batch], budget:
     feeds = [batch.feeds for batch in batches]
     original = _run_reference(load_reference(before), REFERENCE, feeds, counter, scratch)
     recovered = _run_reference(load_reference(after), RECOVERED, feeds, counter, scratch)
+    against = [(kept, measure.slice_scales(kept, outputs, axis)) for kept in (original, recovered)]
     for profile in sorted(after.manifest.profiles):
         was: Mapping[str, DriftSummary] = {}
         if profile in before.manifest.profiles:
             runtime, _ = open_profile(before, profile)
-            (was,) = _measure_drift(runtime, bf16_before(profile), feeds, [original], outputs, axis, counter)
+            (was,) = _measure_drift(runtime, bf16_before(profile), feeds, against[:1], outputs, axis, counter)
         runtime, _ = open_profile(after, profile)
-        now, from_recovered = _measure_drift(
-            runtime, bf16_after(profile), feeds, [original, recovered], outputs, axis, counter
-        )
+        now, from_recovered = _measure_drift(runtime, bf16_after(profile), feeds, against, outputs, axis, counter)
         for output in sorted(now):
             found.drift += _rows(profile, output, budget, was.get(output), now[output], from_recovered[output])
         found.breaches[profile] = [
@@ -167,18 +165,20 @@ def _measure_drift(
     runtime: Runtime,
     model: str,
     feeds: Sequence[Feeds],
-    references: Sequence[Sequence[Feeds]],
+    references: Sequence[tuple[Sequence[Feeds], SliceScales]],
     outputs: Sequence[TensorSpec],
     axis: int | None,
     counter: _AccuracyCounter,
 ) -> list[dict[str, DriftSummary]]:
-    """Return the drift of ``runtime`` from each of ``references``, by output; every feed is run once."""
+    """Return the drift of ``runtime`` from each of ``references``, given with its slices' scales, by output.
+
+    Every feed is run once.
+    """
     found: list[list[Drifts]] = [[] for _ in references]
     for index, actual in enumerate(measure.run_all(runtime, feeds)):
         counter.count(index, actual)
-        for reference, drifts in zip(references, found, strict=True):
-            expected: Mapping[str, Array] = reference[index]
-            drifts.append({s.name: drift.measure(expected[s.name], actual[s.name], s, axis) for s in outputs})
+        for (reference, scales), drifts in zip(references, found, strict=True):
+            drifts += measure.drifts([reference[index]], [actual], outputs, axis, scales)
     counter.finish(model)
     runtime.close()
     release_memory()
@@ -190,7 +190,7 @@ def _rows(
 ) -> list[RecoveredDrift]:
     rows = []
     for metric in dict.fromkeys(["relative_l2", *budget.as_dict()]):
-        after, own = now.measured(metric), from_recovered.measured(metric)
+        after, own = now.judged(metric), from_recovered.judged(metric)
         if after is None or own is None:
             continue
         rows.append(
@@ -198,7 +198,7 @@ def _rows(
                 profile=profile,
                 output=output,
                 metric=metric,
-                before=None if was is None else was.measured(metric),
+                before=None if was is None else was.judged(metric),
                 after=after,
                 own=own,
                 bound=budget.bound(metric),

@@ -108,6 +108,7 @@ class Trials:
         self._expected = Spool(scratch)
         for actual in self._run_samples(range(len(feeds)), self._positions(Bf16())):
             self._expected.append(actual)
+        self._scales = measure.slice_scales(self._expected, edges.outputs, edges.batch_axis)
 
     def drifts(self, bf16: Bf16, samples: Sequence[int] | None = None) -> list[Drifts]:
         """Return the drift of each sample, of all or of those numbered, from fp32 outputs if ``bf16`` is rounded."""
@@ -141,7 +142,7 @@ class Trials:
     def _measure_drift(self, samples: Sequence[int], switched: Array, outputs: Sequence[TensorSpec]) -> list[Drifts]:
         found: list[Drifts] = []
         for index, actual in zip(samples, self._run_samples(samples, switched), strict=True):
-            found += measure.drifts([self._expected[index]], [actual], outputs, self._edges.batch_axis)
+            found += measure.drifts([self._expected[index]], [actual], outputs, self._edges.batch_axis, self._scales)
         return found
 
     def _run_samples(self, samples: Sequence[int], switched: Array) -> Iterator[Feeds]:
@@ -157,7 +158,7 @@ def typical(drifts: Sequence[Drifts]) -> tuple[int, ...]:
     """Return the numbers of up to :data:`MAX_SAMPLES` samples, evenly spaced from the smallest drift to the largest."""
     if len(drifts) <= MAX_SAMPLES:
         return tuple(range(len(drifts)))
-    errors = [max(_relative(DriftSummary.of(rows)) for rows in one.values()) for one in drifts]
+    errors = [max(_relative(DriftSummary.joined([found])) for found in one.values()) for one in drifts]
     order = sorted(range(len(errors)), key=lambda i: (errors[i], i))
     return tuple(sorted(order[round(step * (len(order) - 1) / (MAX_SAMPLES - 1))] for step in range(MAX_SAMPLES)))
 
@@ -172,7 +173,7 @@ class ErrorScope:
     @classmethod
     def worst(cls, drifts: Sequence[Drifts], outputs: Collection[str]) -> ErrorScope:
         """Choose the samples where ``outputs`` are farthest from the reference, up to :data:`MAX_WORST_SAMPLES`."""
-        errors = [max(_relative(DriftSummary.of(one[output])) for output in outputs) for one in drifts]
+        errors = [max(_relative(DriftSummary.joined([one[output]])) for output in outputs) for one in drifts]
         order = sorted(range(len(errors)), key=lambda i: (-errors[i], i))
         return cls(tuple(sorted(order[:MAX_WORST_SAMPLES])), frozenset(outputs))
 

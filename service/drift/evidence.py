@@ -203,7 +203,7 @@ class EvidenceRecorder:
             if named and verdict is not None
             else [(output, bound) for output in drift for bound in self._budget.bounds]
         )
-        found = [(bound, DriftSummary.of([drift[output]]).measured(bound)) for output, bound in pairs]
+        found = [(bound, DriftSummary.of([drift[output]]).judged(bound)) for output, bound in pairs]
         return max((self._budget.ratio(bound, value) for bound, value in found if value is not None), default=0.0)
 
     def _header(self, breach: _Breach, files: Mapping[str, str]) -> Header:

@@ -72,7 +72,7 @@ def baseline(manifest: Manifest, profile: str) -> dict[str, dict[str, float]]:
         return {}
     summaries = {output: DriftSummary(entry.samples, stats) for output, stats in entry.outputs.items()}
     return {
-        output: {metric: value for metric in METRICS if (value := summary.measured(metric)) is not None}
+        output: {metric: value for metric in METRICS if (value := summary.judged(metric)) is not None}
         for output, summary in summaries.items()
     }
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from bf16kit.drift import TIE
+from bf16kit.slices import FP32_NOISE
 from service.drift.detector import (
     ALLOWANCE,
     CLIP,
@@ -113,7 +113,7 @@ def test_lower_drift_is_not_a_change_and_neither_is_30_percent_more() -> None:
 def test_an_output_that_was_exact_and_now_drifts_has_changed() -> None:
     exact = Expected.of([0.0] * 50)
     assert exact is not None
-    assert samples_until_alarm(exact, np.full(100, TIE / 2)) == math.inf
+    assert samples_until_alarm(exact, np.full(100, FP32_NOISE / 2)) == math.inf
     assert samples_until_alarm(exact, np.full(100, 1e-3)) == REQUESTS
 
 

@@ -1,0 +1,172 @@
+"""The worst slice of an output: each index along each axis, by its error against its own variation over the samples."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from bf16kit.drift import compare
+from bf16kit.slices import FEWEST, GROUPS, SliceError, SliceSums, Variation, worst_slice
+from bf16kit.tensors import TensorSpec
+
+Array = NDArray[np.float64]
+
+
+def judge(r: Array, c: Array, *, parts: int = 1, axis: int | None = 0) -> SliceError | None:
+    """Judge ``c``, given in ``parts`` along the batch axis, as a conversion does."""
+    shape = tuple(f"d{i}" if i == axis else size for i, size in enumerate(r.shape))
+    spec = TensorSpec("y", "float32", shape)
+    variation, noise = Variation(spec, axis), SliceSums(spec, axis)
+    for one, other in zip(np.array_split(r, parts), np.array_split(c, parts), strict=True):
+        found = compare(one, other, spec, axis, variation=variation)
+        assert found.noise is not None
+        noise.merge(found.noise)
+    return worst_slice(noise, variation.scales())
+
+
+def by_definition(r: Array, c: Array, axis: int) -> Array:
+    """Return each slice's error along ``axis``, after the definition: one slice, one difference at a time."""
+    found = []
+    for i in range(r.shape[axis]):
+        a, b = np.take(r, i, axis), np.take(c, i, axis)
+        variation = np.mean([0.5 * np.mean((a[k + 1] - a[k]) ** 2) for k in range(len(a) - 1)])
+        found.append(math.sqrt(np.mean((b - a) ** 2) / variation))
+    return np.array(found)
+
+
+def signal(*shape: int, seed: int = 0) -> Array:
+    return np.random.default_rng(seed).standard_normal(shape)
+
+
+@pytest.mark.parametrize("shape", [(20, 5), (20, 3, 7), (20, 2, 3, 4)])
+@pytest.mark.parametrize("parts", [1, 3, 20])
+def test_the_worst_slice_follows_the_definition(shape: tuple[int, ...], parts: int) -> None:
+    r = signal(*shape)
+    c = r + 0.1 * signal(*shape, seed=1) * np.linspace(1, 2, shape[1]).reshape(-1, *[1] * (len(shape) - 2))
+    found = judge(r, c, parts=parts)
+    expected = {axis: by_definition(r, c, axis) for axis in range(1, len(shape))}
+    worst = max(expected, key=lambda axis: expected[axis].max())
+    assert found is not None
+    assert (found.axis, found.index) == (worst, int(expected[worst].argmax()))
+    assert found.error == pytest.approx(expected[worst].max())
+    assert (found.judged, found.slices) == (sum(shape[1:]), sum(shape[1:]))
+
+
+def test_a_destroyed_channel_beside_a_large_one_is_found() -> None:
+    """Boxes from 0 to 640 beside class scores of a thousandth: a norm sees nothing."""
+    r = signal(16, 50, 85)
+    r[..., :4] = 320 + 200 * r[..., :4]
+    r[..., 4:] *= 1e-3
+    c = r + 2e-3 * r.std(axis=0) * signal(*r.shape, seed=1)
+    sound, destroyed = judge(r, c), judge(r, np.concatenate([c[..., :44], c[..., :43:-1]], axis=-1))
+    assert sound is not None
+    assert sound.error < 0.01
+    assert destroyed is not None
+    assert destroyed.error > 1
+    assert destroyed.axis == 2
+    assert destroyed.index >= 44
+
+
+@pytest.mark.parametrize("error", [0.001, 1.0])
+def test_a_token_beside_one_with_outliers_is_judged_by_itself(error: float) -> None:
+    r = signal(16, 12, 32)
+    r[:, 0] *= 1e4
+    c = r * (1 + 1e-3)
+    c[:, 5] += error * signal(16, 32, seed=1)
+    found = judge(r, c)
+    assert found is not None
+    assert found.error == pytest.approx(max(error, 0.002), rel=0.5)
+
+
+def test_a_constant_slice_is_judged_by_its_relative_error_and_a_zero_one_not_at_all() -> None:
+    r = signal(16, 4)
+    r[:, 1], r[:, 2] = 5.0, 0.0
+    c = r.copy()
+    c[:, 1:3] += 0.5
+    found = judge(r, c)
+    assert found == SliceError(pytest.approx(0.1), 1, 1, 3, 4)
+
+
+def test_too_few_samples_judge_nothing() -> None:
+    r = signal(FEWEST, 3)
+    assert judge(r, -r) is None
+    assert judge(signal(FEWEST + 1, 3), signal(FEWEST + 1, 3)) is not None
+
+
+def test_samples_may_differ_in_length() -> None:
+    """Index 5 along the tokens exists in some sentences only."""
+    spec = TensorSpec("y", "float32", ("n", "tokens", 8))
+    variation, noise = Variation(spec, 0), SliceSums(spec, 0)
+    for seed in range(20):
+        r = signal(1, 4 + seed % 5, 8, seed=seed)
+        c = r + 0.01 * signal(*r.shape, seed=seed + 100)
+        c[:, 5:6] += 1
+        found = compare(r, c, spec, 0, variation=variation)
+        assert found.noise is not None
+        noise.merge(found.noise)
+    worst = worst_slice(noise, variation.scales())
+    assert worst is not None
+    assert (worst.axis, worst.index) == (1, 5)
+    assert worst.error > 0.5
+
+
+def test_a_long_axis_is_judged_in_groups_of_neighbours() -> None:
+    size = 3 * GROUPS + 1
+    r = signal(16, size)
+    c = r.copy()
+    c[:, 9000] += 3
+    found = judge(r, c)
+    assert found is not None
+    assert found.index <= 9000 < found.index + 4
+    assert found.error > 1
+
+
+def test_one_number_per_sample_is_one_slice() -> None:
+    r = signal(32)
+    found = judge(1000 + r, 1000 + r + 0.5 * signal(32, seed=1))
+    assert found is not None
+    assert (found.error, found.slices) == (pytest.approx(0.5, rel=0.5), 1)
+
+
+def test_fills_and_infinities_vary_with_nothing() -> None:
+    """A mask that moves between samples would look like a large variation."""
+    r = signal(32, 10, 6)
+    c = signal(32, 10, 6, seed=1)
+    hidden = np.random.default_rng(2).random(r.shape) < 0.3
+    for fill in (-1e9, -np.inf):
+        r[hidden] = c[hidden] = fill
+        found = judge(r, c)
+        assert found is not None
+        assert found.error > 1
+
+
+@given(st.lists(st.floats(0.001, 10), min_size=3, max_size=3), st.integers(0, 100))
+def test_the_measure_ignores_units_and_offsets_of_a_slice(factors: list[float], seed: int) -> None:
+    r = signal(20, 3, seed=seed)
+    c = r + 0.1 * signal(20, 3, seed=seed + 1)
+    scale, offset = np.array(factors), np.array(factors[::-1])
+    one, other = judge(r, c), judge(r * scale + offset, c * scale + offset)
+    assert one is not None
+    assert other is not None
+    assert one.error == pytest.approx(other.error, rel=1e-6)
+
+
+def test_older_samples_can_count_less() -> None:
+    """Live sums decay: a slice that was mended is forgotten."""
+    spec = TensorSpec("y", "float32", ("n", 4))
+    variation, noise = Variation(spec, 0), SliceSums(spec, 0)
+    for step in range(200):
+        r = signal(1, 4, seed=step)
+        for sums in (variation, noise):
+            sums.scale(0.9)
+        found = compare(r, r + (1.0 if step < 100 else 0.01), spec, 0, variation=variation)
+        assert found.noise is not None
+        noise.merge(found.noise)
+    worst = worst_slice(noise, variation.scales())
+    assert worst is not None
+    assert worst.error < 0.1
