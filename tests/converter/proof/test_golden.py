@@ -126,7 +126,7 @@ def _with_optional(source: Path, target: Path) -> Artifact:
         formats=("onnx",),
         profiles=("cpu",),
         optional=("cpu-bf16",),
-        budget=Budget.parse(["relative_l2=1e-3", "slice_error=none"])  # the outputs do not vary,
+        budget=Budget.parse(["relative_l2=1e-3", "slice_error=none"]),  # the outputs do not vary
         search=False,
         report=False,
     )
