@@ -102,6 +102,13 @@ class Budget:
         stated = self.stated | {name for name, bound in bounds.items() if bound is not None}
         return Budget(MappingProxyType(changed), stated)
 
+    def rows_to_judge(self) -> int:
+        """Return how many rows it takes to judge top1_agreement: with fewer, a single one that differs breaks it."""
+        bound = self.bounds.get("top1_agreement")
+        if bound is None:
+            return 0
+        return math.ceil(1 / (1 - bound) - 1e-9) if bound < 1 else 100
+
     def tightened(self, share: float) -> Budget:
         """Return this budget with every bound scaled to allow ``share`` of the drift, as :meth:`ratio` counts it."""
         return Budget(MappingProxyType({name: _tighter(name, bound, share) for name, bound in self.bounds.items()}))

@@ -7,14 +7,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from bf16kit.entries import TensorEntry
     from bf16kit.manifest import Plan, ProfileEntry
+    from bf16kit.measured import DriftEntry
 
-SCHEMA_VERSION = 6  # the newest
+SCHEMA_VERSION = 7  # the newest
+SINCE_SLICES = 7  # drift is judged in slices, and top1_agreement at its measured value
 ADDITIONS = {
     2: "panels",
     3: "oracle, measurements, requirements, reason codes or bounds of quantiles",
     4: "profile cpu-bf16 or golden samples of a profile's own",
     5: "exports, or profiles of format pt2",
     6: "files that were given beside the checkpoint",
+    7: "slice errors",
 }
 SINCE_3 = ("measurements", "oracle")
 _SINCE_4 = frozenset({"cpu-bf16"})  # profiles
@@ -30,6 +33,10 @@ def required_schema_version(fields: dict[str, Any]) -> int:
     quantiles = any("." in bound for bound in fields.get("budget", {}))
     packed = any(_is_packed(tensor) for tensor in fields.get("tensors", []))
     profiles: dict[str, ProfileEntry] = fields.get("profiles", {})
+    drift: dict[str, DriftEntry] = fields.get("drift", {})
+    judged = (metrics for entry in drift.values() for metrics in entry.outputs.values())
+    if "slice_error" in fields.get("budget", {}) or any("slice_error" in metrics for metrics in judged):
+        return SINCE_SLICES
     if any(fields.get(name) for name in SINCE_6):
         return 6
     if any(fields.get(name) for name in SINCE_5) or any(entry.format == "pt2" for entry in profiles.values()):

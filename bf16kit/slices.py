@@ -111,9 +111,13 @@ class SliceSums:
 
 
 class Variation:
-    """The variation of a reference's output over its samples, per slice."""
+    """The variation of a reference's output over its samples, per slice.
 
-    def __init__(self, spec: TensorSpec, batch_axis: int | None) -> None:
+    A sample of more than ``largest`` elements is not kept to be compared with the first of the next call.
+    """
+
+    def __init__(self, spec: TensorSpec, batch_axis: int | None, *, largest: int | None = None) -> None:
+        self._largest = largest
         self._differences = SliceSums(spec, batch_axis)
         self._squares = SliceSums(spec, batch_axis)
         self._last: Values | None = None
@@ -125,7 +129,8 @@ class Variation:
         self._squares.add(samples)
         for difference in self._successive(samples):
             self._differences.add(difference * math.sqrt(0.5))
-        self._last = samples[-1:].copy()
+        too_large = self._largest is not None and samples[0].size > self._largest
+        self._last = None if too_large else samples[-1:].copy()
 
     def scale(self, factor: float) -> None:
         """Let everything added so far count ``factor`` times as much."""

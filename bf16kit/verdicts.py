@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from bf16kit.budget import METRICS, Budget
 from bf16kit.drift import DriftSummary
-from bf16kit.manifest import Manifest
+from bf16kit.manifest import DriftEntry, Manifest
 from bf16kit.measurements import Measurements
+from bf16kit.schema import SINCE_SLICES
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +97,24 @@ def verdicts(manifest: Manifest, rows: Sequence[DriftRow]) -> Iterator[Verdict]:
         sentence = (
             f"{profile} is {'within' if within else 'over'} budget: {_closest(tightest)};"
             f" {how} {entry.samples} sample{'' if entry.samples == 1 else 's'} of {entry.source}"
+            f"{''.join(f'; {each}' for each in _unjudged(manifest, entry))}"
         )
         yield Verdict(profile, within, entry.emulated, entry.samples, entry.source, tightest, sentence)
+
+
+def _unjudged(manifest: Manifest, entry: DriftEntry) -> Iterator[str]:
+    """Yield what the verdict does not cover."""
+    if manifest.schema_version < SINCE_SLICES:
+        yield f"judged by the older measure, without slices (schema version {manifest.schema_version})"
+        return
+    needed = Budget.from_dict(manifest.budget).rows_to_judge()
+    for output, metrics in sorted(entry.outputs.items()):
+        slices, top1 = metrics.get("slice_error"), metrics.get("top1_agreement")
+        if slices and slices["judged"] < slices["slices"]:
+            left = slices["slices"] - slices["judged"]
+            yield f"not judged: {left:.0f} of {slices['slices']:.0f} slices of {output}, zero or in too few samples"
+        if top1 and top1["rows"] < needed:
+            yield f"top1_agreement of {output} was judged on {top1['rows']:.0f} rows, its bound needs {needed}"
 
 
 def tightest_of(rows: Iterable[DriftRow]) -> DriftRow | None:

@@ -26,11 +26,6 @@ _RELATIVE = 0.25  # of each element, where there are no others
 _REPLACED = 0.25  # share of an integer input's elements
 
 
-def rows_to_judge(bound: float) -> int:
-    """Return how many rows it takes to judge a ``bound`` on agreement: with fewer, one row that differs breaks it."""
-    return math.ceil(1 / (1 - bound) - 1e-9) if bound < 1 else 100
-
-
 def with_enough(
     samples: Samples, outputs: Sequence[TensorSpec], known: Sequence[Feeds], oracle: Oracle, budget: Budget, seed: int
 ) -> Samples:
@@ -41,10 +36,9 @@ def with_enough(
     """
     if not known:
         return samples
-    bound = budget.bound("top1_agreement")
     rows = [math.prod(known[0][s.name].shape[:-1]) for s in outputs if s.kind == "logits" and known[0][s.name].ndim]
     wanted = [SAMPLES / _batch(samples.feeds[0])]
-    wanted += [rows_to_judge(bound) / max(1, each) for each in rows if bound is not None]
+    wanted += [budget.rows_to_judge() / max(1, each) for each in rows]
     missing = math.ceil(max(wanted)) - len(samples.feeds)
     if missing <= 0:
         return samples

@@ -9,6 +9,7 @@ from bf16kit.inputranges import InputRange
 from bf16kit.manifest import Manifest
 from bf16kit.measured import drawn_at_random
 from bf16kit.measurements import Measurements
+from bf16kit.slices import Scales
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,12 +18,14 @@ class Calibration:
     name.
 
     Both are empty if the samples were random: live inputs do not resemble random ones. ``missing_reason`` explains why
-    something is missing.
+    something is missing. ``scales``: how much each slice of an output varied over the samples, by output; empty for
+    artifacts before schema version 7.
     """
 
     rows: Mapping[str, Mapping[str, Sequence[float]]] = field(default_factory=dict)
     ranges: Mapping[str, InputRange] = field(default_factory=dict)
     missing_reason: str = "its artifact keeps no measurements"
+    scales: Mapping[str, Scales] = field(default_factory=dict)
 
     @classmethod
     def of(cls, manifest: Manifest, measurements: Measurements | None) -> Calibration:

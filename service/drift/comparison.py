@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from bf16kit.drift import Budget, SampleDrift, measure
+from bf16kit.drift import OF_VECTORS, Budget, OutputDrift, SampleDrift
 from bf16kit.errors import ArtifactError
 from bf16kit.tensors import TensorSpec
 from service.contract import Array
@@ -18,6 +18,7 @@ from service.drift.calibration import Calibration
 from service.drift.census import RangeChecker
 from service.drift.detector import LEARNING_ROWS, Detector, Expected
 from service.drift.diagnosis import diagnose, worst_cause
+from service.drift.liveslices import LiveSlices, estimate
 from service.drift.observer import DriftObserver
 from service.drift.recent import REQUESTS, Estimate, RecentRows, Window, estimates
 from service.drift.sampling import Sample
@@ -38,8 +39,9 @@ class _OutputVerdict(NamedTuple):
 class _Output:
     """Recent drift of one output, and its detector."""
 
-    def __init__(self, spec: TensorSpec, expected: Expected | None, outputs: int) -> None:
+    def __init__(self, spec: TensorSpec, slices: LiveSlices, expected: Expected | None, outputs: int) -> None:
         self.spec = spec
+        self.slices = slices
         self.recent = RecentRows()
         self.detector = Detector(expected, outputs)
         self.verdict = _OutputVerdict([], "none", 0.0)
@@ -47,6 +49,7 @@ class _Output:
 
     def restart(self) -> None:
         self.recent = RecentRows()
+        self.slices.restart()
         self.detector.restart()
         self.verdict = _OutputVerdict([], "none", 0.0)
 
@@ -123,27 +126,28 @@ class Comparison:
 
         Raises ArtifactError if a reference output has no rows; then none of the request's outputs count.
         """
-        drifts = self._row_drifts(expected, sample)
         if self._profile != sample.profile:
             self._start_profile(sample.profile)
+        drifts = self._drifts(expected, sample)
         weight = 1.0 / sample.probability
         self._common.add(weight)
         self._requests += 1
         outside = self._outside(sample, observer)
-        for name, rows in drifts.items():
-            self._add(self._outputs[name], rows, weight, outside, observer)
+        for name, found in drifts.items():
+            self._add(self._outputs[name], found, weight, outside, observer)
         self._samples += sample.rows
         self._verdict = self._new_verdict()
         observer.judged(self._verdict.state == "over", self._verdict.cause)
 
-    def _row_drifts(self, expected: Mapping[str, Array], sample: Sample) -> dict[str, list[SampleDrift]]:
+    def _drifts(self, expected: Mapping[str, Array], sample: Sample) -> dict[str, OutputDrift]:
         found = {}
         for spec in self._specs:
             if spec.name in sample.outputs:
-                rows = measure(expected[spec.name], sample.outputs[spec.name], spec, self._batch_axis)
-                if not rows:
+                slices = self._outputs[spec.name].slices
+                drift = slices.compare(expected[spec.name], sample.outputs[spec.name])
+                if not drift.rows:
                     raise ArtifactError(f"the fp32 reference's output {spec.name!r} has no rows")
-                found[spec.name] = rows
+                found[spec.name] = drift
         return found
 
     def _start_profile(self, profile: str) -> None:
@@ -158,8 +162,13 @@ class Comparison:
                 self._calibration.missing_reason,
             )
         self._profile = profile
-        self._outputs = {spec.name: _Output(spec, known[spec.name], len(self._specs)) for spec in self._specs}
+        self._outputs = {
+            spec.name: _Output(spec, self._new_slices(spec), known[spec.name], len(self._specs)) for spec in self._specs
+        }
         self._samples = 0
+
+    def _new_slices(self, spec: TensorSpec) -> LiveSlices:
+        return LiveSlices(spec, self._batch_axis, self._calibration.scales.get(spec.name))
 
     def _outside(self, sample: Sample, observer: DriftObserver) -> list[bool]:
         """Return for each row of the sample whether any input is outside its range."""
@@ -169,9 +178,9 @@ class Comparison:
         return [any(row) for row in zip(*found.values(), strict=True)] if found else [False] * sample.rows
 
     def _add(
-        self, output: _Output, rows: list[SampleDrift], weight: float, outside: list[bool], observer: DriftObserver
+        self, output: _Output, drift: OutputDrift, weight: float, outside: list[bool], observer: DriftObserver
     ) -> None:
-        name, detector = output.spec.name, output.detector
+        name, detector, rows = output.spec.name, output.detector, drift.rows
         for row in rows:
             observer.drift(name, row, weight)
         if len(rows) != len(outside):  # an output without a batch axis depends on all rows
@@ -179,13 +188,25 @@ class Comparison:
         output.newest = self._requests
         output.recent.add(rows, weight, outside)
         drifts = [row.relative_l2 for row in rows]
-        change = detector.add(drifts, self._detector_weight(weight), within_budget=self._within_budget(rows))
+        change = detector.add(
+            drifts, self._detector_weight(weight), within_budget=drift.scalar or self._within_budget(rows)
+        )
         if change:
             output.recent.keep_newest(detector.change_age if change == "risen" else detector.recovery_age)
+            output.slices.restart()
         if change == "risen":
             observer.changed(name)
+        output.slices.add(drift)
         window = output.recent.window()
-        found = list(estimates(window, self._budget))
+        found = [
+            each
+            for each in estimates(window, self._budget)
+            if not (drift.scalar and each.metric.partition(".")[0] in OF_VECTORS)
+        ]
+        worst, bound = output.slices.worst(), self._budget.bound("slice_error")
+        if worst is not None and bound is not None:
+            found.append(estimate(self._budget.ratio("slice_error", worst.error), window.size))
+            observer.worst_slice(name, worst.axis, worst.index)
         output.update_verdict(window, found)
         for each in found:
             observer.budget_ratio(name, each.metric, each.ratio, each.low, each.high)

@@ -232,6 +232,7 @@ class _RowDrifts:
         self.rows: dict[str, list[SampleDrift]] = {}
         self._drift = observer.drift
         self.budget_ratio = observer.budget_ratio
+        self.worst_slice = observer.worst_slice
         self.recent = observer.recent
         self.changed = observer.changed
         self.out_of_range = observer.out_of_range

@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from bf16kit.drift import Breach, Budget, DriftSummary, measure
+from bf16kit.drift import Breach, Budget, DriftSummary, compare
 from bf16kit.errors import ArtifactError
+from bf16kit.slices import Scales
 from bf16kit.tensors import TensorSpec
 from service.contract import Array
 from service.drift.verdict import DriftVerdict
@@ -26,8 +27,9 @@ def judge(
     specs: Sequence[TensorSpec],
     batch_axis: int | None,
     budget: Budget,
+    scales: Mapping[str, Scales],
 ) -> tuple[list[Breach], str]:
-    """Return every breach of the budget, and each output's drift as text.
+    """Return every breach of the budget, and each output's drift as text; ``scales`` are what slices are judged by.
 
     Raises ArtifactError if the golden samples lack an output, or hold it in another shape than the model's.
     """
@@ -42,9 +44,10 @@ def judge(
                 f"the golden samples' output {spec.name!r} has shape {list(reference.shape)}, and the model gives"
                 f" {list(served.shape)}; convert the checkpoint again"
             )
-        summary = DriftSummary.of(measure(reference, served, spec, batch_axis))
+        summary = DriftSummary.joined([compare(reference, served, spec, batch_axis, scales.get(spec.name))])
         breaches += budget.breaches(spec.name, summary)
-        summaries.append(f"{spec.name} relative_l2 {summary.judged('relative_l2'):.2g}")
+        metric = "relative_l2" if "relative_l2" in summary.stats else "max_abs"
+        summaries.append(f"{spec.name} {metric} {summary.judged(metric):.2g}")
     return breaches, ", ".join(summaries)
 
 

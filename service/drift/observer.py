@@ -18,6 +18,9 @@ class DriftObserver(Protocol):
     def budget_ratio(self, output: str, metric: str, ratio: float, low: float, high: float) -> None:
         """Recent drift ÷ budget of one bound, and its 95 % interval."""
 
+    def worst_slice(self, output: str, axis: int, index: int) -> None:
+        """The axis and the index of the slice with the largest error, if slices have a bound."""
+
     def recent(self, output: str, effective_samples: float, change_score: float | None) -> None:
         """The effective sample size of recent drift, and the detector's sum ÷ threshold (None: not calibrated yet)."""
 

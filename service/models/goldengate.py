@@ -128,7 +128,12 @@ class GoldenGate:
         for runtime in self._runtimes:
             runtime_outputs = runtime.run(self._golden.inputs, seconds=opened.first_run_seconds)
             found, description = judge(
-                self._golden.outputs, runtime_outputs, opened.outputs, opened.batch_axis, opened.budget
+                self._golden.outputs,
+                runtime_outputs,
+                opened.outputs,
+                opened.batch_axis,
+                opened.golden_budget,
+                self._golden.scales,
             )
             breaches += found
         return description

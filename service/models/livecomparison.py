@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 from bf16kit.errors import ArtifactError
 from bf16kit.wording import brief
@@ -21,14 +22,15 @@ def new_comparison(model: str, version: int, opened: OpenedArtifact) -> Comparis
     """
     try:
         measurements = opened.artifact.measurements()
+        scales = {} if opened.artifact.manifest.golden is None else opened.artifact.golden().scales
     except (ArtifactError, OSError) as error:
         _log.warning("model %r version %d: the measurements cannot be read: %s", model, version, brief(error))
-        measurements = None
+        measurements, scales = None, {}
     return Comparison(
         opened.outputs,
         opened.batch_axis,
         opened.budget,
         model=model,
         version=version,
-        calibration=Calibration.of(opened.artifact.manifest, measurements),
+        calibration=replace(Calibration.of(opened.artifact.manifest, measurements), scales=scales),
     )

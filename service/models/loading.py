@@ -238,7 +238,9 @@ def check_golden(runtime: Runtime, opened: OpenedArtifact, golden: Golden | None
     if golden is None:
         return "no golden samples in the artifact, accuracy not checked"
     outputs = _run(runtime, opened, golden.inputs)
-    breaches, summary = judge(golden.outputs, outputs, opened.outputs, opened.batch_axis, opened.budget)
+    breaches, summary = judge(
+        golden.outputs, outputs, opened.outputs, opened.batch_axis, opened.golden_budget, golden.scales
+    )
     if breaches:
         raise BudgetExceeded(f"golden samples are over the drift budget: {'; '.join(map(str, breaches))}")
     return f"golden samples within budget ({summary})"

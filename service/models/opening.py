@@ -14,6 +14,7 @@ from bf16kit.errors import (
     UsageError,
 )
 from bf16kit.manifest import MANIFEST, Manifest
+from bf16kit.schema import SINCE_SLICES
 from bf16kit.tensors import TensorSpec
 from service.models.policy import DEFAULT_MAX_BATCH_SIZE, Serving
 
@@ -30,6 +31,16 @@ class OpenedArtifact:
     budget: Budget
     weight_bytes: int
     first_run_seconds: float  # time limit of one run before the model is ready
+
+    @property
+    def golden_budget(self) -> Budget:
+        """The budget for golden samples.
+
+        A converter before schema version 7 let the agreement of a few rows pass by its upper confidence limit, so it
+        did not choose golden samples that are within the bound.
+        """
+        older = self.artifact.manifest.schema_version < SINCE_SLICES
+        return self.budget.override({"top1_agreement": None}) if older else self.budget
 
 
 def open_artifact(path: Path, serving: Serving) -> OpenedArtifact:

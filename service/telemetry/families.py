@@ -113,6 +113,12 @@ class Families:
         self.budget_ratio_high = gauge(
             "drift_budget_ratio_high", "Upper end of the ratio's 95 % interval.", "output", "metric", mode="max"
         )
+        self.worst_slice_axis = gauge(
+            "drift_worst_slice_axis", "Axis of the slice of the output with the largest error.", "output", mode="max"
+        )
+        self.worst_slice_index = gauge(
+            "drift_worst_slice_index", "First index of that slice along its axis.", "output", mode="max"
+        )
         self.effective_samples = gauge(
             "drift_effective_samples", "Effective sample size of recent drift.", "output", mode="max"
         )

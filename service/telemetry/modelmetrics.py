@@ -167,6 +167,11 @@ class ModelMetrics:
         for family, value in ((f.budget_ratio, ratio), (f.budget_ratio_low, low), (f.budget_ratio_high, high)):
             self._set_late_gauge(family, value, output, metric)
 
+    def worst_slice(self, output: str, axis: int, index: int) -> None:
+        """Set where the slice with the largest error is."""
+        self._set_late_gauge(self._families.worst_slice_axis, axis, output)
+        self._set_late_gauge(self._families.worst_slice_index, index, output)
+
     def recent(self, output: str, effective_samples: float, change_score: float | None) -> None:
         """Set the effective sample size and the change detector's sum ÷ threshold (None: not calibrated yet)."""
         self._set_late_gauge(self._families.effective_samples, effective_samples, output)

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from bf16kit.drift import Budget, SampleDrift
 from bf16kit.errors import ArtifactError
@@ -30,6 +32,7 @@ class Heard:
     def __init__(self) -> None:
         self.drifts: list[tuple[str, float]] = []
         self.ratios: dict[tuple[str, str], tuple[float, float, float]] = {}
+        self.slices: dict[str, tuple[int, int]] = {}
         self.effective: dict[str, float] = {}
         self.scores: list[float | None] = []
         self.alarms: list[str] = []
@@ -41,6 +44,9 @@ class Heard:
 
     def budget_ratio(self, output: str, metric: str, ratio: float, low: float, high: float) -> None:
         self.ratios[output, metric] = ratio, low, high
+
+    def worst_slice(self, output: str, axis: int, index: int) -> None:
+        self.slices[output] = axis, index
 
     def recent(self, output: str, effective_samples: float, change_score: float | None) -> None:
         self.effective[output] = effective_samples
@@ -333,3 +339,70 @@ def test_the_common_weight_is_the_nine_tenths_quantile_of_the_newest_weights() -
         weights.append(float(random.choice([1.0, 2.0, 100.0, random.lognormal()])))
         common.add(weights[-1])
         assert common.high == np.quantile(weights[-_WEIGHTS:], 0.9, method="higher")
+
+
+class Sliced:
+    """Sends samples of ten scores to a comparison that bounds slice errors."""
+
+    def __init__(self, scales: Mapping[str, list[NDArray[np.float64]]] | None = None) -> None:
+        self.heard = Heard()
+        spec = TensorSpec("y", "float32", ("batch", 10))
+        calibration = Calibration(scales=scales or {})
+        self.comparison = Comparison((spec,), 0, Budget(), calibration=calibration, clock=lambda: 5.0)
+        self._random = np.random.default_rng(2)
+
+    def send(self, count: int, *, large: float = 0.0, destroyed: int | None = None, width: float = 1.0) -> DriftVerdict:
+        """``large`` is added to the first score; the score ``destroyed`` belongs to another request."""
+        for _ in range(count):
+            reference = 1 + width * self._random.standard_normal((1, 10))
+            answered = reference + 1e-3 * self._random.standard_normal((1, 10))
+            if destroyed is not None:
+                answered[:, destroyed] = 1 + width * self._random.standard_normal()
+            for array in (reference, answered):
+                array[:, 0] += large
+            self.comparison.observe({"y": reference}, sample({"y": answered}), self.heard)
+        return self.comparison.verdict()
+
+
+def test_a_destroyed_score_beside_a_large_one_is_over_budget_and_named() -> None:
+    """The norm over the sample sees a thousandth of its budget."""
+    live = Sliced()
+    assert live.send(100, large=1e4).state == "within"
+    verdict = live.send(200, large=1e4, destroyed=7)
+    assert (verdict.state, verdict.metric) == ("over", "slice_error")
+    assert live.heard.slices["y"] == (1, 7)
+    assert live.heard.ratios["y", "relative_l2"][0] < 0.1
+
+
+def test_an_infinite_reference_that_bf16_lost_is_over_budget_at_once() -> None:
+    reference = np.array([[1.0, -np.inf]])
+    heard = Heard()
+    comparison = Comparison(SPECS[:1], 0, Budget())
+    comparison.observe({"y": reference}, sample({"y": np.array([[1.0, -3.4e38]])}), heard)
+    assert heard.ratios["y", "nonfinite"][0] == math.inf
+    assert comparison.verdict().state == "over"
+
+
+def test_clients_that_always_send_the_same_input_are_no_breach() -> None:
+    """Their outputs hardly vary, and the conversion's samples showed how much they can."""
+    assert Sliced().send(100, width=1e-3).state == "over"
+    assert Sliced({"y": [np.ones(10)]}).send(100, width=1e-3).state == "within"
+
+
+def test_a_mended_score_is_forgotten_when_precision_changes() -> None:
+    live = Sliced()
+    live.send(50, destroyed=3)
+    live.comparison.restart()
+    assert live.send(50).state == "within"
+
+
+def test_one_number_per_row_is_judged_by_its_variation_alone() -> None:
+    """A relative error means nothing for a value near zero."""
+    heard = Heard()
+    comparison = Comparison((TensorSpec("y", "float32", ("batch",)),), 0, Budget())
+    random = np.random.default_rng(3)
+    for _ in range(50):
+        value = random.standard_normal(1)
+        comparison.observe({"y": value}, sample({"y": value + 0.02}), heard)
+    assert {metric for _, metric in heard.ratios} == {"nonfinite", "slice_error"}
+    assert comparison.verdict().state == "within"

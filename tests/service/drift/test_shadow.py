@@ -57,6 +57,7 @@ class Heard:
     def __init__(self) -> None:
         self.samples: Counter[str] = Counter()
         self.drifts: list[SampleDrift] = []
+        self.slices: dict[str, tuple[int, int]] = {}
         self.ratios: dict[tuple[str, str], float] = {}
         self.up: list[bool] = []
         self.at = 0.0
@@ -79,6 +80,9 @@ class Heard:
 
     def budget_ratio(self, output: str, metric: str, ratio: float, low: float, high: float) -> None:
         self.ratios[output, metric] = ratio
+
+    def worst_slice(self, output: str, axis: int, index: int) -> None:
+        self.slices[output] = axis, index
 
     def recent(self, output: str, effective_samples: float, change_score: float | None) -> None:
         pass

@@ -46,6 +46,8 @@ DESIGN = {
     "bf16kit_fallback_failures_total": ("counter", set()),
 } | {  # live drift, for alerts: docs/drift.md
     "bf16kit_drift_effective_samples": ("gauge", {"output"}),
+    "bf16kit_drift_worst_slice_axis": ("gauge", {"output"}),
+    "bf16kit_drift_worst_slice_index": ("gauge", {"output"}),
     "bf16kit_drift_budget_ratio_low": ("gauge", {"output", "metric"}),
     "bf16kit_drift_budget_ratio_high": ("gauge", {"output", "metric"}),
     "bf16kit_drift_over_budget": ("gauge", set()),
@@ -62,6 +64,8 @@ DESIGN = {
 }
 LATE = (  # they have no series until their value is known
     "bf16kit_drift_budget_ratio",
+    "bf16kit_drift_worst_slice_axis",
+    "bf16kit_drift_worst_slice_index",
     "bf16kit_drift_change_score",
     "bf16kit_drift_out_of_range_total",
     "bf16kit_drift_last_sample_timestamp_seconds",

@@ -1,0 +1,80 @@
+"""The worst slice of an output in live traffic: sums per slice over recent requests, in bounded memory."""
+
+from __future__ import annotations
+
+import math
+from itertools import zip_longest
+
+import numpy as np
+
+from bf16kit.drift import OutputDrift, compare
+from bf16kit.slices import Scales, SliceError, SliceSums, Values, Variation, worst_slice
+from bf16kit.tensors import TensorSpec
+from service.contract import Array
+from service.drift.recent import HALF_LIFE, MIN_EFFECTIVE_SIZE, Estimate
+
+_EVERY = 16  # requests between two decays of the sums
+_DECAY = 2.0 ** (-_EVERY / HALF_LIFE)
+# Elements of a row that is kept to tell how the next one differs: half a megabyte. The slices of an output with larger
+# rows are judged by requests of several rows alone.
+_LARGEST_ROW = 1 << 16
+# A mean square over n requests has a relative standard error of √(2/n). The slice error is the root of a ratio of two,
+# so the logarithm's is 1/√n. It is the largest of up to thousands of slices: 4.5 standard errors are exceeded by chance
+# in less than one of a hundred thousand.
+_BELOW, _ABOVE = 4.5, 1.96
+_NONE: Values = np.zeros(0)
+
+
+class LiveSlices:
+    """Recent slice errors of one output. The requests measured count alike, whatever their sampling probability.
+
+    A slice is judged against its variation in recent requests, or in the conversion's samples (``known``) if that was
+    larger: clients that send nearly the same input again and again show no variation, and that is no fault of bf16.
+    """
+
+    def __init__(self, spec: TensorSpec, batch_axis: int | None, known: Scales | None = None) -> None:
+        self._spec, self._batch_axis, self._known = spec, batch_axis, known
+        self._variation = Variation(spec, batch_axis, largest=_LARGEST_ROW)
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget the errors, because another precision answers now or drift has changed; the variation is kept."""
+        self._noise = SliceSums(self._spec, self._batch_axis)
+        self._requests = 0
+
+    def compare(self, reference: Array, candidate: Array) -> OutputDrift:
+        """Measure one request's rows; the reference's count for the variation, the errors only once added."""
+        return compare(reference, candidate, self._spec, self._batch_axis, variation=self._variation)
+
+    def add(self, found: OutputDrift) -> None:
+        """Add one request's errors."""
+        if found.noise is None:
+            return
+        self._requests += 1
+        if self._requests % _EVERY == 0:
+            self._noise.scale(_DECAY)
+            self._variation.scale(_DECAY)
+        self._noise.merge(found.noise)
+
+    def worst(self) -> SliceError | None:
+        """Return the worst slice of recent requests; None while none can be judged."""
+        live = self._variation.scales()
+        known = self._known or []
+        return worst_slice(self._noise, [_larger(*pair) for pair in zip_longest(live, known, fillvalue=_NONE)])
+
+
+def _larger(live: Values, known: Values) -> Values:
+    """Return the larger of two scales of each slice. One that the conversion did not judge is not judged."""
+    size = max(len(live), len(known))
+    live, known = (
+        np.pad(each, (0, size - len(each)), constant_values=value) for each, value in ((live, np.inf), (known, 0))
+    )
+    return np.where(np.isfinite(live) | (known == 0), np.maximum(live, known), known)
+
+
+def estimate(ratio: float, effective: float) -> Estimate:
+    """Return the slice error's ``ratio`` to its bound with an interval for ``effective`` samples."""
+    if effective < MIN_EFFECTIVE_SIZE:
+        return Estimate("slice_error", ratio, -math.inf if ratio else 0.0, math.inf)
+    spread = 1 / math.sqrt(effective)
+    return Estimate("slice_error", ratio, ratio * math.exp(-_BELOW * spread), ratio * math.exp(_ABOVE * spread))
