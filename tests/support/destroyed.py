@@ -1,0 +1,102 @@
+"""Random models of which bf16 destroys one slice of the output, hidden behind values that dominate every norm."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import helper
+
+import graphs
+
+Hidden = Literal["fill", "infinity", "large slice", "sink", "one of many", "samples"]
+KINDS: tuple[Hidden, ...] = ("fill", "infinity", "large slice", "sink", "one of many", "samples")
+_WIDTH = 16
+_CANCELLED = 2.0**-12  # what is left of two products: bf16's rounding of either is eight times as much
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A model in a file, and the slice of its output that bf16 destroys: index ``index`` of ``axis``; -1 for none."""
+
+    path: Path
+    hidden: Hidden
+    axis: int
+    index: int
+
+
+def write(path: Path, seed: int, *, destroyed: bool) -> Case:
+    """Write the model of ``seed`` to ``path``: x [batch, 16] → y [batch, 1 to 3 axes]."""
+    random = np.random.default_rng(seed)
+    hidden = KINDS[seed % len(KINDS)]
+    if hidden == "one of many":
+        shape: tuple[int, ...] = (int(random.integers(500, 1000)),)
+    else:
+        rank = int(random.integers(1, 4))
+        shape = tuple(int(size) for size in random.integers(*((64, 100) if rank == 1 else (8, 14)), rank))
+    axis = int(random.integers(len(shape)))
+    index = int(random.integers(shape[axis]))
+    spoilt = np.zeros(shape, bool)
+    if destroyed:
+        np.moveaxis(spoilt, axis, 0)[index] = True
+    nodes, weights = _nodes(hidden, shape, axis, index, spoilt, random)
+    edges = [graphs.edge("x", ["batch", _WIDTH])], [graphs.edge("y", ["batch", *shape])]
+    onnx.save(graphs.model(nodes, *edges, [graphs.initializer(name, array) for name, array in weights.items()]), path)
+    return Case(path, hidden, axis, index if destroyed else -1)
+
+
+def _nodes(
+    hidden: Hidden,
+    shape: tuple[int, ...],
+    axis: int,
+    index: int,
+    spoilt: NDArray[np.bool_],
+    random: np.random.Generator,
+) -> tuple[list[onnx.NodeProto], dict[str, NDArray[np.generic]]]:
+    size = math.prod(shape)
+    a, rest = (random.standard_normal((_WIDTH, size)).astype(np.float32) for _ in range(2))
+    weights: dict[str, NDArray[np.generic]] = {
+        "a": a,
+        # The two products differ in the spoilt elements by what bf16 cannot resolve; elsewhere the second is another.
+        "b": np.where(spoilt.reshape(-1), a * (1 + _CANCELLED * rest), rest).astype(np.float32),
+        "back": np.where(spoilt, 1 / _CANCELLED, 1.0).astype(np.float32),
+        "shape": np.array([-1, *shape]),
+    }
+    nodes = [
+        helper.make_node("MatMul", ["x", "a"], ["ya"], name="product_a"),
+        helper.make_node("MatMul", ["x", "b"], ["yb"], name="product_b"),
+        helper.make_node("Sub", ["ya", "yb"], ["flat"], name="difference"),
+        helper.make_node("Reshape", ["flat", "shape"], ["shaped"], name="reshape"),
+        helper.make_node("Mul", ["shaped", "back"], ["scaled"], name="scale"),
+    ]
+    if hidden in ("fill", "infinity"):
+        slot = np.zeros(shape, bool)
+        slot.reshape(-1)[random.integers(size)] = True
+        fill = float(random.choice([-1e4, 1e4, -1e9, 1e9]) if hidden == "fill" else random.choice([-np.inf, np.inf]))
+        weights |= {"slot": slot, "filling": np.array(fill, np.float32)}
+        nodes.append(helper.make_node("Where", ["slot", "filling", "scaled"], ["y"], name="fill"))
+    elif hidden == "samples":  # the slice is wrong in about a third of the samples
+        weights |= {"first": np.array(0), "limit": np.array([0.4], np.float32), "ones": np.ones(len(shape), np.int64)}
+        weights["column"] = np.concatenate([[-1], weights.pop("ones")])
+        weights["quiet"] = (rest @ np.eye(size, dtype=np.float32)).astype(np.float32)
+        nodes += [
+            helper.make_node("Gather", ["x", "first"], ["x0"], name="first", axis=1),
+            helper.make_node("Reshape", ["x0", "column"], ["x0c"], name="as_column"),
+            helper.make_node("Greater", ["x0c", "limit"], ["chosen"], name="choose"),
+            helper.make_node("MatMul", ["x", "quiet"], ["yq"], name="product_q"),
+            helper.make_node("Reshape", ["yq", "shape"], ["quiet_shaped"], name="reshape_q"),
+            helper.make_node("Where", ["chosen", "scaled", "quiet_shaped"], ["y"], name="select"),
+        ]
+    else:
+        factor = np.ones(shape, np.float32)
+        others = [i for i in range(shape[axis]) if i != index]
+        large = random.choice(others, size=max(1, len(others) // 8), replace=False)
+        np.moveaxis(factor, axis, 0)[large] = 10.0 ** random.uniform(2, 5)
+        weights["factor"] = factor
+        nodes.append(helper.make_node("Mul", ["scaled", "factor"], ["y"], name="spread"))
+    return nodes, weights
