@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from onnx import helper
 
 import graphs
+from bf16kit.artifact import Artifact
 from bf16kit.panels import strips
 from bf16kit.residual import Encoder
 from converter.cpukernel.functions import ProductVariant
@@ -389,6 +390,27 @@ def test_a_reference_that_reads_wrong_weights_is_rejected_by_the_oracle(
 
     monkeypatch.setattr(writing, "serialize", swapped)
     done = cli("checkpoint", tmp_path / "equal.onnx", "--out", target, *ONNX_ONLY)
+    _refused(done, target, 3, "the fp32 reference does not give the outputs of the source itself")
+
+
+@pytest.mark.parametrize("fault", ["residual ignored", "3 permille off"])
+def test_a_fault_in_the_path_that_rebuilds_the_reference_is_rejected_by_the_oracle(
+    cli: Cli, wide: Path, target: Path, monkeypatch: Patch, fault: str
+) -> None:
+    """The read-back restores through a call without ``out``, so only the oracle can see this fault."""
+    restore = Artifact.restore
+
+    def wrong(artifact: Artifact, name: str, out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
+        if out is None:
+            return restore(artifact, name)
+        if fault == "residual ignored":
+            out[...] = artifact.tensor(name)
+        else:
+            out[...] = restore(artifact, name) * np.float32(1.003)
+        return out
+
+    monkeypatch.setattr(Artifact, "restore", wrong)
+    done = cli("checkpoint", wide, "--out", target, *ONNX_ONLY)
     _refused(done, target, 3, "the fp32 reference does not give the outputs of the source itself")
 
 
