@@ -99,6 +99,11 @@ def test_a_profile_that_is_not_judged_is_found(cli: Cli, target: Path, monkeypat
     _refused(cli, graphs.mlp((64, 96, 40)), target, "cuda, 'y': relative_l2 is", *flags)
 
 
+def test_a_profile_that_does_not_say_what_it_requires_is_found(cli: Cli, target: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setattr("converter.proof.certify.required", lambda *_, **__: {})
+    _refused(cli, graphs.mlp(), target, "cpu does not say which ONNX Runtime it needs", "--profile", "cpu")
+
+
 def test_the_formulas_give_what_their_definitions_say() -> None:
     r, c = np.array([3.0, 4.0, np.inf, 0.0]), np.array([3.0, 3.0, -np.inf, 0.0])
     found = figures(r, c, logits=False)
