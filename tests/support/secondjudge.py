@@ -41,13 +41,11 @@ def judge(path: Path, feeds: Sequence[Feeds] = ()) -> None:
     """
     manifest = json.loads((path / "manifest.json").read_bytes())
     measured = json.loads((path / "measurements.json").read_bytes())["profiles"]
-    assert (
-        manifest["drift"].keys() == measured.keys() == manifest["profiles"].keys() | manifest.get("exports", {}).keys()
-    )
+    judged, outputs = manifest["profiles"].keys() | manifest.get("exports", {}).keys(), manifest["outputs"]
+    assert manifest["drift"].keys() == measured.keys() == judged, f"the second judge: {path}: a profile without drift"
     for profile, drift in manifest["drift"].items():
-        assert (
-            drift["outputs"].keys() == measured[profile]["outputs"].keys() == {o["name"] for o in manifest["outputs"]}
-        )
+        names = drift["outputs"].keys()
+        assert names == measured[profile]["outputs"].keys() == {each["name"] for each in outputs}, f"{path}: {names}"
         for output, stats in drift["outputs"].items():
             where = f"the second judge: {path}, {profile}, {output!r}"
             _check_statistics(where, stats, measured[profile]["outputs"][output])
