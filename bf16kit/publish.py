@@ -1,5 +1,8 @@
 """Publishing an artifact: written beside its target, synced to disk, and renamed into place as a whole or not at all.
 
+A file's digest is taken when it is first part of a draft, before the draft is run. From then on the file must not
+change: what is renamed is what was run.
+
 The staging directory ``.VERSION.tmp-PID-XXXX`` is beside the target, on the same file system, and is locked while its
 process lives. The kernel releases the lock when the process dies, in whatever way and container. The next conversion to
 the same target then removes the directory.
@@ -18,7 +21,7 @@ from pathlib import Path
 
 from bf16kit.artifact import Artifact
 from bf16kit.digests import Digests
-from bf16kit.errors import ArtifactExists, Bf16kitError, UsageError
+from bf16kit.errors import ArtifactDamaged, ArtifactExists, Bf16kitError, ConversionError, UsageError
 from bf16kit.manifest import MANIFEST, FileEntry, Manifest, plain_name
 from bf16kit.rename import exchange, rename_new
 from bf16kit.weightfile import WeightWriter
@@ -26,6 +29,10 @@ from bf16kit.wording import os_error_text
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
+_CHANGED = (
+    "a file changed after it was written, nothing was published. Another program changed it, or this machine's memory"
+    " or disk is faulty; convert again"
+)
 _NEARLY_FULL = 1 << 20  # bytes free; below this, a failure of a library that hides errno is blamed on a full disk
 
 
@@ -62,6 +69,7 @@ class StagingArtifact:
         self._force = force
         self._created_parents = tuple(created)
         self._writers: dict[str, WeightWriter] = {}
+        self._sealed: dict[str, FileEntry] = {}
         self._digests = Digests()
 
     def writer(self, name: str) -> WeightWriter:
@@ -70,8 +78,16 @@ class StagingArtifact:
         self._writers[name] = writer
         return writer
 
+    def remove(self, name: str) -> None:
+        """Remove the file ``name`` if there is one; another may then be written in its place."""
+        self._sealed.pop(name, None)
+        (self.path / name).unlink(missing_ok=True)
+
     def draft(self, manifest: Manifest) -> Artifact:
-        """Return the artifact as written so far, to be loaded and run before it is published. Closes the writers."""
+        """Return the artifact as written so far, to be loaded and run before it is published. Closes the writers.
+
+        Raises :class:`ConversionError` if a file has changed since an earlier draft.
+        """
         sealed = manifest.model_copy(update={"files": self._files()})
         (self.path / MANIFEST).write_bytes(sealed.dumps())
         return Artifact.open(self.path, verify=False)
@@ -79,12 +95,17 @@ class StagingArtifact:
     def publish(self, manifest: Manifest) -> Artifact:
         """Fill in the digest of every file, write the manifest, sync to disk, and rename onto the target.
 
+        Every file is read once more before that, and must have the digest that it had when it was first drafted.
         Returns the artifact at its target. ``manifest.files`` is ignored; sub-directories raise ValueError.
         """
         self.draft(manifest)
         for path in self.path.iterdir():
             _sync(path)
         _sync(self.path)
+        try:
+            Artifact.open(self.path, verify=True)
+        except ArtifactDamaged as error:
+            raise ConversionError(f"{_CHANGED}: {error}") from error
         self._rename()
         # A directory's name is stored in its parent: without this sync a crash may lose the artifact and its new
         # parents.
@@ -107,13 +128,16 @@ class StagingArtifact:
         return {path.name: self._entry(path) for path in sorted(self.path.iterdir()) if path.name != MANIFEST}
 
     def _entry(self, path: Path) -> FileEntry:
-        """Return digest and size of a file as it is on disk; it is read once unless it changes."""
+        """Return digest and size of a file, which must not have changed since it was first asked for."""
         if path.is_symlink() or not path.is_file():
             raise ValueError(f"{path}: an artifact holds regular files only")
         writer = self._writers.pop(path.name, None)
         if writer is not None:
             writer.close()
-        return self._digests.entry(path)
+        entry = self._digests.entry(path)
+        if self._sealed.setdefault(path.name, entry) != entry:
+            raise ConversionError(f"{_CHANGED}: {path.name}")
+        return entry
 
     def _rename(self) -> None:
         check_target(self.target, self._force)

@@ -16,7 +16,7 @@ from converter.formats.agreement import check_graph
 from converter.formats.export import INDEX, Exported, select, write_export
 from converter.formats.exportweights import write_as_export
 from converter.formats.narrowed import Rounding
-from converter.formats.onnx import graph_file, write_graphs
+from converter.formats.onnx import REFERENCE, graph_file, write_graphs
 from converter.formats.weights import BF16_FILE, FP32_FILE, StoredWeights, write_total, write_weights
 from converter.model import Source
 from converter.options import Options
@@ -34,7 +34,9 @@ from converter.proof.exported import GraphReference
 from converter.proof.oracle import OracleRun
 from converter.proof.samples import Samples
 
-_FILES = (BF16_FILE, FP32_FILE, RESIDUAL, INDEX, *map(graph_file, PROFILES), *map(golden.file_name, PROFILES))
+_GRAPHS = map(graph_file, (*PROFILES, REFERENCE))
+_GOLDEN = (golden.NAME, *map(golden.file_name, PROFILES))
+_FILES = (BF16_FILE, FP32_FILE, RESIDUAL, INDEX, *_GRAPHS, *_GOLDEN)
 _EXPORTED = "model*.safetensors"
 
 
@@ -62,8 +64,8 @@ class Attempt:
             profiles=(*options.onnx_profiles, *options.optional_profiles),
         )
         planned = _without_idle_profiles(planned, options)
-        for path in (*(stage.path / name for name in _FILES), *stage.path.glob(_EXPORTED)):  # of an earlier attempt
-            path.unlink(missing_ok=True)
+        for name in (*_FILES, *(path.name for path in stage.path.glob(_EXPORTED))):  # of an earlier attempt
+            stage.remove(name)
         stored, exported, planned = _write(options, source, prepared, planned, stage, progress)
         with progress.step("writing graphs"):
             profiles = {**self.traced, **_write_graphs(options, prepared, planned, stored, stage)}

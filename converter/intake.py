@@ -87,12 +87,7 @@ def record_source_outputs(
 
 
 def check_expected_outputs(
-    options: Options,
-    source: Source,
-    calibration: Samples,
-    oracle_run: OracleRun,
-    stage: StagingArtifact,
-    progress: Progress,
+    options: Options, source: Source, calibration: Samples, oracle_run: OracleRun, progress: Progress
 ) -> Iterator[str]:
     """Compare the source's answers with the outputs that came with the samples; yield a sentence on the result.
 
@@ -106,7 +101,7 @@ def check_expected_outputs(
             f"{options.source}", f"{calibration.origin} holds inputs but no outputs", source.proposed_rules or ""
         )
     with progress.step("comparing with the expected outputs"):
-        wrong = givenoutputs.check(source, calibration, oracle_run, stage.path)
+        wrong = givenoutputs.check(calibration, oracle_run)
     if wrong is not None and source.proposed_rules is not None:
         raise map_refuted(f"{options.source}", wrong, source.proposed_rules)
     if wrong is not None:

@@ -87,11 +87,11 @@ def convert(options: Options, progress: Progress | None = None, provided: Provid
         if not (options.samples or provided_samples):
             notes.append(f"drift was measured on {calibration.origin}, because --samples was not given")
         oracle_run, calibration = intake.record_source_outputs(options, source, calibration, stage, progress)
-        notes += intake.check_expected_outputs(options, source, calibration, oracle_run, stage, progress)
+        notes += intake.check_expected_outputs(options, source, calibration, oracle_run, progress)
         profiles = intake.write_traced_formats(options, source, stage, progress, notes)
         heap.collect()
         proven = _prove(options, source, profiles, calibration, oracle_run, stage, progress)
-        del source
+        del source, oracle_run  # its noise holds the source's graph
         heap.collect()
         certified = proven.certified
         notes += [*proven.notes, *certified.notes]

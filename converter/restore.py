@@ -71,13 +71,16 @@ def _temporary_file(out: Path) -> Iterator[BinaryIO]:
             with contextlib.suppress(OSError), path.open("rb") as left:
                 fcntl.flock(left, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink()
-    partial = out.with_name(f"{prefix}{os.getpid()}-{secrets.token_hex(4)}")
-    try:
-        with partial.open("xb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield file
-    finally:
-        partial.unlink(missing_ok=True)
+    while True:
+        partial = out.with_name(f"{prefix}{os.getpid()}-{secrets.token_hex(4)}")
+        try:
+            with partial.open("xb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                if partial.exists():  # else another run took it for a dead one's before it was locked
+                    yield file
+                    return
+        finally:
+            partial.unlink(missing_ok=True)
 
 
 def _write(

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import onnx_ir as ir
 from numpy.typing import NDArray
 
 from bf16kit.artifact import Artifact
@@ -20,11 +21,13 @@ from bf16kit.manifest import RESIDUAL, TensorEntry
 from bf16kit.numerics import BF16, Subnormals
 from bf16kit.tensors import Array as Array
 from converter.formats.export import INDEX, Exported
+from converter.formats.narrowing import NARROWED
 from converter.formats.safetensors import read
 from converter.formats.weights import StoredWeights
 from converter.graph.equality import in_fp32, same_bits
-from converter.graph.initializers import const
+from converter.graph.initializers import const, stays_inline
 from converter.passes import Prepared
+from converter.plan.profiles import PROFILES
 
 Advance = Callable[[int], None]
 
@@ -72,6 +75,7 @@ def check(
             if entry.residual is not None and entry.name not in restored:
                 _check_same(entry.name, origin, artifact.restore(entry.name), "is not restored bit for bit")
             advance(entry.bytes)
+        _check_constants(artifact, prepared)
     except ArtifactDamaged as error:
         raise ConversionError(f"what was written cannot be read back: {error}; nothing was published") from error
 
@@ -125,6 +129,7 @@ def _check_restored(artifact: Artifact, checkpoint: Mapping[str, Array], advance
         unrestored = next((name for name in missing if checkpoint[name].dtype != np.float64), None)
         if unrestored is not None:
             raise _fault(unrestored, "was not written, so it could not be restored")
+    restored = []
     for name, array in artifact.checkpoint_tensors():
         source = checkpoint.get(name)
         if source is None:
@@ -132,7 +137,11 @@ def _check_restored(artifact: Artifact, checkpoint: Mapping[str, Array], advance
         if source.dtype == np.float64 and array.dtype == np.float32:
             source = in_fp32(source)  # narrowed when it was read, with a note; fp32 is what is restored
         _check_same(name, source, array, "is not restored bit for bit")
+        restored.append(name)
         advance(source.nbytes)
+    written = [entry.name for entry in entries]
+    if restored != written:
+        raise _fault(min({*written} ^ {*restored}, default="any"), "is not restored exactly once")
 
 
 def _check_same(name: str, source: Array, found: Array, what: str) -> None:
@@ -176,6 +185,26 @@ def _origins(artifact: Artifact, prepared: Prepared, stored: StoredWeights) -> I
             if tensor is not None:
                 yield entry, tensor.numpy()
                 break
+
+
+def _check_constants(artifact: Artifact, prepared: Prepared) -> None:
+    """Compare the constants within each graph with those of the prepared graph that it was made from."""
+    manifest = artifact.manifest
+    profiles = {name: entry for name, entry in manifest.profiles.items() if name in PROFILES}
+    bases = {entry.graph: PROFILES[name].base(prepared) for name, entry in profiles.items()}
+    if manifest.reference is not None:
+        bases[manifest.reference] = prepared.reference
+    for file, base in bases.items():
+        origins = base.graph.initializers
+        for name, value in ir.load(artifact.file(file)).graph.initializers.items():
+            found, origin = const(value), const(origins.get(name, origins.get(name.rpartition(NARROWED)[0])))
+            if found is None or origin is None or not stays_inline(origin):
+                continue
+            source, stored, what = origin.numpy(), found.numpy(), f"is not written into {file} as it is"
+            if origin.dtype == found.dtype:
+                _check_same(name, source, stored, what)
+            elif _misrounded(np.atleast_1d(source), np.atleast_1d(stored), None, Rounding()).any():
+                raise _fault(name, f"is not rounded to nearest in {file}")
 
 
 def _blocks(

@@ -14,6 +14,7 @@ from converter.graph.names import FreshNames, all_value_names
 from converter.graph.operators import SHAPE_ONLY, Bf16Form, bf16_form
 from converter.graph.step import Step
 
+NARROWED = "/bf16"  # ends the name of a constant that was rounded within the graph
 FLOAT, BFLOAT16 = ir.DataType.FLOAT, ir.DataType.BFLOAT16
 
 
@@ -137,7 +138,7 @@ class _Casts:
         tensor = value.const_value
         if tensor is None:
             raise ConversionError(f"constant {value.name!r} has no data")
-        name = self._fresh.make(f"{value.name}/bf16")
+        name = self._fresh.make(f"{value.name}{NARROWED}")
         return initializer(self._graph, name, ir.tensor(tensor.numpy().astype(ml_dtypes.bfloat16), name=name))
 
 

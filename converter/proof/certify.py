@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-
-import numpy as np
 
 from bf16kit.artifact import Artifact
 from bf16kit.drift import SampleDrift
@@ -28,7 +25,6 @@ from converter.proof.batchaxis import batch_axis
 from converter.proof.exported import GraphReference
 from converter.proof.judging import find_breaches, without_profiles
 from converter.proof.measure import Expected
-from converter.proof.nudge import open_nudged
 from converter.proof.observedshapes import edges, with_batch_axis, with_observed_shapes
 from converter.proof.oracle import OracleRun
 from converter.proof.oraclereference import OracleReference
@@ -86,13 +82,7 @@ def certify(
         axis = None if rows_interact else batch_axis(reference, reference.inputs, reference.outputs, samples.feeds)
         reference.close()
         release_memory()
-        checked = oracle.certify(
-            oracle_run,
-            samples.feeds,
-            answers,
-            None if isinstance(source, OracleReference) else partial(_nudged, draft, source, oracle_run, stage.path),
-            stage.path,
-        )
+        checked = oracle.certify(oracle_run, answers)
         release_memory()
     manifest = manifest.amended(oracle=checked)
     manifest, notes = with_observed_shapes(manifest, samples.feeds, answers)
@@ -127,12 +117,6 @@ def _open_reference(
     if isinstance(source, OracleReference):
         return source.open(inputs, outputs)
     return open_fp32_graph(source.model, inputs, outputs, scratch)
-
-
-def _nudged(
-    draft: Artifact, source: GraphReference | None, oracle_run: OracleRun, scratch: Path, random: np.random.Generator
-) -> Runtime:
-    return open_nudged(draft, None if source is None else source.model, random, oracle_run.roundoff, scratch)
 
 
 def _expected(reference: Runtime, samples: Samples, stage: StagingArtifact) -> Spool:

@@ -58,19 +58,19 @@ def measure_distance(a: Array, b: Array) -> Distance:
     return Distance(float(np.sqrt(squares[0] / squares[1:].max())), largest)
 
 
-def mask_unstable(array: Array, source: Array, changed: Sequence[Array]) -> Array:
-    """Return ``array``, with each non-float value taken from ``source`` where one of the ``changed`` arrays differs.
+def mask_unstable(array: Array, source: Array, runs: Sequence[Array]) -> Array:
+    """Return ``array``, with each non-float value taken from ``source`` where the ``runs`` differ from each other.
 
     A float array is returned as it is. If noise flips an index, a flag or a number of rows, it says nothing about which
     program computed it.
     """
-    if array.shape != source.shape:
-        return source if any(other.shape != array.shape for other in changed) else array
-    if is_float(array):
+    if any(run.shape != runs[0].shape for run in runs):
+        return source if array.shape != source.shape or not is_float(array) else array
+    if is_float(array) or not array.shape == source.shape == runs[0].shape:
         return array
     unstable = np.zeros(array.shape, bool)
-    for other in changed:
-        unstable |= (other != array) if other.shape == array.shape else True
+    for run in runs:
+        unstable |= run != runs[0]
     return np.where(unstable, source, array)
 
 

@@ -6,25 +6,18 @@ in. Both sides compute in fp32, so the bound is the same as for the oracle: fp32
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 import numpy as np
 
-from converter.model import Source
-from converter.proof.nudge import nudge
 from converter.proof.oracle import OracleRun, measure
-from converter.proof.running import open_fp32_graph
 from converter.proof.samples import Samples
 
-if TYPE_CHECKING:
-    from bf16kit.runtime.onnx import OnnxRuntime
 
+def check(samples: Samples, oracle_run: OracleRun) -> str | None:
+    """Return how the source's outputs in ``oracle_run`` differ from those that came with ``samples``, as a sentence.
 
-def check(source: Source, samples: Samples, oracle_run: OracleRun, scratch: Path) -> str | None:
-    """Return how the outputs of ``source`` differ from the expected ones, as a sentence; None if they agree.
-
-    ``oracle_run`` holds the source's outputs; ``samples`` holds the expected outputs that came with them.
+    Returns None if they agree.
     """
     if not oracle_run.outputs:
         return f"the model could not be run: {oracle_run.how}"
@@ -34,21 +27,8 @@ def check(source: Source, samples: Samples, oracle_run: OracleRun, scratch: Path
     if not names:
         return "the samples do not hold outputs for every input"
     own = [{name: np.asarray(outputs[name]) for name in names} for outputs in oracle_run.outputs]
-
-    graph = source.graph
-
-    def nudged(random: np.random.Generator) -> OnnxRuntime:
-        assert graph is not None  # noqa: S101 - not asked without one
-        return open_fp32_graph(
-            graph,
-            source.inputs,
-            source.outputs,
-            scratch,
-            lambda _name, tensor: nudge(tensor.numpy(), random, oracle_run.roundoff),
-        )
-
-    wanted = OracleRun([{name: feed[name] for name in names} for feed in expected], "the samples", oracle_run.roundoff)
-    found = measure(wanted, samples.feeds, own, None if graph is None else nudged, scratch)
+    wanted = replace(oracle_run, outputs=[{name: feed[name] for name in names} for feed in expected], how="the samples")
+    found = measure(wanted, own)
     wrong = [(name, figure) for name, figure in found.outputs.items() if not figure.relative_l2 <= figure.bound]
     return (
         None

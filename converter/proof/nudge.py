@@ -6,25 +6,26 @@ A sum of products computed in another order is, to the last bit, the exact sum f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bf16kit.artifact import Artifact
+from bf16kit.errors import RuntimeFailure
 from bf16kit.runtime import Runtime
-from bf16kit.runtime.externaldata import REBUILT
 from converter.model import FP32_ROUNDOFF, Array, Feeds
-from converter.proof.running import open_fp32_graph
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
+from converter.proof.distance import mask_unstable, measure_distance
+from converter.proof.running import ReadWeight
+from converter.proof.spool import Spool
 
 ULPS = 16
+_RUNS = 3
 _CHUNK = 1 << 20  # elements
 _LARGEST = 0x7F800000  # bits of infinity
+
+OpenGraph = Callable[[ReadWeight], Runtime]
 
 
 def nudge(array: Array, random: np.random.Generator, roundoff: float = FP32_ROUNDOFF) -> Array:
@@ -46,33 +47,52 @@ def nudge(array: Array, random: np.random.Generator, roundoff: float = FP32_ROUN
     return moved
 
 
-def nudged_feeds(feeds: Sequence[Feeds], random: np.random.Generator, roundoff: float) -> Iterator[Feeds]:
-    """Yield ``feeds`` with their fp32 arrays nudged."""
-    for feed in feeds:
-        yield {name: nudge(array, random, roundoff) for name, array in feed.items()}
+class Noise:
+    """The fp32 noise of one graph: how its outputs for ``feeds`` change when its weights and the feeds are nudged.
 
-
-def open_nudged(
-    artifact: Artifact, source: ir.Model | None, random: np.random.Generator, roundoff: float, scratch: Path
-) -> Runtime:
-    """Open the fp32 reference with its weights nudged, except those small enough to be stored in the graph file.
-
-    ``source`` is the reference if the artifact keeps none of its own. The weights are mapped from ``scratch``.
+    ``open_graph`` opens the graph with the weights that it is given, nudged or as they are. Both runs read the source's
+    own weights and go the same way, so no fault in the files or graphs that are judged can widen their bound. Nothing
+    runs before the noise is asked for, and it is measured once. Outputs are kept in unnamed files in ``scratch``.
     """
-    import onnx_ir as ir
 
-    manifest = artifact.manifest
-    inputs = [entry.spec() for entry in manifest.inputs]
-    outputs = [entry.spec() for entry in manifest.outputs]
-    if source is not None:
-        return open_fp32_graph(
-            source, inputs, outputs, scratch, lambda _name, tensor: nudge(tensor.numpy(), random, roundoff)
-        )
-    model = ir.load(artifact.file(manifest.reference or ""))
-    reader = Artifact(artifact.path, manifest)
+    def __init__(self, open_graph: OpenGraph, feeds: Sequence[Feeds], roundoff: float, scratch: Path | None) -> None:
+        self._open, self._feeds, self._roundoff, self._scratch = open_graph, feeds, roundoff, scratch
 
-    def read(name: str, tensor: ir.TensorProtocol) -> Array:
-        rebuilt = isinstance(tensor, ir.ExternalTensor) and tensor.location == REBUILT
-        return nudge(reader.restore(name) if rebuilt else tensor.numpy(), random, roundoff)
+    def largest_change(self, name: str) -> float:
+        """Return the largest relative change of an output."""
+        unchanged, *runs = self._runs
+        distances = [
+            measure_distance(unchanged[feed][name], run[feed][name]).relative_l2
+            for run in runs
+            for feed in range(len(unchanged))
+        ]
+        return max(distances, default=0.0)
 
-    return open_fp32_graph(model, inputs, outputs, scratch, read)
+    def without_unstable(self, array: Array, source: Array, name: str, feed: int) -> Array:
+        """Return ``array``, an output for one feed, with values that noise flips taken from ``source``."""
+        return mask_unstable(array, source, [run[feed][name] for run in self._runs])
+
+    @cached_property
+    def _runs(self) -> list[Spool]:
+        """The outputs of the graph as it is, then those of each nudged run."""
+        runs = [self._run(None), *(self._run(np.random.default_rng(seed)) for seed in range(_RUNS))]
+        return [run for run in runs if run is not None]
+
+    def _run(self, random: np.random.Generator | None) -> Spool | None:
+        """Return the outputs of the graph; None if it does not run nudged, because noise changed a computed size."""
+
+        def moved(array: Array) -> Array:
+            return array if random is None else nudge(array, random, self._roundoff)
+
+        runtime = self._open(lambda _name, tensor: moved(tensor.numpy()))
+        outputs = Spool(self._scratch)
+        try:
+            for feed in self._feeds:
+                outputs.append(runtime.run({name: moved(array) for name, array in feed.items()}))
+        except RuntimeFailure:
+            if random is None:
+                raise
+            return None
+        finally:
+            runtime.close()
+        return outputs

@@ -2,24 +2,22 @@
 
 Drift measures how far a profile is from the reference; this check proves that the reference is the given model. Both
 compute in fp32, in another order, so their outputs differ only by fp32 noise. :data:`FLOOR` is noise that any model may
-have. A model that amplifies noise may differ more. How much is measured by nudging its weights (``nudge``), but only if
-the floor is exceeded. docs/decisions/0017-the-oracle.md has the numbers.
+have. A model that amplifies noise may differ more. How much is measured by nudging the weights of the source's own
+graph (``nudge``), but only if the floor is exceeded. docs/decisions/0017-the-oracle.md has the numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from bf16kit.errors import ConversionError, RuntimeFailure
 from bf16kit.manifest import OracleEntry, OracleFigure
-from bf16kit.runtime import Runtime
 from converter.model import FP32_ROUNDOFF, Feeds, Source
-from converter.proof.distance import Distance, is_float, mask_unstable, measure_distance
-from converter.proof.nudge import nudged_feeds
+from converter.proof.distance import Distance, is_float, measure_distance
+from converter.proof.nudge import Noise
+from converter.proof.running import open_fp32_graph
 from converter.proof.spool import Spool
 
 FEEDS = 4  # the source runs on this many samples, the first ones
@@ -27,19 +25,21 @@ FLOOR = 64 * FP32_ROUNDOFF
 # In unit roundoffs, like FLOOR. Smaller, because fp16 rounds once per node, fp32 once per term of a sum.
 _COARSE_FLOOR = 8
 _MULTIPLE = 4  # the bound is this many times the change that nudging the weights by 16 ulps causes
-_RUNS = 3
 _LARGEST_USEFUL_BOUND = 1e-3  # a bound above this could hide faults as large as bf16's own drift, so a note says so
-
-OpenNudged = Callable[[np.random.Generator], Runtime]
 
 
 @dataclass(frozen=True, slots=True)
 class OracleRun:
-    """The source's own outputs for the first samples; if there are none, ``how`` says why the source was not run."""
+    """The source's own outputs for the first samples; if there are none, ``how`` says why the source was not run.
+
+    ``noise`` is that of the source's graph on these samples. It is None if the source has no graph; then any difference
+    beyond :data:`FLOOR` is an error.
+    """
 
     outputs: Sequence[Feeds]
     how: str
     roundoff: float = FP32_ROUNDOFF
+    noise: Noise | None = None
 
 
 def run_oracle(source: Source, feeds: Sequence[Feeds], scratch: Path) -> OracleRun:
@@ -66,51 +66,40 @@ def run_oracle(source: Source, feeds: Sequence[Feeds], scratch: Path) -> OracleR
         return OracleRun((), f"{oracle.how}: {error}")
     if unstable:
         return OracleRun((), f"{oracle.how} gives different outputs for the same input (output {unstable[0]!r})")
-    return OracleRun(outputs, oracle.how, oracle.roundoff)
+    return OracleRun(outputs, oracle.how, oracle.roundoff, _noise(source, chosen, oracle.roundoff, scratch))
 
 
-def certify(
-    oracle_run: OracleRun,
-    feeds: Sequence[Feeds],
-    expected: Sequence[Feeds],
-    nudged: OpenNudged | None,
-    scratch: Path | None = None,
-    what: str = "the fp32 reference",
-) -> OracleEntry:
+def _noise(source: Source, feeds: Sequence[Feeds], roundoff: float, scratch: Path) -> Noise | None:
+    graph, inputs, outputs = source.graph, source.inputs, source.outputs
+    if graph is None:
+        return None
+    return Noise(lambda read: open_fp32_graph(graph, inputs, outputs, scratch, read), feeds, roundoff, scratch)
+
+
+def certify(oracle_run: OracleRun, expected: Sequence[Feeds], what: str = "the fp32 reference") -> OracleEntry:
     """Compare the outputs ``expected`` of the reference, or of ``what``, with the source's own, by output.
 
-    ``nudged`` opens the reference with its weights nudged. It is called only if an output is beyond :data:`FLOOR`, and
-    its outputs are kept in an unnamed file in ``scratch`` (None: the system's directory). It is None if the weights
-    cannot be nudged; then any difference beyond the floor is an error. Raises :class:`ConversionError` that names the
-    outputs whose difference exceeds this model's fp32 noise.
+    Raises :class:`ConversionError` that names the outputs whose difference exceeds this model's fp32 noise, which is
+    measured only if an output is beyond :data:`FLOOR`.
     """
     if not oracle_run.outputs:
         return OracleEntry(checked=False, how=oracle_run.how)
-    entry = measure(oracle_run, feeds, expected, nudged, scratch)
+    entry = measure(oracle_run, expected)
     _check_bounds(entry, what)
     return entry
 
 
-def measure(
-    oracle_run: OracleRun,
-    feeds: Sequence[Feeds],
-    expected: Sequence[Feeds],
-    nudged: OpenNudged | None,
-    scratch: Path | None = None,
-) -> OracleEntry:
-    """Measure how far ``expected`` is from the outputs in ``oracle_run``, by output, and the noise bound; do not judge.
-
-    The arguments are those of :func:`certify`.
-    """
+def measure(oracle_run: OracleRun, expected: Sequence[Feeds]) -> OracleEntry:
+    """Measure how far ``expected`` is from the outputs in ``oracle_run``, by output, and its bound; do not judge."""
     floor = FLOOR if oracle_run.roundoff <= FP32_ROUNDOFF else _COARSE_FLOOR * oracle_run.roundoff
+    noise = oracle_run.noise
     found = {name: _worst(oracle_run.outputs, expected, name) for name in expected[0]}
     bounds = {name: floor if is_float(expected[0][name]) else 0.0 for name in found}
-    if nudged is not None and any(found[name].relative_l2 > bounds[name] for name in found):
-        noise = _Noise.of(oracle_run, feeds, expected, nudged, scratch)
+    if noise is not None and any(found[name].relative_l2 > bounds[name] for name in found):
         for name in found:
             if bounds[name]:
                 bounds[name] = max(floor, _MULTIPLE * noise.largest_change(name))
-            found[name] = noise.without_unstable(oracle_run.outputs, expected, name)
+            found[name] = _worst(oracle_run.outputs, expected, name, noise)
     return OracleEntry(
         checked=True,
         how=oracle_run.how,
@@ -122,71 +111,20 @@ def measure(
     )
 
 
-def _worst(oracle_outputs: Sequence[Feeds], expected: Sequence[Feeds], name: str) -> Distance:
+def _worst(
+    oracle_outputs: Sequence[Feeds], expected: Sequence[Feeds], name: str, noise: Noise | None = None
+) -> Distance:
+    """Return the largest distance from the source's output; values that ``noise`` flips are left out."""
     if name not in oracle_outputs[0]:
         raise ConversionError(
             f"the fp32 reference has an output {name!r}, which the source lacks; the source has"
             f" {', '.join(oracle_outputs[0])}"
         )
-    return max(
-        measure_distance(own[name], reference[name]) for own, reference in zip(oracle_outputs, expected, strict=False)
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Noise:
-    """The reference's outputs with nudged weights: by run, by feed."""
-
-    expected: Sequence[Feeds]
-    runs: Sequence[Sequence[Feeds]]
-
-    @classmethod
-    def of(
-        cls,
-        oracle_run: OracleRun,
-        feeds: Sequence[Feeds],
-        expected: Sequence[Feeds],
-        nudged: OpenNudged,
-        scratch: Path | None,
-    ) -> _Noise:
-        chosen = feeds[: len(oracle_run.outputs)]
-        runs = [
-            _run(nudged, chosen, np.random.default_rng(seed), oracle_run.roundoff, scratch) for seed in range(_RUNS)
-        ]
-        return cls(expected[: len(chosen)], [run for run in runs if run is not None])
-
-    def largest_change(self, name: str) -> float:
-        """Return the largest relative change of an output."""
-        distances = [
-            measure_distance(reference[name], run[index][name]).relative_l2
-            for run in self.runs
-            for index, reference in enumerate(self.expected)
-        ]
-        return max(distances, default=0.0)
-
-    def without_unstable(self, oracle_outputs: Sequence[Feeds], expected: Sequence[Feeds], name: str) -> Distance:
-        """Return the distance from the source's outputs; values that noise flips (integers and flags) are left out."""
-        worst = []
-        for index, (own, reference) in enumerate(zip(oracle_outputs, expected, strict=False)):
-            changed = [run[index][name] for run in self.runs]
-            worst.append(measure_distance(own[name], mask_unstable(reference[name], own[name], changed)))
-        return max(worst)
-
-
-def _run(
-    nudged: OpenNudged, feeds: Sequence[Feeds], random: np.random.Generator, roundoff: float, scratch: Path | None
-) -> Spool | None:
-    """Return the nudged reference's outputs; None if it does not run, because noise changed a computed size."""
-    runtime = nudged(random)
-    outputs = Spool(scratch)
-    try:
-        for feed in nudged_feeds(feeds, random, roundoff):
-            outputs.append(runtime.run(feed))
-    except RuntimeFailure:
-        return None
-    finally:
-        runtime.close()
-    return outputs
+    worst = []
+    for index, (own, reference) in enumerate(zip(oracle_outputs, expected, strict=False)):
+        array = reference[name] if noise is None else noise.without_unstable(reference[name], own[name], name, index)
+        worst.append(measure_distance(own[name], array))
+    return max(worst)
 
 
 def _check_bounds(entry: OracleEntry, what: str) -> None:

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-import numpy as np
 import onnx_ir as ir
 
 from bf16kit.runtime.externaldata import REBUILT
@@ -19,13 +17,9 @@ from bf16kit.tensors import TensorSpec
 from converter.formats.onnx import serialize
 from converter.model import Feeds
 from converter.passes import Prepared
-from converter.proof.nudge import nudge
 from converter.proof.oracle import OracleRun, certify
 from converter.proof.running import open_fp32_graph, with_external_weights
 from converter.proof.spool import Spool
-
-if TYPE_CHECKING:
-    from bf16kit.runtime.onnx import OnnxRuntime
 
 
 def check_prepared(
@@ -49,13 +43,7 @@ def check_prepared(
     for feed in feeds[: len(oracle_run.outputs)]:
         found.append(runtime.run(feed))
     runtime.close()
-
-    def nudged(random: np.random.Generator) -> OnnxRuntime:
-        return open_fp32_graph(
-            model, *edges, scratch, lambda _name, tensor: nudge(tensor.numpy(), random, oracle_run.roundoff)
-        )
-
-    certify(oracle_run, feeds, found, nudged, scratch, what="the prepared graph, before rounding,")
+    certify(oracle_run, found, what="the prepared graph, before rounding,")
 
 
 def _changed(prepared: Prepared, model: ir.Model) -> bool:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import gc
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import onnx
 import pytest
 from converting import MLP, Cli, Outcome
+from secondjudge import judging_conversions
 
 import graphs
 from bf16kit.artifact import Artifact
@@ -19,6 +21,13 @@ Factory = pytest.TempPathFactory
 
 
 _modules_at_last_freeze = 0
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _a_second_judge() -> Iterator[None]:
+    """Let a second judge check every artifact that the tests convert."""
+    with judging_conversions():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -5,6 +5,7 @@ Each fault is small enough to be mistaken for bf16's own drift, or does not show
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,14 +22,17 @@ from numpy.typing import NDArray
 from onnx import helper
 
 import graphs
+from bf16kit.artifact import Artifact
 from bf16kit.panels import strips
 from bf16kit.residual import Encoder
 from converter.cpukernel.functions import ProductVariant
 from converter.formats import autocast, narrowed, weights
 from converter.formats import onnx as writing
+from converter.graph.initializers import initializer
 from converter.graph.names import FreshNames, all_value_names
 from converter.passes import batchnorm, clip, masks, matching, sharing
 from converter.proof import golden
+from converter.proof.explanation import measure_layers
 from converter.sources.torch import onnx_export
 
 Array = NDArray[Any]
@@ -271,6 +275,50 @@ def test_rounding_that_is_not_to_nearest_even_is_rejected(
     _refused(done, target, 3, "tensor 'w0' has", "bf16 values that differ from the source's rounded values")
 
 
+def test_a_constant_in_a_graph_that_is_not_rounded_to_nearest_is_rejected(
+    cli: Cli, target: Path, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["m"], name="product"),
+        helper.make_node("Mul", ["m", "c"], ["y"], name="scaled"),
+    ]
+    held = [graphs.initializer("w", graphs.values(32, 32)), graphs.initializer("c", np.array(1.2334, np.float32))]
+    edges = [graphs.edge("x", ["batch", 32])], [graphs.edge("y", ["batch", 32])]
+    onnx.save(graphs.model(nodes, *edges, held), tmp_path / "scaled.onnx")
+    cli("checkpoint", tmp_path / "scaled.onnx", "--out", target.with_name("2"), *ONNX_ONLY).published()
+
+    def truncated(graph: ir.Graph, name: str, tensor: ir.TensorProtocol) -> ir.Value:
+        bits = np.asarray(np.array(1.2334, np.float32)).view(np.uint32) >> np.uint32(16)
+        return initializer(graph, name, ir.tensor(bits.astype(np.uint16).view(ml_dtypes.bfloat16), name=name))
+
+    monkeypatch.setattr("converter.formats.narrowing.initializer", truncated)
+    done = cli("checkpoint", tmp_path / "scaled.onnx", "--out", target, *ONNX_ONLY)
+    done.refused(3, "tensor 'c/bf16' is not rounded to nearest in cuda.onnx")
+
+
+def test_a_tensor_that_restore_leaves_out_is_rejected(cli: Cli, wide: Path, target: Path, monkeypatch: Patch) -> None:
+    tensors = Artifact.checkpoint_tensors
+    monkeypatch.setattr(Artifact, "checkpoint_tensors", lambda artifact: itertools.islice(tensors(artifact), 1, None))
+    done = cli("checkpoint", wide, "--out", target, *ONNX_ONLY)
+    _refused(done, target, 3, "tensor 'w0' is not restored exactly once")
+
+
+def test_a_file_that_changes_after_it_was_measured_is_rejected(
+    cli: Cli, wide: Path, target: Path, monkeypatch: Patch
+) -> None:
+    def flipping(draft: Artifact, *given: Any, **options: Any) -> Any:
+        found = measure_layers(draft, *given, **options)
+        with draft.file("weights.bf16").open("r+b") as file:
+            first = file.read(1)
+            file.seek(0)
+            file.write(bytes([first[0] ^ 1]))
+        return found
+
+    monkeypatch.setattr("converter.pipeline.measure_layers", flipping)
+    done = cli("checkpoint", wide, "--out", target, *ONNX_ONLY)
+    _refused(done, target, 3, "changed after it was written", "weights.bf16")
+
+
 def test_panels_packed_in_a_wrong_order_are_rejected(cli: Cli, wide: Path, target: Path, monkeypatch: Patch) -> None:
     def rolled(matrix: Array, axis: int | None) -> Iterator[memoryview]:
         return strips(matrix if axis is None else np.roll(matrix, 1, axis), axis)
@@ -389,6 +437,27 @@ def test_a_reference_that_reads_wrong_weights_is_rejected_by_the_oracle(
 
     monkeypatch.setattr(writing, "serialize", swapped)
     done = cli("checkpoint", tmp_path / "equal.onnx", "--out", target, *ONNX_ONLY)
+    _refused(done, target, 3, "the fp32 reference does not give the outputs of the source itself")
+
+
+@pytest.mark.parametrize("fault", ["residual ignored", "3 permille off"])
+def test_a_fault_in_the_path_that_rebuilds_the_reference_is_rejected_by_the_oracle(
+    cli: Cli, wide: Path, target: Path, monkeypatch: Patch, fault: str
+) -> None:
+    """The read-back restores through a call without ``out``, so only the oracle can see this fault."""
+    restore = Artifact.restore
+
+    def wrong(artifact: Artifact, name: str, out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
+        if out is None:
+            return restore(artifact, name)
+        if fault == "residual ignored":
+            out[...] = artifact.tensor(name)
+        else:
+            out[...] = restore(artifact, name) * np.float32(1.003)
+        return out
+
+    monkeypatch.setattr(Artifact, "restore", wrong)
+    done = cli("checkpoint", wide, "--out", target, *ONNX_ONLY)
     _refused(done, target, 3, "the fp32 reference does not give the outputs of the source itself")
 
 

@@ -18,7 +18,7 @@ from small import publish_small, write_small
 
 from bf16kit import digests, publish, rename
 from bf16kit.artifact import Artifact
-from bf16kit.errors import ArtifactDamaged, ArtifactError, ArtifactExists, UsageError
+from bf16kit.errors import ArtifactDamaged, ArtifactError, ArtifactExists, ConversionError, UsageError
 from bf16kit.manifest import MANIFEST, FileEntry
 from bf16kit.publish import StagingArtifact, staging
 
@@ -73,6 +73,13 @@ def fail(error: type[BaseException]) -> NoReturn:
     raise error
 
 
+def _flip_last_byte(path: Path) -> None:
+    """Flip a bit of ``path`` and restore its times."""
+    data, found = path.read_bytes(), path.stat()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
+
+
 def names(directory: Path) -> list[str]:
     return sorted(p.name for p in directory.iterdir())
 
@@ -125,24 +132,47 @@ class TestPublishing:
             draft = staged.draft(write_small(staged))
             assert draft.restore("w").shape == (10, 6)
             assert not (tmp_path / "1").exists()
+            staged.remove("cpu.onnx")
             (staged.path / "cpu.onnx").write_bytes(b"b graph")
             staged.publish(draft.manifest.model_copy(update={"budget": {"relative_l2": 1.0}}))
         assert Artifact.open(tmp_path / "1").manifest.budget == {"relative_l2": 1.0}
 
     @pytest.mark.parametrize("name", ["cpu.onnx", "weights.bf16"])
-    def test_a_file_changed_after_a_draft_gets_the_digest_of_its_new_bytes(self, tmp_path: Path, name: str) -> None:
+    def test_a_file_that_changes_after_a_draft_is_not_published(self, tmp_path: Path, name: str) -> None:
         """This holds even if the change comes at once, keeps the size, and restores the file's times."""
         with staging(tmp_path / "1") as staged:
             manifest = write_small(staged)
             staged.draft(manifest)
-            path = staged.path / name
-            before, found = path.read_bytes(), path.stat()
-            path.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
-            os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
-            assert staged.publish(manifest).manifest.files[name].bytes == len(before)
-        Artifact.open(tmp_path / "1", verify=True)
+            _flip_last_byte(staged.path / name)
+            with pytest.raises(ConversionError, match=f"(?s)changed after it was written.*{name}"):
+                staged.publish(manifest)
+        assert names(tmp_path) == []
 
-    def test_each_file_is_hashed_once_for_any_number_of_drafts(
+    def test_a_file_that_changes_while_it_is_published_is_not_published(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The disk, not another program, changes the file: the draft has no reason to read it again."""
+        with staging(tmp_path / "1") as staged:
+            manifest = write_small(staged)
+            sync = publish._sync
+            monkeypatch.setattr(publish, "_sync", lambda p: _flip_last_byte(p) if p.name == "cpu.onnx" else sync(p))
+            with pytest.raises(ConversionError, match=r"(?s)changed after it was written.*cpu\.onnx: its sha256 is"):
+                staged.publish(manifest)
+        assert names(tmp_path) == []
+
+    def test_a_manifest_with_a_wrong_digest_is_not_published(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        wrong = lambda _self, path: FileEntry(sha256="0" * 64, bytes=path.stat().st_size)  # noqa: E731
+        with staging(tmp_path / "1") as staged:
+            manifest = write_small(staged)
+            staged.draft(manifest)
+            monkeypatch.setattr(StagingArtifact, "_entry", wrong)
+            with pytest.raises(ConversionError, match="the manifest says 000000000000"):
+                staged.publish(manifest)
+        assert names(tmp_path) == []
+
+    def test_each_file_is_hashed_once_for_any_number_of_drafts_and_once_before_it_is_published(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         read: list[str] = []
@@ -157,7 +187,7 @@ class TestPublishing:
             for _ in range(4):
                 staged.draft(manifest)
             staged.publish(manifest)
-        assert sorted(read) == sorted(name for name in names(tmp_path / "1") if name != MANIFEST)
+        assert sorted(read) == sorted(2 * [name for name in names(tmp_path / "1") if name != MANIFEST])
 
     def test_every_file_and_every_directory_that_was_made_is_synced(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

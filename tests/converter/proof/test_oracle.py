@@ -20,40 +20,43 @@ import graphs
 from bf16kit.artifact import Artifact
 from bf16kit.errors import ConversionError, RuntimeFailure
 from bf16kit.runtime import Runtime
-from converter.model import Feeds, Oracle, Source, TorchModel
+from converter.model import FP32_ROUNDOFF, Feeds, Oracle, Source, TorchModel
 from converter.proof import oracle
+from converter.proof.nudge import Noise
 from converter.proof.oracle import FEEDS, FLOOR, OracleRun, certify, run_oracle
 from converter.sources.torch import onnx_export
 
-
-def _answering(*outputs: NDArray[Any], how: str = "a test") -> OracleRun:
-    return OracleRun(tuple({"y": output} for output in outputs), how)
-
-
-def _never(_random: np.random.Generator) -> Runtime:
-    raise AssertionError("nothing was beyond the floor")
+Y = np.array([1.0, -2.0, 3.0], np.float32)
+FEED: list[Feeds] = [{"x": np.ones(3, np.float32)}]
 
 
-class Nudged:
-    """A stand-in for the reference with nudged weights; it returns the output that it was made with."""
+class Graph:
+    """A stand-in for the source's graph: ``outputs`` are those of its runs in order, None for one that fails."""
 
-    def __init__(self, output: NDArray[Any] | None) -> None:
-        self.output = output
-        self.inputs = self.outputs = ()
-        self.info: Any = None
-        self.closed = False
+    inputs = outputs = ()
+    info: Any = None
+
+    def __init__(self, *outputs: NDArray[Any] | None) -> None:
+        self.outputs_by_run = outputs
+        self.opened = self.closed = 0
+
+    def open(self, _read: Any) -> Runtime:
+        self.opened += 1
+        return self
 
     def run(self, feeds: Any, outputs: Sequence[str] | None = None, *, seconds: float | None = None) -> Feeds:
-        if self.output is None:
+        output = self.outputs_by_run[min(self.opened, len(self.outputs_by_run)) - 1]
+        if output is None:
             raise RuntimeFailure("a size came out another")
-        return {"y": self.output}
+        return {"y": output}
 
     def close(self) -> None:
-        self.closed = True
+        self.closed += 1
 
 
-FEED: list[Feeds] = [{"x": np.ones(3, np.float32)}]
-Y = np.array([1.0, -2.0, 3.0], np.float32)
+def _answering(output: NDArray[Any], graph: Graph | None = None) -> OracleRun:
+    noise = None if graph is None else Noise(graph.open, FEED, FP32_ROUNDOFF, None)
+    return OracleRun(({"y": output},), "a test", noise=noise)
 
 
 def test_the_figure_is_in_the_manifest_and_the_closing_lines(cli: Cli, mlp: Artifact) -> None:
@@ -114,49 +117,67 @@ def test_a_model_that_amplifies_fp32_noise_gets_its_own_bound(cli: Cli, target: 
 
 def test_a_reference_that_differs_from_its_source_is_rejected_with_the_figures() -> None:
     with pytest.raises(ConversionError) as refused:
-        certify(_answering(Y), FEED, [{"y": np.abs(Y)}], lambda _random: Nudged(np.abs(Y) * np.float32(1 + 1e-6)))
-    for said in ("'y'", "relative_l2 is 1.07", "max_abs 4", "at most 3.81e-06", "(a test)", "nothing published"):
+        certify(_answering(Y, Graph(Y, Y * np.float32(1 + 1e-6))), [{"y": np.abs(Y)}])
+    for said in ("'y'", "relative_l2 is 1.07", "max_abs 4", "at most 3.8", "(a test)", "nothing published"):
         assert said in str(refused.value)
 
 
 def test_fp32_noise_passes_without_measuring_the_models_own_noise() -> None:
-    noisy = Y * np.float32(1 + 2e-7)
-    entry = certify(_answering(Y), FEED, [{"y": noisy}], _never)
+    graph = Graph()
+    entry = certify(_answering(Y, graph), [{"y": Y * np.float32(1 + 2e-7)}])
     assert entry.outputs["y"].bound == FLOOR
     assert 0 < entry.outputs["y"].relative_l2 < 1e-6
+    assert not graph.opened
 
 
 def test_a_difference_as_large_as_the_models_own_noise_passes() -> None:
-    entry = certify(_answering(Y), FEED, [{"y": Y * np.float32(1.01)}], lambda _random: Nudged(Y * np.float32(1.015)))
+    entry = certify(_answering(Y, Graph(Y, Y * np.float32(1.005))), [{"y": Y * np.float32(1.01)}])
     assert entry.outputs["y"].relative_l2 == pytest.approx(0.0099, rel=1e-2)
     assert 0.015 < entry.outputs["y"].bound < 0.03
     assert "proves little" in next(oracle.remarks(entry))
 
 
-def test_the_nudged_reference_is_closed_and_may_fail() -> None:
-    opened: list[Nudged] = []
+def test_noise_is_the_change_that_nudging_causes_however_far_the_graph_is_from_the_source() -> None:
+    """A graph that computes something else must not widen the bound by which it is judged."""
+    wrong = np.abs(Y)
+    with pytest.raises(ConversionError, match=r"at most 3\.8"):
+        certify(_answering(Y, Graph(wrong, wrong * np.float32(1 + 1e-7))), [{"y": wrong}])
 
-    def failing(_random: np.random.Generator) -> Runtime:
-        opened.append(Nudged(None))
-        return opened[-1]
 
-    with pytest.raises(ConversionError):
-        certify(_answering(Y), FEED, [{"y": -Y}], failing)
-    assert len(opened) == 3
-    assert all(runtime.closed for runtime in opened)
+def test_the_nudged_graph_is_closed_and_may_fail() -> None:
+    graph = Graph(Y, None)
+    with pytest.raises(ConversionError, match=r"at most 3\.8"):
+        certify(_answering(Y, graph), [{"y": -Y}])
+    assert graph.opened == graph.closed == 4
+
+
+def test_the_noise_is_measured_once_for_all_checks() -> None:
+    graph = Graph(Y, Y * np.float32(1.005))
+    oracle_run = _answering(Y, graph)
+    for _ in range(2):
+        certify(oracle_run, [{"y": Y * np.float32(1.01)}])
+    assert graph.opened == 4
 
 
 def test_indices_must_be_exact_except_where_noise_flips_them() -> None:
     own, tied, wrong = np.array([3, 5]), np.array([3, 6]), np.array([4, 5])
-    entry = certify(_answering(own), FEED, [{"y": tied}], lambda _random: Nudged(own))
+    entry = certify(_answering(own, Graph(tied, own)), [{"y": tied}])
     assert entry.outputs["y"].relative_l2 == 0
+    for graph in (Graph(wrong), Graph(own), Graph(tied, own)):
+        with pytest.raises(ConversionError, match=r"at most 0"):
+            certify(_answering(own, graph), [{"y": wrong}])
+
+
+def test_a_number_of_rows_must_be_exact_except_where_noise_changes_it() -> None:
+    own, fewer = np.array([3, 5, 7]), np.array([3, 5])
+    assert certify(_answering(own, Graph(own, fewer)), [{"y": fewer}]).outputs["y"].relative_l2 == 0
     with pytest.raises(ConversionError, match=r"at most 0"):
-        certify(_answering(own), FEED, [{"y": wrong}], lambda _random: Nudged(wrong))
+        certify(_answering(own, Graph(fewer)), [{"y": fewer}])
 
 
 def test_an_output_that_the_source_does_not_have_is_rejected() -> None:
     with pytest.raises(ConversionError, match="has an output 'z', which the source lacks; the source has y"):
-        certify(_answering(Y), FEED, [{"z": Y}], _never)
+        certify(_answering(Y), [{"z": Y}])
 
 
 def _source(answers: Any) -> Source:
@@ -171,7 +192,7 @@ def _source(answers: Any) -> Source:
 
 
 def test_a_source_that_cannot_run_is_recorded_as_not_checked(tmp_path: Path) -> None:
-    entry = certify(run_oracle(_source(None), FEED, tmp_path), FEED, [{"y": Y}], _never)
+    entry = certify(run_oracle(_source(None), FEED, tmp_path), [{"y": Y}])
     assert not entry.checked
     assert next(oracle.remarks(entry)) == (
         "the fp32 reference was not checked against the source itself: it has no module"
