@@ -190,8 +190,8 @@ def _fills(r: Values, low: float, high: float) -> list[float]:
     """Return the fills among the ends ``low`` and ``high`` of the finite elements."""
     flat = r.reshape(-1)
     sampled = flat[:: max(1, flat.size // _TYPICAL)]
-    others = np.abs(sampled[np.isfinite(sampled) & (sampled != low) & (sampled != high)])
-    usual = max(float(np.median(others)), 2.0**-126) if others.size else math.inf
+    others = np.abs(sampled[np.isfinite(sampled) & (sampled != low) & (sampled != high) & (sampled != 0)])
+    usual = float(np.median(others)) if others.size else math.inf
     return [end for end in (low, high) if abs(end) > FILL * usual]
 
 

@@ -183,7 +183,7 @@ def _record(certified: Certified, name: str, label: str, run: Run, samples: Samp
     count = next(iter(summaries.values())).samples
     entry = DriftEntry(samples=count, source=samples.origin, outputs=measure.as_dict(summaries), emulated=run.emulated)
     manifest = certified.manifest
-    certified.manifest = manifest.model_copy(update={"drift": manifest.drift | {name: entry}})
+    certified.manifest = manifest.amended(drift=manifest.drift | {name: entry})
     certified.breaches[name] = [f"{label}, {breach}" for breach in find_breaches(options.budget, run.drifts)]
 
 

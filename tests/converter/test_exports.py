@@ -81,7 +81,7 @@ class TestExportAlone:
         assert "export safetensors: model.safetensors" in outcome.out
         assert {path.name for path in target.iterdir()} == _ALONE
         manifest = Artifact.open(target).manifest
-        assert (manifest.schema_version, manifest.profiles) == (5, {})
+        assert (manifest.schema_version, manifest.profiles) == (7, {})
         assert manifest.exports["safetensors"].files == ["model.safetensors"]
         assert manifest.exports["safetensors"].verified == "host"
         found = manifest.drift["safetensors"].outputs["output"]["relative_l2"]

@@ -55,7 +55,7 @@ def test_a_pt2_model_is_measured_in_both_arithmetics_and_verifies(
     repository: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     manifest = Artifact.open(repository / "model" / "1").manifest
-    assert manifest.schema_version == 5
+    assert manifest.schema_version == 7
     assert manifest.profiles["pt2"].note.startswith("when verified: run in both arithmetics")
     assert manifest.drift["pt2"].outputs["output"]["relative_l2"]["mean"] > 0
     assert run(["verify", str(repository / "model" / "1")]) == 0

@@ -257,7 +257,7 @@ class TestRejected:
             (b"{}", "schema_version is None"),
             (b'{"schema_version": "1"}', "schema_version is '1'"),
             (b'{"schema_version": true}', "schema_version is True"),
-            (b'{"schema_version": 0}', "schema_version is 0, expected 1 to 6"),
+            (b'{"schema_version": 0}', "schema_version is 0, expected 1 to 7"),
             (b'{"schema_version": 1}', "its digest differs"),
             (b'{"schema_version": 3}', "its digest differs"),
         ],
@@ -267,8 +267,8 @@ class TestRejected:
             Manifest.loads(data, "manifest.json")
 
     def test_a_newer_schema_with_any_content(self) -> None:
-        with pytest.raises(ManifestVersionError, match=r"schema version 7 is newer than 6.*upgrade bf16kit"):
-            Manifest.loads(b'{"schema_version": 7, "novelty": []}', "manifest.json")
+        with pytest.raises(ManifestVersionError, match=r"schema version 8 is newer than 7.*upgrade bf16kit"):
+            Manifest.loads(b'{"schema_version": 8, "novelty": []}', "manifest.json")
 
     def test_an_edited_budget(self) -> None:
         data = manifest().dumps().replace(b"0.015", b"0.150")

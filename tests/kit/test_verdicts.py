@@ -21,7 +21,7 @@ def test_within_budget_is_one_sentence_with_the_bound_that_is_nearest() -> None:
     headline, cpu, cuda = _figures(reported.manifest())
     assert headline == "cpu and cuda keep within the drift budget."
     assert cpu.startswith("cpu is within budget: relative_l2.p99 of logits is 0.0028, at most 0.02 is allowed (14% of")
-    assert cpu.endswith("measured on 64 samples of calibration.npz")
+    assert "; measured on 64 samples of calibration.npz; judged by the older measure" in cpu
     assert "emulated on the CPU, on 64 samples" in cuda
 
 
@@ -32,15 +32,16 @@ def test_over_budget_names_the_profile_and_the_bound() -> None:
     assert cuda.startswith("cuda is over budget: relative_l2.p99 of logits is")
 
 
-def test_a_lower_bound_is_worded_as_one() -> None:
-    stats = {"top1_agreement": {"mean": 0.5, "upper": 0.6}}
+def test_a_lower_bound_is_worded_as_one_and_what_was_not_judged_is_said() -> None:
+    stats = {"top1_agreement": {"mean": 0.5, "rows": 20.0}, "slice_error": {"worst": 0.1, "judged": 3.0, "slices": 5.0}}
     entry = DriftEntry(samples=1, source="s", outputs={"y": stats})
-    manifest = reported.manifest().model_copy(update={"drift": {"cpu": entry}})
+    manifest = reported.manifest().amended(drift={"cpu": entry})
     headline, cpu = _figures(manifest)
     assert headline == "cpu is over the drift budget."
     assert cpu == (
-        "cpu is over budget: top1_agreement of y is 0.5, at least 0.99 is required (40 × the budget);"
-        " measured on 1 sample of s"
+        "cpu is over budget: top1_agreement of y is 0.5, at least 0.99 is required (50 × the budget);"
+        " measured on 1 sample of s; not judged: 2 of 5 slices of y, zero or in too few samples; top1_agreement of y was"
+        " judged on 20 rows, its bound needs 100"
     )
 
 

@@ -26,6 +26,7 @@ def everything() -> Metrics:
     model.drift("y", SampleDrift(1e-3, 1e-6, 1e-3, 60.0, 1, 1, 0), 1.0)
     model.budget_ratio("y", "relative_l2", 0.4, 0.3, 0.5)
     model.recent("y", 100.0, 0.1)
+    model.worst_slice("y", 1, 3)
     model.changed("y")
     model.out_of_range("x", 1)
     model.judged(False, CAUSES[0])

@@ -100,7 +100,7 @@ def test_an_optional_profile_is_written_if_it_is_within_budget(cli: Cli, wide_fi
     assert set(manifest.profiles) == set(manifest.drift) == set(manifest.plan.nodes) == {"cpu", "cpu-bf16", "cuda"}
     drifts = [manifest.drift[p].outputs["y"]["relative_l2"]["mean"] for p in ("cpu", "cpu-bf16", "cuda")]
     assert drifts == sorted(drifts)
-    assert (manifest.schema_version, manifest.profiles["cpu-bf16"].verified) == (4, "host")
+    assert (manifest.schema_version, manifest.profiles["cpu-bf16"].verified) == (7, "host")
     shared = [{t.external_data[0].value for t in _initializers(target / f"{p}.onnx")} for p in ("cpu", "cpu-bf16")]
     assert shared[0] == shared[1] == {"weights.bf16"}
 
@@ -123,7 +123,7 @@ def test_an_optional_profile_over_budget_is_left_out_whatever_is_allowed(
     assert "profile cpu-bf16, output 'y': relative_l2 is 0.0030" in done.out
     manifest = Artifact.open(target).manifest
     assert "cpu-bf16" not in {*manifest.profiles, *manifest.drift, *manifest.plan.nodes}
-    assert manifest.schema_version == 3
+    assert manifest.schema_version == 7
     assert "cpu-bf16.onnx" not in tree(target)
 
 

@@ -102,6 +102,7 @@ def tell_all(model: ModelMetrics) -> None:
     """Set every series that does not exist until its value is known."""
     model.budget_ratio("y", "relative_l2", 0.1, 0.05, 0.2)
     model.recent("y", 12.5, 0.25)
+    model.worst_slice("y", 1, 3)
     model.changed("y")
     model.out_of_range("x", 3)
     model.judged(True, "broken")

@@ -234,7 +234,7 @@ def test_rules_rename_a_torch_state_dict_too(cli: Cli, tmp_path: Path, target: P
     rules = (tmp_path / "rules.yaml").read_bytes()
     digest, size = sha256(rules).hexdigest(), len(rules)
     assert _given(target) == [("--map", "rules.yaml", digest)]
-    assert Artifact.open(target).manifest.schema_version == 6
+    assert Artifact.open(target).manifest.schema_version == 7
     assert f"--map       rules.yaml, {size} bytes, sha256 {digest}" in cli("inspect", target).published().out
     told = json.loads(cli("inspect", target, "--json").published().out)["given"]
     assert told == [{"option": "--map", "name": "rules.yaml", "sha256": digest, "bytes": size}]
