@@ -80,8 +80,8 @@ def generate(
             return Samples(_with_padding((*tried, *feeds), inputs, ranges, seed, run_source), origin)
         if sizes is _ATTEMPTS[0] and not _can_run(run_source, ()):
             break  # it cannot even be loaded, so no sizes would help
-    feeds = tuple(_random(inputs, ranges, seed, _ATTEMPTS[0]))
-    return Samples(feeds if free else _with_padding(feeds, inputs, ranges, seed, run_source), origin)
+    found = tuple(_random(inputs, ranges, seed, _ATTEMPTS[0]))
+    return Samples(found if free else _with_padding(found, inputs, ranges, seed, run_source), origin)
 
 
 def _can_run(run_source: RunSource | None, feeds: Sequence[Feeds]) -> bool:

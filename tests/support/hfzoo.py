@@ -137,7 +137,12 @@ MODELS: Mapping[str, tuple[str, str, dict[str, Any], dict[str, Any] | None]] = {
         },
         {"size": 32},
     ),
-    "mixtral": ("MixtralForCausalLM", "MixtralConfig", _LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2}, None),
+    "mixtral": (
+        "MixtralForCausalLM",
+        "MixtralConfig",
+        _LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2},
+        None,
+    ),
     "detr": (
         "DetrForObjectDetection",
         "DetrConfig",

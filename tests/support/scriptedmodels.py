@@ -72,7 +72,7 @@ class Reflected(nn.Module):
 
 
 class Stepwise(nn.Module):
-    """x [batch, seq, 16] → a layer applied to one step after the other. A trace or export has a fixed number of them."""
+    """x [batch, seq, 16] → a layer applied step by step. A trace or export has a fixed number of steps."""
 
     def __init__(self) -> None:
         super().__init__()

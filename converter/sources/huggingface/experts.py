@@ -31,7 +31,7 @@ def _experts(experts: Any, hidden: torch.Tensor, chosen: torch.Tensor, shares: t
     """
     import torch
 
-    if not (torch.compiler.is_exporting() or torch.jit.is_tracing()):
+    if not (torch.compiler.is_exporting() or torch._C._is_tracing()):
         own: torch.Tensor = type(experts).forward.__wrapped__(experts, hidden, chosen, shares)
         return own
     is_chosen = chosen.unsqueeze(-1) == torch.arange(experts.num_experts)

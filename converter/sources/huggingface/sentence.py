@@ -62,7 +62,7 @@ def by_library(directory: Directory, transformer: torch.nn.Module) -> Sentence |
             from sentence_transformers.sentence_transformer import modules
     except ImportError:
         return None
-    found = []
+    found: list[torch.nn.Module] = []
     for part in directory.parts or ():
         with quiet():
             own = getattr(modules, part.kind).load(
