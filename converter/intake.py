@@ -54,10 +54,11 @@ def load_samples(options: Options, source: Source, progress: Progress) -> Sample
     ``--input`` gave the dimensions.
     """
     oracle = source.oracle
-    run_source = None if oracle is None else lambda feeds: deque(oracle.outputs(feeds), maxlen=0)
+    outputs = None if oracle is None else oracle.outputs
     with progress.step("checking the samples"):
         if options.samples is None:
-            return generate(source.inputs, source.graph, source.sampler, options.seed, run_source)
+            return generate(source.inputs, source.graph, source.sampler, options.seed, outputs)
+        run_source = None if outputs is None else lambda feeds: deque(outputs(feeds), maxlen=0)
         may_contradict = source.checkpoint.format in _DECLARING and not options.inputs
         names = [spec.name for spec in source.outputs]
         found = samples.load(options.samples, source.inputs, run_source if may_contradict else None, outputs=names)

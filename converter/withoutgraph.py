@@ -80,11 +80,11 @@ def prove(
         check_without_graph(stage.draft(manifest), source.checkpoint.tensors, advance)
     release_memory()
     reference_run = replace(oracle_run, how=f"{oracle_run.how}, which is the reference")
-    certified = certify(
-        stage, manifest, calibration, options, progress, reference_run, OracleReference(oracle, source.rowwise)
-    )
-    if not certified.manifest.profiles:
-        raise ConversionError("; ".join([f"{options.source}: no ONNX: {source.no_graph_reason}", *certified.notes]))
+    reference = OracleReference(oracle, source.rowwise)
+    try:
+        certified = certify(stage, manifest, calibration, options, progress, reference_run, reference)
+    except ConversionError as error:
+        raise ConversionError(f"{options.source}: no ONNX: {source.no_graph_reason}; {error}") from error
     return certified, stored.census
 
 

@@ -8,51 +8,90 @@ import onnx_ir as ir
 
 # Operators that pass on the values of their first input.
 _TRANSPARENT = frozenset(
-    {"Cast", "Expand", "Flatten", "Identity", "Reshape", "Slice", "Squeeze", "Tile", "Transpose", "Unsqueeze"}
+    {
+        *("Cast", "Expand", "Flatten", "Identity", "Reshape", "Slice", "Squeeze", "Tile", "Transpose", "Unsqueeze"),
+        *("Gather", "GatherElements", "GatherND", "Split"),
+    }
 )
+# Operators that pick entries along an axis of their first input by the indices in another; the number is its position.
+_INDEXED = {"Gather": 1, "GatherElements": 1, "ScatterElements": 1, "GatherND": 1, "ScatterND": 1}
+
+Rows = int | str
 
 
-def index_bound(value: ir.Value) -> int | None:
-    """Return the size of the smallest table that ``value`` indexes, directly or after it was moved, or None."""
-    bounds: list[int | None] = []
-    for node, position in value.uses():
-        if node.domain != "":
-            continue
-        if node.op_type == "Gather" and position == 1:
-            bounds.append(_rows(node))
-        elif node.op_type in _TRANSPARENT and position == 0:
-            bounds.append(index_bound(node.outputs[0]))
-    found = [bound for bound in bounds if bound]
-    return min(found) if found else None
+def index_bounds(value: ir.Value) -> frozenset[Rows]:
+    """Return the sizes of all tables that ``value`` indexes, directly or after it was moved or a constant was added.
 
-
-def _rows(gather: ir.Node) -> int | None:
-    """Return the number of entries in the table of a Gather; None if unknown, or if the table has no such axis."""
-    table = gather.inputs[0]
-    axis = gather.attributes["axis"].as_int() if "axis" in gather.attributes else 0
-    if table is None or table.shape is None or not -len(table.shape) <= axis < len(table.shape):
-        return None
-    size = table.shape[axis]
-    return size if isinstance(size, int) else None
+    The size of a table that is computed is the name of its dimension.
+    """
+    found: set[Rows] = set()
+    for node, position, offset in _readers(value):
+        for rows in _tables(node) if _INDEXED.get(node.op_type) == position else ():
+            if isinstance(rows, int) and rows > offset:
+                found.add(rows - offset)
+            elif isinstance(rows, str) and offset == 0:
+                found.add(rows)
+    return frozenset(found)
 
 
 def compared_with(value: ir.Value) -> tuple[int, ...]:
     """Return the integers that ``value`` is compared with for equality, sorted: a sample rate, a mode; () for none."""
-    return tuple(sorted(set(_compared_integers(value))))
+    found = set()
+    for node, position, offset in _readers(value):
+        if node.op_type == "Equal":
+            number = _number(node.inputs[1 - position])
+            found |= set() if number is None else {number - offset}
+    return tuple(sorted(found))
 
 
-def _compared_integers(value: ir.Value) -> Iterator[int]:
-    for node, position in value.uses():
-        if node.domain == "" and node.op_type == "Equal":
-            yield from _number(node.inputs[1 - position])
-        elif node.op_type in _TRANSPARENT and position == 0:
-            yield from _compared_integers(node.outputs[0])
+def _readers(value: ir.Value) -> Iterator[tuple[ir.Node, int, int]]:
+    """Yield every node that reads ``value`` plus a constant, with the position among its inputs and that constant."""
+    seen, left = set(), [(value, 0)]
+    while left:
+        current, offset = left.pop()
+        if (current, offset) in seen:
+            continue
+        seen.add((current, offset))
+        for node, position in current.uses():
+            if node.domain != "":
+                continue
+            yield node, position, offset
+            if (node.op_type in _TRANSPARENT and position == 0) or (node.op_type == "Where" and position > 0):
+                left += [(output, offset) for output in node.outputs]
+            elif node.op_type == "Concat":
+                left.append((node.outputs[0], offset))
+            elif node.op_type in ("Add", "Sub"):
+                added = _largest(node.inputs[1 - position])
+                if added is not None and (node.op_type == "Add" or position == 0):
+                    left.append((node.outputs[0], offset + (added if node.op_type == "Add" else -added)))
 
 
-def _number(value: ir.Value | None) -> Iterator[int]:
-    """Yield ``value`` if it is one constant integer, in an initializer or a Constant node."""
-    if value is None or value.dtype not in (None, ir.DataType.INT64, ir.DataType.INT32, ir.DataType.UINT8):
+def _tables(node: ir.Node) -> Iterator[Rows]:
+    """Yield the number of entries along each axis that ``node`` picks from, if known and if its input has the axis."""
+    table, indices = node.inputs[:2]
+    if table is None or table.shape is None:
         return
-    tensor = ir.convenience.get_const_tensor(value)
-    if tensor is not None and tensor.size == 1 and tensor.dtype.is_integer():
-        yield int(tensor.numpy().reshape(()))
+    axes = [node.attributes["axis"].as_int() if "axis" in node.attributes else 0]
+    if node.op_type.endswith("ND"):  # each index is a row of coordinates
+        columns = indices.shape[-1] if indices is not None and indices.shape else 1
+        axes = list(range(columns)) if isinstance(columns, int) else axes
+    for axis in axes:
+        if -len(table.shape) <= axis < len(table.shape):
+            size = table.shape[axis]
+            rows = size if isinstance(size, int) else size.value
+            if rows is not None:
+                yield rows
+
+
+def _largest(value: ir.Value | None) -> int | None:
+    """Return the largest of constant integers, such as the offsets of several tables in one; None if not constant."""
+    tensor = None if value is None else ir.convenience.get_const_tensor(value)
+    if tensor is None or not tensor.dtype.is_integer() or tensor.size == 0:
+        return None
+    return int(tensor.numpy().max())
+
+
+def _number(value: ir.Value | None) -> int | None:
+    """Return ``value`` if it is one constant integer, in an initializer or a Constant node."""
+    tensor = None if value is None else ir.convenience.get_const_tensor(value)
+    return int(tensor.numpy().item()) if tensor is not None and tensor.size == 1 and tensor.dtype.is_integer() else None

@@ -7,7 +7,7 @@ import onnx_ir as ir
 
 from bf16kit.errors import ConversionError
 from converter.graph.cuda_support import KernelTable
-from converter.graph.initializers import stays_inline
+from converter.graph.initializers import const, stays_inline
 from converter.graph.names import NameEverything
 from converter.graph.operators import bf16_form, label, since_version
 from converter.graph.step import Step, run
@@ -19,6 +19,7 @@ TARGET = 22
 OLDEST_WITH_BF16 = 13  # Cast and Gather support bf16 from here on
 _NEWEST_IR = 11
 _OLDEST_IR = 8
+_RESIZE_STATES_COORDINATES = 11  # from here on, Resize has attributes for what was fixed before
 _OLDEST_UP_CONVERTIBLE = 18  # onnxscript's converter, which works in place, starts here; older opsets use onnx's
 
 # Operators that a later step rewrites, and their replacement: the replacement's bf16 form counts.
@@ -119,5 +120,22 @@ def _convert_by_onnx(model: ir.Model) -> None:
         converted.graph.inputs.remove(value)
         value.const_value = weights[value.name or ""].const_value
         converted.graph.register_initializer(value)
+    if model.opset_imports[""] < _RESIZE_STATES_COORDINATES:
+        _state_coordinates(converted)
     model.graph = converted.graph
     run([NameEverything(), ConstantsToInitializers(), HoistInitializers(), InferTypes()], model)
+
+
+def _state_coordinates(model: ir.Model) -> None:
+    """Give every Resize the meaning that Upsample and Resize had before opset 11, which onnx's converter leaves out.
+
+    Coordinates were asymmetric. The nearest pixel was the one below, or, as ONNX Runtime computes it, the one above if
+    the image shrinks. A Resize that enlarges one axis and shrinks another has no equivalent today, nor has one of
+    unknown scales that shrinks: the check of the prepared graph refuses it.
+    """
+    for node in model.graph.all_nodes():
+        if node.domain == "" and node.op_type == "Resize":
+            scales = const(node.inputs[2])
+            shrinks = scales is not None and bool((scales.numpy() <= 1).all())
+            node.attributes.add(ir.AttrString("coordinate_transformation_mode", "asymmetric"))
+            node.attributes.add(ir.AttrString("nearest_mode", "ceil" if shrinks else "floor"))

@@ -18,8 +18,8 @@ SMALLEST_BYTES = 1024  # sharing all-zero biases saves nothing, and they would l
 class ShareEqualWeights(Step):
     """Merge equal initializers; replace one that is another's transpose by a Transpose of the other.
 
-    Only fp32 initializers with two or more dimensions and at least 1 KiB are compared. Transposing is exact, and ONNX
-    Runtime does it once at load. Requires: initializers are in the main graph.
+    Only fp32 and int64 initializers (tables of indices) with two or more dimensions and at least 1 KiB are compared.
+    Transposing is exact, and ONNX Runtime does it once at load. Requires: initializers are in the main graph.
     """
 
     name = "share equal weights"
@@ -51,7 +51,7 @@ def _weights(graph: ir.Graph) -> list[tuple[ir.Value, ir.TensorProtocol]]:
         (value, tensor)
         for value in graph.initializers.values()
         if (tensor := value.const_value) is not None
-        and tensor.dtype == ir.DataType.FLOAT
+        and tensor.dtype in (ir.DataType.FLOAT, ir.DataType.INT64)
         and len(tensor.shape) >= 2
         and tensor.nbytes >= SMALLEST_BYTES
     ]

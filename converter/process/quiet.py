@@ -39,8 +39,13 @@ def reason(error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of ``error``'s message, with its type, short enough for one of our own messages."""
+    """Return the first line of ``error``'s message, with its type, short enough for one of our own messages.
+
+    A line that announces a list, with a colon at its end, is followed by the list's first entry.
+    """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if len(lines) > 1 and lines[0].endswith(":"):
+        lines[0] = f"{lines[0]} {lines[1].removeprefix('- ')}"
     if lines and lines[0].startswith(_INTERPRETER):  # the error follows after the lines of code that led to it
         lines[0] = lines[-1].removeprefix(f"{type(error).__name__}: ")
     return f"{type(error).__name__}: {brief(lines[0])}" if lines else type(error).__name__

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from bf16kit.artifact import Artifact
 from bf16kit.drift import SampleDrift
-from bf16kit.errors import RuntimeFailure
+from bf16kit.errors import ConversionError, RuntimeFailure
 from bf16kit.manifest import DriftEntry, Manifest, ProfileEntry
 from bf16kit.publish import StagingArtifact
 from bf16kit.runtime import Runtime
@@ -71,8 +71,8 @@ def certify(
 
     ``oracle_run`` holds the source's own outputs. ``source`` is the reference if the artifact keeps none: the source's
     graph, or the source itself. Raises :class:`RuntimeFailure` if a graph does not load or run, and
-    :class:`~bf16kit.errors.ConversionError` if the reference does not match the source. An optional profile that does
-    not run is dropped instead, and so is a torch module whose format was not asked for.
+    :class:`ConversionError` if the reference does not match the source. An optional profile that does not run is
+    dropped instead, and so is a torch module whose format was not asked for; ConversionError if no profile is left.
     """
     with progress.step("running the fp32 reference"):
         draft = stage.draft(manifest)
@@ -147,6 +147,8 @@ def _certify_profile(
             note = f"no {TRACED[profile].title}: the traced module does not run on the samples: {error}"
         else:
             raise
+        if manifest.profiles.keys() == {profile}:  # its file holds the weights
+            raise ConversionError(note) from error
         certified.manifest = without_profiles(stage, manifest, [profile])
         certified.notes.append(note)
         return

@@ -7,7 +7,8 @@ used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -16,7 +17,7 @@ import numpy as np
 
 from bf16kit.errors import RuntimeFailure
 from bf16kit.tensors import BY_NAME, TensorSpec
-from converter.graph.constants import compared_with, index_bound
+from converter.graph.constants import Rows, compared_with, index_bounds
 from converter.model import Array, Feeds
 from converter.proof.samples import Samples
 
@@ -30,7 +31,7 @@ ROWS = 2  # size of the first named dimension: two, so that batching can be test
 _FEEDS_PER_ATTEMPT = 2  # feeds per attempt: sizes that do not run fail at once
 _DEFAULT_BOUND = 2  # for an integer that indexes no known table: a flag or a mask
 
-RunSource = Callable[[Sequence[Feeds]], object]
+RunSource = Callable[[Sequence[Feeds]], Iterator[Feeds]]  # yields the outputs for each feed
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,21 +70,23 @@ def generate(
         is_text = any(spec.name == "input_ids" for spec in inputs)
         description = "random token sequences" if is_text else "random inputs of the kind that the model takes"
         return Samples(tuple(sampler(seed, COUNT)), f"{description} (seed {seed})")
+    origin = f"random inputs (seed {seed})"
     ranges = {} if graph is None else {value.name or "": _IntegerRange.of(value) for value in graph.graph.inputs}
     free = any(isinstance(dim, str) for spec in inputs for dim in spec.shape)
     for sizes in _ATTEMPTS if free and run_source is not None else ():
         feeds = _random(inputs, ranges, seed, sizes)
         tried = tuple(islice(feeds, _FEEDS_PER_ATTEMPT))  # the others are made on demand: an input may be wide
-        if run_source is None or _can_run(run_source, tried):
-            return Samples((*tried, *feeds), f"random inputs (seed {seed})")
+        if _can_run(run_source, tried):
+            return Samples(_with_padding((*tried, *feeds), inputs, ranges, seed, run_source), origin)
         if sizes is _ATTEMPTS[0] and not _can_run(run_source, ()):
             break  # it cannot even be loaded, so no sizes would help
-    return Samples(tuple(_random(inputs, ranges, seed, _ATTEMPTS[0])), f"random inputs (seed {seed})")
+    found = tuple(_random(inputs, ranges, seed, _ATTEMPTS[0]))
+    return Samples(found if free else _with_padding(found, inputs, ranges, seed, run_source), origin)
 
 
-def _can_run(run_source: RunSource, feeds: Sequence[Feeds]) -> bool:
+def _can_run(run_source: RunSource | None, feeds: Sequence[Feeds]) -> bool:
     try:
-        run_source(feeds)
+        deque(run_source(feeds) if run_source is not None else (), maxlen=0)
     except RuntimeFailure:
         return False
     return True
@@ -91,32 +94,99 @@ def _can_run(run_source: RunSource, feeds: Sequence[Feeds]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _IntegerRange:
-    """The allowed values of an integer input: less than ``bound``, or one of ``choices``."""
+    """What the graph tells about an integer input: the ``tables`` that it indexes, by their size or its name, and the
+    numbers that it is ``compared`` with for equality."""
 
-    bound: int | None = None
-    choices: tuple[int, ...] = ()
+    tables: frozenset[Rows] = frozenset()
+    compared: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, value: ir.Value) -> _IntegerRange:
-        return cls(index_bound(value), compared_with(value))
+        return cls(index_bounds(value), compared_with(value))
+
+    def bound(self, chosen: Mapping[str, int]) -> int | None:
+        """Return the size of the smallest table; None if no size is known."""
+        sizes = (rows if isinstance(rows, int) else chosen.get(rows) for rows in self.tables)
+        return min((size for size in sizes if size is not None), default=None)
+
+
+def _with_padding(
+    feeds: Sequence[Feeds],
+    inputs: Sequence[TensorSpec],
+    ranges: Mapping[str, _IntegerRange],
+    seed: int,
+    run_source: RunSource | None,
+) -> tuple[Feeds, ...]:
+    """Return ``feeds`` with padded rows in all but the first, so that what the model does with padding is measured.
+
+    A feed stays as it is if the source fails on its variant or gives NaN, as for a row that is nothing but padding.
+    """
+    random = np.random.default_rng([seed, 1])
+    variants = [
+        {s.name: _pad(s, f[s.name], ranges.get(s.name, _IntegerRange()), random) for s in inputs} for f in feeds
+    ]
+    if run_source is None or all(
+        array is feed[name] for feed, v in zip(feeds, variants, strict=True) for name, array in v.items()
+    ):
+        return tuple(feeds)
+    kept = [feeds[0]]
+    while len(kept) < len(feeds):
+        try:
+            for outputs in run_source(variants[len(kept) :]):
+                kept.append((feeds if _has_nan(outputs) else variants)[len(kept)])
+        except RuntimeFailure:
+            kept.append(feeds[len(kept)])
+    return tuple(kept)
+
+
+def _has_nan(outputs: Feeds) -> bool:
+    return any(array.dtype.kind == "f" and bool(np.isnan(array).any()) for array in outputs.values())
+
+
+def _pad(spec: TensorSpec, array: Array, allowed: _IntegerRange, random: np.random.Generator) -> Array:
+    """Return ``array`` with rows that end in zeros if it is a mask, or in a number that the graph compares it with.
+
+    Each row keeps at least its first value, and any other array is returned itself.
+    """
+    if array.dtype.kind not in "iu" or array.ndim == 0 or array.shape[-1] < 2:
+        return array
+    if _is_mask(spec):
+        end = 0
+    elif not allowed.compared:
+        return array
+    elif allowed.tables:
+        end = int(random.choice(allowed.compared))
+    else:  # then the row's values are those numbers
+        end = 0 if 0 not in allowed.compared else max(allowed.compared) + 1
+    lengths = random.integers(1, array.shape[-1] + 1, (*array.shape[:-1], 1))
+    return np.where(np.arange(array.shape[-1]) < lengths, array, end).astype(array.dtype)
+
+
+def _is_mask(spec: TensorSpec) -> bool:
+    return "mask" in spec.name.lower()
 
 
 def _random(
     inputs: Sequence[TensorSpec], ranges: Mapping[str, _IntegerRange], seed: int, sizes: _Sizes
 ) -> Iterator[Feeds]:
+    """Yield feeds without padding."""
     random = np.random.default_rng(seed)
+    indexed = frozenset(rows for found in ranges.values() for rows in found.tables if isinstance(rows, str))
     for _ in range(COUNT):
-        chosen = _choose(inputs, sizes, random)
+        chosen = _choose(inputs, sizes, indexed, random)
         yield {spec.name: _values(spec, chosen, ranges.get(spec.name, _IntegerRange()), random) for spec in inputs}
 
 
-def _choose(inputs: Sequence[TensorSpec], sizes: _Sizes, random: np.random.Generator) -> dict[str, int]:
+def _choose(
+    inputs: Sequence[TensorSpec], sizes: _Sizes, indexed: Collection[str], random: np.random.Generator
+) -> dict[str, int]:
+    """Return the size of each named dimension. A first dimension is that of the rows, unless an input indexes it."""
     chosen: dict[str, int] = {}
     for spec in inputs:
         for axis, dim in enumerate(spec.shape):
             if isinstance(dim, int) or dim in chosen:
                 continue
-            if axis == 0:
+            if axis == 0 and dim not in indexed:
                 chosen[dim] = sizes.rows
             elif len(spec.shape) >= 4:
                 chosen[dim] = sizes.image[0 if axis < _width(spec) else 1]
@@ -136,18 +206,21 @@ def _values(spec: TensorSpec, chosen: Mapping[str, int], allowed: _IntegerRange,
     if dtype.kind == "b":
         return random.integers(0, 2, shape).astype(dtype)
     if dtype.kind in "iu":
-        return _integers(spec, shape, allowed, random).astype(dtype)
+        return _integers(spec, shape, allowed, allowed.bound(chosen), random).astype(dtype)
     if dtype.kind == "O":
         return np.full(shape, b"sample", dtype)
     return random.standard_normal(shape).astype(dtype)
 
 
-def _integers(spec: TensorSpec, shape: tuple[int, ...], allowed: _IntegerRange, random: np.random.Generator) -> Array:
+def _integers(
+    spec: TensorSpec, shape: tuple[int, ...], allowed: _IntegerRange, bound: int | None, random: np.random.Generator
+) -> Array:
     dtype = BY_NAME[spec.dtype].numpy
-    if "mask" in spec.name.lower():
+    if _is_mask(spec):
         return np.ones(shape, dtype)
-    if allowed.choices:
-        return random.choice(allowed.choices, shape)
-    is_image = dtype == np.uint8 and len(shape) >= 3 and allowed.bound is None
-    bound = 256 if is_image else min(allowed.bound or _DEFAULT_BOUND, np.iinfo(dtype).max)
-    return random.integers(0, bound, shape)
+    if allowed.compared and bound is None:
+        return random.choice(allowed.compared, shape)
+    is_image = dtype == np.uint8 and len(shape) >= 3 and bound is None
+    values = random.integers(0, 256 if is_image else min(bound or _DEFAULT_BOUND, np.iinfo(dtype).max), shape)
+    others = np.setdiff1d(np.arange(bound or 0), allowed.compared) if allowed.compared else np.empty(0)
+    return np.where(np.isin(values, allowed.compared), random.choice(others, shape), values) if others.size else values

@@ -11,7 +11,7 @@ import torch
 from architectures import seeded
 from converting import Cli, tree
 from restored import assert_restored
-from scriptedmodels import Deciding, Encoder, Reflected, save
+from scriptedmodels import Deciding, Encoder, Reflected, Stepwise, save
 from torch import nn
 
 from bf16kit.artifact import Artifact
@@ -130,6 +130,16 @@ def test_a_torch_module_that_branches_is_rejected_with_the_advice_to_script_it(
     torch.save(seeded(Deciding()).state_dict(), tmp_path / "m.pt")
     given = ("--model", "scriptedmodels:Deciding", *_INPUT)
     cli("checkpoint", tmp_path / "m.pt", *given, "--out", target).refused(3, "no ONNX: ", "torch.jit.script(module)")
+    assert tree(tmp_path) == ["m.pt"]
+
+
+def test_a_trace_that_does_not_run_is_rejected_with_both_reasons(cli: Cli, tmp_path: Path, target: Path) -> None:
+    """Its file holds the weights, so nothing is left to publish."""
+    torch.save(seeded(Stepwise()).state_dict(), tmp_path / "m.pt")
+    given = ("--model", "scriptedmodels:Stepwise", "--input", "x:float32:batch,seq,16")
+    cli("checkpoint", tmp_path / "m.pt", *given, "--out", target).refused(
+        3, "no ONNX: ", "inferred a static shape of", "no TorchScript: the traced module does not run on the samples: "
+    )
     assert tree(tmp_path) == ["m.pt"]
 
 

@@ -40,8 +40,8 @@ def test_a_lower_bound_is_worded_as_one_and_what_was_not_judged_is_said() -> Non
     assert headline == "cpu is over the drift budget."
     assert cpu == (
         "cpu is over budget: top1_agreement of y is 0.5, at least 0.99 is required (50 × the budget);"
-        " measured on 1 sample of s; not judged: 2 of 5 slices of y, zero or in too few samples; top1_agreement of y was"
-        " judged on 20 rows, its bound needs 100"
+        " measured on 1 sample of s; not judged: 2 of 5 slices of y, zero or in too few samples; top1_agreement of y"
+        " was judged on 20 rows, its bound needs 100"
     )
 
 

@@ -48,6 +48,7 @@ _VIT = {
     "image_size": 32,
     "patch_size": 8,
 }
+_RESNET = {"embedding_size": 16, "hidden_sizes": [16, 32], "depths": [1, 1], "layer_type": "basic"}
 _SMALL_IMAGES = {"image_size": 32}
 
 # name: (class, config class, config, preprocessor_config.json or None)
@@ -111,7 +112,7 @@ MODELS: Mapping[str, tuple[str, str, dict[str, Any], dict[str, Any] | None]] = {
     "resnet": (
         "ResNetForImageClassification",
         "ResNetConfig",
-        {"embedding_size": 16, "hidden_sizes": [16, 32], "depths": [1, 1], "layer_type": "basic"},
+        _RESNET,
         {"size": {"shortest_edge": 40}, "crop_size": {"height": 32, "width": 32}, "do_center_crop": True},
     ),
     "convnext": (
@@ -135,6 +136,30 @@ MODELS: Mapping[str, tuple[str, str, dict[str, Any], dict[str, Any] | None]] = {
             "decoder_hidden_size": 32,
         },
         {"size": 32},
+    ),
+    "mixtral": (
+        "MixtralForCausalLM",
+        "MixtralConfig",
+        _LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2},
+        None,
+    ),
+    "detr": (
+        "DetrForObjectDetection",
+        "DetrConfig",
+        {
+            "use_timm_backbone": False,
+            "use_pretrained_backbone": False,
+            "backbone_config": _RESNET | {"model_type": "resnet", "out_features": ["stage2"]},
+            "d_model": 32,
+            "encoder_layers": 1,
+            "decoder_layers": 1,
+            "encoder_attention_heads": 2,
+            "decoder_attention_heads": 2,
+            "encoder_ffn_dim": 64,
+            "decoder_ffn_dim": 64,
+            "num_queries": 10,
+        },
+        {"size": {"height": 32, "width": 32}},
     ),
     "wav2vec2": (
         "Wav2Vec2ForCTC",

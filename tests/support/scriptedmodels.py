@@ -71,6 +71,20 @@ class Reflected(nn.Module):
         return result
 
 
+class Stepwise(nn.Module):
+    """x [batch, seq, 16] → a layer applied step by step. A trace or export has a fixed number of steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = torch.zeros_like(x[:, 0])
+        for step in x.unbind(1):
+            state = torch.tanh(self.layer(state) + step)
+        return state
+
+
 class Recurrent(nn.Module):
     """x [batch, seq, 16] → an LSTM → a linear layer with three outputs for every state."""
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bf16kit.errors import ConversionError, UsageError
 from bf16kit.tensors import TensorSpec
-from converter.model import Array, Sampler, TorchModel
+from converter.model import Array, Oracle, Sampler, TorchModel
 from converter.options import Options
 from converter.sources.huggingface import inputs as edges
 from converter.sources.huggingface import samples
@@ -21,15 +22,20 @@ from converter.sources.torch.onnx_export import adapt, not_served
 
 if TYPE_CHECKING:
     from converter.sources.huggingface.unserved import BasicOutputModule
+    from converter.sources.torch.positional import Call
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """The model of a directory adapted to positional inputs, a sampler for it, and notes for its owner."""
+    """The model of a directory adapted to positional inputs, a sampler for it, and notes for its owner.
+
+    ``oracle`` is given if the model's own module is not the source itself.
+    """
 
     model: TorchModel
     sampler: Sampler | None
     notes: tuple[str, ...]
+    oracle: Oracle | None = None
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Array], list[Path]]:
@@ -86,12 +92,23 @@ def _without_past(options: Options, directory: Directory, module: Any, tensors: 
         inputs = options.inputs
     else:
         inputs, notes = edges.declared(module, directory)
-    call = None
-    if directory.parts is not None:
-        from converter.sources.huggingface.sentence import sentence
+    if directory.parts is None:
+        return _loaded(options, directory, module, inputs, notes)
+    from converter.sources.huggingface.sentence import sentence
 
-        module = sentence(directory, module, tensors)
-        call = _call_with_feeds
+    loaded = _loaded(options, directory, sentence(directory, module, tensors), inputs, notes, _call_with_feeds)
+    oracle, further = _sentence_oracle(directory, module, loaded.model)
+    return replace(loaded, oracle=oracle, notes=(*loaded.notes, *further))
+
+
+def _loaded(
+    options: Options,
+    directory: Directory,
+    module: Any,
+    inputs: tuple[TensorSpec, ...],
+    notes: list[str],
+    call: Call | None = None,
+) -> LoadedModel:
     for candidate in edges.batches(inputs) if not options.inputs else (inputs,):
         if not samples.can_generate(candidate):
             return LoadedModel(adapt(module, candidate, call=call), None, tuple(notes))
@@ -103,6 +120,26 @@ def _without_past(options: Options, directory: Directory, module: Any, tensors: 
             if candidate is inputs:
                 raise
     raise AssertionError("the inputs as declared are the last candidate")
+
+
+def _sentence_oracle(directory: Directory, transformer: Any, model: TorchModel) -> tuple[Oracle, list[str]]:
+    """Return an oracle of another hand than ``model``, whose pooling is this project's, and a note if there is none."""
+    from converter.sources import oracles
+    from converter.sources.huggingface.sentence import by_library
+    from converter.sources.torch.positional import Positional
+
+    theirs = by_library(directory, transformer)
+    if theirs is None:
+        oracle = oracles.of_module(model)
+        missing = (
+            "sentence_embedding was not checked against sentence-transformers, which is not installed: pip install"
+            " 'bf16kit[sentence]'"
+        )
+        return replace(oracle, how=f"{oracle.how}; {missing}"), [missing]
+    names = [spec.name for spec in model.inputs]
+    oracle = oracles.of_module(replace(model, module=Positional(theirs, names, _call_with_feeds).eval()))
+    how = f"the modules of sentence-transformers {version('sentence-transformers')}, fp32, on the CPU"
+    return replace(oracle, how=how), []
 
 
 def _call_with_feeds(module: Any, feeds: dict[str, Any]) -> Any:

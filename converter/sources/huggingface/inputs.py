@@ -78,7 +78,8 @@ def _companion_names(names: list[str], module: Any, directory: Directory, parame
         found.append("attention_mask")
     if "token_type_ids" in parameters and "input_ids" in names and _has_segments(directory):
         found.append("token_type_ids")
-    if getattr(module.config, "is_encoder_decoder", False):
+    # Without token ids the decoder reads queries of its own, one for each object.
+    if getattr(module.config, "is_encoder_decoder", False) and "decoder_input_ids" in parameters:
         found += [name for name in ("decoder_input_ids", "decoder_attention_mask") if name in parameters]
     return found
 

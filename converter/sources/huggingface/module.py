@@ -11,6 +11,7 @@ from bf16kit.wording import first_few
 from converter.model import Array
 from converter.process.quiet import first_line, quiet
 from converter.sources.huggingface.directory import Directory
+from converter.sources.huggingface.experts import register
 from converter.sources.statedict import mismatch_message, to_torch
 
 
@@ -36,6 +37,7 @@ def load_module(directory: Directory, tensors: Mapping[str, Array], scratch: Pat
                 state_dict=_in_fp32(tensors, scratch),
                 dtype=torch.float32,
                 attn_implementation="eager",
+                experts_implementation=register(),
                 ignore_mismatched_sizes=True,  # `_check_fit` reports them
                 output_loading_info=True,
             )

@@ -9,6 +9,7 @@ import torch
 
 from bf16kit.errors import SourceError
 from converter.model import Array
+from converter.process.quiet import quiet
 from converter.sources.huggingface.directory import Directory, SentenceModule
 from converter.sources.statedict import mismatch_message, to_torch
 
@@ -49,6 +50,39 @@ def sentence(directory: Directory, transformer: torch.nn.Module, tensors: Mappin
     Raises :class:`SourceError` naming a module that is not supported, or whose weights do not fit.
     """
     return Sentence(transformer, [step for part in directory.parts or () for step in _steps(part, tensors)])
+
+
+def by_library(directory: Directory, transformer: torch.nn.Module) -> Sentence | None:
+    """Return the same model with the modules that sentence-transformers itself loads; None if it is not installed.
+
+    It is for the oracle: :func:`sentence` computes what these modules compute in a form that can be exported.
+    """
+    try:
+        with quiet():
+            from sentence_transformers.sentence_transformer import modules
+    except ImportError:
+        return None
+    found: list[torch.nn.Module] = []
+    for part in directory.parts or ():
+        with quiet():
+            own = getattr(modules, part.kind).load(
+                str(part.path.parent), subfolder=part.path.name, local_files_only=True
+            )
+        found.append(_LibraryStep(own.float().eval()))
+    return Sentence(transformer, found)
+
+
+class _LibraryStep(torch.nn.Module):
+    """A module of sentence-transformers, called as those of this file are."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        features = {"token_embeddings": value, "sentence_embedding": value, "attention_mask": mask}
+        result: torch.Tensor = self.module(features)["sentence_embedding"]
+        return result
 
 
 def _steps(part: SentenceModule, tensors: Mapping[str, Array]) -> list[torch.nn.Module]:

@@ -10,11 +10,13 @@ from converter.options import Options
 from converter.sources.detect import Kind
 from converter.sources.readers.common import Advance, exported_source
 
+# torch.export.load would unpickle what the file says, so this converter reads the program.
+_HOW = "the program's own operators in torch, called in its order by this converter, fp32, on the CPU"
+
 
 def read(options: Options, _kind: Kind, advance: Advance) -> Source:
     """Return the file as a source: a module that calls the program's operators, exported like any other module."""
-    from converter.sources import exported_program, onnx_file, precisions, statedict
-    from converter.sources.oracles import UnchangedTensors
+    from converter.sources import exported_program, onnx_file, oracles, precisions, statedict
     from converter.sources.torch.onnx_export import adapt
     from converter.sources.torch.program import ProgramModule
 
@@ -29,8 +31,9 @@ def read(options: Options, _kind: Kind, advance: Advance) -> Source:
     inputs = onnx_file.resolve_inputs(found.inputs(), options.inputs)
     checkpoint = Checkpoint("torch-export", digest_files([options.source], advance), found.tensors)
     widened = statedict.in_fp32(module).eval()
-    unchanged = UnchangedTensors(widened)  # its tensors share the checkpoint's memory
+    unchanged = oracles.UnchangedTensors(widened)  # its tensors share the checkpoint's memory
     model = adapt(widened, inputs)
     unchanged.check("running the program")
     notes = (*found.notes, *precisions.notes(found.tensors, residual=options.residual))
-    return replace(exported_source(checkpoint, model, None), notes=notes)
+    oracle = replace(oracles.of_module(model), how=_HOW)
+    return replace(exported_source(checkpoint, model, None), notes=notes, oracle=oracle)

@@ -45,4 +45,5 @@ def read(options: Options, _kind: Kind, advance: Advance) -> Source:
             *uncopied_files_note(options.source),
             *([_SENTENCE] if huggingface.is_sentence_transformer(options.source) else []),
         )
-    return replace(source, outputs=outputs, notes=notes, export_files=export_files)
+    oracle = loaded.oracle or source.oracle
+    return replace(source, outputs=outputs, notes=notes, export_files=export_files, oracle=oracle)

@@ -7,6 +7,7 @@ the scale for ``restore``. So only rules that move or drop data are applied.
 from __future__ import annotations
 
 import copy
+import math
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -41,11 +42,16 @@ _RULES = (
     "two_reshapes_matmul_reshape_rule",
     "unsqueeze_unsqueeze_rule",
 )
+_SMALL = 1024  # bytes of constants that may be folded into any mask or table
 _ROUNDS = 2  # folding a constant enables a rule, and a rule enables folding
 
 
 def simplify(model: ir.Model) -> None:
-    """Fold shape arithmetic and transposes of weights, and drop operators without effect; in place."""
+    """Fold shape arithmetic and transposes of weights, and drop operators without effect; in place.
+
+    Nothing is folded into a larger tensor of floats, such as a table of positions: the artifact would hold it beside
+    the checkpoint's own tensors from which it is computed, and ONNX Runtime computes it once, when it loads the graph.
+    """
     from onnx_ir.passes import common
     from onnxscript import optimizer, rewriter
     from onnxscript.rewriter.rules import common as rules
@@ -54,7 +60,7 @@ def simplify(model: ir.Model) -> None:
     applied = copy.deepcopy([_rule(rules, name) for name in _RULES])
     common.InlinePass()(model)
     for _ in range(_ROUNDS):
-        optimizer.fold_constants_ir(model, onnx_shape_inference=True)
+        optimizer.fold_constants_ir(model, onnx_shape_inference=True, should_fold=_keep_if_it_grows)
         rewriter.rewrite(model, applied)
     common.RemoveUnusedNodesPass()(model)
     common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
@@ -63,6 +69,20 @@ def simplify(model: ir.Model) -> None:
     common.CommonSubexpressionEliminationPass()(model)
     common.OutputFixPass()(model)
     common.NameFixPass()(model)
+
+
+def _keep_if_it_grows(node: ir.Node) -> bool | None:
+    """Return False for a node whose floating-point output is larger than its inputs together; None: fold as usual."""
+    import onnx_ir as ir
+
+    output = node.outputs[0]
+    if output.dtype is None or not output.dtype.is_floating_point() or output.shape is None:
+        return None
+    if not output.shape.is_static():
+        return None
+    tensors = (ir.convenience.get_const_tensor(value) for value in node.inputs if value is not None)
+    nbytes = sum(tensor.nbytes for tensor in tensors if tensor is not None)
+    return False if _SMALL <= nbytes < math.prod(output.shape.numpy()) * output.dtype.itemsize else None
 
 
 def _rule(rules: Any, name: str) -> Any:

@@ -12,6 +12,7 @@ from onnx import GraphProto, ModelProto, NodeProto, helper
 
 import graphs
 from bf16kit.errors import ConversionError
+from bf16kit.runtime.session import open_session
 from converter.graph.cuda_support import KernelTable
 from converter.graph.step import run
 from converter.passes.opset import RaiseOpset, SupportedOpset
@@ -120,3 +121,23 @@ def test_an_opset_that_onnx_runtime_does_not_load_is_rejected_with_the_remedy() 
 def test_the_ir_version_is_one_that_onnx_runtime_reads(found: int, settled: int) -> None:
     model = run([SupportedOpset(KernelTable.load())], ir.from_proto(_at(graphs.mlp(), 22, found)))
     assert model.ir_version == settled
+
+
+@pytest.mark.parametrize("mode", ["linear", "nearest"])
+@pytest.mark.parametrize(
+    ("op", "opset", "scales"),
+    [("Upsample", 9, (1.3, 3.7)), ("Resize", 10, (1.3, 3.7)), ("Resize", 10, (2.0, 2.0)), ("Resize", 10, (0.4, 0.7))],
+)
+def test_a_resize_of_an_old_opset_keeps_its_coordinates(
+    op: str, opset: int, scales: tuple[float, float], mode: str
+) -> None:
+    """They were asymmetric before opset 11, which onnx's converter does not say to the Resize that it makes."""
+    nodes = [helper.make_node(op, ["x", "scales"], ["y"], mode=mode)]
+    scale = graphs.initializer("scales", np.array([1, 1, *scales], np.float32))
+    edges = [graphs.edge("x", [1, 2, 9, 11])], [graphs.edge("y", [1, 2, "height", "width"])]
+    proto = _at(graphs.model(nodes, *edges, [scale]), opset)
+    raised = ir.to_proto(run([RaiseOpset(KernelTable.load())], ir.from_proto(proto)))
+    assert _opset(raised) == 22
+    feeds = {"x": graphs.values(1, 2, 9, 11, seed=3)}
+    before, after = (open_session(each.SerializeToString()).run(None, feeds)[0] for each in (proto, raised))
+    np.testing.assert_allclose(after, before, rtol=0, atol=1e-6)

@@ -153,6 +153,19 @@ def test_a_table_is_stored_instead_of_its_transpose_whichever_comes_first() -> N
     ]
 
 
+def test_equal_tables_of_indices_are_stored_once() -> None:
+    """Every layer of a Swin has the same one."""
+    index = np.arange(1024).reshape(16, 64)
+    proto = graphs.model(
+        [helper.make_node("Gather", ["x", name], [name[-1]], axis=1) for name in ("in_a", "in_b")]
+        + [helper.make_node("Add", ["a", "b"], ["y"])],
+        [graphs.edge("x", ["batch", 1024])],
+        [graphs.edge("y", ["batch", 16, 64])],
+        [graphs.initializer(name, index) for name in ("in_a", "in_b")],
+    )
+    assert list(run([ShareEqualWeights()], ir.from_proto(proto)).graph.initializers) == ["in_a"]
+
+
 def test_weights_that_differ_in_one_bit_are_not_shared() -> None:
     twin = graphs.values(64, 16).T.copy()
     twin[0, 0] = np.nextafter(twin[0, 0], np.float32(9))

@@ -37,6 +37,7 @@ def test_streams_and_levels_are_restored_also_after_an_error() -> None:
 def test_the_first_line_of_an_error_names_its_type() -> None:
     assert first_line(ValueError("\n  what\nand much advice")) == "ValueError: what"
     assert first_line(KeyError()) == "KeyError"
+    assert first_line(ValueError("conflicts:\n- seq is 7\n- and more")) == "ValueError: conflicts: seq is 7"
 
 
 def test_an_error_in_a_torchscript_program_is_shown_without_its_traceback() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +15,9 @@ import graphs
 from bf16kit.errors import RuntimeFailure
 from bf16kit.measured import drawn_at_random
 from bf16kit.tensors import TensorSpec, check_feeds
-from converter.graph.constants import compared_with, index_bound
-from converter.proof.random_samples import COUNT, ROWS, generate
+from converter.graph.constants import compared_with, index_bounds
+from converter.model import Feeds
+from converter.proof.random_samples import COUNT, ROWS, RunSource, generate
 from converter.sources.edges import input_specs
 
 
@@ -49,7 +50,7 @@ def through_ops(rows: int) -> onnx.ModelProto:
 
 def test_an_index_stays_within_the_table_it_reads() -> None:
     model = read(graphs.embedding(rows=5))
-    assert index_bound(input_named(model, "ids")) == 5
+    assert index_bounds(input_named(model, "ids")) == {5}
     feeds = generate(input_specs(model), model, None, seed=0).feeds
     ids = np.concatenate([feed["ids"].ravel() for feed in feeds])
     assert ids.min() >= 0
@@ -57,12 +58,113 @@ def test_an_index_stays_within_the_table_it_reads() -> None:
 
 
 def test_the_smallest_table_bounds_an_index_also_through_casts_and_reshapes() -> None:
-    assert index_bound(input_named(read(through_ops(rows=3)), "ids")) == 3
-    assert index_bound(input_named(read(through_ops(rows=50)), "ids")) == 7
+    for rows, smallest in ((3, 3), (50, 7)):
+        model = read(through_ops(rows))
+        assert index_bounds(input_named(model, "ids")) == {rows, 7}
+        feeds = generate(input_specs(model), model, None, seed=0).feeds
+        assert max(feed["ids"].max() for feed in feeds) == smallest - 1
+
+
+def moved(*nodes: onnx.NodeProto, **constants: list[int]) -> onnx.ModelProto:
+    """ids int64 [batch, 3] → ``nodes`` → ``i`` → Gather rows of a table of 50."""
+    return graphs.model(
+        [*nodes, helper.make_node("Gather", ["table", "i"], ["y"])],
+        [graphs.edge("ids", ["batch", 3], TensorProto.INT64)],
+        [graphs.edge("y", None)],
+        [
+            graphs.initializer("table", graphs.values(50, 4)),
+            *(graphs.initializer(name, np.array(values)) for name, values in constants.items()),
+        ],
+    )
+
+
+@pytest.mark.parametrize(
+    ("proto", "bound"),
+    [
+        (moved(helper.make_node("Gather", ["ids", "one"], ["i"], axis=1), one=[1]), 50),
+        (moved(helper.make_node("Split", ["ids"], ["a", "i", "b"], axis=1, num_outputs=3)), 50),
+        (moved(helper.make_node("Concat", ["one", "ids"], ["i"], axis=1), one=[1]), 50),
+        (moved(helper.make_node("Add", ["ids", "starts"], ["i"]), starts=[0, 20, 40]), 10),
+        (moved(helper.make_node("Sub", ["ids", "one"], ["i"]), one=[1]), 51),
+        (moved(helper.make_node("Sub", ["one", "ids"], ["i"]), one=[1]), None),
+        (moved(helper.make_node("Mul", ["ids", "one"], ["i"]), one=[1]), None),
+    ],
+)  # fmt: skip
+def test_an_index_is_followed_through_operators_that_pick_join_or_shift(
+    proto: onnx.ModelProto, bound: int | None
+) -> None:
+    assert index_bounds(read(proto).graph.inputs[0]) == ({bound} if bound else set())
+
+
+@pytest.mark.parametrize("op", ["Gather", "GatherElements", "GatherND", "ScatterElements", "ScatterND"])
+def test_the_nodes_of_a_graph_bound_its_edges(op: str) -> None:
+    """Else all edges would be between the first two nodes."""
+    inputs = ["x", "edges", "x"] if "Scatter" in op else ["x", "edges"]
+    proto = graphs.model(
+        [helper.make_node(op, inputs, ["y"])],
+        [graphs.edge("x", ["nodes", 4]), graphs.edge("edges", ["edges", 1], TensorProto.INT64)],
+        [graphs.edge("y", None)],
+    )
+    model = read(proto)
+    specs = (TensorSpec("x", "float32", ("nodes", 4)), TensorSpec("edges", "int64", ("edges", 1)))
+    assert index_bounds(input_named(model, "edges")) == {"nodes"}
+    feeds = generate(specs, model, None, seed=0).feeds
+    assert all(feed["edges"].max() < len(feed["x"]) for feed in feeds)
+    assert max(feed["edges"].max() for feed in feeds) > ROWS
+
+
+def padding(pad: int = 0) -> ir.Model:
+    """tokens int64 [batch, seq] → rows of a table of 100; and tokens that equal ``pad`` are told apart."""
+    proto = graphs.embedding(rows=100)
+    proto.graph.node.append(helper.make_node("Equal", ["ids", "pad"], ["is_padding"]))
+    proto.graph.output.append(graphs.edge("is_padding", ["batch", "seq"], TensorProto.BOOL))
+    proto.graph.initializer.append(graphs.initializer("pad", np.array(pad)))
+    return read(proto)
+
+
+def test_a_padding_token_ends_some_rows_and_fills_none() -> None:
+    model = padding()
+    feeds = generate(input_specs(model), model, None, seed=0, run_source=_runs_when(lambda _: True)).feeds
+    assert feeds[0]["ids"].all()
+    assert all(feed["ids"][:, 0].all() for feed in feeds)
+    assert sum((feed["ids"] == 0).any() for feed in feeds) > COUNT // 2
+    assert max(feed["ids"].max() for feed in feeds) > 90
+
+
+def _mask_feeds(run_source: RunSource) -> list[np.ndarray]:
+    specs = (TensorSpec("attention_mask", "int64", ("n", "length")),)
+    found = generate(specs, read(graphs.mlp()), None, seed=0, run_source=run_source)
+    return [feed["attention_mask"] for feed in found.feeds]
+
+
+def test_masks_end_in_zeros_after_the_first_sample() -> None:
+    first, *others = _mask_feeds(_runs_when(lambda _: True))
+    assert first.all()
+    assert sum(not mask.all() for mask in others) > COUNT // 2
+    for mask in others:
+        assert mask[:, 0].all()
+        assert (np.diff(mask) <= 0).all()
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_sample_that_the_source_cannot_answer_padded_is_left_full(fails: bool) -> None:
+    """The source fails on it, or gives NaN."""
+
+    def run_source(feeds: Sequence[Feeds]) -> Iterator[Feeds]:
+        for feed in feeds:
+            short = bool((feed["attention_mask"].sum(axis=1) < 5).any())
+            if short and fails:
+                raise RuntimeFailure("too short")
+            yield {"y": np.array([np.nan if short else 1.0])}
+
+    masks = _mask_feeds(run_source)
+    assert len(masks) == COUNT
+    assert {bool(mask.all()) for mask in masks[1:]} == {True, False}
+    assert min(int(mask.sum(axis=1).min()) for mask in masks) >= min(5, min(mask.shape[1] for mask in masks))
 
 
 def test_an_input_that_indexes_nothing_has_no_bound() -> None:
-    assert index_bound(input_named(read(graphs.mlp()), "x")) is None
+    assert index_bounds(input_named(read(graphs.mlp()), "x")) == set()
 
 
 @pytest.mark.parametrize(("axis", "bound"), [(0, 100), (1, 8), (-1, 8), (-2, 100), (2, None), (2**40, None)])
@@ -70,7 +172,7 @@ def test_the_axis_of_a_gather_selects_the_bound_and_an_invalid_axis_gives_none(a
     proto = graphs.embedding(100, 8)
     gather = next(node for node in proto.graph.node if node.op_type == "Gather")
     gather.attribute.append(helper.make_attribute("axis", axis))
-    assert index_bound(read(proto).graph.inputs[0]) == bound
+    assert index_bounds(read(proto).graph.inputs[0]) == ({bound} if bound else set())
 
 
 @pytest.mark.parametrize("op", ["Gather", "Equal"])
@@ -78,7 +180,7 @@ def test_operators_of_another_domain_give_no_bound(op: str) -> None:
     node = helper.make_node(op, ["x"], ["y"], domain="own", axis="last")
     edges = [graphs.edge("x", [1], TensorProto.INT64)], [graphs.edge("y", [1])]
     value = ir.from_proto(graphs.model([node], *edges)).graph.inputs[0]
-    assert index_bound(value) is None
+    assert index_bounds(value) == set()
     assert compared_with(value) == ()
 
 
@@ -139,11 +241,12 @@ def test_uint8_images_use_the_whole_range_of_values() -> None:
     assert feed.max() > 200
 
 
-def _runs_when(fits: Callable[[dict[str, np.ndarray]], bool]) -> Callable[[Sequence[dict[str, np.ndarray]]], None]:
-    def run_source(feeds: Sequence[dict[str, np.ndarray]]) -> None:
+def _runs_when(fits: Callable[[dict[str, np.ndarray]], bool]) -> RunSource:
+    def run_source(feeds: Sequence[Feeds]) -> Iterator[Feeds]:
         for feed in feeds:
             if not fits(feed):
                 raise RuntimeFailure("the wrong size\nin node 7")
+            yield {}
 
     return run_source
 
@@ -169,10 +272,11 @@ def test_if_no_sizes_run_the_first_sizes_are_used() -> None:
     specs = (TensorSpec("x", "float32", ("n", 2)),)
     tried: list[int] = []
 
-    def run_source(feeds: Sequence[dict[str, np.ndarray]]) -> None:
+    def run_source(feeds: Sequence[Feeds]) -> Iterator[Feeds]:
         tried.extend(len(feed["x"]) for feed in feeds)
         if feeds:
             raise RuntimeFailure("no")
+        return iter([])
 
     found = generate(specs, read(graphs.mlp()), None, seed=0, run_source=run_source)
     assert set(tried) == {1, 2}
@@ -183,7 +287,7 @@ def test_a_source_that_cannot_be_loaded_is_not_tried_again() -> None:
     """A damaged file may declare inputs of millions of numbers, so each further try would be expensive."""
     tried: list[int] = []
 
-    def run_source(feeds: Sequence[dict[str, np.ndarray]]) -> None:
+    def run_source(feeds: Sequence[Feeds]) -> Iterator[Feeds]:
         tried.append(len(feeds))
         raise RuntimeFailure("not a graph")
 

@@ -74,6 +74,12 @@ def test_audio_has_a_mask_if_the_preprocessor_returns_one() -> None:
     assert [spec.name for spec in declared(wave, directory(config))[0]] == ["input_values"]
 
 
+def test_a_decoder_of_queries_gets_no_mask_of_tokens() -> None:
+    """Its mask would be one of objects, and objects have no padding."""
+    specs, _ = declared(module("detr"), directory({}, {"size": 32}))
+    assert [spec.name for spec in specs] == ["pixel_values"]
+
+
 def test_token_types_are_left_out_if_the_tokenizer_leaves_them_out() -> None:
     stated = {"model_input_names": ["input_ids", "attention_mask"]}
     for tokenizer, expected in ((stated, 2), ({}, 3)):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,9 @@ from safetensors.torch import load_file, save_file
 
 from bf16kit.artifact import Artifact
 from bf16kit.runtime.loading import load, load_reference
+from converter.options import Options, parse_target
 from converter.process.quiet import quiet
+from converter.sources import huggingface, oracles
 from converter.sources.huggingface import sentence
 from converter.sources.huggingface.directory import SentenceModule
 
@@ -77,6 +81,41 @@ def test_a_directory_serves_embeddings_of_tokens_and_of_the_sentence(cli: Cli, t
     cli("restore", target, "--out", tmp_path / "fp32.safetensors").published()
     whole = load_file(root / "0_Transformer" / "model.safetensors") | {f"2_Dense.{n}": t for n, t in dense.items()}
     assert_restored(tmp_path / "fp32.safetensors", {name: tensor.numpy() for name, tensor in whole.items()})
+
+
+@pytest.fixture
+def loaded(tmp_path: Path) -> Callable[[], huggingface.LoadedModel]:
+    root = directory(tmp_path / "model", "0_Transformer", pooling_mode_mean_tokens=True)
+    options = Options(source=root, target=parse_target(tmp_path / "m" / "1"))
+    return lambda: huggingface.load(options, huggingface.read_tensors(root)[0])
+
+
+def test_the_oracle_is_the_library_itself_so_a_wrong_pooling_is_found(
+    loaded: Callable[[], huggingface.LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sentence._POOLINGS, "mean", lambda tokens, _mask: tokens.mean(dim=1))
+    found = loaded()
+    assert found.oracle is not None
+    assert "sentence-transformers" in found.oracle.how
+    assert found.notes == ()
+    [theirs], [ours] = found.oracle([FEEDS]), oracles.of_module(found.model)([FEEDS])
+    np.testing.assert_array_equal(theirs["last_hidden_state"], ours["last_hidden_state"])
+    assert np.linalg.norm(theirs["sentence_embedding"][1] - ours["sentence_embedding"][1]) > 0.1
+    monkeypatch.undo()
+    [ours] = oracles.of_module(loaded().model)([FEEDS])
+    np.testing.assert_allclose(theirs["sentence_embedding"], ours["sentence_embedding"], rtol=1e-4, atol=1e-6)
+
+
+def test_without_the_library_the_conversion_says_that_the_pooling_was_not_checked(
+    loaded: Callable[[], huggingface.LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "sentence_transformers.sentence_transformer", None)
+    found = loaded()
+    [note] = found.notes
+    assert "not checked against sentence-transformers" in note
+    assert "pip install 'bf16kit[sentence]'" in note
+    assert found.oracle is not None
+    assert found.oracle.how.endswith(note)
 
 
 @pytest.mark.parametrize("mode", ["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"])

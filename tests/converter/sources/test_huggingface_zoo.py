@@ -56,12 +56,14 @@ EXPECTED: dict[str, tuple[Edges, set[str], str]] = {
     "resnet": (IMAGE, {"logits"}, ""),
     "convnext": (IMAGE, {"logits"}, ""),
     "segformer": (IMAGE, {"logits"}, ""),
+    "mixtral": (TEXT, {"logits"}, f"{CACHE}; --with-past serves the cache"),
+    "detr": (IMAGE, {"logits", "pred_boxes", HIDDEN, ENCODER}, ""),
     "wav2vec2": ({"input_values": ["batch", "samples"]}, {"logits"}, ""),
 }
 
 
 # The number of RMS normalisations; the kernel computes all of them.
-RMS_NORMALISATIONS = {"llama": 3, "mistral": 3, "qwen2": 3, "t5": 7, "t5-encoder": 3}
+RMS_NORMALISATIONS = {"llama": 3, "mistral": 3, "qwen2": 3, "mixtral": 3, "t5": 7, "t5-encoder": 3}
 
 _PARTS = ("text_model_output", "vision_model_output")
 

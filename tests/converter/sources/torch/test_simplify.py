@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import onnx_ir as ir
 import pytest
+from onnx import helper
 
 import graphs
 from bf16kit.errors import ConversionError
@@ -20,3 +22,26 @@ def test_a_rule_that_was_renamed_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(simplify, "_RULES", (*simplify._RULES, "no_such_rule"))
     with pytest.raises(ConversionError, match=r"onnxscript \S+ has no rewrite rule 'no_such_rule'"):
         simplify.simplify(ir.from_proto(graphs.mlp()))
+
+
+def test_no_constant_is_folded_into_a_larger_one() -> None:
+    """Swin's table of relative positions [225, 2] times a weight [2, 512] would be 40 times what it is made from."""
+    nodes = [
+        helper.make_node("MatMul", ["positions", "weight"], ["table"]),
+        helper.make_node("ReduceSum", ["weight", "first"], ["bias"], keepdims=0),
+        helper.make_node("Add", ["x", "table"], ["sum"]),
+        helper.make_node("Add", ["sum", "bias"], ["y"]),
+    ]
+    constants = {"positions": graphs.values(225, 2), "weight": graphs.values(2, 512), "first": np.array([0])}
+    proto = graphs.model(
+        nodes,
+        [graphs.edge("x", ["batch", 225, 512])],
+        [graphs.edge("y", ["batch", 225, 512])],
+        [graphs.initializer(name, array) for name, array in constants.items()],
+    )
+    model = ir.from_proto(proto)
+    simplify.simplify(model)
+    assert [node.op_type for node in model.graph] == ["MatMul", "Add", "Add"]
+    assert sorted(value.shape.numpy() for value in model.graph.initializers.values() if value.shape) == [
+        *((2, 512), (225, 2), (512,)),
+    ]
