@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from converter.search.ranking import Group, Unit
 
 _NEGLIGIBLE = 1 / 64  # of the tolerated variance; groups that together leave less than this are taken in any order
-_PATIENCE = 8  # failed removals in a row
+_TRIALS = 20  # removals that are tried of each size
 
 Units = frozenset[Unit]
 
@@ -38,20 +38,21 @@ class MinimalSetFinder:
     def _prune(self, order: list[Unit]) -> Units:
         """Remove units that are not needed, the least rewarding first: by halves, by quarters, … and one by one.
 
-        Of each size, :data:`_PATIENCE` failures in a row are the last: what follows is more rewarding, and each trial
-        of hundreds of islands would find next to nothing. Fewer units are all tried one by one.
+        Each size has :data:`_TRIALS`: what follows is more rewarding, and trying each of hundreds of islands would find
+        little. Fewer units are tried until none can be removed.
         """
         left = list(reversed(order))
         size = max(1, len(left) // 2)
         while True:
-            before, position, failures = len(left), 0, 0
-            while position < len(left) and failures < _PATIENCE:
+            before, position, trials = len(left), 0, 0
+            while position < len(left) and trials < _TRIALS:
                 remaining = left[:position] + left[position + size :]
+                trials += 1
                 if self._try(frozenset(remaining)):
-                    left, failures = remaining, 0
+                    left = remaining
                 else:
-                    position, failures = position + size, failures + 1
-            if size == 1 and len(left) == before:
+                    position += size
+            if size == 1 and (len(left) == before or position < len(left)):
                 return frozenset(left)
             size = max(1, size // 2)
 

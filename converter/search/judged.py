@@ -12,7 +12,7 @@ from converter.proof.measure import Drifts
 from converter.search.choice import Units
 from converter.search.ranking import Unit
 
-Worth = Mapping[Unit, tuple[Breach, float]]  # the breach without a unit, and the same figure with all of the set
+Worth = Mapping[Unit, tuple[Breach, float]]  # the breach without a unit, and that figure with it
 
 _FIRST = 4  # every fourth sample is run first
 _TOLERANCE = 1.1
@@ -22,8 +22,8 @@ _NEAR = 0.5  # drift ÷ budget; a set with less does not show how the samples di
 def breaches_of(budget: Budget, drifts: Sequence[Drifts]) -> list[Breach]:
     """Return where ``drifts``, one entry per sample, exceed ``budget``.
 
-    If all samples together do not, but each one alone does, this returns the breaches of the first: a server judges each
-    start by one sample.
+    If all samples together do not, but each one alone does, this returns the breaches of the first: a server judges
+    each start by one sample.
     """
     return find_breaches(budget, drifts) or find_breaches(
         budget, [drifts[golden.choose(budget, [dict(enumerate(drifts))])]]
@@ -34,8 +34,8 @@ class BudgetJudge:
     """Judges sets of islands by ``budget`` on ``samples``. ``drifts`` tries a set on some samples.
 
     A set is tried on a few of the samples first, spread over them. If these exceed the budget clearly, compared with
-    what they did when the last set was within it, the others are not run. Such a set may be within budget all the same; then the
-    search finds more islands than necessary.
+    what they did when the last set was within it, the others are not run. Such a set may be within budget all the same;
+    then the search finds more islands than necessary.
     """
 
     def __init__(

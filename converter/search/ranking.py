@@ -3,7 +3,7 @@
 The candidates, in the order of the graph, form a binary tree. One run measures the error that one half alone causes.
 The half with the largest error is split next, until the unsplit ones cause too little error to matter. With k guilty
 units among n candidates, this takes about 2·k·log₂ n runs. If all candidates contribute a little, groups stay together
-that cause a sixteenth of the tolerated variance or less: their units are worth about the same.
+that cause an eighth of the tolerated variance or less: their units are worth about the same.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 _NEGLIGIBLE = 0.25  # share of the tolerated error; groups that together cause less than this are not split
-_FINE = 1 / 16  # share of the tolerated variance; a group that causes less than this is not split
+_FINE = 1 / 8  # share of the tolerated variance; a group that causes less than this is not split
 
 
 @dataclass(frozen=True, slots=True)

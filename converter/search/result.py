@@ -21,8 +21,8 @@ class Island:
 
     ``bound`` is the budget's bound that would be exceeded without it. ``without`` and ``with_it`` are the judged
     figures of ``output`` without and with the island, and ``ratio`` is drift ÷ budget without it. These are "" or None
-    if the other islands were not tried without this one. ``flops`` and ``bytes`` are the shares of the model's arithmetic and of its
-    weights' bytes that the island withholds from bf16.
+    if the other islands were not tried without this one. ``flops`` and ``bytes`` are the shares of the model's
+    arithmetic and of its weights' bytes that the island withholds from bf16.
     """
 
     kind: Literal["node", "weight"]

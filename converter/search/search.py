@@ -29,8 +29,8 @@ from converter.search.trials import Bf16, Deadline, Edges, ErrorScope, OutOfTime
 Replan = Callable[[Islands, Profile], Plan]  # returns the plan of one profile with these islands
 
 _RANKING = 0.5  # the largest share of the remaining time that ranking may take
-# Of the budget. Values that are rounded the other way in the written graph change the drift by up to a tenth; a set that
-# suffices on a few samples may miss the budget on all by some percent.
+# Of the budget. Values that are rounded the other way in the written graph change the drift by up to a tenth. A set
+# that suffices on a few samples may miss the budget on all by some percent.
 _SHARE, _SHARE_OF_ROUNDING = 0.97, 0.92
 _NAMED = 3  # nodes and weights named in an error message
 _COARSE = 16.0  # the tolerated error is the measured one divided by this if the budget gives no finite tolerance
@@ -41,8 +41,8 @@ class Task:
     """The goal of a search: islands for ``profile`` with which the outputs for ``feeds`` are within ``budget``.
 
     Drift is measured from ``expected``, the fp32 reference's outputs. ``islands`` exist already and stay. With
-    ``saturate``, weights that overflow become the largest finite number. ``ranking`` is that of an earlier search, which
-    is used if the candidates are the same. Temporary files go to ``scratch``.
+    ``saturate``, weights that overflow become the largest finite number. ``ranking`` is that of an earlier search,
+    which is used if the candidates are the same. Temporary files go to ``scratch``.
     """
 
     prepared: Prepared

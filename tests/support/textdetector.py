@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, TensorProto, helper
@@ -96,7 +98,7 @@ class _Builder:
         self._weights.append(graphs.initializer(name, np.asarray(values)))
         return name
 
-    def _node(self, op: str, *inputs: str, **attributes: object) -> str:
+    def _node(self, op: str, *inputs: str, **attributes: Any) -> str:
         name = f"{op.lower()}{len(self._nodes)}"
         self._nodes.append(helper.make_node(op, inputs, [f"{name}/out"], name=name, **attributes))
         return f"{name}/out"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterator, Sequence
+
 import onnx_ir as ir
 import pytest
 from failing import Failing, cancellation, lstm, offset, overflow, softmax
@@ -20,7 +22,8 @@ from converter.process.progress import SilentProgress
 from converter.proof.measure import Drifts, run_all
 from converter.proof.running import open_fp32_graph
 from converter.search import search as of_the_search
-from converter.search.ranking import Group
+from converter.search.judged import BudgetJudge, breaches_of
+from converter.search.ranking import Group, Unit
 from converter.search.result import SearchResult
 from converter.search.search import Task, search
 from converter.search.trials import Deadline, Edges, Trials, typical
@@ -125,6 +128,34 @@ def test_sets_are_tried_on_a_few_samples_and_checked_on_all() -> None:
     calm = [{"x": feed["x"] * 1e-3} for feed in built.feeds]
     many = Failing(built.proto, [*calm * 5, built.feeds[1], *calm * 5], built.nodes, built.weights)
     assert _found(_search(many, "cuda")) == (built.nodes, built.weights)
+
+
+def test_a_model_that_is_over_budget_on_each_sample_alone_is_over_budget() -> None:
+    """A server judges each start by one sample. Here each is over in one of two outputs, and the means are not."""
+    far, near = SampleDrift(0.02, 0.0, 0.02, 34.0, 0, 0, 0), SampleDrift(0.0, 0.0, 0.0, 90.0, 0, 0, 0)
+    drifts: list[Drifts] = [{"a": [far], "b": [near]}, {"a": [near], "b": [far]}]
+    assert [breach.output for breach in breaches_of(Budget(), drifts)] == ["a"]
+    assert not breaches_of(Budget(), [*drifts, {"a": [near], "b": [near]}])
+
+
+def test_a_set_that_is_clearly_over_on_the_first_samples_is_not_tried_on_the_others() -> None:
+    units = {name: Unit("node", name, "Add", 0.1) for name in "ab"}
+    tried: list[tuple[int, ...]] = []
+
+    def drifts(chosen: frozenset[Unit], samples: tuple[int, ...]) -> list[Drifts]:
+        tried.append(samples)
+        error = 0.0149 if units["a"] in chosen else 0.02
+        return [{"y": [SampleDrift(error, 0.0, error, 0.0, 0, 0, 0)]} for _ in samples]
+
+    judge = BudgetJudge(Budget(), range(4), drifts)
+    assert judge.within_budget(frozenset(units.values()))
+    assert not judge.within_budget(frozenset({units["b"]}))
+    assert tried == [(0,), (1, 2, 3), (0,)]
+
+
+def test_the_time_of_a_search_is_processor_time() -> None:
+    """On a busy machine the process waits, and has as much time as on a quiet one."""
+    assert Deadline.after(1).clock is time.process_time
 
 
 def test_samples_to_try_are_spaced_from_the_best_to_the_worst() -> None:

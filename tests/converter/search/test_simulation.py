@@ -15,9 +15,9 @@ from lowered import lower, specs
 from textdetector import pictures, text_detector
 
 from bf16kit.artifact import Artifact
-from bf16kit.runtime import onnx as onnx_runtime
 from bf16kit.runtime.loading import load, load_reference
 from bf16kit.runtime.onnx import OnnxRuntime
+from bf16kit.runtime.session import open_session
 from converter.passes import prepare
 from converter.passes.constants import floating_tensors
 from converter.plan import make_plan
@@ -82,8 +82,7 @@ class TestAgreement:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chosen: Callable[[int], bool]
     ) -> None:
         """Without ONNX Runtime's optimisations both run the same kernels."""
-        unoptimised = functools.partial(onnx_runtime.open_session, optimise=False)
-        monkeypatch.setattr(onnx_runtime, "open_session", unoptimised)
+        monkeypatch.setattr("bf16kit.runtime.onnx.open_session", functools.partial(open_session, optimise=False))
         found = Simulated(tmp_path, "cuda", chosen)
         assert found.simulated == found.written
         assert (found.errors[0][0] > 1e-4) == (chosen is not every)
