@@ -184,8 +184,7 @@ class SearchEntry(_Entry):
     """The result of the search for fp32 islands.
 
     ``before`` and ``after`` are the largest drift ÷ budget. ``bf16_bytes`` and ``bf16_flops`` are the shares of the
-    weights' bytes and of the arithmetic that are in bf16. ``blame`` names the weight that keeps the profile over budget
-    when no set of islands meets it.
+    weights' bytes and of the arithmetic that are in bf16. ``blame`` is empty, but for artifacts of older versions.
     """
 
     candidates: Size

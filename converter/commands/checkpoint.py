@@ -143,7 +143,7 @@ _VERSION = re.compile("[1-9][0-9]*")
     type=click.FloatRange(min=0, min_open=True),
     default=5.0,
     show_default=True,
-    help="Time limit of the search.",
+    help="Limit of the search, in minutes of processor time (all cores together).",
 )
 @click.option("--drop-failing-profiles", is_flag=True, help="Publish without the profiles that are over budget.")
 @click.option(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import onnx_ir as ir
 from onnx import defs
@@ -82,15 +83,18 @@ def bf16_form(node: ir.Node, opset: int) -> Bf16Form | None:
     if node.domain == "com.microsoft":
         used = [i for i, o in enumerate(node.outputs) if o.uses() or o.is_graph_output()]
         return Bf16Form(tuple(range(len(node.inputs))), (0,)) if used in ([], [0]) else None
-    schema = _schema(node.domain, node.op_type, opset)
+    return _form(node.domain, node.op_type, opset, len(node.inputs), len(node.outputs))
+
+
+@cache  # a search plans a model hundreds of times
+def _form(domain: str, op: str, opset: int, inputs: int, outputs: int) -> Bf16Form | None:
+    schema = _schema(domain, op, opset)
     if schema is None:
         return None
-    stashed = _STASHED.get(node.op_type, set())
-    narrow = {c.type_param_str for c in schema.type_constraints if BF16 in c.allowed_type_strs} - stashed
-    outputs = _positions(schema.outputs, len(node.outputs), narrow)
-    if not outputs:
-        return None
-    return Bf16Form(_positions(schema.inputs, len(node.inputs), narrow), outputs)
+    narrow = {c.type_param_str for c in schema.type_constraints if BF16 in c.allowed_type_strs}
+    narrow -= _STASHED.get(op, set())
+    made = _positions(schema.outputs, outputs, narrow)
+    return Bf16Form(_positions(schema.inputs, inputs, narrow), made) if made else None
 
 
 def _positions(formal: Sequence[defs.OpSchema.FormalParameter], count: int, narrow: set[str]) -> tuple[int, ...]:

@@ -67,6 +67,11 @@ class Expected:
         return Expected(self.feeds[::step], self.outputs[::step], self.scales, -(-self.given // step))
 
 
+def is_made(one: Drifts) -> bool:
+    """Whether ``one`` was measured on a feed that was made by perturbing others."""
+    return any(output.made for output in one.values())
+
+
 def joined(found: Sequence[Drifts]) -> dict[str, list[SampleDrift]]:
     """Join the drifts of the given samples of all feeds, by output."""
     return {output: [row for one in found if not one[output].made for row in one[output].rows] for output in found[0]}

@@ -37,7 +37,7 @@ class Run:
     def by_sample(self) -> dict[int, Drifts]:
         """Return the drift of each given sample that was run, by sample number."""
         numbered = {self.step * place: found for place, found in enumerate(self.drifts)}
-        return {n: found for n, found in numbered.items() if not any(output.made for output in found.values())}
+        return {n: found for n, found in numbered.items() if not measure.is_made(found)}
 
 
 def run_as_served(artifact: Artifact, profile: str, expected: Expected) -> Run:

@@ -80,12 +80,11 @@ def searches(measured: Measurements) -> Iterator[SearchSummary]:
 
 def _describe_search(profile: str, found: SearchEntry) -> str:
     arithmetic = f" and {found.bf16_flops:.0%} of its arithmetic" if found.bf16_flops else ""
-    text = (
+    return (
         f"A search of {found.candidates:,} candidates reduced the drift of {profile} from {_multiple(found.before)} to"
         f" {_multiple(found.after)} its budget: {found.bf16_bytes:.0%} of the bytes of its weights{arithmetic} are"
         " bf16."
     )
-    return f"{text} {found.blame}" if found.blame else text
 
 
 @dataclass(frozen=True, slots=True)

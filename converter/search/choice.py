@@ -7,32 +7,26 @@ from collections.abc import Callable, Iterable, Sequence
 
 from converter.search.ranking import Group, Unit
 
-_NEGLIGIBLE = (
-    1 / 64
-)  # share of the tolerated variance; groups that together leave less than this are taken in any order
+_NEGLIGIBLE = 1 / 64  # of the tolerated variance; groups that together leave less than this are taken in any order
+_TRIALS = 20  # removals that are tried of each size
 
 Units = frozenset[Unit]
 
 
 class MinimalSetFinder:
-    """Finds a small set of islands.
+    """Finds a small set of islands. ``within_budget`` tells whether a set meets the budget.
 
-    ``within_budget`` tells whether a set meets the budget; ``sets_within_budget`` are those that do.
+    ``found`` is the smallest known set that does; None if there is none yet. ``known`` has every set that was tried.
     """
 
     def __init__(self, within_budget: Callable[[Units], bool]) -> None:
         self._within_budget = within_budget
-        self._known: dict[Units, bool] = {}
-        self.sets_within_budget: list[Units] = []
+        self.known: dict[Units, bool] = {}
+        self.found: Units | None = None
 
-    def find(self, groups: Sequence[Group], tolerance: float, known: Units | None = None) -> Units | None:
-        """Return a set that suffices, or None if not even all units do.
-
-        If ``known`` is a set known to suffice, the result is a part of it.
-        """
+    def find(self, groups: Sequence[Group], tolerance: float) -> Units | None:
+        """Return a set that suffices, or None if not even all units do."""
         steps = steps_of(groups, tolerance)
-        if known is not None:
-            return self._prune([unit for unit in _in_order(steps) if unit in known])
         if not self._try(_union(steps)):
             return None
         low, high = 0, len(steps)  # steps[:high] suffice
@@ -42,28 +36,32 @@ class MinimalSetFinder:
         return self._prune(_in_order(steps[:high]))
 
     def _prune(self, order: list[Unit]) -> Units:
-        """Remove the units that are not needed, the least rewarding first: by halves, by quarters, … and one by one."""
+        """Remove units that are not needed, the least rewarding first: by halves, by quarters, … and one by one.
+
+        Each size has :data:`_TRIALS`: what follows is more rewarding, and trying each of hundreds of islands would find
+        little. Fewer units are tried until none can be removed.
+        """
         left = list(reversed(order))
         size = max(1, len(left) // 2)
         while True:
-            before = len(left)
-            position = 0
-            while position < len(left):
+            before, position, trials = len(left), 0, 0
+            while position < len(left) and trials < _TRIALS:
                 remaining = left[:position] + left[position + size :]
+                trials += 1
                 if self._try(frozenset(remaining)):
                     left = remaining
                 else:
                     position += size
-            if size == 1 and len(left) == before:
+            if size == 1 and (len(left) == before or position < len(left)):
                 return frozenset(left)
             size = max(1, size // 2)
 
     def _try(self, units: Units) -> bool:
-        if units not in self._known:
-            self._known[units] = self._within_budget(units)
-            if self._known[units]:
-                self.sets_within_budget.append(units)
-        return self._known[units]
+        if units not in self.known:
+            self.known[units] = self._within_budget(units)
+            if self.known[units]:
+                self.found = units
+        return self.known[units]
 
 
 def steps_of(groups: Sequence[Group], tolerance: float) -> list[Units]:

@@ -1,8 +1,8 @@
 """Mends profiles that are over budget: runs a search for each, until what is written is within the budget.
 
-A search tries plans in its own graph, which sums in another order than the written graph; a device uses yet another
-order. If certifying the written graph does not confirm a search's result, the search is repeated with less of the
-budget.
+A search tries plans in its own graph, which sums in another order than the written graph, so a few values are rounded
+the other way; a device uses yet another order. If certifying the written graph does not confirm a search's result, the
+search is repeated with less of the budget.
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ from converter.plan.decisions import Islands
 from converter.plan.profiles import PROFILES, Profile
 from converter.process.memory import release_memory
 from converter.process.progress import Progress
+from converter.proof import measure
 from converter.proof.certify import Certified
+from converter.proof.measure import Expected
+from converter.proof.running import open_fp32_graph
 from converter.proof.samples import Samples
-from converter.search.cache import SearchCache
+from converter.search.ranking import Group
 from converter.search.result import SearchResult, merged
 from converter.search.search import Task, search
 from converter.search.trials import Deadline, Edges
@@ -44,7 +47,8 @@ class IslandSearches:
         self._scratch = scratch
         self._deadline: Deadline | None = None  # starts with the first search
         self._tried: dict[str, int] = {}
-        self._caches: dict[str, tuple[Islands, SearchCache]] = {}  # with the other profiles' islands at that time
+        self._expected: Expected | None = None  # written by the first search
+        self._rankings: dict[str, Sequence[Group]] = {}
         self.results: dict[str, SearchResult] = {}
 
     def next_islands(self, certified: Certified) -> Islands | None:
@@ -84,6 +88,7 @@ class IslandSearches:
             self._tried[name] = self._tried.get(name, 0) + 1
             before = self.results.pop(name, None)
             result = search(self._make_task(name, share, certified, self._deadline), self._progress)
+            self._rankings[name] = result.ranking
             if result.error:
                 self._tried[name] = len(_SHARES)
                 certified.breaches[name].append(result.error)
@@ -96,23 +101,30 @@ class IslandSearches:
 
     def _make_task(self, name: str, share: float, certified: Certified, deadline: Deadline) -> Task:
         manifest = certified.manifest
-        others = merged(self.results.values())
-        if name not in self._caches or self._caches[name][0] != others:
-            self._caches[name] = others, SearchCache()
         inputs, outputs = (tuple(entry.spec() for entry in edges) for edges in (manifest.inputs, manifest.outputs))
+        edges = Edges(inputs, outputs, manifest.batch_axis)
         return Task(
             prepared=self._prepared,
             profile=PROFILES[name],
             replan=self._replan,
-            islands=others,
-            edges=Edges(inputs, outputs, manifest.batch_axis),
-            feeds=self._samples.feeds,
+            islands=merged(self.results.values()),
+            edges=edges,
+            expected=self._reference_outputs(edges),
             budget=self._options.budget.tightened(share),
             deadline=deadline,
             saturate=self._options.saturate,
-            cache=self._caches[name][1],
+            ranking=self._rankings.get(name, ()),
             scratch=self._scratch,
         )
+
+    def _reference_outputs(self, edges: Edges) -> Expected:
+        if self._expected is None:
+            reference = open_fp32_graph(self._prepared.reference, edges.inputs, edges.outputs, self._scratch)
+            outputs = measure.spool(reference, self._samples, self._scratch)
+            reference.close()
+            scales = measure.slice_scales(outputs, edges.outputs, edges.batch_axis)
+            self._expected = Expected(self._samples.feeds, outputs, scales, len(self._samples.given))
+        return self._expected
 
     def _replan(self, islands: Islands, profile: Profile) -> Plan:
         return make_plan(

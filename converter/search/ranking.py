@@ -2,7 +2,8 @@
 
 The candidates, in the order of the graph, form a binary tree. One run measures the error that one half alone causes.
 The half with the largest error is split next, until the unsplit ones cause too little error to matter. With k guilty
-units among n candidates, this takes about 2·k·log₂ n runs; if all candidates contribute, it takes 2·n.
+units among n candidates, this takes about 2·k·log₂ n runs. If all candidates contribute a little, groups stay together
+that cause an eighth of the tolerated variance or less: their units are worth about the same.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 _NEGLIGIBLE = 0.25  # share of the tolerated error; groups that together cause less than this are not split
+_FINE = 1 / 8  # share of the tolerated variance; a group that causes less than this is not split
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,8 @@ def rank(
     while waiting and sum(-v for v, _, _ in waiting) > (_NEGLIGIBLE * tolerance) ** 2:
         if expired():
             return sorted(places, key=places.__getitem__), False
+        if -waiting[0][0] < _FINE * tolerance**2:
+            break
         _, start, group = heapq.heappop(waiting)
         del places[group]
         middle = len(group.units) // 2

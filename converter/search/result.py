@@ -9,6 +9,7 @@ from typing import Literal
 
 from bf16kit.measurements import IslandEntry, SearchEntry
 from converter.plan.decisions import Islands
+from converter.search.ranking import Group
 
 _MAX_ROWS = 12
 _REMEDIES = {"node": "computes in fp32", "weight": "stored in fp32"}
@@ -20,8 +21,8 @@ class Island:
 
     ``bound`` is the budget's bound that would be exceeded without it. ``without`` and ``with_it`` are the judged
     figures of ``output`` without and with the island, and ``ratio`` is drift ÷ budget without it. These are "" or None
-    if there was no time to measure them. ``flops`` and ``bytes`` are the shares of the model's arithmetic and of its
-    weights' bytes that the island withholds from bf16.
+    if the other islands were not tried without this one. ``flops`` and ``bytes`` are the shares of the model's
+    arithmetic and of its weights' bytes that the island withholds from bf16.
     """
 
     kind: Literal["node", "weight"]
@@ -43,8 +44,9 @@ class Island:
 
     def reason(self, profile: str) -> str:
         """Return the reason it stays fp32, for the plan."""
-        worth = f" ({self.worth()})" if self.worth() else ", as far as the search had time to test"
-        return f"kept in fp32: {profile} is over budget without it{worth}"
+        if not self.worth():
+            return f"kept in fp32: one of the islands with which {profile} is within budget; it was not tried alone"
+        return f"kept in fp32: {profile} is over budget without it ({self.worth()})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +54,9 @@ class SearchResult:
     """The islands found for ``profile``; ``candidates`` counts what was searched.
 
     ``flops_*`` and ``bytes_*`` are the shares of arithmetic and of weights' bytes in bf16 before the search and now.
-    ``drift_*`` are the largest drift ÷ budget. ``blame`` names the weight because of which fp32 activations alone are
-    not within budget. ``complete`` is true if no island can be spared, false if time ran out first. ``notes`` are
-    sentences for the user. ``error`` says why nothing was found; "" if something was.
+    ``drift_*`` are the largest drift ÷ budget. ``complete`` is false if time ran out before a small set was found.
+    ``notes`` are sentences for the user. ``error`` says why nothing was found; "" if something was. ``ranking`` has the
+    candidates with the error each group causes alone.
     """
 
     profile: str
@@ -66,10 +68,10 @@ class SearchResult:
     bytes_now: float = 0.0
     drift_before: float = 0.0
     drift_now: float = 0.0
-    blame: str = ""
     complete: bool = True
     notes: tuple[str, ...] = ()
     error: str = ""
+    ranking: tuple[Group, ...] = ()
 
     def as_islands(self) -> Islands:
         """Return the islands as the plan takes them: nodes and tensors separately, each with its reason."""
@@ -90,7 +92,6 @@ class SearchResult:
             ],
             bf16_bytes=self.bytes_now,
             bf16_flops=self.flops_now,
-            blame=self.blame,
         )
 
     def sentences(self) -> list[str]:
@@ -109,7 +110,7 @@ class SearchResult:
         found = (
             f"profile {self.profile} was over budget; {count} in fp32 brought it within budget: bf16 now holds {shares}"
         )
-        return [found + "".join(rows), *filter(None, [self.blame]), *self.notes]
+        return [found + "".join(rows), *self.notes]
 
     def _reasons(self, kind: str) -> dict[str, str]:
         return {island.name: island.reason(self.profile) for island in self.islands if island.kind == kind}
