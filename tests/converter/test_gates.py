@@ -471,7 +471,9 @@ def test_golden_samples_that_differ_from_the_reference_are_rejected(
     monkeypatch.setattr(
         golden,
         "write",
-        lambda path, feeds, outputs: write(path, feeds, {n: a * np.float32(1.001) for n, a in outputs.items()}),
+        lambda path, feeds, outputs, scales: write(
+            path, feeds, {n: a * np.float32(1.001) for n, a in outputs.items()}, scales
+        ),
     )
     done = cli("checkpoint", wide, "--out", target, *ONNX_ONLY)
     _refused(done, target, 3, "golden.safetensors: output 'y' differs from the reference's")

@@ -109,7 +109,7 @@ def figures(reference: Array, candidate: Array, logits: bool) -> dict[str, float
 
 def _in_bf16(value: float) -> float:
     rounded = float(np.float32(value).astype(ml_dtypes.bfloat16))
-    return rounded if math.isfinite(rounded) else math.copysign(float(ml_dtypes.finfo(ml_dtypes.bfloat16).max), value)
+    return rounded if math.isfinite(rounded) else math.copysign(3.3895313892515355e38, value)  # clamped
 
 
 # --- the comparisons --------------------------------------------------------------------------------------------------

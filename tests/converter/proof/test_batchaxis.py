@@ -71,7 +71,7 @@ def _filled(value: float) -> Callable[[Array], Array]:
     """Return a model whose rows interact, with one slot filled."""
 
     def function(x: Array) -> Array:
-        mixed = x - x.mean(0)
+        mixed: Array = x - x.mean(0)
         mixed[:, 0] = value
         return mixed
 

@@ -23,7 +23,7 @@ def _options(source: Path, target: Path) -> Options:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_with_a_destroyed_slice_is_rejected_and_the_slice_is_named(kind: str, tmp_path: Path) -> None:
-    for seed in range(KINDS.index(kind), CASES // 2, len(KINDS)):  # type: ignore[arg-type]
+    for seed in range(KINDS.index(kind), CASES // 2, len(KINDS)):
         case = write(tmp_path / f"{seed}.onnx", seed, destroyed=True)
         with pytest.raises(BudgetExceeded) as refused:
             convert(_options(case.path, tmp_path / "repository" / f"m{seed}" / "1"))
@@ -32,7 +32,7 @@ def test_a_model_with_a_destroyed_slice_is_rejected_and_the_slice_is_named(kind:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_model_with_no_destroyed_slice_is_published(kind: str, tmp_path: Path) -> None:
-    for seed in range(KINDS.index(kind), CASES // 2, len(KINDS)):  # type: ignore[arg-type]
+    for seed in range(KINDS.index(kind), CASES // 2, len(KINDS)):
         case = write(tmp_path / f"{seed}.onnx", seed, destroyed=False)
         manifest = convert(_options(case.path, tmp_path / "repository" / f"m{seed}" / "1")).artifact.manifest
         assert manifest.drift["cpu"].outputs["y"]["slice_error"]["worst"] < 0.1, case

@@ -12,14 +12,15 @@ from failing import Failing, cancellation, lstm, offset, overflow, softmax
 from lowered import specs
 
 from bf16kit.budget import Budget
-from bf16kit.drift import SampleDrift
+from bf16kit.drift import OutputDrift, SampleDrift
 from bf16kit.manifest import Plan
+from converter.model import Feeds
 from converter.passes import prepare
 from converter.plan import make_plan
 from converter.plan.decisions import Islands
 from converter.plan.profiles import PROFILES, Profile
 from converter.process.progress import SilentProgress
-from converter.proof.measure import Drifts, run_all
+from converter.proof.measure import Drifts, Expected, run_all, slice_scales
 from converter.proof.running import open_fp32_graph
 from converter.search import search as of_the_search
 from converter.search.judged import BudgetJudge, breaches_of
@@ -54,8 +55,7 @@ def _search(
         replan,
         Islands(),
         edges,
-        built.feeds,
-        list(run_all(reference, built.feeds)),
+        _expected(list(run_all(reference, built.feeds)), built.feeds, edges),
         budget or Budget(),
         deadline or Deadline.after(5),
         ranking=ranking,
@@ -122,6 +122,10 @@ def test_nodes_that_the_user_requested_in_bf16_are_not_made_islands() -> None:
     assert result.error.endswith("; still bf16, because of --bf16 or because they move bf16 data: softmax")
 
 
+def _expected(outputs: list[Feeds], feeds: Sequence[Feeds], edges: Edges) -> Expected:
+    return Expected(feeds, outputs, slice_scales(outputs, edges.outputs, None), len(feeds))
+
+
 def test_sets_are_tried_on_a_few_samples_and_checked_on_all() -> None:
     """One of 41 samples overflows a product; it is among the samples that are tried."""
     built = overflow()
@@ -132,10 +136,10 @@ def test_sets_are_tried_on_a_few_samples_and_checked_on_all() -> None:
 
 def test_a_model_that_is_over_budget_on_each_sample_alone_is_over_budget() -> None:
     """A server judges each start by one sample. Here each is over in one of two outputs, and the means are not."""
-    far, near = SampleDrift(0.02, 0.0, 0.02, 34.0, 0, 0, 0), SampleDrift(0.0, 0.0, 0.0, 90.0, 0, 0, 0)
-    drifts: list[Drifts] = [{"a": [far], "b": [near]}, {"a": [near], "b": [far]}]
+    far, near = (OutputDrift([SampleDrift(error, 0.0, error, 34.0, 0, 0, 0)]) for error in (0.02, 0.0))
+    drifts: list[Drifts] = [{"a": far, "b": near}, {"a": near, "b": far}]
     assert [breach.output for breach in breaches_of(Budget(), drifts)] == ["a"]
-    assert not breaches_of(Budget(), [*drifts, {"a": [near], "b": [near]}])
+    assert not breaches_of(Budget(), [*drifts, {"a": near, "b": near}])
 
 
 def test_a_set_that_is_clearly_over_on_the_first_samples_is_not_tried_on_the_others() -> None:
@@ -145,7 +149,7 @@ def test_a_set_that_is_clearly_over_on_the_first_samples_is_not_tried_on_the_oth
     def drifts(chosen: frozenset[Unit], samples: tuple[int, ...]) -> list[Drifts]:
         tried.append(samples)
         error = 0.0149 if units["a"] in chosen else 0.02
-        return [{"y": [SampleDrift(error, 0.0, error, 0.0, 0, 0, 0)]} for _ in samples]
+        return [{"y": OutputDrift([SampleDrift(error, 0.0, error, 0.0, 0, 0, 0)])} for _ in samples]
 
     judge = BudgetJudge(Budget(), range(4), drifts)
     assert judge.within_budget(frozenset(units.values()))
@@ -160,7 +164,7 @@ def test_the_time_of_a_search_is_processor_time() -> None:
 
 def test_samples_to_try_are_spaced_from_the_best_to_the_worst() -> None:
     def drift(error: float) -> Drifts:
-        return {"y": [SampleDrift(error, 0.0, 0.0, 0.0, 0, 0, 0)]}
+        return {"y": OutputDrift([SampleDrift(error, 0.0, 0.0, 0.0, 0, 0, 0)])}
 
     chosen = typical([drift(float(i * 7 % 100)) for i in range(100)])
     errors = sorted(i * 7 % 100 for i in chosen)

@@ -25,6 +25,7 @@ from converter.plan.decisions import Islands
 from converter.plan.profiles import PROFILES
 from converter.proof import measure
 from converter.proof.emulate import emulation
+from converter.proof.measure import Expected
 from converter.search.candidates import bf16_alone, bf16_of, candidates
 from converter.search.costs import Costs
 from converter.search.trials import Deadline, Edges, Trials
@@ -42,21 +43,23 @@ class Simulated:
         edges = Edges(specs(model.graph.inputs), specs(model.graph.outputs), 0)
         prepared = prepare(model, floating_tensors(model))
         base, plan = how.base(prepared), make_plan(prepared).plan
-        trials = Trials(base, bf16_of(plan, how), edges, FEEDS, [], Deadline.after(5))
+        trials = Trials(base, bf16_of(plan, how), edges, Expected(FEEDS, [], {}, len(FEEDS)), Deadline.after(5))
         units = candidates(base, plan, how, Costs.of(base, frozenset(), trials.shapes()))
         alone = bf16_alone(unit for number, unit in enumerate(units) if chosen(number))
         islands = Islands(dict.fromkeys(alone.nodes, ""), dict.fromkeys(alone.weights, ""))
         written = lower(directory / "1", proto, islands=islands).artifact
         expected = list(measure.run_all(load_reference(written), FEEDS))
         runtime = load(written, "cpu") if profile == "cpu" else _emulated(written, edges)
-        self.written = measure.drifts(expected, measure.run_all(runtime, FEEDS), edges.outputs, 0)
-        trials = Trials(base, bf16_of(plan, how), edges, FEEDS, expected, Deadline.after(5))
+        self.written = measure.drifts(expected, measure.run_all(runtime, FEEDS), edges.outputs, 0, {})
+        trials = Trials(base, bf16_of(plan, how), edges, Expected(FEEDS, expected, {}, len(FEEDS)), Deadline.after(5))
         self.simulated = trials.drifts(bf16_of(make_plan(prepared, islands=islands).plan, how))
 
     @property
     def errors(self) -> tuple[Sequence[float], Sequence[float]]:
         """The relative L2 of each sample, simulated and written."""
-        simulated, written = ([one["y"][0].relative_l2 for one in found] for found in (self.simulated, self.written))
+        simulated, written = (
+            [one["y"].rows[0].relative_l2 for one in found] for found in (self.simulated, self.written)
+        )
         return simulated, written
 
 
