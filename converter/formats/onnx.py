@@ -13,12 +13,12 @@ from bf16kit.manifest import RESIDUAL
 from bf16kit.runtime.externaldata import REBUILT
 from bf16kit.tensors import BY_NAME
 from bf16kit.wording import brief
-from converter.cpukernel.attend import Attend
-from converter.cpukernel.join import JoinProducts
-from converter.cpukernel.lookup import LookUp
-from converter.cpukernel.normalise import Normalise
-from converter.cpukernel.unpanel import Unpanel
-from converter.cpukernel.use import UseKernel
+from converter.fuse.attend import Attend
+from converter.fuse.join import JoinProducts
+from converter.fuse.lookup import LookUp
+from converter.fuse.normalise import Normalise
+from converter.fuse.unpanel import Unpanel
+from converter.fuse.use import UseKernel
 from converter.formats.narrowing import Narrow
 from converter.formats.weights import BF16_FILE, FP32_FILE, StoredWeights
 from converter.graph.initializers import dims, stays_inline

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from bf16kit.manifest import Plan, PlanEntry
-from converter.cpukernel.work import KernelWork
+from converter.fuse.work import KernelWork
 from converter.graph.cuda_support import KernelTable
 from converter.graph.initializers import dims, stays_inline
 from converter.graph.operators import label

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 import onnx_ir as ir
 
-from converter.cpukernel.work import KernelWork
+from converter.fuse.work import KernelWork
 from converter.graph.cuda_support import KernelTable
 from converter.graph.operators import (
     CONTROL_FLOW,

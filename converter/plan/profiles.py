@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from converter.cpukernel.work import KernelWork
+from converter.fuse.work import KernelWork
 from converter.graph.cuda_support import KernelTable
 from converter.passes import Prepared
 from converter.plan.decisions import Decision

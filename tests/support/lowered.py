@@ -23,7 +23,7 @@ from bf16kit.runtime.loading import load, load_reference
 from bf16kit.runtime.onnx import OnnxRuntime
 from bf16kit.runtime.session import open_session
 from bf16kit.tensors import BY_ONNX, TensorSpec
-from converter.cpukernel.work import KernelWork
+from converter.fuse.work import KernelWork
 from converter.formats.onnx import write_graphs
 from converter.formats.weights import StoredWeights, write_weights
 from converter.passes import Prepared, prepare

@@ -8,8 +8,8 @@ import onnx_ir as ir
 
 from bf16kit.errors import ConversionError
 from bf16kit.runtime.kernel import DOMAIN
-from converter.cpukernel.functions import ProductVariant, define, function, lists
-from converter.cpukernel.work import FusedProduct, KernelWork
+from converter.fuse.functions import ProductVariant, define, function, lists
+from converter.fuse.work import FusedProduct, KernelWork
 from converter.graph.initializers import const_dims, initializer
 from converter.graph.names import FreshNames, all_value_names
 from converter.graph.step import Step

@@ -8,9 +8,9 @@ import onnx_ir as ir
 
 from bf16kit.errors import ConversionError
 from bf16kit.runtime.kernel import DOMAIN
-from converter.cpukernel.functions import FunctionBody, define
-from converter.cpukernel.panelnodes import matrix_nodes, panel_form, panel_shapes
-from converter.cpukernel.work import KernelWork
+from converter.fuse.functions import FunctionBody, define
+from converter.fuse.panelnodes import matrix_nodes, panel_form, panel_shapes
+from converter.fuse.work import KernelWork
 from converter.graph.initializers import const, dims
 from converter.graph.names import FreshNames, all_value_names
 from converter.graph.step import Step

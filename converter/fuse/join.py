@@ -8,8 +8,8 @@ import onnx_ir as ir
 
 from bf16kit.errors import ConversionError
 from bf16kit.runtime.kernel import DOMAIN
-from converter.cpukernel.functions import define
-from converter.cpukernel.joined import JOINABLE, MOST, JoinedVariant, attributes, function
+from converter.fuse.functions import define
+from converter.fuse.joined import JOINABLE, MOST, JoinedVariant, attributes, function
 from converter.graph.step import Step
 from converter.passes.rewriting import replace_output
 

@@ -8,10 +8,10 @@ import numpy as np
 import onnx_ir as ir
 
 from bf16kit.runtime.kernel import DOMAIN
-from converter.cpukernel.attention import Mask, SelectionMask
-from converter.cpukernel.attentionop import AttentionVariant, attributes, function
-from converter.cpukernel.functions import define
-from converter.cpukernel.work import KernelWork
+from converter.fuse.attention import Mask, SelectionMask
+from converter.fuse.attentionop import AttentionVariant, attributes, function
+from converter.fuse.functions import define
+from converter.fuse.work import KernelWork
 from converter.graph.initializers import initializer
 from converter.graph.names import FreshNames, all_value_names
 from converter.graph.step import Step

@@ -17,8 +17,8 @@ from onnx.reference import ReferenceEvaluator
 import graphs
 from bf16kit.errors import ConversionError, RuntimeFailure
 from bf16kit.runtime.kernel import VARIABLE
-from converter.cpukernel.lookup import LookUp
-from converter.cpukernel.work import KernelWork
+from converter.fuse.lookup import LookUp
+from converter.fuse.work import KernelWork
 from converter.passes import run
 
 _WIDTH = 40

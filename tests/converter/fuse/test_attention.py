@@ -11,7 +11,7 @@ from attending import Spelling
 from onnx import ModelProto, NodeProto, helper
 
 import graphs
-from converter.cpukernel.attention import Attention, SelectionMask, attentions
+from converter.fuse.attention import Attention, SelectionMask, attentions
 from converter.graph.types import InferTypes
 
 

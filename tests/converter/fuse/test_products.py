@@ -9,8 +9,8 @@ import pytest
 from onnx import NodeProto, TensorProto, helper
 
 import graphs
-from converter.cpukernel import products as module
-from converter.cpukernel.products import lookups, products
+from converter.fuse import products as module
+from converter.fuse.products import lookups, products
 from converter.graph.step import run
 from converter.graph.types import InferTypes
 

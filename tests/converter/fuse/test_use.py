@@ -12,8 +12,8 @@ from onnx import ModelProto, NodeProto, TensorProto, helper
 
 import graphs
 from bf16kit.errors import ConversionError
-from converter.cpukernel.use import UseKernel
-from converter.cpukernel.work import KernelWork
+from converter.fuse.use import UseKernel
+from converter.fuse.work import KernelWork
 from converter.graph.types import InferTypes
 from converter.passes import run
 

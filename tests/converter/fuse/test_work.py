@@ -14,12 +14,12 @@ from normed import residual
 
 import graphs
 from bf16kit.runtime.kernel import DOMAIN
-from converter.cpukernel import work
-from converter.cpukernel.attention import SelectionMask, attentions
-from converter.cpukernel.epilogues import Epilogue, epilogue
-from converter.cpukernel.norms import norms
-from converter.cpukernel.products import Product, products
-from converter.cpukernel.work import KernelWork
+from converter.fuse import work
+from converter.fuse.attention import SelectionMask, attentions
+from converter.fuse.epilogues import Epilogue, epilogue
+from converter.fuse.norms import norms
+from converter.fuse.products import Product, products
+from converter.fuse.work import KernelWork
 from converter.graph.types import InferTypes
 from converter.passes import run
 

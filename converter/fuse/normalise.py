@@ -5,9 +5,9 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from bf16kit.runtime.kernel import DOMAIN
-from converter.cpukernel.functions import FunctionBody, define
-from converter.cpukernel.norms import Norm, NormVariant
-from converter.cpukernel.work import KernelWork
+from converter.fuse.functions import FunctionBody, define
+from converter.fuse.norms import Norm, NormVariant
+from converter.fuse.work import KernelWork
 from converter.graph.step import Step
 from converter.passes.rewriting import replace_output
 

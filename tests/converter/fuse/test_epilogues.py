@@ -9,8 +9,8 @@ import pytest
 from onnx import NodeProto, TensorProto, helper
 
 import graphs
-from converter.cpukernel.epilogues import Epilogue, epilogue
-from converter.cpukernel.products import products
+from converter.fuse.epilogues import Epilogue, epilogue
+from converter.fuse.products import products
 from converter.graph.step import run
 from converter.graph.types import InferTypes
 

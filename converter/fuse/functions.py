@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from bf16kit.runtime.kernel import DOMAIN
-from converter.cpukernel.epilogues import Activation
-from converter.cpukernel.panelnodes import matrix_nodes, panel_form, panel_shapes
-from converter.cpukernel.products import Layout
+from converter.fuse.epilogues import Activation
+from converter.fuse.panelnodes import matrix_nodes, panel_form, panel_shapes
+from converter.fuse.products import Layout
 
 VERSION = 1
 _GELU_SINCE = 20

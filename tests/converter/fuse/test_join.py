@@ -16,7 +16,7 @@ import graphs
 from bf16kit.errors import ConversionError
 from bf16kit.runtime.kernel import VARIABLE
 from bf16kit.runtime.loading import load
-from converter.cpukernel.join import JoinProducts
+from converter.fuse.join import JoinProducts
 from converter.passes import run
 
 K = 40

@@ -15,7 +15,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from converter.cpukernel.products import Product, takes_bias
+from converter.fuse.products import Product, takes_bias
 from converter.graph.initializers import const, dims
 from converter.graph.values import constant_number, only_reader
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 
 import onnx_ir as ir
 
-from converter.cpukernel.attention import Attention, Mask, SelectionMask, attentions
-from converter.cpukernel.epilogues import Epilogue, epilogue
-from converter.cpukernel.heads import Operand
-from converter.cpukernel.norms import Norm, norms
-from converter.cpukernel.products import Layout, Product, lookups, panelled_weights, products
+from converter.fuse.attention import Attention, Mask, SelectionMask, attentions
+from converter.fuse.epilogues import Epilogue, epilogue
+from converter.fuse.heads import Operand
+from converter.fuse.norms import Norm, norms
+from converter.fuse.products import Layout, Product, lookups, panelled_weights, products
 
 
 @dataclass(frozen=True, slots=True)

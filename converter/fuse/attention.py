@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
-from converter.cpukernel.heads import Operand, columns_first
+from converter.fuse.heads import Operand, columns_first
 from converter.graph.initializers import const
 from converter.graph.values import Dim, constant_number, is_onnx_operator, known_shape, only_reader, same_dim, same_dims
 

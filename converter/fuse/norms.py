@@ -2,7 +2,7 @@
 
 LayerNormalization is an operator, taken together with the sum before it. (ONNX Runtime fuses the two as well, but its
 operator takes five times as long as the two apart.) RMS normalisation is written out by exporters;
-:mod:`converter.cpukernel.rootmeansquare` recognises it.
+:mod:`converter.fuse.rootmeansquare` recognises it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
-from converter.cpukernel.rootmeansquare import root_mean_square
+from converter.fuse.rootmeansquare import root_mean_square
 from converter.graph.initializers import const, const_dims
 from converter.graph.values import is_onnx_operator, known_shape, same_dims
 
