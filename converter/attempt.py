@@ -166,7 +166,7 @@ def _write_weights(
             subnormals=options.subnormals,
             saturate=options.saturate,
             residual=options.residual,
-            panels=planned.work.panels,  # the cpu profile's kernel reads panels; other profiles turn them back
+            panels=planned.fusions.panels,  # the cpu profile's kernel reads panels; other profiles turn them back
             progress=advance,
         )
 

@@ -13,12 +13,8 @@ from bf16kit.manifest import RESIDUAL
 from bf16kit.runtime.externaldata import REBUILT
 from bf16kit.tensors import BY_NAME
 from bf16kit.wording import brief
-from converter.fuse.attend import Attend
-from converter.fuse.join import JoinProducts
-from converter.fuse.lookup import LookUp
-from converter.fuse.normalise import Normalise
+from converter.fuse.fuse import fuse
 from converter.fuse.unpanel import Unpanel
-from converter.fuse.use import UseKernel
 from converter.formats.narrowing import Narrow
 from converter.formats.weights import BF16_FILE, FP32_FILE, StoredWeights
 from converter.graph.initializers import dims, stays_inline
@@ -64,6 +60,13 @@ def graph_file(profile: str) -> str:
     return f"{profile}.onnx"
 
 
+def write_unfused(prepared: Prepared, planned: Planned, stored: StoredWeights, path: Path) -> None:
+    """Write the graph from which the CPU kernel's fusions were made, with the weights that it reads, to ``path``."""
+    model = PROFILES["cpu"].base(prepared).clone()
+    run([Narrow(narrowed(planned.plan.tensors), ()), DropUnused(), InferTypes()], model)
+    _write_profile(model, stored, path, PROFILES["cpu"].base(prepared))
+
+
 def build(prepared: Prepared, planned: Planned, profile: Profile) -> ir.Model:
     """Build the graph of ``profile`` in memory, as ``planned``; ``prepared`` does not change.
 
@@ -72,11 +75,13 @@ def build(prepared: Prepared, planned: Planned, profile: Profile) -> ir.Model:
     """
     narrow = narrowed(planned.plan.tensors)
     nodes = {entry.name for entry in planned.plan.nodes[profile.name] if entry.precision == "bf16"}
-    rounding = nodes if profile.rounds_products else frozenset()
-    work = planned.work
-    products = [LookUp(work), UseKernel(work, rounding), JoinProducts()]
-    kernel = [Attend(work, rounding), Normalise(work), *products] if profile.uses_kernel else []
-    return run([*kernel, Narrow(narrow, nodes), DropUnused(), InferTypes()], profile.base(prepared).clone())
+    base, fusions = profile.base(prepared), planned.fusions
+    if profile.uses_kernel:
+        rounding = nodes if profile.rounds_products else frozenset()
+        model, _ = fuse(base, narrow, fusions.panels, rounding=rounding, refused=fusions.refused)
+    else:
+        model = base.clone()
+    return run([Narrow(narrow, nodes), DropUnused(), InferTypes()], model)
 
 
 def _write_profile(model: ir.Model, stored: StoredWeights, path: Path, source: ir.Model) -> None:

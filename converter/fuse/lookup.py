@@ -6,60 +6,35 @@ from collections.abc import Collection
 
 import onnx_ir as ir
 
-from bf16kit.errors import ConversionError
-from bf16kit.runtime.kernel import DOMAIN
-from converter.fuse.functions import FunctionBody, define
+from converter.fuse.functions import FunctionBody
+from converter.fuse.fusing import Fusing, Fusion
 from converter.fuse.panelnodes import matrix_nodes, panel_form, panel_shapes
-from converter.fuse.work import KernelWork
-from converter.graph.initializers import const, dims
-from converter.graph.names import FreshNames, all_value_names
-from converter.graph.step import Step
-from converter.passes.rewriting import replace_output
+from converter.fuse.products import gathers_rows, readers
+from converter.graph.initializers import const_dims
 
 FLOAT, INT64 = ir.DataType.FLOAT, ir.DataType.INT64
 
 
-class LookUp(Step):
-    """Replace the look-ups of ``work`` by ``bf16kit::Gather_panels``: in matrices [n, k] in panels along their axis 0.
+def look_up(fusing: Fusing, node: ir.Node) -> Fusion | None:
+    """Replace the Gather ``node`` of rows of a matrix [n, k] in panels by ``bf16kit::Gather_panels``; else return None.
 
-    A node keeps its name, and its output replaces the Gather's under the same name: rows widened to fp32. Indices that
-    are not int64 are cast. The table is made flat later, with the products that read it, in :class:`UseKernel`.
-
-    Requires: types are known, bf16 weights have not been widened, and tables are still matrices, so :class:`UseKernel`
-    comes later. Ensures: no Gather reads a tensor in panels.
+    The kernel's node keeps the Gather's name, and its output the Gather's: rows widened to fp32. Indices that are not
+    int64 are cast. The table becomes flat, as in :func:`~converter.fuse.multiply.multiply`, and is refused as there.
     """
-
-    name = "look rows up in panels"
-
-    def __init__(self, work: KernelWork) -> None:
-        super().__init__()
-        self._work = work
-
-    def apply(self, model: ir.Model) -> bool:
-        found = self._work.lookups_in(model)
-        if not found:
-            return False
-        fresh = FreshNames(all_value_names(model) | {node.name or "" for node in model.graph.all_nodes()})
-        opset, functions = model.opset_imports[""], {}
-        for node, table in found.items():
-            n, k = _size(table)
-            lists = panel_shapes(k, n)
-            attributes: dict[str, int | list[int]] = {"k": k, "n": n, **lists}
-            inputs = [_indices(node, fresh), table]
-            kernel_node = ir.node(op_type(lists), inputs, attributes, domain=DOMAIN, name=node.name)
-            functions[kernel_node.op_type] = function(lists, opset)
-            output, old_output = kernel_node.outputs[0], node.outputs[0]
-            output.type, output.shape = old_output.type, old_output.shape
-            model.graph.insert_before(node, kernel_node)
-            replace_output(model.graph, node, output)
-        define(model, functions.values())
-        return True
-
-    def ensures(self, model: ir.Model) -> None:
-        for name in sorted(self._work.panels.keys() & model.graph.initializers.keys()):
-            for node, _ in model.graph.initializers[name].uses():
-                if (node.domain, node.op_type) == ("", "Gather"):
-                    raise ConversionError(f"node {node.name!r} reads {name!r}, which is stored in panels")
+    table = node.inputs[0] if gathers_rows(node) else None
+    if table is None or fusing.panels.get(table.name or "") != 0:
+        return None
+    if any(reader.name in fusing.refused for reader in readers(table)):
+        return None
+    n, k = const_dims(table)
+    lists = panel_shapes(k, n)
+    inputs, sizes = [_indices(fusing, node), table], {"k": k, "n": n, **lists}
+    (output,) = fusing.operator(function(lists, fusing.opset), inputs, sizes, node, name=node.name)
+    table.shape = ir.Shape((k * n,))
+    name = node.name or ""
+    record = Fusion("lookup", name, name, (name,), (node.outputs[0].name or "",))
+    fusing.replace({node.outputs[0]: output}, [node])
+    return record
 
 
 def op_type(lists: Collection[str]) -> str:
@@ -82,20 +57,10 @@ def function(lists: Collection[str], opset: int) -> ir.Function:
     return body.function(op_type(lists), [indices, weight], [rows], ("k", "n", *lists))
 
 
-def _size(table: ir.Value) -> tuple[int, ...]:
-    tensor = const(table)
-    if tensor is None:
-        raise ConversionError(f"table {table.name!r} has no data")
-    return dims(tensor)
-
-
-def _indices(node: ir.Node, fresh: FreshNames) -> ir.Value | None:
+def _indices(fusing: Fusing, node: ir.Node) -> ir.Value | None:
     """Return the indices of ``node`` as int64."""
     indices = node.inputs[1]
-    if indices is None or indices.dtype == INT64 or node.graph is None:
+    if indices is None or indices.dtype == INT64:
         return indices
-    cast = ir.node("Cast", [indices], {"to": int(INT64)}, name=fresh.make(f"{node.name}/indices"))
-    wide = cast.outputs[0]
-    wide.name, wide.type, wide.shape = cast.name, ir.TensorType(INT64), indices.shape
-    node.graph.insert_before(node, cast)
-    return wide
+    cast = ir.node("Cast", [indices], {"to": int(INT64)})
+    return fusing.insert(cast, node, f"{node.name}/indices", ir.TensorType(INT64), indices.shape)

@@ -1,62 +1,45 @@
-"""Replaces normalisations over rows, with the sums before them, by one node of bf16kit's CPU kernel each."""
+"""Replaces a normalisation over rows, with the sum before it, by one node of bf16kit's CPU kernel."""
 
 from __future__ import annotations
 
 import onnx_ir as ir
 
-from bf16kit.runtime.kernel import DOMAIN
-from converter.fuse.functions import FunctionBody, define
-from converter.fuse.norms import Norm, NormVariant
-from converter.fuse.work import KernelWork
-from converter.graph.step import Step
-from converter.passes.rewriting import replace_output
+from converter.fuse.functions import FunctionBody
+from converter.fuse.fusing import Fusing, Fusion
+from converter.fuse.norms import NormVariant, norm
 
 
-class Normalise(Step):
-    """Replace normalisations of ``work`` by ``bf16kit::AddLayerNorm…`` and ``…RmsNorm…``, defined as functions.
+def normalise(fusing: Fusing, node: ir.Node) -> Fusion | None:
+    """Replace the normalisation at ``node`` by ``bf16kit::AddLayerNorm…`` or ``…RmsNorm…``; None if there is none.
 
-    The node takes the name of the last node that it replaces, and the place of the first. Values keep their names.
-
-    Requires: types and shapes are known.
+    The kernel's node takes the name of the last node that it replaces, and the place of the first. Of two normalisations
+    of one sum, the first computes the sum, and the second reads it.
     """
-
-    name = "use the CPU kernel's normalisation"
-
-    def __init__(self, work: KernelWork) -> None:
-        super().__init__()
-        self._work = work
-
-    def apply(self, model: ir.Model) -> bool:
-        functions, opset = dict[str, ir.Function](), model.opset_imports[""]
-        for norm in self._work.norms_in(model):
-            variant = norm.variant
-            functions[variant.op_type] = function(variant, opset)
-            _replace(model.graph, norm, variant)
-        if functions:
-            define(model, functions.values())
-        return bool(functions)
-
-
-def _replace(graph: ir.Graph, norm: Norm, variant: NormVariant) -> None:
-    add, last = norm.add, norm.result
-    operands = [norm.x] if add is None else [*add.inputs]
-    kernel_node = ir.node(
-        variant.op_type,
-        [*operands, norm.scale, *([] if norm.bias is None else [norm.bias])],
-        {"epsilon": norm.epsilon},
-        domain=DOMAIN,
-        num_outputs=2 if variant.gives_sum else 1,
+    found = norm(node)
+    if found is None:
+        return None
+    add, last = found.add, found.nodes[-1]
+    first, removed = (found.nodes[0], found.nodes) if add is None else (add, (add, *found.nodes))
+    operands = [found.x] if add is None else [*add.inputs]
+    variant = found.variant
+    outputs = fusing.operator(
+        function(variant, fusing.opset),
+        [*operands, found.scale, *([] if found.bias is None else [found.bias])],
+        {"epsilon": found.epsilon},
+        first,
         name=last.name,
+        outputs=2 if variant.gives_sum else 1,
     )
-    graph.insert_before(norm.nodes[0] if add is None else add, kernel_node)
-    kernel_node.outputs[0].type, kernel_node.outputs[0].shape = last.outputs[0].type, last.outputs[0].shape
-    replace_output(graph, last, kernel_node.outputs[0])
-    graph.remove(norm.nodes[-2::-1], safe=True)
-    if add is not None and variant.gives_sum:
-        kernel_node.outputs[1].type, kernel_node.outputs[1].shape = norm.x.type, norm.x.shape
-        replace_output(graph, add, kernel_node.outputs[1])
-    elif add is not None:
-        graph.remove(add, safe=True)
+    replaced = dict(zip((last.outputs[0], found.x), outputs, strict=False))
+    record = Fusion(
+        "normalisation",
+        node.name or "",
+        last.name or "",
+        tuple(each.name or "" for each in removed),
+        tuple(value.name or "" for value in replaced),
+    )
+    fusing.replace(replaced, removed[::-1])
+    return record
 
 
 def function(variant: NormVariant, opset: int) -> ir.Function:

@@ -36,10 +36,6 @@ class Norm:
     add: ir.Node | None = None
 
     @property
-    def result(self) -> ir.Node:
-        return self.nodes[-1]
-
-    @property
     def gives_sum(self) -> bool:
         """Whether other nodes read the sum too, as they do if each layer normalises its input."""
         others = any(node not in self.nodes for node, _ in self.x.uses())
@@ -66,10 +62,12 @@ class NormVariant:
         return f"{stem}{'_bias' if self.has_bias else ''}{'_sum' if self.gives_sum else ''}"
 
 
-def norms(model: ir.Model) -> list[Norm]:
-    """Return the normalisations of the main graph, in order. Requires: types and shapes are known."""
-    found = (_layer_norm(node) or _rms_norm(node) for node in model.graph if is_onnx_operator(node))
-    return [norm for norm in found if norm is not None]
+def norm(node: ir.Node) -> Norm | None:
+    """Return the normalisation at ``node``: an operator, or the mean of one that is written out; None for other nodes.
+
+    Requires: types and shapes are known.
+    """
+    return (_layer_norm(node) or _rms_norm(node)) if is_onnx_operator(node) else None
 
 
 def _layer_norm(node: ir.Node) -> Norm | None:
