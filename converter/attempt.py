@@ -16,8 +16,10 @@ from converter.formats.agreement import check_graph
 from converter.formats.export import INDEX, Exported, select, write_export
 from converter.formats.exportweights import write_as_export
 from converter.formats.narrowed import Rounding
-from converter.formats.onnx import graph_file, write_graphs
+from converter.formats.onnx import graph_file, write_graphs, write_unfused_and_fused
 from converter.formats.weights import BF16_FILE, FP32_FILE, StoredWeights, write_total, write_weights
+from converter.fuse.check import faults
+from converter.fuse.fuse import Fusions
 from converter.model import Source
 from converter.options import Options
 from converter.passes import Prepared
@@ -54,17 +56,12 @@ class Attempt:
     def prove(self, islands: Islands) -> tuple[Certified, Mapping[str, Census]]:
         """Write weights and graphs with these ``islands`` and run them; also return the census of rounding."""
         options, source, prepared, stage, progress = self.options, self.source, self.prepared, self.stage, self.progress
-        planned = make_plan(
-            prepared,
-            keep_fp32=options.keep_fp32,
-            bf16=options.bf16,
-            islands=islands,
-            profiles=(*options.onnx_profiles, *options.optional_profiles),
-        )
-        planned = _without_idle_profiles(planned, options)
+        planned = self._plan(islands)
         for path in (*(stage.path / name for name in _FILES), *stage.path.glob(_EXPORTED)):  # of an earlier attempt
             path.unlink(missing_ok=True)
         stored, exported, planned = _write(options, source, prepared, planned, stage, progress)
+        with progress.step("checking the fusions"):
+            planned = self._without_faults(planned, stored, islands)
         with progress.step("writing graphs"):
             profiles = {**self.traced, **_write_graphs(options, prepared, planned, stored, stage)}
         manifest = draft_manifest(options, source, planned.plan, stored, profiles)
@@ -75,7 +72,52 @@ class Attempt:
         census = stored.census
         del stored
         release_memory()
-        return certify(stage, manifest, self.calibration, options, progress, self.oracle_run, reference), census
+        certified = certify(stage, manifest, self.calibration, options, progress, self.oracle_run, reference)
+        certified.notes[:0] = _undone_notes(planned)
+        return certified, census
+
+    def _plan(self, islands: Islands, fusions: Fusions | None = None) -> Planned:
+        """Plan with ``islands``, and with the panels and without the refused nodes of ``fusions``."""
+        options = self.options
+        planned = make_plan(
+            self.prepared,
+            keep_fp32=options.keep_fp32,
+            bf16=options.bf16,
+            islands=islands,
+            profiles=(*options.onnx_profiles, *options.optional_profiles),
+            panels=None if fusions is None else fusions.panels,
+            refused=None if fusions is None else fusions.refused,
+        )
+        return _without_idle_profiles(planned, options)
+
+    def _without_faults(self, planned: Planned, stored: StoredWeights, islands: Islands) -> Planned:
+        """Compare the fusions with what they replace, and return a plan without those that differ.
+
+        The profiles that use the CPU kernel have the same fusions, so one is checked, in the form that does not round
+        activations: cpu-bf16's operators differ from cpu's in nothing but that.
+        """
+        profile = next((PROFILES[name] for name in planned.plan.nodes if PROFILES[name].uses_kernel), None)
+        while profile is not None and planned.fusions.made:
+            paths = write_unfused_and_fused(self.prepared, planned, stored, profile, self.stage.path)
+            found = faults(*paths, planned.fusions.made, self.source.inputs, self.calibration.feeds)
+            for path in paths:
+                path.unlink()
+            if not found:
+                break
+            refused = replace(planned.fusions, refused={**planned.fusions.refused, **found})
+            again = self._plan(islands, refused)
+            plan = planned.plan.model_copy(update={"nodes": again.plan.nodes})  # tensors are written already
+            planned = Planned(plan, again.fusions)
+        return planned
+
+
+def _undone_notes(planned: Planned) -> list[str]:
+    """Return a note on each fusion that was undone."""
+    return [
+        f"the CPU kernel does not compute what is fused at node {name!r}: {reason}; ONNX Runtime computes these nodes"
+        " one by one, which is slower"
+        for name, reason in planned.fusions.refused.items()
+    ]
 
 
 def _without_idle_profiles(planned: Planned, options: Options) -> Planned:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import onnx
@@ -60,11 +61,19 @@ def graph_file(profile: str) -> str:
     return f"{profile}.onnx"
 
 
-def write_unfused(prepared: Prepared, planned: Planned, stored: StoredWeights, path: Path) -> None:
-    """Write the graph from which the CPU kernel's fusions were made, with the weights that it reads, to ``path``."""
-    model = PROFILES["cpu"].base(prepared).clone()
-    run([Narrow(narrowed(planned.plan.tensors), ()), DropUnused(), InferTypes()], model)
-    _write_profile(model, stored, path, PROFILES["cpu"].base(prepared))
+def write_unfused_and_fused(
+    prepared: Prepared, planned: Planned, stored: StoredWeights, profile: Profile, directory: Path
+) -> tuple[Path, Path]:
+    """Write two graphs of ``profile`` that compute in fp32 throughout, to be compared: without fusions, and with them.
+
+    Both read the rounded weights in ``directory``, and lie there until the caller deletes them.
+    """
+    exact = replace(planned, plan=planned.plan.model_copy(update={"nodes": {profile.name: []}}))
+    paths = directory / "unfused.onnx", directory / "fused.onnx"
+    for path, uses_kernel in zip(paths, (False, True), strict=True):
+        model = build(prepared, exact, replace(profile, uses_kernel=uses_kernel))
+        _write_with_panels(model, stored, path)
+    return paths
 
 
 def build(prepared: Prepared, planned: Planned, profile: Profile) -> ir.Model:
@@ -86,10 +95,14 @@ def build(prepared: Prepared, planned: Planned, profile: Profile) -> ir.Model:
 
 def _write_profile(model: ir.Model, stored: StoredWeights, path: Path, source: ir.Model) -> None:
     """Write the graph from :func:`build`, reading panels as stored, and check it against its base graph ``source``."""
+    _write_with_panels(model, stored, path)
+    _check(path, source)
+
+
+def _write_with_panels(model: ir.Model, stored: StoredWeights, path: Path) -> None:
     unpanel = Unpanel(stored.tensors)
     run([unpanel], model)
     _write(model, path, lambda name, shape: _stored(stored, stored.aliases.get(name, name), shape), unpanel.declared)
-    _check(path, source)
 
 
 def _stored(stored: StoredWeights, name: str, shape: ir.Shape) -> ir.ExternalTensor:

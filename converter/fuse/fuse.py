@@ -6,6 +6,7 @@ first, because a normalisation may read its result, and products last, because t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
@@ -21,6 +22,7 @@ from converter.fuse.lookup import look_up
 from converter.fuse.multiply import multiply
 from converter.fuse.normalise import normalise
 from converter.fuse.products import panelled_weights
+from converter.graph.initializers import const_dims
 
 _VERSION = 1  # of the kernel's domain
 _OLDEST_IR = 8  # the first IR version with functions in a model
@@ -91,7 +93,7 @@ def _fuse(
     for group in groups(model.graph):
         _guarded(group[0], lambda: join(fusing, group))  # noqa: B023 - called at once
     _define(model, fusing.functions)
-    _check_panels(model.graph, panels)
+    _flatten(model.graph, panels)
     return tuple(made)
 
 
@@ -113,9 +115,16 @@ def _define(model: ir.Model, functions: Mapping[str, ir.Function]) -> None:
         model.ir_version = max(model.ir_version, _OLDEST_IR)
 
 
-def _check_panels(graph: ir.Graph, panels: Collection[str]) -> None:
-    """Raise :class:`ConversionError` if a weight in panels is read both flat, by the kernel, and as a matrix."""
+def _flatten(graph: ir.Graph, panels: Collection[str]) -> None:
+    """Give weights in panels that the kernel reads the shape that they have for it, one row of elements.
+
+    Raises :class:`ConversionError` if another node reads one as a matrix.
+    """
     for name in sorted(panels & graph.initializers.keys()):
-        domains = {use.node.domain for use in graph.initializers[name].uses()}
-        if len(domains | {DOMAIN}) > 1 and DOMAIN in domains:
+        weight = graph.initializers[name]
+        domains = {use.node.domain for use in weight.uses()}
+        if DOMAIN not in domains:
+            continue
+        if len(domains) > 1:
             raise ConversionError(f"weight {name!r}, stored in panels, is read by the kernel and by another node")
+        weight.shape = ir.Shape((math.prod(const_dims(weight)),))

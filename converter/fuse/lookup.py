@@ -19,7 +19,7 @@ def look_up(fusing: Fusing, node: ir.Node) -> Fusion | None:
     """Replace the Gather ``node`` of rows of a matrix [n, k] in panels by ``bf16kit::Gather_panels``; else return None.
 
     The kernel's node keeps the Gather's name, and its output the Gather's: rows widened to fp32. Indices that are not
-    int64 are cast. The table becomes flat, as in :func:`~converter.fuse.multiply.multiply`, and is refused as there.
+    int64 are cast. A table that a refused node reads stays, as in :func:`~converter.fuse.multiply.multiply`.
     """
     table = node.inputs[0] if gathers_rows(node) else None
     if table is None or fusing.panels.get(table.name or "") != 0:
@@ -30,7 +30,6 @@ def look_up(fusing: Fusing, node: ir.Node) -> Fusion | None:
     lists = panel_shapes(k, n)
     inputs, sizes = [_indices(fusing, node), table], {"k": k, "n": n, **lists}
     (output,) = fusing.operator(function(lists, fusing.opset), inputs, sizes, node, name=node.name)
-    table.shape = ir.Shape((k * n,))
     name = node.name or ""
     record = Fusion("lookup", name, name, (name,), (node.outputs[0].name or "",))
     fusing.replace({node.outputs[0]: output}, [node])

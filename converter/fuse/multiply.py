@@ -14,9 +14,9 @@ from converter.graph.initializers import const_dims, initializer
 def multiply(fusing: Fusing, node: ir.Node) -> Fusion | None:
     """Replace the product ``node`` by ``bf16kit::MatMul_…``; None if the kernel cannot compute it.
 
-    A product that is to round its activations becomes ``bf16kit::MatMulBf16_…``. A weight stored in panels becomes flat
-    here, k·n elements, which only the kernel reads: a product whose weight is also read by a refused node stays. The
-    kernel's node keeps the product's name, and its output that of the last node that it stands for.
+    A product that is to round its activations becomes ``bf16kit::MatMulBf16_…``. The kernel's node keeps the product's
+    name, and its output that of the last node that it stands for. A product stays if a refused node reads its weight
+    too: stored in panels, a weight is read either by the kernel alone or, put together, by others.
     """
     found = product(node, fusing.narrow)
     layout = None if found is None else found.layout(fusing.panels)
@@ -39,7 +39,9 @@ def _replace(fusing: Fusing, found: Product, layout: Layout, after: Epilogue) ->
     rounds = node.name in fusing.rounding
     variant = ProductVariant.of(layout, k, n, bias=after.bias is not None, activation=after.activation, rounds=rounds)
     pixel = node.op_type == "Conv"
-    inputs = [_rows(fusing, found) if pixel else node.inputs[0], _weight(found, layout)]
+    if layout == "transposed":  # the shape that the weight has in its file; a Conv's has more dimensions
+        found.weight.shape = ir.Shape((n, k))
+    inputs = [_rows(fusing, found) if pixel else node.inputs[0], found.weight]
     if after.bias is not None:
         inputs.append(_bias(fusing, found, after.bias))
     sizes = {"k": k, "n": n, "layout": layout, "activation": after.activation, **lists(layout, k, n)}
@@ -54,12 +56,6 @@ def _replace(fusing: Fusing, found: Product, layout: Layout, after: Epilogue) ->
         after.reshape.replace_input_with(0, result)
         result = after.reshape.outputs[0]
     fusing.replace({after.result: result}, [*reversed(after.nodes), node])
-
-
-def _weight(found: Product, layout: Layout) -> ir.Value:
-    """Return the weight with the shape that it has in its file; panels are one row of elements."""
-    found.weight.shape = ir.Shape((found.k * found.n,) if layout == "panels" else (found.n, found.k))
-    return found.weight
 
 
 def _bias(fusing: Fusing, found: Product, bias: ir.Value) -> ir.Value:

@@ -27,7 +27,7 @@ from converter.formats.onnx import write_graphs
 from converter.formats.weights import StoredWeights, write_weights
 from converter.passes import Prepared, prepare
 from converter.passes.constants import floating_tensors
-from converter.plan import make_plan
+from converter.plan import Planned, make_plan
 from converter.proof.emulate import emulation
 
 Array = NDArray[Any]
@@ -45,11 +45,15 @@ class Lowered:
     source: bytes
     checkpoint: Mapping[str, Array]
     prepared: Prepared
-    plan: Plan
+    planned: Planned
     stored: StoredWeights
     artifact: Artifact
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
+
+    @property
+    def plan(self) -> Plan:
+        return self.planned.plan
 
     def run_source(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
         return OnnxRuntime(self.source, self.inputs, self.outputs, precision="fp32").run(feeds)
@@ -145,7 +149,7 @@ def lower(
             ),
         )
         artifact = staged.publish(manifest)
-    return Lowered(source, tensors, prepared, made, stored, artifact, inputs, outputs)
+    return Lowered(source, tensors, prepared, planned, stored, artifact, inputs, outputs)
 
 
 def specs(values: Sequence[ir.Value]) -> tuple[TensorSpec, ...]:
