@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from bf16kit.artifact import Artifact
-from bf16kit.errors import UsageError
+from bf16kit.errors import ConversionError, UsageError
 from bf16kit.manifest import RESIDUAL, ExportEntry, Manifest, Plan, PlanEntry, ProfileEntry, SpecEntry
 from bf16kit.manifest import Source as SourceEntry
 from bf16kit.numerics import Census
@@ -98,10 +98,15 @@ class Attempt:
         """
         profile = next((PROFILES[name] for name in planned.plan.nodes if PROFILES[name].uses_kernel), None)
         while profile is not None and planned.fusions.made:
-            paths = write_unfused_and_fused(self.prepared, planned, stored, profile, self.stage.path)
-            found = faults(*paths, planned.fusions.made, self.source.inputs, self.calibration.feeds)
-            for path in paths:
-                path.unlink()
+            made = planned.fusions.made
+            try:
+                paths = write_unfused_and_fused(self.prepared, planned, stored, profile, self.stage.path)
+            except ConversionError as error:
+                found = {fusion.anchor: f"the graph cannot be written: {error}" for fusion in made}
+            else:
+                found = faults(*paths, made, self.source.inputs, self.calibration.feeds)
+                for path in paths:
+                    path.unlink()
             if not found:
                 break
             refused = replace(planned.fusions, refused={**planned.fusions.refused, **found})

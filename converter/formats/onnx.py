@@ -18,6 +18,7 @@ from converter.fuse.fuse import fuse
 from converter.fuse.unpanel import Unpanel
 from converter.formats.narrowing import Narrow
 from converter.formats.weights import BF16_FILE, FP32_FILE, StoredWeights
+from converter.graph.guesses import drop_guesses
 from converter.graph.initializers import dims, stays_inline
 from converter.graph.types import InferTypes
 from converter.passes import Prepared, run
@@ -155,7 +156,9 @@ def _copied(tensor: ir.TensorProtocol, name: str) -> ir.TensorProtocol:
 
 def serialize(model: ir.Model) -> bytes:
     """Return the bytes of a graph; the same graph gives the same bytes."""
-    return ir.to_proto(model).SerializeToString(deterministic=True)
+    proto = ir.to_proto(model)
+    drop_guesses(proto)
+    return proto.SerializeToString(deterministic=True)
 
 
 def _check(path: Path, source: ir.Model) -> None:

@@ -35,9 +35,7 @@ def attend(fusing: Fusing, node: ir.Node) -> Fusion | None:
     variant = AttentionVariant.of(found, rounds=values.name in fusing.rounding)
     mask = _combined(fusing, found.masks, values)
     inputs = [found.q.value, found.k.value, found.v.value, *([] if mask is None else [mask])]
-    (output,) = fusing.operator(
-        function(variant, fusing.opset), inputs, attributes(found), values, name=values.name
-    )
+    (output,) = fusing.operator(function(variant, fusing.opset), inputs, attributes(found), values, name=values.name)
     fusing.replace({result: output}, found.nodes[::-1], found.shape)
     return record
 

@@ -110,7 +110,9 @@ def _define(model: ir.Model, functions: Mapping[str, ir.Function]) -> None:
     """Define the operators of the kernel that nodes of ``model`` use."""
     used = {node.op_type for node in model.graph if node.domain == DOMAIN}
     if used:
-        model.functions.update({function.identifier(): function for name, function in functions.items() if name in used})
+        model.functions.update(
+            {function.identifier(): function for name, function in functions.items() if name in used}
+        )
         model.opset_imports[DOMAIN] = _VERSION
         model.ir_version = max(model.ir_version, _OLDEST_IR)
 

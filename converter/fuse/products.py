@@ -92,7 +92,9 @@ def panelled_weights(graph: ir.Graph, narrow: Collection[str]) -> dict[str, int]
     return {
         weight.name or "": next(iter(along))
         for weight, along in axes.items()
-        if len(along) == 1 and len(const_dims(weight)) == 2 and _only_kernel_reads(weight, next(iter(along)), multiplied)
+        if len(along) == 1
+        and len(const_dims(weight)) == 2
+        and _only_kernel_reads(weight, next(iter(along)), multiplied)
     }
 
 

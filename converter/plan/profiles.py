@@ -55,9 +55,7 @@ PROFILES: Mapping[str, Profile] = {
             name="cpu-bf16",
             precision="bf16",
             base=lambda prepared: prepared.folded,
-            place=lambda model, narrow, _kernels, overrides, fusions: place_cpu_bf16(
-                model, narrow, overrides, fusions
-            ),
+            place=lambda model, narrow, _kernels, overrides, fusions: place_cpu_bf16(model, narrow, overrides, fusions),
             device="cpu",
             rounds=False,
             uses_kernel=True,

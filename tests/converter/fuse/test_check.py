@@ -155,10 +155,10 @@ def test_only_the_wrong_one_of_several_fusions_is_refused(tmp_path: Path, monkey
 
 
 def test_a_fusion_that_does_not_run_is_refused(tmp_path: Path, monkeypatch: Patch) -> None:
-    real = attend.attributes
-    monkeypatch.setattr(attend, "attributes", lambda found: {**real(found), "heads": 5, "heads_of_q": [0, 0, 5, 8]})
     proto, fed = MODELS["attention"]
     made = lower(tmp_path / "m" / "1", proto)
+    real = attend.attributes
+    monkeypatch.setattr(attend, "attributes", lambda found: {**real(found), "heads": 5, "heads_of_q": [0, 0, 5, 8]})
     assert check(made, fed).keys() == {fusion.anchor for fusion in made.planned.fusions.made}
 
 
@@ -178,6 +178,8 @@ def test_a_wrong_slice_is_seen_beside_large_values(axis: int) -> None:
 @pytest.mark.parametrize(
     ("reference", "candidate", "equal"),
     [
+        ([5.0], [5.0], True),
+        ([5.0], [5.001], False),
         ([1, -np.inf], [1, -np.inf], True),
         ([1, -np.inf], [1, 100], False),
         ([1, -np.inf], [1, np.inf], False),

@@ -32,7 +32,9 @@ def _two_norms_of_one_sum() -> ModelProto:
     """Return x → s = x·W + x; the normalisations of s with two weights; their products' sum, added to s (GPT-NeoX)."""
     rows: list[int | str] = ["batch", "seq", WIDTH]
     weights = [graphs.initializer(f"w{i}", graphs.values(WIDTH, WIDTH, seed=i)) for i in range(3)]
-    weights += [graphs.initializer(name, graphs.values(WIDTH, seed=9 + i)) for i, name in enumerate(["g1", "b1", "g2", "b2"])]
+    weights += [
+        graphs.initializer(name, graphs.values(WIDTH, seed=9 + i)) for i, name in enumerate(["g1", "b1", "g2", "b2"])
+    ]
     nodes = [
         helper.make_node("MatMul", ["x", "w0"], ["a"], name="a"),
         helper.make_node("Add", ["a", "x"], ["s"], name="s"),
@@ -48,7 +50,14 @@ def _two_norms_of_one_sum() -> ModelProto:
 
 def test_of_two_normalisations_of_one_sum_the_first_computes_it(tmp_path: Path) -> None:
     made = lower(tmp_path / "m" / "1", _two_norms_of_one_sum())
-    kinds = ["MatMul_panels_tail", "AddLayerNorm_bias_sum", "LayerNormalization", *["MatMul_panels_tail"] * 2, "Add", "Add"]
+    kinds = [
+        "MatMul_panels_tail",
+        "AddLayerNorm_bias_sum",
+        "LayerNormalization",
+        *["MatMul_panels_tail"] * 2,
+        "Add",
+        "Add",
+    ]
     assert made.ops("cpu") == kinds
     feeds = {"x": graphs.values(2, 3, WIDTH, seed=5)}
     assert relative_l2(made.run_source(feeds)["y"], made.run_cpu(feeds)["y"]) < 1e-2
