@@ -14,10 +14,10 @@ from bf16kit.manifest import RESIDUAL
 from bf16kit.runtime.externaldata import REBUILT
 from bf16kit.tensors import BY_NAME
 from bf16kit.wording import brief
-from converter.fuse.fuse import fuse
-from converter.fuse.unpanel import Unpanel
 from converter.formats.narrowing import Narrow
 from converter.formats.weights import BF16_FILE, FP32_FILE, StoredWeights
+from converter.fuse.fuse import fuse
+from converter.fuse.unpanel import Unpanel
 from converter.graph.guesses import drop_guesses
 from converter.graph.initializers import dims, stays_inline
 from converter.graph.types import InferTypes

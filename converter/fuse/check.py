@@ -3,8 +3,8 @@
 One graph holds both: the unfused graph and, beside it, every node that the fused graph has instead. These read the
 unfused graph's values, so each fusion is judged alone, with neither the noise nor the faults of those before it. All
 other nodes of the fused graph are equal to the unfused one's, so if every value that is computed otherwise is the same,
-both graphs compute the same outputs. Drift could not tell: a mask of -5 instead of minus infinity, or a scale that is off
-by 1 %, costs less than bf16 may.
+both graphs compute the same outputs. Drift could not tell: a mask of -5 instead of minus infinity, or a scale that is
+off by 1 %, costs less than bf16 may.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from converter.fuse.variants import variants
 from converter.model import Array, Feeds
 
 _PREFIX = "fused:"
-# The error allowed, of a slice's own magnitude and of the magnitude that slices along its axis have. Terms of a sum may be
-# larger than the sum: far below zero, Gelu is a small difference of large numbers.
+# The error allowed, of a slice's own magnitude and of the magnitude that slices along its axis have. Terms of a sum may
+# be larger than the sum: far below zero, Gelu is a small difference of large numbers.
 # docs/decisions/0083-fusions-that-own-their-nodes.md has what sound fusions show.
 _OWN = 1e-5
 _TYPICAL: Mapping[Kind, float] = {"attention": 5e-6, "normalisation": 5e-6, "lookup": 0.0, "product": 5e-5}
@@ -132,7 +132,7 @@ def excess_of(reference: Array, candidate: Array, typical: float = 5e-6) -> floa
     found = 0.0
     for axis in axes:
         others = tuple(each for each in axes if each != axis)
-        own, error = np.sqrt(squares.mean(axis=others)), np.sqrt(errors.mean(axis=others))
+        own, error = (np.sqrt(np.atleast_1d(each.mean(axis=others))) for each in (squares, errors))
         found = max(found, _excess(own, error, typical))
     return found
 

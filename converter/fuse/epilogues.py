@@ -1,4 +1,4 @@
-"""Finds the bias and the activation after a product, which the kernel can apply before the result leaves the registers."""
+"""Finds the bias and the activation after a product, which the kernel applies before the result leaves registers."""
 
 from __future__ import annotations
 

@@ -12,8 +12,8 @@ from converter.fuse.norms import NormVariant, norm
 def normalise(fusing: Fusing, node: ir.Node) -> Fusion | None:
     """Replace the normalisation at ``node`` by ``bf16kit::AddLayerNorm…`` or ``…RmsNorm…``; None if there is none.
 
-    The kernel's node takes the name of the last node that it replaces, and the place of the first. Of two normalisations
-    of one sum, the first computes the sum, and the second reads it.
+    The kernel's node takes the name of the last node that it replaces, and the place of the first. Of two
+    normalisations of one sum, the first computes the sum, and the second reads it.
     """
     found = norm(node)
     if found is None:

@@ -33,8 +33,7 @@ def variants(inputs: Sequence[TensorSpec], feeds: Sequence[Feeds]) -> Iterator[F
     cut = list(_cuts(inputs, largest))
     for feed in [largest, *cut[:1]] if masks else []:
         yield feed | {name: drawn.integers(0, 2, feed[name].shape).astype(feed[name].dtype) for name in masks}
-        for hidden in _hidden(feed, masks):
-            yield hidden
+        yield from _hidden(feed, masks)
     yield from cut
 
 

@@ -45,7 +45,8 @@ def make_plan(
 
     ``keep_fp32`` and ``bf16`` are regular expressions searched in the names of nodes and tensors. A node that they keep
     in fp32 keeps its weights in fp32 as well. ``islands`` are what a search found; there a node and its weights are
-    separate. ``panels`` and ``refused`` are as in :func:`~converter.fuse.fuse.fuse`. Raises :class:`~bf16kit.errors.UsageError` for a pattern that is no regular expression or matches nothing.
+    separate. ``panels`` and ``refused`` are as in :func:`~converter.fuse.fuse.fuse`. Raises
+    :class:`~bf16kit.errors.UsageError` for a pattern that is no regular expression or matches nothing.
     """
     kernels = kernels or KernelTable.load()
     overrides = Overrides.parse(keep_fp32, bf16, islands)

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from converter.fuse.unpanel import PUT_TOGETHER
 from converter.formats.onnx import serialize
+from converter.fuse.unpanel import PUT_TOGETHER
 from converter.graph.names import FreshNames, all_value_names
 from converter.graph.operators import EXACT
 from converter.graph.step import Step, run

@@ -101,17 +101,17 @@ def _correct_initializer_types(model: ir.Model) -> None:
 def _keep_names_of_inputs(model: ir.Model) -> None:
     """Drop the names of free dimensions that no input has, and those that distinguish nothing.
 
-    Names inside the graph are another program's guesses. Fusions need them, because inference does not follow an input's
-    dimension through a Slice or an Expand, and are checked on several sizes. ONNX Runtime would trust them, and give
-    values with equal names the same memory, or fail: it is shown none (:mod:`converter.graph.guesses`).
+    Names inside the graph are another program's guesses. Fusions need them, because inference does not follow an
+    input's dimension through a Slice or an Expand, and are checked on several sizes. ONNX Runtime would trust them, and
+    give values with equal names the same memory, or fail: it is shown none (:mod:`converter.graph.guesses`).
     """
     import onnx_ir as ir
 
     edges = {*model.graph.inputs, *model.graph.outputs}
-    named = {dim.value for value in model.graph.inputs for dim in value.shape or () if _is_meaningful(dim)}
+    named = {str(dim) for value in model.graph.inputs for dim in value.shape or () if _is_meaningful(dim)}
     for value in (value for graph in model.graphs() for value in values_of(graph)):
         if value.shape is not None and not value.is_initializer():
-            kept = [_is_size(d) or (_is_meaningful(d) and (value in edges or d.value in named)) for d in value.shape]
+            kept = [_is_size(d) or (_is_meaningful(d) and (value in edges or str(d) in named)) for d in value.shape]
             value.shape = ir.Shape([dim if keep else None for dim, keep in zip(value.shape, kept, strict=True)])
     mark_guessed(model)
 

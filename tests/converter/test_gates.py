@@ -23,9 +23,9 @@ from onnx import helper
 import graphs
 from bf16kit.panels import strips
 from bf16kit.residual import Encoder
-from converter.fuse.functions import ProductVariant
 from converter.formats import autocast, narrowed, weights
 from converter.formats import onnx as writing
+from converter.fuse.functions import ProductVariant
 from converter.graph.names import FreshNames, all_value_names
 from converter.passes import batchnorm, clip, masks, matching, sharing
 from converter.proof import golden

@@ -1,4 +1,4 @@
-"""The comparison of fusions with what they replace: it sees faults that cost less than the budget, wherever they are."""
+"""Comparing fusions with what they replace shows faults that cost less than the budget, wherever they are."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ from onnx import ModelProto
 import graphs
 from bf16kit.tensors import TensorSpec
 from converter.formats.onnx import write_unfused_and_fused
-from converter.fuse import attend, multiply, normalise
-from converter.fuse.attention import Attention
+from converter.fuse import attend
+from converter.fuse.attention import Attention, attention
+from converter.fuse.attentionop import attributes
 from converter.fuse.check import excess_of, faults
-from converter.fuse.epilogues import Epilogue
+from converter.fuse.epilogues import Epilogue, epilogue
+from converter.fuse.norms import norm
 from converter.fuse.products import Product
 from converter.fuse.variants import variants
 from converter.plan.profiles import PROFILES
@@ -62,56 +64,56 @@ def test_sound_fusions_pass(name: str, tmp_path: Path) -> None:
 
 def _mask_of_minus_five(patch: Patch) -> None:
     real = attend._number
-    patch.setattr(attend, "_number", lambda fusing, number: real(fusing, -5.0 if number < -1 else number))
+    patch.setattr("converter.fuse.attend._number", lambda fusing, number: real(fusing, -5.0 if number < -1 else number))
 
 
 def _scale_off_by_one_percent(patch: Patch) -> None:
-    real = attend.attributes
+    real = attributes
 
     def off(found: Attention) -> dict[str, Any]:
         return {**real(found), "scale": found.scale * 1.01}
 
-    patch.setattr(attend, "attributes", off)
+    patch.setattr("converter.fuse.attend.attributes", off)
 
 
 def _epsilon_off_by(difference: float) -> Callable[[Patch], None]:
     def off(patch: Patch) -> None:
-        real = normalise.norm
+        real = norm
 
         def found(node: Any) -> Any:
-            norm = real(node)
-            return None if norm is None else replace(norm, epsilon=norm.epsilon + difference)
+            sound = real(node)
+            return None if sound is None else replace(sound, epsilon=sound.epsilon + difference)
 
-        patch.setattr(normalise, "norm", found)
+        patch.setattr("converter.fuse.normalise.norm", found)
 
     return off
 
 
 def _other_gelu(patch: Patch) -> None:
-    real = multiply.epilogue
+    real = epilogue
     other = {"gelu": "gelu_tanh", "gelu_tanh": "gelu"}
 
     def exchanged(product: Product) -> Epilogue:
         found = real(product)
         return replace(found, activation=other.get(found.activation, found.activation))  # type: ignore[arg-type]
 
-    patch.setattr(multiply, "epilogue", exchanged)
+    patch.setattr("converter.fuse.multiply.epilogue", exchanged)
 
 
 def _no_bias(patch: Patch) -> None:
-    real = multiply.epilogue
-    patch.setattr(multiply, "epilogue", lambda product: replace(real(product), bias=None))
+    real = epilogue
+    patch.setattr("converter.fuse.multiply.epilogue", lambda product: replace(real(product), bias=None))
 
 
 def _queries_for_keys(patch: Patch) -> None:
     """The widths of heads agree, so it runs whenever there are as many queries as keys."""
-    real = attend.attention
+    real = attention
 
     def exchanged(node: Any) -> Attention | None:
         found = real(node)
         return None if found is None else replace(found, q=replace(found.q, value=found.k.value))
 
-    patch.setattr(attend, "attention", exchanged)
+    patch.setattr("converter.fuse.attend.attention", exchanged)
 
 
 MUTANTS: dict[str, tuple[Callable[[Patch], None], str, str]] = {
@@ -141,13 +143,13 @@ def test_a_fusion_that_computes_something_else_is_refused(name: str, tmp_path: P
 
 def test_only_the_wrong_one_of_several_fusions_is_refused(tmp_path: Path, monkeypatch: Patch) -> None:
     """Those after it read wrong values in the fused graph, but are compared on right ones."""
-    real = multiply.epilogue
+    real = epilogue
 
     def wrong(product: Product) -> Epilogue:
         found = real(product)
         return replace(found, activation="none") if product.node.name == "matmul0" else found
 
-    monkeypatch.setattr(multiply, "epilogue", wrong)
+    monkeypatch.setattr("converter.fuse.multiply.epilogue", wrong)
     proto, fed = MODELS["mlp"]
     found = check(lower(tmp_path / "m" / "1", proto), fed)
     assert found.keys() == {"matmul0"}
@@ -157,8 +159,10 @@ def test_only_the_wrong_one_of_several_fusions_is_refused(tmp_path: Path, monkey
 def test_a_fusion_that_does_not_run_is_refused(tmp_path: Path, monkeypatch: Patch) -> None:
     proto, fed = MODELS["attention"]
     made = lower(tmp_path / "m" / "1", proto)
-    real = attend.attributes
-    monkeypatch.setattr(attend, "attributes", lambda found: {**real(found), "heads": 5, "heads_of_q": [0, 0, 5, 8]})
+    real = attributes
+    monkeypatch.setattr(
+        "converter.fuse.attend.attributes", lambda found: {**real(found), "heads": 5, "heads_of_q": [0, 0, 5, 8]}
+    )
     assert check(made, fed).keys() == {fusion.anchor for fusion in made.planned.fusions.made}
 
 
@@ -194,7 +198,7 @@ def test_a_wrong_slice_is_seen_beside_large_values(axis: int) -> None:
 def test_infinities_must_be_equal_and_nan_is_not_judged(
     reference: Sequence[float], candidate: Sequence[float], equal: bool
 ) -> None:
-    assert (excess_of(np.float32(reference), np.float32(candidate)) <= 1) == equal
+    assert (excess_of(np.array(reference, np.float32), np.array(candidate, np.float32)) <= 1) == equal
 
 
 def test_values_of_another_size_differ() -> None:

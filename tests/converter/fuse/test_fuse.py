@@ -19,9 +19,11 @@ from onnx import ModelProto, TensorProto, helper
 
 import graphs
 from bf16kit.artifact import Artifact
-from converter.fuse import attend, fuse, multiply
-from converter.fuse.attention import SelectionMask
+from converter.fuse import fuse
+from converter.fuse.attention import SelectionMask, attention
+from converter.fuse.epilogues import Epilogue, epilogue
 from converter.fuse.fusing import Fusing
+from converter.fuse.products import Product
 from converter.graph.types import InferTypes
 from converter.options import Options, parse_target
 from converter.passes import run
@@ -79,9 +81,9 @@ def _attention_then_rms() -> ModelProto:
     )
     proto.graph.initializer.extend(
         [
-            graphs.initializer("two", np.float32(2)),
+            graphs.initializer("two", np.array(2, np.float32)),
             graphs.initializer("last", np.array([-1])),
-            graphs.initializer("epsilon", np.float32(1e-6)),
+            graphs.initializer("epsilon", np.array(1e-6, np.float32)),
             graphs.initializer("g", graphs.values(width)),
         ]
     )
@@ -104,7 +106,7 @@ def _with_a_second_selection(number: float = attending.LOWEST) -> ModelProto:
     softmax.input[0] = "selected"
     proto.graph.node.insert([*proto.graph.node].index(softmax), selected)
     proto.graph.input.append(graphs.edge("seen", ["batch", 1, 1, "keys"], TensorProto.BOOL))
-    proto.graph.initializer.append(graphs.initializer("low", np.float32(number)))
+    proto.graph.initializer.append(graphs.initializer("low", np.array(number, np.float32)))
     return proto
 
 
@@ -213,13 +215,12 @@ def test_a_wrong_fusion_is_undone_before_it_is_published_and_its_owner_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The result is off by less than the budget."""
-    real = multiply.epilogue
 
-    def without_bias(found: multiply.Product) -> multiply.Epilogue:
-        after = real(found)
+    def without_bias(found: Product) -> Epilogue:
+        after = epilogue(found)
         return replace(after, bias=None) if found.node.name == "matmul1" else after
 
-    monkeypatch.setattr(multiply, "epilogue", without_bias)
+    monkeypatch.setattr("converter.fuse.multiply.epilogue", without_bias)
     proto = graphs.mlp((32, 64, 64, 32))
     (bias,) = [tensor for tensor in proto.graph.initializer if tensor.name == "b1"]
     bias.CopyFrom(graphs.initializer("b1", graphs.values(64) * np.float32(1e-3)))
@@ -242,7 +243,7 @@ def test_profiles_with_and_without_rounding_have_the_same_fusions(tmp_path: Path
 def test_masks_are_kept_in_the_order_in_which_scores_meet_them() -> None:
     model = run([InferTypes()], ir.from_proto(_with_a_second_selection()))
     (softmax,) = [node for node in model.graph if node.op_type == "Softmax"]
-    found = attend.attention(softmax)
+    found = attention(softmax)
     assert found is not None
     conditions = [mask.condition.name for mask in found.masks if isinstance(mask, SelectionMask)]
     assert conditions == ["mask", "seen"]
