@@ -121,7 +121,7 @@ def excess_of(reference: Array, candidate: Array, typical: float = 5e-6) -> floa
     """
     if reference.size != candidate.size:
         return math.inf
-    wide, other = np.float64(reference), np.float64(candidate).reshape(reference.shape)
+    wide, other = reference.astype(np.float64), candidate.astype(np.float64).reshape(reference.shape)
     if np.isnan(wide).any():
         return 0.0
     finite = np.isfinite(wide)
