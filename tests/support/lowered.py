@@ -131,7 +131,7 @@ def lower(
             subnormals=subnormals,
             saturate=saturate,
             residual=residual,
-            panels=planned.fusions.panels,
+            panels=planned.fusions.panels if panels is None else panels,
             progress=progress,
         )
         write_graphs(prepared, planned, stored, staged.path, profiles=profiles, reference=residual)
