@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from bf16kit.artifact import Artifact
-from bf16kit.errors import UsageError
+from bf16kit.errors import ConversionError, UsageError
 from bf16kit.manifest import RESIDUAL, ExportEntry, Manifest, Plan, PlanEntry, ProfileEntry, SpecEntry
 from bf16kit.manifest import Source as SourceEntry
 from bf16kit.numerics import Census
@@ -16,8 +16,10 @@ from converter.formats.agreement import check_graph
 from converter.formats.export import INDEX, Exported, select, write_export
 from converter.formats.exportweights import write_as_export
 from converter.formats.narrowed import Rounding
-from converter.formats.onnx import REFERENCE, graph_file, write_graphs
+from converter.formats.onnx import REFERENCE, graph_file, write_graphs, write_unfused_and_fused
 from converter.formats.weights import BF16_FILE, FP32_FILE, StoredWeights, write_total, write_weights
+from converter.fuse.check import faults
+from converter.fuse.fuse import Fusions
 from converter.model import Source
 from converter.options import Options
 from converter.passes import Prepared
@@ -56,17 +58,12 @@ class Attempt:
     def prove(self, islands: Islands) -> tuple[Certified, Mapping[str, Census]]:
         """Write weights and graphs with these ``islands`` and run them; also return the census of rounding."""
         options, source, prepared, stage, progress = self.options, self.source, self.prepared, self.stage, self.progress
-        planned = make_plan(
-            prepared,
-            keep_fp32=options.keep_fp32,
-            bf16=options.bf16,
-            islands=islands,
-            profiles=(*options.onnx_profiles, *options.optional_profiles),
-        )
-        planned = _without_idle_profiles(planned, options)
+        planned = self._plan(islands)
         for name in (*_FILES, *(path.name for path in stage.path.glob(_EXPORTED))):  # of an earlier attempt
             stage.remove(name)
         stored, exported, planned = _write(options, source, prepared, planned, stage, progress)
+        with progress.step("checking the fusions"):
+            planned = self._without_faults(planned, stored, islands)
         with progress.step("writing graphs"):
             profiles = {**self.traced, **_write_graphs(options, prepared, planned, stored, stage)}
         manifest = draft_manifest(options, source, planned.plan, stored, profiles)
@@ -77,7 +74,57 @@ class Attempt:
         census = stored.census
         del stored
         release_memory()
-        return certify(stage, manifest, self.calibration, options, progress, self.oracle_run, reference), census
+        certified = certify(stage, manifest, self.calibration, options, progress, self.oracle_run, reference)
+        certified.notes[:0] = _undone_notes(planned)
+        return certified, census
+
+    def _plan(self, islands: Islands, fusions: Fusions | None = None) -> Planned:
+        """Plan with ``islands``, and with the panels and without the refused nodes of ``fusions``."""
+        options = self.options
+        planned = make_plan(
+            self.prepared,
+            keep_fp32=options.keep_fp32,
+            bf16=options.bf16,
+            islands=islands,
+            profiles=(*options.onnx_profiles, *options.optional_profiles),
+            panels=None if fusions is None else fusions.panels,
+            refused=None if fusions is None else fusions.refused,
+        )
+        return _without_idle_profiles(planned, options)
+
+    def _without_faults(self, planned: Planned, stored: StoredWeights, islands: Islands) -> Planned:
+        """Compare the fusions with what they replace, and return a plan without those that differ.
+
+        The profiles that use the CPU kernel have the same fusions, so one is checked, in the form that does not round
+        activations: cpu-bf16's operators differ from cpu's in nothing but that.
+        """
+        profile = next((PROFILES[name] for name in planned.plan.nodes if PROFILES[name].uses_kernel), None)
+        while profile is not None and planned.fusions.made:
+            made = planned.fusions.made
+            try:
+                paths = write_unfused_and_fused(self.prepared, planned, stored, profile, self.stage.path)
+            except ConversionError as error:
+                found = {fusion.anchor: f"the graph cannot be written: {error}" for fusion in made}
+            else:
+                found = faults(*paths, made, self.source.inputs, self.calibration.feeds)
+                for path in paths:
+                    path.unlink()
+            if not found:
+                break
+            refused = replace(planned.fusions, refused={**planned.fusions.refused, **found})
+            again = self._plan(islands, refused)
+            plan = planned.plan.model_copy(update={"nodes": again.plan.nodes})  # tensors are written already
+            planned = Planned(plan, again.fusions)
+        return planned
+
+
+def _undone_notes(planned: Planned) -> list[str]:
+    """Return a note on each fusion that was undone."""
+    return [
+        f"the CPU kernel does not compute what is fused at node {name!r}: {reason}; ONNX Runtime computes these nodes"
+        " one by one, which is slower"
+        for name, reason in planned.fusions.refused.items()
+    ]
 
 
 def _without_idle_profiles(planned: Planned, options: Options) -> Planned:
@@ -168,7 +215,7 @@ def _write_weights(
             subnormals=options.subnormals,
             saturate=options.saturate,
             residual=options.residual,
-            panels=planned.work.panels,  # the cpu profile's kernel reads panels; other profiles turn them back
+            panels=planned.fusions.panels,  # the cpu profile's kernel reads panels; other profiles turn them back
             progress=advance,
         )
 

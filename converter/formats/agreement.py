@@ -14,7 +14,7 @@ import onnx_ir as ir
 from bf16kit.errors import ConversionError
 from bf16kit.manifest import PlanEntry
 from bf16kit.runtime.kernel import DOMAIN as KERNEL
-from converter.cpukernel.functions import rounds_activations
+from converter.fuse.functions import rounds_activations
 from converter.graph.operators import SHAPE_ONLY, bf16_form, label
 
 FLOAT, BFLOAT16 = ir.DataType.FLOAT, ir.DataType.BFLOAT16

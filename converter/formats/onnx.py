@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import onnx
@@ -13,14 +14,11 @@ from bf16kit.manifest import RESIDUAL
 from bf16kit.runtime.externaldata import REBUILT
 from bf16kit.tensors import BY_NAME
 from bf16kit.wording import brief
-from converter.cpukernel.attend import Attend
-from converter.cpukernel.join import JoinProducts
-from converter.cpukernel.lookup import LookUp
-from converter.cpukernel.normalise import Normalise
-from converter.cpukernel.unpanel import Unpanel
-from converter.cpukernel.use import UseKernel
 from converter.formats.narrowing import Narrow
 from converter.formats.weights import BF16_FILE, FP32_FILE, StoredWeights
+from converter.fuse.fuse import fuse
+from converter.fuse.unpanel import Unpanel
+from converter.graph.guesses import drop_guesses
 from converter.graph.initializers import dims, stays_inline
 from converter.graph.types import InferTypes
 from converter.passes import Prepared, run
@@ -64,6 +62,21 @@ def graph_file(profile: str) -> str:
     return f"{profile}.onnx"
 
 
+def write_unfused_and_fused(
+    prepared: Prepared, planned: Planned, stored: StoredWeights, profile: Profile, directory: Path
+) -> tuple[Path, Path]:
+    """Write two graphs of ``profile`` that compute in fp32 throughout, to be compared: without fusions, and with them.
+
+    Both read the rounded weights in ``directory``, and lie there until the caller deletes them.
+    """
+    exact = replace(planned, plan=planned.plan.model_copy(update={"nodes": {profile.name: []}}))
+    paths = directory / "unfused.onnx", directory / "fused.onnx"
+    for path, uses_kernel in zip(paths, (False, True), strict=True):
+        model = build(prepared, exact, replace(profile, uses_kernel=uses_kernel))
+        _write_with_panels(model, stored, path)
+    return paths
+
+
 def build(prepared: Prepared, planned: Planned, profile: Profile) -> ir.Model:
     """Build the graph of ``profile`` in memory, as ``planned``; ``prepared`` does not change.
 
@@ -72,19 +85,25 @@ def build(prepared: Prepared, planned: Planned, profile: Profile) -> ir.Model:
     """
     narrow = narrowed(planned.plan.tensors)
     nodes = {entry.name for entry in planned.plan.nodes[profile.name] if entry.precision == "bf16"}
-    rounding = nodes if profile.rounds_products else frozenset()
-    work = planned.work
-    products = [LookUp(work), UseKernel(work, rounding), JoinProducts()]
-    kernel = [Attend(work, rounding), Normalise(work), *products] if profile.uses_kernel else []
-    return run([*kernel, Narrow(narrow, nodes), DropUnused(), InferTypes()], profile.base(prepared).clone())
+    base, fusions = profile.base(prepared), planned.fusions
+    if profile.uses_kernel:
+        rounding = nodes if profile.rounds_products else frozenset()
+        model, _ = fuse(base, narrow, fusions.panels, rounding=rounding, refused=fusions.refused)
+    else:
+        model = base.clone()
+    return run([Narrow(narrow, nodes), DropUnused(), InferTypes()], model)
 
 
 def _write_profile(model: ir.Model, stored: StoredWeights, path: Path, source: ir.Model) -> None:
     """Write the graph from :func:`build`, reading panels as stored, and check it against its base graph ``source``."""
+    _write_with_panels(model, stored, path)
+    _check(path, source)
+
+
+def _write_with_panels(model: ir.Model, stored: StoredWeights, path: Path) -> None:
     unpanel = Unpanel(stored.tensors)
     run([unpanel], model)
     _write(model, path, lambda name, shape: _stored(stored, stored.aliases.get(name, name), shape), unpanel.declared)
-    _check(path, source)
 
 
 def _stored(stored: StoredWeights, name: str, shape: ir.Shape) -> ir.ExternalTensor:
@@ -137,7 +156,9 @@ def _copied(tensor: ir.TensorProtocol, name: str) -> ir.TensorProtocol:
 
 def serialize(model: ir.Model) -> bytes:
     """Return the bytes of a graph; the same graph gives the same bytes."""
-    return ir.to_proto(model).SerializeToString(deterministic=True)
+    proto = ir.to_proto(model)
+    drop_guesses(proto)
+    return proto.SerializeToString(deterministic=True)
 
 
 def _check(path: Path, source: ir.Model) -> None:

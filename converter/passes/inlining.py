@@ -6,6 +6,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import ClearMetadataAndDocStringPass, InlinePass, RemoveInitializersFromInputsPass
 
 from bf16kit.errors import ConversionError
+from converter.graph.guesses import GUESSED
 from converter.graph.names import values_of
 from converter.graph.operators import label, missing_input
 from converter.graph.step import Step
@@ -25,7 +26,8 @@ class InlineFunctions(Step):
             _check_inputs(model)
         ClearMetadataAndDocStringPass()(model)
         RemoveInitializersFromInputsPass()(model)
-        model.metadata_props.clear()
+        for key in model.metadata_props.keys() - {GUESSED}:
+            del model.metadata_props[key]
         for graph in model.graphs():
             for value in values_of(graph):
                 value.metadata_props.clear()

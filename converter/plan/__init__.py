@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from bf16kit.manifest import Plan, PlanEntry
-from converter.cpukernel.work import KernelWork
+from converter.fuse.fuse import Fusions, fuse
 from converter.graph.cuda_support import KernelTable
 from converter.graph.initializers import dims, stays_inline
 from converter.graph.operators import label
@@ -24,10 +24,10 @@ _REFERENCE_ONLY = "read only by the fp32 reference; folded into other weights"
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A plan, and the work that the CPU kernel does in a profile that uses it; empty if no profile does."""
+    """A plan, and the fusions for the CPU kernel in the profiles that use it; none if no profile does."""
 
     plan: Plan
-    work: KernelWork
+    fusions: Fusions
 
 
 def make_plan(
@@ -38,12 +38,15 @@ def make_plan(
     islands: Islands | None = None,
     profiles: Iterable[str] = ("cpu", "cuda"),
     kernels: KernelTable | None = None,
+    panels: Mapping[str, int] | None = None,
+    refused: Mapping[str, str] | None = None,
 ) -> Planned:
     """Plan ``prepared`` for ``profiles``.
 
     ``keep_fp32`` and ``bf16`` are regular expressions searched in the names of nodes and tensors. A node that they keep
     in fp32 keeps its weights in fp32 as well. ``islands`` are what a search found; there a node and its weights are
-    separate. Raises :class:`~bf16kit.errors.UsageError` for a pattern that is no regular expression or matches nothing.
+    separate. ``panels`` and ``refused`` are as in :func:`~converter.fuse.fuse.fuse`. Raises
+    :class:`~bf16kit.errors.UsageError` for a pattern that is no regular expression or matches nothing.
     """
     kernels = kernels or KernelTable.load()
     overrides = Overrides.parse(keep_fp32, bf16, islands)
@@ -53,14 +56,13 @@ def make_plan(
     narrow = narrowed(tensors)
     nodes: dict[str, list[PlanEntry]] = {}
     chosen = [PROFILES[name] for name in profiles]
-    # One for all profiles that use the kernel: they start from the same graph and share the weights.
-    work = next(
-        (KernelWork.of(profile.base(prepared), narrow) for profile in chosen if profile.uses_kernel), KernelWork()
-    )
+    # The same for all profiles that use the kernel: they start from the same graph and share the weights.
+    bases = (profile.base(prepared) for profile in chosen if profile.uses_kernel)
+    fusions = next((fuse(base, narrow, panels, refused=refused)[1] for base in bases), Fusions())
     for profile in chosen:
         base = profile.base(prepared)
-        nodes[profile.name] = _entries(base, profile.place(base, narrow, kernels, overrides, work))
-    return Planned(Plan(tensors=tensors, nodes=nodes), work)
+        nodes[profile.name] = _entries(base, profile.place(base, narrow, kernels, overrides, fusions.made))
+    return Planned(Plan(tensors=tensors, nodes=nodes), fusions)
 
 
 def narrowed(tensors: Iterable[PlanEntry]) -> frozenset[str]:

@@ -7,11 +7,11 @@ casts: for a node alone between fp32 islands, or one that only moves fp32 data.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import onnx_ir as ir
 
-from converter.cpukernel.work import KernelWork
+from converter.fuse.fusing import Fusion, Kind
 from converter.graph.cuda_support import KernelTable
 from converter.graph.operators import (
     CONTROL_FLOW,
@@ -27,12 +27,21 @@ from converter.plan.decisions import Code, Decision
 from converter.plan.overrides import Overrides
 
 FLOAT = ir.DataType.FLOAT
+_FUSED: Mapping[Kind, Decision] = {
+    "attention": Decision("fp32", "profile", "computed by the CPU kernel's attention"),
+    "normalisation": Decision("fp32", "profile", "computed by the CPU kernel's normalisation"),
+    "lookup": Decision(
+        "bf16", "looks_up", "looks rows up in the bf16 table, in panels, and widens them, in the CPU kernel"
+    ),
+    "product": Decision("fp32", "profile", "computed by the CPU kernel together with the product before it"),
+}
+_MULTIPLIED = Decision("fp32", "profile", "bf16 weight, fp32 activations and accumulation in the CPU kernel")
 
 
-def place_cpu(model: ir.Model, narrow: Collection[str], work: KernelWork) -> dict[str, Decision]:
+def place_cpu(model: ir.Model, narrow: Collection[str], fusions: Sequence[Fusion]) -> dict[str, Decision]:
     """Decide for the cpu profile: everything computes in fp32, but tables are looked up as they are stored.
 
-    ``narrow`` names the initializers stored in bf16; ``work`` is what the CPU kernel does in ``model``. ONNX Runtime
+    ``narrow`` names the initializers stored in bf16; ``fusions`` are those of ``model``. ONNX Runtime
     would widen a whole table at load. If rows are looked up first and then widened, the table stays in memory at half
     the size. The kernel likewise keeps its products' weights in bf16. Their precision is fp32 all the same: widening is
     exact, and nothing else is rounded.
@@ -49,45 +58,36 @@ def place_cpu(model: ir.Model, narrow: Collection[str], work: KernelWork) -> dic
             )
         else:
             decisions[_name(node)] = Decision("fp32", "profile", "the cpu profile computes in fp32")
-    for node in work.lookups:
-        looked_up = Decision(
-            "bf16", "looks_up", "looks rows up in the bf16 table, in panels, and widens them, in the CPU kernel"
-        )
-        decisions[_name(node)] = looked_up
-    for fused in work.fused:
-        multiplied = Decision("fp32", "profile", "bf16 weight, fp32 activations and accumulation in the CPU kernel")
-        decisions[_name(fused.product.node)] = multiplied
-        for node in fused.epilogue.nodes:
-            decisions[_name(node)] = Decision(
-                "fp32", "profile", "computed by the CPU kernel together with the product before it"
-            )
-    elsewhere = {node: "attention" for attention in work.attentions for node in attention.nodes}
-    elsewhere |= {node: "normalisation" for norm in work.norms for node in norm.nodes}
-    elsewhere |= {norm.add: "normalisation" for norm in work.norms if norm.add is not None}
-    for node, what in elsewhere.items():
-        decisions[_name(node)] = Decision("fp32", "profile", f"computed by the CPU kernel's {what}")
+    for fusion in fusions:
+        decisions |= dict.fromkeys(fusion.nodes, _FUSED[fusion.kind])
+        if fusion.kind == "product":
+            decisions[fusion.node] = _MULTIPLIED
     return decisions
 
 
 def place_cpu_bf16(
-    model: ir.Model, narrow: Collection[str], overrides: Overrides, work: KernelWork
+    model: ir.Model, narrow: Collection[str], overrides: Overrides, fusions: Sequence[Fusion]
 ) -> dict[str, Decision]:
     """Decide for the cpu-bf16 profile: as for cpu, but the kernel's products round their activations to bf16.
 
     A product kept in fp32 does not round what it reads, as in the cpu profile. A node of an attention kept in fp32
     keeps the whole attention in fp32.
     """
-    decisions = place_cpu(model, narrow, work)
-    for fused in work.fused:
-        name = _name(fused.product.node)
-        decisions[name] = overrides.node_override(name) or Decision(
-            "bf16", "rounds", "bf16 weight, activations rounded to bf16 before they are multiplied, fp32 accumulation"
-        )
-    for attention in work.attentions:
-        names = [_name(node) for node in (attention.product, attention.softmax, attention.values)]
-        kept = {name: decision for name in names if (decision := overrides.node_override(name)) is not None}
-        rounds = Decision("bf16", "rounds", "inputs rounded to bf16, fp32 accumulation, in the CPU kernel's attention")
-        decisions |= kept or dict.fromkeys((names[0], names[-1]), rounds)
+    decisions = place_cpu(model, narrow, fusions)
+    for fusion in fusions:
+        if fusion.kind == "product":
+            decisions[fusion.node] = overrides.node_override(fusion.node) or Decision(
+                "bf16",
+                "rounds",
+                "bf16 weight, activations rounded to bf16 before they are multiplied, fp32 accumulation",
+            )
+        elif fusion.kind == "attention":  # the product of queries and keys, the softmax, the product with the values
+            names = (fusion.nodes[0], fusion.anchor, fusion.node)
+            kept = {name: decision for name in names if (decision := overrides.node_override(name)) is not None}
+            rounds = Decision(
+                "bf16", "rounds", "inputs rounded to bf16, fp32 accumulation, in the CPU kernel's attention"
+            )
+            decisions |= kept or dict.fromkeys((names[0], names[-1]), rounds)
     return decisions
 
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from converter.cpukernel.work import KernelWork
+from converter.fuse.fusing import Fusion
 from converter.graph.cuda_support import KernelTable
 from converter.passes import Prepared
 from converter.plan.decisions import Decision
 from converter.plan.overrides import Overrides
 from converter.plan.placement import place_cpu, place_cpu_bf16, place_cuda
 
-Place = Callable[[ir.Model, frozenset[str], KernelTable, Overrides, KernelWork], Mapping[str, Decision]]
+Place = Callable[[ir.Model, frozenset[str], KernelTable, Overrides, Sequence[Fusion]], Mapping[str, Decision]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ PROFILES: Mapping[str, Profile] = {
             name="cpu",
             precision="bf16-weights",
             base=lambda prepared: prepared.folded,
-            place=lambda model, narrow, _kernels, _overrides, work: place_cpu(model, narrow, work),
+            place=lambda model, narrow, _kernels, _overrides, fusions: place_cpu(model, narrow, fusions),
             device="cpu",
             rounds=False,
             uses_kernel=True,
@@ -55,7 +55,7 @@ PROFILES: Mapping[str, Profile] = {
             name="cpu-bf16",
             precision="bf16",
             base=lambda prepared: prepared.folded,
-            place=lambda model, narrow, _kernels, overrides, work: place_cpu_bf16(model, narrow, overrides, work),
+            place=lambda model, narrow, _kernels, overrides, fusions: place_cpu_bf16(model, narrow, overrides, fusions),
             device="cpu",
             rounds=False,
             uses_kernel=True,
@@ -66,7 +66,7 @@ PROFILES: Mapping[str, Profile] = {
             name="cuda",
             precision="bf16",
             base=lambda prepared: prepared.cuda,
-            place=lambda model, narrow, kernels, overrides, _work: place_cuda(model, narrow, kernels, overrides),
+            place=lambda model, narrow, kernels, overrides, _fusions: place_cuda(model, narrow, kernels, overrides),
             device="cuda:0",
             rounds=True,
             uses_kernel=False,

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from converter.cpukernel.unpanel import PUT_TOGETHER
 from converter.formats.onnx import serialize
+from converter.fuse.unpanel import PUT_TOGETHER
 from converter.graph.names import FreshNames, all_value_names
 from converter.graph.operators import EXACT
 from converter.graph.step import Step, run
@@ -64,7 +64,7 @@ class Emulate(Step):
 
 def _moves_of_weights(graph: ir.Graph) -> dict[ir.Node, None]:
     """Return the leading nodes of ``graph`` that put its bf16 initializers together
-    (:mod:`converter.cpukernel.unpanel`)."""
+    (:mod:`converter.fuse.unpanel`)."""
     moves: dict[ir.Node, None] = {}
     for node in graph:
         moved = node.op_type in PUT_TOGETHER and all(_is_constant(value, moves) for value in node.inputs)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from bf16kit.errors import Bf16kitError, ConversionError, SourceError, UsageError
 from bf16kit.tensors import TensorSpec
 from converter.graph.dimensions import is_named
+from converter.graph.guesses import mark_guessed, rename
 from converter.graph.initializers import dims
 from converter.graph.names import values_of
 from converter.process.quiet import first_line, quiet, reason
@@ -39,7 +40,7 @@ def read_graph(path: Path) -> tuple[ir.Model, list[Path]]:
     for value in [value for value in model.graph.inputs if value.name in model.graph.initializers]:
         model.graph.inputs.remove(value)
     _correct_initializer_types(model)
-    _drop_dimension_names(model)
+    _keep_names_of_inputs(model)
     return model, [path, *_external_files(path, model)]
 
 
@@ -97,20 +98,22 @@ def _correct_initializer_types(model: ir.Model) -> None:
             value.shape = ir.Shape(dims(value.const_value))
 
 
-def _drop_dimension_names(model: ir.Model) -> None:
-    """Drop the names of free dimensions inside the graph, and of inputs and outputs whose names distinguish nothing.
+def _keep_names_of_inputs(model: ir.Model) -> None:
+    """Drop the names of free dimensions that no input has, and those that distinguish nothing.
 
-    Names inside the graph are another program's guesses. ONNX Runtime trusts them, and gives values with equal names
-    the same memory, or fails. What follows from the inputs' names is inferred again.
+    Names inside the graph are another program's guesses. Fusions need them, because inference does not follow an
+    input's dimension through a Slice or an Expand, and are checked on several sizes. ONNX Runtime would trust them, and
+    give values with equal names the same memory, or fail: it is shown none (:mod:`converter.graph.guesses`).
     """
     import onnx_ir as ir
 
     edges = {*model.graph.inputs, *model.graph.outputs}
+    named = {str(dim) for value in model.graph.inputs for dim in value.shape or () if _is_meaningful(dim)}
     for value in (value for graph in model.graphs() for value in values_of(graph)):
         if value.shape is not None and not value.is_initializer():
-            value.shape = ir.Shape(
-                [d if _is_size(d) or (value in edges and _is_meaningful(d)) else None for d in value.shape]
-            )
+            kept = [_is_size(d) or (_is_meaningful(d) and (value in edges or str(d) in named)) for d in value.shape]
+            value.shape = ir.Shape([dim if keep else None for dim, keep in zip(value.shape, kept, strict=True)])
+    mark_guessed(model)
 
 
 def _is_size(dim: int | ir.SymbolicDim) -> bool:
@@ -201,9 +204,15 @@ def resolve_inputs(own: Sequence[TensorSpec], given: Sequence[TensorSpec]) -> tu
 
 
 def name_inputs(model: ir.Model, inputs: Sequence[TensorSpec]) -> None:
-    """Set the dimensions of the graph's inputs to those of ``inputs``, which are in the same order."""
+    """Set the dimensions of the graph's inputs to those of ``inputs``, which are in the same order; also inside it."""
     import onnx_ir as ir
 
+    names: dict[str, set[int | str]] = {}
+    for value, spec in zip(model.graph.inputs, inputs, strict=True):
+        for old, new in zip(value.shape or (), spec.shape, strict=False):
+            if not isinstance(old, int) and old.value is not None:
+                names.setdefault(old.value, set()).add(new)
+    rename(model, {old: next(iter(new)) if len(new) == 1 else None for old, new in names.items()})
     for value, spec in zip(model.graph.inputs, inputs, strict=True):
         value.shape = ir.Shape(spec.shape)
 

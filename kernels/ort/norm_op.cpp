@@ -125,7 +125,7 @@ constexpr Form kForms[kNormOperators] = {
     {NormKind::kRms, true, false, true},
 };
 
-// The names must be those in converter/cpukernel/norms.py.
+// The names must be those in converter/fuse/norms.py.
 struct Operators {
   Operator all[kNormOperators];
 

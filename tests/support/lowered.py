@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,11 @@ from bf16kit.runtime.loading import load, load_reference
 from bf16kit.runtime.onnx import OnnxRuntime
 from bf16kit.runtime.session import open_session
 from bf16kit.tensors import BY_ONNX, TensorSpec
-from converter.cpukernel.work import KernelWork
 from converter.formats.onnx import write_graphs
 from converter.formats.weights import StoredWeights, write_weights
 from converter.passes import Prepared, prepare
 from converter.passes.constants import floating_tensors
-from converter.plan import make_plan, narrowed
+from converter.plan import Planned, make_plan
 from converter.proof.emulate import emulation
 
 Array = NDArray[Any]
@@ -46,11 +45,15 @@ class Lowered:
     source: bytes
     checkpoint: Mapping[str, Array]
     prepared: Prepared
-    plan: Plan
+    planned: Planned
     stored: StoredWeights
     artifact: Artifact
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
+
+    @property
+    def plan(self) -> Plan:
+        return self.planned.plan
 
     def run_source(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
         return OnnxRuntime(self.source, self.inputs, self.outputs, precision="fp32").run(feeds)
@@ -117,10 +120,8 @@ def lower(
     tensors = floating_tensors(model) if checkpoint is None else checkpoint
     inputs, outputs = specs(model.graph.inputs), specs(model.graph.outputs)
     prepared = prepare(model, tensors)
-    planned = make_plan(prepared, profiles=profiles, **plan)
+    planned = make_plan(prepared, profiles=profiles, panels=panels, **plan)
     made = planned.plan
-    if panels is not None:
-        planned = replace(planned, work=KernelWork.of(prepared.folded, narrowed(made.tensors), panels))
     with staging(target) as staged:
         stored = write_weights(
             prepared,
@@ -130,7 +131,7 @@ def lower(
             subnormals=subnormals,
             saturate=saturate,
             residual=residual,
-            panels=planned.work.panels,
+            panels=planned.fusions.panels if panels is None else panels,
             progress=progress,
         )
         write_graphs(prepared, planned, stored, staged.path, profiles=profiles, reference=residual)
@@ -148,7 +149,7 @@ def lower(
             ),
         )
         artifact = staged.publish(manifest)
-    return Lowered(source, tensors, prepared, made, stored, artifact, inputs, outputs)
+    return Lowered(source, tensors, prepared, planned, stored, artifact, inputs, outputs)
 
 
 def specs(values: Sequence[ir.Value]) -> tuple[TensorSpec, ...]:

@@ -14,8 +14,8 @@ from onnx import ModelProto, TensorProto, helper
 
 import graphs
 from bf16kit.errors import ConversionError
-from converter.cpukernel.unpanel import PUT_TOGETHER
 from converter.formats.narrowing import Narrow
+from converter.fuse.unpanel import PUT_TOGETHER
 from converter.graph.step import run
 from converter.graph.types import InferTypes
 from converter.passes import prepare

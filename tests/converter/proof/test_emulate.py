@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from onnx import helper
 
 import graphs
-from converter.cpukernel.unpanel import PUT_TOGETHER
+from converter.fuse.unpanel import PUT_TOGETHER
 from converter.proof.emulate import emulation
 
 Array = NDArray[np.float32]

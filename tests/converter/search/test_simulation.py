@@ -87,7 +87,7 @@ class TestAgreement:
         """Without ONNX Runtime's optimisations both run the same kernels."""
         monkeypatch.setattr("bf16kit.runtime.onnx.open_session", functools.partial(open_session, optimise=False))
         found = Simulated(tmp_path, "cuda", chosen)
-        assert found.simulated == found.written
+        assert [one["y"].rows for one in found.simulated] == [one["y"].rows for one in found.written]
         assert (found.errors[0][0] > 1e-4) == (chosen is not every)
 
     def test_cpu_has_the_same_drift_but_for_fp32_noise(self, tmp_path: Path, chosen: Callable[[int], bool]) -> None:

@@ -9,7 +9,7 @@ too, and their weights are read in that layout.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -60,39 +60,53 @@ class Product:
         return "transposed" if self.axis == 0 else None
 
 
-def products(model: ir.Model, narrow: Collection[str]) -> dict[ir.Node, Product]:
-    """Return the products of the main graph that the kernel can compute, in graph order.
+def product(node: ir.Node, narrow: Collection[str]) -> Product | None:
+    """Return the product that ``node`` computes, if the kernel can.
 
     ``narrow`` names the initializers stored in bf16. Left out are weights that are computed or are no matrices, and
     constant left-hand sides. So is a Gemm with a transposed left-hand side, with factors other than 1, or with a C that
     is computed or varies over anything but columns. A 1×1 Conv is included only for a single pixel, because others
     would need their pixels moved before their channels, and back. Requires: types are known.
     """
-    found = (_product(node, narrow) for node in model.graph)
-    return {product.node: product for product in found if product is not None}
+    matcher = {"MatMul": _matrix_product, "Gemm": _matrix_product, "Conv": _convolution}.get(node.op_type)
+    if matcher is None or node.domain != "":
+        return None
+    left = node.inputs[0]
+    if left is None or left.dtype != ir.DataType.FLOAT or left.is_initializer():
+        return None
+    found = matcher(node)
+    return found if found is not None and found.weight.name in narrow else None
 
 
-def panelled_weights(readers: Mapping[ir.Node, Product]) -> dict[str, int]:
+def panelled_weights(graph: ir.Graph, narrow: Collection[str]) -> dict[str, int]:
     """Return the initializers to store in panels, each with the axis that holds the columns: see :class:`Product`.
 
-    ``readers`` are all :func:`products` of the graph. Every reader of such a weight is a product, directly or after a
-    transposition, and all agree on the axis. If that axis holds the rows of the weight, :func:`lookups` may read it
+    ``narrow`` is as in :func:`product`. Every reader of such a weight is a product, directly or after a
+    transposition, and all agree on the axis. If that axis holds the rows of the weight, look-ups may read it
     too. A table that is only looked up is not included.
     """
+    multiplied = {node: found for node in graph if (found := product(node, narrow)) is not None}
     axes: dict[ir.Value, set[int]] = {}
-    for product in readers.values():
-        axes.setdefault(product.weight, set()).add(product.axis)
+    for found in multiplied.values():
+        axes.setdefault(found.weight, set()).add(found.axis)
     return {
-        weight.name or "": next(iter(found))
-        for weight, found in axes.items()
-        if len(found) == 1 and len(const_dims(weight)) == 2 and _only_kernel_reads(weight, next(iter(found)), readers)
+        weight.name or "": next(iter(along))
+        for weight, along in axes.items()
+        if len(along) == 1
+        and len(const_dims(weight)) == 2
+        and _only_kernel_reads(weight, next(iter(along)), multiplied)
     }
 
 
-def lookups(model: ir.Model, tables: Collection[str]) -> dict[ir.Node, ir.Value]:
-    """Return the nodes of the main graph that look rows up in the matrices named in ``tables``, each with its table."""
-    found = {node: node.inputs[0] for node in model.graph if _gathers_rows(node)}
-    return {node: table for node, table in found.items() if table is not None and table.name in tables}
+def readers(weight: ir.Value) -> Iterator[ir.Node]:
+    """Yield the nodes that read ``weight``, directly or after a transposition."""
+    for node, _ in weight.uses():
+        yield from (use.node for use in node.outputs[0].uses()) if is_transposition(node) else (node,)
+
+
+def gathers_rows(node: ir.Node) -> bool:
+    """Whether ``node`` gathers along the first axis of a matrix."""
+    return node.op_type == "Gather" and node.domain == "" and _integer(node, "axis", 0) in (0, -2)
 
 
 def takes_bias(value: ir.Value | None, columns: int) -> bool:
@@ -111,17 +125,6 @@ def is_transposition(node: ir.Node | None) -> bool:
     order = node.attributes.get("perm")
     shape = node.inputs[0].shape
     return list(order.as_ints()) == _SWAPPED if order is not None else shape is not None and len(shape) == 2
-
-
-def _product(node: ir.Node, narrow: Collection[str]) -> Product | None:
-    matcher = {"MatMul": _matrix_product, "Gemm": _matrix_product, "Conv": _convolution}.get(node.op_type)
-    if matcher is None or node.domain != "":
-        return None
-    left = node.inputs[0]
-    if left is None or left.dtype != ir.DataType.FLOAT or left.is_initializer():
-        return None
-    product = matcher(node)
-    return product if product is not None and product.weight.name in narrow else None
 
 
 def _matrix_product(node: ir.Node) -> Product | None:
@@ -170,7 +173,7 @@ def _only_kernel_reads(weight: ir.Value, axis: int, readers: Mapping[ir.Node, Pr
     for node, position in weight.uses():
         if _multiplies(node, position, readers):
             continue
-        if axis == 0 and position == 0 and node.graph is weight.graph and _gathers_rows(node):
+        if axis == 0 and position == 0 and node.graph is weight.graph and gathers_rows(node):
             continue
         if node.graph is None or not is_transposition(node) or node.outputs[0].is_graph_output():
             return False
@@ -181,11 +184,6 @@ def _only_kernel_reads(weight: ir.Value, axis: int, readers: Mapping[ir.Node, Pr
 
 def _multiplies(node: ir.Node, position: int, readers: Mapping[ir.Node, Product]) -> bool:
     return node in readers and position == 1
-
-
-def _gathers_rows(node: ir.Node) -> bool:
-    """Whether ``node`` gathers along the first axis of a matrix."""
-    return node.op_type == "Gather" and node.domain == "" and _integer(node, "axis", 0) in (0, -2)
 
 
 def _integer(node: ir.Node, name: str, default: int) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
-from converter.cpukernel.heads import Operand, columns_first
+from converter.fuse.heads import Operand, columns_first
 from converter.graph.initializers import const
 from converter.graph.values import Dim, constant_number, is_onnx_operator, known_shape, only_reader, same_dim, same_dims
 
@@ -40,8 +40,8 @@ Mask = ir.Value | SelectionMask
 class Attention:
     """Attention as ``nodes``, in order, from the product of queries and keys to the Reshape that merges the heads.
 
-    If that Reshape stays, the nodes end at the Transpose before it. The sum of ``masks`` is added to the scaled scores.
-    The Softmax is among the nodes; ``values`` is the product with the values.
+    If that Reshape stays, the nodes end at the Transpose before it. ``masks`` are applied to the scaled scores in this
+    order. The Softmax is among the nodes; ``values`` is the product with the values.
     """
 
     q: Operand
@@ -49,14 +49,8 @@ class Attention:
     v: Operand
     scale: float
     masks: tuple[Mask, ...]
-    softmax: ir.Node
     values: ir.Node
     nodes: tuple[ir.Node, ...]
-
-    @property
-    def product(self) -> ir.Node:
-        """The product of queries and keys."""
-        return self.nodes[0]
 
     @property
     def result(self) -> ir.Node:
@@ -73,13 +67,10 @@ class Attention:
         return "".join("r" if each.in_rows else "h" for each in (self.q, self.k, self.v))
 
 
-def attentions(model: ir.Model) -> list[Attention]:
-    """Return the attentions of the main graph, in order. Requires: types and shapes are known."""
-    found = (_attention(node) for node in model.graph if node.op_type == "Softmax" and is_onnx_operator(node))
-    return [attention for attention in found if attention is not None]
-
-
-def _attention(softmax: ir.Node) -> Attention | None:
+def attention(softmax: ir.Node) -> Attention | None:
+    """Return the attention that the Softmax ``softmax`` is part of. Requires: types and shapes are known."""
+    if softmax.op_type != "Softmax" or not is_onnx_operator(softmax):
+        return None
     scores, weights = softmax.inputs[0], softmax.outputs[0]
     axis = softmax.attributes.get("axis")
     if scores is None or scores.dtype != FLOAT or (axis is not None and axis.as_int() not in (-1, 3)):
@@ -96,8 +87,8 @@ def _attention(softmax: ir.Node) -> Attention | None:
     v = None if v is None else v.ungrouped(scaled=False)
     if q is None or k is None or v is None:
         return None
-    attention = Attention(q, k, v, traced.scale * q.scale * k.scale, traced.masks, softmax, values, nodes)
-    return _trim_merge(attention) if _fits(attention) else None
+    found = Attention(q, k, v, traced.scale * q.scale * k.scale, traced.masks, values, nodes)
+    return _trim_merge(found) if _fits(found) else None
 
 
 def _fits(found: Attention) -> bool:
@@ -130,7 +121,7 @@ def _trim_merge(found: Attention) -> Attention | None:
 
 @dataclass(frozen=True, slots=True)
 class _Trace:
-    """The scores as scale · product + masks; ``nodes`` compute them, the last one first."""
+    """The scores as scale · product with ``masks`` applied in order; ``nodes`` compute them, the last one first."""
 
     product: ir.Node
     scale: float

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from converter.cpukernel.functions import FunctionBody, ProductVariant, lists, stem
-from converter.cpukernel.panelnodes import matrix_nodes
+from converter.fuse.functions import FunctionBody, ProductVariant, lists, stem
+from converter.fuse.panelnodes import matrix_nodes
 
 MOST = 3  # products in one node
 
@@ -21,7 +21,7 @@ MOST = 3  # products in one node
 @dataclass(frozen=True, slots=True)
 class JoinedVariant:
     """An operator of ``count`` products, 2 to :data:`MOST`, all with a bias or all without; ``rounds`` is as in
-    :class:`~converter.cpukernel.functions.ProductVariant`."""
+    :class:`~converter.fuse.functions.ProductVariant`."""
 
     count: int
     bias: bool
@@ -44,7 +44,7 @@ JOINABLE = {_single(bias, rounds): (bias, rounds) for bias, rounds in itertools.
 def attributes(k: int, columns: Sequence[int]) -> dict[str, int | list[int]]:
     """Return the attributes of a node with products of [k, n], one n for each of ``columns``: ``k``, ``n1`` and so on.
 
-    Only its function reads the lists, as those of :func:`converter.cpukernel.functions.lists`.
+    Only its function reads the lists, as those of :func:`converter.fuse.functions.lists`.
     """
     found: dict[str, int | list[int]] = {"k": k}
     for position, n in enumerate(columns, 1):

@@ -17,8 +17,8 @@ from onnx.reference import ReferenceEvaluator
 import graphs
 from bf16kit.errors import ConversionError, RuntimeFailure
 from bf16kit.runtime.kernel import VARIABLE
-from converter.cpukernel.lookup import LookUp
-from converter.cpukernel.work import KernelWork
+from converter.fuse.fuse import fuse
+from converter.graph.types import InferTypes
 from converter.passes import run
 
 _WIDTH = 40
@@ -181,5 +181,5 @@ def test_a_table_in_panels_that_an_unsupported_gather_reads_is_rejected() -> Non
     """The Gather looks up columns, which the kernel cannot do."""
     proto = _tied(50, ["batch"])
     proto.graph.node[0].attribute.append(helper.make_attribute("axis", 1))
-    with pytest.raises(ConversionError, match="node 'lookup' reads 'table', which is stored in panels"):
-        run([LookUp(KernelWork(panels={"table": 0}))], ir.from_proto(proto))
+    with pytest.raises(ConversionError, match="'table', stored in panels, is read by the kernel and by another node"):
+        fuse(run([InferTypes()], ir.from_proto(proto)), {"table"}, {"table": 0})

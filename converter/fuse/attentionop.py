@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from converter.cpukernel.attention import Attention
-from converter.cpukernel.functions import FunctionBody
+from converter.fuse.attention import Attention
+from converter.fuse.functions import FunctionBody
 
 _OPERANDS = ("q", "k", "v")
 _HEADS_FIRST, _COLUMNS_FIRST = [0, 2, 1, 3], [0, 2, 3, 1]

@@ -12,8 +12,7 @@ from onnx import ModelProto, NodeProto, TensorProto, helper
 
 import graphs
 from bf16kit.errors import ConversionError
-from converter.cpukernel.use import UseKernel
-from converter.cpukernel.work import KernelWork
+from converter.fuse.fuse import fuse
 from converter.graph.types import InferTypes
 from converter.passes import run
 
@@ -160,7 +159,7 @@ def test_a_reshape_between_a_product_and_its_activation_moves_after_both(tmp_pat
     )
     made = lower(tmp_path / "m" / "1", proto)
     assert [(n.op_type, *n.output) for n in made.graph("cpu").node] == [
-        ("MatMul_panels_tail_bias_relu", "m"),
+        ("MatMul_panels_tail_bias_relu", "product/product"),
         ("Reshape", "y"),
     ]
     feeds = {"x": graphs.values(4, 16, seed=3)}
@@ -233,7 +232,9 @@ def test_a_convolution_of_more_pixels_is_not_replaced(tmp_path: Path) -> None:
     assert ours(lower(tmp_path / "m" / "1", _excitation(pixels=2))) == []
 
 
-def test_a_weight_in_panels_that_another_node_reads_is_rejected() -> None:
-    model = run([InferTypes()], ir.from_proto(graphs.mlp((16, 32))))
-    with pytest.raises(ConversionError, match=r"node 'matmul0' reads 'w0', which is stored in panels"):
-        run([UseKernel(KernelWork(panels={"w0": 1}))], model)
+def test_a_weight_in_panels_that_another_node_reads_as_a_matrix_is_rejected() -> None:
+    proto = graphs.mlp((32, 64))
+    proto.graph.node.append(helper.make_node("Abs", ["w0"], ["other"], name="abs"))
+    proto.graph.output.append(graphs.edge("other", [32, 64]))
+    with pytest.raises(ConversionError, match=r"'w0', stored in panels, is read by the kernel and by another node"):
+        fuse(run([InferTypes()], ir.from_proto(proto)), {"w0"}, {"w0": 1})

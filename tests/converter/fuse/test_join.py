@@ -13,11 +13,10 @@ from onnx import ModelProto, NodeProto, helper
 from onnx.reference import ReferenceEvaluator
 
 import graphs
-from bf16kit.errors import ConversionError
 from bf16kit.runtime.kernel import VARIABLE
 from bf16kit.runtime.loading import load
-from converter.cpukernel.join import JoinProducts
-from converter.passes import run
+from converter.fuse import fuse as module
+from converter.fuse.join import groups
 
 K = 40
 COLUMNS = (64, 32, 96, 32, 64)
@@ -55,7 +54,7 @@ def nodes(made: Lowered) -> list[tuple[str, str, list[str]]]:
 
 def unjoined(target: Path, proto: ModelProto, monkeypatch: pytest.MonkeyPatch) -> Lowered:
     with monkeypatch.context() as patch:
-        patch.setattr(JoinProducts, "apply", lambda self, model: False)
+        patch.setattr(module, "groups", lambda graph: [])
         return lower(target, proto)
 
 
@@ -251,12 +250,4 @@ def test_a_reshaped_bias_that_another_node_reads_too_stays_where_it_is() -> None
     weights.append(graphs.initializer("shape", np.array([32])))
     outputs = [graphs.edge(name) for name in ("y0", "y1", "other")]
     model = ir.from_proto(graphs.model(made, [graphs.edge("x", ["rows", 32])], outputs, weights))
-    assert not JoinProducts().apply(model)
-    assert [node.name for node in model.graph] == ["reshape", "reader", "p0", "p1"]
-
-
-def test_an_operator_without_a_definition_is_rejected() -> None:
-    node = helper.make_node("MatMul_panels_tail", ["x"], ["y"], name="product", domain="bf16kit")
-    model = ir.from_proto(graphs.model([node], [graphs.edge("x")], [graphs.edge("y")]))
-    with pytest.raises(ConversionError, match=r"operator bf16kit\.MatMul_panels_tail is not both used and defined"):
-        run([JoinProducts()], model)
+    assert groups(model.graph) == []

@@ -9,8 +9,8 @@ import pytest
 from onnx import NodeProto, TensorProto, helper
 
 import graphs
-from converter.cpukernel import products as module
-from converter.cpukernel.products import lookups, products
+from converter.fuse import products as module
+from converter.fuse.products import Product, product
 from converter.graph.step import run
 from converter.graph.types import InferTypes
 
@@ -34,7 +34,12 @@ def _model(nodes: Sequence[NodeProto], weight: tuple[int, int] = (32, 48)) -> ir
 
 def panelled_weights(model: ir.Model, narrow: Collection[str]) -> dict[str, int]:
     """Return the weights of ``narrow`` that are stored in panels, with the axis of the panels."""
-    return module.panelled_weights(products(model, narrow))
+    return module.panelled_weights(model.graph, narrow)
+
+
+def products(model: ir.Model, narrow: Collection[str]) -> dict[ir.Node, Product]:
+    """Return the products that the kernel can compute, by their nodes."""
+    return {node: found for node in model.graph if (found := product(node, narrow)) is not None}
 
 
 def _gemm(bias: str | None = None, **attributes: Any) -> list[NodeProto]:
@@ -54,10 +59,10 @@ def test_a_gemm_s_weight_is_panelled_along_the_product_s_columns(bias: str | Non
 
 def test_a_product_has_its_weight_sizes_and_bias() -> None:
     model = _model(_gemm("row", transB=1), (48, 32))
-    (product,) = products(model, {"w"}).values()
-    assert (product.weight.name, product.axis, product.k, product.n) == ("w", 0, 32, 48)
-    assert product.bias is not None
-    assert product.bias.name == "row"
+    (found,) = products(model, {"w"}).values()
+    assert (found.weight.name, found.axis, found.k, found.n) == ("w", 0, 32, 48)
+    assert found.bias is not None
+    assert found.bias.name == "row"
 
 
 @pytest.mark.parametrize(
@@ -111,7 +116,7 @@ def test_a_weight_that_products_read_both_ways_keeps_its_rows() -> None:
     nodes = [helper.make_node("MatMul", ["x", "w"], ["a"]), helper.make_node("Gemm", ["a", "w"], ["y"], transB=1)]
     model = _model(nodes)
     assert panelled_weights(model, {"w"}) == {}
-    assert [product.axis for product in products(model, {"w"}).values()] == [1, 0]
+    assert [found.axis for found in products(model, {"w"}).values()] == [1, 0]
 
 
 def test_a_weight_that_is_transposed_for_products_alone_is_panelled_along_its_rows() -> None:
@@ -124,16 +129,15 @@ def _looked_up(axis: int = 0) -> NodeProto:
 
 
 @pytest.mark.parametrize("axis", [0, -2])
-@pytest.mark.parametrize("product", ["Gemm", "MatMul"])
-def test_a_table_that_is_looked_up_and_multiplied_is_panelled_along_its_rows(product: str, axis: int) -> None:
+@pytest.mark.parametrize("op", ["Gemm", "MatMul"])
+def test_a_table_that_is_looked_up_and_multiplied_is_panelled_along_its_rows(op: str, axis: int) -> None:
     nodes = [_looked_up(axis), helper.make_node("Transpose", ["w"], ["t"])]
-    if product == "Gemm":
+    if op == "Gemm":
         nodes[1:] = [helper.make_node("Gemm", ["x", "w"], ["y"], transB=1)]
     else:
         nodes.append(helper.make_node("MatMul", ["x", "t"], ["y"]))
     model = _model(nodes, (48, 32))
     assert panelled_weights(model, {"w"}) == {"w": 0}
-    assert {node.op_type: table.name for node, table in lookups(model, {"w"}).items()} == {"Gather": "w"}
 
 
 def test_a_table_that_is_only_looked_up_keeps_its_rows() -> None:
@@ -156,7 +160,7 @@ def test_a_table_that_a_body_looks_up_keeps_its_rows() -> None:
     ]
     model = _model(nodes, (48, 32))
     assert panelled_weights(model, {"w"}) == {}
-    assert [product.layout({}) for product in products(model, {"w"}).values()] == ["transposed"]
+    assert [found.layout({}) for found in products(model, {"w"}).values()] == ["transposed"]
 
 
 @pytest.mark.parametrize("reader", ["columns", "indices", "Neg", "Transpose"])
@@ -172,7 +176,7 @@ def test_a_weight_that_another_node_also_reads_keeps_its_rows(reader: str) -> No
     ]
     model = _model(nodes, (48, 32))
     assert panelled_weights(model, {"w"}) == {}
-    assert [product.axis for product in products(model, {"w"}).values()] == [0]
+    assert [found.axis for found in products(model, {"w"}).values()] == [0]
 
 
 def test_a_product_with_its_weight_on_the_left_is_not_replaced() -> None:
@@ -190,7 +194,7 @@ def test_a_weight_that_a_body_reads_keeps_its_rows() -> None:
     proto.graph.output.append(graphs.edge("z", ["batch", 16]))
     model = run([InferTypes()], ir.from_proto(proto))
     assert panelled_weights(model, {"captured"}) == {}
-    assert [product.weight.name for product in products(model, {"captured"}).values()] == ["captured"]
+    assert [found.weight.name for found in products(model, {"captured"}).values()] == ["captured"]
 
 
 def test_a_stack_of_matrices_is_not_replaced() -> None:

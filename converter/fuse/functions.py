@@ -17,14 +17,12 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from bf16kit.runtime.kernel import DOMAIN
-from converter.cpukernel.epilogues import Activation
-from converter.cpukernel.panelnodes import matrix_nodes, panel_form, panel_shapes
-from converter.cpukernel.products import Layout
+from converter.fuse.activations import Activation
+from converter.fuse.panelnodes import matrix_nodes, panel_form, panel_shapes
+from converter.fuse.products import Layout
 
-VERSION = 1
 _GELU_SINCE = 20
 _REDUCTION_AXES_SINCE = 18  # from this opset on, the axes are an input of ReduceMax and ReduceMean
-_OLDEST_IR = 8  # the first IR version with functions in a model
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +80,6 @@ def function(variant: ProductVariant, opset: int) -> ir.Function:
     result = _ACTIVATIONS[variant.activation](body, result)
     result.name = "Y"
     return body.function(variant.op_type, inputs, [result], ("k", "n", "layout", "activation", *variant.lists))
-
-
-def define(model: ir.Model, functions: Iterable[ir.Function]) -> None:
-    """Add the ``functions`` of the kernel's operators to ``model``."""
-    model.functions.update({defined.identifier(): defined for defined in functions})
-    model.opset_imports[DOMAIN] = VERSION
-    model.ir_version = max(model.ir_version, _OLDEST_IR)
 
 
 class FunctionBody:

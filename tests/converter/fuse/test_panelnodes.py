@@ -8,7 +8,7 @@ import pytest
 
 import graphs
 from bf16kit.panels import pack
-from converter.cpukernel.panelnodes import matrix_nodes, panel_form, panel_shapes
+from converter.fuse.panelnodes import matrix_nodes, panel_form, panel_shapes
 from converter.graph.initializers import dims
 
 

@@ -18,8 +18,8 @@ from bf16kit.manifest import TensorEntry
 from bf16kit.numerics import to_bf16
 from bf16kit.panels import pack
 from bf16kit.runtime.quietort import ort
-from converter.cpukernel.unpanel import PUT_TOGETHER, Unpanel
 from converter.formats.onnx import serialize
+from converter.fuse.unpanel import PUT_TOGETHER, Unpanel
 from converter.graph.step import run
 from converter.proof.emulate import emulation
 

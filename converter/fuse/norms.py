@@ -2,7 +2,7 @@
 
 LayerNormalization is an operator, taken together with the sum before it. (ONNX Runtime fuses the two as well, but its
 operator takes five times as long as the two apart.) RMS normalisation is written out by exporters;
-:mod:`converter.cpukernel.rootmeansquare` recognises it.
+:mod:`converter.fuse.rootmeansquare` recognises it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
-from converter.cpukernel.rootmeansquare import root_mean_square
+from converter.fuse.rootmeansquare import root_mean_square
 from converter.graph.initializers import const, const_dims
 from converter.graph.values import is_onnx_operator, known_shape, same_dims
 
@@ -34,10 +34,6 @@ class Norm:
     epsilon: float
     rms: bool
     add: ir.Node | None = None
-
-    @property
-    def result(self) -> ir.Node:
-        return self.nodes[-1]
 
     @property
     def gives_sum(self) -> bool:
@@ -66,10 +62,12 @@ class NormVariant:
         return f"{stem}{'_bias' if self.has_bias else ''}{'_sum' if self.gives_sum else ''}"
 
 
-def norms(model: ir.Model) -> list[Norm]:
-    """Return the normalisations of the main graph, in order. Requires: types and shapes are known."""
-    found = (_layer_norm(node) or _rms_norm(node) for node in model.graph if is_onnx_operator(node))
-    return [norm for norm in found if norm is not None]
+def norm(node: ir.Node) -> Norm | None:
+    """Return the normalisation at ``node``: an operator, or the mean of one that is written out; None for other nodes.
+
+    Requires: types and shapes are known.
+    """
+    return (_layer_norm(node) or _rms_norm(node)) if is_onnx_operator(node) else None
 
 
 def _layer_norm(node: ir.Node) -> Norm | None:

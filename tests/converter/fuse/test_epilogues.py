@@ -9,8 +9,8 @@ import pytest
 from onnx import NodeProto, TensorProto, helper
 
 import graphs
-from converter.cpukernel.epilogues import Epilogue, epilogue
-from converter.cpukernel.products import products
+from converter.fuse.epilogues import Epilogue, epilogue
+from converter.fuse.products import product
 from converter.graph.step import run
 from converter.graph.types import InferTypes
 
@@ -37,6 +37,7 @@ _SILU = {
     "sigmoid": "Sigmoid m a; Mul m a y",
     "sigmoid on the left": "Sigmoid m a; Mul a m y",
     "written out": "Neg m a; Exp a b; Add b 1 c; Div m c y",
+    "reciprocal": "Neg m a; Exp a b; Add 1 b c; Reciprocal c d; Mul d m y",
 }
 _CASES = [
     pytest.param(written, name, id=f"{name}: {which}")
@@ -71,12 +72,12 @@ def _inferred(
 
 
 def _epilogue(model: ir.Model) -> Epilogue:
-    (product,) = products(model, {"w"}).values()
-    return epilogue(product)
+    (found,) = [each for node in model.graph if (each := product(node, {"w"})) is not None]
+    return epilogue(found)
 
 
 @pytest.mark.parametrize(("written", "activation"), _CASES)
-def test_an_activation_is_recognised_by_what_it_computes(written: str, activation: str) -> None:
+def test_an_activation_is_recognised_however_it_is_written(written: str, activation: str) -> None:
     found = _epilogue(_model(written))
     assert found.activation == activation
     assert sorted(node.name or "" for node in found.nodes) == sorted(line.split()[-1] for line in written.split(";"))
@@ -105,6 +106,9 @@ def test_swish_is_silu_only_if_its_factor_is_one(alpha: float, activation: str) 
         pytest.param("Elu m y", id="an operator the kernel has not"),
         pytest.param("Mul m 2 a; Relu a y", id="Relu of something else"),
         pytest.param("Sigmoid m a; Mul a a y", id="not the product again"),
+        pytest.param("Relu m a; Sub m 2000 b; Relu b c; Sub a c y", id="Relu with a bound that no sample reaches"),
+        pytest.param(f"Mul m {_INVERSE * 1.001} a; Erf a b; Add b 1 c; Mul m 0.5 d; Mul d c y", id="Gelu off by 0.1 %"),
+        pytest.param("Exp m a; Add a 1 b; Div m b y", id="the sigmoid of the negative"),
     ],
 )
 def test_other_functions_are_not_taken_as_the_kernel_s_activations(written: str) -> None:

@@ -18,8 +18,8 @@ import graphs
 from bf16kit.runtime.kernel import DOMAIN, VARIABLE
 from bf16kit.runtime.loading import load
 from bf16kit.runtime.session import open_session
-from converter.cpukernel.normalise import function
-from converter.cpukernel.norms import NormVariant
+from converter.fuse.normalise import function
+from converter.fuse.norms import NormVariant
 
 SPELLINGS = [
     *(Rms(*spelled) for spelled in product(("pow", "mul"), ("sqrt", "pow"), ("reciprocal", "over", "div"))),

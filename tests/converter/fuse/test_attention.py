@@ -11,14 +11,14 @@ from attending import Spelling
 from onnx import ModelProto, NodeProto, helper
 
 import graphs
-from converter.cpukernel.attention import Attention, SelectionMask, attentions
+from converter.fuse.attention import Attention, SelectionMask, attention
 from converter.graph.types import InferTypes
 
 
 def found(proto: ModelProto) -> list[Attention]:
     model = ir.from_proto(proto)
     InferTypes()(model)
-    return attentions(model)
+    return [each for node in model.graph if (each := attention(node)) is not None]
 
 
 def node(proto: ModelProto, op: str, last: bool = False) -> NodeProto:
@@ -34,20 +34,20 @@ def const(proto: ModelProto, name: str, array: Any) -> None:
 
 
 def test_attention_extends_from_query_key_and_value_to_the_merged_heads() -> None:
-    (attention,) = found(attending.attention(Spelling()))
-    values = attention.q.value.name, attention.k.value.name, attention.v.value.name
-    assert (values, attention.layouts, attention.scale) == (("q", "k", "v"), "rrr", 0.25)
-    assert [each.name for each in attention.masks if isinstance(each, ir.Value)] == ["mask"]
-    assert (attention.q.heads, attention.k.heads, attention.q.columns, attention.v.columns) == (4, 4, 8, 16)
-    assert [each.op_type for each in attention.nodes] == [
+    (whole,) = found(attending.attention(Spelling()))
+    values = whole.q.value.name, whole.k.value.name, whole.v.value.name
+    assert (values, whole.layouts, whole.scale) == (("q", "k", "v"), "rrr", 0.25)
+    assert [each.name for each in whole.masks if isinstance(each, ir.Value)] == ["mask"]
+    assert (whole.q.heads, whole.k.heads, whole.q.columns, whole.v.columns) == (4, 4, 8, 16)
+    assert [each.op_type for each in whole.nodes] == [
         *("MatMul", "Mul", "Add", "Softmax", "MatMul", "Transpose", "Reshape")
     ]
 
 
 @pytest.mark.parametrize(("mask", "hides"), [("where", False), ("where_not", True)])
 def test_a_selection_of_a_number_that_no_score_reaches_is_a_mask(mask: str, hides: bool) -> None:
-    (attention,) = found(attending.attention(Spelling(mask=mask)))
-    (choice,) = attention.masks
+    (whole,) = found(attending.attention(Spelling(mask=mask)))
+    (choice,) = whole.masks
     assert isinstance(choice, SelectionMask)
     assert (choice.condition.name, choice.hides, choice.number) == ("mask", hides, attending.LOWEST)
 
@@ -55,8 +55,8 @@ def test_a_selection_of_a_number_that_no_score_reaches_is_a_mask(mask: str, hide
 @pytest.mark.parametrize("kv_heads", [1, 2])
 def test_heads_that_are_repeated_for_groups_are_read_once(kv_heads: int) -> None:
     spelling = Spelling(kv_heads=kv_heads)
-    (attention,) = found(attending.attention(spelling, {"batch": 2, "queries": 5, "keys": 7}))
-    assert (attention.k.value.name, attention.k.heads, attention.v.heads) == ("k", kv_heads, kv_heads)
+    (whole,) = found(attending.attention(spelling, {"batch": 2, "queries": 5, "keys": 7}))
+    assert (whole.k.value.name, whole.k.heads, whole.v.heads) == ("k", kv_heads, kv_heads)
 
 
 def _number_that_scores_reach(proto: ModelProto) -> None:
@@ -143,16 +143,16 @@ def test_values_that_are_scaled_keep_their_factor() -> None:
     product.input[1] = "doubled"
     del proto.graph.node[:]
     proto.graph.node.extend(nodes)
-    (attention,) = found(proto)
-    assert (attention.layouts, attention.v.value.name, attention.scale) == ("rrh", "doubled", 0.25)
+    (whole,) = found(proto)
+    assert (whole.layouts, whole.v.value.name, whole.scale) == ("rrh", "doubled", 0.25)
 
 
 def test_keys_that_are_an_output_as_well_are_still_read_in_rows() -> None:
     proto = attending.attention(Spelling(turn="two"))
     turned = next(each for each in proto.graph.node if [*each.attribute] and [*each.attribute[0].ints] == [0, 1, 3, 2])
     proto.graph.output.append(graphs.edge(turned.input[0]))
-    (attention,) = found(proto)
-    assert (attention.layouts, attention.k.value.name) == ("rrr", "k")
+    (whole,) = found(proto)
+    assert (whole.layouts, whole.k.value.name) == ("rrr", "k")
 
 
 def test_a_reshape_that_keeps_heads_apart_is_not_a_merge() -> None:

@@ -1,0 +1,176 @@
+"""Recognises the activation that a few elementwise nodes compute, by their structure.
+
+Exporters write Gelu in a dozen ways: with the half first or last, divided or multiplied, distributed over the sum or
+not. Each value is therefore written as a sum of products of ``x`` and functions of such sums, whose order and grouping
+no longer matter. Equal sums compute the same function, whatever the numbers in x are. Sigmoid is written with tanh, and
+1 / (1 + exp(-x)) as the sigmoid that it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import onnx_ir as ir
+
+from converter.graph.values import constant_number
+
+Activation = Literal["none", "relu", "gelu", "gelu_tanh", "silu"]
+# Coefficients by the factors of their term, in order. A factor is a function's name with its sum, or x itself.
+Factor = tuple[str, tuple[Any, ...]]
+Sum = Mapping[tuple[Factor, ...], float]
+
+_LONGEST = 12  # nodes of an activation, at most; Gelu's tanh form has eight or nine
+_MOST_TERMS = 16
+_DIGITS = 5  # of a coefficient: constants are fp32, and exporters write √(2/π) with as few as seven digits
+_X: Factor = ("x", ())
+
+
+def activation(x: ir.Value) -> tuple[Activation, tuple[ir.Node, ...]]:
+    """Return the activation that alone reads ``x``, and its nodes in order; ``none`` and no nodes if there is none."""
+    known: dict[ir.Value | None, Sum] = {x: {(_X,): 1.0}}
+    nodes: list[ir.Node] = []
+    while len(nodes) < _LONGEST:
+        found = next(((n, s) for n in _readers(known) if n not in nodes and (s := _evaluate(n, known, x))), None)
+        if found is None:
+            break
+        node, result = found
+        nodes.append(node)
+        known[node.outputs[0]] = result
+        inner = [value for value in known if value is not None and value is not node.outputs[0]]
+        if all(not value.is_graph_output() and all(n in nodes for n, _ in value.uses()) for value in inner):
+            name = _ACTIVATIONS.get(_key(result))
+            if name is not None:
+                return name, tuple(nodes)
+    return "none", ()
+
+
+def _readers(values: Mapping[ir.Value | None, Sum]) -> list[ir.Node]:
+    return [use.node for value in values if value is not None for use in value.uses()]
+
+
+def _evaluate(node: ir.Node, known: Mapping[ir.Value | None, Sum], x: ir.Value) -> Sum | None:
+    """Return what ``node`` computes, or None if that is no sum of known values, numbers and functions."""
+    if node.domain != "" or node.op_type not in _OPERATORS or node.graph is not x.graph:
+        return None
+    inputs: list[Sum] = []
+    for value in node.inputs:
+        number = None if value in known else constant_number(value, rank=1)
+        if value not in known and number is None:
+            return None
+        inputs.append(known[value] if number is None else {(): number})
+    result = _OPERATORS[node.op_type](node, *inputs)
+    return result if result is not None and len(result) <= _MOST_TERMS else None
+
+
+# --- sums -------------------------------------------------------------------------------------------------------------
+
+
+def _add(a: Sum, b: Sum) -> Sum:
+    total = {term: a.get(term, 0.0) + b.get(term, 0.0) for term in (*a, *b)}
+    return {term: number for term, number in total.items() if number}
+
+
+def _multiply(a: Sum, b: Sum) -> Sum:
+    total: Sum = {}
+    for left, p in a.items():
+        for right, q in b.items():
+            total = _add(total, {tuple(sorted((*left, *right))): p * q})
+    return total
+
+
+def _scale(a: Sum, factor: float) -> Sum:
+    return {term: number * factor for term, number in a.items()}
+
+
+def _power(a: Sum, b: Sum) -> Sum | None:
+    exponent = b.get((), 0.0)
+    if set(b) != {()} or exponent not in (1, 2, 3):
+        return None
+    result = a
+    for _ in range(int(exponent) - 1):
+        result = _multiply(result, a)
+    return result
+
+
+def _reciprocal(a: Sum) -> Sum | None:
+    """Return 1/a for a number, and for 1 + exp(-b), which is the reciprocal of b's sigmoid."""
+    if set(a) == {()}:
+        return {(): 1 / a[()]}
+    rest = [(term, number) for term, number in a.items() if term]
+    if a.get(()) != 1 or len(rest) != 1 or rest[0][1] != 1 or len(rest[0][0]) != 1 or rest[0][0][0][0] != "exp":
+        return None
+    return _sigmoid(_scale(dict(rest[0][0][0][1]), -1))
+
+
+def _key(a: Sum) -> tuple[Any, ...]:
+    return tuple(sorted((term, float(f"{number:.{_DIGITS}g}")) for term, number in a.items()))
+
+
+def _apply(name: str, a: Sum) -> Sum:
+    return {((name, _key(a)),): 1.0}
+
+
+def _odd(name: str, a: Sum) -> Sum:
+    """Return f(a) for a function with f(-a) = -f(a), whose first coefficient is written as positive."""
+    positive = not a or _key(a)[0][1] > 0
+    return _apply(name, a) if positive else _scale(_apply(name, _scale(a, -1)), -1)
+
+
+def _sigmoid(a: Sum) -> Sum:
+    return _add({(): 0.5}, _scale(_odd("tanh", _scale(a, 0.5)), 0.5))
+
+
+# --- operators --------------------------------------------------------------------------------------------------------
+
+
+def _divide(a: Sum, b: Sum) -> Sum | None:
+    inverse = _reciprocal(b)
+    return None if inverse is None else _multiply(a, inverse)
+
+
+def _gelu(x: Sum) -> Sum:
+    return _multiply(_scale(x, 0.5), _add({(): 1.0}, _odd("erf", _scale(x, 1 / math.sqrt(2)))))
+
+
+def _gelu_tanh(x: Sum) -> Sum:
+    cubed = _scale(_multiply(x, _multiply(x, x)), 0.044715)
+    inner = _scale(_add(x, cubed), math.sqrt(2 / math.pi))
+    return _multiply(_scale(x, 0.5), _add({(): 1.0}, _odd("tanh", inner)))
+
+
+def _gelu_node(node: ir.Node, x: Sum) -> Sum:
+    approximate = node.attributes.get("approximate")
+    return _gelu_tanh(x) if approximate is not None and approximate.as_string() == "tanh" else _gelu(x)
+
+
+def _swish_node(node: ir.Node, x: Sum) -> Sum:
+    alpha = node.attributes.get("alpha")
+    return _multiply(x, _sigmoid(_scale(x, 1.0 if alpha is None else alpha.as_float())))
+
+
+_OPERATORS: Mapping[str, Callable[..., Sum | None]] = {
+    "Add": lambda _, a, b: _add(a, b),
+    "Sub": lambda _, a, b: _add(a, _scale(b, -1)),
+    "Mul": lambda _, a, b: _multiply(a, b),
+    "Div": lambda _, a, b: _divide(a, b),
+    "Pow": lambda _, a, b: _power(a, b),
+    "Erf": lambda _, a: _odd("erf", a),
+    "Exp": lambda _, a: _apply("exp", a),
+    "Neg": lambda _, a: _scale(a, -1),
+    "Reciprocal": lambda _, a: _reciprocal(a),
+    "Sigmoid": lambda _, a: _sigmoid(a),
+    "Tanh": lambda _, a: _odd("tanh", a),
+    "Relu": lambda _, a: _apply("relu", a),
+    "Gelu": _gelu_node,
+    "Swish": _swish_node,
+}
+
+_IDENTITY: Sum = {(_X,): 1.0}
+_ACTIVATIONS: Mapping[tuple[Any, ...], Activation] = {
+    _key(_apply("relu", _IDENTITY)): "relu",
+    _key(_gelu(_IDENTITY)): "gelu",
+    _key(_gelu_tanh(_IDENTITY)): "gelu_tanh",
+    _key(_multiply(_IDENTITY, _sigmoid(_IDENTITY))): "silu",
+}

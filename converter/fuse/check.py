@@ -1,0 +1,166 @@
+"""Compares a graph's fusions with the nodes that they replace, at fp32 noise.
+
+One graph holds both: the unfused graph and, beside it, every node that the fused graph has instead. These read the
+unfused graph's values, so each fusion is judged alone, with neither the noise nor the faults of those before it. All
+other nodes of the fused graph are equal to the unfused one's, so if every value that is computed otherwise is the same,
+both graphs compute the same outputs. Drift could not tell: a mask of -5 instead of minus infinity, or a scale that is
+off by 1 %, costs less than bf16 may.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+
+from bf16kit.errors import RuntimeFailure
+from bf16kit.runtime.onnx import OnnxRuntime
+from bf16kit.tensors import BY_ONNX, TensorSpec
+from converter.fuse.fusing import Fusion, Kind
+from converter.fuse.variants import variants
+from converter.model import Array, Feeds
+
+_PREFIX = "fused:"
+# The error allowed, of a slice's own magnitude and of the magnitude that slices along its axis have. Terms of a sum may
+# be larger than the sum: far below zero, Gelu is a small difference of large numbers.
+# docs/decisions/0083-fusions-that-own-their-nodes.md has what sound fusions show.
+_OWN = 1e-5
+_TYPICAL: Mapping[Kind, float] = {"attention": 5e-6, "normalisation": 5e-6, "lookup": 0.0, "product": 5e-5}
+_SMALLEST = 1e-37
+_FLOAT = onnx.TensorProto.FLOAT
+
+
+def faults(
+    unfused: Path, fused: Path, fusions: Sequence[Fusion], inputs: Sequence[TensorSpec], feeds: Sequence[Feeds]
+) -> dict[str, str]:
+    """Return why some of ``fusions`` in the graph ``fused`` must be undone, by their anchors' names.
+
+    Both graphs read the weights beside ``fused``. They run on :func:`~converter.fuse.variants.variants` of ``feeds``;
+    those that the unfused graph cannot run, or for which it gives NaN, are left out.
+    """
+    alone = onnx.load(unfused, load_external_data=False)
+    both, compared = beside(alone, onnx.load(fused, load_external_data=False))
+    owners = {name: fusion for fusion in fusions for name in fusion.outputs}
+    found: dict[str, str] = {}
+    try:
+        runtime = _open(both, inputs, [*compared, *(_PREFIX + name for name in compared)], fused.parent)
+        for feed in variants(inputs, feeds):
+            try:
+                answers = runtime.run(feed)
+            except RuntimeFailure as error:
+                if _runs(alone, inputs, feed, fused.parent):
+                    return found | _blamed(fusions, error)
+                continue
+            for name in compared:
+                owner = owners.get(name)
+                typical = _TYPICAL["normalisation" if owner is None else owner.kind]
+                excess = excess_of(answers[name], answers[_PREFIX + name], typical)
+                if excess > 1:
+                    reason = f"its result differs by {excess:.3g} times the fp32 noise allowed"
+                    at_fault = fusions if owner is None else [owner]
+                    found = {fusion.anchor: reason for fusion in at_fault} | found
+    except RuntimeFailure as error:  # not opened
+        return _blamed(fusions, error)
+    return found
+
+
+def beside(unfused: onnx.ModelProto, fused: onnx.ModelProto) -> tuple[onnx.ModelProto, list[str]]:
+    """Return ``unfused`` with the nodes of ``fused`` that differ from its own, and the values that these compute again.
+
+    The added nodes, their outputs and initializers have prefixed names. They read the unfused graph's values wherever
+    it has the value. All values computed again are outputs, under both names.
+    """
+    both = onnx.ModelProto()
+    both.CopyFrom(unfused)
+    computed = {name for node in unfused.graph.node for name in node.output if name}
+    known = computed | {value.name for value in unfused.graph.input}
+    stored = {tensor.name: tensor for tensor in fused.graph.initializer}
+    same = {tensor.name for tensor in unfused.graph.initializer if stored.get(tensor.name) == tensor}
+    nodes = {node.SerializeToString(deterministic=True) for node in unfused.graph.node}
+    compared: list[str] = []
+    added: set[str] = set()
+    for node in fused.graph.node:
+        changed = any(name in stored and name not in same for name in node.input)
+        if not changed and node.SerializeToString(deterministic=True) in nodes:
+            continue
+        copy = both.graph.node.add()
+        copy.CopyFrom(node)
+        copy.name = _PREFIX + node.name
+        copy.input[:] = [name if name in known or not name else _PREFIX + name for name in node.input]
+        copy.output[:] = [name and _PREFIX + name for name in node.output]
+        compared += [name for name in node.output if name in computed]
+        added |= stored.keys() & set(node.input)
+    for name in sorted(added):
+        tensor = both.graph.initializer.add()
+        tensor.CopyFrom(stored[name])
+        tensor.name = _PREFIX + name
+    both.functions.extend(fused.functions)
+    both.ir_version = max(unfused.ir_version, fused.ir_version)
+    own = {opset.domain for opset in unfused.opset_import}
+    both.opset_import.extend(opset for opset in fused.opset_import if opset.domain not in own)
+    types = {
+        value.name: value.type.tensor_type.elem_type for value in (*unfused.graph.value_info, *unfused.graph.output)
+    }
+    del both.graph.output[:]
+    for name in compared:
+        for each in (name, _PREFIX + name):
+            both.graph.output.append(onnx.helper.make_tensor_value_info(each, types.get(name, _FLOAT), None))
+    return both, compared
+
+
+def excess_of(reference: Array, candidate: Array, typical: float = 5e-6) -> float:
+    """Return the largest error of a slice, in units of the error that fp32 noise allows it; above 1 is a fault.
+
+    A slice is an index along an axis. Its error is judged by its own magnitude, so that no large value elsewhere hides
+    it, and, by the factor ``typical``, by the median magnitude of the slices along the axis. Infinities must be equal.
+    A reference with NaN is not judged.
+    """
+    if reference.size != candidate.size:
+        return math.inf
+    wide, other = reference.astype(np.float64), candidate.astype(np.float64).reshape(reference.shape)
+    if np.isnan(wide).any():
+        return 0.0
+    finite = np.isfinite(wide)
+    if not np.array_equal(wide[~finite], other[~finite]) or not np.isfinite(other[finite]).all():
+        return math.inf
+    wide, other = np.where(finite, wide, 0.0), np.where(finite, other, 0.0)
+    squares, errors, axes = wide**2, (other - wide) ** 2, range(wide.ndim)
+    found = 0.0
+    for axis in axes:
+        others = tuple(each for each in axes if each != axis)
+        own, error = (np.sqrt(np.atleast_1d(each.mean(axis=others))) for each in (squares, errors))
+        found = max(found, _excess(own, error, typical))
+    return found
+
+
+def _excess(own: NDArray[np.float64], error: NDArray[np.float64], typical: float) -> float:
+    live = np.sort(own[own > 0])
+    median = live[(live.size - 1) // 2] if live.size else 0.0  # the lower one of two: of the slice that is not large
+    allowed = _OWN * own + typical * median
+    return float(np.max(np.where(error > 0, error / np.maximum(allowed, _SMALLEST), 0.0), initial=0.0))
+
+
+def _open(model: onnx.ModelProto, inputs: Sequence[TensorSpec], outputs: Sequence[str], directory: Path) -> OnnxRuntime:
+    dtypes = {value.name: BY_ONNX[value.type.tensor_type.elem_type].name for value in model.graph.output}
+    specs = [TensorSpec(name, dtypes[name], ()) for name in outputs]
+    return OnnxRuntime(model.SerializeToString(), inputs, specs, base_dir=directory, name="the graph of fusions")
+
+
+def _runs(model: onnx.ModelProto, inputs: Sequence[TensorSpec], feed: Feeds, directory: Path) -> bool:
+    """Whether the unfused graph runs on ``feed``."""
+    try:
+        _open(model, inputs, [value.name for value in model.graph.output], directory).run(feed)
+    except RuntimeFailure:
+        return False
+    return True
+
+
+def _blamed(fusions: Sequence[Fusion], error: RuntimeFailure) -> dict[str, str]:
+    """Return the fusions whose nodes ONNX Runtime names in ``error``; all of them if it names none."""
+    text = str(error.__cause__ or error)
+    named = [fusion for fusion in fusions if f"{_PREFIX}{fusion.node}'" in text]
+    return {fusion.anchor: f"it does not run: {error}" for fusion in named or fusions}

@@ -1,0 +1,132 @@
+"""Carries out every fusion of a graph in one pass, in which each node belongs to one fusion at most.
+
+A fusion is found and rewritten at the same moment, on the same graph: the next one sees what is left. Attention comes
+first, because a normalisation may read its result, and products last, because their epilogues end where others begin.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+
+import onnx_ir as ir
+
+from bf16kit.errors import ConversionError
+from bf16kit.runtime.kernel import DOMAIN
+from bf16kit.wording import brief
+from converter.fuse.attend import attend
+from converter.fuse.fusing import Fusing, Fusion
+from converter.fuse.join import groups, join
+from converter.fuse.lookup import look_up
+from converter.fuse.multiply import multiply
+from converter.fuse.normalise import normalise
+from converter.fuse.products import panelled_weights
+from converter.graph.initializers import const_dims
+
+_VERSION = 1  # of the kernel's domain
+_OLDEST_IR = 8  # the first IR version with functions in a model
+_FUSIONS: tuple[Callable[[Fusing, ir.Node], Fusion | None], ...] = (attend, normalise, look_up, multiply)
+
+
+@dataclass(frozen=True, slots=True)
+class Fusions:
+    """The fusions ``made`` in a graph, and the weights stored in ``panels``, each with the axis of its columns.
+
+    ``refused`` holds the reason for each node at which a fusion was undone, by the node's name.
+    """
+
+    made: tuple[Fusion, ...] = ()
+    panels: Mapping[str, int] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+
+class _Failed(Exception):
+    """A fusion at the node ``anchor`` raised an error, and may have left the graph half rewritten."""
+
+    def __init__(self, anchor: str, error: Exception) -> None:
+        super().__init__(f"{type(error).__name__}: {brief(str(error))}")
+        self.anchor = anchor
+
+
+def fuse(
+    base: ir.Model,
+    narrow: Collection[str],
+    panels: Mapping[str, int] | None = None,
+    *,
+    rounding: Collection[str] = (),
+    refused: Mapping[str, str] | None = None,
+) -> tuple[ir.Model, Fusions]:
+    """Return a copy of ``base`` in which bf16kit's CPU kernel computes what it can, and a record of that.
+
+    ``narrow`` names the initializers stored in bf16; ``panels`` those stored in panels, by default all that can be.
+    Products and attention named in ``rounding`` round what they multiply to bf16. Nothing is fused at the nodes in
+    ``refused``, nor where a fusion raises an error: those nodes are added to the record's.
+
+    Requires: types and shapes are known.
+    """
+    reasons = dict(refused or {})
+    chosen = panelled_weights(base.graph, narrow) if panels is None else panels
+    while True:
+        model = base.clone()
+        try:
+            made = _fuse(model, narrow, chosen, rounding, reasons)
+        except _Failed as failed:
+            reasons[failed.anchor] = str(failed)
+        else:
+            return model, Fusions(made, chosen, reasons)
+
+
+def _fuse(
+    model: ir.Model,
+    narrow: Collection[str],
+    panels: Mapping[str, int],
+    rounding: Collection[str],
+    refused: Collection[str],
+) -> tuple[Fusion, ...]:
+    fusing = Fusing(model, narrow, panels, rounding, refused)
+    made: list[Fusion] = []
+    for find_and_replace in _FUSIONS:
+        for node in tuple(model.graph):
+            if node.graph is model.graph and node.domain == "" and node.name not in refused:
+                made += _guarded(node, lambda: find_and_replace(fusing, node))  # noqa: B023 - called at once
+    for group in groups(model.graph):
+        _guarded(group[0], lambda: join(fusing, group))  # noqa: B023 - called at once
+    _define(model, fusing.functions)
+    _flatten(model.graph, panels)
+    return tuple(made)
+
+
+def _guarded(anchor: ir.Node, carry_out: Callable[[], Fusion | None]) -> list[Fusion]:
+    name = anchor.name or ""
+    try:
+        fusion = carry_out()
+    except Exception as error:  # a fusion's bug must not cost the conversion
+        raise _Failed(name, error) from error
+    return [] if fusion is None else [fusion]
+
+
+def _define(model: ir.Model, functions: Mapping[str, ir.Function]) -> None:
+    """Define the operators of the kernel that nodes of ``model`` use."""
+    used = {node.op_type for node in model.graph if node.domain == DOMAIN}
+    if used:
+        model.functions.update(
+            {function.identifier(): function for name, function in functions.items() if name in used}
+        )
+        model.opset_imports[DOMAIN] = _VERSION
+        model.ir_version = max(model.ir_version, _OLDEST_IR)
+
+
+def _flatten(graph: ir.Graph, panels: Collection[str]) -> None:
+    """Give weights in panels that the kernel reads the shape that they have for it, one row of elements.
+
+    Raises :class:`ConversionError` if another node reads one as a matrix.
+    """
+    for name in sorted(panels & graph.initializers.keys()):
+        weight = graph.initializers[name]
+        domains = {use.node.domain for use in weight.uses()}
+        if DOMAIN not in domains:
+            continue
+        if len(domains) > 1:
+            raise ConversionError(f"weight {name!r}, stored in panels, is read by the kernel and by another node")
+        weight.shape = ir.Shape((math.prod(const_dims(weight)),))

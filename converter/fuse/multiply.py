@@ -1,0 +1,87 @@
+"""Replaces a product by a weight stored in bf16, with the bias and the activation after it, by bf16kit's CPU kernel."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from converter.fuse.epilogues import Epilogue, epilogue
+from converter.fuse.functions import ProductVariant, function, lists
+from converter.fuse.fusing import Fusing, Fusion
+from converter.fuse.products import Layout, Product, product, readers
+from converter.graph.initializers import const_dims, initializer
+
+
+def multiply(fusing: Fusing, node: ir.Node) -> Fusion | None:
+    """Replace the product ``node`` by ``bf16kit::MatMul_…``; None if the kernel cannot compute it.
+
+    A product that is to round its activations becomes ``bf16kit::MatMulBf16_…``. The kernel's node keeps the product's
+    name, and its output that of the last node that it stands for. A product stays if a refused node reads its weight
+    too: stored in panels, a weight is read either by the kernel alone or, put together, by others.
+    """
+    found = product(node, fusing.narrow)
+    layout = None if found is None else found.layout(fusing.panels)
+    if found is None or layout is None or any(reader.name in fusing.refused for reader in readers(found.weight)):
+        return None
+    after = epilogue(found)
+    record = Fusion(
+        "product",
+        node.name or "",
+        node.name or "",
+        (node.name or "", *(each.name or "" for each in after.nodes)),
+        (after.result.name or "",),
+    )
+    _replace(fusing, found, layout, after)
+    return record
+
+
+def _replace(fusing: Fusing, found: Product, layout: Layout, after: Epilogue) -> None:
+    node, k, n = found.node, found.k, found.n
+    rounds = node.name in fusing.rounding
+    variant = ProductVariant.of(layout, k, n, bias=after.bias is not None, activation=after.activation, rounds=rounds)
+    pixel = node.op_type == "Conv"
+    if layout == "transposed":  # the shape that the weight has in its file; a Conv's has more dimensions
+        found.weight.shape = ir.Shape((n, k))
+    inputs = [_rows(fusing, found) if pixel else node.inputs[0], found.weight]
+    if after.bias is not None:
+        inputs.append(_bias(fusing, found, after.bias))
+    sizes = {"k": k, "n": n, "layout": layout, "activation": after.activation, **lists(layout, k, n)}
+    (output,) = fusing.operator(function(variant, fusing.opset), inputs, sizes, node, name=node.name)
+    result = output
+    if pixel or after.reshape is not None:  # the output is a value that the graph did not have
+        output.name, output.type = fusing.fresh(f"{node.name}/product"), node.outputs[0].type
+        output.shape = ir.Shape((*_batch(found), n)) if pixel else node.outputs[0].shape
+    if pixel:
+        result = _image(fusing, found, output)
+    if after.reshape is not None:  # it stays, and gives the activation's result
+        after.reshape.replace_input_with(0, result)
+        result = after.reshape.outputs[0]
+    fusing.replace({after.result: result}, [*reversed(after.nodes), node])
+
+
+def _bias(fusing: Fusing, found: Product, bias: ir.Value) -> ir.Value:
+    if len(const_dims(bias)) <= 1:
+        return bias
+    columns = initializer(fusing.graph, fusing.fresh(f"{found.node.name}/columns"), ir.tensor([found.n]))
+    node = ir.node("Reshape", [bias, columns])
+    return fusing.insert(node, found.node, f"{found.node.name}/bias", bias.type, (found.n,))
+
+
+def _batch(found: Product) -> tuple[int | ir.SymbolicDim | None]:
+    """Return the first dimension of a Conv's output, as far as it is known."""
+    shape = found.node.outputs[0].shape
+    return (None if shape is None else shape[0],)
+
+
+def _rows(fusing: Fusing, found: Product) -> ir.Value:
+    """Return the single pixels of a Conv, one row each."""
+    flat = ir.node("Flatten", [found.node.inputs[0]], attributes={"axis": 1})
+    shape = (*_batch(found), found.k)
+    return fusing.insert(flat, found.node, f"{found.node.name}/flatten", found.node.outputs[0].type, shape)
+
+
+def _image(fusing: Fusing, found: Product, rows: ir.Value) -> ir.Value:
+    """Return rows as images of a single pixel."""
+    spatial = list(range(2, len(const_dims(found.weight))))
+    axes = initializer(fusing.graph, fusing.fresh(f"{found.node.name}/axes"), ir.tensor(spatial))
+    node = ir.node("Unsqueeze", [rows, axes])
+    return fusing.insert(node, found.node, f"{found.node.name}/unsqueeze", rows.type, found.node.outputs[0].shape)

@@ -1,0 +1,225 @@
+"""Comparing fusions with what they replace shows faults that cost less than the budget, wherever they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import attending
+import numpy as np
+import pytest
+from attending import Spelling
+from layers import Array, batch, layer
+from lowered import Lowered, lower
+from normed import Rms, feeds, residual, rms
+from onnx import ModelProto
+
+import graphs
+from bf16kit.tensors import TensorSpec
+from converter.formats.onnx import write_unfused_and_fused
+from converter.fuse import attend
+from converter.fuse.attention import Attention, attention
+from converter.fuse.attentionop import attributes
+from converter.fuse.check import excess_of, faults
+from converter.fuse.epilogues import Epilogue, epilogue
+from converter.fuse.norms import norm
+from converter.fuse.products import Product
+from converter.fuse.variants import variants
+from converter.plan.profiles import PROFILES
+
+Patch = pytest.MonkeyPatch
+Feeds = Mapping[str, Array]
+
+
+def check(made: Lowered, fed: Feeds, profile: str = "cpu") -> dict[str, str]:
+    paths = write_unfused_and_fused(made.prepared, made.planned, made.stored, PROFILES[profile], made.artifact.path)
+    return faults(*paths, made.planned.fusions.made, made.inputs, [dict(fed)])
+
+
+WHERE = Spelling(mask="where")
+MODELS: dict[str, tuple[ModelProto, Feeds]] = {
+    "attention": (attending.attention(Spelling()), attending.feeds(Spelling())),
+    "attention, selected": (attending.attention(WHERE), attending.feeds(WHERE)),
+    "attention, all shown": (
+        attending.attention(WHERE),
+        attending.feeds(WHERE) | {"mask": np.ones_like(attending.feeds(WHERE)["mask"])},
+    ),
+    "layer norm": (residual(summed=True), feeds()),
+    "rms norm": (rms(Rms(others=True)), feeds()),
+    "gelu": (layer(64, "panels", bias=True, activation="gelu"), batch()),
+    "gelu_tanh": (layer(50, "transposed", bias=True, activation="gelu_tanh"), batch()),
+    "mlp": (graphs.mlp((32, 64, 64, 32)), {"x": graphs.values(4, 32, seed=9)}),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_sound_fusions_pass(name: str, tmp_path: Path) -> None:
+    proto, fed = MODELS[name]
+    made = lower(tmp_path / "m" / "1", proto)
+    assert made.planned.fusions.made
+    assert check(made, fed) == {}
+
+
+def _mask_of_minus_five(patch: Patch) -> None:
+    real = attend._number
+    patch.setattr("converter.fuse.attend._number", lambda fusing, number: real(fusing, -5.0 if number < -1 else number))
+
+
+def _scale_off_by_one_percent(patch: Patch) -> None:
+    real = attributes
+
+    def off(found: Attention) -> dict[str, Any]:
+        return {**real(found), "scale": found.scale * 1.01}
+
+    patch.setattr("converter.fuse.attend.attributes", off)
+
+
+def _epsilon_off_by(difference: float) -> Callable[[Patch], None]:
+    def off(patch: Patch) -> None:
+        real = norm
+
+        def found(node: Any) -> Any:
+            sound = real(node)
+            return None if sound is None else replace(sound, epsilon=sound.epsilon + difference)
+
+        patch.setattr("converter.fuse.normalise.norm", found)
+
+    return off
+
+
+def _other_gelu(patch: Patch) -> None:
+    real = epilogue
+    other = {"gelu": "gelu_tanh", "gelu_tanh": "gelu"}
+
+    def exchanged(product: Product) -> Epilogue:
+        found = real(product)
+        return replace(found, activation=other.get(found.activation, found.activation))  # type: ignore[arg-type]
+
+    patch.setattr("converter.fuse.multiply.epilogue", exchanged)
+
+
+def _no_bias(patch: Patch) -> None:
+    real = epilogue
+    patch.setattr("converter.fuse.multiply.epilogue", lambda product: replace(real(product), bias=None))
+
+
+def _queries_for_keys(patch: Patch) -> None:
+    """The widths of heads agree, so it runs whenever there are as many queries as keys."""
+    real = attention
+
+    def exchanged(node: Any) -> Attention | None:
+        found = real(node)
+        return None if found is None else replace(found, q=replace(found.q, value=found.k.value))
+
+    patch.setattr("converter.fuse.attend.attention", exchanged)
+
+
+MUTANTS: dict[str, tuple[Callable[[Patch], None], str, str]] = {
+    "mask of -5": (_mask_of_minus_five, "attention, selected", "cpu"),
+    "mask of -5, samples that hide nothing": (_mask_of_minus_five, "attention, all shown", "cpu"),
+    "scale off by 1 %": (_scale_off_by_one_percent, "attention", "cpu"),
+    "scale off by 1 %, rounding": (_scale_off_by_one_percent, "attention", "cpu-bf16"),
+    "rms epsilon off by 1e-4": (_epsilon_off_by(1e-4), "rms norm", "cpu"),
+    "norm epsilon off by 1e-3": (_epsilon_off_by(1e-3), "layer norm", "cpu"),
+    "tanh for erf": (_other_gelu, "gelu", "cpu"),
+    "erf for tanh": (_other_gelu, "gelu_tanh", "cpu"),
+    "bias lost": (_no_bias, "mlp", "cpu"),
+    "keys as queries": (_queries_for_keys, "attention", "cpu"),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_fusion_that_computes_something_else_is_refused(name: str, tmp_path: Path, monkeypatch: Patch) -> None:
+    mutate, model, profile = MUTANTS[name]
+    mutate(monkeypatch)
+    proto, fed = MODELS[model]
+    made = lower(tmp_path / "m" / "1", proto, profiles=[profile])
+    found = check(made, fed, profile)
+    wrong = {fusion.anchor for fusion in made.planned.fusions.made if name != "bias lost" or len(fusion.nodes) > 1}
+    assert found.keys() == wrong
+
+
+def test_only_the_wrong_one_of_several_fusions_is_refused(tmp_path: Path, monkeypatch: Patch) -> None:
+    """Those after it read wrong values in the fused graph, but are compared on right ones."""
+    real = epilogue
+
+    def wrong(product: Product) -> Epilogue:
+        found = real(product)
+        return replace(found, activation="none") if product.node.name == "matmul0" else found
+
+    monkeypatch.setattr("converter.fuse.multiply.epilogue", wrong)
+    proto, fed = MODELS["mlp"]
+    found = check(lower(tmp_path / "m" / "1", proto), fed)
+    assert found.keys() == {"matmul0"}
+    assert "times the fp32 noise allowed" in found["matmul0"]
+
+
+def test_a_fusion_that_does_not_run_is_refused(tmp_path: Path, monkeypatch: Patch) -> None:
+    proto, fed = MODELS["attention"]
+    made = lower(tmp_path / "m" / "1", proto)
+    real = attributes
+    monkeypatch.setattr(
+        "converter.fuse.attend.attributes", lambda found: {**real(found), "heads": 5, "heads_of_q": [0, 0, 5, 8]}
+    )
+    assert check(made, fed).keys() == {fusion.anchor for fusion in made.planned.fusions.made}
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_a_wrong_slice_is_seen_beside_large_values(axis: int) -> None:
+    right = graphs.values(4, 6, 8) + 1
+    index = [slice(None)] * 3
+    index[axis] = slice(1, 2)
+    right[tuple(index)] *= 1e9
+    wrong = right.copy()
+    index[axis] = slice(2, 3)
+    wrong[tuple(index)] *= np.float32(1.001)
+    assert excess_of(right, right * np.float32(1 + 1e-7)) < 0.1
+    assert excess_of(right, wrong) > 10
+
+
+@pytest.mark.parametrize(
+    ("reference", "candidate", "equal"),
+    [
+        ([5.0], [5.0], True),
+        ([5.0], [5.001], False),
+        ([1, -np.inf], [1, -np.inf], True),
+        ([1, -np.inf], [1, 100], False),
+        ([1, -np.inf], [1, np.inf], False),
+        ([1, 2], [1, np.nan], False),
+        ([1, 2], [1, np.inf], False),
+        ([1, np.nan], [1, 2], True),
+        ([0, 0], [0, 0], True),
+        ([0, 0], [0, 1e-3], False),
+        ([3.4e38, 3.4e38], [3.4e38, 3.4e38], True),
+    ],
+)
+def test_infinities_must_be_equal_and_nan_is_not_judged(
+    reference: Sequence[float], candidate: Sequence[float], equal: bool
+) -> None:
+    assert (excess_of(np.array(reference, np.float32), np.array(candidate, np.float32)) <= 1) == equal
+
+
+def test_values_of_another_size_differ() -> None:
+    assert excess_of(np.zeros(3, np.float32), np.zeros(4, np.float32)) == np.inf
+
+
+def test_samples_are_varied_in_their_masks_and_sizes() -> None:
+    inputs = [TensorSpec("ids", "int64", ("batch", "seq")), TensorSpec("mask", "int64", ("batch", "seq"))]
+    fed = {"ids": np.arange(16).reshape(2, 8), "mask": np.ones((2, 8), np.int64)}
+    made = list(variants(inputs, [fed]))
+    masks = {each["mask"].tobytes() for each in made if each["mask"].shape == (2, 8)}
+    left, right = np.ones((2, 8), np.int64), np.ones((2, 8), np.int64)
+    left[:, :4], right[:, 4:] = 0, 0
+    for wanted in (fed["mask"], left, right, np.zeros((2, 8), np.int64)):
+        assert wanted.tobytes() in masks
+    assert {each["ids"].shape for each in made} == {(2, 8), (1, 8), (2, 1), (2, 7)}
+    assert all(each["ids"].shape == each["mask"].shape for each in made)
+    assert len(masks) == 5, "one is random"
+
+
+def test_dimensions_on_which_inputs_disagree_are_not_cut() -> None:
+    inputs = [TensorSpec("a", "float32", ("n",)), TensorSpec("b", "float32", ("n",))]
+    fed = {"a": np.zeros(4, np.float32), "b": np.zeros(6, np.float32)}
+    assert [each["a"].shape for each in variants(inputs, [fed])] == [(4,)]

@@ -1,0 +1,260 @@
+"""Fusions in one pass: each node belongs to one, and none that fails costs the conversion."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import attending
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from attending import Spelling
+from layers import Array, ours
+from lowered import lower, relative_l2
+from normed import WIDTH
+from onnx import ModelProto, TensorProto, helper
+
+import graphs
+from bf16kit.artifact import Artifact
+from converter.fuse import fuse
+from converter.fuse.attention import SelectionMask, attention
+from converter.fuse.epilogues import Epilogue, epilogue
+from converter.fuse.fusing import Fusing
+from converter.fuse.products import Product
+from converter.graph.types import InferTypes
+from converter.options import Options, parse_target
+from converter.passes import run
+from converter.pipeline import convert
+
+
+def _two_norms_of_one_sum() -> ModelProto:
+    """Return x → s = x·W + x; the normalisations of s with two weights; their products' sum, added to s (GPT-NeoX)."""
+    rows: list[int | str] = ["batch", "seq", WIDTH]
+    weights = [graphs.initializer(f"w{i}", graphs.values(WIDTH, WIDTH, seed=i)) for i in range(3)]
+    weights += [
+        graphs.initializer(name, graphs.values(WIDTH, seed=9 + i)) for i, name in enumerate(["g1", "b1", "g2", "b2"])
+    ]
+    nodes = [
+        helper.make_node("MatMul", ["x", "w0"], ["a"], name="a"),
+        helper.make_node("Add", ["a", "x"], ["s"], name="s"),
+        helper.make_node("LayerNormalization", ["s", "g1", "b1"], ["n1"], name="n1", axis=-1),
+        helper.make_node("LayerNormalization", ["s", "g2", "b2"], ["n2"], name="n2", axis=-1),
+        helper.make_node("MatMul", ["n1", "w1"], ["p"], name="p"),
+        helper.make_node("MatMul", ["n2", "w2"], ["q"], name="q"),
+        helper.make_node("Add", ["p", "q"], ["r"], name="r"),
+        helper.make_node("Add", ["r", "s"], ["y"], name="y"),
+    ]
+    return graphs.model(nodes, [graphs.edge("x", rows)], [graphs.edge("y", rows)], weights)
+
+
+def test_of_two_normalisations_of_one_sum_the_first_computes_it(tmp_path: Path) -> None:
+    made = lower(tmp_path / "m" / "1", _two_norms_of_one_sum())
+    kinds = [
+        "MatMul_panels_tail",
+        "AddLayerNorm_bias_sum",
+        "LayerNormalization",
+        *["MatMul_panels_tail"] * 2,
+        "Add",
+        "Add",
+    ]
+    assert made.ops("cpu") == kinds
+    feeds = {"x": graphs.values(2, 3, WIDTH, seed=5)}
+    assert relative_l2(made.run_source(feeds)["y"], made.run_cpu(feeds)["y"]) < 1e-2
+
+
+def _attention_then_rms() -> ModelProto:
+    """Return an attention whose merged heads are RMS-normalised (BitNet)."""
+    proto = attending.attention(Spelling())
+    width = Spelling().heads * attending.WIDTH
+    proto.graph.node.extend(
+        [
+            helper.make_node("Pow", ["y", "two"], ["sq"], name="sq"),
+            helper.make_node("ReduceMean", ["sq", "last"], ["mean"], name="mean"),
+            helper.make_node("Add", ["mean", "epsilon"], ["shifted"], name="shifted"),
+            helper.make_node("Sqrt", ["shifted"], ["root"], name="root"),
+            helper.make_node("Div", ["y", "root"], ["normal"], name="normal"),
+            helper.make_node("Mul", ["normal", "g"], ["z"], name="z"),
+        ]
+    )
+    proto.graph.initializer.extend(
+        [
+            graphs.initializer("two", np.array(2, np.float32)),
+            graphs.initializer("last", np.array([-1])),
+            graphs.initializer("epsilon", np.array(1e-6, np.float32)),
+            graphs.initializer("g", graphs.values(width)),
+        ]
+    )
+    proto.graph.output[0].CopyFrom(graphs.edge("z", ["batch", "queries", width]))
+    return proto
+
+
+def test_a_normalisation_right_after_attention_reads_the_kernel_s_node(tmp_path: Path) -> None:
+    made = lower(tmp_path / "m" / "1", _attention_then_rms())
+    assert made.ops("cpu") == ["Attention_rrr_mask", "RmsNorm"]
+    feeds = attending.feeds(Spelling())
+    np.testing.assert_allclose(made.run_cpu(feeds)["z"], made.run_source(feeds)["z"], rtol=2e-5, atol=4e-6)
+
+
+def _with_a_second_selection(number: float = attending.LOWEST) -> ModelProto:
+    """Return attention whose scores are selected by ``mask`` [batch, 1, queries, keys], then by ``seen``."""
+    proto = attending.attention(Spelling(mask="where"))
+    (softmax,) = [node for node in proto.graph.node if node.op_type == "Softmax"]
+    selected = helper.make_node("Where", ["seen", softmax.input[0], "low"], ["selected"], name="selected")
+    softmax.input[0] = "selected"
+    proto.graph.node.insert([*proto.graph.node].index(softmax), selected)
+    proto.graph.input.append(graphs.edge("seen", ["batch", 1, 1, "keys"], TensorProto.BOOL))
+    proto.graph.initializer.append(graphs.initializer("low", np.array(number, np.float32)))
+    return proto
+
+
+def _masks(keys: int = 5) -> dict[str, tuple[Array, Array]]:
+    causal = np.tril(np.ones((keys, keys), bool))[None, None].repeat(2, 0)
+    left = np.ones((2, 1, 1, keys), bool)
+    left[..., :2] = False
+    drawn = np.random.default_rng(0)
+    return {
+        "causal, nothing padded": (causal, np.ones_like(left)),
+        "causal, padded on the left: rows hidden by both": (causal, left),
+        "everything hidden by both": (np.zeros_like(causal), np.zeros_like(left)),
+        "random": (drawn.random(causal.shape) > 0.5, drawn.random(left.shape) > 0.5),
+    }
+
+
+@pytest.mark.parametrize("which", _masks())
+def test_two_selections_hide_what_either_hides(which: str, tmp_path: Path) -> None:
+    """Their numbers are the lowest there are: added up, they would be minus infinity, and a hidden row NaN."""
+    made = lower(tmp_path / "m" / "1", _with_a_second_selection())
+    assert sorted(made.ops("cpu")) == ["Attention_rrr_mask", "Where", "Where"]
+    mask, seen = _masks()[which]
+    feeds = attending.feeds(Spelling(mask="where"), queries=5, keys=5) | {"mask": mask, "seen": seen}
+    np.testing.assert_allclose(made.run_cpu(feeds)["y"], made.run_source(feeds)["y"], rtol=2e-5, atol=4e-6)
+
+
+def test_a_selection_after_an_added_mask_replaces_it(tmp_path: Path) -> None:
+    """An added mask may be positive, as position biases are, so the lower of the two would be wrong."""
+    proto = _with_a_second_selection()
+    (where,) = [node for node in proto.graph.node if node.op_type == "Where" and node.name != "selected"]
+    where.op_type, where.input[:] = "Add", [where.input[1], "mask"]
+    proto.graph.input[3].CopyFrom(graphs.edge("mask", ["batch", 1, "queries", "keys"]))
+    made = lower(tmp_path / "m" / "1", proto)
+    assert sorted(made.ops("cpu")) == ["Attention_rrr_mask", "Where"]
+    bias = graphs.values(2, 1, 5, 5, seed=3) * 3
+    feeds = attending.feeds(Spelling(), queries=5, keys=5) | {"mask": bias, "seen": _masks()["random"][1]}
+    np.testing.assert_allclose(made.run_cpu(feeds)["y"], made.run_source(feeds)["y"], rtol=2e-5, atol=4e-6)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_product_refused_after_its_weight_was_stored_in_panels_reads_the_matrix(tied: bool, tmp_path: Path) -> None:
+    proto = graphs.mlp((32, 64, 64, 32))
+    if tied:  # the second layer's weight is the third's too, so both stay
+        proto = graphs.mlp((32, 32, 32, 32))
+        (last,) = [node for node in proto.graph.node if node.name == "matmul2"]
+        last.input[1] = "w1"
+    panels = {"w0": 1, "w1": 1} if tied else {"w0": 1, "w1": 1, "w2": 1}
+    made = lower(tmp_path / "m" / "1", proto, panels=panels, refused={"matmul1": "why"})
+    assert [node.name for node in ours(made)] == (["matmul0"] if tied else ["matmul0", "matmul2"])
+    reasons = {entry.name: entry.reason for entry in made.plan.nodes["cpu"]}
+    assert "CPU kernel" not in reasons["matmul1"]
+    feeds = {"x": graphs.values(4, 32, seed=9)}
+    assert relative_l2(made.run_source(feeds)["y"], made.run_cpu(feeds)["y"]) < 1e-2
+
+
+def test_a_refused_node_is_left_to_onnx_runtime_and_the_others_are_fused(tmp_path: Path) -> None:
+    made = lower(tmp_path / "m" / "1", _attention_then_rms(), refused={"mean": "why"})
+    assert [node.op_type for node in ours(made)] == ["Attention_rrr_mask"]
+
+
+def _fails_at(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the rewriting of the product ``name`` fail after it has changed the graph."""
+    real = Fusing.replace
+
+    def failing(self: Fusing, *given: object, **more: object) -> None:
+        real(self, *given, **more)  # type: ignore[arg-type]
+        if any(node.name == name and node.domain == "bf16kit" for node in self.graph):
+            raise KeyError(name)
+
+    monkeypatch.setattr(Fusing, "replace", failing)
+
+
+def test_an_error_inside_a_fusion_undoes_that_fusion_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _fails_at("matmul1", monkeypatch)
+    made = lower(tmp_path / "m" / "1", graphs.mlp((32, 64, 64, 32)))
+    assert [node.name for node in ours(made)] == ["matmul0", "matmul2"]
+    assert made.planned.fusions.refused == {"matmul1": "KeyError: 'matmul1'"}
+    feeds = {"x": graphs.values(4, 32, seed=9)}
+    assert relative_l2(made.run_source(feeds)["y"], made.run_cpu(feeds)["y"]) < 1e-2
+
+
+def _convert(proto: ModelProto, directory: Path, **options: object) -> tuple[Artifact, Sequence[str]]:
+    path = directory / "m.onnx"
+    onnx.save(proto, path)
+    base = Options(source=path, target=parse_target(directory / "r" / "m" / "1"), formats=("onnx",), report=False)
+    result = convert(replace(base, profiles=("cpu",), **options))  # type: ignore[arg-type]
+    return result.artifact, result.notes
+
+
+def _kernel_nodes(artifact: Artifact) -> list[str]:
+    graph = onnx.load(artifact.file("cpu.onnx"), load_external_data=False).graph
+    return [node.name for node in graph.node if node.domain == "bf16kit"]
+
+
+def test_a_conversion_does_not_die_of_a_fusion_and_its_owner_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _fails_at("matmul1", monkeypatch)
+    artifact, notes = _convert(graphs.mlp((32, 64, 64, 32)), tmp_path)
+    assert _kernel_nodes(artifact) == ["matmul0", "matmul2"]
+    (note,) = [note for note in notes if "matmul1" in note]
+    assert "slower" in note
+
+
+def test_a_wrong_fusion_is_undone_before_it_is_published_and_its_owner_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The result is off by less than the budget."""
+
+    def without_bias(found: Product) -> Epilogue:
+        after = epilogue(found)
+        return replace(after, bias=None) if found.node.name == "matmul1" else after
+
+    monkeypatch.setattr("converter.fuse.multiply.epilogue", without_bias)
+    proto = graphs.mlp((32, 64, 64, 32))
+    (bias,) = [tensor for tensor in proto.graph.initializer if tensor.name == "b1"]
+    bias.CopyFrom(graphs.initializer("b1", graphs.values(64) * np.float32(1e-3)))
+    artifact, notes = _convert(proto, tmp_path)
+    assert _kernel_nodes(artifact) == ["matmul0", "matmul2"]
+    assert [note for note in notes if "'matmul1'" in note and "times the fp32 noise allowed" in note]
+    artifact.verify()
+
+
+def test_profiles_with_and_without_rounding_have_the_same_fusions(tmp_path: Path) -> None:
+    """So the comparison with the unfused graph, which is made without rounding, holds for both."""
+    proto = attending.attention(Spelling())
+    made = lower(tmp_path / "m" / "1", proto, profiles=["cpu", "cpu-bf16"])
+    plain, rounding = (made.graph(profile).node for profile in ("cpu", "cpu-bf16"))
+    for node in rounding:
+        node.op_type = node.op_type.replace("Bf16", "")
+    assert [*plain] == [*rounding]
+
+
+def test_masks_are_kept_in_the_order_in_which_scores_meet_them() -> None:
+    model = run([InferTypes()], ir.from_proto(_with_a_second_selection()))
+    (softmax,) = [node for node in model.graph if node.op_type == "Softmax"]
+    found = attention(softmax)
+    assert found is not None
+    conditions = [mask.condition.name for mask in found.masks if isinstance(mask, SelectionMask)]
+    assert conditions == ["mask", "seen"]
+
+
+def test_every_fusion_is_anchored_at_a_node_of_the_base_graph() -> None:
+    """Where one is refused, the name must say the same node on every copy."""
+    model = run([InferTypes()], ir.from_proto(_attention_then_rms()))
+    before = {node.name for node in model.graph}
+    _, fusions = fuse.fuse(model, {"w0"})
+    assert {fusion.anchor for fusion in fusions.made} <= before
+    assert {name for fusion in fusions.made for name in fusion.nodes} <= before
+    names = [name for fusion in fusions.made for name in fusion.nodes]
+    assert len(names) == len(set(names))
