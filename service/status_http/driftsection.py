@@ -100,8 +100,12 @@ def _bound(recent: RecentActivity, output: str, metric: str, ratio: float, budge
     low, high = (side.get(output, {}).get(metric) for side in (recent.drift.low, recent.drift.high))
     over = low is not None and low > 1
     percentage = f'<span class="share{" over" if over else ""}">{formatting.share(ratio)}</span>'
+    name = escape(metric)
+    if metric == "slice_error" and output in recent.drift.worst_slice:
+        axis, index = recent.drift.worst_slice[output]
+        name += f'<br><span class="muted">index {index} of axis {axis}</span>'
     return (
-        escape(metric),
+        name,
         f"{meter(ratio)} {percentage}",
         _interval(low, high),
         formatting.number(budget.measured(metric, ratio)),

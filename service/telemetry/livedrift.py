@@ -11,6 +11,7 @@ _EFFECTIVE, _SCORE = "bf16kit_drift_effective_samples", "bf16kit_drift_change_sc
 _CHANGES, _OVER, _CAUSE = "bf16kit_drift_changes_total", "bf16kit_drift_over_budget", "bf16kit_drift_cause"
 _OUT_OF_RANGE, _LAST = "bf16kit_drift_out_of_range_total", "bf16kit_drift_last_sample_timestamp_seconds"
 _UP = "bf16kit_drift_reference_up"
+_AXIS, _INDEX = "bf16kit_drift_worst_slice_axis", "bf16kit_drift_worst_slice_index"
 _PASSED, _AT = "bf16kit_golden_gate_passed", "bf16kit_golden_gate_timestamp_seconds"
 _FALLS, _ANSWERS = "bf16kit_fallback_transitions_total", "bf16kit_answers_total"
 ACTIVE = "bf16kit_fallback_active"
@@ -21,6 +22,8 @@ LABELS: Mapping[str, tuple[str, ...]] = {
     _HIGH: ("output", "metric"),
     _EFFECTIVE: ("output",),
     _SCORE: ("output",),
+    _AXIS: ("output",),
+    _INDEX: ("output",),
     _CHANGES: ("output",),
     _OVER: (),
     _CAUSE: ("cause",),
@@ -44,6 +47,7 @@ class LiveDrift:
     high: Mapping[str, Mapping[str, float | None]]
     effective_samples: Mapping[str, float]  # by output
     change_score: Mapping[str, float | None]  # by output; 1 is an alarm
+    worst_slice: Mapping[str, tuple[int, int]]  # axis and index, by output
     changes: int  # alarms since it was loaded
     over: bool  # over budget with confidence
     cause: str  # "" without a breach or change
@@ -66,6 +70,10 @@ class LiveDrift:
             high=_interval_ends(values, _HIGH),
             effective_samples={name: value for (name,), value in values.get(_EFFECTIVE, {}).items()},
             change_score={name: _finite(value) for (name,), value in values.get(_SCORE, {}).items()},
+            worst_slice={
+                name: (round(axis), round(values.get(_INDEX, {}).get((name,), 0)))
+                for (name,), axis in values.get(_AXIS, {}).items()
+            },
             changes=round(sum(values.get(_CHANGES, {}).values())),
             over=_single_value(values, _OVER) == 1,
             cause=next((cause for (cause,), value in values.get(_CAUSE, {}).items() if value == 1), ""),

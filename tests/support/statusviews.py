@@ -53,6 +53,7 @@ def live(*, output: str = "sentence_embedding", ratio: float = 0.36, **changes: 
         "high": {output: {"relative_l2": 1.05 * ratio, "cosine_distance": 0.11 * ratio, "nonfinite": 0.0}},
         "effective_samples": {output: 212.4},
         "change_score": {output: 1.7 if over else 0.31},
+        "worst_slice": {output: (1, 7)},
         "changes": 1 if over else 0,
         "over": over,
         "cause": "broken" if over else "",
