@@ -168,13 +168,13 @@ def difference(reference: NDArray[Any], candidate: NDArray[Any]) -> tuple[Values
             return r, error, none
         low, high = float(r.min()), float(r.max())
         finite = math.isfinite(low) and math.isfinite(high) and np.isfinite(error.sum())
-        fills = _fills(r, low, high) if finite else _fills(r, *_finite_range(r))
-        if finite and not fills:
+        found = fills(r, low, high) if finite else fills(r, *_finite_range(r))
+        if finite and not found:
             return r, error, none
         known = np.isfinite(r)
         differ = (known != np.isfinite(c)) | (~known & (r != c) & ~(np.isnan(r) & np.isnan(c)))
         left_out = ~known | differ
-        for fill in fills:
+        for fill in found:
             left_out |= (r == fill) & ((c == fill) | (c == _rounded(fill)))
         r[left_out] = np.nan
         error[left_out] = np.nan
@@ -186,10 +186,10 @@ def _finite_range(r: Values) -> tuple[float, float]:
     return (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
 
 
-def _fills(r: Values, low: float, high: float) -> list[float]:
-    """Return the fills among the ends ``low`` and ``high`` of the finite elements."""
+def fills(r: NDArray[Any], low: float, high: float) -> list[float]:
+    """Return the fills of ``r`` among the ends ``low`` and ``high`` of its finite elements."""
     flat = r.reshape(-1)
-    sampled = flat[:: max(1, flat.size // _TYPICAL)]
+    sampled = flat[:: max(1, flat.size // _TYPICAL)].astype(np.float64)
     others = np.abs(sampled[np.isfinite(sampled) & (sampled != low) & (sampled != high) & (sampled != 0)])
     usual = float(np.median(others)) if others.size else math.inf
     return [end for end in (low, high) if abs(end) > FILL * usual]

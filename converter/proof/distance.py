@@ -9,13 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from bf16kit import drift
 from bf16kit.numerics import LARGEST, LOWEST
 from converter.model import Array
 
 _BLOCK = 1 << 20  # elements in float64 at a time
-_SAMPLED = 4096  # elements whose median is taken as the output's scale
-_TINY = 2.0**-126
-_MASKED = 1e3  # a lowest value this many times below the output's scale stands for minus infinity
+_SAMPLED = 4096  # elements by which fills are recognised
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -36,19 +35,19 @@ INCOMPARABLE = Distance(math.inf, math.inf)
 def measure_distance(a: Array, b: Array) -> Distance:
     """Return the distance between two arrays of any dtypes, computed in float64, in blocks.
 
-    Values that stand for minus infinity (masked logits) and are equal in both are left out, because they would dominate
-    the norms. Values beyond bf16's range count as its largest value, because masks are clamped to it.
+    Values that stand for infinity (masked logits) and are equal in both are left out, because they would dominate the
+    norms. Values beyond bf16's range count as its largest value, because masks are clamped to it.
     """
     if a.shape != b.shape:
         return INCOMPARABLE
     if a.dtype == np.object_ or b.dtype == np.object_:
         return SAME if np.array_equal(a, b) else INCOMPARABLE
-    lowest, squares, largest = _lowest_if_mask(a), np.zeros(3), 0.0
+    fills, squares, largest = _fills(a), np.zeros(3), 0.0
     for x, y in _blocks(a, b):
         finite = np.isfinite(x)
         if not np.array_equal(finite, np.isfinite(y)) or not np.array_equal(x[~finite], y[~finite], equal_nan=True):
             return INCOMPARABLE
-        kept = finite & ((x != lowest) | (y != lowest))
+        kept = finite & ~(np.isin(x, fills) & (x == y))
         x, y = x[kept], y[kept]
         difference = y - x
         squares += [difference @ difference, x @ x, y @ y]
@@ -79,16 +78,16 @@ def is_float(array: Array) -> bool:
     return array.dtype.kind == "f" or array.dtype.name == "bfloat16"
 
 
-def _lowest_if_mask(array: Array) -> float:
-    """Return the lowest finite value if it stands for minus infinity, else NaN, which compares equal to nothing."""
+def _fills(array: Array) -> list[float]:
+    """Return the constants that stand for infinity, as drift leaves them out (:func:`bf16kit.drift.fills`)."""
     if not is_float(array) or array.size == 0:
-        return math.nan
+        return []
+    ends = [(x.min(), x.max()) for x, _ in _blocks(array, array, finite=True) if x.size]
+    if not ends:
+        return []
     flat = array.reshape(-1)
-    lowest = min((float(x.min(initial=np.inf)) for x, _ in _blocks(flat, flat, finite=True)), default=math.inf)
     sampled = _limited(flat[:: max(1, flat.size // _SAMPLED)])
-    others = np.abs(sampled[np.isfinite(sampled) & (sampled != lowest)])
-    scale = float(np.median(others)) if others.size else abs(lowest)
-    return lowest if lowest < -_MASKED * max(scale, _TINY) else math.nan
+    return drift.fills(sampled, float(min(low for low, _ in ends)), float(max(high for _, high in ends)))
 
 
 def _limited(array: Array) -> NDArray[np.float64]:

@@ -52,6 +52,7 @@ def test_live_drift_reads_every_field_from_the_metrics() -> None:
     series = watched.model()
     series.budget_ratio("y", "relative_l2", 1.3, 1.1, 1.5)
     series.recent("y", 42.5, 1.2)
+    series.worst_slice("y", 2, 17)
     series.changed("y")
     series.judged(True, "out_of_range")
     series.out_of_range("x", 7)
@@ -63,6 +64,7 @@ def test_live_drift_reads_every_field_from_the_metrics() -> None:
     drift = watched.drift
     assert (drift.low["y"]["relative_l2"], drift.high["y"]["relative_l2"]) == (1.1, 1.5)
     assert (drift.effective_samples, drift.change_score, drift.changes) == ({"y": 42.5}, {"y": 1.2}, 1)
+    assert drift.worst_slice == {"y": (2, 17)}
     assert (drift.over, drift.cause, drift.out_of_range) == (True, "out_of_range", {"x": 7})
     assert (drift.last_sample, drift.reference_up, drift.gate_passed, drift.gate_at) == (99.0, False, False, 98.0)
     assert drift.answers == {"bf16": 0, "fp32": 1}
