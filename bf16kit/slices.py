@@ -69,14 +69,14 @@ class SliceSums:
         """Add the squares of ``values`` of ``[samples, *axes]``; elements that are NaN are left out."""
         with np.errstate(over="ignore"):  # of float64 outputs; such a slice is not judged
             squares = np.einsum("n...,n...->...", values, values)
-            count = np.broadcast_to(np.float64(len(values)), squares.shape)
-            if not np.isfinite(squares).all():
+            count: Values | None = None  # as many as there are samples, for each element
+            if not math.isfinite(squares.sum()):
                 present = ~np.isnan(values)
                 squares, count = np.square(np.where(present, values, 0.0)).sum(0), present.sum(0, dtype=np.float64)
-        squares, count = np.atleast_1d(squares), np.atleast_1d(count)
-        for axis in range(min(squares.ndim, len(self.widths))):
-            others = tuple(other for other in range(squares.ndim) if other != axis)
-            self._add(axis, *(self._grouped(axis, array.sum(others)) for array in (squares, count)))
+        for axis in range(min(max(1, squares.ndim), len(self.widths))):
+            sums = _along(squares, axis)
+            counts = np.full(len(sums), len(values) * (squares.size / max(1, len(sums))))
+            self._add(axis, *self._grouped(axis, sums, counts if count is None else _along(count, axis)))
 
     def merge(self, other: SliceSums) -> None:
         """Add the sums of ``other``, which is of the same output."""
@@ -98,16 +98,27 @@ class SliceSums:
 
     def _add(self, axis: int, sums: Values, counts: Values) -> None:
         more = len(sums) - len(self.sums[axis])
+        if not len(self.sums[axis]):
+            self.sums[axis], self.counts[axis] = sums.copy(), counts.copy()
+            return
         if more > 0:
             self.sums[axis], self.counts[axis] = (np.pad(a[axis], (0, more)) for a in (self.sums, self.counts))
         self.sums[axis][: len(sums)] += sums
         self.counts[axis][: len(counts)] += counts
 
-    def _grouped(self, axis: int, values: Values) -> Values:
+    def _grouped(self, axis: int, sums: Values, counts: Values) -> tuple[Values, Values]:
         width = self.widths[axis]
-        if width == 1 and len(values) <= GROUPS:
-            return values
-        return np.add.reduceat(values, np.arange(0, len(values), width)[:GROUPS])
+        if width == 1 and len(sums) <= GROUPS:
+            return sums, counts
+        starts = np.arange(0, len(sums), width)[:GROUPS]
+        return np.add.reduceat(sums, starts), np.add.reduceat(counts, starts)
+
+
+def _along(array: Values, axis: int) -> Values:
+    """Return the sums of ``array`` over all axes but ``axis``."""
+    if array.ndim < 2:
+        return array.reshape(-1)
+    return array.sum(tuple(other for other in range(array.ndim) if other != axis))
 
 
 class Variation:

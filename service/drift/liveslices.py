@@ -14,6 +14,7 @@ from service.contract import Array
 from service.drift.recent import HALF_LIFE, MIN_EFFECTIVE_SIZE, Estimate
 
 _EVERY = 16  # requests between two decays of the sums
+_JUDGED = 8  # requests between two searches for the worst slice, once there are some
 _DECAY = 2.0 ** (-_EVERY / HALF_LIFE)
 # Elements of a row that is kept to tell how the next one differs: half a megabyte. The slices of an output with larger
 # rows are judged by requests of several rows alone.
@@ -41,6 +42,7 @@ class LiveSlices:
         """Forget the errors, because another precision answers now or drift has changed; the variation is kept."""
         self._noise = SliceSums(self._spec, self._batch_axis)
         self._requests = 0
+        self._worst: SliceError | None = None
 
     def compare(self, reference: Array, candidate: Array) -> OutputDrift:
         """Measure one request's rows; the reference's count for the variation, the errors only once added."""
@@ -55,12 +57,13 @@ class LiveSlices:
             self._noise.scale(_DECAY)
             self._variation.scale(_DECAY)
         self._noise.merge(found.noise)
+        if self._requests < _EVERY or self._requests % _JUDGED == 0:
+            pairs = zip_longest(self._variation.scales(), self._known or [], fillvalue=_NONE)
+            self._worst = worst_slice(self._noise, [_larger(*pair) for pair in pairs])
 
     def worst(self) -> SliceError | None:
-        """Return the worst slice of recent requests; None while none can be judged."""
-        live = self._variation.scales()
-        known = self._known or []
-        return worst_slice(self._noise, [_larger(*pair) for pair in zip_longest(live, known, fillvalue=_NONE)])
+        """Return the worst slice of recent requests, up to :data:`_JUDGED` ago; None while none can be judged."""
+        return self._worst
 
 
 def _larger(live: Values, known: Values) -> Values:
