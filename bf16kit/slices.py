@@ -10,8 +10,10 @@ fraction of variance unexplained: 0 for an exact slice, about 1 for one that alw
 whose values belong to other samples.
 
 A slice that does not vary beyond fp32's noise is judged against its magnitude instead, so by its relative error. A
-slice that is zero is not judged; neither is one with fewer than :data:`FEWEST` differences. Sums are in float64. An
-axis longer than :data:`GROUPS` is summed in groups of neighbours, each judged as one slice.
+slice that is zero is not judged, nor one whose values are beyond fp32's resolution beside the output's largest, or
+beside 1 if that is larger, such as the probabilities of 1e-7 in the background of a map; neither is one with fewer than
+:data:`FEWEST` differences. Sums are in float64. An axis longer than :data:`GROUPS` is summed in groups of neighbours,
+each judged as one slice.
 """
 
 from __future__ import annotations
@@ -118,7 +120,7 @@ def _along(array: Values, axis: int) -> Values:
     """Return the sums of ``array`` over all axes but ``axis``."""
     if array.ndim < 2:
         return array.reshape(-1)
-    return array.sum(tuple(other for other in range(array.ndim) if other != axis))
+    return np.asarray(array.sum(tuple(other for other in range(array.ndim) if other != axis)))
 
 
 class Variation:
@@ -132,12 +134,15 @@ class Variation:
         self._differences = SliceSums(spec, batch_axis)
         self._squares = SliceSums(spec, batch_axis)
         self._last: Values | None = None
+        self._peak = 0.0
 
     def add(self, samples: Values) -> None:
         """Add ``samples`` of ``[samples, *axes]``, in the order of the calls; elements that are NaN are left out."""
         if samples.size == 0:
             return
         self._squares.add(samples)
+        if self._peak < 1:
+            self._peak = max(self._peak, float(np.nanmax(np.abs(samples), initial=0.0)))
         for difference in self._successive(samples):
             self._differences.add(difference * math.sqrt(0.5))
         too_large = self._largest is not None and samples[0].size > self._largest
@@ -151,13 +156,14 @@ class Variation:
     def scales(self) -> list[Values]:
         """Return the :data:`Scales` of the samples added so far."""
         found = []
+        floor = (FP32_NOISE * min(1.0, self._peak)) ** 2
         for variation, magnitude, counts in zip(
             self._differences.means(), self._squares.means(), self._differences.counts, strict=True
         ):
             padded = np.zeros((2, len(magnitude)))
             padded[:, : len(counts)] = variation, counts
             scale = np.where(padded[0] > FP32_NOISE**2 * magnitude, padded[0], magnitude)
-            found.append(np.where((scale > 0) & (padded[1] >= FEWEST), scale, np.inf))
+            found.append(np.where((scale > floor) & (padded[1] >= FEWEST), scale, np.inf))
         return found
 
     def _successive(self, samples: Values) -> Iterator[Values]:

@@ -62,12 +62,12 @@ def _orders(count: int) -> Iterator[tuple[int, ...]]:
 
 def _undisturbed(runtime: Runtime, row: Feeds, apart: Feeds, outputs: Sequence[TensorSpec], extreme: float) -> bool:
     """Whether ``row`` keeps its outputs when all floats of its companion are ``extreme``."""
-    companion = {n: np.full_like(array, extreme) if array.dtype.kind == "f" else array for n, array in row.items()}
+    with np.errstate(over="ignore"):  # in fp16, the largest is infinite
+        companion = {n: np.full_like(array, extreme) if array.dtype.kind == "f" else array for n, array in row.items()}
     if all(companion[name] is array for name, array in row.items()):
         return True
     try:
-        with np.errstate(over="ignore"):
-            together = runtime.run(_batch([row, companion]))
+        together = runtime.run(_batch([row, companion]))
     except RuntimeFailure:
         return True
     return _same([apart], {name: array[:1] for name, array in together.items()}, outputs)

@@ -13,6 +13,7 @@ from bf16kit.manifest import DriftEntry, Manifest, ProfileEntry
 from bf16kit.publish import StagingArtifact
 from bf16kit.runtime import Runtime
 from bf16kit.runtime.loading import load_reference
+from bf16kit.slices import Values
 from bf16kit.tensors import TensorSpec
 from bf16kit.wording import brief
 from converter.formats.traced import TRACED
@@ -28,6 +29,7 @@ from converter.proof.measure import Expected
 from converter.proof.observedshapes import edges, with_batch_axis, with_observed_shapes
 from converter.proof.oracle import OracleRun
 from converter.proof.oraclereference import OracleReference
+from converter.proof.resolved import resolved
 from converter.proof.running import open_fp32_graph
 from converter.proof.runs import Run, run_as_served, run_export
 from converter.proof.samples import Samples, samples_usage
@@ -45,12 +47,13 @@ _ROWS_INTERACT = (
 @dataclass(slots=True)
 class Certified:
     """The results of running an artifact: its manifest with drift and batch axis, one :class:`Run` per profile, and a
-    sentence for each bound that a profile exceeds."""
+    sentence for each bound that a profile exceeds. ``scales`` are what slices are judged against, by output."""
 
     manifest: Manifest
     runs: dict[str, Run] = field(default_factory=dict)
     breaches: dict[str, list[str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    scales: dict[str, list[Values]] = field(default_factory=dict)
 
     @property
     def drifts(self) -> dict[str, dict[str, list[SampleDrift]]]:
@@ -87,7 +90,9 @@ def certify(
     manifest = manifest.amended(oracle=checked)
     manifest, notes = with_observed_shapes(manifest, samples.feeds, answers)
     certified = Certified(with_batch_axis(manifest, axis), notes=[*oracle.remarks(checked), *notes])
-    scales = measure.slice_scales(answers, edges(certified.manifest)[1], axis)
+    outputs = edges(certified.manifest)[1]
+    scales = resolved(oracle_run, answers, outputs, axis, measure.slice_scales(answers, outputs, axis))
+    certified.scales.update(scales)
     expected = Expected(samples.feeds, answers, scales, len(samples.given))
     if axis is None:
         certified.notes.append(_ROWS_INTERACT if rows_interact else _AXIS_UNCONFIRMED)
@@ -183,7 +188,9 @@ def _record(certified: Certified, name: str, label: str, run: Run, samples: Samp
     certified.runs[name] = run
     summaries = measure.summarise(run.drifts)
     count = next(iter(summaries.values())).samples
-    entry = DriftEntry(samples=count, source=samples.origin, outputs=measure.as_dict(summaries), emulated=run.emulated)
+    entry = DriftEntry(
+        samples=count, source=samples.described, outputs=measure.as_dict(summaries), emulated=run.emulated
+    )
     manifest = certified.manifest
     certified.manifest = manifest.amended(drift=manifest.drift | {name: entry})
     certified.breaches[name] = [f"{label}, {breach}" for breach in find_breaches(options.budget, run.drifts)]

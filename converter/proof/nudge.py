@@ -68,6 +68,11 @@ class Noise:
         ]
         return max(distances, default=0.0)
 
+    def pairs(self, name: str) -> list[list[tuple[Array, Array]]]:
+        """Return an output of each feed as it is and nudged, for each nudged run."""
+        unchanged, *runs = self._runs
+        return [[(unchanged[feed][name], run[feed][name]) for feed in range(len(unchanged))] for run in runs]
+
     def without_unstable(self, array: Array, source: Array, name: str, feed: int) -> Array:
         """Return ``array``, an output for one feed, with values that noise flips taken from ``source``."""
         return mask_unstable(array, source, [run[feed][name] for run in self._runs])

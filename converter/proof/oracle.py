@@ -24,7 +24,7 @@ FEEDS = 4  # the source runs on this many samples, the first ones
 FLOOR = 64 * FP32_ROUNDOFF
 # In unit roundoffs, like FLOOR. Smaller, because fp16 rounds once per node, fp32 once per term of a sum.
 _COARSE_FLOOR = 8
-_MULTIPLE = 4  # the bound is this many times the change that nudging the weights by 16 ulps causes
+MULTIPLE = 4  # the bound is this many times the change that nudging the weights by 16 ulps causes
 _LARGEST_USEFUL_BOUND = 1e-3  # a bound above this could hide faults as large as bf16's own drift, so a note says so
 
 
@@ -98,7 +98,7 @@ def measure(oracle_run: OracleRun, expected: Sequence[Feeds]) -> OracleEntry:
     if noise is not None and any(found[name].relative_l2 > bounds[name] for name in found):
         for name in found:
             if bounds[name]:
-                bounds[name] = max(floor, _MULTIPLE * noise.largest_change(name))
+                bounds[name] = max(floor, MULTIPLE * noise.largest_change(name))
             found[name] = _worst(oracle_run.outputs, expected, name, noise)
     return OracleEntry(
         checked=True,

@@ -44,10 +44,7 @@ def with_enough(
         return samples
     random = np.random.default_rng(seed)
     made = list(_accepted([_perturbed(samples.feeds, i, random) for i in range(missing)], oracle))
-    if not made:
-        return samples
-    origin = f"{samples.origin}, and {len(made)} made of them by perturbation"
-    return replace(samples, feeds=(*samples.feeds, *made), origin=origin, made=len(made))
+    return replace(samples, feeds=(*samples.feeds, *made), made=len(made))
 
 
 def _accepted(feeds: Sequence[Feeds], oracle: Oracle) -> Iterator[Feeds]:

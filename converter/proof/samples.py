@@ -39,6 +39,11 @@ class Samples:
     made: int = 0
 
     @property
+    def described(self) -> str:
+        """Where the feeds came from, those that were made included."""
+        return f"{self.origin}, and {self.made} made of them by perturbation" if self.made else self.origin
+
+    @property
     def given(self) -> tuple[Feeds, ...]:
         """The feeds without those that were made of them."""
         return self.feeds[: len(self.feeds) - self.made]

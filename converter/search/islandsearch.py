@@ -109,7 +109,7 @@ class IslandSearches:
             replan=self._replan,
             islands=merged(self.results.values()),
             edges=edges,
-            expected=self._reference_outputs(edges),
+            expected=self._reference_outputs(edges, certified),
             budget=self._options.budget.tightened(share),
             deadline=deadline,
             saturate=self._options.saturate,
@@ -117,13 +117,12 @@ class IslandSearches:
             scratch=self._scratch,
         )
 
-    def _reference_outputs(self, edges: Edges) -> Expected:
+    def _reference_outputs(self, edges: Edges, certified: Certified) -> Expected:
         if self._expected is None:
             reference = open_fp32_graph(self._prepared.reference, edges.inputs, edges.outputs, self._scratch)
             outputs = measure.spool(reference, self._samples, self._scratch)
             reference.close()
-            scales = measure.slice_scales(outputs, edges.outputs, edges.batch_axis)
-            self._expected = Expected(self._samples.feeds, outputs, scales, len(self._samples.given))
+            self._expected = Expected(self._samples.feeds, outputs, certified.scales, len(self._samples.given))
         return self._expected
 
     def _replan(self, islands: Islands, profile: Profile) -> Plan:

@@ -23,7 +23,7 @@ from converter.proof.running import open_fp32_graph
 from converter.search.switches import Switch, positions
 
 MAX_WORST_SAMPLES = 1  # samples on which a single rounding is measured
-_SLICE = 0.06  # of a slice error is as near to its default bound as that relative_l2
+_SLICE = 0.03  # of a slice error is as near to its default bound as that relative_l2
 MAX_SAMPLES = 16  # samples on which a set of islands is tried
 
 

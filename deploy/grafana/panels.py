@@ -52,11 +52,6 @@ def _mean(metric: str, by: str) -> str:
     return f"sum by ({by}) ({_rate(metric + '_sum')}) / sum by ({by}) ({_rate(metric + '_count')})"
 
 
-def _labelled(part: str) -> str:
-    """Return 1 for each output, with the axis or index of its worst slice as a label."""
-    return f'count_values by ({KEYS}, output) ("{part}", bf16kit_drift_worst_slice_{part}{{{MODEL}}})'
-
-
 def _quantile(share: float, metric: str) -> str:
     return f"histogram_quantile({share}, sum by (le, model, version) ({_rate(metric + '_bucket')}))"
 
@@ -88,12 +83,12 @@ DRIFT = (
         "percentunit", bound=1.0, width=16,
     ),
     _lines(
-        "Worst slice ÷ its bound", "The slice of each output with the largest error for its variation: axis and index.",
+        "Worst slice ÷ its bound", "The slice of each output with the largest error for its variation.",
         Query(
             f'bf16kit_drift_budget_ratio{{metric="slice_error", {MODEL}}}'
-            f" * on ({KEYS}, output) group_right {_labelled('axis')} * on ({KEYS}, output) group_right(axis)"
-            f" {_labelled('index')}",
-            f"{NAME} {{{{output}}}}, axis {{{{axis}}}}, index {{{{index}}}}",
+            f" * on ({KEYS}, output) group_right"
+            f' count_values by ({KEYS}, output) ("index", bf16kit_drift_worst_slice_index{{{MODEL}}})',
+            f"{NAME} {{{{output}}}}, index {{{{index}}}}",
         ),
         bound=1.0, unit="percentunit",
     ),

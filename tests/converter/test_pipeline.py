@@ -211,7 +211,7 @@ def test_samples_of_a_function_are_measured_and_recorded(
     done = cli("checkpoint", onnx_file, "--out", target, *ONNX_ONLY, "--samples", "calibration_of_a_test:three")
     assert "because --samples was not given" not in done.published().out
     entry = Artifact.open(target).manifest.drift["cpu"]
-    assert (entry.samples, entry.source) == (6, "calibration_of_a_test:three")
+    assert (entry.samples, entry.source) == (6, "calibration_of_a_test:three, and 13 made of them by perturbation")
 
 
 def test_convert_can_be_called_without_a_command_line(onnx_file: Path, target: Path) -> None:

@@ -25,6 +25,7 @@ def everything() -> Metrics:
     model.loaded(RuntimeInfo("onnxruntime", "cpu", "cpu", "bf16-weights", "fp32"), {"y": {"relative_l2": 0.001}})
     model.drift("y", SampleDrift(1e-3, 1e-6, 1e-3, 60.0, 1, 1, 0), 1.0)
     model.budget_ratio("y", "relative_l2", 0.4, 0.3, 0.5)
+    model.budget_ratio("y", "slice_error", 0.1, 0.05, 0.2)
     model.recent("y", 100.0, 0.1)
     model.worst_slice("y", 1, 3)
     model.changed("y")

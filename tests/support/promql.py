@@ -39,6 +39,10 @@ def selectors(expression: str) -> Iterator[Selector]:
         yield Selector(name, frozenset(label for label, *_ in matchers), equals)
 
 
+_COUNTED = re.compile(r'count_values[^"]*\("(\w+)"')
+
+
 def grouped(expression: str) -> set[str]:
-    """Return the labels by which the expression groups or joins."""
-    return {name.strip() for names in _GROUPING.findall(expression) for name in names.split(",") if name.strip()}
+    """Return the labels by which the expression groups or joins, and those that ``count_values`` makes of values."""
+    labels = {name.strip() for names in _GROUPING.findall(expression) for name in names.split(",") if name.strip()}
+    return labels | set(_COUNTED.findall(expression))

@@ -86,8 +86,8 @@ FORMULAS: dict[str, Callable[[Array, Array], float]] = {
 _FAR = {"relative_l2": math.inf, "cosine_distance": 1.0, "max_abs": math.inf}
 
 
-def figures(reference: Array, candidate: Array, logits: bool) -> dict[str, float]:
-    """Return all figures of one sample of one output."""
+def figures(reference: Array, candidate: Array, logits: bool, whole: Array | None = None) -> dict[str, float]:
+    """Return all figures of one sample of one output; fills are recognised in the ``whole`` output of its feed."""
     r, c = np.asarray(reference, np.float64), np.asarray(candidate, np.float64)
     found: dict[str, float] = {}
     if logits and r.ndim and r.size:
@@ -97,10 +97,14 @@ def figures(reference: Array, candidate: Array, logits: bool) -> dict[str, float
         found |= {"top1_matches": float(np.sum(ties)), "top1_rows": float(best.size)}
     kept = np.isfinite(r) & np.isfinite(c)
     found["nonfinite"] = float(np.sum(~kept & (r != c) & ~(np.isnan(r) & np.isnan(c))))
-    ends = {float(r[kept].min()), float(r[kept].max())} if kept.any() else set()
-    others = np.abs(r[kept & (r != 0) & ~np.isin(r, list(ends))])
+    every = np.asarray(reference if whole is None else whole, np.float64)
+    every = every[np.isfinite(every)]
+    ends = {float(every.min()), float(every.max())} if every.size else set()
+    others = np.abs(every[(every != 0) & ~np.isin(every, list(ends))])
     for end in ends:
-        if others.size and abs(end) > _FILL * float(np.median(others)):  # a constant for infinity, maybe in bf16
+        if others.size and abs(end) > _FILL * max(
+            1.0, float(np.median(others))
+        ):  # a constant for infinity, maybe in bf16
             kept &= (r != end) | ((c != end) & (c != _in_bf16(end)))
     if found["nonfinite"]:
         return found | _FAR
@@ -179,10 +183,12 @@ def _run_again(path: Path, manifest: Mapping[str, Any], measured: Mapping[str, A
         for output in manifest["outputs"]:
             name, columns = output["name"], measured[profile]["outputs"][output["name"]]
             pairs = [
-                pair for r, c in zip(expected, actual, strict=True) for pair in _samples(r[name], c[name], manifest)
+                (*pair, r[name])
+                for r, c in zip(expected, actual, strict=True)
+                for pair in _samples(r[name], c[name], manifest)
             ]
-            for place, (r, c) in enumerate(pairs[: len(columns["nonfinite"])]):
-                for metric, value in figures(r, c, output.get("kind") == "logits").items():
+            for place, (r, c, whole) in enumerate(pairs[: len(columns["nonfinite"])]):
+                for metric, value in figures(r, c, output.get("kind") == "logits", whole).items():
                     where = f"the second judge: {path}, {profile}, {name!r}, sample {place}"
                     _same(where, metric, columns[metric][place], value)
 

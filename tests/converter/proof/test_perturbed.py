@@ -57,8 +57,8 @@ def test_the_given_samples_stay_first_and_the_origin_says_what_was_made() -> Non
     found = enough(given)
     assert found.given == tuple(given)
     assert found.made == SAMPLES - 3
-    assert found.origin == "the test, and 13 made of them by perturbation"
-    assert enough(floats(16)).origin == "the test"
+    assert found.described == "the test, and 13 made of them by perturbation"
+    assert enough(floats(16)).described == "the test"
 
 
 def test_features_keep_their_scale() -> None:

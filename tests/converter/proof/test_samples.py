@@ -134,7 +134,7 @@ def test_an_empty_directory_is_rejected(tmp_path: Path) -> None:
 def test_a_conversion_measures_on_the_given_samples_and_records_them(cli: Cli, onnx_file: Path, target: Path) -> None:
     done = cli("checkpoint", onnx_file, "--out", target, "--samples", "feeders:three", *ONNX_ONLY).published()
     entry = Artifact.open(target).manifest.drift["cpu"]
-    assert (entry.samples, entry.source) == (6, "feeders:three")
+    assert (entry.samples, entry.source) == (6, "feeders:three, and 13 made of them by perturbation")
     assert "because --samples was not given" not in done.out
 
 
