@@ -75,7 +75,7 @@ class SampleDrift:
 class OutputDrift:
     """The drift of one output: of each sample, and the sums of its slices' errors, None for outputs without slices.
 
-    ``scales`` are what these are judged against, None if that is not known. ``scalar``: the output is one number per
+    ``scales`` are what these are judged against, None if that is not known. ``scalar``: the output is one float per
     sample. ``made``: the samples were made of others, because these were too few to judge slices and agreement by; they
     do not count in metrics with a value per sample.
     """
@@ -127,7 +127,7 @@ def compare(
             noise.add(error)
             if variation is not None:
                 variation.add(judged)
-    return OutputDrift(rows, noise, scales, math.prod(r.shape[1:]) == 1)
+    return OutputDrift(rows, noise, scales, noise is not None and math.prod(r.shape[1:]) == 1)
 
 
 _INFINITELY_FAR = SampleDrift(math.inf, 1.0, math.inf, -math.inf, 0, 0, 0)

@@ -1,8 +1,8 @@
 """Excuses slices that fp32 does not resolve, and checks the others of the reference against the source itself.
 
-A slice whose variation is at fp32's noise says nothing that bf16 could destroy. How large the noise is shows in the difference between the source's outputs and the reference's, two fp32 programs. That
-difference is no excuse by itself, because a fault in the reference would make it too: the source's own noise, with its
-weights nudged, must explain it.
+A slice whose variation is at fp32's noise says nothing that bf16 could destroy. How large the noise is shows in the
+difference between the source's outputs and the reference's, two fp32 programs. That difference is no excuse by itself,
+because a fault in the reference would make it too: the source's own noise, with its weights nudged, must explain it.
 """
 
 from __future__ import annotations

@@ -221,6 +221,11 @@ class TestScalars:
         assert stats.keys() == {"max_abs", "nonfinite"}
         assert stats["max_abs"]["worst"] == 1e-6
 
+    def test_one_label_per_sample_is_compared_as_before(self) -> None:
+        """A label has no variation to be judged by."""
+        found = compare(np.array([[3], [4]]), np.array([[3], [5]]), TensorSpec("y", "int64", ("n", 1)), 0)
+        assert DriftSummary.joined([found]).judged("relative_l2") == 0.125
+
 
 class TestSummary:
     def test_distribution_of_a_hundred_samples(self) -> None:
