@@ -43,6 +43,10 @@ _COUNTED = re.compile(r'count_values[^"]*\("(\w+)"')
 
 
 def grouped(expression: str) -> set[str]:
-    """Return the labels by which the expression groups or joins, and those that ``count_values`` makes of values."""
-    labels = {name.strip() for names in _GROUPING.findall(expression) for name in names.split(",") if name.strip()}
-    return labels | set(_COUNTED.findall(expression))
+    """Return the labels by which the expression groups or joins."""
+    return {name.strip() for names in _GROUPING.findall(expression) for name in names.split(",") if name.strip()}
+
+
+def counted(expression: str) -> set[str]:
+    """Return the labels that ``count_values`` makes of values."""
+    return set(_COUNTED.findall(expression))
