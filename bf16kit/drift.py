@@ -113,10 +113,10 @@ def compare(
     if reference.dtype == np.object_:
         same = reference == candidate if reference.shape == candidate.shape else np.zeros(())
         reference, candidate = np.ones(reference.shape), np.asarray(same, np.float64)
-    axis = batch_axis if batch_axis is not None and batch_axis < reference.ndim else None
+    r = samples_first(reference, batch_axis)
     if reference.shape != candidate.shape:
-        return OutputDrift([_INFINITELY_FAR] * (1 if axis is None else reference.shape[axis]))
-    r, c = samples_first(reference, axis), samples_first(candidate, axis)
+        return OutputDrift([_INFINITELY_FAR] * len(r))
+    c = samples_first(candidate, batch_axis)
     classes = reference.shape[-1] if spec.kind == "logits" and r.ndim > 1 and reference.shape[-1] > 0 else None
     noise = SliceSums(spec, batch_axis) if has_slices(reference) else None
     rows: list[SampleDrift] = []
@@ -138,9 +138,11 @@ def has_slices(array: NDArray[Any]) -> bool:
     return array.dtype.kind == "f" or array.dtype.name == "bfloat16"
 
 
-def samples_first(array: NDArray[Any], axis: int | None) -> NDArray[Any]:
-    """Return ``array`` as ``[samples, *axes]``, where ``axis`` holds the samples; one sample for None."""
-    return array[None] if axis is None else np.moveaxis(array, axis, 0)
+def samples_first(array: NDArray[Any], batch_axis: int | None) -> NDArray[Any]:
+    """Return ``array`` as ``[samples, *axes]``: one sample for None, or if ``array`` does not have that axis."""
+    if batch_axis is None or batch_axis >= array.ndim:
+        return array[None]
+    return np.moveaxis(array, batch_axis, 0)
 
 
 def _blocks(array: NDArray[Any]) -> Iterator[slice]:
@@ -150,7 +152,7 @@ def _blocks(array: NDArray[Any]) -> Iterator[slice]:
 
 def add_variation(variation: Variation, reference: NDArray[Any], batch_axis: int | None) -> None:
     """Add the samples of ``reference`` to ``variation``, without nonfinite elements and fills."""
-    samples = samples_first(reference, batch_axis if batch_axis is not None and batch_axis < reference.ndim else None)
+    samples = samples_first(reference, batch_axis)
     for block in _blocks(samples):
         variation.add(difference(samples[block], samples[block])[0])
 

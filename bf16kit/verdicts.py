@@ -18,8 +18,8 @@ class DriftRow:
     """One bound, or one metric without a bound, of one output in one profile.
 
     ``metric`` is a metric's name, or a quantile's such as ``relative_l2.p99``. ``judged`` is compared with ``bound``,
-    which is None if the budget has none. It equals ``measured`` except for top1_agreement, where it is the upper
-    confidence limit. ``used`` is drift ÷ budget: over 1 is over budget.
+    which is None if the budget has none; it equals ``measured``, and readers of the JSON know both. ``used`` is
+    drift ÷ budget: over 1 is over budget.
     """
 
     profile: str

@@ -16,8 +16,8 @@ from service.drift.recent import HALF_LIFE, MIN_EFFECTIVE_SIZE, Estimate
 _EVERY = 16  # requests between two decays of the sums
 _JUDGED = 8  # requests between two searches for the worst slice, once there are some
 _DECAY = 2.0 ** (-_EVERY / HALF_LIFE)
-# Elements of a row that is kept to tell how the next one differs: half a megabyte. The slices of an output with larger
-# rows are judged by requests of several rows alone.
+# Elements of a row that is kept to tell how the next one differs: half a megabyte. Larger rows vary within a
+# request of several rows alone, so their slices are mostly judged against the variation at conversion.
 _LARGEST_ROW = 1 << 16
 # A mean square over n requests has a relative standard error of √(2/n). The slice error is the root of a ratio of two,
 # so the logarithm's is 1/√n. It is the largest of up to thousands of slices: 4.5 standard errors are exceeded by chance
