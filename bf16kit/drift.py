@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 
 from bf16kit.budget import METRICS, Breach, Budget
 from bf16kit.numerics import LARGEST, OVERFLOW, to_bf16, to_fp32
-from bf16kit.slices import FP32_NOISE, Scales, SliceError, SliceSums, Values, Variation, worst_slice
+from bf16kit.slices import FP32_NOISE, Scales, SliceError, SliceSums, Values, Variation, worst_slices
 from bf16kit.tensors import TensorSpec
 
 __all__ = [
@@ -281,6 +281,17 @@ def _top1(
     return np.count_nonzero(tied.reshape(-1, rows), axis=1).astype(np.int64), rows
 
 
+def worst_of(found: Sequence[OutputDrift], most: int = 1) -> list[SliceError]:
+    """Return the ``most`` worst slices of one output over several runs, worst first; none if none is judged."""
+    noises, scales = [each.noise for each in found if each.noise is not None], found[0].scales
+    if not noises or scales is None:
+        return []
+    noise = noises[0].copy()
+    for other in noises[1:]:
+        noise.merge(other)
+    return worst_slices(noise, scales, most)
+
+
 @dataclass(frozen=True, slots=True)
 class DriftSummary:
     """The drift of many samples of one output.
@@ -325,13 +336,7 @@ class DriftSummary:
     @classmethod
     def joined(cls, found: Sequence[OutputDrift]) -> DriftSummary:
         """Summarise the drift of one output in several runs; ValueError if no run has a sample."""
-        scales, noise = found[0].scales, None
-        if scales is not None and found[0].noise is not None:
-            noise = found[0].noise.copy()
-            for other in found[1:]:
-                if other.noise is not None:
-                    noise.merge(other.noise)
-        worst = None if noise is None or scales is None else worst_slice(noise, scales)
+        worst = next(iter(worst_of(found)), None)
         given, made = ([row for one in found if one.made is kind for row in one.rows] for kind in (False, True))
         return cls.of(given or made, worst, made=made if given else (), scalar=all(one.scalar for one in found))
 

@@ -29,6 +29,7 @@ VERSION = 1
 MOST_SAMPLES = 10_000  # rows of samples over all profiles and outputs
 MOST_LAYERS = 10_000  # of all profiles
 MOST_TENSORS = 10_000
+MOST_SLICES = 5  # of an output in a profile
 MOST_DB = 200.0  # an SQNR of ±this stands for exact and for infinitely far
 # How far below the expected line, in dB, an SQNR must lie to have left it. MiniLM stays within 1.5; cancellation of one
 # bit costs 6 (docs/decisions has the numbers of more models).
@@ -196,10 +197,19 @@ class SearchEntry(_Entry):
     blame: str = ""
 
 
+class SliceEntry(_Entry):
+    """A slice of an output: its error ÷ its own variation, its axis, and its first index there."""
+
+    error: Distance
+    axis: Size
+    index: Size
+
+
 class ProfileMeasurements(_Entry):
-    """The measurements of one profile; ``outputs`` is by output name."""
+    """The measurements of one profile; ``outputs`` and ``slices`` (the worst :data:`MOST_SLICES`) are by output name."""
 
     outputs: dict[str, SampleColumns] = {}
+    slices: dict[str, list[SliceEntry]] = {}  # empty if an older bf16kit measured
     layers: Layers | None = None
     search: SearchEntry | None = None
 
@@ -233,6 +243,9 @@ class Measurements(_Entry):
             del fields["inputs"]
         if self.recovery is None:
             del fields["recovery"]
+        for profile in fields["profiles"].values():
+            if not profile["slices"]:
+                del profile["slices"]
         return (json.dumps(fields, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
     def within_size_limit(self) -> Measurements:
@@ -242,7 +255,7 @@ class Measurements(_Entry):
         """
         if len(self.dumps()) <= MAX_BYTES:
             return self
-        profiles = {name: ProfileMeasurements(outputs=entry.outputs) for name, entry in self.profiles.items()}
+        profiles = {name: entry.model_copy(update={"layers": None, "search": None}) for name, entry in self.profiles.items()}
         ranges = Ranges(measured=self.ranges.measured, tensors={})
         return Measurements(profiles=profiles, ranges=ranges, inputs=self.inputs, recovery=self.recovery)
 

@@ -175,18 +175,18 @@ class Variation:
             yield np.diff(samples, axis=0)
 
 
-def worst_slice(noise: SliceSums, scales: Scales) -> SliceError | None:
-    """Return the slice whose ``noise`` is largest against ``scales``; None if none is judged."""
-    best, judged, slices = None, 0, 0
+def worst_slices(noise: SliceSums, scales: Scales, most: int = 1) -> list[SliceError]:
+    """Return the ``most`` slices whose ``noise`` is largest against ``scales``, worst first; none if none is judged."""
+    found: list[tuple[float, int, int]] = []
+    judged = slices = 0
     for axis, mean in enumerate(noise.means()):
         scale = np.full(len(mean), np.inf)
         known = scales[axis][: len(mean)]
         scale[: len(known)] = known
         here = np.isfinite(scale) & np.isfinite(mean) & (noise.counts[axis] > 0)
         judged, slices = judged + int(here.sum()), slices + len(mean)
-        if here.any():
-            ratio = np.where(here, mean / scale, -1.0)
-            index = int(ratio.argmax())
-            found = (float(ratio[index]), noise.axes[axis], index * noise.widths[axis])
-            best = max(best, found, key=lambda each: each[0]) if best else found
-    return None if best is None else SliceError(math.sqrt(best[0]), best[1], best[2], judged, slices)
+        ratio = np.where(here, mean / scale, -1.0)
+        worst = np.argsort(-ratio, kind="stable")[:most] if most > 1 else [ratio.argmax()]  # for live drift, which is quick
+        found += [(float(ratio[i]), noise.axes[axis], int(i) * noise.widths[axis]) for i in worst if here[i]]
+    found.sort(key=lambda each: -each[0])
+    return [SliceError(math.sqrt(ratio), axis, index, judged, slices) for ratio, axis, index in found[:most]]

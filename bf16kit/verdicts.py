@@ -66,6 +66,17 @@ class SampleSeries:
         return row * self.measured // len(self.values)
 
 
+@dataclass(frozen=True, slots=True)
+class WorstSlice:
+    """One of the worst slices of an output; ``used`` is its error ÷ the bound, None if slices have none."""
+
+    profile: str
+    output: str
+    where: str
+    error: float
+    used: float | None
+
+
 def drift_rows(manifest: Manifest) -> Iterator[DriftRow]:
     """Yield every measured metric and every bounded quantile, in the order of profiles, outputs and metrics."""
     budget = Budget.from_dict(manifest.budget)
@@ -153,6 +164,19 @@ def sample_series(manifest: Manifest, measured: Measurements) -> Iterator[Sample
                 values=tuple(columns.relative_l2),
                 bounds=bounds,
             )
+
+
+def worst_slices(manifest: Manifest, measured: Measurements) -> Iterator[WorstSlice]:
+    """Yield the worst slices of each output, in the order of profiles and outputs, worst first."""
+    budget, shapes = Budget.from_dict(manifest.budget), {each.name: each.shape for each in manifest.outputs}
+    for profile, entry in sorted(measured.profiles.items()):
+        for output, slices in sorted(entry.slices.items()):
+            for each in slices:
+                dim = shapes[output][each.axis] if each.axis < len(shapes[output]) else None
+                axis = f"axis {each.axis}{f' ({dim})' if isinstance(dim, str) else ''}"
+                bound = budget.bound("slice_error")
+                used = None if bound is None else budget.ratio("slice_error", each.error)
+                yield WorstSlice(profile, output, f"index {each.index} of {axis}", each.error, used)
 
 
 def _closest(row: DriftRow | None) -> str:

@@ -5,15 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from bf16kit.artifact import Artifact
+from bf16kit.drift import worst_of
 from bf16kit.inputranges import input_ranges
 from bf16kit.manifest import MEASUREMENTS, Manifest
-from bf16kit.measurements import Layers, Measurements, ProfileMeasurements, ranges, sample_columns
+from bf16kit.measurements import (
+    MOST_SLICES,
+    Layers,
+    Measurements,
+    ProfileMeasurements,
+    SliceEntry,
+    ranges,
+    sample_columns,
+)
 from bf16kit.numerics import Census
 from bf16kit.publish import StagingArtifact
 from converter.model import Feeds
 from converter.options import Options
 from converter.process.progress import Progress
 from converter.proof.certify import Certified
+from converter.proof.measure import Drifts
 from converter.report import page
 from converter.search.result import SearchResult
 
@@ -30,10 +40,24 @@ def build_measurements(
     columns = sample_columns(certified.drifts)
     searches = {profile: result.entry() for profile, result in searched.items()}
     profiles = {
-        profile: ProfileMeasurements(outputs=columns[profile], layers=layers.get(profile), search=searches.get(profile))
+        profile: ProfileMeasurements(
+            outputs=columns[profile],
+            slices=_worst_slices(certified.runs[profile].drifts),
+            layers=layers.get(profile),
+            search=searches.get(profile),
+        )
         for profile in manifest.drift
     }
     return Measurements(profiles=profiles, ranges=ranges(census), inputs=input_ranges(feeds))
+
+
+def _worst_slices(found: Sequence[Drifts]) -> dict[str, list[SliceEntry]]:
+    by_output = {output: worst_of([one[output] for one in found], MOST_SLICES) for output in found[0]}
+    return {
+        output: [SliceEntry(error=each.error, axis=each.axis, index=each.index) for each in worst]
+        for output, worst in by_output.items()
+        if worst
+    }
 
 
 def publish(

@@ -21,7 +21,16 @@ from bf16kit.measurements import Measurements
 from bf16kit.panels import WIDTH
 from bf16kit.recovery import RecoveryEntry
 from bf16kit.text import listed
-from bf16kit.verdicts import DriftRow, SampleSeries, Verdict, drift_rows, sample_series, verdicts
+from bf16kit.verdicts import (
+    DriftRow,
+    SampleSeries,
+    Verdict,
+    WorstSlice,
+    drift_rows,
+    sample_series,
+    verdicts,
+    worst_slices,
+)
 from converter.report.islands import (
     Island,
     IslandGroup,
@@ -70,7 +79,7 @@ class ReferenceCheck:
 class Figures:
     """All figures shown of an artifact.
 
-    ``samples``, ``layers``, ``spans`` and ``input_ranges`` are empty if the artifact keeps no measurements. ``spans``
+    ``samples``, ``slices``, ``layers``, ``spans`` and ``input_ranges`` are empty if the artifact keeps no measurements. ``spans``
     are the worst of ``measured_tensors`` bf16 tensors.
     """
 
@@ -84,6 +93,7 @@ class Figures:
     verdicts: tuple[Verdict, ...]
     drift: tuple[DriftRow, ...]
     samples: tuple[SampleSeries, ...]
+    slices: tuple[WorstSlice, ...]
     layers: tuple[LayerSeries, ...]
     spans: tuple[Span, ...]
     measured_tensors: int
@@ -144,6 +154,7 @@ def figures(
         verdicts=judged,
         drift=rows,
         samples=tuple(sample_series(manifest, measured)),
+        slices=tuple(worst_slices(manifest, measured)),
         layers=tuple(layer_series(measured, failing)),
         spans=spans(measured.ranges),
         measured_tensors=measured.ranges.measured,

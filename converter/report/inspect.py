@@ -35,6 +35,7 @@ def describe(path: Path) -> str:
         _plan(found),
         _islands(found),
         drift(found),
+        _slices(found),
         "" if found.recovery is None else recovery.text(found.recovery),
         _files(found),
     ]
@@ -72,6 +73,17 @@ def drift_cells(row: DriftRow) -> tuple[object, ...]:
     profile = f"{row.profile}, emulated" if row.emulated else row.profile
     used = None if row.used is None else format_budget_ratio(row.used)
     return profile, row.output, row.metric, row.measured, row.worst, row.bound, used, "yes" if row.within else "NO"
+
+
+def _slices(found: Figures) -> str:
+    """Return a table of the worst slices of each output."""
+    if not found.slices:
+        return ""
+    rows = [
+        (each.profile, each.output, each.where, each.error, None if each.used is None else format_budget_ratio(each.used))
+        for each in found.slices
+    ]
+    return table("Worst slices, by error ÷ own variation", ("profile", "output", "slice", "error", "used"), rows)
 
 
 def _figures(artifact: Artifact) -> Figures:

@@ -8,7 +8,7 @@ from itertools import zip_longest
 import numpy as np
 
 from bf16kit.drift import OutputDrift, compare
-from bf16kit.slices import Scales, SliceError, SliceSums, Values, Variation, worst_slice
+from bf16kit.slices import Scales, SliceError, SliceSums, Values, Variation, worst_slices
 from bf16kit.tensors import TensorSpec
 from service.contract import Array
 from service.drift.recent import HALF_LIFE, MIN_EFFECTIVE_SIZE, Estimate
@@ -59,7 +59,7 @@ class LiveSlices:
         self._noise.merge(found.noise)
         if self._requests < _EVERY or self._requests % _JUDGED == 0:
             pairs = zip_longest(self._variation.scales(), self._known or [], fillvalue=_NONE)
-            self._worst = worst_slice(self._noise, [_larger(*pair) for pair in pairs])
+            self._worst = next(iter(worst_slices(self._noise, [_larger(*pair) for pair in pairs])), None)
 
     def worst(self) -> SliceError | None:
         """Return the worst slice of recent requests, up to :data:`_JUDGED` ago; None while none can be judged."""

@@ -24,6 +24,7 @@ from bf16kit.measurements import (
     ProfileMeasurements,
     SampleColumns,
     SearchEntry,
+    SliceEntry,
     downsample,
     ranges,
     sample_columns,
@@ -40,6 +41,7 @@ def _drifts(count: int) -> list[SampleDrift]:
 def _measured() -> Measurements:
     profile = ProfileMeasurements(
         outputs={"y": SampleColumns.of([DRIFT, replace(DRIFT, relative_l2=math.inf, nonfinite=2)], 10)},
+        slices={"y": [SliceEntry(error=0.25, axis=1, index=7)]},
         layers=Layers(
             measured=1, rows=[LayerEntry(name="fc", op="MatMul", depth=1, sqnr_db=math.inf, expected_db=53.0)]
         ),
@@ -65,6 +67,16 @@ def test_old_measurements_without_input_ranges_are_read_and_written_unchanged() 
     assert b'"inputs"' not in old.dumps()
     assert Measurements.loads(old.dumps(), "m") == old
     assert _measured().within_size_limit().inputs == _measured().inputs
+
+
+def test_measurements_without_slices_have_no_such_key() -> None:
+    """Older versions, which read artifacts that have no slices, do not know it."""
+    measured = _measured()
+    profile = measured.profiles["cpu"].model_copy(update={"slices": {}})
+    old = measured.model_copy(update={"profiles": {"cpu": profile}})
+    assert b'"slices"' in measured.dumps()
+    assert b'"slices"' not in old.dumps()
+    assert Measurements.loads(old.dumps(), "m") == old
 
 
 def test_an_output_that_is_not_logits_has_no_top1_columns() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from bf16kit.drift import compare
-from bf16kit.slices import FEWEST, GROUPS, SliceError, SliceSums, Variation, worst_slice
+from bf16kit.slices import FEWEST, GROUPS, SliceError, SliceSums, Variation, worst_slices
 from bf16kit.tensors import TensorSpec
 
 Array = NDArray[np.float64]
@@ -26,7 +26,7 @@ def judge(r: Array, c: Array, *, parts: int = 1, axis: int | None = 0) -> SliceE
         found = compare(one, other, spec, axis, variation=variation)
         assert found.noise is not None
         noise.merge(found.noise)
-    return worst_slice(noise, variation.scales())
+    return next(iter(worst_slices(noise, variation.scales())), None)
 
 
 def by_definition(r: Array, c: Array, axis: int) -> Array:
@@ -111,10 +111,27 @@ def test_samples_may_differ_in_length() -> None:
         found = compare(r, c, spec, 0, variation=variation)
         assert found.noise is not None
         noise.merge(found.noise)
-    worst = worst_slice(noise, variation.scales())
+    worst = next(iter(worst_slices(noise, variation.scales())), None)
     assert worst is not None
     assert (worst.axis, worst.index) == (1, 5)
     assert worst.error > 0.5
+
+
+def test_the_worst_slices_come_in_order() -> None:
+    r = signal(40, 6, 5)
+    c = r + 0.01 * signal(*r.shape, seed=1)
+    for place, size in ((4, 0.9), (1, 0.3), (3, 0.6)):
+        c[:, :, place] += size * signal(40, 6, seed=place + 2)
+    spec = TensorSpec("y", "float32", ("n", 6, 5))
+    variation, noise = Variation(spec, 0), SliceSums(spec, 0)
+    found = compare(r, c, spec, 0, variation=variation)
+    assert found.noise is not None
+    noise.merge(found.noise)
+    worst = worst_slices(noise, variation.scales(), 3)
+    assert [each.error for each in worst] == sorted((each.error for each in worst), reverse=True)
+    assert (worst[0].axis, worst[0].index) == (2, 4)
+    assert [worst[0]] == worst_slices(noise, variation.scales())
+    assert len(worst_slices(noise, variation.scales(), 1000)) == 11
 
 
 def test_a_long_axis_is_judged_in_groups_of_neighbours() -> None:
@@ -170,6 +187,6 @@ def test_older_samples_can_count_less() -> None:
         found = compare(r, r + (1.0 if step < 100 else 0.01), spec, 0, variation=variation)
         assert found.noise is not None
         noise.merge(found.noise)
-    worst = worst_slice(noise, variation.scales())
+    worst = next(iter(worst_slices(noise, variation.scales())), None)
     assert worst is not None
     assert worst.error < 0.1

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import destroyed
 import numpy as np
 import onnx
 import pytest
@@ -69,6 +70,19 @@ def test_everything_of_note_is_shown(cli: Cli, mlp: Artifact) -> None:
         *(f"{name} {version}" for name, version in manifest.tools.items()),
     ):
         assert text in out
+
+
+def test_the_worst_slices_are_named_by_axis_and_index(cli: Cli, tmp_path: Path, target: Path) -> None:
+    case = destroyed.write(tmp_path / "m.onnx", 2, destroyed=True)
+    cli("checkpoint", case.path, "--out", target, "--profile", "cpu", "--no-search", "--allow-over-budget").published()
+    where = f"index {case.index} of axis {case.axis + 1}"
+    assert where in cli("inspect", target).published().out
+    found = json.loads(cli("inspect", target, "--json").published().out)["slices"]
+    assert found[0]["where"] == where
+    assert found[0]["used"] == pytest.approx(found[0]["error"] / 0.5)
+    assert [each["error"] for each in found] == sorted((each["error"] for each in found), reverse=True)
+    assert len(found) == 5
+    assert where in (target / "report.html").read_text("utf-8")
 
 
 def test_weights_in_c_order_are_reported(cli: Cli, tmp_path: Path, target: Path) -> None:
