@@ -206,7 +206,7 @@ class SliceEntry(_Entry):
 
 
 class ProfileMeasurements(_Entry):
-    """The measurements of one profile; ``outputs`` and ``slices`` (the worst :data:`MOST_SLICES`) are by output name."""
+    """The measurements of one profile; ``outputs`` and ``slices``, the worst :data:`MOST_SLICES`, are by output."""
 
     outputs: dict[str, SampleColumns] = {}
     slices: dict[str, list[SliceEntry]] = {}  # empty if an older bf16kit measured
@@ -255,7 +255,9 @@ class Measurements(_Entry):
         """
         if len(self.dumps()) <= MAX_BYTES:
             return self
-        profiles = {name: entry.model_copy(update={"layers": None, "search": None}) for name, entry in self.profiles.items()}
+        profiles = {
+            name: entry.model_copy(update={"layers": None, "search": None}) for name, entry in self.profiles.items()
+        }
         ranges = Ranges(measured=self.ranges.measured, tensors={})
         return Measurements(profiles=profiles, ranges=ranges, inputs=self.inputs, recovery=self.recovery)
 

@@ -79,8 +79,8 @@ class ReferenceCheck:
 class Figures:
     """All figures shown of an artifact.
 
-    ``samples``, ``slices``, ``layers``, ``spans`` and ``input_ranges`` are empty if the artifact keeps no measurements. ``spans``
-    are the worst of ``measured_tensors`` bf16 tensors.
+    ``samples``, ``slices``, ``layers``, ``spans`` and ``input_ranges`` are empty if the artifact keeps no measurements.
+    ``spans`` are the worst of ``measured_tensors`` bf16 tensors.
     """
 
     model: str

@@ -80,7 +80,13 @@ def _slices(found: Figures) -> str:
     if not found.slices:
         return ""
     rows = [
-        (each.profile, each.output, each.where, each.error, None if each.used is None else format_budget_ratio(each.used))
+        (
+            each.profile,
+            each.output,
+            each.where,
+            each.error,
+            None if each.used is None else format_budget_ratio(each.used),
+        )
         for each in found.slices
     ]
     return table("Worst slices, by error ÷ own variation", ("profile", "output", "slice", "error", "used"), rows)
