@@ -185,10 +185,11 @@ def worst_slices(noise: SliceSums, scales: Scales, most: int = 1) -> list[SliceE
         scale[: len(known)] = known
         here = np.isfinite(scale) & np.isfinite(mean) & (noise.counts[axis] > 0)
         judged, slices = judged + int(here.sum()), slices + len(mean)
-        ratio = np.where(here, mean / scale, -1.0)
-        worst = (
-            np.argsort(-ratio, kind="stable")[:most] if most > 1 else [ratio.argmax()]
-        )  # for live drift, which is quick
-        found += [(float(ratio[i]), noise.axes[axis], int(i) * noise.widths[axis]) for i in worst if here[i]]
+        if here.any():
+            ratio = np.where(here, mean / scale, -1.0)
+            worst = (
+                np.argsort(-ratio, kind="stable")[:most] if most > 1 else [ratio.argmax()]
+            )  # live drift asks for one
+            found += [(float(ratio[i]), noise.axes[axis], int(i) * noise.widths[axis]) for i in worst if here[i]]
     found.sort(key=lambda each: -each[0])
     return [SliceError(math.sqrt(ratio), axis, index, judged, slices) for ratio, axis, index in found[:most]]
