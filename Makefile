@@ -30,6 +30,8 @@ INSTALL := install -qq --no-compile --disable-pip-version-check
 PYTEST_ARGS ?=
 CONFORMANCE_ARGS ?=
 FUZZ_ARGS ?=
+# Tests start hundreds of Python processes: without bytecode, each would compile torch's modules again, for seconds.
+unexport PYTHONDONTWRITEBYTECODE
 # ONNX Runtime 1.31 reports usage to its vendor unless this is set.
 export ORT_DISABLE_TELEMETRY := 1
 

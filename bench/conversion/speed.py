@@ -42,6 +42,7 @@ def _seconds(command: list[str]) -> float:
     cpus = ",".join(map(str, sorted(os.sched_getaffinity(0))[:_CPUS]))
     pinned = ["taskset", "--cpu-list", cpus, *command]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(models.ROOT), str(models.DEMO)])}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # a user's Python keeps the bytecode of what it imports
     with tempfile.TemporaryFile("w+") as log:
         start = time.perf_counter()
         code = subprocess.run(
