@@ -37,7 +37,8 @@ def with_enough(
     if not known:
         return samples
     rows = [math.prod(known[0][s.name].shape[:-1]) for s in outputs if s.kind == "logits" and known[0][s.name].ndim]
-    wanted = [SAMPLES / _batch(samples.feeds[0])]
+    batched = all(spec.shape and isinstance(spec.shape[0], str) for spec in outputs)
+    wanted = [SAMPLES / (_batch(samples.feeds[0]) if batched else 1)]
     wanted += [budget.rows_to_judge() / max(1, each) for each in rows]
     missing = math.ceil(max(wanted)) - len(samples.feeds)
     if missing <= 0:

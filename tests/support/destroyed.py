@@ -14,15 +14,19 @@ from onnx import helper
 
 import graphs
 
-Hidden = Literal["fill", "infinity", "large slice", "sink", "one of many", "samples"]
-KINDS: tuple[Hidden, ...] = ("fill", "infinity", "large slice", "sink", "one of many", "samples")
+Hidden = Literal["fill", "infinity", "large slice", "sink", "one of many", "samples", "row"]
+KINDS: tuple[Hidden, ...] = ("fill", "infinity", "large slice", "sink", "one of many", "samples", "row")
 _WIDTH = 16
+_ROWS = 4  # of a model whose first axis is fixed, so that it is no batch axis
 _CANCELLED = 2.0**-12  # what is left of two products: bf16's rounding of either is eight times as much
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A model in a file, and the slice of its output that bf16 destroys: index ``index`` of ``axis``; -1 for none."""
+    """A model in a file, and the slice of its output that bf16 destroys: index ``index`` of ``axis``; -1 for none.
+
+    Axis 0 is the batch, or the rows of a model that takes a fixed number of them.
+    """
 
     path: Path
     hidden: Hidden
@@ -31,7 +35,7 @@ class Case:
 
 
 def write(path: Path, seed: int, *, destroyed: bool) -> Case:
-    """Write the model of ``seed`` to ``path``: x [batch, 16] → y [batch, 1 to 3 axes]."""
+    """Write the model of ``seed`` to ``path``: x [batch or 4, 16] → y [batch or 4, 1 to 3 axes]."""
     random = np.random.default_rng(seed)
     hidden = KINDS[seed % len(KINDS)]
     if hidden == "one of many":
@@ -44,10 +48,14 @@ def write(path: Path, seed: int, *, destroyed: bool) -> Case:
     spoilt = np.zeros(shape, bool)
     if destroyed:
         np.moveaxis(spoilt, axis, 0)[index] = True
+    if hidden == "row":
+        spoilt[:] = destroyed
+        axis, index = -1, int(random.integers(_ROWS))
     nodes, weights = _nodes(hidden, shape, axis, index, spoilt, random)
-    edges = [graphs.edge("x", ["batch", _WIDTH])], [graphs.edge("y", ["batch", *shape])]
+    rows = _ROWS if hidden == "row" else "batch"
+    edges = [graphs.edge("x", [rows, _WIDTH])], [graphs.edge("y", [rows, *shape])]
     onnx.save(graphs.model(nodes, *edges, [graphs.initializer(name, array) for name, array in weights.items()]), path)
-    return Case(path, hidden, axis, index if destroyed else -1)
+    return Case(path, hidden, axis + 1, index if destroyed else -1)
 
 
 def _nodes(
@@ -80,18 +88,23 @@ def _nodes(
         fill = float(random.choice([-1e4, 1e4, -1e9, 1e9]) if hidden == "fill" else random.choice([-np.inf, np.inf]))
         weights |= {"slot": slot, "filling": np.array(fill, np.float32)}
         nodes.append(helper.make_node("Where", ["slot", "filling", "scaled"], ["y"], name="fill"))
-    elif hidden == "samples":  # the slice is wrong in about half of the samples
-        weights |= {"first": np.array(0), "limit": np.array([0.0], np.float32), "ones": np.ones(len(shape), np.int64)}
-        weights["column"] = np.concatenate([[-1], weights.pop("ones")])
-        weights["quiet"] = (rest @ np.eye(size, dtype=np.float32)).astype(np.float32)
+    elif hidden in ("samples", "row"):  # the slice is wrong in about half of the samples, or all of a small row is
+        weights["quiet"] = (rest * 10.0 ** random.uniform(2, 5) if hidden == "row" else rest).astype(np.float32)
         nodes += [
-            helper.make_node("Gather", ["x", "first"], ["x0"], name="first", axis=1),
-            helper.make_node("Reshape", ["x0", "column"], ["x0c"], name="as_column"),
-            helper.make_node("Greater", ["x0c", "limit"], ["chosen"], name="choose"),
             helper.make_node("MatMul", ["x", "quiet"], ["yq"], name="product_q"),
             helper.make_node("Reshape", ["yq", "shape"], ["quiet_shaped"], name="reshape_q"),
             helper.make_node("Where", ["chosen", "scaled", "quiet_shaped"], ["y"], name="select"),
         ]
+        if hidden == "row":
+            weights["chosen"] = (np.arange(_ROWS) == index).reshape(-1, *(1 for _ in shape))
+        else:
+            weights |= {"first": np.array(0), "limit": np.array([0.0], np.float32)}
+            weights["column"] = np.array([-1, *(1 for _ in shape)])
+            nodes[:0] = [
+                helper.make_node("Gather", ["x", "first"], ["x0"], name="first", axis=1),
+                helper.make_node("Reshape", ["x0", "column"], ["x0c"], name="as_column"),
+                helper.make_node("Greater", ["x0c", "limit"], ["chosen"], name="choose"),
+            ]
     else:
         factor = np.ones(shape, np.float32)
         others = [i for i in range(shape[axis]) if i != index]

@@ -75,7 +75,7 @@ def test_everything_of_note_is_shown(cli: Cli, mlp: Artifact) -> None:
 def test_the_worst_slices_are_named_by_axis_and_index(cli: Cli, tmp_path: Path, target: Path) -> None:
     case = destroyed.write(tmp_path / "m.onnx", 2, destroyed=True)
     cli("checkpoint", case.path, "--out", target, "--profile", "cpu", "--no-search", "--allow-over-budget").published()
-    where = f"index {case.index} of axis {case.axis + 1}"
+    where = f"index {case.index} of axis {case.axis}"
     assert where in cli("inspect", target).published().out
     found = json.loads(cli("inspect", target, "--json").published().out)["slices"]
     assert found[0]["where"] == where
