@@ -21,7 +21,7 @@ A zero reference and a zero candidate have drift 0 (``sqnr_db`` +inf). A zero re
 far: ``relative_l2`` and ``max_abs`` inf, ``cosine_distance`` 1, ``sqnr_db`` -inf. No value is NaN.
 
 An output of one number per sample has neither an angle nor a magnitude to relate an error to, so a budget does not
-bound its ``relative_l2``, ``cosine_distance`` and ``sqnr_db``; it is one slice.
+bound its ``relative_l2``, ``cosine_distance`` and ``sqnr_db``; it is one slice. If that cannot be judged, they are.
 """
 
 from __future__ import annotations
@@ -151,8 +151,12 @@ def _blocks(array: NDArray[Any]) -> Iterator[slice]:
 
 
 def add_variation(variation: Variation, reference: NDArray[Any], batch_axis: int | None) -> None:
-    """Add the samples of ``reference`` to ``variation``, without nonfinite elements and fills."""
+    """Add the samples of ``reference`` to ``variation``, without nonfinite elements and fills.
+
+    They are added in a random order: neighbours in a series differ less than strangers do.
+    """
     samples = samples_first(reference, batch_axis)
+    samples = samples[np.random.default_rng(len(samples)).permutation(len(samples))]
     for block in _blocks(samples):
         variation.add(difference(samples[block], samples[block])[0])
 
@@ -338,7 +342,8 @@ class DriftSummary:
         """Summarise the drift of one output in several runs; ValueError if no run has a sample."""
         worst = next(iter(worst_of(found)), None)
         given, made = ([row for one in found if one.made is kind for row in one.rows] for kind in (False, True))
-        return cls.of(given or made, worst, made=made if given else (), scalar=all(one.scalar for one in found))
+        scalar = worst is not None and all(one.scalar for one in found)
+        return cls.of(given or made, worst, made=made if given else (), scalar=scalar)
 
     def judged(self, bound: str) -> float | None:
         """Return the number that the budget's ``bound`` applies to; ``None`` when this output has no such metric.

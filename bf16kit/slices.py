@@ -10,8 +10,8 @@ fraction of variance unexplained: 0 for an exact slice, about 1 for one that alw
 whose values belong to other samples.
 
 A slice that does not vary beyond fp32's noise is judged against its magnitude instead, so by its relative error. A
-slice that is zero is not judged, nor one whose values are beyond fp32's resolution beside the output's largest, or
-beside 1 if that is larger, such as the probabilities of 1e-7 in the background of a map; neither is one with fewer than
+slice that is zero is not judged, nor one whose values vanish in fp32 beside 1 (or beside the output's largest value, if
+that is smaller), such as the probabilities of 1e-7 in the background of a map; neither is one with fewer than
 :data:`FEWEST` differences. Sums are in float64. An axis longer than :data:`GROUPS` is summed in groups of neighbours,
 each judged as one slice.
 """
@@ -30,6 +30,7 @@ from bf16kit.tensors import TensorSpec
 
 GROUPS = 4096  # slices per axis
 FEWEST = 8  # differences between samples: with fewer, the variation is not known
+MOST = 10.0  # times its known variation that a slice may vary in one request: one outlier must not blind what follows
 FP32_NOISE = 2.0**-18  # 64 unit roundoffs of fp32: a usual difference between fp32 programs that sum in another order
 
 Values = NDArray[np.float64]
@@ -80,9 +81,15 @@ class SliceSums:
             counts = np.full(len(sums), len(values) * (squares.size / max(1, len(sums))))
             self._add(axis, *self._grouped(axis, sums, counts if count is None else _along(count, axis)))
 
-    def merge(self, other: SliceSums) -> None:
-        """Add the sums of ``other``, which is of the same output."""
+    def merge(self, other: SliceSums, limits: Scales | None = None) -> None:
+        """Add the sums of ``other``, which is of the same output; its mean square of a slice counts as ``limits`` at
+        most."""
         for axis, (sums, counts) in enumerate(zip(other.sums, other.counts, strict=True)):
+            if limits is not None:
+                known = limits[axis][: len(sums)]
+                sums = np.concatenate(
+                    [np.minimum(sums[: len(known)], known * counts[: len(known)]), sums[len(known) :]]
+                )
             self._add(axis, sums, counts)
 
     def copy(self) -> SliceSums:
@@ -126,13 +133,20 @@ def _along(array: Values, axis: int) -> Values:
 class Variation:
     """The variation of a reference's output over its samples, per slice.
 
-    A sample of more than ``largest`` elements is not kept to be compared with the first of the next call.
+    ``known`` is the variation in other samples, as :meth:`scales` returned it, or 0 for a slice of which none is known.
+    The variation is then never less, and one call to :meth:`add` counts as :data:`MOST` times as much at most. A sample
+    of more than ``largest`` elements is not kept to be compared with the first of the next call.
     """
 
-    def __init__(self, spec: TensorSpec, batch_axis: int | None, *, largest: int | None = None) -> None:
+    def __init__(
+        self, spec: TensorSpec, batch_axis: int | None, known: Scales | None = None, *, largest: int | None = None
+    ) -> None:
+        self._known = known
+        self._limits = None if known is None else [np.where(each > 0, MOST**2 * each, np.inf) for each in known]
         self._largest = largest
         self._differences = SliceSums(spec, batch_axis)
         self._squares = SliceSums(spec, batch_axis)
+        self._spec, self._batch_axis = spec, batch_axis
         self._last: Values | None = None
         self._peak = 0.0
 
@@ -143,8 +157,11 @@ class Variation:
         self._squares.add(samples)
         if self._peak < 1:
             self._peak = max(self._peak, float(np.nanmax(np.abs(samples), initial=0.0)))
+        differences = self._differences if self._limits is None else SliceSums(self._spec, self._batch_axis)
         for difference in self._successive(samples):
-            self._differences.add(difference * math.sqrt(0.5))
+            differences.add(difference * math.sqrt(0.5))
+        if self._limits is not None:
+            self._differences.merge(differences, self._limits)
         too_large = self._largest is not None and samples[0].size > self._largest
         self._last = None if too_large else samples[-1:].copy()
 
@@ -157,13 +174,18 @@ class Variation:
         """Return the :data:`Scales` of the samples added so far."""
         found = []
         floor = (FP32_NOISE * min(1.0, self._peak)) ** 2
-        for variation, magnitude, counts in zip(
-            self._differences.means(), self._squares.means(), self._differences.counts, strict=True
+        for axis, (variation, magnitude, counts) in enumerate(
+            zip(self._differences.means(), self._squares.means(), self._differences.counts, strict=True)
         ):
-            padded = np.zeros((2, len(magnitude)))
-            padded[:, : len(counts)] = variation, counts
+            padded = np.zeros((3, len(magnitude)))
+            padded[:2, : len(counts)] = variation, counts
             scale = np.where(padded[0] > FP32_NOISE**2 * magnitude, padded[0], magnitude)
-            found.append(np.where((scale > floor) & (padded[1] >= FEWEST), scale, np.inf))
+            scale = np.where((scale > floor) & (padded[1] >= FEWEST), scale, np.inf)
+            if self._known is not None:
+                known = self._known[axis][: len(magnitude)]
+                padded[2, : len(known)] = known
+                scale = np.where(padded[2] > 0, np.maximum(padded[0], padded[2]), scale)
+            found.append(scale)
         return found
 
     def _successive(self, samples: Values) -> Iterator[Values]:
@@ -187,9 +209,7 @@ def worst_slices(noise: SliceSums, scales: Scales, most: int = 1) -> list[SliceE
         judged, slices = judged + int(here.sum()), slices + len(mean)
         if here.any():
             ratio = np.where(here, mean / scale, -1.0)
-            worst = (
-                np.argsort(-ratio, kind="stable")[:most] if most > 1 else [ratio.argmax()]
-            )  # live drift asks for one
+            worst = np.argsort(-ratio, kind="stable")[:most] if most > 1 else [ratio.argmax()]  # argmax: for live drift
             found += [(float(ratio[i]), noise.axes[axis], int(i) * noise.widths[axis]) for i in worst if here[i]]
     found.sort(key=lambda each: -each[0])
     return [SliceError(math.sqrt(ratio), axis, index, judged, slices) for ratio, axis, index in found[:most]]

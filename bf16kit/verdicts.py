@@ -113,17 +113,23 @@ def verdicts(manifest: Manifest, rows: Sequence[DriftRow]) -> Iterator[Verdict]:
         yield Verdict(profile, within, entry.emulated, entry.samples, entry.source, tightest, sentence)
 
 
+_WHY = "zero, at fp32 noise or in too few samples"
+
+
 def _unjudged(manifest: Manifest, entry: DriftEntry) -> Iterator[str]:
     """Yield what the verdict does not cover."""
     if manifest.schema_version < SINCE_SLICES:
         yield f"judged by the older measure, without slices (schema version {manifest.schema_version})"
         return
     needed = Budget.from_dict(manifest.budget).rows_to_judge()
+    floats = {each.name for each in manifest.outputs if "float" in each.dtype}
     for output, metrics in sorted(entry.outputs.items()):
         slices, top1 = metrics.get("slice_error"), metrics.get("top1_agreement")
+        if slices is None and output in floats:
+            yield f"not judged: any slice of {output}, {_WHY}"
         if slices and slices["judged"] < slices["slices"]:
             left = slices["slices"] - slices["judged"]
-            yield f"not judged: {left:.0f} of {slices['slices']:.0f} slices of {output}, zero or in too few samples"
+            yield f"not judged: {left:.0f} of {slices['slices']:.0f} slices of {output}, {_WHY}"
         if top1 and top1["rows"] < needed:
             yield f"top1_agreement of {output} was judged on {top1['rows']:.0f} rows, its bound needs {needed}"
 

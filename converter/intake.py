@@ -80,7 +80,13 @@ def record_source_outputs(
         oracle_run = run_oracle(source, calibration.feeds, stage.path)
         if source.oracle is not None:
             calibration = with_enough(
-                calibration, source.outputs, oracle_run.outputs, source.oracle, options.budget, options.seed
+                calibration,
+                source.inputs,
+                source.outputs,
+                oracle_run.outputs,
+                source.oracle,
+                options.budget,
+                options.seed,
             )
     if source.graph is not None:
         source.oracle = None

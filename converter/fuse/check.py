@@ -117,13 +117,13 @@ def excess_of(reference: Array, candidate: Array, typical: float = 5e-6) -> floa
 
     A slice is an index along an axis. Its error is judged by its own magnitude, so that no large value elsewhere hides
     it, and, by the factor ``typical``, by the median magnitude of the slices along the axis. Infinities must be equal.
-    A reference with NaN is not judged.
+    Elements that are NaN in the reference are not judged.
     """
     if reference.size != candidate.size:
         return math.inf
     wide, other = reference.astype(np.float64), candidate.astype(np.float64).reshape(reference.shape)
-    if np.isnan(wide).any():
-        return 0.0
+    known = ~np.isnan(wide)
+    wide, other = np.where(known, wide, 0.0), np.where(known, other, 0.0)
     finite = np.isfinite(wide)
     if not np.array_equal(wide[~finite], other[~finite]) or not np.isfinite(other[finite]).all():
         return math.inf

@@ -32,13 +32,10 @@ def batch_axis(
 ) -> int | None:
     """Return 0 if the first axis is a batch axis, else None.
 
-    Every input and output must have a free first dimension, with one name for all inputs. Samples must give the same
-    outputs alone as in company. Also None if ``feeds`` hold no two samples of the same shape.
+    Samples must give the same outputs alone as in company. None if shapes rule that out, and if ``feeds`` hold no two
+    samples of the same shape.
     """
-    first = {spec.shape[0] if spec.shape else None for spec in inputs}
-    if len(first) != 1 or not isinstance(next(iter(first)), str):
-        return None
-    if any(not spec.shape or isinstance(spec.shape[0], int) for spec in outputs):
+    if not may_have_batch_axis(inputs, outputs):
         return None
     rows = _rows_of_one_shape(feeds)
     if len(rows) < 2:
@@ -52,6 +49,16 @@ def batch_axis(
     except RuntimeFailure:
         return None  # a dimension that is declared free but is not
     return 0 if all(_undisturbed(runtime, rows[0], apart[0], outputs, extreme) for extreme in _EXTREMES) else None
+
+
+def may_have_batch_axis(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> bool:
+    """Whether every input and output has a free first dimension, with one name for all inputs."""
+    first = {spec.shape[0] if spec.shape else None for spec in inputs}
+    return (
+        len(first) == 1
+        and isinstance(next(iter(first)), str)
+        and all(spec.shape and isinstance(spec.shape[0], str) for spec in outputs)
+    )
 
 
 def _orders(count: int) -> Iterator[tuple[int, ...]]:

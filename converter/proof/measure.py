@@ -19,6 +19,7 @@ from converter.proof.samples import Samples
 from converter.proof.spool import Spool
 
 Drifts = dict[str, OutputDrift]  # of one feed, by output
+_SLICE = 0.03  # a slice error of 0.5 counts as much as a relative_l2 of 0.015: these are the default bounds
 SliceScales = Mapping[str, Scales]  # by output, for outputs of floats
 
 
@@ -78,11 +79,15 @@ def joined(found: Sequence[Drifts]) -> dict[str, list[SampleDrift]]:
 
 
 def slice_scales(
-    reference: Iterable[Feeds], outputs: Sequence[TensorSpec], batch_axis: int | None
+    reference: Sequence[Feeds], outputs: Sequence[TensorSpec], batch_axis: int | None
 ) -> dict[str, list[Values]]:
-    """Return what the slices of each output are judged against: their variation over all samples of ``reference``."""
+    """Return what the slices of each output are judged against: their variation over all samples of ``reference``.
+
+    The samples are taken in a random order (:func:`bf16kit.drift.add_variation`).
+    """
     found: dict[str, Variation] = {}
-    for answers in reference:
+    for index in np.random.default_rng(0).permutation(len(reference)):
+        answers = reference[int(index)]
         for spec in outputs:
             if drift.has_slices(answers[spec.name]):
                 variation = found.setdefault(spec.name, Variation(spec, batch_axis))
@@ -119,6 +124,17 @@ def drifts(
 def summarise(found: Sequence[Drifts]) -> dict[str, DriftSummary]:
     """Summarise drift over all samples, by output."""
     return {output: DriftSummary.joined([one[output] for one in found]) for output in found[0]}
+
+
+def error_of(summary: DriftSummary) -> float:
+    """Return relative_l2, or the worst slice's error in its unit, if that is larger.
+
+    An output of one number per sample has no relative_l2, and maybe too few samples to judge a slice.
+    """
+    relative, of_slice = summary.judged("relative_l2"), summary.judged("slice_error")
+    if relative is None and of_slice is None:
+        return summary.judged("max_abs") or 0.0
+    return max(relative or 0.0, _SLICE * (of_slice or 0.0))
 
 
 def with_batch_dimension(outputs: Sequence[TensorSpec], name: str) -> tuple[TensorSpec, ...]:

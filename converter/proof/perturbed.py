@@ -18,16 +18,24 @@ from bf16kit.budget import Budget
 from bf16kit.errors import RuntimeFailure
 from bf16kit.tensors import TensorSpec
 from converter.model import Array, Feeds, Oracle
+from converter.proof.batchaxis import may_have_batch_axis
 from converter.proof.samples import Samples
 
 SAMPLES = 16  # to know how much a slice of an output varies
 _STEP = 0.5  # of the difference of two other samples
 _RELATIVE = 0.25  # of each element, where there are no others
+_SMALLER = 0.1  # of these steps, where the source rejects the feeds that they give
 _REPLACED = 0.25  # share of an integer input's elements
 
 
 def with_enough(
-    samples: Samples, outputs: Sequence[TensorSpec], known: Sequence[Feeds], oracle: Oracle, budget: Budget, seed: int
+    samples: Samples,
+    inputs: Sequence[TensorSpec],
+    outputs: Sequence[TensorSpec],
+    known: Sequence[Feeds],
+    oracle: Oracle,
+    budget: Budget,
+    seed: int,
 ) -> Samples:
     """Return ``samples`` with as many perturbed ones as it takes to judge ``outputs`` by ``budget``.
 
@@ -37,14 +45,16 @@ def with_enough(
     if not known:
         return samples
     rows = [math.prod(known[0][s.name].shape[:-1]) for s in outputs if s.kind == "logits" and known[0][s.name].ndim]
-    batched = all(spec.shape and isinstance(spec.shape[0], str) for spec in outputs)
-    wanted = [SAMPLES / (_batch(samples.feeds[0]) if batched else 1)]
+    wanted = [SAMPLES / (_batch(samples.feeds[0]) if may_have_batch_axis(inputs, outputs) else 1)]
     wanted += [budget.rows_to_judge() / max(1, each) for each in rows]
     missing = math.ceil(max(wanted)) - len(samples.feeds)
     if missing <= 0:
         return samples
     random = np.random.default_rng(seed)
-    made = list(_accepted([_perturbed(samples.feeds, i, random) for i in range(missing)], oracle))
+    made: list[Feeds] = []
+    for share in (1.0, _SMALLER):  # of a step; a smaller one stays nearer to inputs that are known to be valid
+        wanted_now = range(len(made), missing)
+        made += _accepted([_perturbed(samples.feeds, i, random, share) for i in wanted_now], oracle)
     return replace(samples, feeds=(*samples.feeds, *made), made=len(made))
 
 
@@ -62,18 +72,18 @@ def _batch(feed: Mapping[str, Array]) -> int:
     return max(1, min((array.shape[0] if array.ndim else 1 for array in feed.values()), default=1))
 
 
-def _perturbed(feeds: Sequence[Feeds], number: int, random: np.random.Generator) -> Feeds:
+def _perturbed(feeds: Sequence[Feeds], number: int, random: np.random.Generator, share: float) -> Feeds:
     feed = feeds[number % len(feeds)]
-    return {name: _perturb(array, [other[name] for other in feeds], random) for name, array in feed.items()}
+    return {name: _perturb(array, [other[name] for other in feeds], random, share) for name, array in feed.items()}
 
 
-def _perturb(array: Array, all_samples: Sequence[Array], random: np.random.Generator) -> Array:
+def _perturb(array: Array, all_samples: Sequence[Array], random: np.random.Generator, share: float) -> Array:
     if array.dtype.kind == "f":
         alike = [other for other in all_samples if other.shape == array.shape]
         one, other = (alike[i] for i in random.integers(0, len(alike), 2))
         if len(alike) > 1 and not np.array_equal(one, other, equal_nan=True):
-            return np.asarray(array + _STEP * (one - other), array.dtype)
-        return np.asarray(array * (1 + _RELATIVE * random.standard_normal(array.shape)), array.dtype)
+            return np.asarray(array + share * _STEP * (one - other), array.dtype)
+        return np.asarray(array * (1 + share * _RELATIVE * random.standard_normal(array.shape)), array.dtype)
     if array.dtype.kind in "iu" and array.size > 1 and not np.isin(array, (0, 1)).all():
         flat = array.reshape(-1).copy()
         replaced = random.random(flat.size) < _REPLACED

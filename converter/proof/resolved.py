@@ -21,6 +21,9 @@ from converter.proof.oracle import MULTIPLE, OracleRun
 # A slice is resolved if fp32 programs differ by at most this share of its variation: an eighth of what the default
 # budget allows bf16.
 _RESOLVED = 2.0**-4
+# The difference is seen in few samples, and may be small by chance. Then the noise of the nudged source counts, up to
+# this many times the mean square seen: it is larger than that of two programs.
+_MISSED = 16.0
 _ULPS = 2.0**-22  # of the output's largest value: two programs may differ by that even where no weight matters
 
 
@@ -47,7 +50,7 @@ def resolved(
                 spec, differences, noise, [_ULPS**2 * _peak(oracle_run, spec.name) ** 2 / s for s in scales[spec.name]]
             )
             found[spec.name] = [
-                np.where(np.maximum(difference, own) > _RESOLVED**2, np.inf, scale)
+                np.where(np.maximum(difference, np.minimum(own, _MISSED * difference)) > _RESOLVED**2, np.inf, scale)
                 for difference, own, scale in zip(differences, noise, scales[spec.name], strict=True)
             ]
     return found

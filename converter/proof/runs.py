@@ -96,7 +96,7 @@ def _worse_arithmetic(artifact: Artifact, profile: str, expected: Expected) -> R
         found = {own.info.precision: own.drifts, runtime.info.precision: other}
     finally:
         runtime.close()
-    worse = max(sorted(found), key=lambda precision: _worst_mean(found[precision]))
+    worse = max(sorted(found), key=lambda precision: _largest_error(found[precision]))
     some = f" on {len(chosen.feeds)} of {len(expected.feeds)} samples" if step > 1 else ""
     note = f"when verified: run in both arithmetics{some}; the drift is that of {_ARITHMETICS[worse]}, the worse"
     return Run(found[worse], own.info, own.emulated, note, step)
@@ -109,10 +109,9 @@ def _drifts(
     return measure.drifts(expected.outputs, found, outputs, batch_axis, expected.scales, expected.given)
 
 
-def _worst_mean(found: Sequence[Drifts]) -> float:
-    """Return the largest mean relative_l2 of any output; of outputs that have none, the largest error."""
-    summaries = measure.summarise(found).values()
-    return max(summary.judged("relative_l2") or summary.judged("max_abs") or 0.0 for summary in summaries)
+def _largest_error(found: Sequence[Drifts]) -> float:
+    """Return the largest error of any output."""
+    return max(measure.error_of(summary) for summary in measure.summarise(found).values())
 
 
 def describe_run(info: RuntimeInfo) -> str:

@@ -23,7 +23,6 @@ from converter.proof.running import open_fp32_graph
 from converter.search.switches import Switch, positions
 
 MAX_WORST_SAMPLES = 1  # samples on which a single rounding is measured
-_SLICE = 0.03  # of a slice error is as near to its default bound as that relative_l2
 MAX_SAMPLES = 16  # samples on which a set of islands is tried
 
 
@@ -119,7 +118,7 @@ class Trials:
         return [self._measure(i, answers[i], self._run(i, switched), self._edges.outputs) for i in chosen]
 
     def error(self, bf16: Bf16, scope: ErrorScope) -> float:
-        """Return the error (:func:`_error`) that these roundings alone cause in the worst output.
+        """Return :func:`~converter.proof.measure.error_of` the worst output, as these roundings alone cause it.
 
         It is measured from the graph's own outputs, so that fp32 noise is not attributed to a rounding. Nodes read
         weights as they are stored, so that the error of rounding a weight is attributed to the weight.
@@ -131,7 +130,7 @@ class Trials:
             if index not in self._unrounded:
                 self._unrounded[index] = self._run(index, np.zeros_like(switched))
         found = [self._measure(i, self._unrounded[i], self._run(i, switched), outputs) for i in scope.samples]
-        return max(_error(summary) for summary in measure.summarise(found).values())
+        return max(measure.error_of(summary) for summary in measure.summarise(found).values())
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of each node's result when the first sample is run, by node name."""
@@ -161,7 +160,7 @@ def typical(drifts: Sequence[Drifts]) -> tuple[int, ...]:
     """Return the numbers of up to :data:`MAX_SAMPLES` samples, evenly spaced from the smallest drift to the largest."""
     if len(drifts) <= MAX_SAMPLES:
         return tuple(range(len(drifts)))
-    errors = [max(_error(DriftSummary.joined([found])) for found in one.values()) for one in drifts]
+    errors = [max(measure.error_of(DriftSummary.joined([found])) for found in one.values()) for one in drifts]
     order = sorted(range(len(errors)), key=lambda i: (errors[i], i))
     return tuple(sorted(order[round(step * (len(order) - 1) / (MAX_SAMPLES - 1))] for step in range(MAX_SAMPLES)))
 
@@ -176,25 +175,14 @@ class ErrorScope:
     @classmethod
     def worst(cls, drifts: Sequence[Drifts], outputs: Collection[str]) -> ErrorScope:
         """Choose the samples where ``outputs`` are farthest from the reference, up to :data:`MAX_WORST_SAMPLES`."""
-        errors = [max(_error(DriftSummary.joined([one[output]])) for output in outputs) for one in drifts]
+        errors = [max(measure.error_of(DriftSummary.joined([one[output]])) for output in outputs) for one in drifts]
         order = sorted(range(len(errors)), key=lambda i: (-errors[i], i))
         return cls(tuple(sorted(order[:MAX_WORST_SAMPLES])), frozenset(outputs))
 
     def error(self, drifts: Sequence[Drifts]) -> float:
         """Return the error in ``drifts``, known for all samples, as :meth:`Trials.error` would measure it."""
         measured = [drifts[i] for i in self.samples]
-        return max(_error(s) for output, s in measure.summarise(measured).items() if output in self.outputs)
-
-
-def _error(summary: DriftSummary) -> float:
-    """Return relative_l2, or the worst slice's error in its unit, if that is larger.
-
-    An output of one number per sample has no relative_l2, and maybe too few samples to judge a slice.
-    """
-    relative, of_slice = summary.judged("relative_l2"), summary.judged("slice_error")
-    if relative is None and of_slice is None:
-        return summary.judged("max_abs") or 0.0
-    return max(relative or 0.0, _SLICE * (of_slice or 0.0))
+        return max(measure.error_of(s) for output, s in measure.summarise(measured).items() if output in self.outputs)
 
 
 def _overflowing(base: ir.Model, weights: Collection[str]) -> frozenset[str]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from itertools import zip_longest
 
 import numpy as np
 
 from bf16kit.drift import OutputDrift, compare
-from bf16kit.slices import Scales, SliceError, SliceSums, Values, Variation, worst_slices
+from bf16kit.slices import Scales, SliceError, SliceSums, Variation, worst_slices
 from bf16kit.tensors import TensorSpec
 from service.contract import Array
 from service.drift.recent import HALF_LIFE, MIN_EFFECTIVE_SIZE, Estimate
@@ -23,19 +22,24 @@ _LARGEST_ROW = 1 << 16
 # so the logarithm's is 1/√n. It is the largest of up to thousands of slices: 4.5 standard errors are exceeded by chance
 # in less than one of a hundred thousand.
 _BELOW, _ABOVE = 4.5, 1.96
-_NONE: Values = np.zeros(0)
+# Times its known variation that a slice's error counts in one request. A destroyed slice has 1.4. A single request of n
+# gives 4/√n, and the interval of that begins below the default bound for every n.
+_MOST = 4.0
 
 
 class LiveSlices:
     """Recent slice errors of one output. The requests measured count alike, whatever their sampling probability.
 
     A slice is judged against its variation in recent requests, or in the conversion's samples (``known``) if that was
-    larger: clients that send nearly the same input again and again show no variation, and that is no fault of bf16.
+    larger: clients that send nearly the same input again and again show no variation, and that is no fault of bf16. A
+    slice that the conversion did not judge is not judged. No single request blinds the judge or raises the alarm: what
+    one adds to the variation and to the errors is limited.
     """
 
     def __init__(self, spec: TensorSpec, batch_axis: int | None, known: Scales | None = None) -> None:
-        self._spec, self._batch_axis, self._known = spec, batch_axis, known
-        self._variation = Variation(spec, batch_axis, largest=_LARGEST_ROW)
+        self._spec, self._batch_axis = spec, batch_axis
+        self._limits = None if known is None else [np.where(each > 0, _MOST**2 * each, np.inf) for each in known]
+        self._variation = Variation(spec, batch_axis, known, largest=_LARGEST_ROW)
         self.restart()
 
     def restart(self) -> None:
@@ -56,23 +60,13 @@ class LiveSlices:
         if self._requests % _EVERY == 0:
             self._noise.scale(_DECAY)
             self._variation.scale(_DECAY)
-        self._noise.merge(found.noise)
+        self._noise.merge(found.noise, self._limits)
         if self._requests < _EVERY or self._requests % _JUDGED == 0:
-            pairs = zip_longest(self._variation.scales(), self._known or [], fillvalue=_NONE)
-            self._worst = next(iter(worst_slices(self._noise, [_larger(*pair) for pair in pairs])), None)
+            self._worst = next(iter(worst_slices(self._noise, self._variation.scales())), None)
 
     def worst(self) -> SliceError | None:
         """Return the worst slice of recent requests, up to :data:`_JUDGED` ago; None while none can be judged."""
         return self._worst
-
-
-def _larger(live: Values, known: Values) -> Values:
-    """Return the larger of two scales of each slice. One that the conversion did not judge is not judged."""
-    size = max(len(live), len(known))
-    live, known = (
-        np.pad(each, (0, size - len(each)), constant_values=value) for each, value in ((live, np.inf), (known, 0))
-    )
-    return np.where(np.isfinite(live) | (known == 0), np.maximum(live, known), known)
 
 
 def estimate(ratio: float, effective: float) -> Estimate:

@@ -216,10 +216,16 @@ class TestFills:
 
 class TestScalars:
     def test_one_number_per_sample_has_no_relative_error_and_no_angle(self) -> None:
-        found = compare(np.array([[0.0], [2.0]]), np.array([[1e-6], [2.0]]), TensorSpec("y", "float32", ("n", 1)), 0)
-        stats = DriftSummary.joined([found]).stats
-        assert stats.keys() == {"max_abs", "nonfinite"}
+        r, c, spec = np.array([[0.0], [2.0]]), np.array([[1e-6], [2.0]]), TensorSpec("y", "float32", ("n", 1))
+        stats = DriftSummary.joined([compare(r, c, spec, 0, [np.array([1.0])])]).stats
+        assert stats.keys() == {"max_abs", "nonfinite", "slice_error"}
         assert stats["max_abs"]["worst"] == 1e-6
+
+    def test_without_a_slice_to_judge_it_by_one_number_has_its_relative_error(self) -> None:
+        """Else nothing would be judged at all."""
+        r, c, spec = np.array([[2.0], [2.0]]), np.array([[3.0], [2.0]]), TensorSpec("y", "float32", ("n", 1))
+        for scales in (None, [np.array([np.inf])]):
+            assert DriftSummary.joined([compare(r, c, spec, 0, scales)]).judged("relative_l2") == 0.25
 
     def test_one_label_per_sample_is_compared_as_before(self) -> None:
         """A label has no variation to be judged by."""

@@ -40,9 +40,17 @@ def test_a_lower_bound_is_worded_as_one_and_what_was_not_judged_is_said() -> Non
     assert headline == "cpu is over the drift budget."
     assert cpu == (
         "cpu is over budget: top1_agreement of y is 0.5, at least 0.99 is required (50 × the budget);"
-        " measured on 1 sample of s; not judged: 2 of 5 slices of y, zero or in too few samples; top1_agreement of y"
-        " was judged on 20 rows, its bound needs 100"
+        " measured on 1 sample of s; not judged: 2 of 5 slices of y, zero, at fp32 noise or in too few samples;"
+        " top1_agreement of y was judged on 20 rows, its bound needs 100"
     )
+
+
+def test_an_output_without_any_slice_judged_is_named() -> None:
+    manifest = reported.manifest()
+    output = next(each for each in manifest.outputs if each.dtype == "float32")
+    entry = DriftEntry(samples=1, source="s", outputs={output.name: {"nonfinite": {"total": 0.0}}})
+    sentence = _figures(manifest.amended(drift={"cpu": entry}))[1]
+    assert f"not judged: any slice of {output.name}, zero, at fp32 noise or in too few samples" in sentence
 
 
 def test_quantiles_that_the_budget_bounds_are_listed_below_their_metric() -> None:

@@ -84,11 +84,11 @@ def _nodes(
     ]
     if hidden in ("fill", "infinity"):
         slot = np.zeros(shape, bool)
-        slot.reshape(-1)[random.integers(size)] = True
+        slot.reshape(-1)[random.choice(np.flatnonzero(~spoilt))] = True  # it must not cover what is destroyed
         fill = float(random.choice([-1e4, 1e4, -1e9, 1e9]) if hidden == "fill" else random.choice([-np.inf, np.inf]))
         weights |= {"slot": slot, "filling": np.array(fill, np.float32)}
         nodes.append(helper.make_node("Where", ["slot", "filling", "scaled"], ["y"], name="fill"))
-    elif hidden in ("samples", "row"):  # the slice is wrong in about half of the samples, or all of a small row is
+    elif hidden in ("samples", "row"):  # the slice is wrong in two thirds of the samples, or all of a small row
         weights["quiet"] = (rest * 10.0 ** random.uniform(2, 5) if hidden == "row" else rest).astype(np.float32)
         nodes += [
             helper.make_node("MatMul", ["x", "quiet"], ["yq"], name="product_q"),
@@ -98,7 +98,7 @@ def _nodes(
         if hidden == "row":
             weights["chosen"] = (np.arange(_ROWS) == index).reshape(-1, *(1 for _ in shape))
         else:
-            weights |= {"first": np.array(0), "limit": np.array([0.0], np.float32)}
+            weights |= {"first": np.array(0), "limit": np.array([-0.4], np.float32)}
             weights["column"] = np.array([-1, *(1 for _ in shape)])
             nodes[:0] = [
                 helper.make_node("Gather", ["x", "first"], ["x0"], name="first", axis=1),
