@@ -8,6 +8,7 @@ import pytest
 import reported
 
 from bf16kit.manifest import DriftEntry, Manifest
+from bf16kit.schema import SINCE_SLICES
 from bf16kit.verdicts import format_budget_ratio
 from converter.report.figures import figures
 
@@ -49,7 +50,8 @@ def test_an_output_without_any_slice_judged_is_named() -> None:
     manifest = reported.manifest()
     output = next(each for each in manifest.outputs if each.dtype == "float32")
     entry = DriftEntry(samples=1, source="s", outputs={output.name: {"nonfinite": {"total": 0.0}}})
-    sentence = _figures(manifest.amended(drift={"cpu": entry}))[1]
+    amended = manifest.amended(drift={"cpu": entry}).model_copy(update={"schema_version": SINCE_SLICES})
+    sentence = _figures(amended)[1]
     assert f"not judged: any slice of {output.name}, zero, at fp32 noise or in too few samples" in sentence
 
 

@@ -190,6 +190,7 @@ def test_a_wrong_slice_is_seen_beside_large_values(axis: int) -> None:
         ([1, 2], [1, np.nan], False),
         ([1, 2], [1, np.inf], False),
         ([1, np.nan], [1, 2], True),
+        ([1, np.nan], [7, np.nan], False),
         ([0, 0], [0, 0], True),
         ([0, 0], [0, 1e-3], False),
         ([3.4e38, 3.4e38], [3.4e38, 3.4e38], True),

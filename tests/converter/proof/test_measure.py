@@ -9,7 +9,7 @@ from peaks import measured_alone
 
 from bf16kit.errors import SamplesError
 from bf16kit.tensors import TensorSpec
-from converter.proof.measure import drifts, run_all, spool, summarise, with_batch_dimension
+from converter.proof.measure import drifts, run_all, slice_scales, spool, summarise, with_batch_dimension
 from converter.proof.samples import Samples
 
 LARGE_VOCABULARY = """
@@ -53,6 +53,15 @@ def test_drift_is_summarised_over_the_rows_of_all_feeds() -> None:
     assert summary.samples == 3
     assert summary.judged("relative_l2") == pytest.approx(0.5)
     assert summarise(drifts(expected, found, OUT, None, {}))["y"].samples == 2
+
+
+def test_samples_of_a_series_are_not_compared_with_their_neighbours() -> None:
+    """Neighbours in a series differ little, and slices would seem to vary by that."""
+    spec = (TensorSpec("y", "float32", ("n", 3)),)
+    series = np.linspace(0, 1, 300, dtype=np.float32)[:, None] * np.ones(3, np.float32)
+    for feeds in ([{"y": series}], [{"y": row[None]} for row in series]):
+        (scale,) = slice_scales(feeds, spec, 0)["y"]
+        np.testing.assert_allclose(scale, series.var(axis=0), rtol=0.3)
 
 
 def test_a_sample_without_an_output_is_an_error() -> None:

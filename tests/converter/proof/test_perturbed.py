@@ -57,6 +57,15 @@ def test_slices_need_a_few_samples_and_agreement_a_hundred_rows() -> None:
     assert len(enough(floats(3, rows=8), LOGITS).feeds) == 13
 
 
+def test_rows_that_are_no_batch_count_as_one_sample() -> None:
+    given = Samples(tuple(floats(1, rows=64)), "the test")
+    fixed, differ = inputs_of(given), [*inputs_of(given), TensorSpec("z", "float32", ("other", 3))]
+    fixed[0] = TensorSpec("x", "float32", (64, 4))
+    for inputs, outputs in ((fixed, OTHER), (differ, OTHER), (inputs_of(given), (TensorSpec("y", "float32", (5,)),))):
+        assert len(with_enough(given, inputs, outputs, oracle()(given.feeds), oracle(), Budget(), 0).feeds) == SAMPLES
+    assert with_enough(given, inputs_of(given), OTHER, oracle()(given.feeds), oracle(), Budget(), 0) is given
+
+
 def test_the_given_samples_stay_first_and_the_origin_says_what_was_made() -> None:
     given = floats(3)
     found = enough(given)

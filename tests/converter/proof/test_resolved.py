@@ -47,6 +47,12 @@ def test_a_slice_at_fp32_noise_is_excused() -> None:
     assert list(np.isinf(scale)) == [False, True, False, False]
 
 
+def test_a_slice_that_fp32_resolves_is_judged_although_another_is_excused() -> None:
+    """The noise of the nudged source alone excuses nothing: it is larger than that of two programs."""
+    (scale,) = judge([0, 0.5, 0.01, 0.03], [0.2, 0.2, 0.2, 0.2])
+    assert list(np.isinf(scale)) == [False, True, False, True]
+
+
 def test_a_slice_of_the_reference_that_noise_does_not_explain_is_an_error() -> None:
     with pytest.raises(ConversionError, match=r"output 'y' differs in index 2 along its axis 0"):
         judge([0, 0, 0.5, 0], [0, 0, 0.01, 0])
