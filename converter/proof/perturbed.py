@@ -53,8 +53,8 @@ def with_enough(
     random = np.random.default_rng(seed)
     made: list[Feeds] = []
     for share in (1.0, _SMALLER):  # of a step; a smaller one stays nearer to inputs that are known to be valid
-        wanted_now = range(len(made), missing)
-        made += _accepted([_perturbed(samples.feeds, i, random, share) for i in wanted_now], oracle)
+        perturbed = [_perturbed(samples.feeds, i, random, share) for i in range(len(made), missing)]
+        made += _accepted([feed for feed in perturbed if not _is_one_of(feed, samples.feeds)], oracle)
     return replace(samples, feeds=(*samples.feeds, *made), made=len(made))
 
 
@@ -65,6 +65,11 @@ def _accepted(feeds: Sequence[Feeds], oracle: Oracle) -> Iterator[Feeds]:
                 yield feed
     except RuntimeFailure:
         return
+
+
+def _is_one_of(feed: Feeds, others: Sequence[Feeds]) -> bool:
+    """Whether perturbing changed nothing, because all inputs are masks, flags or strings."""
+    return any(all(np.array_equal(feed[name], other[name]) for name in feed) for other in others)
 
 
 def _batch(feed: Mapping[str, Array]) -> int:

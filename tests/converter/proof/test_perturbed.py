@@ -97,6 +97,11 @@ def test_integers_stay_valid_indices_and_masks_stay() -> None:
     assert all((feed["mask"] == mask).all() and feed["length"] == 5 for feed in made)
 
 
+def test_copies_are_no_samples() -> None:
+    """Nothing varies between them, so nothing could be judged by them."""
+    assert enough([{"flags": np.array([[1, 0, 0, 1]])}]).made == 0
+
+
 def test_the_same_seed_makes_the_same_samples() -> None:
     one, other = enough(floats(3)), enough(floats(3))
     for a, b in zip(one.feeds, other.feeds, strict=True):
