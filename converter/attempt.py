@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from bf16kit.artifact import Artifact
 from bf16kit.errors import ConversionError, UsageError
@@ -44,7 +44,10 @@ _EXPORTED = "model*.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """Everything needed to write an artifact, any number of times. ``traced`` are profiles written already."""
+    """Everything needed to write an artifact, any number of times.
+
+    ``traced`` are profiles written already. ``dropped`` has a note on each of them that did not run.
+    """
 
     options: Options
     source: Source
@@ -54,6 +57,7 @@ class Attempt:
     oracle_run: OracleRun
     stage: StagingArtifact
     progress: Progress
+    dropped: dict[str, str] = field(default_factory=dict)
 
     def prove(self, islands: Islands) -> tuple[Certified, Mapping[str, Census]]:
         """Write weights and graphs with these ``islands`` and run them; also return the census of rounding."""
@@ -65,7 +69,8 @@ class Attempt:
         with progress.step("checking the fusions"):
             planned = self._without_faults(planned, stored, islands)
         with progress.step("writing graphs"):
-            profiles = {**self.traced, **_write_graphs(options, prepared, planned, stored, stage)}
+            traced = {name: entry for name, entry in self.traced.items() if name not in self.dropped}
+            profiles = {**traced, **_write_graphs(options, prepared, planned, stored, stage)}
         manifest = draft_manifest(options, source, planned.plan, stored, profiles)
         if exported is not None:
             manifest = manifest.amended(exports=_describe_export(options, source, exported, stage))
@@ -75,7 +80,8 @@ class Attempt:
         del stored
         release_memory()
         certified = certify(stage, manifest, self.calibration, options, progress, self.oracle_run, reference)
-        certified.notes[:0] = _undone_notes(planned)
+        certified.notes[:0] = [*_undone_notes(planned), *self.dropped.values()]
+        self.dropped.update({name: note for name, note in certified.dropped.items() if name in traced})
         return certified, census
 
     def _plan(self, islands: Islands, fusions: Fusions | None = None) -> Planned:

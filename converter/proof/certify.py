@@ -47,13 +47,18 @@ _ROWS_INTERACT = (
 @dataclass(slots=True)
 class Certified:
     """The results of running an artifact: its manifest with drift and batch axis, one :class:`Run` per profile, and a
-    sentence for each bound that a profile exceeds. ``scales`` are what slices are judged against, by output."""
+    sentence for each bound that a profile exceeds.
+
+    ``scales`` are what slices are judged against, by output. ``dropped`` has a note on each profile that did not run,
+    and was deleted.
+    """
 
     manifest: Manifest
     runs: dict[str, Run] = field(default_factory=dict)
     breaches: dict[str, list[str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     scales: dict[str, list[Values]] = field(default_factory=dict)
+    dropped: dict[str, str] = field(default_factory=dict)
 
     @property
     def drifts(self) -> dict[str, dict[str, list[SampleDrift]]]:
@@ -155,6 +160,7 @@ def _certify_profile(
         if manifest.profiles.keys() == {profile}:  # its file holds the weights
             raise ConversionError(note) from error
         certified.manifest = without_profiles(stage, manifest, [profile])
+        certified.dropped[profile] = note
         certified.notes.append(note)
         return
     advice = f"{run.info.note}: {run.info.advice}"

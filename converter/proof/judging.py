@@ -81,9 +81,8 @@ def judge(
 ) -> tuple[Manifest, list[str]]:
     """Return the manifest to publish, and notes; ``breaches`` describes where each profile exceeds the budget.
 
-    An optional profile over budget is always left out, because the user did not ask for it. For any other profile,
-    raises :class:`BudgetExceeded` unless the options allow drift over budget, or allow profiles to be dropped and one
-    is left.
+    A profile or a format over budget that the user did not ask for is left out. For any other, raises
+    :class:`BudgetExceeded` unless the options allow drift over budget, or allow profiles to be dropped and one is left.
     """
     breaches = {profile: found for profile, found in breaches.items() if found}
     manifest, left_out = _without_optional(breaches, manifest, options, stage)
@@ -99,13 +98,20 @@ def judge(
 def _without_optional(
     breaches: Mapping[str, Sequence[str]], manifest: Manifest, options: Options, stage: StagingArtifact
 ) -> tuple[Manifest, list[str]]:
-    dropped = [profile for profile in options.optional_profiles if profile in breaches]
-    notes = [
-        f"no profile {profile}, which is faster on some processors: drift over budget; to write it, pass --profile"
-        f" {profile} and keep the nodes that cause it in fp32 (--keep-fp32 REGEX)"
-        + "".join(f"\n  {breach}" for breach in breaches[profile])
-        for profile in dropped
-    ]
+    dropped: dict[str, str] = {
+        profile: f"no profile {profile}, which is faster on some processors: drift over budget; to write it, pass"
+        f" --profile {profile} and keep the nodes that cause it in fp32 (--keep-fp32 REGEX)"
+        for profile in options.optional_profiles
+        if profile in breaches
+    }
+    if manifest.plan.tensors and not options.allow_over_budget:  # there are graphs beside the torch module
+        dropped |= {
+            name: f"no {TRACED[name].title}: drift over budget; no search can mend it, because torch.autocast decides"
+            f" where it rounds; to write it, pass --format {name} and raise the --budget"
+            for name in options.traced
+            if name in breaches and not options.requires(name)
+        }
+    notes = [note + "".join(f"\n  {breach}" for breach in breaches[name]) for name, note in dropped.items()]
     return (without_profiles(stage, manifest, dropped) if dropped else manifest), notes
 
 

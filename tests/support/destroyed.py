@@ -18,7 +18,7 @@ Hidden = Literal["fill", "infinity", "large slice", "sink", "one of many", "samp
 KINDS: tuple[Hidden, ...] = ("fill", "infinity", "large slice", "sink", "one of many", "samples", "row")
 _WIDTH = 16
 _ROWS = 4  # of a model whose first axis is fixed, so that it is no batch axis
-_CANCELLED = 2.0**-12  # what is left of two products: bf16's rounding of either is eight times as much
+_CANCELLED = 2.0**-14  # what is left of two products: bf16's rounding of either is 32 times as much
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,8 +114,10 @@ def _input_spec(name: str, module: Any, directory: Directory, notes: list[str]) 
         return TensorSpec(name, "int64", (BATCH, SEQ))
     if name == "pixel_values":
         height, width = _image_size(directory, notes)
-        channels = directory.setting("num_channels")
-        return TensorSpec(name, "float32", (BATCH, channels if isinstance(channels, int) else 3, height, width))
+        channels, frames = directory.setting("num_channels"), directory.setting("num_frames")
+        video = (frames,) if isinstance(frames, int) else ()
+        channels = channels if isinstance(channels, int) else 3
+        return TensorSpec(name, "float32", (BATCH, *video, channels, height, width))
     if name == "input_features":
         return TensorSpec(name, "float32", (BATCH, *_features(module, directory)))
     if name == "input_values":

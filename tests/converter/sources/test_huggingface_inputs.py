@@ -56,6 +56,11 @@ def test_the_size_of_images_is_read_from_the_preprocessor_or_the_config(
     assert notes == []
 
 
+def test_frames_of_a_video_are_an_axis() -> None:
+    [spec], _ = declared(module("resnet"), directory({"num_frames": 4, "num_channels": 1}, {"size": 32}))
+    assert spec.shape == ("batch", 4, 1, 32, 32)
+
+
 def test_an_image_size_that_no_file_states_is_assumed_with_a_note() -> None:
     [spec], [note] = declared(module("resnet"), directory({}))
     assert spec.shape == ("batch", 3, 224, 224)
