@@ -48,7 +48,7 @@ def batch_axis(
                 return None
     except RuntimeFailure:
         return None  # a dimension that is declared free but is not
-    return 0 if all(_undisturbed(runtime, rows[0], apart[0], outputs, extreme) for extreme in _EXTREMES) else None
+    return 0 if all(_undisturbed(runtime, rows[0], rows[1], outputs, extreme) for extreme in _EXTREMES) else None
 
 
 def may_have_batch_axis(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> bool:
@@ -67,17 +67,22 @@ def _orders(count: int) -> Iterator[tuple[int, ...]]:
         yield (2, 0, 1)
 
 
-def _undisturbed(runtime: Runtime, row: Feeds, apart: Feeds, outputs: Sequence[TensorSpec], extreme: float) -> bool:
-    """Whether ``row`` keeps its outputs when all floats of its companion are ``extreme``."""
+def _undisturbed(runtime: Runtime, row: Feeds, other: Feeds, outputs: Sequence[TensorSpec], extreme: float) -> bool:
+    """Whether ``row`` has the same outputs beside ``other`` as beside a companion whose floats are all ``extreme``.
+
+    Both runs have the same size: alone, the row may be summed in another order.
+    """
     with np.errstate(over="ignore"):  # in fp16, the largest is infinite
         companion = {n: np.full_like(array, extreme) if array.dtype.kind == "f" else array for n, array in row.items()}
     if all(companion[name] is array for name, array in row.items()):
         return True
+    usual = runtime.run(_batch([row, other]))
     try:
         together = runtime.run(_batch([row, companion]))
     except RuntimeFailure:
         return True
-    return _same([apart], {name: array[:1] for name, array in together.items()}, outputs)
+    first, beside = ({name: array[:1] for name, array in each.items()} for each in (usual, together))
+    return _same([first], beside, outputs)
 
 
 def _rows_of_one_shape(feeds: Sequence[Feeds]) -> list[Feeds]:

@@ -197,5 +197,7 @@ def _values_read(node: onnx.NodeProto) -> Iterator[str]:
 
 
 def _spec(value: ir.Value) -> TensorSpec:
+    if value.dtype == ir.DataType.STRING:  # numpy calls it object
+        return TensorSpec(value.name or "", "string", ())
     dtype = "float32" if value.dtype is None else value.dtype.numpy().name
     return TensorSpec(value.name or "", dtype, ())

@@ -148,7 +148,7 @@ def _pad(spec: TensorSpec, array: Array, allowed: _IntegerRange, random: np.rand
 
     Each row keeps at least its first value, and any other array is returned itself.
     """
-    if array.dtype.kind not in "iu" or array.ndim == 0 or array.shape[-1] < 2:
+    if array.dtype.kind not in "iub" or array.ndim == 0 or array.shape[-1] < 2:
         return array
     if _is_mask(spec):
         end = 0
@@ -203,9 +203,9 @@ def _width(spec: TensorSpec) -> int:
 def _values(spec: TensorSpec, chosen: Mapping[str, int], allowed: _IntegerRange, random: np.random.Generator) -> Array:
     shape = tuple(dim if isinstance(dim, int) else chosen[dim] for dim in spec.shape)
     dtype = BY_NAME[spec.dtype].numpy
-    if dtype.kind == "b":
+    if dtype.kind == "b" and not _is_mask(spec):
         return random.integers(0, 2, shape).astype(dtype)
-    if dtype.kind in "iu":
+    if dtype.kind in "iub":
         return _integers(spec, shape, allowed, allowed.bound(chosen), random).astype(dtype)
     if dtype.kind == "O":
         return np.full(shape, b"sample", dtype)

@@ -45,6 +45,20 @@ def test_each_inner_value_is_compared_by_name(tmp_path: Path) -> None:
     assert 1e-6 < powers["y"].ratio < 1e-3
 
 
+def test_a_graph_that_reads_strings_is_compared_too(tmp_path: Path) -> None:
+    nodes = [
+        helper.make_node("Equal", ["words", "known"], ["same"]),
+        helper.make_node("Cast", ["same"], ["hot"], to=TensorProto.FLOAT),
+        helper.make_node("Add", ["hot", "x"], ["y"]),
+    ]
+    words = helper.make_tensor_value_info("words", TensorProto.STRING, ["n", 2])
+    known = helper.make_tensor("known", TensorProto.STRING, [2], [b"a", b"b"])
+    model = graphs.model(nodes, [words, graphs.edge("x", ["n", 2])], [graphs.edge("y", ["n", 2])], [known])
+    feeds = [{"words": np.array([[b"a", b"c"]], object), "x": graphs.values(1, 2)}]
+    powers = compare(graph(model, tmp_path), graph(model, tmp_path), feeds)
+    assert {name: power.ratio for name, power in powers.items()} == {"hot": 0.0, "y": 0.0}
+
+
 def test_a_graph_equals_itself(tmp_path: Path) -> None:
     model = graph(graphs.mlp(), tmp_path)
     assert {power.ratio for power in compare(model, model, [{"x": graphs.values(4, 16)}]).values()} == {0.0}

@@ -131,19 +131,20 @@ def test_a_padding_token_ends_some_rows_and_fills_none() -> None:
     assert max(feed["ids"].max() for feed in feeds) > 90
 
 
-def _mask_feeds(run_source: RunSource) -> list[np.ndarray]:
-    specs = (TensorSpec("attention_mask", "int64", ("n", "length")),)
+def _mask_feeds(run_source: RunSource, dtype: str = "int64") -> list[np.ndarray]:
+    specs = (TensorSpec("attention_mask", dtype, ("n", "length")),)
     found = generate(specs, read(graphs.mlp()), None, seed=0, run_source=run_source)
     return [feed["attention_mask"] for feed in found.feeds]
 
 
-def test_masks_end_in_zeros_after_the_first_sample() -> None:
-    first, *others = _mask_feeds(_runs_when(lambda _: True))
+@pytest.mark.parametrize("dtype", ["int64", "bool"])
+def test_masks_end_in_zeros_after_the_first_sample(dtype: str) -> None:
+    first, *others = _mask_feeds(_runs_when(lambda _: True), dtype)
     assert first.all()
     assert sum(not mask.all() for mask in others) > COUNT // 2
     for mask in others:
         assert mask[:, 0].all()
-        assert (np.diff(mask) <= 0).all()
+        assert (np.diff(mask.astype(int)) <= 0).all()
 
 
 @pytest.mark.parametrize("fails", [True, False])
