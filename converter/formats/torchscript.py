@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _MANGLED = re.compile(rb"___torch_mangle_\d+")
 # Records that the writer makes itself, or that hold only this machine's paths of the traced Python code.
 _WRITERS_OWN = ("version", "byteorder", ".data/", ".format_version")
+_VERSIONS = (".data/version", "version")  # the records that may hold it
 _DEBUG = ".debug_pkl"
 _MARK = "_jit_is_scripting"
 
@@ -104,17 +105,21 @@ def _without_trainers(module: torch.nn.Module) -> Iterator[None]:
 def rewrite_archive(raw: Path, path: Path) -> None:
     """Copy the archive ``raw`` to ``path`` without debug records, with its class names numbered from 0.
 
+    The copy has the version of ``raw``: in an older one, torch would read some operators as they were then.
+
     torch numbers the classes of a trace by a counter of the process. The numbers occur in record names, in the code,
     and in ``data.pkl`` as text without a length, so they can be replaced.
     """
     import torch
 
     reader = torch._C.PyTorchFileReader(str(raw))
-    names = [n for n in reader.get_all_records() if not n.startswith(_WRITERS_OWN) and not n.endswith(_DEBUG)]
+    records = reader.get_all_records()
+    names = [n for n in records if not n.startswith(_WRITERS_OWN) and not n.endswith(_DEBUG)]
     numbers = _renumbering(names)
     # A stream, not a path: given a path, the writer puts the path's stem into the archive.
     with path.open("xb") as file:
         writer = torch._C.PyTorchFileWriter(file)
+        writer.set_min_version(int(reader.get_record(next(n for n in _VERSIONS if n in records))))
         for name in names:
             record = reader.get_record(name)
             if name.startswith("code/") or name == "data.pkl":

@@ -113,7 +113,11 @@ def compare(
 def _values(model: ir.Model) -> list[str]:
     """Return the names of the fp32 values that nodes of the main graph compute; without inputs and weights."""
     outputs = chain.from_iterable(node.outputs for node in model.graph)
-    return [value.name for value in outputs if value.name and value.dtype == ir.DataType.FLOAT]
+    return [
+        value.name
+        for value in outputs
+        if value.name and isinstance(value.type, ir.TensorType) and value.dtype == ir.DataType.FLOAT
+    ]
 
 
 def _find(name: str, available: Container[str]) -> str | None:

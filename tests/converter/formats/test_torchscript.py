@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from torch import nn
 from bf16kit.errors import ConversionError
 from bf16kit.runtime.torchscript import TorchScriptRuntime
 from bf16kit.tensors import TensorSpec
-from converter.formats.torchscript import narrow_and_trace
+from converter.formats.torchscript import narrow_and_trace, rewrite_archive
 from converter.sources.torch.onnx_export import adapt
 
 X = (TensorSpec("x", "float32", ("batch", 16)),)
@@ -60,6 +61,26 @@ def test_tied_weights_are_written_once(tmp_path: Path) -> None:
     narrow_and_trace(adapt(seeded(Tied()), IDS), path)
     state = state_dict(path)
     assert state["module.module.table.weight"].data_ptr() == state["module.module.out.weight"].data_ptr()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch has deprecated TorchScript
+@pytest.mark.parametrize(
+    ("function", "x"),
+    [
+        (lambda x: x / 4, torch.tensor([1, 2, 5])),
+        (lambda x: nn.functional.gelu(x, approximate="tanh"), torch.tensor([1.0, -2.0])),
+    ],
+    ids=["division of integers", "gelu by tanh"],
+)
+def test_an_archive_means_the_same_when_it_is_rewritten(
+    tmp_path: Path, function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
+) -> None:
+    """Read as an older version, integers are divided with truncation, and gelu's argument is unknown."""
+    raw, rewritten = tmp_path / "raw.pt", tmp_path / "rewritten.pt"
+    torch.jit.save(torch.jit.trace(function, x), str(raw))  # type: ignore[no-untyped-call]  # torch has it untyped
+    rewrite_archive(raw, rewritten)
+    module: torch.nn.Module = torch.jit.load(str(rewritten))  # type: ignore[no-untyped-call]
+    assert torch.equal(module(x), function(x))
 
 
 def test_the_same_model_gives_the_same_bytes_whatever_was_traced_before(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 import pytest
-from onnx import ModelProto, TensorProto, helper
+from onnx import ModelProto, TensorProto, helper, numpy_helper
 from peaks import measured_alone
 
 import graphs
@@ -45,6 +45,19 @@ def test_each_inner_value_is_compared_by_name(tmp_path: Path) -> None:
     assert 1e-6 < powers["y"].ratio < 1e-3
 
 
+def test_sequences_are_not_compared(tmp_path: Path) -> None:
+    """They have the dtype of their tensors, and are none."""
+    nodes = [
+        helper.make_node("SplitToSequence", ["x"], ["parts"], axis=1),
+        helper.make_node("SequenceAt", ["parts", "first"], ["part"]),
+        helper.make_node("Add", ["part", "part"], ["y"]),
+    ]
+    first = helper.make_tensor("first", TensorProto.INT64, [], [0])
+    model = graphs.model(nodes, [graphs.edge("x", ["n", 2])], [graphs.edge("y", ["n", 1])], [first])
+    sides = graph(model, tmp_path), graph(model, tmp_path)
+    assert compare(*sides, [{"x": graphs.values(3, 2)}]).keys() == {"part", "y"}
+
+
 def test_a_graph_that_reads_strings_is_compared_too(tmp_path: Path) -> None:
     nodes = [
         helper.make_node("Equal", ["words", "known"], ["same"]),
@@ -52,7 +65,7 @@ def test_a_graph_that_reads_strings_is_compared_too(tmp_path: Path) -> None:
         helper.make_node("Add", ["hot", "x"], ["y"]),
     ]
     words = helper.make_tensor_value_info("words", TensorProto.STRING, ["n", 2])
-    known = helper.make_tensor("known", TensorProto.STRING, [2], [b"a", b"b"])
+    known = numpy_helper.from_array(np.array(["a", "b"], object), "known")
     model = graphs.model(nodes, [words, graphs.edge("x", ["n", 2])], [graphs.edge("y", ["n", 2])], [known])
     feeds = [{"words": np.array([[b"a", b"c"]], object), "x": graphs.values(1, 2)}]
     powers = compare(graph(model, tmp_path), graph(model, tmp_path), feeds)

@@ -7,6 +7,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 from lowered import specs
+from onnx import TensorProto, helper, shape_inference
 
 import graphs
 from converter.graph.operators import bf16_form
@@ -70,3 +71,23 @@ def test_a_saturated_weight_is_clamped_where_it_would_overflow() -> None:
     assert not np.isfinite(answer(NONE, on, w0=huge, x=small)).all()
     clamped = answer(NONE, on, on, w0=huge, x=small)
     np.testing.assert_allclose(clamped, answer(NONE, NONE, w0=huge, x=small), rtol=0.1, atol=1e34)
+
+
+def test_a_sequence_of_tensors_has_no_switch() -> None:
+    """It has the dtype of its tensors, and cannot be cast as they are."""
+    nodes = [
+        helper.make_node("MatMul", ["x", "w0"], ["m"], name="product"),
+        helper.make_node("SplitToSequence", ["m"], ["parts"], axis=1, name="split"),
+        helper.make_node("SequenceAt", ["parts", "first"], ["part"], name="first_part"),
+        helper.make_node("Mul", ["part", "part"], ["y"], name="square"),
+    ]
+    held = [graphs.initializer("w0", W0), helper.make_tensor("first", TensorProto.INT64, [], [0])]
+    proto = graphs.model(nodes, [graphs.edge("x", ["n", 16])], [graphs.edge("y", ["n", 1])], held)
+    model = ir.from_proto(shape_inference.infer_shapes(proto))
+    forms = {node.name or "": form for node in model.graph if (form := bf16_form(node, 22))}
+    switch = Switch(forms, {"w0"}, frozenset())
+    inputs, outputs = specs(model.graph.inputs), specs(model.graph.outputs)
+    runtime = open_fp32_graph(run([switch], model), (*inputs, switch.spec), (*outputs, *switch.shape_specs))
+    off = positions(switch.sites, NONE, NONE)
+    (found,) = runtime.run({"x": X, switch.input: off}, ["y"]).values()
+    np.testing.assert_allclose(found, (X @ W0)[:, :1] ** 2, rtol=1e-5, atol=1e-6)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 import pytest
+import torch
 from onnx import helper
 
 import graphs
 from bf16kit.errors import ConversionError
+from bf16kit.tensors import TensorSpec
 from converter.sources.torch import simplify
+from converter.sources.torch.onnx_export import adapt, to_onnx
 
 
 def test_every_rule_exists_in_the_installed_onnxscript() -> None:
@@ -45,3 +48,15 @@ def test_no_constant_is_folded_into_a_larger_one() -> None:
     assert sorted(value.shape.numpy() for value in model.graph.initializers.values() if value.shape) == [
         *((2, 512), (225, 2), (512,)),
     ]
+
+
+def test_chunks_of_a_free_dimension_are_exported() -> None:
+    """onnxscript's evaluator raises at their SplitToSequence."""
+
+    class Chunked(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            a, b = torch.cat([x, -x], 1).chunk(2, 1)
+            return a * b
+
+    graph = to_onnx(adapt(Chunked().eval(), (TensorSpec("x", "float32", ("batch", "length", 8)),)), {})
+    assert "SplitToSequence" in [node.op_type for node in graph.graph]
