@@ -52,7 +52,8 @@ def convert(entry: Entry, repository: Path) -> Conversion:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A line of the table in docs/models.md. Drift is the worst output's relative_l2, as judged against the budget."""
+    """A line of the table in docs/models.md. Drift is the worst output's relative_l2, as judged against the budget; 0 if
+    all outputs are one number per sample. ``worst_slice`` is the largest slice error of both profiles."""
 
     name: str
     kind: str
@@ -63,6 +64,7 @@ class Row:
     with_residual: float
     cpu: float
     cuda: float
+    worst_slice: float
     islands: int
     nodes: int
     seconds: float
@@ -81,16 +83,18 @@ def row(conversion: Conversion) -> Row:
         source_bytes=manifest.source.bytes,
         bf16_ratio=weights / manifest.source.bytes,
         with_residual=(weights + residual) / manifest.source.bytes,
-        cpu=_drift(manifest, "cpu"),
-        cuda=_drift(manifest, "cuda"),
+        cpu=_judged(manifest, "cpu", "relative_l2", "mean"),
+        cuda=_judged(manifest, "cuda", "relative_l2", "mean"),
+        worst_slice=max(_judged(manifest, profile, "slice_error", "worst") for profile in ("cpu", "cuda")),
         islands=len(_islands(manifest)),
         nodes=len(manifest.plan.nodes["cuda"]),
         seconds=conversion.seconds,
     )
 
 
-def _drift(manifest: Manifest, profile: str) -> float:
-    return max(output["relative_l2"]["mean"] for output in manifest.drift[profile].outputs.values())
+def _judged(manifest: Manifest, profile: str, metric: str, statistic: str) -> float:
+    outputs = manifest.drift[profile].outputs.values()
+    return max((output[metric][statistic] for output in outputs if metric in output), default=0.0)
 
 
 def _islands(manifest: Manifest) -> set[str]:
