@@ -52,8 +52,11 @@ def convert(entry: Entry, repository: Path) -> Conversion:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A line of the table in docs/models.md. Drift is the worst output's relative_l2, as judged against the budget; 0 if
-    all outputs are one number per sample. ``worst_slice`` is the largest slice error of both profiles."""
+    """A line of the table in docs/models.md.
+
+    Drift is the worst output's relative_l2, as judged against the budget; 0 if all outputs are one number per sample.
+    ``worst_slice`` is the largest slice error of both profiles.
+    """
 
     name: str
     kind: str

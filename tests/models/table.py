@@ -19,7 +19,7 @@ model, and compares the responses over gRPC with the outputs of fp32 ONNX Runtim
 * bf16, with residual: the size of the artifact's weights ÷ the checkpoint's, without and with the residual, which
   restores the checkpoint.
 * drift: the relative L2 distance from the fp32 reference, the mean over the samples, for the worst output. The budget
-  allows 0.015. `cuda` is emulated on machines without a GPU. "–": each output is one number, which has no such distance.
+  allows 0.015. `cuda` is emulated on machines without a GPU. "–": each output is one number.
 * slice: the worst slice error (decisions/0085) of both profiles. The budget allows 0.5.
 * islands: the nodes and weights that the search keeps in fp32 to stay within the budget, and the number of nodes; "–"
   if the model needed no search.
