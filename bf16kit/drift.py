@@ -156,7 +156,8 @@ def add_variation(variation: Variation, reference: NDArray[Any], batch_axis: int
     They are added in a random order: neighbours in a series differ less than strangers do.
     """
     samples = samples_first(reference, batch_axis)
-    samples = samples[np.random.default_rng(len(samples)).permutation(len(samples))]
+    if len(samples) > 1:
+        samples = samples[np.random.default_rng(len(samples)).permutation(len(samples))]
     for block in _blocks(samples):
         variation.add(difference(samples[block], samples[block])[0])
 

@@ -87,9 +87,9 @@ class SliceSums:
         for axis, (sums, counts) in enumerate(zip(other.sums, other.counts, strict=True)):
             if limits is not None:
                 known = limits[axis][: len(sums)]
-                sums = np.concatenate(
-                    [np.minimum(sums[: len(known)], known * counts[: len(known)]), sums[len(known) :]]
-                )
+                with np.errstate(invalid="ignore"):  # no limit and no element: 0 · inf, which fmin leaves out
+                    limited = np.fmin(sums[: len(known)], known * counts[: len(known)])
+                sums = np.concatenate([limited, sums[len(known) :]])
             self._add(axis, sums, counts)
 
     def copy(self) -> SliceSums:

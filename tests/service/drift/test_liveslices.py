@@ -89,3 +89,19 @@ def test_a_slice_that_the_conversion_did_not_judge_is_not_judged() -> None:
     assert worst is not None
     assert worst.error == 0
     assert (worst.judged, worst.slices) == (5, 6)
+
+
+def test_a_request_without_an_element_of_a_slice_changes_nothing() -> None:
+    """Its elements are infinite in both: masked."""
+    scales = known()
+    scales[0][2] = np.inf
+    live = LiveSlices(SPEC, 0, scales)
+    for seed in range(40):
+        reference = rows(seed)
+        reference[:, 1:3] = -np.inf if seed == 20 else reference[:, 1:3]
+        candidate = reference + 0.1
+        send(live, reference, candidate)
+    worst = live.worst()
+    assert worst is not None
+    assert worst.error == pytest.approx(0.1, rel=0.3)
+    assert worst.judged == 5
