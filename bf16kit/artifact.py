@@ -180,8 +180,9 @@ class Artifact:
         except (SafetensorError, KeyError) as error:
             raise ArtifactDamaged(f"{path}: {error}") from None
         scales: dict[str, list[Values]] = {}
-        for key, array in sorted(_with_prefix(arrays, "slices:").items()):  # "OUTPUT:AXIS", the axes in order
-            scales.setdefault(key.rpartition(":")[0], []).append(np.square(array.astype(np.float64)))
+        kept = _with_prefix(arrays, "slices:")
+        for key in sorted(kept, key=lambda key: (len(key), key)):  # "OUTPUT:AXIS", the axes of an output in order
+            scales.setdefault(key.rpartition(":")[0], []).append(np.square(kept[key].astype(np.float64)))
         return Golden(_with_prefix(arrays, "input:"), _with_prefix(arrays, "output:"), dict(scales))
 
     def measurements(self) -> Measurements | None:

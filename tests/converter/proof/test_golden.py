@@ -67,6 +67,16 @@ def _selecting(tmp_path: Path, rows: Sequence[Sequence[int]]) -> tuple[str | Pat
     return (*convert, "--no-search", "--budget", "slice_error=none", "--budget")  # the outputs vary by rounding alone
 
 
+def test_the_slices_of_more_than_ten_axes_are_read_in_their_order(tmp_path: Path, target: Path, cli: Cli) -> None:
+    shape = (*(1,) * 9, 2, 8)
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["m"]), helper.make_node("Reshape", ["m", "shape"], ["y"])]
+    held = [graphs.initializer("w", graphs.values(16, 16)), graphs.initializer("shape", np.array([-1, *shape]))]
+    edges = [graphs.edge("x", ["batch", 16])], [graphs.edge("y", ["batch", *shape])]
+    (tmp_path / "m.onnx").write_bytes(graphs.model(nodes, *edges, held).SerializeToString())
+    cli("checkpoint", tmp_path / "m.onnx", "--out", target, *ONNX_ONLY).published()
+    assert [len(axis) for axis in Artifact.open(target).golden().scales["y"]] == list(shape)
+
+
 def test_a_golden_sample_over_budget_is_replaced_by_one_within_budget(tmp_path: Path, target: Path, cli: Cli) -> None:
     """The mean of fifty samples is within budget but the first sample is not, so the second becomes the golden one."""
     convert = _selecting(tmp_path, [[0], *[[1]] * 49])
