@@ -54,6 +54,7 @@ __all__ = [
 DISTRIBUTIONS = ("relative_l2", "cosine_distance", "max_abs", "sqnr_db")  # those with a value per sample
 OF_VECTORS = ("relative_l2", "cosine_distance", "sqnr_db")  # these mean nothing for one number per sample
 FILL = 1e3
+ROWS = 100  # of the given samples: with fewer, made ones count in agreement too; the default bound, 0.99, needs as many
 _TYPICAL = 512  # elements whose median magnitude is taken as usual
 _BLOCK = 1 << 20  # elements of float64 at a time, or one sample if a sample is larger
 
@@ -329,9 +330,10 @@ class DriftSummary:
         metrics = [metric for metric in DISTRIBUTIONS if not scalar or metric not in OF_VECTORS]
         stats = {metric: _distribution(metric, [getattr(d, metric) for d in drifts]) for metric in metrics}
         every = [*drifts, *made]
-        rows = sum(d.top1_rows for d in every)
+        judged = drifts if sum(d.top1_rows for d in drifts) >= ROWS else every
+        rows = sum(d.top1_rows for d in judged)
         if rows:
-            stats["top1_agreement"] = {"mean": sum(d.top1_matches for d in every) / rows, "rows": float(rows)}
+            stats["top1_agreement"] = {"mean": sum(d.top1_matches for d in judged) / rows, "rows": float(rows)}
         stats["nonfinite"] = {"total": float(sum(d.nonfinite for d in every))}
         if worst is not None:
             where = {"axis": worst.axis, "index": worst.index, "judged": worst.judged, "slices": worst.slices}

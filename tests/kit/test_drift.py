@@ -250,6 +250,15 @@ class TestSummary:
         assert DriftSummary.of(rows).judged("top1_agreement") == 15 / 16
         assert DriftSummary.of(rows).stats["top1_agreement"]["rows"] == 16
 
+    @pytest.mark.parametrize(("given", "expected", "rows"), [(100, 0.97, 100), (20, 1 - 3 / 120, 120)])
+    def test_made_samples_count_in_agreement_only_where_the_given_are_too_few(
+        self, given: int, expected: float, rows: int
+    ) -> None:
+        """Else samples that agree would make up for given ones that do not."""
+        own, made = [sample(matches=given - 3, rows=given)], [sample(matches=100, rows=100)]
+        stats = DriftSummary.of(own, made=made).stats["top1_agreement"]
+        assert stats == {"mean": pytest.approx(expected), "rows": rows}
+
     def test_nonfinite_elements_of_all_samples_are_added_up(self) -> None:
         assert DriftSummary.of([sample(bad=2), sample(bad=3)]).judged("nonfinite") == 5
 
