@@ -130,6 +130,11 @@ def _along(array: Values, axis: int) -> Values:
     return np.asarray(array.sum(tuple(other for other in range(array.ndim) if other != axis)))
 
 
+def limits_of(known: Scales | None, most: float) -> Scales | None:
+    """Return the mean squares at ``most`` times ``known``, inf where none is known; None for None."""
+    return None if known is None else [np.where(each > 0, most**2 * each, np.inf) for each in known]
+
+
 class Variation:
     """The variation of a reference's output over its samples, per slice.
 
@@ -142,7 +147,7 @@ class Variation:
         self, spec: TensorSpec, batch_axis: int | None, known: Scales | None = None, *, largest: int | None = None
     ) -> None:
         self._known = known
-        self._limits = None if known is None else [np.where(each > 0, MOST**2 * each, np.inf) for each in known]
+        self._limits = limits_of(known, MOST)
         self._largest = largest
         self._differences = SliceSums(spec, batch_axis)
         self._squares = SliceSums(spec, batch_axis)

@@ -121,15 +121,12 @@ def _run_samples(artifact: Artifact, argument: str) -> tuple[Expected, str]:
     outputs = [entry.spec() for entry in artifact.manifest.outputs]
     scales = measure.slice_scales(expected, outputs, artifact.manifest.batch_axis)
     if artifact.manifest.golden is not None:
-        scales = _excused(scales, artifact.golden().scales)
+        _excuse(scales, artifact.golden().scales)
     return Expected(found.feeds, expected, scales, len(found.feeds)), found.origin
 
 
-def _excused(scales: Mapping[str, Sequence[Values]], known: Mapping[str, Scales]) -> dict[str, list[Values]]:
-    """Return ``scales`` without the slices that the conversion did not judge, because fp32 does not resolve them."""
-    excused = {name: [np.isinf(axis) for axis in axes] for name, axes in known.items()}
+def _excuse(scales: Mapping[str, Sequence[Values]], known: Mapping[str, Scales]) -> None:
+    """Set ``scales`` to inf for slices that the conversion did not judge, because fp32 does not resolve them."""
     for name, axes in scales.items():
-        for scale, unresolved in zip(axes, excused.get(name, ()), strict=False):
-            size = min(len(scale), len(unresolved))
-            scale[:size][unresolved[:size]] = np.inf
-    return {name: list(axes) for name, axes in scales.items()}
+        for scale, own in zip(axes, known.get(name, ()), strict=False):
+            scale[: len(own)][np.isinf(own[: len(scale)])] = np.inf

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
-
 from bf16kit.drift import OutputDrift, compare
-from bf16kit.slices import Scales, SliceError, SliceSums, Variation, worst_slices
+from bf16kit.slices import Scales, SliceError, SliceSums, Variation, limits_of, worst_slices
 from bf16kit.tensors import TensorSpec
 from service.contract import Array
 from service.drift.recent import HALF_LIFE, MIN_EFFECTIVE_SIZE, Estimate
@@ -38,7 +36,7 @@ class LiveSlices:
 
     def __init__(self, spec: TensorSpec, batch_axis: int | None, known: Scales | None = None) -> None:
         self._spec, self._batch_axis = spec, batch_axis
-        self._limits = None if known is None else [np.where(each > 0, _MOST**2 * each, np.inf) for each in known]
+        self._limits = limits_of(known, _MOST)
         self._variation = Variation(spec, batch_axis, known, largest=_LARGEST_ROW)
         self.restart()
 
