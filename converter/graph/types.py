@@ -110,3 +110,8 @@ def _is_sequence(value: ir.Value, found: set[ir.Value]) -> bool:
     if node.op_type in _SEQUENCES or any(value in found for value in passed_on):
         return True
     return any(value is not None and isinstance(value.type, ir.SequenceType | ir.OptionalType) for value in passed_on)
+
+
+def is_float_tensor(value: ir.Value) -> bool:
+    """Whether ``value`` is a named fp32 tensor; a sequence of them has the same ``dtype``."""
+    return bool(value.name) and isinstance(value.type, ir.TensorType) and value.dtype == ir.DataType.FLOAT

@@ -19,6 +19,7 @@ import onnx_ir as ir
 
 from bf16kit.numerics import LARGEST
 from bf16kit.tensors import TensorSpec
+from converter.graph.types import is_float_tensor
 from converter.model import Array, Feeds
 
 if TYPE_CHECKING:
@@ -113,11 +114,7 @@ def compare(
 def _values(model: ir.Model) -> list[str]:
     """Return the names of the fp32 values that nodes of the main graph compute; without inputs and weights."""
     outputs = chain.from_iterable(node.outputs for node in model.graph)
-    return [
-        value.name
-        for value in outputs
-        if value.name and isinstance(value.type, ir.TensorType) and value.dtype == ir.DataType.FLOAT
-    ]
+    return [value.name or "" for value in outputs if is_float_tensor(value)]
 
 
 def _find(name: str, available: Container[str]) -> str | None:

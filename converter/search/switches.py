@@ -19,6 +19,7 @@ from converter.graph.initializers import initializer
 from converter.graph.names import FreshNames, all_value_names, values_of
 from converter.graph.operators import EXACT, MERGING, MOVEMENT, SHAPE_ONLY, Bf16Form
 from converter.graph.step import Step
+from converter.graph.types import is_float_tensor
 from converter.model import Array
 
 FLOAT, BFLOAT16 = ir.DataType.FLOAT, ir.DataType.BFLOAT16
@@ -88,7 +89,7 @@ class Switch(Step):
         switches = ir.Value(name=self.input, type=ir.TensorType(ir.DataType.BOOL), shape=ir.Shape([None]))
         nodes = list(graph)
         elements: list[ir.Value] = []
-        for value in [v for v in values_of(graph) if _is_float_tensor(v)]:
+        for value in [v for v in values_of(graph) if is_float_tensor(v)]:
             self._switch(graph, value, elements, fresh)
         _split(graph, switches, elements, fresh)
         for node in nodes:
@@ -134,7 +135,7 @@ class Switch(Step):
         return node.name or "" if form is not None and index in form.inputs else ""
 
     def _output_shape(self, graph: ir.Graph, node: ir.Node, fresh: FreshNames) -> None:
-        value = next(filter(_is_float_tensor, node.outputs), None)
+        value = next(filter(is_float_tensor, node.outputs), None)
         if value is None:
             return
         shape = ir.node("Shape", [value], name=fresh.make(f"{node.name}/shape"))
@@ -162,11 +163,6 @@ def positions(
     See :class:`Site`.
     """
     return np.array([site.rounds(nodes, weights, reading_weights=reading_weights) for site in sites], np.bool_)
-
-
-def _is_float_tensor(value: ir.Value) -> bool:
-    """Whether ``value`` is an fp32 tensor; a sequence of them has the same ``dtype``."""
-    return bool(value.name) and isinstance(value.type, ir.TensorType) and value.dtype == FLOAT
 
 
 class _Nodes:
