@@ -63,7 +63,7 @@ def kernel_for(model: Path | bytes) -> Kernel:
 
     Raises :class:`ConfigError` as :func:`usable_kernel` does.
     """
-    parsed = _parse_graph(model)
+    parsed = parse_graph(model)
     functions = (function.node for function in parsed.functions if function.domain != DOMAIN)
     operators = {name for nodes in (parsed.graph.node, *functions) for name in _kernel_operators(nodes)}
     return usable_kernel(rounds=any(BF16 in name for name in operators)) if operators else NOT_NEEDED
@@ -75,10 +75,10 @@ def read_as_stored(model: Path | bytes, *, kernel: bool) -> frozenset[str]:
     These are bfloat16 weights of the library's operators if the ``kernel`` runs them, and bfloat16 and float32 tables
     of a ``Gather`` whose indices are not constant.
     """
-    graph = _parse_graph(model).graph
-    constant = _constant_values(graph)
+    graph = parse_graph(model).graph
+    constant = constant_values(graph)
     kernel_inputs, tables, other_inputs = set[str](), set[str](), {output.name for output in graph.output}
-    for node in _all_nodes(graph.node):
+    for node in all_nodes(graph.node):
         for position, name in enumerate(node.input):
             is_table = (node.domain, node.op_type, position) == ("", "Gather", 0) and node.input[1] not in constant
             (kernel_inputs if node.domain == DOMAIN else tables if is_table else other_inputs).add(name)
@@ -90,7 +90,7 @@ def read_as_stored(model: Path | bytes, *, kernel: bool) -> frozenset[str]:
     return frozenset((bf16 | fp32) - other_inputs)
 
 
-def _constant_values(graph: GraphProto) -> set[str]:
+def constant_values(graph: GraphProto) -> set[str]:
     """Return the names of values that are constant: ONNX Runtime may compute them when it opens a session."""
     found = {tensor.name for tensor in graph.initializer} - {edge.name for edge in graph.input}
     for node in graph.node:
@@ -190,7 +190,7 @@ def _registration_error() -> str:
     return ""
 
 
-def _parse_graph(model: Path | bytes) -> ModelProto:
+def parse_graph(model: Path | bytes) -> ModelProto:
     """Parse the graph without its external data.
 
     If it cannot be parsed the result is an empty graph: ONNX Runtime reports the error better.
@@ -208,13 +208,13 @@ def _parse_graph(model: Path | bytes) -> ModelProto:
 
 def _kernel_operators(nodes: Iterable[NodeProto]) -> Iterator[str]:
     """Yield the library's operators among ``nodes`` and in their subgraphs."""
-    return (node.op_type for node in _all_nodes(nodes) if node.domain == DOMAIN)
+    return (node.op_type for node in all_nodes(nodes) if node.domain == DOMAIN)
 
 
-def _all_nodes(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
+def all_nodes(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
     """Yield ``nodes`` and the nodes of their subgraphs."""
     for node in nodes:
         yield node
         for attribute in node.attribute:
             for inner in (attribute.g, *attribute.graphs):
-                yield from _all_nodes(inner.node)
+                yield from all_nodes(inner.node)

@@ -121,7 +121,7 @@ class Batcher:
 
     def claim(self, nbytes: int) -> IdleClaim | None:
         """See :meth:`service.contract.Model.claim`."""
-        quick = self._inline and self._predictor.is_quick(nbytes)
+        quick = self._policy.claimable and self._predictor.is_quick(nbytes)
         return IdleClaim(self.release) if quick and self._claim_idle() else None
 
     def release(self, request: Request | None = None) -> None:

@@ -30,7 +30,8 @@ class BatchObserver(Protocol):
 class BatchPolicy:
     """How a model's requests are batched. With ``axis`` None or ``max_rows`` 0 every request runs alone.
 
-    ``inline``: see :meth:`Batcher.submit`. ``beside``: how many batches may run in addition to ``instances``, each of a
+    ``inline``: see :meth:`Batcher.submit`. ``claimable``: an inline run takes as long as earlier ones of its size, so
+    :meth:`Batcher.claim` may be granted. ``beside``: how many batches may run in addition to ``instances``, each of a
     shape that no running batch has; used only if ``max_delay_s`` is 0. A request's ``priority`` chooses one of
     ``levels``, counted from 1, the most urgent; 0 means ``default_level``.
     """
@@ -44,6 +45,7 @@ class BatchPolicy:
     instances: int = 1
     beside: int = 0
     inline: bool = False
+    claimable: bool = False
 
     @property
     def batching_enabled(self) -> bool:

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 
 from bf16kit.errors import InputRefused, RuntimeFailure, Unsupported
 from bf16kit.runtime import Runtime, RuntimeInfo
+from bf16kit.runtime.runtimecost import depends_on_size_alone
 from service.batching.batcher import Batcher
 from service.batching.policy import BatchPolicy
 from service.contract import ActivePrecision, Array, Bounds, TensorSemantics
@@ -77,7 +78,7 @@ class Generation:
         self._standby = ReferenceStandby(self.label, self._engine, fp32, self._on_switch, metrics.fallback_failed)
         self._changed = changed
         self._probe: Probe | None = None
-        self._batcher = self._new_batcher(serving)
+        self._batcher = self._new_batcher(opened, serving)
         self._shadow = self._new_shadow(opened, serving, sender)
         metrics.opened(opened.weight_bytes, opened.outputs)
         metrics.loaded(info, baseline(opened.artifact.manifest, info.profile))
@@ -123,8 +124,8 @@ class Generation:
         self._changed()
 
     def claim(self, nbytes: int) -> Claim | None:
-        """See :meth:`service.contract.Model.claim`."""
-        return self._batcher.claim(nbytes)
+        """See :meth:`service.contract.Model.claim`. The measured run times are those of bf16."""
+        return None if self.active_precision.precision == "fp32" else self._batcher.claim(nbytes)
 
     def observe(self, seen: Observation) -> None:
         """See :meth:`service.contract.Model.observe`."""
@@ -182,9 +183,10 @@ class Generation:
 
     # --- its parts ----------------------------------------------------------------------------------------------------
 
-    def _new_batcher(self, serving: Serving) -> Batcher:
+    def _new_batcher(self, opened: OpenedArtifact, serving: Serving) -> Batcher:
         # torch's thread pools and CUDA's handles belong to one thread each, so there only executors may run batches.
         any_thread = self.info.backend == "onnxruntime" and self.info.device == "cpu"
+        graph = opened.artifact.file(opened.artifact.manifest.profiles[self.info.profile].graph)
         policy = BatchPolicy(
             axis=self.batch_axis,
             max_rows=self.max_batch_size,
@@ -195,6 +197,7 @@ class Generation:
             instances=self.instances,
             beside=serving.beside if any_thread else 0,
             inline=any_thread,
+            claimable=any_thread and depends_on_size_alone(graph),
         )
         return Batcher(self._run, policy, self, name=f"{self.name}-{self.version}")
 

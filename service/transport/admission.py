@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 
 from bf16kit.errors import Overloaded, RequestError
-from service.transport.limit import AdaptiveLimit
 
 
 class Shares:
@@ -19,11 +18,11 @@ class Shares:
 
     While half of the places are free, every holder may take one. After that each holder may have an equal part. The
     last eighth is reserved for holders of very few places. Newcomers thus find room however many calls one client
-    sends. ``limit`` may change at any time. Not thread-safe.
+    sends. Not thread-safe.
     """
 
     def __init__(self, limit: int) -> None:
-        self.limit = limit
+        self._limit = limit
         self.in_use = 0
         self._by_holder: dict[str, int] = {}
 
@@ -38,15 +37,15 @@ class Shares:
 
     @property
     def full(self) -> bool:
-        return self.in_use >= self.limit
+        return self.in_use >= self._limit
 
     def _fair_share(self, own: int) -> int:
         """Return how many places a holder that has ``own`` may have at present."""
-        if 2 * self.in_use < self.limit:
-            return self.limit
-        if 8 * self.in_use < 7 * self.limit:
-            return max(1, self.limit // (len(self._by_holder) + (own == 0)))
-        return max(1, self.limit // 32)
+        if 2 * self.in_use < self._limit:
+            return self._limit
+        if 8 * self.in_use < 7 * self._limit:
+            return max(1, self._limit // (len(self._by_holder) + (own == 0)))
+        return max(1, self._limit // 32)
 
     def release(self, holder: str) -> None:
         own = self._by_holder[holder] - 1
@@ -162,10 +161,7 @@ class CallBytes:
 
 
 class Admission:
-    """Admits at most ``limit`` calls at a time, whose bytes count against ``budget``.
-
-    ``adaptive`` may lower the limit for a time.
-    """
+    """Admits at most ``limit`` calls at a time, whose bytes count against ``budget``."""
 
     def __init__(
         self,
@@ -174,11 +170,9 @@ class Admission:
         *,
         reason: str = "in_flight",
         budget: ByteBudget | None = None,
-        adaptive: AdaptiveLimit | None = None,
     ) -> None:
         self.limit = limit
         self.budget = budget or ByteBudget()
-        self._adaptive = adaptive
         self._lock = threading.Lock()
         self._what = what
         self._reason = reason
@@ -199,14 +193,8 @@ class Admission:
         with self._lock:
             if self._closed is not None:
                 raise self._closed()
-            if self._adaptive is not None:
-                self._shares.limit = self._adaptive.current
             if not self._shares.acquire(client):
-                if self._adaptive is not None and self._shares.limit < self.limit:
-                    self._adaptive.count_refusal()
-                limit = f"{self._shares.limit} {self._what} is the limit of this server"
-                if self._shares.limit < self.limit:
-                    limit += " while models refuse most requests"
+                limit = f"{self.limit} {self._what} is the limit of this server"
                 if self._shares.full:
                     raise Overloaded(f"{limit}; try again later", self._reason)
                 raise Overloaded(f"{limit}, and this connection has its share; try again later", "connection_share")

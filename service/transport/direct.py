@@ -140,7 +140,8 @@ class DirectCall:
     def _requests(self, messages: Iterator[bytes], call_bytes: list[CallBytes]) -> Iterator[StreamRequest]:
         for data in messages:
             call_bytes.append(self._new_call_bytes())
-            yield StreamRequest(self._parse(data, call_bytes[-1]), call_bytes[-1].reserve_more)
+            arrived = time.monotonic()
+            yield StreamRequest(self._parse(data, call_bytes[-1]), arrived, call_bytes[-1].reserve_more)
 
     def _new_call_bytes(self) -> CallBytes:
         assert self._place is not None  # noqa: S101 -- whoever brings a call lets it enter first

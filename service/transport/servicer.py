@@ -18,7 +18,6 @@ from service.request import REFUSALS, Observation, Reply, Request, Tracer
 from service.transport.admission import FairShares
 from service.transport.callcontext import CallContext
 from service.transport.claims import ClaimedModel, claim_model
-from service.transport.limit import AdaptiveLimit
 from service.transport.requestlog import log_request
 from service.transport.scheduler import StreamScheduler, StreamTurns
 from service.transport.status import Status, StatusTable
@@ -48,7 +47,6 @@ class InferenceServicer:
         count_refusal: Callable[[str], None],
         statuses: StatusTable,
         shares: FairShares,
-        limit: AdaptiveLimit,
         stream_readers: Executor,
         stream_workers: Executor,
         scheduler: StreamScheduler,
@@ -61,7 +59,6 @@ class InferenceServicer:
         self._count_refusal = count_refusal
         self._statuses = statuses
         self._shares = shares
-        self._limit = limit
         self._stream_readers = stream_readers
         self._stream_workers = stream_workers
         self._scheduler = scheduler
@@ -106,7 +103,7 @@ class InferenceServicer:
         def respond(request: StreamRequest) -> _StreamResult:
             message: pb.ModelInferRequest = request.message
             try:
-                return message, self._respond(message, call, self._clock(), request.reserve_more, waits_for_room=True)
+                return message, self._respond(message, call, request.arrived, request.reserve_more, waits_for_room=True)
             finally:
                 turns.release(message.model_name)
 
@@ -165,8 +162,6 @@ class InferenceServicer:
                     raise Cancelled("the client left before its shared memory was written to")
                 response = codec.encode(message.id, reply, output_options, reserve_more)
             code = self._client_code(call, client_deadline)
-            if not waits_for_room:
-                self._limit.count_response((model.name, model.version), self._clock() - started)
             return response
         except Exception as error:  # noqa: BLE001 -- the client always gets a status, and the metrics a code
             status = self._refusal(error, deadline, message, model)
@@ -178,11 +173,8 @@ class InferenceServicer:
     def _refusal(
         self, error: Exception, deadline: float | None, message: pb.ModelInferRequest, model: Model | None
     ) -> Status:
-        if isinstance(error, Overloaded):
-            if error.reason in REFUSALS:
-                self._count_refusal(error.reason)
-            else:  # rejected by the model's queue, which has counted it in the model's metrics
-                self._limit.count_refusal()
+        if isinstance(error, Overloaded) and error.reason in REFUSALS:  # a model counts what its queue rejects
+            self._count_refusal(error.reason)
         if isinstance(error, Cancelled) and deadline is not None and self._clock() >= deadline:
             # gRPC reports a deadline that passed in the same way as a client that left
             return Status(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline passed before the request ran")

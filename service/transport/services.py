@@ -19,7 +19,6 @@ from service.transport.control import ControlServicer
 from service.transport.credentials import Access, RequiredScope
 from service.transport.handlers import SERVICE, Lanes, Opener, RpcTable
 from service.transport.health import HealthServicer
-from service.transport.limit import AdaptiveLimit
 from service.transport.options import TransportOptions
 from service.transport.scheduler import StreamScheduler
 from service.transport.servicer import InferenceServicer
@@ -52,8 +51,8 @@ class Services:
         self._pools: list[ThreadPoolExecutor] = []
         self._access = access
         self._max_message_bytes = options.max_message_bytes
-        limit, budget = AdaptiveLimit(options.max_in_flight), ByteBudget(options.max_request_bytes)
-        self.inference = Admission(options.max_in_flight, "requests in flight", budget=budget, adaptive=limit)
+        budget = ByteBudget(options.max_request_bytes)
+        self.inference = Admission(options.max_in_flight, "requests in flight", budget=budget)
         self.streams = Admission(options.max_streams, "open streams", reason="streams", budget=budget)
         self.control = Admission(CONTROL_CALLS, "calls for health and metadata", reason="control")
         self.changes = Admission(_CHANGES, "loads and unloads of models", reason="control")
@@ -64,7 +63,6 @@ class Services:
             count_refusal,
             self.statuses,
             FairShares(options.max_in_flight, "model", "model_share"),
-            limit,
             stream_readers=self.pool("grpc-stream-reader", options.max_streams + _SPARE_THREADS),
             stream_workers=self.pool("grpc-stream", options.max_in_flight),
             scheduler=StreamScheduler(options.max_in_flight),

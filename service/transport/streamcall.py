@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,9 +22,13 @@ _READ_AHEAD_BYTES = 8 << 20
 
 
 class StreamRequest(NamedTuple):
-    """One message of a stream. ``reserve_more`` counts bytes for it, like :meth:`Call.reserve_more`."""
+    """One message of a stream, and when it arrived (:func:`time.monotonic` seconds).
+
+    ``reserve_more`` counts bytes for it, like :meth:`Call.reserve_more`.
+    """
 
     message: Any
+    arrived: float
     reserve_more: Callable[[int], None]
 
 
@@ -60,9 +65,10 @@ class StreamCall(Call):
             self._lane.receive_timeouts.clear(self)
             if data is None:
                 return
+            arrived = time.monotonic()
             call_bytes = CallBytes(place)
             self._pending_bytes.append(call_bytes)
-            yield StreamRequest(self._parse(data, call_bytes), call_bytes.reserve_more)
+            yield StreamRequest(self._parse(data, call_bytes), arrived, call_bytes.reserve_more)
 
     def _wait_for_room(self, place: Place) -> None:
         """Wait while the pending requests and their responses are too large. A single one may be."""

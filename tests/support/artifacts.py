@@ -306,19 +306,38 @@ def write_damaged(target: Path, *, scale: float = 1.05, above: float = 0.0) -> A
 
 def write_endless(target: Path) -> Artifact:
     """Publish an MLP whose graph also has a Loop that never ends; its digests are correct."""
+    return _write_looping(target, steps="")
+
+
+def write_counting(target: Path) -> Artifact:
+    """Publish an MLP whose graph also has a Loop of ``x[0, 0]`` rounds, about 100,000 a second."""
+    return _write_looping(target, steps="steps")
+
+
+def _write_looping(target: Path, *, steps: str) -> Artifact:
+    """Add to an MLP a Loop that passes ``x`` on for ``steps`` rounds; "" is for ever."""
     artifact = write_mlp(target)
     model = onnx.load(target / "cpu.onnx", load_external_data=False)
     model.graph.initializer.append(helper.make_tensor("yes", TensorProto.BOOL, [], [True]))
-    model.graph.node.insert(0, helper.make_node("Loop", ["", "yes", "x"], ["again"], body=_endless_body()))
+    model.graph.initializer.append(helper.make_tensor("first", TensorProto.INT64, [2], [0, 0]))
+    for node in (
+        helper.make_node("Loop", [steps, "yes", "x"], ["again"], body=_loop_body()),
+        helper.make_node("Cast", ["corner"], ["steps"], to=TensorProto.INT64),
+        helper.make_node("GatherND", ["x", "first"], ["corner"]),
+    ):
+        model.graph.node.insert(0, node)
     model.graph.node[-1].output[0] = "y_before"
     model.graph.node.append(helper.make_node("Add", ["y_before", "again"], ["y"]))
     (target / "cpu.onnx").write_bytes(model.SerializeToString())
     files = artifact.manifest.files | {"cpu.onnx": Digests().entry(target / "cpu.onnx")}
-    (target / "manifest.json").write_bytes(artifact.manifest.model_copy(update={"files": files}).dumps())
+    manifest = artifact.manifest.model_copy(
+        update={"files": files, "golden": artifact.manifest.golden if not steps else None}
+    )
+    (target / "manifest.json").write_bytes(manifest.dumps())
     return Artifact.open(target)
 
 
-def _endless_body() -> onnx.GraphProto:
+def _loop_body() -> onnx.GraphProto:
     edge, boolean = graphs.edge, TensorProto.BOOL
     return helper.make_graph(
         [helper.make_node("Identity", ["go"], ["go_on"]), helper.make_node("Identity", ["in"], ["out"])],

@@ -125,7 +125,9 @@ class LoopbackModel:
         self.calls = 0
         self.seen: list[Request] = []
         self._run: Run = run or (lambda feeds: {"y": np.array(feeds["x"])})
-        policy = BatchPolicy(batch_axis, max_batch_size, levels=(LevelPolicy(max_queue),), inline=inline)
+        policy = BatchPolicy(
+            batch_axis, max_batch_size, levels=(LevelPolicy(max_queue),), inline=inline, claimable=inline
+        )
         self.batcher = Batcher(self._execute, policy, _Quiet(), name=name)
 
     @property

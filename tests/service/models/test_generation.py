@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from artifacts import write_mlp
+from artifacts import write_counting, write_mlp
 
+from bf16kit.runtime.loading import load_reference
 from service.models import loading
 from service.models.generation import Generation
 from service.models.policy import load_serving
@@ -83,3 +86,50 @@ def test_one_observation_is_counted_once_in_the_statistics_and_in_the_metrics(
     assert seen.queue.count == 1
     assert sample(metrics, "bf16kit_request_duration_seconds_sum") == 0.75
     assert sample(metrics, "bf16kit_queue_duration_seconds_count") == 2
+
+
+@contextmanager
+def started(path: Path, **options: Any) -> Iterator[Generation]:
+    """Yield a generation of the artifact at ``path``."""
+    (path.parent / "serving.yaml").write_text("shadow: {rate: 0}", "utf-8")
+    serving = load_serving(path.parent)
+    loaded = loading.load(path, serving, device="cpu", threads=1)
+    model = Generation("mlp", 1, loaded, serving, Metrics().add("mlp", 1), **options)
+    model.start()
+    try:
+        yield model
+    finally:
+        assert model.close(time.monotonic() + 20)
+
+
+def claimable(model: Generation) -> bool:
+    """Return whether gRPC's thread may run a request after one of 200 quick ones of its size."""
+    for _ in range(200):
+        request = rows(1)
+        request.nbytes = 100
+        model.infer(request)
+        if (claim := model.claim(100)) is not None:
+            claim.release()
+            return True
+    return False
+
+
+def test_only_a_model_whose_run_time_depends_on_size_alone_runs_on_grpcs_thread(tmp_path: Path) -> None:
+    """A graph with a Loop is quick for one value, and takes seconds for another of the same size."""
+    write_mlp(tmp_path / "plain" / "1")
+    write_counting(tmp_path / "counting" / "1")
+    with started(tmp_path / "plain" / "1") as plain:
+        assert claimable(plain)
+    with started(tmp_path / "counting" / "1") as counting:
+        assert not claimable(counting)
+
+
+def test_a_model_that_answers_in_fp32_does_not_run_on_grpcs_thread(tmp_path: Path) -> None:
+    """What is known of its speed was measured in bf16."""
+    artifact = write_mlp(tmp_path / "mlp" / "1")
+    with started(artifact.path, fp32=lambda: load_reference(artifact, threads=1)) as model:
+        assert claimable(model)
+        model.switch_precision("fp32", "a test").result(30)
+        assert not claimable(model)
+        model.switch_precision("bf16", "").result(30)
+        assert claimable(model)

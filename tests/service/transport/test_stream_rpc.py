@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -173,3 +174,23 @@ def test_a_held_back_stream_ends_with_its_client_or_the_server() -> None:
         assert ended.value.code() is StatusCode.UNAVAILABLE
         stopping.join(30)
         assert not stopping.is_alive()
+
+
+def test_the_wait_of_a_streams_request_for_its_turn_counts_in_its_timeout_and_its_latency() -> None:
+    gate = Gate()
+    with serving(LoopbackModel(run=gate), max_in_flight=8) as served:
+        before = served.stub("ModelStreamInfer")(forty("echo"), timeout=60)
+        turns = served.transport._services._servicer._scheduler
+        until(lambda: turns._waiting)
+        late = infer_request(x=X)
+        late.parameters["timeout"].int64_param = 50_000
+        stream = served.stub("ModelStreamInfer")(iter([late]), timeout=60)
+        until(lambda: len(turns._waiting) == 2)
+        timed_out = time.monotonic() + 0.05
+        until(lambda: time.monotonic() > timed_out)
+        gate.go.set()
+        (answer,) = stream
+        assert "deadline" in answer.error_message
+        assert len(list(before)) == 40
+        (seen,) = [each for each in served.log.observations if each.code == "DEADLINE_EXCEEDED"]
+        assert seen.seconds >= 0.05
