@@ -5,7 +5,8 @@ to the executor suffice to reverse that order. The thread is then taken once, wh
 model's 520 µs), and a client that sends nothing occupies none.
 
 grpcio does not guarantee this. :func:`find_arrival` therefore checks the arguments, and returns None unless everything
-is as in the versions below. Calls then take grpcio's own way, and the client is known once the call has its thread.
+is as in the versions below. Calls then take grpcio's own way, and the client is known once the call has its thread. The
+server logs :data:`WARNING` at its start in that case.
 """
 
 from __future__ import annotations
@@ -27,8 +28,13 @@ try:
 except (ImportError, AttributeError):  # pragma: no cover -- another grpcio
     _EVENT = _STATE = None
 
-_VERSIONS = range(80, 86)  # grpcio 1.x: the tests have passed with the first and the last
-_SUPPORTED = _STATE is not None and int(grpc.__version__.split(".")[1]) in _VERSIONS
+_VERSIONS = range(80, 86)  # of grpcio 1.x: the tests have passed with the first and the last; see pyproject.toml
+_MAJOR, _MINOR = (int(part) for part in grpc.__version__.split(".")[:2])
+SUPPORTED = _STATE is not None and _MAJOR == 1 and _MINOR in _VERSIONS
+WARNING = (
+    f"grpcio is {grpc.__version__}, and calls are admitted before they have a thread only with 1.{_VERSIONS[0]} to"
+    f" 1.{_VERSIONS[-1]}: clients that send no request occupy threads of this server; install one of these versions"
+)
 
 
 class Arrival:
@@ -77,7 +83,7 @@ class Arrival:
 
 def find_arrival(arguments: tuple[Any, ...]) -> tuple[Any, Arrival] | None:
     """Return the behavior in the arguments with which grpcio submits a call to an executor, and the call's arrival."""
-    if not _SUPPORTED or len(arguments) != 7:
+    if not SUPPORTED or len(arguments) != 7:
         return None
     _, event, state, behavior, *_ = arguments
     if type(event) is not _EVENT or type(state) is not _STATE:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 
@@ -13,6 +14,7 @@ from service.operations import Operations
 from service.process import ports
 from service.process.certificates import CertificateFiles
 from service.request import Tracer
+from service.transport import arrival
 from service.transport.admission import Admission
 from service.transport.credentials import Access, server_credentials
 from service.transport.handlers import HandlerInterceptor, Lanes
@@ -21,6 +23,7 @@ from service.transport.options import TransportOptions as TransportOptions
 from service.transport.services import CONTROL_CALLS, FINAL_WAIT_SECONDS, REFLECTION_SECONDS, Services
 from service.transport.watchdog import CallTimeouts, Watchdog
 
+_log = logging.getLogger(__name__)
 _SLOW_CONTROL_CALLS = 8  # control calls that may be slow to send their few bytes
 # Time for slow clients once half of the server's places are taken. Not shorter: the delay may be the server's own, with
 # thousands of earlier calls on gRPC's one thread.
@@ -83,6 +86,8 @@ class Transport:
             raise _bind_error(host, port) from None
         self._server.start()
         self._watchdog.start()
+        if not arrival.SUPPORTED:
+            _log.warning(arrival.WARNING)
         return bound
 
     def stop(self, grace: float) -> bool:

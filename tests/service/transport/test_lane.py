@@ -84,7 +84,7 @@ def test_requests_for_one_model_beyond_its_share_are_rejected(gate: Gated) -> No
         held = run_held(served, gate, calls=1)
         assert len(model.seen) == 1
         limit = served.transport._services._servicer._shares._shares
-        limit.limit = 8
+        limit._limit = 8
         begun = [served.stub("ModelInfer").future(infer_request(x=X)) for _ in range(6)]
         until(lambda: len(model.seen) == 7)
         stream = another.call(INFER, MESSAGE)

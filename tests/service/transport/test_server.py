@@ -6,8 +6,10 @@ import re
 import socket
 import threading
 import time
+import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -15,12 +17,14 @@ import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from loopback import Gate, LoopbackModel, LoopbackRegistry, RequestLog, infer_request, serving
+from packaging.specifiers import SpecifierSet
 from rawgrpc import RawConnection
 from waiting import until
 
 from bf16kit.errors import ConfigError
 from bf16kit.protocol import inference_pb2 as pb
 from service.contract import Array
+from service.transport import arrival
 from service.transport.handlers import SERVICE, HandlerInterceptor
 from service.transport.lane import Lane
 from service.transport.server import Transport, TransportOptions, wait_for_delivery
@@ -262,3 +266,23 @@ def test_health_checks_do_not_wait_behind_inferences_that_grpc_has_not_delivered
         for inference in inferences:
             assert inference.result(30)
     assert asked.index("Check") < 5
+
+
+def test_a_grpcio_without_early_admission_is_named_at_the_start(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with serving(LoopbackModel()):
+        assert "grpcio" not in caplog.text
+    monkeypatch.setattr(arrival, "SUPPORTED", False)
+    with serving(LoopbackModel()) as served:
+        assert served.call("ModelInfer", infer_request(x=X)).outputs
+    assert f"grpcio is {grpc.__version__}" in caplog.text
+    assert "install one of these versions" in caplog.text
+
+
+def test_the_packages_bounds_are_the_versions_with_early_admission() -> None:
+    """A version outside of them would be installed, and calls would silently be admitted late."""
+    project = tomllib.loads(Path(__file__).parents[3].joinpath("pyproject.toml").read_text("utf-8"))["project"]
+    (needed,) = [each for each in project["dependencies"] if re.match(r"grpcio[<>=]", each)]
+    minors = [minor for minor in range(200) if SpecifierSet(needed.removeprefix("grpcio")).contains(f"1.{minor}.0")]
+    assert minors == list(arrival._VERSIONS)
