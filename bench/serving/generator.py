@@ -1,4 +1,8 @@
-"""The process that sends open-loop load, see :mod:`bench.serving.openloop`: plain HTTP/2, never blocked on a server."""
+"""The process that sends open-loop load, see :mod:`bench.serving.openloop`: plain HTTP/2, never blocked on a server.
+
+As a gRPC client does, it has at most as many calls open on a connection as the server allows. The others wait here, and
+end as "not sent" after :data:`PATIENCE_S`, like a client whose deadline has passed.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,10 @@ import json
 import random
 import selectors
 import socket
+import struct
 import sys
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +27,7 @@ from bench.serving.http2 import (
     GOAWAY,
     HEADERS,
     LARGEST_WINDOW,
+    MAX_CONCURRENT_STREAMS,
     PING,
     PREFACE,
     RST_STREAM,
@@ -39,6 +45,7 @@ NOT_SENT, NOT_PROCESSED, RESET, CUT_OFF, LOST = "not sent", "not processed", "re
 CODES = {code.value[0]: code.name for code in grpc.StatusCode}
 _FRAME_HEADER = 9
 _WINDOW = 65_535  # of a connection, until the server says more
+PATIENCE_S = 1.0  # for a free stream; calls that wait longer were not worth sending
 _LAST_WAIT_S = 10.0  # for answers, after the last call was sent
 _REMEMBERED = 100  # different answers and texts of errors
 
@@ -47,12 +54,13 @@ class _Ledger:
     """How calls ended."""
 
     def __init__(self, messages: int) -> None:
-        self.ended: dict[str, list[tuple[float, float]]] = {}
+        self.ended: dict[str, list[tuple[float, float, float]]] = {}
         self.answers = [Counter[bytes]() for _ in range(messages)]
         self.said: dict[str, Counter[str]] = {}
 
-    def end(self, status: str, due: float, text: str = "") -> None:
-        self.ended.setdefault(status, []).append((due, time.monotonic() - due))
+    def end(self, status: str, due: float, text: str = "", *, sent: float | None = None) -> None:
+        now = time.monotonic()
+        self.ended.setdefault(status, []).append((due, now - due, 0.0 if sent is None else now - sent))
         if text:
             _count(self.said.setdefault(status, Counter()), text)
 
@@ -78,19 +86,21 @@ class _Connection:
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket.setblocking(False)
         self.outgoing = bytearray(PREFACE + settings() + window_update(LARGEST_WINDOW - _WINDOW))
-        self.due: dict[int, tuple[int, float]] = {}  # by stream: the message's number, and when it was due
-        self.waiting: list[tuple[int, float]] = []  # due, and no window to send them
+        # By stream: the message's number, when the call was due, and when it was sent.
+        self.open: dict[int, tuple[int, float, float]] = {}
+        self.waiting: deque[tuple[int, float]] = deque()  # due, and no stream or window to send them
         self.leaving = self.closed = False
         self._ledger = ledger
         self._headers = request_headers(wire.INFER, port)
         self._messages = messages
         self._window = _WINDOW
+        self._streams = sys.maxsize
         self._next = 1
         self._data: dict[int, bytes] = {}
         self._incoming = bytearray()
 
     def send(self, message: int, due: float) -> None:
-        """One call, or as soon as the window allows it."""
+        """One call, or as soon as the server allows it."""
         if self.leaving:
             self._ledger.end(NOT_SENT, due)
             return
@@ -98,9 +108,16 @@ class _Connection:
         self.flush()
 
     def flush(self) -> None:
-        while self.waiting and self._window >= (size := len(self._messages[self.waiting[0][0]]) + 5):
-            call = self.due[self._next] = self.waiting.pop(0)
-            self.outgoing += request_frames(self._next, self._headers, self._messages[call[0]])
+        now = time.monotonic()
+        while self.waiting and self.waiting[0][1] < now - PATIENCE_S:
+            self._ledger.end(NOT_SENT, self.waiting.popleft()[1])
+        while self.waiting and len(self.open) < self._streams:
+            size = len(self._messages[self.waiting[0][0]]) + 5
+            if size > self._window:
+                break
+            message, due = self.waiting.popleft()
+            self.open[self._next] = message, due, now
+            self.outgoing += request_frames(self._next, self._headers, self._messages[message])
             self._window -= size
             self._next += 2
         if self.closed:
@@ -145,28 +162,30 @@ class _Connection:
         elif kind == WINDOW_UPDATE and stream == 0:
             self._window += int.from_bytes(payload)
         elif kind in (SETTINGS, PING) and not flags & ACK:
+            if kind == SETTINGS:
+                self._streams = dict(struct.iter_unpack(">HI", payload)).get(MAX_CONCURRENT_STREAMS, self._streams)
             self.outgoing += frame(kind, ACK, 0, payload if kind == PING else b"")
         elif kind == GOAWAY:
             self._go_away(int.from_bytes(payload[:4]))
-        elif stream in self.due and (kind == RST_STREAM or (kind == HEADERS and flags & END_STREAM)):
+        elif stream in self.open and (kind == RST_STREAM or (kind == HEADERS and flags & END_STREAM)):
             self._end(stream, kind, payload)
 
     def _end(self, stream: int, kind: int, payload: bytes) -> None:
-        message, due = self.due.pop(stream)
+        message, due, sent = self.open.pop(stream)
         data = self._data.pop(stream, b"")
         if kind == RST_STREAM:
-            self._ledger.end(RESET, due, f"HTTP/2 error {int.from_bytes(payload)}")
+            self._ledger.end(RESET, due, f"HTTP/2 error {int.from_bytes(payload)}", sent=sent)
             return
         code = CODES[int(_trailer(payload, b"grpc-status"))]
-        self._ledger.end(code, due, _trailer(payload, b"grpc-message"))
+        self._ledger.end(code, due, _trailer(payload, b"grpc-message"), sent=sent)
         if code == "OK":
             self._ledger.answer(message, data)
 
     def _go_away(self, last: int) -> None:
         """The server takes no call after stream ``last``, and these two were never looked at."""
         self.leaving = True
-        for stream in [stream for stream in self.due if stream > last]:
-            self._ledger.end(NOT_PROCESSED, self.due.pop(stream)[1])
+        for stream in [stream for stream in self.open if stream > last]:
+            self._ledger.end(NOT_PROCESSED, self.open.pop(stream)[1])
         for _, due in self.waiting:
             self._ledger.end(NOT_SENT, due)
         self.waiting.clear()
@@ -176,11 +195,11 @@ class _Connection:
         self._end_all(CUT_OFF)
 
     def _end_all(self, status: str) -> None:
-        for _, due in self.due.values():
-            self._ledger.end(status, due)
+        for _, due, sent in self.open.values():
+            self._ledger.end(status, due, sent=sent)
         for _, due in self.waiting:
-            self._ledger.end(NOT_SENT if self.closed else status, due)
-        self.due.clear()
+            self._ledger.end(NOT_SENT, due)
+        self.open.clear()
         self.waiting.clear()
 
 
@@ -217,7 +236,7 @@ def _run(port: int, messages: Sequence[bytes], calls: Sequence[tuple[float, int]
         chooser.register(connection.socket, selectors.EVENT_READ, connection)
     started = time.monotonic()
     end, sent, total = started + calls[-1][0], 0, len(calls)
-    while sent < total or any(c.due or c.waiting for c in connections):
+    while sent < total or any(c.open or c.waiting for c in connections):
         now = time.monotonic()
         if now > end + _LAST_WAIT_S or all(c.closed for c in connections):
             break

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.serving.generator import CODES
+from bench.serving.generator import CODES, NOT_SENT
 
 _NAMES = frozenset(CODES.values())
 _ROOT = Path(__file__).parents[2]
@@ -24,39 +24,45 @@ _ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a block of calls: of each, when it was due (:func:`time.monotonic`) and what it took from then.
+    """What became of a block of calls: of each, when it was due (:func:`time.monotonic`), the seconds that it took from
+    then, and those from when it was sent.
 
     ``ended`` has them by the name of their status, or a word of :mod:`bench.serving.generator`. ``answers`` counts the
     different answers to each message, ``said`` the texts that came with each status.
     """
 
     offered: int
-    ended: dict[str, list[tuple[float, float]]]
+    ended: dict[str, list[tuple[float, float, float]]]
     answers: list[dict[bytes, int]]
     said: dict[str, dict[str, int]]
 
     @property
     def answered(self) -> list[float]:
         """Seconds that the answered calls took."""
-        return [took for _, took in self.ended.get("OK", [])]
+        return [took for _, took, _ in self.ended.get("OK", [])]
+
+    @property
+    def served(self) -> list[float]:
+        """Seconds that the answered calls took since they were sent: without the wait in the client."""
+        return [took for _, _, took in self.ended.get("OK", [])]
 
     @property
     def refused(self) -> list[float]:
-        return [took for status, calls in self.ended.items() if status in _NAMES - {"OK"} for _, took in calls]
+        return [took for status, calls in self.ended.items() if status in _NAMES - {"OK"} for _, took, _ in calls]
 
     @property
     def lost(self) -> int:
-        """Neither answered nor refused."""
-        return self.offered - len(self.answered) - len(self.refused)
+        """Sent, and neither answered nor refused."""
+        return self.offered - len(self.answered) - len(self.refused) - len(self.ended.get(NOT_SENT, []))
 
     @property
     def counts(self) -> dict[str, int]:
         return {status: len(calls) for status, calls in self.ended.items()}
 
     def percentile(self, of: str, share: float) -> float:
-        """``of``: answered, refused, or the name of a status. NaN when there are none."""
-        kinds = {"answered": self.answered, "refused": self.refused}
-        times = sorted(kinds[of] if of in kinds else [took for _, took in self.ended.get(of, [])])
+        """``of``: answered, served, refused, or the name of a status. NaN when there are none."""
+        kinds = {"answered": self.answered, "served": self.served, "refused": self.refused}
+        times = sorted(kinds[of] if of in kinds else [took for _, took, _ in self.ended.get(of, [])])
         return times[min(len(times) - 1, int(len(times) * share))] if times else float("nan")
 
 

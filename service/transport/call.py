@@ -230,6 +230,14 @@ class OneRequest(Call):
         self._lane.receive_timeouts.clear(self)
         return data
 
+    def _forget_context(self) -> None:
+        """Drop the context, which has a reference to this call.
+
+        Otherwise the cycle would keep the call, and gRPC's memory for its stream, until Python collects garbage.
+        """
+        if self._arrival is not None:
+            self.context = None
+
     def _receive(self, messages: Iterator[bytes], place: Place) -> Message:
         if self._arrival is None:
             self._start_timeout(self._lane.receive_timeouts, self._end_slow_call)
@@ -246,6 +254,12 @@ class UnaryCall(OneRequest):
     """A behavior for gRPC: one request, one response."""
 
     def __call__(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Any:
+        try:
+            return self._respond(messages, context)
+        finally:
+            self._forget_context()
+
+    def _respond(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Any:
         try:
             place = self._check_admitted(context)
             response = self._rpc.handler(self._receive(messages, place) if self._rpc.reads_request else None, self)
@@ -273,6 +287,8 @@ class WatchCall(OneRequest):
             raise
         except Exception as error:  # noqa: BLE001 -- as above
             self.abort(self._lane.status(error))
+        finally:
+            self._forget_context()
 
     def _sender(self, send: Callable[[Any], None]) -> Callable[[Any], None]:
         """Return ``send`` with a timeout, because it blocks while the client does not read."""

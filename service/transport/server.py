@@ -34,8 +34,12 @@ _NAP_SECONDS, _PUNCTUAL_SECONDS, _PUNCTUAL_NAPS = 0.002, 0.005, 40
 _MAX_DELIVERY_SECONDS = 2.0  # at most
 _MIN_PING_INTERVAL_MS = 10_000  # between a client's keepalive pings; gRPC's own limit of 5 minutes drops Triton clients
 _PING_SECONDS = 20.0  # at most, for the response to the server's ping
-# Many more than are admitted: calls are rejected here instead of being held back in clients.
-_STREAMS_PER_CONNECTION = 4096
+# Calls of one connection at a time; or a quarter of the places, if that is more. The others wait in the client, where
+# they cost the server nothing (docs/decisions/0025).
+_STREAMS_PER_CONNECTION = 64
+# Calls of one RPC that gRPC's one thread has not reached. Of more than these gRPC ends some at random, of whichever
+# client, and all beyond twice the number; many connections with all their calls open stay below.
+_UNDELIVERED_CALLS = 2048
 _HANDSHAKE_MS = 10_000  # a connection that is not HTTP/2 by then is closed
 
 
@@ -182,10 +186,12 @@ def _channel_arguments(options: TransportOptions) -> list[tuple[str, int]]:
         "grpc.max_receive_message_length": options.max_message_bytes,
         "grpc.per_message_decompression": 0,  # see service.wire.inflate
         "grpc.max_send_message_length": -1,  # outputs are as large as the model makes them
-        "grpc.max_concurrent_streams": _STREAMS_PER_CONNECTION,
+        "grpc.max_concurrent_streams": max(_STREAMS_PER_CONNECTION, options.max_in_flight // 4),
+        # Off: it counts ended calls that Python has yet to release, so it refuses calls of clients within the limit.
+        "grpc.http.overload_protection": 0,
         "grpc.max_allowed_incoming_connections": options.max_connections,
-        "grpc.server.max_pending_requests": options.max_in_flight,
-        "grpc.server.max_pending_requests_hard_limit": 2 * options.max_in_flight,
+        "grpc.server.max_pending_requests": _UNDELIVERED_CALLS,
+        "grpc.server.max_pending_requests_hard_limit": 2 * _UNDELIVERED_CALLS,
         "grpc.server_handshake_timeout_ms": _HANDSHAKE_MS,
         "grpc.keepalive_time_ms": _ms(options.keepalive_seconds),
         "grpc.keepalive_timeout_ms": timeout_ms,  # for bytes that TCP has sent

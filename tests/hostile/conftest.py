@@ -39,10 +39,14 @@ def warm(target: Target) -> None:
     with contextlib.ExitStack() as stack:
         for path, places in _PLACES.items():
             _hold(target, path, places, stack)
-    with grpc.insecure_channel(target.address) as channel:
-        call: Any = channel.unary_unary(f"/{SERVICE}/ModelInfer")
+    with contextlib.ExitStack() as stack:
+        calls: list[Any] = []
+        for _ in range(8):  # a connection may have 64 calls open
+            options = [("grpc.use_local_subchannel_pool", 1)]
+            channel = stack.enter_context(grpc.insecure_channel(target.address, options=options))
+            calls.append(channel.unary_unary(f"/{SERVICE}/ModelInfer"))
         for _ in range(5):
-            sent = [call.future(message) for _ in range(400)]
+            sent = [call.future(message) for call in calls for _ in range(50)]
             until(lambda sent=sent: all(done.done() for done in sent), what="the end of a burst")  # type: ignore[misc]
 
 

@@ -101,12 +101,12 @@ def stop_under_load(
     assert wrong(outcome, expected) == 0
     assert len(outcome.answered) >= seen[-1]
     if lame_duck:
-        assert [due for due, _ in outcome.ended["OK"] if begun + lame_duck / 2 < due < draining], "a lame duck works"
+        assert [due for due, *_ in outcome.ended["OK"] if begun + lame_duck / 2 < due < draining], "a lame duck works"
     # The server rejected the other requests on arrival or never processed them: a client may retry on another server.
     # Calls that are on their way while gRPC tells clients to disconnect, long after the server has stopped accepting
     # requests, end with gRPC's own codes.
     assert outcome.counts.keys() <= {"OK", "UNAVAILABLE", *_BY_GRPC, NOT_PROCESSED, NOT_SENT}, outcome.said
-    assert [due - draining for word in _BY_GRPC for due, _ in outcome.ended.get(word, []) if due < draining] == []
+    assert [due - draining for word in _BY_GRPC for due, *_ in outcome.ended.get(word, []) if due < draining] == []
     assert outcome.said.get("UNAVAILABLE", {}).keys() <= {_AT_THE_DOOR, "Cancelling all calls"}
     return outcome, took
 

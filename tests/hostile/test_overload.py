@@ -12,6 +12,7 @@ from figures import amount
 from offered import INFER, Requests, wrong
 from waiting import until
 
+from bench.serving.generator import NOT_SENT
 from bench.serving.http2 import Connection, keep_open
 from bench.serving.openloop import Offering, Outcome
 
@@ -53,16 +54,17 @@ def test_tenfold_overload_gets_correct_responses_or_rejections_and_latency_recov
     figures.record(
         how_much=f"{storm.offered:,} calls at {10 * rate:,.0f}/s, capacity {rate:,.0f}/s",
         **{word: f"{count:,}" for word, count in storm.counts.items()},
-        answered_p50_ms=_ms(storm, "answered", 0.5),
+        goodput=f"{len(storm.answered) / (rate * amount(4, 60)):.2f}",
+        served_p50_ms=_ms(storm, "served", 0.5),
         refused_p50_ms=_ms(storm, "refused", 0.5),
         calm_p50_ms_before=_ms(calm, "answered", 0.5),
         calm_p50_ms_after=_ms(after[-1], "answered", 0.5),
     )
     assert storm.lost == 0
     assert wrong(storm, expected) == 0
-    # gRPC itself cancels calls that it has not processed yet when a thousand of them wait for its one thread.
-    assert storm.counts.keys() <= {"OK", "RESOURCE_EXHAUSTED", "CANCELLED"}
-    assert len(storm.answered) > 0.1 * rate * amount(4, 60), "it answers as before, whatever it refuses"
+    # Most calls wait in the clients for their turn, and are not sent within the second that these have.
+    assert storm.counts.keys() <= {"OK", "RESOURCE_EXHAUSTED", NOT_SENT}
+    assert len(storm.answered) > 0.6 * rate * amount(4, 60), "it answers as before, whatever it refuses"
     for quiet in (calm, *after):
         assert quiet.counts.keys() == {"OK"}, quiet.said
     assert median(after[-1].answered) <= _AS_BEFORE * median(calm.answered)

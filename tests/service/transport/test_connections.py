@@ -12,14 +12,16 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from loopback import LoopbackModel, infer_request, serving
+from loopback import LoopbackModel, Served, infer_request, serving
 from rawgrpc import RawConnection
 from waiting import until
 
+from bench.serving.http2 import Connection, keep_open
 from service.transport import server
 from service.transport.handlers import SERVICE, HandlerInterceptor
 
 X = np.ones((2, 3), np.float32)
+_STREAMS = server._STREAMS_PER_CONNECTION
 READY = f"/{SERVICE}/ServerReady"
 
 
@@ -107,13 +109,30 @@ def test_a_connection_that_does_not_become_http2_in_time_is_closed(
 
 
 def test_a_call_over_the_limit_of_its_connection_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a client that breaks HTTP/2's rules sends it."""
     monkeypatch.setattr(server, "_STREAMS_PER_CONNECTION", 3)
-    with connected() as client:
+    with connected(max_in_flight=12) as client:
         assert answered(client)
         waiting = [client.call(f"/{SERVICE}/ModelStreamInfer") for _ in range(3)]
         refused = client.call(f"/{SERVICE}/ModelStreamInfer")
         until(lambda: refused in client.ended, 10, "the end of a call too many")
         assert not client.ended.intersection(waiting)
+
+
+def test_calls_within_the_limit_of_a_connection_are_never_refused_and_more_wait_in_the_client() -> None:
+    """A refused call ends with UNAVAILABLE in clients that do not repeat it by themselves."""
+    with serving(LoopbackModel()) as served:
+        message, held = infer_request(x=X).SerializeToString(), _STREAMS
+        counted = Connection(served.port, f"/{SERVICE}/ModelInfer", message, len(reply(served)))
+        with contextlib.closing(counted):
+            assert keep_open([counted], held, 2.0) > 500  # raises if the server ends a call otherwise
+        waiting = [served.stub("ModelInfer").future(infer_request(x=X), timeout=60) for _ in range(5 * held)]
+        assert all(call.result(60) for call in waiting)
+
+
+def reply(served: Served) -> bytes:
+    answer: bytes = served.call("ModelInfer", infer_request(x=X)).SerializeToString()
+    return answer
 
 
 def test_too_many_calls_that_wait_for_grpcs_thread_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +146,8 @@ def test_too_many_calls_that_wait_for_grpcs_thread_are_rejected(monkeypatch: pyt
         return intercept(self, continuation, details)
 
     monkeypatch.setattr(HandlerInterceptor, "intercept_service", slowly)
-    with serving(LoopbackModel(), max_in_flight=4) as served:
+    monkeypatch.setattr(server, "_UNDELIVERED_CALLS", 4)
+    with serving(LoopbackModel()) as served:
         calls = [served.stub("ModelInfer").future(infer_request(x=X), timeout=30) for _ in range(60)]
         assert begun.wait(30)
         try:
