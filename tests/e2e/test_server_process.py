@@ -255,6 +255,33 @@ def test_with_tls_tokens_and_json_logs_a_scraper_needs_its_token_and_the_log_is_
     assert token not in " ".join(server.process.args)
 
 
+def test_a_pipe_in_place_of_the_token_file_stops_no_request_and_no_stop(tmp_path: Path, serve: Serve) -> None:
+    """Opening a pipe that nobody writes to would block, also after it was removed."""
+    repository, tokens, token = tmp_path / "repository", tmp_path / "tokens", "client-0123456789abcdef"
+    write_mlp(repository / "mlp" / "1")
+    tokens.write_text(f"{token} infer\n")
+    tokens.chmod(0o600)
+    server = serve("--repository", str(repository), "--token-file", str(tokens)).wait_ready()
+
+    def answered() -> bool:
+        with triton.InferenceServerClient(server.target) as client:
+            tensor = triton.InferInput("x", [1, 16], "FP32")
+            tensor.set_data_from_numpy(rows(1))
+            headers = {"authorization": f"Bearer {token}"}
+            found = client.infer("mlp", [tensor], headers=headers, client_timeout=20)
+        return bool(found.as_numpy("y").shape == (1, 16))
+
+    assert answered()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "pipe").rename(tokens)
+    until(lambda: answered() and "it is not a regular file" in server.log)
+    tokens.unlink()
+    until(lambda: answered() and "No such file" in server.log)
+    assert server.log.count("the old tokens stay in force") == 2
+    server.terminate()
+    assert server.exit_code() == 0
+
+
 def test_unusable_tls_or_token_files_give_one_clear_line_and_exit_code_2(tmp_path: Path, serve: Serve) -> None:
     wrong = {
         ("--token-file", str(tmp_path / "none")): "token_file .*none: cannot be read",
