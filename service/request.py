@@ -92,7 +92,7 @@ class Request:
 
     ``timings`` is set by the code that spends the time, however the request ends; it is None until the request has
     waited or run. ``nbytes`` is the size of the request's message, 0 if the transport does not know it. ``claim`` is
-    the claim on the model that is called, if there is one.
+    the claim on the model that is called, if there is one. ``client`` is the connection it came by; "" if unknown.
     """
 
     feeds: dict[str, Array]
@@ -105,6 +105,7 @@ class Request:
     timings: Timings | None = None
     nbytes: int = 0
     claim: Claim | None = None
+    client: str = ""
 
 
 @dataclass(frozen=True, slots=True)

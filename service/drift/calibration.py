@@ -19,13 +19,15 @@ class Calibration:
 
     Both are empty if the samples were random: live inputs do not resemble random ones. ``missing_reason`` explains why
     something is missing. ``scales``: how much each slice of an output varied over the samples, by output; empty for
-    artifacts before schema version 7.
+    artifacts before schema version 7. ``infinite``: outputs whose reference is not finite in the golden samples, as of
+    a model that masks.
     """
 
     rows: Mapping[str, Mapping[str, Sequence[float]]] = field(default_factory=dict)
     ranges: Mapping[str, InputRange] = field(default_factory=dict)
     missing_reason: str = "its artifact keeps no measurements"
     scales: Mapping[str, Scales] = field(default_factory=dict)
+    infinite: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, manifest: Manifest, measurements: Measurements | None) -> Calibration:

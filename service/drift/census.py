@@ -1,4 +1,4 @@
-"""Finds the rows of live inputs that hold values outside the calibrated range."""
+"""Finds the rows of live inputs that hold values outside the calibrated range, and outputs that are not finite."""
 
 from __future__ import annotations
 
@@ -7,8 +7,17 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
+from bf16kit.drift import has_slices
 from bf16kit.inputranges import InputRange
 from service.contract import Array
+
+
+def all_finite(output: Array) -> bool:
+    """Return whether no element is infinite or NaN; strings and integers are always finite."""
+    if not has_slices(output):
+        return True
+    with np.errstate(invalid="ignore"):  # casting a NaN of a narrow type raises the flag
+        return bool(np.isfinite(output.astype(np.float64, copy=False)).all())
 
 
 class RangeChecker:

@@ -1,4 +1,11 @@
-"""Compares live outputs with the fp32 reference's: the drift of each sample, and the verdict on recent samples."""
+"""Compares live outputs with the fp32 reference's: the drift of each sample, and the verdict on recent samples.
+
+The verdict is on the model, and its consequences concern all clients, so inputs that no model can answer well do not
+count in it. A request for which an output of the reference is not finite is counted and not compared: fp32 itself has
+overflowed. (An output that is not finite in the golden samples either, as of a model that masks, is compared.) A
+request with inputs outside the calibrated range is compared and judged apart: if such requests alone are over the
+budget, the cause is ``out_of_range`` and the state is that of the others.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +17,13 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from bf16kit.drift import OF_VECTORS, Budget, OutputDrift, SampleDrift
+from bf16kit.drift import OF_VECTORS, Budget, OutputDrift, SampleDrift, compare
 from bf16kit.errors import ArtifactError
 from bf16kit.tensors import TensorSpec
 from service.contract import Array
 from service.drift.calibration import Calibration
-from service.drift.census import RangeChecker
+from service.drift.census import RangeChecker, all_finite
+from service.drift.corroboration import corroborated
 from service.drift.detector import LEARNING_ROWS, Detector, Expected
 from service.drift.diagnosis import diagnose, worst_cause
 from service.drift.liveslices import LiveSlices, estimate
@@ -43,12 +51,15 @@ class _Output:
         self.spec = spec
         self.slices = slices
         self.recent = RecentRows()
+        self.apart: RecentRows | None = None  # of requests with inputs outside the calibrated range
+        self.apart_over_until = 0  # number of the last request up to which a breach of those counts as recent
         self.detector = Detector(expected, outputs)
         self.verdict = _OutputVerdict([], "none", 0.0)
         self.newest = 0  # number of the last request that asked for this output
 
     def restart(self) -> None:
         self.recent = RecentRows()
+        self.apart, self.apart_over_until = None, 0
         self.slices.restart()
         self.detector.restart()
         self.verdict = _OutputVerdict([], "none", 0.0)
@@ -128,27 +139,36 @@ class Comparison:
         """
         if self._profile != sample.profile:
             self._start_profile(sample.profile)
-        drifts = self._drifts(expected, sample)
+        outside = self._is_outside(sample, observer)
+        requested = [spec for spec in self._specs if spec.name in sample.outputs]
+        if not all(all_finite(expected[s.name]) for s in requested if s.name not in self._calibration.infinite):
+            observer.reference_nonfinite(sample.rows)
+            return
+        drifts = {spec.name: self._drift(spec, expected, sample, outside) for spec in requested}
         weight = 1.0 / sample.probability
         self._common.add(weight)
         self._requests += 1
-        outside = self._outside(sample, observer)
         for name, found in drifts.items():
-            self._add(self._outputs[name], found, weight, outside, observer)
+            output = self._outputs[name]
+            for row in found.rows:
+                observer.drift(name, row, weight)
+            if outside:
+                self._add_apart(output, found, weight, sample.client)
+            else:
+                self._add(output, found, weight, sample.client, observer)
         self._samples += sample.rows
         self._verdict = self._new_verdict()
         observer.judged(self._verdict.state == "over", self._verdict.cause)
 
-    def _drifts(self, expected: Mapping[str, Array], sample: Sample) -> dict[str, OutputDrift]:
-        found = {}
-        for spec in self._specs:
-            if spec.name in sample.outputs:
-                slices = self._outputs[spec.name].slices
-                drift = slices.compare(expected[spec.name], sample.outputs[spec.name])
-                if not drift.rows:
-                    raise ArtifactError(f"the fp32 reference's output {spec.name!r} has no rows")
-                found[spec.name] = drift
-        return found
+    def _drift(self, spec: TensorSpec, expected: Mapping[str, Array], sample: Sample, outside: bool) -> OutputDrift:
+        reference, candidate = expected[spec.name], sample.outputs[spec.name]
+        if outside:
+            drift = compare(reference, candidate, spec, self._batch_axis)
+        else:
+            drift = self._outputs[spec.name].slices.compare(reference, candidate)
+        if not drift.rows:
+            raise ArtifactError(f"the fp32 reference's output {spec.name!r} has no rows")
+        return drift
 
     def _start_profile(self, profile: str) -> None:
         """Start afresh for the sample's profile: another arithmetic answers now, and other drift is expected of it."""
@@ -170,23 +190,24 @@ class Comparison:
     def _new_slices(self, spec: TensorSpec) -> LiveSlices:
         return LiveSlices(spec, self._batch_axis, self._calibration.scales.get(spec.name))
 
-    def _outside(self, sample: Sample, observer: DriftObserver) -> list[bool]:
-        """Return for each row of the sample whether any input is outside its range."""
+    def _is_outside(self, sample: Sample, observer: DriftObserver) -> bool:
+        """Return whether any input of any row of the sample is outside its range."""
         found = self._ranges.outside(sample.feeds, sample.rows)
         for name, rows in found.items():
             observer.out_of_range(name, int(rows.sum()))  # report 0 as well: it shows that the input has a range
-        return [any(row) for row in zip(*found.values(), strict=True)] if found else [False] * sample.rows
+        return any(rows.any() for rows in found.values())
 
-    def _add(
-        self, output: _Output, drift: OutputDrift, weight: float, outside: list[bool], observer: DriftObserver
-    ) -> None:
+    def _add_apart(self, output: _Output, drift: OutputDrift, weight: float, client: str) -> None:
+        if output.apart is None:
+            output.apart = RecentRows()
+        output.apart.add(drift.rows, weight, client)
+        found = self._estimates(output.apart.window(), scalar=drift.scalar)
+        output.apart_over_until = self._requests + REQUESTS if any(each.low > 1 for each in found) else 0
+
+    def _add(self, output: _Output, drift: OutputDrift, weight: float, client: str, observer: DriftObserver) -> None:
         name, detector, rows = output.spec.name, output.detector, drift.rows
-        for row in rows:
-            observer.drift(name, row, weight)
-        if len(rows) != len(outside):  # an output without a batch axis depends on all rows
-            outside = [any(outside)] * len(rows)
         output.newest = self._requests
-        output.recent.add(rows, weight, outside)
+        output.recent.add(rows, weight, client)
         drifts = [row.relative_l2 for row in rows]
         change = detector.add(
             drifts, self._detector_weight(weight), within_budget=drift.scalar or self._within_budget(rows)
@@ -198,11 +219,7 @@ class Comparison:
             observer.changed(name)
         output.slices.add(drift)
         window = output.recent.window()
-        found = [
-            each
-            for each in estimates(window, self._budget)
-            if not (drift.scalar and each.metric.partition(".")[0] in OF_VECTORS)
-        ]
+        found = corroborated(window, self._budget, self._estimates(window, scalar=drift.scalar))
         worst, bound = output.slices.worst(), self._budget.bound("slice_error")
         if worst is not None and bound is not None:
             found.append(estimate(self._budget.ratio("slice_error", worst.error), window.size))
@@ -211,6 +228,10 @@ class Comparison:
         for each in found:
             observer.budget_ratio(name, each.metric, each.ratio, each.low, each.high)
         observer.recent(name, window.size, detector.score)
+
+    def _estimates(self, window: Window, *, scalar: bool) -> list[Estimate]:
+        found = estimates(window, self._budget)
+        return [each for each in found if not (scalar and each.metric.partition(".")[0] in OF_VECTORS)]
 
     def _within_budget(self, rows: list[SampleDrift]) -> bool:
         """Whether the expected drift may be learnt from these rows: all of them are within budget."""
@@ -237,7 +258,7 @@ class Comparison:
             model=self._verdict.model,
             version=self._verdict.version,
             state=state,
-            cause=worst_cause([each.verdict.cause for each in outputs]),
+            cause=self._cause(outputs),
             output=output.spec.name if output else "",
             metric=nearest.metric if nearest else "",
             ratio=nearest.ratio if nearest else 0.0,
@@ -248,3 +269,9 @@ class Comparison:
             changed=any(each.detector.alarm for each in outputs),
             at=self._clock(),
         )
+
+    def _cause(self, recent: Sequence[_Output]) -> Cause:
+        cause = worst_cause([each.verdict.cause for each in recent])
+        if cause == "none" and any(self._requests < each.apart_over_until for each in self._outputs.values()):
+            return "out_of_range"
+        return cause

@@ -1,15 +1,17 @@
-"""Diagnoses a model whose drift is over budget or has changed: one of three causes, by rules that a person can follow.
+"""Diagnoses a model whose drift is over budget or has changed: one of two causes, by rules that a person can follow.
 
 A bad row drifts clearly more than expected: by at least a factor of 2 and by at least two spreads. A row whose output
 is not finite is bad as well. The rules look at the rows since the change, or at all recent rows if nothing changed:
 
-1. ``out_of_range``: at least half of the bad rows' weight has inputs outside the calibrated range.
-2. ``broken``: an output of a row inside the range is not finite; or half of the bad rows' weight drifts at least
-   :data:`BROKEN` times the expected drift and at least four spreads more. Rounding to bf16 costs about one bit in some
-   rows; it does not cost two bits in row after row. If no drift is expected yet, the limit is a drift of :data:`LOST`,
-   which leaves little of the output.
-3. ``rounding``: everything else that is over budget or has changed. The noise is of the measured kind, but it is more
+1. ``broken``: an output is not finite; or half of the bad rows' weight drifts at least :data:`BROKEN` times the
+   expected drift and at least four spreads more. Rounding to bf16 costs about one bit in some rows; it does not cost
+   two bits in row after row. If no drift is expected yet, the limit is a drift of :data:`LOST`, which leaves little of
+   the output.
+2. ``rounding``: everything else that is over budget or has changed. The noise is of the measured kind, but it is more
    than the budget allows, or more than before.
+
+A third cause, ``out_of_range``, is that of requests with inputs outside the calibrated range, which are judged apart
+(:mod:`service.drift.comparison`).
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from service.drift.weighted import median
 
 BROKEN = 4.0
 LOST = 0.3
-_WORST_FIRST: tuple[Cause, ...] = ("broken", "out_of_range", "rounding", "none")
+_WORST_FIRST: tuple[Cause, ...] = ("broken", "rounding", "none")
 
 
 def diagnose(window: Window, expected: Expected | None) -> Cause:
@@ -34,11 +36,8 @@ def diagnose(window: Window, expected: Expected | None) -> Cause:
     bad = nonfinite | (drift > centre + max(DOUBLING if expected else 0.0, 2 * spread))
     if not bad.any():
         return "rounding"
-    outside = window.outside & bad
-    if 2 * weights[outside].sum() >= weights[bad].sum():
-        return "out_of_range"
     broken = centre + max(math.log(BROKEN) if expected else 0.0, 4 * spread)
-    if (nonfinite & ~window.outside).any() or median(drift[bad], weights[bad]) >= broken:
+    if nonfinite.any() or median(drift[bad], weights[bad]) >= broken:
         return "broken"
     return "rounding"
 

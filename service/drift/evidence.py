@@ -226,21 +226,28 @@ class EvidenceRecorder:
 
 
 class _RowDrifts:
-    """Forwards every call to an observer, and keeps the drift of each row of one sample."""
+    """Forwards every call to an observer, and keeps the drift of each row of one sample, unless it is judged apart."""
 
     def __init__(self, observer: DriftObserver) -> None:
         self.rows: dict[str, list[SampleDrift]] = {}
+        self._apart = False  # an input is out of range: no evidence of the model
         self._drift = observer.drift
+        self._out_of_range = observer.out_of_range
         self.budget_ratio = observer.budget_ratio
         self.worst_slice = observer.worst_slice
         self.recent = observer.recent
         self.changed = observer.changed
-        self.out_of_range = observer.out_of_range
+        self.reference_nonfinite = observer.reference_nonfinite
         self.judged = observer.judged
 
     def drift(self, output: str, sample: SampleDrift, weight: float) -> None:
-        self.rows.setdefault(output, []).append(sample)
+        if not self._apart:
+            self.rows.setdefault(output, []).append(sample)
         self._drift(output, sample, weight)
+
+    def out_of_range(self, name: str, rows: int) -> None:
+        self._apart = self._apart or rows > 0
+        self._out_of_range(name, rows)
 
 
 def versions() -> dict[str, str]:

@@ -20,7 +20,6 @@ Phase = Literal["bf16", "warming", "fp32"]
 _CAUSE_TEXTS = {
     "rounding": "of the size that rounding explains",
     "broken": "more than rounding explains: something is broken",
-    "out_of_range": "with inputs outside the calibrated range",
 }
 
 

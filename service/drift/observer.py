@@ -33,6 +33,9 @@ class DriftObserver(Protocol):
         Called with 0 too, for an input with a range.
         """
 
+    def reference_nonfinite(self, rows: int) -> None:
+        """``rows`` are left out of all drift, because an output of the reference is not finite for their request."""
+
     def judged(self, over: bool, cause: str) -> None:
         """Whether recent drift is over budget with confidence, and the diagnosed cause."""
 

@@ -55,18 +55,24 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Recent rows, the oldest first: a column per metric, the rows' weights, and each row's request, numbered from
-    0."""
+    """Recent rows, the oldest first: a column per metric, the rows' weights, and each row's request, numbered from 0,
+    and client."""
 
     columns: NDArray[np.float64]  # [metrics, rows]
     weights: Values
     clusters: NDArray[np.int64]
-    outside: NDArray[np.bool_]  # per row: an input is outside its calibrated range
+    clients: NDArray[np.int64]  # hashes
     size: float  # effective samples
 
     def __getitem__(self, metric: str) -> Values:
         column: Values = self.columns[_COLUMNS.index(metric)]
         return column
+
+    def select(self, kept: NDArray[np.bool_]) -> Window:
+        """Return only the rows where ``kept`` is true."""
+        weights, clusters = self.weights[kept], self.clusters[kept]
+        size = weighted.effective_size(weights, clusters)
+        return Window(self.columns[:, kept], weights, clusters, self.clients[kept], size)
 
 
 class RecentRows:
@@ -79,11 +85,11 @@ class RecentRows:
         self._columns = np.zeros((len(_COLUMNS), _ROWS))
         self._weights = np.zeros(_ROWS)
         self._requests = np.zeros(_ROWS, np.int64)  # counted from 1
-        self._outside = np.zeros(_ROWS, np.bool_)
+        self._clients = np.zeros(_ROWS, np.int64)
         self._first_rows = [0] * REQUESTS  # first row of each request, by request number modulo REQUESTS
         self._next = self._request = self._since = 0
 
-    def add(self, drifts: Sequence[SampleDrift], weight: float, outside: Sequence[bool]) -> None:
+    def add(self, drifts: Sequence[SampleDrift], weight: float, client: str = "") -> None:
         """Add one request's rows, each of which stands for ``weight`` rows."""
         self._request += 1
         self._first_rows[self._request % REQUESTS] = self._next
@@ -94,7 +100,7 @@ class RecentRows:
         entries = np.arange(self._next, self._next + len(kept)) % _ROWS
         self._columns[:, entries] = values[:, kept]
         self._weights[entries], self._requests[entries] = weight * shares, self._request
-        self._outside[entries] = np.asarray(outside, np.bool_)[kept]
+        self._clients[entries] = hash(client)
         self._next += len(kept)
 
     def keep_newest(self, requests: int) -> None:
@@ -110,7 +116,7 @@ class RecentRows:
         clusters = requests - oldest
         size = weighted.effective_size(weights, clusters)
         return Window(
-            self._rows(self._columns, first_row), weights, clusters, self._rows(self._outside, first_row), size
+            self._rows(self._columns, first_row), weights, clusters, self._rows(self._clients, first_row), size
         )
 
     def _rows(self, ring: NDArray[_Scalar], first_row: int) -> NDArray[_Scalar]:

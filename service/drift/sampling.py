@@ -33,7 +33,7 @@ class Sample:
 
     ``probability``, in (0, 1], is each row's sampling probability; a row counts 1 ÷ ``probability`` times.
     ``precision`` is that of the outputs, as in :class:`~service.request.Reply`. ``profile`` is the profile of the
-    artifact that computed them, for which conversion measured the drift; "" if unknown.
+    artifact that computed them, for which conversion measured the drift; "" if unknown. ``client`` is the request's.
     """
 
     feeds: dict[str, Array]
@@ -43,6 +43,7 @@ class Sample:
     probability: float = 1.0
     precision: str = ""
     profile: str = ""
+    client: str = ""
 
 
 class TokenBucket:
@@ -125,7 +126,7 @@ class Chooser:
             self.sampled("dropped", rows)
             return None
         feeds, outputs = (copies(*part) for part in parts)
-        return Sample(feeds, outputs, rows, nbytes, probability, reply.precision)
+        return Sample(feeds, outputs, rows, nbytes, probability, reply.precision, client=request.client)
 
     def sampled(self, outcome: Outcome, samples: int) -> None:
         """Report the outcome of samples that this chose; see :class:`OutcomeObserver`."""

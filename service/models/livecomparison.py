@@ -8,6 +8,7 @@ from dataclasses import replace
 from bf16kit.errors import ArtifactError
 from bf16kit.wording import brief
 from service.drift.calibration import Calibration
+from service.drift.census import all_finite
 from service.drift.comparison import Comparison
 from service.models.opening import OpenedArtifact
 
@@ -22,15 +23,19 @@ def new_comparison(model: str, version: int, opened: OpenedArtifact) -> Comparis
     """
     try:
         measurements = opened.artifact.measurements()
-        scales = {} if opened.artifact.manifest.golden is None else opened.artifact.golden().scales
+        golden = None if opened.artifact.manifest.golden is None else opened.artifact.golden()
     except (ArtifactError, OSError) as error:
         _log.warning("model %r version %d: the measurements cannot be read: %s", model, version, brief(error))
-        measurements, scales = None, {}
+        measurements, golden = None, None
+    calibration = Calibration.of(opened.artifact.manifest, measurements)
+    if golden is not None:
+        infinite = frozenset(name for name, output in golden.outputs.items() if not all_finite(output))
+        calibration = replace(calibration, scales=golden.scales, infinite=infinite)
     return Comparison(
         opened.outputs,
         opened.batch_axis,
         opened.budget,
         model=model,
         version=version,
-        calibration=replace(Calibration.of(opened.artifact.manifest, measurements), scales=scales),
+        calibration=calibration,
     )

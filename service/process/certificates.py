@@ -9,9 +9,10 @@ from pathlib import Path
 
 from bf16kit.errors import ConfigError
 from bf16kit.wording import os_error_text
-from service.process.reloadedfiles import ReloadedFiles
+from service.process.reloadedfiles import ReloadedFiles, read_regular
 
 _log = logging.getLogger(__name__)
+_LARGEST_FILE = 16 << 20  # bytes: a hundred times the usual bundle of all public authorities
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +32,8 @@ class Certificates:
 class CertificateFiles:
     """The TLS files and their contents. Raises :class:`ConfigError` for files that cannot be used together.
 
-    Replaced files are read again within a second. If a certificate does not fit its key, as between two writes, the old
-    pair stays in force and an error is logged.
+    Replaced files are read again within a second or two. If a certificate does not fit its key, as between two writes,
+    the old pair stays in force and an error is logged.
     """
 
     def __init__(self, certificate: Path, key: Path, client_ca: Path | None = None) -> None:
@@ -70,7 +71,7 @@ class CertificateFiles:
         return Certificates(certificate, key, client_ca, context)
 
     def _log_failure(self, error: Exception) -> None:
-        _log.error("the TLS files changed and cannot be used; the old ones stay in force: %s", error)
+        _log.error("the TLS files cannot be read again; the old ones stay in force: %s", error)
 
 
 def read_authority(key: str, path: Path) -> bytes:
@@ -85,7 +86,7 @@ def read_authority(key: str, path: Path) -> bytes:
 
 def _read(key: str, path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_regular(path, _LARGEST_FILE)[0]
     except OSError as error:
         raise ConfigError(f"{key} {path}: cannot be read: {os_error_text(error)}") from None
 

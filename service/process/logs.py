@@ -12,6 +12,8 @@ from collections.abc import Set
 from datetime import UTC, datetime
 from typing import Any, Literal
 
+from service.process.logwriter import LogWriter, Target
+
 Format = Literal["text", "json"]
 
 #: The fields, given through ``extra``, that are logged beside the message. Other attributes of a record are never
@@ -67,15 +69,27 @@ FORMATS: dict[Format, type[logging.Formatter]] = {"text": TextFormatter, "json":
 
 
 def configure(level: str, kind: Format = "text", worker: int | None = None) -> None:
-    """Log everything from ``level`` (a name) up to standard error. ``worker`` is added to every event."""
-    handler = logging.StreamHandler(sys.stderr)
+    """Log everything from ``level`` (a name) up to standard error. ``worker`` is added to every event.
+
+    Python's warnings are logged as well: written directly, they would block a thread while nobody reads standard error.
+    """
+    handler = _standard_error()
     if worker is not None:
         _add_worker_to_records(worker)
     handler.setFormatter(FORMATS[kind]())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
+    logging.captureWarnings(True)
     silence_grpc()
+
+
+def _standard_error() -> logging.Handler:
+    if sys.stderr is None:  # it was closed at the start; its descriptor may belong to another file now
+        return logging.NullHandler()
+    sys.stderr.flush()  # what the log writes does not pass through its buffer
+    target: Target = sys.stderr.buffer
+    return LogWriter(getattr(target, "raw", target))
 
 
 def adjust(levels: Set[int], kind: Format) -> None:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import errno
+import logging
+import os
 import resource
+import stat
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, TypeVar
 
+_log = logging.getLogger(__name__)
 _T = TypeVar("_T")
-CHECK_SECONDS = 1.0  # the least time between two checks of the files: a stat per request would be waste
+CHECK_SECONDS = 1.0  # between two checks of the files
+HANG_SECONDS = 5.0  # a check takes microseconds; a volume that needs longer does not answer
 _MOST_OPEN_FILES = 65_536
 
 
@@ -25,48 +32,80 @@ def raise_open_file_limit() -> None:
 class ReloadedFiles(Generic[_T]):
     """The value that ``read`` makes of ``paths``. The constructor reads it, and passes on what ``read`` raises.
 
-    Later, :meth:`current` reads again if a file has changed. If that fails, the last good value stays in force, and
-    ``on_error`` is called once per change. The value keeps its identity until the files change.
+    A thread checks the files every :data:`CHECK_SECONDS`, and reads again if one has changed. So a volume that hangs
+    blocks nobody who needs the value. While it hangs and when reading fails the last good value stays in force, and
+    ``on_error`` is called once for each hang and each change. The value keeps its identity until the files change. The
+    thread ends when this object is no longer used.
     """
 
-    def __init__(
-        self,
-        paths: tuple[Path, ...],
-        read: Callable[[], _T],
-        on_error: Callable[[Exception], None],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, paths: tuple[Path, ...], read: Callable[[], _T], on_error: Callable[[Exception], None]) -> None:
         self._paths = paths
         self._read = read
         self._on_error = on_error
-        self._clock = clock
         self._lock = threading.Lock()
+        self._check_started: float | None = None  # of the check in progress whose hang was not reported
         self._signature = self._current_signature()
-        self._checked_at = clock()
         self._value = read()
+        threading.Thread(target=_watch, args=(weakref.ref(self),), name="files", daemon=True).start()
 
     def current(self) -> _T:
-        if self._clock() - self._checked_at >= CHECK_SECONDS and self._lock.acquire(blocking=False):
-            try:
-                self._refresh()
-            finally:
-                self._lock.release()
+        started = self._check_started
+        if started is not None and time.monotonic() - started >= HANG_SECONDS:
+            self._report_hang()
         return self._value
 
-    def _refresh(self) -> None:
-        self._checked_at = self._clock()
-        signature = self._current_signature()
-        if signature == self._signature:
-            return
+    def check(self) -> None:
+        """Read again if a file has changed. For the watching thread."""
+        self._check_started = time.monotonic()
         try:
-            self._value = self._read()
-        except Exception as error:  # noqa: BLE001 -- a half-written file must not end the server
-            self._on_error(error)
-        # The signature is older than the read: a change during the read causes another read.
-        self._signature = signature
+            signature = self._current_signature()
+            if signature != self._signature:
+                try:
+                    self._value = self._read()
+                except Exception as error:  # noqa: BLE001 -- a half-written file must not end the server
+                    self._on_error(error)
+                # The signature is older than the read: a change during the read causes another read.
+                self._signature = signature
+        finally:
+            self._check_started = None
+
+    def _report_hang(self) -> None:
+        with self._lock:
+            reported, self._check_started = self._check_started is None, None
+        if not reported:
+            names = ", ".join(map(str, self._paths))
+            self._on_error(TimeoutError(errno.ETIMEDOUT, f"reading takes over {HANG_SECONDS:g} s", names))
 
     def _current_signature(self) -> tuple[object, ...]:
         return tuple(_signature(path) for path in self._paths)
+
+
+def _watch(watched: weakref.ref[ReloadedFiles[_T]]) -> None:
+    while True:
+        time.sleep(CHECK_SECONDS)
+        if (files := watched()) is None:
+            return
+        try:
+            files.check()
+        except Exception:  # noqa: BLE001 -- this thread must live on
+            _log.exception("a check of changed files failed; it will run again")
+        del files  # not kept in use by this thread
+
+
+def read_regular(path: Path, most_bytes: int) -> tuple[bytes, int]:
+    """Return the first ``most_bytes`` bytes of a file, and its mode. Raises OSError if it is not a regular file.
+
+    A pipe or a device in its place is not waited for.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read(most_bytes), mode
+    finally:
+        os.close(descriptor)
 
 
 def _signature(path: Path) -> object:

@@ -17,7 +17,7 @@ from typing import Literal, get_args
 
 from bf16kit.errors import ConfigError
 from bf16kit.wording import os_error_text
-from service.process.reloadedfiles import ReloadedFiles
+from service.process.reloadedfiles import ReloadedFiles, read_regular
 
 _log = logging.getLogger(__name__)
 Scope = Literal["infer", "read", "manage"]
@@ -62,23 +62,20 @@ class TokenFile:
         return granted
 
     def _load(self) -> _Table:
-        try:
-            with self._path.open("rb") as file:
-                mode = stat.S_IMODE(self._path.stat().st_mode)
-                content = file.read(LARGEST_FILE + 1)
-        except OSError as error:
-            raise ConfigError(f"token_file {self._path}: cannot be read: {os_error_text(error)}") from None
+        content, mode = _read(self._path)
         if len(content) > LARGEST_FILE:
             raise ConfigError(f"token_file {self._path} is over {LARGEST_FILE} bytes; remove unneeded tokens")
         if mode & stat.S_IROTH:
-            _log.warning("token_file %s can be read by every user (mode %o); chmod o-r it", self._path, mode)
+            _log.warning(
+                "token_file %s can be read by every user (mode %o); chmod o-r it", self._path, stat.S_IMODE(mode)
+            )
         table = _parse(content, str(self._path))
         if not table:
             _log.warning("token_file %s holds no token: every request that needs a token is rejected", self._path)
         return table
 
     def _log_failure(self, error: Exception) -> None:
-        _log.error("the token file changed and cannot be used; the old tokens stay in force: %s", error)
+        _log.error("the token file cannot be read again; the old tokens stay in force: %s", error)
 
 
 def is_token(text: str) -> bool:
@@ -88,14 +85,17 @@ def is_token(text: str) -> bool:
 
 def read_tokens(path: Path) -> list[tuple[str, Scopes]]:
     """Return the tokens of a token file, for a program that sends one. Raises :class:`ConfigError` if invalid."""
-    try:
-        with path.open("rb") as file:
-            content = file.read(LARGEST_FILE + 1)[:LARGEST_FILE]
-    except OSError as error:
-        raise ConfigError(f"token_file {path}: cannot be read: {os_error_text(error)}") from None
+    content = _read(path)[0][:LARGEST_FILE]
     table = _parse(content, str(path))
     lines = (line.partition("#")[0].split() for line in content.decode("ascii").splitlines())
     return [(words[0], table[_digest(words[0])]) for words in lines if words]
+
+
+def _read(path: Path) -> tuple[bytes, int]:
+    try:
+        return read_regular(path, LARGEST_FILE + 1)
+    except OSError as error:
+        raise ConfigError(f"token_file {path}: cannot be read: {os_error_text(error)}") from None
 
 
 def _parse(content: bytes, where: str) -> _Table:

@@ -19,7 +19,8 @@ from service.peers.channel import Body
 from service.wire.tensors import decode_raw, encode_raw
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
-_PLAIN = ("rows", "nbytes", "probability", "precision", "profile")  # fields of a sample that are sent unchanged
+# Fields of a sample that are sent unchanged.
+_PLAIN = ("rows", "nbytes", "probability", "precision", "profile", "client")
 
 
 def pack(samples: Sequence[Sample]) -> tuple[Body, int]:

@@ -28,7 +28,9 @@ from service.status_http.rendering import PageRenderer
 _log = logging.getLogger(__name__)
 _BACKLOG = 1024  # connections held by the system until they are accepted
 _SEND_BUFFER = 128 << 10  # bytes of a response held by the system for a client that does not read
-_MOST_CONCURRENT_REQUESTS = 16  # requests answered at a time; a probe that is its connection's first request goes ahead
+# Requests that the loop begins to answer in one turn. The renderer bounds the pages that are rendered at a time, and a
+# probe that is its connection's first request goes ahead.
+_REQUESTS_PER_TURN = 16
 # Connections accepted in a row. Reading and answering a probe takes seven turns of the loop: connections that come
 # later must not delay it.
 _ACCEPT_BURST = 8
@@ -62,7 +64,7 @@ class HttpServer:
         self._on_refused = on_refused
         self._renderer = PageRenderer(pages)
         self._open: dict[HttpConnection, asyncio.Task[None]] = {}
-        self._slots = asyncio.Semaphore(_MOST_CONCURRENT_REQUESTS)
+        self._turn = asyncio.Semaphore(_REQUESTS_PER_TURN)
         self._last_warning = -_WARNING_INTERVAL_SECONDS
         self._stop: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
         self._thread = threading.Thread(target=self._run, name="http", daemon=True)
@@ -157,8 +159,8 @@ class HttpServer:
         """
         route = self._pages.get(request.path)
         if route is None or not (route.probe and request.first):
-            async with self._slots:
-                await asyncio.sleep(0)
+            async with self._turn:
+                await asyncio.sleep(0)  # the place is free again one turn later
         if route is None or not route.probe:
             scope = "read" if route is None else route.scope
             refusal = self._access.refusal(request.authorization, request.has_certificate, scope, request.host)

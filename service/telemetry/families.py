@@ -93,6 +93,9 @@ class Families:
         self.out_of_range = counter(
             "drift_out_of_range_total", "Measured rows with values outside the calibrated range.", "input"
         )
+        self.reference_nonfinite = counter(
+            "drift_reference_nonfinite_total", "Measured rows not compared, because fp32's output is not finite."
+        )
         self.last_sample = gauge(
             "drift_last_sample_timestamp_seconds", "Unix time of the last drift measurement.", mode="max"
         )

@@ -58,6 +58,7 @@ class ModelMetrics:
         self._transitions = {to: self._child(f.fallback_transitions, to) for to in vocabulary.PRECISIONS}
         self._gate_runs = {outcome: self._child(f.gate_runs, outcome) for outcome in vocabulary.GATE_OUTCOMES}
         self._over_budget = self._child(f.over_budget)
+        self._reference_nonfinite = self._child(f.reference_nonfinite)
         self._causes = {cause: self._child(f.cause, cause) for cause in vocabulary.CAUSES}
 
     def _child(self, family: _Child, *labels: str) -> _Child:
@@ -190,6 +191,10 @@ class ModelMetrics:
         """
         if self.exposed:
             self._child(self._families.out_of_range, name).inc(rows)
+
+    def reference_nonfinite(self, rows: int) -> None:
+        """Count rows that are left out because an output of the reference is not finite."""
+        self._reference_nonfinite.inc(rows)
 
     def judged(self, over: bool, cause: str) -> None:
         """Set whether drift is over budget, and its cause.

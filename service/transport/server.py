@@ -64,6 +64,7 @@ class Transport:
         self._count_refusal = count_refusal
         self._certificates = certificates
         self._timeouts: list[CallTimeouts] = []
+        self._claimed: ports.ClaimedPath | None = None  # the Unix socket
         self._services = Services(registry, count_refusal, options, access, operations, tracer)
         handlers = HandlerInterceptor(self._services.openers(self._lanes()))
         self._watchdog = Watchdog(self._timeouts)
@@ -84,10 +85,10 @@ class Transport:
             else:
                 credentials = server_credentials(self._certificates)
                 bound = self._server.add_secure_port(_address(host, port), credentials)
-            if self._options.unix_socket:
-                self._server.add_insecure_port(f"unix:{self._options.unix_socket}")
         except RuntimeError:  # gRPC's own text names neither the cause nor the remedy
             raise _bind_error(host, port) from None
+        if self._options.unix_socket:
+            self._listen_on_socket(self._options.unix_socket)
         self._server.start()
         self._watchdog.start()
         if not arrival.SUPPORTED:
@@ -114,6 +115,14 @@ class Transport:
         self._services.wait_empty(time.monotonic() + FINAL_WAIT_SECONDS)
         self._services.close()
         return completed
+
+    def _listen_on_socket(self, path: str) -> None:
+        """Raises ConfigError if the path cannot be used. gRPC alone would take it from a server that still runs."""
+        self._claimed = ports.ClaimedPath(path)
+        try:
+            self._server.add_insecure_port(f"unix:{path}")
+        except RuntimeError:
+            raise ConfigError(f"cannot listen on grpc_socket {path}; choose another path") from None
 
     def _lanes(self) -> Lanes[Handler]:
         options, services = self._options, self._services

@@ -155,6 +155,7 @@ class InferenceServicer:
                 )
                 request.waits_for_room = waits_for_room
                 request.nbytes = call.nbytes
+                request.client = call.client
                 request.claim = None if claimed is None else claimed.claim
                 reply = self._infer(model, request)
                 if output_options.sinks and call.cancellation.cancelled:

@@ -16,9 +16,11 @@ from waiting import until
 from workerprocesses import Client, pids
 
 from bf16kit.artifact import Artifact
+from bf16kit.drift import measure
 from bf16kit.protocol import inference_pb2 as pb
 from bf16kit.runtime import Array
-from bf16kit.runtime.loading import load_reference
+from bf16kit.runtime.loading import load, load_reference
+from bf16kit.tensors import TensorSpec
 
 X = np.random.default_rng(0).standard_normal((2, 16)).astype(np.float32)
 SERVING = """
@@ -111,6 +113,70 @@ def test_fp32_serves_for_a_damaged_model_until_a_healthy_copy_is_loaded(tmp_path
     assert server.metric('bf16kit_fallback_active{model="mlp",version="1"}') == 0
     server.terminate()
     assert server.exit_code() == 0
+
+
+def overflowing(artifact: Artifact) -> Array:
+    """Return inputs near the largest number, on which fp32 overflows, and bf16 in other elements."""
+    reference, bf16 = load_reference(artifact, threads=1), load(artifact, "cpu", threads=1)
+    spec, random = TensorSpec("y", "float32", ("batch", 16)), np.random.default_rng(0)
+    while True:
+        x = (3e38 * random.uniform(-1, 1, (2, 16))).astype(np.float32)
+        expected = reference.run({"x": x})["y"]
+        if any(row.nonfinite for row in measure(expected, bf16.run({"x": x})["y"], spec, 0)):
+            assert not np.isfinite(expected).all()
+            return x
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_a_client_whose_inputs_overflow_in_fp32_does_not_switch_the_others(
+    tmp_path: Path, serve: Serve, beside: bool
+) -> None:
+    """The artifact has no calibrated ranges, and the client is alone or beside another one."""
+    serving(tmp_path, 600)
+    x = overflowing(write_mlp(tmp_path / "mlp" / "1"))
+    server = serve("--repository", str(tmp_path)).wait_ready()
+    left_out = 'bf16kit_drift_reference_nonfinite_total{model="mlp",version="1"}'
+    measured = 'bf16kit_drift_samples_total{model="mlp",outcome="measured",version="1"}'
+    hostile, honest = Client(server.target), Client(server.target)
+    with hostile.channel, honest.channel:
+
+        def enough() -> bool:
+            for _ in range(20):
+                assert answer(hostile, x)[0] == "bf16"
+                assert not beside or answer(honest, X)[0] == "bf16"
+            return server.metric(left_out) >= 400 and server.metric(measured) >= 400 + 200 * beside
+
+        until(enough, 60, "four hundred rows left out")
+        assert server.metric('bf16kit_drift_over_budget{model="mlp",version="1"}') == 0
+        assert server.metric('bf16kit_fallback_active{model="mlp",version="1"}') == 0
+        assert answer(honest, X)[0] == "bf16"
+    assert "is over its drift budget" not in server.log
+
+
+def test_one_connection_of_several_does_not_switch_the_others_and_a_wrong_model_does(
+    tmp_path: Path, serve: Serve
+) -> None:
+    """bf16 is wrong for some inputs only. Only one connection sends them at first, then both do."""
+    serving(tmp_path, 600)
+    write_damaged(tmp_path / "mlp" / "1", above=50.0)
+    server = serve("--repository", str(tmp_path)).wait_ready()
+    measured = 'bf16kit_drift_samples_total{model="mlp",outcome="measured",version="1"}'
+    wrong = X.copy()
+    wrong[:, 0] = 100.0
+    one, other = Client(server.target), Client(server.target)
+    with one.channel, other.channel:
+
+        def enough() -> bool:
+            for _ in range(20):
+                assert answer(other, X)[0] == "bf16"
+                assert answer(one, wrong)[0] == "bf16"
+            return server.metric(measured) >= 400
+
+        until(enough, 60, "four hundred rows measured")
+        ratio = 'bf16kit_drift_budget_ratio{metric="relative_l2",model="mlp",output="y",version="1"}'
+        assert server.metric(ratio) > 1
+        assert server.metric('bf16kit_drift_over_budget{model="mlp",version="1"}') == 0
+        until(lambda: {answer(each, wrong)[0] for each in (one, other)} == {"fp32"}, 60, "fp32 answers")
 
 
 @pytest.mark.long

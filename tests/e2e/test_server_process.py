@@ -10,6 +10,7 @@ import shutil
 import socket
 import ssl
 import subprocess
+import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -193,6 +194,34 @@ def test_a_port_in_use_gives_one_clear_line_and_exit_code_2(tmp_path: Path, serv
     assert "Traceback" not in server.log
 
 
+def test_a_second_server_does_not_take_the_unix_socket_of_a_first_and_a_killed_ones_is_free(serve: Serve) -> None:
+    """A short directory: the path of a socket has at most 107 bytes."""
+    with tempfile.TemporaryDirectory() as directory:
+        path, repository = Path(directory) / "grpc", Path(directory) / "repository"
+        write_mlp(repository / "mlp" / "1")
+        (Path(directory) / "server.yaml").write_text(f"grpc_socket: {path}\n")
+        flags = ("--repository", str(repository), "--config", str(Path(directory) / "server.yaml"))
+        first = serve(*flags).wait_ready()
+        second = serve(*flags)
+        assert second.exit_code() == 2
+        assert f"grpc_socket {path} belongs to another server that runs; stop it, or choose another path" in second.log
+        assert "Traceback" not in second.log
+        assert infer(f"unix:{path}", rows(1)).shape == (1, 16)
+        first.process.kill()
+        first.exit_code()
+        assert path.is_socket()  # left behind
+        third = serve(*flags).wait_ready()
+        assert infer(f"unix:{path}", rows(1)).shape == (1, 16)
+        third.terminate()
+        assert third.exit_code() == 0
+        assert not path.exists()
+        path.write_text("mine")
+        fourth = serve(*flags)
+        assert fourth.exit_code() == 2
+        assert f"grpc_socket {path} exists and is no socket" in fourth.log
+        assert path.read_text() == "mine"
+
+
 @pytest.mark.parametrize("kind", ["text", "json"])
 def test_a_debug_log_has_a_line_for_each_request_without_its_payload(tmp_path: Path, serve: Serve, kind: str) -> None:
     write_lookup(tmp_path / "lookup" / "1")
@@ -253,6 +282,33 @@ def test_with_tls_tokens_and_json_logs_a_scraper_needs_its_token_and_the_log_is_
     assert any("'mlp' version 1 is ready" in event["message"] for event in events)
     assert token not in server.log
     assert token not in " ".join(server.process.args)
+
+
+def test_a_pipe_in_place_of_the_token_file_stops_no_request_and_no_stop(tmp_path: Path, serve: Serve) -> None:
+    """Opening a pipe that nobody writes to would block, also after it was removed."""
+    repository, tokens, token = tmp_path / "repository", tmp_path / "tokens", "client-0123456789abcdef"
+    write_mlp(repository / "mlp" / "1")
+    tokens.write_text(f"{token} infer\n")
+    tokens.chmod(0o600)
+    server = serve("--repository", str(repository), "--token-file", str(tokens)).wait_ready()
+
+    def answered() -> bool:
+        with triton.InferenceServerClient(server.target) as client:
+            tensor = triton.InferInput("x", [1, 16], "FP32")
+            tensor.set_data_from_numpy(rows(1))
+            headers = {"authorization": f"Bearer {token}"}
+            found = client.infer("mlp", [tensor], headers=headers, client_timeout=20)
+        return bool(found.as_numpy("y").shape == (1, 16))
+
+    assert answered()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "pipe").rename(tokens)
+    until(lambda: answered() and "it is not a regular file" in server.log)
+    tokens.unlink()
+    until(lambda: answered() and "No such file" in server.log)
+    assert server.log.count("the old tokens stay in force") == 2
+    server.terminate()
+    assert server.exit_code() == 0
 
 
 def test_unusable_tls_or_token_files_give_one_clear_line_and_exit_code_2(tmp_path: Path, serve: Serve) -> None:

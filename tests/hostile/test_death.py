@@ -164,7 +164,7 @@ def test_after_sigkill_under_load_a_new_server_starts_at_once_on_the_same_port(s
         until(lambda: sorted(tmp_path.rglob("*")) == files, what="the files there were, and no others")
     server.terminate()
     assert server.exit_code() == 0
-    assert list(sockets.iterdir()) == []
+    assert [file.name for file in sockets.iterdir()] == ["grpc.lock"]  # which stays
     figures.record(
         how_much=f"{len(outcomes)} rounds of {_RATE:g} calls/s",
         **counted(outcomes),

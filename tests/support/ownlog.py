@@ -20,6 +20,7 @@ def restored_log() -> Iterator[None]:
     finally:
         root.handlers[:] = handlers
         root.setLevel(level)
+        logging.captureWarnings(False)
 
 
 @contextmanager
@@ -27,8 +28,9 @@ def own_log(level: str, kind: logs.Format) -> Iterator[io.StringIO]:
     """Configure the log as ``bf16-serve`` does, and yield a stream with its output."""
     with restored_log():
         logs.configure(level, kind)
-        (handler,) = logging.getLogger().handlers
-        assert isinstance(handler, logging.StreamHandler)
+        root = logging.getLogger()
         stream = io.StringIO()
-        handler.setStream(stream)
+        handler = logging.StreamHandler(stream)
+        handler.setFormatter(root.handlers[0].formatter)
+        root.handlers[:] = [handler]
         yield stream

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import pytest
 from artifacts import write_mlp
 from click.testing import CliRunner, Result
 from commanded import Run
+from ownlog import restored_log
 
 from service.cli import main
 
@@ -15,15 +15,12 @@ from service.cli import main
 @pytest.fixture
 def run() -> Iterator[Run]:
     """Yield a function that runs ``bf16-serve`` in this process; the logging set-up is restored afterwards."""
-    root = logging.getLogger()
-    handlers, level = list(root.handlers), root.level
 
     def invoke(*arguments: object) -> Result:
         return CliRunner().invoke(main, [str(argument) for argument in arguments])
 
-    yield invoke
-    root.handlers[:] = handlers
-    root.setLevel(level)
+    with restored_log():
+        yield invoke
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 
@@ -37,6 +38,7 @@ class Heard:
         self.scores: list[float | None] = []
         self.alarms: list[str] = []
         self.out: dict[str, int] = {}
+        self.nonfinite_references = 0
         self.said: tuple[bool, str] = (False, "")
 
     def drift(self, output: str, sample: SampleDrift, weight: float) -> None:
@@ -58,6 +60,9 @@ class Heard:
     def out_of_range(self, name: str, rows: int) -> None:
         self.out[name] = self.out.get(name, 0) + rows
 
+    def reference_nonfinite(self, rows: int) -> None:
+        self.nonfinite_references += rows
+
     def judged(self, over: bool, cause: str) -> None:
         self.said = over, cause
 
@@ -73,11 +78,19 @@ class Live:
         self._random = np.random.default_rng(1)
 
     def send(
-        self, drift: float, count: int = 1, *, spread: float = 0.1, x: float = 0.5, probability: float = 1.0
+        self,
+        drift: float,
+        count: int = 1,
+        *,
+        spread: float = 0.1,
+        x: float = 0.5,
+        probability: float = 1.0,
+        client: str = "",
     ) -> DriftVerdict:
         for factor in np.exp(spread * self._random.standard_normal(count)):
             answered = np.array([[1.0 + drift * factor * math.sqrt(2), 1.0]], np.float64)
-            self.comparison.observe({"y": np.ones((1, 2))}, sample({"y": answered}, x, probability), self.heard)
+            sent = sample({"y": answered}, x, probability, client=client)
+            self.comparison.observe({"y": np.ones((1, 2))}, sent, self.heard)
         return self.comparison.verdict()
 
     def until(self, drift: float, most: int, *, x: float = 0.5) -> int:
@@ -88,9 +101,11 @@ class Live:
         raise AssertionError(f"no alarm within {most} samples")
 
 
-def sample(outputs: dict[str, Array], x: float = 0.5, probability: float = 1.0, profile: str = "cpu") -> Sample:
+def sample(
+    outputs: dict[str, Array], x: float = 0.5, probability: float = 1.0, profile: str = "cpu", client: str = ""
+) -> Sample:
     rows = len(next(iter(outputs.values())))
-    return Sample({"x": np.full((rows, 3), x, np.float32)}, outputs, rows, 64, probability, "bf16", profile)
+    return Sample({"x": np.full((rows, 3), x, np.float32)}, outputs, rows, 64, probability, "bf16", profile, client)
 
 
 def test_an_output_that_was_not_requested_is_skipped() -> None:
@@ -169,12 +184,12 @@ def test_a_verdict_names_a_bound_that_has_its_state() -> None:
 
 
 def test_an_output_without_rows_belongs_to_the_inputs_of_all_rows() -> None:
-    spec = TensorSpec("y", "float32", (), "other")
-    comparison, heard = Comparison([spec], 0, BUDGET, calibration=CALIBRATION), Heard()
-    feeds = {"x": np.array([[0.0], [99.0]], np.float32)}
-    scalar = np.array(1.0, np.float32)
+    spec = TensorSpec("y", "float32", (2,), "other")
+    comparison, heard = Comparison([spec], 1, BUDGET, calibration=CALIBRATION), Heard()
+    feeds = {"x": np.array([[0.0, 99.0]], np.float32)}
+    y = np.ones(2, np.float32)
     for _ in range(20):
-        comparison.observe({"y": scalar}, Sample(feeds, {"y": scalar * 2}, 2, 64, 1.0, "", "cpu"), heard)
+        comparison.observe({"y": y}, Sample(feeds, {"y": y * 2}, 2, 64, 1.0, "", "cpu"), heard)
     assert (len(heard.drifts), heard.out) == (20, {"x": 20})
     assert comparison.verdict().cause == "out_of_range"
 
@@ -207,12 +222,80 @@ def test_a_broken_model_is_distinguished_from_rounding() -> None:
     assert (found.state, found.cause) == ("over", "broken")
 
 
-def test_inputs_out_of_range_are_distinguished_from_a_broken_model() -> None:
+@pytest.mark.parametrize("drift", [0.2, math.inf])
+def test_inputs_out_of_range_are_judged_apart_and_are_no_breach(drift: float) -> None:
     live = Live()
     live.send(4e-3, 300)
-    assert live.until(0.2, 50, x=1e6) <= 12
-    assert live.comparison.verdict().cause == "out_of_range"
-    assert live.heard.out["x"] >= 8
+    before = live.comparison.verdict()
+    live.send(drift, 50, x=1e6)
+    found = live.comparison.verdict()
+    assert (found.state, found.cause, found.changed) == ("within", "out_of_range", False)
+    assert (found.ratio, found.effective_samples) == (before.ratio, before.effective_samples)
+    assert live.heard.out == {"x": 50}
+    assert live.heard.alarms == []
+    assert live.send(4e-3, REQUESTS).cause == "none"  # they are not recent any more
+
+
+def test_a_broken_model_is_a_breach_whatever_comes_out_of_range_beside_it() -> None:
+    live = Live()
+    live.send(4e-3, 300)
+    for _ in range(20):
+        live.send(0.2, 9, x=1e6)
+        live.send(0.2)
+    found = live.comparison.verdict()
+    assert (found.state, found.cause) == ("over", "broken")
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("calibration", [CALIBRATION, None])
+def test_requests_on_which_fp32_overflows_are_counted_and_not_compared(
+    value: float, calibration: Calibration | None
+) -> None:
+    live = Live(calibration)
+    live.send(4e-3, 300)
+    before, drifts = live.comparison.verdict(), len(live.heard.drifts)
+    for answered in ([[1.0, 3e38]], [[math.nan, math.inf]], [[9.0, value]]):
+        live.comparison.observe({"y": np.array([[1.0, value]])}, sample({"y": np.array(answered)}), live.heard)
+    assert live.comparison.verdict() == before
+    assert (len(live.heard.drifts), live.heard.nonfinite_references) == (drifts, 3)
+
+
+def test_what_overflows_in_bf16_alone_is_a_breach() -> None:
+    live = Live()
+    live.send(4e-3, 300)
+    live.comparison.observe({"y": np.array([[3.38e38, 1.0]])}, sample({"y": np.array([[math.inf, 1.0]])}), live.heard)
+    assert (live.comparison.verdict().state, live.comparison.verdict().cause) == ("over", "broken")
+
+
+@pytest.mark.parametrize("drift", [0.2, math.inf])
+def test_one_client_of_several_causes_no_breach(drift: float) -> None:
+    live = Live()
+    for _ in range(100):
+        live.send(4e-3, client="honest")
+    for _ in range(50):
+        live.send(drift, 3, client="hostile")
+        found = live.send(4e-3, client="honest")
+        assert found.state == "unknown"
+    assert found.ratio > 1
+    assert found.low == 1
+
+
+@pytest.mark.parametrize("drift", [0.2, math.inf])
+@pytest.mark.parametrize("clients", ["a", "ab", "aaaaaaaaab", "abcdefghij"])
+def test_a_broken_model_is_a_breach_with_one_client_or_several(clients: str, drift: float) -> None:
+    live, sent = Live(), itertools.cycle(clients)
+    for _ in range(300):
+        live.send(4e-3, client=next(sent))
+    states = [live.send(drift, client=next(sent)).state for _ in range(20)]
+    assert states[-1] == "over"
+    assert live.comparison.verdict().cause == "broken"
+
+
+def test_many_clients_of_one_request_each_are_judged_as_one_would_be() -> None:
+    live = Live()
+    for number in range(20):
+        found = live.send(0.2, client=str(number))
+    assert found.state == "over"
 
 
 def test_an_input_with_a_range_is_reported_before_any_row_is_out_of_it() -> None:
@@ -375,9 +458,10 @@ def test_a_destroyed_score_beside_a_large_one_is_over_budget_and_named() -> None
 
 
 def test_an_infinite_reference_that_bf16_lost_is_over_budget_at_once() -> None:
+    """The golden samples have infinite outputs as well: the model masks."""
     reference = np.array([[1.0, -np.inf]])
     heard = Heard()
-    comparison = Comparison(SPECS[:1], 0, Budget())
+    comparison = Comparison(SPECS[:1], 0, Budget(), calibration=Calibration(infinite=frozenset({"y"})))
     comparison.observe({"y": reference}, sample({"y": np.array([[1.0, -3.4e38]])}), heard)
     assert heard.ratios["y", "nonfinite"][0] == math.inf
     assert comparison.verdict().state == "over"

@@ -15,17 +15,16 @@ NARROW = Expected(math.log(CENTRE), 0.1, 5.0)
 WIDE = Expected(math.log(CENTRE), 1.0, 0.5)
 
 
-def window(*rows: tuple[float, int, bool], weights: tuple[float, ...] = ()) -> Window:
-    """Return a window of rows: drift ÷ centre, number of elements not finite, and whether an input is out of range."""
+def window(*rows: tuple[float, int], weights: tuple[float, ...] = ()) -> Window:
+    """Return a window of rows: drift ÷ centre, and number of elements not finite."""
     recent = RecentRows()
-    for at, (factor, bad, outside) in enumerate(rows):
+    for at, (factor, bad) in enumerate(rows):
         drift = SampleDrift(factor * CENTRE, 0.0, 0.0, 0.0, 0, 0, bad)
-        recent.add([drift], weights[at] if weights else 1.0, [outside])
+        recent.add([drift], weights[at] if weights else 1.0)
     return recent.window()
 
 
-SOUND, TWICE, FOUR, FAR = (1.0, 0, False), (2.2, 0, False), (5.0, 0, False), (300.0, 0, False)
-NAN, OUT_FAR, OUT_NAN, OUT_SOUND = (math.inf, 3, False), (300.0, 0, True), (math.inf, 3, True), (1.0, 0, True)
+SOUND, TWICE, FOUR, FAR, NAN = (1.0, 0), (2.2, 0), (5.0, 0), (300.0, 0), (math.inf, 3)
 
 
 @pytest.mark.parametrize(
@@ -38,37 +37,31 @@ NAN, OUT_FAR, OUT_NAN, OUT_SOUND = (math.inf, 3, False), (300.0, 0, True), (math
         ([TWICE] * 6 + [FAR] * 4, "rounding"),  # more than half of the bad rows are not far off
         ([SOUND] * 9 + [NAN], "broken"),
         ([TWICE] * 9 + [NAN], "broken"),
-        ([SOUND] * 9 + [OUT_FAR], "out_of_range"),
-        ([SOUND] * 9 + [OUT_NAN], "out_of_range"),
-        ([FAR] * 6 + [OUT_FAR] * 4, "broken"),
-        ([OUT_SOUND] * 9 + [FAR], "broken"),  # the rows out of range have no additional drift
     ],
 )
-def test_the_cause_follows_the_documented_rules(rows: list[tuple[float, int, bool]], cause: Cause) -> None:
+def test_the_cause_follows_the_documented_rules(rows: list[tuple[float, int]], cause: Cause) -> None:
     assert diagnose(window(*rows), NARROW) == cause
 
 
 def test_with_a_wide_spread_rows_must_be_farther_off_to_be_broken() -> None:
     assert diagnose(window(*[FOUR] * 10), WIDE) == "rounding"
-    assert diagnose(window(*[(20.0, 0, False)] * 10), WIDE) == "rounding"  # bad rows, but less than four spreads off
+    assert diagnose(window(*[(20.0, 0)] * 10), WIDE) == "rounding"  # bad rows, but less than four spreads off
     assert diagnose(window(*[FAR] * 10), WIDE) == "broken"
 
 
 def test_without_an_expectation_only_a_lost_output_is_broken() -> None:
     assert diagnose(window(*[FOUR] * 10), None) == "rounding"
     assert diagnose(window(*[FAR] * 10), None) == "broken"
-    assert diagnose(window(*[OUT_FAR] * 10), None) == "out_of_range"
     assert diagnose(window(NAN), None) == "broken"
 
 
 def test_rows_count_by_their_weight() -> None:
-    rows = (FAR, OUT_FAR)
+    rows = (FAR, TWICE)
     assert diagnose(window(*rows, weights=(100.0, 1.0)), NARROW) == "broken"
-    assert diagnose(window(*rows, weights=(1.0, 100.0)), NARROW) == "out_of_range"
+    assert diagnose(window(*rows, weights=(1.0, 100.0)), NARROW) == "rounding"
 
 
 def test_the_worst_cause_of_several_outputs_is_reported() -> None:
-    assert worst_cause(["none", "rounding", "out_of_range", "broken"]) == "broken"
-    assert worst_cause(["none", "rounding", "out_of_range"]) == "out_of_range"
+    assert worst_cause(["none", "rounding", "broken"]) == "broken"
     assert worst_cause(["none", "rounding"]) == "rounding"
     assert worst_cause([]) == "none"

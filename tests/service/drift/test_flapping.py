@@ -42,7 +42,7 @@ def transitions(ratio: Callable[[float], float], policy: FallbackPolicy, seed: i
     fallback, recent, changes = Fallback(policy, 0.0), RecentRows(), list[float]()
     for second in range(SAMPLES):
         drift = 0.015 * ratio(second) * math.exp(noise[second])
-        recent.add([SampleDrift(drift, drift**2 / 2, drift, math.inf, 0, 0, 0)], 1.0, [False])
+        recent.add([SampleDrift(drift, drift**2 / 2, drift, math.inf, 0, 0, 0)], 1.0)
         if second % EVERY or not fallback.receive(verdict_of(recent, second), second):
             continue
         if fallback.phase == "warming":

@@ -23,7 +23,7 @@ def row(
 def judged(rows: list[SampleDrift], **bounds: float) -> dict[str, Estimate]:
     recent = RecentRows()
     for each in rows:
-        recent.add([each], 1.0, [False])
+        recent.add([each], 1.0)
     budget = Budget.from_dict({name.replace("__", "."): bound for name, bound in bounds.items()})
     return {each.metric: each for each in estimates(recent.window(), budget)}
 
@@ -88,7 +88,7 @@ def test_only_a_drift_of_zero_is_within_a_bound_of_zero() -> None:
 def test_agreement_counts_the_converters_ties_by_weight_and_effective_samples() -> None:
     recent = RecentRows()
     for index in range(100):
-        recent.add([row(top1=(index % 2, 1))], 1.0 if index % 2 else 9.0, [False])
+        recent.add([row(top1=(index % 2, 1))], 1.0 if index % 2 else 9.0)
     (found,) = estimates(recent.window(), Budget.from_dict({"top1_agreement": 0.5}))
     assert found.ratio == pytest.approx(0.9 / 0.5, rel=0.01)
     assert recent.window().size == pytest.approx(1000**2 / (100 * 82) * 0.5, rel=0.2)
@@ -98,7 +98,7 @@ def test_agreement_counts_the_converters_ties_by_weight_and_effective_samples() 
 def test_each_request_counts_as_one_sample_whatever_its_size(rows: int) -> None:
     recent = RecentRows()
     for _ in range(REQUESTS + 10):
-        recent.add([row()] * rows, 1.0, [False] * rows)
+        recent.add([row()] * rows, 1.0)
     window = recent.window()
     assert window.size == pytest.approx(1090, abs=1)
     assert len(window.weights) == REQUESTS * min(rows, PER_REQUEST)
@@ -113,7 +113,7 @@ def test_a_large_request_has_the_mean_of_all_its_rows_and_keeps_the_worst_rows()
         sizes = np.sort(1e-3 * np.exp(0.3 * rng.standard_normal(100)))
         rows = [row(float(size), sqnr_db=float(-20 * np.log10(size)), max_abs=0.1) for size in sizes]
         rows[17] = row(float(sizes[17]), max_abs=0.7)
-        recent.add(rows, 1.0, [False] * 100)
+        recent.add(rows, 1.0)
         all_rows += rows
     bounds = Budget.from_dict({"relative_l2": 1.0, "max_abs": 1.0, "relative_l2.p50": 1.0, "relative_l2.worst": 1.0})
     found = {each.metric: each.ratio for each in estimates(recent.window(), bounds)}
@@ -126,7 +126,7 @@ def test_a_large_request_has_the_mean_of_all_its_rows_and_keeps_the_worst_rows()
 def test_all_nonfinite_elements_of_a_large_request_are_counted_at_once() -> None:
     recent = RecentRows()
     rows = [row(math.inf, bad=3) if index in (41, 77) or index > 90 else row() for index in range(100)]
-    recent.add(rows, 1.0, [False] * 100)
+    recent.add(rows, 1.0)
     (found,) = estimates(recent.window(), Budget.from_dict({"nonfinite": 1}))
     assert (found.ratio, found.low) == (33.0, 33.0)
 
@@ -135,7 +135,7 @@ def test_all_nonfinite_elements_of_a_large_request_are_counted_at_once() -> None
 def test_few_inexact_rows_among_exact_ones_have_an_estimate_and_no_interval(inexact: int) -> None:
     recent = RecentRows()
     for index in range(20):
-        recent.add([row(sqnr_db=50.0 if index < inexact else math.inf)], 1.0, [False])
+        recent.add([row(sqnr_db=50.0 if index < inexact else math.inf)], 1.0)
     (found,) = estimates(recent.window(), Budget.from_dict({"sqnr_db": 40.0}))
     assert (found.low, found.high) == (0.0, math.inf)
     assert found.ratio < 1
@@ -144,13 +144,13 @@ def test_few_inexact_rows_among_exact_ones_have_an_estimate_and_no_interval(inex
 def test_old_rows_and_rows_from_before_a_change_leave_the_window() -> None:
     recent = RecentRows()
     for index in range(REQUESTS + 10):
-        recent.add([row(float(index))], 1.0, [index % 2 == 0])
+        recent.add([row(float(index))], 1.0, "ab"[index % 2])
     window = recent.window()
     assert (len(window.weights), float(window["relative_l2"][0])) == (REQUESTS, 10.0)
-    assert window.outside[:2].tolist() == [True, False]
+    assert window.clients[:2].tolist() == [hash("a"), hash("b")]
     recent.keep_newest(5)
     assert len(recent.window().weights) == 5
-    recent.add([row()], 1.0, [False])
+    recent.add([row()], 1.0)
     assert len(recent.window().weights) == 6
 
 
@@ -161,13 +161,13 @@ def test_an_empty_window_has_size_zero() -> None:
 def test_the_window_holds_the_newest_requests_in_order_after_its_rings_wrap_around() -> None:
     """Compare the window with a plain list of the same rows."""
     random = np.random.default_rng(5)
-    recent, kept, since = RecentRows(), list[tuple[int, float, float, bool]](), 0
+    recent, kept, since = RecentRows(), list[tuple[int, float, float, str]](), 0
     for request in range(1, 3 * REQUESTS):
         rows = int(random.integers(1, PER_REQUEST + 1))
-        weight, outside = float(random.uniform(0.5, 2)), [bool(each) for each in random.integers(0, 2, rows)]
+        weight, client = float(random.uniform(0.5, 2)), "abc"[random.integers(0, 3)]
         drifts = [row(float(value)) for value in random.lognormal(-6, 0.3, rows)]
-        recent.add(drifts, weight, outside)
-        kept += [(request, drift.relative_l2, weight, out) for drift, out in zip(drifts, outside, strict=True)]
+        recent.add(drifts, weight, client)
+        kept += [(request, drift.relative_l2, weight, client) for drift in drifts]
         if request % 1500 == 700:
             recent.keep_newest(request % 7)
             since = request - request % 7 + 1
@@ -176,9 +176,9 @@ def test_the_window_holds_the_newest_requests_in_order_after_its_rings_wrap_arou
         oldest = max(since, request - REQUESTS + 1)
         expected = [each for each in kept if each[0] >= oldest]
         window = recent.window()
-        numbers, drift, weights, out = zip(*expected, strict=True) if expected else ((), (), (), ())
+        numbers, drift, weights, clients = zip(*expected, strict=True) if expected else ((), (), (), ())
         np.testing.assert_array_equal(window["relative_l2"], drift)
-        np.testing.assert_array_equal(window.outside, np.array(out, bool))
+        np.testing.assert_array_equal(window.clients, [hash(each) for each in clients])
         faded = np.array(weights) * np.exp2((np.array(numbers) - request) / HALF_LIFE)
         np.testing.assert_array_equal(window.weights, faded)
         totals = [faded[np.array(numbers) == number].sum() for number in sorted(set(numbers))]

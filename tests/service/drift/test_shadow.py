@@ -93,6 +93,9 @@ class Heard:
     def out_of_range(self, name: str, rows: int) -> None:
         pass
 
+    def reference_nonfinite(self, rows: int) -> None:
+        pass
+
     def judged(self, over: bool, cause: str) -> None:
         pass
 

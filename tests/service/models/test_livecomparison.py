@@ -37,7 +37,10 @@ def measured_artifact(tmp_path: Path, data: bytes) -> OpenedArtifact:
 
 
 def score(opened: OpenedArtifact) -> float | None:
-    """Return the detector's score after one row with a hundred times the measured drift; None if it has none."""
+    """Return the detector's score after one row with a hundred times the measured drift; None if it has none.
+
+    A second row is out of range, which does not count in the score.
+    """
     comparison, metrics = new_comparison("m", 3, opened), Metrics()
     series = metrics.add("m", 3)
     series.opened(0, opened.outputs)
@@ -45,8 +48,9 @@ def score(opened: OpenedArtifact) -> float | None:
     assert isinstance(width, int)
     (spec,) = opened.outputs
     expected = np.ones((1, *(dim for dim in spec.shape[1:] if isinstance(dim, int))), np.float32)
-    sample = Sample({"x": np.full((1, width), 1e9, np.float32)}, {spec.name: expected * 1.1}, 1, 9, 0.5, "", "cpu")
-    comparison.observe({spec.name: expected}, sample, series)
+    for x in (0.5, 1e9):
+        sample = Sample({"x": np.full((1, width), x, np.float32)}, {spec.name: expected * 1.1}, 1, 9, 0.5, "", "cpu")
+        comparison.observe({spec.name: expected}, sample, series)
     assert (comparison.verdict().model, comparison.verdict().version) == ("m", 3)
     text = metrics.expose()[0].decode()
     assert ('bf16kit_drift_out_of_range_total{input="x",model="m",version="3"} 1.0' in text) == (MEASURED in text)

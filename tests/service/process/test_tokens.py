@@ -2,13 +2,15 @@ from __future__ import annotations
 
 import hmac
 import logging
+import os
 from pathlib import Path
 
 import pytest
+from waiting import until
 
 from bf16kit.errors import ConfigError
 from service.process import reloadedfiles
-from service.process.tokens import SCOPES, Scope, TokenFile
+from service.process.tokens import SCOPES, Scope, TokenFile, read_tokens
 
 READER = "reader-0123456789abcdef"
 ADMIN = "admin+0123456789/abcdef=="
@@ -96,17 +98,31 @@ def test_a_file_that_every_user_can_read_gets_a_warning(path: Path, caplog: pyte
 def test_a_valid_change_takes_effect_and_a_broken_one_does_not(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(reloadedfiles, "CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(reloadedfiles, "CHECK_SECONDS", 0.01)
     tokens = TokenFile(path)
-    path.write_text(f"{READER} inf")
+
+    def write(content: str) -> None:
+        new = path.with_name("new")
+        new.write_text(content)
+        new.rename(path)  # at once: an empty file would be obeyed
+
+    write(f"{READER} inf")
+    until(lambda: "the old tokens stay in force" in caplog.text)
     assert tokens.scopes_of(READER) == frozenset[Scope](["read"])
-    assert "the old tokens stay in force" in caplog.text
-    path.write_text(f"{READER} infer,read\n")
-    assert tokens.scopes_of(READER) == frozenset[Scope](["infer", "read"])
+    write(f"{READER} infer,read\n")
+    until(lambda: tokens.scopes_of(READER) == frozenset[Scope](["infer", "read"]))
     assert tokens.scopes_of(ADMIN) is None
-    path.write_text("# all are revoked\n")
-    assert tokens.scopes_of(READER) is None
+    write("# all are revoked\n")
+    until(lambda: tokens.scopes_of(READER) is None)
     assert "every request that needs a token is rejected" in caplog.text
+
+
+def test_a_pipe_in_place_of_the_file_is_rejected_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match=r"token_file .*pipe: cannot be read: it is not a regular file"):
+        TokenFile(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="it is not a regular file"):
+        read_tokens(tmp_path / "pipe")
 
 
 def test_no_token_is_kept_or_logged_in_plain_text(path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from tlsfiles import Authority, Pair
+from waiting import until
 
 from service.process import reloadedfiles
 from service.process.certificates import CertificateFiles
@@ -129,7 +130,7 @@ def test_where_client_certificates_are_required_only_probes_work_without(
 def test_a_renewed_certificate_is_used_for_new_connections(
     serve: Serve, authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reloadedfiles, "CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(reloadedfiles, "CHECK_SECONDS", 0.01)
     certificate, key = tmp_path / "tls.crt", tmp_path / "tls.key"
 
     def install(name: str) -> bytes:
@@ -149,7 +150,7 @@ def test_a_renewed_certificate_is_used_for_new_connections(
     server = serve(certificates=CertificateFiles(certificate, key))
     assert shown() == first
     second = install("second")
-    assert shown() == second
+    until(lambda: shown() == second, what="the new certificate")
 
 
 def test_a_tls_handshake_has_the_timeout_of_a_request(serve: Serve, authority: Authority, pair: Pair) -> None:

@@ -55,6 +55,7 @@ DESIGN = {
     "bf16kit_drift_change_score": ("gauge", {"output"}),
     "bf16kit_drift_changes_total": ("counter", {"output"}),
     "bf16kit_drift_out_of_range_total": ("counter", {"input"}),
+    "bf16kit_drift_reference_nonfinite_total": ("counter", set()),
     "bf16kit_drift_last_sample_timestamp_seconds": ("gauge", set()),
     "bf16kit_drift_reference_up": ("gauge", set()),
     "bf16kit_golden_gate_passed": ("gauge", set()),
