@@ -17,7 +17,9 @@ from bf16kit.runtime import scriptcode, scriptoperators, torchzip
 
 _DEEPEST = 200  # nesting of modules and lists
 _LARGEST = 16 << 20  # bytes of a pickle, which may be compressed
-LARGEST_CODE = 64 << 20  # bytes of all code, unpacked; the code of a large traced transformer is 2 MB
+# Bytes of all code, unpacked. That of a large traced transformer is 2 MB; one search in 16 MiB stops all threads for up
+# to 0.7 s.
+LARGEST_CODE = 16 << 20
 _PICKLES = ("/data.pkl", "/constants.pkl")  # traced_inputs.pkl, whose records are empty, is not
 _ITEM_BYTES = {
     "Double": 8, "Float": 4, "Half": 2, "BFloat16": 2, "Long": 8, "Int": 4, "Short": 2, "Char": 1, "Byte": 1, "Bool": 1,

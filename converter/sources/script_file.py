@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 CONSTANT = "constants."  # prefix of the names of tensors that are constants of the code
 _PACKED = re.compile(r"[^/]+/(code/.*|[^/]*debug_pkl|attributes\.pkl)")  # records that torch itself compresses
+_LARGEST_PACKED = 64 << 20  # bytes of those, unpacked
 
 
 def load(path: Path) -> Any:
@@ -68,8 +69,8 @@ def _check_sizes(path: Path, records: list[zipfile.ZipInfo]) -> None:
             sizes = f"{info.file_size} bytes, but {info.compress_size} are stored"
             raise SourceError(f"{path}: damaged: record {info.filename!r} claims {sizes}")
         packed += info.file_size if _PACKED.fullmatch(info.filename) else 0
-    if packed > scriptrecords.LARGEST_CODE:  # here with what belongs to the code
-        raise SourceError(f"{path}: has {packed} bytes of code, expected at most {scriptrecords.LARGEST_CODE}")
+    if packed > _LARGEST_PACKED:
+        raise SourceError(f"{path}: has {packed} bytes of code and its places in sources, over {_LARGEST_PACKED}")
 
 
 def tensors(module: Any) -> dict[str, torch.Tensor]:

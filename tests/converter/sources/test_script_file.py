@@ -151,7 +151,7 @@ def test_compressed_code_is_accepted_up_to_a_limit(mlp: Path) -> None:
     spaces = b" " * (70 << 20)
     bomb = _rewritten(mlp, lambda name, data: data + spaces if b"class Mlp(" in data else data, "/code/")
     assert bomb.stat().st_size < 1 << 20
-    with pytest.raises(SourceError, match=r"has \d+ bytes of code, expected at most 67108864"):
+    with pytest.raises(SourceError, match=r"has \d+ bytes of code, expected at most 16777216"):
         script_file.check(bomb)
 
 
