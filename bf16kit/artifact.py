@@ -20,12 +20,13 @@ from bf16kit.guards import check_file, check_references, read_manifest
 from bf16kit.manifest import RESIDUAL, CheckpointEntry, Manifest, Segment, TensorEntry
 from bf16kit.measurements import MAX_BYTES, Measurements
 from bf16kit.panels import unpack
-from bf16kit.reading import damaged_if_unreadable, read_segment
+from bf16kit.reading import damaged_if_unreadable, open_inside, read_inside, read_segment
 from bf16kit.residual import Decoder, Scale
 from bf16kit.slices import Scales, Values
 from bf16kit.tensors import BY_NAME
 from bf16kit.tensors import Array as Array
 
+_LARGEST_HEADER = 1 << 20  # bytes of the JSON in golden samples: 10,000 inputs, outputs and scales
 _BLOCK = 4 << 20  # bytes of bf16 that are unpacked from panels at a time
 
 
@@ -173,11 +174,16 @@ class Artifact:
         from safetensors.numpy import load
 
         path = self.file(name)
-        with damaged_if_unreadable(path):
-            data = path.read_bytes()  # load_file would map it
+        with damaged_if_unreadable(path), open_inside(path, ArtifactError) as file:
+            data = file.read()  # load_file would map it
+        header = int.from_bytes(data[:8], "little")
+        if header > _LARGEST_HEADER:
+            raise ArtifactDamaged(
+                f"{path}: its header has {header} bytes, the limit is {_LARGEST_HEADER}; convert again"
+            )
         try:
             arrays = load(data)
-        except (SafetensorError, KeyError) as error:
+        except (SafetensorError, KeyError, ValueError) as error:  # ValueError: more axes than numpy's arrays have
             raise ArtifactDamaged(f"{path}: {error}") from None
         scales: dict[str, list[Values]] = {}
         kept = _with_prefix(arrays, "slices:")
@@ -190,9 +196,7 @@ class Artifact:
         if self.manifest.measurements is None:
             return None
         path = self.file(self.manifest.measurements)
-        with damaged_if_unreadable(path), path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
-        return Measurements.loads(data, path)
+        return Measurements.loads(read_inside(path, MAX_BYTES, ArtifactDamaged, "not measurements"), path)
 
     def _sha256(self, name: str) -> str:
         with damaged_if_unreadable(self.path / name):
@@ -231,7 +235,8 @@ class Artifact:
         if self.copies:
             return read_segment(self.file(name), segment)
         if name not in self._maps:
-            mapped = np.memmap(self.file(name), np.uint8, mode="r")
+            with open_inside(self.file(name), ArtifactError) as file:
+                mapped = np.memmap(file, np.uint8, mode="r")
             self._maps[name] = mapped.view(np.ndarray)
         return self._maps[name][segment.offset : segment.offset + segment.bytes]
 

@@ -7,7 +7,9 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from bf16kit.errors import ArtifactDamaged
 from bf16kit.manifest import FileEntry
+from bf16kit.reading import open_inside
 
 _Stamp = tuple[int, int, int, int]  # inode, size, modification and change time
 
@@ -49,7 +51,7 @@ def _wait_for_next_tick(stamp: _Stamp) -> None:
 def _read(path: Path) -> FileEntry:
     digest = hashlib.sha256()
     size = 0
-    with path.open("rb") as file:
+    with open_inside(path, ArtifactDamaged) as file:
         while chunk := file.read(1 << 20):
             digest.update(chunk)
             size += len(chunk)

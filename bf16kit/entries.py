@@ -15,19 +15,24 @@ from pydantic import (
     model_validator,
 )
 
+from bf16kit.boundedjson import LARGEST_INTEGER
 from bf16kit.tensors import BY_NAME
+from bf16kit.wording import quoted
 
 
 def plain_name(name: str) -> str:
-    """Return ``name`` if it is a plain file name; ValueError for a path, ``.``, ``..``, or control characters."""
-    if name in ("", ".", "..") or any(c in "/\\" or ord(c) < 32 for c in name):
-        raise ValueError(f"{name!r} is not a plain file name")
+    """Return ``name`` if it is a plain file name.
+
+    ValueError for a path, ``.``, ``..``, control characters, or halves of surrogate pairs.
+    """
+    if name in ("", ".", "..") or any(c in "/\\" or ord(c) < 32 or 0xD800 <= ord(c) < 0xE000 for c in name):
+        raise ValueError(f"{quoted(name)} is not a plain file name")
     return name
 
 
 def _known_dtype(dtype: str) -> str:
     if dtype not in BY_NAME:
-        raise ValueError(f"unknown dtype {dtype!r}")
+        raise ValueError(f"unknown dtype {quoted(dtype)}")
     return dtype
 
 
@@ -39,7 +44,9 @@ _RESTORES = {
     "float16": ("bfloat16", "float32"),
     "bfloat16": ("float32",),
 }
-Size = Annotated[int, Field(ge=0)]
+Size = Annotated[int, Field(ge=0, le=LARGEST_INTEGER)]
+MOST_AXES = 64  # of numpy's arrays
+Shape = Annotated[list[Size], Field(max_length=MOST_AXES)]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 # Manifest models are frozen and reject undeclared keys.
 STRICT = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
@@ -67,7 +74,7 @@ class TensorEntry(_Entry):
 
     name: str
     dtype: DTypeName
-    shape: list[Size]
+    shape: Shape
     file: FileName
     offset: Size
     bytes: Size
@@ -88,15 +95,15 @@ class TensorEntry(_Entry):
     def _consistent(self) -> TensorEntry:
         expected = BY_NAME[self.dtype].numpy.itemsize * math.prod(self.shape)
         if self.dtype == "string" or self.bytes != expected:
-            raise ValueError(f"tensor {self.name!r}: {self.bytes} bytes do not hold {self.dtype}{self.shape}")
+            raise ValueError(f"tensor {quoted(self.name)}: {self.bytes} bytes do not hold {self.dtype}{self.shape}")
         if (self.scale is None) != (self.scale_axis is None):
-            raise ValueError(f"tensor {self.name!r}: scale and scale_axis belong together")
+            raise ValueError(f"tensor {quoted(self.name)}: scale and scale_axis belong together")
         if self.scale_axis is not None and self.scale_axis >= len(self.shape):
-            raise ValueError(f"tensor {self.name!r}: scale_axis {self.scale_axis} is not an axis of {self.shape}")
+            raise ValueError(f"tensor {quoted(self.name)}: scale_axis {self.scale_axis} is not an axis of {self.shape}")
         if self.panels is not None and (self.dtype != "bfloat16" or len(self.shape) != 2 or self.panels not in (0, 1)):
             raise ValueError(
-                f"tensor {self.name!r}: panels {self.panels} of {self.dtype}{self.shape}; panels lie along axis 0 or 1"
-                " of a bfloat16 matrix"
+                f"tensor {quoted(self.name)}: panels {self.panels} of {self.dtype}{self.shape}; panels lie along axis 0"
+                " or 1 of a bfloat16 matrix"
             )
         return self
 
@@ -134,9 +141,9 @@ class CheckpointEntry(_Entry):
 
     name: str
     dtype: DTypeName
-    shape: list[Size]
+    shape: Shape
     tensor: str
-    permutation: list[Size] | None = None
+    permutation: Shape | None = None
 
 
 def check_scale(tensor: TensorEntry, tensors: dict[str, TensorEntry]) -> None:
@@ -146,7 +153,7 @@ def check_scale(tensor: TensorEntry, tensors: dict[str, TensorEntry]) -> None:
     scale = tensors.get(tensor.scale)
     if scale is None or scale.dtype != "float32" or scale.shape != [tensor.shape[tensor.scale_axis]]:
         raise ValueError(
-            f"tensor {tensor.name!r}: its scale {tensor.scale!r} is not a stored float32 tensor of"
+            f"tensor {quoted(tensor.name)}: its scale {quoted(tensor.scale)} is not a stored float32 tensor of"
             f" {tensor.shape[tensor.scale_axis]} values"
         )
 
@@ -155,11 +162,12 @@ def check_source(entry: CheckpointEntry, tensors: dict[str, TensorEntry]) -> Non
     """Raise ValueError if ``entry`` cannot be restored from ``tensors``."""
     tensor = tensors.get(entry.tensor)
     if tensor is None:
-        raise ValueError(f"checkpoint tensor {entry.name!r}: no stored tensor {entry.tensor!r}")
+        raise ValueError(f"checkpoint tensor {quoted(entry.name)}: no stored tensor {quoted(entry.tensor)}")
     order = list(range(len(tensor.shape))) if entry.permutation is None else entry.permutation
     if sorted(order) != list(range(len(tensor.shape))) or [tensor.shape[i] for i in order] != entry.shape:
         raise ValueError(
-            f"checkpoint tensor {entry.name!r}: {entry.shape} is not {tensor.shape} permuted by {entry.permutation}"
+            f"checkpoint tensor {quoted(entry.name)}: {entry.shape} is not {tensor.shape} permuted by"
+            f" {entry.permutation}"
         )
     if entry.dtype != tensor.dtype and tensor.dtype not in _RESTORES.get(entry.dtype, ()):
-        raise ValueError(f"checkpoint tensor {entry.name!r}: {tensor.dtype} does not restore {entry.dtype}")
+        raise ValueError(f"checkpoint tensor {quoted(entry.name)}: {tensor.dtype} does not restore {entry.dtype}")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -23,8 +23,9 @@ from pydantic import (
     model_validator,
 )
 
-from bf16kit import seal
+from bf16kit import boundedjson, seal
 from bf16kit.entries import (
+    MOST_AXES,
     STRICT,
     CheckpointEntry,
     DTypeName,
@@ -43,6 +44,7 @@ from bf16kit.errors import ArtifactDamaged, ArtifactError, ManifestVersionError
 from bf16kit.measured import DriftEntry, Number, OracleEntry, OracleFigure
 from bf16kit.schema import ADDITIONS, SCHEMA_VERSION, SINCE_3, SINCE_5, SINCE_6, required_schema_version
 from bf16kit.tensors import Kind, TensorSpec
+from bf16kit.wording import brief, quoted
 
 __all__ = [
     "EXPORTS",
@@ -74,6 +76,7 @@ RESIDUAL = "residual.bin"
 MEASUREMENTS = "measurements.json"
 PROFILES = ("cpu", "cpu-bf16", "cuda", "torchscript", "pt2")
 EXPORTS = ("safetensors", "hf")
+_MOST_ERRORS = 1000  # that are listed to report the first: each takes a kilobyte
 
 
 class _Entry(BaseModel):
@@ -85,7 +88,7 @@ class SpecEntry(_Entry):
 
     name: str
     dtype: DTypeName
-    shape: list[int | str]
+    shape: Annotated[list[int | str], Field(max_length=MOST_AXES)]
     kind: Kind = "other"
 
     @classmethod
@@ -160,7 +163,7 @@ class Source(_Entry):
 
 def _check_known(what: str, names: Iterable[str], known: Sequence[str]) -> None:
     for name in sorted(set(names) - set(known)):
-        raise ValueError(f"unknown {what} {name!r}; {what}s are {', '.join(known)}")
+        raise ValueError(f"unknown {what} {quoted(name)}; {what}s are {', '.join(known)}")
 
 
 def _without_empty(fields: dict[str, Any], *names: str) -> dict[str, Any]:
@@ -240,7 +243,7 @@ class Manifest(_Entry):
         fields = _json_object(data, where)
         version = fields.get("schema_version")
         if type(version) is not int or version < 1:
-            raise ArtifactError(f"{where}: schema_version is {version!r}, expected 1 to {SCHEMA_VERSION}")
+            raise ArtifactError(f"{where}: schema_version is {quoted(version)}, expected 1 to {SCHEMA_VERSION}")
         if version > SCHEMA_VERSION:
             raise ManifestVersionError(
                 f"{where}: schema version {version} is newer than {SCHEMA_VERSION}, the newest this bf16kit reads;"
@@ -258,19 +261,18 @@ class Manifest(_Entry):
 
 
 def _json_object(data: bytes, where: str | Path) -> dict[str, Any]:
-    try:
-        fields = json.loads(data)
-    except (ValueError, RecursionError):  # UnicodeDecodeError and JSONDecodeError are ValueErrors
-        raise ArtifactError(f"{where}: not JSON") from None
+    fields = boundedjson.parse(data, ArtifactError, where)
     if not isinstance(fields, dict):
         raise ArtifactError(f"{where}: not a manifest, but a JSON {type(fields).__name__}")
     return fields
 
 
 def _first_error(error: ValidationError) -> str:
-    errors = error.errors(include_url=False, include_input=False)
-    first = errors[0]
-    location = ".".join(str(part) for part in first["loc"])
+    count = error.error_count()
+    if count > _MOST_ERRORS:
+        return f"{count} of its values are not what a manifest has; convert the checkpoint again"
+    first = error.errors(include_url=False, include_input=False)[0]
+    location = brief(".".join(str(part) for part in first["loc"]))
     message = first["msg"].removeprefix("Value error, ")
-    more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+    more = f" (and {count - 1} more)" if count > 1 else ""
     return f"{location}: {message}{more}" if location else f"{message}{more}"

@@ -17,6 +17,7 @@ from typing import Annotated, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
+from bf16kit import boundedjson
 from bf16kit.drift import SampleDrift
 from bf16kit.entries import STRICT, Size
 from bf16kit.errors import ArtifactError
@@ -24,6 +25,7 @@ from bf16kit.inputranges import InputRange
 from bf16kit.measured import Number
 from bf16kit.numerics import OVERFLOW, SMALLEST_NORMAL, Census
 from bf16kit.recovery import RecoveryEntry
+from bf16kit.wording import quoted
 
 VERSION = 1
 MOST_SAMPLES = 10_000  # rows of samples over all profiles and outputs
@@ -269,8 +271,8 @@ class Measurements(_Entry):
         """
         if len(data) > MAX_BYTES:
             raise ArtifactError(f"{where}: larger than {MAX_BYTES >> 20} MiB, not measurements")
+        fields = boundedjson.parse(data, ArtifactError, where)
         try:
-            fields = json.loads(data)
             version = fields.get("version") if isinstance(fields, dict) else None
             if version == VERSION:
                 return cls.model_validate_json(data, strict=True)
@@ -278,9 +280,7 @@ class Measurements(_Entry):
             first = error.errors(include_url=False, include_input=False)[0]
             location = ".".join(str(part) for part in first["loc"])
             raise ArtifactError(f"{where}: {location}: {first['msg'].removeprefix('Value error, ')}") from None
-        except (ValueError, RecursionError):
-            raise ArtifactError(f"{where}: not JSON") from None
-        raise ArtifactError(f"{where}: measurements of version {version!r}, this bf16kit reads {VERSION}")
+        raise ArtifactError(f"{where}: measurements of version {quoted(version)}, this bf16kit reads {VERSION}")
 
 
 def sample_columns(

@@ -54,7 +54,8 @@ def _depth(text: str) -> int:
     text = text.replace("\\\n", "")
     without = _STRING.sub("_", text)
     levels, total, deepest = [0], 0, 0  # operators since the last comma, for each open bracket
-    for sign in _TOKEN.findall(text if _OTHER_QUOTES.search(text) else without):
+    for found in _TOKEN.finditer(text if _OTHER_QUOTES.search(text) else without):
+        sign = found[0]
         if sign in "([{":
             levels.append(1)
             total += 1

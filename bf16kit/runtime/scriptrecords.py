@@ -1,4 +1,4 @@
-"""Checks that a TorchScript file's records are as long as its pickles claim, and how deep pickles and code are nested.
+"""Checks a TorchScript file before torch loads it: its records' lengths, the depth of pickles and code, its words.
 
 torch reads a record and builds a tensor with as many elements as the pickle says, without comparing the sizes. A pickle
 that claims too many makes torch read foreign memory, or crash.
@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any, Self
 
 from bf16kit.errors import RuntimeFailure
-from bf16kit.runtime import scriptcode, torchzip
+from bf16kit.runtime import scriptcode, scriptoperators, torchzip
 
 _DEEPEST = 200  # nesting of modules and lists
-_LARGEST = 256 << 20  # bytes of a pickle, which may be compressed
-LARGEST_CODE = 64 << 20  # bytes of all code, unpacked; the code of a large traced transformer is 2 MB
+_LARGEST = 16 << 20  # bytes of a pickle, which may be compressed
+# Bytes of all code, unpacked. That of a large traced transformer is 2 MB; one search in 16 MiB stops all threads for up
+# to 0.7 s.
+LARGEST_CODE = 16 << 20
 _PICKLES = ("/data.pkl", "/constants.pkl")  # traced_inputs.pkl, whose records are empty, is not
 _ITEM_BYTES = {
     "Double": 8, "Float": 4, "Half": 2, "BFloat16": 2, "Long": 8, "Int": 4, "Short": 2, "Char": 1, "Byte": 1, "Bool": 1,
@@ -25,8 +27,8 @@ _ITEM_BYTES = {
 }  # fmt: skip
 
 
-def check(path: Path) -> dict[str, str]:
-    """Return the code, by record. Raise :class:`RuntimeFailure` for a record shorter than the tensors placed in it.
+def check(path: Path) -> None:
+    """Raise :class:`RuntimeFailure` for a record shorter than its tensors, and for code that does too much.
 
     Also raised for a file that cannot be read far enough to check.
     """
@@ -42,19 +44,19 @@ def check(path: Path) -> dict[str, str]:
                     raise RuntimeFailure(f"{name} has {info.file_size} bytes, but a module's has a few thousand")
                 if name.endswith(_PICKLES):  # its tensors are in data/0, data/1 …, constants/0 …
                     _check_pickle(name, archive.read(info), sizes)
-            return _code(archive, [info for info in records if scriptcode.is_code(info.filename)])
+            _check_code(archive, [info for info in records if scriptcode.is_code(info.filename)])
     except RuntimeFailure as error:
         raise RuntimeFailure(f"TorchScript cannot load {path.name}: {error}") from None
     except Exception as error:  # damaged archives and pickles raise nearly anything
         raise RuntimeFailure(f"TorchScript cannot load {path.name}: {str(error) or type(error).__name__}") from error
 
 
-def _code(archive: zipfile.ZipFile, records: list[zipfile.ZipInfo]) -> dict[str, str]:
+def _check_code(archive: zipfile.ZipFile, records: list[zipfile.ZipInfo]) -> None:
     if (size := sum(info.file_size for info in records)) > LARGEST_CODE:
         raise RuntimeFailure(f"it has {size} bytes of code, expected at most {LARGEST_CODE}")
     code = {info.filename: archive.read(info).decode("utf-8") for info in records}
     scriptcode.check(code)
-    return code
+    scriptoperators.check_code(code)
 
 
 def _check_pickle(name: str, data: bytes, sizes: dict[str, int]) -> None:
@@ -99,6 +101,7 @@ class _StorageUnpickler(pickle._Unpickler):
         self.root = self.load()
 
     def find_class(self, module: str, name: str) -> Any:
+        scriptoperators.check_class(f"{module}.{name}")
         return type(name, (_AnyObject,), {})
 
     def persistent_load(self, pid: Any) -> _AnyObject:

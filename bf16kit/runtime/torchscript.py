@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch.jit._recursive import wrap_cpp_module
 
 from bf16kit.errors import DeviceUnavailable, RuntimeFailure
-from bf16kit.runtime import Accumulation, Array, RuntimeInfo, scriptgraph, scriptrecords
+from bf16kit.runtime import Accumulation, Array, RuntimeInfo, scriptgraph, scriptoperators, scriptrecords
 from bf16kit.runtime.device import CPU, canonical
 from bf16kit.runtime.edges import RuntimeProperties
 from bf16kit.runtime.hardware import available_cpus, cpu_has_bf16
@@ -185,13 +185,15 @@ def open_device(device: str) -> torch.device:
 def load_module(path: Path, device: torch.device) -> Any:
     """Return the module in ``path`` in evaluation mode, its graph inlined: a ``torch.jit.ScriptModule``.
 
-    The caller has checked the file's records and code. This does what ``torch.jit.load`` does, and keeps the
-    compilation unit, which has all functions. Raises whatever torch raises, and :class:`RuntimeFailure` if the module
-    has more than :data:`MOST_NODES`: torch inlines calls without a limit.
+    The caller has checked the file's records and code; its operators are checked here. This does what
+    ``torch.jit.load`` does, and keeps the compilation unit, which has all functions. Raises whatever torch raises, and
+    :class:`RuntimeFailure` for an operator that does more than compute, or if the module has more than
+    :data:`MOST_NODES`: torch inlines calls without a limit.
     """
     unit: Any = torch._C.CompilationUnit()
     load: Any = torch._C.import_ir_module  # typed without its last argument
     module: Any = wrap_cpp_module(load(unit, str(path), device, {}, False))
+    scriptoperators.check_compiled(unit.get_functions())
     if scriptgraph.inlined_nodes(unit.get_functions(), unit.find_function, MOST_NODES) > MOST_NODES:
         raise RuntimeFailure(f"its code has more than {MOST_NODES} operations once its calls are inlined")
     module.eval()

@@ -1,9 +1,4 @@
-"""Reads TorchScript files: checks their contents before torch loads them, and their operators before they run.
-
-Loading compiles the file's code and runs parts of it: ``__setstate__`` of its classes, default values of arguments,
-values of class constants. That code can do whatever torch's operators can, and two of them write and read files by
-name.
-"""
+"""Reads TorchScript files. The runtime checks what they may do (:mod:`bf16kit.runtime.scriptoperators`)."""
 
 from __future__ import annotations
 
@@ -23,23 +18,7 @@ if TYPE_CHECKING:
 
 CONSTANT = "constants."  # prefix of the names of tensors that are constants of the code
 _PACKED = re.compile(r"[^/]+/(code/.*|[^/]*debug_pkl|attributes\.pkl)")  # records that torch itself compresses
-# Words that a model of plain tensors does not need in its code, each with its effect. They are rejected anywhere in the
-# text: what the code computes is unknown before it is compiled, and by then defaults have run.
-_WORDS = {
-    "save": "writes files",
-    "from_file": "reads files",
-    "__setstate__": "runs code while it is loaded",
-    "classes": "makes objects of C++ classes, as quantised models do",
-    **dict.fromkeys(
-        ("rpc_sync", "rpc_async", "rpc_remote", "c10d", "_c10d_functional", "symm_mem", "dist_rpc", "dist_autograd"),
-        "talks to other machines",
-    ),
-    **dict.fromkeys(("debugprims", "inductor", "load_library"), "runs operators that no model needs"),
-}
-_WORD = re.compile(rf"\b({'|'.join(_WORDS)})\b")
-_NAMED_ATTRIBUTE = re.compile(r"getattr\([\w.]+, \"[^\"\\\n]*\"\)")  # as torch writes names that are no identifiers
-_NAMESPACES = ("aten::", "prim::", "torchvision::")
-_FORBIDDEN = ("aten::save", "aten::from_file", "prim::rpc", "aten::dist_", "aten::to_here", "prim::PythonOp")
+_LARGEST_PACKED = 64 << 20  # bytes of those, unpacked
 
 
 def load(path: Path) -> Any:
@@ -60,9 +39,6 @@ def load(path: Path) -> Any:
         raise SourceError(f"{path}: {error}") from None
     except Exception as error:  # torch raises errors of any kind, and a module may have no forward
         raise SourceError(f"{path}: torch cannot load it: {first_line(error)}") from error
-    for kind in _operators(module):
-        if not kind.startswith(_NAMESPACES) or kind.startswith(_FORBIDDEN):
-            raise SourceError(f"{path}: its code uses the operator {kind[:80]}, which no model needs")
     scriptgraph.replace_devices(module.graph, "cpu")
     return module
 
@@ -70,15 +46,12 @@ def load(path: Path) -> Any:
 def check(path: Path) -> None:
     """Raise :class:`SourceError` unless the file's records and code are safe to load.
 
-    The records must be as torch writes them and as long as the pickles claim. The code must ask for nothing but
-    tensors, as far as its text shows before it is compiled.
+    They are checked as before each loading of an artifact, and a source's weights must be as torch writes them.
     """
     try:
-        code = scriptrecords.check(path)
+        scriptrecords.check(path)
         with zipfile.ZipFile(path) as archive:
             _check_sizes(path, torchzip.records(archive))
-        for record, text in code.items():
-            _check_code(path, record, text)
     except RuntimeFailure as error:
         raise SourceError(f"{path}: {str(error).partition(f'cannot load {path.name}: ')[2] or error}") from None
     except SourceError:
@@ -96,28 +69,8 @@ def _check_sizes(path: Path, records: list[zipfile.ZipInfo]) -> None:
             sizes = f"{info.file_size} bytes, but {info.compress_size} are stored"
             raise SourceError(f"{path}: damaged: record {info.filename!r} claims {sizes}")
         packed += info.file_size if _PACKED.fullmatch(info.filename) else 0
-    if packed > scriptrecords.LARGEST_CODE:  # here with what belongs to the code
-        raise SourceError(f"{path}: has {packed} bytes of code, expected at most {scriptrecords.LARGEST_CODE}")
-
-
-def _check_code(path: Path, record: str, code: str) -> None:
-    found = _WORD.search(code)
-    if found is not None:
-        raise SourceError(
-            f"{path}: its code in {record!r} has the word {found[1]!r}, which {_WORDS[found[1]]}; bf16kit cannot"
-            " control what loaded code does, so export the model without it, or as ONNX"
-        )
-    if "getattr" in _NAMED_ATTRIBUTE.sub("", code):
-        raise SourceError(f"{path}: its code in {record!r} looks up an attribute whose name it computes")
-
-
-def _operators(module: Any) -> Iterator[str]:
-    """Yield the operators of every method of ``module`` and its submodules."""
-    for part in module.modules():
-        for name in part._c._method_names():
-            method = part._c._get_method(name)
-            yield from (node.kind() for node in scriptgraph.nodes(method.graph))
-            yield from (node.kind() for node in scriptgraph.nodes(method.inlined_graph))
+    if packed > _LARGEST_PACKED:
+        raise SourceError(f"{path}: has {packed} bytes of code and its places in sources, over {_LARGEST_PACKED}")
 
 
 def tensors(module: Any) -> dict[str, torch.Tensor]:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Literal, TypeAlias
 
 from bf16kit.errors import ConfigError, NotFound
+from service.models.contents import Contents
 from service.models.directory import Directory
 from service.models.override import ConfigOverride
 from service.models.plan import DesiredModel
@@ -28,7 +30,8 @@ class Controller:
     """Decides what is wanted, and passes it to ``apply`` (one model) and ``apply_all`` (all models).
 
     With one process these are the methods of :class:`~service.models.reconciler.Reconciler`. ``start_up`` names the
-    models that ``explicit`` loads at start. ``retries`` tells :meth:`poll` which failed models to try again.
+    models that ``explicit`` loads at start. ``retries`` tells :meth:`poll` which failed models to try again. ``clock``
+    counts the seconds for which :meth:`index` remembers the repository.
     :meth:`load` and :meth:`unload`: see :class:`service.operations.ModelControl`.
     """
 
@@ -40,9 +43,11 @@ class Controller:
         mode: Mode = "none",
         start_up: Sequence[str] = (),
         retries: Retries | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.mode = mode
         self._directory = Directory(root)
+        self._contents = Contents(self._directory, clock)
         self._apply = apply
         self._apply_all = apply_all
         self._start_up = start_up
@@ -113,16 +118,14 @@ class Controller:
     def index(self, served: Iterable[IndexEntry]) -> list[IndexEntry]:
         """Return the repository's index: ``served``, plus unloaded versions and models that were never asked for.
 
-        ``served`` has what is loaded, loading, unloading, or cannot be loaded.
+        ``served`` has what is loaded, loading, unloading, or cannot be loaded. The repository is listed at most once a
+        second, and after each change of what is desired.
         """
         lines = list(served)
-        try:
-            names = self._directory.names()
-        except ConfigError:
-            names = []
+        names = self._contents.versions()
         known = {(line.name, line.version) for line in lines}
-        for name in names:
-            past = [str(v) for v in sorted(self._past_versions.get(name, ())) if self._directory.has_version(name, v)]
+        for name, versions in names.items():
+            past = [str(v) for v in versions if v in self._past_versions.get(name, ())]
             lines += [IndexEntry(name, v, "UNAVAILABLE", "unloaded") for v in past if (name, v) not in known]
         named = {line.name for line in lines}
         lines += [IndexEntry(name) for name in names if name not in named]
@@ -134,7 +137,7 @@ class Controller:
         try:
             return self._directory.desired_model(name)
         except NotFound as error:
-            known = ", ".join(self._directory.names()) or "none"
+            known = ", ".join(self._directory.versions()) or "none"
             raise ConfigError(f"load_model: {error}; its models are {known}") from None
 
     def _scan(self) -> dict[str, DesiredModel]:
@@ -159,5 +162,6 @@ class Controller:
 
     def _remember(self, desired_models: Mapping[str, DesiredModel]) -> None:
         self._desired_models = dict(desired_models)
+        self._contents.outdate()
         for name, desired in desired_models.items():
             self._past_versions[name] = self._past_versions.get(name, frozenset()) | desired.versions

@@ -36,9 +36,10 @@ class Directory:
     def __init__(self, root: Path) -> None:
         self.root = root
 
-    def names(self) -> list[str]:
-        """Return the names of the models, servable or not. Raises ConfigError if the root cannot be listed."""
-        return [d.name for d in directories_in(self.root) if _MODEL_NAME.fullmatch(d.name) and _may_be_model(d)]
+    def versions(self) -> dict[str, list[int]]:
+        """Return the versions of each model, servable or not. Raises ConfigError if the root cannot be listed."""
+        found = {d.name: _any_versions_in(d) for d in directories_in(self.root) if _MODEL_NAME.fullmatch(d.name)}
+        return {name: versions for name, versions in found.items() if versions}
 
     def nothing_to_serve(self, mode: str) -> str:
         """Return why no model is served, and a remedy, for the log. ``mode`` is the server's model_control."""
@@ -56,10 +57,7 @@ class Directory:
         return "cannot be listed any more"
 
     def holds(self, name: str) -> bool:
-        return _MODEL_NAME.fullmatch(name) is not None and _may_be_model(self.root / name)
-
-    def has_version(self, name: str, version: int) -> bool:
-        return (self.root / name / str(version)).is_dir()
+        return _MODEL_NAME.fullmatch(name) is not None and bool(_any_versions_in(self.root / name))
 
     def desired_model(self, name: str, change: Change | None = None) -> DesiredModel:
         """Return what model ``name`` asks for; ``change`` is applied to its ``serving.yaml``. Raises NotFound."""
@@ -199,11 +197,12 @@ def _holds_manifest(directory: Path) -> bool:
         return False
 
 
-def _may_be_model(directory: Path) -> bool:
+def _any_versions_in(directory: Path) -> list[int]:
+    """Return the versions in a model's directory, none if it cannot be listed."""
     try:
-        return bool(_versions_in(directory))
+        return _versions_in(directory)
     except OSError:
-        return False
+        return []
 
 
 def _versions_in(directory: Path) -> list[int]:

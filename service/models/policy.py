@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -19,18 +18,21 @@ from pydantic import (
     model_validator,
 )
 
+from bf16kit.entries import plain_name
 from bf16kit.errors import ConfigError
-from bf16kit.wording import os_error_text
+from bf16kit.reading import read_inside
+from bf16kit.wording import quoted
 from service.batching.queue import LevelPolicy
 from service.contract import QueueBounds, Scheduling
 from service.drift.fallbackpolicy import FallbackPolicy
 from service.drift.policy import OFF, ShadowPolicy
-from service.process.config import explain, read_mapping
+from service.process.config import explain, parse_mapping
 
 FILE_NAME = "serving.yaml"
 DEFAULT_MAX_BATCH_SIZE = 32
 AUTO = 0  # how ``instances: auto`` is stored
-_LARGEST_FILE, _LARGEST_LABELS = 1 << 20, 16 << 20  # bytes
+# Bytes. A file with every key has 3 KiB; Python reads YAML slowly, 1 MiB in ten seconds.
+_LARGEST_FILE, _LARGEST_LABELS = 64 << 10, 16 << 20
 
 
 class _Part(BaseModel):
@@ -162,41 +164,31 @@ def load_serving(model_dir: Path) -> Serving:
     file = model_dir / FILE_NAME
     if not os.path.lexists(file):  # a dangling link (a missing volume) is an error: it must not select the defaults
         return Serving()
-    try:
-        _check_plain(file, f"{file}:", _LARGEST_FILE)
-    except OSError as error:
-        raise ConfigError(f"{file}: cannot be read: {os_error_text(error)}") from None
-    content = read_mapping(file)
+    content = parse_mapping(_read(file, _LARGEST_FILE, str(file)), file)
     if isinstance(labels := content.get("labels"), dict):
-        content["labels"] = {output: _read_labels(file, str(output), name) for output, name in labels.items()}
+        content["labels"] = {output: _read_labels(file, output, name) for output, name in labels.items()}
     try:
         return Serving(**content)
     except ValidationError as error:
         raise ConfigError(explain(error, Serving, str(file))) from None
 
 
-def _read_labels(serving: Path, output: str, name: object) -> tuple[str, ...]:
+def _read_labels(serving: Path, output: object, name: object) -> tuple[str, ...]:
     """Return the lines of the file ``name`` beside ``serving.yaml``, without empty lines at its end."""
-    key = f"{serving}: 'labels.{output}'"
-    if not isinstance(name, str) or Path(name).name != name:
-        raise ConfigError(f"{key} is {name!r}: name a file in the model's directory, with one label per line")
-    file = serving.with_name(name)
+    key = f"{serving}: {quoted(f'labels.{output}')}"
     try:
-        _check_plain(file, f"{key}: {name}", _LARGEST_LABELS)
-        return tuple(file.read_text("utf-8").rstrip().splitlines())
-    except OSError as error:
-        raise ConfigError(f"{key}: {name} cannot be read: {os_error_text(error)}") from None
+        file = serving.with_name(plain_name(name if isinstance(name, str) else ""))
+    except ValueError:
+        raise ConfigError(
+            f"{key} is {quoted(name)}: name a file in the model's directory, with one label per line"
+        ) from None
+    where = f"{key}: {quoted(name)}"
+    try:
+        return tuple(_read(file, _LARGEST_LABELS, where).decode("utf-8").rstrip().splitlines())
     except UnicodeDecodeError:
-        raise ConfigError(f"{key}: {name} is not UTF-8") from None
+        raise ConfigError(f"{where}: not UTF-8") from None
 
 
-def _check_plain(file: Path, what: str, largest: int) -> None:
-    """Raise ConfigError unless ``file`` is a regular file of at most ``largest`` bytes.
-
-    It is checked before it is opened: reading a pipe may block for ever, and a device may have no end.
-    """
-    found = file.stat()
-    if not stat.S_ISREG(found.st_mode):
-        raise ConfigError(f"{what} is not a plain file")
-    if found.st_size > largest:
-        raise ConfigError(f"{what} has more than {largest} bytes, the limit")
+def _read(file: Path, most: int, where: str) -> bytes:
+    """Read a file of a model's directory. A link may lead to another place in the repository, and no further."""
+    return read_inside(file, most, ConfigError, "the limit", within=file.parent.parent, where=where)

@@ -19,11 +19,14 @@ from pydantic_settings import (
 )
 
 from bf16kit.errors import ConfigError
-from bf16kit.wording import os_error_text
+from bf16kit.reading import read_bounded
+from bf16kit.wording import brief, quoted
 
 ENV_PREFIX = "BF16KIT_"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")  # hosts that only programs on this machine can reach
 Port = Annotated[int, Field(ge=0, le=65535)]  # 0 = any free port; the log says which
+_LARGEST_FILE = 1 << 20  # bytes
+_LONGEST_INTEGER = 100  # characters of YAML: 64 bits in base 2, with an underscore here and there
 Seconds = Annotated[float, Field(gt=0, le=2_000_000)]  # 23 days: what fits gRPC's milliseconds
 
 
@@ -216,18 +219,53 @@ def _source_of(
 
 
 def read_mapping(file: Path) -> dict[str, Any]:
-    """Return the YAML mapping in ``file``, {} for an empty file. Raises :class:`ConfigError` with a plain reason."""
+    """Return the YAML mapping in ``file``, as :func:`parse_mapping` does. Also raises if it cannot be read."""
+    return parse_mapping(read_bounded(file, _LARGEST_FILE, ConfigError, "the limit"), file)
+
+
+def parse_mapping(data: bytes, file: Path) -> dict[str, Any]:
+    """Return the YAML mapping in ``data``, the bytes of ``file``; {} for an empty file.
+
+    Raises :class:`ConfigError` with a plain reason, also for an alias and for an integer of more than 64 bits.
+    """
     try:
-        content = yaml.safe_load(file.read_text("utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{file}: cannot be read: {os_error_text(error)}") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: no UTF-8; 2001-99-99 is no date
-        raise ConfigError(f"{file}: is not YAML: {' '.join(str(error).split())}") from None
+        content = yaml.load(data.decode("utf-8"), _Loader)  # noqa: S506 -- a SafeLoader
+    except _Refused as error:
+        raise ConfigError(f"{file}: line {error.line}: {error.problem}") from None
+    except (yaml.YAMLError, ValueError, RecursionError, OverflowError) as error:
+        # ValueError: no UTF-8; 2001-99-99 is no date. OverflowError: a float in base 60, which YAML has.
+        raise ConfigError(f"{file}: is not YAML: {brief(error)}") from None
     if content is None:
         return {}
     if not isinstance(content, dict):
         raise ConfigError(f"{file}: expected keys and values, found {type(content).__name__}")
     return {str(key): value for key, value in content.items()}
+
+
+class _Refused(yaml.MarkedYAMLError):
+    """YAML that is valid, and that no configuration needs."""
+
+    def __init__(self, problem: str, mark: Any) -> None:
+        super().__init__(None, None, problem, mark)
+        self.line = mark.line + 1
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads plain values. A few lines with aliases may stand for billions of values."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            event: yaml.AliasEvent = self.peek_event()  # type: ignore[no-untyped-call]  # yaml's own
+            raise _Refused(f"*{brief(event.anchor)} is an alias: write the value itself there", event.start_mark)
+        return super().compose_node(parent, index)
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        if len(node.value) > _LONGEST_INTEGER or abs(value := super().construct_yaml_int(node)) >= 1 << 63:
+            raise _Refused(f"{quoted(node.value)} has more than 64 bits: give a smaller number", node.start_mark)
+        return int(value)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 
 
 def explain(error: ValidationError, model: type[BaseModel], where: str) -> str:
@@ -236,16 +274,16 @@ def explain(error: ValidationError, model: type[BaseModel], where: str) -> str:
     key = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
         known = _fields_at(model, first["loc"][:-1])
-        return f"{where}: unknown key {key!r}; known keys are {', '.join(sorted(known))}"
+        return f"{where}: unknown key {quoted(key)}; known keys are {', '.join(sorted(known))}"
     if first["type"] == "missing":
-        return f"{where}: {key!r} is missing"
+        return f"{where}: {quoted(key)} is missing"
     message = first["msg"].removeprefix("Value error, ")
     field = model.model_fields.get(key)
     if first["type"] == "string_pattern_mismatch" and field is not None and field.description:
         message = f"give {field.description}"
     if not key:  # an error of several keys together
         return f"{where}: {message}"
-    return f"{where}: {key!r} is {first['input']!r}: {message[0].lower()}{message[1:]}"
+    return f"{where}: {quoted(key)} is {quoted(first['input'])}: {message[0].lower()}{message[1:]}"
 
 
 def _fields_at(model: type[BaseModel], path: tuple[int | str, ...]) -> list[str]:

@@ -138,4 +138,4 @@ def test_an_artifact_is_rejected_as_a_source(cli: Cli, small: Artifact, target: 
 def test_a_link_out_of_the_artifact_is_rejected(cli: Cli, damaged: Path) -> None:
     (damaged / "weights.bf16").rename(damaged.parent / "elsewhere")
     (damaged / "weights.bf16").symlink_to("../elsewhere")
-    cli("verify", damaged).refused(2, "a link out of the artifact")
+    cli("verify", damaged).refused(2, "a link out of")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import shutil
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,7 @@ from small import CHECKPOINT, SCALE, entry_of, publish_small
 
 from bf16kit.artifact import Artifact
 from bf16kit.errors import ArtifactDamaged, ArtifactError, ManifestVersionError
-from bf16kit.manifest import MANIFEST, CheckpointEntry, FileEntry, Manifest, Source
+from bf16kit.manifest import MANIFEST, CheckpointEntry, FileEntry, Manifest, Segment, Source
 from bf16kit.numerics import BF16, to_bf16
 from bf16kit.panels import pack
 from bf16kit.publish import staging
@@ -183,8 +186,27 @@ class TestDamage:
         """Even a link to the same bytes is rejected."""
         (small_artifact.path / name).rename(tmp_path / name)
         (small_artifact.path / name).symlink_to(tmp_path / name)
-        with pytest.raises(ArtifactError, match=f"{name}: a link out of the artifact"):
+        with pytest.raises(ArtifactError, match=f"{name}: a link out of {small_artifact.path}; put the file"):
             Artifact.open(small_artifact.path)
+
+    @pytest.mark.parametrize("copies", [False, True], ids=["mapped", "copied"])
+    @pytest.mark.parametrize("kind", ["link", "pipe"])
+    @pytest.mark.parametrize("name", [name for name in FILES if name != MANIFEST])
+    def test_a_file_exchanged_after_it_was_checked_is_not_read(
+        self, small_artifact: Artifact, name: str, kind: str, copies: bool, tmp_path: Path
+    ) -> None:
+        """Kind and place are checked of the file that is open. Reading a pipe would never end."""
+        opened = Artifact.open(small_artifact.path, verify=False, copies=copies)
+        (small_artifact.path / name).rename(tmp_path / name)
+        if kind == "link":
+            (small_artifact.path / name).symlink_to(tmp_path / name)
+        else:
+            os.mkfifo(small_artifact.path / name)
+        message = f"{name}: {'a link out of' if kind == 'link' else 'not a regular file'}"
+        with pytest.raises(ArtifactError, match=message):
+            opened.verify()
+        with pytest.raises(ArtifactError, match=message):
+            opened.golden() if name == "golden.safetensors" else opened._bytes(name, Segment(offset=0, bytes=1))
 
     def test_links_within_the_artifact_are_followed(self, small_artifact: Artifact) -> None:
         """In a Kubernetes volume, each file is a link into a hidden directory next to it."""
@@ -259,6 +281,25 @@ class TestRejected:
     def test_an_artifact_without_golden_samples(self, small_artifact: Artifact) -> None:
         rewrite(small_artifact, lambda m: m.model_copy(update={"golden": None}))
         with pytest.raises(ArtifactError, match="no golden samples"):
+            Artifact.open(small_artifact.path).golden()
+
+    @pytest.mark.parametrize(
+        ("header", "message"),
+        [
+            ({f"input:{number}": {} for number in range(100_000)}, "its header has .* bytes, the limit is 1048576"),
+            ({"input:x": {"dtype": "F32", "shape": [1] * 65, "data_offsets": [0, 4]}}, "maximum supported dimension"),
+        ],
+        ids=["many", "axes"],
+    )
+    def test_golden_samples_with_a_header_beyond_a_limit(
+        self, small_artifact: Artifact, header: dict[str, Any], message: str
+    ) -> None:
+        text = json.dumps(header).encode()
+        data = struct.pack("<Q", len(text)) + text + bytes(4)
+        (small_artifact.path / "golden.safetensors").write_bytes(data)
+        entry = FileEntry(sha256=hashlib.sha256(data).hexdigest(), bytes=len(data))
+        rewrite(small_artifact, lambda m: m.model_copy(update={"files": {**m.files, "golden.safetensors": entry}}))
+        with pytest.raises(ArtifactDamaged, match=rf"golden\.safetensors: {message}"):
             Artifact.open(small_artifact.path).golden()
 
     def test_golden_samples_that_are_not_safetensors(self, small_artifact: Artifact) -> None:

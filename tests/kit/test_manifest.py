@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from peaks import measured_alone
 from pydantic import ValidationError
 
 from bf16kit.errors import ArtifactDamaged, ArtifactError, ManifestVersionError
@@ -331,3 +334,60 @@ class TestConsistency:
         fields = {"name": "w", "dtype": "float32", "shape": [3, 2], "tensor": "w", "permutation": [1, 0]} | changes
         with pytest.raises(ValidationError, match=message):
             manifest(checkpoint=[CheckpointEntry(**fields)])
+
+
+_HOSTILE = """
+import resource, sys, time
+from pathlib import Path
+from bf16kit.errors import ArtifactError
+from bf16kit.guards import read_manifest
+
+artifact = Path(sys.argv[1])
+before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+try:
+    read_manifest(artifact)
+except ArtifactError as error:
+    print(error)
+print(time.process_time() - start)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        (
+            "options",
+            '{"a": [' + "[]," * 20_000_000 + "0]}",
+            "commas and brackets, the limit is 1250000; write",
+        ),
+        ("tensors", "[" + "0," * 1_200_000 + "0]", "1200001 of its values are not what a manifest has; convert"),
+        ("seed", "9" * 4300, "has the number '9{100}'…, the limit is 9223372036854775807; write the file again"),
+        ("tensors", f'[{{"shape": [{",".join(["9" * 4300] * 1000)}]}}]', "has the number '9{100}'…, the limit is"),
+        ("tensors", f'[{{"shape": [{",".join(["9" * 19] * 100_000)}]}}]', "has the number '9{19}', the limit is"),
+        ("options", '{"a": "' + "x" * (70 << 20) + '"}', "larger than 64 MiB, not a manifest"),
+        ("options", '{"a": ' + "[" * 200_000 + "]" * 200_000 + "}", "not JSON"),
+    ],
+    ids=["lists", "wrong values", "digits", "sizes of many digits", "many sizes", "bytes", "depth"],
+)
+def test_a_manifest_made_to_take_memory_or_time_is_rejected(
+    tmp_path: Path, place: str, value: str, message: str
+) -> None:
+    """Python parses JSON in one step for which all threads of a server wait, health checks included."""
+    text = json.dumps(fields_of(manifest().dumps()) | {place: "@", "digest": "0" * 64}, sort_keys=True, indent=1)
+    data = text.replace('"@"', value).encode() + b"\n"
+    (tmp_path / "manifest.json").write_bytes(data.replace(b"0" * 64, hashlib.sha256(data).hexdigest().encode(), 1))
+    *said, seconds, kib = measured_alone(_HOSTILE, str(tmp_path)).splitlines()
+    assert re.search(message, "\n".join(said))
+    assert len(said[0]) < 1000
+    assert float(seconds) < 5
+    assert int(kib) < 700 << 10
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [([1] * 65, "at most 64 items"), ([2**62] * 64, r"bytes do not hold bfloat16\["), ([2**63], "less than or equal")],
+)
+def test_shapes_are_bounded_in_axes_and_sizes(shape: list[int], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        TensorEntry(**(MATRIX.model_dump() | {"shape": shape}))

@@ -84,3 +84,15 @@ def test_a_long_word_takes_no_time() -> None:
     for text in ("x" * 70_000, "x " * 500_000, "/a/b.cc:12 f(" + "(" * 70_000):
         assert len(brief(text)) <= 320
     assert time.process_time() - begun < 1
+
+
+def test_a_value_is_quoted_by_its_start_whatever_its_size() -> None:
+    nested: list[object] = [0]
+    for _ in range(100):
+        nested = [nested] * 10  # 10^100 values
+    for value in (nested, "x" * 10**6, 1 << 10**6, ["x" * 10**6] * 10**6, {str(n): n for n in range(1000)}):
+        assert len(quoted(value)) <= 110
+    assert [quoted(value) for value in ("a", 5, -1.5, None, True, [1, "b"], {"a": 1})] == [
+        *("'a'", "5", "-1.5", "None", "True", "[1, 'b']", "{'a': 1}")
+    ]
+    assert quoted(1 << 20_000) == "an integer of 20001 bits"

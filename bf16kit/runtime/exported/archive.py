@@ -7,7 +7,6 @@ are not needed, such as sample inputs, are not read at all.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import zlib
@@ -18,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from bf16kit import boundedjson
 from bf16kit.errors import RuntimeFailure
 from bf16kit.runtime.exported.records import Record, read_records
 from bf16kit.runtime.exported.values import DTYPES, SYMBOLIC_LARGEST, field, integer, listed, mapping, text
@@ -26,7 +26,8 @@ from bf16kit.tensors import BY_NAME, Array
 MODELS = "models/"
 WEIGHTS = "data/weights/"
 CONSTANTS = "data/constants/"
-LARGEST_JSON = 256 << 20  # bytes; MiniLM's program has 2 MB, mostly the stack traces of its Python code
+LARGEST_JSON = 64 << 20  # bytes; MiniLM's program has 2 MB, mostly the stack traces of its Python code
+_MOST_VALUES = 4_000_000  # an operator takes 80
 _CONFIGS = ((WEIGHTS, "_weights_config.json", "weight"), (CONSTANTS, "_constants_config.json", "constant"))
 _TENSOR_FILE = re.compile(r"(weight|tensor)_[0-9]{1,9}")
 _FQN = re.compile(r"[A-Za-z0-9_\-]+(\.[A-Za-z0-9_\-]+)*")
@@ -155,10 +156,8 @@ def _json(records: Mapping[str, Record], name: str, data: memoryview) -> dict[st
     record = records[name]
     if record.nbytes > LARGEST_JSON:
         raise RuntimeFailure(f"record {name!r} has {record.nbytes} bytes, over the limit of {LARGEST_JSON}")
-    try:
-        found = json.loads(bytes(data[record.offset : record.offset + record.nbytes]))
-    except (ValueError, RecursionError):
-        raise RuntimeFailure(f"record {name!r} is not JSON") from None
+    text = bytes(data[record.offset : record.offset + record.nbytes])
+    found = boundedjson.parse(text, RuntimeFailure, f"record {name!r}", _MOST_VALUES)
     return mapping(found, name)
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from bf16kit import boundedjson
+from bf16kit.errors import RuntimeFailure
 from bf16kit.runtime.exported.values import Ref
 
 _LONGEST = 200  # characters of a name
@@ -33,9 +34,13 @@ def _tree(module: Mapping[str, Any]) -> Any:
     """Return the tree of outputs, which is JSON within JSON; None if there is none."""
     try:
         calls = module["module_call_graph"]
-        return json.loads(calls[0]["signature"]["out_spec"])[1]
-    except (KeyError, IndexError, TypeError, ValueError, RecursionError):
+        return _parsed(calls[0]["signature"]["out_spec"])[1]
+    except (KeyError, IndexError, TypeError, ValueError, RuntimeFailure):
         return None
+
+
+def _parsed(text: str) -> Any:
+    return boundedjson.parse(text.encode(), RuntimeFailure, "outputs")
 
 
 def _leaves(tree: Any, prefix: str, depth: int) -> Iterator[str]:
@@ -57,8 +62,8 @@ def _leaves(tree: Any, prefix: str, depth: int) -> Iterator[str]:
 def _keys(context: Any, count: int) -> list[str] | None:
     """Return the ``count`` keys of a mapping; None for a sequence, or if the keys cannot be names."""
     try:
-        found = json.loads(context) if isinstance(context, str) else context
-    except (ValueError, RecursionError):
+        found = _parsed(context) if isinstance(context, str) else context
+    except (ValueError, RuntimeFailure):
         return None
     if not isinstance(found, list) or len(found) != count or not all(isinstance(key, str) for key in found):
         return None

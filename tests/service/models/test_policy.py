@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -101,12 +102,12 @@ def test_labels_are_the_lines_of_a_file_beside_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("none.txt", r"serving\.yaml: 'labels\.y': none\.txt cannot be read"),
+        ("none.txt", r"serving\.yaml: 'labels\.y': 'none\.txt': cannot be read"),
         ("../classes.txt", r"'labels\.y' is '\.\./classes\.txt': name a file in the model's directory"),
         ("/etc/passwd", "name a file in the model's directory"),
         ("5", r"'labels\.y' is 5: name a file"),
-        ("latin.txt", r"'labels\.y': latin\.txt is not UTF-8"),
-        ("large.txt", r"'labels\.y': large\.txt has more than 16777216 bytes"),
+        ("latin.txt", r"'labels\.y': 'latin\.txt': not UTF-8"),
+        ("large.txt", r"'labels\.y': 'large\.txt': larger than 16 MiB"),
     ],
 )
 def test_labels_that_cannot_be_read_are_an_error(tmp_path: Path, name: str, message: str) -> None:
@@ -126,22 +127,22 @@ def test_a_file_that_the_parser_cannot_read_is_an_error(tmp_path: Path, text: st
 def test_a_file_that_is_not_a_plain_file_is_never_opened(tmp_path: Path) -> None:
     """A pipe would block the thread that scans the repository permanently; a device would fill the memory."""
     os.mkfifo(tmp_path / "serving.yaml")
-    with pytest.raises(ConfigError, match=r"serving\.yaml: is not a plain file"):
+    with pytest.raises(ConfigError, match=r"serving\.yaml: not a regular file"):
         load_serving(tmp_path)
     (tmp_path / "serving.yaml").unlink()
     (tmp_path / "serving.yaml").symlink_to("/dev/zero")
-    with pytest.raises(ConfigError, match=r"serving\.yaml: is not a plain file"):
+    with pytest.raises(ConfigError, match=r"serving\.yaml: not a regular file"):
         load_serving(tmp_path)
     (tmp_path / "serving.yaml").unlink()
     os.mkfifo(tmp_path / "classes.txt")
-    with pytest.raises(ConfigError, match=r"'labels\.y': classes\.txt is not a plain file"):
+    with pytest.raises(ConfigError, match=r"'labels\.y': 'classes\.txt': not a regular file"):
         load(tmp_path, "labels: {y: classes.txt}")
 
 
 def test_a_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:
     with (tmp_path / "serving.yaml").open("wb") as large:
-        large.truncate((1 << 20) + 1)
-    with pytest.raises(ConfigError, match=r"serving\.yaml: has more than 1048576 bytes"):
+        large.truncate((64 << 10) + 1)
+    with pytest.raises(ConfigError, match=r"serving\.yaml: larger than 64 KiB"):
         load_serving(tmp_path)
 
 
@@ -160,3 +161,90 @@ def test_a_dangling_link_is_an_error_and_does_not_mean_the_defaults(tmp_path: Pa
     (tmp_path / "serving.yaml").symlink_to(tmp_path / "unmounted")
     with pytest.raises(ConfigError, match=r"serving\.yaml: cannot be read"):
         load_serving(tmp_path)
+
+
+# --- files that are made to take all memory or time -------------------------------------------------------------------
+
+
+def _bomb(levels: int) -> str:
+    """Return lines that stand for a list of 10^levels numbers."""
+    lines = ["a0: &a0 [0, 0, 0, 0, 0, 0, 0, 0, 0, 0]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, levels)]
+    return "\n".join([*lines, f"max_batch_size: *a{levels - 1}", ""])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (_bomb(8), r"serving\.yaml: line 2: \*a0 is an alias: write the value itself there"),
+        ("labels: {y: &a [*a]}", r"serving\.yaml: line 1: \*a is an alias"),
+        ("max_batch_size: [" + "0, " * 10_000 + "]", r"'max_batch_size' is \[0, 0, 0, 0, 0, 0, \.\.\.\]: input should"),
+        (f"labels: {{y: [{'x' * 30_000}]}}", r"'labels\.y' is \['x+\.\.\.x+…: name a file"),
+        (f"labels: {{y: {'x' * 30_000}/}}", "'labels.y' is 'x{100}'…: name a file"),
+        (f"{'k' * 1000}: 1", "unknown key 'k{100}'…; known keys"),
+        (f"max_batch_size: 0x{'f' * 30_000}", "line 1: '0xf{98}'… has more than 64 bits: give a smaller number"),
+        ("max_dims: {n: 9223372036854775808}", "line 1: '9223372036854775808' has more than 64 bits"),
+        (f"max_batch_size: 1{':1' * 30_000}", "has more than 64 bits: give a smaller number"),
+        (f"max_queue_ms: 1{':1' * 30_000}.5", r"serving\.yaml: is not YAML: "),
+        (f"max_batch_size: !!{'t' * 30_000} 1", r"serving\.yaml: is not YAML: could not determine"),
+        ('labels: {y: "a\\0b"}', "'labels.y' is 'a.x00b': name a file in the model's directory"),
+        ('labels: {y: "a\\ud800"}', "'labels.y' is 'a.ud800': name a file in the model's directory"),
+        ("labels: {y: ''}", "'labels.y' is '': name a file in the model's directory"),
+    ],
+)
+def test_a_file_made_to_take_memory_or_time_is_rejected_in_a_short_text(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    start = time.process_time()
+    with pytest.raises(ConfigError, match=message) as refusal:
+        load(tmp_path, text)
+    assert time.process_time() - start < 5
+    assert len(str(refusal.value)) < 1500
+
+
+# --- links ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A model's directory in a repository; beside the repository there is a file ``secret``."""
+    (tmp_path / "secret").write_text("a\nb\n")
+    (tmp_path / "repository" / "m").mkdir(parents=True)
+    return tmp_path / "repository" / "m"
+
+
+@pytest.mark.parametrize("target", ["../../secret", "/proc/self/status", "absolute", "link"])
+def test_labels_that_a_link_takes_from_outside_the_repository_are_an_error(model: Path, target: str) -> None:
+    """A client could read the file: the server answers with labels."""
+    outside = model.parent.parent / "secret"
+    (model / "link").symlink_to(outside)
+    (model / "classes.txt").symlink_to(outside if target == "absolute" else target)
+    with pytest.raises(ConfigError, match=rf"'labels\.y': 'classes\.txt': a link out of {model.parent}; put the file"):
+        load(model, "labels: {y: classes.txt}")
+
+
+def test_a_serving_file_that_a_link_takes_from_outside_the_repository_is_an_error(model: Path) -> None:
+    (model / "serving.yaml").symlink_to(model.parent.parent / "secret")
+    with pytest.raises(ConfigError, match=rf"serving\.yaml: a link out of {model.parent}; put the file itself there"):
+        load_serving(model)
+
+
+def test_links_within_the_repository_are_followed(model: Path) -> None:
+    """A Kubernetes volume has them, in a model's directory or above it, and models may share a file."""
+    (model / "..2026").mkdir()
+    (model / "..data").symlink_to("..2026")
+    (model / "..2026" / "serving.yaml").write_text("labels: {y: classes.txt}")
+    (model / "serving.yaml").symlink_to("..data/serving.yaml")
+    (model.parent / "shared.txt").write_text("a\nb\n")
+    (model / "classes.txt").symlink_to("../shared.txt")
+    (model.parent / "alias").symlink_to("m")
+    assert load_serving(model).labels == {"y": ("a", "b")}
+    assert load_serving(model.parent / "alias").labels == {"y": ("a", "b")}
+
+
+def test_the_directory_of_a_model_may_be_a_link(model: Path, tmp_path: Path) -> None:
+    elsewhere = model.rename(tmp_path / "elsewhere")
+    model.symlink_to(elsewhere)
+    (elsewhere / "hidden").write_text("max_batch_size: 3")
+    (elsewhere / "serving.yaml").symlink_to("hidden")
+    assert load_serving(model).max_batch_size == 3

@@ -110,7 +110,7 @@ REFUSED: dict[str, tuple[Edit, str]] = {
     "two tags": (argument({"as_int": 1, "as_none": True}), "expected a value with one tag, got 2"),
     "a name that is code": (argument({"as_tensor": {"name": "x); exit("}}), "is not a name that torch gives"),
     "a whole number that is none": (argument({"as_int": 1.5}), "expected a 64-bit integer, got 1.5"),
-    "a number beyond": (argument({"as_int": 2**64}), "expected a 64-bit integer"),
+    "a number beyond": (argument({"as_int": 2**64}), "has the number '18446744073709551616', the limit is"),
     "an unknown dtype": (argument({"as_scalar_type": 99}), "scalar type 99"),
     "an unknown memory format": (argument({"as_memory_format": 9}), "memory format 9"),
     "a sparse layout": (argument({"as_layout": 1}), "a layout other than"),
