@@ -17,6 +17,7 @@ from service.peers.channel import Body
 from service.peers.child import SILENT_SECONDS, Child
 from service.peers.peer import ENDED, Answer, Handler, Message, Peer
 from service.process.config import ServerConfig
+from service.process.guard import Guard
 from service.process.stop import Ending
 from service.sharedmemory import open_regions
 from service.workers.placement import VISIBLE, gpu_for, gpus
@@ -57,6 +58,7 @@ class Fleet:
         self._handlers = dict(handlers or {})
         self._on_death = on_death
         self._lock = threading.Lock()
+        self._guard = Guard()
         self._retired = False
         self._reports: list[Report | None] = [None] * config.workers
         self._callbacks: list[Callable[[], None]] = []
@@ -120,8 +122,9 @@ class Fleet:
         return [self.workers[index].name for _, index in order if self.workers[index].peer is not None]
 
     def maintain(self) -> None:
+        """Keep the workers running. An error with one is logged, and the others are kept running."""
         for worker in self.workers:
-            worker.maintain()
+            self._guard.run(f"{worker.name}'s maintenance", worker.maintain)
 
     def tell(self, kind: str, body: Mapping[str, Any] | None = None) -> None:
         """Send a message to every running worker."""
