@@ -9,7 +9,9 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -110,11 +112,8 @@ class Worker:
         """Serve until told to drain. Never returns: threads may still be inside native code."""
         self._peer.start()
         start = self._starts.get()
-        try:
+        with _ending_on_error():
             self._serve(start)
-        except Bf16kitError as error:
-            _log.error("%s", error)
-            os._exit(_EXIT_WRONG)
 
     def _serve(self, start: _Start) -> None:
         config, repository = start.config, start.repository
@@ -175,6 +174,10 @@ class Worker:
     # --- on the peer's thread -----------------------------------------------------------------------------------------
 
     def _start(self, message: Message) -> None:
+        with _ending_on_error():  # the main thread would wait for its start for ever
+            self._prepare(message)
+
+    def _prepare(self, message: Message) -> None:
         body, config, metrics = message.body, ServerConfig(**message.body["config"]), Metrics()
         configure(config.log_level, config.log_format, worker=body["number"])
         weights = SharedWeights(socket.socket(fileno=os.dup(message.files[0])))
@@ -191,11 +194,7 @@ class Worker:
         )
         repository.apply_all(DesiredModel.from_json(desired) for desired in body["wishes"])
         registry = MergedRegistry(repository, self._latest_view)
-        try:
-            traces, tracing = open_tracing(config, repository, metrics.traced)
-        except Bf16kitError as error:
-            _log.error("%s", error)
-            os._exit(_EXIT_WRONG)
+        traces, tracing = open_tracing(config, repository, metrics.traced)
         if config.shared_memory:
             self._regions = WorkerRegions(new_table(config), self._peer.ask)
         self._settings = {"logs": LogSettings(config.log_level, config.log_format), "traces": traces}
@@ -269,6 +268,20 @@ class Worker:
         done: Future[Any] = Future()
         self._drains.put(_Drain(message.body["seconds"], done))
         return done
+
+
+@contextmanager
+def _ending_on_error() -> Iterator[None]:
+    """Log what is raised and end the process, so that the supervisor starts another after a pause."""
+    try:
+        yield
+    except BaseException as error:  # noqa: BLE001 -- a process that serves nothing must not remain
+        if isinstance(error, Bf16kitError):
+            _log.error("%s", error)
+        else:
+            _log.exception("this worker ends: an unexpected error")
+        logging.shutdown()
+        os._exit(_EXIT_WRONG)
 
 
 def main() -> None:
