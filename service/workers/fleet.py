@@ -62,7 +62,8 @@ class Fleet:
         self._retired = False
         self._reports: list[Report | None] = [None] * config.workers
         self._callbacks: list[Callable[[], None]] = []
-        self.view = self._merged_view()
+        self.view = View()
+        self._refresh_view()
         available = gpus(os.environ) if config.device in ("auto", "cuda") else []
         self.workers = [self._worker(index, available, silent_seconds) for index in range(config.workers)]
 
@@ -227,15 +228,13 @@ class Fleet:
         desired_models = [*self._desired_models.values(), *([] if self._trying is None else [self._trying])]
         return [(desired.name, plan.version) for desired in desired_models for plan in desired.plans]
 
-    def _merged_view(self) -> View:
-        return View.of(self._reports, self._wanted(), retired=self._retired)
-
     def _refresh_view(self) -> bool:
         """Rebuild the view and send it to all workers. Return whether it changed.
 
         The caller holds the lock, which keeps the views in order.
         """
-        before, self.view = self.view, self._merged_view()
+        before = self.view
+        self.view = View.of(self._reports, self._wanted(), retired=self._retired, was_complete=before.complete)
         if self.view == before:
             return False
         if self.view.ready != before.ready:
