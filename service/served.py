@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from service.drift.owner import FallbackOwner
 from service.grpcport import RequestSource, drain, extensions, open_tracing, read_only_unless_enabled
@@ -68,7 +69,9 @@ class ModelServer:
             device=config.device,
             threads=config.threads,
             ready_when_empty=config.model_control == "explicit",
-            new_sender=lambda name, plan: PlanSampleSender(name, plan, self._shadow.ask, self._shadow.forget),
+            new_sender=lambda name, plan: PlanSampleSender(
+                name, plan, partial(self._shadow.ask, plan), self._shadow.forget
+            ),
             on_verdict=self._owner.receive,
         )
         self._controller, self._poll = None, None

@@ -111,18 +111,33 @@ class References:
         self._tracker = ActivityTracker(message.files[0], one_by_one=message.body["one_by_one"])
 
     def _measure(self, message: Message) -> None:
+        """Measure a version. It replaces the same version loaded by another plan."""
+        desired, digest = DesiredModel.from_json(message.body["desired"]), message.body["plan"]
+        (plan,) = desired.plans
+        key = desired.name, plan.version
         with self._lock:
-            self._find_or_add(message.body["wish"])
+            known = self._models.get(key)
+            if known is not None and known.digest == digest:
+                return
+            if known is not None:
+                self._close(known)
+            tokens = TokenBucket(plan.serving.shadow.max_per_second)
+            model = MeasuredVersion(plan, digest, self._metrics.add(*key), tokens)
+            model.metrics.reference_up(False)
+            self._models[key] = model
+            self._opening.submit(self._open, key, model)
 
     def _receive_samples(self, message: Message) -> Future[Body]:
         body = message.body
         samples = unpack(body, message.files[0])
         outcomes = Outcomes(len(samples))
         with self._lock:
-            model = self._find_or_add(body["wish"])
+            model = self._models.get((body["model"], body["version"]))
             for at, sample in enumerate(samples):
+                if model is None or model.digest != body["plan"]:
+                    outcomes.record(at, "dropped")  # another has been loaded in its place
                 # Each sender keeps to the rate; this enforces it for all together.
-                if body["shared"] and not model.tokens.try_acquire():
+                elif body["shared"] and not model.tokens.try_acquire():
                     outcomes.record(at, "dropped")
                 else:
                     model.put(sample, partial(outcomes.record, at))
@@ -143,26 +158,6 @@ class References:
         return self._counts()
 
     # --- models, with the lock held -----------------------------------------------------------------------------------
-
-    def _find_or_add(self, desired_json: str) -> MeasuredVersion:
-        """Return the measured version for this desired model. It replaces the same version loaded by another plan."""
-        known = next((model for model in self._models.values() if model.desired == desired_json), None)
-        if known is not None:
-            return known
-        desired = DesiredModel.from_json(desired_json)
-        (plan,) = desired.plans
-        key = desired.name, plan.version
-        known = self._models.get(key)
-        if known is not None and known.plan == plan:
-            return known
-        if known is not None:
-            self._close(known)
-        tokens = TokenBucket(plan.serving.shadow.max_per_second)
-        model = MeasuredVersion(desired_json, plan, self._metrics.add(*key), tokens)
-        model.metrics.reference_up(False)
-        self._models[key] = model
-        self._opening.submit(self._open, key, model)
-        return model
 
     def _close(self, model: MeasuredVersion) -> None:
         """Stop measuring a model. Its thread frees the reference after its current sample."""

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import nullcontext
 from typing import Any
 
-from bf16kit.errors import Unavailable
-from service.models.plan import DesiredModel
+from bf16kit.errors import RuntimeFailure, Unavailable
+from service.models.plan import DesiredModel, Plan
 from service.peers.channel import Body
 from service.peers.child import SILENT_SECONDS, Child
 from service.peers.peer import ENDED, Answer, Handler, Message, Peer
+from service.peers.textfile import text_file
 from service.process.config import ServerConfig
 from service.process.guard import Guard
 from service.process.stop import Ending
@@ -94,27 +96,37 @@ class Fleet:
         with self._lock:
             self._state.pop((kind, name), None)
 
-    def wants(self, model: str, version: int, desired: str) -> bool:
-        """Whether ``desired`` (JSON) is the one this version is to be served by, or is being tried with."""
+    def plan(self, model: str, version: int, digest: str) -> Plan | None:
+        """Return the plan of this digest, if this version is to be served by it, or is being tried with it."""
         with self._lock:
             desired_models = [each for each in (self._desired_models.get(model), self._trying) if each is not None]
-        plans = [
-            plan for each in desired_models if each.name == model for plan in each.plans if plan.version == version
-        ]
-        return any(DesiredModel(model, (plan,)).to_json() == desired for plan in plans)
+        plans = (plan for each in desired_models if each.name == model for plan in each.plans)
+        return next((plan for plan in plans if plan.version == version and plan.digest == digest), None)
 
     def ask(self, kind: str, body: Mapping[str, Any] | None = None) -> dict[str, Future[Body]]:
         """Ask every running worker, by name. Those that already serve come first."""
         return {name: self.ask_one(name, kind, body) for name in self.running}
 
-    def ask_one(self, name: str, kind: str, body: Mapping[str, Any] | None = None) -> Future[Body]:
+    def ask_to_serve(self, name: str, desired: DesiredModel) -> Future[Body]:
+        """Ask the worker of this name to serve a model as desired. The future fails as that of :meth:`ask_one` does."""
+        try:
+            with text_file(desired.to_json()) as file:
+                return self.ask_one(name, "want", {}, [file])
+        except OSError as error:
+            failed: Future[Body] = Future()
+            failed.set_exception(RuntimeFailure(f"{name} cannot be asked: {error.strerror}"))
+            return failed
+
+    def ask_one(
+        self, name: str, kind: str, body: Mapping[str, Any] | None = None, files: Sequence[int] = ()
+    ) -> Future[Body]:
         """Ask the worker of this name. The future fails with Unavailable if it does not run."""
         peer = next((worker.peer for worker in self.workers if worker.name == name), None)
         if peer is None:
             failed: Future[Body] = Future()
             failed.set_exception(Unavailable(f"{name} of this server is being started; try again", ENDED))
             return failed
-        return peer.ask(kind, body)
+        return peer.ask(kind, body, files)
 
     @property
     def running(self) -> list[str]:
@@ -198,9 +210,10 @@ class Fleet:
         regions = self._regions
         with self._lock, nullcontext() if regions is None else regions.lock:
             others = any(report is not None and report.listening for report in self._reports)
-            with self._weights.connect() as weights:
-                start = {"config": config, "number": index + 1, "patient": others, **self._desired_as_json()}
-                peer.tell("start", start, [weights.fileno()])
+            desired = json.dumps([each.to_json() for each in self._desired_models.values()])
+            with self._weights.connect() as weights, text_file(desired) as file:
+                start = {"config": config, "number": index + 1, "patient": others}
+                peer.tell("start", start, [weights.fileno(), file])
             if regions is not None:
                 regions.tell_all(peer)
             for (kind, _), body in self._state.items():
@@ -220,9 +233,6 @@ class Fleet:
             changed = self._refresh_view()
         if changed:
             self._changed()
-
-    def _desired_as_json(self) -> dict[str, list[str]]:
-        return {"wishes": [desired.to_json() for desired in self._desired_models.values()]}
 
     def _wanted(self) -> list[Key]:
         desired_models = [*self._desired_models.values(), *([] if self._trying is None else [self._trying])]

@@ -105,7 +105,7 @@ class Supervisor:
             lambda verdict: self._owner.receive(verdict),
             on_forget=lambda model, versions: self.counting.forget(model, versions),
             shared=True,
-            is_wanted=self.fleet.wants,
+            find_plan=self.fleet.plan,
         )
         self._workers = WorkerProcesses(self.fleet)
         self._owner = FallbackOwner(self._workers, self.shadow.restart)

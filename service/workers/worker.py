@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import queue
@@ -26,6 +27,7 @@ from service.operations import Operations, Settings
 from service.peers.channel import Body, Channel
 from service.peers.peer import ENDED, TELL_SECONDS, Message, Peer
 from service.peers.signals import leave_signals_to_the_parent
+from service.peers.textfile import read_text
 from service.process.config import ServerConfig
 from service.process.credentials import Credentials
 from service.process.heap import HeapTrimmer, bound_heap
@@ -192,7 +194,7 @@ class Worker:
             on_verdict=lambda verdict: self._peer.tell("verdict", verdict.to_json()),
             rank=ProcessRank(body["number"] - 1, config.workers),
         )
-        repository.apply_all(DesiredModel.from_json(desired) for desired in body["wishes"])
+        repository.apply_all(map(DesiredModel.from_json, json.loads(read_text(message.files[1]))))
         registry = MergedRegistry(repository, self._latest_view)
         traces, tracing = open_tracing(config, repository, metrics.traced)
         if config.shared_memory:
@@ -214,7 +216,7 @@ class Worker:
         )
 
     def _apply(self, message: Message) -> Any:
-        return self._served.apply(DesiredModel.from_json(message.body["wish"]))
+        return self._served.apply(DesiredModel.from_json(read_text(message.files[0])))
 
     def _set(self, message: Message) -> Body:
         body, _ = message.body, self._served

@@ -212,6 +212,20 @@ def test_a_restarted_worker_serves_the_same_profile_as_the_others(
     assert choices() == {(profile, "auto: as another worker of this server has measured")}
 
 
+@pytest.mark.long
+def test_a_model_with_more_labels_than_a_message_may_have_is_served_by_all_workers(
+    repository: Path, serve: Serve
+) -> None:
+    (repository / "mlp" / "serving.yaml").write_text("labels: {y: labels.txt}\n")
+    # Each byte takes seven in a message.
+    (repository / "mlp" / "labels.txt").write_text(f"{chr(1) * 999}\n" * 10_000 + "last\n")
+    server = serve("--repository", str(repository), "--workers", "2").wait_ready()
+    client = Client(server.target)
+    with client.channel:
+        assert infer(client)
+    assert "has ended" not in server.log
+
+
 @pytest.mark.long  # the supervisor waits ten seconds for the worker to respond
 def test_a_worker_that_hangs_is_killed_and_restarted(lasting: ServerProcess, clients: list[Client]) -> None:
     victim = pids(lasting)[0]

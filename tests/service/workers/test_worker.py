@@ -11,13 +11,14 @@ from waiting import until
 
 from service.peers.child import Child
 from service.peers.peer import Peer
+from service.peers.textfile import text_file
 from service.process.config import ServerConfig
 from service.workers.fleet import WORKER
 
 
 def start_of(tmp_path: Path) -> dict[str, object]:
     config = ServerConfig(repository=tmp_path, grpc_port=0, http_port=0).model_dump(mode="json")
-    return {"config": config, "number": 1, "patient": False, "wishes": []}
+    return {"config": config, "number": 1, "patient": False}
 
 
 def damaged(field: str, value: object) -> Callable[[dict[str, object]], dict[str, object]]:
@@ -42,7 +43,8 @@ def test_a_worker_whose_start_fails_ends_and_is_restarted_after_growing_pauses(
     ours, theirs = socket.socketpair()  # instead of the weights' owner
 
     def begin(peer: Peer) -> None:
-        peer.tell("start", damage(start_of(tmp_path)), [theirs.fileno()])
+        with text_file("[]") as desired:
+            peer.tell("start", damage(start_of(tmp_path)), [theirs.fileno(), desired])
 
     child = Child("the worker", WORKER, {}, begin, lambda: None)
     try:
