@@ -18,7 +18,6 @@ from service.peers.channel import LONGEST, Body, Channel, MessageTooLarge, close
 _log = logging.getLogger(__name__)
 _WAITING = 4096  # messages not sent yet; a process that leaves more of them unread counts as dead
 _WAITING_BYTES = 2 * LONGEST  # the same limit in bytes
-TELL_SECONDS = 1.0  # between two reports of a process' counters: if it dies, little is lost
 _ANSWER = "answer"  # the kind of message that answers another
 ENDED = "ended"  # the reason of an Unavailable: the process has ended, or has not begun
 _INTERNAL = "an unexpected error; the server's log has it"

@@ -280,6 +280,8 @@ class ShadowProcess:
 
     def _with_gauges(self, counts: Body) -> Body:
         """Return its counts, with expected references that it does not mention marked as down."""
+        if not counts["complete"]:  # nothing has changed
+            return counts
         self._gauges.keep(counts["metrics"])
         return {**counts, "metrics": self._gauges.with_missing_down(counts["metrics"], self._known())}
 
@@ -302,7 +304,8 @@ class ShadowProcess:
     def _report_gauges(self) -> None:
         """Report what outlives it for its models, unless it reports itself. The caller holds the lock."""
         if not self._responding:
-            self._counts(Message({"metrics": self._gauges.after_death(self._known()), "statistics": []}))
+            families = self._gauges.after_death(self._known())
+            self._counts(Message({"metrics": families, "complete": True, "statistics": []}))
 
     def _forget(self, model: str, versions: Collection[int], done: Future[Body]) -> None:
         if done.exception() is None:

@@ -25,7 +25,7 @@ from service.models.plan import DesiredModel
 from service.models.repository import Repository
 from service.operations import Operations, Settings
 from service.peers.channel import Body, Channel
-from service.peers.peer import ENDED, TELL_SECONDS, Message, Peer
+from service.peers.peer import ENDED, Message, Peer
 from service.peers.signals import leave_signals_to_the_parent
 from service.peers.textfile import read_text
 from service.process.config import ServerConfig
@@ -33,7 +33,6 @@ from service.process.credentials import Credentials
 from service.process.heap import HeapTrimmer, bound_heap
 from service.process.logs import configure
 from service.process.logsettings import LogSettings
-from service.process.periodic import PeriodicThread
 from service.process.stop import Ending
 from service.shadow.samplesender import PlanSampleSender
 from service.sharedmemory import new_table
@@ -137,16 +136,14 @@ class Worker:
         self._report()
         if start.tracing is not None:
             start.tracing.start()
-        heap, counting = HeapTrimmer(), PeriodicThread("counting", TELL_SECONDS, self._tell_counts)
+        heap = HeapTrimmer()
         heap.start()
-        counting.start()
         order = self._drains.get()
         heap.stop()
         ending = drain(repository, transport, order.seconds)
         if start.tracing is not None:
             start.tracing.close(_LAST_TRACES_SECONDS)
-        counting.stop()
-        self._tell_counts()
+        self._peer.tell("counts", self._counts())  # the last, because nobody can ask any more
         self._end(order, ending)
 
     def _end(self, order: _Drain, ending: Ending) -> None:
@@ -237,13 +234,12 @@ class Worker:
         models = [model for slot in self._served.models() if (model := slot.model) is not None]
         statistics = {(model.name, model.version): model.statistics.snapshot() for model in models}
         assert self._metrics is not None  # noqa: S101 -- nothing is asked before the start
+        families, complete = self._metrics.report()
         return {
-            "metrics": [family.as_json() for family in self._metrics.snapshot()],
+            "metrics": [family.as_json() for family in families],
+            "complete": complete,
             "statistics": as_json(statistics),
         }
-
-    def _tell_counts(self) -> None:
-        self._peer.tell("counts", self._counts())
 
     @property
     def _served(self) -> Repository:

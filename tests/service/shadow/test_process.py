@@ -71,6 +71,11 @@ def give(shadow: ShadowProcess, file: int) -> Give:
     return given
 
 
+def told(metrics: Metrics) -> Message:
+    families, complete = metrics.report("bf16kit_drift_")
+    return Message({"metrics": [family.as_json() for family in families], "complete": complete})
+
+
 def open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
@@ -100,7 +105,7 @@ def test_a_model_unloaded_while_the_process_is_dead_is_not_shown_as_down(
     theirs = Metrics()
     for model, version in served:
         theirs.add(model, version).reference_up(True)
-    shadow._receive_counts(Message({"metrics": [family.as_json() for family in theirs.snapshot("bf16kit_drift_")]}))
+    shadow._receive_counts(told(theirs))
     shadow._handle_death()
 
     def up() -> dict[str, float]:
@@ -152,7 +157,7 @@ def test_a_wanted_reference_that_the_process_does_not_report_is_down(
     give("other")
     theirs = Metrics()
     theirs.add("m", 1).reference_up(True)
-    shadow._receive_counts(Message({"metrics": [family.as_json() for family in theirs.snapshot("bf16kit_drift_")]}))
+    shadow._receive_counts(told(theirs))
     assert {each.labels["model"]: each.value for each in counting.samples([UP])} == {"m": 1.0, "other": 0.0}
 
 
@@ -232,8 +237,8 @@ def test_the_leaders_own_report_does_not_overwrite_a_later_one_of_the_process(tm
     heard: list[int] = []
     theirs = Metrics()
     theirs.add("m", 1).reference_up(True)
-    told = Message({"metrics": [family.as_json() for family in theirs.snapshot("bf16kit_drift_")]})
-    telling = threading.Thread(target=lambda: process._receive_counts(told))
+    report = told(theirs)
+    telling = threading.Thread(target=lambda: process._receive_counts(report))
 
     def receive(message: Message) -> None:
         if telling.ident is None:
@@ -248,7 +253,7 @@ def test_the_leaders_own_report_does_not_overwrite_a_later_one_of_the_process(tm
     telling.join()
     process.ask(plan, "samples", {**body, "model": "n"}, [file])
     process.close()
-    assert heard == [1, len(told.body["metrics"])]
+    assert heard == [1, len(report.body["metrics"])]
 
 
 NOTING = """
