@@ -69,4 +69,4 @@ def wait_replaced(server: ServerProcess, *victims: int, workers: int = 2) -> Non
         now = pids(server)
         return len(now) == workers == listening(server) and not {*victims} & {*now}
 
-    until(replaced, 60, "another worker in place of the dead one")
+    until(replaced, 120, "another worker in place of the dead one")
