@@ -105,10 +105,11 @@ def pass_time(child: Child, clock: Clock, seconds: float) -> None:
 
 
 def answered(child: Child, clock: Clock) -> None:
-    """Wait until the child has answered the ping of this moment."""
+    """Wait until the child has answered all pings, that of this moment included."""
     clock.now += PING_SECONDS
     child.maintain()
-    until(lambda: child._last_answer == clock.now, 30, "its answer")
+    peer = child.peer
+    until(lambda: child._last_answer == clock.now and peer is not None and not peer._pending, 30, "its answers")
 
 
 def killed(child: Child) -> bool:
