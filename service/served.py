@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from service.drift.owner import FallbackOwner
 from service.grpcport import RequestSource, drain, extensions, open_tracing, read_only_unless_enabled
@@ -19,6 +20,7 @@ from service.models.singleprocess import SingleProcess
 from service.operations import Operations, RegistryModels
 from service.process.config import ServerConfig
 from service.process.credentials import Credentials
+from service.process.guard import Guard
 from service.process.heap import HeapTrimmer
 from service.process.logsettings import LogSettings
 from service.process.periodic import PeriodicThread
@@ -67,7 +69,9 @@ class ModelServer:
             device=config.device,
             threads=config.threads,
             ready_when_empty=config.model_control == "explicit",
-            new_sender=lambda name, plan: PlanSampleSender(name, plan, self._shadow.ask, self._shadow.forget),
+            new_sender=lambda name, plan: PlanSampleSender(
+                name, plan, partial(self._shadow.ask, plan), self._shadow.forget
+            ),
             on_verdict=self._owner.receive,
         )
         self._controller, self._poll = None, None
@@ -93,6 +97,7 @@ class ModelServer:
         evidence = evidence_route(self.repository, self._shadow.evidence if config.evidence else None)
         pages = routes(self.repository, self._counting, self._status.snapshot, evidence)
         self.http = open_http(config, pages, self.metrics, self.credentials)
+        self._guard = Guard()
         self._heap = HeapTrimmer()
         self._history_thread = PeriodicThread("history", TICK_SECONDS, self._history.tick)
 
@@ -112,9 +117,12 @@ class ModelServer:
         self._history_thread.start()
 
     def maintain(self) -> None:
-        """Do the periodic work of shadow process and fallback. Call it about ten times a second, on one thread."""
-        self._shadow.maintain()
-        self._owner.maintain()
+        """Do the periodic work of shadow process and fallback. Call it about ten times a second, on one thread.
+
+        An error in it is logged, and does not end the caller's loop.
+        """
+        self._guard.run("the shadow's maintenance", self._shadow.maintain)
+        self._guard.run("the fallback's maintenance", self._owner.maintain)
 
     def drain(self, source: RequestSource) -> Ending:
         """Report not ready, then reject new requests, then wait for those in flight. HTTP is served until the end."""

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from service.models.policy import Serving
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Plan:
     """One version to serve. Equal plans load the same model.
 
@@ -33,14 +34,14 @@ class Plan:
         """Whether the directory holds an artifact. Without a manifest, it may still be being copied."""
         return bool(self.stamp)
 
-    def key(self) -> str:
-        """Return a text that is equal for equal plans, in every process."""
-        return json.dumps(_plan_to_dict(self), sort_keys=True)
-
-    @property
+    @cached_property
     def digest(self) -> str:
-        """The SHA-256 of :meth:`key`, in hexadecimal."""
-        return hashlib.sha256(self.key().encode()).hexdigest()
+        """A text of 64 characters that is equal for equal plans, in every process."""
+        return hashlib.sha256(json.dumps(_plan_to_dict(self), sort_keys=True).encode()).hexdigest()
+
+    def without_labels(self) -> Plan:
+        """Return the plan without the labels of classes, which are many, and only needed to answer requests."""
+        return replace(self, serving=self.serving.model_copy(update={"labels": {}}))
 
 
 @dataclass(frozen=True, slots=True)

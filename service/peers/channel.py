@@ -15,12 +15,18 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from bf16kit.errors import RuntimeFailure
+
 LONGEST = 64 << 20  # bytes of one message; tensors travel in files
 MOST_FILES = 64
 _HEAD = struct.Struct("!II")
 _ANCILLARY = socket.CMSG_SPACE(MOST_FILES * array.array("i").itemsize)
 
 Body = dict[str, Any]
+
+
+class MessageTooLarge(RuntimeFailure):
+    """A message is over the limits, and was not sent."""
 
 
 class Channel:
@@ -96,10 +102,14 @@ class Channel:
 
 
 def written(body: Mapping[str, Any], files: Sequence[int] = ()) -> bytes:
-    """Return the text of a message to be sent with these files. Raises ValueError if there is too much of either."""
+    """Return the text of a message to be sent with these files.
+
+    Raises MessageTooLarge if there is too much of either.
+    """
     text = json.dumps(body, separators=(",", ":")).encode()
     if len(text) > LONGEST or len(files) > MOST_FILES:
-        raise ValueError(f"a message of {len(text)} bytes and {len(files)} files is over {LONGEST} and {MOST_FILES}")
+        limits = f"at most {LONGEST} bytes and {MOST_FILES} files are allowed"
+        raise MessageTooLarge(f"a message of {len(text)} bytes and {len(files)} files; {limits}")
     return text
 
 

@@ -10,19 +10,23 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 from bf16kit import controlgroup
+from service.peers.activity import ThreadSeconds, active_seconds, grown
 from service.peers.channel import Channel
 from service.peers.peer import Handler, Peer
 
 _log = logging.getLogger(__name__)
 PING_SECONDS = 1.0
 SILENT_SECONDS = 10.0  # without an answer, after which it counts as hung and is killed
+# Until the first answer a process imports: 2 s of processor time, which take long where processors are scarce.
+START_SECONDS = 120.0
 # A busy process has longer by this factor: ONNX Runtime holds Python's lock while it reads a large model.
 _BUSY_FACTOR = 12.0
-_BUSY_SHARE = 0.2  # of one core's time: above this the process counts as busy
-# A process that ran for at least this long is restarted at once; after a shorter run the pause grows with each failure.
+# Of the time: a process whose threads ran, or waited for a processor, for more than this share counts as busy. The
+# threads of one that is stuck wake up now and then, which takes less than a hundredth.
+_BUSY_SHARE = 0.1
+# A process that has answered for at least this long is restarted at once; otherwise the pause grows with each failure.
 _SETTLED_SECONDS = 10.0
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.25, 30.0
 
@@ -48,7 +52,7 @@ class Child:
         environment: Mapping[str, str] | None = None,
         silent_seconds: float = SILENT_SECONDS,
         clock: Callable[[], float] = time.monotonic,
-        worked: Callable[[int], float] | None = None,
+        active: Callable[[int], ThreadSeconds] = active_seconds,
         memory: Callable[[], controlgroup.Memory | None] = controlgroup.memory,
         expendable: bool = False,
     ) -> None:
@@ -61,15 +65,16 @@ class Child:
         self._environment = environment
         self._silent_seconds = silent_seconds
         self._clock = clock
-        self._worked = worked or cpu_seconds  # CPU seconds of a process, by its pid
-        self._cpu_seconds_before = 0.0  # CPU seconds when its last answer came
+        self._active = active  # of a process, by its pid
+        self._active_before: ThreadSeconds = {}  # when its last answer came
         self._memory = memory  # of the container of all processes
         self._expendable = expendable
         self._ended_for_memory = 0  # processes of the container killed for memory, before this one started
         self._process: subprocess.Popen[bytes] | None = None
         self._peer_ended = False  # the peer has ended
         self._due = clock()  # when to start the next one
-        self._started = self._last_answer = self._pinged = self._tended = 0.0
+        self._last_answer = self._pinged = self._tended = 0.0
+        self._first_answer: float | None = None
         self._failures = 0
         self._wanted = True
 
@@ -85,10 +90,7 @@ class Child:
             if self._wanted and now >= self._due:
                 try:
                     self._start(now)
-                except (
-                    OSError,
-                    RuntimeError,
-                ) as error:  # out of files, processes, threads or memory, maybe not for long
+                except Exception as error:  # noqa: BLE001 -- out of files, processes, threads or memory: not for long
                     self._give_up(now, error)
             return
         # Do not count the time in which this process itself was paused (with its container): it could hear no answer.
@@ -98,7 +100,7 @@ class Child:
             self.peer.close()
         if self._peer_ended:
             self._clean_up(now)
-        elif now - self._last_answer > self._silent_seconds and not self._is_busy(now - self._last_answer):
+        elif self._is_hung(now - self._last_answer):
             _log.error(
                 "%s (pid %d) has not answered for %.0f s; killing it", self.name, self.pid, now - self._last_answer
             )
@@ -134,17 +136,24 @@ class Child:
 
     def _on_answer(self) -> None:
         self._last_answer = self._clock()
+        if self._first_answer is None:
+            self._first_answer = self._last_answer
         if (pid := self.pid) is not None:
-            self._cpu_seconds_before = self._worked(pid)
+            self._active_before = self._active(pid)
 
-    def _is_busy(self, seconds: float) -> bool:
-        """Return whether the process has worked during these seconds without an answer, and may go on."""
-        if self.pid is None or seconds > _BUSY_FACTOR * self._silent_seconds:
+    def _is_hung(self, seconds: float) -> bool:
+        """Return whether the process is to be killed, after so many seconds without an answer."""
+        limit = self._silent_seconds
+        if self._first_answer is None:
+            limit = max(limit, START_SECONDS)
+        if self.pid is None or seconds <= limit:
             return False
-        return self._worked(self.pid) - self._cpu_seconds_before > _BUSY_SHARE * seconds
+        if seconds > _BUSY_FACTOR * self._silent_seconds:
+            return True
+        return grown(self._active_before, self._active(self.pid)) <= _BUSY_SHARE * seconds
 
     def _start(self, now: float) -> None:
-        """Start a process. Raises OSError, or RuntimeError without a thread, and leaves nothing behind then."""
+        """Start a process. Raises OSError, or RuntimeError without a thread; after any error nothing is left behind."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         peer = Peer(Channel(ours), self.name, self._handlers, self._ended)
         try:
@@ -161,8 +170,8 @@ class Child:
                 )
             if self._expendable:
                 controlgroup.maximize_oom_score(self._process.pid)
-            self._peer_ended, self._cpu_seconds_before = False, 0.0
-            self._started = self._last_answer = self._pinged = self._tended = now
+            self._peer_ended, self._active_before, self._first_answer = False, {}, None
+            self._last_answer = self._pinged = self._tended = now
             self.peer = peer
             _log.info("%s is started: pid %d", self.name, self._process.pid)
             self._on_start(peer)
@@ -183,7 +192,7 @@ class Child:
         self._process.kill()  # without its channel a process is useless
         code = self._process.wait()
         pid, self._process, self.peer = self._process.pid, None, None
-        settled = now - self._started >= _SETTLED_SECONDS
+        settled = self._first_answer is not None and now - self._first_answer >= _SETTLED_SECONDS
         pause = self._pause(now, 0 if settled else self._failures + 1)
         if self._wanted:
             reason = _exit_reason(code) + self._for_memory(code)
@@ -203,7 +212,8 @@ class Child:
     def _give_up(self, now: float, error: Exception) -> None:
         """Log that the process could not be started, and schedule another attempt. The server goes on without it."""
         pause = self._pause(now, self._failures + 1)
-        _log.error("%s cannot be started: %s; trying again in %.2g s", self.name, error, pause)
+        bug = not isinstance(error, (OSError, RuntimeError, MemoryError))
+        _log.error("%s cannot be started: %s; trying again in %.2g s", self.name, error, pause, exc_info=bug)
 
     def _pause(self, now: float, failures: int) -> float:
         """Schedule the next start after ``failures`` consecutive failures; return the pause in seconds."""
@@ -213,14 +223,13 @@ class Child:
         return pause
 
 
-def cpu_seconds(pid: int) -> float:
-    """Return the CPU time of a process in seconds; 0 if it has ended, or the system does not tell."""
-    try:
-        user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
-    except (OSError, ValueError):
-        return 0.0
-    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
-
-
 def _exit_reason(code: int) -> str:
-    return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+    return f"exit code {code}" if code >= 0 else f"killed by {_signal_name(-code)}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # of the real-time signals, Python names the first and the last
+        is_real_time = signal.SIGRTMIN < number < signal.SIGRTMAX
+        return f"SIGRTMIN+{number - signal.SIGRTMIN}" if is_real_time else f"signal {number}"

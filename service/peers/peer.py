@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from bf16kit.errors import Bf16kitError, ConfigError, RequestError, RuntimeFailure, Unavailable
-from service.peers.channel import LONGEST, Body, Channel, close_all, written
+from service.peers.channel import LONGEST, Body, Channel, MessageTooLarge, close_all, written
 
 _log = logging.getLogger(__name__)
 _WAITING = 4096  # messages not sent yet; a process that leaves more of them unread counts as dead
 _WAITING_BYTES = 2 * LONGEST  # the same limit in bytes
-TELL_SECONDS = 1.0  # between two reports of a process' counters: if it dies, little is lost
 _ANSWER = "answer"  # the kind of message that answers another
 ENDED = "ended"  # the reason of an Unavailable: the process has ended, or has not begun
 _INTERNAL = "an unexpected error; the server's log has it"
@@ -70,20 +69,22 @@ class Peer:
     def abandon(self) -> None:
         """End the peer instead of starting it, or after :meth:`start` has failed."""
         self.close()
+        self._fail_pending()
         self._release()
 
     def tell(self, kind: str, body: Mapping[str, Any] | None = None, files: Sequence[int] = ()) -> None:
         """Send a message without waiting; do nothing once the peer has ended.
 
-        ``files`` are duplicated, and stay the caller's.
+        ``files`` are duplicated, and stay the caller's. A message that is too large is logged instead.
         """
-        self._send({"kind": kind, "body": {} if body is None else body}, files)
+        with contextlib.suppress(MessageTooLarge):
+            self._send({"kind": kind, "body": {} if body is None else body}, files)
 
     def ask(self, kind: str, body: Mapping[str, Any] | None = None, files: Sequence[int] = ()) -> Future[Body]:
         """Send a request as :meth:`tell` does, and return a future of its answer.
 
-        The future fails with the error of the other side, with Unavailable if the peer ends before it answers, or with
-        OSError if ``files`` cannot be sent.
+        The future fails with the error of the other side, with Unavailable if the peer ends before it answers, with
+        OSError if ``files`` cannot be sent, or with MessageTooLarge.
         """
         future: Future[Body] = Future()
         with self._lock:
@@ -95,7 +96,7 @@ class Peer:
             self._pending[number] = future
         try:
             self._send({"kind": kind, "body": {} if body is None else body, "ask": number}, files)
-        except OSError as error:  # no descriptor is left to duplicate the files
+        except (OSError, MessageTooLarge) as error:  # OSError: no descriptor is left to duplicate the files
             with self._lock:
                 unsent = self._pending.pop(number, None)
             if unsent is not None:
@@ -103,13 +104,19 @@ class Peer:
         return future
 
     def close(self) -> None:
-        """End the peer, from any thread. Requests without an answer fail."""
+        """End the peer, from any thread. Requests without an answer fail a moment later, on the reading thread.
+
+        They do not fail on this one: it may hold a lock that a request's callback waits for.
+        """
         with self._lock:
             self._closed = True
-            pending, self._pending = self._pending, {}
         self._channel.close()
         with contextlib.suppress(queue.Full):
             self._outgoing.put_nowait(None)
+
+    def _fail_pending(self) -> None:
+        with self._lock:
+            pending, self._pending = self._pending, {}
         for future in pending.values():
             future.set_exception(self._gone())
 
@@ -117,12 +124,12 @@ class Peer:
         return Unavailable(f"{self.name} of this server has ended; try again", ENDED)
 
     def _send(self, message: Body, files: Sequence[int]) -> None:
+        """Raises OSError without a descriptor for ``files``, and MessageTooLarge, which is logged here."""
         try:
             text = written(message, files)
-        except ValueError:
-            _log.exception("%s: the message %r cannot be written", self.name, message.get("kind"))
-            self.close()
-            return
+        except MessageTooLarge as error:
+            _log.error("%s: %r is not sent: %s", self.name, message["kind"], error)
+            raise
         with self._lock:
             if self._closed:
                 return
@@ -163,6 +170,7 @@ class Peer:
             _log.exception("%s: reading its messages failed", self.name)
         finally:
             self.close()
+            self._fail_pending()
             self._release()
             self._ended()
 
@@ -205,8 +213,12 @@ class Peer:
         elif error is not None and number is None:  # no one waits for the answer
             _log.warning("%s", error)
         if number is not None:
+            head = {"kind": _ANSWER, "to": number}
             payload = {"body": body or {}} if error is None else {"error": error_as_json(error)}
-            self._send({"kind": _ANSWER, "to": number, **payload}, ())
+            try:
+                self._send({**head, **payload}, ())
+            except MessageTooLarge as too_large:
+                self._send({**head, "error": error_as_json(too_large)}, ())
 
     def _on_answer(self, message: Body) -> None:
         with self._lock:

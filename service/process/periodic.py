@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable
 
-_log = logging.getLogger(__name__)
+from service.process.guard import Guard
 
 
 class PeriodicThread:
@@ -28,8 +27,6 @@ class PeriodicThread:
             self._thread.join()
 
     def _run(self) -> None:
+        guard = Guard()
         while not self._stopped.wait(self._seconds):
-            try:
-                self._tick()
-            except Exception:  # noqa: BLE001 -- this thread must live on
-                _log.exception("%s failed; it will run again", self._thread.name)
+            guard.run(self._thread.name, self._tick)

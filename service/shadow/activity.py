@@ -61,14 +61,15 @@ class ActivityTracker:
     def read(self, labels: Iterable[str]) -> dict[str, Activity]:
         """Return what is done with those of ``labels`` that are active.
 
-        One that is both being loaded and run counts as loading.
+        One that is both being loaded and run counts as loading. An entry that makes no sense is left out: a process
+        that crashes may have written anything.
         """
         by_digest = {_digest(label): label for label in labels}
         found: dict[str, Activity] = {}
         for offset in range(0, _BYTES, _SLOT_BYTES):
             label = by_digest.get(self._memory[offset + 1 : offset + _SLOT_BYTES])
             state = self._memory[offset]
-            if label is not None and state != _FREE and found.get(label) != "loading":
+            if label is not None and _FREE < state <= len(_ACTIVITIES) and found.get(label) != "loading":
                 found[label] = _ACTIVITIES[state - 1]
         return found
 

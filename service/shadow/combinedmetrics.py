@@ -33,7 +33,8 @@ class CombinedMetrics:
 
     def receive(self, report: Message) -> None:
         """Take over what the shadow has counted so far."""
-        self._shadow.update(NAME, map(Family.from_json, report.body["metrics"]))
+        body = report.body
+        self._shadow.update(NAME, map(Family.from_json, body["metrics"]), complete=body["complete"])
 
     def process_died(self) -> None:
         """Note that the shadow died. Its counts are kept."""
@@ -45,16 +46,20 @@ class CombinedMetrics:
 
     def expose(self, accept: str = "") -> tuple[bytes, str]:
         """See :meth:`Metrics.expose`; asks the shadow for its current counts first."""
-        request = self._ask_shadow()
-        if request is not None:
-            wait([when_received(request, lambda body: self.receive(Message(body)))], _TIMEOUT_SECONDS)
+        self._refresh()
         measured = self._shadow.families()
         return expose(merge(self._own.snapshot(), measured), accept) if measured else self._own.expose(accept)
 
     def samples(self, names: Iterable[str]) -> Iterator[Sample]:
-        """See :meth:`Metrics.samples`.
+        """See :meth:`Metrics.samples`; asks the shadow for its current counts first.
 
-        The shadow's samples are up to a second old. A series may appear twice if both count it; its value is the sum.
+        A series may appear twice if both count it; its value is the sum.
         """
+        self._refresh()
         names = list(names)
         return chain(self._own.samples(names), self._shadow.samples(names))
+
+    def _refresh(self) -> None:
+        request = self._ask_shadow()
+        if request is not None:
+            wait([when_received(request, lambda body: self.receive(Message(body)))], _TIMEOUT_SECONDS)

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import cached_property
 
 from service.drift.evidence import EvidenceRecorder
 from service.drift.observer import Outcome
@@ -31,8 +30,8 @@ class EarlySample:
 class MeasuredVersion:
     """A version whose samples are measured."""
 
-    desired: str
-    plan: Plan
+    plan: Plan  # without labels
+    digest: str  # of the plan with them, which samples and verdicts name
     metrics: ModelMetrics
     tokens: TokenBucket
     early: list[EarlySample] = field(default_factory=list)
@@ -42,11 +41,6 @@ class MeasuredVersion:
     recorder: EvidenceRecorder | None = None  # set if evidence is kept
     files: Mapping[str, str] = field(default_factory=dict)  # the artifact's files and their sha256
     reported: DriftVerdict | None = None  # the last verdict that the server was sent
-
-    @cached_property
-    def digest(self) -> str:
-        """The digest of the plan, which each verdict names."""
-        return self.plan.digest
 
     @property
     def policy(self) -> ShadowPolicy:

@@ -12,11 +12,12 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from bf16kit.errors import Unavailable
 from service.drift.shadow import QUEUE_SIZE
 from service.drift.verdict import DriftVerdict
+from service.models.plan import DesiredModel, Plan
 from service.peers.channel import Body
 from service.peers.child import Child
 from service.peers.peer import ENDED, Handler, Message, Peer
@@ -34,8 +35,8 @@ NAME = "the shadow"
 SILENT_SECONDS = 120.0
 _MAX_BYTES = 256 << 20  # of samples sent to it and not yet measured
 _MAX_SAMPLES = 2 * QUEUE_SIZE  # per model; the process drops samples beyond its queue, but only while it runs
-#: Whether a version is to be served as this desired model (JSON) says; it holds this version only.
-IsWanted = Callable[[str, int, str], bool]
+#: Returns the plan of this digest by which a model's version is to be served; None if there is none.
+FindPlan = Callable[[str, int, str], Plan | None]
 
 
 class _EarlyMessage(NamedTuple):
@@ -54,7 +55,7 @@ class ShadowProcess:
     ``counts`` receives its counts, ``process_died`` its death, and ``verdicts`` the verdicts on models' recent drift.
     ``on_forget`` is called when some of a model's versions will not be counted any more. These callbacks run on threads
     that must not block. ``shared``: several processes choose samples, and the policy's rate applies to all of them
-    together. ``is_wanted`` then says which versions they serve, because a sample may arrive after its model was
+    together. ``find_plan`` then knows the plans that they serve, because a sample may arrive after its model was
     unloaded everywhere else.
     """
 
@@ -67,14 +68,14 @@ class ShadowProcess:
         *,
         on_forget: Callable[[str, Collection[int]], None] = lambda model, versions: None,
         shared: bool = False,
-        is_wanted: IsWanted | None = None,
+        find_plan: FindPlan | None = None,
     ) -> None:
         self._config = config
         self._counts = counts
         self._on_death = on_death
         self._on_forget = on_forget
         self._shared = shared
-        self._is_wanted = is_wanted
+        self._find_plan = find_plan
         self._lock = threading.RLock()  # reporting a sample's outcome may call back into this class
         self._bytes_in_flight = 0
         self._in_flight: Counter[Key] = Counter()  # samples
@@ -82,7 +83,8 @@ class ShadowProcess:
         self._counts_request.set_result({})
         self._responding = False  # it has answered since it started, which takes a second or two
         self._early: list[_EarlyMessage] = []  # samples that came before it had started
-        self._desired_models: dict[Key, str] = {}  # the versions that it measures
+        self._started: Peer | None = None  # the peer to which the start has been sent, which must come first
+        self._plans: dict[Key, Plan] = {}  # of the versions that it measures
         self._off: dict[Key, str] = {}  # versions that stay off because they kill it again and again, and why
         self._gauges = LastGauges()
         self._crashes = CrashTracker()
@@ -96,7 +98,8 @@ class ShadowProcess:
 
     @property
     def peer(self) -> Peer | None:
-        return self._child.peer
+        started = self._started
+        return started if started is self._child.peer else None
 
     def ask_counts(self) -> Future[Body] | None:
         """Ask for its current counts; None if it does not run or has not answered yet, also since the last request."""
@@ -112,7 +115,7 @@ class ShadowProcess:
         return self._off.get((model, version), "")
 
     def maintain(self) -> None:
-        if self._desired_models or self._child.pid is not None:
+        if self._plans or self._child.pid is not None:
             self._child.maintain()
 
     def close(self) -> None:
@@ -127,46 +130,37 @@ class ShadowProcess:
             each.outcomes.set_exception(Unavailable(f"{NAME} of this server has ended", ENDED))
 
     def forward(self, message: Message) -> Future[Body]:
-        """Forward samples to the process.
+        """Forward a worker's samples to the process.
 
         The future gives their outcomes, or fails with Unavailable if the process dies with them. Raises OSError, or
         fails with it, if no file descriptor is left.
         """
-        outcomes: Future[Body] = Future()
-        body: Body = {**message.body, "shared": self._shared}
-        key = _key(body)
-        with self._lock:  # held until the samples are sent, so that "forget" for the model follows them
-            new = key not in self._desired_models
-            rejection = self._rejection(key, body)
-            if not rejection:
-                self._send_or_keep(body, message.files[0], outcomes)
-            if new:
-                self._report_gauges()
-        if rejection:
-            outcomes.set_result({"outcomes": [rejection] * len(body["samples"])})
-        return outcomes
+        body, find_plan = message.body, self._find_plan
+        return self._forward(
+            body, message.files[0], lambda: None if find_plan is None else find_plan(*_key(body), body["plan"])
+        )
 
-    def ask(self, kind: str, body: Mapping[str, object], files: list[int]) -> Future[Body]:
-        """Call :meth:`forward`, with the signature of a request to a supervisor."""
-        return self.forward(Message(dict(body), tuple(files)))
+    def ask(self, plan: Plan, kind: str, body: Mapping[str, object], files: list[int]) -> Future[Body]:
+        """Forward samples of the version loaded by ``plan`` in this process, as :meth:`forward` does."""
+        return self._forward(body, files[0], lambda: plan)
 
-    def forget(self, model: str, desired: str = "") -> None:
+    def forget(self, model: str, digest: str = "") -> None:
         """Drop the references of a model that was reloaded or unloaded.
 
-        With ``desired``, only the version loaded by it; else all of its versions that are not wanted as they were.
+        With ``digest``, only the version loaded by this plan; else all versions that are not wanted as they were.
         """
 
         def is_gone(key: Key, known: str) -> bool:
-            if desired:
-                return key[0] == model and known == desired
-            return key[0] == model and (self._is_wanted is None or not self._is_wanted(*key, known))
+            if digest:
+                return key[0] == model and known == digest
+            return key[0] == model and (self._find_plan is None or self._find_plan(*key, known) is None)
 
         with self._lock:
-            gone = [key for key, known in self._desired_models.items() if is_gone(key, known)]
+            gone = [key for key, known in self._plans.items() if is_gone(key, known.digest)]
             for key in gone:
-                del self._desired_models[key]
+                del self._plans[key]
                 self._off.pop(key, None)
-            early = [each for each in self._early if is_gone(each.key, each.body["wish"])]
+            early = [each for each in self._early if is_gone(each.key, each.body["plan"])]
             self._early = [each for each in self._early if each not in early]
             peer = self.peer
             request = peer.ask("forget", {"keys": gone}) if peer is not None and gone else None
@@ -193,13 +187,30 @@ class ShadowProcess:
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _rejection(self, key: Key, body: Body) -> str:
+    def _forward(self, body: Mapping[str, Any], file: int, find_plan: Callable[[], Plan | None]) -> Future[Body]:
+        outcomes: Future[Body] = Future()
+        body = {**body, "shared": self._shared}
+        key = _key(body)
+        with self._lock:  # held until the samples are sent, so that "forget" for the model follows them
+            plan, new = find_plan(), key not in self._plans
+            # Without a plan they were in flight while their model was unloaded.
+            rejection = "dropped" if plan is None else self._rejection(key, plan, body)
+            if not rejection:
+                self._send_or_keep(body, file, outcomes)
+            if new and plan is not None:
+                self._report_gauges()
+        if rejection:
+            outcomes.set_result({"outcomes": [rejection] * len(body["samples"])})
+        return outcomes
+
+    def _rejection(self, key: Key, plan: Plan, body: Body) -> str:
         """Return the outcome of these samples if they are not to be sent, else "". The caller holds the lock."""
-        if self._is_wanted is not None and not self._is_wanted(*key, body["wish"]):
-            return "dropped"  # in flight while their model was unloaded
-        if self._desired_models.get(key) != body["wish"]:
+        known = self._plans.get(key)
+        if known is None or known.digest != plan.digest:
             self._off.pop(key, None)  # it applied to the version loaded before
-            self._desired_models[key] = body["wish"]
+            self._plans[key] = plan
+            if (peer := self.peer) is not None:
+                _measure(peer, key, plan)
         if key in self._off:
             return "failed"
         room = self._bytes_in_flight + int(body["nbytes"]) <= _MAX_BYTES and self._in_flight[key] < _MAX_SAMPLES
@@ -243,9 +254,9 @@ class ShadowProcess:
             os.close(tracker_memory)
         with self._lock:
             early, self._early = self._early, []
-            for key, desired in self._desired_models.items():
+            for key, plan in self._plans.items():
                 if key not in self._off:
-                    peer.tell("measure", {"wish": desired})
+                    _measure(peer, key, plan)
             for each in early:  # a concurrent "forget" for a model follows them
                 if each.key not in self._off:
                     self._send(peer, each.body, each.file, each.outcomes)
@@ -253,6 +264,7 @@ class ShadowProcess:
                     self._release(each.body)
                     each.outcomes.set_result({"outcomes": ["failed"] * len(each.body["samples"])})
                 os.close(each.file)
+            self._started = peer
 
     def _receive_counts(self, message: Message) -> None:
         with self._lock:  # _report_gauges() meanwhile would look like counters that restart
@@ -268,12 +280,14 @@ class ShadowProcess:
 
     def _with_gauges(self, counts: Body) -> Body:
         """Return its counts, with expected references that it does not mention marked as down."""
+        if not counts["complete"]:  # nothing has changed
+            return counts
         self._gauges.keep(counts["metrics"])
         return {**counts, "metrics": self._gauges.with_missing_down(counts["metrics"], self._known())}
 
     def _known(self) -> list[Key]:
         with self._lock:
-            return list(self._desired_models)
+            return list(self._plans)
 
     def _handle_death(self) -> None:
         """Handle its death: its counts and its list of models are kept, and a reference that killed it stays off."""
@@ -290,7 +304,8 @@ class ShadowProcess:
     def _report_gauges(self) -> None:
         """Report what outlives it for its models, unless it reports itself. The caller holds the lock."""
         if not self._responding:
-            self._counts(Message({"metrics": self._gauges.after_death(self._known()), "statistics": []}))
+            families = self._gauges.after_death(self._known())
+            self._counts(Message({"metrics": families, "complete": True, "statistics": []}))
 
     def _forget(self, model: str, versions: Collection[int], done: Future[Body]) -> None:
         if done.exception() is None:
@@ -298,5 +313,11 @@ class ShadowProcess:
         self._on_forget(model, versions)
 
 
-def _key(body: Body) -> Key:
+def _measure(peer: Peer, key: Key, plan: Plan) -> None:
+    """Have the process measure the version that was loaded by this plan. Samples name it by its digest."""
+    desired = DesiredModel(key[0], (plan.without_labels(),)).to_json()
+    peer.tell("measure", {"desired": desired, "plan": plan.digest})
+
+
+def _key(body: Mapping[str, Any]) -> Key:
     return body["model"], int(body["version"])

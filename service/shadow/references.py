@@ -28,7 +28,7 @@ from service.models.livecomparison import new_comparison
 from service.models.opening import OpenedArtifact, open_artifact
 from service.models.plan import DesiredModel
 from service.peers.channel import Body, Channel
-from service.peers.peer import TELL_SECONDS, Message, Peer
+from service.peers.peer import Message, Peer
 from service.peers.signals import leave_signals_to_the_parent
 from service.process.heap import HeapTrimmer, bound_heap
 from service.process.logs import configure
@@ -42,6 +42,7 @@ from service.shadow.samples import unpack
 from service.telemetry.metrics import Metrics
 
 _log = logging.getLogger(__name__)
+_VERDICT_SECONDS = 1.0  # between two verdicts of the same status
 MEASURED = "bf16kit_drift_"  # prefix of the metrics counted here; serving processes count the others
 
 
@@ -77,19 +78,19 @@ class References:
         """Measure until the server ends or closes the channel. Never returns."""
         self._peer.start()
         HeapTrimmer().start()
-        PeriodicThread("counting", TELL_SECONDS, self._report).start()
+        PeriodicThread("verdicts", _VERDICT_SECONDS, self._report).start()
         self._ended.wait()
         os._exit(0)  # a reference may be running, and its result is not needed
 
     def _report(self) -> None:
-        self._peer.tell("counts", self._counts())
         with self._lock:
             models = list(self._models.values())
         for model in models:
             self._report_verdict(model)
 
     def _counts(self) -> Body:
-        return {"metrics": [family.as_json() for family in self._metrics.snapshot(MEASURED)], "statistics": []}
+        families, complete = self._metrics.report(MEASURED)
+        return {"metrics": [family.as_json() for family in families], "complete": complete, "statistics": []}
 
     def _evidence_of(self, name: str, version: int) -> bytes:
         """Raises NotFound if there is none."""
@@ -109,20 +110,36 @@ class References:
         if (path := message.body["reference_ca"]) is not None:
             self._reference_ca = Path(path)
         self._tracker = ActivityTracker(message.files[0], one_by_one=message.body["one_by_one"])
+        self._peer.tell("counts", self._counts())  # from now on it answers when it is asked
 
     def _measure(self, message: Message) -> None:
+        """Measure a version. It replaces the same version loaded by another plan."""
+        desired, digest = DesiredModel.from_json(message.body["desired"]), message.body["plan"]
+        (plan,) = desired.plans
+        key = desired.name, plan.version
         with self._lock:
-            self._find_or_add(message.body["wish"])
+            known = self._models.get(key)
+            if known is not None and known.digest == digest:
+                return
+            if known is not None:
+                self._close(known)
+            tokens = TokenBucket(plan.serving.shadow.max_per_second)
+            model = MeasuredVersion(plan, digest, self._metrics.add(*key), tokens)
+            model.metrics.reference_up(False)
+            self._models[key] = model
+            self._opening.submit(self._open, key, model)
 
     def _receive_samples(self, message: Message) -> Future[Body]:
         body = message.body
         samples = unpack(body, message.files[0])
         outcomes = Outcomes(len(samples))
         with self._lock:
-            model = self._find_or_add(body["wish"])
+            model = self._models.get((body["model"], body["version"]))
             for at, sample in enumerate(samples):
+                if model is None or model.digest != body["plan"]:
+                    outcomes.record(at, "dropped")  # another has been loaded in its place
                 # Each sender keeps to the rate; this enforces it for all together.
-                if body["shared"] and not model.tokens.try_acquire():
+                elif body["shared"] and not model.tokens.try_acquire():
                     outcomes.record(at, "dropped")
                 else:
                     model.put(sample, partial(outcomes.record, at))
@@ -143,26 +160,6 @@ class References:
         return self._counts()
 
     # --- models, with the lock held -----------------------------------------------------------------------------------
-
-    def _find_or_add(self, desired_json: str) -> MeasuredVersion:
-        """Return the measured version for this desired model. It replaces the same version loaded by another plan."""
-        known = next((model for model in self._models.values() if model.desired == desired_json), None)
-        if known is not None:
-            return known
-        desired = DesiredModel.from_json(desired_json)
-        (plan,) = desired.plans
-        key = desired.name, plan.version
-        known = self._models.get(key)
-        if known is not None and known.plan == plan:
-            return known
-        if known is not None:
-            self._close(known)
-        tokens = TokenBucket(plan.serving.shadow.max_per_second)
-        model = MeasuredVersion(desired_json, plan, self._metrics.add(*key), tokens)
-        model.metrics.reference_up(False)
-        self._models[key] = model
-        self._opening.submit(self._open, key, model)
-        return model
 
     def _close(self, model: MeasuredVersion) -> None:
         """Stop measuring a model. Its thread frees the reference after its current sample."""
@@ -225,7 +222,7 @@ class References:
     def _update_verdict(self, model: MeasuredVersion, verdict: Callable[[], DriftVerdict]) -> None:
         """Update the verdict after each sample.
 
-        Changes are reported at once, everything else together with the counts.
+        Changes are reported at once, everything else once a second.
         """
         model.verdict = verdict().with_plan(model.digest)
         if model.reported is None or model.verdict.status != model.reported.status:

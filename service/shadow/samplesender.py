@@ -6,13 +6,12 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from functools import cached_property
 
 from bf16kit.errors import Unavailable
 from service.drift.backgroundqueue import BackgroundQueue
 from service.drift.observer import Outcome, OutcomeObserver
 from service.drift.sampling import Sample
-from service.models.plan import DesiredModel, Plan
+from service.models.plan import Plan
 from service.peers.channel import Body
 from service.shadow.samples import pack
 
@@ -27,7 +26,7 @@ class PlanSampleSender:
     """A :class:`service.drift.sampling.SampleSender` for one model, loaded by ``plan``.
 
     ``ask`` sends a request to the leading process. ``on_finish`` is called when no more samples will come, with the
-    model's name and what was loaded, as JSON. Samples are sent together a moment later, from a separate thread. The
+    model's name and the plan's digest. Samples are sent together a moment later, from a separate thread. The
     thread that answers a request therefore waits neither for system calls nor for Python's lock after each
     (docs/decisions/0055).
     """
@@ -37,7 +36,7 @@ class PlanSampleSender:
         name: str,
         plan: Plan,
         ask: Ask,
-        on_finish: Callable[[str, str], None] = lambda name, desired: None,
+        on_finish: Callable[[str, str], None] = lambda name, plan: None,
         *,
         gather_s: float = GATHER_S,
     ) -> None:
@@ -47,10 +46,6 @@ class PlanSampleSender:
         self._on_finish = on_finish
         self._logged = False
         self._queue = BackgroundQueue[_Item](f"{name}-samples", self._process, gather_s=gather_s)
-
-    @cached_property
-    def _desired(self) -> str:
-        return DesiredModel(self._name, (self._plan,)).to_json()
 
     def send(self, sample: Sample, observer: OutcomeObserver) -> None:
         """See :meth:`service.drift.sampling.SampleSender.send`."""
@@ -67,7 +62,7 @@ class PlanSampleSender:
         for sample, observer in self._queue.end():
             observer.sampled("dropped", sample.rows)
         self._queue.join()  # samples sent after on_finish() would have the model measured again
-        self._on_finish(self._name, self._desired)
+        self._on_finish(self._name, self._plan.digest)
 
     # --- the thread ---------------------------------------------------------------------------------------------------
 
@@ -80,7 +75,7 @@ class PlanSampleSender:
 
     def _send(self, items: Sequence[_Item]) -> None:
         pending = _without_arrays(items)
-        model = {"model": self._name, "version": self._plan.version, "wish": self._desired}
+        model = {"model": self._name, "version": self._plan.version, "plan": self._plan.digest}
         body, file = pack([sample for sample, _ in items])
         try:
             response = self._ask("samples", {**body, **model}, [file])

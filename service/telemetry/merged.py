@@ -1,7 +1,8 @@
 """Combines several processes' metrics into one server's: counters and histograms are summed, gauges use their mode.
 
-A process reports everything it counts, repeatedly; its newest report counts. When a process dies, its gauges disappear
-but its counters stay: otherwise the server's counters would fall at a restart. Independent of prometheus_client.
+A process reports what it counts when it is asked, and leaves out what has not changed; its newest report counts. When a
+process dies, its gauges disappear but its counters stay: otherwise the server's counters would fall at a restart.
+Independent of prometheus_client.
 """
 
 from __future__ import annotations
@@ -81,11 +82,17 @@ class MergedMetrics:
         self._latest: dict[str, Mapping[str, Family]] = {}  # by process, then by name
         self._kept: dict[tuple[str, ...], tuple[Family, Series]] = {}  # counts of series and processes that are gone
 
-    def update(self, process: str, families: Iterable[Family]) -> None:
-        """Replace ``process``' report by its newest one. The previous value of a counter that restarted is kept."""
+    def update(self, process: str, families: Iterable[Family], *, complete: bool = True) -> None:
+        """Replace ``process``' report by its newest one. The previous value of a counter that restarted is kept.
+
+        Families that are missing in a report that is not ``complete`` have not changed.
+        """
         newest = {family.name: family for family in families}
         with self._lock:
-            for name, family in self._latest.get(process, {}).items():
+            before = self._latest.get(process, {})
+            if not complete:
+                newest = {**before, **newest}
+            for name, family in before.items():
                 if family.cumulative:
                     now = newest.get(name)
                     self._keep(family, {} if now is None else {each.key: each.value for each in now.series})
@@ -106,18 +113,24 @@ class MergedMetrics:
 
     def families(self) -> list[Family]:
         """Return the whole server's families, in the order of their first report."""
+        return self._merged(None)
+
+    def _merged(self, names: Collection[str] | None) -> list[Family]:
+        """Return the families, with all series or with those of these names."""
         with self._lock:
             live = {each.model for families in self._latest.values() for f in families.values() for each in f.series}
             needed = live | {None} | set(self._served())
             self._drop(lambda key: key not in needed)
-            kept = (replace(family, series=[series]) for family, series in self._kept.values())
-            return merge(kept, *(families.values() for families in self._latest.values()))
+            kept = [replace(family, series=[series]) for family, series in self._kept.values()]
+            reports = [kept, *(list(families.values()) for families in self._latest.values())]
+        if names is not None:
+            reports = [[_only(family, names) for family in families] for families in reports]
+        return merge(*reports)
 
     def samples(self, names: Iterable[str]) -> Iterator[Series]:
         """Yield the series with these sample names."""
-        wanted = set(names)
-        for family in self.families():
-            yield from (series for series in family.series if series.name in wanted)
+        for family in self._merged(set(names)):
+            yield from family.series
 
     def _keep(self, family: Family, now: Mapping[tuple[str, ...], float]) -> None:
         """Keep the values of ``family``'s series that fell or are missing in ``now``. The caller holds the lock."""
@@ -129,6 +142,10 @@ class MergedMetrics:
 
     def _drop(self, condition: Callable[[tuple[str, str] | None], bool]) -> None:
         self._kept = {key: kept for key, kept in self._kept.items() if not condition(kept[1].model)}
+
+
+def _only(family: Family, names: Collection[str]) -> Family:
+    return replace(family, series=[series for series in family.series if series.name in names])
 
 
 def merge(*many: Iterable[Family]) -> list[Family]:

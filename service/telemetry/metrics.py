@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 
 from prometheus_client import (
     CollectorRegistry,
@@ -28,7 +29,7 @@ from service.request import REFUSALS
 from service.telemetry import vocabulary
 from service.telemetry.families import Families, FamilyFactory
 from service.telemetry.merged import Exemplar, Family, Mode, Series
-from service.telemetry.modelmetrics import ModelMetrics
+from service.telemetry.modelmetrics import Changes, ModelMetrics
 
 
 class Metrics:
@@ -36,6 +37,8 @@ class Metrics:
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self._registry = registry or CollectorRegistry()
+        self._process = CollectorRegistry()  # of this process itself
+        self._changes = Changes()
         factory = FamilyFactory(self._registry)
         self._modes, self._families = factory.modes, Families(factory)
         self._models: dict[tuple[str, int], ModelMetrics] = {}
@@ -51,7 +54,7 @@ class Metrics:
         )
         self._traced = {outcome: traced.labels(outcome) for outcome in vocabulary.TRACE_OUTCOMES}
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
-            collector(registry=self._registry)
+            collector(registry=self._process)
 
     def add(self, model: str, version: int) -> ModelMetrics:
         """Create this model version's series, all with value 0, in place of existing ones.
@@ -59,7 +62,8 @@ class Metrics:
         A holder of the replaced series may still count on them, but they are not exposed any more.
         """
         self._drop(model, version)
-        series = self._models[model, version] = ModelMetrics(self._families, model, version)
+        series = self._models[model, version] = ModelMetrics(self._families, model, version, self._changes)
+        self._changes.pending = True
         return series
 
     def remove(self, series: ModelMetrics) -> None:
@@ -73,14 +77,17 @@ class Metrics:
             series.exposed = False
             for family in self._families.all():
                 family.remove_by_labels({"model": model, "version": str(version)})
+            self._changes.pending = True
 
     def traced(self, outcome: vocabulary.TraceOutcome, traces: int) -> None:
         """Count the outcome of traced requests."""
         self._traced[outcome].inc(traces)
+        self._changes.pending = True
 
     def refused(self, reason: str) -> None:
         """Count a rejection before a model was known. A reason outside :data:`REFUSALS` counts as ``other``."""
         self._refused.get(reason, self._refused["other"]).inc()
+        self._changes.pending = True
 
     def samples(self, names: Iterable[str]) -> Iterator[Sample]:
         """Yield the current samples of these names. Much cheaper than :meth:`expose`."""
@@ -89,10 +96,21 @@ class Metrics:
 
     def snapshot(self, prefix: str = "") -> list[Family]:
         """Return all families whose names begin with ``prefix``, to be added to other processes'."""
-        collected = _WithoutCreationTimes(self._registry).collect()
+        return self._snapshot(prefix, self._registry, self._process)
+
+    def report(self, prefix: str = "") -> tuple[list[Family], bool]:
+        """Return :meth:`snapshot`, and whether it is complete.
+
+        If nothing has changed since the last call, it has only the families of the process itself.
+        """
+        if self._changes.take():
+            return self.snapshot(prefix), True
+        return self._snapshot(prefix, self._process), False
+
+    def _snapshot(self, prefix: str, *registries: CollectorRegistry) -> list[Family]:
         return [
             _family(metric, self._modes.get(metric.name, "sum"))
-            for metric in collected
+            for metric in _WithoutCreationTimes(*registries).collect()
             if metric.name.startswith(prefix)
         ]
 
@@ -101,7 +119,7 @@ class Metrics:
 
         An invalid Accept header is treated as a missing one.
         """
-        return _encoded(_WithoutCreationTimes(self._registry), accept)
+        return _encoded(_WithoutCreationTimes(self._registry, self._process), accept)
 
 
 def expose(families: Iterable[Family], accept: str = "") -> tuple[bytes, str]:
@@ -158,12 +176,12 @@ def _encoder(accept: str) -> tuple[Callable[[Collector], bytes], str]:
 
 
 class _WithoutCreationTimes(Collector):
-    """The registry without the ``…_created`` series, which double its size and tell an operator nothing."""
+    """Registries without the ``…_created`` series, which double their size and tell an operator nothing."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
+    def __init__(self, *registries: CollectorRegistry) -> None:
+        self._registries = registries
 
     def collect(self) -> Iterator[Metric]:
-        for family in self._registry.collect():
+        for family in chain.from_iterable(registry.collect() for registry in self._registries):
             family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
             yield family

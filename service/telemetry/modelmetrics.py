@@ -30,11 +30,29 @@ class _OutputSeries:
     top1: tuple[Counter, Counter] | None  # matches, rows; for logits only
 
 
-class ModelMetrics:
-    """The series of one generation of a model version, looked up once so that requests do not pay for lookups."""
+class Changes:
+    """Whether the series of models have changed. Collecting them takes a millisecond a model, so idle ones are not."""
 
-    def __init__(self, families: Families, model: str, version: int) -> None:
+    __slots__ = ("pending",)
+
+    def __init__(self) -> None:
+        self.pending = True
+
+    def take(self) -> bool:
+        """Return whether there are changes; from now on only later ones count."""
+        pending, self.pending = self.pending, False
+        return pending
+
+
+class ModelMetrics:
+    """The series of one generation of a model version, looked up once so that requests do not pay for lookups.
+
+    Each method notes the change last: one that is noted before it is made could be overlooked.
+    """
+
+    def __init__(self, families: Families, model: str, version: int, changes: Changes) -> None:
         self.model, self.version = model, version
+        self._changes = changes
         self.exposed = True  # False once others have replaced them, or the model is unloaded
         self._families = families
         self._labels = (model, str(version))
@@ -46,9 +64,7 @@ class ModelMetrics:
         self._rows, self._executions = self._child(f.rows), self._child(f.executions)
         self._request_seconds, self._queue_seconds = self._child(f.request_seconds), self._child(f.queue_seconds)
         self._compute_seconds, self._batch_rows = self._child(f.compute_seconds), self._child(f.batch_rows)
-        # Bound methods of prometheus_client, called directly because they run once or twice per request.
-        self.queued = self._child(f.queue_depth).inc
-        self.in_flight = self._child(f.in_flight).inc
+        self._queue_depth, self._in_flight = self._child(f.queue_depth), self._child(f.in_flight)
         self._ready, self._load_seconds = self._child(f.ready), self._child(f.load_seconds)
         self._weight_bytes = self._child(f.weight_bytes)
         self._outputs: dict[str, _OutputSeries] = {}
@@ -96,6 +112,7 @@ class ModelMetrics:
             )
             self._child(f.effective_samples, spec.name)
             self._child(f.changes, spec.name)
+        self._changes.pending = True
 
     def loaded(self, info: RuntimeInfo, baseline: Mapping[str, Mapping[str, float]]) -> None:
         """Set what is known once the runtime is loaded.
@@ -107,13 +124,25 @@ class ModelMetrics:
         for output, metrics in baseline.items():
             for metric, value in metrics.items():
                 self._child(self._families.baseline, output, metric).set(value)
+        self._changes.pending = True
 
     def ready(self, is_ready: bool, load_seconds: float | None = None) -> None:
         self._ready.set(1 if is_ready else 0)
         if load_seconds is not None:
             self._load_seconds.set(load_seconds)
+        self._changes.pending = True
 
     # --- requests -----------------------------------------------------------------------------------------------------
+
+    def queued(self, change: int) -> None:
+        """Count requests that begin (1) or end (−1) to wait for a batch."""
+        self._queue_depth.inc(change)
+        self._changes.pending = True
+
+    def in_flight(self, change: int) -> None:
+        """Count requests that have come (1) or are over (−1)."""
+        self._in_flight.inc(change)
+        self._changes.pending = True
 
     def request(self, observation: Observation) -> None:
         """Count a request that is over.
@@ -129,21 +158,25 @@ class ModelMetrics:
         self._request_seconds.observe(observation.seconds, exemplar)
         if observation.timings is not None:
             self._queue_seconds.observe(observation.timings.queue, exemplar)
+        self._changes.pending = True
 
     def rejected(self, reason: str) -> None:
         """Count a rejected request. ``reason`` is one of :data:`~service.telemetry.vocabulary.REJECTIONS`."""
         self._rejected[reason].inc()
+        self._changes.pending = True
 
     def executed(self, rows: int, seconds: float) -> None:
         self._executions.inc()
         self._rows.inc(rows)
         self._batch_rows.observe(rows)
         self._compute_seconds.observe(seconds)
+        self._changes.pending = True
 
     # --- drift --------------------------------------------------------------------------------------------------------
 
     def sampled(self, outcome: vocabulary.Outcome, samples: int) -> None:
         self._samples[outcome].inc(samples)
+        self._changes.pending = True
 
     def drift(self, output: str, sample: SampleDrift, weight: float = 1.0) -> None:
         """Observe the drift of one sample (row) of one output, which stands for ``weight`` rows.
@@ -158,6 +191,7 @@ class ModelMetrics:
         if series.top1 is not None:
             series.top1[0].inc(sample.top1_matches * weight)
             series.top1[1].inc(sample.top1_rows * weight)
+        self._changes.pending = True
 
     def budget_ratio(self, output: str, metric: str, ratio: float, low: float, high: float) -> None:
         """Set recent drift ÷ budget and its 95 % interval.
@@ -167,22 +201,26 @@ class ModelMetrics:
         f = self._families
         for family, value in ((f.budget_ratio, ratio), (f.budget_ratio_low, low), (f.budget_ratio_high, high)):
             self._set_late_gauge(family, value, output, metric)
+        self._changes.pending = True
 
     def worst_slice(self, output: str, axis: int, index: int) -> None:
         """Set where the slice with the largest error is."""
         self._set_late_gauge(self._families.worst_slice_axis, axis, output)
         self._set_late_gauge(self._families.worst_slice_index, index, output)
+        self._changes.pending = True
 
     def recent(self, output: str, effective_samples: float, change_score: float | None) -> None:
         """Set the effective sample size and the change detector's sum ÷ threshold (None: not calibrated yet)."""
         self._set_late_gauge(self._families.effective_samples, effective_samples, output)
         if change_score is not None:
             self._set_late_gauge(self._families.change_score, change_score, output)
+        self._changes.pending = True
 
     def changed(self, output: str) -> None:
         """Count an alarm of the change detector."""
         if self.exposed:
             self._child(self._families.changes, output).inc()
+        self._changes.pending = True
 
     def out_of_range(self, name: str, rows: int) -> None:
         """Count measured rows of an input outside its calibrated range.
@@ -191,6 +229,7 @@ class ModelMetrics:
         """
         if self.exposed:
             self._child(self._families.out_of_range, name).inc(rows)
+        self._changes.pending = True
 
     def reference_nonfinite(self, rows: int) -> None:
         """Count rows that are left out because an output of the reference is not finite."""
@@ -204,35 +243,43 @@ class ModelMetrics:
         self._over_budget.set(1 if over else 0)
         for name, series in self._causes.items():
             series.set(1 if name == cause else 0)
+        self._changes.pending = True
 
     def last_sample(self, at: float) -> None:
         """Set when drift was last measured, in Unix seconds."""
         self._set_late_gauge(self._families.last_sample, at)
+        self._changes.pending = True
 
     def reference_up(self, up: bool) -> None:
         """Set whether the fp32 reference answers. Never called if none is configured."""
         self._set_late_gauge(self._families.reference_up, 1 if up else 0)
+        self._changes.pending = True
 
     # --- fallback and golden gate -------------------------------------------------------------------------------------
 
     def answered(self, precision: vocabulary.Precision) -> None:
         """Count a request answered in this precision."""
         self._answers[precision].inc()
+        self._changes.pending = True
 
     def fallback(self, active: bool) -> None:
         """Set whether fp32 answers instead of bf16."""
         self._fallback_active.set(1 if active else 0)
+        self._changes.pending = True
 
     def fallback_failed(self) -> None:
         """Count a failure to load fp32 for answering."""
         self._fallback_failures.inc()
+        self._changes.pending = True
 
     def transition(self, to: vocabulary.Precision) -> None:
         """Count a change of the precision that answers."""
         self._transitions[to].inc()
+        self._changes.pending = True
 
     def gate(self, outcome: vocabulary.GateOutcome, at: float) -> None:
         """Count a run of the golden gate at Unix time ``at``. An ``error``, which gives no result, is not passed."""
         self._gate_runs[outcome].inc()
         self._set_late_gauge(self._families.gate_passed, 1 if outcome == "passed" else 0)
         self._set_late_gauge(self._families.gate_at, at)
+        self._changes.pending = True

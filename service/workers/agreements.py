@@ -25,7 +25,7 @@ class Agreements:
         self._lock = threading.Lock()
 
     def answer(self, worker: str, message: Message) -> Body:
-        """Return the profile chosen for a plan's key.
+        """Return the profile chosen for a plan, by its digest.
 
         The worker's own ``profile`` is chosen if there is none yet; "" only asks.
         """
@@ -43,7 +43,7 @@ class AgreementProxy:
     """A worker's :class:`service.models.agreement.Agreement`. ``ask`` sends a request to the supervisor."""
 
     def __init__(self, plan: Plan, ask: Callable[[str, Mapping[str, Any]], Future[Body]]) -> None:
-        self._plan = plan.key()
+        self._plan = plan.digest
         self._ask = ask
 
     def known(self) -> str:

@@ -96,7 +96,7 @@ class ModelChanges:
         if first is None:
             raise Unavailable("no worker of this server is running; try again")
         try:
-            self._fleet.ask_one(first, "want", {"wish": desired.to_json()}).result()
+            self._fleet.ask_to_serve(first, desired).result()
         except Bf16kitError:
             self._failed[desired.name] = desired
             if before is not None and not _serves_as_before(desired, before):
@@ -109,7 +109,7 @@ class ModelChanges:
 
         Return the first error of one that still runs: a dead one gets it anyway.
         """
-        pending = {name: self._fleet.ask_one(name, "want", {"wish": desired.to_json()}) for name in names}
+        pending = {name: self._fleet.ask_to_serve(name, desired) for name in names}
         wait(pending.values())
         for name, future in pending.items():
             error = future.exception()

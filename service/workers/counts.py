@@ -15,7 +15,9 @@ from service.telemetry.metrics import Metrics, expose
 from service.workers.statistics import MergedStatistics, StatisticsByVersion, from_json
 from service.workers.view import Key
 
-_TIMEOUT_SECONDS = 2.0  # wait for the processes' current counts; of those that are late, the last report counts
+# Wait for the processes' current counts; of those that are late, the last report counts. The history asks every ten
+# seconds, so a process that dies takes at most the counts of that time with it, which nobody has seen.
+_TIMEOUT_SECONDS = 2.0
 Ask = Callable[[], Mapping[str, Future[Body]]]  # returns every running process' answer, by its name
 
 
@@ -33,7 +35,7 @@ class Counting:
 
     def receive(self, process: str, report: Mapping[str, Any]) -> None:
         """Take over what ``process`` has counted so far. Reports must come in the order they were sent."""
-        self._metrics.update(process, map(Family.from_json, report["metrics"]))
+        self._metrics.update(process, map(Family.from_json, report["metrics"]), complete=report["complete"])
         self._statistics.update(process, from_json(report["statistics"]))
 
     def process_died(self, process: str) -> None:
@@ -52,8 +54,8 @@ class Counting:
         return expose(self._metrics.families(), accept)
 
     def samples(self, names: Iterable[str]) -> Iterator[Series]:
-        """See :meth:`Metrics.samples`. The samples are up to a second old."""
-        self._metrics.update("", self._own.snapshot())
+        """See :meth:`Metrics.samples`; asks for current counts first."""
+        self.refresh()
         return self._metrics.samples(names)
 
     def statistics(self) -> StatisticsByVersion:
@@ -62,7 +64,7 @@ class Counting:
         return self._statistics.sum()
 
     def statistics_of(self, name: str, version: int) -> StatisticsSnapshot:
-        """Return a version's statistics, up to a second old."""
+        """Return a version's statistics, as old as the last counts."""
         return self._statistics.of(name, version)
 
     def refresh(self) -> None:

@@ -30,11 +30,10 @@ def describe(model: Model) -> dict[str, Any]:
         "max_batch_size": model.max_batch_size,
         "max_queue_delay_s": model.max_queue_delay_s,
         "instances": model.instances,
-        "formats": dict(model.semantics.formats),  # labels are only needed for responses, and there are many
         "bounds": {"dims": dict(model.bounds.dims), "response_bytes": model.bounds.response_bytes},
         "info": asdict(model.info),
         "scheduling": asdict(model.scheduling),
-        "meaning": asdict(model.semantics),
+        "formats": dict(model.semantics.formats),  # labels are only needed for responses, and there are many
         "golden": model.golden,
         "answering": asdict(model.active_precision),
         "budget": dict(model.budget),
@@ -63,7 +62,6 @@ class ModelDescription:
         self.semantics = TensorSemantics(formats=fields["formats"])
         self.info = RuntimeInfo(**fields["info"])
         self.scheduling = _scheduling(fields["scheduling"])
-        self.semantics = TensorSemantics(**fields["meaning"])
         self.golden: str = fields["golden"]
         self.active_precision = ActivePrecision(**fields["answering"])
         self.budget: Mapping[str, float] = fields["budget"]

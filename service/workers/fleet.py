@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import nullcontext
 from typing import Any
 
-from bf16kit.errors import Unavailable
-from service.models.plan import DesiredModel
+from bf16kit.errors import RuntimeFailure, Unavailable
+from service.models.plan import DesiredModel, Plan
 from service.peers.channel import Body
 from service.peers.child import SILENT_SECONDS, Child
 from service.peers.peer import ENDED, Answer, Handler, Message, Peer
+from service.peers.textfile import text_file
 from service.process.config import ServerConfig
+from service.process.guard import Guard
 from service.process.stop import Ending
 from service.sharedmemory import open_regions
 from service.workers.placement import VISIBLE, gpu_for, gpus
@@ -57,10 +60,12 @@ class Fleet:
         self._handlers = dict(handlers or {})
         self._on_death = on_death
         self._lock = threading.Lock()
+        self._guard = Guard()
         self._retired = False
         self._reports: list[Report | None] = [None] * config.workers
         self._callbacks: list[Callable[[], None]] = []
-        self.view = self._merged_view()
+        self.view = View()
+        self._refresh_view()
         available = gpus(os.environ) if config.device in ("auto", "cuda") else []
         self.workers = [self._worker(index, available, silent_seconds) for index in range(config.workers)]
 
@@ -91,27 +96,37 @@ class Fleet:
         with self._lock:
             self._state.pop((kind, name), None)
 
-    def wants(self, model: str, version: int, desired: str) -> bool:
-        """Whether ``desired`` (JSON) is the one this version is to be served by, or is being tried with."""
+    def plan(self, model: str, version: int, digest: str) -> Plan | None:
+        """Return the plan of this digest, if this version is to be served by it, or is being tried with it."""
         with self._lock:
             desired_models = [each for each in (self._desired_models.get(model), self._trying) if each is not None]
-        plans = [
-            plan for each in desired_models if each.name == model for plan in each.plans if plan.version == version
-        ]
-        return any(DesiredModel(model, (plan,)).to_json() == desired for plan in plans)
+        plans = (plan for each in desired_models if each.name == model for plan in each.plans)
+        return next((plan for plan in plans if plan.version == version and plan.digest == digest), None)
 
     def ask(self, kind: str, body: Mapping[str, Any] | None = None) -> dict[str, Future[Body]]:
         """Ask every running worker, by name. Those that already serve come first."""
         return {name: self.ask_one(name, kind, body) for name in self.running}
 
-    def ask_one(self, name: str, kind: str, body: Mapping[str, Any] | None = None) -> Future[Body]:
+    def ask_to_serve(self, name: str, desired: DesiredModel) -> Future[Body]:
+        """Ask the worker of this name to serve a model as desired. The future fails as that of :meth:`ask_one` does."""
+        try:
+            with text_file(desired.to_json()) as file:
+                return self.ask_one(name, "want", {}, [file])
+        except OSError as error:
+            failed: Future[Body] = Future()
+            failed.set_exception(RuntimeFailure(f"{name} cannot be asked: {error.strerror}"))
+            return failed
+
+    def ask_one(
+        self, name: str, kind: str, body: Mapping[str, Any] | None = None, files: Sequence[int] = ()
+    ) -> Future[Body]:
         """Ask the worker of this name. The future fails with Unavailable if it does not run."""
         peer = next((worker.peer for worker in self.workers if worker.name == name), None)
         if peer is None:
             failed: Future[Body] = Future()
             failed.set_exception(Unavailable(f"{name} of this server is being started; try again", ENDED))
             return failed
-        return peer.ask(kind, body)
+        return peer.ask(kind, body, files)
 
     @property
     def running(self) -> list[str]:
@@ -120,8 +135,9 @@ class Fleet:
         return [self.workers[index].name for _, index in order if self.workers[index].peer is not None]
 
     def maintain(self) -> None:
+        """Keep the workers running. An error with one is logged, and the others are kept running."""
         for worker in self.workers:
-            worker.maintain()
+            self._guard.run(f"{worker.name}'s maintenance", worker.maintain)
 
     def tell(self, kind: str, body: Mapping[str, Any] | None = None) -> None:
         """Send a message to every running worker."""
@@ -194,9 +210,10 @@ class Fleet:
         regions = self._regions
         with self._lock, nullcontext() if regions is None else regions.lock:
             others = any(report is not None and report.listening for report in self._reports)
-            with self._weights.connect() as weights:
-                start = {"config": config, "number": index + 1, "patient": others, **self._desired_as_json()}
-                peer.tell("start", start, [weights.fileno()])
+            desired = json.dumps([each.to_json() for each in self._desired_models.values()])
+            with self._weights.connect() as weights, text_file(desired) as file:
+                start = {"config": config, "number": index + 1, "patient": others}
+                peer.tell("start", start, [weights.fileno(), file])
             if regions is not None:
                 regions.tell_all(peer)
             for (kind, _), body in self._state.items():
@@ -217,22 +234,17 @@ class Fleet:
         if changed:
             self._changed()
 
-    def _desired_as_json(self) -> dict[str, list[str]]:
-        return {"wishes": [desired.to_json() for desired in self._desired_models.values()]}
-
     def _wanted(self) -> list[Key]:
         desired_models = [*self._desired_models.values(), *([] if self._trying is None else [self._trying])]
         return [(desired.name, plan.version) for desired in desired_models for plan in desired.plans]
-
-    def _merged_view(self) -> View:
-        return View.of(self._reports, self._wanted(), retired=self._retired)
 
     def _refresh_view(self) -> bool:
         """Rebuild the view and send it to all workers. Return whether it changed.
 
         The caller holds the lock, which keeps the views in order.
         """
-        before, self.view = self.view, self._merged_view()
+        before = self.view
+        self.view = View.of(self._reports, self._wanted(), retired=self._retired, was_complete=before.complete)
         if self.view == before:
             return False
         if self.view.ready != before.ready:

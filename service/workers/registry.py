@@ -56,8 +56,8 @@ class _MergedSlot:
 class MergedRegistry:
     """A :class:`service.contract.Registry` of a worker.
 
-    A request is answered by this worker's model, even if other workers are not ready. Readiness is that of all workers,
-    because the client's next connection may reach any of them.
+    A request is answered by this worker's model, even if other workers are not ready. Readiness is that of all workers
+    that listen, because the client's next connection may reach any of them.
     """
 
     def __init__(self, own: Registry, latest: LatestView) -> None:

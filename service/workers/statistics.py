@@ -76,7 +76,12 @@ class MergedStatistics:
             return total
 
     def of(self, name: str, version: int) -> StatisticsSnapshot:
-        return self.sum().get((name, version), StatisticsSnapshot())
+        key = name, version
+        with self._lock:
+            total = self._kept.get(key, StatisticsSnapshot())
+            for each in (seen[key] for seen in self._latest.values() if key in seen):
+                total = add(total, each)
+            return total
 
 
 def _add(a: Duration, b: Duration) -> Duration:

@@ -20,6 +20,7 @@ from service.peers.channel import Body
 from service.peers.peer import Answer, Message
 from service.process.config import ServerConfig
 from service.process.credentials import Credentials
+from service.process.guard import Guard
 from service.process.logsettings import LogSettings
 from service.process.periodic import PeriodicThread
 from service.process.ports import ReservedPort
@@ -104,7 +105,7 @@ class Supervisor:
             lambda verdict: self._owner.receive(verdict),
             on_forget=lambda model, versions: self.counting.forget(model, versions),
             shared=True,
-            is_wanted=self.fleet.wants,
+            find_plan=self.fleet.plan,
         )
         self._workers = WorkerProcesses(self.fleet)
         self._owner = FallbackOwner(self._workers, self.shadow.restart)
@@ -122,6 +123,7 @@ class Supervisor:
         self.controller.apply_initial()
         self._poll = RepositoryPoller(self.controller, config.poll_seconds) if config.model_control == "poll" else None
         self._answering = ThreadPoolExecutor(_ANSWERING, "answering")
+        self._guard = Guard()
 
     def start(self) -> None:
         if self._poll is not None:
@@ -135,10 +137,10 @@ class Supervisor:
         self._answering.shutdown(wait=False)
 
     def maintain(self) -> None:
-        """Keep all processes running."""
+        """Keep all processes running. An error in it is logged: it must not end the server."""
         self.fleet.maintain()
-        self.shadow.maintain()
-        self._owner.maintain()
+        self._guard.run("the shadow's maintenance", self.shadow.maintain)
+        self._guard.run("the fallback's maintenance", self._owner.maintain)
 
     def _counts(self) -> dict[str, Future[Body]]:
         pending = self.fleet.ask("counts")

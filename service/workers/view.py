@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple, Self
 
 from service.contract import GATE_FAILED, State
@@ -27,7 +28,7 @@ class SlotState(NamedTuple):
         return self.name, self.version
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Report:
     """One worker's report on itself.
 
@@ -39,6 +40,10 @@ class Report:
     ready: bool
     slots: tuple[SlotState, ...] = ()
 
+    @cached_property
+    def slots_by_key(self) -> Mapping[Key, SlotState]:
+        return {slot.key: slot for slot in self.slots}
+
     def as_json(self) -> dict[str, Any]:
         return {"listening": self.listening, "ready": self.ready, "slots": [list(slot) for slot in self.slots]}
 
@@ -49,17 +54,26 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The whole server at one moment. The server, or a version, is ready once it is in every worker."""
+    """The whole server at one moment.
+
+    It becomes ready once every worker listens and is ready: before that, it would get the traffic of a whole server
+    with a part of its capacity. From then on it, and each version, is ready if it is in every worker that listens:
+    clients cannot reach another one, because a restarted worker listens only once its models are loaded. If none
+    listens any more, everything begins anew.
+    """
 
     ready: bool = False
     slots: Mapping[Key, SlotState] = field(default_factory=dict)  # by name and version, ascending
+    complete: bool = False  # every worker has been ready at once, and some have listened ever since
 
     def as_json(self) -> dict[str, Any]:
-        return {"ready": self.ready, "slots": [list(slot) for slot in self.slots.values()]}
+        slots = [list(slot) for slot in self.slots.values()]
+        return {"ready": self.ready, "slots": slots, "complete": self.complete}
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Self:
-        return cls(fields["ready"], {slot.key: slot for slot in (SlotState(*each) for each in fields["slots"])})
+        slots = (SlotState(*each) for each in fields["slots"])
+        return cls(fields["ready"], {slot.key: slot for slot in slots}, fields["complete"])
 
     @classmethod
     def of(
@@ -68,19 +82,22 @@ class View:
         wanted: Iterable[Key],
         *,
         retired: bool = False,
+        was_complete: bool = False,
     ) -> Self:
         """Build the view.
 
-        ``reports`` are by worker, None for one that is starting. ``wanted`` is what all are to serve.
+        ``reports`` are by worker, None for one that is starting. ``wanted`` is what all are to serve. ``was_complete``
+        is what :attr:`complete` was before.
         """
-        wanted = set(wanted)
-        reported = [{} if report is None else {slot.key: slot for slot in report.slots} for report in reports]
-        keys = sorted(wanted.union(*reported))
-        slots = {
-            key: _worst(key, reports, [slots.get(key) for slots in reported], wanted=key in wanted) for key in keys
-        }
-        ready = all(report is not None and report.listening and report.ready for report in reports)
-        return cls(ready and not retired, slots)
+        wanted, workers = set(wanted), dict(enumerate(reports, 1))
+        listening = {number: report for number, report in workers.items() if report is not None and report.listening}
+        ready = bool(listening) and all(report.ready for report in listening.values())
+        complete = bool(listening) and (was_complete or (ready and len(listening) == len(workers)))
+        if complete:
+            workers = dict(listening)
+        keys = sorted(wanted.union(*(report.slots_by_key for report in workers.values() if report is not None)))
+        slots = {key: _worst(key, workers, wanted=key in wanted) for key in keys}
+        return cls(ready and complete and not retired, slots, complete)
 
 
 def _badness(slot: SlotState) -> tuple[int, bool]:
@@ -88,26 +105,20 @@ def _badness(slot: SlotState) -> tuple[int, bool]:
     return _RANK[slot.state], bool(slot.reason)
 
 
-def _worst(
-    key: Key, reports: Sequence[Report | None], reported: Sequence[SlotState | None], *, wanted: bool
-) -> SlotState:
+def _worst(key: Key, workers: Mapping[int, Report | None], *, wanted: bool) -> SlotState:
     """Return the worst of the workers' states of a version, because a client may reach any of them."""
-    name, version = key
-    worst: SlotState | None = None
-    for number, (report, slot) in enumerate(zip(reports, reported, strict=True), 1):
-        if report is None:
-            slot = SlotState(name, version, "loading", f"worker {number} is being started")
-        elif slot is None:
-            slot = SlotState(
-                name, version, "loading" if wanted else "unavailable", "loading" if wanted else "unloading"
-            )
-        elif slot.reason:
-            slot = slot._replace(reason=f"worker {number}: {slot.reason}")
-        if worst is None or _badness(slot) > _badness(worst):
-            worst = slot
-    models = [slot.model for slot in reported if slot is not None and slot.model is not None]
+    worst = max((_state(key, number, report, wanted=wanted) for number, report in workers.items()), key=_badness)
+    slots = [slot for report in workers.values() if report is not None and (slot := report.slots_by_key.get(key))]
+    models = [slot.model for slot in slots if slot.model is not None]
     # Of equal models, describe one whose golden gate did not pass.
     failed = (model for model in models if model.get("golden", "").startswith(GATE_FAILED))
-    described = next(failed, next(iter(models), None))
-    assert worst is not None  # noqa: S101 -- there is always a worker
-    return worst._replace(model=described)
+    return worst._replace(model=next(failed, next(iter(models), None)))
+
+
+def _state(key: Key, number: int, report: Report | None, *, wanted: bool) -> SlotState:
+    if report is None:
+        return SlotState(*key, "loading", f"worker {number} is being started")
+    slot = report.slots_by_key.get(key)
+    if slot is None:
+        return SlotState(*key, "loading", "loading") if wanted else SlotState(*key, "unavailable", UNLOADING)
+    return slot._replace(reason=f"worker {number}: {slot.reason}") if slot.reason else slot

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import queue
@@ -9,7 +10,9 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,14 +25,14 @@ from service.models.plan import DesiredModel
 from service.models.repository import Repository
 from service.operations import Operations, Settings
 from service.peers.channel import Body, Channel
-from service.peers.peer import ENDED, TELL_SECONDS, Message, Peer
+from service.peers.peer import ENDED, Message, Peer
 from service.peers.signals import leave_signals_to_the_parent
+from service.peers.textfile import read_text
 from service.process.config import ServerConfig
 from service.process.credentials import Credentials
 from service.process.heap import HeapTrimmer, bound_heap
 from service.process.logs import configure
 from service.process.logsettings import LogSettings
-from service.process.periodic import PeriodicThread
 from service.process.stop import Ending
 from service.shadow.samplesender import PlanSampleSender
 from service.sharedmemory import new_table
@@ -110,11 +113,8 @@ class Worker:
         """Serve until told to drain. Never returns: threads may still be inside native code."""
         self._peer.start()
         start = self._starts.get()
-        try:
+        with _ending_on_error():
             self._serve(start)
-        except Bf16kitError as error:
-            _log.error("%s", error)
-            os._exit(_EXIT_WRONG)
 
     def _serve(self, start: _Start) -> None:
         config, repository = start.config, start.repository
@@ -136,16 +136,14 @@ class Worker:
         self._report()
         if start.tracing is not None:
             start.tracing.start()
-        heap, counting = HeapTrimmer(), PeriodicThread("counting", TELL_SECONDS, self._tell_counts)
+        heap = HeapTrimmer()
         heap.start()
-        counting.start()
         order = self._drains.get()
         heap.stop()
         ending = drain(repository, transport, order.seconds)
         if start.tracing is not None:
             start.tracing.close(_LAST_TRACES_SECONDS)
-        counting.stop()
-        self._tell_counts()
+        self._peer.tell("counts", self._counts())  # the last, because nobody can ask any more
         self._end(order, ending)
 
     def _end(self, order: _Drain, ending: Ending) -> None:
@@ -175,6 +173,10 @@ class Worker:
     # --- on the peer's thread -----------------------------------------------------------------------------------------
 
     def _start(self, message: Message) -> None:
+        with _ending_on_error():  # the main thread would wait for its start for ever
+            self._prepare(message)
+
+    def _prepare(self, message: Message) -> None:
         body, config, metrics = message.body, ServerConfig(**message.body["config"]), Metrics()
         configure(config.log_level, config.log_format, worker=body["number"])
         weights = SharedWeights(socket.socket(fileno=os.dup(message.files[0])))
@@ -189,13 +191,9 @@ class Worker:
             on_verdict=lambda verdict: self._peer.tell("verdict", verdict.to_json()),
             rank=ProcessRank(body["number"] - 1, config.workers),
         )
-        repository.apply_all(DesiredModel.from_json(desired) for desired in body["wishes"])
+        repository.apply_all(map(DesiredModel.from_json, json.loads(read_text(message.files[1]))))
         registry = MergedRegistry(repository, self._latest_view)
-        try:
-            traces, tracing = open_tracing(config, repository, metrics.traced)
-        except Bf16kitError as error:
-            _log.error("%s", error)
-            os._exit(_EXIT_WRONG)
+        traces, tracing = open_tracing(config, repository, metrics.traced)
         if config.shared_memory:
             self._regions = WorkerRegions(new_table(config), self._peer.ask)
         self._settings = {"logs": LogSettings(config.log_level, config.log_format), "traces": traces}
@@ -215,7 +213,7 @@ class Worker:
         )
 
     def _apply(self, message: Message) -> Any:
-        return self._served.apply(DesiredModel.from_json(message.body["wish"]))
+        return self._served.apply(DesiredModel.from_json(read_text(message.files[0])))
 
     def _set(self, message: Message) -> Body:
         body, _ = message.body, self._served
@@ -236,13 +234,12 @@ class Worker:
         models = [model for slot in self._served.models() if (model := slot.model) is not None]
         statistics = {(model.name, model.version): model.statistics.snapshot() for model in models}
         assert self._metrics is not None  # noqa: S101 -- nothing is asked before the start
+        families, complete = self._metrics.report()
         return {
-            "metrics": [family.as_json() for family in self._metrics.snapshot()],
+            "metrics": [family.as_json() for family in families],
+            "complete": complete,
             "statistics": as_json(statistics),
         }
-
-    def _tell_counts(self) -> None:
-        self._peer.tell("counts", self._counts())
 
     @property
     def _served(self) -> Repository:
@@ -269,6 +266,20 @@ class Worker:
         done: Future[Any] = Future()
         self._drains.put(_Drain(message.body["seconds"], done))
         return done
+
+
+@contextmanager
+def _ending_on_error() -> Iterator[None]:
+    """Log what is raised and end the process, so that the supervisor starts another after a pause."""
+    try:
+        yield
+    except BaseException as error:  # noqa: BLE001 -- a process that serves nothing must not remain
+        if isinstance(error, Bf16kitError):
+            _log.error("%s", error)
+        else:
+            _log.exception("this worker ends: an unexpected error")
+        logging.shutdown()
+        os._exit(_EXIT_WRONG)
 
 
 def main() -> None:

@@ -22,6 +22,7 @@ import tritonclient.grpc as triton
 from artifacts import write_mlp
 from serverprocess import Serve, ServerProcess
 from waiting import until
+from workerprocesses import wait_replaced
 
 pytest.importorskip(
     "opentelemetry.exporter.otlp.proto.grpc", reason="needs the extra otel: pip install 'bf16kit[otel]'"
@@ -285,7 +286,6 @@ def test_a_restarted_worker_has_the_log_and_trace_settings_of_the_others(reposit
         assert {seen() for _ in range(10)} == {(3, "5", "7")}
         worker = int(re.findall(r"worker 1 is started: pid (\d+)", server.log)[-1])
         os.kill(worker, signal.SIGKILL)
-        until(lambda: server.get("/readyz")[0] != 200, what="the loss of a worker")
-        server.wait_ready()
+        wait_replaced(server, worker)
         assert {seen() for _ in range(20)} == {(3, "5", "7")}
         assert collector.spans == []

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from loopback import infer_request
 from serverprocess import Serve, ServerProcess
 from waiting import until
-from workerprocesses import Client, alive, pids
+from workerprocesses import Client, alive, listening, pids, wait_replaced
 
 import graphs
 from bf16kit.protocol import inference_pb2 as pb
@@ -45,7 +45,6 @@ def ready(client: Client) -> tuple[bool, bool, int]:
 
 IN_FLIGHT = 'bf16kit_requests_in_flight{model="mlp",version="1"}'
 READY = (True, True, health_pb2.HealthCheckResponse.SERVING)
-NOT_READY = (False, False, health_pb2.HealthCheckResponse.NOT_SERVING)
 
 
 @pytest.fixture
@@ -104,7 +103,7 @@ def test_all_workers_send_equal_responses_and_report_the_server_as_ready(
 def test_a_killed_worker_affects_only_its_own_connections_and_is_replaced(
     lasting: ServerProcess, clients: list[Client]
 ) -> None:
-    """Clients of the killed worker may get UNAVAILABLE. Every worker reports not ready until it is replaced."""
+    """Clients of the killed worker may get UNAVAILABLE."""
     expected = infer(clients[0])
     stop, failed, wrong = threading.Event(), set[int](), list[object]()
 
@@ -122,34 +121,73 @@ def test_a_killed_worker_affects_only_its_own_connections_and_is_replaced(
     threads = [threading.Thread(target=work, args=[number]) for number in range(10)]
     for thread in threads:
         thread.start()
-    watched: list[int] = []
-    health: Any = health_pb2_grpc.HealthStub(clients[14].channel)
-
-    def watch() -> None:
-        try:
-            watched.extend(told.status for told in health.Watch(health_pb2.HealthCheckRequest(service="mlp")))
-        except grpc.RpcError:
-            watched.append(-1)  # the stream was connected to the killed worker
-
-    watching = threading.Thread(target=watch)
-    watching.start()
-    until(lambda: watched == [health_pb2.HealthCheckResponse.SERVING])
     victim, other = pids(lasting)
     os.kill(victim, signal.SIGKILL)
-    until(lambda: lasting.get("/readyz")[0] == 503, what="not ready")
-    until(lambda: lasting.get("/readyz")[0] == 200, 60, "ready again")
-    until(lambda: {ready(client) for client in clients} == {READY}, what="ready, says everyone")
+    wait_replaced(lasting, victim)
     stop.set()
     for thread in threads:
         thread.join(60)
     assert wrong == []
     assert failed < set(range(10)), "only the connections of the dead one were cut"
-    assert len(pids(lasting)) == 2
     assert other in pids(lasting)
     assert {infer(client) for client in clients} == {expected}
-    assert watched[1:2] in ([-1], [health_pb2.HealthCheckResponse.NOT_SERVING]), watched
-    clients[14].channel.close()
-    watching.join(20)
+
+
+@pytest.mark.long
+def test_the_server_stays_ready_while_a_killed_worker_is_replaced(
+    lasting: ServerProcess, clients: list[Client]
+) -> None:
+    """No new client can reach that worker."""
+    seen, watched = set[object](), [list[int]() for _ in clients]
+
+    def watch(client: Client, told: list[int]) -> None:
+        health: Any = health_pb2_grpc.HealthStub(client.channel)
+        with suppress(grpc.RpcError):  # the stream was connected to the killed worker, or the test is over
+            told.extend(update.status for update in health.Watch(health_pb2.HealthCheckRequest(service="mlp")))
+
+    threads = [threading.Thread(target=watch, args=each) for each in zip(clients, watched, strict=True)]
+    for thread in threads:
+        thread.start()
+    until(lambda: all(watched), what="the first update of every stream")
+    victim = pids(lasting)[0]
+    os.kill(victim, signal.SIGKILL)
+
+    def replaced() -> bool:
+        for client in clients[:3]:
+            seen.add(lasting.get("/readyz")[0])
+            with suppress(grpc.RpcError):  # its connection was to the killed worker
+                seen.add(ready(client))
+        return victim not in pids(lasting) and listening(lasting) == 2
+
+    until(replaced, 60, "another worker in place of the dead one")
+    assert seen == {200, READY}
+    assert {ready(client) for client in clients} == {READY}
+    for client in clients:
+        client.channel.close()
+    for thread in threads:
+        thread.join(20)
+    assert watched == [[health_pb2.HealthCheckResponse.SERVING]] * len(clients), "no other update was sent"
+
+
+@pytest.mark.long
+def test_a_server_without_any_worker_is_not_ready(lasting: ServerProcess, clients: list[Client]) -> None:
+    victims = pids(lasting)
+    for victim in victims:
+        os.kill(victim, signal.SIGKILL)
+    until(lambda: lasting.get("/readyz")[0] == 503, what="not ready")
+    wait_replaced(lasting, *victims)
+    until(lambda: lasting.get("/readyz")[0] == 200, 60, "ready again")
+    until(lambda: {ready(client) for client in clients} == {READY}, what="ready, says everyone")
+
+
+@pytest.mark.long
+def test_a_real_time_signal_ends_a_worker_but_not_the_server(lasting: ServerProcess) -> None:
+    """Python has no name for such a signal."""
+    victim = pids(lasting)[0]
+    os.kill(victim, signal.SIGRTMIN + 6)
+    wait_replaced(lasting, victim)
+    assert f"(pid {victim}) has ended: killed by SIGRTMIN+6" in lasting.log
+    assert lasting.get("/readyz")[0] == 200
 
 
 @pytest.mark.long
@@ -170,9 +208,22 @@ def test_a_restarted_worker_serves_the_same_profile_as_the_others(
     (profile,) = {profile for profile, _ in choices()}
     for victim in pids(server):
         os.kill(victim, signal.SIGKILL)
-        until(lambda: server.get("/readyz")[0] == 503, what="not ready")
-        until(lambda: server.get("/readyz")[0] == 200, 60, "ready again")
+        wait_replaced(server, victim)
     assert choices() == {(profile, "auto: as another worker of this server has measured")}
+
+
+@pytest.mark.long
+def test_a_model_with_more_labels_than_a_message_may_have_is_served_by_all_workers(
+    repository: Path, serve: Serve
+) -> None:
+    (repository / "mlp" / "serving.yaml").write_text("labels: {y: labels.txt}\n")
+    # Each byte takes seven in a message.
+    (repository / "mlp" / "labels.txt").write_text(f"{chr(1) * 999}\n" * 10_000 + "last\n")
+    server = serve("--repository", str(repository), "--workers", "2").wait_ready()
+    client = Client(server.target)
+    with client.channel:
+        assert infer(client)
+    assert "has ended" not in server.log
 
 
 @pytest.mark.long  # the supervisor waits ten seconds for the worker to respond
@@ -180,7 +231,7 @@ def test_a_worker_that_hangs_is_killed_and_restarted(lasting: ServerProcess, cli
     victim = pids(lasting)[0]
     os.kill(victim, signal.SIGSTOP)
     until(lambda: not alive(victim), 60, "the end of the one that stands still")
-    until(lambda: lasting.get("/readyz")[0] == 200 and len(pids(lasting)) == 2, 60, "ready again")
+    wait_replaced(lasting, victim)
     assert "has not answered for" in lasting.log
     until(lambda: {ready(client) for client in clients} == {READY}, what="ready, says everyone")
 
@@ -286,7 +337,7 @@ def test_shared_memory_registered_with_one_worker_is_usable_in_all_and_in_later_
     finally:
         memory.unlink()
     os.kill(before[0], signal.SIGKILL)
-    until(lambda: len(now := pids(server)) == 2 and before[0] not in now and server.get("/readyz")[0] == 200, 60)
+    wait_replaced(server, before[0])
     assert answers() == expected
     client = Client(server.target)
     with client.channel:

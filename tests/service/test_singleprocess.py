@@ -6,10 +6,12 @@ import threading
 from pathlib import Path
 
 import pytest
+from waiting import until
 
 from service.drift.owner import FallbackOwner
 from service.process.config import ServerConfig
-from service.process.stop import Stop
+from service.process.stop import Ending, Stop
+from service.shadow.process import ShadowProcess
 from service.singleprocess import serve_single_process
 
 
@@ -26,3 +28,32 @@ def test_the_owner_of_the_fallback_is_called_at_intervals(tmp_path: Path, monkey
         stop.set()
         thread.join()
         stop.close()
+
+
+@pytest.mark.parametrize("part", [FallbackOwner, ShadowProcess])
+def test_an_error_in_the_periodic_work_does_not_end_the_server(
+    part: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls, ends = list[object](), list[Ending]()
+
+    def fails(self: object) -> None:
+        calls.append(self)
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(part, "maintain", fails)
+    stop, config = Stop(), ServerConfig(repository=tmp_path, grpc_port=0, http_port=0, drain_seconds=1)
+
+    def serve() -> None:
+        ends.append(serve_single_process(config, stop, lambda *ports: None))
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        until(lambda: len(calls) >= 5 or not thread.is_alive(), 60, "five calls")
+        assert thread.is_alive()
+    finally:
+        stop.set()
+        thread.join()
+        stop.close()
+    assert ends == [Ending(completed=True, threads_ended=True)]
+    assert caplog.text.count("ZeroDivisionError: a bug") == 1

@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 from google.protobuf.message_factory import GetMessageClass
 from serverprocess import ServerProcess
+from waiting import until
 
 from bf16kit.protocol import inference_pb2 as pb
 from service.transport.handlers import SERVICE
@@ -52,3 +53,20 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
+
+
+def listening(server: ServerProcess) -> int:
+    """Return how many workers accept connections on the server's gRPC port."""
+    port, tables = f":{server.ports()[0]:04X}", [Path("/proc/net/tcp"), Path("/proc/net/tcp6")]
+    sockets = [line.split() for table in tables if table.exists() for line in table.read_text().splitlines()[1:]]
+    return sum(local.endswith(port) and state == "0A" for _, local, _, state, *_ in sockets)
+
+
+def wait_replaced(server: ServerProcess, *victims: int, workers: int = 2) -> None:
+    """Wait until none of the ``victims`` is left, and as many workers as before accept connections."""
+
+    def replaced() -> bool:
+        now = pids(server)
+        return len(now) == workers == listening(server) and not {*victims} & {*now}
+
+    until(replaced, 120, "another worker in place of the dead one")

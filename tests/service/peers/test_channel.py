@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from service.peers.channel import LONGEST, MOST_FILES, Body, Channel, close_all, written
+from service.peers.channel import LONGEST, MOST_FILES, Body, Channel, MessageTooLarge, close_all, written
 
 Pair = tuple[Channel, socket.socket]
 
@@ -100,7 +100,7 @@ def test_an_invalid_message_is_rejected_before_memory_is_allocated_for_it(raw: P
 
 
 def test_a_message_that_is_too_long_for_the_receiver_is_an_error() -> None:
-    with pytest.raises(ValueError, match="is over"):
+    with pytest.raises(MessageTooLarge, match="are allowed"):
         written({"text": "x" * LONGEST})
-    with pytest.raises(ValueError, match="is over"):
+    with pytest.raises(MessageTooLarge, match="are allowed"):
         written({}, [0] * (MOST_FILES + 1))

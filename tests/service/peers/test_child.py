@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -15,7 +16,8 @@ from openfiles import no_more_files
 from waiting import until
 
 from bf16kit.controlgroup import Memory
-from service.peers.child import PING_SECONDS, SILENT_SECONDS, Child, cpu_seconds
+from service.peers.activity import ThreadSeconds, active_seconds
+from service.peers.child import PING_SECONDS, SILENT_SECONDS, START_SECONDS, Child
 from service.peers.peer import Handler
 
 _HEAD = "import os, signal, socket, sys, time\nend = socket.socket(fileno=int(sys.argv[1]))\n"
@@ -57,7 +59,7 @@ def keep(tmp_path: Path, clock: Clock, lost: list[float]) -> Iterator[Keep]:
     def begin(
         program: str,
         handlers: Mapping[str, Handler] | None = None,
-        worked: Callable[[int], float] | None = None,
+        active: Callable[[int], ThreadSeconds] = active_seconds,
         memory: Callable[[], Memory | None] = lambda: None,
         expendable: bool = False,
     ) -> Child:
@@ -71,7 +73,7 @@ def keep(tmp_path: Path, clock: Clock, lost: list[float]) -> Iterator[Keep]:
             lambda: lost.append(clock.now),
             environment={**os.environ, "PYTHONPATH": path},
             clock=clock,
-            worked=worked,
+            active=active,
             memory=memory,
             expendable=expendable,
         )
@@ -93,6 +95,21 @@ def buried(child: Child, lost: list[float], times: int) -> None:
         return len(lost) == times
 
     until(tended, 30, "its death")
+
+
+def pass_time(child: Child, clock: Clock, seconds: float) -> None:
+    """Let ``seconds`` pass, with a child that is tended all the time."""
+    for _ in range(round(seconds / PING_SECONDS)):
+        clock.now += PING_SECONDS
+        child.maintain()
+
+
+def answered(child: Child, clock: Clock) -> None:
+    """Wait until the child has answered all pings, that of this moment included."""
+    clock.now += PING_SECONDS
+    child.maintain()
+    peer = child.peer
+    until(lambda: child._last_answer == clock.now and peer is not None and not peer._pending, 30, "its answers")
 
 
 def killed(child: Child) -> bool:
@@ -165,17 +182,11 @@ def test_a_child_whose_reader_thread_cannot_start_is_killed_and_tried_again(
     assert child.pid is not None
 
 
-def test_a_child_that_had_run_for_long_is_restarted_at_once(keep: Keep, clock: Clock, lost: list[float]) -> None:
-    heard: list[object] = []
-    child = keep(_ANSWERS + "time.sleep(600)", {"hello": lambda message: heard.append(message.body)})
+def test_a_child_that_had_answered_for_long_is_restarted_at_once(keep: Keep, clock: Clock, lost: list[float]) -> None:
+    child = keep(_ANSWERS + "time.sleep(600)")
     child.maintain()
-    until(lambda: heard)
-    for _ in range(12):  # it is tended all the time, and responds
-        clock.now += 1.0
-        child.maintain()
-        before = len(heard)
-        until(lambda: child._last_answer == clock.now)
-        assert before == len(heard)
+    for _ in range(12):
+        answered(child, clock)
     first = child.pid
     assert first is not None
     os.kill(first, signal.SIGKILL)
@@ -184,18 +195,56 @@ def test_a_child_that_had_run_for_long_is_restarted_at_once(keep: Keep, clock: C
     assert child.pid not in (None, first)
 
 
-def test_a_child_that_does_not_respond_is_killed(keep: Keep, clock: Clock, lost: list[float]) -> None:
+def test_a_child_that_never_answers_is_restarted_after_growing_pauses_however_long_it_lives(
+    keep: Keep, clock: Clock, lost: list[float]
+) -> None:
+    """On a machine that has no processor time for its imports, each restart at once would take more of it."""
     child = keep("time.sleep(600)")
+    for times, pause in enumerate((0.25, 0.5, 1.0), 1):
+        child.maintain()
+        pass_time(child, clock, START_SECONDS + 1)
+        buried(child, lost, times)
+        clock.now += pause - 0.01
+        child.maintain()
+        assert child.pid is None, "not yet"
+        clock.now += 0.02
+
+
+def test_a_child_that_has_not_answered_yet_has_two_minutes(keep: Keep, clock: Clock, lost: list[float]) -> None:
+    """It may be importing, which takes long while other processes use the processors."""
+    child = keep("time.sleep(600)", active=lambda pid: {})
     child.maintain()
-    for _ in range(int(SILENT_SECONDS) - 1):
-        clock.now += PING_SECONDS
-        child.maintain()
+    pass_time(child, clock, START_SECONDS)
     assert not killed(child)
-    for _ in range(2):
-        clock.now += PING_SECONDS
-        child.maintain()
+    pass_time(child, clock, 2)
     assert killed(child)
     buried(child, lost, 1)
+
+
+def test_a_child_that_stops_while_it_imports_is_waited_for_and_killed_if_it_stops_later(
+    keep: Keep, clock: Clock, lost: list[float]
+) -> None:
+    child = keep("os.kill(os.getpid(), signal.SIGSTOP)\n" + _ANSWERS + "time.sleep(600)")
+    child.maintain()
+    pid = child.pid
+    assert pid is not None
+    until(lambda: is_stopped(pid), 30, "its stop")
+    pass_time(child, clock, 5 * SILENT_SECONDS)
+    assert child.pid == pid
+    os.kill(pid, signal.SIGCONT)
+    answered(child, clock)
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: is_stopped(pid), 30, "its second stop")
+    pass_time(child, clock, SILENT_SECONDS)
+    assert not killed(child)
+    pass_time(child, clock, 3)
+    buried(child, lost, 1)
+    child.maintain()
+    assert child.pid not in (None, pid), "and it is replaced at once"
+
+
+def is_stopped(pid: int) -> bool:
+    return "\nState:\tT" in Path(f"/proc/{pid}/status").read_text()
 
 
 def test_a_child_is_not_killed_for_the_time_in_which_the_parent_was_paused(keep: Keep, clock: Clock) -> None:
@@ -215,25 +264,56 @@ def test_a_child_is_not_killed_for_the_time_in_which_the_parent_was_paused(keep:
 
 def test_a_busy_child_that_does_not_respond_has_two_minutes(keep: Keep, clock: Clock, lost: list[float]) -> None:
     """A child that reads a large model does not respond, because Python's lock is held meanwhile."""
-    child = keep("time.sleep(600)", worked=lambda pid: clock.now / 2)
+    child = keep(_ANSWERS + "time.sleep(600)", active=lambda pid: {pid: clock.now / 5})
     child.maintain()
+    answered(child, clock)
     first = child.pid
-    while clock.now < 12 * SILENT_SECONDS - 1:
+    assert first is not None
+    os.kill(first, signal.SIGSTOP)
+    begun = clock.now
+    while clock.now < begun + 12 * SILENT_SECONDS - 1:
         clock.now += 0.5
         child.maintain()
-        assert child.pid == first
-    for _ in range(4):
+        assert not killed(child)
+    for _ in range(6):
         clock.now += 0.5
         child.maintain()
     buried(child, lost, 1)
 
 
-def test_cpu_seconds_is_the_cpu_time_of_a_process() -> None:
-    before, until_worked = cpu_seconds(os.getpid()), time.process_time() + 0.1
-    while time.process_time() < until_worked:
-        pass
-    assert 0.05 <= cpu_seconds(os.getpid()) - before < 5
-    assert cpu_seconds(2**22 + 1) == 0
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this kernel keeps no scheduler statistics")
+def test_a_process_that_waits_for_a_processor_counts_as_active() -> None:
+    """Two processes share a processor with one that may run only when they do not."""
+    one = min(os.sched_getaffinity(0))
+    place = f"import os; os.sched_setaffinity(0, [{one}])\n"
+    idle = place + "os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))\n"
+    programs = [place, place, idle]
+    processes = [subprocess.Popen([sys.executable, "-c", program + "while True: pass"]) for program in programs]
+    try:
+        waiting = processes[-1].pid
+        until(lambda: sum(active_seconds(waiting).values()) >= 1, 60, "a second of activity")
+        ran = int(Path(f"/proc/{waiting}/schedstat").read_text().split()[0]) / 1e9
+        assert ran < 0.6, "most of it was waiting"
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def test_a_process_that_is_stopped_or_has_ended_is_not_active() -> None:
+    process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        until(lambda: sum(active_seconds(process.pid).values()) > 0.1)
+        os.kill(process.pid, signal.SIGSTOP)
+        until(lambda: is_stopped(process.pid))
+        before, until_worked = active_seconds(process.pid), time.process_time() + 0.1
+        while time.process_time() < until_worked:
+            pass
+        assert active_seconds(process.pid) == before
+    finally:
+        process.kill()
+        process.wait()
+    assert active_seconds(process.pid) == {}
 
 
 def test_nothing_is_imported_from_the_working_directory(
@@ -247,6 +327,19 @@ def test_nothing_is_imported_from_the_working_directory(
     child.maintain()
     until(lambda: heard)
     assert heard[0] not in ("", str(elsewhere))
+
+
+@pytest.mark.parametrize(
+    ("number", "name"),
+    [(signal.SIGSEGV, "SIGSEGV"), (signal.SIGRTMIN + 6, "SIGRTMIN+6"), (signal.SIGRTMAX, "SIGRTMAX")],
+)
+def test_the_log_names_the_signal_that_ended_a_child(
+    number: int, name: str, keep: Keep, lost: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Python has no name for most real-time signals, which end a process as others do."""
+    child = keep(f"os.kill(os.getpid(), {int(number)})")
+    buried(child, lost, 1)
+    assert f"has ended: killed by {name}; restarting it" in caplog.messages[-1]
 
 
 def test_a_retired_child_is_not_restarted(keep: Keep, clock: Clock, lost: list[float]) -> None:

@@ -158,6 +158,26 @@ def test_sent_messages_make_room_for_more(connect: Connect) -> None:
         assert peer.ask("measure", {"text": "x" * (8 << 20)}).result(20) == {"size": 8 << 20}
 
 
-def test_a_message_over_the_size_limit_ends_the_conversation(connect: Connect) -> None:
-    peer = connect({"note": lambda message: None})
-    assert isinstance(peer.ask("note", {"text": "x" * (65 << 20)}).exception(20), Unavailable)
+def test_a_message_over_the_size_limit_fails_and_the_conversation_goes_on(
+    connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    peer = connect({"note": lambda message: None, "all": lambda message: {"text": "x" * (65 << 20)}})
+    large = {"text": "x" * (65 << 20)}
+    peer.tell("note", large)
+    too_large = r"a message of \d+ bytes and 0 files; at most 67108864 bytes and 64 files are allowed"
+    for asked in (peer.ask("note", large), peer.ask("all")):
+        with pytest.raises(RuntimeFailure, match=too_large):
+            asked.result(20)
+    assert peer.ask("note").result(20) == {}
+    logged = [record.getMessage().partition(" is not sent: ")[0] for record in caplog.records]
+    assert logged == ["the other: 'note'", "the other: 'note'", "the one: 'answer'"]
+
+
+def test_requests_of_a_closed_peer_fail_on_its_own_thread(connect: Connect) -> None:
+    """Whoever closes it may hold a lock that a request's callback takes, and take it in another order."""
+    never: Future[Body] = Future()
+    peer, failed = connect({"never": lambda message: never}), list[str]()
+    peer.ask("never").add_done_callback(lambda done: failed.append(threading.current_thread().name))
+    peer.close()
+    until(lambda: failed)
+    assert failed == ["the other-reader"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 import subprocess
@@ -77,3 +78,12 @@ def test_in_one_by_one_mode_the_second_waits_for_the_first() -> None:
 def test_the_boards_file_cannot_be_truncated(file: int) -> None:
     with pytest.raises(OSError, match="not permitted"):
         os.ftruncate(file, 0)
+
+
+@pytest.mark.parametrize("byte", [3, 77, 255])
+def test_an_entry_that_a_crashing_process_has_overwritten_is_left_out(file: int, byte: int) -> None:
+    tracker = ActivityTracker(file)
+    with tracker.track(M, "running"), tracker.track(N, "loading"), mmap.mmap(file, 0) as memory:
+        for offset in range(0, len(memory), 17):
+            memory[offset] = byte if memory[offset] == 1 + 1 else memory[offset]
+        assert ActivityTracker(file).read([M, N]) == {N: "loading"}

@@ -18,7 +18,8 @@ REQUESTS = 'bf16kit_rows_total{model="m",version="1"}'
 
 
 def told(metrics: Metrics) -> Message:
-    return Message({"metrics": [family.as_json() for family in metrics.snapshot("bf16kit_drift_")]})
+    families, complete = metrics.report("bf16kit_drift_")
+    return Message({"metrics": [family.as_json() for family in families], "complete": complete})
 
 
 def test_both_processes_are_shown_as_one_and_a_dead_ones_counts_stay() -> None:
@@ -45,10 +46,10 @@ def test_both_processes_are_shown_as_one_and_a_dead_ones_counts_stay() -> None:
 
     asked.clear()
     gauges = LastGauges()
-    gauges.keep(told(theirs).body["metrics"])
+    gauges.keep(family.as_json() for family in theirs.snapshot("bf16kit_drift_"))
     counting.process_died()
     assert value(UP) is None
-    counting.receive(Message({"metrics": gauges.after_death([("m", 1)])}))
+    counting.receive(Message({"metrics": gauges.after_death([("m", 1)]), "complete": True}))
     assert (value(UP), value(CHANGES)) == (0, 1)
     counting.forget("m", [1])
     assert value(CHANGES) == 0

@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 from openfiles import no_more_files
+from waiting import until
 
+from service.models.plan import Plan
+from service.models.policy import Serving
 from service.peers.channel import Body
 from service.peers.child import SILENT_SECONDS
 from service.peers.peer import Message
@@ -21,6 +24,12 @@ from service.shadow.process import _MAX_SAMPLES, ShadowProcess
 from service.telemetry.metrics import Metrics
 
 UP = "bf16kit_drift_reference_up"
+
+
+def plan_of(stamp: str, version: int = 1) -> Plan:
+    return Plan(version, Path("/models/m"), Serving(), stamp)
+
+
 Give = Callable[..., "Future[Body]"]
 
 
@@ -54,11 +63,17 @@ def file() -> Iterator[int]:
 def give(shadow: ShadowProcess, file: int) -> Give:
     """Return a function that hands one sample over."""
 
-    def given(model: str = "m", desired: str = "w") -> Future[Body]:
-        body = {"model": model, "version": 1, "wish": desired, "nbytes": 10, "samples": [{}]}
-        return shadow.ask("samples", body, [file])
+    def given(model: str = "m", stamp: str = "w") -> Future[Body]:
+        plan = plan_of(stamp)
+        body = {"model": model, "version": 1, "plan": plan.digest, "nbytes": 10, "samples": [{}]}
+        return shadow.ask(plan, "samples", body, [file])
 
     return given
+
+
+def told(metrics: Metrics) -> Message:
+    families, complete = metrics.report("bf16kit_drift_")
+    return Message({"metrics": [family.as_json() for family in families], "complete": complete})
 
 
 def open_files() -> int:
@@ -70,9 +85,9 @@ def test_samples_that_wait_for_the_process_are_dropped_when_their_model_is_unloa
 ) -> None:
     """Otherwise a model would be measured that is no longer served."""
     opened = open_files()
-    given = [give(), give("other"), give(desired="newer")]
+    given = [give(), give("other"), give(stamp="newer")]
     assert open_files() == opened + 3
-    shadow.forget("m", "w")
+    shadow.forget("m", plan_of("w").digest)
     assert given[0].result(0) == {"outcomes": ["dropped"]}
     assert not given[1].done()
     assert not given[2].done(), "of what was loaded in its place"
@@ -90,7 +105,7 @@ def test_a_model_unloaded_while_the_process_is_dead_is_not_shown_as_down(
     theirs = Metrics()
     for model, version in served:
         theirs.add(model, version).reference_up(True)
-    shadow._receive_counts(Message({"metrics": [family.as_json() for family in theirs.snapshot("bf16kit_drift_")]}))
+    shadow._receive_counts(told(theirs))
     shadow._handle_death()
 
     def up() -> dict[str, float]:
@@ -98,7 +113,7 @@ def test_a_model_unloaded_while_the_process_is_dead_is_not_shown_as_down(
 
     assert up() == {"m": 0, "other": 0}
     served.remove(("m", 1))
-    shadow.forget("m", "w")
+    shadow.forget("m", plan_of("w").digest)
     assert up() == {"other": 0}
     shadow._handle_death()  # again, before the process has reported anything
     assert up() == {"other": 0}
@@ -142,7 +157,7 @@ def test_a_wanted_reference_that_the_process_does_not_report_is_down(
     give("other")
     theirs = Metrics()
     theirs.add("m", 1).reference_up(True)
-    shadow._receive_counts(Message({"metrics": [family.as_json() for family in theirs.snapshot("bf16kit_drift_")]}))
+    shadow._receive_counts(told(theirs))
     assert {each.labels["model"]: each.value for each in counting.samples([UP])} == {"m": 1.0, "other": 0.0}
 
 
@@ -155,12 +170,16 @@ def wanted() -> set[str]:
 @pytest.fixture
 def several(tmp_path: Path, counting: CombinedMetrics, wanted: set[str]) -> Iterator[ShadowProcess]:
     config = ServerConfig(repository=tmp_path)
+
+    def find(model: str, version: int, digest: str) -> Plan | None:
+        return next((plan for stamp in wanted if (plan := plan_of(stamp, version)).digest == digest), None)
+
     process = ShadowProcess(
         config,
         counting.receive,
         counting.process_died,
         shared=True,
-        is_wanted=lambda model, version, desired: desired in wanted,
+        find_plan=find,
     )
     yield process
     process.close()
@@ -171,9 +190,9 @@ def test_a_sample_that_arrives_after_an_unload_does_not_load_the_model_again(
 ) -> None:
     """Such a sample may come from a worker that was killed: everything it had sent is still read."""
 
-    def give(desired: str, version: int) -> Future[Body]:
-        body = {"model": "m", "version": version, "wish": desired, "nbytes": 10, "samples": [{}]}
-        return several.ask("samples", body, [file])
+    def give(stamp: str, version: int) -> Future[Body]:
+        body = {"model": "m", "version": version, "plan": plan_of(stamp, version).digest, "nbytes": 10, "samples": [{}]}
+        return several.forward(Message(body, (file,)))
 
     served[:] = [("m", 1), ("m", 2)]
     first, second = give("w", 1), give("v", 2)
@@ -209,7 +228,7 @@ def test_a_reference_that_ends_the_process_twice_stays_off_until_a_reload(
     assert give().result(0) == {"outcomes": ["failed"]}
     assert not give("other").done(), "it waits for the next process"
     assert {each.labels["model"]: each.value for each in counting.samples([UP])} == {"m": 0.0, "other": 0.0}
-    newer = give(desired="newer")
+    newer = give(stamp="newer")
     assert (newer.done(), shadow.off_reason("m", 1)) == (False, "")
 
 
@@ -218,8 +237,8 @@ def test_the_leaders_own_report_does_not_overwrite_a_later_one_of_the_process(tm
     heard: list[int] = []
     theirs = Metrics()
     theirs.add("m", 1).reference_up(True)
-    told = Message({"metrics": [family.as_json() for family in theirs.snapshot("bf16kit_drift_")]})
-    telling = threading.Thread(target=lambda: process._receive_counts(told))
+    report = told(theirs)
+    telling = threading.Thread(target=lambda: process._receive_counts(report))
 
     def receive(message: Message) -> None:
         if telling.ident is None:
@@ -228,8 +247,44 @@ def test_the_leaders_own_report_does_not_overwrite_a_later_one_of_the_process(tm
         heard.append(len(message.body["metrics"]))
 
     process = ShadowProcess(ServerConfig(repository=tmp_path), receive, lambda: None)
-    process.ask("samples", {"model": "m", "version": 1, "wish": "w", "nbytes": 1, "samples": [{}]}, [file])
+    plan = plan_of("w")
+    body = {"version": 1, "plan": plan.digest, "nbytes": 1, "samples": [{}]}
+    process.ask(plan, "samples", {**body, "model": "m"}, [file])
     telling.join()
-    process.ask("samples", {"model": "n", "version": 1, "wish": "v", "nbytes": 1, "samples": [{}]}, [file])
+    process.ask(plan, "samples", {**body, "model": "n"}, [file])
     process.close()
-    assert heard == [1, len(told.body["metrics"])]
+    assert heard == [1, len(report.body["metrics"])]
+
+
+NOTING = """
+import os, socket, sys
+from service.peers.channel import Channel
+end = Channel(socket.socket(fileno=int(sys.argv[1])))
+with open(os.environ["NOTES"], "w", buffering=1) as notes:
+    while (received := end.receive()) is not None:
+        notes.write(received[0]["kind"] + "\\n")
+"""
+
+
+def test_samples_that_arrive_while_the_process_is_started_are_sent_after_its_start(
+    shadow: ShadowProcess, give: Give, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The start has the memory in which it notes what it opens: the first open must be noted, too."""
+    (tmp_path / "noting_messages.py").write_text(NOTING)
+    notes = tmp_path / "notes"
+    monkeypatch.setattr(shadow._child, "_module", "noting_messages")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("NOTES", str(notes))
+    begin = shadow._crashes.process_started
+
+    def started() -> int:
+        give()
+        return begin()
+
+    give("other")
+    monkeypatch.setattr(shadow._crashes, "process_started", started)
+    shadow.maintain()
+    give()
+    until(lambda: notes.exists() and notes.read_text().count("samples") == 3, 60, "all messages")
+    kinds = [kind for kind in notes.read_text().split() if kind != "ping"]
+    assert kinds == ["start", "measure", "measure", "samples", "samples", "samples"]

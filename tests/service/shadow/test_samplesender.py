@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +84,18 @@ def test_samples_taken_at_about_the_same_time_are_sent_together(leader: Leader) 
     body, samples = leader.asked[0]
     assert [sample.nbytes for sample in samples] == [64] * 4
     assert (body["model"], body["version"], body["nbytes"]) == ("m", 1, 256)
+    sender.finish()
+
+
+def test_samples_name_their_plan_and_leave_out_its_labels(leader: Leader) -> None:
+    """There may be many, and only the process that answers needs them."""
+    plan = replace(PLAN, serving=Serving(labels={"y": tuple(map(str, range(20_000)))}))
+    sender = PlanSampleSender("m", plan, leader.ask)
+    sender.send(SAMPLE, Observer())
+    until(lambda: leader.asked)
+    body, _ = leader.asked[0]
+    assert body["plan"] == plan.digest
+    assert len(json.dumps(body)) < 1000
     sender.finish()
 
 

@@ -59,6 +59,18 @@ def test_a_dead_processs_counts_stay_and_its_gauges_are_removed() -> None:
     assert value_of(adding) == 9, "with nobody left, too"
 
 
+def test_an_incomplete_report_leaves_out_what_has_not_changed() -> None:
+    adding = whole()
+    adding.update("a", [counter(3), gauge(3, "sum"), gauge(5, "max")])
+    adding.update("a", [gauge(7, "sum")], complete=False)
+    assert [value_of(adding, name) for name in ("c_total", "g_sum", "g_max")] == [3, 7, 5]
+    adding.update("a", [counter(4), gauge(7, "sum")])
+    assert [value_of(adding, name) for name in ("c_total", "g_sum", "g_max")] == [4, 7, None]
+    adding.update("a", [], complete=False)
+    adding.process_died("a")
+    assert value_of(adding) == 4
+
+
 def test_no_counter_decreases_whatever_the_order_of_events() -> None:
     adding, told = whole(), 0.0
     happenings: list[tuple[str, float | None]] = [

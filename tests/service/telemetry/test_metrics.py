@@ -316,6 +316,63 @@ def test_rejections_at_the_door_are_counted_by_reason_with_all_reasons_at_the_st
     }
 
 
+CALLS: dict[str, tuple[object, ...]] = {
+    "queued": (1,),
+    "in_flight": (1,),
+    "request": (request("OK"),),
+    "rejected": ("queue_full",),
+    "executed": (1, 0.1),
+    "answered": ("bf16",),
+    "sampled": ("measured", 1),
+    "opened": (1, ()),
+    "loaded": (INFO, {}),
+    "ready": (True,),
+    "drift": ("y", SAMPLE),
+    "budget_ratio": ("y", "relative_l2", 0.1, 0.1, 0.1),
+    "worst_slice": ("y", 0, 0),
+    "recent": ("y", 1.0, None),
+    "changed": ("y",),
+    "out_of_range": ("x", 1),
+    "judged": (True, "none"),
+    "last_sample": (1.0,),
+    "reference_up": (True,),
+    "fallback": (True,),
+    "fallback_failed": (),
+    "transition": ("fp32",),
+    "gate": ("passed", 1.0),
+}
+
+
+@pytest.mark.parametrize("method", [name for name in vars(ModelMetrics) if not name.startswith("_")])
+def test_a_report_has_models_series_after_every_change_and_only_the_processs_own_without_one(method: str) -> None:
+    """Collecting the series of idle models takes a millisecond each."""
+    metrics = Metrics()
+    model = loaded(metrics)
+    assert metrics.report()[1]
+    families, complete = metrics.report()
+    assert not complete
+    assert {family.name.partition("_")[0] for family in families} == {"process", "python"}
+    getattr(model, method)(*CALLS[method])
+    families, complete = metrics.report()
+    assert complete
+    assert {family.name for family in families} == {family.name for family in metrics.snapshot()}
+
+
+def test_a_report_is_complete_after_a_model_came_or_went_and_after_a_rejection_before_any_model() -> None:
+    metrics = Metrics()
+    model = metrics.add("m", 1)
+    for change in (
+        lambda: metrics.add("m", 2),
+        lambda: metrics.remove(model),
+        lambda: metrics.refused("draining"),
+        lambda: metrics.traced("exported", 1),
+    ):
+        metrics.report()
+        assert not metrics.report()[1]
+        change()
+        assert metrics.report()[1]
+
+
 def test_the_process_exposes_cpu_memory_open_files_and_garbage_collections() -> None:
     samples = exposed(Metrics())
     for name in ("process_cpu_seconds_total", "process_resident_memory_bytes", "process_open_fds"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -38,10 +37,8 @@ class Workers:
         self.desired_models = dict(desired_models)
         self.tried.append(trying)
 
-    def ask_one(self, name: str, kind: str, body: Mapping[str, Any]) -> Future[Body]:
-        assert kind == "want"
+    def ask_to_serve(self, name: str, asked: DesiredModel) -> Future[Body]:
         told: Future[Body] = Future()
-        asked = DesiredModel.from_json(body["wish"])
         self.told.append(name)
         error = self.wrong.get(name)
         if error is not None and asked.plans and asked != self.desired_models.get("old"):

@@ -126,13 +126,13 @@ def test_a_version_that_did_not_change_keeps_its_order(fleet: AskedFleet) -> Non
 def test_the_current_and_the_tried_plan_are_both_wanted_during_a_change(fleet: AskedFleet) -> None:
     rich = Serving(max_dims={"seq": 8}, labels={"y": ("a", "b")}, shadow={"rate": 0.5}, fallback={"policy": "fp32"})  # type: ignore[arg-type]
     tried = replace(PLAN, serving=rich)
-    told = [DesiredModel("m", (plan,)).to_json() for plan in (PLAN, tried)]
-    assert not fleet.wants("m", 3, told[0])
+    digests = [plan.digest for plan in (PLAN, tried)]
+    assert fleet.plan("m", 3, digests[0]) is None
     fleet.change({"m": DesiredModel("m", (PLAN,))}, trying=DesiredModel("m", (tried,)))
-    assert [fleet.wants("m", 3, each) for each in told] == [True, True]
-    (travelled,) = DesiredModel.from_json(told[1]).plans
-    assert fleet.wants("m", 3, DesiredModel("m", (travelled,)).to_json()), "as a worker says it, who was told"
-    assert not fleet.wants("m", 4, told[0])
-    assert not fleet.wants("other", 3, told[0])
+    assert [fleet.plan("m", 3, each) for each in digests] == [PLAN, tried]
+    (travelled,) = DesiredModel.from_json(DesiredModel("m", (tried,)).to_json()).plans
+    assert fleet.plan("m", 3, travelled.digest) == tried, "as a worker says it, who was told"
+    assert fleet.plan("m", 4, digests[0]) is None
+    assert fleet.plan("other", 3, digests[0]) is None
     fleet.change({"m": DesiredModel("m", (tried,))})
-    assert [fleet.wants("m", 3, each) for each in told] == [False, True]
+    assert [fleet.plan("m", 3, each) for each in digests] == [None, tried]

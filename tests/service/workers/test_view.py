@@ -37,6 +37,36 @@ def test_a_version_has_its_worst_state_in_any_worker(
     assert (view.ready, view.slots[M1].state, view.slots[M1].reason) == (ready, state, reason)
 
 
+@pytest.mark.parametrize(
+    ("reports", "ready", "state", "reason"),
+    [
+        ((report("ready"), None), True, "ready", ""),
+        ((None, report("ready")), True, "ready", ""),
+        ((report("ready"), report("loading", listening=False)), True, "ready", ""),
+        ((report("ready"), report("unavailable", listening=False)), True, "ready", ""),
+        ((report("ready"), report("unavailable")), False, "unavailable", "worker 2: is unavailable"),
+        ((report("ready"), report()), False, "loading", "loading"),
+        ((None, report("loading")), False, "loading", "worker 2: is loading"),
+    ],
+)
+def test_once_all_were_ready_only_workers_that_listen_count(
+    reports: tuple[Report | None, ...], ready: bool, state: State, reason: str
+) -> None:
+    """Clients cannot reach another one: a restarted worker listens once its models are loaded."""
+    view = View.of(reports, [M1], was_complete=View.of([report("ready")] * 2, [M1]).complete)
+    assert (view.ready, view.slots[M1].state, view.slots[M1].reason) == (ready, state, reason)
+    assert view.complete
+
+
+def test_after_the_end_of_all_workers_the_server_is_ready_once_all_are_again() -> None:
+    complete = True
+    for reports in ((None, None), (report("ready"), None), (report("ready"), report("ready", listening=False))):
+        view = View.of(reports, [M1], was_complete=complete)
+        complete = view.complete
+        assert not view.ready
+    assert View.of([report("ready")] * 2, [M1], was_complete=complete).ready
+
+
 def test_a_failed_replacement_in_any_worker_is_shown_for_the_version() -> None:
     broken = Report(True, True, (SlotState("m", 1, "ready", "the previously loaded version still serves"),))
     for reports in ([report("ready"), broken], [broken, report("ready")]):

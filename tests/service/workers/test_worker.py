@@ -1,0 +1,69 @@
+"""A worker process, led by the test instead of a supervisor."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from waiting import until
+
+from service.peers.child import Child
+from service.peers.peer import Peer
+from service.peers.textfile import text_file
+from service.process.config import ServerConfig
+from service.workers.fleet import WORKER
+
+
+def start_of(tmp_path: Path) -> dict[str, object]:
+    config = ServerConfig(repository=tmp_path, grpc_port=0, http_port=0).model_dump(mode="json")
+    return {"config": config, "number": 1, "patient": False}
+
+
+def damaged(field: str, value: object) -> Callable[[dict[str, object]], dict[str, object]]:
+    return lambda start: {**start, field: value}
+
+
+@pytest.mark.parametrize(
+    ("damage", "error"),
+    [
+        (damaged("number", "x"), "TypeError"),
+        (damaged("config", {"repository": "/", "log_level": "info", "trace_endpoint": 3}), "ValidationError"),
+    ],
+)
+def test_a_worker_whose_start_fails_ends_and_is_restarted_after_growing_pauses(
+    damage: Callable[[dict[str, object]], dict[str, object]],
+    error: str,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Otherwise it would answer pings and serve nothing, for ever."""
+    ours, theirs = socket.socketpair()  # instead of the weights' owner
+
+    def begin(peer: Peer) -> None:
+        with text_file("[]") as desired:
+            peer.tell("start", damage(start_of(tmp_path)), [theirs.fileno(), desired])
+
+    child = Child("the worker", WORKER, {}, begin, lambda: None)
+    try:
+
+        def ended() -> int:
+            child.maintain()
+            return sum("has ended" in each for each in caplog.messages)
+
+        with ours, theirs:
+            until(lambda: ended() == 2, 120, "two ends")
+    finally:
+        child.retire()
+        child.kill()
+        child.wait(20)
+    ends = [each for each in caplog.messages if "has ended" in each]
+    assert [each.partition("has ended: ")[2] for each in ends] == [
+        "exit code 2; restarting it in 0.25 s",
+        "exit code 2; restarting it in 0.5 s",
+    ]
+    log = capfd.readouterr().err
+    assert log.count("this worker ends: an unexpected error") == 2
+    assert f"{error}" in log
