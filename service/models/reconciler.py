@@ -31,6 +31,7 @@ from service.models.slot import Slot
 from service.models.slottable import Slots, SlotTable
 from service.process import garbage
 from service.telemetry.metrics import Metrics
+from service.telemetry.modelmetrics import ModelMetrics
 
 _log = logging.getLogger(__name__)
 _NOT_FOR_CALLERS = "the runtime could not load it, or failed on it; the server's log says why"
@@ -254,10 +255,11 @@ class Reconciler:
                 loaded.close()
                 raise Unavailable("the server was shut down before it was loaded")
             replaced = slot.model
-            if replaced is not None:
-                slot.series = self._metrics.add(slot.name, slot.version)
-            model = self._generation(slot, plan, loaded)
-            model.start()
+            try:
+                model = self._generation(slot, plan, loaded)
+            except BaseException:
+                loaded.close()
+                raise
             seconds = time.monotonic() - started
             model.metrics.ready(True, seconds)
             # before it is published: the log has the line when clients see the model ready
@@ -268,12 +270,18 @@ class Reconciler:
 
     def _generation(self, slot: Slot, plan: Plan, loaded: loading.LoadedModel) -> Generation:
         digest = plan.digest
+
+        def new_metrics() -> ModelMetrics:
+            if slot.model is not None:
+                slot.series = self._metrics.add(slot.name, slot.version)
+            return slot.series
+
         return Generation(
             slot.name,
             slot.version,
             loaded,
             plan.serving,
-            slot.series,
+            new_metrics,
             None if self._new_sender is None else self._new_sender(slot.name, plan),
             lambda verdict: self._on_verdict(verdict.with_plan(digest)),
             self._rank,

@@ -30,8 +30,7 @@ def model(tmp_path: Path, metrics: Metrics, request: pytest.FixtureRequest) -> I
     (tmp_path / "mlp" / "serving.yaml").write_text(f"max_batch_size: {request.param}\nshadow: {{rate: 0}}", "utf-8")
     serving = load_serving(tmp_path / "mlp")
     loaded = loading.load(path, serving, device="cpu", threads=1)
-    model = Generation("mlp", 1, loaded, serving, metrics.add("mlp", 1))
-    model.start()
+    model = Generation("mlp", 1, loaded, serving, lambda: metrics.add("mlp", 1))
     yield model
     assert model.close(time.monotonic() + 20)
 

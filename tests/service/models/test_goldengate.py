@@ -43,8 +43,7 @@ class Made:
         asked = Serving.model_validate({"shadow": {"rate": 0}, **serving})
         self.loaded = loading.load(path, asked, device="cpu", threads=1)
         series = self.metrics.add("m", 1)
-        self.model = Generation("m", 1, self.loaded, asked, series, on_verdict=self.heard.append)
-        self.model.start()
+        self.model = Generation("m", 1, self.loaded, asked, lambda: series, on_verdict=self.heard.append)
 
     def gauge(self, name: str) -> float:
         lines = self.metrics.expose()[0].decode().splitlines()

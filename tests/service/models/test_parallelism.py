@@ -188,9 +188,8 @@ def test_both_sessions_give_concurrent_requests_the_same_outputs(
     assert loaded.narrow is not None
     inputs = [np.full((1, 16), i, np.float32) for i in range(16)]
     expected = [loaded.runtime.run({"x": x})["y"] for x in inputs]
-    model = Generation("mlp", 1, loaded, serving, Metrics().add("mlp", 1))
+    model = Generation("mlp", 1, loaded, serving, lambda: Metrics().add("mlp", 1))
     assert model.instances == 2
-    model.start()
     with ThreadPoolExecutor(16) as pool:
         for _ in range(5):
             replies = list(pool.map(lambda x: model.infer(Request({"x": x})).outputs["y"], inputs))

@@ -166,6 +166,41 @@ def test_a_name_that_is_not_a_model_of_the_repository_is_not_found(
     assert not repository.models()
 
 
+@pytest.mark.parametrize("replacing", [False, True])
+def test_a_load_whose_threads_cannot_be_started_frees_what_it_loaded(
+    tmp_path: Path, repository: Controlled, metrics: Metrics, monkeypatch: pytest.MonkeyPatch, replacing: bool
+) -> None:
+    put(tmp_path)
+    if replacing:
+        repository.load("m").result(60)
+        put(tmp_path)
+    loaded: list[loading.LoadedModel] = []
+    load, start = loading.load, threading.Thread.start
+
+    def noted(*given: Any, **more: Any) -> loading.LoadedModel:
+        loaded.append(load(*given, **more))
+        return loaded[-1]
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name == "m-1-executor-1":  # the second of two
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(loading, "load", noted)
+        patched.setattr(threading.Thread, "start", refused)
+        assert isinstance(repository.load("m").exception(60), Unavailable)
+    assert loaded[0].runtime._session is None  # type: ignore[attr-defined]  # an OnnxRuntime: it is closed
+    names = [thread.name for thread in threading.enumerate()]
+    assert names.count("m-1-executor-0") == replacing
+    if replacing:
+        repository.get("m", "").infer(ONE)
+        assert rows_run(metrics) == 1  # in the series that are exposed
+    repository.load("m").result(60)
+    repository.get("m", "").infer(ONE)
+    assert rows_run(metrics) == 1
+
+
 # --- replacing --------------------------------------------------------------------------------------------------------
 
 
