@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -31,15 +31,12 @@ from bf16kit.wording import brief
 from service.contract import Array
 from service.drift.gate import judge
 from service.models import profilechoice
-from service.models.agreement import OWN_CHOICE, Agreement
 from service.models.memorycheck import check_room
 from service.models.opening import OpenedArtifact, open_artifact
-from service.models.parallelism import ROWS, Parallelism, choose_parallelism
+from service.models.parallelism import ROWS, Clock, Parallelism, choose_parallelism
 from service.models.policy import AUTO, Serving
-from service.models.profilechoice import Clock
 
 _log = logging.getLogger(__name__)
-_AGREED_REASON = "auto: as another worker of this server has measured"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,54 +88,60 @@ def load(
     device: str,
     threads: int | None,
     weights: WeightStore = PRIVATE_STORE,
-    agreement: Agreement = OWN_CHOICE,
     clock: Clock = time.perf_counter,
 ) -> LoadedModel:
     """Load and check the artifact at ``path``. A failure leaves nothing behind.
 
     ``device`` is the server's ``--device``. ``threads`` is the number of threads of one execution if ``serving.yaml``
-    sets none (None = the runtime's choice). ``weights`` stores copied weights. ``agreement`` knows which profile other
-    processes serve. ``clock`` times the profiles.
+    sets none (None = the runtime's choice). ``weights`` stores copied weights. ``clock`` times ``instances: auto``.
     """
     from bf16kit.runtime import loading
 
     opened = open_artifact(path, serving)
     profiles, chosen_device = loading.choose_profiles(opened.artifact, serving.profile, device)
-    agreed = agreement.known() if len(profiles) > 1 else ""
-    first, *others = (agreed,) if agreed in profiles else profiles
+    native = len(profiles) > 1 and kernel.multiplies_bf16()
+    order, reason = profilechoice.in_order(opened.artifact.manifest, profiles, opened.budget, native=native)
     if weights is PRIVATE_STORE:  # in a shared store the weights may be in memory already
-        check_room(opened, first)
-    candidates: dict[str, _Candidate] = {}
+        check_room(opened, order[0])
+    if serving.instances == AUTO:
+        weights = CachingWeightStore(weights)
+    resources = _Resources(chosen_device, threads if serving.threads is None else serving.threads, weights)
+    chosen, skipped = _load_first(opened, serving, order, resources)
+    parallelism = Parallelism()
     try:
-        if serving.instances == AUTO:
-            weights = CachingWeightStore(weights)
-        resources = _Resources(chosen_device, threads if serving.threads is None else serving.threads, weights)
-        candidates[first] = _load_candidate(opened, serving, first, resources)
-        skipped = [_try_candidate(candidates, opened, serving, each, resources) for each in others]
-        profile, reason = _choose(candidates, opened, clock)
-        if others:
-            profile, reason = _agree(agreement, candidates, profile, reason)
-        elif agreed:
-            reason = _AGREED_REASON
-        parallelism = _parallelism(candidates[profile], opened, serving, profile, resources, clock)
-        try:
-            opened.artifact.verify()  # again: files may have been replaced while they were loaded
-        except BaseException:
-            parallelism.close()
-            raise
+        parallelism = _parallelism(chosen, opened, serving, resources, clock)
+        opened.artifact.verify()  # again: files may have been replaced while they were loaded
     except BaseException:
-        for each in candidates.values():
-            each.runtime.close()
+        chosen.runtime.close()
+        parallelism.close()
         raise
-    chosen = candidates.pop(profile)
-    for each in candidates.values():
-        each.runtime.close()
-    info = replace(chosen.runtime.info, choice="; ".join(filter(None, [reason, *skipped])))
+    info = replace(chosen.runtime.info, choice=skipped or reason)
     batches = f"batches of up to {opened.max_batch_size} rows" if opened.max_batch_size else "no batching"
     summary = "; ".join(filter(None, [_describe(info), batches, parallelism.reason, chosen.verdict]))
     return LoadedModel(
         opened, chosen.runtime, info, chosen.verdict, summary, parallelism.instances, parallelism.narrow, chosen.golden
     )
+
+
+def _load_first(
+    opened: OpenedArtifact, serving: Serving, order: tuple[str, ...], resources: _Resources
+) -> tuple[_Candidate, str]:
+    """Load the first profile of ``order`` that runs here. Returns it, and why the one before was skipped, if any.
+
+    Only the failure of the last one is the model's.
+    """
+    *preferred, last = order
+    skipped = ""
+    for profile in preferred:
+        try:
+            return _load_candidate(opened, serving, profile, resources), skipped
+        except BudgetExceeded as error:
+            reason = str(error)
+        except Bf16kitError as error:  # a runtime's text is for the log, never for clients
+            _log.warning("%s: profile %s was skipped: %s", opened.artifact.path, profile, brief(error))
+            reason = "it does not run here (the log says why)"
+        skipped = f"auto: {profile} was skipped, {reason}"
+    return _load_candidate(opened, serving, last, resources), skipped
 
 
 def _load_candidate(opened: OpenedArtifact, serving: Serving, profile: str, resources: _Resources) -> _Candidate:
@@ -160,59 +163,13 @@ def _load_candidate(opened: OpenedArtifact, serving: Serving, profile: str, reso
         raise
 
 
-def _try_candidate(
-    candidates: dict[str, _Candidate], opened: OpenedArtifact, serving: Serving, profile: str, resources: _Resources
-) -> str:
-    """Add ``profile`` to ``candidates``, or return the reason why it is skipped. Its failure is not the model's."""
-    native = kernel.multiplies_bf16()
-    reason = profilechoice.skip_reason(opened.artifact.manifest, profile, opened.budget, native=native)
-    if not reason:
-        try:
-            candidates[profile] = _load_candidate(opened, serving, profile, resources)
-        except BudgetExceeded as error:
-            reason = str(error)
-        except Bf16kitError as error:  # a runtime's text is for the log, never for clients
-            _log.warning("%s: profile %s was skipped: %s", opened.artifact.path, profile, brief(error))
-            reason = "it does not run here (the log says why)"
-    return f"auto: {profile} was skipped, {reason}" if reason else ""
-
-
-def _choose(candidates: Mapping[str, _Candidate], opened: OpenedArtifact, clock: Clock) -> tuple[str, str]:
-    """Return the profile that answers, of those that are ready, and why; "" if there is only one."""
-    first = next(iter(candidates))
-    if len(candidates) == 1:
-        return first, ""
-    # All profiles are timed on the same samples: a profile's own samples may have other shapes.
-    feeds = _feeds(opened, 1, None) if (golden := candidates[first].golden) is None else golden.inputs
-
-    def run(runtime: Runtime) -> Callable[[], object]:
-        return lambda: runtime.run(feeds)
-
-    return profilechoice.fastest(
-        *profilechoice.medians({name: run(each.runtime) for name, each in candidates.items()}, clock=clock)
-    )
-
-
-def _agree(agreement: Agreement, candidates: Mapping[str, _Candidate], profile: str, reason: str) -> tuple[str, str]:
-    """Return the profile that all processes agree on. Raises RuntimeFailure if it does not run in this process."""
-    settled = agreement.settle(profile)
-    if settled == profile:
-        return profile, reason
-    if settled not in candidates:
-        raise RuntimeFailure(
-            f"another worker of this server serves profile {settled}, which does not run in this one; name a profile in"
-            " serving.yaml"
-        )
-    return settled, _AGREED_REASON
-
-
 def _parallelism(
-    chosen: _Candidate, opened: OpenedArtifact, serving: Serving, profile: str, resources: _Resources, clock: Clock
+    chosen: _Candidate, opened: OpenedArtifact, serving: Serving, resources: _Resources, clock: Clock
 ) -> Parallelism:
     """Return how many batches run at once: as ``serving`` says, or as measured here for ``auto``."""
     if serving.instances != AUTO:
         return Parallelism(serving.instances)
-    rows = min(opened.max_batch_size, ROWS) or 1
+    rows, profile = min(opened.max_batch_size, ROWS) or 1, chosen.runtime.info.profile
     return choose_parallelism(
         chosen.runtime,
         lambda threads: _load_candidate(opened, serving, profile, replace(resources, threads=threads)).runtime,

@@ -33,14 +33,10 @@ class Plan:
         """Whether the directory holds an artifact. Without a manifest, it may still be being copied."""
         return bool(self.stamp)
 
-    def key(self) -> str:
-        """Return a text that is equal for equal plans, in every process."""
-        return json.dumps(_plan_to_dict(self), sort_keys=True)
-
     @property
     def digest(self) -> str:
-        """The SHA-256 of :meth:`key`, in hexadecimal."""
-        return hashlib.sha256(self.key().encode()).hexdigest()
+        """A SHA-256 in hexadecimal that is equal for equal plans, in every process."""
+        return hashlib.sha256(json.dumps(_plan_to_dict(self), sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,6 @@ from service.drift.gate import ProcessRank
 from service.drift.sampling import SampleSender
 from service.models import loading
 from service.models.advice import AdviceLog
-from service.models.agreement import OWN_CHOICE, Agreement
 from service.models.fp32 import load_fp32
 from service.models.generation import Generation
 from service.models.goldengate import OnVerdict, ignore_verdict
@@ -58,7 +57,6 @@ class Reconciler:
         unload_seconds: float = UNLOAD_SECONDS,
         ready_when_empty: bool = False,
         new_sender: NewSender | None = None,
-        agree: Callable[[Plan], Agreement] = lambda plan: OWN_CHOICE,
         on_verdict: OnVerdict = ignore_verdict,
         rank: ProcessRank = ProcessRank(),  # noqa: B008 -- frozen
     ) -> None:
@@ -71,7 +69,6 @@ class Reconciler:
         self._threads = threads
         self._weights = weights
         self._new_sender = new_sender
-        self._agree = agree
         self._on_verdict, self._rank = on_verdict, rank
         self._unload_seconds = unload_seconds
         self._lock = threading.Lock()
@@ -227,7 +224,6 @@ class Reconciler:
                 device=self._device,
                 threads=self._threads,
                 weights=self._weights,
-                agreement=self._agree(plan),
             )
             if not self._pending and slot.model is None:  # before it answers; at a start, once for all models
                 garbage.collect_and_freeze()
