@@ -12,17 +12,18 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
+from functools import partial
 from typing import TYPE_CHECKING
 
 from bf16kit.drift import Breach
 from bf16kit.errors import Bf16kitError
 from bf16kit.wording import brief
 from service.contract import GATE_FAILED
-from service.drift.gate import Outcome, ProcessRank, Timetable, breach_verdict, judge
+from service.drift.gate import Outcome, ProcessRank, Timetable, breach_verdict
 from service.drift.shadow import lower_priority
 from service.drift.verdict import DriftVerdict
 from service.models.lease import Lease
-from service.models.loading import LoadedModel
+from service.models.loading import LoadedModel, judge_golden
 from service.telemetry.modelmetrics import ModelMetrics
 
 if TYPE_CHECKING:
@@ -126,15 +127,8 @@ class GoldenGate:
         assert self._golden is not None  # noqa: S101 -- nothing is due without
         opened, description = self._opened, ""
         for runtime in self._runtimes:
-            runtime_outputs = runtime.run(self._golden.inputs, seconds=opened.first_run_seconds)
-            found, description = judge(
-                self._golden.outputs,
-                runtime_outputs,
-                opened.outputs,
-                opened.batch_axis,
-                opened.golden_budget,
-                self._golden.scales,
-            )
+            run = partial(runtime.run, seconds=opened.first_run_seconds)
+            found, description = judge_golden(run, opened, self._golden)
             breaches += found
         return description
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from bf16kit.artifact import Artifact, Golden
+from bf16kit.drift import Breach
 from bf16kit.errors import (
     ArtifactError,
     Bf16kitError,
@@ -29,7 +30,7 @@ from bf16kit.runtime.weightstore import PRIVATE_STORE, CachingWeightStore, Weigh
 from bf16kit.tensors import BY_NAME, TensorSpec, check_feeds, describe
 from bf16kit.wording import brief
 from service.contract import Array
-from service.drift.gate import judge
+from service.drift.gate import judge, run_in_parts
 from service.models import profilechoice
 from service.models.memorycheck import check_room
 from service.models.opening import OpenedArtifact, open_artifact
@@ -37,6 +38,8 @@ from service.models.parallelism import ROWS, Clock, Parallelism, choose_parallel
 from service.models.policy import AUTO, Serving
 
 _log = logging.getLogger(__name__)
+#: Golden samples in one run, of up to 64 that there are: attention over long sequences takes gigabytes for so many.
+GOLDEN_ROWS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,13 +197,19 @@ def check_golden(runtime: Runtime, opened: OpenedArtifact, golden: Golden | None
     """
     if golden is None:
         return "no golden samples in the artifact, accuracy not checked"
-    outputs = _run(runtime, opened, golden.inputs)
-    breaches, summary = judge(
-        golden.outputs, outputs, opened.outputs, opened.batch_axis, opened.golden_budget, golden.scales
-    )
+    breaches, summary = judge_golden(lambda feeds: _run(runtime, opened, feeds), opened, golden)
     if breaches:
         raise BudgetExceeded(f"golden samples are over the drift budget: {'; '.join(map(str, breaches))}")
     return f"golden samples within budget ({summary})"
+
+
+def judge_golden(
+    run: Callable[[Mapping[str, Array]], dict[str, Array]], opened: OpenedArtifact, golden: Golden
+) -> tuple[list[Breach], str]:
+    """Run the golden samples, a few rows at a time; return what :func:`judge` finds in all of them."""
+    most_rows = min(opened.max_batch_size or GOLDEN_ROWS, GOLDEN_ROWS)
+    outputs = run_in_parts(run, golden.inputs, opened.batch_axis, most_rows)
+    return judge(golden.outputs, outputs, opened.outputs, opened.batch_axis, opened.golden_budget, golden.scales)
 
 
 def golden_of(artifact: Artifact, profile: str | None = None) -> Golden | None:
