@@ -78,7 +78,7 @@ def read_as_stored(model: Path | bytes, *, kernel: bool) -> frozenset[str]:
     graph = _parse_graph(model).graph
     constant = _constant_values(graph)
     kernel_inputs, tables, other_inputs = set[str](), set[str](), {output.name for output in graph.output}
-    for node in _all_nodes(graph.node):
+    for node in all_nodes(graph.node):
         for position, name in enumerate(node.input):
             is_table = (node.domain, node.op_type, position) == ("", "Gather", 0) and node.input[1] not in constant
             (kernel_inputs if node.domain == DOMAIN else tables if is_table else other_inputs).add(name)
@@ -208,13 +208,13 @@ def _parse_graph(model: Path | bytes) -> ModelProto:
 
 def _kernel_operators(nodes: Iterable[NodeProto]) -> Iterator[str]:
     """Yield the library's operators among ``nodes`` and in their subgraphs."""
-    return (node.op_type for node in _all_nodes(nodes) if node.domain == DOMAIN)
+    return (node.op_type for node in all_nodes(nodes) if node.domain == DOMAIN)
 
 
-def _all_nodes(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
+def all_nodes(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
     """Yield ``nodes`` and the nodes of their subgraphs."""
     for node in nodes:
         yield node
         for attribute in node.attribute:
             for inner in (attribute.g, *attribute.graphs):
-                yield from _all_nodes(inner.node)
+                yield from all_nodes(inner.node)

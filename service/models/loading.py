@@ -6,6 +6,7 @@ Each step raises an expected error (:mod:`bf16kit.errors`) with the reason that 
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -40,6 +41,18 @@ from service.models.policy import AUTO, Serving
 _log = logging.getLogger(__name__)
 #: Golden samples in one run, of up to 64 that there are: attention over long sequences takes gigabytes for so many.
 GOLDEN_ROWS = 8
+#: A step of a load, as opening a session is given up after this time, plus the time to read the artifact from a slow
+#: disk. Others load meanwhile, so it is generous: it is for what never ends.
+STEP_SECONDS = 600.0
+_SLOWEST_DISK = 20e6  # bytes a second
+_GRACE_SECONDS = 10.0  # for a run to end after ``first_run_seconds``, which ONNX Runtime checks between two operators
+#: Called when a load begins a step, with what it does, as "creating the session of cpu.onnx", and the seconds it may
+#: take. It raises if the load was given up.
+OnStep = Callable[[str, float], None]
+
+
+def _ignore_step(step: str, seconds: float) -> None:
+    """Do nothing: nobody waits for this load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +81,16 @@ class LoadedModel:
 
 @dataclass(frozen=True, slots=True)
 class _Resources:
-    """Where a runtime runs: its device, the threads of one execution, and the store of its copied weights."""
+    """Where a runtime runs: its device, the threads of one execution, and the store of its copied weights.
+
+    ``on_step`` is told what is done there; a step takes ``seconds`` at most.
+    """
 
     device: str
     threads: int | None
     weights: WeightStore
+    on_step: OnStep
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,15 +109,19 @@ def load(
     device: str,
     threads: int | None,
     weights: WeightStore = PRIVATE_STORE,
+    on_step: OnStep = _ignore_step,
     clock: Clock = time.perf_counter,
 ) -> LoadedModel:
     """Load and check the artifact at ``path``. A failure leaves nothing behind.
 
     ``device`` is the server's ``--device``. ``threads`` is the number of threads of one execution if ``serving.yaml``
-    sets none (None = the runtime's choice). ``weights`` stores copied weights. ``clock`` times ``instances: auto``.
+    sets none (None = the runtime's choice). ``weights`` stores copied weights. ``on_step`` is called before every step
+    that may take long. ``clock`` times ``instances: auto``.
     """
     from bf16kit.runtime import loading
 
+    seconds = STEP_SECONDS + _bytes_on_disk(path) / _SLOWEST_DISK
+    on_step(f"reading and checking the files of {path}", seconds)
     opened = open_artifact(path, serving)
     profiles, chosen_device = loading.choose_profiles(opened.artifact, serving.profile, device)
     native = len(profiles) > 1 and kernel.multiplies_bf16()
@@ -108,11 +130,13 @@ def load(
         check_room(opened, order[0])
     if serving.instances == AUTO:
         weights = CachingWeightStore(weights)
-    resources = _Resources(chosen_device, threads if serving.threads is None else serving.threads, weights)
+    threads = threads if serving.threads is None else serving.threads
+    resources = _Resources(chosen_device, threads, weights, on_step, seconds)
     chosen, skipped = _load_first(opened, serving, order, resources)
     parallelism = Parallelism()
     try:
         parallelism = _parallelism(chosen, opened, serving, resources, clock)
+        on_step(f"checking the files of {path} again", seconds)
         opened.artifact.verify()  # again: files may have been replaced while they were loaded
     except BaseException:
         chosen.runtime.close()
@@ -151,6 +175,8 @@ def _load_candidate(opened: OpenedArtifact, serving: Serving, profile: str, reso
     """Load ``profile``, warm it up and check its golden samples."""
     from bf16kit.runtime import loading
 
+    graph = opened.artifact.manifest.profiles[profile].graph
+    resources.on_step(f"creating the session of {graph}", resources.seconds)
     try:
         runtime = loading.load(
             opened.artifact, profile, device=resources.device, threads=resources.threads, weights=resources.weights
@@ -159,11 +185,19 @@ def _load_candidate(opened: OpenedArtifact, serving: Serving, profile: str, reso
         raise RuntimeFailure(f"profile {profile} cannot be loaded: {str(error) or 'out of memory'}") from error
     try:
         golden = golden_of(opened.artifact, profile)
-        warm_up(runtime, opened, serving.warmup, golden)
-        return _Candidate(runtime, golden, check_golden(runtime, opened, golden))
+        warm_up(runtime, opened, serving.warmup, golden, resources.on_step)
+        return _Candidate(runtime, golden, check_golden(runtime, opened, golden, resources.on_step))
     except BaseException:
         runtime.close()
         raise
+
+
+def _bytes_on_disk(path: Path) -> int:
+    """Return what the files in ``path`` occupy on the disk: an artifact's, without the holes of sparse files."""
+    try:
+        return sum(512 * entry.stat().st_blocks for entry in os.scandir(path))
+    except OSError:
+        return 0  # opening it reports the error
 
 
 def _parallelism(
@@ -173,6 +207,7 @@ def _parallelism(
     if serving.instances != AUTO:
         return Parallelism(serving.instances)
     rows, profile = min(opened.max_batch_size, ROWS) or 1, chosen.runtime.info.profile
+    resources.on_step("measuring instances: auto", resources.seconds)
     return choose_parallelism(
         chosen.runtime,
         lambda threads: _load_candidate(opened, serving, profile, replace(resources, threads=threads)).runtime,
@@ -182,22 +217,30 @@ def _parallelism(
     )
 
 
-def warm_up(runtime: Runtime, opened: OpenedArtifact, rows: Sequence[int], golden: Golden | None) -> None:
+def warm_up(
+    runtime: Runtime,
+    opened: OpenedArtifact,
+    rows: Sequence[int],
+    golden: Golden | None,
+    on_step: OnStep = _ignore_step,
+) -> None:
     """Run once with each number of rows, so that no client waits for the allocations of a first run."""
     for count in rows:
         if count > 1 and opened.batch_axis is None:
             raise ConfigError(f"warmup asks for {count} rows, but this model has no batch axis; leave warmup at [1]")
-        _run(runtime, opened, _feeds(opened, count, golden))
+        _run(runtime, opened, _feeds(opened, count, golden), on_step)
 
 
-def check_golden(runtime: Runtime, opened: OpenedArtifact, golden: Golden | None) -> str:
+def check_golden(
+    runtime: Runtime, opened: OpenedArtifact, golden: Golden | None, on_step: OnStep = _ignore_step
+) -> str:
     """Run the golden samples and check their drift against the budget; return a summary for the log.
 
     Raises :class:`BudgetExceeded` naming the output, the metric, the measured value and the bound.
     """
     if golden is None:
         return "no golden samples in the artifact, accuracy not checked"
-    breaches, summary = judge_golden(lambda feeds: _run(runtime, opened, feeds), opened, golden)
+    breaches, summary = judge_golden(lambda feeds: _run(runtime, opened, feeds, on_step), opened, golden)
     if breaches:
         raise BudgetExceeded(f"golden samples are over the drift budget: {'; '.join(map(str, breaches))}")
     return f"golden samples within budget ({summary})"
@@ -233,16 +276,19 @@ def golden_of(artifact: Artifact, profile: str | None = None) -> Golden | None:
     return golden
 
 
-def _run(runtime: Runtime, opened: OpenedArtifact, feeds: Mapping[str, Array]) -> dict[str, Array]:
+def _run(
+    runtime: Runtime, opened: OpenedArtifact, feeds: Mapping[str, Array], on_step: OnStep = _ignore_step
+) -> dict[str, Array]:
     """Run once, and check the outputs' dtypes and ranks against the manifest, which clients rely on.
 
     Raises ArtifactError naming the output.
     """
+    profile = opened.artifact.manifest.profiles.get(runtime.info.profile)
+    graph = opened.artifact.manifest.reference if profile is None else profile.graph
+    on_step(f"running {graph} for the first time", opened.first_run_seconds + _GRACE_SECONDS)
     try:
         outputs = runtime.run(feeds, seconds=opened.first_run_seconds)
     except RuntimeFailure as error:
-        profile = opened.artifact.manifest.profiles.get(runtime.info.profile)
-        graph = opened.artifact.manifest.reference if profile is None else profile.graph
         raise RuntimeFailure(f"{graph}, run for the first time: {error}") from error
     for spec in opened.outputs:
         array = outputs[spec.name]
