@@ -1,7 +1,7 @@
 """The golden gate of a ready model: runs its golden samples again, on the runtimes that answer requests.
 
-:func:`service.models.loading.check_golden` is the gate before a model is ready. A loaded model can be damaged later: in
-memory, on its device, or in a mapped file.
+:func:`service.models.firstruns.check_golden` is the gate before a model is ready. A loaded model can be damaged later:
+in memory, on its device, or in a mapped file.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from service.contract import GATE_FAILED
 from service.drift.gate import Outcome, ProcessRank, Timetable, breach_verdict
 from service.drift.shadow import lower_priority
 from service.drift.verdict import DriftVerdict
+from service.models.firstruns import judge_golden
 from service.models.lease import Lease
-from service.models.loading import LoadedModel, judge_golden
+from service.models.loading import LoadedModel
 from service.telemetry.modelmetrics import ModelMetrics
 
 if TYPE_CHECKING:

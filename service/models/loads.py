@@ -13,7 +13,8 @@ import time
 from collections.abc import Callable
 
 from bf16kit.errors import Unavailable
-from service.models.loading import LoadedModel, OnStep
+from service.models.firstruns import OnStep
+from service.models.loading import LoadedModel
 
 _log = logging.getLogger(__name__)
 SLOW_SECONDS = 30.0  # after which the log says what a load is doing

@@ -23,7 +23,7 @@ from bf16kit.runtime import loading as runtimes
 from converter.cli import run
 from service.commands.benchresult import Options, text
 from service.commands.benchtables import measure
-from service.models import loading
+from service.models import firstruns, loading
 from service.models.loading import LoadedModel
 from service.models.policy import Serving
 from service.process.config import load_config
@@ -140,7 +140,7 @@ def test_a_profile_that_fails_the_golden_gate_is_skipped_and_the_model_serves(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     native(True)
-    check = loading.check_golden
+    check = firstruns.check_golden
 
     def judged(runtime: Any, *rest: Any) -> str:
         if runtime.info.profile == "cpu-bf16":

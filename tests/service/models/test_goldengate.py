@@ -21,7 +21,7 @@ from bf16kit.runtime import kernel
 from bf16kit.runtime.onnx import OnnxRuntime
 from service.contract import GATE_FAILED
 from service.drift.verdict import DriftVerdict
-from service.models import loading
+from service.models import firstruns, loading
 from service.models.directory import stamp_of
 from service.models.generation import Generation
 from service.models.goldengate import GoldenGate, GoldenSchedule
@@ -117,7 +117,7 @@ def test_golden_samples_run_a_few_rows_at_a_time_with_the_verdict_of_one_batch(
     assert made.gate.run("on schedule") == "passed"
     assert runs.rows == expected
     in_parts = made.gate.description.split(", run again")[0]
-    monkeypatch.setattr(loading, "GOLDEN_ROWS", 1000)
+    monkeypatch.setattr(firstruns, "GOLDEN_ROWS", 1000)
     made.gate._opened = replace(made.gate._opened, max_batch_size=1000)
     assert made.gate.run("on schedule") == "passed"
     assert runs.rows[-1] == 20
@@ -129,7 +129,7 @@ def test_a_breach_is_found_in_all_rows_together(tmp_path: Path, monkeypatch: pyt
     write_mlp(tmp_path / "m" / "1", golden_rows=20, spoil=0.1)
     found = []
     for rows in (8, 1000):
-        monkeypatch.setattr(loading, "GOLDEN_ROWS", rows)
+        monkeypatch.setattr(firstruns, "GOLDEN_ROWS", rows)
         with pytest.raises(BudgetExceeded) as breach:
             loading.load(tmp_path / "m" / "1", Serving(), device="cpu", threads=1)
         found.append(str(breach.value))
