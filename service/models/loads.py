@@ -32,7 +32,8 @@ class _Attempt:
 
     def __init__(self, label: str) -> None:
         self.label = label
-        self.begun, self.superseded_at = time.monotonic(), math.inf
+        self.begun = self.step_begun = time.monotonic()
+        self.superseded_at = math.inf
         self.step, self.seconds, self.due = "beginning", math.inf, math.inf
         self.ended = self.given_up = False
         self.loaded: LoadedModel | None = None
@@ -95,14 +96,17 @@ class Loads:
 
     def _wait(self, attempt: _Attempt) -> None:
         """Wait until the load has ended, or give it up."""
-        slow_at = attempt.begun + SLOW_SECONDS
+        told = ""  # the step that was logged last
         while not attempt.ended:
             now, latest = time.monotonic(), min(attempt.due, attempt.superseded_at, self._stop_at)
             if now >= latest:
                 attempt.given_up = True
                 raise Unavailable(self._reason(attempt, now))
-            if now >= slow_at:
+            slow_at = SLOW_SECONDS + (attempt.step_begun if told else attempt.begun)
+            if attempt.step == told:
                 slow_at = math.inf
+            elif now >= slow_at:
+                slow_at, told = math.inf, attempt.step
                 _log.warning("%s has been loading for %.0f s: %s", attempt.label, now - attempt.begun, attempt.step)
             self._wake.wait(min(latest - now, slow_at - now, threading.TIMEOUT_MAX))
 
@@ -123,7 +127,8 @@ class Loads:
             with self._wake:
                 if attempt.given_up:
                     raise Unavailable(f"{GIVEN_UP} before this step: {step}")
-                attempt.step, attempt.seconds, attempt.due = step, seconds, time.monotonic() + seconds
+                attempt.step, attempt.seconds, attempt.step_begun = step, seconds, time.monotonic()
+                attempt.due = attempt.step_begun + seconds
                 self._wake.notify_all()
 
         loaded: LoadedModel | None = None
