@@ -61,6 +61,7 @@ def load(
         return TorchExportRuntime(path, inputs, outputs, device=device, threads=threads)
     from bf16kit.runtime.copied import copied_weights
     from bf16kit.runtime.externaldata import check_locations
+    from bf16kit.runtime.inlining import check_inlined_size
     from bf16kit.runtime.kernel import kernel_for, read_as_stored
     from bf16kit.runtime.onnx import OnnxRuntime
     from bf16kit.runtime.rebuilt import Weights
@@ -68,6 +69,7 @@ def load(
 
     check_version(profile, entry.requires)
     check_locations(path, artifact.manifest.files)
+    check_inlined_size(path)
     given = read_as_stored(path, kernel=bool(kernel_for(path).path)) if artifact.copies and device == CPU else ()
     mapped = nullcontext(Weights(path, ""))
     with copied_weights(artifact, path, scratch, given, weights) if artifact.copies else mapped as found:
@@ -113,6 +115,7 @@ def load_reference(
     Raises :class:`ArtifactError` when the artifact has no reference, or no residual to rebuild it from.
     """
     from bf16kit.runtime.externaldata import REBUILT, check_locations
+    from bf16kit.runtime.inlining import check_inlined_size
     from bf16kit.runtime.onnx import OnnxRuntime
     from bf16kit.runtime.rebuilt import rebuilt_weights
 
@@ -123,6 +126,7 @@ def load_reference(
         raise ArtifactError(f"{artifact.path} has no fp32 reference; {remedy}")
     graph = artifact.file(name)
     check_locations(graph, {*artifact.manifest.files, REBUILT})
+    check_inlined_size(graph)
     inputs, outputs = _inputs_and_outputs(artifact)
     with rebuilt_weights(artifact, graph, scratch, weights) as found:
         if artifact.copies:

@@ -68,8 +68,13 @@ class Batcher:
         ]
 
     def start(self) -> None:
-        for thread in self._threads:
-            thread.start()
+        """Start the threads. Raises RuntimeError if the system cannot start them all; then none is left."""
+        try:
+            for thread in self._threads:
+                thread.start()
+        except BaseException:
+            self.close()
+            raise
 
     def close(self, deadline: float = math.inf) -> bool:
         """Reject what waits, and end the threads. Returns False if a batch still runs at ``deadline``.

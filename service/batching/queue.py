@@ -80,7 +80,8 @@ class Queue(Generic[Work]):
     job runs next. If none is due, the first job of a full batch of any shape runs next. So no shape waits for another's
     batch to fill, and no shape starves because another's batches are full.
 
-    Report the run time of each batch to :attr:`pace`: the expected wait of other requests is estimated from it.
+    Report the run time of each batch to :attr:`pace`: the expected wait of other requests is estimated from it. No
+    request is rejected for its wait, and none that waits is counted in it, before the pace is settled.
     """
 
     def __init__(self, policy: QueuePolicy, pace: Pace | None = None) -> None:
@@ -99,7 +100,7 @@ class Queue(Generic[Work]):
 
     def put(self, job: Job[Work]) -> None:
         """Add ``job``. Raises :class:`Overloaded`, which names the limit that is reached."""
-        job.cost = self.pace.seconds(job.shape, job.rows)
+        job.cost = self.pace.seconds(job.shape, job.rows) if self.pace.settled else 0.0
         self._check_limits(job)
         urgency = min(job.deadline, job.arrived + PATIENCE_S)
         job.key = (job.level, urgency, next(self._sequence))
@@ -189,11 +190,14 @@ class Queue(Generic[Work]):
     def _check_limits(self, job: Job[Work]) -> None:
         level = self._policy.levels[job.level]
         if self._counts[job.level] >= level.max_requests:
-            raise Overloaded(f"the queue is full: {level.max_requests} requests are waiting; try again later")
+            raise Overloaded(
+                f"the queue is full: {level.max_requests} requests are waiting (max_queue_size in"
+                " serving.yaml); try again later"
+            )
         if self._nbytes + job.nbytes > self._policy.max_bytes:
             raise Overloaded(
                 f"the queue is full: inputs of {self._nbytes} bytes are waiting, the limit is"
-                f" {self._policy.max_bytes}; try again later",
+                f" {self._policy.max_bytes} (max_queue_bytes in serving.yaml); try again later",
                 "queue_bytes",
             )
         # One batch per instance may always wait: so little shows that batches run now, not that a queue builds up.
@@ -202,7 +206,7 @@ class Queue(Generic[Work]):
             if wait > level.max_wait_s:
                 raise Overloaded(
                     f"the queue is full: a request would wait {wait * 1e3:.0f} ms, the limit is"
-                    f" {level.max_wait_s * 1e3:.0f} ms; try again later",
+                    f" {level.max_wait_s * 1e3:.0f} ms (max_queue_ms in serving.yaml); try again later",
                     "queue_wait",
                 )
 

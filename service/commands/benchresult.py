@@ -163,6 +163,7 @@ def text(measured: BenchResult) -> str:
             f"rates are medians of {ROUNDS} turns, with the slowest and the fastest turn; current setting: {now}",
             f"suggested: {', '.join(f'{key}: {value}' for key, value in measured.changes().items())}",
             f"because {advice.reason}",
+            *_fastest_profile(measured),
             *([] if measured.steady else [_UNSTEADY]),
         ]
     )
@@ -180,6 +181,18 @@ def _cell(cell: Cell) -> tuple[object, ...]:
 
 def _alone(measured: BenchResult) -> Iterator[tuple[object, ...]]:
     return ((profile, rows, *_cell(cell)) for (profile, rows), cell in measured.alone.items())
+
+
+def _fastest_profile(measured: BenchResult) -> list[str]:
+    """Return a line that names the profile with the most rows per second alone, if several were measured."""
+    best: dict[str, float] = {}
+    for (profile, _), cell in measured.alone.items():
+        best[profile] = max(cell.rate, best.get(profile, 0.0))
+    if len(best) == 1:
+        return []
+    fastest = max(best, key=lambda name: best[name])
+    rates = ", ".join(f"{name} {rate:.4g}" for name, rate in best.items())
+    return [f"fastest profile alone: {fastest} (most rows/s: {rates}); profile: {fastest} in serving.yaml serves it"]
 
 
 def _bare(measured: BenchResult) -> Iterator[tuple[object, ...]]:

@@ -112,7 +112,6 @@ def _measure_served(measured: BenchResult, given: Mapping[Layout, Runtime], stac
         settings.add(measured.current)
     for layout, max_rows in sorted(settings):
         model = _generation(measured, given[layout], layout, max_rows)
-        model.start()
         stack.callback(partial(_close, model))
         for clients in CLIENTS:
             measured.served[layout, max_rows, clients] = Cell(
@@ -211,4 +210,4 @@ def _generation(measured: BenchResult, runtime: Runtime, layout: Layout, max_row
     opened = replace(measured.loaded.opened, max_batch_size=max_rows)
     loaded = replace(measured.loaded, opened=opened, runtime=runtime, instances=layout.instances, narrow=None)
     name, version = measured.options.model, measured.plan.version
-    return Generation(name, version, loaded, serving, Metrics().add(name, version))
+    return Generation(name, version, loaded, serving, partial(Metrics().add, name, version))

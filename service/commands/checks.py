@@ -17,6 +17,7 @@ from service.grpcport import open_tracing
 from service.models import loading
 from service.models.controller import Controller
 from service.models.directory import desired_model_of, directories_in
+from service.models.loads import Loads
 from service.models.opening import open_artifact
 from service.models.plan import DesiredModel, Plan
 from service.models.repository import Repository
@@ -120,7 +121,8 @@ class Checks:
         if not self._load:
             opened = open_artifact(plan.path, plan.serving)
             return f"every digest matches; {len(opened.artifact.manifest.files)} files, not loaded"
-        loaded = loading.load(plan.path, plan.serving, device=config.device, threads=config.threads)
+        load = partial(loading.load, plan.path, plan.serving, device=config.device, threads=config.threads)
+        loaded = Loads().run(f"version {plan.version}", plan.digest, lambda on_step: load(on_step=on_step))
         loaded.close()
         probe = "" if loaded.info.accumulation == "fp32" else "; it is not known to accumulate in fp32"
         return f"{loaded.summary}{probe}"

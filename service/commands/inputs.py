@@ -12,7 +12,7 @@ from bf16kit.errors import InvalidRequest, UsageError
 from bf16kit.tensors import BY_NAME, TensorSpec, check_feeds, describe
 from bf16kit.wording import brief, quoted
 from service.contract import Array
-from service.models.loading import golden_of
+from service.models.firstruns import golden_of
 from service.models.opening import OpenedArtifact
 
 _SHAPE = re.compile(r"(?P<name>.+)=(?P<dims>\d+(?:[x,]\d+)*)")

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 from bf16kit.drift import Breach, Budget, DriftSummary, compare
 from bf16kit.errors import ArtifactError
 from bf16kit.slices import Scales
@@ -19,6 +21,32 @@ Outcome = Literal["passed", "failed", "error"]
 RETRY_SECONDS = 60.0  # after a gate that did not pass: damaged memory stays damaged, but a device may recover
 MIN_INTERVAL_SECONDS = 10.0  # between two gates: a runtime that always fails must not run the samples all the time
 _EDGE = 0.25  # share of a process's time slot at each end in which the gate does not begin
+
+
+def run_in_parts(
+    run: Callable[[Mapping[str, Array]], dict[str, Array]],
+    feeds: Mapping[str, Array],
+    batch_axis: int | None,
+    most_rows: int,
+) -> dict[str, Array]:
+    """Run ``feeds`` with at most ``most_rows`` rows at a time, and return the outputs as of one run.
+
+    All rows run at once without a batch axis, or if the parts' outputs do not fit together: then they depend on more
+    than their own rows.
+    """
+    rows = 0 if batch_axis is None else next(iter(feeds.values())).shape[batch_axis]
+    if batch_axis is None or rows <= most_rows:
+        return run(feeds)
+    before = (slice(None),) * batch_axis
+    parts: list[dict[str, Array]] = []
+    for start in range(0, rows, most_rows):
+        part = (*before, slice(start, start + most_rows))
+        parts.append(run({name: np.ascontiguousarray(array[part]) for name, array in feeds.items()}))
+    try:
+        outputs = {name: np.concatenate([part[name] for part in parts], batch_axis) for name in parts[0]}
+    except ValueError:  # other dimensions differ
+        return run(feeds)
+    return outputs if all(array.shape[batch_axis] == rows for array in outputs.values()) else run(feeds)
 
 
 def judge(

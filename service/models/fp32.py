@@ -8,7 +8,7 @@ import time
 from bf16kit.errors import ArtifactError
 from bf16kit.runtime import Runtime
 from bf16kit.runtime.weightstore import PRIVATE_STORE, WeightStore
-from service.models.loading import check_golden, golden_of, warm_up
+from service.models.firstruns import check_golden, golden_of, warm_up
 from service.models.opening import OpenedArtifact
 from service.models.policy import Serving
 

@@ -36,7 +36,7 @@ def _no_reference() -> Runtime:
 
 
 class Generation:
-    """See :class:`service.contract.Model`. It answers from :meth:`start` to :meth:`close`. ``metrics`` are its own."""
+    """See :class:`service.contract.Model`. It answers until :meth:`close`. ``metrics`` are its own."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Generation:
         version: int,
         loaded: LoadedModel,
         serving: Serving,
-        metrics: ModelMetrics,
+        new_metrics: Callable[[], ModelMetrics],
         sender: SampleSender | None = None,
         on_verdict: OnVerdict = ignore_verdict,
         rank: ProcessRank = ProcessRank(),  # noqa: B008 -- frozen
@@ -52,10 +52,13 @@ class Generation:
         fp32: Callable[[], Runtime] = _no_reference,
         changed: Callable[[], None] = lambda: None,
     ) -> None:
-        """``sender`` sends samples to the process that has the reference; None: drift is not measured.
+        """``new_metrics`` creates its metrics, once its threads run: those of the generation that it replaces end then.
+
+        ``sender`` sends samples to the process that has the reference; None: drift is not measured.
 
         ``on_verdict`` and ``rank`` are for the golden gate. ``fp32`` loads a reference that can answer. ``changed`` is
-        called, on any thread, when another precision answers.
+        called, on any thread, when another precision answers. Raises RuntimeError if the system cannot start its
+        threads; ``loaded`` is left open then.
         """
         opened, info = loaded.opened, loaded.info
         self.since = time.time()
@@ -71,14 +74,15 @@ class Generation:
         self.info: RuntimeInfo = info
         self.budget = opened.budget.as_dict()
         self.statistics = ModelStatistics(opened.weight_bytes)
-        self.metrics = metrics
         self.leases = Leases()
         bf16 = Engine(loaded.runtime) if loaded.narrow is None else ParallelEngine(loaded.runtime, loaded.narrow)
         self._engine = SwitchedEngine(bf16)
+        self._batcher = self._new_batcher(opened, serving)
+        self._batcher.start()
+        metrics = self.metrics = new_metrics()
         self._standby = ReferenceStandby(self.label, self._engine, fp32, self._on_switch, metrics.fallback_failed)
         self._changed = changed
         self._probe: Probe | None = None
-        self._batcher = self._new_batcher(opened, serving)
         self._shadow = self._new_shadow(opened, serving, sender)
         metrics.opened(opened.weight_bytes, opened.outputs)
         metrics.loaded(info, baseline(opened.artifact.manifest, info.profile))
@@ -94,9 +98,6 @@ class Generation:
     def golden(self) -> str:
         """See :attr:`service.contract.Model.golden`."""
         return self.gate.description
-
-    def start(self) -> None:
-        self._batcher.start()
 
     def infer(self, request: Request) -> Reply:
         """See :meth:`service.contract.Model.infer`."""

@@ -1,7 +1,7 @@
 """The golden gate of a ready model: runs its golden samples again, on the runtimes that answer requests.
 
-:func:`service.models.loading.check_golden` is the gate before a model is ready. A loaded model can be damaged later: in
-memory, on its device, or in a mapped file.
+:func:`service.models.firstruns.check_golden` is the gate before a model is ready. A loaded model can be damaged later:
+in memory, on its device, or in a mapped file.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
+from functools import partial
 from typing import TYPE_CHECKING
 
 from bf16kit.drift import Breach
 from bf16kit.errors import Bf16kitError
 from bf16kit.wording import brief
 from service.contract import GATE_FAILED
-from service.drift.gate import Outcome, ProcessRank, Timetable, breach_verdict, judge
+from service.drift.gate import Outcome, ProcessRank, Timetable, breach_verdict
 from service.drift.shadow import lower_priority
 from service.drift.verdict import DriftVerdict
+from service.models.firstruns import judge_golden
 from service.models.lease import Lease
 from service.models.loading import LoadedModel
 from service.telemetry.modelmetrics import ModelMetrics
@@ -126,15 +128,8 @@ class GoldenGate:
         assert self._golden is not None  # noqa: S101 -- nothing is due without
         opened, description = self._opened, ""
         for runtime in self._runtimes:
-            runtime_outputs = runtime.run(self._golden.inputs, seconds=opened.first_run_seconds)
-            found, description = judge(
-                self._golden.outputs,
-                runtime_outputs,
-                opened.outputs,
-                opened.batch_axis,
-                opened.golden_budget,
-                self._golden.scales,
-            )
+            run = partial(runtime.run, seconds=opened.first_run_seconds)
+            found, description = judge_golden(run, opened, self._golden)
             breaches += found
         return description
 

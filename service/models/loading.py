@@ -6,40 +6,33 @@ Each step raises an expected error (:mod:`bf16kit.errors`) with the reason that 
 from __future__ import annotations
 
 import logging
+import os
 import time
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
-
-from bf16kit.artifact import Artifact, Golden
+from bf16kit.artifact import Golden
 from bf16kit.errors import (
-    ArtifactError,
     Bf16kitError,
     BudgetExceeded,
-    ConfigError,
-    InvalidRequest,
     RuntimeFailure,
 )
-from bf16kit.manifest import MANIFEST
 from bf16kit.runtime import Runtime, RuntimeInfo, kernel
 from bf16kit.runtime.hardware import available_cpus
 from bf16kit.runtime.weightstore import PRIVATE_STORE, CachingWeightStore, WeightStore
-from bf16kit.tensors import BY_NAME, TensorSpec, check_feeds, describe
 from bf16kit.wording import brief
-from service.contract import Array
-from service.drift.gate import judge
 from service.models import profilechoice
-from service.models.agreement import OWN_CHOICE, Agreement
+from service.models.firstruns import OnStep, check_golden, feeds_of, golden_of, ignore_step, warm_up
 from service.models.memorycheck import check_room
 from service.models.opening import OpenedArtifact, open_artifact
-from service.models.parallelism import ROWS, Parallelism, choose_parallelism
+from service.models.parallelism import ROWS, Clock, Parallelism, choose_parallelism
 from service.models.policy import AUTO, Serving
-from service.models.profilechoice import Clock
 
 _log = logging.getLogger(__name__)
-_AGREED_REASON = "auto: as another worker of this server has measured"
+#: A step of a load, as opening a session is given up after this time, plus the time to read the artifact from a slow
+#: disk. Others load meanwhile, so it is generous: it is for what never ends.
+STEP_SECONDS = 600.0
+_SLOWEST_DISK = 20e6  # bytes a second
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +61,16 @@ class LoadedModel:
 
 @dataclass(frozen=True, slots=True)
 class _Resources:
-    """Where a runtime runs: its device, the threads of one execution, and the store of its copied weights."""
+    """Where a runtime runs: its device, the threads of one execution, and the store of its copied weights.
+
+    ``on_step`` is told what is done there; a step takes ``seconds`` at most.
+    """
 
     device: str
     threads: int | None
     weights: WeightStore
+    on_step: OnStep
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,49 +89,40 @@ def load(
     device: str,
     threads: int | None,
     weights: WeightStore = PRIVATE_STORE,
-    agreement: Agreement = OWN_CHOICE,
+    on_step: OnStep = ignore_step,
     clock: Clock = time.perf_counter,
 ) -> LoadedModel:
     """Load and check the artifact at ``path``. A failure leaves nothing behind.
 
     ``device`` is the server's ``--device``. ``threads`` is the number of threads of one execution if ``serving.yaml``
-    sets none (None = the runtime's choice). ``weights`` stores copied weights. ``agreement`` knows which profile other
-    processes serve. ``clock`` times the profiles.
+    sets none (None = the runtime's choice). ``weights`` stores copied weights. ``on_step`` is called before every step
+    that may take long. ``clock`` times ``instances: auto``.
     """
     from bf16kit.runtime import loading
 
+    seconds = STEP_SECONDS + _bytes_on_disk(path) / _SLOWEST_DISK
+    on_step(f"reading and checking the files of {path}", seconds)
     opened = open_artifact(path, serving)
     profiles, chosen_device = loading.choose_profiles(opened.artifact, serving.profile, device)
-    agreed = agreement.known() if len(profiles) > 1 else ""
-    first, *others = (agreed,) if agreed in profiles else profiles
+    native = len(profiles) > 1 and kernel.multiplies_bf16()
+    order, reason = profilechoice.in_order(opened.artifact.manifest, profiles, opened.budget, native=native)
     if weights is PRIVATE_STORE:  # in a shared store the weights may be in memory already
-        check_room(opened, first)
-    candidates: dict[str, _Candidate] = {}
+        check_room(opened, order[0])
+    if serving.instances == AUTO:
+        weights = CachingWeightStore(weights)
+    threads = threads if serving.threads is None else serving.threads
+    resources = _Resources(chosen_device, threads, weights, on_step, seconds)
+    chosen, skipped = _load_first(opened, serving, order, resources)
+    parallelism = Parallelism()
     try:
-        if serving.instances == AUTO:
-            weights = CachingWeightStore(weights)
-        resources = _Resources(chosen_device, threads if serving.threads is None else serving.threads, weights)
-        candidates[first] = _load_candidate(opened, serving, first, resources)
-        skipped = [_try_candidate(candidates, opened, serving, each, resources) for each in others]
-        profile, reason = _choose(candidates, opened, clock)
-        if others:
-            profile, reason = _agree(agreement, candidates, profile, reason)
-        elif agreed:
-            reason = _AGREED_REASON
-        parallelism = _parallelism(candidates[profile], opened, serving, profile, resources, clock)
-        try:
-            opened.artifact.verify()  # again: files may have been replaced while they were loaded
-        except BaseException:
-            parallelism.close()
-            raise
+        parallelism = _parallelism(chosen, opened, serving, resources, clock)
+        on_step(f"checking the files of {path} again", seconds)
+        opened.artifact.verify()  # again: files may have been replaced while they were loaded
     except BaseException:
-        for each in candidates.values():
-            each.runtime.close()
+        chosen.runtime.close()
+        parallelism.close()
         raise
-    chosen = candidates.pop(profile)
-    for each in candidates.values():
-        each.runtime.close()
-    info = replace(chosen.runtime.info, choice="; ".join(filter(None, [reason, *skipped])))
+    info = replace(chosen.runtime.info, choice=skipped or reason)
     batches = f"batches of up to {opened.max_batch_size} rows" if opened.max_batch_size else "no batching"
     summary = "; ".join(filter(None, [_describe(info), batches, parallelism.reason, chosen.verdict]))
     return LoadedModel(
@@ -141,10 +130,33 @@ def load(
     )
 
 
+def _load_first(
+    opened: OpenedArtifact, serving: Serving, order: tuple[str, ...], resources: _Resources
+) -> tuple[_Candidate, str]:
+    """Load the first profile of ``order`` that runs here. Returns it, and why the one before was skipped, if any.
+
+    Only the failure of the last one is the model's.
+    """
+    *preferred, last = order
+    skipped = ""
+    for profile in preferred:
+        try:
+            return _load_candidate(opened, serving, profile, resources), skipped
+        except BudgetExceeded as error:
+            reason = str(error)
+        except Bf16kitError as error:  # a runtime's text is for the log, never for clients
+            _log.warning("%s: profile %s was skipped: %s", opened.artifact.path, profile, brief(error))
+            reason = "it does not run here (the log says why)"
+        skipped = f"auto: {profile} was skipped, {reason}"
+    return _load_candidate(opened, serving, last, resources), skipped
+
+
 def _load_candidate(opened: OpenedArtifact, serving: Serving, profile: str, resources: _Resources) -> _Candidate:
     """Load ``profile``, warm it up and check its golden samples."""
     from bf16kit.runtime import loading
 
+    graph = opened.artifact.manifest.profiles[profile].graph
+    resources.on_step(f"creating the session of {graph}", resources.seconds)
     try:
         runtime = loading.load(
             opened.artifact, profile, device=resources.device, threads=resources.threads, weights=resources.weights
@@ -153,140 +165,36 @@ def _load_candidate(opened: OpenedArtifact, serving: Serving, profile: str, reso
         raise RuntimeFailure(f"profile {profile} cannot be loaded: {str(error) or 'out of memory'}") from error
     try:
         golden = golden_of(opened.artifact, profile)
-        warm_up(runtime, opened, serving.warmup, golden)
-        return _Candidate(runtime, golden, check_golden(runtime, opened, golden))
+        warm_up(runtime, opened, serving.warmup, golden, resources.on_step)
+        return _Candidate(runtime, golden, check_golden(runtime, opened, golden, resources.on_step))
     except BaseException:
         runtime.close()
         raise
 
 
-def _try_candidate(
-    candidates: dict[str, _Candidate], opened: OpenedArtifact, serving: Serving, profile: str, resources: _Resources
-) -> str:
-    """Add ``profile`` to ``candidates``, or return the reason why it is skipped. Its failure is not the model's."""
-    native = kernel.multiplies_bf16()
-    reason = profilechoice.skip_reason(opened.artifact.manifest, profile, opened.budget, native=native)
-    if not reason:
-        try:
-            candidates[profile] = _load_candidate(opened, serving, profile, resources)
-        except BudgetExceeded as error:
-            reason = str(error)
-        except Bf16kitError as error:  # a runtime's text is for the log, never for clients
-            _log.warning("%s: profile %s was skipped: %s", opened.artifact.path, profile, brief(error))
-            reason = "it does not run here (the log says why)"
-    return f"auto: {profile} was skipped, {reason}" if reason else ""
-
-
-def _choose(candidates: Mapping[str, _Candidate], opened: OpenedArtifact, clock: Clock) -> tuple[str, str]:
-    """Return the profile that answers, of those that are ready, and why; "" if there is only one."""
-    first = next(iter(candidates))
-    if len(candidates) == 1:
-        return first, ""
-    # All profiles are timed on the same samples: a profile's own samples may have other shapes.
-    feeds = _feeds(opened, 1, None) if (golden := candidates[first].golden) is None else golden.inputs
-
-    def run(runtime: Runtime) -> Callable[[], object]:
-        return lambda: runtime.run(feeds)
-
-    return profilechoice.fastest(
-        *profilechoice.medians({name: run(each.runtime) for name, each in candidates.items()}, clock=clock)
-    )
-
-
-def _agree(agreement: Agreement, candidates: Mapping[str, _Candidate], profile: str, reason: str) -> tuple[str, str]:
-    """Return the profile that all processes agree on. Raises RuntimeFailure if it does not run in this process."""
-    settled = agreement.settle(profile)
-    if settled == profile:
-        return profile, reason
-    if settled not in candidates:
-        raise RuntimeFailure(
-            f"another worker of this server serves profile {settled}, which does not run in this one; name a profile in"
-            " serving.yaml"
-        )
-    return settled, _AGREED_REASON
+def _bytes_on_disk(path: Path) -> int:
+    """Return what the files in ``path`` occupy on the disk: an artifact's, without the holes of sparse files."""
+    try:
+        return sum(512 * entry.stat().st_blocks for entry in os.scandir(path))
+    except OSError:
+        return 0  # opening it reports the error
 
 
 def _parallelism(
-    chosen: _Candidate, opened: OpenedArtifact, serving: Serving, profile: str, resources: _Resources, clock: Clock
+    chosen: _Candidate, opened: OpenedArtifact, serving: Serving, resources: _Resources, clock: Clock
 ) -> Parallelism:
     """Return how many batches run at once: as ``serving`` says, or as measured here for ``auto``."""
     if serving.instances != AUTO:
         return Parallelism(serving.instances)
-    rows = min(opened.max_batch_size, ROWS) or 1
+    rows, profile = min(opened.max_batch_size, ROWS) or 1, chosen.runtime.info.profile
+    resources.on_step("measuring instances: auto", resources.seconds)
     return choose_parallelism(
         chosen.runtime,
         lambda threads: _load_candidate(opened, serving, profile, replace(resources, threads=threads)).runtime,
-        _feeds(opened, rows, chosen.golden),
+        feeds_of(opened, rows, chosen.golden),
         resources.threads or available_cpus(),
         clock=clock,
     )
-
-
-def warm_up(runtime: Runtime, opened: OpenedArtifact, rows: Sequence[int], golden: Golden | None) -> None:
-    """Run once with each number of rows, so that no client waits for the allocations of a first run."""
-    for count in rows:
-        if count > 1 and opened.batch_axis is None:
-            raise ConfigError(f"warmup asks for {count} rows, but this model has no batch axis; leave warmup at [1]")
-        _run(runtime, opened, _feeds(opened, count, golden))
-
-
-def check_golden(runtime: Runtime, opened: OpenedArtifact, golden: Golden | None) -> str:
-    """Run the golden samples and check their drift against the budget; return a summary for the log.
-
-    Raises :class:`BudgetExceeded` naming the output, the metric, the measured value and the bound.
-    """
-    if golden is None:
-        return "no golden samples in the artifact, accuracy not checked"
-    outputs = _run(runtime, opened, golden.inputs)
-    breaches, summary = judge(
-        golden.outputs, outputs, opened.outputs, opened.batch_axis, opened.golden_budget, golden.scales
-    )
-    if breaches:
-        raise BudgetExceeded(f"golden samples are over the drift budget: {'; '.join(map(str, breaches))}")
-    return f"golden samples within budget ({summary})"
-
-
-def golden_of(artifact: Artifact, profile: str | None = None) -> Golden | None:
-    """Return the artifact's golden samples, or None. A profile's own samples take precedence.
-
-    Raises ArtifactError if the inputs do not fit the model.
-    """
-    manifest = artifact.manifest
-    name = manifest.golden_of(profile)
-    if name is None:
-        return None
-    golden, path = artifact.golden(profile), artifact.path / name
-    try:
-        check_feeds([entry.spec() for entry in manifest.inputs], golden.inputs)
-    except InvalidRequest as error:
-        raise ArtifactError(f"{path}: {error}") from None
-    axis = manifest.batch_axis
-    for name, array in golden.inputs.items():
-        if axis is not None and axis < array.ndim and not array.shape[axis]:
-            raise ArtifactError(f"{path}: input {name!r} has shape {list(array.shape)}, which is less than one sample")
-    return golden
-
-
-def _run(runtime: Runtime, opened: OpenedArtifact, feeds: Mapping[str, Array]) -> dict[str, Array]:
-    """Run once, and check the outputs' dtypes and ranks against the manifest, which clients rely on.
-
-    Raises ArtifactError naming the output.
-    """
-    try:
-        outputs = runtime.run(feeds, seconds=opened.first_run_seconds)
-    except RuntimeFailure as error:
-        profile = opened.artifact.manifest.profiles.get(runtime.info.profile)
-        graph = opened.artifact.manifest.reference if profile is None else profile.graph
-        raise RuntimeFailure(f"{graph}, run for the first time: {error}") from error
-    for spec in opened.outputs:
-        array = outputs[spec.name]
-        if array.dtype != BY_NAME[spec.dtype].numpy or len(array.shape) != len(spec.shape):
-            raise ArtifactError(
-                f"{opened.artifact.path / MANIFEST}: output {spec.name!r} is declared as"
-                f" {spec.dtype}{describe(spec.shape)}, and the model gives"
-                f" {array.dtype.name}{list(array.shape)}; convert the checkpoint again"
-            )
-    return outputs
 
 
 def _describe(info: RuntimeInfo) -> str:
@@ -297,17 +205,3 @@ def _describe(info: RuntimeInfo) -> str:
         f"{info.backend} on {info.device}, profile {info.profile}, precision {info.precision},"
         f" accumulation {info.accumulation}{path}{note}{choice}"
     )
-
-
-def _feeds(opened: OpenedArtifact, rows: int, golden: Golden | None) -> Mapping[str, Array]:
-    """Return feeds of ``rows`` rows: the first golden row repeated, or zeros without golden samples."""
-    axis = opened.batch_axis
-    if golden is not None:
-        if axis is None:
-            return golden.inputs
-        return {name: np.repeat(array.take([0], axis), rows, axis) for name, array in golden.inputs.items()}
-
-    def shape(spec: TensorSpec) -> list[int]:
-        return [dim if isinstance(dim, int) else rows if at == axis else 1 for at, dim in enumerate(spec.shape)]
-
-    return {spec.name: np.zeros(shape(spec), BY_NAME[spec.dtype].numpy) for spec in opened.inputs}

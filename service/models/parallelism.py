@@ -7,6 +7,8 @@ model has a second session for the batches side by side; both sessions read the 
 from __future__ import annotations
 
 import logging
+import statistics
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,15 +17,16 @@ from bf16kit.errors import Bf16kitError
 from bf16kit.runtime import Runtime
 from bf16kit.wording import brief
 from service.contract import Array
-from service.models import profilechoice
-from service.models.profilechoice import Clock
 
 _log = logging.getLogger(__name__)
 SECONDS = 0.4  # limit on the measurement of one model, without first runs and the last round
+ROUNDS = 31  # of a measurement at most
 ROWS = 8  # of a measured batch: about what a few dozen clients cause
 MAX_INSTANCES = 8  # instances at most: with more of them single batches would be slow
 #: The least gain in throughput for which several instances are used, since they take memory of their own.
 LEAST_GAIN = 1.05
+
+Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,5 +80,29 @@ def _gain(
         runs: Mapping[str, Callable[[], object]] = {"wide": lambda: wide.run(feeds), "narrow": at_once}
         for run in runs.values():
             run()  # the first run of each is slower
-        taken, rounds = profilechoice.medians(runs, seconds=SECONDS, clock=clock)
+        taken, rounds = medians(runs, seconds=SECONDS, clock=clock)
     return instances * taken["wide"] / taken["narrow"], rounds
+
+
+def medians(
+    runs: Mapping[str, Callable[[], object]], *, seconds: float = SECONDS, clock: Clock = time.perf_counter
+) -> tuple[dict[str, float], int]:
+    """Return the median run time of each of ``runs`` in seconds, and the number of rounds, at least one.
+
+    The runs take turns. Every other round is in reverse order, so that no run always follows the same one.
+    """
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    order, rounds, start = list(runs), 0, clock()
+    while True:
+        round_start = clock()
+        for name in order:
+            before = clock()
+            runs[name]()
+            times[name].append(clock() - before)
+        order.reverse()
+        rounds += 1
+        now = clock()
+        if (
+            rounds == ROUNDS or now - start + (now - round_start) > seconds
+        ):  # another round would take as long as this one
+            return {name: statistics.median(found) for name, found in times.items()}, rounds

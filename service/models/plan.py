@@ -36,7 +36,7 @@ class Plan:
 
     @cached_property
     def digest(self) -> str:
-        """A text of 64 characters that is equal for equal plans, in every process."""
+        """A SHA-256 in hexadecimal that is equal for equal plans, in every process."""
         return hashlib.sha256(json.dumps(_plan_to_dict(self), sort_keys=True).encode()).hexdigest()
 
     def without_labels(self) -> Plan:

@@ -1,7 +1,7 @@
-"""The reconciler: it knows which models are wanted, and one thread changes what is served accordingly.
+"""The reconciler: it knows which models are wanted, and its threads change what is served accordingly.
 
-Callers only say what is wanted, as a :class:`DesiredModel` per model; the newest one counts. The thread applies them
-one at a time, in the order in which they came.
+Callers only say what is wanted, as a :class:`DesiredModel` per model; the newest one counts. The threads apply them in
+the order in which they came, one at a time, unless one takes long: then the next ones begin beside it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from bf16kit.errors import Bf16kitError, ConfigError, RuntimeFailure, Unavailabl
 from bf16kit.runtime.weightstore import PRIVATE_STORE, WeightStore
 from service.drift.gate import ProcessRank
 from service.drift.sampling import SampleSender
-from service.models import loading
+from service.models import loading, loads
 from service.models.advice import AdviceLog
-from service.models.agreement import OWN_CHOICE, Agreement
 from service.models.fp32 import load_fp32
 from service.models.generation import Generation
 from service.models.goldengate import OnVerdict, ignore_verdict
+from service.models.loads import STOPPING, Loads
 from service.models.orders import PrecisionOrders
 from service.models.pending import PendingChange, complete
 from service.models.plan import DesiredModel, Plan
@@ -31,13 +31,17 @@ from service.models.slot import Slot
 from service.models.slottable import Slots, SlotTable
 from service.process import garbage
 from service.telemetry.metrics import Metrics
+from service.telemetry.modelmetrics import ModelMetrics
 
 _log = logging.getLogger(__name__)
 _NOT_FOR_CALLERS = "the runtime could not load it, or failed on it; the server's log says why"
+#: Changes in progress at most. Loads at the same time compete for processors and memory, so a change begins beside
+#: others only if they take longer than PATIENCE_SECONDS.
+CHANGES_AT_ONCE = 4
+_LAST_LOADS_SECONDS = 5.0  # how long a stop waits for loads, whose results it discards
 UNLOAD_SECONDS = 30.0  # how long an unload waits for requests in flight
 #: Returns, for a model's name and plan, the sender of its samples to the process with the fp32 references.
 NewSender = Callable[[str, Plan], SampleSender]
-_STOPPING = "the server is shutting down; try another"
 
 
 class Reconciler:
@@ -57,32 +61,35 @@ class Reconciler:
         unload_seconds: float = UNLOAD_SECONDS,
         ready_when_empty: bool = False,
         new_sender: NewSender | None = None,
-        agree: Callable[[Plan], Agreement] = lambda plan: OWN_CHOICE,
         on_verdict: OnVerdict = ignore_verdict,
         rank: ProcessRank = ProcessRank(),  # noqa: B008 -- frozen
     ) -> None:
         self.orders = PrecisionOrders()
-        self.unloading: tuple[Slot, ...] = ()  # removed slots whose last requests are in flight
+        self.unloading: tuple[Slot, ...] = ()  # replaced as a whole: removed slots whose last requests are in flight
         self._table = SlotTable(metrics, ready_when_empty=ready_when_empty)
         self._metrics = metrics
         self._changed = changed
         self._device = device
-        self._threads = threads
+        self._threads_per_run = threads
         self._weights = weights
         self._new_sender = new_sender
-        self._agree = agree
         self._on_verdict, self._rank = on_verdict, rank
         self._unload_seconds = unload_seconds
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)
         self._pending: dict[str, PendingChange] = {}
-        self._in_progress: DesiredModel | None = None
+        self._in_progress: dict[str, tuple[DesiredModel, float]] = {}  # by model; and when it began
         self._closed = False
         self._advice = AdviceLog()
-        self._thread = threading.Thread(target=self._work, name="reconciler", daemon=True)
+        self._loads = Loads()
+        self._threads = [
+            threading.Thread(target=self._work, name=f"reconciler-{number}", daemon=True)
+            for number in range(CHANGES_AT_ONCE)
+        ]
 
     def start(self) -> None:
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
 
     @property
     def slots(self) -> Slots:
@@ -98,18 +105,18 @@ class Reconciler:
         """Ask for a model to be served as ``desired`` says. New versions get a slot in state ``loading`` at once.
 
         The future ends when that is done. It fails with Unavailable if a version cannot be loaded (with the
-        reason), if the server shuts down, or if the opposite was wanted before the thread came to it.
+        reason), if the server shuts down, or if the opposite was wanted before a thread came to it.
         """
         future = self._enqueue(desired)
         assert future is not None  # noqa: S101 - for the type checker
         return future
 
     def _enqueue(self, desired: DesiredModel, *, unless_tried: bool = False) -> Future[None] | None:
-        """Queue ``desired`` for the thread. With ``unless_tried``, return None if that would only repeat an attempt."""
+        """Queue ``desired``. With ``unless_tried``, return None if that would only repeat an attempt."""
         future: Future[None] = Future()
         with self._lock:
             if self._closed:
-                future.set_exception(Unavailable(_STOPPING))
+                future.set_exception(Unavailable(STOPPING))
                 return future
             if unless_tried and self._was_tried(desired):
                 return None
@@ -117,8 +124,12 @@ class Reconciler:
             same = bool(earlier.desired.plans) == bool(desired.plans)
             self._pending[desired.name] = PendingChange(desired, [*(earlier.futures if same else ()), future])
             superseded = [] if same else earlier.futures
-            self._table.add(desired, awaited=self._thread.ident is None or not self.ready)
-            self._wake.notify()
+            self._table.add(desired, awaited=self._threads[0].ident is None or not self.ready)
+            self._wake.notify_all()
+            begun = self._in_progress.get(desired.name)
+        for plan in () if begun is None else begun[0].plans:
+            if plan not in desired.plans:
+                self._loads.supersede(plan.digest)
         complete(
             superseded,
             Unavailable(f"model {desired.name!r} is being {'loaded' if desired.plans else 'unloaded'} instead"),
@@ -144,33 +155,37 @@ class Reconciler:
         """Return whether ``desired`` was tried already, or is being tried. Call it with the lock held."""
         if desired.name in self._pending or not self._table.of(desired.name).keys() >= desired.versions:
             return False
-        return desired == self._in_progress or self._table.was_tried(desired)
+        begun = self._in_progress.get(desired.name)
+        return (begun is not None and begun[0] == desired) or self._table.was_tried(desired)
 
     def close(self, deadline: float = math.inf) -> bool:
         """Unload everything, in parallel. Returns False if something was still running at ``deadline``.
 
-        That is a request, a batch, a shadow sample, or a model being loaded. ``deadline`` is in :func:`time.monotonic`
-        seconds.
+        That is a request, a batch, a shadow sample, or a model being loaded. A load is given up after a few seconds:
+        nothing needs its result. ``deadline`` is in :func:`time.monotonic` seconds.
         """
         with self._lock:
             self._closed = True
             abandoned, self._pending = self._pending, {}
-            self._wake.notify()
+            self._wake.notify_all()
             slots = self._table.all()
             models = [model for slot in slots if (model := slot.withdraw("unloaded")) is not None]
         for change in abandoned.values():
-            complete(change.futures, Unavailable(_STOPPING))
+            complete(change.futures, Unavailable(STOPPING))
         with ThreadPoolExecutor(max(1, len(models)), "unload") as unloading:
             clean = all(list(unloading.map(lambda model: model.close(deadline), models)))
-        if self._thread.ident is not None:
-            self._thread.join(None if deadline == math.inf else max(0.0, deadline - time.monotonic()))
-        if self._thread.is_alive():
+        loaded = self._loads.stop(min(deadline, time.monotonic() + _LAST_LOADS_SECONDS))
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(None if deadline == math.inf else max(0.0, deadline - time.monotonic()))
+        ended = loaded and not any(thread.is_alive() for thread in self._threads)
+        if not ended:
             _log.warning("a model is still being loaded or unloaded; stopping without waiting for it")
         for slot in slots:
             self._metrics.remove(slot.series)
-        return clean and not self._thread.is_alive()
+        return clean and ended
 
-    # --- the thread ---------------------------------------------------------------------------------------------------
+    # --- the threads --------------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
         while (change := self._next()) is not None:
@@ -182,18 +197,29 @@ class Reconciler:
             except Exception as bug:  # noqa: BLE001 - this thread must live on for the other models
                 _log.exception("model %r: reconciling failed unexpectedly", change.desired.name)
                 error = bug
-            self._in_progress = None
+            with self._wake:
+                del self._in_progress[change.desired.name]
+                self._wake.notify_all()
             complete(change.futures, error)
 
     def _next(self) -> PendingChange | None:
-        """Block until there is a change, and return the oldest; None when the reconciler is closed."""
+        """Block until a change may begin, and return it; None when the reconciler is closed.
+
+        It is the oldest one whose model is not being changed, once every change in progress has had its time alone.
+        """
         with self._wake:
-            self._wake.wait_for(lambda: self._pending or self._closed)
-            if self._closed:
-                return None
-            change = self._pending.pop(next(iter(self._pending)))
-            self._in_progress = change.desired
-            return change
+            while not self._closed:
+                now = time.monotonic()
+                name = next((name for name in self._pending if name not in self._in_progress), None)
+                wait = max(
+                    (begun + loads.PATIENCE_SECONDS - now for _, begun in self._in_progress.values()), default=0.0
+                )
+                if name is not None and wait <= 0:
+                    change = self._pending.pop(name)
+                    self._in_progress[name] = change.desired, now
+                    return change
+                self._wake.wait(None if name is None else wait)
+            return None
 
     def _reconcile(self, desired: DesiredModel) -> None:
         """Load the versions, then unload the model's others. If none can be loaded, what is served stays."""
@@ -201,7 +227,7 @@ class Reconciler:
         reasons = {plan.version: self._serve(slots[plan.version], plan) for plan in desired.plans}
         failed = {version: reason for version, reason in reasons.items() if reason}
         if self._closed:
-            raise Unavailable(_STOPPING)
+            raise Unavailable(STOPPING)
         if len(failed) < len(desired.plans) or not desired.plans:
             self._unload(desired)
         if failed:
@@ -211,7 +237,7 @@ class Reconciler:
     def _serve(self, slot: Slot, plan: Plan) -> str:
         """Load ``plan`` and let it answer. Returns the reason if that fails, else ""."""
         if self._closed:
-            return _STOPPING
+            return STOPPING
         if slot.serves(plan):
             slot.clear_reason()
             return ""
@@ -220,14 +246,15 @@ class Reconciler:
         try:
             if plan.broken:
                 raise ConfigError(plan.broken)
-            loaded = loading.load(
+            load = partial(
+                loading.load,
                 plan.path,
                 plan.serving,
                 device=self._device,
-                threads=self._threads,
+                threads=self._threads_per_run,
                 weights=self._weights,
-                agreement=self._agree(plan),
             )
+            loaded = self._loads.run(slot.label, plan.digest, lambda on_step: load(on_step=on_step))
             if not self._pending and slot.model is None:  # before it answers; at a start, once for all models
                 garbage.collect_and_freeze()
             replaced = self._publish(slot, plan, loaded, started)
@@ -254,10 +281,11 @@ class Reconciler:
                 loaded.close()
                 raise Unavailable("the server was shut down before it was loaded")
             replaced = slot.model
-            if replaced is not None:
-                slot.series = self._metrics.add(slot.name, slot.version)
-            model = self._generation(slot, plan, loaded)
-            model.start()
+            try:
+                model = self._generation(slot, plan, loaded)
+            except BaseException:
+                loaded.close()
+                raise
             seconds = time.monotonic() - started
             model.metrics.ready(True, seconds)
             # before it is published: the log has the line when clients see the model ready
@@ -268,17 +296,23 @@ class Reconciler:
 
     def _generation(self, slot: Slot, plan: Plan, loaded: loading.LoadedModel) -> Generation:
         digest = plan.digest
+
+        def new_metrics() -> ModelMetrics:
+            if slot.model is not None:
+                slot.series = self._metrics.add(slot.name, slot.version)
+            return slot.series
+
         return Generation(
             slot.name,
             slot.version,
             loaded,
             plan.serving,
-            slot.series,
+            new_metrics,
             None if self._new_sender is None else self._new_sender(slot.name, plan),
             lambda verdict: self._on_verdict(verdict.with_plan(digest)),
             self._rank,
             fp32=partial(
-                load_fp32, slot.label, loaded.opened, plan.serving, threads=self._threads, weights=self._weights
+                load_fp32, slot.label, loaded.opened, plan.serving, threads=self._threads_per_run, weights=self._weights
             ),
             changed=self._changed,
         )
@@ -294,14 +328,15 @@ class Reconciler:
                 self.orders.forget(slot)
             self._table.remove(desired.name, removed)
             models = [slot.withdraw("unloaded") for slot in removed]
-            self.unloading = tuple(removed)
+            self.unloading += tuple(removed)
         self._changed()
         for slot, model in zip(removed, models, strict=True):
             if model is not None:
                 model.close(time.monotonic() + self._unload_seconds)
             self._metrics.remove(slot.series)
             _log.info("%s is unloaded", slot.label)
-        self.unloading = ()
+        with self._lock:
+            self.unloading = tuple(slot for slot in self.unloading if slot not in removed)
         del slots, removed, models, slot, model
         garbage.collect_and_freeze()
 

@@ -12,12 +12,11 @@ from bf16kit.runtime.weightstore import PRIVATE_STORE, WeightStore
 from bf16kit.wording import quoted, without_long_words
 from service.drift.gate import ProcessRank
 from service.drift.owner import PrecisionOrder
-from service.models.agreement import OWN_CHOICE, Agreement
 from service.models.directory import LONGEST_VERSION
 from service.models.generation import Generation
 from service.models.goldengate import GoldenSchedule, OnVerdict, ignore_verdict
 from service.models.lease import Lease
-from service.models.plan import DesiredModel, Plan
+from service.models.plan import DesiredModel
 from service.models.reconciler import UNLOAD_SECONDS, NewSender, Reconciler
 from service.models.slot import Slot
 from service.models.slottable import Slots
@@ -34,10 +33,10 @@ class Repository:
     Say with :meth:`apply` and :meth:`apply_all`, before or after :meth:`start`, which models to serve. To end, call
     :meth:`drain`, then :meth:`close`.
 
-    ``ready_when_empty``: the server is ready without models, as when clients load them. ``agree`` returns the agreement
-    with other processes on a plan's profile. ``new_sender`` creates the sender of a model's samples to the process with
-    the fp32 references; None: drift is not measured. ``on_verdict`` receives the verdicts of golden gates that are not
-    passed. ``rank`` is the rank of this process among those that serve the same models.
+    ``ready_when_empty``: the server is ready without models, as when clients load them. ``new_sender`` creates the
+    sender of a model's samples to the process with the fp32 references; None: drift is not measured. ``on_verdict``
+    receives the verdicts of golden gates that are not passed. ``rank`` is the rank of this process among those that
+    serve the same models.
     """
 
     def __init__(
@@ -50,7 +49,6 @@ class Repository:
         unload_seconds: float = UNLOAD_SECONDS,
         ready_when_empty: bool = False,
         new_sender: NewSender | None = None,
-        agree: Callable[[Plan], Agreement] = lambda plan: OWN_CHOICE,
         on_verdict: OnVerdict = ignore_verdict,
         rank: ProcessRank = ProcessRank(),  # noqa: B008 -- frozen
     ) -> None:
@@ -65,7 +63,6 @@ class Repository:
             unload_seconds=unload_seconds,
             ready_when_empty=ready_when_empty,
             new_sender=new_sender,
-            agree=agree,
             on_verdict=on_verdict,
             rank=rank,
         )

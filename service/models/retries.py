@@ -2,7 +2,7 @@
 
 A full disk, a lack of memory, a busy device, a file system that does not answer: such causes pass, and nothing in the
 repository shows it. The cause cannot always be told from the failure. So every failed load is tried again, with growing
-pauses, except what ``serving.yaml`` rules out.
+pauses, except what ``serving.yaml`` rules out, and loads that were given up, whose threads cannot be ended.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from service.contract import State
+from service.models.loads import GIVEN_UP
 from service.models.plan import DesiredModel
 
 FIRST_SECONDS = 30.0  # from the poll that finds a model not loaded to the first retry
@@ -61,7 +62,7 @@ class Retries:
             slots = [served.get((name, plan.version)) for plan in desired.plans]
             if all(slot is not None and _serves_as_desired(slot) for slot in slots):
                 continue
-            if any(plan.broken for plan in desired.plans):
+            if any(plan.broken for plan in desired.plans) or any(slot and GIVEN_UP in slot.reason for slot in slots):
                 continue
             retry = states.get(name)
             if retry is None or retry.desired != desired:

@@ -27,7 +27,7 @@ class _Status:
 
 
 class Slot:
-    """See :class:`service.contract.Slot`. Only the reconciler's thread changes it."""
+    """See :class:`service.contract.Slot`. One thread of the reconciler at a time changes it."""
 
     def __init__(self, name: str, version: int, series: ModelMetrics, *, awaited: bool = True) -> None:
         self.name = name

@@ -19,6 +19,7 @@ from service.workers.fleet import Fleet
 
 _log = logging.getLogger(__name__)
 Changed = Callable[[str, Collection[int]], None]
+_STOPPING = "draining"  # the reason of an Unavailable
 _AT_ONCE_SECONDS = 20.0  # for quick requests: a worker that does not answer is killed earlier
 
 
@@ -33,13 +34,19 @@ class ModelChanges:
         self._on_changed = changed
         self._failed: dict[str, DesiredModel] = {}  # what a worker failed to apply; its slots hold the reason
         self._thread = ThreadPoolExecutor(1, "changes")
+        self._closed = False
 
     def apply(self, desired: DesiredModel) -> Future[None]:
         """Return a future that ends when every worker serves ``desired``.
 
-        A worker that dies meanwhile gets it at its restart.
+        A worker that dies meanwhile gets it at its restart. The future fails with Unavailable once this is closed.
         """
-        return self._thread.submit(self._apply_everywhere, desired)
+        try:
+            return self._thread.submit(self._apply_everywhere, desired)
+        except RuntimeError:
+            refused: Future[None] = Future()
+            refused.set_exception(_stopping())
+            return refused
 
     def apply_all(self, desired_models: Iterable[DesiredModel]) -> None:
         """Serve these models and no others.
@@ -56,12 +63,15 @@ class ModelChanges:
                 self.apply(desired).add_done_callback(_note)
 
     def close(self) -> None:
-        """Start no further change. A change in progress continues."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        """Start no further change: those that wait fail with Unavailable. A change in progress continues."""
+        self._closed = True
+        self._thread.shutdown(wait=False)
 
     # --- the thread ---------------------------------------------------------------------------------------------------
 
     def _apply_everywhere(self, desired: DesiredModel) -> None:
+        if self._closed:
+            raise _stopping()
         before = self._fleet.desired_models
         after = (
             {**before, desired.name: desired}
@@ -154,6 +164,10 @@ class FleetSettings:
             return now
 
 
+def _stopping() -> Unavailable:
+    return Unavailable("the server is stopping; try another", _STOPPING)
+
+
 def _serves_as_before(desired: DesiredModel, before: DesiredModel) -> bool:
     """Whether a worker that failed to apply ``desired`` serves what it did: nothing new, and everything it had."""
     new = [plan for plan in desired.plans if plan not in before.plans]
@@ -173,6 +187,6 @@ def died(error: BaseException) -> bool:
 
 
 def _note(done: Future[None]) -> None:
-    error = None if done.cancelled() else done.exception()
-    if error is not None:
+    error = done.exception()
+    if error is not None and getattr(error, "reason", "") != _STOPPING:
         _log.error("%s", error)

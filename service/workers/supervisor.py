@@ -32,7 +32,6 @@ from service.status_http.pages import routes
 from service.status_http.views import StatusReader
 from service.telemetry.history import NAMES, TICK_SECONDS, History
 from service.telemetry.metrics import Metrics
-from service.workers import agreements
 from service.workers.changes import FleetSettings, ModelChanges
 from service.workers.counts import Counting
 from service.workers.fleet import Fleet
@@ -92,7 +91,6 @@ class Supervisor:
             "load": self._later(lambda body: self.controller.load(body["name"], body["config"])),
             "unload": self._later(lambda body: self.controller.unload(body["name"])),
             "settings": self._later(self._settings),
-            agreements.KIND: agreements.Agreements().answer,
             "samples": lambda worker, message: self.shadow.forward(message),
             "verdict": lambda worker, message: self._owner.receive(DriftVerdict.from_json(message.body)),
         }

@@ -37,7 +37,6 @@ from service.process.stop import Ending
 from service.shadow.samplesender import PlanSampleSender
 from service.sharedmemory import new_table
 from service.telemetry.metrics import Metrics
-from service.workers.agreements import AgreementProxy
 from service.workers.description import describe
 from service.workers.placement import threads_of
 from service.workers.proxies import ControlProxy, ModelsProxy, SettingsProxy, settings_from_json
@@ -187,7 +186,6 @@ class Worker:
             weights=weights,
             ready_when_empty=config.model_control == "explicit",
             new_sender=lambda name, plan: PlanSampleSender(name, plan, self._peer.ask),
-            agree=lambda plan: AgreementProxy(plan, self._peer.ask),
             on_verdict=lambda verdict: self._peer.tell("verdict", verdict.to_json()),
             rank=ProcessRank(body["number"] - 1, config.workers),
         )

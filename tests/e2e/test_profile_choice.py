@@ -1,12 +1,12 @@
-"""The profile that a converted model is served with: the one that serving.yaml names, or the fastest permitted one."""
+"""The profile that a converted model is served with: the one that serving.yaml names, or the one that auto chooses."""
 
 from __future__ import annotations
 
 import html
 import logging
+import re
 import shutil
 from collections.abc import Callable
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,12 @@ from bf16kit.errors import ArtifactError, Bf16kitError, BudgetExceeded, ConfigEr
 from bf16kit.runtime import kernel
 from bf16kit.runtime import loading as runtimes
 from converter.cli import run
-from service.models import loading
-from service.models.agreement import Agreement
+from service.commands.benchresult import Options, text
+from service.commands.benchtables import measure
+from service.models import firstruns, loading
 from service.models.loading import LoadedModel
 from service.models.policy import Serving
+from service.process.config import load_config
 
 pytestmark = pytest.mark.skipif(not kernel.LIBRARY.exists(), reason="the kernel was not built: no C++17 compiler")
 BOTH = ("cpu", "cpu-bf16")
@@ -65,92 +67,23 @@ def still_open(found: list[Any]) -> list[str]:
     return [runtime.info.profile for runtime in found if runtime._session is not None]
 
 
-def turned(cpu: float, bf16: float) -> Callable[[], float]:
-    """Return a clock, called the way ``medians`` calls it, by which runs take ``cpu`` and ``bf16`` seconds."""
-    now, reads, order = 0.0, count(), [cpu, bf16]
-
-    def read() -> float:
-        nonlocal now
-        # Reads: the start; then, for each round, its start, before and after each of two runs, its end.
-        number = next(reads)
-        place = (number - 1) % 6
-        if place in (2, 4):
-            now += order[0 if place == 2 else 1]
-        if number and place == 5:
-            order.reverse()
-        return now
-
-    return read
+def loaded(path: Path, **serving: object) -> LoadedModel:
+    return loading.load(path, Serving.model_validate(serving), device="auto", threads=1)
 
 
-class Settled:
-    """Another worker chose ``profile``, before this worker starts to measure or while it measures."""
-
-    def __init__(self, profile: str, *, before: bool) -> None:
-        self._profile = profile
-        self._before = before
-
-    def known(self) -> str:
-        return self._profile if self._before else ""
-
-    def settle(self, profile: str) -> str:
-        return self._profile
-
-
-def loaded(
-    path: Path, clock: Callable[[], float] | None = None, agreement: Agreement | None = None, **serving: object
-) -> LoadedModel:
-    more: dict[str, Any] = {} if clock is None else {"clock": clock}
-    if agreement is not None:
-        more["agreement"] = agreement
-    return loading.load(path, Serving.model_validate(serving), device="auto", threads=1, **more)
-
-
-@pytest.mark.parametrize(
-    ("cpu", "bf16", "chosen"), [(2e-3, 1e-3, "cpu-bf16"), (1e-3, 2e-3, "cpu"), (1e-3, 1e-3, "cpu")]
-)
-def test_auto_chooses_the_faster_profile_and_reports_why(
-    cpu: float, bf16: float, chosen: str, converted: Path, native: Native, opened: list[Any]
-) -> None:
-    native(True)
-    found = loaded(converted, turned(cpu, bf16))
-    assert found.runtime.info.profile == found.info.profile == chosen
-    for seconds in (cpu, bf16):
-        assert f"{seconds * 1e3:.3g} ms" in found.info.choice
-    assert found.info.choice in found.summary
-    assert f"profile {chosen}, " in found.summary
-    assert [each.info.profile for each in opened] == [*BOTH]
-    assert still_open(opened) == [chosen]
-    found.runtime.close()
-
-
-@pytest.mark.parametrize("chosen", BOTH)
-@pytest.mark.parametrize("before", [True, False])
-def test_the_choice_of_another_worker_overrides_the_measurement(
-    chosen: str, before: bool, converted: Path, native: Native, opened: list[Any]
-) -> None:
-    native(True)
-    other = 1e-3 if chosen == "cpu" else 2e-3
-    found = loaded(converted, turned(2e-3, other), Settled(chosen, before=before))
-    assert found.info.profile == chosen
-    assert "another worker" in found.info.choice or (not before and "medians" in found.info.choice)
-    assert [each.info.profile for each in opened] == ([chosen] if before else [*BOTH])
-    assert still_open(opened) == [chosen]
-    found.runtime.close()
-
-
-def test_a_profile_of_another_worker_that_does_not_run_here_fails_the_load(
+def test_auto_serves_the_profile_with_fewer_bits_and_loads_no_other(
     converted: Path, native: Native, opened: list[Any]
 ) -> None:
-    """Otherwise this worker's outputs would differ from those of the others."""
-    native(False)
-    with pytest.raises(RuntimeFailure, match="serves profile cpu-bf16, which does not run in this one"):
-        loaded(converted, agreement=Settled("cpu-bf16", before=False))
-    assert still_open(opened) == []
-
-
-def test_a_named_profile_needs_no_agreement_between_workers(converted: Path, opened: list[Any]) -> None:
-    assert loaded(converted, agreement=Settled("cpu", before=True), profile="cpu-bf16").info.profile == "cpu-bf16"
+    native(True)
+    for _ in range(2):
+        found = loaded(converted)
+        assert found.runtime.info.profile == found.info.profile == "cpu-bf16"
+        assert found.info.choice == "auto: cpu-bf16 is within budget, and this processor multiplies bf16"
+        assert found.info.choice in found.summary
+        assert "profile cpu-bf16, " in found.summary
+        assert still_open(opened) == ["cpu-bf16"]
+        found.close()
+    assert [each.info.profile for each in opened] == ["cpu-bf16"] * 2
 
 
 def test_a_profile_that_the_processor_would_emulate_is_not_loaded(
@@ -168,11 +101,10 @@ def test_a_profile_that_the_processor_would_emulate_is_not_loaded(
 def test_the_environment_variable_for_the_kernel_path_affects_the_choice(
     converted: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The clock and the kernel are real here, and the test passes on any processor."""
+    """The kernel is real here, and the test passes on any processor."""
     found = loaded(converted)
-    assert found.info.profile in BOTH
+    assert found.info.profile == BOTH[kernel.multiplies_bf16()]
     assert ("was skipped, this processor emulates it" in found.info.choice) == (not kernel.multiplies_bf16())
-    assert ("medians of" in found.info.choice) == kernel.multiplies_bf16()
     monkeypatch.setenv(kernel.VARIABLE, "portable")
     assert loaded(converted).info.choice == "auto: cpu-bf16 was skipped, this processor emulates it"
     monkeypatch.setenv(kernel.VARIABLE, "off")
@@ -185,7 +117,7 @@ def test_a_profile_over_the_budget_in_serving_yaml_is_skipped(
     native(True)
     drift = Artifact.open(converted).manifest.drift
     between = np.mean([drift[profile].outputs["y"]["relative_l2"]["mean"] for profile in BOTH])
-    found = loaded(converted, turned(2e-3, 1e-3), budget={"relative_l2": float(between)})
+    found = loaded(converted, budget={"relative_l2": float(between)})
     assert found.info.profile == "cpu"
     assert found.info.choice.startswith("auto: cpu-bf16 was skipped, its drift is over budget: output 'y'")
     assert len(opened) == 1
@@ -208,7 +140,7 @@ def test_a_profile_that_fails_the_golden_gate_is_skipped_and_the_model_serves(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     native(True)
-    check = loading.check_golden
+    check = firstruns.check_golden
 
     def judged(runtime: Any, *rest: Any) -> str:
         if runtime.info.profile == "cpu-bf16":
@@ -217,14 +149,14 @@ def test_a_profile_that_fails_the_golden_gate_is_skipped_and_the_model_serves(
 
     monkeypatch.setattr(loading, "check_golden", judged)
     with caplog.at_level(logging.WARNING):
-        found = loaded(converted, turned(2e-3, 1e-3))
+        found = loaded(converted)
     assert (found.info.profile, found.info.choice) == ("cpu", f"auto: cpu-bf16 was skipped, {said}")
     assert ("secret" in caplog.text) == isinstance(error, RuntimeFailure)
     assert still_open(opened) == ["cpu"]
 
 
 @pytest.mark.parametrize("profile", BOTH)
-def test_a_named_profile_is_served_unmeasured_on_any_processor(
+def test_a_named_profile_is_served_on_any_processor(
     profile: str, converted: Path, native: Native, opened: list[Any]
 ) -> None:
     native(False)
@@ -264,6 +196,17 @@ def test_a_profile_is_checked_with_its_own_golden_samples(converted: Path, monke
     monkeypatch.setattr(Artifact, "golden", noted)
     loaded(converted, profile="cpu-bf16")
     assert asked == ["cpu-bf16"]
+
+
+def test_bench_compares_the_profiles_and_names_the_line_for_serving_yaml(converted: Path, native: Native) -> None:
+    native(True)
+    config = load_config({"repository": str(converted.parent.parent), "device": "cpu"}, None)
+    options = Options("m", config, None, 1.0, (1,), 1, (), None, None, write=False)
+    said = text(measure(options))
+    line = re.search(r"^fastest profile alone: (\S+) \(most rows/s: cpu \S+, cpu-bf16 \S+\); (.*)$", said, re.MULTILINE)
+    assert line is not None, said
+    assert line[1] in BOTH
+    assert line[2] == f"profile: {line[1]} in serving.yaml serves it"
 
 
 def test_log_model_config_metric_and_page_name_the_profile_and_the_reason(

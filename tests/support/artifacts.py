@@ -87,7 +87,9 @@ def write_artifact(
         return staged.publish(manifest.model_copy(update={"golden": "golden.safetensors"}))
 
 
-def write_mlp(target: Path, *, width: int = 16, logits: bool = False, spoil: float = 0.0) -> Artifact:
+def write_mlp(
+    target: Path, *, width: int = 16, logits: bool = False, spoil: float = 0.0, golden_rows: int = 4
+) -> Artifact:
     """Publish ``y = relu(x·a)·b``, fp32[batch,width] → fp32[batch,width]."""
     rng = np.random.default_rng(0)
     weights = {name: rng.standard_normal((width, width)).astype(np.float32) / width**0.5 for name in ("a", "b")}
@@ -101,7 +103,7 @@ def write_mlp(target: Path, *, width: int = 16, logits: bool = False, spoil: flo
         weights,
         [TensorSpec("x", "float32", ("batch", width))],
         [TensorSpec("y", "float32", ("batch", width), "logits" if logits else "embedding")],
-        {"x": rng.standard_normal((4, width)).astype(np.float32)},
+        {"x": rng.standard_normal((golden_rows, width)).astype(np.float32)},
         spoil=spoil,
     )
 

@@ -20,6 +20,7 @@ from bf16kit.errors import (
     Unavailable,
 )
 from service.batching.batcher import Batcher
+from service.batching.pace import ENOUGH_BATCHES
 from service.batching.policy import BatchPolicy
 from service.batching.queue import LevelPolicy
 from service.contract import Array
@@ -353,18 +354,30 @@ def test_an_unknown_priority_is_rejected_but_ignored_where_there_is_only_one_lev
 
 
 def test_a_request_is_rejected_if_its_expected_wait_is_too_long(make: Make) -> None:
-    """After a run of 50 ms, a second waiting batch is expected to wait 50 ms, more than the limit of 20 ms."""
+    """Runs take 30 ms, so a second waiting batch is expected to wait that long: more than the limit of 20 ms."""
     bench = make(max_rows=1, levels=(LevelPolicy(100, 0.02),))
-    held = bench.hold()
-    begun = time.monotonic()
-    until(lambda: time.monotonic() > begun + 0.05)
-    bench.run.gate.set()
-    held.result(20)
+    bench.run.meanwhile = lambda: time.sleep(0.03)
+    for _ in range(ENOUGH_BATCHES + 1):  # the first run does not call ``meanwhile``
+        bench.call(1.0).result(20)
     bench.hold()
     bench.queue(1.0)
     with pytest.raises(Overloaded, match="would wait"):
         bench.call(2.0).result(20)
     assert bench.heard.rejections == {"queue_wait": 1}
+
+
+def test_a_burst_to_a_cold_model_is_answered_whole(make: Make) -> None:
+    """Its first run takes 30 ms, by which 20 requests would wait for 0.6 s: more than the limit of 20 ms."""
+    bench = make(max_rows=1, levels=(LevelPolicy(100, 0.02),))
+    held = bench.hold()
+    begun = time.monotonic()
+    until(lambda: time.monotonic() > begun + 0.03)
+    bench.run.gate.set()
+    held.result(20)
+    bench.hold()
+    burst = [bench.queue(float(value)) for value in range(20)]
+    bench.run.gate.set()
+    assert [values(each) for each in burst] == [[2.0 * value] for value in range(20)]
 
 
 def test_the_executor_survives_a_failed_run(make: Make) -> None:

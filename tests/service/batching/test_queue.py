@@ -7,7 +7,7 @@ import random
 import pytest
 
 from bf16kit.errors import Overloaded
-from service.batching.pace import Pace
+from service.batching.pace import ENOUGH_BATCHES, Pace
 from service.batching.queue import PATIENCE_S, Job, LevelPolicy, Queue, QueuePolicy
 
 
@@ -19,6 +19,14 @@ def put(waiting: Queue[str], name: str, arrived: float = 0.0, **more: object) ->
     job = Job(name, arrived, **more)  # type: ignore[arg-type]  # its fields
     waiting.put(job)
     return job
+
+
+def measured(seconds: float, batches: int = ENOUGH_BATCHES) -> Pace:
+    """Return the pace of a model of which ``batches`` batches of one row took ``seconds`` each."""
+    pace = Pace()
+    for _ in range(batches):
+        pace.observe((), 1, seconds)
+    return pace
 
 
 def names(batch: list[Job[str]]) -> str:
@@ -117,14 +125,18 @@ class TestRoom:
         waiting = queue(levels=(LevelPolicy(1), LevelPolicy(2)))
         put(waiting, "a", level=0), put(waiting, "b", level=1), put(waiting, "c", level=1)
         for level, limit in ((0, 1), (1, 2)):
-            with pytest.raises(Overloaded, match=f"{limit} requests are waiting") as refused:
+            with pytest.raises(
+                Overloaded, match=rf"{limit} requests are waiting \(max_queue_size in serving\.yaml\)"
+            ) as refused:
                 put(waiting, "more", level=level)
             assert refused.value.reason == "queue_full"
 
     def test_the_bytes_of_waiting_requests_are_limited(self) -> None:
         waiting = queue(max_bytes=100)
         put(waiting, "a", nbytes=60)
-        with pytest.raises(Overloaded, match="60 bytes are waiting, the limit is 100") as refused:
+        with pytest.raises(
+            Overloaded, match=r"60 bytes are waiting, the limit is 100 \(max_queue_bytes in "
+        ) as refused:
             put(waiting, "b", nbytes=41)
         assert refused.value.reason == "queue_bytes"
         put(waiting, "c", nbytes=40)
@@ -132,28 +144,34 @@ class TestRoom:
         put(waiting, "d", nbytes=100)
 
     def test_the_wait_expected_from_the_measured_pace_is_limited(self) -> None:
-        pace = Pace()
-        pace.observe((), 1, 0.030)
-        waiting = queue(pace, max_rows=1, levels=(LevelPolicy(100, 0.1),))
+        waiting = queue(measured(0.030), max_rows=1, levels=(LevelPolicy(100, 0.1),))
         for name in "abcd":
             put(waiting, name)
-        with pytest.raises(Overloaded, match="would wait 120 ms, the limit is 100 ms") as refused:
+        with pytest.raises(Overloaded, match=r"would wait 120 ms, the limit is 100 ms \(max_queue_ms in ") as refused:
             put(waiting, "e")
         assert refused.value.reason == "queue_wait"
 
-    def test_two_instances_halve_the_wait(self) -> None:
-        pace = Pace()
+    def test_a_burst_to_a_model_that_has_hardly_run_is_not_rejected_for_its_wait(self) -> None:
+        """The first runs are slow and have few rows: here they make a request expect to wait for 3 s."""
+        pace = measured(0.030, ENOUGH_BATCHES - 1)
+        waiting = queue(pace, max_rows=1, levels=(LevelPolicy(200, 0.1),))
+        for _ in range(100):
+            put(waiting, "x")
         pace.observe((), 1, 0.030)
-        waiting = queue(pace, max_rows=1, instances=2, levels=(LevelPolicy(100, 0.1),))
+        for _ in range(4):  # only requests that came after enough runs are counted
+            put(waiting, "x")
+        with pytest.raises(Overloaded, match="would wait 120 ms"):
+            put(waiting, "x")
+
+    def test_two_instances_halve_the_wait(self) -> None:
+        waiting = queue(measured(0.030), max_rows=1, instances=2, levels=(LevelPolicy(100, 0.1),))
         for _ in range(7):
             put(waiting, "x")
         with pytest.raises(Overloaded, match="105 ms"):
             put(waiting, "x")
 
     def test_urgent_requests_do_not_wait_for_less_urgent_ones(self) -> None:
-        pace = Pace()
-        pace.observe((), 1, 1.0)
-        waiting = queue(pace, max_rows=1, levels=(LevelPolicy(100, 0.1), LevelPolicy(100, 9.0)))
+        waiting = queue(measured(1.0), max_rows=1, levels=(LevelPolicy(100, 0.1), LevelPolicy(100, 9.0)))
         for _ in range(5):
             put(waiting, "low", level=1)
         put(waiting, "high", level=0)
@@ -161,9 +179,7 @@ class TestRoom:
             put(waiting, "high", level=0)
 
     def test_one_batch_may_wait_however_slow_the_model(self) -> None:
-        pace = Pace()
-        pace.observe((), 1, 60.0)
-        waiting = queue(pace, max_rows=4, levels=(LevelPolicy(100, 0.1),))
+        waiting = queue(measured(60.0), max_rows=4, levels=(LevelPolicy(100, 0.1),))
         for _ in range(4):
             put(waiting, "x")
         with pytest.raises(Overloaded):

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 
+import numpy as np
 import pytest
 
 from bf16kit.drift import Breach, Budget
-from service.drift.gate import MIN_INTERVAL_SECONDS, RETRY_SECONDS, ProcessRank, Timetable, breach_verdict
+from service.contract import Array
+from service.drift.gate import MIN_INTERVAL_SECONDS, RETRY_SECONDS, ProcessRank, Timetable, breach_verdict, run_in_parts
 
 HOUR = 3600.0
 
@@ -100,3 +103,45 @@ def test_the_verdict_names_the_bound_that_is_exceeded_most() -> None:
 def test_samples_that_could_not_be_run_are_infinitely_over() -> None:
     found = breach_verdict("m", 1, [], Budget({}), 1, 0.0)
     assert (found.state, found.cause, found.output, found.low) == ("over", "broken", "", math.inf)
+
+
+# --- running samples in parts -----------------------------------------------------------------------------------------
+
+FEEDS = {"x": np.arange(20.0, dtype=np.float32).reshape(2, 10), "scale": np.ones((1, 10), np.float32)}
+
+
+class Runs:
+    """A model that records its runs; ``answer`` makes the output ``y`` of the input ``x``."""
+
+    def __init__(self, answer: Callable[[Array], Array]) -> None:
+        self._answer = answer
+        self.columns: list[int] = []
+
+    def __call__(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        assert feeds["x"].shape[1] == feeds["scale"].shape[1]
+        self.columns.append(feeds["x"].shape[1])
+        return {"y": self._answer(feeds["x"])}
+
+
+def test_parts_are_joined_along_the_batch_axis() -> None:
+    run = Runs(lambda x: 2 * x)
+    np.testing.assert_array_equal(run_in_parts(run, FEEDS, 1, 4)["y"], 2 * FEEDS["x"])
+    assert run.columns == [4, 4, 2]
+
+
+@pytest.mark.parametrize(("axis", "most"), [(None, 4), (1, 10)])
+def test_few_samples_or_samples_without_a_batch_axis_run_at_once(axis: int | None, most: int) -> None:
+    run = Runs(lambda x: x)
+    assert run_in_parts(run, FEEDS, axis, most)["y"].shape == (2, 10)
+    assert run.columns == [10]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [lambda x: x.sum(1, keepdims=True), lambda x: np.ones((int(x.max()), x.shape[1]), np.float32)],
+    ids=["no rows", "sizes by values"],
+)
+def test_outputs_that_are_not_of_single_rows_are_those_of_one_run(answer: Callable[[Array], Array]) -> None:
+    run = Runs(answer)
+    np.testing.assert_array_equal(run_in_parts(run, FEEDS, 1, 4)["y"], answer(FEEDS["x"]))
+    assert run.columns == [4, 4, 2, 10]

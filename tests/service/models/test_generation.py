@@ -33,8 +33,7 @@ def model(tmp_path: Path, metrics: Metrics, request: pytest.FixtureRequest) -> I
     (tmp_path / "mlp" / "serving.yaml").write_text(f"max_batch_size: {request.param}\nshadow: {{rate: 0}}", "utf-8")
     serving = load_serving(tmp_path / "mlp")
     loaded = loading.load(path, serving, device="cpu", threads=1)
-    model = Generation("mlp", 1, loaded, serving, metrics.add("mlp", 1))
-    model.start()
+    model = Generation("mlp", 1, loaded, serving, lambda: metrics.add("mlp", 1))
     yield model
     assert model.close(time.monotonic() + 20)
 
@@ -94,8 +93,7 @@ def started(path: Path, **options: Any) -> Iterator[Generation]:
     (path.parent / "serving.yaml").write_text("shadow: {rate: 0}", "utf-8")
     serving = load_serving(path.parent)
     loaded = loading.load(path, serving, device="cpu", threads=1)
-    model = Generation("mlp", 1, loaded, serving, Metrics().add("mlp", 1), **options)
-    model.start()
+    model = Generation("mlp", 1, loaded, serving, lambda: Metrics().add("mlp", 1), **options)
     try:
         yield model
     finally:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import faults
 import numpy as np
@@ -14,11 +16,12 @@ import pytest
 from artifacts import write_mlp, write_product
 from waiting import until
 
-from bf16kit.errors import InputRefused, RuntimeFailure
+from bf16kit.errors import BudgetExceeded, InputRefused, RuntimeFailure
 from bf16kit.runtime import kernel
+from bf16kit.runtime.onnx import OnnxRuntime
 from service.contract import GATE_FAILED
 from service.drift.verdict import DriftVerdict
-from service.models import loading
+from service.models import firstruns, loading
 from service.models.directory import stamp_of
 from service.models.generation import Generation
 from service.models.goldengate import GoldenGate, GoldenSchedule
@@ -43,8 +46,7 @@ class Made:
         asked = Serving.model_validate({"shadow": {"rate": 0}, **serving})
         self.loaded = loading.load(path, asked, device="cpu", threads=1)
         series = self.metrics.add("m", 1)
-        self.model = Generation("m", 1, self.loaded, asked, series, on_verdict=self.heard.append)
-        self.model.start()
+        self.model = Generation("m", 1, self.loaded, asked, lambda: series, on_verdict=self.heard.append)
 
     def gauge(self, name: str) -> float:
         lines = self.metrics.expose()[0].decode().splitlines()
@@ -82,6 +84,56 @@ def test_a_healthy_model_reports_when_its_gate_ran_last(make: Callable[..., Made
     assert (made.gauge("passed"), made.runs("passed")) == (1, 2)
     assert made.gauge("timestamp_seconds") >= before
     assert made.heard == []
+
+
+class RowsOfRuns:
+    """Records the rows of every run of ONNX Runtime."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rows: list[int] = []
+        real = OnnxRuntime.run
+
+        def run(runtime: OnnxRuntime, feeds: Mapping[str, Any], *given: Any, **more: Any) -> dict[str, Any]:
+            self.rows.append(len(feeds["x"]))
+            return real(runtime, feeds, *given, **more)
+
+        monkeypatch.setattr(OnnxRuntime, "run", run)
+
+
+@pytest.mark.parametrize(("serving", "most"), [({}, 8), ({"max_batch_size": 3}, 3), ({"max_batch_size": 0}, 8)])
+def test_golden_samples_run_a_few_rows_at_a_time_with_the_verdict_of_one_batch(
+    make: Callable[..., Made], monkeypatch: pytest.MonkeyPatch, serving: dict[str, object], most: int
+) -> None:
+    runs = RowsOfRuns(monkeypatch)
+
+    def write(path: Path) -> None:
+        write_mlp(path, golden_rows=20)
+        runs.rows.clear()
+
+    made = make(write, **serving)
+    expected = [min(most, 20 - start) for start in range(0, 20, most)]
+    assert runs.rows == [1, *expected]  # the warm-up, and the gate of loading
+    runs.rows.clear()
+    assert made.gate.run("on schedule") == "passed"
+    assert runs.rows == expected
+    in_parts = made.gate.description.split(", run again")[0]
+    monkeypatch.setattr(firstruns, "GOLDEN_ROWS", 1000)
+    made.gate._opened = replace(made.gate._opened, max_batch_size=1000)
+    assert made.gate.run("on schedule") == "passed"
+    assert runs.rows[-1] == 20
+    assert made.gate.description.split(", run again")[0] == in_parts
+
+
+def test_a_breach_is_found_in_all_rows_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The messages name the mean over all rows, so they show which rows were judged."""
+    write_mlp(tmp_path / "m" / "1", golden_rows=20, spoil=0.1)
+    found = []
+    for rows in (8, 1000):
+        monkeypatch.setattr(firstruns, "GOLDEN_ROWS", rows)
+        with pytest.raises(BudgetExceeded) as breach:
+            loading.load(tmp_path / "m" / "1", Serving(), device="cpu", threads=1)
+        found.append(str(breach.value))
+    assert found[0] == found[1]
 
 
 @needs_kernel

@@ -18,7 +18,8 @@ from bf16kit.manifest import DriftEntry
 from bf16kit.runtime.loading import load
 from bf16kit.tensors import TensorSpec
 from service.models import loading
-from service.models.loading import LoadedModel, check_golden, golden_of, warm_up
+from service.models.firstruns import check_golden, golden_of, warm_up
+from service.models.loading import LoadedModel
 from service.models.opening import OpenedArtifact, baseline, open_artifact
 from service.models.policy import Serving
 

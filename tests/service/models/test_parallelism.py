@@ -21,7 +21,7 @@ from bf16kit.runtime.weightstore import PRIVATE_STORE, CachingWeightStore, Fill
 from service.models import loading, parallelism
 from service.models.engine import ParallelEngine
 from service.models.generation import Generation
-from service.models.parallelism import MAX_INSTANCES, SECONDS, Parallelism, choose_parallelism
+from service.models.parallelism import MAX_INSTANCES, ROUNDS, SECONDS, Parallelism, choose_parallelism, medians
 from service.models.plan import DesiredModel, Plan
 from service.models.policy import AUTO, Serving
 from service.request import Request
@@ -188,9 +188,8 @@ def test_both_sessions_give_concurrent_requests_the_same_outputs(
     assert loaded.narrow is not None
     inputs = [np.full((1, 16), i, np.float32) for i in range(16)]
     expected = [loaded.runtime.run({"x": x})["y"] for x in inputs]
-    model = Generation("mlp", 1, loaded, serving, Metrics().add("mlp", 1))
+    model = Generation("mlp", 1, loaded, serving, lambda: Metrics().add("mlp", 1))
     assert model.instances == 2
-    model.start()
     with ThreadPoolExecutor(16) as pool:
         for _ in range(5):
             replies = list(pool.map(lambda x: model.infer(Request({"x": x})).outputs["y"], inputs))
@@ -232,3 +231,62 @@ def test_sessions_that_are_loaded_together_share_their_copy_of_the_weights() -> 
     assert one is same
     assert other is not one
     assert filled == [("a", 8), ("b", 8)]
+
+
+# --- the measurement --------------------------------------------------------------------------------------------------
+
+
+class TurnClock:
+    """A clock that advances only during runs; ``calls`` holds the names of the runs."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.calls: list[str] = []
+
+    def __call__(self) -> float:
+        return self.now
+
+    def taking(self, name: str, *seconds: float) -> tuple[str, object]:
+        """Return ``name`` and a run that takes each of ``seconds`` in turn, and then always the last."""
+        left = list(seconds)
+
+        def run() -> None:
+            self.calls.append(name)
+            self.now += left.pop(0) if len(left) > 1 else left[0]
+
+        return name, run
+
+
+def measured(clock: TurnClock, *runs: tuple[str, object], seconds: float = SECONDS) -> tuple[dict[str, float], int]:
+    return medians(dict(runs), seconds=seconds, clock=clock)  # type: ignore[arg-type]  # objects that are called
+
+
+def test_runs_take_turns_and_every_other_round_is_in_reverse_order() -> None:
+    clock = TurnClock()
+    _, rounds = measured(clock, clock.taking("a", 0.01), clock.taking("b", 0.01), seconds=0.065)
+    assert (clock.calls, rounds) == (["a", "b", "b", "a", "a", "b"], 3)
+
+
+def test_measuring_ends_when_another_round_would_take_too_long() -> None:
+    clock = TurnClock()
+    found, rounds = measured(clock, clock.taking("a", 0.08), clock.taking("b", 0.04), seconds=0.3)
+    assert found == pytest.approx({"a": 0.08, "b": 0.04})
+    assert rounds == 2
+    assert clock.now <= 0.3
+
+
+def test_a_run_longer_than_the_time_limit_is_measured_once() -> None:
+    clock = TurnClock()
+    assert measured(clock, clock.taking("a", 5.0), clock.taking("b", 3.0)) == ({"a": 5.0, "b": 3.0}, 1)
+
+
+def test_fast_runs_are_measured_a_limited_number_of_times() -> None:
+    clock = TurnClock()
+    _, rounds = measured(clock, clock.taking("a", 1e-6), clock.taking("b", 1e-6))
+    assert rounds == ROUNDS
+
+
+def test_an_occasional_delay_does_not_change_the_measured_time() -> None:
+    clock = TurnClock()
+    found, _ = measured(clock, clock.taking("a", 0.01), clock.taking("b", 0.1, 0.005, 0.005))
+    assert found["b"] == pytest.approx(0.005)

@@ -1,4 +1,4 @@
-"""Which of several profiles serves: by its speed, on a clock that the test sets, and by the budget."""
+"""Which of several profiles ``auto`` serves: by the budget in force and the processor, without a clock."""
 
 from __future__ import annotations
 
@@ -8,32 +8,9 @@ import pytest
 
 from bf16kit.drift import Budget
 from bf16kit.manifest import DriftEntry, Manifest, Source
-from service.models.profilechoice import ROUNDS, SECONDS, fastest, medians, skip_reason
+from service.models.profilechoice import in_order, skip_reason
 
-
-class Clock:
-    """A clock that advances only during runs; ``calls`` holds the names of the runs."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.calls: list[str] = []
-
-    def __call__(self) -> float:
-        return self.now
-
-    def taking(self, name: str, *seconds: float) -> tuple[str, object]:
-        """Return ``name`` and a run that takes each of ``seconds`` in turn, and then always the last."""
-        left = list(seconds)
-
-        def run() -> None:
-            self.calls.append(name)
-            self.now += left.pop(0) if len(left) > 1 else left[0]
-
-        return name, run
-
-
-def measured(clock: Clock, *runs: tuple[str, object], seconds: float = SECONDS) -> tuple[dict[str, float], int]:
-    return medians(dict(runs), seconds=seconds, clock=clock)  # type: ignore[arg-type]  # objects that are called
+BOTH = ("cpu", "cpu-bf16")
 
 
 def manifest(relative_l2: float | None) -> Manifest:
@@ -43,46 +20,23 @@ def manifest(relative_l2: float | None) -> Manifest:
     return Manifest(model="m", inputs=[], outputs=[], profiles={}, drift={"cpu-bf16": entry}, source=source)
 
 
-def test_runs_take_turns_and_every_other_round_is_in_reverse_order() -> None:
-    clock = Clock()
-    _, rounds = measured(clock, clock.taking("a", 0.01), clock.taking("b", 0.01), seconds=0.065)
-    assert (clock.calls, rounds) == (["a", "b", "b", "a", "a", "b"], 3)
+def test_the_profile_with_fewer_bits_serves_where_it_is_within_budget_and_native() -> None:
+    order, why = in_order(manifest(6e-3), BOTH, Budget(), native=True)
+    assert (order, why) == (
+        ("cpu-bf16", "cpu"),
+        "auto: cpu-bf16 is within budget, and this processor multiplies bf16",
+    )
 
 
-def test_measuring_ends_when_another_round_would_take_too_long() -> None:
-    clock = Clock()
-    found, rounds = measured(clock, clock.taking("a", 0.08), clock.taking("b", 0.04))
-    assert found == pytest.approx({"a": 0.08, "b": 0.04})
-    assert rounds == 2
-    assert clock.now <= SECONDS
+@pytest.mark.parametrize(("drift", "native"), [(6e-3, False), (None, True), (0.5, True)])
+def test_a_profile_that_is_ruled_out_is_not_loaded(drift: float | None, native: bool) -> None:
+    order, why = in_order(manifest(drift), BOTH, Budget(), native=native)
+    assert order == ("cpu",)
+    assert why == f"auto: cpu-bf16 was skipped, {skip_reason(manifest(drift), 'cpu-bf16', Budget(), native=native)}"
 
 
-def test_a_run_longer_than_the_time_limit_is_measured_once() -> None:
-    clock = Clock()
-    assert measured(clock, clock.taking("a", 5.0), clock.taking("b", 3.0)) == ({"a": 5.0, "b": 3.0}, 1)
-
-
-def test_fast_runs_are_measured_a_limited_number_of_times() -> None:
-    clock = Clock()
-    _, rounds = measured(clock, clock.taking("a", 1e-6), clock.taking("b", 1e-6))
-    assert rounds == ROUNDS
-
-
-def test_an_occasional_delay_does_not_change_the_measured_time() -> None:
-    clock = Clock()
-    found, _ = measured(clock, clock.taking("a", 0.01), clock.taking("b", 0.1, 0.005, 0.005))
-    assert found["b"] == pytest.approx(0.005)
-
-
-@pytest.mark.parametrize(
-    ("bf16", "chosen"), [(2.1e-3, "cpu"), (2e-3, "cpu"), (1.9e-3, "cpu"), (1.7e-3, "cpu-bf16"), (1e-3, "cpu-bf16")]
-)
-def test_the_fastest_profile_is_chosen_or_the_most_accurate_if_the_gain_is_small(bf16: float, chosen: str) -> None:
-    profile, why = fastest({"cpu": 2e-3, "cpu-bf16": bf16}, 31)
-    assert profile == chosen
-    assert why.startswith(f"auto: {2 if chosen == 'cpu' else bf16 * 1e3:.3g} ms a run, ")
-    assert "(medians of 31 on the golden samples)" in why
-    assert ("less than a tenth faster" in why) == (bf16 == 1.9e-3)
+def test_a_single_profile_needs_no_reason() -> None:
+    assert in_order(manifest(None), ("cpu-bf16",), Budget(), native=False) == (("cpu-bf16",), "")
 
 
 def test_a_profile_within_budget_is_tried_where_the_processor_has_the_instructions() -> None:

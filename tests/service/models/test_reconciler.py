@@ -21,9 +21,10 @@ from waiting import until
 
 from bf16kit.errors import NotFound, Unavailable
 from service.models import loading
+from service.models import loads as loading_threads
 from service.models.generation import Generation
 from service.models.plan import DesiredModel
-from service.models.reconciler import Reconciler
+from service.models.reconciler import CHANGES_AT_ONCE, Reconciler
 from service.process import garbage
 from service.request import Request
 from service.telemetry.metrics import Metrics
@@ -114,6 +115,45 @@ def test_models_are_loaded_one_after_another_by_name_and_version(tmp_path: Path,
     assert repository.close()
 
 
+def test_a_slow_load_holds_up_no_other_model_and_few_run_at_once(
+    tmp_path: Path, repository: Controlled, loads: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading_threads, "PATIENCE_SECONDS", 0.0)
+    names = [f"m{number}" for number in range(CHANGES_AT_ONCE + 2)]
+    for name in names:
+        put(tmp_path, name)
+    loads.go.clear()
+    futures = [repository.load(name) for name in names]
+    until(lambda: len(loads.begun) == CHANGES_AT_ONCE)
+    with contextlib.suppress(AssertionError):
+        until(lambda: len(loads.begun) > CHANGES_AT_ONCE, 0.3)
+    assert sorted(loads.begun) == [f"{name}/1" for name in names[:CHANGES_AT_ONCE]]
+    loads.go.set()
+    for future in futures:
+        future.result(60)
+    assert set(states(repository).values()) == {"ready"}
+
+
+def test_a_model_whose_load_hangs_can_be_replaced_and_what_is_loaded_late_is_closed(
+    tmp_path: Path, repository: Controlled, loads: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading_threads, "PATIENCE_SECONDS", 0.05)
+    put(tmp_path)
+    loads.go.clear()
+    hanging, go = repository.load("m"), loads.go
+    until(lambda: loads.begun == ["m/1"])
+    loads.go = threading.Event()  # of the next load
+    loads.go.set()
+    put(tmp_path)
+    replacing = repository.load("m")
+    assert "the model was changed or unloaded meanwhile" in str(hanging.exception(60))
+    replacing.result(60)
+    model = repository.get("m", "")
+    go.set()
+    until(lambda: "loading" not in {thread.name for thread in threading.enumerate()})
+    assert repository.get("m", "") is model
+
+
 def test_a_model_that_cannot_be_loaded_fails_its_future_and_does_not_affect_others(
     tmp_path: Path, repository: Controlled
 ) -> None:
@@ -164,6 +204,41 @@ def test_a_name_that_is_not_a_model_of_the_repository_is_not_found(
         repository.load(name)
     repository.unload(name).result(60)
     assert not repository.models()
+
+
+@pytest.mark.parametrize("replacing", [False, True])
+def test_a_load_whose_threads_cannot_be_started_frees_what_it_loaded(
+    tmp_path: Path, repository: Controlled, metrics: Metrics, monkeypatch: pytest.MonkeyPatch, replacing: bool
+) -> None:
+    put(tmp_path)
+    if replacing:
+        repository.load("m").result(60)
+        put(tmp_path)
+    loaded: list[loading.LoadedModel] = []
+    load, start = loading.load, threading.Thread.start
+
+    def noted(*given: Any, **more: Any) -> loading.LoadedModel:
+        loaded.append(load(*given, **more))
+        return loaded[-1]
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name == "m-1-executor-1":  # the second of two
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(loading, "load", noted)
+        patched.setattr(threading.Thread, "start", refused)
+        assert isinstance(repository.load("m").exception(60), Unavailable)
+    assert loaded[0].runtime._session is None  # type: ignore[attr-defined]  # an OnnxRuntime: it is closed
+    names = [thread.name for thread in threading.enumerate()]
+    assert names.count("m-1-executor-0") == replacing
+    if replacing:
+        repository.get("m", "").infer(ONE)
+        assert rows_run(metrics) == 1  # in the series that are exposed
+    repository.load("m").result(60)
+    repository.get("m", "").infer(ONE)
+    assert rows_run(metrics) == 1
 
 
 # --- replacing --------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from bf16kit.errors import RuntimeFailure
 from service.contract import State
 from service.models import loading
 from service.models.controller import Controller
+from service.models.loads import GIVEN_UP
 from service.models.plan import DesiredModel, Plan
 from service.models.policy import Serving
 from service.models.repository import Repository
@@ -51,6 +52,16 @@ def world() -> World:
     world = World()
     world.put("unavailable", "the runtime could not load it")
     return world
+
+
+@pytest.mark.parametrize("before", ["", "the previously loaded version still serves; its replacement failed: "])
+def test_a_load_that_was_given_up_is_not_tried_again_until_its_files_change(world: World, before: str) -> None:
+    world.put("ready" if before else "unavailable", f"{before}{GIVEN_UP}: opening cpu.onnx took longer than 600 s")
+    assert not world.due()
+    assert not world.due(after=2 * LONGEST_SECONDS)
+    world.put("unavailable", "no memory")
+    assert not world.due(desired(1, stamp="2"))
+    assert world.due(desired(1, stamp="2"), after=FIRST_SECONDS)
 
 
 def test_the_pauses_double_and_are_an_hour_at_most(world: World) -> None:

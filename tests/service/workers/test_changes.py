@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
+from waiting import until
 
 from bf16kit.errors import Bf16kitError, Unavailable
 from service.models.plan import DesiredModel, Plan
@@ -194,3 +195,22 @@ def test_only_versions_with_a_different_plan_are_reported_as_changed(
     changes.apply(DesiredModel("m", (*desired(2).plans, *desired(3, stamp="newer").plans))).result(20)
     changes.apply(DesiredModel("m")).result(20)
     assert changed == [("m", [1, 2]), ("m", [1, 3]), ("m", [3]), ("m", [2, 3])]
+
+
+def test_changes_that_wait_or_come_when_the_server_stops_are_unavailable(
+    workers: Workers, changes: ModelChanges, caplog: pytest.LogCaptureFixture
+) -> None:
+    changes.apply(desired(1, name="old")).result(20)
+    held: Future[Body] = Future()
+    workers.ask_one = lambda name, kind, body: held  # type: ignore[method-assign]
+    in_progress, waiting = changes.apply(desired(1)), changes.apply(desired(2, name="n"))
+    until(lambda: desired(1) in workers.tried)
+    changes.apply_all([desired(2, name="old")])
+    changes.close()
+    held.set_result({})
+    in_progress.result(20)
+    for stopped in (waiting, changes.apply(desired(1))):
+        error = stopped.exception(20)
+        assert isinstance(error, Unavailable)
+        assert "the server is stopping" in str(error)
+    assert caplog.text == ""

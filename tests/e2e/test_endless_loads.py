@@ -1,0 +1,121 @@
+"""A model whose loading never ends holds up neither other models nor the end of the server, and the log names it."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import impatient
+import pytest
+import tritonclient.grpc as triton
+from artifacts import write_mlp
+from endless import write_endless_script, write_folding, write_nested
+from serverprocess import ServerProcess
+from waiting import until
+
+from bf16kit.artifact import Artifact
+
+# The real limits allow for 10 minutes, and for 10 s before another model is loaded beside.
+Write = Callable[[Path], Artifact]
+FOLDING = "creating the session of cpu.onnx"
+RUNNING = "running model.torchscript.pt for the first time"
+Impatient = Callable[..., ServerProcess]
+
+
+@pytest.fixture
+def serve_impatiently() -> Iterator[Impatient]:
+    """Yield a function that serves a repository with short limits; end these servers after the test."""
+    servers: list[ServerProcess] = []
+
+    def start(repository: Path, *arguments: str, step_seconds: float = 600.0) -> ServerProcess:
+        given = ("--repository", str(repository), "--grpc-port", "0", "--http-port", "0", "--device", "cpu")
+        env = os.environ | {"STEP_SECONDS": str(step_seconds)}
+        servers.append(ServerProcess(*given, *arguments, env=env, program=Path(impatient.__file__)))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+def put(root: Path, name: str, write: Write, serving: str = "") -> None:
+    write(root / name / "1")
+    (root / name / "serving.yaml").write_text(f"shadow: {{rate: 0}}\n{serving}")
+
+
+def is_ready(server: ServerProcess, name: str) -> bool:
+    return server.metric(f'bf16kit_model_ready{{model="{name}",version="1"}}') == 1
+
+
+def ends_in_time(server: ServerProcess) -> bool:
+    begun = time.monotonic()
+    server.terminate()
+    return server.exit_code() == 0 and time.monotonic() - begun < 25  # the default of drain_seconds
+
+
+@pytest.mark.parametrize(("write", "step"), [(write_folding, FOLDING), (write_endless_script, RUNNING)])
+def test_others_load_beside_a_load_that_does_not_end_and_the_server_stops_meanwhile(
+    tmp_path: Path, serve_impatiently: Impatient, write: Write, step: str
+) -> None:
+    put(tmp_path, "a-endless", write)
+    put(tmp_path, "b-good", write_mlp)
+    put(tmp_path, "c-good", write_mlp)
+    server = serve_impatiently(tmp_path)
+    until(lambda: is_ready(server, "b-good") and is_ready(server, "c-good"), 60, "the others")
+    slow = re.compile(rf"model 'a-endless' version 1 has been loading for \d+ s: {re.escape(step)}\n")
+    until(lambda: slow.search(server.log), 60, "the log")
+    assert not is_ready(server, "a-endless")
+    assert ends_in_time(server)
+
+
+@pytest.mark.parametrize(
+    ("write", "serving", "reason"),
+    [
+        (write_folding, "", f"{FOLDING} took longer than 3 s"),
+        (write_endless_script, "first_run_seconds: 1", f"{RUNNING} took longer than 11 s"),
+        (write_nested, "", "cpu.onnx has more than 500000 nodes once its functions are inlined"),
+    ],
+)
+def test_a_load_that_does_not_end_is_given_up_and_asking_for_it_says_why(
+    tmp_path: Path, serve_impatiently: Impatient, write: Write, serving: str, reason: str
+) -> None:
+    put(tmp_path, "endless", write, serving)
+    put(tmp_path, "good", write_mlp)
+    limits = {"step_seconds": 3.0} if write is write_folding else {}
+    server = serve_impatiently(tmp_path, "--model-control", "explicit", **limits)
+    with triton.InferenceServerClient(server.target) as client:
+        with pytest.raises(triton.InferenceServerException, match="failed to load 'endless'") as refused:
+            client.load_model("endless")
+        assert refused.value.status() == "StatusCode.UNAVAILABLE"
+        until(
+            lambda: (
+                f"model 'endless' version 1 is unavailable: {'' if write is write_nested else 'loading'}" in server.log
+            )
+        )
+        assert reason in server.log
+        if write is not write_nested:  # that one fails at once, and leaves nothing behind
+            assert reason in str(refused.value.message())
+            with pytest.raises(triton.InferenceServerException, match="loading was given up before, and still runs"):
+                client.load_model("endless")
+        client.load_model("good")
+        assert client.is_model_ready("good")
+        client.unload_model("endless")
+    assert ends_in_time(server)
+
+
+def test_unloading_a_model_whose_load_does_not_end_does_not_wait_for_it(
+    tmp_path: Path, serve_impatiently: Impatient
+) -> None:
+    put(tmp_path, "endless", write_folding)
+    server = serve_impatiently(tmp_path, "--model-control", "explicit", "--load-model", "endless")
+    until(lambda: "creating the session of cpu.onnx" in server.log, 60, "the load")
+    with triton.InferenceServerClient(server.target) as client:
+        client.unload_model("endless")
+        assert [(line.name, line.state) for line in client.get_model_repository_index().models] == [
+            ("endless", "UNAVAILABLE")
+        ]
+    assert "because the model was changed or unloaded meanwhile" in server.log
+    assert ends_in_time(server)

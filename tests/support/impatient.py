@@ -1,0 +1,15 @@
+"""``bf16-serve`` that waits a few seconds where the real one waits for up to ten minutes."""
+
+from __future__ import annotations
+
+import os
+
+from service.cli import main
+from service.models import loading, loads
+
+if __name__ == "__main__":
+    assert {loads.SLOW_SECONDS, loads.PATIENCE_SECONDS, loading.STEP_SECONDS} == {30.0, 10.0, 600.0}
+    loads.PATIENCE_SECONDS = 1.0
+    loads.SLOW_SECONDS = 2.0
+    loading.STEP_SECONDS = float(os.environ["STEP_SECONDS"])
+    main()
