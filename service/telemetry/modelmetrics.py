@@ -234,6 +234,7 @@ class ModelMetrics:
     def reference_nonfinite(self, rows: int) -> None:
         """Count rows that are left out because an output of the reference is not finite."""
         self._reference_nonfinite.inc(rows)
+        self._changes.pending = True
 
     def judged(self, over: bool, cause: str) -> None:
         """Set whether drift is over budget, and its cause.

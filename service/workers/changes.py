@@ -1,7 +1,8 @@
 """Operators' changes while several workers serve: applied to all workers or to none.
 
-Models are changed one after another, as in a single process. One worker tries a change first. If it cannot be made,
-only that worker fails, and the others go on serving what they served. If another cannot follow, all of them go back.
+Models are changed side by side, a few at a time, so that a load that takes long holds up no other model. One worker
+tries a change first. If it cannot be made, only that worker fails, and the others go on serving what they served. If
+another cannot follow, all of them go back.
 """
 
 from __future__ import annotations
@@ -9,13 +10,15 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from typing import Any
 
 from bf16kit.errors import Bf16kitError, Unavailable
 from service.models.plan import DesiredModel
+from service.models.reconciler import CHANGES_AT_ONCE
 from service.peers.peer import ENDED
 from service.workers.fleet import Fleet
+from service.workers.sequences import Sequences
 
 _log = logging.getLogger(__name__)
 Changed = Callable[[str, Collection[int]], None]
@@ -33,7 +36,7 @@ class ModelChanges:
         self._fleet = fleet
         self._on_changed = changed
         self._failed: dict[str, DesiredModel] = {}  # what a worker failed to apply; its slots hold the reason
-        self._thread = ThreadPoolExecutor(1, "changes")
+        self._sequences = Sequences(CHANGES_AT_ONCE, "changes")
         self._closed = False
 
     def apply(self, desired: DesiredModel) -> Future[None]:
@@ -42,7 +45,7 @@ class ModelChanges:
         A worker that dies meanwhile gets it at its restart. The future fails with Unavailable once this is closed.
         """
         try:
-            return self._thread.submit(self._apply_everywhere, desired)
+            return self._sequences.submit(desired.name, lambda: self._apply_everywhere(desired))
         except RuntimeError:
             refused: Future[None] = Future()
             refused.set_exception(_stopping())
@@ -65,36 +68,32 @@ class ModelChanges:
     def close(self) -> None:
         """Start no further change: those that wait fail with Unavailable. A change in progress continues."""
         self._closed = True
-        self._thread.shutdown(wait=False)
+        self._sequences.close()
 
-    # --- the thread ---------------------------------------------------------------------------------------------------
+    # --- the threads --------------------------------------------------------------------------------------------------
 
     def _apply_everywhere(self, desired: DesiredModel) -> None:
         if self._closed:
             raise _stopping()
-        before = self._fleet.desired_models
-        after = (
-            {**before, desired.name: desired}
-            if desired.plans
-            else {n: w for n, w in before.items() if n != desired.name}
-        )
+        served = self._fleet.desired_models.get(desired.name)
+        before = DesiredModel(desired.name) if served is None else served
         if desired.plans:
-            self._fleet.change(before, trying=desired)
+            self._fleet.change_model(before, trying=desired)
             try:
-                first = self._try(desired, before.get(desired.name))
+                first = self._try(desired, served)
             finally:
-                self._fleet.change(before)
+                self._fleet.change_model(before)
         else:
             first = ""
         self._failed.pop(desired.name, None)
-        self._fleet.change(after)  # workers that start from now on begin with it
+        self._fleet.change_model(desired)  # workers that start from now on begin with it
         others = [name for name in self._fleet.running if name != first]
         failed = self._all(others, desired)
         if failed is not None and desired.plans:
-            self._fleet.change(before)
-            self._all(self._fleet.running, before.get(desired.name, DesiredModel(desired.name)))
+            self._fleet.change_model(before)
+            self._all(self._fleet.running, before)
             raise failed
-        if versions := _changed(before.get(desired.name, DesiredModel(desired.name)), desired):
+        if versions := _changed(before, desired):
             self._on_changed(desired.name, versions)
 
     def _try(self, desired: DesiredModel, before: DesiredModel | None) -> str:

@@ -55,7 +55,7 @@ class Fleet:
         table = open_regions(config)
         self._regions = None if table is None else FleetRegions(table, self._peers)
         self._desired_models: dict[str, DesiredModel] = {}
-        self._trying: DesiredModel | None = None
+        self._trying: dict[str, DesiredModel] = {}  # by model
         self._state: dict[tuple[str, str], Mapping[str, Any]] = {}  # remembered messages, by kind and name
         self._handlers = dict(handlers or {})
         self._on_death = on_death
@@ -78,10 +78,22 @@ class Fleet:
         """What every worker is to serve, by model. A restarted worker gets them."""
         return dict(self._desired_models)
 
-    def change(self, desired_models: Mapping[str, DesiredModel], trying: DesiredModel | None = None) -> None:
-        """Set the desired models, and ``trying``, the one being tried. Sends nothing to running workers."""
+    def change(self, desired_models: Mapping[str, DesiredModel]) -> None:
+        """Set all desired models. Sends nothing to running workers."""
         with self._lock:
-            self._desired_models, self._trying = dict(desired_models), trying
+            self._desired_models, self._trying = dict(desired_models), {}
+            changed = self._refresh_view()
+        if changed:
+            self._changed()
+
+    def change_model(self, desired: DesiredModel, trying: DesiredModel | None = None) -> None:
+        """Set one desired model, and what is tried in its place. Sends nothing to running workers."""
+        with self._lock:
+            for known, new in ((self._desired_models, desired), (self._trying, trying or DesiredModel(desired.name))):
+                if new.plans:
+                    known[new.name] = new
+                else:
+                    known.pop(new.name, None)
             changed = self._refresh_view()
         if changed:
             self._changed()
@@ -99,8 +111,8 @@ class Fleet:
     def plan(self, model: str, version: int, digest: str) -> Plan | None:
         """Return the plan of this digest, if this version is to be served by it, or is being tried with it."""
         with self._lock:
-            desired_models = [each for each in (self._desired_models.get(model), self._trying) if each is not None]
-        plans = (plan for each in desired_models if each.name == model for plan in each.plans)
+            desired_models = [known[model] for known in (self._desired_models, self._trying) if model in known]
+        plans = (plan for each in desired_models for plan in each.plans)
         return next((plan for plan in plans if plan.version == version and plan.digest == digest), None)
 
     def ask(self, kind: str, body: Mapping[str, Any] | None = None) -> dict[str, Future[Body]]:
@@ -235,7 +247,7 @@ class Fleet:
             self._changed()
 
     def _wanted(self) -> list[Key]:
-        desired_models = [*self._desired_models.values(), *([] if self._trying is None else [self._trying])]
+        desired_models = [*self._desired_models.values(), *self._trying.values()]
         return [(desired.name, plan.version) for desired in desired_models for plan in desired.plans]
 
     def _refresh_view(self) -> bool:

@@ -133,7 +133,7 @@ def test_no_request_overtakes_one_that_waits_for_its_shape(make: Make) -> None:
 
 def test_no_request_overtakes_where_callers_run_their_own_requests(make: Make) -> None:
     """As above: a request that arrives while another waits has to wait too."""
-    bench = make(inline=True)
+    bench = make(inline=True, claimable=True)
     bench.hold(4)
     bench.queue(4)
     bench.queue(8)
@@ -187,7 +187,7 @@ def test_one_batch_runs_at_a_time_without_beside_with_a_delay_or_without_batchin
 def test_a_quick_request_waits_for_the_running_one(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run shorter than ``_LONG_S`` gains nothing beside others: waking a thread for it takes as long."""
     monkeypatch.setattr(batching, "_LONG_S", 10.0)
-    bench = make(inline=True)
+    bench = make(inline=True, claimable=True)
     bench.call(4).result(20)
     bench.hold(64)
     bench.queue(4)
@@ -195,7 +195,7 @@ def test_a_quick_request_waits_for_the_running_one(make: Make, monkeypatch: pyte
 
 
 def test_nothing_runs_beside_a_claim_whose_request_is_not_known_yet(make: Make) -> None:
-    bench = make(inline=True)
+    bench = make(inline=True, claimable=True)
     bench.batcher._predictor.observe(100, 1e-6)
     claim = bench.batcher.claim(100)
     assert claim is not None

@@ -333,6 +333,7 @@ CALLS: dict[str, tuple[object, ...]] = {
     "recent": ("y", 1.0, None),
     "changed": ("y",),
     "out_of_range": ("x", 1),
+    "reference_nonfinite": (1,),
     "judged": (True, "none"),
     "last_sample": (1.0,),
     "reference_up": (True,),

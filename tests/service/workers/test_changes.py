@@ -34,8 +34,12 @@ class Workers:
         self.wrong: dict[str, Bf16kitError] = {}  # the error of a worker that gets a model with plans
         self.tried: list[DesiredModel | None] = []
 
-    def change(self, desired_models: Mapping[str, DesiredModel], trying: DesiredModel | None = None) -> None:
+    def change(self, desired_models: Mapping[str, DesiredModel]) -> None:
         self.desired_models = dict(desired_models)
+
+    def change_model(self, desired: DesiredModel, trying: DesiredModel | None = None) -> None:
+        others = {name: each for name, each in self.desired_models.items() if name != desired.name}
+        self.desired_models = {**others, desired.name: desired} if desired.plans else others
         self.tried.append(trying)
 
     def ask_to_serve(self, name: str, asked: DesiredModel) -> Future[Body]:
@@ -202,8 +206,8 @@ def test_changes_that_wait_or_come_when_the_server_stops_are_unavailable(
 ) -> None:
     changes.apply(desired(1, name="old")).result(20)
     held: Future[Body] = Future()
-    workers.ask_one = lambda name, kind, body: held  # type: ignore[method-assign]
-    in_progress, waiting = changes.apply(desired(1)), changes.apply(desired(2, name="n"))
+    workers.ask_to_serve = lambda name, asked: held  # type: ignore[method-assign]
+    in_progress, waiting = changes.apply(desired(1)), changes.apply(desired(2))
     until(lambda: desired(1) in workers.tried)
     changes.apply_all([desired(2, name="old")])
     changes.close()
@@ -214,3 +218,19 @@ def test_changes_that_wait_or_come_when_the_server_stops_are_unavailable(
         assert isinstance(error, Unavailable)
         assert "the server is stopping" in str(error)
     assert caplog.text == ""
+
+
+def test_a_change_that_takes_long_holds_up_only_those_of_its_own_model(workers: Workers, changes: ModelChanges) -> None:
+    held: Future[Body] = Future()
+    ask = workers.ask_to_serve
+    workers.ask_to_serve = lambda name, asked: held if asked.name == "m" else ask(name, asked)  # type: ignore[method-assign]
+    long, next_of_it = changes.apply(desired(1)), changes.apply(desired(2))
+    for number in range(20):
+        changes.apply(desired(1, name=f"other {number}")).result(20)
+    assert not long.done()
+    assert not next_of_it.done()
+    held.set_result({})
+    long.result(20)
+    next_of_it.result(20)
+    assert workers.desired_models["m"] == desired(2)
+    assert len(workers.desired_models) == 21

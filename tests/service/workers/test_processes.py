@@ -128,7 +128,7 @@ def test_the_current_and_the_tried_plan_are_both_wanted_during_a_change(fleet: A
     tried = replace(PLAN, serving=rich)
     digests = [plan.digest for plan in (PLAN, tried)]
     assert fleet.plan("m", 3, digests[0]) is None
-    fleet.change({"m": DesiredModel("m", (PLAN,))}, trying=DesiredModel("m", (tried,)))
+    fleet.change_model(DesiredModel("m", (PLAN,)), trying=DesiredModel("m", (tried,)))
     assert [fleet.plan("m", 3, each) for each in digests] == [PLAN, tried]
     (travelled,) = DesiredModel.from_json(DesiredModel("m", (tried,)).to_json()).plans
     assert fleet.plan("m", 3, travelled.digest) == tried, "as a worker says it, who was told"
