@@ -6,6 +6,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import impatient
@@ -119,3 +120,20 @@ def test_unloading_a_model_whose_load_does_not_end_does_not_wait_for_it(
         ]
     assert "because the model was changed or unloaded meanwhile" in server.log
     assert ends_in_time(server)
+
+
+@pytest.mark.long  # another load begins beside one that has taken ten seconds
+def test_with_workers_too_a_client_loads_a_model_beside_a_load_that_does_not_end(
+    tmp_path: Path, serve_impatiently: Impatient
+) -> None:
+    put(tmp_path, "endless", write_folding)
+    put(tmp_path, "good", write_mlp)
+    server = serve_impatiently(tmp_path, "--model-control", "explicit", "--workers", "2").wait_ready()
+    with triton.InferenceServerClient(server.target) as client, ThreadPoolExecutor(1) as pool:
+        endless = pool.submit(client.load_model, "endless")
+        until(lambda: "endless" in server.get("/status.json")[1], 60, "the load")
+        client.load_model("good")
+        assert client.is_model_ready("good")
+        assert not endless.done()
+        assert ends_in_time(server)
+        assert isinstance(endless.exception(), triton.InferenceServerException)
