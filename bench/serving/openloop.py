@@ -48,7 +48,8 @@ class Outcome:
 
     @property
     def refused(self) -> list[float]:
-        return [took for status, calls in self.ended.items() if status in _NAMES - {"OK"} for _, took, _ in calls]
+        """Seconds that the refused calls took since they were sent."""
+        return [took for status, calls in self.ended.items() if status in _NAMES - {"OK"} for _, _, took in calls]
 
     @property
     def lost(self) -> int:

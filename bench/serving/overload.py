@@ -55,9 +55,9 @@ def measure(workspace: Workspace, *, quick: bool) -> Result:
         tuple(found),
         settings={"rounds": rounds, "seconds": seconds, "connections": 16, "serving": "defaults"},
         notes=(
-            "times count from the moment when a call was due, the generator's own delay included, unless a row says else",
-            "a call waits in the client while its connection has as many open as the server allows; after a second it is"
-            " given up, and counts as not sent",
+            "times count from when a call was due, the generator's own delay included, unless a row says otherwise",
+            "a call waits in the client while its connection has as many open as the server allows; after a second it"
+            " is given up, and counts as not sent",
             "medians over rounds, each with a server of its own",
         ),
     )
@@ -81,6 +81,12 @@ def _measurements(name: str, rounds: list[_Round]) -> list[Measurement]:
     def over(of: str, share: float, *, storm: bool) -> float:
         return median((r.storm if storm else r.calm).percentile(of, share) for r in rounds) * _MS
 
+    refused: list[Measurement] = []
+    if any(r.storm.refused for r in rounds):
+        refused = [
+            Measurement(f"{name}: refused p50", over("refused", 0.5, storm=True), "ms", at_most=_REFUSED_P50_MS),
+            Measurement(f"{name}: refused p99", over("refused", 0.99, storm=True), "ms", at_most=_REFUSED_P99_MS),
+        ]
     calm, storm = over("answered", 0.99, storm=False), over("served", 0.99, storm=True)
     return [
         Measurement(f"{name}: capacity in a closed loop", median(r.capacity for r in rounds), "calls/s"),
@@ -91,10 +97,7 @@ def _measurements(name: str, rounds: list[_Round]) -> list[Measurement]:
         Measurement(f"{name}: offered 10 ×, answered p50 from when sent", over("served", 0.5, storm=True), "ms"),
         Measurement(f"{name}: offered 10 ×, answered p99 from when sent", storm, "ms"),
         Measurement(f"{name}: p99 of the answered, from when sent, ÷ p99 at 80 %", storm / calm, at_most=_TIMES_SLOWER),
-        Measurement(f"{name}: refused p50", over("refused", 0.5, storm=True), "ms", at_most=_REFUSED_P50_MS),
-        Measurement(f"{name}: refused p99", over("refused", 0.99, storm=True), "ms", at_most=_REFUSED_P99_MS),
-        Measurement(f"{name}: RESOURCE_EXHAUSTED p50", over("RESOURCE_EXHAUSTED", 0.5, storm=True), "ms"),
-        Measurement(f"{name}: RESOURCE_EXHAUSTED p99", over("RESOURCE_EXHAUSTED", 0.99, storm=True), "ms"),
+        *refused,
         Measurement(
             f"{name}: refused by gRPC itself, with CANCELLED, ÷ refused",
             median(r.storm.counts.get("CANCELLED", 0) / max(len(r.storm.refused), 1) for r in rounds),
