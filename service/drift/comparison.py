@@ -132,10 +132,11 @@ class Comparison:
         self._samples = 0
         self._verdict = DriftVerdict.unknown(self._verdict.model, self._verdict.version)
 
-    def observe(self, expected: Mapping[str, Array], sample: Sample, observer: DriftObserver) -> None:
+    def observe(self, expected: Mapping[str, Array], sample: Sample, observer: DriftObserver) -> bool:
         """Compare one request's outputs with the reference's. Outputs that the request did not ask for are skipped.
 
-        Raises ArtifactError if a reference output has no rows; then none of the request's outputs count.
+        Returns False if they cannot be compared, because an output of the reference is not finite. Raises ArtifactError
+        if a reference output has no rows; then none of the request's outputs count.
         """
         if self._profile != sample.profile:
             self._start_profile(sample.profile)
@@ -143,7 +144,7 @@ class Comparison:
         requested = [spec for spec in self._specs if spec.name in sample.outputs]
         if not all(all_finite(expected[s.name]) for s in requested if s.name not in self._calibration.infinite):
             observer.reference_nonfinite(sample.rows)
-            return
+            return False
         drifts = {spec.name: self._drift(spec, expected, sample, outside) for spec in requested}
         weight = 1.0 / sample.probability
         self._common.add(weight)
@@ -159,6 +160,7 @@ class Comparison:
         self._samples += sample.rows
         self._verdict = self._new_verdict()
         observer.judged(self._verdict.state == "over", self._verdict.cause)
+        return True
 
     def _drift(self, spec: TensorSpec, expected: Mapping[str, Array], sample: Sample, outside: bool) -> OutputDrift:
         reference, candidate = expected[spec.name], sample.outputs[spec.name]

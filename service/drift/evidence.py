@@ -33,7 +33,7 @@ _PACKAGES = ("numpy", "onnxruntime", "onnxruntime-gpu", "torch")
 class SampleComparer(Protocol):
     """The interface of :class:`service.drift.comparison.Comparison`."""
 
-    def observe(self, expected: Mapping[str, Array], sample: Sample, observer: DriftObserver) -> None: ...
+    def observe(self, expected: Mapping[str, Array], sample: Sample, observer: DriftObserver) -> bool: ...
     def verdict(self) -> DriftVerdict: ...
     def restart(self) -> None: ...
 
@@ -105,10 +105,11 @@ class EvidenceRecorder:
         self._comparison.restart()
         self._worst, self._in_breach = None, False
 
-    def observe(self, expected: Mapping[str, Array], sample: Sample, observer: DriftObserver) -> None:
+    def observe(self, expected: Mapping[str, Array], sample: Sample, observer: DriftObserver) -> bool:
         """See :meth:`service.drift.comparison.Comparison.observe`."""
         row_drifts = _RowDrifts(observer)
-        self._comparison.observe(expected, sample, row_drifts)
+        if not self._comparison.observe(expected, sample, row_drifts):
+            return False
         verdict = self._comparison.verdict()
         over = verdict.state == "over" or verdict.cause == "broken"
         row = self._worst_row(expected, sample, row_drifts.rows, verdict if over else None)
@@ -118,6 +119,7 @@ class EvidenceRecorder:
         elif row is not None and (self._worst is None or self._decayed_ratio(row) > self._decayed_ratio(self._worst)):
             self._worst = row.copied()
         self._in_breach = over
+        return True
 
     def evidence(self, files: Mapping[str, str]) -> Evidence:
         """Return the evidence of the newest breach. ``files`` maps the artifact's files to their sha256.

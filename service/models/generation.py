@@ -9,7 +9,6 @@ from concurrent.futures import Future
 
 from bf16kit.errors import InputRefused, RuntimeFailure, Unsupported
 from bf16kit.runtime import Runtime, RuntimeInfo
-from bf16kit.runtime.runtimecost import depends_on_size_alone
 from service.batching.batcher import Batcher
 from service.batching.policy import BatchPolicy
 from service.contract import ActivePrecision, Array, Bounds, TensorSemantics
@@ -77,7 +76,7 @@ class Generation:
         self.leases = Leases()
         bf16 = Engine(loaded.runtime) if loaded.narrow is None else ParallelEngine(loaded.runtime, loaded.narrow)
         self._engine = SwitchedEngine(bf16)
-        self._batcher = self._new_batcher(opened, serving)
+        self._batcher = self._new_batcher(loaded, serving)
         self._batcher.start()
         metrics = self.metrics = new_metrics()
         self._standby = ReferenceStandby(self.label, self._engine, fp32, self._on_switch, metrics.fallback_failed)
@@ -184,10 +183,9 @@ class Generation:
 
     # --- its parts ----------------------------------------------------------------------------------------------------
 
-    def _new_batcher(self, opened: OpenedArtifact, serving: Serving) -> Batcher:
+    def _new_batcher(self, loaded: LoadedModel, serving: Serving) -> Batcher:
         # torch's thread pools and CUDA's handles belong to one thread each, so there only executors may run batches.
         any_thread = self.info.backend == "onnxruntime" and self.info.device == "cpu"
-        graph = opened.artifact.file(opened.artifact.manifest.profiles[self.info.profile].graph)
         policy = BatchPolicy(
             axis=self.batch_axis,
             max_rows=self.max_batch_size,
@@ -198,7 +196,7 @@ class Generation:
             instances=self.instances,
             beside=serving.beside if any_thread else 0,
             inline=any_thread,
-            claimable=any_thread and depends_on_size_alone(graph),
+            claimable=any_thread and loaded.cost_by_size,
         )
         return Batcher(self._run, policy, self, name=f"{self.name}-{self.version}")
 

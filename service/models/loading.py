@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bf16kit.artifact import Golden
+from bf16kit.artifact import Artifact, Golden
 from bf16kit.errors import (
     Bf16kitError,
     BudgetExceeded,
@@ -19,6 +19,7 @@ from bf16kit.errors import (
 )
 from bf16kit.runtime import Runtime, RuntimeInfo, kernel
 from bf16kit.runtime.hardware import available_cpus
+from bf16kit.runtime.runtimecost import depends_on_size_alone
 from bf16kit.runtime.weightstore import PRIVATE_STORE, CachingWeightStore, WeightStore
 from bf16kit.wording import brief
 from service.models import profilechoice
@@ -51,6 +52,7 @@ class LoadedModel:
     instances: int = 1
     narrow: Runtime | None = None  # for batches that run beside others, if that has more throughput
     samples: Golden | None = None  # the golden samples
+    cost_by_size: bool = False  # the size of a request determines how long it runs
 
     def close(self) -> None:
         """Free the runtimes of a model that is not going to be served."""
@@ -116,6 +118,7 @@ def load(
     parallelism = Parallelism()
     try:
         parallelism = _parallelism(chosen, opened, serving, resources, clock)
+        cost_by_size = _cost_by_size(opened.artifact, chosen.runtime.info)
         on_step(f"checking the files of {path} again", seconds)
         opened.artifact.verify()  # again: files may have been replaced while they were loaded
     except BaseException:
@@ -126,8 +129,22 @@ def load(
     batches = f"batches of up to {opened.max_batch_size} rows" if opened.max_batch_size else "no batching"
     summary = "; ".join(filter(None, [_describe(info), batches, parallelism.reason, chosen.verdict]))
     return LoadedModel(
-        opened, chosen.runtime, info, chosen.verdict, summary, parallelism.instances, parallelism.narrow, chosen.golden
+        opened,
+        chosen.runtime,
+        info,
+        chosen.verdict,
+        summary,
+        parallelism.instances,
+        parallelism.narrow,
+        chosen.golden,
+        cost_by_size,
     )
+
+
+def _cost_by_size(artifact: Artifact, info: RuntimeInfo) -> bool:
+    if info.backend != "onnxruntime" or info.device != "cpu":
+        return False
+    return depends_on_size_alone(artifact.file(artifact.manifest.profiles[info.profile].graph))
 
 
 def _load_first(

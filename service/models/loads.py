@@ -68,11 +68,14 @@ class Loads:
         assert attempt.loaded is not None  # noqa: S101 -- for the type checker
         return attempt.loaded
 
-    def supersede(self, key: str) -> None:
-        """Give up the load of ``key``, if there is one, unless it ends soon: something else is wanted instead."""
+    def supersede(self, key: str, *, wanted: bool = False) -> None:
+        """Give up the load of ``key``, if there is one, unless it ends soon: something else is wanted instead.
+
+        With ``wanted`` True, take that back: it is wanted again.
+        """
         with self._wake:
             if (attempt := self._attempts.get(key)) is not None:
-                attempt.superseded_at = attempt.begun + PATIENCE_SECONDS
+                attempt.superseded_at = math.inf if wanted else attempt.begun + PATIENCE_SECONDS
                 self._wake.notify_all()
 
     def stop(self, deadline: float) -> bool:
@@ -86,6 +89,8 @@ class Loads:
             return self._wake.wait_for(lambda: not self._attempts, max(0.0, deadline - time.monotonic()))
 
     def _check_left_behind(self, key: str) -> None:
+        if key in self._attempts and self._attempts[key].superseded_at < math.inf:
+            raise Unavailable("an earlier load of it, which was not wanted any more, is still ending; try again later")
         if key in self._attempts:
             raise Unavailable(f"{GIVEN_UP} before, and still runs: change the model's files, or restart the server")
         left = [each.label for each in self._attempts.values() if each.given_up]

@@ -1,4 +1,4 @@
-"""Changes that wait for the reconciler's thread, and the futures of their callers."""
+"""Changes that wait for the reconciler's threads, and the futures of their callers."""
 
 from __future__ import annotations
 

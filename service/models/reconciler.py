@@ -128,8 +128,7 @@ class Reconciler:
             self._wake.notify_all()
             begun = self._in_progress.get(desired.name)
         for plan in () if begun is None else begun[0].plans:
-            if plan not in desired.plans:
-                self._loads.supersede(plan.digest)
+            self._loads.supersede(plan.digest, wanted=plan in desired.plans)
         complete(
             superseded,
             Unavailable(f"model {desired.name!r} is being {'loaded' if desired.plans else 'unloaded'} instead"),

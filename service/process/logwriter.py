@@ -51,9 +51,8 @@ class LogWriter(logging.Handler):
                 return
         try:
             line = f"{self.format(record)}\n"
-        except Exception:  # noqa: BLE001 -- as in every handler: an event that cannot be formatted is a fault of its own
-            self.handleError(record)
-            return
+        except Exception as error:  # noqa: BLE001 -- logging's own way would write to standard error, and may block
+            line = f"an event of {record.name} cannot be logged: {type(error).__name__}: {error}\n"
         with self._changed:
             self._lines.append(line)
             self._waiting += len(line)

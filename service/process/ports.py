@@ -104,7 +104,12 @@ class ClaimedPath:
             descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         except OSError as error:
             reason = f"cannot open {lock}: {os_error_text(error)}"
-            raise ConfigError(f"grpc_socket {path}: {reason}; choose a path in a writable directory") from None
+            remedy = (
+                f"remove {lock}, which another user owns"
+                if Path(lock).exists()
+                else "choose a path in a writable directory"
+            )
+            raise ConfigError(f"grpc_socket {path}: {reason}; {remedy}") from None
         release = weakref.finalize(self, os.close, descriptor)
         try:
             _check_free(path, descriptor)

@@ -157,7 +157,8 @@ class References:
                 if (model := self._models.pop((name, version), None)) is not None:
                     self._close(model)
                     self._metrics.remove(model.metrics)
-        return self._counts()
+        # All of them, changed or not: the server keeps series of references that are off, which this process never had.
+        return {"metrics": [family.as_json() for family in self._metrics.snapshot(MEASURED)], "complete": True}
 
     # --- models, with the lock held -----------------------------------------------------------------------------------
 

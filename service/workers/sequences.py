@@ -14,16 +14,23 @@ class Sequences:
     def __init__(self, threads: int, name: str) -> None:
         self._pool = ThreadPoolExecutor(threads, name)
         self._lock = threading.Lock()
-        self._tasks: dict[str, deque[tuple[Callable[[], None], Future[None]]]] = {}  # by key, the running one first
+        self._tasks: dict[str, deque[tuple[Callable[[], None], Future[None]]]] = {}  # those that wait, by key
 
     def submit(self, key: str, task: Callable[[], None]) -> Future[None]:
-        """Return a future that ends as ``task`` does. Raises RuntimeError after :meth:`close`."""
+        """Return a future that ends as ``task`` does.
+
+        Raises RuntimeError after :meth:`close`, or if the system cannot start a thread.
+        """
         future: Future[None] = Future()
         with self._lock:
             waiting = self._tasks.get(key)
             if waiting is None:
-                self._pool.submit(self._run, key)
                 waiting = self._tasks[key] = deque()
+                try:
+                    self._pool.submit(self._run, key)
+                except RuntimeError:
+                    del self._tasks[key]
+                    raise
             waiting.append((task, future))
         return future
 
@@ -34,8 +41,8 @@ class Sequences:
     def _run(self, key: str) -> None:
         while True:
             with self._lock:
-                if not self._tasks[key]:
-                    del self._tasks[key]
+                if not self._tasks.get(key):
+                    self._tasks.pop(key, None)
                     return
                 task, future = self._tasks[key].popleft()
             try:

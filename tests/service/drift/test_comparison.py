@@ -291,6 +291,16 @@ def test_a_broken_model_is_a_breach_with_one_client_or_several(clients: str, dri
     assert live.comparison.verdict().cause == "broken"
 
 
+@pytest.mark.parametrize("every", [100, 20])
+def test_a_prober_with_small_drift_hides_no_breach_of_a_gateway_that_sends_the_rest(every: int) -> None:
+    live, over = Live(), 0
+    for number in range(600):
+        probes = number % every == 0
+        found = live.send(1e-4 if probes else 0.3, client="prober" if probes else "gateway")
+        over += found.state == "over" and found.cause == "broken"
+    assert over > 200
+
+
 def test_many_clients_of_one_request_each_are_judged_as_one_would_be() -> None:
     live = Live()
     for number in range(20):

@@ -54,11 +54,12 @@ class Told:
     def say(self, state: State, cause: Cause = "none", output: str = "y", metric: str = "relative_l2") -> None:
         self.says = replace(self.says, state=state, cause=cause, output=output, metric=metric)
 
-    def observe(self, expected: Mapping[str, Array], sample: Sample, observer: DriftObserver) -> None:
+    def observe(self, expected: Mapping[str, Array], sample: Sample, observer: DriftObserver) -> bool:
         for spec in self.specs:
             if spec.name in sample.outputs:
                 for row in measure(expected[spec.name], sample.outputs[spec.name], spec, self.axis):
                     observer.drift(spec.name, row, 1 / sample.probability)
+        return True
 
     def verdict(self) -> DriftVerdict:
         return self.says

@@ -183,6 +183,29 @@ def test_a_superseded_load_gets_a_little_time(bench: Bench, monkeypatch: pytest.
     assert "because the model was changed or unloaded meanwhile" in str(future.exception(20))
 
 
+def test_a_superseded_load_that_is_wanted_again_goes_on(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loads, "PATIENCE_SECONDS", 0.05)
+    held, future = bench.begin("slow")
+    bench.loads.supersede("slow")
+    bench.loads.supersede("slow", wanted=True)
+    time.sleep(0.1)  # longer than it would have had
+    held.go.set()
+    assert future.result(20) is held.loaded
+
+
+def test_a_superseded_load_that_still_runs_is_not_called_given_up(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was given up is not tried again by itself."""
+    monkeypatch.setattr(loads, "PATIENCE_SECONDS", 0.01)
+    _, future = bench.begin("slow")
+    bench.loads.supersede("slow")
+    assert future.exception(20) is not None
+    with pytest.raises(Unavailable, match="is still ending; try again later") as refused:
+        bench.loads.run("m", "slow", Held(FOREVER))
+    assert loads.GIVEN_UP not in str(refused.value)
+
+
 def test_a_stop_gives_up_what_is_still_being_loaded_at_its_deadline(bench: Bench) -> None:
     held, future = bench.begin()
     assert not bench.loads.stop(time.monotonic() + 0.01)
