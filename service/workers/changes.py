@@ -35,6 +35,7 @@ class ModelChanges:
     def __init__(self, fleet: Fleet, changed: Changed = lambda model, versions: None) -> None:
         self._fleet = fleet
         self._on_changed = changed
+        self._newest: dict[str, DesiredModel] = {}  # the newest change of each model
         self._failed: dict[str, DesiredModel] = {}  # what a worker failed to apply; its slots hold the reason
         self._sequences = Sequences(CHANGES_AT_ONCE, "changes")
         self._closed = False
@@ -44,6 +45,7 @@ class ModelChanges:
 
         A worker that dies meanwhile gets it at its restart. The future fails with Unavailable once this is closed.
         """
+        self._newest[desired.name] = desired
         try:
             return self._sequences.submit(desired.name, lambda: self._apply_everywhere(desired))
         except RuntimeError:
@@ -62,7 +64,8 @@ class ModelChanges:
             return
         for name in sorted({*before, *wanted}):
             desired = wanted.get(name, DesiredModel(name))
-            if desired != before.get(name, DesiredModel(name)) or self._failed.get(name, desired) != desired:
+            tried = self._newest.get(name) == desired  # or is being tried
+            if not tried and (desired != before.get(name, DesiredModel(name)) or name in self._failed):
                 self.apply(desired).add_done_callback(_note)
 
     def close(self) -> None:

@@ -234,3 +234,19 @@ def test_a_change_that_takes_long_holds_up_only_those_of_its_own_model(workers: 
     next_of_it.result(20)
     assert workers.desired_models["m"] == desired(2)
     assert len(workers.desired_models) == 21
+
+
+def test_what_is_being_tried_or_has_failed_is_not_tried_again_because_another_model_changes(
+    workers: Workers, changes: ModelChanges, caplog: pytest.LogCaptureFixture
+) -> None:
+    changes.apply(desired(1, name="old")).result(20)
+    workers.wrong["worker 1"] = DAMAGED
+    changes.apply_all([desired(1, name="old"), desired(2)])
+    until(lambda: "version 2 cannot be loaded" in caplog.text)
+    for version in (2, 3, 4):
+        workers.wrong.clear()
+        changes.apply_all([desired(version, name="old"), desired(2)])
+        until(lambda version=version: workers.desired_models["old"] == desired(version, name="old"))  # type: ignore[misc]
+    assert workers.tried.count(desired(2)) == 1
+    changes.apply_all([desired(4, name="old"), desired(5)])
+    until(lambda: workers.desired_models.get("m") == desired(5))
