@@ -141,16 +141,14 @@ def test_idle_streams_do_not_use_up_the_places_of_requests(attack: Attack, conne
         infer(target)
 
 
-def test_1000_idle_connections_use_little_memory_and_delay_no_other_client(
-    attack: Attack, connections: Connect
-) -> None:
+def test_1000_idle_connections_use_little_memory_and_delay_no_other_client(attack: Attack) -> None:
     figures.record(how_much="1,000 connections")
     target = attack()
     infer(target)
     before = target.rss()
-    with target.stays_healthy():
+    with target.stays_healthy(), ExitStack() as stack:
         for _ in range(1000):
-            connections(target.port)
+            stack.enter_context(RawConnection(target.port))
         infer(target)
         assert target.rss() - before < 100 << 20
 
