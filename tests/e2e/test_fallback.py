@@ -144,7 +144,7 @@ def test_a_client_whose_inputs_overflow_in_fp32_does_not_switch_the_others(
             for _ in range(20):
                 assert answer(hostile, x)[0] == "bf16"
                 assert not beside or answer(honest, X)[0] == "bf16"
-            return server.metric(left_out) >= 400 and server.metric(measured) >= 400 + 200 * beside
+            return server.metric(left_out) >= 400 and server.metric(measured) >= 200 * beside
 
         until(enough, 60, "four hundred rows left out")
         assert server.metric('bf16kit_drift_over_budget{model="mlp",version="1"}') == 0

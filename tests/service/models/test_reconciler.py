@@ -547,7 +547,7 @@ def test_closing_idle_models_leaves_no_thread_and_logs_nothing(
     until(lambda: repository.ready)
     assert repository.close(60)
     left = {thread.name for thread in set(threading.enumerate()) - before}
-    assert left == set()
+    assert left <= {"deadlines"}  # one thread for all models of a process
     assert caplog.text == ""
 
 
