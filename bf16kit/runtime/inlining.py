@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bf16kit.errors import RuntimeFailure
-from bf16kit.runtime.kernel import all_nodes
+from bf16kit.runtime.kernel import all_nodes, parse_graph
 
 if TYPE_CHECKING:
     from onnx import NodeProto
@@ -27,13 +27,7 @@ def check_inlined_size(path: Path) -> None:
 
     A file that cannot be parsed passes: ONNX Runtime reports that better.
     """
-    import onnx
-    from google.protobuf.message import DecodeError
-
-    try:
-        model = onnx.load(path, format="protobuf", load_external_data=False)
-    except (OSError, DecodeError):
-        return
+    model = parse_graph(path)
     if not model.functions:
         return
     bodies: dict[_Key, Counter[_Key]] = {
