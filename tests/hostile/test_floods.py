@@ -14,7 +14,7 @@ import grpc
 import numpy as np
 import pytest
 from artifacts import write_counting
-from attacked import GROWTH, Target
+from attacked import Target
 from figures import amount
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from loopback import infer_request
@@ -97,25 +97,30 @@ def test_floods_from_four_connections_fail_no_call_of_another_client(
     figures.record(how_much=f"{sum(sent):,} calls of an attacker, {2 * honest:,} honest ones")
 
 
-def test_metadata_that_grows_when_decoded_takes_memory_for_a_while_and_fails_no_call_of_another_client(
+def test_metadata_that_grows_when_decoded_takes_bounded_memory_and_fails_no_call_of_another_client(
     attack: Callable[..., Target],
 ) -> None:
-    """gRPC decodes 480 kB from each 4 kB before it rejects the call. Others are slower while the flood lasts."""
+    """gRPC decodes 480 kB from each 4 kB before it rejects the call. Others are slower while the flood lasts.
+
+    How much of that memory the C library returns afterwards varies; a second flood must not need as much again.
+    """
     target, honest = attack(), amount(20, 200)
     before = most = target.rss()
-    with grpc.insecure_channel(target.address) as channel, flood(target, repeated_fields) as sent:
-        infer: Any = channel.unary_unary(INFER)
-        until(lambda: len(sent) > _CONNECTIONS, what="the flood")
-        for _ in range(honest):
-            assert infer(_MESSAGE, timeout=60)
-            most = max(most, target.rss())
-    with target.stays_healthy():
-        pass
+    calls = 0
+    for _ in range(2):
+        with grpc.insecure_channel(target.address) as channel, flood(target, repeated_fields) as sent:
+            infer: Any = channel.unary_unary(INFER)
+            until(lambda sent=sent: len(sent) > _CONNECTIONS, what="the flood")  # type: ignore[misc]
+            for _ in range(honest):
+                assert infer(_MESSAGE, timeout=60)
+                most = max(most, target.rss())
+        calls += sum(sent)
+        with target.stays_healthy():
+            pass
     figures.record(
-        how_much=f"{sum(sent):,} calls of an attacker, {honest:,} honest ones", grown_mib=(most - before) >> 20
+        how_much=f"{calls:,} calls of an attacker, {2 * honest:,} honest ones", grown_mib=(most - before) >> 20
     )
     assert most - before < _DECODED
-    until(lambda: target.rss() < before * GROWTH, 60, "the memory being free again")
 
 
 def test_calls_reset_at_once_delay_others_and_stop_nothing(attack: Callable[..., Target]) -> None:
@@ -124,7 +129,7 @@ def test_calls_reset_at_once_delay_others_and_stop_nothing(attack: Callable[...,
     codes = Counter[str]()
     with grpc.insecure_channel(target.address) as channel:
         infer: Any = channel.unary_unary(INFER)
-        with target.stays_healthy():
+        with target.stays_healthy(patience_s=30):  # health checks are ended like other calls, and repeated
             with flood(target, resets) as sent:
                 until(lambda: len(sent) > _CONNECTIONS, what="the flood")
                 while codes["OK"] < honest:

@@ -19,14 +19,15 @@ PATIENCE_S = 1.0  # a healthy server responds to a health check within this time
 
 
 class HealthMonitor:
-    """Checks the server's health every 50 ms. A call that fails is repeated after 10 ms, until a second has passed.
+    """Checks the server's health every 50 ms. A call that fails is repeated after 10 ms, for up to ``patience_s``.
 
     ``seconds`` is how long each check took. ``failures`` has the last error of each check that did not find it
-    SERVING within a second. ``largest_rss`` is the largest RSS seen.
+    SERVING within that time. ``largest_rss`` is the largest RSS seen.
     """
 
-    def __init__(self, target: str, rss: Callable[[], int]) -> None:
+    def __init__(self, target: str, rss: Callable[[], int], patience_s: float) -> None:
         self._target = target
+        self._patience_s = patience_s
         self._rss = rss
         self.largest_rss = 0  # bytes
         self._stop = threading.Event()
@@ -47,7 +48,7 @@ class HealthMonitor:
             stub.Check(health_pb2.HealthCheckRequest(), timeout=30)
             while not self._stop.wait(0.05):
                 started, problem = time.monotonic(), "no answer"
-                while (remaining_s := started + PATIENCE_S - time.monotonic()) > 0:
+                while (remaining_s := started + self._patience_s - time.monotonic()) > 0:
                     try:
                         status = stub.Check(health_pb2.HealthCheckRequest(), timeout=remaining_s).status
                         if status == health_pb2.HealthCheckResponse.SERVING:
@@ -75,10 +76,10 @@ class Target:
         return self.process.status("VmRSS") << 10
 
     @contextmanager
-    def stays_healthy(self) -> Iterator[HealthMonitor]:
-        """Fail if the server ends, does not answer a health check with SERVING within a second, or holds too much
-        memory, during the block or after it."""
-        monitor = HealthMonitor(self.address, self.rss)
+    def stays_healthy(self, patience_s: float = PATIENCE_S) -> Iterator[HealthMonitor]:
+        """Fail if the server ends, does not answer a health check with SERVING within ``patience_s``, or holds too
+        much memory, during the block or after it."""
+        monitor = HealthMonitor(self.address, self.rss, patience_s)
         before = self.rss()
         monitor.start()
         try:
@@ -90,6 +91,6 @@ class Target:
                 len(monitor.seconds), max(monitor.seconds, default=0), before, monitor.largest_rss, self.rss()
             )
         assert self.process.process.poll() is None, self.process.log[-2000:]
-        assert monitor.failures == []
+        assert monitor.failures == [], monitor.failures
         self.process.check_memory()
         until(lambda: self.rss() <= before * GROWTH, 30, f"RSS of {before >> 20} MiB, now {self.rss() >> 20}, back")
