@@ -22,9 +22,9 @@ Written by {command} on {commits}, {cores} cores ({machine}), Python {python}: {
 
 Each row is a test of `tests/hostile`: a `bf16-serve` process with its defaults or what the test says, attacked over
 real sockets, while another client asks it all the time whether it is well. A row passes when that was answered within
-a second each time, the process lives, its memory was never 1.5 GiB and came back to within 10 % of what it was, and
-what the row says held. The slowest check is as the asking program saw it, which may itself have waited for a
-processor; the second is gRPC's own deadline.
+a second each time (30 s while calls are reset), the process lives, its memory was never 1.5 GiB and came back to within
+10 % of what it was, and what the row says held. The slowest check is as the asking program saw it, which may itself
+have waited for a processor; the second is gRPC's own deadline.
 `make test-hostile` runs the attacks in a short form, `make soak` at full length. What each does is in its test, found
 by the row's name.
 
