@@ -229,7 +229,7 @@ bench-drift: setup ## measure live drift: faults detected (docs/drift.md), the d
 	@rm -f build/faults.jsonl && mkdir -p build
 	@BF16KIT_FAULTS=build/faults.jsonl $(BIN)/pytest -q -n 0 tests/e2e/test_drift_faults.py --deselect tests/e2e/test_drift_faults.py::test_the_page_has_every_fault
 	@$(BIN)/python tests/support/drifttable.py build/faults.jsonl docs/drift.md
-	@$(BIN)/python -m bench drift_detector drift_sampling drift_overhead
+	@$(BIN)/python -m bench drift_detector drift_over_budget drift_sampling drift_overhead
 
 bench-gpu: setup ## compare bf16 with fp32 and TF32 on an NVIDIA GPU; without one it is skipped, with the reason
 	@$(BIN)/python -m bench gpu

@@ -333,6 +333,42 @@ def test_samples_from_before_a_change_no_longer_count() -> None:
     assert found.ratio == pytest.approx(0.4, rel=0.1)
 
 
+def test_two_destroyed_rows_among_hundreds_may_be_chance_and_are_no_breach() -> None:
+    live = Live()
+    live.send(4e-3, 300)
+    found = live.send(15.0, 2)
+    assert (found.state, found.cause) == ("unknown", "none")
+    assert found.low > 1
+    assert live.send(15.0, 2).state == "over"
+
+
+def test_a_breach_lasts_until_the_narrow_interval_has_1_in_it() -> None:
+    live = Live()
+    states = [live.send(1.15e-2 if at < 300 else 0.7e-2, spread=0.3) for at in range(1300)]
+    begun = next(at for at, each in enumerate(states) if each.state == "over")
+    ended = next(at for at, each in enumerate(states) if at > begun and each.state != "over")
+    assert any(each.low > 1 for each in states[:begun])
+    assert all(each.low > 1 for each in states[begun:ended])
+    assert states[ended].low <= 1
+    assert all(each.state != "over" for each in states[ended:])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_change_that_a_breach_is_does_not_end_it(seed: int) -> None:
+    """Most samples stand for common requests; few of these are among the newest, whose weights differ by 5.6."""
+    live, random = Live(), np.random.default_rng(seed)
+
+    def send(drift: float) -> DriftVerdict:
+        return live.send(drift, probability=0.178 if random.uniform() < 0.617 else 1.0)
+
+    for _ in range(400):
+        send(4e-3)
+    found = [send(1.0) for _ in range(60)]
+    assert found[-1].changed
+    states = [each.state for each in found]
+    assert states[states.index("over") :] == ["over"] * (60 - states.index("over"))
+
+
 def test_one_element_that_is_not_finite_is_a_breach_at_once() -> None:
     live = Live()
     live.send(4e-3, 100)
