@@ -57,7 +57,7 @@ _KINDS = {"over budget": "unavailable", "within budget": "ready", "not known yet
 
 
 def _state(recent: RecentActivity) -> str:
-    """Return the state that holds with 95 % confidence."""
+    """Return the state: over or within the budget, or neither is established."""
     if recent.drift.over:
         return "over budget"
     if not recent.ratios:

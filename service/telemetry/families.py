@@ -125,7 +125,7 @@ class Families:
         self.effective_samples = gauge(
             "drift_effective_samples", "Effective sample size of recent drift.", "output", mode="max"
         )
-        self.over_budget = gauge("drift_over_budget", "1 while drift is over budget with 95 % confidence.", mode="max")
+        self.over_budget = gauge("drift_over_budget", "1 while drift is over budget beyond chance.", mode="max")
         self.cause = gauge("drift_cause", "1 for the diagnosed cause, 0 for the others.", "cause", mode="max")
         self.change_score = gauge(
             "drift_change_score", "The change detector's sum as a share of its threshold; 1 is an alarm.",
