@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import subprocess
+import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -95,6 +97,16 @@ class Prometheus:
     def firing(self) -> set[str]:
         """Return the names of the alerts that fire now."""
         return {alert["labels"]["alertname"] for alert in self.ask("alerts")["alerts"] if alert["state"] == "firing"}
+
+    def fired(self, since: float) -> dict[tuple[str, str], float]:
+        """Return when each alert of each model first fired, in seconds after ``since``, a Unix time."""
+        window = f"{max(1, math.ceil(time.time() - since))}s:1s"
+        first = self.query(f'min_over_time(timestamp(ALERTS{{alertstate="firing"}})[{window}])')
+        found: dict[tuple[str, str], float] = {}
+        for each in first:
+            key = each["alertname"], each.get("model", "")
+            found[key] = min(found.get(key, math.inf), float(each[""]) - since)
+        return found
 
     def _ready(self) -> bool:
         try:
