@@ -98,7 +98,8 @@ FAULTS = (
     ),
     Fault(
         "infinite", "inputs that are not finite", "`out_of_range_total`",
-        {"Bf16InputOutOfRange", "Bf16ReferenceNotFinite"}, "bf16 answers", waves("infinite", lambda x: x * np.float32(np.inf)),
+        {"Bf16InputOutOfRange", "Bf16ReferenceNotFinite"}, "bf16 answers",
+        waves("infinite", lambda x: x * np.float32(np.inf)),
     ),
     Fault(
         "tail", "5 % of rows at 10 × the budget", "`relative_l2.p99`", {"Bf16DriftOverBudget"},
