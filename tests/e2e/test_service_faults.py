@@ -16,16 +16,19 @@ from typing import NamedTuple
 import faultymodels
 import grpc
 import numpy as np
+import onnx
 import prometheusprocess
 import pytest
-from artifacts import write_damaged, write_lookup, write_mlp
+from artifacts import write_damaged, write_mlp
 from drifttable import LONG, Row, named, record
 from loopback import infer_request
+from onnx import TensorProto, helper
 from prometheusprocess import Prometheus
 from serverprocess import Serve, ServerProcess
 from waiting import until
 from workerprocesses import Client
 
+from bf16kit.digests import Digests
 from bf16kit.tensors import Array
 
 pytestmark = [
@@ -36,6 +39,7 @@ pytestmark = [
 ]
 PATIENCE_S = 1200 if LONG else 120  # the longest `for:` of these alerts is ten minutes
 SHADOW = "shadow: {rate: 1, max_per_second: 100000}\n"
+LOST = 1000.0
 TAIL = 1.645  # normal values above it are 5 %
 Send = Callable[[Client, np.random.Generator], None]
 
@@ -65,9 +69,9 @@ def volley(client: Client, random: np.random.Generator) -> None:
         call.code()  # returns once the call has ended
 
 
-def out_of_table(client: Client, random: np.random.Generator) -> None:
+def lost_rows(client: Client, random: np.random.Generator) -> None:
     with pytest.raises(grpc.RpcError, match="INTERNAL"):
-        ask(client, "failing", ids=np.full((1, 3), 1000))
+        ask(client, "failing", x=np.full((1, 16), LOST, np.float32))
 
 
 def waves(model: str, change: Callable[[Array], Array]) -> Send:
@@ -86,7 +90,7 @@ FAULTS = (
     ),
     Fault(
         "failing", "INTERNAL to every request", "`requests_total`", {"Bf16FailureBudgetBurning"},
-        "an incident in the log for each", out_of_table,
+        "an incident in the log for each", lost_rows,
     ),
     Fault(
         "rollout", "a new version fails its golden gate", "`golden_gate_passed` 0",
@@ -109,6 +113,25 @@ FAULTS = (
 SOUND = Fault("sound", "none, beside all of these", "", set(), "bf16 answers", mlp("sound"))
 
 
+def loses_rows(target: Path) -> None:
+    """Write an MLP that leaves out rows whose first value is :data:`LOST` or more, as no input makes a sound one do."""
+    manifest = write_mlp(target).manifest
+    model = onnx.load(target / "cpu.onnx", load_external_data=False)
+    model.graph.initializer.append(helper.make_tensor("lost", TensorProto.FLOAT, [], [LOST]))
+    model.graph.initializer.append(helper.make_tensor("first", TensorProto.INT64, [], [0]))
+    model.graph.node[-1].output[0] = "y_before"
+    model.graph.node.extend(
+        [
+            helper.make_node("Gather", ["x", "first"], ["x_first"], axis=1),
+            helper.make_node("Less", ["x_first", "lost"], ["kept"]),
+            helper.make_node("Compress", ["y_before", "kept"], ["y"], axis=0),
+        ]
+    )
+    (target / "cpu.onnx").write_bytes(model.SerializeToString())
+    files = manifest.files | {"cpu.onnx": Digests().entry(target / "cpu.onnx")}
+    (target / "manifest.json").write_bytes(manifest.model_copy(update={"files": files}).dumps())
+
+
 def fails_its_golden_gate(target: Path) -> None:
     """Write a version whose digests are right, and whose outputs are 1.05 times those of its golden samples."""
     golden = write_mlp(target.with_name("sound")).manifest.golden
@@ -121,7 +144,7 @@ def server(tmp_path: Path, serve: Serve) -> ServerProcess:
     repository = tmp_path / "repository"
     sound = faultymodels.convert(repository, "scaled", tmp_path / "source")
     faultymodels.copied(sound, repository, "infinite")
-    write_lookup(repository / "failing" / "1")
+    loses_rows(repository / "failing" / "1")
     write_damaged(repository / "tail" / "1", scale=1.15, above=TAIL)
     for name in ("rejecting", "rollout", "sound"):
         write_mlp(repository / name / "1")
