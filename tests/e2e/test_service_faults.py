@@ -39,7 +39,7 @@ pytestmark = [
 ]
 PATIENCE_S = 1200 if LONG else 120  # the longest `for:` of these alerts is ten minutes
 SHADOW = "shadow: {rate: 1, max_per_second: 100000}\n"
-LOST = 1000.0
+MUCH = 1000.0
 TAIL = 1.645  # normal values above it are 5 %
 Send = Callable[[Client, np.random.Generator], None]
 
@@ -69,9 +69,9 @@ def volley(client: Client, random: np.random.Generator) -> None:
         call.code()  # returns once the call has ended
 
 
-def lost_rows(client: Client, random: np.random.Generator) -> None:
+def too_much(client: Client, random: np.random.Generator) -> None:
     with pytest.raises(grpc.RpcError, match="INTERNAL"):
-        ask(client, "failing", x=np.full((1, 16), LOST, np.float32))
+        ask(client, "failing", x=np.full((1, 16), MUCH, np.float32))
 
 
 def waves(model: str, change: Callable[[Array], Array]) -> Send:
@@ -90,7 +90,7 @@ FAULTS = (
     ),
     Fault(
         "failing", "INTERNAL to every request", "`requests_total`", {"Bf16FailureBudgetBurning"},
-        "an incident in the log for each", lost_rows,
+        "an incident in the log for each", too_much,
     ),
     Fault(
         "rollout", "a new version fails its golden gate", "`golden_gate_passed` 0",
@@ -113,18 +113,27 @@ FAULTS = (
 SOUND = Fault("sound", "none, beside all of these", "", set(), "bf16 answers", mlp("sound"))
 
 
-def loses_rows(target: Path) -> None:
-    """Write an MLP that leaves out rows whose first value is :data:`LOST` or more, as no input makes a sound one do."""
+def runs_out_of_memory(target: Path) -> None:
+    """Write an MLP that wants a tensor of 40 TB for inputs whose first value is :data:`MUCH` or more."""
     manifest = write_mlp(target).manifest
     model = onnx.load(target / "cpu.onnx", load_external_data=False)
-    model.graph.initializer.append(helper.make_tensor("lost", TensorProto.FLOAT, [], [LOST]))
-    model.graph.initializer.append(helper.make_tensor("first", TensorProto.INT64, [], [0]))
+    model.graph.initializer.extend(
+        [
+            helper.make_tensor("much", TensorProto.FLOAT, [1], [MUCH]),
+            helper.make_tensor("corner", TensorProto.INT64, [1, 2], [0, 0]),
+            helper.make_tensor("elements", TensorProto.INT64, [1], [10**13]),
+        ]
+    )
     model.graph.node[-1].output[0] = "y_before"
     model.graph.node.extend(
         [
-            helper.make_node("Gather", ["x", "first"], ["x_first"], axis=1),
-            helper.make_node("Less", ["x_first", "lost"], ["kept"]),
-            helper.make_node("Compress", ["y_before", "kept"], ["y"], axis=0),
+            helper.make_node("GatherND", ["x", "corner"], ["x_first"]),
+            helper.make_node("GreaterOrEqual", ["x_first", "much"], ["is_much"]),
+            helper.make_node("Cast", ["is_much"], ["one_if_much"], to=TensorProto.INT64),
+            helper.make_node("Mul", ["one_if_much", "elements"], ["size"]),
+            helper.make_node("ConstantOfShape", ["size"], ["zeros"]),
+            helper.make_node("ReduceSum", ["zeros"], ["zero"], keepdims=0),
+            helper.make_node("Add", ["y_before", "zero"], ["y"]),
         ]
     )
     (target / "cpu.onnx").write_bytes(model.SerializeToString())
@@ -144,7 +153,7 @@ def server(tmp_path: Path, serve: Serve) -> ServerProcess:
     repository = tmp_path / "repository"
     sound = faultymodels.convert(repository, "scaled", tmp_path / "source")
     faultymodels.copied(sound, repository, "infinite")
-    loses_rows(repository / "failing" / "1")
+    runs_out_of_memory(repository / "failing" / "1")
     write_damaged(repository / "tail" / "1", scale=1.15, above=TAIL)
     for name in ("rejecting", "rollout", "sound"):
         write_mlp(repository / name / "1")
