@@ -227,7 +227,7 @@ bench-kernel: setup ## compare the kernel with ONNX Runtime, OpenVINO and torch;
 
 bench-drift: setup ## measure live drift: faults detected (docs/drift.md), the detector over simulated weeks, sampling, overhead; needs an idle machine
 	@rm -f build/faults.jsonl && mkdir -p build
-	@BF16KIT_FAULTS=build/faults.jsonl $(BIN)/pytest -q -n 0 tests/e2e/test_drift_faults.py --deselect tests/e2e/test_drift_faults.py::test_the_page_has_every_fault
+	@BF16KIT_FAULTS=build/faults.jsonl $(BIN)/pytest -q -n 0 tests/e2e/test_drift_faults.py tests/e2e/test_service_faults.py -k 'not the_page_has'
 	@$(BIN)/python tests/support/drifttable.py build/faults.jsonl docs/drift.md
 	@$(BIN)/python -m bench drift_detector drift_over_budget drift_sampling drift_overhead
 

@@ -20,7 +20,7 @@ import onnx
 import prometheusprocess
 import pytest
 from artifacts import write_damaged, write_mlp
-from drifttable import LONG, Row, named, record
+from drifttable import LONG, Row, listed, named, record
 from loopback import infer_request
 from onnx import TensorProto, helper
 from prometheusprocess import Prometheus
@@ -106,7 +106,8 @@ FAULTS = (
     ),
     Fault(
         "tail", "5 % of rows at 10 × the budget", "`relative_l2.p99`", {"Bf16DriftOverBudget"},
-        "bf16 answers (`fallback: alert`)", waves("tail", lambda x: x), frozenset({"Bf16DriftChanged", "Bf16ModelBroken"}),
+        "bf16 answers (`fallback: alert`)", waves("tail", lambda x: x),
+        frozenset({"Bf16DriftChanged", "Bf16ModelBroken"}),
     ),
 )  # fmt: skip
 SOUND = Fault("sound", "none, beside all of these", "", set(), "bf16 answers", mlp("sound"))
@@ -207,3 +208,9 @@ def test_each_fault_of_the_service_fires_its_alerts_and_no_other(server: ServerP
     for fault in (*FAULTS, SOUND):
         alerts = {alert: seconds for (alert, model), seconds in fired.items() if model == fault.model}
         record(Row(fault.words, fault.seen_by, "", named(alerts) or "none", fault.action))
+
+
+def test_the_page_has_every_fault() -> None:
+    """docs/drift.md, as ``make bench-drift`` writes it, lists each fault of this file."""
+    page = (Path(__file__).parents[2] / "docs" / "drift.md").read_text("utf-8")
+    assert {fault.words for fault in (*FAULTS, SOUND)} <= set(listed(page))
