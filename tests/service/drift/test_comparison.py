@@ -130,6 +130,25 @@ def test_the_mean_is_that_of_all_rows_served_and_not_of_the_sampled_rows() -> No
     assert low < ratio < high
 
 
+def test_by_default_rows_far_off_that_the_mean_does_not_show_are_over_the_budget() -> None:
+    """Every thirtieth row has ten times the bound on the mean, which is met."""
+    live = Live(budget=Budget())
+    for _ in range(10):
+        live.send(3.75e-3, 29)
+        verdict = live.send(0.15)
+    assert (verdict.state, verdict.metric) == ("over", "relative_l2.p99")
+    assert live.heard.ratios["y", "relative_l2"][2] < 1
+
+
+def test_by_default_the_state_is_known_from_368_samples_on() -> None:
+    """Recent samples weigh more, so it takes a few more than 368 to be worth as many."""
+    live = Live(budget=Budget())
+    assert live.send(3.75e-3, 360).state == "unknown"
+    verdict = live.send(3.75e-3, 60)
+    assert verdict.state == "within"
+    assert 368 <= verdict.effective_samples < 420
+
+
 def test_an_old_breach_is_forgotten() -> None:
     live = Live()
     live.send(1.0)
