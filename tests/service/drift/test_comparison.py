@@ -460,7 +460,8 @@ class Sliced:
         self.heard = Heard()
         spec = TensorSpec("y", "float32", ("batch", 10))
         calibration = Calibration(scales=scales or {})
-        self.comparison = Comparison((spec,), 0, Budget(), calibration=calibration, clock=lambda: 5.0)
+        budget = Budget.parse(["relative_l2.p99=none"])  # it takes 368 samples
+        self.comparison = Comparison((spec,), 0, budget, calibration=calibration, clock=lambda: 5.0)
         self._random = np.random.default_rng(2)
 
     def send(self, count: int, *, large: float = 0.0, destroyed: int | None = None, width: float = 1.0) -> DriftVerdict:
