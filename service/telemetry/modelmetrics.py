@@ -280,7 +280,12 @@ class ModelMetrics:
 
     def gate(self, outcome: vocabulary.GateOutcome, at: float) -> None:
         """Count a run of the golden gate at Unix time ``at``. An ``error``, which gives no result, is not passed."""
-        self._gate_runs[outcome].inc()
+        self.replacement_gate(outcome)
         self._set_late_gauge(self._families.gate_passed, 1 if outcome == "passed" else 0)
         self._set_late_gauge(self._families.gate_at, at)
+        self._changes.pending = True
+
+    def replacement_gate(self, outcome: vocabulary.GateOutcome) -> None:
+        """Count a run of the golden gate of a replacement, which is not the generation that answers."""
+        self._gate_runs[outcome].inc()
         self._changes.pending = True

@@ -76,6 +76,7 @@ def test_by_default_a_breach_only_raises_an_alert(tmp_path: Path) -> None:
         ("shadow: {rat: 1}", r"unknown key 'shadow\.rat'; known keys are max_bytes, max_per_second, max_rows, rate"),
         ("shadow: {rate: 2}", r"'shadow\.rate' is 2"),
         ("version_policy: {latest: 1, all: true}", "give exactly one of"),
+        ("version_policy: {specific: [1], strict: true}", "strict: true needs latest: N"),
         ("version_policy: {oldest: 1}", r"unknown key 'version_policy\.oldest'"),
         ("instances: 0", "'instances' is 0: give 1 to 64, or auto"),
         ("instances: 65", "'instances' is 65"),

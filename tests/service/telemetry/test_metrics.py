@@ -133,12 +133,11 @@ def test_the_metrics_are_those_of_the_design_with_their_types_and_labels() -> No
     text = metrics.expose()[0].decode()
     types = dict(re.findall(r"^# TYPE (\S+) (\S+)$", text, re.MULTILINE))
     ours = {name: kind for name, kind in types.items() if name.startswith("bf16kit_")}
-    assert ours == {"bf16kit_refused_total": "counter", "bf16kit_traces_total": "counter"} | {
-        name: kind for name, (kind, _) in DESIGN.items()
-    }
+    of_the_server = ("bf16kit_refused_total", "bf16kit_traces_total", "bf16kit_worker_restarts_total")
+    assert ours == dict.fromkeys(of_the_server, "counter") | {name: kind for name, (kind, _) in DESIGN.items()}
     labels: dict[str, set[str]] = {name: set() for name in DESIGN}
     for name, pairs in re.findall(r"^(bf16kit_[a-z0-9_]+)\{(.*)\} \S+$", text, re.MULTILINE):
-        if name in ("bf16kit_refused_total", "bf16kit_traces_total"):  # series of the server as a whole
+        if name in of_the_server:
             assert re.match("reason=|outcome=", pairs)
             continue
         base = name if name in DESIGN else re.sub(r"_(bucket|sum|count)$", "", name)
@@ -341,6 +340,7 @@ CALLS: dict[str, tuple[object, ...]] = {
     "fallback_failed": (),
     "transition": ("fp32",),
     "gate": ("passed", 1.0),
+    "replacement_gate": ("failed",),
 }
 
 
