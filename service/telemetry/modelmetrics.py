@@ -145,9 +145,10 @@ class ModelMetrics:
         self._changes.pending = True
 
     def request(self, observation: Observation) -> None:
-        """Count a request that is over.
+        """Count a request that is over, and its time if its code is one of :data:`vocabulary.TIMED_CODES`.
 
-        The wait of failed requests counts too; otherwise waits would look shorter than they are.
+        The time in the queue counts for every request that was queued; otherwise waits would look shorter than they
+        are.
         """
         series = self._requests.get(observation.code)
         if series is None and self.exposed:  # see _set_late_gauge
@@ -155,7 +156,8 @@ class ModelMetrics:
         if series is not None:
             series.inc()
         exemplar = {"trace_id": observation.trace} if observation.trace else None
-        self._request_seconds.observe(observation.seconds, exemplar)
+        if observation.code in vocabulary.TIMED_CODES:
+            self._request_seconds.observe(observation.seconds, exemplar)
         if observation.timings is not None:
             self._queue_seconds.observe(observation.timings.queue, exemplar)
         self._changes.pending = True

@@ -15,6 +15,7 @@ from bf16kit.tensors import TensorSpec
 from service.request import REFUSALS, Observation, Timings
 from service.telemetry.metrics import Metrics
 from service.telemetry.modelmetrics import ModelMetrics
+from service.telemetry.vocabulary import CODES
 
 #: Design §8: name → type and the labels in addition to model and version.
 DESIGN = {
@@ -194,11 +195,19 @@ def test_requests_are_counted_by_code_and_timed() -> None:
     model = loaded(metrics)
     model.request(request("OK"))
     model.request(request("DATA_LOSS"))
+    model.request(request("DEADLINE_EXCEEDED"))
     samples = exposed(metrics)
-    assert samples['bf16kit_requests_total{code="OK",model="m",version="1"}'] == 1
-    assert samples['bf16kit_requests_total{code="DATA_LOSS",model="m",version="1"}'] == 1
+    for code in ("OK", "DATA_LOSS", "DEADLINE_EXCEEDED"):
+        assert samples[f'bf16kit_requests_total{{code="{code}",model="m",version="1"}}'] == 1
     assert samples['bf16kit_request_duration_seconds_bucket{le="0.25",model="m",version="1"}'] == 0
     assert samples['bf16kit_request_duration_seconds_bucket{le="0.5",model="m",version="1"}'] == 2
+
+
+@pytest.mark.parametrize("code", sorted({*CODES, "UNKNOWN"} - {"OK", "DEADLINE_EXCEEDED"}))
+def test_a_request_that_was_not_answered_is_not_a_fast_one(code: str) -> None:
+    metrics = Metrics()
+    loaded(metrics).request(request(code))
+    assert exposed(metrics)['bf16kit_request_duration_seconds_count{model="m",version="1"}'] == 0
 
 
 def test_queue_time_counts_for_every_request_that_was_queued_whatever_its_code() -> None:
@@ -210,7 +219,6 @@ def test_queue_time_counts_for_every_request_that_was_queued_whatever_its_code()
     samples = exposed(metrics)
     assert samples['bf16kit_queue_duration_seconds_count{model="m",version="1"}'] == 2
     assert samples['bf16kit_queue_duration_seconds_sum{model="m",version="1"}'] == pytest.approx(0.5)
-    assert samples['bf16kit_request_duration_seconds_count{model="m",version="1"}'] == 3
 
 
 def test_drift_is_observed_per_output() -> None:
