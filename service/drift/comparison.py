@@ -210,6 +210,8 @@ class Comparison:
         name, detector, rows = output.spec.name, output.detector, drift.rows
         output.newest = self._requests
         output.recent.add(rows, weight, client)
+        if not drift.scalar:
+            observer.judged_rows(name, rows, weight)
         drifts = [row.relative_l2 for row in rows]
         change = detector.add(
             drifts, self._detector_weight(weight), within_budget=drift.scalar or self._within_budget(rows)

@@ -235,6 +235,7 @@ class _RowDrifts:
         self._apart = False  # an input is out of range: no evidence of the model
         self._drift = observer.drift
         self._out_of_range = observer.out_of_range
+        self.judged_rows = observer.judged_rows
         self.budget_ratio = observer.budget_ratio
         self.worst_slice = observer.worst_slice
         self.recent = observer.recent

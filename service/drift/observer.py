@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, Protocol
 
 from bf16kit.drift import SampleDrift
@@ -14,6 +15,9 @@ class DriftObserver(Protocol):
 
     def drift(self, output: str, sample: SampleDrift, weight: float) -> None:
         """One row's drift, which stands for ``weight`` answered rows."""
+
+    def judged_rows(self, output: str, rows: Sequence[SampleDrift], weight: float) -> None:
+        """All rows of one request, if its drift counts in the verdict; each stands for ``weight`` answered rows."""
 
     def budget_ratio(self, output: str, metric: str, ratio: float, low: float, high: float) -> None:
         """Recent drift ÷ budget of one bound, and its 95 % interval."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -10,7 +10,7 @@ from bf16kit.drift import SampleDrift
 from bf16kit.runtime import RuntimeInfo
 from bf16kit.tensors import TensorSpec
 from service.request import Observation
-from service.telemetry import vocabulary
+from service.telemetry import pooling, vocabulary
 
 if TYPE_CHECKING:
     from prometheus_client import Counter, Gauge, Histogram
@@ -27,6 +27,7 @@ class _OutputSeries:
     cosine: WeightedSeries
     max_abs: WeightedSeries
     nonfinite: Counter
+    pooled: dict[str, tuple[Counter, ...]]  # the sums of pooling.MOMENTS, by metric
     top1: tuple[Counter, Counter] | None  # matches, rows; for logits only
 
 
@@ -108,17 +109,25 @@ class ModelMetrics:
                 cosine=self._weighted_child(f.cosine, spec.name),
                 max_abs=self._weighted_child(f.max_abs, spec.name),
                 nonfinite=self._child(f.nonfinite, spec.name),
+                pooled={
+                    metric: tuple(self._child(f.pooled, spec.name, metric, moment) for moment in pooling.MOMENTS)
+                    for metric in pooling.METRICS
+                },
                 top1=(self._child(f.top1_matches, spec.name), self._child(f.top1_rows, spec.name)) if logits else None,
             )
             self._child(f.effective_samples, spec.name)
             self._child(f.changes, spec.name)
         self._changes.pending = True
 
-    def loaded(self, info: RuntimeInfo, baseline: Mapping[str, Mapping[str, float]]) -> None:
+    def loaded(
+        self, info: RuntimeInfo, baseline: Mapping[str, Mapping[str, float]], budget: Mapping[str, float]
+    ) -> None:
         """Set what is known once the runtime is loaded.
 
-        ``baseline`` is the manifest's drift, by output and then metric.
+        ``baseline`` is the manifest's drift, by output and then metric. ``budget`` holds the bounds.
         """
+        for metric, bound in budget.items():
+            self._child(self._families.budget, metric).set(bound)
         labels = (info.backend, info.device, info.profile, info.precision, info.accumulation)
         self._child(self._families.info, *labels).set(1)
         for output, metrics in baseline.items():
@@ -193,6 +202,15 @@ class ModelMetrics:
         if series.top1 is not None:
             series.top1[0].inc(sample.top1_matches * weight)
             series.top1[1].inc(sample.top1_rows * weight)
+        self._changes.pending = True
+
+    def judged_rows(self, output: str, rows: Sequence[SampleDrift], weight: float) -> None:
+        """Add one request's rows to the sums that are pooled over replicas; each stands for ``weight`` rows."""
+        for metric, sums in self._outputs[output].pooled.items():
+            for series, value in zip(
+                sums, pooling.moments([getattr(row, metric) for row in rows], weight), strict=True
+            ):
+                series.inc(value)
         self._changes.pending = True
 
     def budget_ratio(self, output: str, metric: str, ratio: float, low: float, high: float) -> None:

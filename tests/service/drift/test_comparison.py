@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pytest
@@ -32,6 +32,7 @@ class Heard:
 
     def __init__(self) -> None:
         self.drifts: list[tuple[str, float]] = []
+        self.pooled: list[tuple[str, int, float]] = []  # output, rows, weight
         self.ratios: dict[tuple[str, str], tuple[float, float, float]] = {}
         self.slices: dict[str, tuple[int, int]] = {}
         self.effective: dict[str, float] = {}
@@ -43,6 +44,9 @@ class Heard:
 
     def drift(self, output: str, sample: SampleDrift, weight: float) -> None:
         self.drifts.append((output, weight))
+
+    def judged_rows(self, output: str, rows: Sequence[SampleDrift], weight: float) -> None:
+        self.pooled.append((output, len(rows), weight))
 
     def budget_ratio(self, output: str, metric: str, ratio: float, low: float, high: float) -> None:
         self.ratios[output, metric] = ratio, low, high
@@ -118,6 +122,7 @@ def test_a_row_counts_for_all_rows_that_it_was_chosen_from() -> None:
     live = Live()
     live.send(4e-3, probability=0.01)
     assert live.heard.drifts == [("y", 100.0)]
+    assert live.heard.pooled == [("y", 1, 100.0)]
 
 
 def test_the_mean_is_that_of_all_rows_served_and_not_of_the_sampled_rows() -> None:
@@ -233,6 +238,7 @@ def test_inputs_out_of_range_are_judged_apart_and_are_no_breach(drift: float) ->
     assert (found.ratio, found.effective_samples) == (before.ratio, before.effective_samples)
     assert live.heard.out == {"x": 50}
     assert live.heard.alarms == []
+    assert live.heard.pooled == [("y", 1, 1.0)] * 300, "nor do they count in the drift of all replicas"
     assert live.send(4e-3, REQUESTS).cause == "none"  # they are not recent any more
 
 

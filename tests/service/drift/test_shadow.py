@@ -78,6 +78,9 @@ class Heard:
     def drift(self, output: str, sample: SampleDrift, weight: float) -> None:
         self.drifts.append(sample)
 
+    def judged_rows(self, output: str, rows: Sequence[SampleDrift], weight: float) -> None:
+        pass
+
     def budget_ratio(self, output: str, metric: str, ratio: float, low: float, high: float) -> None:
         self.ratios[output, metric] = ratio
 
