@@ -59,8 +59,8 @@ def _quantile(share: float, metric: str) -> str:
 
 NOW = (
     _stat(
-        "Alerts firing", "Alerts of the rules in deploy/prometheus/rules.",
-        f'count(ALERTS{{alertstate="firing", alertname=~"Bf16.+", {SERVER}}}) or vector(0)',
+        "Alerts firing", "Of the rules in deploy/prometheus/rules, on any instance.",
+        'count(ALERTS{alertstate="firing", alertname=~"Bf16.+", job=~"$job"}) or vector(0)',
     ),
     _stat("Versions not ready", "", f"count(bf16kit_model_ready{{{MODEL}}} == 0) or vector(0)"),
     _stat("Over budget", "Drift is over budget with 95 % confidence.", f"sum(bf16kit_drift_over_budget{{{MODEL}}})"),

@@ -80,12 +80,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 @pytest.fixture(scope="module")
 def prometheus(server: ServerProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
-    """Yield a Prometheus that has seen the server measure drift, with enough scrapes since then for a rate."""
+    """Yield a Prometheus that has seen drift of 250 requests, enough for the fleet's interval, and enough scrapes."""
     with Prometheus(server.ports()[1], tmp_path_factory.mktemp("prometheus") / "own") as prometheus:
 
         def asked_and_rated() -> bool:
             ask(server.target, 20)
-            return bool(prometheus.query(f"rate({MEASURED}[30s]) > 0 and {MEASURED} > 100 and on (model) {SLOW}"))
+            return bool(prometheus.query(f"rate({MEASURED}[30s]) > 0 and {MEASURED} > 1000 and on (model) {SLOW}"))
 
         until(asked_and_rated, 120, "a rate of measured samples")
         yield prometheus
