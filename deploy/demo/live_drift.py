@@ -24,10 +24,25 @@ class Row:
 
 @dataclass(frozen=True)
 class LiveDrift:
-    """Live drift; ``outcomes`` counts shadowed requests by outcome: measured, dropped, failed."""
+    """Live drift; ``outcomes`` counts shadowed requests by outcome: measured, dropped, failed.
+
+    ``up``: the fp32 reference is loaded and answers.
+    """
 
     outcomes: dict[str, float]
     rows: list[Row]
+    up: bool
+
+    @property
+    def measured(self) -> int:
+        return int(self.outcomes.get("measured", 0))
+
+    @property
+    def progress(self) -> str:
+        """How far the measuring is. It changes as long as there is any."""
+        failed = self.outcomes.get("failed", 0)
+        state = "is up" if self.up else "is loading or could not be loaded"
+        return f"{self.measured} requests are measured and {failed:.0f} failed, and the fp32 reference {state}"
 
 
 def read(address: str) -> LiveDrift:
@@ -37,7 +52,8 @@ def read(address: str) -> LiveDrift:
         samples = [sample for family in families for sample in family.samples]
     outcomes = {s.labels["outcome"]: s.value for s in _named(samples, "bf16kit_drift_samples_total")}
     outputs = sorted({s.labels["output"] for s in _named(samples, "bf16kit_drift_relative_l2_count")})
-    return LiveDrift(outcomes, [_row(samples, output, metric) for output in outputs for metric in METRICS])
+    rows = [_row(samples, output, metric) for output in outputs for metric in METRICS]
+    return LiveDrift(outcomes, rows, _value(samples, "bf16kit_drift_reference_up") == 1)
 
 
 def _row(samples: list[Sample], output: str, metric: str) -> Row:
