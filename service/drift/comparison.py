@@ -47,8 +47,12 @@ class _OutputVerdict(NamedTuple):
 class _Output:
     """Recent drift of one output, and its detector."""
 
-    def __init__(self, spec: TensorSpec, slices: LiveSlices, expected: Expected | None, outputs: int) -> None:
+    def __init__(
+        self, spec: TensorSpec, slices: LiveSlices, expected: Expected | None, outputs: int, *, scalar: bool
+    ) -> None:
+        """``scalar``: it is one number per row, whose relative error depends on how near 0 the requests make it."""
         self.spec = spec
+        self.metric = "max_abs" if scalar else "relative_l2"  # whose rise the detector looks for
         self.slices = slices
         self.recent = RecentRows()
         self.apart: RecentRows | None = None  # of requests with inputs outside the calibrated range
@@ -66,7 +70,7 @@ class _Output:
 
     def update_verdict(self, window: Window, found: list[Estimate]) -> None:
         unhealthy = self.detector.alarm or any(each.low > 1 for each in found)
-        cause = diagnose(window, self.detector.expected) if unhealthy else "none"
+        cause = diagnose(window, self.detector.expected, self.metric) if unhealthy else "none"
         self.verdict = _OutputVerdict(found, cause, window.size)
 
 
@@ -152,7 +156,7 @@ class Comparison:
         for name, found in drifts.items():
             output = self._outputs[name]
             for row in found.rows:
-                observer.drift(name, row, weight)
+                observer.drift(name, row, weight, scalar=found.scalar)
             if outside:
                 self._add_apart(output, found, weight, sample.client)
             else:
@@ -184,8 +188,10 @@ class Comparison:
                 self._calibration.missing_reason,
             )
         self._profile = profile
+        scalars, number = self._calibration.scalars, len(self._specs)
         self._outputs = {
-            spec.name: _Output(spec, self._new_slices(spec), known[spec.name], len(self._specs)) for spec in self._specs
+            spec.name: _Output(spec, self._new_slices(spec), known[spec.name], number, scalar=spec.name in scalars)
+            for spec in self._specs
         }
         self._samples = 0
 
@@ -210,7 +216,7 @@ class Comparison:
         name, detector, rows = output.spec.name, output.detector, drift.rows
         output.newest = self._requests
         output.recent.add(rows, weight, client)
-        drifts = [row.relative_l2 for row in rows]
+        drifts = [getattr(row, output.metric) for row in rows]
         change = detector.add(
             drifts, self._detector_weight(weight), within_budget=drift.scalar or self._within_budget(rows)
         )

@@ -12,8 +12,8 @@ Outcome = Literal["measured", "dropped", "failed"]
 class DriftObserver(Protocol):
     """Receives the drift of every sample (row) of every output, and the summary of recent samples."""
 
-    def drift(self, output: str, sample: SampleDrift, weight: float) -> None:
-        """One row's drift, which stands for ``weight`` answered rows."""
+    def drift(self, output: str, sample: SampleDrift, weight: float, *, scalar: bool = False) -> None:
+        """One row's drift, which stands for ``weight`` answered rows. ``scalar``: the row is one number."""
 
     def budget_ratio(self, output: str, metric: str, ratio: float, low: float, high: float) -> None:
         """Recent drift ÷ budget of one bound, and its 95 % interval."""

@@ -178,14 +178,16 @@ class ModelMetrics:
         self._samples[outcome].inc(samples)
         self._changes.pending = True
 
-    def drift(self, output: str, sample: SampleDrift, weight: float = 1.0) -> None:
+    def drift(self, output: str, sample: SampleDrift, weight: float = 1.0, *, scalar: bool = False) -> None:
         """Observe the drift of one sample (row) of one output, which stands for ``weight`` rows.
 
+        A row of one number (``scalar``) has no angle, and no magnitude to relate its error to: that is its max_abs.
         Elements that are not finite are counted unweighted: the metric counts what was observed and estimates nothing.
         """
         series = self._outputs[output]
-        series.relative_l2.observe(vocabulary.finite(sample.relative_l2), weight)
-        series.cosine.observe(vocabulary.finite(sample.cosine_distance), weight)
+        if not scalar:
+            series.relative_l2.observe(vocabulary.finite(sample.relative_l2), weight)
+            series.cosine.observe(vocabulary.finite(sample.cosine_distance), weight)
         series.max_abs.observe(vocabulary.finite(sample.max_abs), weight)
         series.nonfinite.inc(sample.nonfinite)
         if series.top1 is not None:

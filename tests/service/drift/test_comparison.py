@@ -41,7 +41,7 @@ class Heard:
         self.nonfinite_references = 0
         self.said: tuple[bool, str] = (False, "")
 
-    def drift(self, output: str, sample: SampleDrift, weight: float) -> None:
+    def drift(self, output: str, sample: SampleDrift, weight: float, *, scalar: bool = False) -> None:
         self.drifts.append((output, weight))
 
     def budget_ratio(self, output: str, metric: str, ratio: float, low: float, high: float) -> None:
@@ -106,6 +106,41 @@ def sample(
 ) -> Sample:
     rows = len(next(iter(outputs.values())))
     return Sample({"x": np.full((rows, 3), x, np.float32)}, outputs, rows, 64, probability, "bf16", profile, client)
+
+
+class Ranker:
+    """Sends samples of one score each to a comparison that knows the errors of 64 calibrated scores."""
+
+    def __init__(self) -> None:
+        self.heard = Heard()
+        self._random = np.random.default_rng(2)
+        errors = tuple(0.002 * np.abs(self._random.standard_normal(64)))
+        known = Calibration({"cpu": {"score": errors}}, scalars=frozenset({"score"}))
+        spec = TensorSpec("score", "float32", ("batch", 1))
+        self._comparison = Comparison([spec], 0, Budget(), calibration=known)
+
+    def send(self, count: int, *, error: float = 0.002, spread: float = 1.0) -> DriftVerdict:
+        for score, wrong in zip(*self._random.standard_normal((2, count)), strict=True):
+            expected = np.full((1, 1), spread * score)
+            self._comparison.observe({"score": expected}, sample({"score": expected + error * wrong}), self.heard)
+        return self._comparison.verdict()
+
+
+def test_scores_near_0_are_no_drift_of_a_ranker() -> None:
+    """Their relative errors are large, and their cosine distance is 0 or 2."""
+    ranker = Ranker()
+    assert ranker.send(200).state == "within"
+    found = ranker.send(600, spread=0.01)
+    assert (found.state, found.cause, found.changed, ranker.heard.alarms) == ("within", "none", False, [])
+    assert {metric for _, metric in ranker.heard.ratios} == {"nonfinite", "slice_error"}
+
+
+def test_a_damaged_ranker_is_over_its_budget_and_broken() -> None:
+    ranker = Ranker()
+    ranker.send(200)
+    found = ranker.send(100, error=1.0)
+    assert (found.state, found.metric, found.cause) == ("over", "slice_error", "broken")
+    assert ranker.heard.alarms == ["score"]
 
 
 def test_an_output_that_was_not_requested_is_skipped() -> None:

@@ -31,7 +31,7 @@ class Ignoring:
     def __init__(self) -> None:
         self.heard: list[tuple[str, SampleDrift, float]] = []
 
-    def drift(self, output: str, sample: SampleDrift, weight: float) -> None:
+    def drift(self, output: str, sample: SampleDrift, weight: float, *, scalar: bool = False) -> None:
         self.heard.append((output, sample, weight))
 
     def budget_ratio(self, output: str, metric: str, ratio: float, low: float, high: float) -> None: ...
