@@ -19,7 +19,7 @@ import numpy as np
 import onnx
 from client import Client
 from publish import MODEL
-from running import DemoFailed, display_path, running_server, wait
+from running import PATIENCE_SECONDS, DemoFailed, display_path, running_server, wait
 from sentences import sentences
 
 from bf16kit.artifact import Artifact
@@ -64,7 +64,7 @@ def show(artifact: Path, repository: Path) -> None:
 
 
 def _reason(http_address: str) -> str:
-    with urllib.request.urlopen(f"http://{http_address}/status.json", timeout=10) as reply:
+    with urllib.request.urlopen(f"http://{http_address}/status.json", timeout=PATIENCE_SECONDS) as reply:
         (model,) = json.load(reply)["models"]
     return str(model["running"]["active_precision_reason"])
 

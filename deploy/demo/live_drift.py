@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
+from running import PATIENCE_SECONDS
 
 METRICS = ("relative_l2", "cosine_distance")
 
@@ -47,7 +48,7 @@ class LiveDrift:
 
 def read(address: str) -> LiveDrift:
     """Return the drift series of the only model that the server at ``address`` (host:port) serves."""
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as reply:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=PATIENCE_SECONDS) as reply:
         families = text_string_to_metric_families(reply.read().decode())
         samples = [sample for family in families for sample in family.samples]
     outcomes = {s.labels["outcome"]: s.value for s in _named(samples, "bf16kit_drift_samples_total")}
