@@ -225,11 +225,11 @@ bench-kernel: setup ## compare the kernel with ONNX Runtime, OpenVINO and torch;
 	@status=0; $(BIN)/python -m bench kernel kernel_minilm kernel_lm kernel_memory kernel_drift kernel_numerics || status=$$?; \
 	$(BIN)/python -m bench.kernel.report || status=1; exit $$status
 
-bench-drift: setup ## measure live drift: faults detected (docs/drift.md), the detector over simulated weeks, sampling, overhead; needs an idle machine
+bench-drift: setup ## measure live drift: faults detected (docs/drift.md), the detector and a fleet over simulated weeks, sampling, overhead; needs an idle machine
 	@rm -f build/faults.jsonl && mkdir -p build
-	@BF16KIT_FAULTS=build/faults.jsonl $(BIN)/pytest -q -n 0 tests/e2e/test_drift_faults.py --deselect tests/e2e/test_drift_faults.py::test_the_page_has_every_fault
+	@BF16KIT_FAULTS=build/faults.jsonl $(BIN)/pytest -q -n 0 tests/e2e/test_drift_faults.py tests/e2e/test_service_faults.py -k 'not the_page_has'
 	@$(BIN)/python tests/support/drifttable.py build/faults.jsonl docs/drift.md
-	@$(BIN)/python -m bench drift_detector drift_sampling drift_overhead
+	@$(BIN)/python -m bench drift_detector drift_over_budget drift_fleet drift_sampling drift_overhead
 
 bench-gpu: setup ## compare bf16 with fp32 and TF32 on an NVIDIA GPU; without one it is skipped, with the reason
 	@$(BIN)/python -m bench gpu

@@ -52,6 +52,8 @@ MODULES = {
     "calibrated_rounding": "conversion.calibrated_rounding",
     "latency_commits": "serving.latency_commits",
     "drift_detector": "drift.detector",
+    "drift_over_budget": "drift.overbudget",
+    "drift_fleet": "drift.fleet",
     "image": "deployment.image",
 }
 BY_NAME_ONLY = ("calibrated_rounding", "latency_commits")  # what a decision rests on, and no promise

@@ -15,7 +15,14 @@ QUANTILES = ("p50", "p99", "worst")  # that a bound may name, for example relati
 _FLOORS = ("sqnr_db", "top1_agreement")  # larger is better
 _NO_QUANTILES = ("top1_agreement", "nonfinite", "slice_error")  # one number for all samples
 _DEFAULT = MappingProxyType(
-    {"relative_l2": 1.5e-2, "cosine_distance": 5e-4, "top1_agreement": 0.99, "nonfinite": 0.0, "slice_error": 0.5}
+    {
+        "relative_l2": 1.5e-2,
+        "relative_l2.p99": 0.1,  # of two numbers per row at the bound on the mean it is 0.095 (docs/decisions/0085)
+        "cosine_distance": 5e-4,
+        "top1_agreement": 0.99,
+        "nonfinite": 0.0,
+        "slice_error": 0.5,
+    }
 )
 
 

@@ -54,7 +54,9 @@ __all__ = [
 DISTRIBUTIONS = ("relative_l2", "cosine_distance", "max_abs", "sqnr_db")  # those with a value per sample
 OF_VECTORS = ("relative_l2", "cosine_distance", "sqnr_db")  # these mean nothing for one number per sample
 FILL = 1e3
-ROWS = 100  # of the given samples: with fewer, made ones count in agreement too; the default bound, 0.99, needs as many
+# Of the given samples. With fewer, made ones count in agreement too, whose default bound, 0.99, needs as many; and a
+# p99 is not judged: it would be the worst.
+ROWS = 100
 _TYPICAL = 512  # elements whose median magnitude is taken as usual
 _BLOCK = 1 << 20  # elements of float64 at a time, or one sample if a sample is larger
 
@@ -353,9 +355,11 @@ class DriftSummary:
 
         For a metric that is the mean of ``relative_l2``, ``cosine_distance``, ``sqnr_db`` and ``top1_agreement``, the
         worst ``max_abs`` and ``slice_error``, and the total of ``nonfinite``. For a quantile, such as
-        ``relative_l2.p99``, it is that quantile.
+        ``relative_l2.p99``, it is that quantile; for ``p99`` None with fewer than :data:`ROWS` samples.
         """
         metric, _, quantile = bound.partition(".")
+        if quantile == "p99" and self.samples < ROWS:
+            return None
         return self.stats.get(metric, {}).get(quantile or _JUDGED[metric])
 
     def where(self, bound: str) -> str:

@@ -83,6 +83,7 @@ class ModelServer:
                 config.model_control,
                 config.load_model,
                 Retries(self.repository.models),
+                self.repository.models,
             )
             self._controller.apply_initial()
             if config.model_control == "poll":

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from bf16kit.budget import Breach, Budget
-from bf16kit.drift import DriftSummary
+from bf16kit.drift import ROWS, DriftSummary
 from bf16kit.errors import BudgetExceeded, UsageError
 from bf16kit.manifest import Manifest
 from bf16kit.publish import StagingArtifact
@@ -73,7 +73,12 @@ def check_stated_bounds(budget: Budget, manifest: Manifest) -> None:
     summaries = [DriftSummary(e.samples, stats) for e in manifest.drift.values() for stats in e.outputs.values()]
     for name in sorted(budget.stated):
         if summaries and all(summary.judged(name) is None for summary in summaries):
-            raise UsageError(f"--budget {name}={budget.bound(name):g}: the bound applies to no output")
+            most = max(summary.samples for summary in summaries)
+            few = name.endswith(".p99") and most < ROWS
+            why = f"the 99th percentile of {most} samples is not known; give {ROWS} or more, or bound the worst"
+            raise UsageError(
+                f"--budget {name}={budget.bound(name):g}: {why if few else 'the bound applies to no output'}"
+            )
 
 
 def judge(

@@ -19,7 +19,7 @@ import numpy as np
 import onnx
 from client import Client
 from publish import MODEL
-from running import display_path, running_server, wait
+from running import PATIENCE_SECONDS, DemoFailed, display_path, running_server, wait
 from sentences import sentences
 
 from bf16kit.artifact import Artifact
@@ -31,6 +31,7 @@ profile: cpu
 shadow: {rate: 1.0, max_per_second: 1000}
 fallback: fp32
 """
+ENOUGH = 500  # measured samples; a dozen suffice
 SENTENCE = "A man is eating a piece of bread."
 
 
@@ -43,17 +44,19 @@ def show(artifact: Path, repository: Path) -> None:
     damage(artifact, repository)
     with running_server(repository) as (grpc_address, http_address), Client(grpc_address) as client:
         before = client.embed(SENTENCE)
-        started, more = time.perf_counter(), cycle(sentences(200))
+        started, more, drift = time.perf_counter(), cycle(sentences(200)), live_drift.read(http_address)
 
-        def drift_once_fp32_answers() -> live_drift.LiveDrift | None:
+        def fp32_answers() -> bool:
+            nonlocal drift
             client.embed(next(more))
-            return live_drift.read(http_address) if client.precision == "fp32" else None
+            drift = live_drift.read(http_address)
+            if client.precision != "fp32" and drift.measured > ENOUGH:
+                raise DemoFailed(f"bf16 still answers after {drift.measured} measured samples of the damaged copy")
+            return client.precision == "fp32"
 
-        drift = wait("fp32 to answer in bf16's place", drift_once_fp32_answers, seconds=60)
-        measured = drift.outcomes.get("measured", 0)
-        print(
-            f"   fp32 answers after {time.perf_counter() - started:.1f} s and {measured:.0f} measured samples, because"
-        )
+        wait("fp32 to answer in bf16's place", fp32_answers, lambda: drift.progress)
+        took = time.perf_counter() - started
+        print(f"   fp32 answers after {took:.1f} s and {drift.measured} measured samples, because")
         print(f"   {_reason(http_address)}")
         after = client.embed(SENTENCE)
         print(f"   the same sentence, embedded before and after: cosine {float(np.dot(before, after)):.4f}")
@@ -61,7 +64,7 @@ def show(artifact: Path, repository: Path) -> None:
 
 
 def _reason(http_address: str) -> str:
-    with urllib.request.urlopen(f"http://{http_address}/status.json", timeout=10) as reply:
+    with urllib.request.urlopen(f"http://{http_address}/status.json", timeout=PATIENCE_SECONDS) as reply:
         (model,) = json.load(reply)["models"]
     return str(model["running"]["active_precision_reason"])
 

@@ -75,14 +75,15 @@ def wait_until_measured(client: Client, http_address: str, wanted: int = 100) ->
 
     The shadow never delays a response: while the fp32 reference is loading or busy it drops samples, and counts them.
     """
-    more = cycle(sentences(200))
+    more, drift = cycle(sentences(200)), live_drift.read(http_address)
 
     def measured() -> LiveDrift | None:
+        nonlocal drift
         client.embed(next(more))
         drift = live_drift.read(http_address)
-        return drift if drift.outcomes.get("measured", 0) >= wanted else None
+        return drift if drift.measured >= wanted else None
 
-    return wait(f"the shadow to measure {wanted} requests", measured, seconds=120)
+    return wait(f"the shadow to measure {wanted} requests", measured, lambda: drift.progress)
 
 
 # --- results ----------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from typing import Literal
 SERVER = 'job=~"$job", instance=~"$instance"'
 MODEL = f'{SERVER}, model=~"$model"'
 NAME = "{{model}} v{{version}}"
+METRIC = "{{output}} {{metric}}"
 KEYS = "job, instance, model, version"
 INFO_LABELS = "instance, model, version, backend, device, profile, precision, accumulation"
 
@@ -58,8 +59,8 @@ def _quantile(share: float, metric: str) -> str:
 
 NOW = (
     _stat(
-        "Alerts firing", "Alerts of the rules in deploy/prometheus/rules.",
-        f'count(ALERTS{{alertstate="firing", alertname=~"Bf16.+", {SERVER}}}) or vector(0)',
+        "Alerts firing", "Of the rules in deploy/prometheus/rules, on any instance.",
+        'count(ALERTS{alertstate="firing", alertname=~"Bf16.+", job=~"$job"}) or vector(0)',
     ),
     _stat("Versions not ready", "", f"count(bf16kit_model_ready{{{MODEL}}} == 0) or vector(0)"),
     _stat("Over budget", "Drift is over budget with 95 % confidence.", f"sum(bf16kit_drift_over_budget{{{MODEL}}})"),
@@ -145,6 +146,34 @@ DRIFT = (
     ),
 )  # fmt: skip
 
+ALL_REPLICAS = 'job=~"$job", model=~"$model", window="1h"'
+FLEET = (
+    Panel(
+        "lines", "Drift of all replicas ÷ budget",
+        "The mean over all rows served in an hour, and the lower end that Bf16FleetDriftOverBudget uses.",
+        (
+            Query(f"bf16kit:drift_budget_ratio:pooled{{{ALL_REPLICAS}}}", f"{NAME} {METRIC}"),
+            Query(f"bf16kit:drift_budget_ratio_low:pooled{{{ALL_REPLICAS}}}", f"{NAME} {METRIC}, low"),
+        ),
+        "percentunit", bound=1.0,
+    ),
+    _lines(
+        "Effective requests of all replicas", "In an hour. Below 100 there is no interval.",
+        Query(f'bf16kit:drift_requests:pooled{{metric="relative_l2", {ALL_REPLICAS}}}', f"{NAME} {{{{output}}}}"),
+        bound=100.0,
+    ),
+    _lines(
+        "Replicas with a problem", "",
+        Query(f"sum by (model, version) (bf16kit_drift_over_budget{{{MODEL}}})", f"{NAME} over budget"),
+        Query(f"sum by (model, version) (bf16kit_fallback_active{{{MODEL}}})", f"{NAME} in fp32"),
+        Query(f"count by (model, version) (bf16kit_model_ready{{{MODEL}}} == 0) or vector(0)", f"{NAME} not ready"),
+    ),
+    Panel(
+        "table", "Drift ÷ budget, the ten highest replicas", "",
+        (Query(f"topk(10, max by ({KEYS}) (bf16kit_drift_budget_ratio{{{MODEL}}}))"),), width=24,
+    ),
+)  # fmt: skip
+
 ACTIONS = (
     _lines(
         "Answers, by precision", "",
@@ -180,6 +209,20 @@ SERVING = (
         Query('bf16kit:requests_slow:ratio_rate5m{job=~"$job", model=~"$model"}', NAME), unit="percentunit", bound=0.01,
     ),
     _lines(
+        "Requests that fail", "For a reason that is the server's. The objective allows 0.1 %.",
+        Query('bf16kit:requests_failed:ratio_rate5m{job=~"$job", model=~"$model"}', NAME),
+        unit="percentunit", bound=0.001,
+    ),
+    _lines(
+        "Requests that are rejected", "By the model's queue; a quarter pages.",
+        Query('bf16kit:requests_rejected:ratio_rate5m{job=~"$job", model=~"$model"}', f"{NAME} {{{{reason}}}}"),
+        unit="percentunit", bound=0.25,
+    ),
+    _lines(
+        "Calls that are rejected before a model is asked", "",
+        Query('bf16kit:calls_refused:ratio_rate5m{job=~"$job"}', "{{reason}}"), unit="percentunit", bound=0.25,
+    ),
+    _lines(
         "Queue time and compute time", "Mean queue time of requests, and mean compute time of batches.",
         Query(_mean("bf16kit_queue_duration_seconds", "model, version"), f"{NAME} queue"),
         Query(_mean("bf16kit_compute_duration_seconds", "model, version"), f"{NAME} compute"), unit="s",
@@ -213,4 +256,4 @@ SERVING = (
     ),
 )  # fmt: skip
 
-ROWS = {"Now": NOW, "Drift": DRIFT, "Fallback and golden gate": ACTIONS, "Serving": SERVING}
+ROWS = {"Now": NOW, "Drift": DRIFT, "Fleet": FLEET, "Fallback and golden gate": ACTIONS, "Serving": SERVING}

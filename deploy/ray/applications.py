@@ -25,7 +25,7 @@ from service.process.config import ServerConfig, explain
 from service.process.memory import MEMORY_DIVISOR
 
 _FRONT_MEMORY = 256 << 20
-_FRONT_CALLS = 4096  # health watches last as long as their clients
+_FRONT_CALLS = 4096  # health watches last as long as their clients, and each replica waits for a reply
 _PER_REPLICA = 4  # times the target: requests that one replica gets at most
 _SURGE_PERCENT = 25  # of the replicas, rounded up: that many new ones are ready before as many old ones are stopped
 _MAX_STARTS = 3  # to start a replica: a damaged artifact stays damaged

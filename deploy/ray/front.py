@@ -20,7 +20,8 @@ from starlette.responses import Response
 from deploy.ray.answering import RpcMethods
 from deploy.ray.calls import Rpc
 from deploy.ray.frames import Frame
-from deploy.ray.reports import FrontModels, FrontRegistry, ModelVersions, Report, Reports
+from deploy.ray.registry import FrontModels, FrontRegistry
+from deploy.ray.reports import ModelVersions, Report, Reports
 from service.grpcport import build_direct_transport
 from service.operations import Operations
 from service.process.config import ServerConfig
@@ -76,11 +77,12 @@ class Front(RpcMethods):
         return Frame.of(_NOT_HERE) if rpc.method in _CHANGES else await super().respond_unary(rpc, data, context)
 
     async def report(self, fields: Mapping[str, Any]) -> float:
-        """Take a replica's report; return the seconds until its next one."""
+        """Take a replica's report; reply when the next is due, with the longest time that its reply may take."""
+        report = Report.from_json(fields)
         if fields.get("gone"):
-            self._reports.forget(fields["replica"])
+            self._reports.forget(report.replica, report)
             return 0.0
-        return self._reports.receive(Report.from_json(fields))
+        return await self._reports.receive(report)
 
     async def targets(self) -> list[str]:
         """Return the addresses at which replicas are scraped, ``host:port``."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 import uuid
 from collections.abc import Mapping
 from typing import Any
@@ -30,8 +31,9 @@ from service.workers.view import SlotState
 _log = logging.getLogger(__name__)
 _MAINTAIN_SECONDS = 0.1
 _CHECK_SECONDS = 0.05
-_REPORT_SECONDS = 5.0  # for one report; the next one repeats everything
-_FINAL_REPORT_SECONDS = 2 * _REPORT_SECONDS  # for a report, and for the one that says it was the last
+_REPORT_SECONDS = 5.0  # for one report, beside the time that the front may hold its reply; the next repeats everything
+_ENDING_SECONDS = 0.25  # after which a replica that ends waits for no reply to an earlier report
+_FINAL_REPORT_SECONDS = _REPORT_SECONDS + 1.0
 _RETRY_SECONDS = 1.0
 
 
@@ -111,15 +113,13 @@ class Replica(RpcMethods):
             self._served.maintain()
 
     def _report(self) -> None:
-        seconds = 0.0
-        while not self._ended.wait(seconds):
-            seconds = self._report_once()
+        held: float | None = 0.0
+        while not self._ended.wait(_RETRY_SECONDS if held is None else 0.0):
+            held = self._send(self._made_report(), held or 0.0)
         # Here, not in _end(): that may run on Ray's event loop, where waiting for a response is impossible.
-        self._report_once()
-        self._send({"replica": self._name, "gone": True})
+        self._send({**self._made_report(), "gone": True}, 0.0, last=True)
 
-    def _report_once(self) -> float:
-        """Send a report to the front; return the seconds until the next one."""
+    def _made_report(self) -> dict[str, Any]:
         slots = []
         statistics = {}
         for slot in self._served.repository.models():
@@ -128,18 +128,26 @@ class Replica(RpcMethods):
             slots.append(list(SlotState(slot.name, slot.version, slot.state, slot.reason, described)))
             if model is not None:
                 statistics[model.name, model.version] = model.statistics.snapshot()
-        report = {"replica": self._name, "target": self._target(), "slots": slots, "statistics": as_json(statistics)}
-        return self._send(report) or _RETRY_SECONDS
+        return {"replica": self._name, "target": self._target(), "slots": slots, "statistics": as_json(statistics)}
 
-    def _send(self, report: Mapping[str, Any]) -> float | None:
-        """Return the front's response, or None if it does not respond now; a later report repeats everything."""
+    def _send(self, report: Mapping[str, Any], held: float, *, last: bool = False) -> float | None:
+        """Send a report. Return when the next one is due, with the seconds for which the front may hold its reply.
+
+        ``held`` are those of this one. Returns None if the front does not respond, or if this replica ends meanwhile; a
+        later report repeats everything.
+        """
         try:
-            front = serve.get_app_handle(FRONT)
-            return float(front.report.remote(dict(report)).result(timeout_s=_REPORT_SECONDS))
+            response = serve.get_app_handle(FRONT).report.remote(dict(report))
+            deadline = time.monotonic() + _REPORT_SECONDS + held
+            while last or not self._ended.is_set():
+                with contextlib.suppress(TimeoutError):
+                    return float(response.result(timeout_s=_ENDING_SECONDS))
+                if time.monotonic() > deadline:
+                    raise TimeoutError
         except Exception as error:  # noqa: BLE001 -- Ray's, of many kinds; this thread must live on
             if not self._ended.is_set():
                 _log.info("this replica could not report to the front: %s", type(error).__name__)
-            return None
+        return None
 
     def _target(self) -> str:
         host = self._config.host

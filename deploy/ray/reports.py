@@ -1,28 +1,31 @@
-"""Collects the replicas' reports, and derives from them the models' states and statistics."""
+"""Collects the replicas' reports, and derives from them the models' states and statistics.
+
+The reply to a report is held until the next one is due. That is at once if somebody asks for statistics, so all
+replicas report together what they have counted by then.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import logging
 import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
-from bf16kit.errors import NotFound, Unavailable
-from bf16kit.wording import quoted
-from service.contract import GATE_FAILED, Model, Slot, State, StatisticsSnapshot
-from service.models.repository import parse_version
-from service.operations import RegistryModels, VersionStatistics
-from service.workers.description import ModelDescription, SummedStatistics
-from service.workers.overview import OverviewSlot
+from service.contract import GATE_FAILED, State, StatisticsSnapshot
 from service.workers.statistics import add, from_json
 from service.workers.view import Key, SlotState
 
-_RANK: dict[State, int] = {"ready": 0, "loading": 1, "unavailable": 2}
+_log = logging.getLogger(__name__)
+RANK: dict[State, int] = {"ready": 0, "loading": 1, "unavailable": 2}
 _PER_SECOND = 100  # reports per second that the front gets, whatever the number of replicas
 _SILENT_INTERVALS = 3.5  # intervals without a report after which a replica counts as gone
 _SLACK_SECONDS = 3.0
+_STATISTICS_SECONDS = 0.9  # after which statistics are answered without the newest counts of the replicas that are late
 ModelVersions = Mapping[str, Sequence[int]]  # versions by model
 
 
@@ -42,11 +45,17 @@ class Report:
 
 
 class _LatestReport(NamedTuple):
-    """A replica's newest report: when it came, and when the one before it came (-inf: there was none)."""
+    """A replica's newest report, and when it came."""
 
     received: float
-    previous: float
     report: Report
+
+
+class _Round(NamedTuple):
+    """A round of reports for which all replicas were asked at once: when, and those that have not reported since."""
+
+    begun: float
+    awaited: set[str]
 
 
 class Reports:
@@ -60,6 +69,10 @@ class Reports:
         self._clock = clock
         self._changed = threading.Condition()
         self._latest: dict[str, _LatestReport] = {}
+        self._replied: dict[str, float] = {}  # when each replica got its last reply
+        self._held: set[asyncio.Future[None]] = set()  # replies; of the event loop's thread alone
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._round: _Round | None = None  # the one under way
         self._past: dict[Key, StatisticsSnapshot] = {}
         self._failed: dict[Key, SlotState] = {}  # reports of replicas that could not be started
         self._retired = False
@@ -90,28 +103,51 @@ class Reports:
             self._failed = {key: slot for key, slot in self._failed.items() if key[1] in wanted.get(key[0], ())}
         self._notify()
 
-    def receive(self, report: Report) -> float:
-        """Store a report; return the seconds until the next one is due."""
+    async def receive(self, report: Report) -> float:
+        """Store a report, and return when the next one is due: the longest time that the reply to that may take."""
+        self._loop = asyncio.get_running_loop()
+        if not self.store(report):
+            held = self._loop.create_future()
+            self._held.add(held)
+            try:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(held, self.interval)
+            finally:
+                self._held.discard(held)
+        with self._changed:
+            if report.replica in self._latest:
+                self._replied[report.replica] = self._clock()
+        return self.interval
+
+    def store(self, report: Report) -> bool:
+        """Store a report. Return whether the next one is due at once, because a round needs a newer one."""
         with self._changed:
             last = self._latest.get(report.replica)
-            previous = -math.inf if last is None else last.received
-            self._latest[report.replica] = _LatestReport(self._clock(), previous, report)
+            self._latest[report.replica] = _LatestReport(self._clock(), report)
             for slot in report.slots:
                 if slot.state == "unavailable":
                     self._failed[slot.key] = slot
                 elif slot.state == "ready":
                     self._failed.pop(slot.key, None)
-            self._changed.notify_all()
-        self._notify()
-        return self.interval
+            due = False
+            if self._round is not None and report.replica in self._round.awaited:
+                # It was made after the last reply; what came before the round may lack requests that have ended since.
+                due = self._replied.get(report.replica, -math.inf) <= self._round.begun
+                if not due:
+                    self._end_wait(report.replica)
+        if last is None or last.report.slots != report.slots:
+            self._notify()
+        return due
 
-    def forget(self, replica: str) -> None:
-        """Remove a replica that has ended, and add its counts to the totals."""
+    def forget(self, replica: str, last: Report | None = None) -> None:
+        """Remove a replica that has ended, and add its counts to the totals. ``last`` is its last report."""
         with self._changed:
-            last = self._latest.pop(replica, None)
-            for key, statistics in ({} if last is None else last.report.statistics).items():
+            known = self._latest.pop(replica, None)
+            last = last or (known and known.report)
+            self._replied.pop(replica, None)
+            self._end_wait(replica)
+            for key, statistics in ({} if last is None else last.statistics).items():
                 self._past[key] = add(self._past.get(key, StatisticsSnapshot()), statistics)
-            self._changed.notify_all()
         self._notify()
 
     def maintain(self) -> None:
@@ -140,23 +176,61 @@ class Reports:
         return dict(sorted({**found, **reported}.items()))
 
     def totals(self, keys: Iterable[Key]) -> dict[Key, StatisticsSnapshot]:
-        """Return the totals of ``keys`` over all replicas, after each has reported twice since this call, or has gone.
+        """Return the totals of ``keys`` over all replicas, after each has reported what it counted before this call.
 
-        Twice, because the first report may have been on its way, with counts from before a request that has ended.
+        Replicas that have not after :data:`_STATISTICS_SECONDS` count with their last report, and are logged. There is
+        one round of reports at a time; calls that came before it began share it.
         """
         wanted, since = set(keys), self._clock()
-        involved = {report.replica for report in self.reports() if wanted & {slot.key for slot in report.slots}}
-
-        def all_reported_twice() -> bool:
-            return all(self._latest[name].previous > since for name in involved if name in self._latest)
-
+        deadline = time.monotonic() + _STATISTICS_SECONDS
         with self._changed:
-            self._changed.wait_for(all_reported_twice, _SILENT_INTERVALS * self.interval)
+            self._wait(lambda: self._round is None or self._round.begun >= since, deadline)
+            begins = self._round is None
+            this = self._begin_round() if self._round is None else self._round
+            self._wait(lambda: not this.awaited, deadline)
+            if begins:
+                self._round = None
+                self._changed.notify_all()
+                self._log_late(wanted, this.awaited)
             total = {key: self._past.get(key, StatisticsSnapshot()) for key in wanted}
             for latest in self._latest.values():
                 for key in wanted & latest.report.statistics.keys():
                     total[key] = add(total[key], latest.report.statistics[key])
         return total
+
+    def _begin_round(self) -> _Round:
+        self._round = _Round(self._clock(), set(self._latest))
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._release)
+        return self._round
+
+    def _wait(self, condition: Callable[[], bool], deadline: float) -> None:
+        self._changed.wait_for(condition, max(0.0, deadline - time.monotonic()))
+
+    def _end_wait(self, replica: str) -> None:
+        """Await no report of this replica any more. The caller holds the lock."""
+        if self._round is not None:
+            self._round.awaited.discard(replica)
+            if not self._round.awaited:
+                self._changed.notify_all()
+
+    def _log_late(self, wanted: set[Key], awaited: set[str]) -> None:
+        found = [each for each in self._latest.values() if any(slot.key in wanted for slot in each.report.slots)]
+        late = [each for each in found if each.report.replica in awaited]
+        if late:
+            _log.warning(
+                "ModelStatistics leaves out what %d of %d replicas counted since their last reports, %.1f s ago at"
+                " most: they did not report within %.1f s",
+                len(late),
+                len(found),
+                self._clock() - min(each.received for each in late),
+                _STATISTICS_SECONDS,
+            )
+
+    def _release(self) -> None:
+        for held in self._held:
+            if not held.done():
+                held.set_result(None)
 
     def _notify(self) -> None:
         for callback in self._callbacks:
@@ -165,96 +239,6 @@ class Reports:
 
 def _better(slot: SlotState, other: SlotState) -> bool:
     """Return whether ``slot`` is to be shown rather than ``other``; of equals, one whose golden gate failed."""
-    if _RANK[slot.state] != _RANK[other.state]:
-        return _RANK[slot.state] < _RANK[other.state]
+    if RANK[slot.state] != RANK[other.state]:
+        return RANK[slot.state] < RANK[other.state]
     return slot.model is not None and slot.model.get("golden", "").startswith(GATE_FAILED)
-
-
-class FrontRegistry:
-    """Implements :class:`service.contract.Registry`. Nothing runs here: a request that arrives here has no replica."""
-
-    def __init__(self, reports: Reports) -> None:
-        self._reports = reports
-
-    @property
-    def live(self) -> bool:
-        return True
-
-    @property
-    def ready(self) -> bool:
-        if self._reports.retired:
-            return False
-        slots = self._reports.slots().values()
-        names = {slot.name for slot in slots}
-        return bool(names) and names == {slot.name for slot in slots if slot.state == "ready"}
-
-    def acquire(self, name: str, version: str) -> NoReturn:
-        slot = self.find(name, version)
-        if slot.state == "unavailable":
-            raise _not_ready(slot, version)
-        reason = "its route is being made" if slot.state == "ready" else "it is loading"
-        raise Unavailable(f"model {slot.name!r} version {slot.version} has no replica yet: {reason}; try again later")
-
-    def get(self, name: str, version: str) -> Model:
-        slot = self.find(name, version)
-        if slot.model is not None:
-            return slot.model
-        if slot.state == "unavailable":
-            raise _not_ready(slot, version)
-        raise Unavailable(f"model {slot.name!r} version {slot.version} is loading; try again later")
-
-    def find(self, name: str, version: str) -> Slot:
-        wanted = parse_version(version)
-        found = [slot for slot in self.models() if slot.name == name]
-        if not found:
-            raise NotFound(f"unknown model {quoted(name)}")
-        if wanted is None:
-            return min(found, key=lambda slot: (_RANK[slot.state], -slot.version))
-        for slot in found:
-            if slot.version == wanted:
-                return slot
-        known = ", ".join(str(slot.version) for slot in found)
-        raise NotFound(f"model {name!r} has no version {wanted}; it has {known}")
-
-    def is_ready(self, name: str, version: str) -> bool:
-        try:
-            return self.find(name, version).state == "ready"
-        except NotFound:
-            return False
-
-    def models(self) -> Sequence[Slot]:
-        return [_overview_slot(slot) for slot in self._reports.slots().values()]
-
-    def versions(self, name: str) -> list[int]:
-        return [slot.version for slot in self.models() if slot.name == name and slot.state == "ready"]
-
-    def subscribe(self, callback: Callable[[], None]) -> None:
-        self._reports.subscribe(callback)
-
-
-def _not_ready(slot: Slot, version: str) -> NotFound:
-    """Return the same error as a single server. The reason is only in the index and in the log."""
-    which = f"version {slot.version}" if version else "no version"
-    return NotFound(f"{which} of model {slot.name!r} is {'not ' if version else ''}ready; its replicas' log says why")
-
-
-def _overview_slot(slot: SlotState) -> OverviewSlot:
-    model = None
-    if slot.model is not None:
-        model = ModelDescription(slot.name, slot.version, slot.model, SummedStatistics(StatisticsSnapshot))
-    return OverviewSlot(slot.name, slot.version, slot.state, slot.reason, model)
-
-
-class FrontModels(RegistryModels):
-    """Implements :class:`service.operations.Models`: statistics are sums over all replicas."""
-
-    def __init__(self, registry: FrontRegistry, reports: Reports) -> None:
-        super().__init__(registry)
-        self._reports = reports
-
-    def statistics(self, name: str, version: str) -> Sequence[VersionStatistics]:
-        found = super().statistics(name, version)
-        totals = self._reports.totals((each.name, each.version) for each in found)
-        return [
-            VersionStatistics(each.name, each.version, each.device, totals[each.name, each.version]) for each in found
-        ]

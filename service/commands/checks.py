@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ from bf16kit.wording import brief, quoted
 from service.grpcport import open_tracing
 from service.models import loading
 from service.models.controller import Controller
-from service.models.directory import desired_model_of, directories_in
+from service.models.directory import Directory, desired_model_of, directories_in
 from service.models.loads import Loads
 from service.models.opening import open_artifact
 from service.models.plan import DesiredModel, Plan
@@ -111,9 +112,16 @@ class Checks:
             yield from self._versions(desired, config)
 
     def _versions(self, desired: DesiredModel, config: ServerConfig) -> Iterator[Finding]:
+        failed = False
         for plan in desired.plans:
             subject = f"model {desired.name!r} version {plan.version}"
-            yield _attempt(subject, partial(self._version, plan, config))
+            finding = _attempt(subject, partial(self._version, plan, config))
+            failed = failed or (finding.outcome == "failed" and not plan.broken)
+            yield finding
+        if failed and desired.plans[0].serving.version_policy.tries_older:
+            for older in islice(Directory(config.repository).older(desired), 1):
+                text = f"a server that starts would try version {older.version} instead of one that failed"
+                yield Finding(f"model {desired.name!r}", "note", text)
 
     def _version(self, plan: Plan, config: ServerConfig) -> str:
         if plan.broken:
@@ -203,5 +211,6 @@ def _apply(desired: DesiredModel) -> Future[None]:
     return Future()
 
 
-def _apply_all(desired_models: Iterable[DesiredModel]) -> None:
+def _apply_all(desired_models: Iterable[DesiredModel]) -> dict[str, Future[None]]:
     """Accept all desired models as a reconciler would, but load nothing."""
+    return {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -130,8 +131,8 @@ def _version(directory: Path, version: int, serving: Serving, *, served: bool) -
         # A damaged version that is not served is no problem.
         return Row(directory.name, version, served=False, why=why, problem=why if served else "")
     manifest = artifact.manifest
-    policy = serving.version_policy.model_dump(mode="json", exclude_none=True)
-    why = "" if served else f"version_policy is {', '.join(f'{key}: {value}' for key, value in policy.items())}"
+    policy = serving.version_policy.model_dump(mode="json", exclude_defaults=True)
+    why = "" if served else "version_policy is " + json.dumps(policy)[1:-1].replace('"', "")
     no_profile = served and not manifest.profiles  # an export for other programs
     if no_profile:
         why = f"holds no profile to serve, only {', '.join(manifest.exports) or 'weights'} for other programs"

@@ -37,24 +37,32 @@ _WEIGHTS = 256  # requests whose weights decide which weight is common
 
 
 class _OutputVerdict(NamedTuple):
-    """The verdict on one output after its newest sample."""
+    """The verdict on one output after its newest sample. ``over``: the bounds that it breaks."""
 
     estimates: list[Estimate]
+    over: frozenset[str]
     cause: Cause
     effective: float
+
+
+_UNKNOWN = _OutputVerdict([], frozenset(), "none", 0.0)
 
 
 class _Output:
     """Recent drift of one output, and its detector."""
 
-    def __init__(self, spec: TensorSpec, slices: LiveSlices, expected: Expected | None, outputs: int) -> None:
+    def __init__(
+        self, spec: TensorSpec, slices: LiveSlices, expected: Expected | None, outputs: int, *, scalar: bool
+    ) -> None:
+        """``scalar``: it is one number per row, whose relative error depends on how near 0 the requests make it."""
         self.spec = spec
+        self.metric = "max_abs" if scalar else "relative_l2"  # whose rise the detector looks for
         self.slices = slices
         self.recent = RecentRows()
         self.apart: RecentRows | None = None  # of requests with inputs outside the calibrated range
         self.apart_over_until = 0  # number of the last request up to which a breach of those counts as recent
         self.detector = Detector(expected, outputs)
-        self.verdict = _OutputVerdict([], "none", 0.0)
+        self.verdict = _UNKNOWN
         self.newest = 0  # number of the last request that asked for this output
 
     def restart(self) -> None:
@@ -62,12 +70,19 @@ class _Output:
         self.apart, self.apart_over_until = None, 0
         self.slices.restart()
         self.detector.restart()
-        self.verdict = _OutputVerdict([], "none", 0.0)
+        self.verdict = _UNKNOWN
 
     def update_verdict(self, window: Window, found: list[Estimate]) -> None:
-        unhealthy = self.detector.alarm or any(each.low > 1 for each in found)
-        cause = diagnose(window, self.detector.expected) if unhealthy else "none"
-        self.verdict = _OutputVerdict(found, cause, window.size)
+        """Judge ``found``. A breach begins with the wide interval above the budget, and ends with 1 in the narrow one.
+
+        So chance seldom begins it, and it does not come and go while drift stays near the budget.
+        """
+        over = frozenset(
+            each.metric for each in found if each.lowest > 1 or (each.low > 1 and each.metric in self.verdict.over)
+        )
+        unhealthy = self.detector.alarm or over
+        cause = diagnose(window, self.detector.expected, self.metric) if unhealthy else "none"
+        self.verdict = _OutputVerdict(found, over, cause, window.size)
 
 
 class _CommonWeight:
@@ -152,7 +167,7 @@ class Comparison:
         for name, found in drifts.items():
             output = self._outputs[name]
             for row in found.rows:
-                observer.drift(name, row, weight)
+                observer.drift(name, row, weight, scalar=found.scalar)
             if outside:
                 self._add_apart(output, found, weight, sample.client)
             else:
@@ -184,8 +199,10 @@ class Comparison:
                 self._calibration.missing_reason,
             )
         self._profile = profile
+        scalars, number = self._calibration.scalars, len(self._specs)
         self._outputs = {
-            spec.name: _Output(spec, self._new_slices(spec), known[spec.name], len(self._specs)) for spec in self._specs
+            spec.name: _Output(spec, self._new_slices(spec), known[spec.name], number, scalar=spec.name in scalars)
+            for spec in self._specs
         }
         self._samples = 0
 
@@ -204,21 +221,25 @@ class Comparison:
             output.apart = RecentRows()
         output.apart.add(drift.rows, weight, client)
         found = self._estimates(output.apart.window(), scalar=drift.scalar)
-        output.apart_over_until = self._requests + REQUESTS if any(each.low > 1 for each in found) else 0
+        output.apart_over_until = self._requests + REQUESTS if any(each.lowest > 1 for each in found) else 0
 
     def _add(self, output: _Output, drift: OutputDrift, weight: float, client: str, observer: DriftObserver) -> None:
         name, detector, rows = output.spec.name, output.detector, drift.rows
         output.newest = self._requests
         output.recent.add(rows, weight, client)
-        drifts = [row.relative_l2 for row in rows]
+        if not drift.scalar:
+            observer.judged_rows(name, rows, weight)
+        drifts = [getattr(row, output.metric) for row in rows]
         change = detector.add(
             drifts, self._detector_weight(weight), within_budget=drift.scalar or self._within_budget(rows)
         )
-        if change:
-            output.recent.keep_newest(detector.change_age if change == "risen" else detector.recovery_age)
-            output.slices.restart()
-        if change == "risen":
+        if change == "risen":  # as many remain as a breach needs to be established, or it would end with the change
+            output.recent.keep_newest(max(detector.change_age, output.recent.fewest_to_judge()))
             observer.changed(name)
+        elif change:
+            output.recent.keep_newest(detector.recovery_age)
+        if change:
+            output.slices.restart()
         output.slices.add(drift)
         window = output.recent.window()
         found = corroborated(window, self._budget, self._estimates(window, scalar=drift.scalar))
@@ -252,7 +273,7 @@ class Comparison:
         # An output that none of the last REQUESTS requests asked for has no recent drift.
         outputs = [each for each in self._outputs.values() if each.newest > self._requests - REQUESTS]
         bounds = [(output, each) for output in outputs for each in output.verdict.estimates]
-        over = [pair for pair in bounds if pair[1].low > 1]
+        over = [(output, each) for output, each in bounds if each.metric in output.verdict.over]
         undecided = [pair for pair in bounds if not pair[1].high <= 1]
         state: State = "over" if over else "unknown" if undecided or not bounds else "within"
         output, nearest = max(over or undecided or bounds, key=lambda pair: pair[1].ratio, default=(None, None))

@@ -22,7 +22,7 @@ _MOST = 1e6  # relative_l2 that a row counts at most: an infinite one would make
 
 
 def corroborated(window: Window, budget: Budget, found: Sequence[Estimate]) -> list[Estimate]:
-    """Return ``found``, where a breach that one client alone causes has 1 as its lower end: it is undecided.
+    """Return ``found``, where a breach that one client alone causes has 1 as its lower ends: it is undecided.
 
     It is that client's alone if others sent a tenth of the rows at least, and the estimate for these is within the
     budget. Bounds of which the window has no rows, those on slices, are left as they are.
@@ -40,6 +40,9 @@ def corroborated(window: Window, budget: Budget, found: Sequence[Estimate]) -> l
             continue
         others = {each.metric: each.ratio for each in estimates(window.select(at != client), budget)}
         judged = [
-            replace(each, low=min(each.low, 1.0)) if others.get(each.metric, math.inf) <= 1 else each for each in judged
+            replace(each, low=min(each.low, 1.0), lowest=min(each.lowest, 1.0))
+            if others.get(each.metric, math.inf) <= 1
+            else each
+            for each in judged
         ]
     return judged

@@ -28,9 +28,12 @@ LOST = 0.3
 _WORST_FIRST: tuple[Cause, ...] = ("broken", "rounding", "none")
 
 
-def diagnose(window: Window, expected: Expected | None) -> Cause:
-    """Return the cause for an output that is over budget or has changed. ``window`` holds at least one row."""
-    drift, weights = log_drift(window["relative_l2"]), window.weights
+def diagnose(window: Window, expected: Expected | None, metric: str = "relative_l2") -> Cause:
+    """Return the cause for an output that is over budget or has changed. ``window`` holds at least one row.
+
+    ``metric`` is the one that is ``expected``.
+    """
+    drift, weights = log_drift(window[metric if expected else "relative_l2"]), window.weights
     centre, spread = (expected.centre, expected.spread) if expected else (math.log(LOST), 0.0)
     nonfinite = window["nonfinite"] > 0
     bad = nonfinite | (drift > centre + max(DOUBLING if expected else 0.0, 2 * spread))

@@ -235,6 +235,7 @@ class _RowDrifts:
         self._apart = False  # an input is out of range: no evidence of the model
         self._drift = observer.drift
         self._out_of_range = observer.out_of_range
+        self.judged_rows = observer.judged_rows
         self.budget_ratio = observer.budget_ratio
         self.worst_slice = observer.worst_slice
         self.recent = observer.recent
@@ -242,10 +243,10 @@ class _RowDrifts:
         self.reference_nonfinite = observer.reference_nonfinite
         self.judged = observer.judged
 
-    def drift(self, output: str, sample: SampleDrift, weight: float) -> None:
+    def drift(self, output: str, sample: SampleDrift, weight: float, *, scalar: bool = False) -> None:
         if not self._apart:
             self.rows.setdefault(output, []).append(sample)
-        self._drift(output, sample, weight)
+        self._drift(output, sample, weight, scalar=scalar)
 
     def out_of_range(self, name: str, rows: int) -> None:
         self._apart = self._apart or rows > 0

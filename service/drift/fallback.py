@@ -1,12 +1,12 @@
 """Decides whether bf16 or fp32 answers for a model: the decision alone, from verdicts and a clock.
 
-    bf16 ── over the budget with confidence ──▶ warming ── the reference is loaded and warm ──▶ fp32
+    bf16 ── over the budget beyond chance ────▶ warming ── the reference is loaded and warm ──▶ fp32
       ▲                                            │ it cannot be loaded                          │
       └────────────────────────────────────────────┘                                              │
       └── a minimum stay is over, and enough clean samples are clearly below the budget ──────────┘
 
-A model near its budget does not flap. It falls back when its 95 % interval lies above the budget, and returns when the
-interval lies below the budget by a margin. A model that falls back again stays twice as long.
+A model near its budget does not flap. It falls back when drift is over the budget beyond chance, and returns when the
+95 % interval lies below the budget by a margin. A model that falls back again stays twice as long.
 """
 
 from __future__ import annotations

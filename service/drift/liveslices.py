@@ -9,6 +9,7 @@ from bf16kit.slices import Scales, SliceError, SliceSums, Variation, limits_of, 
 from bf16kit.tensors import TensorSpec
 from service.contract import Array
 from service.drift.recent import HALF_LIFE, MIN_EFFECTIVE_SIZE, Estimate
+from service.drift.weighted import Z_ALWAYS, Z
 
 _EVERY = 16  # requests between two decays of the sums
 _JUDGED = 8  # requests between two searches for the worst slice, once there are some
@@ -70,6 +71,8 @@ class LiveSlices:
 def estimate(ratio: float, effective: float) -> Estimate:
     """Return the slice error's ``ratio`` to its bound with an interval for ``effective`` samples."""
     if effective < MIN_EFFECTIVE_SIZE:
-        return Estimate("slice_error", ratio, -math.inf if ratio else 0.0, math.inf)
+        least = -math.inf if ratio else 0.0
+        return Estimate("slice_error", ratio, least, math.inf, least)
     spread = 1 / math.sqrt(effective)
-    return Estimate("slice_error", ratio, ratio * math.exp(-_BELOW * spread), ratio * math.exp(_ABOVE * spread))
+    low = ratio * math.exp(-Z_ALWAYS * spread)
+    return Estimate("slice_error", ratio, low, ratio * math.exp(Z * spread), low)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, Protocol
 
 from bf16kit.drift import SampleDrift
@@ -12,8 +13,11 @@ Outcome = Literal["measured", "dropped", "failed"]
 class DriftObserver(Protocol):
     """Receives the drift of every sample (row) of every output, and the summary of recent samples."""
 
-    def drift(self, output: str, sample: SampleDrift, weight: float) -> None:
-        """One row's drift, which stands for ``weight`` answered rows."""
+    def drift(self, output: str, sample: SampleDrift, weight: float, *, scalar: bool = False) -> None:
+        """One row's drift, which stands for ``weight`` answered rows. ``scalar``: the row is one number."""
+
+    def judged_rows(self, output: str, rows: Sequence[SampleDrift], weight: float) -> None:
+        """All rows of one request, if its drift counts in the verdict; each stands for ``weight`` answered rows."""
 
     def budget_ratio(self, output: str, metric: str, ratio: float, low: float, high: float) -> None:
         """Recent drift ÷ budget of one bound, and its 95 % interval."""

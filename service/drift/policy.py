@@ -59,13 +59,15 @@ def is_host(text: str) -> bool:
 class ShadowPolicy(BaseModel):
     """The policy that selects the live requests to run again on the fp32 reference.
 
-    The defaults cost little on a busy model (one request in a hundred, at most one a second), and still sample an idle
-    one now and then. ``rate`` 0 turns the shadow off; the reference is then never loaded.
+    ``rate`` of the requests, but at least ``min_per_second`` while so many come, and at most ``max_per_second``, which
+    wins over the floor. So a quiet model is measured whole, and a busy one costs little. ``rate`` 0 turns the shadow
+    off; the reference is then never loaded.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     rate: float = Field(default=0.01, ge=0, le=1)
+    min_per_second: float = Field(default=0.5, ge=0)  # 0: no floor
     max_per_second: float = Field(default=1.0, gt=0)
     max_rows: PositiveInt = 8  # per request; further rows of a larger request are not measured
     max_bytes: PositiveInt = 64 << 20  # inputs and outputs of the waiting samples

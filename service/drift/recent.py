@@ -1,4 +1,4 @@
-"""Recent drift of one output, and each bound's drift ÷ budget with its interval.
+"""Recent drift of one output, and each bound's drift ÷ budget with its intervals.
 
 Recent are the newest :data:`REQUESTS` measured requests, but none from before the last detected change. A request's
 weight halves with every :data:`HALF_LIFE` requests after it. A row's weight is 1 ÷ its sampling probability, so the
@@ -40,17 +40,20 @@ _WORSE_SIGN = {
     "sqnr_db": -1,
     "nonfinite": 1,
 }  # 1: larger is worse; -1: smaller is worse
-_UNBOUNDED = (-math.inf, math.inf)
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """One bound's drift ÷ budget (over 1 is a breach), and its 95 % interval."""
+    """One bound's drift ÷ budget (over 1 is a breach), its 95 % interval, and the lower end of its wide one.
+
+    ``lowest`` over 1 establishes a breach although it is looked at after every sample (:mod:`service.drift.weighted`).
+    """
 
     metric: str
     ratio: float
     low: float
     high: float
+    lowest: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +110,13 @@ class RecentRows:
         """Forget all but the newest ``requests``, because older ones are from before a change."""
         self._since = self._request - requests + 1
 
+    def fewest_to_judge(self) -> int:
+        """Return how many of the newest requests are worth :data:`MIN_EFFECTIVE_SIZE` samples; all if none are."""
+        window = self.window()
+        per_request = np.bincount(window.clusters, window.weights)[::-1]  # the newest first
+        enough = np.square(per_request.cumsum()) >= MIN_EFFECTIVE_SIZE * np.square(per_request).cumsum()
+        return int(enough.argmax()) + 1 if enough.any() else len(enough)
+
     def window(self) -> Window:
         """Return the recent rows. The arrays may be views, valid until the next request is added."""
         oldest = max(1, self._since, self._request - REQUESTS + 1)
@@ -152,8 +162,8 @@ def estimates(window: Window, budget: Budget) -> Iterator[Estimate]:
     for bound in budget.as_dict():
         found = _interval(window, bound)
         if found is not None:
-            ratio, *ends = (budget.ratio(bound, value) for value in _clipped(found, bound))
-            yield Estimate(bound, ratio, min(ends), max(ends))
+            ratio, low, high, lowest, highest = (budget.ratio(bound, value) for value in _clipped(found, bound))
+            yield Estimate(bound, ratio, min(low, high), max(low, high), min(lowest, highest))
 
 
 def _interval(window: Window, bound: str) -> Interval | None:
@@ -161,12 +171,12 @@ def _interval(window: Window, bound: str) -> Interval | None:
     if metric == "slice_error":
         return None  # of many rows together: see service.drift.liveslices
     if metric == "nonfinite":
-        return _exact(float(window["nonfinite"].sum()))
+        return Interval.exact(float(window["nonfinite"].sum()))
     if metric == "top1_agreement":
         return _agreement(window)
     values = window[metric]
     if part == "worst" or (metric == "max_abs" and not part):
-        return _exact(float(values.min() if metric == "sqnr_db" else values.max()))
+        return Interval.exact(float(values.min() if metric == "sqnr_db" else values.max()))
     if part:
         return _quantile(window, metric, _QUANTILES[part])
     return _mean(window, metric)
@@ -181,13 +191,13 @@ def _mean(window: Window, metric: str) -> Interval:
     floor = metric == "sqnr_db"
     worst = float(values.min() if floor else values.max())
     if math.isinf(worst):
-        return _exact(worst)
+        return Interval.exact(worst)
     finite = np.isfinite(values)
     if not finite.all():
         values, weights, clusters = values[finite], weights[finite], clusters[finite]
         size = weighted.effective_size(weights, clusters)
     if min(window.size, size) < MIN_EFFECTIVE_SIZE:
-        return Interval(float(np.average(values, weights=weights)), *_UNBOUNDED)
+        return Interval.unbounded(float(np.average(values, weights=weights)))
     return weighted.mean(values, weights, clusters, positive=not floor, size=size)
 
 
@@ -195,8 +205,8 @@ def _quantile(window: Window, metric: str, share: float) -> Interval:
     sign = -1.0 if metric == "sqnr_db" else 1.0  # the quantile is taken on the bad side
     found = weighted.quantile(sign * window[metric], window.weights, share, max(window.size, 1.0))
     if window.size < MIN_EFFECTIVE_SIZE:
-        found = Interval(found.estimate, *_UNBOUNDED)
-    return Interval(sign * found.estimate, *sorted((sign * found.low, sign * found.high)))
+        found = Interval.unbounded(found.estimate)
+    return Interval(*(sign * value for value in found))
 
 
 def _agreement(window: Window) -> Interval | None:
@@ -208,15 +218,12 @@ def _agreement(window: Window) -> Interval | None:
     if not rows:
         return None
     share = min(1.0, float(np.dot(window.weights, window["top1_matches"])) / rows)
-    return weighted.wilson(share, window.size) if window.size >= MIN_EFFECTIVE_SIZE else Interval(share, 0.0, 1.0)
-
-
-def _exact(value: float) -> Interval:
-    return Interval(value, value, value)
+    return weighted.proportion(share, window.size) if window.size >= MIN_EFFECTIVE_SIZE else Interval.unbounded(share)
 
 
 def _clipped(found: Interval, bound: str) -> Interval:
-    """Clip an interval at 0, because drift is never negative. Decibels may be."""
+    """Clip an interval at 0, because drift is never negative (decibels may be), and a share at 1."""
     if bound.startswith("sqnr_db"):
         return found
-    return Interval(*(max(0.0, value) for value in found))
+    highest = 1.0 if bound == "top1_agreement" else math.inf
+    return Interval(*(min(max(0.0, value), highest) for value in found))

@@ -1,7 +1,7 @@
 """Live drift: samples of live requests are run again on the fp32 reference, and compared.
 
-Each model has one low-priority thread with a short queue. A sample that finds the queue full is dropped, and its
-``on_outcome`` is called with that.
+Each model has one thread with a short queue, which has a low priority once it has loaded the reference. A sample that
+finds the queue full is dropped, and its ``on_outcome`` is called with that.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from service.drift.sampling import MAX_IN_FLIGHT, Sample
 _log = logging.getLogger(__name__)
 QUEUE_SIZE = MAX_IN_FLIGHT
 LONGEST_RUN_S = 60.0  # of one reference run: a longer one delays other samples too much to be worth it
-# Not 19: this thread holds Python's lock now and then. If the kernel never scheduled it, it would hold the lock for
-# long while request threads wait.
+# A tenth of the share of a thread at 0, whatever the number of threads. With 19 or SCHED_IDLE, a full machine leaves
+# next to nothing (docs/decisions/0056), and a thread that then holds Python's lock keeps others waiting for it.
 NICENESS = 10
 
 OnOutcome = Callable[[Outcome], None]
@@ -134,8 +134,8 @@ class Shadow:
     # --- the shadow's thread ------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        lower_priority()  # before loading: the threads that a session starts inherit it
         reference = None if self._closed else self._load_reference()
+        lower_priority()  # not before: a full machine would load for minutes, and niceness cannot be taken back
         while (item := self._next()) is not None:
             if item == _RESTART:
                 self._comparison.restart()
@@ -202,5 +202,5 @@ class Shadow:
 
 
 def lower_priority() -> None:
-    """Lower the calling thread's priority (on Linux, of it alone) below everything else that needs the processor."""
+    """Lower the calling thread's priority (on Linux, of it alone, and of the threads that it starts)."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)

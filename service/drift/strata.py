@@ -29,8 +29,12 @@ _INITIAL_S, _INITIAL_RATE = 3.0, 1 / 30
 _WINDOW_S = 1.0  # interval between estimates of rates and probabilities; shorter in a burst
 _TINY_S = 1e-6  # lowest start of a quantile: one that starts at 0 would stay there
 _SHORTEST_S = 0.25  # shortest time over which a rate is estimated
-_CHECK_AFTER = 32  # requests after which to look for a burst, in addition to half of those expected in a window
-_SIGNIFICANT_COUNT = 16  # requests, observed or expected, from which a factor of two is not chance
+# Requests after which to look for a burst, in addition to half of those expected in a window. While all requests are
+# measured, these must leave tokens (sampling.BURST) for the next ones, which are chosen rarely and weigh more.
+_CHECK_AFTER = 4
+# Standard deviations, of a count of one request or more, from which to suspect a burst, and to believe another rate.
+_SUSPECTED, _BELIEVED = 3.0, 5.0
+_SIGNIFICANT_COUNT = 16  # requests expected, of which half are not chance
 _MIN_RATE = 1e-6  # requests per second: a class of sizes with a lower rate is forgotten
 _HEADROOM = 0.8  # target as a share of max_per_second: arrivals at random have bursts
 _MIN_TARGET_SHARE = 1 / 16  # lowest share of that target, even if samples find no room
@@ -59,10 +63,10 @@ class Stratum:
         """Return the current rate, ``seconds`` into the window, while all requests together come ``surge`` times as
         often as expected.
 
-        It is the known rate, unless this window shows more than twice as much.
+        It is the known rate, unless this window looks like a burst.
         """
-        known, recent = self.rate * surge, self.arrivals / max(seconds, _SHORTEST_S)
-        return recent if self.arrivals >= _SIGNIFICANT_COUNT and recent > 2 * known else known
+        known = self.rate * surge
+        return self.arrivals / seconds if is_burst(self.arrivals, known * seconds) else known
 
     def end_window(self, seconds: float, surge: float) -> None:
         """End the window after ``seconds``.
@@ -81,10 +85,18 @@ class Stratum:
 
 
 def is_significant(arrivals: int, expected: float) -> bool:
-    """Whether ``arrivals`` differs from ``expected`` by more than chance: by a factor of two, of enough requests."""
-    return (arrivals >= _SIGNIFICANT_COUNT and arrivals > 2 * expected) or (
-        expected >= _SIGNIFICANT_COUNT and arrivals < expected / 2
-    )
+    """Whether ``arrivals`` differs from ``expected`` by more than chance, and by a factor of two."""
+    fewer = expected >= _SIGNIFICANT_COUNT and arrivals < expected / 2
+    return fewer or _exceeds(arrivals, expected, _BELIEVED)
+
+
+def is_burst(arrivals: int, expected: float) -> bool:
+    """Whether there may be a burst. It need not be certain: the known rate stays what it is."""
+    return _exceeds(arrivals, expected, _SUSPECTED)
+
+
+def _exceeds(arrivals: int, expected: float, deviations: float) -> bool:
+    return arrivals > expected + max(expected, deviations * math.sqrt(max(expected, 1.0)))
 
 
 class _SizeClass:
@@ -120,6 +132,7 @@ class Strata:
         self, policy: ShadowPolicy, inputs: Sequence[TensorSpec], clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._share = policy.rate
+        self._floor = policy.min_per_second
         self._max_rate = _HEADROOM * policy.max_per_second
         self._dims = free_dimensions(inputs)
         self._clock = clock
@@ -171,10 +184,12 @@ class Strata:
             if seconds >= _WINDOW_S:
                 self._end_window(strata, seconds)
                 self._window_start, self._window_end, seconds = now, now + _WINDOW_S, 0.0
-            surge = max(1.0, _surge(strata, max(seconds, _SHORTEST_S)))
+            seconds = max(seconds, _SHORTEST_S)
+            surge = _surge(strata, seconds, is_burst)
             rates = [stratum.current_rate(seconds, surge) for stratum in strata]
             total = sum(rates)
-            targets = allocated(rates, min(self._share * total, self._max_rate * self._target_share))
+            wanted = max(self._share * total, self._floor)
+            targets = allocated(rates, min(wanted, self._max_rate * self._target_share))
             for stratum, rate, part in zip(strata, rates, targets, strict=True):
                 stratum.probability = min(1.0, part / rate)
             self._until_check = _CHECK_AFTER + round(total * _WINDOW_S / 2)
@@ -182,7 +197,7 @@ class Strata:
             self._lock.release()
 
     def _end_window(self, strata: Sequence[Stratum], seconds: float) -> None:
-        surge = _surge(strata, seconds)
+        surge = _surge(strata, seconds, is_significant)
         for stratum in strata:
             stratum.end_window(seconds, surge)
         idle = [key for key, each in self._size_classes.items() if all(one.rate < _MIN_RATE for one in each.strata)]
@@ -195,10 +210,10 @@ class Strata:
         self._sample_dropped = False
 
 
-def _surge(strata: Sequence[Stratum], seconds: float) -> float:
-    """Return requests observed ÷ expected in ``seconds``, over all strata; 1 if the difference may be chance."""
+def _surge(strata: Sequence[Stratum], seconds: float, differs: Callable[[int, float], bool]) -> float:
+    """Return requests observed ÷ expected in ``seconds``, over all strata; 1 unless the one ``differs``."""
     arrivals, expected = sum(stratum.arrivals for stratum in strata), sum(stratum.rate for stratum in strata) * seconds
-    return max(1, arrivals) / expected if is_significant(arrivals, expected) else 1.0
+    return max(1, arrivals) / expected if differs(arrivals, expected) else 1.0
 
 
 def free_dimensions(inputs: Sequence[TensorSpec]) -> tuple[tuple[str, int], ...]:

@@ -18,7 +18,8 @@ from service.models.contents import Contents
 from service.models.directory import Directory
 from service.models.override import ConfigOverride
 from service.models.plan import DesiredModel
-from service.models.retries import Retries
+from service.models.retries import Retries, SlotLike
+from service.models.rollouts import ApplyAll, Rollouts
 from service.operations import IndexEntry
 
 _log = logging.getLogger(__name__)
@@ -30,7 +31,8 @@ class Controller:
     """Decides what is wanted, and passes it to ``apply`` (one model) and ``apply_all`` (all models).
 
     With one process these are the methods of :class:`~service.models.reconciler.Reconciler`. ``start_up`` names the
-    models that ``explicit`` loads at start. ``retries`` tells :meth:`poll` which failed models to try again. ``clock``
+    models that ``explicit`` loads at start. ``retries`` tells :meth:`poll` which failed models to try again. ``slots``
+    returns the server's slots: without it, no older version serves in place of one that cannot be loaded. ``clock``
     counts the seconds for which :meth:`index` remembers the repository.
     :meth:`load` and :meth:`unload`: see :class:`service.operations.ModelControl`.
     """
@@ -39,22 +41,21 @@ class Controller:
         self,
         root: Path,
         apply: Callable[[DesiredModel], Future[None]],
-        apply_all: Callable[[Iterable[DesiredModel]], object],
+        apply_all: ApplyAll,
         mode: Mode = "none",
         start_up: Sequence[str] = (),
         retries: Retries | None = None,
+        slots: Callable[[], Iterable[SlotLike]] = tuple,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.mode = mode
         self._directory = Directory(root)
         self._contents = Contents(self._directory, clock)
-        self._apply = apply
-        self._apply_all = apply_all
         self._start_up = start_up
         self._retries = retries
         self._lock = threading.RLock()  # held from scan to apply, so that the newest scan is applied last
+        self._rollouts = Rollouts(apply, apply_all, slots, self._directory.older, self._lock)
         self._desired_models: dict[str, DesiredModel] = {}
-        self._past_versions: dict[str, frozenset[int]] = {}  # versions that were ever desired
         self._notes: set[str] = set()
 
     @property
@@ -81,7 +82,7 @@ class Controller:
             if override is not None:
                 override.check(desired)
             self._remember({**self._desired_models, name: desired})
-            return self._apply(desired)
+            return self._rollouts.apply(desired, loads_older=False)  # the caller is told, and decides
 
     def unload(self, name: str) -> Future[None]:
         with self._lock:
@@ -90,7 +91,7 @@ class Controller:
                 future.set_result(None)
                 return future
             self._remember({known: desired for known, desired in self._desired_models.items() if known != name})
-            return self._apply(DesiredModel(name))
+            return self._rollouts.apply(DesiredModel(name))
 
     def poll(self, settle: Callable[[], object]) -> None:
         """Apply what the repository holds now.
@@ -113,7 +114,7 @@ class Controller:
                 self._set_all(desired_models)
             for desired in [] if self._retries is None else self._retries.due(desired_models):
                 _log.info("model %r could not be loaded; trying again", desired.name)
-                self._apply(desired)
+                self._rollouts.apply(desired)
 
     def index(self, served: Iterable[IndexEntry]) -> list[IndexEntry]:
         """Return the repository's index: ``served``, plus unloaded versions and models that were never asked for.
@@ -125,7 +126,7 @@ class Controller:
         names = self._contents.versions()
         known = {(line.name, line.version) for line in lines}
         for name, versions in names.items():
-            past = [str(v) for v in versions if v in self._past_versions.get(name, ())]
+            past = [str(v) for v in versions if v in self._rollouts.versions(name)]
             lines += [IndexEntry(name, v, "UNAVAILABLE", "unloaded") for v in past if (name, v) not in known]
         named = {line.name for line in lines}
         lines += [IndexEntry(name) for name in names if name not in named]
@@ -158,10 +159,8 @@ class Controller:
 
     def _set_all(self, desired_models: Mapping[str, DesiredModel]) -> None:
         self._remember(desired_models)
-        self._apply_all(desired_models.values())
+        self._rollouts.apply_all(desired_models.values())
 
     def _remember(self, desired_models: Mapping[str, DesiredModel]) -> None:
         self._desired_models = dict(desired_models)
         self._contents.outdate()
-        for name, desired in desired_models.items():
-            self._past_versions[name] = self._past_versions.get(name, frozenset()) | desired.versions

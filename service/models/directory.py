@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -64,6 +64,16 @@ class Directory:
         if not self.holds(name):
             raise NotFound(f"the repository has no model {quoted(name)}")
         return desired_model_of(self.root / name, change)
+
+    def older(self, desired: DesiredModel) -> Iterator[Plan]:
+        """Yield the plans of the model's complete versions that are older than all of ``desired``, the newest first.
+
+        Raises ConfigError if the model's directory cannot be listed.
+        """
+        directory, serving = self.root / desired.name, desired.plans[0].serving
+        for version in reversed(versions_in(directory)):
+            if version < min(desired.versions) and (plan := _plan(directory, version, serving)).finished:
+                yield plan
 
     def scan(self, earlier: Mapping[str, DesiredModel] | None = None) -> RepositoryScan:
         """Return what all models ask for. ``earlier`` has the previous desired models by name.

@@ -84,7 +84,7 @@ class Generation:
         self._probe: Probe | None = None
         self._shadow = self._new_shadow(opened, serving, sender)
         metrics.opened(opened.weight_bytes, opened.outputs)
-        metrics.loaded(info, baseline(opened.artifact.manifest, info.profile))
+        metrics.loaded(info, baseline(opened.artifact.manifest, info.profile), self.budget)
         self.gate = GoldenGate(
             name, version, loaded, metrics, seconds=serving.golden_seconds, rank=rank, on_verdict=on_verdict
         )

@@ -183,6 +183,8 @@ class ConfigOverride:
     def change(self, serving: Serving) -> Serving:
         """Return ``serving`` with the changes applied."""
         changes = {**serving.model_dump(exclude_unset=True), **self._changes}
+        if "latest" in self._changes.get("version_policy", {}):  # ModelConfig has no field for strict
+            changes["version_policy"] = {**self._changes["version_policy"], "strict": serving.version_policy.strict}
         changes["formats"] = {**serving.formats, **self._changes.get("formats", {})}
         try:
             return Serving.model_validate(changes)

@@ -45,24 +45,53 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
+class FailedVersion:
+    """A version that is wanted but cannot be loaded, and the reason."""
+
+    plan: Plan
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class DesiredModel:
-    """The versions of one model to serve, ascending. Without plans, the model is to be unloaded."""
+    """The versions of one model to serve, ascending. Without plans, the model is to be unloaded.
+
+    ``failed`` are versions that are not loaded, because that failed before: the plans serve instead. They are reported
+    as unavailable, in every process.
+    """
 
     name: str
     plans: tuple[Plan, ...] = ()
+    failed: tuple[FailedVersion, ...] = ()
 
     @property
     def versions(self) -> frozenset[int]:
         return frozenset(plan.version for plan in self.plans)
 
+    @property
+    def failed_versions(self) -> frozenset[int]:
+        return frozenset(each.plan.version for each in self.failed)
+
+    @property
+    def reported_versions(self) -> frozenset[int]:
+        return self.versions | self.failed_versions
+
+    @property
+    def instead(self) -> str:
+        """Which versions serve instead of the failed ones, for logs and the status page."""
+        served = ", ".join(map(str, sorted(self.versions)))
+        return f"versions {served} serve instead" if len(self.plans) > 1 else f"version {served} serves instead"
+
     def to_json(self) -> str:
-        return json.dumps({"name": self.name, "plans": [_plan_to_dict(plan) for plan in self.plans]})
+        failed = [{"plan": _plan_to_dict(each.plan), "reason": each.reason} for each in self.failed]
+        return json.dumps({"name": self.name, "plans": [*map(_plan_to_dict, self.plans)], "failed": failed})
 
     @classmethod
     def from_json(cls, text: str) -> DesiredModel:
         """Return what :meth:`to_json` wrote. The text comes from a process of this server, and is trusted."""
         written = json.loads(text)
-        return cls(written["name"], tuple(_plan_of(plan) for plan in written["plans"]))
+        failed = tuple(FailedVersion(_plan_of(each["plan"]), each["reason"]) for each in written["failed"])
+        return cls(written["name"], tuple(map(_plan_of, written["plans"])), failed)
 
 
 def _plan_to_dict(plan: Plan) -> dict[str, Any]:

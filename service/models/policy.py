@@ -40,9 +40,13 @@ class _Part(BaseModel):
 
 
 class VersionPolicy(_Part):
-    """Which versions of a model are served: ``all``, ``{latest: 2}`` or ``{specific: [1, 4]}``."""
+    """Which versions of a model are served: ``all``, ``{latest: 2}`` or ``{specific: [1, 4]}``.
+
+    If one of the latest cannot be loaded, an older version serves instead, unless ``strict`` is set.
+    """
 
     latest: PositiveInt | None = None
+    strict: bool = False
     specific: tuple[PositiveInt, ...] | None = None
     all: Literal[True] | None = None
 
@@ -55,7 +59,14 @@ class VersionPolicy(_Part):
     def _exactly_one(self) -> VersionPolicy:
         if sum(part is not None for part in (self.latest, self.specific, self.all)) != 1:
             raise ValueError("give exactly one of: all, latest: N, specific: [N, …]")
+        if self.strict and self.latest is None:
+            raise ValueError("strict: true needs latest: N: with all or specific no other version is ever tried")
         return self
+
+    @property
+    def tries_older(self) -> bool:
+        """Whether an older version may serve in place of one that cannot be loaded."""
+        return self.latest is not None and not self.strict
 
     def choose(self, versions: Sequence[int]) -> list[int]:
         """Return the versions to serve of those that exist, ascending.

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
-from bf16kit.errors import Bf16kitError, ConfigError, RuntimeFailure, Unavailable
+from bf16kit.errors import Bf16kitError, BudgetExceeded, ConfigError, RuntimeFailure, Unavailable
 from bf16kit.runtime.weightstore import PRIVATE_STORE, WeightStore
 from service.drift.gate import ProcessRank
 from service.drift.sampling import SampleSender
@@ -116,7 +116,7 @@ class Reconciler:
         future: Future[None] = Future()
         with self._lock:
             if self._closed:
-                future.set_exception(Unavailable(STOPPING))
+                future.set_exception(Unavailable(STOPPING, "draining"))
                 return future
             if unless_tried and self._was_tried(desired):
                 return None
@@ -152,7 +152,7 @@ class Reconciler:
 
     def _was_tried(self, desired: DesiredModel) -> bool:
         """Return whether ``desired`` was tried already, or is being tried. Call it with the lock held."""
-        if desired.name in self._pending or not self._table.of(desired.name).keys() >= desired.versions:
+        if desired.name in self._pending or not self._table.of(desired.name).keys() >= desired.reported_versions:
             return False
         begun = self._in_progress.get(desired.name)
         return (begun is not None and begun[0] == desired) or self._table.was_tried(desired)
@@ -170,7 +170,7 @@ class Reconciler:
             slots = self._table.all()
             models = [model for slot in slots if (model := slot.withdraw("unloaded")) is not None]
         for change in abandoned.values():
-            complete(change.futures, Unavailable(STOPPING))
+            complete(change.futures, Unavailable(STOPPING, "draining"))
         with ThreadPoolExecutor(max(1, len(models)), "unload") as unloading:
             clean = all(list(unloading.map(lambda model: model.close(deadline), models)))
         loaded = self._loads.stop(min(deadline, time.monotonic() + _LAST_LOADS_SECONDS))
@@ -221,13 +221,14 @@ class Reconciler:
             return None
 
     def _reconcile(self, desired: DesiredModel) -> None:
-        """Load the versions, then unload the model's others. If none can be loaded, what is served stays."""
+        """Load the versions, then unload others. If one cannot be loaded, see :meth:`SlotTable.surplus`."""
         slots = self._table.of(desired.name)
         reasons = {plan.version: self._serve(slots[plan.version], plan) for plan in desired.plans}
         failed = {version: reason for version, reason in reasons.items() if reason}
         if self._closed:
-            raise Unavailable(STOPPING)
+            raise Unavailable(STOPPING, "draining")
         if len(failed) < len(desired.plans) or not desired.plans:
+            self._set_aside(desired)
             self._unload(desired)
         if failed:
             details = "; ".join(f"version {version} cannot be loaded: {reason}" for version, reason in failed.items())
@@ -258,6 +259,8 @@ class Reconciler:
                 garbage.collect_and_freeze()
             replaced = self._publish(slot, plan, loaded, started)
         except Bf16kitError as error:
+            if isinstance(error, BudgetExceeded):
+                _count_failed_gate(slot)
             reason = slot.fail(str(error), _NOT_FOR_CALLERS if isinstance(error, RuntimeFailure) else "")
         except Exception:  # noqa: BLE001 - a bug in loading one model must not take the others down
             _log.exception("%s: loading failed unexpectedly", slot.label)
@@ -316,11 +319,29 @@ class Reconciler:
             changed=self._changed,
         )
 
-    def _unload(self, desired: DesiredModel) -> None:
-        """Unload all versions of the model that are not wanted."""
+    def _set_aside(self, desired: DesiredModel) -> None:
+        """Report the versions that failed as unavailable. One that serves here failed in another process."""
+        if not desired.failed:
+            return
         with self._lock:
             slots = {} if self._closed else self._table.of(desired.name)
-            removed = [slot for version, slot in slots.items() if version not in self._wanted(desired)]
+            failed = [(slots[each.plan.version], each) for each in desired.failed if each.plan.version in slots]
+            for slot, _ in failed:
+                self.orders.forget(slot)
+            models = [slot.set_aside(each.plan, f"{each.reason}; {desired.instead}") for slot, each in failed]
+        self._changed()
+        if withdrawn := [model for model in models if model is not None]:
+            for model in withdrawn:
+                model.close(time.monotonic() + self._unload_seconds)
+            del models, withdrawn, model
+            garbage.collect_and_freeze()
+
+    def _unload(self, desired: DesiredModel) -> None:
+        """Unload the versions of the model that are not needed."""
+        with self._lock:
+            surplus = [] if self._closed else self._table.surplus(desired)
+            newer = self._pending.get(desired.name)  # its versions have slots already
+            removed = [slot for slot in surplus if newer is None or slot.version not in newer.desired.reported_versions]
             if not removed:
                 return
             for slot in removed:
@@ -336,10 +357,13 @@ class Reconciler:
             _log.info("%s is unloaded", slot.label)
         with self._lock:
             self.unloading = tuple(slot for slot in self.unloading if slot not in removed)
-        del slots, removed, models, slot, model
+        del surplus, removed, models, slot, model
         garbage.collect_and_freeze()
 
-    def _wanted(self, desired: DesiredModel) -> frozenset[int]:
-        """Return the versions of ``desired``, and of a newer change in the queue, whose versions have slots already."""
-        newer = self._pending.get(desired.name)
-        return desired.versions if newer is None else desired.versions | newer.desired.versions
+
+def _count_failed_gate(slot: Slot) -> None:
+    """Report a golden gate that failed at load: as the version's own unless its previous generation answers."""
+    if slot.model is None:
+        slot.series.gate("failed", time.time())
+    else:
+        slot.series.replacement_gate("failed")

@@ -99,6 +99,15 @@ class Slot:
         self._status = _Status("unavailable", public)
         return public
 
+    def set_aside(self, plan: Plan, reason: str) -> Generation | None:
+        """Note that ``plan`` is not loaded here, for ``reason``, and that the server need not wait for it.
+
+        Returns the generation that answered, if any, for closing.
+        """
+        self.tried, self.awaited = plan, False
+        self.series.ready(False)
+        return self.withdraw(reason)
+
     def withdraw(self, reason: str) -> Generation | None:
         """Let nothing answer from now on. Returns the generation that did, for closing."""
         model, self._status = self._status.model, _Status("unavailable", reason)

@@ -41,21 +41,40 @@ class SlotTable:
     def was_tried(self, desired: DesiredModel) -> bool:
         """Return whether ``desired``, whose versions have slots, has been tried as far as possible.
 
-        That is so if each plan was the last one tried in its slot, and no other version is left to unload. Other
-        versions stay if none of the plans is served.
+        That is so if each plan was the last one tried in its slot, and nothing is left to unload.
         """
         slots = self.of(desired.name)
-        served = [plan for plan in desired.plans if slots[plan.version].serves(plan)]
-        others = slots.keys() - desired.versions
-        return all(slots[plan.version].tried == plan for plan in desired.plans) and not (
-            others and (served or not desired.plans)
+        return (
+            all(slots[plan.version].tried == plan for plan in desired.plans)
+            and all(slots[version].model is None for version in desired.failed_versions)
+            and not self.surplus(desired)
         )
+
+    def surplus(self, desired: DesiredModel) -> list[Slot]:
+        """Return the slots of the model that are not needed for ``desired``, once its plans have been tried.
+
+        If none of them is served, all others stay. With the policy ``latest``, as many others stay as were not loaded.
+        """
+        slots = self.of(desired.name)
+        others = [slot for version, slot in slots.items() if version not in desired.reported_versions]
+        if not desired.plans:
+            return others
+        if not any(slots[plan.version].serves(plan) for plan in desired.plans):
+            return []
+        missing = sum(slots[plan.version].state != "ready" for plan in desired.plans)
+        if missing and desired.plans[0].serving.version_policy.tries_older:
+            instead = [slot for slot in others if slot.state == "ready"][-missing:]
+            return [slot for slot in others if slot not in instead]
+        return others
 
     def add(self, desired: DesiredModel, *, awaited: bool) -> None:
         """Add a slot for every version of ``desired`` that has none."""
         known = self.of(desired.name)
-        versions = [version for version in desired.versions if version not in known]
+        versions = [version for version in desired.reported_versions if version not in known]
         new = {v: Slot(desired.name, v, self._metrics.add(desired.name, v), awaited=awaited) for v in versions}
+        for each in desired.failed:
+            if (slot := new.get(each.plan.version)) is not None:
+                slot.set_aside(each.plan, f"{each.reason}; {desired.instead}")
         if new:
             all_versions = dict(sorted({**known, **new}.items()))
             self.slots = dict(sorted({**self.slots, desired.name: all_versions}.items()))

@@ -30,8 +30,8 @@ from service.shadow.gauges import LastGauges
 _log = logging.getLogger(__name__)
 REFERENCES = "service.shadow.references"
 NAME = "the shadow"
-# Longest time without an answer. The process runs only while no other needs a processor, so it may be silent for long;
-# nobody waits for it meanwhile.
+# Longest time without an answer. A measuring thread may hold Python's lock without a turn on a processor for a while;
+# nobody waits for the process meanwhile.
 SILENT_SECONDS = 120.0
 _MAX_BYTES = 256 << 20  # of samples sent to it and not yet measured
 _MAX_SAMPLES = 2 * QUEUE_SIZE  # per model; the process drops samples beyond its queue, but only while it runs

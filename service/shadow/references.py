@@ -1,12 +1,11 @@
 """The process with the fp32 references, which measures the samples it is sent. Started with ``python -m``.
 
-It loads them apart from the serving processes because a reference takes twice the memory of the bf16 model. Its
-priority is low, so that processes that answer requests run first.
+It loads them apart from the serving processes because a reference takes twice the memory of the bf16 model. The
+threads that measure have a low priority, so that processes that answer requests run first.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import socket
@@ -21,7 +20,7 @@ from bf16kit.errors import ArtifactError, Bf16kitError, NotFound
 from bf16kit.orphans import die_with_parent
 from service.drift.evidence import EvidenceRecorder
 from service.drift.sampling import TokenBucket
-from service.drift.shadow import NICENESS, Shadow
+from service.drift.shadow import Shadow
 from service.drift.verdict import DriftVerdict
 from service.models.directory import stamp_of
 from service.models.livecomparison import new_comparison
@@ -238,23 +237,10 @@ class References:
             self._peer.tell("verdict", verdict.to_json())
 
 
-def run_when_idle() -> None:
-    """Run this process, with all threads it starts, only while no other process needs a processor.
-
-    Niceness alone shares a processor fairly: a request thread that wakes up waits until this process' turn ends
-    (docs/decisions/0055). No request thread waits for a lock that is held here.
-    """
-    os.setpriority(os.PRIO_PROCESS, 0, NICENESS)
-    if hasattr(os, "SCHED_IDLE"):
-        with contextlib.suppress(OSError):  # a sandbox may forbid it
-            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-
-
 def main() -> None:
     """Entry point: ``python -m service.shadow.references DESCRIPTOR PARENT``."""
     leave_signals_to_the_parent()
     die_with_parent(int(sys.argv[2]))
-    run_when_idle()
     bound_heap()
     References(socket.socket(fileno=int(sys.argv[1]))).run()
 

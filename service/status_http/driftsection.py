@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from html import escape
 
-from bf16kit.budget import Budget
+from bf16kit.drift import OF_VECTORS, Budget
 from service.contract import GATE_FAILED
 from service.status_http import formatting
 from service.status_http.markup import code, fact, grouped_table, meter
@@ -36,9 +36,14 @@ def problems(model: ModelView) -> list[str]:
         problems_found.append("answers in fp32, because bf16 went over its budget")
     if model.reference_off:
         problems_found.append(f"drift is not measured: {model.reference_off}")
-    elif drift.reference_up is False:
-        problems_found.append("drift is not measured: its fp32 reference is loading or has died")
+    elif drift.reference_up is False and not _loads_first(model.recent):
+        problems_found.append("drift is not measured: its fp32 reference is loading again, or cannot be loaded")
     return problems_found
+
+
+def _loads_first(recent: RecentActivity) -> bool:
+    """Return whether the fp32 reference is down only because it is being loaded for the first time."""
+    return recent.drift.last_sample is None and not recent.total.samples.get("failed")
 
 
 def drift_part(recent: RecentActivity, running: RuntimeView, now: float, off: str = "") -> str:
@@ -57,7 +62,7 @@ _KINDS = {"over budget": "unavailable", "within budget": "ready", "not known yet
 
 
 def _state(recent: RecentActivity) -> str:
-    """Return the state that holds with 95 % confidence."""
+    """Return the state: over or within the budget, or neither is established."""
     if recent.drift.over:
         return "over budget"
     if not recent.ratios:
@@ -72,7 +77,7 @@ def _table(recent: RecentActivity, running: RuntimeView) -> str:
     shown = list(recent.ratios)[:MOST_OUTPUTS]
     budget = Budget.from_dict(running.budget)
     groups = {
-        _heading(output, recent.drift): [
+        _heading(output, recent, budget): [
             _bound(recent, output, metric, ratio, budget) for metric, ratio in recent.ratios[output].items()
         ]
         for output in shown
@@ -83,9 +88,12 @@ def _table(recent: RecentActivity, running: RuntimeView) -> str:
     return grouped_table("The newest samples against the fp32 reference", columns, groups, wide=3) + left
 
 
-def _heading(output: str, drift: LiveDrift) -> str:
+def _heading(output: str, recent: RecentActivity, budget: Budget) -> str:
     """Return an output's name, effective samples and the state of its change detector."""
-    parts = []
+    drift, metrics, parts = recent.drift, recent.ratios[output], []
+    vectors = {metric for metric in OF_VECTORS if budget.bound(metric) is not None}
+    if "slice_error" in metrics and vectors and not vectors & metrics.keys():
+        parts.append("one number per row, which slice_error judges")
     if (effective := drift.effective_samples.get(output)) is not None:
         parts.append(f"{formatting.number(effective)} effective samples")
     if output in drift.change_score:
@@ -137,7 +145,7 @@ def _facts(recent: RecentActivity, running: RuntimeView, now: float, off: str) -
         fact("Changes", f"{drift.changes:,} since it was loaded" if drift.changes else "none since it was loaded"),
         fact("Answers in", _answers(drift, running, now)),
         fact("Golden gate", _gate(drift, running, now)),
-        fact("Reference", _reference(drift, now, off)),
+        fact("Reference", _reference(recent, now, off)),
     ]
     if drift.out_of_range:
         rows = [
@@ -175,11 +183,13 @@ def _gate(drift: LiveDrift, running: RuntimeView, now: float) -> str:
     return f"{result} at {_moment(drift.gate_at, now)}<br>{golden(running)}"
 
 
-def _reference(drift: LiveDrift, now: float, off: str) -> str:
+def _reference(recent: RecentActivity, now: float, off: str) -> str:
+    drift = recent.drift
+    down = "loading again, or cannot be loaded: drift is not measured"
     states = {
         None: "not loaded: no sample was taken yet, or shadow is off",
         True: "up",
-        False: _marked(off or "loading, or has died: drift is not measured", bad=True),
+        False: "loading" if not off and _loads_first(recent) else _marked(off or down, bad=True),
     }
     last = "" if drift.last_sample is None else f"; last sample {_moment(drift.last_sample, now)}"
     return states[drift.reference_up] + last

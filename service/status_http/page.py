@@ -6,6 +6,7 @@ It loads nothing from elsewhere and runs no script. All text from elsewhere is e
 from __future__ import annotations
 
 from html import escape
+from typing import Literal
 
 from bf16kit.wording import brief
 from service.status_http import formatting
@@ -15,6 +16,8 @@ from service.status_http.modelsection import latency, model_section
 from service.status_http.style import STYLE
 from service.status_http.views import SPAN_SECONDS, WINDOW_SECONDS, ModelView, ServerView
 
+Kind = Literal["good", "wait", "bad"]
+_COLOURS: dict[Kind, str] = {"good": "1e8e3e", "wait": "b06000", "bad": "b3261e"}
 REFRESH_SECONDS = 10
 MOST_SECTIONS = 100
 _MOST_REASONS = 20
@@ -46,10 +49,11 @@ def status_page(server: ServerView, *, refreshing: bool = False) -> str:
         sections.append(f"<p>{left:,} more models are in the table above and in /status.json.</p>")
     overview = _models(server, anchors) if len(server.models) > 1 else ""
     body = [_verdict(server, anchors), _figures(server), overview, *(sections or [_EMPTY]), _early_rejections(server)]
-    state = "ready" if server.ready else "not ready"
+    kind = _kind(server)
+    state = "ready" if server.ready else "loading" if kind == "wait" else "not ready"
     return "\n".join(
         [
-            _head(state, server.ready, refreshing),
+            _head(state, kind, refreshing),
             "<body>",
             '<a class="skip" href="#main">Skip to content</a>',
             _header(server, refreshing),
@@ -76,9 +80,9 @@ def _detailed(models: tuple[ModelView, ...]) -> list[ModelView]:
     return [model for model in models if id(model) in chosen]
 
 
-def _head(state: str, ready: bool, refreshing: bool) -> str:
+def _head(state: str, kind: Kind, refreshing: bool) -> str:
     refresh = f'<meta http-equiv="refresh" content="{REFRESH_SECONDS}">\n' if refreshing else ""
-    icon = _ICON.format(colour="1e8e3e" if ready else "b3261e")
+    icon = _ICON.format(colour=_COLOURS[kind])
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -114,40 +118,50 @@ def _verdict(server: ServerView, anchors: dict[int, str]) -> str:
     not_ready = server.not_ready
     found = {id(model): problems(model) for model in server.models}
     failing = [model for model in server.models if found[id(model)]]
-    bad = not server.ready or bool(failing)
-    mark = f'<span class="mark{" no" if bad else ""}" aria-hidden="true">{"✗" if bad else "✓"}</span>'
+    kind = _kind(server)
+    mark = {"good": _YES, "wait": _WAIT, "bad": _NO}[kind]
     items = [_item(model, anchors, _state(model)) for model in not_ready]
     items += [_item(model, anchors, "; ".join(found[id(model)])) for model in failing]
     left = [f"<li>and {len(items) - _MOST_REASONS} more</li>"] if len(items) > _MOST_REASONS else []
     listed = "\n".join(["<ul>", *items[:_MOST_REASONS], *left, "</ul>\n"]) if items else ""
     return (
-        f'<section class="verdict{" bad" if bad else ""}" aria-labelledby="verdict">\n'
+        f'<section class="verdict{"" if kind == "good" else f" {kind}"}" aria-labelledby="verdict">\n'
         f'<h2 id="verdict">{mark} {_headline(server, failing)}</h2>\n{listed}</section>'
     )
 
 
+def _kind(server: ServerView) -> Kind:
+    """Return what the page's colour says: that all is well, that something loads, or that somebody should look."""
+    if any(model.state == "unavailable" or problems(model) for model in server.models):
+        return "bad"
+    if server.not_ready:
+        return "wait"
+    return "good" if server.ready else "bad"
+
+
 def _headline(server: ServerView, failing: list[ModelView]) -> str:
-    models = formatting.plural(len(server.models), "model")
+    models, waiting = formatting.plural(len(server.models), "model"), len(server.not_ready)
     if server.ready:
         over = sum(model.over_budget for model in failing)
         what = (
             f"{formatting.plural(over, 'model')} over the drift budget" if over else f"{len(failing):,} with problems"
         )
-        return (
-            f"Ready: {models} {'answers' if len(server.models) == 1 else 'answer'}{f', and {what}' if failing else ''}"
-        )
+        ready = len(server.models) - waiting
+        counted = f"{ready:,} of {models}" if waiting else models
+        return f"Ready: {counted} {'answers' if ready == 1 else 'answer'}{f', and {what}' if failing else ''}"
     if not server.models:
         return "Not ready: there are no models"
-    waiting = len(server.not_ready)
     if not waiting:
         return "Not ready: every model is ready, but the server is starting or stopping"
+    if _kind(server) == "wait":
+        return f"Loading: {waiting:,} of {models} {'does' if waiting == 1 else 'do'} not answer yet"
     return f"Not ready: {waiting:,} of {models} {'does' if waiting == 1 else 'do'} not answer"
 
 
 def _item(model: ModelView, anchors: dict[int, str], text: str) -> str:
     anchor = anchors.get(id(model))
     name = escape(model.label) if anchor is None else f'<a href="#{anchor}">{escape(model.label)}</a>'
-    mark = '<span class="mark wait" aria-hidden="true">…</span>' if model.state == "loading" else _NO
+    mark = _WAIT if model.state == "loading" else _NO
     return f"<li>{mark} {name}: {escape(text)}</li>"
 
 
@@ -156,6 +170,8 @@ def _state(model: ModelView) -> str:
     return f"{model.state}{reason}"
 
 
+_YES = '<span class="mark" aria-hidden="true">✓</span>'
+_WAIT = '<span class="mark wait" aria-hidden="true">…</span>'
 _NO = '<span class="mark no" aria-hidden="true">✗</span>'
 
 
@@ -176,7 +192,11 @@ def _figures(server: ServerView) -> str:
     return "\n".join(
         [
             '<dl class="figures">',
-            figure("Models ready", f"{ready:,} of {len(server.models):,}", over=ready < len(server.models)),
+            figure(
+                "Models ready",
+                f"{ready:,} of {len(server.models):,}",
+                over=any(model.state == "unavailable" for model in server.models),
+            ),
             figure("Answered/s", formatting.number(answered), "all models"),
             figure("Highest p99", latency(slowest), "latency of a request"),
             figure("In flight", f"{in_flight:,}", f"{waiting:,} of them in a queue"),

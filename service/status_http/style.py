@@ -32,6 +32,7 @@ section { background: var(--card); border: 1px solid var(--rule); border-radius:
   margin: 1rem 0; }
 .verdict { border-left: .4rem solid var(--good); background: var(--good-soft); }
 .verdict.bad { border-left-color: var(--bad); background: var(--bad-soft); }
+.verdict.wait { border-left-color: var(--wait); background: var(--wait-soft); }
 .verdict h2 { font-size: 1.3rem; margin: 0; }
 .verdict ul { margin: .5rem 0 0; padding: 0; list-style: none; }
 .verdict li { margin: .3rem 0; }

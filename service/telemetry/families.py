@@ -59,7 +59,7 @@ class Families:
         self.executions = counter("executions_total", "Batches run.")
         self.rejected = counter("rejected_total", "Requests rejected or dropped before they ran.", "reason")
         self.request_seconds = histogram(
-            "request_duration_seconds", "Time from arrival to response.", vocabulary.SECONDS
+            "request_duration_seconds", "Time from arrival to response or passed deadline.", vocabulary.SECONDS
         )
         self.queue_seconds = histogram(
             "queue_duration_seconds", "Time a request waited for its batch.", vocabulary.SECONDS
@@ -86,6 +86,10 @@ class Families:
         )
         self.cosine = weighted("drift_cosine_distance", "Cosine distance of live rows.", vocabulary.COSINE, "output")
         self.max_abs = weighted("drift_max_abs", "Largest difference of live rows.", vocabulary.MAX_ABS, "output")
+        self.pooled = counter(
+            "drift_pooled_total", "Sums over judged requests, to pool drift over replicas.",
+            "output", "metric", "moment",
+        )  # fmt: skip
         self.top1_matches = counter("drift_top1_matches_total", "Rows of logits with fp32's top class.", "output")
         self.top1_rows = counter("drift_top1_rows_total", "Rows of logits compared.", "output")
         self.nonfinite = counter("drift_nonfinite_total", "Elements not finite where fp32's are finite.", "output")
@@ -102,6 +106,7 @@ class Families:
         self.reference_up = gauge(
             "drift_reference_up", "1 while the fp32 reference is loaded and answers, else 0.", mode="max"
         )
+        self.budget = gauge("drift_budget", "The bounds of the drift budget.", "metric", mode="max")
         self.baseline = gauge("drift_baseline", "Drift measured at conversion.", "output", "metric", mode="max")
 
     def _add_verdict_families(self, factory: FamilyFactory) -> None:
@@ -125,7 +130,7 @@ class Families:
         self.effective_samples = gauge(
             "drift_effective_samples", "Effective sample size of recent drift.", "output", mode="max"
         )
-        self.over_budget = gauge("drift_over_budget", "1 while drift is over budget with 95 % confidence.", mode="max")
+        self.over_budget = gauge("drift_over_budget", "1 while drift is over budget beyond chance.", mode="max")
         self.cause = gauge("drift_cause", "1 for the diagnosed cause, 0 for the others.", "cause", mode="max")
         self.change_score = gauge(
             "drift_change_score", "The change detector's sum as a share of its threshold; 1 is an alarm.",

@@ -53,6 +53,9 @@ class Metrics:
             "bf16kit_traces_total", "Traced requests, by outcome of the export.", ["outcome"], registry=self._registry
         )
         self._traced = {outcome: traced.labels(outcome) for outcome in vocabulary.TRACE_OUTCOMES}
+        self._worker_restarts = Counter(
+            "bf16kit_worker_restarts_total", "Workers that ended and were replaced.", registry=self._registry
+        )
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=self._process)
 
@@ -82,6 +85,11 @@ class Metrics:
     def traced(self, outcome: vocabulary.TraceOutcome, traces: int) -> None:
         """Count the outcome of traced requests."""
         self._traced[outcome].inc(traces)
+        self._changes.pending = True
+
+    def worker_restarted(self) -> None:
+        """Count a worker that has ended, and is started again."""
+        self._worker_restarts.inc()
         self._changes.pending = True
 
     def refused(self, reason: str) -> None:

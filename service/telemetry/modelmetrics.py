@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -10,7 +10,7 @@ from bf16kit.drift import SampleDrift
 from bf16kit.runtime import RuntimeInfo
 from bf16kit.tensors import TensorSpec
 from service.request import Observation
-from service.telemetry import vocabulary
+from service.telemetry import pooling, vocabulary
 
 if TYPE_CHECKING:
     from prometheus_client import Counter, Gauge, Histogram
@@ -27,6 +27,7 @@ class _OutputSeries:
     cosine: WeightedSeries
     max_abs: WeightedSeries
     nonfinite: Counter
+    pooled: dict[str, tuple[Counter, ...]]  # the sums of pooling.MOMENTS, by metric
     top1: tuple[Counter, Counter] | None  # matches, rows; for logits only
 
 
@@ -108,17 +109,25 @@ class ModelMetrics:
                 cosine=self._weighted_child(f.cosine, spec.name),
                 max_abs=self._weighted_child(f.max_abs, spec.name),
                 nonfinite=self._child(f.nonfinite, spec.name),
+                pooled={
+                    metric: tuple(self._child(f.pooled, spec.name, metric, moment) for moment in pooling.MOMENTS)
+                    for metric in pooling.METRICS
+                },
                 top1=(self._child(f.top1_matches, spec.name), self._child(f.top1_rows, spec.name)) if logits else None,
             )
             self._child(f.effective_samples, spec.name)
             self._child(f.changes, spec.name)
         self._changes.pending = True
 
-    def loaded(self, info: RuntimeInfo, baseline: Mapping[str, Mapping[str, float]]) -> None:
+    def loaded(
+        self, info: RuntimeInfo, baseline: Mapping[str, Mapping[str, float]], budget: Mapping[str, float]
+    ) -> None:
         """Set what is known once the runtime is loaded.
 
-        ``baseline`` is the manifest's drift, by output and then metric.
+        ``baseline`` is the manifest's drift, by output and then metric. ``budget`` holds the bounds.
         """
+        for metric, bound in budget.items():
+            self._child(self._families.budget, metric).set(bound)
         labels = (info.backend, info.device, info.profile, info.precision, info.accumulation)
         self._child(self._families.info, *labels).set(1)
         for output, metrics in baseline.items():
@@ -145,9 +154,10 @@ class ModelMetrics:
         self._changes.pending = True
 
     def request(self, observation: Observation) -> None:
-        """Count a request that is over.
+        """Count a request that is over, and its time if its code is one of :data:`vocabulary.TIMED_CODES`.
 
-        The wait of failed requests counts too; otherwise waits would look shorter than they are.
+        The time in the queue counts for every request that was queued; otherwise waits would look shorter than they
+        are.
         """
         series = self._requests.get(observation.code)
         if series is None and self.exposed:  # see _set_late_gauge
@@ -155,7 +165,8 @@ class ModelMetrics:
         if series is not None:
             series.inc()
         exemplar = {"trace_id": observation.trace} if observation.trace else None
-        self._request_seconds.observe(observation.seconds, exemplar)
+        if observation.code in vocabulary.TIMED_CODES:
+            self._request_seconds.observe(observation.seconds, exemplar)
         if observation.timings is not None:
             self._queue_seconds.observe(observation.timings.queue, exemplar)
         self._changes.pending = True
@@ -178,19 +189,30 @@ class ModelMetrics:
         self._samples[outcome].inc(samples)
         self._changes.pending = True
 
-    def drift(self, output: str, sample: SampleDrift, weight: float = 1.0) -> None:
+    def drift(self, output: str, sample: SampleDrift, weight: float = 1.0, *, scalar: bool = False) -> None:
         """Observe the drift of one sample (row) of one output, which stands for ``weight`` rows.
 
+        A row of one number (``scalar``) has no angle, and no magnitude to relate its error to: that is its max_abs.
         Elements that are not finite are counted unweighted: the metric counts what was observed and estimates nothing.
         """
         series = self._outputs[output]
-        series.relative_l2.observe(vocabulary.finite(sample.relative_l2), weight)
-        series.cosine.observe(vocabulary.finite(sample.cosine_distance), weight)
+        if not scalar:
+            series.relative_l2.observe(vocabulary.finite(sample.relative_l2), weight)
+            series.cosine.observe(vocabulary.finite(sample.cosine_distance), weight)
         series.max_abs.observe(vocabulary.finite(sample.max_abs), weight)
         series.nonfinite.inc(sample.nonfinite)
         if series.top1 is not None:
             series.top1[0].inc(sample.top1_matches * weight)
             series.top1[1].inc(sample.top1_rows * weight)
+        self._changes.pending = True
+
+    def judged_rows(self, output: str, rows: Sequence[SampleDrift], weight: float) -> None:
+        """Add one request's rows to the sums that are pooled over replicas; each stands for ``weight`` rows."""
+        for metric, sums in self._outputs[output].pooled.items():
+            for series, value in zip(
+                sums, pooling.moments([getattr(row, metric) for row in rows], weight), strict=True
+            ):
+                series.inc(value)
         self._changes.pending = True
 
     def budget_ratio(self, output: str, metric: str, ratio: float, low: float, high: float) -> None:
@@ -280,7 +302,12 @@ class ModelMetrics:
 
     def gate(self, outcome: vocabulary.GateOutcome, at: float) -> None:
         """Count a run of the golden gate at Unix time ``at``. An ``error``, which gives no result, is not passed."""
-        self._gate_runs[outcome].inc()
+        self.replacement_gate(outcome)
         self._set_late_gauge(self._families.gate_passed, 1 if outcome == "passed" else 0)
         self._set_late_gauge(self._families.gate_at, at)
+        self._changes.pending = True
+
+    def replacement_gate(self, outcome: vocabulary.GateOutcome) -> None:
+        """Count a run of the golden gate of a replacement, which is not the generation that answers."""
+        self._gate_runs[outcome].inc()
         self._changes.pending = True

@@ -37,8 +37,10 @@ class ModelChanges:
         self._on_changed = changed
         self._newest: dict[str, DesiredModel] = {}  # the newest change of each model
         self._failed: dict[str, DesiredModel] = {}  # what a worker failed to apply; its slots hold the reason
+        self._starting: dict[str, tuple[DesiredModel, Future[None]]] = {}  # by model: what the workers begin with
         self._sequences = Sequences(CHANGES_AT_ONCE, "changes")
         self._closed = False
+        fleet.subscribe(self._end_starts)
 
     def apply(self, desired: DesiredModel) -> Future[None]:
         """Return a future that ends when every worker serves ``desired``.
@@ -46,6 +48,7 @@ class ModelChanges:
         A worker that dies meanwhile gets it at its restart. The future fails with Unavailable once this is closed.
         """
         self._newest[desired.name] = desired
+        self._starting.pop(desired.name, None)
         try:
             return self._sequences.submit(desired.name, lambda: self._apply_everywhere(desired))
         except RuntimeError:
@@ -53,25 +56,44 @@ class ModelChanges:
             refused.set_exception(_stopping())
             return refused
 
-    def apply_all(self, desired_models: Iterable[DesiredModel]) -> None:
-        """Serve these models and no others.
+    def apply_all(self, desired_models: Iterable[DesiredModel]) -> dict[str, Future[None]]:
+        """Serve these models and no others. Return a future per model that changes, by name, as :meth:`apply` does.
 
-        Before any worker runs, this sets the models that all of them start with.
+        Before any worker runs, this sets the models that all of them start with. A future ends when no worker loads
+        the model any more, or one could not.
         """
         wanted, before = {desired.name: desired for desired in desired_models}, self._fleet.desired_models
+        futures: dict[str, Future[None]] = {}
         if not self._fleet.running:
+            futures = {name: Future() for name in wanted}
+            self._starting = {name: (desired, futures[name]) for name, desired in wanted.items()}
             self._fleet.change(wanted)
-            return
+            return futures
         for name in sorted({*before, *wanted}):
             desired = wanted.get(name, DesiredModel(name))
             tried = self._newest.get(name) == desired  # or is being tried
             if not tried and (desired != before.get(name, DesiredModel(name)) or name in self._failed):
-                self.apply(desired).add_done_callback(_note)
+                futures[name] = self.apply(desired)
+                futures[name].add_done_callback(_note)
+        return futures
 
     def close(self) -> None:
         """Start no further change: those that wait fail with Unavailable. A change in progress continues."""
         self._closed = True
         self._sequences.close()
+
+    def _end_starts(self) -> None:
+        """End the futures of the models that the workers began with, and that are loaded by now."""
+        view = self._fleet.view
+        for name, (desired, future) in list(self._starting.items()):
+            slots = [view.slots.get((name, version)) for version in desired.versions]
+            if any(slot is None or slot.state == "loading" for slot in slots) or not self._starting.pop(name, None):
+                continue
+            failed = [slot for slot in slots if slot is not None and slot.state != "ready"]
+            if failed:
+                future.set_exception(Unavailable(f"model {name!r} version {failed[0].version}: {failed[0].reason}"))
+            else:
+                future.set_result(None)
 
     # --- the threads --------------------------------------------------------------------------------------------------
 
@@ -173,14 +195,15 @@ def _stopping() -> Unavailable:
 def _serves_as_before(desired: DesiredModel, before: DesiredModel) -> bool:
     """Whether a worker that failed to apply ``desired`` serves what it did: nothing new, and everything it had."""
     new = [plan for plan in desired.plans if plan not in before.plans]
-    return len(new) == 1 and (len(desired.plans) == 1 or all(plan in desired.plans for plan in before.plans))
+    kept = all(plan in desired.plans for plan in before.plans)
+    return len(new) == 1 and (len(desired.plans) == 1 or kept or new[0].serving.version_policy.tries_older)
 
 
 def _changed(before: DesiredModel, after: DesiredModel) -> list[int]:
-    """Return the versions that are now served differently, or not at all."""
-    return sorted(
-        {plan.version for plan in (*before.plans, *after.plans) if plan not in before.plans or plan not in after.plans}
-    )
+    """Return the versions that are now served differently, or not at all. The series of those that failed stay."""
+    plans = [plan for plan in (*before.plans, *after.plans) if plan not in before.plans or plan not in after.plans]
+    gone = before.failed_versions - after.reported_versions
+    return sorted({plan.version for plan in plans} - after.failed_versions | gone)
 
 
 def died(error: BaseException) -> bool:

@@ -94,7 +94,7 @@ class Supervisor:
             "samples": lambda worker, message: self.shadow.forward(message),
             "verdict": lambda worker, message: self._owner.receive(DriftVerdict.from_json(message.body)),
         }
-        self.fleet = Fleet(config, port, handlers=handlers, on_death=lambda worker: self.counting.process_died(worker))
+        self.fleet = Fleet(config, port, handlers=handlers, on_death=self._on_worker_death)
         self.counting = Counting(self.metrics, self._counts, lambda: self.fleet.view.slots)
         self.shadow = ShadowProcess(
             config,
@@ -117,6 +117,7 @@ class Supervisor:
             config.model_control,
             config.load_model,
             Retries(lambda: self.fleet.view.slots.values()),
+            lambda: self.fleet.view.slots.values(),
         )
         self.controller.apply_initial()
         self._poll = RepositoryPoller(self.controller, config.poll_seconds) if config.model_control == "poll" else None
@@ -145,6 +146,10 @@ class Supervisor:
         if (counts := self.shadow.ask_counts()) is not None:
             pending[SHADOW] = counts
         return pending
+
+    def _on_worker_death(self, worker: str) -> None:
+        self.metrics.worker_restarted()
+        self.counting.process_died(worker)
 
     def _changed(self, model: str, versions: Collection[int]) -> None:
         self.counting.forget(model, versions)

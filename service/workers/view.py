@@ -121,4 +121,6 @@ def _state(key: Key, number: int, report: Report | None, *, wanted: bool) -> Slo
     slot = report.slots_by_key.get(key)
     if slot is None:
         return SlotState(*key, "loading", "loading") if wanted else SlotState(*key, "unavailable", UNLOADING)
-    return slot._replace(reason=f"worker {number}: {slot.reason}") if slot.reason else slot
+    if not slot.reason or slot.reason.startswith("worker "):  # it was another worker that could not load it
+        return slot
+    return slot._replace(reason=f"worker {number}: {slot.reason}")

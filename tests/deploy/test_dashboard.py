@@ -24,8 +24,7 @@ needs_schema = pytest.mark.skipif(
 
 def scraped() -> Scraped:
     groups = [group for path in RULES.glob("*.yml") for group in yaml.safe_load(path.read_text("utf-8"))["groups"]]
-    rules = [rule for group in groups for rule in group["rules"]]
-    return Scraped(everything_exposed(), [(rule["record"], rule["expr"]) for rule in rules if "record" in rule])
+    return Scraped(everything_exposed(), [rule for group in groups for rule in group["rules"]])
 
 
 @needs_schema

@@ -6,9 +6,11 @@ import asyncio
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 from artifacts import write_mlp
@@ -19,7 +21,8 @@ from bf16kit.errors import ConfigError, InvalidRequest, NotFound, Unavailable
 from deploy.ray.calls import APPLICATION, RPCS, SECONDS_LEFT, add_routing, strip_routing
 from deploy.ray.frames import Frame, parse_frame
 from deploy.ray.ingress import Ingress
-from deploy.ray.reports import FrontModels, FrontRegistry, Report, Reports
+from deploy.ray.registry import FrontModels, FrontRegistry
+from deploy.ray.reports import Report, Reports
 from deploy.ray.settings import Scaling, check
 from service.contract import StatisticsSnapshot
 from service.process.config import ServerConfig
@@ -57,6 +60,46 @@ def report(replica: str, *slots: SlotState, count: int = 0) -> Report:
     return Report(replica, f"{replica}:1", slots, counted)
 
 
+class Reporters:
+    """Replicas that report as ``deploy.ray.replica.Replica`` does, on one event loop. Each has ``count`` requests."""
+
+    def __init__(self, replicas: int) -> None:
+        self.count = 1
+        self.sent = 0
+        self.stuck: set[str] = set()
+        self._reports = Reports()
+        self._reports.set_models({"m": [1]})
+        self._ended = asyncio.Event()
+        self._names = [str(number) for number in range(replicas)]
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._run(),))
+
+    def statistics(self) -> int:
+        return self._reports.totals([("m", 1)])["m", 1].inference_count
+
+    async def _run(self) -> None:
+        tasks = [asyncio.ensure_future(self._report(name)) for name in self._names]
+        await self._ended.wait()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _report(self, name: str) -> None:
+        while name not in self.stuck:
+            self.sent += 1
+            await self._reports.receive(report(name, SlotState("m", 1, "ready"), count=self.count))
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        until(lambda: len(self._reports.reports()) == len(self._names), 10, "all first reports")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._ended.set)
+        self._thread.join(10)
+        self._loop.close()
+
+
 class TestReports:
     def test_a_model_is_ready_when_one_of_its_replicas_is(self) -> None:
         reports = Reports()
@@ -68,9 +111,9 @@ class TestReports:
         look()
         reports.set_models({"m": [1]})
         look()
-        reports.receive(report("a", SlotState("m", 1, "loading")))
+        reports.store(report("a", SlotState("m", 1, "loading")))
         look()
-        reports.receive(report("b", SlotState("m", 1, "ready")))
+        reports.store(report("b", SlotState("m", 1, "ready")))
         look()
         assert registry.versions("m") == [1]
         reports.forget("b")
@@ -81,7 +124,7 @@ class TestReports:
         now = [0.0]
         reports = Reports(lambda: now[0])
         reports.set_models({"m": [1]})
-        reports.receive(report("a", SlotState("m", 1, "ready")))
+        reports.store(report("a", SlotState("m", 1, "ready")))
         now[0] = 6.0
         reports.maintain()
         assert FrontRegistry(reports).ready
@@ -93,20 +136,20 @@ class TestReports:
         """Ray starts the replica three times and then reports nothing; clients get the message of a plain server."""
         reports = Reports()
         reports.set_models({"m": [1]})
-        reports.receive(report("a", SlotState("m", 1, "unavailable", "a digest is wrong")))
+        reports.store(report("a", SlotState("m", 1, "unavailable", "a digest is wrong")))
         reports.forget("a")
         assert FrontRegistry(reports).find("m", "").reason == "a digest is wrong"
         for ask in (FrontRegistry(reports).acquire, FrontRegistry(reports).get):
             with pytest.raises(NotFound, match="no version of model 'm' is ready; its replicas' log says why"):
                 ask("m", "")
-        reports.receive(report("b", SlotState("m", 1, "ready")))
+        reports.store(report("b", SlotState("m", 1, "ready")))
         reports.forget("b")
         assert FrontRegistry(reports).find("m", "").state == "loading"
 
     def test_retired_models_are_not_ready_but_still_serve(self) -> None:
         reports, told = Reports(), list[bool]()
         reports.set_models({"m": [1]})
-        reports.receive(report("a", SlotState("m", 1, "ready")))
+        reports.store(report("a", SlotState("m", 1, "ready")))
         registry = FrontRegistry(reports)
         registry.subscribe(lambda: told.append(registry.ready))
         assert registry.ready
@@ -116,7 +159,7 @@ class TestReports:
 
     def test_a_model_that_is_no_longer_wanted_is_unknown(self) -> None:
         reports = Reports()
-        reports.receive(report("a", SlotState("m", 1, "ready")))
+        reports.store(report("a", SlotState("m", 1, "ready")))
         with pytest.raises(NotFound, match="unknown model 'm'"):
             FrontRegistry(reports).acquire("m", "")
 
@@ -131,7 +174,7 @@ class TestReports:
         reports = Reports()
         reports.set_models({"m": [1]})
         for name, golden in (("a", "fine"), ("b", "FAILED: over budget"), ("c", "fine")):
-            reports.receive(report(name, SlotState("m", 1, "ready", "", {"golden": golden})))
+            reports.store(report(name, SlotState("m", 1, "ready", "", {"golden": golden})))
         found = reports.slots()["m", 1].model
         assert found is not None
         assert found["golden"].startswith("FAILED")
@@ -142,31 +185,51 @@ class TestReports:
         reports = Reports(lambda: float(next(now)))
         reports.set_models({"m": [1]})
         for name, count in (("a", 3), ("b", 4)):
-            reports.receive(report(name, SlotState("m", 1, "ready"), count=count))
+            reports.store(report(name, SlotState("m", 1, "ready"), count=count))
         reports.forget("a")
         assert reports.totals([("m", 1)])["m", 1].inference_count == 7
 
-    def test_statistics_wait_for_a_second_report_after_the_request(self) -> None:
-        """The first report may have been on its way already: its counts may lack a request that has ended since."""
-        reports, found = Reports(), list[int]()
-        reports.set_models({"m": [1]})
-        reports.receive(report("a", SlotState("m", 1, "ready"), count=5))
-        asking = threading.Thread(target=lambda: found.append(reports.totals([("m", 1)])["m", 1].inference_count))
-        asking.start()
-        until(lambda: len(reports._changed._waiters) == 1, 10, "the question")  # type: ignore[attr-defined]
-        reports.receive(report("a", SlotState("m", 1, "ready"), count=6))
-        asking.join(0.2)
-        assert asking.is_alive()
-        reports.receive(report("a", SlotState("m", 1, "ready"), count=7))
-        asking.join(10)
-        assert found == [7]
+    @pytest.mark.parametrize("replicas", [1, 100, 1000])
+    def test_statistics_count_every_request_that_ended_before_they_were_asked_for_within_a_second(
+        self, replicas: int
+    ) -> None:
+        with Reporters(replicas) as reporters:
+            for _ in range(2):
+                reporters.count += 1
+                started = time.perf_counter()
+                assert reporters.statistics() == replicas * reporters.count
+                assert time.perf_counter() - started < 1.0
+
+    def test_callers_that_ask_at_once_share_a_round_of_reports(self) -> None:
+        with Reporters(50) as reporters, ThreadPoolExecutor(20) as threads:
+            assert reporters.statistics() == 50
+            reporters.count, before = 2, reporters.sent
+            found = [threads.submit(reporters.statistics) for _ in range(20)]
+            assert {each.result(10) for each in found} == {100}
+            assert reporters.sent - before < 20 * 50 / 2
+
+    def test_statistics_name_how_many_replicas_are_left_out(self, caplog: pytest.LogCaptureFixture) -> None:
+        with Reporters(10) as reporters:
+            reporters.stuck = {"3", "7"}
+            reporters.statistics()  # releases these two, which then end
+            reporters.count = 5
+            started = time.perf_counter()
+            assert reporters.statistics() == 8 * 5 + 2
+            assert time.perf_counter() - started < 1.0
+        assert "leaves out what 2 of 10 replicas counted since their last reports" in caplog.text
 
     def test_each_replica_reports_less_often_if_there_are_more_replicas(self) -> None:
         reports = Reports()
-        assert reports.receive(report("0", SlotState("m", 1, "ready"))) == 1.0
+        reports.store(report("0", SlotState("m", 1, "ready")))
+        assert reports.interval == 1.0
         for number in range(1, 1000):
-            seconds = reports.receive(report(str(number), SlotState("m", 1, "ready")))
-        assert seconds == 10.0
+            reports.store(report(str(number), SlotState("m", 1, "ready")))
+        assert reports.interval == 10.0
+
+    def test_the_reply_to_a_report_is_due_after_an_interval(self) -> None:
+        started = time.perf_counter()
+        assert asyncio.run(Reports().receive(report("a", SlotState("m", 1, "ready")))) == 1.0
+        assert time.perf_counter() - started > 0.9
 
     def test_statistics_of_an_unknown_model_are_not_found(self) -> None:
         reports = Reports()

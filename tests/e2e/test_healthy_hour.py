@@ -1,8 +1,9 @@
 """An hour of healthy traffic through a real server: one measured request a second, sent as fast as they are measured.
 
-No counter and no decision of the server depends on the time between samples, so for the server an hour passes. For
-Prometheus too: promtool, whose clock can be simulated where Prometheus' own cannot, gets the metrics that the server
-had at the end of each of those minutes, and evaluates the rules on them.
+In the hour are a burst, a minute of overload, a rollout and a restart. No counter and no decision of the server depends
+on the time between samples, so for the server an hour passes. For Prometheus too: promtool, whose clock can be
+simulated where Prometheus' own cannot, gets the metrics that the server had at the end of each of those minutes, and
+evaluates the rules on them.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ from __future__ import annotations
 import shutil
 import subprocess
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import faultymodels
+import grpc
 import pytest
 import yaml
 from faultymodels import rows
@@ -27,23 +29,19 @@ from workerprocesses import Client
 
 pytestmark = pytest.mark.long
 MINUTES, A_MINUTE = 60, 60  # requests of one row, each of which is measured
+AT_ONCE = 12  # there is room for 16 in the queue
+BURST, OVERLOAD, ROLLOUT, RESTART = 12, 22, 32, 46  # minutes
 SERVING = """
 shadow: {rate: 1, max_per_second: 100000}
 fallback: {policy: fp32}
 golden_seconds: 5
+max_queue_delay_ms: 10
+max_queue_size: 16
 """
 RULES = Path(__file__).parents[2] / "deploy" / "prometheus" / "rules"
-LABELS = {"model": "sound", "version": "1"}
 SAMPLES = "bf16kit_drift_samples_total"
 _seeds = count(50_000)
 Told = dict[str, list[str]]  # series (name and labels) -> its value at each minute; "_": no value
-
-
-@pytest.fixture
-def server(tmp_path: Path, serve: Serve) -> ServerProcess:
-    faultymodels.convert(tmp_path / "repository", "sound", tmp_path / "source")
-    (tmp_path / "repository" / "sound" / "serving.yaml").write_text(SERVING, "utf-8")
-    return serve("--repository", str(tmp_path / "repository")).wait_ready()
 
 
 def samples(server: ServerProcess) -> Iterator[tuple[str, dict[str, str], float]]:
@@ -53,9 +51,8 @@ def samples(server: ServerProcess) -> Iterator[tuple[str, dict[str, str], float]
 
 
 def value(server: ServerProcess, name: str, **labels: str) -> float:
-    """Return the sum of the model's series of this name that have these labels; 0 if there is none."""
-    wanted = {**LABELS, **labels}
-    return sum(v for found, has, v in samples(server) if found == name and wanted.items() <= has.items())
+    """Return the sum of the series of this name that have these labels; 0 if there is none."""
+    return sum(v for found, has, v in samples(server) if found == name and labels.items() <= has.items())
 
 
 def series(name: str, labels: dict[str, str]) -> str:
@@ -63,21 +60,58 @@ def series(name: str, labels: dict[str, str]) -> str:
     return f"{name}{{{listed}}}"
 
 
-def an_hour(server: ServerProcess) -> Told:
-    """Send the requests, and return the content of ``/metrics`` at the end of every minute."""
-    told: Told = defaultdict(lambda: ["_"] * (MINUTES + 1))
-    client = Client(server.target)
-    with client.channel:
-        for minute in range(MINUTES + 1):
-            for name, labels, found in samples(server):
-                told[series(name, labels)][minute] = repr(found).replace("inf", "Inf").replace("nan", "NaN")
-            told[series("up", {})][minute] = "1"
-            for _ in range(A_MINUTE if minute < MINUTES else 0):
-                client.call("ModelInfer", infer_request("sound", x=rows(1, next(_seeds))), timeout=60)
-            asked = A_MINUTE * min(minute + 1, MINUTES)
+class Hour:
+    """The hour of one repository's server. ``told`` is what Prometheus would have scraped at the end of each minute."""
 
-            until(lambda asked=asked: value(server, SAMPLES, outcome="measured") == asked, 90)  # type: ignore[misc]
-    return dict(told)
+    def __init__(self, serve: Serve, repository: Path, sound: Path) -> None:
+        self._start: Callable[[], ServerProcess] = lambda: serve(
+            "--repository", str(repository), "--model-control", "poll", "--config", str(repository.parent / "one.yaml")
+        ).wait_ready()
+        self._repository, self._sound = repository, sound
+        (repository.parent / "one.yaml").write_text("poll_seconds: 1\n", "utf-8")
+        self.server = self._start()
+        self.servers = [self.server]
+        self.told: Told = defaultdict(lambda: ["_"] * (MINUTES + 1))
+        self.rejected = 0
+
+    def pass_by(self) -> None:
+        """Send the requests of every minute."""
+        for minute in range(MINUTES + 1):
+            if minute == ROLLOUT:
+                shutil.copytree(self._sound, self._repository / "sound" / "2")
+                until(lambda: value(self.server, "bf16kit_model_ready", version="1") == 0, 60, "version 1's end")
+            if minute == RESTART:
+                self.server.close()
+                self.server = self._start()
+                self.servers.append(self.server)
+            for name, labels, found in samples(self.server):
+                self.told[series(name, labels)][minute] = repr(found).replace("inf", "Inf").replace("nan", "NaN")
+            self.told[series("up", {})][minute] = "1"
+            if minute < MINUTES:
+                self._send(10 * A_MINUTE if minute == BURST else A_MINUTE)
+            if minute == OVERLOAD:
+                self._overload(A_MINUTE)
+
+    def _send(self, requests: int, at_once: int = AT_ONCE) -> int:
+        """Send the requests, and wait until those that are answered are measured. Returns how many are rejected."""
+        rejected, client = 0, Client(self.server.target)
+        with client.channel:
+            for _ in range(0, requests, at_once):
+                before = value(self.server, SAMPLES, outcome="measured")
+                calls = [
+                    client.ask("ModelInfer").future(infer_request("sound", x=rows(1, next(_seeds))), timeout=60)
+                    for _ in range(at_once)
+                ]
+                codes = [call.code() for call in calls]
+                assert set(codes) <= {grpc.StatusCode.OK, grpc.StatusCode.RESOURCE_EXHAUSTED}
+                answered = codes.count(grpc.StatusCode.OK)
+                rejected += at_once - answered
+                until(lambda due=before + answered: value(self.server, SAMPLES, outcome="measured") == due, 90)  # type: ignore[misc]
+        return rejected
+
+    def _overload(self, least: int) -> None:
+        while self.rejected < least:
+            self.rejected += self._send(60, at_once=60)
 
 
 def fired(told: Told, scratch: Path) -> str:
@@ -98,20 +132,26 @@ def fired(told: Told, scratch: Path) -> str:
     return done.stdout + done.stderr if done.returncode else ""
 
 
-def test_an_hour_of_healthy_traffic_changes_no_drift_state_and_fires_no_alert(
-    server: ServerProcess, tmp_path: Path
-) -> None:
-    told = an_hour(server)
-    assert value(server, SAMPLES) == MINUTES * A_MINUTE, "all of them, none dropped or failed"
+def test_an_hour_with_a_burst_overload_a_rollout_and_a_restart_fires_no_alert(tmp_path: Path, serve: Serve) -> None:
+    repository = tmp_path / "repository"
+    sound = faultymodels.convert(repository, "sound", tmp_path / "source")
+    (repository / "sound" / "serving.yaml").write_text(SERVING, "utf-8")
+    hour = Hour(serve, repository, sound)
+    hour.pass_by()
+    server = hour.server
+    assert hour.rejected >= A_MINUTE
+    assert value(server, SAMPLES) == (MINUTES - RESTART) * A_MINUTE, "all of them, none dropped or failed"
+    assert value(server, "bf16kit_model_ready", version="2") == 1
     for name in ("changes_total", "over_budget", "cause", "nonfinite_total", "out_of_range_total"):
         assert value(server, f"bf16kit_drift_{name}") == 0, name
     assert value(server, "bf16kit_drift_change_score") < 2, "of two outputs, each below its threshold"
     assert value(server, "bf16kit_fallback_transitions_total") == 0
     assert value(server, "bf16kit_answers_total", precision="fp32") == 0
     assert value(server, "bf16kit_golden_gate_passed") == 1
-    assert [line for line in server.lines if "WARNING" in line or "ERROR" in line] == []
+    assert [line for each in hour.servers for line in each.lines if "WARNING" in line or "ERROR" in line] == []
     if shutil.which("promtool") is None:
         pytest.skip("no promtool on PATH (Debian: apt-get install prometheus)")
+    told = dict(hour.told)
     assert fired(told, tmp_path) == ""
-    over = {**told, series("bf16kit_drift_over_budget", LABELS): ["1"] * (MINUTES + 1)}
+    over = {**told, series("bf16kit_drift_over_budget", {"model": "sound", "version": "1"}): ["1"] * (MINUTES + 1)}
     assert "Bf16DriftOverBudget" in fired(over, tmp_path), "it would have been seen"

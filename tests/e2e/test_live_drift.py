@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -23,7 +25,7 @@ from service.drift.shadow import QUEUE_SIZE
 from service.process.certificates import CertificateFiles
 
 SHADOW = "service.shadow.references"
-PATIENCE_S = 90  # the process has the lowest priority, and other tests use the processor meanwhile
+PATIENCE_S = 90  # the process has a low priority, and other tests use the processor meanwhile
 ROWS = np.random.default_rng(0).standard_normal((2, 16)).astype(np.float32)
 EVERYTHING = "rate: 1, max_per_second: 1000"
 
@@ -135,6 +137,24 @@ def test_a_reference_that_crashes_the_shadow_twice_stays_off_and_others_are_meas
     ask(server, "bad")
     until(lambda: samples(server, "failed", "bad") >= 6)
     assert pids(server, SHADOW) == [process], "it is asked nothing more of that model"
+
+
+@pytest.mark.long
+def test_a_full_machine_still_loads_and_measures(tmp_path: Path, serve: Serve) -> None:
+    """Ten busy threads on each processor, in this session: elsewhere the kernel may weigh them by session."""
+    put(tmp_path, "mlp")
+    server = serve("--repository", str(tmp_path)).wait_ready()
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(10 * (os.cpu_count() or 1))]
+    try:
+        ask(server)
+        until(lambda: metric(server, "reference_up") == 1, "the reference")
+        measured = samples(server, "measured")
+        ask(server, times=5)
+        until(lambda: samples(server, "measured") > measured, "a sample")
+    finally:
+        for each in busy:
+            each.kill()
+            each.wait()
 
 
 @pytest.mark.long

@@ -20,6 +20,7 @@ class TestReading:
     def test_the_default_budget(self) -> None:
         assert Budget().as_dict() == {
             "relative_l2": 1.5e-2,
+            "relative_l2.p99": 0.1,
             "cosine_distance": 5e-4,
             "top1_agreement": 0.99,
             "nonfinite": 0.0,
@@ -85,10 +86,10 @@ class TestJudging:
         assert [(b.metric, b.measured) for b in breaches] == [("max_abs", 2), ("nonfinite", 1)]
 
     def test_a_quantile_is_bounded_beside_the_mean(self) -> None:
-        spread = DriftSummary.of([SampleDrift(0.001 * i, 0.0, 0.0, 60.0, 0, 0, 0) for i in range(1, 11)])
+        spread = DriftSummary.of([SampleDrift(0.0001 * i, 0.0, 0.0, 60.0, 0, 0, 0) for i in range(1, 101)])
         assert Budget().breaches("y", spread) == []
         budget = Budget.parse(["relative_l2.p99=9e-3", "relative_l2.p50=5e-3", "relative_l2.worst=1e-2"])
-        assert [(b.metric, b.measured) for b in budget.breaches("y", spread)] == [("relative_l2.p99", 0.01)]
+        assert [(b.metric, b.measured) for b in budget.breaches("y", spread)] == [("relative_l2.p99", 0.0099)]
         assert budget.ratio("relative_l2.p99", 0.018) == pytest.approx(2)
 
     def test_quantiles_of_decibels_are_bounded_from_below(self) -> None:

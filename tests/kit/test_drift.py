@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from numpy.typing import NDArray
 
+from bf16kit.budget import Budget
 from bf16kit.drift import DriftSummary, SampleDrift, compare, measure
 from bf16kit.numerics import to_bf16
 from bf16kit.tensors import TensorSpec
@@ -273,6 +274,27 @@ class TestSummary:
     def test_worst_is_the_worst_sample_or_else_the_judged_number(self) -> None:
         summary = DriftSummary.of([sample(0.1, bad=1), sample(0.3, sqnr_db=10, bad=1)])
         assert [summary.worst(m) for m in ("relative_l2", "sqnr_db", "nonfinite")] == [0.3, 10, 2]
+
+    def test_the_default_bound_on_p99_admits_two_numbers_per_row_at_the_bound_on_the_mean(self) -> None:
+        """They are the sound outputs of heaviest tail: if both numbers are near zero, their relative error explodes."""
+        rng = np.random.default_rng(0)
+        reference, noise = rng.standard_normal((2, 20_000, 2))
+        spec = TensorSpec("y", "float32", ("batch", 2), "embedding")
+        distances = [row.relative_l2 for row in measure(reference, reference + noise, spec, 0)]
+        scale = 1.5e-2 / float(np.mean(distances))
+        summary = DriftSummary.of(measure(reference, reference + scale * noise, spec, 0))
+        p99 = summary.judged("relative_l2.p99")
+        assert p99 is not None
+        assert 0.085 < p99 < 0.1
+
+    def test_a_p99_is_judged_from_a_hundred_samples_on(self) -> None:
+        """Of fewer it is the worst, which a single odd row decides."""
+        rows = [SampleDrift(0.01, 0.0, 0.0, 40.0, 0, 0, 0)] * 98 + [SampleDrift(0.2, 0.0, 0.0, 14.0, 0, 0, 0)]
+        assert DriftSummary.of(rows).judged("relative_l2.p99") is None
+        assert Budget().breaches("y", DriftSummary.of(rows)) == []
+        (breach,) = Budget().breaches("y", DriftSummary.of([*rows, rows[-1]]))
+        assert str(breach) == "output 'y': relative_l2.p99 is 0.2, the budget allows at most 0.1"
+        assert DriftSummary.of(rows).judged("relative_l2.worst") == 0.2
 
     def test_a_summary_of_no_samples_is_an_error(self) -> None:
         with pytest.raises(ValueError, match="no samples"):

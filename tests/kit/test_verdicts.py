@@ -22,8 +22,8 @@ def test_within_budget_is_one_sentence_with_the_bound_that_is_nearest() -> None:
     headline, cpu, cuda = _figures(reported.manifest())
     assert headline == "cpu and cuda keep within the drift budget."
     assert cpu.startswith("cpu is within budget: relative_l2.p99 of logits is 0.0028, at most 0.02 is allowed (14% of")
-    assert "; measured on 64 samples of calibration.npz; judged by the older measure" in cpu
-    assert "emulated on the CPU, on 64 samples" in cuda
+    assert "; measured on 128 samples of calibration.npz; judged by the older measure" in cpu
+    assert "emulated on the CPU, on 128 samples" in cuda
 
 
 def test_over_budget_names_the_profile_and_the_bound() -> None:

@@ -16,7 +16,7 @@ class Controlled(Repository):
 
     def __init__(self, root: Path, metrics: Metrics, **options: Any) -> None:
         super().__init__(metrics, **options)
-        self.control = Controller(root, self.apply, self.apply_all)
+        self.control = Controller(root, self.apply, self.apply_all, slots=self.models)
 
     def scan(self) -> None:
         """Read the directory, and request the models that it holds now."""

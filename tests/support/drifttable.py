@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 BEGIN, END = "<!-- faults: written by make bench-drift -->\n", "<!-- end of faults -->\n"
-LONG = bool(os.environ.get("BF16KIT_FAULTS"))  # more requests before each fault
+LONG = bool(os.environ.get("BF16KIT_FAULTS"))  # more requests before each fault, and the alerts wait as in production
 
 
 class Row(NamedTuple):
@@ -24,6 +25,11 @@ class Row(NamedTuple):
     samples: str
     alerts: str
     action: str
+
+
+def named(alerts: Mapping[str, float]) -> str:
+    """Return the alerts and, if they wait as in production, the seconds after which each fired."""
+    return ", ".join(f"{name} ({seconds:.0f} s)" if LONG else name for name, seconds in sorted(alerts.items()))
 
 
 def record(row: Row) -> None:

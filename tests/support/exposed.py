@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
+from bf16kit.budget import Budget
 from bf16kit.drift import SampleDrift
 from bf16kit.runtime import RuntimeInfo
 from bf16kit.tensors import TensorSpec
@@ -22,7 +23,11 @@ def everything() -> Metrics:
     metrics = Metrics()
     model = metrics.add("m", 1)
     model.opened(1, [TensorSpec("y", "float32", ("batch", 4), "logits")])
-    model.loaded(RuntimeInfo("onnxruntime", "cpu", "cpu", "bf16-weights", "fp32"), {"y": {"relative_l2": 0.001}})
+    model.loaded(
+        RuntimeInfo("onnxruntime", "cpu", "cpu", "bf16-weights", "fp32"),
+        {"y": {"relative_l2": 0.001}},
+        Budget().as_dict(),
+    )
     model.drift("y", SampleDrift(1e-3, 1e-6, 1e-3, 60.0, 1, 1, 0), 1.0)
     model.budget_ratio("y", "relative_l2", 0.4, 0.3, 0.5)
     model.budget_ratio("y", "slice_error", 0.1, 0.05, 0.2)

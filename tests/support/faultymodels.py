@@ -108,9 +108,18 @@ def cancelling(model: ModelProto) -> None:
 
 def not_a_number(model: ModelProto) -> None:
     """Set all of ``z`` to NaN in rows whose first input is over 1: one row in six."""
+    _scaled_above(model, 1.0, math.nan)
+
+
+def far_off_in_the_tail(model: ModelProto) -> None:
+    """Give 1.15 times ``z``, ten times the budget, in rows whose first input is over 1.645: one row in twenty."""
+    _scaled_above(model, 1.645, 1.15)
+
+
+def _scaled_above(model: ModelProto, above: float, factor: float) -> None:
     at = [node.name for node in model.graph.node].index("fourth")
     fourth = model.graph.node[at]
-    for name, value in (("one", 1.0), ("nan", math.nan)):
+    for name, value in (("above", above), ("factor", factor)):
         model.graph.initializer.append(helper.make_tensor(name, TensorProto.FLOAT, [1], [value]))
     for name, number in (("begin", 0), ("end", 1), ("axis", 1)):
         model.graph.initializer.append(helper.make_tensor(name, TensorProto.INT64, [1], [number]))
@@ -120,8 +129,9 @@ def not_a_number(model: ModelProto) -> None:
         [
             helper.make_node("MatMul", fourth.input, ["z_sound"]),
             helper.make_node("Slice", ["x", "begin", "end", "axis"], ["x_first"]),
-            helper.make_node("Greater", ["x_first", "one"], ["ails"]),
-            helper.make_node("Where", ["ails", "nan", "z_sound"], ["z"]),
+            helper.make_node("Greater", ["x_first", "above"], ["ails"]),
+            helper.make_node("Mul", ["z_sound", "factor"], ["z_scaled"]),
+            helper.make_node("Where", ["ails", "z_scaled", "z_sound"], ["z"]),
         ],
     )
 

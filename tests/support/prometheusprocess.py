@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import subprocess
+import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, Self
@@ -32,16 +34,23 @@ class Prometheus:
 
     ``at_once``: alerts fire as soon as their expression is true. The tests with promtool check how long it must be
     true; they have a simulated clock. ``labels`` are the target's labels in addition to job and instance.
+    ``others`` are the ports of further servers.
     """
 
     def __init__(
-        self, port: int, where: Path, *, at_once: bool = False, labels: Mapping[str, str] = MappingProxyType({})
+        self,
+        port: int,
+        where: Path,
+        *,
+        at_once: bool = False,
+        labels: Mapping[str, str] = MappingProxyType({}),
+        others: Iterable[int] = (),
     ) -> None:
         where.mkdir()
         (where / "rules").mkdir()
         for path in RULES.glob("*.yml"):
             (where / "rules" / path.name).write_text(hasty(path) if at_once else path.read_text("utf-8"), "utf-8")
-        target = {"targets": [f"127.0.0.1:{port}"], "labels": dict(labels)}
+        target = {"targets": [f"127.0.0.1:{each}" for each in (port, *others)], "labels": dict(labels)}
         config = {
             "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
             "rule_files": ["rules/*.yml"],
@@ -95,6 +104,16 @@ class Prometheus:
     def firing(self) -> set[str]:
         """Return the names of the alerts that fire now."""
         return {alert["labels"]["alertname"] for alert in self.ask("alerts")["alerts"] if alert["state"] == "firing"}
+
+    def fired(self, since: float) -> dict[tuple[str, str], float]:
+        """Return when each alert of each model first fired, in seconds after ``since``, a Unix time."""
+        window = f"{max(1, math.ceil(time.time() - since))}s:1s"
+        first = self.query(f'min_over_time(timestamp(ALERTS{{alertstate="firing"}})[{window}])')
+        found: dict[tuple[str, str], float] = {}
+        for each in first:
+            key = each["alertname"], each.get("model", "")
+            found[key] = min(found.get(key, math.inf), float(each[""]) - since)
+        return found
 
     def _ready(self) -> bool:
         try:

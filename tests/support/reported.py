@@ -40,7 +40,7 @@ OFF = "encoder.layer.3.attention/MatMul_1"  # the layer at which the SQNR falls 
 PROFILES = {"cpu": (1.7e-3, "host", "bf16-weights"), "cuda": (9e-3, "emulated", "bf16")}
 
 
-def drifts(samples: int = 64, over: bool = False) -> dict[str, dict[str, list[SampleDrift]]]:
+def drifts(samples: int = 128, over: bool = False) -> dict[str, dict[str, list[SampleDrift]]]:
     """Return drifts by profile and output. ``over`` puts cuda over its budget."""
     rng = np.random.default_rng(7)
     found = {}
@@ -97,7 +97,7 @@ SEARCH = SearchEntry(
 )
 
 
-def measurements(samples: int = 64, over: bool = False, depth: int = 120) -> Measurements:
+def measurements(samples: int = 128, over: bool = False, depth: int = 120) -> Measurements:
     columns = sample_columns(drifts(samples, over))
     profiles = {name: ProfileMeasurements(outputs=columns[name], layers=layers(depth)) for name in PROFILES}
     profiles["cuda"] = profiles["cuda"].model_copy(update={"search": SEARCH})
@@ -146,7 +146,7 @@ def plan(nodes: int = 120) -> Plan:
     return Plan(tensors=tensors, nodes={"cpu": cpu, "cuda": [*cuda, kept]})
 
 
-def manifest(samples: int = 64, over: bool = False, nodes: int = 120) -> Manifest:
+def manifest(samples: int = 128, over: bool = False, nodes: int = 120) -> Manifest:
     measured = {
         profile: DriftEntry(
             samples=samples,

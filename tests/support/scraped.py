@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 from promql import grouped, selectors
@@ -13,9 +14,9 @@ ITS_OWN = {"up": SCRAPE, "ALERTS": {"alertname", "alertstate", "severity", "mode
 
 
 class Scraped:
-    """The series of ``/metrics``, and those that recording rules (name, expression) compute from them."""
+    """The series of ``/metrics``, and those that recording rules compute from them. Other ``rules`` are ignored."""
 
-    def __init__(self, text: str, recorded: Iterable[tuple[str, str]] = ()) -> None:
+    def __init__(self, text: str, rules: Iterable[Mapping[str, Any]] = ()) -> None:
         self.labels: dict[str, set[str]] = {name: set(labels) for name, labels in ITS_OWN.items()}
         self.values: dict[tuple[str, str], set[str]] = {}
         for family in text_string_to_metric_families(text):
@@ -23,8 +24,12 @@ class Scraped:
                 self.labels.setdefault(sample.name, set(SCRAPE)).update(sample.labels)
                 for label, value in sample.labels.items():
                     self.values.setdefault((sample.name, label), set()).add(value)
-        for name, expression in recorded:
-            self.labels[name] = grouped(expression)
+        computed: dict[str, set[str]] = {}
+        for rule in rules:  # each may use those before it
+            if "record" in rule:
+                used = (computed.get(selector.metric, set()) for selector in selectors(rule["expr"]))
+                computed[rule["record"]] = grouped(rule["expr"]).union(rule.get("labels", ()), *used)
+        self.labels |= computed
 
     def unknown(self, expression: str, free: Iterable[str] = ("model", "version", *SCRAPE)) -> list[str]:
         """Return messages about the expression's names that do not exist. ``free`` labels may have any value."""

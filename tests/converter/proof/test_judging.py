@@ -167,10 +167,15 @@ def test_if_every_profile_is_over_budget_the_conversion_fails(cli: Cli, onnx_fil
     assert not target.parent.exists()
 
 
-def test_a_bound_on_a_quantile_is_stored_and_judged(cli: Cli, onnx_file: Path, target: Path) -> None:
+def test_a_bound_on_a_quantile_is_stored_and_judged(cli: Cli, onnx_file: Path, tmp_path: Path, target: Path) -> None:
     flags = ("checkpoint", onnx_file, "--out", target, *ONNX_ONLY, "--profile", "cpu", "--no-search")
     cli(*flags, "--budget", "relative_l2.worst=1e-9").refused(1, "relative_l2.worst is", "at most 1e-09")
-    cli(*flags, "--budget", "relative_l2.p99=1").published()
+    cli(*flags, "--budget", "relative_l2.p99=1").refused(
+        2, "the 99th percentile of 16 samples is not known; give 100 or more, or bound the worst"
+    )
+    samples = tmp_path / "samples.npz"
+    np.savez(samples, x=np.random.default_rng(0).standard_normal((100, 16), np.float32))
+    cli(*flags, "--samples", samples, "--budget", "relative_l2.p99=1").published()
     assert Artifact.open(target).manifest.budget["relative_l2.p99"] == 1
     assert "relative_l2.p99" in cli("verify", target).published().out
 

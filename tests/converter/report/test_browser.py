@@ -64,7 +64,7 @@ def test_the_plots_have_a_dot_for_each_sample_and_layer(chromium: Browser, page:
         chromium.evaluate(f"document.querySelectorAll('svg[aria-labelledby^={key}] .dot').length")
         for key in ("samples0", "samples1", "layers0", "layers1")
     ]
-    assert dots == [64, 64, 120, 120]
+    assert dots == [128, 128, 120, 120]
     drawn = "[...document.querySelectorAll('svg .dot')].every(d => d.getBoundingClientRect().width > 3)"
     assert chromium.evaluate(drawn)
     inside = """[...document.querySelectorAll('svg')].every(svg => {

@@ -66,6 +66,17 @@ def test_the_version_policy_decides_which_versions_are_checked(repository: Path,
     assert result.stdout.splitlines()[-1] == "all checks passed"
 
 
+def test_a_version_that_fails_is_an_error_and_a_note_names_the_one_that_would_serve(repository: Path, run: Run) -> None:
+    shutil.rmtree(repository / "mlp" / "2")
+    write_mlp(repository / "mlp" / "2", spoil=0.5)
+    for policy, notes in (("{latest: 1}", 1), ("{latest: 1, strict: true}", 0)):
+        (repository / "mlp" / "serving.yaml").write_text(f"version_policy: {policy}\n")
+        result = run("check", "--repository", repository, *ANY_PORT)
+        assert result.exit_code == 1
+        assert "failed  model 'mlp' version 2: golden samples are over the drift budget" in result.stdout
+        assert result.stdout.count("note    model 'mlp': a server that starts would try version 1 instead") == notes
+
+
 @pytest.mark.parametrize("how", [(), ("--no-load",)])
 def test_a_fallback_without_a_reference_is_found(how: tuple[str, ...], repository: Path, run: Run) -> None:
     without = Artifact.open(repository / "mlp" / "2").manifest.model_copy(update={"reference": None})

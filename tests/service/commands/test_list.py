@@ -18,6 +18,8 @@ def test_versions_that_the_policy_excludes_have_the_reason(repository: Path, run
     assert found["mlp", 2]["served"] is True
     assert found["mlp", 1]["served"] is False
     assert found["mlp", 1]["why"] == "version_policy is latest: 1"
+    (repository / "mlp" / "serving.yaml").write_text("version_policy: {latest: 1, strict: true}\n")
+    assert rows(repository, run)["mlp", 1]["why"] == "version_policy is latest: 1, strict: true"
     (repository / "mlp" / "serving.yaml").write_text("version_policy: {specific: [1]}\n")
     found = rows(repository, run)
     assert found["mlp", 1]["served"] is True

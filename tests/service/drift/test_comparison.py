@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pytest
@@ -32,6 +32,7 @@ class Heard:
 
     def __init__(self) -> None:
         self.drifts: list[tuple[str, float]] = []
+        self.pooled: list[tuple[str, int, float]] = []  # output, rows, weight
         self.ratios: dict[tuple[str, str], tuple[float, float, float]] = {}
         self.slices: dict[str, tuple[int, int]] = {}
         self.effective: dict[str, float] = {}
@@ -41,8 +42,11 @@ class Heard:
         self.nonfinite_references = 0
         self.said: tuple[bool, str] = (False, "")
 
-    def drift(self, output: str, sample: SampleDrift, weight: float) -> None:
+    def drift(self, output: str, sample: SampleDrift, weight: float, *, scalar: bool = False) -> None:
         self.drifts.append((output, weight))
+
+    def judged_rows(self, output: str, rows: Sequence[SampleDrift], weight: float) -> None:
+        self.pooled.append((output, len(rows), weight))
 
     def budget_ratio(self, output: str, metric: str, ratio: float, low: float, high: float) -> None:
         self.ratios[output, metric] = ratio, low, high
@@ -108,6 +112,41 @@ def sample(
     return Sample({"x": np.full((rows, 3), x, np.float32)}, outputs, rows, 64, probability, "bf16", profile, client)
 
 
+class Ranker:
+    """Sends samples of one score each to a comparison that knows the errors of 64 calibrated scores."""
+
+    def __init__(self) -> None:
+        self.heard = Heard()
+        self._random = np.random.default_rng(2)
+        errors = tuple(0.002 * np.abs(self._random.standard_normal(64)))
+        known = Calibration({"cpu": {"score": errors}}, scalars=frozenset({"score"}))
+        spec = TensorSpec("score", "float32", ("batch", 1))
+        self._comparison = Comparison([spec], 0, Budget(), calibration=known)
+
+    def send(self, count: int, *, error: float = 0.002, spread: float = 1.0) -> DriftVerdict:
+        for score, wrong in zip(*self._random.standard_normal((2, count)), strict=True):
+            expected = np.full((1, 1), spread * score)
+            self._comparison.observe({"score": expected}, sample({"score": expected + error * wrong}), self.heard)
+        return self._comparison.verdict()
+
+
+def test_scores_near_0_are_no_drift_of_a_ranker() -> None:
+    """Their relative errors are large, and their cosine distance is 0 or 2."""
+    ranker = Ranker()
+    assert ranker.send(200).state == "within"
+    found = ranker.send(600, spread=0.01)
+    assert (found.state, found.cause, found.changed, ranker.heard.alarms) == ("within", "none", False, [])
+    assert {metric for _, metric in ranker.heard.ratios} == {"nonfinite", "slice_error"}
+
+
+def test_a_damaged_ranker_is_over_its_budget_and_broken() -> None:
+    ranker = Ranker()
+    ranker.send(200)
+    found = ranker.send(100, error=1.0)
+    assert (found.state, found.metric, found.cause) == ("over", "slice_error", "broken")
+    assert ranker.heard.alarms == ["score"]
+
+
 def test_an_output_that_was_not_requested_is_skipped() -> None:
     heard = Heard()
     Comparison(SPECS, 0, Budget()).observe({"y": ONES, "z": ONES}, sample({"z": ONES}), heard)
@@ -118,6 +157,7 @@ def test_a_row_counts_for_all_rows_that_it_was_chosen_from() -> None:
     live = Live()
     live.send(4e-3, probability=0.01)
     assert live.heard.drifts == [("y", 100.0)]
+    assert live.heard.pooled == [("y", 1, 100.0)]
 
 
 def test_the_mean_is_that_of_all_rows_served_and_not_of_the_sampled_rows() -> None:
@@ -128,6 +168,25 @@ def test_the_mean_is_that_of_all_rows_served_and_not_of_the_sampled_rows() -> No
     ratio, low, high = live.heard.ratios["y", "relative_l2"]
     assert ratio == pytest.approx((100 * 0.1 + 0.9) / 101, rel=0.02)
     assert low < ratio < high
+
+
+def test_by_default_rows_far_off_that_the_mean_does_not_show_are_over_the_budget() -> None:
+    """Every thirtieth row has ten times the bound on the mean, which is met."""
+    live = Live(budget=Budget())
+    for _ in range(30):
+        live.send(3.75e-3, 29)
+        verdict = live.send(0.15)
+    assert (verdict.state, verdict.metric) == ("over", "relative_l2.p99")
+    assert live.heard.ratios["y", "relative_l2"][2] < 1
+
+
+def test_by_default_the_state_is_known_from_368_samples_on() -> None:
+    """Recent samples weigh more, so it takes a few more than 368 to be worth as many."""
+    live = Live(budget=Budget())
+    assert live.send(3.75e-3, 360).state == "unknown"
+    verdict = live.send(3.75e-3, 60)
+    assert verdict.state == "within"
+    assert 368 <= verdict.effective_samples < 420
 
 
 def test_an_old_breach_is_forgotten() -> None:
@@ -233,6 +292,7 @@ def test_inputs_out_of_range_are_judged_apart_and_are_no_breach(drift: float) ->
     assert (found.ratio, found.effective_samples) == (before.ratio, before.effective_samples)
     assert live.heard.out == {"x": 50}
     assert live.heard.alarms == []
+    assert live.heard.pooled == [("y", 1, 1.0)] * 300, "nor do they count in the drift of all replicas"
     assert live.send(4e-3, REQUESTS).cause == "none"  # they are not recent any more
 
 
@@ -331,6 +391,42 @@ def test_samples_from_before_a_change_no_longer_count() -> None:
     found = live.send(4e-3, 8)
     assert (found.state, found.cause) == ("within", "none")
     assert found.ratio == pytest.approx(0.4, rel=0.1)
+
+
+def test_two_destroyed_rows_among_hundreds_may_be_chance_and_are_no_breach() -> None:
+    live = Live()
+    live.send(4e-3, 300)
+    found = live.send(15.0, 2)
+    assert (found.state, found.cause) == ("unknown", "none")
+    assert found.low > 1
+    assert live.send(15.0, 2).state == "over"
+
+
+def test_a_breach_lasts_until_the_narrow_interval_has_1_in_it() -> None:
+    live = Live()
+    states = [live.send(1.15e-2 if at < 300 else 0.7e-2, spread=0.3) for at in range(1300)]
+    begun = next(at for at, each in enumerate(states) if each.state == "over")
+    ended = next(at for at, each in enumerate(states) if at > begun and each.state != "over")
+    assert any(each.low > 1 for each in states[:begun])
+    assert all(each.low > 1 for each in states[begun:ended])
+    assert states[ended].low <= 1
+    assert all(each.state != "over" for each in states[ended:])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_change_that_a_breach_is_does_not_end_it(seed: int) -> None:
+    """Most samples stand for common requests; few of these are among the newest, whose weights differ by 5.6."""
+    live, random = Live(), np.random.default_rng(seed)
+
+    def send(drift: float) -> DriftVerdict:
+        return live.send(drift, probability=0.178 if random.uniform() < 0.617 else 1.0)
+
+    for _ in range(400):
+        send(4e-3)
+    found = [send(1.0) for _ in range(60)]
+    assert found[-1].changed
+    states = [each.state for each in found]
+    assert states[states.index("over") :] == ["over"] * (60 - states.index("over"))
 
 
 def test_one_element_that_is_not_finite_is_a_breach_at_once() -> None:
@@ -441,7 +537,8 @@ class Sliced:
         self.heard = Heard()
         spec = TensorSpec("y", "float32", ("batch", 10))
         calibration = Calibration(scales=scales or {})
-        self.comparison = Comparison((spec,), 0, Budget(), calibration=calibration, clock=lambda: 5.0)
+        budget = Budget.parse(["relative_l2.p99=none"])  # it takes 368 samples
+        self.comparison = Comparison((spec,), 0, budget, calibration=calibration, clock=lambda: 5.0)
         self._random = np.random.default_rng(2)
 
     def send(self, count: int, *, large: float = 0.0, destroyed: int | None = None, width: float = 1.0) -> DriftVerdict:

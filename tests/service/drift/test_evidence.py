@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,9 +31,10 @@ class Ignoring:
     def __init__(self) -> None:
         self.heard: list[tuple[str, SampleDrift, float]] = []
 
-    def drift(self, output: str, sample: SampleDrift, weight: float) -> None:
+    def drift(self, output: str, sample: SampleDrift, weight: float, *, scalar: bool = False) -> None:
         self.heard.append((output, sample, weight))
 
+    def judged_rows(self, output: str, rows: Sequence[SampleDrift], weight: float) -> None: ...
     def budget_ratio(self, output: str, metric: str, ratio: float, low: float, high: float) -> None: ...
     def worst_slice(self, output: str, axis: int, index: int) -> None: ...
     def recent(self, output: str, effective_samples: float, change_score: float | None) -> None: ...

@@ -23,14 +23,15 @@ BUDGET = Budget.from_dict({"relative_l2": 0.015})
 SPREAD = 0.5  # of log drift between requests
 HASTY = FallbackPolicy(
     policy="fp32", min_stay_seconds=0, longest_stay_seconds=0, clean_samples=1, margin=0.0
-)  # without any of the settings that prevent flapping
+)  # without any of the settings that prevent flapping, and judged by the narrow interval
 
 
-def verdict_of(recent: RecentRows, second: float) -> DriftVerdict:
-    """Return the verdict of :class:`service.drift.comparison.Comparison` on one bound."""
+def verdict_of(recent: RecentRows, second: float, *, hasty: bool) -> DriftVerdict:
+    """Return the verdict of :class:`service.drift.comparison.Comparison` on one bound; ``hasty``: by the 95 %."""
     window = recent.window()
     (found,) = estimates(window, BUDGET)
-    state: State = "over" if found.low > 1 else "within" if found.high <= 1 else "unknown"
+    over = (found.low if hasty else found.lowest) > 1
+    state: State = "over" if over else "within" if found.high <= 1 else "unknown"
     return DriftVerdict(
         "m", 1, state, "none", "y", found.metric, found.ratio, found.low, found.high, window.size, 0, False, second
     )
@@ -43,7 +44,7 @@ def transitions(ratio: Callable[[float], float], policy: FallbackPolicy, seed: i
     for second in range(SAMPLES):
         drift = 0.015 * ratio(second) * math.exp(noise[second])
         recent.add([SampleDrift(drift, drift**2 / 2, drift, math.inf, 0, 0, 0)], 1.0)
-        if second % EVERY or not fallback.receive(verdict_of(recent, second), second):
+        if second % EVERY or not fallback.receive(verdict_of(recent, second, hasty=policy is HASTY), second):
             continue
         if fallback.phase == "warming":
             fallback.warmed(second)

@@ -63,15 +63,15 @@ def test_the_intervals_of_the_worst_value_and_of_nonfinite_elements_have_no_widt
     found = judged(
         [row(max_abs=0.1), row(max_abs=3.0, bad=2), row()], max_abs=1.0, nonfinite=1.0, relative_l2__worst=1e-2
     )
-    assert found["max_abs"] == Estimate("max_abs", 3.0, 3.0, 3.0)
-    assert found["nonfinite"] == Estimate("nonfinite", 2.0, 2.0, 2.0)
+    assert found["max_abs"] == Estimate("max_abs", 3.0, 3.0, 3.0, 3.0)
+    assert found["nonfinite"] == Estimate("nonfinite", 2.0, 2.0, 2.0, 2.0)
     assert found["relative_l2.worst"].ratio == found["relative_l2.worst"].high == pytest.approx(0.1)
 
 
 def test_a_row_with_infinite_drift_makes_the_mean_infinite_as_in_the_converter() -> None:
     found = judged([*[row()] * 20, row(math.inf, sqnr_db=-math.inf)], relative_l2=1e-2, sqnr_db=40)
-    assert found["relative_l2"] == Estimate("relative_l2", math.inf, math.inf, math.inf)
-    assert found["sqnr_db"] == Estimate("sqnr_db", math.inf, math.inf, math.inf)
+    assert found["relative_l2"] == Estimate("relative_l2", math.inf, math.inf, math.inf, math.inf)
+    assert found["sqnr_db"] == Estimate("sqnr_db", math.inf, math.inf, math.inf, math.inf)
 
 
 def test_exact_rows_do_not_count_in_the_mean_of_the_decibels() -> None:
@@ -81,7 +81,7 @@ def test_exact_rows_do_not_count_in_the_mean_of_the_decibels() -> None:
 
 
 def test_only_a_drift_of_zero_is_within_a_bound_of_zero() -> None:
-    assert judged([row(0.0)] * 20, relative_l2=0.0)["relative_l2"] == Estimate("relative_l2", 0.0, 0.0, 0.0)
+    assert judged([row(0.0)] * 20, relative_l2=0.0)["relative_l2"] == Estimate("relative_l2", 0.0, 0.0, 0.0, 0.0)
     assert judged([row(1e-9)] * 20, relative_l2=0.0)["relative_l2"].low == math.inf
 
 

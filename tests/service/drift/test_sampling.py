@@ -25,7 +25,7 @@ from service.drift.sampling import (
     random_indices,
     size_of,
 )
-from service.request import Reply, Request
+from service.request import Reply, Request, Timings
 
 
 class Sender:
@@ -96,6 +96,30 @@ def test_a_rare_shape_is_measured_within_three_minutes_at_the_defaults() -> None
             raise AssertionError(f"seed {seed}: never seen in three minutes")
 
 
+@pytest.mark.parametrize(("requests", "seconds"), [(20, 0.1), (100, 0.1), (100, 5.0), (200, 20.0)])
+def test_a_burst_into_an_idle_model_keeps_its_weight(requests: int, seconds: float) -> None:
+    """The weights of its samples add up to its requests.
+
+    An idle model is measured whole. If that went on for eight requests of the burst, it would use up the tokens, and
+    what is chosen next, of large weight, would be dropped: the burst would count a tenth of its requests.
+    """
+    feeds, reply = {"x": np.zeros((1, 16), np.float32)}, Reply({"y": np.ones((1, 1))}, "bf16")
+    shares = []
+    for seed in range(40):
+        clock, chance, weight = Clock(), random.Random(seed), 0.0
+        chooser = Chooser(ShadowPolicy(), Heard(), 0, chance.random, INPUTS, clock)
+        for start in range(0, 600, 60):
+            idle = [(start + at + chance.random(), False) for at in range(0, 35, 5)]
+            burst = [(start + 39 + seconds * chance.random(), True) for _ in range(requests)]
+            for clock.now, bursting in (*idle, *sorted(burst)):
+                timings = Timings(arrived=clock.now - 0.016 * math.exp(chance.gauss(0, 0.3)))
+                sample = chooser.choose(Request(feeds, timings=timings), reply, lambda nbytes: True)
+                weight += 1 / sample.probability if bursting and sample is not None else 0.0
+        shares.append(weight / (10 * requests))
+    error = float(np.std(shares)) / math.sqrt(len(shares))
+    assert abs(float(np.mean(shares)) - 1) < 3 * error + 0.05
+
+
 def test_each_row_is_as_likely_as_any_other() -> None:
     chance = random.Random(3)
     seen = Counter(row for _ in range(6000) for row in random_indices(10, 3, chance.random))
@@ -114,7 +138,7 @@ def test_the_chosen_rows_are_distinct_and_sorted() -> None:
 
 
 def test_a_sample_has_the_probability_with_which_its_rows_were_chosen() -> None:
-    chooser = Chooser(ShadowPolicy(rate=0.5, max_rows=2), Heard(), 0, lambda: 0.0, INPUTS)
+    chooser = Chooser(ShadowPolicy(rate=0.5, min_per_second=0, max_rows=2), Heard(), 0, lambda: 0.0, INPUTS)
     request, reply = Request({"x": np.ones((8, 3), np.float32)}, rows=8), Reply({"y": np.ones((8, 1))}, "fp32")
     sample = chooser.choose(request, reply, lambda nbytes: True)
     assert sample is not None

@@ -75,8 +75,11 @@ class Heard:
     def last_sample(self, at: float) -> None:
         self.at = at
 
-    def drift(self, output: str, sample: SampleDrift, weight: float) -> None:
+    def drift(self, output: str, sample: SampleDrift, weight: float, *, scalar: bool = False) -> None:
         self.drifts.append(sample)
+
+    def judged_rows(self, output: str, rows: Sequence[SampleDrift], weight: float) -> None:
+        pass
 
     def budget_ratio(self, output: str, metric: str, ratio: float, low: float, high: float) -> None:
         self.ratios[output, metric] = ratio
@@ -160,10 +163,19 @@ def test_an_output_that_is_not_finite_is_a_breach_not_a_crash(make: Make, heard:
     assert heard.drifts[0].nonfinite == 2
 
 
-def test_the_reference_runs_with_low_priority(make: Make, heard: Heard, reference: Reference) -> None:
-    before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-    heard.put(make())
+def test_the_reference_is_loaded_as_others_are_and_runs_with_low_priority(
+    make: Make, heard: Heard, reference: Reference
+) -> None:
+    """A full machine leaves a thread of low priority too little to load a model, and niceness cannot be taken back."""
+    before, loading = os.getpriority(os.PRIO_PROCESS, threading.get_native_id()), list[int]()
+
+    def load() -> Reference:
+        loading.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        return reference
+
+    heard.put(make(load))
     until(lambda: heard.samples["measured"])
+    assert loading == [before]
     assert reference.nice == NICENESS
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
 

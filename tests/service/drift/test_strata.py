@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import pytest
@@ -13,6 +13,7 @@ import pytest
 from bench.serving.traffic import INPUTS, Clock, arrivals
 from bf16kit.tensors import TensorSpec
 from service.drift.policy import ShadowPolicy
+from service.drift.sampling import BURST
 from service.drift.strata import MAX_SIZES, Strata, allocated, free_dimensions
 
 DEFAULTS = ShadowPolicy()
@@ -44,38 +45,51 @@ def test_the_whole_budget_is_divided_and_each_kind_gets_at_least_half_its_plain_
         assert (parts >= rates * budget / rates.sum() / 2).all()
 
 
-def test_the_first_request_is_measured_with_the_configured_rate() -> None:
-    def first(rate: float) -> float:
-        return Strata(ShadowPolicy(rate=rate), INPUTS).probability({"x": np.zeros((1, 8))}, 0.0)
+def test_the_first_request_is_measured_with_the_configured_rate_and_always_below_the_floor() -> None:
+    def first(rate: float, floor: float) -> float:
+        strata = Strata(ShadowPolicy(rate=rate, min_per_second=floor), INPUTS)
+        return strata.probability({"x": np.zeros((1, 8))}, 0.0)
 
-    assert first(0.25) == pytest.approx(0.25)
-    assert first(1.0) == 1.0
+    assert first(0.25, 0.0) == pytest.approx(0.25)
+    assert first(1.0, 0.0) == 1.0
+    assert first(0.01, DEFAULTS.min_per_second) == 1.0
 
 
-def simulated(seconds: float, seed: int, policy: ShadowPolicy = DEFAULTS) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def simulated(
+    seconds: float,
+    seed: int,
+    policy: ShadowPolicy = DEFAULTS,
+    rates: Mapping[int, float] = BUSY,
+    busy: Callable[[float], float] = lambda now: 1.0,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the drift, the probability and the length of every request of simulated traffic."""
     clock = Clock()
     strata = Strata(policy, INPUTS, clock)
     found = [
         (each.drift[0], strata.probability(each.request.feeds, each.request.timings.arrived), each.length)
-        for each in arrivals(clock, BUSY, seconds, seed)
+        for each in arrivals(clock, rates, seconds, seed, busy=busy)
         if each.request.timings is not None
     ]
     drift, probability, length = (np.array(column) for column in zip(*found, strict=True))
     return drift, probability, length
 
 
-def test_weighted_samples_are_unbiased_and_unweighted_ones_are_not() -> None:
-    """Horvitz and Thompson's sums are within four standard errors of what they estimate, in total and for each kind.
-
-    They are computed over many draws from one population. The same check fails clearly if the weights are left out.
-    """
-    drift, probability, length = simulated(120, seed=1)
+def unbiased(drift: np.ndarray, probability: np.ndarray, length: np.ndarray) -> np.ndarray:
+    """Check that Horvitz and Thompson's sums over many draws from one population are within four standard errors of
+    what they estimate, in total and for each kind. Return the draws."""
     draws = 200
     chosen = np.random.default_rng(2).random((draws, drift.size)) < probability
     for part in (drift, np.ones(drift.size), *(drift * (length == each) for each in BUSY)):
         error = math.sqrt((part**2 * (1 - probability) / probability).sum() / draws)
         assert abs((chosen * (part / probability)).sum(1).mean() - part.sum()) <= 4 * error + 1e-9 * part.sum()
+    return chosen
+
+
+def test_weighted_samples_are_unbiased_and_unweighted_ones_are_not() -> None:
+    """The same check fails clearly if the weights are left out."""
+    drift, probability, length = simulated(120, seed=1)
+    chosen = unbiased(drift, probability, length)
+    draws = len(chosen)
     weighted = (chosen @ (drift / probability)) / (chosen @ (1 / probability))
     plain = (chosen @ drift) / chosen.sum(1)
     error = weighted.std() / math.sqrt(draws)
@@ -88,6 +102,22 @@ def test_the_rate_of_samples_is_that_of_the_policy() -> None:
     for policy, expected in ((DEFAULTS, 0.8), (ShadowPolicy(rate=0.1, max_per_second=100), 22.0)):
         _, probability, _ = simulated(120, 3, policy)
         assert probability.sum() / 120 == pytest.approx(expected, rel=0.1)
+
+
+def test_a_quiet_model_is_measured_at_the_floor_and_an_idle_one_whole() -> None:
+    """At two requests a second for 4.5 minutes, ``rate`` alone would give five samples."""
+    drift, probability, length = simulated(270, 9, rates={16: 1.8, 64: 0.2})
+    assert probability.sum() == pytest.approx(270 * DEFAULTS.min_per_second, rel=0.15)
+    unbiased(drift, probability, length)
+    _, idle, _ = simulated(600, 10, rates={16: 0.1})
+    assert idle.mean() > 0.95
+    _, alone, _ = simulated(270, 9, ShadowPolicy(min_per_second=0), rates={16: 1.8, 64: 0.2})
+    assert alone.sum() < 10
+
+
+def test_the_floor_never_exceeds_the_limit() -> None:
+    _, probability, _ = simulated(600, 11, ShadowPolicy(max_per_second=0.1), rates={16: 2.0})
+    assert probability.sum() == pytest.approx(600 * 0.08, rel=0.2)
 
 
 def test_the_fastest_and_slowest_requests_are_measured_more_often_than_their_share() -> None:
@@ -113,19 +143,19 @@ def test_a_shape_that_comes_once_a_minute_among_220_a_second_is_measured_nearly_
 
 
 def test_a_burst_gives_no_more_samples_than_the_limit_allows() -> None:
-    """A model is idle, then gets a thousand times the requests: fewer than 8 samples are expected in 5 s."""
+    """A model is idle, then gets a thousand times the requests: in 5 s as many samples as there are tokens."""
     clock = Clock()
     strata = Strata(DEFAULTS, INPUTS, clock)
     expected = 0.0
     for each in arrivals(clock, {16: 1.0, 64: 0.1}, 65, 6, busy=lambda now: 1 if now < 60 else 1000):
         probability = strata.probability(each.request.feeds, clock.now - each.latency)
         expected += probability if clock.now > 60 else 0
-    assert expected < 5 * 0.8 + 4
+    assert expected < 5 * 0.8 + BURST
 
 
 def test_after_a_burst_the_share_is_measured_again_at_once() -> None:
     clock = Clock()
-    strata = Strata(DEFAULTS, INPUTS, clock)
+    strata = Strata(ShadowPolicy(min_per_second=0), INPUTS, clock)
     after = [
         strata.probability(each.request.feeds, clock.now - each.latency)
         for each in arrivals(clock, {16: 1.0}, 60, 7, busy=lambda now: 1000 if now < 20 else 20)

@@ -32,6 +32,12 @@ def test_students_t_equals_the_published_table(freedom: float, table: float) -> 
     assert weighted.student(2.9) == math.inf
 
 
+@pytest.mark.parametrize(("freedom", "exact"), [(7, 11.882), (20, 6.0292), (50, 5.0261), (1e6, 4.5)])
+def test_students_t_is_not_too_small_far_out(freedom: float, exact: float) -> None:
+    """The exact values are scipy.stats.t.isf(scipy.stats.norm.sf(4.5), freedom)."""
+    assert exact * 0.9999 <= weighted.student(freedom, weighted.Z_ALWAYS) <= exact * 1.025
+
+
 @pytest.mark.parametrize("spread", [0.1, 0.3])
 @pytest.mark.parametrize("n", [20, 200])
 @pytest.mark.parametrize("weights", ["equal", "halving", "strata"])
@@ -73,7 +79,7 @@ def test_rows_of_one_request_do_not_count_as_independent_ones() -> None:
 def test_a_mean_without_spread_has_no_width_and_may_be_zero() -> None:
     for value in (0.0, 3e-3):
         found = weighted.mean(np.full(20, value), np.ones(20), apart(20), positive=True)
-        assert tuple(found) == pytest.approx((value, value, value))
+        assert tuple(found) == pytest.approx((value,) * 5)
 
 
 def test_decibels_may_be_negative() -> None:
@@ -125,9 +131,16 @@ def test_with_equal_weights_the_estimates_equal_the_converters() -> None:
 
 
 def test_full_agreement_of_few_samples_has_a_wide_interval() -> None:
-    assert weighted.wilson(1.0, 10.0).low == pytest.approx(10 / (10 + weighted.Z**2))
-    assert weighted.wilson(1.0, 10.0).high == 1
-    assert weighted.wilson(0.0, 10.0).low == 0
+    assert weighted.proportion(1.0, 10.0).low == pytest.approx(10 / (10 + weighted.Z**2))
+    assert weighted.proportion(1.0, 10.0).high == 1
+    assert weighted.proportion(0.0, 10.0).low == 0
+
+
+def test_two_of_eight_rows_do_not_establish_a_share_and_four_do() -> None:
+    """Of 1 % of the rows, there are two in eight with a chance of 0.3 %, and four with 7e-7."""
+    assert weighted.proportion(6 / 8, 8.0).high < 0.99 < weighted.proportion(6 / 8, 8.0).highest
+    assert weighted.proportion(4 / 8, 8.0).highest < 0.99
+    assert weighted.proportion(2 / 8, 8.0).lowest < 0.01 < weighted.proportion(4 / 8, 8.0).lowest
 
 
 @pytest.mark.parametrize("positive", [False, True])

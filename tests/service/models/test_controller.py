@@ -35,9 +35,10 @@ class Told:
         done.set_result(None)
         return done
 
-    def apply_all(self, desired_models: Iterable[DesiredModel]) -> None:
+    def apply_all(self, desired_models: Iterable[DesiredModel]) -> dict[str, Future[None]]:
         self.times += 1
         self.wanted = {desired.name: desired for desired in desired_models}
+        return {}
 
     @property
     def versions(self) -> dict[str, list[int]]:

@@ -55,6 +55,12 @@ def test_only_the_named_fields_change(config: dict[str, Any], changes: dict[str,
     assert changed == Serving.model_validate({**YAML, **changes})
 
 
+def test_a_client_that_sends_back_the_version_policy_keeps_it_strict() -> None:
+    strict = Serving.model_validate({"version_policy": {"latest": 1, "strict": True}})
+    for sent, kept in (({"latest": {"num_versions": 2}}, True), ({"all": {}}, False)):
+        assert ConfigOverride("m", json.dumps({"version_policy": sent})).change(strict).version_policy.strict is kept
+
+
 def test_removing_a_priority_level_that_serving_yaml_configures_is_rejected() -> None:
     with pytest.raises(InvalidRequest, match="priority level 3 is asked for, but priority_levels is 2"):
         ConfigOverride("m", '{"dynamic_batching": {"priority_levels": 2}}').change(Serving.model_validate(YAML))

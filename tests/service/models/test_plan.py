@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from service.models.plan import DesiredModel, Plan
+from service.models.plan import DesiredModel, FailedVersion, Plan
 from service.models.policy import Serving
 
 
@@ -26,7 +26,11 @@ def test_a_wish_is_the_same_after_it_was_written_and_read() -> None:
         Plan(1, Path("/models/m/1"), serving, "stamp"),
         Plan(4, Path("/models/m/4"), Serving(), "", "a reason ≠ ascii"),
     )
-    for desired in (DesiredModel("m", plans), DesiredModel("gone")):
+    for desired in (
+        DesiredModel("m", plans),
+        DesiredModel("gone"),
+        DesiredModel("m", plans[:1], (FailedVersion(plans[1], "over the budget"),)),
+    ):
         written = desired.to_json()
         assert DesiredModel.from_json(written) == desired
         assert isinstance(json.loads(written), dict)

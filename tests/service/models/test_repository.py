@@ -258,7 +258,7 @@ def test_subscribers_are_notified_of_a_change_of_state(tmp_path: Path, scan: Ope
 def test_versions_follow_the_policy_and_the_newest_ready_one_serves(tmp_path: Path, load: Open) -> None:
     for version, spoil in ((1, 0.0), (2, 0.0), (3, 0.5)):
         write_mlp(tmp_path / "mlp" / str(version), spoil=spoil)
-    serving(tmp_path, "version_policy: {latest: 2}")
+    serving(tmp_path, "version_policy: {latest: 2, strict: true}")
     repository = load()
     assert [slot.version for slot in repository.models()] == [2, 3]
     assert repository.versions("mlp") == [2]

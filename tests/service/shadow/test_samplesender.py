@@ -37,7 +37,7 @@ class Observer:
     def sampled(self, outcome: str, samples: int) -> None:
         self.told.append((outcome, samples))
 
-    def drift(self, *seen: object) -> None:
+    def drift(self, *seen: object, scalar: bool = False) -> None:
         """Ignore the drift: nothing is measured here."""
 
 

@@ -51,6 +51,13 @@ def test_the_verdict_on_the_budget_depends_on_the_whole_interval(changes: dict[s
     assert f">{state}</span></h3>" in part(**changes)
 
 
+def test_an_output_of_one_number_per_row_says_what_judges_it() -> None:
+    assert "one number per row" not in part()
+    seen = recent(output="score")
+    object.__setattr__(seen, "ratios", {"score": {"nonfinite": 0.0, "slice_error": 0.1}})
+    assert "one number per row, which slice_error judges" in drift_part(seen, running(), AT)
+
+
 def test_an_output_that_was_never_measured_is_shown_as_such() -> None:
     seen = recent()
     object.__setattr__(seen, "ratios", {})
@@ -81,7 +88,10 @@ def test_an_output_shows_its_effective_samples_and_its_change_detector() -> None
             {"reference_up": None, "last_sample": None},
             "<dt>Reference</dt><dd>not loaded: no sample was taken yet, or shadow is off</dd>",
         ),
-        ({"reference_up": False}, '<span class="over">loading, or has died: drift is not measured</span>; last sample'),
+        (
+            {"reference_up": False},
+            '<span class="over">loading again, or cannot be loaded: drift is not measured</span>; last',
+        ),
         ({}, '<dd>passed at <time datetime="2026-01-02T02:39:05+00:00">02:39:05 UTC</time> (25\u00a0min ago)<br>'),
         ({"gate_passed": False}, '<dd><span class="over">failed</span> at <time'),
         ({"gate_passed": None, "gate_at": None}, "<dt>Golden gate</dt><dd><span>golden samples within budget"),
@@ -115,6 +125,17 @@ def test_problems_are_listed_and_a_ratio_above_1_alone_is_none() -> None:
     assert problems(ModelView("m", 1, "ready", "")) == []
     off = ModelView("m", 1, "ready", "", running(), recent(reference_up=False), "it died twice")
     assert problems(off) == ["drift is not measured: it died twice"]
+
+
+def test_a_reference_that_is_loaded_for_the_first_time_is_no_problem() -> None:
+    seen = recent(reference_up=False, last_sample=None)
+    model = ModelView("m", 1, "ready", "", running(), seen)
+    assert problems(model) == []
+    assert "<dt>Reference</dt><dd>loading</dd>" in drift_part(seen, running(), AT)
+    assert 'class="verdict"' in status_page(server([model]))
+    object.__setattr__(seen.total, "samples", {"failed": 1})
+    assert [words[:10] for words in problems(model)] == ["drift is n"]
+    assert 'class="verdict bad"' in status_page(server([model]))
 
 
 def test_a_fallback_is_a_problem_even_within_the_budget() -> None:

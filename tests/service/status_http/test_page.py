@@ -125,6 +125,30 @@ def test_models_that_are_not_ready_come_first_with_their_reasons() -> None:
     assert 'id="m4"' in page
 
 
+def test_a_server_that_loads_is_not_shown_as_one_that_failed() -> None:
+    loads = [ModelView("a", 1, "loading", "loading"), ModelView("b", 1, "ready", "", running())]
+    page = status_page(server(loads))
+    assert "Loading: 1 of 2 models does not answer yet" in page
+    assert 'class="verdict wait"' in page
+    assert "<title>bf16-serve: loading</title>" in page
+    assert "b3261e" not in page[: page.index("<style>")]
+    failed = status_page(server([*loads, ModelView("c", 1, "unavailable", "no file")]))
+    assert "Not ready: 2 of 3 models do not answer" in failed
+    assert 'class="verdict bad"' in failed
+
+
+def test_a_ready_server_counts_only_models_that_answer() -> None:
+    """A version beside one that serves does not make the server unready."""
+    well = ModelView("m", 1, "ready", "", running())
+    loads = status_page(server([well, ModelView("m", 2, "loading", "loading")], ready=True))
+    assert "Ready: 1 of 2 models answers" in loads
+    assert 'class="verdict wait"' in loads
+    failed = status_page(server([well, well, ModelView("m", 2, "unavailable", "a digest is wrong")], ready=True))
+    assert "Ready: 2 of 3 models answer" in failed
+    assert 'class="verdict bad"' in failed
+    assert "2 of 3</dd>" in failed or ">2 of 3<" in failed
+
+
 def test_the_page_shows_the_servers_version_ports_and_workers() -> None:
     page = status_page(statusviews.everything())
     for words in ("Version 1.2.3, gRPC on port 8001, 4 workers,", "on port 8002", "03:04:05 UTC</time>"):

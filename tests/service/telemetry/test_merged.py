@@ -115,7 +115,7 @@ def test_series_of_a_model_that_no_process_has_or_wants_are_removed() -> None:
 def measured(metrics: Metrics, seconds: float, trace: str = "") -> ModelMetrics:
     model = metrics.add("m", 1)
     model.opened(100, [TensorSpec("y", "float32", ("batch", 4), "logits")])
-    model.loaded(INFO, {"y": {"relative_l2": 1e-3}})
+    model.loaded(INFO, {"y": {"relative_l2": 1e-3}}, {"relative_l2": 0.015})
     model.request(Observation("m", "1", "", "OK", seconds, Timings(queue=0.2), trace=trace))
     model.drift("y", SampleDrift(2e-3, 1e-6, 0.5, math.inf, 1, 2, nonfinite=0))
     model.ready(is_ready=seconds < 1)

@@ -4,7 +4,9 @@ import math
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,9 +14,12 @@ from hypothesis import strategies as st
 from bf16kit.drift import SampleDrift
 from bf16kit.runtime import RuntimeInfo
 from bf16kit.tensors import TensorSpec
+from service.drift import weighted
 from service.request import REFUSALS, Observation, Timings
 from service.telemetry.metrics import Metrics
 from service.telemetry.modelmetrics import ModelMetrics
+from service.telemetry.pooling import METRICS, MOMENTS
+from service.telemetry.vocabulary import CODES
 
 #: Design §8: name → type and the labels in addition to model and version.
 DESIGN = {
@@ -48,6 +53,8 @@ DESIGN = {
     "bf16kit_drift_effective_samples": ("gauge", {"output"}),
     "bf16kit_drift_worst_slice_axis": ("gauge", {"output"}),
     "bf16kit_drift_worst_slice_index": ("gauge", {"output"}),
+    "bf16kit_drift_budget": ("gauge", {"metric"}),
+    "bf16kit_drift_pooled_total": ("counter", {"output", "metric", "moment"}),
     "bf16kit_drift_budget_ratio_low": ("gauge", {"output", "metric"}),
     "bf16kit_drift_budget_ratio_high": ("gauge", {"output", "metric"}),
     "bf16kit_drift_over_budget": ("gauge", set()),
@@ -95,7 +102,7 @@ SAMPLE = SampleDrift(2e-3, 1e-6, 0.01, 54.0, top1_matches=1, top1_rows=2, nonfin
 def loaded(metrics: Metrics, name: str = "m", version: int = 1) -> ModelMetrics:
     model = metrics.add(name, version)
     model.opened(1024, [TensorSpec("y", "float32", ("batch", 4), "logits")])
-    model.loaded(INFO, {"y": {"relative_l2": 1e-3}})
+    model.loaded(INFO, {"y": {"relative_l2": 1e-3}}, {"relative_l2": 0.015})
     return model
 
 
@@ -133,12 +140,11 @@ def test_the_metrics_are_those_of_the_design_with_their_types_and_labels() -> No
     text = metrics.expose()[0].decode()
     types = dict(re.findall(r"^# TYPE (\S+) (\S+)$", text, re.MULTILINE))
     ours = {name: kind for name, kind in types.items() if name.startswith("bf16kit_")}
-    assert ours == {"bf16kit_refused_total": "counter", "bf16kit_traces_total": "counter"} | {
-        name: kind for name, (kind, _) in DESIGN.items()
-    }
+    of_the_server = ("bf16kit_refused_total", "bf16kit_traces_total", "bf16kit_worker_restarts_total")
+    assert ours == dict.fromkeys(of_the_server, "counter") | {name: kind for name, (kind, _) in DESIGN.items()}
     labels: dict[str, set[str]] = {name: set() for name in DESIGN}
     for name, pairs in re.findall(r"^(bf16kit_[a-z0-9_]+)\{(.*)\} \S+$", text, re.MULTILINE):
-        if name in ("bf16kit_refused_total", "bf16kit_traces_total"):  # series of the server as a whole
+        if name in of_the_server:
             assert re.match("reason=|outcome=", pairs)
             continue
         base = name if name in DESIGN else re.sub(r"_(bucket|sum|count)$", "", name)
@@ -150,7 +156,7 @@ def test_every_series_exists_with_value_0_before_the_first_request() -> None:
     metrics = Metrics()
     loaded(metrics)
     samples = ours(metrics)
-    known = {"bf16kit_model_info", "bf16kit_model_weight_bytes", "bf16kit_drift_baseline"}
+    known = {"bf16kit_model_info", "bf16kit_model_weight_bytes", "bf16kit_drift_baseline", "bf16kit_drift_budget"}
     assert {key: value for key, value in samples.items() if value and key.split("{")[0] not in known} == {}
     assert samples['bf16kit_requests_total{code="OK",model="m",version="1"}'] == 0
     assert samples['bf16kit_rejected_total{model="m",reason="draining",version="1"}'] == 0
@@ -194,11 +200,19 @@ def test_requests_are_counted_by_code_and_timed() -> None:
     model = loaded(metrics)
     model.request(request("OK"))
     model.request(request("DATA_LOSS"))
+    model.request(request("DEADLINE_EXCEEDED"))
     samples = exposed(metrics)
-    assert samples['bf16kit_requests_total{code="OK",model="m",version="1"}'] == 1
-    assert samples['bf16kit_requests_total{code="DATA_LOSS",model="m",version="1"}'] == 1
+    for code in ("OK", "DATA_LOSS", "DEADLINE_EXCEEDED"):
+        assert samples[f'bf16kit_requests_total{{code="{code}",model="m",version="1"}}'] == 1
     assert samples['bf16kit_request_duration_seconds_bucket{le="0.25",model="m",version="1"}'] == 0
     assert samples['bf16kit_request_duration_seconds_bucket{le="0.5",model="m",version="1"}'] == 2
+
+
+@pytest.mark.parametrize("code", sorted({*CODES, "UNKNOWN"} - {"OK", "DEADLINE_EXCEEDED"}))
+def test_a_request_that_was_not_answered_is_not_a_fast_one(code: str) -> None:
+    metrics = Metrics()
+    loaded(metrics).request(request(code))
+    assert exposed(metrics)['bf16kit_request_duration_seconds_count{model="m",version="1"}'] == 0
 
 
 def test_queue_time_counts_for_every_request_that_was_queued_whatever_its_code() -> None:
@@ -210,7 +224,6 @@ def test_queue_time_counts_for_every_request_that_was_queued_whatever_its_code()
     samples = exposed(metrics)
     assert samples['bf16kit_queue_duration_seconds_count{model="m",version="1"}'] == 2
     assert samples['bf16kit_queue_duration_seconds_sum{model="m",version="1"}'] == pytest.approx(0.5)
-    assert samples['bf16kit_request_duration_seconds_count{model="m",version="1"}'] == 3
 
 
 def test_drift_is_observed_per_output() -> None:
@@ -225,6 +238,55 @@ def test_drift_is_observed_per_output() -> None:
     assert samples['bf16kit_drift_top1_rows_total{model="m",output="y",version="1"}'] == 2
     assert samples['bf16kit_drift_samples_total{model="m",outcome="measured",version="1"}'] == 1
     assert samples['bf16kit_drift_budget_ratio{metric="relative_l2",model="m",output="y",version="1"}'] == 0.2
+
+
+def moments(metrics: Metrics, metric: str) -> dict[str, float]:
+    labels = f'metric="{metric}",model="m",moment="{{}}",output="y",version="1"'
+    samples = exposed(metrics)
+    return {each: samples[f"bf16kit_drift_pooled_total{{{labels.format(each)}}}"] for each in MOMENTS}
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_the_sums_of_requests_give_their_mean_and_its_error(metric: str) -> None:
+    """The error is that of requests, whose rows are alike; it is larger than that of as many rows."""
+    metrics = Metrics()
+    model = loaded(metrics)
+    random = np.random.default_rng(3)
+    values, weights, clusters = np.zeros(0), np.zeros(0), np.zeros(0, np.int64)
+    for request in range(60):
+        rows, weight = int(random.integers(1, 5)), float(random.choice((1.0, 40.0)))
+        drift = random.exponential() * np.exp(0.01 * random.standard_normal(rows))
+        model.judged_rows(
+            "y", [replace(SAMPLE, relative_l2=each, cosine_distance=each) for each in drift.tolist()], weight
+        )
+        values, weights = np.append(values, drift), np.append(weights, [weight] * rows)
+        clusters = np.append(clusters, [request] * rows)
+    found = moments(metrics, metric)
+    mean = found["drift"] / found["weight"]
+    squared = found["drift_squared"] - 2 * mean * found["weight_drift"] + mean**2 * found["weight_squared"]
+    expected = weighted.mean(values, weights, clusters, positive=False)
+    size = weighted.effective_size(weights, clusters)
+    assert found["weight"] ** 2 / found["weight_squared"] == pytest.approx(size)
+    error = math.sqrt(squared * size / (size - 1)) / found["weight"]
+    assert mean == pytest.approx(expected.estimate)
+    assert error * weighted.student(size - 1) == pytest.approx(expected.high - expected.estimate)
+
+
+def test_a_destroyed_row_leaves_sums_that_later_rows_still_change() -> None:
+    metrics = Metrics()
+    model = loaded(metrics)
+    model.judged_rows("y", [replace(SAMPLE, relative_l2=math.inf), replace(SAMPLE, relative_l2=math.nan)], 100.0)
+    before = moments(metrics, "relative_l2")
+    model.judged_rows("y", [SAMPLE], 1.0)
+    after = moments(metrics, "relative_l2")
+    assert after["drift_squared"] - before["drift_squared"] == pytest.approx(SAMPLE.relative_l2**2, rel=0.5)
+    assert math.isfinite(before["drift"])
+
+
+def test_the_budget_is_exposed() -> None:
+    metrics = Metrics()
+    loaded(metrics)
+    assert exposed(metrics)['bf16kit_drift_budget{metric="relative_l2",model="m",version="1"}'] == 0.015
 
 
 def test_an_infinite_drift_is_counted_and_leaves_the_sum_finite() -> None:
@@ -325,9 +387,10 @@ CALLS: dict[str, tuple[object, ...]] = {
     "answered": ("bf16",),
     "sampled": ("measured", 1),
     "opened": (1, ()),
-    "loaded": (INFO, {}),
+    "loaded": (INFO, {}, {}),
     "ready": (True,),
     "drift": ("y", SAMPLE),
+    "judged_rows": ("y", [SAMPLE], 1.0),
     "budget_ratio": ("y", "relative_l2", 0.1, 0.1, 0.1),
     "worst_slice": ("y", 0, 0),
     "recent": ("y", 1.0, None),
@@ -341,6 +404,7 @@ CALLS: dict[str, tuple[object, ...]] = {
     "fallback_failed": (),
     "transition": ("fp32",),
     "gate": ("passed", 1.0),
+    "replacement_gate": ("failed",),
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -10,10 +10,12 @@ import pytest
 from waiting import until
 
 from bf16kit.errors import Bf16kitError, Unavailable
-from service.models.plan import DesiredModel, Plan
+from service.contract import State
+from service.models.plan import DesiredModel, FailedVersion, Plan
 from service.models.policy import Serving
 from service.peers.channel import Body
 from service.workers.changes import ModelChanges
+from service.workers.view import SlotState, View
 
 
 def desired(*versions: int, name: str = "m", stamp: str = "") -> DesiredModel:
@@ -33,6 +35,10 @@ class Workers:
         self.told: list[str] = []
         self.wrong: dict[str, Bf16kitError] = {}  # the error of a worker that gets a model with plans
         self.tried: list[DesiredModel | None] = []
+        self.view = View()
+
+    def subscribe(self, callback: Callable[[], None]) -> None:
+        self.report = callback
 
     def change(self, desired_models: Mapping[str, DesiredModel]) -> None:
         self.desired_models = dict(desired_models)
@@ -230,6 +236,48 @@ def test_a_change_that_takes_long_holds_up_only_those_of_its_own_model(workers: 
     next_of_it.result(20)
     assert workers.desired_models["m"] == desired(2)
     assert len(workers.desired_models) == 21
+
+
+def test_what_the_workers_begin_with_has_failed_once_it_failed_in_one_and_none_loads_it(
+    workers: Workers, changes: ModelChanges
+) -> None:
+    running, workers.running = workers.running, []
+    futures = changes.apply_all([desired(1, 2), desired(1, name="old")])
+    workers.running = running
+
+    def report(*states: State) -> None:
+        slots = [SlotState("m", 1, states[0]), SlotState("m", 2, states[1], "damaged"), SlotState("old", 1, states[2])]
+        workers.view = View(slots={slot.key: slot for slot in slots})
+        workers.report()
+
+    report("loading", "unavailable", "loading")
+    assert not any(future.done() for future in futures.values())
+    report("ready", "unavailable", "loading")
+    assert str(futures["m"].exception(0)) == "model 'm' version 2: damaged"
+    assert not futures["old"].done()
+    report("ready", "loading", "ready")
+    futures["old"].result(0)
+
+
+def test_a_failed_version_beside_others_that_serve_leaves_them_in_the_first_worker(
+    workers: Workers, changes: ModelChanges
+) -> None:
+    changes.apply(desired(1, 2)).result(20)
+    workers.told.clear()
+    workers.wrong["worker 1"] = DAMAGED
+    workers.desired_models = {**workers.desired_models, "old": desired(1, 2)}
+    assert changes.apply(desired(2, 3)).exception(20) is DAMAGED
+    assert workers.told == ["worker 1"], "version 1 stays there, by the policy latest"
+
+
+def test_counts_of_a_version_that_failed_are_kept_until_it_is_gone(
+    changes: ModelChanges, changed: list[tuple[str, list[int]]]
+) -> None:
+    (second,) = desired(2).plans
+    instead = DesiredModel("m", desired(1).plans, (FailedVersion(second, "over the budget"),))
+    for wanted in (desired(2), instead, desired(3)):
+        changes.apply(wanted).result(20)
+    assert changed == [("m", [2]), ("m", [1]), ("m", [1, 2, 3])]
 
 
 def test_what_is_being_tried_or_has_failed_is_not_tried_again_because_another_model_changes(

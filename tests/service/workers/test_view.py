@@ -67,6 +67,13 @@ def test_after_the_end_of_all_workers_the_server_is_ready_once_all_are_again() -
     assert View.of([report("ready")] * 2, [M1], was_complete=complete).ready
 
 
+def test_a_reason_that_names_the_worker_that_failed_is_shown_as_it_is() -> None:
+    aside = Report(
+        True, True, (SlotState("m", 1, "unavailable", "worker 2: over the budget; version 3 serves instead"),)
+    )
+    assert View.of([aside, aside], [M2]).slots[M1].reason == "worker 2: over the budget; version 3 serves instead"
+
+
 def test_a_failed_replacement_in_any_worker_is_shown_for_the_version() -> None:
     broken = Report(True, True, (SlotState("m", 1, "ready", "the previously loaded version still serves"),))
     for reports in ([report("ready"), broken], [broken, report("ready")]):

@@ -1,0 +1,61 @@
+"""The alerts that fire if something is wrong on all replicas: the rules as shipped, evaluated by promtool."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+_RULES = Path(__file__).parents[2] / "deploy" / "prometheus" / "rules"
+_MINUTES = 30
+_FIRING = re.compile(r'\{alertname="(\w+)", severity="(\w+)"\} ([\d.E+]+)')
+_TARGET = 'job="bf16kit", instance="r{number}:8002"'
+_MODEL = '{target}, model="m", version="2"'
+_BROKEN = (
+    f"bf16kit_drift_over_budget{{{_MODEL}}} 1x30",
+    f'bf16kit_drift_cause{{{_MODEL}, cause="broken"}} 1x30',
+    f'bf16kit_drift_change_score{{{_MODEL}, output="y"}} 2x30',
+)
+
+#: The series of a replica, by what is wrong, each with its values in promtool's notation.
+WRONG: Mapping[str, tuple[str, ...]] = {
+    "a release with a broken kernel": (*_BROKEN, f"bf16kit_fallback_active{{{_MODEL}}} 0x30"),
+    "the same, and fp32 answers": (*_BROKEN, f"bf16kit_fallback_active{{{_MODEL}}} 1x30"),
+    "a release that fails every request": (
+        f'bf16kit_requests_total{{{_MODEL}, code="OK"}} 0x30',
+        f'bf16kit_requests_total{{{_MODEL}, code="INTERNAL"}} 0+60x30',
+    ),
+    "a release that crashes every minute": (
+        "process_start_time_seconds{{target}} 0+60x30",
+        f"bf16kit_model_ready{{{_MODEL}}} 0x30",
+    ),
+}
+
+
+def firing(promtool: str, fault: str, replicas: int) -> dict[tuple[str, str], int]:
+    """Return how many alerts of each name and severity fire in the half hour after a release with ``fault``.
+
+    promtool has no command that prints them, so they are read from its message that none was expected.
+    """
+    series = ""
+    for number in range(replicas):
+        for each in ("up{{target}} 1x30", *WRONG[fault]):
+            selector, _, values = each.replace("{target}", _TARGET.format(number=number)).rpartition(" ")
+            series += f"      - {{series: '{selector}', values: '{values}'}}\n"
+    listed = "".join(f"  - {path}\n" for path in sorted(_RULES.glob("*.yml")))
+    expression = 'count by (alertname, severity) (last_over_time(ALERTS{alertstate="firing"}[30m]))'
+    text = (
+        f"rule_files:\n{listed}evaluation_interval: 1m\ntests:\n  - interval: 1m\n    input_series:\n{series}"
+        f"    promql_expr_test:\n      - {{expr: '{expression}', eval_time: {_MINUTES}m, exp_samples: []}}\n"
+    )
+    with tempfile.TemporaryDirectory() as scratch:
+        (Path(scratch) / "fleet.yml").write_text(text, "utf-8")
+        done = subprocess.run(
+            [promtool, "test", "rules", str(Path(scratch) / "fleet.yml")], capture_output=True, text=True, check=False
+        )
+    said = (done.stdout + done.stderr).replace('\\"', '"')
+    if "got:" not in said:
+        raise RuntimeError(f"promtool: {said}")
+    return {(name, severity): int(float(count)) for name, severity, count in _FIRING.findall(said)}

@@ -1,0 +1,253 @@
+"""A version that cannot be loaded: an older one serves instead, and everything says so."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+from artifacts import write_mlp
+from waiting import until
+
+from bf16kit.errors import Unavailable
+from service.models import loading
+from service.models.controller import Controller, Mode
+from service.models.directory import desired_model_of
+from service.models.plan import DesiredModel, FailedVersion
+from service.models.policy import VersionPolicy
+from service.models.repository import Repository
+from service.models.retries import FIRST_SECONDS, Retries
+from service.telemetry.metrics import Metrics
+
+BAD = 0.5
+ONLY_1 = VersionPolicy(specific=(1,))
+Versions = dict[int, float]  # by version: how much its outputs are spoiled
+
+
+class Server:
+    """A repository, its controller in a mode, and the loads so far."""
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.root = root
+        self.now = 1000.0
+        self.loads: list[str] = []
+        self.applied: Mapping[str, DesiredModel] = {}  # by the newest change of all models
+        self.metrics = Metrics()
+        self.repository = Repository(self.metrics, device="cpu", threads=1)
+        self.control: Controller
+        real = loading.load
+        monkeypatch.setattr(loading, "load", lambda path, *given, **more: self._load(real, path, *given, **more))
+
+    def _load(self, real: Callable[..., loading.LoadedModel], path: Path, *given: object, **more: object) -> object:
+        self.loads.append(f"{path.parent.name}/{path.name}")
+        return real(path, *given, **more)
+
+    def start(self, mode: Mode = "none", *start_up: str) -> None:
+        slots = self.repository.models
+        self.control = Controller(
+            self.root,
+            self.repository.apply,
+            self._apply_all,
+            mode,
+            start_up,
+            Retries(slots, lambda: self.now),
+            slots,
+        )
+        self.control.apply_initial()
+        self.repository.start()
+
+    def _apply_all(self, desired_models: Iterable[DesiredModel]) -> Mapping[str, Future[None]]:
+        self.applied = {desired.name: desired for desired in desired_models}
+        return self.repository.apply_all(self.applied.values())
+
+    def poll(self) -> None:
+        self.control.poll(lambda: None)
+
+    @property
+    def states(self) -> dict[int, str]:
+        return {slot.version: slot.state for slot in self.repository.models() if slot.name == "m"}
+
+    def wait(self, states: dict[int, str]) -> None:
+        until(lambda: self.states == states, what=f"{states}")
+
+    def exposes(self, series: str) -> bool:
+        return series in self.metrics.expose()[0].decode().splitlines()
+
+
+def put(root: Path, versions: Versions, policy: str = "{latest: 1}", name: str = "m") -> None:
+    """Write these versions in place of any existing ones."""
+    for version, spoil in versions.items():
+        shutil.rmtree(root / name / str(version), ignore_errors=True)
+        write_mlp(root / name / str(version), spoil=spoil)
+    (root / name / "serving.yaml").write_text(f"shadow: {{rate: 0}}\nversion_policy: {policy}\n")
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    made = Server(tmp_path, monkeypatch)
+    yield made
+    made.repository.close()
+
+
+def test_after_a_start_the_newest_version_that_passes_serves(
+    tmp_path: Path, server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    put(tmp_path, {1: 0, 2: 0, 3: BAD, 4: BAD})
+    (tmp_path / "m" / "2" / "manifest.json").unlink()  # it may still be being copied
+    server.start()
+    server.wait({1: "ready", 3: "unavailable", 4: "unavailable"})
+    until(lambda: server.repository.ready)
+    assert server.loads == ["m/4", "m/3", "m/1"], "each only once the newer one has failed"
+    assert server.repository.is_ready("m", "")
+    assert server.repository.get("m", "").version == 1
+    reason = server.repository.find("m", "4").reason
+    assert reason.startswith("golden samples are over the drift budget")
+    assert reason.endswith("; version 1 serves instead")
+    until(lambda: "; version 1 serves instead" in caplog.text)
+    (said,) = (each for each in caplog.records if each.getMessage().endswith("; version 1 serves instead"))
+    assert said.levelno == logging.ERROR
+    assert "model 'm': version 4 cannot be loaded: golden samples are over" in said.getMessage()
+
+
+def test_a_golden_gate_that_fails_at_load_is_exported(tmp_path: Path, server: Server) -> None:
+    put(tmp_path, {1: 0, 2: BAD})
+    server.start()
+    server.wait({1: "ready", 2: "unavailable"})
+    for series in (
+        'bf16kit_golden_gate_passed{model="m",version="2"} 0.0',
+        'bf16kit_golden_gate_runs_total{model="m",outcome="failed",version="2"} 1.0',
+        'bf16kit_model_ready{model="m",version="2"} 0.0',
+        'bf16kit_golden_gate_passed{model="m",version="1"} 1.0',
+        'bf16kit_model_ready{model="m",version="1"} 1.0',
+    ):
+        assert server.exposes(series)
+    assert 'bf16kit_golden_gate_timestamp_seconds{model="m",version="2"}' in server.metrics.expose()[0].decode()
+
+
+def test_a_replacement_that_fails_its_gate_does_not_change_the_gate_of_the_version_that_serves(
+    tmp_path: Path, server: Server
+) -> None:
+    put(tmp_path, {1: 0})
+    server.start("poll")
+    server.wait({1: "ready"})
+    put(tmp_path, {1: BAD})
+    server.poll()
+    until(lambda: "its replacement failed" in server.repository.find("m", "1").reason)
+    assert server.exposes('bf16kit_golden_gate_passed{model="m",version="1"} 1.0')
+    assert server.exposes('bf16kit_golden_gate_runs_total{model="m",outcome="failed",version="1"} 1.0')
+
+
+@pytest.mark.parametrize("policy", ["{latest: 1, strict: true}", "{specific: [2]}"])
+def test_no_older_version_is_tried_if_the_policy_is_strict_or_names_versions(
+    tmp_path: Path, server: Server, policy: str
+) -> None:
+    put(tmp_path, {1: 0, 2: BAD}, policy)
+    put(tmp_path, {1: 0}, name="other")
+    server.start()
+    until(lambda: server.loads == ["m/2", "other/1"] and server.repository.is_ready("other", ""))
+    assert server.states == {2: "unavailable"}
+    assert not server.repository.ready
+    assert server.exposes('bf16kit_model_ready{model="m",version="2"} 0.0')
+
+
+def test_a_server_whose_versions_all_fail_is_not_ready(tmp_path: Path, server: Server) -> None:
+    put(tmp_path, {1: BAD, 2: BAD})
+    server.start()
+    server.wait({1: "unavailable", 2: "unavailable"})
+    assert server.loads == ["m/2", "m/1"]
+    assert not server.repository.ready
+
+
+def test_a_serving_yaml_that_is_wrong_is_wrong_for_every_version(tmp_path: Path, server: Server) -> None:
+    put(tmp_path, {1: 0, 2: 0})
+    (tmp_path / "m" / "serving.yaml").write_text("max_batch: 1")
+    put(tmp_path, {1: 0}, name="other")
+    server.start()
+    until(lambda: server.repository.is_ready("other", ""))
+    server.repository.apply(DesiredModel("other")).result(60)  # what was asked for before is done by then
+    assert server.loads == ["other/1"]
+    assert server.states == {2: "unavailable"}
+    assert not server.repository.ready
+
+
+def test_a_version_that_serves_stays_when_a_newer_one_fails(tmp_path: Path, server: Server) -> None:
+    put(tmp_path, {1: 0, 2: 0}, "{latest: 2}")
+    server.start("poll")
+    server.wait({1: "ready", 2: "ready"})
+    before = [server.repository.get("m", version) for version in "12"]
+    put(tmp_path, {3: BAD}, "{latest: 2}")
+    server.poll()
+    server.wait({1: "ready", 2: "ready", 3: "unavailable"})
+    until(lambda: server.repository.find("m", "3").reason.endswith("; versions 1, 2 serve instead"))
+    assert [server.repository.get("m", version) for version in "12"] == before
+    assert server.loads == ["m/1", "m/2", "m/3"]
+
+
+def test_a_repaired_version_replaces_the_older_one_and_is_not_tried_before(tmp_path: Path, server: Server) -> None:
+    put(tmp_path, {1: 0, 2: BAD})
+    server.start("poll")
+    server.wait({1: "ready", 2: "unavailable"})
+    until(lambda: server.repository.ready)
+    server.poll()
+    put(tmp_path, {1: 0}, name="other")
+    server.poll()
+    until(lambda: server.repository.is_ready("other", ""))
+    assert server.loads == ["m/2", "m/1", "other/1"], "neither a poll nor a change of another model tries 2 again"
+    assert server.applied["m"].versions == {1}, "nor does it in workers, which are told again what to serve"
+    put(tmp_path, {2: 0})
+    server.poll()
+    server.wait({2: "ready"})
+    until(lambda: 'bf16kit_model_ready{model="m",version="1"}' not in server.metrics.expose()[0].decode())
+
+
+def test_a_failed_version_is_retried_after_a_pause_while_the_older_one_serves(tmp_path: Path, server: Server) -> None:
+    put(tmp_path, {1: 0, 2: BAD})
+    server.start("poll")
+    server.wait({1: "ready", 2: "unavailable"})
+    until(lambda: server.repository.ready)
+    generation = server.repository.get("m", "")
+    server.poll()
+    server.now += FIRST_SECONDS
+    server.poll()
+    until(lambda: server.loads == ["m/2", "m/1", "m/2"])
+    server.wait({1: "ready", 2: "unavailable"})
+    until(lambda: server.repository.find("m", "2").reason.endswith("; version 1 serves instead"))
+    assert server.repository.get("m", "") is generation
+    assert server.repository.ready
+
+
+def test_a_client_that_asks_for_a_load_is_told_and_no_older_version_is_loaded(tmp_path: Path, server: Server) -> None:
+    put(tmp_path, {1: 0, 2: BAD})
+    server.start("explicit")
+    assert isinstance(server.control.load("m").exception(60), Unavailable)
+    put(tmp_path, {1: 0}, name="other")
+    server.control.load("other").result(60)
+    assert server.loads == ["m/2", "other/1"]
+    assert server.states == {2: "unavailable"}
+
+
+def test_a_model_that_explicit_control_loads_at_start_may_have_an_older_version_serve(
+    tmp_path: Path, server: Server
+) -> None:
+    put(tmp_path, {1: 0, 2: BAD})
+    server.start("explicit", "m")
+    server.wait({1: "ready", 2: "unavailable"})
+
+
+def test_a_version_that_failed_in_another_process_is_withdrawn_here(tmp_path: Path, server: Server) -> None:
+    put(tmp_path, {1: 0, 2: 0})
+    server.repository.start()
+    newest = desired_model_of(tmp_path / "m")
+    server.repository.apply(newest).result(60)
+    older = desired_model_of(
+        tmp_path / "m", lambda serving: serving.model_copy(update={"version_policy": ONLY_1})
+    ).plans
+    instead = DesiredModel("m", older, (FailedVersion(newest.plans[0], "worker 2: no memory"),))
+    server.repository.apply(instead).result(60)
+    assert server.states == {1: "ready", 2: "unavailable"}
+    assert server.repository.find("m", "2").reason == "worker 2: no memory; version 1 serves instead"
+    assert server.repository.ready
+    assert server.exposes('bf16kit_model_ready{model="m",version="2"} 0.0')
