@@ -39,6 +39,7 @@ _RUNS, _MOST = 50, 4000  # breaches of each kind; samples until one counts as no
 _HEALTHY_FIRST, _SIZE = 200, 16
 _PROMISE = 0.1  # false episodes a week: one in ten weeks
 _WEEKS = 40  # 37 without an episode show that there are fewer, with 95 % confidence
+_AT_THE_BORDER, _MORE_WEEKS = "1 row in 100 at 0.2", 200
 #: The sampler's weights for one class of sizes: 62 % of the samples stand for common requests, the rest for the fastest
 #: and the slowest, which are measured more often.
 _COMMON, _WEIGHTS = 0.617, (1.46, 0.26)
@@ -69,7 +70,7 @@ def mixed(share: float, drift: float) -> Draw:
     return lambda rng, count: np.where(rng.uniform(size=count) < share, drift, healthy(rng, count))
 
 
-WITHIN: Mapping[str, Draw] = {
+WITHIN: Mapping[str, Draw] = {  # the last but one has a p99 exactly at its bound
     "lognormal, spread 0.1": lognormal(0.1),
     "t with 3 degrees, spread 0.1": heavy(0.1),
     "t with 3 degrees, spread 0.3": heavy(0.3),
@@ -206,9 +207,10 @@ def _rotated(vectors: Floats, angles: Floats, rng: np.random.Generator) -> Float
 
 def measure(workspace: Workspace, *, quick: bool) -> Result:
     """False episodes a week with Poisson's 95 % interval; median and 95th percentile of the samples until a breach."""
-    weeks, runs = (0.05, 2) if quick else (_WEEKS, _RUNS)
+    runs = 2 if quick else _RUNS
     found: list[Measurement] = []
     for index, (name, traffic) in enumerate(WITHIN.items()):
+        weeks = 0.05 if quick else _MORE_WEEKS if name == _AT_THE_BORDER else _WEEKS
         count = episodes(traffic, weeks, np.random.default_rng(index))
         low, high = poisson(count)
         found.append(
@@ -234,6 +236,6 @@ def measure(workspace: Workspace, *, quick: bool) -> Result:
     return Result(
         "drift_over_budget",
         tuple(found),
-        settings={"weeks of each": weeks, "samples a second": 1, "breaches of each": runs},
+        settings={"samples a second": 1, "breaches of each": runs},
         notes=("simulated: drift is drawn, no model runs",),
     )

@@ -174,7 +174,7 @@ class Comparison:
                 self._add(output, found, weight, sample.client, observer)
         self._samples += sample.rows
         self._verdict = self._new_verdict()
-        observer.judged(self._verdict.state == "over", self._verdict.cause)
+        observer.judged(self._verdict.state, self._verdict.cause)
         return True
 
     def _drift(self, spec: TensorSpec, expected: Mapping[str, Array], sample: Sample, outside: bool) -> OutputDrift:
@@ -274,9 +274,12 @@ class Comparison:
         outputs = [each for each in self._outputs.values() if each.newest > self._requests - REQUESTS]
         bounds = [(output, each) for output in outputs for each in output.verdict.estimates]
         over = [(output, each) for output, each in bounds if each.metric in output.verdict.over]
-        undecided = [pair for pair in bounds if not pair[1].high <= 1]
+        undecided = [pair for pair in bounds if not pair[1].within]
         state: State = "over" if over else "unknown" if undecided or not bounds else "within"
-        output, nearest = max(over or undecided or bounds, key=lambda pair: pair[1].ratio, default=(None, None))
+        confirmed = [pair for pair in bounds if pair[1].confirmable]
+        output, nearest = max(
+            over or undecided or confirmed or bounds, key=lambda pair: pair[1].ratio, default=(None, None)
+        )
         return DriftVerdict(
             model=self._verdict.model,
             version=self._verdict.version,

@@ -40,8 +40,8 @@ class DriftObserver(Protocol):
     def reference_nonfinite(self, rows: int) -> None:
         """``rows`` are left out of all drift, because an output of the reference is not finite for their request."""
 
-    def judged(self, over: bool, cause: str) -> None:
-        """Whether recent drift is over budget with confidence, and the diagnosed cause."""
+    def judged(self, state: str, cause: str) -> None:
+        """The state of recent drift and the diagnosed cause; see :class:`service.drift.verdict.DriftVerdict`."""
 
 
 class OutcomeObserver(Protocol):

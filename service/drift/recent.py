@@ -47,6 +47,7 @@ class Estimate:
     """One bound's drift ÷ budget (over 1 is a breach), its 95 % interval, and the lower end of its wide one.
 
     ``lowest`` over 1 establishes a breach although it is looked at after every sample (:mod:`service.drift.weighted`).
+    ``confirmable``: so many samples can show that the bound is met.
     """
 
     metric: str
@@ -54,6 +55,16 @@ class Estimate:
     low: float
     high: float
     lowest: float
+    confirmable: bool = True
+
+    @property
+    def within(self) -> bool:
+        """Whether the bound is met: with 95 % confidence, or by the estimate if no such samples could confirm it.
+
+        Otherwise a model whose requests differ much in size, so that samples are worth few, would never be within a
+        budget that bounds a p99.
+        """
+        return self.high <= 1 or (not self.confirmable and self.ratio <= 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +174,16 @@ def estimates(window: Window, budget: Budget) -> Iterator[Estimate]:
         found = _interval(window, bound)
         if found is not None:
             ratio, low, high, lowest, highest = (budget.ratio(bound, value) for value in _clipped(found, bound))
-            yield Estimate(bound, ratio, min(low, high), max(low, high), min(lowest, highest))
+            high, low = max(low, high), min(low, high)
+            confirmable = window.size < MIN_EFFECTIVE_SIZE or _is_confirmable(window, budget, bound, high)
+            yield Estimate(bound, ratio, low, high, min(lowest, highest), confirmable)
+
+
+def _is_confirmable(window: Window, budget: Budget, bound: str, high: float) -> bool:
+    """Return whether so many samples, were all of them good, could show with 95 % confidence that the bound is met."""
+    if bound == "top1_agreement":
+        return budget.ratio(bound, weighted.proportion(1.0, window.size).low) <= 1
+    return bound.partition(".")[2] not in _QUANTILES or math.isfinite(high)
 
 
 def _interval(window: Window, bound: str) -> Interval | None:

@@ -17,8 +17,9 @@ CAUSES: tuple[Cause, ...] = get_args(Cause)
 class DriftVerdict:
     """Recent drift against the budget, and whether it has changed.
 
-    * ``state``: ``over`` once it is established so that chance reports it less than once in ten weeks, until 1 is in
-      the 95 % interval again; ``within`` with 95 % confidence; ``unknown`` otherwise, or with too few samples.
+    * ``state``: ``over`` once it is established beyond chance, although it is looked at after every sample, until 1 is
+      in the 95 % interval again; ``within`` if every bound is met (:attr:`service.drift.recent.Estimate.within`);
+      ``unknown`` otherwise.
     * ``cause``: the diagnosis (:mod:`service.drift.diagnosis`).
     * ``output``, ``metric``: the bound that is most over or nearest to a breach; "" if nothing is bounded or measured.
     * ``ratio``: drift ÷ budget of that bound; ``low`` and ``high``: its interval. Any of the three may be infinite.

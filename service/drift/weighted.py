@@ -1,8 +1,8 @@
 """Statistics of weighted samples with intervals: formulas only, each with its source.
 
 Each interval has two widths. The narrow one holds with 95 % at any one look: people read it. The wide one, of
-:data:`Z_ALWAYS` standard errors, is for decisions that are made anew after every sample: at one sample a second it is
-wrong less than once in ten weeks (docs/decisions/0054 has the simulated rates).
+:data:`Z_ALWAYS` standard errors, is for decisions that are made anew after every sample (docs/decisions/0054 has the
+simulated rates of false ones).
 
 Rows come in clusters, the rows of one request, which are not independent. Requests are sampled, not rows, so the size
 of a sample is counted in requests. ``clusters`` gives each row's request, as integers from 0.

@@ -67,8 +67,7 @@ def _state(recent: RecentActivity) -> str:
         return "over budget"
     if not recent.ratios:
         return "not measured"
-    highs = [high for metrics in recent.drift.high.values() for high in metrics.values()]
-    return "within budget" if highs and all(high is not None and high < 1 for high in highs) else "not known yet"
+    return "within budget" if recent.drift.within else "not known yet"
 
 
 def _table(recent: RecentActivity, running: RuntimeView) -> str:

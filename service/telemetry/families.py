@@ -131,6 +131,9 @@ class Families:
             "drift_effective_samples", "Effective sample size of recent drift.", "output", mode="max"
         )
         self.over_budget = gauge("drift_over_budget", "1 while drift is over budget beyond chance.", mode="max")
+        self.within_budget = gauge(
+            "drift_within_budget", "1 while drift is within budget: every bound is met.", mode="max"
+        )
         self.cause = gauge("drift_cause", "1 for the diagnosed cause, 0 for the others.", "cause", mode="max")
         self.change_score = gauge(
             "drift_change_score", "The change detector's sum as a share of its threshold; 1 is an alarm.",

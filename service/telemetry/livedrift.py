@@ -10,7 +10,7 @@ _LOW, _HIGH = "bf16kit_drift_budget_ratio_low", "bf16kit_drift_budget_ratio_high
 _EFFECTIVE, _SCORE = "bf16kit_drift_effective_samples", "bf16kit_drift_change_score"
 _CHANGES, _OVER, _CAUSE = "bf16kit_drift_changes_total", "bf16kit_drift_over_budget", "bf16kit_drift_cause"
 _OUT_OF_RANGE, _LAST = "bf16kit_drift_out_of_range_total", "bf16kit_drift_last_sample_timestamp_seconds"
-_UP = "bf16kit_drift_reference_up"
+_UP, _WITHIN = "bf16kit_drift_reference_up", "bf16kit_drift_within_budget"
 _AXIS, _INDEX = "bf16kit_drift_worst_slice_axis", "bf16kit_drift_worst_slice_index"
 _PASSED, _AT = "bf16kit_golden_gate_passed", "bf16kit_golden_gate_timestamp_seconds"
 _FALLS, _ANSWERS = "bf16kit_fallback_transitions_total", "bf16kit_answers_total"
@@ -26,6 +26,7 @@ LABELS: Mapping[str, tuple[str, ...]] = {
     _INDEX: ("output",),
     _CHANGES: ("output",),
     _OVER: (),
+    _WITHIN: (),
     _CAUSE: ("cause",),
     _OUT_OF_RANGE: ("input",),
     _LAST: (),
@@ -49,7 +50,8 @@ class LiveDrift:
     change_score: Mapping[str, float | None]  # by output; 1 is an alarm
     worst_slice: Mapping[str, tuple[int, int]]  # axis and index, by output
     changes: int  # alarms since it was loaded
-    over: bool  # over budget with confidence
+    over: bool  # over budget beyond chance
+    within: bool  # every bound of the budget is met; neither: not known yet
     cause: str  # "" without a breach or change
     out_of_range: Mapping[str, int]  # measured rows, by input
     last_sample: float | None
@@ -76,6 +78,7 @@ class LiveDrift:
             },
             changes=round(sum(values.get(_CHANGES, {}).values())),
             over=_single_value(values, _OVER) == 1,
+            within=_single_value(values, _WITHIN) == 1,
             cause=next((cause for (cause,), value in values.get(_CAUSE, {}).items() if value == 1), ""),
             out_of_range={name: round(rows) for (name,), rows in values.get(_OUT_OF_RANGE, {}).items() if rows},
             last_sample=_single_value(values, _LAST),

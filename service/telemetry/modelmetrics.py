@@ -74,7 +74,7 @@ class ModelMetrics:
         self._fallback_failures = self._child(f.fallback_failures)
         self._transitions = {to: self._child(f.fallback_transitions, to) for to in vocabulary.PRECISIONS}
         self._gate_runs = {outcome: self._child(f.gate_runs, outcome) for outcome in vocabulary.GATE_OUTCOMES}
-        self._over_budget = self._child(f.over_budget)
+        self._states = {"over": self._child(f.over_budget), "within": self._child(f.within_budget)}
         self._reference_nonfinite = self._child(f.reference_nonfinite)
         self._causes = {cause: self._child(f.cause, cause) for cause in vocabulary.CAUSES}
 
@@ -258,12 +258,13 @@ class ModelMetrics:
         self._reference_nonfinite.inc(rows)
         self._changes.pending = True
 
-    def judged(self, over: bool, cause: str) -> None:
-        """Set whether drift is over budget, and its cause.
+    def judged(self, state: str, cause: str) -> None:
+        """Set whether drift is ``over`` or ``within`` the budget, or neither is established, and its cause.
 
         ``cause`` is one of :data:`~service.telemetry.vocabulary.CAUSES`, or "none".
         """
-        self._over_budget.set(1 if over else 0)
+        for name, series in self._states.items():
+            series.set(1 if name == state else 0)
         for name, series in self._causes.items():
             series.set(1 if name == cause else 0)
         self._changes.pending = True

@@ -35,7 +35,7 @@ def everything() -> Metrics:
     model.worst_slice("y", 1, 3)
     model.changed("y")
     model.out_of_range("x", 1)
-    model.judged(False, CAUSES[0])
+    model.judged("within", CAUSES[0])
     model.last_sample(1.0)
     model.reference_up(True)
     model.gate("passed", 1.0)

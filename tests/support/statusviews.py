@@ -56,6 +56,7 @@ def live(*, output: str = "sentence_embedding", ratio: float = 0.36, **changes: 
         "worst_slice": {output: (1, 7)},
         "changes": 1 if over else 0,
         "over": over,
+        "within": not over,
         "cause": "broken" if over else "",
         "out_of_range": {"input_ids": 3} if over else {},
         "last_sample": AT - 2,

@@ -99,7 +99,7 @@ class Heard:
     def reference_nonfinite(self, rows: int) -> None:
         pass
 
-    def judged(self, over: bool, cause: str) -> None:
+    def judged(self, state: str, cause: str) -> None:
         pass
 
 

@@ -54,7 +54,7 @@ def test_live_drift_reads_every_field_from_the_metrics() -> None:
     series.recent("y", 42.5, 1.2)
     series.worst_slice("y", 2, 17)
     series.changed("y")
-    series.judged(True, "out_of_range")
+    series.judged("over", "out_of_range")
     series.out_of_range("x", 7)
     series.out_of_range("z", 0)
     series.last_sample(99.0)

@@ -58,6 +58,7 @@ DESIGN = {
     "bf16kit_drift_budget_ratio_low": ("gauge", {"output", "metric"}),
     "bf16kit_drift_budget_ratio_high": ("gauge", {"output", "metric"}),
     "bf16kit_drift_over_budget": ("gauge", set()),
+    "bf16kit_drift_within_budget": ("gauge", set()),
     "bf16kit_drift_cause": ("gauge", {"cause"}),
     "bf16kit_drift_change_score": ("gauge", {"output"}),
     "bf16kit_drift_changes_total": ("counter", {"output"}),
@@ -113,7 +114,7 @@ def tell_all(model: ModelMetrics) -> None:
     model.worst_slice("y", 1, 3)
     model.changed("y")
     model.out_of_range("x", 3)
-    model.judged(True, "broken")
+    model.judged("over", "broken")
     model.last_sample(1.7e9)
     model.reference_up(True)
     model.gate("failed", 1.7e9)
@@ -333,13 +334,14 @@ def test_a_sample_counts_for_the_rows_it_represents_and_nonfinite_values_count_o
 def test_only_the_current_cause_is_set() -> None:
     metrics = Metrics()
     model = loaded(metrics)
-    for over, cause in ((True, "broken"), (True, "rounding"), (False, "none")):
-        model.judged(over, cause)
+    for state, cause in (("over", "broken"), ("over", "rounding"), ("within", "none"), ("unknown", "none")):
+        model.judged(state, cause)
         samples = exposed(metrics)
         told = {name for name in ("rounding", "broken", "out_of_range")
                 if samples[f'bf16kit_drift_cause{{cause="{name}",model="m",version="1"}}']}  # fmt: skip
         assert told == {cause} - {"none"}
-        assert samples['bf16kit_drift_over_budget{model="m",version="1"}'] == over
+        for name in ("over", "within"):
+            assert samples[f'bf16kit_drift_{name}_budget{{model="m",version="1"}}'] == (state == name)
 
 
 def test_a_golden_gate_with_an_error_is_not_passed() -> None:
