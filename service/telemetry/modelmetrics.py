@@ -67,6 +67,7 @@ class ModelMetrics:
         self._compute_seconds, self._batch_rows = self._child(f.compute_seconds), self._child(f.batch_rows)
         self._queue_depth, self._in_flight = self._child(f.queue_depth), self._child(f.in_flight)
         self._ready, self._load_seconds = self._child(f.ready), self._child(f.load_seconds)
+        self._replacement_failed = self._child(f.replacement_failed)
         self._weight_bytes = self._child(f.weight_bytes)
         self._outputs: dict[str, _OutputSeries] = {}
         self._answers = {precision: self._child(f.answers, precision) for precision in vocabulary.PRECISIONS}
@@ -139,6 +140,11 @@ class ModelMetrics:
         self._ready.set(1 if is_ready else 0)
         if load_seconds is not None:
             self._load_seconds.set(load_seconds)
+        self._changes.pending = True
+
+    def replacement_failed(self, failed: bool) -> None:
+        """Set whether the version serves what it did because its replacement could not be loaded."""
+        self._replacement_failed.set(1 if failed else 0)
         self._changes.pending = True
 
     # --- requests -----------------------------------------------------------------------------------------------------
@@ -302,12 +308,7 @@ class ModelMetrics:
 
     def gate(self, outcome: vocabulary.GateOutcome, at: float) -> None:
         """Count a run of the golden gate at Unix time ``at``. An ``error``, which gives no result, is not passed."""
-        self.replacement_gate(outcome)
+        self._gate_runs[outcome].inc()
         self._set_late_gauge(self._families.gate_passed, 1 if outcome == "passed" else 0)
         self._set_late_gauge(self._families.gate_at, at)
-        self._changes.pending = True
-
-    def replacement_gate(self, outcome: vocabulary.GateOutcome) -> None:
-        """Count a run of the golden gate of a replacement, which is not the generation that answers."""
-        self._gate_runs[outcome].inc()
         self._changes.pending = True
