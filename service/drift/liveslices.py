@@ -18,9 +18,8 @@ _DECAY = 2.0 ** (-_EVERY / HALF_LIFE)
 # request of several rows alone, so their slices are mostly judged against the variation at conversion.
 _LARGEST_ROW = 1 << 16
 # A mean square over n requests has a relative standard error of √(2/n). The slice error is the root of a ratio of two,
-# so the logarithm's is 1/√n. It is the largest of up to thousands of slices: 4.5 standard errors are exceeded by chance
-# in less than one of a hundred thousand.
-_BELOW, _ABOVE = 4.5, 1.96
+# so the logarithm's is 1/√n. It is the largest of up to thousands of slices: the interval's lower end takes the 4.5
+# standard errors of Z_ALWAYS, which chance exceeds in less than one of a hundred thousand.
 # Times its known variation that a slice's error counts in one request. A destroyed slice has 1.4. A single request of n
 # gives 4/√n, and the interval of that begins below the default bound for every n.
 _MOST = 4.0

@@ -259,8 +259,8 @@ class Reconciler:
                 garbage.collect_and_freeze()
             replaced = self._publish(slot, plan, loaded, started)
         except Bf16kitError as error:
-            if isinstance(error, BudgetExceeded):
-                _count_failed_gate(slot)
+            if isinstance(error, BudgetExceeded) and slot.model is None:  # else the gate of what serves has not failed
+                slot.series.gate("failed", time.time())
             reason = slot.fail(str(error), _NOT_FOR_CALLERS if isinstance(error, RuntimeFailure) else "")
         except Exception:  # noqa: BLE001 - a bug in loading one model must not take the others down
             _log.exception("%s: loading failed unexpectedly", slot.label)
@@ -359,11 +359,3 @@ class Reconciler:
             self.unloading = tuple(slot for slot in self.unloading if slot not in removed)
         del surplus, removed, models, slot, model
         garbage.collect_and_freeze()
-
-
-def _count_failed_gate(slot: Slot) -> None:
-    """Report a golden gate that failed at load: as the version's own unless its previous generation answers."""
-    if slot.model is None:
-        slot.series.gate("failed", time.time())
-    else:
-        slot.series.replacement_gate("failed")

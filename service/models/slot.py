@@ -70,6 +70,7 @@ class Slot:
     def clear_reason(self) -> None:
         """Clear the reason: the generation that answers is the one wanted, even if a replacement failed before."""
         self._status = replace(self._status, reason="")
+        self.series.replacement_failed(False)
 
     def start_loading(self, plan: Plan) -> None:
         """Note that ``plan`` is about to be loaded. The generation that answers stays."""
@@ -93,6 +94,7 @@ class Slot:
             _log.error("%s: the previously loaded version still serves; its replacement failed: %s", self.label, reason)
             text = f"the previously loaded version still serves; its replacement failed: {public}"
             self._status = replace(self._status, reason=text)
+            self.series.replacement_failed(True)
             return public
         _log.error("%s is unavailable: %s", self.label, reason)
         self.series.ready(False)
@@ -106,6 +108,7 @@ class Slot:
         """
         self.tried, self.awaited = plan, False
         self.series.ready(False)
+        self.series.replacement_failed(False)
         return self.withdraw(reason)
 
     def withdraw(self, reason: str) -> Generation | None:

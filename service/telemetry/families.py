@@ -72,6 +72,9 @@ class Families:
     def _add_model_families(self, factory: FamilyFactory) -> None:
         gauge = factory.gauge
         self.ready = gauge("model_ready", "1 while the model is ready, else 0.", mode="min")
+        self.replacement_failed = gauge(
+            "model_replacement_failed", "1 while the newest change of a version that serves failed to load.", mode="max"
+        )
         self.load_seconds = gauge("model_load_seconds", "Time from opening the artifact to ready.", mode="max")
         self.weight_bytes = gauge("model_weight_bytes", "Bytes of stored weights that the model maps.", mode="max")
         self.info = gauge(

@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from bf16kit.drift import SampleDrift
 from bf16kit.runtime import RuntimeInfo
 from bf16kit.tensors import TensorSpec
 from service.request import Observation
-from service.telemetry import pooling, vocabulary
+from service.telemetry import vocabulary
+from service.telemetry.outputseries import OutputSeries
 
 if TYPE_CHECKING:
     from prometheus_client import Counter, Gauge, Histogram
 
     from service.telemetry.families import Families
-    from service.telemetry.weighted import WeightedHistogram, WeightedSeries
 
 _Child = TypeVar("_Child", "Counter", "Gauge", "Histogram")
-
-
-@dataclass(frozen=True, slots=True)
-class _OutputSeries:
-    relative_l2: WeightedSeries
-    cosine: WeightedSeries
-    max_abs: WeightedSeries
-    nonfinite: Counter
-    pooled: dict[str, tuple[Counter, ...]]  # the sums of pooling.MOMENTS, by metric
-    top1: tuple[Counter, Counter] | None  # matches, rows; for logits only
 
 
 class Changes:
@@ -67,8 +56,9 @@ class ModelMetrics:
         self._compute_seconds, self._batch_rows = self._child(f.compute_seconds), self._child(f.batch_rows)
         self._queue_depth, self._in_flight = self._child(f.queue_depth), self._child(f.in_flight)
         self._ready, self._load_seconds = self._child(f.ready), self._child(f.load_seconds)
+        self._replacement_failed = self._child(f.replacement_failed)
         self._weight_bytes = self._child(f.weight_bytes)
-        self._outputs: dict[str, _OutputSeries] = {}
+        self._outputs: dict[str, OutputSeries] = {}
         self._answers = {precision: self._child(f.answers, precision) for precision in vocabulary.PRECISIONS}
         self._fallback_active = self._child(f.fallback_active)
         self._fallback_failures = self._child(f.fallback_failures)
@@ -80,9 +70,6 @@ class ModelMetrics:
 
     def _child(self, family: _Child, *labels: str) -> _Child:
         return family.labels(*self._labels, *labels)
-
-    def _weighted_child(self, family: WeightedHistogram, output: str) -> WeightedSeries:
-        return family.labels(*self._labels, output)
 
     def _set_late_gauge(self, family: Gauge, value: float, *labels: str) -> None:
         """Set a gauge whose series appears with its first value.
@@ -101,22 +88,7 @@ class ModelMetrics:
     def opened(self, weight_bytes: int, outputs: Iterable[TensorSpec]) -> None:
         """Create the series of the outputs, which are known once the artifact is open."""
         self._weight_bytes.set(weight_bytes)
-        f = self._families
-        for spec in outputs:
-            logits = spec.kind == "logits"
-            self._outputs[spec.name] = _OutputSeries(
-                relative_l2=self._weighted_child(f.relative_l2, spec.name),
-                cosine=self._weighted_child(f.cosine, spec.name),
-                max_abs=self._weighted_child(f.max_abs, spec.name),
-                nonfinite=self._child(f.nonfinite, spec.name),
-                pooled={
-                    metric: tuple(self._child(f.pooled, spec.name, metric, moment) for moment in pooling.MOMENTS)
-                    for metric in pooling.METRICS
-                },
-                top1=(self._child(f.top1_matches, spec.name), self._child(f.top1_rows, spec.name)) if logits else None,
-            )
-            self._child(f.effective_samples, spec.name)
-            self._child(f.changes, spec.name)
+        self._outputs = {spec.name: OutputSeries(self._families, self._labels, spec) for spec in outputs}
         self._changes.pending = True
 
     def loaded(
@@ -139,6 +111,11 @@ class ModelMetrics:
         self._ready.set(1 if is_ready else 0)
         if load_seconds is not None:
             self._load_seconds.set(load_seconds)
+        self._changes.pending = True
+
+    def replacement_failed(self, failed: bool) -> None:
+        """Set whether the version serves what it did because its replacement could not be loaded."""
+        self._replacement_failed.set(1 if failed else 0)
         self._changes.pending = True
 
     # --- requests -----------------------------------------------------------------------------------------------------
@@ -195,24 +172,12 @@ class ModelMetrics:
         A row of one number (``scalar``) has no angle, and no magnitude to relate its error to: that is its max_abs.
         Elements that are not finite are counted unweighted: the metric counts what was observed and estimates nothing.
         """
-        series = self._outputs[output]
-        if not scalar:
-            series.relative_l2.observe(vocabulary.finite(sample.relative_l2), weight)
-            series.cosine.observe(vocabulary.finite(sample.cosine_distance), weight)
-        series.max_abs.observe(vocabulary.finite(sample.max_abs), weight)
-        series.nonfinite.inc(sample.nonfinite)
-        if series.top1 is not None:
-            series.top1[0].inc(sample.top1_matches * weight)
-            series.top1[1].inc(sample.top1_rows * weight)
+        self._outputs[output].observe(sample, weight, scalar=scalar)
         self._changes.pending = True
 
     def judged_rows(self, output: str, rows: Sequence[SampleDrift], weight: float) -> None:
         """Add one request's rows to the sums that are pooled over replicas; each stands for ``weight`` rows."""
-        for metric, sums in self._outputs[output].pooled.items():
-            for series, value in zip(
-                sums, pooling.moments([getattr(row, metric) for row in rows], weight), strict=True
-            ):
-                series.inc(value)
+        self._outputs[output].add_judged(rows, weight)
         self._changes.pending = True
 
     def budget_ratio(self, output: str, metric: str, ratio: float, low: float, high: float) -> None:
@@ -303,12 +268,7 @@ class ModelMetrics:
 
     def gate(self, outcome: vocabulary.GateOutcome, at: float) -> None:
         """Count a run of the golden gate at Unix time ``at``. An ``error``, which gives no result, is not passed."""
-        self.replacement_gate(outcome)
+        self._gate_runs[outcome].inc()
         self._set_late_gauge(self._families.gate_passed, 1 if outcome == "passed" else 0)
         self._set_late_gauge(self._families.gate_at, at)
-        self._changes.pending = True
-
-    def replacement_gate(self, outcome: vocabulary.GateOutcome) -> None:
-        """Count a run of the golden gate of a replacement, which is not the generation that answers."""
-        self._gate_runs[outcome].inc()
         self._changes.pending = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -67,6 +68,25 @@ def test_a_failed_rollout_is_reported_and_survives_a_restart(tmp_path: Path, ser
     write_mlp(model / "3")
     until(lambda: server.metric(ready(3)) == 1 and server.metric(ready(1)) == -1, 60, "version 3 in place of 1")
     assert server.metric(ready(2)) == -1, "it is not wanted any more"
+    server.terminate()
+    assert server.exit_code() == 0
+
+
+@pytest.mark.long
+def test_a_version_replaced_by_one_that_fails_is_reported_while_it_serves(tmp_path: Path, serve: Serve) -> None:
+    """At the next restart the server has nothing else to load."""
+    model = tmp_path / "models" / "m"
+    (tmp_path / "server.yaml").write_text("model_control: poll\npoll_seconds: 1\n")
+    write_mlp(model / "1")
+    (model / "serving.yaml").write_text("shadow: {rate: 0}\n")
+    server = serve("--repository", str(model.parent), "--config", str(tmp_path / "server.yaml")).wait_ready()
+    failed = 'bf16kit_model_replacement_failed{model="m",version="1"}'
+    assert server.metric(failed) == 0
+    for spoil, value in ((0.5, 1), (0, 0)):
+        shutil.rmtree(model / "1")
+        write_mlp(model / "1", spoil=spoil)
+        until(lambda value=value: server.metric(failed) == value, 60, f"{failed} {value}")  # type: ignore[misc]
+        assert [server.metric(series) for series in (ready(1), passed(1))] == [1, 1]
     server.terminate()
     assert server.exit_code() == 0
 

@@ -136,8 +136,11 @@ def test_a_failed_load_leaves_the_old_model_in_all_workers(
     weights.unlink()
     weights.write_bytes(content)
     load = pb.RepositoryModelLoadRequest(model_name="mlp")
+    failed = 'bf16kit_model_replacement_failed{model="mlp",version="1"}'
+    assert server.metric(failed) == 0
     assert code_of(lambda: clients[0].call("RepositoryModelLoad", load)) is not grpc.StatusCode.OK
     assert {infer(client) for client in clients} == {before}
+    until(lambda: server.metric(failed) == 1)
 
 
 def test_shared_memory_is_registered_in_all_workers_and_in_a_restarted_one(

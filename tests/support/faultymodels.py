@@ -37,14 +37,19 @@ def convert(repository: Path, name: str, scratch: Path, seed: int = 0) -> Path:
 
     Another ``seed`` gives other weights.
     """
+    return converted(_waves(seed), repository, name, scratch)
+
+
+def converted(model: ModelProto, repository: Path, name: str, scratch: Path) -> Path:
+    """Convert another model of the same input as :func:`convert` does."""
     scratch.mkdir()
-    onnx.save(_waves(seed), scratch / "waves.onnx")
+    onnx.save(model, scratch / "source.onnx")
     (scratch / "samples").mkdir()
     for number in range(8):
         np.savez(scratch / "samples" / f"{number}.npz", x=rows(8, number))
     target = repository / name / "1"
     options = ("--profile", "cpu", "--samples", scratch / "samples", *ONNX_ONLY)
-    command = ["checkpoint", scratch / "waves.onnx", "--out", target, *options]
+    command = ["checkpoint", scratch / "source.onnx", "--out", target, *options]
     assert run([str(argument) for argument in command]) == 0
     return target
 
@@ -56,10 +61,15 @@ def copied(artifact: Path, repository: Path, name: str) -> None:
 
 def damaged(artifact: Path, repository: Path, name: str, damage: Callable[[ModelProto], None]) -> None:
     """Write a copy with a damaged bf16 graph. Digests and reference are correct, and it has no golden samples."""
-    target = repository / name / "1"
-    copied(artifact, repository, name)
     graph = _waves(rounded=True)
     damage(graph)
+    with_graph(artifact, repository, name, graph)
+
+
+def with_graph(artifact: Path, repository: Path, name: str, graph: ModelProto) -> None:
+    """Write a copy with this bf16 graph, as :func:`damaged` does."""
+    target = repository / name / "1"
+    copied(artifact, repository, name)
     (target / "cpu.onnx").write_bytes(graph.SerializeToString())
     manifest = Artifact.open(artifact).manifest
     files = manifest.files | {"cpu.onnx": Digests().entry(target / "cpu.onnx")}

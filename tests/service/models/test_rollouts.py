@@ -127,17 +127,29 @@ def test_a_golden_gate_that_fails_at_load_is_exported(tmp_path: Path, server: Se
     assert 'bf16kit_golden_gate_timestamp_seconds{model="m",version="2"}' in server.metrics.expose()[0].decode()
 
 
-def test_a_replacement_that_fails_its_gate_does_not_change_the_gate_of_the_version_that_serves(
-    tmp_path: Path, server: Server
-) -> None:
+def test_a_version_whose_replacement_cannot_be_loaded_is_exported_until_one_can(tmp_path: Path, server: Server) -> None:
+    """Everything else is as before: it is ready, and its own gate has passed."""
+    serves = 'bf16kit_model_ready{model="m",version="1"} 1.0'
+    passed = 'bf16kit_golden_gate_passed{model="m",version="1"} 1.0'
+    failed, not_failed = (f'bf16kit_model_replacement_failed{{model="m",version="1"}} {value}' for value in (1.0, 0.0))
     put(tmp_path, {1: 0})
     server.start("poll")
     server.wait({1: "ready"})
-    put(tmp_path, {1: BAD})
-    server.poll()
-    until(lambda: "its replacement failed" in server.repository.find("m", "1").reason)
-    assert server.exposes('bf16kit_golden_gate_passed{model="m",version="1"} 1.0')
-    assert server.exposes('bf16kit_golden_gate_runs_total{model="m",outcome="failed",version="1"} 1.0')
+    assert server.exposes(not_failed)
+    settings = tmp_path / "m" / "serving.yaml"
+    as_before = settings.read_text()
+    for text, now in (("max_batch: 1", failed), (as_before, not_failed)):
+        settings.write_text(text)
+        server.poll()
+        until(lambda now=now: server.exposes(now), what=now)  # type: ignore[misc]
+    assert server.loads == ["m/1"]
+    for spoil, now in ((BAD, failed), (0, not_failed)):
+        put(tmp_path, {1: spoil})
+        server.poll()
+        until(lambda now=now: server.exposes(now), what=now)  # type: ignore[misc]
+        assert server.exposes(serves)
+        assert server.exposes(passed)
+    assert server.loads == ["m/1"] * 3
 
 
 @pytest.mark.parametrize("policy", ["{latest: 1, strict: true}", "{specific: [2]}"])
@@ -250,4 +262,5 @@ def test_a_version_that_failed_in_another_process_is_withdrawn_here(tmp_path: Pa
     assert server.states == {1: "ready", 2: "unavailable"}
     assert server.repository.find("m", "2").reason == "worker 2: no memory; version 1 serves instead"
     assert server.repository.ready
+    assert server.exposes('bf16kit_model_replacement_failed{model="m",version="2"} 0.0')
     assert server.exposes('bf16kit_model_ready{model="m",version="2"} 0.0')

@@ -34,6 +34,7 @@ DESIGN = {
     "bf16kit_queue_depth": ("gauge", set()),
     "bf16kit_requests_in_flight": ("gauge", set()),
     "bf16kit_model_ready": ("gauge", set()),
+    "bf16kit_model_replacement_failed": ("gauge", set()),
     "bf16kit_model_load_seconds": ("gauge", set()),
     "bf16kit_model_weight_bytes": ("gauge", set()),
     "bf16kit_model_info": ("gauge", {"backend", "device", "profile", "precision", "accumulation"}),
@@ -391,6 +392,7 @@ CALLS: dict[str, tuple[object, ...]] = {
     "opened": (1, ()),
     "loaded": (INFO, {}, {}),
     "ready": (True,),
+    "replacement_failed": (True,),
     "drift": ("y", SAMPLE),
     "judged_rows": ("y", [SAMPLE], 1.0),
     "budget_ratio": ("y", "relative_l2", 0.1, 0.1, 0.1),
@@ -406,7 +408,6 @@ CALLS: dict[str, tuple[object, ...]] = {
     "fallback_failed": (),
     "transition": ("fp32",),
     "gate": ("passed", 1.0),
-    "replacement_gate": ("failed",),
 }
 
 
