@@ -70,7 +70,7 @@ def test_the_page_shows_the_numbers_of_a_model_under_load(tmp_path: Path, serve:
     assert answered > 20
     assert 0.05 < total["codes"]["INVALID_ARGUMENT"] / answered < 0.15
     assert total["rows"] == 2 * answered
-    assert recent["request"]["count"] == answered + total["codes"]["INVALID_ARGUMENT"]
+    assert recent["request"]["count"] == answered, "requests that failed are not timed"
     assert 0 < recent["request"]["p50"] <= recent["request"]["p90"] <= recent["request"]["p99"]
     assert 0 < recent["ratios"]["y"]["relative_l2"] < 1
     drift = recent["drift"]

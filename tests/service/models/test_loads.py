@@ -144,7 +144,8 @@ def test_each_slow_step_is_logged_once(
         return Loaded()
 
     bench.loads.run("m", "key", load)
-    assert [record.getMessage().partition(": ")[2] for record in caplog.records] == ["opening", "running"]
+    logged = [record.getMessage().partition(": ")[2] for record in caplog.records]
+    assert [step for step in logged if step != "beginning"] == ["opening", "running"]  # the thread may begin slowly
 
 
 def test_what_was_given_up_is_not_loaded_again_while_its_thread_runs(bench: Bench) -> None:
