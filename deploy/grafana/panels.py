@@ -78,7 +78,7 @@ NOW = (
 DRIFT = (
     Panel(
         "lines", "Drift ÷ budget, with its 95 % interval",
-        "For each model the bound that is nearest to a breach. It is one if an interval of 4.5 standard errors is above 100 %.",
+        "The bound nearest to a breach, for each model. It is one if 4.5 standard errors below are over 100 %.",
         (
             Query(f"max by ({KEYS}) (bf16kit_drift_budget_ratio{{{MODEL}}})", f"{NAME} on {{{{instance}}}}"),
             Query(f"max by ({KEYS}) (bf16kit_drift_budget_ratio_low{{{MODEL}}})", f"{NAME} on {{{{instance}}}}, low"),
