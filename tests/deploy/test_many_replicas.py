@@ -57,8 +57,8 @@ def replica(
 
 ALL = ("Bf16FleetDriftOverBudget", "critical")
 FLEETS = {
-    "twice the budget, and repaired after half an hour": (
-        [replica(30, 2.0, then=SOUND)] * 3,
+    "ten times the budget, and repaired after half an hour": (
+        [replica(30, 10.0, then=SOUND)] * 3,
         (firing(30, ALL), firing(90), firing(220)),
     ),
     "a replica at a hundred times the budget that is deleted after half an hour": (
