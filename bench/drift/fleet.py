@@ -25,13 +25,14 @@ from bf16kit.drift import SampleDrift
 from bf16kit.tensors import TensorSpec
 from service.drift.comparison import Comparison
 from service.drift.sampling import Sample
+from service.drift.weighted import Z_ALWAYS
 from service.telemetry.pooling import moments
 
 BUDGET = 0.015  # relative_l2, the default
 REPLICAS = 50
 HOUR = 60  # minutes; a replica measures one request in each
 WEEK = 7 * 24 * HOUR
-_ERRORS, _REQUESTS, _WINDOWS = 4.5, 100, (HOUR, 6 * HOUR)  # of the rule: standard errors, effective requests
+_REQUESTS, _WINDOWS, _RECENT, _KEPT = 100, (HOUR, 6 * HOUR), HOUR // 2, 10  # of the rule: effective requests, minutes
 _BLOCK = 4096  # minutes that are simulated at once
 _MOST = 400  # minutes until a replica has to have seen it
 _FLEET = 1000
@@ -89,16 +90,22 @@ def is_over(sums: Floats, budget: float = BUDGET) -> NDArray[np.bool_]:
     with np.errstate(invalid="ignore", divide="ignore"):
         mean = drift / weight
         error = np.sqrt(np.maximum(drift2 - 2 * mean * product + mean**2 * weight2, 0)) / weight
-        low = mean * np.exp(-_ERRORS * error / mean)
+        low = mean * np.exp(-Z_ALWAYS * error / mean)
         return np.asarray((low > budget) & (weight**2 / weight2 > _REQUESTS))
 
 
 def is_over_in_a_window(totals: Floats) -> NDArray[np.bool_]:
-    """Whether it is so in one of the windows that end at each minute, by the sums up to each minute, from 0 on."""
-    found = np.zeros(len(totals), np.bool_)
-    for window in _WINDOWS:
-        found |= is_over(totals - np.concatenate((np.zeros((window, 5)), totals))[: len(totals)])
-    return found
+    """Whether it is so in one of the windows that end at each minute, by the sums up to each minute, from 0 on.
+
+    The mean of the last half hour must be over the budget, too.
+    """
+
+    def last(window: int) -> Floats:
+        return np.asarray(totals - np.concatenate((np.zeros((window, 5)), totals))[: len(totals)])
+
+    recent = last(_RECENT)
+    still = recent[:, 1] > BUDGET * recent[:, 0]
+    return np.asarray(still & np.logical_or.reduce([is_over(last(window)) for window in _WINDOWS]))
 
 
 def minutes_until_seen(fault: Kind, rng: np.random.Generator) -> tuple[float, float]:
@@ -132,7 +139,7 @@ def _sample(drift: float) -> Sample:
 
 
 def false_alarms(kind: Kind, weeks: float, rng: np.random.Generator) -> int:
-    """Return how often the pooled verdict turns to over in so many weeks with a mean drift of exactly the budget.
+    """Return how many alerts the pooled verdict gives in so many weeks with a mean drift of exactly the budget.
 
     One request in ten is of a kind that is measured ten times as often as the others.
     """
@@ -145,8 +152,8 @@ def false_alarms(kind: Kind, weeks: float, rng: np.random.Generator) -> int:
         weight = np.where(rng.random(drift.shape) < 0.1, 1.0, 10.0)
         summands = weight, weight * drift, weight**2, weight**2 * drift, (weight * drift) ** 2
         each[start : start + rows] = np.stack([summand.sum(axis=1) for summand in summands], axis=1)
-    over = is_over_in_a_window(np.cumsum(each, axis=0))
-    return int(np.count_nonzero(over[1:] & ~over[:-1]))
+    minutes_over = np.flatnonzero(is_over_in_a_window(np.cumsum(each, axis=0)))
+    return int(np.count_nonzero(np.diff(minutes_over, prepend=-np.inf) > _KEPT))
 
 
 def grouped(minutes: float, rng: np.random.Generator) -> tuple[int, int]:

@@ -63,7 +63,10 @@ NOW = (
         'count(ALERTS{alertstate="firing", alertname=~"Bf16.+", job=~"$job"}) or vector(0)',
     ),
     _stat("Versions not ready", "", f"count(bf16kit_model_ready{{{MODEL}}} == 0) or vector(0)"),
-    _stat("Over budget", "Drift is over budget with 95 % confidence.", f"sum(bf16kit_drift_over_budget{{{MODEL}}})"),
+    _stat(
+        "Over budget", "Drift is over budget beyond chance: an interval of 4.5 standard errors is above it.",
+        f"sum(bf16kit_drift_over_budget{{{MODEL}}})",
+    ),
     _stat("Answering in fp32", "The fp32 fallback is active.", f"sum(bf16kit_fallback_active{{{MODEL}}})"),
     _stat(
         "References down", "Versions whose shadow is on, but whose fp32 reference is not ready: no drift is measured.",
@@ -75,7 +78,7 @@ NOW = (
 DRIFT = (
     Panel(
         "lines", "Drift ÷ budget, with its 95 % interval",
-        "For each model the bound that is nearest to a breach. It is a breach if the whole interval is above 100 %.",
+        "The bound nearest to a breach, for each model. It is one if 4.5 standard errors below are over 100 %.",
         (
             Query(f"max by ({KEYS}) (bf16kit_drift_budget_ratio{{{MODEL}}})", f"{NAME} on {{{{instance}}}}"),
             Query(f"max by ({KEYS}) (bf16kit_drift_budget_ratio_low{{{MODEL}}})", f"{NAME} on {{{{instance}}}}, low"),
@@ -150,7 +153,7 @@ ALL_REPLICAS = 'job=~"$job", model=~"$model", window="1h"'
 FLEET = (
     Panel(
         "lines", "Drift of all replicas ÷ budget",
-        "The mean over all rows served in an hour, and the lower end that Bf16FleetDriftOverBudget uses.",
+        "Mean of an hour, of replicas not over by themselves, and the lower end that Bf16FleetDriftOverBudget uses.",
         (
             Query(f"bf16kit:drift_budget_ratio:pooled{{{ALL_REPLICAS}}}", f"{NAME} {METRIC}"),
             Query(f"bf16kit:drift_budget_ratio_low:pooled{{{ALL_REPLICAS}}}", f"{NAME} {METRIC}, low"),

@@ -59,7 +59,7 @@ class Families:
         self.executions = counter("executions_total", "Batches run.")
         self.rejected = counter("rejected_total", "Requests rejected or dropped before they ran.", "reason")
         self.request_seconds = histogram(
-            "request_duration_seconds", "Time from arrival to response or passed deadline.", vocabulary.SECONDS
+            "request_duration_seconds", "Time from arrival to response, of answered requests.", vocabulary.SECONDS
         )
         self.queue_seconds = histogram(
             "queue_duration_seconds", "Time a request waited for its batch.", vocabulary.SECONDS

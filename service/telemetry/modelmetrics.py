@@ -131,7 +131,10 @@ class ModelMetrics:
         self._changes.pending = True
 
     def request(self, observation: Observation) -> None:
-        """Count a request that is over, and its time if its code is one of :data:`vocabulary.TIMED_CODES`.
+        """Count a request that is over, and its time if it was answered.
+
+        A rejected or invalid request is over at once, and one with a short deadline soon: their times would make a
+        failing service look fast.
 
         The time in the queue counts for every request that was queued; otherwise waits would look shorter than they
         are.
@@ -142,7 +145,7 @@ class ModelMetrics:
         if series is not None:
             series.inc()
         exemplar = {"trace_id": observation.trace} if observation.trace else None
-        if observation.code in vocabulary.TIMED_CODES:
+        if observation.code == "OK":
             self._request_seconds.observe(observation.seconds, exemplar)
         if observation.timings is not None:
             self._queue_seconds.observe(observation.timings.queue, exemplar)

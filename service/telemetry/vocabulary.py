@@ -20,9 +20,6 @@ CODES = (
     "OK", "CANCELLED", "INVALID_ARGUMENT", "DEADLINE_EXCEEDED", "NOT_FOUND",
     "RESOURCE_EXHAUSTED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE",
 )  # fmt: skip
-# The codes of requests whose time counts. A rejected or invalid request is over at once, and would make a failing
-# service look fast; a client whose deadline passed has waited for as long as its request lasted.
-TIMED_CODES = ("OK", "DEADLINE_EXCEEDED")
 REJECTIONS = ("queue_full", "queue_wait", "queue_bytes", "deadline", "cancelled", "draining")
 Outcome = Literal["measured", "dropped", "failed"]
 OUTCOMES: tuple[Outcome, ...] = ("measured", "dropped", "failed")

@@ -131,4 +131,6 @@ def hasty(path: Path) -> str:
         for rule in group["rules"]:
             rule.pop("for", None)
             rule.pop("keep_firing_for", None)
+            if " offset " in rule["expr"]:
+                rule["expr"] = re.sub(r"(\[| offset )\d+[mh]", r"\g<1>1s", rule["expr"])
     return yaml.safe_dump(rules)

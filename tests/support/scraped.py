@@ -29,6 +29,9 @@ class Scraped:
             if "record" in rule:
                 used = (computed.get(selector.metric, set()) for selector in selectors(rule["expr"]))
                 computed[rule["record"]] = grouped(rule["expr"]).union(rule.get("labels", ()), *used)
+                if " by (" not in rule["expr"]:
+                    raw = (self.labels.get(selector.metric, set()) for selector in selectors(rule["expr"]))
+                    computed[rule["record"]] = computed[rule["record"]].union(*raw)
         self.labels |= computed
 
     def unknown(self, expression: str, free: Iterable[str] = ("model", "version", *SCRAPE)) -> list[str]:

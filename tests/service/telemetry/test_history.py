@@ -95,7 +95,7 @@ def test_the_trend_has_a_point_for_each_of_the_last_ticks() -> None:
     series.budget_ratio("y", "relative_l2", 0.25, 0.25, 0.25)
     series.budget_ratio("y", "max_abs", 0.5, 0.5, 0.5)
     for _ in range(20):
-        series.request(answered("DEADLINE_EXCEEDED", seconds=0.002, queue=0.5))
+        series.request(answered(seconds=0.002, queue=0.5))
     watched.tick()
     trend = watched.recent.trend
     assert trend.requests_per_second == (0.1, 2.0)
