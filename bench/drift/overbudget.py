@@ -25,7 +25,7 @@ from service.drift.comparison import Comparison
 from service.drift.detector import WEEK
 from service.drift.recent import HALF_LIFE, MIN_EFFECTIVE_SIZE, REQUESTS
 from service.drift.sampling import Sample
-from service.drift.weighted import Z_ALWAYS, Z, ranks, student
+from service.drift.weighted import Z_ALWAYS, Z_RANKS, Z, ranks, student
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -138,7 +138,7 @@ def tail_breaches(beyond: Bools, weights: Floats) -> tuple[Bools, Bools]:
         lows = np.array([ranks(n, 0.99, z)[0] / max(n, 1) for n in range(int(size.max()) + 1)])
         return np.asarray((below < lows[size] - 1e-9) & (size >= MIN_EFFECTIVE_SIZE))
 
-    return breached(Z_ALWAYS), breached(Z)
+    return breached(Z_RANKS), breached(Z)
 
 
 def _latched(begins: Bools, lasts: Bools) -> Bools:
