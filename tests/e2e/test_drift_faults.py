@@ -89,9 +89,16 @@ class Stand(NamedTuple):
         return {each["alertname"] for each in found}
 
     def fired(self, model: str, since: float) -> str:
-        """Return the alerts that have fired for the model since then, a Unix time, for the table."""
-        found = self.prometheus.fired(since)
-        return named({alert: seconds for (alert, of), seconds in found.items() if of == model})
+        """Return the alerts that have fired for the model since then, a Unix time, for the table. There are some."""
+        alerts: dict[str, float] = {}
+
+        def found() -> bool:  # the newest second is not complete yet
+            fired = self.prometheus.fired(since)
+            alerts.update({alert: seconds for (alert, of), seconds in fired.items() if of == model})
+            return bool(alerts)
+
+        until(found, what="the time of an alert")
+        return named(alerts)
 
     def is_well(self, model: str) -> None:
         """Assert that no alert fires.
