@@ -131,6 +131,8 @@ def hasty(path: Path) -> str:
         for rule in group["rules"]:
             rule.pop("for", None)
             rule.pop("keep_firing_for", None)
-            if " offset " in rule["expr"]:
-                rule["expr"] = re.sub(r"(\[| offset )\d+[mh]", r"\g<1>1s", rule["expr"])
+            if ":for" in rule.get(
+                "record", ""
+            ):  # how long an instance has been in a state; longer than between scrapes
+                rule["expr"] = re.sub(r"\[\d+[mh]\]", "[10s]", re.sub(r" offset \d+[mh]", " offset 1s", rule["expr"]))
     return yaml.safe_dump(rules)
