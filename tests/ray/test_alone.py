@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -42,6 +43,10 @@ def _started(repository: Path, *arguments: str, **environment: str) -> Iterator[
     command = [sys.executable, "-m", "deploy.ray", "--repository", str(repository), *arguments]
     environment = {**os.environ, "RAY_AUTH_MODE": "disabled", **environment}
     running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+    assert running.stdout is not None
+    # The pipe is read at the end only. Ray writes a stack trace for each call whose deadline has passed, and would wait
+    # for room: a pipe has 64 kB.
+    fcntl.fcntl(running.stdout, fcntl.F_SETPIPE_SZ, 1 << 20)
     try:
         yield running
     finally:
