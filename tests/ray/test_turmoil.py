@@ -46,10 +46,14 @@ def test_a_damaged_version_does_not_replace_the_serving_one(served: Served, repo
         until(lambda: served.states()["bf16kit.mlp"] in ("DEPLOY_FAILED", "UNHEALTHY"), PATIENCE, "its failure")
     assert set(volley.codes) == {"OK"}, volley.errors
     assert _versions(volley) == {"2"}
-    _, index = served.ask("RepositoryIndex", b"")
-    assert isinstance(index, bytes)
-    reasons = {(m.name, m.version): m.reason for m in pb.RepositoryIndexResponse.FromString(index).models}
-    assert "sha256" in reasons["mlp", "3"], "also once its last replica has been given up"
+
+    def reason() -> str:
+        _, index = served.ask("RepositoryIndex", b"")
+        assert isinstance(index, bytes)
+        models = pb.RepositoryIndexResponse.FromString(index).models
+        return next(each.reason for each in models if (each.name, each.version) == ("mlp", "3"))
+
+    until(lambda: "sha256" in reason(), PATIENCE, "the reason, also once its last replica has been given up")
     shutil.rmtree(repository / "mlp" / "3")
     served.deployed.deploy_changes()
     served.deployed.resend_models()
