@@ -151,14 +151,12 @@ DRIFT = (
 
 ALL_REPLICAS = 'job=~"$job", model=~"$model", window="1h"'
 FLEET = (
-    Panel(
-        "lines", "Drift of all replicas ÷ budget",
+    _lines(
+        "Drift of all replicas ÷ budget",
         "Mean of an hour, of replicas not over by themselves, and the lower end that Bf16FleetDriftOverBudget uses.",
-        (
-            Query(f"bf16kit:drift_budget_ratio:pooled{{{ALL_REPLICAS}}}", f"{NAME} {METRIC}"),
-            Query(f"bf16kit:drift_budget_ratio_low:pooled{{{ALL_REPLICAS}}}", f"{NAME} {METRIC}, low"),
-        ),
-        "percentunit", bound=1.0,
+        Query(f"bf16kit:drift_budget_ratio:pooled{{{ALL_REPLICAS}}}", f"{NAME} {METRIC}"),
+        Query(f"bf16kit:drift_budget_ratio_low:pooled{{{ALL_REPLICAS}}}", f"{NAME} {METRIC}, low"),
+        unit="percentunit", bound=1.0,
     ),
     _lines(
         "Effective requests of all replicas", "In an hour. Below 100 there is no interval.",

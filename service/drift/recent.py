@@ -182,7 +182,7 @@ def estimates(window: Window, budget: Budget) -> Iterator[Estimate]:
 def _is_confirmable(window: Window, budget: Budget, bound: str, high: float) -> bool:
     """Return whether so many samples, were all of them good, could show with 95 % confidence that the bound is met."""
     if bound == "top1_agreement":
-        return budget.ratio(bound, weighted.proportion(1.0, window.size).low) <= 1
+        return budget.ratio(bound, weighted.wilson(1.0, window.size)[0]) <= 1
     return bound.partition(".")[2] not in _QUANTILES or math.isfinite(high)
 
 

@@ -127,7 +127,7 @@ def ranks(n: int, share: float, z: float = Z) -> tuple[int, int]:
 
     An end that the draws do not bound is 0 or ``n`` + 1.
     """
-    tail = math.erfc(z / math.sqrt(2)) / 2
+    tail = _tail(z)
     below, low, high = 0.0, 0, n + 1
     for k in range(n):
         below += math.exp(_log_binomial(n, k, share))
@@ -139,6 +139,11 @@ def ranks(n: int, share: float, z: float = Z) -> tuple[int, int]:
     return low, high
 
 
+def _tail(z: float) -> float:
+    """Return the share of the normal distribution above ``z``."""
+    return math.erfc(z / math.sqrt(2)) / 2
+
+
 def _log_binomial(n: int, k: int, share: float) -> float:
     choices = math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
     return choices + k * math.log(share) + (n - k) * math.log1p(-share)
@@ -147,22 +152,30 @@ def _log_binomial(n: int, k: int, share: float) -> float:
 def proportion(share: float, size: float) -> Interval:
     """Return a share counted in ``size`` independent samples, with its intervals.
 
-    The narrow one is the score interval (E. B. Wilson, J. Am. Stat. Assoc. 22, 1927); an end is exactly 0 or 1 if the
-    share is. From few samples a score interval as wide as the other would claim too much, so that one has the p with
-    size · KL(share, p) <= -ln(tail) (H. Chernoff, Ann. Math. Stat. 23, 1952).
+    The narrow one is that of :func:`wilson`. From few samples a score interval as wide as the other would claim too
+    much, so that one has the p with size · KL(share, p) <= -ln(tail) (H. Chernoff, Ann. Math. Stat. 23, 1952).
+    """
+    low, high = wilson(share, size)
+    lowest, highest = _chernoff(share, size), 1 - _chernoff(1 - share, size)
+    return Interval(share, low, high, min(low, lowest), max(high, highest))
+
+
+def wilson(share: float, size: float) -> tuple[float, float]:
+    """Return the ends of a share's 95 % score interval (E. B. Wilson, J. Am. Stat. Assoc. 22, 1927).
+
+    An end is exactly 0 or 1 if the share is.
     """
     squared = Z * Z / size
     spread = Z * math.sqrt(share * (1 - share) / size + squared / (4 * size))
     centre = share + squared / 2
     low = (centre - spread) / (1 + squared) if share > 0 else 0.0
     high = (centre + spread) / (1 + squared) if share < 1 else 1.0
-    lowest, highest = _chernoff(share, size), 1 - _chernoff(1 - share, size)
-    return Interval(share, low, high, min(low, lowest), max(high, highest))
+    return low, high
 
 
 def _chernoff(share: float, size: float) -> float:
     """Return the lower end of a share's wide interval, by bisection."""
-    most = -math.log(math.erfc(Z_ALWAYS / math.sqrt(2)) / 2) / size
+    most = -math.log(_tail(Z_ALWAYS)) / size
 
     def divergence(p: float) -> float:
         return sum(q * math.log(q / r) for q, r in ((share, p), (1 - share, 1 - p)) if q > 0)
