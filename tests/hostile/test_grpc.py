@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from subprocess import PIPE
 from typing import Any
 
 import figures
@@ -216,15 +219,30 @@ def test_a_storm_of_resets_leaves_nothing_behind(attack: Attack, connections: Co
         until(lambda: target.process.metric('bf16kit_requests_in_flight{model="mlp",version="1"}') == 0)
 
 
+CANCEL_ALL = """
+import sys, grpc
+address, method, message = sys.argv[1], sys.argv[2], bytes.fromhex(sys.argv[3])
+call = grpc.insecure_channel(address).unary_unary(method)
+for _ in range(20):
+    for future in [call.future(message) for _ in range(100)]:
+        future.cancel()
+print("cancelled", flush=True)
+sys.stdin.read()
+"""
+
+
 def test_clients_that_cancel_everything_leave_nothing_behind(attack: Attack) -> None:
+    """The client is a process that is killed: closing a channel with cancelled calls may hang (grpc/grpc#20026)."""
     figures.record(how_much="2,000 calls")
     target = attack()
-    with target.stays_healthy(), grpc.insecure_channel(target.address) as channel:
-        call: Any = channel.unary_unary(INFER)
-        for _ in range(20):
-            for future in [call.future(MESSAGE) for _ in range(100)]:
-                future.cancel()
-        infer(target)
+    command = [sys.executable, "-c", CANCEL_ALL, target.address, INFER, MESSAGE.hex()]
+    with target.stays_healthy(), subprocess.Popen(command, stdin=PIPE, stdout=PIPE, text=True) as client:
+        try:
+            assert client.stdout is not None
+            assert client.stdout.readline() == "cancelled\n"
+            infer(target)
+        finally:
+            client.kill()
         until(lambda: target.process.metric('bf16kit_requests_in_flight{model="mlp",version="1"}') == 0)
 
 
