@@ -5,24 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from bf16kit.artifact import Artifact
-from bf16kit.errors import ConversionError, UsageError
-from bf16kit.manifest import RESIDUAL, ExportEntry, Manifest, Plan, PlanEntry, ProfileEntry, SpecEntry
-from bf16kit.manifest import Source as SourceEntry
-from bf16kit.numerics import Census
-from bf16kit.publish import StagingArtifact
-from converter.formats import lossless
-from converter.formats.agreement import check_graph
-from converter.formats.export import INDEX, Exported, select, write_export
-from converter.formats.exportweights import write_as_export
-from converter.formats.narrowed import Rounding
-from converter.formats.onnx import REFERENCE, graph_file, write_graphs, write_unfused_and_fused
-from converter.formats.weights import BF16_FILE, FP32_FILE, StoredWeights, write_total, write_weights
+from bf16kit.artifact.artifact import Artifact
+from bf16kit.artifact.manifest import RESIDUAL, ExportEntry, Manifest, Plan, PlanEntry, ProfileEntry, SpecEntry
+from bf16kit.artifact.manifest import Source as SourceEntry
+from bf16kit.artifact.publish import StagingArtifact
+from bf16kit.messages.errors import ConversionError, UsageError
+from bf16kit.numerics.rounding import Census
 from converter.fuse.check import faults
 from converter.fuse.fuse import Fusions
-from converter.model import Source
 from converter.options import Options
-from converter.passes import Prepared
 from converter.plan import Planned, make_plan, narrowed
 from converter.plan.decisions import Islands
 from converter.plan.overrides import Overrides
@@ -30,11 +21,20 @@ from converter.plan.profiles import PROFILES
 from converter.process import versions
 from converter.process.memory import release_memory
 from converter.process.progress import Progress
-from converter.proof import golden
-from converter.proof.certify import Certified, certify
-from converter.proof.exported import GraphReference
-from converter.proof.oracle import OracleRun
-from converter.proof.samples import Samples
+from converter.rewrite import Prepared
+from converter.source import Source
+from converter.verify import golden
+from converter.verify.certify import Certified, certify
+from converter.verify.exported import GraphReference
+from converter.verify.oracle import OracleRun
+from converter.verify.samples import Samples
+from converter.write import readback as lossless
+from converter.write.agreement import check_graph
+from converter.write.export import INDEX, Exported, select, write_export
+from converter.write.exportweights import write_as_export
+from converter.write.graphs import REFERENCE, graph_file, write_graphs, write_unfused_and_fused
+from converter.write.narrowed import Rounding
+from converter.write.weights import BF16_FILE, FP32_FILE, StoredWeights, write_total, write_weights
 
 _GRAPHS = map(graph_file, (*PROFILES, REFERENCE))
 _GOLDEN = (golden.NAME, *map(golden.file_name, PROFILES))

@@ -5,28 +5,28 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from bf16kit.errors import ConversionError
-from bf16kit.manifest import ProfileEntry
-from bf16kit.publish import StagingArtifact
-from converter import sources
-from converter.formats.traced import TRACED
+from bf16kit.artifact.manifest import ProfileEntry
+from bf16kit.artifact.publish import StagingArtifact
+from bf16kit.messages.errors import ConversionError
+from converter import read as sources
 from converter.graph.cuda_support import other_release_note
 from converter.graph.types import untyped
-from converter.model import Source
 from converter.options import Options
-from converter.passes import Prepared
 from converter.plan.profiles import PROFILES
 from converter.process.memory import release_memory
 from converter.process.progress import Progress
-from converter.proof import givenoutputs, samples
-from converter.proof.judging import check_budget, with_output_kinds
-from converter.proof.oracle import OracleRun, run_oracle
-from converter.proof.perturbed import with_enough
-from converter.proof.preparation import check_prepared
-from converter.proof.random_samples import generate
-from converter.proof.samples import Samples
-from converter.sources.mapping.choice import map_refuted
-from converter.sources.onnx_file import name_inputs
+from converter.read.mapping.choice import map_refuted
+from converter.read.onnx_file import name_inputs
+from converter.rewrite import Prepared
+from converter.source import Source
+from converter.verify import givenoutputs, samples
+from converter.verify.judging import check_budget, with_output_kinds
+from converter.verify.oracle import OracleRun, run_oracle
+from converter.verify.perturbed import with_enough
+from converter.verify.preparation import check_prepared
+from converter.verify.random_samples import generate
+from converter.verify.samples import Samples
+from converter.write.traced import TRACED
 
 _NO_MODULE = "this format is made from a torch module, and the source is read as an ONNX graph"
 _DECLARING = ("onnx", "saved-model", "keras")  # these sources declare their own dimensions
@@ -37,7 +37,7 @@ def read(
 ) -> Source:
     """Return the source, read from ``options`` or by ``reader``, with notes and the output kinds of ``--output``.
 
-    Raises what reading raises, and :class:`~bf16kit.errors.UsageError` for a bound that no output can be judged by.
+    Raises what reading raises, and :class:`UsageError` for a bound that no output can be judged by.
     """
     total = sources.nbytes(options.source)
     with progress.step(f"reading {options.source.name}", total) as advance:
@@ -98,7 +98,7 @@ def check_expected_outputs(
 ) -> Iterator[str]:
     """Compare the source's answers with the outputs that came with the samples; yield a sentence on the result.
 
-    If they differ, raises :class:`~bf16kit.errors.UsageError` with the proposed map where there is one, else
+    If they differ, raises :class:`UsageError` with the proposed map where there is one, else
     :class:`ConversionError`.
     """
     if source.proposed_rules is None and not calibration.expected:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-from bf16kit.drift import Budget
-from bf16kit.errors import UsageError
-from bf16kit.tensors import BY_NAME, Kind, TensorSpec
+from bf16kit.drift.metrics import Budget
+from bf16kit.messages.errors import UsageError
+from bf16kit.numerics.tensors import BY_NAME, Kind, TensorSpec
 
 Format = Literal["onnx", "torchscript", "pt2", "safetensors", "hf"]
 Export = Literal["safetensors", "hf"]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from bf16kit.artifact import Artifact
-from bf16kit.drift import worst_of
-from bf16kit.inputranges import input_ranges
-from bf16kit.manifest import MEASUREMENTS, Manifest
-from bf16kit.measurements import (
+from bf16kit.artifact.artifact import Artifact
+from bf16kit.artifact.manifest import MEASUREMENTS, Manifest
+from bf16kit.artifact.publish import StagingArtifact
+from bf16kit.drift.inputranges import input_ranges
+from bf16kit.drift.measurements import (
     MOST_SLICES,
     Layers,
     Measurements,
@@ -17,15 +17,15 @@ from bf16kit.measurements import (
     ranges,
     sample_columns,
 )
-from bf16kit.numerics import Census
-from bf16kit.publish import StagingArtifact
-from converter.model import Feeds
+from bf16kit.drift.metrics import worst_of
+from bf16kit.numerics.rounding import Census
+from converter.islands.result import SearchResult
 from converter.options import Options
 from converter.process.progress import Progress
-from converter.proof.certify import Certified
-from converter.proof.measure import Drifts
 from converter.report import page
-from converter.search.result import SearchResult
+from converter.source import Feeds
+from converter.verify.certify import Certified
+from converter.verify.measure import Drifts
 
 
 def build_measurements(

@@ -15,14 +15,14 @@ from typing import BinaryIO
 
 import numpy as np
 
-from bf16kit.artifact import Artifact
-from bf16kit.errors import ArtifactError, ArtifactExists, UsageError
-from bf16kit.manifest import CheckpointEntry
-from bf16kit.tensors import BY_NAME
-from bf16kit.text import size
-from converter.formats.safetensors import Place, header
-from converter.model import Array
+from bf16kit.artifact.artifact import Artifact
+from bf16kit.artifact.manifest import CheckpointEntry
+from bf16kit.messages.errors import ArtifactError, ArtifactExists, UsageError
+from bf16kit.messages.text import size
+from bf16kit.numerics.tensors import BY_NAME
 from converter.process.progress import Progress
+from converter.source import Array
+from converter.write.safetensors import Place, header
 
 
 def restore(artifact: Path, out: Path, *, force: bool, progress: Progress) -> str:

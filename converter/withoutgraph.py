@@ -10,22 +10,22 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 
-from bf16kit.errors import ConversionError, UsageError
-from bf16kit.manifest import RESIDUAL, Plan, ProfileEntry
-from bf16kit.numerics import Census
-from bf16kit.publish import StagingArtifact
+from bf16kit.artifact.manifest import RESIDUAL, Plan, ProfileEntry
+from bf16kit.artifact.publish import StagingArtifact
+from bf16kit.messages.errors import ConversionError, UsageError
+from bf16kit.numerics.rounding import Census
 from converter.attempt import draft_manifest
-from converter.formats.lossless import check_without_graph
-from converter.formats.weights import StoredWeights
-from converter.formats.withoutgraph import FileRecords, read_records, write_without_graph
-from converter.model import Source
 from converter.options import Options
 from converter.process.memory import release_memory
 from converter.process.progress import Progress
-from converter.proof.certify import Certified, certify
-from converter.proof.oracle import OracleRun
-from converter.proof.oraclereference import OracleReference
-from converter.proof.samples import Samples
+from converter.source import Source
+from converter.verify.certify import Certified, certify
+from converter.verify.oracle import OracleRun
+from converter.verify.oraclereference import OracleReference
+from converter.verify.samples import Samples
+from converter.write.readback import check_without_graph
+from converter.write.weights import StoredWeights
+from converter.write.withoutgraph import FileRecords, read_records, write_without_graph
 
 
 def check_options(options: Options, source: Source) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from bf16kit.errors import Bf16kitError
+from bf16kit.messages.errors import Bf16kitError
 from service.commands.bench import bench
 from service.commands.check import check
 from service.commands.evidence import evidence
@@ -111,8 +111,8 @@ for _command in (check, list_models, bench, evidence, health):
 
 
 def _serve(file: Path | None, flags: dict[str, object]) -> Ending:
-    from bf16kit import controlgroup
-    from bf16kit.runtime import kernel
+    from bf16kit.runtime.ort import kernel
+    from bf16kit.system import controlgroup
     from service.process.config import load_config
     from service.process.environment import unknown_variables
     from service.process.heap import bound_heap

@@ -1,7 +1,7 @@
 """The contract between the transport (gRPC) and the core (models, batching, metrics). It imports neither.
 
 The transport turns protocol messages into :class:`~service.request.Request`, and :class:`~service.request.Reply` into
-protocol messages. The core owns everything between. Both raise the errors of :mod:`bf16kit.errors`;
+protocol messages. The core owns everything between. Both raise the errors of :mod:`bf16kit.messages.errors`;
 ``service.transport.status`` maps them to gRPC codes.
 """
 
@@ -13,9 +13,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from bf16kit.numerics.tensors import Array as Array
+from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime import RuntimeInfo
-from bf16kit.tensors import Array as Array
-from bf16kit.tensors import TensorSpec
 from service.request import Claim, Observation, Precision, Reply, Request
 
 State = Literal["loading", "ready", "unavailable"]
@@ -161,7 +161,7 @@ class Model(Protocol):
 
     @property
     def budget(self) -> Mapping[str, float]:
-        """The drift budget in force, by metric name: :meth:`bf16kit.budget.Budget.as_dict`."""
+        """The drift budget in force, by metric name: :meth:`bf16kit.drift.budget.Budget.as_dict`."""
         ...
 
     @property
@@ -170,8 +170,8 @@ class Model(Protocol):
     def infer(self, request: Request) -> Reply:
         """Run one request; block the calling thread until its batch has run.
 
-        Raises :class:`~bf16kit.errors.RequestError` (rejected; the text is for the client) or
-        :class:`~bf16kit.errors.RuntimeFailure` (failed; the text is for the log).
+        Raises :class:`RequestError` (rejected; the text is for the client) or
+        :class:`RuntimeFailure` (failed; the text is for the log).
         """
         ...
 

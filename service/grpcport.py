@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
-from bf16kit.errors import ConfigError
+from bf16kit.messages.errors import ConfigError
 from service.contract import Registry
 from service.models.repository import Repository
 from service.operations import MODEL_CONTROL, Operations, ReadOnly, Settings

@@ -11,8 +11,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
-from bf16kit.errors import Unsupported
-from bf16kit.tensors import Array
+from bf16kit.messages.errors import Unsupported
+from bf16kit.numerics.tensors import Array
 from service.contract import Registry, StatisticsSnapshot
 
 _STATES = {"ready": "READY", "loading": "LOADING", "unavailable": "UNAVAILABLE"}

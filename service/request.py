@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, get_args
 
-from bf16kit.tensors import Array
+from bf16kit.numerics.tensors import Array
 
 #: The precision of a response, as clients see it: the model's own (bf16), or that of the fp32 reference in its place.
 Precision = Literal["bf16", "fp32"]

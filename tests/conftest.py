@@ -16,7 +16,7 @@ import pytest
 from hypothesis import settings
 from turns import Turns
 
-from bf16kit.runtime import kernel
+from bf16kit.runtime.ort import kernel
 
 # A deadline per example fails on a busy machine, and tests nothing about the code.
 # In CI every run tries the same examples: a new example must not fail a commit that has nothing to do with it.

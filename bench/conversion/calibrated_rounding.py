@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from bench.conversion.rounding_subjects import SUBJECTS, Subject, Weights, run
 from bench.core.results import Measurement, Result
 from bench.core.workspace import Workspace
-from bf16kit.drift import measure as drift_of
-from bf16kit.numerics import to_bf16, to_fp32
-from bf16kit.residual import encode
+from bf16kit.drift.metrics import measure as drift_of
+from bf16kit.numerics.residual import encode
+from bf16kit.numerics.rounding import to_bf16, to_fp32
 
 DAMPING = 0.01
 _WORTH = 1.5  # times less drift, on every model: from here on it would ship

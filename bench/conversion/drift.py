@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 from bench.core import models
 from bench.core.results import Measurement, Result
 from bench.core.workspace import Workspace
-from bf16kit.artifact import Artifact
-from bf16kit.drift import DriftSummary, SampleDrift
-from bf16kit.drift import measure as drift_of
+from bf16kit.artifact.artifact import Artifact
+from bf16kit.drift.metrics import DriftSummary, SampleDrift
+from bf16kit.drift.metrics import measure as drift_of
+from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime import Runtime
 from bf16kit.runtime.loading import load, load_reference
-from bf16kit.tensors import TensorSpec
-from converter.proof.running import open_profile
+from converter.verify.running import open_profile
 
 _TOKENS_AT_MOST = 5e-3
 _POOLED_AT_MOST = 3e-5

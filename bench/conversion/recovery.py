@@ -17,8 +17,8 @@ from pathlib import Path
 from bench.core import models, results
 from bench.core.results import Measurement, Result
 from bench.core.workspace import Workspace
-from bf16kit.artifact import Artifact
-from bf16kit.recovery import RecoveryEntry
+from bf16kit.artifact.artifact import Artifact
+from bf16kit.artifact.recoveryentries import RecoveryEntry
 
 _PYTHON = models.ROOT / "build" / "sources" / "lightning" / "bin" / "python"
 _PAGE = models.ROOT / "docs" / "recovering.md"

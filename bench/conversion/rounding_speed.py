@@ -15,8 +15,9 @@ import numpy as np
 
 from bench.core.results import Measurement, Result
 from bench.core.workspace import Workspace
-from bf16kit import native, numerics, residual
-from bf16kit.numerics import BF16
+from bf16kit.numerics import native, residual
+from bf16kit.numerics import rounding as numerics
+from bf16kit.numerics.rounding import BF16
 from bf16kit.runtime.hardware import available_cpus
 
 _AT_LEAST = 0.8

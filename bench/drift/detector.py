@@ -14,7 +14,7 @@ import numpy as np
 from bench.core.results import Measurement, Result
 from bench.core.workspace import Workspace
 from bench.drift.streams import Case, Draw, Floats, delays, false_alarms
-from bf16kit.artifact import Artifact
+from bf16kit.artifact.artifact import Artifact
 from service.drift.detector import WEEK
 
 WEEKS = 10

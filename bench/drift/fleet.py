@@ -20,9 +20,9 @@ from bench.core.workspace import Workspace
 from bench.drift.detector import poisson
 from bench.drift.rules import WRONG, firing
 from bench.drift.streams import Floats, Silent
-from bf16kit.budget import Budget
-from bf16kit.drift import SampleDrift
-from bf16kit.tensors import TensorSpec
+from bf16kit.drift.budget import Budget
+from bf16kit.drift.metrics import SampleDrift
+from bf16kit.numerics.tensors import TensorSpec
 from service.drift.comparison import Comparison
 from service.drift.sampling import Sample
 from service.drift.weighted import Z_ALWAYS

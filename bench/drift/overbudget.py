@@ -18,8 +18,8 @@ from bench.core.results import Measurement, Result
 from bench.core.workspace import Workspace
 from bench.drift.detector import poisson
 from bench.drift.streams import Silent
-from bf16kit.drift import Budget
-from bf16kit.tensors import TensorSpec
+from bf16kit.drift.metrics import Budget
+from bf16kit.numerics.tensors import TensorSpec
 from service.drift.calibration import Calibration
 from service.drift.comparison import Comparison
 from service.drift.detector import WEEK

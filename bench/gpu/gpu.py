@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from bench.core import models
 from bench.core.results import Measurement, Result
 from bench.core.workspace import Workspace
-from bf16kit.artifact import Artifact
-from bf16kit.errors import RuntimeFailure
-from bf16kit.runtime.externaldata import REBUILT, initializers
+from bf16kit.artifact.artifact import Artifact
+from bf16kit.messages.errors import RuntimeFailure
 from bf16kit.runtime.loading import load
+from bf16kit.runtime.ort.externaldata import REBUILT, initializers
 
 if TYPE_CHECKING:
     import torch
@@ -142,7 +142,7 @@ def _trace(subject: Subject) -> Path:
     import torch
 
     from converter.process.quiet import quiet
-    from converter.sources.torch.onnx_export import adapt
+    from converter.read.torch.onnx_export import adapt
 
     file = subject.artifact.path.parent / "fp32.torchscript.pt"
     with quiet(), torch.no_grad():

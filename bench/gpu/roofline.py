@@ -14,8 +14,8 @@ from pathlib import Path
 
 from bench.gpu.costs import Costs, NotCosted, costs
 from bench.gpu.devices import DEVICES, Device
-from bf16kit.artifact import Artifact
-from bf16kit.errors import Bf16kitError
+from bf16kit.artifact.artifact import Artifact
+from bf16kit.messages.errors import Bf16kitError
 
 PRECISIONS = ("bf16", "tf32", "fp32")
 

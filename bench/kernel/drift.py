@@ -18,9 +18,9 @@ from bench.kernel.minilm import subject
 from bench.kernel.sides import ONNX_RUNTIME, OURS, PEERS, side
 from bench.kernel.turns import copies
 from bench.kernel.workers import Workers
-from bf16kit.drift import DriftSummary, SampleDrift
-from bf16kit.drift import measure as drift_of
-from bf16kit.tensors import TensorSpec
+from bf16kit.drift.metrics import DriftSummary, SampleDrift
+from bf16kit.drift.metrics import measure as drift_of
+from bf16kit.numerics.tensors import TensorSpec
 
 # The `cpu` profile keeps activations in fp32; a profile that rounds them is held to twice the drift.
 _AT_MOST = {"cpu": 5e-3, "cpu-bf16": 7e-3}

@@ -14,9 +14,9 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx.external_data_helper import set_external_data
 
 from bench.core.workspace import Workspace
-from bf16kit.artifact import Artifact
-from bf16kit.manifest import PROFILES
-from bf16kit.runtime.externaldata import REBUILT, initializers
+from bf16kit.artifact.artifact import Artifact
+from bf16kit.artifact.manifest import PROFILES
+from bf16kit.runtime.ort.externaldata import REBUILT, initializers
 
 WIDTH = 4096
 COLUMNS = 96 + 4  # of the numerics models: three panels and a narrower one

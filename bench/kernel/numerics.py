@@ -21,7 +21,7 @@ from bench.core.workspace import Workspace
 from bench.kernel import models as kernel_models
 from bench.kernel.hosts import Absent, Prepare, Subject, Work, onnxruntime, ours
 from bench.kernel.sides import OURS
-from bf16kit.artifact import Artifact
+from bf16kit.artifact.artifact import Artifact
 
 DEPTHS = (256, 512, 1024, 2048, 4096, 8192, 16384)
 _ROWS, _QUICK_ROWS = (1, 2, 5, 16, 64, 200), (1, 16)

@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.kernel import models as kernel_models
-from bf16kit.artifact import Artifact
+from bf16kit.artifact.artifact import Artifact
 from bf16kit.runtime.loading import load
-from bf16kit.runtime.session import open_session
+from bf16kit.runtime.ort.session import open_session
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from bench.core import models
 from bench.core.results import Measurement, Result
 from bench.core.workspace import Workspace
 from bench.serving.traffic import INPUTS, Clock, arrivals
-from bf16kit.tensors import Array, TensorSpec
+from bf16kit.numerics.tensors import Array, TensorSpec
 from service.drift.observer import Outcome
 from service.drift.policy import ShadowPolicy
 from service.drift.sampling import Chooser, Sample, TokenBucket

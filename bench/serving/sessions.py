@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 
 from bench.core import models
-from bf16kit.artifact import Artifact
+from bf16kit.artifact.artifact import Artifact
 from bf16kit.runtime import Runtime, loading
 
 _ROOT = Path(__file__).parents[2]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bf16kit.tensors import Array, TensorSpec
+from bf16kit.numerics.tensors import Array, TensorSpec
 from service.request import Reply, Request, Timings
 
 INPUTS = (TensorSpec("x", "float32", ("batch", "seq")),)

@@ -7,8 +7,8 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from bf16kit.numerics.tensors import BY_NAME
 from bf16kit.protocol import inference_pb2 as pb
-from bf16kit.tensors import BY_NAME
 
 SERVICE = "inference.GRPCInferenceService"
 INFER = f"/{SERVICE}/ModelInfer"

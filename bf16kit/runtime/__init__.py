@@ -12,8 +12,8 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from bf16kit.tensors import Array as Array
-from bf16kit.tensors import TensorSpec
+from bf16kit.numerics.tensors import Array as Array
+from bf16kit.numerics.tensors import TensorSpec
 
 Accumulation = Literal["fp32", "bf16", "unknown"]
 
@@ -56,7 +56,7 @@ class Runtime(Protocol):
 
         ``feeds`` holds one C-contiguous array per input, of the input's dtype; the caller has checked it against
         ``inputs``. A run that takes longer than ``seconds`` is aborted and fails, if the backend supports that: torch
-        does not. Raises :class:`~bf16kit.errors.RuntimeFailure` when the backend fails.
+        does not. Raises :class:`RuntimeFailure` when the backend fails.
         """
         ...
 

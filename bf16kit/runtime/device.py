@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from bf16kit.errors import ConfigError
+from bf16kit.messages.errors import ConfigError
 
 CPU = "cpu"
 _CUDA = re.compile(r"cuda(?::(\d{1,3}))?")

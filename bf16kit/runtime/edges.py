@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime import RuntimeInfo
-from bf16kit.tensors import TensorSpec
 
 
 class RuntimeProperties:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from bf16kit.errors import RuntimeFailure
+from bf16kit.messages.errors import RuntimeFailure
 from bf16kit.runtime.exported.values import SYMBOLIC_LARGEST
 
 Function = Callable[..., Any]

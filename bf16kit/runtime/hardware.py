@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from bf16kit import controlgroup
+from bf16kit.system import controlgroup
 
 # x86 dot products (AVX512_BF16), x86 tiles (AMX), and the Arm extension, as the Linux kernel names them.
 _BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})

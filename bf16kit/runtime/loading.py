@@ -8,14 +8,14 @@ from __future__ import annotations
 from contextlib import nullcontext
 from pathlib import Path
 
-from bf16kit.artifact import Artifact
-from bf16kit.errors import ArtifactError, ConfigError, DeviceUnavailable, RuntimeFailure
-from bf16kit.heap import release_free_memory
-from bf16kit.manifest import ProfileEntry
+from bf16kit.artifact.artifact import Artifact
+from bf16kit.artifact.manifest import ProfileEntry
+from bf16kit.messages.errors import ArtifactError, ConfigError, DeviceUnavailable, RuntimeFailure
+from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime import Runtime
 from bf16kit.runtime.device import CPU, canonical
-from bf16kit.runtime.weightstore import PRIVATE_STORE, WeightStore
-from bf16kit.tensors import TensorSpec
+from bf16kit.runtime.memory.weightstore import PRIVATE_STORE, WeightStore
+from bf16kit.system.heap import release_free_memory
 
 AUTO = "auto"
 CPU_PROFILES = ("cpu", "cpu-bf16")  # run by ONNX Runtime, the more accurate first
@@ -59,13 +59,13 @@ def load(
         from bf16kit.runtime.torchexport import TorchExportRuntime
 
         return TorchExportRuntime(path, inputs, outputs, device=device, threads=threads)
-    from bf16kit.runtime.copied import copied_weights
-    from bf16kit.runtime.externaldata import check_locations
-    from bf16kit.runtime.inlining import check_inlined_size
-    from bf16kit.runtime.kernel import kernel_for, read_as_stored
-    from bf16kit.runtime.onnx import OnnxRuntime
-    from bf16kit.runtime.rebuilt import Weights
-    from bf16kit.runtime.session import check_version
+    from bf16kit.runtime.memory.copied import copied_weights
+    from bf16kit.runtime.memory.rebuilt import Weights
+    from bf16kit.runtime.ort.externaldata import check_locations
+    from bf16kit.runtime.ort.inlining import check_inlined_size
+    from bf16kit.runtime.ort.kernel import kernel_for, read_as_stored
+    from bf16kit.runtime.ort.onnx import OnnxRuntime
+    from bf16kit.runtime.ort.session import check_version
 
     check_version(profile, entry.requires)
     check_locations(path, artifact.manifest.files)
@@ -114,10 +114,10 @@ def load_reference(
 
     Raises :class:`ArtifactError` when the artifact has no reference, or no residual to rebuild it from.
     """
-    from bf16kit.runtime.externaldata import REBUILT, check_locations
-    from bf16kit.runtime.inlining import check_inlined_size
-    from bf16kit.runtime.onnx import OnnxRuntime
-    from bf16kit.runtime.rebuilt import rebuilt_weights
+    from bf16kit.runtime.memory.rebuilt import rebuilt_weights
+    from bf16kit.runtime.ort.externaldata import REBUILT, check_locations
+    from bf16kit.runtime.ort.inlining import check_inlined_size
+    from bf16kit.runtime.ort.onnx import OnnxRuntime
 
     name = artifact.manifest.reference
     if name is None:
@@ -228,8 +228,8 @@ def _inputs_and_outputs(artifact: Artifact) -> tuple[tuple[TensorSpec, ...], tup
 
 
 def _onnx_cuda_works() -> bool:
+    from bf16kit.runtime.ort.session import has_cuda
     from bf16kit.runtime.probe import probe_onnx
-    from bf16kit.runtime.session import has_cuda
 
     if not has_cuda():
         return False

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bf16kit.panels import WIDTH, pack
+from bf16kit.numerics.panels import WIDTH, pack
 from bf16kit.runtime import Accumulation
 from bf16kit.runtime.device import CPU
-from bf16kit.runtime.kernel import DOMAIN
+from bf16kit.runtime.ort.kernel import DOMAIN
 
 if TYPE_CHECKING:
     from onnx import FunctionProto, NodeProto, OperatorSetIdProto
@@ -85,9 +85,9 @@ def probe_onnx(device: str, precision: str, library: Path | None = None) -> Accu
 
     ``bf16`` multiplies bf16 by bf16; on the CPU it multiplies fp32 rounded to bf16 by bf16. ``bf16-weights`` and
     ``fp32`` multiply fp32 activations by widened bf16 weights, by the CPU kernel in ``library`` or without it by ONNX
-    Runtime. Raises :class:`~bf16kit.errors.RuntimeFailure` when the device cannot do that.
+    Runtime. Raises :class:`RuntimeFailure` when the device cannot do that.
     """
-    from bf16kit.runtime.session import as_runtime_failure, open_session
+    from bf16kit.runtime.ort.session import as_runtime_failure, open_session
 
     rounds = precision == "bf16" and device == CPU
     session = open_session(_graph(precision, rounds), device=device, threads=1, library=library)

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from bf16kit.errors import RuntimeFailure
+from bf16kit.messages.errors import RuntimeFailure
 
 LONGEST = 500  # functions in a chain; a hierarchy of modules is one
 _DEFINITION = re.compile(r"^(?:class|def)[ \t]+(\w+)", re.MULTILINE)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from bf16kit.errors import RuntimeFailure
+from bf16kit.messages.errors import RuntimeFailure
 from bf16kit.runtime import scriptcalls
 
 DEEPEST_EXPRESSION = 1000  # brackets and operators that enclose or follow one another in one statement

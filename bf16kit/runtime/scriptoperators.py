@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from bf16kit.errors import RuntimeFailure
+from bf16kit.messages.errors import RuntimeFailure
 from bf16kit.runtime import scriptgraph
 
 # Words that a model of plain tensors does not need in its code, each with its effect. They are rejected anywhere in the

@@ -12,7 +12,7 @@ import zipfile
 from pathlib import Path
 from typing import Any, Self
 
-from bf16kit.errors import RuntimeFailure
+from bf16kit.messages.errors import RuntimeFailure
 from bf16kit.runtime import scriptcode, scriptoperators, torchzip
 
 _DEEPEST = 200  # nesting of modules and lists

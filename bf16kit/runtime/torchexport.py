@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from bf16kit.errors import RuntimeFailure
+from bf16kit.messages.errors import RuntimeFailure
+from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime import Array
 from bf16kit.runtime.device import CPU
 from bf16kit.runtime.exported import operators
@@ -34,7 +35,6 @@ from bf16kit.runtime.torchscript import (
     torch_dtype,
     use_threads,
 )
-from bf16kit.tensors import TensorSpec
 
 Wrap = Callable[[str, Callable[..., Any]], Callable[..., Any]]
 HALVES = ("bfloat16", "float16")

@@ -16,13 +16,13 @@ import torch
 from numpy.typing import NDArray
 from torch.jit._recursive import wrap_cpp_module
 
-from bf16kit.errors import DeviceUnavailable, RuntimeFailure
+from bf16kit.messages.errors import DeviceUnavailable, RuntimeFailure
+from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime import Accumulation, Array, RuntimeInfo, scriptgraph, scriptoperators, scriptrecords
 from bf16kit.runtime.device import CPU, canonical
 from bf16kit.runtime.edges import RuntimeProperties
 from bf16kit.runtime.hardware import available_cpus, cpu_has_bf16
 from bf16kit.runtime.probe import classify, weights
-from bf16kit.tensors import TensorSpec
 
 _BF16 = np.dtype(ml_dtypes.bfloat16)
 WIDENED = "this CPU has no bf16 instructions: the bf16 module was widened to fp32 once, at load"

@@ -11,7 +11,7 @@ import struct
 import zipfile
 from typing import IO
 
-from bf16kit.errors import RuntimeFailure
+from bf16kit.messages.errors import RuntimeFailure
 
 _END = struct.Struct("<4s8xIIH")  # signature, size and offset of the directory, length of a comment
 _LOCATOR = struct.Struct("<4s4xQ4x")  # signature, and the offset of the 64-bit end record

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from bf16kit.artifact import Artifact
-from bf16kit.errors import ArtifactError
-from bf16kit.manifest import MANIFEST
-from bf16kit.verdicts import drift_rows, format_budget_ratio, tightest_of
+from bf16kit.artifact.artifact import Artifact
+from bf16kit.artifact.manifest import MANIFEST
+from bf16kit.drift.verdicts import drift_rows, format_budget_ratio, tightest_of
+from bf16kit.messages.errors import ArtifactError
 from converter.bulk.executor import Process, start_process
 from converter.bulk.worklist import Item
 from converter.process import children

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bf16kit.errors import SourceError
-from bf16kit.text import listed
-from converter.sources.detect import recognise
-from converter.sources.orbax import layout
+from bf16kit.messages.errors import SourceError
+from bf16kit.messages.text import listed
+from converter.read.detect import recognise
+from converter.read.orbax import layout
 
 _SHOWN = 5
 # The files that identify such a directory: one of them among many checkpoints makes it a model or a foreign format.

@@ -30,9 +30,9 @@ from ray.exceptions import (
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import bf16kit
-from bf16kit.errors import UsageError
-from bf16kit.rayaddress import check_reachable
-from bf16kit.wording import first_line
+from bf16kit.messages.errors import UsageError
+from bf16kit.messages.wording import first_line
+from bf16kit.system.rayaddress import check_reachable
 from converter.bulk.executor import Process, start_process
 from converter.process import children
 

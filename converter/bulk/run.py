@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from bf16kit.text import table
+from bf16kit.messages.text import table
 from converter.bulk.executor import Executor
 from converter.bulk.item import Outcome, convert
 from converter.bulk.worklist import Item, Worklist

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bf16kit.errors import NoCheckpoint, SourceError, UsageError
-from converter.proof.samples import SUFFIXES
-from converter.sources.detect import Kind, recognise
+from bf16kit.messages.errors import NoCheckpoint, SourceError, UsageError
+from converter.read.detect import Kind, recognise
+from converter.verify.samples import SUFFIXES
 
 # Endings that are removed from a file's name to name its model.
 _SUFFIXES = frozenset(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from bf16kit import errors
+from bf16kit.messages import errors
 from converter.commands.common import PATH, debug_option, echo, json_option, samples_option
 
 
@@ -17,7 +17,7 @@ from converter.commands.common import PATH, debug_option, echo, json_option, sam
 @debug_option
 def inspect(artifact: Path, as_json: bool, debug: bool) -> None:
     """Show what ARTIFACT holds: verdict, plan, sizes, drift, digests."""
-    from bf16kit import document
+    from bf16kit.messages import document
     from converter.report.inspect import describe, record
 
     echo(document.dumps(record(artifact)) if as_json else describe(artifact))
@@ -37,9 +37,9 @@ def inspect(artifact: Path, as_json: bool, debug: bool) -> None:
 @debug_option
 def verify(artifact: Path, samples: str | None, profiles: tuple[str, ...], as_json: bool, debug: bool) -> None:
     """Check every digest of ARTIFACT, then its drift from the fp32 reference against its budget."""
-    from bf16kit import document
-    from bf16kit.runtime import kernel
-    from converter.proof.verify import verify as verify_artifact
+    from bf16kit.messages import document
+    from bf16kit.runtime.ort import kernel
+    from converter.verify.verify import verify as verify_artifact
 
     kernel.configured_kernel()
     verified = verify_artifact(artifact, samples, profiles)
@@ -71,9 +71,9 @@ def explain(
     artifact gives the response that was over budget, and which layer's error exceeds that of rounding on this input.
     The cuda profile is emulated on the CPU.
     """
-    from bf16kit.runtime import kernel
-    from converter.proof.explanation import explain as explain_artifact
-    from converter.proof.reproduction import explain_evidence
+    from bf16kit.runtime.ort import kernel
+    from converter.islands.explanation import explain as explain_artifact
+    from converter.islands.reproduction import explain_evidence
 
     kernel.configured_kernel()
     if of is None:

@@ -190,11 +190,11 @@ def checkpoint(
             " leave them out"
         )
 
-    from bf16kit.runtime import kernel
-    from converter.pipeline import convert
+    from bf16kit.runtime.ort import kernel
+    from converter.convert import convert
     from converter.process import memory, progress
+    from converter.read.mapping.choice import UnconfirmedMap
     from converter.report import page
-    from converter.sources.mapping.choice import UnconfirmedMap
 
     kernel.configured_kernel()  # reports a wrong BF16KIT_KERNELPATH now, not when the first graph runs
     memory.map_large_blocks()
@@ -223,7 +223,7 @@ def _reject_single_source_without_version(source: Path, out: Path) -> None:
     """Reject ``out`` if it would do only for many checkpoints; say why the directory is taken for one source."""
     if _VERSION.fullmatch(out.name) or not source.is_dir():
         return
-    from bf16kit.errors import UsageError
+    from bf16kit.messages.errors import UsageError
     from converter.bulk.mistaken import explain_recognition
 
     raise UsageError(
@@ -249,8 +249,8 @@ def options_of(**given: object) -> Options:
         assert isinstance(values, tuple)  # noqa: S101 - click's `multiple=True`
         return values
 
-    from bf16kit.drift import Budget
-    from bf16kit.errors import UsageError
+    from bf16kit.drift.metrics import Budget
+    from bf16kit.messages.errors import UsageError
 
     out, model_args, profiles = given.pop("out"), given.pop("model_args"), many("profiles")
     formats = many("formats")

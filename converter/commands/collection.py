@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from bf16kit.errors import UsageError
+from bf16kit.messages.errors import UsageError
 
 if TYPE_CHECKING:
     from converter.bulk.executor import Executor
@@ -152,7 +152,7 @@ def _read_option_files(directory: Path) -> dict[str, Mapping[str, Any]]:
 def _read(path: Path) -> Mapping[str, Any]:
     import yaml
 
-    from bf16kit.reading import read_bounded
+    from bf16kit.artifact.reading import read_bounded
 
     data = read_bounded(path, _LARGEST, UsageError, "the limit for a file of options")
     try:

@@ -12,7 +12,7 @@ from converter.commands.common import debug_option, echo, json_option
 @debug_option
 def doctor(as_json: bool, debug: bool) -> None:
     """Show what is installed, what can be converted now, and the commands that install what is missing."""
-    from bf16kit import document
+    from bf16kit.messages import document
     from converter.doctor.findings import describe, record
 
     echo(document.dumps(record()) if as_json else describe())

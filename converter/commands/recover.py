@@ -85,7 +85,7 @@ def recover(debug: bool, **given: Any) -> None:
     result is published only if the bf16 artifact is within budget of the fp32 outputs of the ORIGINAL weights. Needs
     Lightning: pip install 'bf16kit[lightning]'. docs/recovering.md explains the numbers.
     """
-    from bf16kit.runtime import kernel
+    from bf16kit.runtime.ort import kernel
     from converter.process import memory, progress
     from converter.recovery.settings import parse_settings
     from converter.recovery.steps import recover as run

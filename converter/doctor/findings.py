@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from bf16kit.text import table
+from bf16kit.messages.text import table
 from converter.doctor.abilities import FORMATS, OTHERS, SOURCES, Capability, capabilities
 from converter.doctor.parts import Part, parts
 

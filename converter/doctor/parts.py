@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from bf16kit import errors
+from bf16kit.messages import errors
 
 _INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16")  # as /proc/cpuinfo spells them
 _BF16 = ("avx512_bf16", "amx_bf16", "bf16")
@@ -61,7 +61,7 @@ def _processor(name: str) -> Part:
 
 
 def _kernel(name: str) -> Part:
-    from bf16kit.runtime import kernel
+    from bf16kit.runtime.ort import kernel
 
     try:
         found = kernel.configured_kernel()
@@ -77,7 +77,7 @@ def _compiler(name: str) -> Part:
 
 
 def _tensorflow(name: str) -> Part:
-    from converter.sources.tensorflow import environment
+    from converter.read.tensorflow import environment
 
     try:
         found = environment.find()

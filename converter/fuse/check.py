@@ -17,12 +17,12 @@ import numpy as np
 import onnx
 from numpy.typing import NDArray
 
-from bf16kit.errors import RuntimeFailure
-from bf16kit.runtime.onnx import OnnxRuntime
-from bf16kit.tensors import BY_ONNX, TensorSpec
+from bf16kit.messages.errors import RuntimeFailure
+from bf16kit.numerics.tensors import BY_ONNX, TensorSpec
+from bf16kit.runtime.ort.onnx import OnnxRuntime
 from converter.fuse.fusing import Fusion, Kind
 from converter.fuse.variants import variants
-from converter.model import Array, Feeds
+from converter.source import Array, Feeds
 
 _PREFIX = "fused:"
 # The error allowed, of a slice's own magnitude and of the magnitude that slices along its axis have. Terms of a sum may

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from bf16kit.runtime.kernel import DOMAIN
+from bf16kit.runtime.ort.kernel import DOMAIN
 from converter.fuse.activations import Activation
 from converter.fuse.panelnodes import matrix_nodes, panel_form, panel_shapes
 from converter.fuse.products import Layout

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
-from bf16kit.errors import ConversionError
-from bf16kit.runtime.kernel import DOMAIN
-from bf16kit.wording import brief
+from bf16kit.messages.errors import ConversionError
+from bf16kit.messages.wording import brief
+from bf16kit.runtime.ort.kernel import DOMAIN
 from converter.fuse.attend import attend
 from converter.fuse.fusing import Fusing, Fusion
 from converter.fuse.join import groups, join

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import onnx_ir as ir
 
-from bf16kit.runtime.kernel import DOMAIN
+from bf16kit.runtime.ort.kernel import DOMAIN
 from converter.graph.names import FreshNames, all_value_names
 
 Kind = Literal["attention", "normalisation", "lookup", "product"]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from bf16kit.runtime.kernel import DOMAIN
+from bf16kit.runtime.ort.kernel import DOMAIN
 from converter.fuse.fusing import Fusing
 from converter.fuse.joined import JOINABLE, MOST, JoinedVariant, attributes, function
 

@@ -1,4 +1,4 @@
-"""Nodes that put panels back into a matrix: :func:`bf16kit.panels.unpack` in ONNX's own operators."""
+"""Nodes that put panels back into a matrix: :func:`bf16kit.numerics.panels.unpack` in ONNX's own operators."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 
 import onnx_ir as ir
 
-from bf16kit.panels import WIDTH
+from bf16kit.numerics.panels import WIDTH
 
 
 def panel_shapes(k: int, n: int) -> dict[str, list[int]]:

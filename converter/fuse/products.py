@@ -1,10 +1,10 @@
 """Finds the products of a graph that bf16kit's CPU kernel can run, and the weights that are stored in its panels.
 
 The kernel multiplies fp32 rows by a constant weight stored in bf16 and accumulates in fp32. A weight that only such
-products read is stored in panels (:mod:`bf16kit.panels`). So is a table that is also looked up, if it holds one row per
-column of the product, as tied embeddings do. The kernel finds rows in panels. Any other weight keeps its rows. The
-kernel reads it in that layout if the rows are the product's columns. 1×1 convolutions on a single pixel are products
-too, and their weights are read in that layout.
+products read is stored in panels (:mod:`bf16kit.numerics.panels`). So is a table that is also looked up, if it holds
+one row per column of the product, as tied embeddings do. The kernel finds rows in panels. Any other weight keeps its
+rows. The kernel reads it in that layout if the rows are the product's columns. 1×1 convolutions on a single pixel are
+products too, and their weights are read in that layout.
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from bf16kit.errors import ConversionError
-from bf16kit.manifest import TensorEntry
-from bf16kit.panels import WIDTH
+from bf16kit.artifact.manifest import TensorEntry
+from bf16kit.messages.errors import ConversionError
+from bf16kit.numerics.panels import WIDTH
 from converter.graph.initializers import initializer
 from converter.graph.names import FreshNames, all_value_names
 from converter.graph.step import Step

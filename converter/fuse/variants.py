@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from bf16kit.tensors import TensorSpec
-from converter.model import Array, Feeds
+from bf16kit.numerics.tensors import TensorSpec
+from converter.source import Array, Feeds
 
 _SAMPLES = 2  # taken as they are; a fusion computes the same for all
 _SEED = 0

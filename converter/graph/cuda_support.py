@@ -12,8 +12,8 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from bf16kit.errors import UsageError
-from bf16kit.versions import is_older, version_key
+from bf16kit.messages.errors import UsageError
+from bf16kit.system.versions import is_older, version_key
 from converter.process import versions
 
 _FILE = "cuda_kernels.json"

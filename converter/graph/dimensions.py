@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from bf16kit.tensors import TensorSpec
+from bf16kit.numerics.tensors import TensorSpec
 from converter.graph.names import FreshNames
 
 UNKNOWN = "?"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from bf16kit.tensors import Array as Array
+from bf16kit.numerics.tensors import Array as Array
 
 _ROWS_BYTES = 1 << 22
 _PROBES = 64

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import onnx_ir as ir
 
-from bf16kit.errors import ConversionError
+from bf16kit.messages.errors import ConversionError
 from converter.graph.step import Step
 
 

@@ -9,7 +9,7 @@ from functools import cache
 import onnx_ir as ir
 from onnx import defs
 
-from bf16kit.runtime.kernel import DOMAIN as KERNEL
+from bf16kit.runtime.ort.kernel import DOMAIN as KERNEL
 
 BF16 = "tensor(bfloat16)"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import onnx
 
-from bf16kit.versions import version_key
+from bf16kit.system.versions import version_key
 from converter.graph.cuda_nodes import missing_kernels
 from converter.graph.cuda_support import KernelTable, releases
 from converter.process import versions

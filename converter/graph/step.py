@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from bf16kit.errors import ConversionError
-from bf16kit.wording import brief
+from bf16kit.messages.errors import ConversionError
+from bf16kit.messages.wording import brief
 
 
 class Step(ir.passes.InPlacePass):

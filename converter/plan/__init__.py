@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from bf16kit.manifest import Plan, PlanEntry
+from bf16kit.artifact.manifest import Plan, PlanEntry
 from converter.fuse.fuse import Fusions, fuse
 from converter.graph.cuda_support import KernelTable
 from converter.graph.initializers import dims, stays_inline
 from converter.graph.operators import label
-from converter.passes import Prepared
 from converter.plan.decisions import Decision, Islands
 from converter.plan.overrides import Overrides
 from converter.plan.profiles import PROFILES
+from converter.rewrite import Prepared
 
 SMALLEST = 256  # elements below which narrowing a matrix is not worth it
 _REFERENCE_ONLY = "read only by the fp32 reference; folded into other weights"
@@ -46,7 +46,7 @@ def make_plan(
     ``keep_fp32`` and ``bf16`` are regular expressions searched in the names of nodes and tensors. A node that they keep
     in fp32 keeps its weights in fp32 as well. ``islands`` are what a search found; there a node and its weights are
     separate. ``panels`` and ``refused`` are as in :func:`~converter.fuse.fuse.fuse`. Raises
-    :class:`~bf16kit.errors.UsageError` for a pattern that is no regular expression or matches nothing.
+    :class:`UsageError` for a pattern that is no regular expression or matches nothing.
     """
     kernels = kernels or KernelTable.load()
     overrides = Overrides.parse(keep_fp32, bf16, islands)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from bf16kit.errors import UsageError
+from bf16kit.messages.errors import UsageError
 from converter.plan.decisions import Decision, Islands
 
 

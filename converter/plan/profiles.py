@@ -9,10 +9,10 @@ import onnx_ir as ir
 
 from converter.fuse.fusing import Fusion
 from converter.graph.cuda_support import KernelTable
-from converter.passes import Prepared
 from converter.plan.decisions import Decision
 from converter.plan.overrides import Overrides
 from converter.plan.placement import place_cpu, place_cpu_bf16, place_cuda
+from converter.rewrite import Prepared
 
 Place = Callable[[ir.Model, frozenset[str], KernelTable, Overrides, Sequence[Fusion]], Mapping[str, Decision]]
 

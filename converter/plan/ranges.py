@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 import onnx_ir as ir
 
-from bf16kit.errors import RangeError
-from bf16kit.numerics import Census, census
+from bf16kit.messages.errors import RangeError
+from bf16kit.numerics.rounding import Census, census
 from converter.graph.initializers import blocks
-from converter.passes import Prepared
-from converter.passes.masks import is_weight
+from converter.rewrite import Prepared
+from converter.rewrite.noopmasks import is_weight
 
 _SHOWN = 5
 
@@ -26,7 +26,7 @@ def check_ranges(
     """Return the census of every tensor that is narrowed, as it is rounded: with BatchNorm folded in.
 
     ``found`` holds the censuses of the tensors that were written; those inside the graph are taken here. Raises
-    :class:`~bf16kit.errors.RangeError` for NaN in any of them or in other fp32 weights, for infinities outside masks,
+    :class:`RangeError` for NaN in any of them or in other fp32 weights, for infinities outside masks,
     and for finite values that overflow unless ``saturate``.
     """
     complaints: list[str] = []

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 
-from bf16kit.orphans import die_with_parent
+from bf16kit.system.orphans import die_with_parent
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bf16kit.errors import UsageError
+from bf16kit.messages.errors import UsageError
 from converter.process.usererror import user_frame
 
 _LIGHTNING = (

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from bf16kit.errors import ConversionError, RuntimeFailure, SourceError
+from bf16kit.messages.errors import ConversionError, RuntimeFailure, SourceError
 
 
 @contextlib.contextmanager

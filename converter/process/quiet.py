@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 
-from bf16kit.wording import brief
+from bf16kit.messages.wording import brief
 
 # The start of TorchScript's message that an operator of its program failed.
 _INTERPRETER = "The following operation failed in the TorchScript interpreter"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from bf16kit.runtime.scratch import ScratchUnavailable, scratch_file
+from bf16kit.runtime.memory.scratch import ScratchUnavailable, scratch_file
 
 _LARGE = 1 << 20  # bytes; smaller tensors stay in memory
 _UNFILLED = (torch.empty, torch.empty_like)

@@ -7,7 +7,7 @@ import sysconfig
 import traceback
 from pathlib import Path
 
-from bf16kit.wording import brief
+from bf16kit.messages.wording import brief
 from converter.process.quiet import first_line
 
 _OURS = Path(__file__).parents[1]

@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from bf16kit.errors import InvalidRequest, UsageError
-from bf16kit.tensors import TensorSpec, check_feeds, describe
-from converter.model import Array, Feeds
+from bf16kit.messages.errors import InvalidRequest, UsageError
+from bf16kit.numerics.tensors import TensorSpec, check_feeds, describe
 from converter.process.imports import import_callable
 from converter.process.quiet import first_line
 from converter.process.usererror import describe_user_error
+from converter.source import Array, Feeds
 
 LABELS = "labels"
 IGNORED = -100  # torch's value for a label that does not count

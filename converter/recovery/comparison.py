@@ -13,21 +13,21 @@ from pathlib import Path
 
 import numpy as np
 
-from bf16kit.artifact import Artifact
-from bf16kit.budget import Budget
-from bf16kit.drift import DriftSummary
-from bf16kit.recovery import AccuracyEntry, RecoveredDrift
+from bf16kit.artifact.artifact import Artifact
+from bf16kit.artifact.recoveryentries import AccuracyEntry, RecoveredDrift
+from bf16kit.drift.budget import Budget
+from bf16kit.drift.metrics import DriftSummary
+from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime import Runtime
 from bf16kit.runtime.loading import load_reference
-from bf16kit.tensors import TensorSpec
-from converter.model import Feeds
 from converter.process.memory import release_memory
-from converter.proof import measure
-from converter.proof.measure import Drifts, SliceScales
-from converter.proof.running import open_profile
-from converter.proof.spool import Spool
 from converter.recovery.batches import IGNORED, Batch, check_labels
 from converter.recovery.loss import logits_of
+from converter.source import Feeds
+from converter.verify import measure
+from converter.verify.measure import Drifts, SliceScales
+from converter.verify.running import open_profile
+from converter.verify.spool import Spool
 
 REFERENCE = "fp32"
 RECOVERED = "recovered fp32"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from bf16kit.errors import UsageError
+from bf16kit.messages.errors import UsageError
 from converter.options import Target
 from converter.recovery.settings import recovery_path
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from bf16kit.recovery import GradientEntry
+from bf16kit.artifact.recoveryentries import GradientEntry
 
 _FORMATS = {"fp16": torch.float16, "bf16": torch.bfloat16}
 

@@ -6,19 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bf16kit.artifact import Artifact
-from bf16kit.errors import BudgetExceeded
-from bf16kit.manifest import Manifest
-from bf16kit.publish import StagingArtifact
-from bf16kit.recovery import RecoveryEntry
+from bf16kit.artifact.artifact import Artifact
+from bf16kit.artifact.manifest import Manifest
+from bf16kit.artifact.publish import StagingArtifact
+from bf16kit.artifact.recoveryentries import RecoveryEntry
+from bf16kit.messages.errors import BudgetExceeded
+from converter.convert import Judgement
 from converter.options import Options
-from converter.pipeline import Judgement
 from converter.process.progress import Progress
-from converter.proof.judging import without_profiles
 from converter.recovery.batches import Batch
 from converter.recovery.comparison import Comparison, accuracy_breaches, compare
 from converter.recovery.settings import Settings
 from converter.recovery.training import TrainingResult
+from converter.verify.judging import without_profiles
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from bf16kit.errors import UsageError
-from bf16kit.tensors import TensorSpec
+from bf16kit.messages.errors import UsageError
+from bf16kit.numerics.tensors import TensorSpec
 
 _SMALLEST = 1e-12  # of a squared norm: an output of zeros has no relative distance
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from bf16kit.errors import UsageError
+from bf16kit.messages.errors import UsageError
 from converter.recovery.settings import BACKOFF, GROWTH, Precision, Scaling
 
 _DTYPES = {

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from bf16kit.errors import UsageError
+from bf16kit.messages.errors import UsageError
 
 if TYPE_CHECKING:
     from converter.options import Target

@@ -7,17 +7,15 @@ from dataclasses import replace
 from hashlib import sha256
 from typing import Any
 
-from bf16kit.artifact import Artifact
-from bf16kit.errors import ConversionError, UsageError
-from bf16kit.tensors import TensorSpec
+from bf16kit.artifact.artifact import Artifact
+from bf16kit.messages.errors import ConversionError, UsageError
+from bf16kit.numerics.tensors import TensorSpec
 from converter import intake
-from converter.model import Checkpoint, Source, TorchModel
+from converter.convert import ProvidedInputs, Result, convert
 from converter.options import Options, Target
-from converter.pipeline import ProvidedInputs, Result, convert
 from converter.process.memory import release_memory
 from converter.process.naming import prefix_errors
 from converter.process.progress import Progress
-from converter.proof.samples import Samples, load
 from converter.recovery import precision
 from converter.recovery.batches import Loader, check_labels
 from converter.recovery.directory import ORIGINAL, RecoveryDirectory, open_directory
@@ -27,6 +25,8 @@ from converter.recovery.settings import Settings
 from converter.recovery.training import check_installed, train
 from converter.recovery.validation import State
 from converter.recovery.weights import copy_to_module, digest, find_trainable, recovered_tensors
+from converter.source import Checkpoint, Source, TorchModel
+from converter.verify.samples import Samples, load
 
 MAX_BATCHES = 1000  # batches that a recovery is judged on, at most: as many as --samples takes
 
@@ -36,7 +36,7 @@ def recover(options: Options, settings: Settings, progress: Progress) -> Result:
 
     The artifact is published only if its bf16 outputs are within the budget twice: compared with the *original* fp32
     outputs, and with its own fp32 outputs. For ``cross-entropy``, the first comparison counts the rows with the right
-    label. Raises what :func:`converter.pipeline.convert` and :func:`converter.recovery.training.train` raise, and
+    label. Raises what :func:`converter.convert.convert` and :func:`converter.recovery.training.train` raise, and
     :class:`BudgetExceeded` if recovery did not succeed.
     """
     check_installed()
@@ -94,7 +94,7 @@ def _resume_notes(settings: Settings, directory: RecoveryDirectory) -> list[str]
 
 def check_target(options: Options) -> None:
     """Reject a target that is in the way before hours of training, as publishing would do after them."""
-    from bf16kit.publish import check_target as check
+    from bf16kit.artifact.publish import check_target as check
 
     check(options.target.path, options.force)
 
@@ -182,7 +182,7 @@ def _convert_original(
 
 def _exported(source: Source) -> Source:
     """Export ``source`` again: its graph still holds other weights."""
-    from converter.sources.readers.common import exported_source
+    from converter.read.readers.common import exported_source
 
     assert source.module is not None  # noqa: S101 - it was trained
     found = exported_source(source.checkpoint, source.module, source.sampler)

@@ -10,14 +10,14 @@ from typing import Any
 import lightning
 import torch
 
-from bf16kit.errors import ConversionError
-from converter.model import TorchModel
+from bf16kit.messages.errors import ConversionError
 from converter.recovery.batches import seed_all
 from converter.recovery.gradients import count_gradients
 from converter.recovery.settings import Settings
 from converter.recovery.teacherbatches import TeacherBatch
 from converter.recovery.validation import ValidationLoss
 from converter.recovery.weights import TrainedParameter, straight_through
+from converter.source import TorchModel
 
 _SMALLEST_SIZE = 1e-3  # the least size of a tensor that scales its steps, so that a tensor of zeros can move
 _STATE_KEY = "bf16kit_recovery"
@@ -210,7 +210,7 @@ class StudentModule(lightning.LightningModule):  # type: ignore[misc,unused-igno
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        from bf16kit.recovery import GradientEntry
+        from bf16kit.artifact.recoveryentries import GradientEntry
 
         found = checkpoint[_STATE_KEY]
         self.facts = TrainingFacts(**found["facts"])

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from bf16kit.errors import UsageError
-from bf16kit.tensors import TensorSpec
-from converter.model import TorchModel
+from bf16kit.messages.errors import UsageError
+from bf16kit.numerics.tensors import TensorSpec
 from converter.recovery.batches import Batch, check_labels
 from converter.recovery.loss import cross_entropy, distillation, logits_of
 from converter.recovery.settings import Loss
+from converter.source import TorchModel
 
 
 class TeacherBatch:

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bf16kit.errors import ConversionError, UsageError
-from bf16kit.recovery import GradientEntry, LookEntry, TrainingEntry
-from bf16kit.tensors import TensorSpec
-from converter.model import TorchModel
+from bf16kit.artifact.recoveryentries import GradientEntry, LookEntry, TrainingEntry
+from bf16kit.messages.errors import ConversionError, UsageError
+from bf16kit.numerics.tensors import TensorSpec
 from converter.process.progress import Progress
 from converter.process.quiet import first_line, quiet
 from converter.recovery import precision
@@ -26,6 +25,7 @@ from converter.recovery.settings import FIRST_SCALE, Settings
 from converter.recovery.teacherbatches import Teacher, TeacherBatch
 from converter.recovery.validation import BATCHES, State, ValidationLoss
 from converter.recovery.weights import TrainedParameter
+from converter.source import TorchModel
 
 if TYPE_CHECKING:
     from converter.recovery.student import StudentModule

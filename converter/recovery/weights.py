@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from bf16kit.artifact import Artifact
-from bf16kit.errors import ConversionError
-from bf16kit.manifest import RESIDUAL, CheckpointEntry, Manifest
-from converter.model import Array
-from converter.sources.statedict import to_torch
+from bf16kit.artifact.artifact import Artifact
+from bf16kit.artifact.manifest import RESIDUAL, CheckpointEntry, Manifest
+from bf16kit.messages.errors import ConversionError
+from converter.read.statedict import to_torch
+from converter.source import Array
 
 _NORMS = (torch.nn.LayerNorm, torch.nn.GroupNorm, torch.nn.RMSNorm)  # these are folded into no weight
 _FLOATS = ("float32", "float64", "float16", "bfloat16")

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from bf16kit.inputranges import InputRange
-from bf16kit.manifest import (
+from bf16kit.artifact.manifest import (
     RESIDUAL,
     ExportEntry,
     FileEntry,
@@ -17,11 +16,10 @@ from bf16kit.manifest import (
     Source,
     SpecEntry,
 )
-from bf16kit.measurements import Measurements
-from bf16kit.panels import WIDTH
-from bf16kit.recovery import RecoveryEntry
-from bf16kit.text import listed
-from bf16kit.verdicts import (
+from bf16kit.artifact.recoveryentries import RecoveryEntry
+from bf16kit.drift.inputranges import InputRange
+from bf16kit.drift.measurements import Measurements
+from bf16kit.drift.verdicts import (
     DriftRow,
     SampleSeries,
     Verdict,
@@ -31,6 +29,9 @@ from bf16kit.verdicts import (
     verdicts,
     worst_slices,
 )
+from bf16kit.messages.text import listed
+from bf16kit.numerics.panels import WIDTH
+from converter.report.exponentranges import Span, spans
 from converter.report.islands import (
     Island,
     IslandGroup,
@@ -42,7 +43,6 @@ from converter.report.islands import (
     searches,
 )
 from converter.report.layers import LayerSeries, layer_series
-from converter.report.spans import Span, spans
 
 WITHOUT_RESIDUAL = ("weights.bf16", "weights.fp32")
 

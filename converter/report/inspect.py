@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bf16kit.artifact import Artifact
-from bf16kit.document import plain
-from bf16kit.manifest import ProfileEntry
-from bf16kit.tensors import describe as describe_shape
-from bf16kit.text import listed, size, table
-from bf16kit.verdicts import DriftRow, format_budget_ratio
+from bf16kit.artifact.artifact import Artifact
+from bf16kit.artifact.manifest import ProfileEntry
+from bf16kit.drift.verdicts import DriftRow, format_budget_ratio
+from bf16kit.messages.document import plain
+from bf16kit.messages.text import listed, size, table
+from bf16kit.numerics.tensors import describe as describe_shape
 from converter.report import recovery
 from converter.report.figures import Figures, figures
 
@@ -23,7 +23,7 @@ def describe(path: Path) -> str:
     """Describe the artifact in ``path``, after checking its files: verdict, profiles, inputs, outputs, sizes, plan,
     drift and digests.
 
-    Raises :class:`~bf16kit.errors.ArtifactError` or a subclass if it is damaged or no artifact.
+    Raises :class:`ArtifactError` or a subclass if it is damaged or no artifact.
     """
     artifact = Artifact.open(path)
     found = _figures(artifact)

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from bf16kit.manifest import Manifest, Plan, PlanEntry
-from bf16kit.measurements import Measurements, SearchEntry
+from bf16kit.artifact.manifest import Manifest, Plan, PlanEntry
+from bf16kit.drift.measurements import Measurements, SearchEntry
 
 SEARCHED = "budget"  # the plan's code for what a search keeps in fp32
 _EXAMPLES = 3

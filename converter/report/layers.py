@@ -7,8 +7,8 @@ import shlex
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from bf16kit.measurements import MARGIN_DB, MOST_DB, DiagnosisEntry, LayerEntry, Layers, Measurements
-from bf16kit.text import listed
+from bf16kit.drift.measurements import MARGIN_DB, MOST_DB, DiagnosisEntry, LayerEntry, Layers, Measurements
+from bf16kit.messages.text import listed
 
 
 @dataclass(frozen=True, slots=True)

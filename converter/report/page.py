@@ -8,12 +8,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from bf16kit.artifact import Artifact
-from bf16kit.manifest import FileEntry, Manifest, PlanEntry
-from bf16kit.measurements import Measurements
-from bf16kit.tensors import describe as describe_shape
-from bf16kit.text import printable, size
-from bf16kit.verdicts import format_budget_ratio
+from bf16kit.artifact.artifact import Artifact
+from bf16kit.artifact.manifest import FileEntry, Manifest, PlanEntry
+from bf16kit.drift.measurements import Measurements
+from bf16kit.drift.verdicts import format_budget_ratio
+from bf16kit.messages.text import printable, size
+from bf16kit.numerics.tensors import describe as describe_shape
 from converter.report import plots, recovery
 from converter.report.figures import Figures, figures
 from converter.report.inspect import abbreviated, drift, needs

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from bf16kit.measurements import MARGIN_DB, MOST_DB
-from bf16kit.text import size
-from bf16kit.verdicts import SampleSeries
+from bf16kit.drift.measurements import MARGIN_DB, MOST_DB
+from bf16kit.drift.verdicts import SampleSeries
+from bf16kit.messages.text import size
+from converter.report.exponentranges import HIGHEST, LOWEST, NORMAL, Span
 from converter.report.figures import Sizes
 from converter.report.layers import LayerSeries, layer_name, shortfall
-from converter.report.spans import HIGHEST, LOWEST, NORMAL, Span
 from converter.report.svg import BOTTOM, LEFT, RIGHT, TOP, WIDTH, Picture, Scale, axes, line, power_of_two, shortened
 
 DOTS = 500  # in one picture; more cannot be told apart

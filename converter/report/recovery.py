@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from bf16kit.recovery import GradientEntry, RecoveredDrift, RecoveryEntry, TrainingEntry
-from bf16kit.text import table
+from bf16kit.artifact.recoveryentries import GradientEntry, RecoveredDrift, RecoveryEntry, TrainingEntry
+from bf16kit.messages.text import table
 
 DRIFT = ("profile", "output", "metric", "bf16 before", "bf16 recovered", "from its own fp32", "budget")
 GRADIENTS = ("at step", "of", "format", "loss ×", "values", "vanish", "subnormal", "overflow")

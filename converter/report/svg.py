@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
-from bf16kit.text import printable
+from bf16kit.messages.text import printable
 
 WIDTH = 480.0  # width of every picture, in units of about a pixel; phones show it at two thirds
 LEFT, RIGHT, TOP, BOTTOM = 58.0, 14.0, 34.0, 48.0

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import minilm
 
-from bf16kit import controlgroup
-from bf16kit.controlgroup import Memory
-from bf16kit.wording import os_error_text
+from bf16kit.messages.wording import os_error_text
+from bf16kit.system import controlgroup
+from bf16kit.system.controlgroup import Memory
 
 HERE = Path(__file__).parent
 MODEL = "minilm"

@@ -10,8 +10,8 @@ from typing import Any
 
 import click
 
-from bf16kit.errors import Bf16kitError, ConfigError
-from bf16kit.wording import first_line
+from bf16kit.messages.errors import Bf16kitError, ConfigError
+from bf16kit.messages.wording import first_line
 
 _EXIT_UNCLEAN = 1
 _EXIT_USAGE = 2

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from bf16kit.errors import ConfigError
+from bf16kit.messages.errors import ConfigError
 from deploy.ray.calls import FRONT, application
 from deploy.ray.front import Front
 from deploy.ray.placement import Placement, place

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from bf16kit.errors import ConfigError
-from bf16kit.rayaddress import check_reachable
-from bf16kit.wording import first_line
+from bf16kit.messages.errors import ConfigError
+from bf16kit.messages.wording import first_line
+from bf16kit.system.rayaddress import check_reachable
 from deploy.ray import applications
 from deploy.ray.calls import FRONT, PROXY_SETTINGS, application
 from deploy.ray.placement import place

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bf16kit.artifact import Artifact
-from bf16kit.errors import ArtifactError
-from bf16kit.manifest import Manifest
+from bf16kit.artifact.artifact import Artifact
+from bf16kit.artifact.manifest import Manifest
+from bf16kit.messages.errors import ArtifactError
 from service.models.plan import DesiredModel, Plan
 from service.process.config import ServerConfig
 from service.process.memory import MEMORY_DIVISOR

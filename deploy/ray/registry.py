@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from bf16kit.errors import NotFound, Unavailable
-from bf16kit.wording import quoted
+from bf16kit.messages.errors import NotFound, Unavailable
+from bf16kit.messages.wording import quoted
 from deploy.ray.reports import RANK, Reports
 from service.contract import Model, Slot, StatisticsSnapshot
 from service.models.repository import parse_version

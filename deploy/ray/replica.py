@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import ray
-from bf16kit import controlgroup
+from bf16kit.system import controlgroup
 from deploy.ray.answering import RpcMethods
 from deploy.ray.calls import FRONT
 from ray import serve

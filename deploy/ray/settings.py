@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
 
-from bf16kit.errors import ConfigError
+from bf16kit.messages.errors import ConfigError
 from service.process.config import ServerConfig
 
 

@@ -1,5 +1,5 @@
 // The converter's operations on every weight, as loops that a compiler vectorises. Included once for each instruction set.
-// A pattern is the bits of an fp32 or bf16 number as an integer. bf16kit/numerics.py and residual.py have the definitions.
+// A pattern is the bits of an fp32 or bf16 number as an integer. bf16kit/numerics/rounding.py and residual.py have the definitions.
 
 inline uint16_t rounded(uint32_t bits) {
   const uint32_t nearest = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;  // ties to even

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Hashable
 
-from bf16kit.errors import Cancelled, DeadlineExceeded, InputRefused, InvalidRequest, Overloaded, RequestError
+from bf16kit.messages.errors import Cancelled, DeadlineExceeded, InputRefused, InvalidRequest, Overloaded, RequestError
 from service.batching.claim import IdleClaim, RunTimePredictor
 from service.batching.execution import Execution, Run
 from service.batching.gather import signature

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
-from bf16kit.errors import InputRefused
+from bf16kit.messages.errors import InputRefused
 from service.batching.gather import gather, requested_outputs, split
 from service.batching.pending import PendingRequest, expiry_error, invalid_input_error, rejection_label
 from service.batching.policy import BatchObserver

@@ -7,7 +7,7 @@ import threading
 import time
 from typing import Literal
 
-from bf16kit.errors import Cancelled, DeadlineExceeded, InputRefused, InvalidRequest, RequestError, Unavailable
+from bf16kit.messages.errors import Cancelled, DeadlineExceeded, InputRefused, InvalidRequest, RequestError, Unavailable
 from service.request import Reply, Request, Timings
 
 TOO_LATE = "the deadline passed before the request ran"

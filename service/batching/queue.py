@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Generic, TypeVar
 
-from bf16kit.errors import Overloaded
+from bf16kit.messages.errors import Overloaded
 from service.batching.pace import Pace
 
 #: A request without a deadline goes before those whose deadline is later than this many seconds after its arrival.

@@ -52,7 +52,7 @@ def bench(
     batcher. Compared settings run in turn. Ctrl-C ends it, and nothing is written. Exit codes: 0; 1 the model cannot be
     served; 2 wrong usage.
     """
-    from bf16kit.runtime import kernel
+    from bf16kit.runtime.ort import kernel
     from service.commands.benchresult import Options, text
     from service.commands.benchtables import measure
     from service.process.config import load_config

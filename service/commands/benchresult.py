@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bf16kit.errors import UsageError
+from bf16kit.messages.errors import UsageError
+from bf16kit.messages.text import table
+from bf16kit.messages.wording import quoted
 from bf16kit.runtime.hardware import available_cpus
-from bf16kit.text import table
-from bf16kit.wording import quoted
 from service.commands.advice import Advice, Candidate, Measurement, advise
 from service.commands.inputs import Inputs
 from service.commands.interleaved import ROUNDS, Cell

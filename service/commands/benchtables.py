@@ -11,12 +11,13 @@ from functools import partial
 
 import click
 
-from bf16kit.errors import ConfigError, NotFound, UsageError
-from bf16kit.runtime import Runtime, kernel
+from bf16kit.messages.errors import ConfigError, NotFound, UsageError
+from bf16kit.messages.wording import quoted
+from bf16kit.runtime import Runtime
 from bf16kit.runtime import loading as runtimes
 from bf16kit.runtime.hardware import available_cpus
-from bf16kit.runtime.weightstore import PRIVATE_STORE, CachingWeightStore
-from bf16kit.wording import quoted
+from bf16kit.runtime.memory.weightstore import PRIVATE_STORE, CachingWeightStore
+from bf16kit.runtime.ort import kernel
 from service.commands.benchresult import BenchResult, Options
 from service.commands.inputs import inputs_of
 from service.commands.interleaved import ROUNDS, Cell, measure_in_turns, sequential_calls

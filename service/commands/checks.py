@@ -11,9 +11,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-from bf16kit.errors import Bf16kitError, ConfigError, NotFound
-from bf16kit.runtime import kernel
-from bf16kit.wording import brief, quoted
+from bf16kit.messages.errors import Bf16kitError, ConfigError, NotFound
+from bf16kit.messages.wording import brief, quoted
+from bf16kit.runtime.ort import kernel
 from service.grpcport import open_tracing
 from service.models import loading
 from service.models.controller import Controller

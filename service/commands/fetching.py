@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Self
 from urllib.parse import quote, urlsplit
 
-from bf16kit.errors import Bf16kitError, ConfigError, UsageError
-from bf16kit.evidence import MOST_BYTES, Evidence
-from bf16kit.text import size
-from bf16kit.wording import brief, quoted
+from bf16kit.artifact.evidence import MOST_BYTES, Evidence
+from bf16kit.messages.errors import Bf16kitError, ConfigError, UsageError
+from bf16kit.messages.text import size
+from bf16kit.messages.wording import brief, quoted
 from service.process.tokens import is_token, read_tokens
 from service.status_http.pages import EVIDENCE
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from bf16kit import controlgroup
+from bf16kit.system import controlgroup
 from service.commands import output
 
 _FILE = click.Path(path_type=Path)
@@ -41,7 +41,7 @@ def health(
     """
     controlgroup.maximize_oom_score()  # if memory runs out, the kernel must kill this process, not the server
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # the one line of output has gRPC's reason
-    from bf16kit.errors import Bf16kitError
+    from bf16kit.messages.errors import Bf16kitError
     from service.commands.localserver import LocalServer
     from service.transport.healthclient import check
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from bf16kit.errors import InvalidRequest, UsageError
-from bf16kit.tensors import BY_NAME, TensorSpec, check_feeds, describe
-from bf16kit.wording import brief, quoted
+from bf16kit.messages.errors import InvalidRequest, UsageError
+from bf16kit.messages.wording import brief, quoted
+from bf16kit.numerics.tensors import BY_NAME, TensorSpec, check_feeds, describe
 from service.contract import Array
 from service.models.firstruns import golden_of
 from service.models.opening import OpenedArtifact

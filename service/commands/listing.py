@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bf16kit.artifact import Artifact
-from bf16kit.budget import Budget
-from bf16kit.drift import DriftSummary
-from bf16kit.errors import Bf16kitError, ConfigError
-from bf16kit.manifest import Manifest
-from bf16kit.text import size, table
-from bf16kit.verdicts import DriftRow, format_budget_ratio, rows_of, tightest_of
-from bf16kit.wording import brief
+from bf16kit.artifact.artifact import Artifact
+from bf16kit.artifact.manifest import Manifest
+from bf16kit.drift.budget import Budget
+from bf16kit.drift.metrics import DriftSummary
+from bf16kit.drift.verdicts import DriftRow, format_budget_ratio, rows_of, tightest_of
+from bf16kit.messages.errors import Bf16kitError, ConfigError
+from bf16kit.messages.text import size, table
+from bf16kit.messages.wording import brief
 from service.models.directory import desired_model_of, directories_in, versions_in
 from service.models.opening import weight_bytes
 from service.models.policy import Serving

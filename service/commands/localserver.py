@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bf16kit.errors import ConfigError
+from bf16kit.messages.errors import ConfigError
 from service.transport.healthclient import ClientTls, Endpoint
 
 _PREFIX = "BF16KIT_"

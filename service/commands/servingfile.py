@@ -11,7 +11,7 @@ from pathlib import Path
 
 import yaml
 
-from bf16kit.errors import ConfigError
+from bf16kit.messages.errors import ConfigError
 from service.models.policy import load_serving
 from service.process.config import read_mapping
 

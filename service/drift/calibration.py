@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from bf16kit.inputranges import InputRange
-from bf16kit.manifest import Manifest
-from bf16kit.measured import drawn_at_random
-from bf16kit.measurements import Measurements
-from bf16kit.slices import Scales
+from bf16kit.artifact.driftentries import drawn_at_random
+from bf16kit.artifact.manifest import Manifest
+from bf16kit.drift.inputranges import InputRange
+from bf16kit.drift.measurements import Measurements
+from bf16kit.drift.slices import Scales
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,9 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from bf16kit.drift import OF_VECTORS, Budget, OutputDrift, SampleDrift, compare
-from bf16kit.errors import ArtifactError
-from bf16kit.tensors import TensorSpec
+from bf16kit.drift.metrics import OF_VECTORS, Budget, OutputDrift, SampleDrift, compare
+from bf16kit.messages.errors import ArtifactError
+from bf16kit.numerics.tensors import TensorSpec
 from service.contract import Array
 from service.drift.calibration import Calibration
 from service.drift.census import RangeChecker, all_finite

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from bf16kit.drift import Budget
+from bf16kit.drift.metrics import Budget
 from service.drift.recent import Estimate, Window, estimates
 
 _TRIED = 4  # clients, those with the most drift; a breach that one of the others causes alone does not exist

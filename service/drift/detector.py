@@ -24,7 +24,7 @@ from typing import Literal, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from bf16kit.slices import FP32_NOISE
+from bf16kit.drift.slices import FP32_NOISE
 
 WEEK = 604_800  # samples, at one a second
 HORIZON = 10 * WEEK  # mean time to a false alarm; ten times the requirement: the expected drift is an estimate
@@ -45,7 +45,7 @@ Change = Literal["", "risen", "ended"]  # of the alarm
 
 
 def log_drift(relative_l2: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return ln(relative_l2), with values below :data:`bf16kit.slices.FP32_NOISE` raised to it first.
+    """Return ln(relative_l2), with values below :data:`bf16kit.drift.slices.FP32_NOISE` raised to it first.
 
     Two fp32 programs also differ by as much, so a smaller difference is not bf16 drift. +inf stays +inf.
     """

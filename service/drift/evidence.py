@@ -16,9 +16,9 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Protocol
 
 import bf16kit
-from bf16kit.drift import Budget, DriftSummary, SampleDrift
-from bf16kit.errors import NotFound
-from bf16kit.evidence import Evidence, Header, finite
+from bf16kit.artifact.evidence import Evidence, Header, finite
+from bf16kit.drift.metrics import Budget, DriftSummary, SampleDrift
+from bf16kit.messages.errors import NotFound
 from service.contract import Array
 from service.drift.observer import DriftObserver
 from service.drift.sampling import Sample, copies, size_of

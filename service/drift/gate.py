@@ -9,10 +9,10 @@ from typing import Literal
 
 import numpy as np
 
-from bf16kit.drift import Breach, Budget, DriftSummary, compare
-from bf16kit.errors import ArtifactError
-from bf16kit.slices import Scales
-from bf16kit.tensors import TensorSpec
+from bf16kit.drift.metrics import Breach, Budget, DriftSummary, compare
+from bf16kit.drift.slices import Scales
+from bf16kit.messages.errors import ArtifactError
+from bf16kit.numerics.tensors import TensorSpec
 from service.contract import Array
 from service.drift.verdict import DriftVerdict
 

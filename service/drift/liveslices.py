@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from bf16kit.drift import OutputDrift, compare
-from bf16kit.slices import Scales, SliceError, SliceSums, Variation, limits_of, worst_slices
-from bf16kit.tensors import TensorSpec
+from bf16kit.drift.metrics import OutputDrift, compare
+from bf16kit.drift.slices import Scales, SliceError, SliceSums, Variation, limits_of, worst_slices
+from bf16kit.numerics.tensors import TensorSpec
 from service.contract import Array
 from service.drift.recent import HALF_LIFE, MIN_EFFECTIVE_SIZE, Estimate
 from service.drift.weighted import Z_ALWAYS, Z

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
-from bf16kit.drift import SampleDrift
+from bf16kit.drift.metrics import SampleDrift
 
 Outcome = Literal["measured", "dropped", "failed"]
 

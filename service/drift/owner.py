@@ -10,8 +10,8 @@ from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, Protocol, Self
 
-from bf16kit.errors import Bf16kitError, RuntimeFailure
-from bf16kit.wording import brief
+from bf16kit.messages.errors import Bf16kitError, RuntimeFailure
+from bf16kit.messages.wording import brief
 from service.drift.fallback import Fallback
 from service.drift.fallbackpolicy import FallbackPolicy
 from service.drift.verdict import DriftVerdict

@@ -8,8 +8,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from bf16kit.errors import Bf16kitError
-from bf16kit.wording import brief
+from bf16kit.messages.errors import Bf16kitError
+from bf16kit.messages.wording import brief
 from service.contract import Array
 from service.drift.backgroundqueue import BackgroundQueue
 from service.drift.observer import OutcomeObserver

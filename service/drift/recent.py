@@ -20,7 +20,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from bf16kit.drift import DISTRIBUTIONS, Budget, SampleDrift
+from bf16kit.drift.metrics import DISTRIBUTIONS, Budget, SampleDrift
 from service.drift import weighted
 from service.drift.weighted import Interval, Values
 
@@ -203,7 +203,7 @@ def _interval(window: Window, bound: str) -> Interval | None:
 
 
 def _mean(window: Window, metric: str) -> Interval:
-    """Return the mean as :class:`bf16kit.drift.DriftSummary` defines it.
+    """Return the mean as :class:`bf16kit.drift.metrics.DriftSummary` defines it.
 
     It is infinite if the worst value is. Rows of +inf dB, which are exact, are left out.
     """

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
-from bf16kit.tensors import TensorSpec
+from bf16kit.numerics.tensors import TensorSpec
 from service.contract import Array
 from service.drift.observer import Outcome, OutcomeObserver
 from service.drift.policy import ShadowPolicy

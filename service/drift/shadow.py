@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, Protocol
 
-from bf16kit.errors import Bf16kitError, Unavailable
-from bf16kit.wording import brief
+from bf16kit.messages.errors import Bf16kitError, Unavailable
+from bf16kit.messages.wording import brief
 from service.contract import Array
 from service.drift.evidence import SampleComparer
 from service.drift.observer import Outcome, ReferenceObserver

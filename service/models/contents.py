@@ -6,7 +6,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 
-from bf16kit.errors import ConfigError
+from bf16kit.messages.errors import ConfigError
 from service.models.directory import Directory
 
 FRESH_S = 1.0  # with 3,000 models a listing takes 0.1 to 0.3 s, which all other threads feel

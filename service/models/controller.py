@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from bf16kit.errors import ConfigError, NotFound
+from bf16kit.messages.errors import ConfigError, NotFound
 from service.models.contents import Contents
 from service.models.directory import Directory
 from service.models.override import ConfigOverride

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from bf16kit.errors import ConfigError, NotFound
-from bf16kit.manifest import MANIFEST
-from bf16kit.wording import os_error_text, quoted
+from bf16kit.artifact.manifest import MANIFEST
+from bf16kit.messages.errors import ConfigError, NotFound
+from bf16kit.messages.wording import os_error_text, quoted
 from service.models.plan import DesiredModel, Plan
 from service.models.policy import Serving, load_serving
 

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from bf16kit.artifact import Artifact, Golden
-from bf16kit.drift import Breach
-from bf16kit.errors import ArtifactError, BudgetExceeded, ConfigError, InvalidRequest, RuntimeFailure
-from bf16kit.manifest import MANIFEST
+from bf16kit.artifact.artifact import Artifact, Golden
+from bf16kit.artifact.manifest import MANIFEST
+from bf16kit.drift.metrics import Breach
+from bf16kit.messages.errors import ArtifactError, BudgetExceeded, ConfigError, InvalidRequest, RuntimeFailure
+from bf16kit.numerics.tensors import BY_NAME, TensorSpec, check_feeds, describe
 from bf16kit.runtime import Runtime
-from bf16kit.tensors import BY_NAME, TensorSpec, check_feeds, describe
 from service.contract import Array
 from service.drift.gate import judge, run_in_parts
 from service.models.opening import OpenedArtifact

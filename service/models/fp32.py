@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import time
 
-from bf16kit.errors import ArtifactError
+from bf16kit.messages.errors import ArtifactError
 from bf16kit.runtime import Runtime
-from bf16kit.runtime.weightstore import PRIVATE_STORE, WeightStore
+from bf16kit.runtime.memory.weightstore import PRIVATE_STORE, WeightStore
 from service.models.firstruns import check_golden, golden_of, warm_up
 from service.models.opening import OpenedArtifact
 from service.models.policy import Serving

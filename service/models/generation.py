@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 
-from bf16kit.errors import InputRefused, RuntimeFailure, Unsupported
+from bf16kit.messages.errors import InputRefused, RuntimeFailure, Unsupported
 from bf16kit.runtime import Runtime, RuntimeInfo
 from service.batching.batcher import Batcher
 from service.batching.policy import BatchPolicy

@@ -15,9 +15,9 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING
 
-from bf16kit.drift import Breach
-from bf16kit.errors import Bf16kitError
-from bf16kit.wording import brief
+from bf16kit.drift.metrics import Breach
+from bf16kit.messages.errors import Bf16kitError
+from bf16kit.messages.wording import brief
 from service.contract import GATE_FAILED
 from service.drift.gate import Outcome, ProcessRank, Timetable, breach_verdict
 from service.drift.shadow import lower_priority

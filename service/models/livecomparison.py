@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
-from bf16kit.errors import ArtifactError
-from bf16kit.wording import brief
+from bf16kit.messages.errors import ArtifactError
+from bf16kit.messages.wording import brief
 from service.drift.calibration import Calibration
 from service.drift.census import all_finite
 from service.drift.comparison import Comparison

@@ -1,6 +1,7 @@
 """Loads an artifact until it may answer requests: opens it, checks digests, loads, warms up, and checks golden samples.
 
-Each step raises an expected error (:mod:`bf16kit.errors`) with the reason that the log and the status page show.
+Each step raises an expected error (:mod:`bf16kit.messages.errors`) with the reason that the log and the status page
+show.
 """
 
 from __future__ import annotations
@@ -11,17 +12,18 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bf16kit.artifact import Artifact, Golden
-from bf16kit.errors import (
+from bf16kit.artifact.artifact import Artifact, Golden
+from bf16kit.messages.errors import (
     Bf16kitError,
     BudgetExceeded,
     RuntimeFailure,
 )
-from bf16kit.runtime import Runtime, RuntimeInfo, kernel
+from bf16kit.messages.wording import brief
+from bf16kit.runtime import Runtime, RuntimeInfo
 from bf16kit.runtime.hardware import available_cpus
-from bf16kit.runtime.runtimecost import depends_on_size_alone
-from bf16kit.runtime.weightstore import PRIVATE_STORE, CachingWeightStore, WeightStore
-from bf16kit.wording import brief
+from bf16kit.runtime.memory.weightstore import PRIVATE_STORE, CachingWeightStore, WeightStore
+from bf16kit.runtime.ort import kernel
+from bf16kit.runtime.ort.runtimecost import depends_on_size_alone
 from service.models import profilechoice
 from service.models.firstruns import OnStep, check_golden, feeds_of, golden_of, ignore_step, warm_up
 from service.models.memorycheck import check_room

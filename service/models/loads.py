@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from bf16kit.errors import Unavailable
+from bf16kit.messages.errors import Unavailable
 from service.models.firstruns import OnStep
 from service.models.loading import LoadedModel
 

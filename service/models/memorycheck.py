@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 
-from bf16kit import controlgroup
-from bf16kit.controlgroup import RESERVE
-from bf16kit.errors import ConfigError
+from bf16kit.messages.errors import ConfigError
+from bf16kit.system import controlgroup
+from bf16kit.system.controlgroup import RESERVE
 from service.models.opening import OpenedArtifact
 
 _log = logging.getLogger(__name__)

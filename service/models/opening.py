@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bf16kit.artifact import Artifact
-from bf16kit.drift import METRICS, Budget, DriftSummary
-from bf16kit.errors import (
+from bf16kit.artifact.artifact import Artifact
+from bf16kit.artifact.manifest import MANIFEST, Manifest
+from bf16kit.artifact.schema import SINCE_SLICES
+from bf16kit.drift.metrics import METRICS, Budget, DriftSummary
+from bf16kit.messages.errors import (
     ArtifactError,
     ConfigError,
     UsageError,
 )
-from bf16kit.manifest import MANIFEST, Manifest
-from bf16kit.schema import SINCE_SLICES
-from bf16kit.tensors import TensorSpec
+from bf16kit.numerics.tensors import TensorSpec
 from service.models.policy import DEFAULT_MAX_BATCH_SIZE, Serving
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import Future
 
-from bf16kit.errors import Unavailable
+from bf16kit.messages.errors import Unavailable
 from service.drift.owner import PrecisionOrder
 from service.models.slot import Slot
 

@@ -12,8 +12,8 @@ from pydantic import AliasGenerator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic.alias_generators import to_camel
 from pydantic_core import PydanticCustomError
 
-from bf16kit.errors import InvalidRequest
-from bf16kit.wording import brief, quoted
+from bf16kit.messages.errors import InvalidRequest
+from bf16kit.messages.wording import brief, quoted
 from service.models.plan import DesiredModel
 from service.models.policy import Serving
 from service.models.tensordescriptions import Tensor, TensorDescriptions

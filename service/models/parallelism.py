@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from bf16kit.errors import Bf16kitError
+from bf16kit.messages.errors import Bf16kitError
+from bf16kit.messages.wording import brief
 from bf16kit.runtime import Runtime
-from bf16kit.wording import brief
 from service.contract import Array
 
 _log = logging.getLogger(__name__)

@@ -18,10 +18,10 @@ from pydantic import (
     model_validator,
 )
 
-from bf16kit.entries import plain_name
-from bf16kit.errors import ConfigError
-from bf16kit.reading import read_inside
-from bf16kit.wording import quoted
+from bf16kit.artifact.entries import plain_name
+from bf16kit.artifact.reading import read_inside
+from bf16kit.messages.errors import ConfigError
+from bf16kit.messages.wording import quoted
 from service.batching.queue import LevelPolicy
 from service.contract import QueueBounds, Scheduling
 from service.drift.fallbackpolicy import FallbackPolicy

@@ -6,8 +6,8 @@ it.
 
 from __future__ import annotations
 
-from bf16kit.drift import Budget, DriftSummary
-from bf16kit.manifest import Manifest
+from bf16kit.artifact.manifest import Manifest
+from bf16kit.drift.metrics import Budget, DriftSummary
 
 
 def in_order(

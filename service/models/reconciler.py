@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
-from bf16kit.errors import Bf16kitError, BudgetExceeded, ConfigError, RuntimeFailure, Unavailable
-from bf16kit.runtime.weightstore import PRIVATE_STORE, WeightStore
+from bf16kit.messages.errors import Bf16kitError, BudgetExceeded, ConfigError, RuntimeFailure, Unavailable
+from bf16kit.runtime.memory.weightstore import PRIVATE_STORE, WeightStore
 from service.drift.gate import ProcessRank
 from service.drift.sampling import SampleSender
 from service.models import loading, loads

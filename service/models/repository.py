@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 
-from bf16kit.errors import InvalidRequest, NotFound, Unavailable
-from bf16kit.runtime.weightstore import PRIVATE_STORE, WeightStore
-from bf16kit.wording import quoted, without_long_words
+from bf16kit.messages.errors import InvalidRequest, NotFound, Unavailable
+from bf16kit.messages.wording import quoted, without_long_words
+from bf16kit.runtime.memory.weightstore import PRIVATE_STORE, WeightStore
 from service.drift.gate import ProcessRank
 from service.drift.owner import PrecisionOrder
 from service.models.directory import LONGEST_VERSION

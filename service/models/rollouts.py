@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
-from bf16kit.errors import Bf16kitError, Unavailable
+from bf16kit.messages.errors import Bf16kitError, Unavailable
 from service.models.plan import DesiredModel, FailedVersion, Plan
 from service.models.policy import Serving
 from service.models.retries import SlotLike

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from bf16kit.errors import RequestError
+from bf16kit.messages.errors import RequestError
 from service.drift.owner import ActivePlan, PrecisionOrder
 from service.models.repository import Repository
 from service.request import Precision

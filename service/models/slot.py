@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 
-from bf16kit.wording import brief
+from bf16kit.messages.wording import brief
 from service.contract import State
 from service.models.generation import Generation
 from service.models.plan import Plan

@@ -10,9 +10,9 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from bf16kit.errors import Bf16kitError, Unavailable
+from bf16kit.messages.errors import Bf16kitError, Unavailable
+from bf16kit.messages.wording import brief
 from bf16kit.runtime import Runtime
-from bf16kit.wording import brief
 from service.contract import ActivePrecision
 from service.models.engine import SwitchedEngine
 from service.request import Precision

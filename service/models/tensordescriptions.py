@@ -9,11 +9,11 @@ from typing import Literal, NamedTuple
 from pydantic import AliasGenerator, BaseModel, ConfigDict
 from pydantic.alias_generators import to_camel
 
-from bf16kit.artifact import Artifact
-from bf16kit.errors import ArtifactError, InvalidRequest
-from bf16kit.manifest import SpecEntry
-from bf16kit.tensors import BY_NAME
-from bf16kit.wording import quoted
+from bf16kit.artifact.artifact import Artifact
+from bf16kit.artifact.manifest import SpecEntry
+from bf16kit.messages.errors import ArtifactError, InvalidRequest
+from bf16kit.messages.wording import quoted
+from bf16kit.numerics.tensors import BY_NAME
 
 
 class Tensor(BaseModel):

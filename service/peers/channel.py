@@ -15,7 +15,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bf16kit.errors import RuntimeFailure
+from bf16kit.messages.errors import RuntimeFailure
 
 LONGEST = 64 << 20  # bytes of one message; tensors travel in files
 MOST_FILES = 64

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from bf16kit.errors import Bf16kitError, ConfigError, RequestError, RuntimeFailure, Unavailable
+from bf16kit.messages.errors import Bf16kitError, ConfigError, RequestError, RuntimeFailure, Unavailable
 from service.peers.channel import LONGEST, Body, Channel, MessageTooLarge, close_all, written
 
 _log = logging.getLogger(__name__)

@@ -7,8 +7,8 @@ import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bf16kit.errors import ConfigError
-from bf16kit.wording import os_error_text
+from bf16kit.messages.errors import ConfigError
+from bf16kit.messages.wording import os_error_text
 from service.process.reloadedfiles import ReloadedFiles, read_regular
 
 _log = logging.getLogger(__name__)

@@ -18,9 +18,9 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from bf16kit.errors import ConfigError
-from bf16kit.reading import read_bounded
-from bf16kit.wording import brief, quoted
+from bf16kit.artifact.reading import read_bounded
+from bf16kit.messages.errors import ConfigError
+from bf16kit.messages.wording import brief, quoted
 
 ENV_PREFIX = "BF16KIT_"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")  # hosts that only programs on this machine can reach

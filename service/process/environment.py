@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Mapping
 
-from bf16kit.wording import first_few, quoted
+from bf16kit.messages.wording import first_few, quoted
 from service.process.config import ENV_PREFIX, ServerConfig
 
 # Other variables with the prefix: read by the command line, the CPU kernel, `health`, and the converter.

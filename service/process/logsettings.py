@@ -6,8 +6,8 @@ import logging
 import threading
 from collections.abc import Mapping, Sequence
 
-from bf16kit.errors import InvalidRequest
-from bf16kit.wording import quoted
+from bf16kit.messages.errors import InvalidRequest
+from bf16kit.messages.wording import quoted
 from service.process.logs import Format, adjust
 
 _log = logging.getLogger(__name__)

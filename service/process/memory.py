@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from bf16kit.controlgroup import Memory
+from bf16kit.system.controlgroup import Memory
 from service.process.config import ServerConfig
 
 _log = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from bf16kit.errors import ConfigError
-from bf16kit.wording import os_error_text
+from bf16kit.messages.errors import ConfigError
+from bf16kit.messages.wording import os_error_text
 
 _LONGEST_PATH = 107  # bytes of a Unix socket's path on Linux
 

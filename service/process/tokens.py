@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, get_args
 
-from bf16kit.errors import ConfigError
-from bf16kit.wording import os_error_text
+from bf16kit.messages.errors import ConfigError
+from bf16kit.messages.wording import os_error_text
 from service.process.reloadedfiles import ReloadedFiles, read_regular
 
 _log = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from bf16kit.errors import ConfigError
+from bf16kit.messages.errors import ConfigError
 from service.process.certificates import Certificates
 
 _MAX_ROUNDS = 10  # at most; a TLS handshake has three or four

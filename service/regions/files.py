@@ -14,8 +14,8 @@ import stat
 import weakref
 from pathlib import Path
 
-from bf16kit.errors import ConfigError, InvalidRequest
-from bf16kit.tensors import Array
+from bf16kit.messages.errors import ConfigError, InvalidRequest
+from bf16kit.numerics.tensors import Array
 
 # Follow no links, do not block on a pipe, and do not pass the descriptor on to child processes.
 _FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC

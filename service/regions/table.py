@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bf16kit.errors import AlreadyExists, InvalidRequest, NotFound, Overloaded
-from bf16kit.tensors import Array
-from bf16kit.wording import quoted
+from bf16kit.messages.errors import AlreadyExists, InvalidRequest, NotFound, Overloaded
+from bf16kit.messages.wording import quoted
+from bf16kit.numerics.tensors import Array
 from service.operations import Region
 from service.regions.files import LARGEST_COPY, SharedFile, open_regular_file
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from bf16kit.errors import NotFound, Unavailable
+from bf16kit.messages.errors import NotFound, Unavailable
 from service.peers.channel import Body
 from service.peers.peer import Message, Peer
 

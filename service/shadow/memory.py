@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from bf16kit import controlgroup
-from bf16kit.errors import ConfigError, RuntimeFailure, Unavailable
-from bf16kit.heap import release_free_memory
-from bf16kit.manifest import Manifest
+from bf16kit.artifact.manifest import Manifest
+from bf16kit.messages.errors import ConfigError, RuntimeFailure, Unavailable
 from bf16kit.runtime import Runtime
+from bf16kit.system import controlgroup
+from bf16kit.system.heap import release_free_memory
 from service.contract import Array
 from service.process.memory import request_bytes
 

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from bf16kit import controlgroup
-from bf16kit.errors import ConfigError
+from bf16kit.messages.errors import ConfigError
+from bf16kit.system import controlgroup
 from service.contract import Array
 from service.drift.policy import ShadowPolicy
 from service.drift.shadow import Reference
@@ -38,9 +38,9 @@ def open_reference(
         remote = RemoteReference(name, policy.remote, opened.inputs, opened.outputs, policy.max_bytes, authority)
         remote.connect()
         return remote
-    from bf16kit.runtime import onnx as _onnx  # noqa: F401 -- now: what the library takes is no reference's
-    from bf16kit.runtime import rebuilt as _rebuilt  # noqa: F401 -- as above
     from bf16kit.runtime.loading import load_reference
+    from bf16kit.runtime.memory import rebuilt as _rebuilt  # noqa: F401 -- as above
+    from bf16kit.runtime.ort import onnx as _onnx  # noqa: F401 -- now: what the library takes is no reference's
 
     weights, room = fp32_bytes(opened.artifact.manifest), controlgroup.memory()
     if room is not None and not room.has_room(weights):

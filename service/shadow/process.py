@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, NamedTuple
 
-from bf16kit.errors import Unavailable
+from bf16kit.messages.errors import Unavailable
 from service.drift.shadow import QUEUE_SIZE
 from service.drift.verdict import DriftVerdict
 from service.models.plan import DesiredModel, Plan

@@ -16,8 +16,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from bf16kit.errors import ArtifactError, Bf16kitError, NotFound
-from bf16kit.orphans import die_with_parent
+from bf16kit.messages.errors import ArtifactError, Bf16kitError, NotFound
+from bf16kit.system.orphans import die_with_parent
 from service.drift.evidence import EvidenceRecorder
 from service.drift.sampling import TokenBucket
 from service.drift.shadow import Shadow

@@ -15,10 +15,10 @@ from typing import Any
 import grpc
 from google.protobuf.message_factory import GetMessageClass
 
-from bf16kit.errors import ConfigError, InvalidRequest, RuntimeFailure, Unavailable
+from bf16kit.messages.errors import ConfigError, InvalidRequest, RuntimeFailure, Unavailable
+from bf16kit.messages.wording import brief
+from bf16kit.numerics.tensors import BY_NAME, Array, TensorSpec, describe
 from bf16kit.protocol import inference_pb2 as pb
-from bf16kit.tensors import BY_NAME, Array, TensorSpec, describe
-from bf16kit.wording import brief
 from service.drift.policy import Remote
 from service.process.certificates import read_authority
 from service.wire.tensors import decode_contents, decode_raw, encode_raw

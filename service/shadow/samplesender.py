@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 
-from bf16kit.errors import Unavailable
+from bf16kit.messages.errors import Unavailable
 from service.drift.backgroundqueue import BackgroundQueue
 from service.drift.observer import Outcome, OutcomeObserver
 from service.drift.sampling import Sample

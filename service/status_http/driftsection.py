@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from html import escape
 
-from bf16kit.drift import OF_VECTORS, Budget
+from bf16kit.drift.metrics import OF_VECTORS, Budget
 from service.contract import GATE_FAILED
 from service.status_http import formatting
 from service.status_http.markup import code, fact, grouped_table, meter

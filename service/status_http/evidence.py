@@ -10,8 +10,8 @@ from collections.abc import Callable
 from http import HTTPStatus
 from urllib.parse import parse_qs
 
-from bf16kit.errors import InvalidRequest, NotFound, RequestError, Unavailable
-from bf16kit.wording import quoted
+from bf16kit.messages.errors import InvalidRequest, NotFound, RequestError, Unavailable
+from bf16kit.messages.wording import quoted
 from service.contract import Registry
 from service.status_http.pages import Page, Route, text
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from html import escape
 from typing import Literal
 
-from bf16kit.wording import brief
+from bf16kit.messages.wording import brief
 from service.status_http import formatting
 from service.status_http.driftsection import problems
 from service.status_http.markup import code, details, figure, table

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 import bf16kit
-from bf16kit.tensors import BY_NAME, TensorSpec, describe
+from bf16kit.numerics.tensors import BY_NAME, TensorSpec, describe
 from service.contract import Model, Registry, Slot
 from service.telemetry.history import TICK_SECONDS, TICKS, WINDOW_TICKS, EarlyRejections, History, RecentActivity
 

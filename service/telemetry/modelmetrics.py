@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from bf16kit.drift import SampleDrift
+from bf16kit.drift.metrics import SampleDrift
+from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime import RuntimeInfo
-from bf16kit.tensors import TensorSpec
 from service.request import Observation
 from service.telemetry import vocabulary
 from service.telemetry.outputseries import OutputSeries

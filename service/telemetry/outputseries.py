@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from bf16kit.drift import SampleDrift
-from bf16kit.tensors import TensorSpec
+from bf16kit.drift.metrics import SampleDrift
+from bf16kit.numerics.tensors import TensorSpec
 from service.telemetry import pooling, vocabulary
 
 if TYPE_CHECKING:

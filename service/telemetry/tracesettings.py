@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
-from bf16kit.errors import InvalidRequest
-from bf16kit.wording import quoted
+from bf16kit.messages.errors import InvalidRequest
+from bf16kit.messages.wording import quoted
 
 _Value = bool | int | str
 _LARGEST = 2**31 - 1

@@ -20,7 +20,7 @@ from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from bf16kit.errors import ConfigError
+from bf16kit.messages.errors import ConfigError
 from service.request import Observation
 from service.telemetry.spans import LONGEST_TEXT, FinishedRequest, SpanRecorder
 from service.telemetry.tracesettings import TraceSettings

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from bf16kit.errors import Overloaded, RequestError
+from bf16kit.messages.errors import Overloaded, RequestError
 
 
 class Shares:

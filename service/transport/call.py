@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import grpc
 from google.protobuf.message import DecodeError, Message
 
-from bf16kit.errors import Cancelled, DeadlineExceeded, InvalidRequest, RequestError, Unavailable
+from bf16kit.messages.errors import Cancelled, DeadlineExceeded, InvalidRequest, RequestError, Unavailable
 from service.request import Cancellation
 from service.transport.admission import CallBytes, Place
 from service.transport.arrival import Arrival

@@ -6,7 +6,7 @@ import threading
 import time
 from concurrent.futures import Future
 
-from bf16kit.errors import Cancelled, DeadlineExceeded, Unavailable
+from bf16kit.messages.errors import Cancelled, DeadlineExceeded, Unavailable
 from service.transport.callcontext import CallContext
 
 # Part of the call's remaining time, in seconds and as a share, that is left for its client to read the outcome.

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from copy import copy
 
-from bf16kit.errors import InvalidRequest, NotFound, Unavailable, Unsupported
+from bf16kit.messages.errors import InvalidRequest, NotFound, Unavailable, Unsupported
+from bf16kit.messages.wording import quoted
 from bf16kit.protocol import inference_pb2 as pb
-from bf16kit.wording import quoted
 from service.contract import Registry
 from service.operations import ModelControl, Operations, Region, Regions, RegistryModels, Settings
 from service.transport.callcontext import CallContext

@@ -8,7 +8,7 @@ from typing import Literal
 
 import grpc
 
-from bf16kit.errors import Forbidden, Unauthenticated
+from bf16kit.messages.errors import Forbidden, Unauthenticated
 from service.process.certificates import CertificateFiles, Certificates
 from service.process.tokens import Scope, TokenFile
 

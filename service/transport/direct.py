@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import grpc
 
-from bf16kit.errors import Cancelled, DeadlineExceeded, RequestError
+from bf16kit.messages.errors import Cancelled, DeadlineExceeded, RequestError
 from service.contract import Registry
 from service.operations import Operations
 from service.request import Cancellation, Tracer

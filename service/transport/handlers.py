@@ -11,7 +11,7 @@ from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
-from bf16kit.errors import RequestError, Unsupported
+from bf16kit.messages.errors import RequestError, Unsupported
 from bf16kit.protocol import inference_pb2 as pb
 from service.process.tokens import Scope
 from service.transport.call import Rpc

@@ -13,8 +13,8 @@ from concurrent.futures import Future, wait
 
 from grpc_health.v1 import health_pb2
 
-from bf16kit.errors import NotFound
-from bf16kit.wording import quoted
+from bf16kit.messages.errors import NotFound
+from bf16kit.messages.wording import quoted
 from service.contract import Registry
 from service.request import Cancellation
 from service.transport.senders import Senders

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import grpc
 from grpc_health.v1 import health_pb2
 
-from bf16kit.errors import Bf16kitError
-from bf16kit.wording import brief, quoted
+from bf16kit.messages.errors import Bf16kitError
+from bf16kit.messages.wording import brief, quoted
 
 _CHECK = "/grpc.health.v1.Health/Check"
 _Status = health_pb2.HealthCheckResponse.ServingStatus

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import grpc
 
-from bf16kit.errors import Forbidden, Overloaded, RequestError, Unauthenticated, Unavailable
+from bf16kit.messages.errors import Forbidden, Overloaded, RequestError, Unauthenticated, Unavailable
 from service.transport.admission import Admission
 from service.transport.arrival import find_arrival as find_arrival
 from service.transport.call import Call, Rpc, UnaryCall, WatchCall

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import grpc
 
-from bf16kit.errors import ConfigError
+from bf16kit.messages.errors import ConfigError
 from service.contract import Registry
 from service.operations import Operations
 from service.process import ports

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 
 import grpc
 
-from bf16kit.errors import Cancelled, Overloaded, RequestError, Unavailable
+from bf16kit.messages.errors import Cancelled, Overloaded, RequestError, Unavailable
 from bf16kit.protocol import inference_pb2 as pb
 from service.contract import Model, Registry, Slot
 from service.request import REFUSALS, Observation, Reply, Request, Tracer

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import grpc
 
-from bf16kit.errors import Unavailable
+from bf16kit.messages.errors import Unavailable
 from service.contract import Registry
 from service.operations import Operations
 from service.request import Tracer

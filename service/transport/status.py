@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from grpc import StatusCode
 
-from bf16kit.errors import (
+from bf16kit.messages.errors import (
     AlreadyExists,
     Bf16kitError,
     Cancelled,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from bf16kit.errors import InvalidRequest
-from bf16kit.tensors import Array, DType, TensorSpec
+from bf16kit.messages.errors import InvalidRequest
+from bf16kit.numerics.tensors import Array, DType, TensorSpec
 from service.contract import Bounds, Model
 
 # The most elements that an empty tensor may have if its empty dimensions are counted as 1. An empty tensor costs the

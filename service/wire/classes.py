@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from bf16kit import numerics
-from bf16kit.errors import InvalidRequest
-from bf16kit.tensors import Array
+from bf16kit.messages.errors import InvalidRequest
+from bf16kit.numerics import rounding as numerics
+from bf16kit.numerics.tensors import Array
 
 _MAX_CLASSES = 1 << 16  # strings of one output: each is some 100 bytes in memory
 

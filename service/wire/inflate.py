@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
-from bf16kit.errors import InvalidRequest
+from bf16kit.messages.errors import InvalidRequest
 
 _GZIP = b"\x1f\x8b"  # never the start of a message: 0x1f would have a wire type that does not exist
 _ZLIB = 0x78  # with a valid second byte; in protobuf it would be field 15, which no request has

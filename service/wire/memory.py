@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from bf16kit.errors import InvalidRequest, Unsupported
+from bf16kit.messages.errors import InvalidRequest, Unsupported
 from service.operations import Regions, RegionSlice
 from service.wire.parameters import RegionPlace
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from typing import cast
 
 import bf16kit
+from bf16kit.numerics.tensors import BY_NAME, TensorSpec
 from bf16kit.protocol import inference_pb2 as pb
-from bf16kit.tensors import BY_NAME, TensorSpec
 from service.contract import Duration, Model, QueueBounds, Scheduling, StatisticsSnapshot
 from service.operations import IndexEntry, Region, VersionStatistics
 

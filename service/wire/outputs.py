@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from bf16kit.numerics.tensors import Array, DType
 from bf16kit.protocol import inference_pb2 as pb
-from bf16kit.tensors import Array, DType
 from service.operations import RegionSlice
 from service.wire.parameters import RegionPlace
 

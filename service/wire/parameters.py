@@ -17,9 +17,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from bf16kit.errors import InvalidRequest
+from bf16kit.messages.errors import InvalidRequest
+from bf16kit.messages.wording import quoted
 from bf16kit.protocol import inference_pb2 as pb
-from bf16kit.wording import quoted
 
 Parameters = Mapping[str, pb.InferParameter]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from bf16kit.errors import InvalidRequest, Unsupported
+from bf16kit.messages.errors import InvalidRequest, Unsupported
+from bf16kit.messages.wording import quoted
 from bf16kit.protocol import inference_pb2 as pb
-from bf16kit.wording import quoted
 
 Parameters = Mapping[str, pb.ModelRepositoryParameter]
 _FILE = "file:"

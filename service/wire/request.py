@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from bf16kit.errors import InvalidRequest
+from bf16kit.messages.errors import InvalidRequest
+from bf16kit.messages.wording import quoted
+from bf16kit.numerics.tensors import BY_NAME, BY_OIP, DType, check_feeds, describe
 from bf16kit.protocol import inference_pb2 as pb
-from bf16kit.tensors import BY_NAME, BY_OIP, DType, check_feeds, describe
-from bf16kit.wording import quoted
 from service.contract import Model
 from service.request import PRECISIONS, Cancellation, Precision, Reply, Request
 from service.wire.bounds import BoundsCheck, item_size

@@ -15,7 +15,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from bf16kit.errors import InvalidRequest
+from bf16kit.messages.errors import InvalidRequest
 
 _SMALL = 16 << 10  # bytes; a smaller message is not checked: parsed, it takes 1 MiB at most
 _MAX_FIELDS = 1 << 16  # the most fields of a larger message, nested ones included

@@ -1,6 +1,6 @@
 """Decodes and encodes one tensor: raw bytes, typed contents, and bf16 or fp16 values for fp32 tensors.
 
-Sizes are checked before anything is allocated. Invalid tensors raise :class:`~bf16kit.errors.InvalidRequest` naming the
+Sizes are checked before anything is allocated. Invalid tensors raise :class:`InvalidRequest` naming the
 tensor, what came and what was expected.
 """
 
@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from bf16kit import numerics
-from bf16kit.errors import InvalidRequest
+from bf16kit.messages.errors import InvalidRequest
+from bf16kit.messages.wording import quoted
+from bf16kit.numerics import rounding as numerics
+from bf16kit.numerics.tensors import BY_OIP, DType, TensorSpec
+from bf16kit.numerics.tensors import Array as Array
 from bf16kit.protocol import inference_pb2 as pb
-from bf16kit.tensors import BY_OIP, DType, TensorSpec
-from bf16kit.tensors import Array as Array
-from bf16kit.wording import quoted
 
 _MAX_STRINGS = 1 << 16  # of a BYTES tensor: a string of two bytes has six on the wire, and some 140 in memory
 _LENGTH = 4  # bytes of the little-endian length before each element of a BYTES tensor

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, wait
 from typing import Any
 
-from bf16kit.errors import Bf16kitError, Unavailable
+from bf16kit.messages.errors import Bf16kitError, Unavailable
 from service.models.plan import DesiredModel
 from service.models.reconciler import CHANGES_AT_ONCE
 from service.peers.peer import ENDED

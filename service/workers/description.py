@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
-from bf16kit.errors import Unavailable
+from bf16kit.messages.errors import Unavailable
+from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime import RuntimeInfo
-from bf16kit.tensors import TensorSpec
 from service.contract import (
     ActivePrecision,
     Bounds,

@@ -12,7 +12,7 @@ from concurrent.futures import Future, wait
 from contextlib import nullcontext
 from typing import Any
 
-from bf16kit.errors import RuntimeFailure, Unavailable
+from bf16kit.messages.errors import RuntimeFailure, Unavailable
 from service.models.plan import DesiredModel, Plan
 from service.peers.channel import Body
 from service.peers.child import SILENT_SECONDS, Child

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from bf16kit.errors import NotFound, Unavailable
-from bf16kit.wording import quoted
+from bf16kit.messages.errors import NotFound, Unavailable
+from bf16kit.messages.wording import quoted
 from service.contract import Model, Slot, State, StatisticsSnapshot
 from service.request import Observation
 from service.workers.description import ModelDescription, SummedStatistics

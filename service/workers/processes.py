@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 
-from bf16kit.errors import Unavailable
-from bf16kit.wording import brief
+from bf16kit.messages.errors import Unavailable
+from bf16kit.messages.wording import brief
 from service.drift.owner import ActivePlan, PrecisionOrder
 from service.peers.channel import Body
 from service.request import Precision

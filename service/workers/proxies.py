@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-from bf16kit.errors import Unavailable
+from bf16kit.messages.errors import Unavailable
 from service.contract import Registry
 from service.models.pending import complete
 from service.operations import IndexEntry, RegistryModels, Setting, Settings, VersionStatistics

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from dataclasses import asdict
 from typing import Any
 
-from bf16kit.errors import Unavailable
+from bf16kit.messages.errors import Unavailable
 from service.operations import Region
 from service.peers.channel import Body
 from service.peers.peer import Handler, Message, Peer

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any
 
-from bf16kit.errors import Unavailable
+from bf16kit.messages.errors import Unavailable
 from service.drift.owner import FallbackOwner
 from service.drift.verdict import DriftVerdict
 from service.httpport import announce, open_http

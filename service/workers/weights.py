@@ -11,9 +11,9 @@ import weakref
 import numpy as np
 from numpy.typing import NDArray
 
-from bf16kit.runtime.sharedmemory import create_filled, map_read_only
-from bf16kit.runtime.weightstore import PRIVATE_STORE, Fill, WeightStore
-from bf16kit.sealedmemory import UnfitMemory, check
+from bf16kit.runtime.memory.sealedmemory import UnfitMemory, check
+from bf16kit.runtime.memory.sharedmemory import create_filled, map_read_only
+from bf16kit.runtime.memory.weightstore import PRIVATE_STORE, Fill, WeightStore
 from service.workers.weightowner import FILL, FILLED, HERE, MOST_BYTES, MOST_DESCRIPTORS, REFUSED, REQUEST
 
 _log = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ PATIENCE_S = 600.0  # for another process to fill a copy that this one needs too
 
 
 class SharedWeights:
-    """A :class:`~bf16kit.runtime.weightstore.WeightStore` whose copies are shared by all clients of an owner.
+    """A :class:`~bf16kit.runtime.memory.weightstore.WeightStore` whose copies are shared by all clients of an owner.
 
     ``owner`` is a socket from :meth:`WeightOwner.connect`. Weights below ``LEAST`` bytes are copied for this process
     alone. So are weights that cannot be shared: the owner is gone or refuses, its memory fails the check, or the system
@@ -37,7 +37,7 @@ class SharedWeights:
         self._own = own
 
     def get(self, key: str, size: int, fill: Fill) -> NDArray[np.uint8]:
-        """See :class:`~bf16kit.runtime.weightstore.WeightStore`."""
+        """See :class:`~bf16kit.runtime.memory.weightstore.WeightStore`."""
         if size < LEAST:
             return self._own.get(key, size, fill)
         try:

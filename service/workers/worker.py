@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from bf16kit.errors import Bf16kitError, Unavailable
-from bf16kit.orphans import die_with_parent
+from bf16kit.messages.errors import Bf16kitError, Unavailable
+from bf16kit.system.orphans import die_with_parent
 from service.drift.gate import ProcessRank
 from service.drift.owner import PrecisionOrder
 from service.grpcport import build_transport, drain, extensions, open_tracing, read_only_unless_enabled

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from sentences import sentences
 from waiting import until
 
-from bf16kit.runtime.kernel import PATHS
+from bf16kit.runtime.ort.kernel import PATHS
 
 pytestmark = pytest.mark.compose
 _QUICKSTART = re.compile(r"^## Ask a served model$.*?^```python$\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -14,7 +14,7 @@ from artifacts import write_artifact, write_lookup, write_mlp
 from inprocess import running
 from onnx import helper
 
-from bf16kit.tensors import TensorSpec
+from bf16kit.numerics.tensors import TensorSpec
 
 LOADED = ("types", "mlp", "lookup")
 

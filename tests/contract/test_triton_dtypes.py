@@ -10,7 +10,7 @@ import pytest
 import tritonclient.grpc as triton
 from loopback import LoopbackModel, serving
 
-from bf16kit.tensors import BY_NAME, TensorSpec
+from bf16kit.numerics.tensors import BY_NAME, TensorSpec
 
 
 @pytest.mark.parametrize("dtype", [name for name in BY_NAME if name != "string"])

@@ -15,7 +15,7 @@ from inprocess import running
 from onnx import TensorProto, helper
 from tritonclient.utils import InferenceServerException
 
-from bf16kit.tensors import TensorSpec
+from bf16kit.numerics.tensors import TensorSpec
 
 X = np.linspace(-1, 1, 32, dtype=np.float32).reshape(2, 16)
 

@@ -14,7 +14,7 @@ from converting import MLP, Cli, Outcome
 from secondjudge import judging_conversions
 
 import graphs
-from bf16kit.artifact import Artifact
+from bf16kit.artifact.artifact import Artifact
 from converter.cli import run
 
 Factory = pytest.TempPathFactory

@@ -12,7 +12,7 @@ from architectures import Mlp, save
 from converting import MLP, ONNX_ONLY, Cli, process, tree
 
 import graphs
-from bf16kit.artifact import Artifact
+from bf16kit.artifact.artifact import Artifact
 
 ARGUMENTS = (*MLP, *ONNX_ONLY)
 

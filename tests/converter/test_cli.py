@@ -13,8 +13,9 @@ import click
 import pytest
 from converting import MLP, ONNX_ONLY, SUPPORT, Cli, Outcome, process, tree
 
-from bf16kit import __version__, errors
-from bf16kit.artifact import Artifact
+from bf16kit import __version__
+from bf16kit.artifact.artifact import Artifact
+from bf16kit.messages import errors
 from converter.cli import command, exit_code
 
 _HEAVY = ("torch", "transformers", "onnx", "onnx_ir", "onnxruntime", "onnxscript", "numpy", "pydantic")

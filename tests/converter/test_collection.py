@@ -16,7 +16,7 @@ import pytest
 from converting import SUPPORT, Cli, process
 
 import graphs
-from bf16kit.artifact import Artifact
+from bf16kit.artifact.artifact import Artifact
 from converter.bulk.item import RECORDS
 
 QUICK = ("--format", "onnx", "--profile", "cpu", "--no-report")

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from converting import Cli
 
-from bf16kit import seal
-from bf16kit.artifact import Artifact
+from bf16kit.artifact import seal
+from bf16kit.artifact.artifact import Artifact
 
 _FILES = (
     "cpu.onnx",

@@ -24,7 +24,7 @@ from onnx.reference import ReferenceEvaluator
 from safetensors.torch import save_file
 
 import graphs
-from bf16kit.artifact import Artifact
+from bf16kit.artifact.artifact import Artifact
 from converter import cli as program
 from converter.process.quiet import quiet
 

@@ -13,8 +13,8 @@ from converting import MLP, Cli
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from bf16kit.artifact import Artifact
-from bf16kit.errors import ArtifactError
+from bf16kit.artifact.artifact import Artifact
+from bf16kit.messages.errors import ArtifactError
 from bf16kit.runtime.loading import choose_profiles, load
 
 Tensors = dict[str, torch.Tensor]

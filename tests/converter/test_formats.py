@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from converting import MLP, Cli
 
-from bf16kit.artifact import Artifact
+from bf16kit.artifact.artifact import Artifact
 from bf16kit.runtime.loading import load_reference
 
 _ALWAYS = {

@@ -22,18 +22,19 @@ from numpy.typing import NDArray
 from onnx import helper
 
 import graphs
-from bf16kit.artifact import Artifact
-from bf16kit.panels import strips
-from bf16kit.residual import Encoder
-from converter.formats import autocast, narrowed, weights
-from converter.formats import onnx as writing
+from bf16kit.artifact.artifact import Artifact
+from bf16kit.numerics.panels import strips
+from bf16kit.numerics.residual import Encoder
 from converter.fuse.functions import ProductVariant
 from converter.graph.initializers import initializer
 from converter.graph.names import FreshNames, all_value_names
-from converter.passes import batchnorm, clip, masks, matching, sharing
-from converter.proof import golden
-from converter.proof.explanation import measure_layers
-from converter.sources.torch import onnx_export
+from converter.islands.explanation import measure_layers
+from converter.read.torch import onnx_export
+from converter.rewrite import batchnorm, clip, matching, sharing
+from converter.rewrite import noopmasks as masks
+from converter.verify import golden
+from converter.write import autocast, narrowed, weights
+from converter.write import graphs as writing
 
 Array = NDArray[Any]
 Patch = pytest.MonkeyPatch
@@ -229,7 +230,7 @@ def test_checkpoint_tensors_matched_to_a_wrong_weight_are_rejected(
         matches = found(graph, checkpoint, orders)
         return matches | {"w0": matches["w1"]}
 
-    monkeypatch.setattr("converter.passes.match", wrong)
+    monkeypatch.setattr("converter.rewrite.match", wrong)
     done = cli("checkpoint", tmp_path / "equal.onnx", "--out", target, *ONNX_ONLY)
     _refused(done, target, 3, "tensor 'w0' is not restored bit for bit (the first difference is at [0, 0]")
 
@@ -291,7 +292,7 @@ def test_a_constant_in_a_graph_that_is_not_rounded_to_nearest_is_rejected(
         bits = np.asarray(np.array(1.2334, np.float32)).view(np.uint32) >> np.uint32(16)
         return initializer(graph, name, ir.tensor(bits.astype(np.uint16).view(ml_dtypes.bfloat16), name=name))
 
-    monkeypatch.setattr("converter.formats.narrowing.initializer", truncated)
+    monkeypatch.setattr("converter.write.narrowing.initializer", truncated)
     done = cli("checkpoint", tmp_path / "scaled.onnx", "--out", target, *ONNX_ONLY)
     done.refused(3, "tensor 'c/bf16' is not rounded to nearest in cuda.onnx")
 
@@ -314,7 +315,7 @@ def test_a_file_that_changes_after_it_was_measured_is_rejected(
             file.write(bytes([first[0] ^ 1]))
         return found
 
-    monkeypatch.setattr("converter.pipeline.measure_layers", flipping)
+    monkeypatch.setattr("converter.convert.measure_layers", flipping)
     done = cli("checkpoint", wide, "--out", target, *ONNX_ONLY)
     _refused(done, target, 3, "changed after it was written", "weights.bf16")
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bf16kit.errors import UsageError
-from bf16kit.tensors import TensorSpec
+from bf16kit.messages.errors import UsageError
+from bf16kit.numerics.tensors import TensorSpec
 from converter.options import Options, parse_inputs, parse_model_args, parse_outputs, parse_patterns, parse_target
 
 

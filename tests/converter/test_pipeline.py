@@ -13,10 +13,10 @@ from converting import MLP, ONNX_ONLY, Cli, tree
 from restored import assert_restored
 
 import graphs
-from bf16kit.artifact import Artifact
+from bf16kit.artifact.artifact import Artifact
 from bf16kit.runtime.loading import load, load_reference
+from converter.convert import convert
 from converter.options import Options, parse_target
-from converter.pipeline import convert
 
 FILES = [
     "cpu-bf16.onnx",

@@ -12,8 +12,8 @@ from architectures import Cnn, Mlp, seeded
 from converting import Cli
 from safetensors.torch import save_file
 
-from bf16kit.artifact import Artifact
-from bf16kit.tensors import BY_NAME
+from bf16kit.artifact.artifact import Artifact
+from bf16kit.numerics.tensors import BY_NAME
 
 ARGUMENTS = ("--model", "architectures:Mlp", "--model-args", '{"width": 64, "hidden": 1024, "classes": 128}')
 INPUT = ("--input", "x:float32:batch,64", "--format", "onnx", "--profile", "cpu", "--no-report")

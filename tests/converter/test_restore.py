@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 import graphs
-from bf16kit.artifact import Artifact
+from bf16kit.artifact.artifact import Artifact
 
 
 def test_the_checkpoint_is_restored_bit_for_bit(cli: Cli, mlp: Artifact, mlp_file: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 from converting import MLP, SUPPORT
 from failing import cancellation
 
-from bf16kit.runtime import kernel
+from bf16kit.runtime.ort import kernel
 
 pytestmark = pytest.mark.long  # each test converts in several processes
 
@@ -101,6 +101,6 @@ def but_for_what_was_measured(files: dict[str, bytes]) -> dict[str, Any]:
 
 
 def runs(path: str) -> bool:
-    program = "from bf16kit.runtime.kernel import usable_kernel; usable_kernel()"
+    program = "from bf16kit.runtime.ort.kernel import usable_kernel; usable_kernel()"
     env = {**os.environ, kernel.VARIABLE: path}
     return subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, check=False).returncode == 0

@@ -14,9 +14,9 @@ from restored import assert_restored
 from scriptedmodels import Deciding, Encoder, Reflected, Stepwise, save
 from torch import nn
 
-from bf16kit.artifact import Artifact
+from bf16kit.artifact.artifact import Artifact
 from bf16kit.runtime.loading import load
-from converter.sources import script_file
+from converter.read import script_file
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.jit raises it itself
 

@@ -18,8 +18,8 @@ from waiting import until
 
 from bench.drift.fleet import is_over
 from bench.drift.rules import WRONG, firing
-from bf16kit.drift import SampleDrift
-from bf16kit.tensors import TensorSpec
+from bf16kit.drift.metrics import SampleDrift
+from bf16kit.numerics.tensors import TensorSpec
 from service.telemetry.metrics import Metrics
 from service.telemetry.modelmetrics import ModelMetrics
 from service.telemetry.pooling import MOMENTS

@@ -13,7 +13,7 @@ from othersfiles import unreadable, world_readable_directory
 from publish import exit_reason, main
 from waiting import until
 
-from bf16kit.controlgroup import Memory
+from bf16kit.system.controlgroup import Memory
 
 
 def test_the_message_about_a_killed_conversion_has_the_containers_memory() -> None:

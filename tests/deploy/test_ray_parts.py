@@ -17,7 +17,7 @@ from artifacts import write_mlp
 from grpc import StatusCode
 from waiting import until
 
-from bf16kit.errors import ConfigError, InvalidRequest, NotFound, Unavailable
+from bf16kit.messages.errors import ConfigError, InvalidRequest, NotFound, Unavailable
 from deploy.ray import reports as reports_module
 from deploy.ray.calls import APPLICATION, RPCS, SECONDS_LEFT, add_routing, strip_routing
 from deploy.ray.frames import Frame, parse_frame

@@ -38,7 +38,7 @@ def bound(found: Placement) -> int | None:
 
 def test_requests_get_a_quarter_of_the_reserved_memory(tmp_path: Path) -> None:
     """The limit is computed as for a container, because several replicas may share one."""
-    from bf16kit.controlgroup import Memory
+    from bf16kit.system.controlgroup import Memory
 
     found = placed(tmp_path)
     assert found.config.max_request_bytes == request_bytes(Memory(found.memory, 0)) < 512 * MIB

@@ -30,10 +30,10 @@ from serverprocess import ServerProcess
 from waiting import until
 from workerprocesses import Client, pids
 
-from bf16kit.artifact import Artifact
-from bf16kit.runtime import kernel
+from bf16kit.artifact.artifact import Artifact
+from bf16kit.numerics.tensors import Array
 from bf16kit.runtime.loading import load_reference
-from bf16kit.tensors import Array
+from bf16kit.runtime.ort import kernel
 from service.drift.shadow import QUEUE_SIZE
 
 pytestmark = [

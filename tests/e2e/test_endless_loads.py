@@ -17,7 +17,7 @@ from endless import write_endless_script, write_folding, write_nested
 from serverprocess import ServerProcess
 from waiting import until
 
-from bf16kit.artifact import Artifact
+from bf16kit.artifact.artifact import Artifact
 
 # The real limits allow for 10 minutes, and for 10 s before another model is loaded beside.
 Write = Callable[[Path], Artifact]

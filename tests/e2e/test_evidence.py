@@ -17,9 +17,9 @@ import troubled
 from serverprocess import Serve, ServerProcess
 from waiting import until
 
-from bf16kit.artifact import Artifact
-from bf16kit.evidence import Evidence
-from bf16kit.runtime import kernel
+from bf16kit.artifact.artifact import Artifact
+from bf16kit.artifact.evidence import Evidence
+from bf16kit.runtime.ort import kernel
 
 pytestmark = pytest.mark.skipif(
     not kernel.configured_kernel().path, reason="weights that are read as stored need the CPU kernel"

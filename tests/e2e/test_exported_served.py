@@ -13,7 +13,7 @@ import torch
 import tritonclient.grpc as triton
 from architectures import Cnn, seeded
 
-from bf16kit.artifact import Artifact
+from bf16kit.artifact.artifact import Artifact
 from converter.cli import run
 
 Serve = Callable[..., Any]

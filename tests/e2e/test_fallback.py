@@ -15,12 +15,12 @@ from serverprocess import Serve, ServerProcess
 from waiting import until
 from workerprocesses import Client, pids
 
-from bf16kit.artifact import Artifact
-from bf16kit.drift import measure
+from bf16kit.artifact.artifact import Artifact
+from bf16kit.drift.metrics import measure
+from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.protocol import inference_pb2 as pb
 from bf16kit.runtime import Array
 from bf16kit.runtime.loading import load, load_reference
-from bf16kit.tensors import TensorSpec
 
 X = np.random.default_rng(0).standard_normal((2, 16)).astype(np.float32)
 SERVING = """

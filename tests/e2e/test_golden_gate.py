@@ -15,7 +15,7 @@ from serverprocess import Serve, ServerProcess
 from waiting import until
 from workerprocesses import Client
 
-from bf16kit.runtime import kernel
+from bf16kit.runtime.ort import kernel
 
 pytestmark = pytest.mark.skipif(
     not kernel.configured_kernel().path, reason="weights that are read as stored need the CPU kernel"

@@ -17,8 +17,8 @@ from scriptedmodels import save
 from serverprocess import Serve
 from waiting import until
 
-from bf16kit.manifest import MANIFEST, Manifest, ProfileEntry, Source, SpecEntry
-from bf16kit.publish import staging
+from bf16kit.artifact.manifest import MANIFEST, Manifest, ProfileEntry, Source, SpecEntry
+from bf16kit.artifact.publish import staging
 
 # By model: what the log says of it.
 SAID = {

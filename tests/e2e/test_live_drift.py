@@ -20,7 +20,7 @@ from tlsfiles import Authority
 from waiting import until as until_within
 from workerprocesses import Client, alive, pids
 
-from bf16kit.tensors import Array, TensorSpec
+from bf16kit.numerics.tensors import Array, TensorSpec
 from service.drift.shadow import QUEUE_SIZE
 from service.process.certificates import CertificateFiles
 

@@ -16,7 +16,7 @@ from asking import RequestLoop
 from serverprocess import Serve, ServerProcess
 from waiting import until
 
-from bf16kit.artifact import Artifact
+from bf16kit.artifact.artifact import Artifact
 from bf16kit.runtime.loading import load
 
 FEEDS = {"x": np.linspace(-1, 1, 256, dtype=np.float32).reshape(4, 64)}

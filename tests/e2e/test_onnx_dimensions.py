@@ -18,7 +18,7 @@ from onnx import ModelProto, helper
 from serverprocess import Serve, ServerProcess
 
 import graphs
-from bf16kit.artifact import Artifact
+from bf16kit.artifact.artifact import Artifact
 from converter.cli import run
 
 Array = NDArray[Any]

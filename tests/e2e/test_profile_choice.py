@@ -16,10 +16,10 @@ import pytest
 import tritonclient.grpc as triton
 
 import graphs
-from bf16kit.artifact import Artifact, Golden
-from bf16kit.errors import ArtifactError, Bf16kitError, BudgetExceeded, ConfigError, RuntimeFailure
-from bf16kit.runtime import kernel
+from bf16kit.artifact.artifact import Artifact, Golden
+from bf16kit.messages.errors import ArtifactError, Bf16kitError, BudgetExceeded, ConfigError, RuntimeFailure
 from bf16kit.runtime import loading as runtimes
+from bf16kit.runtime.ort import kernel
 from converter.cli import run
 from service.commands.benchresult import Options, text
 from service.commands.benchtables import measure
@@ -179,7 +179,7 @@ def test_a_profile_that_accumulates_in_bf16_is_rejected(
     """The probe finds bf16 accumulation for the profile cpu-bf16 only, and the profile cpu serves."""
     native(True)
     monkeypatch.setattr(
-        "bf16kit.runtime.onnx.probe_onnx", lambda _d, precision, _l: {"bf16": "bf16"}.get(precision, "fp32")
+        "bf16kit.runtime.ort.onnx.probe_onnx", lambda _d, precision, _l: {"bf16": "bf16"}.get(precision, "fp32")
     )
     with pytest.raises(RuntimeFailure, match="the accumulation probe found bf16 here; use profile cpu"):
         loaded(converted, profile="cpu-bf16")

@@ -28,8 +28,8 @@ from serverprocess import Serve, ServerProcess
 from waiting import until
 from workerprocesses import Client
 
-from bf16kit.digests import Digests
-from bf16kit.tensors import Array
+from bf16kit.artifact.digests import Digests
+from bf16kit.numerics.tensors import Array
 
 pytestmark = [
     pytest.mark.long,

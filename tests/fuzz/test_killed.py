@@ -11,7 +11,7 @@ import pytest
 from killing import ProcessResult, Runner, files, runner
 
 import graphs
-from bf16kit.artifact import Artifact
+from bf16kit.artifact.artifact import Artifact
 
 pytestmark = pytest.mark.long  # kills conversions and waits for the next
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bf16kit.runtime.session import has_cuda
+from bf16kit.runtime.ort.session import has_cuda
 
 DEVICE = "cuda:0"
 

@@ -14,8 +14,8 @@ import pytest
 from numpy.typing import NDArray
 
 import graphs
-from bf16kit.artifact import Artifact
-from bf16kit.drift import DriftSummary, measure
+from bf16kit.artifact.artifact import Artifact
+from bf16kit.drift.metrics import DriftSummary, measure
 from bf16kit.runtime import Runtime
 from bf16kit.runtime.loading import choose_profile, load, load_reference
 
@@ -71,7 +71,7 @@ def tokens(artifact: Artifact, rows: int, length: int = 16) -> Feeds:
 
 
 def assert_within_budget(artifact: Artifact, runtime: Runtime, feeds: Feeds) -> None:
-    from bf16kit.budget import Budget
+    from bf16kit.drift.budget import Budget
 
     expected, found = load_reference(artifact).run(feeds), runtime.run(feeds)
     budget = Budget.from_dict(artifact.manifest.budget)

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto, helper
 
 import graphs
-from bf16kit.runtime.onnx import OnnxRuntime
+from bf16kit.numerics.tensors import TensorSpec
+from bf16kit.runtime.ort.onnx import OnnxRuntime
 from bf16kit.runtime.probe import probe_onnx
-from bf16kit.tensors import TensorSpec
 
 pytestmark = pytest.mark.gpu
 
@@ -70,7 +70,7 @@ def test_onnx_fp32_is_never_tf32(onnx_device: str) -> None:
 
 
 def test_a_missing_device_is_a_runtime_failure(onnx_device: str) -> None:
-    from bf16kit.errors import RuntimeFailure
+    from bf16kit.messages.errors import RuntimeFailure
 
     with pytest.raises(RuntimeFailure):
         probe_onnx("cuda:999", "bf16")

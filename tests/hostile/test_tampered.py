@@ -26,9 +26,9 @@ from serverprocess import ServerProcess
 from tampering import tampered
 from waiting import until
 
-from bf16kit.artifact import Artifact
+from bf16kit.artifact.artifact import Artifact
+from bf16kit.numerics.tensors import BY_NAME, Array
 from bf16kit.runtime.loading import load
-from bf16kit.tensors import BY_NAME, Array
 
 pytestmark = pytest.mark.hostile
 GROUP = 20

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from small import publish_small
 
-from bf16kit.artifact import Artifact
+from bf16kit.artifact.artifact import Artifact
 
 
 @pytest.fixture

@@ -16,13 +16,13 @@ import pytest
 from numpy.typing import NDArray
 from small import CHECKPOINT, SCALE, entry_of, publish_small
 
-from bf16kit.artifact import Artifact
-from bf16kit.errors import ArtifactDamaged, ArtifactError, ManifestVersionError
-from bf16kit.manifest import MANIFEST, CheckpointEntry, FileEntry, Manifest, Segment, Source
-from bf16kit.numerics import BF16, to_bf16
-from bf16kit.panels import pack
-from bf16kit.publish import staging
-from bf16kit.residual import Scale, encode_chunks
+from bf16kit.artifact.artifact import Artifact
+from bf16kit.artifact.manifest import MANIFEST, CheckpointEntry, FileEntry, Manifest, Segment, Source
+from bf16kit.artifact.publish import staging
+from bf16kit.messages.errors import ArtifactDamaged, ArtifactError, ManifestVersionError
+from bf16kit.numerics.panels import pack
+from bf16kit.numerics.residual import Scale, encode_chunks
+from bf16kit.numerics.rounding import BF16, to_bf16
 
 Array = NDArray[Any]
 
@@ -326,7 +326,7 @@ def test_an_artifact_opened_with_copies_maps_nothing(tmp_path: Path) -> None:
 
 def test_verifying_again_reads_only_what_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = Artifact.open(publish_small(tmp_path / "m" / "1").path)
-    monkeypatch.setattr("bf16kit.digests._read", lambda path: pytest.fail(f"{path} was read again"))
+    monkeypatch.setattr("bf16kit.artifact.digests._read", lambda path: pytest.fail(f"{path} was read again"))
     opened.verify()
     monkeypatch.undo()
     with (opened.path / "weights.fp32").open("r+b") as file:

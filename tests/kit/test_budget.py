@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from bf16kit.budget import Budget
-from bf16kit.drift import DriftSummary, SampleDrift
-from bf16kit.errors import UsageError
+from bf16kit.drift.budget import Budget
+from bf16kit.drift.metrics import DriftSummary, SampleDrift
+from bf16kit.messages.errors import UsageError
 
 
 def summary(relative_l2: float = 0.0, *, max_abs: float = 0.0, matches: int = 1, bad: int = 0) -> DriftSummary:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from bf16kit import controlgroup
-from bf16kit.controlgroup import Memory
+from bf16kit.system import controlgroup
+from bf16kit.system.controlgroup import Memory
 
 _STAT = "anon 300\nfile 500\nshmem 100\nactive_file 150\ninactive_file 250\n"
 
@@ -113,7 +113,8 @@ def test_nothing_outside_the_visible_hierarchy_is_read(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux has it")
 def test_a_process_can_ask_to_be_killed_first() -> None:
     script = (
-        "from bf16kit import controlgroup as c; c.maximize_oom_score(); print(open('/proc/self/oom_score_adj').read())"
+        "from bf16kit.system.controlgroup import maximize_oom_score as ask; ask();"
+        "print(open('/proc/self/oom_score_adj').read())"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert int(done.stdout) == 1000

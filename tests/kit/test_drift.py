@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from numpy.typing import NDArray
 
-from bf16kit.budget import Budget
-from bf16kit.drift import DriftSummary, SampleDrift, compare, measure
-from bf16kit.numerics import to_bf16
-from bf16kit.tensors import TensorSpec
+from bf16kit.drift.budget import Budget
+from bf16kit.drift.metrics import DriftSummary, SampleDrift, compare, measure
+from bf16kit.numerics.rounding import to_bf16
+from bf16kit.numerics.tensors import TensorSpec
 
 LOGITS = TensorSpec("y", "float32", ("batch", 8), "logits")
 EMBEDDING = TensorSpec("y", "float32", ("batch", 8), "embedding")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from bf16kit.entries import TensorEntry
+from bf16kit.artifact.entries import TensorEntry
 
 MATRIX = TensorEntry(name="w", dtype="bfloat16", shape=[2, 3], file="weights.bf16", offset=64, bytes=12)
 

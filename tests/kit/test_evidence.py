@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load, save, save_file
 
-from bf16kit.errors import UsageError
-from bf16kit.evidence import KEY, Evidence, Header, finite
-from bf16kit.tensors import Array
+from bf16kit.artifact.evidence import KEY, Evidence, Header, finite
+from bf16kit.messages.errors import UsageError
+from bf16kit.numerics.tensors import Array
 
 
 def header(**changes: Any) -> Header:
@@ -159,7 +159,7 @@ def test_missing_outputs_are_rejected() -> None:
 def test_a_missing_or_much_too_large_file_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="cannot be read: No such file"):
         Evidence.read(tmp_path / "none")
-    monkeypatch.setattr("bf16kit.evidence.MOST_BYTES", 100)
+    monkeypatch.setattr("bf16kit.artifact.evidence.MOST_BYTES", 100)
     save_file({"x": np.zeros(100, np.float32)}, tmp_path / "large")
     with pytest.raises(UsageError, match="the limit for evidence"):
         Evidence.read(tmp_path / "large")

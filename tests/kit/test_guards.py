@@ -7,8 +7,8 @@ import pytest
 from othersfiles import unreadable, world_readable_directory
 from small import publish_small
 
-from bf16kit.artifact import Artifact
-from bf16kit.errors import ArtifactDamaged
+from bf16kit.artifact.artifact import Artifact
+from bf16kit.messages.errors import ArtifactDamaged
 
 
 @pytest.mark.parametrize("what", [".", "manifest.json", "weights.bf16"])

@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from bf16kit.inputranges import InputRange, input_ranges
+from bf16kit.drift.inputranges import InputRange, input_ranges
 
 
 def test_the_range_covers_all_samples() -> None:

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bf16kit import lowbits
-from bf16kit.errors import ArtifactDamaged
-from bf16kit.numerics import to_bf16
-from bf16kit.residual import Encoder, decode
+from bf16kit.messages.errors import ArtifactDamaged
+from bf16kit.numerics import lowbits
+from bf16kit.numerics.residual import Encoder, decode
+from bf16kit.numerics.rounding import to_bf16
 
 
 @given(st.integers(0, 15), st.integers(0, 70), st.integers(0, 2**32 - 1))

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from peaks import measured_alone
 from pydantic import ValidationError
 
-from bf16kit.errors import ArtifactDamaged, ArtifactError, ManifestVersionError
-from bf16kit.manifest import (
+from bf16kit.artifact.manifest import (
     CheckpointEntry,
     DriftEntry,
     ExportEntry,
@@ -32,7 +31,8 @@ from bf16kit.manifest import (
     SpecEntry,
     TensorEntry,
 )
-from bf16kit.tensors import TensorSpec
+from bf16kit.messages.errors import ArtifactDamaged, ArtifactError, ManifestVersionError
+from bf16kit.numerics.tensors import TensorSpec
 
 EMPTY = hashlib.sha256().hexdigest()
 MATRIX = TensorEntry(
@@ -339,8 +339,8 @@ class TestConsistency:
 _HOSTILE = """
 import resource, sys, time
 from pathlib import Path
-from bf16kit.errors import ArtifactError
-from bf16kit.guards import read_manifest
+from bf16kit.messages.errors import ArtifactError
+from bf16kit.artifact.guards import read_manifest
 
 artifact = Path(sys.argv[1])
 before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()

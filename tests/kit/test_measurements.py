@@ -13,11 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bf16kit import measurements
-from bf16kit.drift import SampleDrift
-from bf16kit.errors import ArtifactError
-from bf16kit.inputranges import InputRange
-from bf16kit.measurements import (
+from bf16kit.drift import measurements
+from bf16kit.drift.inputranges import InputRange
+from bf16kit.drift.measurements import (
     LayerEntry,
     Layers,
     Measurements,
@@ -29,7 +27,9 @@ from bf16kit.measurements import (
     ranges,
     sample_columns,
 )
-from bf16kit.numerics import Census, census
+from bf16kit.drift.metrics import SampleDrift
+from bf16kit.messages.errors import ArtifactError
+from bf16kit.numerics.rounding import Census, census
 
 DRIFT = SampleDrift(1e-3, 1e-6, 0.01, 60.0, 3, 4, 0)
 

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 
-from bf16kit import native, numerics, residual
-from bf16kit.native import Loops
+from bf16kit.numerics import native, residual
+from bf16kit.numerics import rounding as numerics
+from bf16kit.numerics.native import Loops
 
 pytestmark = pytest.mark.skipif(not native.LIBRARY.exists(), reason="the kernel was not built: no C++17 compiler")
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from bf16kit.numerics import (
+from bf16kit.numerics.rounding import (
     BF16,
     LARGEST,
     LOWEST,

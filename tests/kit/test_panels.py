@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from bf16kit import panels
-from bf16kit.numerics import BF16
-from bf16kit.panels import WIDTH, pack, strips, unpack
+from bf16kit.numerics import panels
+from bf16kit.numerics.panels import WIDTH, pack, strips, unpack
+from bf16kit.numerics.rounding import BF16
 
 # Up to three panels with every kind of tail, and matrices without rows or columns.
 SIDES = st.integers(0, 2 * WIDTH + 5)

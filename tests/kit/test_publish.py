@@ -16,18 +16,18 @@ from typing import Any, NoReturn
 import pytest
 from small import publish_small, write_small
 
-from bf16kit import digests, publish, rename
-from bf16kit.artifact import Artifact
-from bf16kit.errors import ArtifactDamaged, ArtifactError, ArtifactExists, ConversionError, UsageError
-from bf16kit.manifest import MANIFEST, FileEntry
-from bf16kit.publish import StagingArtifact, staging
+from bf16kit.artifact import digests, publish, rename
+from bf16kit.artifact.artifact import Artifact
+from bf16kit.artifact.manifest import MANIFEST, FileEntry
+from bf16kit.artifact.publish import StagingArtifact, staging
+from bf16kit.messages.errors import ArtifactDamaged, ArtifactError, ArtifactExists, ConversionError, UsageError
 
 READ, FSYNC = digests._read, os.fsync
 WRITE_AND_HANG = """
 import sys
 from pathlib import Path
 from small import write_small
-from bf16kit.publish import staging
+from bf16kit.artifact.publish import staging
 with staging(Path(sys.argv[1])) as staged:
     write_small(staged)
     print("staged", flush=True)
@@ -35,8 +35,8 @@ with staging(Path(sys.argv[1])) as staged:
 """
 FILL = """
 import sys
-from bf16kit.errors import UsageError
-from bf16kit.publish import staging
+from bf16kit.messages.errors import UsageError
+from bf16kit.artifact.publish import staging
 if sys.argv[2] != "0":
     import resource
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]),) * 2)

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from bf16kit.rayaddress import check_reachable
+from bf16kit.system.rayaddress import check_reachable
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])

@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bf16kit.entries import Segment
-from bf16kit.errors import ArtifactDamaged, UsageError
-from bf16kit.reading import read_bounded, read_segment
+from bf16kit.artifact.entries import Segment
+from bf16kit.artifact.reading import read_bounded, read_segment
+from bf16kit.messages.errors import ArtifactDamaged, UsageError
 
 
 def test_a_segment_is_read_into_a_new_array_or_a_given_one(tmp_path: Path) -> None:

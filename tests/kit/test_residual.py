@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from numpy.typing import NDArray
 
-from bf16kit.errors import ArtifactDamaged
-from bf16kit.numerics import Bf16Array, to_bf16
-from bf16kit.residual import Scale, decode, encode
+from bf16kit.messages.errors import ArtifactDamaged
+from bf16kit.numerics.residual import Scale, decode, encode
+from bf16kit.numerics.rounding import Bf16Array, to_bf16
 
 SPECIAL = [
     0x00000000, 0x00000001, 0x00008000, 0x007FFFFF, 0x00800000, 0x3F808000, 0x3F818000, 0x7F7F7FFF, 0x7F7F8000,

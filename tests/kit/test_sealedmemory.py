@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from bf16kit import controlgroup, sealedmemory
-from bf16kit.controlgroup import RESERVE, Memory
-from bf16kit.runtime.ownmemory import allocate_in_large_pages
-from bf16kit.sealedmemory import UnfitMemory
+from bf16kit.runtime.memory import sealedmemory
+from bf16kit.runtime.memory.ownmemory import allocate_in_large_pages
+from bf16kit.runtime.memory.sealedmemory import UnfitMemory
+from bf16kit.system import controlgroup
+from bf16kit.system.controlgroup import RESERVE, Memory
 
 SIZE = 8192
 SEALS = ["F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_WRITE", "F_SEAL_SEAL"]

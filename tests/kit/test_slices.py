@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from bf16kit.drift import compare
-from bf16kit.slices import FEWEST, GROUPS, SliceError, SliceSums, Variation, worst_slices
-from bf16kit.tensors import TensorSpec
+from bf16kit.drift.metrics import compare
+from bf16kit.drift.slices import FEWEST, GROUPS, SliceError, SliceSums, Variation, worst_slices
+from bf16kit.numerics.tensors import TensorSpec
 
 Array = NDArray[np.float64]
 

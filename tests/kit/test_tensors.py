@@ -10,8 +10,8 @@ import onnx
 import pytest
 from numpy.typing import NDArray
 
-from bf16kit.errors import InvalidRequest
-from bf16kit.tensors import BY_NAME, BY_OIP, BY_ONNX, TensorSpec, check_feeds, describe
+from bf16kit.messages.errors import InvalidRequest
+from bf16kit.numerics.tensors import BY_NAME, BY_OIP, BY_ONNX, TensorSpec, check_feeds, describe
 
 SPECS = (
     TensorSpec("ids", "int64", ("batch", "seq")),

@@ -7,9 +7,9 @@ import math
 import pytest
 import reported
 
-from bf16kit.manifest import DriftEntry, Manifest
-from bf16kit.schema import SINCE_SLICES
-from bf16kit.verdicts import format_budget_ratio
+from bf16kit.artifact.manifest import DriftEntry, Manifest
+from bf16kit.artifact.schema import SINCE_SLICES
+from bf16kit.drift.verdicts import format_budget_ratio
 from converter.report.figures import figures
 
 

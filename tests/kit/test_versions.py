@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from bf16kit.versions import is_older
+from bf16kit.system.versions import is_older
 
 
 @pytest.mark.parametrize(

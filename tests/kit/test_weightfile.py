@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from bf16kit.manifest import Segment
-from bf16kit.numerics import BF16
-from bf16kit.weightfile import WeightWriter
+from bf16kit.artifact.manifest import Segment
+from bf16kit.artifact.weightfile import WeightWriter
+from bf16kit.numerics.rounding import BF16
 
 
 def test_each_tensor_starts_at_a_multiple_of_64_with_zeros_between(tmp_path: Path) -> None:

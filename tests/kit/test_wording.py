@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from bf16kit.wording import brief, first_line, os_error_text, quoted, without_long_words
+from bf16kit.messages.wording import brief, first_line, os_error_text, quoted, without_long_words
 
 
 @pytest.mark.parametrize(

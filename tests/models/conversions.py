@@ -12,8 +12,8 @@ from pathlib import Path
 
 from catalogue import Entry
 
-from bf16kit.artifact import Artifact
-from bf16kit.manifest import Manifest
+from bf16kit.artifact.artifact import Artifact
+from bf16kit.artifact.manifest import Manifest
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from serverprocess import ServerProcess
 from table import text
 
-from bf16kit.budget import Budget
-from bf16kit.drift import DriftSummary, measure
-from bf16kit.tensors import BY_NAME
+from bf16kit.drift.budget import Budget
+from bf16kit.drift.metrics import DriftSummary, measure
+from bf16kit.numerics.tensors import BY_NAME
 
 Feeds = dict[str, NDArray[Any]]
 pytestmark = pytest.mark.models

@@ -12,7 +12,7 @@ import yaml
 from artifacts import write_mlp
 from raycluster import PATIENCE
 
-from bf16kit.errors import ConfigError
+from bf16kit.messages.errors import ConfigError
 from service.models.directory import Directory
 from service.models.plan import DesiredModel
 from service.process.config import ServerConfig

@@ -13,7 +13,7 @@ from raycluster import NODE, PATIENCE
 from waiting import until
 
 import graphs
-from bf16kit.artifact import Artifact
+from bf16kit.artifact.artifact import Artifact
 from converter.bulk.item import RECORDS
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # warnings of Ray and its libraries

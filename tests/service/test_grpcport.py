@@ -10,7 +10,7 @@ from typing import Literal
 import pytest
 from loopback import LoopbackModel, LoopbackRegistry
 
-from bf16kit.errors import ConfigError
+from bf16kit.messages.errors import ConfigError
 from service.grpcport import open_tracing
 from service.process.config import ServerConfig
 

@@ -18,7 +18,7 @@ from controlled import Controlled
 from loopback import LoopbackModel, LoopbackRegistry
 from waiting import until
 
-from bf16kit.errors import InvalidRequest, NotFound, RequestError, Unavailable
+from bf16kit.messages.errors import InvalidRequest, NotFound, RequestError, Unavailable
 from service.contract import Registry, State
 from service.models import loading
 from service.request import Request

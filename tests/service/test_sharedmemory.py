@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bf16kit.errors import ConfigError, InvalidRequest
+from bf16kit.messages.errors import ConfigError, InvalidRequest
 from service.operations import Region
 from service.process.config import load_config
 from service.regions import files

@@ -12,8 +12,8 @@ import pytest
 from converting import process
 from documented import Answers, assert_answers, command, row
 
-from bf16kit.artifact import Artifact
-from converter.sources.tensorflow import environment as tensorflow
+from bf16kit.artifact.artifact import Artifact
+from converter.read.tensorflow import environment as tensorflow
 
 pytestmark = pytest.mark.sources
 # For each row: the model that models_of_tensorflow.py makes, its name for the source, and the row's name for it.

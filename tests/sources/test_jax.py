@@ -13,12 +13,12 @@ from converting import Outcome
 from safetensors.numpy import load_file
 from servedanswers import served_answers
 
-from bf16kit.artifact import Artifact
+from bf16kit.artifact.artifact import Artifact
 from bf16kit.runtime.loading import load, load_reference
 from converter.cli import run
-from converter.sources import flax_file
-from converter.sources.orbax.arrays import read_item
-from converter.sources.orbax.layout import locate
+from converter.read import flax_file
+from converter.read.orbax.arrays import read_item
+from converter.read.orbax.layout import locate
 
 pytestmark = pytest.mark.sources
 

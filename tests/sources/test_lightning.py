@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from bf16kit.artifact import Artifact
+from bf16kit.artifact.artifact import Artifact
 from bf16kit.runtime.loading import load, load_reference
 from converter.cli import run
 

@@ -19,8 +19,8 @@ from forked import forked
 from safetensors.numpy import load_file
 from waiting import until
 
-from bf16kit.artifact import Artifact
-from bf16kit.recovery import RecoveryEntry
+from bf16kit.artifact.artifact import Artifact
+from bf16kit.artifact.recoveryentries import RecoveryEntry
 
 pytestmark = pytest.mark.sources
 
@@ -55,7 +55,7 @@ def alone(command: list[str]) -> Recover:
 @pytest.fixture(scope="session")
 def call(environment: Callable[[str], Path]) -> Iterator[Recover]:
     """Yield the same function, faster: in a process that has imported Lightning, which takes seconds, before."""
-    modules = ("lightning.pytorch", "converter.pipeline", "networkx", "onnx.reference", "onnxruntime", "onnxscript")
+    modules = ("lightning.pytorch", "converter.convert", "networkx", "onnx.reference", "onnxruntime", "onnxscript")
     with forked(environment("lightning"), (*modules, "torch._export"), _environment()) as run:
         yield run
 

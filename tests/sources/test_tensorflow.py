@@ -20,10 +20,10 @@ from converting import Outcome, process
 from restored import assert_restored
 from servedanswers import served_answers
 
-from bf16kit.artifact import Artifact
+from bf16kit.artifact.artifact import Artifact
 from bf16kit.runtime.loading import load, load_reference
-from converter.sources.tensorflow import environment as tensorflow
-from converter.sources.tensorflow.operators import COMPUTING
+from converter.read.tensorflow import environment as tensorflow
+from converter.read.tensorflow.operators import COMPUTING
 
 pytestmark = pytest.mark.sources
 _HERE = Path(__file__).parent

@@ -18,15 +18,15 @@ from products import product
 from safetensors.numpy import save_file
 
 import graphs
-from bf16kit.artifact import Artifact
-from bf16kit.digests import Digests
-from bf16kit.manifest import Manifest, ProfileEntry, Source, SpecEntry, TensorEntry
-from bf16kit.numerics import to_bf16
-from bf16kit.panels import pack
-from bf16kit.publish import StagingArtifact, staging
-from bf16kit.residual import encode
+from bf16kit.artifact.artifact import Artifact
+from bf16kit.artifact.digests import Digests
+from bf16kit.artifact.manifest import Manifest, ProfileEntry, Source, SpecEntry, TensorEntry
+from bf16kit.artifact.publish import StagingArtifact, staging
+from bf16kit.numerics.panels import pack
+from bf16kit.numerics.residual import encode
+from bf16kit.numerics.rounding import to_bf16
+from bf16kit.numerics.tensors import BY_NAME, DType, TensorSpec
 from bf16kit.runtime.loading import load_reference
-from bf16kit.tensors import BY_NAME, DType, TensorSpec
 
 Array = NDArray[Any]
 Weight = Callable[[str], str]  # a weight's name → the fp32 value to use in a node

@@ -15,8 +15,8 @@ from google.protobuf.message_factory import GetMessageClass
 from loopback import infer_request
 from waiting import until
 
+from bf16kit.numerics.tensors import Array
 from bf16kit.protocol import inference_pb2 as pb
-from bf16kit.tensors import Array
 from service.transport.handlers import SERVICE
 
 _RPC = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods_by_name["ModelInfer"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime import Array, RuntimeInfo
-from bf16kit.tensors import TensorSpec
 
 IN = (TensorSpec("x", "float32", ("n", 4)),)
 OUT = (TensorSpec("y", "float32", ("y_0", 4)),)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from bf16kit.artifact import Artifact
+from bf16kit.artifact.artifact import Artifact
 from bf16kit.runtime.loading import load, load_reference
 
 DOCS = Path(__file__).parents[2] / "docs"

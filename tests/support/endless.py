@@ -13,9 +13,9 @@ import torch
 from artifacts import write_mlp
 from onnx import helper, numpy_helper
 
-from bf16kit.artifact import Artifact
-from bf16kit.digests import Digests
-from bf16kit.manifest import ProfileEntry
+from bf16kit.artifact.artifact import Artifact
+from bf16kit.artifact.digests import Digests
+from bf16kit.artifact.manifest import ProfileEntry
 
 _WIDTH = 2500  # of a product that takes about half a second
 _PRODUCTS = 100_000

@@ -12,8 +12,8 @@ import numpy as np
 from artifacts import write_artifact
 from onnx import NodeProto, TensorProto, helper
 
-from bf16kit.artifact import Artifact
-from bf16kit.tensors import TensorSpec
+from bf16kit.artifact.artifact import Artifact
+from bf16kit.numerics.tensors import TensorSpec
 
 _ROW = ("batch", 16)
 _IMAGE = (3, 224, 224)

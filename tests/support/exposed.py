@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from functools import cache
 
-from bf16kit.budget import Budget
-from bf16kit.drift import SampleDrift
+from bf16kit.drift.budget import Budget
+from bf16kit.drift.metrics import SampleDrift
+from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime import RuntimeInfo
-from bf16kit.tensors import TensorSpec
 from service.telemetry.metrics import Metrics
 from service.telemetry.vocabulary import CAUSES
 

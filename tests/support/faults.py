@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from onnx import helper
 from products import product
 
-from bf16kit.artifact import Artifact
-from bf16kit.tensors import TensorSpec
+from bf16kit.artifact.artifact import Artifact
+from bf16kit.numerics.tensors import TensorSpec
 
 LINE = 256  # bytes to search for: the beginning of a weight, which occurs nowhere else
 _CHUNK = 64 << 20

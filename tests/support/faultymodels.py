@@ -18,9 +18,9 @@ from converting import ONNX_ONLY
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
 import graphs
-from bf16kit.artifact import Artifact
-from bf16kit.digests import Digests
-from bf16kit.tensors import Array
+from bf16kit.artifact.artifact import Artifact
+from bf16kit.artifact.digests import Digests
+from bf16kit.numerics.tensors import Array
 from converter.cli import run
 
 WIDTH = 64

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
+from bf16kit.numerics.tensors import BY_OIP
 from bf16kit.protocol import inference_pb2 as pb
-from bf16kit.tensors import BY_OIP
 
 Message = pb.ModelInferRequest
 Edit = Callable[[Random, Message], None]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bf16kit.errors import ConfigError
-from bf16kit.runtime import kernel
+from bf16kit.messages.errors import ConfigError
+from bf16kit.runtime.ort import kernel
 
 
 def use(path: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 _SERVER = """
 import importlib, json, os, select, signal, sys, time
-for name in ("converter.pipeline", "converter.restore", "converter.sources.onnx_file", "bf16kit.runtime.onnx"):
+for name in ("converter.convert", "converter.restore", "converter.read.onnx_file", "bf16kit.runtime.ort.onnx"):
     importlib.import_module(name)
 from converter.cli import run
 

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from bf16kit.tensors import TensorSpec
-from converter.model import TorchModel
+from bf16kit.numerics.tensors import TensorSpec
 from converter.recovery.batches import Batch
 from converter.recovery.settings import Loss, Precision
 from converter.recovery.teacherbatches import Teacher
 from converter.recovery.validation import ValidationLoss
 from converter.recovery.weights import TrainedParameter
+from converter.source import TorchModel
 
 
 class Outputs(nn.Module):

@@ -16,10 +16,10 @@ import grpc
 import numpy as np
 from google.protobuf.message_factory import GetMessageClass
 
-from bf16kit.errors import InvalidRequest, NotFound, Unavailable
+from bf16kit.messages.errors import InvalidRequest, NotFound, Unavailable
+from bf16kit.numerics.tensors import BY_NAME, TensorSpec
 from bf16kit.protocol import inference_pb2 as pb
 from bf16kit.runtime import RuntimeInfo
-from bf16kit.tensors import BY_NAME, TensorSpec
 from service.batching.batcher import Batcher
 from service.batching.policy import BatchPolicy
 from service.batching.queue import LevelPolicy

@@ -14,21 +14,21 @@ import pytest
 from numpy.typing import NDArray
 from onnx import ModelProto
 
-from bf16kit.artifact import Artifact
-from bf16kit.manifest import Manifest, Plan, ProfileEntry, Source, SpecEntry
-from bf16kit.numerics import Subnormals
-from bf16kit.publish import staging
-from bf16kit.runtime.kernel import LIBRARY
+from bf16kit.artifact.artifact import Artifact
+from bf16kit.artifact.manifest import Manifest, Plan, ProfileEntry, Source, SpecEntry
+from bf16kit.artifact.publish import staging
+from bf16kit.numerics.rounding import Subnormals
+from bf16kit.numerics.tensors import BY_ONNX, TensorSpec
 from bf16kit.runtime.loading import load, load_reference
-from bf16kit.runtime.onnx import OnnxRuntime
-from bf16kit.runtime.session import open_session
-from bf16kit.tensors import BY_ONNX, TensorSpec
-from converter.formats.onnx import write_graphs
-from converter.formats.weights import StoredWeights, write_weights
-from converter.passes import Prepared, prepare
-from converter.passes.constants import floating_tensors
+from bf16kit.runtime.ort.kernel import LIBRARY
+from bf16kit.runtime.ort.onnx import OnnxRuntime
+from bf16kit.runtime.ort.session import open_session
 from converter.plan import Planned, make_plan
-from converter.proof.emulate import emulation
+from converter.rewrite import Prepared, prepare
+from converter.rewrite.constants import floating_tensors
+from converter.verify.emulate import emulation
+from converter.write.graphs import write_graphs
+from converter.write.weights import StoredWeights, write_weights
 
 Array = NDArray[Any]
 _PROFILES = {

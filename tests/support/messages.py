@@ -20,9 +20,9 @@ from grpc_reflection.v1alpha import reflection_pb2
 from inferedits import NUMBERS, edit, text
 from wireedits import damaged
 
-from bf16kit.numerics import to_bf16
+from bf16kit.numerics.rounding import to_bf16
+from bf16kit.numerics.tensors import BY_NAME, BY_OIP, Array
 from bf16kit.protocol import inference_pb2 as pb
-from bf16kit.tensors import BY_NAME, BY_OIP, Array
 from service.transport.handlers import SERVICE
 from service.wire.tensors import CONTENTS_FIELD, encode_raw
 

@@ -15,7 +15,7 @@ from google.protobuf.message_factory import GetMessageClass
 from loopback import infer_request
 
 from bench.serving.openloop import Outcome
-from bf16kit.artifact import Artifact
+from bf16kit.artifact.artifact import Artifact
 from bf16kit.protocol import inference_pb2 as pb
 from bf16kit.runtime.loading import load
 from service.transport.handlers import SERVICE

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from onnx import FunctionProto, ModelProto, NodeProto, TensorProto, helper
 
 import graphs
-from bf16kit.panels import WIDTH, pack
-from bf16kit.runtime import kernel
-from bf16kit.runtime.session import Session, as_runtime_failure, open_session
+from bf16kit.numerics.panels import WIDTH, pack
+from bf16kit.runtime.ort import kernel
+from bf16kit.runtime.ort.session import Session, as_runtime_failure, open_session
 
 Array = NDArray[Any]
 ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu")
@@ -87,7 +87,7 @@ def session(model: ModelProto, *, threads: int = 1, library: Path | None = kerne
 
 
 def run(model: ModelProto, x: Array, *, threads: int = 1, library: Path | None = kernel.LIBRARY) -> Array:
-    """Return the output of ``model`` for ``x``. Raises :class:`~bf16kit.errors.RuntimeFailure` if the run fails."""
+    """Return the output of ``model`` for ``x``. Raises :class:`RuntimeFailure` if the run fails."""
     opened = session(model, threads=threads, library=library)
     with as_runtime_failure("running"):
         return np.asarray(opened.run(["y"], {"x": x})[0])

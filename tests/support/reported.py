@@ -7,8 +7,7 @@ import re
 
 import numpy as np
 
-from bf16kit.drift import DriftSummary, SampleDrift
-from bf16kit.manifest import (
+from bf16kit.artifact.manifest import (
     MEASUREMENTS,
     DriftEntry,
     FileEntry,
@@ -21,7 +20,7 @@ from bf16kit.manifest import (
     Source,
     SpecEntry,
 )
-from bf16kit.measurements import (
+from bf16kit.drift.measurements import (
     DiagnosisEntry,
     IslandEntry,
     LayerEntry,
@@ -33,7 +32,8 @@ from bf16kit.measurements import (
     ranges,
     sample_columns,
 )
-from bf16kit.numerics import Census
+from bf16kit.drift.metrics import DriftSummary, SampleDrift
+from bf16kit.numerics.rounding import Census
 
 BUDGET = {"relative_l2": 1.5e-2, "relative_l2.p99": 2e-2, "cosine_distance": 5e-4, "top1_agreement": 0.99}
 OFF = "encoder.layer.3.attention/MatMul_1"  # the layer at which the SQNR falls below the expected line

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from converter.sources.safetensors_file import read_file
+from converter.read.safetensors_file import read_file
 
 Array = NDArray[Any]
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from converter.sources.tensorflow import sstable
-from converter.sources.tensorflow.messages import message
+from converter.read.tensorflow import sstable
+from converter.read.tensorflow.messages import message
 
 FLOAT, STRING = 1, 7
 _CODES = {"float32": 1, "float64": 2, "int32": 3, "int64": 9, "bool": 10, "bfloat16": 14, "float16": 19}

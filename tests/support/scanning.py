@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 
-from bf16kit.errors import ConfigError
+from bf16kit.messages.errors import ConfigError
 from service import served
 from service.cli import main
 from service.models.controller import Controller

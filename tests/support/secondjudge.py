@@ -19,12 +19,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from bf16kit.artifact import Artifact
-from bf16kit.errors import ConversionError
+from bf16kit.artifact.artifact import Artifact
+from bf16kit.messages.errors import ConversionError
 from bf16kit.runtime import Runtime
 from bf16kit.runtime.loading import load_reference
 from converter import publishing
-from converter.proof.running import open_profile
+from converter.verify.running import open_profile
 
 Array = NDArray[Any]
 Feeds = Mapping[str, Array]
@@ -233,6 +233,6 @@ def judging_conversions() -> Iterator[None]:
         return artifact
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("converter.pipeline.build_measurements", building)
-        patch.setattr("converter.pipeline.publish", publishing_and_judging)
+        patch.setattr("converter.convert.build_measurements", building)
+        patch.setattr("converter.convert.publish", publishing_and_judging)
         yield

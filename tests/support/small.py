@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
-from bf16kit.artifact import Artifact
-from bf16kit.manifest import CheckpointEntry, Manifest, ProfileEntry, Segment, Source, SpecEntry, TensorEntry
-from bf16kit.numerics import to_bf16
-from bf16kit.publish import StagingArtifact, staging
-from bf16kit.residual import Scale, encode_chunks
+from bf16kit.artifact.artifact import Artifact
+from bf16kit.artifact.manifest import CheckpointEntry, Manifest, ProfileEntry, Segment, Source, SpecEntry, TensorEntry
+from bf16kit.artifact.publish import StagingArtifact, staging
+from bf16kit.numerics.residual import Scale, encode_chunks
+from bf16kit.numerics.rounding import to_bf16
 
 CHECKPOINT: dict[str, NDArray[Any]] = {
     "linear.weight": np.random.default_rng(1).standard_normal((6, 10)).astype(np.float32),  # stored transposed

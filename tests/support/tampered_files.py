@@ -11,7 +11,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from bf16kit.tensors import Array
+from bf16kit.numerics.tensors import Array
 
 Arrays = dict[str, Array]
 _DTYPES = (np.float64, np.int32, np.uint8, np.bool_, np.float16)

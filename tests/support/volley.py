@@ -14,11 +14,11 @@ import grpc
 import messages
 from messages import Attempt, Valid
 
-from bf16kit.artifact import Artifact
+from bf16kit.artifact.artifact import Artifact
+from bf16kit.numerics.tensors import BY_NAME
 from bf16kit.protocol import inference_pb2 as pb
 from bf16kit.runtime import Runtime
 from bf16kit.runtime.loading import load
-from bf16kit.tensors import BY_NAME
 from service.wire.tensors import encode_raw, widen
 
 CALLERS = 8

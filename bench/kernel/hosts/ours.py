@@ -7,10 +7,10 @@ from collections.abc import Mapping
 
 from bench.kernel.hosts import Absent, Feeds, Prepare, Prepared, Subject, Work
 from bench.kernel.sides import THREADS
-from bf16kit.artifact import Artifact
-from bf16kit.errors import ArtifactError, ConfigError
-from bf16kit.runtime.kernel import VARIABLE
+from bf16kit.artifact.artifact import Artifact
+from bf16kit.messages.errors import ArtifactError, ConfigError
 from bf16kit.runtime.loading import load
+from bf16kit.runtime.ort.kernel import VARIABLE
 
 
 def open_side(options: Mapping[str, str], subject: Subject) -> Prepare:

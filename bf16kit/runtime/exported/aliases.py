@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from bf16kit.errors import RuntimeFailure
+from bf16kit.messages.errors import RuntimeFailure
 from bf16kit.runtime.exported import operators
 from bf16kit.runtime.exported.steps import assigned_names, referenced_names
 from bf16kit.runtime.exported.values import Ref

@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from bf16kit import boundedjson
-from bf16kit.errors import RuntimeFailure
+from bf16kit.messages import boundedjson
+from bf16kit.messages.errors import RuntimeFailure
+from bf16kit.numerics.tensors import BY_NAME, Array
 from bf16kit.runtime.exported.records import Record, read_records
 from bf16kit.runtime.exported.values import DTYPES, SYMBOLIC_LARGEST, field, integer, listed, mapping, text
-from bf16kit.tensors import BY_NAME, Array
 
 MODELS = "models/"
 WEIGHTS = "data/weights/"

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from bf16kit.errors import RuntimeFailure
+from bf16kit.messages.errors import RuntimeFailure
 from bf16kit.runtime.exported import arguments, operators
 from bf16kit.runtime.exported.aliases import check_writes
 from bf16kit.runtime.exported.outputs import output_names

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from bf16kit import boundedjson
-from bf16kit.errors import RuntimeFailure
+from bf16kit.messages import boundedjson
+from bf16kit.messages.errors import RuntimeFailure
 from bf16kit.runtime.exported.values import Ref
 
 _LONGEST = 200  # characters of a name

@@ -7,7 +7,7 @@ import zipfile
 from dataclasses import dataclass
 from typing import Any
 
-from bf16kit.errors import RuntimeFailure
+from bf16kit.messages.errors import RuntimeFailure
 
 _NAME_LENGTH, _EXTRA_LENGTH, _LOCAL_HEADER = 26, 28, 30  # of a record's local header in a zip file
 _ONE_FILE = "serialized_exported_program.json"

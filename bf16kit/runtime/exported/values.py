@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from bf16kit.errors import RuntimeFailure
+from bf16kit.messages.errors import RuntimeFailure
 
 # ScalarType; complex numbers and 8-bit floats are left out: bf16kit has no such tensors.
 DTYPES: Mapping[int, str] = {

@@ -8,7 +8,7 @@ import pytest
 
 from bench.drift import overbudget
 from bench.drift.overbudget import BREACHES, WITHIN, Draw
-from bf16kit.drift import Budget, SampleDrift
+from bf16kit.drift.metrics import Budget, SampleDrift
 from service.drift.recent import RecentRows, estimates
 
 

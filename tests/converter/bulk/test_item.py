@@ -13,8 +13,8 @@ import onnx
 import pytest
 
 import graphs
-from bf16kit.artifact import Artifact
-from bf16kit.manifest import MANIFEST
+from bf16kit.artifact.artifact import Artifact
+from bf16kit.artifact.manifest import MANIFEST
 from converter.bulk.item import RECORDS, Outcome, convert
 from converter.bulk.worklist import Item
 

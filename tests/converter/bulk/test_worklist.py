@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import graphs
-from bf16kit.errors import UsageError
+from bf16kit.messages.errors import UsageError
 from converter.bulk.worklist import ModelSettings, Worklist, collect, is_collection, model_name
 
 

@@ -10,10 +10,10 @@ import pytest
 from converting import Cli, process
 from savedmodels import stand_in
 
-from bf16kit.runtime import kernel
+from bf16kit.runtime.ort import kernel
 from converter.doctor.abilities import FORMATS, OTHERS, SOURCES, capabilities
 from converter.doctor.parts import CHECKS, Part, parts
-from converter.sources.tensorflow import environment
+from converter.read.tensorflow import environment
 
 
 def test_a_missing_part_is_shown_with_the_command_that_installs_it(

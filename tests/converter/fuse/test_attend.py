@@ -15,9 +15,9 @@ from onnx import NodeProto, helper
 from onnx.reference import ReferenceEvaluator
 
 import graphs
-from bf16kit.numerics import to_bf16, to_fp32
-from bf16kit.runtime.kernel import VARIABLE
+from bf16kit.numerics.rounding import to_bf16, to_fp32
 from bf16kit.runtime.loading import load
+from bf16kit.runtime.ort.kernel import VARIABLE
 from converter.plan.decisions import Islands
 
 PROFILE = "cpu-bf16"

@@ -17,8 +17,7 @@ from normed import Rms, feeds, residual, rms
 from onnx import ModelProto
 
 import graphs
-from bf16kit.tensors import TensorSpec
-from converter.formats.onnx import write_unfused_and_fused
+from bf16kit.numerics.tensors import TensorSpec
 from converter.fuse import attend
 from converter.fuse.attention import Attention, attention
 from converter.fuse.attentionop import attributes
@@ -28,6 +27,7 @@ from converter.fuse.norms import norm
 from converter.fuse.products import Product
 from converter.fuse.variants import variants
 from converter.plan.profiles import PROFILES
+from converter.write.graphs import write_unfused_and_fused
 
 Patch = pytest.MonkeyPatch
 Feeds = Mapping[str, Array]

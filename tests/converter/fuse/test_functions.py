@@ -13,8 +13,8 @@ from onnx import ModelProto, helper
 from onnx.reference import ReferenceEvaluator
 
 import graphs
-from bf16kit.runtime.kernel import VARIABLE
 from bf16kit.runtime.loading import load
+from bf16kit.runtime.ort.kernel import VARIABLE
 
 
 def _without_kernel(made: Lowered, monkeypatch: pytest.MonkeyPatch) -> Array:

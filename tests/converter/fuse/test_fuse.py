@@ -18,7 +18,8 @@ from normed import WIDTH
 from onnx import ModelProto, TensorProto, helper
 
 import graphs
-from bf16kit.artifact import Artifact
+from bf16kit.artifact.artifact import Artifact
+from converter.convert import convert
 from converter.fuse import fuse
 from converter.fuse.attention import SelectionMask, attention
 from converter.fuse.epilogues import Epilogue, epilogue
@@ -26,8 +27,7 @@ from converter.fuse.fusing import Fusing
 from converter.fuse.products import Product
 from converter.graph.types import InferTypes
 from converter.options import Options, parse_target
-from converter.passes import run
-from converter.pipeline import convert
+from converter.rewrite import run
 
 
 def _two_norms_of_one_sum() -> ModelProto:

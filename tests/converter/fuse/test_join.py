@@ -13,8 +13,8 @@ from onnx import ModelProto, NodeProto, helper
 from onnx.reference import ReferenceEvaluator
 
 import graphs
-from bf16kit.runtime.kernel import VARIABLE
 from bf16kit.runtime.loading import load
+from bf16kit.runtime.ort.kernel import VARIABLE
 from converter.fuse import fuse as module
 from converter.fuse.join import groups
 

@@ -15,11 +15,11 @@ from onnx import ModelProto, TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 
 import graphs
-from bf16kit.errors import ConversionError, RuntimeFailure
-from bf16kit.runtime.kernel import VARIABLE
+from bf16kit.messages.errors import ConversionError, RuntimeFailure
+from bf16kit.runtime.ort.kernel import VARIABLE
 from converter.fuse.fuse import fuse
 from converter.graph.types import InferTypes
-from converter.passes import run
+from converter.rewrite import run
 
 _WIDTH = 40
 _OPERATORS = {96: "Gather_panels", 50: "Gather_panels_tail", 20: "Gather_panels_narrow"}

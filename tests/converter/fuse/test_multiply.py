@@ -11,10 +11,10 @@ from lowered import lower
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
 import graphs
-from bf16kit.errors import ConversionError
+from bf16kit.messages.errors import ConversionError
 from converter.fuse.fuse import fuse
 from converter.graph.types import InferTypes
-from converter.passes import run
+from converter.rewrite import run
 
 
 @pytest.mark.parametrize(("layout", "n"), [("panels", 64), ("panels", 50), ("panels", 20), ("transposed", 50)])

@@ -12,8 +12,8 @@ from onnx import ModelProto
 from onnx.reference import ReferenceEvaluator
 
 import graphs
-from bf16kit.runtime.kernel import VARIABLE
 from bf16kit.runtime.loading import load
+from bf16kit.runtime.ort.kernel import VARIABLE
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -7,7 +7,7 @@ import onnxruntime
 import pytest
 
 import graphs
-from bf16kit.panels import pack
+from bf16kit.numerics.panels import pack
 from converter.fuse.panelnodes import matrix_nodes, panel_form, panel_shapes
 from converter.graph.initializers import dims
 

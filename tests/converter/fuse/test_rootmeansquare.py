@@ -15,9 +15,9 @@ from onnx import ModelProto
 from onnx.reference import ReferenceEvaluator
 
 import graphs
-from bf16kit.runtime.kernel import DOMAIN, VARIABLE
 from bf16kit.runtime.loading import load
-from bf16kit.runtime.session import open_session
+from bf16kit.runtime.ort.kernel import DOMAIN, VARIABLE
+from bf16kit.runtime.ort.session import open_session
 from converter.fuse.normalise import function
 from converter.fuse.norms import NormVariant
 

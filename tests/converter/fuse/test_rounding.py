@@ -15,10 +15,10 @@ from onnx import ModelProto, helper
 from onnx.reference import ReferenceEvaluator
 
 import graphs
-from bf16kit.numerics import to_bf16, to_fp32
-from bf16kit.runtime.kernel import LIBRARY, VARIABLE
+from bf16kit.numerics.rounding import to_bf16, to_fp32
 from bf16kit.runtime.loading import load
-from bf16kit.runtime.session import open_session
+from bf16kit.runtime.ort.kernel import LIBRARY, VARIABLE
+from bf16kit.runtime.ort.session import open_session
 from converter.plan.decisions import Islands
 
 PROFILE = "cpu-bf16"

@@ -13,15 +13,15 @@ from numpy.typing import NDArray
 from onnx import ModelProto, helper
 
 import graphs
-from bf16kit.errors import ConversionError
-from bf16kit.manifest import TensorEntry
-from bf16kit.numerics import to_bf16
-from bf16kit.panels import pack
-from bf16kit.runtime.quietort import ort
-from converter.formats.onnx import serialize
+from bf16kit.artifact.manifest import TensorEntry
+from bf16kit.messages.errors import ConversionError
+from bf16kit.numerics.panels import pack
+from bf16kit.numerics.rounding import to_bf16
+from bf16kit.runtime.ort.quietort import ort
 from converter.fuse.unpanel import PUT_TOGETHER, Unpanel
 from converter.graph.step import run
-from converter.proof.emulate import emulation
+from converter.verify.emulate import emulation
+from converter.write.graphs import serialize
 
 # K and N with no whole panel, one, several, and a narrower last one
 SHAPES = [(40, 7), (7, 32), (40, 96), (16, 33), (9, 100)]

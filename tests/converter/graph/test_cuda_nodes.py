@@ -10,8 +10,8 @@ from converting import ONNX_ONLY, Cli
 from onnx import TensorProto, helper
 
 import graphs
-from bf16kit.artifact import Artifact
-from bf16kit.versions import is_older
+from bf16kit.artifact.artifact import Artifact
+from bf16kit.system.versions import is_older
 from converter.graph.cuda_nodes import missing_kernels
 from converter.graph.cuda_support import KernelTable, releases
 from converter.process import versions

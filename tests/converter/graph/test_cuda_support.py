@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from converting import ONNX_ONLY, Cli
 
-from bf16kit.artifact import Artifact
-from bf16kit.versions import version_key
+from bf16kit.artifact.artifact import Artifact
+from bf16kit.system.versions import version_key
 from converter.graph.cuda_support import KernelTable, other_release_note, releases
 from converter.process import versions
 

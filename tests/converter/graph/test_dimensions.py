@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from bf16kit.tensors import TensorSpec
+from bf16kit.numerics.tensors import TensorSpec
 from converter.graph.dimensions import corrected_by, is_named, name_dimensions, reconciled, with_distinct_dimensions
 
 

@@ -10,11 +10,11 @@ from converting import Cli
 from onnx import TensorProto, helper
 
 import graphs
-from bf16kit.artifact import Artifact
-from bf16kit.errors import RuntimeFailure
-from bf16kit.runtime import session
+from bf16kit.artifact.artifact import Artifact
+from bf16kit.messages.errors import RuntimeFailure
 from bf16kit.runtime.loading import load
-from bf16kit.runtime.quietort import ort
+from bf16kit.runtime.ort import session
+from bf16kit.runtime.ort.quietort import ort
 from converter.graph import requirements
 from converter.graph.cuda_support import releases
 from converter.graph.requirements import required

@@ -4,7 +4,7 @@ import onnx_ir as ir
 import pytest
 
 import graphs
-from bf16kit.errors import ConversionError
+from bf16kit.messages.errors import ConversionError
 from converter.graph.step import Step, run
 
 

@@ -10,12 +10,12 @@ from lowered import Lowered, lower, relative_l2
 from onnx import ModelProto, TensorProto, helper
 
 import graphs
-from bf16kit.errors import UsageError
-from bf16kit.manifest import Plan
+from bf16kit.artifact.manifest import Plan
+from bf16kit.messages.errors import UsageError
 from converter.graph.cuda_support import KernelTable
-from converter.passes import prepare
 from converter.plan import make_plan
 from converter.plan.decisions import Islands
+from converter.rewrite import prepare
 
 
 def _plan(proto: ModelProto, **options: Any) -> Plan:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bf16kit.errors import Bf16kitError, ConversionError, RuntimeFailure, UsageError
+from bf16kit.messages.errors import Bf16kitError, ConversionError, RuntimeFailure, UsageError
 from converter.process.naming import prefix_errors
 
 SOURCE = Path("models/m.onnx")

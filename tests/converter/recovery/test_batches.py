@@ -13,8 +13,8 @@ import pytest
 import recovering
 import torch
 
-from bf16kit.errors import UsageError
-from bf16kit.tensors import TensorSpec
+from bf16kit.messages.errors import UsageError
+from bf16kit.numerics.tensors import TensorSpec
 from converter.recovery.batches import Loader, check_labels
 
 X = (TensorSpec("x", "float32", ("batch", 16)),)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bf16kit.recovery import AccuracyEntry, RecoveredDrift
+from bf16kit.artifact.recoveryentries import AccuracyEntry, RecoveredDrift
 from converter.recovery.comparison import Comparison, bf16_after, bf16_before
 
 

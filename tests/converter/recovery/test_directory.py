@@ -12,7 +12,7 @@ from typing import BinaryIO
 import pytest
 import torch
 
-from bf16kit.errors import UsageError
+from bf16kit.messages.errors import UsageError
 from converter.options import Target, parse_target
 from converter.recovery.directory import open_directory
 
@@ -127,7 +127,7 @@ with open_directory(parse_target(Path(sys.argv[1])), resume=True) as place:
 def test_a_full_disk_is_reported_also_if_torch_writes(goal: Target) -> None:
     """torch.save raises an error of its own; the recovery reports the error of the file instead."""
     done = subprocess.run([sys.executable, "-c", _WRITE, goal.path], capture_output=True, text=True, check=False)
-    assert "bf16kit.errors.UsageError" in done.stderr, done.stderr
+    assert "bf16kit.messages.errors.UsageError" in done.stderr, done.stderr
     assert "disk full (" in done.stderr
     with open_directory(goal, resume=True) as place:
         assert place.last is not None

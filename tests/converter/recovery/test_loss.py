@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from bf16kit import drift
-from bf16kit.errors import UsageError
-from bf16kit.tensors import TensorSpec
+from bf16kit.drift import metrics as drift
+from bf16kit.messages.errors import UsageError
+from bf16kit.numerics.tensors import TensorSpec
 from converter.recovery.loss import cross_entropy, distillation, logits_of
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from bf16kit.errors import UsageError
+from bf16kit.messages.errors import UsageError
 from converter.recovery.settings import FIRST_SCALE, Scaling, parse_scaling, parse_settings
 
 GIVEN: dict[str, Any] = {

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bf16kit.errors import UsageError
-from converter.model import Checkpoint
+from bf16kit.messages.errors import UsageError
 from converter.options import Options, parse_inputs, parse_target
 from converter.recovery.directory import open_directory
 from converter.recovery.settings import Scaling, Settings
 from converter.recovery.steps import _options_to_check
+from converter.source import Checkpoint
 
 SETTINGS = Settings(
     data="m:loader",

@@ -11,7 +11,7 @@ import torch
 from architectures import Cnn, Mlp, Tied, seeded
 from torch import nn
 
-from bf16kit.errors import UsageError
+from bf16kit.messages.errors import UsageError
 from converter.recovery.batches import Batch
 from converter.recovery.loss import distillation
 from converter.recovery.validation import as_published

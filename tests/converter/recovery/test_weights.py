@@ -11,9 +11,9 @@ import torch
 from architectures import Cnn, Mlp, Tied, save
 from numpy.typing import NDArray
 
-from bf16kit.artifact import Artifact
-from bf16kit.errors import ConversionError
-from bf16kit.numerics import to_bf16
+from bf16kit.artifact.artifact import Artifact
+from bf16kit.messages.errors import ConversionError
+from bf16kit.numerics.rounding import to_bf16
 from converter.cli import run
 from converter.recovery.weights import (
     TrainedParameter,

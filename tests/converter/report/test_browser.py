@@ -11,9 +11,9 @@ import pytest
 import reported
 from browser import Browser
 
-from bf16kit.artifact import Artifact
-from bf16kit.manifest import SpecEntry
-from bf16kit.measurements import MOST_DB
+from bf16kit.artifact.artifact import Artifact
+from bf16kit.artifact.manifest import SpecEntry
+from bf16kit.drift.measurements import MOST_DB
 from converter.report.page import render
 
 pytestmark = pytest.mark.skipif(browser.find() is None, reason="no Chromium on PATH (Debian: apt-get install chromium)")

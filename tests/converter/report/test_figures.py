@@ -4,8 +4,8 @@ from pathlib import Path
 
 from small import publish_small
 
-from bf16kit.manifest import DriftEntry
-from bf16kit.verdicts import drift_rows
+from bf16kit.artifact.manifest import DriftEntry
+from bf16kit.drift.verdicts import drift_rows
 
 
 def test_the_drift_table_shows_the_judged_value_and_whether_it_is_within_budget(tmp_path: Path) -> None:

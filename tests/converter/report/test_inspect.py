@@ -20,10 +20,10 @@ from converting import ONNX_ONLY, Cli
 from onnx import helper
 
 import graphs
-from bf16kit.artifact import Artifact
-from bf16kit.inputranges import InputRange
-from bf16kit.manifest import MEASUREMENTS, FileEntry, Plan, PlanEntry
-from bf16kit.measurements import Measurements
+from bf16kit.artifact.artifact import Artifact
+from bf16kit.artifact.manifest import MEASUREMENTS, FileEntry, Plan, PlanEntry
+from bf16kit.drift.inputranges import InputRange
+from bf16kit.drift.measurements import Measurements
 from converter.report.figures import figures
 from converter.report.page import render
 

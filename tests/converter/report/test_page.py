@@ -8,8 +8,8 @@ from pathlib import Path
 import reported
 from converting import Cli
 
-from bf16kit.artifact import Artifact
-from bf16kit.manifest import OracleEntry
+from bf16kit.artifact.artifact import Artifact
+from bf16kit.artifact.manifest import OracleEntry
 from converter.report.page import render
 
 _VOID = {"meta", "br", "link", "img", "hr", "input"}

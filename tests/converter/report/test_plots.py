@@ -8,12 +8,12 @@ from xml.etree.ElementTree import Element, fromstring
 import pytest
 import reported
 
-from bf16kit.measurements import DiagnosisEntry, LayerEntry, Layers, Ranges, RemedyEntry, ranges
-from bf16kit.verdicts import SampleSeries
+from bf16kit.drift.measurements import DiagnosisEntry, LayerEntry, Layers, Ranges, RemedyEntry, ranges
+from bf16kit.drift.verdicts import SampleSeries
 from converter.report import plots
+from converter.report.exponentranges import spans
 from converter.report.figures import Sizes
 from converter.report.layers import series
-from converter.report.spans import spans
 
 
 def _dots(tree: Element, kind: str | None = None) -> list[Element]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bf16kit.recovery import LookEntry, TrainingEntry
+from bf16kit.artifact.recoveryentries import LookEntry, TrainingEntry
 from converter.report.recovery import sentences
 
 _BEFORE: dict[str, Any] = {

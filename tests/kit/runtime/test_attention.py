@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from onnx import ModelProto, helper
 
 import graphs
-from bf16kit.errors import ConfigError, RuntimeFailure
-from bf16kit.runtime import kernel
-from bf16kit.runtime.session import as_runtime_failure, open_session
+from bf16kit.messages.errors import ConfigError, RuntimeFailure
+from bf16kit.runtime.ort import kernel
+from bf16kit.runtime.ort.session import as_runtime_failure, open_session
 
 pytestmark = pytest.mark.skipif(not kernel.LIBRARY.exists(), reason="the kernel was not built: no C++17 compiler")
 Array = NDArray[Any]
@@ -46,7 +46,7 @@ def model(op: str, **attributes: Any) -> ModelProto:
 
 
 def run(made: ModelProto, *inputs: Array, threads: int = 1) -> Array:
-    """Return the result. Raises :class:`~bf16kit.errors.RuntimeFailure` if the load or the run fails."""
+    """Return the result. Raises :class:`RuntimeFailure` if the load or the run fails."""
     session = open_session(made.SerializeToString(), threads=threads, library=kernel.LIBRARY)
     with as_runtime_failure("running"):
         return np.asarray(session.run(["y"], dict(zip(("q", "k", "v", "m"), inputs, strict=False)))[0])

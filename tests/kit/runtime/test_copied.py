@@ -19,15 +19,15 @@ from onnx import NodeProto, TensorProto, helper
 from peaks import measured_alone
 
 import graphs
-from bf16kit.artifact import Artifact
-from bf16kit.errors import ArtifactDamaged
+from bf16kit.artifact.artifact import Artifact
+from bf16kit.messages.errors import ArtifactDamaged
+from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime import Array
-from bf16kit.runtime.copied import copied_weights
-from bf16kit.runtime.kernel import DOMAIN, LIBRARY, read_as_stored
 from bf16kit.runtime.loading import load, load_reference
-from bf16kit.runtime.ownmemory import LARGE_PAGE, allocate_in_large_pages
-from bf16kit.runtime.weightstore import PRIVATE_STORE, Fill
-from bf16kit.tensors import TensorSpec
+from bf16kit.runtime.memory.copied import copied_weights
+from bf16kit.runtime.memory.ownmemory import LARGE_PAGE, allocate_in_large_pages
+from bf16kit.runtime.memory.weightstore import PRIVATE_STORE, Fill
+from bf16kit.runtime.ort.kernel import DOMAIN, LIBRARY, read_as_stored
 from converter.cli import run
 
 KERNEL = pytest.mark.skipif(not LIBRARY.exists(), reason="the kernel was not built: no C++17 compiler")
@@ -122,7 +122,7 @@ LOAD = """
 import sys
 from pathlib import Path
 import numpy as np
-from bf16kit.artifact import Artifact
+from bf16kit.artifact.artifact import Artifact
 from bf16kit.runtime.loading import load
 from peaks import anonymous, peak_anonymous
 small, large, scratch = map(Path, sys.argv[1:])

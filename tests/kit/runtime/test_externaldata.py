@@ -9,8 +9,8 @@ import pytest
 from onnx import TensorProto, helper
 
 import graphs
-from bf16kit.errors import ArtifactError, RuntimeFailure
-from bf16kit.runtime.externaldata import check_locations, initializers
+from bf16kit.messages.errors import ArtifactError, RuntimeFailure
+from bf16kit.runtime.ort.externaldata import check_locations, initializers
 
 
 def saved(model: onnx.ModelProto, location: str, path: Path) -> Path:

@@ -11,10 +11,10 @@ from endless import write_nested
 from onnx import helper
 
 import graphs
-from bf16kit.errors import RuntimeFailure
-from bf16kit.runtime import inlining
-from bf16kit.runtime.inlining import check_inlined_size
+from bf16kit.messages.errors import RuntimeFailure
 from bf16kit.runtime.loading import load, load_reference
+from bf16kit.runtime.ort import inlining
+from bf16kit.runtime.ort.inlining import check_inlined_size
 
 OPSETS = [helper.make_opsetid("", 21), helper.make_opsetid("d", 1)]
 

@@ -13,11 +13,11 @@ import pytest
 from onnx import ModelProto, helper
 
 import graphs
-from bf16kit.errors import ConfigError
-from bf16kit.runtime import kernel, quietort
-from bf16kit.runtime.kernel import NOT_NEEDED, PATHS, VARIABLE, Kernel, kernel_for, usable_kernel
-from bf16kit.runtime.onnx import OnnxRuntime
-from bf16kit.tensors import TensorSpec
+from bf16kit.messages.errors import ConfigError
+from bf16kit.numerics.tensors import TensorSpec
+from bf16kit.runtime.ort import kernel, quietort
+from bf16kit.runtime.ort.kernel import NOT_NEEDED, PATHS, VARIABLE, Kernel, kernel_for, usable_kernel
+from bf16kit.runtime.ort.onnx import OnnxRuntime
 
 built = pytest.mark.skipif(not kernel.LIBRARY.exists(), reason="the kernel was not built: no C++17 compiler")
 MODEL = products.product(graphs.values(64, 40))
@@ -182,7 +182,7 @@ def test_a_graph_with_our_nodes_at_any_level_needs_the_kernel(model: ModelProto,
 
 
 def test_importing_the_module_imports_no_heavy_package() -> None:
-    program = "import sys, bf16kit.runtime.kernel\nassert not {'onnx', 'onnxruntime'} & sys.modules.keys()"
+    program = "import sys, bf16kit.runtime.ort.kernel\nassert not {'onnx', 'onnxruntime'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", program], check=True)
 
 

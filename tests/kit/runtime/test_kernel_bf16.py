@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from products import ACTIVATIONS, LAYOUTS, product, run
 
 import graphs
-from bf16kit.errors import ConfigError
-from bf16kit.runtime import kernel
+from bf16kit.messages.errors import ConfigError
+from bf16kit.runtime.ort import kernel
 
 pytestmark = pytest.mark.skipif(not kernel.LIBRARY.exists(), reason="the kernel was not built: no C++17 compiler")
 K, N = 301, 72  # K is odd; neither is a multiple of a panel, a chain of sums, or a vector of 16

@@ -15,8 +15,8 @@ from onnx import TensorProto, helper
 from products import ACTIVATIONS, LAYOUTS, product, run, session
 
 import graphs
-from bf16kit.runtime import kernel
-from bf16kit.runtime.session import open_session
+from bf16kit.runtime.ort import kernel
+from bf16kit.runtime.ort.session import open_session
 
 pytestmark = pytest.mark.skipif(not kernel.LIBRARY.exists(), reason="the kernel was not built: no C++17 compiler")
 Array = NDArray[Any]

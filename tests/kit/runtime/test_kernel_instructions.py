@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from disassembled import PATHS, allowed, compiled, instructions, used, weak
 
-from bf16kit.runtime import kernel
+from bf16kit.runtime.ort import kernel
 
 _KERNELS = Path(__file__).resolve().parents[3] / "kernels"
 _COMPILER = os.environ.get("CXX") or "g++"

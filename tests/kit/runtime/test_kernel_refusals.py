@@ -14,9 +14,9 @@ from onnx import TensorProto
 from products import LAYOUTS, product, run, session
 
 import graphs
-from bf16kit.errors import RuntimeFailure
-from bf16kit.runtime import kernel
-from bf16kit.runtime.session import as_runtime_failure, open_session
+from bf16kit.messages.errors import RuntimeFailure
+from bf16kit.runtime.ort import kernel
+from bf16kit.runtime.ort.session import as_runtime_failure, open_session
 
 pytestmark = pytest.mark.skipif(not kernel.LIBRARY.exists(), reason="the kernel was not built: no C++17 compiler")
 K, N = 300, 72

@@ -11,9 +11,9 @@ import pytest
 from products import joined, lookup, session
 
 import graphs
-from bf16kit.errors import RuntimeFailure
-from bf16kit.runtime import kernel
-from bf16kit.runtime.session import as_runtime_failure
+from bf16kit.messages.errors import RuntimeFailure
+from bf16kit.runtime.ort import kernel
+from bf16kit.runtime.ort.session import as_runtime_failure
 
 pytestmark = pytest.mark.skipif(not kernel.LIBRARY.exists(), reason="the kernel was not built: no C++17 compiler")
 K, COLUMNS = 40, (64, 32, 96)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from fakeort import FakeRuntime
 
-from bf16kit.runtime import kernel
+from bf16kit.runtime.ort import kernel
 
 _ROOT = Path(__file__).resolve().parents[3]
 _ABI = (_ROOT / "kernels/ort/abi.h").read_text("utf-8")

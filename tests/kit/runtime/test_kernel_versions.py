@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from bf16kit.runtime import kernel
+from bf16kit.runtime.ort import kernel
 
 _ROOT = Path(__file__).resolve().parents[3]
 _SITES = _ROOT / "build/kernel-test/onnxruntime"
@@ -44,7 +44,7 @@ def test_messages_and_docs_name_the_releases_that_are_tested() -> None:
     required = int(_found(r"onnxruntime>=1\.(\d+)", "pyproject.toml"))
     assert OLDEST <= required <= NEWEST
     said = f"an onnxruntime of 1.{required} to 1.{NEWEST}, which are tested, or a later 1.x"
-    assert said in _text("bf16kit/runtime/kernel.py")
+    assert said in _text("bf16kit/runtime/ort/kernel.py")
     assert said in _text("docs/operations.md")
     assert f"every minor version from 1.{OLDEST} to 1.{NEWEST}" in _text("docs/operations.md")
     assert f"1.{OLDEST} or a later 1.x" in _text("kernels/ort/register.cpp")

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 import graphs
-from bf16kit.artifact import Artifact
-from bf16kit.errors import ArtifactError, ConfigError, DeviceUnavailable
-from bf16kit.heap import find_malloc_trim
-from bf16kit.manifest import Manifest, ProfileEntry
+from bf16kit.artifact.artifact import Artifact
+from bf16kit.artifact.manifest import Manifest, ProfileEntry
+from bf16kit.messages.errors import ArtifactError, ConfigError, DeviceUnavailable
 from bf16kit.runtime.loading import choose_profile, load, load_reference
-from bf16kit.runtime.session import has_cuda
-from bf16kit.runtime.weightstore import PRIVATE_STORE, CachingWeightStore
+from bf16kit.runtime.memory.weightstore import PRIVATE_STORE, CachingWeightStore
+from bf16kit.runtime.ort.session import has_cuda
+from bf16kit.system.heap import find_malloc_trim
 
 WIDTH = 64
 no_cuda = pytest.mark.skipif(has_cuda() or torch.cuda.is_available(), reason="this machine may run CUDA")
@@ -46,7 +46,7 @@ def test_loading_onnx_artifacts_never_imports_torch(mlp: Artifact) -> None:
     program = (
         "import sys, bf16kit.runtime.loading as loading\n"
         "assert not {'torch', 'onnxruntime', 'onnx'} & sys.modules.keys()\n"
-        "from bf16kit.artifact import Artifact\n"
+        "from bf16kit.artifact.artifact import Artifact\n"
         "artifact = Artifact.open(sys.argv[1])\n"
         "loading.load(artifact, *loading.choose_profile(artifact, 'cpu')[:1])\n"
         "loading.load_reference(artifact)\n"
@@ -62,8 +62,8 @@ def test_memory_that_loading_took_beyond_the_model_is_given_back(mlp: Artifact) 
     program = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from bf16kit.artifact import Artifact\n"
-        "from bf16kit.heap import release_free_memory\n"
+        "from bf16kit.artifact.artifact import Artifact\n"
+        "from bf16kit.system.heap import release_free_memory\n"
         "from bf16kit.runtime.loading import load\n"
         "def resident():\n"
         "    return 4096 * int(Path('/proc/self/statm').read_text().split()[1])\n"

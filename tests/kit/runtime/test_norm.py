@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from onnx import ModelProto, helper
 
 import graphs
-from bf16kit.errors import RuntimeFailure
-from bf16kit.runtime import kernel
-from bf16kit.runtime.session import as_runtime_failure, open_session
+from bf16kit.messages.errors import RuntimeFailure
+from bf16kit.runtime.ort import kernel
+from bf16kit.runtime.ort.session import as_runtime_failure, open_session
 
 pytestmark = pytest.mark.skipif(not kernel.LIBRARY.exists(), reason="the kernel was not built: no C++17 compiler")
 Array = NDArray[Any]
@@ -38,7 +38,7 @@ def model(op: str, **attributes: Any) -> ModelProto:
 
 
 def run(made: ModelProto, *inputs: Array, threads: int = 1) -> list[Array]:
-    """Return the outputs. Raises :class:`~bf16kit.errors.RuntimeFailure` if the load or the run fails."""
+    """Return the outputs. Raises :class:`RuntimeFailure` if the load or the run fails."""
     session = open_session(made.SerializeToString(), threads=threads, library=kernel.LIBRARY)
     with as_runtime_failure("running"):
         found: list[Array] = session.run(

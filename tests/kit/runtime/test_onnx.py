@@ -16,11 +16,11 @@ from onnx import ModelProto, TensorProto, helper
 from peaks import measured_alone
 
 import graphs
-from bf16kit.errors import DeviceUnavailable, InputRefused, RuntimeFailure
+from bf16kit.messages.errors import DeviceUnavailable, InputRefused, RuntimeFailure
+from bf16kit.numerics.tensors import BY_ONNX, TensorSpec
 from bf16kit.runtime.loading import load
-from bf16kit.runtime.onnx import OnnxRuntime
-from bf16kit.runtime.session import has_cuda
-from bf16kit.tensors import BY_ONNX, TensorSpec
+from bf16kit.runtime.ort.onnx import OnnxRuntime
+from bf16kit.runtime.ort.session import has_cuda
 
 STORED: dict[int, str] = {TensorProto.BFLOAT16: "weights.bf16", TensorProto.FLOAT: "weights.fp32"}
 
@@ -243,8 +243,8 @@ import graphs
 import numpy as np
 from onnx import TensorProto, helper
 from peaks import anonymous, peak_anonymous
-from bf16kit.runtime.onnx import OnnxRuntime
-from bf16kit.tensors import TensorSpec
+from bf16kit.runtime.ort.onnx import OnnxRuntime
+from bf16kit.numerics.tensors import TensorSpec
 nodes = [helper.make_node("Exp", ["x"], ["e"]), helper.make_node("ReduceSum", ["e"], ["y"], keepdims=0)]
 model = graphs.model(nodes, [graphs.edge("x", ["n"])], [graphs.edge("y", [])]).SerializeToString()
 x, y = TensorSpec("x", "float32", ("n",)), TensorSpec("y", "float32", ())

@@ -12,7 +12,7 @@ def test_nothing_is_written_to_the_home_directory(tmp_path: Path) -> None:
     """With its default settings, ONNX Runtime's telemetry writes a device id to ~/.cache at import."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("ORT_", "XDG_"))}
     done = subprocess.run(
-        [sys.executable, "-c", "import bf16kit.runtime.onnx"],
+        [sys.executable, "-c", "import bf16kit.runtime.ort.onnx"],
         env=environment | {"HOME": str(tmp_path)},
         capture_output=True,
         text=True,

@@ -11,7 +11,7 @@ from peaks import measured_alone
 LOAD = """
 import sys
 from pathlib import Path
-from bf16kit.artifact import Artifact
+from bf16kit.artifact.artifact import Artifact
 from bf16kit.runtime.loading import load_reference
 from peaks import anonymous, peak_anonymous
 small, large, scratch = map(Path, sys.argv[1:])

@@ -12,7 +12,7 @@ from artifacts import write_attention, write_counting, write_mlp, write_product
 from onnx import helper
 
 import graphs
-from bf16kit.runtime.runtimecost import depends_on_size_alone
+from bf16kit.runtime.ort.runtimecost import depends_on_size_alone
 
 Write = Callable[..., Any]
 SQUARE = graphs.values(16, 16)

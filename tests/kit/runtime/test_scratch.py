@@ -16,13 +16,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bf16kit.runtime import scratch
-from bf16kit.runtime.scratch import ScratchUnavailable, scratch_file
+from bf16kit.runtime.memory import scratch
+from bf16kit.runtime.memory.scratch import ScratchUnavailable, scratch_file
 
 HOLD = """
 import sys
 from pathlib import Path
-from bf16kit.runtime.scratch import scratch_file
+from bf16kit.runtime.memory.scratch import scratch_file
 with scratch_file(1000, Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()

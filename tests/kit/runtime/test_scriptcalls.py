@@ -11,7 +11,7 @@ import pytest
 import torch
 from deepscript import first_crash, with_code
 
-from bf16kit.errors import RuntimeFailure
+from bf16kit.messages.errors import RuntimeFailure
 from bf16kit.runtime import scriptcalls, scriptrecords
 
 TOO_LONG = "functions in a chain, expected at most 500"

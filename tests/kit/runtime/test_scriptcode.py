@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from deepscript import first_crash, with_code
 
-from bf16kit.errors import RuntimeFailure
+from bf16kit.messages.errors import RuntimeFailure
 from bf16kit.runtime import scriptcode, scriptrecords
 
 RECORD = "archive/code/__torch__.py"

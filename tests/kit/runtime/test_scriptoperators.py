@@ -11,10 +11,10 @@ import torch
 from architectures import Mlp
 from scriptedmodels import save
 
-from bf16kit.errors import RuntimeFailure
+from bf16kit.messages.errors import RuntimeFailure
+from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime import scriptoperators
 from bf16kit.runtime.torchscript import TorchScriptRuntime
-from bf16kit.tensors import TensorSpec
 
 X = TensorSpec("x", "float32", ("batch", 16))
 Y = TensorSpec("y", "float32", ("batch", 4))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from bf16kit.errors import RuntimeFailure
+from bf16kit.messages.errors import RuntimeFailure
 from bf16kit.runtime.scriptrecords import check
 
 

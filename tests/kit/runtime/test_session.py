@@ -7,7 +7,7 @@ import time
 import pytest
 
 import graphs
-from bf16kit.runtime.session import Session, open_session
+from bf16kit.runtime.ort.session import Session, open_session
 
 _QUIET, _TRIES = 0.1, 20  # seconds
 

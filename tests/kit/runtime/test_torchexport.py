@@ -14,12 +14,12 @@ import torch
 from architectures import Mlp, seeded
 from numpy.typing import NDArray
 
-from bf16kit.errors import DeviceUnavailable, RuntimeFailure
+from bf16kit.messages.errors import DeviceUnavailable, RuntimeFailure
+from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime.exported.graph import Graph, Node, Program, parse_program
 from bf16kit.runtime.exported.values import Ref
 from bf16kit.runtime.torchexport import TorchExportRuntime, bind, read_file
 from bf16kit.runtime.torchscript import to_tensor
-from bf16kit.tensors import TensorSpec
 
 X = TensorSpec("x", "float32", ("batch", 16))
 Y = TensorSpec("y", "float32", ("batch", 16))

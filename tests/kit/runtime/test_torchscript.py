@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from scriptedmodels import Recurrent, save
 
 import graphs
-from bf16kit.errors import DeviceUnavailable, RuntimeFailure
+from bf16kit.messages.errors import DeviceUnavailable, RuntimeFailure
+from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime import scriptgraph
 from bf16kit.runtime.torchscript import TorchScriptRuntime
-from bf16kit.tensors import TensorSpec
 
 X = TensorSpec("x", "float32", ("batch", 16))
 Y = TensorSpec("y", "float32", ("batch", 16))

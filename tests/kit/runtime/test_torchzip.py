@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bf16kit.errors import RuntimeFailure
+from bf16kit.messages.errors import RuntimeFailure
 from bf16kit.runtime.torchzip import records
 
 END = 22  # bytes of the record at the end of a zip file

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from waiting import until
 
-from bf16kit.errors import (
+from bf16kit.messages.errors import (
     Cancelled,
     DeadlineExceeded,
     InputRefused,

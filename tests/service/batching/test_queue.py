@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from bf16kit.errors import Overloaded
+from bf16kit.messages.errors import Overloaded
 from service.batching.pace import ENOUGH_BATCHES, Pace
 from service.batching.queue import PATIENCE_S, Job, LevelPolicy, Queue, QueuePolicy
 

@@ -17,7 +17,7 @@ from commanded import Run, one_line, read
 from tlsfiles import Authority
 from waiting import until
 
-from bf16kit.artifact import Artifact
+from bf16kit.artifact.artifact import Artifact
 from service.models import loading
 
 ANY_PORT = ("--grpc-port", "0", "--http-port", "0", "--device", "cpu")

@@ -16,8 +16,8 @@ from commanded import Run, one_line
 from loopback import LoopbackModel, LoopbackRegistry
 from tlsfiles import Authority
 
-from bf16kit.errors import NotFound
-from bf16kit.evidence import Evidence, Header
+from bf16kit.artifact.evidence import Evidence, Header
+from bf16kit.messages.errors import NotFound
 from service.process.certificates import CertificateFiles
 from service.process.tokens import TokenFile
 from service.status_http.evidence import Fetch, evidence_route

@@ -35,8 +35,8 @@ def test_a_row_has_the_values_of_the_manifest(repository: Path, run: Run) -> Non
 
 
 def test_drift_is_compared_with_the_budget_that_the_server_would_use(repository: Path, run: Run) -> None:
-    from bf16kit.artifact import Artifact
-    from bf16kit.measured import DriftEntry
+    from bf16kit.artifact.artifact import Artifact
+    from bf16kit.artifact.driftentries import DriftEntry
 
     path = repository / "mlp" / "2"
     manifest = Artifact.open(path).manifest
@@ -116,8 +116,8 @@ def test_a_repository_that_does_not_exist_is_wrong_usage(tmp_path: Path, run: Ru
 
 
 def test_an_artifact_with_only_an_export_is_a_failure_if_it_should_be_served(repository: Path, run: Run) -> None:
-    from bf16kit.artifact import Artifact
-    from bf16kit.manifest import ExportEntry
+    from bf16kit.artifact.artifact import Artifact
+    from bf16kit.artifact.manifest import ExportEntry
 
     path = repository / "mlp" / "2"
     manifest = Artifact.open(path).manifest

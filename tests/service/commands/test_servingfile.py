@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from bf16kit.errors import ConfigError
+from bf16kit.messages.errors import ConfigError
 from service.commands.servingfile import update
 
 CHANGES = {"max_batch_size": 8, "instances": 2, "threads": 1}

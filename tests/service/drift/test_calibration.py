@@ -4,10 +4,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from bf16kit.drift import SampleDrift
-from bf16kit.inputranges import InputRange
-from bf16kit.measured import DriftEntry
-from bf16kit.measurements import Measurements, ProfileMeasurements, SampleColumns
+from bf16kit.artifact.driftentries import DriftEntry
+from bf16kit.drift.inputranges import InputRange
+from bf16kit.drift.measurements import Measurements, ProfileMeasurements, SampleColumns
+from bf16kit.drift.metrics import SampleDrift
 from service.drift.calibration import Calibration
 
 RANGES = {"x": InputRange(low=0.0, high=1.0)}

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from bf16kit.drift import Budget, SampleDrift
-from bf16kit.errors import ArtifactError
-from bf16kit.inputranges import InputRange
-from bf16kit.tensors import TensorSpec
+from bf16kit.drift.inputranges import InputRange
+from bf16kit.drift.metrics import Budget, SampleDrift
+from bf16kit.messages.errors import ArtifactError
+from bf16kit.numerics.tensors import TensorSpec
 from service.contract import Array
 from service.drift.calibration import Calibration
 from service.drift.comparison import _WEIGHTS, Comparison, _CommonWeight

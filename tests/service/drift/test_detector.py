@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from bf16kit.slices import FP32_NOISE
+from bf16kit.drift.slices import FP32_NOISE
 from service.drift.detector import (
     ALLOWANCE,
     CLIP,

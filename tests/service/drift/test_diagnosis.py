@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from bf16kit.drift import SampleDrift
+from bf16kit.drift.metrics import SampleDrift
 from service.drift.detector import Expected
 from service.drift.diagnosis import diagnose, worst_cause
 from service.drift.recent import RecentRows, Window

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bf16kit.drift import Budget, SampleDrift, measure
-from bf16kit.errors import NotFound
-from bf16kit.evidence import Evidence
-from bf16kit.tensors import Array, TensorSpec
+from bf16kit.artifact.evidence import Evidence
+from bf16kit.drift.metrics import Budget, SampleDrift, measure
+from bf16kit.messages.errors import NotFound
+from bf16kit.numerics.tensors import Array, TensorSpec
 from service.drift.comparison import Comparison
 from service.drift.evidence import HALF_LIFE, EvidenceRecorder
 from service.drift.observer import DriftObserver

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from bf16kit.drift import Budget
+from bf16kit.drift.metrics import Budget
 from service.drift.fallback import Fallback, describe
 from service.drift.fallbackpolicy import FallbackPolicy
 from service.drift.gate import breach_verdict

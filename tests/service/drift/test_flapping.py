@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from bf16kit.drift import Budget, SampleDrift
+from bf16kit.drift.metrics import Budget, SampleDrift
 from service.drift.fallback import Fallback
 from service.drift.fallbackpolicy import FallbackPolicy
 from service.drift.recent import RecentRows, estimates

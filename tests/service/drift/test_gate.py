@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import pytest
 
-from bf16kit.drift import Breach, Budget
+from bf16kit.drift.metrics import Breach, Budget
 from service.contract import Array
 from service.drift.gate import MIN_INTERVAL_SECONDS, RETRY_SECONDS, ProcessRank, Timetable, breach_verdict, run_in_parts
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from bf16kit.slices import Variation
-from bf16kit.tensors import TensorSpec
+from bf16kit.drift.slices import Variation
+from bf16kit.numerics.tensors import TensorSpec
 from service.drift.liveslices import LiveSlices, estimate
 
 SPEC = TensorSpec("y", "float32", ("n", 6))

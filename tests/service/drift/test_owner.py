@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from bf16kit.errors import ArtifactError, RuntimeFailure
+from bf16kit.messages.errors import ArtifactError, RuntimeFailure
 from service.drift.fallbackpolicy import FallbackPolicy
 from service.drift.owner import ActivePlan, FallbackOwner, PrecisionOrder
 from service.drift.verdict import DriftVerdict

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from waiting import until
 
-from bf16kit.errors import RuntimeFailure
+from bf16kit.messages.errors import RuntimeFailure
 from service.contract import Array
 from service.drift.observer import OutcomeObserver
 from service.drift.probe import Probe

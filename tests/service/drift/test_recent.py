@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from bf16kit.drift import Budget, SampleDrift
+from bf16kit.drift.metrics import Budget, SampleDrift
 from service.drift.recent import HALF_LIFE, MIN_EFFECTIVE_SIZE, PER_REQUEST, REQUESTS, Estimate, RecentRows, estimates
 
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from waiting import until
 
-from bf16kit.drift import Budget, SampleDrift
-from bf16kit.errors import ArtifactError, RuntimeFailure, Unavailable
+from bf16kit.drift.metrics import Budget, SampleDrift
+from bf16kit.messages.errors import ArtifactError, RuntimeFailure, Unavailable
+from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime import Array, RuntimeInfo
-from bf16kit.tensors import TensorSpec
 from service.drift.comparison import Comparison
 from service.drift.policy import ShadowPolicy
 from service.drift.sampling import Sample

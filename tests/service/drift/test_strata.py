@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from bench.serving.traffic import INPUTS, Clock, arrivals
-from bf16kit.tensors import TensorSpec
+from bf16kit.numerics.tensors import TensorSpec
 from service.drift.policy import ShadowPolicy
 from service.drift.sampling import BURST
 from service.drift.strata import MAX_SIZES, Strata, allocated, free_dimensions

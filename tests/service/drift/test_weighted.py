@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from bf16kit.drift import DriftSummary, SampleDrift
+from bf16kit.drift.metrics import DriftSummary, SampleDrift
 from service.drift import weighted
 from service.drift.weighted import Values
 

@@ -15,7 +15,7 @@ import pytest
 from artifacts import write_mlp
 from othersfiles import unreadable, world_readable_directory
 
-from bf16kit.errors import ConfigError, InvalidRequest, NotFound
+from bf16kit.messages.errors import ConfigError, InvalidRequest, NotFound
 from service.models.controller import Controller, Mode
 from service.models.plan import DesiredModel
 from service.operations import IndexEntry

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from artifacts import write_mlp
 
-from bf16kit.errors import ArtifactError, BudgetExceeded, ConfigError
-from bf16kit.runtime.weightstore import PRIVATE_STORE, CachingWeightStore
+from bf16kit.messages.errors import ArtifactError, BudgetExceeded, ConfigError
+from bf16kit.runtime.memory.weightstore import PRIVATE_STORE, CachingWeightStore
 from service.models.fp32 import load_fp32
 from service.models.opening import OpenedArtifact, open_artifact
 from service.models.policy import Serving

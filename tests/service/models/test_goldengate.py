@@ -16,9 +16,9 @@ import pytest
 from artifacts import write_mlp, write_product
 from waiting import until
 
-from bf16kit.errors import BudgetExceeded, InputRefused, RuntimeFailure
-from bf16kit.runtime import kernel
-from bf16kit.runtime.onnx import OnnxRuntime
+from bf16kit.messages.errors import BudgetExceeded, InputRefused, RuntimeFailure
+from bf16kit.runtime.ort import kernel
+from bf16kit.runtime.ort.onnx import OnnxRuntime
 from service.contract import GATE_FAILED
 from service.drift.verdict import DriftVerdict
 from service.models import firstruns, loading

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from artifacts import write_mlp
 
-from bf16kit.drift import SampleDrift
-from bf16kit.inputranges import InputRange
-from bf16kit.manifest import MANIFEST, MEASUREMENTS
-from bf16kit.measured import DriftEntry
-from bf16kit.measurements import Measurements, ProfileMeasurements, SampleColumns
-from bf16kit.publish import staging
+from bf16kit.artifact.driftentries import DriftEntry
+from bf16kit.artifact.manifest import MANIFEST, MEASUREMENTS
+from bf16kit.artifact.publish import staging
+from bf16kit.drift.inputranges import InputRange
+from bf16kit.drift.measurements import Measurements, ProfileMeasurements, SampleColumns
+from bf16kit.drift.metrics import SampleDrift
 from service.drift.sampling import Sample
 from service.models.livecomparison import new_comparison
 from service.models.opening import OpenedArtifact, open_artifact

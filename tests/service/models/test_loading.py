@@ -11,12 +11,12 @@ from onnx import helper
 from safetensors.numpy import save_file
 from waiting import until
 
-from bf16kit.digests import Digests
-from bf16kit.drift import DriftSummary, SampleDrift
-from bf16kit.errors import ArtifactDamaged, ArtifactError, BudgetExceeded, ConfigError, RuntimeFailure
-from bf16kit.manifest import DriftEntry
+from bf16kit.artifact.digests import Digests
+from bf16kit.artifact.manifest import DriftEntry
+from bf16kit.drift.metrics import DriftSummary, SampleDrift
+from bf16kit.messages.errors import ArtifactDamaged, ArtifactError, BudgetExceeded, ConfigError, RuntimeFailure
+from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime.loading import load
-from bf16kit.tensors import TensorSpec
 from service.models import loading
 from service.models.firstruns import check_golden, golden_of, warm_up
 from service.models.loading import LoadedModel

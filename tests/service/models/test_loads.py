@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from waiting import until
 
-from bf16kit.errors import ConfigError, Unavailable
+from bf16kit.messages.errors import ConfigError, Unavailable
 from service.models import loads
 from service.models.loads import MOST_LEFT_BEHIND, Loads
 

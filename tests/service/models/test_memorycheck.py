@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from artifacts import write_mlp
 
-from bf16kit import controlgroup
-from bf16kit.controlgroup import RESERVE, Memory
-from bf16kit.errors import ConfigError, RuntimeFailure
+from bf16kit.messages.errors import ConfigError, RuntimeFailure
+from bf16kit.system import controlgroup
+from bf16kit.system.controlgroup import RESERVE, Memory
 from service.models import loading
 from service.models.memorycheck import check_room, least_bytes
 from service.models.opening import open_artifact

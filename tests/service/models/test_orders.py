@@ -14,7 +14,7 @@ import pytest
 from artifacts import write_mlp
 from waiting import until
 
-from bf16kit.errors import Unavailable
+from bf16kit.messages.errors import Unavailable
 from service.drift.fallbackpolicy import FallbackPolicy
 from service.drift.owner import FallbackOwner, PrecisionOrder
 from service.drift.verdict import DriftVerdict

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bf16kit.errors import InvalidRequest
+from bf16kit.messages.errors import InvalidRequest
 from service.models.override import ConfigOverride
 from service.models.policy import Serving
 

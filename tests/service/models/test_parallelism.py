@@ -15,9 +15,9 @@ import pytest
 from artifacts import write_mlp, write_product
 from numpy.typing import NDArray
 
-from bf16kit.errors import BudgetExceeded, RuntimeFailure
+from bf16kit.messages.errors import BudgetExceeded, RuntimeFailure
 from bf16kit.runtime import Runtime, RuntimeInfo
-from bf16kit.runtime.weightstore import PRIVATE_STORE, CachingWeightStore, Fill
+from bf16kit.runtime.memory.weightstore import PRIVATE_STORE, CachingWeightStore, Fill
 from service.models import loading, parallelism
 from service.models.engine import ParallelEngine
 from service.models.generation import Generation

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bf16kit.errors import ConfigError
+from bf16kit.messages.errors import ConfigError
 from service.drift.fallbackpolicy import FallbackPolicy
 from service.models.policy import Serving, VersionPolicy, load_serving
 

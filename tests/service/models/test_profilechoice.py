@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from bf16kit.drift import Budget
-from bf16kit.manifest import DriftEntry, Manifest, Source
+from bf16kit.artifact.manifest import DriftEntry, Manifest, Source
+from bf16kit.drift.metrics import Budget
 from service.models.profilechoice import in_order, skip_reason
 
 BOTH = ("cpu", "cpu-bf16")

@@ -19,7 +19,7 @@ from artifacts import write_mlp
 from controlled import Controlled
 from waiting import until
 
-from bf16kit.errors import NotFound, Unavailable
+from bf16kit.messages.errors import NotFound, Unavailable
 from service.models import loading
 from service.models import loads as loading_threads
 from service.models.generation import Generation

@@ -15,9 +15,9 @@ from artifacts import write_lookup, write_mlp, write_product
 from controlled import Controlled
 from waiting import until
 
-from bf16kit import seal
-from bf16kit.errors import InvalidRequest, NotFound, Unavailable
-from bf16kit.runtime import kernel
+from bf16kit.artifact import seal
+from bf16kit.messages.errors import InvalidRequest, NotFound, Unavailable
+from bf16kit.runtime.ort import kernel
 from service.models.generation import Generation
 from service.models.slot import Slot
 from service.request import Observation, Request

@@ -10,7 +10,7 @@ import pytest
 from artifacts import write_mlp
 from waiting import until
 
-from bf16kit.errors import RuntimeFailure
+from bf16kit.messages.errors import RuntimeFailure
 from service.contract import State
 from service.models import loading
 from service.models.controller import Controller

@@ -12,7 +12,7 @@ import pytest
 from artifacts import write_mlp
 from waiting import until
 
-from bf16kit.errors import Unavailable
+from bf16kit.messages.errors import Unavailable
 from service.models import loading
 from service.models.controller import Controller, Mode
 from service.models.directory import desired_model_of

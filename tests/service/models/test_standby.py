@@ -9,7 +9,7 @@ import pytest
 from heldruntime import BlockableRuntime
 from waiting import until
 
-from bf16kit.errors import ArtifactError, Unavailable
+from bf16kit.messages.errors import ArtifactError, Unavailable
 from bf16kit.runtime import Runtime
 from service.contract import ActivePrecision
 from service.models.engine import Engine, SwitchedEngine

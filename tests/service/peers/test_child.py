@@ -15,7 +15,7 @@ import pytest
 from openfiles import no_more_files
 from waiting import until
 
-from bf16kit.controlgroup import Memory
+from bf16kit.system.controlgroup import Memory
 from service.peers.activity import ThreadSeconds, active_seconds
 from service.peers.child import PING_SECONDS, SILENT_SECONDS, START_SECONDS, Child
 from service.peers.peer import Handler

@@ -14,7 +14,7 @@ import pytest
 from openfiles import no_more_files
 from waiting import until
 
-from bf16kit.errors import Bf16kitError, InvalidRequest, NotFound, RuntimeFailure, Unavailable
+from bf16kit.messages.errors import Bf16kitError, InvalidRequest, NotFound, RuntimeFailure, Unavailable
 from service.peers.channel import Body, Channel
 from service.peers.peer import Handler, Message, Peer, error_as_json, error_from_json
 

@@ -7,7 +7,7 @@ import pytest
 from tlsfiles import Authority, Pair
 from waiting import until
 
-from bf16kit.errors import ConfigError
+from bf16kit.messages.errors import ConfigError
 from service.process import reloadedfiles
 from service.process.certificates import CertificateFiles
 from service.process.config import ServerConfig

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import pytest
 from ownlog import own_log
 
-from bf16kit.errors import InvalidRequest
+from bf16kit.messages.errors import InvalidRequest
 from service.process.logsettings import LogSettings
 
 _Changes = Mapping[str, Sequence[bool | int | str]]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bf16kit.controlgroup import Memory
+from bf16kit.system.controlgroup import Memory
 from service.process.config import ServerConfig, load_config
 from service.process.memory import announce, fit_to_memory
 

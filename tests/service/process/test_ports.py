@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bf16kit.errors import ConfigError
+from bf16kit.messages.errors import ConfigError
 from service.process.ports import ClaimedPath, ReservedPort
 
 

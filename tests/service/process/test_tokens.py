@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from waiting import until
 
-from bf16kit.errors import ConfigError
+from bf16kit.messages.errors import ConfigError
 from service.process import reloadedfiles
 from service.process.tokens import SCOPES, Scope, TokenFile, read_tokens
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tlsfiles import Authority
 
-from bf16kit.errors import ConfigError
+from bf16kit.messages.errors import ConfigError
 from service.process.certificates import CertificateFiles, Certificates
 from service.process.validity import name_of
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bf16kit.errors import AlreadyExists, InvalidRequest, NotFound, Overloaded
+from bf16kit.messages.errors import AlreadyExists, InvalidRequest, NotFound, Overloaded
 from service.operations import Region
 from service.regions.table import DIRECTORY, RegionLimits, RegionTable
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 
-from bf16kit.tensors import TensorSpec
+from bf16kit.numerics.tensors import TensorSpec
 from service.peers.channel import Body
 from service.peers.peer import Message
 from service.shadow.combinedmetrics import CombinedMetrics

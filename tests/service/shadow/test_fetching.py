@@ -8,7 +8,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from bf16kit.errors import NotFound, Unavailable
+from bf16kit.messages.errors import NotFound, Unavailable
 from service.peers.channel import Body, Channel
 from service.peers.peer import Handler, Peer
 from service.shadow import fetching

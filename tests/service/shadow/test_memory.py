@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from artifacts import write_mlp
 
-from bf16kit import controlgroup
-from bf16kit.errors import ConfigError, RuntimeFailure, Unavailable
+from bf16kit.messages.errors import ConfigError, RuntimeFailure, Unavailable
+from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime import Array, RuntimeInfo
 from bf16kit.runtime.loading import load_reference
-from bf16kit.tensors import TensorSpec
+from bf16kit.system import controlgroup
 from service.shadow.memory import BoundedReference, ReferenceMemory, default_bound, fp32_bytes, resident
 
 SPECS = (TensorSpec("x", "float32", ("batch", 2)),)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from artifacts import write_mlp
 
-from bf16kit import controlgroup
-from bf16kit.errors import ConfigError
+from bf16kit.messages.errors import ConfigError
+from bf16kit.system import controlgroup
 from service.contract import Array
 from service.drift.policy import ShadowPolicy
 from service.models.opening import open_artifact

@@ -16,10 +16,10 @@ from google.protobuf.message_factory import GetMessageClass
 from loopback import LoopbackModel, serving
 from tlsfiles import Authority, Pair
 
-from bf16kit.errors import InvalidRequest, RuntimeFailure, Unavailable
+from bf16kit.messages.errors import InvalidRequest, RuntimeFailure, Unavailable
+from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.protocol import inference_pb2 as pb
 from bf16kit.runtime import Array
-from bf16kit.tensors import TensorSpec
 from service.drift.policy import Remote
 from service.process.certificates import CertificateFiles
 from service.shadow.remote import RemoteReference

@@ -16,7 +16,7 @@ import pytest
 from openfiles import no_more_files
 from waiting import until
 
-from bf16kit.errors import Unavailable
+from bf16kit.messages.errors import Unavailable
 from service.drift.sampling import Sample
 from service.models.plan import Plan
 from service.models.policy import Serving

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from loopback import LoopbackModel, LoopbackRegistry
 
-from bf16kit.errors import NotFound, Unavailable
+from bf16kit.messages.errors import NotFound, Unavailable
 from service.process.tokens import TokenFile
 from service.status_http.evidence import Fetch, evidence_route
 from service.status_http.pages import Access, routes

@@ -11,7 +11,7 @@ from artifacts import write_mlp
 from controlled import Controlled
 from waiting import until
 
-from bf16kit.errors import ConfigError
+from bf16kit.messages.errors import ConfigError
 from service.status_http.pages import Page, Route, routes
 from service.status_http.server import HttpServer
 from service.status_http.views import StatusReader

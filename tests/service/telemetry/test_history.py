@@ -6,8 +6,8 @@ from typing import NamedTuple
 import pytest
 from exposed import everything
 
+from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime import RuntimeInfo
-from bf16kit.tensors import TensorSpec
 from service.request import Observation, Timings
 from service.telemetry.history import TICK_SECONDS, TICKS, WINDOW_TICKS, History, RecentActivity
 from service.telemetry.metrics import Metrics

@@ -5,7 +5,7 @@ import math
 import pytest
 from exposed import everything
 
-from bf16kit.tensors import TensorSpec
+from bf16kit.numerics.tensors import TensorSpec
 from service.telemetry.history import History, RecentActivity
 from service.telemetry.livedrift import LiveDrift
 from service.telemetry.metrics import Metrics

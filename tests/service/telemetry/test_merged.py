@@ -10,9 +10,9 @@ import subprocess
 
 import pytest
 
-from bf16kit.drift import SampleDrift
+from bf16kit.drift.metrics import SampleDrift
+from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime import RuntimeInfo
-from bf16kit.tensors import TensorSpec
 from service.request import Observation, Timings
 from service.telemetry.merged import Family, MergedMetrics, Series
 from service.telemetry.metrics import Metrics, expose

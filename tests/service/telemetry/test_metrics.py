@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bf16kit.drift import SampleDrift
+from bf16kit.drift.metrics import SampleDrift
+from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime import RuntimeInfo
-from bf16kit.tensors import TensorSpec
 from service.drift import weighted
 from service.request import REFUSALS, Observation, Timings
 from service.telemetry.metrics import Metrics

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from bf16kit.errors import InvalidRequest, NotFound
+from bf16kit.messages.errors import InvalidRequest, NotFound
 from service.telemetry.tracesettings import TraceSettings
 
 _Changes = Mapping[str, Sequence[str]]

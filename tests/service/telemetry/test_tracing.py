@@ -29,8 +29,8 @@ pytest.importorskip(
 
 from collector import Collector, Span, collecting
 
-from bf16kit.errors import ConfigError, RuntimeFailure
-from bf16kit.tensors import Array
+from bf16kit.messages.errors import ConfigError, RuntimeFailure
+from bf16kit.numerics.tensors import Array
 from service.request import Observation, Timings
 from service.telemetry.tracesettings import TraceSettings
 from service.telemetry.tracing import OtlpExporter, Tracing

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from bf16kit.errors import Overloaded, Unavailable
+from bf16kit.messages.errors import Overloaded, Unavailable
 from service.transport.admission import Admission, ByteBudget, CallBytes, FairShares, Shares
 
 

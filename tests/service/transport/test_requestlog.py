@@ -15,9 +15,9 @@ from grpc import StatusCode
 from loopback import LoopbackModel, infer_request, serving, until
 from ownlog import own_log
 
-from bf16kit.errors import RuntimeFailure
+from bf16kit.messages.errors import RuntimeFailure
+from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.protocol import inference_pb2 as pb
-from bf16kit.tensors import TensorSpec
 from service.contract import Array
 from service.process import logs
 from service.transport.requestlog import log_request

@@ -21,7 +21,7 @@ from packaging.specifiers import SpecifierSet
 from rawgrpc import RawConnection
 from waiting import until
 
-from bf16kit.errors import ConfigError
+from bf16kit.messages.errors import ConfigError
 from bf16kit.protocol import inference_pb2 as pb
 from service.contract import Array
 from service.transport import arrival

@@ -15,9 +15,9 @@ import pytest
 from grpc import StatusCode
 from loopback import Gate, LoopbackModel, Served, infer_request, serving, until
 
-from bf16kit.errors import RuntimeFailure
+from bf16kit.messages.errors import RuntimeFailure
+from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.protocol import inference_pb2 as pb
-from bf16kit.tensors import TensorSpec
 from service.contract import Array, Bounds
 from service.request import Cancellation
 from service.transport.call import Rpc

@@ -7,7 +7,7 @@ import logging
 import grpc
 import pytest
 
-from bf16kit import errors
+from bf16kit.messages import errors
 from service.transport.status import CODES, StatusTable
 
 

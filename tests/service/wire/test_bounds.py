@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from loopback import LoopbackModel, infer_request
 
-from bf16kit.errors import InvalidRequest
+from bf16kit.messages.errors import InvalidRequest
+from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.protocol import inference_pb2 as pb
-from bf16kit.tensors import TensorSpec
 from service.contract import Array, Bounds
 from service.request import Cancellation, Reply, Request
 from service.wire.request import InferenceCodec

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from loopback import infer_request
 
-from bf16kit.errors import Cancelled, InvalidRequest, Overloaded
+from bf16kit.messages.errors import Cancelled, InvalidRequest, Overloaded
 from service.wire.inflate import Inflater
 
 MESSAGE = infer_request(x=np.zeros((4, 1000), np.float32)).SerializeToString()

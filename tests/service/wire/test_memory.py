@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from loopback import LoopbackModel, infer_request
 
-from bf16kit.errors import InvalidRequest, NotFound, Overloaded, Unsupported
+from bf16kit.messages.errors import InvalidRequest, NotFound, Overloaded, Unsupported
+from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.protocol import inference_pb2 as pb
-from bf16kit.tensors import TensorSpec
 from service.operations import Region
 from service.regions.table import RegionLimits, RegionTable
 from service.request import Cancellation, Reply, Request

@@ -6,9 +6,9 @@ import pytest
 from loopback import LoopbackModel, LoopbackRegistry, VersionStatistics
 
 import bf16kit
+from bf16kit.numerics.tensors import BY_NAME, TensorSpec
 from bf16kit.protocol import inference_pb2 as pb
 from bf16kit.runtime import RuntimeInfo
-from bf16kit.tensors import BY_NAME, TensorSpec
 from service.contract import ActivePrecision, BatchStatistics, Duration, StatisticsSnapshot, TensorSemantics
 from service.operations import IndexEntry, RegistryModels
 from service.wire.metadata import model_config, model_metadata, model_statistics, repository_index, server_metadata

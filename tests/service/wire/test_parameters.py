@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from bf16kit.errors import InvalidRequest
+from bf16kit.messages.errors import InvalidRequest
 from bf16kit.protocol import inference_pb2 as pb
 from service.wire.parameters import (
     RegionPlace,

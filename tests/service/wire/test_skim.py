@@ -14,7 +14,7 @@ from loopback import infer_request
 from swelling import SWELLING
 from wireedits import field
 
-from bf16kit.errors import Cancelled, InvalidRequest
+from bf16kit.messages.errors import Cancelled, InvalidRequest
 from bf16kit.protocol import inference_pb2 as pb
 from service.wire.skim import parser, peek_model, peek_model_and_version
 

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bf16kit.errors import InvalidRequest
+from bf16kit.messages.errors import InvalidRequest
+from bf16kit.numerics.tensors import BY_NAME, BY_OIP, TensorSpec
 from bf16kit.protocol import inference_pb2 as pb
-from bf16kit.tensors import BY_NAME, BY_OIP, TensorSpec
 from service.wire.tensors import CONTENTS_FIELD, decode_contents, decode_raw, encode_raw, packed, widen, wire_dtype
 
 FIXED_SIZE = [oip for oip in BY_OIP if oip != "BYTES"]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from waiting import until
 
-from bf16kit.errors import Bf16kitError, Unavailable
+from bf16kit.messages.errors import Bf16kitError, Unavailable
 from service.contract import State
 from service.models.plan import DesiredModel, FailedVersion, Plan
 from service.models.policy import Serving

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from bf16kit.errors import Unavailable
+from bf16kit.messages.errors import Unavailable
 from service.peers.channel import Body
 from service.telemetry.metrics import Metrics
 from service.telemetry.modelmetrics import ModelMetrics

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bf16kit.errors import ArtifactError, Unavailable
+from bf16kit.messages.errors import ArtifactError, Unavailable
 from service.drift.owner import PrecisionOrder
 from service.models.plan import DesiredModel, Plan
 from service.models.policy import Serving

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from waiting import until
 
-from bf16kit.errors import AlreadyExists, InvalidRequest, NotFound, Overloaded, Unavailable
+from bf16kit.messages.errors import AlreadyExists, InvalidRequest, NotFound, Overloaded, Unavailable
 from service.operations import Region
 from service.peers.channel import Channel
 from service.peers.peer import Peer

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bf16kit.errors import ConfigError
+from bf16kit.messages.errors import ConfigError
 from service.process.config import ServerConfig, load_config
 
 

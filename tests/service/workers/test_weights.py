@@ -25,11 +25,11 @@ import pytest
 from numpy.typing import NDArray
 from waiting import until
 
-from bf16kit import sealedmemory
-from bf16kit.artifact import Artifact
-from bf16kit.runtime.kernel import LIBRARY
+from bf16kit.artifact.artifact import Artifact
 from bf16kit.runtime.loading import load
-from bf16kit.runtime.sharedmemory import create_filled
+from bf16kit.runtime.memory import sealedmemory
+from bf16kit.runtime.memory.sharedmemory import create_filled
+from bf16kit.runtime.ort.kernel import LIBRARY
 from service.workers.weightowner import FILL, FILLED, HERE, REFUSED, REQUEST, WeightOwner
 from service.workers.weights import LEAST, SharedWeights
 

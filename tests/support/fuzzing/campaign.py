@@ -49,10 +49,10 @@ class Tally:
 def load(kind: str) -> tuple[Seed, ...]:
     """Return the seeds of ``kind``, and import what converting them needs: forked children then have these modules."""
     for name in (
-        "converter.pipeline",
+        "converter.convert",
         "converter.restore",
-        "converter.sources.onnx_file",
-        "bf16kit.runtime.onnx",
+        "converter.read.onnx_file",
+        "bf16kit.runtime.ort.onnx",
         "onnxruntime",
     ):
         importlib.import_module(name)
@@ -151,9 +151,9 @@ def _served(path: Path) -> list[str]:
 
     It may succeed or raise RuntimeFailure. Any other exception escapes, which is a fault.
     """
-    from bf16kit.errors import RuntimeFailure
+    from bf16kit.messages.errors import RuntimeFailure
+    from bf16kit.numerics.tensors import TensorSpec
     from bf16kit.runtime.torchexport import TorchExportRuntime
-    from bf16kit.tensors import TensorSpec
 
     out = TensorSpec("y", "float32", ("batch", 10))
     for name, shape in (("x", (2, 16)), ("x", (2, 3, 16, 16))):
@@ -174,16 +174,9 @@ def _guarded(check: Callable[[], list[str]]) -> list[str]:
 
 def _read(path: Path) -> Any:
     """Return the weights as the converter's own readers read them."""
-    from converter.sources import (
-        exported_program,
-        flax_file,
-        lightning_file,
-        safetensors_file,
-        script_file,
-        torch_file,
-    )
-    from converter.sources.detect import Kind, recognise
-    from converter.sources.orbax import arrays, layout
+    from converter.read import exported_program, flax_file, lightning_file, safetensors_file, script_file, torch_file
+    from converter.read.detect import Kind, recognise
+    from converter.read.orbax import arrays, layout
 
     kind = recognise(path)
     if kind is Kind.EXPORTED:

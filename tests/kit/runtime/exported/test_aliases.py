@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn.functional import dropout, relu
 
-from bf16kit.errors import RuntimeFailure
+from bf16kit.messages.errors import RuntimeFailure
 from bf16kit.runtime.exported import operators
 from bf16kit.runtime.exported.archive import read_archive
 from bf16kit.runtime.exported.graph import Program, parse_program

@@ -18,7 +18,7 @@ import pytest
 import torch
 from architectures import Mlp, Tied, seeded
 
-from bf16kit.errors import RuntimeFailure
+from bf16kit.messages.errors import RuntimeFailure
 from bf16kit.runtime.exported.archive import LARGEST_JSON, read_archive
 
 Change = Callable[[bytes], bytes]

@@ -10,7 +10,7 @@ import exportedfiles as files
 import pytest
 import torch
 
-from bf16kit.errors import RuntimeFailure
+from bf16kit.messages.errors import RuntimeFailure
 from bf16kit.runtime.exported.archive import read_archive
 from bf16kit.runtime.exported.graph import Program, TensorInput, parse_program
 from bf16kit.runtime.exported.values import Device, DType, Ref

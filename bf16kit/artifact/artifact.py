@@ -1,0 +1,263 @@
+"""Opens an artifact: checks every file before use, maps tensors from disk and restores the fp32 checkpoint."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from types import EllipsisType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bf16kit.artifact.digests import Digests
+from bf16kit.artifact.guards import check_file, check_references, read_manifest
+from bf16kit.artifact.manifest import RESIDUAL, CheckpointEntry, Manifest, Segment, TensorEntry
+from bf16kit.artifact.reading import damaged_if_unreadable, open_inside, read_inside, read_segment
+from bf16kit.drift.measurements import MAX_BYTES, Measurements
+from bf16kit.drift.slices import Scales, Values
+from bf16kit.messages.errors import ArtifactDamaged, ArtifactError
+from bf16kit.numerics import panels
+from bf16kit.numerics.panels import unpack
+from bf16kit.numerics.residual import Decoder, Scale
+from bf16kit.numerics.tensors import BY_NAME
+from bf16kit.numerics.tensors import Array as Array
+
+_LARGEST_HEADER = 1 << 20  # bytes of the JSON in golden samples: 10,000 inputs, outputs and scales
+_BLOCK = 4 << 20  # bytes of bf16 that are unpacked from panels at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Golden:
+    """Golden samples: a few inputs, and the reference's outputs for them.
+
+    ``scales``, by output, are what the outputs' slices are judged against: their variation over all of the conversion's
+    samples. Artifacts before schema version 7 have none.
+    """
+
+    inputs: dict[str, Array]
+    outputs: dict[str, Array]
+    scales: dict[str, Scales]
+
+
+@dataclass(frozen=True, eq=False)
+class Artifact:
+    """One converted model version, opened read-only. Its tensors are views of memory-mapped files.
+
+    With ``copies``, files are read into memory instead of mapped. A process that maps a file dies of SIGBUS when the
+    file is truncated in place, and sees the new bytes when it is overwritten in place.
+    """
+
+    path: Path
+    manifest: Manifest = field(repr=False)
+    copies: bool = False
+    _maps: dict[str, NDArray[np.uint8]] = field(default_factory=dict, repr=False)
+    _digests: Digests = field(default_factory=Digests, repr=False)
+
+    @classmethod
+    def open(cls, path: str | Path, *, verify: bool = True, copies: bool = False) -> Artifact:
+        """Open the artifact in directory ``path``; files that its manifest does not list are ignored.
+
+        Names, links and sizes are always checked; the sha256 of every file is checked unless ``verify`` is false. For
+        ``copies`` see the class.
+
+        Raises :class:`ArtifactError` when the directory is no artifact, :class:`ManifestVersionError` when the artifact
+        is newer than this program, and :class:`ArtifactDamaged`, naming the file, when a file is missing or changed.
+        """
+        path = Path(path)
+        manifest = read_manifest(path)
+        artifact = cls(path, manifest, copies)
+        for name, entry in manifest.files.items():
+            check_file(path, name, entry)
+        check_references(manifest, path)
+        if verify:
+            artifact.verify()
+        return artifact
+
+    def verify(self) -> None:
+        """Hash every file, in parallel; raise ArtifactDamaged for the first whose sha256 differs from the manifest's.
+
+        A later call reads only the files that changed since. So a caller that has read the files in between can call it
+        again to make sure that it read what was verified.
+        """
+        files = sorted(self.manifest.files.items(), key=lambda item: -item[1].bytes)
+        with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
+            for (name, entry), digest in zip(files, pool.map(lambda f: self._sha256(f[0]), files), strict=True):
+                if digest != entry.sha256:
+                    raise ArtifactDamaged(
+                        f"{self.path / name}: its sha256 is {digest[:12]}…, the manifest says {entry.sha256[:12]}…;"
+                        " copy or convert the artifact again"
+                    )
+
+    def file(self, name: str) -> Path:
+        """Return the path of a file that the manifest lists; ArtifactError for any other name."""
+        if name not in self.manifest.files:
+            raise ArtifactError(f"{self.path}: no file {name!r} in this artifact")
+        return self.path / name
+
+    def tensor(self, name: str) -> Array:
+        """Return the tensor at its stored dtype (bfloat16, float32, ...): a read-only view of the mapped file.
+
+        A tensor stored as panels is unpacked into memory, in C order.
+        """
+        entry = self._entry(name)
+        data = self._bytes(entry.file, Segment(offset=entry.offset, bytes=entry.bytes))
+        flat = data.view(BY_NAME[entry.dtype].numpy)
+        if entry.panels is None:
+            return flat.reshape(entry.shape)
+        matrix = unpack(flat, entry.shape, entry.panels)
+        matrix.flags.writeable = False
+        return matrix
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The tensor's shape."""
+        return tuple(self._entry(name).shape)
+
+    def restore(self, name: str, out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
+        """Return the tensor in fp32, bit for bit as it was before rounding.
+
+        A tensor stored as fp32 is returned as stored. The result is written to ``out`` when given: same shape,
+        C-contiguous. Little memory is needed beyond the result.
+
+        Raises ArtifactError when the artifact was converted without its residual, or when the tensor is neither fp32
+        nor bf16.
+        """
+        entry = self._entry(name)
+        if entry.dtype == "float32":
+            return _copy_into(out, self.tensor(name))
+        if entry.dtype != "bfloat16":
+            raise ArtifactError(f"{self.path}: tensor {name!r} is {entry.dtype}, which was not rounded")
+        if entry.residual is None:
+            raise ArtifactError(
+                f"{self.path}: no residual of tensor {name!r}, fp32 cannot be restored; convert without --no-residual"
+            )
+        shape = tuple(entry.shape)
+        decoder = Decoder(self._bytes(RESIDUAL, entry.residual).data, shape, self._scale(entry))
+        restored = np.empty(shape, np.float32) if out is None else out
+        for rows, stored in self._blocks(entry):
+            decoder.rows(stored, restored[rows])
+        return restored
+
+    def _blocks(self, entry: TensorEntry) -> Iterator[tuple[slice | EllipsisType, Array]]:
+        """Yield ``(rows, values)`` of a bf16 tensor: whole if mapped in C order, some rows at a time from panels."""
+        if entry.panels is None:
+            yield ..., self.tensor(entry.name)
+            return
+        flat = self._bytes(entry.file, Segment(offset=entry.offset, bytes=entry.bytes)).view(BY_NAME["bfloat16"].numpy)
+        height, width = entry.shape
+        step = max(1, _BLOCK // max(1, 2 * width) // panels.WIDTH) * panels.WIDTH
+        for start in range(0, height, step):
+            stop = min(start + step, height)
+            yield slice(start, stop), panels.rows(flat, entry.shape, entry.panels, start, stop)
+
+    def checkpoint_tensors(self) -> Iterator[tuple[str, Array]]:
+        """Yield every tensor of the source checkpoint, bit for bit, C-contiguous, in the manifest's order."""
+        for entry in self.manifest.checkpoint:
+            yield entry.name, self._checkpoint_tensor(entry)
+
+    def golden(self, profile: str | None = None) -> Golden:
+        """Return the golden samples, those of ``profile`` if it has its own.
+
+        Raises ArtifactError when the artifact has none.
+        """
+        name = self.manifest.golden_of(profile)
+        if name is None:
+            raise ArtifactError(f"{self.path}: this artifact has no golden samples")
+        return self.golden_in(name)
+
+    def golden_in(self, name: str) -> Golden:
+        """Return the golden samples in the file ``name``."""
+        from safetensors import SafetensorError
+        from safetensors.numpy import load
+
+        path = self.file(name)
+        with damaged_if_unreadable(path), open_inside(path, ArtifactError) as file:
+            data = file.read()  # load_file would map it
+        header = int.from_bytes(data[:8], "little")
+        if header > _LARGEST_HEADER:
+            raise ArtifactDamaged(
+                f"{path}: its header has {header} bytes, the limit is {_LARGEST_HEADER}; convert again"
+            )
+        try:
+            arrays = load(data)
+        except (SafetensorError, KeyError, ValueError) as error:  # ValueError: more axes than numpy's arrays have
+            raise ArtifactDamaged(f"{path}: {error}") from None
+        scales: dict[str, list[Values]] = {}
+        kept = _with_prefix(arrays, "slices:")
+        for key in sorted(kept, key=lambda key: (len(key), key)):  # "OUTPUT:AXIS", the axes of an output in order
+            scales.setdefault(key.rpartition(":")[0], []).append(np.square(kept[key].astype(np.float64)))
+        return Golden(_with_prefix(arrays, "input:"), _with_prefix(arrays, "output:"), dict(scales))
+
+    def measurements(self) -> Measurements | None:
+        """Return what the conversion measured, in rows, or None if it kept none; ArtifactError for an invalid file."""
+        if self.manifest.measurements is None:
+            return None
+        path = self.file(self.manifest.measurements)
+        return Measurements.loads(read_inside(path, MAX_BYTES, ArtifactDamaged, "not measurements"), path)
+
+    def _sha256(self, name: str) -> str:
+        with damaged_if_unreadable(self.path / name):
+            return self._digests.entry(self.path / name).sha256
+
+    @cached_property
+    def _entries(self) -> dict[str, TensorEntry]:
+        return {entry.name: entry for entry in self.manifest.tensors}
+
+    def _entry(self, name: str) -> TensorEntry:
+        if name not in self._entries:
+            raise ArtifactError(f"{self.path}: no tensor {name!r} in this artifact")
+        return self._entries[name]
+
+    def _scale(self, entry: TensorEntry) -> Scale | None:
+        if entry.scale is None or entry.scale_axis is None:
+            return None
+        try:
+            return Scale(entry.scale_axis, self.tensor(entry.scale))
+        except ValueError as error:
+            raise ArtifactDamaged(f"{self.path}: the scale of tensor {entry.name!r}: {error}") from None
+
+    def _checkpoint_tensor(self, entry: CheckpointEntry) -> Array:
+        stored = self._entry(entry.tensor)
+        if stored.dtype == entry.dtype and stored.residual is None:
+            array = self.tensor(entry.tensor)
+        else:
+            array = _narrow_to(self.restore(entry.tensor), entry.dtype)
+        if entry.permutation is None:
+            return array
+        return np.ascontiguousarray(array.transpose(entry.permutation))
+
+    def _bytes(self, name: str, segment: Segment) -> NDArray[np.uint8]:
+        if segment.bytes == 0:  # an empty file cannot be mapped
+            return np.empty(0, np.uint8)
+        if self.copies:
+            return read_segment(self.file(name), segment)
+        if name not in self._maps:
+            with open_inside(self.file(name), ArtifactError) as file:
+                mapped = np.memmap(file, np.uint8, mode="r")
+            self._maps[name] = mapped.view(np.ndarray)
+        return self._maps[name][segment.offset : segment.offset + segment.bytes]
+
+
+def _copy_into(out: NDArray[np.float32] | None, array: Array) -> NDArray[np.float32]:
+    if out is None:
+        return array
+    out[...] = array
+    return out
+
+
+def _narrow_to(restored: NDArray[np.float32], dtype: str) -> Array:
+    """Narrow restored fp32 values to ``dtype``, the exact inverse of widening.
+
+    For bfloat16 keep the upper 16 bits, NaN payloads included.
+    """
+    if dtype == "bfloat16":
+        upper = (np.ascontiguousarray(restored).view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+        return upper.view(BY_NAME["bfloat16"].numpy)
+    return restored.astype(BY_NAME[dtype].numpy, copy=False)
+
+
+def _with_prefix(arrays: dict[str, Array], prefix: str) -> dict[str, Array]:
+    return {key.removeprefix(prefix): array for key, array in arrays.items() if key.startswith(prefix)}

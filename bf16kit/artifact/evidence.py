@@ -1,0 +1,207 @@
+"""Evidence of a breach: one live sample whose drift was over budget, and everything needed to reproduce it.
+
+An evidence file is a safetensors file. Its tensors are ``input:NAME`` (the request), ``served:NAME`` (the model's
+response) and ``reference:NAME`` (the fp32 reference's response). Its metadata holds a :class:`Header` as JSON under
+:data:`KEY`. Reading it executes nothing. safetensors has neither bf16 in numpy nor strings: bf16 is kept as its uint16
+bits, strings as a JSON list in uint8. The file holds a client's data, so protect it as you protect the model's inputs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from bf16kit.artifact.reading import read_bounded
+from bf16kit.messages.errors import UsageError
+from bf16kit.messages.wording import brief, quoted
+from bf16kit.numerics.tensors import BY_NAME, Array
+
+KEY = "bf16kit.evidence"
+FORMAT = 1
+MOST_BYTES = 256 << 20  # of a file; a server keeps far less
+Part = Literal["input", "served", "reference"]
+
+_STORED = {"bfloat16": np.dtype(np.uint16), "string": np.dtype(np.uint8)}
+
+
+class _FrozenModel(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class TensorMetadata(_FrozenModel):
+    """A tensor's original dtype and shape: ``dtype`` is a key of :data:`bf16kit.numerics.tensors.BY_NAME`."""
+
+    dtype: str
+    shape: tuple[Annotated[int, Field(ge=0, le=MOST_BYTES)], ...]
+
+
+class Header(_FrozenModel):
+    """The context of the tensors. Numbers that are not finite are the strings inf, -inf and nan.
+
+    ``drift`` is this sample's own, by output and metric. ``verdict`` is the one over all recent samples
+    (:class:`service.drift.verdict.DriftVerdict`). ``files`` are the artifact's, with their sha256. ``profile`` and
+    ``precision`` are those of the served response. ``at`` is the time in UTC.
+    """
+
+    format: int = FORMAT
+    model: str
+    version: int
+    at: str
+    profile: str
+    precision: str
+    rows: int = Field(ge=0)
+    of_rows: int = Field(ge=0)  # rows of the request; only those that show the breach were kept
+    batch_axis: int | None
+    budget: dict[str, float]
+    drift: dict[str, dict[str, float | str]]
+    verdict: dict[str, Any]
+    files: dict[str, str]
+    versions: dict[str, str]
+    tensors: dict[str, TensorMetadata] = {}
+
+
+class _SafetensorsFile(NamedTuple):
+    metadata: dict[str, str]
+    tensors: dict[str, Array]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """One breach, in memory."""
+
+    header: Header
+    feeds: dict[str, Array]
+    served: dict[str, Array]
+    reference: dict[str, Array]
+
+    def dumps(self) -> bytes:
+        """Return the bytes of the file."""
+        from safetensors.numpy import save
+
+        parts = {"input": self.feeds, "served": self.served, "reference": self.reference}
+        arrays = {
+            f"{part}:{name}": array
+            for part, tensors_by_name in parts.items()
+            for name, array in tensors_by_name.items()
+        }
+        notes = {name: TensorMetadata(dtype=_dtype(array), shape=array.shape) for name, array in arrays.items()}
+        header = self.header.model_copy(update={"tensors": notes})
+        return save({name: _stored(array) for name, array in arrays.items()}, {KEY: header.model_dump_json()})
+
+    @classmethod
+    def loads(cls, data: bytes, where: str) -> Evidence:
+        """Parse what :meth:`dumps` wrote; ``where`` names the file in messages.
+
+        Raises UsageError, with one line, for anything else.
+        """
+        found = _parse(data, where)
+        if KEY not in found.metadata:
+            raise UsageError(f"{where}: a safetensors file, but not evidence; fetch that with `bf16-serve evidence`")
+        header = _header(found.metadata[KEY], where)
+        parts: dict[str, dict[str, Array]] = {"input": {}, "served": {}, "reference": {}}
+        if found.tensors.keys() != header.tensors.keys():
+            raise UsageError(f"{where}: its tensors are not those that its header lists: fetch it again")
+        for key, note in header.tensors.items():
+            part, _, name = key.partition(":")
+            if part not in parts or note.dtype not in BY_NAME:
+                raise UsageError(
+                    f"{where}: holds {quoted(key)} of dtype {quoted(note.dtype)}, which evidence never has"
+                )
+            parts[part][name] = _restored(found.tensors[key], note, f"{where}: {quoted(key)}")
+        if parts["served"].keys() != parts["reference"].keys() or not parts["served"]:
+            raise UsageError(f"{where}: its answers and the reference's are not of the same outputs: fetch it again")
+        for name, served in parts["served"].items():
+            reference = parts["reference"][name]
+            if (served.dtype, served.shape) != (reference.dtype, reference.shape):
+                raise UsageError(
+                    f"{where}: output {quoted(name)} was answered as {_kind(served)}, and by the reference as"
+                    f" {_kind(reference)}: fetch it again"
+                )
+        return cls(header, parts["input"], parts["served"], parts["reference"])
+
+    @classmethod
+    def read(cls, path: Path) -> Evidence:
+        """Read the evidence in the file ``path``; a one-line UsageError if it cannot be read or is no evidence."""
+        return cls.loads(read_bounded(path, MOST_BYTES, UsageError, "the limit for evidence"), str(path))
+
+
+def _parse(data: bytes, where: str) -> _SafetensorsFile:
+    from safetensors import SafetensorError
+    from safetensors.numpy import load
+
+    try:
+        tensors = load(data)
+        size = int.from_bytes(data[:8], "little")
+        metadata = json.loads(data[8 : 8 + size]).get("__metadata__") or {}
+    except (SafetensorError, ValueError, KeyError, AttributeError) as error:
+        raise UsageError(f"{where}: is not evidence, or is damaged ({brief(error)})") from None
+    return _SafetensorsFile(metadata, tensors)
+
+
+def _header(text: str, where: str) -> Header:
+    try:
+        fields = json.loads(text)
+        if isinstance(fields, dict) and isinstance(fields.get("format"), int) and fields["format"] > FORMAT:
+            raise UsageError(
+                f"{where}: is of format {fields['format']}, written by a newer bf16kit; this one knows {FORMAT}"
+            )
+        return Header.model_validate(fields)
+    except (ValidationError, ValueError, RecursionError) as error:
+        first = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
+        raise UsageError(f"{where}: has a header that cannot be read: {first}") from None
+
+
+def finite(values: Mapping[str, float]) -> dict[str, float | str]:
+    """Return ``values`` for a header, with numbers that are not finite as strings, because JSON cannot express them."""
+    return {name: value if math.isfinite(value) else str(value) for name, value in values.items()}
+
+
+def _dtype(array: Array) -> str:
+    return "string" if array.dtype == np.object_ else array.dtype.name
+
+
+def _kind(array: Array) -> str:
+    return f"{_dtype(array)} {list(array.shape)}"
+
+
+def _stored(array: Array) -> Array:
+    """Return ``array`` in a dtype that safetensors supports, C-contiguous."""
+    if array.dtype == np.object_:
+        return np.frombuffer(json.dumps(list(_texts(array))).encode() or b"", np.uint8)
+    contiguous = np.asarray(array, order="C")
+    return contiguous.view(np.uint16) if array.dtype.name == "bfloat16" else contiguous
+
+
+def _texts(array: Array) -> Iterator[str]:
+    for each in array.flat:
+        yield each if isinstance(each, str) else bytes(each).decode("utf-8", "replace")
+
+
+def _restored(stored: Array, note: TensorMetadata, where: str) -> Array:
+    dtype = BY_NAME[note.dtype]
+    if stored.dtype != _STORED.get(note.dtype, dtype.numpy):
+        raise UsageError(f"{where} is of dtype {stored.dtype.name}, its header says {note.dtype}: fetch it again")
+    if note.dtype == "string":
+        return _strings(stored, note, where)
+    if stored.shape != note.shape:
+        raise UsageError(f"{where} has shape {list(stored.shape)}, its header says {list(note.shape)}: fetch it again")
+    return stored.view(dtype.numpy) if note.dtype in _STORED else stored
+
+
+def _strings(stored: Array, note: TensorMetadata, where: str) -> Array:
+    try:
+        texts = json.loads(stored.tobytes())
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+            raise TypeError
+        array = np.empty(len(texts), np.object_)
+        array[:] = texts
+        return array.reshape(note.shape)
+    except (ValueError, TypeError, RecursionError):  # ValueError: also a wrong number of strings or too many dimensions
+        raise UsageError(f"{where} is not a list of {math.prod(note.shape)} strings: fetch it again") from None

@@ -1,0 +1,118 @@
+"""Reading files that may be missing, truncated, unreadable, far too large or links: a repository's, and a user's."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bf16kit.artifact.entries import Segment
+from bf16kit.messages.errors import ArtifactDamaged, Bf16kitError
+from bf16kit.messages.wording import os_error_text
+
+
+@contextlib.contextmanager
+def damaged_if_unreadable(path: Path) -> Iterator[None]:
+    """Turn an OSError within the block into ArtifactDamaged: ``path`` is missing or may not be read."""
+    try:
+        yield
+    except OSError as error:
+        raise ArtifactDamaged(f"{path}: missing or unreadable ({os_error_text(error)})") from None
+
+
+def open_inside(
+    path: Path, error: type[Bf16kitError], *, within: Path | None = None, where: str = ""
+) -> io.BufferedReader:
+    """Open ``path`` for reading if it is a regular file, in its directory or reached by a link within that.
+
+    Kubernetes volumes have such links. With ``within``, a link may also lead to another place in that directory. Kind
+    and place are checked of the file that was opened, whatever ``path`` names meanwhile; a pipe does not block.
+
+    Raises ``error``, which begins with ``where`` (by default the path), for another kind of file and for a link that
+    leads elsewhere; OSError if the file cannot be opened.
+    """
+    where = where or str(path)
+    directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        handle, linked = _open_in(directory, path.name)
+        try:
+            if not stat.S_ISREG(os.fstat(handle).st_mode):
+                raise error(f"{where}: not a regular file")
+            allowed = [_place(directory), *([] if within is None else [Path(os.path.realpath(within))])]
+            if linked and not any(_place(handle).is_relative_to(each) for each in allowed):
+                raise error(f"{where}: a link out of {within or path.parent}; put the file itself there")
+        except BaseException:
+            os.close(handle)
+            raise
+    finally:
+        os.close(directory)
+    return os.fdopen(handle, "rb")
+
+
+def _open_in(directory: int, name: str) -> tuple[int, bool]:
+    """Return a handle of the file ``name``, and whether that is a link."""
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+    try:
+        return os.open(name, flags | os.O_NOFOLLOW, dir_fd=directory), False
+    except OSError as failure:
+        if failure.errno != errno.ELOOP:
+            raise
+        return os.open(name, flags, dir_fd=directory), True
+
+
+def _place(handle: int) -> Path:
+    return Path(f"/proc/self/fd/{handle}").readlink()
+
+
+def read_inside(
+    path: Path, most: int, error: type[Bf16kitError], why: str, *, within: Path | None = None, where: str = ""
+) -> bytes:
+    """Read the whole file at ``path`` as :func:`open_inside` opens it. The bounds are those of :func:`read_bounded`."""
+    with _read(error, where or str(path)), open_inside(path, error, within=within, where=where) as file:
+        return _bounded(file, most, error, why, where or str(path))
+
+
+def read_segment(path: Path, segment: Segment, out: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
+    """Read the bytes of ``segment``, into ``out`` when given. ArtifactDamaged if the file ends before them."""
+    found = np.empty(segment.bytes, np.uint8) if out is None else out
+    done = 0
+    with damaged_if_unreadable(path), open_inside(path, ArtifactDamaged) as file:
+        file.seek(segment.offset)
+        while done < segment.bytes and (count := file.readinto(found[done:].data)):
+            done += count
+    if done < segment.bytes:
+        raise ArtifactDamaged(f"{path}: truncated to {segment.offset + done} bytes while it was read")
+    return found
+
+
+def read_bounded(path: Path, most: int, error: type[Bf16kitError], why: str, *, where: str = "") -> bytes:
+    """Read the whole file at ``path``, of at most ``most`` bytes; never more, whatever size it claims.
+
+    Raises ``error``, which begins with ``where`` (by default the path), when the file cannot be read, and with ``why``
+    when it is larger.
+    """
+    with _read(error, where or str(path)), path.open("rb") as file:
+        return _bounded(file, most, error, why, where or str(path))
+
+
+@contextlib.contextmanager
+def _read(error: type[Bf16kitError], where: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as failure:
+        raise error(f"{where}: cannot be read: {os_error_text(failure)}") from None
+
+
+def _bounded(file: io.BufferedReader, most: int, error: type[Bf16kitError], why: str, where: str) -> bytes:
+    data = file.read(most + 1)
+    if len(data) > most:
+        limit = f"{most >> 20} MiB" if most >= 1 << 20 else f"{most >> 10} KiB"
+        raise error(f"{where}: larger than {limit}, {why}")
+    return data

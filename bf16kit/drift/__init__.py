@@ -1,0 +1,1 @@
+"""Drift: its metrics, the budget, and the verdict on measurements."""

@@ -1,0 +1,1 @@
+"""What users read: errors, text and JSON."""

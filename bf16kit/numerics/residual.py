@@ -1,0 +1,235 @@
+"""The residual: what rounding removed, so that a bfloat16 tensor restores the fp32 one bit for bit.
+
+For each element, from its fp32 bit pattern ``W`` and the pattern ``P`` predicted from the stored bfloat16 value::
+
+    low = (W - P) mod 2**16                    2 bytes; without a scale exactly the low half of W
+    W   = P + signed(low)  [-+ 65536]          signed(low) in -32767 .. 32768
+
+``P`` is the stored value in fp32. If a scale was folded into the stored tensor, ``P`` is that value divided by the
+scale in float64 and rounded to fp32 once. ``signed(low)`` is right unless W was a tie that rounded up, or the scale
+stretched the distance to 17 bits. Those elements are *crossed*: 65536 is added or subtracted, whichever gives the other
+side of P. Elements farther away still (flushed subnormals, some NaNs) are kept *verbatim*, as index and bits.
+
+A segment, little-endian, has these parts: the low halves (for tensors widened from fp16 or bf16 only the bits that can
+be nonzero, :mod:`bf16kit.numerics.lowbits`); the crossed elements, as indices or as a compressed bitmap, whichever is
+smaller; the verbatim indices, then their bits; a footer (:mod:`bf16kit.numerics.residualparts`). Encoding and decoding
+stream, and need little memory beyond their result.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bf16kit.numerics import lowbits
+from bf16kit.numerics.native import loops
+from bf16kit.numerics.residualparts import ALL_BITS, BITMAP, FOOTER, INDICES, MAGIC, MAGIC_PACKED, Parts, index_dtype
+from bf16kit.numerics.rounding import BF16, Bf16Array
+
+_CHUNK = 1 << 18  # elements: few enough that temporaries stay in the cache
+_NAN = 0x7FC00000
+
+Piece = bytes | memoryview
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scale:
+    """The scale folded into a stored tensor: ``stored = round(fp32 * values)``, one value per index of ``axis``.
+
+    ``values`` is 1-D float32, each finite and not zero; ValueError otherwise.
+    """
+
+    axis: int
+    values: NDArray[np.float32]
+
+    def __post_init__(self) -> None:
+        if self.values.ndim != 1 or self.values.dtype != np.float32:
+            raise ValueError(f"a scale is 1-D float32, got {self.values.dtype.name}{list(self.values.shape)}")
+        if not np.all(np.isfinite(self.values) & (self.values != 0)):
+            raise ValueError("a scale that is zero or not finite cannot be undone")
+
+
+def encode(fp32: NDArray[np.float32], bf16: Bf16Array, scale: Scale | None = None) -> bytes:
+    """Return the segment that, with ``bf16`` and ``scale``, restores ``fp32`` (same shape) bit for bit."""
+    return b"".join(encode_chunks(fp32, bf16, scale))
+
+
+def encode_chunks(fp32: NDArray[np.float32], bf16: Bf16Array, scale: Scale | None = None) -> Iterator[Piece]:
+    """Yield the pieces of :func:`encode`, for writing straight to a file.
+
+    Raises ValueError when shapes or dtypes do not fit.
+    """
+    if fp32.shape != bf16.shape or fp32.dtype != np.float32 or bf16.dtype != BF16:
+        raise ValueError(f"cannot encode {fp32.dtype.name}{fp32.shape} against {bf16.dtype.name}{bf16.shape}")
+    encoder = Encoder(fp32.shape, scale)
+    yield from encoder.rows(np.require(fp32, requirements=["C", "A"]), np.require(bf16, requirements=["C", "A"]))
+    yield from encoder.finish()
+
+
+class Encoder:
+    """Encodes a tensor of ``shape`` as its rows arrive: all pieces of :meth:`rows`, then those of :meth:`finish`.
+
+    ``low_bits`` is how many upper bits of a low half may be nonzero; fewer than 16 only without a scale. ValueError
+    when ``scale`` does not fit ``shape``, and from :meth:`rows` when more bits than that are set.
+    """
+
+    def __init__(self, shape: tuple[int, ...], scale: Scale | None = None, low_bits: int = ALL_BITS) -> None:
+        _check_scale(scale, shape)
+        self._shape, self._scale = shape, scale
+        self._low_bits = low_bits
+        self._rest = np.empty(0, np.uint16)  # low halves that do not fill a group yet
+        self._count = 0
+        self._crossed: list[tuple[int, NDArray[np.uint32]]] = []  # start of a block, and indices within it
+        self._verbatim: list[NDArray[np.int64]] = []
+        self._bits: list[NDArray[np.uint32]] = []
+
+    def rows(self, fp32: NDArray[np.float32], bf16: Bf16Array) -> Iterator[Piece]:
+        """Yield the low halves of the next rows, C-contiguous."""
+        words = np.require(fp32, requirements=["C", "A"]).reshape(-1).view(np.uint32)
+        stored = bf16.reshape(-1).view(np.uint16)
+        for start in range(0, words.size, _CHUNK):
+            yield self._block(words[start : start + _CHUNK], stored[start : start + _CHUNK])
+
+    def _block(self, words: NDArray[np.uint32], stored: NDArray[np.uint16]) -> Piece:
+        compiled = loops()
+        if self._scale is None and compiled is not None:
+            low, odd = compiled.part(words, stored)
+            near = _near(_widened(stored[odd]), low[odd])
+        else:
+            predicted = self._predicted(stored)
+            low = (words - predicted).astype(np.uint16)
+            near = _near(predicted, low)
+            odd = np.flatnonzero(near != words)
+            near = near[odd]
+        cross = _crossed(near, low[odd]) == words[odd]
+        self._crossed.append((self._count, odd[cross].astype(np.uint32)))
+        self._verbatim.append(odd[~cross] + self._count)
+        self._bits.append(words[odd[~cross]])
+        self._count += words.size
+        return self._packed(low)
+
+    def _packed(self, low: NDArray[np.uint16]) -> Piece:
+        if self._low_bits == ALL_BITS:
+            return low.astype("<u2", copy=False).view(np.uint8).data
+        low = np.concatenate([self._rest, low])
+        full_groups = low.size // 8 * 8
+        self._rest = low[full_groups:]
+        return lowbits.pack(low[:full_groups], self._low_bits)
+
+    def _predicted(self, stored: NDArray[np.uint16]) -> NDArray[np.uint32]:
+        if self._scale is None:
+            return _widened(stored)
+        return _unscaled(stored.view(BF16), self._scale, self._count, self._shape)
+
+    def finish(self) -> Iterator[bytes]:
+        """Yield the rest of the segment."""
+        yield lowbits.pack(self._rest, self._low_bits)
+        form, crossing = _smaller(self._crossed, self._count)
+        yield crossing
+        verbatim = np.concatenate([np.empty(0, np.int64), *self._verbatim])
+        yield verbatim.astype("<u8").tobytes()
+        yield np.concatenate([np.empty(0, np.uint32), *self._bits]).astype("<u4").tobytes()
+        bits, magic = (0, MAGIC) if self._low_bits == ALL_BITS else (self._low_bits, MAGIC_PACKED)
+        yield FOOTER.pack(self._count, len(crossing), verbatim.size, form, bits, magic)
+
+
+def decode(segment: bytes | memoryview, bf16: Bf16Array, scale: Scale | None = None) -> NDArray[np.float32]:
+    """Return the fp32 tensor, of the shape of ``bf16``, that ``segment`` was encoded from.
+
+    Raises :class:`ArtifactDamaged` when the segment is malformed or does not fit ``bf16``, ValueError
+    when ``bf16`` is not bfloat16 or ``scale`` does not fit it.
+    """
+    if bf16.dtype != BF16:
+        raise ValueError(f"a residual restores from bfloat16, got {bf16.dtype.name}")
+    restored = np.empty(bf16.shape, np.float32)
+    decoder = Decoder(segment, bf16.shape, scale)
+    decoder.rows(np.require(bf16, requirements=["C", "A"]), restored)
+    return restored
+
+
+class Decoder:
+    """Restores a tensor of ``shape`` from ``segment``, a block of rows at a time, in order.
+
+    Raises :class:`ArtifactDamaged` when the segment is malformed or does not fit ``shape``, ValueError
+    when ``scale`` does not.
+    """
+
+    def __init__(self, segment: bytes | memoryview, shape: tuple[int, ...], scale: Scale | None = None) -> None:
+        self._parts = Parts.read(memoryview(segment).cast("B"), math.prod(shape))
+        _check_scale(scale, shape)
+        self._shape, self._scale = shape, scale
+        self._crossed = self._parts.crossed()
+        self._count = 0
+
+    def rows(self, bf16: Bf16Array, out: NDArray[np.float32]) -> None:
+        """Restore the next rows, stored as ``bf16``, into ``out`` of the same shape; both C-contiguous."""
+        stored, words = bf16.reshape(-1), out.reshape(-1).view(np.uint32)
+        for start in range(0, stored.size, _CHUNK):
+            self._block(stored[start : start + _CHUNK], words[start : start + _CHUNK])
+
+    def _block(self, stored: Bf16Array, words: NDArray[np.uint32]) -> None:
+        start, stop = self._count, self._count + stored.size
+        low, compiled = self._parts.low[start:stop], loops()
+        if self._scale is not None:
+            words[...] = _near(_unscaled(stored, self._scale, start, self._shape), low)
+        elif compiled is not None and low.flags.aligned:
+            compiled.join(stored.view(np.uint16), low, words)
+        else:
+            words[...] = _near(_widened(stored.view(np.uint16)), low)
+        first, last = np.searchsorted(self._crossed, (start, stop))
+        here = self._crossed[first:last] - start
+        words[here] = _crossed(words[here], low[here])
+        first, last = np.searchsorted(self._parts.verbatim, np.array((start, stop), np.uint64))
+        words[self._parts.verbatim[first:last].astype(np.int64) - start] = self._parts.bits[first:last]
+        self._count = stop
+
+
+def _check_scale(scale: Scale | None, shape: tuple[int, ...]) -> None:
+    if scale is not None and (scale.axis >= len(shape) or shape[scale.axis] != scale.values.size):
+        raise ValueError(f"a scale of {scale.values.size} values on axis {scale.axis} does not fit {shape}")
+
+
+def _widened(stored: NDArray[np.uint16]) -> NDArray[np.uint32]:
+    return stored.astype(np.uint32) << np.uint32(16)
+
+
+def _unscaled(chunk: Bf16Array, scale: Scale, start: int, shape: tuple[int, ...]) -> NDArray[np.uint32]:
+    inner = int(np.prod(shape[scale.axis + 1 :], dtype=np.int64))
+    channel = (np.arange(start, start + chunk.size) // inner) % scale.values.size
+    with np.errstate(all="ignore"):  # overflow and NaN are valid predictions
+        quotient = (chunk.astype(np.float64) / scale.values.astype(np.float64)[channel]).astype(np.float32)
+    bits = quotient.view(np.uint32)
+    bits[np.isnan(quotient)] = _NAN  # the NaN that a division gives depends on the machine
+    return bits
+
+
+def _near(predicted: NDArray[np.uint32], low: NDArray[np.uint16]) -> NDArray[np.uint32]:
+    """``P + signed(low)``, modulo 2**32."""
+    wide = low.astype(np.uint32)
+    wide[low > 0x8000] |= 0xFFFF0000
+    wide += predicted
+    return wide
+
+
+def _crossed(near: NDArray[np.uint32], low: NDArray[np.uint16]) -> NDArray[np.uint32]:
+    """Add 65536 where ``signed(low)`` is negative and subtract it elsewhere, modulo 2**32."""
+    return near + np.where(low > 0x8000, np.uint32(0x10000), np.uint32(0xFFFF0000))
+
+
+def _smaller(crossed: list[tuple[int, NDArray[np.uint32]]], count: int) -> tuple[int, bytes]:
+    """Return form and bytes of the crossed elements, listed per block, in the form that takes fewer bytes."""
+    width = index_dtype(count)
+    listed = sum(indices.size for _, indices in crossed) * width.itemsize
+    if listed > count // 64:  # a bitmap with fewer ones does not compress below the size of their indices
+        flags = np.zeros(count, np.bool_)
+        for start, indices in crossed:
+            flags[start + indices.astype(np.int64)] = True
+        bitmap = zlib.compress(np.packbits(flags, bitorder="little").tobytes(), 6)
+        if len(bitmap) < listed:
+            return BITMAP, bitmap
+    return INDICES, b"".join((start + indices.astype(np.int64)).astype(width).tobytes() for start, indices in crossed)

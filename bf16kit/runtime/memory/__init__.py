@@ -1,0 +1,1 @@
+"""Memory for weights: private, shared, sealed, or in a temporary file."""

@@ -1,0 +1,1 @@
+"""Running ONNX graphs with ONNX Runtime."""

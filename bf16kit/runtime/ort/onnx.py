@@ -1,0 +1,157 @@
+"""Running an ONNX graph with ONNX Runtime, on the CPU or on CUDA."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bf16kit.messages.errors import InputRefused, RuntimeFailure
+from bf16kit.messages.wording import brief
+from bf16kit.numerics.tensors import TensorSpec
+from bf16kit.runtime import Array, RuntimeInfo
+from bf16kit.runtime.device import CPU, canonical
+from bf16kit.runtime.edges import RuntimeProperties
+from bf16kit.runtime.ort import ortvalue
+from bf16kit.runtime.ort.kernel import NOT_NEEDED, kernel_for
+from bf16kit.runtime.ort.session import Session, open_session, run_options_with_timeout
+from bf16kit.runtime.probe import probe_onnx
+
+
+class OnnxRuntime(RuntimeProperties):
+    """One ONNX graph, loaded: a :class:`bf16kit.runtime.Runtime`.
+
+    ``profile`` and ``precision`` are reported in :class:`RuntimeInfo`; the accumulation is probed on ``device``, with
+    the CPU kernel if the graph uses it. ``name`` is the name of a graph given as bytes in messages. For the other
+    arguments and the errors see :func:`bf16kit.runtime.ort.session.open_session`. Also raises
+    :class:`ConfigError` when the environment asks for a kernel path that cannot be used.
+    """
+
+    def __init__(
+        self,
+        model: Path | bytes,
+        inputs: Sequence[TensorSpec],
+        outputs: Sequence[TensorSpec],
+        *,
+        device: str = CPU,
+        profile: str = "cpu",
+        precision: str = "bf16-weights",
+        threads: int | None = None,
+        spin: bool = False,
+        external: Mapping[str, Array] | None = None,
+        files: Mapping[str, Array] | None = None,
+        values: Mapping[str, Array] | None = None,
+        base_dir: Path | None = None,
+        note: str = "",
+        pack: bool = True,
+        arena: bool = False,
+        name: str = "",
+    ) -> None:
+        device = canonical(device)
+        name = name or (model.name if isinstance(model, Path) else f"a graph of {len(model)} bytes")
+        # Only if the graph has nodes of the kernel: the reference must run on ONNX Runtime alone.
+        kernel = kernel_for(model) if device == CPU else NOT_NEEDED
+        session = open_session(
+            model,
+            device=device,
+            threads=threads,
+            spin=spin,
+            external=external,
+            files=files,
+            values=values,
+            base_dir=base_dir,
+            library=kernel.library,
+            pack=pack,
+            arena=arena,
+            name=name,
+        )
+        self._inputs = tuple(inputs)
+        self._outputs = tuple(outputs)
+        _check_edges(name, session, self._inputs, self._outputs)
+        self._output_names = [spec.name for spec in outputs]
+        self._has_bf16_edges = any(spec.dtype == "bfloat16" for spec in (*inputs, *outputs))
+        accumulation = probe_onnx(device, precision, kernel.library)
+        self._info = RuntimeInfo(
+            "onnxruntime",
+            device,
+            profile,
+            precision,
+            accumulation,
+            note or kernel.note,
+            kernel.path,
+            kernel.advice,
+        )
+        self._session: Session | None = session
+
+    def run(
+        self, feeds: Mapping[str, Array], outputs: Sequence[str] | None = None, *, seconds: float | None = None
+    ) -> dict[str, Array]:
+        """See :meth:`bf16kit.runtime.Runtime.run`. ONNX Runtime reads the arrays in place and releases the GIL."""
+        session = self._session
+        if session is None:
+            raise RuntimeFailure("the model is closed")
+        names = self._output_names if outputs is None else list(outputs)
+        if seconds is None:
+            return self._run(session, names, feeds, None)
+        with run_options_with_timeout(seconds) as options:
+            try:
+                return self._run(session, names, feeds, options)
+            except RuntimeFailure as error:
+                if not options.terminate:
+                    raise
+                raise RuntimeFailure(f"ONNX Runtime was not done after {seconds:g} s, and was stopped") from error
+
+    def _run(self, session: Session, names: list[str], feeds: Mapping[str, Array], options: Any) -> dict[str, Array]:
+        try:
+            # run() costs 1 us more than the C++ object behind it; run_with_iobinding and OrtValues cost more than that.
+            if self._has_bf16_edges:
+                values = ortvalue.run(session, names, feeds, options)
+            else:
+                values = session.run(names, feeds, options)
+        except Exception as error:  # ONNX Runtime's exceptions share no other base
+            raise _failure(error) from error
+        return dict(zip(names, values, strict=True))
+
+    def close(self) -> None:
+        """Drop the session; its weights are freed when the active runs have ended. Later calls of ``run`` fail."""
+        self._session = None
+
+
+# ONNX Runtime's messages when an input's values or sizes do not fit the graph. Its own class for that (InvalidArgument)
+# is not enough: sizes that cannot be broadcast together raise RuntimeException.
+_BLAMES_INPUT = re.compile(r"out of (data )?bounds|out of range|broadcast|reshape|dimension", re.IGNORECASE)
+_STATUS = "Status Message: "
+_ONNX_TYPES = {"float32": "float", "float64": "double"}  # ONNX Runtime's names that differ from ours
+
+
+def _failure(error: Exception) -> RuntimeFailure:
+    text = f"ONNX Runtime failed: {brief(error)}"
+    _, found, message = str(error).rpartition(_STATUS)
+    if type(error).__name__ == "InvalidArgument" or (found and _BLAMES_INPUT.search(message)):
+        return InputRefused(text, brief(message))
+    return RuntimeFailure(text)
+
+
+def _check_edges(graph: str, session: Session, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> None:
+    """Compare the declared names and dtypes with the graph's.
+
+    Shapes are not compared: every run checks them, the graph's own may be wrong, and not every caller declares them.
+    """
+    for what, specs, found in (("input", inputs, session.get_inputs()), ("output", outputs, session.get_outputs())):
+        declared, real = sorted(s.name for s in specs), sorted(f.name for f in found)
+        if declared != real:
+            raise RuntimeFailure(
+                f"{graph}: the graph's {what}s are {_listed(real)}, but {_listed(declared)} are declared"
+            )
+        edges = {edge.name: edge for edge in found}
+        for spec in specs:
+            edge, expected = edges[spec.name], f"tensor({_ONNX_TYPES.get(spec.dtype, spec.dtype)})"
+            if edge.type != expected:
+                raise RuntimeFailure(
+                    f"{graph}: the graph's {what} {spec.name!r} is {edge.type}, but {expected} is declared"
+                )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) or "none"

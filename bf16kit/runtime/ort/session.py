@@ -1,0 +1,175 @@
+"""Opening an ONNX Runtime session: its options, its device, and its errors as ours.
+
+All settings are the same for all models, so that the server runs what the converter verified: no TF32, no reduced
+accumulation, no text on the terminal (errors are exceptions, and the log is ours).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bf16kit.messages.errors import DeviceUnavailable, RuntimeFailure
+from bf16kit.messages.wording import brief
+from bf16kit.runtime.deadlines import DEADLINES
+from bf16kit.runtime.device import CPU, cuda_index
+from bf16kit.runtime.hardware import available_cpus
+from bf16kit.runtime.ort.ortvalue import to_value
+from bf16kit.runtime.ort.quietort import ort
+from bf16kit.system.versions import is_older
+
+Session: TypeAlias = Any  # onnxruntime.InferenceSession: the package has no types
+
+_CUDA_PROVIDER = "CUDAExecutionProvider"
+_CPU_PROVIDER = "CPUExecutionProvider"
+_FATAL = 4
+
+_CUDA_OPTIONS = {
+    "use_tf32": "0",  # on by default: would multiply fp32 islands with 10 bits of fraction
+    "enable_skip_layer_norm_strict_mode": "1",  # otherwise its sums have the activations' type
+    "cudnn_conv_algo_search": "HEURISTIC",  # exhaustive search would run again for every new batch size
+    "arena_extend_strategy": "kSameAsRequested",  # doubling would take memory from other models on the device
+}
+
+
+def check_version(profile: str, requires: Mapping[str, str]) -> None:
+    """Raise :class:`RuntimeFailure` when the installed ONNX Runtime is older than ``profile`` ``requires``."""
+    required = requires.get("onnxruntime")
+    if required is not None and is_older(ort.__version__, required):
+        raise RuntimeFailure(
+            f"profile {profile} needs ONNX Runtime {required} or later, but {ort.__version__} is installed; upgrade it,"
+            " or convert the checkpoint again where it is installed"
+        )
+
+
+def open_session(
+    model: Path | bytes,
+    *,
+    device: str = CPU,
+    threads: int | None = None,
+    spin: bool = False,
+    external: Mapping[str, NDArray[Any]] | None = None,
+    files: Mapping[str, NDArray[Any]] | None = None,
+    values: Mapping[str, NDArray[Any]] | None = None,
+    base_dir: Path | None = None,
+    library: Path | None = None,
+    optimise: bool = True,
+    pack: bool = True,
+    arena: bool = False,
+    name: str = "",
+) -> Session:
+    """Open a session for ``model`` on the canonical ``device``.
+
+    * ``threads``: how many threads work on one run, including the caller's; None is one per available CPU.
+    * ``spin``: these threads busy-wait between operators.
+    * ``external``: arrays for initializers whose external data file does not exist. ONNX Runtime copies them.
+    * ``files``: the bytes of external data files that do not exist, for a model given as bytes. It copies them, too.
+    * ``values``: initializers that the session reads in place and keeps alive. The file that the graph names for them
+      must exist but is not read. Only operators that read an input in place may use them. None of them is folded.
+    * ``base_dir``: the directory of the external data of a model given as bytes.
+    * ``library``: custom operators (:mod:`bf16kit.runtime.ort.kernel`).
+    * ``optimise``: if false, every operator runs as the graph says; none is fused, folded or dropped.
+    * ``pack``: if false, products read their weights in place; else each is copied once, into the fastest layout.
+    * ``arena``: keep a CPU run's memory for the next, for many runs of equal shapes by a session that is closed soon.
+    * ``name``: the graph's name in errors.
+
+    Raises :class:`DeviceUnavailable` when the device cannot be used, :class:`RuntimeFailure` for a graph that cannot.
+    """
+    options = _options(threads, spin, optimise, pack)
+    if device == CPU:
+        # An arena never shrinks: one unusual request would hold its memory forever. A memory pattern, which puts a
+        # run's tensors into one block, is kept for each shape ever seen. malloc returns memory, and its cost is
+        # negligible (docs/decisions/0028-memory-of-runs.md).
+        options.enable_cpu_mem_arena = arena
+        options.enable_mem_pattern = False
+    if base_dir is not None:
+        options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(base_dir))
+    copies = {name: ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(a)) for name, a in (external or {}).items()}
+    if copies:
+        options.add_external_initializers(list(copies), list(copies.values()))
+    shared = {name: to_value(array) for name, array in (values or {}).items()}
+    for initializer, value in shared.items():
+        options.add_initializer(initializer, value)
+    if files:
+        sizes = [array.nbytes for array in files.values()]
+        options.add_external_initializers_from_files_in_memory(list(files), list(files.values()), sizes)
+    providers = _providers(device)
+    name = name or (model.name if isinstance(model, Path) else f"a graph of {len(model)} bytes")
+    with as_runtime_failure(f"ONNX Runtime cannot load {name} on {device}"):
+        if library is not None:
+            options.register_custom_ops_library(str(library))
+        # Without enable_fallback=0 a provider that fails is replaced by another one, with a message to the terminal.
+        session = ort.InferenceSession(model, options, providers=providers, enable_fallback=0)
+    session.bf16kit_values = shared  # keeps their memory alive as long as the session
+    if device != CPU and session.get_providers()[0] != _CUDA_PROVIDER:
+        raise DeviceUnavailable(
+            f"{device} could not be used by ONNX Runtime {ort.__version__}; check that nvidia-smi lists it and that the"
+            " CUDA and cuDNN libraries this onnxruntime-gpu was built for are installed, or run on the CPU"
+        )
+    return session
+
+
+def has_cuda() -> bool:
+    """Return whether the installed ONNX Runtime was built with CUDA; that does not mean that a device works."""
+    return _CUDA_PROVIDER in ort.get_available_providers()
+
+
+@contextlib.contextmanager
+def run_options_with_timeout(seconds: float) -> Iterator[Any]:
+    """Yield run options that make ONNX Runtime abort the run, between two nodes, after ``seconds``.
+
+    Their ``terminate`` is then true.
+    """
+    options = ort.RunOptions()
+    options.log_severity_level = _FATAL
+    with DEADLINES.after(seconds, lambda: setattr(options, "terminate", True)):
+        yield options
+
+
+@contextlib.contextmanager
+def as_runtime_failure(what: str) -> Iterator[None]:
+    """Turn any exception of ONNX Runtime into :class:`RuntimeFailure`: they share no base but Exception."""
+    try:
+        yield
+    except Exception as error:
+        raise RuntimeFailure(f"{what}: {brief(error)}") from error
+
+
+def _options(threads: int | None, spin: bool, optimise: bool, pack: bool) -> Any:
+    options = ort.SessionOptions()
+    options.log_severity_level = _FATAL
+    if not optimise:
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+        options.enable_mem_reuse = False  # it trusts the file's names of dimensions, which may be wrong
+    if not pack:
+        options.add_session_config_entry("session.disable_prepacking", "1")
+    options.intra_op_num_threads = available_cpus() if threads is None else threads
+    options.inter_op_num_threads = 1
+    # Busy-waiting is faster for a single client, but takes the CPU from all others: from a second session, and from the
+    # server's own threads. session.force_spinning_stop, which stops it at the end of a run, does not help with that
+    # (docs/decisions/0037-threads-sleep-between-operators.md).
+    options.add_session_config_entry("session.intra_op.allow_spinning", "1" if spin else "0")
+    # Arm: by default fp32 would be multiplied in bf16.
+    options.add_session_config_entry("mlas.enable_gemm_fastmath_arm64_bfloat16", "0")
+    return options
+
+
+def _providers(device: str) -> list[Any]:
+    index = cuda_index(device)
+    if index is None:
+        return [_CPU_PROVIDER]
+    if not has_cuda():
+        raise DeviceUnavailable(
+            f"{device} was asked for, but the installed ONNX Runtime {ort.__version__} has no CUDA provider; install"
+            " bf16kit[gpu] in place of bf16kit[cpu], or run on the CPU"
+        )
+    # Finds CUDA's libraries in the nvidia-* wheels. It prints what is missing; loading the session reports that, too.
+    with contextlib.redirect_stdout(io.StringIO()):
+        ort.preload_dlls()
+    return [(_CUDA_PROVIDER, {"device_id": str(index), **_CUDA_OPTIONS}), _CPU_PROVIDER]

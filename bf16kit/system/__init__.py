@@ -1,0 +1,1 @@
+"""The system under a process: memory, control groups, parents, versions."""

@@ -1,0 +1,224 @@
+"""``bf16-convert explain EVIDENCE``: reruns a response that a server sent over budget, and locates the drift.
+
+Two questions, in this order. Does the artifact give what was served? If not, the server had something else in memory,
+and no layer of the artifact is to blame. If it does, which layer leaves the expected line on exactly this input?
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from bf16kit.artifact.artifact import Artifact
+from bf16kit.artifact.evidence import Evidence
+from bf16kit.artifact.manifest import Manifest
+from bf16kit.drift.budget import Budget
+from bf16kit.messages import document
+from bf16kit.messages.errors import InvalidRequest, UsageError
+from bf16kit.messages.text import table
+from bf16kit.messages.wording import quoted
+from bf16kit.numerics.tensors import BY_NAME, Array, check_feeds
+from bf16kit.runtime import Runtime
+from bf16kit.runtime.loading import load_reference
+from converter.islands import explanation
+from converter.islands.explain import open_reference
+from converter.verify.running import open_profile
+
+#: The part of the served drift that may remain between the served output and the one computed here. At 1/4, the
+#: artifact accounts for 15/16 of the drift's power. It is not 0 because another CPU sums in another order, and so
+#: rounds some activations to the other side.
+EXPLAINED = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Rerun:
+    """One output, run again here. Distances are relative to the norm of the reference's output at the time of serving.
+
+    ``served`` is the distance between the served output and the reference then. ``left`` is that between the served
+    output and the artifact's output here. ``reference`` is that between the reference here and then.
+    """
+
+    output: str
+    served: float
+    left: float
+    reference: float
+
+    @property
+    def reproduced(self) -> bool:
+        """Whether the artifact gives the served output here."""
+        return self.left <= _allowed(self.served)
+
+    @property
+    def same_reference(self) -> bool:
+        """Whether the reference gives the same output here as when served."""
+        return self.reference <= _allowed(self.served)
+
+
+def _allowed(served: float) -> float:
+    return EXPLAINED * served if math.isfinite(served) else EXPLAINED
+
+
+def explain_evidence(path: Path, artifact_path: Path, *, as_json: bool = False) -> str:
+    """Explain the evidence in the file ``path`` with the artifact in ``artifact_path``, as text or JSON.
+
+    Raises :class:`UsageError` for a file that is no evidence or belongs to another artifact, and
+    :class:`ArtifactError` or a subclass if the artifact is damaged.
+    """
+    evidence = Evidence.read(path)
+    artifact = Artifact.open(artifact_path)
+    profile = _check(evidence, artifact, path)
+    reruns = _rerun(evidence, artifact, profile)
+    layers = None
+    if artifact.manifest.profiles[profile].format == "onnx":
+        with open_reference(artifact) as graph:
+            layers = explanation.explain_profile(
+                graph, artifact, (evidence.feeds,), profile, find_remedy=_all_reproduced(reruns)
+            )
+    if as_json:
+        header = document.plain(evidence.header) | {"tensors": None}
+        rows = [{**document.plain(each), "reproduced": each.reproduced} for each in reruns]
+        profiles = [] if layers is None else [explanation.as_dict(layers)]
+        return document.dumps({"evidence": header, "again": rows, "profiles": profiles})
+    parts = [_heading(evidence), _table(evidence, reruns), _conclusion(reruns)]
+    if layers is None:
+        parts.append("The layers of a module that torch runs cannot be explained.")
+    else:
+        reason = (
+            ""
+            if _all_reproduced(reruns)
+            else "No remedy was looked for, because the artifact does not give what was served."
+        )
+        parts.append(explanation.text(layers, str(path), reason))
+    return "\n\n".join(parts)
+
+
+def _check(evidence: Evidence, artifact: Artifact, path: Path) -> str:
+    """Return the profile that served the response; raise UsageError if the evidence is not of this artifact."""
+    header, manifest = evidence.header, artifact.manifest
+    if manifest.reference is None:
+        raise UsageError(f"{artifact.path}: keeps no fp32 reference, so no server has measured its drift")
+    entry = manifest.profiles.get(header.profile)
+    if entry is None:
+        raise UsageError(f"{path}: was served by profile {header.profile!r}, which {artifact.path} does not have")
+    for name in _relevant_files(manifest, entry.graph):
+        served_sha256, sha256 = header.files.get(name), manifest.files[name].sha256
+        if served_sha256 != sha256:
+            raise UsageError(
+                f"{path}: is evidence of another artifact than {artifact.path}: {name} has the digest"
+                f" {(served_sha256 or 'none')[:12]} there and {sha256[:12]} here; pass the artifact that was served"
+            )
+    try:
+        check_feeds([each.spec() for each in manifest.inputs], evidence.feeds)
+    except InvalidRequest as error:
+        raise UsageError(f"{path}: {error}") from None
+    outputs = {each.name: each for each in manifest.outputs}
+    for name, served in sorted(evidence.served.items()):
+        if name not in outputs:
+            raise UsageError(f"{path}: holds output {quoted(name)}, which {artifact.path} does not have")
+        if served.dtype != BY_NAME[outputs[name].dtype].numpy:
+            raise UsageError(
+                f"{path}: holds output {quoted(name)} as {served.dtype.name}, which {artifact.path} gives as"
+                f" {outputs[name].dtype}"
+            )
+    return header.profile
+
+
+def _relevant_files(manifest: Manifest, graph: str) -> list[str]:
+    """Return the files that decide the outputs of a profile and the reference; reports and measurements do not."""
+    names = {graph, manifest.reference, *(tensor.file for tensor in manifest.tensors)}
+    names |= {"residual.bin"} if any(tensor.residual is not None for tensor in manifest.tensors) else set()
+    return sorted(name for name in names if name is not None)
+
+
+def _rerun(evidence: Evidence, artifact: Artifact, profile: str) -> list[Rerun]:
+    names = list(evidence.served)
+    runtime, _ = open_profile(artifact, profile)
+    rerun = _run(runtime, evidence.feeds, names)
+    fp32 = _run(load_reference(artifact), evidence.feeds, names)
+    return [
+        Rerun(
+            name,
+            served=_distance(evidence.served[name], evidence.reference[name], evidence.reference[name]),
+            left=_distance(evidence.served[name], rerun[name], evidence.reference[name]),
+            reference=_distance(fp32[name], evidence.reference[name], evidence.reference[name]),
+        )
+        for name in names
+    ]
+
+
+def _run(runtime: Runtime, feeds: Mapping[str, Array], outputs: list[str]) -> dict[str, Array]:
+    try:
+        return runtime.run(feeds, outputs)
+    finally:
+        runtime.close()
+
+
+def _distance(one: Array, other: Array, scale: Array) -> float:
+    """Return ‖one − other‖ ÷ ‖scale‖, in float64. Equal elements have no distance, NaN and infinities included."""
+    if one.shape != other.shape:
+        return math.inf
+    if one.dtype == np.object_:
+        return float(np.mean(one != other))
+    a, b = (np.asarray(array, np.float64) for array in (one, other))
+    same = (a == b) | (np.isnan(a) & np.isnan(b))
+    with np.errstate(invalid="ignore", over="ignore"):
+        difference = float(np.linalg.norm(np.where(same, 0.0, a - b)))
+        size = np.asarray(scale, np.float64)
+        norm = float(np.linalg.norm(np.where(np.isfinite(size), size, 0.0)))
+    if difference == 0:
+        return 0.0
+    return difference / norm if norm and math.isfinite(difference) else math.inf
+
+
+def _all_reproduced(reruns: list[Rerun]) -> bool:
+    """Whether to look for a remedy: fp32 islands cannot mend outputs that the artifact did not give."""
+    return all(each.reproduced for each in reruns)
+
+
+def _heading(evidence: Evidence) -> str:
+    header, verdict = evidence.header, evidence.header.verdict
+    rows = f"{header.rows} of the {header.of_rows} rows of a request" if header.batch_axis is not None else "a request"
+    versions = ", ".join(f"{name} {version}" for name, version in header.versions.items())
+    return (
+        f"Evidence of model {header.model!r} version {header.version}, profile {header.profile}"
+        f" ({header.precision}): {rows}, measured {header.at}.\nThe server's verdict: {verdict.get('state')}, cause"
+        f" {verdict.get('cause')}, {verdict.get('metric')} of output {verdict.get('output')!r} at"
+        f" {_number(verdict.get('ratio'))} × its budget.\nVersions there: {versions}."
+    )
+
+
+def _number(value: object) -> str:
+    try:
+        return f"{float(str(value)):.3g}"
+    except ValueError:
+        return "?"
+
+
+def _table(evidence: Evidence, reruns: list[Rerun]) -> str:
+    bound = Budget.from_dict(evidence.header.budget).bounds.get("relative_l2")
+    rows = [(each.output, each.served, bound, each.left, each.reference) for each in reruns]
+    columns = ("output", "served – reference", "budget", "served – the artifact here", "reference here – there")
+    return table("Distances on this input, relative to the reference's output", columns, rows)
+
+
+def _conclusion(reruns: list[Rerun]) -> str:
+    worst = max(reruns, key=lambda each: each.left / each.served if each.served else 0.0)
+    if not all(each.same_reference for each in reruns):
+        each = max(reruns, key=lambda each: each.reference)
+        return (
+            f"The fp32 reference gives a different output {each.output!r} here than there ({each.reference:.3g}):"
+            " the process that measured drift was damaged, or computes differently. What follows was measured on"
+            " this machine."
+        )
+    if all(each.reproduced for each in reruns):
+        return "The artifact gives here what was served: the model itself has this drift on this input."
+    return (
+        f"The artifact does not give what was served: output {worst.output!r} is {worst.left:.3g} away from it here,"
+        f" and was {worst.served:.3g} away from the reference there. The server did not compute what this artifact"
+        " contains: damaged memory, a faulty device, or another program. Load the model again, and check the machine"
+        " if it happens again. The layers below are those of this artifact on this input."
+    )

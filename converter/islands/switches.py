@@ -1,0 +1,249 @@
+"""Builds one fp32 graph in which each rounding to bf16 is switched by an element of an input.
+
+One graph per plan would need a session per plan, with its own copy of the weights. Instead, every reader of a value x
+that bf16 would round takes ``If(switch, rounded, x)``, where ``rounded`` is a Cast to bf16 and a Cast back. A rounding
+that is switched off costs a copy. (``ErrorScope(switch, rounded, x)`` always rounds, and took twice the time of all the
+rest.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import onnx_ir as ir
+
+from bf16kit.numerics.tensors import TensorSpec
+from converter.graph.initializers import initializer
+from converter.graph.names import FreshNames, all_value_names, values_of
+from converter.graph.operators import EXACT, MERGING, MOVEMENT, SHAPE_ONLY, Bf16Form
+from converter.graph.step import Step
+from converter.graph.types import is_float_tensor
+from converter.source import Array
+
+FLOAT, BFLOAT16 = ir.DataType.FLOAT, ir.DataType.BFLOAT16
+_Use = tuple[ir.Node, int]
+_LARGEST = np.float32(3.3895313892515355e38)  # the largest finite bf16 value
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """One place where a value may be rounded.
+
+    ``weight`` is the stored tensor, if the value is one. ``producer`` is the node that computes the value and rounds
+    its result. ``reader`` is the node that rounds what it reads. Each is "" if there is none. ``is_weight`` is true if
+    the value holds the elements of a stored tensor, at most moved by nodes.
+    """
+
+    weight: str
+    producer: str
+    reader: str
+    is_weight: bool = False
+
+    def rounds(self, nodes: Collection[str], weights: Collection[str], *, reading_weights: bool = True) -> bool:
+        """Whether the value is rounded here if ``nodes`` compute in bf16 and ``weights`` are stored in it.
+
+        Without ``reading_weights``, nodes read weights as they are stored, without rounding them.
+        """
+        reads = self.reader in nodes and (reading_weights or not self.is_weight)
+        return self.weight in weights or self.producer in nodes or reads
+
+
+@dataclass
+class Switch(Step):
+    """Make every rounding switchable that the nodes in ``forms`` and the tensors ``narrow`` cause.
+
+    The graph gets an input ``switches`` (bool, one element per :class:`Site` in ``sites``, in order). For each node's
+    first named fp32 output it gets an output with the shape (``shapes``, by node name). ``saturated`` names the tensors
+    whose overflowing values become the largest finite one. Requires: types are known. Ensures: with all switches off,
+    the graph computes what it computed before.
+    """
+
+    forms: Mapping[str, Bf16Form]
+    narrow: Collection[str]
+    saturated: Collection[str] = ()
+    sites: list[Site] = field(default_factory=list)
+    shapes: dict[str, str] = field(default_factory=dict)
+    input: str = ""
+
+    name = "switch roundings"
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    @property
+    def spec(self) -> TensorSpec:
+        """The spec of the added input."""
+        return TensorSpec(self.input, "bool", (len(self.sites),))
+
+    @property
+    def shape_specs(self) -> tuple[TensorSpec, ...]:
+        """The specs of the added outputs."""
+        return tuple(TensorSpec(name, "int64", ("rank",)) for name in self.shapes.values())
+
+    def apply(self, model: ir.Model) -> bool:
+        graph = model.graph
+        fresh = FreshNames(all_value_names(model) | {node.name or "" for node in graph.all_nodes()})
+        self.input = fresh.make("switches")
+        switches = ir.Value(name=self.input, type=ir.TensorType(ir.DataType.BOOL), shape=ir.Shape([None]))
+        nodes = list(graph)
+        elements: list[ir.Value] = []
+        for value in [v for v in values_of(graph) if is_float_tensor(v)]:
+            self._switch(graph, value, elements, fresh)
+        _split(graph, switches, elements, fresh)
+        for node in nodes:
+            self._output_shape(graph, node, fresh)
+        graph.inputs.append(switches)
+        return bool(self.sites)
+
+    def _switch(self, graph: ir.Graph, value: ir.Value, switches: list[ir.Value], fresh: FreshNames) -> None:
+        """Make the readers of ``value`` for which bf16 would round it read a switched value."""
+        groups: dict[Site, list[_Use]] = {}
+        owner, is_weight = self._owner(value), moved_from(value, self.narrow) is not None
+        for node, index in value.uses():
+            site = Site(*owner, self._reader(node, index), is_weight)
+            if any((site.weight, site.producer, site.reader)) and node.op_type not in SHAPE_ONLY:
+                groups.setdefault(site, []).append((node, index))
+        replaces_output = value.is_graph_output() and any(owner)
+        if replaces_output:
+            groups.setdefault(Site(*owner, "", is_weight), [])
+        if not groups:
+            return
+        made = _Nodes(graph, value, fresh)
+        for site, uses in groups.items():
+            switches.append(_switch_of(value, fresh))
+            switched = made.switched(switches[-1], clamped=value.name in self.saturated)
+            self.sites.append(site)
+            for node, index in uses:
+                node.replace_input_with(index, switched)
+            if replaces_output and not site.reader:
+                _replace_output(graph, value, switched, fresh)
+        made.insert()
+
+    def _owner(self, value: ir.Value) -> tuple[str, str]:
+        """Return the stored weight that ``value`` is, and the node that computes and rounds it; "" for each if none."""
+        node = value.producer()
+        if node is None:
+            return (value.name or "", "") if value.is_initializer() and value.name in self.narrow else ("", "")
+        form = self.forms.get(node.name or "")
+        rounds = form is not None and value.index() in form.outputs and node.op_type not in EXACT
+        return ("", node.name or "") if rounds else ("", "")
+
+    def _reader(self, node: ir.Node, index: int) -> str:
+        form = self.forms.get(node.name or "")
+        return node.name or "" if form is not None and index in form.inputs else ""
+
+    def _output_shape(self, graph: ir.Graph, node: ir.Node, fresh: FreshNames) -> None:
+        value = next(filter(is_float_tensor, node.outputs), None)
+        if value is None:
+            return
+        shape = ir.node("Shape", [value], name=fresh.make(f"{node.name}/shape"))
+        output = shape.outputs[0]
+        output.name, output.type, output.shape = shape.name, ir.TensorType(ir.DataType.INT64), ir.Shape([None])
+        graph.append(shape)
+        graph.outputs.append(output)
+        self.shapes[node.name or ""] = output.name or ""
+
+
+def moved_from(value: ir.Value | None, narrow: Collection[str]) -> str | None:
+    """Return the tensor in ``narrow`` whose elements ``value`` holds, unchanged or moved; None if there is none."""
+    while value is not None and (node := value.producer()) is not None:
+        if node.op_type not in MOVEMENT or node.op_type in MERGING:
+            return None
+        value = node.inputs[0]
+    return value.name if value is not None and value.is_initializer() and value.name in narrow else None
+
+
+def positions(
+    sites: Sequence[Site], nodes: Collection[str], weights: Collection[str], *, reading_weights: bool = True
+) -> Array:
+    """Return the switches to feed so that exactly ``nodes`` compute in bf16 and ``weights`` are stored in it.
+
+    See :class:`Site`.
+    """
+    return np.array([site.rounds(nodes, weights, reading_weights=reading_weights) for site in sites], np.bool_)
+
+
+class _Nodes:
+    """The nodes made for one value, inserted together after the node that computes it."""
+
+    def __init__(self, graph: ir.Graph, value: ir.Value, fresh: FreshNames) -> None:
+        self._graph = graph
+        self._value = value
+        self._fresh = fresh
+        self._made: list[ir.Node] = []
+
+    def switched(self, switch: ir.Value, *, clamped: bool) -> ir.Value:
+        """Return the value, rounded if ``switch`` is on."""
+        branches = (
+            self._body("rounded", self._rounding(clamped)),
+            self._body("kept", [self._node("Identity", [self._value])]),
+        )
+        names = ("then_branch", "else_branch")
+        bodies = [ir.AttrGraph(name, body) for name, body in zip(names, branches, strict=True)]
+        node = self._node("If", [switch], attributes=bodies)
+        self._made.append(node)
+        return node.outputs[0]
+
+    def insert(self) -> None:
+        producer, first = self._value.producer(), next(iter(self._graph))
+        if producer is not None:
+            self._graph.insert_after(producer, self._made)
+        else:
+            self._graph.insert_before(first, self._made)
+
+    def _rounding(self, clamped: bool) -> list[ir.Node]:
+        nodes, value = list[ir.Node](), self._value
+        if clamped:
+            bounds = [self._constant(-_LARGEST), self._constant(_LARGEST)]
+            nodes.append(self._node("Clip", [value, *bounds]))
+            value = nodes[-1].outputs[0]
+        narrow = self._node("Cast", [value], BFLOAT16, [ir.AttrInt64("to", int(BFLOAT16))])
+        wide = self._node("Cast", [narrow.outputs[0]], FLOAT, [ir.AttrInt64("to", int(FLOAT))])
+        return [*nodes, narrow, wide]
+
+    def _body(self, name: str, nodes: list[ir.Node]) -> ir.Graph:
+        return ir.Graph([], [nodes[-1].outputs[0]], nodes=nodes, name=self._fresh.make(f"{self._value.name}/{name}"))
+
+    def _node(
+        self,
+        op: str,
+        inputs: Sequence[ir.Value],
+        dtype: ir.DataType = FLOAT,
+        attributes: Sequence[ir.Attr] = (),
+    ) -> ir.Node:
+        name = self._fresh.make(f"{self._value.name}/{op.lower()}")
+        node = ir.Node("", op, inputs, attributes, name=name)
+        output = node.outputs[0]
+        output.name, output.type, output.shape = name, ir.TensorType(dtype), self._value.shape
+        return node
+
+    def _constant(self, number: np.generic) -> ir.Value:
+        return _constant(self._graph, f"{self._value.name}/constant", np.array(number), self._fresh)
+
+
+def _switch_of(value: ir.Value, fresh: FreshNames) -> ir.Value:
+    name = fresh.make(f"{value.name}/switch")
+    return ir.Value(name=name, type=ir.TensorType(ir.DataType.BOOL), shape=ir.Shape([1]))
+
+
+def _split(graph: ir.Graph, switches: ir.Value, elements: Sequence[ir.Value], fresh: FreshNames) -> None:
+    """Make each of ``elements`` one element of ``switches``, in order, by one Split: Gathers took as long as Conv."""
+    if elements:
+        sizes = _constant(graph, "switches/sizes", np.ones(len(elements), np.int64), fresh)
+        node = ir.Node("", "Split", [switches, sizes], outputs=elements, name=fresh.make("switches/split"))
+        graph.insert_before(next(iter(graph)), node)
+
+
+def _constant(graph: ir.Graph, name: str, array: Array, fresh: FreshNames) -> ir.Value:
+    name = fresh.make(name)
+    return initializer(graph, name, ir.tensor(array, name=name))
+
+
+def _replace_output(graph: ir.Graph, value: ir.Value, switched: ir.Value, fresh: FreshNames) -> None:
+    """Make ``switched`` the output of ``graph`` in place of ``value``, under the same name."""
+    for index, output in enumerate(graph.outputs):
+        if output is value:
+            graph.outputs[index] = switched
+    switched.name, value.name = value.name, fresh.make(f"{value.name}/unrounded")

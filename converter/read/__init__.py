@@ -1,0 +1,96 @@
+"""Reads a source: recognises its format by content, makes it runnable, and keeps its tensors as they were stored."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import cast
+
+from bf16kit.messages.errors import SourceError, UsageError
+from converter.options import Options
+from converter.read.detect import Kind, recognise
+from converter.read.readers.common import Advance
+from converter.source import Source
+
+Reader = Callable[[Options, Kind, Advance], Source]
+
+# The module of `converter.read.readers` for each format; it is imported when needed, and its `read` makes the
+# Source.
+READERS: Mapping[Kind, str] = {
+    Kind.ONNX: "onnx",
+    Kind.HUGGING_FACE: "huggingface",
+    Kind.SAFETENSORS: "weights",
+    Kind.SHARDED: "weights",
+    Kind.TORCH_ZIP: "weights",
+    Kind.LIGHTNING: "lightning",
+    Kind.PICKLE: "weights",
+    Kind.EXPORTED: "exported",
+    Kind.ORBAX: "jax",
+    Kind.FLAX: "jax",
+    Kind.SAVED_MODEL: "tensorflow",
+    Kind.KERAS: "tensorflow",
+    Kind.TORCHSCRIPT: "torchscript",
+}
+
+
+# The weight files of a source that is a directory.
+_WEIGHTS = ("*.safetensors", "*.bin", "saved_model.pb", "variables/variables.*")
+
+
+def read(options: Options, advance: Advance) -> Source:
+    """Read the source of a conversion. ``advance`` is called with the number of bytes read.
+
+    Raises :class:`SourceError` when it cannot be read or does not fit its model, :class:`UsageError` when an option it
+    needs is missing, :class:`ConversionError` when no graph can be made of it.
+    """
+    kind = recognise(options.source)
+    _check_options(options, kind)
+    source = reader(kind)(options, kind, advance)
+    if "__metadata__" in source.checkpoint.tensors:
+        raise SourceError(
+            f"{options.source}: has a tensor named '__metadata__', which safetensors reserves; rename the tensor"
+        )
+    return source
+
+
+_MAPPED = (Kind.SAFETENSORS, Kind.SHARDED, Kind.TORCH_ZIP, Kind.PICKLE, Kind.ORBAX, Kind.FLAX)
+
+
+def _check_options(options: Options, kind: Kind) -> None:
+    """Raise :class:`UsageError` for an option that does not apply to sources of ``kind``."""
+    if options.with_past and kind is not Kind.HUGGING_FACE:
+        raise UsageError(f"--with-past: is for Hugging Face directories, and {options.source} is {kind.value}")
+    if options.signature is not None and READERS[kind] != "tensorflow":
+        raise UsageError(f"--signature: is for TensorFlow models, and {options.source} is {kind.value}")
+    if options.weights is not None and kind is not Kind.LIGHTNING:
+        raise UsageError(f"--weights: is for Lightning checkpoints, and {options.source} is {kind.value}")
+    if options.export == "hf" and kind is not Kind.HUGGING_FACE:
+        raise UsageError(
+            f"--format hf: copies the config and tokenizer of a Hugging Face directory, and {options.source} is"
+            f" {kind.value}; --format safetensors writes the weights alone"
+        )
+    if kind is not Kind.ORBAX and (options.step is not None or options.item is not None):
+        flag = "--step" if options.step is not None else "--item"
+        raise UsageError(f"{flag}: is for Orbax checkpoints, and {options.source} is {kind.value}")
+    if kind not in _MAPPED and (options.map is not None or options.accept_map):
+        flag = "--map" if options.map is not None else "--accept-map"
+        raise UsageError(f"{flag}: is for weights without a graph, and {options.source} is {kind.value}")
+    if options.map is not None and options.accept_map:
+        raise UsageError("--accept-map accepts the proposed map, and --map gives another; leave out one of them")
+
+
+def reader(kind: Kind) -> Reader:
+    """Return the reader for sources of ``kind``."""
+    return cast("Reader", importlib.import_module(f"converter.read.readers.{READERS[kind]}").read)
+
+
+def nbytes(path: Path) -> int | None:
+    """Return the size of the files at ``path``, for a progress bar.
+
+    The result is None if there are none, which `read` reports better.
+    """
+    if path.is_file():
+        return path.stat().st_size
+    weights = [file for pattern in _WEIGHTS for file in path.glob(pattern)]
+    return sum(file.stat().st_size for file in weights) or None

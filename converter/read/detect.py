@@ -1,0 +1,150 @@
+"""Recognises a source's format by its content, never by its name."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from enum import Enum
+from pathlib import Path
+
+from bf16kit.messages.errors import NoCheckpoint, SourceError
+from converter.read import flax_file, foreign
+from converter.read.orbax import layout
+from converter.read.safetensors_file import HEADER_LIMIT
+
+
+class Kind(Enum):
+    """The recognised formats; the value is the name that messages use."""
+
+    SAFETENSORS = "safetensors"
+    SHARDED = "sharded safetensors"
+    TORCH_ZIP = "a torch checkpoint"
+    LIGHTNING = "a Lightning checkpoint"
+    PICKLE = "a pickle file"
+    HUGGING_FACE = "a Hugging Face model directory"
+    ONNX = "ONNX"
+    TORCHSCRIPT = "TorchScript"
+    EXPORTED = "a torch.export program (.pt2)"
+    SAVED_MODEL = "a TensorFlow SavedModel"
+    ORBAX = "an Orbax (JAX) checkpoint"
+    FLAX = "Flax msgpack"
+    KERAS = "a Keras model"
+
+
+_LIGHTNING_KEY = b"pytorch-lightning_version"
+
+
+def recognise(path: Path) -> Kind:
+    """Return the kind of source at ``path``.
+
+    Raises :class:`SourceError` when the path does not exist, when the source is damaged beyond recognition, or when its
+    format is known but not converted.
+    """
+    if not path.exists():
+        foreign.refuse_missing(path)
+        raise SourceError(f"{path}: no such file or directory")
+    if not path.is_dir() and not path.is_file():  # reading a pipe may block forever
+        raise SourceError(f"{path}: neither a file nor a directory")
+    try:
+        return _directory_kind(path) if path.is_dir() else _file_kind(path)
+    except OSError as error:
+        raise SourceError(f"{path}: cannot be read: {error.strerror or error}") from None
+
+
+def _directory_kind(path: Path) -> Kind:
+    foreign.refuse_directory(path)
+    if (path / "saved_model.pb").is_file():
+        return Kind.SAVED_MODEL
+    if layout.is_checkpoint(path):
+        return Kind.ORBAX
+    if (path / "manifest.json").is_file() and any(
+        (path / name).is_file() for name in ("weights.bf16", "measurements.json")
+    ):
+        raise SourceError(f"{path}: is a bf16kit artifact already; `bf16-convert restore` gives back its checkpoint")
+    if (path / "config.json").is_file() or (path / "modules.json").is_file():
+        return Kind.HUGGING_FACE
+    if len(list(path.glob("*.safetensors.index.json"))) == 1:
+        return Kind.SHARDED
+    layout.refuse_several(path)
+    raise NoCheckpoint(
+        f"{path}: a directory without config.json, *.safetensors.index.json or saved_model.pb is not a model; to"
+        " convert all checkpoints in it, pass --out REPOSITORY"
+    )
+
+
+def _file_kind(path: Path) -> Kind:
+    with path.open("rb") as file:
+        head = file.read(512)
+    if not head:
+        raise SourceError(f"{path}: is empty")
+    if not _opens_safetensors(head):
+        foreign.refuse_file(path, head)
+    if head.startswith(b"PK\x03\x04"):
+        return _zip_kind(path)
+    if head[0] == 0x80 and len(head) > 1 and head[1] in range(2, 6):  # the PROTO opcode that opens a pickle
+        return Kind.PICKLE
+    if _opens_safetensors(head):
+        return Kind.SAFETENSORS
+    if flax_file.may_be_flax(head):
+        return Kind.FLAX
+    if head.lstrip().startswith(b"{"):
+        return _json_kind(path)
+    if head[0] == 0x08:  # protobuf field 1, varint: ModelProto.ir_version; no text begins with a backspace
+        return Kind.ONNX
+    if head.startswith(b"version https://git-lfs"):
+        raise SourceError(f"{path}: is a Git LFS pointer, not the file it points to (run `git lfs pull`)")
+    raise NoCheckpoint(f"{path}: {_describe_unknown(head)}; expected safetensors, torch, ONNX or a model directory")
+
+
+def _opens_safetensors(head: bytes) -> bool:
+    return len(head) > 8 and int.from_bytes(head[:8], "little") <= HEADER_LIMIT and head[8:9] == b"{"
+
+
+def _zip_kind(path: Path) -> Kind:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = archive.namelist()
+    except (zipfile.BadZipFile, NotImplementedError, ValueError, EOFError):  # also versions and names unknown to zip
+        raise SourceError(f"{path}: is a truncated or damaged zip archive (of torch or Keras?)") from None
+    inner = {name.partition("/")[2] for name in names} | set(names)
+    foreign.refuse_zip(path, inner)
+    if "constants.pkl" in inner:
+        return Kind.TORCHSCRIPT
+    if "archive_format" in inner or "serialized_exported_program.json" in inner:
+        return Kind.EXPORTED
+    if "data.pkl" in inner:
+        return Kind.LIGHTNING if _mentions_lightning(path) else Kind.TORCH_ZIP
+    if "model.weights.h5" in inner:
+        return Kind.KERAS
+    raise NoCheckpoint(f"{path}: is a zip archive, but not one that torch wrote")
+
+
+def _mentions_lightning(path: Path) -> bool:
+    """Return whether the pickle contains the key of Lightning checkpoints; the reader checks where it is."""
+    with zipfile.ZipFile(path) as archive:
+        for info in archive.infolist():
+            stored = info.compress_type == zipfile.ZIP_STORED and info.file_size == info.compress_size
+            if info.filename.endswith("data.pkl") and stored and info.file_size <= path.stat().st_size:
+                try:
+                    return _LIGHTNING_KEY in archive.read(info)
+                except (zipfile.BadZipFile, ValueError, EOFError, RuntimeError):
+                    return False  # damaged: torch's reader explains it
+    return False
+
+
+def _json_kind(path: Path) -> Kind:
+    try:
+        fields = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):  # not JSON, or nested too deeply
+        raise NoCheckpoint(f"{path}: is a text file, not a checkpoint") from None
+    if isinstance(fields, dict) and isinstance(fields.get("weight_map"), dict):
+        return Kind.SHARDED
+    foreign.refuse_json(path, fields)
+    raise NoCheckpoint(f"{path}: is JSON, but not the index of a sharded checkpoint (it has no weight_map)")
+
+
+def _describe_unknown(head: bytes) -> str:
+    text = head.decode(errors="replace").removesuffix("\ufffd")  # the last character may be incomplete
+    if "\ufffd" not in text and all(character.isprintable() or character.isspace() for character in text):
+        return "is a text file, not a checkpoint"
+    return f"is not a known checkpoint format (first bytes {head[:8].hex(' ')})"

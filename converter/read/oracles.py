@@ -1,0 +1,157 @@
+"""A source's own outputs, as oracles: from the torch module as loaded, or the ONNX file as it is on disk.
+
+They involve no step of the conversion, so they show what reading, exporting and cleaning up did to a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bf16kit.messages.errors import ConversionError, RuntimeFailure
+from bf16kit.numerics.tensors import BY_NAME
+from converter.process.quiet import first_line, quiet
+from converter.source import FP32_ROUNDOFF, Array, Feeds, Oracle, TorchModel
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+    import torch
+
+# Operators that move or convert data but do not compute: what they read in half precision is widened or moved exactly.
+_EXACT = frozenset({"Cast", "CastLike", "Constant", "Identity", "Reshape", "Transpose"})
+_ROUNDOFF = {"FLOAT16": 2.0**-11, "BFLOAT16": 2.0**-8}
+
+
+def of_module(model: TorchModel) -> Oracle:
+    """Return the oracle of ``model``'s module, on the CPU, without gradients, with matrix products in full fp32.
+
+    Raises nothing here. The module must be unchanged since loading when the oracle runs: see :class:`UnchangedTensors`.
+    """
+
+    def outputs(feeds: Sequence[Feeds]) -> Iterator[Feeds]:
+        import torch
+
+        precision = (
+            torch.get_float32_matmul_precision()
+        )  # the user's code may have allowed TF32 or bf16 in matrix products
+        torch.set_float32_matmul_precision("highest")
+        try:
+            for feed in feeds:
+                yield _run(model, feed)
+        finally:
+            torch.set_float32_matmul_precision(precision)
+
+    return Oracle(outputs, "the torch module in evaluation mode, fp32, on the CPU")
+
+
+def _run(model: TorchModel, feed: Feeds) -> Feeds:
+    import torch
+
+    # copies: torch has no read-only tensors, and a module may modify its inputs
+    tensors = [torch.from_numpy(np.array(feed[spec.name], order="C")) for spec in model.inputs]
+    try:
+        with quiet(), torch.no_grad():
+            outputs = model.module(*tensors)
+    except Exception as error:  # the user's model may raise anything
+        raise RuntimeFailure(f"the torch module failed on it: {first_line(error)}") from error
+    return {name: _to_numpy(tensor) for name, tensor in zip(model.outputs, outputs, strict=True)}
+
+
+def _to_numpy(tensor: torch.Tensor) -> Array:
+    import torch
+
+    plain = tensor.detach().cpu()
+    return np.asarray((plain.float() if plain.dtype is torch.bfloat16 else plain).contiguous().numpy())
+
+
+class UnchangedTensors:
+    """Checks that a module's parameters and buffers do not change between its loading and the oracle's run.
+
+    torch counts the changes of each tensor, and a replaced tensor has another address, so nothing is copied or hashed.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        self._before = _tensor_versions(module)
+
+    def check(self, what: str) -> None:
+        """Raise :class:`ConversionError` naming the first tensor that ``what`` changed, added or removed."""
+        after = _tensor_versions(self._module)
+        for name in sorted(self._before.keys() | after.keys()):
+            if self._before.get(name) != after.get(name):
+                raise ConversionError(
+                    f"{what} changed the model's own tensor {name!r}, so its outputs are no longer those of the"
+                    " checkpoint; make the model's forward leave its parameters and buffers unchanged"
+                )
+
+
+def _tensor_versions(module: torch.nn.Module) -> dict[str, tuple[int, int, bool]]:
+    return {
+        name: (tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version, module.training)
+        for name, tensor in module.state_dict(keep_vars=True).items()
+    }
+
+
+def of_onnx(path: Path, model: ir.Model) -> Oracle:
+    """Return the oracle of the file at ``path`` in ONNX Runtime without optimisations; ``model`` is the parsed file."""
+
+    def outputs(feeds: Sequence[Feeds]) -> Iterator[Feeds]:
+        from bf16kit.runtime.ort.session import open_session
+
+        session = open_session(path, optimise=False)
+        try:
+            dtypes = {edge.name: _dtype(edge.type) for edge in session.get_inputs()}
+            for feed in feeds:
+                yield _run_onnx(session, feed, dtypes)
+        finally:
+            del session
+
+    return Oracle(outputs, "the untouched ONNX file in ONNX Runtime, no optimisation", roundoff(model))
+
+
+def _run_onnx(session: Any, feed: Feeds, dtypes: Mapping[str, np.dtype[Any]]) -> Feeds:
+    """Return the outputs for ``feed``, whose arrays are converted to the file's dtypes."""
+    from bf16kit.runtime.ort import ortvalue
+    from bf16kit.runtime.ort.session import as_runtime_failure
+
+    names = [edge.name for edge in session.get_outputs()]
+    given = {name: np.asarray(array.astype(dtypes[name], copy=False), order="C") for name, array in feed.items()}
+    half = any(edge.type == "tensor(bfloat16)" for edge in (*session.get_inputs(), *session.get_outputs()))
+    with as_runtime_failure("ONNX Runtime failed on it"):
+        values = ortvalue.run(session, names, given) if half else session.run(names, given)
+    return dict(zip(names, values, strict=True))
+
+
+def _dtype(text: str) -> np.dtype[Any]:
+    """Return numpy's dtype for ONNX Runtime's ``tensor(float16)``."""
+    name = text.removeprefix("tensor(").removesuffix(")")
+    return BY_NAME[{"float": "float32", "double": "float64"}.get(name, name)].numpy
+
+
+def roundoff(model: ir.Model) -> float:
+    """Return the unit roundoff of the least precise type among the inputs of operators that compute."""
+    found = {FP32_ROUNDOFF}
+    for node in model.graph.all_nodes():
+        if node.op_type not in _EXACT:
+            found.update(_ROUNDOFF.get(_declared_type(value), FP32_ROUNDOFF) for value in node.inputs)
+    return max(found)
+
+
+def _declared_type(value: ir.Value | None) -> str:
+    """Return the type of an operator's input if the file states it: of a weight, an input, or a Cast's result."""
+    if value is None:
+        return ""
+    if value.dtype is not None:
+        return value.dtype.name
+    producer = value.producer()
+    if value.const_value is not None:
+        return value.const_value.dtype.name
+    if producer is not None and producer.op_type == "Cast" and producer.domain == "" and "to" in producer.attributes:
+        import onnx_ir as ir
+
+        dtypes = {int(dtype): dtype.name for dtype in ir.DataType}
+        return dtypes.get(producer.attributes["to"].as_int(), "")
+    return ""

@@ -1,0 +1,182 @@
+"""Runs a TorchScript graph as a torch module that exporters can trace: its operators are called one by one in Python.
+
+torch.export cannot trace a ScriptModule. Here every branch and loop is decided during tracing, by shapes and constants.
+Branches on the values of a tensor cannot be traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from bf16kit.messages.errors import ConversionError
+from bf16kit.runtime import scriptgraph
+from converter.read.torch import scriptvalues
+
+_LONGEST_LOOP = 100_000
+_OF_LISTS = ("aten::append", "aten::extend", "aten::_set_item")
+
+
+class _Ref:
+    """A reference to one of the module's tensors by name: torch.export replaces the tensor while it traces."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+class _Place:
+    """Where a run failed; a separate object, because exporters restore a module's attributes."""
+
+    stopped = ""
+
+
+class Interpreted(torch.nn.Module):
+    """Computes what the graph of ``script`` computes; its ``tensors``, by name, are the parameters and buffers."""
+
+    def __init__(self, script: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        self._graph = script.graph
+        self._defaults = [argument.default_value for argument in script.forward.schema.arguments[1:]]
+        self._attributes: dict[str, Any] = {}
+        self._place = _Place()
+        self.own = torch.nn.Module()
+        known: dict[tuple[Any, ...], str] = {}
+        for name, tensor in tensors.items():
+            known.setdefault(_place(tensor), name)
+            _register(self.own, name.split("."), tensor)
+        for node in scriptgraph.nodes(self._graph):
+            output = node.output().debugName() if node.outputsSize() == 1 else ""
+            if node.kind() == "prim::GetAttr" and node.output().type().kind() not in ("ClassType", "InterfaceType"):
+                value = scriptgraph.owner_of(script, node).getattr(node.s("name"))
+                self._attributes[output] = _referred(value, known)
+            elif node.kind() == "prim::Constant":
+                self._attributes[output] = _referred(node.output().toIValue(), known)
+
+    @property
+    def stopped(self) -> str:
+        """The innermost operator that could not be traced; exporters bury the reason in pages of context."""
+        return self._place.stopped
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        given = [*inputs, *self._defaults[len(inputs) :]]
+        values = dict(zip([value.debugName() for value in self._graph.inputs()], [None, *given], strict=True))
+        return self._run(self._graph, values)[0]
+
+    def _run(self, block: Any, values: dict[str, Any]) -> list[Any]:
+        for node in block.nodes():
+            try:
+                results = self._results(node, values)
+            except Exception:
+                self._place.stopped = self._place.stopped or node.kind()
+                raise
+            values.update(zip([value.debugName() for value in node.outputs()], results, strict=True))
+        return [values[value.debugName()] for value in block.outputs()]
+
+    def _results(self, node: Any, values: dict[str, Any]) -> list[Any]:
+        kind = node.kind()
+        if kind in ("prim::Constant", "prim::GetAttr"):
+            return [self._resolved(self._attributes.get(node.output().debugName()))]
+        given = [values[value.debugName()] for value in node.inputs()]
+        if kind == "prim::If":
+            chosen = list(node.blocks())[0 if bool(given[0]) else 1]
+            return self._run(chosen, values)
+        if kind == "prim::Loop":
+            return self._loop(node, given, values)
+        if kind in ("prim::ListConstruct", "prim::TupleConstruct"):
+            return [given if kind == "prim::ListConstruct" else tuple(given)]
+        if kind in ("prim::ListUnpack", "prim::TupleUnpack"):
+            return list(given[0])
+        if kind == "prim::TupleIndex":
+            return [given[0][given[1]]]
+        if kind == "prim::DictConstruct":
+            return [dict(zip(given[::2], given[1::2], strict=True))]
+        if kind == "prim::RaiseException":
+            raise ConversionError(f"the TorchScript module raises an error of its own: {given[0]}"[:300])
+        return _as_list(node, _call(node, kind, given))
+
+    def _loop(self, node: Any, given: list[Any], values: dict[str, Any]) -> list[Any]:
+        """Run a loop: its body takes the iteration's number and the carried values, and returns whether to continue."""
+        most, goes_on, *carried = given
+        (body,) = node.blocks()
+        names = [value.debugName() for value in body.inputs()]
+        turn = 0
+        while turn < most and bool(goes_on):
+            if turn == _LONGEST_LOOP:
+                raise ConversionError(f"a loop of the TorchScript module runs more than {_LONGEST_LOOP} times")
+            values.update(zip(names, [turn, *carried], strict=True))
+            goes_on, *carried = self._run(body, values)
+            turn += 1
+        return carried
+
+    def _resolved(self, value: Any) -> Any:
+        if isinstance(value, _Ref):
+            found: Any = self.own
+            for part in value.name.split("."):
+                found = getattr(found, part)
+            return found
+        if isinstance(value, list | tuple):
+            return type(value)(self._resolved(one) for one in value)
+        return {key: self._resolved(one) for key, one in value.items()} if isinstance(value, dict) else value
+
+
+def _call(node: Any, kind: str, given: list[Any]) -> Any:
+    always = scriptvalues.ALWAYS.get(kind)
+    if always is not None:
+        return always(*given)
+    plain = scriptvalues.PLAIN.get(kind)
+    if plain is not None and not (given and isinstance(given[0], torch.Tensor)):
+        if kind not in _OF_LISTS:  # a trace holds numbers as tensors without dimensions
+            given = [one.item() if isinstance(one, torch.Tensor) and one.ndim == 0 else one for one in given]
+        return plain(*given)
+    schema = node.schema()
+    namespace, _, name = schema.partition("(")[0].partition("::")
+    operator, _, overload = name.partition(".")
+    try:
+        call = getattr(getattr(getattr(torch.ops, namespace), operator), overload or "default")
+    except (AttributeError, RuntimeError):
+        raise ConversionError(f"the TorchScript operator {kind} is not supported") from None
+    positional, named = [], {}
+    for value, argument in zip(given, call._schema.arguments, strict=True):
+        made = scriptvalues.argument(argument.name, value)
+        if argument.kwarg_only:
+            named[argument.name] = made
+        else:
+            positional.append(made)
+    return call(*positional, **named)
+
+
+def _as_list(node: Any, result: Any) -> list[Any]:
+    count = node.outputsSize()
+    return [result] if count == 1 else list(result) if count else []
+
+
+def _referred(value: Any, known: Mapping[tuple[Any, ...], str]) -> Any:
+    if isinstance(value, torch.Tensor):
+        name = known.get(_place(value))
+        return value if name is None else _Ref(name)
+    if isinstance(value, list | tuple):
+        return type(value)([_referred(one, known) for one in value])
+    return {key: _referred(one, known) for key, one in value.items()} if isinstance(value, dict) else value
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
+def _register(holder: torch.nn.Module, path: list[str], tensor: torch.Tensor) -> None:
+    for part in path[:-1]:
+        if part not in holder._modules:
+            holder.add_module(part, torch.nn.Module())
+        holder = holder.get_submodule(part)
+    if tensor.is_floating_point():
+        holder.register_parameter(path[-1], torch.nn.Parameter(tensor.detach(), requires_grad=False))
+    else:
+        holder.register_buffer(path[-1], tensor)
+
+
+def input_names(script: Any) -> Iterator[str]:
+    """Yield the names of the parameters of ``forward``, in order."""
+    for argument in script.forward.schema.arguments[1:]:
+        yield argument.name

@@ -1,0 +1,102 @@
+"""Simplifies the graph that torch's exporter writes, without computing on weights.
+
+The exporter's own optimiser would also fold BatchNorm into weights. Here the conversion does that, because it must keep
+the scale for ``restore``. So only rules that move or drop data are applied.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from contextlib import suppress
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+from bf16kit.messages.errors import ConversionError
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+_RULES = (
+    "add_0_rule",
+    "cast_cast_rule",
+    "cast_constant_of_shape_rule",
+    "cast_constant_of_shape_without_value_rule",
+    "collapse_slice2_rule",
+    "collapse_slice_rule",
+    "div_by_1_rule",
+    "dropout_inference_rule",
+    "dropout_zero_rule",
+    "materialize_reshape_shape_rule",
+    "mul_by_1_rule",
+    "no_op_cast_rule",
+    "no_op_dynamic_scatter_nd_rule",
+    "no_op_expand_rule",
+    "no_op_static_scatter_nd_rule",
+    "no_op_transpose_rule",
+    "one_reshape_matmul_reshape_rule",
+    "reshape_reshape_rule",
+    "slice_split_rule",
+    "squeeze_reshape_1d_rule",
+    "sub_0_rule",
+    "transpose_transpose_rule",
+    "two_reshapes_matmul_reshape_rule",
+    "unsqueeze_unsqueeze_rule",
+)
+_SMALL = 1024  # bytes of constants that may be folded into any mask or table
+_ROUNDS = 2  # folding a constant enables a rule, and a rule enables folding
+
+
+def simplify(model: ir.Model) -> None:
+    """Fold shape arithmetic and transposes of weights, and drop operators without effect; in place.
+
+    Nothing is folded into a larger tensor of floats, such as a table of positions: the artifact would hold it beside
+    the checkpoint's own tensors from which it is computed, and ONNX Runtime computes it once, when it loads the graph.
+    """
+    from onnx_ir.passes import common
+    from onnxscript import optimizer, rewriter
+    from onnxscript.rewriter.rules import common as rules
+
+    # Copies: a rule keeps the last graph it saw, and the library's own rules live as long as the library.
+    applied = copy.deepcopy([_rule(rules, name) for name in _RULES])
+    common.InlinePass()(model)
+    for _ in range(_ROUNDS):
+        # Its evaluator raises at some operators (SplitToSequence along a free dimension); what it folded before stays.
+        with suppress(RuntimeError):
+            optimizer.fold_constants_ir(model, onnx_shape_inference=True, should_fold=_keep_if_it_grows)
+        rewriter.rewrite(model, applied)
+    common.RemoveUnusedNodesPass()(model)
+    common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+    common.LiftSubgraphInitializersToMainGraphPass()(model)
+    common.DeduplicateInitializersPass()(model)
+    common.CommonSubexpressionEliminationPass()(model)
+    common.OutputFixPass()(model)
+    common.NameFixPass()(model)
+
+
+def _keep_if_it_grows(node: ir.Node) -> bool | None:
+    """Return False for a node whose floating-point output is larger than its inputs together; None: fold as usual."""
+    import onnx_ir as ir
+
+    output = node.outputs[0]
+    if output.dtype is None or not output.dtype.is_floating_point() or output.shape is None:
+        return None
+    if not output.shape.is_static():
+        return None
+    tensors = (ir.convenience.get_const_tensor(value) for value in node.inputs if value is not None)
+    nbytes = sum(tensor.nbytes for tensor in tensors if tensor is not None)
+    return False if _SMALL <= nbytes < math.prod(output.shape.numpy()) * output.dtype.itemsize else None
+
+
+def _rule(rules: Any, name: str) -> Any:
+    """Return the rule called ``name``.
+
+    Raises ConversionError if it is missing, because conversions would silently get worse.
+    """
+    try:
+        return getattr(rules, name)
+    except AttributeError:
+        raise ConversionError(
+            f"the installed onnxscript {version('onnxscript')} has no rewrite rule {name!r}; install the version in"
+            " constraints.txt"
+        ) from None

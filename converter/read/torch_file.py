@@ -1,0 +1,153 @@
+"""Reads the tensors of torch's own files, state dicts and training checkpoints, without running their pickles."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bf16kit.messages.errors import SourceError
+from bf16kit.messages.wording import brief
+from converter.process.quiet import first_line, quiet
+from converter.read import torch_records
+from converter.read.detect import Kind
+from converter.source import Array
+
+if TYPE_CHECKING:
+    import torch
+
+_FORBIDDEN = re.compile(r"GLOBAL (\S+)")
+_ZIPS = (Kind.TORCH_ZIP, Kind.LIGHTNING)
+_NAMED = 5
+_LIGHTNING_REMEDY = (
+    "the cause is usually a hyper-parameter: train with save_hyperparameters(ignore=[...]) for values that are not"
+    " numbers or text, or save the file again without its 'hyper_parameters' if you trust it"
+)
+_NESTED = ("state_dict", "model_state_dict", "model")  # keys that training scripts use
+
+
+def read_file(path: Path, kind: Kind, *, trust_pickle: bool) -> tuple[dict[str, Array], torch.nn.Module | None]:
+    """Return the tensors of ``path`` by name, memory-mapped, and the module itself when a whole one was saved.
+
+    Pickles run code when they are loaded. So torch's zip files are loaded with ``weights_only``, which builds nothing
+    but tensors and plain containers. Bare pickles are loaded only with ``trust_pickle``.
+    """
+    loaded = load(path, kind, trust_pickle=trust_pickle)
+    import torch
+
+    if isinstance(loaded, torch.nn.Module):
+        return to_numpy(path, loaded.state_dict()), loaded
+    return arrays(path, kind, _state_dict(path, loaded), trust_pickle=trust_pickle), None
+
+
+def load(path: Path, kind: Kind, *, trust_pickle: bool) -> Any:
+    """Return the contents of ``path``, tensors mapped; :class:`SourceError` for what :func:`read_file` rejects."""
+    if kind is Kind.PICKLE and not trust_pickle:
+        raise SourceError(
+            f"{path}: is a bare pickle (torch before 1.6, or not torch at all), and loading it could run any code;"
+            " save it again as safetensors, or pass --trust-pickle if you trust whoever made it"
+        )
+    if kind in _ZIPS and not trust_pickle:
+        torch_records.check_stored(path)
+        torch_records.check_names(path)
+    return _load(path, kind, trust_pickle=trust_pickle)
+
+
+def arrays(path: Path, kind: Kind, state: Mapping[Any, Any], *, trust_pickle: bool) -> dict[str, Array]:
+    """Return the tensors of ``state``, which was loaded from ``path``, as numpy views of the mapped file."""
+    if kind in _ZIPS and not trust_pickle:  # a trusted pickle may create tensors that are not in the file
+        torch_records.check(path, _storages(state))
+    return to_numpy(path, state)
+
+
+def _storages(state: Mapping[Any, Any]) -> set[tuple[int, int]]:
+    """Return address and size of the memory behind every nonempty tensor of ``state``."""
+    import torch
+
+    dense = (t for t in state.values() if isinstance(t, torch.Tensor) and t.layout is torch.strided)
+    storages = (tensor.untyped_storage() for tensor in dense if tensor.device.type == "cpu")
+    return {(storage.data_ptr(), storage.nbytes()) for storage in storages if storage.nbytes()}
+
+
+def _load(path: Path, kind: Kind, *, trust_pickle: bool) -> Any:
+    import torch
+
+    try:
+        with quiet():
+            return torch.load(path, map_location="cpu", weights_only=not trust_pickle, mmap=kind in _ZIPS)
+    except pickle.UnpicklingError as error:
+        found = _FORBIDDEN.search(str(error))
+        what = f" ({found[1]})" if found else ""
+        remedy = "save its state_dict() instead"
+        if kind is Kind.LIGHTNING:
+            what, remedy = _unsafe_globals(path) or what, _LIGHTNING_REMEDY
+        raise SourceError(
+            f"{path}: holds more than tensors{what}, and loading that could run any code; {remedy}, or pass"
+            " --trust-pickle if you trust whoever made it"
+        ) from error
+    except Exception as error:  # a trusted pickle runs code that may raise anything
+        raise SourceError(f"{path}: torch cannot load it: {first_line(error)}") from error
+
+
+def _unsafe_globals(path: Path) -> str:
+    """Name the classes and functions that a checkpoint's pickle asks for beside tensors; "" if it cannot be read."""
+    import torch
+
+    try:
+        names = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+    except Exception:  # noqa: BLE001 - a damaged pickle raises nearly anything; then torch's first error is reported
+        return ""
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f" ({brief(', '.join(names[:_NAMED]))}{more})" if names else ""
+
+
+def _state_dict(path: Path, loaded: Any) -> Mapping[str, Any]:
+    if not isinstance(loaded, Mapping):
+        raise SourceError(f"{path}: holds a {type(loaded).__name__}, expected a state dict")
+    for key in _NESTED:
+        inner = loaded.get(key)
+        if isinstance(inner, Mapping) and not _has_tensors(loaded):
+            return inner
+    if not _has_tensors(loaded):
+        keys = ", ".join(sorted(map(str, loaded))[:5]) or "nothing"
+        raise SourceError(f"{path}: holds no tensors at its top level, nor under 'state_dict'; it has {keys}")
+    return loaded
+
+
+def _has_tensors(loaded: Mapping[Any, Any]) -> bool:
+    import torch
+
+    return any(isinstance(value, torch.Tensor) for value in loaded.values())
+
+
+def to_numpy(path: Path, state: Mapping[Any, Any]) -> dict[str, Array]:
+    """Return the tensors of ``state`` as numpy views; :class:`SourceError` for a dtype that numpy does not have."""
+    import torch
+
+    return {str(name): _array(path, name, t) for name, t in state.items() if isinstance(t, torch.Tensor)}
+
+
+def _array(path: Path, name: str, tensor: torch.Tensor) -> Array:
+    """Return ``tensor`` as a numpy view of the same memory; bfloat16, which numpy lacks, through its 16-bit pattern."""
+    import ml_dtypes
+    import torch
+
+    if tensor.device.type == "meta":
+        raise SourceError(f"{path}: tensor {name!r} was saved from the meta device, without its values")
+    try:
+        plain = tensor.detach().contiguous()
+        if plain.dtype is torch.bfloat16:
+            return plain.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+        array: Array = plain.numpy()
+    except (TypeError, RuntimeError):
+        raise SourceError(f"{path}: tensor {name!r} has the unknown dtype {_dtype(tensor)}") from None
+    if array.dtype.kind not in "biuf":
+        raise SourceError(f"{path}: tensor {name!r} has the unknown dtype {_dtype(tensor)}")
+    return array
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    layout = "" if str(tensor.layout) == "torch.strided" else f" ({tensor.layout})"
+    return str(tensor.dtype).removeprefix("torch.") + layout

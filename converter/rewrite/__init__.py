@@ -1,0 +1,97 @@
+"""Turns a source graph into the graphs that are written, by a list of small steps, each in a file named after it.
+
+``prepare`` runs the whole list. The **reference** is the source graph made explicit, without further changes: functions
+inlined, every constant an initializer of the main graph, equal weights stored once, everything named. The **folded**
+graph is the one that profiles start from. In it, masks that hide nothing are dropped, operators are recent enough for
+bf16, and masks are within bf16's range. BatchNorm is folded into weights, except those that were bf16 or fp16. The
+**cuda** graph is the folded one with operators that have no bf16 kernel rewritten into operators that have one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from bf16kit.numerics.lowbits import is_half
+from converter.graph.cuda_support import KernelTable
+from converter.graph.names import NameEverything
+from converter.graph.step import Step, run
+from converter.graph.types import InferTypes
+from converter.rewrite.batchnorm import Fold, FoldBatchNorm
+from converter.rewrite.clip import ClipToMinMax
+from converter.rewrite.constantconditions import DropTruths
+from converter.rewrite.constants import ConstantsToInitializers
+from converter.rewrite.gathers import GatherAllToUnsqueeze
+from converter.rewrite.hoisting import HoistInitializers
+from converter.rewrite.identities import RemoveIdentities
+from converter.rewrite.inlining import InlineFunctions
+from converter.rewrite.matching import Match, match
+from converter.rewrite.noopmasks import ClampMasks
+from converter.rewrite.opset import RaiseOpset, SupportedOpset
+from converter.rewrite.pooling import GlobalAverageToReduceMean
+from converter.rewrite.sharing import ShareEqualWeights
+from converter.rewrite.unused import DropUnused
+
+__all__ = ["Fold", "Match", "Prepared", "Step", "prepare", "run"]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The three graphs of one model, which share their weights in memory, and how their initializers are related.
+
+    Initializers of the same name in two graphs are the same tensor, with two exceptions. For names in ``folds``, the
+    ``reference`` holds the source's weight and the others hold it multiplied by a BatchNorm. For names in ``clamped``,
+    the others hold the mask within bf16's range. ``matches`` maps each checkpoint tensor to the initializer of
+    ``reference`` that holds it.
+    """
+
+    reference: ir.Model
+    folded: ir.Model
+    cuda: ir.Model
+    folds: Mapping[str, Fold]
+    clamped: frozenset[str]
+    matches: Mapping[str, Match]
+
+
+def prepare(
+    model: ir.Model,
+    checkpoint: Mapping[str, NDArray[Any]] | None = None,
+    *,
+    orders: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+    half_precision: Collection[str] = (),
+    kernels: KernelTable | None = None,
+) -> Prepared:
+    """Prepare ``model`` (fp32, any opset ONNX Runtime accepts; changed in place) for narrowing.
+
+    ``checkpoint`` holds the source's tensors by name. Initializers that match one of them, as it is or transposed, take
+    its name. ``orders`` gives the order of axes in the graph for tensors that are permuted otherwise. BatchNorm is not
+    folded into tensors that are bf16 or fp16 in the checkpoint or named in ``half_precision``. Raises
+    :class:`ConversionError` that names the failed step.
+    """
+    kernels = kernels or KernelTable.load()
+    reference = run([SupportedOpset(kernels), *_NORMALISE], model)
+    checkpoint = checkpoint or {}
+    matches = match(reference.graph, checkpoint, orders)
+    found = {match.initializer for name, match in matches.items() if is_half(checkpoint[name].dtype.name)}
+    fold = FoldBatchNorm(found.union(half_precision))
+    clamp = ClampMasks()
+    simpler = [RemoveIdentities(), GatherAllToUnsqueeze(), DropTruths()]
+    lowering = [*simpler, RaiseOpset(kernels), fold, clamp, DropUnused(), InferTypes()]
+    folded = run(lowering, reference.clone())
+    cuda = run([ClipToMinMax(kernels), GlobalAverageToReduceMean(kernels), InferTypes()], folded.clone())
+    return Prepared(reference, folded, cuda, dict(fold.folds), frozenset(clamp.clamped), matches)
+
+
+_NORMALISE: tuple[Step, ...] = (
+    InlineFunctions(),
+    NameEverything(),
+    ConstantsToInitializers(),
+    HoistInitializers(),
+    ShareEqualWeights(),
+    InferTypes(),
+)

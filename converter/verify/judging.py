@@ -1,0 +1,174 @@
+"""Compares measurements with the budget: which bounds apply, and what happens to a profile over them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from bf16kit.artifact.manifest import Manifest
+from bf16kit.artifact.publish import StagingArtifact
+from bf16kit.drift.budget import Breach, Budget
+from bf16kit.drift.metrics import ROWS, DriftSummary
+from bf16kit.messages.errors import BudgetExceeded, UsageError
+from bf16kit.messages.wording import first_few, quoted
+from bf16kit.numerics.tensors import Kind, TensorSpec
+from converter.options import Options
+from converter.verify import measure
+from converter.verify.measure import Drifts
+from converter.write.traced import TRACED
+
+_LOGITS_ONLY = "top1_agreement"
+_KEEP = "Keep the nodes that cause it in fp32 (--keep-fp32 REGEX)"
+_KEEP_WEIGHTS = "Keep the weights that cause it in fp32 (--keep-fp32 REGEX)"
+_Entry = TypeVar("_Entry")
+
+
+def with_output_kinds(outputs: Sequence[TensorSpec], kinds: Mapping[str, Kind]) -> tuple[TensorSpec, ...]:
+    """Return ``outputs`` with the kinds given by ``--output``; UsageError for a name that no output has."""
+    names = [spec.name for spec in outputs]
+    for name in kinds:
+        if name not in names:
+            raise UsageError(f"--output {name}: the model's outputs are {', '.join(names)}")
+    return tuple(replace(spec, kind=kinds.get(spec.name, spec.kind)) for spec in outputs)
+
+
+def check_budget(budget: Budget, outputs: Sequence[TensorSpec]) -> list[str]:
+    """Return notes on default bounds that apply to no output; raise UsageError for such a bound if the user stated it.
+
+    Agreement applies to outputs of kind logits only, every other metric to all outputs.
+    """
+    if budget.bound(_LOGITS_ONLY) is None or any(spec.kind == "logits" for spec in outputs):
+        return []
+    kinds = first_few([f"{quoted(spec.name)} is of kind {spec.kind}" for spec in outputs])
+    unknown = [spec.name for spec in outputs if spec.kind == "other"]
+    remedy = f"pass --output {unknown[0] if len(unknown) == 1 else 'NAME'}:logits"
+    if _LOGITS_ONLY in budget.stated:
+        raise UsageError(
+            f"--budget {_LOGITS_ONLY}={budget.bound(_LOGITS_ONLY):g}: no output is known to hold logits ({kinds});"
+            f" if one does, {remedy}"
+        )
+    if any(spec.kind == "other" for spec in outputs):
+        return [f"{_LOGITS_ONLY} was not judged: no output is known to hold logits ({kinds}); if one does, {remedy}"]
+    return []
+
+
+def describe_breaches(profile: str, budget: Budget, summaries: Mapping[str, DriftSummary]) -> list[str]:
+    """Describe where ``summaries`` exceed ``budget``, one sentence each."""
+    return [
+        f"profile {profile}, {breach}"
+        for output, summary in sorted(summaries.items())
+        for breach in budget.breaches(output, summary)
+    ]
+
+
+def find_breaches(budget: Budget, drifts: Sequence[Drifts]) -> list[Breach]:
+    """Return where ``drifts``, one entry per sample, exceed ``budget``."""
+    summaries = measure.summarise(drifts)
+    return [breach for output in sorted(summaries) for breach in budget.breaches(output, summaries[output])]
+
+
+def check_stated_bounds(budget: Budget, manifest: Manifest) -> None:
+    """Raise UsageError if a bound that the user stated judged no output in any profile."""
+    summaries = [DriftSummary(e.samples, stats) for e in manifest.drift.values() for stats in e.outputs.values()]
+    for name in sorted(budget.stated):
+        if summaries and all(summary.judged(name) is None for summary in summaries):
+            most = max(summary.samples for summary in summaries)
+            few = name.endswith(".p99") and most < ROWS
+            why = f"the 99th percentile of {most} samples is not known; give {ROWS} or more, or bound the worst"
+            raise UsageError(
+                f"--budget {name}={budget.bound(name):g}: {why if few else 'the bound applies to no output'}"
+            )
+
+
+def judge(
+    breaches: Mapping[str, Sequence[str]], manifest: Manifest, options: Options, stage: StagingArtifact
+) -> tuple[Manifest, list[str]]:
+    """Return the manifest to publish, and notes; ``breaches`` describes where each profile exceeds the budget.
+
+    A profile or a format over budget that the user did not ask for is left out. For any other, raises
+    :class:`BudgetExceeded` unless the options allow drift over budget, or allow profiles to be dropped and one is left.
+    """
+    breaches = {profile: found for profile, found in breaches.items() if found}
+    manifest, left_out = _without_optional(breaches, manifest, options, stage)
+    breaches = {
+        name: found for name, found in breaches.items() if name in manifest.profiles or name in manifest.exports
+    }
+    if not breaches:
+        return manifest, left_out
+    manifest, notes = _judged(breaches, manifest, options, stage)
+    return manifest, [*left_out, *notes]
+
+
+def _without_optional(
+    breaches: Mapping[str, Sequence[str]], manifest: Manifest, options: Options, stage: StagingArtifact
+) -> tuple[Manifest, list[str]]:
+    dropped: dict[str, str] = {
+        profile: f"no profile {profile}, which is faster on some processors: drift over budget; to write it, pass"
+        f" --profile {profile} and keep the nodes that cause it in fp32 (--keep-fp32 REGEX)"
+        for profile in options.optional_profiles
+        if profile in breaches
+    }
+    if manifest.plan.tensors and not options.allow_over_budget:  # there are graphs beside the torch module
+        dropped |= {
+            name: f"no {TRACED[name].title}: drift over budget; no search can mend it, because torch.autocast decides"
+            f" where it rounds; to write it, pass --format {name} and raise the --budget"
+            for name in options.traced
+            if name in breaches and not options.requires(name)
+        }
+    notes = [note + "".join(f"\n  {breach}" for breach in breaches[name]) for name, note in dropped.items()]
+    return (without_profiles(stage, manifest, dropped) if dropped else manifest), notes
+
+
+def _judged(
+    breaches: Mapping[str, Sequence[str]], manifest: Manifest, options: Options, stage: StagingArtifact
+) -> tuple[Manifest, list[str]]:
+    """Do as :func:`judge` for profiles that are over budget and were asked for."""
+    listed = "".join(f"\n  {breach}" for profile in sorted(breaches) for breach in breaches[profile])
+    if options.allow_over_budget:
+        return manifest, [f"drift over budget, published because of --allow-over-budget:{listed}"]
+    droppable = breaches.keys() <= manifest.profiles.keys()  # an export was asked for, and may hold the weights
+    if options.drop_failing_profiles and droppable and manifest.profiles.keys() - breaches.keys():
+        dropped = f"left out, drift over budget: {', '.join(sorted(breaches))}{listed}"
+        return without_profiles(stage, manifest, breaches.keys()), [dropped]
+    raise BudgetExceeded(
+        f"drift over budget, nothing published:{listed}\n{_remedies(breaches.keys(), manifest, options)}"
+    )
+
+
+def _remedies(failing: Collection[str], manifest: Manifest, options: Options) -> str:
+    """Say what the user can do about profiles over budget. No flag helps for modules that torch runs."""
+    others = "raise the --budget, or pass --allow-over-budget"
+    exports = [name for name in failing if name in manifest.exports]
+    if exports:
+        leave = "leave out profiles (--profile)" if len(exports) < len(failing) else ""
+        return ", ".join(filter(None, [f"{_KEEP_WEIGHTS}", leave, others]))
+    if options.drop_failing_profiles:  # otherwise at least one profile would be left
+        return f"Every profile is over budget, so none could be dropped. {_KEEP}, {others}"
+    scripts = sorted(name for name in failing if name in TRACED)
+    if len(scripts) < len(failing):
+        leave = "leave out profiles (--profile, --format, or --drop-failing-profiles for all that fail)"
+        return f"{_KEEP}, {leave}, {others}"
+    titles = " or ".join(TRACED[name].title for name in scripts)
+    leave = "leave it out with --format onnx or --drop-failing-profiles"
+    if not manifest.plan.tensors:  # then no graph was made either
+        return f"The search cannot mend {titles}, and there is no ONNX graph that it could mend: {others}"
+    if manifest.profiles.keys() == set(failing):
+        leave = "convert to ONNX instead (--format onnx), where the search can find fp32 islands"
+    return f"The search cannot mend {titles}, because torch.autocast decides where it rounds: {leave}, {others}"
+
+
+def without_profiles(stage: StagingArtifact, manifest: Manifest, profiles: Collection[str]) -> Manifest:
+    """Return the manifest without ``profiles``, and delete their graphs from the staging directory."""
+    for profile in profiles:
+        entry = manifest.profiles[profile]
+        for name in (entry.graph, entry.golden):
+            if name is not None:
+                (stage.path / name).unlink()
+    plan = manifest.plan.model_copy(update={"nodes": _excluding(manifest.plan.nodes, profiles)})
+    left = _excluding(manifest.profiles, profiles)
+    return manifest.amended(profiles=left, drift=_excluding(manifest.drift, profiles), plan=plan)
+
+
+def _excluding(entries: Mapping[str, _Entry], names: Collection[str]) -> dict[str, _Entry]:
+    return {name: entry for name, entry in entries.items() if name not in names}

@@ -1,0 +1,196 @@
+"""Calibration samples: the inputs on which a conversion runs the model and measures drift."""
+
+from __future__ import annotations
+
+import itertools
+import zipfile
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bf16kit.artifact.manifest import Manifest
+from bf16kit.messages.errors import InvalidRequest, RuntimeFailure, SamplesError
+from bf16kit.numerics.tensors import TensorSpec, check_feeds, describe
+from converter.graph.dimensions import reconciled, with_distinct_dimensions
+from converter.process.imports import import_callable, is_import_spec
+from converter.process.quiet import first_line
+from converter.source import Array, Feeds
+
+SUFFIXES = (".npz", ".safetensors")
+LIMIT = 1000  # feeds; a function is asked for no more, so that an endless generator ends
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Feeds that match the model's inputs, and a short description of where they came from.
+
+    ``inputs`` are the model's inputs as the feeds show them, if the feeds contradict the declared ones; else empty.
+    ``expected`` holds, for each feed, the outputs that came with it, computed by another program. The last ``made``
+    feeds were made by perturbing the others.
+    """
+
+    feeds: tuple[Feeds, ...]
+    origin: str
+    inputs: tuple[TensorSpec, ...] = ()
+    expected: tuple[Feeds, ...] = ()
+    made: int = 0
+
+    @property
+    def described(self) -> str:
+        """Where the feeds came from, those that were made included."""
+        return f"{self.origin}, and {self.made} made of them by perturbation" if self.made else self.origin
+
+    @property
+    def given(self) -> tuple[Feeds, ...]:
+        """The feeds without those that were made of them."""
+        return self.feeds[: len(self.feeds) - self.made]
+
+
+def load(
+    argument: str,
+    inputs: Sequence[TensorSpec],
+    run_source: Callable[[Sequence[Feeds]], object] | None = None,
+    *,
+    outputs: Collection[str] = (),
+) -> Samples:
+    """Load the samples that ``--samples`` names: a file is one feed, a directory holds many, a function yields them.
+
+    Arrays named like one of ``outputs`` are not inputs: they become ``Samples.expected``.
+
+    ``run_source`` runs the source on feeds; it is given if the names of dimensions may be wrong. Samples that
+    contradict those names are accepted if the source runs on them: then the names are wrong, and ``Samples.inputs`` has
+    the corrected specs. Raises :class:`SamplesError` if the samples cannot be read, there are none, or one does not
+    match ``inputs``.
+    """
+    try:
+        return _load(argument, inputs, outputs)
+    except SamplesError as contradiction:
+        if run_source is None or not _names_repeat(inputs):
+            raise
+        try:
+            relaxed = _load(argument, with_distinct_dimensions(inputs), outputs)
+            run_source(relaxed.feeds)
+        except (SamplesError, RuntimeFailure):
+            raise contradiction from None
+    shapes = [{name: array.shape for name, array in feed.items()} for feed in relaxed.feeds]
+    return replace(relaxed, inputs=reconciled(inputs, shapes))
+
+
+def of_artifact(argument: str, manifest: Manifest) -> Samples:
+    """Load the samples that ``--samples`` names for a converted model, without the outputs that came with them."""
+    inputs = [entry.spec() for entry in manifest.inputs]
+    return load(argument, inputs, outputs=[entry.name for entry in manifest.outputs])
+
+
+def samples_usage(inputs: Sequence[TensorSpec]) -> str:
+    """Say how a user gives samples for ``inputs``, in words to copy."""
+    keys = ", ".join(f"{spec.name}=…" if spec.name.isidentifier() else f"**{{{spec.name!r}: …}}" for spec in inputs)
+    described = ", ".join(f"{spec.name} {spec.dtype}{describe(spec.shape)}" for spec in inputs)
+    return (
+        f"--samples FILE, made by numpy.savez('sample.npz', {keys}), or a directory of such files; the model takes"
+        f" {described}; dimensions with the same name have the same size"
+    )
+
+
+def _names_repeat(inputs: Sequence[TensorSpec]) -> bool:
+    named = [dim for spec in inputs for dim in spec.shape if isinstance(dim, str)]
+    return len(set(named)) < len(named)
+
+
+def _load(argument: str, inputs: Sequence[TensorSpec], outputs: Collection[str]) -> Samples:
+    path = Path(argument)
+    if path.is_dir():
+        read = [(file, _read_file(file)) for file in _files(path)]
+        return _samples_from(read, inputs, outputs, f"the directory {path.resolve().name}")
+    if path.exists():
+        return _samples_from([(path, _read_file(path))], inputs, outputs, f"the file {path.name}")
+    if is_import_spec(argument):
+        return _samples_from(_call_function(argument), inputs, outputs, argument)
+    raise SamplesError(f"--samples {argument}: no such file or directory, and not a function such as pkg.mod:name")
+
+
+def _samples_from(
+    read: Sequence[tuple[object, Feeds]], inputs: Sequence[TensorSpec], outputs: Collection[str], origin: str
+) -> Samples:
+    """Build samples from the feeds ``read``, each with the place it was found at."""
+    output_names = frozenset(outputs) - {spec.name for spec in inputs}
+    feeds = tuple(
+        _checked(location, {k: v for k, v in feed.items() if k not in output_names}, inputs) for location, feed in read
+    )
+    expected = tuple({k: v for k, v in feed.items() if k in output_names} for _, feed in read)
+    return Samples(feeds, origin, expected=expected if any(expected) else ())
+
+
+def _files(path: Path) -> list[Path]:
+    files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES)
+    if not files:
+        raise SamplesError(f"--samples {path}: holds no {' or '.join(SUFFIXES)} file")
+    return files
+
+
+def _call_function(argument: str) -> list[tuple[object, Feeds]]:
+    function = import_callable("--samples", argument)
+    try:
+        yielded = list(itertools.islice(iter(function()), LIMIT))
+    except Exception as error:  # the user's function may raise anything
+        raise SamplesError(f"--samples {argument}: the function failed: {first_line(error)}") from error
+    if not yielded:
+        raise SamplesError(f"--samples {argument}: the function yielded nothing")
+    return [(f"{argument}, sample {i}", _arrays(argument, i, y)) for i, y in enumerate(yielded)]
+
+
+def _arrays(argument: str, index: int, yielded: Any) -> Feeds:
+    if not isinstance(yielded, Mapping):
+        raise SamplesError(
+            f"--samples {argument}: sample {index} is {type(yielded).__name__}, expected a dict of an array per input"
+        )
+    return {str(name): _array(f"{argument}: sample {index}", name, value) for name, value in yielded.items()}
+
+
+def _array(location: str, name: object, value: Any) -> Array:
+    try:
+        return np.asarray(value)
+    except (ValueError, TypeError, RuntimeError) as error:  # ragged lists; tensors that require a gradient
+        raise SamplesError(f"--samples {location}: input {str(name)!r} is not an array: {first_line(error)}") from None
+
+
+def _read_file(path: Path) -> Feeds:
+    if path.suffix not in SUFFIXES:
+        raise SamplesError(f"--samples {path}: expected a {' or '.join(SUFFIXES)} file with an array per input")
+    try:
+        if path.suffix == ".npz":
+            return _read_npz(path)
+        from safetensors.numpy import load_file
+
+        return dict(load_file(path))
+    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile) as error:
+        raise SamplesError(f"--samples {path}: cannot be read: {first_line(error)}") from None
+    except Exception as error:  # the safetensors library's own error derives from Exception alone
+        if type(error).__name__ != "SafetensorError":
+            raise
+        raise SamplesError(f"--samples {path}: cannot be read: {first_line(error)}") from None
+
+
+def _read_npz(path: Path) -> Feeds:
+    with path.open("rb") as file:  # opened here, because numpy leaves a damaged archive open
+        loaded = np.load(file, allow_pickle=False)
+        if not isinstance(loaded, np.lib.npyio.NpzFile):
+            raise ValueError("one array, expected an archive with an array per input")
+        with loaded:
+            return {name: loaded[name] for name in loaded.files}
+
+
+def _checked(location: object, feeds: Feeds, inputs: Sequence[TensorSpec]) -> Feeds:
+    try:
+        check_feeds(inputs, feeds)
+    except InvalidRequest as error:
+        raise SamplesError(f"--samples {location}: {error}") from None
+    if any(array.size == 0 for array in feeds.values()):
+        shapes = ", ".join(f"{name}{describe(array.shape)}" for name, array in feeds.items())
+        raise SamplesError(
+            f"--samples {location}: a sample without elements cannot be measured ({shapes}); leave it out"
+        )
+    return {spec.name: np.asarray(feeds[spec.name], order="C") for spec in inputs}

@@ -1,0 +1,191 @@
+"""Builds the graphs of an artifact in memory and writes them without weights, which are external data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import onnx
+import onnx_ir as ir
+
+from bf16kit.artifact.manifest import RESIDUAL
+from bf16kit.messages.errors import ConversionError
+from bf16kit.messages.wording import brief
+from bf16kit.numerics.tensors import BY_NAME
+from bf16kit.runtime.ort.externaldata import REBUILT
+from converter.fuse.fuse import fuse
+from converter.fuse.unpanel import Unpanel
+from converter.graph.guesses import drop_guesses
+from converter.graph.initializers import dims, stays_inline
+from converter.graph.types import InferTypes
+from converter.plan import Planned, narrowed
+from converter.plan.profiles import PROFILES, Profile
+from converter.rewrite import Prepared, run
+from converter.rewrite.unused import DropUnused
+from converter.write.narrowing import Narrow
+from converter.write.weights import BF16_FILE, FP32_FILE, StoredWeights
+
+REFERENCE = "reference"
+_ALIGNED = (BF16_FILE, FP32_FILE, RESIDUAL)  # files with aligned tensors, which a graph may read in place
+
+
+def write_graphs(
+    prepared: Prepared,
+    planned: Planned,
+    stored: StoredWeights,
+    directory: Path,
+    *,
+    profiles: Iterable[str] = tuple(PROFILES),
+    reference: bool = True,
+) -> dict[str, str]:
+    """Write one ``PROFILE.onnx`` per profile into ``directory``, beside the files of weights, and reference.onnx.
+
+    Returns the file names by profile; with ``reference``, also that of ``"reference"``. Raises
+    :class:`ConversionError` if ONNX's checker rejects a graph.
+    """
+    files = {}
+    for profile in (PROFILES[name] for name in profiles):
+        files[profile.name] = graph_file(profile.name)
+        model = build(prepared, planned, profile)
+        _write_profile(model, stored, directory / files[profile.name], profile.base(prepared))
+    if reference:
+        files[REFERENCE] = f"{REFERENCE}.onnx"
+        _write(
+            prepared.reference.clone(), directory / files[REFERENCE], lambda name, shape: _rebuilt(stored, name, shape)
+        )
+    return files
+
+
+def graph_file(profile: str) -> str:
+    """Return the file name of the graph of ``profile``."""
+    return f"{profile}.onnx"
+
+
+def write_unfused_and_fused(
+    prepared: Prepared, planned: Planned, stored: StoredWeights, profile: Profile, directory: Path
+) -> tuple[Path, Path]:
+    """Write two graphs of ``profile`` that compute in fp32 throughout, to be compared: without fusions, and with them.
+
+    Both read the rounded weights in ``directory``, and lie there until the caller deletes them.
+    """
+    exact = replace(planned, plan=planned.plan.model_copy(update={"nodes": {profile.name: []}}))
+    paths = directory / "unfused.onnx", directory / "fused.onnx"
+    for path, uses_kernel in zip(paths, (False, True), strict=True):
+        model = build(prepared, exact, replace(profile, uses_kernel=uses_kernel))
+        _write_with_panels(model, stored, path)
+    return paths
+
+
+def build(prepared: Prepared, planned: Planned, profile: Profile) -> ir.Model:
+    """Build the graph of ``profile`` in memory, as ``planned``; ``prepared`` does not change.
+
+    Initializers that the plan narrows have the type bf16 but still hold fp32 data: the caller that writes or runs the
+    graph provides the bf16 data. Raises :class:`ConversionError` that names the failed step.
+    """
+    narrow = narrowed(planned.plan.tensors)
+    nodes = {entry.name for entry in planned.plan.nodes[profile.name] if entry.precision == "bf16"}
+    base, fusions = profile.base(prepared), planned.fusions
+    if profile.uses_kernel:
+        rounding = nodes if profile.rounds_products else frozenset()
+        model, _ = fuse(base, narrow, fusions.panels, rounding=rounding, refused=fusions.refused)
+    else:
+        model = base.clone()
+    return run([Narrow(narrow, nodes), DropUnused(), InferTypes()], model)
+
+
+def _write_profile(model: ir.Model, stored: StoredWeights, path: Path, source: ir.Model) -> None:
+    """Write the graph from :func:`build`, reading panels as stored, and check it against its base graph ``source``."""
+    _write_with_panels(model, stored, path)
+    _check(path, source)
+
+
+def _write_with_panels(model: ir.Model, stored: StoredWeights, path: Path) -> None:
+    unpanel = Unpanel(stored.tensors)
+    run([unpanel], model)
+    _write(model, path, lambda name, shape: _stored(stored, stored.aliases.get(name, name), shape), unpanel.declared)
+
+
+def _stored(stored: StoredWeights, name: str, shape: ir.Shape) -> ir.ExternalTensor:
+    """Return a tensor as its file holds it, in the shape that its graph reads; panels are one row of elements."""
+    entry = stored.tensors[name]
+    return ir.ExternalTensor(
+        entry.file, entry.offset, entry.bytes, ir.DataType(BY_NAME[entry.dtype].onnx), shape=shape, name=name
+    )
+
+
+def _rebuilt(stored: StoredWeights, name: str, shape: ir.Shape) -> ir.ExternalTensor:
+    """Return the reference's tensor, read from its file if possible, else rebuilt at load.
+
+    A rounded tensor, or one in an export's file, which is not aligned, is rebuilt in a file outside the artifact.
+    """
+    entry = stored.tensors[name]
+    if entry.residual is None and entry.file in _ALIGNED:
+        return _stored(stored, name, shape)
+    nbytes = entry.bytes if entry.dtype == "float32" else 2 * entry.bytes
+    return ir.ExternalTensor(REBUILT, 0, nbytes, ir.DataType.FLOAT, shape=shape, name=name)
+
+
+def _write(
+    model: ir.Model,
+    path: Path,
+    external: Callable[[str, ir.Shape], ir.ExternalTensor],
+    declared: Collection[str] = frozenset(),
+) -> None:
+    """Write ``model`` with its large tensors as ``external`` gives them, and those in ``declared`` as they are."""
+    for name, value in model.graph.initializers.items():
+        tensor = value.const_value
+        if name in declared:
+            continue
+        if tensor is None:
+            raise ConversionError(f"initializer {name!r} has no data")
+        if stays_inline(tensor):
+            value.const_value = _copied(tensor, name)
+        else:
+            value.const_value = external(name, ir.Shape(value.shape or dims(tensor)))
+            value.const_value.name = name
+    path.write_bytes(serialize(model))
+
+
+def _copied(tensor: ir.TensorProtocol, name: str) -> ir.TensorProtocol:
+    """Copy an inline tensor for this graph: the graphs share the original, and it can have only one name."""
+    if isinstance(tensor, ir.StringTensor):
+        return ir.StringTensor(tensor.raw, shape=ir.Shape(dims(tensor)), name=name)
+    return ir.tensor(tensor.numpy(), dtype=tensor.dtype, name=name)
+
+
+def serialize(model: ir.Model) -> bytes:
+    """Return the bytes of a graph; the same graph gives the same bytes."""
+    proto = ir.to_proto(model)
+    drop_guesses(proto)
+    return proto.SerializeToString(deterministic=True)
+
+
+def _check(path: Path, source: ir.Model) -> None:
+    """Pass ``path`` through ONNX's checker; with strict type inference if the source itself passes that."""
+    try:
+        onnx.checker.check_model(str(path), full_check=False)
+    except onnx.checker.ValidationError as error:
+        raise ConversionError(f"{path.name}: ONNX's checker rejects the graph: {brief(error)}") from error
+    fault = _type_fault(onnx.load(path, load_external_data=False))
+    if fault is not None and _type_fault(_skeleton(source)) is None:
+        raise ConversionError(f"{path.name}: types do not match: {fault}")
+
+
+def _type_fault(proto: onnx.ModelProto) -> str | None:
+    try:
+        onnx.shape_inference.infer_shapes(proto, check_type=True, strict_mode=True)
+    except onnx.shape_inference.InferenceError as error:
+        return brief(error)
+    return None
+
+
+def _skeleton(model: ir.Model) -> onnx.ModelProto:
+    """Return ``model`` with its large weights declared external, so that it serialises at any size."""
+    slim = model.clone()
+    for name, value in slim.graph.initializers.items():
+        tensor = value.const_value
+        if tensor is not None and not stays_inline(tensor):
+            shape = ir.Shape(dims(tensor))
+            value.const_value = ir.ExternalTensor(REBUILT, 0, tensor.nbytes, tensor.dtype, shape=shape, name=name)
+    return ir.to_proto(slim)

@@ -1,0 +1,162 @@
+"""Writes the bf16 TorchScript module of a TorchScript source: its own graph, with weights of products in bf16.
+
+Nothing is traced again, so branches, loops and free sizes stay. A product reads and returns bf16, and its output is
+widened at once, so that all other dtypes in the graph stay right. Sums inside a product are in fp32. Operators that do
+more than a product may round values inside, so they compute in fp32 as before. Their matrices are stored in bf16 and
+widened at the start of the graph.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from bf16kit.messages.errors import ConversionError
+from bf16kit.runtime import scriptgraph
+from converter.process.quiet import first_line, quiet
+from converter.write.torchscript import rewrite_archive
+
+# Products: the position of the weight that must exist, and the positions of other inputs that need its dtype.
+_PRODUCTS = {
+    "aten::linear": (1, (0, 2)),
+    "aten::matmul": (1, (0,)),
+    "aten::mm": (1, (0,)),
+    "aten::addmm": (2, (0, 1)),
+    "aten::conv1d": (1, (0, 2)),
+    "aten::conv2d": (1, (0, 2)),
+    "aten::conv3d": (1, (0, 2)),
+    "aten::_convolution": (1, (0, 2)),
+    "aten::convolution": (1, (0, 2)),
+    "aten::conv_transpose1d": (1, (0, 2)),
+    "aten::conv_transpose2d": (1, (0, 2)),
+    "aten::conv_transpose3d": (1, (0, 2)),
+    "aten::embedding": (0, ()),
+}
+# Operators that do more than a product with their weights.
+_FUSED = frozenset(
+    {
+        *("aten::_native_multi_head_attention", "aten::_transformer_encoder_layer_fwd"),
+        *("aten::gru", "aten::gru_cell", "aten::lstm", "aten::lstm_cell", "aten::rnn_relu", "aten::rnn_tanh"),
+        *("aten::rnn_relu_cell", "aten::rnn_tanh_cell"),
+    }
+)
+
+
+def narrow_script(script: Any, path: Path) -> int:
+    """Write ``script``, a ScriptModule, to ``path`` with its products in bf16; return how many have such weights.
+
+    The module's own tensors do not change. Raises :class:`ConversionError` if torch cannot rewrite it, or if no product
+    has an fp32 weight.
+    """
+    import torch
+
+    raw = path.with_name(f"{path.name}.raw")
+    try:
+        with quiet(), torch.no_grad():
+            frozen = torch.jit.freeze(script, optimize_numerics=False)
+            graph = frozen.graph
+            if any(node.kind() == "prim::SetAttr" for node in scriptgraph.nodes(graph)):
+                raise ConversionError("it changes its own attributes")
+            count = _Narrowing(frozen, graph).rewrite()
+            torch._C._jit_pass_dce(graph)
+            graph.lint()
+            torch.jit.save(frozen, str(raw))
+    except Exception as error:  # torch may raise nearly anything for graphs that it does not support
+        raw.unlink(missing_ok=True)
+        raise ConversionError(f"torch cannot convert the TorchScript module to bf16: {first_line(error)}") from error
+    try:
+        if not count:
+            raise ConversionError("no product of the TorchScript module has an fp32 weight that could become bf16")
+        rewrite_archive(raw, path)
+    finally:
+        raw.unlink()
+    return count
+
+
+class _Narrowing:
+    """One rewriting of ``graph``, in place; each weight is rounded once, for all products that read it."""
+
+    def __init__(self, module: Any, graph: Any) -> None:
+        self._module, self._graph = module, graph
+        self._weights: dict[tuple[Any, ...], Any] = {}
+        self._widened: dict[tuple[Any, ...], Any] = {}
+        self._head = next(iter(graph.nodes()))  # nodes inserted before it run before all others
+
+    def rewrite(self) -> int:
+        """Narrow every product and every fused operator; return how many there were."""
+        found = list(scriptgraph.nodes(self._graph))
+        products = sum(self._narrow(node) for node in found if node.kind() in _PRODUCTS)
+        return products + sum(self._store_matrices(node) for node in found if node.kind() in _FUSED)
+
+    def _narrow(self, node: Any) -> bool:
+        position, others = _PRODUCTS[node.kind()]
+        weight = self._tensor(node.inputsAt(position))
+        if weight is None or not _is_matrix(weight):
+            return False
+        node.replaceInput(position, self._rounded(weight))
+        for other in (position for position in others if position < node.inputsSize()):
+            value = node.inputsAt(other)
+            constant = self._tensor(value)
+            if constant is not None:
+                node.replaceInput(other, self._rounded(constant))
+            elif value.type().kind() != "NoneType":
+                narrow = self._cast(value, scriptgraph.BFLOAT16, node)
+                narrow.insertBefore(node)
+                node.replaceInput(other, narrow.output())
+        wide = self._cast(node.output(), scriptgraph.FLOAT32, node)
+        wide.insertAfter(node)
+        node.output().replaceAllUsesAfterNodeWith(wide, wide.output())
+        return True
+
+    def _store_matrices(self, node: Any) -> bool:
+        """Store the matrices that ``node`` reads, also in a list, in bf16, and widen them for it."""
+        stored = False
+        for position in range(node.inputsSize()):
+            value = node.inputsAt(position)
+            if value.type().kind() == "ListType" and value.node().kind() == "prim::ListConstruct":
+                stored = self._store_matrices(value.node()) or stored
+                continue
+            weight = self._tensor(value)
+            if weight is not None and _is_matrix(weight):
+                node.replaceInput(position, self._wide(weight))
+                stored = True
+        return stored
+
+    def _wide(self, weight: Any) -> Any:
+        """Return ``weight`` stored in bf16 and widened again, at the start of the graph."""
+        key = _storage_key(weight)
+        if key not in self._widened:
+            wide = self._cast(self._rounded(weight), scriptgraph.FLOAT32, self._head)
+            wide.insertBefore(self._head)
+            self._widened[key] = wide.output()
+        return self._widened[key]
+
+    def _tensor(self, value: Any) -> Any:
+        """Return the tensor that ``value`` always is, a constant or an attribute; None if it is computed."""
+        return next(scriptgraph.tensors_of(self._module, value.node()), None)
+
+    def _rounded(self, tensor: Any) -> Any:
+        """Return ``tensor`` in bf16, a constant at the start of the graph."""
+        import torch
+
+        key = _storage_key(tensor)
+        if key not in self._weights:
+            self._graph.setInsertPoint(self._head)
+            self._weights[key] = self._graph.insertConstant(tensor.detach().to(torch.bfloat16))
+        return self._weights[key]
+
+    def _cast(self, value: Any, dtype: int, before: Any) -> Any:
+        """Return a node that casts ``value``, not inserted yet; its constants are inserted before ``before``."""
+        self._graph.setInsertPoint(before)
+        constants = [self._graph.insertConstant(one) for one in (dtype, False, False, None)]
+        return self._graph.create("aten::to", [value, *constants], 1)
+
+
+def _is_matrix(tensor: Any) -> bool:
+    import torch
+
+    return tensor.dtype is torch.float32 and tensor.ndim > 1
+
+
+def _storage_key(tensor: Any) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride()

@@ -1,0 +1,135 @@
+"""Writes the bf16 TorchScript module: traced with bf16 weights and activations inside, float32 at its edges."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bf16kit.messages.errors import ConversionError
+from bf16kit.messages.wording import brief
+from converter.process.quiet import first_line, quiet
+from converter.source import TorchModel
+
+if TYPE_CHECKING:
+    import torch
+
+_MANGLED = re.compile(rb"___torch_mangle_\d+")
+# Records that the writer makes itself, or that hold only this machine's paths of the traced Python code.
+_WRITERS_OWN = ("version", "byteorder", ".data/", ".format_version")
+_VERSIONS = (".data/version", "version")  # the records that may hold it
+_DEBUG = ".debug_pkl"
+_MARK = "_jit_is_scripting"
+
+
+def narrow_and_trace(model: TorchModel, path: Path, *, strictly: bool = False) -> None:
+    """Write ``model`` in bf16 to ``path`` as a legacy TorchScript file; the same model gives the same bytes.
+
+    The module is restored afterwards. Raises :class:`ConversionError` if torch cannot trace it and, with ``strictly``,
+    if torch warns that the trace depends on the example.
+    """
+    import torch
+
+    from converter.write.autocast import Edges, narrowed
+
+    raw = path.with_name(f"{path.name}.raw")
+    try:
+        with quiet(), torch.no_grad():
+            _forget_classes()
+            with (
+                narrowed(model.module, path.parent) as module,
+                _without_trainers(module),
+                _rejecting_trace_warnings(strictly),
+            ):
+                traced = torch.jit.trace(Edges(module).eval(), model.example, check_trace=False)
+                torch.jit.save(traced, str(raw))
+    except ConversionError:
+        raw.unlink(missing_ok=True)
+        raise
+    except Exception as error:  # tracing runs the user's model, which may raise anything
+        raw.unlink(missing_ok=True)
+        raise ConversionError(f"torch cannot trace the model in bf16: {first_line(error)}") from error
+    rewrite_archive(raw, path)
+    raw.unlink()
+
+
+def _forget_classes() -> None:
+    """Make torch forget the classes of earlier traces, because they would change the names of this trace's classes.
+
+    All three registries are cleared, as torch's own tests do. A type remembered after its class was forgotten would end
+    the process when a module of that kind is scripted again.
+    """
+    import torch
+
+    torch._C._jit_clear_class_registry()
+    torch.jit._recursive.concrete_type_store = torch.jit._recursive.ConcreteTypeStore()
+    torch.jit._state._clear_class_state()
+
+
+@contextmanager
+def _rejecting_trace_warnings(strictly: bool) -> Iterator[None]:
+    """Raise ConversionError for torch's warnings while tracing, if ``strictly``."""
+    from torch.jit._trace import TracerWarning
+
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always", TracerWarning)
+        yield
+    warning = next((one.message for one in found if issubclass(one.category, TracerWarning)), None)
+    if strictly and warning is not None:
+        raise ConversionError(
+            "a trace would fix choices that depend on the example input (a branch, a size); script the module"
+            f" instead, with torch.jit.script(module).save('model.pt'), and convert that file: {brief(warning)}"
+        )
+
+
+@contextmanager
+def _without_trainers(module: torch.nn.Module) -> Iterator[None]:
+    """While active, let torch read all properties of a LightningModule; its ``trainer`` raises otherwise.
+
+    Lightning's own ``to_torchscript`` sets the same mark.
+    """
+    classes = {cls for part in module.modules() for cls in type(part).__mro__ if _MARK in vars(cls)}
+    before = [(cls, vars(cls)[_MARK]) for cls in classes]
+    try:
+        for cls in classes:
+            setattr(cls, _MARK, True)
+        yield
+    finally:
+        for cls, mark in before:
+            setattr(cls, _MARK, mark)
+
+
+def rewrite_archive(raw: Path, path: Path) -> None:
+    """Copy the archive ``raw`` to ``path`` without debug records, with its class names numbered from 0.
+
+    The copy has the version of ``raw``: in an older one, torch would read some operators as they were then.
+
+    torch numbers the classes of a trace by a counter of the process. The numbers occur in record names, in the code,
+    and in ``data.pkl`` as text without a length, so they can be replaced.
+    """
+    import torch
+
+    reader = torch._C.PyTorchFileReader(str(raw))
+    records = reader.get_all_records()
+    names = [n for n in records if not n.startswith(_WRITERS_OWN) and not n.endswith(_DEBUG)]
+    numbers = _renumbering(names)
+    # A stream, not a path: given a path, the writer puts the path's stem into the archive.
+    with path.open("xb") as file:
+        writer = torch._C.PyTorchFileWriter(file)
+        writer.set_min_version(int(reader.get_record(next(n for n in _VERSIONS if n in records))))
+        for name in names:
+            record = reader.get_record(name)
+            if name.startswith("code/") or name == "data.pkl":
+                record = _MANGLED.sub(lambda found: numbers.get(found[0], found[0]), record)
+            renamed = _MANGLED.sub(lambda found: numbers.get(found[0], found[0]), name.encode()).decode()
+            writer.write_record(renamed, record, len(record))
+        writer.write_end_of_file()
+
+
+def _renumbering(names: list[str]) -> dict[bytes, bytes]:
+    found = {mangled for name in names for mangled in _MANGLED.findall(name.encode())}
+    in_order = sorted(found, key=lambda mangled: int(mangled.rpartition(b"_")[2]))
+    return {mangled: b"___torch_mangle_%d" % index for index, mangled in enumerate(in_order)}

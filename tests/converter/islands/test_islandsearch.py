@@ -1,0 +1,205 @@
+"""A conversion of a model that is over budget: what it publishes and reports, and that it does not search in vain."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from converting import MLP, ONNX_ONLY, Cli, tree
+from failing import Failing, cancellation, lstm, offset, overflow, softmax
+from restored import assert_restored
+
+import graphs
+from bf16kit.artifact.artifact import Artifact
+from bf16kit.artifact.manifest import Manifest
+from bf16kit.drift.metrics import Budget
+from bf16kit.messages.errors import RuntimeFailure
+from converter.islands import islandsearch
+from converter.islands import search as of_the_search
+from converter.islands.ranking import rank
+from converter.verify.measure import Expected
+from converter.verify.runs import Run, run_as_served
+
+_Build = Callable[[], Failing]
+
+
+def _convert(cli: Cli, built: Failing, tmp_path: Path, target: Path, *flags: str) -> Artifact:
+    cli(*_command(built, tmp_path, target), *flags).published()
+    return Artifact.open(target)
+
+
+def _command(built: Failing, tmp_path: Path, target: Path) -> tuple[str | Path, ...]:
+    source, samples = tmp_path / "m.onnx", tmp_path / "samples"
+    onnx.save(built.proto, source)
+    samples.mkdir(exist_ok=True)
+    for index, feed in enumerate(built.feeds):
+        np.savez(samples / f"{index}.npz", **feed)  # type: ignore[arg-type]  # numpy takes arrays by keyword
+    return ("checkpoint", source, "--out", target, "--samples", samples, *ONNX_ONLY)
+
+
+def _islands(manifest: Manifest) -> tuple[frozenset[str], frozenset[str]]:
+    found = (manifest.plan.nodes["cuda"], manifest.plan.tensors)
+    nodes, tensors = (frozenset(entry.name for entry in entries if entry.code == "budget") for entries in found)
+    return nodes, tensors
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("build", [cancellation, overflow, softmax, offset, lstm])
+def test_a_model_over_budget_is_published_with_the_parts_at_fault_in_fp32(
+    build: _Build, cli: Cli, tmp_path: Path, target: Path
+) -> None:
+    built = build()
+    cli(*_command(built, tmp_path, target), "--no-search").refused(1, "drift over budget, nothing published")
+    artifact = _convert(cli, built, tmp_path, target)
+    artifact.verify()
+    manifest = artifact.manifest
+    assert _islands(manifest) == (built.nodes, built.weights)
+    assert manifest.drift.keys() == {"cpu", "cpu-bf16", "cuda"}
+    for entry in manifest.drift.values():
+        assert entry.outputs["y"]["relative_l2"]["mean"] <= Budget().as_dict()["relative_l2"]
+    stored = {entry.name: entry.dtype for entry in manifest.tensors}
+    assert {name for name in built.weights if stored[name] != "float32"} == set()
+    cli("restore", target, "--out", tmp_path / "fp32.safetensors").published()
+    floats = {name: array for name, array in graphs.weights_of(built.proto).items() if array.dtype == np.float32}
+    assert_restored(tmp_path / "fp32.safetensors", floats)
+
+
+@pytest.mark.long
+def test_the_same_source_gives_the_same_bytes_after_a_search(cli: Cli, tmp_path: Path, target: Path) -> None:
+    _convert(cli, cancellation(), tmp_path, target)
+    again = target.with_name("2")
+    _convert(cli, cancellation(), tmp_path, again)
+    assert tree(again) == tree(target)
+    for name in tree(target):
+        assert (again / name).read_bytes() == (target / name).read_bytes(), name
+
+
+def test_the_terminal_and_the_plan_name_the_islands_and_their_worth(cli: Cli, tmp_path: Path, target: Path) -> None:
+    done = cli(*_command(offset(), tmp_path, target)).published()
+    assert "profile cuda was over budget; 2 islands in fp32 brought it within budget" in done.out
+    assert "node softmax (Softmax): relative_l2" in done.out
+    manifest = Artifact.open(target).manifest
+    reasons = {entry.name: entry.reason for entry in manifest.plan.nodes["cuda"]}
+    assert reasons["softmax"].startswith("kept in fp32: cuda is over budget without it (relative_l2 ")
+    assert "searching fp32 islands of cuda: where the error comes from" in done.err
+
+
+def test_the_report_describes_a_search_once_beside_its_islands(cli: Cli, tmp_path: Path, target: Path) -> None:
+    command = [each for each in _command(offset(), tmp_path, target) if each != "--no-report"]
+    said = cli(*command).published().out
+    assert "profile cuda was over budget; 2 islands in fp32 brought it within budget" in said
+    page = (target / "report.html").read_text("utf-8")
+    assert page.count("reduced the drift of cuda from") == 1
+    assert "islands in fp32 brought" not in page
+
+
+def test_the_report_says_if_a_search_ran_out_of_time(
+    cli: Cli, tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The measurements do not record it."""
+    monkeypatch.setattr(of_the_search, "rank", lambda *given: (rank(*given)[0], False))
+    command = [each for each in _command(offset(), tmp_path, target) if each != "--no-report"]
+    assert "some may be unnecessary" in " ".join(cli(*command).published().out.split())
+    assert "some may be unnecessary" in (target / "report.html").read_text("utf-8")
+
+
+def test_a_profile_that_the_search_cannot_mend_is_rejected_with_the_reason(
+    cli: Cli, tmp_path: Path, target: Path
+) -> None:
+    command = _command(offset(), tmp_path, target)
+    cli(*command, "--bf16", "softmax").refused(1, "profile cuda, output 'y'", "the search found no islands")
+    cli(*command, "--search-minutes", "1e-9").refused(1, "ran out of time", "--search-minutes")
+    assert not target.exists()
+    done = cli(*command, "--bf16", "softmax", "--drop-failing-profiles").published()
+    assert "left out, drift over budget: cuda" in done.out
+    assert Artifact.open(target).manifest.profiles.keys() == {"cpu", "cpu-bf16"}
+
+
+@pytest.mark.long
+def test_torchscript_over_budget_does_not_stop_the_search_for_other_profiles(
+    cli: Cli, mlp_file: Path, target: Path
+) -> None:
+    """torch.autocast decides the islands of TorchScript, and no search can change them. It is left out, with a note,
+    unless it was asked for; then the error names the options."""
+    command = ("checkpoint", mlp_file, "--out", target, *MLP, "--no-report", "--budget", "relative_l2=1e-4")
+    asked = (*command, "--format", "onnx", "--format", "torchscript")
+    refused = cli(*asked).refused(1, "profile torchscript", "nothing published", "The search cannot mend TorchScript")
+    assert "searching fp32 islands of cuda" in refused.err
+    assert "profile cpu" not in refused.err, "it was mended"
+    assert "profile cuda" not in refused.err, "it was mended"
+    assert "--format onnx or --drop-failing-profiles" in refused.err
+    assert not target.exists()
+    alone = cli(*command, "--format", "torchscript").refused(1, "profile torchscript", "convert to ONNX instead")
+    assert "searching" not in alone.err
+    done = cli(*asked, "--drop-failing-profiles").published()
+    assert "left out, drift over budget: torchscript" in done.out
+    unasked = cli(*command, "--force").published()
+    assert "no TorchScript: drift over budget; no search can mend it" in " ".join(unasked.out.split())
+    assert "profile torchscript, output" in unasked.out
+    manifest = Artifact.open(target).manifest
+    assert manifest.profiles.keys() == {"cpu", "cuda"}
+    assert _islands(manifest)[1]
+    kept = cli(*command, "--force", "--allow-over-budget").published()
+    assert "published because of --allow-over-budget" in kept.out
+    assert "torchscript" in Artifact.open(target).manifest.profiles
+
+
+@pytest.mark.long
+def test_torchscript_that_does_not_run_does_not_stop_the_search_for_other_profiles(
+    cli: Cli, mlp_file: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its file is deleted before the search, and the second attempt does without it."""
+
+    def failing(artifact: Artifact, profile: str, expected: Expected) -> Run:
+        if profile == "torchscript":
+            raise RuntimeFailure("it does not run")
+        return run_as_served(artifact, profile, expected)
+
+    monkeypatch.setattr("converter.verify.certify.run_as_served", failing)
+    command = ("checkpoint", mlp_file, "--out", target, *MLP, "--no-report", "--budget", "relative_l2=1e-4")
+    done = cli(*command).published()
+    assert "searching fp32 islands of cuda" in done.err
+    assert done.out.count("no TorchScript: the traced module does not run on the samples: it does not run") == 1
+    assert Artifact.open(target).manifest.profiles.keys() == {"cpu", "cuda"}
+
+
+@pytest.mark.long
+def test_a_search_that_certification_does_not_confirm_is_repeated(
+    cli: Cli, tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The search is repeated with a tighter budget, and its result is certified again."""
+    monkeypatch.setattr(islandsearch, "_SHARES", (300.0, 0.9))
+    built = softmax()
+    done = cli(*_command(built, tmp_path, target)).published()
+    assert _islands(Artifact.open(target).manifest) == (built.nodes, built.weights)
+    assert done.err.count("writing weights") == 3, "or the first search would have been right"
+    monkeypatch.setattr(islandsearch, "_SHARES", (300.0,))
+    cli(*_command(built, tmp_path, target.with_name("2"))).refused(
+        1, "but running the written graph did not confirm any"
+    )
+
+
+def test_a_model_within_budget_is_never_searched(
+    cli: Cli, onnx_file: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def searched(*_: object) -> None:
+        raise AssertionError("a search began")
+
+    monkeypatch.setattr(islandsearch, "search", searched)
+    command = ("checkpoint", onnx_file, "--out", target, *ONNX_ONLY)
+    cli(*command).published()
+    over = cli(*command, "--force", "--budget", "relative_l2=1e-6")
+    assert "a search began" in over.err, "or this test would guard nothing"
+
+
+@pytest.mark.parametrize("flags", [(), ("--allow-over-budget",)])
+def test_trial_graphs_are_stored_beside_the_artifact(
+    cli: Cli, tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
+) -> None:
+    """The system's temporary directory is often in memory, which the models of a search or a remedy would fill."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+    _convert(cli, cancellation(), tmp_path, target, *flags)

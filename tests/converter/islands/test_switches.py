@@ -1,0 +1,93 @@
+"""A graph with a switch for each rounding: off, the graph equals the original; on, that node or weight is rounded."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+import pytest
+from lowered import specs
+from onnx import TensorProto, helper, shape_inference
+
+import graphs
+from converter.graph.operators import bf16_form
+from converter.graph.step import run
+from converter.islands.switches import Switch, positions
+from converter.source import Array
+from converter.verify.running import open_fp32_graph
+
+X = graphs.values(4, 16)
+
+
+def rounded(array: Array) -> Array:
+    return array.astype(ml_dtypes.bfloat16).astype(np.float32)
+
+
+def answer(
+    nodes: frozenset[str], weights: frozenset[str], saturated: frozenset[str] = frozenset(), w0: float = 1, x: float = 1
+) -> Array:
+    """Return the output of the switched MLP, ``nodes`` and ``weights`` on; ``w0`` and ``x`` scale weight and input."""
+    model = ir.from_proto(graphs.mlp())
+    weight = model.graph.initializers["w0"]
+    assert weight.const_value is not None
+    weight.const_value = ir.tensor((weight.const_value.numpy() * np.float64(w0)).astype(np.float32), name="w0")
+    forms = {node.name or "": form for node in model.graph if (form := bf16_form(node, 22))}
+    switch = Switch(forms, {"w0", "w1"}, saturated)
+    inputs, outputs = specs(model.graph.inputs), specs(model.graph.outputs)
+    changed = run([switch], model)
+    runtime = open_fp32_graph(changed, (*inputs, switch.spec), (*outputs, *switch.shape_specs))
+    found = runtime.run({"x": X * np.float32(x), switch.input: positions(switch.sites, nodes, weights)}, ["y"])
+    return found["y"]
+
+
+def expected(w0: Array, w1: Array) -> Array:
+    b0, b1 = (graphs.values(n, seed=seed, scale=0.1) for n, seed in ((32, 1), (16, 3)))
+    return np.asarray(np.maximum(X @ w0 + b0, 0) @ w1 + b1)
+
+
+W0, W1 = graphs.values(16, 32, seed=0), graphs.values(32, 16, seed=2)
+NONE: frozenset[str] = frozenset()
+
+
+def test_with_all_switches_off_the_graph_equals_the_original() -> None:
+    np.testing.assert_allclose(answer(NONE, NONE), expected(W0, W1), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("weights", [{"w0"}, {"w1"}, {"w0", "w1"}])
+def test_each_weight_has_a_switch_of_its_own(weights: set[str]) -> None:
+    w0, w1 = (rounded(w) if name in weights else w for name, w in (("w0", W0), ("w1", W1)))
+    np.testing.assert_allclose(answer(NONE, frozenset(weights)), expected(w0, w1), rtol=1e-5, atol=1e-6)
+
+
+def test_a_node_that_is_switched_on_rounds_its_result() -> None:
+    found = answer(frozenset({"add1"}), NONE)
+    assert np.array_equal(found, rounded(found))
+    assert not np.array_equal(found, answer(NONE, NONE))
+
+
+def test_a_saturated_weight_is_clamped_where_it_would_overflow() -> None:
+    huge, small = 3.4e38 / float(np.abs(W0).max()), 1e-3  # the largest weight is beyond bf16's largest number
+    on = frozenset({"w0"})
+    assert not np.isfinite(answer(NONE, on, w0=huge, x=small)).all()
+    clamped = answer(NONE, on, on, w0=huge, x=small)
+    np.testing.assert_allclose(clamped, answer(NONE, NONE, w0=huge, x=small), rtol=0.1, atol=1e34)
+
+
+def test_a_sequence_of_tensors_has_no_switch() -> None:
+    """It has the dtype of its tensors, and cannot be cast as they are."""
+    nodes = [
+        helper.make_node("MatMul", ["x", "w0"], ["m"], name="product"),
+        helper.make_node("SplitToSequence", ["m"], ["parts"], axis=1, name="split"),
+        helper.make_node("SequenceAt", ["parts", "first"], ["part"], name="first_part"),
+        helper.make_node("Mul", ["part", "part"], ["y"], name="square"),
+    ]
+    held = [graphs.initializer("w0", W0), helper.make_tensor("first", TensorProto.INT64, [], [0])]
+    proto = graphs.model(nodes, [graphs.edge("x", ["n", 16])], [graphs.edge("y", ["n", 1])], held)
+    model = ir.from_proto(shape_inference.infer_shapes(proto))
+    forms = {node.name or "": form for node in model.graph if (form := bf16_form(node, 22))}
+    switch = Switch(forms, {"w0"}, frozenset())
+    inputs, outputs = specs(model.graph.inputs), specs(model.graph.outputs)
+    runtime = open_fp32_graph(run([switch], model), (*inputs, switch.spec), (*outputs, *switch.shape_specs))
+    off = positions(switch.sites, NONE, NONE)
+    (found,) = runtime.run({"x": X, switch.input: off}, ["y"]).values()
+    np.testing.assert_allclose(found, (X @ W0)[:, :1] ** 2, rtol=1e-5, atol=1e-6)

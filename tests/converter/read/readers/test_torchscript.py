@@ -1,0 +1,111 @@
+"""TorchScript files through the whole command: converted, run, and compared with the files themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from architectures import Cnn, Mlp, seeded
+from converting import ONNX_ONLY, Cli, tree
+from restored import assert_restored
+from scriptedmodels import Deciding, Encoder, How, Looping, Named, save
+from torch import nn
+
+from bf16kit.artifact.artifact import Artifact
+from bf16kit.runtime.loading import load, load_reference
+from converter.read import script_file
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.jit's own
+
+X = torch.randn(3, 16, generator=torch.Generator().manual_seed(1))
+IMAGES = torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+IDS = torch.arange(21).reshape(3, 7)
+_CASES: dict[str, tuple[type[nn.Module], How, str, torch.Tensor]] = {
+    "frozen convolutions": (Cnn, "frozen", "x:float32:batch,3,16,16", IMAGES),
+    "a scripted transformer": (Encoder, "scripted", "ids:int64:batch,seq", IDS),
+    "a scripted loop": (Looping, "scripted", "x:float32:batch,16", X),
+    "a traced perceptron": (Mlp, "traced", "x:float32:batch,16", X),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", _CASES)
+def test_an_artifact_gives_the_outputs_of_its_file(cli: Cli, tmp_path: Path, target: Path, case: str) -> None:
+    make, how, given, x = _CASES[case]
+    path = save(tmp_path / "m.pt", make(), x[:2], how)
+    itself: Any = torch.jit.load(str(path))  # type: ignore[no-untyped-call]  # torch's own
+    with torch.no_grad():
+        expected = itself(x).numpy()
+    cli("checkpoint", path, "--input", given, "--out", target).published()
+    artifact, feed = Artifact.open(target), {given.partition(":")[0]: x.numpy()}
+    assert artifact.manifest.source.format == "torchscript"
+    assert "torchscript" in artifact.manifest.profiles
+    np.testing.assert_allclose(load_reference(artifact).run(feed)["output"], expected, atol=1e-5)
+    for profile in ("cpu", "torchscript"):
+        answered = load(artifact, profile).run(feed)["output"]
+        assert 0 < np.linalg.norm(answered - expected) / np.linalg.norm(expected) < 1.5e-2, profile
+    cli("restore", target, "--out", tmp_path / "fp32.safetensors").published()
+    tensors = script_file.arrays(path, script_file.tensors(script_file.load(path)))
+    assert_restored(tmp_path / "fp32.safetensors", tensors)
+
+
+def test_inputs_are_matched_by_name_and_outputs_are_named_by_their_keys(cli: Cli, tmp_path: Path, target: Path) -> None:
+    path = save(tmp_path / "m.pt", Named(), (X[:2], X[:2]))
+    inputs = ("--input", "b:float32:batch,16", "--input", "a:float32:batch,16")
+    cli("checkpoint", path, *inputs, "--out", target).published()
+    artifact = Artifact.open(target)
+    assert [entry.name for entry in artifact.manifest.inputs] == ["a", "b"]
+    with torch.no_grad():
+        expected = seeded(Named())(X, 2 * X)
+    for profile in ("cpu", "torchscript"):
+        answered = load(artifact, profile).run({"a": X.numpy(), "b": 2 * X.numpy()})
+        assert set(answered) == {"scores", "embedding"}
+        for name, tensor in expected.items():
+            np.testing.assert_allclose(answered[name], tensor.numpy(), atol=0.1)
+
+
+def test_the_same_file_gives_the_same_bytes(cli: Cli, tmp_path: Path, target: Path) -> None:
+    path = save(tmp_path / "m.pt", Mlp(), X[:2])
+    arguments = ("--input", "x:float32:batch,16", "--format", "torchscript", "--no-report")
+    written = []
+    for _ in range(2):
+        cli("checkpoint", path, *arguments, "--out", target, "--force").published()
+        written.append((target / "model.torchscript.pt").read_bytes())
+    assert written[0] == written[1]
+
+
+class Counting(nn.Module):
+    """A module without any fp32 number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: torch.Tensor
+        self.register_buffer("steps", torch.arange(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.steps
+
+
+_INPUT = ["--input", "x:float32:batch,16"]
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "code", "said"),
+    [
+        (Mlp, [], 2, "--input NAME:DTYPE:DIMS"),
+        (Mlp, [*_INPUT, "--model", "a:b"], 2, "--model: a TorchScript file brings its own"),
+        (Mlp, [*_INPUT, "--input", "y:float32:batch"], 2, "--input: given 2 times, but the module takes 1: x"),
+        (Mlp, ["--input", "x:float32:batch,17"], 3, "on an example input (x[2, 17]): RuntimeError: mat1 and mat2"),
+        (Deciding, _INPUT, 3, "no ONNX graph can be made of it: prim::If depends on values in a tensor"),
+        (Counting, _INPUT, 3, "holds no fp32 weights, so there is nothing to convert"),
+    ],
+)  # fmt: skip
+def test_a_file_that_cannot_be_converted_is_rejected_with_the_reason(
+    cli: Cli, tmp_path: Path, target: Path, make: type[nn.Module], arguments: list[str], code: int, said: str
+) -> None:
+    path = save(tmp_path / "m.pt", make(), X[:2])
+    cli("checkpoint", path, *arguments, *ONNX_ONLY, "--out", target).refused(code, said)
+    assert tree(tmp_path) == ["m.pt"]

@@ -1,0 +1,239 @@
+"""Hugging Face directories: tiny models made by transformers, never downloaded."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from converting import ONNX_ONLY, Cli, tree
+from peaks import measured_alone
+from restored import assert_restored
+from safetensors.torch import load_file, save_file
+
+from bf16kit.artifact.artifact import Artifact
+from bf16kit.runtime.loading import load, load_reference
+from converter.cli import run
+from converter.process.quiet import quiet
+from converter.read.safetensors_file import read_file
+
+_BERT = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "max_position_embeddings": 32,
+}
+
+
+def _save(directory: Path, architecture: str, **config: Any) -> Path:
+    """Save a BERT with random weights as transformers does; return its directory."""
+    import transformers
+
+    with quiet():
+        torch.manual_seed(0)
+        module = getattr(transformers, architecture)(transformers.BertConfig(**_BERT | config))
+        if config.get("num_labels") == 3:  # one class far ahead: random weights alone would leave ties to rounding
+            module.classifier.bias.data.copy_(torch.tensor([2.0, 0.0, -2.0]))
+        module.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _save(tmp_path_factory.mktemp("hf") / "bert", "BertModel")
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory, bert: Path) -> Artifact:
+    """Return ``bert``, converted with all defaults."""
+    path = tmp_path_factory.mktemp("repository") / "bert" / "1"
+    assert run(["checkpoint", str(bert), "--out", str(path)]) == 0
+    return Artifact.open(path)
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _save(tmp_path_factory.mktemp("hf") / "classifier", "BertForSequenceClassification", num_labels=3)
+
+
+@pytest.fixture
+def copied(bert: Path, tmp_path: Path) -> Path:
+    """Return a copy of ``bert`` that a test may damage."""
+    return Path(shutil.copytree(bert, tmp_path / "copied"))
+
+
+@pytest.mark.long
+def test_a_bare_model_serves_its_hidden_states_and_every_tensor_is_restored(
+    cli: Cli, tmp_path: Path, artifact: Artifact, bert: Path
+) -> None:
+    manifest = artifact.manifest
+    assert manifest.source.format == "huggingface"
+    assert [entry.name for entry in manifest.inputs] == ["input_ids", "attention_mask", "token_type_ids"]
+    assert [(entry.name, entry.kind) for entry in manifest.outputs] == [
+        ("last_hidden_state", "embedding"),
+        ("pooler_output", "embedding"),
+    ]
+    assert [entry.shape for entry in manifest.inputs] == [["batch", "seq"]] * 3
+    assert manifest.outputs[0].shape == ["batch", "seq", 32]
+    assert manifest.batch_axis == 0
+    assert "random token sequences" in manifest.drift["cpu"].source
+    assert set(manifest.profiles) == {"cpu", "cpu-bf16", "cuda", "torchscript"}
+    cli("restore", artifact.path, "--out", tmp_path / "fp32.safetensors").published()
+    original = read_file(bert / "model.safetensors")
+    assert any("pooler" in name for name in original)
+    assert_restored(tmp_path / "fp32.safetensors", original)
+
+
+def test_masked_tokens_do_not_change_the_outputs_of_the_others(artifact: Artifact) -> None:
+    ids = np.array([[5, 6, 7, 0, 0]])
+    mask = np.array([[1, 1, 1, 0, 0]])
+    padded = {"input_ids": ids, "attention_mask": mask, "token_type_ids": np.zeros_like(ids)}
+    alone = {name: array[:, :3] for name, array in padded.items()}
+    for runtime in (load_reference(artifact), load(artifact, "cpu")):
+        together = runtime.run(padded)["last_hidden_state"][:, :3]
+        np.testing.assert_allclose(together, runtime.run(alone)["last_hidden_state"], atol=1e-5)
+
+
+@pytest.mark.long
+def test_a_classification_head_gives_logits_whose_top1_is_judged(cli: Cli, target: Path, classifier: Path) -> None:
+    cli("checkpoint", classifier, "--out", target, *ONNX_ONLY).published()
+    manifest = Artifact.open(target).manifest
+    assert [(entry.name, entry.kind, entry.shape) for entry in manifest.outputs] == [("logits", "logits", ["batch", 3])]
+    for profile in ("cpu", "cuda"):
+        assert manifest.drift[profile].outputs["logits"]["top1_agreement"]["mean"] >= 0.99
+        assert manifest.drift[profile].emulated == (profile == "cuda")
+
+
+@pytest.mark.long
+def test_a_regression_head_has_no_top1_agreement(cli: Cli, tmp_path: Path, target: Path) -> None:
+    _save(tmp_path / "r", "BertForSequenceClassification", num_labels=1)
+    cli("checkpoint", tmp_path / "r", "--out", target, *ONNX_ONLY, "--profile", "cpu").published()
+    manifest = Artifact.open(target).manifest
+    assert manifest.outputs[0].kind == "regression"
+    assert "top1_agreement" not in manifest.drift["cpu"].outputs["logits"]
+
+
+@pytest.mark.long
+def test_shards_and_named_dimensions_are_supported(cli: Cli, tmp_path: Path, target: Path, copied: Path) -> None:
+    whole = load_file(copied / "model.safetensors")
+    (copied / "model.safetensors").unlink()
+    names = sorted(whole)
+    weight_map = {name: f"model-{i % 2 + 1}-of-2.safetensors" for i, name in enumerate(names)}
+    for shard in set(weight_map.values()):
+        save_file({n: whole[n] for n in names if weight_map[n] == shard}, copied / shard, {"format": "pt"})
+    (copied / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    inputs = [f"{name}:int64:n,8" for name in ("input_ids", "attention_mask")]
+    arguments = [argument for one in inputs for argument in ("--input", one)]
+    cli("checkpoint", copied, "--out", target, *arguments, *ONNX_ONLY, "--profile", "cpu").published()
+    assert [entry.shape for entry in Artifact.open(target).manifest.inputs] == [["n", 8]] * 2
+    cli("restore", target, "--out", tmp_path / "fp32.safetensors").published()
+    assert_restored(tmp_path / "fp32.safetensors", {name: tensor.numpy() for name, tensor in whole.items()})
+
+
+def _config(directory: Path, **changed: object) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | changed))
+
+
+def _without_a_layer(directory: Path) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    tensors = {name: tensor for name, tensor in tensors.items() if "intermediate" not in name}
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+
+
+def _cut(directory: Path) -> None:
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def _pickled(directory: Path) -> None:
+    (directory / "model.safetensors").unlink()
+    torch.save([1], directory / "pytorch_model.bin")
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda d: (d / "config.json").write_text("{"), "config.json: not JSON"),
+        (lambda d: (d / "config.json").write_text("[]"), "has no model_type"),
+        (lambda d: (d / "config.json").write_bytes(b"\xff\xfe\x00"), "config.json: not JSON"),
+        (lambda d: _config(d, model_type="unheard-of"), "transformers cannot load it"),
+        (lambda d: _config(d, hidden_size="wide"), "transformers cannot load it"),
+        (
+            lambda d: _config(d, architectures=["BertForEverything"]),
+            "BertForEverything is not known to the installed transformers",
+        ),
+        (lambda d: _config(d, vocab_size=99), "shape: embeddings.word_embeddings.weight is [64, 32]"),
+        (lambda d: (d / "model.safetensors").unlink(), "neither model.safetensors, its index, nor pytorch_model.bin"),
+        (_without_a_layer, "missing: encoder.layer.0.intermediate.dense.weight"),
+        (_cut, "model.safetensors: truncated or damaged"),
+        (_pickled, "pytorch_model.bin: holds a list, expected a state dict"),
+    ],
+)
+def test_a_damaged_directory_is_rejected(
+    cli: Cli, tmp_path: Path, target: Path, copied: Path, damage: Any, said: str
+) -> None:
+    damage(copied)
+    before = tree(tmp_path)
+    cli("checkpoint", copied, "--out", target).refused(2, said)
+    assert tree(tmp_path) == before
+
+
+def test_the_option_model_is_rejected(cli: Cli, target: Path, bert: Path) -> None:
+    said = "--model: a Hugging Face directory brings its own architecture"
+    cli("checkpoint", bert, "--model", "architectures:Mlp", "--out", target).refused(2, said)
+
+
+def test_code_in_the_directory_is_not_run(cli: Cli, tmp_path: Path, target: Path, copied: Path) -> None:
+    (copied / "modeling_evil.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\nclass Evil: ...\n")
+    _config(copied, model_type="evil", auto_map={"AutoModel": "modeling_evil.Evil", "AutoConfig": "modeling_evil.Evil"})
+    cli("checkpoint", copied, "--out", target).refused(2, "transformers cannot load it")
+    assert not (tmp_path / "executed").exists()
+
+
+LOAD = """
+import sys
+from pathlib import Path
+from converter.process.memory import map_large_blocks
+from converter.read import huggingface
+from converter.read.huggingface.directory import Directory
+from converter.read.huggingface.module import load_module
+from peaks import anonymous, peak_anonymous
+map_large_blocks()
+def load(name):
+    path = Path(sys.argv[1]) / name
+    return load_module(Directory.open(path), huggingface.read_tensors(path)[0], path)
+for name in ("small", "float32", "float16"):  # transformers is in memory once the first is loaded
+    before = anonymous()
+    with peak_anonymous() as peak:
+        module, _ = load(name)
+    print(peak.bytes - before, sum(4 * parameter.numel() for parameter in module.parameters()), end=" ")
+    del module
+"""
+
+
+@pytest.mark.long
+def test_a_model_is_not_held_in_memory(tmp_path: Path) -> None:
+    """80 MB in fp32 are mapped: from the checkpoint, or from temporary files if weights had to be widened."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    for name, width in (("small", 64), ("float32", 1024), ("float16", 1024)):
+        sizes: dict[str, Any] = {
+            "hidden_size": width,
+            "intermediate_size": 4 * width,
+            "num_hidden_layers": 1,
+            "vocab_size": 512,
+        }
+        config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=4)
+        dtype = getattr(torch, name if name != "small" else "float32")
+        LlamaForCausalLM(config).to(dtype).save_pretrained(tmp_path / name)
+    _, _, *taken = map(int, measured_alone(LOAD, str(tmp_path)).split())
+    for peak, size in zip(taken[::2], taken[1::2], strict=True):
+        assert peak / size < 0.35, f"{peak / size:.2f} times the weights"
+    assert not list(tmp_path.glob("float*/.*"))

@@ -1,0 +1,146 @@
+"""The inputs that a model declares, derived from its class and the files of its directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import hfzoo
+import numpy as np
+import pytest
+import torch
+from converting import Cli
+from safetensors.torch import load_file, save_file
+
+from bf16kit.messages.errors import UsageError
+from bf16kit.numerics.tensors import TensorSpec
+from converter.process.quiet import quiet
+from converter.read.huggingface.directory import Directory
+from converter.read.huggingface.inputs import declared
+from converter.read.huggingface.samples import sampler
+
+
+def directory(
+    config: dict[str, Any], preprocessor: dict[str, Any] | None = None, tokenizer: dict[str, Any] | None = None
+) -> Directory:
+    return Directory(Path("somewhere"), config, preprocessor or {}, tokenizer or {}, None, ())
+
+
+def module(name: str) -> Any:
+    """Return a tiny module with random weights."""
+    import transformers
+
+    architecture, config, fields, _ = hfzoo.MODELS[name]
+    with quiet():
+        return getattr(transformers, architecture)(getattr(transformers, config)(**fields))
+
+
+@pytest.mark.parametrize(
+    ("preprocessor", "config", "expected"),
+    [
+        ({"size": 48}, {"image_size": 32}, (48, 48)),
+        ({"size": {"height": 40, "width": 56}}, {}, (40, 56)),
+        ({"size": {"shortest_edge": 36}}, {}, (36, 36)),
+        ({"size": {"shortest_edge": 36}, "crop_size": {"height": 24, "width": 24}}, {}, (24, 24)),
+        ({"size": 36, "crop_size": 24, "do_center_crop": False}, {}, (36, 36)),
+        ({"size": {"longest_edge": 100}}, {"image_size": 32}, (32, 32)),
+        ({}, {"image_size": [16, 32]}, (16, 32)),
+        ({}, {"vision_config": {"image_size": 64}}, (64, 64)),
+    ],
+)
+def test_the_size_of_images_is_read_from_the_preprocessor_or_the_config(
+    preprocessor: dict[str, Any], config: dict[str, Any], expected: tuple[int, int]
+) -> None:
+    [spec], notes = declared(module("resnet"), directory(config, preprocessor))
+    assert spec == TensorSpec("pixel_values", "float32", ("batch", 3, *expected))
+    assert notes == []
+
+
+def test_frames_of_a_video_are_an_axis() -> None:
+    [spec], _ = declared(module("resnet"), directory({"num_frames": 4, "num_channels": 1}, {"size": 32}))
+    assert spec.shape == ("batch", 4, 1, 32, 32)
+
+
+def test_an_image_size_that_no_file_states_is_assumed_with_a_note() -> None:
+    [spec], [note] = declared(module("resnet"), directory({}))
+    assert spec.shape == ("batch", 3, 224, 224)
+    assert "the directory does not name its image size" in note
+
+
+def test_audio_has_a_mask_if_the_preprocessor_returns_one() -> None:
+    wave, config = module("wav2vec2"), {"conv_stride": [5, 2]}
+    specs, _ = declared(wave, directory(config, {"return_attention_mask": True}))
+    assert [(spec.name, spec.shape) for spec in specs] == [
+        ("input_values", ("batch", "samples")),
+        ("attention_mask", ("batch", "samples")),
+    ]
+    feed = next(iter(sampler(directory(config), specs)(0, 1)))
+    assert np.all(feed["input_values"][feed["attention_mask"] == 0] == 0)
+    assert [spec.name for spec in declared(wave, directory(config))[0]] == ["input_values"]
+
+
+def test_a_decoder_of_queries_gets_no_mask_of_tokens() -> None:
+    """Its mask would be one of objects, and objects have no padding."""
+    specs, _ = declared(module("detr"), directory({}, {"size": 32}))
+    assert [spec.name for spec in specs] == ["pixel_values"]
+
+
+def test_token_types_are_left_out_if_the_tokenizer_leaves_them_out() -> None:
+    stated = {"model_input_names": ["input_ids", "attention_mask"]}
+    for tokenizer, expected in ((stated, 2), ({}, 3)):
+        specs, _ = declared(module("bert"), directory({"type_vocab_size": 2}, tokenizer=tokenizer))
+        assert len(specs) == expected
+
+
+def test_an_input_without_a_description_is_rejected_with_the_remedy() -> None:
+    class Forecast(torch.nn.Module):
+        main_input_name, config = "past_values", type("Config", (), {"is_encoder_decoder": False})()
+
+        def forward(self, past_values: torch.Tensor, past_mask: torch.Tensor) -> torch.Tensor:
+            return past_values * past_mask
+
+    with pytest.raises(UsageError, match="--input past_values:DTYPE:DIMS"):
+        declared(Forecast(), directory({}))
+
+
+def test_samples_look_like_the_output_of_a_tokenizer() -> None:
+    """Rows have ids of the vocabulary, an end token and padding, and fit the positions; the seed decides them."""
+    config = {"vocab_size": 20, "pad_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 12}
+    specs = tuple(TensorSpec(name, "int64", ("batch", "seq")) for name in ("input_ids", "attention_mask"))
+    feeds = list(sampler(directory(config), specs)(0, 30))
+    for feed, again in zip(feeds, sampler(directory(config), specs)(0, 30), strict=True):
+        ids, mask = feed["input_ids"], feed["attention_mask"]
+        np.testing.assert_array_equal(ids, again["input_ids"])
+        assert ids.shape[1] <= 10
+        assert ids.max() < 20
+        np.testing.assert_array_equal(ids == 1, mask == 0)
+        assert np.all(ids[np.arange(2), mask.sum(axis=1) - 1] == 2)
+    assert any(np.any(feed["attention_mask"] == 0) for feed in feeds)
+
+
+def test_an_input_must_be_a_parameter_of_forward(cli: Cli, tmp_path: Path, target: Path) -> None:
+    with quiet():
+        root = hfzoo.save("vit", tmp_path / "model")
+    said = "--input image: ViTForImageClassification takes pixel_values"
+    cli("checkpoint", root, "--out", target, "--input", "image:float32:batch,3,32,32").refused(2, said)
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_tensors_that_only_the_checkpoint_has_are_named_and_restored(cli: Cli, tmp_path: Path, target: Path) -> None:
+    """The checkpoint has a head that the named class does not have, and it lacks the pooler."""
+    with quiet():
+        root = hfzoo.save("bert", tmp_path / "model")
+    tensors = load_file(root / "model.safetensors")
+    tensors = {name: tensor for name, tensor in tensors.items() if "pooler" not in name}
+    save_file(tensors | {"head.weight": torch.ones(3, 32)}, root / "model.safetensors", {"format": "pt"})
+    arguments = ("--format", "onnx", "--profile", "cpu", "--no-report")
+    said = cli("checkpoint", root, "--out", target, *arguments).published().out
+    said = " ".join(said.split())
+    assert "BertModel does not use 1 of the checkpoint's tensors (head.weight)" in said
+    assert "the checkpoint has no pooler, so BertModel gives no pooler_output" in said
+    from bf16kit.artifact.artifact import Artifact
+
+    artifact = Artifact.open(target)
+    assert [entry.name for entry in artifact.manifest.outputs] == ["last_hidden_state"]
+    assert "head.weight" in dict(artifact.checkpoint_tensors())

@@ -1,0 +1,265 @@
+"""Fp32 ONNX files: their weights are converted wherever they are stored, and restored bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from converting import ONNX_ONLY, Cli, process, tree
+from onnx import ModelProto, TensorProto, helper, numpy_helper
+from restored import Array, assert_restored
+
+import graphs
+from bf16kit.artifact.artifact import Artifact
+from bf16kit.runtime.loading import load, load_reference
+from bf16kit.runtime.ort.onnx import OnnxRuntime
+from converter.read.safetensors_file import read_file
+
+
+def _bodies(graph: onnx.GraphProto) -> dict[str, Array]:
+    """Return every array of a graph and of the bodies in it: of initializers and of Constant nodes."""
+    found = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.type == onnx.AttributeProto.GRAPH:
+                found |= _bodies(attribute.g)
+            elif attribute.type == onnx.AttributeProto.TENSOR:
+                found[node.output[0]] = numpy_helper.to_array(attribute.t)
+    return found
+
+
+_FEEDS: dict[str, dict[str, Array]] = {
+    "mlp": {},
+    "constant_nodes": {},
+    "if_branches": {"flag": np.array(False)},
+    "loop": {"steps": np.array(3)},
+}
+
+
+@pytest.mark.parametrize("build", [graphs.mlp, graphs.constant_nodes, graphs.if_branches, graphs.loop])
+def test_weights_are_found_wherever_they_are_stored(
+    cli: Cli, tmp_path: Path, target: Path, build: Callable[[], ModelProto]
+) -> None:
+    proto = build()
+    onnx.save(proto, tmp_path / "m.onnx")
+    cli("checkpoint", tmp_path / "m.onnx", "--out", target).published()
+    cli("restore", target, "--out", tmp_path / "fp32.safetensors").published()
+    source, restored = _bodies(proto.graph), read_file(tmp_path / "fp32.safetensors")
+    assert sorted(array.tobytes() for array in source.values() if array.dtype == np.float32) == sorted(
+        array.tobytes() for array in restored.values()
+    )
+
+    artifact = Artifact.open(target)
+    feeds = {"x": graphs.values(4, 16, seed=9)} | _FEEDS[build.__name__]
+    converted = load(artifact, "cpu")
+    expected = OnnxRuntime(proto.SerializeToString(), converted.inputs, converted.outputs).run(feeds)["y"]
+    np.testing.assert_allclose(load_reference(artifact).run(feeds)["y"], expected, atol=1e-4)
+    np.testing.assert_allclose(converted.run(feeds)["y"], expected, atol=0.05)
+
+
+def test_an_embedding_stays_bf16_in_memory(cli: Cli, tmp_path: Path, target: Path) -> None:
+    onnx.save(graphs.embedding(), tmp_path / "m.onnx")
+    cli("checkpoint", tmp_path / "m.onnx", "--out", target, *ONNX_ONLY).published()
+    ops = [node.op_type for node in onnx.load(target / "cpu.onnx", load_external_data=False).graph.node]
+    assert ops == ["Gather", "Cast"]
+
+
+@pytest.fixture
+def external(tmp_path: Path) -> Path:
+    """Return the path of a model whose weights are in a file beside it."""
+    path = tmp_path / "source" / "m.onnx"
+    path.parent.mkdir()
+    onnx.save(graphs.mlp(), path, save_as_external_data=True, location="m.data", size_threshold=0)
+    return path
+
+
+def test_external_data_is_read_from_beside_the_model(
+    cli: Cli, tmp_path: Path, target: Path, external: Path, onnx_file: Path
+) -> None:
+    cli("checkpoint", external, "--out", target, *ONNX_ONLY).published()
+    cli("restore", target, "--out", tmp_path / "fp32.safetensors").published()
+    assert_restored(tmp_path / "fp32.safetensors", graphs.weights_of(graphs.mlp()))
+    inline = tmp_path / "repository" / "m" / "2"
+    cli("checkpoint", onnx_file, "--out", inline, *ONNX_ONLY).published()
+    assert (target / "weights.bf16").read_bytes() == (inline / "weights.bf16").read_bytes()
+
+
+def _relocate(path: Path, location: str) -> None:
+    model = onnx.load(path, load_external_data=False)
+    for tensor in model.graph.initializer:
+        for entry in tensor.external_data:
+            if entry.key == "location":
+                entry.value = location
+    path.write_bytes(model.SerializeToString())
+
+
+@pytest.mark.parametrize("location", ["../secret", "/etc/hostname", "sub/../../secret"])
+def test_external_data_outside_the_models_directory_is_rejected(
+    cli: Cli, target: Path, external: Path, location: str
+) -> None:
+    (external.parent.parent / "secret").write_bytes(bytes(10_000))
+    _relocate(external, location)
+    cli("checkpoint", external, "--out", target).refused(2, location)
+
+
+def test_a_link_out_of_the_models_directory_is_rejected(cli: Cli, tmp_path: Path, target: Path, external: Path) -> None:
+    (external.parent / "m.data").rename(tmp_path / "elsewhere")
+    (external.parent / "m.data").symlink_to(tmp_path / "elsewhere")
+    cli("checkpoint", external, "--out", target).refused(2, "outside the model's directory")
+
+
+@pytest.mark.parametrize("location", ["w" * 400, "m.onnx/w", "loop"])
+def test_external_data_at_an_impossible_path_is_rejected(cli: Cli, target: Path, external: Path, location: str) -> None:
+    (external.parent / "loop").symlink_to("loop")
+    _relocate(external, location)
+    cli("checkpoint", external, "--out", target).refused(2, "m.onnx: the data of 'w0' cannot be read")
+
+
+def test_external_data_that_is_missing_or_truncated_is_rejected(
+    cli: Cli, tmp_path: Path, target: Path, external: Path
+) -> None:
+    data = external.parent / "m.data"
+    whole = data.read_bytes()
+    data.write_bytes(whole[:-10])
+    cli("checkpoint", external, "--out", target).refused(2, f"m.data: truncated: {len(whole) - 10} bytes, m.onnx needs")
+    data.unlink()
+    cli("checkpoint", external, "--out", target).refused(2, "its external data m.data is missing")
+    assert "repository" not in tree(tmp_path)
+
+
+@pytest.mark.parametrize("share", [0.001, 0.1, 0.5, 0.9, 0.999])
+def test_a_truncated_file_is_rejected(cli: Cli, tmp_path: Path, target: Path, onnx_file: Path, share: float) -> None:
+    whole = onnx_file.read_bytes()
+    (tmp_path / "cut.onnx").write_bytes(whole[: max(2, int(share * len(whole)))])
+    cli("checkpoint", tmp_path / "cut.onnx", "--out", target).refused(2, "cut.onnx: truncated or damaged")
+    assert tree(tmp_path) == ["cut.onnx"]
+
+
+def test_random_bytes_that_begin_like_a_model_are_rejected(cli: Cli, tmp_path: Path, target: Path) -> None:
+    (tmp_path / "m.onnx").write_bytes(b"\x08\x0a" + np.random.default_rng(0).bytes(500))
+    cli("checkpoint", tmp_path / "m.onnx", "--out", target).refused(2, "truncated or damaged: not an ONNX model")
+
+
+def _convertible(proto: ModelProto, *, opset: int = graphs.OPSET) -> ModelProto:
+    proto.opset_import[0].version = opset
+    return proto
+
+
+@pytest.mark.parametrize("opset", [9, 13, 17, 23])
+def test_models_of_old_and_new_opsets_are_converted(cli: Cli, tmp_path: Path, target: Path, opset: int) -> None:
+    onnx.save(_convertible(graphs.mlp(), opset=opset), tmp_path / "m.onnx")
+    cli("checkpoint", tmp_path / "m.onnx", "--out", target, *ONNX_ONLY).published()
+
+
+def _one_node(op: str, *, domain: str = "", weight: Array | None = None) -> ModelProto:
+    made = graphs.model(
+        [helper.make_node(op, ["x", "w"], ["y"], name="node", domain=domain)],
+        [graphs.edge("x", ["batch", 16])],
+        [graphs.edge("y", ["batch", 16])],
+        [graphs.initializer("w", graphs.values(16, 16) if weight is None else weight)],
+    )
+    if domain:
+        made.opset_import.append(helper.make_opsetid(domain, 1))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("proto", "code", "said"),
+    [
+        (_one_node("MatMul", weight=graphs.values(16, 16).astype(np.float16)), 3, "holds no fp32 weights"),
+        (_one_node("Frobnicate"), 3, "Frobnicate"),
+        (_one_node("Spell", domain="com.example.magic"), 3, "com.example.magic"),
+        (_one_node("MatMul", weight=graphs.values(8, 16)), 3, "Incompatible dimensions for matrix multiplication"),
+    ],
+)
+def test_models_that_cannot_be_converted_or_run_are_rejected(
+    cli: Cli, tmp_path: Path, target: Path, proto: ModelProto, code: int, said: str
+) -> None:
+    onnx.save(proto, tmp_path / "m.onnx")
+    cli("checkpoint", tmp_path / "m.onnx", "--out", target).refused(code, said)
+    assert tree(tmp_path) == ["m.onnx"]
+
+
+def test_nodes_in_a_cycle_are_rejected_but_nodes_out_of_order_are_not(cli: Cli, tmp_path: Path, target: Path) -> None:
+    def proto(source: str) -> ModelProto:
+        nodes = [helper.make_node("Relu", ["h"], ["y"]), helper.make_node("MatMul", [source, "w"], ["h"])]
+        edges = [graphs.edge("x", ["n", 16])], [graphs.edge("y", ["n", 16])]
+        return graphs.model(nodes, *edges, [graphs.initializer("w", graphs.values(16, 16))])
+
+    onnx.save(proto("y"), tmp_path / "circle.onnx")
+    cli("checkpoint", tmp_path / "circle.onnx", "--out", target).refused(2, "contains a cycle")
+    onnx.save(proto("x"), tmp_path / "order.onnx")
+    cli("checkpoint", tmp_path / "order.onnx", "--out", target, *ONNX_ONLY).published()
+
+
+def test_an_invalid_model_is_reported_without_messages_of_libraries(tmp_path: Path, target: Path) -> None:
+    node = helper.make_node("MatMul", ["x", "w"], ["y"])
+    proto = graphs.model([node, node], [graphs.edge("x", ["n", 16])], [graphs.edge("y", ["n", 16])])
+    onnx.save(proto, tmp_path / "m.onnx")
+    done = process("checkpoint", tmp_path / "m.onnx", "--out", target).refused(2, "'y' is defined twice")
+    assert all(line.startswith("bf16-convert: ") for line in done.err.splitlines())
+
+
+def test_forcing_small_tensors_to_bf16_logs_nothing(tmp_path: Path, onnx_file: Path, target: Path) -> None:
+    """ONNX's shape inference fails on the result, and would log its traceback."""
+    done = process("checkpoint", onnx_file, "--out", target, "--bf16", ".*", *ONNX_ONLY).published()
+    assert all(line.startswith("bf16-convert: ") for line in done.err.splitlines())
+
+
+def test_a_conversion_in_which_no_weight_becomes_bf16_says_so(cli: Cli, onnx_file: Path, target: Path) -> None:
+    done = cli("checkpoint", onnx_file, "--out", target, "--keep-fp32", ".*", *ONNX_ONLY).published()
+    assert "note: no weight became bf16" in done.out
+
+
+def test_an_output_that_is_not_a_tensor_is_rejected(cli: Cli, tmp_path: Path, target: Path) -> None:
+    sequence = helper.make_tensor_sequence_value_info("y", TensorProto.FLOAT, None)
+    weight = graphs.initializer("w", graphs.values(16, 16))
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["m"]), helper.make_node("SequenceConstruct", ["m"], ["y"])]
+    onnx.save(graphs.model(nodes, [graphs.edge("x", ["n", 16])], [sequence], [weight]), tmp_path / "m.onnx")
+    cli("checkpoint", tmp_path / "m.onnx", "--out", target).refused(
+        3, "'y' is of type sequence, and bf16kit serves tensors only"
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "shape"),
+    [("x:float32:n,16", ["n", 16]), ("x:float32:4,16", [4, 16]), ("x:float32:batch,16", ["batch", 16])],
+)
+def test_free_dimensions_may_be_named_and_fixed(
+    cli: Cli, onnx_file: Path, target: Path, given: str, shape: list[int | str]
+) -> None:
+    cli("checkpoint", onnx_file, "--out", target, "--input", given, *ONNX_ONLY, "--profile", "cpu").published()
+    manifest = Artifact.open(target).manifest
+    assert manifest.inputs[0].shape == shape
+    assert manifest.batch_axis == (0 if isinstance(shape[0], str) else None)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("z:float32:batch,16", "--input z: the model's inputs are x"),
+        ("x:int64:batch,16", "--input x: the model's own input is float32"),
+        ("x:float32:batch,17", "--input x: the model's own input is float32"),
+        ("x:float32:batch", "--input x: the model's own input is float32"),
+    ],
+)
+def test_inputs_that_differ_from_those_of_the_graph_are_rejected(
+    cli: Cli, tmp_path: Path, onnx_file: Path, target: Path, given: str, said: str
+) -> None:
+    cli("checkpoint", onnx_file, "--out", target, "--input", given).refused(2, said)
+    assert tree(tmp_path) == []
+
+
+def test_the_option_model_is_rejected(cli: Cli, onnx_file: Path, target: Path) -> None:
+    said = "--model: an ONNX file brings its own architecture"
+    cli("checkpoint", onnx_file, "--model", "architectures:Mlp", "--out", target).refused(2, said)
+
+
+def test_torchscript_cannot_be_made_from_onnx(cli: Cli, tmp_path: Path, onnx_file: Path, target: Path) -> None:
+    said = "this format is made from a torch module, and the source is read as an ONNX graph"
+    command = ("checkpoint", onnx_file, "--out", target, "--format", "torchscript")
+    cli(*command).refused(3, f"{onnx_file}: --format torchscript: {said}")
+    assert f"note: no TorchScript: {said}" in cli("checkpoint", onnx_file, "--out", target).published().out

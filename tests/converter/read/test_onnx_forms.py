@@ -1,0 +1,310 @@
+"""Forms of ONNX files from other tools: old opsets, recurrent layers, half precision, other domains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from converting import ONNX_ONLY, Cli, tree
+from onnx import ModelProto, TensorProto, helper, numpy_helper
+from restored import Array, assert_restored
+
+import graphs
+from bf16kit.artifact.artifact import Artifact
+from bf16kit.runtime.loading import load, load_reference
+from bf16kit.runtime.ort.onnx import OnnxRuntime
+from converter.read.onnx_file import read_graph
+
+GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
+
+
+def _opset(proto: ModelProto, opset: int, ir: int | None = None) -> ModelProto:
+    proto.opset_import[0].version = opset
+    if ir is not None:
+        proto.ir_version = ir
+    return proto
+
+
+def _listed_as_inputs(proto: ModelProto) -> ModelProto:
+    """List the weights as inputs too, as IR versions up to 3 require."""
+    proto.graph.input.extend(graphs.edge(tensor.name, list(tensor.dims)) for tensor in proto.graph.initializer)
+    return proto
+
+
+def recurrent(op: str, width: int = 16, directions: int = 2) -> ModelProto:
+    """x [seq, batch, width], h [directions, batch, width] → one ``op`` layer (both ways by default) → y, last state."""
+    rows = GATES[op] * width
+    state = [graphs.edge("h", [directions, "batch", width])]
+    direction = "bidirectional" if directions == 2 else "forward"
+    return graphs.model(
+        [
+            helper.make_node(
+                op, ["x", "w", "r", "b", "", "h"], ["y", "last"], name="layer", hidden_size=width, direction=direction
+            )
+        ],
+        [graphs.edge("x", ["seq", "batch", width]), *state],
+        [graphs.edge("y", ["seq", directions, "batch", width]), graphs.edge("last", [directions, "batch", width])],
+        [
+            graphs.initializer("w", graphs.values(directions, rows, width, scale=0.3)),
+            graphs.initializer("r", graphs.values(directions, rows, width, seed=1, scale=0.3)),
+            graphs.initializer("b", graphs.values(directions, 2 * rows, seed=2, scale=0.1)),
+        ],
+    )
+
+
+def half_inside(width: int = 16) -> ModelProto:
+    """x·``half`` in fp16 between two Casts, then ·``full`` in fp32."""
+    return graphs.model(
+        [
+            helper.make_node("Cast", ["x"], ["x16"], name="narrow", to=TensorProto.FLOAT16),
+            helper.make_node("MatMul", ["x16", "half"], ["h16"], name="first"),
+            helper.make_node("Cast", ["h16"], ["h"], name="widen", to=TensorProto.FLOAT),
+            helper.make_node("MatMul", ["h", "full"], ["y"], name="second"),
+        ],
+        [graphs.edge("x", ["batch", width])],
+        [graphs.edge("y", ["batch", width])],
+        [
+            graphs.initializer("half", graphs.values(width, 2 * width).astype(np.float16)),
+            graphs.initializer("full", graphs.values(2 * width, width, seed=1)),
+        ],
+    )
+
+
+def half_stored(width: int = 16) -> ModelProto:
+    """A weight stored in fp16 and widened before use, as in files that were halved in size."""
+    proto = half_inside(width)
+    proto.graph.node[0].CopyFrom(helper.make_node("Cast", ["half"], ["wide"], name="widen_weight", to=1))
+    proto.graph.node[1].CopyFrom(helper.make_node("MatMul", ["x", "wide"], ["h"], name="first"))
+    del proto.graph.node[2]
+    return proto
+
+
+def half_edges(width: int = 16) -> ModelProto:
+    """fp16 in, fp32 inside, fp16 out."""
+    return graphs.model(
+        [
+            helper.make_node("Cast", ["x"], ["h"], name="widen", to=TensorProto.FLOAT),
+            helper.make_node("MatMul", ["h", "w"], ["m"], name="matmul"),
+            helper.make_node("Cast", ["m"], ["y"], name="narrow", to=TensorProto.FLOAT16),
+        ],
+        [graphs.edge("x", ["batch", width], TensorProto.FLOAT16)],
+        [graphs.edge("y", ["batch", width], TensorProto.FLOAT16)],
+        [graphs.initializer("w", graphs.values(width, width))],
+    )
+
+
+def contrib(width: int = 32) -> ModelProto:
+    """Operators of the domain com.microsoft, as ONNX Runtime's optimiser writes them into files."""
+    made = graphs.model(
+        [
+            helper.make_node("FusedMatMul", ["x", "w"], ["m"], "scaled", domain="com.microsoft", alpha=2.0),
+            helper.make_node("BiasGelu", ["m", "b"], ["g"], "gelu", domain="com.microsoft"),
+            helper.make_node(
+                "SkipLayerNormalization", ["g", "m", "gamma", "beta"], ["n"], "norm", domain="com.microsoft"
+            ),
+            helper.make_node("MatMul", ["n", "v"], ["y"], "matmul"),
+        ],
+        [graphs.edge("x", ["batch", 3, 16])],
+        [graphs.edge("y", ["batch", 3, 16])],
+        [
+            graphs.initializer("w", graphs.values(16, width)),
+            graphs.initializer("b", graphs.values(width, seed=1)),
+            graphs.initializer("gamma", graphs.values(width, seed=2) + 1),
+            graphs.initializer("beta", graphs.values(width, seed=3)),
+            graphs.initializer("v", graphs.values(width, 16, seed=4)),
+        ],
+    )
+    made.opset_import.append(helper.make_opsetid("com.microsoft", 1))
+    return made
+
+
+def words(width: int = 128) -> ModelProto:
+    """Strings → their numbers (ai.onnx.ml) → rows of a table; the strings are an output as well."""
+    made = graphs.model(
+        [
+            helper.make_node(
+                "LabelEncoder",
+                ["s"],
+                ["i"],
+                "encode",
+                domain="ai.onnx.ml",
+                keys_strings=["a", "sample"],
+                values_int64s=[0, 1],
+                default_int64=2,
+            ),
+            helper.make_node("Gather", ["table", "i"], ["y"], "look_up"),
+            helper.make_node("Identity", ["s"], ["same"], "echo"),
+        ],
+        [graphs.edge("s", ["batch"], TensorProto.STRING)],
+        [graphs.edge("y", ["batch", width]), graphs.edge("same", ["batch"], TensorProto.STRING)],
+        [graphs.initializer("table", graphs.values(3, width))],
+    )
+    made.opset_import.append(helper.make_opsetid("ai.onnx.ml", 2))
+    return made
+
+
+def convert(cli: Cli, proto: ModelProto, target: Path) -> Artifact:
+    path = target.parents[2] / "m.onnx"
+    onnx.save(proto, path)
+    cli("checkpoint", path, "--out", target, *ONNX_ONLY).published()
+    return Artifact.open(target)
+
+
+def assert_same(artifact: Artifact, proto: ModelProto, feeds: dict[str, Array], tolerance: float = 0.02) -> None:
+    """Assert that the reference equals ``proto`` in ONNX Runtime, and that profile cpu does within ``tolerance``."""
+    runtime = load(artifact, "cpu")
+    expected = OnnxRuntime(proto.SerializeToString(), runtime.inputs, runtime.outputs).run(feeds)
+    reference, narrowed = load_reference(artifact).run(feeds), runtime.run(feeds)
+    for name, array in expected.items():
+        np.testing.assert_allclose(reference[name], array, atol=1e-5)
+        np.testing.assert_allclose(narrowed[name], array, atol=tolerance)
+
+
+@pytest.mark.parametrize("opset", [7, 8, 9, 10, 11, 12])
+def test_opsets_from_7_and_ir_3_on_are_read(cli: Cli, target: Path, opset: int) -> None:
+    proto = _opset(_listed_as_inputs(graphs.mlp()), opset, ir=3)
+    artifact = convert(cli, proto, target)
+    assert [entry.name for entry in artifact.manifest.inputs] == ["x"]
+    plain = _opset(graphs.mlp(), opset, ir=4)
+    assert_same(artifact, plain, {"x": graphs.values(4, 16, seed=9)})
+
+
+@pytest.mark.parametrize("opset", [7, 14, 22])
+@pytest.mark.parametrize("op", GATES)
+def test_recurrent_layers_keep_their_outputs_and_halve_their_weights(
+    cli: Cli, target: Path, op: str, opset: int
+) -> None:
+    proto = _opset(recurrent(op), opset)
+    artifact = convert(cli, proto, target)
+    stored = {tensor.name: tensor.dtype for tensor in artifact.manifest.tensors}
+    assert stored["w"] == stored["r"] == "bfloat16"
+    feeds = {"x": graphs.values(6, 3, 16, seed=8, scale=2.0), "h": graphs.values(2, 3, 16, seed=7, scale=0.5)}
+    assert_same(artifact, proto, feeds)
+
+
+@pytest.mark.parametrize("build", [half_inside, half_stored, half_edges])
+def test_fp16_parts_stay_unchanged_and_are_restored(cli: Cli, tmp_path: Path, target: Path, build: object) -> None:
+    proto = build()  # type: ignore[operator]
+    artifact = convert(cli, proto, target)
+    feeds = {"x": graphs.values(4, 16, seed=9).astype(np.float16 if build is half_edges else np.float32)}
+    assert_same(artifact, proto, feeds)
+    cli("restore", target, "--out", tmp_path / "back.safetensors").published()
+    assert_restored(tmp_path / "back.safetensors", graphs.weights_of(proto))
+
+
+@pytest.mark.parametrize("opset", [12, 17, 22])
+def test_com_microsofts_operators_are_converted(cli: Cli, target: Path, opset: int) -> None:
+    proto = _opset(contrib(), opset)
+    artifact = convert(cli, proto, target)
+    assert_same(artifact, proto, {"x": graphs.values(2, 3, 16, seed=9)}, tolerance=0.1)
+    precision = {entry.name: entry.precision for entry in artifact.manifest.plan.nodes["cuda"]}
+    assert precision["scaled"] == precision["matmul"] == "bf16"
+    assert precision["norm"] == "fp32"
+
+
+def test_string_inputs_and_outputs_are_supported(cli: Cli, target: Path) -> None:
+    artifact = convert(cli, _opset(words(), 17), target)
+    assert [entry.dtype for entry in artifact.manifest.inputs] == ["string"]
+    answer = load(artifact, "cpu").run({"s": np.array(["a", "b"], object)})
+    table = graphs.values(3, 128)
+    np.testing.assert_allclose(answer["y"], table[[0, 2]], rtol=2**-8)
+    assert answer["same"].tolist() == ["a", "b"]
+
+
+def _sparse() -> onnx.SparseTensorProto:
+    values = numpy_helper.from_array(graphs.values(10), "w0")
+    return helper.make_sparse_tensor(values, numpy_helper.from_array(np.arange(10)), [16, 32])
+
+
+def sparse_initializer() -> ModelProto:
+    proto = graphs.mlp()
+    del proto.graph.initializer[0]
+    proto.graph.sparse_initializer.append(_sparse())
+    return proto
+
+
+def sparse_constant() -> ModelProto:
+    proto = graphs.mlp()
+    del proto.graph.initializer[0]
+    proto.graph.node.insert(0, helper.make_node("Constant", [], ["w0"], name="w0", sparse_value=_sparse()))
+    return proto
+
+
+def zip_map() -> ModelProto:
+    """Probabilities by class, as scikit-learn's classifiers give them by default."""
+    proto = graphs.mlp()
+    proto.graph.node.append(
+        helper.make_node("ZipMap", ["y"], ["p"], "zip", domain="ai.onnx.ml", classlabels_int64s=list(range(16)))
+    )
+    maps = helper.make_map_type_proto(TensorProto.INT64, helper.make_tensor_type_proto(TensorProto.FLOAT, []))
+    proto.graph.output[0].CopyFrom(helper.make_value_info("p", helper.make_sequence_type_proto(maps)))
+    proto.opset_import.append(helper.make_opsetid("ai.onnx.ml", 1))
+    return proto
+
+
+def whole_numbers() -> ModelProto:
+    return graphs.model(
+        [helper.make_node("Add", ["x", "one"], ["y"], "add")],
+        [graphs.edge("x", ["n"], TensorProto.INT64)],
+        [graphs.edge("y", ["n"], TensorProto.INT64)],
+        [graphs.initializer("one", np.array([1]))],
+    )
+
+
+@pytest.mark.parametrize(
+    ("build", "said"),
+    [
+        (
+            sparse_initializer,
+            "'w0', which no node, input or initializer gives; if it is a sparse initializer, make it dense",
+        ),
+        (sparse_constant, "constant 'w0' is sparse; make it dense"),
+        (zip_map, "'p' is a sequence of maps, and bf16kit serves tensors only; export it without ZipMap (skl2onnx:"),
+        (whole_numbers, "holds no fp32 weights, so there is nothing to convert"),
+    ],
+)
+def test_files_that_cannot_be_converted_are_rejected_with_the_remedy(
+    cli: Cli, tmp_path: Path, target: Path, build: object, said: str
+) -> None:
+    onnx.save(build(), tmp_path / "m.onnx")  # type: ignore[operator]
+    cli("checkpoint", tmp_path / "m.onnx", "--out", target).refused(3, said)
+    assert tree(tmp_path) == ["m.onnx"]
+
+
+def test_weights_of_functions_are_read_from_the_models_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are not read from the working directory."""
+    tensor = graphs.initializer("c", graphs.values(4))
+    graphs.refer(tensor, "w.bin", 0, 16)
+    opsets = [helper.make_opsetid("", graphs.OPSET)]
+    nodes = [helper.make_node("Constant", [], ["c"], value=tensor), helper.make_node("Add", ["a", "c"], ["b"])]
+    function = helper.make_function("own", "F", ["a"], ["b"], nodes, opsets)
+    graph = helper.make_graph(
+        [helper.make_node("F", ["x"], ["y"], domain="own")], "g", [graphs.edge("x", [4])], [graphs.edge("y", [4])]
+    )
+    imports = [*opsets, helper.make_opsetid("own", 1)]
+    model = helper.make_model(graph, opset_imports=imports, ir_version=graphs.IR_VERSION, functions=[function])
+    source, elsewhere = tmp_path / "source", tmp_path / "elsewhere"
+    for directory, content in ((source, graphs.values(4).tobytes()), (elsewhere, bytes(16))):
+        directory.mkdir()
+        (directory / "w.bin").write_bytes(content)
+    (source / "m.onnx").write_bytes(model.SerializeToString())
+    monkeypatch.chdir(elsewhere)
+    read, _ = read_graph(source / "m.onnx")
+    (found,) = (node for f in read.functions.values() for node in f if node.op_type == "Constant")
+    assert found.attributes["value"].as_tensor().numpy().tobytes() == graphs.values(4).tobytes()
+
+
+@pytest.mark.parametrize(("place", "ir", "declared"), [("input", 3, ["a", "b"]), ("output", 10, ["n", 7, 7])])
+def test_an_input_or_output_that_declares_a_weight_differently_is_ignored(
+    cli: Cli, target: Path, place: str, ir: int, declared: list[int | str]
+) -> None:
+    """The input has free dimensions, the output another shape. ONNX Runtime uses the weight's own shape, too."""
+    proto = _opset(graphs.mlp(), 22, ir)
+    getattr(proto.graph, place).append(graphs.edge("w0", declared))
+    artifact = convert(cli, proto, target)
+    assert [16, 32] in [list(entry.shape) for entry in artifact.manifest.tensors]
+    assert_same(artifact, proto, {"x": graphs.values(4, 16, seed=9)})

@@ -1,0 +1,223 @@
+"""Bare state dicts: the architecture is built, the weights are fitted into it, all tensors are restored exactly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from architectures import Caching, Cnn, Mlp, Several, Tied, save, seeded
+from converting import MLP, ONNX_ONLY, Cli, tree
+from peaks import measured_alone
+from restored import assert_restored
+from safetensors.torch import save_file
+from torch import nn
+
+from bf16kit.artifact.artifact import Artifact
+from bf16kit.messages.errors import SourceError
+from bf16kit.runtime.loading import load, load_reference
+from converter.read.statedict import fit
+
+
+def _arrays(module: nn.Module) -> dict[str, np.ndarray]:
+    return {name: tensor.numpy() for name, tensor in seeded(module).state_dict().items()}
+
+
+@pytest.mark.long
+def test_a_convolutional_model_is_restored_bit_for_bit(cli: Cli, tmp_path: Path, target: Path) -> None:
+    """BatchNorm is folded into the stored weights. The int64 counters of batches are not in any graph."""
+    path = save(tmp_path / "cnn.pt", Cnn())
+    arguments = ("--model", "architectures:Cnn", "--input", "x:float32:batch,3,16,16")
+    cli("checkpoint", path, *arguments, "--out", target).published()
+    artifact = Artifact.open(target)
+    assert artifact.manifest.batch_axis == 0
+    assert set(artifact.manifest.profiles) == {"cpu", "cuda", "torchscript"}  # no product rounds: no cpu-bf16
+    assert [entry.name for entry in artifact.manifest.tensors if entry.scale] != []
+    cli("restore", target, "--out", tmp_path / "fp32.safetensors").published()
+    assert_restored(tmp_path / "fp32.safetensors", _arrays(Cnn()))
+
+    x = torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = seeded(Cnn())(x).numpy()
+    np.testing.assert_allclose(load_reference(artifact).run({"x": x.numpy()})["output"], expected, atol=1e-4)
+    np.testing.assert_allclose(load(artifact, "cpu").run({"x": x.numpy()})["output"], expected, atol=0.05)
+
+
+def test_tied_weights_are_stored_once_and_restored_under_both_names(cli: Cli, tmp_path: Path, target: Path) -> None:
+    path = save(tmp_path / "tied.pt", Tied())
+    arguments = ("--model", "architectures:Tied", "--input", "ids:int64:batch,seq", "--format", "onnx")
+    cli("checkpoint", path, *arguments, "--out", target).published()
+    manifest = Artifact.open(target).manifest
+    assert {e.name: e.tensor for e in manifest.checkpoint}["out.weight"] == "table.weight"
+    assert manifest.files["weights.bf16"].bytes < 2 * (64 * 16 + 16 * 16) + 64
+    cli("restore", target, "--out", tmp_path / "fp32.safetensors").published()
+    assert_restored(tmp_path / "fp32.safetensors", _arrays(Tied()))
+
+
+def test_parts_of_a_transformers_output_that_are_not_served_are_named(cli: Cli, tmp_path: Path, target: Path) -> None:
+    path = save(tmp_path / "caching.pt", Caching())
+    model = ("--model", "architectures:Caching", "--input", "x:float32:batch,16")
+    done = cli("checkpoint", path, *model, *ONNX_ONLY, "--out", target).published()
+    assert "served: logits; not served, though the model computes it: cache" in " ".join(done.out.split())
+
+
+def test_a_tied_weight_saved_once_fills_both_names(cli: Cli, tmp_path: Path, target: Path) -> None:
+    """safetensors' writers do this, because they refuse to write shared memory twice."""
+    state = {k: v.clone() for k, v in seeded(Tied()).state_dict().items() if k != "out.weight"}
+    save_file(state, tmp_path / "tied.safetensors")
+    arguments = ("--model", "architectures:Tied", "--input", "ids:int64:batch,seq", "--format", "onnx")
+    cli("checkpoint", tmp_path / "tied.safetensors", *arguments, "--out", target).published()
+    cli("restore", target, "--out", tmp_path / "fp32.safetensors").published()
+    assert_restored(tmp_path / "fp32.safetensors", {k: v.numpy() for k, v in state.items()})
+
+
+def test_a_sharded_checkpoint_is_fitted_into_a_factory_with_arguments(cli: Cli, tmp_path: Path, target: Path) -> None:
+    state = {k: v.clone() for k, v in seeded(Mlp(hidden=32)).state_dict().items()}
+    save_file({k: v for k, v in state.items() if k.startswith("up")}, tmp_path / "a.safetensors")
+    save_file({k: v for k, v in state.items() if k.startswith("down")}, tmp_path / "b.safetensors")
+    names = ", ".join(f'"{k}": "{"a" if k.startswith("up") else "b"}.safetensors"' for k in state)
+    (tmp_path / "model.safetensors.index.json").write_text(f'{{"weight_map": {{{names}}}}}')
+    arguments = (*MLP, "--model-args", '{"hidden": 32}', "--format", "onnx")
+    alone = cli("checkpoint", tmp_path / "a.safetensors", *arguments, "--out", target)
+    alone.refused(
+        2, "missing: down.weight", "  it is one of the shards of", "model.safetensors.index.json; convert that"
+    )
+    cli("checkpoint", tmp_path, *arguments, "--out", target).published()
+    assert Artifact.open(target).manifest.source.format == "safetensors-sharded"
+    cli("restore", target, "--out", tmp_path / "fp32.safetensors").published()
+    assert_restored(tmp_path / "fp32.safetensors", {k: v.numpy() for k, v in state.items()})
+
+
+def test_several_inputs_and_outputs_keep_their_names_and_kinds(cli: Cli, tmp_path: Path, target: Path) -> None:
+    path = save(tmp_path / "several.pt", Several())
+    inputs = ("--input", "a:float32:batch,16", "--input", "b:float32:batch,8")
+    cli("checkpoint", path, "--model", "architectures:Several", *inputs, "--format", "onnx", "--out", target)
+    manifest = Artifact.open(target).manifest
+    assert [entry.name for entry in manifest.inputs] == ["a", "b"]
+    assert {entry.name: entry.kind for entry in manifest.outputs} == {"scores": "logits", "embedding": "embedding"}
+    assert manifest.batch_axis == 0
+
+
+@pytest.mark.parametrize("prefix", ["module.", "model.", "_orig_mod.", "module._orig_mod."])
+def test_the_prefixes_of_wrappers_are_ignored(prefix: str) -> None:
+    state = {f"{prefix}{name}": array for name, array in _arrays(Mlp()).items()}
+    module = Mlp()
+    fit(module, state)
+    assert torch.equal(module.up.weight, seeded(Mlp()).get_parameter("up.weight"))
+
+
+def test_weights_are_fitted_in_the_models_own_dtypes() -> None:
+    import ml_dtypes
+
+    state = {name: array.astype(ml_dtypes.bfloat16) for name, array in _arrays(Mlp()).items()}
+    module = Mlp()
+    fit(module, state)
+    assert module.up.weight.dtype is torch.float32
+    assert module.up.weight.detach().numpy().tolist() == state["up.weight"].astype(np.float32).tolist()
+
+
+def test_the_first_five_mismatches_are_named_and_the_rest_counted() -> None:
+    state = {f"layer.{i}": np.ones(i, np.float32) for i in range(4)} | {"up.weight": np.ones((3, 3), np.float32)}
+    with pytest.raises(SourceError) as refused:
+        fit(Mlp(), state)
+    assert str(refused.value).splitlines() == [
+        "the checkpoint does not fit the model:",
+        "  shape: up.weight is [3, 3] in the checkpoint, [64, 16] in the model",
+        "  missing: up.bias [64]",
+        "  missing: down.weight [10, 64]",
+        "  missing: down.bias [10]",
+        "  unexpected: layer.0 [0]",
+        "  and 3 more",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "holds weights but no architecture; name it with --model pkg.mod:factory"),
+        (["--model", "architectures"], "--model 'architectures': expected pkg.mod:name"),
+        (["--model", "graph.onnx"], "--model 'graph.onnx': no such file; expected pkg.mod:name"),
+        (["--model", "architectures:Missing"], "module architectures has no Missing"),
+        (["--model", "no_such_module:Mlp"], "cannot import no_such_module: ModuleNotFoundError"),
+        (["--model", "architectures:NUMBER"], "is int, expected a function or class"),
+        (["--model", "architectures:failing"], "the factory failed: RuntimeError: no such preset"),
+        (["--model", "architectures:not_a_module"], "returned str, expected a torch.nn.Module"),
+        (["--model", "architectures:Mlp", "--model-args", '{"depth": 3}'], "unexpected keyword argument 'depth'"),
+        (["--model", "architectures:Mlp", "--model-args", "{hidden}"], "--model-args: not JSON"),
+        (["--model", "architectures:Mlp", "--model-args", "[64]"], "expected a JSON object such as"),
+        (["--model", "architectures:Cnn"], "does not fit the model:\n  missing: features.0.weight [16, 3, 3, 3]"),
+        (["--model", "architectures:Mlp"], "--input NAME:DTYPE:DIMS, for example --input x:float32:batch,16"),
+    ],
+)
+def test_an_architecture_that_is_missing_or_wrong_is_rejected(
+    cli: Cli, tmp_path: Path, target: Path, mlp_file: Path, arguments: list[str], said: str
+) -> None:
+    cli("checkpoint", mlp_file, "--out", target, *arguments).refused(2, said)
+    assert tree(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("x:float32:batch,17", "the model failed on an example input (x[2, 17]): RuntimeError: mat1 and mat2"),
+        ("x:float32:99999999999999,16", "an example input cannot be made (x[99999999999999,16])"),
+        ("x:int64:batch,16", "the model failed on an example input"),
+        ("x:float32:batch,16 y:float32:batch", "the model failed on an example input"),
+    ],
+)
+def test_inputs_that_the_model_does_not_take_are_rejected(
+    cli: Cli, tmp_path: Path, target: Path, mlp_file: Path, given: str, said: str
+) -> None:
+    inputs = [argument for one in given.split() for argument in ("--input", one)]
+    cli("checkpoint", mlp_file, "--model", "architectures:Mlp", *inputs, "--out", target).refused(3, said)
+    assert tree(tmp_path) == []
+
+
+def test_a_model_that_branches_on_its_data_cannot_be_exported(
+    cli: Cli, tmp_path: Path, target: Path, mlp_file: Path
+) -> None:
+    arguments = ("--model", "architectures:Untraceable", *MLP[2:])
+    cli("checkpoint", mlp_file, *arguments, "--out", target).refused(3, "torch.onnx.export cannot translate the model")
+    assert tree(tmp_path) == []
+
+
+def test_a_trusted_whole_module_needs_no_architecture(cli: Cli, tmp_path: Path, target: Path) -> None:
+    torch.save(seeded(Mlp()), tmp_path / "whole.pt")
+    arguments = ("--input", "x:float32:batch,16", "--trust-pickle", "--format", "onnx")
+    cli("checkpoint", tmp_path / "whole.pt", *arguments, "--out", target).published()
+    cli("restore", target, "--out", tmp_path / "fp32.safetensors").published()
+    assert_restored(tmp_path / "fp32.safetensors", _arrays(Mlp()))
+
+
+BUILD = """
+import sys
+from pathlib import Path
+import numpy as np
+from converter.options import Options, parse_target
+from converter.process.memory import map_large_blocks
+from converter.read.statedict import build, fit
+from peaks import anonymous, peak_anonymous
+map_large_blocks()
+def built(width):
+    arguments = {"in_features": width, "out_features": width, "dtype": getattr(__import__("torch"), sys.argv[2])}
+    target = parse_target(Path(sys.argv[1]) / "m" / "1")
+    target.path.parent.mkdir(exist_ok=True)
+    tensors = {"weight": np.zeros((width, width), np.float32), "bias": np.zeros(width, np.float32)}
+    before = anonymous()
+    with peak_anonymous() as peak:
+        module = build(Options(source=target.path, target=target, model="torch.nn:Linear", model_args=arguments))
+        fit(module, tensors)
+    return peak.bytes - before
+built(64)  # its libraries are in memory from here on
+print(built(4096), 4 * 4096 * 4096)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_module_that_a_factory_builds_is_not_held_in_memory(tmp_path: Path, dtype: str) -> None:
+    """The module has 67 MB in fp32. Each tensor of an fp64 module is narrowed in memory and then moved to a file."""
+    peak, size = map(int, measured_alone(BUILD, str(tmp_path), dtype).split())
+    assert peak / size < (0.2 if dtype == "float32" else 1.2), f"{peak / size:.2f} times the weights"
+    assert list((tmp_path / "m").iterdir()) == []

@@ -1,0 +1,138 @@
+"""Torch's files: their tensors are read, and their pickles do not run unless the user trusts them."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from architectures import Mlp, seeded
+
+from bf16kit.messages.errors import SourceError
+from converter.read.detect import Kind, recognise
+from converter.read.torch_file import read_file
+
+
+class Payload:
+    """Creates the directory ``path`` when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def _saved(path: Path, what: object) -> Path:
+    torch.save(what, path)
+    return path
+
+
+def _read(path: Path, *, trust: bool = False) -> dict[str, Any]:
+    return read_file(path, recognise(path), trust_pickle=trust)[0]
+
+
+def test_every_dtype_is_read_bit_for_bit(tmp_path: Path) -> None:
+    state = {
+        "w": torch.randn(3, 4),
+        "brain": torch.randn(5).to(torch.bfloat16),
+        "half": torch.randn(5).half(),
+        "double": torch.randn(5).double(),
+        "steps": torch.tensor(7),
+        "mask": torch.tensor([True, False]),
+        "transposed": torch.randn(3, 4).T,
+    }
+    read = _read(_saved(tmp_path / "m.pt", state))
+    assert list(read) == list(state)
+    assert read["brain"].dtype == ml_dtypes.bfloat16
+    for name, tensor in state.items():
+        bits = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        assert read[name].tobytes() == bits, name
+        assert list(read[name].shape) == list(tensor.shape)
+
+
+@pytest.mark.parametrize("key", ["state_dict", "model_state_dict", "model"])
+def test_checkpoints_of_training_loops_hold_the_state_dict_under_a_key(tmp_path: Path, key: str) -> None:
+    read = _read(_saved(tmp_path / "m.ckpt", {"epoch": 3, key: {"w": torch.ones(2)}, "optimizer": {"lr": 0.1}}))
+    assert list(read) == ["w"]
+
+
+def test_metadata_and_numbers_are_ignored(tmp_path: Path) -> None:
+    assert list(_read(_saved(tmp_path / "m.pt", {"w": torch.ones(2), "epoch": 3, "name": "x"}))) == ["w"]
+
+
+def test_a_pickle_that_would_run_code_is_rejected_and_not_run(tmp_path: Path) -> None:
+    path = _saved(tmp_path / "m.pt", {"w": torch.ones(2), "x": Payload(tmp_path / "executed")})
+    with pytest.raises(SourceError, match=r"holds more than tensors \(posix.mkdir\).*--trust-pickle"):
+        _read(path)
+    assert not (tmp_path / "executed").exists()
+
+
+def test_a_bare_pickle_is_not_loaded_at_all(tmp_path: Path) -> None:
+    (tmp_path / "m.pt").write_bytes(pickle.dumps(Payload(tmp_path / "executed")))
+    with pytest.raises(SourceError, match=r"bare pickle.*--trust-pickle"):
+        _read(tmp_path / "m.pt")
+    assert not (tmp_path / "executed").exists()
+
+
+def test_a_text_pickle_is_not_loaded_at_all(tmp_path: Path) -> None:
+    """Protocol 0 is text, and nothing marks it as a pickle."""
+    (tmp_path / "m.pt").write_bytes(pickle.dumps(Payload(tmp_path / "executed"), protocol=0))
+    with pytest.raises(SourceError, match="text file"):
+        _read(tmp_path / "m.pt")
+    assert not (tmp_path / "executed").exists()
+
+
+def test_torchs_legacy_format_is_read_if_it_is_trusted(tmp_path: Path) -> None:
+    path = tmp_path / "old.pt"
+    torch.save({"w": torch.arange(3.0)}, path, _use_new_zipfile_serialization=False)
+    assert recognise(path) is Kind.PICKLE
+    assert _read(path, trust=True)["w"].tolist() == [0, 1, 2]
+
+
+def test_a_whole_module_is_rejected_unless_it_is_trusted(tmp_path: Path) -> None:
+    path = _saved(tmp_path / "m.pt", seeded(Mlp()))
+    with pytest.raises(SourceError, match=r"holds more than tensors \(architectures.Mlp\).*save its state_dict"):
+        _read(path)
+    tensors, module = read_file(path, Kind.TORCH_ZIP, trust_pickle=True)
+    assert isinstance(module, Mlp)
+    assert list(tensors) == ["up.weight", "up.bias", "down.weight", "down.bias"]
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ([torch.ones(2)], "holds a list, expected a state dict"),
+        (torch.ones(2), "holds a Tensor, expected a state dict"),
+        ({}, "holds no tensors at its top level, nor under 'state_dict'; it has nothing"),
+        ({"epoch": 3, "lr": 0.1}, "it has epoch, lr"),
+        ({"w": torch.ones(2, dtype=torch.complex64)}, "tensor 'w' has the unknown dtype complex64"),
+        ({"w": torch.ones(2, 2).to_sparse()}, r"tensor 'w' has the unknown dtype float32 \(torch.sparse_coo\)"),
+        ({"w": torch.ones(2).to(torch.float8_e4m3fn)}, "tensor 'w' has the unknown dtype float8_e4m3fn"),
+        ({"w": torch.ones(2, device="meta")}, "tensor 'w' .*meta"),
+    ],
+)
+def test_files_without_a_state_dict_of_plain_tensors_are_rejected(tmp_path: Path, what: object, said: str) -> None:
+    with pytest.raises(SourceError, match=said):
+        _read(_saved(tmp_path / "m.pt", what))
+
+
+@pytest.mark.parametrize("share", [0.3, 0.9, 0.999])
+def test_a_truncated_archive_is_rejected(tmp_path: Path, share: float) -> None:
+    whole = _saved(tmp_path / "m.pt", {"w": torch.ones(500)}).read_bytes()
+    (tmp_path / "cut.pt").write_bytes(whole[: int(len(whole) * share)])
+    with pytest.raises(SourceError, match="truncated or damaged zip archive"):
+        _read(tmp_path / "cut.pt")
+
+
+def test_the_file_is_mapped_and_never_written(tmp_path: Path) -> None:
+    path = _saved(tmp_path / "m.pt", {"w": torch.ones(500)})
+    before = path.read_bytes()
+    read = _read(path)["w"]
+    np.copyto(read, 5)
+    assert path.read_bytes() == before

@@ -1,0 +1,301 @@
+"""Exporting a torch module to a graph: names, memory, free dimensions, and no folding that `restore` cannot undo."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from architectures import Centred, Cnn, Mlp, Several, Tied, Untraceable, seeded
+from numpy.typing import NDArray
+from torch import nn
+
+from bf16kit.messages.errors import ConversionError
+from bf16kit.numerics.tensors import TensorSpec
+from bf16kit.runtime.ort.onnx import OnnxRuntime
+from converter.graph.initializers import ComputedTensor
+from converter.read.signature import kind_of, output_specs
+from converter.read.torch.onnx_export import adapt, to_onnx
+from converter.write.graphs import serialize
+
+X = (TensorSpec("x", "float32", ("batch", 16)),)
+IMAGE = (TensorSpec("image", "float32", ("batch", 3, 16, 16)),)
+IDS = (TensorSpec("ids", "int64", ("batch", "seq")),)
+
+
+def tensors(module: nn.Module) -> dict[str, NDArray[Any]]:
+    return {name: tensor.numpy() for name, tensor in module.state_dict().items()}
+
+
+def test_weights_become_views_of_the_checkpoint_under_its_names() -> None:
+    module = seeded(Mlp())
+    checkpoint = {name: array.copy() for name, array in tensors(module).items()}
+    graph = to_onnx(adapt(module, X), checkpoint)
+    found = graph.graph.initializers
+    assert found.keys() == checkpoint.keys()
+    for name in ("up.weight", "down.weight"):
+        assert np.shares_memory(found[name].const_value.numpy(), checkpoint[name])  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float64])
+def test_weights_of_another_precision_are_computed_when_they_are_read(dtype: Any) -> None:
+    """Copies of all weights in fp32 would be as large as the model."""
+    checkpoint = {name: array.astype(dtype) for name, array in tensors(seeded(Mlp())).items()}
+    module = seeded(Mlp())
+    module.load_state_dict({name: torch.from_numpy(array) for name, array in checkpoint.items()})
+    found = to_onnx(adapt(module, X), checkpoint).graph.initializers
+    for name in ("up.weight", "down.weight"):
+        tensor = found[name].const_value
+        assert isinstance(tensor, ComputedTensor)
+        np.testing.assert_array_equal(tensor.numpy(), checkpoint[name].astype(np.float32))
+
+
+def test_a_transposed_weight_is_a_view_of_the_checkpoint_too() -> None:
+    """Linear over more than two dimensions becomes a MatMul with the weight transposed."""
+    module = seeded(Tied())
+    checkpoint = {name: array.copy() for name, array in tensors(module).items()}
+    graph = to_onnx(adapt(module, IDS), checkpoint)
+    weight = graph.graph.initializers["inner.weight"].const_value
+    assert weight is not None
+    assert np.shares_memory(weight.numpy(), checkpoint["inner.weight"])
+    assert np.array_equal(weight.numpy(), checkpoint["inner.weight"].T)
+
+
+def test_the_module_can_be_freed_and_changed_once_it_is_exported() -> None:
+    module = seeded(Mlp())
+    checkpoint = {name: array.copy() for name, array in tensors(module).items()}
+    model = adapt(module, X)
+    graph = to_onnx(model, checkpoint)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.zero_()
+    for name, value in graph.graph.initializers.items():
+        assert np.array_equal(value.const_value.numpy(), checkpoint[name])  # type: ignore[union-attr]
+    alive = weakref.ref(module)
+    del module, model
+    gc.collect()
+    assert alive() is None
+
+
+def test_the_graph_can_be_freed_though_rewrite_rules_keep_references() -> None:
+    graph = to_onnx(adapt(seeded(Mlp()), X), {})
+    alive = weakref.ref(graph.graph)
+    del graph
+    gc.collect()
+    assert alive() is None
+
+
+def test_free_dimensions_are_free_in_the_graph() -> None:
+    module = seeded(Tied())
+    graph = to_onnx(adapt(module, IDS), tensors(module))
+    assert output_specs(graph) == (TensorSpec("output", "float32", ("batch", "seq", 64)),)
+    runtime = OnnxRuntime(serialize(graph), IDS, output_specs(graph), precision="fp32")
+    for shape in ((1, 1), (3, 9)):
+        ids = np.arange(np.prod(shape), dtype=np.int64).reshape(shape)
+        with torch.no_grad():
+            expected = module(torch.from_numpy(ids)).numpy()
+        np.testing.assert_allclose(runtime.run({"ids": ids})["output"], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_batch_norm_is_left_for_the_conversion_to_fold() -> None:
+    """The exporter's own optimiser would fold it and lose the scale, and thus the checkpoint's weight."""
+    module = seeded(Cnn())
+    graph = to_onnx(adapt(module, IMAGE), tensors(module))
+    assert [node.op_type for node in graph.graph].count("BatchNormalization") == 2
+
+
+def test_dropout_and_batch_norm_are_exported_in_evaluation_mode() -> None:
+    module = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5), nn.BatchNorm1d(16)).train()
+    graph = to_onnx(adapt(module, X), tensors(module))
+    assert "Dropout" not in [node.op_type for node in graph.graph]
+
+
+def test_a_mapping_gives_the_outputs_their_names_and_names_give_their_kind() -> None:
+    inputs = (TensorSpec("a", "float32", ("batch", 16)), TensorSpec("b", "float32", ("batch", 8)))
+    module = seeded(Several())
+    specs = output_specs(to_onnx(adapt(module, inputs), tensors(module)))
+    assert [(spec.name, spec.kind) for spec in specs] == [("scores", "logits"), ("embedding", "embedding")]
+
+
+def test_inputs_are_passed_by_keyword_when_the_model_knows_their_names() -> None:
+    given = (TensorSpec("b", "float32", ("batch", 8)), TensorSpec("a", "float32", ("batch", 16)))
+    assert adapt(seeded(Several()), given).outputs == ("scores", "embedding")
+    strange = (TensorSpec("one", "float32", ("batch", 16)), TensorSpec("two", "float32", ("batch", 8)))
+    assert adapt(seeded(Several()), strange).outputs == ("scores", "embedding")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("logits", "logits"), ("start_logits", "logits"), ("last_hidden_state", "embedding"), ("y", "other")],
+)
+def test_the_name_of_an_output_gives_its_kind(name: str, kind: str) -> None:
+    assert kind_of(name) == kind
+
+
+def test_a_model_that_fails_on_its_inputs_is_reported_with_their_shapes() -> None:
+    wrong = (TensorSpec("x", "float32", ("batch", 15)),)
+    with pytest.raises(
+        ConversionError, match=r"failed on an example input \(x\[2, 15\]\): RuntimeError: mat1 and mat2"
+    ):
+        adapt(seeded(Mlp()), wrong)
+
+
+def test_a_model_without_tensor_outputs_is_rejected() -> None:
+    class Nothing(nn.Module):
+        def forward(self, x: torch.Tensor) -> int:
+            return 3
+
+    with pytest.raises(ConversionError, match="returned int without a tensor"):
+        adapt(Nothing(), X)
+
+
+def test_a_model_that_branches_on_its_data_cannot_be_translated() -> None:
+    with pytest.raises(ConversionError, match=r"torch\.onnx\.export cannot translate the model: "):
+        to_onnx(adapt(seeded(Untraceable()), X), {})
+
+
+def test_exporting_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    module = seeded(Centred())
+    to_onnx(adapt(module, X), tensors(module))
+    assert capfd.readouterr() == ("", "")
+
+
+class Parameter(nn.Module):
+    """One product with a parameter that is called ``name``."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self.register_parameter(name, nn.Parameter(torch.randn(16, 32)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.get_parameter(self.name)
+
+
+@pytest.mark.parametrize("name", ["x", "matmul", "output", "module"])
+def test_a_parameter_may_have_the_name_of_any_other_value(name: str) -> None:
+    """The values, inputs and outputs of a graph share one namespace; a module's parameters have another."""
+    module = seeded(Parameter(name))
+    graph = to_onnx(adapt(module, X), tensors(module))
+    runtime = OnnxRuntime(serialize(graph), X, output_specs(graph), precision="fp32")
+    x = np.random.default_rng(0).standard_normal((3, 16)).astype(np.float32)
+    expected = x @ module.get_parameter(name).detach().numpy()
+    np.testing.assert_allclose(runtime.run({"x": x})["output"], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_an_output_with_the_name_of_an_input_is_renamed() -> None:
+    class Same(Mlp):
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:  # type: ignore[override]
+            return {"x": super().forward(x), "down.weight": x * 2}
+
+    module = seeded(Same())
+    graph = to_onnx(adapt(module, X), tensors(module))
+    runtime = OnnxRuntime(serialize(graph), X, output_specs(graph), precision="fp32")
+    x = np.ones((3, 16), np.float32)
+    found = runtime.run({"x": x})
+    assert list(found) == ["x_out", "down.weight"]
+    np.testing.assert_array_equal(found["down.weight"], x * 2)
+
+
+class Recurrent(NamedTuple):
+    out: torch.Tensor
+    state: tuple[torch.Tensor, torch.Tensor]
+
+
+def a_recurrent_layer(module: nn.LSTM, x: torch.Tensor) -> Any:
+    return module(x[:, None])
+
+
+def two_heads(_module: nn.Module, x: torch.Tensor) -> Any:
+    return {"logits": x, "embeddings": x + 1, "extra": None}
+
+
+def nested(_module: nn.Module, x: torch.Tensor) -> Any:
+    return {"h": (x, [x + 1]), "out": {"logits": x + 2}}
+
+
+def named(_module: nn.Module, x: torch.Tensor) -> Any:
+    return Recurrent(x, (x + 1, x + 2))
+
+
+class Answering(nn.Module):
+    """Returns what ``answer`` computes from an LSTM and its input."""
+
+    def __init__(self, answer: Any) -> None:
+        super().__init__()
+        self.answer, self.layer = answer, nn.LSTM(16, 8, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.answer(self.layer, x)
+
+
+def twice(layer: nn.LSTM, x: torch.Tensor) -> Any:
+    y = torch.tanh(x)
+    return {"a": y, "b": y, "x_again": x}
+
+
+class ModelOutput(dict[str, Any]):
+    """The converter recognises transformers' own class by this name."""
+
+
+def of_parts(layer: nn.LSTM, x: torch.Tensor) -> Any:
+    states, cache = layer(x.unsqueeze(1))
+    logits = states.sum(1)
+    text = ModelOutput(hidden_states=(x, x), state=torch.tanh(logits), none=None, logits=logits)
+    return ModelOutput(text=text, logits=logits, again=logits, cache=cache)
+
+
+def test_parts_of_a_transformers_output_that_are_not_served_are_named() -> None:
+    left_out = adapt(seeded(Answering(of_parts)), X).left_out
+    same = "(the same tensor as logits)"
+    assert left_out == (f"again {same}", "cache", "text.hidden_states", f"text.logits {same}")
+
+
+@pytest.mark.parametrize(
+    ("answer", "names"),
+    [
+        (a_recurrent_layer, ("output_0", "output_1.0", "output_1.1")),
+        (two_heads, ("logits", "embeddings")),
+        (nested, ("h.0", "h.1.0", "out.logits")),
+        (named, ("out", "state.0", "state.1")),
+        (of_parts, ("logits", "text.state")),
+        (twice, ("a", "b", "x_again")),
+    ],
+)
+def test_nested_outputs_keep_their_parts(answer: Any, names: tuple[str, ...]) -> None:
+    module = seeded(Answering(answer))
+    model = adapt(module, X)
+    assert model.outputs == names
+    graph = to_onnx(model, {})
+    assert tuple(spec.name for spec in output_specs(graph)) == names
+    runtime = OnnxRuntime(serialize(graph), X, output_specs(graph), precision="fp32")
+    x = np.random.default_rng(0).standard_normal((3, 16)).astype(np.float32)
+    with torch.no_grad():
+        expected = model.module(torch.from_numpy(x))
+    for tensor, found in zip(expected, runtime.run({"x": x}).values(), strict=True):
+        np.testing.assert_allclose(found, tensor.numpy(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (lambda _, x: {"logits": x, "state": object()}, "output 'state' is a object, which a graph cannot return"),
+        (lambda _, x: (x, (x, 3)), r"output 'output_1\.1' is a int"),
+        (lambda _, x: {"h": (x, x), "h.0": x}, r"two of the model's outputs are named 'h\.0'"),
+    ],
+)
+def test_an_output_that_a_graph_cannot_return_is_rejected_by_name(answer: Any, said: str) -> None:
+    with pytest.raises(ConversionError, match=said):
+        adapt(Answering(answer), X)
+
+
+def test_a_model_that_fixes_the_size_of_a_free_dimension_is_rejected() -> None:
+    class Fixed(Mlp):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x.reshape(2, 16))
+
+    with pytest.raises(ConversionError, match="cannot translate the model"):
+        to_onnx(adapt(seeded(Fixed()), X), {})

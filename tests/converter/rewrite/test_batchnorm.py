@@ -1,0 +1,200 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from lowered import assert_same_tensors, lower, relative_l2
+from numpy.typing import NDArray
+from onnx import ModelProto, NodeProto, TensorProto, helper
+
+import graphs
+from converter.graph.step import run
+from converter.graph.types import InferTypes
+from converter.rewrite import prepare
+from converter.rewrite.batchnorm import SMALLEST_SCALE, FoldBatchNorm
+
+_X = np.random.default_rng(7).standard_normal((4, 16, 6, 6)).astype(np.float32)
+_ROWS = np.random.default_rng(8).standard_normal((4, 16)).astype(np.float32)
+
+
+def _parameters(channels: int, seed: int = 10) -> list[TensorProto]:
+    return [
+        graphs.initializer("gamma", graphs.values(channels, seed=seed) + 1),
+        graphs.initializer("beta", graphs.values(channels, seed=seed + 1)),
+        graphs.initializer("mean", graphs.values(channels, seed=seed + 2)),
+        graphs.initializer("variance", np.abs(graphs.values(channels, seed=seed + 3)) + 0.5),
+    ]
+
+
+def _norm(source: str) -> NodeProto:
+    return helper.make_node("BatchNormalization", [source, "gamma", "beta", "mean", "variance"], ["y"], name="norm")
+
+
+def _model(
+    nodes: Sequence[NodeProto], weights: Sequence[TensorProto], shape: Sequence[int | str], channels: int = 32
+) -> ModelProto:
+    rest: list[int | str] = ["batch", channels, *(["h", "w"] if len(shape) == 4 else [])]
+    return graphs.model(
+        [*nodes, _norm("c")], [graphs.edge("x", shape)], [graphs.edge("y", rest)], [*weights, *_parameters(channels)]
+    )
+
+
+def _conv() -> ModelProto:
+    weights = [graphs.initializer("w", graphs.values(32, 16, 3, 3)), graphs.initializer("b", graphs.values(32, seed=1))]
+    return _model([helper.make_node("Conv", ["x", "w", "b"], ["c"])], weights, ["batch", 16, 6, 6])
+
+
+def _conv_transpose() -> ModelProto:
+    weights = [graphs.initializer("w", graphs.values(16, 32, 3, 3))]
+    return _model([helper.make_node("ConvTranspose", ["x", "w"], ["c"])], weights, ["batch", 16, 6, 6])
+
+
+def _gemm(transposed: int) -> ModelProto:
+    shape = (32, 16) if transposed else (16, 32)
+    weights = [graphs.initializer("w", graphs.values(*shape)), graphs.initializer("b", graphs.values(32, seed=1))]
+    node = helper.make_node("Gemm", ["x", "w", "b"], ["c"], transB=transposed, alpha=0.5, beta=2.0)
+    return _model([node], weights, ["batch", 16])
+
+
+def _matmul_add() -> ModelProto:
+    weights = [graphs.initializer("w", graphs.values(16, 32)), graphs.initializer("b", graphs.values(32, seed=1))]
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["m"]), helper.make_node("Add", ["b", "m"], ["c"])]
+    return _model(nodes, weights, ["batch", 16])
+
+
+_FOLDABLE = {
+    "conv": (_conv, _X),
+    "conv_transpose": (_conv_transpose, _X),
+    "gemm": (lambda: _gemm(0), _ROWS),
+    "gemm_transposed": (lambda: _gemm(1), _ROWS),
+    "matmul_add": (_matmul_add, _ROWS),
+}
+
+
+@pytest.mark.parametrize("case", _FOLDABLE)
+def test_batchnorm_is_folded_into_the_weights_before_they_are_rounded(case: str, tmp_path: Path) -> None:
+    build, x = _FOLDABLE[case]
+    made = lower(tmp_path / "m" / "1", build())
+    assert "BatchNormalization" not in made.ops("cpu")
+    assert "BatchNormalization" in made.ops("reference")
+    source = made.run_source({"x": x})["y"]
+    np.testing.assert_array_equal(made.run_reference({"x": x})["y"], source)
+    assert relative_l2(source, made.run_cpu({"x": x})["y"]) < 4e-3
+    assert_same_tensors(made.artifact, made.checkpoint)
+
+
+def test_the_folded_weight_is_rounded_once_from_float64(tmp_path: Path) -> None:
+    made = lower(tmp_path / "m" / "1", _conv())
+    c = {name: array.astype(np.float64) for name, array in made.checkpoint.items()}
+    scale = c["gamma"] / np.sqrt(c["variance"] + np.float64(np.float32(1e-5)))
+    expected = (c["w"] * scale[:, None, None, None]).astype(np.float32).astype(made.artifact.tensor("w").dtype)
+    np.testing.assert_array_equal(made.artifact.tensor("w"), expected)
+
+
+def test_a_channel_scaled_by_zero_is_folded_and_still_restored(tmp_path: Path) -> None:
+    """Pruned channels are common. Without a smallest scale, each of their weights would take 12 bytes."""
+    proto = _conv()
+    gamma = graphs.values(32, seed=3) + 1
+    gamma[::2] = 0
+    for tensor in proto.graph.initializer:
+        if tensor.name == "gamma":
+            tensor.CopyFrom(graphs.initializer("gamma", gamma))
+    made = lower(tmp_path / "m" / "1", proto)
+    fold = made.prepared.folds["w"]
+    assert float(np.abs(fold.scale).min()) == SMALLEST_SCALE
+    source, cpu = made.run_source({"x": _X})["y"], made.run_cpu({"x": _X})["y"]
+    np.testing.assert_array_equal(source[:, ::2], cpu[:, ::2])
+    assert relative_l2(source, cpu) < 4e-3
+    assert_same_tensors(made.artifact, made.checkpoint)
+    assert made.size("residual.bin", "weights.bf16") < 1.03 * made.checkpoint["w"].nbytes
+
+
+def test_two_batchnorms_in_a_row_are_one_scale_in_the_residual(tmp_path: Path) -> None:
+    """If the scale were only that of the second, every weight would be stored verbatim in the residual."""
+    proto = _conv()
+    proto.graph.node[1].name, proto.graph.node[1].output[0] = "first", "n"
+    proto.graph.node.append(_norm("n"))
+    made = lower(tmp_path / "m" / "1", proto)
+    assert "BatchNormalization" not in made.ops("cpu")
+    assert relative_l2(made.run_source({"x": _X})["y"], made.run_cpu({"x": _X})["y"]) < 4e-3
+    assert_same_tensors(made.artifact, made.checkpoint)
+    assert made.size("residual.bin", "weights.bf16") < 1.03 * made.checkpoint["w"].nbytes
+
+
+def _vector() -> ModelProto:
+    """Return [batch, 16, 8] · [8]: a MatMul whose channels are rows of its input, not columns of its weight."""
+    weights = [graphs.initializer("w", graphs.values(8)), graphs.initializer("b", graphs.values(16, seed=1))]
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["m"]), helper.make_node("Add", ["m", "b"], ["c"])]
+    return graphs.model(
+        [*nodes, _norm("c")],
+        [graphs.edge("x", ["batch", 16, 8])],
+        [graphs.edge("y", ["batch", 16])],
+        [*weights, *_parameters(16)],
+    )
+
+
+def _shared_weight() -> ModelProto:
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["c"]),
+        helper.make_node("Conv", ["x", "w"], ["d"]),
+        helper.make_node("ReduceSum", ["d"], ["unused"]),
+    ]
+    return _model(nodes, [graphs.initializer("w", graphs.values(32, 16, 3, 3))], ["batch", 16, 6, 6])
+
+
+def _not_finite() -> ModelProto:
+    proto = _conv()
+    for tensor in proto.graph.initializer:
+        if tensor.name == "variance":
+            variance: NDArray[np.float32] = np.full(32, -1, np.float32)
+            tensor.CopyFrom(graphs.initializer("variance", variance))
+    return proto
+
+
+def _overflowing() -> ModelProto:
+    """Return a graph whose weights and scale are finite, but not their product."""
+    weights = [graphs.initializer("w", graphs.values(32, 16, 3, 3) * 1e37)]
+    proto = _model([helper.make_node("Conv", ["x", "w"], ["c"])], weights, ["batch", 16, 6, 6])
+    proto.graph.initializer[1].CopyFrom(graphs.initializer("gamma", np.full(32, 1e4, np.float32)))
+    return proto
+
+
+def _grouped_transpose() -> ModelProto:
+    weights = [graphs.initializer("w", graphs.values(16, 16, 3, 3))]
+    return _model([helper.make_node("ConvTranspose", ["x", "w"], ["c"], group=2)], weights, ["batch", 16, 6, 6])
+
+
+@pytest.mark.parametrize("build", [_shared_weight, _not_finite, _grouped_transpose, _vector, _overflowing])
+def test_a_batchnorm_that_cannot_be_folded_is_kept(build: object, tmp_path: Path) -> None:
+    assert callable(build)
+    made = lower(tmp_path / "m" / "1", build())
+    assert made.prepared.folds == {}
+    assert "BatchNormalization" in made.ops("cpu")
+    assert made.precision()["norm"] == "fp32"
+    assert_same_tensors(made.artifact, made.checkpoint)
+
+
+@pytest.mark.parametrize(("dtype", "kept"), [("bfloat16", True), ("float16", True), ("float64", False)])
+@pytest.mark.parametrize("case", _FOLDABLE)
+def test_a_batchnorm_after_a_weight_that_was_bf16_or_fp16_is_kept(case: str, dtype: str, kept: bool) -> None:
+    """A weight that was fp64 is rounded in any case, and restored as fp32, so its BatchNorm is folded."""
+    model = ir.from_proto(_FOLDABLE[case][0]())
+    source = model.graph.initializers["w"]
+    assert source.const_value is not None
+    stored = source.const_value.numpy().astype(dtype)
+    source.const_value = ir.tensor(stored.astype(np.float32), name="w")
+    prepared = prepare(model, {"stored": stored})
+    assert prepared.matches["stored"].initializer == "stored"
+    assert ("stored" not in prepared.folds) == kept
+    assert ("BatchNormalization" in [node.op_type for node in prepared.folded.graph]) == kept
+
+
+def test_an_add_of_another_domain_is_not_taken_as_a_bias() -> None:
+    proto = _matmul_add()
+    proto.graph.node[1].domain = "my.company"
+    fold = FoldBatchNorm()
+    run([InferTypes(), fold], ir.from_proto(proto))
+    assert fold.folds == {}

@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from lowered import lower, relative_l2
+from onnx import GraphProto, ModelProto, NodeProto, helper
+
+import graphs
+from bf16kit.messages.errors import ConversionError
+from bf16kit.runtime.ort.session import open_session
+from converter.graph.cuda_support import KernelTable
+from converter.graph.step import run
+from converter.rewrite.opset import RaiseOpset, SupportedOpset
+
+
+def _opset(proto: ModelProto) -> int:
+    return int(proto.opset_import[0].version)
+
+
+def _at(proto: ModelProto, opset: int, ir_version: int = 8) -> ModelProto:
+    proto.opset_import[0].version = opset
+    proto.ir_version = ir_version
+    return proto
+
+
+def _cnn(opset: int) -> ModelProto:
+    """Return Conv → BatchNorm → Clip → MaxPool → GlobalAveragePool → Flatten → MatMul; Clip has ``opset``'s form."""
+    bounds: dict[str, Any] = {"min": 0.0, "max": 6.0} if opset < 11 else {}
+    clip = helper.make_node("Clip", ["n"] if bounds else ["n", "low", "high"], ["k"], name="clip", **bounds)
+    names = ("gamma", "beta", "mean", "variance")
+    weights = [
+        graphs.initializer("w", graphs.values(32, 3, 3, 3)),
+        *(graphs.initializer(name, np.abs(graphs.values(32, seed=i)) + 0.5) for i, name in enumerate(names)),
+        graphs.initializer("fc", graphs.values(32, 16)),
+    ]
+    if not bounds:
+        weights += [
+            graphs.initializer("low", np.array(0, np.float32)),
+            graphs.initializer("high", np.array(6, np.float32)),
+        ]
+    nodes: list[NodeProto] = [
+        helper.make_node("Conv", ["x", "w"], ["c"], name="conv"),
+        helper.make_node("BatchNormalization", ["c", *names], ["n"], name="norm"),
+        clip,
+        helper.make_node("MaxPool", ["k"], ["p"], name="pool", kernel_shape=[2, 2]),
+        helper.make_node("GlobalAveragePool", ["p"], ["g"], name="mean"),
+        helper.make_node("Flatten", ["g"], ["f"], name="flatten"),
+        helper.make_node("MatMul", ["f", "fc"], ["y"], name="fc"),
+    ]
+    proto = graphs.model(nodes, [graphs.edge("x", ["batch", 3, 8, 8])], [graphs.edge("y", ["batch", 16])], weights)
+    return _at(proto, opset, 3 if opset < 9 else 8)
+
+
+@pytest.mark.parametrize("opset", [7, 11, 13, 18, 22, 23])
+def test_a_cnn_of_any_opset_runs_in_bf16_around_its_max_pool(opset: int, tmp_path: Path) -> None:
+    made = lower(tmp_path / "m" / "1", _cnn(opset))
+    islands = [entry.op for entry in made.plan.nodes["cuda"] if entry.precision == "fp32"]
+    assert islands == ["MaxPool"]
+    assert [op for op in made.ops("cuda") if op != "Cast"] == [
+        *("Conv", "Max", "Min", "MaxPool", "ReduceMean", "Flatten", "MatMul"),
+    ]
+    feeds = {"x": np.random.default_rng(3).standard_normal((4, 3, 8, 8)).astype(np.float32)}
+    source = made.run_source(feeds)["y"]
+    assert relative_l2(source, made.run_cpu(feeds)["y"]) < 6e-3
+    assert relative_l2(source, made.run_emulated(feeds)["y"]) < 1.2e-2
+    # the reference is the source's own graph, so a fault of the version converter shows as drift
+    reference = onnx.load(made.artifact.file("reference.onnx"), load_external_data=False)
+    assert _opset(reference) == opset
+
+
+def test_a_model_that_gains_nothing_keeps_its_opset(tmp_path: Path) -> None:
+    made = lower(tmp_path / "m" / "1", _at(graphs.mlp((32, 32)), 17))
+    for profile in ("cpu", "cuda"):
+        assert _opset(onnx.load(made.artifact.file(f"{profile}.onnx"), load_external_data=False)) == 17
+
+
+def test_bodies_are_converted_with_their_model(tmp_path: Path) -> None:
+    """The axes of Squeeze are attributes at opset 11 and inputs at 22, also inside an If."""
+
+    def branch(name: str, seed: int) -> GraphProto:
+        nodes = [
+            helper.make_node("MatMul", ["x", "weight"], ["m"]),
+            helper.make_node("Unsqueeze", ["m"], ["u"], axes=[0]),
+            helper.make_node("Squeeze", ["u"], [name], axes=[0]),
+        ]
+        weight = graphs.initializer("weight", graphs.values(16, 16, seed=seed))
+        return helper.make_graph(nodes, f"{name}_graph", [], [graphs.edge(name, ["batch", 16])], [weight])
+
+    choice = helper.make_node("If", ["flag"], ["y"], then_branch=branch("a", 1), else_branch=branch("b", 2))
+    proto = graphs.model(
+        [choice],
+        [graphs.edge("x", ["batch", 16]), graphs.edge("flag", [], onnx.TensorProto.BOOL)],
+        [graphs.edge("y", ["batch", 16])],
+    )
+    made = lower(tmp_path / "m" / "1", _at(proto, 11, 6))
+    for flag in (True, False):
+        feeds = {"x": graphs.values(4, 16, seed=9), "flag": np.array(flag)}
+        assert relative_l2(made.run_source(feeds)["y"], made.run_cpu(feeds)["y"]) < 4e-3
+
+
+def test_weights_are_not_copied_through_the_converter() -> None:
+    """onnx's version converter works on a serialised copy, which cannot exceed 2 GB."""
+    model = ir.from_proto(_cnn(13))
+    before = model.graph.initializers["fc"].const_value
+    run([RaiseOpset(KernelTable.load())], model)
+    assert model.opset_imports[""] == 22
+    assert model.graph.initializers["fc"].const_value is before
+
+
+def test_an_opset_that_onnx_runtime_does_not_load_is_rejected_with_the_remedy() -> None:
+    with pytest.raises(ConversionError, match=r"opset 28 is newer than 26.*export the model with opset 22"):
+        run([SupportedOpset(KernelTable.load())], ir.from_proto(_at(graphs.mlp(), 28)))
+
+
+@pytest.mark.parametrize(("found", "settled"), [(3, 8), (10, 10), (14, 11)])
+def test_the_ir_version_is_one_that_onnx_runtime_reads(found: int, settled: int) -> None:
+    model = run([SupportedOpset(KernelTable.load())], ir.from_proto(_at(graphs.mlp(), 22, found)))
+    assert model.ir_version == settled
+
+
+@pytest.mark.parametrize("mode", ["linear", "nearest"])
+@pytest.mark.parametrize(
+    ("op", "opset", "scales"),
+    [("Upsample", 9, (1.3, 3.7)), ("Resize", 10, (1.3, 3.7)), ("Resize", 10, (2.0, 2.0)), ("Resize", 10, (0.4, 0.7))],
+)
+def test_a_resize_of_an_old_opset_keeps_its_coordinates(
+    op: str, opset: int, scales: tuple[float, float], mode: str
+) -> None:
+    """They were asymmetric before opset 11, which onnx's converter does not say to the Resize that it makes."""
+    nodes = [helper.make_node(op, ["x", "scales"], ["y"], mode=mode)]
+    scale = graphs.initializer("scales", np.array([1, 1, *scales], np.float32))
+    edges = [graphs.edge("x", [1, 2, 9, 11])], [graphs.edge("y", [1, 2, "height", "width"])]
+    proto = _at(graphs.model(nodes, *edges, [scale]), opset)
+    raised = ir.to_proto(run([RaiseOpset(KernelTable.load())], ir.from_proto(proto)))
+    assert _opset(raised) == 22
+    feeds = {"x": graphs.values(1, 2, 9, 11, seed=3)}
+    before, after = (open_session(each.SerializeToString()).run(None, feeds)[0] for each in (proto, raised))
+    np.testing.assert_allclose(after, before, rtol=0, atol=1e-6)

@@ -1,0 +1,225 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from lowered import lower
+from onnx import ModelProto, TensorProto, helper
+
+import graphs
+from bf16kit.messages.errors import ConversionError
+from converter.graph.names import NameEverything
+from converter.graph.step import run
+from converter.graph.types import InferTypes
+from converter.rewrite.identities import RemoveIdentities
+from converter.rewrite.inlining import InlineFunctions
+from converter.rewrite.sharing import ShareEqualWeights
+from converter.rewrite.unused import DropUnused
+
+
+def _clip(bounds: list[str]) -> ModelProto:
+    return graphs.model(
+        [
+            helper.make_node("MatMul", ["x", "w"], ["m"]),
+            helper.make_node("Clip", ["m", *bounds], ["y"], name="clip"),
+        ],
+        [graphs.edge("x", ["batch", 16])],
+        [graphs.edge("y", ["batch", 16])],
+        [
+            graphs.initializer("w", graphs.values(16, 16)),
+            graphs.initializer("low", np.array(-0.5, np.float32)),
+            graphs.initializer("high", np.array(0.5, np.float32)),
+        ],
+    )
+
+
+@pytest.mark.parametrize(
+    ("bounds", "ops"), [(["low", "high"], ["Max", "Min"]), (["low"], ["Max"]), (["", "high"], ["Min"]), ([], ["Clip"])]
+)
+def test_clip_becomes_the_max_and_min_it_needs(bounds: list[str], ops: list[str], tmp_path: Path) -> None:
+    made = lower(tmp_path / "m" / "1", _clip(bounds))
+    assert [op for op in made.ops("cuda") if op not in ("Cast", "MatMul")] == ops
+    assert "Clip" in made.ops("cpu")
+    feeds = {"x": graphs.values(4, 16, seed=2) * 4}
+    np.testing.assert_allclose(made.run_emulated(feeds)["y"], made.run_source(feeds)["y"], atol=2e-2)
+
+
+def test_the_nodes_that_replace_clip_take_no_name_in_use(tmp_path: Path) -> None:
+    proto = _clip(["low", "high"])
+    proto.graph.node[0].output[0] = proto.graph.node[1].input[0] = "clip/max"
+    made, feeds = lower(tmp_path / "m" / "1", proto), {"x": graphs.values(4, 16, seed=2) * 4}
+    np.testing.assert_allclose(made.run_emulated(feeds)["y"], made.run_source(feeds)["y"], atol=2e-2)
+
+
+def test_identities_dropouts_and_casts_to_the_same_dtype_are_removed() -> None:
+    proto = graphs.model(
+        [
+            helper.make_node("Identity", ["x"], ["a"]),
+            helper.make_node("Dropout", ["a"], ["b"]),
+            helper.make_node("Cast", ["b"], ["c"], to=TensorProto.FLOAT),
+            helper.make_node("Relu", ["c"], ["d"]),
+            helper.make_node("Identity", ["d"], ["y"]),
+        ],
+        [graphs.edge("x", ["batch", 4])],
+        [graphs.edge("y", ["batch", 4])],
+    )
+    model = run([InferTypes(), RemoveIdentities()], ir.from_proto(proto))
+    assert [node.op_type for node in model.graph] == ["Relu"]
+    assert [value.name for value in model.graph.outputs] == ["y"]
+
+
+def test_nodes_and_initializers_without_a_use_are_removed() -> None:
+    proto = graphs.mlp()
+    proto.graph.initializer.append(graphs.initializer("nobody_s", graphs.values(3)))
+    proto.graph.node.append(helper.make_node("Mul", ["a0", "factor"], ["unread"], name="dead"))
+    proto.graph.initializer.append(graphs.initializer("factor", graphs.values(1)))
+    model = run([DropUnused()], ir.from_proto(proto))
+    assert "dead" not in [node.name for node in model.graph]
+    assert sorted(model.graph.initializers) == ["b0", "b1", "w0", "w1"]
+
+
+def test_an_identity_between_two_edges_stays() -> None:
+    proto = graphs.model([helper.make_node("Identity", ["x"], ["y"])], [graphs.edge("x", [4])], [graphs.edge("y", [4])])
+    model = run([InferTypes(), RemoveIdentities()], ir.from_proto(proto))
+    assert [node.op_type for node in model.graph] == ["Identity"]
+
+
+def test_an_output_keeps_a_shape_that_inference_cannot_find() -> None:
+    """Shapes of ai.onnx.ml's outputs are not inferred, and every scikit-learn model ends in an Identity."""
+    proto = graphs.model(
+        [
+            helper.make_node("Scaler", ["x"], ["s"], domain="ai.onnx.ml", offset=[1.0], scale=[2.0]),
+            helper.make_node("Identity", ["s"], ["y"]),
+        ],
+        [graphs.edge("x", ["batch", 4])],
+        [graphs.edge("y", ["batch", 4])],
+    )
+    proto.opset_import.append(helper.make_opsetid("ai.onnx.ml", 1))
+    model = run([InferTypes(), RemoveIdentities()], ir.from_proto(proto))
+    assert [node.op_type for node in model.graph] == ["Scaler"]
+    assert model.graph.outputs[0].shape == ir.Shape(["batch", 4])
+
+
+def test_edges_keep_their_names_if_only_identities_are_between_them() -> None:
+    """Two outputs copy one value, and one output copies an input through two nodes: one Identity each must stay."""
+    proto = graphs.model(
+        [
+            helper.make_node("Relu", ["x"], ["r"]),
+            helper.make_node("Identity", ["r"], ["y"]),
+            helper.make_node("Identity", ["r"], ["z"]),
+            helper.make_node("Identity", ["x"], ["a"]),
+            helper.make_node("Identity", ["a"], ["same"]),
+        ],
+        [graphs.edge("x", [4])],
+        [graphs.edge(name, [4]) for name in ("y", "z", "same")],
+    )
+    model = run([InferTypes(), RemoveIdentities()], ir.from_proto(proto))
+    assert [value.name for value in model.graph.inputs] == ["x"]
+    assert [value.name for value in model.graph.outputs] == ["y", "z", "same"]
+    assert [node.op_type for node in model.graph] == ["Relu", "Identity", "Identity"]
+
+
+def _tied(second: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> ModelProto:
+    return graphs.model(
+        [helper.make_node("Gather", ["table", "ids"], ["h"]), helper.make_node("MatMul", ["h", "head"], ["y"])],
+        [graphs.edge("ids", ["batch"], TensorProto.INT64)],
+        [graphs.edge("y", ["batch", second.shape[1]])],
+        [graphs.initializer("table", graphs.values(64, 16)), graphs.initializer("head", second)],
+    )
+
+
+def test_a_weight_that_is_another_s_transpose_is_stored_once(tmp_path: Path) -> None:
+    table = graphs.values(64, 16)
+    checkpoint = {"embed.weight": table, "head.weight": table}
+    made = lower(tmp_path / "m" / "1", _tied(np.ascontiguousarray(table.T)), checkpoint=checkpoint)
+    assert made.size("weights.bf16") == table.nbytes // 2
+    assert [entry.tensor for entry in made.stored.checkpoint] == ["embed.weight", "embed.weight"]
+    feeds = {"ids": np.array([3, 1, 4])}
+    np.testing.assert_array_equal(made.run_reference(feeds)["y"], made.run_source(feeds)["y"])
+    np.testing.assert_allclose(made.run_cpu(feeds)["y"], made.run_source(feeds)["y"], atol=2e-2)
+
+
+def test_a_table_is_stored_instead_of_its_transpose_whichever_comes_first() -> None:
+    proto = _tied(graphs.values(64, 16).T.copy())
+    proto.graph.initializer.reverse()
+    model = run([ShareEqualWeights()], ir.from_proto(proto))
+    assert sorted(model.graph.initializers) == ["table"]
+    assert [(node.op_type, node.inputs[0].name) for node in model.graph if node.inputs[0] is not None] == [
+        ("Transpose", "table"),
+        ("Gather", "table"),
+        ("MatMul", "h"),
+    ]
+
+
+def test_equal_tables_of_indices_are_stored_once() -> None:
+    """Every layer of a Swin has the same one."""
+    index = np.arange(1024).reshape(16, 64)
+    proto = graphs.model(
+        [helper.make_node("Gather", ["x", name], [name[-1]], axis=1) for name in ("in_a", "in_b")]
+        + [helper.make_node("Add", ["a", "b"], ["y"])],
+        [graphs.edge("x", ["batch", 1024])],
+        [graphs.edge("y", ["batch", 16, 64])],
+        [graphs.initializer(name, index) for name in ("in_a", "in_b")],
+    )
+    assert list(run([ShareEqualWeights()], ir.from_proto(proto)).graph.initializers) == ["in_a"]
+
+
+def test_weights_that_differ_in_one_bit_are_not_shared() -> None:
+    twin = graphs.values(64, 16).T.copy()
+    twin[0, 0] = np.nextafter(twin[0, 0], np.float32(9))
+    model = run([ShareEqualWeights()], ir.from_proto(_tied(twin)))
+    assert sorted(model.graph.initializers) == ["head", "table"]
+
+
+def test_nodes_without_a_name_or_with_a_duplicate_get_the_same_name_every_time() -> None:
+    def names() -> list[str | None]:
+        proto = graphs.mlp()
+        for node in proto.graph.node:
+            node.name = "same" if node.op_type == "MatMul" else ""
+        return [node.name for node in run([NameEverything()], ir.from_proto(proto)).graph]
+
+    assert names() == names() == ["same", "Add_1", "Relu_2", "same_1", "Add_4"]
+
+
+def test_a_value_that_nothing_produces_is_named_with_the_remedy() -> None:
+    """onnx_ir drops sparse initializers silently."""
+    proto = graphs.mlp((16, 16))
+    weight = proto.graph.initializer[0]
+    indices = graphs.initializer("indices", np.arange(16 * 16))
+    weight.dims[:] = [16 * 16]
+    proto.graph.sparse_initializer.append(helper.make_sparse_tensor(weight, indices, [16, 16]))
+    del proto.graph.initializer[0]
+    with pytest.raises(
+        ConversionError, match=r"'matmul0' reads 'w0', which no node, input or initializer gives.*sparse"
+    ):
+        run([NameEverything()], ir.from_proto(proto))
+
+
+def test_functions_are_inlined_and_the_exporter_s_stack_traces_are_dropped() -> None:
+    proto = graphs.mlp((16, 16))
+    proto.graph.node[0].metadata_props.add(key="pkg.torch.onnx.stack_trace", value="/home/somebody/model.py")
+    double = helper.make_function(
+        "local", "Double", ["a"], ["b"], [helper.make_node("Add", ["a", "a"], ["b"])], [helper.make_opsetid("", 22)]
+    )
+    proto.functions.append(double)
+    proto.opset_import.append(helper.make_opsetid("local", 1))
+    proto.graph.node.append(helper.make_node("Double", ["y"], ["z"], domain="local"))
+    proto.graph.output[0].name = "z"
+    model = run([InlineFunctions()], ir.from_proto(proto))
+    assert [node.op_type for node in model.graph] == ["MatMul", "Add", "Add"]
+    assert b"somebody" not in ir.to_proto(model).SerializeToString()
+
+
+def test_an_error_names_an_input_that_a_function_s_caller_omits() -> None:
+    proto = graphs.mlp((16, 16))
+    product = helper.make_node("MatMul", ["a", "w"], ["b"], name="product")
+    proto.functions.append(
+        helper.make_function("local", "Layer", ["a", "w"], ["b"], [product], [helper.make_opsetid("", graphs.OPSET)])
+    )
+    proto.opset_import.append(helper.make_opsetid("local", 1))
+    proto.graph.node.append(helper.make_node("Layer", ["y", ""], ["z"], domain="local"))
+    proto.graph.output[0].name = "z"
+    with pytest.raises(ConversionError, match=r"step 'inline functions': MatMul '.*' lacks its input 'B'"):
+        run([InlineFunctions()], ir.from_proto(proto))

@@ -1,0 +1,221 @@
+"""Which bounds can be judged, and what happens to a profile that is over its budget."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from converting import ONNX_ONLY, Cli, tree
+from onnx import helper
+
+import graphs
+from bf16kit.artifact.artifact import Artifact
+from bf16kit.artifact.manifest import ExportEntry
+from bf16kit.artifact.publish import staging
+from bf16kit.drift.metrics import Budget
+from bf16kit.messages.errors import BudgetExceeded, RuntimeFailure, UsageError
+from bf16kit.numerics.tensors import TensorSpec
+from bf16kit.runtime import Runtime
+from converter.options import Options, parse_target
+from converter.verify import runs
+from converter.verify.judging import check_budget, judge, with_output_kinds
+from converter.verify.running import open_profile
+
+OUTPUT = TensorSpec("y", "float32", ("batch", 4))
+# The cuda profile of the small model drifts more than this, the cpu profile less.
+BETWEEN = ("--budget", "relative_l2=3e-3")
+
+
+@pytest.fixture(scope="session")
+def wide_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a model of two products that are wide enough for the kernel's panels."""
+    path = tmp_path_factory.mktemp("wide") / "wide.onnx"
+    onnx.save(graphs.mlp((64, 96, 40)), path)
+    return path
+
+
+def test_the_kind_of_an_output_can_be_stated(cli: Cli, onnx_file: Path, target: Path) -> None:
+    cli("checkpoint", onnx_file, "--out", target, *ONNX_ONLY, "--output", "y:logits").published()
+    artifact = Artifact.open(target)
+    assert [output.kind for output in artifact.manifest.outputs] == ["logits"]
+    assert "top1_agreement" in artifact.manifest.drift["cpu"].outputs["y"]
+
+
+def test_the_kind_of_an_unknown_output_is_rejected(cli: Cli, onnx_file: Path, target: Path) -> None:
+    done = cli("checkpoint", onnx_file, "--out", target, "--output", "z:logits")
+    done.refused(2, "--output z: the model's outputs are y")
+
+
+def test_a_stated_bound_that_applies_to_no_output_is_rejected(cli: Cli, onnx_file: Path, target: Path) -> None:
+    done = cli("checkpoint", onnx_file, "--out", target, "--budget", "top1_agreement=1.0")
+    done.refused(
+        2, "--budget top1_agreement=1: no output is known to hold logits ('y' is of kind other)", "--output y:logits"
+    )
+    assert not target.parent.exists()
+
+
+def test_an_unjudged_default_bound_is_noted_if_an_output_could_hold_logits() -> None:
+    (note,) = check_budget(Budget(), [OUTPUT])
+    assert note.startswith("top1_agreement was not judged: no output is known to hold logits ('y' is of kind other)")
+    assert note.endswith("--output y:logits")
+    (note,) = check_budget(Budget(), [OUTPUT, replace(OUTPUT, name="z")])
+    assert "('y' is of kind other, 'z' is of kind other)" in note
+    assert note.endswith("--output NAME:logits")
+    assert check_budget(Budget(), with_output_kinds([OUTPUT], {"y": "embedding"})) == []
+    assert check_budget(Budget.parse(["top1_agreement=none"]), [OUTPUT]) == []
+    assert check_budget(Budget.parse(["top1_agreement=1"]), with_output_kinds([OUTPUT], {"y": "logits"})) == []
+
+
+def test_a_stated_bound_remains_stated_when_another_is_added() -> None:
+    budget = Budget.parse(["relative_l2=1"], Budget.parse(["top1_agreement=1"]))
+    with pytest.raises(UsageError, match="no output is known to hold logits"):
+        check_budget(budget, [OUTPUT])
+
+
+def test_a_profile_over_budget_fails_the_conversion(cli: Cli, onnx_file: Path, target: Path) -> None:
+    done = cli("checkpoint", onnx_file, "--out", target, *ONNX_ONLY, *BETWEEN, "--no-search")
+    done.refused(1, "profile cuda, output 'y': relative_l2 is")
+    assert "profile cpu" not in done.err
+
+
+def test_a_profile_over_budget_may_be_left_out_and_the_others_published(
+    cli: Cli, onnx_file: Path, target: Path
+) -> None:
+    flags = (*ONNX_ONLY, *BETWEEN, "--no-search", "--drop-failing-profiles")
+    done = cli("checkpoint", onnx_file, "--out", target, *flags).published()
+    assert "left out, drift over budget: cuda" in done.out
+    artifact = Artifact.open(target)
+    manifest = artifact.manifest
+    assert set(manifest.profiles) == set(manifest.drift) == set(manifest.plan.nodes) == {"cpu", "cpu-bf16"}
+    assert "cuda.onnx" not in tree(target)
+    cli("verify", target).published()
+
+
+def test_an_optional_profile_is_written_if_it_is_within_budget(cli: Cli, wide_file: Path, target: Path) -> None:
+    cli("checkpoint", wide_file, "--out", target, *ONNX_ONLY).published()
+    manifest = Artifact.open(target).manifest
+    assert set(manifest.profiles) == set(manifest.drift) == set(manifest.plan.nodes) == {"cpu", "cpu-bf16", "cuda"}
+    drifts = [manifest.drift[p].outputs["y"]["relative_l2"]["mean"] for p in ("cpu", "cpu-bf16", "cuda")]
+    assert drifts == sorted(drifts)
+    assert (manifest.schema_version, manifest.profiles["cpu-bf16"].verified) == (7, "host")
+    shared = [{t.external_data[0].value for t in _initializers(target / f"{p}.onnx")} for p in ("cpu", "cpu-bf16")]
+    assert shared[0] == shared[1] == {"weights.bf16"}
+
+
+def _initializers(path: Path) -> list[onnx.TensorProto]:
+    tensors = onnx.load(path, load_external_data=False).graph.initializer
+    return [tensor for tensor in tensors if tensor.data_type == onnx.TensorProto.BFLOAT16]
+
+
+# On the wide model, the drift of cpu is 2.1e-3, of cpu-bf16 3.1e-3, of cuda 4.2e-3.
+_CPU_ALONE = ("--budget", "relative_l2=2.5e-3", "--no-search")
+
+
+@pytest.mark.parametrize("flag", ["--drop-failing-profiles", "--allow-over-budget"])
+def test_an_optional_profile_over_budget_is_left_out_whatever_is_allowed(
+    flag: str, cli: Cli, wide_file: Path, target: Path
+) -> None:
+    done = cli("checkpoint", wide_file, "--out", target, *ONNX_ONLY, *_CPU_ALONE, flag).published()
+    assert "note: no profile cpu-bf16, which is faster on some processors: drift over budget" in done.out
+    assert "profile cpu-bf16, output 'y': relative_l2 is 0.0030" in done.out
+    manifest = Artifact.open(target).manifest
+    assert "cpu-bf16" not in {*manifest.profiles, *manifest.drift, *manifest.plan.nodes}
+    assert manifest.schema_version == 7
+    assert "cpu-bf16.onnx" not in tree(target)
+
+
+def test_a_requested_profile_over_budget_fails_the_conversion(cli: Cli, wide_file: Path, target: Path) -> None:
+    flags = (*ONNX_ONLY, *_CPU_ALONE, "--profile", "cpu", "--profile", "cpu-bf16")
+    done = cli("checkpoint", wide_file, "--out", target, *flags)
+    done.refused(1, "profile cpu-bf16, output 'y': relative_l2 is")
+    assert "profile cpu," not in done.err
+
+
+def test_cpu_bf16_without_a_product_that_rounds_is_left_out_or_rejected_if_requested(
+    cli: Cli, tmp_path: Path, target: Path
+) -> None:
+    onnx.save(graphs.embedding(), tmp_path / "m.onnx")
+    source = ("checkpoint", tmp_path / "m.onnx", "--out", target, *ONNX_ONLY)
+    cli(*source, "--profile", "cpu-bf16").refused(
+        2, "--profile cpu-bf16: no matrix product or convolution of this model has a bf16 weight"
+    )
+    cli(*source).published()
+    assert {*Artifact.open(target).manifest.profiles} == {"cpu", "cuda"}
+
+
+def test_an_optional_profile_that_does_not_run_is_left_out(
+    cli: Cli, wide_file: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(artifact: Artifact, profile: str) -> tuple[Runtime, bool]:
+        if profile == "cpu-bf16":
+            raise RuntimeFailure("no such operator")
+        return open_profile(artifact, profile)
+
+    monkeypatch.setattr(runs, "open_profile", fails)
+    flags = ("checkpoint", wide_file, "--out", target, *ONNX_ONLY)
+    cli(*flags, "--profile", "cpu-bf16").refused(3, "no such operator")
+    assert "no profile cpu-bf16: the written graph does not run" in cli(*flags).published().out
+    assert {*Artifact.open(target).manifest.profiles} == {"cpu", "cuda"}
+
+
+def test_if_every_profile_is_over_budget_the_conversion_fails(cli: Cli, onnx_file: Path, target: Path) -> None:
+    flags = (*ONNX_ONLY, "--budget", "relative_l2=1e-9", "--no-search", "--drop-failing-profiles")
+    cli("checkpoint", onnx_file, "--out", target, *flags).refused(1, "Every profile is over budget", "profile cuda")
+    assert not target.parent.exists()
+
+
+def test_a_bound_on_a_quantile_is_stored_and_judged(cli: Cli, onnx_file: Path, tmp_path: Path, target: Path) -> None:
+    flags = ("checkpoint", onnx_file, "--out", target, *ONNX_ONLY, "--profile", "cpu", "--no-search")
+    cli(*flags, "--budget", "relative_l2.worst=1e-9").refused(1, "relative_l2.worst is", "at most 1e-09")
+    cli(*flags, "--budget", "relative_l2.p99=1").refused(
+        2, "the 99th percentile of 16 samples is not known; give 100 or more, or bound the worst"
+    )
+    samples = tmp_path / "samples.npz"
+    np.savez(samples, x=np.random.default_rng(0).standard_normal((100, 16), np.float32))
+    cli(*flags, "--samples", samples, "--budget", "relative_l2.p99=1").published()
+    assert Artifact.open(target).manifest.budget["relative_l2.p99"] == 1
+    assert "relative_l2.p99" in cli("verify", target).published().out
+
+
+def _rivals(path: Path, apart: float) -> Path:
+    """Write a classifier of eight classes; two always lead, the second by a factor 1 + ``apart``. x [batch, 32] → y."""
+    weight = np.zeros((32, 8), np.float32)
+    weight[:, 0] = np.abs(graphs.values(32))
+    weight[:, 1] = weight[:, 0] * np.float32(1 + apart)
+    nodes = [
+        helper.make_node("Abs", ["x"], ["m"], name="abs"),  # sums that do not cancel are equal but for fp32 noise
+        helper.make_node("MatMul", ["m", "w"], ["y"], name="product"),
+    ]
+    edges = [graphs.edge("x", ["batch", 32])], [graphs.edge("y", ["batch", 8])]
+    onnx.save(graphs.model(nodes, *edges, [graphs.initializer("w", weight)]), path)
+    return path
+
+
+def test_a_changed_top_class_is_rejected_though_the_numbers_hardly_change(
+    cli: Cli, tmp_path: Path, target: Path
+) -> None:
+    """In bf16 the two leading classes are equal, and the first of equal classes is chosen."""
+    source = _rivals(tmp_path / "rivals.onnx", apart=2**-16)
+    flags = ("--output", "y:logits", "--profile", "cpu", "--no-search", *ONNX_ONLY)
+    done = cli("checkpoint", source, "--out", target, *flags).refused(1, "output 'y': top1_agreement is")
+    assert "relative_l2" not in done.err
+
+
+def test_a_tie_in_fp32_does_not_count_as_a_changed_top_class(cli: Cli, tmp_path: Path, target: Path) -> None:
+    source = _rivals(tmp_path / "rivals.onnx", apart=2**-22)
+    cli("checkpoint", source, "--out", target, "--output", "y:logits", "--no-search", *ONNX_ONLY).published()
+    drift = Artifact.open(target).manifest.drift["cpu"].outputs["y"]
+    assert drift["top1_agreement"]["mean"] == 1.0
+
+
+def test_an_export_over_budget_is_never_dropped(small: Artifact, target: Path) -> None:
+    """The user requested it by name, and it may hold the weights from which the others are restored."""
+    entry = ExportEntry(files=["model.safetensors"], precision="bf16-weights", verified="host")
+    manifest = small.manifest.amended(exports={"safetensors": entry})
+    options = Options(source=target, target=parse_target(target), drop_failing_profiles=True)
+    over = {"cpu": [], "safetensors": ["export safetensors, y: relative_l2 is too large"]}
+    with staging(target) as stage, pytest.raises(BudgetExceeded, match=r"(?s)export safetensors, y.*--keep-fp32"):
+        judge(over, manifest, options, stage)

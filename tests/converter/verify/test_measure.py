@@ -1,0 +1,84 @@
+"""Drift over samples."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from computed import OUT, Computed
+from peaks import measured_alone
+
+from bf16kit.messages.errors import SamplesError
+from bf16kit.numerics.tensors import TensorSpec
+from converter.verify.measure import drifts, run_all, slice_scales, spool, summarise, with_batch_dimension
+from converter.verify.samples import Samples
+
+LARGE_VOCABULARY = """
+import numpy as np
+from bf16kit.numerics.tensors import TensorSpec
+from converter.verify import measure
+from converter.verify.samples import Samples
+from peaks import anonymous, peak_anonymous
+
+class Random:
+    def __init__(self, noise):
+        self.noise = np.float32(noise)
+    def run(self, feeds):
+        seed, = feeds["x"]
+        answer = np.random.default_rng(seed).standard_normal((1, 32, 20_000), np.float32)
+        answer += self.noise
+        return {"y": answer}
+
+spec = TensorSpec("y", "float32", ("n", 32, 20_000), "logits")
+one = Random(0).run({"x": np.array([0])})["y"].nbytes
+measure.drifts([{"y": np.ones((1, 4), np.float32)}], [{"y": np.ones((1, 4), np.float32)}], [spec], 0, {})
+samples = Samples(tuple({"x": np.array([seed])} for seed in range(60)), "the test")
+before = anonymous()
+with peak_anonymous() as peak:
+    expected = measure.spool(Random(0), samples, None)
+    found = measure.drifts(expected, measure.run_all(Random(1e-3), samples.feeds), [spec], 0, {})
+assert measure.summarise(found)["y"].samples == 60
+print(peak.bytes - before, one)
+"""
+
+
+def test_a_proved_batch_axis_has_one_name_in_inputs_and_outputs() -> None:
+    assert with_batch_dimension(OUT, "n") == (TensorSpec("y", "float32", ("n", 4)),)
+
+
+def test_drift_is_summarised_over_the_rows_of_all_feeds() -> None:
+    feeds = [{"x": np.ones((rows, 4), np.float32)} for rows in (1, 2)]
+    expected = list(run_all(Computed(lambda x: x), feeds))
+    found = list(run_all(Computed(lambda x: x * np.float32(1.5)), feeds))
+    summary = summarise(drifts(expected, found, OUT, 0, {}))["y"]
+    assert summary.samples == 3
+    assert summary.judged("relative_l2") == pytest.approx(0.5)
+    assert summarise(drifts(expected, found, OUT, None, {}))["y"].samples == 2
+
+
+def test_samples_of_a_series_are_not_compared_with_their_neighbours() -> None:
+    """Neighbours in a series differ little, and slices would seem to vary by that."""
+    spec = (TensorSpec("y", "float32", ("n", 3)),)
+    series = np.linspace(0, 1, 300, dtype=np.float32)[:, None] * np.ones(3, np.float32)
+    for feeds in ([{"y": series}], [{"y": row[None]} for row in series]):
+        (scale,) = slice_scales(feeds, spec, 0)["y"]
+        np.testing.assert_allclose(scale, series.var(axis=0), rtol=0.3)
+
+
+def test_a_sample_without_an_output_is_an_error() -> None:
+    feeds = [{"x": np.ones((1, 4), np.float32)}] * 2
+    expected = list(run_all(Computed(lambda x: x), feeds))
+    with pytest.raises(ValueError, match="1 answers to 2 samples"):
+        drifts(expected, expected[:1], OUT, 0, {})
+
+
+def test_a_reference_that_gives_nan_is_rejected_and_the_sample_is_named() -> None:
+    feeds = tuple({"x": np.full((1, 4), value, np.float32)} for value in (1, np.inf, np.nan))
+    with pytest.raises(SamplesError, match=r"gives NaN for sample 2 of the test \(output 'y', 4 of 4 values\)"):
+        spool(Computed(lambda x: x), Samples(feeds, "the test"), None)
+
+
+@pytest.mark.long
+def test_outputs_of_a_large_vocabulary_are_never_in_memory_all_at_once() -> None:
+    """60 samples of 32 tokens over 20,000 words are 154 MB for the reference, and as much again for the profile."""
+    peak, one = map(int, measured_alone(LARGE_VOCABULARY).split())
+    assert peak < 12 * one, f"{peak / one:.1f} answers at the peak"

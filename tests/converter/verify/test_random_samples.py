@@ -1,0 +1,304 @@
+"""Random samples for models without samples: seeded, of the declared shapes, and with no index outside its table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from onnx import TensorProto, helper
+
+import graphs
+from bf16kit.artifact.driftentries import drawn_at_random
+from bf16kit.messages.errors import RuntimeFailure
+from bf16kit.numerics.tensors import TensorSpec, check_feeds
+from converter.graph.constants import compared_with, index_bounds
+from converter.read.signature import input_specs
+from converter.source import Feeds
+from converter.verify.random_samples import COUNT, ROWS, RunSource, generate
+
+
+def read(model: onnx.ModelProto) -> ir.Model:
+    return ir.from_proto(model)
+
+
+def input_named(model: ir.Model, name: str) -> ir.Value:
+    return next(value for value in model.graph.inputs if value.name == name)
+
+
+def through_ops(rows: int) -> onnx.ModelProto:
+    """ids int64 [batch] → Cast → Unsqueeze → Gather rows of ``table``; another Gather reads a smaller ``types``."""
+    return graphs.model(
+        [
+            helper.make_node("Cast", ["ids"], ["i"], to=TensorProto.INT32),
+            helper.make_node("Unsqueeze", ["i", "axes"], ["u"]),
+            helper.make_node("Gather", ["table", "u"], ["y"]),
+            helper.make_node("Gather", ["types", "ids"], ["z"], axis=1),
+        ],
+        [graphs.edge("ids", ["batch"], TensorProto.INT64)],
+        [graphs.edge("y", ["batch", 1, 4]), graphs.edge("z", [2, "batch"])],
+        [
+            graphs.initializer("table", graphs.values(rows, 4)),
+            graphs.initializer("types", graphs.values(2, 7)),
+            graphs.initializer("axes", np.array([1], np.int64)),
+        ],
+    )
+
+
+def test_an_index_stays_within_the_table_it_reads() -> None:
+    model = read(graphs.embedding(rows=5))
+    assert index_bounds(input_named(model, "ids")) == {5}
+    feeds = generate(input_specs(model), model, None, seed=0).feeds
+    ids = np.concatenate([feed["ids"].ravel() for feed in feeds])
+    assert ids.min() >= 0
+    assert ids.max() == 4
+
+
+def test_the_smallest_table_bounds_an_index_also_through_casts_and_reshapes() -> None:
+    for rows, smallest in ((3, 3), (50, 7)):
+        model = read(through_ops(rows))
+        assert index_bounds(input_named(model, "ids")) == {rows, 7}
+        feeds = generate(input_specs(model), model, None, seed=0).feeds
+        assert max(feed["ids"].max() for feed in feeds) == smallest - 1
+
+
+def moved(*nodes: onnx.NodeProto, **constants: list[int]) -> onnx.ModelProto:
+    """ids int64 [batch, 3] → ``nodes`` → ``i`` → Gather rows of a table of 50."""
+    return graphs.model(
+        [*nodes, helper.make_node("Gather", ["table", "i"], ["y"])],
+        [graphs.edge("ids", ["batch", 3], TensorProto.INT64)],
+        [graphs.edge("y", None)],
+        [
+            graphs.initializer("table", graphs.values(50, 4)),
+            *(graphs.initializer(name, np.array(values)) for name, values in constants.items()),
+        ],
+    )
+
+
+@pytest.mark.parametrize(
+    ("proto", "bound"),
+    [
+        (moved(helper.make_node("Gather", ["ids", "one"], ["i"], axis=1), one=[1]), 50),
+        (moved(helper.make_node("Split", ["ids"], ["a", "i", "b"], axis=1, num_outputs=3)), 50),
+        (moved(helper.make_node("Concat", ["one", "ids"], ["i"], axis=1), one=[1]), 50),
+        (moved(helper.make_node("Add", ["ids", "starts"], ["i"]), starts=[0, 20, 40]), 10),
+        (moved(helper.make_node("Sub", ["ids", "one"], ["i"]), one=[1]), 51),
+        (moved(helper.make_node("Sub", ["one", "ids"], ["i"]), one=[1]), None),
+        (moved(helper.make_node("Mul", ["ids", "one"], ["i"]), one=[1]), None),
+    ],
+)  # fmt: skip
+def test_an_index_is_followed_through_operators_that_pick_join_or_shift(
+    proto: onnx.ModelProto, bound: int | None
+) -> None:
+    assert index_bounds(read(proto).graph.inputs[0]) == ({bound} if bound else set())
+
+
+@pytest.mark.parametrize("op", ["Gather", "GatherElements", "GatherND", "ScatterElements", "ScatterND"])
+def test_the_nodes_of_a_graph_bound_its_edges(op: str) -> None:
+    """Else all edges would be between the first two nodes."""
+    inputs = ["x", "edges", "x"] if "Scatter" in op else ["x", "edges"]
+    proto = graphs.model(
+        [helper.make_node(op, inputs, ["y"])],
+        [graphs.edge("x", ["nodes", 4]), graphs.edge("edges", ["edges", 1], TensorProto.INT64)],
+        [graphs.edge("y", None)],
+    )
+    model = read(proto)
+    specs = (TensorSpec("x", "float32", ("nodes", 4)), TensorSpec("edges", "int64", ("edges", 1)))
+    assert index_bounds(input_named(model, "edges")) == {"nodes"}
+    feeds = generate(specs, model, None, seed=0).feeds
+    assert all(feed["edges"].max() < len(feed["x"]) for feed in feeds)
+    assert max(feed["edges"].max() for feed in feeds) > ROWS
+
+
+def padding(pad: int = 0) -> ir.Model:
+    """tokens int64 [batch, seq] → rows of a table of 100; and tokens that equal ``pad`` are told apart."""
+    proto = graphs.embedding(rows=100)
+    proto.graph.node.append(helper.make_node("Equal", ["ids", "pad"], ["is_padding"]))
+    proto.graph.output.append(graphs.edge("is_padding", ["batch", "seq"], TensorProto.BOOL))
+    proto.graph.initializer.append(graphs.initializer("pad", np.array(pad)))
+    return read(proto)
+
+
+def test_a_padding_token_ends_some_rows_and_fills_none() -> None:
+    model = padding()
+    feeds = generate(input_specs(model), model, None, seed=0, run_source=_runs_when(lambda _: True)).feeds
+    assert feeds[0]["ids"].all()
+    assert all(feed["ids"][:, 0].all() for feed in feeds)
+    assert sum((feed["ids"] == 0).any() for feed in feeds) > COUNT // 2
+    assert max(feed["ids"].max() for feed in feeds) > 90
+
+
+def _mask_feeds(run_source: RunSource, dtype: str = "int64") -> list[np.ndarray]:
+    specs = (TensorSpec("attention_mask", dtype, ("n", "length")),)
+    found = generate(specs, read(graphs.mlp()), None, seed=0, run_source=run_source)
+    return [feed["attention_mask"] for feed in found.feeds]
+
+
+@pytest.mark.parametrize("dtype", ["int64", "bool"])
+def test_masks_end_in_zeros_after_the_first_sample(dtype: str) -> None:
+    first, *others = _mask_feeds(_runs_when(lambda _: True), dtype)
+    assert first.all()
+    assert sum(not mask.all() for mask in others) > COUNT // 2
+    for mask in others:
+        assert mask[:, 0].all()
+        assert (np.diff(mask.astype(int)) <= 0).all()
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_sample_that_the_source_cannot_answer_padded_is_left_full(fails: bool) -> None:
+    """The source fails on it, or gives NaN."""
+
+    def run_source(feeds: Sequence[Feeds]) -> Iterator[Feeds]:
+        for feed in feeds:
+            short = bool((feed["attention_mask"].sum(axis=1) < 5).any())
+            if short and fails:
+                raise RuntimeFailure("too short")
+            yield {"y": np.array([np.nan if short else 1.0])}
+
+    masks = _mask_feeds(run_source)
+    assert len(masks) == COUNT
+    assert {bool(mask.all()) for mask in masks[1:]} == {True, False}
+    assert min(int(mask.sum(axis=1).min()) for mask in masks) >= min(5, min(mask.shape[1] for mask in masks))
+
+
+def test_an_input_that_indexes_nothing_has_no_bound() -> None:
+    assert index_bounds(input_named(read(graphs.mlp()), "x")) == set()
+
+
+@pytest.mark.parametrize(("axis", "bound"), [(0, 100), (1, 8), (-1, 8), (-2, 100), (2, None), (2**40, None)])
+def test_the_axis_of_a_gather_selects_the_bound_and_an_invalid_axis_gives_none(axis: int, bound: int | None) -> None:
+    proto = graphs.embedding(100, 8)
+    gather = next(node for node in proto.graph.node if node.op_type == "Gather")
+    gather.attribute.append(helper.make_attribute("axis", axis))
+    assert index_bounds(read(proto).graph.inputs[0]) == ({bound} if bound else set())
+
+
+@pytest.mark.parametrize("op", ["Gather", "Equal"])
+def test_operators_of_another_domain_give_no_bound(op: str) -> None:
+    node = helper.make_node(op, ["x"], ["y"], domain="own", axis="last")
+    edges = [graphs.edge("x", [1], TensorProto.INT64)], [graphs.edge("y", [1])]
+    value = ir.from_proto(graphs.model([node], *edges)).graph.inputs[0]
+    assert index_bounds(value) == set()
+    assert compared_with(value) == ()
+
+
+def test_the_same_seed_gives_the_same_samples_and_another_gives_others() -> None:
+    model = read(graphs.mlp())
+    first, again, other = (generate(input_specs(model), model, None, seed).feeds for seed in (0, 0, 1))
+    assert len(first) == COUNT
+    assert drawn_at_random(generate(input_specs(model), model, None, 0).origin)
+    assert all(np.array_equal(a["x"], b["x"]) for a, b in zip(first, again, strict=True))
+    assert not np.array_equal(first[0]["x"], other[0]["x"])
+
+
+def test_every_dtype_gets_fitting_values_and_inputs_agree_on_free_dimensions() -> None:
+    specs = (
+        TensorSpec("x", "float32", ("n", "length", 3)),
+        TensorSpec("y", "float16", ("n", "length")),
+        TensorSpec("flag", "bool", ()),
+        TensorSpec("attention_mask", "int64", ("n", "length")),
+        TensorSpec("small", "uint8", ("n",)),
+        TensorSpec("text", "string", ("n",)),
+    )
+    for feed in generate(specs, read(graphs.mlp()), None, seed=3).feeds:
+        assert check_feeds(specs, feed)["n"] == ROWS
+        assert feed["attention_mask"].all()
+        assert np.isfinite(feed["x"]).all()
+
+
+def test_the_samples_state_their_origin() -> None:
+    model = read(graphs.mlp())
+    assert generate(input_specs(model), model, None, seed=7).origin == "random inputs (seed 7)"
+
+    def sampler(seed: int, count: int) -> object:
+        return iter([{"x": np.zeros((1, 16), np.float32)}] * count)
+
+    given = generate(input_specs(model), model, sampler, seed=7)  # type: ignore[arg-type]
+    assert given.origin == "random inputs of the kind that the model takes (seed 7)"
+
+
+def test_an_integer_that_is_compared_with_constants_takes_one_of_them() -> None:
+    made = graphs.if_branches()
+    made.graph.input[1].CopyFrom(graphs.edge("rate", [], TensorProto.INT64))
+    made.graph.initializer.append(graphs.initializer("sixteen", np.array(16_000)))
+    sign = graphs.initializer("", np.array([8_000]))
+    made.graph.node.insert(0, helper.make_node("Equal", ["rate", "sixteen"], ["flag"]))
+    made.graph.node.insert(1, helper.make_node("Constant", [], ["eight"], value=sign))
+    made.graph.node.insert(2, helper.make_node("Equal", ["eight", "rate"], ["unused"]))
+    model = read(made)
+    assert compared_with(input_named(model, "rate")) == (8_000, 16_000)
+    assert compared_with(input_named(model, "x")) == ()
+    feeds = generate(input_specs(model), model, None, seed=0).feeds
+    assert {int(feed["rate"]) for feed in feeds} == {8_000, 16_000}
+
+
+def test_uint8_images_use_the_whole_range_of_values() -> None:
+    spec = TensorSpec("image", "uint8", ("n", "height", "width", 3))
+    feed = generate([spec], read(graphs.mlp()), None, seed=0).feeds[0]["image"]
+    assert feed.shape == (ROWS, 64, 64, 3)
+    assert feed.max() > 200
+
+
+def _runs_when(fits: Callable[[dict[str, np.ndarray]], bool]) -> RunSource:
+    def run_source(feeds: Sequence[Feeds]) -> Iterator[Feeds]:
+        for feed in feeds:
+            if not fits(feed):
+                raise RuntimeFailure("the wrong size\nin node 7")
+            yield {}
+
+    return run_source
+
+
+@pytest.mark.parametrize(
+    ("shape", "fits"),
+    [
+        (("n", 3, "h", "w"), lambda x: x.shape[2:] == (48, 192)),  # a line of printed text
+        (("n", "h", "w", 3), lambda x: x.shape[1:3] == (224, 224)),
+        (("n", 4), lambda x: len(x) == 1),  # keeps a state of one row
+        (("n", "time"), lambda x: x.shape[1] == 576),  # a window of audio
+    ],
+)
+def test_sizes_that_the_source_does_not_run_on_are_skipped(shape: tuple[int | str, ...], fits: object) -> None:
+    specs = (TensorSpec("x", "float32", shape),)
+    run_source = _runs_when(lambda feed: fits(feed["x"]))  # type: ignore[operator]
+    found = generate(specs, read(graphs.mlp()), None, seed=0, run_source=run_source)
+    assert all(fits(feed["x"]) for feed in found.feeds)  # type: ignore[operator]
+
+
+def test_if_no_sizes_run_the_first_sizes_are_used() -> None:
+    """The next run of the model reports what is wrong and how to give samples."""
+    specs = (TensorSpec("x", "float32", ("n", 2)),)
+    tried: list[int] = []
+
+    def run_source(feeds: Sequence[Feeds]) -> Iterator[Feeds]:
+        tried.extend(len(feed["x"]) for feed in feeds)
+        if feeds:
+            raise RuntimeFailure("no")
+        return iter([])
+
+    found = generate(specs, read(graphs.mlp()), None, seed=0, run_source=run_source)
+    assert set(tried) == {1, 2}
+    assert len(found.feeds[0]["x"]) == ROWS
+
+
+def test_a_source_that_cannot_be_loaded_is_not_tried_again() -> None:
+    """A damaged file may declare inputs of millions of numbers, so each further try would be expensive."""
+    tried: list[int] = []
+
+    def run_source(feeds: Sequence[Feeds]) -> Iterator[Feeds]:
+        tried.append(len(feeds))
+        raise RuntimeFailure("not a graph")
+
+    found = generate((TensorSpec("x", "float32", ("n", 2)),), read(graphs.mlp()), None, seed=0, run_source=run_source)
+    assert tried == [2, 0]
+    assert len(found.feeds) == 8
+
+
+@pytest.mark.parametrize("build", [graphs.mlp, graphs.embedding, graphs.conv_bn, graphs.if_branches, graphs.loop])
+def test_samples_fit_the_inputs_of_their_model(build: object, tmp_path: Path) -> None:
+    model = read(build())  # type: ignore[operator]
+    for feed in generate(input_specs(model), model, None, seed=0).feeds:
+        check_feeds(input_specs(model), feed)

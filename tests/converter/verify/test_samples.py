@@ -1,0 +1,184 @@
+"""Calibration samples: files, directories and functions, and the errors that they can have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from converting import ONNX_ONLY, Cli, tree
+from safetensors.numpy import save_file
+
+import graphs
+from bf16kit.artifact.artifact import Artifact
+from bf16kit.messages.errors import SamplesError
+from bf16kit.numerics.tensors import TensorSpec
+from converter.verify.samples import LIMIT, load, samples_usage
+
+_X = (TensorSpec("x", "float32", ("batch", 16)),)
+
+
+def _rows(count: int) -> dict[str, np.ndarray]:
+    return {"x": np.random.default_rng(count).standard_normal((count, 16)).astype(np.float32)}
+
+
+def test_a_file_is_one_feed(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", allow_pickle=False, **_rows(3))
+    save_file(_rows(3), tmp_path / "a.safetensors")
+    for name in ("a.npz", "a.safetensors"):
+        found = load(str(tmp_path / name), _X)
+        assert [feed["x"].tolist() for feed in found.feeds] == [_rows(3)["x"].tolist()]
+        assert found.origin == f"the file {name}"
+
+
+def test_a_directory_is_many_feeds_in_the_order_of_names(tmp_path: Path) -> None:
+    np.savez(tmp_path / "b.npz", allow_pickle=False, **_rows(2))
+    save_file(_rows(1), tmp_path / "a.safetensors")
+    (tmp_path / "README.md").write_text("not a sample")
+    assert [len(feed["x"]) for feed in load(str(tmp_path), _X).feeds] == [1, 2]
+
+
+def test_a_function_yields_feeds() -> None:
+    found = load("feeders:three", _X)
+    assert [len(feed["x"]) for feed in found.feeds] == [1, 2, 3]
+    assert found.origin == "feeders:three"
+
+
+def test_an_endless_function_is_read_only_up_to_the_limit() -> None:
+    assert len(load("feeders:endless", _X).feeds) == LIMIT
+
+
+def test_an_array_that_is_not_contiguous_is_made_contiguous(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", x=np.asfortranarray(_rows(3)["x"]))
+    assert load(str(tmp_path / "a.npz"), _X).feeds[0]["x"].flags.c_contiguous
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("absent.npz", "--samples absent.npz: no such file or directory, and not a function such as pkg.mod:name"),
+        ("feeders:absent", "module feeders has no absent"),
+        ("no_such_module:f", "cannot import no_such_module"),
+        ("feeders:nothing", "the function yielded nothing"),
+        ("feeders:no_iterable", "the function failed: TypeError: 'int' object is not iterable"),
+        ("feeders:failing", "the function failed: OSError: the disk of the user's own data set"),
+        ("feeders:arrays", "sample 0 is ndarray, expected a dict of an array per input"),
+        ("feeders:doubles", "sample 0: input 'x' has dtype float64, expected float32"),
+        ("feeders:ragged", "sample 0: input 'x' is not an array: ValueError: setting an array element"),
+    ],
+)
+def test_unusable_samples_are_rejected_with_the_reason(given: str, said: str) -> None:
+    with pytest.raises(SamplesError if "import" not in said and "absent" not in given else Exception) as refused:
+        load(given, _X)
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "said"),
+    [
+        ({"z": np.zeros((1, 16), np.float32)}, "unknown input 'z'; the model's inputs are x"),
+        ({}, "input 'x' is missing"),
+        ({"x": np.zeros((1, 17), np.float32)}, "[1, 17]"),
+        ({"x": np.zeros(16, np.float32)}, "rank 1"),
+        ({"x": np.zeros((1, 16), np.int64)}, "has dtype int64, expected float32"),
+        ({"x": np.zeros((0, 16), np.float32)}, "a sample without elements cannot be measured"),
+    ],
+)
+def test_a_feed_that_does_not_fit_is_rejected_with_its_file(
+    tmp_path: Path, arrays: dict[str, np.ndarray], said: str
+) -> None:
+    np.savez(tmp_path / "a.npz", allow_pickle=False, **arrays)
+    with pytest.raises(SamplesError) as refused:
+        load(str(tmp_path / "a.npz"), _X)
+    assert str(refused.value).startswith(f"--samples {tmp_path / 'a.npz'}: ")
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.npz", b""),
+        ("a.npz", b"some text"),
+        ("a.npz", b"PK\x03\x04" + bytes(50)),
+        ("a.safetensors", b""),
+        ("a.safetensors", b"\xff" * 40),
+        ("a.txt", b"1 2 3"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(SamplesError, match=name):
+        load(str(tmp_path / name), _X)
+
+
+def test_pickled_arrays_are_not_loaded(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", x=np.array([{"any": "object"}], dtype=object))
+    with pytest.raises(SamplesError, match="allow_pickle=False"):
+        load(str(tmp_path / "a.npz"), _X)
+
+
+def test_a_single_array_is_not_mistaken_for_a_feed(tmp_path: Path) -> None:
+    """``np.save`` wrote the file, but its name ends in .npz."""
+    np.save(tmp_path / "a.npy", _rows(1)["x"])
+    (tmp_path / "a.npy").rename(tmp_path / "a.npz")
+    with pytest.raises(SamplesError, match=r"a\.npz"):
+        load(str(tmp_path / "a.npz"), _X)
+
+
+def test_an_empty_directory_is_rejected(tmp_path: Path) -> None:
+    with pytest.raises(SamplesError, match=r"holds no \.npz or \.safetensors file"):
+        load(str(tmp_path), _X)
+
+
+def test_a_conversion_measures_on_the_given_samples_and_records_them(cli: Cli, onnx_file: Path, target: Path) -> None:
+    done = cli("checkpoint", onnx_file, "--out", target, "--samples", "feeders:three", *ONNX_ONLY).published()
+    entry = Artifact.open(target).manifest.drift["cpu"]
+    assert (entry.samples, entry.source) == (6, "feeders:three, and 13 made of them by perturbation")
+    assert "because --samples was not given" not in done.out
+
+
+def test_samples_that_do_not_fit_stop_a_conversion(cli: Cli, tmp_path: Path, onnx_file: Path, target: Path) -> None:
+    cli("checkpoint", onnx_file, "--out", target, "--samples", "feeders:doubles").refused(2, "expected float32")
+    assert tree(tmp_path) == []
+
+
+def test_samples_for_which_the_reference_gives_nan_are_rejected(
+    cli: Cli, tmp_path: Path, onnx_file: Path, target: Path, small: Artifact
+) -> None:
+    x = np.zeros((3, 16), np.float32)
+    x[1, 5] = np.nan
+    np.savez(tmp_path / "a.npz", x=x)
+    said = "the fp32 reference gives NaN for sample 0 of the file a.npz (output 'y', 16 of 48 values)"
+    cli("checkpoint", onnx_file, "--out", target, "--samples", tmp_path / "a.npz").refused(2, said)
+    cli("verify", small.path, "--samples", tmp_path / "a.npz").refused(2, said)
+    assert tree(tmp_path) == ["a.npz"]
+
+
+def test_a_model_that_fails_on_random_inputs_is_converted_with_given_samples(
+    cli: Cli, tmp_path: Path, target: Path
+) -> None:
+    nodes = [
+        onnx.helper.make_node("Add", ["ids", "ten"], ["shifted"]),
+        onnx.helper.make_node("Gather", ["table", "shifted"], ["y"]),
+    ]
+    weights = [graphs.initializer("table", graphs.values(64, 16)), graphs.initializer("ten", np.array(1000))]
+    edges = [graphs.edge("ids", ["n"], onnx.TensorProto.INT64)], [graphs.edge("y", ["n", 16])]
+    onnx.save(graphs.model(nodes, *edges, weights), tmp_path / "m.onnx")
+    said = ("does not run on random inputs (seed 0)", "out of data bounds", "pass others with --samples")
+    cli("checkpoint", tmp_path / "m.onnx", "--out", target).refused(3, *said)
+    np.savez(tmp_path / "a.npz", ids=np.arange(-1000, -990))
+    cli("checkpoint", tmp_path / "m.onnx", "--out", target, "--samples", tmp_path / "a.npz", *ONNX_ONLY).published()
+
+
+def test_the_advice_on_giving_samples_can_be_pasted() -> None:
+    specs = (TensorSpec("in:0", "float32", ("n", 2)), TensorSpec("rate", "int64", ()))
+    said = samples_usage(specs)
+    assert "numpy.savez('sample.npz', **{'in:0': …}, rate=…)" in said
+    assert "the model takes in:0 float32[n,2], rate int64[]" in said
+
+
+def test_an_empty_samples_option_is_rejected(cli: Cli, onnx_file: Path, target: Path, small: Artifact) -> None:
+    """A shell variable that is not set gives an empty option, and an empty path would be the working directory."""
+    cli("checkpoint", onnx_file, "--out", target, "--samples", "").refused(2, "--samples")
+    cli("verify", small.path, "--samples", "").refused(2, "--samples")

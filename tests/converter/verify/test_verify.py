@@ -1,0 +1,128 @@
+"""Verifying a published artifact: its drift is measured again, on the runtimes that serve it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from artifacts import write_product
+from converting import ONNX_ONLY, Cli
+from safetensors.numpy import save_file
+
+from bf16kit.artifact.artifact import Artifact
+from bf16kit.runtime.ort import kernel
+
+
+def test_every_profile_is_run_on_the_golden_samples(cli: Cli, mlp: Artifact) -> None:
+    out = cli("verify", mlp.path).published().out
+    assert out.startswith("Drift from the fp32 reference on the golden samples, 2 samples; every digest matches")
+    for profile in ("cpu", "cuda, emulated", "torchscript"):
+        assert f" {profile} " in out
+
+
+def test_only_the_chosen_profiles_run_once_each(cli: Cli, mlp: Artifact) -> None:
+    out = cli("verify", mlp.path, "--profile", "cpu", "--profile", "cpu").published().out
+    assert out.count("relative_l2") == 1
+    assert "torchscript" not in out
+
+
+def test_a_profile_that_the_artifact_lacks_is_rejected(cli: Cli, small: Artifact) -> None:
+    cli("verify", small.path, "--profile", "torchscript").refused(
+        2, "has no profile torchscript; it has cpu, cpu-bf16, cuda"
+    )
+
+
+@pytest.mark.parametrize("kind", ["npz", "safetensors", "directory", "function"])
+def test_samples_of_every_kind_are_accepted(cli: Cli, mlp: Artifact, tmp_path: Path, kind: str) -> None:
+    x = np.random.default_rng(1).standard_normal((4, 16)).astype(np.float32)
+    given: object = "feeders:three"
+    if kind == "function":
+        pass
+    elif kind == "safetensors":
+        save_file({"x": x}, given := tmp_path / "a.safetensors")
+    else:
+        np.savez(tmp_path / "a.npz", x=x)
+        given = tmp_path / "a.npz" if kind == "npz" else tmp_path
+    out = cli("verify", mlp.path, "--samples", str(given), "--profile", "cpu").published().out
+    assert f", {6 if kind == 'function' else 4} samples; every digest matches" in out
+    assert "golden" not in out
+
+
+def test_samples_that_do_not_fit_are_rejected(cli: Cli, mlp: Artifact) -> None:
+    cli("verify", mlp.path, "--samples", "feeders:doubles").refused(2, "has dtype float64, expected float32")
+    cli("verify", mlp.path, "--samples", "absent.npz").refused(2, "no such file or directory")
+
+
+def _edited(source: Artifact, target: Path, **changed: Any) -> Path:
+    shutil.copytree(source.path, target)
+    (target / "manifest.json").write_bytes(source.manifest.model_copy(update=changed).dumps())
+    return target
+
+
+def test_drift_over_budget_exits_with_1_and_shows_the_table(cli: Cli, mlp: Artifact, tmp_path: Path) -> None:
+    strict = _edited(mlp, tmp_path / "1", budget={"relative_l2": 1e-9})
+    done = cli("verify", strict).refused(1, "profile cpu, output 'output': relative_l2 is", "the budget allows")
+    assert "every digest matches" in done.out
+    assert " NO" in done.out
+
+
+def test_json_has_each_metric_with_its_bound_and_share_of_the_budget(cli: Cli, mlp: Artifact) -> None:
+    found = json.loads(cli("verify", mlp.path, "--profile", "cpu", "--json").published().out)
+    assert found.keys() == {"version", "path", "model", "origin", "samples", "rows", "ran", "over", "within"}
+    assert (found["version"], found["within"], found["over"], found["samples"]) == (1, True, [], 2)
+    rows = {row["metric"]: row for row in found["rows"]}
+    kept = mlp.manifest.drift["cpu"].outputs["output"]
+    assert rows["relative_l2"]["bound"] == mlp.manifest.budget["relative_l2"]
+    assert 0 < rows["relative_l2"]["measured"] <= kept["relative_l2"]["worst"]
+    assert rows["relative_l2"]["used"] == rows["relative_l2"]["judged"] / rows["relative_l2"]["bound"]
+
+
+def test_json_is_written_over_budget_as_well_and_the_exit_code_is_1(cli: Cli, mlp: Artifact, tmp_path: Path) -> None:
+    strict = _edited(mlp, tmp_path / "1", budget={"relative_l2": 1e-9})
+    done = cli("verify", strict, "--json").refused(1, "drift over budget")
+    found = json.loads(done.out)
+    assert not found["within"]
+    assert len(found["over"]) == 4
+    assert [row["within"] for row in found["rows"] if row["metric"] == "relative_l2"] == [False] * 4
+
+
+def test_a_missing_reference_is_reported_with_the_remedy(cli: Cli, onnx_file: Path, target: Path) -> None:
+    cli("checkpoint", onnx_file, "--out", target, "--no-residual", *ONNX_ONLY).published()
+    cli("verify", target).published()  # on the golden samples, whose reference outputs are in the artifact
+    cli("verify", target, "--samples", "feeders:three").refused(2, "has no fp32 reference", "with the residual")
+
+
+def test_verify_writes_nothing(cli: Cli, mlp: Artifact) -> None:
+    before = {path: path.stat().st_mtime_ns for path in mlp.path.rglob("*")}
+    cli("verify", mlp.path).published()
+    assert {path: path.stat().st_mtime_ns for path in mlp.path.rglob("*")} == before
+
+
+@pytest.mark.skipif(not kernel.LIBRARY.exists(), reason="the kernel was not built: no C++17 compiler")
+def test_the_path_of_the_cpu_kernel_that_ran_is_reported(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    artifact = write_product(tmp_path / "product" / "1")
+    monkeypatch.setenv(kernel.VARIABLE, "portable")
+    assert "\ncpu ran: on the CPU kernel, path portable" in cli("verify", artifact.path).published().out
+
+
+def test_without_the_cpu_kernel_the_reason_and_the_remedy_are_reported_once(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    artifact = write_product(tmp_path / "product" / "1")
+    monkeypatch.setenv(kernel.VARIABLE, "off")
+    out = cli("verify", artifact.path).published().out
+    assert out.count("no CPU kernel, because it is switched off by BF16KIT_KERNEL_PATH=off; bf16 weights are") == 1
+    assert "unset BF16KIT_KERNEL_PATH" in out
+
+
+def test_an_unknown_kernel_path_is_rejected(cli: Cli, mlp: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(kernel.VARIABLE, "fast")
+    cli("verify", mlp.path).refused(
+        2, "BF16KIT_KERNEL_PATH is 'fast'; allowed are avx512_bf16, avx512f, avx2, portable, amx and off"
+    )

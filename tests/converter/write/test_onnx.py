@@ -1,0 +1,224 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from lowered import Lowered, lower, relative_l2
+from numpy.typing import NDArray
+from onnx import ModelProto, TensorProto, helper
+
+import graphs
+from bf16kit.messages.errors import ConversionError
+from converter.fuse.unpanel import PUT_TOGETHER
+from converter.graph.step import run
+from converter.graph.types import InferTypes
+from converter.rewrite import prepare
+from converter.rewrite.constants import floating_tensors
+from converter.write.narrowing import Narrow
+
+_X16 = graphs.values(4, 16, seed=9)
+_CASES: dict[str, tuple[Callable[[], ModelProto], dict[str, NDArray[Any]]]] = {
+    "mlp": (graphs.mlp, {"x": _X16}),
+    "embedding": (graphs.embedding, {"ids": np.array([[1, 2, 3]])}),
+    "conv": (lambda: graphs.conv_bn(16), {"x": graphs.values(2, 3, 8, 8, seed=4)}),
+    "constant": (graphs.constant_nodes, {"x": _X16}),
+    "then": (graphs.if_branches, {"x": _X16, "flag": np.array(True)}),
+    "else": (graphs.if_branches, {"x": _X16, "flag": np.array(False)}),
+    "loop": (graphs.loop, {"x": _X16, "steps": np.array(3)}),
+}
+
+
+def _lower(case: str, tmp_path: Path) -> Lowered:
+    return lower(tmp_path / "m" / "1", _CASES[case][0]())
+
+
+@pytest.mark.parametrize("case", _CASES)
+def test_every_profile_gives_the_outputs_of_the_source(case: str, tmp_path: Path) -> None:
+    made, feeds = _lower(case, tmp_path), _CASES[case][1]
+    source = made.run_source(feeds)["y"]
+    np.testing.assert_array_equal(made.run_reference(feeds)["y"], source)
+    assert 0 < relative_l2(source, made.run_cpu(feeds)["y"]) < 4e-3
+    assert 0 < relative_l2(source, made.run_emulated(feeds)["y"]) < 8e-3
+
+
+@pytest.mark.parametrize("case", _CASES)
+def test_edges_keep_their_names_and_dtypes_in_every_graph(case: str, tmp_path: Path) -> None:
+    made, source = _lower(case, tmp_path), _CASES[case][0]().graph
+    for name in ("cpu", "cuda", "reference"):
+        graph = made.graph(name)
+        assert [(v.name, v.type.tensor_type.elem_type) for v in (*graph.input, *graph.output)] == [
+            (v.name, v.type.tensor_type.elem_type) for v in (*source.input, *source.output)
+        ]
+
+
+@pytest.mark.parametrize("case", _CASES)
+def test_graphs_pass_the_checker_and_hold_no_weights(case: str, tmp_path: Path) -> None:
+    made = _lower(case, tmp_path)
+    for name in ("cpu", "cuda"):
+        path = made.artifact.file(f"{name}.onnx")
+        onnx.checker.check_model(str(path), full_check=True)
+        for tensor in made.graph(name).initializer:
+            assert len(tensor.raw_data) <= 1024
+            location = {entry.key: entry.value for entry in tensor.external_data}.get("location")
+            assert location in (None, "weights.bf16", "weights.fp32")
+
+
+def test_the_same_source_gives_the_same_bytes(tmp_path: Path) -> None:
+    first, second = (lower(tmp_path / "m" / version, graphs.conv_bn(16)) for version in ("1", "2"))
+    for path in sorted(first.artifact.path.iterdir()):
+        assert path.read_bytes() == (second.artifact.path / path.name).read_bytes(), path.name
+
+
+def test_an_embedding_table_is_looked_up_in_bf16_and_only_its_rows_are_widened(tmp_path: Path) -> None:
+    made = _lower("embedding", tmp_path)
+    for name in ("cpu", "cuda"):
+        assert made.ops(name) == ["Gather", "Cast"]
+        assert made.graph(name).initializer[0].data_type == TensorProto.BFLOAT16
+
+
+def test_a_table_that_is_also_multiplied_is_stored_once(tmp_path: Path) -> None:
+    proto = graphs.model(
+        [
+            helper.make_node("Gather", ["table", "ids"], ["h"]),
+            helper.make_node("Transpose", ["table"], ["head"], perm=[1, 0]),
+            helper.make_node("MatMul", ["h", "head"], ["y"]),
+        ],
+        [graphs.edge("ids", ["batch"], TensorProto.INT64)],
+        [graphs.edge("y", ["batch", 64])],
+        [graphs.initializer("table", graphs.values(64, 16))],
+    )
+    made = lower(tmp_path / "m" / "1", proto)
+    assert made.ops("cpu") == ["Gather_panels", "MatMul_panels"]
+    assert made.size("weights.bf16") == 64 * 16 * 2
+    feeds = {"ids": np.array([5, 6])}
+    assert relative_l2(made.run_source(feeds)["y"], made.run_cpu(feeds)["y"]) < 6e-3
+    assert relative_l2(made.run_source(feeds)["y"], made.run_emulated(feeds)["y"]) < 8e-3
+
+
+def test_casts_are_inserted_only_where_bf16_and_fp32_meet(tmp_path: Path) -> None:
+    made = _lower("mlp", tmp_path)
+    graph = made.graph("cuda")
+    computing = [n.op_type for n in graph.node if n.op_type not in {"Cast", *PUT_TOGETHER}]
+    assert computing == ["MatMul", "Add", "Relu", "MatMul", "Add"]
+    casts = {node.output[0]: node.input[0] for node in graph.node if node.op_type == "Cast"}
+    # the input, the output, and the one bias too large to be rounded inside the graph
+    assert sorted(casts.values()) == ["b0", "x", "y/bf16"]
+    assert not casts.keys() & set(casts.values())
+
+
+def test_a_value_read_by_two_islands_is_cast_once(tmp_path: Path) -> None:
+    proto = graphs.model(
+        [
+            helper.make_node("MatMul", ["x", "w"], ["m"]),
+            helper.make_node("Elu", ["m"], ["a"]),
+            helper.make_node("Selu", ["m"], ["b"]),
+            helper.make_node("Add", ["a", "b"], ["y"]),
+        ],
+        [graphs.edge("x", ["batch", 16])],
+        [graphs.edge("y", ["batch", 16])],
+        [graphs.initializer("w", graphs.values(16, 16))],
+    )
+    assert lower(tmp_path / "m" / "1", proto).ops("cuda") == ["Cast", "MatMul", "Cast", "Elu", "Selu", "Add"]
+
+
+def test_shape_reads_bf16_and_isnan_reads_an_fp32_cast(tmp_path: Path) -> None:
+    proto = graphs.model(
+        [
+            helper.make_node("MatMul", ["x", "w"], ["m"]),
+            helper.make_node("Softmax", ["m"], ["p"]),
+            helper.make_node("IsNaN", ["p"], ["bad"]),
+            helper.make_node("Where", ["bad", "zero", "p"], ["q"]),
+            helper.make_node("Shape", ["q"], ["size"]),
+            helper.make_node("Reshape", ["q", "size"], ["y"]),
+        ],
+        [graphs.edge("x", ["batch", 16])],
+        [graphs.edge("y", ["batch", 16])],
+        [graphs.initializer("w", graphs.values(16, 16)), graphs.initializer("zero", np.array(0, np.float32))],
+    )
+    made = lower(tmp_path / "m" / "1", proto)
+    casts = [node.input[0] for node in made.graph("cuda").node if node.op_type == "Cast"]
+    assert sorted(casts) == ["p", "x", "y/bf16"]
+    assert relative_l2(made.run_source({"x": _X16})["y"], made.run_emulated({"x": _X16})["y"]) < 8e-3
+
+
+def test_a_sequence_between_nodes_keeps_its_type(tmp_path: Path) -> None:
+    """Older exporters write ``torch.split`` with sequences, and an If may return one."""
+
+    def branch(name: str) -> onnx.GraphProto:
+        pair = onnx.helper.make_tensor_sequence_value_info(name, TensorProto.FLOAT, None)
+        return helper.make_graph([helper.make_node("SequenceConstruct", ["h", "x"], [name])], f"in_{name}", [], [pair])
+
+    choice = helper.make_node("If", ["flag"], ["pair"], then_branch=branch("a"), else_branch=branch("b"))
+    proto = graphs.model(
+        [
+            helper.make_node("MatMul", ["x", "w"], ["h"]),
+            choice,
+            helper.make_node("SequenceInsert", ["pair", "h"], ["three"]),
+            helper.make_node("ConcatFromSequence", ["three"], ["y"], axis=1),
+        ],
+        [graphs.edge("x", ["batch", 16]), graphs.edge("flag", [], TensorProto.BOOL)],
+        [graphs.edge("y", ["batch", 48])],
+        [graphs.initializer("w", graphs.values(16, 16))],
+    )
+    made, feeds = lower(tmp_path / "m" / "1", proto), {"x": _X16, "flag": np.array(True)}
+    source = made.run_source(feeds)["y"]
+    np.testing.assert_array_equal(made.run_reference(feeds)["y"], source)
+    assert relative_l2(source, made.run_cpu(feeds)["y"]) < 4e-3
+    assert relative_l2(source, made.run_emulated(feeds)["y"]) < 8e-3
+
+
+def test_size_reads_an_fp32_cast_because_onnx_runtime_has_no_size_of_bf16(tmp_path: Path) -> None:
+    proto = graphs.embedding()
+    proto.graph.node.append(helper.make_node("Size", ["y"], ["size"]))
+    proto.graph.output.append(graphs.edge("size", [], TensorProto.INT64))
+    made, feeds = lower(tmp_path / "m" / "1", proto), {"ids": np.array([[1, 2, 3]])}
+    assert made.run_cpu(feeds)["size"] == made.run_emulated(feeds)["size"] == 48
+
+
+def test_bf16_values_and_outputs_of_the_source_are_kept(tmp_path: Path) -> None:
+    """A source may round values itself and return them as bf16; such casts and outputs stay as they are."""
+    proto = graphs.mlp((16, 32))
+    proto.graph.node.append(helper.make_node("Cast", ["y"], ["narrow"], to=TensorProto.BFLOAT16))
+    proto.graph.node.append(helper.make_node("Cast", ["narrow"], ["again"], to=TensorProto.FLOAT))
+    proto.graph.output.append(graphs.edge("narrow", ["batch", 32], TensorProto.BFLOAT16))
+    proto.graph.output.append(graphs.edge("again", ["batch", 32]))
+    made = lower(tmp_path / "m" / "1", proto)
+    source = made.run_source({"x": _X16})
+    for answer in (made.run_cpu({"x": _X16}), made.run_emulated({"x": _X16})):
+        for name, array in source.items():
+            assert answer[name].dtype == array.dtype, name
+            assert relative_l2(array, answer[name]) < 8e-3
+
+
+def test_weights_in_an_onnx_file_s_own_external_data_stay_mapped_until_they_are_written(tmp_path: Path) -> None:
+    """No preparation step reads a weight into memory, so a checkpoint larger than memory can be converted."""
+    path = graphs.save_external(graphs.mlp((32, 32)), tmp_path / "source.onnx", {TensorProto.FLOAT: "source.data"})
+    model = ir.load(path)
+    tensors = floating_tensors(model)
+    prepared = prepare(model, tensors)
+    np.testing.assert_array_equal(tensors["w0"], graphs.values(32, 32))
+    for graph in (prepared.reference, prepared.folded, prepared.cuda):
+        assert isinstance(graph.graph.initializers["w0"].const_value, ir.ExternalTensor)
+
+
+def test_an_operator_of_another_domain_is_an_fp32_island() -> None:
+    proto = graphs.mlp((16, 32))
+    proto.graph.node[1].domain = "my.company"
+    proto.opset_import.append(helper.make_opsetid("my.company", 1))
+    model = run([InferTypes(), Narrow({"w0"}, {"matmul0"})], ir.from_proto(proto))
+    casts = [n.inputs[0].name for n in model.graph if n.op_type == "Cast" and n.inputs[0] is not None]
+    assert casts == ["x", "m0"]
+
+
+def test_narrowing_a_node_without_a_bf16_form_is_an_error_that_names_it() -> None:
+    proto = graphs.model(
+        [helper.make_node("Mish", ["x"], ["y"], name="mish")], [graphs.edge("x", [4])], [graphs.edge("y", [4])]
+    )
+    proto.opset_import[0].version = 18
+    with pytest.raises(ConversionError, match="step 'narrow': node 'mish': Mish has no bf16 form in opset 18"):
+        run([Narrow(set(), {"mish"})], ir.from_proto(proto))

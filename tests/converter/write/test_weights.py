@@ -1,0 +1,235 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from lowered import assert_same_tensors, lower, relative_l2
+from numpy.typing import NDArray
+from onnx import ModelProto, TensorProto, helper
+
+import graphs
+from bf16kit.messages.errors import ArtifactError, ConversionError, RangeError
+from bf16kit.numerics.panels import pack
+from bf16kit.numerics.rounding import to_bf16
+from converter.write.weights import write_total
+
+
+def _with(name: str, array: NDArray[np.float32]) -> ModelProto:
+    proto = graphs.mlp((32, 64, 32))
+    for tensor in proto.graph.initializer:
+        if tensor.name == name:
+            tensor.CopyFrom(graphs.initializer(name, array))
+    return proto
+
+
+def test_one_copy_of_the_weights_serves_every_graph(tmp_path: Path) -> None:
+    made = lower(tmp_path / "m" / "1", graphs.mlp((256, 256, 256)))
+    source = sum(array.nbytes for array in made.checkpoint.values())
+    stored = made.size("weights.bf16", "weights.fp32", "cpu.onnx", "cuda.onnx", "reference.onnx")
+    assert stored <= 0.52 * source
+    assert stored + made.size("residual.bin") <= 1.03 * source
+    assert {entry.offset % 64 for entry in made.stored.tensors.values()} == {0}
+    assert_same_tensors(made.artifact, made.checkpoint)
+
+
+def test_an_affine_batchnorm_is_stored_once_for_the_folded_graph_and_the_checkpoint(tmp_path: Path) -> None:
+    """With mean 0 and variance 1, its factor is the scale that undoes the folding, and its shift the folded bias."""
+    statistics = {"g": graphs.values(512, seed=1), "b": graphs.values(512, seed=2)}
+    statistics |= {"m": np.zeros(512, np.float32), "v": np.ones(512, np.float32)}
+    proto = graphs.model(
+        [
+            helper.make_node("Conv", ["x", "w"], ["h"]),
+            helper.make_node("BatchNormalization", ["h", *statistics], ["y"], epsilon=0.0),
+        ],
+        [graphs.edge("x", ["batch", 8, 4, 4])],
+        [graphs.edge("y", ["batch", 512, 2, 2])],
+        [graphs.initializer(name, array) for name, array in {"w": graphs.values(512, 8, 3, 3), **statistics}.items()],
+    )
+    made = lower(tmp_path / "m" / "1", proto)
+    tensors = made.stored.tensors
+    assert (tensors["w.scale"].offset, tensors["w.scale"].file) == (tensors["g"].offset, "weights.fp32")
+    assert tensors["w.folded_bias"].offset == tensors["b"].offset
+    assert made.artifact.file("weights.fp32").stat().st_size == 4 * 2048  # g, b, m and v
+    assert_same_tensors(made.artifact, made.checkpoint)
+
+
+def test_a_matrix_that_is_only_multiplied_is_stored_as_panels_and_the_rest_in_c_order(tmp_path: Path) -> None:
+    proto = graphs.model(
+        [
+            helper.make_node("Gather", ["table", "ids"], ["h"]),
+            helper.make_node("MatMul", ["h", "w"], ["m"]),
+            helper.make_node("Gemm", ["m", "v"], ["y"], transB=1),
+        ],
+        [graphs.edge("ids", ["batch"], TensorProto.INT64)],
+        [graphs.edge("y", ["batch", 36])],
+        [
+            graphs.initializer("table", graphs.values(64, 16)),
+            graphs.initializer("w", graphs.values(16, 70)),
+            graphs.initializer("v", graphs.values(36, 70)),
+        ],
+    )
+    made = lower(tmp_path / "m" / "1", proto)
+    assert {name: entry.panels for name, entry in made.stored.tensors.items()} == {"table": None, "v": 0, "w": 1}
+    file = made.artifact.file("weights.bf16").read_bytes()
+    for name, entry in made.stored.tensors.items():
+        matrix = to_bf16(made.checkpoint[name])
+        written = matrix if entry.panels is None else pack(matrix, entry.panels)
+        assert file[entry.offset : entry.offset + entry.bytes] == written.tobytes()
+        assert made.artifact.tensor(name).tobytes() == matrix.tobytes()
+    assert_same_tensors(made.artifact, made.checkpoint)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_panels_hold_a_weight_with_batchnorm_folded_in(axis: int, tmp_path: Path) -> None:
+    """The residual restores the unfolded matrix from panels and scale, whichever axis the panels are along."""
+    weight = graphs.values(16, 40) if axis == 1 else np.ascontiguousarray(graphs.values(16, 40).T)
+    statistics = {name: np.abs(graphs.values(40, seed=i)) + 0.5 for i, name in enumerate(("g", "b", "m", "v"))}
+    proto = graphs.model(
+        [
+            helper.make_node("Gemm", ["x", "w"], ["h"], transB=1 - axis),
+            helper.make_node("BatchNormalization", ["h", "g", "b", "m", "v"], ["y"]),
+        ],
+        [graphs.edge("x", ["batch", 16])],
+        [graphs.edge("y", ["batch", 40])],
+        [graphs.initializer("w", weight), *(graphs.initializer(name, array) for name, array in statistics.items())],
+    )
+    made, feeds = lower(tmp_path / "m" / "1", proto), {"x": graphs.values(4, 16)}
+    entry = made.stored.tensors["w"]
+    assert (entry.panels, entry.scale_axis) == (axis, axis)
+    assert_same_tensors(made.artifact, made.checkpoint)
+    np.testing.assert_array_equal(made.run_reference(feeds)["y"], made.run_source(feeds)["y"])
+    assert relative_l2(made.run_source(feeds)["y"], made.run_cpu(feeds)["y"]) < 4e-3
+    assert relative_l2(made.run_source(feeds)["y"], made.run_emulated(feeds)["y"]) < 8e-3
+
+
+def test_tensors_that_no_graph_uses_are_stored_unchanged_and_equal_ones_once(tmp_path: Path) -> None:
+    head = np.random.default_rng(1).standard_normal((50, 3))
+    checkpoint: dict[str, NDArray[Any]] = {
+        "w0": graphs.values(16, 32),
+        "head": head,
+        "head.tied": head.copy(),
+        "steps": np.array(7),
+        "half": np.ones(5, np.float16),
+        "brain": np.ones(5, ml_dtypes.bfloat16),
+    }
+    made = lower(tmp_path / "m" / "1", graphs.mlp(), checkpoint=checkpoint)
+    assert {entry.name: entry.tensor for entry in made.stored.checkpoint}["head.tied"] == "head"
+    assert_same_tensors(made.artifact, checkpoint)
+
+
+def test_a_tensor_that_no_graph_uses_does_not_take_a_graph_tensor_s_name(tmp_path: Path) -> None:
+    checkpoint = {"w1": np.arange(100, dtype=np.float32)}
+    made = lower(tmp_path / "m" / "1", graphs.mlp(), checkpoint=checkpoint)
+    assert [entry.tensor for entry in made.stored.checkpoint] == ["w1_1"]
+    assert_same_tensors(made.artifact, checkpoint)
+
+
+def test_a_dtype_that_artifacts_cannot_hold_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConversionError, match="tensor 'phase' is complex64"):
+        lower(tmp_path / "m" / "1", graphs.mlp(), checkpoint={"phase": np.ones(99, np.complex64)})
+
+
+def test_without_a_residual_there_is_nothing_to_restore_from(tmp_path: Path) -> None:
+    made = lower(tmp_path / "m" / "1", graphs.conv_bn(), residual=False)
+    names = {path.name for path in made.artifact.path.iterdir()}
+    assert names == {"manifest.json", "weights.bf16", "weights.fp32", "cpu.onnx", "cuda.onnx"}
+    assert made.artifact.manifest.checkpoint == []
+    with pytest.raises(ArtifactError):
+        made.run_reference({})
+
+
+@pytest.mark.parametrize("tensor", ["w0", "b0"])
+def test_nan_in_any_weight_is_an_error(tensor: str, tmp_path: Path) -> None:
+    weight = graphs.values(*((32, 64) if tensor == "w0" else (64,)))
+    weight[:2] = np.nan
+    count = weight[:2].size
+    with pytest.raises(RangeError, match=f"tensor '{tensor}': {count} of {weight.size} values are NaN"):
+        lower(tmp_path / "m" / "1", _with(tensor, weight))
+
+
+def test_infinite_weights_are_an_error_that_saturating_does_not_hide(tmp_path: Path) -> None:
+    weight = graphs.values(32, 64)
+    weight[0, 0] = np.inf
+    with pytest.raises(RangeError, match="tensor 'w0': 1 of 2048 values are infinite"):
+        lower(tmp_path / "m" / "1", _with("w0", weight), saturate=True)
+
+
+def test_overflowing_weights_are_an_error_with_the_remedy_or_saturate(tmp_path: Path) -> None:
+    weight = graphs.values(32, 64)
+    weight[0, :3] = 3.4e38, -3.4e38, 3.39e38
+    message = r"tensor 'w0': 2 of 2048 values overflow bfloat16 \(largest magnitude 3.4e\+38\).*--saturate"
+    with pytest.raises(RangeError, match=message):
+        lower(tmp_path / "m" / "1", _with("w0", weight))
+    assert not (tmp_path / "m").exists()
+    made = lower(tmp_path / "m" / "1", _with("w0", weight), saturate=True)
+    assert np.isfinite(made.artifact.tensor("w0").astype(np.float32)).all()
+    assert_same_tensors(made.artifact, made.checkpoint)
+
+
+def test_an_overflowing_weight_kept_in_fp32_is_not_an_error(tmp_path: Path) -> None:
+    weight = graphs.values(32, 64)
+    weight[0, 0] = 3.4e38
+    made = lower(tmp_path / "m" / "1", _with("w0", weight), keep_fp32=["w0"])
+    np.testing.assert_array_equal(made.artifact.tensor("w0"), weight)
+
+
+def test_a_weight_that_overflows_only_after_folding_is_reported_as_folded(tmp_path: Path) -> None:
+    proto = graphs.conv_bn(channels=16)
+    kernel = np.full((16, 3, 3, 3), 1.0, np.float32)
+    proto.graph.initializer[0].CopyFrom(graphs.initializer("kernel", kernel))
+    proto.graph.initializer[1].CopyFrom(graphs.initializer("gamma", np.full(16, 3.4e38, np.float32)))
+    proto.graph.initializer[3].CopyFrom(graphs.initializer("mean", np.zeros(16, np.float32)))
+    proto.graph.initializer[4].CopyFrom(graphs.initializer("variance", np.full(16, 1 - 1e-5, np.float32)))
+    with pytest.raises(RangeError, match=r"tensor 'kernel' \(with BatchNorm folded in\): 432 of 432 values overflow"):
+        lower(tmp_path / "m" / "1", proto)
+
+
+def test_a_weight_that_was_bf16_is_not_rounded_and_not_rebuilt(tmp_path: Path) -> None:
+    """One such weight is read by a graph, one by none. The fp32 weight is there because a conversion needs one."""
+    brain = graphs.values(32, 32, seed=5).astype(ml_dtypes.bfloat16)
+    proto = graphs.mlp((32, 32))
+    proto.graph.initializer.append(graphs.initializer("brain", brain))
+    proto.graph.initializer.append(graphs.initializer("stray", brain[::2]))
+    proto.graph.node.append(helper.make_node("Cast", ["brain"], ["wide"], to=TensorProto.FLOAT))
+    proto.graph.node.append(helper.make_node("MatMul", ["y", "wide"], ["z"]))
+    proto.graph.output[0].name = "z"
+    made, feeds = lower(tmp_path / "m" / "1", proto), {"x": graphs.values(4, 32)}
+    np.testing.assert_array_equal(made.run_reference(feeds)["z"], made.run_source(feeds)["z"])
+    assert relative_l2(made.run_source(feeds)["z"], made.run_cpu(feeds)["z"]) < 4e-3
+    assert_same_tensors(made.artifact, made.checkpoint)
+
+
+def test_subnormals_are_kept_or_flushed_and_restored_either_way(tmp_path: Path) -> None:
+    weight = graphs.values(32, 64)
+    weight[0, :2] = 1e-39, -1e-40
+    kept = lower(tmp_path / "m" / "1", _with("w0", weight))
+    flushed = lower(tmp_path / "m" / "2", _with("w0", weight), subnormals="flush")
+    assert np.count_nonzero(kept.artifact.tensor("w0")[0, :2]) == 2
+    assert np.count_nonzero(flushed.artifact.tensor("w0")[0, :2]) == 0
+    assert kept.stored.census["w0"].subnormal == 2
+    for made in (kept, flushed):
+        assert_same_tensors(made.artifact, made.checkpoint)
+
+
+def test_progress_counts_every_byte_once(tmp_path: Path) -> None:
+    steps: list[int] = []
+    checkpoint = {"w0": graphs.values(16, 32), "stray": np.ones(1000, np.float32)}
+    made = lower(tmp_path / "m" / "1", graphs.mlp(), checkpoint=checkpoint, progress=steps.append)
+    assert sum(steps) == write_total(made.prepared, checkpoint)
+
+
+def test_large_integer_tables_are_stored_beside_the_graph(tmp_path: Path) -> None:
+    table = np.arange(1024, dtype=np.int64)[::-1].copy()
+    proto = graphs.model(
+        [helper.make_node("Gather", ["table", "ids"], ["y"])],
+        [graphs.edge("ids", ["batch"], TensorProto.INT64)],
+        [graphs.edge("y", ["batch"], TensorProto.INT64)],
+        [graphs.initializer("table", table)],
+    )
+    made = lower(tmp_path / "m" / "1", proto)
+    assert made.size("weights.fp32") == table.nbytes
+    assert made.run_cpu({"ids": np.array([0, 5])})["y"].tolist() == [1023, 1018]
+    assert_same_tensors(made.artifact, {"table": table})
