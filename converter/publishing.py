@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.manifest import MEASUREMENTS, Manifest
 from bf16kit.artifact.publish import StagingArtifact
+from bf16kit.artifact.recoveryentries import RecoveryEntry
 from bf16kit.drift.inputranges import input_ranges
 from bf16kit.drift.measurements import (
     MOST_SLICES,
@@ -18,27 +19,25 @@ from bf16kit.drift.measurements import (
     sample_columns,
 )
 from bf16kit.drift.metrics import worst_of
-from bf16kit.numerics.rounding import Census
-from converter.islands.result import SearchResult
+from converter.candidate import Verified
 from converter.options import Options
 from converter.process.progress import Progress
 from converter.report import page
 from converter.source import Feeds
-from converter.verify.certify import Certified
 from converter.verify.measure import Drifts
 
 
 def build_measurements(
     manifest: Manifest,
-    certified: Certified,
+    verified: Verified,
     layers: Mapping[str, Layers],
-    census: Mapping[str, Census],
-    searched: Mapping[str, SearchResult],
     feeds: Sequence[Feeds],
+    recovery: RecoveryEntry | None = None,
 ) -> Measurements:
     """Return the content of ``measurements.json`` for the published profiles."""
+    certified = verified.certified
     columns = sample_columns(certified.drifts)
-    searches = {profile: result.entry() for profile, result in searched.items()}
+    searches = {profile: result.entry() for profile, result in verified.searches.items()}
     profiles = {
         profile: ProfileMeasurements(
             outputs=columns[profile],
@@ -48,7 +47,8 @@ def build_measurements(
         )
         for profile in manifest.drift
     }
-    return Measurements(profiles=profiles, ranges=ranges(census), inputs=input_ranges(feeds))
+    ranged = ranges(verified.census)
+    return Measurements(profiles=profiles, ranges=ranged, inputs=input_ranges(feeds), recovery=recovery)
 
 
 def _worst_slices(found: Sequence[Drifts]) -> dict[str, list[SliceEntry]]:

@@ -10,7 +10,7 @@ from typing import Any
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.messages.errors import ConversionError, UsageError
 from bf16kit.numerics.tensors import TensorSpec
-from converter import intake
+from converter import read_and_trace
 from converter.convert import ProvidedInputs, Result, convert
 from converter.options import Options, Target
 from converter.process.memory import release_memory
@@ -44,7 +44,7 @@ def recover(options: Options, settings: Settings, progress: Progress) -> Result:
     check_target(options)
     with prefix_errors(options.source), open_directory(options.target, resume=settings.resume) as directory:
         resuming = _resume_notes(settings, directory)
-        source = intake.read(options, progress)
+        source = read_and_trace.read(options, progress)
         model = source.module
         if model is None:
             raise UsageError(

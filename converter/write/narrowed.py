@@ -19,8 +19,11 @@ from converter.graph.initializers import blocks, reader, rows_of
 class Rounding:
     """The options for rounding weights to bf16; see :func:`bf16kit.numerics.rounding.to_bf16`."""
 
-    subnormals: Subnormals
-    saturate: bool
+    subnormals: Subnormals = "keep"
+    saturate: bool = False
+
+
+NEAREST = Rounding()
 
 
 @dataclass

@@ -19,7 +19,7 @@ from bf16kit.messages.errors import ConversionError
 from bf16kit.numerics import lowbits
 from bf16kit.numerics.panels import strips
 from bf16kit.numerics.residual import Scale
-from bf16kit.numerics.rounding import BF16, Census, Subnormals, census
+from bf16kit.numerics.rounding import BF16, Census, census
 from bf16kit.numerics.tensors import BY_NAME, BY_ONNX
 from converter.graph.equality import Fingerprint, fingerprint, same_bits
 from converter.graph.initializers import blocks, const, dims, stays_inline
@@ -27,7 +27,7 @@ from converter.graph.names import FreshNames
 from converter.plan import narrowed
 from converter.plan.ranges import check_ranges, take_census
 from converter.rewrite import Prepared
-from converter.write.narrowed import Narrowing, Rounding
+from converter.write.narrowed import NEAREST, Narrowing, Rounding
 
 BF16_FILE, FP32_FILE = "weights.bf16", "weights.fp32"
 
@@ -62,9 +62,8 @@ def write_weights(
     plan: Plan,
     checkpoint: Mapping[str, NDArray[Any]],
     writer: Callable[[str], WeightWriter],
+    rounding: Rounding = NEAREST,
     *,
-    subnormals: Subnormals = "keep",
-    saturate: bool = False,
     residual: bool = True,
     panels: Mapping[str, int] = MappingProxyType({}),
     progress: Progress | None = None,
@@ -82,9 +81,7 @@ def write_weights(
     on_progress = progress or (lambda _: None)
     with writer(BF16_FILE) as bf16_file, writer(FP32_FILE) as fp32_file:
         low_bits = _low_bits(prepared, checkpoint)
-        weights_writer = _WeightsWriter(
-            prepared, bf16_file, fp32_file, panels, on_progress, Rounding(subnormals, saturate), low_bits
-        )
+        weights_writer = _WeightsWriter(prepared, bf16_file, fp32_file, panels, on_progress, rounding, low_bits)
         if not residual:
             weights_writer.write_profiles(narrow, None)
             return weights_writer.result((), narrow)

@@ -28,6 +28,7 @@ from converter.rewrite import Prepared, prepare
 from converter.rewrite.constants import floating_tensors
 from converter.verify.emulate import emulation
 from converter.write.graphs import write_graphs
+from converter.write.narrowed import Rounding
 from converter.write.weights import StoredWeights, write_weights
 
 Array = NDArray[Any]
@@ -128,8 +129,7 @@ def lower(
             made,
             tensors,
             staged.writer,
-            subnormals=subnormals,
-            saturate=saturate,
+            Rounding(subnormals, saturate),
             residual=residual,
             panels=planned.fusions.panels if panels is None else panels,
             progress=progress,

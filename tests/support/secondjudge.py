@@ -221,7 +221,7 @@ def judging_conversions() -> Iterator[None]:
     feeds: list[Feeds] = []
 
     def building(*given: Any) -> Any:
-        feeds[:] = given[-1][:FEEDS]
+        feeds[:] = given[3][:FEEDS]
         return publishing.build_measurements(*given)
 
     def publishing_and_judging(*given: Any) -> Artifact:

@@ -1,0 +1,256 @@
+"""A candidate for the artifact: written by a plan, read back, run, and compared with the source."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from bf16kit.artifact.artifact import Artifact
+from bf16kit.artifact.manifest import RESIDUAL, ExportEntry, PlanEntry, ProfileEntry
+from bf16kit.messages.errors import ConversionError, UsageError
+from bf16kit.numerics.rounding import Census
+from converter.fuse.check import faults
+from converter.fuse.fuse import Fusions
+from converter.graph.cuda_support import other_release_note
+from converter.graph.types import untyped
+from converter.islands.result import SearchResult
+from converter.job import Job
+from converter.plan import Planned, make_plan, narrowed
+from converter.plan.decisions import Islands
+from converter.plan.overrides import Overrides
+from converter.plan.profiles import PROFILES
+from converter.process.memory import release_memory
+from converter.rewrite import Prepared
+from converter.verify import golden
+from converter.verify.certify import Certified, certify
+from converter.verify.exported import GraphReference
+from converter.verify.preparation import check_prepared
+from converter.write import readback
+from converter.write.agreement import check_graph
+from converter.write.export import INDEX, Exported, select, write_export
+from converter.write.exportweights import write_as_export
+from converter.write.graphs import REFERENCE, graph_file, write_graphs, write_unfused_and_fused
+from converter.write.narrowed import Rounding
+from converter.write.weights import BF16_FILE, FP32_FILE, StoredWeights, write_total, write_weights
+
+_GRAPHS = map(graph_file, (*PROFILES, REFERENCE))
+_GOLDEN = (golden.NAME, *map(golden.file_name, PROFILES))
+_FILES = (BF16_FILE, FP32_FILE, RESIDUAL, INDEX, *_GRAPHS, *_GOLDEN)
+_EXPORTED = "model*.safetensors"
+
+
+@dataclass(slots=True)
+class Verified:
+    """What running a written artifact has shown, the census of rounding, and the searches for fp32 islands, if any.
+
+    ``sentences`` tell the user about the islands; ``remarks`` are those of them that the measurements do not hold.
+    """
+
+    certified: Certified
+    census: Mapping[str, Census]
+    searches: Mapping[str, SearchResult] = field(default_factory=dict)
+    sentences: Sequence[str] = ()
+    remarks: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """Writes the artifact of ``job`` from its ``prepared`` graph, any number of times.
+
+    ``dropped`` has a note on each traced profile that did not run.
+    """
+
+    job: Job
+    prepared: Prepared
+    dropped: dict[str, str] = field(default_factory=dict)
+
+    def check_prepared_graph(self) -> None:
+        """Run the graph that the profiles start from; for cuda, it has been through the other profiles' passes too.
+
+        Also notes what is unknown about the graph or the device, and what that costs.
+        """
+        job, prepared, profiles = self.job, self.prepared, self.job.options.onnx_profiles
+        nodes, all_nodes = untyped(prepared.folded), sum(1 for _ in prepared.folded.graph.all_nodes())
+        if nodes:
+            job.notes.append(
+                f"the output types of {len(nodes)} of {all_nodes} nodes could not be inferred, the first"
+                f" {nodes[0].name!r} ({nodes[0].op_type}); these nodes, and those that read their outputs, stay in fp32"
+            )
+        sentence = other_release_note() if "cuda" in profiles else None
+        if sentence is not None:
+            job.notes.append(sentence)
+        if profiles:
+            base = PROFILES["cuda" if "cuda" in profiles else profiles[0]].base(prepared)
+            edges = job.source.inputs, job.source.outputs
+            with job.progress.step("checking the prepared graph"):
+                check_prepared(job.answers, prepared, base, edges, job.samples.feeds, job.stage.path)
+                release_memory()
+
+    def write_and_verify(self, islands: Islands) -> Verified:
+        """Write weights and graphs with these ``islands``, read them back, and run them."""
+        job, stage, prepared = self.job, self.job.stage, self.prepared
+        planned = self._plan(islands)
+        for name in (*_FILES, *(path.name for path in stage.path.glob(_EXPORTED))):  # of an earlier candidate
+            stage.remove(name)
+        stored, exported, planned = self._write_weights(planned)
+        with job.progress.step("checking the fusions"):
+            planned = self._without_faults(planned, stored, islands)
+        with job.progress.step("writing graphs"):
+            traced = {name: entry for name, entry in job.traced.items() if name not in self.dropped}
+            profiles = {**traced, **self._write_graphs(planned, stored)}
+        manifest = job.draft_manifest(planned.plan, stored, profiles)
+        if exported is not None:
+            manifest = manifest.amended(exports=self._describe_export(exported))
+        self._read_back(stored, stage.draft(manifest), exported)
+        census = stored.census
+        del stored
+        release_memory()
+        reference = None if job.options.residual else GraphReference(prepared.reference, prepared.matches)
+        certified = certify(stage, manifest, job.samples, job.options, job.progress, job.answers, reference)
+        certified.notes[:0] = [*_undone_notes(planned), *self.dropped.values()]
+        self.dropped.update({name: note for name, note in certified.dropped.items() if name in traced})
+        return Verified(certified, census)
+
+    def _plan(self, islands: Islands, fusions: Fusions | None = None) -> Planned:
+        """Plan with ``islands``, and with the panels and without the refused nodes of ``fusions``.
+
+        Profiles in which no product rounds its activations are left out: they would equal another one. Raises
+        :class:`UsageError` if such a profile was asked for.
+        """
+        options = self.job.options
+        planned = make_plan(
+            self.prepared,
+            keep_fp32=options.keep_fp32,
+            bf16=options.bf16,
+            islands=islands,
+            profiles=(*options.onnx_profiles, *options.optional_profiles),
+            panels=None if fusions is None else fusions.panels,
+            refused=None if fusions is None else fusions.refused,
+        )
+        idle = [
+            name
+            for name, nodes in planned.plan.nodes.items()
+            if PROFILES[name].rounds_products and not _has_rounding(nodes)
+        ]
+        for name in idle:
+            if name in options.onnx_profiles:
+                raise UsageError(
+                    f"--profile {name}: no matrix product or convolution of this model has a bf16 weight; leave out"
+                    f" --profile {name}"
+                )
+        nodes = {name: entries for name, entries in planned.plan.nodes.items() if name not in idle}
+        return replace(planned, plan=planned.plan.model_copy(update={"nodes": nodes}))
+
+    def _without_faults(self, planned: Planned, stored: StoredWeights, islands: Islands) -> Planned:
+        """Compare the fusions with what they replace, and return a plan without those that differ.
+
+        The profiles that use the CPU kernel have the same fusions, so one is checked, in the form that does not round
+        activations: cpu-bf16's operators differ from cpu's in nothing but that.
+        """
+        job = self.job
+        profile = next((PROFILES[name] for name in planned.plan.nodes if PROFILES[name].uses_kernel), None)
+        while profile is not None and planned.fusions.made:
+            made = planned.fusions.made
+            try:
+                paths = write_unfused_and_fused(self.prepared, planned, stored, profile, job.stage.path)
+            except ConversionError as error:
+                found = {fusion.anchor: f"the graph cannot be written: {error}" for fusion in made}
+            else:
+                found = faults(*paths, made, job.source.inputs, job.samples.feeds)
+                for path in paths:
+                    path.unlink()
+            if not found:
+                break
+            refused = replace(planned.fusions, refused={**planned.fusions.refused, **found})
+            again = self._plan(islands, refused)
+            plan = planned.plan.model_copy(update={"nodes": again.plan.nodes})  # tensors are written already
+            planned = Planned(plan, again.fusions)
+        return planned
+
+    def _write_weights(self, planned: Planned) -> tuple[StoredWeights, Exported | None, Planned]:
+        """Write the weights, and the export if one was asked for; also return the plan as it was carried out.
+
+        The export's files hold the artifact's weights if no ONNX graph needs them in another layout. Otherwise the
+        export is a separate copy.
+        """
+        job, options, prepared, checkpoint = self.job, self.job.options, self.prepared, self.job.source.checkpoint
+        overrides = Overrides.parse(options.keep_fp32, options.bf16)
+        rounding = Rounding(options.subnormals, options.saturate)
+        if options.stores_export:
+            with job.progress.step("writing the export", checkpoint.nbytes) as advance:
+                stored, exported, plan = write_as_export(
+                    prepared,
+                    planned.plan,
+                    overrides,
+                    checkpoint.tensors,
+                    checkpoint.shards,
+                    job.stage.path,
+                    job.stage.writer,
+                    rounding,
+                    residual=options.residual,
+                    progress=advance,
+                )
+            return stored, exported, replace(planned, plan=plan)
+        with job.progress.step("writing weights", write_total(prepared, checkpoint.tensors)) as advance:
+            stored = write_weights(
+                prepared,
+                planned.plan,
+                checkpoint.tensors,
+                job.stage.writer,
+                rounding,
+                residual=options.residual,
+                panels=planned.fusions.panels,  # the cpu profile's kernel reads panels; other profiles turn them back
+                progress=advance,
+            )
+        if options.export is None:
+            return stored, None, planned
+        selection = select(checkpoint.tensors, prepared, narrowed(planned.plan.tensors), overrides)
+        with job.progress.step("writing the export", checkpoint.nbytes) as advance:
+            exported = write_export(
+                checkpoint.tensors, checkpoint.shards, selection, job.stage.path, rounding, progress=advance
+            )
+        return stored, exported, planned
+
+    def _describe_export(self, exported: Exported) -> dict[str, ExportEntry]:
+        """Write the files that go beside the export, and return the manifest's entry for ``exported``."""
+        beside = self.job.source.export_files
+        for name, content in beside.items():
+            (self.job.stage.path / name).write_bytes(content)
+        files = [*exported.files, *sorted(beside)]
+        return {str(self.job.options.export): ExportEntry(files=files, precision="bf16-weights", verified="no")}
+
+    def _write_graphs(self, planned: Planned, stored: StoredWeights) -> dict[str, ProfileEntry]:
+        directory, profiles = self.job.stage.path, tuple(planned.plan.nodes)
+        files = write_graphs(
+            self.prepared, planned, stored, directory, profiles=profiles, reference=self.job.options.residual
+        )
+        for profile in profiles:
+            check_graph(directory / files[profile], planned.plan.nodes[profile])
+        return {
+            profile: ProfileEntry(
+                format="onnx", graph=files[profile], precision=PROFILES[profile].precision, verified="no"
+            )
+            for profile in profiles
+        }
+
+    def _read_back(self, stored: StoredWeights, draft: Artifact, exported: Exported | None) -> None:
+        """Read the files of weights back and compare them with the source, bit by bit."""
+        options, tensors = self.job.options, self.job.source.checkpoint.tensors
+        rounding = readback.Rounding(options.subnormals, options.saturate)
+        with self.job.progress.step("comparing with the source", readback.total(draft, tensors)) as advance:
+            readback.check(draft, self.prepared, stored, tensors, rounding, advance)
+            if exported is not None:
+                readback.check_export(draft.path, exported, tensors, rounding)
+
+
+def _undone_notes(planned: Planned) -> list[str]:
+    """Return a note on each fusion that was undone."""
+    return [
+        f"the CPU kernel does not compute what is fused at node {name!r}: {reason}; ONNX Runtime computes these nodes"
+        " one by one, which is slower"
+        for name, reason in planned.fusions.refused.items()
+    ]
+
+
+def _has_rounding(nodes: Sequence[PlanEntry]) -> bool:
+    return any(entry.code == "rounds" for entry in nodes)

@@ -1,0 +1,154 @@
+"""The first part of a conversion: read the source, record its own outputs, and write torch's formats."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from bf16kit.artifact.manifest import ProfileEntry
+from bf16kit.artifact.publish import StagingArtifact
+from bf16kit.messages.errors import ConversionError, UsageError
+from converter import read as sources
+from converter.job import Job
+from converter.options import Options
+from converter.process.progress import Progress
+from converter.read.onnx_file import name_inputs
+from converter.source import Feeds, Source
+from converter.verify import givenoutputs, samples
+from converter.verify.judging import check_budget, with_output_kinds
+from converter.verify.oracle import run_oracle
+from converter.verify.perturbed import with_enough
+from converter.verify.random_samples import generate
+from converter.verify.samples import Samples
+from converter.write.traced import TRACED
+
+_NO_MODULE = "this format is made from a torch module, and the source is read as an ONNX graph"
+_REMEDY = "leave out --format or pass --format torchscript to write only what torch runs"
+_DECLARING = ("onnx", "saved-model", "keras")  # these sources declare their own dimensions
+
+
+def read(
+    options: Options, progress: Progress, reader: Callable[[Callable[[int], None]], Source] | None = None
+) -> Source:
+    """Return the source, read from ``options`` or by ``reader``, with notes and the output kinds of ``--output``.
+
+    Raises what reading raises, and :class:`UsageError` for a bound that no output can be judged by.
+    """
+    total = sources.nbytes(options.source)
+    with progress.step(f"reading {options.source.name}", total) as advance:
+        source = sources.read(options, advance) if reader is None else reader(advance)
+    source.outputs = with_output_kinds(source.outputs, options.outputs)
+    source.notes = tuple(dict.fromkeys((*check_budget(options.budget, source.outputs), *source.notes)))
+    if source.graph is None:
+        source.notes = (*source.notes, _without_graph(options, source))
+    return source
+
+
+def _without_graph(options: Options, source: Source) -> str:
+    """Return a note on what is left out of the artifact because ``source`` has no ONNX graph.
+
+    Raises :class:`ConversionError` with the reason if an option needs the graph. Raises :class:`UsageError` if an
+    option sets how weights are rounded, because torch supports only one way.
+    """
+    reason = source.no_graph_reason
+    if "onnx" in options.formats:
+        raise ConversionError(f"{options.source}: no ONNX graph can be made of it: {reason}; {_REMEDY}")
+    if options.export is not None:
+        raise ConversionError(
+            f"{options.source}: --format {options.export}: an export is checked by running it as an ONNX graph, and"
+            f" no ONNX graph can be made: {reason}; {_REMEDY}"
+        )
+    for flag, given in (("--subnormals flush", options.subnormals == "flush"), ("--saturate", options.saturate)):
+        if given:
+            raise UsageError(f"{flag}: is for ONNX, and no ONNX graph can be made of {options.source}: {reason}")
+    return (
+        f"no ONNX: {reason}; the artifact holds only what torch runs. It has no fp32 islands, and no fp32 reference for"
+        " live drift and fallback"
+    )
+
+
+def record_answers(
+    options: Options, source: Source, provided: Samples | None, stage: StagingArtifact, progress: Progress
+) -> Job:
+    """Find samples, enough to judge by, and record the source's own outputs before narrowing and folding change it.
+
+    The oracle is released afterwards, unless it is the only reference there will be. Raises :class:`ConversionError` if
+    the outputs that came with the samples are not the source's own.
+    """
+    notes = list(source.notes)
+    found = provided or _load_samples(options, source, progress)
+    if not (options.samples or provided):
+        notes.append(f"drift was measured on {found.origin}, because --samples was not given")
+    with progress.step("running the source model"):
+        answers = run_oracle(source, found.feeds, stage.path)
+        if source.oracle is not None:
+            found = with_enough(
+                found, source.inputs, source.outputs, answers.outputs, source.oracle, options.budget, options.seed
+            )
+    if source.graph is not None:
+        source.oracle = None
+    if found.expected:
+        with progress.step("comparing with the expected outputs"):
+            wrong = givenoutputs.check(found, answers)
+        if wrong is not None:
+            raise ConversionError(
+                f"{options.source}: the model does not give the outputs in {found.origin}: {wrong}; either the"
+                " architecture or the weights differ, or those outputs were not computed in fp32"
+            )
+        notes.append(
+            f"the expected outputs are confirmed: the model's outputs equal those in {found.origin} within fp32 noise"
+        )
+    return Job(options, stage, progress, source, found, answers, notes=notes)
+
+
+def _load_samples(options: Options, source: Source, progress: Progress) -> Samples:
+    """Load the samples asked for, or generate random ones.
+
+    For an ONNX file, the samples may show other dimensions than it declares. From here on those shown are used, unless
+    ``--input`` gave the dimensions.
+    """
+    outputs = None if source.oracle is None else source.oracle.outputs
+    with progress.step("checking the samples"):
+        if options.samples is None:
+            return generate(source.inputs, source.graph, source.sampler, options.seed, outputs)
+
+        def run_source(feeds: Sequence[Feeds]) -> None:
+            if outputs is not None:
+                deque(outputs(feeds), maxlen=0)
+
+        may_contradict = outputs is not None and source.checkpoint.format in _DECLARING and not options.inputs
+        names = [spec.name for spec in source.outputs]
+        found = samples.load(options.samples, source.inputs, run_source if may_contradict else None, outputs=names)
+    if found.inputs:
+        source.inputs = found.inputs
+        if source.graph is not None:
+            name_inputs(source.graph, found.inputs)
+    return found
+
+
+def write_traced_formats(job: Job) -> None:
+    """Write the wanted formats that are made from the torch module, and release the module.
+
+    Raises :class:`ConversionError` if a format that was asked for cannot be written, or if nothing else would be left.
+    """
+    options, source = job.options, job.source
+    module, source.module = source.module, None
+    for name in options.traced:
+        traced = TRACED[name]
+        try:
+            if module is None:
+                raise ConversionError(f"--format {name}: {_NO_MODULE}" if options.requires(name) else _NO_MODULE)
+            with job.progress.step(traced.step_name):
+                traced.write(module, job.stage.path / traced.file, strictly=source.graph is None)
+        except ConversionError as error:
+            if source.graph is None and not job.traced:
+                raise ConversionError(f"no ONNX: {source.no_graph_reason}; no {traced.title}: {error}") from error
+            if options.requires(name):
+                raise
+            job.notes.append(f"no {traced.title}: {error}")
+            continue
+        job.traced[name] = ProfileEntry(format=traced.format, graph=traced.file, precision="bf16", verified="no")
+        if options.keep_fp32 or options.bf16:
+            job.notes.append(
+                f"--keep-fp32 and --bf16 apply to ONNX nodes only; the {traced.title} follows torch.autocast's rules"
+            )
