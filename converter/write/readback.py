@@ -8,7 +8,9 @@ them. The decoding is what ``restore`` uses; the rounding rule is implemented a 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -61,34 +63,25 @@ def check(
     rounding: Rounding,
     advance: Advance,
 ) -> None:
-    """Compare the files of ``artifact`` with the source, one tensor in memory at a time.
+    """Compare the files of ``artifact`` with the source, in one pass, one tensor in memory at a time.
 
     ``advance`` is called with the bytes compared (:func:`total`). Without a residual, only the rounding is checked,
     because nothing can be restored. Raises :class:`ConversionError` that names the first tensor that differs.
     """
-    try:
-        _check_restored(artifact, checkpoint, advance)
-        restored = {entry.tensor for entry in artifact.manifest.checkpoint}
-        for entry, origin in _origins(artifact, prepared, stored):
-            clamped = entry.name in prepared.clamped
-            _check_stored(artifact, entry, origin, replace(rounding, saturate=rounding.saturate or clamped))
-            if entry.residual is not None and entry.name not in restored:
-                _check_same(entry.name, origin, artifact.restore(entry.name), "is not restored bit for bit")
-            advance(entry.bytes)
+
+    def allowed(name: str) -> Rounding:
+        return replace(rounding, saturate=rounding.saturate or name in prepared.clamped)
+
+    with _explaining_damage():
+        _check_tensors(artifact, _origins(artifact, prepared, stored), checkpoint, allowed, advance)
         _check_constants(artifact, prepared)
-    except ArtifactDamaged as error:
-        raise ConversionError(f"what was written cannot be read back: {error}; nothing was published") from error
 
 
 def check_without_graph(artifact: Artifact, checkpoint: Mapping[str, Array], advance: Advance) -> None:
     """Do as :func:`check` for an artifact without a graph, whose tensors are the checkpoint's own."""
-    stored = {entry.name: entry for entry in artifact.manifest.tensors}
-    try:
-        _check_restored(artifact, checkpoint, advance)
-        for entry in artifact.manifest.checkpoint:
-            _check_stored(artifact, stored[entry.tensor], checkpoint[entry.name], Rounding())
-    except ArtifactDamaged as error:
-        raise ConversionError(f"what was written cannot be read back: {error}; nothing was published") from error
+    origins = {entry.tensor: partial(checkpoint.__getitem__, entry.name) for entry in artifact.manifest.checkpoint}
+    with _explaining_damage():
+        _check_tensors(artifact, origins, checkpoint, lambda _: Rounding(), advance)
 
 
 def check_export(directory: Path, exported: Exported, checkpoint: Mapping[str, Array], rounding: Rounding) -> None:
@@ -122,13 +115,32 @@ def check_export(directory: Path, exported: Exported, checkpoint: Mapping[str, A
             )
 
 
-def _check_restored(artifact: Artifact, checkpoint: Mapping[str, Array], advance: Advance) -> None:
-    entries = artifact.manifest.checkpoint
+@contextmanager
+def _explaining_damage() -> Iterator[None]:
+    try:
+        yield
+    except ArtifactDamaged as error:
+        raise ConversionError(f"what was written cannot be read back: {error}; nothing was published") from error
+
+
+def _check_tensors(
+    artifact: Artifact,
+    origins: Mapping[str, Callable[[], Array]],
+    checkpoint: Mapping[str, Array],
+    allowed: Callable[[str], Rounding],
+    advance: Advance,
+) -> None:
+    """Compare the restored tensors with the checkpoint's, and each stored tensor with its origin.
+
+    A tensor without an origin is read by no graph; it restores a tensor of the checkpoint, or is a scale.
+    """
+    entries = {entry.name: entry for entry in artifact.manifest.checkpoint}
+    unseen = {entry.name: entry for entry in artifact.manifest.tensors}
     if entries:
-        missing = sorted(checkpoint.keys() - {entry.name for entry in entries})
-        unrestored = next((name for name in missing if checkpoint[name].dtype != np.float64), None)
-        if unrestored is not None:
-            raise _fault(unrestored, "was not written, so it could not be restored")
+        missing = (name for name in sorted(checkpoint.keys() - entries.keys()))
+        unwritten = next((name for name in missing if checkpoint[name].dtype != np.float64), None)
+        if unwritten is not None:
+            raise _fault(unwritten, "was not written, so it could not be restored")
     restored = []
     for name, array in artifact.checkpoint_tensors():
         source = checkpoint.get(name)
@@ -138,10 +150,18 @@ def _check_restored(artifact: Artifact, checkpoint: Mapping[str, Array], advance
             source = in_fp32(source)  # narrowed when it was read, with a note; fp32 is what is restored
         _check_same(name, source, array, "is not restored bit for bit")
         restored.append(name)
-        advance(source.nbytes)
-    written = [entry.name for entry in entries]
-    if restored != written:
-        raise _fault(min({*written} ^ {*restored}, default="any"), "is not restored exactly once")
+        advance(checkpoint[name].nbytes)
+        stored = unseen.pop(entries[name].tensor, None)
+        if stored is not None:
+            _check_stored(artifact, stored, origins, allowed)
+            advance(stored.bytes)
+    if restored != list(entries):
+        raise _fault(min({*entries} ^ {*restored}, default="any"), "is not restored exactly once")
+    for stored in unseen.values():
+        origin = _check_stored(artifact, stored, origins, allowed)
+        if origin is not None and stored.residual is not None:
+            _check_same(stored.name, origin, artifact.restore(stored.name), "is not restored bit for bit")
+        advance(stored.bytes)
 
 
 def _check_same(name: str, source: Array, found: Array, what: str) -> None:
@@ -149,13 +169,20 @@ def _check_same(name: str, source: Array, found: Array, what: str) -> None:
         raise _fault(name, f"{what} ({_difference(source, found)})")
 
 
-def _check_stored(artifact: Artifact, entry: TensorEntry, origin: Array, rounding: Rounding) -> None:
-    """Compare one stored tensor with the graph's weight that it was made from."""
-    array = artifact.tensor(entry.name)
+def _check_stored(
+    artifact: Artifact,
+    entry: TensorEntry,
+    origins: Mapping[str, Callable[[], Array]],
+    allowed: Callable[[str], Rounding],
+) -> Array | None:
+    """Compare one stored tensor with the graph's weight that it was made from, if there is one, and return that."""
+    if entry.name not in origins:
+        return None
+    origin, array = origins[entry.name](), artifact.tensor(entry.name)
     if entry.dtype != "bfloat16" or origin.dtype != np.float32:
         _check_same(entry.name, origin, array, "is not stored unchanged")
-        return
-    scale = None if entry.scale is None else artifact.tensor(entry.scale)
+        return origin
+    scale, rounding = None if entry.scale is None else artifact.tensor(entry.scale), allowed(entry.name)
     wrong = sum(
         int(np.count_nonzero(_misrounded(weight, found, factor, rounding)))
         for weight, found, factor in _blocks(origin, array, scale, entry.scale_axis)
@@ -164,27 +191,29 @@ def _check_stored(artifact: Artifact, entry: TensorEntry, origin: Array, roundin
         raise _fault(
             entry.name, f"has {wrong} of {array.size} bf16 values that differ from the source's rounded values"
         )
+    return origin
 
 
-def _origins(artifact: Artifact, prepared: Prepared, stored: StoredWeights) -> Iterator[tuple[TensorEntry, Array]]:
-    """Yield each stored tensor with the weight it was made from: the reference's or, if only profiles read it, theirs.
+def _origins(artifact: Artifact, prepared: Prepared, stored: StoredWeights) -> dict[str, Callable[[], Array]]:
+    """Return the weight that each stored tensor was made from: the reference's or, if only profiles read it, theirs.
 
-    Tensors that no graph reads are stored beside the residual, and were compared with the checkpoint.
+    Tensors that no graph reads are stored beside the residual, and are compared with the checkpoint alone.
     """
     manifest = artifact.manifest
     lowered = {alias: name for name, alias in stored.aliases.items()}
     scales = {entry.scale for entry in manifest.tensors}
     base = prepared.folded if manifest.reference is None else prepared.reference
+    origins = {}
     for entry in manifest.tensors:
         if entry.file == RESIDUAL or entry.name in scales:
             continue
         name = lowered.get(entry.name, entry.name)
-        first = prepared.folded if entry.name in lowered else base
-        for model in (first, prepared.folded):
+        for model in (prepared.folded if entry.name in lowered else base, prepared.folded):
             tensor = const(model.graph.initializers.get(name))
             if tensor is not None:
-                yield entry, tensor.numpy()
+                origins[entry.name] = tensor.numpy
                 break
+    return origins
 
 
 def _check_constants(artifact: Artifact, prepared: Prepared) -> None:
