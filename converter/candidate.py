@@ -23,8 +23,8 @@ from converter.process.memory import release_memory
 from converter.rewrite import Prepared
 from converter.verify import golden
 from converter.verify.certify import Certified, certify
-from converter.verify.exported import GraphReference
 from converter.verify.preparation import check_prepared
+from converter.verify.running import GraphReference
 from converter.write import readback
 from converter.write.agreement import check_graph
 from converter.write.export import INDEX, Exported, select, write_export

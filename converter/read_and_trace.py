@@ -14,12 +14,11 @@ from converter.options import Options
 from converter.process.progress import Progress
 from converter.read.onnx_file import name_inputs
 from converter.source import Feeds, Source
-from converter.verify import givenoutputs, samples
+from converter.verify import samples
 from converter.verify.judging import check_budget, with_output_kinds
-from converter.verify.oracle import run_oracle
-from converter.verify.perturbed import with_enough
+from converter.verify.oracle import check_expected_outputs, run_oracle
 from converter.verify.random_samples import generate
-from converter.verify.samples import Samples
+from converter.verify.samples import Samples, with_enough
 from converter.write.traced import TRACED
 
 _NO_MODULE = "this format is made from a torch module, and the source is read as an ONNX graph"
@@ -89,7 +88,7 @@ def record_answers(
         source.oracle = None
     if found.expected:
         with progress.step("comparing with the expected outputs"):
-            wrong = givenoutputs.check(found, answers)
+            wrong = check_expected_outputs(found, answers)
         if wrong is not None:
             raise ConversionError(
                 f"{options.source}: the model does not give the outputs in {found.origin}: {wrong}; either the"

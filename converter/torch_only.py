@@ -15,7 +15,7 @@ from converter.candidate import Verified
 from converter.job import Job
 from converter.process.memory import release_memory
 from converter.verify.certify import certify
-from converter.verify.oraclereference import OracleReference
+from converter.verify.oracle import OracleReference
 from converter.write.readback import check_without_graph
 from converter.write.recordweights import read_records, write_without_graph
 

@@ -10,7 +10,7 @@ off by 1 %, costs less than bf16 may.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +21,6 @@ from bf16kit.messages.errors import RuntimeFailure
 from bf16kit.numerics.tensors import BY_ONNX, TensorSpec
 from bf16kit.runtime.ort.onnx import OnnxRuntime
 from converter.fuse.fusing import Fusion, Kind
-from converter.fuse.variants import variants
 from converter.source import Array, Feeds
 
 _PREFIX = "fused:"
@@ -32,6 +31,8 @@ _OWN = 1e-5
 _TYPICAL: Mapping[Kind, float] = {"attention": 5e-6, "normalisation": 5e-6, "lookup": 0.0, "product": 5e-5}
 _SMALLEST = 1e-37
 _FLOAT = onnx.TensorProto.FLOAT
+_SAMPLES = 2  # taken as they are; a fusion computes the same for all
+_SEED = 0
 
 
 def faults(
@@ -39,7 +40,7 @@ def faults(
 ) -> dict[str, str]:
     """Return why some of ``fusions`` in the graph ``fused`` must be undone, by their anchors' names.
 
-    Both graphs read the weights beside ``fused``. They run on :func:`~converter.fuse.variants.variants` of ``feeds``;
+    Both graphs read the weights beside ``fused``. They run on :func:`~converter.fuse.check.variants` of ``feeds``;
     those that the unfused graph cannot run, or for which it gives NaN, are left out.
     """
     alone = onnx.load(unfused, load_external_data=False)
@@ -164,3 +165,59 @@ def _blamed(fusions: Sequence[Fusion], error: RuntimeFailure) -> dict[str, str]:
     text = str(error.__cause__ or error)
     named = [fusion for fusion in fusions if f"{_PREFIX}{fusion.node}'" in text]
     return {fusion.anchor: f"it does not run: {error}" for fusion in named or fusions}
+
+
+def variants(inputs: Sequence[TensorSpec], feeds: Sequence[Feeds]) -> Iterator[Feeds]:
+    """Yield some of ``feeds`` as they are, then the largest with other masks, then it with dimensions cut to odd sizes
+    and to 1.
+
+    An input of integers or booleans whose values are 0 and 1 only is taken for a mask. Sizes are cut by the names of
+    ``inputs``. The model may refuse a variant.
+    """
+    yield from feeds[:_SAMPLES]
+    if not feeds:
+        return
+    largest = max(feeds, key=lambda feed: sum(array.size for array in feed.values()))
+    masks = [name for name in largest if all(_is_mask(feed[name]) for feed in feeds)]
+    drawn = np.random.default_rng(_SEED)
+    cut = list(_cuts(inputs, largest))
+    for feed in [largest, *cut[:1]] if masks else []:
+        yield feed | {name: drawn.integers(0, 2, feed[name].shape).astype(feed[name].dtype) for name in masks}
+        yield from _hidden(feed, masks)
+    yield from cut
+
+
+def _hidden(feed: Feeds, masks: Sequence[str]) -> Iterator[Feeds]:
+    """Yield ``feed`` with padding on the left, padding on the right, and nothing but padding."""
+    for padded in (lambda n: slice(0, n // 2), lambda n: slice(n - n // 2, n), lambda n: slice(0, n)):
+        changed = {name: np.ones_like(feed[name]) for name in masks}
+        for array in changed.values():
+            array[..., padded(array.shape[-1])] = 0
+        yield feed | changed
+
+
+def _is_mask(array: Array) -> bool:
+    return array.ndim > 0 and array.dtype.kind in "biu" and bool(np.isin(array, (0, 1)).all())
+
+
+def _cuts(inputs: Sequence[TensorSpec], feed: Feeds) -> Iterator[Feeds]:
+    """Yield ``feed`` with all free dimensions cut to odd sizes, then with each of them cut to 1."""
+    found: dict[str, set[int]] = {}
+    for spec in inputs:
+        for dim, size in zip(spec.shape, feed[spec.name].shape, strict=True):
+            if isinstance(dim, str):
+                found.setdefault(dim, set()).add(size)
+    sizes = {dim: next(iter(every)) for dim, every in found.items() if len(every) == 1}
+    odd = {dim: size - 1 - size % 2 for dim, size in sizes.items() if size > 2}
+    if odd:
+        yield _cut(inputs, feed, odd)
+    for dim, size in sizes.items():
+        if size > 1:
+            yield _cut(inputs, feed, {dim: 1})
+
+
+def _cut(inputs: Sequence[TensorSpec], feed: Feeds, sizes: Mapping[str, int]) -> Feeds:
+    return {
+        spec.name: feed[spec.name][tuple(slice(sizes.get(dim) if isinstance(dim, str) else None) for dim in spec.shape)]
+        for spec in inputs
+    }

@@ -18,8 +18,8 @@ import onnx_ir as ir
 
 from bf16kit.runtime.ort.kernel import DOMAIN
 from converter.fuse.activations import Activation
-from converter.fuse.panelnodes import matrix_nodes, panel_form, panel_shapes
 from converter.fuse.products import Layout
+from converter.fuse.unpanel import matrix_nodes, panel_form, panel_shapes
 
 _GELU_SINCE = 20
 _REDUCTION_AXES_SINCE = 18  # from this opset on, the axes are an input of ReduceMax and ReduceMean

@@ -20,7 +20,7 @@ from converter.fuse.fusing import Fusing, Fusion
 from converter.fuse.join import groups, join
 from converter.fuse.lookup import look_up
 from converter.fuse.multiply import multiply
-from converter.fuse.normalise import normalise
+from converter.fuse.norms import normalise
 from converter.fuse.products import panelled_weights
 from converter.graph.initializers import const_dims
 

@@ -8,8 +8,8 @@ import onnx_ir as ir
 
 from converter.fuse.functions import FunctionBody
 from converter.fuse.fusing import Fusing, Fusion
-from converter.fuse.panelnodes import matrix_nodes, panel_form, panel_shapes
 from converter.fuse.products import gathers_rows, readers
+from converter.fuse.unpanel import matrix_nodes, panel_form, panel_shapes
 from converter.graph.initializers import const_dims
 
 FLOAT, INT64 = ir.DataType.FLOAT, ir.DataType.INT64

@@ -1,1 +1,1 @@
-"""Proving what a conversion cost: samples are run, on the reference and on each profile, and compared."""
+"""Verifies what a conversion cost: samples are run, on the reference and on each profile, and compared."""

@@ -22,15 +22,12 @@ from converter.process.memory import release_memory
 from converter.process.progress import Progress
 from converter.verify import golden, measure, oracle
 from converter.verify.batchaxis import batch_axis
-from converter.verify.exported import GraphReference
 from converter.verify.judging import find_breaches, without_profiles
-from converter.verify.measure import Expected
+from converter.verify.measure import Expected, Run, run_as_served, run_export
 from converter.verify.observedshapes import edges, with_batch_axis, with_observed_shapes
-from converter.verify.oracle import OracleRun
-from converter.verify.oraclereference import OracleReference
+from converter.verify.oracle import OracleReference, OracleRun
 from converter.verify.resolved import resolved
-from converter.verify.running import open_fp32_graph
-from converter.verify.runs import Run, run_as_served, run_export
+from converter.verify.running import GraphReference, open_fp32_graph
 from converter.verify.samples import Samples, samples_usage
 from converter.verify.spool import Spool
 from converter.write.traced import TRACED

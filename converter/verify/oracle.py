@@ -9,15 +9,22 @@ graph (``nudge``), but only if the floor is exceeded. docs/decisions/0017-the-or
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+import numpy as np
 
 from bf16kit.artifact.manifest import OracleEntry, OracleFigure
 from bf16kit.messages.errors import ConversionError, RuntimeFailure
-from converter.source import FP32_ROUNDOFF, Feeds, Source
+from bf16kit.numerics.tensors import TensorSpec
+from bf16kit.runtime import Array, RuntimeInfo
+from bf16kit.runtime.device import CPU
+from bf16kit.runtime.edges import RuntimeProperties
+from converter.source import FP32_ROUNDOFF, Feeds, Oracle, Source
 from converter.verify.distance import Distance, is_float, measure_distance
 from converter.verify.nudge import Noise
 from converter.verify.running import open_fp32_graph
+from converter.verify.samples import Samples
 from converter.verify.spool import Spool
 
 FEEDS = 4  # the source runs on this many samples, the first ones
@@ -156,3 +163,72 @@ def remarks(entry: OracleEntry) -> Iterator[str]:
 
 def _loose_bounds(outputs: Mapping[str, OracleFigure]) -> list[tuple[str, OracleFigure]]:
     return [(name, figure) for name, figure in sorted(outputs.items()) if figure.bound > _LARGEST_USEFUL_BOUND]
+
+
+@dataclass(frozen=True, slots=True)
+class OracleReference:
+    """The source in place of a reference graph.
+
+    ``rowwise`` is false if one row's input may change another row's outputs. Then no batch axis may be declared,
+    whatever a test with two rows shows.
+    """
+
+    oracle: Oracle
+    rowwise: bool
+
+    def open(self, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> OracleRuntime:
+        """Return a runtime that takes ``inputs`` and computes ``outputs``."""
+        return OracleRuntime(self.oracle, inputs, outputs)
+
+
+class OracleRuntime(RuntimeProperties):
+    """A :class:`bf16kit.runtime.Runtime` that calls ``oracle``."""
+
+    def __init__(self, oracle: Oracle, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> None:
+        self._oracle: Oracle | None = oracle
+        self._inputs, self._outputs = tuple(inputs), tuple(outputs)
+
+    @property
+    def info(self) -> RuntimeInfo:
+        how = "" if self._oracle is None else self._oracle.how
+        return RuntimeInfo("torch", CPU, "reference", "fp32", "unknown", how)
+
+    def run(
+        self, feeds: Mapping[str, Array], outputs: Sequence[str] | None = None, *, seconds: float | None = None
+    ) -> dict[str, Array]:
+        """See :meth:`bf16kit.runtime.Runtime.run`."""
+        if self._oracle is None:
+            raise RuntimeFailure("the model is closed")
+        (found,) = self._oracle([dict(feeds)])
+        return found if outputs is None else {name: found[name] for name in outputs}
+
+    def close(self) -> None:
+        """Release the source. ``run`` fails from now on."""
+        self._oracle = None
+
+
+def check_expected_outputs(samples: Samples, oracle_run: OracleRun) -> str | None:
+    """Return how the source's outputs in ``oracle_run`` differ from those that came with ``samples``, as a sentence.
+
+    Returns None if they agree.
+    """
+    if not oracle_run.outputs:
+        return f"the model could not be run: {oracle_run.how}"
+    count = len(oracle_run.outputs)
+    expected = list(samples.expected[:count])
+    names = [name for name in oracle_run.outputs[0] if all(name in feed for feed in expected)]
+    if not names:
+        return "the samples do not hold outputs for every input"
+    own = [{name: np.asarray(outputs[name]) for name in names} for outputs in oracle_run.outputs]
+    wanted = replace(oracle_run, outputs=[{name: feed[name] for name in names} for feed in expected], how="the samples")
+    found = measure(wanted, own)
+    wrong = [(name, figure) for name, figure in found.outputs.items() if not figure.relative_l2 <= figure.bound]
+    return (
+        None
+        if not wrong
+        else "; ".join(
+            f"output {name!r} is {figure.relative_l2:.3g} (relative_l2) from the expected one, and fp32 noise explains"
+            f" at most {figure.bound:.3g}"
+            for name, figure in wrong
+        )
+    )

@@ -21,8 +21,7 @@ from converter.process.memory import release_memory
 from converter.report.inspect import DRIFT, drift_cells
 from converter.verify import measure, samples
 from converter.verify.judging import describe_breaches
-from converter.verify.measure import Expected
-from converter.verify.runs import describe_run, run_export, run_profile
+from converter.verify.measure import Expected, describe_run, run_export, run_profile
 
 VERSION = 1  # of the format that `verify --json` writes
 

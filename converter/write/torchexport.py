@@ -27,7 +27,7 @@ def narrow_and_export(model: TorchModel, path: Path) -> None:
     """
     import torch
 
-    from converter.write.autocast import Edges, narrowed
+    from converter.write.torchscript import Edges, narrowed
 
     raw = path.with_name(f"{path.name}.raw.pt2")
     try:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from bf16kit.messages.errors import ConversionError
 from bf16kit.messages.wording import brief
 from converter.process.quiet import first_line, quiet
+from converter.process.tensorfiles import TensorFiles
 from converter.source import TorchModel
 
 if TYPE_CHECKING:
@@ -33,7 +36,7 @@ def narrow_and_trace(model: TorchModel, path: Path, *, strictly: bool = False) -
     """
     import torch
 
-    from converter.write.autocast import Edges, narrowed
+    from converter.write.torchscript import Edges, narrowed
 
     raw = path.with_name(f"{path.name}.raw")
     try:
@@ -133,3 +136,76 @@ def _renumbering(names: list[str]) -> dict[bytes, bytes]:
     found = {mangled for name in names for mangled in _MANGLED.findall(name.encode())}
     in_order = sorted(found, key=lambda mangled: int(mangled.rpartition(b"_")[2]))
     return {mangled: b"___torch_mangle_%d" % index for index, mangled in enumerate(in_order)}
+
+
+class Edges(torch.nn.Module):
+    """Runs ``module`` under autocast and widens bf16 outputs, so that inputs and outputs are float32."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            outputs = self.module(*tensors)
+        return tuple(_widen(output) for output in outputs)
+
+
+@contextmanager
+def narrowed(module: torch.nn.Module, scratch: Path) -> Iterator[torch.nn.Module]:
+    """Round ``module``'s matrices and their biases to bf16 while the block runs; then restore them.
+
+    The rounded tensors are kept in temporary files in ``scratch``.
+
+    1-D parameters of norms stay fp32. Kernels that need input and parameters of one dtype (norms on CUDA) get fp32
+    inputs, and tables return fp32. Recurrent layers stay fp32 as a whole: torch has no bf16 kernel for them on many
+    CPUs. A state rounded at every step would also drift with the length.
+    """
+    with ExitStack() as undo:
+        with TensorFiles(scratch):
+            for part in module.modules():
+                _narrow(part, undo)
+        yield module
+
+
+def _narrow(part: torch.nn.Module, undo: ExitStack) -> None:
+    if isinstance(part, torch.nn.RNNBase | torch.nn.RNNCellBase):
+        undo.callback(setattr, part, "forward", part.forward)
+        part.forward = _in_fp32(part.forward)
+        return
+    own = list(part.parameters(recurse=False))
+    has_matrix = any(parameter.ndim > 1 for parameter in own)
+    if has_matrix:
+        for parameter in own:
+            undo.callback(setattr, parameter, "data", parameter.data)
+            parameter.data = _rounded(parameter.data)
+    elif own:
+        undo.callback(part.register_forward_pre_hook(_widen_inputs).remove)
+    if isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag):
+        undo.callback(part.register_forward_hook(_widen_output).remove)
+
+
+def _in_fp32(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def widened(*inputs: Any, **named: Any) -> Any:
+        with torch.autocast("cpu", enabled=False):
+            return forward(*(_widen(value) for value in inputs), **{key: _widen(v) for key, v in named.items()})
+
+    return widened
+
+
+def _rounded(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.bfloat16) if tensor.dtype is torch.float32 else tensor
+
+
+def _widen(value: Any) -> Any:
+    if isinstance(value, tuple | list):  # an LSTM's state; a packed sequence is returned unchanged
+        return type(value)(map(_widen, value)) if type(value) in (tuple, list) else value
+    return value.to(torch.float32) if isinstance(value, torch.Tensor) and value.dtype is torch.bfloat16 else value
+
+
+def _widen_inputs(_module: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(_widen(value) for value in inputs)
+
+
+def _widen_output(_module: torch.nn.Module, _inputs: tuple[Any, ...], output: Any) -> Any:
+    return _widen(output)

@@ -33,8 +33,8 @@ from converter.read.torch import onnx_export
 from converter.rewrite import batchnorm, clip, matching, sharing
 from converter.rewrite import noopmasks as masks
 from converter.verify import golden
-from converter.write import autocast, narrowed, weights
 from converter.write import graphs as writing
+from converter.write import narrowed, torchscript, weights
 
 Array = NDArray[Any]
 Patch = pytest.MonkeyPatch
@@ -497,7 +497,7 @@ def test_a_torchscript_module_with_wrong_weights_is_rejected_by_its_drift(
     cli: Cli, mlp_file: Path, target: Path, monkeypatch: Patch
 ) -> None:
     """Nothing is published if TorchScript was asked for; else it is left out."""
-    monkeypatch.setattr(autocast, "_rounded", lambda tensor: (tensor * 1.05).to(torch.bfloat16))
+    monkeypatch.setattr(torchscript, "_rounded", lambda tensor: (tensor * 1.05).to(torch.bfloat16))
     command = ("checkpoint", mlp_file, "--out", target, *MLP)
     done = cli(*command, "--format", "onnx", "--format", "torchscript")
     _refused(done, target, 1, "profile torchscript, output 'output': relative_l2 is", "nothing published")

@@ -88,7 +88,7 @@ def _register(root: torch.nn.Module, fqn: str, tensor: torch.Tensor) -> None:
 def _careful(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap an ATen operator for use under autocast: norms compute in fp32, and tables return fp32.
 
-    :func:`converter.write.autocast.narrowed` does the same for modules.
+    :func:`converter.write.torchscript.narrowed` does the same for modules.
     """
     if name in _TABLES:
         return lambda *args, **kwargs: _wide(function(*args, **kwargs))

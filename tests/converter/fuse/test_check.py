@@ -19,13 +19,12 @@ from onnx import ModelProto
 import graphs
 from bf16kit.numerics.tensors import TensorSpec
 from converter.fuse import attend
+from converter.fuse.attend import attributes
 from converter.fuse.attention import Attention, attention
-from converter.fuse.attentionop import attributes
-from converter.fuse.check import excess_of, faults
-from converter.fuse.epilogues import Epilogue, epilogue
+from converter.fuse.check import excess_of, faults, variants
+from converter.fuse.multiply import Epilogue, epilogue
 from converter.fuse.norms import norm
 from converter.fuse.products import Product
-from converter.fuse.variants import variants
 from converter.plan.profiles import PROFILES
 from converter.write.graphs import write_unfused_and_fused
 
@@ -84,7 +83,7 @@ def _epsilon_off_by(difference: float) -> Callable[[Patch], None]:
             sound = real(node)
             return None if sound is None else replace(sound, epsilon=sound.epsilon + difference)
 
-        patch.setattr("converter.fuse.normalise.norm", found)
+        patch.setattr("converter.fuse.norms.norm", found)
 
     return off
 

@@ -9,7 +9,7 @@ import pytest
 from onnx import NodeProto, TensorProto, helper
 
 import graphs
-from converter.fuse.epilogues import Epilogue, epilogue
+from converter.fuse.multiply import Epilogue, epilogue
 from converter.fuse.products import product
 from converter.graph.step import run
 from converter.graph.types import InferTypes

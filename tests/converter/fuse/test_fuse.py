@@ -22,8 +22,8 @@ from bf16kit.artifact.artifact import Artifact
 from converter.convert import convert
 from converter.fuse import fuse
 from converter.fuse.attention import SelectionMask, attention
-from converter.fuse.epilogues import Epilogue, epilogue
 from converter.fuse.fusing import Fusing
+from converter.fuse.multiply import Epilogue, epilogue
 from converter.fuse.products import Product
 from converter.graph.types import InferTypes
 from converter.options import Options, parse_target

@@ -8,7 +8,7 @@ import pytest
 
 import graphs
 from bf16kit.numerics.panels import pack
-from converter.fuse.panelnodes import matrix_nodes, panel_form, panel_shapes
+from converter.fuse.unpanel import matrix_nodes, panel_form, panel_shapes
 from converter.graph.initializers import dims
 
 

@@ -18,8 +18,7 @@ import graphs
 from bf16kit.runtime.loading import load
 from bf16kit.runtime.ort.kernel import DOMAIN, VARIABLE
 from bf16kit.runtime.ort.session import open_session
-from converter.fuse.normalise import function
-from converter.fuse.norms import NormVariant
+from converter.fuse.norms import NormVariant, function
 
 SPELLINGS = [
     *(Rms(*spelled) for spelled in product(("pow", "mul"), ("sqrt", "pow"), ("reciprocal", "over", "div"))),

@@ -21,8 +21,7 @@ from bf16kit.messages.errors import RuntimeFailure
 from converter.islands import islandsearch
 from converter.islands import search as of_the_search
 from converter.islands.ranking import rank
-from converter.verify.measure import Expected
-from converter.verify.runs import Run, run_as_served
+from converter.verify.measure import Expected, Run, run_as_served
 
 _Build = Callable[[], Failing]
 

@@ -19,7 +19,7 @@ MEASURE = """
 import sys
 from pathlib import Path
 import torch
-from converter.write.autocast import narrowed
+from converter.write.torchscript import narrowed
 from converter.process.memory import map_large_blocks
 from converter.process.tensorfiles import TensorFiles
 from peaks import anonymous, peak_anonymous

@@ -20,7 +20,7 @@ from bf16kit.messages.errors import BudgetExceeded, RuntimeFailure, UsageError
 from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime import Runtime
 from converter.options import Options, parse_target
-from converter.verify import runs
+from converter.verify import measure
 from converter.verify.judging import check_budget, judge, with_output_kinds
 from converter.verify.running import open_profile
 
@@ -154,7 +154,7 @@ def test_an_optional_profile_that_does_not_run_is_left_out(
             raise RuntimeFailure("no such operator")
         return open_profile(artifact, profile)
 
-    monkeypatch.setattr(runs, "open_profile", fails)
+    monkeypatch.setattr(measure, "open_profile", fails)
     flags = ("checkpoint", wide_file, "--out", target, *ONNX_ONLY)
     cli(*flags, "--profile", "cpu-bf16").refused(3, "no such operator")
     assert "no profile cpu-bf16: the written graph does not run" in cli(*flags).published().out

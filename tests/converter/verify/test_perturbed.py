@@ -12,8 +12,7 @@ from bf16kit.drift.budget import Budget
 from bf16kit.messages.errors import RuntimeFailure
 from bf16kit.numerics.tensors import TensorSpec
 from converter.source import Feeds, Oracle
-from converter.verify.perturbed import SAMPLES, with_enough
-from converter.verify.samples import Samples
+from converter.verify.samples import SAMPLES, Samples, with_enough
 
 LOGITS = (TensorSpec("y", "float32", ("batch", 5), "logits"),)
 OTHER = (TensorSpec("y", "float32", ("batch", 5)),)

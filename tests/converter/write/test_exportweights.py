@@ -21,7 +21,7 @@ from bf16kit.runtime.loading import load_reference
 from converter.plan import make_plan
 from converter.plan.overrides import Overrides
 from converter.rewrite import prepare
-from converter.verify.exported import NOTE, open_export
+from converter.verify.running import NOTE, open_export
 from converter.write.exportweights import unfolded, write_as_export
 from converter.write.graphs import write_graphs
 from converter.write.narrowed import Rounding
