@@ -55,14 +55,10 @@ class Verified:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Writes the artifact of ``job`` from its ``prepared`` graph, any number of times.
-
-    ``dropped`` has a note on each traced profile that did not run.
-    """
+    """Writes the artifact of ``job`` from its ``prepared`` graph, any number of times."""
 
     job: Job
     prepared: Prepared
-    dropped: dict[str, str] = field(default_factory=dict)
 
     def check_prepared_graph(self) -> None:
         """Run the graph that the profiles start from; for cuda, it has been through the other profiles' passes too.
@@ -96,8 +92,7 @@ class Candidate:
         with job.progress.step("checking the fusions"):
             planned = self._without_faults(planned, stored, islands)
         with job.progress.step("writing graphs"):
-            traced = {name: entry for name, entry in job.traced.items() if name not in self.dropped}
-            profiles = {**traced, **self._write_graphs(planned, stored)}
+            profiles = {**job.traced, **self._write_graphs(planned, stored)}
         manifest = job.draft_manifest(planned.plan, stored, profiles)
         if exported is not None:
             manifest = manifest.amended(exports=self._describe_export(exported))
@@ -107,8 +102,7 @@ class Candidate:
         release_memory()
         reference = None if job.options.residual else GraphReference(prepared.reference, prepared.matches)
         certified = certify(stage, manifest, job.samples, job.options, job.progress, job.answers, reference)
-        certified.notes[:0] = [*_undone_notes(planned), *self.dropped.values()]
-        self.dropped.update({name: note for name, note in certified.dropped.items() if name in traced})
+        certified.notes[:0] = _undone_notes(planned)
         return Verified(certified, census)
 
     def _plan(self, islands: Islands, fusions: Fusions | None = None) -> Planned:

@@ -32,7 +32,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The options of one conversion. Empty ``formats`` mean ONNX, and TorchScript where the source allows it.
+    """The options of one conversion. Empty ``formats`` mean ONNX; TorchScript if no ONNX graph can be made.
 
     ``optional`` are profiles that the user did not ask for. Each is written if it is of use, judged by the same budget
     as the others, and left out with a note if it is over. ``recorded_extra`` are further options for the manifest to
@@ -86,11 +86,11 @@ class Options:
         """The profiles to write as well, if they are of use."""
         return self.optional if self.writes_onnx else ()
 
-    @property
-    def traced(self) -> tuple[Format, ...]:
-        """The formats to write from the torch module: TorchScript unless others are asked for."""
+    def traced(self, *, has_graph: bool) -> tuple[Format, ...]:
+        """Return the formats to write from the torch module; by default TorchScript, if there is no ONNX graph."""
         known: tuple[Format, ...] = ("torchscript", "pt2")
-        return tuple(name for name in known if name in (self.formats or ("torchscript",)))
+        wanted = self.formats or (() if has_graph else ("torchscript",))
+        return tuple(name for name in known if name in wanted)
 
     @property
     def export(self) -> Export | None:
@@ -101,10 +101,6 @@ class Options:
     def stores_export(self) -> bool:
         """Whether the artifact's weights are those of its export: no ONNX graph needs them in another layout."""
         return self.export is not None and not self.writes_onnx
-
-    def requires(self, name: str) -> bool:
-        """Whether the format ``name`` was asked for; then it is an error, not a note, if the source cannot give it."""
-        return name in self.formats
 
     def recorded(self) -> dict[str, Any]:
         """Return the options that shaped the artifact's bytes, for the manifest; without paths."""

@@ -128,24 +128,21 @@ def _load_samples(options: Options, source: Source, progress: Progress) -> Sampl
 def write_traced_formats(job: Job) -> None:
     """Write the wanted formats that are made from the torch module, and release the module.
 
-    Raises :class:`ConversionError` if a format that was asked for cannot be written, or if nothing else would be left.
+    Raises :class:`ConversionError` if one of them cannot be written.
     """
     options, source = job.options, job.source
     module, source.module = source.module, None
-    for name in options.traced:
+    for name in options.traced(has_graph=source.graph is not None):
         traced = TRACED[name]
         try:
             if module is None:
-                raise ConversionError(f"--format {name}: {_NO_MODULE}" if options.requires(name) else _NO_MODULE)
+                raise ConversionError(f"--format {name}: {_NO_MODULE}")
             with job.progress.step(traced.step_name):
                 traced.write(module, job.stage.path / traced.file, strictly=source.graph is None)
         except ConversionError as error:
-            if source.graph is None and not job.traced:
-                raise ConversionError(f"no ONNX: {source.no_graph_reason}; no {traced.title}: {error}") from error
-            if options.requires(name):
+            if source.graph is not None:
                 raise
-            job.notes.append(f"no {traced.title}: {error}")
-            continue
+            raise ConversionError(f"no ONNX: {source.no_graph_reason}; no {traced.title}: {error}") from error
         job.traced[name] = ProfileEntry(format=traced.format, graph=traced.file, precision="bf16", verified="no")
         if options.keep_fp32 or options.bf16:
             job.notes.append(

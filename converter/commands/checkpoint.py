@@ -99,8 +99,8 @@ _VERSION = re.compile("[1-9][0-9]*")
     multiple=True,
     type=click.Choice(["onnx", "torchscript", "pt2", "safetensors", "hf"]),
     help="A format to write; may be given more than once. bf16-serve runs onnx, torchscript and pt2 (torch.export)."
-    " Other programs load safetensors (a bf16 checkpoint) and hf (a Hugging Face directory).  [default: onnx,"
-    " and torchscript if the source allows it]",
+    " Other programs load safetensors (a bf16 checkpoint) and hf (a Hugging Face directory).  [default: onnx;"
+    " torchscript if no ONNX graph can be made of the source]",
 )
 @click.option(
     "--profile",

@@ -46,8 +46,7 @@ class Certified:
     """The results of running an artifact: its manifest with drift and batch axis, one :class:`Run` per profile, and a
     sentence for each bound that a profile exceeds.
 
-    ``scales`` are what slices are judged against, by output. ``dropped`` has a note on each profile that did not run,
-    and was deleted.
+    ``scales`` are what slices are judged against, by output.
     """
 
     manifest: Manifest
@@ -55,7 +54,6 @@ class Certified:
     breaches: dict[str, list[str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     scales: dict[str, list[Values]] = field(default_factory=dict)
-    dropped: dict[str, str] = field(default_factory=dict)
 
     @property
     def drifts(self) -> dict[str, dict[str, list[SampleDrift]]]:
@@ -77,7 +75,7 @@ def certify(
     ``oracle_run`` holds the source's own outputs. ``source`` is the reference if the artifact keeps none: the source's
     graph, or the source itself. Raises :class:`RuntimeFailure` if a graph does not load or run, and
     :class:`ConversionError` if the reference does not match the source. An optional profile that does not run is
-    dropped instead, and so is a torch module whose format was not asked for; ConversionError if no profile is left.
+    dropped instead; ConversionError if no profile is left.
     """
     with progress.step("running the fp32 reference"):
         draft = stage.draft(manifest)
@@ -150,14 +148,13 @@ def _certify_profile(
     except RuntimeFailure as error:
         if profile in options.optional_profiles:
             note = f"no profile {profile}: the written graph does not run on the samples: {error}"
-        elif profile in TRACED and not options.requires(profile):
-            note = f"no {TRACED[profile].title}: the traced module does not run on the samples: {error}"
+        elif profile in TRACED and profile not in options.formats:  # it was written because there is no ONNX graph
+            raise ConversionError(f"the {TRACED[profile].title} does not run on the samples: {error}") from error
         else:
             raise
         if manifest.profiles.keys() == {profile}:  # its file holds the weights
             raise ConversionError(note) from error
         certified.manifest = without_profiles(stage, manifest, [profile])
-        certified.dropped[profile] = note
         certified.notes.append(note)
         return
     advice = f"{run.info.note}: {run.info.advice}"

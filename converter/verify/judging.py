@@ -103,19 +103,12 @@ def judge(
 def _without_optional(
     breaches: Mapping[str, Sequence[str]], manifest: Manifest, options: Options, stage: StagingArtifact
 ) -> tuple[Manifest, list[str]]:
-    dropped: dict[str, str] = {
+    dropped = {
         profile: f"no profile {profile}, which is faster on some processors: drift over budget; to write it, pass"
         f" --profile {profile} and keep the nodes that cause it in fp32 (--keep-fp32 REGEX)"
         for profile in options.optional_profiles
         if profile in breaches
     }
-    if manifest.plan.tensors and not options.allow_over_budget:  # there are graphs beside the torch module
-        dropped |= {
-            name: f"no {TRACED[name].title}: drift over budget; no search can mend it, because torch.autocast decides"
-            f" where it rounds; to write it, pass --format {name} and raise the --budget"
-            for name in options.traced
-            if name in breaches and not options.requires(name)
-        }
     notes = [note + "".join(f"\n  {breach}" for breach in breaches[name]) for name, note in dropped.items()]
     return (without_profiles(stage, manifest, dropped) if dropped else manifest), notes
 

@@ -94,8 +94,8 @@ def mlp_file(tmp_path_factory: Factory) -> Path:
 
 @pytest.fixture(scope="session")
 def mlp(tmp_path_factory: Factory, mlp_file: Path) -> Artifact:
-    """Return ``mlp_file`` converted with all defaults: every profile, residual, report."""
-    return converted(tmp_path_factory, "mlp", mlp_file, *MLP)
+    """Return ``mlp_file`` converted to every profile, and to TorchScript."""
+    return converted(tmp_path_factory, "mlp", mlp_file, *MLP, "--format", "onnx", "--format", "torchscript")
 
 
 @pytest.fixture(scope="session")

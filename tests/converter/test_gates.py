@@ -496,11 +496,7 @@ def test_golden_samples_that_differ_from_the_reference_are_rejected(
 def test_a_torchscript_module_with_wrong_weights_is_rejected_by_its_drift(
     cli: Cli, mlp_file: Path, target: Path, monkeypatch: Patch
 ) -> None:
-    """Nothing is published if TorchScript was asked for; else it is left out."""
     monkeypatch.setattr(torchscript, "_rounded", lambda tensor: (tensor * 1.05).to(torch.bfloat16))
     command = ("checkpoint", mlp_file, "--out", target, *MLP)
     done = cli(*command, "--format", "onnx", "--format", "torchscript")
     _refused(done, target, 1, "profile torchscript, output 'output': relative_l2 is", "nothing published")
-    left_out = cli(*command).published().out
-    assert "no TorchScript: drift over budget" in left_out
-    assert "torchscript" not in Artifact.open(target).manifest.profiles

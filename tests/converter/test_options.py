@@ -79,17 +79,17 @@ def test_model_args_are_a_json_object() -> None:
             parse_model_args(text)
 
 
-def test_torchscript_is_required_only_if_named() -> None:
+def test_torchscript_is_written_if_named_or_if_there_is_no_graph() -> None:
     def given(*formats: str) -> Options:
         return Options(source=Path("x"), target=parse_target(Path("r/m/1")), formats=formats)  # type: ignore[arg-type]
 
-    def wishes(options: Options) -> tuple[bool, bool, bool]:
-        return options.writes_onnx, "torchscript" in options.traced, options.requires("torchscript")
+    def written(options: Options, *, has_graph: bool) -> tuple[bool, bool]:
+        return options.writes_onnx, "torchscript" in options.traced(has_graph=has_graph)
 
-    assert wishes(given()) == (True, True, False)
-    assert wishes(given("torchscript")) == (False, True, True)
-    assert wishes(given("onnx")) == (True, False, False)
-    assert wishes(given("onnx", "torchscript")) == (True, True, True)
+    assert [written(given(), has_graph=graph) for graph in (True, False)] == [(True, False), (True, True)]
+    assert written(given("torchscript"), has_graph=True) == (False, True)
+    assert written(given("onnx"), has_graph=False) == (True, False)
+    assert written(given("onnx", "torchscript"), has_graph=True) == (True, True)
 
 
 def test_recorded_options_contain_no_path() -> None:

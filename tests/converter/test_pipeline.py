@@ -86,7 +86,7 @@ def test_the_reference_gives_the_outputs_of_the_source(mlp: Artifact) -> None:
 def test_the_same_input_gives_the_same_bytes(cli: Cli, mlp: Artifact, mlp_file: Path, tmp_path: Path) -> None:
     """The second conversion goes to another repository, and the process may have traced other models before."""
     again = tmp_path / "elsewhere" / "mlp" / "1"
-    cli("checkpoint", mlp_file, "--out", again, *MLP).published()
+    cli("checkpoint", mlp_file, "--out", again, *MLP, "--format", "onnx", "--format", "torchscript").published()
     for name in tree(mlp.path):
         assert (again / name).read_bytes() == (mlp.path / name).read_bytes(), name
 
@@ -193,12 +193,14 @@ def test_drift_over_budget_is_an_error_unless_it_is_allowed(cli: Cli, onnx_file:
     assert Artifact.open(target).manifest.budget["relative_l2"] == 1e-6
 
 
-def test_torchscript_of_an_onnx_file_is_an_error_if_requested_and_a_note_otherwise(
-    cli: Cli, onnx_file: Path, target: Path
-) -> None:
+def test_onnx_alone_is_written_by_default(cli: Cli, mlp_file: Path, target: Path) -> None:
+    assert "TorchScript" not in cli("checkpoint", mlp_file, "--out", target, *MLP).published().out
+    assert Artifact.open(target).manifest.profiles.keys() == {"cpu", "cpu-bf16", "cuda"}
+
+
+def test_torchscript_of_an_onnx_file_is_an_error(cli: Cli, onnx_file: Path, target: Path) -> None:
     command = ("checkpoint", onnx_file, "--out", target)
     cli(*command, "--format", "torchscript").refused(3, "--format torchscript: this format is made from a torch module")
-    assert "note: no TorchScript: this format is made from a torch module" in cli(*command).published().out
 
 
 def test_samples_of_a_function_are_measured_and_recorded(

@@ -36,7 +36,7 @@ def test_a_program_is_converted_and_restored_and_gives_the_outputs_of_torch(
     source = written(tmp_path, module, torch.ones(2, 3, 16, 16))
     cli("checkpoint", source, "--out", target).published()
     artifact = Artifact.open(target)
-    assert set(artifact.manifest.profiles) == {"cpu", "cuda", "torchscript"}
+    assert set(artifact.manifest.profiles) == {"cpu", "cuda"}
     assert artifact.manifest.source.format == "torch-export"
     assert artifact.manifest.inputs[0].spec() == TensorSpec("x", "float32", ("batch", 3, 16, 16))
     assert artifact.manifest.oracle is not None
