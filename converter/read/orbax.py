@@ -18,6 +18,7 @@ from bf16kit.messages.errors import NoCheckpoint, SourceError, UsageError
 from bf16kit.messages.text import listed, size
 from bf16kit.messages.wording import brief, quoted
 from bf16kit.numerics.tensors import BY_NAME
+from bf16kit.runtime.memory.scratch import ScratchUnavailable, on_disk, scratch_file
 from converter.source import Array
 
 _METADATA = "_METADATA"
@@ -31,6 +32,7 @@ _NOT_ARRAYS = ("string", "None", "Dict", "List", "Tuple", "NamedTuple")
 # Limit of claimed over stored bytes: damaged metadata may claim any shape. zstd makes zeros 10,000 times smaller, and
 # some optimizers' states are mostly zeros. Weights are not.
 _CLAIM, _ALLOWANCE = 64, 1 << 30
+_ALIGNMENT = 64  # bytes
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -124,11 +126,13 @@ def _directories(path: Path) -> Iterator[Path]:
     yield from (path / name for name in names)
 
 
-def read_item(item: Path, is_wanted: Callable[[str], bool]) -> tuple[dict[str, Array], list[str], list[Path]]:
+def read_item(
+    item: Path, is_wanted: Callable[[str], bool], scratch: Path
+) -> tuple[dict[str, Array], list[str], list[Path]]:
     """Return the arrays of ``item`` that ``is_wanted``, by keys joined with dots; the names of the others; its files.
 
-    Raises :class:`SourceError` when ``item`` is damaged or incomplete, and :class:`UsageError` when tensorstore is not
-    installed.
+    The arrays are in a temporary file in ``scratch``, whose pages the system can reclaim. Raises :class:`SourceError`
+    when ``item`` is damaged or incomplete, and :class:`UsageError` when tensorstore is not installed.
     """
     try:
         import tensorstore
@@ -153,10 +157,10 @@ def read_item(item: Path, is_wanted: Callable[[str], bool]) -> tuple[dict[str, A
                 spec = {"driver": drivers[name], "fill_missing_data_reads": not complete}
                 opened[name] = tensorstore.open(spec, kvstore=store / f"{name}/", open=True, read=True).result()
         _check(item, opened, sum(path.stat().st_size for path in files))
-        arrays = {}
+        arrays = _allocated(item, opened, scratch)
         for name, array in opened.items():
             where = f"{item}: array {quoted(name)} "
-            arrays[name] = array.read(order="C").result()
+            tensorstore.array(arrays[name]).write(array).result()
     except SourceError:
         raise
     except Exception as error:  # whatever tensorstore raises for damaged or missing files
@@ -202,3 +206,19 @@ def _check(item: Path, opened: dict[str, Any], stored: int) -> None:
             f"{item}: its arrays claim {size(claimed + chunk)}, but its files have {size(stored)}; weights do not"
             " compress so well: the metadata of an array is damaged"
         )
+
+
+def _allocated(item: Path, opened: dict[str, Any], scratch: Path) -> dict[str, Array]:
+    """Return an array of the shape and dtype of each of ``opened``, in a temporary file."""
+    spans, end = {}, 0
+    for name, array in opened.items():
+        spans[name] = end, end + math.prod(array.shape) * array.dtype.numpy_dtype.itemsize
+        end = spans[name][1] + -spans[name][1] % _ALIGNMENT
+    try:
+        with scratch_file(max(end, 1), on_disk(scratch), in_memory=True) as (_, data):
+            return {
+                name: data[start:stop].view(opened[name].dtype.numpy_dtype).reshape(opened[name].shape)
+                for name, (start, stop) in spans.items()
+            }
+    except ScratchUnavailable as error:
+        raise SourceError(f"{item}: its {size(end)} of arrays do not fit in the temporary directory: {error}") from None

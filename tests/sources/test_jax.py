@@ -89,24 +89,24 @@ def _same(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_is_read_bit_for_bit(written: Path, model: str, layout: str) -> None:
+def test_every_layout_is_read_bit_for_bit(written: Path, tmp_path: Path, model: str, layout: str) -> None:
     path = written / model / layout
     if layout.endswith(".msgpack"):
         found = read_flax(path)
     else:
-        found, others, _ = read_item(locate(path, None, None), lambda _: True)
+        found, others, _ = read_item(locate(path, None, None), lambda _: True, tmp_path)
         assert others == []
     _same(found, _leaves(written, model))
 
 
-def test_an_nnx_state_has_its_variables_under_value(written: Path) -> None:
-    found, _, _ = read_item(written / "mlp" / "nnx_state", lambda _: True)
+def test_an_nnx_state_has_its_variables_under_value(written: Path, tmp_path: Path) -> None:
+    found, _, _ = read_item(written / "mlp" / "nnx_state", lambda _: True, tmp_path)
     assert all(name.endswith(".value") for name in found)
     _same({name.removesuffix(".value"): array for name, array in found.items()}, _leaves(written, "mlp"))
 
 
-def test_an_older_step_has_its_own_weights(written: Path) -> None:
-    found, _, _ = read_item(locate(written / "cnn" / "managed", 3, "weights"), lambda _: True)
+def test_an_older_step_has_its_own_weights(written: Path, tmp_path: Path) -> None:
+    found, _, _ = read_item(locate(written / "cnn" / "managed", 3, "weights"), lambda _: True, tmp_path)
     assert not any(array.any() for array in found.values())
 
 

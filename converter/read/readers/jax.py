@@ -38,7 +38,7 @@ def read(options: Options, kind: Kind, advance: Advance) -> Source:
         )
     if kind is Kind.ORBAX:
         item = orbax.locate(options.source, options.step, options.item)
-        leaves, left_out, files = orbax.read_item(item, _of_the_model)
+        leaves, left_out, files = orbax.read_item(item, _of_the_model, options.target.path.parent)
     else:
         item, files, everything = options.source, [options.source], read_flax(options.source)
         leaves = {name: array for name, array in everything.items() if _of_the_model(name)}

@@ -129,7 +129,7 @@ def test_a_step_without_arrays_is_rejected(tmp_path: Path) -> None:
 
 def _read(item: Path) -> dict[str, np.ndarray]:
     pytest.importorskip("tensorstore", reason="the extra `jax` is not installed")
-    return read_item(item, lambda _: True)[0]
+    return read_item(item, lambda _: True, item.parent)[0]
 
 
 def _write(item: Path, leaves: dict[str, np.ndarray], *, ocdbt: bool = False, driver: Driver = "zarr") -> Path:
@@ -155,7 +155,7 @@ def test_every_layout_is_read_bit_for_bit(tmp_path: Path, driver: Driver, ocdbt:
 def test_an_array_that_is_not_wanted_is_not_read(tmp_path: Path) -> None:
     item = _write(tmp_path / "item", LEAVES)
     (item / "step" / "0").write_bytes(b"no zstd")
-    found, others, files = read_item(item, lambda name: name != "step")
+    found, others, files = read_item(item, lambda name: name != "step", tmp_path)
     assert "step" not in found
     assert others == ["step"]
     assert item / "params.up.kernel" / "0.0" in files
@@ -232,4 +232,4 @@ def test_chunks_of_zeros_may_be_missing_only_if_orbax_left_them_out(tmp_path: Pa
 def test_without_tensorstore_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorstore", None)
     with pytest.raises(UsageError, match=r"pip install 'bf16kit\[jax\]'"):
-        read_item(tmp_path, lambda _: True)
+        read_item(tmp_path, lambda _: True, tmp_path)

@@ -184,7 +184,7 @@ def _read(path: Path) -> Any:
     if kind is Kind.FLAX:
         return {name: array for name, array in read_flax(path).items() if _kept(name)}
     if kind is Kind.ORBAX:
-        return orbax.read_item(orbax.locate(path, None, None), _kept)[0]
+        return orbax.read_item(orbax.locate(path, None, None), _kept, path.parent.parent / "out")[0]
     if kind is Kind.TORCHSCRIPT:
         return script_file.arrays(path, script_file.tensors(script_file.load(path)))
     if kind is Kind.SAFETENSORS:
