@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
@@ -96,22 +96,22 @@ def fill(source: Path, path: Path | None, leaves: Mapping[str, Array], model: Mo
     if path is not None:
         return _apply(_read(path), leaves, model)
     rest = {name: array for name, array in leaves.items() if model.shapes.get(name) != array.shape}
-    open_names = [name for name in model.shapes if name not in {*leaves, *model.tied, *model.counters} or name in rest]
-    if not rest and not open_names:
+    missing = _missing(model, (leaves.keys() - rest.keys()) | model.counters)
+    if not rest and not missing:
         return MappedTensors(dict(leaves), {}, model.counters - leaves.keys())
     raise MapNeeded(
         f"{source}: {len(rest)} of its {len(leaves)} leaves match no tensor of the model by name and shape; complete"
         " the rules on standard output, write them to a file and pass it as --map",
-        "\n".join(_template(source, leaves, rest, open_names, model)),
+        "\n".join(_template(source, leaves, rest, missing, model)),
     )
 
 
 def _template(
-    source: Path, leaves: Mapping[str, Array], rest: Mapping[str, Array], open_names: list[str], model: ModelTensors
+    source: Path, leaves: Mapping[str, Array], rest: Mapping[str, Array], missing: list[str], model: ModelTensors
 ) -> Iterator[str]:
     """Yield the lines of a rules file: what is open on both sides as comments, and a rule to complete for each leaf."""
     left = [f"{printable(name, keep='')} {list(array.shape)}" for name, array in rest.items()]
-    right = [f"{printable(name, keep='')} {list(model.shapes[name])}" for name in open_names]
+    right = [f"{printable(name, keep='')} {list(model.shapes[name])}" for name in missing]
     width = max(map(len, left), default=0) + 4
     yield f"# For --map: write the model's name as `to` of each rule, or replace it by `drop: true`. {source.name} has:"
     yield f"# {'checkpoint'.ljust(width)}model (each side in its own order)"
@@ -169,15 +169,16 @@ def _apply(rules: Rules, leaves: Mapping[str, Array], model: ModelTensors) -> Ma
             if order is not None and order != tuple(range(array.ndim)):
                 orders[name] = order
     kept = frozenset(n for n in model.shapes if n not in tensors and any(p.fullmatch(n) for p in rules.keep))
-    done = {*kept, *tensors, *(model.tied.get(name, name) for name in tensors)}
-    problems += [
-        f"missing: {name} {list(shape)}"
-        for name, shape in model.shapes.items()
-        if name not in done and model.tied.get(name, name) not in done
-    ]
+    problems += [f"missing: {name} {list(model.shapes[name])}" for name in _missing(model, kept | tensors.keys())]
     if problems:
         raise SourceError(mismatch_message("the rules do not make the checkpoint fit the model", problems))
     return MappedTensors(tensors, orders, kept)
+
+
+def _missing(model: ModelTensors, filled: Set[str]) -> list[str]:
+    """Return the names of ``model`` that are not in ``filled`` and tied to none in it."""
+    done = filled | {model.tied.get(name, name) for name in filled}
+    return [name for name in model.shapes if name not in done and model.tied.get(name, name) not in done]
 
 
 def _expanded(match: re.Match[str], to: str) -> str:
