@@ -66,7 +66,6 @@ class Options:
     trust_pickle: bool = False
     with_past: bool = False
     map: Path | None = None
-    accept_map: bool = False
     step: int | None = None
     item: str | None = None
     signature: str | None = None

@@ -91,9 +91,8 @@ class Source:
     drops ``module`` and ``oracle`` as soon as they are used, which frees their files and memory. A source that cannot
     answer has no oracle, and ``no_oracle_reason`` says why. ``notes`` are sentences for the user. ``tools`` are the
     packages whose versions shape the graph, ``foreign_versions`` the versions of packages in another Python.
-    ``export_files`` are files that an export in the source's own format stores beside its weights. ``proposed_rules``
-    is the map by which weights were placed, as a file of rules, until samples confirm it. ``given`` are files besides
-    the checkpoint that shaped the source.
+    ``export_files`` are files that an export in the source's own format stores beside its weights. ``given``
+    are files besides the checkpoint that shaped the source.
     """
 
     checkpoint: Checkpoint
@@ -107,7 +106,6 @@ class Source:
     no_oracle_reason: str = "sources of this kind cannot be run"
     notes: tuple[str, ...] = ()
     export_files: Mapping[str, bytes] = field(default_factory=dict)
-    proposed_rules: str | None = None
     foreign_versions: Mapping[str, str] = field(default_factory=dict)
     no_graph_reason: str = ""
     rowwise: bool = True

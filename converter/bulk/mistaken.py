@@ -6,8 +6,8 @@ from pathlib import Path
 
 from bf16kit.messages.errors import SourceError
 from bf16kit.messages.text import listed
+from converter.read import orbax
 from converter.read.detect import recognise
-from converter.read.orbax import layout
 
 _SHOWN = 5
 # The files that identify such a directory: one of them among many checkpoints makes it a model or a foreign format.
@@ -38,4 +38,4 @@ def explain_recognition(directory: Path) -> str:
 
 def _markers_in(directory: Path) -> list[str]:
     names = {path.name for pattern in _MARKERS for path in directory.glob(pattern)}
-    return sorted(names) + [f"{path.name}/" for path in layout.trees(directory) if path.name not in names]
+    return sorted(names) + [f"{path.name}/" for path in orbax.trees(directory) if path.name not in names]

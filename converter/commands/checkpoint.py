@@ -55,7 +55,6 @@ _VERSION = re.compile("[1-9][0-9]*")
     metavar="RULES.YAML",
     help="Rules that map checkpoint tensors to model tensors, with their transposes.",
 )
-@click.option("--accept-map", is_flag=True, help="Use the proposed map of a JAX checkpoint without confirmation.")
 @click.option(
     "--step",
     type=click.IntRange(min=0),
@@ -193,7 +192,7 @@ def checkpoint(
     from bf16kit.runtime.ort import kernel
     from converter.convert import convert
     from converter.process import memory, progress
-    from converter.read.mapping.choice import UnconfirmedMap
+    from converter.read.mapping import MapNeeded
     from converter.report import page
 
     kernel.configured_kernel()  # reports a wrong BF16KIT_KERNELPATH now, not when the first graph runs
@@ -204,8 +203,8 @@ def checkpoint(
     try:
         with progress.for_stream(sys.stderr) as bar:
             result = convert(options, bar)
-    except UnconfirmedMap as unconfirmed:
-        echo(unconfirmed.rules)
+    except MapNeeded as needed:
+        echo(needed.template)
         raise
     echo(page.summary(result.artifact, result.notes))
 

@@ -19,7 +19,7 @@ SOURCES: Mapping[str, Sequence[str]] = {
     "torch.export program (.pt2)": _TORCH,
     "Lightning checkpoint": _TORCH,
     "Orbax (JAX) checkpoint": (*_TORCH, "tensorstore"),
-    "Flax msgpack": _TORCH,
+    "Flax msgpack": (*_TORCH, "msgpack"),
     "TensorFlow SavedModel": ("onnxruntime", "onnxscript", "TensorFlow"),
     "Keras model (.keras)": ("onnxruntime", "onnxscript", "TensorFlow"),
 }

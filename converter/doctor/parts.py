@@ -107,6 +107,7 @@ CHECKS: Mapping[str, Callable[[str], Part]] = {
     "torch": _package("torch", extra="convert"),
     "transformers": _package("transformers", extra="hf"),
     "lightning": _package("lightning", extra="lightning"),
-    "tensorstore": _package("tensorstore", extra="orbax"),
+    "tensorstore": _package("tensorstore", extra="jax"),
+    "msgpack": _package("msgpack", extra="jax"),
     "TensorFlow": _tensorflow,
 }

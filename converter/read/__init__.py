@@ -73,11 +73,8 @@ def _check_options(options: Options, kind: Kind) -> None:
     if kind is not Kind.ORBAX and (options.step is not None or options.item is not None):
         flag = "--step" if options.step is not None else "--item"
         raise UsageError(f"{flag}: is for Orbax checkpoints, and {options.source} is {kind.value}")
-    if kind not in _MAPPED and (options.map is not None or options.accept_map):
-        flag = "--map" if options.map is not None else "--accept-map"
-        raise UsageError(f"{flag}: is for weights without a graph, and {options.source} is {kind.value}")
-    if options.map is not None and options.accept_map:
-        raise UsageError("--accept-map accepts the proposed map, and --map gives another; leave out one of them")
+    if kind not in _MAPPED and options.map is not None:
+        raise UsageError(f"--map: is for weights without a graph, and {options.source} is {kind.value}")
 
 
 def reader(kind: Kind) -> Reader:

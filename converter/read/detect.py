@@ -8,8 +8,7 @@ from enum import Enum
 from pathlib import Path
 
 from bf16kit.messages.errors import NoCheckpoint, SourceError
-from converter.read import flax_file, foreign
-from converter.read.orbax import layout
+from converter.read import foreign, orbax
 from converter.read.safetensors_file import HEADER_LIMIT
 
 
@@ -55,7 +54,7 @@ def _directory_kind(path: Path) -> Kind:
     foreign.refuse_directory(path)
     if (path / "saved_model.pb").is_file():
         return Kind.SAVED_MODEL
-    if layout.is_checkpoint(path):
+    if orbax.is_checkpoint(path):
         return Kind.ORBAX
     if (path / "manifest.json").is_file() and any(
         (path / name).is_file() for name in ("weights.bf16", "measurements.json")
@@ -65,7 +64,7 @@ def _directory_kind(path: Path) -> Kind:
         return Kind.HUGGING_FACE
     if len(list(path.glob("*.safetensors.index.json"))) == 1:
         return Kind.SHARDED
-    layout.refuse_several(path)
+    orbax.refuse_several(path)
     raise NoCheckpoint(
         f"{path}: a directory without config.json, *.safetensors.index.json or saved_model.pb is not a model; to"
         " convert all checkpoints in it, pass --out REPOSITORY"
@@ -85,7 +84,7 @@ def _file_kind(path: Path) -> Kind:
         return Kind.PICKLE
     if _opens_safetensors(head):
         return Kind.SAFETENSORS
-    if flax_file.may_be_flax(head):
+    if _may_be_flax(head):
         return Kind.FLAX
     if head.lstrip().startswith(b"{"):
         return _json_kind(path)
@@ -98,6 +97,12 @@ def _file_kind(path: Path) -> Kind:
 
 def _opens_safetensors(head: bytes) -> bool:
     return len(head) > 8 and int.from_bytes(head[:8], "little") <= HEADER_LIMIT and head[8:9] == b"{"
+
+
+def _may_be_flax(head: bytes) -> bool:
+    """Return whether a file that begins with ``head`` may be Flax's: a nonempty map whose first key is text."""
+    skip = {0xDE: 3, 0xDF: 5}.get(head[0], 1 if 0x81 <= head[0] <= 0x8F else len(head))
+    return len(head) > skip and (0xA1 <= head[skip] <= 0xBF or head[skip] in (0xD9, 0xDA, 0xDB))
 
 
 def _zip_kind(path: Path) -> Kind:

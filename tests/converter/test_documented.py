@@ -102,17 +102,26 @@ def _leaves() -> dict[str, dict[str, Any]]:
     }
 
 
+_RULES = (
+    "rules:\n"
+    "- {match: 'params\\.(.*)\\.kernel', to: '\\1.weight', steps: [{transpose: [1, 0]}]}\n"
+    "- {match: 'params\\.(.*)\\.bias', to: '\\1.bias'}\n"
+)
+
+
 def _orbax(directory: Path) -> Answers:
-    pytest.importorskip("tensorstore", reason="the extra `orbax` is not installed")
+    pytest.importorskip("tensorstore", reason="the extra `jax` is not installed")
     _factories(directory)
     flat = {f"params.{layer}.{leaf}": array for layer, leaves in _leaves().items() for leaf, array in leaves.items()}
     orbaxfiles.write(directory / "DIRECTORY" / "20" / "default", flat)
     found = _answers()
     np.savez(directory / "expected.npz", **found.inputs, **found.outputs)
+    (directory / "rules.yaml").write_text(_RULES)
     return found
 
 
 def _flax(directory: Path) -> Answers:
+    pytest.importorskip("msgpack", reason="the extra `jax` is not installed")
     (directory / "m.msgpack").write_bytes(packed({"params": _leaves()}))
     with quiet():
         # `optimize` would spoil torch's table of operators, which conftest caches, for the next export.
@@ -126,11 +135,7 @@ def _flax(directory: Path) -> Answers:
         )
     assert program is not None
     onnx.save(program.model_proto, directory / "graph.onnx")
-    (directory / "rules.yaml").write_text(
-        "rules:\n"
-        "- {match: 'params\\.(.*)\\.kernel', to: '\\1.weight', steps: [{transpose: [1, 0]}]}\n"
-        "- {match: 'params\\.(.*)\\.bias', to: '\\1.bias'}\n"
-    )
+    (directory / "rules.yaml").write_text(_RULES)
     return _answers()
 
 

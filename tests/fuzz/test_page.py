@@ -60,8 +60,9 @@ _CALLED = {"onnx": "ONNX", "torchscript": "TorchScript", "export": "torch.export
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_page_states_the_number_of_seeds_of_each_kind(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))  # another process writes Orbax's seeds
-    if kind == "orbax":
-        pytest.importorskip("tensorstore", reason="the extra `orbax` is not installed")
+    if kind in ("flax", "orbax"):
+        reader = {"flax": "msgpack", "orbax": "tensorstore"}[kind]
+        pytest.importorskip(reader, reason="the extra `jax` is not installed")
     name = _CALLED.get(kind, kind)
     assert f"{len(seeds(kind))} {name}" in page.SEEDS
     assert name in page.of([_tally()], "abc1234").partition("(13 ONNX")[0]

@@ -11,13 +11,13 @@ from bf16kit.messages.errors import UsageError
 from converter.graph.equality import OTHER_FLOATS, in_fp32
 from converter.options import Options
 from converter.process.imports import is_import_spec
-from converter.read.mapping import slots
-from converter.read.mapping.choice import choose
+from converter.read.mapping import ModelTensors, fill
 from converter.read.readers.common import exported_source, inputs_of
 from converter.source import Array, Checkpoint, Feeds, Oracle, Source, given_entry
 
 if TYPE_CHECKING:
     import onnx_ir as ir
+    import torch
 
 
 def is_graph(options: Options) -> bool:
@@ -37,13 +37,24 @@ def _into_module(options: Options, checkpoint: Checkpoint, notes: Sequence[str])
     from converter.read.torch.onnx_export import adapt, not_served
 
     module = statedict.build(options)
-    chosen = choose(options, checkpoint.tensors, slots.of_module(module))
-    statedict.fit(module, chosen.mapped.tensors, kept=chosen.mapped.kept)
-    checkpoint = replace(checkpoint, orders=chosen.mapped.orders)
+    mapped = fill(options.source, options.map, checkpoint.tensors, _of_module(module))
+    statedict.fit(module, mapped.tensors, kept=mapped.kept)
     model = adapt(statedict.in_fp32(module), inputs_of(options))
-    source = exported_source(checkpoint, model, None, bound=chosen.mapped.tensors)
-    notes = (*not_served(model.outputs, model.left_out), *notes, *chosen.notes)
-    return replace(source, notes=notes, proposed_rules=chosen.proposed_rules)
+    source = exported_source(replace(checkpoint, orders=mapped.orders), model, None, bound=mapped.tensors)
+    return replace(source, notes=(*not_served(model.outputs, model.left_out), *notes))
+
+
+def _of_module(module: torch.nn.Module) -> ModelTensors:
+    """Return the parameters and buffers in the state dict of ``module``."""
+    state = module.state_dict()
+    first: dict[tuple[int, tuple[int, ...]], str] = {}
+    tied = {}
+    for name, tensor in state.items():
+        place = (tensor.data_ptr(), tuple(tensor.shape))
+        if tensor.numel() and first.setdefault(place, name) != name:
+            tied[name] = first[place]
+    integers = frozenset(name for name, tensor in state.items() if not tensor.dtype.is_floating_point)
+    return ModelTensors({name: tuple(tensor.shape) for name, tensor in state.items()}, tied, integers)
 
 
 def _into_graph(options: Options, checkpoint: Checkpoint, notes: Sequence[str]) -> Source:
@@ -56,19 +67,30 @@ def _into_graph(options: Options, checkpoint: Checkpoint, notes: Sequence[str]) 
         raise UsageError(f"--model {path}: is {kind.value}; expected pkg.mod:factory, or an ONNX graph")
     graph, files = onnx_file.read_graph(path)
     inputs, outputs = onnx_file.resolve_edges(graph, options.inputs)
-    chosen = choose(options, checkpoint.tensors, slots.of_graph(graph))
-    for name, array in chosen.mapped.tensors.items():
+    mapped = fill(options.source, options.map, checkpoint.tensors, _of_graph(graph))
+    for name, array in mapped.tensors.items():
         _fill(graph, name, array)
     return Source(
-        replace(checkpoint, orders=chosen.mapped.orders),
+        replace(checkpoint, orders=mapped.orders),
         graph,
         inputs,
         outputs,
         tools=("onnxscript",),
         oracle=_oracle(graph, path.name, options.target.path.parent),
-        notes=(*notes, *chosen.notes),
-        proposed_rules=chosen.proposed_rules,
+        notes=tuple(notes),
         given=tuple(given_entry("--model", file) for file in files),
+    )
+
+
+def _of_graph(model: ir.Model) -> ModelTensors:
+    """Return the floating-point initializers of the main graph, except scalars, which belong to the graph."""
+    tensors = ((name, value.const_value) for name, value in model.graph.initializers.items())
+    return ModelTensors(
+        {
+            name: tuple(int(size) for size in tensor.shape.numpy())
+            for name, tensor in tensors
+            if tensor is not None and tensor.dtype.is_floating_point() and len(tensor.shape)
+        }
     )
 
 
@@ -80,7 +102,7 @@ def _fill(graph: ir.Model, name: str, array: Array) -> None:
 
     value = graph.graph.initializers[name]
     like = value.const_value
-    assert like is not None  # noqa: S101 - slots are made only of initializers with a value
+    assert like is not None  # noqa: S101 - only initializers with a value are filled
     if like.dtype is not ir.DataType.FLOAT:
         value.const_value = ir.Tensor(array.astype(like.dtype.numpy()), name=name)
     elif array.dtype.name in OTHER_FLOATS:

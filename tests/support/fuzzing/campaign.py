@@ -174,17 +174,17 @@ def _guarded(check: Callable[[], list[str]]) -> list[str]:
 
 def _read(path: Path) -> Any:
     """Return the weights as the converter's own readers read them."""
-    from converter.read import exported_program, flax_file, lightning_file, safetensors_file, script_file, torch_file
+    from converter.read import exported_program, lightning_file, orbax, safetensors_file, script_file, torch_file
     from converter.read.detect import Kind, recognise
-    from converter.read.orbax import arrays, layout
+    from converter.read.readers.jax import read_flax
 
     kind = recognise(path)
     if kind is Kind.EXPORTED:
         return exported_program.read_file(path, trust_pickle=False).tensors
     if kind is Kind.FLAX:
-        return flax_file.read_file(path, _kept, path.parent.parent / "out")[0]
+        return {name: array for name, array in read_flax(path).items() if _kept(name)}
     if kind is Kind.ORBAX:
-        return arrays.read_item(layout.locate(path, None, None), _kept, path.parent.parent / "out")[0]
+        return orbax.read_item(orbax.locate(path, None, None), _kept, path.parent.parent / "out")[0]
     if kind is Kind.TORCHSCRIPT:
         return script_file.arrays(path, script_file.tensors(script_file.load(path)))
     if kind is Kind.SAFETENSORS:

@@ -21,7 +21,14 @@ from fuzzing.seed import Seed, mlp_weights
 
 Bits = tuple[str, tuple[int, ...], bytes]
 
-_ARGUMENTS = ("--model", "architectures:Mlp", "--accept-map", "--input", "x:float32:batch,16")
+_ARGUMENTS = (
+    "--model",
+    "architectures:Mlp",
+    "--map",
+    str(Path(__file__).with_name("mlp_rules.yaml")),
+    "--input",
+    "x:float32:batch,16",
+)
 _SHAPES: tuple[Any, ...] = ([], [0], [-1], [2**32, 2**32], [64, 16], [1024], [16, 64, 1], [2**62, 4], [1] * 40, ["64"], None, 7, [2**63 - 1], [1.5], [16, 65])  # fmt: skip
 _DTYPES = ("float32", "float64", "bfloat16", "int8", "object", "complex64", "float8_e4m3fn", "", "<f4", None, 7, "V4", "string", "bool", "M8[s]")  # fmt: skip
 _KEYS = ("", "params", "kernel", "a.b", "a\x00b", "../x", "x" * 300, "\x1b[31m", "value", "__metadata__", "opt_state", "ünï", "__msgpack_chunked_array__")  # fmt: skip

@@ -1,8 +1,9 @@
-"""JAX's leaves in a torch module or an ONNX graph: placed by rules or by a confirmed proposal, and restored."""
+"""JAX's leaves in a torch module or an ONNX graph: read bit for bit, placed by rules, and restored."""
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
@@ -14,20 +15,30 @@ import onnx
 import orbaxfiles
 import pytest
 import torch
-import yaml
 from architectures import Cnn, Mlp, seeded
 from converting import ONNX_ONLY, Cli, tree
-from flaxfiles import packed
+from flaxfiles import array, chunked, extension, packed
 from restored import assert_restored
 from safetensors import safe_open
 
 import graphs
 from bf16kit.artifact.artifact import Artifact
+from bf16kit.messages.errors import SourceError, UsageError
 from bf16kit.runtime.loading import load_reference
+from converter.read.detect import Kind, recognise
+from converter.read.readers.jax import read_flax
+
+pytest.importorskip("msgpack", reason="the extra `jax` is not installed")
 
 MLP = ("--model", "architectures:Mlp", "--input", "x:float32:batch,16", *ONNX_ONLY)
 X = np.random.default_rng(0).standard_normal((3, 16)).astype(np.float32)
 Tree = dict[str, np.ndarray]
+W = np.arange(12, dtype=np.float32).reshape(3, 4)
+RULES = r"""rules:
+- {match: 'params\.(.*)\.kernel', to: '\1.weight', steps: [{transpose: [1, 0]}]}
+- {match: 'params\.(.*)\.bias', to: '\1.bias'}
+- {match: 'step', drop: true}
+"""
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> Tree:
@@ -55,91 +66,65 @@ def _write(path: Path, given: Mapping[str, Any]) -> Path:
 
 
 @pytest.fixture
+def rules(tmp_path: Path) -> Path:
+    """Return a file of rules for ``architectures.Mlp``."""
+    (tmp_path / "rules.yaml").write_text(RULES)
+    return tmp_path / "rules.yaml"
+
+
+@pytest.fixture
 def mlp_msgpack(tmp_path: Path) -> Path:
     return _write(tmp_path / "mlp.msgpack", {**mlp_params(), "step": 7})
 
 
-def test_without_a_map_a_proposal_is_printed_that_works_as_a_map(
-    cli: Cli, tmp_path: Path, target: Path, mlp_msgpack: Path
+def test_rules_fill_the_model_and_samples_confirm_it(
+    cli: Cli, tmp_path: Path, target: Path, mlp_msgpack: Path, rules: Path
 ) -> None:
-    """The printed text is a file for --map. With it, outputs are the model's and leaves are restored."""
-    refused = cli("checkpoint", mlp_msgpack, *MLP, "--out", target)
-    refused.refused(2, "a map of its 5 leaves to the model is proposed", "--accept-map", "--map", "--samples")
-    assert not target.exists()
-    rules = yaml.safe_load(refused.out)
-    assert {rule.get("to") for rule in rules["rules"]} == {"up.weight", "up.bias", "down.weight", "down.bias", None}
-    (tmp_path / "rules.yaml").write_text(refused.out)
-    cli("checkpoint", mlp_msgpack, *MLP, "--map", tmp_path / "rules.yaml", "--out", target).published()
+    """Outputs are the model's and leaves are restored; outputs that come with the samples are compared."""
+    expected = seeded(Mlp())(torch.from_numpy(X)).detach().numpy()
+    np.savez(tmp_path / "s.npz", x=X, output=expected)
+    given = (*MLP, "--map", rules, "--samples", tmp_path / "s.npz")
+    done = cli("checkpoint", mlp_msgpack, *given, "--out", target).published()
+    assert "the expected outputs are confirmed" in " ".join(done.out.split())
     artifact = Artifact.open(target)
     assert artifact.manifest.source.format == "flax-msgpack"
-    expected = seeded(Mlp())(torch.from_numpy(X)).detach().numpy()
     np.testing.assert_allclose(load_reference(artifact).run({"x": X})["output"], expected, atol=1e-5)
     cli("restore", target, "--out", tmp_path / "fp32.safetensors").published()
     assert_restored(tmp_path / "fp32.safetensors", _flat({**mlp_params(), "step": np.int64(7)}))
-
-
-def test_samples_with_the_outputs_confirm_a_proposal(cli: Cli, tmp_path: Path, target: Path, mlp_msgpack: Path) -> None:
-    expected = seeded(Mlp())(torch.from_numpy(X)).detach().numpy()
-    np.savez(tmp_path / "s.npz", x=X, output=expected)
-    done = cli("checkpoint", mlp_msgpack, *MLP, "--samples", tmp_path / "s.npz", "--out", target).published()
-    assert "the proposed map is confirmed" in " ".join(done.out.split())
     cli("verify", target, "--samples", tmp_path / "s.npz").published()  # verify ignores the outputs
 
 
-def test_samples_with_other_outputs_reject_a_proposal(
-    cli: Cli, tmp_path: Path, target: Path, mlp_msgpack: Path
+def test_without_rules_a_template_of_them_is_printed(cli: Cli, target: Path, mlp_msgpack: Path) -> None:
+    """Its lists show both sides with their shapes. Completed, it is a file for --map."""
+    refused = cli("checkpoint", mlp_msgpack, *MLP, "--out", target)
+    refused.refused(2, "5 of its 5 leaves match no tensor of the model", "complete the rules", "--map")
+    assert not target.exists()
+    assert "# params.up.kernel [16, 64]      up.weight [64, 16]" in refused.out.splitlines()
+    text = refused.out
+    for leaf, action in (
+        ("params.up.kernel", "to: up.weight, steps: [{transpose: [1, 0]}]"),
+        ("params.up.bias", "to: up.bias, steps: []"),
+        ("params.down.kernel", "to: down.weight, steps: [{transpose: [1, 0]}]"),
+        ("params.down.bias", "to: down.bias, steps: []"),
+        ("step", "drop: true"),
+    ):
+        line = f"- {{match: '{leaf.replace('.', chr(92) + '.')}', to: '', steps: []}}"
+        assert line in text.splitlines()
+        text = text.replace(line, line.replace("to: '', steps: []", action))
+    rules = target.parents[2] / "completed.yaml"
+    rules.write_text(text)
+    cli("checkpoint", mlp_msgpack, *MLP, "--map", rules, "--out", target).published()
+
+
+def test_samples_with_other_outputs_reject_a_map(
+    cli: Cli, tmp_path: Path, target: Path, mlp_msgpack: Path, rules: Path
 ) -> None:
     expected = seeded(Mlp())(torch.from_numpy(X)).detach().numpy()
     np.savez(tmp_path / "s.npz", x=X, output=expected * np.float32(1.001))
-    refused = cli("checkpoint", mlp_msgpack, *MLP, "--samples", tmp_path / "s.npz", "--out", target)
-    refused.refused(2, "is not confirmed: output 'output' is 0.000999 (relative_l2)", "fp32 noise explains at most")
-    assert "match: 'params\\.up\\.kernel'" in refused.out
+    refused = cli("checkpoint", mlp_msgpack, *MLP, "--map", rules, "--samples", tmp_path / "s.npz", "--out", target)
+    said = "the model does not give the outputs in the file s.npz: output 'output' is 0.000999 (relative_l2)"
+    refused.refused(3, said, "fp32 noise explains at most")
     assert tree(target.parent.parent) == []
-
-
-def test_samples_without_outputs_do_not_confirm_a_proposal(
-    cli: Cli, tmp_path: Path, target: Path, mlp_msgpack: Path
-) -> None:
-    np.savez(tmp_path / "s.npz", x=X)
-    refused = cli("checkpoint", mlp_msgpack, *MLP, "--samples", tmp_path / "s.npz", "--out", target)
-    refused.refused(2, "the file s.npz holds inputs but no outputs")
-
-
-def test_a_given_map_is_checked_against_the_outputs_too(
-    cli: Cli, tmp_path: Path, target: Path, mlp_msgpack: Path
-) -> None:
-    """The rules fit the model, but the outputs in the samples are zeros, which it does not give."""
-    refused = cli("checkpoint", mlp_msgpack, *MLP, "--out", target)
-    (tmp_path / "rules.yaml").write_text(refused.out)
-    np.savez(tmp_path / "s.npz", x=X, output=np.zeros((3, 10), np.float32))
-    given = ("--map", tmp_path / "rules.yaml", "--samples", tmp_path / "s.npz")
-    refused = cli("checkpoint", mlp_msgpack, *MLP, *given, "--out", target)
-    refused.refused(3, "the model does not give the outputs in the file s.npz")
-
-
-def test_two_layers_of_one_shape_without_a_name_are_ambiguous(cli: Cli, tmp_path: Path, target: Path) -> None:
-    square = ("--model", "architectures:Mlp", "--model-args", '{"hidden": 16, "classes": 16}', *MLP[2:])
-    state = {name: t.numpy() for name, t in seeded(Mlp(hidden=16, classes=16)).state_dict().items()}
-    layers = {
-        f"Dense_{index}": {"kernel": np.ascontiguousarray(state[f"{name}.weight"].T), "bias": state[f"{name}.bias"]}
-        for index, name in enumerate(("up", "down"))
-    }
-    source = _write(tmp_path / "square.msgpack", {"params": layers})
-    refused = cli("checkpoint", source, *square, "--accept-map", "--out", target)
-    refused.refused(
-        2, "--accept-map cannot accept this map", "shapes are equal and names do not decide: params.Dense_0"
-    )
-    assert "# GUESSED" in refused.out
-    expected = seeded(Mlp(hidden=16, classes=16))(torch.from_numpy(X)).detach().numpy()
-    np.savez(tmp_path / "s.npz", x=X, output=expected)
-    cli("checkpoint", source, *square, "--samples", tmp_path / "s.npz", "--out", target).published()
-
-
-def test_an_accepted_map_is_reported_as_unconfirmed(cli: Cli, target: Path, mlp_msgpack: Path) -> None:
-    done = cli("checkpoint", mlp_msgpack, *MLP, "--accept-map", "--out", target).published()
-    assert "--accept-map: 5 leaves were placed by the proposed map, which was not confirmed" in " ".join(
-        done.out.split()
-    )
 
 
 @pytest.mark.long
@@ -162,7 +147,24 @@ def test_a_convolutional_model_with_batch_statistics_is_converted_and_restored(
     x = np.random.default_rng(1).standard_normal((2, 3, 16, 16)).astype(np.float32)
     expected = seeded(Cnn())(torch.from_numpy(x)).detach().numpy()
     np.savez(tmp_path / "s.npz", x=x, output=expected)
-    arguments = ("--model", "architectures:Cnn", "--input", "x:float32:batch,3,16,16", "--samples", tmp_path / "s.npz")
+    (tmp_path / "rules.yaml").write_text(
+        r"""rules:
+- {match: 'params\.Conv_0\.kernel', to: features.0.weight, steps: [{transpose: [3, 2, 0, 1]}]}
+- {match: 'params\.Conv_1\.kernel', to: features.3.weight, steps: [{transpose: [3, 2, 0, 1]}]}
+- {match: 'params\.Conv_1\.bias', to: features.3.bias}
+- {match: 'params\.Dense_0\.kernel', to: head.weight, steps: [{transpose: [1, 0]}]}
+- {match: 'params\.Dense_0\.bias', to: head.bias}
+- {match: 'params\.BatchNorm_0\.scale', to: features.1.weight}
+- {match: 'params\.BatchNorm_1\.scale', to: features.4.weight}
+- {match: 'params\.BatchNorm_0\.bias', to: features.1.bias}
+- {match: 'params\.BatchNorm_1\.bias', to: features.4.bias}
+- {match: 'batch_stats\.BatchNorm_0\.(.*)', to: 'features.1.running_\1'}
+- {match: 'batch_stats\.BatchNorm_1\.(.*)', to: 'features.4.running_\1'}
+keep: ['.*num_batches_tracked']
+"""
+    )
+    inputs = ("--input", "x:float32:batch,3,16,16", "--samples", tmp_path / "s.npz")
+    arguments = ("--model", "architectures:Cnn", *inputs, "--map", tmp_path / "rules.yaml")
     done = cli("checkpoint", source, *arguments, *ONNX_ONLY, "--out", target).published()
     assert "left out: 1 array of the training state under opt_state" in " ".join(done.out.split())
     entries = {entry.name: entry for entry in Artifact.open(target).manifest.checkpoint}
@@ -180,7 +182,7 @@ def test_a_convolutional_model_with_batch_statistics_is_converted_and_restored(
     assert_restored(tmp_path / "again.safetensors", _flat(given))
 
 
-def test_bf16_leaves_pass_through_exactly(cli: Cli, tmp_path: Path, target: Path) -> None:
+def test_bf16_leaves_pass_through_exactly(cli: Cli, tmp_path: Path, target: Path, rules: Path) -> None:
     given = mlp_params()
     half = {
         "params": {
@@ -188,7 +190,7 @@ def test_bf16_leaves_pass_through_exactly(cli: Cli, tmp_path: Path, target: Path
         }
     }
     source = _write(tmp_path / "half.msgpack", half)
-    cli("checkpoint", source, *MLP, "--accept-map", "--out", target).published()
+    cli("checkpoint", source, *MLP, "--map", rules, "--out", target).published()
     stored = Artifact.open(target)
     own = half["params"]["up"]["kernel"]
     name = next(e.tensor for e in stored.manifest.checkpoint if e.name == "params.up.kernel")
@@ -214,9 +216,16 @@ def test_an_onnx_graph_can_be_the_architecture(cli: Cli, tmp_path: Path, target:
     x = rng.standard_normal((3, weights["w0"].shape[0])).astype(np.float32)
     expected = np.maximum(x @ own["w0"] + own["b0"], 0) @ own["w1"] + own["b1"]
     np.savez(tmp_path / "s.npz", x=x, y=expected)
+    (tmp_path / "rules.yaml").write_text(
+        "rules:\n"
+        "- {match: 'params\\.layer_(.)\\.kernel', to: 'w\\1'}\n"
+        "- {match: 'params\\.layer_(.)\\.bias', to: 'b\\1'}\n"
+    )
     arguments = ("--model", tmp_path / "graph.onnx", "--samples", tmp_path / "s.npz", *ONNX_ONLY)
-    cli("checkpoint", source, *arguments, "--out", target).published()
-    assert _given(target) == [("--model", "graph.onnx", sha256((tmp_path / "graph.onnx").read_bytes()).hexdigest())]
+    cli("checkpoint", source, *arguments, "--out", target).refused(2, "4 of its 4 leaves match no tensor")
+    cli("checkpoint", source, *arguments, "--map", tmp_path / "rules.yaml", "--out", target).published()
+    digest = sha256((tmp_path / "graph.onnx").read_bytes()).hexdigest()
+    assert _given(target)[0] == ("--model", "graph.onnx", digest)
     found = load_reference(Artifact.open(target)).run({"x": x})["y"]
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
     cli("restore", target, "--out", tmp_path / "fp32.safetensors").published()
@@ -243,10 +252,10 @@ def test_rules_rename_a_torch_state_dict_too(cli: Cli, tmp_path: Path, target: P
     assert_restored(tmp_path / "fp32.safetensors", wanted)
 
 
-@pytest.mark.long  # two conversions, and a process to read each
-def test_a_directory_of_orbax_steps_is_converted(cli: Cli, tmp_path: Path, target: Path) -> None:
+@pytest.mark.long  # two conversions
+def test_a_directory_of_orbax_steps_is_converted(cli: Cli, tmp_path: Path, target: Path, rules: Path) -> None:
     """The newest step is taken, or the one that --step names, and the item of --item; the optimizer is left out."""
-    pytest.importorskip("tensorstore", reason="the extra `orbax` is not installed")
+    pytest.importorskip("tensorstore", reason="the extra `jax` is not installed")
     root = tmp_path / "run"
     leaves = _flat(mlp_params())
     for step, scale in ((3, 2.0), (20, 1.0)):
@@ -254,8 +263,8 @@ def test_a_directory_of_orbax_steps_is_converted(cli: Cli, tmp_path: Path, targe
             own = {name: array * np.float32(scale if item == "weights" else 5) for name, array in leaves.items()}
             own["opt_state.mu"] = np.zeros(3, np.float32)
             orbaxfiles.write(root / str(step) / item, own, ocdbt=item == "weights")
-    cli("checkpoint", root, *MLP, "--accept-map", "--out", target).refused(2, "several items, ema, weights")
-    taken = ("--item", "weights", "--accept-map")
+    cli("checkpoint", root, *MLP, "--map", rules, "--out", target).refused(2, "several items, ema, weights")
+    taken = ("--item", "weights", "--map", rules)
     done = cli("checkpoint", root, *MLP, *taken, "--out", target).published()
     said = " ".join(done.out.split())
     assert "left out: 1 array of the training state under opt_state" in said
@@ -272,22 +281,101 @@ def test_a_directory_of_orbax_steps_is_converted(cli: Cli, tmp_path: Path, targe
     ("arguments", "said"),
     [
         ((), "holds weights but no architecture; name it with --model pkg.mod:factory"),
-        (("--model", "architectures:Mlp", "--accept-map"), "--input NAME:DTYPE:DIMS, for example"),
+        (("--model", "architectures:Mlp", "--map", "{rules}"), "--input NAME:DTYPE:DIMS, for example"),
         (("--model", "architectures:Mlp", "--step", "3"), "--step: is for Orbax checkpoints"),
         (("--model", "architectures:Mlp", "--item", "x"), "--item: is for Orbax checkpoints"),
-        (("--model", "architectures:Mlp", "--accept-map", "--map", "r.yaml"), "leave out one of them"),
         (("--model", "architectures:Mlp", "--map", "absent.yaml"), "--map absent.yaml: cannot be read: No such file"),
-        (
-            ("--model", "architectures:Cnn", "--accept-map"),
-            "nothing in the checkpoint was found for the model's: features.0.weight",
-        ),
+        (("--model", "architectures:Cnn"), "5 of its 5 leaves match no tensor of the model by name and shape"),
     ],
 )
 def test_missing_or_wrong_options_are_rejected(
-    cli: Cli, target: Path, mlp_msgpack: Path, arguments: tuple[str, ...], said: str
+    cli: Cli, target: Path, mlp_msgpack: Path, rules: Path, arguments: tuple[str, ...], said: str
 ) -> None:
-    cli("checkpoint", mlp_msgpack, *arguments, "--out", target).refused(2, said)
+    given = [argument.format(rules=rules) for argument in arguments]
+    cli("checkpoint", mlp_msgpack, *given, "--out", target).refused(2, said)
 
 
-def test_a_map_is_rejected_if_the_source_has_its_own_graph(cli: Cli, target: Path, onnx_file: Path) -> None:
-    cli("checkpoint", onnx_file, "--accept-map", "--out", target).refused(2, "is for weights without a graph")
+def test_a_map_is_rejected_if_the_source_has_its_own_graph(
+    cli: Cli, target: Path, onnx_file: Path, rules: Path
+) -> None:
+    cli("checkpoint", onnx_file, "--map", rules, "--out", target).refused(2, "is for weights without a graph")
+
+
+# --- Flax's files -----------------------------------------------------------------------------------------------------
+
+
+def test_flax_leaves_are_named_by_their_keys_in_the_files_order(tmp_path: Path) -> None:
+    """Text and None are left out, list elements are numbered, and split arrays are joined."""
+    half = W.astype(ml_dtypes.bfloat16)
+    params = {"b": {"kernel": W, "bias": W[0]}, "a": half, "table": chunked(W, 5)}
+    rest = {"name": "mlp", "none": None, "layers": [W, {"w": W}], "rate": 0.5, "on": True, "step": 7}
+    found = read_flax(_write(tmp_path / "m.msgpack", {"params": params, **rest}))
+    names = ["params.b.kernel", "params.b.bias", "params.a", "params.table"]
+    assert list(found) == [*names, "layers.0", "layers.1.w", "rate", "on", "step"]
+    assert found["params.a"].tobytes() == half.tobytes()
+    np.testing.assert_array_equal(found["params.table"], W)
+    assert found["step"].dtype == np.int64
+    assert found["step"].tolist() == 7
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    ["bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64"],
+)
+def test_every_dtype_that_bf16kit_supports_is_read(tmp_path: Path, dtype: str) -> None:
+    for own in (np.arange(6).astype(dtype).reshape(2, 3), np.zeros((0, 4), dtype)):
+        found = read_flax(_write(tmp_path / "m.msgpack", {"pad": "x" * 3, "w": own}))["w"]
+        assert (found.dtype, found.shape, found.tobytes()) == (own.dtype, own.shape, own.tobytes())
+        assert found.flags.aligned
+
+
+def test_a_flax_file_is_recognised_by_its_bytes(tmp_path: Path) -> None:
+    for count in (1, 15, 16, 300):
+        assert recognise(_write(tmp_path / "m.bin", {f"layer{index}": 1 for index in range(count)})) is Kind.FLAX
+
+
+def _array(shape: Any, dtype: Any, data: Any) -> bytes:
+    return packed({"w": 0})[:-1] + extension(1, packed([shape, dtype, data]))
+
+
+_PARTS = {"__msgpack_chunked_array__": True, "shape": {"0": 12}, "chunks": {"0": W.reshape(-1)}}
+_WRONG: dict[str, tuple[bytes, str]] = {
+    "cut": (packed({"w": W})[:-5], "incomplete input"),
+    "more behind": (packed({"w": W}) + b"\0", "extra data"),
+    "too many keys": (b"\xdf\xff\xff\xff\xff\xa1w", "4294967295 exceeds max_map_len"),
+    "an extension of 4 GB": (b"\x81\xa1w\xc9\xff\xff\xff\xff\x01", "exceeds max_ext_len"),
+    "a shape that lies": (_array([3, 5], "float32", W.tobytes()), "cannot reshape array of size 12"),
+    "a shape beyond memory": (_array([2**40, 2**40], "float32", b""), "cannot reshape"),
+    "a shape of texts": (_array(["3"], "float32", b""), "truncated or damaged"),
+    "bytes of half a number": (_array([1], "float32", bytes(7)), "buffer size must be a multiple"),
+    "objects": (_array([1], "object", bytes(8)), "unknown dtype 'object'; known: bool, int8"),
+    "complex numbers": (_array([1], "complex64", bytes(8)), "unknown dtype 'complex64'"),
+    "no dtype": (_array([1], 7, bytes(8)), "truncated or damaged"),
+    "no array inside": (b"\x81\xa1w" + extension(1, b"\x07"), "truncated or damaged"),
+    "rest inside": (b"\x81\xa1w" + extension(1, array(W) + b"\0"), "extra data"),
+    "a number as key": (b"\x82\xa1w\x01\x07\x07", "int is not allowed for map key"),
+    "two of one name": (packed({"a.b": W, "a": {"b": W}}), "two arrays are called 'a.b'"),
+    "no UTF-8": (b"\x81\xa2\xff\xfe\x01", "can't decode byte"),
+    "deep": (b"\x81\xa1w" * 5000 + b"\x01", "truncated or damaged"),
+    "parts without a shape": (packed({"w": {k: v for k, v in _PARTS.items() if k != "shape"}}), "'shape'"),
+    "parts that lack one": (packed({"w": _PARTS | {"chunks": {"1": W}}}), "'0'"),
+    "parts too short": (packed({"w": _PARTS | {"shape": {"0": 13}}}), "cannot reshape array of size 12"),
+}
+
+
+@pytest.mark.parametrize("kind", _WRONG)
+def test_a_damaged_flax_file_is_rejected_with_the_reason(tmp_path: Path, kind: str) -> None:
+    content, said = _WRONG[kind]
+    (tmp_path / "m.msgpack").write_bytes(content)
+    with pytest.raises(SourceError) as refused:
+        read_flax(tmp_path / "m.msgpack")
+    assert said in str(refused.value)
+    assert str(refused.value).startswith(f"{tmp_path / 'm.msgpack'}: truncated or damaged")
+
+
+def test_without_msgpack_the_remedy_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mlp_msgpack: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "msgpack", None)
+    with pytest.raises(UsageError, match=r"pip install 'bf16kit\[jax\]'"):
+        read_flax(mlp_msgpack)

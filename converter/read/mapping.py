@@ -1,0 +1,209 @@
+"""``rules.yaml``: maps each leaf of a checkpoint to a tensor of the model, by regular expressions.
+
+Frameworks name weights and order their axes differently: Flax has a Dense kernel as [in, out], torch as [out, in].
+
+::
+
+    rules:                     # the first rule whose `match` matches a leaf's whole name applies
+    - {match: 'params\\.Dense_(\\d+)\\.kernel', to: 'layers.\\1.weight', steps: [{transpose: [1, 0]}]}
+    - {match: 'params\\.(.*)\\.bias', to: '\\1.bias'}
+    - {match: 'step', drop: true}
+    keep: ['.*position_ids']   # tensors of the model that stay as they were built
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError, model_validator
+
+from bf16kit.artifact.reading import read_bounded
+from bf16kit.messages.errors import SourceError, UsageError
+from bf16kit.messages.text import printable
+from bf16kit.messages.wording import quoted
+from converter.read.statedict import mismatch_message
+from converter.source import Array
+
+_MOST = 4 << 20  # bytes of a rules file
+Step = Annotated[dict[Literal["reshape", "transpose"], list[StrictInt]], Field(min_length=1, max_length=1)]
+
+
+class Rule(BaseModel):
+    """Leaves whose whole name matches ``match`` fill the tensor ``to`` after ``steps``, or fill none (``drop``)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    match: re.Pattern[str]
+    to: str | None = Field(None, min_length=1)
+    drop: bool = False
+    steps: list[Step] = []
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Rule:
+        if (self.to is None) != self.drop or (self.drop and self.steps):
+            raise ValueError("expected either to: NAME or drop: true")
+        return self
+
+
+class Rules(BaseModel):
+    """Rules in order, and the tensors of the model that keep their initial values."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    rules: list[Rule]
+    keep: list[re.Pattern[str]] = []
+
+
+class MapNeeded(UsageError):
+    """The names do not match and no map was given; ``template`` is the text of a rules file to complete."""
+
+    def __init__(self, message: str, template: str) -> None:
+        super().__init__(message)
+        self.template = template
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTensors:
+    """The shapes of a model's tensors by name.
+
+    ``tied`` maps a further name of a tensor to its first one; ``counters`` are integers that no checkpoint of another
+    framework has.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    tied: Mapping[str, str] = field(default_factory=dict)
+    counters: frozenset[str] = frozenset()
+
+
+class MappedTensors(NamedTuple):
+    """The model's tensors as views of the leaves, the axis orders of transposed leaves, and the kept tensors' names."""
+
+    tensors: Mapping[str, Array]
+    orders: Mapping[str, tuple[int, ...]]
+    kept: frozenset[str]
+
+
+def fill(source: Path, path: Path | None, leaves: Mapping[str, Array], model: ModelTensors) -> MappedTensors:
+    """Make the tensors of ``model`` from ``leaves`` by the rules in ``path``, or by equal names if it is None.
+
+    Raises :class:`SourceError` naming the first five problems if the rules do not fit, :class:`UsageError` if they are
+    not valid, and :class:`MapNeeded` if there are none and names or shapes differ.
+    """
+    if path is not None:
+        return _apply(_read(path), leaves, model)
+    rest = {name: array for name, array in leaves.items() if model.shapes.get(name) != array.shape}
+    missing = _missing(model, (leaves.keys() - rest.keys()) | model.counters)
+    if not rest and not missing:
+        return MappedTensors(dict(leaves), {}, model.counters - leaves.keys())
+    raise MapNeeded(
+        f"{source}: {len(rest)} of its {len(leaves)} leaves match no tensor of the model by name and shape; complete"
+        " the rules on standard output, write them to a file and pass it as --map",
+        "\n".join(_template(source, leaves, rest, missing, model)),
+    )
+
+
+def _template(
+    source: Path, leaves: Mapping[str, Array], rest: Mapping[str, Array], missing: list[str], model: ModelTensors
+) -> Iterator[str]:
+    """Yield the lines of a rules file: what is open on both sides as comments, and a rule to complete for each leaf."""
+    left = [f"{printable(name, keep='')} {list(array.shape)}" for name, array in rest.items()]
+    right = [f"{printable(name, keep='')} {list(model.shapes[name])}" for name in missing]
+    width = max(map(len, left), default=0) + 4
+    yield f"# For --map: write the model's name as `to` of each rule, or replace it by `drop: true`. {source.name} has:"
+    yield f"# {'checkpoint'.ljust(width)}model (each side in its own order)"
+    for own, wanted in itertools.zip_longest(left, right, fillvalue=""):
+        yield f"# {own.ljust(width)}{wanted}".rstrip()
+    yield "# Steps: [{transpose: [1, 0]}] for a Dense kernel, [{transpose: [3, 2, 0, 1]}] for a Conv kernel in two"
+    yield "# dimensions, [{reshape: [16, 16]}, {transpose: [1, 0]}] for a kernel with heads."
+    yield "rules:"
+    for name in leaves:
+        to = "" if name in rest else name.replace("\\", "\\\\")
+        yield f"- {{match: {_scalar(re.escape(name))}, to: {_scalar(to)}, steps: []}}"
+    if model.counters:
+        yield "keep:  # tensors of the model that no leaf fills"
+        yield from (f"- {_scalar(re.escape(name))}" for name in sorted(model.counters))
+
+
+def _scalar(text: str) -> str:
+    """Return ``text`` as YAML in single quotes, or as JSON if it has unprintable characters."""
+    return "'" + text.replace("'", "''") + "'" if text.isprintable() else json.dumps(text)
+
+
+def _read(path: Path) -> Rules:
+    import yaml
+
+    text = read_bounded(path, _MOST, UsageError, "the limit for a map", where=f"--map {path}")
+    try:
+        return Rules.model_validate(yaml.safe_load(text))
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part + 1) if isinstance(part, int) else part for part in first["loc"])
+        shown = f", and is {quoted(first['input'])}" if first["type"] not in ("missing", "value_error") else ""
+        said = first["msg"].removeprefix("Value error, ")
+        raise UsageError(f"--map {path}: {place or 'the file'}: {said}{shown}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise UsageError(f"--map {path}: is not YAML: {' '.join(str(error).split())[:200]}") from None
+
+
+def _apply(rules: Rules, leaves: Mapping[str, Array], model: ModelTensors) -> MappedTensors:
+    tensors: dict[str, Array] = {}
+    orders: dict[str, tuple[int, ...]] = {}
+    problems = []
+    for name, array in leaves.items():
+        rule, match = next(((rule, m) for rule in rules.rules if (m := rule.match.fullmatch(name))), (None, None))
+        if rule is None or match is None:
+            problems.append(f"no rule: {name} {list(array.shape)}")
+        elif rule.to is not None:
+            to = _expanded(match, rule.to)
+            try:
+                filled, order = _reordered(array, rule.steps)
+                _check(to, filled, tensors, model)
+            except ValueError as error:
+                problems.append(f"{name} {list(array.shape)}: {error}")
+                continue
+            tensors[to] = filled
+            if order is not None and order != tuple(range(array.ndim)):
+                orders[name] = order
+    kept = frozenset(n for n in model.shapes if n not in tensors and any(p.fullmatch(n) for p in rules.keep))
+    problems += [f"missing: {name} {list(model.shapes[name])}" for name in _missing(model, kept | tensors.keys())]
+    if problems:
+        raise SourceError(mismatch_message("the rules do not make the checkpoint fit the model", problems))
+    return MappedTensors(tensors, orders, kept)
+
+
+def _missing(model: ModelTensors, filled: Set[str]) -> list[str]:
+    """Return the names of ``model`` that are not in ``filled`` and tied to none in it."""
+    done = filled | {model.tied.get(name, name) for name in filled}
+    return [name for name in model.shapes if name not in done and model.tied.get(name, name) not in done]
+
+
+def _expanded(match: re.Match[str], to: str) -> str:
+    try:
+        return match.expand(to)
+    except (re.error, IndexError) as error:  # a group that the pattern does not have
+        raise UsageError(f"--map: to {quoted(to)} does not fit match {quoted(match.re.pattern)}: {error}") from None
+
+
+def _check(to: str, filled: Array, tensors: Mapping[str, Array], model: ModelTensors) -> None:
+    if to not in model.shapes:
+        raise ValueError(f"is sent to {to}, which the model lacks")
+    if to in tensors:
+        raise ValueError(f"is sent to {to}, which another leaf fills")
+    if filled.shape != model.shapes[to]:
+        raise ValueError(f"becomes {list(filled.shape)}, and {to} is {list(model.shapes[to])} in the model")
+
+
+def _reordered(array: Array, steps: list[Step]) -> tuple[Array, tuple[int, ...] | None]:
+    """Return ``array`` after ``steps``, and its new order of axes, or None if it was reshaped."""
+    order: tuple[int, ...] | None = tuple(range(array.ndim))
+    for step in steps:
+        for kind, numbers in step.items():
+            if kind == "reshape":
+                array, order = array.reshape(numbers), None
+            else:
+                array, order = array.transpose(numbers), order and tuple(order[axis] for axis in numbers)
+    return array, order
