@@ -9,12 +9,11 @@ This file handles torch's graph objects without importing torch, which only torc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 Graph: TypeAlias = Any  # torch.Graph
 Node: TypeAlias = Any  # torch.Node
-Function: TypeAlias = Any  # torch.jit.ScriptFunction
 Module: TypeAlias = Any  # torch.jit.ScriptModule
 Tensor: TypeAlias = Any  # torch.Tensor
 
@@ -78,43 +77,6 @@ def nodes(block: Any) -> Iterator[Node]:
         yield node
         for inner in node.blocks():
             yield from nodes(inner)
-
-
-def inlined_nodes(functions: Iterable[Function], find: Callable[[str], Function | None], most: int) -> int:
-    """Return how many nodes ``functions`` have together once every call in them is inlined; stop beyond ``most``.
-
-    ``find`` returns the function of a qualified name; None for a name of no function here. Calls that each occur twice
-    double the number at every level, so it is counted before anything is inlined.
-    """
-    own: dict[str, tuple[int, list[str]]] = {}  # nodes, and the functions called, once for each call
-    sizes: dict[str, int] = {}
-    total = 0
-    for function in functions:
-        pending = [str(function.qualified_name)]
-        while pending:
-            name = pending[-1]
-            if name not in own:
-                own[name] = _nodes_and_calls(find(name))
-                pending += [each for each in own[name][1] if each not in own]
-            else:
-                pending.pop()
-                count, calls = own[name]
-                sizes[name] = count + sum(sizes.get(each, 0) for each in calls)  # torch allows no recursion
-        total += sizes[str(function.qualified_name)]
-        if total > most:
-            break
-    return total
-
-
-def _nodes_and_calls(function: Function | None) -> tuple[int, list[str]]:
-    count, calls = 0, []
-    for node in nodes(function.graph) if function is not None else ():
-        count += 1
-        if node.kind() == "prim::CallMethod":
-            calls.append(f"{node.inputsAt(0).type().annotation_str}.{node.s('name')}")
-        elif node.kind() == "prim::CallFunction":
-            calls.append(node.inputsAt(0).type().annotation_str)
-    return count, calls
 
 
 def _is_tensor_constant(node: Node) -> bool:

@@ -25,12 +25,12 @@ READERS: Mapping[Kind, str] = {
     Kind.TORCH_ZIP: "weights",
     Kind.LIGHTNING: "lightning",
     Kind.PICKLE: "weights",
-    Kind.EXPORTED: "exported",
+    Kind.EXPORTED: "exportedprogram",
     Kind.ORBAX: "jax",
     Kind.FLAX: "jax",
     Kind.SAVED_MODEL: "tensorflow",
     Kind.KERAS: "tensorflow",
-    Kind.TORCHSCRIPT: "torchscript",
+    Kind.TORCHSCRIPT: "scripted",
 }
 
 

@@ -1,76 +1,38 @@
-"""Reads TorchScript files. The runtime checks what they may do (:mod:`bf16kit.runtime.scriptoperators`)."""
+"""Reads TorchScript files: the module, and the tensors that it was saved with."""
 
 from __future__ import annotations
 
-import re
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bf16kit.messages.errors import RuntimeFailure, SourceError
-from bf16kit.runtime import scriptgraph, scriptrecords, torchzip
-from converter.process.quiet import first_line, quiet
+from bf16kit.runtime import scriptgraph
+from converter.process.quiet import quiet
+from converter.read import torch_records
 from converter.source import Array
 
 if TYPE_CHECKING:
     import torch
 
 CONSTANT = "constants."  # prefix of the names of tensors that are constants of the code
-_PACKED = re.compile(r"[^/]+/(code/.*|[^/]*debug_pkl|attributes\.pkl)")  # records that torch itself compresses
-_LARGEST_PACKED = 64 << 20  # bytes of those, unpacked
 
 
 def load(path: Path) -> Any:
     """Load the module at ``path`` in evaluation mode on the CPU, its graph inlined; a ``torch.jit.ScriptModule``.
 
-    Raises :class:`SourceError` for a file that is damaged, that :func:`check` rejects, or whose operators do more than
-    compute.
+    Loading runs the code in the file. Raises :class:`SourceError` for a file that is damaged or has no ``forward``.
     """
-    check(path)
+    torch_records.check_bytes(path)
     import torch
 
     from bf16kit.runtime.torchscript import load_module
 
     try:
         with quiet():
-            module = load_module(path, torch.device("cpu"))
+            return load_module(path, torch.device("cpu"))
     except RuntimeFailure as error:
         raise SourceError(f"{path}: {error}") from None
-    except Exception as error:  # torch raises errors of any kind, and a module may have no forward
-        raise SourceError(f"{path}: torch cannot load it: {first_line(error)}") from error
-    scriptgraph.replace_devices(module.graph, "cpu")
-    return module
-
-
-def check(path: Path) -> None:
-    """Raise :class:`SourceError` unless the file's records and code are safe to load.
-
-    They are checked as before each loading of an artifact, and a source's weights must be as torch writes them.
-    """
-    try:
-        scriptrecords.check(path)
-        with zipfile.ZipFile(path) as archive:
-            _check_sizes(path, torchzip.records(archive))
-    except RuntimeFailure as error:
-        raise SourceError(f"{path}: {str(error).partition(f'cannot load {path.name}: ')[2] or error}") from None
-    except SourceError:
-        raise
-    except Exception as error:  # damaged archives raise nearly anything
-        raise SourceError(f"{path}: is a truncated or damaged TorchScript file: {first_line(error)}") from error
-
-
-def _check_sizes(path: Path, records: list[zipfile.ZipInfo]) -> None:
-    packed = 0
-    for info in records:
-        if info.compress_type != zipfile.ZIP_STORED and not _PACKED.fullmatch(info.filename):
-            raise SourceError(f"{path}: record {info.filename!r} is compressed, which torch never does")
-        if info.compress_type == zipfile.ZIP_STORED and info.compress_size != info.file_size:
-            sizes = f"{info.file_size} bytes, but {info.compress_size} are stored"
-            raise SourceError(f"{path}: damaged: record {info.filename!r} claims {sizes}")
-        packed += info.file_size if _PACKED.fullmatch(info.filename) else 0
-    if packed > _LARGEST_PACKED:
-        raise SourceError(f"{path}: has {packed} bytes of code and its places in sources, over {_LARGEST_PACKED}")
 
 
 def tensors(module: Any) -> dict[str, torch.Tensor]:

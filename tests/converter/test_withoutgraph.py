@@ -21,7 +21,7 @@ from converter.read import script_file
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.jit raises it itself
 
 X = torch.randn(3, 16, generator=torch.Generator().manual_seed(1))
-_INPUT = ("--input", "x:float32:batch,16")
+_INPUT = ("--input", "x:float32:batch,16", "--trust-code")
 
 
 class Unsteady(nn.Module):
@@ -99,7 +99,7 @@ def test_a_fused_transformer_layer_keeps_its_batch_axis_and_stores_bf16_matrices
     with torch.no_grad():  # as for a model that will be served
         path = save(tmp_path / "m.pt", Encoder().eval(), ids[:2], "traced")
         expected = torch.jit.load(str(path))(ids).numpy()  # type: ignore[no-untyped-call]  # torch's own
-    said = cli("checkpoint", path, "--input", "ids:int64:batch,seq", "--out", target).published().out
+    said = cli("checkpoint", path, "--input", "ids:int64:batch,seq", "--trust-code", "--out", target).published().out
     assert "_transformer_encoder_layer_fwd" in said
     artifact = Artifact.open(target)
     assert set(artifact.manifest.profiles) == {"torchscript"}

@@ -39,7 +39,7 @@ def test_an_artifact_gives_the_outputs_of_its_file(cli: Cli, tmp_path: Path, tar
     itself: Any = torch.jit.load(str(path))  # type: ignore[no-untyped-call]  # torch's own
     with torch.no_grad():
         expected = itself(x).numpy()
-    cli("checkpoint", path, "--input", given, "--out", target).published()
+    cli("checkpoint", path, "--input", given, "--trust-code", "--out", target).published()
     artifact, feed = Artifact.open(target), {given.partition(":")[0]: x.numpy()}
     assert artifact.manifest.source.format == "torchscript"
     assert "torchscript" in artifact.manifest.profiles
@@ -54,7 +54,7 @@ def test_an_artifact_gives_the_outputs_of_its_file(cli: Cli, tmp_path: Path, tar
 
 def test_inputs_are_matched_by_name_and_outputs_are_named_by_their_keys(cli: Cli, tmp_path: Path, target: Path) -> None:
     path = save(tmp_path / "m.pt", Named(), (X[:2], X[:2]))
-    inputs = ("--input", "b:float32:batch,16", "--input", "a:float32:batch,16")
+    inputs = ("--input", "b:float32:batch,16", "--input", "a:float32:batch,16", "--trust-code")
     cli("checkpoint", path, *inputs, "--out", target).published()
     artifact = Artifact.open(target)
     assert [entry.name for entry in artifact.manifest.inputs] == ["a", "b"]
@@ -69,7 +69,7 @@ def test_inputs_are_matched_by_name_and_outputs_are_named_by_their_keys(cli: Cli
 
 def test_the_same_file_gives_the_same_bytes(cli: Cli, tmp_path: Path, target: Path) -> None:
     path = save(tmp_path / "m.pt", Mlp(), X[:2])
-    arguments = ("--input", "x:float32:batch,16", "--format", "torchscript", "--no-report")
+    arguments = ("--input", "x:float32:batch,16", "--trust-code", "--format", "torchscript", "--no-report")
     written = []
     for _ in range(2):
         cli("checkpoint", path, *arguments, "--out", target, "--force").published()
@@ -107,5 +107,12 @@ def test_a_file_that_cannot_be_converted_is_rejected_with_the_reason(
     cli: Cli, tmp_path: Path, target: Path, make: type[nn.Module], arguments: list[str], code: int, said: str
 ) -> None:
     path = save(tmp_path / "m.pt", make(), X[:2])
-    cli("checkpoint", path, *arguments, *ONNX_ONLY, "--out", target).refused(code, said)
+    cli("checkpoint", path, *arguments, "--trust-code", *ONNX_ONLY, "--out", target).refused(code, said)
     assert tree(tmp_path) == ["m.pt"]
+
+
+def test_a_program_is_not_loaded_unless_its_author_is_trusted(cli: Cli, tmp_path: Path, target: Path) -> None:
+    path = save(tmp_path / "m.pt", Mlp(), X[:2])
+    said = ("m.pt: is TorchScript", "whoever writes it decides what runs", "pass --trust-code if you trust them")
+    cli("checkpoint", path, *_INPUT, "--out", target).refused(2, *said)
+    cli("checkpoint", path, *_INPUT, "--out", target, "--trust-pickle", *ONNX_ONLY).published()  # the option's old name

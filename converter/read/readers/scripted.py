@@ -11,6 +11,7 @@ from bf16kit.numerics.tensors import TensorSpec
 from converter.options import Options
 from converter.read.detect import Kind
 from converter.read.readers.common import Advance, exported_source, inputs_of, source_without_graph
+from converter.read.trust import check_trusted
 from converter.source import Checkpoint, Source, TorchModel, digest_files
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 _DECIDING = ("prim::If", "prim::Loop", "aten::Bool", "aten::Float", "aten::Int", "aten::item", "prim::tolist")
 
 
-def read(options: Options, _kind: Kind, advance: Advance) -> Source:
+def read(options: Options, kind: Kind, advance: Advance) -> Source:
     """Return the file as a source, without a graph if that cannot be followed.
 
     Raises :class:`ConversionError` if it holds no fp32 weights, or does not run.
@@ -31,6 +32,7 @@ def read(options: Options, _kind: Kind, advance: Advance) -> Source:
 
     if options.model is not None:
         raise UsageError("--model: a TorchScript file brings its own architecture")
+    check_trusted(options, kind.value)
     script = script_file.load(options.source)
     found = script_file.tensors(script)
     tensors = script_file.arrays(options.source, found)
