@@ -3,8 +3,6 @@
 Tracing stores dtypes and devices in the graph as constants. One integer constant may serve several operators: 15 is
 bfloat16 for ``aten::to`` and a length for ``aten::arange``. So a dtype is replaced only where an operator's schema
 calls the argument a dtype.
-
-This file handles torch's graph objects without importing torch, which only torchscript.py does; hence ``Any``.
 """
 
 from __future__ import annotations
@@ -12,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
-Graph: TypeAlias = Any  # torch.Graph
+import torch
+from torch import Tensor
+
+Graph: TypeAlias = Any  # torch.Graph, typed without its methods
 Node: TypeAlias = Any  # torch.Node
 Module: TypeAlias = Any  # torch.jit.ScriptModule
-Tensor: TypeAlias = Any  # torch.Tensor
 
 # c10::ScalarType, part of the file format
 BFLOAT16 = 15
@@ -109,37 +109,11 @@ def _dtype_arguments(node: Node) -> list[int]:
     if node.kind() in ("aten::eq", "aten::ne"):  # x.dtype == torch.bfloat16
         compared = [node.inputsAt(i).node().kind() for i in range(node.inputsSize())]
         return list(range(len(compared))) if "prim::dtype" in compared else []
-    names = argument_names(node.schema())[: node.inputsSize()]
-    return [index for index, name in enumerate(names) if name.endswith("dtype")]
-
-
-def argument_names(schema: str) -> list[str]:
-    """Return the argument names in an operator's schema, in order: ``aten::to.dtype(Tensor(a) self, …) -> …``.
-
-    Empty for an operator without a schema.
-    """
-    names: list[str] = []
+    schema = node.schema()
     if "::" not in schema:  # torch says "(no schema)"
-        return names
-    depth, argument = 0, ""
-    for character in schema:
-        if character in ")]":
-            depth -= 1
-        if depth and not (depth == 1 and character == ","):
-            argument += character
-        elif argument:
-            names.append(_name(argument))
-            argument = ""
-            if depth == 0:
-                break
-        if character in "([":
-            depth += 1
-    return [name for name in names if name != "*"]
-
-
-def _name(argument: str) -> str:
-    """Return the name of an argument: ``memory_format`` for ``MemoryFormat? memory_format=None``."""
-    return argument.partition("=")[0].split()[-1]
+        return []
+    arguments = torch._C.parse_schema(schema).arguments[: node.inputsSize()]
+    return [index for index, argument in enumerate(arguments) if argument.name.endswith("dtype")]
 
 
 def _integer(value: Any) -> int | None:

@@ -23,7 +23,7 @@ def narrow_and_export(model: TorchModel, path: Path) -> None:
     """Write ``model`` in bf16 to ``path`` as a torch.export archive; the same model gives the same bytes.
 
     The module is restored afterwards. Raises :class:`ConversionError` if torch cannot export it, or if it changes its
-    own buffers, which several requests would do at once.
+    own buffers, which several requests would do at once, or its inputs.
     """
     import torch
 
@@ -37,9 +37,9 @@ def narrow_and_export(model: TorchModel, path: Path) -> None:
             )
             # Autocast becomes explicit casts, and in-place operators become ones that are not in place.
             program = exported.run_decompositions({})
-            changed = next(iter(program.graph_signature.buffers_to_mutate.values()), None)
-            if changed is not None:
-                raise ConversionError(f"it changes its own buffer {changed.removeprefix('module.module.')!r}")
+            signature = program.graph_signature
+            for changed in (*signature.buffers_to_mutate.values(), *signature.user_inputs_to_mutate.values()):
+                raise ConversionError(f"it changes its own buffer or input {changed.removeprefix('module.module.')!r}")
             torch.export.save(program, raw)
     except Exception as error:  # exporting runs the user's model, which may raise anything
         raw.unlink(missing_ok=True)

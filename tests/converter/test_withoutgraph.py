@@ -16,7 +16,8 @@ from torch import nn
 
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.runtime.loading import load
-from converter.read import script_file
+from converter.read import torch_file
+from converter.read.readers import scripted
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.jit raises it itself
 
@@ -72,9 +73,8 @@ def test_the_checkpoint_is_restored_from_the_torchscript_module_and_its_residual
     cli("checkpoint", path, *_INPUT, "--out", target).published()
     assert _weights_doubled(target) == []
     cli("restore", target, "--out", tmp_path / "fp32.safetensors").published()
-    assert_restored(
-        tmp_path / "fp32.safetensors", script_file.arrays(path, script_file.tensors(script_file.load(path)))
-    )
+    arrays = torch_file.to_numpy(path, scripted.tensors(scripted.load(path)))
+    assert_restored(tmp_path / "fp32.safetensors", arrays)
     cli("verify", target).published()
     cli("verify", target, "--samples", "feeders:three").refused(2, "no fp32 reference", "no ONNX graph could be made")
     cli("inspect", target).published()

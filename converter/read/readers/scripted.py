@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-from bf16kit.messages.errors import ConversionError, UsageError
+import torch
+
+from bf16kit.messages.errors import ConversionError, RuntimeFailure, SourceError, UsageError
 from bf16kit.numerics.tensors import TensorSpec
+from bf16kit.runtime import scriptgraph
+from bf16kit.runtime.torchscript import load_module
 from converter.options import Options
+from converter.process.quiet import quiet
+from converter.read import oracles, precisions, torch_file, torch_records
 from converter.read.detect import Kind
 from converter.read.readers.common import Advance, exported_source, inputs_of, source_without_graph
+from converter.read.torch.interpreted import Interpreted, input_names
+from converter.read.torch.onnx_export import adapt
 from converter.read.trust import check_trusted
 from converter.source import Checkpoint, Source, TorchModel, digest_files
 
-if TYPE_CHECKING:
-    import torch
+CONSTANT = "constants."  # prefix of the names of tensors that are constants of the code
 
 # Operators that read a tensor's values and branch on them.
 _DECIDING = ("prim::If", "prim::Loop", "aten::Bool", "aten::Float", "aten::Int", "aten::item", "prim::tolist")
@@ -26,34 +34,27 @@ def read(options: Options, kind: Kind, advance: Advance) -> Source:
 
     Raises :class:`ConversionError` if it holds no fp32 weights, or does not run.
     """
-    from converter.read import oracles, precisions, script_file
-    from converter.read.torch.interpreted import input_names
-    from converter.read.torch.onnx_export import adapt
-
     if options.model is not None:
         raise UsageError("--model: a TorchScript file brings its own architecture")
     check_trusted(options, kind.value)
-    script = script_file.load(options.source)
-    found = script_file.tensors(script)
-    tensors = script_file.arrays(options.source, found)
-    if not any(tensor.dtype.name == "float32" for tensor in tensors.values()):
+    script = load(options.source)
+    found = tensors(script)
+    arrays = torch_file.to_numpy(options.source, found)
+    if not any(array.dtype.name == "float32" for array in arrays.values()):
         raise ConversionError(f"{options.source}: holds no fp32 weights, so there is nothing to convert")
-    precisions.check_range(options.source, tensors)
-    checkpoint = Checkpoint("torchscript", digest_files([options.source], advance), tensors)
+    precisions.check_range(options.source, arrays)
+    checkpoint = Checkpoint("torchscript", digest_files([options.source], advance), arrays)
     inputs = _in_order(inputs_of(options), list(input_names(script)))
     itself = replace(adapt(script, inputs, call=_positional), script=script)
     source = _translated(itself, found, checkpoint)
     oracle = replace(oracles.of_module(itself), how="the TorchScript file itself, on the CPU")
-    notes = precisions.notes(tensors, residual=options.residual)
-    rowwise = source.graph is not None or not script_file.decides_by_numbers(script)
+    notes = precisions.notes(arrays, residual=options.residual)
+    rowwise = source.graph is not None or not decides_by_numbers(script)
     return replace(source, oracle=oracle, notes=notes, rowwise=rowwise)
 
 
 def _translated(original: TorchModel, found: Mapping[str, torch.Tensor], checkpoint: Checkpoint) -> Source:
     """Return ``original`` as a source, with a graph if its operators can be followed into one."""
-    from converter.read.torch.interpreted import Interpreted
-    from converter.read.torch.onnx_export import adapt
-
     script = original.script
     translated = Interpreted(script, found)
     try:
@@ -93,3 +94,83 @@ def _in_order(inputs: tuple[TensorSpec, ...], names: list[str]) -> tuple[TensorS
     return (
         tuple(by_name[name] for name in names[: len(inputs)]) if by_name.keys() == set(names[: len(inputs)]) else inputs
     )
+
+
+def load(path: Path) -> Any:
+    """Load the module at ``path`` in evaluation mode on the CPU, its graph inlined; a ``torch.jit.ScriptModule``.
+
+    Loading runs the code in the file. Raises :class:`SourceError` for a file that is damaged or has no ``forward``.
+    """
+    torch_records.check_bytes(path)
+    try:
+        with quiet():
+            return load_module(path, torch.device("cpu"))
+    except RuntimeFailure as error:
+        raise SourceError(f"{path}: {error}") from None
+
+
+def tensors(module: Any) -> dict[str, torch.Tensor]:
+    """Return every tensor that ``module`` was saved with, by name.
+
+    They are parameters, buffers, other attributes, and constants of the code, which a frozen module has instead. A
+    tensor with two names occurs twice, as in a ``state_dict``.
+    """
+    found = dict(module.state_dict())
+    places = {_place(tensor) for tensor in found.values()}
+    number = 0
+    for node in scriptgraph.nodes(module.graph):
+        for name, tensor in _of_node(module, node):
+            if not isinstance(tensor, torch.Tensor) or tensor.ndim == 0 or _place(tensor) in places:
+                continue
+            places.add(_place(tensor))
+            number += 1
+            found[name or f"{CONSTANT}{number - 1}"] = tensor
+    return found
+
+
+def _of_node(module: Any, node: Any) -> Iterator[tuple[str, Any]]:
+    if node.kind() == "prim::Constant" and node.hasAttribute("value") and node.kindOf("value") == "t":
+        yield "", node.t("value")
+    elif node.kind() == "prim::GetAttr" and node.output().type().kind() in ("TensorType", "ListType"):
+        path = scriptgraph.path_of(node)
+        value = scriptgraph.owner_of(module, node).getattr(path[-1])
+        for index, one in enumerate(value if isinstance(value, list) else [value]):
+            yield ".".join(path) + (f".{index}" if isinstance(value, list) else ""), one
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
+_ASKING = frozenset(
+    {
+        *("aten::Bool", "aten::Float", "aten::FloatImplicit", "aten::Int", "aten::IntImplicit", "aten::ScalarImplicit"),
+        *("aten::equal", "aten::is_nonzero", "aten::item", "prim::tolist"),
+    }
+)
+
+
+def decides_by_numbers(module: Any) -> bool:
+    """Return whether ``module`` branches on the values of a tensor that is not computed from sizes alone.
+
+    In such a module one row may affect another row's result.
+    """
+    graph = module.graph
+    return any(node.kind() in _ASKING and not _of_sizes(node.inputsAt(0)) for node in scriptgraph.nodes(graph))
+
+
+def _of_sizes(value: Any) -> bool:
+    """Return whether a tensor is computed only from sizes, as in a trace, and from constants."""
+    waiting, seen = [value], set()
+    while waiting:
+        value = waiting.pop()
+        if value.debugName() in seen or value.type().kind() != "TensorType":
+            continue
+        seen.add(value.debugName())
+        node = value.node()
+        if node.kind() in ("prim::NumToTensor", "prim::Constant"):
+            continue
+        if not node.kind().startswith("aten::"):
+            return False
+        waiting += list(node.inputs())
+    return True
