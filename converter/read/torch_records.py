@@ -10,10 +10,10 @@ import zipfile
 import zlib
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 from bf16kit.messages.errors import SourceError
 
-_NAME_LENGTH, _EXTRA_LENGTH, _LOCAL_HEADER = 26, 28, 30  # of a record's local header in a zip file
 _NO_ARCHIVE = (
     OSError,
     zipfile.BadZipFile,
@@ -57,24 +57,12 @@ def check(path: Path, storages: Collection[tuple[int, int]]) -> None:
     """
     if not storages:
         return
-    try:
-        records = _records(path)
-    except _NO_ARCHIVE as error:
-        raise SourceError(f"{path}: is a truncated or damaged zip archive ({error})") from error
+    import torch
+
+    reader: Any = torch._C.PyTorchFileReader(str(path))
+    records = {(reader.get_record_offset(name), reader.get_record_size(name)) for name in reader.get_all_records()}
     first, size = min(storages)
     for offset, nbytes in records:
         if nbytes == size and {(address - first + offset, length) for address, length in storages} <= records:
             return
     raise SourceError(f"{path}: damaged: its tensors claim other sizes than the records that hold them")
-
-
-def _records(path: Path) -> set[tuple[int, int]]:
-    """Return offset and size of every record's bytes."""
-    found = set()
-    with zipfile.ZipFile(path) as archive, path.open("rb") as file:
-        for info in archive.infolist():
-            file.seek(info.header_offset)
-            header = file.read(_LOCAL_HEADER)
-            lengths = (int.from_bytes(header[at : at + 2], "little") for at in (_NAME_LENGTH, _EXTRA_LENGTH))
-            found.add((info.header_offset + _LOCAL_HEADER + sum(lengths), info.file_size))
-    return found
