@@ -5,6 +5,7 @@ Loading one runs what is in it: whoever writes the repository decides what runs 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -20,6 +21,8 @@ from bf16kit.messages.errors import RuntimeFailure
 from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime.device import CPU
 from bf16kit.runtime.torchscript import TorchRuntime, last_line
+
+_LOADING = threading.Lock()  # torch keeps the program that it loads in a variable of the process
 
 
 class TorchExportRuntime(TorchRuntime):
@@ -57,12 +60,13 @@ class TorchExportRuntime(TorchRuntime):
 
 def load_program(path: Path) -> ExportedProgram:
     """Load the program at ``path``; raise :class:`RuntimeFailure` with the reason if torch cannot."""
-    with suppress(Exception):  # torch only logs the reason, so it is asked again
-        return torch.export.load(path)
-    try:
-        program: ExportedProgram = load_pt2(str(path)).exported_programs["model"]
-    except Exception as error:
-        raise RuntimeFailure(f"torch.export cannot load {path.name}: {last_line(error)}") from error
+    with _LOADING:
+        with suppress(Exception):  # torch only logs the reason, so it is asked again
+            return torch.export.load(path)
+        try:
+            program: ExportedProgram = load_pt2(str(path)).exported_programs["model"]
+        except Exception as error:
+            raise RuntimeFailure(f"torch.export cannot load {path.name}: {last_line(error)}") from error
     return program
 
 

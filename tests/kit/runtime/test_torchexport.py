@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,14 @@ def test_several_threads_may_run_one_runtime(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert found == [True] * 80
+
+
+def test_several_threads_may_load_programs(tmp_path: Path) -> None:
+    """torch's own loader fails for the second of two threads."""
+    path = written(tmp_path)
+    with ThreadPoolExecutor(4) as pool:
+        loaded = list(pool.map(lambda _: TorchExportRuntime(path, [X], [Y], native_bf16=False), range(8)))
+    assert all(np.array_equal(each.run({"x": rows()})["y"], loaded[0].run({"x": rows()})["y"]) for each in loaded)
 
 
 def test_running_a_closed_runtime_fails(tmp_path: Path) -> None:

@@ -189,8 +189,8 @@ def test_a_module_without_forward_is_rejected(tmp_path: Path) -> None:
         def backward(self, x: torch.Tensor) -> torch.Tensor:
             return x
 
-    scripted: Any = torch.jit.script(Empty())
-    torch.jit.save(scripted, tmp_path / "m.pt")
+    module: Any = torch.jit.script(Empty())
+    torch.jit.save(module, tmp_path / "m.pt")
     with pytest.raises(SourceError, match=r"m\.pt: TorchScript cannot load m\.pt: .*forward"):
         scripted.load(tmp_path / "m.pt")
 
