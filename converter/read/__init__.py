@@ -20,17 +20,17 @@ Reader = Callable[[Options, Kind, Advance], Source]
 READERS: Mapping[Kind, str] = {
     Kind.ONNX: "onnx",
     Kind.HUGGING_FACE: "huggingface",
-    Kind.SAFETENSORS: "weights",
-    Kind.SHARDED: "weights",
-    Kind.TORCH_ZIP: "weights",
+    Kind.SAFETENSORS: "bareweights",
+    Kind.SHARDED: "bareweights",
+    Kind.TORCH_ZIP: "bareweights",
     Kind.LIGHTNING: "lightning",
-    Kind.PICKLE: "weights",
-    Kind.EXPORTED: "exported",
+    Kind.PICKLE: "bareweights",
+    Kind.EXPORTED: "exportedprogram",
     Kind.ORBAX: "jax",
     Kind.FLAX: "jax",
     Kind.SAVED_MODEL: "tensorflow",
     Kind.KERAS: "tensorflow",
-    Kind.TORCHSCRIPT: "torchscript",
+    Kind.TORCHSCRIPT: "scripted",
 }
 
 

@@ -26,7 +26,7 @@ class LightningFile:
 
     ``trained`` are the weights as training left them and ``averaged`` a moving average of them (EMA, SWA); either is
     None if the file does not have it. ``argument`` is the parameter that received all hyper-parameters as one mapping.
-    Without ``trust_pickle``, ``hyper_parameters`` hold only tensors, numbers, strings and containers of them.
+    Without ``trust_code``, ``hyper_parameters`` hold only tensors, numbers, strings and containers of them.
     """
 
     path: Path
@@ -76,19 +76,19 @@ class LightningFile:
         return {name: ours.get(name, array) for name, array in self.weights.items()}, [note] if note else []
 
 
-def read_file(path: Path, *, trust_pickle: bool) -> LightningFile | None:
+def read_file(path: Path, *, trust_code: bool) -> LightningFile | None:
     """Read the checkpoint at ``path``; None for a torch file that only mentions Lightning.
 
     Raises :class:`SourceError` when it is damaged, when its pickle needs more than ``weights_only`` allows, or when it
     holds no weights.
     """
-    loaded = torch_file.load(path, Kind.LIGHTNING, trust_pickle=trust_pickle)
+    loaded = torch_file.load(path, Kind.LIGHTNING, trust_code=trust_code)
     if not isinstance(loaded, Mapping) or VERSION not in loaded or not isinstance(loaded.get(WEIGHTS), Mapping):
         return None
-    weights = _tensors(path, loaded[WEIGHTS], trust_pickle)
+    weights = _tensors(path, loaded[WEIGHTS], trust_code)
     if not weights:
         raise SourceError(f"{path}: is a Lightning checkpoint whose state_dict holds no tensors")
-    trained, averaged, key = _averages(path, loaded, weights, trust_pickle)
+    trained, averaged, key = _averages(path, loaded, weights, trust_code)
     hyper_parameters = _hyper_parameters(loaded)
     name = loaded.get("hparams_name")
     return LightningFile(
@@ -104,22 +104,22 @@ def read_file(path: Path, *, trust_pickle: bool) -> LightningFile | None:
     )
 
 
-def _tensors(path: Path, state: Mapping[Any, Any], trust_pickle: bool) -> dict[str, Array]:
-    return torch_file.arrays(path, Kind.LIGHTNING, state, trust_pickle=trust_pickle)
+def _tensors(path: Path, state: Mapping[Any, Any], trust_code: bool) -> dict[str, Array]:
+    return torch_file.arrays(path, Kind.LIGHTNING, state, trust_code=trust_code)
 
 
 def _averages(
-    path: Path, loaded: Mapping[Any, Any], weights: Mapping[str, Array], trust_pickle: bool
+    path: Path, loaded: Mapping[Any, Any], weights: Mapping[str, Array], trust_code: bool
 ) -> tuple[Mapping[str, Array] | None, Mapping[str, Array] | None, str]:
     """Return the trained and the averaged weights, and the key of the latter."""
     current = loaded.get("current_model_state")
     if _holds_tensors(current):  # Lightning's WeightAveraging stores the average as the state_dict
-        return _tensors(path, current, trust_pickle), weights, WEIGHTS
+        return _tensors(path, current, trust_code), weights, WEIGHTS
     for where, holder in _holders(loaded):
         for key in _AVERAGED:
             average = holder.get(key)
             if _holds_tensors(average):
-                return weights, _tensors(path, average, trust_pickle), f"{where}{key}"
+                return weights, _tensors(path, average, trust_code), f"{where}{key}"
     return weights, None, ""
 
 

@@ -13,6 +13,7 @@ from bf16kit.messages.wording import brief
 from converter.process.quiet import first_line, quiet
 from converter.read import torch_records
 from converter.read.detect import Kind
+from converter.read.trust import untrusted
 from converter.source import Array
 
 if TYPE_CHECKING:
@@ -23,41 +24,37 @@ _ZIPS = (Kind.TORCH_ZIP, Kind.LIGHTNING)
 _NAMED = 5
 _LIGHTNING_REMEDY = (
     "the cause is usually a hyper-parameter: train with save_hyperparameters(ignore=[...]) for values that are not"
-    " numbers or text, or save the file again without its 'hyper_parameters' if you trust it"
+    " numbers or text"
 )
 _NESTED = ("state_dict", "model_state_dict", "model")  # keys that training scripts use
 
 
-def read_file(path: Path, kind: Kind, *, trust_pickle: bool) -> tuple[dict[str, Array], torch.nn.Module | None]:
+def read_file(path: Path, kind: Kind, *, trust_code: bool) -> tuple[dict[str, Array], torch.nn.Module | None]:
     """Return the tensors of ``path`` by name, memory-mapped, and the module itself when a whole one was saved.
 
     Pickles run code when they are loaded. So torch's zip files are loaded with ``weights_only``, which builds nothing
-    but tensors and plain containers. Bare pickles are loaded only with ``trust_pickle``.
+    but tensors and plain containers. Bare pickles are loaded only with ``trust_code``.
     """
-    loaded = load(path, kind, trust_pickle=trust_pickle)
+    loaded = load(path, kind, trust_code=trust_code)
     import torch
 
     if isinstance(loaded, torch.nn.Module):
         return to_numpy(path, loaded.state_dict()), loaded
-    return arrays(path, kind, _state_dict(path, loaded), trust_pickle=trust_pickle), None
+    return arrays(path, kind, _state_dict(path, loaded), trust_code=trust_code), None
 
 
-def load(path: Path, kind: Kind, *, trust_pickle: bool) -> Any:
+def load(path: Path, kind: Kind, *, trust_code: bool) -> Any:
     """Return the contents of ``path``, tensors mapped; :class:`SourceError` for what :func:`read_file` rejects."""
-    if kind is Kind.PICKLE and not trust_pickle:
-        raise SourceError(
-            f"{path}: is a bare pickle (torch before 1.6, or not torch at all), and loading it could run any code;"
-            " save it again as safetensors, or pass --trust-pickle if you trust whoever made it"
-        )
-    if kind in _ZIPS and not trust_pickle:
+    if kind is Kind.PICKLE and not trust_code:
+        raise untrusted(path, "is a bare pickle (torch before 1.6, or not torch at all)", "save it as safetensors")
+    if kind in _ZIPS and not trust_code:
         torch_records.check_stored(path)
-        torch_records.check_names(path)
-    return _load(path, kind, trust_pickle=trust_pickle)
+    return _load(path, kind, trust_code=trust_code)
 
 
-def arrays(path: Path, kind: Kind, state: Mapping[Any, Any], *, trust_pickle: bool) -> dict[str, Array]:
+def arrays(path: Path, kind: Kind, state: Mapping[Any, Any], *, trust_code: bool) -> dict[str, Array]:
     """Return the tensors of ``state``, which was loaded from ``path``, as numpy views of the mapped file."""
-    if kind in _ZIPS and not trust_pickle:  # a trusted pickle may create tensors that are not in the file
+    if kind in _ZIPS and not trust_code:  # a trusted pickle may create tensors that are not in the file
         torch_records.check(path, _storages(state))
     return to_numpy(path, state)
 
@@ -71,22 +68,19 @@ def _storages(state: Mapping[Any, Any]) -> set[tuple[int, int]]:
     return {(storage.data_ptr(), storage.nbytes()) for storage in storages if storage.nbytes()}
 
 
-def _load(path: Path, kind: Kind, *, trust_pickle: bool) -> Any:
+def _load(path: Path, kind: Kind, *, trust_code: bool) -> Any:
     import torch
 
     try:
         with quiet():
-            return torch.load(path, map_location="cpu", weights_only=not trust_pickle, mmap=kind in _ZIPS)
+            return torch.load(path, map_location="cpu", weights_only=not trust_code, mmap=kind in _ZIPS)
     except pickle.UnpicklingError as error:
         found = _FORBIDDEN.search(str(error))
         what = f" ({found[1]})" if found else ""
         remedy = "save its state_dict() instead"
         if kind is Kind.LIGHTNING:
             what, remedy = _unsafe_globals(path) or what, _LIGHTNING_REMEDY
-        raise SourceError(
-            f"{path}: holds more than tensors{what}, and loading that could run any code; {remedy}, or pass"
-            " --trust-pickle if you trust whoever made it"
-        ) from error
+        raise untrusted(path, f"holds more than tensors{what}", remedy) from error
     except Exception as error:  # a trusted pickle runs code that may raise anything
         raise SourceError(f"{path}: torch cannot load it: {first_line(error)}") from error
 

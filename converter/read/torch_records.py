@@ -1,4 +1,4 @@
-"""Checks a torch zip file where torch does not: its records, and the names in its pickle.
+"""Checks a torch zip file of weights where torch does not: the records that it maps.
 
 torch maps the file and takes as many bytes from each record as the pickle asks for. It checks neither the record's size
 nor whether it is compressed, so a false claim reads other records' bytes without an error.
@@ -6,17 +6,14 @@ nor whether it is compressed, so a false claim reads other records' bytes withou
 
 from __future__ import annotations
 
-import pickletools
 import zipfile
 import zlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
-from bf16kit.messages.errors import RuntimeFailure, SourceError
-from bf16kit.runtime import torchzip
+from bf16kit.messages.errors import SourceError
 
-_NAME_LENGTH, _EXTRA_LENGTH, _LOCAL_HEADER = 26, 28, 30  # of a record's local header in a zip file
-_LONGEST_NAME = 1000
 _NO_ARCHIVE = (
     OSError,
     zipfile.BadZipFile,
@@ -28,54 +25,29 @@ _NO_ARCHIVE = (
 
 
 def check_stored(path: Path) -> None:
-    """Raise :class:`SourceError` for records that torch does not write or would read differently.
+    """Raise :class:`SourceError` for a compressed record, as another zip program writes: torch maps it as it is.
 
-    They are: a compressed record, which torch would unpack to any size it claims; an uncompressed record with two
-    sizes; and records that torch would find elsewhere. An archive that cannot be read is left to torch to report.
+    An archive that cannot be read is left to torch to report.
     """
     try:
         with zipfile.ZipFile(path) as archive:
-            records = torchzip.records(archive)
+            records = archive.infolist()
     except _NO_ARCHIVE:
         return
-    except RuntimeFailure as error:
-        raise SourceError(f"{path}: damaged: {error}") from None
     for info in records:
         if info.compress_type != zipfile.ZIP_STORED:
             raise SourceError(f"{path}: record {info.filename!r} is compressed, which torch never does")
-        if info.compress_size != info.file_size:
-            sizes = f"{info.file_size} bytes, but {info.compress_size} are stored"
-            raise SourceError(f"{path}: damaged: record {info.filename!r} claims {sizes}")
 
 
-def check_names(path: Path) -> None:
-    """Raise :class:`SourceError` if a pickle names a class of more than a thousand characters.
-
-    torch searches its own error message with a regular expression whose time grows with the square of the name: minutes
-    for 100 KB. A file that is no pickle is left to torch to report.
-    """
+def check_bytes(path: Path) -> None:
+    """Raise :class:`SourceError` if the archive is truncated, or a record's bytes are not those that were written."""
     try:
         with zipfile.ZipFile(path) as archive:
-            infos = archive.infolist()
-            pickles = [archive.read(info) for info in infos if info.filename.lower().endswith("/data.pkl")]
-    except _NO_ARCHIVE:
-        return
-    for data in pickles:
-        for name in _globals(data):
-            if len(name) > _LONGEST_NAME:
-                raise SourceError(
-                    f"{path}: damaged: names a class of {len(name)} characters, expected at most {_LONGEST_NAME}"
-                )
-
-
-def _globals(data: bytes) -> Iterator[str]:
-    """Yield module and name of each class or function that a pickle asks for, as far as it can be read."""
-    try:
-        for opcode, argument, _ in pickletools.genops(data):
-            if opcode.name in ("GLOBAL", "INST"):
-                yield str(argument)
-    except (ValueError, IndexError, UnicodeDecodeError, OverflowError):
-        return
+            changed = archive.testzip()
+    except _NO_ARCHIVE as error:
+        raise SourceError(f"{path}: is a truncated or damaged zip archive ({error})") from None
+    if changed is not None:
+        raise SourceError(f"{path}: damaged: its record {changed!r} has other bytes than were written")
 
 
 def check(path: Path, storages: Collection[tuple[int, int]]) -> None:
@@ -85,24 +57,12 @@ def check(path: Path, storages: Collection[tuple[int, int]]) -> None:
     """
     if not storages:
         return
-    try:
-        records = _records(path)
-    except _NO_ARCHIVE as error:
-        raise SourceError(f"{path}: is a truncated or damaged zip archive ({error})") from error
+    import torch
+
+    reader: Any = torch._C.PyTorchFileReader(str(path))
+    records = {(reader.get_record_offset(name), reader.get_record_size(name)) for name in reader.get_all_records()}
     first, size = min(storages)
     for offset, nbytes in records:
         if nbytes == size and {(address - first + offset, length) for address, length in storages} <= records:
             return
     raise SourceError(f"{path}: damaged: its tensors claim other sizes than the records that hold them")
-
-
-def _records(path: Path) -> set[tuple[int, int]]:
-    """Return offset and size of every record's bytes."""
-    found = set()
-    with zipfile.ZipFile(path) as archive, path.open("rb") as file:
-        for info in archive.infolist():
-            file.seek(info.header_offset)
-            header = file.read(_LOCAL_HEADER)
-            lengths = (int.from_bytes(header[at : at + 2], "little") for at in (_NAME_LENGTH, _EXTRA_LENGTH))
-            found.add((info.header_offset + _LOCAL_HEADER + sum(lengths), info.file_size))
-    return found

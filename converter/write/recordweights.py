@@ -14,6 +14,7 @@ import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +24,6 @@ from bf16kit.messages.errors import RangeError
 from bf16kit.numerics.residual import encode_chunks
 from bf16kit.numerics.rounding import Census, census, to_bf16
 from bf16kit.numerics.tensors import Array as Array
-from bf16kit.runtime.exported.records import located
 from converter.graph.names import FreshNames
 from converter.plan.ranges import complaint
 from converter.write.weights import SharedNames, StoredWeights, checkpoint_entry, tensor_entry
@@ -45,15 +45,18 @@ class FileRecords:
 
 def read_records(path: Path) -> FileRecords:
     """Return the uncompressed, aligned records of the zip file at ``path``, which torch has just written."""
+    import torch
+
     found: dict[bytes, Segment] = {}
+    reader: Any = torch._C.PyTorchFileReader(str(path))
     with zipfile.ZipFile(path) as archive, path.open("rb") as file:
         data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         for info in archive.infolist():
             if info.compress_type == zipfile.ZIP_STORED and info.file_size:
-                record = located(info, data)
-                if record.offset % ALIGNMENT == 0:
-                    digest = hashlib.sha256(data[record.offset : record.offset + record.nbytes]).digest()
-                    found.setdefault(digest, Segment(offset=record.offset, bytes=record.nbytes))
+                offset = reader.get_record_offset(info.filename.partition("/")[2])
+                if offset % ALIGNMENT == 0:
+                    digest = hashlib.sha256(data[offset : offset + info.file_size]).digest()
+                    found.setdefault(digest, Segment(offset=offset, bytes=info.file_size))
     return FileRecords(path.name, found)
 
 

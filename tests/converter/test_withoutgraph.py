@@ -16,12 +16,13 @@ from torch import nn
 
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.runtime.loading import load
-from converter.read import script_file
+from converter.read import torch_file
+from converter.read.readers import scripted
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.jit raises it itself
 
 X = torch.randn(3, 16, generator=torch.Generator().manual_seed(1))
-_INPUT = ("--input", "x:float32:batch,16")
+_INPUT = ("--input", "x:float32:batch,16", "--trust-code")
 
 
 class Unsteady(nn.Module):
@@ -72,9 +73,8 @@ def test_the_checkpoint_is_restored_from_the_torchscript_module_and_its_residual
     cli("checkpoint", path, *_INPUT, "--out", target).published()
     assert _weights_doubled(target) == []
     cli("restore", target, "--out", tmp_path / "fp32.safetensors").published()
-    assert_restored(
-        tmp_path / "fp32.safetensors", script_file.arrays(path, script_file.tensors(script_file.load(path)))
-    )
+    arrays = torch_file.to_numpy(path, scripted.tensors(scripted.load(path)))
+    assert_restored(tmp_path / "fp32.safetensors", arrays)
     cli("verify", target).published()
     cli("verify", target, "--samples", "feeders:three").refused(2, "no fp32 reference", "no ONNX graph could be made")
     cli("inspect", target).published()
@@ -99,7 +99,7 @@ def test_a_fused_transformer_layer_keeps_its_batch_axis_and_stores_bf16_matrices
     with torch.no_grad():  # as for a model that will be served
         path = save(tmp_path / "m.pt", Encoder().eval(), ids[:2], "traced")
         expected = torch.jit.load(str(path))(ids).numpy()  # type: ignore[no-untyped-call]  # torch's own
-    said = cli("checkpoint", path, "--input", "ids:int64:batch,seq", "--out", target).published().out
+    said = cli("checkpoint", path, "--input", "ids:int64:batch,seq", "--trust-code", "--out", target).published().out
     assert "_transformer_encoder_layer_fwd" in said
     artifact = Artifact.open(target)
     assert set(artifact.manifest.profiles) == {"torchscript"}

@@ -28,7 +28,10 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     models = directory / "models"
     both = ["--format", "pt2", "--format", "onnx", "--profile", "cpu"]
     for name, given in (("model", ["--format", "pt2"]), ("both", both)):
-        assert run(["checkpoint", str(source), "--out", str(models / name / "1"), "--no-report", *given]) == 0
+        assert (
+            run(["checkpoint", str(source), "--out", str(models / name / "1"), "--no-report", "--trust-code", *given])
+            == 0
+        )
     (models / "both" / "serving.yaml").write_text("profile: pt2\n")
     return models
 
@@ -65,7 +68,7 @@ def test_a_pt2_model_is_measured_in_both_arithmetics_and_verifies(
 def test_the_same_conversion_gives_the_same_bytes(repository: Path, tmp_path: Path) -> None:
     source = repository.parent / "m.pt2"
     target = tmp_path / "model" / "1"
-    arguments = ["--no-report", "--format", "pt2"]
+    arguments = ["--no-report", "--trust-code", "--format", "pt2"]
     assert run(["checkpoint", str(source), "--out", str(target), *arguments]) == 0
     for name in ("model.pt2", "manifest.json"):
         assert (target / name).read_bytes() == (repository / "model" / "1" / name).read_bytes()
@@ -73,7 +76,9 @@ def test_the_same_conversion_gives_the_same_bytes(repository: Path, tmp_path: Pa
 
 def test_pt2_is_written_only_on_request(repository: Path, tmp_path: Path) -> None:
     target = tmp_path / "model" / "1"
-    assert run(["checkpoint", str(repository.parent / "m.pt2"), "--out", str(target), "--no-report"]) == 0
+    assert (
+        run(["checkpoint", str(repository.parent / "m.pt2"), "--out", str(target), "--no-report", "--trust-code"]) == 0
+    )
     assert "pt2" not in Artifact.open(target).manifest.profiles
 
 

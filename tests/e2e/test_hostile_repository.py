@@ -1,24 +1,18 @@
-"""Models whose files are made to freeze a server, or to have it read or write other files: the rest is served."""
+"""Models whose files are made to freeze a server, or to have it read other files: the rest is served."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import zipfile
 from pathlib import Path
 
 import numpy as np
-import pytest
-import torch
 import tritonclient.grpc as triton
-from architectures import Mlp
 from artifacts import write_mlp
-from scriptedmodels import save
 from serverprocess import Serve
 from waiting import until
 
-from bf16kit.artifact.manifest import MANIFEST, Manifest, ProfileEntry, Source, SpecEntry
-from bf16kit.artifact.publish import staging
+from bf16kit.artifact.manifest import MANIFEST
 
 # By model: what the log says of it.
 SAID = {
@@ -26,15 +20,11 @@ SAID = {
     "labels": r"'labels.y': 'labels.txt': a link out of ",
     "lists": "larger than 64 MiB, not a manifest",
     "numbers": "…, the limit is 9223372036854775807; write the file again",
-    "script": "has the word 'save', which writes files (aten::save)",
     "serving": "serving.yaml: a link out of ",
 }
 
 
-def _write(model: Path, executed: Path) -> None:
-    if model.name == "script":
-        _write_script(model / "1", executed)
-        return
+def _write(model: Path) -> None:
     write_mlp(model / "1")
     if model.name == "aliases":
         levels = (f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 8))
@@ -49,28 +39,6 @@ def _write(model: Path, executed: Path) -> None:
         _replace_options(model / "1" / MANIFEST, value)
 
 
-def _write_script(target: Path, executed: Path) -> None:
-    """Publish a TorchScript artifact with the right digests, whose module writes the file ``executed``."""
-    with staging(target) as staged:
-        path = save(staged.path / "model.torchscript.pt", Mlp(), torch.ones(2, 16))
-        with zipfile.ZipFile(path) as archive:
-            records = {name: archive.read(name) for name in archive.namelist()}
-        with zipfile.ZipFile(path, "w") as archive:
-            body = b"    up = self.up\n"
-            for name, data in records.items():
-                archive.writestr(name, data.replace(body, b'%s    torch.save([1], "%s")\n' % (body, bytes(executed))))
-        entry = ProfileEntry(format="torchscript", graph=path.name, precision="fp32", verified="no")
-        staged.publish(
-            Manifest(
-                model="script",
-                inputs=[SpecEntry(name="x", dtype="float32", shape=["batch", 16])],
-                outputs=[SpecEntry(name="y", dtype="float32", shape=["batch", 4])],
-                profiles={"torchscript": entry},
-                source=Source(format="test", sha256="", bytes=0, tensors=0),
-            )
-        )
-
-
 def _replace_options(manifest: Path, value: str) -> None:
     """Write the manifest anew with ``value`` among its options, and the right digest."""
     fields = json.loads(manifest.read_bytes()) | {"options": {"a": "@"}, "digest": "0" * 64}
@@ -79,14 +47,12 @@ def _replace_options(manifest: Path, value: str) -> None:
     manifest.write_bytes(data.replace(b"0" * 64, hashlib.sha256(data).hexdigest().encode(), 1))
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.jit's own
 def test_models_with_hostile_files_are_rejected_with_a_reason_and_the_others_are_served(
     tmp_path: Path, serve: Serve
 ) -> None:
-    executed = tmp_path / "executed"
     write_mlp(tmp_path / "models" / "good" / "1")
     for name in SAID:
-        _write(tmp_path / "models" / name, executed)
+        _write(tmp_path / "models" / name)
     server = serve("--repository", str(tmp_path / "models"), "--device", "cpu")
     until(lambda: all(text in server.log for text in SAID.values()), 60, "a reason for each")
     x = triton.InferInput("x", [1, 16], "FP32")
@@ -95,7 +61,6 @@ def test_models_with_hostile_files_are_rejected_with_a_reason_and_the_others_are
         until(lambda: client.is_model_ready("good"), 60, "the good model")
         assert client.infer("good", [x]).as_numpy("y").shape == (1, 16)
         assert not any(client.is_model_ready(name) for name in SAID)
-    assert not executed.exists()
     assert "Traceback" not in server.log
     assert max(map(len, server.lines)) < 2000
     server.check_memory()

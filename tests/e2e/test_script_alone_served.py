@@ -27,7 +27,8 @@ def test_a_torchscript_only_model_is_served_with_outputs_close_to_the_file(tmp_p
     path = save(tmp_path / "m.pt", Deciding(), torch.ones(2, 16))
     models = tmp_path / "models"
     target = models / "model" / "1"
-    assert run(["checkpoint", str(path), "--input", "x:float32:batch,16", "--out", str(target), "--no-report"]) == 0
+    arguments = ["--input", "x:float32:batch,16", "--out", str(target), "--no-report", "--trust-code"]
+    assert run(["checkpoint", str(path), *arguments]) == 0
     server = serve("--repository", str(models), "--device", "cpu").wait_ready()
     itself: Any = torch.jit.load(str(path))  # type: ignore[no-untyped-call]  # torch's own
     random = np.random.default_rng(1).standard_normal((6, 16)).astype(np.float32)

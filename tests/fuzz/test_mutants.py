@@ -12,7 +12,7 @@ import pytest
 
 pytestmark = pytest.mark.long  # a minute of damaged sources
 
-COUNTS = {"onnx": 30, "safetensors": 24, "torch": 24, "torchscript": 24, "export": 30, "flax": 30, "orbax": 16}
+COUNTS = {"onnx": 30, "safetensors": 24, "torch": 30, "flax": 30, "orbax": 16}
 
 
 @pytest.mark.parametrize("kind", COUNTS)

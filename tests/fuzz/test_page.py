@@ -53,10 +53,10 @@ def test_the_directories_of_the_machine_are_not_on_the_page(directory: str) -> N
     assert "/tmp" not in written
 
 
-_CALLED = {"onnx": "ONNX", "torchscript": "TorchScript", "export": "torch.export", "flax": "Flax", "orbax": "Orbax"}
+_CALLED = {"onnx": "ONNX", "flax": "Flax", "orbax": "Orbax"}
 
 
-@pytest.mark.long  # torch exports and scripts the seeds
+@pytest.mark.long  # torch and Orbax write the seeds
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_page_states_the_number_of_seeds_of_each_kind(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))  # another process writes Orbax's seeds

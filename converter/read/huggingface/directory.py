@@ -77,7 +77,7 @@ def weights(path: Path) -> tuple[dict[str, Array], list[Path]]:
         return safetensors_file.read_sharded(index)
     pickled = path / "pytorch_model.bin"
     if pickled.is_file():
-        return torch_file.read_file(pickled, Kind.TORCH_ZIP, trust_pickle=False)[0], [pickled]
+        return torch_file.read_file(pickled, Kind.TORCH_ZIP, trust_code=False)[0], [pickled]
     raise SourceError(f"{path}: has a config.json, but neither model.safetensors, its index, nor pytorch_model.bin")
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from bf16kit.messages.errors import UsageError
 from converter.options import Options
 from converter.read.detect import Kind
-from converter.read.readers import weights
+from converter.read.readers import bareweights
 from converter.read.readers.common import Advance, exported_source, inputs_of
 from converter.source import Checkpoint, Source, digest_files
 
@@ -20,11 +20,11 @@ def read(options: Options, _kind: Kind, advance: Advance) -> Source:
     from converter.read import hyperparameters, lightning_file, precisions, prefixes, statedict
     from converter.read.torch.onnx_export import adapt, not_served
 
-    found = lightning_file.read_file(options.source, trust_pickle=options.trust_pickle)
+    found = lightning_file.read_file(options.source, trust_code=options.trust_code)
     if found is None:
         if options.weights is not None:
             raise UsageError(f"--weights: is for Lightning checkpoints, and {options.source} is not one")
-        return weights.read(options, Kind.TORCH_ZIP, advance)
+        return bareweights.read(options, Kind.TORCH_ZIP, advance)
     tensors, weights_notes = found.choose(options.weights)
     precisions.check_range(options.source, tensors)
     arguments, argument_notes = hyperparameters.arguments(

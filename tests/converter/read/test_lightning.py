@@ -24,7 +24,7 @@ X = np.random.default_rng(0).standard_normal((3, 16)).astype(np.float32)
 
 
 def _read(path: Path) -> LightningFile:
-    found = read_file(path, trust_pickle=False)
+    found = read_file(path, trust_code=False)
     assert found is not None
     return found
 
@@ -112,7 +112,7 @@ _REFUSED: tuple[tuple[dict[str, Any], list[str], str], ...] = (
     (
         {"hyper_parameters": {"x": Opaque()}},
         [],
-        "and loading that could run any code; the cause is usually a hyper-parameter",
+        "decides what runs, as with Triton and TorchServe; the cause is usually a hyper-parameter",
     ),
     ({"hyper_parameters": {"root": Path("/data")}}, [], "pathlib.PosixPath"),
     ({"state_dict": {}}, [], "is a Lightning checkpoint whose state_dict holds no tensors"),
@@ -163,14 +163,14 @@ def test_a_lightning_checkpoint_is_recognised_by_its_keys_not_its_name(tmp_path:
 def test_a_state_dict_that_only_mentions_lightning_is_read_as_any_other(cli: Cli, tmp_path: Path, target: Path) -> None:
     torch.save(state() | {"pytorch-lightning_version": "2.6.6"}, tmp_path / "m.pt")
     assert recognise(tmp_path / "m.pt") is Kind.LIGHTNING
-    assert read_file(tmp_path / "m.pt", trust_pickle=False) is None
+    assert read_file(tmp_path / "m.pt", trust_code=False) is None
     cli("checkpoint", tmp_path / "m.pt", *MLP, "--weights", "ema", "--out", target).refused(
         2, "--weights: is for Lightning"
     )
     cli("checkpoint", tmp_path / "m.pt", *MLP, *ONNX_ONLY, "--out", target).published()
     assert Artifact.open(target).manifest.source.format == "torch"
     torch.save({"state_dict": state(), "written by": "a pytorch-lightning_version of old"}, tmp_path / "m.pt")
-    assert read_file(tmp_path / "m.pt", trust_pickle=False) is None
+    assert read_file(tmp_path / "m.pt", trust_code=False) is None
 
 
 @pytest.mark.parametrize(("file", "said"), [("meta.pt", "consolidate_checkpoint"), ("zero_to_fp32.py", "DeepSpeed")])
@@ -196,8 +196,8 @@ def test_hyper_parameters_that_need_a_pickle_are_named_and_not_built(tmp_path: P
         SourceError, match=r"\(collections.deque, pathlib.PosixPath\).*save_hyperparameters\(ignore"
     ) as refused:
         _read(path)
-    assert "--trust-pickle" in str(refused.value)
-    found = read_file(path, trust_pickle=True)
+    assert "--trust-code" in str(refused.value)
+    found = read_file(path, trust_code=True)
     assert found is not None
     assert found.hyper_parameters["root"] == Path("/d")
 

@@ -184,7 +184,7 @@ def test_a_model_that_branches_on_its_data_cannot_be_exported(
 
 def test_a_trusted_whole_module_needs_no_architecture(cli: Cli, tmp_path: Path, target: Path) -> None:
     torch.save(seeded(Mlp()), tmp_path / "whole.pt")
-    arguments = ("--input", "x:float32:batch,16", "--trust-pickle", "--format", "onnx")
+    arguments = ("--input", "x:float32:batch,16", "--trust-code", "--format", "onnx")
     cli("checkpoint", tmp_path / "whole.pt", *arguments, "--out", target).published()
     cli("restore", target, "--out", tmp_path / "fp32.safetensors").published()
     assert_restored(tmp_path / "fp32.safetensors", _arrays(Mlp()))

@@ -34,7 +34,7 @@ def _saved(path: Path, what: object) -> Path:
 
 
 def _read(path: Path, *, trust: bool = False) -> dict[str, Any]:
-    return read_file(path, recognise(path), trust_pickle=trust)[0]
+    return read_file(path, recognise(path), trust_code=trust)[0]
 
 
 def test_every_dtype_is_read_bit_for_bit(tmp_path: Path) -> None:
@@ -68,14 +68,14 @@ def test_metadata_and_numbers_are_ignored(tmp_path: Path) -> None:
 
 def test_a_pickle_that_would_run_code_is_rejected_and_not_run(tmp_path: Path) -> None:
     path = _saved(tmp_path / "m.pt", {"w": torch.ones(2), "x": Payload(tmp_path / "executed")})
-    with pytest.raises(SourceError, match=r"holds more than tensors \(posix.mkdir\).*--trust-pickle"):
+    with pytest.raises(SourceError, match=r"holds more than tensors \(posix.mkdir\).*--trust-code"):
         _read(path)
     assert not (tmp_path / "executed").exists()
 
 
 def test_a_bare_pickle_is_not_loaded_at_all(tmp_path: Path) -> None:
     (tmp_path / "m.pt").write_bytes(pickle.dumps(Payload(tmp_path / "executed")))
-    with pytest.raises(SourceError, match=r"bare pickle.*--trust-pickle"):
+    with pytest.raises(SourceError, match=r"bare pickle.*--trust-code"):
         _read(tmp_path / "m.pt")
     assert not (tmp_path / "executed").exists()
 
@@ -99,7 +99,7 @@ def test_a_whole_module_is_rejected_unless_it_is_trusted(tmp_path: Path) -> None
     path = _saved(tmp_path / "m.pt", seeded(Mlp()))
     with pytest.raises(SourceError, match=r"holds more than tensors \(architectures.Mlp\).*save its state_dict"):
         _read(path)
-    tensors, module = read_file(path, Kind.TORCH_ZIP, trust_pickle=True)
+    tensors, module = read_file(path, Kind.TORCH_ZIP, trust_code=True)
     assert isinstance(module, Mlp)
     assert list(tensors) == ["up.weight", "up.bias", "down.weight", "down.bias"]
 

@@ -83,7 +83,7 @@ def test_an_onnx_file_runs_before_the_converter_changes_it(
 
 def test_a_module_saved_whole_has_an_oracle_too(cli: Cli, target: Path, tmp_path: Path) -> None:
     torch.save(seeded(Mlp()), tmp_path / "whole.pt")
-    arguments = (*MLP[2:], "--trust-pickle", *ONNX_ONLY)
+    arguments = (*MLP[2:], "--trust-code", *ONNX_ONLY)
     cli("checkpoint", tmp_path / "whole.pt", "--out", target, *arguments).published()
     entry = Artifact.open(target).manifest.oracle
     assert entry is not None

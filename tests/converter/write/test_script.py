@@ -16,7 +16,7 @@ from bf16kit.messages.errors import ConversionError
 from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime import scriptgraph
 from bf16kit.runtime.torchscript import TorchScriptRuntime
-from converter.read import script_file
+from converter.read.readers import scripted
 from converter.write.script import narrow_script
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.jit raises it itself
@@ -36,7 +36,7 @@ def _tensors(path: Path) -> list[torch.Tensor]:
 def test_outputs_are_within_bf16s_rounding_at_sizes_it_was_not_saved_with(
     tmp_path: Path, how: How, native: bool
 ) -> None:
-    script = script_file.load(save(tmp_path / "m.pt", Encoder(), torch.zeros(2, 7, dtype=torch.long), how))
+    script = scripted.load(save(tmp_path / "m.pt", Encoder(), torch.zeros(2, 7, dtype=torch.long), how))
     narrow_script(script, tmp_path / "bf16.pt")
     ids = torch.arange(20).reshape(5, 4)
     with torch.no_grad():
@@ -47,7 +47,7 @@ def test_outputs_are_within_bf16s_rounding_at_sizes_it_was_not_saved_with(
 
 
 def test_matrices_are_bf16_and_the_parameters_of_norms_are_not(tmp_path: Path) -> None:
-    script = script_file.load(save(tmp_path / "m.pt", Cnn(), torch.ones(2, 3, 16, 16)))
+    script = scripted.load(save(tmp_path / "m.pt", Cnn(), torch.ones(2, 3, 16, 16)))
     assert narrow_script(script, tmp_path / "bf16.pt") == 3
     by_dtype = {(tensor.ndim, tensor.dtype) for tensor in _tensors(tmp_path / "bf16.pt") if tensor.is_floating_point()}
     assert {found for found in by_dtype if found[0] > 1} == {(4, torch.bfloat16), (2, torch.bfloat16)}
@@ -55,7 +55,7 @@ def test_matrices_are_bf16_and_the_parameters_of_norms_are_not(tmp_path: Path) -
 
 
 def test_the_source_module_is_unchanged(tmp_path: Path) -> None:
-    script = script_file.load(save(tmp_path / "m.pt", Mlp(), torch.ones(2, 16)))
+    script = scripted.load(save(tmp_path / "m.pt", Mlp(), torch.ones(2, 16)))
     before = {name: tensor.clone() for name, tensor in script.state_dict().items()}
     with torch.no_grad():
         answer = script(torch.ones(3, 16))
@@ -66,7 +66,7 @@ def test_the_source_module_is_unchanged(tmp_path: Path) -> None:
 
 def test_branches_stay(tmp_path: Path) -> None:
     """A trace would contain only one of the two branches, which values decide between."""
-    script = script_file.load(save(tmp_path / "m.pt", Deciding(), torch.ones(2, 16)))
+    script = scripted.load(save(tmp_path / "m.pt", Deciding(), torch.ones(2, 16)))
     narrow_script(script, tmp_path / "bf16.pt")
     runtime = TorchScriptRuntime(tmp_path / "bf16.pt", [X], [OUTPUT])
     for x in (torch.ones(2, 16), -torch.ones(2, 16)):
@@ -89,7 +89,7 @@ class Precise(nn.Module):
 
 
 def test_only_matrices_of_fp32_become_bf16(tmp_path: Path) -> None:
-    script = script_file.load(save(tmp_path / "m.pt", Precise(), torch.ones(2, 16)))
+    script = scripted.load(save(tmp_path / "m.pt", Precise(), torch.ones(2, 16)))
     assert narrow_script(script, tmp_path / "bf16.pt") == 1
     dtypes = {(tensor.ndim, tensor.dtype) for tensor in _tensors(tmp_path / "bf16.pt") if tensor.ndim}
     assert (2, torch.float64) in dtypes
@@ -109,7 +109,7 @@ class Scaling(nn.Module):
 
 
 def test_a_module_without_products_is_rejected(tmp_path: Path) -> None:
-    script = script_file.load(save(tmp_path / "m.pt", Scaling(), torch.ones(2, 16)))
+    script = scripted.load(save(tmp_path / "m.pt", Scaling(), torch.ones(2, 16)))
     with pytest.raises(ConversionError, match="no product of the TorchScript module has an fp32 weight"):
         narrow_script(script, tmp_path / "bf16.pt")
     assert [path.name for path in tmp_path.iterdir()] == ["m.pt"]

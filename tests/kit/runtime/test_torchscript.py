@@ -12,9 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from deepscript import doubling, with_code
 from numpy.typing import NDArray
-from scriptedmodels import Recurrent, save
 
 import graphs
 from bf16kit.messages.errors import DeviceUnavailable, RuntimeFailure
@@ -104,8 +102,9 @@ def test_with_native_bf16_a_module_computes_in_bf16(tmp_path: Path, freeze: bool
 
 def test_widening_leaves_no_bf16_and_changes_no_other_numbers(tmp_path: Path) -> None:
     loaded = TorchScriptRuntime(traced_layer(tmp_path), [X], [Y], native_bf16=False)
-    graph = loaded._module.graph
-    assert torch.bfloat16 not in {t.dtype for t in scriptgraph.tensors(loaded._module, graph)}
+    module: Any = loaded._call
+    graph = module.graph
+    assert torch.bfloat16 not in {t.dtype for t in scriptgraph.tensors(module, graph)}
     ranges = [node for node in scriptgraph.nodes(graph) if node.kind() == "aten::arange"]
     assert [node.inputsAt(0).node().i("value") for node in ranges] == [15]
 
@@ -123,7 +122,8 @@ def test_tied_weights_stay_tied_when_widened(tmp_path: Path) -> None:
 
     path = trace(Edges(Tied(), torch.bfloat16), torch.zeros(2, 16), tmp_path / "tied.pt")
     loaded = TorchScriptRuntime(path, [X], [Y], native_bf16=False)
-    assert len({t.data_ptr() for t in scriptgraph.tensors(loaded._module, loaded._module.graph)}) == 1
+    module: Any = loaded._call
+    assert len({t.data_ptr() for t in scriptgraph.tensors(module, module.graph)}) == 1
 
 
 def test_a_comparison_of_dtypes_follows_the_widening() -> None:
@@ -256,30 +256,6 @@ def test_a_file_that_is_not_torchscript_is_a_runtime_failure(tmp_path: Path, con
         TorchScriptRuntime(tmp_path / "model.torchscript.pt", [X], [Y])
 
 
-@pytest.mark.parametrize("levels", [20, 100])
-def test_code_that_inlining_would_multiply_is_rejected(tmp_path: Path, levels: int) -> None:
-    """Each of these functions calls the one before twice: 2²⁰ and 2¹⁰⁰ operations."""
-    path = with_code(tmp_path / "model.torchscript.pt", doubling(levels), f"__torch__.f{levels}(input)")
-    with pytest.raises(RuntimeFailure, match="its code has more than 500000 operations once its calls are inlined"):
-        TorchScriptRuntime(path, [X], [Y])
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_nodes_are_counted_as_torch_inlines_them(tmp_path: Path) -> None:
-    """With calls of functions, and of methods of modules, in blocks."""
-    path = with_code(tmp_path / "doubling.pt", doubling(5), "__torch__.f5(input)")
-    for file in (path, save(tmp_path / "recurrent.pt", Recurrent(), torch.ones(2, 7, 16), "scripted")):
-        unit: Any = torch._C.CompilationUnit()
-        load: Any = torch._C.import_ir_module
-        module = load(unit, str(file), torch.device("cpu"), {}, False)
-        functions = unit.get_functions()
-        counted = scriptgraph.inlined_nodes(functions, unit.find_function, 10**9)
-        assert counted >= sum(1 for _ in scriptgraph.nodes(module._get_method("forward").inlined_graph))
-        inlined = sum(sum(1 for _ in scriptgraph.nodes(each.inlined_graph)) for each in functions)
-        assert inlined <= counted <= 4 * inlined  # a call counts as two nodes, and its function as more
-        assert scriptgraph.inlined_nodes(functions, unit.find_function, 10) > 10
-
-
 def test_a_module_that_fails_while_running_is_a_runtime_failure(tmp_path: Path) -> None:
     loaded = TorchScriptRuntime(traced_layer(tmp_path), [X], [Y])
     with pytest.raises(RuntimeFailure, match="TorchScript failed"):
@@ -306,8 +282,8 @@ def test_the_error_for_cuda_without_a_device_says_what_is_missing(tmp_path: Path
 
 def test_a_module_traced_on_the_cpu_can_be_sent_to_another_device(tmp_path: Path) -> None:
     """Tracing records the device of each new tensor in the graph."""
-    loaded = TorchScriptRuntime(traced_layer(tmp_path), [X], [Y])
-    graph = loaded._module.graph
+    module: Any = TorchScriptRuntime(traced_layer(tmp_path), [X], [Y])._call
+    graph = module.graph
     scriptgraph.replace_devices(graph, "meta")
     assert devices(graph) == {"meta"}
 

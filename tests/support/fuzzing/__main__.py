@@ -26,11 +26,9 @@ from typing import Any
 from fuzzing import page
 
 SHARES = {
-    "onnx": 0.25,
-    "safetensors": 0.2,
-    "torch": 0.2,
-    "torchscript": 0.1,
-    "export": 0.1,
+    "onnx": 0.35,
+    "safetensors": 0.25,
+    "torch": 0.25,
     "flax": 0.1,
     "orbax": 0.05,
 }

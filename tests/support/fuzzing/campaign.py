@@ -12,15 +12,12 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import numpy as np
-
 from fuzzing import confined, judge
 from fuzzing.canary import Canary
 from fuzzing.mutate import Mutant, mutant
 from fuzzing.seed import Seed, seeds
 
 CONVERTED_SHARE = 0.1  # of weights files; the others are only read and fitted: exporting a module takes a second
-_NOBODYS = "--input nobodys: the model's inputs are"
 _ASKS_FOR_INPUTS = "does not describe its model's inputs"
 COMMON = ("--format", "onnx", "--no-report", "--no-search")
 
@@ -121,11 +118,11 @@ def convert(path: Path, seed: Seed, inside: Path, judging: Callable[[], None], *
     """In the confined process, run the command line on the mutant and compare the result with the mutant's tensors."""
     from converter.cli import run as command
 
-    arguments = seed.arguments if full else _without_inputs(seed)
+    arguments = seed.arguments if full else seed.arguments[: seed.arguments.index("--input")]
     target = inside / "out" / "m" / "1"
     before = set(sys.modules)
     code = command(["checkpoint", str(path), "--out", str(target), *COMMON, *arguments])
-    faults: list[str] = _served(path) if seed.kind == "export" else []
+    faults: list[str] = []
     judging()
     output = (inside / "said").read_text(errors="replace")
     if code == 0:
@@ -134,35 +131,9 @@ def convert(path: Path, seed: Seed, inside: Path, judging: Callable[[], None], *
             faults.append("published, and cannot be restored")
         else:
             faults += _guarded(lambda: judge.artifact_faults(restored, path, seed))
-    elif not full and (_ASKS_FOR_INPUTS in output or _NOBODYS in output):
+    elif not full and _ASKS_FOR_INPUTS in output:
         faults += _guarded(lambda: judge.same(_read(path), path, seed))
     return {"code": code, "faults": faults, "modules": sorted(set(sys.modules) - before)}
-
-
-def _without_inputs(seed: Seed) -> tuple[str, ...]:
-    """Return arguments with which the conversion stops after reading the source, before it exports a graph."""
-    if seed.kind == "export":
-        return (*seed.arguments, "--input", "nobodys:float32:1")
-    return seed.arguments[: seed.arguments.index("--input")]
-
-
-def _served(path: Path) -> list[str]:
-    """Load and run an exported program as the server would.
-
-    It may succeed or raise RuntimeFailure. Any other exception escapes, which is a fault.
-    """
-    from bf16kit.messages.errors import RuntimeFailure
-    from bf16kit.numerics.tensors import TensorSpec
-    from bf16kit.runtime.torchexport import TorchExportRuntime
-
-    out = TensorSpec("y", "float32", ("batch", 10))
-    for name, shape in (("x", (2, 16)), ("x", (2, 3, 16, 16))):
-        spec = TensorSpec(name, "float32", ("batch", *shape[1:]))
-        try:
-            TorchExportRuntime(path, [spec], [out], threads=1).run({name: np.ones(shape, np.float32)})
-        except RuntimeFailure:
-            continue
-    return []
 
 
 def _guarded(check: Callable[[], list[str]]) -> list[str]:
@@ -174,25 +145,21 @@ def _guarded(check: Callable[[], list[str]]) -> list[str]:
 
 def _read(path: Path) -> Any:
     """Return the weights as the converter's own readers read them."""
-    from converter.read import exported_program, lightning_file, orbax, safetensors_file, script_file, torch_file
+    from converter.read import lightning_file, orbax, safetensors_file, torch_file
     from converter.read.detect import Kind, recognise
     from converter.read.readers.jax import read_flax
 
     kind = recognise(path)
-    if kind is Kind.EXPORTED:
-        return exported_program.read_file(path, trust_pickle=False).tensors
     if kind is Kind.FLAX:
         return {name: array for name, array in read_flax(path).items() if _kept(name)}
     if kind is Kind.ORBAX:
         return orbax.read_item(orbax.locate(path, None, None), _kept, path.parent.parent / "out")[0]
-    if kind is Kind.TORCHSCRIPT:
-        return script_file.arrays(path, script_file.tensors(script_file.load(path)))
     if kind is Kind.SAFETENSORS:
         return safetensors_file.read_file(path)
     if kind is Kind.SHARDED:
         return safetensors_file.read_sharded(path)[0]
-    found = lightning_file.read_file(path, trust_pickle=False) if kind is Kind.LIGHTNING else None
-    return torch_file.read_file(path, kind, trust_pickle=False)[0] if found is None else found.weights
+    found = lightning_file.read_file(path, trust_code=False) if kind is Kind.LIGHTNING else None
+    return torch_file.read_file(path, kind, trust_code=False)[0] if found is None else found.weights
 
 
 def _kept(name: str) -> bool:
@@ -215,6 +182,6 @@ def _judged(one: Mutant, end: confined.End) -> tuple[str, list[str]]:
     code, faults = end.result["code"], faults + end.result["faults"]
     if code == 0:
         return "converted", faults
-    if (_ASKS_FOR_INPUTS in end.output and "--input" in one.source.arguments) or _NOBODYS in end.output:
+    if _ASKS_FOR_INPUTS in end.output and "--input" in one.source.arguments:
         return "read and fitted", faults
     return f"refused ({code})", [*faults, *judge.message_faults(end.output, code, one.source)]

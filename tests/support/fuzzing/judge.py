@@ -73,14 +73,10 @@ def own_tensors(source: Path, seed: Seed) -> Iterator[Bits]:
         yield from _of_onnx(source)
     elif seed.kind == "torch":
         yield from _of_torch(source)
-    elif seed.kind == "export":
-        yield from _of_export(source)
     elif seed.kind == "flax":
         yield from jax_edits.of_flax(source)
     elif seed.kind == "orbax":
         yield from jax_edits.of_orbax(source)
-    elif seed.kind == "torchscript":
-        yield from _of_torchscript(source)
     elif seed.main.endswith(".json"):
         yield from _of_shards(source)
     else:
@@ -158,66 +154,6 @@ def _of_torch(source: Path) -> Iterator[Bits]:
             else:
                 array = plain.numpy()
             yield array.dtype.name, array.shape, array.tobytes()
-
-
-def _of_export(source: Path) -> Iterator[Bits]:
-    """Yield the tensors as torch views them over the archive's records, with torch's own dtype numbers."""
-    import json
-    import zipfile
-
-    import torch
-    from torch._export.serde.serialize import _SERIALIZE_TO_TORCH_DTYPE
-
-    with zipfile.ZipFile(source) as archive:
-        needed = [name for name in archive.namelist() if "/data/weights/" in name or "/data/constants/" in name]
-        records = {name.partition("/")[2]: archive.read(name) for name in needed}
-    for folder, table in (("weights", "model_weights_config.json"), ("constants", "model_constants_config.json")):
-        for entry in json.loads(records[f"data/{folder}/{table}"])["config"].values():
-            meta = entry["tensor_meta"]
-            dtype = _SERIALIZE_TO_TORCH_DTYPE[meta["dtype"]]
-            shape, strides = ([size["as_int"] for size in meta[key]] for key in ("sizes", "strides"))
-            record = records[f"data/{folder}/{entry['path_name']}"]
-            if 0 in shape or not record:
-                plain = torch.zeros(shape, dtype=dtype)
-            else:
-                whole = record[: len(record) // dtype.itemsize * dtype.itemsize]
-                flat = torch.frombuffer(bytearray(whole), dtype=dtype)
-                plain = torch.as_strided(flat, shape, strides, meta["storage_offset"]["as_int"]).contiguous()
-            half = dtype is torch.bfloat16
-            array: Array = plain.view(torch.int16).numpy().view(ml_dtypes.bfloat16) if half else plain.numpy()
-            yield array.dtype.name, array.shape, array.tobytes()
-
-
-def _of_torchscript(source: Path) -> Iterator[Bits]:
-    """Yield the parameters, buffers and other attributes. If there are none, yield each constant once."""
-    import torch
-
-    module: Any = torch.jit.load(str(source), map_location="cpu")  # type: ignore[no-untyped-call]  # torch's own
-    found = {tensor.data_ptr(): tensor for part in module.modules() for tensor in _read_by(part) if tensor.ndim}
-    named = module.state_dict().values()
-    state = [*named, *(found[at] for at in found.keys() - {tensor.data_ptr() for tensor in named})]
-    if not state:
-        torch._C._jit_pass_inline(module.graph)
-        constants = [node.t("value") for node in module.graph.findAllNodes("prim::Constant") if _is_tensor(node)]
-        state = [tensor for tensor in {tensor.data_ptr(): tensor for tensor in constants}.values() if tensor.ndim]
-    for tensor in state:
-        array = tensor.detach().contiguous().numpy()
-        yield array.dtype.name, array.shape, array.tobytes()
-
-
-def _read_by(part: Any) -> Iterator[Any]:
-    """Yield the tensors that a module's own methods read from it, whether they are declared as parameters or not."""
-    import torch
-
-    for method in part._c._method_names():
-        for node in part._c._get_method(method).graph.findAllNodes("prim::GetAttr"):
-            value = getattr(part, node.s("name"), None)
-            if isinstance(value, torch.Tensor):
-                yield value
-
-
-def _is_tensor(node: Any) -> bool:
-    return bool(node.hasAttribute("value") and node.kindOf("value") == "t")
 
 
 def _of_shards(index: Path) -> Iterator[Bits]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from random import Random
 
-from fuzzing import bytewise, export_edits, jax_edits, onnx_edits, safetensors_edits, torch_edits
+from fuzzing import bytewise, jax_edits, onnx_edits, safetensors_edits, torch_edits
 from fuzzing.seed import Seed
 
 
@@ -51,8 +51,6 @@ def _structured(name: str, content: bytes, random: Random, canary: str) -> tuple
         return jax_edits.edit_json(content, random)
     if name.endswith(".json"):
         return safetensors_edits.edit_index(content, random, canary)
-    if name.endswith(".pt2"):
-        return export_edits.edit(content, random)
     if name.endswith(".pt"):
         return torch_edits.edit(content, random)
     edit = random.choice(bytewise.EDITS)

@@ -9,18 +9,19 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-SEEDS = "13 ONNX, 3 safetensors, 7 torch, 5 TorchScript, 3 torch.export, 3 Flax and 4 Orbax seeds"
+SEEDS = "13 ONNX, 3 safetensors, 7 torch, 3 Flax and 4 Orbax seeds"
 _HEAD = """# How reliable the converter is
 Written by `make fuzz`, on commit {commit}.
 
 ## Damaged sources
-{total} mutants of valid ONNX, safetensors, torch, TorchScript, torch.export, Flax and Orbax files ({seeds}). Each
-mutant has a number, from which it can be made again. The mutations are:
+{total} mutants of valid ONNX, safetensors, torch, Flax and Orbax files ({seeds}). Each mutant has a
+number, from which it can be made again. TorchScript and torch.export files are not among them: they are programs, read
+only if they are trusted (SECURITY.md). The mutations are:
 
 * flipped bits, files that are cut or spliced
 * edits that know the format: dimensions, dtypes, external locations and offsets, names, cycles, attributes,
   opsets, nested bodies, endless loops, header lengths, duplicate keys, zip tables, pickles with forbidden globals,
-  operators and code that torch's loader would run, links
+  links
 
 `bf16-convert` converts each mutant in a separate process. The test watches every file that this process opens
 (audit hooks; inotify on files beside the source for native libraries). A mutant passes in one of two ways:

@@ -19,7 +19,7 @@ from safetensors.numpy import save as save_safetensors
 import graphs
 from graphs import edge, initializer, values
 
-KINDS = ("onnx", "safetensors", "torch", "torchscript", "export", "flax", "orbax")
+KINDS = ("onnx", "safetensors", "torch", "flax", "orbax")
 _TORCH_ARGUMENTS = ("--model", "architectures:Mlp", "--input", "x:float32:batch,16")
 
 
@@ -50,10 +50,10 @@ class Seed:
 
 
 def seeds(kind: str) -> tuple[Seed, ...]:
-    """Return the seeds of one of :data:`KINDS`. Those of torch, TorchScript and export import torch."""
+    """Return the seeds of one of :data:`KINDS`. Those of torch import torch."""
     from fuzzing import jax_edits
 
-    made = {"onnx": _onnx, "safetensors": _safetensors, "torch": _torch, "export": _export, "torchscript": _torchscript}
+    made = {"onnx": _onnx, "safetensors": _safetensors, "torch": _torch}
     return (made | {"flax": jax_edits.flax_seeds, "orbax": jax_edits.orbax_seeds})[kind]()
 
 
@@ -242,47 +242,9 @@ def _torch() -> tuple[Seed, ...]:
     return tuple(Seed(name, "torch", "m.pt", {"m.pt": _saved(s)}, _TORCH_ARGUMENTS) for name, s in states.items())
 
 
-def _torchscript() -> tuple[Seed, ...]:
-    import torch
-    from architectures import Cnn, Mlp
-    from scriptedmodels import How, Looping, scripted
-
-    hows: tuple[How, ...] = ("scripted", "traced", "frozen")
-    built: list[tuple[torch.nn.Module, How, str, torch.Tensor]]
-    built = [(Mlp(), how, "batch,16", torch.ones(2, 16)) for how in hows]
-    built += [
-        (Looping(), "scripted", "batch,16", torch.ones(2, 16)),
-        (Cnn(), "traced", "batch,3,16,16", torch.ones(2, 3, 16, 16)),
-    ]
-    return tuple(
-        Seed(
-            f"{type(module).__name__} {how}",
-            "torchscript",
-            "m.pt",
-            {"m.pt": scripted(module, example, how).save_to_buffer()},
-            ("--input", f"x:float32:{dims}"),
-        )
-        for module, how, dims, example in built
-    )
-
-
 def _saved(state: object) -> bytes:
     import torch
 
     buffer = io.BytesIO()
     torch.save(state, buffer)
     return buffer.getvalue()
-
-
-def _export() -> tuple[Seed, ...]:
-    import torch
-    from architectures import Cnn, Mlp, seeded
-    from exportedfiles import exported
-
-    free, image = torch.ones(2, 16), torch.ones(2, 3, 16, 16)
-    archives = {
-        "mlp": exported(seeded(Mlp()), free),
-        "fixed": exported(seeded(Mlp()), free, batch=False),
-        "cnn": exported(seeded(Cnn()), image),
-    }
-    return tuple(Seed(name, "export", "m.pt2", {"m.pt2": archive}) for name, archive in archives.items())

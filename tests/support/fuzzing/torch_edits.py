@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import io
 import pickle
-import re
 import struct
 import zipfile
 from collections.abc import Callable
@@ -145,26 +144,8 @@ def values(records: Records, random: Random) -> None:
         records[name] = records[name][:position] + value + records[name][position + 4 :]
 
 
-CODE = (b"torch.save(x, \"executed\")", b"torch.from_file(\"/etc/hostname\")", b"ops.aten.save", b"__setstate__", b"getattr(torch, \"x\")",
-        b"torch.zeros([1099511627776])", b"CONSTANTS.c0", b"self", b"None", b"-1", b"1e400", b"[" * 3000, b"(" * 100000, b"", b"\n", b"  ", b"annotate",
-        b"while True:", b"torch.relu(x)", b"ops.prim.NumToTensor(x)", b"__torch__.torch.classes.a.B", b"\xff")  # fmt: skip
-
-
-def code(records: Records, random: Random) -> None:
-    """Replace a word of TorchScript's code with another word of the code, or with an entry of CODE."""
-    names = [name for name in records if "/code/" in name and name.endswith(".py")]
-    if not names:
-        pickle_bytes(records, random)
-        return
-    name = random.choice(names)
-    words = re.findall(rb"\w+|[^\w\s]|\s+", records[name])
-    if words:
-        words[random.randrange(len(words))] = random.choice((random.choice(words), random.choice(CODE)))
-    records[name] = b"".join(words)
-
-
 EDITS: tuple[Edit, ...] = (
-    forbidden, numbers, numbers, numbers, texts, storages, recursion, pickle_bytes, pickle_bytes, pickle_bomb, missing, short, more, values, code, code,
+    forbidden, numbers, numbers, numbers, texts, storages, recursion, pickle_bytes, pickle_bytes, pickle_bomb, missing, short, more, values,
 )  # fmt: skip
 
 

@@ -1,1 +1,0 @@
-"""A torch.export program (.pt2) as data: read from its archive by whitelist, and run call by call."""

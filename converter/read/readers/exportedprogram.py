@@ -1,0 +1,182 @@
+"""Reads a torch.export program (.pt2) as a source, with its own operators and weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ConstantArgument, InputKind, TensorArgument
+from torch.export.passes import move_to_device_pass
+
+from bf16kit.messages.errors import RuntimeFailure, SourceError, UsageError
+from bf16kit.numerics.tensors import TensorSpec
+from bf16kit.runtime.torchexport import graph_modules, load_program, tensors_of, widen
+from converter.graph.dimensions import UNKNOWN, name_dimensions
+from converter.graph.equality import OTHER_FLOATS
+from converter.options import Options
+from converter.process.quiet import quiet
+from converter.read import onnx_file, oracles, precisions, statedict, torch_file, torch_records
+from converter.read.detect import Kind
+from converter.read.readers.common import Advance, exported_source
+from converter.read.torch.onnx_export import adapt
+from converter.read.trust import check_trusted
+from converter.source import Checkpoint, Source, digest_files
+
+_BATCH = "batch"
+_UNBOUNDED = 2**31  # an upper bound from here on means that none was set
+_HOW = "the program as torch.export.load gives it, fp32, on the CPU"
+
+# On some devices these kernels need input and parameters of one dtype, and on all devices they lose precision in bf16.
+_IN_FP32 = frozenset(
+    """
+    _native_batch_norm_legit _native_batch_norm_legit_no_training batch_norm group_norm gru gru_cell instance_norm
+    layer_norm lstm lstm_cell native_batch_norm native_group_norm native_layer_norm rms_norm rnn_relu rnn_tanh
+    """.split()  # noqa: SIM905 - words are read more easily than a list of quoted ones
+)
+_TABLES = frozenset({"embedding", "embedding_bag"})
+
+
+def read(options: Options, kind: Kind, advance: Advance) -> Source:
+    """Return the file as a source: the program's module, exported like any other module."""
+    if options.model is not None:
+        raise UsageError("--model: a torch.export program brings its own architecture")
+    check_trusted(options, kind.value)
+    torch_records.check_bytes(options.source)
+    program = _load(options.source)
+    tensors = torch_file.to_numpy(options.source, tensors_of(program))
+    precisions.check_range(options.source, tensors)
+    parameters = [tensors[name] for name in program.graph_signature.parameters]
+    others = frozenset(array.dtype.name for array in parameters) & frozenset(OTHER_FLOATS)
+    inputs = onnx_file.resolve_inputs(_inputs(options.source, program, others), options.inputs)
+    checkpoint = Checkpoint("torch-export", digest_files([options.source], advance), tensors)
+    module = statedict.in_fp32(ProgramModule(program, others)).eval()
+    unchanged = oracles.UnchangedTensors(module)  # its tensors share the checkpoint's memory
+    model = adapt(module, inputs)
+    unchanged.check("running the program")
+    notes = (*_notes(program), *precisions.notes(tensors, residual=options.residual))
+    oracle = replace(oracles.of_module(model), how=_HOW)
+    return replace(exported_source(checkpoint, model, None), notes=notes, oracle=oracle)
+
+
+def _load(path: Path) -> ExportedProgram:
+    """Load the program at ``path`` on the CPU; :class:`SourceError` for one that torch cannot load."""
+    with quiet():
+        try:
+            try:
+                program = load_program(path)
+            except RuntimeFailure as error:
+                if "transformers." not in str(error):
+                    raise
+                with suppress(ImportError):
+                    import transformers.modeling_outputs  # noqa: F401 - torch then knows the class of its outputs
+                program = load_program(path)
+        except RuntimeFailure as error:
+            raise SourceError(f"{path}: {error}") from None
+        return move_to_device_pass(program, "cpu") if _is_elsewhere(program) else program
+
+
+def _is_elsewhere(program: ExportedProgram) -> bool:
+    return any(tensor.device.type != "cpu" for tensor in tensors_of(program).values())
+
+
+def _given(program: ExportedProgram) -> Iterator[tuple[TensorArgument | ConstantArgument | Any, Any]]:
+    """Yield the program's own inputs in order: each with the tensor that it was exported with, None for a constant."""
+    values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
+    for spec in program.graph_signature.input_specs:
+        if spec.kind is InputKind.USER_INPUT:
+            yield spec.arg, values[spec.arg.name] if isinstance(spec.arg, TensorArgument) else None
+
+
+def _inputs(path: Path, program: ExportedProgram, others: Collection[str]) -> tuple[TensorSpec, ...]:
+    """Return the program's inputs, in its order; those in a precision of ``others`` become fp32.
+
+    A free dimension is named after the input and axis where it occurs first, but ``batch`` if that is axis 0 of the
+    first input with a free dimension.
+    """
+    names: dict[str, str] = {}
+    specs = []
+    for argument, value in _given(program):
+        if isinstance(argument, ConstantArgument):
+            continue
+        if not isinstance(argument, TensorArgument):
+            raise SourceError(f"{path}: its input {argument.name!r} is a {type(argument).__name__}, expected a tensor")
+        dims: list[int | str] = []
+        for axis, dim in enumerate(value.shape):
+            if isinstance(dim, int):
+                dims.append(dim)
+            elif not dim.node.expr.is_symbol:
+                dims.append(UNKNOWN)
+            else:
+                first = _BATCH if axis == 0 and not names else f"{argument.name}_{axis}"
+                dims.append(names.setdefault(str(dim), first))
+        dtype = str(value.dtype).removeprefix("torch.")
+        specs.append(TensorSpec(argument.name, "float32" if dtype in others else dtype, tuple(dims)))
+    return name_dimensions(specs)
+
+
+def _notes(program: ExportedProgram) -> Iterator[str]:
+    """Yield a sentence for each free dimension that was exported with an upper bound."""
+    for argument, value in _given(program):
+        for axis, dim in enumerate(() if value is None else value.shape):
+            bounds = None if isinstance(dim, int) else program.range_constraints.get(dim.node.expr)
+            if bounds is not None and bounds.upper < _UNBOUNDED:
+                yield f"the program was exported for sizes up to {bounds.upper} in dimension {axis} of {argument.name}"
+
+
+class ProgramModule(torch.nn.Module):
+    """The module of ``program``, which takes its input tensors by position; dtypes in ``others`` become float32."""
+
+    def __init__(self, program: ExportedProgram, others: Collection[str] = ()) -> None:
+        super().__init__()
+        self.own = program.module(check_guards=False)
+        if others:
+            widen(self.own, [getattr(torch, name) for name in others])
+        for part in graph_modules(self.own):
+            for node in part.graph.nodes:
+                if isinstance(node.target, torch._ops.OpOverload):
+                    node.target = _careful(node.target)
+            part.recompile()
+        self._arguments = [argument for argument, _ in _given(program)]
+        self._structure = program.call_spec.in_spec
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        """Return what the exported module returns."""
+        tensors = iter(inputs)
+        flat = [each.value if isinstance(each, ConstantArgument) else next(tensors) for each in self._arguments]
+        args, kwargs = self._structure.unflatten(flat)
+        return self.own.forward(*args, **kwargs)
+
+    def train(self, mode: bool = True) -> ProgramModule:
+        """Do nothing: a program was exported in one mode, and torch's modules of programs refuse to be asked."""
+        return self
+
+
+def _careful(operator: torch._ops.OpOverload) -> Callable[..., Any]:
+    """Wrap an ATen operator for use under autocast: norms compute in fp32, and tables return fp32.
+
+    :func:`converter.write.autocast.narrowed` does the same for modules.
+    """
+    name = operator.overloadpacket.__name__
+
+    def in_fp32(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tuple(map(_wide, args)), {key: _wide(value) for key, value in kwargs.items()}
+        if not torch.is_autocast_enabled("cpu"):
+            return operator(*args, **kwargs)
+        with torch.autocast("cpu", enabled=False):
+            return operator(*args, **kwargs)
+
+    def table(*args: Any, **kwargs: Any) -> Any:
+        return _wide(operator(*args, **kwargs))
+
+    return in_fp32 if name in _IN_FP32 else table if name in _TABLES else operator
+
+
+def _wide(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)(map(_wide, value))
+    return value.float() if isinstance(value, torch.Tensor) and value.dtype is torch.bfloat16 else value

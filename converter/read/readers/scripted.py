@@ -1,0 +1,176 @@
+"""Reads a TorchScript file as a source: its graph is followed operator by operator, and the file is its own oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bf16kit.messages.errors import ConversionError, RuntimeFailure, SourceError, UsageError
+from bf16kit.numerics.tensors import TensorSpec
+from bf16kit.runtime import scriptgraph
+from bf16kit.runtime.torchscript import load_module
+from converter.options import Options
+from converter.process.quiet import quiet
+from converter.read import oracles, precisions, torch_file, torch_records
+from converter.read.detect import Kind
+from converter.read.readers.common import Advance, exported_source, inputs_of, source_without_graph
+from converter.read.torch.interpreted import Interpreted, input_names
+from converter.read.torch.onnx_export import adapt
+from converter.read.trust import check_trusted
+from converter.source import Checkpoint, Source, TorchModel, digest_files
+
+CONSTANT = "constants."  # prefix of the names of tensors that are constants of the code
+
+# Operators that read a tensor's values and branch on them.
+_DECIDING = ("prim::If", "prim::Loop", "aten::Bool", "aten::Float", "aten::Int", "aten::item", "prim::tolist")
+
+
+def read(options: Options, kind: Kind, advance: Advance) -> Source:
+    """Return the file as a source, without a graph if that cannot be followed.
+
+    Raises :class:`ConversionError` if it holds no fp32 weights, or does not run.
+    """
+    if options.model is not None:
+        raise UsageError("--model: a TorchScript file brings its own architecture")
+    check_trusted(options, kind.value)
+    script = load(options.source)
+    found = tensors(script)
+    arrays = torch_file.to_numpy(options.source, found)
+    if not any(array.dtype.name == "float32" for array in arrays.values()):
+        raise ConversionError(f"{options.source}: holds no fp32 weights, so there is nothing to convert")
+    precisions.check_range(options.source, arrays)
+    checkpoint = Checkpoint("torchscript", digest_files([options.source], advance), arrays)
+    inputs = _in_order(inputs_of(options), list(input_names(script)))
+    itself = replace(adapt(script, inputs, call=_positional), script=script)
+    source = _translated(itself, found, checkpoint)
+    oracle = replace(oracles.of_module(itself), how="the TorchScript file itself, on the CPU")
+    notes = precisions.notes(arrays, residual=options.residual)
+    rowwise = source.graph is not None or not decides_by_numbers(script)
+    return replace(source, oracle=oracle, notes=notes, rowwise=rowwise)
+
+
+def _translated(original: TorchModel, found: Mapping[str, torch.Tensor], checkpoint: Checkpoint) -> Source:
+    """Return ``original`` as a source, with a graph if its operators can be followed into one."""
+    script = original.script
+    translated = Interpreted(script, found)
+    try:
+        model = adapt(translated, original.inputs, call=_positional)
+    except ConversionError as error:
+        return source_without_graph(checkpoint, original, None, reason=_failure_reason(translated.stopped, str(error)))
+    if model.outputs != original.outputs:
+        given, computed = ", ".join(original.outputs), ", ".join(model.outputs)
+        reason = f"the file gives {given}, but its translated operators give {computed}"
+        return source_without_graph(checkpoint, original, None, reason=reason)
+    source = exported_source(checkpoint, replace(model, script=script), None)
+    return (
+        replace(source, no_graph_reason=_failure_reason(translated.stopped, source.no_graph_reason))
+        if source.no_graph_reason
+        else source
+    )
+
+
+def _failure_reason(operator: str, reason: str) -> str:
+    """Return the reason why ONNX failed, with the name of the file's operator if that is known."""
+    if operator in _DECIDING:
+        return (
+            f"{operator} depends on values in a tensor (a branch, a loop, a size), which cannot be translated to ONNX"
+        )
+    return f"{operator}: {reason}" if operator and operator not in reason else reason
+
+
+def _positional(module: torch.nn.Module, feeds: Mapping[str, torch.Tensor]) -> Any:
+    return module(*feeds.values())
+
+
+def _in_order(inputs: tuple[TensorSpec, ...], names: list[str]) -> tuple[TensorSpec, ...]:
+    """Return ``inputs`` in the order of the module's arguments if the names match; else as given."""
+    if len(inputs) > len(names):
+        raise UsageError(f"--input: given {len(inputs)} times, but the module takes {len(names)}: {', '.join(names)}")
+    by_name = {spec.name: spec for spec in inputs}
+    return (
+        tuple(by_name[name] for name in names[: len(inputs)]) if by_name.keys() == set(names[: len(inputs)]) else inputs
+    )
+
+
+def load(path: Path) -> Any:
+    """Load the module at ``path`` in evaluation mode on the CPU, its graph inlined; a ``torch.jit.ScriptModule``.
+
+    Loading runs the code in the file. Raises :class:`SourceError` for a file that is damaged or has no ``forward``.
+    """
+    torch_records.check_bytes(path)
+    try:
+        with quiet():
+            return load_module(path, torch.device("cpu"))
+    except RuntimeFailure as error:
+        raise SourceError(f"{path}: {error}") from None
+
+
+def tensors(module: Any) -> dict[str, torch.Tensor]:
+    """Return every tensor that ``module`` was saved with, by name.
+
+    They are parameters, buffers, other attributes, and constants of the code, which a frozen module has instead. A
+    tensor with two names occurs twice, as in a ``state_dict``.
+    """
+    found = dict(module.state_dict())
+    places = {_place(tensor) for tensor in found.values()}
+    number = 0
+    for node in scriptgraph.nodes(module.graph):
+        for name, tensor in _of_node(module, node):
+            if not isinstance(tensor, torch.Tensor) or tensor.ndim == 0 or _place(tensor) in places:
+                continue
+            places.add(_place(tensor))
+            number += 1
+            found[name or f"{CONSTANT}{number - 1}"] = tensor
+    return found
+
+
+def _of_node(module: Any, node: Any) -> Iterator[tuple[str, Any]]:
+    if node.kind() == "prim::Constant" and node.hasAttribute("value") and node.kindOf("value") == "t":
+        yield "", node.t("value")
+    elif node.kind() == "prim::GetAttr" and node.output().type().kind() in ("TensorType", "ListType"):
+        path = scriptgraph.path_of(node)
+        value = scriptgraph.owner_of(module, node).getattr(path[-1])
+        for index, one in enumerate(value if isinstance(value, list) else [value]):
+            yield ".".join(path) + (f".{index}" if isinstance(value, list) else ""), one
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
+_ASKING = frozenset(
+    {
+        *("aten::Bool", "aten::Float", "aten::FloatImplicit", "aten::Int", "aten::IntImplicit", "aten::ScalarImplicit"),
+        *("aten::equal", "aten::is_nonzero", "aten::item", "prim::tolist"),
+    }
+)
+
+
+def decides_by_numbers(module: Any) -> bool:
+    """Return whether ``module`` branches on the values of a tensor that is not computed from sizes alone.
+
+    In such a module one row may affect another row's result.
+    """
+    graph = module.graph
+    return any(node.kind() in _ASKING and not _of_sizes(node.inputsAt(0)) for node in scriptgraph.nodes(graph))
+
+
+def _of_sizes(value: Any) -> bool:
+    """Return whether a tensor is computed only from sizes, as in a trace, and from constants."""
+    waiting, seen = [value], set()
+    while waiting:
+        value = waiting.pop()
+        if value.debugName() in seen or value.type().kind() != "TensorType":
+            continue
+        seen.add(value.debugName())
+        node = value.node()
+        if node.kind() in ("prim::NumToTensor", "prim::Constant"):
+            continue
+        if not node.kind().startswith("aten::"):
+            return False
+        waiting += list(node.inputs())
+    return True

@@ -1,0 +1,220 @@
+"""TorchScript files through the whole command: converted, run, and compared with the files themselves."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+import torch
+from architectures import Cnn, Mlp, Tied, seeded
+from converting import ONNX_ONLY, Cli, tree
+from numpy.typing import NDArray
+from restored import assert_restored
+from scriptedmodels import Deciding, Encoder, How, Looping, Named, Recurrent, save
+from torch import nn
+
+from bf16kit.artifact.artifact import Artifact
+from bf16kit.messages.errors import SourceError
+from bf16kit.runtime.loading import load, load_reference
+from converter.read import torch_file
+from converter.read.readers import scripted
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.jit's own
+
+X = torch.randn(3, 16, generator=torch.Generator().manual_seed(1))
+IMAGES = torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+IDS = torch.arange(21).reshape(3, 7)
+_CASES: dict[str, tuple[type[nn.Module], How, str, torch.Tensor]] = {
+    "frozen convolutions": (Cnn, "frozen", "x:float32:batch,3,16,16", IMAGES),
+    "a scripted transformer": (Encoder, "scripted", "ids:int64:batch,seq", IDS),
+    "a scripted loop": (Looping, "scripted", "x:float32:batch,16", X),
+    "a traced perceptron": (Mlp, "traced", "x:float32:batch,16", X),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", _CASES)
+def test_an_artifact_gives_the_outputs_of_its_file(cli: Cli, tmp_path: Path, target: Path, case: str) -> None:
+    make, how, given, x = _CASES[case]
+    path = save(tmp_path / "m.pt", make(), x[:2], how)
+    itself: Any = torch.jit.load(str(path))  # type: ignore[no-untyped-call]  # torch's own
+    with torch.no_grad():
+        expected = itself(x).numpy()
+    cli("checkpoint", path, "--input", given, "--trust-code", "--out", target).published()
+    artifact, feed = Artifact.open(target), {given.partition(":")[0]: x.numpy()}
+    assert artifact.manifest.source.format == "torchscript"
+    assert "torchscript" in artifact.manifest.profiles
+    np.testing.assert_allclose(load_reference(artifact).run(feed)["output"], expected, atol=1e-5)
+    for profile in ("cpu", "torchscript"):
+        answered = load(artifact, profile).run(feed)["output"]
+        assert 0 < np.linalg.norm(answered - expected) / np.linalg.norm(expected) < 1.5e-2, profile
+    cli("restore", target, "--out", tmp_path / "fp32.safetensors").published()
+    tensors = _arrays(path)
+    assert_restored(tmp_path / "fp32.safetensors", tensors)
+
+
+def test_inputs_are_matched_by_name_and_outputs_are_named_by_their_keys(cli: Cli, tmp_path: Path, target: Path) -> None:
+    path = save(tmp_path / "m.pt", Named(), (X[:2], X[:2]))
+    inputs = ("--input", "b:float32:batch,16", "--input", "a:float32:batch,16", "--trust-code")
+    cli("checkpoint", path, *inputs, "--out", target).published()
+    artifact = Artifact.open(target)
+    assert [entry.name for entry in artifact.manifest.inputs] == ["a", "b"]
+    with torch.no_grad():
+        expected = seeded(Named())(X, 2 * X)
+    for profile in ("cpu", "torchscript"):
+        answered = load(artifact, profile).run({"a": X.numpy(), "b": 2 * X.numpy()})
+        assert set(answered) == {"scores", "embedding"}
+        for name, tensor in expected.items():
+            np.testing.assert_allclose(answered[name], tensor.numpy(), atol=0.1)
+
+
+def test_the_same_file_gives_the_same_bytes(cli: Cli, tmp_path: Path, target: Path) -> None:
+    path = save(tmp_path / "m.pt", Mlp(), X[:2])
+    arguments = ("--input", "x:float32:batch,16", "--trust-code", "--format", "torchscript", "--no-report")
+    written = []
+    for _ in range(2):
+        cli("checkpoint", path, *arguments, "--out", target, "--force").published()
+        written.append((target / "model.torchscript.pt").read_bytes())
+    assert written[0] == written[1]
+
+
+class Counting(nn.Module):
+    """A module without any fp32 number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: torch.Tensor
+        self.register_buffer("steps", torch.arange(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.steps
+
+
+_INPUT = ["--input", "x:float32:batch,16"]
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "code", "said"),
+    [
+        (Mlp, [], 2, "--input NAME:DTYPE:DIMS"),
+        (Mlp, [*_INPUT, "--model", "a:b"], 2, "--model: a TorchScript file brings its own"),
+        (Mlp, [*_INPUT, "--input", "y:float32:batch"], 2, "--input: given 2 times, but the module takes 1: x"),
+        (Mlp, ["--input", "x:float32:batch,17"], 3, "on an example input (x[2, 17]): RuntimeError: mat1 and mat2"),
+        (Deciding, _INPUT, 3, "no ONNX graph can be made of it: prim::If depends on values in a tensor"),
+        (Counting, _INPUT, 3, "holds no fp32 weights, so there is nothing to convert"),
+    ],
+)  # fmt: skip
+def test_a_file_that_cannot_be_converted_is_rejected_with_the_reason(
+    cli: Cli, tmp_path: Path, target: Path, make: type[nn.Module], arguments: list[str], code: int, said: str
+) -> None:
+    path = save(tmp_path / "m.pt", make(), X[:2])
+    cli("checkpoint", path, *arguments, "--trust-code", *ONNX_ONLY, "--out", target).refused(code, said)
+    assert tree(tmp_path) == ["m.pt"]
+
+
+def test_a_program_is_not_loaded_unless_its_author_is_trusted(cli: Cli, tmp_path: Path, target: Path) -> None:
+    path = save(tmp_path / "m.pt", Mlp(), X[:2])
+    said = ("m.pt: is TorchScript", "whoever writes it decides what runs", "pass --trust-code if you trust them")
+    cli("checkpoint", path, *_INPUT, "--out", target).refused(2, *said)
+    cli("checkpoint", path, *_INPUT, "--out", target, "--trust-pickle", *ONNX_ONLY).published()  # the option's old name
+
+
+# --- reading the file -------------------------------------------------------------------------------------------------
+
+
+def _arrays(path: Path) -> dict[str, NDArray[Any]]:
+    return torch_file.to_numpy(path, scripted.tensors(scripted.load(path)))
+
+
+@pytest.fixture
+def mlp(tmp_path: Path) -> Path:
+    return save(tmp_path / "m.pt", Mlp(), torch.ones(2, 16))
+
+
+@pytest.mark.parametrize("how", get_args(How))
+def test_every_tensor_is_found_bit_for_bit(tmp_path: Path, how: How) -> None:
+    path = save(tmp_path / "m.pt", Cnn(), torch.ones(2, 3, 16, 16), how)
+    found = _arrays(path)
+    state = {name: tensor.numpy() for name, tensor in seeded(Cnn()).state_dict().items()}
+    if how != "frozen":
+        assert found.keys() == state.keys()
+        for name, array in state.items():
+            np.testing.assert_array_equal(found[name], array)
+    else:  # BatchNorm is folded by torch.jit.freeze itself
+        assert sorted(found) == [f"constants.{number}" for number in range(len(found))]
+        assert any(np.array_equal(array, state["head.weight"]) for array in found.values())
+
+
+def test_a_shared_weight_has_both_names_and_an_attribute_its_own_name(tmp_path: Path) -> None:
+    path = save(tmp_path / "m.pt", Named(), (torch.ones(2, 16), torch.ones(2, 16)))
+    found = scripted.tensors(scripted.load(path))
+    assert set(found) == {"left.weight", "left.bias", "right.weight", "right.bias", "shift"}
+    assert found["left.weight"].data_ptr() == found["right.weight"].data_ptr()
+
+
+def test_a_list_of_parameters_adds_no_tensors(tmp_path: Path) -> None:
+    """Recurrent layers have such a list beside the parameters in it."""
+    script = scripted.load(save(tmp_path / "m.pt", Recurrent(), torch.ones(2, 7, 16)))
+    assert scripted.tensors(script).keys() == script.state_dict().keys()
+
+
+def test_a_constant_that_two_places_use_is_one_tensor(tmp_path: Path) -> None:
+    path = save(tmp_path / "m.pt", Tied(), torch.zeros(2, 3, dtype=torch.long), "frozen")
+    assert sorted(tensor.ndim for tensor in scripted.tensors(scripted.load(path)).values()) == [1, 2, 2]
+
+
+@pytest.mark.parametrize("share", [0.3, 0.7, 0.999])
+def test_a_truncated_file_is_rejected(mlp: Path, share: float) -> None:
+    whole = mlp.read_bytes()
+    mlp.write_bytes(whole[: int(len(whole) * share)])
+    with pytest.raises(SourceError, match=r"m\.pt: is a truncated or damaged zip archive"):
+        scripted.load(mlp)
+
+
+def test_a_changed_byte_of_a_weight_is_noticed(mlp: Path) -> None:
+    with zipfile.ZipFile(mlp) as archive:
+        weight = archive.read("m/data/0")
+    mlp.write_bytes(mlp.read_bytes().replace(weight, b"\x01" + weight[1:]))
+    with pytest.raises(SourceError, match=r"m\.pt: damaged: its record 'm/data/0' has other bytes than were written"):
+        scripted.load(mlp)
+
+
+def test_a_module_without_forward_is_rejected(tmp_path: Path) -> None:
+    class Empty(torch.nn.Module):
+        @torch.jit.export
+        def backward(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    module: Any = torch.jit.script(Empty())
+    torch.jit.save(module, tmp_path / "m.pt")
+    with pytest.raises(SourceError, match=r"m\.pt: TorchScript cannot load m\.pt: .*forward"):
+        scripted.load(tmp_path / "m.pt")
+
+
+def _of_its_sum(x: torch.Tensor) -> torch.Tensor:
+    return -x if bool(x.sum() > 0) else x
+
+
+def _of_its_size(x: torch.Tensor) -> torch.Tensor:
+    return -x if x.size(0) > 2 else x
+
+
+def _by_its_size(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(int(x.size(0) * x.size(1)))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("made", "decides"),
+    [
+        (lambda: torch.jit.script(_of_its_sum), True),
+        (lambda: torch.jit.script(_of_its_size), False),
+        (lambda: torch.jit.trace(_by_its_size, torch.ones(2, 3)), False),  # type: ignore[no-untyped-call]  # sizes are tensors
+    ],
+)
+def test_decisions_by_numbers_and_by_sizes_are_distinguished(made: Callable[[], Any], decides: bool) -> None:
+    assert scripted.decides_by_numbers(made()) is decides
