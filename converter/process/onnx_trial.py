@@ -24,7 +24,8 @@ from converter.process import children
 SECONDS = 600  # of processor time, which a busy machine or a slow disk does not change; large models take a minute
 _SIZES = (1, 2, 32, 64, 224)  # of the free dimensions behind the first, until the graph runs
 _THREADS = 8  # at most: each has 8 MiB for its stack, which count
-_NO_MEMORY = ("bad_alloc", "allocate memory", "Integer overflow")  # of a size, in ONNX Runtime's errors
+_NO_MEMORY = ("bad_alloc", "allocate memory")  # in ONNX Runtime's errors, which have no class for it
+_NO_SIZE = "Integer overflow"  # the same: of a size in bytes
 _INVALID, _UNUSABLE = 2, 3  # exit codes
 
 
@@ -60,7 +61,8 @@ def main() -> None:
     exit_with_parent(parent)
     controlgroup.maximize_oom_score()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds if hard < 0 else min(seconds, hard), hard))
     memory = _limit_memory()
     try:
         _check_rules(path)
@@ -74,8 +76,7 @@ def main() -> None:
 
 
 def _end(code: int, text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    os.write(1, text.encode(errors="replace"))
     os._exit(code)
 
 
@@ -107,7 +108,7 @@ def _check_rules(path: Path) -> None:
 
 
 def _open_and_run(path: Path) -> None:
-    """Open a session and run it once; MemoryError if that needs too much memory, RuntimeFailure if it cannot open."""
+    """Open a session and run it once; MemoryError if either needs too much memory, RuntimeFailure if it cannot open."""
     from bf16kit.runtime.hardware import available_cpus
     from bf16kit.runtime.ort.session import open_session
 
@@ -116,16 +117,19 @@ def _open_and_run(path: Path) -> None:
     except RuntimeFailure as error:
         _check_memory(error)
         raise
+    failure = ""
     for feeds in _feeds(session):
         try:
             session.run(None, feeds)
-            break
+            return
         except Exception as error:  # noqa: BLE001 - mostly the sizes, which do not fit
             _check_memory(error)
+            failure = str(error)
+    if _NO_SIZE in failure:
+        raise MemoryError(failure)
 
 
 def _check_memory(error: Exception) -> None:
-    """Raise MemoryError if ONNX Runtime's ``error`` says so in words: it has no class for that."""
     if any(text in str(error) for text in _NO_MEMORY):
         raise MemoryError from error
 

@@ -12,6 +12,7 @@ from converter.graph.dimensions import is_named
 from converter.graph.guesses import mark_guessed, rename
 from converter.graph.initializers import dims
 from converter.graph.names import values_of
+from converter.process import onnx_trial
 from converter.process.quiet import first_line, quiet, reason
 from converter.read.signature import input_specs, output_specs
 
@@ -28,10 +29,8 @@ def read_graph(path: Path) -> tuple[ir.Model, list[Path]]:
 
     Raises :class:`SourceError` when it is damaged, or when external data is missing or outside the model's directory,
     and :class:`ConversionError` when an input or output is no tensor that bf16kit serves, a constant is sparse, or
-    ONNX Runtime cannot open it (:mod:`converter.read.onnx_trial`).
+    ONNX Runtime cannot open it (:mod:`converter.process.onnx_trial`).
     """
-    from converter.read import onnx_trial
-
     try:
         with quiet():
             model = _load(path)

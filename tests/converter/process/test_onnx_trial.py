@@ -11,8 +11,7 @@ from converting import Cli, tree
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
 import graphs
-from converter.process import children
-from converter.read import onnx_trial
+from converter.process import children, onnx_trial
 
 
 def _weight(model: ModelProto) -> TensorProto:
@@ -128,6 +127,7 @@ def test_a_loop_that_does_not_end_is_stopped(
 
 
 _HUGE = {
+    "a size beyond 64 bits": (helper.make_node("ConstantOfShape", ["beyond"], ["y"]), ["a", "b"]),
     "ConstantOfShape": (helper.make_node("ConstantOfShape", ["shape"], ["y"]), ["a", "b"]),
     "Expand": (helper.make_node("Expand", ["x", "shape"], ["y"]), ["a", "b"]),
     "Range": (helper.make_node("Range", ["zero", "end", "one"], ["y"]), ["a"]),
@@ -139,7 +139,8 @@ def test_a_graph_that_needs_more_memory_than_there_is_is_stopped(
     cli: Cli, tmp_path: Path, target: Path, operator: str
 ) -> None:
     node, dims = _HUGE[operator]
-    constants = [helper.make_tensor("shape", TensorProto.INT64, [2], [2**20, 2**20])]
+    shapes = {"shape": [2**20, 2**20], "beyond": [2**62, 4]}
+    constants = [helper.make_tensor(name, TensorProto.INT64, [2], shape) for name, shape in shapes.items()]
     constants += [
         helper.make_tensor(n, TensorProto.FLOAT, [], [v]) for n, v in (("zero", 0), ("end", 2**40), ("one", 1))
     ]
