@@ -21,7 +21,7 @@ _FAILED = re.compile(
 )
 _LOADED = re.compile(r"Load model from .*? failed: ?")
 # The place in a library's sources: a path and a line, often followed by the signature of a C++ function.
-_SIGNATURE = r"(?: [^()\n]*\((?:[^()]|\([^()]*\))*\)(?: const)?(?: \[with [^\]]*\])?)?"
+_SIGNATURE = r"(?: [^()'\n]*\((?:[^()]|\([^()]*\))*\)(?: const)?(?: \[with [^\]]*\])?)?"
 _PLACE = re.compile(rf"\S*\.(?:cc|cpp|cu|h|hpp|c|py)\"?:\d+(?::|\]|\b){_SIGNATURE}:? ?\.? ?")
 _ASSERTED = "INTERNAL ASSERT FAILED"  # PyTorch, after the C++ condition that failed
 _FRAMES = re.compile(r"\n(?:Exception raised from|frame #|==> Context:|\s*#\d+ ).*", re.DOTALL)

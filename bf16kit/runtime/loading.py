@@ -63,14 +63,15 @@ def load(
     from bf16kit.runtime.memory.rebuilt import Weights
     from bf16kit.runtime.ort.externaldata import check_locations
     from bf16kit.runtime.ort.inlining import check_inlined_size
-    from bf16kit.runtime.ort.kernel import kernel_for, read_as_stored
+    from bf16kit.runtime.ort.kernel import NOT_NEEDED, kernel_for, read_as_stored
     from bf16kit.runtime.ort.onnx import OnnxRuntime
     from bf16kit.runtime.ort.session import check_version
 
     check_version(profile, entry.requires)
-    check_locations(path, artifact.manifest.files)
-    check_inlined_size(path)
-    given = read_as_stored(path, kernel=bool(kernel_for(path).path)) if artifact.copies and device == CPU else ()
+    graph = check_locations(path, artifact.manifest.files)
+    check_inlined_size(path, graph)
+    kernel = kernel_for(graph) if device == CPU else NOT_NEEDED
+    given = read_as_stored(graph, kernel=bool(kernel.path)) if artifact.copies and device == CPU else ()
     mapped = nullcontext(Weights(path, ""))
     with copied_weights(artifact, path, scratch, given, weights) if artifact.copies else mapped as found:
         runtime = OnnxRuntime(
@@ -85,6 +86,7 @@ def load(
             values=found.values,
             base_dir=found.base_dir,
             name=entry.graph,
+            kernel=kernel,
         )
     if profile == "cpu-bf16" and runtime.info.accumulation != "fp32":
         runtime.close()
@@ -125,8 +127,7 @@ def load_reference(
         remedy = reason or "convert the checkpoint again with the residual"
         raise ArtifactError(f"{artifact.path} has no fp32 reference; {remedy}")
     graph = artifact.file(name)
-    check_locations(graph, {*artifact.manifest.files, REBUILT})
-    check_inlined_size(graph)
+    check_inlined_size(graph, check_locations(graph, {*artifact.manifest.files, REBUILT}))
     inputs, outputs = _inputs_and_outputs(artifact)
     with rebuilt_weights(artifact, graph, scratch, weights) as found:
         if artifact.copies:

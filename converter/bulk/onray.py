@@ -127,7 +127,7 @@ class _Task:
 
 def _run(command: list[str], log: str, directory: str) -> int:
     """Run this program's command line on a node, by the node's Python, and return its exit code."""
-    prefix = children.command("converter.process.following", str(os.getpid()))
+    prefix = children.command("bf16kit.system.exit_with_parent", str(os.getpid()))
     process = start_process([*prefix, sys.executable, *command[1:]], Path(log), Path(directory))
     try:
         while True:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bf16kit.messages.errors import Bf16kitError, ConversionError, SourceError, UsageError
 from bf16kit.numerics.tensors import TensorSpec
@@ -12,18 +12,24 @@ from converter.graph.dimensions import is_named
 from converter.graph.guesses import mark_guessed, rename
 from converter.graph.initializers import dims
 from converter.graph.names import values_of
+from converter.process import onnx_trial
 from converter.process.quiet import first_line, quiet, reason
 from converter.read.signature import input_specs, output_specs
 
 if TYPE_CHECKING:
     import onnx_ir as ir
+    from onnx import GraphProto
+
+_UNREAD = ("doc_string", "metadata_props")  # fields that are dropped, in any encoding
+_SHOWN = 40  # bytes of a damaged name
 
 
 def read_graph(path: Path) -> tuple[ir.Model, list[Path]]:
     """Return the model, its external data memory-mapped, and the files it consists of.
 
     Raises :class:`SourceError` when it is damaged, or when external data is missing or outside the model's directory,
-    and :class:`ConversionError` when an input or output is a map, or a constant is sparse.
+    and :class:`ConversionError` when an input or output is no tensor that bf16kit serves, a constant is sparse, or
+    ONNX Runtime cannot open it (:mod:`converter.process.onnx_trial`).
     """
     try:
         with quiet():
@@ -32,7 +38,6 @@ def read_graph(path: Path) -> tuple[ir.Model, list[Path]]:
     except Bf16kitError:
         raise
     except Exception as error:  # protobuf and onnx_ir raise errors of many kinds on damaged files
-        _check_readable(path)
         raise SourceError(f"{path}: truncated or damaged: not an ONNX model ({reason(error)})") from error
     if not list(model.graph.outputs):
         raise SourceError(f"{path}: truncated or damaged: its graph has no outputs")
@@ -41,18 +46,21 @@ def read_graph(path: Path) -> tuple[ir.Model, list[Path]]:
         model.graph.inputs.remove(value)
     _correct_initializer_types(model)
     _keep_names_of_inputs(model)
-    return model, [path, *_external_files(path, model)]
+    files = [path, *_external_files(path, model)]
+    input_specs(model), output_specs(model)  # raises a better error than ONNX's checker for a missing type or shape
+    onnx_trial.check(path)
+    return model, files
 
 
 def _load(path: Path) -> ir.Model:
-    """Check the file's tensors, then return the model as onnx_ir reads it, its external data beside it."""
+    """Return the model as onnx_ir reads it, its external data beside it."""
     import onnx
     import onnx_ir as ir
 
-    from converter.read import onnx_soundness
-
     proto = onnx.load(path, load_external_data=False)
-    onnx_soundness.check(path, proto)
+    for text in _undecodable(proto):  # neither onnx_ir nor ONNX's checker reports it
+        raise SourceError(f"{path}: damaged: the name {text[:_SHOWN]!r} is not UTF-8")
+    _check_supported(path, proto.graph)
     model = ir.from_proto(proto)
     for tensor in _tensors(model):
         if isinstance(tensor, ir.ExternalTensor):
@@ -60,14 +68,24 @@ def _load(path: Path) -> ir.Model:
     return model
 
 
-def _check_readable(path: Path) -> None:
-    """Raise :class:`ConversionError` for what onnx_ir cannot read in a sound file: maps and sparse constants."""
-    import onnx
-
-    try:
-        graph = onnx.load(path, load_external_data=False).graph
-    except Exception:  # noqa: BLE001 - damaged, which the caller reports
+def _undecodable(message: Any) -> Iterator[bytes]:
+    """Yield the names in ``message``, at any depth, that are not UTF-8: protobuf returns them as bytes."""
+    if message.DESCRIPTOR.name == "TensorProto":  # listing its fields would copy its data
+        texts = (message.name, *(text for entry in message.external_data for text in (entry.key, entry.value)))
+        yield from (text for text in texts if isinstance(text, bytes))
         return
+    for field, value in message.ListFields():
+        if field.name in _UNREAD:
+            continue
+        for each in value if field.is_repeated else (value,):
+            if field.message_type is not None:
+                yield from _undecodable(each)
+            elif field.type == field.TYPE_STRING and isinstance(each, bytes):
+                yield each
+
+
+def _check_supported(path: Path, graph: GraphProto) -> None:
+    """Raise :class:`ConversionError` for what a sound file may have and onnx_ir does not read: maps, sparse tensors."""
     producers = {name: node.op_type for node in graph.node for name in node.output}
     for edge in (*graph.input, *graph.output):
         kind = edge.type.WhichOneof("value")
@@ -79,9 +97,9 @@ def _check_readable(path: Path) -> None:
                 f"{path}: {edge.name!r} is {what}, and bf16kit serves tensors only"
                 f"{remedy if producers.get(edge.name) == 'ZipMap' else ''}"
             )
-    for node in graph.node:
-        if any(attribute.type == onnx.AttributeProto.SPARSE_TENSOR for attribute in node.attribute):
-            raise ConversionError(f"{path}: constant {node.output[0]!r} is sparse; make it dense")
+    constants = [node.output[0] for node in graph.node for a in node.attribute if a.HasField("sparse_tensor")]
+    for name in (*constants, *(tensor.values.name for tensor in graph.sparse_initializer)):
+        raise ConversionError(f"{path}: constant {name!r} is sparse; make it dense")
 
 
 def _correct_initializer_types(model: ir.Model) -> None:
@@ -137,7 +155,7 @@ def _external_files(path: Path, model: ir.Model) -> list[Path]:
             location.stat()  # raises for names that are too long, files used as directories, and cyclic links
         except FileNotFoundError:
             pass
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             raise SourceError(f"{path}: the data of {tensor.name!r} cannot be read: {first_line(error)}") from None
         if not inside:
             raise SourceError(f"{path}: {tensor.name!r} is in {tensor.location!r}, outside the model's directory")

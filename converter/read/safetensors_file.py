@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import mmap
@@ -23,11 +24,11 @@ _DTYPES = {theirs: BY_NAME[ours].numpy for ours, theirs in DTYPES.items()}
 def read_file(path: Path) -> dict[str, Array]:
     """Return every tensor of one file by name, in the file's order; nothing is read until it is used.
 
-    The safetensors library checks the format's rules. The dtypes are checked here first, because the library's message
-    for an unknown one does not name the tensor.
+    The safetensors library checks the format's rules. The header and its dtypes are checked here first, because the
+    library's messages name neither a size nor the tensor.
     """
     try:
-        _check_dtypes(path)
+        header = _header(path)
         _check_rules(path)
         with path.open("rb") as file:
             # Copy-on-write: torch warns about read-only arrays, and the file must never change.
@@ -35,16 +36,12 @@ def read_file(path: Path) -> dict[str, Array]:
     except OSError as error:
         raise SourceError(f"{path}: cannot be read: {error.strerror or error}") from None
     start = 8 + int.from_bytes(mapped[:8], "little")
-    return {name: _view(mapped, start, entry) for name, entry in _header(path).items() if name != "__metadata__"}
+    return {name: _view(mapped, start, entry) for name, entry in header.items() if name != "__metadata__"}
 
 
 def read_sharded(index: Path) -> tuple[dict[str, Array], list[Path]]:
     """Return every tensor of the shards that ``index`` names, and the files read: the index first, then the shards."""
-    try:
-        weight_map = json.loads(index.read_bytes())["weight_map"]
-        assigned = {str(name): str(shard) for name, shard in weight_map.items()}
-    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
-        raise SourceError(f"{index}: is not the index of a sharded checkpoint") from None
+    assigned = _weight_map(index)
     shards: dict[str, dict[str, Array]] = {}
     for shard in sorted(set(assigned.values())):
         shards[shard] = read_file(_shard_path(index, shard))
@@ -57,7 +54,7 @@ def read_sharded(index: Path) -> tuple[dict[str, Array], list[Path]]:
 
 def shards(index: Path) -> tuple[tuple[str, ...], ...]:
     """Return the names of the tensors in each shard of an ``index`` that :func:`read_sharded` has read."""
-    weight_map = json.loads(index.read_bytes())["weight_map"]
+    weight_map = _weight_map(index)
     names: dict[str, list[str]] = {shard: [] for shard in sorted(set(weight_map.values()))}
     for name, shard in weight_map.items():
         names[shard].append(name)
@@ -67,13 +64,20 @@ def shards(index: Path) -> tuple[tuple[str, ...], ...]:
 def index_of(path: Path) -> Path | None:
     """Return the index beside ``path`` that names it as one of several shards, or None."""
     for index in sorted(path.parent.glob("*.safetensors.index.json")):
-        try:
-            named = set(json.loads(index.read_bytes())["weight_map"].values())
-        except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
-            continue
-        if path.name in named and len(named) > 1:
-            return index
+        with contextlib.suppress(SourceError):
+            named = set(_weight_map(index).values())
+            if path.name in named and len(named) > 1:
+                return index
     return None
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Return the shard of each tensor."""
+    try:
+        weight_map = json.loads(index.read_bytes())["weight_map"]
+        return {str(name): str(shard) for name, shard in weight_map.items()}
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
+        raise SourceError(f"{index}: is not the index of a sharded checkpoint") from None
 
 
 def _shard_path(index: Path, shard: str) -> Path:
@@ -102,15 +106,12 @@ def _header(path: Path) -> dict[str, Any]:
         raise SourceError(f"{path}: damaged: its safetensors header is not JSON") from None
     if not isinstance(header, dict):
         raise SourceError(f"{path}: damaged: its safetensors header is not an object")
-    return header
-
-
-def _check_dtypes(path: Path) -> None:
-    for name, entry in _header(path).items():
+    for name, entry in header.items():
         dtype = entry.get("dtype") if isinstance(entry, dict) and name != "__metadata__" else "F32"
         if not isinstance(dtype, str) or dtype not in _DTYPES:
             known = ", ".join(_DTYPES)
             raise SourceError(f"{path}: tensor {name!r} has the unknown dtype {dtype!r}; known: {known}")
+    return header
 
 
 def _check_rules(path: Path) -> None:

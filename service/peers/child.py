@@ -159,7 +159,7 @@ class Child:
         try:
             with theirs:
                 # -P: do not import from the working directory. The child ends itself when this process has died
-                # (bf16kit/system/orphans.py), and ignores stop signals: this process handles them.
+                # (bf16kit/system/exit_with_parent.py), and ignores stop signals: this process handles them.
                 command = [sys.executable, "-P", "-m", self._module, str(theirs.fileno()), str(os.getpid())]
                 self._ended_for_memory = 0 if (memory := self._memory()) is None else memory.oom_kills
                 self._process = subprocess.Popen(

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from bf16kit.messages.errors import ArtifactError, Bf16kitError, NotFound
-from bf16kit.system.orphans import die_with_parent
+from bf16kit.system.exit_with_parent import exit_with_parent
 from service.drift.evidence import EvidenceRecorder
 from service.drift.sampling import TokenBucket
 from service.drift.shadow import Shadow
@@ -240,7 +240,7 @@ class References:
 def main() -> None:
     """Entry point: ``python -m service.shadow.references DESCRIPTOR PARENT``."""
     leave_signals_to_the_parent()
-    die_with_parent(int(sys.argv[2]))
+    exit_with_parent(int(sys.argv[2]))
     bound_heap()
     References(socket.socket(fileno=int(sys.argv[1]))).run()
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from bf16kit.messages.errors import Bf16kitError, Unavailable
-from bf16kit.system.orphans import die_with_parent
+from bf16kit.system.exit_with_parent import exit_with_parent
 from service.drift.gate import ProcessRank
 from service.drift.owner import PrecisionOrder
 from service.grpcport import build_transport, drain, extensions, open_tracing, read_only_unless_enabled
@@ -283,7 +283,7 @@ def _ending_on_error() -> Iterator[None]:
 def main() -> None:
     """Entry point: ``python -m service.workers.worker DESCRIPTOR PARENT``."""
     leave_signals_to_the_parent()
-    die_with_parent(int(sys.argv[2]))
+    exit_with_parent(int(sys.argv[2]))
     bound_heap()
     Worker(socket.socket(fileno=int(sys.argv[1]))).run()
 

@@ -181,8 +181,8 @@ def _set_external_data(tensor: TensorProto, location: str, offset: int, nbytes: 
         tensor.external_data.add(key=key, value=str(value))
 
 
-def check_locations(path: Path, allowed: Collection[str]) -> None:
-    """Raise ArtifactError if one of the graph's tensors is not stored as an artifact stores it.
+def check_locations(path: Path, allowed: Collection[str]) -> ModelProto:
+    """Return the graph in ``path``; ArtifactError if one of its tensors is not stored as an artifact stores it.
 
     A tensor must be in one of the ``allowed`` files beside the graph, at a multiple of 64 bytes, because mapping relies
     on that. It must have as many bytes as its shape and dtype need, and lie within the file. A missing file, such as
@@ -193,7 +193,8 @@ def check_locations(path: Path, allowed: Collection[str]) -> None:
     file.
     """
     sizes: dict[str, int | None] = {}
-    for tensor in _tensors(_model(path)):
+    model = _model(path)
+    for tensor in _tensors(model):
         for location in _locations(tensor):
             if location not in allowed:
                 raise ArtifactError(
@@ -204,6 +205,7 @@ def check_locations(path: Path, allowed: Collection[str]) -> None:
                 file = path.parent / location
                 sizes[location] = file.stat().st_size if file.is_file() else None
             _check_extent(path, tensor, location, sizes[location])
+    return model
 
 
 def _check_extent(path: Path, tensor: TensorProto, location: str, size: int | None) -> None:

@@ -15,19 +15,19 @@ from bf16kit.messages.errors import RuntimeFailure
 from bf16kit.runtime.ort.kernel import all_nodes, parse_graph
 
 if TYPE_CHECKING:
-    from onnx import NodeProto
+    from onnx import ModelProto, NodeProto
 
 # Nodes of the graph with all calls inlined. Large models have some 50,000; ONNX Runtime takes a minute for this many.
 MOST_NODES = 500_000
 _Key = tuple[str, str, str]
 
 
-def check_inlined_size(path: Path) -> None:
+def check_inlined_size(path: Path, parsed: ModelProto | None = None) -> None:
     """Raise :class:`RuntimeFailure` if the graph in ``path`` has too many nodes once its functions are inlined.
 
-    A file that cannot be parsed passes: ONNX Runtime reports that better.
+    ``parsed`` is the file's content. A file that cannot be parsed passes: ONNX Runtime reports that better.
     """
-    model = parse_graph(path)
+    model = parse_graph(parsed or path)
     if not model.functions:
         return
     bodies: dict[_Key, Counter[_Key]] = {

@@ -58,7 +58,7 @@ class Kernel:
 NOT_NEEDED = Kernel()
 
 
-def kernel_for(model: Path | bytes) -> Kernel:
+def kernel_for(model: Path | bytes | ModelProto) -> Kernel:
     """Return the kernel for the ONNX graph ``model`` on the CPU: :data:`NOT_NEEDED` if it has no node of our domain.
 
     Raises :class:`ConfigError` as :func:`usable_kernel` does.
@@ -69,7 +69,7 @@ def kernel_for(model: Path | bytes) -> Kernel:
     return usable_kernel(rounds=any(BF16 in name for name in operators)) if operators else NOT_NEEDED
 
 
-def read_as_stored(model: Path | bytes, *, kernel: bool) -> frozenset[str]:
+def read_as_stored(model: Path | bytes | ModelProto, *, kernel: bool) -> frozenset[str]:
     """Return the initializers of the ONNX graph ``model`` that are read in place: never folded, widened or packed.
 
     These are bfloat16 weights of the library's operators if the ``kernel`` runs them, and bfloat16 and float32 tables
@@ -190,8 +190,8 @@ def _registration_error() -> str:
     return ""
 
 
-def parse_graph(model: Path | bytes) -> ModelProto:
-    """Parse the graph without its external data.
+def parse_graph(model: Path | bytes | ModelProto) -> ModelProto:
+    """Parse the graph without its external data, unless the caller has.
 
     If it cannot be parsed the result is an empty graph: ONNX Runtime reports the error better.
     """
@@ -199,6 +199,8 @@ def parse_graph(model: Path | bytes) -> ModelProto:
     from google.protobuf.message import DecodeError
 
     try:
+        if isinstance(model, onnx.ModelProto):
+            return model
         if isinstance(model, Path):
             return onnx.load(model, format="protobuf", load_external_data=False)
         return onnx.load_model_from_string(model, format="protobuf")

@@ -14,7 +14,7 @@ from bf16kit.runtime import Array, RuntimeInfo
 from bf16kit.runtime.device import CPU, canonical
 from bf16kit.runtime.edges import RuntimeProperties
 from bf16kit.runtime.ort import ortvalue
-from bf16kit.runtime.ort.kernel import NOT_NEEDED, kernel_for
+from bf16kit.runtime.ort.kernel import NOT_NEEDED, Kernel, kernel_for
 from bf16kit.runtime.ort.session import Session, open_session, run_options_with_timeout
 from bf16kit.runtime.probe import probe_onnx
 
@@ -23,9 +23,10 @@ class OnnxRuntime(RuntimeProperties):
     """One ONNX graph, loaded: a :class:`bf16kit.runtime.Runtime`.
 
     ``profile`` and ``precision`` are reported in :class:`RuntimeInfo`; the accumulation is probed on ``device``, with
-    the CPU kernel if the graph uses it. ``name`` is the name of a graph given as bytes in messages. For the other
-    arguments and the errors see :func:`bf16kit.runtime.ort.session.open_session`. Also raises
-    :class:`ConfigError` when the environment asks for a kernel path that cannot be used.
+    the CPU kernel if the graph uses it; ``kernel`` says whether, for a graph that has been parsed already. ``name`` is
+    the name of a graph given as bytes in messages. For the other arguments and the errors see
+    :func:`bf16kit.runtime.ort.session.open_session`. Also raises :class:`ConfigError` when the environment asks for a
+    kernel path that cannot be used.
     """
 
     def __init__(
@@ -47,11 +48,13 @@ class OnnxRuntime(RuntimeProperties):
         pack: bool = True,
         arena: bool = False,
         name: str = "",
+        kernel: Kernel | None = None,
     ) -> None:
         device = canonical(device)
         name = name or (model.name if isinstance(model, Path) else f"a graph of {len(model)} bytes")
         # Only if the graph has nodes of the kernel: the reference must run on ONNX Runtime alone.
-        kernel = kernel_for(model) if device == CPU else NOT_NEEDED
+        if kernel is None:
+            kernel = kernel_for(model) if device == CPU else NOT_NEEDED
         session = open_session(
             model,
             device=device,

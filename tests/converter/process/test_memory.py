@@ -38,16 +38,6 @@ def test_objects_of_the_block_are_set_aside_until_the_end() -> None:
     assert gc.get_freeze_count() == 0
 
 
-def test_garbage_of_the_block_stays_until_settle() -> None:
-    with FrozenHeap() as garbage:
-        with garbage.without_collection():
-            alive = weakref.ref(Knot())
-        release_memory()
-        assert alive() is not None
-        garbage.collect()
-        assert alive() is None
-
-
 def test_objects_that_become_garbage_later_are_freed_by_settle() -> None:
     with FrozenHeap() as garbage:
         knot = Knot()
@@ -60,29 +50,11 @@ def test_objects_that_become_garbage_later_are_freed_by_settle() -> None:
         assert alive() is None
 
 
-def test_objects_created_after_settle_are_freed_by_any_release() -> None:
-    with FrozenHeap() as garbage:
-        garbage.collect()
-        alive = weakref.ref(Knot())
-        release_memory()
-        assert alive() is None
-
-
 def test_nothing_stays_set_aside_after_an_error() -> None:
     with pytest.raises(ZeroDivisionError), FrozenHeap() as garbage, garbage.without_collection():
         raise ZeroDivisionError
     assert gc.get_freeze_count() == 0
     assert gc.isenabled()
-
-
-def test_a_collector_that_was_off_stays_off() -> None:
-    gc.disable()
-    try:
-        with FrozenHeap() as garbage, garbage.without_collection():
-            pass
-        assert not gc.isenabled()
-    finally:
-        gc.enable()
 
 
 def test_objects_that_the_calling_program_set_aside_stay_so() -> None:

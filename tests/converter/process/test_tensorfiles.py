@@ -121,14 +121,6 @@ def test_a_file_is_deleted_with_its_tensor(tmp_path: Path) -> None:
     assert deleted_kb() == before
 
 
-def test_small_tensors_stay_in_memory(tmp_path: Path) -> None:
-    before = deleted_kb()
-    with TensorFiles(tmp_path):
-        tensor = torch.ones(100, SIDE)
-    assert deleted_kb() == before
-    assert tensor.shape == (100, SIDE)
-
-
 def test_tensors_stay_in_memory_if_no_file_can_be_created(tmp_path: Path) -> None:
     before = deleted_kb()
     with TensorFiles(tmp_path / "nothing"):

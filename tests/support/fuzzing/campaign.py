@@ -117,7 +117,9 @@ def _attempt(one: Mutant, work: Path, *, full: bool) -> tuple[confined.End, list
 def convert(path: Path, seed: Seed, inside: Path, judging: Callable[[], None], *, full: bool) -> dict[str, Any]:
     """In the confined process, run the command line on the mutant and compare the result with the mutant's tensors."""
     from converter.cli import run as command
+    from converter.process import onnx_trial
 
+    onnx_trial.SECONDS = confined.SECONDS // 2  # so that its child is stopped first
     arguments = seed.arguments if full else seed.arguments[: seed.arguments.index("--input")]
     target = inside / "out" / "m" / "1"
     before = set(sys.modules)

@@ -11,8 +11,7 @@ from converting import Cli, process
 from savedmodels import stand_in
 
 from bf16kit.runtime.ort import kernel
-from converter.doctor.abilities import FORMATS, OTHERS, SOURCES, capabilities
-from converter.doctor.parts import CHECKS, Part, parts
+from converter.commands.doctor import CHECKS, FORMATS, OTHERS, SOURCES, parts
 from converter.read.tensorflow import environment
 
 
@@ -65,12 +64,6 @@ def test_every_missing_part_has_a_remedy(monkeypatch: pytest.MonkeyPatch) -> Non
     missing = [part for part in parts().values() if not part.found]
     assert {"torch", "transformers", "onnxruntime"} <= {part.name for part in missing}
     assert all(part.remedy for part in missing)
-
-
-def test_a_line_names_all_missing_parts() -> None:
-    found = {"a": Part("a", "1"), "b": Part("b", ""), "c": Part("c", "")}
-    (line,) = capabilities({"thing": ("a", "b", "c")}, found)
-    assert (line.possible, line.missing) == (False, ("b", "c"))
 
 
 def test_doctor_takes_less_than_two_seconds() -> None:

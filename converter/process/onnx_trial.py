@@ -1,0 +1,159 @@
+"""Tries an ONNX file in a child process: ONNX's checker, a session of ONNX Runtime, and one run on small inputs.
+
+Both libraries are C++ programs that trust what they read: a graph can end their process, take all memory, or never end.
+So they meet it first where time and memory are limited, and a failure becomes one sentence.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from bf16kit.messages.errors import ConversionError, RuntimeFailure, SourceError
+from bf16kit.messages.wording import brief
+from bf16kit.system import controlgroup
+from bf16kit.system.exit_with_parent import exit_with_parent
+from converter.process import children
+
+SECONDS = 600  # of processor time, which a busy machine or a slow disk does not change; large models take a minute
+_SIZES = (1, 2, 32, 64, 224)  # of the free dimensions behind the first, until the graph runs
+_THREADS = 8  # at most: each has 8 MiB for its stack, which count
+_NO_MEMORY = ("bad_alloc", "allocate memory")  # in ONNX Runtime's errors, which have no class for it
+_NO_SIZE = "Integer overflow"  # the same: of a size in bytes
+_INVALID, _UNUSABLE = 2, 3  # exit codes
+
+
+def check(path: Path) -> None:
+    """Raise an error if the ONNX file at ``path`` cannot be trusted here.
+
+    :class:`SourceError` if the file breaks ONNX's rules; :class:`ConversionError` if ONNX Runtime cannot open it, or
+    if that or a run crashes, needs more memory than there is, or does not end. A run may fail otherwise: the small
+    inputs may not fit.
+    """
+    command = children.command(__name__, str(path), str(SECONDS), str(os.getpid()))
+    done = subprocess.run(command, env=children.environment(), capture_output=True, check=False)
+    if done.returncode == 0:
+        return
+    reason = done.stdout.decode(errors="replace").strip()
+    if done.returncode == _INVALID:
+        raise SourceError(f"{path}: damaged: {reason}")
+    if done.returncode == _UNUSABLE:
+        raise ConversionError(f"{path}: {reason}")
+    if done.returncode == -signal.SIGXCPU:
+        raise ConversionError(
+            f"{path}: ONNX Runtime did not open it and run it once on small inputs within {SECONDS} s of processor"
+            " time, and was stopped; a Loop that never ends?"
+        )
+    ended = signal.Signals(-done.returncode).name if done.returncode < 0 else f"exit code {done.returncode}"
+    memory = " (out of memory?)" if -done.returncode in (signal.SIGKILL, signal.SIGABRT) else ""
+    raise ConversionError(f"{path}: crashes ONNX Runtime: its process ended with {ended}{memory}")
+
+
+def main() -> None:
+    """Try the file that the first argument names, within the seconds of the second, for the parent of the third."""
+    path, seconds, parent = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    exit_with_parent(parent)
+    controlgroup.maximize_oom_score()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds if hard < 0 else min(seconds, hard), hard))
+    memory = _limit_memory()
+    try:
+        _check_rules(path)
+        _open_and_run(path)
+    except SourceError as error:
+        _end(_INVALID, str(error))
+    except RuntimeFailure as error:
+        _end(_UNUSABLE, str(error))
+    except MemoryError:
+        _end(_UNUSABLE, f"takes more than the {memory / 1e9:.1f} GB of memory that are here")
+
+
+def _end(code: int, text: str) -> None:
+    os.write(1, text.encode(errors="replace"))
+    os._exit(code)
+
+
+def _limit_memory() -> int:
+    """Limit the memory of this process to that of the machine or container, in bytes, and return it.
+
+    RLIMIT_DATA counts what is allocated. RLIMIT_AS would also count mapped weights and reserved addresses.
+    """
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    container = controlgroup.memory()
+    inherited, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limits = [machine, *([container.limit] if container else []), *([inherited] if inherited >= 0 else [])]
+    resource.setrlimit(resource.RLIMIT_DATA, (min(limits), hard))
+    return min(limits)
+
+
+def _check_rules(path: Path) -> None:
+    """Raise :class:`SourceError` for the first rule of ONNX that the file breaks, shapes and types included."""
+    import onnx
+
+    try:
+        onnx.checker.check_model(path, full_check=True)
+    except MemoryError:
+        raise
+    except Exception as error:  # several kinds, some of them only in C++
+        text = " ".join(str(error).replace("==> Context:", "").split())
+        if "must be topologically sorted" not in text:  # ONNX Runtime sorts nodes itself, and this program, too
+            raise SourceError(brief(text)) from error
+
+
+def _open_and_run(path: Path) -> None:
+    """Open a session and run it once; MemoryError if either needs too much memory, RuntimeFailure if it cannot open."""
+    from bf16kit.runtime.hardware import available_cpus
+    from bf16kit.runtime.ort.session import open_session
+
+    try:
+        session = open_session(path, threads=min(available_cpus(), _THREADS), pack=False)
+    except RuntimeFailure as error:
+        _check_memory(error)
+        raise
+    failure = ""
+    for feeds in _feeds(session):
+        try:
+            session.run(None, feeds)
+            return
+        except Exception as error:  # noqa: BLE001 - mostly the sizes, which do not fit
+            _check_memory(error)
+            failure = str(error)
+    if _NO_SIZE in failure:
+        raise MemoryError(failure)
+
+
+def _check_memory(error: Exception) -> None:
+    if any(text in str(error) for text in _NO_MEMORY):
+        raise MemoryError from error
+
+
+def _feeds(session: Any) -> Iterator[dict[str, Any]]:
+    """Yield ones for every input, of several sizes; nothing for inputs that numpy cannot make."""
+    import numpy as np
+
+    for size in _SIZES:
+        try:
+            yield {edge.name: np.ones(_shape(edge.shape, size), _dtype(edge.type)) for edge in session.get_inputs()}
+        except (TypeError, ValueError, MemoryError):
+            return
+
+
+def _shape(declared: list[Any], size: int) -> list[int]:
+    return [dim if isinstance(dim, int) and dim > 0 else size if axis else 1 for axis, dim in enumerate(declared)]
+
+
+def _dtype(text: str) -> str:
+    """Return numpy's name for ONNX Runtime's ``tensor(float)``."""
+    name = text.removeprefix("tensor(").removesuffix(")")
+    return {"float": "float32", "double": "float64"}.get(name, name)
+
+
+if __name__ == "__main__":
+    main()

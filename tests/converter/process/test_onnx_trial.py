@@ -1,0 +1,159 @@
+"""ONNX files that are damaged, endless, larger than memory or a danger to the library end in one sentence."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from converting import Cli, tree
+from onnx import ModelProto, NodeProto, TensorProto, helper
+
+import graphs
+from converter.process import children, onnx_trial
+
+
+def _weight(model: ModelProto) -> TensorProto:
+    return model.graph.initializer[0]
+
+
+def _external(model: ModelProto, **entries: str) -> None:
+    graphs.refer(_weight(model), "w.bin", 0, 2048)
+    for entry in _weight(model).external_data:
+        entry.value = entries.get(entry.key, entry.value)
+
+
+def _node(*nodes: NodeProto) -> Callable[[ModelProto], None]:
+    return lambda model: model.graph.node.extend(nodes)
+
+
+_DAMAGE: dict[str, tuple[Callable[[ModelProto], object], int, str]] = {
+    "data too short": (
+        lambda m: setattr(_weight(m), "raw_data", b"\0" * 8),
+        2,
+        "damaged: TensorProto (tensor name: w0) raw_data size (8 bytes) is too small",
+    ),
+    "data too long": (
+        lambda m: setattr(_weight(m), "raw_data", bytes(2049)),
+        3,
+        "Initializer 'w0': raw_data size (2049 bytes) does not match",
+    ),
+    "no data": (lambda m: _weight(m).ClearField("raw_data"), 2, "w0) should contain one and only one value field"),
+    "negative dimension": (lambda m: _weight(m).dims.append(-1), 2, "Negative dimension value (tensor name: w0)"),
+    "product beyond 64 bits": (lambda m: _weight(m).dims.extend([2**62, 2**62]), 2, "overflow (tensor name: w0)"),
+    "unknown dtype": (lambda m: setattr(_weight(m), "data_type", 99), 2, "not an ONNX model"),
+    "raw and typed data": (lambda m: _weight(m).float_data.append(1.0), 2, "w0) should contain one and only one value"),
+    "external data nowhere": (lambda m: _external(m, location=""), 2, "m.onnx"),
+    "external offset": (lambda m: _external(m, offset="-4"), 2, "truncated or damaged"),
+    "external length": (lambda m: _external(m, length="2044"), 3, "w0 external data size mismatch"),
+    "two of a name": (lambda m: m.graph.initializer.append(_weight(m)), 2, "w0"),
+    "an output that nothing gives": (lambda m: setattr(m.graph.output[0], "name", "z"), 2, "'z'"),
+    "a declared size": (lambda m: m.graph.input.append(graphs.edge("w0", [16, 33])), 2, "differ in dimension 1"),
+    "an attribute of another type": (
+        _node(helper.make_node("Softmax", ["y"], ["z"], name="soft", axis="last")),
+        2,
+        "Mismatched attribute type in 'soft : axis'",
+    ),
+    "an attribute that is lacking": (
+        _node(helper.make_node("Cast", ["y"], ["z"], name="c")),
+        2,
+        "Required attribute 'to' is missing. Bad node spec for node. Name: c",
+    ),
+    "too few inputs": (_node(helper.make_node("MatMul", ["y"], ["z"], name="m")), 2, "Node(m) with schema"),
+    "an input that nothing gives": (_node(helper.make_node("Relu", ["nothing"], ["z"])), 3, "'nothing'"),
+    "a function that calls itself": (
+        lambda m: m.functions.append(
+            helper.make_function(
+                "own", "F", ["a"], ["b"], [helper.make_node("F", ["a"], ["b"], domain="own")], m.opset_import
+            )
+        ),
+        2,
+        "own::F",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", _DAMAGE)
+def test_a_damaged_file_is_rejected_by_name(cli: Cli, tmp_path: Path, target: Path, damage: str) -> None:
+    change, code, said = _DAMAGE[damage]
+    model = graphs.mlp()
+    change(model)
+    (tmp_path / "m.onnx").write_bytes(model.SerializeToString())
+    (tmp_path / "w.bin").write_bytes(bytes(2048))
+    cli("checkpoint", tmp_path / "m.onnx", "--out", target).refused(code, f"{tmp_path}/m.onnx", said)
+    assert tree(tmp_path) == ["m.onnx", "w.bin"]
+
+
+@pytest.mark.parametrize("text", ["matmul0", "MatMul", "w0", "m0", "tiny", "batch", "w.bin"])
+def test_names_that_are_not_utf_8_are_rejected(cli: Cli, tmp_path: Path, target: Path, text: str) -> None:
+    model = graphs.mlp()
+    graphs.refer(_weight(model), "w.bin", 0, 2048)
+    (tmp_path / "w.bin").write_bytes(bytes(2048))
+    content = model.SerializeToString()
+    assert text.encode() in content
+    (tmp_path / "m.onnx").write_bytes(content.replace(text.encode(), b"\xff" * len(text)))
+    cli("checkpoint", tmp_path / "m.onnx", "--out", target).refused(2, "m.onnx: damaged: the name b'", "is not UTF-8")
+
+
+def _loop(turns: int | None) -> ModelProto:
+    body = helper.make_graph(
+        [helper.make_node("Identity", ["go"], ["go2"]), helper.make_node("Identity", ["h"], ["h2"])],
+        "body",
+        [graphs.edge("i", [], TensorProto.INT64), graphs.edge("go", [], TensorProto.BOOL), graphs.edge("h", [2])],
+        [graphs.edge("go2", [], TensorProto.BOOL), graphs.edge("h2", [2])],
+    )
+    constants = [helper.make_tensor("true", TensorProto.BOOL, [], [1])]
+    if turns is not None:
+        constants.append(helper.make_tensor("turns", TensorProto.INT64, [], [turns]))
+    node = helper.make_node("Loop", ["" if turns is None else "turns", "true", "x"], ["y"], name="loop", body=body)
+    return graphs.model([node], [graphs.edge("x", [2])], [graphs.edge("y", [2])], constants)
+
+
+@pytest.mark.parametrize("turns", [None, 2**40])
+def test_a_loop_that_does_not_end_is_stopped(
+    cli: Cli, tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch, turns: int | None
+) -> None:
+    monkeypatch.setattr(onnx_trial, "SECONDS", 4)
+    (tmp_path / "m.onnx").write_bytes(_loop(turns).SerializeToString())
+    done = cli("checkpoint", tmp_path / "m.onnx", "--out", target)
+    done.refused(
+        3,
+        "m.onnx: ONNX Runtime did not open it and run it once",
+        "within 4 s of processor time",
+        "a Loop that never ends?",
+    )
+    assert tree(tmp_path) == ["m.onnx"]
+
+
+_HUGE = {
+    "a size beyond 64 bits": (helper.make_node("ConstantOfShape", ["beyond"], ["y"]), ["a", "b"]),
+    "ConstantOfShape": (helper.make_node("ConstantOfShape", ["shape"], ["y"]), ["a", "b"]),
+    "Expand": (helper.make_node("Expand", ["x", "shape"], ["y"]), ["a", "b"]),
+    "Range": (helper.make_node("Range", ["zero", "end", "one"], ["y"]), ["a"]),
+}
+
+
+@pytest.mark.parametrize("operator", _HUGE)
+def test_a_graph_that_needs_more_memory_than_there_is_is_stopped(
+    cli: Cli, tmp_path: Path, target: Path, operator: str
+) -> None:
+    node, dims = _HUGE[operator]
+    shapes = {"shape": [2**20, 2**20], "beyond": [2**62, 4]}
+    constants = [helper.make_tensor(name, TensorProto.INT64, [2], shape) for name, shape in shapes.items()]
+    constants += [
+        helper.make_tensor(n, TensorProto.FLOAT, [], [v]) for n, v in (("zero", 0), ("end", 2**40), ("one", 1))
+    ]
+    model = graphs.model([node], [graphs.edge("x", ["n"])], [graphs.edge("y", dims)], constants)
+    (tmp_path / "m.onnx").write_bytes(model.SerializeToString())
+    cli("checkpoint", tmp_path / "m.onnx", "--out", target).refused(3, "m.onnx: takes more than the", "GB of memory")
+
+
+def test_a_graph_that_crashes_the_library_is_reported(
+    cli: Cli, tmp_path: Path, target: Path, onnx_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No file is known that crashes the installed versions, so the child dies by itself."""
+    died = [sys.executable, "-c", "import os; os.kill(os.getpid(), 11)"]
+    monkeypatch.setattr(children, "command", lambda *_: died)
+    said = f"{onnx_file}: crashes ONNX Runtime: its process ended with SIGSEGV"
+    cli("checkpoint", onnx_file, "--out", target).refused(3, said)
