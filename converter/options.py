@@ -63,7 +63,7 @@ class Options:
     report: bool = True
     seed: int = 0
     force: bool = False
-    trust_pickle: bool = False
+    trust_code: bool = False
     with_past: bool = False
     map: Path | None = None
     accept_map: bool = False

@@ -162,9 +162,11 @@ _VERSION = re.compile("[1-9][0-9]*")
 @click.option("--report/--no-report", default=True, help="Write report.html.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the random samples.")
 @click.option(
+    "--trust-code",
     "--trust-pickle",
+    "trust_code",
     is_flag=True,
-    help="Load a pickle; it can run any code, so pass this only for files from people you trust.",
+    help="Load a source that is a program (a pickle, TorchScript, .pt2); whoever wrote it decides what runs.",
 )
 @debug_option
 @click.pass_context

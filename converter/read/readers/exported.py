@@ -22,7 +22,7 @@ def read(options: Options, _kind: Kind, advance: Advance) -> Source:
 
     if options.model is not None:
         raise UsageError("--model: a torch.export program brings its own architecture")
-    found = exported_program.read_file(options.source, trust_pickle=options.trust_pickle)
+    found = exported_program.read_file(options.source, trust_pickle=options.trust_code)
     precisions.check_range(options.source, found.tensors)
     try:
         module = ProgramModule(found.program, found.tensors, found.parameters, found.non_fp32_dtypes)

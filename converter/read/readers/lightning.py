@@ -20,7 +20,7 @@ def read(options: Options, _kind: Kind, advance: Advance) -> Source:
     from converter.read import hyperparameters, lightning_file, precisions, prefixes, statedict
     from converter.read.torch.onnx_export import adapt, not_served
 
-    found = lightning_file.read_file(options.source, trust_pickle=options.trust_pickle)
+    found = lightning_file.read_file(options.source, trust_pickle=options.trust_code)
     if found is None:
         if options.weights is not None:
             raise UsageError(f"--weights: is for Lightning checkpoints, and {options.source} is not one")

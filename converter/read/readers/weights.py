@@ -67,5 +67,5 @@ def _tensors(options: Options, kind: Kind) -> tuple[Mapping[str, Array], list[Pa
             index = next(index.glob("*.safetensors.index.json"))
         tensors, files = safetensors_file.read_sharded(index)
         return tensors, files, None
-    tensors, module = torch_file.read_file(options.source, kind, trust_pickle=options.trust_pickle)
+    tensors, module = torch_file.read_file(options.source, kind, trust_pickle=options.trust_code)
     return tensors, [options.source], module
