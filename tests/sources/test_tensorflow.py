@@ -200,7 +200,7 @@ def test_a_graph_of_tensorflow_1(made: Made, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("mixed_precision", "is bfloat16; tf2onnx would"),
+        ("mixed_precision", "computes in bfloat16; tf2onnx would"),
         ("runs_python", "tf2onnx cannot translate it: ValueError: it has no ONNX operator for PyFunc"),
     ],
 )

@@ -56,7 +56,8 @@ def read(options: Options, kind: Kind, advance: Advance) -> Source:
     }
     child = process.TensorFlowProcess(python, options.source, request)
     graph, _ = read_graph(child.directory / "model.onnx")
-    _shorten_names(graph)
+    for node in graph.graph.all_nodes():
+        node.name = _CALLS.sub("", node.name or "")  # the converter makes names unique later
     restore_batchnorms(graph)
     stored = child.variables()
     precisions.check_range(options.source, stored)
@@ -113,18 +114,6 @@ def _weights(source: Path, stored: dict[str, Array], graph: ir.Model) -> tuple[d
 
 def _any_fp32(tensors: Mapping[str, Array]) -> bool:
     return any(tensor.dtype.name == "float32" for tensor in tensors.values())
-
-
-def _shorten_names(model: ir.Model) -> None:
-    """Leave out the calls by which TensorFlow reached a node; the converter makes the nodes' names unique later."""
-    from converter.graph.names import FreshNames, all_value_names
-
-    fresh = FreshNames(all_value_names(model))
-    for node in model.graph.all_nodes():
-        node.name = _CALLS.sub("", node.name or "")
-        for output in node.outputs:
-            if output.name and not output.is_graph_output() and (short := _CALLS.sub("", output.name)) != output.name:
-                output.name = fresh.make(short)
 
 
 def restore_batchnorms(model: ir.Model) -> None:

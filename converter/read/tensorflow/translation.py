@@ -9,10 +9,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-AS_FP32 = (
-    "tf2onnx would write fp16 in its place. Export the model in float32 (Keras: the dtype policy 'float32'): bf16 is"
-    " what the conversion makes of it"
-)
 _BY_PARTS = {"Erfc": "Erf", "Expm1": "Exp", "Log1p": "Log"}
 _FIRST = 1 << 40  # of the numbers of nodes: tf2onnx uses small numbers for inputs
 _UNNAMED = re.compile(r"unk__\d+")  # tf2onnx's name for an unnamed dimension
@@ -46,9 +42,7 @@ def translate(session: Any, inputs: Mapping[str, str], outputs: Mapping[str, str
             tensors_to_rename=names,
             custom_op_handlers=dict.fromkeys(_BY_PARTS, (_translate_by_parts, [])),
         )
-    # Without merging duplicates: tf2onnx may keep either of two equal nodes, and the converter merges them itself.
-    steps = {name: step for name, step in optimizer._get_optimizers().items() if name != "merge_duplication"}
-    model = optimizer.optimize_graph(found, optimizers=steps).make_model("model")
+    model = optimizer.optimize_graph(found).make_model("model")
     _check_translated(model)
     _forget_invented_names(model)
     onnx.save(model, to)
@@ -157,7 +151,10 @@ def _check_types(graph: Any) -> None:
     for node in (*graph.node, *(node for function in graph.library.function for node in function.node_def)):
         for attribute in node.attr.values():
             if types_pb2.DT_BFLOAT16 in (attribute.type, *attribute.list.type):
-                raise ValueError(f"node {node.name!r} ({node.op}) computes in bfloat16; {AS_FP32}")
+                raise ValueError(
+                    f"node {node.name!r} ({node.op}) computes in bfloat16; tf2onnx would write fp16 in its place."
+                    " Export the model in float32 (Keras: the dtype policy 'float32'), which the conversion then rounds"
+                )
 
 
 def _check_translated(model: Any) -> None:

@@ -26,7 +26,7 @@ _OWN = "__saved_model_"  # prefix of signatures that TensorFlow adds for its own
 _OBJECTS, _SUFFIX = "_CHECKPOINTABLE_OBJECT_GRAPH", "/.ATTRIBUTES/VARIABLE_VALUE"
 _OLDEST_KERAS = (3, 13, 2)  # older `safe_mode`s let code through in several ways (docs/converting.md)
 _DAMAGED = ("DataLossError", "NotFoundError", "OutOfRangeError", "BadZipFile")  # exceptions for damaged files
-_MOST_LISTED, _LONGEST = 20, 2000  # signatures, and characters, in a message
+_LONGEST = 2000  # characters of an error
 _KERAS_FAILED = (
     "Keras cannot load and export it; load it with the code that made it, and convert the directory that"
     " model.export(directory) writes"
@@ -137,7 +137,7 @@ def _graph(directory: str) -> Any:
 
 def _signature(signatures: Any, requested: str | None) -> tuple[str, Any]:
     names = sorted(name for name in signatures if not name.startswith(_OWN))
-    listed = ", ".join(names[:_MOST_LISTED]) + (", …" if len(names) > _MOST_LISTED else "")
+    listed = ", ".join(names)
     if not names:
         raise Refused(
             "conversion",
@@ -165,8 +165,6 @@ def _tensors(signature: str, what: str, entries: Any) -> dict[str, str]:
             refused = "is sparse or ragged, and bf16kit serves tensors only"
         elif info.dtype == types_pb2.DT_STRING:
             refused = "holds strings, which are not supported here; export a model that takes and gives numbers"
-        elif info.dtype == types_pb2.DT_BFLOAT16:
-            refused = f"is bfloat16; {importlib.import_module('translation').AS_FP32}"
         elif info.tensor_shape.unknown_rank:
             refused = "has no known rank; save the model with tf.TensorSpec(shape, dtype) for every input"
         if refused:
