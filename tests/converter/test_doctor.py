@@ -12,18 +12,18 @@ from savedmodels import stand_in
 
 from bf16kit.runtime.ort import kernel
 from converter.commands.doctor import CHECKS, FORMATS, OTHERS, SOURCES, parts
-from converter.read.tensorflow import environment
+from converter.read.tensorflow import process as tensorflow
 
 
 def test_a_missing_part_is_shown_with_the_command_that_installs_it(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bare = stand_in(tmp_path / "bare", "", {"tensorflow": None, "tf2onnx": None})
-    monkeypatch.setenv(environment.VARIABLE, str(bare))
+    bare = stand_in(tmp_path / "bare", "", {})
+    monkeypatch.setenv(tensorflow.VARIABLE, str(bare))
     out = cli("doctor").published().out
     lines = [" ".join(line.split()) for line in out.splitlines()]
     assert "TensorFlow SavedModel no: needs TensorFlow" in lines
-    assert all(f"    {command}" in out for command in environment.PREPARE)
+    assert all(f"    {command}" in out for command in tensorflow.PREPARE)
     assert "ONNX yes" in lines
 
 
@@ -31,7 +31,7 @@ def test_a_source_is_possible_if_its_parts_are_installed(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     python = stand_in(tmp_path / "python", "")
-    monkeypatch.setenv(environment.VARIABLE, str(python))
+    monkeypatch.setenv(tensorflow.VARIABLE, str(python))
     found = json.loads(cli("doctor", "--json").published().out)
     assert found["version"] == 1
     installed = {part["name"]: part for part in found["installed"]}
@@ -45,7 +45,7 @@ def test_a_source_is_possible_if_its_parts_are_installed(
 
 
 def test_doctor_succeeds_on_a_misconfigured_machine(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(environment.VARIABLE, "/nowhere/python")
+    monkeypatch.setenv(tensorflow.VARIABLE, "/nowhere/python")
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv(kernel.VARIABLE, "abacus")

@@ -61,6 +61,17 @@ def keras_file() -> dict[str, Any]:
     return {}
 
 
+def keras_lambda() -> dict[str, Any]:
+    """Make a .keras file with a layer that is Python code."""
+    layers = tf.keras.layers
+    inputs = tf.keras.Input((16,), name="x")
+    hidden = layers.Lambda(lambda x: x * 2.0, output_shape=(16,))(layers.Dense(16)(inputs))
+    model = tf.keras.Model(inputs, layers.Dense(4)(hidden))
+    model.save(HERE / "model.keras")
+    model.export(MODEL, verbose=False)
+    return {"x": _values(8, 16)}
+
+
 def keras2_trained() -> dict[str, Any]:
     """Make a model of Keras 2, saved with its optimizer's slots (tf2onnx's own loader fails on `add_slot`)."""
     import tf_keras
@@ -190,7 +201,7 @@ def _variables() -> None:
 
 MAKERS: dict[str, Callable[[], dict[str, Any]]] = {
     maker.__name__: maker
-    for maker in (keras_cnn, keras_file, keras2_trained, module, version1, mixed_precision, runs_python)
+    for maker in (keras_cnn, keras_file, keras_lambda, keras2_trained, module, version1, mixed_precision, runs_python)
 }
 
 if __name__ == "__main__":

@@ -1,236 +1,192 @@
-"""Runs TensorFlow in a separate process: its requests, limits of time and memory, and reports of its failures."""
+"""Finds the Python that has TensorFlow, and runs the program that translates a model in it (:mod:`.worker`)."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
-import selectors
-import shutil
 import signal
 import subprocess
+import sys
 import tempfile
+import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
-from bf16kit.messages.errors import RuntimeFailure, UsageError
-from bf16kit.messages.wording import brief
+from bf16kit.messages.errors import ConversionError, RuntimeFailure, SourceError, UsageError
+from bf16kit.messages.wording import brief, quoted
+from bf16kit.numerics.tensors import BY_NAME
 from bf16kit.runtime.memory.scratch import on_disk
-from bf16kit.system import controlgroup
-from converter.read.tensorflow.environment import Environment, variables
 from converter.source import Array, Feeds
 
-SECONDS = "BF16KIT_TENSORFLOW_SECONDS"
-_SECONDS = 3600.0  # for one request: translating a large model takes minutes
-_SCRIPT = Path(__file__).with_name("child.py")
-_PREFIX, _LOCK = "bf16kit-tensorflow-", "lock"
-_LONGEST_REPLY = 1 << 20  # bytes
-_TAIL = 8 << 10  # bytes of its last output to search for a message
-_QUIET = {
+VARIABLE, SECONDS = "BF16KIT_TENSORFLOW_PYTHON", "BF16KIT_TENSORFLOW_SECONDS"
+PREPARE = (
+    "python3 -m venv tensorflow-env",
+    "tensorflow-env/bin/pip install tensorflow-cpu==2.21.0 tf2onnx==1.17.0",
+    f"export {VARIABLE}=$PWD/tensorflow-env/bin/python",
+)
+_WORKER = Path(__file__).with_name("worker.py")
+_ERRORS = {"usage": UsageError, "source": SourceError, "conversion": ConversionError}
+_FIXED = {
+    "PYTHONNOUSERSITE": "1",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "PYTHONHASHSEED": "0",  # tf2onnx's names depend on the order of sets
     "TF_CPP_MIN_LOG_LEVEL": "2",
     "CUDA_VISIBLE_DEVICES": "-1",  # the reference outputs are those of a CPU
     "KERAS_BACKEND": "tensorflow",
 }
+_TENSORFLOWS = ("tensorflow", "tensorflow-cpu", "tensorflow-intel", "tensorflow-aarch64", "tf-nightly")
+_VERSIONS_SCRIPT = """
+import importlib.metadata, json
+print(json.dumps({str(found.metadata["Name"]).lower(): found.version for found in importlib.metadata.distributions()}))
+"""
 
 
-class TensorFlowError(Exception):
-    """TensorFlow rejected a request, died or did not respond; the message says which, for users."""
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """A Python, the versions of TensorFlow and tf2onnx in it, and what of these it lacks."""
+
+    python: Path
+    versions: Mapping[str, str]
+    missing: Sequence[str]
+
+
+def find() -> Environment:
+    """Return the Python to use. Does not import TensorFlow.
+
+    Raises :class:`UsageError` when the one that :data:`VARIABLE` names does not exist or does not run.
+    """
+    named = os.environ.get(VARIABLE)
+    python = Path(named or sys.executable)
+    if not python.is_file():
+        raise UsageError(f"{VARIABLE}={named}: no such file; name the python of an environment with TensorFlow")
+    # before Python 3.11, only -I keeps the working directory off the path
+    command = [str(python), "-I", "-c", _VERSIONS_SCRIPT]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
+        installed = dict(json.loads(done.stdout))
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UsageError(f"{python}: cannot be run: {brief(error)}") from None
+    except (ValueError, TypeError):
+        said = brief(done.stderr.strip() or done.stdout.strip())
+        raise UsageError(f"{python}: does not run as a Python: {said}") from None
+    found = {
+        "tensorflow": next(filter(None, map(installed.get, _TENSORFLOWS)), None),
+        "tf2onnx": installed.get("tf2onnx"),
+    }
+    versions = {name: version for name, version in found.items() if version}
+    return Environment(python, versions, [name for name in found if name not in versions])
+
+
+def require() -> Path:
+    """Return the Python to use; :class:`UsageError` with the commands that prepare one if something is missing."""
+    found = find()
+    if found.missing:
+        raise UsageError(
+            f"a TensorFlow model is translated by TensorFlow and tf2onnx, and {found.python} lacks"
+            f" {' and '.join(found.missing)}; prepare an environment of its own:\n  " + "\n  ".join(PREPARE)
+        )
+    return found.python
 
 
 class TensorFlowProcess:
-    """The process, and a directory of its own for exchanging files; both end with this object.
+    """The process in which TensorFlow has opened and translated ``source``, and a directory for exchanging files.
 
-    Raises :class:`TensorFlowError` when it cannot be started. ``seconds`` limits each request, ``memory`` (bytes) its
-    data.
+    Both end with this object. ``request`` is what :func:`.worker.opened` takes, and ``reply`` what it returns. Raises
+    the error that the process reports, or :class:`ConversionError` if it dies or does not reply in time.
     """
 
-    def __init__(self, environment: Environment, seconds: float | None = None, memory: int | None = None) -> None:
-        self._seconds = seconds if seconds is not None else _time_limit()
-        self.directory, lock = _directory()
-        self._output_path = self.directory / "said"
-        try:
-            with self._output_path.open("wb") as output:
-                self._process = subprocess.Popen(
-                    [str(environment.python), str(_SCRIPT)],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=output,
-                    cwd=self.directory,
-                    env={**variables(), **_QUIET, "KERAS_HOME": str(self.directory), "TMPDIR": str(self.directory)},
-                    start_new_session=True,  # so that processes it starts are killed with it
-                    bufsize=0,
-                )
-        except OSError as error:
-            _remove(self.directory, lock)
-            raise TensorFlowError(f"{environment.python} cannot be started: {error.strerror}") from None
-        self.close = weakref.finalize(self, _terminate, self._process, self.directory, lock)
-        reply = self.ask("start", memory=_memory_limit() if memory is None else memory)
-        self.versions: dict[str, str] = _texts(reply.get("versions"))
+    def __init__(self, python: Path, source: Path, request: Mapping[str, Any]) -> None:
+        self._source, self._seconds = source, _time_limit()
+        temporary = tempfile.TemporaryDirectory(prefix="bf16kit-tensorflow-", dir=on_disk(), ignore_cleanup_errors=True)
+        self.directory = Path(temporary.name)
+        self._output = self.directory / "output"
+        # it imports only its own packages: not from this program's path or the user's site
+        own = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+        with self._output.open("wb") as output:
+            self._process: Any = subprocess.Popen(
+                [str(python), str(_WORKER), json.dumps({**request, "source": str(source.resolve())})],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=output,
+                cwd=self.directory,
+                bufsize=0,
+                env={**own, **_FIXED, "KERAS_HOME": temporary.name, "TMPDIR": temporary.name},
+            )
+        self._end = weakref.finalize(self, _end, self._process, temporary)
+        self.reply = self._next_reply()
 
-    def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
-        """Send one request and return the reply; :class:`TensorFlowError` if there is none or it reports an error."""
-        request = json.dumps({"do": do, **arguments}).encode() + b"\n"
-        assert self._process.stdin is not None  # noqa: S101 - a pipe
-        try:
-            self._process.stdin.write(request)
-        except BrokenPipeError:
-            raise TensorFlowError(self._death_message()) from None
-        line = self._read_line(time.monotonic() + self._seconds)
-        try:
-            reply = json.loads(line)
-        except (ValueError, RecursionError):
-            reply = None
-        if not isinstance(reply, dict):
-            raise self._protocol_error(f"sent an invalid reply: {brief(line[:200].decode(errors='replace'))}")
+    def variables(self) -> dict[str, Array]:
+        """Return the variables by name, mapped from the files that the process wrote."""
+        found = {}
+        for index, (name, dtype) in enumerate(self.reply["variables"]):
+            if dtype not in BY_NAME:
+                raise SourceError(
+                    f"{self._source}: variable {quoted(name)} is of TensorFlow's dtype {dtype}, which artifacts cannot"
+                    " hold"
+                )
+            # copy-on-write: torch and ONNX Runtime take writable arrays, and the file must not change
+            mapped = np.load(self.directory / f"{index}.npy", mmap_mode="c", allow_pickle=False)
+            found[name] = mapped.view(np.ndarray).view(BY_NAME[dtype].numpy)  # numpy stores bfloat16 as bytes
+        return found
+
+    def outputs(self, feeds: Sequence[Feeds]) -> Iterator[Feeds]:
+        """Yield the signature's outputs for each of ``feeds``. Raises :class:`RuntimeFailure`."""
+        for feed in feeds:
+            np.savez(self.directory / "feeds.npz", *feed.values())
+            try:
+                with contextlib.suppress(BrokenPipeError):  # it has died, which the missing reply tells
+                    self._process.stdin.write(json.dumps(list(feed)).encode() + b"\n")
+                self._next_reply()
+            except ConversionError as error:
+                reason = str(error).removeprefix(f"{self._source}: ")  # which artifacts do not name
+                raise RuntimeFailure(f"TensorFlow failed on it: {reason}") from None
+            with np.load(self.directory / "answers.npz", allow_pickle=False) as answers:
+                found = {name: answers[f"arr_{index}"] for index, name in enumerate(self.reply["outputs"])}
+            yield found
+
+    def _next_reply(self) -> dict[str, Any]:
+        deadline = time.monotonic() + self._seconds
+        watchdog = threading.Timer(self._seconds, self._process.kill)
+        watchdog.start()
+        line = self._process.stdout.readline()
+        watchdog.cancel()
+        if not line:
+            code = self._process.wait()
+            ended = f"ended with exit code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
+            ended += " (out of memory?)" if -code in (signal.SIGKILL, signal.SIGABRT) else ""
+            said = [text for text in self._output.read_text(errors="replace").splitlines() if text.strip()]
+            ended += f"; its last output: {brief(said[-1].strip())}" if said else ""
+            if time.monotonic() >= deadline:
+                ended = (
+                    f"did not answer within {self._seconds:g} s; set the environment variable {SECONDS} to allow more"
+                )
+            raise ConversionError(f"{self._source}: TensorFlow's process {ended}")
+        reply: dict[str, Any] = json.loads(line)
         if "error" in reply:
-            raise TensorFlowError(brief(reply["error"], 1000))
+            kind, text = reply["error"]
+            raise _ERRORS[kind](f"{self._source}: {text}")
         return reply
 
-    def outputs(self, feeds: Sequence[Feeds], outputs: Sequence[str]) -> Iterator[Feeds]:
-        """Yield the opened signature's outputs for each of ``feeds``. Raises :class:`RuntimeFailure`."""
-        for feed in feeds:
-            feed_files = {name: self.directory / f"feed-{index}.npy" for index, name in enumerate(feed)}
-            for name, file in feed_files.items():
-                np.save(file, feed[name], allow_pickle=False)
-            output_files = {name: self.directory / f"answer-{index}.npy" for index, name in enumerate(outputs)}
-            try:
-                self.ask("answer", feeds=_strings(feed_files), answers=_strings(output_files))
-            except TensorFlowError as error:
-                raise RuntimeFailure(f"TensorFlow failed on it: {error}") from None
-            yield {name: _loaded(file) for name, file in output_files.items()}
 
-    def _read_line(self, deadline: float) -> bytes:
-        assert self._process.stdout is not None  # noqa: S101 - a pipe
-        line = bytearray()
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._process.stdout, selectors.EVENT_READ)
-            while not line.endswith(b"\n"):
-                left = deadline - time.monotonic()  # limits the whole line, even one that arrives byte by byte
-                if left <= 0 or not selector.select(left):
-                    raise self._protocol_error(
-                        f"did not answer within {self._seconds:g} s; set the environment variable {SECONDS} to"
-                        " allow more"
-                    )
-                part = os.read(self._process.stdout.fileno(), 1 << 16)
-                if not part:
-                    raise TensorFlowError(self._death_message())
-                line += part
-                if len(line) > _LONGEST_REPLY:
-                    raise self._protocol_error(f"sent more than {_LONGEST_REPLY} bytes")
-        return bytes(line)
-
-    def _protocol_error(self, what: str) -> TensorFlowError:
-        """End the process, because its output can no longer be trusted, and return the error."""
-        self.close()
-        return TensorFlowError(f"TensorFlow's process {what}")
-
-    def _death_message(self) -> str:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(5)  # its output is closed, so it is about to end
-        code, last_output = self._process.poll(), _tail(self._output_path)
-        self.close()
-        ending = "closed its output" if code is None else f"ended with exit code {code}"
-        if code is not None and code < 0:
-            ending = f"was killed by {_signal(-code)}"
-            if -code in (signal.SIGKILL, signal.SIGABRT):
-                ending += " (out of memory?)"
-        return f"TensorFlow's process {ending}" + (f"; its last output: {last_output}" if last_output else "")
-
-
-def _texts(value: object) -> dict[str, str]:
-    return {str(key): str(text)[:40] for key, text in value.items()} if isinstance(value, dict) else {}
-
-
-def _strings(files: Mapping[str, Path]) -> dict[str, str]:
-    return {name: str(file) for name, file in files.items()}
-
-
-def _loaded(file: Path) -> Array:
-    """Load an array that the process wrote; mapped first, so that a false header allocates no memory."""
-    try:
-        array = np.array(np.load(file, mmap_mode="r", allow_pickle=False))
-        file.unlink()
-    except (OSError, ValueError, EOFError) as error:
-        raise RuntimeFailure(f"TensorFlow's answer cannot be read: {brief(error)}") from None
-    return array
+def _end(process: Any, temporary: tempfile.TemporaryDirectory[str]) -> None:
+    process.kill()
+    process.communicate()
+    temporary.cleanup()
 
 
 def _time_limit() -> float:
-    text = os.environ.get(SECONDS, str(_SECONDS))
+    text = os.environ.get(SECONDS, "3600")  # translating a large model takes minutes
     try:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
-    if not 0 < seconds < float("inf"):
+    if not 0 < seconds <= threading.TIMEOUT_MAX:
         raise UsageError(f"{SECONDS}={text}: expected a number of seconds above 0")
     return seconds
-
-
-def _memory_limit() -> int:
-    """Return the memory of the machine, or of the container, in bytes.
-
-    It becomes the process' limit, so that a larger allocation fails before the system kills something.
-    """
-    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    container = controlgroup.memory()
-    return machine if container is None else min(machine, container.limit)
-
-
-def _tail(file: Path) -> str:
-    try:
-        with file.open("rb") as stream:
-            stream.seek(max(0, stream.seek(0, os.SEEK_END) - _TAIL))
-            lines = stream.read().decode(errors="replace").splitlines()
-    except OSError:
-        return ""
-    return brief(next((line.strip() for line in reversed(lines) if line.strip()), ""))
-
-
-def _signal(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
-def _directory() -> tuple[Path, IO[bytes]]:
-    """Create a directory and a lock that shows that it is in use; remove directories of killed processes."""
-    parent = on_disk()
-    for stale in parent.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):
-            if stale.lstat().st_uid == os.getuid():
-                _remove_stale(stale)
-    while True:
-        directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-        lock = (directory / _LOCK).open("xb")
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if os.fstat(lock.fileno()).st_nlink:  # no other process took it for stale before it was locked
-            return directory, lock
-        lock.close()
-
-
-def _remove_stale(directory: Path) -> None:
-    with (directory / _LOCK).open("rb") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(directory, ignore_errors=True)
-
-
-def _remove(directory: Path, lock: IO[bytes]) -> None:
-    shutil.rmtree(directory, ignore_errors=True)
-    lock.close()
-
-
-def _terminate(process: subprocess.Popen[bytes], directory: Path, lock: IO[bytes]) -> None:
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            pipe.close()
-    process.wait()
-    _remove(directory, lock)

@@ -1,6 +1,6 @@
-"""Translates a frozen TensorFlow graph to ONNX with unchanged weights: part of :mod:`.child`, and run in its process.
+"""Translates a frozen TensorFlow graph to ONNX with unchanged weights: part of :mod:`.worker`, and run in its process.
 
-Like :mod:`.child`, this imports nothing of bf16kit.
+Like :mod:`.worker`, this imports nothing of bf16kit.
 """
 
 from __future__ import annotations
@@ -9,36 +9,59 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+_BY_PARTS = {"Erfc": "Erf", "Expm1": "Exp", "Log1p": "Log"}
+_FIRST = 1 << 40  # of the numbers of nodes: tf2onnx uses small numbers for inputs
 _UNNAMED = re.compile(r"unk__\d+")  # tf2onnx's name for an unnamed dimension
 
 
-def translated(frozen: Any, inputs: Mapping[str, str], outputs: Mapping[str, str], opset: int) -> Any:
-    """Return the GraphDef ``frozen``, whose variables are constants, as an ONNX model of ``opset``.
+def translate(session: Any, inputs: Mapping[str, str], outputs: Mapping[str, str], opset: int, to: str) -> None:
+    """Write the graph of ``session``, with its variables as constants, to the file ``to`` as ONNX of ``opset``.
 
-    ``inputs`` and ``outputs`` map the names they will have to its tensors. ValueError for operators that ONNX does not
-    have.
+    ``inputs`` and ``outputs`` map the names they will have to the session's tensors. ValueError for operators that ONNX
+    does not have, and for bfloat16.
     """
+    import onnx
     import tensorflow as tf
     from tf2onnx import optimizer, tfonnx
 
     _disable_weight_folding()
+    _number_nodes()
     names = {tensor: name for name, tensor in (*inputs.items(), *outputs.items())}
+    nodes = [tensor.partition(":")[0] for tensor in outputs.values()]
+    with session.graph.as_default():
+        frozen = tf.compat.v1.graph_util.convert_variables_to_constants(session, session.graph.as_graph_def(), nodes)
+    inlined = _inlined(frozen, list(names))
+    _check_types(inlined)
     with tf.Graph().as_default() as graph:
-        tf.import_graph_def(_simplified(_inlined(frozen, list(names)), list(names)), name="")
+        tf.import_graph_def(_simplified(inlined, list(names)), name="")
         found = tfonnx.process_tf_graph(
             graph,
             opset=opset,
             input_names=list(inputs.values()),
             output_names=list(outputs.values()),
             tensors_to_rename=names,
-            custom_op_handlers={"Erfc": (_erfc, []), "Expm1": (_expm1, []), "Log1p": (_log1p, [])},
+            custom_op_handlers=dict.fromkeys(_BY_PARTS, (_translate_by_parts, [])),
         )
-    # Without merging duplicates: tf2onnx may keep either of two equal nodes, and the converter merges them itself.
-    steps = {name: step for name, step in optimizer._get_optimizers().items() if name != "merge_duplication"}
-    model = optimizer.optimize_graph(found, optimizers=steps).make_model("model")
+    model = optimizer.optimize_graph(found).make_model("model")
     _check_translated(model)
     _forget_invented_names(model)
-    return model
+    onnx.save(model, to)
+
+
+def _number_nodes() -> None:
+    """Number tf2onnx's nodes, so that their sets have the order in which they were made, not that of their addresses.
+
+    Otherwise the order and the names of what it writes would change from run to run.
+    """
+    from tf2onnx.graph import Node
+    from tf2onnx.optimizer import einsum_optimizer
+
+    numbers: dict[int, tuple[int, Any]] = {}  # with the numbered objects, because an address may be used again
+
+    def number(thing: Any) -> int:
+        return numbers.setdefault(id(thing), (len(numbers) + _FIRST, thing))[0]
+
+    Node.__hash__, einsum_optimizer.id = number, number  # its names and its keys are the addresses of its objects
 
 
 def _disable_weight_folding() -> None:
@@ -121,6 +144,19 @@ def _rewritten(graph: Any, tensors: list[str], steps: list[str]) -> Any:
     return found
 
 
+def _check_types(graph: Any) -> None:
+    """Raise ValueError for a node that computes in bfloat16."""
+    from tensorflow.core.framework import types_pb2
+
+    for node in (*graph.node, *(node for function in graph.library.function for node in function.node_def)):
+        for attribute in node.attr.values():
+            if types_pb2.DT_BFLOAT16 in (attribute.type, *attribute.list.type):
+                raise ValueError(
+                    f"node {node.name!r} ({node.op}) computes in bfloat16; tf2onnx would write fp16 in its place."
+                    " Export the model in float32 (Keras: the dtype policy 'float32'), which the conversion then rounds"
+                )
+
+
 def _check_translated(model: Any) -> None:
     """Raise ValueError for operators that tf2onnx did not translate: it leaves them in the graph."""
     import onnx
@@ -136,31 +172,22 @@ def _check_translated(model: Any) -> None:
         raise ValueError(f"it has no ONNX operator for {', '.join(sorted(unknown))}")
 
 
-def _erfc(context: Any, node: Any, _name: str, _arguments: Any) -> None:
-    """Translate erfc(x) = 1 − erf(x): Keras 3's gelu uses it, and tf2onnx does not know it."""
-    node.type = "Erf"
-    found = node.output[0]
-    context.insert_new_node_on_output("Sub", found, inputs=[_one(context, node), found])
-
-
-def _expm1(context: Any, node: Any, _name: str, _arguments: Any) -> None:
-    node.type = "Exp"
-    found = node.output[0]
-    context.insert_new_node_on_output("Sub", found, inputs=[found, _one(context, node)])
-
-
-def _log1p(context: Any, node: Any, _name: str, _arguments: Any) -> None:
-    node.type = "Log"
-    context.insert_new_node_on_input(node, "Add", [node.input[0], _one(context, node)])
-
-
-def _one(context: Any, node: Any) -> str:
-    """Return a constant 1 of the node's input type."""
+def _translate_by_parts(context: Any, node: Any, _name: str, _arguments: Any) -> None:
+    """Translate erfc(x) = 1 − erf(x), which Keras 3's gelu uses, expm1 and log1p, which tf2onnx does not know."""
     import numpy
     from tf2onnx import utils
 
     dtype = utils.map_onnx_to_numpy_type(context.get_dtype(node.input[0]))
-    return str(context.make_const(utils.make_name("one"), numpy.array(1, dtype)).output[0])
+    one, found, known = (
+        context.make_const(utils.make_name("one"), numpy.array(1, dtype)).output[0],
+        node.output[0],
+        node.type,
+    )
+    node.type = _BY_PARTS[known]
+    if known == "Log1p":
+        context.insert_new_node_on_input(node, "Add", [node.input[0], one])
+    else:
+        context.insert_new_node_on_output("Sub", found, inputs=[one, found] if known == "Erfc" else [found, one])
 
 
 def _forget_invented_names(model: Any) -> None:

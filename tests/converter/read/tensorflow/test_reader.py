@@ -6,7 +6,8 @@ The tests of real models with TensorFlow itself are in tests/sources/test_tensor
 from __future__ import annotations
 
 import json
-import shutil
+import re
+import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,134 +18,123 @@ import onnx
 import pytest
 from converting import ONNX_ONLY, Cli, tree
 from restored import assert_restored
-from savedmodels import TRANSLATES, VERSIONS, stand_in, write
+from savedmodels import TRANSLATES, stand_in
 
 import graphs
 from bf16kit.artifact.artifact import Artifact
-from converter.read.tensorflow import environment
+from converter.read.tensorflow import process
 
 Model = Callable[..., Path]
+Programs = Callable[[str], None]
+_ROOT = Path(__file__).parents[4]
 
 
 def _variables() -> dict[str, Any]:
-    """Return what TensorFlow would have stored: the graph's weights, one transposed, and an optimizer's slot."""
+    """Return what TensorFlow would have stored: the graph's weights, one transposed, an optimizer's slot."""
     found = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in graphs.mlp().graph.initializer}
     return {
-        "dense/kernel/.ATTRIBUTES/VARIABLE_VALUE": found["w0"],
-        "dense/bias/.ATTRIBUTES/VARIABLE_VALUE": found["b0"],
-        "dense_1/kernel/.ATTRIBUTES/VARIABLE_VALUE": np.ascontiguousarray(found["w1"].T),
-        "dense/kernel/.OPTIMIZER_SLOT/optimizer/m/.ATTRIBUTES/VARIABLE_VALUE": found["w0"] * 0.5,
-        "save_counter/.ATTRIBUTES/VARIABLE_VALUE": np.array(1, np.int64),
+        "dense/kernel": found["w0"],
+        "dense/bias": found["b0"],
+        "dense_1/kernel": np.ascontiguousarray(found["w1"].T),
+        "dense/kernel/.OPTIMIZER_SLOT/optimizer/m": found["w0"] * 0.5,
+        "save_counter": np.array(1, np.int64),
+        "nothing": np.empty((0, 3), np.float32),
     }
 
 
 @pytest.fixture
-def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Model:
+def replies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Programs:
+    """Return a function that replaces the Python with TensorFlow by a program with this code."""
+    return lambda code: monkeypatch.setenv(process.VARIABLE, str(stand_in(tmp_path / "python", code)))
+
+
+@pytest.fixture
+def model(tmp_path: Path, replies: Programs) -> Model:
     """Return a function that writes a SavedModel and a stand-in for TensorFlow; ``twist`` changes its outputs."""
 
-    def make(twist: str = "", proto: onnx.ModelProto | None = None) -> Path:
-        onnx.save(proto or graphs.mlp(), tmp_path / "its.onnx")
-        code = TRANSLATES.format(onnx=str(tmp_path / "its.onnx"), twist=twist)
-        monkeypatch.setenv(environment.VARIABLE, str(stand_in(tmp_path / "python", code)))
-        return write(tmp_path / "saved", tensors=_variables())
+    def make(twist: str = "") -> Path:
+        onnx.save(graphs.mlp(), tmp_path / "its.onnx")
+        np.savez(tmp_path / "its.npz", **_variables())
+        replies(TRANSLATES.format(onnx=str(tmp_path / "its.onnx"), variables=str(tmp_path / "its.npz"), twist=twist))
+        return _saved(tmp_path)
 
     return make
 
 
-def test_a_savedmodel_is_converted_and_checked_against_tensorflow(cli: Cli, model: Model, target: Path) -> None:
-    cli("checkpoint", model(), "--out", target, *ONNX_ONLY).published()
+def _saved(directory: Path) -> Path:
+    (directory / "saved").mkdir()
+    (directory / "saved" / "saved_model.pb").write_bytes(b"\x08\x01")
+    return directory / "saved"
+
+
+def _keras_file(path: Path, **layer: str) -> Path:
+    config = {"module": "keras", "class_name": "Sequential", "config": {"layers": [layer]}}
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("config.json", json.dumps(config))
+        archive.writestr("model.weights.h5", b"")
+    return path
+
+
+def test_a_savedmodel_is_converted_checked_against_tensorflow_and_restored(
+    cli: Cli, model: Model, target: Path, tmp_path: Path
+) -> None:
+    options = ("--trust-code", "--signature", "serving_default", "--input", "x:float32:rows,16", *ONNX_ONLY)
+    cli("checkpoint", model(), "--out", target, *options).published()
     manifest = Artifact.open(target).manifest
     assert manifest.source.format == "saved-model"
     assert manifest.oracle is not None
     assert manifest.oracle.checked
     assert "TensorFlow 2.21.0 running the model's own signature 'serving_default'" in manifest.oracle.how
     assert (manifest.tools["tensorflow"], manifest.tools["tf2onnx"]) == ("2.21.0", "1.17.0")
-    assert [tensor.name for tensor in manifest.tensors if tensor.dtype == "bfloat16"] == [
-        "dense/kernel",
-        "dense_1/kernel",
-    ]
-
-
-def test_every_variable_is_restored_by_its_name_bit_for_bit(
-    cli: Cli, model: Model, target: Path, tmp_path: Path
-) -> None:
-    cli("checkpoint", model(), "--out", target, *ONNX_ONLY).published()
+    assert {"dense/kernel", "dense_1/kernel"} <= {t.name for t in manifest.tensors if t.dtype == "bfloat16"}
+    assert manifest.inputs[0].shape == ["rows", 16]
+    assert json.loads((target / "manifest.json").read_text())["options"]["signature"] == "serving_default"
     cli("restore", target, "--out", tmp_path / "fp32.safetensors").published()
-    expected = {name.removesuffix("/.ATTRIBUTES/VARIABLE_VALUE"): array for name, array in _variables().items()}
-    assert_restored(tmp_path / "fp32.safetensors", expected)
-
-
-@pytest.mark.long
-def test_the_same_model_gives_the_same_bytes_wherever_it_is_stored(
-    cli: Cli, model: Model, target: Path, tmp_path: Path
-) -> None:
-    first = model()
-    cli("checkpoint", first, "--out", target, *ONNX_ONLY).published()
-    second = Path(shutil.copytree(first, tmp_path / "elsewhere" / "copy"))
-    cli("checkpoint", second, "--out", tmp_path / "again" / "m" / "1", *ONNX_ONLY).published()
-    for name in tree(target):
-        assert (tmp_path / "again" / "m" / "1" / name).read_bytes() == (target / name).read_bytes(), name
+    assert_restored(tmp_path / "fp32.safetensors", _variables())
 
 
 def test_a_translation_with_other_outputs_than_tensorflow_is_not_published(
     cli: Cli, model: Model, target: Path
 ) -> None:
-    refused = cli("checkpoint", model(twist=" * 1.01"), "--out", target, *ONNX_ONLY)
+    refused = cli("checkpoint", model(twist=" * 1.01"), "--trust-code", "--out", target, *ONNX_ONLY)
     refused.refused(3, "does not give the outputs of the source itself (TensorFlow 2.21.0 running")
     assert not target.exists()
 
 
-def test_a_signature_is_rejected_for_other_sources_and_if_it_does_not_exist(
-    cli: Cli, model: Model, target: Path, onnx_file: Path
+def test_a_model_that_is_a_program_is_loaded_only_with_trust(
+    cli: Cli, replies: Programs, target: Path, tmp_path: Path
 ) -> None:
+    """A file of Keras without code needs no trust: Keras loads it with its safe mode."""
+    replies("reply(error=('conversion', f'started, trusted: {REQUEST[\"trusted\"]}'))")
+    code = _keras_file(tmp_path / "code.keras", class_name="Lambda")
+    for path, what in ((_saved(tmp_path), "is a TensorFlow SavedModel"), (code, "with a layer that is code (Lambda)")):
+        cli("checkpoint", path, "--out", target).refused(2, str(path), what, "--trust-code")
+        cli("checkpoint", path, "--out", target, "--trust-code").refused(3, "started, trusted: True")
+    plain = _keras_file(tmp_path / "plain.h5", class_name="Dense")
+    cli("checkpoint", plain, "--out", target).refused(3, "started, trusted: False")
+
+
+def test_options_of_other_sources_are_rejected(cli: Cli, model: Model, target: Path, onnx_file: Path) -> None:
     refused = cli("checkpoint", onnx_file, "--out", target, "--signature", "serving_default")
     refused.refused(2, "--signature: is for TensorFlow models", "is ONNX")
-    refused = cli("checkpoint", model(), "--out", target, "--signature", "embed")
-    refused.refused(2, "--signature embed:", "has serving_default")
-    cli("checkpoint", model(), "--out", target, "--signature", "serving_default", *ONNX_ONLY).published()
-
-
-def test_the_option_model_is_rejected_and_input_names_free_dimensions(cli: Cli, model: Model, target: Path) -> None:
-    refused = cli("checkpoint", model(), "--out", target, "--model", "architectures:Mlp")
+    refused = cli("checkpoint", model(), "--trust-code", "--out", target, "--model", "architectures:Mlp")
     refused.refused(2, "--model: a TensorFlow SavedModel brings its own architecture")
-    cli("checkpoint", model(), "--out", target, "--input", "x:float32:rows,16", *ONNX_ONLY).published()
-    assert Artifact.open(target).manifest.inputs[0].shape == ["rows", 16]
-
-
-def test_without_tensorflow_the_error_gives_the_commands_that_install_it(
-    cli: Cli, model: Model, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = model()
-    python = stand_in(tmp_path / "bare", "", {"tensorflow": None, "tf2onnx": None})
-    monkeypatch.setenv(environment.VARIABLE, str(python))
-    refused = cli("checkpoint", path, "--out", target)
-    refused.refused(2, "lacks tensorflow and tf2onnx", *environment.PREPARE)
-    assert not target.parent.exists() or not tree(target.parent)
 
 
 @pytest.mark.parametrize(
     ("code", "exit_code", "said"),
     [
-        ("os.abort()", 3, "was killed by SIGABRT (out of memory?)"),
-        ("for line in ASK: reply(error='ImportError: libtensorflow.so')", 3, "ImportError: libtensorflow.so"),
-        (
-            "ASK.readline(); reply(versions={})\n"
-            "for line in ASK: reply(error='DataLossError: Checksum does not match')",
-            2,
-            "truncated or damaged: TensorFlow says DataLossError",
-        ),
-        (
-            "ASK.readline(); reply(versions={}); ASK.readline(); reply()\n"
-            "for line in ASK: reply(error='ValueError: StridedSlice: attribute new_axis')",
-            3,
-            "tf2onnx cannot translate it: ValueError: StridedSlice",
-        ),
-        ("for line in ASK: reply()", 2, "model.onnx"),
+        ("os.abort()", 3, "TensorFlow's process was killed by SIGABRT (out of memory?)"),
+        ("print('no libcuda', file=sys.stderr); sys.exit(1)", 3, "ended with exit code 1; its last output: no libcuda"),
+        ("time.sleep(600)", 3, "did not answer within 2 s; set the environment variable BF16KIT_TENSORFLOW_SECONDS"),
+        ("reply(error=('usage', 'has no signature'))", 2, "saved: has no signature"),
+        ("reply(error=('source', 'truncated or damaged: TensorFlow says'))", 2, "saved: truncated or damaged"),
+        ("reply(error=('conversion', 'tf2onnx cannot translate it'))", 3, "saved: tf2onnx cannot translate it"),
     ],
 )
 def test_a_failure_of_the_tensorflow_process_is_reported_in_one_message(
     cli: Cli,
-    model: Model,
+    replies: Programs,
     target: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -152,56 +142,87 @@ def test_a_failure_of_the_tensorflow_process_is_reported_in_one_message(
     exit_code: int,
     said: str,
 ) -> None:
-    path = model()
-    monkeypatch.setenv(environment.VARIABLE, str(stand_in(tmp_path / "failing", code)))
-    cli("checkpoint", path, "--out", target).refused(exit_code, "saved", said)
+    replies(code)
+    monkeypatch.setenv(process.SECONDS, "2" if "sleep" in code else "60")
+    monkeypatch.setattr(process, "on_disk", lambda: tmp_path)
+    cli("checkpoint", _saved(tmp_path), "--trust-code", "--out", target).refused(exit_code, said)
+    assert not list(tmp_path.glob("bf16kit-tensorflow-*"))
 
 
-def test_missing_variables_are_reported_before_tensorflow_is_started(
-    cli: Cli, model: Model, target: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_failure_on_a_random_sample_is_recorded(cli: Cli, model: Model, target: Path) -> None:
+    path = model(twist=" if False else sys.exit('indices[0] = 9')")
+    cli("checkpoint", path, "--trust-code", "--out", target).published()
+    oracle = Artifact.open(target).manifest.oracle
+    assert oracle is not None
+    assert not oracle.checked
+    assert oracle.how.endswith(
+        "TensorFlow failed on it: TensorFlow's process ended with exit code 1; its last output: indices[0] = 9"
+    )
+
+
+@pytest.mark.parametrize("text", ["soon", "0", "-1", "nan", "inf"])
+def test_an_invalid_time_limit_is_rejected(
+    cli: Cli, model: Model, target: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
-    path = model()
-    monkeypatch.setenv(environment.VARIABLE, "/nowhere/python")
-    (path / "variables" / "variables.data-00000-of-00001").unlink()
-    cli("checkpoint", path, "--out", target).refused(2, "variables.data-00000-of-00001: is missing")
+    monkeypatch.setenv(process.SECONDS, text)
+    refused = cli("checkpoint", model(), "--trust-code", "--out", target)
+    refused.refused(2, f"{process.SECONDS}={text}: expected a number of seconds above 0")
+
+
+def test_without_tensorflow_the_error_gives_the_commands_that_install_it(
+    cli: Cli, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(process.VARIABLE, str(stand_in(tmp_path / "bare", "", {"tf-nightly": "2.22"})))
+    refused = cli("checkpoint", _saved(tmp_path), "--trust-code", "--out", target)
+    refused.refused(2, "bare lacks tf2onnx;", *process.PREPARE)
+    monkeypatch.delenv(process.VARIABLE)
+    refused = cli("checkpoint", tmp_path / "saved", "--trust-code", "--out", target)
+    refused.refused(2, f"{sys.executable} lacks tensorflow and tf2onnx")
+    assert not target.parent.exists() or not tree(target.parent)
+
+
+def test_the_commands_install_the_versions_that_are_tested() -> None:
+    tested = set((_ROOT / "tests" / "sources" / "tensorflow.txt").read_text().split())
+    said = re.findall(r"\S+==\S+", process.PREPARE[1])
+    assert [pin.partition("==")[0] for pin in said] == ["tensorflow-cpu", "tf2onnx"]
+    assert tested.issuperset(said)
+    assert all(command in (_ROOT / "docs" / "converting.md").read_text() for command in process.PREPARE)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "absent: no such file"),
+        ("no program", "cannot be run"),
+        (f"#!{sys.executable}\nimport sys; sys.exit('broken')", "does not run as a Python: broken"),
+        (f"#!{sys.executable}\nprint('[1]')", "does not run as a Python: [1]"),
+    ],
+)
+def test_a_python_that_is_missing_or_does_not_run_is_rejected(
+    cli: Cli, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None, said: str
+) -> None:
+    program = tmp_path / "absent"
+    if text is not None:
+        program.write_text(text)
+        program.chmod(0o644 if text == "no program" else 0o755)
+    monkeypatch.setenv(process.VARIABLE, str(program))
+    cli("checkpoint", _saved(tmp_path), "--trust-code", "--out", target).refused(2, str(program), said)
+
+
+def test_modules_in_the_working_directory_are_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "json.py").write_text("import pathlib; pathlib.Path('run').touch()")
+    monkeypatch.chdir(tmp_path)
+    assert process.find().python == Path(sys.executable)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_damaged_keras_file_is_rejected(cli: Cli, tmp_path: Path, target: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "m.keras", "w") as archive:
+        archive.writestr("model.weights.h5", b"")
+    cli("checkpoint", tmp_path / "m.keras", "--out", target).refused(2, "truncated or damaged: not a Keras model")
 
 
 def test_a_tensorflow_lite_model_is_rejected_with_the_remedy(cli: Cli, tmp_path: Path, target: Path) -> None:
     (tmp_path / "m.tflite").write_bytes(b"\x1c\0\0\0TFL3" + bytes(100))
     refused = cli("checkpoint", tmp_path / "m.tflite", "--out", target)
     refused.refused(2, "is a TensorFlow Lite model", "python -m tf2onnx.convert --tflite")
-
-
-def _keras_file(path: Path) -> Path:
-    config = {"module": "keras", "class_name": "Sequential", "config": {"layers": []}, "registered_name": "Sequential"}
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("config.json", json.dumps(config))
-        archive.writestr("model.weights.h5", b"")
-    return path
-
-
-def test_keras_gets_the_file_under_the_name_that_selects_its_safe_loader(
-    cli: Cli, tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    code = (
-        "ASK.readline(); reply(versions={})\nfor line in ASK:\n    path = json.loads(line)['model']\n"
-        "    reply(error=f'{os.path.basename(path)} is {os.path.realpath(path)}')"
-    )
-    python = stand_in(tmp_path / "python", code, {**VERSIONS, "keras": "3.15.1"})
-    monkeypatch.setenv(environment.VARIABLE, str(python))
-    path = _keras_file(tmp_path / "x.h5")
-    cli("checkpoint", path, "--out", target).refused(3, f"model.keras is {path}")
-
-
-def test_a_keras_that_is_too_old_does_not_get_the_file(
-    cli: Cli, tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    python = stand_in(tmp_path / "python", "sys.exit(7)", {**VERSIONS, "keras": "3.12.0"})
-    monkeypatch.setenv(environment.VARIABLE, str(python))
-    refused = cli("checkpoint", _keras_file(tmp_path / "m.keras"), "--out", target)
-    refused.refused(2, "has Keras 3.12.0", "pip install 'keras>=3.13.2'")
-
-
-def test_the_option_signature_is_recorded(cli: Cli, model: Model, target: Path) -> None:
-    cli("checkpoint", model(), "--out", target, "--signature", "serving_default", *ONNX_ONLY).published()
-    assert json.loads((target / "manifest.json").read_text())["options"]["signature"] == "serving_default"
