@@ -174,9 +174,10 @@ def _guarded(check: Callable[[], list[str]]) -> list[str]:
 
 def _read(path: Path) -> Any:
     """Return the weights as the converter's own readers read them."""
-    from converter.read import exported_program, flax_file, lightning_file, safetensors_file, script_file, torch_file
+    from converter.read import exported_program, flax_file, safetensors_file, script_file, torch_file
     from converter.read.detect import Kind, recognise
     from converter.read.orbax import arrays, layout
+    from converter.read.readers.lightning import is_lightning
 
     kind = recognise(path)
     if kind is Kind.EXPORTED:
@@ -191,8 +192,9 @@ def _read(path: Path) -> Any:
         return safetensors_file.read_file(path)
     if kind is Kind.SHARDED:
         return safetensors_file.read_sharded(path)[0]
-    found = lightning_file.read_file(path, trust_pickle=False) if kind is Kind.LIGHTNING else None
-    return torch_file.read_file(path, kind, trust_pickle=False)[0] if found is None else found.weights
+    if kind is Kind.LIGHTNING and is_lightning(loaded := torch_file.load(path, kind, trust_pickle=False)):
+        return torch_file.arrays(path, kind, loaded["state_dict"], trust_pickle=False)
+    return torch_file.read_file(path, kind, trust_pickle=False)[0]
 
 
 def _kept(name: str) -> bool:
