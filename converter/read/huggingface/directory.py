@@ -1,28 +1,27 @@
-"""The JSON files of a Hugging Face directory; its weights are only located here, not read."""
+"""The JSON files of a Hugging Face directory, and the tensors of its checkpoint."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bf16kit.messages.errors import SourceError
 from converter.read import safetensors_file, torch_file
 from converter.read.detect import Kind
 from converter.source import Array
 
+INDEX = "model.safetensors.index.json"
 _PARTS = ("text_config", "vision_config", "audio_config", "encoder", "decoder")  # configs inside a config
 
 
-@dataclass(frozen=True, slots=True)
-class SentenceModule:
+class SentenceModule(NamedTuple):
     """One sentence-transformers module after the transformer, as listed in ``modules.json``."""
 
     kind: str  # Pooling, Normalize, Dense
     path: Path
-    config: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def prefix(self) -> str:
@@ -47,18 +46,17 @@ class Directory:
     @classmethod
     def open(cls, path: Path) -> Directory:
         """Open the directory at ``path``; :class:`SourceError` names a file that is missing or not valid."""
-        listing = path / "modules.json"
-        files = [listing] if listing.is_file() else []
-        root, parts = (path, None) if not files else _parts(path, listing)
-        files += [part.path / "config.json" for part in parts or () if part.config]
-        config = _json(root / "config.json")
+        listing, parts, files = path / "modules.json", None, []
+        if listing.is_file():
+            (_, path), *others = _modules(listing)
+            parts = tuple(others)
+            files = [listing, *(part.path / "config.json" for part in parts if (part.path / "config.json").is_file())]
+        config = _mapping(path / "config.json")
         if "model_type" not in config:
-            raise SourceError(f"{root / 'config.json'}: has no model_type, so this is not a transformers model")
-        preprocessor, tokenizer = (
-            _optional(root / "preprocessor_config.json"),
-            _optional(root / "tokenizer_config.json"),
-        )
-        return cls(root, config, preprocessor, tokenizer, parts, (root / "config.json", *files))
+            raise SourceError(f"{path / 'config.json'}: has no model_type, so this is not a transformers model")
+        further = (path / f"{name}_config.json" for name in ("preprocessor", "tokenizer"))
+        preprocessor, tokenizer = (_mapping(file) if file.is_file() else {} for file in further)
+        return cls(path, config, preprocessor, tokenizer, parts, (path / "config.json", *files))
 
     def setting(self, name: str) -> Any:
         """Return ``name`` from config.json, or from its part for the text, image or audio model; else None."""
@@ -67,57 +65,55 @@ class Directory:
                 return config[name]
         return None
 
+    def number(self, name: str, otherwise: int) -> int:
+        """Return the setting ``name`` if it is an integer, or begins with one."""
+        found = self.setting(name)
+        found = found[0] if isinstance(found, list) and found else found
+        return found if type(found) is int else otherwise
 
-def weights(path: Path) -> tuple[dict[str, Array], list[Path]]:
+    def tensors(self) -> tuple[dict[str, Array], list[Path]]:
+        """Return every tensor of the checkpoint, and the files that describe and hold them, config.json first.
+
+        Tensors of sentence-transformers modules after the transformer are prefixed with their module's directory.
+        """
+        tensors, files = _weights(self.path)
+        for part in self.parts or ():
+            if part.kind == "Dense":
+                more, found = _weights(part.path)
+                tensors |= {part.prefix + name: tensor for name, tensor in more.items()}
+                files += found
+        return tensors, [*self.files, *files]
+
+
+def _weights(path: Path) -> tuple[dict[str, Array], list[Path]]:
     """Return every tensor of the checkpoint in the directory ``path``, and the files that hold them."""
-    single, index = path / "model.safetensors", path / "model.safetensors.index.json"
+    single, index, pickled = (path / name for name in ("model.safetensors", INDEX, "pytorch_model.bin"))
     if single.is_file():
         return safetensors_file.read_file(single), [single]
     if index.is_file():
         return safetensors_file.read_sharded(index)
-    pickled = path / "pytorch_model.bin"
     if pickled.is_file():
         return torch_file.read_file(pickled, Kind.TORCH_ZIP, trust_pickle=False)[0], [pickled]
     raise SourceError(f"{path}: has a config.json, but neither model.safetensors, its index, nor pytorch_model.bin")
 
 
-def _parts(path: Path, listing: Path) -> tuple[Path, tuple[SentenceModule, ...]]:
-    """Return the transformer's directory and the modules after it."""
-    entries = _load(listing)
-    if not isinstance(entries, list) or not all(_is_entry(entry) for entry in entries):
-        raise SourceError(f"{listing}: is not a list of modules, each with a type and a path")
-    transformers, *others = entries or [{"type": "", "path": ""}]
-    if transformers["type"].rpartition(".")[2] != "Transformer":
-        raise SourceError(
-            f"{listing}: its first module is a {transformers['type'] or 'nothing'}; only directories that begin with a"
-            " Transformer are converted"
-        )
-    parts = [
-        SentenceModule(entry["type"].rpartition(".")[2], _inside(path, listing, entry["path"])) for entry in others
-    ]
-    root = _inside(path, listing, transformers["path"])
-    return root, tuple(SentenceModule(part.kind, part.path, _optional(part.path / "config.json")) for part in parts)
+def _modules(listing: Path) -> list[SentenceModule]:
+    """Return the modules that a ``modules.json`` lists, the transformer first."""
+    try:
+        found = [SentenceModule(each["type"].rpartition(".")[2], Path(each["path"])) for each in _load(listing)]
+    except (TypeError, KeyError, AttributeError):
+        raise SourceError(f"{listing}: is not a list of modules, each with a type and a path") from None
+    if not found or found[0].kind != "Transformer":
+        raise SourceError(f"{listing}: its first module is not a Transformer; other directories are not converted")
+    for _, path in found:
+        if path.is_absolute() or len(path.parts) > 1 or ".." in path.parts:
+            raise SourceError(f"{listing}: the module path {str(path)!r} is not a plain name inside the directory")
+    return [SentenceModule(kind, listing.parent / path) for kind, path in found]
 
 
-def _is_entry(entry: Any) -> bool:
-    return isinstance(entry, dict) and isinstance(entry.get("type"), str) and isinstance(entry.get("path"), str)
-
-
-def _inside(path: Path, listing: Path, name: str) -> Path:
-    if name and (Path(name).name != name or name == ".."):
-        raise SourceError(f"{listing}: the module path {name!r} is not a plain name; modules lie inside the directory")
-    return path / name
-
-
-def _optional(path: Path) -> Mapping[str, Any]:
-    return _json(path) if path.is_file() else {}
-
-
-def _json(path: Path) -> Mapping[str, Any]:
+def _mapping(path: Path) -> Mapping[str, Any]:
     found = _load(path)
     if not isinstance(found, dict):
-        if path.name == "config.json":
-            raise SourceError(f"{path}: has no model_type, so this is not a transformers model")
         raise SourceError(f"{path}: not a JSON object")
     return found
 
