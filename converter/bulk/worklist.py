@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import mmap
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,7 +43,8 @@ def checkpoints(directory: Path, repository: Path) -> tuple[dict[Path, list[Path
         if path.name.startswith(".") or path.resolve() == repository.resolve():
             continue
         try:
-            found[path] = _files(path)
+            recognise(path)
+            found[path] = files_of(path)
         except SourceError as error:
             (skipped if isinstance(error, NoCheckpoint) else found)[path] = str(error).removeprefix(f"{path}: ")
     parts = {part for files in found.values() if not isinstance(files, str) for part in files[1:]}
@@ -53,21 +54,13 @@ def checkpoints(directory: Path, repository: Path) -> tuple[dict[Path, list[Path
     return {path: files for path, files in found.items() if path not in parts}, reasons
 
 
-def files_of(named: Path) -> list[Path]:
-    """Return the files that are read for an option's value: a graph with its weights, rules, or samples; or none."""
-    if not os.path.exists(named):  # noqa: PTH110 - a function's name; Path.exists raises for one that no file can have
-        return []
-    try:
-        return _files(named)
-    except SourceError:
-        return _files_in(named) if named.is_dir() else [named]
-
-
-def _files(path: Path) -> list[Path]:
-    """Return every file of the checkpoint at ``path``, the main one first; :class:`SourceError` if it is unusable."""
-    kind = recognise(path)
+def files_of(path: Path) -> list[Path]:
+    """Return every file of the checkpoint at ``path``, the main one first; or of the rules or samples there."""
     if path.is_dir():
         return _files_in(path)
+    kind = None
+    with contextlib.suppress(SourceError):
+        kind = recognise(path)
     if kind is Kind.SHARDED:
         return read_sharded(path)[1]
     if kind is not Kind.ONNX:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
@@ -85,7 +86,9 @@ def _items(
         if unknown is not None:
             raise UsageError(f"{settings}: unknown option {unknown!r}; known: {', '.join(sorted([*options, 'name']))}")
         set_here = common | {key: _arguments(options[key], value, f"{settings}: ") for key, value in fields.items()}
-        named = [file for key in _NAMING if set_here.get(key) for file in files_of(Path(set_here[key][-1]))]
+        # Path.exists would raise for the name of a function that no file can have.
+        values = [set_here[key][-1] for key in _NAMING if set_here.get(key) and os.path.exists(set_here[key][-1])]  # noqa: PTH110
+        named = [file for value in values for file in files_of(Path(value))]
         arguments = [text for texts in set_here.values() for text in texts]
         problem = files if isinstance(files, str) else ""
         items[name] = Item(name, path, arguments, [] if isinstance(files, str) else files + named, problem)

@@ -14,7 +14,7 @@ from typing import Any
 from bf16kit.artifact.reading import read_bounded
 from bf16kit.messages.errors import SourceError
 from bf16kit.messages.wording import first_few, quoted
-from converter.read.huggingface.directory import Directory
+from converter.read.huggingface.model_directory import Directory
 
 LARGEST = 64 << 20  # bytes of one file; the largest tokenizers today have 35 MB
 # Settings of generation, tokenizers, preprocessors (images, sound, video); vocabularies; what licences require.

@@ -13,7 +13,7 @@ from typing import Any
 
 from bf16kit.messages.errors import UsageError
 from bf16kit.numerics.tensors import TensorSpec
-from converter.read.huggingface.directory import Directory
+from converter.read.huggingface.model_directory import Directory
 
 BATCH, SEQ, DECODER_SEQ, SAMPLES, FRAMES = "batch", "seq", "decoder_seq", "samples", "frames"
 IMAGES = "images"  # the batch of images if it differs from the batch of texts

@@ -9,8 +9,8 @@ from typing import Any
 from bf16kit.messages.errors import SourceError, UsageError
 from bf16kit.messages.wording import first_few
 from converter.process.quiet import first_line, quiet
-from converter.read.huggingface.directory import Directory
 from converter.read.huggingface.experts import register
+from converter.read.huggingface.model_directory import Directory
 from converter.read.statedict import mismatch_message, to_torch
 from converter.source import Array
 

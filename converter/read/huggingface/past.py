@@ -16,8 +16,8 @@ import torch
 from bf16kit.messages.errors import UsageError
 from bf16kit.numerics.tensors import TensorSpec
 from converter.process.quiet import quiet
-from converter.read.huggingface.directory import Directory
 from converter.read.huggingface.inputs import BATCH, SEQ
+from converter.read.huggingface.model_directory import Directory
 from converter.read.torch.positional import left_out, named_tensors
 from converter.source import Array, Feeds
 

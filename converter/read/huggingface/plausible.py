@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from bf16kit.numerics.tensors import BY_NAME, TensorSpec
-from converter.read.huggingface.directory import Directory
 from converter.read.huggingface.inputs import BATCH, FRAMES, IMAGES, SAMPLES
+from converter.read.huggingface.model_directory import Directory
 from converter.source import Array, Feeds, Sampler
 
 _ROWS = 2

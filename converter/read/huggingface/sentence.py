@@ -9,7 +9,7 @@ import torch
 
 from bf16kit.messages.errors import SourceError
 from converter.process.quiet import first_line, quiet
-from converter.read.huggingface.directory import Directory, SentenceModule
+from converter.read.huggingface.model_directory import Directory, SentenceModule
 
 _KNOWN = ("Pooling", "Dense", "Normalize", "Dropout")
 

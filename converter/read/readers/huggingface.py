@@ -15,7 +15,7 @@ from converter.read.readers.common import Advance, exported_source
 from converter.source import Array, Checkpoint, Feeds, Sampler, Source, TorchModel, digest_files
 
 if TYPE_CHECKING:
-    from converter.read.huggingface.directory import Directory
+    from converter.read.huggingface.model_directory import Directory
     from converter.read.torch.positional import Call
 
 _LOADED = (
@@ -38,7 +38,7 @@ def read(options: Options, _kind: Kind, advance: Advance) -> Source:
     """Return the directory as a source; :class:`UsageError` for a ``--model``, which it does not need."""
     from converter.read import precisions, safetensors_file
     from converter.read.huggingface.companions import companions
-    from converter.read.huggingface.directory import INDEX, Directory
+    from converter.read.huggingface.model_directory import INDEX, Directory
 
     if options.model is not None:
         raise UsageError("--model: a Hugging Face directory brings its own architecture")

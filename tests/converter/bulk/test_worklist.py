@@ -94,11 +94,6 @@ def test_a_digest_changes_with_every_byte_and_every_argument(tmp_path: Path) -> 
     assert digest() != second
 
 
-@pytest.mark.parametrize("name", ["pkg.mod:factory", "x" * 5000, "a\0b"])
-def test_a_value_that_names_no_file_adds_none(name: str) -> None:
-    assert files_of(Path(name)) == []
-
-
 def test_samples_in_a_directory_are_read_for_an_option(tmp_path: Path) -> None:
     sample = _weights(tmp_path / "0.safetensors")
     assert files_of(tmp_path) == [sample]

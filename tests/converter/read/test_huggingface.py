@@ -201,7 +201,7 @@ LOAD = """
 import sys
 from pathlib import Path
 from converter.process.memory import map_large_blocks
-from converter.read.huggingface.directory import Directory
+from converter.read.huggingface.model_directory import Directory
 from converter.read.huggingface.module import load_module
 from peaks import anonymous, peak_anonymous
 map_large_blocks()

@@ -22,7 +22,7 @@ from bf16kit.runtime.ort.onnx import OnnxRuntime
 from converter.options import Options, parse_target
 from converter.process.quiet import quiet
 from converter.read import oracles
-from converter.read.huggingface.directory import Directory
+from converter.read.huggingface.model_directory import Directory
 from converter.read.readers.huggingface import load
 from converter.read.signature import output_specs
 from converter.read.torch.onnx_export import to_onnx
