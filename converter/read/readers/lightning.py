@@ -77,6 +77,8 @@ def choose(loaded: Contents, wanted: str | None) -> tuple[Contents, str | None, 
         return state, None, [f"the file also holds averaged weights under {key!r}; --weights ema takes them"]
     if not average.keys() & state.keys():
         average = {str(name).removeprefix("module."): tensor for name, tensor in average.items()}
+    if not average.keys() & state.keys():  # other names: fitting them to the model finds their prefix, or fails
+        return average, None, []
     missing = sorted(map(str, state.keys() - average.keys()))
     note = f"not averaged, so taken from the state_dict: {first_few(missing)}"
     return {**state, **average}, None, [note] if missing else []

@@ -247,3 +247,8 @@ def test_tensors_that_an_average_lacks_come_from_the_weights(tmp_path: Path) -> 
     assert notes == ["not averaged, so taken from the state_dict: down.bias"]
     np.testing.assert_array_equal(weights["down.bias"], _arrays()["down.bias"])
     np.testing.assert_array_equal(weights["up.bias"], _arrays(seed=5)["up.bias"])
+
+
+def test_an_average_under_other_names_is_not_completed_with_trained_weights(tmp_path: Path) -> None:
+    loaded = _load(written(tmp_path / "m.ckpt", state(), ema=state("shadow.", seed=5)))
+    assert choose(loaded, "ema")[0].keys() == state("shadow.").keys()
