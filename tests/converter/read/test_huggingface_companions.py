@@ -25,20 +25,13 @@ def _directory(path: Path, **config: Any) -> Path:
 
 def test_only_known_files_are_copied(tmp_path: Path) -> None:
     _directory(tmp_path)
-    for name in ("tokenizer.json", "vocab.txt", "LICENSE", "modeling_custom.py", "README.md", "optimizer.pt"):
+    rarer = ["target_vocab.json", "vocab-src.json", "spm_char.model", "source.spm", "bpe.codes", "chat_template.jinja"]
+    known = [*rarer, "LICENSE", "processor_config.json", "tokenizer.json", "vocab.txt"]
+    for name in (*known, "modeling_custom.py", "README.md", "optimizer.pt", "data_config.json"):
         (tmp_path / name).write_text(name)
     found, _ = companions(tmp_path)
-    assert sorted(found) == ["LICENSE", "config.json", "tokenizer.json", "vocab.txt"]
+    assert sorted(found) == sorted([*known, "config.json"])
     assert found["vocab.txt"] == b"vocab.txt"
-
-
-@pytest.mark.parametrize(
-    "name", ["target_vocab.json", "vocab-src.json", "vocab-tgt.json", "spm_char.model", "tiktoken.model"]
-)
-def test_files_of_rarer_tokenizers_are_copied(tmp_path: Path, name: str) -> None:
-    _directory(tmp_path)
-    (tmp_path / name).write_text(name)
-    assert companions(tmp_path)[0][name] == name.encode()
 
 
 def test_files_that_are_not_copied_are_named(tmp_path: Path) -> None:
