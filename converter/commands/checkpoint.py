@@ -181,10 +181,9 @@ def checkpoint(
     assert isinstance(source, Path)  # noqa: S101 - click's `type=PATH`
     assert isinstance(out, Path)  # noqa: S101
     if _is_collection(source, out):
-        from converter.commands.collection import convert_all
+        from converter.commands.collection import convert_collection
 
-        context.exit(convert_all(context, source, out, _check))
-    _reject_single_source_without_version(source, out)
+        context.exit(convert_collection(context, source, out, _check))
     if (per_model, jobs, ray) != (None, None, None):
         raise click.UsageError(
             f"--per-model, --jobs and --ray are only for a directory of checkpoints, and {source} is not one;"
@@ -212,24 +211,24 @@ def checkpoint(
 
 
 def _is_collection(source: Path, out: Path) -> bool:
-    """Whether there are many checkpoints: a directory that is no model, and a repository to put models into."""
+    """Whether there are many checkpoints: a directory that is no model, and a repository to put models into.
+
+    Raises :class:`UsageError` for a directory that is one source if ``out`` would do only for many.
+    """
     if _VERSION.fullmatch(out.name) or not source.is_dir():
         return False
-    from converter.bulk.worklist import is_collection
+    from bf16kit.messages.errors import NoCheckpoint, SourceError, UsageError
+    from converter.read.detect import recognise
 
-    return is_collection(source)
-
-
-def _reject_single_source_without_version(source: Path, out: Path) -> None:
-    """Reject ``out`` if it would do only for many checkpoints; say why the directory is taken for one source."""
-    if _VERSION.fullmatch(out.name) or not source.is_dir():
-        return
-    from bf16kit.messages.errors import UsageError
-    from converter.bulk.mistaken import explain_recognition
-
+    try:
+        what = f"{source} is {recognise(source).value}"
+    except NoCheckpoint:
+        return True
+    except SourceError as error:
+        what = str(error)
     raise UsageError(
         f"--out {out}: must end in MODEL/VERSION, with a version of 1 or more, and ends in {out.absolute().name!r}."
-        f" A path without a version is allowed only for a directory of checkpoints, and {explain_recognition(source)}"
+        f" A path without a version is allowed only for a directory of checkpoints, and {what}"
     )
 
 

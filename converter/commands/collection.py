@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,181 +14,121 @@ import click
 from click.core import ParameterSource
 
 from bf16kit.messages.errors import UsageError
+from converter.commands.common import echo
 
 if TYPE_CHECKING:
-    from converter.bulk.executor import Executor
+    from converter.bulk.worklist import Item
 
-_LARGEST = 1 << 20  # bytes of a file of options
 _OWN = frozenset(("out", "force", "jobs", "per_model", "ray"))  # options of the collection, not of a model
 _NAMING = ("map", "model", "samples")  # options whose value may name a file
-_NAME = "name"
+_ENDING = re.compile(r"(\.safetensors\.index)?\.[^.]*$")
 
-Arguments = Mapping[str, Sequence[str]]  # parts of a command line, by the option they set
+Check = Callable[[Sequence[str]], None]
 
 
-def convert_all(context: click.Context, source: Path, repository: Path, check: Callable[[Sequence[str]], None]) -> int:
-    """Convert the checkpoints in ``source``, print a summary, and return the worst exit code.
+def convert_collection(context: click.Context, source: Path, repository: Path, check: Check) -> int:
+    """Convert the checkpoints in ``source``, print a summary, and return the largest exit code.
 
-    ``check`` is called with each command line before work begins, and raises :class:`UsageError` for a wrong one. Names
-    that no model can have raise it too.
+    Before the first conversion ``check`` is called with each command line, and raises :class:`UsageError` if one is
+    wrong; so do names that no model can have, and a Ray cluster that does not answer.
     """
-    from converter.bulk.run import run, summary, worst_exit_code
-    from converter.bulk.worklist import ModelSettings, collect
-    from converter.options import parse_model_name, parse_target
+    from converter.bulk.conversions import Run, convert_all, run_here, summary
+    from converter.bulk.worklist import checkpoints
 
-    common = _common_arguments(context)
-    per_model = context.params["per_model"]
-    own_options = {} if per_model is None else _read_option_files(per_model)
-    used: set[str] = set()
+    found, skipped = checkpoints(source, repository)
+    items = _items(context, found, repository, check)
+    run: Run = run_here
+    jobs, address = context.params["jobs"], context.params["ray"]
+    if address is not None:
+        if find_spec("ray") is None:
+            raise UsageError("--ray needs Ray: pip install 'bf16kit[ray]'")
+        from converter.bulk.onray import on_cluster
 
-    def configure(file: str, model: str) -> ModelSettings:
-        found = [name for name in (file, model) if name in own_options]
-        used.update(found)
-        fields = dict(own_options[found[0]]) if found else {}
-        name = fields.pop(_NAME, model)
-        if not isinstance(name, str):
-            raise UsageError(f"{per_model}/{found[0]}.yaml: name is {name!r}, expected the model's name")
-        parse_model_name(f"{per_model}/{found[0]}.yaml" if found else file, name)
-        arguments = {**common, **_arguments(context, fields, f"{per_model}/{found[0] if found else ''}.yaml")}
-        return ModelSettings(
-            name, tuple(text for texts in arguments.values() for text in texts), _referenced_files(arguments)
-        )
-
-    worklist = collect(source, configure, repository)
-    unused = sorted(own_options.keys() - used)
-    if unused:
-        raise UsageError(
-            f"{per_model}/{unused[0]}.yaml: {source} has no checkpoint of that name; rename or remove the file"
-        )
-    for item in worklist.items:
-        target = repository / item.model / "1"
-        parse_target(target)
-        try:
-            check([str(item.source), "--out", str(target), *item.arguments])
-        except (UsageError, click.UsageError) as error:
-            raise UsageError(f"{item.source.name}: {error}") from None
-    click.echo(
-        f"bf16-convert: {len(worklist.items)} checkpoint{'' if len(worklist.items) == 1 else 's'} in {source}", err=True
-    )
-    with _executor(context.params["ray"], source, repository, context.params["jobs"], _notify) as (executor, jobs):
-        outcomes, interrupted = run(
-            worklist, repository, executor, jobs=jobs, force=context.params["force"], notify=_notify
-        )
-    from converter.commands.common import echo
-
-    echo(summary(outcomes, worklist))
-    return worst_exit_code(outcomes, interrupted=interrupted)
+        run, jobs = on_cluster(address, jobs, _notify)
+    _notify(f"{len(items)} checkpoint{'' if len(items) == 1 else 's'} in {source}")
+    force = context.params["force"]
+    outcomes = convert_all(items, repository, run, jobs=jobs or 1, force=force, notify=_notify)
+    echo("\n".join([summary(outcomes), *(f"skipped: {reason}" for reason in skipped)]))
+    return max(outcome.code for outcome in outcomes)
 
 
 def _notify(text: str) -> None:
     click.echo(f"bf16-convert: {text}", err=True)
 
 
-@contextmanager
-def _executor(
-    address: str | None, source: Path, repository: Path, jobs: int | None, notify: Callable[[str], None]
-) -> Iterator[tuple[Executor, int]]:
-    """Yield the executor of the conversions, and how many run at a time. Raises UsageError if Ray is not available."""
-    if address is None:
-        from converter.bulk.executor import LocalExecutor
+def _items(
+    context: click.Context, found: Mapping[Path, list[Path] | str], repository: Path, check: Check
+) -> list[Item]:
+    """Return what is to be converted: each checkpoint that was ``found``, with its model's name and its options."""
+    from converter.bulk.worklist import Item, files_of
+    from converter.options import parse_model_name
 
-        yield LocalExecutor(), jobs or 1
-        return
-    try:
-        from converter.bulk.onray import RayExecutor
-    except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] != "ray":
-            raise
-        raise UsageError("--ray needs Ray: pip install 'bf16kit[ray]'") from None
-    cluster = RayExecutor(address, source, repository, jobs, notify)
-    try:
-        yield cluster, cluster.jobs
-    finally:
-        cluster.close()
-
-
-def _referenced_files(arguments: Arguments) -> tuple[Path, ...]:
-    """Return the files and directories that options name; functions named instead are left out."""
-    paths = (Path(arguments[name][-1]) for name in _NAMING if arguments.get(name))
-    return tuple(path for path in paths if _exists(path))
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except (OSError, ValueError):  # longer than any file name, or with a zero byte
-        return False
-
-
-def _common_arguments(context: click.Context) -> dict[str, list[str]]:
-    """Return the options that the command line set for every model."""
-    found: dict[str, list[str]] = {}
-    for option in _options(context).values():
-        name = option.name or ""
-        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            found[name] = _to_arguments(option, context.params[name])
-    return found
-
-
-def _options(context: click.Context) -> dict[str, click.Option]:
-    """Return the options that can be set per model, by name without the leading dashes."""
-    options = [each for each in context.command.params if isinstance(each, click.Option) and each.name not in _OWN]
-    return {option.opts[0].removeprefix("--"): option for option in options}
+    given, own = context.params, _read_all(context.params["per_model"])
+    options = {o.opts[0].removeprefix("--"): o for o in context.command.params if isinstance(o, click.Option)}
+    options = {name: option for name, option in options.items() if option.name not in _OWN}
+    common = {
+        name: _arguments(option, given[str(option.name)])
+        for name, option in options.items()
+        if context.get_parameter_source(str(option.name)) is ParameterSource.COMMANDLINE
+    }
+    items: dict[str, Item] = {}
+    for path, files in found.items():
+        stem = _ENDING.sub("", path.name) if path.is_file() else path.name
+        settings, fields = own.pop(path.name, None) or own.pop(stem, None) or (path.name, {})
+        name = str(fields.pop("name", stem))
+        parse_model_name(str(settings), name)
+        if name in items:
+            raise UsageError(
+                f"{items[name].source} and {path} would both become model {name!r}; rename one, or pass --per-model"
+                " DIRECTORY with a FILE.yaml for it that sets `name: …`"
+            )
+        unknown = next((key for key in fields if key not in options), None)
+        if unknown is not None:
+            raise UsageError(f"{settings}: unknown option {unknown!r}; known: {', '.join(sorted([*options, 'name']))}")
+        set_here = common | {key: _arguments(options[key], value, f"{settings}: ") for key, value in fields.items()}
+        # Path.exists would raise for the name of a function that no file can have.
+        values = [set_here[key][-1] for key in _NAMING if set_here.get(key) and os.path.exists(set_here[key][-1])]  # noqa: PTH110
+        named = [file for value in values for file in files_of(Path(value))]
+        arguments = [text for texts in set_here.values() for text in texts]
+        problem = files if isinstance(files, str) else ""
+        items[name] = Item(name, path, arguments, [] if isinstance(files, str) else files + named, problem)
+        try:
+            check([str(path), "--out", str(repository / name / "1"), *arguments])
+        except (UsageError, click.UsageError) as error:
+            raise UsageError(f"{path.name}: {error}") from None
+    for settings, _ in own.values():
+        raise UsageError(f"{settings}: there is no checkpoint of that name; rename or remove the file")
+    return [*items.values()]
 
 
-def _to_arguments(option: click.Option, value: Any) -> list[str]:
-    flag = option.opts[0]
-    if option.is_flag:
-        return [flag] if value else option.secondary_opts[:1]
-    values = value if option.multiple else [value]
-    return [text for each in values for text in (flag, str(each))]
-
-
-def _read_option_files(directory: Path) -> dict[str, Mapping[str, Any]]:
+def _read_all(directory: Path | None) -> dict[str, tuple[Path, dict[Any, Any]]]:
     """Return the options in each ``NAME.yaml`` of ``directory``, by NAME."""
-    if not directory.is_dir():
-        raise UsageError(f"--per-model {directory}: no such directory")
-    return {path.stem: _read(path) for path in sorted(directory.glob("*.yaml"))}
-
-
-def _read(path: Path) -> Mapping[str, Any]:
     import yaml
 
-    from bf16kit.artifact.reading import read_bounded
-
-    data = read_bounded(path, _LARGEST, UsageError, "the limit for a file of options")
-    try:
-        fields = yaml.safe_load(data)
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise UsageError(f"{path}: not YAML: {' '.join(str(error).split())[:200]}") from None
-    if not isinstance(fields, dict):
-        raise UsageError(f"{path}: expected one option per line, such as `model: pkg.mod:factory`")
-    return fields
-
-
-def _arguments(context: click.Context, fields: Mapping[str, Any], where: str) -> Arguments:
-    """Return the command line that ``fields`` of a YAML file stand for; null removes what was set for all models."""
-    options, found = _options(context), dict[str, list[str]]()
-    for key, value in fields.items():
-        option = options.get(str(key))
-        if option is None:
-            known = ", ".join(sorted([*options, _NAME]))
-            raise UsageError(f"{where}: unknown option {str(key)!r}; known: {known}")
-        found[option.name or ""] = [] if value is None else _to_arguments(option, _value(option, key, value, where))
+    if directory is not None and not directory.is_dir():
+        raise UsageError(f"--per-model {directory}: no such directory")
+    found = {}
+    for path in sorted(directory.glob("*.yaml")) if directory is not None else ():
+        try:
+            fields = yaml.safe_load(path.read_text())
+        except (yaml.YAMLError, RecursionError, ValueError) as error:
+            raise UsageError(f"{path}: not YAML: {' '.join(str(error).split())[:200]}") from None
+        if not isinstance(fields, dict):
+            raise UsageError(f"{path}: expected one option per line, such as `model: pkg.mod:factory`")
+        found[path.stem] = path, fields
     return found
 
 
-def _value(option: click.Option, key: str, value: Any, where: str) -> Any:
+def _arguments(option: click.Option, value: Any, where: str = "") -> list[str]:
+    """Return the part of a command line that sets ``option`` to the ``value`` of click or of a YAML file."""
+    flag = option.opts[0]
+    if value is None:  # removes what was set for all models
+        return []
     if option.is_flag:
         if not isinstance(value, bool):
-            raise UsageError(f"{where}: {key} is {value!r}, expected true or false")
-        return value
-    if option.multiple:
-        if isinstance(value, dict):  # budget
-            return [f"{name}={bound}" for name, bound in value.items()]
-        return value if isinstance(value, list) else [value]
-    if isinstance(value, dict):  # model-args
-        return json.dumps(value)
-    if isinstance(value, list):
-        raise UsageError(f"{where}: {key} is {value!r}, expected one value")
-    return value
+            raise UsageError(f"{where}{flag.removeprefix('--')} is {value!r}, expected true or false")
+        return [flag] if value else option.secondary_opts[:1]
+    if isinstance(value, dict):  # a budget, or model-args
+        value = [f"{name}={bound}" for name, bound in value.items()] if option.multiple else json.dumps(value)
+    values = value if option.multiple and isinstance(value, list | tuple) else [value]
+    return [text for each in values for text in (flag, str(each))]

@@ -41,22 +41,6 @@ def build(options: Options) -> torch.nn.Module:
         return in_fp32(module)
 
 
-def outline(options: Options) -> dict[str, torch.Tensor] | None:
-    """Return the state dict that :func:`build` would have, on the meta device; None if that is impossible.
-
-    It needs no memory. The arguments may come from a file, and a file may claim any size.
-    """
-    import torch
-
-    factory = factory_of(options)
-    try:
-        with quiet(), torch.device("meta"):
-            module = factory(**options.model_args)
-    except Exception:  # noqa: BLE001 - the user's code may need values, which the meta device does not have
-        return None
-    return module.state_dict() if isinstance(module, torch.nn.Module) else None
-
-
 def factory_of(options: Options) -> Callable[..., Any]:
     """Return the callable that ``--model`` names; :class:`UsageError` if it is missing or cannot be called."""
     if options.model is None:

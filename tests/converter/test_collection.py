@@ -17,7 +17,7 @@ from converting import SUPPORT, Cli, process
 
 import graphs
 from bf16kit.artifact.artifact import Artifact
-from converter.bulk.item import RECORDS
+from converter.bulk.conversions import RECORDS
 
 QUICK = ("--format", "onnx", "--profile", "cpu", "--no-report")
 
@@ -118,7 +118,7 @@ def test_ctrl_c_keeps_finished_conversions_and_the_next_run_continues(models: Pa
     assert done == list(names[: len(done)])
     assert f"{len(done)} of 8 checkpoints converted" in told
     assert "interrupted" in told
-    assert not any((out / RECORDS / f"{name}.json").exists() for name in names[len(done) + 1 :])  # not even started
+    assert not any((out / RECORDS / f"{name}.sha256").exists() for name in names[len(done) + 1 :])  # not even started
     process("checkpoint", models, "--out", out, *QUICK).published()
     assert all((out / name / "1").is_dir() for name in names)
 
@@ -156,7 +156,7 @@ class TestErrorsBeforeWorkBegins:
     def test_a_stray_file_that_makes_the_directory_one_source(self, cli: Cli, models: Path, tmp_path: Path) -> None:
         (models / "other.pdparams").write_text("")
         cli("checkpoint", models, "--out", tmp_path / "repo").refused(
-            2, "must end in MODEL/VERSION", "a PaddlePaddle model", "because it contains other.pdparams"
+            2, "must end in MODEL/VERSION", "is a PaddlePaddle model"
         )
 
     def test_one_file_with_a_repository_as_output(self, cli: Cli, models: Path, tmp_path: Path) -> None:
@@ -176,16 +176,16 @@ class TestPerModel:
             ("sed: 1", "unknown option 'sed'; known: "),
             ("out: elsewhere", "unknown option 'out'"),
             ("saturate: 1", "saturate is 1, expected true or false"),
-            ("seed: [1, 2]", "seed is [1, 2], expected one value"),
+            ("seed: [1, 2]", "a.onnx: '[1, 2]' is not a valid integer"),
             ("seed: minus one", "a.onnx: 'minus one' is not a valid integer"),
             ("input: x", "a.onnx: --input 'x': expected NAME:DTYPE:DIMS"),
             ("- seed", "expected one option per line, such as `model: pkg.mod:factory`"),
             ("{seed: 1", "not YAML"),
-            ("name: [a]", "name is ['a'], expected the model's name"),
+            ("name: [a]", "a.yaml: \"['a']\" is not a model name"),
             ("name: ../outside", "a.yaml: '../outside' is not a model name"),
             ("name: b/c", "a.yaml: 'b/c' is not a model name"),
             ("name: ''", "a.yaml: '' is not a model name"),
-            ("name: b", "a.onnx, b.onnx would all become model 'b'"),
+            ("name: b", "b.onnx would both become model 'b'"),
         ],
     )
     def test_a_mistake_is_reported_with_the_name_of_the_file(
@@ -194,7 +194,7 @@ class TestPerModel:
         self._asked(cli, models, tmp_path, "a.yaml", content, said)
 
     def test_a_file_without_a_checkpoint_of_that_name_is_rejected(self, cli: Cli, models: Path, tmp_path: Path) -> None:
-        self._asked(cli, models, tmp_path, "aa.yaml", "seed: 1", "aa.yaml", "has no checkpoint of that name")
+        self._asked(cli, models, tmp_path, "aa.yaml", "seed: 1", "aa.yaml", "there is no checkpoint of that name")
 
     def test_an_options_file_beside_a_checkpoint_is_ignored_without_per_model(
         self, cli: Cli, models: Path, tmp_path: Path

@@ -9,10 +9,12 @@ from typing import Any
 from bf16kit.messages.errors import SourceError, UsageError
 from bf16kit.messages.wording import first_few
 from converter.process.quiet import first_line, quiet
-from converter.read.huggingface.directory import Directory
 from converter.read.huggingface.experts import register
+from converter.read.huggingface.model_directory import Directory
 from converter.read.statedict import mismatch_message, to_torch
 from converter.source import Array
+
+_EXTRAS = ("use_cache", "output_hidden_states", "output_attentions")
 
 
 def load_module(directory: Directory, tensors: Mapping[str, Array], scratch: Path) -> tuple[Any, list[str]]:
@@ -26,28 +28,50 @@ def load_module(directory: Directory, tensors: Mapping[str, Array], scratch: Pat
         raise UsageError("a Hugging Face directory needs transformers: pip install 'bf16kit[hf]'") from None
     import torch
 
-    path = directory.path
+    path, prefixes = directory.path, tuple(part.prefix for part in directory.parts or ())
+    own = {name: tensor for name, tensor in tensors.items() if not (prefixes and name.startswith(prefixes))}
     try:
         with quiet():
             parsed = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-            factory = _class(directory, parsed)
-            module, info = factory.from_pretrained(
+            module, info = _class(directory, parsed).from_pretrained(
                 None,  # not the path: transformers would map the file a second time
                 config=parsed,
-                state_dict=_in_fp32(tensors, scratch),
+                state_dict=_in_fp32(own, scratch),
                 dtype=torch.float32,
                 attn_implementation="eager",
                 experts_implementation=register(),
-                ignore_mismatched_sizes=True,  # `_check_fit` reports them
+                ignore_mismatched_sizes=True,  # reported below
                 output_loading_info=True,
             )
     except SourceError:
         raise
     except Exception as error:  # transformers raises errors of any kind
         raise SourceError(f"{path}: transformers cannot load it: {first_line(error)}") from error
-    _check_fit(path, info)
-    notes = [*_unused(info, module), *_without_pooler(directory, info, module)]
+    # transformers only warns about missing and mismatched weights, and fills them with random numbers.
+    missing = sorted(info["missing_keys"])
+    problems = [f"missing: {name}" for name in missing if not name.startswith("pooler.")]
+    problems += [f"shape: {found[0]} is {list(found[1])}, not {list(found[2])}" for found in info["mismatched_keys"]]
+    if problems:
+        raise SourceError(mismatch_message(f"{path}: the checkpoint does not fit its config.json", problems))
+    notes, unused, name = [], sorted(info["unexpected_keys"]), type(module).__name__
+    if unused:
+        notes.append(
+            f"{name} does not use {len(unused)} of the checkpoint's tensors ({first_few(unused)}); no graph uses them,"
+            " and restore gives them back"
+        )
+    # sentence-transformers does not use a pooler
+    if getattr(module, "pooler", None) is not None and (missing or directory.parts is not None):
+        module.pooler = None
+        notes += [f"the checkpoint has no pooler, so {name} gives no pooler_output"] if missing else []
     return module, notes
+
+
+def leave_out_extras(module: Any) -> None:
+    """Make ``module`` return neither a cache nor a list of every layer's states, whatever its configs say."""
+    for part in module.modules():
+        for name in _EXTRAS:
+            if getattr(getattr(part, "config", None), name, False):
+                setattr(part.config, name, False)
 
 
 def _in_fp32(tensors: Mapping[str, Array], scratch: Path) -> dict[str, Any]:
@@ -80,35 +104,3 @@ def _class(directory: Directory, parsed: Any) -> Any:
         what = architecture or parsed.model_type
         raise SourceError(f"{directory.path}: its architecture {what} is not known to the installed transformers")
     return found
-
-
-def _check_fit(path: Path, info: Mapping[str, Any]) -> None:
-    """Raise SourceError for missing or mismatched weights.
-
-    ``transformers`` would only warn, and fill them with random numbers.
-    """
-    problems = [f"missing: {name}" for name in sorted(info["missing_keys"]) if not name.startswith("pooler.")]
-    problems += [f"shape: {found[0]} is {list(found[1])}, not {list(found[2])}" for found in info["mismatched_keys"]]
-    if problems:
-        raise SourceError(mismatch_message(f"{path}: the checkpoint does not fit its config.json", problems))
-
-
-def _unused(info: Mapping[str, Any], module: Any) -> list[str]:
-    unexpected = sorted(info["unexpected_keys"])
-    if not unexpected:
-        return []
-    return [
-        f"{type(module).__name__} does not use {len(unexpected)} of the checkpoint's tensors"
-        f" ({first_few(unexpected)}); no graph uses them, and restore gives them back"
-    ]
-
-
-def _without_pooler(directory: Directory, info: Mapping[str, Any], module: Any) -> list[str]:
-    """Remove a pooler that has no weights, or that sentence-transformers does not use."""
-    missing = any(name.startswith("pooler.") for name in info["missing_keys"])
-    if getattr(module, "pooler", None) is None or (directory.parts is None and not missing):
-        return []
-    module.pooler = None
-    if not missing:
-        return []
-    return [f"the checkpoint has no pooler, so {type(module).__name__} gives no pooler_output"]

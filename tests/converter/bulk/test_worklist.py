@@ -1,4 +1,4 @@
-"""Which entries of a directory are checkpoints, the names of their models, and their files."""
+"""Which entries of a directory are checkpoints, and the files that each depends on."""
 
 from __future__ import annotations
 
@@ -12,11 +12,7 @@ from safetensors.numpy import save_file
 
 import graphs
 from bf16kit.messages.errors import UsageError
-from converter.bulk.worklist import ModelSettings, Worklist, collect, is_collection, model_name
-
-
-def _collect(directory: Path, **arguments: str) -> Worklist:
-    return collect(directory, lambda file, model: ModelSettings(model, (arguments.get(file.partition(".")[0], ""),)))
+from converter.bulk.worklist import Item, checkpoints, files_of
 
 
 def _weights(path: Path) -> Path:
@@ -24,19 +20,9 @@ def _weights(path: Path) -> Path:
     return path
 
 
-def test_a_directory_of_models_is_distinguished_from_a_model(tmp_path: Path) -> None:
-    _weights(tmp_path / "a.safetensors")
-    assert is_collection(tmp_path)
-    assert not is_collection(tmp_path / "a.safetensors")
-    assert not is_collection(tmp_path / "absent")
-    (tmp_path / "config.json").write_text("{}")
-    assert not is_collection(tmp_path)
-
-
-def test_foreign_directories_are_not_collections(tmp_path: Path) -> None:
-    """They are rejected by name, as one source, and not searched for checkpoints."""
-    (tmp_path / "model_index.json").write_text("{}")
-    assert not is_collection(tmp_path)
+def _found(directory: Path) -> dict[str, list[str] | str]:
+    found, _ = checkpoints(directory, directory / "repository")
+    return {p.name: files if isinstance(files, str) else [file.name for file in files] for p, files in found.items()}
 
 
 def test_checkpoints_are_found_by_content_and_the_rest_is_passed_over(tmp_path: Path) -> None:
@@ -46,144 +32,68 @@ def test_checkpoints_are_found_by_content_and_the_rest_is_passed_over(tmp_path: 
     (tmp_path / "hf" / "config.json").write_text("{}")
     (tmp_path / "notes.txt").write_text("read me")
     (tmp_path / "samples.npz").write_bytes(b"PK\x05\x06" + bytes(18))
-    (tmp_path / "empty").mkdir()
-    (tmp_path / ".cache").mkdir()
-    found = _collect(tmp_path)
-    assert [(item.model, item.source.name, item.problem) for item in found.items] == [
-        ("a", "a.onnx", ""),
-        ("b.weights", "b.weights", ""),
-        ("hf", "hf", ""),
-    ]
-    assert [each.partition(":")[0] for each in found.skipped] == ["empty", "notes.txt", "samples.npz"]
+    for name in ("empty", ".cache", "repository"):
+        (tmp_path / name).mkdir()
+    assert _found(tmp_path) == {"a.onnx": ["a.onnx"], "b.weights": ["b.weights"], "hf": ["config.json"]}
+    skipped = checkpoints(tmp_path, tmp_path / "repository")[1]
+    assert [each.partition(":")[0] for each in skipped] == ["empty", "notes.txt", "samples.npz"]
 
 
 def test_damaged_and_foreign_files_are_listed_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "a.gguf").write_bytes(b"GGUF\x03\0\0\0")
     (tmp_path / "b.pt").write_bytes(b"PK\x03\x04 and nothing more")
     (tmp_path / "c.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
-    assert [item.problem.partition(" (")[0] for item in _collect(tmp_path).items] == [
+    for name in ("d", "e"):  # a single index would make the directory one model
+        (tmp_path / f"{name}.safetensors.index.json").write_text('{"weight_map": {"w": "../x"}}')
+    assert [str(problem).partition(" (")[0] for problem in _found(tmp_path).values()] == [
         "is a GGUF file",
         "is a truncated or damaged zip archive",
         "is a Git LFS pointer, not the file it points to",
+        *["shard '../x' is not a plain file name"] * 2,
     ]
 
 
 def test_shards_belong_to_their_index_and_external_data_to_its_graph(tmp_path: Path) -> None:
-    for name in ("a-1.safetensors", "a-2.safetensors", "other.safetensors"):
+    for name in ("1.safetensors", "2.safetensors", "other.safetensors"):
         _weights(tmp_path / name)
-    index = {"weight_map": {"w": "a-1.safetensors", "v": "a-2.safetensors"}}
-    for name in (
-        "a.safetensors.index.json",
-        "z.safetensors.index.json",
-    ):  # a single index would make the directory one model
-        (tmp_path / name).write_text(json.dumps(index))
-    onnx.save(graphs.mlp(), tmp_path / "m.onnx")
-    (tmp_path / "m.data").write_bytes(bytes(100))
-    found = {item.model: [path.name for path in item.files] for item in _collect(tmp_path).items}
-    assert found == {
-        "a": ["a.safetensors.index.json", "a-1.safetensors", "a-2.safetensors"],
-        "z": ["z.safetensors.index.json", "a-1.safetensors", "a-2.safetensors"],
-        "m": ["m.onnx", "m.data"],
-        "other": ["other.safetensors"],
+    for name in ("a", "z"):
+        save_file({name: np.ones(3, np.float32)}, tmp_path / f"{name}-2.safetensors")
+        index = {"weight_map": {"w": "1.safetensors", name: f"{name}-2.safetensors"}}
+        (tmp_path / f"{name}.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "2.safetensors").unlink()
+    onnx.save(graphs.mlp(), tmp_path / "m.onnx", save_as_external_data=True, location="m.data", size_threshold=0)
+    (tmp_path / "another.data").write_bytes(bytes(100))
+    assert _found(tmp_path) == {
+        "a.safetensors.index.json": ["a.safetensors.index.json", "1.safetensors", "a-2.safetensors"],
+        "m.onnx": ["m.onnx", "m.data"],
+        "other.safetensors": ["other.safetensors"],
+        "z.safetensors.index.json": ["z.safetensors.index.json", "1.safetensors", "z-2.safetensors"],
     }
 
 
-def test_two_checkpoints_of_one_model_name_are_rejected(tmp_path: Path) -> None:
-    _weights(tmp_path / "a.safetensors")
-    onnx.save(graphs.mlp(), tmp_path / "a.onnx")
-    with pytest.raises(UsageError, match=r"a\.onnx, a\.safetensors would all become model 'a'.*--per-model"):
-        _collect(tmp_path)
-
-
-def test_the_error_for_a_directory_without_checkpoints_lists_what_is_there(tmp_path: Path) -> None:
+def test_a_directory_without_a_checkpoint_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("words")
-    (tmp_path / "b.txt").write_text("words")
-    with pytest.raises(UsageError, match=r"holds no checkpoint\n  2 × is a text file"):
-        _collect(tmp_path)
-
-
-def test_the_repository_may_be_in_the_directory_of_checkpoints(tmp_path: Path) -> None:
-    _weights(tmp_path / "a.safetensors")
-    (tmp_path / "out").mkdir()
-    assert collect(tmp_path, lambda _, model: ModelSettings(model, ()), tmp_path / "out").skipped == ()
+    with pytest.raises(UsageError, match=r"holds no checkpoint\n  a.txt: is a text file"):
+        _found(tmp_path)
 
 
 def test_a_digest_changes_with_every_byte_and_every_argument(tmp_path: Path) -> None:
-    path = _weights(tmp_path / "a.safetensors")
-    first = _collect(tmp_path).items[0].digest()
-    assert _collect(tmp_path).items[0].digest() == first
-    assert _collect(tmp_path, a="--seed=1").items[0].digest() != first
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-    assert _collect(tmp_path).items[0].digest() != first
+    path, rules = _weights(tmp_path / "a.safetensors"), tmp_path / "rules.yaml"
+    rules.write_text("rules: []")
+
+    def digest(*arguments: str) -> str:
+        return Item("a", path, [*arguments], [path, *files_of(rules)]).digest()
+
+    first = digest()
+    assert digest() == first
+    assert digest("--seed=1") != first
+    rules.write_text("rules: [ ]")
+    second = digest()
+    assert second != first
+    path.write_bytes(path.read_bytes()[:-1] + b"\1")
+    assert digest() != second
 
 
-@pytest.mark.parametrize(
-    "weight_map", [{"a": ["x"]}, {"a": {}}, {"a": "x" * 300}, {"a": "\0"}, {"a": None}, {"a": "../x"}]
-)
-def test_an_index_that_names_no_files_does_not_affect_other_checkpoints(
-    tmp_path: Path, weight_map: dict[str, object]
-) -> None:
-    _weights(tmp_path / "b.safetensors")
-    for name in (
-        "a.safetensors.index.json",
-        "z.safetensors.index.json",
-    ):  # a single index would make the directory one model
-        (tmp_path / name).write_text(json.dumps({"weight_map": weight_map}))
-    found = {item.model: item.problem for item in _collect(tmp_path).items}
-    assert found["b"] == ""
-    unhashable = isinstance(weight_map["a"], (list, dict))
-    assert found["a"] == found["z"] == ("is not the index of a sharded checkpoint" if unhashable else "")
-
-
-class TestFilesNamedByOptions:
-    """Their bytes are part of the digest of a conversion's sources, wherever the files are."""
-
-    def _digest(self, directory: Path, *named: Path) -> str:
-        (directory / "models").mkdir(exist_ok=True)
-        _weights(directory / "models" / "a.safetensors")
-        return collect(directory / "models", lambda _, model: ModelSettings(model, (), named)).items[0].digest()
-
-    def test_a_file(self, tmp_path: Path) -> None:
-        rules = tmp_path / "rules.yaml"
-        rules.write_text("rules: []")
-        first = self._digest(tmp_path, rules)
-        assert self._digest(tmp_path, rules) == first
-        rules.write_text("rules: [ ]")
-        assert self._digest(tmp_path, rules) != first
-
-    def test_only_the_samples_in_a_directory(self, tmp_path: Path) -> None:
-        samples = tmp_path / "samples"
-        (samples / "deeper").mkdir(parents=True)
-        _weights(samples / "0.safetensors")
-        first = self._digest(tmp_path, samples)
-        (samples / "README.md").write_text("no sample")
-        (samples / "fifo.npz").mkdir()
-        assert self._digest(tmp_path, samples) == first
-        _weights(samples / "1.safetensors")
-        assert self._digest(tmp_path, samples) != first
-
-    def test_a_graph_and_files_that_may_hold_its_weights(self, tmp_path: Path) -> None:
-        graph = tmp_path / "graph.onnx"
-        onnx.save(graphs.mlp(), graph)
-        (tmp_path / "weights.data").write_bytes(b"\1" * 100)
-        first = self._digest(tmp_path, graph)
-        _weights(tmp_path / "another.safetensors")
-        assert self._digest(tmp_path, graph) == first
-        (tmp_path / "weights.data").write_bytes(b"\2" * 100)
-        assert self._digest(tmp_path, graph) != first
-
-
-@pytest.mark.parametrize(
-    ("file", "model"),
-    [
-        ("mlp.pt", "mlp"),
-        ("resnet.v1.5.onnx", "resnet.v1.5"),
-        ("resnet.v1", "resnet.v1"),
-        ("MODEL.PT", "MODEL"),
-        ("m.safetensors.index.json", "m"),
-    ],
-)
-def test_a_model_is_named_after_its_file_without_the_extension(file: str, model: str) -> None:
-    assert model_name(file) == model
+def test_samples_in_a_directory_are_read_for_an_option(tmp_path: Path) -> None:
+    sample = _weights(tmp_path / "0.safetensors")
+    assert files_of(tmp_path) == [sample]

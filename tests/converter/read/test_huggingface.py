@@ -161,7 +161,7 @@ def _pickled(directory: Path) -> None:
     ("damage", "said"),
     [
         (lambda d: (d / "config.json").write_text("{"), "config.json: not JSON"),
-        (lambda d: (d / "config.json").write_text("[]"), "has no model_type"),
+        (lambda d: (d / "config.json").write_text("[]"), "config.json: not a JSON object"),
         (lambda d: (d / "config.json").write_bytes(b"\xff\xfe\x00"), "config.json: not JSON"),
         (lambda d: _config(d, model_type="unheard-of"), "transformers cannot load it"),
         (lambda d: _config(d, hidden_size="wide"), "transformers cannot load it"),
@@ -201,14 +201,13 @@ LOAD = """
 import sys
 from pathlib import Path
 from converter.process.memory import map_large_blocks
-from converter.read import huggingface
-from converter.read.huggingface.directory import Directory
+from converter.read.huggingface.model_directory import Directory
 from converter.read.huggingface.module import load_module
 from peaks import anonymous, peak_anonymous
 map_large_blocks()
 def load(name):
-    path = Path(sys.argv[1]) / name
-    return load_module(Directory.open(path), huggingface.read_tensors(path)[0], path)
+    directory = Directory.open(Path(sys.argv[1]) / name)
+    return load_module(directory, directory.tensors()[0], directory.path)
 for name in ("small", "float32", "float16"):  # transformers is in memory once the first is loaded
     before = anonymous()
     with peak_anonymous() as peak:

@@ -14,7 +14,7 @@ from converting import Cli
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.messages.errors import SourceError
 from converter.read.huggingface import companions as module
-from converter.read.huggingface.companions import companions, in_bf16, uncopied_files_note
+from converter.read.huggingface.companions import companions
 
 
 def _directory(path: Path, **config: Any) -> Path:
@@ -25,20 +25,13 @@ def _directory(path: Path, **config: Any) -> Path:
 
 def test_only_known_files_are_copied(tmp_path: Path) -> None:
     _directory(tmp_path)
-    for name in ("tokenizer.json", "vocab.txt", "LICENSE", "modeling_custom.py", "README.md", "optimizer.pt"):
+    rarer = ["target_vocab.json", "vocab-src.json", "spm_char.model", "source.spm", "bpe.codes", "chat_template.jinja"]
+    known = [*rarer, "LICENSE", "processor_config.json", "tokenizer.json", "vocab.txt"]
+    for name in (*known, "modeling_custom.py", "README.md", "optimizer.pt", "data_config.json"):
         (tmp_path / name).write_text(name)
-    found = companions(tmp_path)
-    assert sorted(found) == ["LICENSE", "config.json", "tokenizer.json", "vocab.txt"]
+    found, _ = companions(tmp_path)
+    assert sorted(found) == sorted([*known, "config.json"])
     assert found["vocab.txt"] == b"vocab.txt"
-
-
-@pytest.mark.parametrize(
-    "name", ["target_vocab.json", "vocab-src.json", "vocab-tgt.json", "spm_char.model", "tiktoken.model"]
-)
-def test_files_of_rarer_tokenizers_are_copied(tmp_path: Path, name: str) -> None:
-    _directory(tmp_path)
-    (tmp_path / name).write_text(name)
-    assert companions(tmp_path)[name] == name.encode()
 
 
 def test_files_that_are_not_copied_are_named(tmp_path: Path) -> None:
@@ -54,19 +47,17 @@ def test_files_that_are_not_copied_are_named(tmp_path: Path) -> None:
     for name in (*known, "training_args.bin", "flax_model.msgpack"):
         (tmp_path / name).write_text("")
     (tmp_path / "onnx").mkdir()
-    assert uncopied_files_note(tmp_path) == ()
+    assert companions(tmp_path)[1] == []
     for name in ("modeling_custom.py", "words.dict"):
         (tmp_path / name).write_text("")
-    (note,) = uncopied_files_note(tmp_path)
-    assert note.startswith("not copied beside the exported weights: 'modeling_custom.py' and 'words.dict'; copy those")
-    for index in range(20):
-        (tmp_path / f"{index:02}.dict").write_text("")
-    assert "'09.dict' and 12 more; " in uncopied_files_note(tmp_path)[0]
+    (note,) = companions(tmp_path)[1]
+    assert note.startswith("not copied beside the exported weights: 'modeling_custom.py', 'words.dict'; copy those")
 
 
-def test_the_config_states_bfloat16_wherever_it_stated_a_dtype() -> None:
+def test_the_config_states_bfloat16_wherever_it_stated_a_dtype(tmp_path: Path) -> None:
     config = {"dtype": "float32", "text_config": {"torch_dtype": "float32", "depth": 2}, "vision_config": {"depth": 1}}
-    assert in_bf16(config) == {
+    assert json.loads(companions(_directory(tmp_path, **config))[0]["config.json"]) == {
+        "model_type": "bert",
         "dtype": "bfloat16",
         "torch_dtype": "bfloat16",
         "text_config": {"torch_dtype": "bfloat16", "depth": 2},
@@ -89,7 +80,7 @@ def test_links_of_the_hubs_cache_to_its_own_blobs_are_followed(tmp_path: Path) -
     (blobs / "0123").write_text("a\nb\n")
     snapshot = _directory(tmp_path / "models--acme--m" / "snapshots" / "abc")
     (snapshot / "vocab.txt").symlink_to("../../blobs/0123")
-    assert companions(snapshot)["vocab.txt"] == b"a\nb\n"
+    assert companions(snapshot)[0]["vocab.txt"] == b"a\nb\n"
 
 
 def test_a_file_beyond_the_limit_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

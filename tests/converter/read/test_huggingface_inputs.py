@@ -14,10 +14,12 @@ from safetensors.torch import load_file, save_file
 
 from bf16kit.messages.errors import UsageError
 from bf16kit.numerics.tensors import TensorSpec
+from converter.options import Options, parse_target
 from converter.process.quiet import quiet
-from converter.read.huggingface.directory import Directory
 from converter.read.huggingface.inputs import declared
-from converter.read.huggingface.samples import sampler
+from converter.read.huggingface.model_directory import Directory
+from converter.read.huggingface.plausible import sampler
+from converter.read.readers.huggingface import load
 
 
 def directory(
@@ -74,7 +76,9 @@ def test_audio_has_a_mask_if_the_preprocessor_returns_one() -> None:
         ("input_values", ("batch", "samples")),
         ("attention_mask", ("batch", "samples")),
     ]
-    feed = next(iter(sampler(directory(config), specs)(0, 1)))
+    sample = sampler(directory(config), specs)
+    assert sample is not None
+    feed = next(iter(sample(0, 1)))
     assert np.all(feed["input_values"][feed["attention_mask"] == 0] == 0)
     assert [spec.name for spec in declared(wave, directory(config))[0]] == ["input_values"]
 
@@ -107,8 +111,10 @@ def test_samples_look_like_the_output_of_a_tokenizer() -> None:
     """Rows have ids of the vocabulary, an end token and padding, and fit the positions; the seed decides them."""
     config = {"vocab_size": 20, "pad_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 12}
     specs = tuple(TensorSpec(name, "int64", ("batch", "seq")) for name in ("input_ids", "attention_mask"))
-    feeds = list(sampler(directory(config), specs)(0, 30))
-    for feed, again in zip(feeds, sampler(directory(config), specs)(0, 30), strict=True):
+    sample = sampler(directory(config), specs)
+    assert sample is not None
+    feeds = list(sample(0, 30))
+    for feed, again in zip(feeds, sample(0, 30), strict=True):
         ids, mask = feed["input_ids"], feed["attention_mask"]
         np.testing.assert_array_equal(ids, again["input_ids"])
         assert ids.shape[1] <= 10
@@ -116,6 +122,28 @@ def test_samples_look_like_the_output_of_a_tokenizer() -> None:
         np.testing.assert_array_equal(ids == 1, mask == 0)
         assert np.all(ids[np.arange(2), mask.sum(axis=1) - 1] == 2)
     assert any(np.any(feed["attention_mask"] == 0) for feed in feeds)
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "left_out"),
+    [
+        ("bert", {}, set()),  # its config sets use_cache, but it has no cache
+        ("bert", {"output_hidden_states": True}, {"hidden_states"}),
+        ("llama", {"output_hidden_states": True}, {"past_key_values", "hidden_states"}),
+    ],
+)
+def test_outputs_that_the_config_requests_are_named_and_not_computed(
+    tmp_path: Path, name: str, config: dict[str, Any], left_out: set[str]
+) -> None:
+    with quiet():
+        found = Directory.open(hfzoo.save(name, tmp_path / name, **config))
+    options = Options(source=found.path, target=parse_target(tmp_path / "m" / "1"))
+    model, _, notes = load(options, found, found.tensors()[0])
+    assert set(model.left_out) == left_out
+    assert all(name in note for name in left_out for note in notes)
+    assert len(notes) == bool(left_out)
+    with torch.no_grad():
+        assert len(model.module(*model.example)) == len(model.outputs)
 
 
 def test_an_input_must_be_a_parameter_of_forward(cli: Cli, tmp_path: Path, target: Path) -> None:

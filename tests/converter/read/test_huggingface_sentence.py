@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,17 @@ from restored import assert_restored
 from safetensors.torch import load_file, save_file
 
 from bf16kit.artifact.artifact import Artifact
-from bf16kit.runtime.loading import load, load_reference
+from bf16kit.runtime.loading import load as load_profile
+from bf16kit.runtime.loading import load_reference
+from bf16kit.runtime.ort.onnx import OnnxRuntime
 from converter.options import Options, parse_target
 from converter.process.quiet import quiet
-from converter.read import huggingface, oracles
-from converter.read.huggingface import sentence
-from converter.read.huggingface.directory import SentenceModule
+from converter.read import oracles
+from converter.read.huggingface.model_directory import Directory
+from converter.read.readers.huggingface import load
+from converter.read.signature import output_specs
+from converter.read.torch.onnx_export import to_onnx
+from converter.write.graphs import serialize
 
 CPU = ("--format", "onnx", "--profile", "cpu", "--no-report")
 FEEDS = {
@@ -69,7 +73,7 @@ def test_a_directory_serves_embeddings_of_tokens_and_of_the_sentence(cli: Cli, t
         ("sentence_embedding", "embedding", ["batch", 48]),
     ]
     dense = load_file(root / "2_Dense" / "model.safetensors")
-    for runtime in (load_reference(artifact), load(artifact, "cpu")):
+    for runtime in (load_reference(artifact), load_profile(artifact, "cpu")):
         found = runtime.run(FEEDS)
         mask = FEEDS["attention_mask"][..., None]
         pooled = (found["last_hidden_state"] * mask).sum(axis=1) / mask.sum(axis=1)
@@ -83,60 +87,36 @@ def test_a_directory_serves_embeddings_of_tokens_and_of_the_sentence(cli: Cli, t
     assert_restored(tmp_path / "fp32.safetensors", {name: tensor.numpy() for name, tensor in whole.items()})
 
 
-@pytest.fixture
-def loaded(tmp_path: Path) -> Callable[[], huggingface.LoadedModel]:
-    root = directory(tmp_path / "model", "0_Transformer", pooling_mode_mean_tokens=True)
-    options = Options(source=root, target=parse_target(tmp_path / "m" / "1"))
-    return lambda: huggingface.load(options, huggingface.read_tensors(root)[0])
-
-
-def test_the_oracle_is_the_library_itself_so_a_wrong_pooling_is_found(
-    loaded: Callable[[], huggingface.LoadedModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sentence._POOLINGS, "mean", lambda tokens, _mask: tokens.mean(dim=1))
-    found = loaded()
-    assert found.oracle is not None
-    assert "sentence-transformers" in found.oracle.how
-    assert found.notes == ()
-    [theirs], [ours] = found.oracle([FEEDS]), oracles.of_module(found.model)([FEEDS])
-    np.testing.assert_array_equal(theirs["last_hidden_state"], ours["last_hidden_state"])
-    assert np.linalg.norm(theirs["sentence_embedding"][1] - ours["sentence_embedding"][1]) > 0.1
-    monkeypatch.undo()
-    [ours] = oracles.of_module(loaded().model)([FEEDS])
-    np.testing.assert_allclose(theirs["sentence_embedding"], ours["sentence_embedding"], rtol=1e-4, atol=1e-6)
-
-
-def test_without_the_library_the_conversion_says_that_the_pooling_was_not_checked(
-    loaded: Callable[[], huggingface.LoadedModel], monkeypatch: pytest.MonkeyPatch
+def test_without_the_library_the_tokens_are_converted_and_a_note_says_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "sentence_transformers.sentence_transformer", None)
-    found = loaded()
-    [note] = found.notes
-    assert "not checked against sentence-transformers" in note
-    assert "pip install 'bf16kit[sentence]'" in note
-    assert found.oracle is not None
-    assert found.oracle.how.endswith(note)
+    found = Directory.open(directory(tmp_path / "model", pooling_mode_mean_tokens=True))
+    options = Options(source=tmp_path / "model", target=parse_target(tmp_path / "m" / "1"))
+    model, _, notes = load(options, found, found.tensors()[0])
+    assert model.outputs == ("last_hidden_state",)
+    [note] = notes
+    assert note.startswith("sentence_embedding is left out")
+    assert note.endswith("pip install 'bf16kit[sentence]'")
 
 
 @pytest.mark.parametrize("mode", ["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"])
-@pytest.mark.parametrize("padded", ["right", "left"])
-def test_pooling_equals_that_of_sentence_transformers(mode: str, padded: str, tmp_path: Path) -> None:
-    theirs = pytest.importorskip("sentence_transformers.models")
-    tokens = torch.randn((3, 7, 8), generator=torch.Generator().manual_seed(0))
-    mask = torch.tensor([[1, 1, 1, 1, 0, 0, 0], [1] * 7, [1, 0, 0, 0, 0, 0, 0]])
-    if padded == "left":
-        mask = mask.flip(1)
-    part = SentenceModule("Pooling", tmp_path, {"pooling_mode": mode})
-    [ours] = sentence._steps(part, {})
-    expected = theirs.Pooling(8, pooling_mode=mode)({"token_embeddings": tokens, "attention_mask": mask})
-    torch.testing.assert_close(ours(tokens, mask), expected["sentence_embedding"])
-
-
-def test_several_pooling_switches_of_older_files_may_be_set_together(tmp_path: Path) -> None:
-    switches = {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": True, "pooling_mode_max_tokens": False}
-    [pooling] = sentence._steps(SentenceModule("Pooling", tmp_path, switches), {})
-    tokens, mask = torch.arange(24.0).reshape(1, 3, 8), torch.ones((1, 3))
-    torch.testing.assert_close(pooling(tokens, mask), torch.cat([tokens[:, 0], tokens.mean(dim=1)], dim=1))
+def test_every_mode_of_pooling_is_exported(tmp_path: Path, mode: str) -> None:
+    """The exported graph gives what the library itself gives from the directory, whatever is padded."""
+    pytest.importorskip("sentence_transformers")
+    found = Directory.open(directory(tmp_path / "model", pooling_mode=mode))
+    options = Options(source=tmp_path / "model", target=parse_target(tmp_path / "m" / "1"))
+    tensors, _ = found.tensors()
+    model, _, notes = load(options, found, tensors)
+    assert notes == []
+    graph = to_onnx(model, tensors)
+    runtime = OnnxRuntime(serialize(graph), model.inputs, output_specs(graph), precision="fp32")
+    for mask in (FEEDS["attention_mask"], FEEDS["attention_mask"][:, ::-1].copy()):
+        feeds = FEEDS | {"attention_mask": mask}
+        [expected] = oracles.of_module(model)([feeds])
+        np.testing.assert_allclose(
+            runtime.run(feeds)["sentence_embedding"], expected["sentence_embedding"], rtol=1e-4, atol=1e-5
+        )
 
 
 def modules(*entries: object) -> str:
@@ -148,7 +128,10 @@ def modules(*entries: object) -> str:
     [
         ("{", "modules.json: not JSON"),
         ('{"a": 1}', "modules.json: is not a list of modules"),
-        ('[{"path": "", "type": "sentence_transformers.models.WordEmbeddings"}]', "its first module is a"),
+        (
+            '[{"path": "", "type": "sentence_transformers.models.WordEmbeddings"}]',
+            "its first module is not a Transformer",
+        ),
         (modules({"path": "../../evil", "type": "x.Pooling"}), "the module path '../../evil' is not a plain name"),
         (modules({"path": "1_CNN", "type": "sentence_transformers.models.CNN"}), "a CNN module is not supported"),
         (modules({"path": "2_Dense", "type": "sentence_transformers.models.Dense"}), "neither model.safetensors"),
@@ -164,13 +147,14 @@ def test_invalid_modules_are_rejected_by_name(cli: Cli, tmp_path: Path, target: 
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"activation_function": "os.system"}, "activation_function 'system' is not one of torch.nn's"),
-        ({"use_residual": True}, "with a residual or another input is not supported"),
+        ({"activation_function": "os.system"}, "activation_function 'os.system' is not one of torch.nn's"),
+        ({"in_features": "many"}, "2_Dense: sentence-transformers cannot load it"),
     ],
 )
 def test_an_unsupported_projection_is_rejected(
     cli: Cli, tmp_path: Path, target: Path, config: dict[str, Any], said: str
 ) -> None:
     root = directory(tmp_path / "model")
-    (root / "2_Dense" / "config.json").write_text(json.dumps(config))
+    path = root / "2_Dense" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | config))
     cli("checkpoint", root, "--out", target).refused(2, said)

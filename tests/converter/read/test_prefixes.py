@@ -59,8 +59,3 @@ def test_an_error_describes_the_prefix_that_fits_best() -> None:
     with pytest.raises(SourceError) as refused:
         fit_behind_prefix(Mlp(), tensors)
     assert str(refused.value).splitlines()[1:] == ["  shape: up.bias is [3] in the checkpoint, [64] in the model"]
-
-
-def test_a_name_of_a_million_dots_takes_no_time() -> None:
-    module = Mlp()
-    fit_behind_prefix(module, _arrays("model.") | {"." * 1_000_000 + "up.weight": np.ones(1, np.float32)})

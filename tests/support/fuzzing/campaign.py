@@ -147,9 +147,10 @@ def _guarded(check: Callable[[], list[str]]) -> list[str]:
 
 def _read(path: Path) -> Any:
     """Return the weights as the converter's own readers read them."""
-    from converter.read import lightning_file, orbax, safetensors_file, torch_file
+    from converter.read import orbax, safetensors_file, torch_file
     from converter.read.detect import Kind, recognise
     from converter.read.readers.jax import read_flax
+    from converter.read.readers.lightning import is_lightning
 
     kind = recognise(path)
     if kind is Kind.FLAX:
@@ -160,8 +161,9 @@ def _read(path: Path) -> Any:
         return safetensors_file.read_file(path)
     if kind is Kind.SHARDED:
         return safetensors_file.read_sharded(path)[0]
-    found = lightning_file.read_file(path, trust_code=False) if kind is Kind.LIGHTNING else None
-    return torch_file.read_file(path, kind, trust_code=False)[0] if found is None else found.weights
+    if kind is Kind.LIGHTNING and is_lightning(loaded := torch_file.load(path, kind, trust_code=False)):
+        return torch_file.arrays(path, kind, loaded["state_dict"], trust_code=False)
+    return torch_file.read_file(path, kind, trust_code=False)[0]
 
 
 def _kept(name: str) -> bool:

@@ -1,0 +1,127 @@
+"""The JSON files of a Hugging Face directory, and the tensors of its checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bf16kit.messages.errors import SourceError
+from converter.read import safetensors_file, torch_file
+from converter.read.detect import Kind
+from converter.source import Array
+
+INDEX = "model.safetensors.index.json"
+_PARTS = ("text_config", "vision_config", "audio_config", "encoder", "decoder")  # configs inside a config
+
+
+class SentenceModule(NamedTuple):
+    """One sentence-transformers module after the transformer, as listed in ``modules.json``."""
+
+    kind: str  # Pooling, Normalize, Dense
+    path: Path
+
+    @property
+    def prefix(self) -> str:
+        """The prefix of its tensors' names beside the transformer's."""
+        return f"{self.path.name}."
+
+
+@dataclass(frozen=True, slots=True)
+class Directory:
+    """A model directory: ``path`` holds the transformer, ``files`` is every JSON file that shapes the model.
+
+    ``parts`` is None if the directory is not a sentence-transformers one.
+    """
+
+    path: Path
+    config: Mapping[str, Any]
+    preprocessor: Mapping[str, Any]
+    tokenizer: Mapping[str, Any]
+    parts: tuple[SentenceModule, ...] | None
+    files: tuple[Path, ...]
+
+    @classmethod
+    def open(cls, path: Path) -> Directory:
+        """Open the directory at ``path``; :class:`SourceError` names a file that is missing or not valid."""
+        listing, parts, files = path / "modules.json", None, []
+        if listing.is_file():
+            (_, path), *others = _modules(listing)
+            parts = tuple(others)
+            files = [listing, *(part.path / "config.json" for part in parts if (part.path / "config.json").is_file())]
+        config = _mapping(path / "config.json")
+        if "model_type" not in config:
+            raise SourceError(f"{path / 'config.json'}: has no model_type, so this is not a transformers model")
+        further = (path / f"{name}_config.json" for name in ("preprocessor", "tokenizer"))
+        preprocessor, tokenizer = (_mapping(file) if file.is_file() else {} for file in further)
+        return cls(path, config, preprocessor, tokenizer, parts, (path / "config.json", *files))
+
+    def setting(self, name: str) -> Any:
+        """Return ``name`` from config.json, or from its part for the text, image or audio model; else None."""
+        for config in (self.config, *(self.config.get(part) for part in _PARTS)):
+            if isinstance(config, Mapping) and config.get(name) is not None:
+                return config[name]
+        return None
+
+    def number(self, name: str, otherwise: int) -> int:
+        """Return the setting ``name`` if it is an integer, or begins with one."""
+        found = self.setting(name)
+        found = found[0] if isinstance(found, list) and found else found
+        return found if type(found) is int else otherwise
+
+    def tensors(self) -> tuple[dict[str, Array], list[Path]]:
+        """Return every tensor of the checkpoint, and the files that describe and hold them, config.json first.
+
+        Tensors of sentence-transformers modules after the transformer are prefixed with their module's directory.
+        """
+        tensors, files = _weights(self.path)
+        for part in self.parts or ():
+            if part.kind == "Dense":
+                more, found = _weights(part.path)
+                tensors |= {part.prefix + name: tensor for name, tensor in more.items()}
+                files += found
+        return tensors, [*self.files, *files]
+
+
+def _weights(path: Path) -> tuple[dict[str, Array], list[Path]]:
+    """Return every tensor of the checkpoint in the directory ``path``, and the files that hold them."""
+    single, index, pickled = (path / name for name in ("model.safetensors", INDEX, "pytorch_model.bin"))
+    if single.is_file():
+        return safetensors_file.read_file(single), [single]
+    if index.is_file():
+        return safetensors_file.read_sharded(index)
+    if pickled.is_file():
+        return torch_file.read_file(pickled, Kind.TORCH_ZIP, trust_code=False)[0], [pickled]
+    raise SourceError(f"{path}: has a config.json, but neither model.safetensors, its index, nor pytorch_model.bin")
+
+
+def _modules(listing: Path) -> list[SentenceModule]:
+    """Return the modules that a ``modules.json`` lists, the transformer first."""
+    try:
+        found = [SentenceModule(each["type"].rpartition(".")[2], Path(each["path"])) for each in _load(listing)]
+    except (TypeError, KeyError, AttributeError):
+        raise SourceError(f"{listing}: is not a list of modules, each with a type and a path") from None
+    if not found or found[0].kind != "Transformer":
+        raise SourceError(f"{listing}: its first module is not a Transformer; other directories are not converted")
+    for _, path in found:
+        if path.is_absolute() or len(path.parts) > 1 or ".." in path.parts:
+            raise SourceError(f"{listing}: the module path {str(path)!r} is not a plain name inside the directory")
+    return [SentenceModule(kind, listing.parent / path) for kind, path in found]
+
+
+def _mapping(path: Path) -> Mapping[str, Any]:
+    found = _load(path)
+    if not isinstance(found, dict):
+        raise SourceError(f"{path}: not a JSON object")
+    return found
+
+
+def _load(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except OSError as error:
+        raise SourceError(f"{path}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise SourceError(f"{path}: not JSON: {error}") from None
