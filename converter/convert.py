@@ -14,9 +14,8 @@ from bf16kit.numerics.rounding import Census
 from converter import intake, withoutgraph
 from converter.attempt import Attempt
 from converter.islands.explanation import measure_layers
-from converter.islands.islandsearch import IslandSearches
+from converter.islands.mending import IslandSearches
 from converter.islands.result import SearchResult
-from converter.islands.trials import Deadline
 from converter.options import Options
 from converter.plan.decisions import Islands
 from converter.process.memory import FrozenHeap
@@ -105,7 +104,6 @@ def convert(options: Options, progress: Progress | None = None, provided: Provid
             manifest = judged.manifest
             notes += judged.notes
         remedies_for = [name for name, found in certified.breaches.items() if found and options.search]
-        expired = Deadline.after(options.search_minutes).expired
         draft = stage.draft(manifest)
         # Measuring one profile's layers takes a tenth of a conversion: optional profiles leave that to `explain`.
         optional = options.optional_profiles
@@ -116,7 +114,7 @@ def convert(options: Options, progress: Progress | None = None, provided: Provid
             progress,
             notes,
             remedies_for=remedies_for,
-            expired=expired,
+            minutes=options.search_minutes,
             without=optional,
         )
         measurements = build_measurements(

@@ -1,7 +1,7 @@
 """``bf16-convert explain EVIDENCE``: reruns a response that a server sent over budget, and locates the drift.
 
 Two questions, in this order. Does the artifact give what was served? If not, the server had something else in memory,
-and no layer of the artifact is to blame. If it does, which layer leaves the expected line on exactly this input?
+and no layer of the artifact is to blame. If it does, which layer falls below its predicted SQNR on exactly this input?
 """
 
 from __future__ import annotations
@@ -25,13 +25,16 @@ from bf16kit.numerics.tensors import BY_NAME, Array, check_feeds
 from bf16kit.runtime import Runtime
 from bf16kit.runtime.loading import load_reference
 from converter.islands import explanation
-from converter.islands.explain import open_reference
+from converter.islands.explanation import Remedies
+from converter.islands.layertrace import open_reference
+from converter.process.progress import Progress
 from converter.verify.running import open_profile
 
 #: The part of the served drift that may remain between the served output and the one computed here. At 1/4, the
 #: artifact accounts for 15/16 of the drift's power. It is not 0 because another CPU sums in another order, and so
 #: rounds some activations to the other side.
 EXPLAINED = 0.25
+_NOT_REPRODUCED = "No remedy was looked for, because the artifact does not give what was served."
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,22 +65,23 @@ def _allowed(served: float) -> float:
     return EXPLAINED * served if math.isfinite(served) else EXPLAINED
 
 
-def explain_evidence(path: Path, artifact_path: Path, *, as_json: bool = False) -> str:
+def explain_evidence(path: Path, artifact_path: Path, progress: Progress, *, as_json: bool = False) -> str:
     """Explain the evidence in the file ``path`` with the artifact in ``artifact_path``, as text or JSON.
 
-    Raises :class:`UsageError` for a file that is no evidence or belongs to another artifact, and
-    :class:`ArtifactError` or a subclass if the artifact is damaged.
+    A remedy is searched for if the artifact gives what was served: fp32 islands cannot mend other outputs. Raises
+    :class:`UsageError` for a file that is no evidence or belongs to another artifact, and :class:`ArtifactError` or a
+    subclass if the artifact is damaged.
     """
     evidence = Evidence.read(path)
     artifact = Artifact.open(artifact_path)
     profile = _check(evidence, artifact, path)
-    reruns = _rerun(evidence, artifact, profile)
+    reruns, feeds = _rerun(evidence, artifact, profile), (evidence.feeds,)
+    reproduced = all(each.reproduced for each in reruns)
     layers = None
     if artifact.manifest.profiles[profile].format == "onnx":
+        remedies = Remedies(feeds, Budget.from_dict(evidence.header.budget), progress) if reproduced else None
         with open_reference(artifact) as graph:
-            layers = explanation.explain_profile(
-                graph, artifact, (evidence.feeds,), profile, find_remedy=_all_reproduced(reruns)
-            )
+            layers = explanation.explain_profile(graph, artifact, feeds, profile, remedies)
     if as_json:
         header = document.plain(evidence.header) | {"tensors": None}
         rows = [{**document.plain(each), "reproduced": each.reproduced} for each in reruns]
@@ -87,12 +91,7 @@ def explain_evidence(path: Path, artifact_path: Path, *, as_json: bool = False) 
     if layers is None:
         parts.append("The layers of a module that torch runs cannot be explained.")
     else:
-        reason = (
-            ""
-            if _all_reproduced(reruns)
-            else "No remedy was looked for, because the artifact does not give what was served."
-        )
-        parts.append(explanation.text(layers, str(path), reason))
+        parts.append(explanation.text(layers, str(path), "" if reproduced else _NOT_REPRODUCED))
     return "\n\n".join(parts)
 
 
@@ -172,11 +171,6 @@ def _distance(one: Array, other: Array, scale: Array) -> float:
     if difference == 0:
         return 0.0
     return difference / norm if norm and math.isfinite(difference) else math.inf
-
-
-def _all_reproduced(reruns: list[Rerun]) -> bool:
-    """Whether to look for a remedy: fp32 islands cannot mend outputs that the artifact did not give."""
-    return all(each.reproduced for each in reruns)
 
 
 def _heading(evidence: Evidence) -> str:

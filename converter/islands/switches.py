@@ -28,6 +28,14 @@ _LARGEST = np.float32(3.3895313892515355e38)  # the largest finite bf16 value
 
 
 @dataclass(frozen=True, slots=True)
+class Bf16:
+    """The bf16 parts of a profile: the nodes that compute in bf16, and the weights stored in it."""
+
+    nodes: frozenset[str] = frozenset()
+    weights: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
 class Site:
     """One place where a value may be rounded.
 
@@ -41,13 +49,10 @@ class Site:
     reader: str
     is_weight: bool = False
 
-    def rounds(self, nodes: Collection[str], weights: Collection[str], *, reading_weights: bool = True) -> bool:
-        """Whether the value is rounded here if ``nodes`` compute in bf16 and ``weights`` are stored in it.
-
-        Without ``reading_weights``, nodes read weights as they are stored, without rounding them.
-        """
-        reads = self.reader in nodes and (reading_weights or not self.is_weight)
-        return self.weight in weights or self.producer in nodes or reads
+    def rounds(self, bf16: Bf16, *, reading_weights: bool = True) -> bool:
+        """Whether the value is rounded here. Without ``reading_weights``, nodes read weights as they are stored."""
+        reads = self.reader in bf16.nodes and (reading_weights or not self.is_weight)
+        return self.weight in bf16.weights or self.producer in bf16.nodes or reads
 
 
 @dataclass
@@ -62,7 +67,7 @@ class Switch(Step):
 
     forms: Mapping[str, Bf16Form]
     narrow: Collection[str]
-    saturated: Collection[str] = ()
+    saturate: bool = False
     sites: list[Site] = field(default_factory=list)
     shapes: dict[str, str] = field(default_factory=dict)
     input: str = ""
@@ -113,7 +118,7 @@ class Switch(Step):
         made = _Nodes(graph, value, fresh)
         for site, uses in groups.items():
             switches.append(_switch_of(value, fresh))
-            switched = made.switched(switches[-1], clamped=value.name in self.saturated)
+            switched = made.switched(switches[-1], clamped=self.saturate and bool(site.weight))
             self.sites.append(site)
             for node, index in uses:
                 node.replace_input_with(index, switched)
@@ -155,14 +160,9 @@ def moved_from(value: ir.Value | None, narrow: Collection[str]) -> str | None:
     return value.name if value is not None and value.is_initializer() and value.name in narrow else None
 
 
-def positions(
-    sites: Sequence[Site], nodes: Collection[str], weights: Collection[str], *, reading_weights: bool = True
-) -> Array:
-    """Return the switches to feed so that exactly ``nodes`` compute in bf16 and ``weights`` are stored in it.
-
-    See :class:`Site`.
-    """
-    return np.array([site.rounds(nodes, weights, reading_weights=reading_weights) for site in sites], np.bool_)
+def positions(sites: Sequence[Site], bf16: Bf16, *, reading_weights: bool = True) -> Array:
+    """Return the switches to feed so that exactly ``bf16`` is rounded; see :meth:`Site.rounds`."""
+    return np.array([site.rounds(bf16, reading_weights=reading_weights) for site in sites], np.bool_)
 
 
 class _Nodes:

@@ -88,18 +88,15 @@ def compare(
     reference: Graph,
     candidate: Graph,
     feeds: Sequence[Feeds],
-    only: Container[str] | None = None,
     chunk: int = CHUNK,
 ) -> dict[str, Power]:
     """Compare every fp32 value that ``reference`` and ``candidate`` both have, over all ``feeds``; by name.
 
-    ``only`` limits the values compared. Both graphs run once per feed and chunk of values, so that about ``chunk``
-    bytes of values of each are in memory at a time. Raises :class:`RuntimeFailure` if a graph does not
-    run.
+    Both graphs run once per feed and chunk of values, so that about ``chunk`` bytes of values of each are in memory at
+    a time. Raises :class:`RuntimeFailure` if a graph does not run.
     """
     available = frozenset(_values(candidate.model))
-    here = [name for name in _values(reference.model) if only is None or name in only]
-    pairs = {name: found for name in here if (found := _find(name, available)) is not None}
+    pairs = {name: found for name in _values(reference.model) if (found := _find(name, available)) is not None}
     names, powers = list(pairs), dict[str, Power]()
     sides = _Sessions(reference), _Sessions(candidate)
     start, count = 0, _FIRST

@@ -62,13 +62,15 @@ def save(evidence: Evidence, path: Path) -> Path:
     return path
 
 
-def test_the_layer_that_falls_below_the_line_on_this_input_is_named(cli: Cli, ailing: Artifact, tmp_path: Path) -> None:
+def test_the_layer_that_falls_below_its_prediction_on_this_input_is_named(
+    cli: Cli, ailing: Artifact, tmp_path: Path
+) -> None:
     said = cli("explain", save(breach(ailing), tmp_path / "e"), "--artifact", ailing.path).published().out
     assert "Evidence of model 'm' version 1, profile cpu (bf16-weights): 1 of the 8 rows of a request" in said
     assert "over, cause rounding, relative_l2 of output 'y' at 3.5 × its budget" in said
     assert "The artifact gives here what was served" in said
-    assert "SQNR falls below the expected line at difference (Sub)" in said
-    assert said.rstrip().endswith("--keep-fp32 '^(left|right)$'")
+    assert "SQNR falls below its prediction at difference (Sub)" in said
+    assert said.rstrip().endswith("--keep-fp32 '^(w1|w2)$'")
 
 
 def test_an_output_that_the_artifact_does_not_reproduce_is_blamed_on_the_server(
@@ -80,7 +82,7 @@ def test_an_output_that_the_artifact_does_not_reproduce_is_blamed_on_the_server(
     said = cli("explain", save(damaged, tmp_path / "e"), "--artifact", small.path).published().out
     assert "The artifact does not give what was served" in said
     assert "damaged memory, a faulty device, or another program" in said
-    assert "Every output has the SQNR expected of rounding to bf16" in said
+    assert "Every output has the SQNR predicted for rounding to bf16" in said
 
 
 def test_no_remedy_is_searched_if_the_artifact_does_not_reproduce_the_output(
@@ -89,7 +91,7 @@ def test_no_remedy_is_searched_if_the_artifact_does_not_reproduce_the_output(
     found = breach(ailing)
     damaged = replace(found, served={"y": found.served["y"] + 10 * np.abs(found.reference["y"])})
     said = cli("explain", save(damaged, tmp_path / "e"), "--artifact", ailing.path).published().out
-    assert "SQNR falls below the expected line at difference (Sub)" in said
+    assert "SQNR falls below its prediction at difference (Sub)" in said
     assert said.rstrip().endswith("No remedy was looked for, because the artifact does not give what was served.")
 
 
